@@ -1,0 +1,32 @@
+"""The HTTP front end: one Flask application in each gunicorn process.
+
+HTTP comes in, futures go out: handlers check a request, hand its jobs to the link thread
+(`app/link.py`) and wait. Flask lives only in this package.
+"""
+
+from flask import Flask
+
+from app import auth, generate, health, http_errors
+from app.service import Service
+from titopool.config import ServerConfig, from_environment
+
+
+def create_app(config: ServerConfig | None = None) -> Flask:
+    """The WSGI application; opens nothing until its first request or `Service.start`.
+
+    Args:
+        config: the settings; by default those of the environment.
+
+    Raises:
+        ConfigError: a setting is unknown or impossible.
+    """
+    config = config or from_environment()
+    app = Flask(__name__, static_folder=None)
+    app.url_map.strict_slashes = False
+    app.config["MAX_CONTENT_LENGTH"] = config.max_body_bytes
+    app.extensions["titopool"] = Service(config)
+    auth.init_app(app, config.api_key)
+    http_errors.init_app(app)
+    app.register_blueprint(health.blueprint)
+    app.register_blueprint(generate.blueprint)
+    return app

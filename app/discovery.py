@@ -1,0 +1,76 @@
+"""From the endpoints of the settings to those of single workers.
+
+A host name stands for every address that it resolves to: Compose's `--scale`, a headless
+service. It is looked up again and again, in a thread of its own, because a look-up blocks.
+"""
+
+import ipaddress
+import logging
+import socket
+import threading
+
+logger = logging.getLogger(__name__)
+
+LOOK_UP_EVERY_S = 2.0
+
+
+class Discovery:
+    """The endpoints that are there now."""
+
+    def __init__(self, endpoints: tuple[str, ...]):
+        self._named = [endpoint for endpoint in endpoints if is_named(endpoint)]
+        self._fixed = frozenset(endpoints) - set(self._named)
+        self._found: dict[str, frozenset[str]] = {}
+        self._closing = threading.Event()
+
+    @property
+    def endpoints(self) -> frozenset[str]:
+        """Every worker's endpoint, as of the last look-up."""
+        return self._fixed.union(*self._found.values())
+
+    def start(self) -> None:
+        """Starts looking up, if any endpoint has a host name."""
+        if self._named:
+            threading.Thread(target=self._run, name="discovery", daemon=True).start()
+
+    def close(self) -> None:
+        self._closing.set()
+
+    def _run(self) -> None:
+        while not self._closing.is_set():
+            for endpoint in self._named:
+                try:
+                    self._found[endpoint] = look_up(endpoint)
+                except OSError as error:
+                    # The name is unknown while no worker runs; those known may still live.
+                    logger.debug("%s: %s", endpoint, error)
+            self._closing.wait(LOOK_UP_EVERY_S)
+
+
+def is_named(endpoint: str) -> bool:
+    """Whether `endpoint` has a host name, not an address."""
+    if not endpoint.startswith("tcp://"):
+        return False
+    try:
+        ipaddress.ip_address(_host(endpoint))
+    except ValueError:
+        return True
+    return False
+
+
+def look_up(endpoint: str) -> frozenset[str]:
+    """One endpoint for each address of the host name in `endpoint`.
+
+    Raises:
+        OSError: the name does not resolve.
+    """
+    host, port = _host(endpoint), endpoint.rpartition(":")[2]
+    found = set()
+    for family, _, _, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+        text = f"[{address[0]}]" if family == socket.AF_INET6 else address[0]
+        found.add(f"tcp://{text}:{port}")
+    return frozenset(found)
+
+
+def _host(endpoint: str) -> str:
+    return endpoint.removeprefix("tcp://").rpartition(":")[0].strip("[]")

@@ -1,0 +1,149 @@
+"""`POST /generate/`: token ids or text in, token ids and log-probabilities out.
+
+Follows `trl.generation.vllm_client.VLLMClient` (trl 0.29 to 1.10).
+"""
+
+import itertools
+import logging
+import time
+from typing import Any
+
+import msgspec
+import numpy as np
+from flask import Blueprint, Response
+from flask import request as http_request
+
+from app.prompts import prompt_ids_of
+from app.replies import generate_reply
+from app.request import Request
+from app.schemas import SAMPLING_FIELDS, GenerateBody, TokensPrompt, decode_body, explain
+from app.service import Service, current_service
+from titopool.errors import ClientGone, DeadlinePassed, InvalidRequest
+from titopool.messages import Job, WorkerFacts
+from titopool.sampling import (
+    SERVER_SET_FIELDS,
+    UNSUPPORTED_FIELDS,
+    SamplingOptions,
+    check_sampling,
+)
+
+logger = logging.getLogger(__name__)
+blueprint = Blueprint("generate", __name__)
+
+# Unique in this process; workers tell processes apart by their sockets.
+_job_ids = itertools.count(1)
+
+
+@blueprint.post("/generate/")
+def generate() -> Response:
+    """Checks the whole request, then generates all of it."""
+    service = current_service()
+    deadline = time.monotonic() + service.config.request_timeout_s
+    body = decode_body(http_request.get_data(cache=False), GenerateBody)
+    facts = service.link.facts
+    _refuse_images(body)
+    options = sampling_options(body)
+    check_sampling(options, facts)
+    _check_batch(len(body.prompts), options.n, service.config.max_completions_per_request)
+    prompt_ids = prompt_ids_of(body, facts, service.tokenizer, deadline - time.monotonic())
+    jobs = make_jobs(prompt_ids, options, facts, [_salt(prompt) for prompt in body.prompts])
+    service.link.check_ready()
+    request = Request(jobs)
+    run(service, request, deadline)
+    reply = generate_reply(prompt_ids, request.completed(), with_logprobs=options.logprobs is not None)
+    return Response(reply, mimetype="application/json")
+
+
+def run(service: Service, request: Request, deadline: float) -> None:
+    """Submits `request` and returns when it has ended, well or not.
+
+    It ends at `deadline` (monotonic seconds), and when the client hangs up.
+    """
+
+    def on_client_gone() -> None:
+        service.link.cancel(request, ClientGone("the client closed its connection"))
+
+    client = http_request.environ.get("gunicorn.socket")
+    with service.disconnects.watching(client, on_client_gone):
+        service.link.submit(request)
+        if not request.wait(deadline - time.monotonic()):
+            limit_s = service.config.request_timeout_s
+            service.link.cancel(
+                request,
+                DeadlinePassed(
+                    f"the request did not end within {limit_s:g} s; ask for fewer tokens at once or "
+                    "raise request_timeout_s"
+                ),
+            )
+
+
+def sampling_options(body: GenerateBody) -> SamplingOptions:
+    """The body's sampling options; `generation_kwargs` win over the fields beside them.
+
+    Raises:
+        InvalidRequest: an option is unknown, not the client's to set, or out of range.
+    """
+    merged: dict[str, Any] = {name: getattr(body, name) for name in SAMPLING_FIELDS}
+    for name, value in body.generation_kwargs.items():
+        reason = SERVER_SET_FIELDS.get(name) or UNSUPPORTED_FIELDS.get(name)
+        if reason:
+            raise InvalidRequest(f"generation_kwargs.{name}: {reason}; leave it out", param=name)
+        merged[name] = value
+    if body.structured_outputs_regex is not None:
+        if merged.get("structured_outputs") is not None:
+            logger.warning("structured_outputs_regex replaces generation_kwargs.structured_outputs")
+        merged["structured_outputs"] = {"regex": body.structured_outputs_regex}
+    try:
+        # JSON has only strings as keys; those of logit_bias are token ids.
+        return msgspec.convert(merged, SamplingOptions, str_keys=True)
+    except msgspec.ValidationError as error:
+        raise InvalidRequest(f"sampling options: {explain(error)}") from None
+
+
+def make_jobs(
+    prompt_ids: list[np.ndarray],
+    options: SamplingOptions,
+    facts: WorkerFacts,
+    salts: list[str | None],
+) -> list[Job]:
+    """One job for each prompt, in order."""
+    encoded = msgspec.Raw(msgspec.msgpack.encode(options))
+    jobs = []
+    for ids, salt in zip(prompt_ids, salts, strict=True):
+        room = facts.max_model_len - len(ids)
+        most = room if options.max_tokens is None else min(room, options.max_tokens)
+        jobs.append(
+            Job(
+                job_id=next(_job_ids),
+                attempt=1,
+                prompt_token_ids=ids.tobytes(),
+                num_sequences=options.n,
+                num_tokens=len(ids) + options.n * most,
+                sampling=encoded,
+                cache_salt=salt,
+            )
+        )
+    return jobs
+
+
+def _salt(prompt: object) -> str | None:
+    return prompt.cache_salt if isinstance(prompt, TokensPrompt) else None
+
+
+def _check_batch(num_prompts: int, n: int, limit: int) -> None:
+    if num_prompts * n > limit:
+        raise InvalidRequest(
+            f"prompts: expected at most {limit} completions in a request "
+            f"(max_completions_per_request), got {num_prompts} prompts times n = {n}; send several",
+            param="prompts",
+        )
+
+
+def _refuse_images(body: GenerateBody) -> None:
+    given = body.images is not None and any(body.images)
+    for index, prompt in enumerate(body.prompts):
+        if isinstance(prompt, TokensPrompt) and prompt.multi_modal_data:
+            given = True
+            break
+    if given:
+        raise InvalidRequest("images: this version of the server takes text and token ids only", param="images")

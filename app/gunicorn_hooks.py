@@ -1,0 +1,137 @@
+"""gunicorn's settings, and the hooks by which its master starts and stops the workers.
+
+The master only starts a supervisor process (`python -m workers.supervisor`): it forks, and
+must hold no thread, socket or engine of its own. `gunicorn.conf.py` and `titopool serve`
+both use this module.
+"""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from titopool.config import ENV_PREFIX, from_environment
+from titopool.errors import ConfigError
+from titopool.gpus import number_of_workers
+
+try:
+    _config = from_environment()
+except ConfigError as error:
+    sys.exit(f"titopool: {error}")
+
+bind = f"{_config.host}:{_config.port}"
+workers = _config.num_front_ends or min(4, len(os.sched_getaffinity(0)))
+worker_class = "gthread"
+threads = _config.num_threads
+# Threads are made when needed; connections beyond them wait for one.
+worker_connections = _config.num_threads + 4096
+backlog = 4096
+keepalive = 75
+loglevel = _config.log_level
+# The main thread of a front end only accepts; this long without it means that it hangs.
+timeout = 120
+# SIGTERM lets requests end for so long; with the workers' own end it stays under 10 s.
+graceful_timeout = 3
+control_socket_disable = True
+
+# Longer than a worker takes to stop its engine.
+SUPERVISOR_STOP_TIMEOUT_S = 6.0
+FAILURE_FILE = "failure"
+
+_supervisor: subprocess.Popen[bytes] | None = None
+_own_run_dir: str | None = None
+
+
+def when_ready(server: Any) -> None:
+    """In the master, once the port is bound and before the front ends are forked."""
+    global _supervisor, _own_run_dir
+    if _config.endpoints:
+        return
+    try:
+        num_workers = number_of_workers(_config)
+    except ConfigError as error:
+        sys.exit(f"titopool: {error}")
+    run_dir = _config.run_dir
+    if not run_dir:
+        run_dir = _own_run_dir = tempfile.mkdtemp(prefix="titopool-")
+    # Where front ends and supervisor find the sockets.
+    os.environ[ENV_PREFIX + "RUN_DIR"] = run_dir
+    os.environ[ENV_PREFIX + "NUM_WORKERS"] = str(num_workers)
+    _supervisor = subprocess.Popen(
+        [sys.executable, "-m", "workers.supervisor", "--parent-pid", str(os.getpid())]
+        + [word for url in _urls(server) for word in ("--url", url)],
+        env=os.environ | {"PYTHONPATH": _python_path()},
+        stdin=subprocess.DEVNULL,
+        # A signal from the terminal is for the master, which stops the front ends first.
+        start_new_session=True,
+    )
+
+
+def post_worker_init(worker: Any) -> None:
+    """In each front end: starts its threads before the first request."""
+    worker.wsgi.extensions["titopool"].start()
+
+
+def worker_int(worker: Any) -> None:
+    """In a front end that must stop at once: its waiting requests get their answer."""
+    worker.wsgi.extensions["titopool"].close()
+
+
+def worker_abort(worker: Any) -> None:
+    """In a front end that the master found hanging."""
+    worker_int(worker)
+
+
+def on_exit(server: Any) -> None:
+    """In the master, after the front ends: stops the workers. Exits 1 after a failed start."""
+    if _supervisor is None:
+        return
+    _stop(_supervisor.pid)
+    run_dir = Path(os.environ[ENV_PREFIX + "RUN_DIR"])
+    has_failed = (run_dir / FAILURE_FILE).exists()
+    (run_dir / FAILURE_FILE).unlink(missing_ok=True)
+    if _own_run_dir:
+        shutil.rmtree(_own_run_dir, ignore_errors=True)
+    if has_failed:
+        sys.exit(1)
+
+
+def _stop(pid: int) -> None:
+    # gunicorn reaps every child of the master, so Popen cannot tell whether this one lives.
+    deadline = time.monotonic() + SUPERVISOR_STOP_TIMEOUT_S
+    sent = signal.SIGTERM
+    while _is_alive(pid):
+        os.kill(pid, sent)
+        while _is_alive(pid) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        deadline += 1
+        sent = signal.SIGKILL
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        return os.waitpid(pid, os.WNOHANG) == (0, 0)
+    except ChildProcessError:
+        return False
+
+
+def _urls(server: Any) -> list[str]:
+    """Where this server answers, as a client on this host reaches it."""
+    urls = []
+    for listener in server.LISTENERS:
+        address = listener.sock.getsockname()
+        if isinstance(address, tuple):
+            host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(address[0], address[0])
+            urls.append(f"http://[{host}]:{address[1]}" if ":" in host else f"http://{host}:{address[1]}")
+    return urls[:1]
+
+
+def _python_path() -> str:
+    """So that the child finds this checkout, or this installation, from any folder."""
+    here = str(Path(__file__).resolve().parent.parent)
+    return os.pathsep.join(filter(None, (here, os.environ.get("PYTHONPATH"))))

@@ -1,0 +1,247 @@
+"""What one front-end process knows of the workers, and which job goes where.
+
+Pure state: no sockets, no threads, no clock of its own; only the link thread touches it
+(`app/link.py`), tests drive it by hand. What the pool itself knows (phase, weight version,
+load by others) comes from the workers' heartbeats.
+
+A job has exactly one end: its request is told once, whatever comes later.
+"""
+
+import logging
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import msgspec
+
+from app.request import Request
+from titopool.errors import ERRORS_BY_CODE, GenerationFailed, NoReadyWorker, TitopoolError
+from titopool.messages import Completed, Failed, Heartbeat, Job, WorkerFacts
+
+logger = logging.getLogger(__name__)
+
+# A job is sent to a second worker when the first dies, and to no third.
+MAX_ATTEMPTS = 2
+# Jobs sent ahead of free places in the engine, so that it never waits for the next one.
+WINDOW_FACTOR = 1.25
+
+
+@dataclass
+class Worker:
+    """One endpoint and the process that answers there, if any."""
+
+    endpoint: str
+    last_seen: float
+    heartbeat: Heartbeat | None = None
+    # Jobs that this front end has sent and that have not ended, by job id.
+    jobs: dict[int, "OpenJob"] = field(default_factory=dict)
+    num_sequences: int = 0
+    num_tokens: int = 0
+
+    @property
+    def facts(self) -> WorkerFacts | None:
+        """The engine's facts once it is ready, else None."""
+        beat = self.heartbeat
+        return beat.facts if beat is not None and beat.phase == "ready" else None
+
+    @property
+    def load(self) -> int:
+        """Tokens that all front ends have under way here, at most."""
+        others = self.heartbeat.other_tokens if self.heartbeat else 0
+        return self.num_tokens + others
+
+    def has_room_for(self, job: Job) -> bool:
+        """Whether the engine can run `job` soon."""
+        facts, beat = self.facts, self.heartbeat
+        if facts is None or beat is None:
+            return False
+        running = self.num_sequences + beat.other_sequences
+        return running == 0 or running + job.num_sequences <= WINDOW_FACTOR * facts.max_num_seqs
+
+    def add(self, open_job: "OpenJob") -> None:
+        self.jobs[open_job.job.job_id] = open_job
+        self.num_sequences += open_job.job.num_sequences
+        self.num_tokens += open_job.job.num_tokens
+
+    def remove(self, job_id: int) -> "OpenJob":
+        open_job = self.jobs.pop(job_id)
+        self.num_sequences -= open_job.job.num_sequences
+        self.num_tokens -= open_job.job.num_tokens
+        return open_job
+
+
+class OpenJob(NamedTuple):
+    """A job with the request that waits for it and its index there."""
+
+    job: Job
+    request: Request
+    index: int
+
+
+class Assignment(NamedTuple):
+    """Jobs to send to one worker."""
+
+    worker: Worker
+    jobs: list[Job]
+
+
+class Pool:
+    """All workers, the jobs under way and those that wait."""
+
+    def __init__(self, *, no_worker_timeout_s: float):
+        self.workers: dict[str, Worker] = {}
+        self.waiting: deque[OpenJob] = deque()
+        self.num_open_jobs = 0
+        self._failed: list[Request] = []
+        self._no_worker_timeout_s = no_worker_timeout_s
+        self._without_worker_since: float | None = None
+
+    # ---- workers ---------------------------------------------------------------------
+
+    def add_worker(self, endpoint: str, now: float) -> None:
+        self.workers[endpoint] = Worker(endpoint, last_seen=now)
+
+    def remove_worker(self, endpoint: str) -> None:
+        """Forgets an endpoint that is not part of the pool any more."""
+        self.lose_worker(endpoint, "its address is gone")
+        del self.workers[endpoint]
+
+    def on_heartbeat(self, endpoint: str, beat: Heartbeat, now: float) -> None:
+        worker = self.workers[endpoint]
+        known = worker.heartbeat
+        if known is not None and known.incarnation != beat.incarnation:
+            self.lose_worker(endpoint, "it has restarted")
+        if known is None or known.phase != beat.phase:
+            logger.info("worker %s at %s: %s", beat.worker_id, endpoint, beat.phase)
+        worker.heartbeat, worker.last_seen = beat, now
+
+    def lose_worker(self, endpoint: str, reason: str) -> None:
+        """Takes a dead worker's jobs back: they wait for another, or fail on the second loss."""
+        worker = self.workers[endpoint]
+        if worker.heartbeat is not None:
+            logger.warning(
+                "worker %s at %s is lost with %d jobs open: %s",
+                worker.heartbeat.worker_id, endpoint, len(worker.jobs), reason,
+            )  # fmt: skip
+        worker.heartbeat = None
+        for job_id in list(worker.jobs):
+            self._send_again(worker.remove(job_id), reason)
+
+    def _send_again(self, open_job: OpenJob, reason: str) -> None:
+        job, request, index = open_job
+        if job.attempt >= MAX_ATTEMPTS:
+            self._fail(
+                open_job,
+                GenerationFailed(
+                    f"prompts[{index}]: {job.attempt} workers died while they ran it "
+                    f"(the last: {reason}); it is not tried again"
+                ),
+            )
+            return
+        again = msgspec.structs.replace(job, attempt=job.attempt + 1)
+        # To the front: it has waited longest.
+        self.waiting.appendleft(OpenJob(again, request, index))
+
+    # ---- jobs ------------------------------------------------------------------------
+
+    def submit(self, request: Request) -> None:
+        """Lets all jobs of `request` wait for a worker."""
+        self.num_open_jobs += len(request.jobs)
+        self.waiting.extend(
+            OpenJob(job, request, index) for index, job in enumerate(request.jobs)
+        )
+
+    def assign(self) -> list[Assignment]:
+        """Takes waiting jobs, first come first served, to the ready workers with least load."""
+        ready = [worker for worker in self.workers.values() if worker.facts is not None]
+        chosen: dict[str, Assignment] = {}
+        while self.waiting and ready:
+            open_job = self.waiting[0]
+            if open_job.request.is_done:
+                self.waiting.popleft()
+                self.num_open_jobs -= 1
+                continue
+            roomy = [worker for worker in ready if worker.has_room_for(open_job.job)]
+            if not roomy:
+                break
+            self.waiting.popleft()
+            worker = min(roomy, key=lambda one: one.load)
+            worker.add(open_job)
+            assignment = chosen.setdefault(worker.endpoint, Assignment(worker, []))
+            assignment.jobs.append(open_job.job)
+        return list(chosen.values())
+
+    def on_results(self, endpoint: str, results: Iterable[Completed | Failed]) -> None:
+        """Hands results to their requests; drops those of an attempt that was lost."""
+        worker = self.workers[endpoint]
+        for result in results:
+            open_job = worker.jobs.get(result.job_id)
+            if open_job is None or open_job.job.attempt != result.attempt:
+                continue
+            worker.remove(result.job_id)
+            if isinstance(result, Failed):
+                error_type = ERRORS_BY_CODE.get(result.code, GenerationFailed)
+                text = f"prompts[{open_job.index}]: {result.message}"
+                self._fail(open_job, error_type(text))
+            else:
+                self.num_open_jobs -= 1
+                open_job.request.complete(open_job.index, result)
+
+    def _fail(self, open_job: OpenJob, error: TitopoolError) -> None:
+        self.num_open_jobs -= 1
+        if open_job.request.fail(error):
+            self._failed.append(open_job.request)
+
+    def take_failed(self) -> list[Request]:
+        """Requests that failed since the last call; their other jobs may still run."""
+        failed, self._failed = self._failed, []
+        return failed
+
+    def drop_done(self, request: Request) -> list[tuple[Worker, list[tuple[int, int]]]]:
+        """Takes back the jobs that a failed or cancelled request has with workers.
+
+        Returns:
+            What to abort: for each worker, (job id, attempt) pairs.
+        """
+        aborts = []
+        for worker in self.workers.values():
+            mine = [job.job_id for job in request.jobs if job.job_id in worker.jobs]
+            if mine:
+                keys = [(job_id, worker.remove(job_id).job.attempt) for job_id in mine]
+                self.num_open_jobs -= len(keys)
+                aborts.append((worker, keys))
+        return aborts
+
+    def open_requests(self) -> list[Request]:
+        """Every request with a job under way or waiting."""
+        under_way = [job for worker in self.workers.values() for job in worker.jobs.values()]
+        return [job.request for job in (*under_way, *self.waiting)]
+
+    # ---- time ------------------------------------------------------------------------
+
+    def silent_workers(self, now: float, timeout_s: float) -> list[Worker]:
+        """Workers that were there and have not been heard of for `timeout_s`."""
+        return [
+            worker
+            for worker in self.workers.values()
+            if worker.heartbeat is not None and now - worker.last_seen > timeout_s
+        ]
+
+    def fail_if_abandoned(self, now: float) -> None:
+        """Fails what waits when no worker has been ready for too long."""
+        if any(worker.facts is not None for worker in self.workers.values()):
+            self._without_worker_since = None
+            return
+        if self._without_worker_since is None:
+            self._without_worker_since = now
+        if now - self._without_worker_since < self._no_worker_timeout_s:
+            return
+        while self.waiting:
+            self._fail(
+                self.waiting.popleft(),
+                NoReadyWorker(
+                    f"no worker has been ready for {self._no_worker_timeout_s:g} s "
+                    "(worker_start_timeout_s)"
+                ),
+            )

@@ -1,0 +1,101 @@
+"""From the prompts of a body to checked token ids."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from app.schemas import GenerateBody, TokensPrompt
+from app.tokenizer import TokenizerLoader
+from titopool.errors import InvalidRequest, PromptTooLong
+from titopool.messages import WorkerFacts
+
+# What is read as one kind; the text is for messages.
+KINDS = {str: "text", list: "token ids", TokensPrompt: "TokensPrompt objects"}
+
+
+def prompt_ids_of(
+    body: GenerateBody, facts: WorkerFacts, tokenizer: TokenizerLoader, timeout_s: float
+) -> list[np.ndarray]:
+    """The ids of each prompt, int32, as the engine will get them.
+
+    Raises:
+        InvalidRequest: prompts of several kinds, an empty one, an id outside the vocabulary.
+        PromptTooLong: a prompt leaves no room for a token.
+    """
+    _check_kinds(body.prompts)
+    token_ids = _token_ids(body.prompts, tokenizer, timeout_s)
+    keep = _tokens_to_keep(body, facts)
+    checked = []
+    for index, ids in enumerate(token_ids):
+        array = _checked_ids(ids, index, facts.vocab_size)
+        array = array if keep is None else array[-keep:]
+        _check_length(len(array), index, facts.max_model_len)
+        checked.append(array)
+    return checked
+
+
+def _check_kinds(prompts: Sequence[object]) -> None:
+    if not prompts:
+        raise InvalidRequest("prompts: expected at least one prompt, got an empty list", param="prompts")
+    first = type(prompts[0])
+    for index, prompt in enumerate(prompts):
+        if type(prompt) is not first:
+            raise InvalidRequest(
+                f"prompts[{index}]: expected {KINDS[first]} like prompts[0], got "
+                f"{KINDS[type(prompt)]}; send each kind in a request of its own",
+                param="prompts",
+            )
+
+
+def _token_ids(
+    prompts: Sequence[str | list[int] | TokensPrompt], tokenizer: TokenizerLoader, timeout_s: float
+) -> list[list[int]]:
+    texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+    if texts:
+        return tokenizer.encode(texts, timeout_s)
+    return [
+        prompt.prompt_token_ids if isinstance(prompt, TokensPrompt) else prompt
+        for prompt in prompts
+        if not isinstance(prompt, str)
+    ]
+
+
+def _tokens_to_keep(body: GenerateBody, facts: WorkerFacts) -> int | None:
+    limit = body.truncate_prompt_tokens
+    if limit is None:
+        return None
+    if limit == -1:
+        # One place is left for the first generated token.
+        return facts.max_model_len - 1
+    if limit < 1:
+        raise InvalidRequest(
+            f"truncate_prompt_tokens: expected -1 or at least 1, got {limit}",
+            param="truncate_prompt_tokens",
+        )
+    return limit
+
+
+def _checked_ids(ids: list[int], index: int, vocab_size: int) -> np.ndarray:
+    if not ids:
+        raise InvalidRequest(
+            f"prompts[{index}]: expected at least one token, got an empty prompt", param="prompts"
+        )
+    # Python's own integers first: they may be too large for any array.
+    if min(ids) < 0 or max(ids) >= vocab_size:
+        position = next(i for i, token_id in enumerate(ids) if not 0 <= token_id < vocab_size)
+        raise InvalidRequest(
+            f"prompts[{index}][{position}]: expected a token id in [0, {vocab_size}), "
+            f"got {ids[position]}",
+            param="prompts",
+        )
+    return np.array(ids, dtype=np.int32)
+
+
+def _check_length(num_tokens: int, index: int, max_model_len: int) -> None:
+    if num_tokens >= max_model_len:
+        raise PromptTooLong(
+            f"prompts[{index}]: expected at most {max_model_len - 1} tokens, one less than the "
+            f"model's {max_model_len} (max_model_len), got {num_tokens}; shorten the prompt or set "
+            "truncate_prompt_tokens",
+            param="prompts",
+        )

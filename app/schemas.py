@@ -1,0 +1,76 @@
+"""The bodies of HTTP requests. Decoded once, strictly: an unknown field is refused by name."""
+
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from titopool.errors import InvalidRequest
+
+Body = TypeVar("Body", bound=msgspec.Struct)
+
+# vLLM asks for a non-empty salt.
+CacheSalt = Annotated[str, Meta(min_length=1)]
+
+
+class TokensPrompt(msgspec.Struct, forbid_unknown_fields=True):
+    """vLLM's TokensPrompt."""
+
+    prompt_token_ids: list[int]
+    multi_modal_data: dict[str, Any] | None = None
+    mm_processor_kwargs: dict[str, Any] | None = None
+    cache_salt: CacheSalt | None = None
+
+
+class GenerateBody(msgspec.Struct, forbid_unknown_fields=True):
+    """`POST /generate/`, as TRL's VLLMClient sends it (0.29 to 1.10)."""
+
+    prompts: list[str | list[int] | TokensPrompt]
+    images: list[list[str] | str | None] | None = None
+    mm_processor_kwargs: dict[str, Any] | list[dict[str, Any] | None] | None = None
+    n: int = 1
+    repetition_penalty: float = 1.0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    min_p: float = 0.0
+    max_tokens: int = 16
+    logprobs: int | None = 0
+    truncate_prompt_tokens: int | None = None
+    structured_outputs_regex: str | None = None
+    generation_kwargs: dict[str, Any] = {}
+
+
+# Fields of GenerateBody that are sampling options under the same name.
+SAMPLING_FIELDS = (
+    "n", "repetition_penalty", "temperature", "top_p", "top_k", "min_p", "max_tokens", "logprobs",
+)  # fmt: skip
+
+
+def decode_body(body: bytes, body_type: type[Body]) -> Body:
+    """The request's JSON body as `body_type`.
+
+    Raises:
+        InvalidRequest: it is no JSON, or a field is unknown, missing or of another type;
+            the message says where, e.g. `prompts[3][17]`.
+    """
+    try:
+        return msgspec.json.decode(body, type=body_type)
+    except msgspec.ValidationError as error:
+        raise InvalidRequest(explain(error), param=field_of(error)) from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise InvalidRequest(f"expected a body in JSON, got something else: {error}") from None
+
+
+def explain(error: msgspec.ValidationError) -> str:
+    """msgspec's message with the place in front: `prompts[3][17]: expected …`."""
+    text, at, path = str(error).partition(" - at `")
+    place = path.rstrip("`").removeprefix("$").removeprefix(".")
+    text = text[:1].lower() + text[1:]
+    return f"{place}: {text}" if place else text
+
+
+def field_of(error: msgspec.ValidationError) -> str | None:
+    """The top-level field that an error is about."""
+    place = str(error).partition(" - at `$.")[2].rstrip("`")
+    return place.replace("[", ".").partition(".")[0] or None

@@ -1,0 +1,44 @@
+"""What the handlers of one front-end process share: settings, link, tokenizer."""
+
+from flask import current_app
+
+from app.disconnects import DisconnectWatcher
+from app.link import Link
+from app.tokenizer import TokenizerLoader
+from titopool.config import ServerConfig
+from titopool.sockets import worker_endpoint
+
+
+class Service:
+    """Starts with the process that serves, not with the one that forks it."""
+
+    def __init__(self, config: ServerConfig):
+        self.config = config
+        self.link = Link(config, endpoints_of(config))
+        self.tokenizer = TokenizerLoader(self.link)
+        self.disconnects = DisconnectWatcher()
+
+    def start(self) -> None:
+        """Starts the threads of this process; does nothing the second time."""
+        self.link.start()
+        self.tokenizer.start()
+        self.disconnects.start()
+
+    def close(self) -> None:
+        """Ends every open request and the threads."""
+        self.link.close()
+        self.disconnects.close()
+
+
+def endpoints_of(config: ServerConfig) -> tuple[str, ...]:
+    """The workers' endpoints: those configured, else the local pool's sockets."""
+    if config.endpoints or not config.run_dir:
+        return config.endpoints
+    return tuple(worker_endpoint(config.run_dir, index) for index in range(config.num_workers))
+
+
+def current_service() -> Service:
+    """The service of the application that handles this request; starts it if need be."""
+    service: Service = current_app.extensions["titopool"]
+    service.start()
+    return service

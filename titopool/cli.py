@@ -1,0 +1,35 @@
+"""The command `titopool`: `titopool serve [MODEL] …` is gunicorn with settings from the command line."""
+
+import os
+import sys
+from collections.abc import Sequence
+
+from titopool import __version__
+from titopool.config import ENV_PREFIX, from_command_line, usage
+from titopool.errors import ConfigError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point; replaces this process by gunicorn's master."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if words[:1] == ["--version"]:
+        print(__version__)
+        return 0
+    if words[:1] != ["serve"] or "--help" in words or "-h" in words:
+        print(usage())
+        return 0 if "--help" in words or "-h" in words else 2
+    try:
+        config = from_command_line(words[1:])
+    except ConfigError as error:
+        print(f"titopool: {error}", file=sys.stderr)
+        return 2
+    others = {key: value for key, value in os.environ.items() if not key.startswith(ENV_PREFIX)}
+    os.execve(
+        sys.executable,
+        [sys.executable, "-m", "gunicorn", "-c", "python:app.gunicorn_hooks", "app:create_app()"],
+        others | config.to_environment(),
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,111 @@
+"""A tiny random Qwen3, made on the spot: what is served when no model is named.
+
+Its weights are random (from a fixed seed), so it writes nonsense; it shows that a server
+runs, and tests use it because it starts in seconds and transformers can check it exactly.
+`python -m titopool.demo_model FOLDER` makes one.
+"""
+
+import hashlib
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+VOCAB_SIZE = 2048
+# vLLM's options that suit it: float32 so that transformers' numbers are reproduced.
+ENGINE_ARGV = ["--dtype", "float32", "--max-model-len", "2048"]
+
+SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+
+
+def demo_model_folder() -> str:
+    """The demo model's folder in the user's cache, made when it is not there yet."""
+    digest = hashlib.sha256(b"".join(Path(path).read_bytes() for path in _training_files()))
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    folder = cache / "titopool" / f"demo-qwen3-{digest.hexdigest()[:12]}"
+    if not folder.exists():
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        draft = Path(tempfile.mkdtemp(dir=folder.parent, prefix=".draft-"))
+        try:
+            make_model(draft)
+            # Workers that start together may each make one; the first to be renamed stays.
+            draft.rename(folder)
+        except OSError:
+            if not folder.exists():
+                raise
+        finally:
+            shutil.rmtree(draft, ignore_errors=True)
+    return str(folder)
+
+
+def make_model(folder: str | Path, *, seed: int = 0, **config_options: Any) -> None:
+    """Writes a random Qwen3 with its tokenizer to `folder`.
+
+    Args:
+        seed: seed of the weights.
+        config_options: fields of transformers' Qwen3Config that differ from the tiny shape.
+    """
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    make_tokenizer(folder)
+    options: dict[str, Any] = {
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "max_position_embeddings": 2048,
+        "tie_word_embeddings": True,
+        # Wider than the usual 0.02, so that probabilities of tokens clearly differ.
+        "initializer_range": 0.05,
+        "eos_token_id": 0,
+        "bos_token_id": None,
+        "pad_token_id": 0,
+    }
+    torch.manual_seed(seed)
+    model = Qwen3ForCausalLM(Qwen3Config(**(options | config_options)))
+    model.to(torch.float32).save_pretrained(folder)
+
+
+def make_tokenizer(folder: str | Path) -> None:
+    """Writes a byte-level BPE tokenizer, trained on this package's source, to `folder`."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE,
+        special_tokens=SPECIAL_TOKENS,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train(_training_files(), trainer)
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token="<|endoftext|>",
+        pad_token="<|endoftext|>",
+        chat_template=CHAT_TEMPLATE,
+    ).save_pretrained(folder)
+
+
+def _training_files() -> list[str]:
+    sources: Iterable[Path] = Path(__file__).parent.glob("*.py")
+    return sorted(str(path) for path in sources)
+
+
+if __name__ == "__main__":
+    make_model(sys.argv[1])

@@ -1,0 +1,128 @@
+"""The errors that reach a client, each with its HTTP status and a stable code.
+
+    TitopoolError                         500  internal_error
+    ├── ConfigError                       –    stops the start; never sent over HTTP
+    ├── InvalidRequest                    400  invalid_request
+    │   └── PromptTooLong                 400  prompt_too_long
+    ├── Unauthorized                      401  invalid_api_key
+    ├── BodyTooLarge                      413  body_too_large
+    ├── QueueFull                         429  queue_full
+    ├── ClientGone                        499  client_gone
+    ├── GenerationFailed                  500  generation_failed
+    ├── NoReadyWorker                     503  no_ready_worker
+    └── DeadlinePassed                    504  deadline_passed
+
+`code` is what clients branch on; `message` says what was expected, what came and what to
+do. The text of these errors is sent to the client: an unexpected exception is none of them.
+"""
+
+from typing import ClassVar
+
+
+class TitopoolError(Exception):
+    """Base of all errors that are reported to a client."""
+
+    status: ClassVar[int] = 500
+    code: ClassVar[str] = "internal_error"
+    # OpenAI's `error.type`, which its client shows but does not branch on.
+    type: ClassVar[str] = "server_error"
+
+    def __init__(self, message: str, *, param: str | None = None, retry_after_s: int | None = None):
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        self.retry_after_s = retry_after_s
+
+    def to_dict(self) -> dict[str, dict[str, str | None]]:
+        """The JSON body of the answer, in OpenAI's shape."""
+        return {
+            "error": {
+                "message": self.message,
+                "type": self.type,
+                "code": self.code,
+                "param": self.param,
+            }
+        }
+
+
+class ConfigError(TitopoolError):
+    """A setting is unknown, impossible or contradicts another; the message names it."""
+
+    code = "config_error"
+
+
+class InvalidRequest(TitopoolError):
+    """The body, a prompt or a sampling option is not what this server accepts."""
+
+    status = 400
+    code = "invalid_request"
+    type = "invalid_request_error"
+
+
+class PromptTooLong(InvalidRequest):
+    """A prompt leaves no room for a single generated token."""
+
+    code = "prompt_too_long"
+
+
+class Unauthorized(TitopoolError):
+    """The API key is missing or wrong."""
+
+    status = 401
+    code = "invalid_api_key"
+    type = "authentication_error"
+
+
+class BodyTooLarge(TitopoolError):
+    """The body is larger than `max_body_bytes`."""
+
+    status = 413
+    code = "body_too_large"
+    type = "invalid_request_error"
+
+
+class QueueFull(TitopoolError):
+    """More prompts wait in this front-end process than `max_queued_prompts`."""
+
+    status = 429
+    code = "queue_full"
+    type = "rate_limit_error"
+
+
+class ClientGone(TitopoolError):
+    """The client closed its connection; nobody reads this answer."""
+
+    status = 499
+    code = "client_gone"
+
+
+class GenerationFailed(TitopoolError):
+    """The engine failed on this request; others are not touched."""
+
+    status = 500
+    code = "generation_failed"
+
+
+class NoReadyWorker(TitopoolError):
+    """No worker can generate now: still starting, restarting, or none is configured."""
+
+    status = 503
+    code = "no_ready_worker"
+
+
+class DeadlinePassed(TitopoolError):
+    """The request did not end within `request_timeout_s`."""
+
+    status = 504
+    code = "deadline_passed"
+
+
+def all_error_types(base: type[TitopoolError] = TitopoolError) -> list[type[TitopoolError]]:
+    """Every error class of the tree above, `base` first."""
+    found = [base]
+    for child in base.__subclasses__():
+        found.extend(all_error_types(child))
+    return found
+
+
+ERRORS_BY_CODE = {error.code: error for error in all_error_types()}

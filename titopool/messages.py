@@ -1,0 +1,151 @@
+"""What travels between a front-end process and a worker: one MessagePack frame each.
+
+The two unions at the end are the complete list. Numbers of tokens and log-probabilities
+travel as the bytes of little-endian arrays: `int32` for token ids and counts, `float32`
+for log-probabilities. Structs without a tag are parts of messages.
+"""
+
+import msgspec
+
+# A job's id is unique in its front-end process; the attempt grows each time it is sent again.
+JobId = int
+
+
+class Logprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Log-probabilities of one sequence, all positions after one another.
+
+    At each position the entries are sorted best first and hold the sampled token.
+    """
+
+    values: bytes
+    token_ids: bytes
+    # Entries at each position; empty when there is exactly one at each.
+    counts: bytes = b""
+
+
+class Completion(msgspec.Struct, frozen=True, array_like=True):
+    """One sampled sequence of a job."""
+
+    token_ids: bytes
+    finish_reason: str
+    logprobs: Logprobs | None
+    # [(weight version, index of the first token that it made), …]
+    weight_versions: list[tuple[int, int]]
+
+
+class WorkerFacts(msgspec.Struct, frozen=True):
+    """What a front end must know of a worker's engine to check requests and to route them."""
+
+    model: str
+    tokenizer: str
+    tokenizer_revision: str | None
+    trust_remote_code: bool
+    vllm_version: str
+    # Names of vLLM's SamplingParams fields in that version.
+    sampling_fields: list[str]
+    max_model_len: int
+    vocab_size: int
+    max_num_seqs: int
+    # Greatest `logprobs` that the engine accepts; -1: the whole vocabulary.
+    max_logprobs: int
+    # Tensor- times pipeline-parallel size.
+    world_size: int
+
+
+class Job(msgspec.Struct, frozen=True):
+    """One prompt with its n completions; goes whole to one worker."""
+
+    job_id: JobId
+    attempt: int
+    prompt_token_ids: bytes
+    # Completions, and the most tokens that prompt and completions may come to: its load.
+    num_sequences: int
+    num_tokens: int
+    # A `titopool.sampling.SamplingOptions`, encoded once for all jobs of a request.
+    sampling: msgspec.Raw
+    cache_salt: str | None = None
+
+
+# ---- front end → worker -------------------------------------------------------------
+
+
+class Hello(msgspec.Struct, frozen=True, tag="hello"):
+    """Sent every `heartbeat_interval_s`: this front end is there; answer with a Heartbeat."""
+
+    front_end: str
+
+
+class Generate(msgspec.Struct, frozen=True, tag="generate"):
+    """Run these jobs; each is answered exactly once, in a `Results`."""
+
+    # The worker process that the front end means: another ignores the message.
+    incarnation: str
+    jobs: list[Job]
+
+
+class Abort(msgspec.Struct, frozen=True, tag="abort"):
+    """Stop these jobs (client gone, deadline); they are not answered any more."""
+
+    jobs: list[tuple[JobId, int]]
+
+
+# ---- worker → front end -------------------------------------------------------------
+
+
+class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
+    """Sent every `heartbeat_interval_s` to every front end that said Hello lately."""
+
+    worker_id: str
+    # New for each process: tells a restarted worker from the one before.
+    incarnation: str
+    phase: str
+    phase_s: float
+    weight_version: int
+    # Known once the phase is "ready".
+    facts: WorkerFacts | None
+    # Load that other front ends put on this worker.
+    other_sequences: int
+    other_tokens: int
+
+
+class Completed(msgspec.Struct, frozen=True, tag="completed"):
+    """A job ended well."""
+
+    job_id: JobId
+    attempt: int
+    completions: list[Completion]
+    num_cached_tokens: int
+
+
+class Failed(msgspec.Struct, frozen=True, tag="failed"):
+    """A job was refused by the engine or failed in it; `code` is one of `titopool.errors`."""
+
+    job_id: JobId
+    attempt: int
+    code: str
+    message: str
+
+
+class Results(msgspec.Struct, frozen=True, tag="results"):
+    """Jobs that ended since the last such message."""
+
+    incarnation: str
+    results: list[Completed | Failed]
+
+
+class Stopping(msgspec.Struct, frozen=True, tag="stopping"):
+    """The worker takes no more jobs and drops those it has; the reason is for the log."""
+
+    incarnation: str
+    reason: str
+
+
+ToWorker = Hello | Generate | Abort
+FromWorker = Heartbeat | Results | Stopping
+
+encode = msgspec.msgpack.Encoder().encode
+decode_to_worker = msgspec.msgpack.Decoder(ToWorker).decode
+decode_from_worker = msgspec.msgpack.Decoder(FromWorker).decode
+
+# Phases of a worker, in order; "ready" is the only one that takes jobs.
+PHASES = ("starting", "importing", "loading", "warming", "ready")

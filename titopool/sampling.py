@@ -1,0 +1,178 @@
+"""Sampling options: vLLM's SamplingParams fields, under vLLM's names, with their ranges.
+
+The front end checks them here, so that nothing out of range reaches an engine; the engine
+adapter turns them into vLLM's own object. To add an option, add a field: its type and
+range are the check, `workers/engine.py` passes it on by name.
+"""
+
+from collections.abc import Iterable
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from titopool.errors import InvalidRequest
+from titopool.messages import WorkerFacts
+
+# Below this temperature vLLM samples greedily (vllm/sampling_params.py, _SAMPLING_EPS).
+GREEDY_BELOW = 1e-5
+
+Penalty = Annotated[float, Meta(ge=-2, le=2)]
+Count = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+PositiveCount = Annotated[int, Meta(ge=1, le=2**31 - 1)]
+NonEmptyStr = Annotated[str, Meta(min_length=1)]
+
+# Fields of SamplingParams that are not the client's to set, and why.
+SERVER_SET_FIELDS = {
+    "detokenize": "the server sets it: text is made only where a stop string needs it",
+    "flat_logprobs": "the server sets it: the answer has one shape",
+    "output_kind": "the server sets it: an answer is sent when it is complete",
+    "skip_clone": "the server sets it",
+    "stream_interval": "the server sets it: an answer is sent when it is complete",
+}
+UNSUPPORTED_FIELDS = {
+    "prompt_logprobs": "the answer of this route has no place for them",
+    "prompt_logprob_start": "the answer of this route has no place for them",
+    "prompt_logprob_token_ids": "the answer of this route has no place for them",
+    "routed_experts_prompt_start": "routed experts are not returned",
+    "trace_decode_token_ids": "it replaces sampling",
+}
+
+
+class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
+    """vLLM's StructuredOutputsParams: exactly one of the first six."""
+
+    json: str | dict[str, Any] | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    structural_tag: str | None = None
+    disable_any_whitespace: bool = False
+    disable_additional_properties: bool = False
+    whitespace_pattern: str | None = None
+
+
+class RepetitionDetection(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
+    """vLLM's RepetitionDetectionParams."""
+
+    max_pattern_size: Count = 0
+    min_pattern_size: Count = 0
+    min_count: Count = 0
+
+
+class SamplingOptions(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
+    """Options of one job; defaults are vLLM's. Units are tokens where nothing else is said."""
+
+    n: PositiveCount = 1
+    presence_penalty: Penalty = 0.0
+    frequency_penalty: Penalty = 0.0
+    repetition_penalty: Annotated[float, Meta(gt=0)] = 1.0
+    temperature: Annotated[float, Meta(ge=0, le=2)] = 1.0
+    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    # 0 and -1 both mean the whole vocabulary.
+    top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] = 0
+    min_p: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    stop: NonEmptyStr | list[NonEmptyStr] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool = False
+    max_tokens: PositiveCount | None = 16
+    min_tokens: Count = 0
+    # None: none; 0: the sampled token's; k: the k best and the sampled one; -1: all.
+    logprobs: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
+    logprob_token_ids: list[int] | None = None
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+    structured_outputs: StructuredOutputs | None = None
+    logit_bias: dict[int, float] | None = None
+    allowed_token_ids: list[int] | None = None
+    extra_args: dict[str, Any] | None = None
+    bad_words: list[NonEmptyStr] | None = None
+    skip_reading_prefix_cache: bool | None = None
+    thinking_token_budget: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
+    repetition_detection: RepetitionDetection | None = None
+    watermarking: bool | None = None
+
+
+def check_sampling(options: SamplingOptions, facts: WorkerFacts) -> None:
+    """Checks what depends on other fields or on the engine.
+
+    Raises:
+        InvalidRequest: an option contradicts another, or the engine's vocabulary,
+            version or limits.
+    """
+    _check_names(options, facts)
+    _check_combinations(options)
+    _check_logprobs(options, facts)
+    for name in ("stop_token_ids", "allowed_token_ids", "logprob_token_ids", "logit_bias"):
+        ids = getattr(options, name)
+        if ids is not None:
+            _check_ids(name, ids, facts.vocab_size)
+    if options.allowed_token_ids == []:
+        raise InvalidRequest(
+            "allowed_token_ids: expected at least one id, got an empty list; leave it out to allow all",
+            param="allowed_token_ids",
+        )
+
+
+def _check_names(options: SamplingOptions, facts: WorkerFacts) -> None:
+    defaults = SamplingOptions()
+    for name in SamplingOptions.__struct_fields__:
+        if name not in facts.sampling_fields and getattr(options, name) != getattr(defaults, name):
+            raise InvalidRequest(
+                f"{name}: the workers run vLLM {facts.vllm_version}, which does not have this option; "
+                "leave it out",
+                param=name,
+            )
+
+
+def _check_combinations(options: SamplingOptions) -> None:
+    if options.n > 1 and options.temperature < GREEDY_BELOW:
+        raise InvalidRequest(
+            f"n: expected 1 with temperature 0, where all completions are the same, got {options.n}; "
+            "set n to 1 or a temperature above 0",
+            param="n",
+        )
+    if options.max_tokens is not None and options.min_tokens > options.max_tokens:
+        raise InvalidRequest(
+            f"min_tokens: expected at most max_tokens ({options.max_tokens}), got {options.min_tokens}",
+            param="min_tokens",
+        )
+    structured = options.structured_outputs
+    if structured is not None:
+        kinds = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
+        given = [kind for kind in kinds if getattr(structured, kind) is not None]
+        if len(given) != 1:
+            raise InvalidRequest(
+                f"structured_outputs: expected exactly one of {', '.join(kinds)}, "
+                f"got {', '.join(given) or 'none'}",
+                param="structured_outputs",
+            )
+
+
+def _check_logprobs(options: SamplingOptions, facts: WorkerFacts) -> None:
+    limit = facts.vocab_size if facts.max_logprobs == -1 else facts.max_logprobs
+    asked = options.logprobs
+    if asked is not None and (facts.vocab_size if asked == -1 else asked) > limit:
+        raise InvalidRequest(
+            f"logprobs: expected at most {limit}, got {asked}; "
+            "start the server with a greater --max-logprobs",
+            param="logprobs",
+        )
+    chosen = options.logprob_token_ids
+    if chosen is not None and asked not in (None, 0, len(chosen)):
+        raise InvalidRequest(
+            f"logprobs: expected {len(chosen)}, the length of logprob_token_ids, or none, got {asked}",
+            param="logprobs",
+        )
+
+
+def _check_ids(name: str, ids: Iterable[int], vocab_size: int) -> None:
+    for index, token_id in enumerate(ids):
+        if not 0 <= token_id < vocab_size:
+            raise InvalidRequest(
+                f"{name}[{index}]: expected a token id in [0, {vocab_size}), got {token_id}",
+                param=name,
+            )

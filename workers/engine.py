@@ -1,0 +1,286 @@
+"""The engine adapter: the one file that knows vLLM (0.25.1 to 0.32).
+
+`Engine` is what a worker needs of an engine; `VllmEngine` is the only one that is shipped.
+Everything of vLLM is imported inside functions: importing it takes seconds, and the
+environment must be prepared before.
+"""
+
+import argparse
+import os
+from collections.abc import Callable
+from typing import Any, NoReturn, Protocol
+
+import msgspec
+import numpy as np
+
+from titopool import demo_model
+from titopool.config import ServerConfig
+from titopool.errors import ConfigError, GenerationFailed, InvalidRequest
+from titopool.messages import Completion, Job, Logprobs, WorkerFacts
+from titopool.sampling import SamplingOptions
+from workers.environment import default_engine_options, prepare_environment
+
+ReportPhase = Callable[[str], None]
+EngineResult = tuple[list[Completion], int]
+
+
+class EngineDead(Exception):
+    """The engine can never answer again; the worker process must end."""
+
+
+class Engine(Protocol):
+    """What a worker process asks of its engine."""
+
+    weight_version: int
+
+    @property
+    def has_died(self) -> bool:
+        """Whether the engine's processes are known to be gone; answers at once."""
+
+    def load(self, report: ReportPhase) -> WorkerFacts:
+        """Loads the model; blocks, in a thread of its own. Calls `report` with each phase."""
+
+    async def warm_up(self) -> None:
+        """Generates once, so that no request pays for what is compiled on first use."""
+
+    async def run(self, job: Job) -> EngineResult:
+        """All completions of `job` and the number of its prompt tokens found in the cache.
+
+        Cancelling the call stops the generation.
+
+        Raises:
+            InvalidRequest: the engine refuses the job.
+            GenerationFailed: the engine failed on this job only.
+            EngineDead: the engine is gone.
+        """
+
+    async def probe(self) -> None:
+        """Returns when the engine's loop has turned; hangs when it does not."""
+
+    def close(self) -> None:
+        """Stops the engine's processes; blocks for seconds."""
+
+
+class VllmEngine:
+    """One vLLM AsyncLLM."""
+
+    def __init__(self, config: ServerConfig, *, on_cpu: bool):
+        self.weight_version = 0
+        self._config = config
+        self._on_cpu = on_cpu
+        self._llm: Any = None
+        self._params_by_options: dict[bytes, Any] = {}
+
+    @property
+    def has_died(self) -> bool:
+        return self._llm is not None and bool(self._llm.errored)
+
+    def load(self, report: ReportPhase) -> WorkerFacts:
+        prepare_environment(os.environ, on_cpu=self._on_cpu)
+        # A worker that is restarted, or stands beside others, must not repeat their samples.
+        seed = int.from_bytes(os.urandom(4), "little") >> 1
+        defaults = default_engine_options(
+            self._config, os.environ, on_cpu=self._on_cpu, seed=seed
+        )
+        report("importing")
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.usage.usage_lib import UsageContext
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        engine_args = self._engine_args(AsyncEngineArgs, defaults)
+        report("loading")
+        # LLM_CLASS: the batch sizes that vLLM chooses for throughput.
+        self._llm = AsyncLLM.from_engine_args(engine_args, usage_context=UsageContext.LLM_CLASS)
+        return self._facts()
+
+    def _engine_args(self, args_class: Any, defaults: dict[str, Any]) -> Any:
+        from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+        class Parser(FlexibleArgumentParser):  # type: ignore[misc]
+            def error(self, message: str) -> NoReturn:
+                raise ConfigError(f"vLLM's options: {message}")
+
+        argv = self._config.engine_argv
+        model = self._config.model
+        if not model:
+            model = demo_model.demo_model_folder()
+            given = {word.partition("=")[0] for word in argv}
+            if not given & {"--dtype", "--max-model-len"}:
+                argv = [*demo_model.ENGINE_ARGV, *argv]
+        parser = args_class.add_cli_args(Parser(prog="vllm", allow_abbrev=False))
+        parser.set_defaults(model=model, **defaults)
+        try:
+            return args_class.from_cli_args(parser.parse_args(argv))
+        except (argparse.ArgumentError, ValueError) as error:
+            raise ConfigError(f"vLLM's options: {error}") from error
+
+    def _facts(self) -> WorkerFacts:
+        import vllm
+        from vllm import SamplingParams
+
+        config, model = self._llm.vllm_config, self._llm.model_config
+        return WorkerFacts(
+            model=str(self._config.model or model.model),
+            tokenizer=str(model.tokenizer),
+            tokenizer_revision=model.tokenizer_revision,
+            trust_remote_code=bool(model.trust_remote_code),
+            vllm_version=vllm.__version__,
+            sampling_fields=[
+                name for name in SamplingParams.__struct_fields__ if not name.startswith("_")
+            ],
+            max_model_len=model.max_model_len,
+            vocab_size=model.get_vocab_size(),
+            max_num_seqs=config.scheduler_config.max_num_seqs,
+            max_logprobs=model.max_logprobs,
+            world_size=config.parallel_config.world_size,
+        )
+
+    async def warm_up(self) -> None:
+        # The first request for log-probabilities compiles code of its own (13 s on a CPU).
+        sampling = SamplingOptions(max_tokens=2, logprobs=0, ignore_eos=True)
+        job = Job(
+            job_id=0,
+            attempt=0,
+            prompt_token_ids=np.array([0], dtype=np.int32).tobytes(),
+            num_sequences=1,
+            num_tokens=3,
+            sampling=msgspec.Raw(msgspec.msgpack.encode(sampling)),
+        )
+        await self.run(job)
+        await self._llm.collective_rpc("titopool_die_with", args=(os.getpid(),))
+
+    async def run(self, job: Job) -> EngineResult:
+        from vllm.inputs import tokens_input
+        from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+
+        params = self._sampling_params(job.sampling)
+        token_ids = np.frombuffer(job.prompt_token_ids, dtype=np.int32).tolist()
+        prompt = tokens_input(token_ids, cache_salt=job.cache_salt)
+        output = None
+        try:
+            # FINAL_ONLY: exactly one output, with all completions in order.
+            async for output in self._llm.generate(prompt, params, str(job.job_id)):
+                pass
+        except EngineDeadError as error:
+            raise EngineDead("vLLM's engine process has ended") from error
+        except EngineGenerateError as error:
+            raise _refusal_or_failure(error.__cause__ or error) from error
+        except _client_errors() as error:
+            raise _refusal_or_failure(error) from error
+        assert output is not None
+        return self._completions(output, params), output.num_cached_tokens or 0
+
+    def _sampling_params(self, encoded: msgspec.Raw) -> Any:
+        # The jobs of a request share their options; vLLM clones what it changes.
+        key = bytes(encoded)
+        params = self._params_by_options.get(key)
+        if params is None:
+            options = msgspec.msgpack.decode(key, type=SamplingOptions)
+            params = _to_vllm_params(options)
+            if len(self._params_by_options) >= 256:
+                self._params_by_options.clear()
+            self._params_by_options[key] = params
+        return params
+
+    def _completions(self, output: Any, params: Any) -> list[Completion]:
+        completions = []
+        for item in output.outputs:
+            if item.finish_reason == "error":
+                # The request failed inside the engine core, which raises nothing.
+                raise GenerationFailed("vLLM reported finish_reason 'error' for this prompt")
+            completions.append(
+                Completion(
+                    token_ids=np.array(item.token_ids, dtype=np.int32).tobytes(),
+                    finish_reason=item.finish_reason,
+                    logprobs=None if item.logprobs is None else pack_logprobs(item.logprobs),
+                    weight_versions=[(self.weight_version, 0)],
+                )
+            )
+        return completions
+
+    async def probe(self) -> None:
+        # Answered by the engine core's loop. vLLM's own timeout argument must not be used:
+        # a late answer would be taken for that of the next call.
+        await self._llm.collective_rpc("check_health")
+
+    def close(self) -> None:
+        if self._llm is not None:
+            self._llm.shutdown()
+
+
+def _to_vllm_params(options: SamplingOptions) -> Any:
+    from vllm import SamplingParams
+    from vllm.sampling_params import (
+        RepetitionDetectionParams,
+        RequestOutputKind,
+        StructuredOutputsParams,
+    )
+
+    defaults = SamplingOptions()
+    values = {
+        name: getattr(options, name)
+        for name in SamplingOptions.__struct_fields__
+        if getattr(options, name) != getattr(defaults, name)
+    }
+    if options.structured_outputs is not None:
+        values["structured_outputs"] = StructuredOutputsParams(
+            **msgspec.to_builtins(options.structured_outputs)
+        )
+    if options.repetition_detection is not None:
+        values["repetition_detection"] = RepetitionDetectionParams(
+            **msgspec.to_builtins(options.repetition_detection)
+        )
+    if options.logprob_token_ids is not None:
+        values["logprobs"] = len(options.logprob_token_ids)
+    try:
+        return SamplingParams(
+            **values,
+            detokenize=bool(options.stop),
+            flat_logprobs=True,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+    except _client_errors() as error:
+        raise InvalidRequest(f"sampling options: {error}") from error
+
+
+def _client_errors() -> tuple[type[Exception], ...]:
+    import vllm.exceptions
+
+    # vLLM 0.32's validation errors are no ValueError any more.
+    newer = getattr(vllm.exceptions, "VLLMClientError", ValueError)
+    return (ValueError, TypeError, newer)
+
+
+def _refusal_or_failure(error: BaseException) -> InvalidRequest | GenerationFailed:
+    if isinstance(error, _client_errors()):
+        return InvalidRequest(f"the engine refused the prompt: {error}")
+    return GenerationFailed(f"the engine failed on this prompt: {type(error).__name__}: {error}")
+
+
+def pack_logprobs(flat: Any) -> Logprobs:
+    """vLLM's FlatLogprobs as arrays, each position's entries sorted best first.
+
+    vLLM puts the sampled token first at each position and the best k behind it: the sampled
+    one stands twice when it is among them.
+    """
+    values = np.array(flat.logprobs, dtype=np.float32)
+    token_ids = np.array(flat.token_ids, dtype=np.int32)
+    num_positions = len(flat.start_indices)
+    if len(values) == num_positions:
+        return Logprobs(values=values.tobytes(), token_ids=token_ids.tobytes())
+    counts = np.array(flat.end_indices) - np.array(flat.start_indices)
+    position = np.repeat(np.arange(num_positions), counts)
+    is_first = np.zeros(len(values), dtype=bool)
+    is_first[np.array(flat.start_indices)] = True
+    sampled = token_ids[np.array(flat.start_indices)][position]
+    repeated = np.zeros(num_positions, dtype=bool)
+    repeated[position[(token_ids == sampled) & ~is_first]] = True
+    keep = ~(is_first & repeated[position])
+    # By value, then rank: with `logprob_token_ids`, vLLM's ranks only count the entries. NaN goes last.
+    order = np.lexsort((np.array(flat.ranks, dtype=np.int64), -values, position))
+    order = order[keep[order]]
+    return Logprobs(
+        values=values[order].tobytes(),
+        token_ids=token_ids[order].tobytes(),
+        counts=np.bincount(position[keep], minlength=num_positions).astype(np.int32).tobytes(),
+    )

@@ -1,0 +1,81 @@
+"""The environment variables of an engine process, set before vLLM is imported.
+
+A variable that the user has set stays, save those of other distributed launchers, which
+would make vLLM join a group that is not there.
+"""
+
+import os
+from collections.abc import MutableMapping, Sequence
+from typing import Any
+
+from titopool.config import ServerConfig
+
+# Left by torchrun, accelerate or a trainer that starts the server.
+LAUNCHER_VARIABLES = (
+    "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
+    "GROUP_RANK", "VLLM_DP_RANK", "VLLM_DP_RANK_LOCAL", "VLLM_DP_SIZE", "VLLM_DP_MASTER_IP",
+    "VLLM_DP_MASTER_PORT",
+)  # fmt: skip
+
+
+def prepare_environment(environ: MutableMapping[str, str], *, on_cpu: bool) -> None:
+    """Sets what vLLM reads at import."""
+    for name in LAUNCHER_VARIABLES:
+        environ.pop(name, None)
+    environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    # On a CPU, vLLM warns at length of what it lacks there.
+    environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR" if on_cpu else "WARNING")
+    # Standard output is vLLM's default; the supervisor reads both, in order, from one pipe.
+    environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
+    environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    if on_cpu:
+        environ.setdefault("VLLM_TARGET_DEVICE", "cpu")
+        environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+        # One process less to start: the engine core runs the model itself.
+        environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+
+
+def default_engine_options(
+    config: ServerConfig, environ: MutableMapping[str, str], *, on_cpu: bool, seed: int
+) -> dict[str, Any]:
+    """vLLM engine options, by vLLM's names, where the user gives none."""
+    options: dict[str, Any] = {
+        "seed": seed,
+        # What the policy gradient needs: log-probabilities after temperature and penalties.
+        "logprobs_mode": "processed_logprobs",
+        "tensor_parallel_size": config.tensor_parallel_size,
+        "pipeline_parallel_size": config.pipeline_parallel_size,
+        "worker_extension_cls": "workers.extension.WorkerExtension",
+        "disable_log_stats": True,
+    }
+    if on_cpu:
+        # vLLM refuses to start unless this share of the memory is free; the cache itself
+        # has the size that VLLM_CPU_KVCACHE_SPACE says.
+        options["gpu_memory_utilization"] = 0.5 / max(1, config.num_workers)
+        if config.gpus_per_worker == 1:
+            options["distributed_executor_backend"] = "uni"
+        if not any("enforce-eager" in word for word in config.engine_argv):
+            # Compiling takes minutes on a CPU; whoever wants it says --no-enforce-eager.
+            options["enforce_eager"] = True
+            environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+    return options
+
+
+def worker_placement(
+    index: int, num_workers: int, *, config: ServerConfig, gpus: Sequence[str]
+) -> dict[str, str]:
+    """Variables that give worker `index` its own GPUs, or its own cores without any."""
+    # vLLM 0.25 chooses a free port and binds it later: engines that start together must
+    # not search the same range.
+    own = {"VLLM_PORT": str(20_000 + 200 * index)}
+    if gpus:
+        size = config.gpus_per_worker
+        own["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[index * size : (index + 1) * size])
+        return own
+    cores = sorted(os.sched_getaffinity(0))
+    if num_workers * config.gpus_per_worker == 1 or len(cores) < num_workers:
+        return own | {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    size = len(cores) // num_workers
+    mine = [str(core) for core in cores[index * size : (index + 1) * size]]
+    return own | {"VLLM_CPU_OMP_THREADS_BIND": ",".join(mine)}
+

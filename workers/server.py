@@ -1,0 +1,287 @@
+"""A worker's side of the wire.
+
+Runs in: each worker process, one asyncio loop. Owns: the ROUTER socket and the open jobs.
+Talks to: every front end's `app/link.py` that said Hello, and the engine beside it. The
+engine loads in a thread, so that front ends and supervisor see the phase meanwhile.
+"""
+
+import asyncio
+import logging
+import os
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import msgspec
+import psutil
+import zmq
+
+from titopool import messages
+from titopool.config import ServerConfig
+from titopool.errors import GenerationFailed, InvalidRequest
+from titopool.messages import Abort, Completed, Failed, Generate, Heartbeat, Hello, Job
+from titopool.sockets import bind_router
+from workers.engine import Engine, EngineDead
+
+logger = logging.getLogger(__name__)
+
+# How long the engine may take to stop before its processes are killed.
+CLOSE_TIMEOUT_S = 3.0
+
+
+@dataclass
+class FrontEnd:
+    """A gunicorn process that said Hello."""
+
+    last_hello: float
+    # Keyed by (job id, attempt).
+    jobs: dict[tuple[int, int], Job] = field(default_factory=dict)
+    tasks: dict[tuple[int, int], asyncio.Task[None]] = field(default_factory=dict)
+    outbox: list[Completed | Failed] = field(default_factory=list)
+
+    @property
+    def num_sequences(self) -> int:
+        return sum(job.num_sequences for job in self.jobs.values())
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(job.num_tokens for job in self.jobs.values())
+
+
+class WorkerServer:
+    """Serves one engine at one endpoint until it is told to stop or the engine dies."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        endpoint: str,
+        worker_id: str,
+        config: ServerConfig,
+        report: Callable[[str], None],
+        parent_pid: int | None = None,
+    ):
+        """`report` gets each phase; `parent_pid` is the process to stop with, if any."""
+        self._engine = engine
+        self._endpoint = endpoint
+        self._worker_id = worker_id
+        self._config = config
+        self._report_phase = report
+        self._parent_pid = parent_pid
+        self._incarnation = uuid.uuid4().hex
+        self._phase, self._phase_since = "starting", time.monotonic()
+        self._facts: messages.WorkerFacts | None = None
+        self._front_ends: dict[bytes, FrontEnd] = {}
+        self._flush_planned = False
+
+    async def run(self) -> str:
+        """Serves; returns why it stopped ("" when it was asked to).
+
+        Raises:
+            Exception: whatever kept the engine from loading.
+        """
+        self._loop = asyncio.get_running_loop()
+        self._stop_reason: asyncio.Future[str] = self._loop.create_future()
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._router = bind_router(context, self._endpoint, self._config.curve_key_file)
+        self._loop.add_reader(self._router.FD, self._receive)
+        background = [
+            self._loop.create_task(self._start_engine()),
+            self._loop.create_task(self._send_heartbeats()),
+        ]
+        try:
+            return await self._stop_reason
+        finally:
+            for task in background:
+                task.cancel()
+            self._loop.remove_reader(self._router.FD)
+            await self._close()
+            # Long enough for Stopping to leave.
+            self._router.close(linger=500)
+            context.term()
+
+    def stop(self, reason: str = "") -> None:
+        """Makes `run` return; safe to call twice."""
+        if not self._stop_reason.done():
+            self._stop_reason.set_result(reason)
+
+    async def _start_engine(self) -> None:
+        try:
+            facts = await asyncio.to_thread(self._engine.load, self._enter_phase)
+            self._enter_phase("warming")
+            await self._engine.warm_up()
+        except Exception as error:
+            if not self._stop_reason.done():
+                self._stop_reason.set_exception(error)
+            return
+        self._facts = facts
+        self._enter_phase("ready")
+        await self._probe_engine()
+
+    def _enter_phase(self, phase: str) -> None:
+        self._phase, self._phase_since = phase, time.monotonic()
+        self._report_phase(phase)
+
+    async def _probe_engine(self) -> None:
+        timeout_s = self._config.engine_probe_timeout_s
+        while True:
+            await asyncio.sleep(timeout_s / 4)
+            try:
+                await asyncio.wait_for(self._engine.probe(), timeout_s)
+            except Exception as error:
+                self.stop(
+                    f"the engine did not answer a probe within {timeout_s:g} s "
+                    f"(engine_probe_timeout_s): {type(error).__name__} {error}"
+                )
+
+    # ---- receiving -------------------------------------------------------------------
+
+    def _receive(self) -> None:
+        # The descriptor tells only of changes: everything that is there must be read now.
+        while True:
+            try:
+                identity, frame = self._router.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            except ValueError:
+                logger.warning("dropped a message that has not two frames")
+                continue
+            try:
+                message = messages.decode_to_worker(frame)
+            except msgspec.MsgspecError as error:
+                logger.warning("dropped a message that is none of ours: %s", error)
+                continue
+            self._handle(identity, message)
+
+    def _handle(self, identity: bytes, message: messages.ToWorker) -> None:
+        match message:
+            case Hello():
+                self._greet(identity)
+            case Generate(incarnation=self._incarnation, jobs=jobs):
+                for job in jobs:
+                    self._start_job(identity, job)
+            case Abort(jobs=keys):
+                for job_id, attempt in keys:
+                    self._abort(identity, (job_id, attempt))
+
+    def _greet(self, identity: bytes) -> None:
+        front_end = self._front_ends.get(identity)
+        if front_end is None:
+            self._front_ends[identity] = FrontEnd(last_hello=time.monotonic())
+            self._send(identity, self._heartbeat(self._front_ends[identity]))
+        else:
+            front_end.last_hello = time.monotonic()
+
+    def _start_job(self, identity: bytes, job: Job) -> None:
+        front_end = self._front_ends.get(identity)
+        key = (job.job_id, job.attempt)
+        if front_end is None or self._facts is None or key in front_end.jobs:
+            logger.warning("ignored job %s of a front end that did not say Hello first", key)
+            return
+        front_end.jobs[key] = job
+        front_end.tasks[key] = self._loop.create_task(self._run_job(identity, front_end, job))
+
+    def _abort(self, identity: bytes, key: tuple[int, int]) -> None:
+        front_end = self._front_ends.get(identity)
+        task = front_end.tasks.get(key) if front_end else None
+        if task is not None:
+            task.cancel()
+
+    # ---- running ---------------------------------------------------------------------
+
+    async def _run_job(self, identity: bytes, front_end: FrontEnd, job: Job) -> None:
+        key = (job.job_id, job.attempt)
+        try:
+            result = await self._result_of(job)
+        except EngineDead as error:
+            # No answer: the front end sends the job to another worker.
+            self.stop(str(error))
+            return
+        finally:
+            del front_end.jobs[key], front_end.tasks[key]
+        front_end.outbox.append(result)
+        if not self._flush_planned:
+            # Jobs that end in one step of the engine travel in one message.
+            self._flush_planned = True
+            self._loop.call_soon(self._flush)
+
+    async def _result_of(self, job: Job) -> Completed | Failed:
+        try:
+            completions, num_cached_tokens = await self._engine.run(job)
+        except (InvalidRequest, GenerationFailed) as error:
+            return Failed(job.job_id, job.attempt, error.code, error.message)
+        except EngineDead:
+            raise
+        except Exception:
+            logger.exception("job %d failed", job.job_id)
+            return Failed(
+                job.job_id,
+                job.attempt,
+                GenerationFailed.code,
+                f"worker {self._worker_id} failed on this prompt; its log has the reason",
+            )
+        return Completed(job.job_id, job.attempt, completions, num_cached_tokens)
+
+    # ---- sending ---------------------------------------------------------------------
+
+    def _flush(self) -> None:
+        self._flush_planned = False
+        for identity, front_end in self._front_ends.items():
+            if front_end.outbox:
+                self._send(identity, messages.Results(self._incarnation, front_end.outbox))
+                front_end.outbox = []
+
+    def _send(self, identity: bytes, message: messages.FromWorker) -> None:
+        self._router.send_multipart([identity, messages.encode(message)], zmq.NOBLOCK)
+        # Sending can swallow the descriptor's change that tells of a new message.
+        if self._router.EVENTS & zmq.POLLIN:
+            self._loop.call_soon(self._receive)
+
+    async def _send_heartbeats(self) -> None:
+        while True:
+            if self._parent_pid is not None and os.getppid() != self._parent_pid:
+                self.stop("the supervisor is gone")
+            if self._engine.has_died:
+                self.stop("vLLM's engine process has ended")
+            self._forget_lost_front_ends()
+            for identity, front_end in self._front_ends.items():
+                self._send(identity, self._heartbeat(front_end))
+            await asyncio.sleep(self._config.heartbeat_interval_s)
+
+    def _heartbeat(self, receiver: FrontEnd) -> Heartbeat:
+        others = [one for one in self._front_ends.values() if one is not receiver]
+        return Heartbeat(
+            worker_id=self._worker_id,
+            incarnation=self._incarnation,
+            phase=self._phase,
+            phase_s=time.monotonic() - self._phase_since,
+            weight_version=self._engine.weight_version,
+            facts=self._facts,
+            other_sequences=sum(one.num_sequences for one in others),
+            other_tokens=sum(one.num_tokens for one in others),
+        )
+
+    def _forget_lost_front_ends(self) -> None:
+        oldest = time.monotonic() - self._config.heartbeat_timeout_s
+        for identity, front_end in list(self._front_ends.items()):
+            if front_end.last_hello < oldest:
+                logger.info("a front end is gone with %d jobs open", len(front_end.tasks))
+                for task in front_end.tasks.values():
+                    task.cancel()
+                del self._front_ends[identity]
+
+    async def _close(self) -> None:
+        self._phase = "stopping"
+        for identity in self._front_ends:
+            self._send(identity, messages.Stopping(self._incarnation, "the worker is stopping"))
+        children = psutil.Process().children(recursive=True)
+        try:
+            await asyncio.wait_for(asyncio.to_thread(self._engine.close), CLOSE_TIMEOUT_S)
+        except Exception as error:
+            logger.warning("the engine did not stop by itself: %s", type(error).__name__)
+        for child in children:
+            try:
+                child.kill()
+            except psutil.NoSuchProcess:
+                pass

@@ -1,0 +1,309 @@
+"""Starts one worker process for each engine and keeps them running.
+
+Runs in: a process of its own under gunicorn's master, one thread. Owns: the workers'
+processes and the pipes on which they log and report their phase. Each turn compares what
+should run with what does. A worker that never was ready stops the server with the cause;
+one that was is started again, with a growing pause.
+"""
+
+import argparse
+import contextlib
+import logging
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections import deque
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO
+
+import msgspec
+
+from titopool.config import ServerConfig, from_environment
+from titopool.errors import ConfigError
+from titopool.gpus import visible_gpus
+from titopool.sockets import worker_endpoint
+from workers.environment import worker_placement
+from workers.status import Report
+
+logger = logging.getLogger(__name__)
+
+TURN_S = 0.2
+STOP_TIMEOUT_S = 4.0
+LAST_LINES = 20
+LONGEST_PAUSE_S = 60.0
+# A pool without any worker is given up after so many failed starts in a row.
+MAX_FAILED_STARTS = 3
+FAILURE_FILE = "failure"
+
+
+@dataclass
+class WorkerProcess:
+    """What should be one running worker."""
+
+    index: int
+    process: subprocess.Popen[bytes] | None = None
+    started_at: float = 0.0
+    start_after: float = 0.0
+    phase: str = ""
+    failure: str = ""
+    has_been_ready: bool = False
+    num_failed_starts: int = 0
+    last_lines: deque[str] = field(default_factory=lambda: deque(maxlen=LAST_LINES))
+    pending: dict[str, bytes] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        return f"worker {self.index}"
+
+
+class StartFailed(Exception):
+    """The pool cannot start; the message is the cause."""
+
+
+class Supervisor:
+    """Runs the workers of one server."""
+
+    def __init__(self, config: ServerConfig, *, parent_pid: int, url: str | None):
+        """`url` is where the server answers, for the greeting; `parent_pid` gunicorn's master."""
+        self._config = config
+        self._parent_pid = parent_pid
+        self._url = url
+        self._gpus = visible_gpus()
+        self._workers = [WorkerProcess(index) for index in range(config.num_workers)]
+        self._selector = selectors.DefaultSelector()
+        self._stopping = False
+        self._has_greeted = False
+
+    def stop(self, *_: object) -> None:
+        """Makes `run` return; a signal handler."""
+        self._stopping = True
+
+    def run(self) -> None:
+        """Keeps the workers running until `stop` or the end of the parent.
+
+        Raises:
+            StartFailed: a worker could not start at all.
+        """
+        try:
+            while not self._stopping and os.getppid() == self._parent_pid:
+                self._turn()
+        finally:
+            self._stop_all()
+
+    def _turn(self) -> None:
+        self._read_pipes()
+        for worker in self._workers:
+            self._reap(worker)
+            self._check_start_time(worker)
+            if worker.process is None and time.monotonic() >= worker.start_after:
+                self._start(worker)
+        self._greet_when_ready()
+
+    # ---- starting --------------------------------------------------------------------
+
+    def _start(self, worker: WorkerProcess) -> None:
+        endpoint = worker_endpoint(self._config.run_dir, worker.index)
+        Path(endpoint.removeprefix("ipc://")).unlink(missing_ok=True)
+        status_read, status_write = os.pipe()
+        placement = worker_placement(
+            worker.index, len(self._workers), config=self._config, gpus=self._gpus
+        )
+        worker.process = subprocess.Popen(
+            [
+                sys.executable, "-m", "workers", "--endpoint", endpoint,
+                "--worker-id", str(worker.index), "--parent-pid", str(os.getpid()),
+                "--status-fd", str(status_write),
+            ],
+            env=os.environ | placement,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            pass_fds=(status_write,),
+            # The worker leads a group of its own: killing the group ends vLLM's processes too.
+            start_new_session=True,
+        )  # fmt: skip
+        os.close(status_write)
+        worker.started_at = time.monotonic()
+        worker.phase = worker.failure = ""
+        worker.last_lines.clear()
+        worker.pending = {"log": b"", "status": b""}
+        assert worker.process.stdout is not None
+        self._watch(worker.process.stdout, worker, "log")
+        self._watch(os.fdopen(status_read, "rb", buffering=0), worker, "status")
+
+    def _watch(self, pipe: IO[bytes], worker: WorkerProcess, kind: str) -> None:
+        os.set_blocking(pipe.fileno(), False)
+        self._selector.register(pipe, selectors.EVENT_READ, (worker, kind))
+
+    # ---- reading ---------------------------------------------------------------------
+
+    def _read_pipes(self) -> None:
+        for key, _ in self._selector.select(TURN_S):
+            worker, kind = key.data
+            chunk = os.read(key.fd, 65_536)
+            if not chunk:
+                self._selector.unregister(key.fileobj)
+                key.fileobj.close()  # type: ignore[union-attr]
+                continue
+            *lines, worker.pending[kind] = (worker.pending[kind] + chunk).split(b"\n")
+            for line in lines:
+                if kind == "log":
+                    self._on_log_line(worker, line)
+                else:
+                    self._on_report(worker, msgspec.json.decode(line, type=Report))
+
+    def _on_log_line(self, worker: WorkerProcess, line: bytes) -> None:
+        # A progress bar writes over its line; what it showed last is enough.
+        text = line.rstrip(b"\r").rpartition(b"\r")[2].decode(errors="replace")
+        worker.last_lines.append(text)
+        prefix = "" if text.startswith(worker.name) else f"{worker.name} | "
+        print(prefix + text, file=sys.stderr, flush=True)
+
+    def _on_report(self, worker: WorkerProcess, report: Report) -> None:
+        worker.phase = report.phase or worker.phase
+        worker.failure = report.failure or worker.failure
+        if worker.phase == "ready":
+            worker.has_been_ready = True
+            worker.num_failed_starts = 0
+
+    # ---- ending ----------------------------------------------------------------------
+
+    def _reap(self, worker: WorkerProcess) -> None:
+        if worker.process is None or worker.process.poll() is None:
+            return
+        code = worker.process.returncode
+        self._kill_group(worker)
+        # Its last words may still be in the pipes.
+        self._read_pipes()
+        worker.process = None
+        cause = worker.failure or describe_exit(code)
+        if worker.phase == "ready":
+            logger.error("%s died: %s; starting it again", worker.name, cause)
+            worker.start_after = 0.0
+            return
+        worker.num_failed_starts += 1
+        if not worker.has_been_ready or self._is_hopeless():
+            raise StartFailed(self._describe(worker, cause))
+        pause_s = min(2.0**worker.num_failed_starts, LONGEST_PAUSE_S)
+        logger.error("%s did not start: %s; again in %.0f s", worker.name, cause, pause_s)
+        worker.start_after = time.monotonic() + pause_s
+
+    def _is_hopeless(self) -> bool:
+        return all(
+            worker.process is None and worker.num_failed_starts >= MAX_FAILED_STARTS
+            for worker in self._workers
+        )
+
+    def _describe(self, worker: WorkerProcess, cause: str) -> str:
+        # What the worker logged is on the screen already; here it stands beside the cause.
+        lines = [line for line in worker.last_lines if line.strip()][-5:]
+        quoted = "".join(f"\n    {line}" for line in lines)
+        return f"{worker.name} could not start ({worker.phase or 'starting'}): {cause}\n  its last lines:{quoted}"
+
+    def _check_start_time(self, worker: WorkerProcess) -> None:
+        limit_s = self._config.worker_start_timeout_s
+        is_starting = worker.process is not None and worker.phase != "ready"
+        if is_starting and time.monotonic() - worker.started_at > limit_s:
+            worker.failure = (
+                f"not ready after {limit_s:g} s, still {worker.phase or 'starting'}; "
+                "raise worker_start_timeout_s"
+            )
+            self._kill_group(worker)
+
+    def _kill_group(self, worker: WorkerProcess) -> None:
+        assert worker.process is not None
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(worker.process.pid, signal.SIGKILL)
+
+    def _stop_all(self) -> None:
+        running = [worker for worker in self._workers if worker.process is not None]
+        for worker in running:
+            assert worker.process is not None
+            worker.process.terminate()
+        deadline = time.monotonic() + STOP_TIMEOUT_S
+        for worker in running:
+            assert worker.process is not None
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                worker.process.wait(max(0.0, deadline - time.monotonic()))
+            self._kill_group(worker)
+            worker.process.wait()
+
+    # ---- greeting --------------------------------------------------------------------
+
+    def _greet_when_ready(self) -> None:
+        if self._has_greeted or any(worker.phase != "ready" for worker in self._workers):
+            return
+        if self._url is not None and not answers(self._url + "/health"):
+            return
+        self._has_greeted = True
+        print(greeting(self._config, self._url), file=sys.stderr, flush=True)
+
+
+def describe_exit(code: int) -> str:
+    """An exit code in words."""
+    if code == -signal.SIGKILL:
+        return "it was killed (SIGKILL); the machine is perhaps out of memory"
+    if code < 0:
+        return f"it was ended by {signal.Signals(-code).name}"
+    return f"it exited with code {code}"
+
+
+def answers(url: str) -> bool:
+    """Whether a GET of `url` gives 200 at once."""
+    try:
+        with urllib.request.urlopen(url, timeout=1) as response:
+            return bool(response.status == 200)
+    except (urllib.error.URLError, OSError):
+        return False
+
+
+def greeting(config: ServerConfig, url: str | None) -> str:
+    """The last lines on the screen: what is served, and a command to try."""
+    model = config.model or "a tiny random demo model, which writes nonsense (name yours with MODEL)"
+    if url is None:
+        return f"\ntitopool serves {model}."
+    key = ' -H "Authorization: Bearer $TITOPOOL_API_KEY"' if config.api_key else ""
+    return (
+        f"\ntitopool serves {model} at {url}. Try it:\n\n"
+        f"  curl -s {url}/generate/{key} -H 'Content-Type: application/json' \\\n"
+        '    -d \'{"prompts": ["Hello, world"], "max_tokens": 8}\'\n'
+    )
+
+
+def main() -> int:
+    """Runs the supervisor; returns its exit code."""
+    parser = argparse.ArgumentParser(prog="python -m workers.supervisor")
+    parser.add_argument("--parent-pid", type=int, required=True)
+    parser.add_argument("--url")
+    arguments = parser.parse_args()
+    config = from_environment()
+    logging.basicConfig(
+        level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    supervisor = Supervisor(config, parent_pid=arguments.parent_pid, url=arguments.url)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, supervisor.stop)
+    try:
+        supervisor.run()
+        return 0
+    except (StartFailed, ConfigError) as error:
+        cause = str(error)
+    except Exception as error:
+        logger.exception("the supervisor failed")
+        cause = f"the supervisor failed: {error}"
+    print(f"\ntitopool: {cause}\n", file=sys.stderr, flush=True)
+    # The master reads this at its end, to exit with an error too.
+    (Path(config.run_dir) / FAILURE_FILE).write_text(cause)
+    if os.getppid() == arguments.parent_pid:
+        os.kill(arguments.parent_pid, signal.SIGTERM)
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
