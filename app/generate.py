@@ -50,7 +50,9 @@ def generate() -> Response:
     service.link.check_ready()
     request = Request(jobs)
     run(service, request, deadline)
-    reply = generate_reply(prompt_ids, request.completed(), with_logprobs=options.logprobs is not None)
+    reply = generate_reply(
+        prompt_ids, request.completed(), with_logprobs=options.logprobs is not None
+    )
     return Response(reply, mimetype="application/json")
 
 
@@ -140,10 +142,11 @@ def _check_batch(num_prompts: int, n: int, limit: int) -> None:
 
 
 def _refuse_images(body: GenerateBody) -> None:
-    given = body.images is not None and any(body.images)
-    for index, prompt in enumerate(body.prompts):
-        if isinstance(prompt, TokensPrompt) and prompt.multi_modal_data:
-            given = True
-            break
-    if given:
-        raise InvalidRequest("images: this version of the server takes text and token ids only", param="images")
+    inside = any(
+        isinstance(prompt, TokensPrompt) and prompt.multi_modal_data for prompt in body.prompts
+    )
+    if inside or (body.images is not None and any(body.images)):
+        raise InvalidRequest(
+            "images: expected none, this version of the server takes text and token ids only",
+            param="images",
+        )

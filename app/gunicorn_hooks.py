@@ -18,6 +18,7 @@ from typing import Any
 from titopool.config import ENV_PREFIX, from_environment
 from titopool.errors import ConfigError
 from titopool.gpus import number_of_workers
+from titopool.logs import configure_logging
 
 try:
     _config = from_environment()
@@ -25,7 +26,8 @@ except ConfigError as error:
     sys.exit(f"titopool: {error}")
 
 bind = f"{_config.host}:{_config.port}"
-workers = _config.num_front_ends or min(4, len(os.sched_getaffinity(0)))
+# The engines need cores too.
+workers = _config.num_front_ends or min(4, max(1, len(os.sched_getaffinity(0)) // 2))
 worker_class = "gthread"
 threads = _config.num_threads
 # Threads are made when needed; connections beyond them wait for one.
@@ -42,6 +44,8 @@ control_socket_disable = True
 # Longer than a worker takes to stop its engine.
 SUPERVISOR_STOP_TIMEOUT_S = 6.0
 FAILURE_FILE = "failure"
+# Where a client on this host reaches a server that listens on every address.
+LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
 _supervisor: subprocess.Popen[bytes] | None = None
 _own_run_dir: str | None = None
@@ -56,7 +60,7 @@ def when_ready(server: Any) -> None:
         num_workers = number_of_workers(_config)
     except ConfigError as error:
         sys.exit(f"titopool: {error}")
-    run_dir = _config.run_dir
+    run_dir: str = _config.run_dir
     if not run_dir:
         run_dir = _own_run_dir = tempfile.mkdtemp(prefix="titopool-")
     # Where front ends and supervisor find the sockets.
@@ -64,7 +68,8 @@ def when_ready(server: Any) -> None:
     os.environ[ENV_PREFIX + "NUM_WORKERS"] = str(num_workers)
     _supervisor = subprocess.Popen(
         [sys.executable, "-m", "workers.supervisor", "--parent-pid", str(os.getpid())]
-        + [word for url in _urls(server) for word in ("--url", url)],
+        + [word for url in _urls(server) for word in ("--url", url)]
+        + (["--remove-run-dir"] if _own_run_dir else []),
         env=os.environ | {"PYTHONPATH": _python_path()},
         stdin=subprocess.DEVNULL,
         # A signal from the terminal is for the master, which stops the front ends first.
@@ -74,6 +79,7 @@ def when_ready(server: Any) -> None:
 
 def post_worker_init(worker: Any) -> None:
     """In each front end: starts its threads before the first request."""
+    configure_logging(_config.log_level)
     worker.wsgi.extensions["titopool"].start()
 
 
@@ -125,9 +131,12 @@ def _urls(server: Any) -> list[str]:
     urls = []
     for listener in server.LISTENERS:
         address = listener.sock.getsockname()
+        # A Unix socket's address is no tuple.
         if isinstance(address, tuple):
-            host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(address[0], address[0])
-            urls.append(f"http://[{host}]:{address[1]}" if ":" in host else f"http://{host}:{address[1]}")
+            host = LOOPBACK.get(address[0], str(address[0]))
+            urls.append(
+                f"http://[{host}]:{address[1]}" if ":" in host else f"http://{host}:{address[1]}"
+            )
     return urls[:1]
 
 

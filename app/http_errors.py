@@ -46,9 +46,7 @@ def _http_error(error: Exception) -> Response:
     name = (error.name or "error").lower().replace(" ", "_")
     message = f"{request.method} {request.path}: {error.description}"
     body = {"message": message, "type": "invalid_request_error", "code": name, "param": None}
-    return Response(
-        orjson.dumps({"error": body}), status=error.code, mimetype="application/json"
-    )
+    return Response(orjson.dumps({"error": body}), status=error.code, mimetype="application/json")
 
 
 def _unexpected(error: Exception) -> Response:

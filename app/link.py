@@ -161,7 +161,7 @@ class Link:
 
     def _turn(self, timeout_s: float) -> None:
         """Waits for something to do and does it."""
-        ready = dict(self._poller.poll(timeout_s * 1000))
+        ready = dict(self._poller.poll(int(timeout_s * 1000) + 1))
         if self._wake_fd in ready:
             os.eventfd_read(self._wake_fd)
         while self._calls:

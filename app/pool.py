@@ -71,7 +71,8 @@ class Worker:
         return open_job
 
 
-class OpenJob(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class OpenJob:
     """A job with the request that waits for it and its index there."""
 
     job: Job
@@ -129,7 +130,7 @@ class Pool:
             self._send_again(worker.remove(job_id), reason)
 
     def _send_again(self, open_job: OpenJob, reason: str) -> None:
-        job, request, index = open_job
+        job, request, index = open_job.job, open_job.request, open_job.index
         if job.attempt >= MAX_ATTEMPTS:
             self._fail(
                 open_job,
@@ -148,9 +149,7 @@ class Pool:
     def submit(self, request: Request) -> None:
         """Lets all jobs of `request` wait for a worker."""
         self.num_open_jobs += len(request.jobs)
-        self.waiting.extend(
-            OpenJob(job, request, index) for index, job in enumerate(request.jobs)
-        )
+        self.waiting.extend(OpenJob(job, request, index) for index, job in enumerate(request.jobs))
 
     def assign(self) -> list[Assignment]:
         """Takes waiting jobs, first come first served, to the ready workers with least load."""

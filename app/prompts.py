@@ -36,7 +36,9 @@ def prompt_ids_of(
 
 def _check_kinds(prompts: Sequence[object]) -> None:
     if not prompts:
-        raise InvalidRequest("prompts: expected at least one prompt, got an empty list", param="prompts")
+        raise InvalidRequest(
+            "prompts: expected at least one prompt, got an empty list", param="prompts"
+        )
     first = type(prompts[0])
     for index, prompt in enumerate(prompts):
         if type(prompt) is not first:

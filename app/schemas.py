@@ -64,7 +64,7 @@ def decode_body(body: bytes, body_type: type[Body]) -> Body:
 
 def explain(error: msgspec.ValidationError) -> str:
     """msgspec's message with the place in front: `prompts[3][17]: expected …`."""
-    text, at, path = str(error).partition(" - at `")
+    text, _, path = str(error).partition(" - at `")
     place = path.rstrip("`").removeprefix("$").removeprefix(".")
     text = text[:1].lower() + text[1:]
     return f"{place}: {text}" if place else text

@@ -41,7 +41,7 @@ class ServerConfig:
         0, "engine processes; 0: one for each GPU or group of GPUs, one on a CPU", at_least=0
     )
     num_front_ends: int = setting(
-        0, "gunicorn processes; 0: one for each core, four at most", at_least=0
+        0, "gunicorn processes; 0: one for two cores, four at most", at_least=0
     )
     num_threads: int = setting(
         2048, "requests that one gunicorn process holds open at once", at_least=1
@@ -68,7 +68,9 @@ class ServerConfig:
         65_536, "largest number of prompts times n in one request", at_least=1
     )
     max_queued_prompts: int = setting(
-        262_144, "prompts that may be open in one gunicorn process before it answers 429", at_least=1
+        262_144,
+        "prompts that may be open in one gunicorn process before it answers 429",
+        at_least=1,
     )
     request_timeout_s: float = setting(3600.0, "deadline of a request", at_least=0.001)
     worker_start_timeout_s: float = setting(
@@ -197,9 +199,7 @@ def _did_you_mean(name: str, candidates: Sequence[str]) -> str:
     return f"; did you mean {close[0]}?" if close else ""
 
 
-def from_command_line(
-    argv: Sequence[str], environ: Mapping[str, str] = os.environ
-) -> ServerConfig:
+def from_command_line(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> ServerConfig:
     """The settings of `titopool serve [MODEL] [--setting value …] [vLLM options …]`.
 
     Options that are no settings of ours go to `engine_args`, behind those of the

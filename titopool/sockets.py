@@ -31,7 +31,9 @@ def worker_endpoint(run_dir: str, index: int) -> str:
     return f"ipc://{path}"
 
 
-def bind_router(context: zmq.Context[zmq.Socket[bytes]], endpoint: str, key_file: str) -> zmq.Socket[bytes]:
+def bind_router(
+    context: zmq.Context[zmq.Socket[bytes]], endpoint: str, key_file: str
+) -> zmq.Socket[bytes]:
     """The worker's socket, bound to `endpoint`.
 
     Raises:
@@ -40,7 +42,7 @@ def bind_router(context: zmq.Context[zmq.Socket[bytes]], endpoint: str, key_file
     socket = context.socket(zmq.ROUTER)
     _set_options(socket)
     if endpoint.startswith("tcp://"):
-        public, secret = read_curve_key(key_file)
+        _, secret = read_curve_key(key_file)
         socket.curve_server = True
         socket.curve_secretkey = secret
     try:

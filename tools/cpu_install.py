@@ -43,7 +43,10 @@ def install_hook() -> None:
 
 def imports(module: str) -> bool:
     """Whether a new process can import `module`."""
-    return subprocess.run([sys.executable, "-c", f"import {module}"], capture_output=True).returncode == 0
+    return (
+        subprocess.run([sys.executable, "-c", f"import {module}"], capture_output=True).returncode
+        == 0
+    )
 
 
 def main() -> None:

@@ -15,8 +15,9 @@ from typing import NoReturn
 
 from titopool.config import ServerConfig, from_command_line
 from titopool.errors import ConfigError
-from workers.engine import VllmEngine
 from titopool.gpus import visible_gpus
+from titopool.logs import configure_logging
+from workers.engine import VllmEngine
 from workers.server import WorkerServer
 from workers.status import PhaseReporter
 
@@ -50,9 +51,7 @@ def main(argv: list[str]) -> int:
         if endpoint is None:
             raise ConfigError(f"--endpoint is missing; {USAGE}")
         config = from_command_line(argv)
-        logging.basicConfig(
-            level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-        )
+        configure_logging(config.log_level)
         reason = asyncio.run(
             serve(config, endpoint, worker_id, report, int(parent_pid) if parent_pid else None)
         )

@@ -79,9 +79,7 @@ class VllmEngine:
         prepare_environment(os.environ, on_cpu=self._on_cpu)
         # A worker that is restarted, or stands beside others, must not repeat their samples.
         seed = int.from_bytes(os.urandom(4), "little") >> 1
-        defaults = default_engine_options(
-            self._config, os.environ, on_cpu=self._on_cpu, seed=seed
-        )
+        defaults = default_engine_options(self._config, os.environ, on_cpu=self._on_cpu, seed=seed)
         report("importing")
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.usage.usage_lib import UsageContext
@@ -96,9 +94,8 @@ class VllmEngine:
     def _engine_args(self, args_class: Any, defaults: dict[str, Any]) -> Any:
         from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-        class Parser(FlexibleArgumentParser):  # type: ignore[misc]
-            def error(self, message: str) -> NoReturn:
-                raise ConfigError(f"vLLM's options: {message}")
+        def refuse(message: str) -> NoReturn:
+            raise ConfigError(f"vLLM's options: {message}")
 
         argv = self._config.engine_argv
         model = self._config.model
@@ -107,7 +104,9 @@ class VllmEngine:
             given = {word.partition("=")[0] for word in argv}
             if not given & {"--dtype", "--max-model-len"}:
                 argv = [*demo_model.ENGINE_ARGV, *argv]
-        parser = args_class.add_cli_args(Parser(prog="vllm", allow_abbrev=False))
+        parser = args_class.add_cli_args(FlexibleArgumentParser(prog="vllm", allow_abbrev=False))
+        # argparse's own way is to end the process.
+        parser.error = refuse
         parser.set_defaults(model=model, **defaults)
         try:
             return args_class.from_cli_args(parser.parse_args(argv))
@@ -156,18 +155,15 @@ class VllmEngine:
         params = self._sampling_params(job.sampling)
         token_ids = np.frombuffer(job.prompt_token_ids, dtype=np.int32).tolist()
         prompt = tokens_input(token_ids, cache_salt=job.cache_salt)
-        output = None
         try:
             # FINAL_ONLY: exactly one output, with all completions in order.
-            async for output in self._llm.generate(prompt, params, str(job.job_id)):
-                pass
+            (output,) = [one async for one in self._llm.generate(prompt, params, str(job.job_id))]
         except EngineDeadError as error:
             raise EngineDead("vLLM's engine process has ended") from error
         except EngineGenerateError as error:
             raise _refusal_or_failure(error.__cause__ or error) from error
         except _client_errors() as error:
             raise _refusal_or_failure(error) from error
-        assert output is not None
         return self._completions(output, params), output.num_cached_tokens or 0
 
     def _sampling_params(self, encoded: msgspec.Raw) -> Any:

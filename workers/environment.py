@@ -78,4 +78,3 @@ def worker_placement(
     size = len(cores) // num_workers
     mine = [str(core) for core in cores[index * size : (index + 1) * size]]
     return own | {"VLLM_CPU_OMP_THREADS_BIND": ",".join(mine)}
-

@@ -235,7 +235,7 @@ class WorkerServer:
     def _send(self, identity: bytes, message: messages.FromWorker) -> None:
         self._router.send_multipart([identity, messages.encode(message)], zmq.NOBLOCK)
         # Sending can swallow the descriptor's change that tells of a new message.
-        if self._router.EVENTS & zmq.POLLIN:
+        if int(self._router.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
             self._loop.call_soon(self._receive)
 
     async def _send_heartbeats(self) -> None:

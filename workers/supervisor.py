@@ -11,6 +11,7 @@ import contextlib
 import logging
 import os
 import selectors
+import shutil
 import signal
 import subprocess
 import sys
@@ -27,6 +28,7 @@ import msgspec
 from titopool.config import ServerConfig, from_environment
 from titopool.errors import ConfigError
 from titopool.gpus import visible_gpus
+from titopool.logs import configure_logging
 from titopool.sockets import worker_endpoint
 from workers.environment import worker_placement
 from workers.status import Report
@@ -265,7 +267,9 @@ def answers(url: str) -> bool:
 
 def greeting(config: ServerConfig, url: str | None) -> str:
     """The last lines on the screen: what is served, and a command to try."""
-    model = config.model or "a tiny random demo model, which writes nonsense (name yours with MODEL)"
+    model = (
+        config.model or "a tiny random demo model, which writes nonsense (name yours with MODEL)"
+    )
     if url is None:
         return f"\ntitopool serves {model}."
     key = ' -H "Authorization: Bearer $TITOPOOL_API_KEY"' if config.api_key else ""
@@ -281,16 +285,18 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m workers.supervisor")
     parser.add_argument("--parent-pid", type=int, required=True)
     parser.add_argument("--url")
+    parser.add_argument("--remove-run-dir", action="store_true")
     arguments = parser.parse_args()
     config = from_environment()
-    logging.basicConfig(
-        level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
+    configure_logging(config.log_level)
     supervisor = Supervisor(config, parent_pid=arguments.parent_pid, url=arguments.url)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, supervisor.stop)
     try:
         supervisor.run()
+        if arguments.remove_run_dir and os.getppid() != arguments.parent_pid:
+            # The master was killed and cannot tidy up.
+            shutil.rmtree(config.run_dir, ignore_errors=True)
         return 0
     except (StartFailed, ConfigError) as error:
         cause = str(error)

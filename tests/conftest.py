@@ -1,0 +1,87 @@
+"""Fixtures: a tiny model, real servers with real vLLM, and servers with stub workers."""
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.servers import REPOSITORY, Server, environment, running_server
+
+ENGINE_OPTIONS = ("--dtype", "float32", "--max-model-len", "512", "--max-num-seqs", "128")
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Folder of a tiny random Qwen3 with its tokenizer."""
+    from titopool.demo_model import make_model
+
+    folder = tmp_path_factory.mktemp("tiny-qwen3")
+    make_model(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="session")
+def server(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Two vLLM workers behind two gunicorn processes."""
+    log = tmp_path_factory.mktemp("server") / "log"
+    options = ("--num-workers", "2", "--num-front-ends", "2", *ENGINE_OPTIONS)
+    with running_server(tiny_model, *options, log=log, num_workers=2) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def single_server(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """One vLLM worker behind one gunicorn process."""
+    log = tmp_path_factory.mktemp("single-server") / "log"
+    options = ("--num-workers", "1", "--num-front-ends", "1", *ENGINE_OPTIONS)
+    with running_server(tiny_model, *options, log=log) as running:
+        yield running
+
+
+StartStub = Callable[..., subprocess.Popen[bytes]]
+
+
+@pytest.fixture
+def start_stub(tmp_path: Path) -> Iterator[StartStub]:
+    """Starts stub workers: `start_stub(index, "--delay-s", "1")` at `ipc://…/worker-<index>`."""
+    started: list[subprocess.Popen[bytes]] = []
+
+    def start(index: int, *arguments: str, **variables: str) -> subprocess.Popen[bytes]:
+        endpoint = f"ipc://{tmp_path}/worker-{index}"
+        Path(f"{tmp_path}/worker-{index}").unlink(missing_ok=True)
+        process = subprocess.Popen(
+            [
+                sys.executable, "-m", "tests.stub_worker", "--endpoint", endpoint,
+                "--worker-id", str(index), *arguments,
+            ],  # fmt: skip
+            env=environment(**variables),
+            cwd=REPOSITORY,
+        )
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+@pytest.fixture
+def stub_server(tmp_path: Path) -> Iterator[Callable[..., Server]]:
+    """`stub_server(num_workers, …)`: gunicorn before workers that `start_stub` starts."""
+    stack = []
+
+    def start(num_workers: int, *arguments: str, **variables: str) -> Server:
+        endpoints = ",".join(f"ipc://{tmp_path}/worker-{index}" for index in range(num_workers))
+        context = running_server(
+            "--endpoints", endpoints, *arguments,
+            log=tmp_path / "server-log", num_workers=num_workers, **variables,
+        )  # fmt: skip
+        stack.append(context)
+        return context.__enter__()
+
+    yield start
+    for context in stack:
+        context.__exit__(None, None, None)

@@ -1,0 +1,141 @@
+"""Starts real servers for tests, and stops them without leaving a process behind."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import requests
+
+START_TIMEOUT_S = 240.0
+STOP_TIMEOUT_S = 10.0
+REPOSITORY = Path(__file__).resolve().parent.parent
+
+
+class Server:
+    """A running server and what tests ask of it."""
+
+    def __init__(self, process: subprocess.Popen[bytes], url: str, log: Path):
+        self.process = process
+        self.url = url
+        self.log_file = log
+
+    @property
+    def log(self) -> str:
+        return self.log_file.read_text(errors="replace")
+
+    def post(self, path: str, json: Any, **options: Any) -> requests.Response:
+        return requests.post(self.url + path, json=json, timeout=120, **options)
+
+    def get(self, path: str, **options: Any) -> requests.Response:
+        return requests.get(self.url + path, timeout=30, **options)
+
+    def generate(self, prompts: Any, **fields: Any) -> dict[str, Any]:
+        """The answer of /generate/, which must be a good one."""
+        answer = self.post("/generate/", {"prompts": prompts, **fields})
+        assert answer.status_code == 200, answer.text
+        result: dict[str, Any] = answer.json()
+        return result
+
+    def wait_until_ready(self, num_workers: int = 1) -> None:
+        wait_until(lambda: self._num_ready() >= num_workers, START_TIMEOUT_S, self._explain)
+
+    def _num_ready(self) -> int:
+        if self.process.poll() is not None:
+            raise AssertionError(f"the server ended: {self._explain()}")
+        try:
+            return int(self.get("/ready").json()["num_ready"])
+        except requests.RequestException:
+            return 0
+
+    def _explain(self) -> str:
+        return self.log[-4000:]
+
+
+def wait_until(
+    condition: Callable[[], object], within_s: float, explain: Callable[[], str] = str
+) -> None:
+    """Returns once `condition` holds; fails the test when it does not in time."""
+    deadline = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {within_s} s: {explain()}"
+        time.sleep(0.05)
+
+
+def free_port() -> int:
+    """A port that was free a moment ago; gunicorn says so if it is not any more."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def environment(**variables: str) -> dict[str, str]:
+    """This process's environment without settings of ours, with `variables`."""
+    kept = {key: value for key, value in os.environ.items() if not key.startswith("TITOPOOL_")}
+    kept["PYTHONPATH"] = str(REPOSITORY)
+    return kept | variables
+
+
+def serve_process(
+    *arguments: str, log: Path, port: int | None = None, **variables: str
+) -> tuple[subprocess.Popen[bytes], str]:
+    """Starts `titopool serve` without waiting; returns it and its URL."""
+    port = port or free_port()
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "titopool.cli", "serve", *arguments, "--port", str(port)],
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=environment(**variables),
+            cwd=REPOSITORY,
+        )
+    return process, f"http://127.0.0.1:{port}"
+
+
+@contextmanager
+def running_server(
+    *arguments: str, log: Path, num_workers: int = 1, **variables: str
+) -> Iterator[Server]:
+    """A server whose workers are ready; asserts afterwards that nothing of it is left."""
+    process, url = serve_process(*arguments, log=log, **variables)
+    server = Server(process, url, log)
+    descendants: list[psutil.Process] = []
+    try:
+        server.wait_until_ready(num_workers)
+        descendants = psutil.Process(process.pid).children(recursive=True)
+        yield server
+    finally:
+        if process.poll() is None:
+            process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(STOP_TIMEOUT_S)
+        finally:
+            process.kill()
+            kill_all(descendants)
+
+
+def kill_all(processes: list[psutil.Process]) -> None:
+    for process in processes:
+        try:
+            process.kill()
+        except psutil.NoSuchProcess:
+            pass
+
+
+def alive(processes: list[psutil.Process]) -> list[psutil.Process]:
+    """Those that still run (a zombie does not)."""
+    found = []
+    for process in processes:
+        try:
+            if process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+        except psutil.NoSuchProcess:
+            pass
+    return found

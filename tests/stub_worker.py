@@ -1,0 +1,142 @@
+"""A worker whose engine is a stub: real process, real sockets, staged faults.
+
+    python -m tests.stub_worker --endpoint ipc://… [--delay-s 0.1]
+
+It answers a prompt with the prompt's ids, reversed, `max_tokens` at most. The first id of a
+prompt stages a fault (see `Fault`).
+"""
+
+import argparse
+import asyncio
+import os
+import signal
+import sys
+import time
+from enum import IntEnum
+
+import msgspec
+import numpy as np
+
+from titopool.config import from_environment
+from titopool.errors import GenerationFailed
+from titopool.logs import configure_logging
+from titopool.messages import Completion, Job, Logprobs, WorkerFacts
+from titopool.sampling import SamplingOptions
+from workers.engine import EngineDead, EngineResult, ReportPhase
+from workers.server import WorkerServer
+from workers.status import PhaseReporter
+
+VOCAB_SIZE = 50_000
+MAX_MODEL_LEN = 4096
+
+
+class Fault(IntEnum):
+    """What the engine does with a prompt that starts with this id."""
+
+    FAIL = 40_001  # fails this job only
+    RAISE = 40_002  # raises what nobody expects
+    DIE = 40_003  # reports its engine dead
+    KILL = 40_004  # the process is killed
+    HANG = 40_005  # never ends
+    FREEZE = 40_006  # the process is stopped, as by a debugger
+
+
+class StubEngine:
+    """Implements `workers.engine.Engine`."""
+
+    has_died = False
+    weight_version = 0
+
+    def __init__(self, delay_s: float, max_num_seqs: int):
+        self._delay_s = delay_s
+        self._max_num_seqs = max_num_seqs
+        self.num_running = 0
+
+    def load(self, report: ReportPhase) -> WorkerFacts:
+        report("importing")
+        report("loading")
+        return WorkerFacts(
+            model="stub",
+            tokenizer="none",
+            tokenizer_revision=None,
+            trust_remote_code=False,
+            vllm_version="0.0-stub",
+            sampling_fields=list(SamplingOptions.__struct_fields__),
+            max_model_len=MAX_MODEL_LEN,
+            vocab_size=VOCAB_SIZE,
+            max_num_seqs=self._max_num_seqs,
+            max_logprobs=20,
+            world_size=1,
+        )
+
+    async def warm_up(self) -> None:
+        return None
+
+    async def run(self, job: Job) -> EngineResult:
+        ids = np.frombuffer(job.prompt_token_ids, dtype=np.int32)
+        self.num_running += 1
+        try:
+            await self._stage_fault(int(ids[0]))
+            await asyncio.sleep(self._delay_s)
+        finally:
+            self.num_running -= 1
+        options = msgspec.msgpack.decode(job.sampling, type=SamplingOptions)
+        answer = np.ascontiguousarray(ids[::-1][: options.max_tokens])
+        logprobs = None
+        if options.logprobs is not None:
+            values = np.full(len(answer), -1.5, dtype=np.float32)
+            logprobs = Logprobs(values.tobytes(), answer.tobytes())
+        completion = Completion(answer.tobytes(), "length", logprobs, [(0, 0)])
+        return [completion] * options.n, 0
+
+    async def _stage_fault(self, first_id: int) -> None:
+        match first_id:
+            case Fault.FAIL:
+                raise GenerationFailed("staged failure")
+            case Fault.RAISE:
+                raise RuntimeError("staged surprise")
+            case Fault.DIE:
+                raise EngineDead("staged death")
+            case Fault.KILL:
+                os.kill(os.getpid(), signal.SIGKILL)
+            case Fault.HANG:
+                await asyncio.sleep(3600)
+            case Fault.FREEZE:
+                os.kill(os.getpid(), signal.SIGSTOP)
+
+    async def probe(self) -> None:
+        return None
+
+    def close(self) -> None:
+        return None
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--endpoint", required=True)
+    parser.add_argument("--worker-id", default="stub")
+    parser.add_argument("--delay-s", type=float, default=0.0)
+    parser.add_argument("--max-num-seqs", type=int, default=256)
+    parser.add_argument("--load-s", type=float, default=0.0)
+    arguments = parser.parse_args()
+    time.sleep(arguments.load_s)
+    config = from_environment()
+    configure_logging(config.log_level)
+    engine = StubEngine(arguments.delay_s, arguments.max_num_seqs)
+
+    async def serve() -> str:
+        server = WorkerServer(
+            engine,
+            endpoint=arguments.endpoint,
+            worker_id=arguments.worker_id,
+            config=config,
+            report=PhaseReporter(arguments.worker_id, None),
+        )
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, server.stop)
+        return await server.run()
+
+    sys.exit(asyncio.run(serve()))
+
+
+if __name__ == "__main__":
+    main()
