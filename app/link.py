@@ -29,6 +29,9 @@ from titopool.sockets import connect_dealer
 
 logger = logging.getLogger(__name__)
 
+# A process that has just started asks the workers before it answers that none is ready.
+MEETING_S = 2.0
+
 
 @dataclass(frozen=True)
 class WorkerView:
@@ -54,6 +57,9 @@ class Link:
         self._thread: threading.Thread | None = None
         self._wake_fd = -1
         self._is_closing = False
+        # Set when every worker has been heard of, or has had the time to say something.
+        self._has_met = threading.Event()
+        self._meet_until = float("inf")
 
     # ---- any thread ------------------------------------------------------------------
 
@@ -63,6 +69,7 @@ class Link:
             if self._thread is None:
                 self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK)
                 self._discovery.start()
+                self._meet_until = time.monotonic() + MEETING_S
                 self._thread = threading.Thread(target=self._run, name="link", daemon=True)
                 self._thread.start()
 
@@ -89,12 +96,14 @@ class Link:
         Raises:
             NoReadyWorker: no worker has been ready yet.
         """
+        self._has_met.wait(MEETING_S)
         if self._facts is None:
             raise self._no_ready_worker()
         return self._facts
 
     def check_ready(self) -> None:
         """Raises NoReadyWorker unless a worker can generate now."""
+        self._has_met.wait(MEETING_S)
         if not any(view.heartbeat and view.heartbeat.phase == "ready" for view in self._views):
             raise self._no_ready_worker()
 
@@ -269,6 +278,9 @@ class Link:
             WorkerView(worker.endpoint, worker.heartbeat, now - worker.last_seen)
             for worker in self._pool.workers.values()
         )
+        has_met_all = bool(self._views) and all(view.heartbeat for view in self._views)
+        if has_met_all or now > self._meet_until:
+            self._has_met.set()
 
     def _shut_down(self) -> None:
         error = NoReadyWorker("the server is stopping")

@@ -53,8 +53,14 @@ def start_stub(tmp_path: Path) -> Iterator[StartStub]:
         Path(f"{tmp_path}/worker-{index}").unlink(missing_ok=True)
         process = subprocess.Popen(
             [
-                sys.executable, "-m", "tests.stub_worker", "--endpoint", endpoint,
-                "--worker-id", str(index), *arguments,
+                sys.executable,
+                "-m",
+                "tests.stub_worker",
+                "--endpoint",
+                endpoint,
+                "--worker-id",
+                str(index),
+                *arguments,
             ],  # fmt: skip
             env=environment(**variables),
             cwd=REPOSITORY,

@@ -79,7 +79,9 @@ def free_port() -> int:
 def environment(**variables: str) -> dict[str, str]:
     """This process's environment without settings of ours, with `variables`."""
     kept = {key: value for key, value in os.environ.items() if not key.startswith("TITOPOOL_")}
-    kept["PYTHONPATH"] = str(REPOSITORY)
+    kept["PYTHONPATH"] = os.pathsep.join(
+        filter(None, (variables.pop("PYTHONPATH", ""), str(REPOSITORY), kept.get("PYTHONPATH", "")))
+    )
     return kept | variables
 
 

@@ -52,9 +52,7 @@ def test_k_logprobs_are_the_best_and_the_sampled_one_best_first(server: Server, 
             best = indices.tolist()
             want = best if sampled in best else [*best, sampled]
             assert ids[position] == want
-            assert logprobs[position] == pytest.approx(
-                expected[position][want].tolist(), abs=1e-3
-            )
+            assert logprobs[position] == pytest.approx(expected[position][want].tolist(), abs=1e-3)
             assert logprobs[position] == sorted(logprobs[position], reverse=True)
 
 
@@ -129,9 +127,10 @@ def test_tokens_prompt_objects(server: Server):
     prompts = [{"prompt_token_ids": PROMPT}, {"prompt_token_ids": [1, 2], "cache_salt": "a"}]
     answer = server.generate(prompts, max_tokens=2, temperature=0)
     assert answer["prompt_ids"] == [PROMPT, [1, 2]]
-    assert answer["completion_ids"] == server.generate(
-        [PROMPT, [1, 2]], max_tokens=2, temperature=0
-    )["completion_ids"]
+    assert (
+        answer["completion_ids"]
+        == server.generate([PROMPT, [1, 2]], max_tokens=2, temperature=0)["completion_ids"]
+    )
 
 
 def test_truncation_keeps_the_last_ids(server: Server):

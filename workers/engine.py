@@ -182,8 +182,7 @@ class VllmEngine:
         completions = []
         for item in output.outputs:
             if item.finish_reason == "error":
-                # The request failed inside the engine core, which raises nothing.
-                raise GenerationFailed("vLLM reported finish_reason 'error' for this prompt")
+                raise _failed_inside(params, num_tokens=len(item.token_ids))
             completions.append(
                 Completion(
                     token_ids=np.array(item.token_ids, dtype=np.int32).tobytes(),
@@ -251,6 +250,16 @@ def _refusal_or_failure(error: BaseException) -> InvalidRequest | GenerationFail
     if isinstance(error, _client_errors()):
         return InvalidRequest(f"the engine refused the prompt: {error}")
     return GenerationFailed(f"the engine failed on this prompt: {type(error).__name__}: {error}")
+
+
+def _failed_inside(params: Any, *, num_tokens: int) -> InvalidRequest | GenerationFailed:
+    """Why the engine core ended a request with "error"; it raises nothing and gives no reason."""
+    if params.structured_outputs is not None and num_tokens == 0:
+        # What passes vLLM's check of a grammar can still fail when it is compiled.
+        return InvalidRequest(
+            "the engine could not use structured_outputs; check the grammar in it"
+        )
+    return GenerationFailed("the engine ended this prompt with finish_reason 'error'")
 
 
 def pack_logprobs(flat: Any) -> Logprobs:

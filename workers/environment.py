@@ -6,6 +6,7 @@ would make vLLM join a group that is not there.
 
 import os
 from collections.abc import MutableMapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from titopool.config import ServerConfig
@@ -61,20 +62,31 @@ def default_engine_options(
     return options
 
 
+@dataclass(frozen=True)
+class Placement:
+    """Where one worker runs."""
+
+    variables: dict[str, str]
+    # Empty: any core.
+    cores: frozenset[int] = frozenset()
+
+
 def worker_placement(
     index: int, num_workers: int, *, config: ServerConfig, gpus: Sequence[str]
-) -> dict[str, str]:
-    """Variables that give worker `index` its own GPUs, or its own cores without any."""
+) -> Placement:
+    """Worker `index`'s own GPUs, or its own cores where there are none."""
     # vLLM 0.25 chooses a free port and binds it later: engines that start together must
     # not search the same range.
-    own = {"VLLM_PORT": str(20_000 + 200 * index)}
+    port = {"VLLM_PORT": str(20_000 + 200 * index)}
     if gpus:
         size = config.gpus_per_worker
-        own["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[index * size : (index + 1) * size])
-        return own
+        mine = gpus[index * size : (index + 1) * size]
+        return Placement(port | {"CUDA_VISIBLE_DEVICES": ",".join(mine)})
     cores = sorted(os.sched_getaffinity(0))
-    if num_workers * config.gpus_per_worker == 1 or len(cores) < num_workers:
-        return own | {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-    size = len(cores) // num_workers
-    mine = [str(core) for core in cores[index * size : (index + 1) * size]]
-    return own | {"VLLM_CPU_OMP_THREADS_BIND": ",".join(mine)}
+    size = max(1, len(cores) // num_workers)
+    own = frozenset(cores[index * size : (index + 1) * size]) if num_workers > 1 else frozenset()
+    # vLLM's own binding puts all of an engine's threads on one core, or several engines on
+    # the same one; they inherit the affinity of the worker process instead.
+    threads = str(max(1, size // config.gpus_per_worker))
+    unless_set = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": threads}
+    return Placement(port | {k: v for k, v in unless_set.items() if k not in os.environ}, own)

@@ -122,7 +122,7 @@ class Supervisor:
                 "--worker-id", str(worker.index), "--parent-pid", str(os.getpid()),
                 "--status-fd", str(status_write),
             ],
-            env=os.environ | placement,
+            env=os.environ | placement.variables,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -131,6 +131,8 @@ class Supervisor:
             start_new_session=True,
         )  # fmt: skip
         os.close(status_write)
+        if placement.cores:
+            os.sched_setaffinity(worker.process.pid, placement.cores)
         worker.started_at = time.monotonic()
         worker.phase = worker.failure = ""
         worker.last_lines.clear()

@@ -1,0 +1,1 @@
+"""Measures the server against the bare engine. Not part of the product."""

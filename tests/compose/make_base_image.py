@@ -1,0 +1,75 @@
+"""Makes a base image for the Dockerfile on a machine that cannot pull one.
+
+    python -m tests.compose.make_base_image TAG
+
+A Debian of this machine's release from this machine's package mirror, with the packages of
+the CPU build in a folder, so that the image build needs neither network nor pip's settings
+of this machine. Needs root, debootstrap, and Debian's Python of the same version as this one.
+"""
+
+import platform
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parent.parent.parent
+# In the image.
+WHEELS = "opt/wheels"
+PACKAGES = "ca-certificates,g++,make,python3,python3-venv"
+TIMEOUT_S = 900.0
+
+
+def run(*command: str, **options: object) -> str:
+    """Runs `command`; returns what it wrote, raises with it when it fails."""
+    done = subprocess.run(
+        command, cwd=REPOSITORY, timeout=TIMEOUT_S, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **options,
+    )  # fmt: skip
+    if done.returncode:
+        raise RuntimeError(
+            f"{' '.join(command)} ended with {done.returncode}: {done.stdout[-4000:]}"
+        )
+    return str(done.stdout)
+
+
+def package_mirror() -> tuple[str, str]:
+    """This machine's Debian release and where apt gets it from."""
+    release = platform.freedesktop_os_release()["VERSION_CODENAME"]
+    format = "$(CODENAME) $(COMPONENT) $(REPO_URI)"
+    for line in run("apt-get", "indextargets", "--format", format, "Identifier: Packages").split(
+        "\n"
+    ):
+        if line.startswith(f"{release} main "):
+            return release, line.split()[2]
+    raise RuntimeError(f"apt has no source of {release} main")
+
+
+def make_base_image(tag: str) -> None:
+    """Makes the image `tag`.
+
+    Raises:
+        RuntimeError: a command failed; the message has what it wrote.
+    """
+    release, mirror = package_mirror()
+    with tempfile.TemporaryDirectory(prefix="titopool-base-") as folder:
+        root = Path(folder) / "root"
+        run("debootstrap", "--variant=minbase", f"--include={PACKAGES}", release, str(root), mirror)
+        version = run("chroot", str(root), "python3", "--version").split()[1]
+        if version.split(".")[:2] != platform.python_version().split(".")[:2]:
+            raise RuntimeError(f"the image has Python {version}, packages are for another one")
+        run(
+            sys.executable, "-m", "pip", "download", "--quiet", "--dest", str(root / WHEELS),
+            "-c", "constraints/cpu.txt", ".[cpu,test]", "torch", "setuptools>=77", "wheel",
+        )  # fmt: skip
+        (root / "etc/pip.conf").write_text(f"[global]\nno-index = true\nfind-links = /{WHEELS}\n")
+        for archive in (root / "var/cache/apt/archives").glob("*.deb"):
+            archive.unlink()
+        with subprocess.Popen(["tar", "-C", str(root), "-c", "."], stdout=subprocess.PIPE) as tar:
+            run("docker", "import", "-", tag, stdin=tar.stdout)
+    if tar.returncode:
+        raise RuntimeError(f"tar ended with {tar.returncode}")
+
+
+if __name__ == "__main__":
+    make_base_image(sys.argv[1])

@@ -1,0 +1,54 @@
+"""Settings: command line over environment over defaults, strictly."""
+
+import pytest
+
+from titopool.config import ServerConfig, from_command_line, from_environment
+from titopool.errors import ConfigError
+
+
+def test_command_line_wins_over_environment_and_defaults():
+    environ = {"TITOPOOL_PORT": "9000", "TITOPOOL_NUM_WORKERS": "3", "OTHER": "x"}
+    config = from_command_line(["some/model", "--port=9001"], environ)
+    assert (config.model, config.port, config.num_workers) == ("some/model", 9001, 3)
+    assert config.host == "127.0.0.1"
+
+
+def test_other_options_go_to_vllm_in_order_behind_those_of_the_environment():
+    argv = ["--dtype", "float32", "--num-workers", "2", "--hf-overrides", '{"a": 1}', "-tp", "2"]
+    config = from_command_line(argv, {"TITOPOOL_ENGINE_ARGS": "--max-model-len 4096"})
+    assert config.engine_argv == [
+        "--max-model-len", "4096", "--dtype", "float32", "--hf-overrides", '{"a": 1}',
+    ]  # fmt: skip
+    assert (config.model, config.num_workers, config.tensor_parallel_size) == ("", 2, 2)
+
+
+def test_children_read_the_same_settings():
+    config = ServerConfig(
+        model="m", curve_key_file="k", endpoints=("tcp://a:1", "ipc:///x"), request_timeout_s=1.5
+    )
+    assert from_environment(config.to_environment()) == config
+
+
+@pytest.mark.parametrize(
+    "argv, environ, parts",
+    [
+        pytest.param([], {"TITOPOOL_NUM_WORKER": "1"}, ["TITOPOOL_NUM_WORKERS"], id="misspelt-variable"),
+        pytest.param(["--num-worker", "2"], {}, ["--num-workers"], id="misspelt-option"),
+        pytest.param(["--port", "x"], {}, ["--port", "'x'"], id="no-number"),
+        pytest.param(["--port"], {}, ["--port", "value"], id="no-value"),
+        pytest.param(["--port", "70000"], {}, ["port", "65535"], id="no-port"),
+        pytest.param(["--num-workers", "-1"], {}, ["num_workers", "-1"], id="negative"),
+        pytest.param([], {"TITOPOOL_REQUEST_TIMEOUT_S": "nan"}, ["request_timeout_s"], id="nan"),
+        pytest.param(["--api-key", "s"], {}, ["TITOPOOL_API_KEY"], id="secret-in-the-open"),
+        pytest.param(["--endpoints", "tcp://a:1"], {}, ["curve_key_file"], id="tcp-without-key"),
+        pytest.param(["--endpoints", "http://a:1"], {}, ["http://a:1"], id="no-endpoint"),
+        pytest.param(["--log-level", "loud"], {}, ["log_level", "loud"], id="no-level"),
+        pytest.param([], {"TITOPOOL_ENGINE_ARGS": "'"}, ["engine_args"], id="open-quote"),
+        pytest.param(["--heartbeat-timeout-s", "0.6"], {}, ["heartbeat"], id="contradiction"),
+    ],
+)  # fmt: skip
+def test_impossible_settings_are_named(argv, environ, parts):
+    with pytest.raises(ConfigError) as caught:
+        from_command_line(argv, environ)
+    for part in parts:
+        assert part in str(caught.value)

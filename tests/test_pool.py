@@ -1,0 +1,155 @@
+"""The pool's decisions, without sockets or clocks."""
+
+from app.pool import Pool
+from app.request import Request
+from titopool.errors import GenerationFailed, NoReadyWorker
+from titopool.messages import Completed, Failed, Heartbeat, Job, WorkerFacts
+
+FACTS = WorkerFacts(
+    model="m", tokenizer="m", tokenizer_revision=None, trust_remote_code=False, vllm_version="0",
+    sampling_fields=[], max_model_len=100, vocab_size=10, max_num_seqs=4, max_logprobs=20,
+    world_size=1,
+)  # fmt: skip
+
+
+def beat(name: str, *, incarnation: str = "", phase: str = "ready", others: int = 0) -> Heartbeat:
+    return Heartbeat(
+        worker_id=name, incarnation=incarnation or name, phase=phase, phase_s=1.0, weight_version=0,
+        facts=FACTS if phase == "ready" else None, other_sequences=others, other_tokens=others * 10,
+    )  # fmt: skip
+
+
+def pool_of(*names: str) -> Pool:
+    pool = Pool(no_worker_timeout_s=10)
+    for name in names:
+        pool.add_worker(name, now=0)
+        pool.on_heartbeat(name, beat(name), now=0)
+    return pool
+
+
+def request_of(*costs: int, first_id: int = 1, n: int = 1) -> Request:
+    return Request(
+        [
+            Job(job_id=first_id + index, attempt=1, prompt_token_ids=b"", num_sequences=n,
+                num_tokens=cost, sampling=b"")
+            for index, cost in enumerate(costs)
+        ]
+    )  # fmt: skip
+
+
+def assigned(pool: Pool) -> dict[str, list[int]]:
+    return {one.worker.endpoint: [job.job_id for job in one.jobs] for one in pool.assign()}
+
+
+def completed(job_id: int, attempt: int = 1) -> Completed:
+    return Completed(job_id, attempt, [], 0)
+
+
+def test_jobs_go_to_the_worker_with_the_fewest_outstanding_tokens():
+    pool = pool_of("a", "b")
+    pool.submit(request_of(50, 10, 10, 10))
+    assert assigned(pool) == {"a": [1], "b": [2, 3, 4]}
+
+
+def test_load_by_other_front_ends_counts():
+    pool = pool_of("a", "b")
+    pool.on_heartbeat("a", beat("a", others=3), now=1)
+    pool.submit(request_of(10, 10))
+    assert assigned(pool) == {"b": [1, 2]}
+
+
+def test_jobs_beyond_the_window_wait_in_order():
+    pool = pool_of("a")
+    request = request_of(*[10] * 8)
+    pool.submit(request)
+    assert assigned(pool) == {"a": [1, 2, 3, 4, 5]}
+    assert assigned(pool) == {}
+    pool.on_results("a", [completed(3)])
+    assert assigned(pool) == {"a": [6]}
+
+
+def test_a_job_wider_than_the_window_runs_alone():
+    pool = pool_of("a")
+    pool.submit(request_of(10, n=50))
+    assert assigned(pool) == {"a": [1]}
+
+
+def test_results_end_the_request_once_and_in_order():
+    pool = pool_of("a")
+    request = request_of(1, 1)
+    pool.submit(request)
+    pool.assign()
+    pool.on_results("a", [completed(2), completed(2), completed(9)])
+    assert not request.is_done
+    pool.on_results("a", [completed(1)])
+    assert [one.job_id for one in request.completed()] == [1, 2]
+    assert pool.num_open_jobs == 0
+
+
+def test_a_lost_workers_jobs_go_elsewhere_and_its_late_answers_are_dropped():
+    pool = pool_of("a", "b")
+    request = request_of(1)
+    pool.submit(request)
+    assert assigned(pool) == {"a": [1]}
+    pool.lose_worker("a", "killed")
+    assert assigned(pool) == {"b": [1]}
+    pool.on_results("b", [completed(1, attempt=1)])
+    assert not request.is_done
+    pool.on_results("b", [completed(1, attempt=2)])
+    assert request.is_done
+
+
+def test_a_job_that_two_workers_died_on_fails_by_itself():
+    pool = pool_of("a", "b", "c")
+    bad, good = request_of(1), request_of(1, first_id=7)
+    pool.submit(bad)
+    assert assigned(pool) == {"a": [1]}
+    pool.lose_worker("a", "killed")
+    assert assigned(pool) == {"b": [1]}
+    pool.submit(good)
+    pool.assign()
+    pool.lose_worker("b", "killed")
+    assert isinstance(bad.error, GenerationFailed)
+    assert not good.is_done
+    assert pool.take_failed() == [bad]
+
+
+def test_a_restarted_worker_has_lost_what_it_had():
+    pool = pool_of("a")
+    request = request_of(1)
+    pool.submit(request)
+    pool.assign()
+    pool.on_heartbeat("a", beat("a", incarnation="second", phase="loading"), now=5)
+    assert assigned(pool) == {}
+    pool.on_heartbeat("a", beat("a", incarnation="second"), now=6)
+    assert assigned(pool) == {"a": [1]}
+
+
+def test_a_refused_job_fails_its_request_and_frees_the_others():
+    pool = pool_of("a")
+    request = request_of(1, 1, 1)
+    pool.submit(request)
+    pool.assign()
+    pool.on_results("a", [Failed(2, 1, "invalid_request", "no")])
+    assert request.error is not None
+    assert "prompts[1]: no" in request.error.message
+    aborts = pool.drop_done(request)
+    assert [(worker.endpoint, keys) for worker, keys in aborts] == [("a", [(1, 1), (3, 1)])]
+    assert pool.num_open_jobs == 0
+
+
+def test_waiting_jobs_fail_when_no_worker_comes():
+    pool = Pool(no_worker_timeout_s=10)
+    request = request_of(1)
+    pool.submit(request)
+    pool.fail_if_abandoned(now=0)
+    pool.fail_if_abandoned(now=9)
+    assert not request.is_done
+    pool.fail_if_abandoned(now=11)
+    assert isinstance(request.error, NoReadyWorker)
+
+
+def test_only_silence_makes_a_worker_dead():
+    pool = pool_of("a")
+    assert pool.silent_workers(now=9, timeout_s=10) == []
+    assert [worker.endpoint for worker in pool.silent_workers(now=11, timeout_s=10)] == ["a"]

@@ -1,0 +1,96 @@
+"""What must hold of the sources themselves."""
+
+import ast
+import dataclasses
+import re
+from pathlib import Path
+
+import pytest
+
+from titopool import config, errors
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+SOURCES = sorted(
+    path for folder in ("titopool", "app", "workers") for path in (REPOSITORY / folder).glob("*.py")
+)
+# Who may import whom, at the top of a module.
+FORBIDDEN = {
+    "titopool": {"app", "workers", "flask", "vllm", "torch", "transformers"},
+    "app": {"workers", "vllm", "torch", "transformers"},
+    "workers": {"app", "flask", "vllm", "torch", "transformers"},
+}
+# Modules that may import them inside functions.
+HOLDERS = {
+    "vllm": {"workers/engine.py"},
+    "torch": {"titopool/demo_model.py"},
+    "transformers": {"titopool/demo_model.py", "app/tokenizer.py"},
+}
+MAX_FILE_LINES = 400
+MAX_FUNCTION_LINES = 60
+
+
+def name_of(path: Path) -> str:
+    return path.relative_to(REPOSITORY).as_posix()
+
+
+def imported_by(nodes) -> set[str]:
+    names = set()
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            names |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names.add(node.module.partition(".")[0])
+    return names
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=name_of)
+def test_imports_go_down_the_ladder(path: Path):
+    tree = ast.parse(path.read_text())
+    package = path.parent.name
+    upward = imported_by(tree.body) & FORBIDDEN[package]
+    assert not upward, f"{name_of(path)} imports {upward} at its top"
+    for module in imported_by(ast.walk(tree)) & FORBIDDEN[package]:
+        assert name_of(path) in HOLDERS.get(module, ()), f"{name_of(path)} imports {module}"
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=name_of)
+def test_files_and_functions_stay_small(path: Path):
+    text = path.read_text()
+    assert len(text.splitlines()) <= MAX_FILE_LINES
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            length = (node.end_lineno or node.lineno) - node.lineno + 1
+            assert length <= MAX_FUNCTION_LINES, f"{node.name}: {length} lines"
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=name_of)
+def test_every_module_says_what_it_is_and_none_pickles(path: Path):
+    tree = ast.parse(path.read_text())
+    assert ast.get_docstring(tree), "no module docstring"
+    assert not imported_by(ast.walk(tree)) & {"pickle", "cloudpickle", "marshal"}
+
+
+def test_every_setting_is_in_the_readme_with_its_default():
+    rows = dict(
+        re.findall(r"^\| `(\w+)` \| (.*?) \|", (REPOSITORY / "README.md").read_text(), re.M)
+    )
+    for item in dataclasses.fields(config.ServerConfig):
+        shown = "" if item.default in ("", ()) else f"`{item.default}`"
+        assert rows.get(item.name) == shown, item.name
+    assert set(rows) == set(config.SETTINGS)
+
+
+def test_every_error_has_a_status_and_a_code_of_its_own():
+    found = errors.all_error_types()
+    assert len({error.code for error in found}) == len(found)
+    table = errors.__doc__ or ""
+    for error in found:
+        assert f"  {error.code}" in table or error is errors.ConfigError, error
+        assert 400 <= error.status < 600
+
+
+def test_every_error_code_is_documented():
+    text = (REPOSITORY / "docs" / "http.md").read_text()
+    for error in errors.all_error_types():
+        if error is not errors.ConfigError:
+            assert f"| {error.status} | `{error.code}` |" in text, error.code

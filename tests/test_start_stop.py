@@ -1,0 +1,159 @@
+"""Starting and stopping, with real vLLM: what the screen says, and that nothing is left."""
+
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+
+from tests.conftest import ENGINE_OPTIONS
+from tests.servers import (
+    REPOSITORY,
+    START_TIMEOUT_S,
+    STOP_TIMEOUT_S,
+    Server,
+    alive,
+    environment,
+    free_port,
+    kill_all,
+    serve_process,
+    wait_until,
+)
+
+
+@pytest.fixture
+def start(tmp_path):
+    """Starts a server that a test ends itself; kills what is left of it."""
+    started = []
+
+    def start(*arguments, **variables) -> Server:
+        log = tmp_path / f"log-{len(started)}"
+        process, url = serve_process(*arguments, log=log, **variables)
+        started.append(process)
+        return Server(process, url, log)
+
+    yield start
+    for process in started:
+        if process.poll() is None:
+            kill_all([*psutil.Process(process.pid).children(recursive=True)])
+            process.kill()
+            process.wait()
+
+
+def descendants(server: Server) -> list[psutil.Process]:
+    return psutil.Process(server.process.pid).children(recursive=True)
+
+
+def end_of(server: Server, within_s: float) -> int:
+    """The exit code of a server that ends by itself, all of whose processes are gone then."""
+    children: dict[int, psutil.Process] = {}
+    deadline = time.monotonic() + within_s
+    while server.process.poll() is None:
+        assert time.monotonic() < deadline, server.log[-3000:]
+        children |= {child.pid: child for child in descendants(server)}
+        time.sleep(0.05)
+    assert alive(list(children.values())) == []
+    return server.process.returncode
+
+
+@pytest.mark.parametrize(
+    "arguments, variables, parts",
+    [
+        pytest.param(
+            ["/no/such/model"], {}, ["worker 0 could not start (loading)", "/no/such/model"],
+            id="model",
+        ),
+        pytest.param(
+            ["--max-modle-len", "5"], {}, ["vLLM's options", "--max-modle-len"], id="vllm-option"
+        ),
+        pytest.param([], {"VLLM_CPU_KVCACHE_SPACE": "9000"}, ["emory"], id="out-of-memory"),
+    ],
+)  # fmt: skip
+def test_a_start_that_fails_ends_with_the_cause(start, arguments, variables, parts):
+    server = start(*arguments, **variables)
+    assert end_of(server, 90) == 1
+    conclusion = server.log.rpartition("\ntitopool: ")[2]
+    for part in parts:
+        assert part in conclusion
+
+
+def test_a_start_that_takes_too_long_ends_with_the_phase(start):
+    server = start(TITOPOOL_WORKER_START_TIMEOUT_S="1")
+    assert end_of(server, 60) == 1
+    assert "not ready after 1 s" in server.log
+    assert "raise worker_start_timeout_s" in server.log
+
+
+def test_a_port_that_is_taken_ends_the_start(tmp_path):
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        process, url = serve_process(log=tmp_path / "log", port=port)
+        server = Server(process, url, tmp_path / "log")
+        assert end_of(server, 30) == 1
+    assert str(port) in server.log
+
+
+@pytest.mark.parametrize(
+    "command, variables, part",
+    [
+        pytest.param(["serve", "--num-worker", "2"], {}, "--num-workers", id="option"),
+        pytest.param(["serve"], {"TITOPOOL_PROT": "1"}, "TITOPOOL_PORT", id="variable"),
+    ],
+)
+def test_a_misspelt_setting_stops_the_start_at_once(command, variables, part):
+    result = subprocess.run(
+        [sys.executable, "-m", "titopool.cli", *command],
+        env=environment(**variables), cwd=REPOSITORY, capture_output=True, text=True, timeout=20,
+    )  # fmt: skip
+    assert result.returncode == 2
+    assert part in result.stderr
+
+
+def test_phases_greeting_and_ctrl_c(start, tiny_model):
+    server = start(tiny_model, *ENGINE_OPTIONS)
+    wait_until(lambda: "Try it" in server.log, START_TIMEOUT_S, lambda: server.log[-3000:])
+    log = server.log
+    for text in ("importing", "loading (importing took", "warming (loading took", "ready (warming"):
+        assert f"worker 0: {text}" in log
+    # The command on the screen works as pasted.
+    command = log.partition("Try it:")[2].strip()
+    pasted = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=60)
+    assert '"completion_ids":[[' in pasted.stdout
+    children = descendants(server)
+    server.process.send_signal(signal.SIGINT)
+    server.process.wait(STOP_TIMEOUT_S)
+    assert alive(children) == []
+
+
+def test_gunicorn_alone_restarts_a_dead_worker_and_leaves_nothing_when_killed(tiny_model, tmp_path):
+    port, log = free_port(), tmp_path / "log"
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "gunicorn", "app:create_app()"],
+            env=environment(
+                TITOPOOL_MODEL=tiny_model, TITOPOOL_PORT=str(port), TITOPOOL_NUM_WORKERS="1",
+                TITOPOOL_ENGINE_ARGS=" ".join(ENGINE_OPTIONS),
+            ),
+            cwd=REPOSITORY, stdout=output, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+    server = Server(process, f"http://127.0.0.1:{port}", log)
+    try:
+        server.wait_until_ready()
+        before = server.generate([[1, 2, 3]], temperature=0)["completion_ids"]
+        engine = next(one for one in descendants(server) if "EngineCore" in " ".join(one.cmdline()))
+        engine.kill()
+        wait_until(lambda: server.get("/health").status_code == 503, 10)
+        server.wait_until_ready()
+        assert "starting it again" in log.read_text()
+        assert server.generate([[1, 2, 3]], temperature=0)["completion_ids"] == before
+        children = descendants(server)
+        process.kill()
+        wait_until(lambda: not alive(children), 10, lambda: str(alive(children)))
+    finally:
+        process.kill()
+        process.wait()

@@ -1,0 +1,135 @@
+"""Messages, keys, and log-probabilities on their way from vLLM to JSON."""
+
+import random
+import stat
+from dataclasses import dataclass, field
+
+import msgspec
+import numpy as np
+import orjson
+import pytest
+import zmq
+
+from app.discovery import is_named, look_up
+from app.replies import generate_reply, nested_logprobs
+from titopool import messages
+from titopool.errors import ConfigError
+from titopool.messages import Completed, Completion, Logprobs
+from titopool.sockets import MAX_IPC_PATH_BYTES, read_curve_key, worker_endpoint
+from workers.engine import pack_logprobs
+
+
+@dataclass
+class Flat:
+    """The fields of vLLM's FlatLogprobs that are read."""
+
+    start_indices: list[int] = field(default_factory=list)
+    end_indices: list[int] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    ranks: list[int] = field(default_factory=list)
+
+    def add(self, *entries: tuple[int, float, int]) -> None:
+        self.start_indices.append(len(self.token_ids))
+        for token_id, logprob, rank in entries:
+            self.token_ids.append(token_id)
+            self.logprobs.append(logprob)
+            self.ranks.append(rank)
+        self.end_indices.append(len(self.token_ids))
+
+
+def unpacked(packed: Logprobs) -> tuple[list[list[float]], list[list[int]]]:
+    completion = Completion(b"", "stop", packed, [])
+    values, ids = nested_logprobs(completion)
+    return [list(map(float, one)) for one in values], [list(map(int, one)) for one in ids]
+
+
+def test_sampled_token_is_sorted_in_and_stands_once():
+    flat = Flat()
+    flat.add((7, -0.5, 2), (3, -0.25, 1), (7, -0.5, 2))
+    flat.add((9, -4.0, 40), (3, -0.5, 1), (2, -1.0, 2))
+    values, ids = unpacked(pack_logprobs(flat))
+    assert ids == [[3, 7], [3, 2, 9]]
+    assert values == [[-0.25, -0.5], [-0.5, -1.0, -4.0]]
+
+
+def test_one_entry_a_token_needs_no_counts():
+    flat = Flat()
+    flat.add((7, -0.5, 1))
+    flat.add((8, float("nan"), 1))
+    packed = pack_logprobs(flat)
+    assert packed.counts == b""
+    assert unpacked(packed)[1] == [[7], [8]]
+
+
+def test_packing_agrees_with_a_plain_sort_on_random_positions():
+    chance = random.Random(0)
+    flat, expected = Flat(), []
+    for _ in range(200):
+        best = sorted(chance.sample(range(50), 5))
+        logprobs = sorted((-chance.random() * 4 for _ in best), reverse=True)
+        top = list(zip(best, logprobs, range(1, 6), strict=True))
+        sampled = chance.choice([chance.choice(top), (99, -5.0, 6)])
+        flat.add(sampled, *top)
+        expected.append([entry[0] for entry in dict.fromkeys([*top, sampled])])
+    assert unpacked(pack_logprobs(flat))[1] == expected
+
+
+def test_what_is_not_finite_is_null_and_floats_read_back_as_the_same_float32():
+    values = np.array([-1.6612, np.nan, -np.inf, -0.1], dtype=np.float32)
+    ids = np.arange(4, dtype=np.int32)
+    completion = Completion(
+        ids.tobytes(), "length", Logprobs(values.tobytes(), ids.tobytes()), [(0, 0)]
+    )
+    reply = generate_reply([ids], [Completed(1, 1, [completion], 0)], with_logprobs=True)
+    read = [entry[0] for entry in orjson.loads(reply)["logprobs"][0]]
+    assert read[1] is None
+    assert read[2] is None
+    assert np.float32(read[0]) == values[0]
+    assert np.float32(read[3]) == values[3]
+
+
+@pytest.mark.parametrize("frame", [b"", b"\x00", b"\xff" * 9, b"\x93\x01\x02\x03"])
+def test_frames_that_are_no_message_are_refused(frame):
+    for decode in (messages.decode_to_worker, messages.decode_from_worker):
+        with pytest.raises(msgspec.MsgspecError):
+            decode(frame)
+
+
+def test_messages_round_trip():
+    completion = Completion(b"1234", "stop", Logprobs(b"1", b"2", b"3"), [(1, 0), (2, 5)])
+    for message in (
+        messages.Results("i", [Completed(1, 2, [completion], 3), messages.Failed(1, 2, "c", "m")]),
+        messages.Stopping("i", "why"),
+    ):
+        assert messages.decode_from_worker(messages.encode(message)) == message
+    for message in (messages.Hello("me"), messages.Abort([(1, 2)])):
+        assert messages.decode_to_worker(messages.encode(message)) == message
+
+
+def test_curve_key_is_made_once_and_private(tmp_path):
+    path = tmp_path / "keys" / "curve"
+    public, secret = read_curve_key(str(path))
+    assert zmq.curve_public(secret) == public
+    assert read_curve_key(str(path)) == (public, secret)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+def test_a_file_without_a_key_is_refused(tmp_path):
+    path = tmp_path / "curve"
+    path.write_text("no key")
+    with pytest.raises(ConfigError, match="curve_key_file"):
+        read_curve_key(str(path))
+
+
+def test_a_socket_path_that_is_too_long_is_refused():
+    with pytest.raises(ConfigError, match=str(MAX_IPC_PATH_BYTES)):
+        worker_endpoint("/" + "x" * 120, 0)
+
+
+def test_host_names_are_looked_up_and_addresses_are_not():
+    assert is_named("tcp://worker:5555")
+    assert not is_named("tcp://10.0.0.1:5555")
+    assert not is_named("tcp://[::1]:5555")
+    assert not is_named("ipc:///tmp/x")
+    assert "tcp://127.0.0.1:5555" in look_up("tcp://localhost:5555")
