@@ -5,15 +5,15 @@
 #
 # The second line is a whole server in one container; docker-compose.yml has them apart.
 
-# Any image of a Debian kind with Python 3.11 or later.
+# Any image of a Debian kind with Python 3.11 or later and its headers.
 ARG BASE_IMAGE=python:3.11-slim
 FROM ${BASE_IMAGE}
 
-# Triton and torch.compile call the compiler while a model loads. A base image that has the
-# tools already needs no package mirror.
-RUN { command -v make && command -v g++; } >/dev/null \
+# Triton and torch.compile call the compiler while a model loads; vLLM's CPU build needs
+# libnuma. A base image that has them already needs no package mirror.
+RUN dpkg --status g++ libnuma1 make >/dev/null 2>&1 \
     || { apt-get update \
-         && apt-get install -y --no-install-recommends g++ make \
+         && apt-get install -y --no-install-recommends g++ libnuma1 make \
          && rm -rf /var/lib/apt/lists/*; }
 
 # Nothing below runs as root but the build. What the server writes, it writes to /cache (hub

@@ -51,17 +51,9 @@ def start_stub(tmp_path: Path) -> Iterator[StartStub]:
     def start(index: int, *arguments: str, **variables: str) -> subprocess.Popen[bytes]:
         endpoint = f"ipc://{tmp_path}/worker-{index}"
         Path(f"{tmp_path}/worker-{index}").unlink(missing_ok=True)
+        command = [sys.executable, "-m", "tests.stub_worker", "--endpoint", endpoint]
         process = subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
-                "tests.stub_worker",
-                "--endpoint",
-                endpoint,
-                "--worker-id",
-                str(index),
-                *arguments,
-            ],  # fmt: skip
+            [*command, "--worker-id", str(index), *arguments],
             env=environment(**variables),
             cwd=REPOSITORY,
         )

@@ -69,7 +69,7 @@ def end_of(server: Server, within_s: float) -> int:
         pytest.param(
             ["--max-modle-len", "5"], {}, ["vLLM's options", "--max-modle-len"], id="vllm-option"
         ),
-        pytest.param([], {"VLLM_CPU_KVCACHE_SPACE": "9000"}, ["emory"], id="out-of-memory"),
+        pytest.param([], {"VLLM_CPU_KVCACHE_SPACE": "9000"}, ["Available memory"], id="out-of-memory"),
     ],
 )  # fmt: skip
 def test_a_start_that_fails_ends_with_the_cause(start, arguments, variables, parts):

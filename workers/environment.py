@@ -32,6 +32,9 @@ def prepare_environment(environ: MutableMapping[str, str], *, on_cpu: bool) -> N
     if on_cpu:
         environ.setdefault("VLLM_TARGET_DEVICE", "cpu")
         environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+        # Engines share the cores with front ends and each other: a thread that spins at the
+        # end of each parallel loop takes the core from those it waits for.
+        environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         # One process less to start: the engine core runs the model itself.
         environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 

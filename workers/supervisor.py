@@ -10,6 +10,7 @@ import argparse
 import contextlib
 import logging
 import os
+import re
 import selectors
 import shutil
 import signal
@@ -37,7 +38,11 @@ logger = logging.getLogger(__name__)
 
 TURN_S = 0.2
 STOP_TIMEOUT_S = 4.0
-LAST_LINES = 20
+LAST_LINES = 300
+QUOTED_LINES = 5
+# vLLM's message when its engine process fails; that process has logged the reason before.
+ENGINE_CORE_FAILED = "Engine core initialization failed"
+RAISED = re.compile(r"(?:^|\s)((?:\w+\.)*\w*(?:Error|Exception): .+)")
 LONGEST_PAUSE_S = 60.0
 # A pool without any worker is given up after so many failed starts in a row.
 MAX_FAILED_STARTS = 3
@@ -205,9 +210,10 @@ class Supervisor:
         )
 
     def _describe(self, worker: WorkerProcess, cause: str) -> str:
-        # What the worker logged is on the screen already; here it stands beside the cause.
-        lines = [line for line in worker.last_lines if line.strip()][-5:]
-        quoted = "".join(f"\n    {line}" for line in lines)
+        lines = [line for line in worker.last_lines if line.strip()]
+        if ENGINE_CORE_FAILED in cause:
+            cause, lines = root_cause(lines, cause)
+        quoted = "".join(f"\n    {line}" for line in lines[-QUOTED_LINES:])
         return f"{worker.name} could not start ({worker.phase or 'starting'}): {cause}\n  its last lines:{quoted}"
 
     def _check_start_time(self, worker: WorkerProcess) -> None:
@@ -247,6 +253,15 @@ class Supervisor:
             return
         self._has_greeted = True
         print(greeting(self._config, self._url), file=sys.stderr, flush=True)
+
+
+def root_cause(lines: list[str], fallback: str) -> tuple[str, list[str]]:
+    """The last exception that the log shows before vLLM's summary, and the lines up to it."""
+    for index in reversed(range(len(lines))):
+        found = RAISED.search(lines[index])
+        if found and ENGINE_CORE_FAILED not in lines[index]:
+            return found[1], lines[: index + 1]
+    return fallback, lines
 
 
 def describe_exit(code: int) -> str:

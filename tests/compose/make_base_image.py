@@ -16,7 +16,7 @@ from pathlib import Path
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
 # In the image.
 WHEELS = "opt/wheels"
-PACKAGES = "ca-certificates,g++,make,python3,python3-venv"
+PACKAGES = "ca-certificates,g++,libnuma1,make,python3,python3-venv"
 TIMEOUT_S = 900.0
 
 

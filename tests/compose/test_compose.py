@@ -1,0 +1,272 @@
+"""docker-compose.yml for real: its cpu profile with two workers, from the build to `down`.
+
+`make test-compose` runs it; without a Docker engine it is skipped. A base image is pulled, or
+made on the spot where none can be; BASE_IMAGE in the environment names another one.
+"""
+
+import hashlib
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import requests
+import yaml
+
+from tests.compose import make_base_image
+from tests.servers import REPOSITORY, free_port, wait_until
+
+BASE_IMAGE = "python:3.11-slim"
+BUILD_TIMEOUT_S = 1800.0
+READY_TIMEOUT_S = 300.0
+COMMAND_TIMEOUT_S = 120.0
+API_KEY = "a key for this test"
+GREEDY = {"temperature": 0.0, "max_tokens": 6}
+
+
+def run(
+    *command: str, timeout_s: float = COMMAND_TIMEOUT_S, check: bool = True, **variables: str
+) -> str:
+    """What `command` writes; fails the test when it fails or is not done in time."""
+    done = subprocess.run(
+        command, cwd=REPOSITORY, timeout=timeout_s, text=True, errors="replace",
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=os.environ | variables,
+    )  # fmt: skip
+    assert not check or done.returncode == 0, f"{command}: {done.stdout[-6000:]}"
+    return done.stdout
+
+
+@cache
+def compose_command() -> tuple[str, ...]:
+    """The plug-in where there is one, else the older program; empty without either."""
+    for command in (("docker", "compose"), ("docker-compose",)):
+        if (
+            shutil.which(command[0])
+            and not subprocess.run(
+                [*command, "version"], capture_output=True, timeout=30
+            ).returncode
+        ):
+            return command
+    return ()
+
+
+@cache
+def why_not() -> str:
+    """Why nothing here can run; empty when it can."""
+    if not shutil.which("docker"):
+        return "there is no docker command"
+    if "Server:" not in run("docker", "version", timeout_s=30, check=False):
+        return "no Docker engine answers"
+    return "" if compose_command() else "Docker has no compose plug-in, nor is there docker-compose"
+
+
+pytestmark = [
+    pytest.mark.compose,
+    # An image is built.
+    pytest.mark.timeout(BUILD_TIMEOUT_S + 1800),
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _engine() -> None:
+    if why_not():
+        pytest.skip(why_not())
+
+
+@pytest.fixture(scope="module")
+def base_image() -> str:
+    """An image that can be built upon."""
+    if given := os.environ.get("BASE_IMAGE"):
+        return given
+    for command in (("image", "inspect"), ("pull", "--quiet")):
+        if "Error" not in run("docker", *command, BASE_IMAGE, timeout_s=600, check=False):
+            return BASE_IMAGE
+    if os.geteuid() or not shutil.which("debootstrap"):
+        pytest.skip(f"{BASE_IMAGE} cannot be pulled, and making another needs root and debootstrap")
+    sources = ("setup.cfg", "constraints/cpu.txt", "tests/compose/make_base_image.py")
+    digest = hashlib.sha256(b"".join((REPOSITORY / source).read_bytes() for source in sources))
+    tag = f"titopool-test-base:{digest.hexdigest()[:12]}"
+    if not run("docker", "images", "--quiet", tag).strip():
+        make_base_image.make_base_image(tag)
+    return tag
+
+
+@dataclass
+class Composed:
+    """A project that is up, and what the tests ask of it."""
+
+    name: str
+    variables: dict[str, str]
+    url: str
+
+    def compose(self, *words: str, timeout_s: float = COMMAND_TIMEOUT_S) -> str:
+        command = (*compose_command(), "--profile", "cpu", "-p", self.name, *words)
+        return run(*command, timeout_s=timeout_s, **self.variables)
+
+    def containers(self, service: str) -> list[str]:
+        """Ids of the service's running containers."""
+        service_label = f"label=com.docker.compose.service={service}"
+        return run("docker", "ps", "--quiet", *self._mine(), "--filter", service_label).split()
+
+    def num_restarts(self) -> int:
+        """How often Docker has restarted workers."""
+        inspect = ("docker", "inspect", "--format", "{{.RestartCount}}")
+        return sum(map(int, run(*inspect, *self.containers("worker-cpu")).split()))
+
+    def leftovers(self) -> str:
+        """Containers, volumes and networks of the project, running or not."""
+        return "".join(
+            run("docker", kind, "ls", "--quiet", *flags, *self._mine())
+            for kind, flags in (("container", ("--all",)), ("volume", ()), ("network", ()))
+        )
+
+    def _mine(self) -> tuple[str, str]:
+        return "--filter", f"label=com.docker.compose.project={self.name}"
+
+    def num_ready(self) -> int:
+        try:
+            return int(requests.get(f"{self.url}/ready", timeout=10).json()["num_ready"])
+        except requests.RequestException:
+            return 0
+
+    def wait_until_ready(self, num_workers: int) -> None:
+        wait_until(lambda: self.num_ready() == num_workers, READY_TIMEOUT_S, self.logs)
+
+    def logs(self) -> str:
+        return self.compose("logs", "--tail", "60")
+
+    def generate(self, prompts: Any, **fields: Any) -> dict[str, Any]:
+        """The answer of /generate/, which must be a good one."""
+        answer = requests.post(
+            f"{self.url}/generate/",
+            json={"prompts": prompts, **fields},
+            headers={"Authorization": f"Bearer {API_KEY}"},
+            timeout=120,
+        )
+        assert answer.status_code == 200, answer.text
+        result: dict[str, Any] = answer.json()
+        return result
+
+
+@pytest.fixture(scope="module")
+def composed(base_image: str) -> Iterator[Composed]:
+    """The cpu profile with two workers; removed afterwards, with its volumes."""
+    port = free_port()
+    variables = {
+        "BASE_IMAGE": base_image,
+        "PUBLISH": f"127.0.0.1:{port}",
+        "TITOPOOL_API_KEY": API_KEY,
+        "OMP_NUM_THREADS": "1",
+        # As a file .env may say: --profile must win.
+        "COMPOSE_PROFILES": "gpu",
+    }
+    project = Composed(f"titopool-test-{os.getpid()}", variables, f"http://127.0.0.1:{port}")
+    project.compose("build", timeout_s=BUILD_TIMEOUT_S)
+    try:
+        project.compose("up", "--detach", "--scale", "worker-cpu=2")
+        # Two workers that start over and over would use up all of the time.
+        wait_until(
+            lambda: project.num_ready() == 2 or project.num_restarts(),
+            READY_TIMEOUT_S,
+            project.logs,
+        )
+        assert not project.num_restarts(), project.logs()
+        yield project
+    finally:
+        project.compose("down", "--volumes")
+    assert not project.leftovers()
+
+
+def test_front_end_is_healthy_and_asks_for_the_key(composed: Composed) -> None:
+    assert requests.get(f"{composed.url}/health", timeout=10).status_code == 200
+    refused = requests.post(f"{composed.url}/generate/", json={"prompts": [[1]]}, timeout=10)
+    assert refused.status_code == 401
+    (front,) = composed.containers("front-cpu")
+    status = ("docker", "inspect", "--format", "{{.State.Health.Status}}", front)
+    wait_until(lambda: run(*status).strip() == "healthy", 60, lambda: run(*status))
+
+
+def test_nothing_runs_as_root(composed: Composed) -> None:
+    for container in composed.containers("worker-cpu") + composed.containers("front-cpu"):
+        assert run("docker", "exec", container, "id", "-u").strip() == "1000"
+
+
+def test_answers_in_the_order_of_the_prompts(composed: Composed) -> None:
+    prompts = [[10 + index] * (3 + index) for index in range(8)]
+    answer = composed.generate(prompts, n=2, **GREEDY)
+    assert answer["prompt_ids"] == prompts
+    assert [len(ids) for ids in answer["completion_ids"]] == [6] * 16
+    assert [[len(at) for at in one] for one in answer["logprobs"]] == [[1] * 6] * 16
+    # Both workers serve the same weights: one prompt alone is answered like in the batch.
+    for index, prompt in enumerate(prompts):
+        alone = composed.generate([prompt], **GREEDY)["completion_ids"][0]
+        assert answer["completion_ids"][2 * index : 2 * index + 2] == [alone, alone]
+
+
+def test_front_end_reads_the_tokenizer_of_the_workers(composed: Composed) -> None:
+    answer = composed.generate(["def main() -> int:"], **GREEDY)
+    assert len(answer["prompt_ids"][0]) > 1
+
+
+def test_answers_while_one_worker_is_stopped(composed: Composed) -> None:
+    stopped = composed.containers("worker-cpu")[0]
+    run("docker", "stop", stopped)
+    composed.wait_until_ready(1)
+    assert len(composed.generate([[5, 6, 7]] * 4, **GREEDY)["completion_ids"]) == 4
+    # It comes back, perhaps at another address.
+    run("docker", "start", stopped)
+    composed.wait_until_ready(2)
+
+
+def test_a_worker_that_dies_is_restarted(composed: Composed) -> None:
+    killed = composed.containers("worker-cpu")[0]
+    # Every process of the container but the first, which ends with its child.
+    run("docker", "exec", killed, "sh", "-c", "kill -9 -1", check=False)
+    wait_until(lambda: composed.num_ready() == 1, 60, composed.logs)
+    assert len(composed.generate([[5, 6, 7]] * 4, **GREEDY)["completion_ids"]) == 4
+    composed.wait_until_ready(2)
+
+
+def test_workers_on_gpus_take_different_ones(composed: Composed, tmp_path: Path) -> None:
+    """The command of `worker`, with a stand-in for nvidia-smi that shows three GPUs."""
+    services = yaml.safe_load((REPOSITORY / "docker-compose.yml").read_text())["services"]
+    command = [word.replace("$$", "$") for word in services["worker"]["command"]]
+    # Where the worker would start, it says what it sees and holds its locks for a while.
+    programs = {
+        "nvidia-smi": "printf '0\\n1\\n2\\n'",
+        "python": "echo $CUDA_VISIBLE_DEVICES; sleep 600",
+    }
+    for name, script in programs.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{script}\n")
+        (tmp_path / name).chmod(0o755)
+    tmp_path.chmod(0o755)
+    volume = f"{composed.name}_pool:/pool"
+
+    def start(*options: str) -> str:
+        # With compose's label, so that leftovers() sees it.
+        label = f"com.docker.compose.project={composed.name}"
+        container = run(
+            "docker", "run", "--detach", "--label", label, "--volume", volume, *options,
+            "--volume", f"{tmp_path}:/stand-ins:ro", "--env", "PATH=/stand-ins:/usr/bin:/bin",
+            "titopool:cpu", *command,
+        ).strip()  # fmt: skip
+        started.append(container)
+        wait_until(lambda: run("docker", "logs", container).strip(), 30)
+        return run("docker", "logs", container).strip()
+
+    started: list[str] = []
+    try:
+        assert start() == "0"
+        assert "needs 3 GPUs and 2 are free" in start("--env", "TITOPOOL_TENSOR_PARALLEL_SIZE=3")
+        assert start("--env", "TITOPOOL_TENSOR_PARALLEL_SIZE=2") == "1,2"
+        assert "needs 1 GPUs and 0 are free" in start()
+        # A killed worker's GPU is free again.
+        run("docker", "kill", started[0])
+        assert start() == "0"
+    finally:
+        run("docker", "rm", "--force", "--volumes", *started)
