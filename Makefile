@@ -13,7 +13,9 @@ BIN = $(VENV)/bin
 PIP = $(BIN)/python -m pip --disable-pip-version-check
 CONSTRAINTS = -c constraints/$(PLATFORM).txt
 INSTALLED = $(VENV)/.installed-$(PLATFORM)
-SOURCES = titopool app workers
+# Clients that tests run unchanged, one folder for each version, without their dependencies.
+INSTALL_TRL = for version in 0.29.1 1.9.2; do \
+  $(PIP) install --quiet --no-deps --upgrade --target $(VENV)/trl/$$version trl==$$version || exit 1; done
 
 .PHONY: help install serve test check format test-compose clean
 
@@ -31,11 +33,13 @@ $(VENV)/.installed-cpu: setup.cfg constraints/cpu.txt tools/cpu_install.py | $(V
 	  || $(PIP) install --quiet $(CONSTRAINTS) --index-url $(TORCH_CPU_INDEX) torch torchvision
 	$(PIP) install --quiet $(CONSTRAINTS) -e '.[cpu,test]'
 	$(BIN)/python tools/cpu_install.py
+	$(INSTALL_TRL)
 	touch $@
 
 $(VENV)/.installed-gpu: setup.cfg constraints/gpu.txt | $(VENV)/bin/python
 	@echo "installing vLLM (some minutes the first time)"
 	$(PIP) install --quiet $(CONSTRAINTS) -e '.[gpu,test]'
+	$(INSTALL_TRL)
 	touch $@
 
 serve: install  ## serve MODEL=folder-or-hub-name (default: a tiny random demo model) with OPTIONS='--setting value …'
@@ -47,7 +51,7 @@ test: install  ## all tests, with real vLLM on tiny models (ARGS='-k …' for so
 check: install  ## what must hold of the sources: style, types, who imports whom, README's table
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/mypy $(SOURCES)
+	$(BIN)/mypy
 	$(BIN)/python -m pytest -q tests/test_self_check.py
 
 format: install  ## edits the sources into shape

@@ -51,7 +51,8 @@ def main():
         outputs = llm.generate(prompts, params, use_tqdm=False)
         times.append(time.monotonic() - begin)
         assert all(len(one.outputs[0].token_ids) == job["output_len"] for one in outputs)
-    print(json.dumps({"start_s": start_s, "times_s": times}))
+    with open(sys.argv[2], "w") as file:
+        json.dump({"start_s": start_s, "times_s": times}, file)
 if __name__ == "__main__":
     main()
 """
@@ -127,11 +128,13 @@ def bare_engine(
     job["repeats"] = options.repeats
     (folder / "job.json").write_text(json.dumps(job))
     (folder / "bare.py").write_text(BARE_ENGINE)
-    result = subprocess.run(
-        [sys.executable, str(folder / "bare.py"), str(folder / "job.json")],
-        env=environ, stdout=subprocess.PIPE, text=True, check=True, timeout=600,
+    # What the engine itself prints must not stand between the figures.
+    answer_file = folder / "answer.json"
+    subprocess.run(
+        [sys.executable, str(folder / "bare.py"), str(folder / "job.json"), str(answer_file)],
+        env=environ, stdout=subprocess.DEVNULL, check=True, timeout=600,
     )  # fmt: skip
-    answer = json.loads(result.stdout.splitlines()[-1])
+    answer = json.loads(answer_file.read_text())
     return answer["start_s"], statistics.median(answer["times_s"])
 
 

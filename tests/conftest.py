@@ -8,8 +8,12 @@ from pathlib import Path
 import pytest
 
 from tests.servers import REPOSITORY, Server, environment, running_server
+from titopool.gpus import visible_gpus
 
 ENGINE_OPTIONS = ("--dtype", "float32", "--max-model-len", "512", "--max-num-seqs", "128")
+if visible_gpus():
+    # Two servers of the tests may share a GPU.
+    ENGINE_OPTIONS += ("--gpu-memory-utilization", "0.3")
 
 
 @pytest.fixture(scope="session")

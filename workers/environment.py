@@ -51,6 +51,9 @@ def default_engine_options(
         "pipeline_parallel_size": config.pipeline_parallel_size,
         "worker_extension_cls": "workers.extension.WorkerExtension",
         "disable_log_stats": True,
+        # With vLLM's "auto", what one backend refuses is given to another, but an engine
+        # compiles everything with the backend of its first request: vLLM 0.25 dies of it.
+        "structured_outputs_config": {"backend": "xgrammar"},
     }
     if on_cpu:
         # vLLM refuses to start unless this share of the memory is free; the cache itself
