@@ -30,7 +30,7 @@ $(VENV)/bin/python:
 $(VENV)/.installed-cpu: setup.cfg constraints/cpu.txt tools/cpu_install.py | $(VENV)/bin/python
 	@echo "installing vLLM's CPU build (a minute or two the first time)"
 	$(PIP) install --quiet $(CONSTRAINTS) torch 2>/dev/null \
-	  || $(PIP) install --quiet $(CONSTRAINTS) --index-url $(TORCH_CPU_INDEX) torch torchvision
+	  || $(PIP) install --quiet $(CONSTRAINTS) --extra-index-url $(TORCH_CPU_INDEX) torch torchvision
 	$(PIP) install --quiet $(CONSTRAINTS) -e '.[cpu,test]'
 	$(BIN)/python tools/cpu_install.py
 	$(INSTALL_TRL)
