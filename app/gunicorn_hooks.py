@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -80,7 +81,19 @@ def when_ready(server: Any) -> None:
 def post_worker_init(worker: Any) -> None:
     """In each front end: starts its threads before the first request."""
     configure_logging(_config.log_level)
-    worker.wsgi.extensions["titopool"].start()
+    service = worker.wsgi.extensions["titopool"]
+    service.start()
+    stop_accepting = signal.getsignal(signal.SIGTERM)
+
+    def end_in_time(number: int, frame: Any) -> None:
+        # Requests that are still open just before gunicorn gives up on them get an answer.
+        timer = threading.Timer(max(0.0, worker.cfg.graceful_timeout - 1.0), service.close)
+        timer.daemon = True
+        timer.start()
+        assert callable(stop_accepting)
+        stop_accepting(number, frame)
+
+    signal.signal(signal.SIGTERM, end_in_time)
 
 
 def worker_int(worker: Any) -> None:

@@ -188,6 +188,17 @@ def test_1000_requests_at_once_all_succeed_while_health_answers(start_stub, stub
             assert body.get("completion_ids") == [[3, index]], body
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])
+def test_requests_that_are_open_at_the_end_get_an_answer(start_stub, stub_server, threads, number):
+    start_stub(0)
+    server = stub_server(1)
+    answer = in_background(threads, server, [[Fault.HANG]])
+    time.sleep(0.5)
+    server.process.send_signal(number)
+    assert error_of(answer.result(timeout=10)) == (503, "no_ready_worker")
+    server.process.wait(10)
+
+
 def test_both_workers_share_the_jobs_of_one_request(start_stub, stub_server):
     # Two places each and one second a job: eight jobs take two rounds on two workers, not four.
     for index in range(2):

@@ -9,6 +9,7 @@ import time
 import psutil
 import pytest
 
+from tests import reference
 from tests.conftest import ENGINE_OPTIONS
 from tests.servers import (
     REPOSITORY,
@@ -128,6 +129,18 @@ def test_phases_greeting_and_ctrl_c(start, tiny_model):
     server.process.send_signal(signal.SIGINT)
     server.process.wait(STOP_TIMEOUT_S)
     assert alive(children) == []
+
+
+def test_tensor_parallel_workers_answer_as_one_does(start, tiny_model):
+    server = start(tiny_model, *ENGINE_OPTIONS, "--tensor-parallel-size", "2")
+    server.wait_until_ready()
+    assert server.get("/get_world_size/").json() == {"world_size": 2}
+    answer = server.generate([[42, 7]], temperature=0, max_tokens=8,
+                             generation_kwargs={"ignore_eos": True})  # fmt: skip
+    assert answer["completion_ids"] == [reference.greedy(tiny_model, [42, 7], 8)]
+    children = descendants(server)
+    server.process.kill()
+    wait_until(lambda: not alive(children), 10, lambda: str(alive(children)))
 
 
 def test_gunicorn_alone_restarts_a_dead_worker_and_leaves_nothing_when_killed(tiny_model, tmp_path):

@@ -87,7 +87,10 @@ def worker_placement(
     if gpus:
         size = config.gpus_per_worker
         mine = gpus[index * size : (index + 1) * size]
-        return Placement(port | {"CUDA_VISIBLE_DEVICES": ",".join(mine)})
+        # The order in which nvidia-smi counts; CUDA's own is by speed.
+        order = os.environ.get("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
+        own_gpus = {"CUDA_VISIBLE_DEVICES": ",".join(mine), "CUDA_DEVICE_ORDER": order}
+        return Placement(port | own_gpus)
     cores = sorted(os.sched_getaffinity(0))
     size = max(1, len(cores) // num_workers)
     own = frozenset(cores[index * size : (index + 1) * size]) if num_workers > 1 else frozenset()

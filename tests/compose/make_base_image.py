@@ -60,7 +60,7 @@ def make_base_image(tag: str) -> None:
             raise RuntimeError(f"the image has Python {version}, packages are for another one")
         run(
             sys.executable, "-m", "pip", "download", "--quiet", "--dest", str(root / WHEELS),
-            "-c", "constraints/cpu.txt", ".[cpu,test]", "torch", "setuptools>=77", "wheel",
+            "-c", "constraints/cpu.txt", ".[cpu]", "torch", "setuptools>=77", "wheel",
         )  # fmt: skip
         (root / "etc/pip.conf").write_text(f"[global]\nno-index = true\nfind-links = /{WHEELS}\n")
         for archive in (root / "var/cache/apt/archives").glob("*.deb"):
