@@ -6,7 +6,7 @@ HTTP comes in, futures go out: handlers check a request, hand its jobs to the li
 
 from flask import Flask
 
-from app import auth, generate, health, http_errors
+from app import auth, generate, health, http_errors, metrics
 from app.service import Service
 from titopool.config import ServerConfig, from_environment
 
@@ -29,4 +29,5 @@ def create_app(config: ServerConfig | None = None) -> Flask:
     http_errors.init_app(app)
     app.register_blueprint(health.blueprint)
     app.register_blueprint(generate.blueprint)
+    app.register_blueprint(metrics.blueprint)
     return app

@@ -1,6 +1,6 @@
 """The smallest client: token ids in, token ids and log-probabilities out.
 
-    python examples/generate.py http://127.0.0.1:8000
+python examples/generate.py http://127.0.0.1:8000
 """
 
 import sys

@@ -13,7 +13,7 @@ from tests.servers import Server, wait_until
 from tests.stub_worker import Fault
 
 # Short, so that silence is noticed within a test.
-QUICK = {"TITOPOOL_HEARTBEAT_INTERVAL_S": "0.1", "TITOPOOL_HEARTBEAT_TIMEOUT_S": "1"}
+QUICK = {"TITOPOOL_HEARTBEAT_INTERVAL_S": "0.1", "TITOPOOL_HEARTBEAT_TIMEOUT_S": "3"}
 
 
 def error_of(answer: requests.Response) -> tuple[int, str]:
@@ -207,3 +207,22 @@ def test_both_workers_share_the_jobs_of_one_request(start_stub, stub_server):
     begin = time.monotonic()
     server.generate([[index, 1] for index in range(1, 9)])
     assert time.monotonic() - begin < 3.5
+
+
+def test_metrics_of_the_whole_pool_from_any_front_end(start_stub, stub_server):
+    for index in range(2):
+        start_stub(index, **QUICK)
+    server = stub_server(2, TITOPOOL_NUM_FRONT_ENDS="2", **QUICK)
+    server.generate([[index, 1, 1] for index in range(1, 11)], n=2, max_tokens=2)
+    server.post("/generate/", {"prompts": [[Fault.FAIL]]})
+
+    def total(name: str) -> float:
+        lines = server.get("/metrics").text.splitlines()
+        return sum(float(line.split()[-1]) for line in lines if line.startswith(name + "{"))
+
+    # Each front end learns of it by its own next heartbeat.
+    for name, value in {
+        "completed_jobs_total": 10, "failed_jobs_total": 1, "prompt_tokens_total": 30,
+        "completion_tokens_total": 40, "ready": 2, "sequences": 0,
+    }.items():  # fmt: skip
+        wait_until(lambda name=name, value=value: total(f"titopool_worker_{name}") == value, 5)

@@ -3,7 +3,7 @@
 from app.pool import Pool
 from app.request import Request
 from titopool.errors import GenerationFailed, NoReadyWorker
-from titopool.messages import Completed, Failed, Heartbeat, Job, WorkerFacts
+from titopool.messages import Completed, Failed, Heartbeat, Job, WorkerCounters, WorkerFacts
 
 FACTS = WorkerFacts(
     model="m", tokenizer="m", tokenizer_revision=None, trust_remote_code=False, vllm_version="0",
@@ -16,6 +16,7 @@ def beat(name: str, *, incarnation: str = "", phase: str = "ready", others: int 
     return Heartbeat(
         worker_id=name, incarnation=incarnation or name, phase=phase, phase_s=1.0, weight_version=0,
         facts=FACTS if phase == "ready" else None, other_sequences=others, other_tokens=others * 10,
+        num_sequences=others, counters=WorkerCounters(),
     )  # fmt: skip
 
 

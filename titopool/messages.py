@@ -52,6 +52,17 @@ class WorkerFacts(msgspec.Struct, frozen=True):
     world_size: int
 
 
+class WorkerCounters(msgspec.Struct):
+    """What a worker process has done since it started; a restart begins at nought again."""
+
+    num_completed_jobs: int = 0
+    num_failed_jobs: int = 0
+    num_aborted_jobs: int = 0
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_completion_tokens: int = 0
+
+
 class Job(msgspec.Struct, frozen=True):
     """One prompt with its n completions; goes whole to one worker."""
 
@@ -106,6 +117,9 @@ class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
     # Load that other front ends put on this worker.
     other_sequences: int
     other_tokens: int
+    # Completions under way for all front ends, and what was done for them.
+    num_sequences: int
+    counters: WorkerCounters
 
 
 class Completed(msgspec.Struct, frozen=True, tag="completed"):

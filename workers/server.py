@@ -20,7 +20,16 @@ import zmq
 from titopool import messages
 from titopool.config import ServerConfig
 from titopool.errors import GenerationFailed, InvalidRequest
-from titopool.messages import Abort, Completed, Failed, Generate, Heartbeat, Hello, Job
+from titopool.messages import (
+    Abort,
+    Completed,
+    Failed,
+    Generate,
+    Heartbeat,
+    Hello,
+    Job,
+    WorkerCounters,
+)
 from titopool.sockets import bind_router
 from workers.engine import Engine, EngineDead
 
@@ -28,6 +37,8 @@ logger = logging.getLogger(__name__)
 
 # How long the engine may take to stop before its processes are killed.
 CLOSE_TIMEOUT_S = 3.0
+# Token ids travel as int32.
+ID_BYTES = 4
 
 
 @dataclass
@@ -74,6 +85,7 @@ class WorkerServer:
         self._facts: messages.WorkerFacts | None = None
         self._front_ends: dict[bytes, FrontEnd] = {}
         self._flush_planned = False
+        self._counters = WorkerCounters()
 
     async def run(self) -> str:
         """Serves; returns why it stopped ("" when it was asked to).
@@ -198,13 +210,29 @@ class WorkerServer:
             # No answer: the front end sends the job to another worker.
             self.stop(str(error))
             return
+        except asyncio.CancelledError:
+            self._counters.num_aborted_jobs += 1
+            raise
         finally:
             del front_end.jobs[key], front_end.tasks[key]
+        self._count(job, result)
         front_end.outbox.append(result)
         if not self._flush_planned:
             # Jobs that end in one step of the engine travel in one message.
             self._flush_planned = True
             self._loop.call_soon(self._flush)
+
+    def _count(self, job: Job, result: Completed | Failed) -> None:
+        counters = self._counters
+        if isinstance(result, Failed):
+            counters.num_failed_jobs += 1
+            return
+        counters.num_completed_jobs += 1
+        counters.num_prompt_tokens += len(job.prompt_token_ids) // ID_BYTES
+        counters.num_cached_tokens += result.num_cached_tokens
+        counters.num_completion_tokens += sum(
+            len(completion.token_ids) // ID_BYTES for completion in result.completions
+        )
 
     async def _result_of(self, job: Job) -> Completed | Failed:
         try:
@@ -260,6 +288,8 @@ class WorkerServer:
             facts=self._facts,
             other_sequences=sum(one.num_sequences for one in others),
             other_tokens=sum(one.num_tokens for one in others),
+            num_sequences=sum(one.num_sequences for one in self._front_ends.values()),
+            counters=self._counters,
         )
 
     def _forget_lost_front_ends(self) -> None:
