@@ -30,14 +30,12 @@ WORKDIR /srv/titopool
 
 # First only what the installation reads: a change of the sources below does not install
 # vLLM again. The installation is an editable one; it wants to see the packages, and a README.
-# Tools for tests, TRL among them, stay out.
 COPY Makefile pyproject.toml setup.cfg setup.py ./
 COPY constraints constraints
 COPY tools tools
 COPY titopool/__init__.py titopool/
 RUN mkdir app workers && touch README.md app/__init__.py workers/__init__.py \
-    && PIP_NO_CACHE_DIR=1 make install PLATFORM=${PLATFORM} VENV=/opt/titopool \
-       EXTRAS=${PLATFORM} INSTALL_TRL=true
+    && PIP_NO_CACHE_DIR=1 make install PLATFORM=${PLATFORM} VENV=/opt/titopool
 
 COPY gunicorn.conf.py ./
 COPY titopool titopool

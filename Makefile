@@ -9,22 +9,19 @@ PLATFORM ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo gpu || echo cpu)
 # Where PyTorch publishes CPU builds; asked only when the configured index has none.
 TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 
-# An image leaves the tools for tests out.
-EXTRAS ?= $(PLATFORM),test
 BIN = $(VENV)/bin
 PIP = $(BIN)/python -m pip --disable-pip-version-check
 CONSTRAINTS = -c constraints/$(PLATFORM).txt
 INSTALLED = $(VENV)/.installed-$(PLATFORM)
-# Clients that tests run unchanged, one folder for each version, without their dependencies.
-INSTALL_TRL = for version in 0.29.1 1.9.2; do \
-  $(PIP) install --quiet --no-deps --upgrade --target $(VENV)/trl/$$version trl==$$version || exit 1; done
-
-.PHONY: help install serve test check format test-compose clean
+TOOLS = $(VENV)/.installed-tools
+.PHONY: help install tools serve test check format test-compose clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
 
-install: $(INSTALLED)  ## a virtual environment with vLLM for this machine and the tools for tests
+install: $(INSTALLED)  ## a virtual environment with the server and vLLM for this machine
+
+tools: $(TOOLS)  ## what tests and checks need besides
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
@@ -33,34 +30,40 @@ $(VENV)/.installed-cpu: setup.cfg constraints/cpu.txt tools/cpu_install.py | $(V
 	@echo "installing vLLM's CPU build (a minute or two the first time)"
 	$(PIP) install --quiet $(CONSTRAINTS) torch 2>/dev/null \
 	  || $(PIP) install --quiet $(CONSTRAINTS) --extra-index-url $(TORCH_CPU_INDEX) torch torchvision
-	$(PIP) install --quiet $(CONSTRAINTS) -e '.[$(EXTRAS)]'
+	$(PIP) install --quiet $(CONSTRAINTS) -e '.[cpu]'
 	$(BIN)/python tools/cpu_install.py
-	$(INSTALL_TRL)
 	touch $@
 
 $(VENV)/.installed-gpu: setup.cfg constraints/gpu.txt | $(VENV)/bin/python
 	@echo "installing vLLM (some minutes the first time)"
-	$(PIP) install --quiet $(CONSTRAINTS) -e '.[$(EXTRAS)]'
-	$(INSTALL_TRL)
+	$(PIP) install --quiet $(CONSTRAINTS) -e '.[gpu]'
+	touch $@
+
+# TRL's clients, which tests run unchanged: a folder for each version, without dependencies.
+$(TOOLS): $(INSTALLED)
+	$(PIP) install --quiet $(CONSTRAINTS) -e '.[test]'
+	for version in 0.29.1 1.9.2; do \
+	  $(PIP) install --quiet --no-deps --upgrade --target $(VENV)/trl/$$version trl==$$version || exit 1; \
+	done
 	touch $@
 
 serve: install  ## serve MODEL=folder-or-hub-name (default: a tiny random demo model) with OPTIONS='--setting value …'
 	exec $(BIN)/titopool serve $(MODEL) $(OPTIONS)
 
-test: install  ## all tests, with real vLLM on tiny models (ARGS='-k …' for some)
+test: tools  ## all tests, with real vLLM on tiny models (ARGS='-k …' for some)
 	$(BIN)/python -m pytest $(ARGS)
 
-check: install  ## what must hold of the sources: style, types, who imports whom, README's table
+check: tools  ## what must hold of the sources: style, types, who imports whom, README's table
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -q tests/test_self_check.py
 
-format: install  ## edits the sources into shape
+format: tools  ## edits the sources into shape
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-test-compose: install  ## builds and starts docker-compose.yml's cpu profile and asks it (needs a Docker engine)
+test-compose: tools  ## builds and starts docker-compose.yml's cpu profile and asks it (needs a Docker engine)
 	$(BIN)/python -m pytest -q -m compose tests/compose $(ARGS)
 
 clean:  ## removes the virtual environment and caches

@@ -6,7 +6,7 @@ HTTP comes in, futures go out: handlers check a request, hand its jobs to the li
 
 from flask import Flask
 
-from app import auth, generate, health, http_errors, metrics
+from app import auth, client_sockets, generate, health, http_errors, metrics
 from app.service import Service
 from titopool.config import ServerConfig, from_environment
 
@@ -25,6 +25,7 @@ def create_app(config: ServerConfig | None = None) -> Flask:
     app.url_map.strict_slashes = False
     app.config["MAX_CONTENT_LENGTH"] = config.max_body_bytes
     app.extensions["titopool"] = Service(config)
+    client_sockets.init_app(app, config.client_timeout_s)
     auth.init_app(app, config.api_key)
     http_errors.init_app(app)
     app.register_blueprint(health.blueprint)

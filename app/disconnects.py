@@ -35,14 +35,13 @@ class DisconnectWatcher:
                 self._thread.start()
 
     def close(self) -> None:
+        """Ends the thread; its descriptors stay for requests that are still to end."""
         with self._lock:
-            thread, self._thread = self._thread, None
-        if thread is not None:
             self._is_closing = True
+            thread = self._thread
+        if thread is not None:
             os.eventfd_write(self._close_fd, 1)
             thread.join(timeout=2)
-            self._epoll.close()
-            os.close(self._close_fd)
 
     @contextmanager
     def watching(self, client: socket.socket | None, on_gone: Callable[[], None]) -> Iterator[None]:
@@ -56,8 +55,8 @@ class DisconnectWatcher:
             return
         descriptor = client.fileno()
         with self._lock:
-            self._callbacks[descriptor] = on_gone
             self._epoll.register(descriptor, select.EPOLLRDHUP | select.EPOLLONESHOT)
+            self._callbacks[descriptor] = on_gone
         try:
             yield
         finally:
@@ -70,5 +69,14 @@ class DisconnectWatcher:
             for descriptor, _ in self._epoll.poll():
                 with self._lock:
                     on_gone = self._callbacks.get(descriptor)
-                if on_gone is not None:
-                    on_gone()
+                    # Since the event, its request may have ended and its number been given
+                    # to another connection.
+                    if on_gone is not None and has_hung_up(descriptor):
+                        on_gone()
+
+
+def has_hung_up(descriptor: int) -> bool:
+    """Whether the other end of a socket is closed now."""
+    poller = select.poll()
+    poller.register(descriptor, select.POLLRDHUP)
+    return bool(poller.poll(0))

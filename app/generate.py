@@ -38,6 +38,11 @@ _job_ids = itertools.count(1)
 def generate() -> Response:
     """Checks the whole request, then generates all of it."""
     service = current_service()
+    with service.place():
+        return _generate(service)
+
+
+def _generate(service: Service) -> Response:
     deadline = time.monotonic() + service.config.request_timeout_s
     body = decode_body(http_request.get_data(cache=False), GenerateBody)
     facts = service.link.facts
@@ -50,9 +55,7 @@ def generate() -> Response:
     service.link.check_ready()
     request = Request(jobs)
     run(service, request, deadline)
-    reply = generate_reply(
-        prompt_ids, request.completed(), with_logprobs=options.logprobs is not None
-    )
+    reply = generate_reply(prompt_ids, request.completed(), with_logprobs=has_logprobs(options))
     return Response(reply, mimetype="application/json")
 
 
@@ -109,7 +112,7 @@ def make_jobs(
     salts: list[str | None],
 ) -> list[Job]:
     """One job for each prompt, in order."""
-    encoded = msgspec.Raw(msgspec.msgpack.encode(options))
+    encoded = _encode(options)
     jobs = []
     for ids, salt in zip(prompt_ids, salts, strict=True):
         room = facts.max_model_len - len(ids)
@@ -126,6 +129,21 @@ def make_jobs(
             )
         )
     return jobs
+
+
+def has_logprobs(options: SamplingOptions) -> bool:
+    """Whether the engine returns log-probabilities."""
+    return options.logprobs is not None or options.logprob_token_ids is not None
+
+
+def _encode(options: SamplingOptions) -> msgspec.Raw:
+    try:
+        return msgspec.Raw(msgspec.msgpack.encode(options))
+    except OverflowError:
+        raise InvalidRequest(
+            "sampling options: expected numbers of 64 bits at most, got a larger one in extra_args "
+            "or structured_outputs"
+        ) from None
 
 
 def _salt(prompt: object) -> str | None:

@@ -6,6 +6,8 @@ both use this module.
 """
 
 import os
+import resource
+import select
 import shutil
 import signal
 import subprocess
@@ -16,17 +18,26 @@ import time
 from pathlib import Path
 from typing import Any
 
-from titopool.config import ENV_PREFIX, from_environment
+from titopool.config import ENV_PREFIX, FAILURE_FILE, from_environment
 from titopool.errors import ConfigError
 from titopool.gpus import number_of_workers
 from titopool.logs import configure_logging
+from titopool.sockets import read_curve_key
 
 try:
     _config = from_environment()
+    if any(endpoint.startswith("tcp://") for endpoint in _config.endpoints):
+        read_curve_key(_config.curve_key_file)
 except ConfigError as error:
     sys.exit(f"titopool: {error}")
 
-bind = f"{_config.host}:{_config.port}"
+# Each open request is a descriptor; many systems allow 1,024 unless asked for more.
+_hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+resource.setrlimit(resource.RLIMIT_NOFILE, (_hard_limit, _hard_limit))
+
+bind = (
+    f"[{_config.host}]:{_config.port}" if ":" in _config.host else f"{_config.host}:{_config.port}"
+)
 # The engines need cores too.
 workers = _config.num_front_ends or min(4, max(1, len(os.sched_getaffinity(0)) // 2))
 worker_class = "gthread"
@@ -44,7 +55,6 @@ control_socket_disable = True
 
 # Longer than a worker takes to stop its engine.
 SUPERVISOR_STOP_TIMEOUT_S = 6.0
-FAILURE_FILE = "failure"
 # Where a client on this host reaches a server that listens on every address.
 LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
@@ -62,7 +72,9 @@ def when_ready(server: Any) -> None:
     except ConfigError as error:
         sys.exit(f"titopool: {error}")
     run_dir: str = _config.run_dir
-    if not run_dir:
+    if run_dir:
+        os.makedirs(run_dir, mode=0o700, exist_ok=True)
+    else:
         run_dir = _own_run_dir = tempfile.mkdtemp(prefix="titopool-")
     # Where front ends and supervisor find the sockets.
     os.environ[ENV_PREFIX + "RUN_DIR"] = run_dir
@@ -83,6 +95,10 @@ def post_worker_init(worker: Any) -> None:
     configure_logging(_config.log_level)
     service = worker.wsgi.extensions["titopool"]
     service.start()
+    if _supervisor is not None:
+        threading.Thread(
+            target=_end_with_supervisor, args=(_supervisor.pid, os.getppid()), daemon=True
+        ).start()
     stop_accepting = signal.getsignal(signal.SIGTERM)
 
     def end_in_time(number: int, frame: Any) -> None:
@@ -94,6 +110,17 @@ def post_worker_init(worker: Any) -> None:
         stop_accepting(number, frame)
 
     signal.signal(signal.SIGTERM, end_in_time)
+
+
+def _end_with_supervisor(supervisor_pid: int, master_pid: int) -> None:
+    """Ends the server when the supervisor is gone, and the workers with it.
+
+    In the front ends, because the master holds no threads and gunicorn tells it nothing of
+    this child.
+    """
+    select.select([os.pidfd_open(supervisor_pid)], [], [])
+    if os.getppid() == master_pid:
+        os.kill(master_pid, signal.SIGTERM)
 
 
 def worker_int(worker: Any) -> None:
@@ -110,13 +137,14 @@ def on_exit(server: Any) -> None:
     """In the master, after the front ends: stops the workers. Exits 1 after a failed start."""
     if _supervisor is None:
         return
+    was_alive = _is_alive(_supervisor.pid)
     _stop(_supervisor.pid)
     run_dir = Path(os.environ[ENV_PREFIX + "RUN_DIR"])
     has_failed = (run_dir / FAILURE_FILE).exists()
     (run_dir / FAILURE_FILE).unlink(missing_ok=True)
     if _own_run_dir:
         shutil.rmtree(_own_run_dir, ignore_errors=True)
-    if has_failed:
+    if has_failed or not was_alive:
         sys.exit(1)
 
 

@@ -9,7 +9,6 @@ import logging
 import os
 import threading
 import time
-import uuid
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -66,7 +65,7 @@ class Link:
     def start(self) -> None:
         """Starts the thread in this process, once."""
         with self._lock:
-            if self._thread is None:
+            if self._thread is None and not self._is_closing:
                 self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK)
                 self._discovery.start()
                 self._meet_until = time.monotonic() + MEETING_S
@@ -76,13 +75,13 @@ class Link:
     def close(self) -> None:
         """Ends every open request and the thread."""
         with self._lock:
-            thread, self._thread = self._thread, None
-        if thread is not None:
+            # Its descriptor stays open: a handler may be about to wake the thread.
             self._is_closing = True
+            thread = self._thread
+        if thread is not None:
             self._wake()
             thread.join(timeout=5)
             self._discovery.close()
-            os.close(self._wake_fd)
 
     @property
     def workers(self) -> tuple[WorkerView, ...]:
@@ -133,6 +132,9 @@ class Link:
                 retry_after_s=1,
             )
         self._call(lambda: self._pool.submit(request))
+        if self._is_closing:
+            # The thread may have taken its last call already.
+            request.fail(stopping())
 
     def cancel(self, request: Request, error: TitopoolError) -> None:
         """Ends the request with `error`, if it is open, and stops its jobs."""
@@ -154,7 +156,6 @@ class Link:
         self._poller.register(self._wake_fd, zmq.POLLIN)
         self._sockets: dict[str, zmq.Socket[bytes]] = {}
         self._monitors: dict[str, zmq.Socket[bytes]] = {}
-        self._name = f"{os.getpid()}-{uuid.uuid4().hex[:8]}"
         next_tick = 0.0
         while not self._is_closing:
             timeout_s = max(0.0, next_tick - time.monotonic())
@@ -204,11 +205,10 @@ class Link:
                 self._pool.on_results(endpoint, results)
             case Heartbeat():
                 self._pool.on_heartbeat(endpoint, message, time.monotonic())
-                if message.facts is not None:
-                    self._facts = message.facts
+                self._facts = self._pool.workers[endpoint].facts or self._facts
                 self._publish()
-            case Stopping(reason=reason):
-                self._lose(endpoint, reason)
+            case Stopping(failure=failure):
+                self._lose(endpoint, failure or "it was stopped", has_died=bool(failure))
 
     def _read_monitor(self, endpoint: str, monitor: zmq.Socket[bytes]) -> None:
         event = recv_monitor_message(monitor, zmq.NOBLOCK)
@@ -237,22 +237,23 @@ class Link:
             self._lose(worker.endpoint, f"silent for {now - worker.last_seen:.0f} s")
         self._pool.fail_if_abandoned(now)
         for endpoint in self._sockets:
-            self._send(endpoint, messages.Hello(self._name))
+            self._send(endpoint, messages.Hello())
         self._publish()
 
     def _follow_discovery(self, now: float) -> None:
         found = self._discovery.endpoints
-        for endpoint in found - self._pool.workers.keys():
+        # By the sockets: one that could not be made is tried again.
+        for endpoint in found - self._sockets.keys():
             self._pool.add_worker(endpoint, now)
             self._connect(endpoint)
         for endpoint in self._pool.workers.keys() - found:
             self._disconnect(endpoint)
             self._pool.remove_worker(endpoint)
 
-    def _lose(self, endpoint: str, reason: str) -> None:
+    def _lose(self, endpoint: str, reason: str, *, has_died: bool = True) -> None:
         """A process that may come back is met on a new socket: what it still sends on the old
         one, and what was queued for it there, is gone."""
-        self._pool.lose_worker(endpoint, reason)
+        self._pool.lose_worker(endpoint, reason, has_died=has_died)
         self._disconnect(endpoint)
         self._connect(endpoint)
         self._publish()
@@ -263,7 +264,7 @@ class Link:
         self._poller.register(socket, zmq.POLLIN)
         self._poller.register(monitor, zmq.POLLIN)
         self._sockets[endpoint], self._monitors[endpoint] = socket, monitor
-        self._send(endpoint, messages.Hello(self._name))
+        self._send(endpoint, messages.Hello())
 
     def _disconnect(self, endpoint: str) -> None:
         socket, monitor = self._sockets.pop(endpoint), self._monitors.pop(endpoint)
@@ -283,7 +284,7 @@ class Link:
             self._has_met.set()
 
     def _shut_down(self) -> None:
-        error = NoReadyWorker("the server is stopping")
+        error = stopping()
         while self._calls:
             self._calls.popleft()()
         for request in self._pool.open_requests():
@@ -291,3 +292,8 @@ class Link:
         for endpoint in list(self._sockets):
             self._disconnect(endpoint)
         self._context.term()
+
+
+def stopping() -> NoReadyWorker:
+    """What a request gets that is open when the process ends."""
+    return NoReadyWorker("the server is stopping; the request was not answered in time")

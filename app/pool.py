@@ -7,6 +7,7 @@ load by others) comes from the workers' heartbeats.
 A job has exactly one end: its request is told once, whatever comes later.
 """
 
+import dataclasses
 import logging
 from collections import deque
 from collections.abc import Iterable
@@ -22,7 +23,7 @@ from titopool.messages import Completed, Failed, Heartbeat, Job, WorkerFacts
 logger = logging.getLogger(__name__)
 
 # A job is sent to a second worker when the first dies, and to no third.
-MAX_ATTEMPTS = 2
+MAX_DEATHS = 2
 # Jobs sent ahead of free places in the engine, so that it never waits for the next one.
 WINDOW_FACTOR = 1.25
 
@@ -52,12 +53,17 @@ class Worker:
         return self.num_tokens + others
 
     def has_room_for(self, job: Job) -> bool:
-        """Whether the engine can run `job` soon."""
+        """Whether the engine can run `job` soon.
+
+        What other front ends leave free is this one's, and its fair share in any case: a
+        backlog of theirs does not shut it out. A job wider than that may run alone.
+        """
         facts, beat = self.facts, self.heartbeat
         if facts is None or beat is None:
             return False
-        running = self.num_sequences + beat.other_sequences
-        return running == 0 or running + job.num_sequences <= WINDOW_FACTOR * facts.max_num_seqs
+        window = WINDOW_FACTOR * facts.max_num_seqs
+        mine = max(window - beat.other_sequences, window / max(1, beat.num_front_ends))
+        return self.num_sequences == 0 or self.num_sequences + job.num_sequences <= mine
 
     def add(self, open_job: "OpenJob") -> None:
         self.jobs[open_job.job.job_id] = open_job
@@ -78,6 +84,8 @@ class OpenJob:
     job: Job
     request: Request
     index: int
+    # Workers that died while they ran it.
+    num_deaths: int = 0
 
 
 class Assignment(NamedTuple):
@@ -105,7 +113,7 @@ class Pool:
 
     def remove_worker(self, endpoint: str) -> None:
         """Forgets an endpoint that is not part of the pool any more."""
-        self.lose_worker(endpoint, "its address is gone")
+        self.lose_worker(endpoint, "its address is gone", has_died=False)
         del self.workers[endpoint]
 
     def on_heartbeat(self, endpoint: str, beat: Heartbeat, now: float) -> None:
@@ -113,12 +121,31 @@ class Pool:
         known = worker.heartbeat
         if known is not None and known.incarnation != beat.incarnation:
             self.lose_worker(endpoint, "it has restarted")
-        if known is None or known.phase != beat.phase:
+        if beat.facts is not None and (odd := self._difference(endpoint, beat.facts)):
+            beat = msgspec.structs.replace(beat, phase="mismatched", facts=None)
+            if known is None or known.phase != beat.phase:
+                logger.error("worker %s at %s takes no jobs: %s", beat.worker_id, endpoint, odd)
+        elif known is None or known.phase != beat.phase:
             logger.info("worker %s at %s: %s", beat.worker_id, endpoint, beat.phase)
         worker.heartbeat, worker.last_seen = beat, now
 
-    def lose_worker(self, endpoint: str, reason: str) -> None:
-        """Takes a dead worker's jobs back: they wait for another, or fail on the second loss."""
+    def _difference(self, endpoint: str, facts: WorkerFacts) -> str:
+        """What tells a worker's model from that of the others that are ready; "" if nothing."""
+        for other in self.workers.values():
+            if other.endpoint == endpoint or other.facts is None:
+                continue
+            for name in ("model", "vocab_size", "max_model_len", "max_logprobs", "world_size"):
+                mine, theirs = getattr(facts, name), getattr(other.facts, name)
+                if mine != theirs:
+                    return f"its {name} is {mine}, that of {other.endpoint} is {theirs}"
+        return ""
+
+    def lose_worker(self, endpoint: str, reason: str, *, has_died: bool = True) -> None:
+        """Takes a worker's jobs back: they wait for another, or fail on the second death.
+
+        Args:
+            has_died: False when it was stopped on purpose, for which no job is to blame.
+        """
         worker = self.workers[endpoint]
         if worker.heartbeat is not None:
             logger.warning(
@@ -127,22 +154,22 @@ class Pool:
             )  # fmt: skip
         worker.heartbeat = None
         for job_id in list(worker.jobs):
-            self._send_again(worker.remove(job_id), reason)
+            self._send_again(worker.remove(job_id), reason, has_died)
 
-    def _send_again(self, open_job: OpenJob, reason: str) -> None:
-        job, request, index = open_job.job, open_job.request, open_job.index
-        if job.attempt >= MAX_ATTEMPTS:
+    def _send_again(self, open_job: OpenJob, reason: str, has_died: bool) -> None:
+        num_deaths = open_job.num_deaths + has_died
+        if num_deaths >= MAX_DEATHS:
             self._fail(
                 open_job,
                 GenerationFailed(
-                    f"prompts[{index}]: {job.attempt} workers died while they ran it "
+                    f"prompts[{open_job.index}]: {num_deaths} workers died while they ran it "
                     f"(the last: {reason}); it is not tried again"
                 ),
             )
             return
-        again = msgspec.structs.replace(job, attempt=job.attempt + 1)
+        again = msgspec.structs.replace(open_job.job, attempt=open_job.job.attempt + 1)
         # To the front: it has waited longest.
-        self.waiting.appendleft(OpenJob(again, request, index))
+        self.waiting.appendleft(dataclasses.replace(open_job, job=again, num_deaths=num_deaths))
 
     # ---- jobs ------------------------------------------------------------------------
 
@@ -157,10 +184,6 @@ class Pool:
         chosen: dict[str, Assignment] = {}
         while self.waiting and ready:
             open_job = self.waiting[0]
-            if open_job.request.is_done:
-                self.waiting.popleft()
-                self.num_open_jobs -= 1
-                continue
             roomy = [worker for worker in ready if worker.has_room_for(open_job.job)]
             if not roomy:
                 break
@@ -198,11 +221,14 @@ class Pool:
         return failed
 
     def drop_done(self, request: Request) -> list[tuple[Worker, list[tuple[int, int]]]]:
-        """Takes back the jobs that a failed or cancelled request has with workers.
+        """Takes back the jobs of a failed or cancelled request.
 
         Returns:
             What to abort: for each worker, (job id, attempt) pairs.
         """
+        num_waiting = len(self.waiting)
+        self.waiting = deque(one for one in self.waiting if one.request is not request)
+        self.num_open_jobs -= num_waiting - len(self.waiting)
         aborts = []
         for worker in self.workers.values():
             mine = [job.job_id for job in request.jobs if job.job_id in worker.jobs]

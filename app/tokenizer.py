@@ -4,7 +4,6 @@ Importing transformers takes seconds, so a thread does it while the workers load
 with token ids never wait for it.
 """
 
-import concurrent.futures
 import logging
 import threading
 import time
@@ -18,62 +17,72 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
+# How long a request with text waits for it.
+LOADING_TIMEOUT_S = 60.0
+# Pauses between attempts to load.
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 30.0
+
+
 class TokenizerLoader:
-    """Loads the tokenizer in the background and hands it out."""
+    """Loads the tokenizer in the background, until it succeeds, and hands it out."""
 
     def __init__(self, link: "Link"):
         self._link = link
-        self._lock = threading.Lock()
+        self._start_lock = threading.Lock()
+        # A fast tokenizer's settings are not safe to share between threads.
+        self._encode_lock = threading.Lock()
         self._thread: threading.Thread | None = None
-        self._tokenizer: concurrent.futures.Future[Any] = concurrent.futures.Future()
+        self._is_loaded = threading.Event()
+        self._tokenizer: Any = None
+        self._last_error = "it is still loading"
 
     def start(self) -> None:
         """Starts loading in this process, once."""
-        with self._lock:
+        with self._start_lock:
             if self._thread is None:
-                self._thread = threading.Thread(target=self._load, name="tokenizer", daemon=True)
+                self._thread = threading.Thread(target=self._run, name="tokenizer", daemon=True)
                 self._thread.start()
 
-    def _load(self) -> None:
-        try:
-            from transformers import AutoTokenizer
-
-            facts = self._wait_for_facts()
-            tokenizer = AutoTokenizer.from_pretrained(
-                facts.tokenizer,
-                revision=facts.tokenizer_revision,
-                trust_remote_code=facts.trust_remote_code,
-            )
-            self._tokenizer.set_result(tokenizer)
-        except Exception as error:
-            logger.exception("the tokenizer cannot be loaded; prompts as text will be refused")
-            self._tokenizer.set_exception(
-                NoReadyWorker(
-                    f"this front end cannot load the tokenizer ({type(error).__name__}: {error}); "
-                    "send token ids, or give it the model's folder"
-                )
-            )
-
-    def _wait_for_facts(self) -> Any:
-        while True:
+    def _run(self) -> None:
+        pause_s = FIRST_PAUSE_S
+        while not self._is_loaded.is_set():
             try:
-                return self._link.facts
+                self._load()
             except NoReadyWorker:
                 time.sleep(0.1)
+            except Exception as error:
+                logger.exception("the tokenizer cannot be loaded; again in %g s", pause_s)
+                self._last_error = f"it cannot be loaded ({type(error).__name__}: {error})"
+                time.sleep(pause_s)
+                pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+
+    def _load(self) -> None:
+        from transformers import AutoTokenizer
+
+        facts = self._link.facts
+        self._tokenizer = AutoTokenizer.from_pretrained(
+            facts.tokenizer,
+            revision=facts.tokenizer_revision,
+            trust_remote_code=facts.trust_remote_code,
+        )
+        self._is_loaded.set()
 
     def encode(self, texts: list[str], timeout_s: float) -> list[list[int]]:
         """Token ids of each text, with the special tokens that vLLM adds to a text prompt.
 
         Raises:
-            NoReadyWorker: the tokenizer is not loaded within `timeout_s`, or cannot be.
+            NoReadyWorker: the tokenizer is not loaded, or not free, within `timeout_s`.
         """
-        try:
-            tokenizer = self._tokenizer.result(timeout_s)
-        except concurrent.futures.TimeoutError:
+        deadline = time.monotonic() + timeout_s
+        if not self._is_loaded.wait(min(timeout_s, LOADING_TIMEOUT_S)):
             raise NoReadyWorker(
-                "the tokenizer is still loading; try again", retry_after_s=2
-            ) from None
-        # One thread at a time: a fast tokenizer's settings are not safe to share.
-        with self._lock:
-            ids: list[list[int]] = tokenizer(texts)["input_ids"]
+                f"this front end has no tokenizer: {self._last_error}; send token ids, or try again",
+                retry_after_s=2,
+            )
+        if not self._encode_lock.acquire(timeout=max(0.0, deadline - time.monotonic())):
+            raise NoReadyWorker("the tokenizer is busy with other requests; try again")
+        try:
+            ids: list[list[int]] = self._tokenizer(texts)["input_ids"]
+        finally:
+            self._encode_lock.release()
         return ids

@@ -75,11 +75,13 @@ def stub_server(tmp_path: Path) -> Iterator[Callable[..., Server]]:
     """`stub_server(num_workers, …)`: gunicorn before workers that `start_stub` starts."""
     stack = []
 
-    def start(num_workers: int, *arguments: str, **variables: str) -> Server:
+    def start(
+        num_workers: int, *arguments: str, num_ready: int | None = None, **variables: str
+    ) -> Server:
         endpoints = ",".join(f"ipc://{tmp_path}/worker-{index}" for index in range(num_workers))
         context = running_server(
-            "--endpoints", endpoints, *arguments,
-            log=tmp_path / "server-log", num_workers=num_workers, **variables,
+            "--endpoints", endpoints, *arguments, log=tmp_path / "server-log",
+            num_workers=num_workers if num_ready is None else num_ready, **variables,
         )  # fmt: skip
         stack.append(context)
         return context.__enter__()

@@ -1,6 +1,7 @@
 """Starts real servers for tests, and stops them without leaving a process behind."""
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -44,6 +45,13 @@ class Server:
         result: dict[str, Any] = answer.json()
         return result
 
+    def metrics(self, name: str) -> dict[str, float]:
+        """A metric of each worker, e.g. `metrics("completed_jobs_total")`."""
+        found = re.findall(
+            rf'^titopool_worker_{name}{{worker="(.*)"}} (\S+)$', self.get("/metrics").text, re.M
+        )
+        return {worker: float(value) for worker, value in found}
+
     def wait_until_ready(self, num_workers: int = 1) -> None:
         wait_until(lambda: self._num_ready() >= num_workers, START_TIMEOUT_S, self._explain)
 
@@ -53,7 +61,8 @@ class Server:
         try:
             return int(self.get("/ready").json()["num_ready"])
         except requests.RequestException:
-            return 0
+            # It does not listen yet.
+            return -1
 
     def _explain(self) -> str:
         return self.log[-4000:]
@@ -118,6 +127,7 @@ def running_server(
             process.send_signal(signal.SIGTERM)
         try:
             process.wait(STOP_TIMEOUT_S)
+            wait_until(lambda: not alive(descendants), 2, lambda: str(alive(descendants)))
         finally:
             process.kill()
             kill_all(descendants)

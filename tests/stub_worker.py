@@ -27,7 +27,6 @@ from workers.server import WorkerServer
 from workers.status import PhaseReporter
 
 VOCAB_SIZE = 50_000
-MAX_MODEL_LEN = 4096
 
 
 class Fault(IntEnum):
@@ -38,7 +37,6 @@ class Fault(IntEnum):
     DIE = 40_003  # reports its engine dead
     KILL = 40_004  # the process is killed
     HANG = 40_005  # never ends
-    FREEZE = 40_006  # the process is stopped, as by a debugger
 
 
 class StubEngine:
@@ -47,14 +45,16 @@ class StubEngine:
     has_died = False
     weight_version = 0
 
-    def __init__(self, delay_s: float, max_num_seqs: int):
+    def __init__(self, *, delay_s: float, load_s: float, max_num_seqs: int, max_model_len: int):
         self._delay_s = delay_s
+        self._load_s = load_s
+        self._max_model_len = max_model_len
         self._max_num_seqs = max_num_seqs
-        self.num_running = 0
 
     def load(self, report: ReportPhase) -> WorkerFacts:
         report("importing")
         report("loading")
+        time.sleep(self._load_s)
         return WorkerFacts(
             model="stub",
             tokenizer="none",
@@ -62,7 +62,7 @@ class StubEngine:
             trust_remote_code=False,
             vllm_version="0.0-stub",
             sampling_fields=list(SamplingOptions.__struct_fields__),
-            max_model_len=MAX_MODEL_LEN,
+            max_model_len=self._max_model_len,
             vocab_size=VOCAB_SIZE,
             max_num_seqs=self._max_num_seqs,
             max_logprobs=20,
@@ -74,12 +74,8 @@ class StubEngine:
 
     async def run(self, job: Job) -> EngineResult:
         ids = np.frombuffer(job.prompt_token_ids, dtype=np.int32)
-        self.num_running += 1
-        try:
-            await self._stage_fault(int(ids[0]))
-            await asyncio.sleep(self._delay_s)
-        finally:
-            self.num_running -= 1
+        await self._stage_fault(int(ids[0]))
+        await asyncio.sleep(self._delay_s)
         options = msgspec.msgpack.decode(job.sampling, type=SamplingOptions)
         answer = np.ascontiguousarray(ids[::-1][: options.max_tokens])
         logprobs = None
@@ -101,8 +97,6 @@ class StubEngine:
                 os.kill(os.getpid(), signal.SIGKILL)
             case Fault.HANG:
                 await asyncio.sleep(3600)
-            case Fault.FREEZE:
-                os.kill(os.getpid(), signal.SIGSTOP)
 
     async def probe(self) -> None:
         return None
@@ -118,11 +112,16 @@ def main() -> None:
     parser.add_argument("--delay-s", type=float, default=0.0)
     parser.add_argument("--max-num-seqs", type=int, default=256)
     parser.add_argument("--load-s", type=float, default=0.0)
+    parser.add_argument("--max-model-len", type=int, default=4096)
     arguments = parser.parse_args()
-    time.sleep(arguments.load_s)
     config = from_environment()
     configure_logging(config.log_level)
-    engine = StubEngine(arguments.delay_s, arguments.max_num_seqs)
+    engine = StubEngine(
+        delay_s=arguments.delay_s,
+        load_s=arguments.load_s,
+        max_num_seqs=arguments.max_num_seqs,
+        max_model_len=arguments.max_model_len,
+    )
 
     async def serve() -> str:
         server = WorkerServer(

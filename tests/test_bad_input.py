@@ -1,5 +1,7 @@
 """Bad input is refused before the engine, with the place and what to do; the server lives on."""
 
+import time
+
 import pytest
 import requests
 
@@ -71,6 +73,32 @@ CASES = {
     "min-over-max": (kwargs(min_tokens=17), "min_tokens", "16"),
     "bad-words-empty": (kwargs(bad_words=[""]), "bad_words"),
     "presence-3": (kwargs(presence_penalty=3), "presence_penalty"),
+    "seed-and-n-over-64-bits": (
+        {"prompts": OK, "n": 2, "generation_kwargs": {"seed": 2**63 - 1}},
+        "seed",
+        "2**63",
+    ),
+    "min-tokens-over-the-context": (
+        kwargs(max_tokens=None, min_tokens=2**31 - 1),
+        "min_tokens",
+        str(MAX_LEN),
+    ),
+    "allowed-1025": (kwargs(allowed_token_ids=list(range(1025))), "allowed_token_ids"),
+    "bias-1025": (kwargs(logit_bias={str(i): 1 for i in range(1025)}), "logit_bias"),
+    "stop-tokens-97": (kwargs(stop_token_ids=list(range(97)), min_tokens=1), "stop_token_ids"),
+    "bad-words-65": (kwargs(bad_words=["a"] * 65), "bad_words"),
+    "bad-words-long": (kwargs(bad_words=["word" * 200]), "bad_words", "1024"),
+    "extra-args-huge": (kwargs(extra_args={"a": 2**70}), "64 bits"),
+    "structured-json-object-false": (
+        kwargs(structured_outputs={"json_object": False}),
+        "json_object",
+    ),
+    "structured-nul": (kwargs(structured_outputs={"regex": "a\0"}), "NUL"),
+    "structured-empty": (kwargs(structured_outputs={"grammar": ""}), "structured_outputs"),
+    "structured-deep": (
+        kwargs(structured_outputs={"json": '{"a":' * 70 + "1" + "}" * 70}),
+        "64 levels",
+    ),
     "structured-two": (kwargs(structured_outputs={"regex": "a", "choice": ["b"]}), "exactly one"),
     "structured-none": (kwargs(structured_outputs={}), "exactly one"),
     "structured-unknown": (kwargs(structured_outputs={"regexp": "a"}), "regexp"),
@@ -109,9 +137,14 @@ def test_body_that_is_no_json_object(server: Server, data: bytes):
 def test_one_bad_prompt_refuses_the_request_and_costs_the_engine_nothing(server: Server):
     prompts = [[index + 1] for index in range(64)]
     prompts[40] = [1, VOCAB + 5]
+    time.sleep(1)
+    before = server.metrics("prompt_tokens_total")
     answer = server.post("/generate/", {"prompts": prompts})
     assert answer.status_code == 400
     assert "prompts[40][1]" in answer.json()["error"]["message"]
+    # Longer than two heartbeats.
+    time.sleep(1)
+    assert server.metrics("prompt_tokens_total") == before
 
 
 def test_the_server_serves_after_all_of_it(server: Server):

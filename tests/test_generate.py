@@ -6,7 +6,7 @@ import time
 import pytest
 
 from tests import reference
-from tests.servers import Server
+from tests.servers import Server, wait_until
 from titopool.gpus import visible_gpus
 
 # On a GPU, attention kernels multiply float32 with 10 bits of mantissa (tf32).
@@ -89,8 +89,11 @@ def test_200_prompts_come_back_in_order(server: Server, tiny_model: str):
 def test_both_workers_and_both_front_ends_take_part(server: Server):
     pids = {server.get("/live").json()["pid"] for _ in range(200)}
     assert len(pids) == 2
-    workers = server.get("/ready").json()["workers"]
-    assert [one["phase"] for one in workers] == ["ready", "ready"]
+    before = server.metrics("completed_jobs_total")
+    server.generate([[index + 1] for index in range(40)], max_tokens=2)
+    wait_until(lambda: sum(server.metrics("completed_jobs_total").values()) >= 40, 5)
+    after = server.metrics("completed_jobs_total")
+    assert all(after[worker] > before[worker] for worker in ("0", "1"))
     assert server.get("/get_world_size/").json() == {"world_size": 2}
 
 
@@ -210,21 +213,28 @@ def test_a_completion_that_fills_the_context_ends_with_length(server: Server):
 
 
 def test_requests_at_once_run_together(server: Server):
-    def ask(index: int) -> float:
+    prompts = [[index + 1, 2, 3] for index in range(64)]
+
+    def ask(*batch: list[int]) -> float:
         begin = time.monotonic()
-        answer = server.generate([[index + 1, 2, 3]], max_tokens=64,
-                                 generation_kwargs={"ignore_eos": True})  # fmt: skip
-        assert answer["prompt_ids"] == [[index + 1, 2, 3]]
+        answer = server.generate(batch, max_tokens=64, generation_kwargs={"ignore_eos": True})
+        assert answer["prompt_ids"] == list(batch)
         return time.monotonic() - begin
 
-    one_s = min(ask(index) for index in range(3))
-    begin = time.monotonic()
-    with concurrent.futures.ThreadPoolExecutor(64) as pool:
-        list(pool.map(ask, range(64)))
-    all_s = time.monotonic() - begin
-    print(f"one request: {one_s:.2f} s; 64 at once: {all_s:.2f} s")
-    # One after the other they would take 64 times as long.
-    assert all_s < 12 * one_s
+    def ask_all_at_once() -> float:
+        with concurrent.futures.ThreadPoolExecutor(64) as pool:
+            begin = time.monotonic()
+            list(pool.map(ask, prompts))
+            return time.monotonic() - begin
+
+    one_s = min(ask(prompts[index]) for index in range(3))
+    batch_s = min(ask(*prompts) for _ in range(3))
+    all_s = min(ask_all_at_once() for _ in range(3))
+    print(f"one prompt: {one_s:.2f} s; 64 in one request: {batch_s:.2f} s; in 64: {all_s:.2f} s")
+    # One after the other they would take 64 times as long as one. On a GPU, 64 take little
+    # longer than one; two cores have more to compute for more.
+    assert all_s < 8 * one_s
+    assert all_s < 2.5 * batch_s
 
 
 def test_an_unknown_path_and_method_are_answered_in_json(server: Server):

@@ -16,7 +16,7 @@ def beat(name: str, *, incarnation: str = "", phase: str = "ready", others: int 
     return Heartbeat(
         worker_id=name, incarnation=incarnation or name, phase=phase, phase_s=1.0, weight_version=0,
         facts=FACTS if phase == "ready" else None, other_sequences=others, other_tokens=others * 10,
-        num_sequences=others, counters=WorkerCounters(),
+        num_sequences=others, counters=WorkerCounters(), num_front_ends=1 + bool(others),
     )  # fmt: skip
 
 
@@ -67,6 +67,24 @@ def test_jobs_beyond_the_window_wait_in_order():
     assert assigned(pool) == {}
     pool.on_results("a", [completed(3)])
     assert assigned(pool) == {"a": [6]}
+
+
+def test_a_backlog_of_another_front_end_does_not_shut_this_one_out():
+    pool = pool_of("a")
+    pool.on_heartbeat("a", beat("a", others=100), now=1)
+    pool.submit(request_of(*[10] * 8))
+    # Half of the window of five.
+    assert assigned(pool) == {"a": [1, 2]}
+
+
+def test_cancelled_jobs_do_not_wait_on():
+    pool = Pool(no_worker_timeout_s=10)
+    request, other = request_of(1, 1), request_of(1, first_id=7)
+    pool.submit(request)
+    pool.submit(other)
+    assert pool.drop_done(request) == []
+    assert pool.num_open_jobs == 1
+    assert [one.request for one in pool.waiting] == [other]
 
 
 def test_a_job_wider_than_the_window_runs_alone():

@@ -115,6 +115,24 @@ def test_a_misspelt_setting_stops_the_start_at_once(command, variables, part):
     assert part in result.stderr
 
 
+def test_an_impossible_run_dir_ends_the_start(start):
+    server = start(TITOPOOL_RUN_DIR="/proc/no-such-folder")
+    assert end_of(server, 30) != 0
+    assert "/proc/no-such-folder" in server.log
+
+
+def test_the_server_ends_with_its_supervisor(start):
+    server = start("--host", "::1")
+    find = lambda: [one for one in descendants(server) if "workers.supervisor" in one.cmdline()]  # noqa: E731
+    wait_until(find, 20)
+    (supervisor,) = find()
+    wait_until(lambda: "importing" in server.log, 30)
+    children = descendants(server)
+    supervisor.kill()
+    assert server.process.wait(STOP_TIMEOUT_S) == 1
+    wait_until(lambda: not alive(children), 10, lambda: str(alive(children)))
+
+
 def test_phases_greeting_and_ctrl_c(start, tiny_model):
     server = start(tiny_model, *ENGINE_OPTIONS)
     wait_until(lambda: "Try it" in server.log, START_TIMEOUT_S, lambda: server.log[-3000:])

@@ -99,11 +99,11 @@ def test_frames_that_are_no_message_are_refused(frame):
 def test_messages_round_trip():
     completion = Completion(b"1234", "stop", Logprobs(b"1", b"2", b"3"), [(1, 0), (2, 5)])
     for message in (
-        messages.Results("i", [Completed(1, 2, [completion], 3), messages.Failed(1, 2, "c", "m")]),
-        messages.Stopping("i", "why"),
+        messages.Results([Completed(1, 2, [completion], 3), messages.Failed(1, 2, "c", "m")]),
+        messages.Stopping("why"),
     ):
         assert messages.decode_from_worker(messages.encode(message)) == message
-    for message in (messages.Hello("me"), messages.Abort([(1, 2)])):
+    for message in (messages.Hello(), messages.Abort([(1, 2)])):
         assert messages.decode_to_worker(messages.encode(message)) == message
 
 

@@ -20,6 +20,8 @@ from typing import Any, get_type_hints
 from titopool.errors import ConfigError
 
 ENV_PREFIX = "TITOPOOL_"
+# In `run_dir`: written by a supervisor that gives up, for gunicorn's master to read.
+FAILURE_FILE = "failure"
 
 
 def setting(default: Any, help: str, *, at_least: float | None = None, secret: bool = False) -> Any:
@@ -70,6 +72,11 @@ class ServerConfig:
     max_queued_prompts: int = setting(
         262_144,
         "prompts that may be open in one gunicorn process before it answers 429",
+        at_least=1,
+    )
+    client_timeout_s: float = setting(
+        60.0,
+        "silence of a client amid its request or its answer, after which it is left",
         at_least=1,
     )
     request_timeout_s: float = setting(3600.0, "deadline of a request", at_least=0.001)

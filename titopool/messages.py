@@ -83,8 +83,6 @@ class Job(msgspec.Struct, frozen=True):
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
     """Sent every `heartbeat_interval_s`: this front end is there; answer with a Heartbeat."""
 
-    front_end: str
-
 
 class Generate(msgspec.Struct, frozen=True, tag="generate"):
     """Run these jobs; each is answered exactly once, in a `Results`."""
@@ -114,7 +112,8 @@ class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
     weight_version: int
     # Known once the phase is "ready".
     facts: WorkerFacts | None
-    # Load that other front ends put on this worker.
+    # Front ends that use this worker, and the load that the others put on it.
+    num_front_ends: int
     other_sequences: int
     other_tokens: int
     # Completions under way for all front ends, and what was done for them.
@@ -143,15 +142,14 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
 class Results(msgspec.Struct, frozen=True, tag="results"):
     """Jobs that ended since the last such message."""
 
-    incarnation: str
     results: list[Completed | Failed]
 
 
 class Stopping(msgspec.Struct, frozen=True, tag="stopping"):
-    """The worker takes no more jobs and drops those it has; the reason is for the log."""
+    """The worker takes no more jobs and drops those it has."""
 
-    incarnation: str
-    reason: str
+    # Why the worker had to end, for the log; empty when it was asked to.
+    failure: str
 
 
 ToWorker = Hello | Generate | Abort
@@ -160,6 +158,3 @@ FromWorker = Heartbeat | Results | Stopping
 encode = msgspec.msgpack.Encoder().encode
 decode_to_worker = msgspec.msgpack.Decoder(ToWorker).decode
 decode_from_worker = msgspec.msgpack.Decoder(FromWorker).decode
-
-# Phases of a worker, in order; "ready" is the only one that takes jobs.
-PHASES = ("starting", "importing", "loading", "warming", "ready")

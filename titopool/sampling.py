@@ -21,6 +21,17 @@ Penalty = Annotated[float, Meta(ge=-2, le=2)]
 Count = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 PositiveCount = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 NonEmptyStr = Annotated[str, Meta(min_length=1)]
+# The V2 model runner (the one on GPUs) keeps these in tables of fixed width and raises, which
+# ends the engine, when a request has more (vllm/v1/worker/gpu/sample/). Stop tokens share
+# theirs, of 128, with the model's own; each bad word takes two places, with and without a
+# space before it.
+TokenIds = Annotated[list[int], Meta(max_length=1024)]
+StopTokenIds = Annotated[list[int], Meta(max_length=96)]
+LogprobTokenIds = Annotated[list[int], Meta(max_length=128)]
+BadWords = Annotated[list[NonEmptyStr], Meta(max_length=64)]
+MAX_BAD_WORDS_BYTES = 1024
+# vLLM 0.32 refuses more; older versions walk the schema recursively.
+MAX_JSON_DEPTH = 64
 
 # Fields of SamplingParams that are not the client's to set, and why.
 SERVER_SET_FIELDS = {
@@ -42,12 +53,12 @@ UNSUPPORTED_FIELDS = {
 class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     """vLLM's StructuredOutputsParams: exactly one of the first six."""
 
-    json: str | dict[str, Any] | None = None
+    json: NonEmptyStr | dict[str, Any] | None = None
     regex: str | None = None
-    choice: list[str] | None = None
-    grammar: str | None = None
+    choice: Annotated[list[str], Meta(min_length=1)] | None = None
+    grammar: NonEmptyStr | None = None
     json_object: bool | None = None
-    structural_tag: str | None = None
+    structural_tag: NonEmptyStr | None = None
     disable_any_whitespace: bool = False
     disable_additional_properties: bool = False
     whitespace_pattern: str | None = None
@@ -75,21 +86,21 @@ class SamplingOptions(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=
     min_p: Annotated[float, Meta(ge=0, le=1)] = 0.0
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
     stop: NonEmptyStr | list[NonEmptyStr] | None = None
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: StopTokenIds | None = None
     ignore_eos: bool = False
     max_tokens: PositiveCount | None = 16
     min_tokens: Count = 0
     # None: none; 0: the sampled token's; k: the k best and the sampled one; -1: all.
     logprobs: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
-    logprob_token_ids: list[int] | None = None
+    logprob_token_ids: LogprobTokenIds | None = None
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
     include_stop_str_in_output: bool = False
     structured_outputs: StructuredOutputs | None = None
-    logit_bias: dict[int, float] | None = None
-    allowed_token_ids: list[int] | None = None
+    logit_bias: Annotated[dict[int, float], Meta(max_length=1024)] | None = None
+    allowed_token_ids: TokenIds | None = None
     extra_args: dict[str, Any] | None = None
-    bad_words: list[NonEmptyStr] | None = None
+    bad_words: BadWords | None = None
     skip_reading_prefix_cache: bool | None = None
     thinking_token_budget: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
     repetition_detection: RepetitionDetection | None = None
@@ -104,7 +115,9 @@ def check_sampling(options: SamplingOptions, facts: WorkerFacts) -> None:
             version or limits.
     """
     _check_names(options, facts)
-    _check_combinations(options)
+    _check_combinations(options, facts)
+    if options.structured_outputs is not None:
+        _check_structured_outputs(options.structured_outputs)
     _check_logprobs(options, facts)
     for name in ("stop_token_ids", "allowed_token_ids", "logprob_token_ids", "logit_bias"):
         ids = getattr(options, name)
@@ -128,7 +141,7 @@ def _check_names(options: SamplingOptions, facts: WorkerFacts) -> None:
             )
 
 
-def _check_combinations(options: SamplingOptions) -> None:
+def _check_combinations(options: SamplingOptions, facts: WorkerFacts) -> None:
     if options.n > 1 and options.temperature < GREEDY_BELOW:
         raise InvalidRequest(
             f"n: expected 1 with temperature 0, where all completions are the same, got {options.n}; "
@@ -140,16 +153,62 @@ def _check_combinations(options: SamplingOptions) -> None:
             f"min_tokens: expected at most max_tokens ({options.max_tokens}), got {options.min_tokens}",
             param="min_tokens",
         )
-    structured = options.structured_outputs
-    if structured is not None:
-        kinds = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
-        given = [kind for kind in kinds if getattr(structured, kind) is not None]
-        if len(given) != 1:
-            raise InvalidRequest(
-                f"structured_outputs: expected exactly one of {', '.join(kinds)}, "
-                f"got {', '.join(given) or 'none'}",
-                param="structured_outputs",
-            )
+    if options.min_tokens >= facts.max_model_len:
+        raise InvalidRequest(
+            f"min_tokens: expected less than the model's {facts.max_model_len} (max_model_len), "
+            f"got {options.min_tokens}",
+            param="min_tokens",
+        )
+    if options.seed is not None and options.seed + options.n > 2**63:
+        # Completion i is sampled with seed + i, a 64-bit number.
+        raise InvalidRequest(
+            f"seed: expected at most 2**63 - n ({2**63 - options.n}), got {options.seed}",
+            param="seed",
+        )
+    num_bytes = sum(2 * len(word.encode()) + 1 for word in options.bad_words or ())
+    if num_bytes > MAX_BAD_WORDS_BYTES:
+        raise InvalidRequest(
+            f"bad_words: expected words of {MAX_BAD_WORDS_BYTES} bytes at most, with and without a "
+            f"space before them, got {num_bytes}; give fewer or shorter ones",
+            param="bad_words",
+        )
+
+
+def _check_structured_outputs(structured: StructuredOutputs) -> None:
+    kinds = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
+    given = [kind for kind in kinds if getattr(structured, kind) is not None]
+    came = ""
+    if len(given) != 1:
+        came = f"exactly one of {', '.join(kinds)}, got {', '.join(given) or 'none'}"
+    elif structured.json_object is False:
+        came = "json_object to be true or left out, got false"
+    elif "\0" in (structured.regex or ""):
+        came = "a regex without NUL characters, got one with them"
+    elif _is_deeper_than(MAX_JSON_DEPTH, structured.json):
+        came = f"a JSON schema of {MAX_JSON_DEPTH} levels at most, got a deeper one"
+    if came:
+        raise InvalidRequest(f"structured_outputs: expected {came}", param="structured_outputs")
+
+
+def _is_deeper_than(limit: int, schema: str | dict[str, Any] | None) -> bool:
+    """Whether a schema nests deeper than `limit`; a text that is no JSON is left to vLLM."""
+    if isinstance(schema, str):
+        try:
+            level = [msgspec.json.decode(schema)]
+        except msgspec.DecodeError:
+            return False
+        except RecursionError:
+            return True
+    else:
+        level = [schema]
+    for _ in range(limit):
+        level = [
+            child
+            for node in level
+            if isinstance(node, dict | list)
+            for child in (node.values() if isinstance(node, dict) else node)
+        ]
+    return any(isinstance(node, dict | list) for node in level)
 
 
 def _check_logprobs(options: SamplingOptions, facts: WorkerFacts) -> None:

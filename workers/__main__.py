@@ -18,12 +18,8 @@ from titopool.errors import ConfigError
 from titopool.gpus import visible_gpus
 from titopool.logs import configure_logging
 from workers.engine import VllmEngine
-from workers.server import WorkerServer
+from workers.server import WorkerServer, kill_children
 from workers.status import PhaseReporter
-
-EXIT_STOPPED = 0
-EXIT_NEVER_READY = 3
-EXIT_DIED = 4
 
 USAGE = "usage: python -m workers --endpoint tcp://ADDRESS:PORT [MODEL] [options of titopool serve]"
 
@@ -60,9 +56,9 @@ def main(argv: list[str]) -> int:
             logging.getLogger(__name__).exception("worker %s failed", worker_id)
         reason = describe_failure(error)
     if not reason:
-        return EXIT_STOPPED
+        return 0
     report.failed(reason)
-    return EXIT_DIED if report.was_ready else EXIT_NEVER_READY
+    return 1
 
 
 async def serve(
@@ -99,6 +95,8 @@ def run() -> NoReturn:
     code = main(sys.argv[1:])
     sys.stdout.flush()
     sys.stderr.flush()
+    # What a thread that was still loading has started since.
+    kill_children()
     os._exit(code)
 
 

@@ -157,13 +157,14 @@ class VllmEngine:
         prompt = tokens_input(token_ids, cache_salt=job.cache_salt)
         try:
             # FINAL_ONLY: exactly one output, with all completions in order.
-            (output,) = [one async for one in self._llm.generate(prompt, params, str(job.job_id))]
+            outputs = [one async for one in self._llm.generate(prompt, params, str(job.job_id))]
         except EngineDeadError as error:
             raise EngineDead("vLLM's engine process has ended") from error
         except EngineGenerateError as error:
             raise _refusal_or_failure(error.__cause__ or error) from error
         except _client_errors() as error:
             raise _refusal_or_failure(error) from error
+        (output,) = outputs
         return self._completions(output, params), output.num_cached_tokens or 0
 
     def _sampling_params(self, encoded: msgspec.Raw) -> Any:

@@ -1,7 +1,8 @@
 """The environment variables of an engine process, set before vLLM is imported.
 
-A variable that the user has set stays, save those of other distributed launchers, which
-would make vLLM join a group that is not there.
+Settings of vLLM that the user has made stay. What says where a worker runs (GPUs, ports)
+is ours, and variables of other distributed launchers go: they would make vLLM join a group
+that is not there.
 """
 
 import os

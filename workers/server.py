@@ -8,10 +8,12 @@ engine loads in a thread, so that front ends and supervisor see the phase meanwh
 import asyncio
 import logging
 import os
+import threading
 import time
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import msgspec
 import psutil
@@ -35,6 +37,8 @@ from workers.engine import Engine, EngineDead
 
 logger = logging.getLogger(__name__)
 
+Result = TypeVar("Result")
+
 # How long the engine may take to stop before its processes are killed.
 CLOSE_TIMEOUT_S = 3.0
 # Token ids travel as int32.
@@ -50,6 +54,9 @@ class FrontEnd:
     jobs: dict[tuple[int, int], Job] = field(default_factory=dict)
     tasks: dict[tuple[int, int], asyncio.Task[None]] = field(default_factory=dict)
     outbox: list[Completed | Failed] = field(default_factory=list)
+
+    def forget(self, key: tuple[int, int]) -> None:
+        del self.jobs[key], self.tasks[key]
 
     @property
     def num_sequences(self) -> int:
@@ -102,16 +109,24 @@ class WorkerServer:
             self._loop.create_task(self._start_engine()),
             self._loop.create_task(self._send_heartbeats()),
         ]
+        for task in background:
+            task.add_done_callback(self._stop_if_failed)
         try:
             return await self._stop_reason
         finally:
             for task in background:
                 task.cancel()
             self._loop.remove_reader(self._router.FD)
-            await self._close()
+            await self._close(failure=self._stop_cause())
             # Long enough for Stopping to leave.
             self._router.close(linger=500)
             context.term()
+
+    def _stop_if_failed(self, task: asyncio.Task[None]) -> None:
+        # A worker that sends no signs of life, say, is worth nothing to anybody.
+        if not task.cancelled() and task.exception() is not None:
+            logger.error("a task of the worker failed", exc_info=task.exception())
+            self.stop(f"the worker itself failed: {task.exception()!r}")
 
     def stop(self, reason: str = "") -> None:
         """Makes `run` return; safe to call twice."""
@@ -120,7 +135,7 @@ class WorkerServer:
 
     async def _start_engine(self) -> None:
         try:
-            facts = await asyncio.to_thread(self._engine.load, self._enter_phase)
+            facts = await in_daemon_thread(lambda: self._engine.load(self._enter_phase))
             self._enter_phase("warming")
             await self._engine.warm_up()
         except Exception as error:
@@ -192,29 +207,26 @@ class WorkerServer:
             logger.warning("ignored job %s of a front end that did not say Hello first", key)
             return
         front_end.jobs[key] = job
-        front_end.tasks[key] = self._loop.create_task(self._run_job(identity, front_end, job))
+        task = self._loop.create_task(self._run_job(front_end, job))
+        front_end.tasks[key] = task
+        # Not in the task itself: one that is cancelled before its first step runs none of it.
+        task.add_done_callback(lambda _: front_end.forget(key))
 
     def _abort(self, identity: bytes, key: tuple[int, int]) -> None:
         front_end = self._front_ends.get(identity)
         task = front_end.tasks.get(key) if front_end else None
-        if task is not None:
-            task.cancel()
+        if task is not None and task.cancel():
+            self._counters.num_aborted_jobs += 1
 
     # ---- running ---------------------------------------------------------------------
 
-    async def _run_job(self, identity: bytes, front_end: FrontEnd, job: Job) -> None:
-        key = (job.job_id, job.attempt)
+    async def _run_job(self, front_end: FrontEnd, job: Job) -> None:
         try:
             result = await self._result_of(job)
         except EngineDead as error:
             # No answer: the front end sends the job to another worker.
             self.stop(str(error))
             return
-        except asyncio.CancelledError:
-            self._counters.num_aborted_jobs += 1
-            raise
-        finally:
-            del front_end.jobs[key], front_end.tasks[key]
         self._count(job, result)
         front_end.outbox.append(result)
         if not self._flush_planned:
@@ -257,7 +269,7 @@ class WorkerServer:
         self._flush_planned = False
         for identity, front_end in self._front_ends.items():
             if front_end.outbox:
-                self._send(identity, messages.Results(self._incarnation, front_end.outbox))
+                self._send(identity, messages.Results(front_end.outbox))
                 front_end.outbox = []
 
     def _send(self, identity: bytes, message: messages.FromWorker) -> None:
@@ -286,6 +298,7 @@ class WorkerServer:
             phase_s=time.monotonic() - self._phase_since,
             weight_version=self._engine.weight_version,
             facts=self._facts,
+            num_front_ends=len(self._front_ends),
             other_sequences=sum(one.num_sequences for one in others),
             other_tokens=sum(one.num_tokens for one in others),
             num_sequences=sum(one.num_sequences for one in self._front_ends.values()),
@@ -301,17 +314,48 @@ class WorkerServer:
                     task.cancel()
                 del self._front_ends[identity]
 
-    async def _close(self) -> None:
+    def _stop_cause(self) -> str:
+        if not self._stop_reason.done():
+            return ""
+        error = self._stop_reason.exception()
+        return self._stop_reason.result() if error is None else repr(error)
+
+    async def _close(self, *, failure: str) -> None:
         self._phase = "stopping"
         for identity in self._front_ends:
-            self._send(identity, messages.Stopping(self._incarnation, "the worker is stopping"))
-        children = psutil.Process().children(recursive=True)
+            self._send(identity, messages.Stopping(failure))
         try:
-            await asyncio.wait_for(asyncio.to_thread(self._engine.close), CLOSE_TIMEOUT_S)
+            await asyncio.wait_for(in_daemon_thread(self._engine.close), CLOSE_TIMEOUT_S)
         except Exception as error:
             logger.warning("the engine did not stop by itself: %s", type(error).__name__)
-        for child in children:
-            try:
-                child.kill()
-            except psutil.NoSuchProcess:
-                pass
+        kill_children()
+
+
+async def in_daemon_thread(call: Callable[[], Result]) -> Result:
+    """Runs `call` in a thread that does not keep the process when it must end meanwhile."""
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[Result] = loop.create_future()
+
+    def settle(set_outcome: Callable[[Any], None], outcome: Any) -> None:
+        if not done.done():
+            set_outcome(outcome)
+
+    def run() -> None:
+        try:
+            result = call()
+        except BaseException as error:
+            loop.call_soon_threadsafe(settle, done.set_exception, error)
+        else:
+            loop.call_soon_threadsafe(settle, done.set_result, result)
+
+    threading.Thread(target=run, daemon=True).start()
+    return await done
+
+
+def kill_children() -> None:
+    """Kills every process below this one: vLLM leaves its own behind."""
+    for child in psutil.Process().children(recursive=True):
+        try:
+            child.kill()
+        except psutil.NoSuchProcess:
+            pass

@@ -22,7 +22,6 @@ class PhaseReporter:
         self._status_fd = status_fd
         self._phase = ""
         self._since = self._begin = time.monotonic()
-        self.was_ready = False
 
     def __call__(self, phase: str) -> None:
         """Begins `phase`."""
@@ -33,7 +32,6 @@ class PhaseReporter:
             text += f", {now - self._begin:.1f} s in all)" if phase == "ready" else ")"
         print(text, file=sys.stderr, flush=True)
         self._phase, self._since = phase, now
-        self.was_ready = self.was_ready or phase == "ready"
         self._tell(Report(phase=phase))
 
     def failed(self, reason: str) -> None:

@@ -26,7 +26,7 @@ from typing import IO
 
 import msgspec
 
-from titopool.config import ServerConfig, from_environment
+from titopool.config import FAILURE_FILE, ServerConfig, from_environment
 from titopool.errors import ConfigError
 from titopool.gpus import visible_gpus
 from titopool.logs import configure_logging
@@ -44,9 +44,10 @@ QUOTED_LINES = 5
 ENGINE_CORE_FAILED = "Engine core initialization failed"
 RAISED = re.compile(r"(?:^|\s)((?:\w+\.)*\w*(?:Error|Exception): .+)")
 LONGEST_PAUSE_S = 60.0
+# A worker that was ready for less than this died quickly.
+QUICK_DEATH_S = 60.0
 # A pool without any worker is given up after so many failed starts in a row.
 MAX_FAILED_STARTS = 3
-FAILURE_FILE = "failure"
 
 
 @dataclass
@@ -61,6 +62,8 @@ class WorkerProcess:
     failure: str = ""
     has_been_ready: bool = False
     num_failed_starts: int = 0
+    ready_at: float = 0.0
+    num_quick_deaths: int = 0
     last_lines: deque[str] = field(default_factory=lambda: deque(maxlen=LAST_LINES))
     pending: dict[str, bytes] = field(default_factory=dict)
 
@@ -180,6 +183,7 @@ class Supervisor:
         if worker.phase == "ready":
             worker.has_been_ready = True
             worker.num_failed_starts = 0
+            worker.ready_at = time.monotonic()
 
     # ---- ending ----------------------------------------------------------------------
 
@@ -193,8 +197,9 @@ class Supervisor:
         worker.process = None
         cause = worker.failure or describe_exit(code)
         if worker.phase == "ready":
-            logger.error("%s died: %s; starting it again", worker.name, cause)
-            worker.start_after = 0.0
+            pause_s = self._pause_after_death(worker)
+            logger.error("%s died: %s; starting it again in %g s", worker.name, cause, pause_s)
+            worker.start_after = time.monotonic() + pause_s
             return
         worker.num_failed_starts += 1
         if not worker.has_been_ready or self._is_hopeless():
@@ -202,6 +207,14 @@ class Supervisor:
         pause_s = min(2.0**worker.num_failed_starts, LONGEST_PAUSE_S)
         logger.error("%s did not start: %s; again in %.0f s", worker.name, cause, pause_s)
         worker.start_after = time.monotonic() + pause_s
+
+    def _pause_after_death(self, worker: WorkerProcess) -> float:
+        """None after a long life; growing when a worker dies soon after each start."""
+        has_lived_s = time.monotonic() - worker.ready_at
+        worker.num_quick_deaths = worker.num_quick_deaths + 1 if has_lived_s < QUICK_DEATH_S else 0
+        if worker.num_quick_deaths < 2:
+            return 0.0
+        return min(2.0**worker.num_quick_deaths, LONGEST_PAUSE_S)
 
     def _is_hopeless(self) -> bool:
         return all(
@@ -321,10 +334,12 @@ def main() -> int:
         logger.exception("the supervisor failed")
         cause = f"the supervisor failed: {error}"
     print(f"\ntitopool: {cause}\n", file=sys.stderr, flush=True)
-    # The master reads this at its end, to exit with an error too.
-    (Path(config.run_dir) / FAILURE_FILE).write_text(cause)
-    if os.getppid() == arguments.parent_pid:
-        os.kill(arguments.parent_pid, signal.SIGTERM)
+    try:
+        # The master reads this at its end, to exit with an error too.
+        (Path(config.run_dir) / FAILURE_FILE).write_text(cause)
+    finally:
+        if os.getppid() == arguments.parent_pid:
+            os.kill(arguments.parent_pid, signal.SIGTERM)
     return 1
 
 
