@@ -16,7 +16,14 @@ from flask import request as http_request
 from app.prompts import prompt_ids_of
 from app.replies import generate_reply
 from app.request import Request
-from app.schemas import SAMPLING_FIELDS, GenerateBody, TokensPrompt, decode_body, explain
+from app.schemas import (
+    GENERATE_BODY,
+    SAMPLING_FIELDS,
+    GenerateBody,
+    TokensPrompt,
+    decode_body,
+    explain,
+)
 from app.service import Service, current_service
 from titopool.errors import ClientGone, DeadlinePassed, InvalidRequest
 from titopool.messages import Job, WorkerFacts
@@ -25,6 +32,7 @@ from titopool.sampling import (
     UNSUPPORTED_FIELDS,
     SamplingOptions,
     check_sampling,
+    encode_options,
 )
 
 logger = logging.getLogger(__name__)
@@ -44,7 +52,7 @@ def generate() -> Response:
 
 def _generate(service: Service) -> Response:
     deadline = time.monotonic() + service.config.request_timeout_s
-    body = decode_body(http_request.get_data(cache=False), GenerateBody)
+    body = decode_body(http_request.get_data(cache=False), GENERATE_BODY)
     facts = service.link.facts
     _refuse_images(body)
     options = sampling_options(body)
@@ -138,7 +146,7 @@ def has_logprobs(options: SamplingOptions) -> bool:
 
 def _encode(options: SamplingOptions) -> msgspec.Raw:
     try:
-        return msgspec.Raw(msgspec.msgpack.encode(options))
+        return msgspec.Raw(encode_options(options))
     except OverflowError:
         raise InvalidRequest(
             "sampling options: expected numbers of 64 bits at most, got a larger one in extra_args "

@@ -5,6 +5,7 @@ must hold no thread, socket or engine of its own. `gunicorn.conf.py` and `titopo
 both use this module.
 """
 
+import faulthandler
 import os
 import resource
 import select
@@ -93,6 +94,8 @@ def when_ready(server: Any) -> None:
 def post_worker_init(worker: Any) -> None:
     """In each front end: starts its threads before the first request."""
     configure_logging(_config.log_level)
+    # A crash in a library's native code leaves each thread's traceback in the log.
+    faulthandler.enable()
     service = worker.wsgi.extensions["titopool"]
     service.start()
     if _supervisor is not None:

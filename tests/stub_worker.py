@@ -14,14 +14,13 @@ import sys
 import time
 from enum import IntEnum
 
-import msgspec
 import numpy as np
 
 from titopool.config import from_environment
 from titopool.errors import GenerationFailed
 from titopool.logs import configure_logging
 from titopool.messages import Completion, Job, Logprobs, WorkerFacts
-from titopool.sampling import SamplingOptions
+from titopool.sampling import SamplingOptions, decode_options
 from workers.engine import EngineDead, EngineResult, ReportPhase
 from workers.server import WorkerServer
 from workers.status import PhaseReporter
@@ -76,7 +75,7 @@ class StubEngine:
         ids = np.frombuffer(job.prompt_token_ids, dtype=np.int32)
         await self._stage_fault(int(ids[0]))
         await asyncio.sleep(self._delay_s)
-        options = msgspec.msgpack.decode(job.sampling, type=SamplingOptions)
+        options = decode_options(job.sampling)
         answer = np.ascontiguousarray(ids[::-1][: options.max_tokens])
         logprobs = None
         if options.logprobs is not None:

@@ -107,6 +107,12 @@ class SamplingOptions(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=
     watermarking: bool | None = None
 
 
+# Made at import, so that no two threads use the Struct for the first time at once (see
+# app/schemas.py).
+encode_options = msgspec.msgpack.Encoder().encode
+decode_options = msgspec.msgpack.Decoder(SamplingOptions).decode
+
+
 def check_sampling(options: SamplingOptions, facts: WorkerFacts) -> None:
     """Checks what depends on other fields or on the engine.
 

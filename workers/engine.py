@@ -17,7 +17,7 @@ from titopool import demo_model
 from titopool.config import ServerConfig
 from titopool.errors import ConfigError, GenerationFailed, InvalidRequest
 from titopool.messages import Completion, Job, Logprobs, WorkerFacts
-from titopool.sampling import SamplingOptions
+from titopool.sampling import SamplingOptions, decode_options, encode_options
 from workers.environment import default_engine_options, prepare_environment
 
 ReportPhase = Callable[[str], None]
@@ -143,7 +143,7 @@ class VllmEngine:
             prompt_token_ids=np.array([0], dtype=np.int32).tobytes(),
             num_sequences=1,
             num_tokens=3,
-            sampling=msgspec.Raw(msgspec.msgpack.encode(sampling)),
+            sampling=msgspec.Raw(encode_options(sampling)),
         )
         await self.run(job)
         await self._llm.collective_rpc("titopool_die_with", args=(os.getpid(),))
@@ -172,7 +172,7 @@ class VllmEngine:
         key = bytes(encoded)
         params = self._params_by_options.get(key)
         if params is None:
-            options = msgspec.msgpack.decode(key, type=SamplingOptions)
+            options = decode_options(key)
             params = _to_vllm_params(options)
             if len(self._params_by_options) >= 256:
                 self._params_by_options.clear()
