@@ -1,0 +1,94 @@
+"""`python -m workers` by itself, with real vLLM, over tcp with a key."""
+
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.conftest import ENGINE_OPTIONS
+from tests.servers import (
+    REPOSITORY,
+    START_TIMEOUT_S,
+    STOP_TIMEOUT_S,
+    alive,
+    environment,
+    free_port,
+    kill_all,
+    running_server,
+    wait_until,
+)
+
+StartWorker = Callable[[str], subprocess.Popen[bytes]]
+
+
+@pytest.fixture
+def key_file(tmp_path: Path) -> str:
+    return str(tmp_path / "curve.key")
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Path:
+    return tmp_path / "worker-log"
+
+
+@pytest.fixture
+def start_worker(tiny_model: str, key_file: str, log: Path) -> Iterator[StartWorker]:
+    """Starts a worker at an endpoint; kills what is left of it."""
+    started = []
+
+    def start(endpoint: str) -> subprocess.Popen[bytes]:
+        with log.open("wb") as output:
+            command = [sys.executable, "-m", "workers", "--endpoint", endpoint, tiny_model]
+            process = subprocess.Popen(
+                [*command, *ENGINE_OPTIONS],
+                env=environment(TITOPOOL_CURVE_KEY_FILE=key_file),
+                cwd=REPOSITORY, stdout=output, stderr=subprocess.STDOUT,
+            )  # fmt: skip
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        if process.poll() is None:
+            kill_all(psutil.Process(process.pid).children(recursive=True))
+            process.kill()
+            process.wait()
+
+
+def test_a_worker_alone_serves_whoever_has_its_key(start_worker, key_file, tmp_path):
+    port = free_port()
+    worker = start_worker(f"tcp://127.0.0.1:{port}")
+    endpoints = ("--endpoints", f"tcp://localhost:{port}")
+    with running_server(
+        *endpoints, log=tmp_path / "server-log", TITOPOOL_CURVE_KEY_FILE=key_file
+    ) as server:
+        assert server.generate([[1, 2, 3]], max_tokens=2)["prompt_ids"] == [[1, 2, 3]]
+        with running_server(
+            *endpoints, log=tmp_path / "stranger-log", num_workers=0,
+            TITOPOOL_CURVE_KEY_FILE=str(tmp_path / "another.key"),
+        ) as stranger:  # fmt: skip
+            # Longer than a heartbeat, and the worker is there and ready.
+            wait_until(lambda: stranger.get("/ready").json()["workers"], 10)
+            assert stranger.get("/health").status_code == 503
+            assert stranger.get("/ready").json()["workers"][0]["phase"] == "unreachable"
+        children = psutil.Process(worker.pid).children(recursive=True)
+        worker.send_signal(signal.SIGTERM)
+        assert worker.wait(STOP_TIMEOUT_S) == 0
+        wait_until(lambda: not alive(children), 2, lambda: str(alive(children)))
+
+
+def test_a_worker_that_is_stopped_while_it_loads_leaves_nothing(start_worker, log):
+    worker = start_worker(f"tcp://127.0.0.1:{free_port()}")
+    own = psutil.Process(worker.pid)
+    # vLLM's engine process is there, and does not yet watch the worker.
+    wait_until(
+        lambda: "loading" in log.read_text() and own.children(recursive=True), START_TIMEOUT_S
+    )
+    children = own.children(recursive=True)
+    worker.send_signal(signal.SIGTERM)
+    assert worker.wait(STOP_TIMEOUT_S) == 0
+    wait_until(lambda: not alive(children), 2, lambda: str(alive(children)))
