@@ -1,0 +1,234 @@
+"""This server beside the bare engine, vLLM's own server and TRL's, in one run on one machine.
+
+    python -m benchmarks.bench                              # tiny model, any machine
+    python -m benchmarks.bench --shape qwen3-0.6b --num-workers 1 2 4 --trl FOLDER
+
+Each is started with the same model folder and engine options, gets the same prompts in the
+same patterns, and is stopped before the next one starts. With several workers a server gets
+as many times the prompts, and its ratio is to as many engines. The results go to
+`OUT.json`, `OUT.md` and `OUT.png`. A run whose token counts are not what was asked for is
+not reported: the benchmark ends with an error.
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from benchmarks import report
+from benchmarks.load import send
+from benchmarks.machine import describe_machine
+from benchmarks.processes import Running, engine_environment, running
+from benchmarks.targets import Engine, Target, Titopool, TrlServe, VllmServe, WrongAnswer
+from benchmarks.workload import PATTERNS, Pattern, Sizes, make_pattern
+
+BARE_TIMEOUT_S = 1200
+
+
+def main() -> None:
+    options = parse_arguments()
+    from titopool.gpus import visible_gpus
+
+    on_cpu = not visible_gpus()
+    sizes = Sizes(options.num_prompts, options.input_len, options.output_len)
+    targets = chosen_targets(options)
+    runs: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        engine = make_engine(options, Path(folder), on_cpu=on_cpu)
+        for number in range(options.rounds):
+            say(f"round {number + 1} of {options.rounds}: bare engine")
+            runs += measure_bare_engine(engine, sizes, options, Path(folder), on_cpu=on_cpu)
+            for target in targets:
+                say(target.name)
+                environ = engine_environment(on_cpu=on_cpu, num_workers=target.num_workers)
+                with running(target, engine, environ, Path(folder) / "log") as server:
+                    runs += measure(server, engine, sizes, options)
+    result = {
+        "machine": describe_machine(),
+        "shape": options.shape,
+        "sizes": asdict(sizes),
+        "engine_options": dict(engine.options),
+        "repeats": options.repeats * options.rounds,
+        "runs": runs,
+    }
+    report.write(result, Path(options.out))
+
+
+def parse_arguments() -> argparse.Namespace:
+    from benchmarks.models import SHAPES
+
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--shape", choices=SHAPES, default="tiny")
+    parser.add_argument("--num-workers", type=int, nargs="+", default=[1])
+    parser.add_argument("--num-prompts", type=int, default=64)
+    parser.add_argument("--input-len", type=int, default=32)
+    parser.add_argument("--output-len", type=int, default=32)
+    parser.add_argument("--max-num-seqs", type=int, default=0, help="0: vLLM's own choice")
+    parser.add_argument("--dummy-weights", action="store_true", help="without weights on disk")
+    parser.add_argument("--patterns", nargs="+", choices=PATTERNS, default=list(PATTERNS))
+    parser.add_argument("--targets", nargs="+", choices=["titopool", "binary", "vllm", "trl"],
+                        default=["titopool", "binary", "vllm", "trl"])  # fmt: skip
+    parser.add_argument("--trl", metavar="FOLDER", help="folder that holds trl 1.9.2")
+    parser.add_argument("--serve-options", default="", help="more options for titopool serve")
+    parser.add_argument("--repeats", type=int, default=3, help="of each pattern at each start")
+    parser.add_argument("--rounds", type=int, default=1, help="starts of each server, in turn")
+    parser.add_argument("--out", default="bench", help="name of the result files, without ending")
+    return parser.parse_args()
+
+
+def chosen_targets(options: argparse.Namespace) -> list[Target]:
+    targets: list[Target] = []
+    words = options.serve_options.split()
+    for num_workers in options.num_workers:
+        for name in ("titopool", "binary"):
+            if name in options.targets:
+                targets.append(Titopool(num_workers, binary=name == "binary", options=words))
+    if "vllm" in options.targets:
+        targets.append(VllmServe())
+    if "trl" in options.targets and options.trl:
+        targets.append(TrlServe(options.trl))
+    return targets
+
+
+def make_engine(options: argparse.Namespace, folder: Path, *, on_cpu: bool) -> Engine:
+    model = folder / "model"
+    weights = "dummy" if options.dummy_weights else "weights"
+    subprocess.run(
+        [sys.executable, "-m", "benchmarks.models", options.shape, str(model), weights],
+        check=True, timeout=600,
+    )  # fmt: skip
+    chosen: dict[str, Any] = {"max_model_len": 2048, "logprobs_mode": "processed_logprobs"}
+    if options.max_num_seqs:
+        chosen["max_num_seqs"] = options.max_num_seqs
+    if options.shape == "tiny":
+        chosen["dtype"] = "float32"
+    if options.dummy_weights and options.shape != "tiny":
+        chosen["load_format"] = "dummy"
+    if on_cpu:
+        # What this server gives its engines on a CPU, for the other servers too.
+        chosen |= {"enforce_eager": True, "gpu_memory_utilization": 0.4}
+        chosen["distributed_executor_backend"] = "uni"
+    return Engine(str(model), chosen)
+
+
+def measure_bare_engine(
+    engine: Engine, sizes: Sizes, options: argparse.Namespace, folder: Path, *, on_cpu: bool
+) -> list[dict[str, Any]]:
+    job = {
+        "model": engine.model, "options": dict(engine.options), "sizes": asdict(sizes),
+        "patterns": [name for name in options.patterns if name != "single"],
+        "repeats": options.repeats,
+    }  # fmt: skip
+    job_file, answer_file, log = folder / "job.json", folder / "answer.json", folder / "bare.log"
+    job_file.write_text(json.dumps(job))
+    with log.open("wb") as output:
+        done = subprocess.run(
+            [sys.executable, "-m", "benchmarks.bare_engine", str(job_file), str(answer_file)],
+            env=engine_environment(on_cpu=on_cpu), stdout=output, stderr=subprocess.STDOUT,
+            timeout=BARE_TIMEOUT_S, check=False,
+        )  # fmt: skip
+    if done.returncode:
+        sys.exit(f"the bare engine failed; its log ends:\n{log.read_text()[-6000:]}")
+    answer = json.loads(answer_file.read_text())
+    return [
+        {
+            "target": "bare engine" + run["kind"], "num_workers": 1, "start_s": answer["start_s"],
+            "pattern": run["pattern"], "num_calls": 0, "num_failures": 0,
+            "num_tokens": run["num_tokens"], "elapsed_s": run["elapsed_s"],
+            "latencies_s": quantiles(run["latencies_s"]),
+            "cpu_s": {"workers": run["cpu_s"], "front_end": 0.0}, "num_bytes": 0,
+        }
+        for run in answer["runs"]
+    ]  # fmt: skip
+
+
+def measure(
+    server: Running, engine: Engine, sizes: Sizes, options: argparse.Namespace
+) -> list[dict[str, Any]]:
+    scaled = Sizes(sizes.num_prompts * server.target.num_workers, sizes.input_len, sizes.output_len)
+    runs = []
+    # Repeat -1 warms up; the bare engine has the even and odd numbers of the same range.
+    for repeat in range(-1, options.repeats):
+        for name in options.patterns:
+            pattern = for_target(make_pattern(name, scaled, repeat=2 * repeat), server.target)
+            run = measure_once(server, pattern, engine)
+            if repeat >= 0:
+                runs.append(run)
+                say(f"  {name}: {run['num_tokens'] / run['elapsed_s']:,.0f} tok/s")
+    return runs
+
+
+def for_target(pattern: Pattern, target: Target) -> Pattern:
+    """The pattern, shortened for a server that takes one request after the other."""
+    if target.max_calls is None:
+        return pattern
+    calls = pattern.calls[: target.max_calls]
+    return Pattern(pattern.name, calls, min(pattern.concurrency, len(calls)), pattern.output_len)
+
+
+def measure_once(server: Running, pattern: Pattern, engine: Engine) -> dict[str, Any]:
+    target = server.target
+    bodies = [target.body(call, pattern.output_len, engine.model) for call in pattern.calls]
+    before = server.cpu_s()
+    sent = send(
+        server.url + target.path, bodies, concurrency=pattern.concurrency, headers=target.headers
+    )
+    cpu_s = {role: used - before[role] for role, used in server.cpu_s().items()}
+    good = [
+        answer for status, answer in zip(sent.statuses, sent.answers, strict=True) if status == 200
+    ]
+    failures = [
+        (status, answer)
+        for status, answer in zip(sent.statuses, sent.answers, strict=True)
+        if status != 200
+    ]
+    if failures:
+        say(f"  {len(failures)} requests failed, the first with {failures[0]}"[:500])
+    check_lengths(target, pattern, good, num_expected=len(pattern.calls) - len(failures))
+    return {
+        "target": target.name, "num_workers": target.num_workers, "start_s": server.start_s,
+        "pattern": pattern.name, "num_calls": len(pattern.calls), "num_failures": len(failures),
+        "num_tokens": pattern.num_tokens, "elapsed_s": sent.elapsed_s,
+        "latencies_s": quantiles(sent.latencies_s), "cpu_s": cpu_s,
+        "num_bytes": sum(map(len, good)),
+    }  # fmt: skip
+
+
+def check_lengths(
+    target: Target, pattern: Pattern, answers: list[bytes], num_expected: int
+) -> None:
+    """Ends the benchmark when a good answer does not hold what was asked for."""
+    per_call = len(pattern.calls[0].prompts) * pattern.calls[0].n
+    wanted = [pattern.output_len] * (per_call * num_expected)
+    try:
+        found = [length for answer in answers for length in target.lengths(answer)]
+    except (WrongAnswer, LookupError, TypeError, ValueError) as error:
+        sys.exit(f"{target.name}, {pattern.name}: not reported, an answer is wrong: {error!r}")
+    if found != wanted:
+        sys.exit(
+            f"{target.name}, {pattern.name}: not reported, expected {len(wanted)} completions of "
+            f"{pattern.output_len} tokens, got {len(found)} of {sorted(set(found))}"
+        )
+
+
+def quantiles(latencies_s: list[float]) -> dict[str, float]:
+    """Median, 99th percentile and greatest."""
+    ordered = sorted(latencies_s)
+    return {
+        "p50": statistics.median(ordered),
+        "p99": ordered[min(len(ordered) - 1, int(0.99 * len(ordered)))],
+        "max": ordered[-1],
+    }
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    main()

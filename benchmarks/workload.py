@@ -1,0 +1,98 @@
+"""What is sent: the same prompts, in four patterns, to every server.
+
+Prompts are random ids, new ones for each repeat, so that nothing is found in a prefix cache
+but what a pattern shares on purpose.
+"""
+
+import random
+from dataclasses import dataclass
+
+from benchmarks.models import PROMPT_IDS
+
+GROUP_SIZE = 8
+
+
+@dataclass(frozen=True)
+class Call:
+    """One HTTP request: prompts, with `n` completions for each."""
+
+    prompts: list[list[int]]
+    n: int = 1
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """Calls, and how many of them are under way at once."""
+
+    name: str
+    calls: list[Call]
+    concurrency: int
+    output_len: int
+
+    @property
+    def num_tokens(self) -> int:
+        """Completion tokens in all."""
+        return sum(len(call.prompts) * call.n for call in self.calls) * self.output_len
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How much is sent to one worker; several workers get as many times the prompts."""
+
+    num_prompts: int
+    input_len: int
+    output_len: int
+
+
+PATTERNS = ("batch", "single", "queue", "groups", "short")
+TITLES = {
+    "batch": "one request with {num_prompts} prompts",
+    "single": "{num_prompts} one-prompt requests at once",
+    "queue": "{queue} requests, {queue_at_once} at once",
+    "groups": "{groups} groups, n=8, half the prompt shared by all",
+    "short": "one request at a time, 1 prompt, {short_len} tokens",
+}
+SHORT_LEN = 8
+NUM_SHORT = 20
+
+
+def describe(name: str, sizes: Sizes) -> str:
+    """A pattern's title for the table."""
+    return TITLES[name].format(
+        num_prompts=sizes.num_prompts,
+        queue=4 * sizes.num_prompts,
+        queue_at_once=2 * sizes.num_prompts,
+        groups=max(1, sizes.num_prompts // GROUP_SIZE),
+        short_len=SHORT_LEN,
+    )
+
+
+def make_pattern(name: str, sizes: Sizes, *, repeat: int) -> Pattern:
+    """The pattern `name`; another `repeat` has other prompts."""
+    chance = random.Random(f"{name} {repeat}")
+
+    def prompts(count: int, length: int) -> list[list[int]]:
+        return [chance.choices(PROMPT_IDS, k=length) for _ in range(count)]
+
+    def one_by_one(count: int, length: int) -> list[Call]:
+        return [Call([prompt]) for prompt in prompts(count, length)]
+
+    count, length = sizes.num_prompts, sizes.input_len
+    output_len = sizes.output_len
+    match name:
+        case "batch":
+            calls, at_once = [Call(prompts(count, length))], 1
+        case "single":
+            calls, at_once = one_by_one(count, length), count
+        case "queue":
+            calls, at_once = one_by_one(4 * count, length), 2 * count
+        case "groups":
+            (shared,) = prompts(1, length // 2)
+            own = prompts(max(1, count // GROUP_SIZE), length - length // 2)
+            calls = [Call([shared + rest], n=GROUP_SIZE) for rest in own]
+            at_once = len(calls)
+        case "short":
+            calls, at_once, output_len = one_by_one(NUM_SHORT, length), 1, SHORT_LEN
+        case _:
+            raise ValueError(f"pattern: expected one of {PATTERNS}, got {name!r}")
+    return Pattern(name, calls, at_once, output_len)
