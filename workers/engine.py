@@ -19,6 +19,7 @@ from titopool.errors import ConfigError, GenerationFailed, InvalidRequest
 from titopool.messages import Completion, Job, Logprobs, WorkerFacts
 from titopool.sampling import SamplingOptions, decode_options, encode_options
 from workers.environment import default_engine_options, prepare_environment
+from workers.logprobs_transport import receive_lists
 
 ReportPhase = Callable[[str], None]
 EngineResult = tuple[list[Completion], int]
@@ -86,6 +87,8 @@ class VllmEngine:
         from vllm.v1.engine.async_llm import AsyncLLM
 
         engine_args = self._engine_args(AsyncEngineArgs, defaults)
+        if engine_args.worker_extension_cls == defaults["worker_extension_cls"]:
+            receive_lists()
         report("loading")
         # LLM_CLASS: the batch sizes that vLLM chooses for throughput.
         self._llm = AsyncLLM.from_engine_args(engine_args, usage_context=UsageContext.LLM_CLASS)

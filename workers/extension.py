@@ -9,6 +9,11 @@ import select
 import signal
 import threading
 
+from workers.logprobs_transport import send_lists
+
+# vLLM imports this module in every process that holds a part of the model, before its first step.
+send_lists()
+
 
 class WorkerExtension:
     """Methods that the engine adapter calls through `collective_rpc`."""
