@@ -56,9 +56,10 @@ class Worker:
         return self.num_tokens + others
 
     @property
-    def num_places(self) -> int:
-        """Sequences that the engine runs at once."""
-        return self.facts.max_num_seqs if self.facts else 0
+    def num_places(self) -> float:
+        """This front end's share of the sequences that the engine runs at once."""
+        beat = self.heartbeat
+        return self.facts.max_num_seqs / max(1, beat.num_front_ends) if beat and self.facts else 0
 
     def has_room_for(self, job: Job, *, ahead: bool) -> bool:
         """Whether the engine can run `job` at once or, if `ahead`, soon.
@@ -202,7 +203,7 @@ class Pool:
         )
 
     def assign(self) -> list[Assignment]:
-        """Takes waiting jobs to ready workers that have room."""
+        """Takes waiting jobs to ready workers that have room, as the policy says."""
         ready = [worker for worker in self.workers.values() if worker.facts is not None]
         chosen: dict[str, Assignment] = {}
         while self.waiting and ready:

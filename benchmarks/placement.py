@@ -1,6 +1,6 @@
 """Placement policies beside one another, on simulated workers.
 
-    python -m benchmarks.placement [--out FILE] [--num-workers 2 4 8] [--num-seeds 3]
+    python -m benchmarks.placement [--out FILE] [--num-workers 2 4 8] [--num-seeds 5]
 
 Drives the server's own `app/pool.py` and `app/placement.py`, without sockets and threads, in
 simulated time. An engine runs sequences in one continuous batch with a prefix cache of limited
@@ -94,6 +94,16 @@ def long_tailed(chance: random.Random, num_workers: int) -> list[Conversation]:
     ]
 
 
+def two_tasks(chance: random.Random, num_workers: int) -> list[Conversation]:
+    """The same, but first all short ones (median 150), then all long ones (median 600)."""
+    num_each = 192 * num_workers
+    return [
+        single(ids(chance, 512), ids(chance, long_tail(chance, median, 4096)), 4096)
+        for median in (150, 600)
+        for _ in range(num_each)
+    ]
+
+
 def groups(chance: random.Random, num_workers: int) -> list[Conversation]:
     """8 requests for each prompt of 2,048 ids, one after another.
 
@@ -145,6 +155,7 @@ def many_conversations(chance: random.Random, num_workers: int) -> list[Conversa
 WORKLOADS: list[tuple[str, Callable[[random.Random, int], list[Conversation]], int]] = [
     ("equal prompts", equal_prompts, 1),
     ("long-tailed lengths", long_tailed, 1),
+    ("long-tailed, two tasks", two_tasks, 1),
     ("groups of 8", groups, 1),
     ("hot system prompt", hot_prefix, 1),
     ("conversations", conversations, 1),
@@ -293,7 +304,7 @@ class Simulation:
         # By job id: (conversation, turn, front end).
         self.sources: dict[int, tuple[int, int, int]] = {}
         # By front end and endpoint: what its next heartbeat tells.
-        self.news: Counter[tuple[int, str]] | dict[tuple[int, str], bytes] = {}
+        self.news: dict[tuple[int, str], bytes] = {}
         self.job_ids = itertools.count(1)
         for pool in self.pools:
             for endpoint in self.engines:
@@ -422,7 +433,7 @@ NAMES = ("prefix", "least_loaded", "round_robin", "even_split")
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--num-workers", type=int, nargs="+", default=[2, 4, 8])
-    parser.add_argument("--num-seeds", type=int, default=3)
+    parser.add_argument("--num-seeds", type=int, default=5)
     parser.add_argument("--out", type=Path, help="file for the same figures as JSON")
     arguments = parser.parse_args()
     rows = []

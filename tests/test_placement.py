@@ -193,6 +193,14 @@ def test_a_free_place_goes_to_a_job_that_belongs_there_first():
     assert assigned(pool) == {"b": [202, 201]}
 
 
+def test_a_job_that_belongs_nowhere_is_not_passed_over():
+    mine, others = ids(1, 4), ids(2, 4)
+    pool = full_pool(mine, others)
+    assert place(pool, job_of(201, ids(3, 4)), job_of(202, others)) == {}
+    end(pool, "b", 101)
+    assert assigned(pool) == {"b": [201]}
+
+
 def test_the_first_job_is_passed_over_only_so_often():
     mine, others = ids(1, 4), ids(2, 4)
     pool = full_pool(mine, others)
