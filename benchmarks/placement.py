@@ -4,9 +4,9 @@
 
 Drives the server's own `app/pool.py` and `app/placement.py`, without sockets and threads, in
 simulated time. An engine runs sequences in one continuous batch with a prefix cache of limited
-size; a prefill holds up its decoding, as the sum of the steps does in vLLM. The constants
-below are assumptions, about those of a model of 8 billion parameters on an H200; no engine
-was measured.
+size; a prefill holds up its decoding, as the sum of the steps does in vLLM, and decoding does
+not slow down with length. The constants below are assumptions, about those of a model of 8
+billion parameters on an H200; no engine was measured.
 
 Makespan: seconds until the last completion. Hit rate: prompt tokens found in a cache. Load:
 tokens computed (prefill without hits, and decoding), the greatest worker's over the mean.
