@@ -27,6 +27,7 @@ from app.schemas import (
 from app.service import Service, current_service
 from titopool.errors import ClientGone, DeadlinePassed, InvalidRequest
 from titopool.messages import Job, WorkerFacts
+from titopool.prefixes import prompt_hashes
 from titopool.sampling import (
     SERVER_SET_FIELDS,
     UNSUPPORTED_FIELDS,
@@ -59,7 +60,13 @@ def _generate(service: Service) -> Response:
     check_sampling(options, facts)
     _check_batch(len(body.prompts), options.n, service.config.max_completions_per_request)
     prompt_ids = prompt_ids_of(body, facts, service.tokenizer, deadline - time.monotonic())
-    jobs = make_jobs(prompt_ids, options, facts, [_salt(prompt) for prompt in body.prompts])
+    jobs = make_jobs(
+        prompt_ids,
+        options,
+        facts,
+        [_salt(prompt) for prompt in body.prompts],
+        with_prefixes=service.link.needs_prefixes,
+    )
     service.link.check_ready()
     request = Request(jobs)
     run(service, request, deadline)
@@ -118,6 +125,8 @@ def make_jobs(
     options: SamplingOptions,
     facts: WorkerFacts,
     salts: list[str | None],
+    *,
+    with_prefixes: bool,
 ) -> list[Job]:
     """One job for each prompt, in order."""
     encoded = _encode(options)
@@ -125,15 +134,17 @@ def make_jobs(
     for ids, salt in zip(prompt_ids, salts, strict=True):
         room = facts.max_model_len - len(ids)
         most = room if options.max_tokens is None else min(room, options.max_tokens)
+        token_ids = ids.tobytes()
         jobs.append(
             Job(
                 job_id=next(_job_ids),
                 attempt=1,
-                prompt_token_ids=ids.tobytes(),
+                prompt_token_ids=token_ids,
                 num_sequences=options.n,
                 num_tokens=len(ids) + options.n * most,
                 sampling=encoded,
                 cache_salt=salt,
+                prefix=prompt_hashes(token_ids, salt) if with_prefixes else None,
             )
         )
     return jobs

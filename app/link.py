@@ -18,6 +18,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from app.discovery import Discovery
+from app.placement import POLICIES
 from app.pool import Pool
 from app.request import Request
 from titopool import messages
@@ -48,7 +49,10 @@ class Link:
         """`endpoints` are as in the settings; host names among them are looked up again and again."""
         self._config = config
         self._discovery = Discovery(endpoints)
-        self._pool = Pool(no_worker_timeout_s=config.worker_start_timeout_s)
+        self._pool = Pool(
+            no_worker_timeout_s=config.worker_start_timeout_s,
+            policy=POLICIES[config.placement](),
+        )
         self._calls: deque[Callable[[], None]] = deque()
         self._views: tuple[WorkerView, ...] = ()
         self._facts: WorkerFacts | None = None
@@ -99,6 +103,12 @@ class Link:
         if self._facts is None:
             raise self._no_ready_worker()
         return self._facts
+
+    @property
+    def needs_prefixes(self) -> bool:
+        """Whether jobs should bring the digests of their prompts."""
+        has_choice = self._config.placement == "prefix" and len(self._views) > 1
+        return has_choice and self.facts.num_cache_tokens > 0
 
     def check_ready(self) -> None:
         """Raises NoReadyWorker unless a worker can generate now."""
@@ -271,6 +281,7 @@ class Link:
         self._poller.unregister(socket)
         self._poller.unregister(monitor)
         socket.disable_monitor()
+        monitor.close(linger=0)
         socket.close(linger=0)
 
     def _publish(self) -> None:

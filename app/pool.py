@@ -10,12 +10,14 @@ A job has exactly one end: its request is told once, whatever comes later.
 import dataclasses
 import logging
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import msgspec
 
+from app.placement import ByPrefix, Policy
+from app.prefix_index import PrefixIndex, as_integers
 from app.request import Request
 from titopool.errors import ERRORS_BY_CODE, GenerationFailed, NoReadyWorker, TitopoolError
 from titopool.messages import Completed, Failed, Heartbeat, Job, WorkerFacts
@@ -39,6 +41,7 @@ class Worker:
     jobs: dict[int, "OpenJob"] = field(default_factory=dict)
     num_sequences: int = 0
     num_tokens: int = 0
+    prefixes: PrefixIndex = field(default_factory=PrefixIndex)
 
     @property
     def facts(self) -> WorkerFacts | None:
@@ -52,8 +55,14 @@ class Worker:
         others = self.heartbeat.other_tokens if self.heartbeat else 0
         return self.num_tokens + others
 
-    def has_room_for(self, job: Job) -> bool:
-        """Whether the engine can run `job` soon.
+    @property
+    def num_places(self) -> float:
+        """This front end's share of the sequences that the engine runs at once."""
+        beat = self.heartbeat
+        return self.facts.max_num_seqs / max(1, beat.num_front_ends) if beat and self.facts else 0
+
+    def has_room_for(self, job: Job, *, ahead: bool) -> bool:
+        """Whether the engine can run `job` at once or, if `ahead`, soon.
 
         What other front ends leave free is this one's, and its fair share in any case: a
         backlog of theirs does not shut it out. A job wider than that may run alone.
@@ -61,7 +70,7 @@ class Worker:
         facts, beat = self.facts, self.heartbeat
         if facts is None or beat is None:
             return False
-        window = WINDOW_FACTOR * facts.max_num_seqs
+        window = facts.max_num_seqs * (WINDOW_FACTOR if ahead else 1)
         mine = max(window - beat.other_sequences, window / max(1, beat.num_front_ends))
         return self.num_sequences == 0 or self.num_sequences + job.num_sequences <= mine
 
@@ -69,6 +78,7 @@ class Worker:
         self.jobs[open_job.job.job_id] = open_job
         self.num_sequences += open_job.job.num_sequences
         self.num_tokens += open_job.job.num_tokens
+        self.prefixes.record(open_job.digests)
 
     def remove(self, job_id: int) -> "OpenJob":
         open_job = self.jobs.pop(job_id)
@@ -84,6 +94,8 @@ class OpenJob:
     job: Job
     request: Request
     index: int
+    # Of the prompt's blocks.
+    digests: Sequence[int] = ()
     # Workers that died while they ran it.
     num_deaths: int = 0
 
@@ -98,7 +110,8 @@ class Assignment(NamedTuple):
 class Pool:
     """All workers, the jobs under way and those that wait."""
 
-    def __init__(self, *, no_worker_timeout_s: float):
+    def __init__(self, *, no_worker_timeout_s: float, policy: Policy | None = None):
+        self._policy = policy or ByPrefix()
         self.workers: dict[str, Worker] = {}
         self.waiting: deque[OpenJob] = deque()
         self.num_open_jobs = 0
@@ -127,6 +140,13 @@ class Pool:
                 logger.error("worker %s at %s takes no jobs: %s", beat.worker_id, endpoint, odd)
         elif known is None or known.phase != beat.phase:
             logger.info("worker %s at %s: %s", beat.worker_id, endpoint, beat.phase)
+        if known is not None and known.weight_version != beat.weight_version:
+            # What was cached was computed with other weights.
+            worker.prefixes.clear()
+        elif beat.prefixes:
+            worker.prefixes.record(as_integers(beat.prefixes))
+        if beat.facts is not None:
+            worker.prefixes.resize(beat.facts.num_cache_tokens)
         worker.heartbeat, worker.last_seen = beat, now
 
     def _difference(self, endpoint: str, facts: WorkerFacts) -> str:
@@ -153,6 +173,7 @@ class Pool:
                 worker.heartbeat.worker_id, endpoint, len(worker.jobs), reason,
             )  # fmt: skip
         worker.heartbeat = None
+        worker.prefixes.clear()
         for job_id in list(worker.jobs):
             self._send_again(worker.remove(job_id), reason, has_died)
 
@@ -176,19 +197,21 @@ class Pool:
     def submit(self, request: Request) -> None:
         """Lets all jobs of `request` wait for a worker."""
         self.num_open_jobs += len(request.jobs)
-        self.waiting.extend(OpenJob(job, request, index) for index, job in enumerate(request.jobs))
+        self.waiting.extend(
+            OpenJob(job, request, index, as_integers(job.prefix))
+            for index, job in enumerate(request.jobs)
+        )
 
     def assign(self) -> list[Assignment]:
-        """Takes waiting jobs, first come first served, to the ready workers with least load."""
+        """Takes waiting jobs to ready workers that have room, as the policy says."""
         ready = [worker for worker in self.workers.values() if worker.facts is not None]
         chosen: dict[str, Assignment] = {}
         while self.waiting and ready:
-            open_job = self.waiting[0]
-            roomy = [worker for worker in ready if worker.has_room_for(open_job.job)]
-            if not roomy:
+            choice = self._policy.choose(self.waiting, ready)
+            if choice is None:
                 break
-            self.waiting.popleft()
-            worker = min(roomy, key=lambda one: one.load)
+            worker, open_job = choice.worker, self.waiting[choice.place]
+            del self.waiting[choice.place]
             worker.add(open_job)
             assignment = chosen.setdefault(worker.endpoint, Assignment(worker, []))
             assignment.jobs.append(open_job.job)
@@ -207,6 +230,8 @@ class Pool:
                 text = f"prompts[{open_job.index}]: {result.message}"
                 self._fail(open_job, error_type(text))
             else:
+                if result.prefix:
+                    worker.prefixes.record([*open_job.digests, *as_integers(result.prefix)])
                 self.num_open_jobs -= 1
                 open_job.request.complete(open_job.index, result)
 

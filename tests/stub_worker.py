@@ -75,6 +75,7 @@ class StubEngine:
             max_num_seqs=self._max_num_seqs,
             max_logprobs=20,
             world_size=1,
+            num_cache_tokens=100_000,
         )
 
     async def warm_up(self) -> None:

@@ -44,6 +44,7 @@ def test_children_read_the_same_settings():
         pytest.param(["--endpoints", "http://a:1"], {}, ["http://a:1"], id="no-endpoint"),
         pytest.param(["--log-level", "loud"], {}, ["log_level", "loud"], id="no-level"),
         pytest.param([], {"TITOPOOL_ENGINE_ARGS": "'"}, ["engine_args"], id="open-quote"),
+        pytest.param(["--placement", "random"], {}, ["placement", "prefix, least_loaded or round_robin", "random"], id="no-placement"),
         pytest.param(["--heartbeat-timeout-s", "0.6"], {}, ["heartbeat"], id="contradiction"),
     ],
 )  # fmt: skip

@@ -22,6 +22,7 @@ from titopool.errors import ConfigError
 ENV_PREFIX = "TITOPOOL_"
 # In `run_dir`: written by a supervisor that gives up, for gunicorn's master to read.
 FAILURE_FILE = "failure"
+PLACEMENTS = ("prefix", "least_loaded", "round_robin")
 
 
 def setting(default: Any, help: str, *, at_least: float | None = None, secret: bool = False) -> Any:
@@ -83,6 +84,11 @@ class ServerConfig:
     worker_start_timeout_s: float = setting(
         900.0, "how long a worker may take to be ready, or the pool to be without one", at_least=1
     )
+    placement: str = setting(
+        "prefix",
+        "how prompts are spread over workers: prefix (least load, but where a prompt's beginning "
+        "is cached if the load allows it), least_loaded or round_robin",
+    )
     heartbeat_interval_s: float = setting(0.5, "time between signs of life", at_least=0.05)
     heartbeat_timeout_s: float = setting(
         10.0, "silence after which a worker counts as dead", at_least=0.1
@@ -102,6 +108,11 @@ class ServerConfig:
         if self.log_level not in ("debug", "info", "warning", "error"):
             raise ConfigError(
                 f"log_level: expected debug, info, warning or error, got {self.log_level!r}"
+            )
+        if self.placement not in PLACEMENTS:
+            raise ConfigError(
+                f"placement: expected {', '.join(PLACEMENTS[:-1])} or {PLACEMENTS[-1]}, "
+                f"got {self.placement!r}"
             )
         if self.heartbeat_timeout_s < 2 * self.heartbeat_interval_s:
             raise ConfigError(

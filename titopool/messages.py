@@ -50,6 +50,8 @@ class WorkerFacts(msgspec.Struct, frozen=True):
     max_logprobs: int
     # Tensor- times pipeline-parallel size.
     world_size: int
+    # Tokens that it keeps keys and values of, for prompts to come; 0: none.
+    num_cache_tokens: int = 0
 
 
 class WorkerCounters(msgspec.Struct):
@@ -75,6 +77,8 @@ class Job(msgspec.Struct, frozen=True):
     # A `titopool.sampling.SamplingOptions`, encoded once for all jobs of a request.
     sampling: msgspec.Raw
     cache_salt: str | None = None
+    # Digests of the prompt's blocks (`titopool.prefixes`); None where nobody looks at them.
+    prefix: bytes | None = None
 
 
 # ---- front end → worker -------------------------------------------------------------
@@ -119,6 +123,9 @@ class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
     # Completions under way for all front ends, and what was done for them.
     num_sequences: int
     counters: WorkerCounters
+    # Digests of the prefixes that jobs of other front ends left in the cache since the last
+    # heartbeat; not all of them if they are many.
+    prefixes: bytes = b""
 
 
 class Completed(msgspec.Struct, frozen=True, tag="completed"):
@@ -128,6 +135,8 @@ class Completed(msgspec.Struct, frozen=True, tag="completed"):
     attempt: int
     completions: list[Completion]
     num_cached_tokens: int
+    # Digests that each completion adds to `Job.prefix`, after one another.
+    prefix: bytes = b""
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):

@@ -121,6 +121,8 @@ class VllmEngine:
         from vllm import SamplingParams
 
         config, model = self._llm.vllm_config, self._llm.model_config
+        cache = config.cache_config
+        num_cache_tokens = cache.kv_cache_size_tokens if cache.enable_prefix_caching else 0
         return WorkerFacts(
             model=str(self._config.model or model.model),
             tokenizer=str(model.tokenizer),
@@ -135,6 +137,7 @@ class VllmEngine:
             max_num_seqs=config.scheduler_config.max_num_seqs,
             max_logprobs=model.max_logprobs,
             world_size=config.parallel_config.world_size,
+            num_cache_tokens=num_cache_tokens or 0,
         )
 
     async def warm_up(self) -> None:

@@ -32,6 +32,7 @@ from titopool.messages import (
     Job,
     WorkerCounters,
 )
+from titopool.prefixes import completion_hashes
 from titopool.sockets import bind_router
 from workers.engine import Engine, EngineDead
 
@@ -43,6 +44,8 @@ Result = TypeVar("Result")
 CLOSE_TIMEOUT_S = 3.0
 # Token ids travel as int32.
 ID_BYTES = 4
+# Of a heartbeat; 128 KiB are the digests of a million tokens.
+MAX_PREFIX_BYTES = 128 * 1024
 
 
 @dataclass
@@ -54,6 +57,8 @@ class FrontEnd:
     jobs: dict[tuple[int, int], Job] = field(default_factory=dict)
     tasks: dict[tuple[int, int], asyncio.Task[None]] = field(default_factory=dict)
     outbox: list[Completed | Failed] = field(default_factory=list)
+    # Digests of what others' jobs left in the cache, for the next heartbeat.
+    prefixes: bytearray = field(default_factory=bytearray)
 
     def forget(self, key: tuple[int, int]) -> None:
         del self.jobs[key], self.tasks[key]
@@ -229,10 +234,20 @@ class WorkerServer:
             return
         self._count(job, result)
         front_end.outbox.append(result)
+        self._tell_others(front_end, job, result)
         if not self._flush_planned:
             # Jobs that end in one step of the engine travel in one message.
             self._flush_planned = True
             self._loop.call_soon(self._flush)
+
+    def _tell_others(self, front_end: FrontEnd, job: Job, result: Completed | Failed) -> None:
+        """Lets the other front ends send what begins like `job` here too."""
+        if job.prefix is None or isinstance(result, Failed):
+            return
+        prefix = job.prefix + result.prefix
+        for other in self._front_ends.values():
+            if other is not front_end and len(other.prefixes) + len(prefix) <= MAX_PREFIX_BYTES:
+                other.prefixes += prefix
 
     def _count(self, job: Job, result: Completed | Failed) -> None:
         counters = self._counters
@@ -261,7 +276,10 @@ class WorkerServer:
                 GenerationFailed.code,
                 f"worker {self._worker_id} failed on this prompt; its log has the reason",
             )
-        return Completed(job.job_id, job.attempt, completions, num_cached_tokens)
+        prefix = b""
+        if job.prefix is not None:
+            prefix = b"".join(completion_hashes(job, one.token_ids) for one in completions)
+        return Completed(job.job_id, job.attempt, completions, num_cached_tokens, prefix)
 
     # ---- sending ---------------------------------------------------------------------
 
@@ -291,6 +309,7 @@ class WorkerServer:
 
     def _heartbeat(self, receiver: FrontEnd) -> Heartbeat:
         others = [one for one in self._front_ends.values() if one is not receiver]
+        prefixes, receiver.prefixes = bytes(receiver.prefixes), bytearray()
         return Heartbeat(
             worker_id=self._worker_id,
             incarnation=self._incarnation,
@@ -303,6 +322,7 @@ class WorkerServer:
             other_tokens=sum(one.num_tokens for one in others),
             num_sequences=sum(one.num_sequences for one in self._front_ends.values()),
             counters=self._counters,
+            prefixes=prefixes,
         )
 
     def _forget_lost_front_ends(self) -> None:
