@@ -7,7 +7,7 @@ possible between the first byte sent and the last one received.
 import asyncio
 import multiprocessing
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,7 +35,7 @@ def send(
     bodies: Sequence[bytes],
     *,
     concurrency: int,
-    headers: dict[str, str],
+    headers: Mapping[str, str],
     num_processes: int = 0,
 ) -> Sent:
     """POSTs every body to `url`, `concurrency` at once, and waits for all answers.
@@ -65,13 +65,18 @@ def send(
 
 
 def _client(
-    url: str, bodies: Sequence[bytes], share: int, headers: dict[str, str], barrier: Any, pipe: Any
+    url: str,
+    bodies: Sequence[bytes],
+    share: int,
+    headers: Mapping[str, str],
+    barrier: Any,
+    pipe: Any,
 ) -> None:
     pipe.send(asyncio.run(_send_all(url, bodies, share, headers, barrier)))
 
 
 async def _send_all(
-    url: str, bodies: Sequence[bytes], share: int, headers: dict[str, str], barrier: Any
+    url: str, bodies: Sequence[bytes], share: int, headers: Mapping[str, str], barrier: Any
 ) -> list[tuple[float, float, int, bytes]]:
     """(begin, end, status, answer) of each body; times are the machine's monotonic seconds."""
     results: list[tuple[float, float, int, bytes]] = [(0.0, 0.0, 0, b"")] * len(bodies)

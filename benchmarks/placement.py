@@ -27,7 +27,7 @@ from app.placement import POLICIES, Choice, Policy
 from app.pool import Pool
 from app.prefix_index import as_integers
 from app.request import Request
-from benchmarks.workloads import WORKLOADS, Conversation, Turn
+from benchmarks.placement_workloads import WORKLOADS, Conversation, Turn
 from titopool.messages import Completed, Heartbeat, Job, WorkerCounters, WorkerFacts
 from titopool.prefixes import BLOCK_TOKENS
 

