@@ -14,7 +14,6 @@ import psutil
 
 from benchmarks.workload import Call
 
-
 JSON_HEADERS: Mapping[str, str] = {"Content-Type": "application/json"}
 
 
