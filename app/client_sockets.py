@@ -1,19 +1,33 @@
 """Deadlines on a client's connection: gunicorn's own reads and writes have none."""
 
-import socket
-import struct
+from collections.abc import Iterable
 
-from flask import Flask, request
+from flask import Flask, Response, request
+
+# An answer is written in pieces, each within the deadline: a slow client is not a silent one.
+PIECE_BYTES = 1024 * 1024
 
 
 def init_app(app: Flask, timeout_s: float) -> None:
     """Ends a connection whose client neither sends the rest of its request nor takes its answer."""
-    # struct timeval
-    timeout = struct.pack("ll", int(timeout_s), int(timeout_s % 1 * 1e6))
 
     @app.before_request
-    def set_deadlines() -> None:
+    def set_deadline() -> None:
         client = request.environ.get("gunicorn.socket")
         if client is not None:
-            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeout)
-            client.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeout)
+            client.settimeout(timeout_s)
+
+    @app.after_request
+    def end_deadline(response: Response) -> Response:
+        client = request.environ.get("gunicorn.socket")
+        if client is not None:
+            # Between two requests, gunicorn's `keepalive` counts.
+            response.call_on_close(lambda: client.settimeout(None))
+        return response
+
+
+def in_pieces(body: bytes) -> Iterable[bytes]:
+    """`body` for a Response, cut where it is long."""
+    if len(body) <= PIECE_BYTES:
+        return (body,)
+    return (body[start : start + PIECE_BYTES] for start in range(0, len(body), PIECE_BYTES))

@@ -13,6 +13,8 @@ import numpy as np
 from flask import Blueprint, Response
 from flask import request as http_request
 
+from app.client_sockets import in_pieces
+from app.disconnects import watching
 from app.prompts import prompt_ids_of
 from app.replies import generate_reply
 from app.request import Request
@@ -71,7 +73,9 @@ def _generate(service: Service) -> Response:
     request = Request(jobs)
     run(service, request, deadline)
     reply = generate_reply(prompt_ids, request.completed(), with_logprobs=has_logprobs(options))
-    return Response(reply, mimetype="application/json")
+    response = Response(in_pieces(reply), mimetype="application/json")
+    response.content_length = len(reply)
+    return response
 
 
 def run(service: Service, request: Request, deadline: float) -> None:
@@ -84,7 +88,7 @@ def run(service: Service, request: Request, deadline: float) -> None:
         service.link.cancel(request, ClientGone("the client closed its connection"))
 
     client = http_request.environ.get("gunicorn.socket")
-    with service.disconnects.watching(client, on_client_gone):
+    with watching(client, on_client_gone):
         service.link.submit(request)
         if not request.wait(deadline - time.monotonic()):
             limit_s = service.config.request_timeout_s

@@ -6,6 +6,7 @@ both use this module.
 """
 
 import faulthandler
+import gc
 import os
 import resource
 import select
@@ -14,10 +15,11 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from pathlib import Path
 from typing import Any
+
+import gevent
 
 from titopool.config import ENV_PREFIX, FAILURE_FILE, from_environment
 from titopool.errors import ConfigError
@@ -41,10 +43,10 @@ bind = (
 )
 # The engines need cores too.
 workers = _config.num_front_ends or min(4, max(1, len(os.sched_getaffinity(0)) // 2))
-worker_class = "gthread"
-threads = _config.num_threads
-# Threads are made when needed; connections beyond them wait for one.
-worker_connections = _config.num_threads + 4096
+# A greenlet for each connection: a thread hand-over costs more than all else of a request.
+worker_class = "gevent"
+# Also those that send nothing now.
+worker_connections = _config.max_open_requests + 4096
 backlog = 4096
 keepalive = 75
 loglevel = _config.log_level
@@ -92,23 +94,21 @@ def when_ready(server: Any) -> None:
 
 
 def post_worker_init(worker: Any) -> None:
-    """In each front end: starts its threads before the first request."""
+    """In each front end: connects to the workers before the first request."""
     configure_logging(_config.log_level)
     # A crash in a library's native code leaves each thread's traceback in the log.
     faulthandler.enable()
     service = worker.wsgi.extensions["titopool"]
     service.start()
+    # What is imported by now stays: the collector need not look at it again.
+    gc.freeze()
     if _supervisor is not None:
-        threading.Thread(
-            target=_end_with_supervisor, args=(_supervisor.pid, os.getppid()), daemon=True
-        ).start()
+        gevent.spawn(_end_with_supervisor, _supervisor.pid, os.getppid())
     stop_accepting = signal.getsignal(signal.SIGTERM)
 
     def end_in_time(number: int, frame: Any) -> None:
         # Requests that are still open just before gunicorn gives up on them get an answer.
-        timer = threading.Timer(max(0.0, worker.cfg.graceful_timeout - 1.0), service.close)
-        timer.daemon = True
-        timer.start()
+        gevent.spawn_later(max(0.0, worker.cfg.graceful_timeout - 1.0), service.close)
         assert callable(stop_accepting)
         stop_accepting(number, frame)
 

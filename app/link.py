@@ -1,31 +1,29 @@
-"""The one thread of a front-end process that touches ZeroMQ.
+"""What a front-end process says to the workers and hears from them.
 
-Runs in: each gunicorn process, one thread. Owns: a DEALER for each worker, and the pool.
-Talks to: `workers/server.py`. Other threads: only through `submit`, `cancel` and `workers`,
-which append to a queue and wake the thread, or read what it published.
+Runs in: each gunicorn process, a greenlet of its own. Owns: a `Wire` to each worker, and the
+pool. Talks to: `workers/server.py`. Everything in a front-end process runs in gevent's one
+thread, so nothing here needs a lock; handlers call `submit` and `cancel` directly, and what
+they submit in one turn of the loop leaves in one message to each worker.
 """
 
 import logging
-import os
-import threading
 import time
-from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
 
+import gevent
 import msgspec
 import zmq
-from zmq.utils.monitor import recv_monitor_message
+from gevent.event import Event
 
 from app.discovery import Discovery
 from app.placement import POLICIES
 from app.pool import Pool
 from app.request import Request
+from app.wire import Wire
 from titopool import messages
 from titopool.config import ServerConfig
 from titopool.errors import NoReadyWorker, QueueFull, TitopoolError
 from titopool.messages import Heartbeat, Results, Stopping, WorkerFacts
-from titopool.sockets import connect_dealer
 
 logger = logging.getLogger(__name__)
 
@@ -53,39 +51,36 @@ class Link:
             no_worker_timeout_s=config.worker_start_timeout_s,
             policy=POLICIES[config.placement](),
         )
-        self._calls: deque[Callable[[], None]] = deque()
         self._views: tuple[WorkerView, ...] = ()
         self._facts: WorkerFacts | None = None
-        self._lock = threading.Lock()
-        self._thread: threading.Thread | None = None
-        self._wake_fd = -1
+        self._wires: dict[str, Wire] = {}
+        # Wires that may have something to read.
+        self._changed: set[Wire] = set()
+        self._wake = Event()
+        self._greenlet: gevent.Greenlet | None = None
         self._is_closing = False
         # Set when every worker has been heard of, or has had the time to say something.
-        self._has_met = threading.Event()
+        self._has_met = Event()
         self._meet_until = float("inf")
 
-    # ---- any thread ------------------------------------------------------------------
+    # ---- for handlers ----------------------------------------------------------------
 
     def start(self) -> None:
-        """Starts the thread in this process, once."""
-        with self._lock:
-            if self._thread is None and not self._is_closing:
-                self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK)
-                self._discovery.start()
-                self._meet_until = time.monotonic() + MEETING_S
-                self._thread = threading.Thread(target=self._run, name="link", daemon=True)
-                self._thread.start()
+        """Connects to the workers, once."""
+        if self._greenlet is None and not self._is_closing:
+            self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+            self._discovery.start()
+            self._meet_until = time.monotonic() + MEETING_S
+            self._greenlet = gevent.spawn(self._run)
 
     def close(self) -> None:
-        """Ends every open request and the thread."""
-        with self._lock:
-            # Its descriptor stays open: a handler may be about to wake the thread.
-            self._is_closing = True
-            thread = self._thread
-        if thread is not None:
-            self._wake()
-            thread.join(timeout=5)
-            self._discovery.close()
+        """Ends every open request and the connections; returns at once."""
+        if self._is_closing:
+            return
+        self._is_closing = True
+        for request in self._pool.open_requests():
+            request.fail(stopping())
+        self._wake.set()
 
     @property
     def workers(self) -> tuple[WorkerView, ...]:
@@ -141,73 +136,64 @@ class Link:
                 f"would exceed max_queued_prompts ({limit}); try again later",
                 retry_after_s=1,
             )
-        self._call(lambda: self._pool.submit(request))
         if self._is_closing:
-            # The thread may have taken its last call already.
             request.fail(stopping())
+            return
+        self._pool.submit(request)
+        self._wake.set()
 
     def cancel(self, request: Request, error: TitopoolError) -> None:
         """Ends the request with `error`, if it is open, and stops its jobs."""
         if request.fail(error):
-            self._call(lambda: self._abort(request))
+            self._abort(request)
+            # Others may have waited for its place.
+            self._wake.set()
 
-    def _call(self, call: Callable[[], None]) -> None:
-        self._calls.append(call)
-        self._wake()
-
-    def _wake(self) -> None:
-        os.eventfd_write(self._wake_fd, 1)
-
-    # ---- the link thread -------------------------------------------------------------
+    # ---- the link's greenlet ---------------------------------------------------------
 
     def _run(self) -> None:
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._poller = zmq.Poller()
-        self._poller.register(self._wake_fd, zmq.POLLIN)
-        self._sockets: dict[str, zmq.Socket[bytes]] = {}
-        self._monitors: dict[str, zmq.Socket[bytes]] = {}
         next_tick = 0.0
         while not self._is_closing:
-            timeout_s = max(0.0, next_tick - time.monotonic())
+            self._wake.wait(max(0.0, next_tick - time.monotonic()))
+            self._wake.clear()
             try:
-                self._turn(timeout_s)
+                self._turn()
                 if time.monotonic() >= next_tick:
                     next_tick = time.monotonic() + self._config.heartbeat_interval_s
                     self._tick()
             except Exception:
                 # One bad message must not take the others' answers with it.
-                logger.exception("the link thread goes on after an error")
-        self._shut_down()
+                logger.exception("the link goes on after an error")
+        self._discovery.close()
+        for endpoint in list(self._wires):
+            self._disconnect(endpoint)
+        self._context.term()
 
-    def _turn(self, timeout_s: float) -> None:
-        """Waits for something to do and does it."""
-        ready = dict(self._poller.poll(int(timeout_s * 1000) + 1))
-        if self._wake_fd in ready:
-            os.eventfd_read(self._wake_fd)
-        while self._calls:
-            self._calls.popleft()()
-        for endpoint, socket in list(self._sockets.items()):
-            if socket in ready:
-                self._receive(endpoint, socket)
-        for endpoint, monitor in list(self._monitors.items()):
-            if monitor in ready:
-                self._read_monitor(endpoint, monitor)
+    def _turn(self) -> None:
+        """Reads what has come and sends what can go."""
+        while self._changed:
+            wire = self._changed.pop()
+            self._receive(wire)
+            if not wire.is_closed and wire.is_cut():
+                self._lose(wire.endpoint, "its connection is closed")
         for request in self._pool.take_failed():
             self._abort(request)
         self._send_assignments()
 
-    def _receive(self, endpoint: str, socket: zmq.Socket[bytes]) -> None:
-        while self._sockets.get(endpoint) is socket:
-            try:
-                frame = socket.recv(zmq.NOBLOCK)
-            except zmq.Again:
-                return
+    def _on_change(self, wire: Wire) -> None:
+        self._changed.add(wire)
+        self._wake.set()
+
+    def _receive(self, wire: Wire) -> None:
+        while not wire.is_closed and (frame := wire.receive()) is not None:
             try:
                 message = messages.decode_from_worker(frame)
             except msgspec.MsgspecError as error:
-                logger.error("dropped a message of %s that is none of ours: %s", endpoint, error)
+                logger.error(
+                    "dropped a message of %s that is none of ours: %s", wire.endpoint, error
+                )
                 continue
-            self._handle(endpoint, message)
+            self._handle(wire.endpoint, message)
 
     def _handle(self, endpoint: str, message: messages.FromWorker) -> None:
         match message:
@@ -220,13 +206,6 @@ class Link:
             case Stopping(failure=failure):
                 self._lose(endpoint, failure or "it was stopped", has_died=bool(failure))
 
-    def _read_monitor(self, endpoint: str, monitor: zmq.Socket[bytes]) -> None:
-        event = recv_monitor_message(monitor, zmq.NOBLOCK)
-        # The other end of a local socket is closed by nothing but the end of its process; a
-        # connection between hosts that breaks takes the worker's replies with it.
-        if event["event"] == zmq.EVENT_DISCONNECTED:
-            self._lose(endpoint, "its connection is closed")
-
     def _send_assignments(self) -> None:
         for worker, jobs in self._pool.assign():
             assert worker.heartbeat is not None
@@ -234,7 +213,7 @@ class Link:
             self._send(worker.endpoint, message)
 
     def _send(self, endpoint: str, message: messages.ToWorker) -> None:
-        self._sockets[endpoint].send(messages.encode(message), zmq.NOBLOCK)
+        self._wires[endpoint].send(messages.encode(message))
 
     def _abort(self, request: Request) -> None:
         for worker, keys in self._pool.drop_done(request):
@@ -246,14 +225,14 @@ class Link:
         for worker in self._pool.silent_workers(now, self._config.heartbeat_timeout_s):
             self._lose(worker.endpoint, f"silent for {now - worker.last_seen:.0f} s")
         self._pool.fail_if_abandoned(now)
-        for endpoint in self._sockets:
+        for endpoint in self._wires:
             self._send(endpoint, messages.Hello())
         self._publish()
 
     def _follow_discovery(self, now: float) -> None:
         found = self._discovery.endpoints
-        # By the sockets: one that could not be made is tried again.
-        for endpoint in found - self._sockets.keys():
+        # By the wires: one that could not be made is tried again.
+        for endpoint in found - self._wires.keys():
             self._pool.add_worker(endpoint, now)
             self._connect(endpoint)
         for endpoint in self._pool.workers.keys() - found:
@@ -269,20 +248,14 @@ class Link:
         self._publish()
 
     def _connect(self, endpoint: str) -> None:
-        socket = connect_dealer(self._context, endpoint, self._config.curve_key_file)
-        monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-        self._poller.register(socket, zmq.POLLIN)
-        self._poller.register(monitor, zmq.POLLIN)
-        self._sockets[endpoint], self._monitors[endpoint] = socket, monitor
+        key_file = self._config.curve_key_file
+        self._wires[endpoint] = Wire(self._context, endpoint, key_file, self._on_change)
         self._send(endpoint, messages.Hello())
 
     def _disconnect(self, endpoint: str) -> None:
-        socket, monitor = self._sockets.pop(endpoint), self._monitors.pop(endpoint)
-        self._poller.unregister(socket)
-        self._poller.unregister(monitor)
-        socket.disable_monitor()
-        monitor.close(linger=0)
-        socket.close(linger=0)
+        wire = self._wires.pop(endpoint)
+        self._changed.discard(wire)
+        wire.close()
 
     def _publish(self) -> None:
         now = time.monotonic()
@@ -293,16 +266,6 @@ class Link:
         has_met_all = bool(self._views) and all(view.heartbeat for view in self._views)
         if has_met_all or now > self._meet_until:
             self._has_met.set()
-
-    def _shut_down(self) -> None:
-        error = stopping()
-        while self._calls:
-            self._calls.popleft()()
-        for request in self._pool.open_requests():
-            request.fail(error)
-        for endpoint in list(self._sockets):
-            self._disconnect(endpoint)
-        self._context.term()
 
 
 def stopping() -> NoReadyWorker:

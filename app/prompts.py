@@ -23,7 +23,7 @@ def prompt_ids_of(
         PromptTooLong: a prompt leaves no room for a token.
     """
     _check_kinds(body.prompts)
-    token_ids = _token_ids(body.prompts, tokenizer, timeout_s)
+    token_ids = _token_ids(body.prompts, facts, tokenizer, timeout_s)
     keep = _tokens_to_keep(body, facts)
     checked = []
     for index, ids in enumerate(token_ids):
@@ -50,11 +50,14 @@ def _check_kinds(prompts: Sequence[object]) -> None:
 
 
 def _token_ids(
-    prompts: Sequence[str | list[int] | TokensPrompt], tokenizer: TokenizerLoader, timeout_s: float
+    prompts: Sequence[str | list[int] | TokensPrompt],
+    facts: WorkerFacts,
+    tokenizer: TokenizerLoader,
+    timeout_s: float,
 ) -> list[list[int]]:
     texts = [prompt for prompt in prompts if isinstance(prompt, str)]
     if texts:
-        return tokenizer.encode(texts, timeout_s)
+        return tokenizer.encode(texts, facts, timeout_s)
     return [
         prompt.prompt_token_ids if isinstance(prompt, TokensPrompt) else prompt
         for prompt in prompts

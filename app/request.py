@@ -1,9 +1,9 @@
 """One HTTP request's jobs, and the single end that they come to.
 
-Made by a handler thread, which waits; completed or failed by the link thread.
+Made by a handler, which waits; completed or failed by the link.
 """
 
-import threading
+from gevent.event import Event
 
 from titopool.errors import TitopoolError
 from titopool.messages import Completed, Job
@@ -17,36 +17,33 @@ class Request:
         self.results: list[Completed | None] = [None] * len(jobs)
         self.error: TitopoolError | None = None
         self._num_open = len(jobs)
-        self._lock = threading.Lock()
-        self._done = threading.Event()
+        self._done = Event()
 
     @property
     def is_done(self) -> bool:
         """Whether the end has come: all jobs are complete, or one has failed."""
-        return self._done.is_set()
+        return bool(self._done.is_set())
 
     def complete(self, index: int, result: Completed) -> None:
         """Records the result of job `index`; does nothing after the end."""
-        with self._lock:
-            if self._done.is_set() or self.results[index] is not None:
-                return
-            self.results[index] = result
-            self._num_open -= 1
-            if self._num_open == 0:
-                self._done.set()
+        if self._done.is_set() or self.results[index] is not None:
+            return
+        self.results[index] = result
+        self._num_open -= 1
+        if self._num_open == 0:
+            self._done.set()
 
     def fail(self, error: TitopoolError) -> bool:
         """Ends the request with `error`; returns whether it had not ended before."""
-        with self._lock:
-            if self._done.is_set():
-                return False
-            self.error = error
-            self._done.set()
-            return True
+        if self._done.is_set():
+            return False
+        self.error = error
+        self._done.set()
+        return True
 
     def wait(self, timeout_s: float) -> bool:
         """Blocks until the end, at most `timeout_s`; returns whether it has come."""
-        return self._done.wait(timeout_s)
+        return bool(self._done.wait(timeout_s))
 
     def completed(self) -> list[Completed]:
         """The results of all jobs.

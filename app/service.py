@@ -1,19 +1,16 @@
 """What the handlers of one front-end process share: settings, link, tokenizer."""
 
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from flask import current_app
+from gevent.monkey import is_module_patched
 
-from app.disconnects import DisconnectWatcher
 from app.link import Link
 from app.tokenizer import TokenizerLoader
 from titopool.config import ServerConfig
-from titopool.errors import QueueFull
+from titopool.errors import ConfigError, QueueFull
 from titopool.sockets import worker_endpoint
-
-RESERVED_THREADS = 64
 
 
 class Service:
@@ -22,17 +19,21 @@ class Service:
     def __init__(self, config: ServerConfig):
         self.config = config
         self.link = Link(config, endpoints_of(config))
-        self.tokenizer = TokenizerLoader(self.link)
-        self.disconnects = DisconnectWatcher()
-        # Threads that never wait for a generation answer /health and the like.
-        self._num_places = max(1, config.num_threads - RESERVED_THREADS)
-        self._places = threading.BoundedSemaphore(self._num_places)
+        self.tokenizer = TokenizerLoader()
+        self._num_open = 0
 
     def start(self) -> None:
-        """Starts the threads of this process; does nothing the second time."""
+        """Connects to the workers; does nothing the second time.
+
+        Raises:
+            ConfigError: this process serves with threads or one request at a time.
+        """
+        if not is_module_patched("socket"):
+            raise ConfigError(
+                "expected gunicorn's gevent worker; start `titopool serve`, or gunicorn with "
+                "`-c python:app.gunicorn_hooks`"
+            )
         self.link.start()
-        self.tokenizer.start()
-        self.disconnects.start()
 
     @contextmanager
     def place(self) -> Iterator[None]:
@@ -41,21 +42,22 @@ class Service:
         Raises:
             QueueFull: it holds as many already.
         """
-        if not self._places.acquire(blocking=False):
+        limit = self.config.max_open_requests
+        if self._num_open >= limit:
             raise QueueFull(
-                f"{self._num_places} requests are open here, as many as num_threads "
-                f"({self.config.num_threads}) allows; try again later, or send more prompts in one",
+                f"{limit} requests are open here, as many as max_open_requests allows; try again "
+                "later, or send more prompts in one",
                 retry_after_s=1,
             )
+        self._num_open += 1
         try:
             yield
         finally:
-            self._places.release()
+            self._num_open -= 1
 
     def close(self) -> None:
-        """Ends every open request and the threads."""
+        """Ends every open request and the connections."""
         self.link.close()
-        self.disconnects.close()
 
 
 def endpoints_of(config: ServerConfig) -> tuple[str, ...]:

@@ -1,88 +1,86 @@
-"""Text to ids: transformers' tokenizer of the model that the workers serve.
+"""The model's tokenizer, for prompts that come as text.
 
-Importing transformers takes seconds, so a thread does it while the workers load; requests
-with token ids never wait for it.
+Loaded when the first text comes: transformers brings torch with it (seconds, 0.4 GB), and
+trainers send ids. It works in a thread of its own, as it would hold up all other requests.
 """
 
 import logging
-import threading
-import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
+
+import gevent
+from gevent.event import AsyncResult
+from gevent.lock import Semaphore
+from gevent.threadpool import ThreadPool
 
 from titopool.errors import NoReadyWorker
-
-if TYPE_CHECKING:
-    from app.link import Link
+from titopool.messages import WorkerFacts
 
 logger = logging.getLogger(__name__)
 
-
-# How long a request with text waits for it.
+# How long a request with text waits while it is loaded.
 LOADING_TIMEOUT_S = 60.0
-# Pauses between attempts to load.
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 30.0
 
 
 class TokenizerLoader:
-    """Loads the tokenizer in the background, until it succeeds, and hands it out."""
+    """Loads the tokenizer once and hands it texts, one request after the other."""
 
-    def __init__(self, link: "Link"):
-        self._link = link
-        self._start_lock = threading.Lock()
-        # A fast tokenizer's settings are not safe to share between threads.
-        self._encode_lock = threading.Lock()
-        self._thread: threading.Thread | None = None
-        self._is_loaded = threading.Event()
-        self._tokenizer: Any = None
-        self._last_error = "it is still loading"
+    def __init__(self) -> None:
+        # A fast tokenizer's settings are not safe to share between threads: one, and in turn.
+        self._turn = Semaphore()
+        self._thread: ThreadPool | None = None
+        # The tokenizer, once it is there.
+        self._loaded: AsyncResult | None = None
 
-    def start(self) -> None:
-        """Starts loading in this process, once."""
-        with self._start_lock:
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="tokenizer", daemon=True)
-                self._thread.start()
-
-    def _run(self) -> None:
-        pause_s = FIRST_PAUSE_S
-        while not self._is_loaded.is_set():
-            try:
-                self._load()
-            except NoReadyWorker:
-                time.sleep(0.1)
-            except Exception as error:
-                logger.exception("the tokenizer cannot be loaded; again in %g s", pause_s)
-                self._last_error = f"it cannot be loaded ({type(error).__name__}: {error})"
-                time.sleep(pause_s)
-                pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
-
-    def _load(self) -> None:
-        from transformers import AutoTokenizer
-
-        facts = self._link.facts
-        self._tokenizer = AutoTokenizer.from_pretrained(
-            facts.tokenizer,
-            revision=facts.tokenizer_revision,
-            trust_remote_code=facts.trust_remote_code,
-        )
-        self._is_loaded.set()
-
-    def encode(self, texts: list[str], timeout_s: float) -> list[list[int]]:
+    def encode(self, texts: list[str], facts: WorkerFacts, timeout_s: float) -> list[list[int]]:
         """Token ids of each text, with the special tokens that vLLM adds to a text prompt.
 
         Raises:
-            NoReadyWorker: the tokenizer is not loaded, or not free, within `timeout_s`.
+            NoReadyWorker: the tokenizer cannot be loaded, or is not free within `timeout_s`.
         """
-        deadline = time.monotonic() + timeout_s
-        if not self._is_loaded.wait(min(timeout_s, LOADING_TIMEOUT_S)):
-            raise NoReadyWorker(
-                f"this front end has no tokenizer: {self._last_error}; send token ids, or try again",
-                retry_after_s=2,
-            )
-        if not self._encode_lock.acquire(timeout=max(0.0, deadline - time.monotonic())):
-            raise NoReadyWorker("the tokenizer is busy with other requests; try again")
+        busy = NoReadyWorker("the tokenizer is busy with other requests; try again")
+        with gevent.Timeout(max(0.001, timeout_s), busy), self._turn:
+            tokenizer = self._get(facts)
+            ids: list[list[int]] = self._spawn(encode_all, tokenizer, texts).get()
+            return ids
+
+    def _get(self, facts: WorkerFacts) -> Any:
+        if self._loaded is None:
+            self._loaded = self._spawn(load, facts)
         try:
-            ids: list[list[int]] = self._tokenizer(texts)["input_ids"]
-        finally:
-            self._encode_lock.release()
-        return ids
+            return self._loaded.get(timeout=LOADING_TIMEOUT_S)
+        except gevent.Timeout:
+            raise NoReadyWorker(
+                "this front end is still loading the tokenizer; send token ids, or try again",
+                retry_after_s=2,
+            ) from None
+        except Exception as error:
+            # The next request tries again.
+            self._loaded = None
+            logger.exception("the tokenizer cannot be loaded")
+            raise NoReadyWorker(
+                f"this front end has no tokenizer: it cannot be loaded ({type(error).__name__}: "
+                f"{error}); send token ids, or try again",
+                retry_after_s=2,
+            ) from error
+
+    def _spawn(self, function: Callable[..., Any], *arguments: Any) -> AsyncResult:
+        if self._thread is None:
+            self._thread = ThreadPool(1)
+        return self._thread.spawn(function, *arguments)
+
+
+def load(facts: WorkerFacts) -> Any:
+    """transformers' tokenizer of the model that the workers serve."""
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(
+        facts.tokenizer,
+        revision=facts.tokenizer_revision,
+        trust_remote_code=facts.trust_remote_code,
+    )
+
+
+def encode_all(tokenizer: Any, texts: list[str]) -> list[list[int]]:
+    ids: list[list[int]] = tokenizer(texts)["input_ids"]
+    return ids

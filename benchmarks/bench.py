@@ -68,7 +68,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--num-prompts", type=int, default=64)
     parser.add_argument("--input-len", type=int, default=32)
     parser.add_argument("--output-len", type=int, default=32)
-    parser.add_argument("--max-num-seqs", type=int, default=0, help="0: vLLM's own choice")
+    parser.add_argument("--max-num-seqs", type=int, default=0, help="0: twice the prompts")
     parser.add_argument("--dummy-weights", action="store_true", help="without weights on disk")
     parser.add_argument("--patterns", nargs="+", choices=PATTERNS, default=list(PATTERNS))
     parser.add_argument("--targets", nargs="+", choices=["titopool", "binary", "vllm", "trl"],
@@ -103,8 +103,8 @@ def make_engine(options: argparse.Namespace, folder: Path, *, on_cpu: bool) -> E
         check=True, timeout=600,
     )  # fmt: skip
     chosen: dict[str, Any] = {"max_model_len": 2048, "logprobs_mode": "processed_logprobs"}
-    if options.max_num_seqs:
-        chosen["max_num_seqs"] = options.max_num_seqs
+    # As many as the pattern "queue" has under way, so that the bare engine runs no more.
+    chosen["max_num_seqs"] = options.max_num_seqs or 2 * options.num_prompts
     if options.shape == "tiny":
         chosen["dtype"] = "float32"
     if options.dummy_weights and options.shape != "tiny":

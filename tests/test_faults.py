@@ -201,7 +201,7 @@ def test_a_worker_with_another_model_takes_no_jobs(start_stub, stub_server):
 
 def test_health_answers_while_every_place_is_taken(start_stub, stub_server, threads):
     start_stub(0, "--delay-s", "2")
-    server = stub_server(1, TITOPOOL_NUM_THREADS="68", TITOPOOL_NUM_FRONT_ENDS="1")
+    server = stub_server(1, TITOPOOL_MAX_OPEN_REQUESTS="4", TITOPOOL_NUM_FRONT_ENDS="1")
     answers = [in_background(threads, server, [[index, 1]]) for index in range(1, 9)]
     time.sleep(0.7)
     begin = time.monotonic()

@@ -1,7 +1,9 @@
 """Which job goes where: prefixes, loads, and what front ends learn of one another's jobs."""
 
 import random
+from collections.abc import Callable
 
+import gevent
 import msgspec
 import numpy as np
 import pytest
@@ -12,7 +14,7 @@ from app.placement import MAX_PASSED_OVER, POLICIES
 from app.pool import Pool
 from app.prefix_index import PrefixIndex, as_integers
 from app.request import Request
-from tests.servers import START_TIMEOUT_S, wait_until
+from tests.servers import START_TIMEOUT_S
 from tests.test_pool import FACTS, assigned, beat
 from titopool import config
 from titopool.config import ServerConfig
@@ -260,13 +262,20 @@ def test_an_emptied_cache_is_forgotten(event):
 # ---- two front ends ----------------------------------------------------------------------
 
 
+def let_links_work_until(condition: Callable[[], bool], timeout_s: float) -> None:
+    """Waits as gevent does: the links run in this thread."""
+    with gevent.Timeout(timeout_s):
+        while not condition():
+            gevent.sleep(0.02)
+
+
 class FrontEnd:
     """A link without HTTP before it."""
 
     def __init__(self, endpoints: tuple[str, ...], placement: str):
         self.link = Link(ServerConfig(placement=placement), endpoints)
         self.link.start()
-        wait_until(self._is_ready, START_TIMEOUT_S)
+        let_links_work_until(self._is_ready, START_TIMEOUT_S)
 
     def _is_ready(self) -> bool:
         beats = [view.heartbeat for view in self.link.workers]
@@ -315,9 +324,9 @@ def test_the_next_turn_through_another_front_end(front_ends, placement, expected
     prompts = [np.arange(n, n + 4 * BLOCK_TOKENS, dtype=np.int32).tobytes() for n in (1, 500)]
     completions = first.generate(*prompts)
     # What was done for the first one comes with the second one's next heartbeats.
-    wait_until(lambda: second.num_completed == [1, 1], 5)
+    let_links_work_until(lambda: second.num_completed == [1, 1], 5)
     second.generate(prompts[1] + completions[1] + prompts[0])
-    wait_until(lambda: sum(second.num_completed) == 3, 5)
+    let_links_work_until(lambda: sum(second.num_completed) == 3, 5)
     assert second.num_completed == expected
 
 

@@ -46,8 +46,8 @@ class ServerConfig:
     num_front_ends: int = setting(
         0, "gunicorn processes; 0: one for two cores, four at most", at_least=0
     )
-    num_threads: int = setting(
-        2048, "requests that one gunicorn process holds open at once", at_least=1
+    max_open_requests: int = setting(
+        16_384, "requests that one gunicorn process holds open at once", at_least=1
     )
     tensor_parallel_size: int = setting(1, "GPUs that share each layer of one engine", at_least=1)
     pipeline_parallel_size: int = setting(

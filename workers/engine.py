@@ -6,6 +6,7 @@ environment must be prepared before.
 """
 
 import argparse
+import gc
 import os
 from collections.abc import Callable
 from typing import Any, NoReturn, Protocol
@@ -153,6 +154,10 @@ class VllmEngine:
         )
         await self.run(job)
         await self._llm.collective_rpc("titopool_die_with", args=(os.getpid(),))
+        # What vLLM and torch have imported stays: the collector need not look at it again and
+        # again while tokens come in (10 µs a token at 512 sequences).
+        gc.collect()
+        gc.freeze()
 
     async def run(self, job: Job) -> EngineResult:
         from vllm.inputs import tokens_input
