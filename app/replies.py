@@ -44,7 +44,7 @@ def nested_logprobs(completion: Completion) -> tuple[Any, Any]:
     if packed is None:
         return [], []
     values = np.frombuffer(packed.values, np.float32)
-    ids = np.frombuffer(packed.token_ids, np.int32)
+    ids = np.frombuffer(packed.token_ids or completion.token_ids, np.int32)
     if not packed.counts:
         return values.reshape(-1, 1), ids.reshape(-1, 1)
     return _split(values, packed), _split(ids, packed)
