@@ -13,8 +13,8 @@ import numpy as np
 from flask import Blueprint, Response
 from flask import request as http_request
 
-from app.prompts import prompt_ids_of
-from app.replies import generate_reply
+from app.prompts import prompt_ids_of, unknown_to_client
+from app.replies import JSON, MSGPACK, binary_reply, is_binary, json_reply
 from app.request import Request
 from app.schemas import (
     GENERATE_BODY,
@@ -70,8 +70,12 @@ def _generate(service: Service) -> Response:
     service.link.check_ready()
     request = Request(jobs)
     run(service, request, deadline)
-    reply = generate_reply(prompt_ids, request.completed(), with_logprobs=has_logprobs(options))
-    return Response(reply, mimetype="application/json")
+    results, with_logprobs = request.completed(), has_logprobs(options)
+    if is_binary(http_request.accept_mimetypes):
+        unknown_ids = unknown_to_client(prompt_ids, body.prompts)
+        reply = binary_reply(unknown_ids, results, with_logprobs=with_logprobs)
+        return Response(reply, mimetype=MSGPACK)
+    return Response(json_reply(prompt_ids, results, with_logprobs=with_logprobs), mimetype=JSON)
 
 
 def run(service: Service, request: Request, deadline: float) -> None:

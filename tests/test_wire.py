@@ -11,7 +11,7 @@ import pytest
 import zmq
 
 from app.discovery import is_named, look_up
-from app.replies import generate_reply, nested_logprobs
+from app.replies import json_reply, nested_logprobs
 from titopool import messages
 from titopool.errors import ConfigError
 from titopool.messages import Completed, Completion, Logprobs
@@ -97,7 +97,7 @@ def test_what_is_not_finite_is_null_and_floats_read_back_as_the_same_float32():
     completion = Completion(
         ids.tobytes(), "length", Logprobs(values.tobytes(), ids.tobytes()), [(0, 0)]
     )
-    reply = generate_reply([ids], [Completed(1, 1, [completion], 0)], with_logprobs=True)
+    reply = json_reply([ids], [Completed(1, 1, [completion], 0)], with_logprobs=True)
     read = [entry[0] for entry in orjson.loads(reply)["logprobs"][0]]
     assert read[1] is None
     assert read[2] is None
