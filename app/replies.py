@@ -1,6 +1,6 @@
-"""From results to the bytes of an answer, in JSON or MessagePack, without a Python object for each token.
+"""From results to the bytes of an answer, without a Python object for each token.
 
-Both are prompt-major: the n completions of prompt 0 first.
+In JSON or MessagePack; both prompt-major: the n completions of prompt 0 first.
 """
 
 from collections.abc import Sequence
