@@ -15,8 +15,8 @@ from flask import request as http_request
 
 from app.client_sockets import in_pieces
 from app.disconnects import watching
-from app.prompts import prompt_ids_of
-from app.replies import generate_reply
+from app.prompts import prompt_ids_of, unknown_to_client
+from app.replies import JSON, MSGPACK, binary_reply, is_binary, json_reply
 from app.request import Request
 from app.schemas import (
     GENERATE_BODY,
@@ -72,8 +72,15 @@ def _generate(service: Service) -> Response:
     service.link.check_ready()
     request = Request(jobs)
     run(service, request, deadline)
-    reply = generate_reply(prompt_ids, request.completed(), with_logprobs=has_logprobs(options))
-    response = Response(in_pieces(reply), mimetype="application/json")
+    results, with_logprobs = request.completed(), has_logprobs(options)
+    if is_binary(http_request.accept_mimetypes):
+        unknown_ids = unknown_to_client(prompt_ids, body.prompts)
+        return respond(binary_reply(unknown_ids, results, with_logprobs=with_logprobs), MSGPACK)
+    return respond(json_reply(prompt_ids, results, with_logprobs=with_logprobs), JSON)
+
+
+def respond(reply: bytes, mimetype: str) -> Response:
+    response = Response(in_pieces(reply), mimetype=mimetype)
     response.content_length = len(reply)
     return response
 

@@ -34,6 +34,17 @@ def prompt_ids_of(
     return checked
 
 
+def unknown_to_client(
+    prompt_ids: Sequence[np.ndarray], prompts: Sequence[str | list[int] | TokensPrompt]
+) -> list[np.ndarray | None]:
+    """The ids of each prompt; None where the client sent just these: no text, nothing cut off."""
+    sent = map(_ids_in, prompts)
+    return [
+        None if given is not None and len(given) == len(ids) else ids
+        for given, ids in zip(sent, prompt_ids, strict=True)
+    ]
+
+
 def _check_kinds(prompts: Sequence[object]) -> None:
     if not prompts:
         raise InvalidRequest(
@@ -58,11 +69,13 @@ def _token_ids(
     texts = [prompt for prompt in prompts if isinstance(prompt, str)]
     if texts:
         return tokenizer.encode(texts, facts, timeout_s)
-    return [
-        prompt.prompt_token_ids if isinstance(prompt, TokensPrompt) else prompt
-        for prompt in prompts
-        if not isinstance(prompt, str)
-    ]
+    return [ids for ids in map(_ids_in, prompts) if ids is not None]
+
+
+def _ids_in(prompt: str | list[int] | TokensPrompt) -> list[int] | None:
+    if isinstance(prompt, TokensPrompt):
+        return prompt.prompt_token_ids
+    return prompt if isinstance(prompt, list) else None
 
 
 def _tokens_to_keep(body: GenerateBody, facts: WorkerFacts) -> int | None:

@@ -1,23 +1,39 @@
-"""From results to the bytes of an answer, without a Python object for each token."""
+"""From results to the bytes of an answer, without a Python object for each token.
+
+In JSON or MessagePack; both prompt-major: the n completions of prompt 0 first.
+"""
 
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 import orjson
+from werkzeug.datastructures import MIMEAccept
 
 from titopool.messages import Completed, Completion, Logprobs
 
+JSON = "application/json"
+MSGPACK = "application/msgpack"
 
-def generate_reply(
+_to_msgpack = msgspec.msgpack.Encoder().encode
+
+
+def is_binary(accept: MIMEAccept) -> bool:
+    """Whether the client would rather have MessagePack; one that takes neither gets JSON."""
+    # Of equal quality, the type that is named goes before one that a `*` stands for, then the first.
+    return accept.best_match((JSON, MSGPACK, "application/x-msgpack"), default=JSON) != JSON
+
+
+def json_reply(
     prompt_ids: Sequence[np.ndarray], results: Sequence[Completed], *, with_logprobs: bool
 ) -> bytes:
-    """The JSON answer of /generate/: prompt-major, the n completions of prompt 0 first.
+    """The answer of /generate/ as JSON.
 
     `logprobs` and `logprob_token_ids` have the shape [completions][tokens][1 to k + 1], or
     are null; a value that is not finite is null.
     """
-    completions = [completion for result in results for completion in result.completions]
+    completions = _completions(results)
     values = ids = None
     if with_logprobs:
         values, ids = [], []
@@ -30,12 +46,31 @@ def generate_reply(
         "completion_ids": [np.frombuffer(one.token_ids, np.int32) for one in completions],
         "logprobs": values,
         "logprob_token_ids": ids,
-        "finish_reasons": [one.finish_reason for one in completions],
-        "weight_versions": [one.weight_versions for one in completions],
-        "num_cached_tokens": [result.num_cached_tokens for result in results],
+        **_without_tokens(results),
     }
     # orjson writes float32 in the fewest digits that read back as the same float32.
     return orjson.dumps(reply, option=orjson.OPT_SERIALIZE_NUMPY)
+
+
+def binary_reply(
+    prompt_ids: Sequence[np.ndarray | None], results: Sequence[Completed], *, with_logprobs: bool
+) -> bytes:
+    """The answer of /generate/ as MessagePack: the arrays as the worker sent them.
+
+    Each is the bytes of a little-endian array, int32 or (`logprobs`) float32. A prompt's ids
+    are nil where `prompt_ids` has None.
+    """
+    completions = _completions(results)
+    logprobs = [one.logprobs or Logprobs(b"") for one in completions] if with_logprobs else []
+    reply = {
+        "prompt_ids": [None if ids is None else ids.data for ids in prompt_ids],
+        "completion_ids": [one.token_ids for one in completions],
+        "logprobs": [one.values for one in logprobs] if with_logprobs else None,
+        "logprob_token_ids": _nil_if_empty([one.token_ids for one in logprobs]),
+        "num_logprobs": _nil_if_empty([one.counts for one in logprobs]),
+        **_without_tokens(results),
+    }
+    return _to_msgpack(reply)
 
 
 def nested_logprobs(completion: Completion) -> tuple[Any, Any]:
@@ -44,7 +79,7 @@ def nested_logprobs(completion: Completion) -> tuple[Any, Any]:
     if packed is None:
         return [], []
     values = np.frombuffer(packed.values, np.float32)
-    ids = np.frombuffer(packed.token_ids, np.int32)
+    ids = np.frombuffer(packed.token_ids or completion.token_ids, np.int32)
     if not packed.counts:
         return values.reshape(-1, 1), ids.reshape(-1, 1)
     return _split(values, packed), _split(ids, packed)
@@ -53,3 +88,21 @@ def nested_logprobs(completion: Completion) -> tuple[Any, Any]:
 def _split(array: np.ndarray, packed: Logprobs) -> list[np.ndarray]:
     ends = np.cumsum(np.frombuffer(packed.counts, np.int32))
     return np.split(array, ends[:-1])
+
+
+def _nil_if_empty(arrays: list[bytes]) -> list[bytes | None] | None:
+    return [one or None for one in arrays] if any(arrays) else None
+
+
+def _completions(results: Sequence[Completed]) -> list[Completion]:
+    return [completion for result in results for completion in result.completions]
+
+
+def _without_tokens(results: Sequence[Completed]) -> dict[str, Any]:
+    """What both answers write alike."""
+    completions = _completions(results)
+    return {
+        "finish_reasons": [one.finish_reason for one in completions],
+        "weight_versions": [one.weight_versions for one in completions],
+        "num_cached_tokens": [result.num_cached_tokens for result in results],
+    }

@@ -90,7 +90,7 @@ class StubEngine:
         logprobs = None
         if options.logprobs is not None:
             values = np.full(len(answer), -1.5, dtype=np.float32)
-            logprobs = Logprobs(values.tobytes(), answer.tobytes())
+            logprobs = Logprobs(values.tobytes())
         completion = Completion(answer.tobytes(), "length", logprobs, [(0, 0)])
         return [completion] * options.n, 0
 

@@ -11,7 +11,7 @@ import pytest
 import zmq
 
 from app.discovery import is_named, look_up
-from app.replies import generate_reply, nested_logprobs
+from app.replies import json_reply, nested_logprobs
 from titopool import messages
 from titopool.errors import ConfigError
 from titopool.messages import Completed, Completion, Logprobs
@@ -38,8 +38,14 @@ class Flat:
         self.end_indices.append(len(self.token_ids))
 
 
-def unpacked(packed: Logprobs) -> tuple[list[list[float]], list[list[int]]]:
-    completion = Completion(b"", "stop", packed, [])
+def int32(*numbers: int) -> bytes:
+    return np.array(numbers, np.int32).tobytes()
+
+
+def unpacked(
+    packed: Logprobs, completion_ids: bytes = b""
+) -> tuple[list[list[float]], list[list[int]]]:
+    completion = Completion(completion_ids, "stop", packed, [])
     values, ids = nested_logprobs(completion)
     return [list(map(float, one)) for one in values], [list(map(int, one)) for one in ids]
 
@@ -48,18 +54,28 @@ def test_sampled_token_is_sorted_in_and_stands_once():
     flat = Flat()
     flat.add((7, -0.5, 2), (3, -0.25, 1), (7, -0.5, 2))
     flat.add((9, -4.0, 40), (3, -0.5, 1), (2, -1.0, 2))
-    values, ids = unpacked(pack_logprobs(flat))
+    values, ids = unpacked(pack_logprobs(flat, int32(7, 9)))
     assert ids == [[3, 7], [3, 2, 9]]
     assert values == [[-0.25, -0.5], [-0.5, -1.0, -4.0]]
 
 
-def test_one_entry_a_token_needs_no_counts():
+@pytest.mark.parametrize(
+    "sent, ids", [((7, 8), b""), ((7, 9), int32(7, 8))], ids=["sampled", "chosen"]
+)
+def test_one_entry_a_token_needs_no_counts_and_the_sampled_one_no_ids(sent, ids):
     flat = Flat()
     flat.add((7, -0.5, 1))
     flat.add((8, float("nan"), 1))
-    packed = pack_logprobs(flat)
-    assert packed.counts == b""
-    assert unpacked(packed)[1] == [[7], [8]]
+    packed = pack_logprobs(flat, int32(*sent))
+    assert (packed.token_ids, packed.counts) == (ids, b"")
+    assert unpacked(packed, int32(*sent))[1] == [[7], [8]]
+
+
+def test_the_sampled_token_that_is_the_only_best_one_everywhere_needs_no_ids_either():
+    flat = Flat()
+    flat.add((7, -0.5, 1), (7, -0.5, 1))
+    flat.add((8, -0.25, 1), (8, -0.25, 1))
+    assert pack_logprobs(flat, int32(7, 8)) == Logprobs(np.float32([-0.5, -0.25]).tobytes())
 
 
 def test_packing_agrees_with_a_plain_sort_on_random_positions():
@@ -72,7 +88,7 @@ def test_packing_agrees_with_a_plain_sort_on_random_positions():
         sampled = chance.choice([chance.choice(top), (99, -5.0, 6)])
         flat.add(sampled, *top)
         expected.append([entry[0] for entry in dict.fromkeys([*top, sampled])])
-    assert unpacked(pack_logprobs(flat))[1] == expected
+    assert unpacked(pack_logprobs(flat, b""))[1] == expected
 
 
 def test_what_is_not_finite_is_null_and_floats_read_back_as_the_same_float32():
@@ -81,7 +97,7 @@ def test_what_is_not_finite_is_null_and_floats_read_back_as_the_same_float32():
     completion = Completion(
         ids.tobytes(), "length", Logprobs(values.tobytes(), ids.tobytes()), [(0, 0)]
     )
-    reply = generate_reply([ids], [Completed(1, 1, [completion], 0)], with_logprobs=True)
+    reply = json_reply([ids], [Completed(1, 1, [completion], 0)], with_logprobs=True)
     read = [entry[0] for entry in orjson.loads(reply)["logprobs"][0]]
     assert read[1] is None
     assert read[2] is None

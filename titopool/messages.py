@@ -18,7 +18,8 @@ class Logprobs(msgspec.Struct, frozen=True, array_like=True):
     """
 
     values: bytes
-    token_ids: bytes
+    # Empty when the only entry at each position is the sampled token: the completion's own ids.
+    token_ids: bytes = b""
     # Entries at each position; empty when there is exactly one at each.
     counts: bytes = b""
 

@@ -195,11 +195,13 @@ class VllmEngine:
         for item in output.outputs:
             if item.finish_reason == "error":
                 raise _failed_inside(params, num_tokens=len(item.token_ids))
+            ids = np.array(item.token_ids, dtype=np.int32).tobytes()
+            packed = None if item.logprobs is None else pack_logprobs(item.logprobs, ids)
             completions.append(
                 Completion(
-                    token_ids=np.array(item.token_ids, dtype=np.int32).tobytes(),
+                    token_ids=ids,
                     finish_reason=item.finish_reason,
-                    logprobs=None if item.logprobs is None else pack_logprobs(item.logprobs),
+                    logprobs=packed,
                     weight_versions=[(self.weight_version, 0)],
                 )
             )
@@ -274,17 +276,30 @@ def _failed_inside(params: Any, *, num_tokens: int) -> InvalidRequest | Generati
     return GenerationFailed("the engine ended this prompt with finish_reason 'error'")
 
 
-def pack_logprobs(flat: Any) -> Logprobs:
-    """vLLM's FlatLogprobs as arrays, each position's entries sorted best first.
+def pack_logprobs(flat: Any, completion_ids: bytes) -> Logprobs:
+    """vLLM's FlatLogprobs of a completion as arrays, each position's entries sorted best first."""
+    values = np.array(flat.logprobs, dtype=np.float32)
+    token_ids = np.array(flat.token_ids, dtype=np.int32)
+    num_positions = len(flat.start_indices)
+    counts = b""
+    if len(values) > num_positions:
+        values, token_ids, counts = _best_first(flat, values, token_ids)
+    ids = token_ids.tobytes()
+    if len(values) == num_positions:
+        # Also where more were asked for: the sampled token was the best one everywhere.
+        return Logprobs(values.tobytes(), b"" if ids == completion_ids else ids)
+    return Logprobs(values.tobytes(), ids, counts)
+
+
+def _best_first(
+    flat: Any, values: np.ndarray, token_ids: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, bytes]:
+    """Values and token ids sorted, each token once, and the entries at each position.
 
     vLLM puts the sampled token first at each position and the best k behind it: the sampled
     one stands twice when it is among them.
     """
-    values = np.array(flat.logprobs, dtype=np.float32)
-    token_ids = np.array(flat.token_ids, dtype=np.int32)
     num_positions = len(flat.start_indices)
-    if len(values) == num_positions:
-        return Logprobs(values=values.tobytes(), token_ids=token_ids.tobytes())
     counts = np.array(flat.end_indices) - np.array(flat.start_indices)
     position = np.repeat(np.arange(num_positions), counts)
     is_first = np.zeros(len(values), dtype=bool)
@@ -296,8 +311,5 @@ def pack_logprobs(flat: Any) -> Logprobs:
     # By value, then rank: with `logprob_token_ids`, vLLM's ranks only count the entries. NaN goes last.
     order = np.lexsort((np.array(flat.ranks, dtype=np.int64), -values, position))
     order = order[keep[order]]
-    return Logprobs(
-        values=values[order].tobytes(),
-        token_ids=token_ids[order].tobytes(),
-        counts=np.bincount(position[keep], minlength=num_positions).astype(np.int32).tobytes(),
-    )
+    kept = np.bincount(position[keep], minlength=num_positions).astype(np.int32)
+    return values[order], token_ids[order], kept.tobytes()
