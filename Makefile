@@ -12,9 +12,12 @@ TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 BIN = $(VENV)/bin
 PIP = $(BIN)/python -m pip --disable-pip-version-check
 CONSTRAINTS = -c constraints/$(PLATFORM).txt
+# gunicorn's parser in C, a fifth less of a request's CPU time; it is built here and may fail to be.
+FASTER = $(PIP) install --quiet $(CONSTRAINTS) -e '.[fast]' 2>/dev/null \
+	  || echo "no C compiler: gunicorn parses HTTP in Python, which costs a little more"
 INSTALLED = $(VENV)/.installed-$(PLATFORM)
 TOOLS = $(VENV)/.installed-tools
-.PHONY: help install tools serve test check format test-compose clean
+.PHONY: help install tools serve test check format bench bench-front bench-placement test-compose clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -32,11 +35,13 @@ $(VENV)/.installed-cpu: setup.cfg constraints/cpu.txt tools/cpu_install.py | $(V
 	  || $(PIP) install --quiet $(CONSTRAINTS) --extra-index-url $(TORCH_CPU_INDEX) torch torchvision
 	$(PIP) install --quiet $(CONSTRAINTS) -e '.[cpu]'
 	$(BIN)/python tools/cpu_install.py
+	$(FASTER)
 	touch $@
 
 $(VENV)/.installed-gpu: setup.cfg constraints/gpu.txt | $(VENV)/bin/python
 	@echo "installing vLLM (some minutes the first time)"
 	$(PIP) install --quiet $(CONSTRAINTS) -e '.[gpu]'
+	$(FASTER)
 	touch $@
 
 # TRL's clients, which tests run unchanged: a folder for each version, without dependencies.
@@ -62,6 +67,19 @@ check: tools  ## what must hold of the sources: style, types, who imports whom, 
 format: tools  ## edits the sources into shape
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+# Where the results go, without ending; and more options, e.g. BENCH='--shape qwen3-0.6b'.
+OUT ?= benchmarks/results/$(shell date +%F)-$(PLATFORM)
+BENCH ?=
+
+bench: tools  ## this server, the bare engine, vLLM's server and TRL's in one run (BENCH=options, OUT=name)
+	$(BIN)/python -m benchmarks.bench --trl $(VENV)/trl/1.9.2 --out $(OUT) $(BENCH)
+
+bench-front: tools  ## the front end and the wire alone, with stub engines (BENCH=options, OUT=name)
+	$(BIN)/python -m benchmarks.front --out $(OUT)-front $(BENCH)
+
+bench-placement: tools  ## which worker gets what: simulated pools, four policies (BENCH=options, OUT=name)
+	$(BIN)/python -m benchmarks.placement --out $(OUT)-placement.json $(BENCH)
 
 test-compose: tools  ## builds and starts docker-compose.yml's cpu profile and asks it (needs a Docker engine)
 	$(BIN)/python -m pytest -q -m compose tests/compose $(ARGS)

@@ -1,6 +1,6 @@
 """The HTTP front end: one Flask application in each gunicorn process.
 
-HTTP comes in, futures go out: handlers check a request, hand its jobs to the link thread
+HTTP comes in, futures go out: handlers check a request, hand its jobs to the link
 (`app/link.py`) and wait. Flask lives only in this package.
 """
 

@@ -1,13 +1,15 @@
 """From the endpoints of the settings to those of single workers.
 
 A host name stands for every address that it resolves to: Compose's `--scale`, a headless
-service. It is looked up again and again, in a thread of its own, because a look-up blocks.
+service. It is looked up again and again, in a greenlet of its own, because a look-up waits.
 """
 
 import ipaddress
 import logging
 import socket
-import threading
+
+import gevent
+from gevent.event import Event
 
 logger = logging.getLogger(__name__)
 
@@ -21,7 +23,7 @@ class Discovery:
         self._named = [endpoint for endpoint in endpoints if is_named(endpoint)]
         self._fixed = frozenset(endpoints) - set(self._named)
         self._found: dict[str, frozenset[str]] = {}
-        self._closing = threading.Event()
+        self._closing = Event()
 
     @property
     def endpoints(self) -> frozenset[str]:
@@ -31,7 +33,7 @@ class Discovery:
     def start(self) -> None:
         """Starts looking up, if any endpoint has a host name."""
         if self._named:
-            threading.Thread(target=self._run, name="discovery", daemon=True).start()
+            gevent.spawn(self._run)
 
     def close(self) -> None:
         self._closing.set()

@@ -50,7 +50,7 @@ worker_connections = _config.max_open_requests + 4096
 backlog = 4096
 keepalive = 75
 loglevel = _config.log_level
-# The main thread of a front end only accepts; this long without it means that it hangs.
+# A front end gives a sign of life each second; this long without means that it hangs.
 timeout = 120
 # SIGTERM lets requests end for so long; with the workers' own end it stays under 10 s.
 graceful_timeout = 3

@@ -1,6 +1,6 @@
 """What one front-end process knows of the workers, and which job goes where.
 
-Pure state: no sockets, no threads, no clock of its own; only the link thread touches it
+Pure state: no sockets, no threads, no clock of its own; only the link touches it
 (`app/link.py`), tests drive it by hand. What the pool itself knows (phase, weight version,
 load by others) comes from the workers' heartbeats.
 

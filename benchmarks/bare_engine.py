@@ -2,9 +2,8 @@
 
     python -m benchmarks.bare_engine JOB.json ANSWER.json
 
-`JOB.json` holds the engine's options, sizes, patterns and repeats. Each pattern runs twice,
-once with vLLM's default container of log-probabilities and once with the flat one that this
-server asks for, so that the ratio to either can be seen.
+`JOB.json` holds the engine's options, sizes, patterns, repeats and kinds: vLLM's default
+container of log-probabilities, or the flat one that this server asks for.
 """
 
 import json
@@ -17,7 +16,7 @@ import psutil
 
 from benchmarks.workload import Pattern, Sizes, make_pattern
 
-KINDS = {"": False, " (flat logprobs)": True}
+FLAT = " (flat logprobs)"
 
 
 def main() -> None:
@@ -29,18 +28,18 @@ def main() -> None:
     start_s = time.monotonic() - begin
     sizes = Sizes(**job["sizes"])
     runs: list[dict[str, Any]] = []
-    for repeat in range(-1, job["repeats"]):
+    _run(llm, make_pattern("batch", sizes, repeat=-1), is_flat=False)
+    for repeat in range(job["repeats"]):
         for name in job["patterns"]:
-            for kind, is_flat in KINDS.items():
+            for index, kind in enumerate(job["kinds"]):
                 # Prompts of its own for each kind: the second must find none in the cache.
-                pattern = make_pattern(name, sizes, repeat=2 * repeat + is_flat)
-                run = _run(llm, pattern, is_flat)
-                if repeat >= 0:
-                    runs.append({"kind": kind, "pattern": name, **run})
+                number = repeat * len(job["kinds"]) + index
+                run = _run(llm, make_pattern(name, sizes, repeat=number), is_flat=kind == FLAT)
+                runs.append({"kind": kind, "pattern": name, **run})
     Path(sys.argv[2]).write_text(json.dumps({"start_s": start_s, "runs": runs}))
 
 
-def _run(llm: Any, pattern: Pattern, is_flat: bool) -> dict[str, Any]:
+def _run(llm: Any, pattern: Pattern, *, is_flat: bool) -> dict[str, Any]:
     if pattern.concurrency == 1:
         calls = [_generate(llm, pattern, [call], is_flat) for call in pattern.calls]
     else:

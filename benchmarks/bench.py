@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import report
+from benchmarks.bare_engine import FLAT
 from benchmarks.load import send
 from benchmarks.machine import describe_machine
 from benchmarks.processes import Running, engine_environment, running
@@ -43,11 +44,11 @@ def main() -> None:
         for number in range(options.rounds):
             say(f"round {number + 1} of {options.rounds}: bare engine")
             runs += measure_bare_engine(engine, sizes, options, Path(folder), on_cpu=on_cpu)
-            for target in targets:
-                say(target.name)
-                environ = engine_environment(on_cpu=on_cpu, num_workers=target.num_workers)
-                with running(target, engine, environ, Path(folder) / "log") as server:
-                    runs += measure(server, engine, sizes, options)
+            for same_server in targets:
+                first = same_server[0]
+                environ = engine_environment(on_cpu=on_cpu, num_workers=first.num_workers)
+                with running(first, engine, environ, Path(folder) / "log") as server:
+                    runs += measure(server, same_server, engine, sizes, options)
     result = {
         "machine": describe_machine(),
         "shape": options.shape,
@@ -73,6 +74,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--patterns", nargs="+", choices=PATTERNS, default=list(PATTERNS))
     parser.add_argument("--targets", nargs="+", choices=["titopool", "binary", "vllm", "trl"],
                         default=["titopool", "binary", "vllm", "trl"])  # fmt: skip
+    parser.add_argument("--flat", action="store_true", help="also LLM.generate(flat_logprobs)")
     parser.add_argument("--trl", metavar="FOLDER", help="folder that holds trl 1.9.2")
     parser.add_argument("--serve-options", default="", help="more options for titopool serve")
     parser.add_argument("--repeats", type=int, default=3, help="of each pattern at each start")
@@ -81,17 +83,19 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def chosen_targets(options: argparse.Namespace) -> list[Target]:
-    targets: list[Target] = []
+def chosen_targets(options: argparse.Namespace) -> list[list[Target]]:
+    """What is measured; targets in one list are one server, asked in several ways."""
+    targets: list[list[Target]] = []
+    kinds = [name for name in ("titopool", "binary") if name in options.targets]
     words = options.serve_options.split()
-    for num_workers in options.num_workers:
-        for name in ("titopool", "binary"):
-            if name in options.targets:
-                targets.append(Titopool(num_workers, binary=name == "binary", options=words))
+    for num_workers in options.num_workers if kinds else ():
+        targets.append(
+            [Titopool(num_workers, binary=kind == "binary", options=words) for kind in kinds]
+        )
     if "vllm" in options.targets:
-        targets.append(VllmServe())
+        targets.append([VllmServe()])
     if "trl" in options.targets and options.trl:
-        targets.append(TrlServe(options.trl))
+        targets.append([TrlServe(options.trl)])
     return targets
 
 
@@ -122,7 +126,7 @@ def measure_bare_engine(
     job = {
         "model": engine.model, "options": dict(engine.options), "sizes": asdict(sizes),
         "patterns": [name for name in options.patterns if name != "single"],
-        "repeats": options.repeats,
+        "repeats": options.repeats, "kinds": ["", FLAT] if options.flat else [""],
     }  # fmt: skip
     job_file, answer_file, log = folder / "job.json", folder / "answer.json", folder / "bare.log"
     job_file.write_text(json.dumps(job))
@@ -148,18 +152,27 @@ def measure_bare_engine(
 
 
 def measure(
-    server: Running, engine: Engine, sizes: Sizes, options: argparse.Namespace
+    server: Running,
+    targets: list[Target],
+    engine: Engine,
+    sizes: Sizes,
+    options: argparse.Namespace,
 ) -> list[dict[str, Any]]:
-    scaled = Sizes(sizes.num_prompts * server.target.num_workers, sizes.input_len, sizes.output_len)
+    """All patterns, `repeats` times in turn, after one that warms up."""
+    num_prompts = sizes.num_prompts * targets[0].num_workers
+    scaled = Sizes(num_prompts, sizes.input_len, sizes.output_len)
+    warm_up = for_target(make_pattern("batch", scaled, repeat=-1), targets[0])
+    measure_once(server, targets[0], warm_up, engine)
     runs = []
-    # Repeat -1 warms up; the bare engine has the even and odd numbers of the same range.
-    for repeat in range(-1, options.repeats):
+    for repeat in range(options.repeats):
         for name in options.patterns:
-            pattern = for_target(make_pattern(name, scaled, repeat=2 * repeat), server.target)
-            run = measure_once(server, pattern, engine)
-            if repeat >= 0:
+            for index, target in enumerate(targets):
+                # Prompts of its own for each target: the second must find none in the cache.
+                number = repeat * len(targets) + index
+                pattern = for_target(make_pattern(name, scaled, repeat=number), target)
+                run = measure_once(server, target, pattern, engine)
                 runs.append(run)
-                say(f"  {name}: {run['num_tokens'] / run['elapsed_s']:,.0f} tok/s")
+                say(f"{target.name}, {name}: {run['num_tokens'] / run['elapsed_s']:,.0f} tok/s")
     return runs
 
 
@@ -171,8 +184,9 @@ def for_target(pattern: Pattern, target: Target) -> Pattern:
     return Pattern(pattern.name, calls, min(pattern.concurrency, len(calls)), pattern.output_len)
 
 
-def measure_once(server: Running, pattern: Pattern, engine: Engine) -> dict[str, Any]:
-    target = server.target
+def measure_once(
+    server: Running, target: Target, pattern: Pattern, engine: Engine
+) -> dict[str, Any]:
     bodies = [target.body(call, pattern.output_len, engine.model) for call in pattern.calls]
     before = server.cpu_s()
     sent = send(

@@ -12,7 +12,6 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,7 +23,6 @@ from benchmarks.machine import describe_machine
 from benchmarks.processes import Running, running
 from benchmarks.targets import Engine, Titopool
 from benchmarks.workload import Call, Pattern, Sizes, make_pattern
-from titopool import demo_model
 
 COLUMNS = (
     "front ends", "clients", "prompts a request", "answer", "requests/s", "tokens/s",
@@ -58,7 +56,6 @@ class FrontEnd(Titopool):
         return super().lengths(answer)
 
 
-SETTLE_S = 10.0
 KINDS = ("JSON", "no logprobs", "MessagePack")
 
 
@@ -70,11 +67,9 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder, stub_workers(options, Path(folder)) as found:
             target = FrontEnd(num_front_ends, found, kind="JSON")
             with running(target, Engine("", {}), environ, Path(folder) / "log") as server:
-                # The front ends load the tokenizer meanwhile, which must not count.
-                time.sleep(SETTLE_S)
                 for kind in options.answers:
-                    server.target = FrontEnd(num_front_ends, found, kind=kind)
-                    runs += [measure(server, pattern) for pattern in patterns(options)]
+                    asked = FrontEnd(num_front_ends, found, kind=kind)
+                    runs += [measure(server, asked, pattern) for pattern in patterns(options)]
     result = {"machine": describe_machine(), "options": vars(options), "runs": runs}
     table = markdown(result)
     print(table)
@@ -98,12 +93,11 @@ def parse_arguments() -> argparse.Namespace:
 @contextmanager
 def stub_workers(options: argparse.Namespace, folder: Path) -> Iterator[list[str]]:
     """Endpoints of running stub workers."""
-    tokenizer = demo_model.demo_model_folder()
     endpoints = [f"ipc://{folder}/worker-{index}" for index in range(options.num_workers)]
     processes = [
         subprocess.Popen(
             [sys.executable, "-m", "tests.stub_worker", "--endpoint", endpoint, "--worker-id",
-             f"stub-{index}", "--max-num-seqs", "4096", "--tokenizer", tokenizer], env=stub_environment()
+             f"stub-{index}", "--max-num-seqs", "4096"], env=stub_environment()
         )
         for index, endpoint in enumerate(endpoints)
     ]  # fmt: skip
@@ -133,9 +127,7 @@ def patterns(options: argparse.Namespace) -> Iterator[Pattern]:
     yield Pattern("1", batch.calls * 5, 1, length)
 
 
-def measure(server: Running, pattern: Pattern) -> dict[str, Any]:
-    target = server.target
-    assert isinstance(target, FrontEnd)
+def measure(server: Running, target: FrontEnd, pattern: Pattern) -> dict[str, Any]:
     bodies = [target.body(call, pattern.output_len, "") for call in pattern.calls]
 
     def send_all(some: list[bytes]) -> Any:

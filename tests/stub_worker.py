@@ -44,20 +44,11 @@ class StubEngine:
     has_died = False
     weight_version = 0
 
-    def __init__(
-        self,
-        *,
-        delay_s: float,
-        load_s: float,
-        max_num_seqs: int,
-        max_model_len: int,
-        tokenizer: str,
-    ):
+    def __init__(self, *, delay_s: float, load_s: float, max_num_seqs: int, max_model_len: int):
         self._delay_s = delay_s
         self._load_s = load_s
         self._max_model_len = max_model_len
         self._max_num_seqs = max_num_seqs
-        self._tokenizer = tokenizer
 
     def load(self, report: ReportPhase) -> WorkerFacts:
         report("importing")
@@ -65,7 +56,7 @@ class StubEngine:
         time.sleep(self._load_s)
         return WorkerFacts(
             model="stub",
-            tokenizer=self._tokenizer,
+            tokenizer="none",
             tokenizer_revision=None,
             trust_remote_code=False,
             vllm_version="0.0-stub",
@@ -122,7 +113,6 @@ def main() -> None:
     parser.add_argument("--max-num-seqs", type=int, default=256)
     parser.add_argument("--load-s", type=float, default=0.0)
     parser.add_argument("--max-model-len", type=int, default=4096)
-    parser.add_argument("--tokenizer", default="none", help="a folder; the default has none")
     arguments = parser.parse_args()
     config = from_environment()
     configure_logging(config.log_level)
@@ -131,7 +121,6 @@ def main() -> None:
         load_s=arguments.load_s,
         max_num_seqs=arguments.max_num_seqs,
         max_model_len=arguments.max_model_len,
-        tokenizer=arguments.tokenizer,
     )
 
     async def serve() -> str:
