@@ -37,27 +37,29 @@ def main() -> None:
 
     on_cpu = not visible_gpus()
     sizes = Sizes(options.num_prompts, options.input_len, options.output_len)
-    targets = chosen_targets(options)
-    runs: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory() as folder:
-        engine = make_engine(options, Path(folder), on_cpu=on_cpu)
+    out = Path(options.out)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        engine = make_engine(options, folder, on_cpu=on_cpu)
+        result: dict[str, Any] = {
+            "machine": describe_machine(),
+            "shape": options.shape,
+            "sizes": asdict(sizes),
+            "engine_options": dict(engine.options),
+            "repeats": options.repeats * options.rounds,
+            "runs": [],
+        }
         for number in range(options.rounds):
             say(f"round {number + 1} of {options.rounds}: bare engine")
-            runs += measure_bare_engine(engine, sizes, options, Path(folder), on_cpu=on_cpu)
-            for same_server in targets:
+            result["runs"] += measure_bare_engine(engine, sizes, options, folder, on_cpu=on_cpu)
+            for same_server in chosen_targets(options):
                 first = same_server[0]
                 environ = engine_environment(on_cpu=on_cpu, num_workers=first.num_workers)
-                with running(first, engine, environ, Path(folder) / "log") as server:
-                    runs += measure(server, same_server, engine, sizes, options)
-    result = {
-        "machine": describe_machine(),
-        "shape": options.shape,
-        "sizes": asdict(sizes),
-        "engine_options": dict(engine.options),
-        "repeats": options.repeats * options.rounds,
-        "runs": runs,
-    }
-    report.write(result, Path(options.out))
+                with running(first, engine, environ, folder / "log") as server:
+                    result["runs"] += measure(server, same_server, engine, sizes, options)
+                # What has been measured stays, whatever becomes of the next server.
+                report.save(result, out)
+    report.write(result, out)
 
 
 def parse_arguments() -> argparse.Namespace:

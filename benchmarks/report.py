@@ -26,8 +26,7 @@ Row = dict[str, Any]
 
 def write(result: Result, out: Path) -> None:
     """Writes `out`.json, .md and .png, and prints the table."""
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n")
+    save(result, out)
     table = markdown(result)
     out.with_suffix(".md").write_text(table)
     print(table)
@@ -39,6 +38,12 @@ def write(result: Result, out: Path) -> None:
             f"`python -m benchmarks.report {out.with_suffix('.json')}` makes it",
             file=sys.stderr,
         )
+
+
+def save(result: Result, out: Path) -> None:
+    """Writes `out`.json."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n")
 
 
 def rows_of(result: Result) -> list[Row]:
