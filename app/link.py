@@ -23,7 +23,7 @@ from app.wire import Wire
 from titopool import messages
 from titopool.config import ServerConfig
 from titopool.errors import NoReadyWorker, QueueFull, TitopoolError
-from titopool.messages import Heartbeat, Results, Stopping, WorkerFacts
+from titopool.messages import Heartbeat, Load, Results, Stopping, WorkerFacts
 
 logger = logging.getLogger(__name__)
 
@@ -203,6 +203,8 @@ class Link:
                 self._pool.on_heartbeat(endpoint, message, time.monotonic())
                 self._facts = self._pool.workers[endpoint].facts or self._facts
                 self._publish()
+            case Load():
+                self._pool.on_load(endpoint, message)
             case Stopping(failure=failure):
                 self._lose(endpoint, failure or "it was stopped", has_died=bool(failure))
 

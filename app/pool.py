@@ -20,7 +20,7 @@ from app.placement import ByPrefix, Policy
 from app.prefix_index import PrefixIndex, as_integers
 from app.request import Request
 from titopool.errors import ERRORS_BY_CODE, GenerationFailed, NoReadyWorker, TitopoolError
-from titopool.messages import Completed, Failed, Heartbeat, Job, WorkerFacts
+from titopool.messages import NO_LOAD, Completed, Failed, Heartbeat, Job, Load, WorkerFacts
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +41,8 @@ class Worker:
     jobs: dict[int, "OpenJob"] = field(default_factory=dict)
     num_sequences: int = 0
     num_tokens: int = 0
+    # What the other front ends have under way here.
+    others: Load = NO_LOAD
     prefixes: PrefixIndex = field(default_factory=PrefixIndex)
 
     @property
@@ -52,8 +54,7 @@ class Worker:
     @property
     def load(self) -> int:
         """Tokens that all front ends have under way here, at most."""
-        others = self.heartbeat.other_tokens if self.heartbeat else 0
-        return self.num_tokens + others
+        return self.num_tokens + self.others.other_tokens
 
     @property
     def num_places(self) -> float:
@@ -71,7 +72,7 @@ class Worker:
         if facts is None or beat is None:
             return False
         window = facts.max_num_seqs * (WINDOW_FACTOR if ahead else 1)
-        mine = max(window - beat.other_sequences, window / max(1, beat.num_front_ends))
+        mine = max(window - self.others.other_sequences, window / max(1, beat.num_front_ends))
         return self.num_sequences == 0 or self.num_sequences + job.num_sequences <= mine
 
     def add(self, open_job: "OpenJob") -> None:
@@ -148,6 +149,10 @@ class Pool:
         if beat.facts is not None:
             worker.prefixes.resize(beat.facts.num_cache_tokens)
         worker.heartbeat, worker.last_seen = beat, now
+        worker.others = Load(beat.other_sequences, beat.other_tokens)
+
+    def on_load(self, endpoint: str, load: Load) -> None:
+        self.workers[endpoint].others = load
 
     def _difference(self, endpoint: str, facts: WorkerFacts) -> str:
         """What tells a worker's model from that of the others that are ready; "" if nothing."""
@@ -172,7 +177,7 @@ class Pool:
                 "worker %s at %s is lost with %d jobs open: %s",
                 worker.heartbeat.worker_id, endpoint, len(worker.jobs), reason,
             )  # fmt: skip
-        worker.heartbeat = None
+        worker.heartbeat, worker.others = None, NO_LOAD
         worker.prefixes.clear()
         for job_id in list(worker.jobs):
             self._send_again(worker.remove(job_id), reason, has_died)

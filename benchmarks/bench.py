@@ -29,6 +29,7 @@ from benchmarks.targets import Engine, Target, Titopool, TrlServe, VllmServe, Wr
 from benchmarks.workload import PATTERNS, Pattern, Sizes, make_pattern
 
 BARE_TIMEOUT_S = 1200
+TARGETS = ("bare", "titopool", "binary", "vllm", "trl")
 
 
 def main() -> None:
@@ -50,8 +51,9 @@ def main() -> None:
             "runs": [],
         }
         for number in range(options.rounds):
-            say(f"round {number + 1} of {options.rounds}: bare engine")
-            result["runs"] += measure_bare_engine(engine, sizes, options, folder, on_cpu=on_cpu)
+            say(f"round {number + 1} of {options.rounds}")
+            if "bare" in options.targets:
+                result["runs"] += measure_bare_engine(engine, sizes, options, folder, on_cpu=on_cpu)
             for same_server in chosen_targets(options):
                 first = same_server[0]
                 environ = engine_environment(on_cpu=on_cpu, num_workers=first.num_workers)
@@ -74,8 +76,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--max-num-seqs", type=int, default=0, help="0: twice the prompts")
     parser.add_argument("--dummy-weights", action="store_true", help="without weights on disk")
     parser.add_argument("--patterns", nargs="+", choices=PATTERNS, default=list(PATTERNS))
-    parser.add_argument("--targets", nargs="+", choices=["titopool", "binary", "vllm", "trl"],
-                        default=["titopool", "binary", "vllm", "trl"])  # fmt: skip
+    parser.add_argument("--targets", nargs="+", choices=TARGETS, default=list(TARGETS))
     parser.add_argument("--flat", action="store_true", help="also LLM.generate(flat_logprobs)")
     parser.add_argument("--trl", metavar="FOLDER", help="folder that holds trl 1.9.2")
     parser.add_argument("--serve-options", default="", help="more options for titopool serve")

@@ -1,6 +1,7 @@
 """Which job goes where: prefixes, loads, and what front ends learn of one another's jobs."""
 
 import random
+import time
 from collections.abc import Callable
 
 import gevent
@@ -272,8 +273,8 @@ def let_links_work_until(condition: Callable[[], bool], timeout_s: float) -> Non
 class FrontEnd:
     """A link without HTTP before it."""
 
-    def __init__(self, endpoints: tuple[str, ...], placement: str):
-        self.link = Link(ServerConfig(placement=placement), endpoints)
+    def __init__(self, endpoints: tuple[str, ...], placement: str, **settings: float):
+        self.link = Link(ServerConfig(placement=placement, **settings), endpoints)
         self.link.start()
         let_links_work_until(self._is_ready, START_TIMEOUT_S)
 
@@ -292,6 +293,11 @@ class FrontEnd:
         self.link.submit(request)
         assert request.wait(10)
         return [one.completions[0].token_ids for one in request.completed()]
+
+    @property
+    def loads(self) -> list[int]:
+        """Tokens that other front ends have under way at each worker."""
+        return [one.others.other_tokens for one in self.link._pool.workers.values()]
 
     @property
     def num_completed(self) -> list[int]:
@@ -328,6 +334,24 @@ def test_the_next_turn_through_another_front_end(front_ends, placement, expected
     second.generate(prompts[1] + completions[1] + prompts[0])
     let_links_work_until(lambda: sum(second.num_completed) == 3, 5)
     assert second.num_completed == expected
+
+
+def test_loads_are_told_long_before_the_next_heartbeat(start_stub, tmp_path):
+    slow = {"heartbeat_interval_s": 4.0, "heartbeat_timeout_s": 30.0}
+    variables = {f"TITOPOOL_{name.upper()}": str(value) for name, value in slow.items()}
+    for index in range(2):
+        start_stub(index, "--delay-s", "0.5", **variables)
+    endpoints = tuple(f"ipc://{tmp_path}/worker-{index}" for index in range(2))
+    first, second = (FrontEnd(endpoints, "least_loaded", **slow) for _ in range(2))
+    prompts = [np.arange(n, n + 64, dtype=np.int32).tobytes() for n in range(1, 9)]
+    begin = time.monotonic()
+    batch = gevent.spawn(first.generate, *prompts)
+    let_links_work_until(lambda: min(second.loads) > 0 and second.loads[0] == second.loads[1], 0.4)
+    batch.get(timeout=5)
+    let_links_work_until(lambda: second.loads == [0, 0], 0.4)
+    assert time.monotonic() - begin < 2
+    for one in (first, second):
+        one.link.close()
 
 
 def test_digests_are_made_only_where_somebody_looks_at_them(start_stub, tmp_path):

@@ -3,7 +3,7 @@
 from app.pool import Pool
 from app.request import Request
 from titopool.errors import GenerationFailed, NoReadyWorker
-from titopool.messages import Completed, Failed, Heartbeat, Job, WorkerCounters, WorkerFacts
+from titopool.messages import Completed, Failed, Heartbeat, Job, Load, WorkerCounters, WorkerFacts
 
 FACTS = WorkerFacts(
     model="m", tokenizer="m", tokenizer_revision=None, trust_remote_code=False, vllm_version="0",
@@ -50,6 +50,15 @@ def test_jobs_go_to_the_worker_with_the_fewest_outstanding_tokens():
     pool = pool_of("a", "b")
     pool.submit(request_of(50, 10, 10, 10))
     assert assigned(pool) == {"a": [1], "b": [2, 3, 4]}
+
+
+def test_a_report_of_load_counts_before_the_next_heartbeat():
+    pool = pool_of("a", "b")
+    pool.on_heartbeat("a", beat("a", others=3), now=1)
+    pool.on_load("a", Load(0, 0))
+    pool.on_load("b", Load(3, 30))
+    pool.submit(request_of(10, 10))
+    assert assigned(pool) == {"a": [1, 2]}
 
 
 def test_load_by_other_front_ends_counts():

@@ -129,6 +129,20 @@ class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
     prefixes: bytes = b""
 
 
+class Load(msgspec.Struct, frozen=True, tag="load"):
+    """Sent within 10 ms of a change: what the other front ends have under way here.
+
+    A heartbeat's figures are half a second old, and those of two workers not equally so: when
+    a batch ends and many requests follow, all of them would go where its end was told first.
+    """
+
+    other_sequences: int
+    other_tokens: int
+
+
+NO_LOAD = Load(0, 0)
+
+
 class Completed(msgspec.Struct, frozen=True, tag="completed"):
     """A job ended well."""
 
@@ -163,7 +177,7 @@ class Stopping(msgspec.Struct, frozen=True, tag="stopping"):
 
 
 ToWorker = Hello | Generate | Abort
-FromWorker = Heartbeat | Results | Stopping
+FromWorker = Heartbeat | Load | Results | Stopping
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_worker = msgspec.msgpack.Decoder(ToWorker).decode

@@ -12,7 +12,6 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import msgspec
@@ -35,6 +34,7 @@ from titopool.messages import (
 from titopool.prefixes import completion_hashes
 from titopool.sockets import bind_router
 from workers.engine import Engine, EngineDead
+from workers.front_end import FrontEnd, JobKey
 
 logger = logging.getLogger(__name__)
 
@@ -44,32 +44,10 @@ Result = TypeVar("Result")
 CLOSE_TIMEOUT_S = 3.0
 # Token ids travel as int32.
 ID_BYTES = 4
+# How long changes of load are gathered before the front ends hear of them.
+LOAD_REPORT_S = 0.01
 # Of a heartbeat; 128 KiB are the digests of a million tokens.
 MAX_PREFIX_BYTES = 128 * 1024
-
-
-@dataclass
-class FrontEnd:
-    """A gunicorn process that said Hello."""
-
-    last_hello: float
-    # Keyed by (job id, attempt).
-    jobs: dict[tuple[int, int], Job] = field(default_factory=dict)
-    tasks: dict[tuple[int, int], asyncio.Task[None]] = field(default_factory=dict)
-    outbox: list[Completed | Failed] = field(default_factory=list)
-    # Digests of what others' jobs left in the cache, for the next heartbeat.
-    prefixes: bytearray = field(default_factory=bytearray)
-
-    def forget(self, key: tuple[int, int]) -> None:
-        del self.jobs[key], self.tasks[key]
-
-    @property
-    def num_sequences(self) -> int:
-        return sum(job.num_sequences for job in self.jobs.values())
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(job.num_tokens for job in self.jobs.values())
 
 
 class WorkerServer:
@@ -96,7 +74,7 @@ class WorkerServer:
         self._phase, self._phase_since = "starting", time.monotonic()
         self._facts: messages.WorkerFacts | None = None
         self._front_ends: dict[bytes, FrontEnd] = {}
-        self._flush_planned = False
+        self._flush_planned = self._report_planned = False
         self._counters = WorkerCounters()
 
     async def run(self) -> str:
@@ -211,13 +189,17 @@ class WorkerServer:
         if front_end is None or self._facts is None or key in front_end.jobs:
             logger.warning("ignored job %s of a front end that did not say Hello first", key)
             return
-        front_end.jobs[key] = job
         task = self._loop.create_task(self._run_job(front_end, job))
-        front_end.tasks[key] = task
+        front_end.add(key, job, task)
         # Not in the task itself: one that is cancelled before its first step runs none of it.
-        task.add_done_callback(lambda _: front_end.forget(key))
+        task.add_done_callback(lambda _: self._forget(front_end, key))
+        self._plan_load_report()
 
-    def _abort(self, identity: bytes, key: tuple[int, int]) -> None:
+    def _forget(self, front_end: FrontEnd, key: JobKey) -> None:
+        front_end.forget(key)
+        self._plan_load_report()
+
+    def _abort(self, identity: bytes, key: JobKey) -> None:
         front_end = self._front_ends.get(identity)
         task = front_end.tasks.get(key) if front_end else None
         if task is not None and task.cancel():
@@ -296,6 +278,25 @@ class WorkerServer:
         if int(self._router.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
             self._loop.call_soon(self._receive)
 
+    def _plan_load_report(self) -> None:
+        if len(self._front_ends) > 1 and not self._report_planned:
+            self._report_planned = True
+            self._loop.call_later(LOAD_REPORT_S, self._report_load)
+
+    def _report_load(self) -> None:
+        self._report_planned = False
+        for identity, front_end in self._front_ends.items():
+            load = self._load_of_others(front_end)
+            if load != front_end.told_load:
+                front_end.told_load = load
+                self._send(identity, load)
+
+    def _load_of_others(self, receiver: FrontEnd) -> messages.Load:
+        others = [one for one in self._front_ends.values() if one is not receiver]
+        return messages.Load(
+            sum(one.num_sequences for one in others), sum(one.num_tokens for one in others)
+        )
+
     async def _send_heartbeats(self) -> None:
         while True:
             if self._parent_pid is not None and os.getppid() != self._parent_pid:
@@ -308,7 +309,7 @@ class WorkerServer:
             await asyncio.sleep(self._config.heartbeat_interval_s)
 
     def _heartbeat(self, receiver: FrontEnd) -> Heartbeat:
-        others = [one for one in self._front_ends.values() if one is not receiver]
+        others = receiver.told_load = self._load_of_others(receiver)
         prefixes, receiver.prefixes = bytes(receiver.prefixes), bytearray()
         return Heartbeat(
             worker_id=self._worker_id,
@@ -318,8 +319,8 @@ class WorkerServer:
             weight_version=self._engine.weight_version,
             facts=self._facts,
             num_front_ends=len(self._front_ends),
-            other_sequences=sum(one.num_sequences for one in others),
-            other_tokens=sum(one.num_tokens for one in others),
+            other_sequences=others.other_sequences,
+            other_tokens=others.other_tokens,
             num_sequences=sum(one.num_sequences for one in self._front_ends.values()),
             counters=self._counters,
             prefixes=prefixes,
