@@ -43,6 +43,8 @@ class Worker:
     num_tokens: int = 0
     # What the other front ends have under way here.
     others: Load = NO_LOAD
+    # Tokens of jobs that were sent here since `others` was told.
+    num_tokens_since: int = 0
     prefixes: PrefixIndex = field(default_factory=PrefixIndex)
 
     @property
@@ -53,8 +55,15 @@ class Worker:
 
     @property
     def load(self) -> int:
-        """Tokens that all front ends have under way here, at most."""
-        return self.num_tokens + self.others.other_tokens
+        """Tokens that all front ends have under way here, at most.
+
+        What the others have sent since they were last told of is not known; they are taken to
+        have done as this one did. Without that, all would send to a worker that reports late,
+        which would report later still.
+        """
+        num_others = self.heartbeat.num_front_ends - 1 if self.heartbeat else 0
+        unknown = max(0, num_others) * self.num_tokens_since
+        return self.num_tokens + self.others.other_tokens + unknown
 
     @property
     def num_places(self) -> float:
@@ -79,7 +88,12 @@ class Worker:
         self.jobs[open_job.job.job_id] = open_job
         self.num_sequences += open_job.job.num_sequences
         self.num_tokens += open_job.job.num_tokens
+        self.num_tokens_since += open_job.job.num_tokens
         self.prefixes.record(open_job.digests)
+
+    def hear(self, others: Load) -> None:
+        """Takes what the worker says of the other front ends."""
+        self.others, self.num_tokens_since = others, 0
 
     def remove(self, job_id: int) -> "OpenJob":
         open_job = self.jobs.pop(job_id)
@@ -149,10 +163,10 @@ class Pool:
         if beat.facts is not None:
             worker.prefixes.resize(beat.facts.num_cache_tokens)
         worker.heartbeat, worker.last_seen = beat, now
-        worker.others = Load(beat.other_sequences, beat.other_tokens)
+        worker.hear(Load(beat.other_sequences, beat.other_tokens))
 
     def on_load(self, endpoint: str, load: Load) -> None:
-        self.workers[endpoint].others = load
+        self.workers[endpoint].hear(load)
 
     def _difference(self, endpoint: str, facts: WorkerFacts) -> str:
         """What tells a worker's model from that of the others that are ready; "" if nothing."""
@@ -177,7 +191,8 @@ class Pool:
                 "worker %s at %s is lost with %d jobs open: %s",
                 worker.heartbeat.worker_id, endpoint, len(worker.jobs), reason,
             )  # fmt: skip
-        worker.heartbeat, worker.others = None, NO_LOAD
+        worker.heartbeat = None
+        worker.hear(NO_LOAD)
         worker.prefixes.clear()
         for job_id in list(worker.jobs):
             self._send_again(worker.remove(job_id), reason, has_died)

@@ -1,5 +1,7 @@
 """The pool's decisions, without sockets or clocks."""
 
+import msgspec
+
 from app.pool import Pool
 from app.request import Request
 from titopool.errors import GenerationFailed, NoReadyWorker
@@ -59,6 +61,33 @@ def test_a_report_of_load_counts_before_the_next_heartbeat():
     pool.on_load("b", Load(3, 30))
     pool.submit(request_of(10, 10))
     assert assigned(pool) == {"a": [1, 2]}
+
+
+def test_front_ends_share_a_burst_evenly_though_one_worker_reports_late():
+    num_front_ends, num_jobs = 4, 290
+    pools = [pool_of("prompt", "late") for _ in range(num_front_ends)]
+    for pool in pools:
+        for name in pool.workers:
+            facts = msgspec.structs.replace(FACTS, max_num_seqs=num_jobs)
+            told = msgspec.structs.replace(beat(name), facts=facts, num_front_ends=num_front_ends)
+            pool.on_heartbeat(name, told, now=1)
+    for number in range(num_jobs):
+        pools[number % num_front_ends].submit(request_of(10, first_id=number))
+        pools[number % num_front_ends].assign()
+        for name, interval in (("prompt", 20), ("late", 300)):
+            if number % interval == 0:
+                report(pools, name)
+    counts = [sum(pool.workers[name].num_sequences for pool in pools) for name in pools[0].workers]
+    assert max(counts) < 1.1 * num_jobs / 2, counts
+
+
+def report(pools: list[Pool], name: str) -> None:
+    """What the worker tells each front end of the others."""
+    for pool in pools:
+        others = [other.workers[name] for other in pools if other is not pool]
+        pool.on_load(
+            name, Load(sum(o.num_sequences for o in others), sum(o.num_tokens for o in others))
+        )
 
 
 def test_load_by_other_front_ends_counts():

@@ -3,7 +3,7 @@
 import asyncio
 from dataclasses import dataclass, field
 
-from titopool.messages import NO_LOAD, Completed, Failed, Job, JobId, Load
+from titopool.messages import Completed, Failed, Job, JobId
 
 # Job id and attempt.
 JobKey = tuple[JobId, int]
@@ -22,8 +22,6 @@ class FrontEnd:
     outbox: list[Completed | Failed] = field(default_factory=list)
     # Digests of what others' jobs left in the cache, for the next heartbeat.
     prefixes: bytearray = field(default_factory=bytearray)
-    # What it knows of the others' load.
-    told_load: Load = NO_LOAD
 
     def add(self, key: JobKey, job: Job, task: asyncio.Task[None]) -> None:
         self.jobs[key], self.tasks[key] = job, task

@@ -285,11 +285,9 @@ class WorkerServer:
 
     def _report_load(self) -> None:
         self._report_planned = False
+        # Also to those whose others have done nothing: they guess what they are not told.
         for identity, front_end in self._front_ends.items():
-            load = self._load_of_others(front_end)
-            if load != front_end.told_load:
-                front_end.told_load = load
-                self._send(identity, load)
+            self._send(identity, self._load_of_others(front_end))
 
     def _load_of_others(self, receiver: FrontEnd) -> messages.Load:
         others = [one for one in self._front_ends.values() if one is not receiver]
@@ -309,7 +307,7 @@ class WorkerServer:
             await asyncio.sleep(self._config.heartbeat_interval_s)
 
     def _heartbeat(self, receiver: FrontEnd) -> Heartbeat:
-        others = receiver.told_load = self._load_of_others(receiver)
+        others = self._load_of_others(receiver)
         prefixes, receiver.prefixes = bytes(receiver.prefixes), bytearray()
         return Heartbeat(
             worker_id=self._worker_id,
