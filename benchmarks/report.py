@@ -16,7 +16,7 @@ BARE = "bare engine"
 # Sent one by one, prompts that could be a batch: the engine's figure is that of the batch.
 LIMIT_OF = {"single": "batch"}
 COLUMNS = (
-    "tok/s", "of the engine", "p50 s", "p99 s", "failures", "front-end CPU s / 1,000 tok",
+    "tok/s", "of the engine", "p50 ms", "p99 ms", "failures", "front-end CPU s / 1,000 tok",
     "workers' CPU s / 1,000 tok", "bytes / tok",
 )  # fmt: skip
 
@@ -94,7 +94,7 @@ def _row(target: str, pattern: str, runs: list[dict[str, Any]], limit: float | N
 def markdown(result: Result) -> str:
     """The tables, one for each pattern."""
     machine, sizes = result["machine"], Sizes(**result["sizes"])
-    where = ", ".join(machine["gpus"]) or f"{machine['num_cores']} cores of {machine['processor']}"
+    where = _gpus(machine) or f"{machine['num_cores']} cores of {machine['processor']}"
     versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
     lines = [
         f"{machine['date']}, {where}; {machine['num_cores']} CPU cores; {versions}",
@@ -111,6 +111,11 @@ def markdown(result: Result) -> str:
     return "\n".join(lines) + "\n"
 
 
+def _gpus(machine: dict[str, Any]) -> str:
+    names = machine["gpus"]
+    return ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
+
+
 def _line(row: Row) -> str:
     name = row["target"]
     if 0 < row["num_calls"] <= 16 and row["pattern"] in ("single", "queue"):
@@ -120,7 +125,7 @@ def _line(row: Row) -> str:
     is_bare = row["target"].startswith(BARE)
     ratio = f"{row['ratio']:.2f}" if row["ratio"] else "–"
     cells = [
-        f"{rate} ({low:,.0f}–{high:,.0f})", ratio, f"{row['p50_s']:.3f}", f"{row['p99_s']:.3f}",
+        f"{rate} ({low:,.0f}–{high:,.0f})", ratio, f"{1e3 * row['p50_s']:,.1f}", f"{1e3 * row['p99_s']:,.1f}",
         str(row["num_failures"]), "–" if is_bare else f"{row['front_end_cpu']:.4f}",
         f"{row['workers_cpu']:.3f}", "–" if is_bare else f"{row['bytes']:.1f}",
     ]  # fmt: skip
@@ -135,6 +140,9 @@ def plot(result: Result, file: Path) -> None:
     from matplotlib import pyplot
 
     rows = [row for row in rows_of(result) if row["ratio"] and row["pattern"] != "short"]
+    if not rows:
+        # Without the bare engine there is nothing to compare with.
+        return
     patterns = [name for name in PATTERNS if any(row["pattern"] == name for row in rows)]
     targets = [
         name for name in dict.fromkeys(row["target"] for row in rows) if not name.startswith(BARE)
@@ -153,7 +161,7 @@ def plot(result: Result, file: Path) -> None:
         [describe(name, sizes).replace(", ", ",\n") for name in patterns], fontsize=8
     )
     axes.set_ylabel("tokens a second, of the bare engine's")
-    axes.set_title(f"{result['shape']}, {', '.join(result['machine']['gpus']) or 'CPU'}, "
+    axes.set_title(f"{result['shape']}, {_gpus(result['machine']) or 'CPU'}, "
                    f"{result['machine']['date']}", fontsize=10)  # fmt: skip
     axes.legend(fontsize=8)
     figure.savefig(file, dpi=130)

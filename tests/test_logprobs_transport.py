@@ -1,0 +1,54 @@
+"""Log-probabilities as plain numbers are those that vLLM would have handed over as arrays."""
+
+import random
+
+import numpy as np
+import pytest
+
+from workers.logprobs_transport import receive_lists
+
+NUM_POSITIONS = 5
+
+
+def processor(num_logprobs: int):
+    from vllm.logprobs import FlatLogprobs
+    from vllm.v1.engine.logprobs import LogprobsProcessor
+
+    return LogprobsProcessor(
+        tokenizer=None, logprobs=FlatLogprobs(), prompt_logprobs=None, cumulative_logprob=0.0,
+        num_logprobs=num_logprobs, num_prompt_logprobs=None,
+    )  # fmt: skip
+
+
+# A step carries as many entries as its greediest request: here two more than are asked for.
+@pytest.mark.parametrize("num_logprobs, num_columns", [(0, 1), (0, 3), (3, 4), (3, 6), (-1, 8)])
+def test_same_entries_as_vllm_records(num_logprobs, num_columns, monkeypatch):
+    from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
+    from vllm.v1.engine.logprobs import LogprobsProcessor
+    from vllm.v1.outputs import LogprobsLists
+    from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
+
+    chance = np.random.default_rng(random.Random(num_columns).randrange(1000))
+    shape = (NUM_POSITIONS, num_columns)
+    arrays = LogprobsLists(
+        chance.integers(0, 1000, shape).astype(np.int32),
+        chance.normal(size=shape).astype(np.float32),
+        chance.integers(1, 1000, NUM_POSITIONS),
+    )
+    theirs, ours = processor(num_logprobs), processor(num_logprobs)
+    theirs._update_sample_logprobs(arrays)
+
+    # What `receive_lists` changes is changed back after the test.
+    monkeypatch.setattr(
+        LogprobsProcessor, "_update_sample_logprobs", LogprobsProcessor._update_sample_logprobs
+    )
+    receive_lists()
+    lists = LogprobsLists(*(one.tolist() for one in arrays[:3]))
+    output = EngineCoreOutput(request_id="1", new_token_ids=[1], new_logprobs=lists)
+    frames = MsgpackEncoder().encode(EngineCoreOutputs(outputs=[output]))
+    received = MsgpackDecoder(EngineCoreOutputs).decode([bytes(one) for one in frames])
+    ours._update_sample_logprobs(received.outputs[0].new_logprobs)
+
+    for name in ("token_ids", "logprobs", "ranks", "start_indices", "end_indices"):
+        assert getattr(ours.logprobs, name) == getattr(theirs.logprobs, name)
+    assert ours.cumulative_logprob == pytest.approx(theirs.cumulative_logprob)
