@@ -162,7 +162,6 @@ class Link:
                     next_tick = time.monotonic() + self._config.heartbeat_interval_s
                     self._tick()
             except Exception:
-                # One bad message must not take the others' answers with it.
                 logger.exception("the link goes on after an error")
         self._discovery.close()
         for endpoint in list(self._wires):
@@ -193,7 +192,11 @@ class Link:
                     "dropped a message of %s that is none of ours: %s", wire.endpoint, error
                 )
                 continue
-            self._handle(wire.endpoint, message)
+            try:
+                self._handle(wire.endpoint, message)
+            except Exception:
+                # Those behind it must still be read: nothing tells of them a second time.
+                logger.exception("the link goes on after a message of %s", wire.endpoint)
 
     def _handle(self, endpoint: str, message: messages.FromWorker) -> None:
         match message:
