@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from flask import Flask, Response, request
 
 # An answer is written in pieces, each within the deadline: a slow client is not a silent one.
-PIECE_BYTES = 1024 * 1024
+PIECE_BYTES = 64 * 1024
 
 
 def init_app(app: Flask, timeout_s: float) -> None:

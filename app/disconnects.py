@@ -10,6 +10,7 @@ from gevent.monkey import get_original
 
 from app.wire import READ
 
+LOOK_EVERY_S = 1.0
 # gevent's own would wait, which its event loop must not.
 _poll = get_original("select", "poll")
 
@@ -25,21 +26,25 @@ def watching(client: socket.socket | None, on_gone: Callable[[], None]) -> Itera
         yield
         return
     descriptor = client.fileno()
-    watcher = gevent.get_hub().loop.io(descriptor, READ)
+    loop = gevent.get_hub().loop
+    watcher, timer = loop.io(descriptor, READ), loop.timer(LOOK_EVERY_S, LOOK_EVERY_S)
 
     def look() -> None:
-        # Also when a client sends the next request early: nothing can be told then until
-        # this one has ended.
         watcher.stop()
         if has_hung_up(descriptor):
+            timer.stop()
             gevent.spawn(on_gone)
+        elif not timer.active:
+            # The client has sent more than its request, which stays readable.
+            timer.start(look)
 
     watcher.start(look)
     try:
         yield
     finally:
-        watcher.stop()
-        watcher.close()
+        for one in (watcher, timer):
+            one.stop()
+            one.close()
 
 
 def has_hung_up(descriptor: int) -> bool:

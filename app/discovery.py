@@ -43,7 +43,7 @@ class Discovery:
             for endpoint in self._named:
                 try:
                     self._found[endpoint] = look_up(endpoint)
-                except OSError as error:
+                except (OSError, UnicodeError) as error:
                     # The name is unknown while no worker runs; those known may still live.
                     logger.debug("%s: %s", endpoint, error)
             self._closing.wait(LOOK_UP_EVERY_S)

@@ -7,6 +7,7 @@ both use this module.
 
 import faulthandler
 import gc
+import logging
 import os
 import resource
 import select
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import gevent
+from gevent.monkey import get_original
 
 from titopool.config import ENV_PREFIX, FAILURE_FILE, from_environment
 from titopool.errors import ConfigError
@@ -96,6 +98,12 @@ def when_ready(server: Any) -> None:
 def post_worker_init(worker: Any) -> None:
     """In each front end: connects to the workers before the first request."""
     configure_logging(_config.log_level)
+    # gevent's locks can leave a greenlet waiting for ever when another thread (the tokenizer's)
+    # logs at the same time; a thread's own cannot, and writing a line yields to nobody.
+    new_lock = get_original("threading", "RLock")
+    for name in ("", "gunicorn.error", "gunicorn.access"):
+        for handler in logging.getLogger(name).handlers:
+            handler.lock = new_lock()
     # A crash in a library's native code leaves each thread's traceback in the log.
     faulthandler.enable()
     service = worker.wsgi.extensions["titopool"]

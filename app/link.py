@@ -158,7 +158,12 @@ class Link:
             self._wake.clear()
             try:
                 self._turn()
-                if time.monotonic() >= next_tick:
+                late_s = time.monotonic() - next_tick
+                if late_s >= 0:
+                    if late_s > self._config.heartbeat_interval_s:
+                        # This process stood still: what the workers said meanwhile is still on
+                        # its way.
+                        self._pool.forgive_silence(time.monotonic())
                     next_tick = time.monotonic() + self._config.heartbeat_interval_s
                     self._tick()
             except Exception:
@@ -218,7 +223,8 @@ class Link:
             self._send(worker.endpoint, message)
 
     def _send(self, endpoint: str, message: messages.ToWorker) -> None:
-        self._wires[endpoint].send(messages.encode(message))
+        if endpoint in self._wires:
+            self._wires[endpoint].send(messages.encode(message))
 
     def _abort(self, request: Request) -> None:
         for worker, keys in self._pool.drop_done(request):
@@ -258,7 +264,10 @@ class Link:
         self._send(endpoint, messages.Hello())
 
     def _disconnect(self, endpoint: str) -> None:
-        wire = self._wires.pop(endpoint)
+        wire = self._wires.pop(endpoint, None)
+        if wire is None:
+            # It could not be made.
+            return
         self._changed.discard(wire)
         wire.close()
 

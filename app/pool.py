@@ -271,16 +271,20 @@ class Pool:
         Returns:
             What to abort: for each worker, (job id, attempt) pairs.
         """
-        num_waiting = len(self.waiting)
-        self.waiting = deque(one for one in self.waiting if one.request is not request)
-        self.num_open_jobs -= num_waiting - len(self.waiting)
         aborts = []
+        num_under_way = 0
         for worker in self.workers.values():
             mine = [job.job_id for job in request.jobs if job.job_id in worker.jobs]
             if mine:
                 keys = [(job_id, worker.remove(job_id).job.attempt) for job_id in mine]
-                self.num_open_jobs -= len(keys)
+                num_under_way += len(keys)
                 aborts.append((worker, keys))
+        num_waiting = 0
+        if num_under_way < request.num_open:
+            # Only then: the queue can be long.
+            others = deque(one for one in self.waiting if one.request is not request)
+            num_waiting, self.waiting = len(self.waiting) - len(others), others
+        self.num_open_jobs -= num_under_way + num_waiting
         return aborts
 
     def open_requests(self) -> list[Request]:
@@ -289,6 +293,11 @@ class Pool:
         return [job.request for job in (*under_way, *self.waiting)]
 
     # ---- time ------------------------------------------------------------------------
+
+    def forgive_silence(self, now: float) -> None:
+        """Counts silence from now on."""
+        for worker in self.workers.values():
+            worker.last_seen = now
 
     def silent_workers(self, now: float, timeout_s: float) -> list[Worker]:
         """Workers that were there and have not been heard of for `timeout_s`."""

@@ -16,7 +16,7 @@ class Request:
         self.jobs = jobs
         self.results: list[Completed | None] = [None] * len(jobs)
         self.error: TitopoolError | None = None
-        self._num_open = len(jobs)
+        self.num_open = len(jobs)
         self._done = Event()
 
     @property
@@ -29,8 +29,8 @@ class Request:
         if self._done.is_set() or self.results[index] is not None:
             return
         self.results[index] = result
-        self._num_open -= 1
-        if self._num_open == 0:
+        self.num_open -= 1
+        if self.num_open == 0:
             self._done.set()
 
     def fail(self, error: TitopoolError) -> bool:

@@ -39,22 +39,27 @@ class TokenizerLoader:
             NoReadyWorker: the tokenizer cannot be loaded, or is not free within `timeout_s`.
         """
         busy = NoReadyWorker("the tokenizer is busy with other requests; try again")
-        with gevent.Timeout(max(0.001, timeout_s), busy), self._turn:
+        with gevent.Timeout(max(0.001, timeout_s), busy):
             tokenizer = self._get(facts)
-            ids: list[list[int]] = self._spawn(encode_all, tokenizer, texts).get()
+            with self._turn:
+                ids: list[list[int]] = self._spawn(encode_all, tokenizer, texts).get()
             return ids
 
     def _get(self, facts: WorkerFacts) -> Any:
         if self._loaded is None:
             self._loaded = self._spawn(load, facts)
+        loaded = self._loaded
         try:
-            return self._loaded.get(timeout=LOADING_TIMEOUT_S)
+            return loaded.get(timeout=LOADING_TIMEOUT_S)
         except gevent.Timeout:
             raise NoReadyWorker(
                 "this front end is still loading the tokenizer; send token ids, or try again",
                 retry_after_s=2,
             ) from None
         except Exception as error:
+            if not loaded.ready():
+                # The request's own deadline; the tokenizer is still being loaded.
+                raise
             # The next request tries again.
             self._loaded = None
             logger.exception("the tokenizer cannot be loaded")

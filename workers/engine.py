@@ -7,6 +7,7 @@ environment must be prepared before.
 
 import argparse
 import gc
+import importlib
 import os
 from collections.abc import Callable
 from typing import Any, NoReturn, Protocol
@@ -88,7 +89,7 @@ class VllmEngine:
         from vllm.v1.engine.async_llm import AsyncLLM
 
         engine_args = self._engine_args(AsyncEngineArgs, defaults)
-        if engine_args.worker_extension_cls == defaults["worker_extension_cls"]:
+        if _is_ours(engine_args.worker_extension_cls):
             receive_lists()
         report("loading")
         # LLM_CLASS: the batch sizes that vLLM chooses for throughput.
@@ -215,6 +216,14 @@ class VllmEngine:
     def close(self) -> None:
         if self._llm is not None:
             self._llm.shutdown()
+
+
+def _is_ours(extension: str) -> bool:
+    """Whether the class mixed into vLLM's worker, by its path, is this package's or extends it."""
+    from workers.extension import WorkerExtension
+
+    module, _, name = extension.rpartition(".")
+    return issubclass(getattr(importlib.import_module(module), name), WorkerExtension)
 
 
 def _to_vllm_params(options: SamplingOptions) -> Any:

@@ -331,6 +331,8 @@ class WorkerServer:
                 logger.info("a front end is gone with %d jobs open", len(front_end.tasks))
                 for task in front_end.tasks.values():
                     task.cancel()
+                # One that was only slow sends its jobs again.
+                self._send(identity, messages.Stopping(""))
                 del self._front_ends[identity]
 
     def _stop_cause(self) -> str:
