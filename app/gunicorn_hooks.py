@@ -100,7 +100,9 @@ def post_worker_init(worker: Any) -> None:
     configure_logging(_config.log_level)
     # gevent's locks can leave a greenlet waiting for ever when another thread (the tokenizer's)
     # logs at the same time; a thread's own cannot, and writing a line yields to nobody.
+    # gevent's also fail, with a message, when the interpreter ends.
     new_lock = get_original("threading", "RLock")
+    vars(logging)["_lock"] = new_lock()
     for name in ("", "gunicorn.error", "gunicorn.access"):
         for handler in logging.getLogger(name).handlers:
             handler.lock = new_lock()

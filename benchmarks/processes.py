@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -16,6 +15,7 @@ from pathlib import Path
 import psutil
 
 from benchmarks.targets import Engine, Target
+from tests.servers import free_port
 
 START_TIMEOUT_S = 600.0
 STOP_TIMEOUT_S = 20.0
@@ -85,13 +85,6 @@ def _wait_until_ready(target: Target, url: str, popen: subprocess.Popen[bytes], 
     sys.exit(
         f"{target.name} did not start; its log ends:\n{log.read_text(errors='replace')[-6000:]}"
     )
-
-
-def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        port: int = one.getsockname()[1]
-        return port
 
 
 def engine_environment(*, on_cpu: bool, num_workers: int = 1) -> dict[str, str]:
