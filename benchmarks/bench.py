@@ -120,6 +120,9 @@ def make_engine(options: argparse.Namespace, folder: Path, *, on_cpu: bool) -> E
         # What this server gives its engines on a CPU, for the other servers too.
         chosen |= {"enforce_eager": True, "gpu_memory_utilization": 0.4}
         chosen["distributed_executor_backend"] = "uni"
+    else:
+        # Likewise; vLLM's own limit of 512 makes it slower from the 513th sequence on.
+        chosen["max_cudagraph_capture_size"] = chosen["max_num_seqs"]
     return Engine(str(model), chosen)
 
 
@@ -175,7 +178,8 @@ def measure(
                 pattern = for_target(make_pattern(name, scaled, repeat=number), target)
                 run = measure_once(server, target, pattern, engine)
                 runs.append(run)
-                say(f"{target.name}, {name}: {run['num_tokens'] / run['elapsed_s']:,.0f} tok/s")
+                rate = run["num_tokens"] / run["elapsed_s"]
+                say(f"{target.name}, {name}: {rate:,.0f} tok/s {run['jobs_by_worker'] or ''}")
     return runs
 
 
@@ -191,6 +195,7 @@ def measure_once(
     server: Running, target: Target, pattern: Pattern, engine: Engine
 ) -> dict[str, Any]:
     bodies = [target.body(call, pattern.output_len, engine.model) for call in pattern.calls]
+    jobs_before = server.jobs_by_worker()
     before = server.cpu_s()
     sent = send(
         server.url + target.path, bodies, concurrency=pattern.concurrency, headers=target.headers
@@ -213,6 +218,10 @@ def measure_once(
         "num_tokens": pattern.num_tokens, "elapsed_s": sent.elapsed_s,
         "latencies_s": quantiles(sent.latencies_s), "cpu_s": cpu_s,
         "num_bytes": sum(map(len, good)),
+        "jobs_by_worker": [
+            after - before
+            for after, before in zip(server.jobs_by_worker(), jobs_before, strict=True)
+        ],
     }  # fmt: skip
 
 

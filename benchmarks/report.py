@@ -17,7 +17,7 @@ BARE = "bare engine"
 LIMIT_OF = {"single": "batch"}
 COLUMNS = (
     "tok/s", "of the engine", "p50 ms", "p99 ms", "failures", "front-end CPU s / 1,000 tok",
-    "workers' CPU s / 1,000 tok", "bytes / tok",
+    "workers' CPU s / 1,000 tok", "bytes / tok", "greatest / mean prompts of a worker",
 )  # fmt: skip
 
 Result = dict[str, Any]
@@ -88,7 +88,12 @@ def _row(target: str, pattern: str, runs: list[dict[str, Any]], limit: float | N
         "front_end_cpu": median(lambda run: 1000 * run["cpu_s"]["front_end"] / run["num_tokens"]),
         "workers_cpu": median(lambda run: 1000 * run["cpu_s"]["workers"] / run["num_tokens"]),
         "bytes": median(lambda run: run["num_bytes"] / run["num_tokens"]),
+        "balance": median(lambda run: _greatest_over_mean(run.get("jobs_by_worker"))),
     }
+
+
+def _greatest_over_mean(jobs_by_worker: list[float] | None) -> float:
+    return max(jobs_by_worker) / statistics.mean(jobs_by_worker) if jobs_by_worker else 1.0
 
 
 def markdown(result: Result) -> str:
@@ -127,7 +132,7 @@ def _line(row: Row) -> str:
     cells = [
         f"{rate} ({low:,.0f}–{high:,.0f})", ratio, f"{1e3 * row['p50_s']:,.1f}", f"{1e3 * row['p99_s']:,.1f}",
         str(row["num_failures"]), "–" if is_bare else f"{row['front_end_cpu']:.4f}",
-        f"{row['workers_cpu']:.3f}", "–" if is_bare else f"{row['bytes']:.1f}",
+        f"{row['workers_cpu']:.3f}", "–" if is_bare else f"{row['bytes']:.1f}", f"{row['balance']:.2f}",
     ]  # fmt: skip
     return f"| {name} | {' | '.join(cells)} |"
 

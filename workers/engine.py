@@ -6,6 +6,7 @@ environment must be prepared before.
 """
 
 import argparse
+import copy
 import gc
 import importlib
 import os
@@ -93,7 +94,10 @@ class VllmEngine:
             receive_lists()
         report("loading")
         # LLM_CLASS: the batch sizes that vLLM chooses for throughput.
-        self._llm = AsyncLLM.from_engine_args(engine_args, usage_context=UsageContext.LLM_CLASS)
+        usage = UsageContext.LLM_CLASS
+        if not self._on_cpu:
+            capture_graphs_for_all(engine_args, usage)
+        self._llm = AsyncLLM.from_engine_args(engine_args, usage_context=usage)
         return self._facts()
 
     def _engine_args(self, args_class: Any, defaults: dict[str, Any]) -> Any:
@@ -216,6 +220,22 @@ class VllmEngine:
     def close(self) -> None:
         if self._llm is not None:
             self._llm.shutdown()
+
+
+def capture_graphs_for_all(engine_args: Any, usage_context: Any) -> None:
+    """Has CUDA graphs made for as many sequences as the engine runs at once.
+
+    vLLM's own limit is 512; beyond it each step is launched kernel by kernel (measured on an
+    H200: 1,024 sequences make 1.6 times the tokens with graphs). What the user says stays.
+    """
+    for given in (engine_args, engine_args.compilation_config):
+        if given.max_cudagraph_capture_size or given.cudagraph_capture_sizes:
+            return
+    config = copy.deepcopy(engine_args).create_engine_config(usage_context)
+    limit = config.compilation_config.max_cudagraph_capture_size
+    num_seqs = config.scheduler_config.max_num_seqs
+    if limit and limit < num_seqs:
+        engine_args.max_cudagraph_capture_size = num_seqs
 
 
 def _is_ours(extension: str) -> bool:
