@@ -6,7 +6,8 @@ Follows `trl.generation.vllm_client.VLLMClient` (trl 0.29 to 1.10).
 import itertools
 import logging
 import time
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -15,6 +16,7 @@ from flask import request as http_request
 
 from app.client_sockets import in_pieces
 from app.disconnects import watching
+from app.images import NO_IMAGES, PromptImages, check_placeholders, images_of
 from app.prompts import prompt_ids_of, unknown_to_client
 from app.replies import JSON, MSGPACK, binary_reply, is_binary, json_reply
 from app.request import Request
@@ -28,7 +30,7 @@ from app.schemas import (
 )
 from app.service import Service, current_service
 from titopool.errors import ClientGone, DeadlinePassed, InvalidRequest
-from titopool.messages import Job, WorkerFacts
+from titopool.messages import Completed, Job, WorkerFacts
 from titopool.prefixes import prompt_hashes
 from titopool.sampling import (
     SERVER_SET_FIELDS,
@@ -57,22 +59,20 @@ def _generate(service: Service) -> Response:
     deadline = time.monotonic() + service.config.request_timeout_s
     body = decode_body(http_request.get_data(cache=False), GENERATE_BODY)
     facts = service.link.facts
-    _refuse_images(body)
     options = sampling_options(body)
     check_sampling(options, facts)
     _check_batch(len(body.prompts), options.n, service.config.max_completions_per_request)
     prompt_ids = prompt_ids_of(body, facts, service.tokenizer, deadline - time.monotonic())
-    jobs = make_jobs(
-        prompt_ids,
-        options,
-        facts,
-        [_salt(prompt) for prompt in body.prompts],
-        with_prefixes=service.link.needs_prefixes,
-    )
+    images = images_of(body, facts, service.config)
+    check_placeholders(prompt_ids, images, facts.images)
+    salts = [_salt(prompt) for prompt in body.prompts]
+    prompts = [Prompt(*one) for one in zip(prompt_ids, images, salts, strict=True)]
+    jobs = make_jobs(prompts, options, facts, with_prefixes=service.link.needs_prefixes)
     service.link.check_ready()
     request = Request(jobs)
     run(service, request, deadline)
     results, with_logprobs = request.completed(), has_logprobs(options)
+    prompt_ids = expanded_ids(prompt_ids, results)
     if is_binary(http_request.accept_mimetypes):
         unknown_ids = unknown_to_client(prompt_ids, body.prompts)
         return respond(binary_reply(unknown_ids, results, with_logprobs=with_logprobs), MSGPACK)
@@ -131,21 +131,27 @@ def sampling_options(body: GenerateBody) -> SamplingOptions:
         raise InvalidRequest(f"sampling options: {explain(error)}") from None
 
 
+class Prompt(NamedTuple):
+    """What one job is made of."""
+
+    token_ids: np.ndarray
+    images: PromptImages = NO_IMAGES
+    cache_salt: str | None = None
+
+
 def make_jobs(
-    prompt_ids: list[np.ndarray],
-    options: SamplingOptions,
-    facts: WorkerFacts,
-    salts: list[str | None],
-    *,
-    with_prefixes: bool,
+    prompts: Iterable[Prompt], options: SamplingOptions, facts: WorkerFacts, *, with_prefixes: bool
 ) -> list[Job]:
     """One job for each prompt, in order."""
     encoded = _encode(options)
     jobs = []
-    for ids, salt in zip(prompt_ids, salts, strict=True):
+    for ids, images, salt in prompts:
         room = facts.max_model_len - len(ids)
         most = room if options.max_tokens is None else min(room, options.max_tokens)
         token_ids = ids.tobytes()
+        prefix = None
+        if with_prefixes:
+            prefix = prompt_hashes(token_ids, salt, images.digests, facts.images)
         jobs.append(
             Job(
                 job_id=next(_job_ids),
@@ -155,10 +161,20 @@ def make_jobs(
                 num_tokens=len(ids) + options.n * most,
                 sampling=encoded,
                 cache_salt=salt,
-                prefix=prompt_hashes(token_ids, salt) if with_prefixes else None,
+                prefix=prefix,
+                images=images.images,
+                mm_processor_kwargs=images.mm_processor_kwargs,
             )
         )
     return jobs
+
+
+def expanded_ids(prompt_ids: list[np.ndarray], results: list[Completed]) -> list[np.ndarray]:
+    """The ids of each prompt as the engine got them."""
+    return [
+        np.frombuffer(result.prompt_token_ids, np.int32) if result.prompt_token_ids else ids
+        for ids, result in zip(prompt_ids, results, strict=True)
+    ]
 
 
 def has_logprobs(options: SamplingOptions) -> bool:
@@ -186,15 +202,4 @@ def _check_batch(num_prompts: int, n: int, limit: int) -> None:
             f"prompts: expected at most {limit} completions in a request "
             f"(max_completions_per_request), got {num_prompts} prompts times n = {n}; send several",
             param="prompts",
-        )
-
-
-def _refuse_images(body: GenerateBody) -> None:
-    inside = any(
-        isinstance(prompt, TokensPrompt) and prompt.multi_modal_data for prompt in body.prompts
-    )
-    if inside or (body.images is not None and any(body.images)):
-        raise InvalidRequest(
-            "images: expected none, this version of the server takes text and token ids only",
-            param="images",
         )

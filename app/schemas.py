@@ -13,11 +13,17 @@ Body = TypeVar("Body", bound=msgspec.Struct)
 CacheSalt = Annotated[str, Meta(min_length=1)]
 
 
+class MultiModalData(msgspec.Struct, forbid_unknown_fields=True):
+    """vLLM's `multi_modal_data`, with images as base64; one string means one image."""
+
+    image: list[str] | str | None = None
+
+
 class TokensPrompt(msgspec.Struct, forbid_unknown_fields=True):
     """vLLM's TokensPrompt."""
 
     prompt_token_ids: list[int]
-    multi_modal_data: dict[str, Any] | None = None
+    multi_modal_data: MultiModalData | None = None
     mm_processor_kwargs: dict[str, Any] | None = None
     cache_salt: CacheSalt | None = None
 

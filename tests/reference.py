@@ -1,9 +1,11 @@
 """transformers in float32: the reference for ids and log-probabilities."""
 
+from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor
 
 
 @cache
@@ -44,3 +46,38 @@ def logprobs(
         )
         rows.append(torch.log_softmax(row / temperature, dim=-1))
     return torch.stack(rows)
+
+
+@dataclass
+class SeenWithImages:
+    """What transformers makes of text and images: expanded ids, greedy ids and their logprobs."""
+
+    prompt_ids: list[int]
+    completion_ids: list[int]
+    logprobs: list[float]
+
+
+@cache
+def vision_model(folder: str) -> tuple[Any, Any]:
+    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
+    model.generation_config.eos_token_id = None
+    return AutoProcessor.from_pretrained(folder), model
+
+
+@torch.inference_mode()
+def see(
+    folder: str, text: str, images: list, num_tokens: int, **processor_kwargs
+) -> SeenWithImages:
+    """The greedy continuation, without stopping at the end-of-text token."""
+    processor, model = vision_model(folder)
+    inputs = processor(text=[text], images=images or None, return_tensors="pt", **processor_kwargs)
+    length = inputs["input_ids"].shape[1]
+    output = model.generate(
+        **inputs, do_sample=False, max_new_tokens=num_tokens,
+        return_dict_in_generate=True, output_logits=True,
+    )  # fmt: skip
+    completion = output.sequences[0, length:].tolist()
+    rows = torch.log_softmax(torch.stack(output.logits)[:, 0].float(), dim=-1)
+    return SeenWithImages(
+        inputs["input_ids"][0].tolist(), completion, rows[range(num_tokens), completion].tolist()
+    )

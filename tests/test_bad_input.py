@@ -5,6 +5,7 @@ import time
 import pytest
 import requests
 
+from tests.images import encoded, picture
 from tests.servers import Server
 
 VOCAB, MAX_LEN = 2048, 512
@@ -37,7 +38,6 @@ CASES = {
     "unknown-in-object": ({"prompts": [{"prompt_token_ids": [1], "x": 1}]}, "prompts[0]", "x"),
     "cache-salt-number": ({"prompts": [{"prompt_token_ids": [1], "cache_salt": 1}]}, "cache_salt"),
     "cache-salt-empty": ({"prompts": [{"prompt_token_ids": [1], "cache_salt": ""}]}, "cache_salt"),
-    "images": ({"prompts": OK, "images": ["aGk="]}, "images"),
     "temperature-3": ({"prompts": OK, "temperature": 3}, "temperature", "2"),
     "temperature-negative": ({"prompts": OK, "temperature": -0.1}, "temperature"),
     "temperature-text": ({"prompts": OK, "temperature": "1"}, "temperature", "got `str`"),
@@ -152,3 +152,11 @@ def test_the_server_serves_after_all_of_it(server: Server):
         server.post("/generate/", body)
     assert_serves(server)
     assert server.get("/ready").json()["num_ready"] == 2
+
+
+def test_a_text_model_takes_no_images(server: Server):
+    answer = server.post("/generate/", {"prompts": OK, "images": [encoded(picture(8, 8))]})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"]) == (400, "image_mismatch")
+    assert "images[0]: expected no images" in error["message"]
+    assert server.generate(OK, images=[None], max_tokens=1)["prompt_ids"] == OK

@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from app.generate import make_jobs
+from app.generate import Prompt, make_jobs
 from app.link import Link
 from app.placement import MAX_PASSED_OVER, POLICIES
 from app.pool import Pool
@@ -19,7 +19,7 @@ from tests.servers import START_TIMEOUT_S
 from tests.test_pool import FACTS, assigned, beat
 from titopool import config
 from titopool.config import ServerConfig
-from titopool.messages import Completed, Heartbeat, Job
+from titopool.messages import Completed, Heartbeat, ImageFacts, Job
 from titopool.prefixes import BLOCK_TOKENS, completion_hashes, prompt_hashes
 from titopool.sampling import SamplingOptions
 
@@ -81,6 +81,35 @@ def test_a_completions_digests_are_those_of_the_next_turns_prompt(num_blocks):
 
 
 # ---- the index ---------------------------------------------------------------------------
+
+
+IMAGES = ImageFacts(max_images=4, placeholder_ids=[9], has_placeholders=True)
+
+
+def with_images(*blocks: int | None) -> bytes:
+    """Blocks of one id each, and for each None 64 times the placeholder."""
+    rows = [[9 if block is None else block] * BLOCK_TOKENS for block in blocks]
+    return np.array(rows, dtype=np.int32).tobytes()
+
+
+def test_an_image_counts_from_where_it_stands():
+    prompt = with_images(1, None, 2)
+    cat, dog = (
+        as_integers(prompt_hashes(prompt, None, [digest], IMAGES)) for digest in (b"c", b"d")
+    )
+    assert cat[0] == dog[0]
+    assert not set(cat[1:]) & set(dog[1:])
+
+
+def test_a_conversation_keeps_its_digests_when_an_image_is_added():
+    first = prompt_hashes(with_images(1, None, 2), None, [b"c"], IMAGES)
+    second = prompt_hashes(with_images(1, None, 2, 3, None), None, [b"c", b"d"], IMAGES)
+    assert second.startswith(first)
+    # Adjacent images are one run of placeholders.
+    both, other = (
+        prompt_hashes(with_images(None, None), None, [b"c", last], IMAGES) for last in (b"d", b"e")
+    )
+    assert both[:8] != other[:8]
 
 
 def test_the_index_keeps_the_beginnings_of_what_was_used_last():
@@ -285,8 +314,8 @@ class FrontEnd:
     def generate(self, *prompts: bytes) -> list[bytes]:
         options = SamplingOptions(max_tokens=3 * BLOCK_TOKENS)
         jobs = make_jobs(
-            [np.frombuffer(prompt, dtype=np.int32) for prompt in prompts],
-            options, self.link.facts, [None] * len(prompts),
+            [Prompt(np.frombuffer(prompt, dtype=np.int32)) for prompt in prompts],
+            options, self.link.facts,
             with_prefixes=self.link.needs_prefixes,
         )  # fmt: skip
         request = Request(jobs)

@@ -70,6 +70,19 @@ class ServerConfig:
     max_completions_per_request: int = setting(
         65_536, "largest number of prompts times n in one request", at_least=1
     )
+    max_image_pixels: int = setting(
+        33_554_432, "largest width times height of an image", at_least=1
+    )
+    mm_processor_kwargs: tuple[str, ...] = setting(
+        ("min_pixels", "max_pixels", "do_pan_and_scan", "do_image_splitting"),
+        "comma-separated arguments of the model's processor that a request may set; one that "
+        "changes the shape of what the model expects ends the engine",
+    )
+    image_threads: int = setting(
+        0,
+        "threads of each worker that decode and process images; 0: half of its cores, 8 at most",
+        at_least=0,
+    )
     max_queued_prompts: int = setting(
         262_144,
         "prompts that may be open in one gunicorn process before it answers 429",
@@ -274,6 +287,12 @@ def usage() -> str:
         flag = (
             ENV_PREFIX + name.upper() if item.metadata["secret"] else "--" + name.replace("_", "-")
         )
-        shown = "" if item.default in ("", ()) else f" (default {item.default})"
+        shown = f" (default {default})" if (default := shown_default(name)) else ""
         lines.append(f"  {flag:32}{item.metadata['help']}{shown}")
     return "\n".join(lines)
+
+
+def shown_default(name: str) -> str:
+    """The default of a setting as one would write it."""
+    default = SETTINGS[name].default
+    return ",".join(default) if isinstance(default, tuple) else str(default)

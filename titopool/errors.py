@@ -3,7 +3,9 @@
     TitopoolError                         500  internal_error
     ├── ConfigError                       –    stops the start; never sent over HTTP
     ├── InvalidRequest                    400  invalid_request
-    │   └── PromptTooLong                 400  prompt_too_long
+    │   ├── PromptTooLong                 400  prompt_too_long
+    │   ├── InvalidImage                  400  invalid_image
+    │   └── ImageMismatch                 400  image_mismatch
     ├── Unauthorized                      401  invalid_api_key
     ├── BodyTooLarge                      413  body_too_large
     ├── QueueFull                         429  queue_full
@@ -63,6 +65,18 @@ class PromptTooLong(InvalidRequest):
     """A prompt leaves no room for a single generated token."""
 
     code = "prompt_too_long"
+
+
+class InvalidImage(InvalidRequest):
+    """An image cannot be read, or is larger or more drawn out than the server takes."""
+
+    code = "invalid_image"
+
+
+class ImageMismatch(InvalidRequest):
+    """The images of a prompt do not fit its placeholders."""
+
+    code = "image_mismatch"
 
 
 class Unauthorized(TitopoolError):

@@ -5,6 +5,8 @@ travel as the bytes of little-endian arrays: `int32` for token ids and counts, `
 for log-probabilities. Structs without a tag are parts of messages.
 """
 
+from typing import Any
+
 import msgspec
 
 # A job's id is unique in its front-end process; the attempt grows each time it is sent again.
@@ -34,6 +36,17 @@ class Completion(msgspec.Struct, frozen=True, array_like=True):
     weight_versions: list[tuple[int, int]]
 
 
+class ImageFacts(msgspec.Struct, frozen=True):
+    """What a front end must know of a model that takes images."""
+
+    # Most images in one prompt.
+    max_images: int
+    # Ids that stand for images in a prompt and mean nothing without one.
+    placeholder_ids: list[int]
+    # Whether a prompt holds such an id for each image; some models put images elsewhere.
+    has_placeholders: bool
+
+
 class WorkerFacts(msgspec.Struct, frozen=True):
     """What a front end must know of a worker's engine to check requests and to route them."""
 
@@ -53,6 +66,8 @@ class WorkerFacts(msgspec.Struct, frozen=True):
     world_size: int
     # Tokens that it keeps keys and values of, for prompts to come; 0: none.
     num_cache_tokens: int = 0
+    # None: the model takes no images.
+    images: ImageFacts | None = None
 
 
 class WorkerCounters(msgspec.Struct):
@@ -64,6 +79,17 @@ class WorkerCounters(msgspec.Struct):
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     num_completion_tokens: int = 0
+    num_images: int = 0
+    # Time that threads spent on making tensors of them.
+    image_seconds: float = 0.0
+
+
+class Image(msgspec.Struct, frozen=True, array_like=True):
+    """An image file as the client sent it."""
+
+    data: bytes
+    # Of the file and the arguments that it is processed with: its name in all caches.
+    digest: bytes
 
 
 class Job(msgspec.Struct, frozen=True):
@@ -80,6 +106,9 @@ class Job(msgspec.Struct, frozen=True):
     cache_salt: str | None = None
     # Digests of the prompt's blocks (`titopool.prefixes`); None where nobody looks at them.
     prefix: bytes | None = None
+    images: list[Image] = []
+    # For the model's processor of images.
+    mm_processor_kwargs: dict[str, Any] = {}
 
 
 # ---- front end → worker -------------------------------------------------------------
@@ -150,8 +179,11 @@ class Completed(msgspec.Struct, frozen=True, tag="completed"):
     attempt: int
     completions: list[Completion]
     num_cached_tokens: int
-    # Digests that each completion adds to `Job.prefix`, after one another.
+    # Digests that each completion adds to `Job.prefix`, after one another; for a prompt with
+    # images all of them from the first block on.
     prefix: bytes = b""
+    # The prompt with each image's placeholder expanded; empty for a prompt without images.
+    prompt_token_ids: bytes = b""
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):

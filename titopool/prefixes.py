@@ -5,9 +5,12 @@ tokens up to the end of the block. Two prompts share a prefix exactly where thei
 agree, in any process: blake2b has no seed of its own.
 """
 
+from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 
-from titopool.messages import Job
+import numpy as np
+
+from titopool.messages import ImageFacts, Job
 
 # A multiple of vLLM's blocks (16 tokens, mostly), and small beside the prefixes that matter.
 BLOCK_TOKENS = 64
@@ -16,31 +19,55 @@ _BLOCK_BYTES = 4 * BLOCK_TOKENS
 
 
 def chain_seed(cache_salt: str | None) -> bytes:
-    """What stands before the first block: all that must be equal besides the ids.
-
-    The engine shares no blocks between salts. Images of a prompt belong here as well.
-    """
+    """What stands before the first block: the engine shares no blocks between salts."""
     return blake2b((cache_salt or "").encode(), digest_size=DIGEST_BYTES).digest()
 
 
-def block_hashes(token_ids: bytes, previous: bytes) -> bytes:
+def block_hashes(
+    token_ids: bytes, previous: bytes, marks: Mapping[int, bytes] | None = None
+) -> bytes:
     """One digest for each full block of `token_ids`, after one another.
 
     Args:
         token_ids: int32, little-endian.
         previous: the digest of the block before, or `chain_seed`.
+        marks: what else must be equal from a block on, by the block's number.
     """
     digests = []
-    for start in range(0, len(token_ids) - _BLOCK_BYTES + 1, _BLOCK_BYTES):
+    for number, start in enumerate(range(0, len(token_ids) - _BLOCK_BYTES + 1, _BLOCK_BYTES)):
         block = token_ids[start : start + _BLOCK_BYTES]
+        if marks and number in marks:
+            block += marks[number]
         previous = blake2b(previous + block, digest_size=DIGEST_BYTES).digest()
         digests.append(previous)
     return b"".join(digests)
 
 
-def prompt_hashes(token_ids: bytes, cache_salt: str | None) -> bytes:
-    """The digests of a prompt's full blocks."""
-    return block_hashes(token_ids, chain_seed(cache_salt))
+def prompt_hashes(
+    token_ids: bytes,
+    cache_salt: str | None,
+    images: Sequence[bytes] = (),
+    facts: ImageFacts | None = None,
+) -> bytes:
+    """The digests of a prompt's full blocks; `images` are the digests of its images."""
+    marks = image_marks(token_ids, images, facts) if facts and images else None
+    return block_hashes(token_ids, chain_seed(cache_salt), marks)
+
+
+def image_marks(token_ids: bytes, images: Sequence[bytes], facts: ImageFacts) -> dict[int, bytes]:
+    """Each image's digest at the block where its placeholders begin, as far as that can be told.
+
+    The n-th run of placeholders is taken for the n-th image's, so that a conversation that
+    grows by an image keeps the digests of its earlier turns.
+    """
+    ids = np.frombuffer(token_ids, np.int32)
+    stands_for_image = np.isin(ids, facts.placeholder_ids)
+    begins = np.flatnonzero(stands_for_image & ~np.append(False, stands_for_image[:-1]))
+    marks: dict[int, bytes] = {}
+    for number, digest in enumerate(images):
+        block = int(begins[min(number, len(begins) - 1)]) // BLOCK_TOKENS if len(begins) else 0
+        marks[block] = marks.get(block, b"") + digest
+    return marks
 
 
 def completion_hashes(job: Job, completion_ids: bytes) -> bytes:

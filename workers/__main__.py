@@ -18,7 +18,8 @@ from titopool.errors import ConfigError
 from titopool.gpus import visible_gpus
 from titopool.logs import configure_logging
 from workers.engine import VllmEngine
-from workers.server import WorkerServer, kill_children
+from workers.process import kill_children
+from workers.server import WorkerServer
 from workers.status import PhaseReporter
 
 USAGE = "usage: python -m workers --endpoint tcp://ADDRESS:PORT [MODEL] [options of titopool serve]"

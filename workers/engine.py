@@ -11,7 +11,7 @@ import gc
 import importlib
 import os
 from collections.abc import Callable
-from typing import Any, NoReturn, Protocol
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 import msgspec
 import numpy as np
@@ -21,11 +21,23 @@ from titopool.config import ServerConfig
 from titopool.errors import ConfigError, GenerationFailed, InvalidRequest
 from titopool.messages import Completion, Job, Logprobs, WorkerFacts
 from titopool.sampling import SamplingOptions, decode_options, encode_options
-from workers.environment import default_engine_options, prepare_environment
+from workers.environment import default_engine_options, image_threads, prepare_environment
+from workers.images import ImagePreparer
 from workers.logprobs_transport import receive_lists
 
 ReportPhase = Callable[[str], None]
-EngineResult = tuple[list[Completion], int]
+
+
+class Generated(NamedTuple):
+    """What an engine made of a job."""
+
+    completions: list[Completion]
+    # Prompt tokens found in the cache.
+    num_cached_tokens: int = 0
+    # With images: the prompt with all placeholders expanded, and the time it took to make
+    # tensors of them.
+    prompt_token_ids: bytes = b""
+    image_s: float = 0.0
 
 
 class EngineDead(Exception):
@@ -47,8 +59,8 @@ class Engine(Protocol):
     async def warm_up(self) -> None:
         """Generates once, so that no request pays for what is compiled on first use."""
 
-    async def run(self, job: Job) -> EngineResult:
-        """All completions of `job` and the number of its prompt tokens found in the cache.
+    async def run(self, job: Job) -> Generated:
+        """All completions of `job`.
 
         Cancelling the call stops the generation.
 
@@ -73,6 +85,7 @@ class VllmEngine:
         self._config = config
         self._on_cpu = on_cpu
         self._llm: Any = None
+        self._images: ImagePreparer | None = None
         self._params_by_options: dict[bytes, Any] = {}
 
     @property
@@ -98,6 +111,10 @@ class VllmEngine:
         if not self._on_cpu:
             capture_graphs_for_all(engine_args, usage)
         self._llm = AsyncLLM.from_engine_args(engine_args, usage_context=usage)
+        if self._llm.model_config.is_multimodal_model:
+            self._images = ImagePreparer(
+                self._llm.model_config, self._llm.renderer.tokenizer, image_threads(self._config)
+            )
         return self._facts()
 
     def _engine_args(self, args_class: Any, defaults: dict[str, Any]) -> Any:
@@ -144,6 +161,7 @@ class VllmEngine:
             max_logprobs=model.max_logprobs,
             world_size=config.parallel_config.world_size,
             num_cache_tokens=num_cache_tokens or 0,
+            images=self._images.facts if self._images else None,
         )
 
     async def warm_up(self) -> None:
@@ -164,13 +182,22 @@ class VllmEngine:
         gc.collect()
         gc.freeze()
 
-    async def run(self, job: Job) -> EngineResult:
-        from vllm.inputs import tokens_input
+    async def run(self, job: Job) -> Generated:
+        params = self._sampling_params(job.sampling)
+        if not job.images:
+            return self._generated(await self._output(job, _tokens_input(job), params), params)
+        if self._images is None:
+            raise InvalidRequest("images: expected none, as the model takes token ids only")
+        prepared = await self._images.prepare(job)
+        output = await self._output(job, prepared.engine_input, params)
+        ids = np.array(prepared.engine_input["prompt_token_ids"], dtype=np.int32).tobytes()
+        return self._generated(output, params)._replace(
+            prompt_token_ids=ids, image_s=prepared.elapsed_s
+        )
+
+    async def _output(self, job: Job, prompt: Any, params: Any) -> Any:
         from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
-        params = self._sampling_params(job.sampling)
-        token_ids = np.frombuffer(job.prompt_token_ids, dtype=np.int32).tolist()
-        prompt = tokens_input(token_ids, cache_salt=job.cache_salt)
         try:
             # FINAL_ONLY: exactly one output, with all completions in order.
             outputs = [one async for one in self._llm.generate(prompt, params, str(job.job_id))]
@@ -181,7 +208,10 @@ class VllmEngine:
         except _client_errors() as error:
             raise _refusal_or_failure(error) from error
         (output,) = outputs
-        return self._completions(output, params), output.num_cached_tokens or 0
+        return output
+
+    def _generated(self, output: Any, params: Any) -> Generated:
+        return Generated(self._completions(output, params), output.num_cached_tokens or 0)
 
     def _sampling_params(self, encoded: msgspec.Raw) -> Any:
         # The jobs of a request share their options; vLLM clones what it changes.
@@ -218,8 +248,17 @@ class VllmEngine:
         await self._llm.collective_rpc("check_health")
 
     def close(self) -> None:
+        if self._images is not None:
+            self._images.close()
         if self._llm is not None:
             self._llm.shutdown()
+
+
+def _tokens_input(job: Job) -> Any:
+    from vllm.inputs import tokens_input
+
+    token_ids = np.frombuffer(job.prompt_token_ids, dtype=np.int32).tolist()
+    return tokens_input(token_ids, cache_salt=job.cache_salt)
 
 
 def capture_graphs_for_all(engine_args: Any, usage_context: Any) -> None:

@@ -55,6 +55,12 @@ def default_engine_options(
         # With vLLM's "auto", what one backend refuses is given to another, but an engine
         # compiles everything with the backend of its first request: vLLM 0.25 dies of it.
         "structured_outputs_config": {"backend": "xgrammar"},
+        # Each image's tensors go to the engine with its prompt. vLLM's cache of them takes for
+        # granted that what was prepared is also run: a client that leaves in between makes the
+        # next request with the same image fail.
+        "mm_processor_cache_gb": 0,
+        # Nothing but images is taken; room for videos would cost memory.
+        "limit_mm_per_prompt": {"video": 0, "audio": 0},
     }
     if on_cpu:
         # vLLM refuses to start unless this share of the memory is free; the cache itself
@@ -67,6 +73,12 @@ def default_engine_options(
             options["enforce_eager"] = True
             environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     return options
+
+
+def image_threads(config: ServerConfig) -> int:
+    """How many threads of a worker decode and process images."""
+    num_cores = len(os.sched_getaffinity(0)) // max(1, config.num_workers)
+    return config.image_threads or min(8, max(1, num_cores // 2))
 
 
 @dataclass(frozen=True)

@@ -8,14 +8,11 @@ engine loads in a thread, so that front ends and supervisor see the phase meanwh
 import asyncio
 import logging
 import os
-import threading
 import time
 import uuid
 from collections.abc import Callable
-from typing import Any, TypeVar
 
 import msgspec
-import psutil
 import zmq
 
 from titopool import messages
@@ -31,14 +28,13 @@ from titopool.messages import (
     Job,
     WorkerCounters,
 )
-from titopool.prefixes import completion_hashes
+from titopool.prefixes import completion_hashes, prompt_hashes
 from titopool.sockets import bind_router
-from workers.engine import Engine, EngineDead
+from workers.engine import Engine, EngineDead, Generated
 from workers.front_end import FrontEnd, JobKey
+from workers.process import in_daemon_thread, kill_children
 
 logger = logging.getLogger(__name__)
-
-Result = TypeVar("Result")
 
 # How long the engine may take to stop before its processes are killed.
 CLOSE_TIMEOUT_S = 3.0
@@ -237,15 +233,17 @@ class WorkerServer:
             counters.num_failed_jobs += 1
             return
         counters.num_completed_jobs += 1
-        counters.num_prompt_tokens += len(job.prompt_token_ids) // ID_BYTES
+        prompt_ids = result.prompt_token_ids or job.prompt_token_ids
+        counters.num_prompt_tokens += len(prompt_ids) // ID_BYTES
         counters.num_cached_tokens += result.num_cached_tokens
+        counters.num_images += len(job.images)
         counters.num_completion_tokens += sum(
             len(completion.token_ids) // ID_BYTES for completion in result.completions
         )
 
     async def _result_of(self, job: Job) -> Completed | Failed:
         try:
-            completions, num_cached_tokens = await self._engine.run(job)
+            generated = await self._engine.run(job)
         except (InvalidRequest, GenerationFailed) as error:
             return Failed(job.job_id, job.attempt, error.code, error.message)
         except EngineDead:
@@ -258,10 +256,29 @@ class WorkerServer:
                 GenerationFailed.code,
                 f"worker {self._worker_id} failed on this prompt; its log has the reason",
             )
-        prefix = b""
-        if job.prefix is not None:
-            prefix = b"".join(completion_hashes(job, one.token_ids) for one in completions)
-        return Completed(job.job_id, job.attempt, completions, num_cached_tokens, prefix)
+        self._counters.image_seconds += generated.image_s
+        return Completed(
+            job.job_id,
+            job.attempt,
+            generated.completions,
+            generated.num_cached_tokens,
+            self._prefix_of(job, generated),
+            generated.prompt_token_ids,
+        )
+
+    def _prefix_of(self, job: Job, generated: Generated) -> bytes:
+        if job.prefix is None or self._facts is None:
+            return b""
+        completion_ids = [one.token_ids for one in generated.completions]
+        if not job.images:
+            return b"".join(completion_hashes(job, ids) for ids in completion_ids)
+        digests = [image.digest for image in job.images]
+        return b"".join(
+            prompt_hashes(
+                generated.prompt_token_ids + ids, job.cache_salt, digests, self._facts.images
+            )
+            for ids in completion_ids
+        )
 
     # ---- sending ---------------------------------------------------------------------
 
@@ -350,33 +367,3 @@ class WorkerServer:
         except Exception as error:
             logger.warning("the engine did not stop by itself: %s", type(error).__name__)
         kill_children()
-
-
-async def in_daemon_thread(call: Callable[[], Result]) -> Result:
-    """Runs `call` in a thread that does not keep the process when it must end meanwhile."""
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[Result] = loop.create_future()
-
-    def settle(set_outcome: Callable[[Any], None], outcome: Any) -> None:
-        if not done.done():
-            set_outcome(outcome)
-
-    def run() -> None:
-        try:
-            result = call()
-        except BaseException as error:
-            loop.call_soon_threadsafe(settle, done.set_exception, error)
-        else:
-            loop.call_soon_threadsafe(settle, done.set_result, result)
-
-    threading.Thread(target=run, daemon=True).start()
-    return await done
-
-
-def kill_children() -> None:
-    """Kills every process below this one: vLLM leaves its own behind."""
-    for child in psutil.Process().children(recursive=True):
-        try:
-            child.kill()
-        except psutil.NoSuchProcess:
-            pass

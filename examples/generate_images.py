@@ -1,0 +1,44 @@
+"""Two prompts for a vision-language model, one with an image: token ids and base64.
+
+python examples/generate_images.py photo.jpg [http://127.0.0.1:8000] [MODEL]
+"""
+
+import base64
+import json
+import sys
+import urllib.request
+from pathlib import Path
+
+from transformers import AutoTokenizer
+
+
+def main(
+    photo: str, url: str = "http://127.0.0.1:8000", model: str = "Qwen/Qwen2.5-VL-3B-Instruct"
+) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    look = [{"type": "image"}, {"type": "text", "text": "What is this?"}]
+    prompts = []
+    for content in (look, "And what is two plus two?"):
+        messages = [{"role": "user", "content": content}]
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        prompts.append(tokenizer(text, add_special_tokens=False)["input_ids"])
+    body = {
+        "prompts": prompts,
+        "images": [[base64.b64encode(Path(photo).read_bytes()).decode()], None],
+        "mm_processor_kwargs": {"max_pixels": 512 * 28 * 28},
+        "max_tokens": 32,
+    }
+    request = urllib.request.Request(
+        url + "/generate/", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=600) as response:
+        answer = json.load(response)
+    for sent, used, ids in zip(
+        prompts, answer["prompt_ids"], answer["completion_ids"], strict=True
+    ):
+        # The second figure is larger where an image was expanded.
+        print(len(sent), "ids sent,", len(used), "used:", tokenizer.decode(ids))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,421 @@
+"""Images with token ids, exactly once: real vLLM, two families of models, transformers beside."""
+
+import base64
+import concurrent.futures
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from io import BytesIO
+from pathlib import Path
+
+import PIL.Image
+import pytest
+from transformers.image_utils import load_image
+
+from tests import reference
+from tests.images import PLACEHOLDERS, encoded, file_of, picture, with_size
+from tests.servers import Server, running_server, wait_until
+from titopool.gpus import visible_gpus
+
+# On a GPU, attention and convolutions multiply float32 with 10 bits of mantissa (tf32).
+TOLERANCE = 2e-2 if visible_gpus() else 1e-3
+NUM_TOKENS = 12
+OPTIONS = ("--dtype", "float32", "--max-model-len", "1024", "--limit-mm-per-prompt", '{"image": 6}')
+if visible_gpus():
+    OPTIONS += ("--gpu-memory-utilization", "0.2")
+GREEDY = {"temperature": 0, "max_tokens": NUM_TOKENS, "generation_kwargs": {"ignore_eos": True}}
+
+
+@dataclass
+class Vision:
+    """A server of a vision-language model, and the model's folder."""
+
+    server: Server
+    folder: str
+    placeholder: str
+
+    def see(self, text: str, images: list, **kwargs) -> reference.SeenWithImages:
+        return reference.see(self.folder, self.text(text), images, NUM_TOKENS, **kwargs)
+
+    def text(self, text: str) -> str:
+        """`text` with the model's placeholder for each `@`."""
+        return text.replace("@", self.placeholder)
+
+    def ids(self, text: str) -> list[int]:
+        """Token ids with one placeholder for each image."""
+        processor, _ = reference.vision_model(self.folder)
+        return processor.tokenizer(self.text(text))["input_ids"]
+
+
+def vision(kind: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Vision]:
+    from tests import vision_models
+
+    folder = tmp_path_factory.mktemp(kind)
+    {"qwen": vision_models.make_qwen_vl, "smol": vision_models.make_smol_vlm}[kind](folder)
+    log = tmp_path_factory.mktemp("vision-server") / "log"
+    options = ("--num-workers", "1", "--num-front-ends", "2", *OPTIONS)
+    with running_server(str(folder), *options, log=log) as server:
+        yield Vision(server, str(folder), PLACEHOLDERS[kind])
+
+
+@pytest.fixture(scope="module")
+def qwen(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Vision]:
+    yield from vision("qwen", tmp_path_factory)
+
+
+@pytest.fixture(scope="module")
+def smol(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Vision]:
+    yield from vision("smol", tmp_path_factory)
+
+
+@pytest.fixture(scope="module", params=["qwen", "smol"])
+def model(request: pytest.FixtureRequest) -> Vision:
+    return request.getfixturevalue(request.param)
+
+
+SMALL, WIDE, LARGE = picture(56, 56, 1), picture(168, 56, 2), picture(200, 140, 3)
+PROMPTS = {
+    "one": ("What is @?", [SMALL]),
+    "two-sizes": ("Compare @ with @ now", [WIDE, LARGE]),
+    "adjacent": ("@@@", [SMALL, WIDE, SMALL]),
+    "conversation": (
+        "<|im_start|>user\n@ hello<|im_end|>\n<|im_start|>assistant\na cat<|im_end|>\n"
+        "<|im_start|>user\nand @@?<|im_end|>\n<|im_start|>assistant\n",
+        [LARGE, SMALL, WIDE],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PROMPTS)
+def test_every_form_gives_what_transformers_gives(model: Vision, name: str):
+    text, images = PROMPTS[name]
+    expected = model.see(text, images)
+    files = [encoded(image) for image in images]
+    single = model.ids(text)
+    assert len(single) < len(expected.prompt_ids)
+    as_object = {"prompt_token_ids": single, "multi_modal_data": {"image": files}}
+    forms = {
+        "text": {"prompts": [model.text(text)], "images": [files]},
+        "single": {"prompts": [single], "images": [files]},
+        "expanded": {"prompts": [expected.prompt_ids], "images": [files]},
+        "object": {"prompts": [as_object]},
+        "expanded-object": {"prompts": [{**as_object, "prompt_token_ids": expected.prompt_ids}]},
+    }
+    for form, body in forms.items():
+        answer = model.server.generate(**body, **GREEDY)
+        assert answer["prompt_ids"] == [expected.prompt_ids], form
+        assert answer["completion_ids"] == [expected.completion_ids], form
+        logprobs = [entries[0] for entries in answer["logprobs"][0]]
+        assert logprobs == pytest.approx(expected.logprobs, abs=TOLERANCE), form
+
+
+def test_a_turn_may_add_an_unexpanded_image_to_expanded_ones(model: Vision):
+    # As an environment does that appends to the ids it got back.
+    first = model.see("look at @", [LARGE])
+    assert model.ids("look at @")[: len(model.ids("look at "))] == model.ids("look at ")
+    added = model.ids(" and @?")
+    expected = model.see("look at @ and @?", [LARGE, SMALL])
+    answer = model.server.generate(
+        [first.prompt_ids + added], images=[[encoded(LARGE), encoded(SMALL)]], **GREEDY
+    )
+    assert answer["prompt_ids"] == [expected.prompt_ids]
+    assert answer["completion_ids"] == [expected.completion_ids]
+
+
+def test_prompts_with_and_without_images_in_one_request(model: Vision):
+    cases = [("a @ b", [SMALL]), ("no image", []), ("@", [WIDE]), ("x @ y @", [SMALL, LARGE])]
+    images = [[encoded(SMALL)], None, encoded(WIDE), [encoded(SMALL), encoded(LARGE)]]
+    answer = model.server.generate([model.ids(text) for text, _ in cases], images=images, **GREEDY)
+    for index, (text, pictures) in enumerate(cases):
+        expected = model.see(text, pictures)
+        assert answer["prompt_ids"][index] == expected.prompt_ids
+        assert answer["completion_ids"][index] == expected.completion_ids
+
+
+def test_the_processor_gets_its_arguments_for_all_prompts_or_for_each(qwen: Vision):
+    text, file = "a @", encoded(LARGE)
+    few, many = (
+        {"max_pixels": 28 * 28 * 8},
+        {"min_pixels": 28 * 28 * 60, "max_pixels": 28 * 28 * 90},
+    )
+    ids = qwen.ids(text)
+    expected = [qwen.see(text, [LARGE], images_kwargs=kwargs).prompt_ids for kwargs in (few, many)]
+    default = qwen.see(text, [LARGE]).prompt_ids
+    assert len(expected[0]) < len(default) < len(expected[1])
+    generate = qwen.server.generate
+    images = [file, file, file]
+    answer = generate([ids] * 3, images=images, mm_processor_kwargs=few)
+    assert answer["prompt_ids"] == [expected[0]] * 3
+    answer = generate([ids] * 3, images=images, mm_processor_kwargs=[few, None, many])
+    assert answer["prompt_ids"] == [expected[0], default, expected[1]]
+    own = {"prompt_token_ids": ids, "multi_modal_data": {"image": file}}
+    answer = generate([{**own, "mm_processor_kwargs": few}, own], mm_processor_kwargs=many)
+    assert answer["prompt_ids"] == expected
+    # Expanded for other arguments than it is sent with.
+    refused = qwen.server.post("/generate/", {"prompts": [expected[0]], "images": [file]})
+    assert (refused.status_code, refused.json()["error"]["code"]) == (400, "image_mismatch")
+
+
+def test_tiles_can_be_turned_off(smol: Vision):
+    text, file = "a @", encoded(LARGE)
+    expected = smol.see(text, [LARGE], images_kwargs={"do_image_splitting": False})
+    answer = smol.server.generate(
+        [smol.ids(text)], images=[file], mm_processor_kwargs={"do_image_splitting": False}, **GREEDY
+    )
+    assert answer["prompt_ids"] == [expected.prompt_ids]
+    assert answer["completion_ids"] == [expected.completion_ids]
+
+
+def test_mismatches_are_refused_with_both_numbers(model: Vision):
+    small, wide = encoded(SMALL), encoded(WIDE)
+    one, two = model.ids("a @ b"), model.ids("a @ b @")
+    expanded = model.see("a @ b", [SMALL]).prompt_ids
+    swapped = model.see("@ @", [WIDE, SMALL]).prompt_ids
+    cases = {
+        "no-placeholder": ([model.ids("a b")], [[small]], "1 images", "got 0"),
+        "no-image": ([one], None, "0 images", "got 1"),
+        "null-image": ([one], [None], "0 images", "got 1"),
+        "empty-list": ([one], [[]], "0 images", "got 1"),
+        "too-few": ([two], [[small]], "1 images", "got 2"),
+        "too-many": ([one], [[small, wide]], "2 images", "got 1"),
+        "too-few-expanded": ([swapped], [[wide]], "1 images", "in runs of"),
+        "too-many-expanded": ([expanded], [[small, wide]], "2 images", "in runs of"),
+        "other-size": ([expanded], [[wide]], "as their sizes need", "in runs of"),
+        "other-order": ([swapped], [[small, wide]], "as their sizes need", "in runs of"),
+        "cut-off": ([swapped[:-3]], [[wide, small]], "as their sizes need", "in runs of"),
+        "over-the-limit": ([model.ids("@" * 7)], [[small] * 7], "at most 6", "got 7"),
+        "other-length": ([one, one], [[small]], "2 prompts", "got 1"),
+    }
+    for name, (prompts, images, *parts) in cases.items():
+        answer = model.server.post("/generate/", {"prompts": prompts, "images": images})
+        error = answer.json()["error"]
+        assert (answer.status_code, error["code"]) == (400, "image_mismatch"), (name, error)
+        for part in parts:
+            assert part in error["message"], (name, error)
+    good = model.server.generate([one], images=[small], **GREEDY)
+    assert good["prompt_ids"] == [expanded]
+
+
+@cache
+def odd_images() -> dict[str, bytes]:
+    rng = picture(80, 60, 5)
+    alpha = rng.convert("RGBA")
+    alpha.putalpha(rng.convert("L"))
+    transparent_palette = rng.quantize(16)
+    transparent_palette.info["transparency"] = 3
+    frames = [picture(60, 60, seed).quantize(16) for seed in (6, 7, 8)]
+    exif = PIL.Image.Exif()
+    exif[0x0112] = 6  # turned by 90 degrees
+    sixteen = PIL.Image.new("I;16", (60, 60), 40_000)
+    return {
+        "jpeg": file_of(rng, "JPEG"),
+        "webp": file_of(rng, "WEBP"),
+        "bmp": file_of(rng, "BMP"),
+        "tiff": file_of(rng, "TIFF"),
+        "palette": file_of(rng.quantize(16)),
+        "palette-with-transparency": file_of(transparent_palette, transparency=3),
+        "transparency": file_of(alpha),
+        "grey": file_of(rng.convert("L")),
+        "grey-with-transparency": file_of(rng.convert("LA")),
+        "one-bit": file_of(rng.convert("1")),
+        "cmyk": file_of(rng.convert("CMYK"), "JPEG"),
+        "16-bit": file_of(sixteen),
+        "animated": file_of(frames[0], "GIF", save_all=True, append_images=frames[1:]),
+        "turned": file_of(rng, "JPEG", exif=exif),
+        "one-pixel": file_of(picture(1, 1)),
+        "progressive": file_of(rng, "JPEG", progressive=True),
+    }
+
+
+@pytest.mark.parametrize("name", odd_images())
+def test_odd_images_are_read_as_transformers_reads_them(qwen: Vision, name: str):
+    data = odd_images()[name]
+    expected = qwen.see("see @", [load_image(PIL.Image.open(BytesIO(data)))])
+    file = base64.b64encode(data).decode()
+    for text in (file, "data:image/png;base64," + file):
+        answer = qwen.server.generate([qwen.ids("see @")], images=[text], **GREEDY)
+        assert answer["prompt_ids"] == [expected.prompt_ids]
+        assert answer["completion_ids"] == [expected.completion_ids]
+
+
+@cache
+def bad_images() -> dict[str, tuple[str, str]]:
+    whole, photo = file_of(LARGE), file_of(LARGE, "JPEG")
+    as_text = lambda data: base64.b64encode(data).decode()  # noqa: E731
+    return {
+        "no-base64": ("not base64!", "in base64"),
+        "url": ("https://example.com/a.png", "got a URL"),
+        "file-url": ("file:///etc/passwd", "got a URL"),
+        "empty": ("", "0 bytes"),
+        "no-image": (as_text(b"hello, this is text"), "that are none"),
+        "svg": (as_text(b"<svg xmlns='http://www.w3.org/2000/svg'/>"), "that are none"),
+        "truncated-png": (as_text(whole[: len(whole) // 2]), "that are none"),
+        "truncated-jpeg": (as_text(photo[: len(photo) // 2]), "cannot be decoded"),
+        "damaged-png": (as_text(whole[:200] + b"\0\0\0\0" + whole[204:]), "that are none"),
+        "bomb": (as_text(with_size(whole, 30_000, 30_000)), "900000000"),
+        "no-size": (as_text(with_size(whole, 0, 0)), "that are none"),
+        "drawn-out": (as_text(file_of(picture(4, 1000))), "4 x 1000"),
+    }
+
+
+@pytest.mark.parametrize("name", bad_images())
+def test_what_is_no_good_image_is_refused_with_its_place(qwen: Vision, name: str):
+    text, part = bad_images()[name]
+    ids, good = qwen.ids("a @ @"), encoded(SMALL)
+    body = {"prompts": [qwen.ids("a @"), ids], "images": [good, [good, text]]}
+    answer = qwen.server.post("/generate/", body)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"]) == (400, "invalid_image"), error
+    assert part in error["message"]
+    assert "images[1]" in error["message"]
+    assert len(error["message"]) < 700
+    assert qwen.server.generate([ids], images=[[good, good]], max_tokens=1)["completion_ids"]
+
+
+@pytest.mark.parametrize(
+    "body, parts",
+    [
+        ({"mm_processor_kwargs": {"patch_size": 16}}, ("patch_size", "min_pixels, max_pixels")),
+        ({"mm_processor_kwargs": {"max_pixels": 10**12}}, ("max_pixels", "max_image_pixels")),
+        ({"mm_processor_kwargs": {"max_pixels": "9"}}, ("max_pixels", "whole numbers")),
+        ({"mm_processor_kwargs": {"min_pixels": 9, "max_pixels": 8}}, ("9 and 8",)),
+        ({"mm_processor_kwargs": [None, None]}, ("1 prompts", "got 2")),
+        ({"mm_processor_kwargs": 3}, ("mm_processor_kwargs", "got `int`")),
+        ({"images": [3]}, ("images[0]", "got `int`")),
+        ({"images": [[None]]}, ("images[0][0]", "got `null`")),
+        ({"images": "a"}, ("images", "got `str`")),
+        ({"truncate_prompt_tokens": 5}, ("truncate_prompt_tokens", "images")),
+        ({"prompts": [{"prompt_token_ids": [1], "multi_modal_data": {"video": []}}]}, ("video",)),
+        (
+            {"prompts": [{"prompt_token_ids": [1], "multi_modal_data": {"image": "aGk="}}]},
+            ("images[0]", "multi_modal_data"),
+        ),
+    ],
+)
+def test_bad_fields_are_refused(qwen: Vision, body, parts):
+    whole = {"prompts": [qwen.ids("a @")], "images": [encoded(SMALL)], **body}
+    answer = qwen.server.post("/generate/", whole)
+    assert answer.status_code == 400, answer.text
+    for part in parts:
+        assert part in answer.json()["error"]["message"]
+
+
+def test_a_prompt_too_long_with_its_images_is_refused_by_name(qwen: Vision):
+    body = {
+        "prompts": [qwen.ids("@ @ @")],
+        "images": [[encoded(picture(600, 600, n)) for n in range(3)]],
+    }
+    answer = qwen.server.post("/generate/", body)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"]) == (400, "prompt_too_long")
+    assert "1023" in error["message"]
+
+
+def test_completions_of_a_prompt_share_its_images(qwen: Vision):
+    images = lambda: qwen.server.metrics("images_total")["0"]  # noqa: E731
+    before = images()
+    answer = qwen.server.generate(
+        [qwen.ids("@ and @")], images=[[encoded(SMALL), encoded(WIDE)]], n=5, max_tokens=4
+    )
+    assert len(answer["completion_ids"]) == 5
+    assert len(answer["prompt_ids"]) == 1
+    wait_until(lambda: images() > before, 5)
+    assert images() - before == 2
+    assert qwen.server.metrics("image_seconds_total")["0"] > 0
+
+
+def test_the_prefix_cache_works_over_images_and_never_mixes_two(qwen: Vision):
+    # vLLM caches blocks of 128 ids on a CPU: more than one before, and one behind the image.
+    before = "word " * 140
+    text = before + "@ what" + " is it?" * 70
+    ids = qwen.ids(text)
+    first, second = picture(140, 140, 21), picture(140, 140, 22)
+    num_before = len(qwen.ids(before))
+
+    def ask(image: PIL.Image.Image, **fields):
+        return qwen.server.generate([ids], images=[encoded(image)], **fields, **GREEDY)
+
+    assert ask(first)["num_cached_tokens"] == [0]
+    again = ask(first)
+    assert again["num_cached_tokens"][0] > num_before + 25
+    other = ask(second)
+    assert 0 < other["num_cached_tokens"][0] <= num_before + 1
+    # The same file with another size is another image to the model.
+    resized = ask(first, mm_processor_kwargs={"max_pixels": 28 * 28 * 10})
+    assert resized["num_cached_tokens"][0] <= num_before + 1
+    assert again["completion_ids"] == [qwen.see(text, [first]).completion_ids]
+    assert other["completion_ids"] == [qwen.see(text, [second]).completion_ids]
+
+
+def test_text_prompts_do_not_wait_for_images(qwen: Vision):
+    large = encoded(picture(1200, 1000, 31), "JPEG")
+    kwargs = {"max_pixels": 28 * 28 * 64}
+    ids = qwen.ids("@")
+
+    def ask_for_text() -> float:
+        begin = time.monotonic()
+        qwen.server.generate([[7, 8, 9]], max_tokens=1)
+        return time.monotonic() - begin
+
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        with_images = pool.submit(
+            qwen.server.generate, [ids] * 60, images=[large] * 60,
+            mm_processor_kwargs=kwargs, max_tokens=1,
+        )  # fmt: skip
+        wait_until(lambda: qwen.server.metrics("sequences")["0"] > 0, 10)
+        begin = time.monotonic()
+        latencies = []
+        while not with_images.done():
+            latencies.append(ask_for_text())
+        images_s = time.monotonic() - begin
+        assert len(with_images.result()["completion_ids"]) == 60
+    print(f"60 images in {images_s:.1f} s; text meanwhile: {sorted(latencies)}")
+    # Behind the images they would have waited for all of them.
+    assert len(latencies) > 3
+    assert max(latencies) < images_s / 2
+
+
+def test_a_client_that_leaves_costs_the_next_one_nothing(qwen: Vision):
+    import requests
+
+    image, ids = encoded(picture(900, 900, 41)), qwen.ids("@")
+    body = {
+        "prompts": [ids] * 20,
+        "images": [image] * 20,
+        "mm_processor_kwargs": {"max_pixels": 50176},
+    }
+    with pytest.raises(requests.ReadTimeout):
+        requests.post(qwen.server.url + "/generate/", json=body, timeout=0.3)
+    wait_until(lambda: qwen.server.metrics("sequences")["0"] == 0, 10)
+    answer = qwen.server.generate([ids], images=[image], mm_processor_kwargs={"max_pixels": 50176})
+    assert answer["finish_reasons"] == ["length"]
+
+
+@pytest.mark.parametrize("version", ["0.29.1", "1.9.2"])
+def test_trl_client_sends_images(qwen: Vision, tmp_path: Path, version: str):
+    from tests.trl_client import run_trl
+
+    paths = []
+    for index, image in enumerate((SMALL, WIDE, LARGE)):
+        paths.append(str(tmp_path / f"{index}.png"))
+        image.save(paths[-1])
+    two, three = qwen.see("@ and @", [SMALL, WIDE]), qwen.see("describe @", [LARGE])
+    plain = qwen.ids("no image")
+    script = f"""
+from PIL import Image
+small, wide, large = map(Image.open, {paths})
+two, three, plain = {two.prompt_ids}, {three.prompt_ids}, {plain}
+options = dict(temperature=0.0, max_tokens=4, generation_kwargs={{"ignore_eos": True}})
+answer({{
+    "several": client.generate([two, three], images=[[small, wide], [large]], **options),
+    "mixed": client.generate([two, plain, three], images=[[small, wide], None, [large]], **options),
+}})
+"""
+    answers = run_trl(version, qwen.server.url, script)
+    assert answers["several"]["prompt_ids"] == [two.prompt_ids, three.prompt_ids]
+    assert answers["mixed"]["prompt_ids"] == [two.prompt_ids, plain, three.prompt_ids]
+    for name, places in {"several": (0, 1), "mixed": (0, 2)}.items():
+        completions = answers[name]["completion_ids"]
+        for place, expected in zip(places, (two, three), strict=True):
+            assert completions[place] == expected.completion_ids[:4]

@@ -1,0 +1,113 @@
+"""Tiny random vision-language models of two families, made on the spot.
+
+Qwen2.5-VL puts `<|image_pad|>` as often as an image needs, by its size; SmolVLM (Idefics3)
+cuts an image into tiles and puts rows of markers and `<image>` around them.
+"""
+
+from pathlib import Path
+
+import torch
+from transformers import (
+    AutoTokenizer,
+    Idefics3Config,
+    Idefics3ForConditionalGeneration,
+    Idefics3Processor,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen2_5_VLProcessor,
+    Qwen2VLImageProcessor,
+    Qwen2VLVideoProcessor,
+    SiglipVisionConfig,
+)
+from transformers.models.idefics3.image_processing_idefics3 import Idefics3ImageProcessor
+
+from titopool.demo_model import VOCAB_SIZE, make_tokenizer
+
+QWEN_TOKENS = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
+QWEN_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
+    "{% if message['content'] is string %}{{ message['content'] }}{% else %}"
+    "{% for part in message['content'] %}{% if part['type'] == 'image' %}"
+    "<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part['text'] }}{% endif %}"
+    "{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def make_qwen_vl(folder: Path, *, hidden_size: int = 128, num_layers: int = 2) -> None:
+    """Writes a Qwen2.5-VL with its processor to `folder`."""
+    tokenizer = _tokenizer(folder, QWEN_TOKENS)
+    tokenizer.chat_template = QWEN_TEMPLATE
+    images = Qwen2VLImageProcessor(min_pixels=28 * 28, max_pixels=512 * 28 * 28)
+    Qwen2_5_VLProcessor(
+        image_processor=images, tokenizer=tokenizer, video_processor=Qwen2VLVideoProcessor(),
+        chat_template=QWEN_TEMPLATE,
+    ).save_pretrained(folder)  # fmt: skip
+    ids = {name: tokenizer.convert_tokens_to_ids(name) for name in QWEN_TOKENS}
+    config = Qwen2_5_VLConfig(
+        text_config={
+            "vocab_size": len(tokenizer), "hidden_size": hidden_size,
+            "intermediate_size": 2 * hidden_size, "num_hidden_layers": num_layers,
+            "num_attention_heads": 4, "num_key_value_heads": 2,
+            "max_position_embeddings": 4096, "tie_word_embeddings": True,
+            "initializer_range": 0.1, "eos_token_id": 0, "bos_token_id": None,
+            "rope_parameters": {
+                "rope_type": "default", "rope_theta": 10000.0,
+                "mrope_section": [4, 6, 6],
+            },
+        },
+        vision_config={
+            "depth": 2, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2,
+            "out_hidden_size": hidden_size, "patch_size": 14, "spatial_merge_size": 2,
+            "temporal_patch_size": 2, "window_size": 56, "fullatt_block_indexes": [1],
+            "initializer_range": 0.1,
+        },
+        image_token_id=ids["<|image_pad|>"], video_token_id=ids["<|video_pad|>"],
+        vision_start_token_id=ids["<|vision_start|>"],
+        vision_end_token_id=ids["<|vision_end|>"], tie_word_embeddings=True,
+    )  # fmt: skip
+    _save(Qwen2_5_VLForConditionalGeneration, config, folder)
+
+
+SMOL_TOKENS = [
+    "<fake_token_around_image>", "<image>", "<end_of_utterance>", "<global-img>",
+    *(f"<row_{row}_col_{column}>" for row in range(1, 7) for column in range(1, 7)),
+]  # fmt: skip
+
+
+def make_smol_vlm(folder: Path) -> None:
+    """Writes an Idefics3 with its processor to `folder`: tiles of 32 pixels, 4 ids each."""
+    tokenizer = _tokenizer(folder, SMOL_TOKENS)
+    images = Idefics3ImageProcessor(size={"longest_edge": 64}, max_image_size={"longest_edge": 32})
+    Idefics3Processor(image_processor=images, tokenizer=tokenizer, image_seq_len=4).save_pretrained(
+        folder
+    )
+    config = Idefics3Config(
+        image_token_id=tokenizer.convert_tokens_to_ids("<image>"),
+        scale_factor=2,
+        text_config={
+            "model_type": "llama", "vocab_size": len(tokenizer), "hidden_size": 128,
+            "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4,
+            "num_key_value_heads": 2, "max_position_embeddings": 4096,
+            "initializer_range": 0.1, "eos_token_id": 0, "bos_token_id": 0, "pad_token_id": 0,
+        },
+        vision_config=SiglipVisionConfig(
+            hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+            image_size=32, patch_size=8,
+        ).to_dict(),
+        tie_word_embeddings=False,
+    )  # fmt: skip
+    _save(Idefics3ForConditionalGeneration, config, folder)
+
+
+def _tokenizer(folder: Path, special_tokens: list[str]):
+    make_tokenizer(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert len(tokenizer) <= VOCAB_SIZE
+    tokenizer.add_special_tokens({"additional_special_tokens": special_tokens})
+    return tokenizer
+
+
+def _save(model_class, config, folder: Path) -> None:
+    torch.manual_seed(0)
+    model_class(config).to(torch.float32).save_pretrained(folder)

@@ -1,0 +1,40 @@
+"""A worker process's threads and children: what must not keep it, or outlive it."""
+
+import asyncio
+import threading
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import psutil
+
+Result = TypeVar("Result")
+
+
+async def in_daemon_thread(call: Callable[[], Result]) -> Result:
+    """Runs `call` in a thread that does not keep the process when it must end meanwhile."""
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[Result] = loop.create_future()
+
+    def settle(set_outcome: Callable[[Any], None], outcome: Any) -> None:
+        if not done.done():
+            set_outcome(outcome)
+
+    def run() -> None:
+        try:
+            result = call()
+        except BaseException as error:
+            loop.call_soon_threadsafe(settle, done.set_exception, error)
+        else:
+            loop.call_soon_threadsafe(settle, done.set_result, result)
+
+    threading.Thread(target=run, daemon=True).start()
+    return await done
+
+
+def kill_children() -> None:
+    """Kills every process below this one: vLLM leaves its own behind."""
+    for child in psutil.Process().children(recursive=True):
+        try:
+            child.kill()
+        except psutil.NoSuchProcess:
+            pass
