@@ -5,6 +5,7 @@ cuts an image into tiles and puts rows of markers and `<image>` around them.
 """
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import (
@@ -34,8 +35,13 @@ QWEN_TEMPLATE = (
 )
 
 
-def make_qwen_vl(folder: Path, *, hidden_size: int = 128, num_layers: int = 2) -> None:
-    """Writes a Qwen2.5-VL with its processor to `folder`."""
+def make_qwen_vl(folder: Path, *, shape: dict[str, Any] | None = None) -> None:
+    """Writes a Qwen2.5-VL with its processor to `folder`.
+
+    Args:
+        shape: `text_config` and `vision_config` of another shape than the tiny one; its weights
+            are left to vLLM's `load_format="dummy"`.
+    """
     tokenizer = _tokenizer(folder, QWEN_TOKENS)
     tokenizer.chat_template = QWEN_TEMPLATE
     images = Qwen2VLImageProcessor(min_pixels=28 * 28, max_pixels=512 * 28 * 28)
@@ -44,29 +50,50 @@ def make_qwen_vl(folder: Path, *, hidden_size: int = 128, num_layers: int = 2) -
         chat_template=QWEN_TEMPLATE,
     ).save_pretrained(folder)  # fmt: skip
     ids = {name: tokenizer.convert_tokens_to_ids(name) for name in QWEN_TOKENS}
+    text = {
+        "vocab_size": len(tokenizer), "hidden_size": 128, "intermediate_size": 256,
+        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "max_position_embeddings": 4096, "tie_word_embeddings": True,
+        "initializer_range": 0.1, "eos_token_id": 0, "bos_token_id": None,
+        "rope_parameters": _rope([4, 6, 6]),
+    }  # fmt: skip
+    vision = {
+        "depth": 2, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2,
+        "out_hidden_size": 128, "patch_size": 14, "spatial_merge_size": 2,
+        "temporal_patch_size": 2, "window_size": 56, "fullatt_block_indexes": [1],
+        "initializer_range": 0.1,
+    }  # fmt: skip
     config = Qwen2_5_VLConfig(
-        text_config={
-            "vocab_size": len(tokenizer), "hidden_size": hidden_size,
-            "intermediate_size": 2 * hidden_size, "num_hidden_layers": num_layers,
-            "num_attention_heads": 4, "num_key_value_heads": 2,
-            "max_position_embeddings": 4096, "tie_word_embeddings": True,
-            "initializer_range": 0.1, "eos_token_id": 0, "bos_token_id": None,
-            "rope_parameters": {
-                "rope_type": "default", "rope_theta": 10000.0,
-                "mrope_section": [4, 6, 6],
-            },
-        },
-        vision_config={
-            "depth": 2, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2,
-            "out_hidden_size": hidden_size, "patch_size": 14, "spatial_merge_size": 2,
-            "temporal_patch_size": 2, "window_size": 56, "fullatt_block_indexes": [1],
-            "initializer_range": 0.1,
-        },
+        text_config=text | (shape["text_config"] if shape else {}),
+        vision_config=vision | (shape["vision_config"] if shape else {}),
         image_token_id=ids["<|image_pad|>"], video_token_id=ids["<|video_pad|>"],
         vision_start_token_id=ids["<|vision_start|>"],
         vision_end_token_id=ids["<|vision_end|>"], tie_word_embeddings=True,
     )  # fmt: skip
-    _save(Qwen2_5_VLForConditionalGeneration, config, folder)
+    if shape is None:
+        _save(Qwen2_5_VLForConditionalGeneration, config, folder)
+        return
+    config.architectures, config.dtype = ["Qwen2_5_VLForConditionalGeneration"], "bfloat16"
+    config.save_pretrained(folder)
+
+
+def _rope(sections: list[int]) -> dict[str, Any]:
+    return {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": sections}
+
+
+# Qwen2.5-VL-3B-Instruct's.
+QWEN_3B: dict[str, Any] = {
+    "text_config": {
+        "vocab_size": 151_936, "hidden_size": 2048, "intermediate_size": 11_008,
+        "num_hidden_layers": 36, "num_attention_heads": 16, "num_key_value_heads": 2,
+        "rope_parameters": _rope([16, 24, 24]), "initializer_range": 0.02,
+    },
+    "vision_config": {
+        "depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "num_heads": 16,
+        "out_hidden_size": 2048, "window_size": 112, "fullatt_block_indexes": [7, 15, 23, 31],
+        "initializer_range": 0.02,
+    },
+}  # fmt: skip
 
 
 SMOL_TOKENS = [

@@ -1,0 +1,181 @@
+"""Images a second for one worker, and what text requests feel meanwhile.
+
+    python -m benchmarks.images                                    # tiny Qwen2.5-VL, any machine
+    python -m benchmarks.images --shape qwen2.5-vl-3b --image-threads 1 4 8
+
+One server for each number of threads. It gets as many prompts with an image as `--num-images`
+says, in one request: by themselves, with text requests one after the other beside them, a
+second time (every image known to the prefix cache), and an eighth of them with n = 8.
+"""
+
+import argparse
+import base64
+import json
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import PIL.Image
+
+from benchmarks.machine import describe_machine
+from tests.images import PLACEHOLDERS
+from tests.servers import Server, running_server
+from tests.vision_models import QWEN_3B, make_qwen_vl
+
+SHAPES: dict[str, dict[str, Any] | None] = {"tiny": None, "qwen2.5-vl-3b": QWEN_3B}
+NUM_IDLE = 40
+NUM_TEXT_TOKENS = 8
+
+
+def main() -> None:
+    options = parse_arguments()
+    width, height = map(int, options.size.split("x"))
+    result: dict[str, Any] = {"machine": describe_machine(), **vars(options), "runs": []}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name) / "model"
+        folder.mkdir()
+        make_qwen_vl(folder, shape=SHAPES[options.shape])
+        for num_threads in options.image_threads:
+            words = ["--num-workers", "1", "--image-threads", str(num_threads)]
+            words += ["--max-model-len", "2048", *options.serve_options.split()]
+            if options.shape != "tiny":
+                words += ["--load-format", "dummy"]
+            with running_server(str(folder), *words, log=Path(name) / "log") as server:
+                ids = placeholder_ids(folder)
+                measured = measure(server, ids, width, height, options)
+                result["runs"].append({"image_threads": num_threads, **measured})
+                print(json.dumps(result["runs"][-1]), flush=True)
+    Path(options.out + ".json").write_text(json.dumps(result, indent=1) + "\n")
+    Path(options.out + ".md").write_text(markdown(result))
+    print(markdown(result))
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--shape", choices=SHAPES, default="tiny")
+    parser.add_argument("--size", default="640x480", help="of each image")
+    parser.add_argument("--num-images", type=int, default=64)
+    parser.add_argument("--output-len", type=int, default=16)
+    parser.add_argument("--image-threads", type=int, nargs="+", default=[1])
+    parser.add_argument("--serve-options", default="")
+    parser.add_argument("--out", default="bench-images", help="name of the result files")
+    return parser.parse_args()
+
+
+def placeholder_ids(folder: Path) -> list[int]:
+    from transformers import AutoTokenizer
+
+    ids: list[int] = AutoTokenizer.from_pretrained(folder)(PLACEHOLDERS["qwen"])["input_ids"]
+    return ids
+
+
+def measure(
+    server: Server, ids: list[int], width: int, height: int, options: argparse.Namespace
+) -> dict[str, Any]:
+    count = options.num_images
+
+    def ask(first: int, number: int, n: int = 1) -> Callable[[], None]:
+        """A request of `number` prompts with the images from number `first` on."""
+        images = [photo(width, height, first + index) for index in range(number)]
+        body = {
+            "prompts": [[10, *ids, 11]] * number, "images": images, "n": n,
+            "max_tokens": options.output_len, "generation_kwargs": {"ignore_eos": True},
+        }  # fmt: skip
+
+        def send() -> None:
+            answer = server.post("/generate/", body)
+            assert answer.status_code == 200, answer.text[:500]
+            lengths = {len(one) for one in answer.json()["completion_ids"]}
+            assert lengths == {options.output_len}, lengths
+
+        return send
+
+    ask(0, 2)()
+    idle = [text_latency(server) for _ in range(NUM_IDLE)]
+    alone_s = seconds(ask(10_000, count))
+    beside_s, beside = with_text_beside(server, ask(20_000, count))
+    again_s = seconds(ask(20_000, count))
+    groups_s = seconds(ask(30_000, count // 8, n=8))
+    return {
+        "images_per_s": count / alone_s, "images_per_s_with_text": count / beside_s,
+        "images_per_s_again": count / again_s,
+        "images_per_s_groups": count // 8 / groups_s,
+        "text_p50_s": statistics.median(idle), "text_p50_s_beside": statistics.median(beside),
+        "text_max_s_beside": max(beside), "num_text_beside": len(beside),
+        "image_seconds": server.metrics("image_seconds_total")["0"],
+        "images": server.metrics("images_total")["0"],
+    }  # fmt: skip
+
+
+def photo(width: int, height: int, seed: int) -> str:
+    """A JPEG in base64, as smooth as a photograph mostly is, so that its size is one's too."""
+    coarse = np.random.default_rng(seed).integers(0, 256, (height // 8, width // 8, 3), np.uint8)
+    image = PIL.Image.fromarray(coarse).resize((width, height), PIL.Image.Resampling.BICUBIC)
+    file = BytesIO()
+    image.save(file, "JPEG", quality=90)
+    return base64.b64encode(file.getvalue()).decode()
+
+
+def text_latency(server: Server) -> float:
+    return seconds(lambda: server.generate([[7, 8, 9]], max_tokens=NUM_TEXT_TOKENS))
+
+
+def seconds(call: Callable[[], Any]) -> float:
+    begin = time.monotonic()
+    call()
+    return time.monotonic() - begin
+
+
+def with_text_beside(server: Server, send: Callable[[], None]) -> tuple[float, list[float]]:
+    """Seconds that `send` takes, and the latencies of text requests meanwhile."""
+    latencies: list[float] = []
+    is_over = threading.Event()
+
+    def ask_for_text() -> None:
+        while not is_over.is_set():
+            latencies.append(text_latency(server))
+
+    thread = threading.Thread(target=ask_for_text)
+    thread.start()
+    elapsed_s = seconds(send)
+    is_over.set()
+    thread.join()
+    return elapsed_s, latencies
+
+
+COLUMNS = {
+    "threads": lambda run: str(run["image_threads"]),
+    "images/s": lambda run: f"{run['images_per_s']:.1f}",
+    "with text beside": lambda run: f"{run['images_per_s_with_text']:.1f}",
+    "known to the cache": lambda run: f"{run['images_per_s_again']:.1f}",
+    "n = 8": lambda run: f"{run['images_per_s_groups']:.1f}",
+    "ms of a thread for each": lambda run: f"{1e3 * run['image_seconds'] / run['images']:.1f}",
+    "text alone, p50 ms": lambda run: f"{1e3 * run['text_p50_s']:.1f}",
+    "text beside images, p50 ms": lambda run: f"{1e3 * run['text_p50_s_beside']:.1f}",
+    "max ms": lambda run: f"{1e3 * run['text_max_s_beside']:.1f}",
+}
+
+
+def markdown(result: dict[str, Any]) -> str:
+    machine = result["machine"]
+    where = ", ".join(dict.fromkeys(machine["gpus"])) or machine["processor"]
+    versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
+    lines = [
+        f"{machine['date']}, {where}; {machine['num_cores']} CPU cores; {versions}", "",
+        f"{result['shape']}, {result['num_images']} JPEG of {result['size']} in one request, "
+        f"{result['output_len']} tokens each, one worker; text requests of {NUM_TEXT_TOKENS} tokens",
+        "", f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|",
+    ]  # fmt: skip
+    for run in result["runs"]:
+        lines.append(f"| {' | '.join(show(run) for show in COLUMNS.values())} |")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    main()
