@@ -248,7 +248,7 @@ class Pool:
             if isinstance(result, Failed):
                 error_type = ERRORS_BY_CODE.get(result.code, GenerationFailed)
                 text = f"prompts[{open_job.index}]: {result.message}"
-                self._fail(open_job, error_type(text))
+                self._fail(open_job, error_type(text, param=result.param))
             else:
                 if result.prefix:
                     worker.prefixes.record([*open_job.digests, *as_integers(result.prefix)])

@@ -30,6 +30,8 @@ from tests.vision_models import QWEN_3B, make_qwen_vl
 
 SHAPES: dict[str, dict[str, Any] | None] = {"tiny": None, "qwen2.5-vl-3b": QWEN_3B}
 NUM_IDLE = 40
+# Behind the image: more than a block of the prefix cache, or no image would be found in it.
+TEXT = range(100, 240)
 NUM_TEXT_TOKENS = 8
 
 
@@ -84,7 +86,7 @@ def measure(
         """A request of `number` prompts with the images from number `first` on."""
         images = [photo(width, height, first + index) for index in range(number)]
         body = {
-            "prompts": [[10, *ids, 11]] * number, "images": images, "n": n,
+            "prompts": [[10, *ids, *TEXT]] * number, "images": images, "n": n,
             "max_tokens": options.output_len, "generation_kwargs": {"ignore_eos": True},
         }  # fmt: skip
 

@@ -19,7 +19,7 @@ from tests.servers import START_TIMEOUT_S
 from tests.test_pool import FACTS, assigned, beat
 from titopool import config
 from titopool.config import ServerConfig
-from titopool.messages import Completed, Heartbeat, ImageFacts, Job
+from titopool.messages import Completed, Heartbeat, Image, ImageFacts, Job
 from titopool.prefixes import BLOCK_TOKENS, completion_hashes, prompt_hashes
 from titopool.sampling import SamplingOptions
 
@@ -110,6 +110,19 @@ def test_a_conversation_keeps_its_digests_when_an_image_is_added():
         prompt_hashes(with_images(None, None), None, [b"c", last], IMAGES) for last in (b"d", b"e")
     )
     assert both[:8] != other[:8]
+
+
+def test_the_next_turn_after_an_image_begins_with_what_the_worker_tells():
+    prompt, completion = with_images(1, None)[:-8], with_images(7, 8)
+    images = [Image(b"", b"c")]
+    chain = prompt_hashes(prompt, None, [b"c"], IMAGES)
+    job = Job(1, 1, prompt, 1, 1, b"", None, chain, images)
+    told = chain + completion_hashes(job, completion, IMAGES)
+    later = prompt_hashes(prompt + completion + with_images(5), None, [b"c"], IMAGES)
+    assert later.startswith(told)
+    # The image begins in a block that the completion makes full.
+    other = msgspec.structs.replace(job, images=[Image(b"", b"d")])
+    assert completion_hashes(other, completion, IMAGES)[:8] != told[len(chain) :][:8]
 
 
 def test_the_index_keeps_the_beginnings_of_what_was_used_last():

@@ -71,12 +71,17 @@ class ServerConfig:
         65_536, "largest number of prompts times n in one request", at_least=1
     )
     max_image_pixels: int = setting(
-        33_554_432, "largest width times height of an image", at_least=1
+        33_554_432, "pixels of a prompt's images, all together", at_least=1
     )
     mm_processor_kwargs: tuple[str, ...] = setting(
-        ("min_pixels", "max_pixels", "do_pan_and_scan", "do_image_splitting"),
+        ("min_pixels", "max_pixels"),
         "comma-separated arguments of the model's processor that a request may set; one that "
         "changes the shape of what the model expects ends the engine",
+    )
+    image_memory_bytes: int = setting(
+        8 * 2**30,
+        "tensors of images that a worker holds for prompts under way; more prompts with images wait",
+        at_least=1,
     )
     image_threads: int = setting(
         0,

@@ -193,6 +193,8 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
     attempt: int
     code: str
     message: str
+    # The field of the request that it is about.
+    param: str | None = None
 
 
 class Results(msgspec.Struct, frozen=True, tag="results"):

@@ -24,7 +24,10 @@ def chain_seed(cache_salt: str | None) -> bytes:
 
 
 def block_hashes(
-    token_ids: bytes, previous: bytes, marks: Mapping[int, bytes] | None = None
+    token_ids: bytes,
+    previous: bytes,
+    marks: Mapping[int, bytes] | None = None,
+    first_block: int = 0,
 ) -> bytes:
     """One digest for each full block of `token_ids`, after one another.
 
@@ -32,9 +35,11 @@ def block_hashes(
         token_ids: int32, little-endian.
         previous: the digest of the block before, or `chain_seed`.
         marks: what else must be equal from a block on, by the block's number.
+        first_block: the number of the first block.
     """
     digests = []
-    for number, start in enumerate(range(0, len(token_ids) - _BLOCK_BYTES + 1, _BLOCK_BYTES)):
+    starts = range(0, len(token_ids) - _BLOCK_BYTES + 1, _BLOCK_BYTES)
+    for number, start in enumerate(starts, first_block):
         block = token_ids[start : start + _BLOCK_BYTES]
         if marks and number in marks:
             block += marks[number]
@@ -50,16 +55,21 @@ def prompt_hashes(
     facts: ImageFacts | None = None,
 ) -> bytes:
     """The digests of a prompt's full blocks; `images` are the digests of its images."""
-    marks = image_marks(token_ids, images, facts) if facts and images else None
+    marks = image_marks(token_ids, images, facts)
     return block_hashes(token_ids, chain_seed(cache_salt), marks)
 
 
-def image_marks(token_ids: bytes, images: Sequence[bytes], facts: ImageFacts) -> dict[int, bytes]:
+def image_marks(
+    token_ids: bytes, images: Sequence[bytes], facts: ImageFacts | None
+) -> dict[int, bytes]:
     """Each image's digest at the block where its placeholders begin, as far as that can be told.
 
-    The n-th run of placeholders is taken for the n-th image's, so that a conversation that
-    grows by an image keeps the digests of its earlier turns.
+    The n-th run of placeholders is taken for the n-th image's. So a conversation that grows by
+    an image keeps the digests of its earlier turns with models that have one run for an image;
+    with those that cut images into tiles, only those before the first image.
     """
+    if not images or facts is None:
+        return {}
     ids = np.frombuffer(token_ids, np.int32)
     stands_for_image = np.isin(ids, facts.placeholder_ids)
     begins = np.flatnonzero(stands_for_image & ~np.append(False, stands_for_image[:-1]))
@@ -70,9 +80,11 @@ def image_marks(token_ids: bytes, images: Sequence[bytes], facts: ImageFacts) ->
     return marks
 
 
-def completion_hashes(job: Job, completion_ids: bytes) -> bytes:
+def completion_hashes(job: Job, completion_ids: bytes, facts: ImageFacts | None = None) -> bytes:
     """The digests that follow those of `job.prefix` in prompt and completion together."""
     assert job.prefix is not None
     num_blocks = len(job.prefix) // DIGEST_BYTES
     rest = job.prompt_token_ids[num_blocks * _BLOCK_BYTES :] + completion_ids
-    return block_hashes(rest, job.prefix[-DIGEST_BYTES:] or chain_seed(job.cache_salt))
+    previous = job.prefix[-DIGEST_BYTES:] or chain_seed(job.cache_salt)
+    marks = image_marks(job.prompt_token_ids, [image.digest for image in job.images], facts)
+    return block_hashes(rest, previous, marks, num_blocks)

@@ -34,9 +34,10 @@ class Generated(NamedTuple):
     completions: list[Completion]
     # Prompt tokens found in the cache.
     num_cached_tokens: int = 0
-    # With images: the prompt with all placeholders expanded, and the time it took to make
-    # tensors of them.
+    # With images: the prompt with all placeholders expanded, how many images were processed for
+    # it, and for how long.
     prompt_token_ids: bytes = b""
+    num_images: int = 0
     image_s: float = 0.0
 
 
@@ -112,9 +113,13 @@ class VllmEngine:
             capture_graphs_for_all(engine_args, usage)
         self._llm = AsyncLLM.from_engine_args(engine_args, usage_context=usage)
         if self._llm.model_config.is_multimodal_model:
-            self._images = ImagePreparer(
-                self._llm.model_config, self._llm.renderer.tokenizer, image_threads(self._config)
+            images = ImagePreparer(
+                self._llm.model_config,
+                self._llm.renderer.tokenizer,
+                num_threads=image_threads(self._config),
+                max_bytes=self._config.image_memory_bytes,
             )
+            self._images = images if images.facts else None
         return self._facts()
 
     def _engine_args(self, args_class: Any, defaults: dict[str, Any]) -> Any:
@@ -188,11 +193,12 @@ class VllmEngine:
             return self._generated(await self._output(job, _tokens_input(job), params), params)
         if self._images is None:
             raise InvalidRequest("images: expected none, as the model takes token ids only")
-        prepared = await self._images.prepare(job)
-        output = await self._output(job, prepared.engine_input, params)
-        ids = np.array(prepared.engine_input["prompt_token_ids"], dtype=np.int32).tobytes()
+        async with self._images.prepared(job) as prompt:
+            output = await self._output(job, prompt.engine_input, params)
         return self._generated(output, params)._replace(
-            prompt_token_ids=ids, image_s=prepared.elapsed_s
+            prompt_token_ids=prompt.token_ids,
+            num_images=prompt.num_images,
+            image_s=prompt.elapsed_s,
         )
 
     async def _output(self, job: Job, prompt: Any, params: Any) -> Any:

@@ -236,7 +236,6 @@ class WorkerServer:
         prompt_ids = result.prompt_token_ids or job.prompt_token_ids
         counters.num_prompt_tokens += len(prompt_ids) // ID_BYTES
         counters.num_cached_tokens += result.num_cached_tokens
-        counters.num_images += len(job.images)
         counters.num_completion_tokens += sum(
             len(completion.token_ids) // ID_BYTES for completion in result.completions
         )
@@ -245,7 +244,7 @@ class WorkerServer:
         try:
             generated = await self._engine.run(job)
         except (InvalidRequest, GenerationFailed) as error:
-            return Failed(job.job_id, job.attempt, error.code, error.message)
+            return Failed(job.job_id, job.attempt, error.code, error.message, error.param)
         except EngineDead:
             raise
         except Exception:
@@ -256,6 +255,7 @@ class WorkerServer:
                 GenerationFailed.code,
                 f"worker {self._worker_id} failed on this prompt; its log has the reason",
             )
+        self._counters.num_images += generated.num_images
         self._counters.image_seconds += generated.image_s
         return Completed(
             job.job_id,
@@ -269,16 +269,18 @@ class WorkerServer:
     def _prefix_of(self, job: Job, generated: Generated) -> bytes:
         if job.prefix is None or self._facts is None:
             return b""
-        completion_ids = [one.token_ids for one in generated.completions]
-        if not job.images:
-            return b"".join(completion_hashes(job, ids) for ids in completion_ids)
-        digests = [image.digest for image in job.images]
-        return b"".join(
-            prompt_hashes(
-                generated.prompt_token_ids + ids, job.cache_salt, digests, self._facts.images
+        facts, chain = self._facts.images, b""
+        if generated.prompt_token_ids:
+            # The next turn begins with these ids, not with those that were sent.
+            digests = [image.digest for image in job.images]
+            chain = prompt_hashes(generated.prompt_token_ids, job.cache_salt, digests, facts)
+            job = msgspec.structs.replace(
+                job, prompt_token_ids=generated.prompt_token_ids, prefix=chain
             )
-            for ids in completion_ids
-        )
+        completions = [
+            completion_hashes(job, one.token_ids, facts) for one in generated.completions
+        ]
+        return chain + b"".join(completions)
 
     # ---- sending ---------------------------------------------------------------------
 

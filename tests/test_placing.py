@@ -1,0 +1,66 @@
+"""vLLM's processor with its placing replaced, without an engine."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.images import picture
+from tests.vision_models import make_qwen_vl
+from workers.placing import PlacingProcessor
+
+
+@pytest.fixture(scope="module")
+def model_config(tmp_path_factory: pytest.TempPathFactory):
+    from vllm.config import ModelConfig
+
+    folder: Path = tmp_path_factory.mktemp("qwen")
+    make_qwen_vl(folder)
+    return ModelConfig(model=str(folder), dtype="float32", max_model_len=512)
+
+
+@pytest.fixture
+def processor(model_config) -> PlacingProcessor:
+    from transformers import AutoTokenizer
+
+    return PlacingProcessor(model_config, AutoTokenizer.from_pretrained(model_config.model))
+
+
+def test_the_ids_that_stand_for_an_image_are_found_out(processor: PlacingProcessor):
+    facts = processor.learn()
+    assert facts is not None
+    assert facts.placeholder_ids == processor._encode("<|image_pad|>")
+    assert facts.has_placeholders
+    assert facts.max_images > 1
+
+
+def test_a_model_whose_images_are_placed_by_another_way_takes_none(processor: PlacingProcessor):
+    # As Mistral's processors do.
+    vllms = processor._processor
+    vllms._maybe_apply_prompt_updates = lambda **parts: ([0], {})
+    assert processor.learn() is None
+
+
+def test_a_model_whose_processor_changes_ids_takes_no_images(processor: PlacingProcessor):
+    # As PaliGemma's does.
+    vllms = processor._processor
+    original = vllms.apply
+
+    def apply(*arguments):
+        made = original(*arguments)
+        made["prompt_token_ids"] = [*made["prompt_token_ids"], 1]
+        return made
+
+    vllms.apply = apply
+    assert processor.learn() is None
+
+
+def test_an_image_of_another_number_of_tokens_has_another_name(processor: PlacingProcessor):
+    processor.learn()
+    ids = processor._encode("<|vision_start|><|image_pad|><|vision_end|>")
+    image = picture(168, 56, 1)
+    names = [
+        processor.apply(ids, [image], ["name"], kwargs)["mm_hashes"]["image"]
+        for kwargs in ({}, {"max_pixels": 28 * 28 * 4})
+    ]
+    assert names[0] == ["name-12"]
+    assert names[1] != names[0]
