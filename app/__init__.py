@@ -6,7 +6,18 @@ HTTP comes in, futures go out: handlers check a request, hand its jobs to the li
 
 from flask import Flask
 
-from app import auth, client_sockets, generate, health, http_errors, metrics
+from app import (
+    auth,
+    chat,
+    client_sockets,
+    generate,
+    health,
+    http_errors,
+    metrics,
+    models,
+    sequence_logprobs,
+    tokenize,
+)
 from app.service import Service
 from titopool.config import ServerConfig, from_environment
 
@@ -28,7 +39,6 @@ def create_app(config: ServerConfig | None = None) -> Flask:
     client_sockets.init_app(app, config.client_timeout_s)
     auth.init_app(app, config.api_key)
     http_errors.init_app(app)
-    app.register_blueprint(health.blueprint)
-    app.register_blueprint(generate.blueprint)
-    app.register_blueprint(metrics.blueprint)
+    for routes in (health, metrics, models, generate, chat, sequence_logprobs, tokenize):
+        app.register_blueprint(routes.blueprint)
     return app

@@ -3,48 +3,18 @@
 Follows `trl.generation.vllm_client.VLLMClient` (trl 0.29 to 1.10).
 """
 
-import itertools
-import logging
 import time
-from collections.abc import Iterable
-from typing import Any, NamedTuple
 
-import msgspec
-import numpy as np
 from flask import Blueprint, Response
 from flask import request as http_request
 
-from app.client_sockets import in_pieces
-from app.disconnects import watching
-from app.images import NO_IMAGES, PromptImages, check_placeholders, images_of
-from app.prompts import prompt_ids_of, unknown_to_client
-from app.replies import JSON, MSGPACK, binary_reply, is_binary, json_reply
-from app.request import Request
-from app.schemas import (
-    GENERATE_BODY,
-    SAMPLING_FIELDS,
-    GenerateBody,
-    TokensPrompt,
-    decode_body,
-    explain,
-)
+from app.answering import Prompt, answer, check_batch, sampling_options
+from app.images import images_of
+from app.prompts import is_known_to_client, prompt_ids_of
+from app.schemas import GENERATE_BODY, TokensPrompt, decode_body
 from app.service import Service, current_service
-from titopool.errors import ClientGone, DeadlinePassed, InvalidRequest
-from titopool.messages import Completed, Job, WorkerFacts
-from titopool.prefixes import prompt_hashes
-from titopool.sampling import (
-    SERVER_SET_FIELDS,
-    UNSUPPORTED_FIELDS,
-    SamplingOptions,
-    check_sampling,
-    encode_options,
-)
 
-logger = logging.getLogger(__name__)
 blueprint = Blueprint("generate", __name__)
-
-# Unique in this process; workers tell processes apart by their sockets.
-_job_ids = itertools.count(1)
 
 
 @blueprint.post("/generate/")
@@ -59,147 +29,17 @@ def _generate(service: Service) -> Response:
     deadline = time.monotonic() + service.config.request_timeout_s
     body = decode_body(http_request.get_data(cache=False), GENERATE_BODY)
     facts = service.link.facts
-    options = sampling_options(body)
-    check_sampling(options, facts)
-    _check_batch(len(body.prompts), options.n, service.config.max_completions_per_request)
+    options = sampling_options(body, facts)
+    check_batch(len(body.prompts), options.n, service.config.max_completions_per_request)
     prompt_ids = prompt_ids_of(body, facts, service.tokenizer, deadline - time.monotonic())
     images = images_of(body, facts, service.config)
-    check_placeholders(prompt_ids, images, facts.images)
-    salts = [_salt(prompt) for prompt in body.prompts]
-    prompts = [Prompt(*one) for one in zip(prompt_ids, images, salts, strict=True)]
-    jobs = make_jobs(prompts, options, facts, with_prefixes=service.link.needs_prefixes)
-    service.link.check_ready()
-    request = Request(jobs)
-    run(service, request, deadline)
-    results, with_logprobs = request.completed(), has_logprobs(options)
-    prompt_ids = expanded_ids(prompt_ids, results)
-    if is_binary(http_request.accept_mimetypes):
-        unknown_ids = unknown_to_client(prompt_ids, body.prompts)
-        return respond(binary_reply(unknown_ids, results, with_logprobs=with_logprobs), MSGPACK)
-    return respond(json_reply(prompt_ids, results, with_logprobs=with_logprobs), JSON)
-
-
-def respond(reply: bytes, mimetype: str) -> Response:
-    response = Response(in_pieces(reply), mimetype=mimetype)
-    response.content_length = len(reply)
-    return response
-
-
-def run(service: Service, request: Request, deadline: float) -> None:
-    """Submits `request` and returns when it has ended, well or not.
-
-    It ends at `deadline` (monotonic seconds), and when the client hangs up.
-    """
-
-    def on_client_gone() -> None:
-        service.link.cancel(request, ClientGone("the client closed its connection"))
-
-    client = http_request.environ.get("gunicorn.socket")
-    with watching(client, on_client_gone):
-        service.link.submit(request)
-        if not request.wait(deadline - time.monotonic()):
-            limit_s = service.config.request_timeout_s
-            service.link.cancel(
-                request,
-                DeadlinePassed(
-                    f"the request did not end within {limit_s:g} s; ask for fewer tokens at once or "
-                    "raise request_timeout_s"
-                ),
-            )
-
-
-def sampling_options(body: GenerateBody) -> SamplingOptions:
-    """The body's sampling options; `generation_kwargs` win over the fields beside them.
-
-    Raises:
-        InvalidRequest: an option is unknown, not the client's to set, or out of range.
-    """
-    merged: dict[str, Any] = {name: getattr(body, name) for name in SAMPLING_FIELDS}
-    for name, value in body.generation_kwargs.items():
-        reason = SERVER_SET_FIELDS.get(name) or UNSUPPORTED_FIELDS.get(name)
-        if reason:
-            raise InvalidRequest(f"generation_kwargs.{name}: {reason}; leave it out", param=name)
-        merged[name] = value
-    if body.structured_outputs_regex is not None:
-        if merged.get("structured_outputs") is not None:
-            logger.warning("structured_outputs_regex replaces generation_kwargs.structured_outputs")
-        merged["structured_outputs"] = {"regex": body.structured_outputs_regex}
-    try:
-        # JSON has only strings as keys; those of logit_bias are token ids.
-        return msgspec.convert(merged, SamplingOptions, str_keys=True)
-    except msgspec.ValidationError as error:
-        raise InvalidRequest(f"sampling options: {explain(error)}") from None
-
-
-class Prompt(NamedTuple):
-    """What one job is made of."""
-
-    token_ids: np.ndarray
-    images: PromptImages = NO_IMAGES
-    cache_salt: str | None = None
-
-
-def make_jobs(
-    prompts: Iterable[Prompt], options: SamplingOptions, facts: WorkerFacts, *, with_prefixes: bool
-) -> list[Job]:
-    """One job for each prompt, in order."""
-    encoded = _encode(options)
-    jobs = []
-    for ids, images, salt in prompts:
-        room = facts.max_model_len - len(ids)
-        most = room if options.max_tokens is None else min(room, options.max_tokens)
-        token_ids = ids.tobytes()
-        prefix = None
-        if with_prefixes:
-            prefix = prompt_hashes(token_ids, salt, images.digests, facts.images)
-        jobs.append(
-            Job(
-                job_id=next(_job_ids),
-                attempt=1,
-                prompt_token_ids=token_ids,
-                num_sequences=options.n,
-                num_tokens=len(ids) + options.n * most,
-                sampling=encoded,
-                cache_salt=salt,
-                prefix=prefix,
-                images=images.images,
-                mm_processor_kwargs=images.mm_processor_kwargs,
-            )
+    prompts = [
+        Prompt(
+            token_ids,
+            images[index],
+            sent.cache_salt if isinstance(sent, TokensPrompt) else None,
+            is_known_to_client(token_ids, sent),
         )
-    return jobs
-
-
-def expanded_ids(prompt_ids: list[np.ndarray], results: list[Completed]) -> list[np.ndarray]:
-    """The ids of each prompt as the engine got them."""
-    return [
-        np.frombuffer(result.prompt_token_ids, np.int32) if result.prompt_token_ids else ids
-        for ids, result in zip(prompt_ids, results, strict=True)
+        for index, (token_ids, sent) in enumerate(zip(prompt_ids, body.prompts, strict=True))
     ]
-
-
-def has_logprobs(options: SamplingOptions) -> bool:
-    """Whether the engine returns log-probabilities."""
-    return options.logprobs is not None or options.logprob_token_ids is not None
-
-
-def _encode(options: SamplingOptions) -> msgspec.Raw:
-    try:
-        return msgspec.Raw(encode_options(options))
-    except OverflowError:
-        raise InvalidRequest(
-            "sampling options: expected numbers of 64 bits at most, got a larger one in extra_args "
-            "or structured_outputs"
-        ) from None
-
-
-def _salt(prompt: object) -> str | None:
-    return prompt.cache_salt if isinstance(prompt, TokensPrompt) else None
-
-
-def _check_batch(num_prompts: int, n: int, limit: int) -> None:
-    if num_prompts * n > limit:
-        raise InvalidRequest(
-            f"prompts: expected at most {limit} completions in a request "
-            f"(max_completions_per_request), got {num_prompts} prompts times n = {n}; send several",
-            param="prompts",
-        )
+    return answer(service, prompts, options, deadline)

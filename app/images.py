@@ -16,7 +16,7 @@ import gevent
 import msgspec
 import numpy as np
 
-from app.schemas import GenerateBody, TokensPrompt
+from app.schemas import GenerateBody, SamplingBody, TokensPrompt
 from titopool.config import ServerConfig
 from titopool.errors import ImageMismatch, InvalidImage, InvalidRequest
 from titopool.image_files import check_file
@@ -44,9 +44,10 @@ NO_IMAGES = PromptImages()
 
 
 @dataclass(frozen=True)
-class _Encoded:
-    """The images of one prompt as they came, and where they stood."""
+class EncodedImages:
+    """The images of one prompt as they came, and where prompt and images stood in the body."""
 
+    prompt: str
     place: str
     files: list[str]
     # Whether they came in a list.
@@ -55,32 +56,33 @@ class _Encoded:
 
 
 def images_of(body: GenerateBody, facts: WorkerFacts, config: ServerConfig) -> list[PromptImages]:
-    """The images of each prompt.
+    """The images of each prompt of `POST /generate/`; raises what `read_images` does."""
+    has_objects = isinstance(body.prompts[0], TokensPrompt)
+    if not has_objects and not body.images and not body.mm_processor_kwargs:
+        return [NO_IMAGES] * len(body.prompts)
+    return [read_images(one, body, facts, config) for one in _encoded(body)]
+
+
+def read_images(
+    encoded: EncodedImages, body: SamplingBody, facts: WorkerFacts, config: ServerConfig
+) -> PromptImages:
+    """The images of one prompt.
 
     Raises:
-        InvalidImage: one is no image file, or too large.
-        ImageMismatch: a prompt has more than the model takes; `images` is of another length
-            than `prompts`.
+        InvalidImage: one is no image file, or they are too large.
+        ImageMismatch: there are more than the model takes.
         InvalidRequest: an argument for the processor is not allowed.
     """
-    if (
-        not isinstance(body.prompts[0], TokensPrompt)
-        and not body.images
-        and not body.mm_processor_kwargs
-    ):
-        return [NO_IMAGES] * len(body.prompts)
-    found = []
-    for index, encoded in enumerate(_encoded(body)):
-        _check_kwargs(encoded.mm_processor_kwargs, f"prompts[{index}]", config)
-        if encoded.files:
-            _check_number(len(encoded.files), encoded.place, facts)
-            _refuse_truncation(body)
-        images = _read(encoded, config.max_image_pixels)
-        found.append(PromptImages(images, encoded.mm_processor_kwargs if images else {}))
-    return found
+    _check_kwargs(encoded.mm_processor_kwargs, encoded.prompt, config)
+    if not encoded.files:
+        return NO_IMAGES
+    _check_number(len(encoded.files), encoded.place, facts)
+    _refuse_truncation(body)
+    images = _read(encoded, config.max_image_pixels)
+    return PromptImages(images, encoded.mm_processor_kwargs)
 
 
-def _read(encoded: _Encoded, max_pixels: int) -> list[Image]:
+def _read(encoded: EncodedImages, max_pixels: int) -> list[Image]:
     kwargs = encoded.mm_processor_kwargs
     least = max(MIN_IMAGE_PIXELS, kwargs.get("min_pixels", 0))
     of_kwargs = blake2b(_encode_sorted(kwargs), digest_size=16).digest()
@@ -133,16 +135,9 @@ def check_placeholders(
             )
 
 
-def _encoded(body: GenerateBody) -> Iterator[_Encoded]:
-    num_prompts = len(body.prompts)
+def _encoded(body: GenerateBody) -> Iterator[EncodedImages]:
     for name in ("images", "mm_processor_kwargs"):
-        value = getattr(body, name)
-        if isinstance(value, list) and len(value) != num_prompts:
-            raise ImageMismatch(
-                f"{name}: expected an entry for each of the {num_prompts} prompts (null for one "
-                f"without), got {len(value)}",
-                param=name,
-            )
+        check_entries(getattr(body, name), len(body.prompts), name)
     for index, prompt in enumerate(body.prompts):
         own = prompt if isinstance(prompt, TokensPrompt) else TokensPrompt([])
         inside = own.multi_modal_data.image if own.multi_modal_data else None
@@ -154,20 +149,31 @@ def _encoded(body: GenerateBody) -> Iterator[_Encoded]:
             )
         files = inside or beside or []
         is_list = isinstance(files, list)
-        yield _Encoded(
+        yield EncodedImages(
+            prompt=f"prompts[{index}]",
             place=f"prompts[{index}].multi_modal_data.image" if inside else f"images[{index}]",
             files=files if isinstance(files, list) else [files],
             is_list=is_list,
-            mm_processor_kwargs=_kwargs_of(body, own, index),
+            mm_processor_kwargs=kwargs_of(body, index, own.mm_processor_kwargs),
         )
 
 
-def _kwargs_of(body: GenerateBody, own: TokensPrompt, index: int) -> dict[str, Any]:
-    """The prompt's own, else the request's."""
+def check_entries(value: object, num_prompts: int, name: str) -> None:
+    """Refuses a list that has not one entry for each prompt."""
+    if isinstance(value, list) and len(value) != num_prompts:
+        raise ImageMismatch(
+            f"{name}: expected an entry for each of the {num_prompts} prompts (null for one "
+            f"without), got {len(value)}",
+            param=name,
+        )
+
+
+def kwargs_of(body: SamplingBody, index: int, own: dict[str, Any] | None = None) -> dict[str, Any]:
+    """What the processor is told for prompt `index`: its own arguments, else the request's."""
     beside = body.mm_processor_kwargs
     if isinstance(beside, list):
         beside = beside[index]
-    return (beside if own.mm_processor_kwargs is None else own.mm_processor_kwargs) or {}
+    return (beside if own is None else own) or {}
 
 
 def _check_number(num_images: int, place: str, facts: WorkerFacts) -> None:
@@ -185,7 +191,7 @@ def _check_number(num_images: int, place: str, facts: WorkerFacts) -> None:
         )
 
 
-def _refuse_truncation(body: GenerateBody) -> None:
+def _refuse_truncation(body: SamplingBody) -> None:
     if body.truncate_prompt_tokens is not None:
         raise InvalidRequest(
             "truncate_prompt_tokens: expected null in a request with images, whose placeholders "

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from app.schemas import GenerateBody, TokensPrompt
-from app.tokenizer import TokenizerLoader
+from app.schemas import GenerateBody, SamplingBody, TokensPrompt
+from app.tokenizer import TokenizerLoader, encode_all
 from titopool.errors import InvalidRequest, PromptTooLong
 from titopool.messages import WorkerFacts
 
@@ -24,25 +24,20 @@ def prompt_ids_of(
     """
     _check_kinds(body.prompts)
     token_ids = _token_ids(body.prompts, facts, tokenizer, timeout_s)
-    keep = _tokens_to_keep(body, facts)
+    keep = tokens_to_keep(body, facts)
     checked = []
     for index, ids in enumerate(token_ids):
-        array = _checked_ids(ids, index, facts.vocab_size)
+        array = checked_ids(ids, f"prompts[{index}]", facts.vocab_size)
         array = array if keep is None else array[-keep:]
-        _check_length(len(array), index, facts.max_model_len)
+        check_length(len(array), f"prompts[{index}]", facts.max_model_len)
         checked.append(array)
     return checked
 
 
-def unknown_to_client(
-    prompt_ids: Sequence[np.ndarray], prompts: Sequence[str | list[int] | TokensPrompt]
-) -> list[np.ndarray | None]:
-    """The ids of each prompt; None where the client sent just these: no text, nothing cut off."""
-    sent = map(_ids_in, prompts)
-    return [
-        None if given is not None and len(given) == len(ids) else ids
-        for given, ids in zip(sent, prompt_ids, strict=True)
-    ]
+def is_known_to_client(token_ids: np.ndarray, sent: str | list[int] | TokensPrompt) -> bool:
+    """Whether the client sent just these ids: no text, nothing cut off."""
+    given = _ids_in(sent)
+    return given is not None and len(given) == len(token_ids)
 
 
 def _check_kinds(prompts: Sequence[object]) -> None:
@@ -68,7 +63,7 @@ def _token_ids(
 ) -> list[list[int]]:
     texts = [prompt for prompt in prompts if isinstance(prompt, str)]
     if texts:
-        return tokenizer.encode(texts, facts, timeout_s)
+        return tokenizer.use(encode_all, texts, facts=facts, timeout_s=timeout_s)
     return [ids for ids in map(_ids_in, prompts) if ids is not None]
 
 
@@ -78,7 +73,8 @@ def _ids_in(prompt: str | list[int] | TokensPrompt) -> list[int] | None:
     return prompt if isinstance(prompt, list) else None
 
 
-def _tokens_to_keep(body: GenerateBody, facts: WorkerFacts) -> int | None:
+def tokens_to_keep(body: SamplingBody, facts: WorkerFacts) -> int | None:
+    """How many ids of each prompt `truncate_prompt_tokens` leaves; None: all."""
     limit = body.truncate_prompt_tokens
     if limit is None:
         return None
@@ -93,27 +89,33 @@ def _tokens_to_keep(body: GenerateBody, facts: WorkerFacts) -> int | None:
     return limit
 
 
-def _checked_ids(ids: list[int], index: int, vocab_size: int) -> np.ndarray:
+def checked_ids(ids: list[int], place: str, vocab_size: int) -> np.ndarray:
+    """Token ids as int32.
+
+    Raises:
+        InvalidRequest: there are none, or one is outside the vocabulary.
+    """
+    field = place.partition("[")[0]
     if not ids:
         raise InvalidRequest(
-            f"prompts[{index}]: expected at least one token, got an empty prompt", param="prompts"
+            f"{place}: expected at least one token, got an empty prompt", param=field
         )
     # Python's own integers first: they may be too large for any array.
     if min(ids) < 0 or max(ids) >= vocab_size:
         position = next(i for i, token_id in enumerate(ids) if not 0 <= token_id < vocab_size)
         raise InvalidRequest(
-            f"prompts[{index}][{position}]: expected a token id in [0, {vocab_size}), "
-            f"got {ids[position]}",
-            param="prompts",
+            f"{place}[{position}]: expected a token id in [0, {vocab_size}), got {ids[position]}",
+            param=field,
         )
     return np.array(ids, dtype=np.int32)
 
 
-def _check_length(num_tokens: int, index: int, max_model_len: int) -> None:
+def check_length(num_tokens: int, place: str, max_model_len: int) -> None:
+    """Refuses a prompt that leaves no room for a token."""
     if num_tokens >= max_model_len:
         raise PromptTooLong(
-            f"prompts[{index}]: expected at most {max_model_len - 1} tokens, one less than the "
+            f"{place}: expected at most {max_model_len - 1} tokens, one less than the "
             f"model's {max_model_len} (max_model_len), got {num_tokens}; shorten the prompt or set "
             "truncate_prompt_tokens",
-            param="prompts",
+            param=place.partition("[")[0],
         )

@@ -1,6 +1,6 @@
 """The bodies of HTTP requests. Decoded once, strictly: an unknown field is refused by name."""
 
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -28,11 +28,13 @@ class TokensPrompt(msgspec.Struct, forbid_unknown_fields=True):
     cache_salt: CacheSalt | None = None
 
 
-class GenerateBody(msgspec.Struct, forbid_unknown_fields=True):
-    """`POST /generate/`, as TRL's VLLMClient sends it (0.29 to 1.10)."""
+# As OpenAI has it; what a model's template reads of it is the model's affair.
+Message = dict[str, Any]
 
-    prompts: list[str | list[int] | TokensPrompt]
-    images: list[list[str] | str | None] | None = None
+
+class SamplingBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """What both of TRL's generating routes take beside their prompts."""
+
     mm_processor_kwargs: dict[str, Any] | list[dict[str, Any] | None] | None = None
     n: int = 1
     repetition_penalty: float = 1.0
@@ -47,7 +49,54 @@ class GenerateBody(msgspec.Struct, forbid_unknown_fields=True):
     generation_kwargs: dict[str, Any] = {}
 
 
-# Fields of GenerateBody that are sampling options under the same name.
+class GenerateBody(SamplingBody, forbid_unknown_fields=True, kw_only=True):
+    """`POST /generate/`, as TRL's VLLMClient sends it (0.29 to 1.10)."""
+
+    prompts: list[str | list[int] | TokensPrompt]
+    images: list[list[str] | str | None] | None = None
+
+
+class ChatBody(SamplingBody, forbid_unknown_fields=True, kw_only=True):
+    """`POST /chat/`, as TRL's VLLMClient sends it (0.29 to 1.10)."""
+
+    messages: list[list[Message]]
+    tools: list[dict[str, Any]] | None = None
+    chat_template_kwargs: dict[str, Any] = {}
+
+
+class SequencesBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """`POST /get_sequence_logprobs/`, as TRL's VLLMClient sends it (1.9 and 1.10)."""
+
+    sequences: list[list[int]]
+    prompt_lengths: list[int]
+    top_logprobs: Annotated[int, Meta(ge=1)] = 100
+    temperature: Annotated[float, Meta(gt=0)] = 1.0
+    response_format: Literal["json", "binary"] = "json"
+
+
+class TokenizeBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """`POST /tokenize`, as vLLM's server takes it: a prompt or messages."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[Message] | None = None
+    tools: list[dict[str, Any]] | None = None
+    # Default: true for a prompt, false for messages.
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] = {}
+    return_token_strs: bool = False
+
+
+class DetokenizeBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """`POST /detokenize`, as vLLM's server takes it."""
+
+    tokens: list[int]
+    model: str | None = None
+
+
+# Fields of SamplingBody that are sampling options under the same name.
 SAMPLING_FIELDS = (
     "n", "repetition_penalty", "temperature", "top_p", "top_k", "min_p", "max_tokens", "logprobs",
 )  # fmt: skip
@@ -56,6 +105,10 @@ SAMPLING_FIELDS = (
 # Decoders are made here, at import: msgspec collects what it must know of a Struct at its
 # first use, and crashes when two threads do that at once (seen with 0.22).
 GENERATE_BODY = msgspec.json.Decoder(GenerateBody)
+CHAT_BODY = msgspec.json.Decoder(ChatBody)
+SEQUENCES_BODY = msgspec.json.Decoder(SequencesBody)
+TOKENIZE_BODY = msgspec.json.Decoder(TokenizeBody)
+DETOKENIZE_BODY = msgspec.json.Decoder(DetokenizeBody)
 
 
 def decode_body(body: bytes, decoder: msgspec.json.Decoder[Body]) -> Body:

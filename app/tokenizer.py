@@ -1,4 +1,4 @@
-"""The model's tokenizer, for prompts that come as text.
+"""The model's tokenizer, for prompts that come as text or as messages.
 
 Loaded when the first text comes: transformers brings torch with it (seconds, 0.4 GB), and
 trainers send ids. It works in a thread of its own, as it would hold up all other requests.
@@ -6,7 +6,7 @@ trainers send ids. It works in a thread of its own, as it would hold up all othe
 
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import gevent
 from gevent.event import AsyncResult
@@ -17,6 +17,8 @@ from titopool.errors import NoReadyWorker
 from titopool.messages import WorkerFacts
 
 logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
 
 # How long a request with text waits while it is loaded.
 LOADING_TIMEOUT_S = 60.0
@@ -32,8 +34,10 @@ class TokenizerLoader:
         # The tokenizer, once it is there.
         self._loaded: AsyncResult | None = None
 
-    def encode(self, texts: list[str], facts: WorkerFacts, timeout_s: float) -> list[list[int]]:
-        """Token ids of each text, with the special tokens that vLLM adds to a text prompt.
+    def use(
+        self, function: Callable[..., Result], *arguments: Any, facts: WorkerFacts, timeout_s: float
+    ) -> Result:
+        """`function(tokenizer, *arguments)`, in the tokenizer's thread.
 
         Raises:
             NoReadyWorker: the tokenizer cannot be loaded, or is not free within `timeout_s`.
@@ -42,8 +46,8 @@ class TokenizerLoader:
         with gevent.Timeout(max(0.001, timeout_s), busy):
             tokenizer = self._get(facts)
             with self._turn:
-                ids: list[list[int]] = self._spawn(encode_all, tokenizer, texts).get()
-            return ids
+                result: Result = self._spawn(function, tokenizer, *arguments).get()
+            return result
 
     def _get(self, facts: WorkerFacts) -> Any:
         if self._loaded is None:
@@ -86,6 +90,9 @@ def load(facts: WorkerFacts) -> Any:
     )
 
 
-def encode_all(tokenizer: Any, texts: list[str]) -> list[list[int]]:
-    ids: list[list[int]] = tokenizer(texts)["input_ids"]
+def encode_all(
+    tokenizer: Any, texts: list[str], *, with_special_tokens: bool = True
+) -> list[list[int]]:
+    """Token ids of each text; by default with the special tokens that vLLM adds to a prompt."""
+    ids: list[list[int]] = tokenizer(texts, add_special_tokens=with_special_tokens)["input_ids"]
     return ids

@@ -51,7 +51,7 @@ CASES = {
     "n-true": ({"prompts": OK, "n": True}, "n:", "got `bool`"),
     "n-huge": ({"prompts": OK, "n": 10**9}, "n = 1000000000"),
     "n-greedy": ({"prompts": OK, "n": 2, "temperature": 0}, "n:", "temperature"),
-    "logprobs-21": ({"prompts": OK, "logprobs": 21}, "logprobs", "at most 20", "--max-logprobs"),
+    "logprobs-129": ({"prompts": OK, "logprobs": 129}, "logprobs", "at most 128", "--max-logprobs"),
     "logprobs--2": ({"prompts": OK, "logprobs": -2}, "logprobs"),
     "logprobs-all": ({"prompts": OK, "logprobs": -1}, "logprobs"),
     "truncate-0": ({"prompts": OK, "truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),

@@ -397,6 +397,27 @@ def test_text_prompts_do_not_wait_for_images(qwen: Vision):
     assert max(latencies) < images_s / 2
 
 
+def test_images_in_messages(qwen: Vision):
+    texts = ["<|im_start|>user\n@ what?<|im_end|>\n<|im_start|>assistant\n",
+             "<|im_start|>user\nno image<|im_end|>\n<|im_start|>assistant\n"]  # fmt: skip
+    expected = [qwen.see(texts[0], [WIDE]), qwen.see(texts[1], [])]
+    file = encoded(WIDE)
+    parts = [
+        {"type": "image_pil", "image_pil": file},
+        {"type": "image_url", "image_url": {"url": "data:image/png;base64," + file}},
+        {"type": "image", "image": file},
+    ]
+    for part in parts:
+        content = [part, {"type": "text", "text": " what?"}]
+        messages = [
+            [{"role": "user", "content": content}],
+            [{"role": "user", "content": "no image"}],
+        ]
+        answer = qwen.server.post("/chat/", {"messages": messages, **GREEDY}).json()
+        assert answer["prompt_ids"] == [one.prompt_ids for one in expected]
+        assert answer["completion_ids"] == [one.completion_ids for one in expected]
+
+
 def test_a_client_that_leaves_costs_the_next_one_nothing(qwen: Vision):
     image, ids = encoded(picture(900, 900, 41)), qwen.ids("@")
     kwargs = {"max_pixels": 50176}

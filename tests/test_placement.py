@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from app.generate import Prompt, make_jobs
+from app.answering import Prompt, make_jobs
 from app.link import Link
 from app.placement import MAX_PASSED_OVER, POLICIES
 from app.pool import Pool

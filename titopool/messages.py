@@ -184,6 +184,9 @@ class Completed(msgspec.Struct, frozen=True, tag="completed"):
     prefix: bytes = b""
     # The prompt with each image's placeholder expanded; empty for a prompt without images.
     prompt_token_ids: bytes = b""
+    # Where they were asked for: k + 1 at each token of the prompt but the first, its own before
+    # the best k.
+    prompt_logprobs: Logprobs | None = None
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):

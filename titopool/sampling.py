@@ -42,7 +42,7 @@ SERVER_SET_FIELDS = {
     "stream_interval": "the server sets it: an answer is sent when it is complete",
 }
 UNSUPPORTED_FIELDS = {
-    "prompt_logprobs": "the answer of this route has no place for them",
+    "prompt_logprobs": "the answer of this route has no place for them; see /get_sequence_logprobs/",
     "prompt_logprob_start": "the answer of this route has no place for them",
     "prompt_logprob_token_ids": "the answer of this route has no place for them",
     "routed_experts_prompt_start": "routed experts are not returned",
@@ -105,6 +105,8 @@ class SamplingOptions(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=
     thinking_token_budget: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
     repetition_detection: RepetitionDetection | None = None
     watermarking: bool | None = None
+    # Set by /get_sequence_logprobs/ only.
+    prompt_logprobs: PositiveCount | None = None
 
 
 # Made at import, so that no two threads use the Struct for the first time at once (see

@@ -39,6 +39,7 @@ class Generated(NamedTuple):
     prompt_token_ids: bytes = b""
     num_images: int = 0
     image_s: float = 0.0
+    prompt_logprobs: Logprobs | None = None
 
 
 class EngineDead(Exception):
@@ -217,7 +218,10 @@ class VllmEngine:
         return output
 
     def _generated(self, output: Any, params: Any) -> Generated:
-        return Generated(self._completions(output, params), output.num_cached_tokens or 0)
+        generated = Generated(self._completions(output, params), output.num_cached_tokens or 0)
+        if params.prompt_logprobs is None:
+            return generated
+        return generated._replace(prompt_logprobs=pack_prompt_logprobs(output.prompt_logprobs))
 
     def _sampling_params(self, encoded: msgspec.Raw) -> Any:
         # The jobs of a request share their options; vLLM clones what it changes.
@@ -363,6 +367,12 @@ def pack_logprobs(flat: Any, completion_ids: bytes) -> Logprobs:
         # Also where more were asked for: the sampled token was the best one everywhere.
         return Logprobs(values.tobytes(), b"" if ids == completion_ids else ids)
     return Logprobs(values.tobytes(), ids, counts)
+
+
+def pack_prompt_logprobs(flat: Any) -> Logprobs:
+    """vLLM's FlatLogprobs of a prompt, as they are; the first token has none."""
+    values = np.array(flat.logprobs, dtype=np.float32)
+    return Logprobs(values.tobytes(), np.array(flat.token_ids, dtype=np.int32).tobytes())
 
 
 def _best_first(

@@ -48,6 +48,8 @@ def default_engine_options(
         "seed": seed,
         # What the policy gradient needs: log-probabilities after temperature and penalties.
         "logprobs_mode": "processed_logprobs",
+        # vLLM's own 20 are fewer than TRL's client asks of /get_sequence_logprobs/.
+        "max_logprobs": 128,
         "tensor_parallel_size": config.tensor_parallel_size,
         "pipeline_parallel_size": config.pipeline_parallel_size,
         "worker_extension_cls": "workers.extension.WorkerExtension",

@@ -264,6 +264,7 @@ class WorkerServer:
             generated.num_cached_tokens,
             self._prefix_of(job, generated),
             generated.prompt_token_ids,
+            generated.prompt_logprobs,
         )
 
     def _prefix_of(self, job: Job, generated: Generated) -> bytes:

@@ -1,0 +1,198 @@
+"""From checked prompts to an answer: what every route that generates has in common."""
+
+import itertools
+import logging
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+from flask import Response
+from flask import request as http_request
+
+from app.client_sockets import in_pieces
+from app.disconnects import watching
+from app.images import NO_IMAGES, PromptImages, check_placeholders
+from app.replies import JSON, MSGPACK, binary_reply, is_binary, json_reply
+from app.request import Request
+from app.schemas import SAMPLING_FIELDS, SamplingBody, explain
+from app.service import Service
+from titopool.errors import ClientGone, DeadlinePassed, InvalidRequest
+from titopool.messages import Completed, Job, WorkerFacts
+from titopool.prefixes import prompt_hashes
+from titopool.sampling import (
+    SERVER_SET_FIELDS,
+    UNSUPPORTED_FIELDS,
+    SamplingOptions,
+    check_sampling,
+    encode_options,
+)
+
+logger = logging.getLogger(__name__)
+
+# Unique in this process; workers tell processes apart by their sockets.
+_job_ids = itertools.count(1)
+
+
+class Prompt(NamedTuple):
+    """What one job is made of."""
+
+    token_ids: np.ndarray
+    images: PromptImages = NO_IMAGES
+    cache_salt: str | None = None
+    # Whether the client sent just these ids.
+    is_known: bool = False
+
+
+def answer(
+    service: Service, prompts: Sequence[Prompt], options: SamplingOptions, deadline: float
+) -> Response:
+    """Generates and replies, as /generate/ and /chat/ do; in MessagePack if the client asks."""
+    results = generate(service, prompts, options, deadline)
+    prompt_ids = expanded_ids(prompts, results)
+    with_logprobs = has_logprobs(options)
+    if is_binary(http_request.accept_mimetypes):
+        unknown = [
+            None if prompt.is_known and len(ids) == len(prompt.token_ids) else ids
+            for prompt, ids in zip(prompts, prompt_ids, strict=True)
+        ]
+        return respond(binary_reply(unknown, results, with_logprobs=with_logprobs), MSGPACK)
+    return respond(json_reply(prompt_ids, results, with_logprobs=with_logprobs), JSON)
+
+
+def generate(
+    service: Service, prompts: Sequence[Prompt], options: SamplingOptions, deadline: float
+) -> list[Completed]:
+    """The results of all prompts, in order.
+
+    Raises:
+        TitopoolError: why the request failed.
+    """
+    facts = service.link.facts
+    check_placeholders(
+        [one.token_ids for one in prompts], [one.images for one in prompts], facts.images
+    )
+    jobs = make_jobs(prompts, options, facts, with_prefixes=service.link.needs_prefixes)
+    service.link.check_ready()
+    request = Request(jobs)
+    run(service, request, deadline)
+    return request.completed()
+
+
+def respond(reply: bytes, mimetype: str) -> Response:
+    response = Response(in_pieces(reply), mimetype=mimetype)
+    response.content_length = len(reply)
+    return response
+
+
+def run(service: Service, request: Request, deadline: float) -> None:
+    """Submits `request` and returns when it has ended, well or not.
+
+    It ends at `deadline` (monotonic seconds), and when the client hangs up.
+    """
+
+    def on_client_gone() -> None:
+        service.link.cancel(request, ClientGone("the client closed its connection"))
+
+    client = http_request.environ.get("gunicorn.socket")
+    with watching(client, on_client_gone):
+        service.link.submit(request)
+        if not request.wait(deadline - time.monotonic()):
+            limit_s = service.config.request_timeout_s
+            service.link.cancel(
+                request,
+                DeadlinePassed(
+                    f"the request did not end within {limit_s:g} s; ask for fewer tokens at once or "
+                    "raise request_timeout_s"
+                ),
+            )
+
+
+def sampling_options(body: SamplingBody, facts: WorkerFacts) -> SamplingOptions:
+    """The body's sampling options; `generation_kwargs` win over the fields beside them.
+
+    Raises:
+        InvalidRequest: an option is unknown, not the client's to set, or out of range.
+    """
+    merged: dict[str, Any] = {name: getattr(body, name) for name in SAMPLING_FIELDS}
+    for name, value in body.generation_kwargs.items():
+        reason = SERVER_SET_FIELDS.get(name) or UNSUPPORTED_FIELDS.get(name)
+        if reason:
+            raise InvalidRequest(f"generation_kwargs.{name}: {reason}; leave it out", param=name)
+        merged[name] = value
+    if body.structured_outputs_regex is not None:
+        if merged.get("structured_outputs") is not None:
+            logger.warning("structured_outputs_regex replaces generation_kwargs.structured_outputs")
+        merged["structured_outputs"] = {"regex": body.structured_outputs_regex}
+    try:
+        # JSON has only strings as keys; those of logit_bias are token ids.
+        options = msgspec.convert(merged, SamplingOptions, str_keys=True)
+    except msgspec.ValidationError as error:
+        raise InvalidRequest(f"sampling options: {explain(error)}") from None
+    check_sampling(options, facts)
+    return options
+
+
+def make_jobs(
+    prompts: Iterable[Prompt], options: SamplingOptions, facts: WorkerFacts, *, with_prefixes: bool
+) -> list[Job]:
+    """One job for each prompt, in order."""
+    encoded = _encode(options)
+    jobs = []
+    for ids, images, salt, _ in prompts:
+        room = facts.max_model_len - len(ids)
+        most = room if options.max_tokens is None else min(room, options.max_tokens)
+        token_ids = ids.tobytes()
+        prefix = None
+        if with_prefixes:
+            prefix = prompt_hashes(token_ids, salt, images.digests, facts.images)
+        jobs.append(
+            Job(
+                job_id=next(_job_ids),
+                attempt=1,
+                prompt_token_ids=token_ids,
+                num_sequences=options.n,
+                num_tokens=len(ids) + options.n * most,
+                sampling=encoded,
+                cache_salt=salt,
+                prefix=prefix,
+                images=images.images,
+                mm_processor_kwargs=images.mm_processor_kwargs,
+            )
+        )
+    return jobs
+
+
+def expanded_ids(prompts: Sequence[Prompt], results: Sequence[Completed]) -> list[np.ndarray]:
+    """The ids of each prompt as the engine got them."""
+    return [
+        np.frombuffer(result.prompt_token_ids, np.int32)
+        if result.prompt_token_ids
+        else prompt.token_ids
+        for prompt, result in zip(prompts, results, strict=True)
+    ]
+
+
+def has_logprobs(options: SamplingOptions) -> bool:
+    """Whether the engine returns log-probabilities."""
+    return options.logprobs is not None or options.logprob_token_ids is not None
+
+
+def _encode(options: SamplingOptions) -> msgspec.Raw:
+    try:
+        return msgspec.Raw(encode_options(options))
+    except OverflowError:
+        raise InvalidRequest(
+            "sampling options: expected numbers of 64 bits at most, got a larger one in extra_args "
+            "or structured_outputs"
+        ) from None
+
+
+def check_batch(num_prompts: int, n: int, limit: int, field: str = "prompts") -> None:
+    if num_prompts * n > limit:
+        raise InvalidRequest(
+            f"{field}: expected at most {limit} completions in a request "
+            f"(max_completions_per_request), got {num_prompts} prompts times n = {n}; send several",
+            param=field,
+        )

@@ -1,0 +1,63 @@
+"""`POST /chat/`: conversations in, token ids and log-probabilities out.
+
+Follows `trl.generation.vllm_client.VLLMClient.chat` (trl 0.29 to 1.10); the answer is that of
+/generate/.
+"""
+
+import time
+
+import numpy as np
+from flask import Blueprint, Response
+from flask import request as http_request
+
+from app.answering import Prompt, answer, check_batch, sampling_options
+from app.conversations import read_conversation
+from app.images import EncodedImages, check_entries, kwargs_of, read_images
+from app.prompts import check_length, tokens_to_keep
+from app.rendering import Chat, check_template_kwargs, render_all
+from app.schemas import CHAT_BODY, ChatBody, decode_body
+from app.service import Service, current_service
+from titopool.errors import InvalidRequest
+
+blueprint = Blueprint("chat", __name__)
+
+
+@blueprint.post("/chat/")
+def chat() -> Response:
+    """Checks and renders the whole request, then generates all of it."""
+    service = current_service()
+    with service.place():
+        deadline = time.monotonic() + service.config.request_timeout_s
+        body = decode_body(http_request.get_data(cache=False), CHAT_BODY)
+        options = sampling_options(body, service.link.facts)
+        limit = service.config.max_completions_per_request
+        check_batch(len(body.messages), options.n, limit, "messages")
+        return answer(service, _prompts(service, body, deadline), options, deadline)
+
+
+def _prompts(service: Service, body: ChatBody, deadline: float) -> list[Prompt]:
+    facts = service.link.facts
+    if not body.messages:
+        raise InvalidRequest("messages: expected at least one conversation, got an empty list",
+                             param="messages")  # fmt: skip
+    check_template_kwargs(body.chat_template_kwargs)
+    check_entries(body.mm_processor_kwargs, len(body.messages), "mm_processor_kwargs")
+    chats, images = [], []
+    for index, messages in enumerate(body.messages):
+        place = f"messages[{index}]"
+        conversation = read_conversation(messages, place)
+        chats.append(Chat(conversation.messages, place, body.tools, body.chat_template_kwargs))
+        encoded = EncodedImages(
+            place, f"{place}: image", conversation.images, True, kwargs_of(body, index)
+        )
+        images.append(read_images(encoded, body, facts, service.config))
+    rendered = service.tokenizer.use(
+        render_all, chats, facts=facts, timeout_s=deadline - time.monotonic()
+    )
+    keep = tokens_to_keep(body, facts)
+    prompts = []
+    for chat, ids, own in zip(chats, rendered, images, strict=True):
+        kept = ids if keep is None else ids[-keep:]
+        check_length(len(kept), chat.place, facts.max_model_len)
+        prompts.append(Prompt(np.array(kept, dtype=np.int32), own))
+    return prompts

@@ -1,0 +1,119 @@
+"""Messages as a chat template takes them, and the images in them.
+
+Follows what vLLM's server does before it renders: content as parts for templates that read
+parts, else as one text; arguments of tool calls as objects.
+"""
+
+import json
+from typing import Any, NamedTuple
+
+from app.schemas import Message
+from titopool.errors import InvalidRequest
+
+
+class Conversation(NamedTuple):
+    """Messages with parts for all content, and their images in base64."""
+
+    messages: list[Message]
+    images: list[str]
+
+
+def read_conversation(messages: list[Message], place: str) -> Conversation:
+    """`messages` with uniform content; `place` is where they stand in the body.
+
+    Raises:
+        InvalidRequest: a message has no role, or a part is none that is known.
+    """
+    if not messages:
+        raise InvalidRequest(f"{place}: expected at least one message, got an empty list",
+                             param="messages")  # fmt: skip
+    images: list[str] = []
+    read = [
+        _read_message(message, f"{place}[{index}]", images)
+        for index, message in enumerate(messages)
+    ]
+    return Conversation(read, images)
+
+
+def flat_content(messages: list[Message], place: str) -> list[Message]:
+    """The same for a template that reads text only: parts joined by line feeds, as vLLM does."""
+    flat = []
+    for index, message in enumerate(messages):
+        content = message.get("content")
+        if isinstance(content, list):
+            if any(part["type"] == "image" for part in content):
+                raise InvalidRequest(
+                    f"{place}[{index}]: expected text only, as the model's chat template takes no "
+                    "images, got one",
+                    param="messages",
+                )
+            message = {**message, "content": "\n".join(part["text"] for part in content)}
+        flat.append(message)
+    return flat
+
+
+def _read_message(message: Message, place: str, images: list[str]) -> Message:
+    if not isinstance(message.get("role"), str):
+        raise _wrong(f"{place}.role", "a text", message.get("role"))
+    read = dict(message)
+    content = message.get("content")
+    if isinstance(content, str):
+        read["content"] = [{"type": "text", "text": content}]
+    elif isinstance(content, list):
+        read["content"] = [
+            _read_part(part, f"{place}.content[{index}]", images)
+            for index, part in enumerate(content)
+        ]
+    elif content is not None:
+        raise _wrong(f"{place}.content", "a text or a list of parts", content)
+    if message.get("tool_calls"):
+        read["tool_calls"] = _read_tool_calls(message["tool_calls"], f"{place}.tool_calls")
+    return read
+
+
+def _read_part(part: Any, place: str, images: list[str]) -> dict[str, str]:
+    if isinstance(part, str):
+        return {"type": "text", "text": part}
+    if not isinstance(part, dict):
+        raise _wrong(place, "an object", part)
+    match part:
+        case {"type": "text", "text": str(text)}:
+            return {"type": "text", "text": text}
+        case (
+            {"type": "image_pil", "image_pil": str(image)}
+            | {"type": "image_url", "image_url": str(image) | {"url": str(image)}}
+            | {"type": "image", "image": str(image)}
+        ):
+            images.append(image)
+            return {"type": "image"}
+    raise InvalidRequest(
+        f"{place}: expected a part of type text, image_url (a data: URL), image_pil or image (base64), "
+        f"with its value under the name of its type, got type {part.get('type')!r} with "
+        f"{', '.join(sorted(map(str, part)))}",
+        param="messages",
+    )
+
+
+def _read_tool_calls(calls: Any, place: str) -> list[dict[str, Any]]:
+    """Templates expect `arguments` as an object; OpenAI's clients send them as JSON."""
+    if not isinstance(calls, list):
+        raise _wrong(place, "a list", calls)
+    read = []
+    for index, call in enumerate(calls):
+        function = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(function, dict):
+            raise _wrong(f"{place}[{index}].function", "an object", function)
+        arguments = function.get("arguments")
+        if isinstance(arguments, str):
+            try:
+                arguments = json.loads(arguments or "{}")
+            except (ValueError, RecursionError):
+                raise _wrong(f"{place}[{index}].function.arguments", "JSON", arguments) from None
+        read.append({**call, "function": {**function, "arguments": arguments or {}}})
+    return read
+
+
+def _wrong(place: str, expected: str, got: Any) -> InvalidRequest:
+    text = repr(got)
+    shown = text if len(text) <= 60 else text[:60] + "…"
+    return InvalidRequest(f"{place}: expected {expected}, got {shown}", param="messages")

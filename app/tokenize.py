@@ -1,0 +1,113 @@
+"""`POST /tokenize` and `POST /detokenize`, as vLLM's server has them."""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from flask import Blueprint, Response
+from flask import request as http_request
+
+from app.conversations import read_conversation
+from app.health import json_response
+from app.rendering import Chat, check_template_kwargs, render_all
+from app.schemas import (
+    DETOKENIZE_BODY,
+    TOKENIZE_BODY,
+    TokenizeBody,
+    decode_body,
+)
+from app.service import Service, current_service
+from app.tokenizer import encode_all
+from titopool.errors import InvalidRequest
+
+blueprint = Blueprint("tokenize", __name__)
+Result = TypeVar("Result")
+
+
+@blueprint.post("/tokenize/")
+def tokenize() -> Response:
+    """The ids of a text or of messages, as a generating route would use them."""
+    service = current_service()
+    body = decode_body(http_request.get_data(cache=False), TOKENIZE_BODY)
+    ids = _ids_of(service, body)
+    strings = None
+    if body.return_token_strs:
+        strings = _use_tokenizer(service, token_strings, ids)
+    facts = service.link.facts
+    return json_response(
+        {
+            "count": len(ids),
+            "max_model_len": facts.max_model_len,
+            "tokens": ids,
+            "token_strs": strings,
+        }
+    )
+
+
+@blueprint.post("/detokenize/")
+def detokenize() -> Response:
+    """The text of token ids, special tokens included."""
+    service = current_service()
+    tokens = decode_body(http_request.get_data(cache=False), DETOKENIZE_BODY).tokens
+    size = service.link.facts.vocab_size
+    for index, token_id in enumerate(tokens):
+        if not 0 <= token_id < size:
+            raise InvalidRequest(
+                f"tokens[{index}]: expected a token id in [0, {size}), got {token_id}",
+                param="tokens",
+            )
+    return json_response({"prompt": _use_tokenizer(service, decode, tokens)})
+
+
+def _ids_of(service: Service, body: TokenizeBody) -> list[int]:
+    if (body.prompt is None) == (body.messages is None):
+        raise InvalidRequest("expected either prompt or messages", param="prompt")
+    if body.prompt is not None:
+        with_special_tokens = body.add_special_tokens is not False
+        return _use_tokenizer(service, _encode_one, body.prompt, with_special_tokens)
+    check_template_kwargs(body.chat_template_kwargs)
+    if body.add_special_tokens:
+        raise InvalidRequest(
+            "add_special_tokens: expected false with messages, as the chat template writes the "
+            "special tokens",
+            param="add_special_tokens",
+        )
+    if body.add_generation_prompt and body.continue_final_message:
+        raise InvalidRequest(
+            "continue_final_message: expected add_generation_prompt to be false with it",
+            param="continue_final_message",
+        )
+    chat = Chat(
+        read_conversation(body.messages or [], "messages").messages,
+        "messages",
+        body.tools,
+        body.chat_template_kwargs,
+        body.add_generation_prompt,
+        body.continue_final_message,
+    )
+    (ids,) = _use_tokenizer(service, render_all, [chat])
+    return ids
+
+
+def _use_tokenizer(service: Service, function: Callable[..., Result], *arguments: Any) -> Result:
+    return service.tokenizer.use(
+        function,
+        *arguments,
+        facts=service.link.facts,
+        timeout_s=service.config.request_timeout_s,
+    )
+
+
+def _encode_one(tokenizer: Any, text: str, with_special_tokens: bool) -> list[int]:
+    (ids,) = encode_all(tokenizer, [text], with_special_tokens=with_special_tokens)
+    return ids
+
+
+def token_strings(tokenizer: Any, ids: list[int]) -> list[str]:
+    """Each token as the vocabulary writes it."""
+    strings: list[str] = tokenizer.convert_ids_to_tokens(ids)
+    return strings
+
+
+def decode(tokenizer: Any, ids: list[int]) -> str:
+    text: str = tokenizer.decode(ids)
+    return text
