@@ -15,6 +15,7 @@ from app import (
     http_errors,
     metrics,
     models,
+    openai_routes,
     sequence_logprobs,
     tokenize,
 )
@@ -39,6 +40,15 @@ def create_app(config: ServerConfig | None = None) -> Flask:
     client_sockets.init_app(app, config.client_timeout_s)
     auth.init_app(app, config.api_key)
     http_errors.init_app(app)
-    for routes in (health, metrics, models, generate, chat, sequence_logprobs, tokenize):
+    for routes in (
+        health,
+        metrics,
+        models,
+        generate,
+        chat,
+        openai_routes,
+        sequence_logprobs,
+        tokenize,
+    ):
         app.register_blueprint(routes.blueprint)
     return app

@@ -103,17 +103,15 @@ def json_reply(scored: Sequence[Scored]) -> dict[str, Any]:
     """[sequences][tokens][k, or k + 1 where the sequence's own token is not among the best]."""
     logprobs, token_ids = [], []
     for one in scored:
-        values, ids = [], []
-        for position, own_id in enumerate(one.own_ids):
-            row, row_ids = one.best[position], one.best_ids[position]
+        values, ids = list(one.best), list(one.best_ids)
+        is_among_best = (one.best_ids == one.own_ids[:, None]).any(axis=1)
+        for position in np.flatnonzero(~is_among_best | np.isnan(one.own)):
             if np.isnan(one.own[position]):
                 # As for a position that vLLM has nothing for.
-                row, row_ids = row[:0], row_ids[:0]
-            elif own_id not in row_ids:
-                row = np.append(row, one.own[position])
-                row_ids = np.append(row_ids, own_id)
-            values.append(row)
-            ids.append(row_ids)
+                values[position], ids[position] = values[position][:0], ids[position][:0]
+            else:
+                values[position] = np.append(values[position], one.own[position])
+                ids[position] = np.append(ids[position], one.own_ids[position])
         logprobs.append(values)
         token_ids.append(ids)
     return {"logprobs": logprobs, "logprob_token_ids": token_ids}

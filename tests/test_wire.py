@@ -16,7 +16,7 @@ from titopool import messages
 from titopool.errors import ConfigError
 from titopool.messages import Completed, Completion, Logprobs
 from titopool.sockets import MAX_IPC_PATH_BYTES, read_curve_key, worker_endpoint
-from workers.engine import pack_logprobs
+from workers.packing import pack_logprobs
 
 
 @dataclass

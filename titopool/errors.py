@@ -7,6 +7,7 @@
     │   ├── InvalidImage                  400  invalid_image
     │   └── ImageMismatch                 400  image_mismatch
     ├── Unauthorized                      401  invalid_api_key
+    ├── ModelNotFound                     404  model_not_found
     ├── BodyTooLarge                      413  body_too_large
     ├── QueueFull                         429  queue_full
     ├── ClientGone                        499  client_gone
@@ -85,6 +86,14 @@ class Unauthorized(TitopoolError):
     status = 401
     code = "invalid_api_key"
     type = "authentication_error"
+
+
+class ModelNotFound(TitopoolError):
+    """The body names another model than the one that is served."""
+
+    status = 404
+    code = "model_not_found"
+    type = "invalid_request_error"
 
 
 class BodyTooLarge(TitopoolError):

@@ -34,6 +34,10 @@ class Completion(msgspec.Struct, frozen=True, array_like=True):
     logprobs: Logprobs | None
     # [(weight version, index of the first token that it made), …]
     weight_versions: list[tuple[int, int]]
+    # Where it was asked for, up to a stop string.
+    text: str = ""
+    # The stop string or stop token that ended it; None for the end-of-text token.
+    stop_reason: int | str | None = None
 
 
 class ImageFacts(msgspec.Struct, frozen=True):

@@ -105,8 +105,9 @@ class SamplingOptions(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=
     thinking_token_budget: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
     repetition_detection: RepetitionDetection | None = None
     watermarking: bool | None = None
-    # Set by /get_sequence_logprobs/ only.
+    # Set by the routes: /get_sequence_logprobs/, and those that answer with text.
     prompt_logprobs: PositiveCount | None = None
+    detokenize: bool = False
 
 
 # Made at import, so that no two threads use the Struct for the first time at once (see

@@ -24,6 +24,7 @@ from titopool.sampling import SamplingOptions, decode_options, encode_options
 from workers.environment import default_engine_options, image_threads, prepare_environment
 from workers.images import ImagePreparer
 from workers.logprobs_transport import receive_lists
+from workers.packing import pack_logprobs, pack_prompt_logprobs
 
 ReportPhase = Callable[[str], None]
 
@@ -248,6 +249,8 @@ class VllmEngine:
                     finish_reason=item.finish_reason,
                     logprobs=packed,
                     weight_versions=[(self.weight_version, 0)],
+                    text=item.text,
+                    stop_reason=item.stop_reason,
                 )
             )
         return completions
@@ -309,6 +312,7 @@ def _to_vllm_params(options: SamplingOptions) -> Any:
         for name in SamplingOptions.__struct_fields__
         if getattr(options, name) != getattr(defaults, name)
     }
+    values["detokenize"] = options.detokenize or bool(options.stop)
     if options.structured_outputs is not None:
         values["structured_outputs"] = StructuredOutputsParams(
             **msgspec.to_builtins(options.structured_outputs)
@@ -322,7 +326,6 @@ def _to_vllm_params(options: SamplingOptions) -> Any:
     try:
         return SamplingParams(
             **values,
-            detokenize=bool(options.stop),
             flat_logprobs=True,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
@@ -352,48 +355,3 @@ def _failed_inside(params: Any, *, num_tokens: int) -> InvalidRequest | Generati
             "the engine could not use structured_outputs; check the grammar in it"
         )
     return GenerationFailed("the engine ended this prompt with finish_reason 'error'")
-
-
-def pack_logprobs(flat: Any, completion_ids: bytes) -> Logprobs:
-    """vLLM's FlatLogprobs of a completion as arrays, each position's entries sorted best first."""
-    values = np.array(flat.logprobs, dtype=np.float32)
-    token_ids = np.array(flat.token_ids, dtype=np.int32)
-    num_positions = len(flat.start_indices)
-    counts = b""
-    if len(values) > num_positions:
-        values, token_ids, counts = _best_first(flat, values, token_ids)
-    ids = token_ids.tobytes()
-    if len(values) == num_positions:
-        # Also where more were asked for: the sampled token was the best one everywhere.
-        return Logprobs(values.tobytes(), b"" if ids == completion_ids else ids)
-    return Logprobs(values.tobytes(), ids, counts)
-
-
-def pack_prompt_logprobs(flat: Any) -> Logprobs:
-    """vLLM's FlatLogprobs of a prompt, as they are; the first token has none."""
-    values = np.array(flat.logprobs, dtype=np.float32)
-    return Logprobs(values.tobytes(), np.array(flat.token_ids, dtype=np.int32).tobytes())
-
-
-def _best_first(
-    flat: Any, values: np.ndarray, token_ids: np.ndarray
-) -> tuple[np.ndarray, np.ndarray, bytes]:
-    """Values and token ids sorted, each token once, and the entries at each position.
-
-    vLLM puts the sampled token first at each position and the best k behind it: the sampled
-    one stands twice when it is among them.
-    """
-    num_positions = len(flat.start_indices)
-    counts = np.array(flat.end_indices) - np.array(flat.start_indices)
-    position = np.repeat(np.arange(num_positions), counts)
-    is_first = np.zeros(len(values), dtype=bool)
-    is_first[np.array(flat.start_indices)] = True
-    sampled = token_ids[np.array(flat.start_indices)][position]
-    repeated = np.zeros(num_positions, dtype=bool)
-    repeated[position[(token_ids == sampled) & ~is_first]] = True
-    keep = ~(is_first & repeated[position])
-    # By value, then rank: with `logprob_token_ids`, vLLM's ranks only count the entries. NaN goes last.
-    order = np.lexsort((np.array(flat.ranks, dtype=np.int64), -values, position))
-    order = order[keep[order]]
-    kept = np.bincount(position[keep], minlength=num_positions).astype(np.int32)
-    return values[order], token_ids[order], kept.tobytes()

@@ -1,0 +1,153 @@
+"""The bodies of OpenAI's routes: fields of the route, and vLLM's sampling options beside them."""
+
+from typing import Any, TypeVar
+
+import msgspec
+
+from app.schemas import Message, explain
+from titopool.errors import InvalidRequest, ModelNotFound
+from titopool.messages import WorkerFacts
+from titopool.sampling import (
+    SERVER_SET_FIELDS,
+    UNSUPPORTED_FIELDS,
+    SamplingOptions,
+    check_sampling,
+)
+
+# Known and of no effect here: what a client says of itself.
+IGNORED = frozenset(("user", "metadata", "store", "service_tier", "safety_identifier",
+                     "prompt_cache_key", "parallel_tool_calls", "request_id"))  # fmt: skip
+_read_json = msgspec.json.Decoder(dict[str, Any]).decode
+
+
+class RouteFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """What both routes take beside sampling options."""
+
+    model: str | None = None
+    cache_salt: str | None = None
+    mm_processor_kwargs: dict[str, Any] | None = None
+    return_token_ids: bool = False
+    return_tokens_as_token_ids: bool = False
+    response_format: dict[str, Any] | None = None
+
+
+class CompletionsFields(RouteFields, forbid_unknown_fields=True, kw_only=True):
+    """`POST /v1/completions`."""
+
+    # A text, its ids, or several of one kind.
+    prompt: str | list[str | int | list[int]]
+    add_special_tokens: bool = True
+    logprobs: int | None = None
+
+
+class ChatFields(RouteFields, forbid_unknown_fields=True, kw_only=True):
+    """`POST /v1/chat/completions`, and with `tokens` `POST /v1/chat/completions/tokens`."""
+
+    messages: list[Message]
+    tokens: list[int] | None = None
+    tools: list[dict[str, Any]] | None = None
+    logprobs: bool = False
+    top_logprobs: int = 0
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    chat_template_kwargs: dict[str, Any] = {}
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+
+
+# What is not done yet, or never; each with the values that ask for nothing.
+REFUSED: dict[str, tuple[Any, ...]] = {
+    "stream": (False,), "stream_options": (), "echo": (False,), "suffix": ("",), "best_of": (1,),
+    "prompt_logprobs": (), "tool_choice": ("none", "auto"), "functions": (), "function_call": (),
+    "modalities": (["text"],), "audio": (), "prediction": (), "chat_template": (), "documents": (),
+    "use_beam_search": (False,),
+}  # fmt: skip
+Fields = TypeVar("Fields", bound=RouteFields)
+
+
+def read(
+    body: bytes, fields_type: type[Fields], facts: WorkerFacts
+) -> tuple[Fields, SamplingOptions]:
+    """The route's fields and the sampling options of a body; null means left out.
+
+    Raises:
+        InvalidRequest: a field is unknown, not supported, or of another type or range.
+        ModelNotFound: another model is asked for.
+    """
+    given = {name: value for name, value in _decoded(body).items() if value is not None}
+    of_route, of_sampling = {}, {}
+    for name, value in given.items():
+        if name in fields_type.__struct_fields__:
+            of_route[name] = value
+        elif name in IGNORED or (name in REFUSED and value in REFUSED[name]):
+            continue
+        elif reason := _why_not(name):
+            raise InvalidRequest(f"{name}: {reason}; leave it out", param=name)
+        else:
+            of_sampling[name] = value
+    fields = _converted(of_route, fields_type)
+    if fields.model is not None and fields.model != facts.model:
+        raise ModelNotFound(
+            f"model: expected {facts.model!r}, the one that is served, got {fields.model!r}",
+            param="model",
+        )
+    if fields.response_format is not None:
+        of_sampling |= _structured(fields.response_format, of_sampling)
+    options = _converted(of_sampling, SamplingOptions)
+    options.detokenize = True
+    return fields, options
+
+
+def checked(options: SamplingOptions, facts: WorkerFacts) -> SamplingOptions:
+    check_sampling(options, facts)
+    return options
+
+
+def _decoded(body: bytes) -> dict[str, Any]:
+    try:
+        return _read_json(body)
+    except (
+        msgspec.ValidationError,
+        msgspec.DecodeError,
+        UnicodeDecodeError,
+        RecursionError,
+    ) as error:
+        raise InvalidRequest(f"expected a body in JSON, got something else: {error}") from None
+
+
+def _why_not(name: str) -> str | None:
+    if name in REFUSED:
+        return "this server does not have it"
+    return SERVER_SET_FIELDS.get(name) or UNSUPPORTED_FIELDS.get(name)
+
+
+Converted = TypeVar("Converted")
+
+
+def _converted(values: dict[str, Any], wanted: type[Converted]) -> Converted:
+    try:
+        return msgspec.convert(values, wanted, str_keys=True)
+    except msgspec.ValidationError as error:
+        text = explain(error)
+        raise InvalidRequest(text, param=text.partition(":")[0].partition("[")[0]) from None
+
+
+def _structured(wanted: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
+    """OpenAI's response_format as vLLM's structured_outputs."""
+    if options.get("structured_outputs"):
+        raise InvalidRequest(
+            "response_format: expected either it or structured_outputs, got both",
+            param="response_format",
+        )
+    match wanted:
+        case {"type": "text"}:
+            return {}
+        case {"type": "json_object"}:
+            return {"structured_outputs": {"json_object": True}}
+        case {"type": "json_schema", "json_schema": {"schema": dict(schema)}}:
+            return {"structured_outputs": {"json": schema}}
+    raise InvalidRequest(
+        "response_format: expected type text, json_object, or json_schema with json_schema.schema, "
+        f"got {str(wanted)[:100]}",
+        param="response_format",
+    )

@@ -1,0 +1,170 @@
+"""OpenAI's routes with the openai package, unchanged, over real vLLM."""
+
+import openai
+import pytest
+from transformers import AutoTokenizer
+
+from tests import reference
+from tests.servers import Server
+from tests.test_chat import HELLO, rendered
+from tests.test_generate import TOLERANCE
+
+GREEDY = {"temperature": 0, "max_tokens": 8}
+IDS = [42, 1393, 14]
+
+
+@pytest.fixture(scope="module")
+def client(server: Server) -> openai.OpenAI:
+    return openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0)
+
+
+@pytest.fixture(scope="module")
+def model(client: openai.OpenAI) -> str:
+    return client.models.list().data[0].id
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny_model: str):
+    return AutoTokenizer.from_pretrained(tiny_model)
+
+
+def test_completions_give_the_text_of_the_ids(client, model, tiny_model, tokenizer):
+    text = "Hello, world"
+    answer = client.completions.create(
+        model=model, prompt=[text, text + "!"], **GREEDY,
+        extra_body={"return_token_ids": True, "ignore_eos": True},
+    )  # fmt: skip
+    for index, choice in enumerate(answer.choices):
+        ids = tokenizer(text + "!" * index)["input_ids"]
+        assert choice.index == index
+        assert choice.prompt_token_ids == ids
+        assert choice.token_ids == reference.greedy(tiny_model, ids, 8)
+        assert choice.text == tokenizer.decode(choice.token_ids, skip_special_tokens=True)
+        assert choice.finish_reason == "length"
+    assert answer.usage.completion_tokens == 16
+
+
+def test_completions_take_ids(client, model, tiny_model):
+    for prompt in (IDS, [IDS, IDS]):
+        answer = client.completions.create(
+            model=model, prompt=prompt, **GREEDY,
+            extra_body={"return_token_ids": True, "ignore_eos": True},
+        )  # fmt: skip
+        for choice in answer.choices:
+            assert choice.token_ids == reference.greedy(tiny_model, IDS, 8)
+
+
+def test_logprobs_of_completions(client, model, tiny_model, tokenizer):
+    answer = client.completions.create(
+        model=model, prompt=IDS, max_tokens=6, logprobs=3, seed=3,
+        extra_body={"return_token_ids": True},
+    )  # fmt: skip
+    (choice,) = answer.choices
+    rows = reference.logprobs(tiny_model, IDS, choice.token_ids)
+    expected = rows[range(len(choice.token_ids)), choice.token_ids].tolist()
+    assert choice.logprobs.token_logprobs == pytest.approx(expected, abs=TOLERANCE)
+    assert choice.logprobs.tokens == [tokenizer.decode([one]) for one in choice.token_ids]
+    assert all(3 <= len(one) <= 4 for one in choice.logprobs.top_logprobs)
+
+
+def test_chat_completions(client, model, tiny_model, tokenizer):
+    answer = client.chat.completions.create(
+        model=model, messages=HELLO, n=1, logprobs=True, top_logprobs=2, **GREEDY,
+        extra_body={"return_token_ids": True, "ignore_eos": True},
+    )  # fmt: skip
+    ids = rendered(tokenizer, HELLO)
+    (choice,) = answer.choices
+    assert answer.prompt_token_ids == ids
+    assert choice.token_ids == reference.greedy(tiny_model, ids, 8)
+    assert choice.message.role == "assistant"
+    assert choice.message.content == tokenizer.decode(choice.token_ids, skip_special_tokens=True)
+    rows = reference.logprobs(tiny_model, ids, choice.token_ids)
+    for row, token_id, entry in zip(rows, choice.token_ids, choice.logprobs.content, strict=True):
+        assert entry.logprob == pytest.approx(row[token_id].item(), abs=TOLERANCE)
+        assert [one.logprob for one in entry.top_logprobs] == pytest.approx(
+            row.topk(2).values.tolist(), abs=TOLERANCE
+        )
+
+
+def test_tokens_as_ids(client, model):
+    answer = client.chat.completions.create(
+        model=model, messages=HELLO, max_tokens=3, logprobs=True,
+        extra_body={"return_tokens_as_token_ids": True, "return_token_ids": True},
+    )  # fmt: skip
+    (choice,) = answer.choices
+    assert [one.token for one in choice.logprobs.content] == [
+        f"token_id:{one}" for one in choice.token_ids
+    ]
+
+
+def test_stop_strings_end_the_text(client, model, tokenizer, tiny_model):
+    ids = reference.greedy(tiny_model, IDS, 8)
+    stop = tokenizer.decode(ids)[3:5]
+    answer = client.completions.create(model=model, prompt=IDS, stop=[stop], **GREEDY)
+    (choice,) = answer.choices
+    assert stop not in choice.text
+    assert tokenizer.decode(ids).startswith(choice.text)
+    assert (choice.finish_reason, choice.stop_reason) == ("stop", stop)
+
+
+def test_the_ids_given_are_the_ids_used(server: Server, model, tiny_model):
+    # Not what the messages are rendered to.
+    body = {
+        "model": model, "messages": HELLO, "tokens": IDS, "temperature": 0, "max_tokens": 5,
+        "logprobs": True, "return_token_ids": True, "ignore_eos": True,
+    }  # fmt: skip
+    answer = server.post("/v1/chat/completions/tokens", body).json()
+    assert answer["prompt_token_ids"] == IDS
+    assert answer["choices"][0]["token_ids"] == reference.greedy(tiny_model, IDS, 5)
+
+
+def test_a_json_schema_guides_the_answer(client, model):
+    import json
+
+    schema = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"],
+              "additionalProperties": False}  # fmt: skip
+    answer = client.chat.completions.create(
+        model=model, messages=HELLO, max_completion_tokens=60, temperature=0,
+        response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": schema}},
+    )  # fmt: skip
+    text = answer.choices[0].message.content
+    if answer.choices[0].finish_reason == "stop":
+        assert isinstance(json.loads(text)["a"], bool)
+    assert text.lstrip().startswith("{")
+
+
+@pytest.mark.parametrize(
+    "options, part",
+    [
+        ({"temperature": 3}, "temperature"),
+        ({"extra_body": {"no_such": 1}}, "no_such"),
+        ({"stream": True}, "stream"),
+        ({"extra_body": {"detokenize": False}}, "detokenize"),
+        ({"extra_body": {"prompt_logprobs": 1}}, "prompt_logprobs"),
+        ({"n": 0}, "n:"),
+        ({"max_tokens": "3"}, "max_tokens"),
+        ({"logprobs": True, "top_logprobs": 500}, "logprobs"),
+        ({"response_format": {"type": "xml"}}, "response_format"),
+        ({"messages": []}, "messages"),
+        ({"extra_body": {"tokens": [1]}}, "tokens"),
+    ],
+)
+def test_bad_fields_are_bad_requests(client, model, options, part):
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.chat.completions.create(**{"model": model, "messages": HELLO, **options})
+    assert part in caught.value.message
+    answer = client.chat.completions.create(model=model, messages=HELLO, max_tokens=1)
+    assert len(answer.choices) == 1
+
+
+@pytest.mark.parametrize("prompt", [[], [1, "a"], [[1], "a"], [[2048]], [True], "", [[]], None])
+def test_bad_prompts_are_bad_requests(server: Server, model, prompt):
+    answer = server.post("/v1/completions", {"model": model, "prompt": prompt})
+    assert answer.status_code == 400, answer.text
+    assert "prompt" in answer.json()["error"]["message"]
+
+
+def test_another_model_is_not_found(client):
+    with pytest.raises(openai.NotFoundError) as caught:
+        client.completions.create(model="gpt-2", prompt="a")
+    assert caught.value.code == "model_not_found"
