@@ -6,14 +6,13 @@ Follows `trl.generation.vllm_client.VLLMClient.chat` (trl 0.29 to 1.10); the ans
 
 import time
 
-import numpy as np
 from flask import Blueprint, Response
 from flask import request as http_request
 
 from app.answering import Prompt, answer, check_batch, sampling_options
 from app.conversations import read_conversation
 from app.images import EncodedImages, check_entries, kwargs_of, read_images
-from app.prompts import check_length, tokens_to_keep
+from app.prompts import check_length, checked_ids, tokens_to_keep
 from app.rendering import Chat, check_template_kwargs, render_all
 from app.schemas import CHAT_BODY, ChatBody, decode_body
 from app.service import Service, current_service
@@ -58,6 +57,7 @@ def _prompts(service: Service, body: ChatBody, deadline: float) -> list[Prompt]:
     prompts = []
     for chat, ids, own in zip(chats, rendered, images, strict=True):
         kept = ids if keep is None else ids[-keep:]
+        array = checked_ids(kept, chat.place, facts.vocab_size)
         check_length(len(kept), chat.place, facts.max_model_len)
-        prompts.append(Prompt(np.array(kept, dtype=np.int32), own))
+        prompts.append(Prompt(array, own))
     return prompts

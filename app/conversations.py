@@ -4,8 +4,9 @@ Follows what vLLM's server does before it renders: content as parts for template
 parts, else as one text; arguments of tool calls as objects.
 """
 
-import json
 from typing import Any, NamedTuple
+
+import msgspec
 
 from app.schemas import Message
 from titopool.errors import InvalidRequest
@@ -18,16 +19,28 @@ class Conversation(NamedTuple):
     images: list[str]
 
 
-def read_conversation(messages: list[Message], place: str) -> Conversation:
+def read_conversation(
+    messages: list[Message], place: str, *, is_rendered: bool = True
+) -> Conversation:
     """`messages` with uniform content; `place` is where they stand in the body.
+
+    Args:
+        is_rendered: False looks at the images only.
 
     Raises:
         InvalidRequest: a message has no role, or a part is none that is known.
     """
-    if not messages:
+    if not messages and is_rendered:
         raise InvalidRequest(f"{place}: expected at least one message, got an empty list",
                              param="messages")  # fmt: skip
     images: list[str] = []
+    if not is_rendered:
+        for message in messages:
+            content = message.get("content")
+            for part in content if isinstance(content, list) else ():
+                if isinstance(part, dict) and str(part.get("type")).startswith("image"):
+                    _read_part(part, place, images)
+        return Conversation(messages, images)
     read = [
         _read_message(message, f"{place}[{index}]", images)
         for index, message in enumerate(messages)
@@ -106,14 +119,17 @@ def _read_tool_calls(calls: Any, place: str) -> list[dict[str, Any]]:
         arguments = function.get("arguments")
         if isinstance(arguments, str):
             try:
-                arguments = json.loads(arguments or "{}")
-            except (ValueError, RecursionError):
+                arguments = msgspec.json.decode(arguments or "{}")
+            except (msgspec.DecodeError, RecursionError):
                 raise _wrong(f"{place}[{index}].function.arguments", "JSON", arguments) from None
         read.append({**call, "function": {**function, "arguments": arguments or {}}})
     return read
 
 
 def _wrong(place: str, expected: str, got: Any) -> InvalidRequest:
-    text = repr(got)
+    try:
+        text = repr(got)
+    except RecursionError:
+        text = type(got).__name__
     shown = text if len(text) <= 60 else text[:60] + "…"
     return InvalidRequest(f"{place}: expected {expected}, got {shown}", param="messages")

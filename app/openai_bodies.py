@@ -1,15 +1,17 @@
 """The bodies of OpenAI's routes: fields of the route, and vLLM's sampling options beside them."""
 
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
+from msgspec import Meta
 
-from app.schemas import Message, explain
+from app.schemas import CacheSalt, Message, explain
 from titopool.errors import InvalidRequest, ModelNotFound
 from titopool.messages import WorkerFacts
 from titopool.sampling import (
     SERVER_SET_FIELDS,
     UNSUPPORTED_FIELDS,
+    PositiveCount,
     SamplingOptions,
     check_sampling,
 )
@@ -17,6 +19,8 @@ from titopool.sampling import (
 # Known and of no effect here: what a client says of itself.
 IGNORED = frozenset(("user", "metadata", "store", "service_tier", "safety_identifier",
                      "prompt_cache_key", "parallel_tool_calls", "request_id"))  # fmt: skip
+# Of log-probabilities at each token.
+Entries = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 _read_json = msgspec.json.Decoder(dict[str, Any]).decode
 
 
@@ -24,7 +28,7 @@ class RouteFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """What both routes take beside sampling options."""
 
     model: str | None = None
-    cache_salt: str | None = None
+    cache_salt: CacheSalt | None = None
     mm_processor_kwargs: dict[str, Any] | None = None
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
@@ -37,7 +41,7 @@ class CompletionsFields(RouteFields, forbid_unknown_fields=True, kw_only=True):
     # A text, its ids, or several of one kind.
     prompt: str | list[str | int | list[int]]
     add_special_tokens: bool = True
-    logprobs: int | None = None
+    logprobs: Entries | None = None
 
 
 class ChatFields(RouteFields, forbid_unknown_fields=True, kw_only=True):
@@ -47,9 +51,9 @@ class ChatFields(RouteFields, forbid_unknown_fields=True, kw_only=True):
     tokens: list[int] | None = None
     tools: list[dict[str, Any]] | None = None
     logprobs: bool = False
-    top_logprobs: int = 0
-    max_tokens: int | None = None
-    max_completion_tokens: int | None = None
+    top_logprobs: Entries = 0
+    max_tokens: PositiveCount | None = None
+    max_completion_tokens: PositiveCount | None = None
     chat_template_kwargs: dict[str, Any] = {}
     add_generation_prompt: bool = True
     continue_final_message: bool = False
@@ -58,7 +62,7 @@ class ChatFields(RouteFields, forbid_unknown_fields=True, kw_only=True):
 # What is not done yet, or never; each with the values that ask for nothing.
 REFUSED: dict[str, tuple[Any, ...]] = {
     "stream": (False,), "stream_options": (), "echo": (False,), "suffix": ("",), "best_of": (1,),
-    "prompt_logprobs": (), "tool_choice": ("none", "auto"), "functions": (), "function_call": (),
+    "prompt_logprobs": (), "logprob_token_ids": (), "tool_choice": ("none", "auto"), "functions": (), "function_call": (),
     "modalities": (["text"],), "audio": (), "prediction": (), "chat_template": (), "documents": (),
     "use_beam_search": (False,),
 }  # fmt: skip

@@ -11,6 +11,7 @@ import uuid
 from collections.abc import Sequence
 from typing import Any
 
+import gevent
 import numpy as np
 from flask import Blueprint, Response
 from flask import request as http_request
@@ -86,7 +87,8 @@ def _chat(*, with_tokens: bool) -> Response:
                 "/v1/chat/completions/tokens takes ids",
                 param="tokens",
             )
-        options.max_tokens = fields.max_completion_tokens or fields.max_tokens
+        most = fields.max_completion_tokens
+        options.max_tokens = fields.max_tokens if most is None else most
         options.logprobs = fields.top_logprobs if fields.logprobs else None
         checked(options, facts)
         deadline = begin + service.config.request_timeout_s
@@ -140,7 +142,8 @@ def _encode(tokenizer: Any, texts: list[str], with_special_tokens: bool) -> list
 
 def _prompt_of(service: Service, fields: ChatFields, deadline: float) -> Prompt:
     facts = service.link.facts
-    conversation = read_conversation(fields.messages, "messages")
+    # With tokens, the messages are rendered by nobody: a malformed call of the model may stay.
+    conversation = read_conversation(fields.messages, "messages", is_rendered=fields.tokens is None)
     encoded = EncodedImages(
         "messages", "messages: image", conversation.images, True, fields.mm_processor_kwargs or {}
     )
@@ -157,7 +160,7 @@ def _prompt_of(service: Service, fields: ChatFields, deadline: float) -> Prompt:
         (ids,) = service.tokenizer.use(
             render_all, [chat], facts=facts, timeout_s=deadline - time.monotonic()
         )
-        array, place = np.array(ids, dtype=np.int32), "messages"
+        array, place = checked_ids(ids, "messages", facts.vocab_size), "messages"
     check_length(len(array), place, facts.max_model_len)
     return Prompt(array, images, fields.cache_salt)
 
@@ -184,11 +187,15 @@ def _choices(
     completions = [one for result in results for one in result.completions]
     texts = None
     if options.logprobs is not None:
-        ids = openai_logprobs.ids_to_decode(completions)
-        decoded = service.tokenizer.use(
-            openai_logprobs.decode_each, ids,
-            facts=service.link.facts, timeout_s=service.config.request_timeout_s,
-        )  # fmt: skip
+        ids = (
+            [] if fields.return_tokens_as_token_ids else openai_logprobs.ids_to_decode(completions)
+        )
+        decoded = {}
+        if ids:
+            decoded = service.tokenizer.use(
+                openai_logprobs.decode_each, ids,
+                facts=service.link.facts, timeout_s=service.config.request_timeout_s,
+            )  # fmt: skip
         texts = openai_logprobs.TokenTexts(decoded, as_ids=fields.return_tokens_as_token_ids)
     choices = []
     for index, one in enumerate(completions):
@@ -201,6 +208,8 @@ def _choices(
         if fields.return_token_ids:
             choice["token_ids"] = np.frombuffer(one.token_ids, np.int32).tolist()
         choices.append(choice)
+        # Others take their turn between long lists of log-probabilities.
+        gevent.sleep(0)
     return choices
 
 

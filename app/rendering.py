@@ -1,5 +1,6 @@
 """Messages through the model's chat template, in the tokenizer's thread."""
 
+import re
 from typing import Any, NamedTuple
 
 from app.conversations import flat_content
@@ -14,6 +15,7 @@ RESERVED = frozenset(
      "tokenizer_kwargs", "add_generation_prompt", "continue_final_message")
 )  # fmt: skip
 _PROBE = "titopool"
+_PRINTED = re.compile(r"""['"]text['"]\s*:\s*['"]""" + _PROBE)
 
 
 class Chat(NamedTuple):
@@ -87,7 +89,7 @@ def _reads_parts(tokenizer: Any) -> bool:
         try:
             text = tokenizer.apply_chat_template([message], tokenize=False)
             # One that writes the list itself shows its keys.
-            known = _PROBE in text and "type" not in text
+            known = _PROBE in text and not _PRINTED.search(text)
         except Exception:
             known = False
         tokenizer.titopool_reads_parts = known

@@ -8,6 +8,7 @@ from base64 import b64encode
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import gevent
 import numpy as np
 import orjson
 from flask import Blueprint, Response
@@ -112,6 +113,8 @@ def json_reply(scored: Sequence[Scored]) -> dict[str, Any]:
             else:
                 values[position] = np.append(values[position], one.own[position])
                 ids[position] = np.append(ids[position], one.own_ids[position])
+        # Others take their turn between long sequences.
+        gevent.sleep(0)
         logprobs.append(values)
         token_ids.append(ids)
     return {"logprobs": logprobs, "logprob_token_ids": token_ids}

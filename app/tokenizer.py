@@ -6,14 +6,14 @@ trainers send ids. It works in a thread of its own, as it would hold up all othe
 
 import logging
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import gevent
 from gevent.event import AsyncResult
 from gevent.lock import Semaphore
 from gevent.threadpool import ThreadPool
 
-from titopool.errors import NoReadyWorker
+from titopool.errors import NoReadyWorker, TitopoolError
 from titopool.messages import WorkerFacts
 
 logger = logging.getLogger(__name__)
@@ -46,8 +46,10 @@ class TokenizerLoader:
         with gevent.Timeout(max(0.001, timeout_s), busy):
             tokenizer = self._get(facts)
             with self._turn:
-                result: Result = self._spawn(function, tokenizer, *arguments).get()
-            return result
+                result, error = self._spawn(_caught, function, tokenizer, *arguments).get()
+        if error is not None:
+            raise error
+        return cast("Result", result)
 
     def _get(self, facts: WorkerFacts) -> Any:
         if self._loaded is None:
@@ -96,3 +98,11 @@ def encode_all(
     """Token ids of each text; by default with the special tokens that vLLM adds to a prompt."""
     ids: list[list[int]] = tokenizer(texts, add_special_tokens=with_special_tokens)["input_ids"]
     return ids
+
+
+def _caught(function: Callable[..., Any], *arguments: Any) -> tuple[Any, TitopoolError | None]:
+    """What `function` gives, or why it refuses: gevent logs what leaves a thread as an error."""
+    try:
+        return function(*arguments), None
+    except TitopoolError as error:
+        return None, error

@@ -90,6 +90,22 @@ def test_bad_conversations_are_refused_with_their_place(server: Server, name: st
     assert server.post("/chat/", {"messages": [HELLO], "max_tokens": 1}).status_code == 200
 
 
+@pytest.mark.parametrize("template, reads", [
+    ("{% for m in messages %}any type of text:{% for p in m.content %}{{ p.text }}{% endfor %}{% endfor %}", True),
+    ("{% for m in messages %}{{ m.content }}{% endfor %}", False),
+    ("{% for m in messages %}{{ m.content | tojson }}{% endfor %}", False),
+    ("{% for m in messages %}{{ m.content + '!' }}{% endfor %}", False),
+])  # fmt: skip
+def test_whether_a_template_reads_parts_is_found_out(tokenizer, template: str, reads: bool):
+    from app.rendering import _reads_parts
+
+    class Tokenizer:
+        def apply_chat_template(self, messages, **options):
+            return tokenizer.apply_chat_template(messages, chat_template=template, **options)
+
+    assert _reads_parts(Tokenizer()) == reads
+
+
 def test_tokenize_and_detokenize_are_each_others_reverse(server: Server, tokenizer):
     text = "Hello, world: ü<|im_end|>"
     answer = server.post("/tokenize", {"prompt": text, "return_token_strs": True}).json()

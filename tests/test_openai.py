@@ -108,9 +108,11 @@ def test_stop_strings_end_the_text(client, model, tokenizer, tiny_model):
 
 
 def test_the_ids_given_are_the_ids_used(server: Server, model, tiny_model):
-    # Not what the messages are rendered to.
+    # Not what the messages are rendered to, nor could all of them be.
+    call = {"type": "function", "function": {"name": "f", "arguments": "{bad"}}
+    messages = [*HELLO, {"role": "assistant", "content": "", "tool_calls": [call]}]
     body = {
-        "model": model, "messages": HELLO, "tokens": IDS, "temperature": 0, "max_tokens": 5,
+        "model": model, "messages": messages, "tokens": IDS, "temperature": 0, "max_tokens": 5,
         "logprobs": True, "return_token_ids": True, "ignore_eos": True,
     }  # fmt: skip
     answer = server.post("/v1/chat/completions/tokens", body).json()
@@ -142,6 +144,11 @@ def test_a_json_schema_guides_the_answer(client, model):
         ({"extra_body": {"detokenize": False}}, "detokenize"),
         ({"extra_body": {"prompt_logprobs": 1}}, "prompt_logprobs"),
         ({"n": 0}, "n:"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_completion_tokens": 0, "max_tokens": 9}, "max_completion_tokens"),
+        ({"logprobs": True, "top_logprobs": -7}, "top_logprobs"),
+        ({"extra_body": {"cache_salt": ""}}, "cache_salt"),
+        ({"extra_body": {"logprob_token_ids": [1]}}, "logprob_token_ids"),
         ({"max_tokens": "3"}, "max_tokens"),
         ({"logprobs": True, "top_logprobs": 500}, "logprobs"),
         ({"response_format": {"type": "xml"}}, "response_format"),
