@@ -1,4 +1,4 @@
-"""The engine adapter: the one file that knows vLLM (0.25.1 to 0.32).
+"""The engine adapter: what a worker does with vLLM (0.25.1 to 0.32).
 
 `Engine` is what a worker needs of an engine; `VllmEngine` is the only one that is shipped.
 Everything of vLLM is imported inside functions: importing it takes seconds, and the
@@ -18,13 +18,14 @@ import numpy as np
 
 from titopool import demo_model
 from titopool.config import ServerConfig
-from titopool.errors import ConfigError, GenerationFailed, InvalidRequest
+from titopool.errors import ConfigError, InvalidRequest
 from titopool.messages import Completion, Job, Logprobs, WorkerFacts
 from titopool.sampling import SamplingOptions, decode_options, encode_options
 from workers.environment import default_engine_options, image_threads, prepare_environment
 from workers.images import ImagePreparer
 from workers.logprobs_transport import receive_lists
 from workers.packing import pack_logprobs, pack_prompt_logprobs
+from workers.vllm_params import client_errors, failed_inside, refusal_or_failure, to_vllm_params
 
 ReportPhase = Callable[[str], None]
 
@@ -212,9 +213,9 @@ class VllmEngine:
         except EngineDeadError as error:
             raise EngineDead("vLLM's engine process has ended") from error
         except EngineGenerateError as error:
-            raise _refusal_or_failure(error.__cause__ or error) from error
-        except _client_errors() as error:
-            raise _refusal_or_failure(error) from error
+            raise refusal_or_failure(error.__cause__ or error) from error
+        except client_errors() as error:
+            raise refusal_or_failure(error) from error
         (output,) = outputs
         return output
 
@@ -230,7 +231,7 @@ class VllmEngine:
         params = self._params_by_options.get(key)
         if params is None:
             options = decode_options(key)
-            params = _to_vllm_params(options)
+            params = to_vllm_params(options)
             if len(self._params_by_options) >= 256:
                 self._params_by_options.clear()
             self._params_by_options[key] = params
@@ -240,7 +241,7 @@ class VllmEngine:
         completions = []
         for item in output.outputs:
             if item.finish_reason == "error":
-                raise _failed_inside(params, num_tokens=len(item.token_ids))
+                raise failed_inside(params, num_tokens=len(item.token_ids))
             ids = np.array(item.token_ids, dtype=np.int32).tobytes()
             packed = None if item.logprobs is None else pack_logprobs(item.logprobs, ids)
             completions.append(
@@ -296,62 +297,3 @@ def _is_ours(extension: str) -> bool:
 
     module, _, name = extension.rpartition(".")
     return issubclass(getattr(importlib.import_module(module), name), WorkerExtension)
-
-
-def _to_vllm_params(options: SamplingOptions) -> Any:
-    from vllm import SamplingParams
-    from vllm.sampling_params import (
-        RepetitionDetectionParams,
-        RequestOutputKind,
-        StructuredOutputsParams,
-    )
-
-    defaults = SamplingOptions()
-    values = {
-        name: getattr(options, name)
-        for name in SamplingOptions.__struct_fields__
-        if getattr(options, name) != getattr(defaults, name)
-    }
-    values["detokenize"] = options.detokenize or bool(options.stop)
-    if options.structured_outputs is not None:
-        values["structured_outputs"] = StructuredOutputsParams(
-            **msgspec.to_builtins(options.structured_outputs)
-        )
-    if options.repetition_detection is not None:
-        values["repetition_detection"] = RepetitionDetectionParams(
-            **msgspec.to_builtins(options.repetition_detection)
-        )
-    if options.logprob_token_ids is not None:
-        values["logprobs"] = len(options.logprob_token_ids)
-    try:
-        return SamplingParams(
-            **values,
-            flat_logprobs=True,
-            output_kind=RequestOutputKind.FINAL_ONLY,
-        )
-    except _client_errors() as error:
-        raise InvalidRequest(f"sampling options: {error}") from error
-
-
-def _client_errors() -> tuple[type[Exception], ...]:
-    import vllm.exceptions
-
-    # vLLM 0.32's validation errors are no ValueError any more.
-    newer = getattr(vllm.exceptions, "VLLMClientError", ValueError)
-    return (ValueError, TypeError, newer)
-
-
-def _refusal_or_failure(error: BaseException) -> InvalidRequest | GenerationFailed:
-    if isinstance(error, _client_errors()):
-        return InvalidRequest(f"the engine refused the prompt: {error}")
-    return GenerationFailed(f"the engine failed on this prompt: {type(error).__name__}: {error}")
-
-
-def _failed_inside(params: Any, *, num_tokens: int) -> InvalidRequest | GenerationFailed:
-    """Why the engine core ended a request with "error"; it raises nothing and gives no reason."""
-    if params.structured_outputs is not None and num_tokens == 0:
-        # What passes vLLM's check of a grammar can still fail when it is compiled.
-        return InvalidRequest(
-            "the engine could not use structured_outputs; check the grammar in it"
-        )
-    return GenerationFailed("the engine ended this prompt with finish_reason 'error'")

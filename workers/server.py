@@ -28,9 +28,9 @@ from titopool.messages import (
     Job,
     WorkerCounters,
 )
-from titopool.prefixes import completion_hashes, prompt_hashes
 from titopool.sockets import bind_router
-from workers.engine import Engine, EngineDead, Generated
+from workers.bookkeeping import count, prefix_of
+from workers.engine import Engine, EngineDead
 from workers.front_end import FrontEnd, JobKey
 from workers.process import in_daemon_thread, kill_children
 
@@ -38,8 +38,6 @@ logger = logging.getLogger(__name__)
 
 # How long the engine may take to stop before its processes are killed.
 CLOSE_TIMEOUT_S = 3.0
-# Token ids travel as int32.
-ID_BYTES = 4
 # How long changes of load are gathered before the front ends hear of them.
 LOAD_REPORT_S = 0.01
 # Of a heartbeat; 128 KiB are the digests of a million tokens.
@@ -210,7 +208,7 @@ class WorkerServer:
             # No answer: the front end sends the job to another worker.
             self.stop(str(error))
             return
-        self._count(job, result)
+        count(self._counters, job, result)
         front_end.outbox.append(result)
         self._tell_others(front_end, job, result)
         if not self._flush_planned:
@@ -226,19 +224,6 @@ class WorkerServer:
         for other in self._front_ends.values():
             if other is not front_end and len(other.prefixes) + len(prefix) <= MAX_PREFIX_BYTES:
                 other.prefixes += prefix
-
-    def _count(self, job: Job, result: Completed | Failed) -> None:
-        counters = self._counters
-        if isinstance(result, Failed):
-            counters.num_failed_jobs += 1
-            return
-        counters.num_completed_jobs += 1
-        prompt_ids = result.prompt_token_ids or job.prompt_token_ids
-        counters.num_prompt_tokens += len(prompt_ids) // ID_BYTES
-        counters.num_cached_tokens += result.num_cached_tokens
-        counters.num_completion_tokens += sum(
-            len(completion.token_ids) // ID_BYTES for completion in result.completions
-        )
 
     async def _result_of(self, job: Job) -> Completed | Failed:
         try:
@@ -262,26 +247,10 @@ class WorkerServer:
             job.attempt,
             generated.completions,
             generated.num_cached_tokens,
-            self._prefix_of(job, generated),
+            prefix_of(job, generated, self._facts),
             generated.prompt_token_ids,
             generated.prompt_logprobs,
         )
-
-    def _prefix_of(self, job: Job, generated: Generated) -> bytes:
-        if job.prefix is None or self._facts is None:
-            return b""
-        facts, chain = self._facts.images, b""
-        if generated.prompt_token_ids:
-            # The next turn begins with these ids, not with those that were sent.
-            digests = [image.digest for image in job.images]
-            chain = prompt_hashes(generated.prompt_token_ids, job.cache_salt, digests, facts)
-            job = msgspec.structs.replace(
-                job, prompt_token_ids=generated.prompt_token_ids, prefix=chain
-            )
-        completions = [
-            completion_hashes(job, one.token_ids, facts) for one in generated.completions
-        ]
-        return chain + b"".join(completions)
 
     # ---- sending ---------------------------------------------------------------------
 
