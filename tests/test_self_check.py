@@ -27,7 +27,7 @@ HOLDERS = {
         "workers/parsing.py",
         "workers/logprobs_transport.py",
         "workers/placing.py",
-    },  # fmt: skip
+    },
     "torch": {"titopool/demo_model.py", "workers/images.py"},
     "transformers": {"titopool/demo_model.py", "app/tokenizer.py", "workers/images.py"},
 }
