@@ -149,6 +149,13 @@ class Link:
             # Others may have waited for its place.
             self._wake.set()
 
+    def report_drift(self, *, has_drifted: bool) -> None:
+        """Has a comparison of messages with ids counted, by any worker: /metrics sums them."""
+        for view in self._views:
+            if view.heartbeat is not None:
+                self._send(view.endpoint, messages.Drift(1, int(has_drifted)))
+                return
+
     # ---- the link's greenlet ---------------------------------------------------------
 
     def _run(self) -> None:

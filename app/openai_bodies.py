@@ -1,6 +1,6 @@
 """The bodies of OpenAI's routes: fields of the route, and vLLM's sampling options beside them."""
 
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -18,10 +18,18 @@ from titopool.sampling import (
 
 # Known and of no effect here: what a client says of itself.
 IGNORED = frozenset(("user", "metadata", "store", "service_tier", "safety_identifier",
-                     "prompt_cache_key", "parallel_tool_calls", "request_id"))  # fmt: skip
+                     "prompt_cache_key", "request_id"))  # fmt: skip
 # Of log-probabilities at each token.
 Entries = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 _read_json = msgspec.json.Decoder(dict[str, Any]).decode
+
+
+class StreamOptions(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """What a stream tells beside its text."""
+
+    # A last chunk with the usage; with the other, every chunk has the usage so far.
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
 
 
 class RouteFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -33,6 +41,9 @@ class RouteFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
     response_format: dict[str, Any] | None = None
+    prompt_logprobs: Entries | None = None
+    stream: bool = False
+    stream_options: StreamOptions | None = None
 
 
 class CompletionsFields(RouteFields, forbid_unknown_fields=True, kw_only=True):
@@ -57,12 +68,19 @@ class ChatFields(RouteFields, forbid_unknown_fields=True, kw_only=True):
     chat_template_kwargs: dict[str, Any] = {}
     add_generation_prompt: bool = True
     continue_final_message: bool = False
+    # None: "auto" with tools, "none" without.
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool = True
+    include_reasoning: bool = True
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = (
+        None
+    )
 
 
-# What is not done yet, or never; each with the values that ask for nothing.
+# Not taken; each with the values that ask for nothing.
 REFUSED: dict[str, tuple[Any, ...]] = {
-    "stream": (False,), "stream_options": (), "echo": (False,), "suffix": ("",), "best_of": (1,),
-    "prompt_logprobs": (), "logprob_token_ids": (), "tool_choice": ("none", "auto"), "functions": (), "function_call": (),
+    "echo": (False,), "suffix": ("",), "best_of": (1,),
+    "logprob_token_ids": (), "functions": (), "function_call": (),
     "modalities": (["text"],), "audio": (), "prediction": (), "chat_template": (), "documents": (),
     "use_beam_search": (False,),
 }  # fmt: skip
@@ -99,12 +117,27 @@ def read(
         of_sampling |= _structured(fields.response_format, of_sampling)
     options = _converted(of_sampling, SamplingOptions)
     options.detokenize = True
+    options.prompt_logprobs = fields.prompt_logprobs
+    _check_stream(fields)
     return fields, options
 
 
 def checked(options: SamplingOptions, facts: WorkerFacts) -> SamplingOptions:
     check_sampling(options, facts)
     return options
+
+
+def _check_stream(fields: RouteFields) -> None:
+    if fields.stream_options is not None and not fields.stream:
+        raise InvalidRequest(
+            "stream_options: expected none without stream; set stream or leave them out",
+            param="stream_options",
+        )
+    if fields.stream and fields.prompt_logprobs is not None:
+        raise InvalidRequest(
+            "prompt_logprobs: expected none with stream, whose chunks have no place for them",
+            param="prompt_logprobs",
+        )
 
 
 def _decoded(body: bytes) -> dict[str, Any]:

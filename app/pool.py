@@ -20,7 +20,7 @@ from app.placement import ByPrefix, Policy
 from app.prefix_index import PrefixIndex, as_integers
 from app.request import Request
 from titopool.errors import ERRORS_BY_CODE, GenerationFailed, NoReadyWorker, TitopoolError
-from titopool.messages import NO_LOAD, Completed, Failed, Heartbeat, Job, Load, WorkerFacts
+from titopool.messages import NO_LOAD, Completed, Failed, Heartbeat, Job, Load, Part, WorkerFacts
 
 logger = logging.getLogger(__name__)
 
@@ -208,6 +208,16 @@ class Pool:
                 ),
             )
             return
+        if open_job.request.has_parts(open_job.index):
+            # It would sample other tokens than those that the client has.
+            self._fail(
+                open_job,
+                GenerationFailed(
+                    f"prompts[{open_job.index}]: its worker is gone amid the stream ({reason}); send "
+                    "the request again"
+                ),
+            )
+            return
         again = msgspec.structs.replace(open_job.job, attempt=open_job.job.attempt + 1)
         # To the front: it has waited longest.
         self.waiting.appendleft(dataclasses.replace(open_job, job=again, num_deaths=num_deaths))
@@ -237,12 +247,15 @@ class Pool:
             assignment.jobs.append(open_job.job)
         return list(chosen.values())
 
-    def on_results(self, endpoint: str, results: Iterable[Completed | Failed]) -> None:
+    def on_results(self, endpoint: str, results: Iterable[Completed | Failed | Part]) -> None:
         """Hands results to their requests; drops those of an attempt that was lost."""
         worker = self.workers[endpoint]
         for result in results:
             open_job = worker.jobs.get(result.job_id)
             if open_job is None or open_job.job.attempt != result.attempt:
+                continue
+            if isinstance(result, Part):
+                open_job.request.add_part(open_job.index, result)
                 continue
             worker.remove(result.job_id)
             if isinstance(result, Failed):

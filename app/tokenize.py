@@ -17,6 +17,7 @@ from app.schemas import (
 )
 from app.service import Service, current_service
 from app.tokenizer import encode_all
+from app.tools import as_templates_get_them
 from titopool.errors import InvalidRequest
 
 blueprint = Blueprint("tokenize", __name__)
@@ -27,11 +28,12 @@ Result = TypeVar("Result")
 def tokenize() -> Response:
     """The ids of a text or of messages, as a generating route would use them."""
     service = current_service()
-    body = decode_body(http_request.get_data(cache=False), TOKENIZE_BODY)
-    ids = _ids_of(service, body)
-    strings = None
-    if body.return_token_strs:
-        strings = _use_tokenizer(service, token_strings, ids)
+    with service.place():
+        body = decode_body(http_request.get_data(cache=False), TOKENIZE_BODY)
+        ids = _ids_of(service, body)
+        strings = None
+        if body.return_token_strs:
+            strings = _use_tokenizer(service, token_strings, ids)
     facts = service.link.facts
     return json_response(
         {
@@ -47,15 +49,16 @@ def tokenize() -> Response:
 def detokenize() -> Response:
     """The text of token ids, special tokens included."""
     service = current_service()
-    tokens = decode_body(http_request.get_data(cache=False), DETOKENIZE_BODY).tokens
-    size = service.link.facts.vocab_size
-    for index, token_id in enumerate(tokens):
-        if not 0 <= token_id < size:
-            raise InvalidRequest(
-                f"tokens[{index}]: expected a token id in [0, {size}), got {token_id}",
-                param="tokens",
-            )
-    return json_response({"prompt": _use_tokenizer(service, decode, tokens)})
+    with service.place():
+        tokens = decode_body(http_request.get_data(cache=False), DETOKENIZE_BODY).tokens
+        size = service.link.facts.vocab_size
+        for index, token_id in enumerate(tokens):
+            if not 0 <= token_id < size:
+                raise InvalidRequest(
+                    f"tokens[{index}]: expected a token id in [0, {size}), got {token_id}",
+                    param="tokens",
+                )
+        return json_response({"prompt": _use_tokenizer(service, decode, tokens)})
 
 
 def _ids_of(service: Service, body: TokenizeBody) -> list[int]:
@@ -79,7 +82,7 @@ def _ids_of(service: Service, body: TokenizeBody) -> list[int]:
     chat = Chat(
         read_conversation(body.messages or [], "messages").messages,
         "messages",
-        body.tools,
+        as_templates_get_them(body.tools) or None,
         body.chat_template_kwargs,
         body.add_generation_prompt,
         body.continue_final_message,

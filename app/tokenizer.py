@@ -33,6 +33,8 @@ class TokenizerLoader:
         self._thread: ThreadPool | None = None
         # The tokenizer, once it is there.
         self._loaded: AsyncResult | None = None
+        # Of single tokens, by their ids: those that answers have named so far.
+        self.token_texts: dict[int, str] = {}
 
     def use(
         self, function: Callable[..., Result], *arguments: Any, facts: WorkerFacts, timeout_s: float

@@ -21,7 +21,7 @@ from titopool.errors import GenerationFailed
 from titopool.logs import configure_logging
 from titopool.messages import Completion, Job, Logprobs, WorkerFacts
 from titopool.sampling import SamplingOptions, decode_options
-from workers.engine import EngineDead, Generated, ReportPhase
+from workers.engine import EngineDead, Generated, OnPart, ReportPhase
 from workers.server import WorkerServer
 from workers.status import PhaseReporter
 
@@ -72,7 +72,7 @@ class StubEngine:
     async def warm_up(self) -> None:
         return None
 
-    async def run(self, job: Job) -> Generated:
+    async def run(self, job: Job, on_part: OnPart) -> Generated:
         ids = np.frombuffer(job.prompt_token_ids, dtype=np.int32)
         await self._stage_fault(int(ids[0]))
         await asyncio.sleep(self._delay_s)

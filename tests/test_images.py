@@ -433,7 +433,9 @@ def test_a_client_that_leaves_costs_the_next_one_nothing(qwen: Vision):
     connection.close()
     wait_until(lambda: sequences() == 0, 10)
     assert qwen.server.metrics("aborted_jobs_total")["0"] == num_aborted + 20
-    answer = qwen.server.generate([ids], images=[image], mm_processor_kwargs=kwargs)
+    answer = qwen.server.generate(
+        [ids], images=[image], mm_processor_kwargs=kwargs, generation_kwargs={"ignore_eos": True}
+    )
     assert answer["finish_reasons"] == ["length"]
 
 

@@ -24,12 +24,15 @@ class Logprobs(msgspec.Struct, frozen=True, array_like=True):
     token_ids: bytes = b""
     # Entries at each position; empty when there is exactly one at each.
     counts: bytes = b""
+    # Of a prompt's: the rank of each entry in the vocabulary, from 1.
+    ranks: bytes = b""
 
 
 class Completion(msgspec.Struct, frozen=True, array_like=True):
-    """One sampled sequence of a job."""
+    """One sampled sequence of a job, or what was added to one that is streamed."""
 
     token_ids: bytes
+    # Empty: it goes on.
     finish_reason: str
     logprobs: Logprobs | None
     # [(weight version, index of the first token that it made), …]
@@ -38,6 +41,9 @@ class Completion(msgspec.Struct, frozen=True, array_like=True):
     text: str = ""
     # The stop string or stop token that ended it; None for the end-of-text token.
     stop_reason: int | str | None = None
+    # What vLLM's parsers made of the text (`content`, `reasoning`, `tool_calls`, as OpenAI names
+    # and nests them); of a stream, what they add. None without parsers.
+    message: dict[str, Any] | None = None
 
 
 class ImageFacts(msgspec.Struct, frozen=True):
@@ -72,6 +78,9 @@ class WorkerFacts(msgspec.Struct, frozen=True):
     num_cache_tokens: int = 0
     # None: the model takes no images.
     images: ImageFacts | None = None
+    # vLLM's names; empty: text is not searched for tool calls, or for reasoning.
+    tool_call_parser: str = ""
+    reasoning_parser: str = ""
 
 
 class WorkerCounters(msgspec.Struct):
@@ -86,6 +95,10 @@ class WorkerCounters(msgspec.Struct):
     num_images: int = 0
     # Time that threads spent on making tensors of them.
     image_seconds: float = 0.0
+    # Prompts that came as ids with messages beside them, and those of them that the chat template
+    # renders otherwise.
+    num_compared_prompts: int = 0
+    num_drifted_prompts: int = 0
 
 
 class Image(msgspec.Struct, frozen=True, array_like=True):
@@ -94,6 +107,19 @@ class Image(msgspec.Struct, frozen=True, array_like=True):
     data: bytes
     # Of the file and the arguments that it is processed with: its name in all caches.
     digest: bytes
+
+
+class ChatParsing(msgspec.Struct, frozen=True):
+    """What vLLM's parsers of tool calls and reasoning look at beside the text."""
+
+    tools: list[dict[str, Any]] = []
+    # "none", "auto", "required", or {"type": "function", "function": {"name": …}}.
+    tool_choice: str | dict[str, Any] = "none"
+    parallel_tool_calls: bool = True
+    include_reasoning: bool = True
+    chat_template_kwargs: dict[str, Any] = {}
+    # The calls that the conversation has already: some parsers count on.
+    messages: list[dict[str, Any]] = []
 
 
 class Job(msgspec.Struct, frozen=True):
@@ -113,6 +139,10 @@ class Job(msgspec.Struct, frozen=True):
     images: list[Image] = []
     # For the model's processor of images.
     mm_processor_kwargs: dict[str, Any] = {}
+    # Whether to send `Part`s before the end.
+    is_streamed: bool = False
+    # None: the text is nobody's message.
+    chat: ChatParsing | None = None
 
 
 # ---- front end → worker -------------------------------------------------------------
@@ -123,7 +153,7 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
 
 
 class Generate(msgspec.Struct, frozen=True, tag="generate"):
-    """Run these jobs; each is answered exactly once, in a `Results`."""
+    """Run these jobs; each is ended exactly once, in a `Results`."""
 
     # The worker process that the front end means: another ignores the message.
     incarnation: str
@@ -134,6 +164,13 @@ class Abort(msgspec.Struct, frozen=True, tag="abort"):
     """Stop these jobs (client gone, deadline); they are not answered any more."""
 
     jobs: list[tuple[JobId, int]]
+
+
+class Drift(msgspec.Struct, frozen=True, tag="drift"):
+    """Prompts that came as ids and as messages, for the worker to count: /metrics asks it."""
+
+    num_compared: int
+    num_drifted: int
 
 
 # ---- worker → front end -------------------------------------------------------------
@@ -176,6 +213,18 @@ class Load(msgspec.Struct, frozen=True, tag="load"):
 NO_LOAD = Load(0, 0)
 
 
+class Part(msgspec.Struct, frozen=True, tag="part"):
+    """What a streamed job made since the last one; its `Completed` repeats the ids only."""
+
+    job_id: JobId
+    attempt: int
+    # (index among the job's n, what was added to that completion)
+    pieces: list[tuple[int, Completion]]
+    num_cached_tokens: int = 0
+    # In the first part, as in `Completed`.
+    prompt_token_ids: bytes = b""
+
+
 class Completed(msgspec.Struct, frozen=True, tag="completed"):
     """A job ended well."""
 
@@ -205,9 +254,9 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
 
 
 class Results(msgspec.Struct, frozen=True, tag="results"):
-    """Jobs that ended since the last such message."""
+    """Jobs that ended, and what streamed ones made, since the last such message, in order."""
 
-    results: list[Completed | Failed]
+    results: list[Completed | Failed | Part]
 
 
 class Stopping(msgspec.Struct, frozen=True, tag="stopping"):
@@ -217,7 +266,7 @@ class Stopping(msgspec.Struct, frozen=True, tag="stopping"):
     failure: str
 
 
-ToWorker = Hello | Generate | Abort
+ToWorker = Hello | Generate | Abort | Drift
 FromWorker = Heartbeat | Load | Results | Stopping
 
 encode = msgspec.msgpack.Encoder().encode

@@ -26,11 +26,12 @@ from titopool.messages import (
     Heartbeat,
     Hello,
     Job,
+    Part,
     WorkerCounters,
 )
 from titopool.sockets import bind_router
 from workers.bookkeeping import count, prefix_of
-from workers.engine import Engine, EngineDead
+from workers.engine import Engine, EngineDead, OnPart
 from workers.front_end import FrontEnd, JobKey
 from workers.process import in_daemon_thread, kill_children
 
@@ -168,6 +169,9 @@ class WorkerServer:
             case Abort(jobs=keys):
                 for job_id, attempt in keys:
                     self._abort(identity, (job_id, attempt))
+            case messages.Drift(num_compared=num_compared, num_drifted=num_drifted):
+                self._counters.num_compared_prompts += num_compared
+                self._counters.num_drifted_prompts += num_drifted
 
     def _greet(self, identity: bytes) -> None:
         front_end = self._front_ends.get(identity)
@@ -203,16 +207,19 @@ class WorkerServer:
 
     async def _run_job(self, front_end: FrontEnd, job: Job) -> None:
         try:
-            result = await self._result_of(job)
+            result = await self._result_of(job, lambda part: self._post(front_end, part))
         except EngineDead as error:
             # No answer: the front end sends the job to another worker.
             self.stop(str(error))
             return
         count(self._counters, job, result)
-        front_end.outbox.append(result)
+        self._post(front_end, result)
         self._tell_others(front_end, job, result)
+
+    def _post(self, front_end: FrontEnd, result: Completed | Failed | Part) -> None:
+        front_end.outbox.append(result)
         if not self._flush_planned:
-            # Jobs that end in one step of the engine travel in one message.
+            # What comes of one step of the engine travels in one message.
             self._flush_planned = True
             self._loop.call_soon(self._flush)
 
@@ -225,9 +232,9 @@ class WorkerServer:
             if other is not front_end and len(other.prefixes) + len(prefix) <= MAX_PREFIX_BYTES:
                 other.prefixes += prefix
 
-    async def _result_of(self, job: Job) -> Completed | Failed:
+    async def _result_of(self, job: Job, on_part: OnPart) -> Completed | Failed:
         try:
-            generated = await self._engine.run(job)
+            generated = await self._engine.run(job, on_part)
         except (InvalidRequest, GenerationFailed) as error:
             return Failed(job.job_id, job.attempt, error.code, error.message, error.param)
         except EngineDead:
