@@ -175,4 +175,4 @@ def _converted(value: Any, wanted: Any, place: str) -> Any:
         return msgspec.convert(value, wanted)
     except msgspec.ValidationError as error:
         name = place.partition("[")[0]
-        raise InvalidRequest(f"{place}: {explain(error)}", param=name) from None
+        raise InvalidRequest(explain(error, place), param=name) from None

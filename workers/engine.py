@@ -26,7 +26,7 @@ from workers.environment import default_engine_options, image_threads, prepare_e
 from workers.images import ImagePreparer
 from workers.logprobs_transport import receive_lists
 from workers.packing import pack_logprobs, pack_prompt_logprobs
-from workers.parsing import Parsers, Parsing, load_parsers
+from workers.parsing import Parsers, Parsing, check_parsers, load_parsers
 from workers.streaming import Stream
 from workers.vllm_params import client_errors, failed_inside, refusal_or_failure, to_vllm_params
 
@@ -111,6 +111,7 @@ class VllmEngine:
         from vllm.usage.usage_lib import UsageContext
         from vllm.v1.engine.async_llm import AsyncLLM
 
+        check_parsers(self._config)
         engine_args = self._engine_args(AsyncEngineArgs, defaults)
         if _is_ours(engine_args.worker_extension_cls):
             receive_lists()
@@ -128,13 +129,15 @@ class VllmEngine:
                 max_bytes=self._config.image_memory_bytes,
             )
             self._images = images if images.facts else None
-        self._parsers = load_parsers(
-            self._config.tool_call_parser, self._config.reasoning_parser, self._llm
-        )
+        self._parsers = load_parsers(self._config, self._llm)
         return self._facts()
 
     def _engine_args(self, args_class: Any, defaults: dict[str, Any]) -> Any:
+        from vllm.config import StructuredOutputsConfig
         from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+        # vLLM sets `reasoning_parser` in it.
+        guided = StructuredOutputsConfig(**defaults.pop("structured_outputs_config"))
 
         def refuse(message: str) -> NoReturn:
             raise ConfigError(f"vLLM's options: {message}")
@@ -149,7 +152,7 @@ class VllmEngine:
         parser = args_class.add_cli_args(FlexibleArgumentParser(prog="vllm", allow_abbrev=False))
         # argparse's own way is to end the process.
         parser.error = refuse
-        parser.set_defaults(model=model, **defaults)
+        parser.set_defaults(model=model, structured_outputs_config=guided, **defaults)
         try:
             return args_class.from_cli_args(parser.parse_args(argv))
         except (argparse.ArgumentError, ValueError) as error:

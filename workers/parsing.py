@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from titopool.config import ServerConfig
 from titopool.errors import ConfigError, InvalidRequest
 from titopool.messages import ChatParsing
 from workers.vllm_params import client_errors
@@ -18,25 +19,35 @@ from workers.vllm_params import client_errors
 Parsed = tuple[dict[str, Any], str]
 
 
-def load_parsers(tool_call_parser: str, reasoning_parser: str, llm: Any) -> "Parsers | None":
-    """The parsers of these names for `llm`, vLLM's AsyncLLM; None where neither is given.
+def check_parsers(config: ServerConfig) -> None:
+    """Before the model is loaded.
 
     Raises:
-        ConfigError: vLLM has none of that name, or the model's tokenizer does not fit it.
+        ConfigError: vLLM has no parser of a name that is set.
     """
-    if not tool_call_parser and not reasoning_parser:
-        return None
     from vllm.reasoning import ReasoningParserManager
     from vllm.tool_parsers import ToolParserManager
 
-    _check_name("tool_call_parser", tool_call_parser, ToolParserManager.list_registered())
-    _check_name("reasoning_parser", reasoning_parser, ReasoningParserManager.list_registered())
-    return Parsers(tool_call_parser, reasoning_parser, llm)
+    for setting, manager in (
+        ("tool_call_parser", ToolParserManager),
+        ("reasoning_parser", ReasoningParserManager),
+    ):
+        name, known = getattr(config, setting), manager.list_registered()
+        if name and name not in known:
+            raise ConfigError(
+                f"{setting}: expected one of {', '.join(sorted(known))}, got {name!r}"
+            )
 
 
-def _check_name(setting: str, name: str, known: list[str]) -> None:
-    if name and name not in known:
-        raise ConfigError(f"{setting}: expected one of {', '.join(sorted(known))}, got {name!r}")
+def load_parsers(config: ServerConfig, llm: Any) -> "Parsers | None":
+    """The parsers that are set, for `llm`, vLLM's AsyncLLM; None where none is.
+
+    Raises:
+        ConfigError: the model's tokenizer does not fit them.
+    """
+    if not config.tool_call_parser and not config.reasoning_parser:
+        return None
+    return Parsers(config.tool_call_parser, config.reasoning_parser, llm)
 
 
 class Parsers:
