@@ -18,7 +18,7 @@ from titopool.sampling import (
 
 # Known and of no effect here: what a client says of itself.
 IGNORED = frozenset(("user", "metadata", "store", "service_tier", "safety_identifier",
-                     "prompt_cache_key", "request_id"))  # fmt: skip
+                     "prompt_cache_key", "request_id", "session_id"))  # fmt: skip
 # Of log-probabilities at each token.
 Entries = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 _read_json = msgspec.json.Decoder(dict[str, Any]).decode
@@ -79,10 +79,17 @@ class ChatFields(RouteFields, forbid_unknown_fields=True, kw_only=True):
 
 # Not taken; each with the values that ask for nothing.
 REFUSED: dict[str, tuple[Any, ...]] = {
-    "echo": (False,), "suffix": ("",), "best_of": (1,),
-    "logprob_token_ids": (), "functions": (), "function_call": (),
-    "modalities": (["text"],), "audio": (), "prediction": (), "chat_template": (), "documents": (),
-    "use_beam_search": (False,),
+    # OpenAI's.
+    "audio": (), "best_of": (1,), "echo": (False,), "function_call": (), "functions": (),
+    "modalities": (["text"],), "prediction": (), "suffix": ("",), "verbosity": (),
+    "web_search_options": (),
+    # vLLM's. A template that a client sends would run here.
+    "add_special_tokens": (False,), "chat_template": (), "documents": (), "ec_transfer_params": (),
+    "kv_transfer_params": (), "length_penalty": (1.0,), "logprob_token_ids": (),
+    "media_io_kwargs": (), "mm_payload": ("tensors",), "priority": (0,), "prompt_embeds": (),
+    "return_mm_kwargs": (), "return_prompt_text": (False,), "return_token_offsets": (False,),
+    "truncate_prompt_tokens": (), "truncation_side": (), "use_beam_search": (False,),
+    "vllm_xargs": (),
 }  # fmt: skip
 Fields = TypeVar("Fields", bound=RouteFields)
 

@@ -4,10 +4,12 @@ import openai
 import pytest
 from transformers import AutoTokenizer
 
+from app import openai_bodies
 from tests import reference
 from tests.servers import Server
 from tests.test_chat import HELLO, rendered
 from tests.test_generate import TOLERANCE
+from titopool.sampling import SERVER_SET_FIELDS, UNSUPPORTED_FIELDS, SamplingOptions
 
 GREEDY = {"temperature": 0, "max_tokens": 8}
 IDS = [42, 1393, 14]
@@ -120,6 +122,42 @@ def test_the_ids_given_are_the_ids_used(server: Server, model, tiny_model):
     assert answer["choices"][0]["token_ids"] == reference.greedy(tiny_model, IDS, 5)
 
 
+def test_logprobs_of_prompts(client, model, tiny_model, tokenizer):
+    expected = reference.logprobs(tiny_model, IDS[:1], IDS[1:])
+    (choice,) = client.completions.create(
+        model=model, prompt=IDS, max_tokens=1, extra_body={"prompt_logprobs": 2}
+    ).choices
+    chat = client.chat.completions.create(
+        model=model, messages=HELLO, max_tokens=1,
+        extra_body={"prompt_logprobs": 0, "return_token_ids": True},
+    )  # fmt: skip
+    assert len(chat.prompt_logprobs) == len(chat.prompt_token_ids)
+    first, *others = choice.prompt_logprobs
+    assert first is None
+    for row, token_id, entries in zip(expected, IDS[1:], others, strict=True):
+        own = entries[str(token_id)]
+        assert own["logprob"] == pytest.approx(row[token_id].item(), abs=TOLERANCE)
+        assert own["rank"] == 1 + (row > row[token_id]).sum().item()
+        assert own["decoded_token"] == tokenizer.decode([token_id])
+        best = {str(one) for one in row.topk(2).indices.tolist()}
+        assert best <= entries.keys() <= best | {str(token_id)}
+
+
+def test_every_field_of_vllm_is_taken_or_refused_by_name():
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+    from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+
+    for theirs, ours in (
+        (ChatCompletionRequest, openai_bodies.ChatFields),
+        (CompletionRequest, openai_bodies.CompletionsFields),
+    ):
+        known = {
+            *ours.__struct_fields__, *SamplingOptions.__struct_fields__, *SERVER_SET_FIELDS,
+            *UNSUPPORTED_FIELDS, *openai_bodies.IGNORED, *openai_bodies.REFUSED,
+        }  # fmt: skip
+        assert theirs.model_fields.keys() <= known
+
+
 def test_a_json_schema_guides_the_answer(client, model):
     import json
 
@@ -140,9 +178,15 @@ def test_a_json_schema_guides_the_answer(client, model):
     [
         ({"temperature": 3}, "temperature"),
         ({"extra_body": {"no_such": 1}}, "no_such"),
-        ({"stream": True}, "stream"),
         ({"extra_body": {"detokenize": False}}, "detokenize"),
-        ({"extra_body": {"prompt_logprobs": 1}}, "prompt_logprobs"),
+        ({"extra_body": {"prompt_logprobs": -1}}, "prompt_logprobs"),
+        ({"extra_body": {"prompt_logprobs": 500}}, "prompt_logprobs"),
+        (
+            {"extra_body": {"add_generation_prompt": True, "continue_final_message": True}},
+            "continue_final_message",
+        ),
+        ({"extra_body": {"priority": 3}}, "priority"),
+        ({"extra_body": {"chat_template": "{{ 1 }}"}}, "chat_template"),
         ({"n": 0}, "n:"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"max_completion_tokens": 0, "max_tokens": 9}, "max_completion_tokens"),
