@@ -11,6 +11,7 @@ from transformers import AutoTokenizer
 from tests.conftest import ENGINE_OPTIONS
 from tests.scripted_model import CALL, TALK, THOUGHT, make_scripted_model
 from tests.servers import START_TIMEOUT_S, Server, running_server, serve_process, wait_until
+from tests.trl_client import run_trl
 
 ASKED = [{"role": "user", "content": "What is tito?"}]
 SCHEMA = {
@@ -172,6 +173,26 @@ def test_the_conversation_goes_on_after_a_call(scripted: Scripted):
     }  # fmt: skip
     answer = scripted.server.post("/v1/chat/completions/tokens", body).json()
     assert answer["prompt_token_ids"] == body["tokens"]
+
+
+# trl 0.29's client raises NotImplementedError for tools.
+@pytest.mark.parametrize("version, tools", [("0.29.1", None), ("1.9.2", [LOOK_UP])])
+def test_trl_client_chats_with_tools(scripted: Scripted, version: str, tools):
+    tokenizer = AutoTokenizer.from_pretrained(scripted.model)
+    script = f"""
+answer(client.chat(
+    [{ASKED!r}, {ASKED!r}], n=2, temperature=0.1, max_tokens=20, tools={tools!r},
+    chat_template_kwargs={{}},
+))
+"""
+    answer = run_trl(version, scripted.server.url, script)
+    text = tokenizer.apply_chat_template(
+        ASKED, tools=tools, add_generation_prompt=True, tokenize=False
+    )
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert answer["prompt_ids"] == [ids, ids]
+    assert answer["completion_ids"] == [scripted.ids] * 4
+    assert [len(one) for one in answer["logprobs"]] == [len(scripted.ids)] * 4
 
 
 @pytest.mark.parametrize(
