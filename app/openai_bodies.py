@@ -87,7 +87,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "add_special_tokens": (False,), "chat_template": (), "documents": (), "ec_transfer_params": (),
     "kv_transfer_params": (), "length_penalty": (1.0,), "logprob_token_ids": (),
     "media_io_kwargs": (), "mm_payload": ("tensors",), "priority": (0,), "prompt_embeds": (),
-    "return_mm_kwargs": (), "return_prompt_text": (False,), "return_token_offsets": (False,),
+    "return_assistant_tokens_mask": (False,), "return_mm_kwargs": (), "return_prompt_text": (False,), "return_token_offsets": (False,),
     "truncate_prompt_tokens": (), "truncation_side": (), "use_beam_search": (False,),
     "vllm_xargs": (),
 }  # fmt: skip
