@@ -44,12 +44,16 @@ $(VENV)/.installed-gpu: setup.cfg constraints/gpu.txt | $(VENV)/bin/python
 	$(FASTER)
 	touch $@
 
-# TRL's clients, which tests run unchanged: a folder for each version, without dependencies.
-$(TOOLS): $(INSTALLED)
+# Clients that tests run unchanged, in folders of their own and without dependencies: TRL's, each
+# version in one; and verifiers, which imports openai-agents, and that griffe, at its start. All
+# else that they import here has come with vLLM or is in the test extra.
+$(TOOLS): $(INSTALLED) Makefile
 	$(PIP) install --quiet $(CONSTRAINTS) -e '.[test]'
 	for version in 0.29.1 1.9.2; do \
 	  $(PIP) install --quiet --no-deps --upgrade --target $(VENV)/trl/$$version trl==$$version || exit 1; \
 	done
+	$(PIP) install --quiet --no-deps --upgrade --target $(VENV)/verifiers \
+	  verifiers==0.1.9.post3 openai-agents==0.24.0 griffelib==2.4.1
 	touch $@
 
 serve: install  ## serve MODEL=folder-or-hub-name (default: a tiny random demo model) with OPTIONS='--setting value …'

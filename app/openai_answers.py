@@ -11,8 +11,8 @@ import numpy as np
 from app import openai_logprobs
 from app.answering import Prompt, expanded_ids
 from app.openai_bodies import ChatFields, CompletionsFields
-from app.openai_logprobs import TokenTexts
 from app.service import Service
+from app.token_texts import TokenTexts
 from titopool.messages import Completed, Completion
 from titopool.sampling import SamplingOptions
 
@@ -54,16 +54,21 @@ class Asked(NamedTuple):
             "model": self.service.link.facts.model,
         }
 
-    def choice(self, index: int, one: Completion, *, offset: int = 0) -> dict[str, Any]:
-        """All of a choice but its text; `offset` is that of its first character."""
+    def choice(
+        self, index: int, one: Completion, *, before: Sequence[int] = (), offset: int = 0
+    ) -> dict[str, Any]:
+        """All of a choice but its text.
+
+        Args:
+            before, offset: of a piece, the last ids before it and where its tokens' text begins.
+        """
         logprobs = None
         if self.texts is not None and self.options.logprobs is not None:
-            self.texts.learn(one)
             k = self.options.logprobs
             if self.is_chat:
-                logprobs = openai_logprobs.of_chat(one, self.texts, k)
+                logprobs = openai_logprobs.of_chat(one, self.texts, k, before)
             else:
-                logprobs = openai_logprobs.of_completion(one, self.texts, k, offset)
+                logprobs = openai_logprobs.of_completion(one, self.texts, k, before, offset)
         choice: dict[str, Any] = {
             "index": index,
             "logprobs": logprobs,
@@ -120,6 +125,5 @@ def _of_prompt(asked: Asked, ids: np.ndarray, result: Completed) -> dict[str, An
         said["prompt_token_ids"] = ids.tolist()
     k = asked.options.prompt_logprobs
     if k is not None and asked.texts is not None:
-        asked.texts.learn_prompt(result)
         said["prompt_logprobs"] = openai_logprobs.of_prompt(result, ids, k, asked.texts)
     return said

@@ -76,6 +76,10 @@ class ChatFields(RouteFields, forbid_unknown_fields=True, kw_only=True):
         None
     )
 
+    def __post_init__(self) -> None:
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError("top_logprobs: expected logprobs to be true with it")
+
 
 # Not taken; each with the values that ask for nothing.
 REFUSED: dict[str, tuple[Any, ...]] = {

@@ -23,12 +23,12 @@ from app.openai_bodies import (
     RouteFields,
     read,
 )
-from app.openai_logprobs import TokenTexts
 from app.openai_streams import stream
 from app.prompts import check_length, checked_ids
 from app.rendering import render_all
 from app.schemas import SamplingBody
 from app.service import Service, current_service
+from app.token_texts import TokenTexts
 from app.tokenizer import encode_all
 from app.tools import Tools, chat_of, read_tools
 from titopool.errors import InvalidRequest
@@ -105,8 +105,10 @@ def _texts(
 ) -> TokenTexts | None:
     if options.logprobs is None and options.prompt_logprobs is None:
         return None
+    as_ids = fields.return_tokens_as_token_ids
+    is_shown = not as_ids or isinstance(fields, ChatFields) or options.prompt_logprobs is not None
     return TokenTexts(
-        service.tokenizer, service.link.facts, deadline, as_ids=fields.return_tokens_as_token_ids
+        service.tokenizer, service.link.facts, deadline, as_ids=as_ids, needs_texts=is_shown
     )
 
 

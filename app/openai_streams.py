@@ -18,6 +18,7 @@ from app.answering import checked_jobs, deadline_passed, submitted
 from app.openai_answers import Asked, usage
 from app.openai_bodies import StreamOptions
 from app.request import PartOfJob, StreamedRequest
+from app.token_texts import MAX_BEFORE
 from titopool.errors import ClientGone, TitopoolError
 from titopool.messages import ChatParsing, Completion
 
@@ -93,9 +94,10 @@ class Chunks:
         self._prompt_ids = [prompt.token_ids for prompt in asked.prompts]
         self._num_cached = [0] * len(asked.prompts)
         self._begun: set[int] = set()
-        # Tokens and characters of each choice so far.
+        # Of each choice so far: its tokens, the characters of their texts, the last ids.
         self._num_tokens: dict[int, int] = {}
         self._num_characters: dict[int, int] = {}
+        self._last_ids: dict[int, list[int]] = {}
 
     def of_parts(self, parts: Iterable[PartOfJob]) -> Iterator[dict[str, Any]]:
         """A chunk for each piece that says something."""
@@ -129,9 +131,15 @@ class Chunks:
     def _choice(self, job: int, index: int, piece: Completion) -> dict[str, Any] | None:
         asked = self._asked
         is_first = index not in self._num_tokens
-        choice = asked.choice(index, piece, offset=self._num_characters.get(index, 0))
+        before, offset = self._last_ids.get(index, []), self._num_characters.get(index, 0)
+        choice = asked.choice(index, piece, before=before, offset=offset)
         self._num_tokens[index] = self._num_tokens.get(index, 0) + len(piece.token_ids) // 4
-        self._num_characters[index] = self._num_characters.get(index, 0) + len(piece.text)
+        ids = [*before, *np.frombuffer(piece.token_ids, np.int32).tolist()]
+        self._last_ids[index] = ids[-MAX_BEFORE:]
+        if not asked.is_chat and choice["logprobs"]:
+            # Not by the text that is sent: some of it may wait behind a stop string.
+            length = sum(map(len, choice["logprobs"]["tokens"]))
+            self._num_characters[index] = offset + length
         if not asked.is_chat:
             if is_first and asked.shows_prompt_ids:
                 choice["prompt_token_ids"] = self._prompt_ids[job].tolist()
