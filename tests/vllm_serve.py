@@ -23,6 +23,7 @@ SCHEMA = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required"
 # Letters of two to four bytes, which the tokenizer has not seen.
 BIRDS = "é\U0001f99c…\u0436a"
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": SCHEMA}}]
+CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": true}'}}
 
 
 @contextmanager
@@ -136,13 +137,27 @@ CHAT_BODIES: dict[str, Body] = {
     "letters-over-tokens": {
         "structured_outputs": {"choice": [BIRDS]}, "logprobs": True, "top_logprobs": 2,
     },
+    "developer": {"messages": [{"role": "developer", "content": "Be brief."}, CHAT[1]]},
+    "developers-amid": {
+        "messages": [*CHAT, {"role": "developer", "content": [{"type": "text", "text": "Stop."}]}],
+    },
+    "call-without-content": {
+        "messages": [CHAT[1], {"role": "assistant", "content": None, "tool_calls": [CALL]}],
+    },
+    "no-content": {"messages": [CHAT[1], {"role": "assistant", "tool_calls": []}]},
+    "tool-answers-in-parts": {
+        "messages": [
+            CHAT[1], {"role": "assistant", "content": "", "tool_calls": [CALL]},
+            {"role": "tool", "tool_call_id": "1", "content": [
+                {"type": "text", "text": "one"}, {"type": "text", "text": "two"}]},
+        ],
+    },
     "format-text": {"response_format": {"type": "text"}},
     "tools-not-to-be-called": {"tools": TOOLS, "tool_choice": "none"},
     "tool-call-in-messages": {
         "messages": [
             *CHAT,
-            {"role": "assistant", "content": "", "tool_calls": [
-                {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}]},
+            {"role": "assistant", "content": "", "tool_calls": [CALL]},
             {"role": "tool", "tool_call_id": "1", "content": "done"},
         ],
     },
