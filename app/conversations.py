@@ -4,12 +4,15 @@ Follows what vLLM's server does before it renders: content as parts for template
 parts, else as one text; arguments of tool calls as objects.
 """
 
+import logging
 from typing import Any, NamedTuple
 
 import msgspec
 
 from app.schemas import Message
 from titopool.errors import InvalidRequest
+
+logger = logging.getLogger(__name__)
 
 
 class Conversation(NamedTuple):
@@ -166,8 +169,14 @@ def _read_tool_calls(calls: Any, place: str) -> list[dict[str, Any]]:
             try:
                 arguments = msgspec.json.decode(arguments or "{}")
             except (msgspec.DecodeError, RecursionError):
-                raise _wrong(f"{place}[{index}].function.arguments", "JSON", arguments) from None
-        read.append({**call, "function": {**function, "arguments": arguments or {}}})
+                arguments = None
+            if not isinstance(arguments, dict):
+                # A slip of the model: refused here, the conversation could never go on.
+                logger.warning(
+                    "%s[%d]: arguments that are no object are rendered as {}", place, index
+                )
+        is_object = isinstance(arguments, dict)
+        read.append({**call, "function": {**function, "arguments": arguments if is_object else {}}})
     return read
 
 

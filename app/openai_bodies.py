@@ -13,7 +13,6 @@ from titopool.sampling import (
     UNSUPPORTED_FIELDS,
     PositiveCount,
     SamplingOptions,
-    check_sampling,
 )
 
 # Known and of no effect here: what a client says of itself.
@@ -119,11 +118,7 @@ def read(
         else:
             of_sampling[name] = value
     fields = _converted(of_route, fields_type)
-    if fields.model is not None and fields.model != facts.model:
-        raise ModelNotFound(
-            f"model: expected {facts.model!r}, the one that is served, got {fields.model!r}",
-            param="model",
-        )
+    check_model(fields.model, facts)
     if fields.response_format is not None:
         of_sampling |= _structured(fields.response_format, of_sampling)
     options = _converted(of_sampling, SamplingOptions)
@@ -133,9 +128,16 @@ def read(
     return fields, options
 
 
-def checked(options: SamplingOptions, facts: WorkerFacts) -> SamplingOptions:
-    check_sampling(options, facts)
-    return options
+def check_model(name: str | None, facts: WorkerFacts) -> None:
+    """Refuses the name of another model; None names none.
+
+    Raises:
+        ModelNotFound: it is not the one that is served.
+    """
+    if name is not None and name != facts.model:
+        raise ModelNotFound(
+            f"model: expected {facts.model!r}, the one that is served, got {name!r}", param="model"
+        )
 
 
 def _check_stream(fields: RouteFields) -> None:

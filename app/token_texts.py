@@ -7,7 +7,7 @@ completion make up its text.
 
 import time
 from collections.abc import Iterable, Sequence
-from os.path import commonpath
+from os.path import commonprefix
 from typing import Any
 
 import numpy as np
@@ -134,6 +134,6 @@ def _mended(tokenizer: Any, before: tuple[int, ...], token_id: int) -> str:
             while used and tokenizer.decode(used[-1:]).endswith(REPLACEMENT):
                 # It was shown with no text.
                 used.pop()
-            shown = commonpath([tokenizer.decode(used) if used else "", text])
+            shown = commonprefix([tokenizer.decode(used) if used else "", text])
             return text[len(shown) :]
     return ""

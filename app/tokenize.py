@@ -8,6 +8,7 @@ from flask import request as http_request
 
 from app.conversations import read_conversation
 from app.health import json_response
+from app.openai_bodies import check_model
 from app.rendering import Chat, check_template_kwargs, render_all
 from app.schemas import (
     DETOKENIZE_BODY,
@@ -50,8 +51,9 @@ def detokenize() -> Response:
     """The text of token ids, special tokens included."""
     service = current_service()
     with service.place():
-        tokens = decode_body(http_request.get_data(cache=False), DETOKENIZE_BODY).tokens
-        size = service.link.facts.vocab_size
+        body = decode_body(http_request.get_data(cache=False), DETOKENIZE_BODY)
+        check_model(body.model, service.link.facts)
+        tokens, size = body.tokens, service.link.facts.vocab_size
         for index, token_id in enumerate(tokens):
             if not 0 <= token_id < size:
                 raise InvalidRequest(
@@ -62,6 +64,7 @@ def detokenize() -> Response:
 
 
 def _ids_of(service: Service, body: TokenizeBody) -> list[int]:
+    check_model(body.model, service.link.facts)
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequest("expected either prompt or messages", param="prompt")
     if body.prompt is not None:
