@@ -20,7 +20,7 @@ from app.request import Request
 from app.schemas import SAMPLING_FIELDS, SamplingBody, explain
 from app.service import Service
 from titopool.errors import ClientGone, DeadlinePassed, InvalidRequest
-from titopool.messages import ChatParsing, Completed, Job, WorkerFacts
+from titopool.messages import ChatParsing, Completed, Job, WorkerFacts, encode
 from titopool.prefixes import prompt_hashes
 from titopool.sampling import (
     SERVER_SET_FIELDS,
@@ -100,8 +100,19 @@ def checked_jobs(
     jobs = make_jobs(prompts, options, facts, with_prefixes=service.link.needs_prefixes)
     service.link.check_ready()
     if chat is not None or is_streamed:
-        jobs = [msgspec.structs.replace(job, chat=chat, is_streamed=is_streamed) for job in jobs]
+        encoded = b"" if chat is None else _encode_chat(chat)
+        jobs = [msgspec.structs.replace(job, chat=encoded, is_streamed=is_streamed) for job in jobs]
     return jobs
+
+
+def _encode_chat(chat: ChatParsing) -> bytes:
+    try:
+        return encode(chat)
+    except (OverflowError, RecursionError, UnicodeEncodeError) as error:
+        raise InvalidRequest(
+            f"tools, chat_template_kwargs: expected numbers of 64 bits at most, got others: {error}",
+            param="tools",
+        ) from None
 
 
 def respond(reply: bytes, mimetype: str) -> Response:

@@ -5,36 +5,39 @@ makes of their text. It is counted and nothing else: the engine gets the ids.
 """
 
 import logging
+from typing import Any
 
 import gevent
 
 from app.conversations import read_conversation
 from app.link import Link
 from app.openai_bodies import ChatFields
-from app.rendering import render_all
+from app.rendering import Chat, render_all
 from app.tokenizer import TokenizerLoader
 from app.tools import Tools, chat_of
 from titopool.errors import InvalidRequest, TitopoolError
 
 logger = logging.getLogger(__name__)
 
-# Comparisons that may wait for the tokenizer; more prompts than that go uncounted.
-MAX_WAITING = 256
 TIMEOUT_S = 60.0
 
 
 class DriftWatch:
-    """Compares beside the generation, so that no request waits for it."""
+    """Compares beside the generation.
+
+    One prompt at a time, so that requests wait for the tokenizer behind one at most; those that
+    come meanwhile go uncounted.
+    """
 
     def __init__(self, link: Link, tokenizer: TokenizerLoader):
         self._link = link
         self._tokenizer = tokenizer
-        self._num_waiting = 0
+        self._is_comparing = False
 
     def compare(self, fields: ChatFields, tools: Tools) -> None:
         """Starts a comparison of the messages of `fields` with its `tokens`; returns at once."""
-        if self._num_waiting < MAX_WAITING:
-            self._num_waiting += 1
+        if not self._is_comparing:
+            self._is_comparing = True
             gevent.spawn(self._compare, fields, tools)
 
     def _compare(self, fields: ChatFields, tools: Tools) -> None:
@@ -44,7 +47,7 @@ class DriftWatch:
             logger.debug("a prompt was not compared with its messages: %s", error)
             return
         finally:
-            self._num_waiting -= 1
+            self._is_comparing = False
         if difference:
             logger.debug("drift: %s", difference)
         self._link.report_drift(has_drifted=bool(difference))
@@ -52,24 +55,26 @@ class DriftWatch:
     def _difference(self, fields: ChatFields, tools: Tools) -> str:
         """How the rendered messages differ from the ids; "" if they do not."""
         facts = self._link.facts
+        # The ids may have images expanded; a template writes one placeholder for each.
+        placeholders = frozenset(facts.images.placeholder_ids if facts.images else ())
         try:
             messages = read_conversation(fields.messages, "messages").messages
-            (rendered,) = self._tokenizer.use(
-                render_all, [chat_of(fields, messages, tools)], facts=facts, timeout_s=TIMEOUT_S
-            )
+            return self._tokenizer.use(
+                _compare, chat_of(fields, messages, tools), fields.tokens or [], placeholders,
+                facts=facts, timeout_s=TIMEOUT_S,
+            )  # fmt: skip
         except InvalidRequest as error:
             return f"the messages cannot be rendered: {error}"
-        # The ids may have images expanded; a template writes one placeholder for each.
-        placeholders = set(facts.images.placeholder_ids if facts.images else ())
-        made, given = (
-            [one for one in ids if one not in placeholders]
-            for ids in (rendered, fields.tokens or ())
-        )
-        if made == given:
-            return ""
-        pairs = zip(made, given, strict=False)
-        place = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(made), len(given)))
-        return (
-            f"from token {place} on the messages render to {made[place : place + 5]}…, the ids are "
-            f"{given[place : place + 5]}… ({len(made)} and {len(given)} tokens)"
-        )
+
+
+def _compare(tokenizer: Any, chat: Chat, tokens: list[int], placeholders: frozenset[int]) -> str:
+    (rendered,) = render_all(tokenizer, [chat])
+    made, given = ([one for one in ids if one not in placeholders] for ids in (rendered, tokens))
+    if made == given:
+        return ""
+    pairs = zip(made, given, strict=False)
+    place = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(made), len(given)))
+    return (
+        f"from token {place} on the messages render to {made[place : place + 5]}…, the ids are "
+        f"{given[place : place + 5]}… ({len(made)} and {len(given)} tokens)"
+    )

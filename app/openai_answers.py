@@ -41,7 +41,8 @@ class Asked(NamedTuple):
         assert isinstance(self.fields, ChatFields)
         if self.fields.add_generation_prompt:
             return "assistant"
-        return str(self.fields.messages[-1].get("role", "assistant"))
+        last = self.fields.messages[-1] if self.fields.messages else {}
+        return str(last.get("role", "assistant"))
 
     def head(self, *, is_stream: bool) -> dict[str, Any]:
         """What an answer, or each chunk of one, begins with."""

@@ -5,6 +5,7 @@ has the usage where it was asked for, then `[DONE]`. An error amid a stream is a
 the `error` of other answers: the status has been sent by then.
 """
 
+import logging
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
@@ -15,12 +16,15 @@ import orjson
 from flask import Response
 
 from app.answering import checked_jobs, deadline_passed, submitted
+from app.client_sockets import in_pieces
 from app.openai_answers import Asked, usage
 from app.openai_bodies import StreamOptions
 from app.request import PartOfJob, StreamedRequest
 from app.token_texts import MAX_BEFORE
 from titopool.errors import ClientGone, TitopoolError
 from titopool.messages import ChatParsing, Completion
+
+logger = logging.getLogger(__name__)
 
 DONE = b"data: [DONE]\n\n"
 MIMETYPE = "text/event-stream"
@@ -63,7 +67,7 @@ def _events(asked: Asked, request: StreamedRequest) -> Iterator[bytes]:
             is_done = request.is_done
             parts = request.take_parts()
             if parts:
-                yield b"".join(_event(chunk) for chunk in chunks.of_parts(parts))
+                yield from in_pieces(b"".join(map(_event, chunks.of_parts(parts))))
             elif is_done:
                 break
             _wait(asked, request)
@@ -74,6 +78,9 @@ def _events(asked: Asked, request: StreamedRequest) -> Iterator[bytes]:
     except TitopoolError as error:
         # Of the tokenizer, for log-probabilities.
         yield _event(error.to_dict())
+    except Exception:
+        logger.exception("a stream failed")
+        yield _event(TitopoolError("the front end failed amid the stream").to_dict())
     yield DONE
 
 
@@ -117,7 +124,9 @@ class Chunks:
     def at_end(self) -> Iterator[dict[str, Any]]:
         """The chunk with the usage, if it was asked for."""
         if self._has_usage:
-            yield self._head | {"choices": [], "usage": self._usage(range(len(self._prompt_ids)))}
+            num_prompt, num_made = sum(map(len, self._prompt_ids)), sum(self._num_tokens.values())
+            total = usage(num_prompt, num_made, sum(self._num_cached))
+            yield self._head | {"choices": [], "usage": total}
 
     def _roles(self) -> Iterator[dict[str, Any]]:
         for index in range(self._n):
@@ -151,13 +160,6 @@ class Chunks:
     def _chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
         chunk = self._head | {"choices": [choice]}
         if self._has_usage_always:
-            chunk["usage"] = self._usage([choice["index"] // self._n])
+            job, num_made = choice["index"] // self._n, self._num_tokens.get(choice["index"], 0)
+            chunk["usage"] = usage(len(self._prompt_ids[job]), num_made, self._num_cached[job])
         return chunk
-
-    def _usage(self, jobs: Iterable[int]) -> dict[str, Any]:
-        of_jobs = list(jobs)
-        num_made = sum(
-            number for index, number in self._num_tokens.items() if index // self._n in of_jobs
-        )
-        num_prompt = sum(len(self._prompt_ids[job]) for job in of_jobs)
-        return usage(num_prompt, num_made, sum(self._num_cached[job] for job in of_jobs))

@@ -26,6 +26,11 @@ logger = logging.getLogger(__name__)
 
 # A job is sent to a second worker when the first dies, and to no third.
 MAX_DEATHS = 2
+# Of the workers' engines, which must be alike.
+COMPARED_FACTS = (
+    "model", "vocab_size", "max_model_len", "max_logprobs", "world_size", "tool_call_parser",
+    "reasoning_parser",
+)  # fmt: skip
 # Jobs sent ahead of free places in the engine, so that it never waits for the next one.
 WINDOW_FACTOR = 1.25
 
@@ -173,7 +178,7 @@ class Pool:
         for other in self.workers.values():
             if other.endpoint == endpoint or other.facts is None:
                 continue
-            for name in ("model", "vocab_size", "max_model_len", "max_logprobs", "world_size"):
+            for name in COMPARED_FACTS:
                 mine, theirs = getattr(facts, name), getattr(other.facts, name)
                 if mine != theirs:
                     return f"its {name} is {mine}, that of {other.endpoint} is {theirs}"

@@ -7,7 +7,6 @@ completion make up its text.
 
 import time
 from collections.abc import Iterable, Sequence
-from os.path import commonprefix
 from typing import Any
 
 import numpy as np
@@ -72,8 +71,8 @@ class TokenTexts:
         self._as_ids = as_ids
         self._needs_texts = needs_texts
         if needs_texts:
-            # Loaded before anything is generated: it may fail.
-            self._use(decode_each, ())
+            # Before anything is generated: it may fail.
+            tokenizer.prepare(facts, timeout_s=deadline - time.monotonic())
 
     def of_completion(self, completion: Completion, before: Sequence[int] = ()) -> TextsAt:
         """The texts that the log-probabilities of a completion, or a piece of one, name.
@@ -99,7 +98,7 @@ class TokenTexts:
         texts = TextsAt(known, ids, as_ids=self._as_ids)
         if self._needs_texts:
             found = np.unique(np.frombuffer(named, np.int32)).tolist()
-            if new := set(found) - known.keys():
+            if new := [one for one in found if one not in known]:
                 known.update(self._use(decode_each, new))
             broken = [one for one in found if known[one].endswith(REPLACEMENT)]
             if broken:
@@ -134,6 +133,5 @@ def _mended(tokenizer: Any, before: tuple[int, ...], token_id: int) -> str:
             while used and tokenizer.decode(used[-1:]).endswith(REPLACEMENT):
                 # It was shown with no text.
                 used.pop()
-            shown = commonprefix([tokenizer.decode(used) if used else "", text])
-            return text[len(shown) :]
+            return text.removeprefix(tokenizer.decode(used) if used else "")
     return ""

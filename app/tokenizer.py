@@ -53,6 +53,15 @@ class TokenizerLoader:
             raise error
         return cast("Result", result)
 
+    def prepare(self, facts: WorkerFacts, *, timeout_s: float) -> None:
+        """Loads the tokenizer unless it is there.
+
+        Raises:
+            NoReadyWorker: it cannot be loaded, or not in time.
+        """
+        if self._loaded is None or not self._loaded.successful():
+            self.use(bool, facts=facts, timeout_s=timeout_s)
+
     def _get(self, facts: WorkerFacts) -> Any:
         if self._loaded is None:
             self._loaded = self._spawn(load, facts)

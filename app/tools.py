@@ -143,18 +143,14 @@ def _parsing(
 ) -> ChatParsing | None:
     if not facts.tool_call_parser and not facts.reasoning_parser:
         return None
-    calls = [
-        {"role": "assistant", "content": None, "tool_calls": message["tool_calls"]}
-        for message in fields.messages
-        if message.get("tool_calls")
-    ]
+    calls = [message.get("tool_calls") for message in fields.messages]
     return ChatParsing(
         tools=tools,
         tool_choice=choice,
         parallel_tool_calls=fields.parallel_tool_calls,
         include_reasoning=fields.include_reasoning,
         chat_template_kwargs=template_kwargs(fields),
-        messages=calls,
+        num_past_calls=sum(len(one) for one in calls if isinstance(one, list)),
     )
 
 

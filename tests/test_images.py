@@ -473,6 +473,8 @@ def test_drift_looks_past_the_placeholders_of_images(qwen: Vision):
     body = {"messages": messages, "tokens": single, "max_tokens": 1}
     expanded = qwen.server.post("/v1/chat/completions/tokens", body).json()["prompt_token_ids"]
     assert len(expanded) > len(single)
+    # One is compared at a time.
+    wait_until(lambda: drifted() == [before[0] + 1, before[1]], 5, lambda: str(drifted()))
     assert qwen.server.post("/v1/chat/completions/tokens", body | {"tokens": expanded}).ok
     wait_until(lambda: drifted() == [before[0] + 2, before[1]], 5, lambda: str(drifted()))
 

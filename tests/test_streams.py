@@ -118,9 +118,11 @@ def test_each_of_n_ends_once_and_usage_grows(client, model):
     assert [said[one.index]["ids"] for one in whole.choices] == [
         one.token_ids for one in whole.choices
     ]
-    counts = [chunk.usage.completion_tokens for chunk in chunks]
-    assert counts == sorted(counts)
-    assert counts[-1] == whole.usage.completion_tokens
+    for index in range(3):
+        own = [one for one in chunks if [c.index for c in one.choices] == [index]]
+        counts = [chunk.usage.completion_tokens for chunk in own]
+        assert counts == list(range(1, len(said[index]["ids"]) + 1))
+    assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
 
 
 def test_text_behind_a_stop_string_is_never_sent(client, model, tiny_model):

@@ -144,6 +144,56 @@ def test_thoughts_can_be_left_out(scripted: Scripted):
     check_call(choice.message.tool_calls)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_thoughts_stay_out_of_streams_too(scripted: Scripted, stream: bool):
+    body = {
+        "messages": ASKED, "tools": [LOOK_UP], "temperature": 0, "stream": stream,
+        "include_reasoning": False,
+    }  # fmt: skip
+    answer = scripted.server.post("/v1/chat/completions", body)
+    assert answer.ok
+    assert THOUGHT not in answer.text
+    assert "look_up" in answer.text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_half_a_surrogate_pair_in_a_call_harms_nobody(scripted: Scripted, stream: bool):
+    call = r'<tool_call>\n\{"name": "look_up", "arguments": \{"word": "\\ud800"\}\}\n</tool_call>'
+    body = {
+        "messages": ASKED, "tools": [LOOK_UP], "stream": stream, "include_reasoning": False,
+        "structured_outputs": {"regex": call},
+    }  # fmt: skip
+    answer = scripted.server.post("/v1/chat/completions", body)
+    assert answer.ok, answer.text
+    assert "look_up" in answer.text
+    # A stream has it in pieces.
+    assert stream or "ud800" in answer.text
+    check_call(scripted.chat().choices[0].message.tool_calls)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        {"type": "function", "function": {"name": "look_up", "arguments": {"word": "a"}}},
+        {"type": "function", "function": {"name": "look_up", "arguments": "{"}},
+    ],
+)
+def test_calls_of_the_past_may_have_any_shape(scripted: Scripted, call):
+    messages = [*ASKED, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    check_call(scripted.chat(messages=messages).choices[0].message.tool_calls)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_ids_without_any_message(scripted: Scripted, stream: bool):
+    body = {
+        "messages": [], "tokens": [5], "max_tokens": 2, "add_generation_prompt": False,
+        "stream": stream,
+    }  # fmt: skip
+    answer = scripted.server.post("/v1/chat/completions/tokens", body)
+    assert answer.ok, answer.text
+    assert "error" not in answer.text
+
+
 @pytest.mark.parametrize("choice", ["required", NAMED], ids=["required", "named"])
 def test_a_call_that_is_demanded_follows_its_schema(scripted: Scripted, choice):
     # The script knows no boolean: the grammar has it made. It ends as soon as it may.
@@ -202,6 +252,24 @@ answer(client.chat(
         ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function"),
         ({"tools": [{"type": "web_search"}]}, "tools[0]"),
         ({"tools": [{**LOOK_UP, "type": "code"}]}, "tools[0].type"),
+        (
+            {
+                "tools": [
+                    {
+                        "type": "function",
+                        "function": {"name": "f", "parameters": {"maximum": 10**20}},
+                    }
+                ]
+            },
+            "64 bits",
+        ),
+        (
+            {
+                "extra_body": {"chat_template_kwargs": {"enable_thinking": {"a": 1}}},
+                "tools": openai.NOT_GIVEN,
+            },
+            "chat_template_kwargs",
+        ),
         ({"tool_choice": "sometimes"}, "tool_choice"),
         ({"tool_choice": {"type": "function", "function": {"name": "nobody"}}}, "nobody"),
         ({"tools": openai.NOT_GIVEN, "tool_choice": "required"}, "tool_choice"),
@@ -245,8 +313,10 @@ def test_drift_is_counted_and_not_repaired(scripted: Scripted):
 
     before = counted()
     same = scripted.server.post("/tokenize", {"messages": ASKED}).json()["tokens"]
-    for tokens in (same, [*same[:-1], 5, same[-1]]):
+    for number, tokens in enumerate((same, [*same[:-1], 5, same[-1]])):
         body = {"messages": ASKED, "tokens": tokens, "max_tokens": 1}
         answer = scripted.server.post("/v1/chat/completions/tokens", body).json()
         assert answer["prompt_token_ids"] == tokens
-    wait_until(lambda: counted() == [before[0] + 2, before[1] + 1], 5, lambda: str(counted()))
+        # One is compared at a time.
+        expected = [before[0] + number + 1, before[1] + number]
+        wait_until(lambda: counted() == expected, 5, lambda: str(counted()))  # noqa: B023

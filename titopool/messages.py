@@ -118,8 +118,8 @@ class ChatParsing(msgspec.Struct, frozen=True):
     parallel_tool_calls: bool = True
     include_reasoning: bool = True
     chat_template_kwargs: dict[str, Any] = {}
-    # The calls that the conversation has already: some parsers count on.
-    messages: list[dict[str, Any]] = []
+    # Calls that the conversation has already: some parsers count on.
+    num_past_calls: int = 0
 
 
 class Job(msgspec.Struct, frozen=True):
@@ -141,8 +141,8 @@ class Job(msgspec.Struct, frozen=True):
     mm_processor_kwargs: dict[str, Any] = {}
     # Whether to send `Part`s before the end.
     is_streamed: bool = False
-    # None: the text is nobody's message.
-    chat: ChatParsing | None = None
+    # A ChatParsing, encoded; empty: the text is nobody's message.
+    chat: bytes = b""
 
 
 # ---- front end → worker -------------------------------------------------------------
@@ -270,5 +270,6 @@ ToWorker = Hello | Generate | Abort | Drift
 FromWorker = Heartbeat | Load | Results | Stopping
 
 encode = msgspec.msgpack.Encoder().encode
+decode_chat_parsing = msgspec.msgpack.Decoder(ChatParsing).decode
 decode_to_worker = msgspec.msgpack.Decoder(ToWorker).decode
 decode_from_worker = msgspec.msgpack.Decoder(FromWorker).decode

@@ -6,6 +6,7 @@ environment must be prepared before.
 """
 
 import argparse
+import asyncio
 import copy
 import gc
 import importlib
@@ -20,7 +21,7 @@ import numpy as np
 from titopool import demo_model
 from titopool.config import ServerConfig
 from titopool.errors import ConfigError, InvalidRequest
-from titopool.messages import Completion, Job, Logprobs, Part, WorkerFacts
+from titopool.messages import Completion, Job, Logprobs, Part, WorkerFacts, decode_chat_parsing
 from titopool.sampling import SamplingOptions, decode_options, encode_options
 from workers.environment import default_engine_options, image_threads, prepare_environment
 from workers.images import ImagePreparer
@@ -206,25 +207,27 @@ class VllmEngine:
     async def run(self, job: Job, on_part: OnPart) -> Generated:
         turn = self._turn_of(job, on_part)
         if not job.images:
-            return self._generated(await self._output(job, _tokens_input(job), turn), turn)
+            output = await self._output(job, _tokens_input(job), turn)
+            return await self._generated(output, turn)
         if self._images is None:
             raise InvalidRequest("images: expected none, as the model takes token ids only")
         async with self._images.prepared(job) as prompt:
             turn.prompt_token_ids = prompt.token_ids
             output = await self._output(job, prompt.engine_input, turn)
-        return self._generated(output, turn)._replace(
+        return (await self._generated(output, turn))._replace(
             prompt_token_ids=prompt.token_ids,
             num_images=prompt.num_images,
             image_s=prompt.elapsed_s,
         )
 
     def _turn_of(self, job: Job, on_part: OnPart) -> "Turn":
-        if job.chat is None and not job.is_streamed:
+        if not job.chat and not job.is_streamed:
             return Turn(self._sampling_params(job.sampling))
         params = to_vllm_params(decode_options(bytes(job.sampling)), is_streamed=job.is_streamed)
         parsing = None
-        if job.chat is not None and self._parsers is not None:
-            parsing = self._parsers.begin(job.chat, params, job.prompt_token_ids)
+        if job.chat and self._parsers is not None:
+            chat = decode_chat_parsing(job.chat)
+            parsing = self._parsers.begin(chat, params, job.prompt_token_ids)
         stream = Stream(job, parsing, on_part) if job.is_streamed else None
         return Turn(params, parsing, stream)
 
@@ -251,8 +254,9 @@ class VllmEngine:
         output.outputs = [latest[index] for index in sorted(latest)]
         return output
 
-    def _generated(self, output: Any, turn: "Turn") -> Generated:
-        generated = Generated(self._completions(output, turn), output.num_cached_tokens or 0)
+    async def _generated(self, output: Any, turn: "Turn") -> Generated:
+        completions = await self._completions(output, turn)
+        generated = Generated(completions, output.num_cached_tokens or 0)
         if turn.params.prompt_logprobs is None:
             return generated
         return generated._replace(prompt_logprobs=pack_prompt_logprobs(output.prompt_logprobs))
@@ -269,7 +273,7 @@ class VllmEngine:
             self._params_by_options[key] = params
         return params
 
-    def _completions(self, output: Any, turn: "Turn") -> list[Completion]:
+    async def _completions(self, output: Any, turn: "Turn") -> list[Completion]:
         completions = []
         for item in output.outputs:
             if item.finish_reason == "error":
@@ -279,6 +283,8 @@ class VllmEngine:
             if turn.stream is None:
                 if turn.parsing is not None:
                     message, finish_reason = turn.parsing.whole(item)
+                    # Long texts take long: other jobs and signs of life go in between.
+                    await asyncio.sleep(0)
                 if item.logprobs is not None:
                     packed = pack_logprobs(item.logprobs, ids)
             completions.append(

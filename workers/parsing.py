@@ -6,6 +6,8 @@ does with them is done here: they adjust the sampling parameters, and read the t
 it comes.
 """
 
+import logging
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -14,6 +16,8 @@ from titopool.config import ServerConfig
 from titopool.errors import ConfigError, InvalidRequest
 from titopool.messages import ChatParsing
 from workers.vllm_params import client_errors
+
+logger = logging.getLogger(__name__)
 
 # A message as OpenAI nests it, and why the completion ended.
 Parsed = tuple[dict[str, Any], str]
@@ -92,12 +96,15 @@ class Parsers:
         """
         from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 
+        call = {"id": "", "type": "function", "function": {"name": "", "arguments": ""}}
+        past = {"role": "assistant", "content": "", "tool_calls": [call] * chat.num_past_calls}
         body = {
-            "messages": chat.messages,
+            "messages": [past] if chat.num_past_calls else [],
             "parallel_tool_calls": chat.parallel_tool_calls,
             "include_reasoning": chat.include_reasoning,
             "chat_template_kwargs": chat.chat_template_kwargs,
             "skip_special_tokens": params.skip_special_tokens,
+            "spaces_between_special_tokens": params.spaces_between_special_tokens,
         }
         if chat.tools:
             body |= {"tools": chat.tools, "tool_choice": chat.tool_choice}
@@ -107,9 +114,9 @@ class Parsers:
             prompt_ids = np.frombuffer(prompt_token_ids, np.int32).tolist()
             return Parsing(self, request, params, chat.chat_template_kwargs, prompt_ids)
         except client_errors() as error:
-            raise InvalidRequest(
-                f"tools: the parsers refused them: {error}", param="tools"
-            ) from error
+            place = "tools" if chat.tools else "chat_template_kwargs"
+            text = f"{place}: the parsers refused them: {error}"[:500]
+            raise InvalidRequest(text, param=place) from error
 
 
 class Parsing:
@@ -134,6 +141,7 @@ class Parsing:
         if self._has_tools or parser.reasoning_parser is not None:
             request = parser.adjust_request(request)
             params.skip_special_tokens = request.skip_special_tokens
+            params.spaces_between_special_tokens = request.spaces_between_special_tokens
             params.structured_outputs = request.structured_outputs
         self._request = request
         self.engine_arguments = self._reasoning_arguments(parser)
@@ -155,6 +163,9 @@ class Parsing:
 
     def whole(self, one: Any) -> Parsed:
         """The message of a completion, a vLLM CompletionOutput that has ended."""
+        return _or_as_it_is(lambda: self._whole(one), one.text, one.finish_reason)
+
+    def _whole(self, one: Any) -> Parsed:
         parser = self._parsers.make(self._request.tools, self._kwargs)
         if hasattr(parser, "set_prompt_token_ids"):
             parser.set_prompt_token_ids(self._prompt_ids)
@@ -175,6 +186,11 @@ class Parsing:
 
     def delta(self, index: int, text: str, token_ids: list[int], finish_reason: str) -> Parsed:
         """What a step adds to the message of completion `index`."""
+        return _or_as_it_is(
+            lambda: self._delta(index, text, token_ids, finish_reason), text, finish_reason
+        )
+
+    def _delta(self, index: int, text: str, token_ids: list[int], finish_reason: str) -> Parsed:
         parser = self._of_streams.get(index)
         if parser is None:
             parser = self._parsers.make(self._request.tools, self._kwargs)
@@ -191,6 +207,9 @@ class Parsing:
             message = added.model_dump(exclude_none=True, exclude={"role"})
             calls = self._allowed(added.tool_calls or ())
             message.pop("tool_calls", None)
+            if not self._request.include_reasoning:
+                # vLLM 0.25's server leaves it out itself.
+                message.pop("reasoning", None)
             if calls:
                 self._callers.add(index)
                 message["tool_calls"] = [one.model_dump(exclude_none=True) for one in calls]
@@ -210,6 +229,30 @@ class Parsing:
         if has_called and finish_reason == "stop" and not is_named:
             return "tool_calls"
         return finish_reason
+
+
+def _or_as_it_is(parse: Callable[[], Parsed], text: str, finish_reason: str) -> Parsed:
+    """What `parse` gives, or the text as content where a parser raises over what a model wrote."""
+    try:
+        message, finish_reason = parse()
+    except Exception:
+        logger.warning("a parser failed; the text is handed on as it is", exc_info=True)
+        message = {"content": text}
+    return _without_surrogates(message), finish_reason
+
+
+def _without_surrogates(value: Any) -> Any:
+    """`value` with halves of surrogate pairs as JSON escapes: they cannot be encoded.
+
+    Parsers make them of the escapes that a model writes into arguments.
+    """
+    if isinstance(value, str):
+        return value.encode("utf-8", "backslashreplace").decode()
+    if isinstance(value, dict):
+        return {key: _without_surrogates(one) for key, one in value.items()}
+    if isinstance(value, list):
+        return [_without_surrogates(one) for one in value]
+    return value
 
 
 def _tool_call(call: Any) -> dict[str, Any]:

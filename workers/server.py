@@ -264,9 +264,26 @@ class WorkerServer:
     def _flush(self) -> None:
         self._flush_planned = False
         for identity, front_end in self._front_ends.items():
-            if front_end.outbox:
-                self._send(identity, messages.Results(front_end.outbox))
-                front_end.outbox = []
+            results, front_end.outbox = front_end.outbox, []
+            if results:
+                self._send_results(identity, results)
+
+    def _send_results(self, identity: bytes, results: list[Completed | Failed | Part]) -> None:
+        try:
+            self._send(identity, messages.Results(results))
+        except (UnicodeEncodeError, OverflowError, TypeError):
+            # Nobody else's results may wait for one that cannot be written.
+            logger.exception("a result cannot be encoded")
+            if len(results) > 1:
+                for one in results:
+                    self._send_results(identity, [one])
+            else:
+                text = (
+                    f"worker {self._worker_id} could not write the answer; its log has the reason"
+                )
+                job_id, attempt = results[0].job_id, results[0].attempt
+                failed = Failed(job_id, attempt, GenerationFailed.code, text)
+                self._send(identity, messages.Results([failed]))
 
     def _send(self, identity: bytes, message: messages.FromWorker) -> None:
         self._router.send_multipart([identity, messages.encode(message)], zmq.NOBLOCK)
