@@ -32,6 +32,12 @@ def tokenizer(tiny_model: str):
     return AutoTokenizer.from_pretrained(tiny_model)
 
 
+def text_of(tokenizer, ids: list[int]) -> str:
+    """As vLLM has it: a letter whose last bytes are missing is left out."""
+    text: str = tokenizer.decode(ids, skip_special_tokens=True)
+    return text.rstrip("\ufffd")
+
+
 def test_completions_give_the_text_of_the_ids(client, model, tiny_model, tokenizer):
     text = "Hello, world"
     answer = client.completions.create(
@@ -43,7 +49,7 @@ def test_completions_give_the_text_of_the_ids(client, model, tiny_model, tokeniz
         assert choice.index == index
         assert choice.prompt_token_ids == ids
         assert choice.token_ids == reference.greedy(tiny_model, ids, 8)
-        assert choice.text == tokenizer.decode(choice.token_ids, skip_special_tokens=True)
+        assert choice.text == text_of(tokenizer, choice.token_ids)
         assert choice.finish_reason == "length"
     assert answer.usage.completion_tokens == 16
 
@@ -84,7 +90,7 @@ def test_chat_completions(client, model, tiny_model, tokenizer):
     assert answer.prompt_token_ids == ids
     assert choice.token_ids == reference.greedy(tiny_model, ids, 8)
     assert choice.message.role == "assistant"
-    assert choice.message.content == tokenizer.decode(choice.token_ids, skip_special_tokens=True)
+    assert choice.message.content == text_of(tokenizer, choice.token_ids)
     rows = reference.logprobs(tiny_model, ids, choice.token_ids)
     for row, token_id, entry in zip(rows, choice.token_ids, choice.logprobs.content, strict=True):
         assert entry.logprob == pytest.approx(row[token_id].item(), abs=TOLERANCE)
