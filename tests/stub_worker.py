@@ -13,9 +13,11 @@ import signal
 import sys
 import time
 from enum import IntEnum
+from typing import Any
 
 import numpy as np
 
+from titopool.commands import Policy
 from titopool.config import from_environment
 from titopool.errors import GenerationFailed
 from titopool.logs import configure_logging
@@ -24,6 +26,7 @@ from titopool.sampling import SamplingOptions, decode_options
 from workers.engine import EngineDead, Generated, ReportPhase
 from workers.server import WorkerServer
 from workers.status import PhaseReporter
+from workers.versions import Progress, Versions
 
 VOCAB_SIZE = 50_000
 
@@ -38,13 +41,39 @@ class Fault(IntEnum):
     HANG = 40_005  # never ends
 
 
+class StubWeights:
+    """Implements `workers.weight_engine.WeightEngine`: everything goes well at once."""
+
+    async def call(self, method: str, *args: Any) -> list[Any]:
+        fit = {"missing": [], "ignored": [], "split_layers": ""}
+        status = {"is_joined": True, "error": "", "num_announced": 1, "num_received": 1}
+        answers = {
+            "check": fit, "check_folder": fit, "status": status, "device": "",
+            "apply": {"loaded": 1}, "checksum": "0" * 16,
+        }  # fmt: skip
+        return [answers.get(method)]
+
+    async def pause(self, policy: Policy) -> None:
+        return None
+
+    async def resume(self) -> None:
+        return None
+
+    async def clear_caches(self) -> None:
+        return None
+
+    async def progress(self) -> Progress:
+        return {}
+
+
 class StubEngine:
     """Implements `workers.engine.Engine`."""
 
     has_died = False
-    weight_version = 0
 
     def __init__(self, *, delay_s: float, load_s: float, max_num_seqs: int, max_model_len: int):
+        self.versions = Versions()
+        self.weights = StubWeights()
         self._delay_s = delay_s
         self._load_s = load_s
         self._max_model_len = max_model_len

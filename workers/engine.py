@@ -25,7 +25,9 @@ from workers.environment import default_engine_options, image_threads, prepare_e
 from workers.images import ImagePreparer
 from workers.logprobs_transport import receive_lists
 from workers.packing import pack_logprobs, pack_prompt_logprobs
+from workers.versions import Versions
 from workers.vllm_params import client_errors, failed_inside, refusal_or_failure, to_vllm_params
+from workers.weight_engine import VllmWeights, WeightEngine
 
 ReportPhase = Callable[[str], None]
 
@@ -51,7 +53,11 @@ class EngineDead(Exception):
 class Engine(Protocol):
     """What a worker process asks of its engine."""
 
-    weight_version: int
+    versions: Versions
+
+    @property
+    def weights(self) -> WeightEngine:
+        """What updates need of it; known once it is loaded."""
 
     @property
     def has_died(self) -> bool:
@@ -85,12 +91,16 @@ class VllmEngine:
     """One vLLM AsyncLLM."""
 
     def __init__(self, config: ServerConfig, *, on_cpu: bool):
-        self.weight_version = 0
+        self.versions = Versions()
         self._config = config
         self._on_cpu = on_cpu
         self._llm: Any = None
         self._images: ImagePreparer | None = None
         self._params_by_options: dict[bytes, Any] = {}
+
+    @property
+    def weights(self) -> WeightEngine:
+        return VllmWeights(self._llm, self.versions)
 
     @property
     def has_died(self) -> bool:
@@ -209,7 +219,8 @@ class VllmEngine:
 
         try:
             # FINAL_ONLY: exactly one output, with all completions in order.
-            outputs = [one async for one in self._llm.generate(prompt, params, str(job.job_id))]
+            with self.versions.request(job.job_id) as request_id:
+                outputs = [one async for one in self._llm.generate(prompt, params, request_id)]
         except EngineDeadError as error:
             raise EngineDead("vLLM's engine process has ended") from error
         except EngineGenerateError as error:
@@ -239,6 +250,7 @@ class VllmEngine:
 
     def _completions(self, output: Any, params: Any) -> list[Completion]:
         completions = []
+        history = self.versions.take(output.request_id)
         for item in output.outputs:
             if item.finish_reason == "error":
                 raise failed_inside(params, num_tokens=len(item.token_ids))
@@ -249,7 +261,7 @@ class VllmEngine:
                     token_ids=ids,
                     finish_reason=item.finish_reason,
                     logprobs=packed,
-                    weight_versions=[(self.weight_version, 0)],
+                    weight_versions=history.spans(item.index, len(item.token_ids)),
                     text=item.text,
                     stop_reason=item.stop_reason,
                 )
