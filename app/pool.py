@@ -158,7 +158,7 @@ class Pool:
         elif beat.num_updates < self.num_updates and beat.phase == "ready":
             beat = msgspec.structs.replace(beat, phase="stale")
             if known is None or known.phase != beat.phase:
-                logger.warning("worker %s at %s has old weights", beat.worker_id, endpoint)
+                logger.info("worker %s at %s has older weights", beat.worker_id, endpoint)
         elif known is None or known.phase != beat.phase:
             logger.info("worker %s at %s: %s", beat.worker_id, endpoint, beat.phase)
         self.num_updates = max(self.num_updates, beat.num_updates)

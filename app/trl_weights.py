@@ -95,5 +95,5 @@ def reset_prefix_cache() -> Response:
 def close_communicator() -> Response:
     """Closes the communicator, if there is one."""
     commands, workers = everyone()
-    commands.at_once(workers, LeaveGroup(None))
+    commands.at_once(workers, LeaveGroup(None, finishes=True), timeout_s=3 * step_timeout_s())
     return json_response({"message": "Request received, closing communicator"})

@@ -102,6 +102,8 @@ class LeaveGroup(msgspec.Struct, frozen=True, tag="leave_group"):
     """Close the communicator; with `session` None that of TRL's client, if there is one."""
 
     session: str | None
+    # Whether an update of TRL's client that has all tensors is applied first.
+    finishes: bool = False
 
 
 class Pause(msgspec.Struct, frozen=True, tag="pause"):

@@ -10,6 +10,7 @@ Needs torch only; NCCL between GPUs, gloo between CPUs. Everything that fails ra
 import json
 import socket
 import threading
+import time
 import urllib.error
 import urllib.parse
 import urllib.request
@@ -159,15 +160,11 @@ class WeightsClient:
 
     def _join(self, device: Any, world_size: int, answer: list[WeightsError | None]) -> None:
         keys = [f"titopool/rank/{rank}" for rank in range(1, world_size)]
-        deadline = timedelta(seconds=0.2)
-        while True:
-            try:
-                self._store.wait(keys, deadline)
-                break
-            except RuntimeError:
-                # Not all have come yet; or the server has said that they will not.
-                if answer:
-                    raise
+        deadline = time.monotonic() + self._timeout_s
+        while not self._store.check(keys):
+            if answer or time.monotonic() > deadline:
+                raise WeightsError("not all workers came")
+            time.sleep(0.005)
         if device.type == "cuda":
             from titopool.nccl import Nccl, new_id
 

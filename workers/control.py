@@ -131,7 +131,9 @@ class Control:
                 return await updates.finish_tensors(action)
             case AbortUpdate(update_id=update_id, reason=reason):
                 return await updates.abort(update_id, reason)
-            case LeaveGroup(session=session):
+            case LeaveGroup(session=session, finishes=finishes):
+                if finishes:
+                    await self.before_job()
                 return await updates.leave(session)
             case AwaitStep(step=step, of=of):
                 return await updates.steps.wait(step, of)

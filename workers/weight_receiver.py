@@ -113,9 +113,10 @@ class Receiver:
                 self._stage([(bucket, buffer.cpu())])
                 started.clear()
         group.channel.wait(deadline)
+        # Before the barrier: behind it the client may generate, which ends the update.
+        self._stage(started)
         if self._args.protocol == "trl":
             group.barrier(max(1.0, deadline - time.monotonic()))
-        self._stage(started)
 
     def _has_room(self, num_bytes: int) -> bool:
         import torch

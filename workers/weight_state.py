@@ -107,7 +107,7 @@ class WeightState:
         is_mine = session == self.session and self.phase is not Phase.CLOSED
         if not is_mine or self.phase in (Phase.PREPARING, Phase.APPLYING) or self._has_folder():
             raise self._refuse("close", f"session {session}, and no commit under way")
-        self.end("")
+        self.end("its trainer left amid an update" if self.update else "")
 
     def end(self, reason: str) -> None:
         """Communicator and update are gone; the weights are as they were."""

@@ -151,6 +151,8 @@ class Updates:
                     return {}
                 session = self.state.session
             self.state.leave(session)
+            if self.state.last_end:
+                logger.warning("session %s has ended: %s", session, self.state.last_end)
             self.steps.cancel()
             await self._call("drop", True)
         return {}
