@@ -162,7 +162,7 @@ class Pool:
         elif known is None or known.phase != beat.phase:
             logger.info("worker %s at %s: %s", beat.worker_id, endpoint, beat.phase)
         self.num_updates = max(self.num_updates, beat.num_updates)
-        if known is not None and known.num_updates != beat.num_updates:
+        if known is not None and weights_of(known) != weights_of(beat):
             # What was cached was computed with other weights.
             worker.prefixes.clear()
         elif beat.prefixes:
@@ -331,3 +331,8 @@ class Pool:
                     "(worker_start_timeout_s)"
                 ),
             )
+
+
+def weights_of(beat: Heartbeat) -> tuple[int, int]:
+    """Changes when a worker gets other weights, also of the same version."""
+    return beat.weight_version, beat.num_updates

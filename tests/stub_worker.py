@@ -19,7 +19,7 @@ import numpy as np
 
 from titopool.commands import Policy
 from titopool.config import from_environment
-from titopool.errors import GenerationFailed
+from titopool.errors import GenerationFailed, WeightUpdateFailed
 from titopool.logs import configure_logging
 from titopool.messages import Completion, Job, Logprobs, WorkerFacts
 from titopool.sampling import SamplingOptions, decode_options
@@ -42,9 +42,14 @@ class Fault(IntEnum):
 
 
 class StubWeights:
-    """Implements `workers.weight_engine.WeightEngine`: everything goes well at once."""
+    """Implements `workers.weight_engine.WeightEngine`: all goes well, or all but the last step."""
+
+    def __init__(self, *, is_bad: bool):
+        self._is_bad = is_bad
 
     async def call(self, method: str, *args: Any) -> list[Any]:
+        if method == "apply" and self._is_bad:
+            raise WeightUpdateFailed("staged failure")
         fit = {"missing": [], "ignored": [], "split_layers": ""}
         status = {"is_joined": True, "error": "", "num_announced": 1, "num_received": 1}
         answers = {
@@ -71,9 +76,11 @@ class StubEngine:
 
     has_died = False
 
-    def __init__(self, *, delay_s: float, load_s: float, max_num_seqs: int, max_model_len: int):
+    def __init__(
+        self, *, delay_s: float, load_s: float, max_num_seqs: int, max_model_len: int, is_bad: bool
+    ):
         self.versions = Versions()
-        self.weights = StubWeights()
+        self.weights = StubWeights(is_bad=is_bad)
         self._delay_s = delay_s
         self._load_s = load_s
         self._max_model_len = max_model_len
@@ -140,6 +147,7 @@ def main() -> None:
     parser.add_argument("--worker-id", default="stub")
     parser.add_argument("--delay-s", type=float, default=0.0)
     parser.add_argument("--max-num-seqs", type=int, default=256)
+    parser.add_argument("--bad-weights", action="store_true")
     parser.add_argument("--load-s", type=float, default=0.0)
     parser.add_argument("--max-model-len", type=int, default=4096)
     arguments = parser.parse_args()
@@ -150,6 +158,7 @@ def main() -> None:
         load_s=arguments.load_s,
         max_num_seqs=arguments.max_num_seqs,
         max_model_len=arguments.max_model_len,
+        is_bad=arguments.bad_weights,
     )
 
     async def serve() -> str:
