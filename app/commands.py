@@ -71,24 +71,42 @@ class Commands:
         return self._pool.num_updates
 
     def in_turn(
-        self, workers: Sequence[Worker], action_for: Callable[[int, Result], Action]
+        self,
+        workers: Sequence[Worker],
+        action_for: Callable[[int, Result], Action],
+        *,
+        undo: Action | None = None,
     ) -> list[Result]:
         """Sends an action to the first worker and, when that has accepted it, to the others.
 
         Args:
             action_for: makes the action for worker `index`; gets the first one's answer, empty
                 for the first itself.
+            undo: what all are told when the first has accepted and another fails.
 
         Raises:
             TitopoolError: the first refused, or another failed.
         """
         first = self.start(workers[0], action_for(0, {}))
         results = [self._result(first, ACCEPT_TIMEOUT_S)]
-        others = [
-            self.start(worker, action_for(index, results[0]))
-            for index, worker in enumerate(workers[1:], start=1)
-        ]
-        return results + self._results(others, ACCEPT_TIMEOUT_S)
+        try:
+            others = [
+                self.start(worker, action_for(index, results[0]))
+                for index, worker in enumerate(workers[1:], start=1)
+            ]
+            return results + self._results(others, ACCEPT_TIMEOUT_S)
+        except TitopoolError:
+            if undo is not None:
+                self.tell_all(workers, undo)
+            raise
+
+    def tell_all(self, workers: Sequence[Worker], action: Action) -> None:
+        """Tells all workers that are left; those that know nothing of it say so to nobody."""
+        for worker in workers:
+            try:
+                self.at_once([worker], action)
+            except TitopoolError:
+                continue
 
     def at_once(
         self, workers: Sequence[Worker], action: Action, *, timeout_s: float = ACCEPT_TIMEOUT_S

@@ -10,12 +10,11 @@ import uuid
 
 from flask import Blueprint, Response, request
 
-from app.commands import Commands, Result
+from app.commands import Result
 from app.health import json_response
-from app.pool import Worker
 from app.schemas import decode_body
 from app.weight_bodies import TRL_INIT_BODY, TRL_TENSOR_BODY
-from app.weights import check_world_size, everyone, step_timeout_s, tell_all
+from app.weights import check_world_size, everyone, step_timeout_s
 from titopool.commands import (
     FinishTensors,
     JoinGroup,
@@ -23,7 +22,7 @@ from titopool.commands import (
     ReceiveTensor,
     TensorInfo,
 )
-from titopool.errors import TitopoolError
+from titopool.errors import InvalidRequest
 
 blueprint = Blueprint("trl_weights", __name__)
 
@@ -44,11 +43,7 @@ def init_communicator() -> Response:
             body.client_device_uuid,
         )  # fmt: skip
 
-    try:
-        commands.in_turn(workers, join)
-    except TitopoolError:
-        tell_all(commands, workers, LeaveGroup(session))
-        raise
+    commands.in_turn(workers, join, undo=LeaveGroup(session))
     return json_response({"message": "Request received, initializing communicator"})
 
 
@@ -69,17 +64,15 @@ def update_named_param() -> Response:
         num_updates = first.get("num_updates", commands.num_updates)
         return ReceiveTensor(tensor, first.get("version"), num_updates)
 
+    # With one worker out of the group, it can send nothing any more.
+    undo = LeaveGroup(None)
     try:
-        commands.in_turn(workers, action)
-    except TitopoolError:
-        leave(commands, workers)
+        commands.in_turn(workers, action, undo=undo)
+    except InvalidRequest:
+        # The first has dropped the update.
+        commands.tell_all(workers, undo)
         raise
     return json_response({"message": "Request received, updating named parameter"})
-
-
-def leave(commands: Commands, workers: list[Worker]) -> None:
-    """Ends the group everywhere: with one worker out of it, it can send nothing any more."""
-    tell_all(commands, workers, LeaveGroup(None))
 
 
 @blueprint.post("/reset_prefix_cache/")

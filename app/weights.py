@@ -91,11 +91,12 @@ def init() -> Response:
             1 + index * size, body.world_size, body.device_uuid,
         )  # fmt: skip
 
+    undo = LeaveGroup(body.session)
+    commands.in_turn(workers, join, undo=undo)
     try:
-        commands.in_turn(workers, join)
         commands.await_step(workers, "join", body.session, timeout_s=step_timeout_s())
     except TitopoolError:
-        tell_all(commands, workers, LeaveGroup(body.session))
+        commands.tell_all(workers, undo)
         raise
     return json_response({"session": body.session, "num_workers": len(workers)})
 
@@ -115,11 +116,8 @@ def begin() -> Response:
             tensors, body.bucket_bytes, body.partial,
         )  # fmt: skip
 
-    try:
-        first, *_ = commands.in_turn(workers, action)
-    except TitopoolError:
-        abort_everywhere(commands, workers, update_id, "it could not begin at every worker")
-        raise
+    undo = AbortUpdate(update_id, "it could not begin at every worker")
+    first, *_ = commands.in_turn(workers, action, undo=undo)
     return json_response(
         {
             "update": update_id,
@@ -168,7 +166,8 @@ def commit_everywhere(
         TitopoolError: the old weights serve; or, if the message says so, a worker restarts.
     """
     began, update_id = time.monotonic(), action.update_id
-    commands.in_turn(workers, lambda index, first: action)
+    undo = AbortUpdate(update_id, "another worker failed to prepare it")
+    commands.in_turn(workers, lambda index, first: action, undo=undo)
     try:
         results = commands.await_step(workers, "prepare", update_id, timeout_s=step_timeout_s())
         prepared = time.monotonic()
@@ -176,7 +175,7 @@ def commit_everywhere(
         if len(checksums) > 1:
             raise WeightUpdateFailed("checksum: the workers have received different tensors")
     except TitopoolError:
-        abort_everywhere(commands, workers, update_id, "another worker failed to prepare it")
+        commands.tell_all(workers, undo)
         raise
     commands.in_turn(workers, lambda index, first: ApplyUpdate(update_id))
     first, *_ = commands.await_step(workers, "apply", update_id, timeout_s=step_timeout_s())
@@ -187,24 +186,6 @@ def commit_everywhere(
         "prepare_s": round(prepared - began, 4),
         "apply_s": round(applied - prepared, 4),
     }
-
-
-def abort_everywhere(
-    commands: Commands, workers: Sequence[Worker], update_id: str, reason: str
-) -> None:
-    """Drops an update at all workers that have it."""
-    tell_all(commands, workers, AbortUpdate(update_id, reason))
-
-
-def tell_all(
-    commands: Commands, workers: Sequence[Worker], action: AbortUpdate | LeaveGroup
-) -> None:
-    """Tells all workers that are left; those that know nothing of it say so to nobody."""
-    for worker in workers:
-        try:
-            commands.at_once([worker], action)
-        except TitopoolError:
-            continue
 
 
 @blueprint.post("/weights/abort/")
@@ -251,11 +232,8 @@ def update_weights() -> Response:
         num_updates = first.get("num_updates", commands.num_updates)
         return BeginFolder(update_id, version, num_updates, folder)
 
-    try:
-        first, *_ = commands.in_turn(workers, action)
-    except TitopoolError:
-        abort_everywhere(commands, workers, update_id, "it could not begin at every worker")
-        raise
+    undo = AbortUpdate(update_id, "it could not begin at every worker")
+    first, *_ = commands.in_turn(workers, action, undo=undo)
     result = commit_everywhere(commands, workers, PrepareUpdate(update_id, policy))
     return json_response({**result, "ignored": first["ignored"]})
 
