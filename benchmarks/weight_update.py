@@ -247,8 +247,8 @@ def markdown(result: dict[str, Any]) -> str:
     """One table."""
     bare_s = result["bare_s"]["median_s"]
     rows = [("bare broadcast", bare_s), ("this server, update", result["ours"]["total_s"])]
-    if "trl" in result:
-        rows.append(("TRL's client, one call a parameter", result["trl"]["total_s"]))
+    if trl := result.get("trl"):
+        rows.append(("TRL's client, one call a parameter", trl["total_s"]))
     lines = [
         f"{result['shape']}, {result['dtype']}, {result['gigabytes']:.2f} GB, "
         f"{result['num_workers']} workers of {result['tp']} processes, median of {result['repeats']}",

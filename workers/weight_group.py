@@ -11,6 +11,7 @@ Runs in: vLLM's processes, in the receiver's thread (`workers/weight_receiver.py
 import contextlib
 import socket
 import time
+import uuid
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, Protocol
@@ -19,9 +20,15 @@ import msgspec
 
 # Between two looks at a GPU's event.
 POLL_S = 0.0005
+# Between two looks into a store.
+STORE_POLL_S = 0.0005
+# How long a group that was left may keep its port.
+LET_GO_S = 2.0
 # What ranks of the titopool protocol find each other by in the store.
 NCCL_ID_KEY = "titopool/nccl-id"
 GLOO_PREFIX = "titopool/gloo"
+# Set by TRL's rank 0 when all are there.
+START_KEY = "titopool/start"
 
 
 class GroupArgs(msgspec.Struct, frozen=True):
@@ -60,39 +67,53 @@ class Channel(Protocol):
             Exception: it will not come.
         """
 
+    def cancel(self) -> None:
+        """Lets a `wait` under way raise; from any thread, returns at once."""
+
     def close(self) -> None:
-        """Gives up at once, from any thread; a `wait` under way raises."""
+        """Leaves; from the thread that waits."""
 
 
 def listen(args: GroupArgs) -> socket.socket | None:
     """The socket of the rank at which the others meet.
 
     Raises:
-        OSError: the port is taken.
+        OSError: the port is taken, also when the group before had its time to let go of it.
     """
     if not args.listens:
         return None
-    opened = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    try:
-        opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        opened.bind((args.host, args.port))
-        opened.listen()
-    except OSError:
-        opened.close()
-        raise
-    return opened
+    give_up = time.monotonic() + LET_GO_S
+    while True:
+        opened = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        try:
+            opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            opened.bind((args.host, args.port))
+            opened.listen()
+            return opened
+        except OSError:
+            opened.close()
+            if time.monotonic() > give_up:
+                raise
+            time.sleep(0.02)
 
 
 class Group:
     """A channel, and what keeps it alive."""
 
-    def __init__(self, args: GroupArgs, device: Any, listening: socket.socket | None):
-        """Blocks until all ranks are there.
+    def __init__(
+        self,
+        args: GroupArgs,
+        device: Any,
+        listening: socket.socket | None,
+        is_closed: Callable[[], bool],
+    ):
+        """Blocks until all ranks are there, or `is_closed`.
 
         Raises:
             Exception: they were not within `args.timeout_s`.
         """
-        self.source = args.source
+        self._is_closed = is_closed
+        self._deadline = time.monotonic() + args.timeout_s
         self._stateless: Any = None
         self.channel: Channel
         if args.protocol == "trl":
@@ -100,41 +121,85 @@ class Group:
         else:
             self._join_titopool(args, device)
 
+    def _until(self, is_so: Callable[[], bool], deadline: float) -> None:
+        """Polls: a wait in the store itself can be ended by nobody."""
+        while not is_so():
+            if self._is_closed() or time.monotonic() > deadline:
+                raise TimeoutError("the other ranks did not come in time")
+            time.sleep(STORE_POLL_S)
+
     def _join_trl(self, args: GroupArgs, device: Any, listening: socket.socket | None) -> None:
-        from torch.distributed import PrefixStore
+        from torch.distributed import PrefixStore, TCPStore
         from vllm.distributed.utils import StatelessProcessGroup
 
-        self._stateless = StatelessProcessGroup.create(
-            host=args.host,
-            port=args.port,
-            rank=args.rank,
-            world_size=args.world_size,
-            store_timeout=max(1, int(args.timeout_s)),
-            listen_socket=listening,
+        limit = timedelta(seconds=args.timeout_s)
+        given = {} if listening is None else {"master_listen_fd": listening.detach()}
+        # As vLLM's StatelessProcessGroup.create makes it, but that would wait in it.
+        store = TCPStore(
+            args.host, args.port, None, args.listens,
+            timeout=limit, wait_for_workers=False, use_libuv=False, **given,
+        )  # fmt: skip
+        self._meet(store, args)
+        self._stateless = StatelessProcessGroup(
+            rank=args.rank, world_size=args.world_size, store=store
         )
         if args.backend == "nccl":
             self.channel = NcclChannel(self._stateless, device, args.source)
         else:
-            store = PrefixStore(GLOO_PREFIX, self._stateless.store)
-            self.channel = GlooChannel(store, args)
+            self.channel = GlooChannel(PrefixStore(GLOO_PREFIX, store), args)
+
+    def _meet(self, store: Any, args: GroupArgs) -> None:
+        """Returns when TRL's client is there: nobody waits in NCCL, which cannot be interrupted."""
+        if not args.listens:
+            store.set(f"titopool/rank/{args.rank}", b"1")
+            self._until(lambda: bool(store.check([START_KEY])), self._deadline)
+            return
+        others = [f"titopool/rank/{rank}" for rank in range(1, args.source)]
+        # The client's store leaves a key of its own, which has no name here, when it connects.
+        self._until(
+            lambda: store.num_keys() > len(others) and (not others or store.check(others)),
+            self._deadline,
+        )
+        store.set(START_KEY, b"1")
 
     def _join_titopool(self, args: GroupArgs, device: Any) -> None:
         from torch.distributed import PrefixStore, TCPStore
 
         limit = timedelta(seconds=args.timeout_s)
         store = TCPStore(args.host, args.port, None, False, timeout=limit, wait_for_workers=False)
-        # Nobody waits in NCCL, which cannot be interrupted, before all have come so far.
         store.set(f"titopool/rank/{args.rank}", b"1")
-        store.wait([f"titopool/rank/{rank}" for rank in range(args.world_size)])
+        ranks = [f"titopool/rank/{rank}" for rank in range(args.world_size)]
+        self._until(lambda: bool(store.check(ranks)), self._deadline)
         if args.backend == "nccl":
             self.channel = NcclChannel(_raw_group(store, args), device, args.source)
         else:
             self.channel = GlooChannel(PrefixStore(GLOO_PREFIX, store), args)
 
-    def barrier(self, timeout_s: float) -> None:
-        """TRL's client waits for all ranks after each tensor."""
-        if self._stateless is not None:
-            self._stateless.barrier(timeout=timeout_s)
+    def barrier(self, deadline: float) -> None:
+        """What TRL's client waits for after each tensor: the barrier of vLLM's stateless group.
+
+        Its own waits where it could not be interrupted, and would keep the port meanwhile.
+        """
+        group = self._stateless
+        if group is None:
+            return
+        store = group.store
+        if group.rank == 0:
+            name = group.broadcast_obj(f"barrier_{uuid.uuid4()}", src=0)
+        else:
+            key = f"broadcast_from/0/{group.broadcast_recv_src_counter[0]}"
+            self._until(lambda: bool(store.check([key])), deadline)
+            name = group.broadcast_obj(None, src=0)
+        ranks = range(group.world_size)
+        arrivals = [f"arrival_{name}_{rank}" for rank in ranks]
+        departures = [f"departure_{name}_{rank}" for rank in ranks]
+        store.set(arrivals[group.rank], b"1")
+        self._until(lambda: bool(store.check(arrivals)), deadline)
+        store.set(departures[group.rank], b"1")
+        if group.rank == 0:
+            self._until(lambda: bool(store.check(departures)), deadline)
+            for key in (*arrivals, *departures):
+                store.delete_key(key)
 
 
 def _raw_group(store: Any, args: GroupArgs) -> Any:
@@ -161,7 +226,7 @@ class NcclChannel:
 
         torch.cuda.set_device(device)
         self._source = source
-        self._is_closed = False
+        self._is_cancelled = False
         self._stream = torch.cuda.Stream(device)
         with torch.cuda.stream(self._stream):
             self._communicator = PyNcclCommunicator(group, device=device)
@@ -176,16 +241,16 @@ class NcclChannel:
     def wait(self, deadline: float) -> None:
         event = self._stream.record_event()
         while not event.query():
-            if self._is_closed or time.monotonic() > deadline:
-                self.close()
+            if self._is_cancelled or time.monotonic() > deadline:
                 raise TimeoutError("the trainer did not send in time")
             time.sleep(POLL_S)
 
+    def cancel(self) -> None:
+        self._is_cancelled = True
+
     def close(self) -> None:
-        if not self._is_closed:
-            self._is_closed = True
-            # Aborts what is under way, in a thread with a limit of its own.
-            self._communicator.destroy()
+        # Aborts what is under way, in a thread with a limit of its own.
+        self._communicator.destroy()
 
 
 class GlooChannel:
@@ -208,7 +273,9 @@ class GlooChannel:
         for work in started:
             work.wait(timedelta(seconds=max(0.001, deadline - time.monotonic())))
 
-    def close(self) -> None:
-        abort: Callable[[], None] = getattr(self._group, "abort", lambda: None)
+    def cancel(self) -> None:
         with contextlib.suppress(Exception):
-            abort()
+            self._group.abort()
+
+    def close(self) -> None:
+        self.cancel()

@@ -72,13 +72,14 @@ class Receiver:
         self.drop()
         self._work.put(None)
         if self._group is not None:
-            self._group.channel.close()
+            self._group.channel.cancel()
 
     # ---- the receiver's thread -------------------------------------------------------
 
     def _run(self) -> None:
         try:
-            self._group = Group(self._args, self._device, self._listening)
+            args, listening = self._args, self._listening
+            self._group = Group(args, self._device, listening, lambda: self._is_closed)
             self._listening = None
             self.is_joined = True
             while (buckets := self._work.get()) is not None:
@@ -116,7 +117,7 @@ class Receiver:
         # Before the barrier: behind it the client may generate, which ends the update.
         self._stage(started)
         if self._args.protocol == "trl":
-            group.barrier(max(1.0, deadline - time.monotonic()))
+            group.barrier(deadline)
 
     def _has_room(self, num_bytes: int) -> bool:
         import torch

@@ -292,6 +292,9 @@ class Updates:
                     "update_named_param: expected init_communicator before it; "
                     + self.state.describe()
                 )
+            if self.state.phase is Phase.JOINING:
+                # The client is in the group as soon as it can be, and does not ask.
+                await self.steps.wait("join", self.state.session)
             if self.state.phase is Phase.RECEIVING:
                 self.state.touch(time.monotonic())
             else:
