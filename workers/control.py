@@ -221,6 +221,9 @@ class Control:
         state, updates = self._updates.state, self._updates
         if state.phase not in WATCHED:
             return
+        if self._is_pending and updates.has_tensors:
+            # Nothing is awaited: the next job ends it.
+            state.touch_deadline(time.monotonic())
         if state.has_expired(time.monotonic()):
             await updates.end(
                 f"{state.phase} for more than {updates.timeout_s:g} s (weight_update_timeout_s)"
