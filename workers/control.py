@@ -220,6 +220,7 @@ class Control:
             await self._pauses.resume(self._engine)
         state, updates = self._updates.state, self._updates
         if state.phase not in WATCHED:
+            self._is_pending = False
             return
         if self._is_pending and updates.has_tensors:
             # Nothing is awaited: the next job ends it.
@@ -243,17 +244,15 @@ class Control:
         """Ends an update of TRL's client when all of the model is there; for a job, also when
         only layers of it are and nothing has come for a while."""
         updates, state = self._updates, self._updates.state
-        self._is_pending = False
         statuses = await updates.receiving()
-        if any(one["num_received"] < one["num_announced"] for one in statuses):
-            return
         is_quiet = state.idle_s(time.monotonic()) > QUIET_S
-        if not is_quiet and self._num_seen == len(updates.announced):
+        has_news = is_quiet or self._num_seen != len(updates.announced)
+        if not has_news or any(one["num_received"] < one["num_announced"] for one in statuses):
+            self._is_pending = False
             return
         fit = await updates.fit_of_announced()
         self._num_seen = len(updates.announced)
         can_end = not fit["missing"] or (is_quiet and not fit["split_layers"])
+        self._is_pending = can_end
         if can_end and (for_job or not fit["missing"]):
             await updates.finish_tensors(FinishTensors())
-        else:
-            self._is_pending = can_end

@@ -64,7 +64,9 @@ class VllmWeights:
         return [value for _, value in answers]
 
     async def pause(self, policy: Policy) -> None:
-        await self._llm.pause_generation(mode=VLLM_MODES[policy], clear_cache=False)
+        # AsyncLLM's own call sleeps afterwards, for outputs to arrive: see `progress`.
+        core = self._llm.engine_core
+        await core.pause_scheduler_async(mode=VLLM_MODES[policy], clear_cache=False)
 
     async def resume(self) -> None:
         await self._llm.resume_generation()
@@ -78,6 +80,8 @@ class VllmWeights:
         await self._llm.reset_encoder_cache()
 
     async def progress(self) -> Progress:
+        if not self._versions.open:
+            return {}
         # What the engine made before it stood may still be in this process's queues.
         found, last = self._count(), None
         for _ in range(MAX_SETTLES):

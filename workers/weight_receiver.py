@@ -125,6 +125,9 @@ class Receiver:
         if self._device.type != "cuda":
             return True
         free, _ = torch.cuda.mem_get_info(self._device)
+        # What the update before this one used is torch's still.
+        reserved = torch.cuda.memory_reserved(self._device)
+        free += reserved - torch.cuda.memory_allocated(self._device)
         return bool(num_bytes + SPARE_GPU_BYTES < free)
 
     def _stage(self, received: list[tuple[Bucket, Any]]) -> None:
