@@ -18,6 +18,8 @@ from app import (
     openai_routes,
     sequence_logprobs,
     tokenize,
+    trl_weights,
+    weights,
 )
 from app.service import Service
 from titopool.config import ServerConfig, from_environment
@@ -49,6 +51,8 @@ def create_app(config: ServerConfig | None = None) -> Flask:
         openai_routes,
         sequence_logprobs,
         tokenize,
+        weights,
+        trl_weights,
     ):
         app.register_blueprint(routes.blueprint)
     return app

@@ -15,12 +15,14 @@ import msgspec
 import zmq
 from gevent.event import Event
 
+from app.commands import Commands
 from app.discovery import Discovery
 from app.placement import POLICIES
 from app.pool import Pool
 from app.request import Request
 from app.wire import Wire
 from titopool import messages
+from titopool.commands import CommandDone
 from titopool.config import ServerConfig
 from titopool.errors import NoReadyWorker, QueueFull, TitopoolError
 from titopool.messages import Failed, Heartbeat, Load, Results, Stopping, WorkerFacts
@@ -51,6 +53,8 @@ class Link:
             no_worker_timeout_s=config.worker_start_timeout_s,
             policy=POLICIES[config.placement](),
         )
+        # For handlers: what the workers are told beside jobs.
+        self.commands = Commands(self._send, self._pool)
         self._views: tuple[WorkerView, ...] = ()
         self._facts: WorkerFacts | None = None
         self._wires: dict[str, Wire] = {}
@@ -104,6 +108,10 @@ class Link:
         """Whether jobs should bring the digests of their prompts."""
         has_choice = self._config.placement == "prefix" and len(self._views) > 1
         return has_choice and self.facts.num_cache_tokens > 0
+
+    def meet(self) -> None:
+        """Returns when every worker has been heard of, or has had the time to say something."""
+        self._has_met.wait(MEETING_S)
 
     def check_ready(self) -> None:
         """Raises NoReadyWorker unless a worker can generate now."""
@@ -216,8 +224,10 @@ class Link:
                 self._pool.on_results(endpoint, results)
             case Heartbeat():
                 self._pool.on_heartbeat(endpoint, message, time.monotonic())
-                self._facts = self._pool.workers[endpoint].facts or self._facts
+                self._facts = message.facts or self._facts
                 self._publish()
+            case CommandDone():
+                self.commands.on_done(endpoint, message)
             case Load():
                 self._pool.on_load(endpoint, message)
             case Stopping(failure=failure):
@@ -267,6 +277,7 @@ class Link:
         """A process that may come back is met on a new socket: what it still sends on the old
         one, and what was queued for it there, is gone."""
         self._pool.lose_worker(endpoint, reason, has_died=has_died)
+        self.commands.on_lost(endpoint, reason)
         self._disconnect(endpoint)
         self._connect(endpoint)
         self._publish()

@@ -138,6 +138,8 @@ class Pool:
         self._failed: list[Request] = []
         self._no_worker_timeout_s = no_worker_timeout_s
         self._without_worker_since: float | None = None
+        # Of the workers' weights, the latest ever seen: one that has had fewer takes no jobs.
+        self.num_updates = 0
 
     # ---- workers ---------------------------------------------------------------------
 
@@ -158,9 +160,14 @@ class Pool:
             beat = msgspec.structs.replace(beat, phase="mismatched", facts=None)
             if known is None or known.phase != beat.phase:
                 logger.error("worker %s at %s takes no jobs: %s", beat.worker_id, endpoint, odd)
+        elif beat.num_updates < self.num_updates and beat.phase == "ready":
+            beat = msgspec.structs.replace(beat, phase="stale")
+            if known is None or known.phase != beat.phase:
+                logger.info("worker %s at %s has older weights", beat.worker_id, endpoint)
         elif known is None or known.phase != beat.phase:
             logger.info("worker %s at %s: %s", beat.worker_id, endpoint, beat.phase)
-        if known is not None and known.weight_version != beat.weight_version:
+        self.num_updates = max(self.num_updates, beat.num_updates)
+        if known is not None and weights_of(known) != weights_of(beat):
             # What was cached was computed with other weights.
             worker.prefixes.clear()
         elif beat.prefixes:
@@ -342,3 +349,8 @@ class Pool:
                     "(worker_start_timeout_s)"
                 ),
             )
+
+
+def weights_of(beat: Heartbeat) -> tuple[int, int]:
+    """Changes when a worker gets other weights, also of the same version."""
+    return beat.weight_version, beat.num_updates

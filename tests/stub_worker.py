@@ -13,17 +13,20 @@ import signal
 import sys
 import time
 from enum import IntEnum
+from typing import Any
 
 import numpy as np
 
+from titopool.commands import Policy
 from titopool.config import from_environment
-from titopool.errors import GenerationFailed
+from titopool.errors import GenerationFailed, WeightUpdateFailed
 from titopool.logs import configure_logging
 from titopool.messages import Completion, Job, Logprobs, Part, WorkerFacts
 from titopool.sampling import SamplingOptions, decode_options
 from workers.engine import EngineDead, Generated, OnPart, ReportPhase
 from workers.server import WorkerServer
 from workers.status import PhaseReporter
+from workers.versions import Progress, Versions
 
 VOCAB_SIZE = 50_000
 
@@ -39,13 +42,46 @@ class Fault(IntEnum):
     DIE_AMID = 40_006  # anywhere in a streamed prompt: the engine dies where it would be written
 
 
+class StubWeights:
+    """Implements `workers.weight_engine.WeightEngine`: all goes well, or all but the last step."""
+
+    def __init__(self, *, is_bad: bool):
+        self._is_bad = is_bad
+
+    async def call(self, method: str, *args: Any) -> list[Any]:
+        if method == "apply" and self._is_bad:
+            raise WeightUpdateFailed("staged failure")
+        fit = {"missing": [], "ignored": [], "split_layers": ""}
+        status = {"is_joined": True, "error": "", "num_announced": 1, "num_received": 1}
+        answers = {
+            "check": fit, "check_folder": fit, "status": status, "device": "",
+            "apply": {"loaded": 1}, "checksum": "0" * 16,
+        }  # fmt: skip
+        return [answers.get(method)]
+
+    async def pause(self, policy: Policy) -> None:
+        return None
+
+    async def resume(self) -> None:
+        return None
+
+    async def clear_caches(self) -> None:
+        return None
+
+    async def progress(self) -> Progress:
+        return {}
+
+
 class StubEngine:
     """Implements `workers.engine.Engine`."""
 
     has_died = False
-    weight_version = 0
 
-    def __init__(self, *, delay_s: float, load_s: float, max_num_seqs: int, max_model_len: int):
+    def __init__(
+        self, *, delay_s: float, load_s: float, max_num_seqs: int, max_model_len: int, is_bad: bool
+    ):
+        self.versions = Versions()
+        self.weights = StubWeights(is_bad=is_bad)
         self._delay_s = delay_s
         self._load_s = load_s
         self._max_model_len = max_model_len
@@ -124,6 +160,7 @@ def main() -> None:
     parser.add_argument("--worker-id", default="stub")
     parser.add_argument("--delay-s", type=float, default=0.0)
     parser.add_argument("--max-num-seqs", type=int, default=256)
+    parser.add_argument("--bad-weights", action="store_true")
     parser.add_argument("--load-s", type=float, default=0.0)
     parser.add_argument("--max-model-len", type=int, default=4096)
     arguments = parser.parse_args()
@@ -134,6 +171,7 @@ def main() -> None:
         load_s=arguments.load_s,
         max_num_seqs=arguments.max_num_seqs,
         max_model_len=arguments.max_model_len,
+        is_bad=arguments.bad_weights,
     )
 
     async def serve() -> str:

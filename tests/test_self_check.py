@@ -27,9 +27,26 @@ HOLDERS = {
         "workers/parsing.py",
         "workers/logprobs_transport.py",
         "workers/placing.py",
+        "workers/weight_extension.py",
+        "workers/weight_group.py",
     },
-    "torch": {"titopool/demo_model.py", "workers/images.py"},
-    "transformers": {"titopool/demo_model.py", "app/tokenizer.py", "workers/images.py"},
+    "torch": {
+        "titopool/demo_model.py",
+        "titopool/weight_plan.py",
+        "titopool/weights_client.py",
+        "titopool/nccl.py",
+        "workers/images.py",
+        "workers/weight_catalogue.py",
+        "workers/weight_extension.py",
+        "workers/weight_group.py",
+        "workers/weight_receiver.py",
+    },
+    "transformers": {
+        "titopool/demo_model.py",
+        "app/tokenizer.py",
+        "workers/images.py",
+        "workers/weight_catalogue.py",
+    },
 }
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60

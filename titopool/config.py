@@ -120,6 +120,12 @@ class ServerConfig:
     engine_probe_timeout_s: float = setting(
         120.0, "how long an engine may leave a probe unanswered before it is restarted", at_least=1
     )
+    weights_root: str = setting(
+        "", "folder below which /update_weights may read weights; empty: it is refused"
+    )
+    weight_update_timeout_s: float = setting(
+        300.0, "how long each step of a weight update may take", at_least=0.1
+    )
     log_level: str = setting("info", "debug, info, warning or error")
 
     def __post_init__(self) -> None:

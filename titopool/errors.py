@@ -8,10 +8,12 @@
     │   └── ImageMismatch                 400  image_mismatch
     ├── Unauthorized                      401  invalid_api_key
     ├── ModelNotFound                     404  model_not_found
+    ├── Conflict                          409  conflict
     ├── BodyTooLarge                      413  body_too_large
     ├── QueueFull                         429  queue_full
     ├── ClientGone                        499  client_gone
     ├── GenerationFailed                  500  generation_failed
+    ├── WeightUpdateFailed                500  weight_update_failed
     ├── NoReadyWorker                     503  no_ready_worker
     └── DeadlinePassed                    504  deadline_passed
 
@@ -96,6 +98,14 @@ class ModelNotFound(TitopoolError):
     type = "invalid_request_error"
 
 
+class Conflict(TitopoolError):
+    """The call does not fit the state of the weights; the message says what that is."""
+
+    status = 409
+    code = "conflict"
+    type = "invalid_request_error"
+
+
 class BodyTooLarge(TitopoolError):
     """The body is larger than `max_body_bytes`."""
 
@@ -124,6 +134,13 @@ class GenerationFailed(TitopoolError):
 
     status = 500
     code = "generation_failed"
+
+
+class WeightUpdateFailed(TitopoolError):
+    """A weight update ended without its weights; the message says which weights serve."""
+
+    status = 500
+    code = "weight_update_failed"
 
 
 class NoReadyWorker(TitopoolError):

@@ -9,6 +9,8 @@ from typing import Any
 
 import msgspec
 
+from titopool.commands import Command, CommandDone
+
 # A job's id is unique in its front-end process; the attempt grows each time it is sent again.
 JobId = int
 
@@ -197,6 +199,8 @@ class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
     # Digests of the prefixes that jobs of other front ends left in the cache since the last
     # heartbeat; not all of them if they are many.
     prefixes: bytes = b""
+    # Updates that the pool had had with these weights; 0: the model's own.
+    num_updates: int = 0
 
 
 class Load(msgspec.Struct, frozen=True, tag="load"):
@@ -266,8 +270,8 @@ class Stopping(msgspec.Struct, frozen=True, tag="stopping"):
     failure: str
 
 
-ToWorker = Hello | Generate | Abort | Drift
-FromWorker = Heartbeat | Load | Results | Stopping
+ToWorker = Hello | Generate | Abort | Drift | Command
+FromWorker = Heartbeat | Load | Results | Stopping | CommandDone
 
 encode = msgspec.msgpack.Encoder().encode
 decode_chat_parsing = msgspec.msgpack.Decoder(ChatParsing).decode

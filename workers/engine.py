@@ -29,7 +29,9 @@ from workers.logprobs_transport import receive_lists
 from workers.packing import pack_logprobs, pack_prompt_logprobs
 from workers.parsing import Parsers, Parsing, check_parsers, load_parsers
 from workers.streaming import Stream
+from workers.versions import Versions
 from workers.vllm_params import client_errors, failed_inside, refusal_or_failure, to_vllm_params
+from workers.weight_engine import VllmWeights, WeightEngine
 
 ReportPhase = Callable[[str], None]
 OnPart = Callable[[Part], None]
@@ -56,7 +58,11 @@ class EngineDead(Exception):
 class Engine(Protocol):
     """What a worker process asks of its engine."""
 
-    weight_version: int
+    versions: Versions
+
+    @property
+    def weights(self) -> WeightEngine:
+        """What updates need of it; known once it is loaded."""
 
     @property
     def has_died(self) -> bool:
@@ -90,13 +96,17 @@ class VllmEngine:
     """One vLLM AsyncLLM."""
 
     def __init__(self, config: ServerConfig, *, on_cpu: bool):
-        self.weight_version = 0
+        self.versions = Versions()
         self._config = config
         self._on_cpu = on_cpu
         self._llm: Any = None
         self._images: ImagePreparer | None = None
         self._parsers: Parsers | None = None
         self._params_by_options: dict[bytes, Any] = {}
+
+    @property
+    def weights(self) -> WeightEngine:
+        return VllmWeights(self._llm, self.versions)
 
     @property
     def has_died(self) -> bool:
@@ -239,12 +249,13 @@ class VllmEngine:
         latest: dict[int, Any] = {}
         try:
             # One with all completions, or of a stream many with those that went on.
-            async for output in self._llm.generate(
-                prompt, turn.params, str(job.job_id), **arguments
-            ):
-                latest |= {one.index: one for one in output.outputs}
-                if turn.stream is not None:
-                    turn.stream.take(output, turn.prompt_token_ids)
+            with self.versions.request(job.job_id) as request_id:
+                async for output in self._llm.generate(
+                    prompt, turn.params, request_id, **arguments
+                ):
+                    latest |= {one.index: one for one in output.outputs}
+                    if turn.stream is not None:
+                        turn.stream.take(output, turn.prompt_token_ids)
         except EngineDeadError as error:
             raise EngineDead("vLLM's engine process has ended") from error
         except EngineGenerateError as error:
@@ -275,6 +286,7 @@ class VllmEngine:
 
     async def _completions(self, output: Any, turn: "Turn") -> list[Completion]:
         completions = []
+        history = self.versions.take(output.request_id)
         for item in output.outputs:
             if item.finish_reason == "error":
                 raise failed_inside(turn.params, num_tokens=len(item.token_ids))
@@ -292,7 +304,7 @@ class VllmEngine:
                     token_ids=ids,
                     finish_reason=finish_reason,
                     logprobs=packed,
-                    weight_versions=[(self.weight_version, 0)],
+                    weight_versions=history.spans(item.index, len(item.token_ids)),
                     text="" if turn.stream else item.text,
                     stop_reason=item.stop_reason,
                     message=message,

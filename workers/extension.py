@@ -10,12 +10,13 @@ import signal
 import threading
 
 from workers.logprobs_transport import send_lists
+from workers.weight_extension import WeightExtension
 
 # vLLM imports this module in every process that holds a part of the model, before its first step.
 send_lists()
 
 
-class WorkerExtension:
+class WorkerExtension(WeightExtension):
     """Methods that the engine adapter calls through `collective_rpc`."""
 
     def titopool_die_with(self, pid: int) -> int:

@@ -16,6 +16,7 @@ import msgspec
 import zmq
 
 from titopool import messages
+from titopool.commands import Command
 from titopool.config import ServerConfig
 from titopool.errors import GenerationFailed, InvalidRequest
 from titopool.messages import (
@@ -31,6 +32,7 @@ from titopool.messages import (
 )
 from titopool.sockets import bind_router
 from workers.bookkeeping import count, prefix_of
+from workers.control import Control
 from workers.engine import Engine, EngineDead, OnPart
 from workers.front_end import FrontEnd, JobKey
 from workers.process import in_daemon_thread, kill_children
@@ -39,6 +41,8 @@ logger = logging.getLogger(__name__)
 
 # How long the engine may take to stop before its processes are killed.
 CLOSE_TIMEOUT_S = 3.0
+# How long a worker that must end goes on, for answers to leave.
+STOP_PAUSE_S = 0.1
 # How long changes of load are gathered before the front ends hear of them.
 LOAD_REPORT_S = 0.01
 # Of a heartbeat; 128 KiB are the digests of a million tokens.
@@ -71,6 +75,10 @@ class WorkerServer:
         self._front_ends: dict[bytes, FrontEnd] = {}
         self._flush_planned = self._report_planned = False
         self._counters = WorkerCounters()
+        self._control = Control(
+            engine, config, worker_id=worker_id, on_applied=self._beat, on_broken=self._stop_soon
+        )
+        self._answers: set[asyncio.Task[None]] = set()
 
     async def run(self) -> str:
         """Serves; returns why it stopped ("" when it was asked to).
@@ -86,6 +94,7 @@ class WorkerServer:
         background = [
             self._loop.create_task(self._start_engine()),
             self._loop.create_task(self._send_heartbeats()),
+            self._loop.create_task(self._control.watch()),
         ]
         for task in background:
             task.add_done_callback(self._stop_if_failed)
@@ -111,11 +120,16 @@ class WorkerServer:
         if not self._stop_reason.done():
             self._stop_reason.set_result(reason)
 
+    def _stop_soon(self, reason: str) -> None:
+        """Stops once the answers that tell why have left."""
+        self._loop.call_later(STOP_PAUSE_S, self.stop, reason)
+
     async def _start_engine(self) -> None:
         try:
             facts = await in_daemon_thread(lambda: self._engine.load(self._enter_phase))
             self._enter_phase("warming")
             await self._engine.warm_up()
+            await self._control.get_ready()
         except Exception as error:
             if not self._stop_reason.done():
                 self._stop_reason.set_exception(error)
@@ -169,9 +183,16 @@ class WorkerServer:
             case Abort(jobs=keys):
                 for job_id, attempt in keys:
                     self._abort(identity, (job_id, attempt))
+            case Command(incarnation=self._incarnation):
+                task = self._loop.create_task(self._answer(identity, message))
+                self._answers.add(task)
+                task.add_done_callback(self._answers.discard)
             case messages.Drift(num_compared=num_compared, num_drifted=num_drifted):
                 self._counters.num_compared_prompts += num_compared
                 self._counters.num_drifted_prompts += num_drifted
+
+    async def _answer(self, identity: bytes, command: Command) -> None:
+        self._send(identity, await self._control.answer(command))
 
     def _greet(self, identity: bytes) -> None:
         front_end = self._front_ends.get(identity)
@@ -233,6 +254,7 @@ class WorkerServer:
                 other.prefixes += prefix
 
     async def _result_of(self, job: Job, on_part: OnPart) -> Completed | Failed:
+        await self._control.before_job()
         try:
             generated = await self._engine.run(job, on_part)
         except (InvalidRequest, GenerationFailed) as error:
@@ -315,9 +337,12 @@ class WorkerServer:
             if self._engine.has_died:
                 self.stop("vLLM's engine process has ended")
             self._forget_lost_front_ends()
-            for identity, front_end in self._front_ends.items():
-                self._send(identity, self._heartbeat(front_end))
+            self._beat()
             await asyncio.sleep(self._config.heartbeat_interval_s)
+
+    def _beat(self) -> None:
+        for identity, front_end in self._front_ends.items():
+            self._send(identity, self._heartbeat(front_end))
 
     def _heartbeat(self, receiver: FrontEnd) -> Heartbeat:
         others = self._load_of_others(receiver)
@@ -325,9 +350,10 @@ class WorkerServer:
         return Heartbeat(
             worker_id=self._worker_id,
             incarnation=self._incarnation,
-            phase=self._phase,
+            phase=self._shown_phase(),
             phase_s=time.monotonic() - self._phase_since,
-            weight_version=self._engine.weight_version,
+            weight_version=self._engine.versions.current,
+            num_updates=self._control.num_updates,
             facts=self._facts,
             num_front_ends=len(self._front_ends),
             other_sequences=others.other_sequences,
@@ -347,6 +373,10 @@ class WorkerServer:
                 # One that was only slow sends its jobs again.
                 self._send(identity, messages.Stopping(""))
                 del self._front_ends[identity]
+
+    def _shown_phase(self) -> str:
+        is_waiting = self._phase == "ready" and self._control.is_waiting
+        return "waiting_for_weights" if is_waiting else self._phase
 
     def _stop_cause(self) -> str:
         if not self._stop_reason.done():

@@ -32,6 +32,7 @@ from titopool.gpus import visible_gpus
 from titopool.logs import configure_logging
 from titopool.sockets import worker_endpoint
 from workers.environment import worker_placement
+from workers.ledger import clear_ledgers
 from workers.status import Report
 
 logger = logging.getLogger(__name__)
@@ -100,6 +101,7 @@ class Supervisor:
         Raises:
             StartFailed: a worker could not start at all.
         """
+        clear_ledgers(self._config.run_dir)
         try:
             while not self._stopping and os.getppid() == self._parent_pid:
                 self._turn()

@@ -1,0 +1,92 @@
+"""Weight updates as TRL's client does them: one call for each parameter, none to begin or end.
+
+The client joins, and sends, only after it has its answer, so a call is answered when every worker
+has accepted it. An update ends at `/reset_prefix_cache/`, or when all of the model's tensors are
+there, or at a generation (`workers/control.py`).
+"""
+
+import re
+import uuid
+
+from flask import Blueprint, Response, request
+
+from app.commands import Result
+from app.health import json_response
+from app.schemas import decode_body
+from app.weight_bodies import TRL_INIT_BODY, TRL_TENSOR_BODY
+from app.weights import check_world_size, everyone, step_timeout_s
+from titopool.commands import (
+    FinishTensors,
+    JoinGroup,
+    LeaveGroup,
+    ReceiveTensor,
+    TensorInfo,
+)
+from titopool.errors import InvalidRequest
+
+blueprint = Blueprint("trl_weights", __name__)
+
+
+@blueprint.post("/init_communicator/")
+def init_communicator() -> Response:
+    """The group's ranks are the workers' processes in order, and the client last."""
+    body = decode_body(request.get_data(), TRL_INIT_BODY)
+    commands, workers = everyone()
+    size = check_world_size(body.world_size, workers)
+    session = f"trl-{uuid.uuid4().hex[:12]}"
+
+    def join(index: int, _: Result) -> JoinGroup:
+        # The first worker listens where the client says; the others look for it at its address.
+        host = body.host if index == 0 else host_of(workers[0].endpoint)
+        return JoinGroup(
+            session, "trl", "auto", host, body.port, index * size, body.world_size,
+            body.client_device_uuid,
+        )  # fmt: skip
+
+    commands.in_turn(workers, join, undo=LeaveGroup(session))
+    return json_response({"message": "Request received, initializing communicator"})
+
+
+def host_of(endpoint: str) -> str:
+    """The host of a worker as other workers reach it."""
+    found = re.fullmatch(r"tcp://\[?(.+?)\]?:\d+", endpoint)
+    return found[1] if found else "127.0.0.1"
+
+
+@blueprint.post("/update_named_param/")
+def update_named_param() -> Response:
+    """The client sends this tensor next."""
+    body = decode_body(request.get_data(), TRL_TENSOR_BODY)
+    commands, workers = everyone()
+    tensor = TensorInfo(body.name, body.dtype.removeprefix("torch."), body.shape)
+
+    def action(index: int, first: Result) -> ReceiveTensor:
+        num_updates = first.get("num_updates", commands.num_updates)
+        return ReceiveTensor(tensor, first.get("version"), num_updates)
+
+    # With one worker out of the group, it can send nothing any more.
+    undo = LeaveGroup(None)
+    try:
+        commands.in_turn(workers, action, undo=undo)
+    except InvalidRequest:
+        # The first has dropped the update.
+        commands.tell_all(workers, undo)
+        raise
+    return json_response({"message": "Request received, updating named parameter"})
+
+
+@blueprint.post("/reset_prefix_cache/")
+def reset_prefix_cache() -> Response:
+    """Ends an update, if there is one; the caches are empty afterwards."""
+    commands, workers = everyone()
+    commands.in_turn(workers, lambda index, first: FinishTensors())
+    commands.await_step(workers, "finish", "trl", timeout_s=3 * step_timeout_s())
+    return json_response({"message": "Request received, resetting prefix cache"})
+
+
+@blueprint.post("/close_communicator/")
+def close_communicator() -> Response:
+    """Closes the communicator, if there is one."""
+    commands, workers = everyone()
+    commands.at_once(workers, LeaveGroup(None, finishes=True), timeout_s=3 * step_timeout_s())
+    return json_response({"message": "Request received, closing communicator"})

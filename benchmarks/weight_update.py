@@ -1,0 +1,284 @@
+"""Seconds for a weight update: this server's protocol, TRL's client, and a bare NCCL broadcast.
+
+    python -m benchmarks.weight_update --trl FOLDER                    # two GPUs: worker, trainer
+    python -m benchmarks.weight_update --trl FOLDER --num-workers 2    # three
+    python -m benchmarks.weight_update --shape tiny --num-workers 1    # no GPU: gloo, no TRL
+
+The trainer is this process, on the GPU behind the workers'. It sends two sets of random weights
+in turn, in bfloat16, and after each compares what the server generates with transformers. TRL's client runs unchanged, in a process of its own. The
+broadcast of the same bytes is torch's, between processes on the same GPUs as the update's.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.machine import describe_machine
+from benchmarks.models import SHAPES
+from tests.servers import REPOSITORY, Server, environment, free_port, running_server
+from titopool.demo_model import make_model
+from titopool.weights_client import WeightsClient
+
+PROMPT = list(range(50, 82))
+NUM_TOKENS = 16
+# Log-probabilities of a random bfloat16 model in two implementations; those of other weights are
+# off by several times as much.
+TOLERANCE = 0.5
+
+
+def main() -> None:
+    options = parse_arguments()
+    if options.bare_rank is not None:
+        bare(options)
+        return
+    result: dict[str, Any] = {"machine": describe_machine(), **vars(options)}
+    with tempfile.TemporaryDirectory() as name:
+        folders = [Path(name) / "a", Path(name) / "b"]
+        for seed, folder in enumerate(folders):
+            folder.mkdir()
+            make_model(folder, seed=seed, **SHAPES[options.shape])
+        words = [
+            "--num-workers", str(options.num_workers), "--tensor-parallel-size", str(options.tp),
+            "--max-model-len", "2048", "--dtype", options.dtype, *options.serve_options.split(),
+        ]  # fmt: skip
+        gpus = {"CUDA_VISIBLE_DEVICES": workers_gpus(options)} if options.device == "cuda" else {}
+        log = Path(options.out + ".log")
+        with running_server(
+            str(folders[0]), *words, log=log, num_workers=options.num_workers, **gpus
+        ) as server:
+            result |= measure(server, [str(folder) for folder in folders], options)
+    Path(options.out + ".json").write_text(json.dumps(result, indent=1) + "\n")
+    Path(options.out + ".md").write_text(markdown(result))
+    print(markdown(result), flush=True)
+
+
+def measure(server: Server, folders: list[str], options: argparse.Namespace) -> dict[str, Any]:
+    """All figures of one server."""
+    models = [load(folder, options) for folder in folders]
+    num_bytes = sum(one.numel() * one.element_size() for one in models[0].parameters())
+    result: dict[str, Any] = {"gigabytes": num_bytes / 1e9}
+    result["ours"] = ours(server, models, options)
+    print(json.dumps(result["ours"]), flush=True)
+    result["bare_s"] = run_bare(num_bytes, options)
+    print("bare", result["bare_s"], flush=True)
+    if options.trl:
+        result["trl"] = run_trl_client(server, folders, models, options)
+        print(json.dumps(result["trl"]), flush=True)
+    return result
+
+
+def load(folder: str, options: argparse.Namespace) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    dtype = getattr(torch, options.dtype)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+    return model.to(trainer_device(options))
+
+
+def trainer_device(options: argparse.Namespace) -> torch.device:
+    if options.device == "cpu":
+        return torch.device("cpu")
+    return torch.device("cuda", options.num_workers * options.tp)
+
+
+def workers_gpus(options: argparse.Namespace) -> str:
+    return ",".join(str(index) for index in range(options.num_workers * options.tp))
+
+
+# ---- this server ---------------------------------------------------------------------
+
+
+def ours(server: Server, models: list[Any], options: argparse.Namespace) -> dict[str, Any]:
+    """Seconds of each update, after one that warms up, and what the commit took of them."""
+    client = WeightsClient(server.url, device=trainer_device(options), timeout_s=120)
+    first = check(server, models[0])
+    began = time.monotonic()
+    client.open()
+    open_s = time.monotonic() - began
+    runs = []
+    for turn in range(options.repeats + 1):
+        model = models[(turn + 1) % 2]
+        synchronize(options)
+        began = time.monotonic()
+        answer = client.update(model.named_parameters(), policy="keep")
+        total_s = time.monotonic() - began
+        runs.append({"total_s": total_s, **{key: answer[key] for key in ("prepare_s", "apply_s")}})
+        check(server, model)
+    client.update(models[0].named_parameters(), policy="keep", with_checksum=True)
+    has_same_tokens = check(server, models[0]) == first
+    client.close()
+    same = {"old_weights_give_the_old_tokens": has_same_tokens}
+    return {"open_s": open_s, **same, **medians(runs[1:]), "runs": runs}
+
+
+def medians(runs: list[dict[str, float]]) -> dict[str, float]:
+    return {key: statistics.median(run[key] for run in runs) for key in runs[0]}
+
+
+def synchronize(options: argparse.Namespace) -> None:
+    if options.device == "cuda":
+        torch.cuda.synchronize(trainer_device(options))
+
+
+@torch.inference_mode()
+def check(server: Server, model: Any) -> list[int]:
+    """The greedy ids of every worker, whose log-probabilities must be the model's."""
+    body = {"temperature": 0.0, "max_tokens": NUM_TOKENS, "generation_kwargs": {"ignore_eos": True}}
+    answer = server.generate([PROMPT] * 8, **body)
+    ids: list[int] = answer["completion_ids"][0]
+    input_ids = torch.tensor([PROMPT + ids], device=model.device)
+    rows = torch.log_softmax(model(input_ids).logits[0].float(), dim=-1)
+    for index, (token_id, entry) in enumerate(zip(ids, answer["logprobs"][0], strict=True)):
+        expected = float(rows[len(PROMPT) + index - 1, token_id])
+        assert abs(expected - entry[0]) < TOLERANCE, (index, expected, entry[0])
+    return ids
+
+
+# ---- TRL's client --------------------------------------------------------------------
+
+TRL_SCRIPT = """
+import json, sys, time
+import torch
+from transformers import AutoModelForCausalLM
+from trl.generation.vllm_client import VLLMClient
+
+url, folder, dtype, device, repeats, port = sys.argv[1:]
+model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).to(f"cuda:{device}")
+client = VLLMClient(base_url=url, group_port=int(port), connection_timeout=20)
+began = time.monotonic()
+client.init_communicator(device=int(device))
+open_s, totals = time.monotonic() - began, []
+for _ in range(int(repeats) + 1):
+    torch.cuda.synchronize(int(device))
+    began = time.monotonic()
+    client.update_model_params(model)
+    client.reset_prefix_cache()
+    totals.append(time.monotonic() - began)
+print(json.dumps({"open_s": open_s, "totals_s": totals}), flush=True)
+client.close_communicator()
+"""
+
+
+def run_trl_client(
+    server: Server, folders: list[str], models: list[Any], options: argparse.Namespace
+) -> dict[str, Any]:
+    """Seconds of each `update_model_params` with `reset_prefix_cache`, TRL's client unchanged."""
+    words = [
+        server.url, folders[1], options.dtype, str(trainer_device(options).index),
+        str(options.repeats), str(free_port()),
+    ]  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-c", TRL_SCRIPT, *words],
+        env=environment(PYTHONPATH=str(options.trl), HF_HUB_OFFLINE="1"),
+        capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+    found = json.loads([line for line in done.stdout.splitlines() if line.startswith("{")][-1])
+    check(server, models[1])
+    return {**found, "total_s": statistics.median(found["totals_s"][1:])}
+
+
+# ---- a bare broadcast ----------------------------------------------------------------
+
+
+def run_bare(num_bytes: int, options: argparse.Namespace) -> dict[str, float]:
+    """Seconds for one broadcast of as many bytes between the trainer's GPU and the workers'."""
+    size = options.num_workers * options.tp + 1
+    port = str(free_port())
+    words = [
+        "--bare-bytes", str(num_bytes), "--bare-size", str(size), "--bare-port", port,
+        "--device", options.device, "--repeats", str(options.repeats),
+    ]  # fmt: skip
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-m", "benchmarks.weight_update", *words, "--bare-rank", str(rank)],
+            env=environment(), cwd=REPOSITORY, stdout=subprocess.PIPE, text=True,
+        )
+        for rank in range(size)
+    ]  # fmt: skip
+    outputs = [process.communicate(timeout=180)[0] for process in processes]
+    assert all(process.returncode == 0 for process in processes)
+    # The trainer's GPU is the last one.
+    times: list[float] = json.loads(outputs[-1].splitlines()[-1])
+    return {"median_s": statistics.median(times), "best_s": min(times)}
+
+
+def bare(options: argparse.Namespace) -> None:
+    """One rank of the bare broadcast."""
+    import torch.distributed as dist
+
+    rank, size = options.bare_rank, options.bare_size
+    device = torch.device("cpu")
+    if options.device == "cuda":
+        device = torch.device("cuda", rank)
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        "nccl" if options.device == "cuda" else "gloo", rank=rank, world_size=size,
+        init_method=f"tcp://127.0.0.1:{options.bare_port}",
+    )  # fmt: skip
+    buffer = torch.zeros(options.bare_bytes, dtype=torch.uint8, device=device)
+    wait: Callable[[], object] = torch.cuda.synchronize if device.type == "cuda" else int
+    times = []
+    for _ in range(options.repeats + 2):
+        dist.barrier()
+        wait()
+        began = time.monotonic()
+        dist.broadcast(buffer, size - 1)
+        wait()
+        # Until the last has it, as an update does.
+        dist.barrier()
+        wait()
+        times.append(time.monotonic() - began)
+    print(json.dumps(times[2:]), flush=True)
+    dist.destroy_process_group()
+
+
+def markdown(result: dict[str, Any]) -> str:
+    """One table."""
+    bare_s = result["bare_s"]["median_s"]
+    rows = [("bare broadcast", bare_s), ("this server, update", result["ours"]["total_s"])]
+    if trl := result.get("trl"):
+        rows.append(("TRL's client, one call a parameter", trl["total_s"]))
+    lines = [
+        f"{result['shape']}, {result['dtype']}, {result['gigabytes']:.2f} GB, "
+        f"{result['num_workers']} workers of {result['tp']} processes, median of {result['repeats']}",
+        "",
+        "| | seconds | times the broadcast |",
+        "|---|---|---|",
+        *(f"| {name} | {value:.4f} | {value / bare_s:.1f} |" for name, value in rows),
+        "",
+        f"Of this server's: commit {result['ours']['prepare_s']:.4f} s until all stand, "
+        f"{result['ours']['apply_s']:.4f} s to load.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--shape", choices=sorted(SHAPES), default="qwen3-0.6b")
+    parser.add_argument("--num-workers", type=int, default=1)
+    parser.add_argument("--tp", type=int, default=1, help="tensor-parallel size of each worker")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--trl", help="folder that holds trl; without it, its client is left out")
+    parser.add_argument("--repeats", type=int, default=6)
+    parser.add_argument("--serve-options", default="", help="more options of titopool serve")
+    parser.add_argument("--out", default="weight-update", help="results go to OUT.json and OUT.md")
+    for name in ("rank", "size", "port", "bytes"):
+        parser.add_argument(f"--bare-{name}", type=int, help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    main()

@@ -1,0 +1,168 @@
+"""TRL's client updating the weights of two workers: its own code, over gloo where it has NCCL."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.conftest import ENGINE_OPTIONS
+from tests.servers import Server, running_server
+from tests.trl_weights_client import run_trl_weights
+from tests.weights import assert_serves, states
+
+GENERATE = (
+    "client.generate([[5, 6, 7, 8, 9, 10, 11]], temperature=0.0, max_tokens=10,"
+    " generation_kwargs={'ignore_eos': True})"
+)
+
+
+@pytest.fixture(scope="module")
+def other_model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    from titopool.demo_model import make_model
+
+    folder = tmp_path_factory.mktemp("other-trl")
+    make_model(folder, seed=1)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def server(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    log = tmp_path_factory.mktemp("trl-server") / "log"
+    options = (
+        "--num-workers", "2", "--num-front-ends", "2", "--weight-update-timeout-s", "15",
+        *ENGINE_OPTIONS,
+    )  # fmt: skip
+    with running_server(tiny_model, *options, log=log, num_workers=2) as running:
+        yield running
+
+
+@pytest.mark.parametrize("version", ["0.29.1", "1.9.2"])
+def test_an_update_ends_at_reset_prefix_cache(
+    server: Server, tiny_model: str, other_model: str, version: str
+):
+    script = f"""
+client.init_communicator(device=0)
+before = {GENERATE}
+client.update_model_params(module({other_model!r}))
+client.reset_prefix_cache()
+answer([before, {GENERATE}])
+client.update_model_params(module({tiny_model!r}))
+client.reset_prefix_cache()
+client.close_communicator()
+"""
+    before, after = run_trl_weights(version, server.url, script)
+    assert before["completion_ids"] != after["completion_ids"]
+    answer = assert_serves(server, tiny_model, times=4)
+    assert before["completion_ids"] == answer["completion_ids"]
+    assert states(server) == ["closed", "closed"]
+
+
+def test_an_update_ends_at_a_generation_and_stays_when_the_client_goes(
+    server: Server, tiny_model: str, other_model: str
+):
+    script = f"""
+client.init_communicator(device=0)
+client.update_model_params(module({other_model!r}))
+answer({GENERATE})
+"""
+    found = run_trl_weights("1.9.2", server.url, script)
+    answer = assert_serves(server, other_model, times=4)
+    assert found["completion_ids"] == answer["completion_ids"]
+
+
+def test_generations_amid_an_update_see_nothing_of_it(
+    server: Server, tiny_model: str, other_model: str
+):
+    """Another client generates while the tensors come one by one."""
+    script = f"""
+named = tensors({{folder!r}})
+client.init_communicator(device=0)
+for name, weight in named[:20]:
+    client.update_named_param(name, weight.data)
+amid = {GENERATE}
+for name, weight in named[20:]:
+    client.update_named_param(name, weight.data)
+client.reset_prefix_cache()
+answer([amid, {GENERATE}])
+"""
+    run_trl_weights("1.9.2", server.url, script.replace("{folder!r}", repr(tiny_model)))
+    old = assert_serves(server, tiny_model, times=2)["completion_ids"]
+    amid, after = run_trl_weights(
+        "1.9.2", server.url, script.replace("{folder!r}", repr(other_model))
+    )
+    assert amid["completion_ids"] == old
+    new = assert_serves(server, other_model, times=4)["completion_ids"]
+    assert after["completion_ids"] == new
+
+
+def test_what_does_not_fit_raises_in_the_client_and_the_next_one_works(
+    server: Server, tiny_model: str, other_model: str
+):
+    script = f"""
+client.init_communicator(device=0)
+named = tensors({other_model!r})
+errors = []
+for name, weight in [named[0], ("model.nothing.weight", named[1][1])]:
+    try:
+        client.update_named_param(name, weight.data)
+    except Exception as error:
+        errors.append(str(error))
+try:
+    client.update_named_param(*named[2])
+except Exception as error:
+    errors.append(str(error))
+client.communicator = None
+answer(errors)
+"""
+    run_trl_weights("1.9.2", server.url, RELOAD.replace("FOLDER", tiny_model))
+    unknown, closed = run_trl_weights("1.9.2", server.url, script)
+    assert "400" in unknown
+    assert "model.nothing.weight: the model has no such tensor" in unknown
+    assert "409" in closed
+    assert "expected init_communicator before it" in closed
+    assert_serves(server, tiny_model, times=2)
+    run_trl_weights("1.9.2", server.url, RELOAD.replace("FOLDER", other_model))
+    assert_serves(server, other_model, times=4)
+
+
+RELOAD = """
+client.init_communicator(device=0)
+client.update_model_params(module("FOLDER"))
+client.reset_prefix_cache()
+answer(None)
+"""
+
+
+def test_a_client_that_dies_amid_an_update_is_replaced_by_the_next(
+    server: Server, tiny_model: str, other_model: str
+):
+    run_trl_weights("1.9.2", server.url, RELOAD.replace("FOLDER", tiny_model))
+    script = f"""
+client.init_communicator(device=0)
+for name, weight in tensors({other_model!r})[:30]:
+    client.update_named_param(name, weight.data)
+answer(None)
+import os
+sys.stdout.flush()
+os._exit(0)
+"""
+    run_trl_weights("1.9.2", server.url, script)
+    assert states(server) == ["receiving", "receiving"]
+    assert_serves(server, tiny_model, times=2)
+    run_trl_weights("1.9.2", server.url, RELOAD.replace("FOLDER", other_model))
+    assert_serves(server, other_model, times=4)
+
+
+def test_a_layer_that_came_in_part_is_not_loaded(server: Server, tiny_model: str, other_model: str):
+    run_trl_weights("1.9.2", server.url, RELOAD.replace("FOLDER", tiny_model))
+    script = f"""
+client.init_communicator(device=0)
+name = "model.layers.0.self_attn.q_proj.weight"
+client.update_named_param(name, dict(tensors({other_model!r}))[name].data)
+try:
+    client.reset_prefix_cache()
+except Exception as error:
+    answer(str(error))
+"""
+    text = run_trl_weights("1.9.2", server.url, script)
+    assert "send these too: model.layers.0.self_attn.k_proj.weight" in text
+    assert_serves(server, tiny_model, times=2)

@@ -1,0 +1,203 @@
+"""The parts of weight updates that need no engine: names and layers, buckets, versions, groups."""
+
+import random
+import struct
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from titopool.commands import TensorInfo
+from titopool.weight_plan import ALIGNMENT, checksum, plan_buckets, view_of
+from workers.versions import Versions
+from workers.weight_catalogue import Catalogue, Refused, folder_tensors, read_header
+
+PACKED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}
+
+
+def info(name: str, *shape: int, dtype: str = "bfloat16") -> TensorInfo:
+    return TensorInfo(name, dtype, list(shape))
+
+
+TENSORS = [
+    info("model.embed.weight", 10, 4),
+    info("model.0.attn.q_proj.weight", 8, 4),
+    info("model.0.attn.k_proj.weight", 2, 4),
+    info("model.0.attn.v_proj.weight", 2, 4),
+    info("model.0.attn.o_proj.weight", 4, 8),
+    info("model.0.attn.o_proj.bias", 4),
+    info("model.1.experts.0.up.weight", 4, 4),
+    info("model.1.experts.1.up.weight", 4, 4),
+    info("lm_head.weight", 10, 4),
+]
+
+
+def catalogue(**options: object) -> Catalogue:
+    return Catalogue(TENSORS, packed=PACKED, **options)  # type: ignore[arg-type]
+
+
+def test_all_tensors_fit():
+    fit = catalogue().fit(TENSORS, is_partial=False)
+    assert (fit.missing, fit.ignored, fit.split_layers, fit.splits) == ([], [], [], {})
+
+
+def test_a_tied_head_need_not_come_and_may():
+    tied = catalogue(is_tied=True)
+    assert tied.fit(TENSORS[:-1], is_partial=False).ignored == []
+    assert tied.fit(TENSORS, is_partial=False).ignored == ["lm_head.weight"]
+    with pytest.raises(Refused, match="lm_head"):
+        catalogue().fit(TENSORS[:-1], is_partial=False)
+
+
+@pytest.mark.parametrize(
+    "sent, rest",
+    [
+        (["model.0.attn.q_proj.weight"], ["model.0.attn.k_proj.weight", "model.0.attn.v_proj.weight"]),
+        (["model.0.attn.o_proj.weight"], ["model.0.attn.o_proj.bias"]),
+        (["model.1.experts.1.up.weight"], ["model.1.experts.0.up.weight"]),
+        (["model.embed.weight", "lm_head.weight"], []),
+    ],
+    ids=["qkv", "bias", "experts", "whole"],
+)  # fmt: skip
+def test_what_belongs_to_one_layer_is_known(sent: list[str], rest: list[str]):
+    tensors = [one for one in TENSORS if one.name in sent]
+    assert catalogue().fit(tensors, is_partial=True).split_layers == rest
+
+
+def test_a_fused_tensor_is_split_by_rows():
+    fused = info("model.0.attn.qkv_proj.weight", 12, 4)
+    fit = catalogue().fit([fused], is_partial=True)
+    assert fit.splits[fused.name] == [
+        ("model.0.attn.q_proj.weight", 8),
+        ("model.0.attn.k_proj.weight", 2),
+        ("model.0.attn.v_proj.weight", 2),
+    ]
+    assert fit.split_layers == []
+    with pytest.raises(Refused, match=r"expected shape \[12, 4\], got \[11, 4\]"):
+        catalogue().fit([info(fused.name, 11, 4)], is_partial=True)
+
+
+def test_names_are_the_model_s_own_after_renaming():
+    renamed = catalogue(rename=lambda name: name.removeprefix("base."))
+    tensors = [info("base." + one.name, *one.shape) for one in TENSORS]
+    assert renamed.fit(tensors, is_partial=False).missing == []
+
+
+def test_any_float_may_come_and_no_other_dtype():
+    catalogue().fit([info("model.embed.weight", 10, 4, dtype="float32")], is_partial=True)
+    for dtype in ("int8", "float8_e4m3fn", "complex64"):
+        with pytest.raises(Refused, match="dtype"):
+            catalogue().fit([info("model.embed.weight", 10, 4, dtype=dtype)], is_partial=True)
+
+
+def test_a_broken_file_is_refused(tmp_path: Path):
+    with pytest.raises(Refused, match="found none"):
+        folder_tensors(tmp_path)
+    file = tmp_path / "model.safetensors"
+    save_file({"a": torch.ones(3, 2)}, file)
+    assert folder_tensors(tmp_path) == [info("a", 3, 2, dtype="float32")]
+    whole = file.read_bytes()
+    for content in (
+        whole[:-1],
+        whole[:20],
+        b"",
+        struct.pack("<Q", 2**60),
+        struct.pack("<Q", 2) + b"[]",
+        whole.replace(b"F32", b"F99"),
+    ):
+        file.write_bytes(content)
+        with pytest.raises(Refused, match=r"model\.safetensors"):
+            read_header(file)
+
+
+# ---- buckets -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_both_sides_find_the_tensors_in_the_same_places(seed: int):
+    chance = random.Random(seed)
+    torch.manual_seed(seed)
+    dtypes = [torch.bfloat16, torch.float32, torch.int8, torch.float64]
+    tensors = [
+        (torch.randn(chance.randrange(0, 40), chance.randrange(1, 9)) * 50).to(
+            chance.choice(dtypes)
+        )
+        for _ in range(chance.randrange(1, 30))
+    ]
+    infos = [
+        info(str(index), *one.shape, dtype=str(one.dtype).removeprefix("torch."))
+        for index, one in enumerate(tensors)
+    ]
+    limit = chance.choice([1, 300, 2_000, 10**6])
+    found = []
+    rest = iter(tensors)
+    for bucket in plan_buckets(infos, limit):
+        assert bucket.num_bytes <= max(limit, bucket.pieces[0].num_bytes, 1)
+        assert all(piece.begin % ALIGNMENT == 0 for piece in bucket.pieces)
+        sent = torch.zeros(bucket.num_bytes, dtype=torch.uint8)
+        for piece in bucket.pieces:
+            view_of(sent, piece).copy_(next(rest))
+        received = sent.clone()
+        found += [view_of(received, piece) for piece in bucket.pieces]
+    assert all(torch.equal(one, two) for one, two in zip(tensors, found, strict=True))
+    assert checksum(found) == checksum(tensors)
+
+
+def test_a_checksum_tells_of_a_bit_an_order_and_a_tensor():
+    one, two = torch.arange(1000, dtype=torch.float32), torch.ones(7, dtype=torch.bfloat16)
+    changed = one.clone()
+    changed.view(torch.int32)[500] ^= 1
+    moved = one.clone()
+    moved[3], moved[4] = one[4], one[3]
+    sums = [
+        checksum(tensors)
+        for tensors in ([one, two], [changed, two], [two, one], [one], [moved, two])
+    ]
+    assert len(set(sums)) == len(sums)
+
+
+# ---- versions ------------------------------------------------------------------------
+
+
+def test_a_request_across_two_updates_has_three_spans():
+    versions = Versions()
+    with versions.request(1) as request_id:
+        versions.switch(5, {request_id: {0: 10, 1: 0}})
+        versions.switch(6, {request_id: {0: 25, 1: 3}})
+    history = versions.take(request_id)
+    assert history.spans(0, 40) == [(0, 0), (5, 10), (6, 25)]
+    # Sequence 1 had no token yet at the first update.
+    assert history.spans(1, 40) == [(5, 0), (6, 3)]
+
+
+def test_a_sequence_that_had_ended_has_the_version_of_its_end():
+    versions = Versions()
+    with versions.request(1) as request_id:
+        # Of two sequences only the second is still open.
+        versions.switch(5, {request_id: {1: 4}})
+    history = versions.take(request_id)
+    assert history.spans(0, 9) == [(0, 0)]
+    assert history.spans(1, 9) == [(0, 0), (5, 4)]
+    assert history.spans(1, 4) == [(0, 0)]
+
+
+def test_requests_after_an_update_have_its_version_and_nothing_is_kept():
+    versions = Versions()
+    versions.switch(3, {})
+    with versions.request(1) as request_id, versions.request(1) as other:
+        assert request_id != other
+        versions.switch(4, {other: {0: 1}})
+    assert versions.take(request_id).spans(0, 2) == [(4, 0)]
+    assert versions.take(request_id).spans(0, 0) == [(4, 0)]
+
+    def leave() -> None:
+        with versions.request(2) as failing:
+            versions.switch(5, {failing: {0: 1}})
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        leave()
+    versions.take(other)
+    assert not versions.open
+    assert not versions._histories

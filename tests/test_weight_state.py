@@ -1,0 +1,158 @@
+"""The state machine of a worker's weights: what follows what, and nothing else."""
+
+import random
+
+import pytest
+
+from titopool.errors import Conflict
+from workers.weight_state import Phase, Update, WeightState
+
+TIMEOUT_S = 10.0
+
+
+def update(name: str = "u", version: int = 1, index: int = 1, folder: str = "") -> Update:
+    return Update(name, version, index, folder)
+
+
+def opened(session: str = "s") -> WeightState:
+    state = WeightState(timeout_s=TIMEOUT_S)
+    state.join(session, "titopool", 0.0)
+    state.joined(session, 0.0)
+    return state
+
+
+def test_an_update_goes_through_all_states():
+    state = opened()
+    state.begin("s", update(version=7), 1.0)
+    state.prepare("u", 2.0)
+    state.prepared("u", 3.0)
+    state.apply("u", 4.0)
+    assert state.version == 0
+    state.applied("u", 5.0)
+    assert (state.phase, state.version, state.num_updates) == (Phase.OPEN, 7, 1)
+
+
+def test_a_folder_needs_no_group_and_leaves_one_alone():
+    for state in (WeightState(timeout_s=TIMEOUT_S), opened()):
+        before = state.phase
+        state.begin_folder(update(folder="/w"), 0.0)
+        state.drop_update("u", "why not")
+        assert state.phase is before
+        state.begin_folder(update(folder="/w"), 0.0)
+        state.prepare("u", 0.0)
+        state.prepared("u", 0.0)
+        state.apply("u", 0.0)
+        state.applied("u", 0.0)
+        assert (state.phase, state.version) == (before, 1)
+
+
+def test_every_step_has_a_deadline_and_rest_has_none():
+    state = opened()
+    assert not state.has_expired(1e9)
+    state.begin("s", update(), 100.0)
+    assert not state.has_expired(100.0 + TIMEOUT_S)
+    assert state.has_expired(100.1 + TIMEOUT_S)
+    state.prepare("u", 105.0)
+    assert not state.has_expired(100.1 + TIMEOUT_S)
+
+
+def test_a_second_trainer_is_refused_with_what_the_state_is():
+    state = opened("first")
+    with pytest.raises(
+        Conflict, match="no other trainer's session; the state is open, session first"
+    ):
+        state.join("second", "titopool", 0.0)
+    with pytest.raises(Conflict, match="session second"):
+        state.begin("second", update(), 0.0)
+    state.join("second", "titopool", 0.0, takes_over=True)
+    assert (state.phase, state.session) == (Phase.JOINING, "second")
+
+
+def test_nobody_takes_over_while_the_model_changes():
+    state = opened()
+    state.begin("s", update(), 0.0)
+    state.prepare("u", 0.0)
+    for step in (state.prepared, state.apply):
+        step("u", 0.0)
+    with pytest.raises(Conflict):
+        state.join("other", "titopool", 0.0, takes_over=True)
+    with pytest.raises(Conflict):
+        state.end("why not")
+    with pytest.raises(Conflict):
+        state.drop_update("u", "why not")
+
+
+# What may not lie between the beginning and the end of an update's commit.
+COMMIT = ("prepare", "prepared", "apply", "applied", "drop", "end")
+
+
+def steps_of(state: WeightState, now: float, name: str, session: str, made: Update):
+    """Every call that there is, for one session and one update."""
+    folder = update(name, made.version, made.index, "/w")
+    return {
+        "join": lambda: state.join(session, "titopool", now),
+        "take over": lambda: state.join(session, "trl", now, takes_over=True),
+        "joined": lambda: state.joined(session, now),
+        "leave": lambda: state.leave(session),
+        "end": lambda: state.end("because"),
+        "begin": lambda: state.begin(session, made, now),
+        "folder": lambda: state.begin_folder(folder, now),
+        "touch": lambda: state.touch(now),
+        "prepare": lambda: state.prepare(name, now),
+        "prepared": lambda: state.prepared(name, now),
+        "apply": lambda: state.apply(name, now),
+        "applied": lambda: state.applied(name, now),
+        "drop": lambda: state.drop_update(name, "because"),
+    }
+
+
+def seen(state: WeightState) -> tuple[object, ...]:
+    return state.phase, state.session, state.update, state.version, state.num_updates
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_random_orders_change_the_version_only_through_a_whole_update(seed: int):
+    chance = random.Random(seed)
+    state, now = WeightState(timeout_s=TIMEOUT_S), 0.0
+    done: list[tuple[str, str]] = []
+    for _ in range(300):
+        now += chance.random()
+        name, session = chance.choice("ab"), chance.choice("ab")
+        made = update(name, chance.randrange(100), state.num_updates + 1)
+        steps = steps_of(state, now, name, session, made)
+        step, before = chance.choice(list(steps)), seen(state)
+        refusal = ""
+        try:
+            steps[step]()
+        except Conflict as error:
+            refusal = error.message
+        if refusal:
+            assert seen(state) == before, "a refused call has changed something"
+            assert f"the state is {state.phase}" in refusal
+            continue
+        done.append((step, name))
+        if seen(state)[3:] != before[3:]:
+            assert step == "applied"
+            mine = [one for one, _ in done if one in COMMIT]
+            assert mine[-4:] == ["prepare", "prepared", "apply", "applied"]
+        is_resting = state.phase in (Phase.CLOSED, Phase.OPEN)
+        assert (state.update is None) == (is_resting or state.phase is Phase.JOINING)
+        assert (state.deadline is None) == is_resting
+        has_folder = state.update is not None and state.update.folder
+        assert state.session or state.phase is Phase.CLOSED or has_folder
+
+
+def test_the_random_orders_reach_every_state_and_a_commit():
+    chance = random.Random(1)
+    state, phases = WeightState(timeout_s=TIMEOUT_S), set()
+    for now in range(20_000):
+        steps = steps_of(
+            state, now, chance.choice("ab"), chance.choice("ab"), update(chance.choice("ab"))
+        )
+        try:
+            steps[chance.choice(list(steps))]()
+        except Conflict:
+            continue
+        phases.add(state.phase)
+    assert phases == set(Phase)
+    assert state.num_updates == 1

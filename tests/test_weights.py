@@ -1,0 +1,365 @@
+"""Weight updates with real vLLM over gloo: exact, or not at all."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from tests.conftest import ENGINE_OPTIONS
+from tests.servers import Server, running_server, wait_until
+from tests.trainer import BUCKET_BYTES, tensors_of
+from tests.weights import Generation, assert_serves, states, trainer
+from titopool.weights_client import WeightsClient, WeightsError
+
+TIMEOUT_S = 15.0
+LAYER = "model.layers.1.self_attn."
+
+
+@pytest.fixture(scope="module")
+def other_model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The tiny model with other weights, below a folder that the server may read."""
+    from titopool.demo_model import make_model
+
+    folder = tmp_path_factory.mktemp("root") / "other"
+    folder.mkdir()
+    make_model(folder, seed=1)
+    return str(folder)
+
+
+@pytest.fixture(scope="module", params=[1, 2], ids=["one-worker", "two-workers"])
+def server(
+    request: pytest.FixtureRequest, tiny_model: str, other_model: str,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Server]:  # fmt: skip
+    """Workers of the tiny model behind two gunicorn processes."""
+    options = (
+        "--num-workers", str(request.param), "--num-front-ends", "2", "--weights-root",
+        other_model.rpartition("/")[0], "--weight-update-timeout-s", str(TIMEOUT_S), *ENGINE_OPTIONS,
+    )  # fmt: skip
+    log = tmp_path_factory.mktemp("weights-server") / "log"
+    with running_server(tiny_model, *options, log=log, num_workers=request.param) as running:
+        running.num_workers = request.param
+        yield running
+
+
+@pytest.fixture
+def client(server: Server) -> Iterator[WeightsClient]:
+    """A client whose group is closed in the end."""
+    made = WeightsClient(server.url, device="cpu", timeout_s=TIMEOUT_S, bucket_bytes=BUCKET_BYTES)
+    yield made
+    made.close()
+
+
+@pytest.fixture(autouse=True)
+def own_weights(server: Server, tiny_model: str) -> None:
+    """Every test begins with the model's own weights, as an update of version 0."""
+    fresh = WeightsClient(server.url, device="cpu", timeout_s=TIMEOUT_S)
+    fresh.update(tensors_of(tiny_model), policy="abort", version=0)
+    fresh.close()
+
+
+def refused(client: WeightsClient, tensors: list[tuple[str, Any]], **options: Any) -> WeightsError:
+    with pytest.raises(WeightsError) as caught:
+        client.update(tensors, policy="keep", **options)
+    return caught.value
+
+
+# ---- exact ---------------------------------------------------------------------------
+
+
+def test_new_weights_are_exact_and_the_old_ones_come_back(
+    server: Server, client: WeightsClient, tiny_model: str, other_model: str
+):
+    assert_serves(server, tiny_model, times=3)
+    result = client.update(tensors_of(other_model), policy="keep", version=7, with_checksum=True)
+    assert result["version"] == 7
+    assert result["missing"] == result["ignored"] == []
+    assert result["loaded"] == len(tensors_of(other_model))
+    assert len(result["checksum"]) == 16
+    answer = assert_serves(server, other_model, times=3)
+    assert answer["weight_versions"] == [[[7, 0]]]
+    # The same prompt: keys and values of the weights before would show.
+    assert client.update(tensors_of(tiny_model), policy="drain")["version"] == 8
+    assert_serves(server, tiny_model, times=3)
+    ready = server.get("/ready").json()["workers"]
+    assert [one["weight_version"] for one in ready] == [8] * server.num_workers
+
+
+def test_a_tied_head_may_come_too_and_one_tensor_at_a_time(
+    server: Server, tiny_model: str, other_model: str
+):
+    tensors = tensors_of(other_model)
+    tensors.append(("lm_head.weight", dict(tensors)["model.embed_tokens.weight"]))
+    client = WeightsClient(server.url, device="cpu", timeout_s=TIMEOUT_S, bucket_bytes=1)
+    result = client.update(tensors, policy="keep")
+    client.close()
+    assert result["ignored"] == ["lm_head.weight"]
+    assert_serves(server, other_model)
+
+
+def test_q_k_and_v_may_come_as_vllm_has_them(
+    server: Server, client: WeightsClient, other_model: str
+):
+    tensors = dict(tensors_of(other_model))
+    fused = torch.cat([tensors.pop(f"{LAYER}{part}_proj.weight") for part in "qkv"])
+    tensors[f"{LAYER}qkv_proj.weight"] = fused
+    client.update(tensors.items(), policy="keep")
+    assert_serves(server, other_model)
+
+
+def test_a_partial_update_takes_whole_layers_only(
+    server: Server, client: WeightsClient, tiny_model: str, other_model: str
+):
+    tensors = tensors_of(other_model)
+    name = f"{LAYER}k_proj.weight"
+    error = refused(client, [(name, dict(tensors)[name])], partial=True)
+    assert error.status == 400
+    assert f"{LAYER}q_proj.weight, {LAYER}v_proj.weight" in str(error)
+    assert_serves(server, tiny_model)
+    middle = [name for name, _ in tensors].index("model.layers.2.self_attn.q_proj.weight")
+    result = client.update(tensors[:middle], policy="keep", partial=True)
+    assert sorted(result["missing"]) == sorted(name for name, _ in tensors[middle:])
+    client.update(tensors[middle:], policy="keep", partial=True)
+    assert_serves(server, other_model)
+
+
+def test_weights_from_a_folder(server: Server, tiny_model: str, other_model: str):
+    client = WeightsClient(server.url, device="cpu")
+    assert client.update_from_folder(other_model, policy="keep", version=3)["version"] == 3
+    assert_serves(server, other_model, times=2)
+    for path, text in [
+        (tiny_model, "below weights_root"),
+        (other_model + "/../../..", "below weights_root"),
+        (other_model + "/none", "below weights_root"),
+    ]:
+        with pytest.raises(WeightsError, match=text) as caught:
+            client.update_from_folder(path, policy="keep")
+        assert caught.value.status == 400
+    assert server.post("/update_weights", {"path": other_model}).status_code == 400
+    assert server.post("/update_weights", {"weight_dir": other_model}).status_code == 200
+    assert_serves(server, other_model)
+
+
+# ---- in flight -----------------------------------------------------------------------
+
+
+def begun(server: Server, num_sequences: int) -> bool:
+    return sum(server.metrics("sequences").values()) >= num_sequences
+
+
+def test_keep_goes_on_with_the_new_weights_and_says_from_where(
+    server: Server, client: WeightsClient, tiny_model: str, other_model: str
+):
+    from tests import reference
+
+    client.open()
+    generation = Generation(server, num_tokens=300)
+    wait_until(lambda: begun(server, 2), 20)
+    client.update(tensors_of(other_model), policy="keep", version=5)
+    answer = generation.join()
+    for prompt, ids, logprobs, spans in zip(
+        generation.prompts, answer["completion_ids"], answer["logprobs"],
+        answer["weight_versions"], strict=True,
+    ):  # fmt: skip
+        assert len(ids) == 300
+        (old, begin), (new, cut) = spans
+        assert (old, begin, new) == (0, 0, 5)
+        assert 0 < cut < 300
+        # Each token has the log-probability that its own weights give it, right up to the cut.
+        before = reference.logprobs(tiny_model, prompt, ids)
+        after = reference.logprobs(other_model, prompt, ids)
+        for index, token_id in enumerate(ids):
+            rows = before if index < cut else after
+            assert abs(float(rows[index][token_id]) - logprobs[index][0]) < 1e-3, index
+
+
+def test_drain_ends_requests_with_the_old_weights(
+    server: Server, client: WeightsClient, other_model: str
+):
+    client.open()
+    generation = Generation(server, num_tokens=200)
+    wait_until(lambda: begun(server, 2), 20)
+    client.update(tensors_of(other_model), policy="drain", version=5)
+    answer = generation.join()
+    assert answer["weight_versions"] == [[[0, 0]], [[0, 0]]]
+    assert [len(ids) for ids in answer["completion_ids"]] == [200, 200]
+    assert_serves(server, other_model)
+
+
+def test_abort_returns_what_there_is(server: Server, client: WeightsClient, other_model: str):
+    client.open()
+    generation = Generation(server, num_tokens=400, n=2)
+    wait_until(lambda: begun(server, 4), 20)
+    client.update(tensors_of(other_model), policy="abort", version=5)
+    answer = generation.join()
+    assert answer["finish_reasons"] == ["abort"] * 4
+    assert answer["weight_versions"] == [[[0, 0]]] * 4
+    assert all(0 < len(ids) < 400 for ids in answer["completion_ids"])
+    assert_serves(server, other_model)
+
+
+def test_a_pause_ends_with_its_lease_or_before(server: Server):
+    assert server.post("/pause", {"mode": "keep"}).status_code == 400
+    assert server.post("/pause", {"mode": "keep", "lease_s": 30}).status_code == 200
+    assert server.get("/is_paused").json()["is_paused"]
+    generation = Generation(server, num_tokens=4)
+    assert server.post("/resume", {}).json() == {"is_paused": False, "was_paused": True}
+    assert len(generation.join()["completion_ids"]) == 2
+    assert server.post("/resume", {}).json()["was_paused"] is False
+    server.post("/pause", {"mode": "abort", "lease_s": 1})
+    # Nobody resumes.
+    assert len(Generation(server, num_tokens=4).join()["completion_ids"]) == 2
+    assert not server.get("/is_paused").json()["is_paused"]
+
+
+def test_a_pause_outlives_a_commit_and_holds_up_no_drain(
+    server: Server, client: WeightsClient, other_model: str
+):
+    client.open()
+    server.post("/pause", {"mode": "keep", "lease_s": 60})
+    error = refused_commit(client, tensors_of(other_model), "drain")
+    assert error.status == 409
+    client.update(tensors_of(other_model), policy="keep")
+    assert server.get("/is_paused").json()["is_paused"]
+    server.post("/resume", {})
+    assert_serves(server, other_model)
+
+
+def refused_commit(
+    client: WeightsClient, tensors: list[tuple[str, Any]], policy: Any
+) -> WeightsError:
+    with pytest.raises(WeightsError) as caught:
+        client.update(tensors, policy=policy)
+    return caught.value
+
+
+# ---- what goes wrong -----------------------------------------------------------------
+
+
+def test_what_does_not_fit_is_refused_before_anything_is_sent(
+    server: Server, client: WeightsClient, tiny_model: str, other_model: str
+):
+    tensors = tensors_of(other_model)
+    name, weight = tensors[3]
+    for bad, text in [
+        ([*tensors, ("model.layers.9.mlp.up_proj.weight", weight)], "no such tensor; did you mean"),
+        ([*tensors[:3], (name, weight[:-1]), *tensors[4:]], f"{name}: expected shape"),
+        (tensors[:-1], "1 are missing: model.norm.weight"),
+        ([*tensors, (name, weight)], "each name once"),
+        ([*tensors[:3], (name, weight.to(torch.int8)), *tensors[4:]], "expected dtype float32"),
+    ]:
+        error = refused(client, bad)
+        assert error.status == 400
+        assert text in str(error)
+    assert_serves(server, tiny_model)
+    # The group is as it was.
+    client.update(tensors, policy="keep")
+    assert_serves(server, other_model)
+
+
+def test_a_changed_tensor_is_found_by_its_checksum(
+    server: Server, client: WeightsClient, tiny_model: str, other_model: str, monkeypatch: Any
+):
+    monkeypatch.setattr("titopool.weights_client.checksum", lambda tensors: "0" * 16)
+    error = refused(client, tensors_of(other_model), with_checksum=True)
+    assert error.code == "weight_update_failed"
+    assert_serves(server, tiny_model)
+
+
+@pytest.mark.parametrize("stop_at", ["joined", "begun", "sending", "sent"])
+def test_a_trainer_that_is_killed_leaves_the_old_weights_and_room_for_another(
+    server: Server, client: WeightsClient, tiny_model: str, other_model: str, stop_at: str
+):
+    with trainer(server, other_model, stop_at) as process:
+        with pytest.raises(WeightsError) as caught:
+            client.open()
+        # It lives: nobody takes its place.
+        assert caught.value.status == 409
+        process.kill()
+        process.wait()
+        assert_serves(server, tiny_model)
+        client.update(tensors_of(other_model), policy="keep")
+        assert_serves(server, other_model, times=2)
+
+
+def test_a_trainer_that_hangs_is_left_at_the_deadline(
+    server: Server, client: WeightsClient, tiny_model: str, other_model: str
+):
+    with trainer(server, other_model, "begun"):
+        wait_until(lambda: set(states(server)) == {"closed"}, TIMEOUT_S + 10)
+        assert_serves(server, tiny_model)
+        client.update(tensors_of(other_model), policy="keep")
+        assert_serves(server, other_model)
+
+
+def test_a_worker_that_is_killed_during_an_update_waits_for_the_next(
+    server: Server, client: WeightsClient, tiny_model: str, other_model: str
+):
+    with trainer(server, other_model, "begun"):
+        pid = worker_pids(server)[-1]
+        psutil.Process(pid).kill()
+        wait_until(lambda: psutil.pid_exists(pid) is False or gone(pid), 10)
+    if server.num_workers == 2:
+        assert_serves(server, tiny_model, times=2)
+    # Its weights came from a trainer and are gone.
+    wait_until(lambda: "waiting_for_weights" in phases(server), 120)
+    client.update(tensors_of(other_model), policy="keep")
+    assert_serves(server, other_model, times=4)
+
+
+def test_a_restarted_worker_serves_only_the_weights_of_the_pool(
+    server: Server, client: WeightsClient, tiny_model: str, other_model: str
+):
+    client.update(tensors_of(other_model), policy="keep", version=4)
+    psutil.Process(worker_pids(server)[-1]).kill()
+    wait_until(lambda: "waiting_for_weights" in phases(server), 120)
+    if server.num_workers == 2:
+        assert_serves(server, other_model, times=4)
+    else:
+        assert server.get("/health").status_code == 503
+    # The group has lost a member; a partial update is not what it needs.
+    error = refused(client, tensors_of(other_model))
+    assert error.status in (409, 500)
+    error = refused(client, tensors_of(other_model)[:1], partial=True)
+    assert error.status == 409
+    client.update(tensors_of(tiny_model), policy="keep", version=6)
+    assert set(phases(server)) == {"ready"}
+    assert_serves(server, tiny_model, times=4)
+
+
+def test_a_restarted_worker_loads_the_folder_that_the_pool_has(server: Server, other_model: str):
+    WeightsClient(server.url, device="cpu").update_from_folder(
+        other_model, policy="keep", version=9
+    )
+    psutil.Process(worker_pids(server)[-1]).kill()
+    wait_until(lambda: len(set(phases(server)) - {"ready"}) > 0, 20)
+    server.wait_until_ready(server.num_workers)
+    ready = server.get("/ready").json()["workers"]
+    assert [one["weight_version"] for one in ready] == [9] * server.num_workers
+    assert_serves(server, other_model, times=4)
+
+
+def phases(server: Server) -> list[str]:
+    return [one["phase"] for one in server.get("/ready").json()["workers"]]
+
+
+def worker_pids(server: Server) -> list[int]:
+    """The worker processes, by index."""
+    found = {}
+    for process in psutil.Process(server.process.pid).children(recursive=True):
+        try:
+            words = process.cmdline()
+        except psutil.Error:
+            continue
+        if "--worker-id" in words and words[1:3] == ["-m", "workers"]:
+            found[int(words[words.index("--worker-id") + 1])] = process.pid
+    return [found[index] for index in sorted(found)]
+
+
+def gone(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True

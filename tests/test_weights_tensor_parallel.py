@@ -1,0 +1,49 @@
+"""Weight updates of a worker that is two processes: each takes its part of every tensor."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.conftest import ENGINE_OPTIONS
+from tests.servers import Server, running_server
+from tests.trainer import tensors_of
+from tests.trl_weights_client import run_trl_weights
+from tests.weights import assert_serves
+from titopool.gpus import visible_gpus
+from titopool.weights_client import WeightsClient
+
+
+@pytest.fixture(scope="module")
+def server(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    if len(visible_gpus()) == 1:
+        pytest.skip("needs two GPUs, or none")
+    log = tmp_path_factory.mktemp("tp-server") / "log"
+    options = (
+        "--num-workers", "1", "--num-front-ends", "1", "--tensor-parallel-size", "2",
+        "--weight-update-timeout-s", "20", *ENGINE_OPTIONS,
+    )  # fmt: skip
+    with running_server(tiny_model, *options, log=log) as running:
+        yield running
+
+
+def test_both_protocols_reach_all_processes_of_a_worker(
+    server: Server, tiny_model: str, tmp_path_factory: pytest.TempPathFactory
+):
+    from titopool.demo_model import make_model
+
+    other_model = str(tmp_path_factory.mktemp("other-tp"))
+    make_model(other_model, seed=1)
+    assert server.get("/get_world_size").json() == {"world_size": 2}
+    client = WeightsClient(server.url, device="cpu", timeout_s=20)
+    client.update(tensors_of(other_model), policy="keep", with_checksum=True)
+    assert_serves(server, other_model)
+    client.close()
+    script = f"""
+client.init_communicator(device=0)
+client.update_model_params(module({tiny_model!r}))
+client.reset_prefix_cache()
+answer(None)
+"""
+    run_trl_weights("1.9.2", server.url, script)
+    answer = assert_serves(server, tiny_model)
+    assert answer["weight_versions"] == [[[2, 0]]]

@@ -1,0 +1,52 @@
+"""Weight updates of models that take images: transformers' names, and no image seen with old weights."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForImageTextToText
+
+from tests import reference, vision_models
+from tests.images import PLACEHOLDERS, encoded, picture
+from tests.servers import Server, running_server
+from tests.test_images import GREEDY, NUM_TOKENS, OPTIONS, TOLERANCE
+from titopool.weights_client import WeightsClient
+
+IMAGE = picture(84, 112)
+
+
+def assert_sees(server: Server, folder: str, text: str) -> None:
+    """What is made of the image is what transformers makes of it with the weights in `folder`."""
+    expected = reference.see(folder, text, [IMAGE], NUM_TOKENS)
+    answer = server.generate([expected.prompt_ids], images=[[encoded(IMAGE)]], **GREEDY)
+    assert answer["completion_ids"] == [expected.completion_ids]
+    logprobs = [entry[0] for entry in answer["logprobs"][0]]
+    assert torch.allclose(torch.tensor(logprobs), torch.tensor(expected.logprobs), atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("kind", ["qwen", "smol"])
+def test_an_update_reaches_the_vision_tower_and_its_caches(kind: str, tmp_path: Path):
+    make = {"qwen": vision_models.make_qwen_vl, "smol": vision_models.make_smol_vlm}[kind]
+    own, other = tmp_path / "own", tmp_path / "other"
+    for folder in (own, other):
+        folder.mkdir()
+        make(folder)
+    model = AutoModelForImageTextToText.from_pretrained(other, dtype=torch.float32)
+    torch.manual_seed(7)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.05)
+    model.save_pretrained(other)
+    text = f"look at {PLACEHOLDERS[kind]} and say what it is"
+    options = ("--num-workers", "1", "--num-front-ends", "1", *OPTIONS)
+    with running_server(str(own), *options, log=tmp_path / "log") as server:
+        client = WeightsClient(server.url, device="cpu", timeout_s=30)
+        assert_sees(server, str(own), text)
+        # Not the names of the checkpoint: those of transformers' module.
+        result = client.update(model.named_parameters(), policy="keep")
+        assert result["missing"] == []
+        assert_sees(server, str(other), text)
+        old = AutoModelForImageTextToText.from_pretrained(own, dtype=torch.float32)
+        client.update(old.named_parameters(), policy="keep")
+        assert_sees(server, str(own), text)
+        client.close()

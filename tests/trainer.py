@@ -1,0 +1,63 @@
+"""A trainer that stops on the way, for tests that kill it.
+
+    python -m tests.trainer URL FOLDER joined|begun|sending|sent
+
+It prints the word when it is so far, and waits to be killed. With `sending`, only the first
+bucket has left.
+"""
+
+import sys
+import time
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from titopool.weights_client import WeightsClient
+
+BUCKET_BYTES = 2**18
+
+
+def tensors_of(folder: str) -> list[tuple[str, Any]]:
+    """The parameters of a checkpoint, float32."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    return [(name, parameter.detach()) for name, parameter in model.named_parameters()]
+
+
+def stop(word: str) -> None:
+    print(word, flush=True)
+    time.sleep(3600)
+
+
+class StoppingClient(WeightsClient):
+    """Waits for its end at `stop_at`."""
+
+    stop_at = ""
+    num_sent = 0
+
+    def _send(self, infos: Any, tensors: Any) -> None:
+        if self.stop_at == "begun":
+            stop("begun")
+        super()._send(infos, tensors)
+        stop("sent")
+
+    def _broadcast(self, buffer: Any) -> Any:
+        if self.num_sent and self.stop_at == "sending":
+            stop("sending")
+        self.num_sent += 1
+        return super()._broadcast(buffer)
+
+
+def main() -> None:
+    url, folder, stop_at = sys.argv[1:]
+    tensors = tensors_of(folder)
+    client = StoppingClient(url, device="cpu", bucket_bytes=BUCKET_BYTES)
+    client.stop_at = stop_at
+    client.open()
+    if stop_at == "joined":
+        stop("joined")
+    client.update(tensors, policy="keep")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,323 @@
+"""The trainer's side of weight updates: sends a model's tensors to all workers of a server.
+
+    client = WeightsClient("http://server:8000", device="cuda:0")
+    client.update(model.named_parameters(), version=step, policy="keep")
+
+Needs torch only; NCCL between GPUs, gloo between CPUs. Everything that fails raises
+`WeightsError`, whose text is the server's; the next `update` forms a new group by itself.
+"""
+
+import json
+import socket
+import threading
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+import uuid
+from collections.abc import Iterable
+from datetime import timedelta
+from typing import Any
+
+from titopool.commands import Policy, TensorInfo
+from titopool.weight_plan import DEFAULT_BUCKET_BYTES, checksum, plan_buckets, view_of
+
+NCCL_ID_KEY = "titopool/nccl-id"
+GLOO_PREFIX = "titopool/gloo"
+
+
+class WeightsError(Exception):
+    """The server refused a call, or an update failed."""
+
+    def __init__(self, message: str, *, status: int = 0, code: str = ""):
+        """`status` and `code` are those of the server's answer, if there was one."""
+        super().__init__(message)
+        self.status = status
+        self.code = code
+
+
+class WeightsClient:
+    """One trainer's connection to one server; for one thread."""
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        device: Any = None,
+        host: str | None = None,
+        api_key: str = "",
+        timeout_s: float = 300.0,
+        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+    ):
+        """Opens nothing yet.
+
+        Args:
+            device: of the tensors; None: the current GPU, or the CPU where there is none.
+            host: this machine's address as the workers reach it; None: as it reaches the server.
+            timeout_s: of each step, calls and broadcasts alike.
+            bucket_bytes: what one broadcast carries, about; such a buffer is needed on the device.
+        """
+        self._url = url.rstrip("/")
+        self._given_device = device
+        self._host = host
+        self._api_key = api_key
+        self._timeout_s = timeout_s
+        self._bucket_bytes = bucket_bytes
+        self._session = ""
+        self._group: Any = None
+        self._store: Any = None
+
+    # ---- calls -----------------------------------------------------------------------
+
+    def call(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+        """The answer to a POST of `body`, or to a GET without one.
+
+        Raises:
+            WeightsError: the server refused, or cannot be reached.
+        """
+        headers = {"Content-Type": "application/json"}
+        if self._api_key:
+            headers["Authorization"] = f"Bearer {self._api_key}"
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(self._url + path, data=data, headers=headers)
+        try:
+            # The server holds the deadlines; this one is for a server that is gone.
+            with urllib.request.urlopen(request, timeout=2 * self._timeout_s + 30) as response:
+                result: dict[str, Any] = json.load(response)
+                return result
+        except urllib.error.HTTPError as error:
+            raise _refusal(path, error) from None
+        except OSError as error:
+            raise WeightsError(f"{path}: the server does not answer: {error}") from error
+
+    def update_from_folder(
+        self, path: str, *, policy: Policy, version: int | None = None
+    ) -> dict[str, Any]:
+        """Lets every worker load the safetensors in `path`, below the server's `weights_root`."""
+        body = {"path": path, "policy": policy, "version": version}
+        return self.call("/update_weights", body)
+
+    def pause(self, mode: Policy, *, lease_s: float) -> None:
+        """Stops generation for at most `lease_s`; again: renews the lease."""
+        self.call("/pause", {"mode": mode, "lease_s": lease_s})
+
+    def resume(self) -> None:
+        """Ends a pause."""
+        self.call("/resume", {})
+
+    # ---- the group -------------------------------------------------------------------
+
+    @property
+    def is_open(self) -> bool:
+        """Whether there is a group."""
+        return self._group is not None
+
+    def open(self) -> None:
+        """Forms the group with all workers; `update` does it if need be.
+
+        Raises:
+            WeightsError: a worker is not there, another trainer is, or it took too long.
+        """
+        import torch
+        from torch.distributed import TCPStore
+
+        device = self._device()
+        world_size = self.call("/get_world_size")["world_size"] + 1
+        limit = timedelta(seconds=self._timeout_s)
+        self._session = uuid.uuid4().hex
+        self._store = TCPStore("0.0.0.0", 0, None, True, timeout=limit, wait_for_workers=False)
+        body = {
+            "session": self._session,
+            "backend": "nccl" if device.type == "cuda" else "gloo",
+            "host": self._host or _own_address(self._url),
+            "port": self._store.port,
+            "world_size": world_size,
+        }
+        if device.type == "cuda":
+            body["device_uuid"] = str(torch.cuda.get_device_properties(device).uuid)
+        # The answer comes when all are in the group, so this process joins meanwhile.
+        answer: list[WeightsError | None] = []
+        asking = threading.Thread(target=self._ask_to_join, args=(body, answer), daemon=True)
+        asking.start()
+        try:
+            self._join(device, world_size, answer)
+        except Exception as error:
+            self._forget()
+            asking.join(self._timeout_s)
+            refusal = next((one for one in answer if one is not None), None)
+            raise refusal or WeightsError(f"the group did not form: {error}") from error
+        asking.join()
+        if answer[0] is not None:
+            self._forget()
+            raise answer[0]
+
+    def _ask_to_join(self, body: dict[str, Any], answer: list[WeightsError | None]) -> None:
+        try:
+            self.call("/weights/init", body)
+            answer.append(None)
+        except WeightsError as error:
+            answer.append(error)
+
+    def _join(self, device: Any, world_size: int, answer: list[WeightsError | None]) -> None:
+        keys = [f"titopool/rank/{rank}" for rank in range(1, world_size)]
+        deadline = time.monotonic() + self._timeout_s
+        while not self._store.check(keys):
+            if answer or time.monotonic() > deadline:
+                raise WeightsError("not all workers came")
+            time.sleep(0.005)
+        if device.type == "cuda":
+            from titopool.nccl import Nccl, new_id
+
+            nccl_id = new_id()
+            self._store.set(NCCL_ID_KEY, nccl_id)
+            self._store.set("titopool/rank/0", b"1")
+            self._group = Nccl(rank=0, world_size=world_size, nccl_id=nccl_id, device=device)
+        else:
+            from torch.distributed import PrefixStore, ProcessGroupGloo
+
+            self._store.set("titopool/rank/0", b"1")
+            limit = timedelta(seconds=self._timeout_s)
+            store = PrefixStore(GLOO_PREFIX, self._store)
+            self._group = ProcessGroupGloo(store, 0, world_size, limit)
+
+    def close(self) -> None:
+        """Leaves the group, if there is one."""
+        if not self.is_open:
+            return
+        try:
+            self.call("/weights/close", {"session": self._session})
+        finally:
+            self._forget()
+
+    def _forget(self) -> None:
+        group, self._group, self._store = self._group, None, None
+        if group is not None:
+            group.abort()
+
+    # ---- an update -------------------------------------------------------------------
+
+    def update(
+        self,
+        tensors: Iterable[tuple[str, Any]],
+        *,
+        policy: Policy,
+        version: int | None = None,
+        partial: bool = False,
+        with_checksum: bool = False,
+    ) -> dict[str, Any]:
+        """Sends tensors and commits them; all workers serve them when it returns.
+
+        Args:
+            tensors: (name, tensor) as in the model's checkpoint; any float dtype.
+            policy: what becomes of requests under way: "keep", "drain" or "abort".
+            version: of the new weights; None: one more than now.
+            partial: not all of the model's tensors come; each layer must be whole.
+            with_checksum: the server compares a digest of what it received.
+
+        Returns:
+            `version`, `loaded` (number of tensors), `missing`, `ignored` (names), `checksum`.
+
+        Raises:
+            WeightsError: the old weights serve, unless the text says that a worker restarts.
+        """
+        named = [(name, tensor.detach()) for name, tensor in tensors]
+        if not self.is_open:
+            self.open()
+        infos = [
+            TensorInfo(name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape))
+            for name, tensor in named
+        ]
+        try:
+            begun = self._begin(infos, version, partial)
+        except WeightsError as error:
+            if error.status != 400:
+                # What was refused for its tensors leaves the group as it is.
+                self._forget()
+            raise
+        try:
+            self._send(infos, [tensor for _, tensor in named])
+            body: dict[str, Any] = {"update": begun["update"], "policy": policy}
+            if with_checksum:
+                body["checksum"] = checksum([tensor for _, tensor in named])
+            result = self.call("/weights/commit", body)
+        except Exception as error:
+            self._forget()
+            if isinstance(error, WeightsError):
+                raise
+            self._abort(begun["update"], repr(error))
+            raise WeightsError(f"sending failed: {error}") from error
+        return {"missing": begun["missing"], "ignored": begun["ignored"], **result}
+
+    def _begin(self, infos: list[TensorInfo], version: int | None, partial: bool) -> dict[str, Any]:
+        body = {
+            "session": self._session,
+            "names": [info.name for info in infos],
+            "dtypes": [info.dtype for info in infos],
+            "shapes": [info.shape for info in infos],
+            "version": version,
+            "bucket_bytes": self._bucket_bytes,
+            "partial": partial,
+        }
+        return self.call("/weights/begin", body)
+
+    def _abort(self, update: str, reason: str) -> None:
+        try:
+            self.call("/weights/abort", {"update": update, "reason": reason[:500]})
+        except WeightsError:
+            # It has ended by itself, or will at its deadline.
+            pass
+
+    def _send(self, infos: list[TensorInfo], tensors: list[Any]) -> None:
+        import torch
+
+        device = self._device()
+        rest = iter(tensors)
+        # Two buffers: one is filled while the other is on its way.
+        under_way: list[tuple[Any, Any]] = []
+        for bucket in plan_buckets(infos, self._bucket_bytes):
+            buffer = torch.empty(bucket.num_bytes, dtype=torch.uint8, device=device)
+            for piece in bucket.pieces:
+                view_of(buffer, piece).copy_(next(rest), non_blocking=True)
+            under_way.append((self._broadcast(buffer), buffer))
+            if len(under_way) == 2:
+                under_way.pop(0)[0]()
+        for wait, _ in under_way:
+            wait()
+
+    def _broadcast(self, buffer: Any) -> Any:
+        """Begins to send; returns what waits for the end of it."""
+        if buffer.device.type == "cuda":
+            self._group.broadcast(buffer, 0)
+            return self._group.stream.record_event().synchronize
+        from torch.distributed import BroadcastOptions
+
+        options = BroadcastOptions()
+        options.rootRank = 0
+        return self._group.broadcast([buffer], options).wait
+
+    def _device(self) -> Any:
+        import torch
+
+        if self._given_device is not None:
+            return torch.device(self._given_device)
+        if torch.cuda.is_available():
+            return torch.device("cuda", torch.cuda.current_device())
+        return torch.device("cpu")
+
+
+def _refusal(path: str, error: urllib.error.HTTPError) -> WeightsError:
+    try:
+        detail = json.load(error)["error"]
+        return WeightsError(f"{path}: {detail['message']}", status=error.code, code=detail["code"])
+    except (ValueError, KeyError, TypeError):
+        return WeightsError(f"{path}: {error}", status=error.code)
+
+
+def _own_address(url: str) -> str:
+    """This machine's address on the way to the server."""
+    parts = urllib.parse.urlsplit(url)
+    port = parts.port or (443 if parts.scheme == "https" else 80)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        # Nothing is sent: the kernel only chooses the way.
+        probe.connect((parts.hostname, port))
+        return str(probe.getsockname()[0])

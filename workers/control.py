@@ -1,0 +1,258 @@
+"""A worker's answers to commands, and what it watches between them.
+
+Runs in: each worker process, on its loop. Talks to: `workers/weight_updates.py` and
+`workers/pauses.py`; `workers/server.py` brings the commands and takes the answers.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+from titopool.commands import (
+    AbortUpdate,
+    ApplyUpdate,
+    AwaitStep,
+    BeginFolder,
+    BeginUpdate,
+    Command,
+    CommandDone,
+    FinishTensors,
+    GetStatus,
+    JoinGroup,
+    LeaveGroup,
+    Pause,
+    PrepareUpdate,
+    ReceiveTensor,
+    Resume,
+)
+from titopool.config import ServerConfig
+from titopool.errors import NoReadyWorker, TitopoolError
+from workers.engine import Engine
+from workers.ledger import Ledger
+from workers.liveness import answers
+from workers.pauses import Pauses
+from workers.steps import Result
+from workers.weight_engine import WeightEngine
+from workers.weight_state import Phase
+from workers.weight_updates import Updates
+
+logger = logging.getLogger(__name__)
+
+WATCH_S = 0.25
+# An update of TRL's client without all of the model's tensors ends at a generation only when
+# nothing has come for so long.
+QUIET_S = 2.0
+# Phases in which nothing runs that would notice.
+WATCHED = (Phase.RECEIVING, Phase.PREPARED)
+
+
+class Control:
+    """Weight updates and pauses of one worker."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        config: ServerConfig,
+        *,
+        worker_id: str,
+        on_applied: Callable[[], None],
+        on_broken: Callable[[str], None],
+    ):
+        """`on_applied` is called when other weights serve, `on_broken` when none can."""
+        self._server_engine = engine
+        self._worker_id = worker_id
+        self._pauses = Pauses()
+        self._ledger = Ledger(config.run_dir, worker_id)
+        self._updates = Updates(
+            lambda: self._engine, engine.versions, self._pauses, config, self._ledger,
+            on_applied=on_applied, on_broken=on_broken,
+        )  # fmt: skip
+        self._is_ready = False
+        # An update of TRL's client that ends with the next job.
+        self._is_pending = False
+        # Tensors of it at the last look.
+        self._num_seen = 0
+
+    @property
+    def _engine(self) -> WeightEngine:
+        return self._server_engine.weights
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether this process must get weights before it may serve."""
+        return self._updates.is_waiting
+
+    @property
+    def num_updates(self) -> int:
+        """How many updates the pool had with the weights that the next job meets here."""
+        update = self._updates.state.update
+        if self._is_pending and update is not None:
+            return update.index
+        return self._updates.state.num_updates
+
+    # ---- commands --------------------------------------------------------------------
+
+    async def answer(self, command: Command) -> CommandDone:
+        """Does what is asked; whatever happens, there is an answer."""
+        try:
+            return CommandDone(command.command_id, await self._run(command))
+        except TitopoolError as error:
+            return CommandDone(command.command_id, {}, error.code, error.message)
+        except Exception as error:
+            logger.exception("a command failed")
+            text = (
+                f"worker {self._worker_id} failed: {type(error).__name__}; its log has the reason"
+            )
+            return CommandDone(command.command_id, {}, TitopoolError.code, text)
+
+    async def _run(self, command: Command) -> Result:
+        if not self._is_ready:
+            raise NoReadyWorker(
+                f"worker {self._worker_id} is not ready yet; ask /ready and try again",
+                retry_after_s=2,
+            )
+        updates = self._updates
+        match command.action:
+            case JoinGroup() as action:
+                return await updates.join(action)
+            case BeginUpdate() as action:
+                return await updates.begin(action)
+            case BeginFolder() as action:
+                return await updates.begin_folder(action)
+            case ReceiveTensor() as action:
+                return await updates.receive_tensor(action)
+            case PrepareUpdate() as action:
+                return await updates.prepare(action)
+            case ApplyUpdate() as action:
+                return await updates.apply(action)
+            case FinishTensors() as action:
+                return await updates.finish_tensors(action)
+            case AbortUpdate(update_id=update_id, reason=reason):
+                return await updates.abort(update_id, reason)
+            case LeaveGroup(session=session, finishes=finishes):
+                if finishes:
+                    await self.before_job()
+                return await updates.leave(session)
+            case AwaitStep(step=step, of=of):
+                return await updates.steps.wait(step, of)
+            case Pause(mode=mode, lease_s=lease_s):
+                work = self._pause(mode, lease_s)
+                updates.steps.start("pause", str(command.command_id), work)
+                return await updates.steps.wait("pause", str(command.command_id))
+            case Resume():
+                return {"was_paused": await self._pauses.resume(self._engine)}
+            case GetStatus():
+                return self.status()
+
+    async def _pause(self, mode: Any, lease_s: float) -> Result:
+        await self._pauses.lease(self._engine, mode, lease_s)
+        return {}
+
+    def status(self) -> dict[str, Any]:
+        """What `GET /weights` says of this worker."""
+        state = self._updates.state
+        return {
+            "worker": self._worker_id,
+            "state": state.phase,
+            "session": state.session or None,
+            "update": state.update.update_id if state.update else None,
+            "weight_version": state.version,
+            "num_updates": state.num_updates,
+            "waits_for_weights": self.is_waiting,
+            "is_paused": self._pauses.lease_left_s is not None,
+            "lease_left_s": self._pauses.lease_left_s,
+            "last_end": state.last_end or None,
+        }
+
+    # ---- between commands ------------------------------------------------------------
+
+    async def get_ready(self) -> None:
+        """Gets the weights that the process before this one had, or begins to wait for some."""
+        self._is_ready = True
+        entry = self._ledger.read()
+        if entry is None:
+            return
+        self._updates.is_waiting = True
+        if not entry.folder:
+            logger.warning("the weights of version %d are gone; waiting for others", entry.version)
+            return
+        action = BeginFolder("restart", entry.version, entry.num_updates - 1, entry.folder)
+        try:
+            await self._updates.begin_folder(action)
+            await self._updates.prepare(PrepareUpdate("restart", "keep"))
+            await self._updates.steps.wait("prepare", "restart")
+            await self._updates.apply(ApplyUpdate("restart"))
+            await self._updates.steps.wait("apply", "restart")
+        except TitopoolError as error:
+            logger.warning("the weights in %s cannot be had: %s", entry.folder, error)
+
+    async def before_job(self) -> None:
+        """Lets an update of TRL's client end, if it can, before a job runs."""
+        state = self._updates.state
+        if state.protocol != "trl" or state.phase in (Phase.OPEN, Phase.JOINING):
+            return
+        try:
+            if self._updates.has_tensors:
+                await self._look_at_tensors(for_job=True)
+            if self._updates.steps.is_running("finish", "trl"):
+                await self._updates.steps.wait("finish", "trl")
+        except TitopoolError as error:
+            # The old weights serve, or the worker is about to end.
+            logger.warning("an update did not end before a job: %s", error)
+
+    async def watch(self) -> None:
+        """Ends what has passed its deadline or lost its trainer; never returns."""
+        while True:
+            await asyncio.sleep(WATCH_S)
+            try:
+                await self._look()
+            except TitopoolError as error:
+                if self._updates.state.phase in WATCHED:
+                    await self._updates.end(error.message)
+            except Exception:
+                logger.exception("the watch over weight updates goes on after an error")
+
+    async def _look(self) -> None:
+        if self._pauses.has_lapsed():
+            logger.warning("nobody resumed generation within its lease: going on")
+            await self._pauses.resume(self._engine)
+        state, updates = self._updates.state, self._updates
+        if state.phase not in WATCHED:
+            self._is_pending = False
+            return
+        if self._is_pending and updates.has_tensors:
+            # Nothing is awaited: the next job ends it.
+            state.touch_deadline(time.monotonic())
+        if state.has_expired(time.monotonic()):
+            await updates.end(
+                f"{state.phase} for more than {updates.timeout_s:g} s (weight_update_timeout_s)"
+            )
+        elif state.phase is Phase.RECEIVING and state.update and not state.update.folder:
+            await updates.receiving()
+            if updates.has_tensors:
+                await self._look_at_tensors(for_job=False)
+            elif not await self._trainer_answers():
+                await updates.end("the trainer is gone")
+
+    async def _trainer_answers(self) -> bool:
+        there = self._updates.joined
+        return there is None or there.protocol == "trl" or await answers(there.host, there.port)
+
+    async def _look_at_tensors(self, *, for_job: bool) -> None:
+        """Ends an update of TRL's client when all of the model is there; for a job, also when
+        only layers of it are and nothing has come for a while."""
+        updates, state = self._updates, self._updates.state
+        statuses = await updates.receiving()
+        is_quiet = state.idle_s(time.monotonic()) > QUIET_S
+        has_news = is_quiet or self._num_seen != len(updates.announced)
+        if not has_news or any(one["num_received"] < one["num_announced"] for one in statuses):
+            self._is_pending = False
+            return
+        fit = await updates.fit_of_announced()
+        self._num_seen = len(updates.announced)
+        can_end = not fit["missing"] or (is_quiet and not fit["split_layers"])
+        self._is_pending = can_end
+        if can_end and (for_job or not fit["missing"]):
+            await updates.finish_tensors(FinishTensors())

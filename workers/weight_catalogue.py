@@ -1,0 +1,278 @@
+"""Which tensors a model takes, by the names of its checkpoint, and what of them is one layer.
+
+Runs in: vLLM's process that holds the model. What can be known before anything changes is refused
+here: a name that does not exist, a shape that does not fit, a tensor that is missing, a layer of
+which only a part would come.
+"""
+
+import difflib
+import json
+import re
+import struct
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from titopool.commands import TensorInfo
+from titopool.weight_plan import DTYPE_BYTES, num_bytes_of
+
+SAFETENSORS_DTYPES = {
+    "BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float64",
+    "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "I8": "int8", "U8": "uint8",
+    "I16": "int16", "I32": "int32", "I64": "int64", "BOOL": "bool",
+}  # fmt: skip
+# One of these may come where the checkpoint has another.
+FLOATS = frozenset({"bfloat16", "float16", "float32", "float64"})
+# In checkpoints now and then; vLLM skips them.
+NEVER_LOADED = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
+EXPERTS = re.compile(r"^(.*\.experts)\.\d+\.")
+
+
+class Refused(Exception):
+    """The tensors do not fit the model; the message says which, and how."""
+
+
+@dataclass
+class Fit:
+    """How a list of tensors fits the model."""
+
+    # For each tensor that is one of vLLM's fused parameters: the names and rows of its parts.
+    splits: dict[str, list[tuple[str, int]]] = field(default_factory=dict)
+    missing: list[str] = field(default_factory=list)
+    ignored: list[str] = field(default_factory=list)
+    # Tensors without which a layer that others belong to is not whole.
+    split_layers: list[str] = field(default_factory=list)
+
+
+def read_header(file: Path) -> list[tuple[TensorInfo, int]]:
+    """The tensors of a safetensors file, each with where its bytes end in the file.
+
+    Raises:
+        Refused: it is no such file, or shorter than its header says.
+    """
+    try:
+        with file.open("rb") as opened:
+            (length,) = struct.unpack("<Q", opened.read(8))
+            if length > 100 * 2**20:
+                raise ValueError("its header is too long")
+            header = json.loads(opened.read(length))
+        header.pop("__metadata__", None)
+        tensors = [
+            (
+                TensorInfo(name, SAFETENSORS_DTYPES[entry["dtype"]], entry["shape"]),
+                8 + length + entry["data_offsets"][1],
+            )
+            for name, entry in header.items()
+        ]
+    except (OSError, ValueError, KeyError, TypeError, struct.error) as error:
+        raise Refused(f"{file.name} is no safetensors file: {error!r}") from None
+    end = max((end for _, end in tensors), default=0)
+    if file.stat().st_size < end:
+        raise Refused(f"{file.name} should have {end} bytes and has {file.stat().st_size}")
+    return tensors
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The files of a checkpoint in `folder`: those that its index names, or all."""
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        names = set(json.loads(index.read_text())["weight_map"].values())
+        return sorted(folder / name for name in names)
+    skipped = ("consolidated", "adapter", "training")
+    return sorted(
+        file for file in folder.glob("*.safetensors") if not file.stem.startswith(skipped)
+    )
+
+
+class Catalogue:
+    """The tensors of one model."""
+
+    def __init__(
+        self,
+        tensors: Iterable[TensorInfo],
+        *,
+        rename: Any = None,
+        packed: Mapping[str, Sequence[str]] | None = None,
+        is_tied: bool = False,
+    ):
+        """`rename` maps a checkpoint's name to the model's own (None: dropped); `packed` has
+        vLLM's fused layers with the names of their parts; `is_tied`: the head is the embedding."""
+        self._rename = rename or (lambda name: name)
+        self._packed = {name: list(parts) for name, parts in (packed or {}).items()}
+        self._is_tied = is_tied
+        self._tensors: dict[str, TensorInfo] = {}
+        for tensor in tensors:
+            if not self._is_ignored(tensor.name):
+                self._tensors[self._rename(tensor.name)] = tensor
+        self._layers = defaultdict(list)
+        for key in self._tensors:
+            self._layers[self._layer_of(key)].append(key)
+
+    def _is_ignored(self, name: str) -> bool:
+        is_head = name.startswith("lm_head.") or name.endswith(".lm_head.weight")
+        return (
+            (self._is_tied and is_head)
+            or any(part in name for part in NEVER_LOADED)
+            or self._rename(name) is None
+        )
+
+    def _layer_of(self, key: str) -> str:
+        """What vLLM holds in one module: q, k and v, or all experts; weight and bias."""
+        if found := EXPERTS.match(key):
+            return found[1]
+        path, _, _ = key.rpartition(".")
+        above, _, last = path.rpartition(".")
+        for fused, parts in self._packed.items():
+            if last in parts:
+                return f"{above}.{fused}"
+        return path
+
+    def fit(self, tensors: Sequence[TensorInfo], *, is_partial: bool) -> Fit:
+        """How `tensors` fit; what is missing is no error yet if `is_partial`.
+
+        Raises:
+            Refused: an unknown or repeated name, another shape or dtype; something is missing.
+        """
+        fit, seen = Fit(), set()
+        names: set[str] = set()
+        for tensor in tensors:
+            if tensor.name in names:
+                raise Refused(f"{tensor.name}: expected each name once, got it twice")
+            names.add(tensor.name)
+            if tensor.dtype not in DTYPE_BYTES:
+                raise Refused(
+                    f"{tensor.name}: expected one of the dtypes {', '.join(DTYPE_BYTES)}, "
+                    f"got {tensor.dtype!r}"
+                )
+            if not self._tensors:
+                # Nothing is known of this model: loading tells.
+                continue
+            if self._is_ignored(tensor.name):
+                fit.ignored.append(tensor.name)
+                continue
+            seen.update(self._places_of(tensor, fit))
+        fit.missing = [info.name for key, info in self._tensors.items() if key not in seen]
+        if fit.missing and not is_partial:
+            raise Refused(
+                f"expected all {len(self._tensors)} tensors of the model, {len(fit.missing)} are "
+                f"missing: {shorten(fit.missing)}; send them too, or declare the update partial"
+            )
+        for layer in {self._layer_of(key) for key in seen}:
+            rest = [key for key in self._layers[layer] if key not in seen]
+            fit.split_layers.extend(self._tensors[key].name for key in rest)
+        return fit
+
+    def _places_of(self, tensor: TensorInfo, fit: Fit) -> list[str]:
+        key = self._rename(tensor.name)
+        known = self._tensors.get(key)
+        if known is not None:
+            self._check(tensor, known.shape, known.dtype)
+            return [key]
+        path, _, leaf = key.rpartition(".")
+        above, _, last = path.rpartition(".")
+        parts = [f"{above}.{part}.{leaf}" for part in self._packed.get(last, ())]
+        if not parts or any(part not in self._tensors for part in parts):
+            raise self._unknown(tensor.name)
+        infos = [self._tensors[part] for part in parts]
+        rows = sum(info.shape[0] for info in infos)
+        self._check(tensor, [rows, *infos[0].shape[1:]], infos[0].dtype)
+        fit.splits[tensor.name] = [(info.name, info.shape[0]) for info in infos]
+        return parts
+
+    def _check(self, tensor: TensorInfo, shape: list[int], dtype: str) -> None:
+        if tensor.shape != shape:
+            raise Refused(f"{tensor.name}: expected shape {shape}, got {tensor.shape}")
+        if tensor.dtype != dtype and not {tensor.dtype, dtype} <= FLOATS:
+            raise Refused(f"{tensor.name}: expected dtype {dtype}, got {tensor.dtype}")
+
+    def _unknown(self, name: str) -> Refused:
+        known = [info.name for info in self._tensors.values()]
+        close = difflib.get_close_matches(name, known, n=1)
+        hint = f"; did you mean {close[0]}?" if close else ""
+        return Refused(f"{name}: the model has no such tensor{hint}")
+
+
+def shorten(names: Sequence[str], limit: int = 5) -> str:
+    """The first of `names`, and how many more there are."""
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + more
+
+
+def catalogue_of(model: Any, model_config: Any) -> Catalogue:
+    """The catalogue of vLLM's `model`: from its checkpoint's headers, else from its config."""
+    mapper = getattr(model, "hf_to_vllm_mapper", None)
+    rename = None
+    if mapper is not None:
+        import dataclasses
+
+        # Where vLLM fuses layers while it renames, that part is left out: parts have names here.
+        plain = dataclasses.replace(mapper, orig_to_new_stacked={})
+        rename = plain._map_name
+    config = model_config.hf_config
+    is_tied = bool(
+        getattr(config, "tie_word_embeddings", False)
+        or getattr(model_config.hf_text_config, "tie_word_embeddings", False)
+    )
+    tensors = _from_files(model_config) or _from_config(config)
+    return Catalogue(
+        tensors,
+        rename=rename,
+        packed=getattr(model, "packed_modules_mapping", None),
+        is_tied=is_tied,
+    )
+
+
+def _from_files(model_config: Any) -> list[TensorInfo]:
+    folder = Path(model_config.model)
+    if not folder.is_dir():
+        from huggingface_hub import snapshot_download
+
+        try:
+            found = snapshot_download(
+                model_config.model,
+                revision=model_config.revision,
+                local_files_only=True,
+                allow_patterns=["*.safetensors", "*.json"],
+            )
+        except Exception:
+            return []
+        folder = Path(found)
+    try:
+        return [tensor for file in weight_files(folder) for tensor, _ in read_header(file)]
+    except (Refused, OSError, ValueError):
+        return []
+
+
+def _from_config(config: Any) -> list[TensorInfo]:
+    """What transformers calls the tensors of a model of this config; nothing is allocated."""
+    import torch
+    import transformers
+
+    for name in ("AutoModelForCausalLM", "AutoModelForImageTextToText"):
+        try:
+            with torch.device("meta"):
+                model = getattr(transformers, name).from_config(config)
+        except Exception:
+            continue
+        return [
+            TensorInfo(key, str(value.dtype).removeprefix("torch."), list(value.shape))
+            for key, value in model.named_parameters()
+        ]
+    return []
+
+
+def folder_tensors(folder: Path) -> list[TensorInfo]:
+    """What a folder of safetensors holds.
+
+    Raises:
+        Refused: it holds none, or a file is broken.
+    """
+    files = weight_files(folder)
+    if not files:
+        raise Refused(f"expected safetensors files in {folder}, found none")
+    tensors = [tensor for file in files for tensor, _ in read_header(file)]
+    if not any(num_bytes_of(tensor) for tensor in tensors):
+        raise Refused(f"the safetensors files in {folder} are empty")
+    return tensors

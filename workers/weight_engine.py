@@ -1,0 +1,103 @@
+"""What weight updates and pauses need of vLLM's AsyncLLM.
+
+`WeightEngine` is what `workers/control.py` asks for; `VllmWeights` is the only one that is
+shipped. No call has a limit of its own: vLLM's utility calls hang when the engine is gone, so the
+caller sets one. None may be cancelled and repeated in place of an answer that is late: see
+`collective_rpc` in vLLM.
+"""
+
+import asyncio
+from typing import Any, Protocol
+
+from titopool.commands import Policy
+from titopool.errors import InvalidRequest, WeightUpdateFailed
+from workers.versions import Progress, Versions
+
+VLLM_MODES = {"keep": "keep", "drain": "wait", "abort": "abort"}
+# How long outputs may be on their way to their requests once the engine stands.
+SETTLE_S = 0.02
+MAX_SETTLES = 100
+
+
+class WeightEngine(Protocol):
+    """The engine as updates see it."""
+
+    async def call(self, method: str, *args: Any) -> list[Any]:
+        """What `titopool_weights_<method>` gives in each process that holds the model.
+
+        Raises:
+            InvalidRequest: a process refused.
+            WeightUpdateFailed: it failed in one.
+        """
+
+    async def pause(self, policy: Policy) -> None:
+        """Returns when no step runs; new requests wait from now on."""
+
+    async def resume(self) -> None:
+        """Goes on."""
+
+    async def clear_caches(self) -> None:
+        """Empties prefix, multimodal and encoder caches; generation must stand.
+
+        Raises:
+            WeightUpdateFailed: what is cached could not be cleared.
+        """
+
+    async def progress(self) -> Progress:
+        """Tokens of all open requests; generation must stand."""
+
+
+class VllmWeights:
+    """One AsyncLLM."""
+
+    def __init__(self, llm: Any, versions: Versions):
+        self._llm = llm
+        self._versions = versions
+
+    async def call(self, method: str, *args: Any) -> list[Any]:
+        answers = await self._llm.collective_rpc(f"titopool_weights_{method}", args=args)
+        for kind, value in answers:
+            if kind == "refused":
+                raise InvalidRequest(value)
+            if kind != "ok":
+                raise WeightUpdateFailed(value)
+        return [value for _, value in answers]
+
+    async def pause(self, policy: Policy) -> None:
+        # AsyncLLM's own call sleeps afterwards, for outputs to arrive: see `progress`.
+        core = self._llm.engine_core
+        await core.pause_scheduler_async(mode=VLLM_MODES[policy], clear_cache=False)
+
+    async def resume(self) -> None:
+        await self._llm.resume_generation()
+
+    async def clear_caches(self) -> None:
+        # Requests that are kept give up their keys and values and compute them again.
+        is_clear = await self._llm.reset_prefix_cache(reset_running_requests=True)
+        if not is_clear:
+            raise WeightUpdateFailed("vLLM could not clear its prefix cache")
+        await self._llm.reset_mm_cache()
+        await self._llm.reset_encoder_cache()
+
+    async def progress(self) -> Progress:
+        if not self._versions.open:
+            return {}
+        # What the engine made before it stood may still be in this process's queues.
+        found, last = self._count(), None
+        for _ in range(MAX_SETTLES):
+            if found == last and self._versions.open <= found.keys():
+                break
+            await asyncio.sleep(SETTLE_S)
+            found, last = self._count(), found
+        return found
+
+    def _count(self) -> dict[str, dict[int, int]]:
+        found: dict[str, dict[int, int]] = {}
+        for state in self._llm.output_processor.request_states.values():
+            # Sequences of one request carry their own ids; it has the one that we gave.
+            parent = state.parent_req
+            request_id = state.external_req_id if parent is None else parent.external_req_id
+            if state.detokenizer is not None:
+                counts = found.setdefault(request_id, {})
+                counts[state.request_index] = state.detokenizer.num_output_tokens()
+        return found

@@ -1,0 +1,222 @@
+"""What titopool adds to vLLM's worker for weight updates.
+
+Runs in: vLLM's processes that hold the model, on the model's thread, between two steps. Mixed in
+with `workers/extension.py`; the names' prefix keeps clear of vLLM's own. Every method answers
+`["ok", …]`, `["refused", text]` or `["error", text]` and raises nothing: with several processes,
+vLLM would take the answers of those that did not raise for those of the next call.
+"""
+
+import functools
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from titopool.commands import TensorInfo
+from titopool.weight_plan import checksum
+from workers.weight_catalogue import (
+    Catalogue,
+    Fit,
+    Refused,
+    catalogue_of,
+    folder_tensors,
+    shorten,
+    weight_files,
+)
+from workers.weight_group import GroupArgs
+from workers.weight_receiver import Receiver
+
+logger = logging.getLogger(__name__)
+
+Answer = list[Any]
+
+
+def answers(method: Callable[..., Any]) -> Callable[..., Answer]:
+    """Turns what `method` returns or raises into an answer."""
+
+    @functools.wraps(method)
+    def call(*args: Any) -> Answer:
+        try:
+            return ["ok", method(*args)]
+        except Refused as error:
+            return ["refused", str(error)]
+        except Exception as error:
+            logger.warning("%s failed", method.__name__, exc_info=True)
+            return ["error", f"{type(error).__name__}: {error}"]
+
+    return call
+
+
+class WeightExtension:
+    """Methods that `workers/weight_engine.py` calls through `collective_rpc`."""
+
+    _titopool_receiver: Receiver | None = None
+    _titopool_catalogue: Catalogue | None = None
+    _titopool_fit: Fit | None = None
+    _titopool_folder: Path | None = None
+    # vLLM's worker has these.
+    get_model: Any
+    device: Any
+    rank: int
+    vllm_config: Any
+    model_config: Any
+    model_runner: Any
+
+    @answers
+    def titopool_weights_device(self) -> str:
+        """The UUID of this process's GPU; "" on a CPU."""
+        import torch
+
+        if self.device.type != "cuda":
+            return ""
+        return str(torch.cuda.get_device_properties(self.device).uuid)
+
+    @answers
+    def titopool_weights_join(self, args: dict[str, Any]) -> None:
+        """Begins to join the group; `args` are `GroupArgs` with the worker's first rank."""
+        self._titopool_leave()
+        given = msgspec.convert(args, GroupArgs)
+        backend = given.backend
+        if backend == "auto":
+            backend = "nccl" if self.device.type == "cuda" else "gloo"
+        mine = msgspec.structs.replace(given, backend=backend, rank=given.rank + self.rank)
+        try:
+            self._titopool_receiver = Receiver(mine, self.device)
+        except OSError as error:
+            raise Refused(f"cannot listen at {mine.host}:{mine.port}: {error}") from None
+
+    @answers
+    def titopool_weights_status(self) -> dict[str, Any] | None:
+        """How far the receiver is; None: there is none."""
+        receiver = self._titopool_receiver
+        return None if receiver is None else receiver.status()
+
+    @answers
+    def titopool_weights_check(self, tensors: list[Any], is_partial: bool) -> dict[str, Any]:
+        """Checks names, shapes and dtypes, and remembers how they fit; receives nothing."""
+        infos = [TensorInfo(name, dtype, shape) for name, dtype, shape in tensors]
+        fit = self._titopool_known().fit(infos, is_partial=is_partial)
+        self._titopool_fit = fit
+        return {
+            "missing": fit.missing,
+            "ignored": fit.ignored,
+            "split_layers": shorten(fit.split_layers),
+        }
+
+    @answers
+    def titopool_weights_check_one(self, tensor: list[Any]) -> None:
+        """Checks one tensor of an update whose others are not known yet."""
+        name, dtype, shape = tensor
+        self._titopool_known().fit([TensorInfo(name, dtype, shape)], is_partial=True)
+
+    @answers
+    def titopool_weights_announce(self, tensors: list[Any], bucket_bytes: int) -> None:
+        """Lets the receiver take `tensors` next."""
+        assert self._titopool_receiver is not None
+        infos = [TensorInfo(name, dtype, shape) for name, dtype, shape in tensors]
+        self._titopool_receiver.announce(infos, bucket_bytes)
+
+    @answers
+    def titopool_weights_check_folder(self, folder: str) -> dict[str, Any]:
+        """Checks what a folder holds, for `titopool_weights_apply`."""
+        tensors = folder_tensors(Path(folder))
+        fit = self._titopool_known().fit(tensors, is_partial=False)
+        self._titopool_fit, self._titopool_folder = fit, Path(folder)
+        return {"ignored": fit.ignored, "num_tensors": len(tensors)}
+
+    @answers
+    def titopool_weights_checksum(self) -> str:
+        """Of all staged tensors, in the order in which they were announced."""
+        assert self._titopool_receiver is not None
+        return checksum(list(self._titopool_receiver.staged.values()))
+
+    @answers
+    def titopool_weights_apply(self) -> dict[str, Any]:
+        """Puts what is staged, or in the folder, into the model.
+
+        After an error the model is half one and half the other: the process must end.
+        """
+        fit = self._titopool_fit
+        assert fit is not None
+        loaded: list[str] = []
+        _reload(self, _split(self._titopool_source(), fit, loaded))
+        self._titopool_forget()
+        return {"loaded": len(loaded)}
+
+    @answers
+    def titopool_weights_drop(self, leaves: bool) -> None:
+        """Forgets the update; with `leaves` closes the communicator too."""
+        self._titopool_forget()
+        if leaves:
+            self._titopool_leave()
+
+    def _titopool_source(self) -> Iterator[tuple[str, Any]]:
+        if self._titopool_folder is None:
+            assert self._titopool_receiver is not None
+            yield from self._titopool_receiver.staged.items()
+            return
+        from safetensors import safe_open
+
+        for file in weight_files(self._titopool_folder):
+            with safe_open(file, framework="pt", device=str(self.device)) as opened:
+                yield from ((name, opened.get_tensor(name)) for name in opened.keys())  # noqa: SIM118
+
+    def _titopool_known(self) -> Catalogue:
+        if self._titopool_catalogue is None:
+            self._titopool_catalogue = catalogue_of(self.get_model(), self.model_config)
+        return self._titopool_catalogue
+
+    def _titopool_forget(self) -> None:
+        self._titopool_fit = self._titopool_folder = None
+        if self._titopool_receiver is not None:
+            self._titopool_receiver.drop()
+
+    def _titopool_leave(self) -> None:
+        receiver, self._titopool_receiver = self._titopool_receiver, None
+        if receiver is not None:
+            receiver.close()
+
+
+def _split(
+    tensors: Iterator[tuple[str, Any]], fit: Fit, loaded: list[str]
+) -> Iterator[tuple[str, Any]]:
+    """Under the checkpoint's names, without those that the model has no place for."""
+    ignored = set(fit.ignored)
+    for name, tensor in tensors:
+        if name in ignored:
+            continue
+        loaded.append(name)
+        begin = 0
+        for part, num_rows in fit.splits.get(name, ()):
+            yield part, tensor[begin : begin + num_rows]
+            begin += num_rows
+        if name not in fit.splits:
+            yield name, tensor
+
+
+def _reload(worker: Any, tensors: Iterator[tuple[str, Any]]) -> None:
+    import torch
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+    from vllm.model_executor.model_loader.reload import (
+        finalize_layerwise_reload,
+        initialize_layerwise_reload,
+    )
+
+    model = worker.get_model()
+    with torch.no_grad(), set_current_vllm_config(worker.vllm_config):
+        initialize_layerwise_reload(model)
+        model.load_weights(tensors)
+        finalize_layerwise_reload(model, worker.model_config)
+        if worker.device.type == "cpu":
+            # A head that shares the embedding's weights has a packed copy of them there.
+            for module in model.modules():
+                if isinstance(module, ParallelLMHead):
+                    module.quant_method.process_weights_after_loading(module)
+        reset = getattr(worker.model_runner, "reset_lora_state", None)
+        if reset is not None:
+            reset()
+    if worker.device.type == "cuda":
+        torch.cuda.synchronize(worker.device)

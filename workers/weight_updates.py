@@ -1,0 +1,388 @@
+"""A worker's part in weight updates, step by step.
+
+Runs in: each worker process, on its loop. Owns: the state (`workers/weight_state.py`). Talks to:
+the engine beside it (`workers/weight_engine.py`). Whatever fails before the model changes ends the
+communicator and leaves the old weights serving; what fails after it ends the worker.
+"""
+
+import asyncio
+import logging
+import time
+import uuid
+from collections.abc import Callable
+from typing import Any
+
+from titopool.commands import (
+    ApplyUpdate,
+    BeginFolder,
+    BeginUpdate,
+    FinishTensors,
+    JoinGroup,
+    PrepareUpdate,
+    ReceiveTensor,
+    TensorInfo,
+)
+from titopool.config import ServerConfig
+from titopool.errors import (
+    Conflict,
+    InvalidRequest,
+    WeightUpdateFailed,
+)
+from workers.ledger import Entry, Ledger
+from workers.liveness import answers
+from workers.pauses import Pauses
+from workers.steps import Result, Steps
+from workers.versions import Versions
+from workers.weight_checks import EndsOnError, checked_folder, refuse_split_layers
+from workers.weight_engine import WeightEngine
+from workers.weight_state import Phase, Update, WeightState
+
+logger = logging.getLogger(__name__)
+
+# Between two looks at how far the receiver is, at first and at most.
+FIRST_POLL_S = 0.002
+LONGEST_POLL_S = 0.05
+
+
+class Updates:
+    """Receives, checks and applies; one action at a time is accepted."""
+
+    def __init__(
+        self,
+        engine: Callable[[], WeightEngine],
+        versions: Versions,
+        pauses: Pauses,
+        config: ServerConfig,
+        ledger: Ledger,
+        *,
+        on_applied: Callable[[], None],
+        on_broken: Callable[[str], None],
+    ):
+        """`on_broken` gets the reason when the model is neither old nor new."""
+        self._engine_of = engine
+        self._versions = versions
+        self._pauses = pauses
+        self._config = config
+        self._ledger = ledger
+        self._on_applied = on_applied
+        self._on_broken = on_broken
+        self.state = WeightState(timeout_s=config.weight_update_timeout_s)
+        self.steps = Steps()
+        # A process that was started in place of one whose weights are gone: nothing is served.
+        self.is_waiting = False
+        self._accepting = asyncio.Lock()
+        self.joined: JoinGroup | None = None
+        # Of an update of TRL's client, by name.
+        self.announced: dict[str, TensorInfo] = {}
+
+    @property
+    def _engine(self) -> WeightEngine:
+        return self._engine_of()
+
+    @property
+    def timeout_s(self) -> float:
+        """The deadline of each step."""
+        return self._config.weight_update_timeout_s
+
+    # ---- the communicator ------------------------------------------------------------
+
+    async def join(self, action: JoinGroup) -> Result:
+        """Accepts a session; `AwaitStep("join", session)` tells when it is open."""
+        async with self._accepting:
+            takes_over = self.state.phase is not Phase.CLOSED and await self._is_left(action)
+            had_one = self.state.phase is not Phase.CLOSED
+            self.state.join(
+                action.session, action.protocol, time.monotonic(), takes_over=takes_over
+            )
+            if had_one:
+                logger.warning("session %s takes over from one that is left", action.session)
+            self.steps.cancel()
+            self.joined, self.announced = action, {}
+            try:
+                await self._pauses.end_update(self._engine)
+                await self._check_devices(action)
+                await self._call("join", self._group_args(action))
+            except BaseException as error:
+                await self.end(f"session {action.session} could not join: {error}")
+                raise
+            self.steps.start("join", action.session, self._finish_join(action.session))
+        return {}
+
+    def _group_args(self, action: JoinGroup) -> dict[str, Any]:
+        return {
+            "protocol": action.protocol, "backend": action.backend, "host": action.host,
+            "port": action.port, "rank": action.rank, "world_size": action.world_size,
+            "timeout_s": self.timeout_s,
+        }  # fmt: skip
+
+    async def _is_left(self, newcomer: JoinGroup) -> bool:
+        """Whether the session that is there has lost its trainer."""
+        there = self.joined
+        if there is None:
+            return True
+        if there.protocol == "titopool":
+            return not await answers(there.host, there.port)
+        # TRL's client leaves no trace when it dies: one on the same GPU takes its place at once,
+        # another when nothing has happened for the time that a step may take.
+        is_same = there.device_uuid == newcomer.device_uuid
+        return is_same or self.state.idle_s(time.monotonic()) > self.timeout_s
+
+    async def _check_devices(self, action: JoinGroup) -> None:
+        mine = await self._call("device")
+        if action.device_uuid and action.device_uuid in mine:
+            raise InvalidRequest(
+                f"client_device_uuid: expected a GPU that no worker uses, got {action.device_uuid}; "
+                "NCCL cannot send from a GPU to itself: give trainer and server different ones",
+                param="client_device_uuid",
+            )
+
+    async def _finish_join(self, session: str) -> Result:
+        async with self._ends_on_error(f"session {session} did not form"):
+            await self._poll(lambda status: bool(status["is_joined"]))
+            self.state.joined(session, time.monotonic())
+        return {}
+
+    async def leave(self, session: str | None) -> Result:
+        """Closes the communicator."""
+        async with self._accepting:
+            if session is None:
+                # TRL's client closes when it is asked to, and again at its end.
+                if self.state.protocol != "trl":
+                    return {}
+                session = self.state.session
+            self.state.leave(session)
+            if self.state.last_end:
+                logger.warning("session %s has ended: %s", session, self.state.last_end)
+            self.steps.cancel()
+            await self._call("drop", True)
+        return {}
+
+    # ---- an update -------------------------------------------------------------------
+
+    async def begin(self, action: BeginUpdate) -> Result:
+        """Checks the tensors and begins to receive them."""
+        async with self._accepting:
+            self.state.check_session("begin", action.session)
+            if action.is_partial:
+                self._check_base(action.num_updates)
+            names = [[one.name, one.dtype, one.shape] for one in action.tensors]
+            (fit, *_) = await self._call("check", names, action.is_partial)
+            refuse_split_layers(fit.pop("split_layers"))
+            update = self._update(action.update_id, action.version, action.num_updates)
+            self.state.begin(action.session, update, time.monotonic())
+            async with self._ends_on_error("the update did not begin"):
+                await self._call("announce", names, action.bucket_bytes)
+        return {"version": update.version, "num_updates": update.index - 1, **fit}
+
+    async def begin_folder(self, action: BeginFolder) -> Result:
+        """Checks what the folder holds."""
+        folder = checked_folder(action.folder, self._config.weights_root)
+        async with self._accepting:
+            self.state.check_resting("update_weights")
+            (fit, *_) = await self._call("check_folder", folder)
+            update = self._update(action.update_id, action.version, action.num_updates, folder)
+            self.state.begin_folder(update, time.monotonic())
+        return {"version": update.version, "num_updates": update.index - 1, **fit}
+
+    def _update(
+        self, update_id: str, version: int | None, num_updates: int, folder: str = ""
+    ) -> Update:
+        version = self.state.version + 1 if version is None else version
+        index = max(self.state.num_updates, num_updates) + 1
+        return Update(update_id, version, index, folder)
+
+    def _check_base(self, num_updates: int) -> None:
+        """A part of new weights fits only the weights that the pool has."""
+        if self.is_waiting or num_updates > self.state.num_updates:
+            raise Conflict(
+                "this worker was started again and has none of the weights that the others have; "
+                "send a complete update"
+            )
+
+    async def prepare(self, action: PrepareUpdate) -> Result:
+        """Accepts a commit; `AwaitStep("prepare", update)` tells when it may be applied."""
+        async with self._accepting:
+            self._pauses.check(action.policy)
+            update = self.state.prepare(action.update_id, time.monotonic())
+            self.steps.start("prepare", action.update_id, self.finish_prepare(action, update))
+        return {}
+
+    async def finish_prepare(self, action: PrepareUpdate, update: Update) -> Result:
+        """All of a prepare but its acceptance."""
+        result: Result = {}
+        async with self._ends_on_error("the update cannot be committed"):
+            if not update.folder:
+                await self._poll(lambda s: s["num_received"] == s["num_announced"])
+                if self.state.protocol == "trl":
+                    await self._check_announced()
+                if action.with_checksum or action.checksum is not None:
+                    result["checksum"] = await self._checksum(action.checksum)
+            await self._pauses.begin_update(self._engine, action.policy)
+            await self._engine.clear_caches()
+            self.state.prepared(update.update_id, time.monotonic())
+        return result
+
+    async def fit_of_announced(self) -> dict[str, Any]:
+        """What of the model is not in TRL's update under way: `missing`, and `split_layers`."""
+        names = [[one.name, one.dtype, one.shape] for one in self.announced.values()]
+        (fit, *_) = await self._call("check", names, True)
+        return dict(fit)
+
+    async def _check_announced(self) -> None:
+        fit = await self.fit_of_announced()
+        refuse_split_layers(fit["split_layers"])
+        if fit["missing"]:
+            self._check_base(0)
+
+    async def _checksum(self, expected: str | None) -> str:
+        found: set[str] = set(await self._call("checksum"))
+        if len(found) > 1 or (expected is not None and found != {expected}):
+            raise WeightUpdateFailed(
+                f"checksum: expected {expected or 'the same in all processes'}, got "
+                f"{', '.join(sorted(found))}; the tensors were changed on their way"
+            )
+        return found.pop()
+
+    async def apply(self, action: ApplyUpdate) -> Result:
+        """Begins to change the model; `AwaitStep("apply", update)` tells the end."""
+        async with self._accepting:
+            update = self.state.apply(action.update_id, time.monotonic())
+            self.steps.start("apply", action.update_id, self.finish_apply(update))
+        return {}
+
+    async def finish_apply(self, update: Update) -> Result:
+        """All of an apply but its acceptance."""
+        try:
+            async with asyncio.timeout(self.timeout_s):
+                progress = await self._engine.progress()
+                (result, *_) = await self._call("apply")
+        except Exception as error:
+            reason = f"weights were left half loaded: {type(error).__name__} {error}".strip()
+            logger.exception("version %d could not be loaded", update.version)
+            self._on_broken(reason)
+            raise WeightUpdateFailed(f"{reason}; the worker starts again") from error
+        self._take(update)
+        self._versions.switch(update.version, progress)
+        await self._pauses.end_update(self._engine)
+        self._on_applied()
+        return {"version": update.version, **result}
+
+    def _take(self, update: Update) -> None:
+        self.state.applied(update.update_id, time.monotonic())
+        self.is_waiting, self.announced = False, {}
+        self._ledger.write(Entry(update.version, update.index, update.folder))
+        logger.info("weights of version %d serve", update.version)
+
+    async def abort(self, update_id: str, reason: str) -> Result:
+        """Drops an update that is not being applied."""
+        async with self._accepting:
+            self.state.drop_update(update_id, reason)
+            await self._clean_up()
+        return {}
+
+    # ---- TRL's way -------------------------------------------------------------------
+
+    async def receive_tensor(self, action: ReceiveTensor) -> Result:
+        """Takes one more tensor; the first begins an update."""
+        tensor = action.tensor
+        described = [tensor.name, tensor.dtype, tensor.shape]
+        async with self._accepting:
+            if self.state.protocol != "trl":
+                raise Conflict(
+                    "update_named_param: expected init_communicator before it; "
+                    + self.state.describe()
+                )
+            if self.state.phase is Phase.JOINING:
+                # The client is in the group as soon as it can be, and does not ask.
+                await self.steps.wait("join", self.state.session)
+            if self.state.phase is Phase.RECEIVING:
+                self.state.touch(time.monotonic())
+            else:
+                update = self._update(uuid.uuid4().hex, action.version, action.num_updates)
+                self.state.begin(self.state.session, update, time.monotonic())
+                self.announced = {}
+            # A tensor that is refused leaves the update without it: it is dropped as a whole.
+            async with self._ends_on_error(f"{tensor.name} was refused"):
+                await self._call("check_one", described)
+                await self._call("announce", [described], 1)
+            self.announced[tensor.name] = tensor
+            update_now = self.state.update
+            assert update_now is not None
+        return {"version": update_now.version, "num_updates": update_now.index - 1}
+
+    async def finish_tensors(self, action: FinishTensors) -> Result:
+        """Accepts the end of an update; without one, the caches are cleared only."""
+        async with self._accepting:
+            if not self.steps.is_running("finish", "trl"):
+                step = self._commit_tensors() if self.has_tensors else self._clear_caches()
+                self.steps.start("finish", "trl", step)
+        return {}
+
+    @property
+    def has_tensors(self) -> bool:
+        """Whether an update of TRL's client is under way."""
+        return self.state.phase is Phase.RECEIVING and self.state.protocol == "trl"
+
+    async def _commit_tensors(self) -> Result:
+        update = self.state.update
+        if update is None or not self.has_tensors:
+            return {}
+        action = PrepareUpdate(update.update_id, "keep")
+        self.state.prepare(update.update_id, time.monotonic())
+        await self.finish_prepare(action, update)
+        self.state.apply(update.update_id, time.monotonic())
+        return await self.finish_apply(update)
+
+    async def _clear_caches(self) -> Result:
+        async with asyncio.timeout(self.timeout_s):
+            await self._engine.clear_caches()
+        return {}
+
+    # ---- ends ------------------------------------------------------------------------
+
+    def _ends_on_error(self, what: str) -> EndsOnError:
+        return EndsOnError(self.end, what, self.timeout_s)
+
+    async def end(self, reason: str) -> None:
+        """Ends update and communicator; the weights are as they were."""
+        if self.state.phase is Phase.APPLYING:
+            return
+        update = self.state.update
+        if update is not None and update.folder:
+            self.state.drop_update(update.update_id, reason)
+        elif self.state.phase is not Phase.CLOSED:
+            self.state.end(reason)
+        logger.warning("a weight update or its group has ended: %s", reason)
+        await self._clean_up()
+
+    async def _clean_up(self) -> None:
+        self.steps.cancel()
+        self.announced = {}
+        await self._call("drop", self.state.phase is Phase.CLOSED)
+        await self._pauses.end_update(self._engine)
+
+    # ---- the engine ------------------------------------------------------------------
+
+    async def _call(self, method: str, *args: Any) -> list[Any]:
+        async with asyncio.timeout(self.timeout_s):
+            return await self._engine.call(method, *args)
+
+    async def receiving(self) -> list[dict[str, Any]]:
+        """How far the receiver of each process is.
+
+        Raises:
+            WeightUpdateFailed: one has none, or it failed.
+        """
+        statuses = await self._call("status")
+        for status in statuses:
+            if status is None or status["error"]:
+                reason = "it is gone" if status is None else status["error"]
+                raise WeightUpdateFailed(f"the group failed: {reason}")
+        return statuses
+
+    async def _poll(self, is_there: Callable[[dict[str, Any]], bool]) -> None:
+        """Waits until `is_there` of all processes' receivers."""
+        pause_s = FIRST_POLL_S
+        while not all(is_there(status) for status in await self.receiving()):
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, LONGEST_POLL_S)
