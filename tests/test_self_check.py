@@ -37,6 +37,7 @@ HOLDERS = {
         "titopool/nccl.py",
         "workers/images.py",
         "workers/weight_catalogue.py",
+        "workers/weight_copy.py",
         "workers/weight_extension.py",
         "workers/weight_group.py",
         "workers/weight_receiver.py",

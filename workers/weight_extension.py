@@ -25,6 +25,7 @@ from workers.weight_catalogue import (
     shorten,
     weight_files,
 )
+from workers.weight_copy import CopyPlan, keeps_checkpoints_layout, load_and_learn
 from workers.weight_group import GroupArgs
 from workers.weight_receiver import Receiver
 
@@ -56,6 +57,7 @@ class WeightExtension:
     _titopool_catalogue: Catalogue | None = None
     _titopool_fit: Fit | None = None
     _titopool_folder: Path | None = None
+    _titopool_plan: CopyPlan | None = None
     # vLLM's worker has these.
     get_model: Any
     device: Any
@@ -141,7 +143,12 @@ class WeightExtension:
         fit = self._titopool_fit
         assert fit is not None
         loaded: list[str] = []
-        _reload(self, _split(self._titopool_source(), fit, loaded))
+        tensors = _split(self._titopool_source(), fit, loaded)
+        if self._titopool_folder is None and self._titopool_is_plain():
+            self._titopool_copy(dict(tensors))
+        else:
+            self._titopool_plan = None
+            _reload(self, tensors)
         self._titopool_forget()
         return {"loaded": len(loaded)}
 
@@ -162,6 +169,21 @@ class WeightExtension:
         for file in weight_files(self._titopool_folder):
             with safe_open(file, framework="pt", device=str(self.device)) as opened:
                 yield from ((name, opened.get_tensor(name)) for name in opened.keys())  # noqa: SIM118
+
+    def _titopool_is_plain(self) -> bool:
+        return keeps_checkpoints_layout(self.get_model(), self.model_config.quantization)
+
+    def _titopool_copy(self, tensors: dict[str, Any]) -> None:
+        import torch
+        from vllm.config import set_current_vllm_config
+
+        plan = self._titopool_plan
+        with torch.no_grad(), set_current_vllm_config(self.vllm_config):
+            if plan is not None and plan.fits(tensors):
+                plan.run(tensors)
+            else:
+                self._titopool_plan = load_and_learn(self.get_model(), tensors)
+        _settle(self)
 
     def _titopool_known(self) -> Catalogue:
         if self._titopool_catalogue is None:
@@ -215,8 +237,15 @@ def _reload(worker: Any, tensors: Iterator[tuple[str, Any]]) -> None:
             for module in model.modules():
                 if isinstance(module, ParallelLMHead):
                     module.quant_method.process_weights_after_loading(module)
-        reset = getattr(worker.model_runner, "reset_lora_state", None)
-        if reset is not None:
-            reset()
+    _settle(worker)
+
+
+def _settle(worker: Any) -> None:
+    """What is to be done behind both ways of loading."""
+    import torch
+
+    reset = getattr(worker.model_runner, "reset_lora_state", None)
+    if reset is not None:
+        reset()
     if worker.device.type == "cuda":
         torch.cuda.synchronize(worker.device)
