@@ -6,12 +6,12 @@ from workers.weight_copy import keeps_checkpoints_layout, load_and_learn
 
 
 class Fused(torch.nn.Module):
-    """q, k and v in one parameter, an embedding by itself."""
+    """q, k and v in one parameter, an embedding with room for more."""
 
     def __init__(self, *, scales: bool = False):
         super().__init__()
         self.qkv = torch.nn.Parameter(torch.zeros(8, 3))
-        self.embedding = torch.nn.Parameter(torch.zeros(5, 3, dtype=torch.bfloat16))
+        self.embedding = torch.nn.Parameter(torch.zeros(8, 3, dtype=torch.bfloat16))
         self._scales = scales
 
     def load_weights(self, weights):
@@ -19,7 +19,8 @@ class Fused(torch.nn.Module):
         for name, tensor in weights:
             if name == "embedding":
                 # Of a tensor twice as large: another part belongs to another process.
-                self.embedding.data.copy_(tensor.narrow(0, 5, 5))
+                self.embedding.data[:5].copy_(tensor.narrow(0, 5, 5))
+                self.embedding.data[5:].fill_(0)
             else:
                 first, end = rows[name]
                 self.qkv.data[first:end].copy_(tensor * 2 if self._scales else tensor)
@@ -66,6 +67,21 @@ def test_loaders_that_compute_are_not_learnt():
     model = Fused(scales=True)
     assert load_and_learn(model, tensors(0)) is None
     assert torch.equal(model.qkv[:4], tensors(0)["q"] * 2)
+
+
+def test_a_parameter_of_one_number_is_not_learnt():
+    class Scale(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = torch.nn.Parameter(torch.zeros(1))
+
+        def load_weights(self, weights):
+            for _, tensor in weights:
+                self.scale.data.fill_(tensor.item())
+
+    model = Scale()
+    assert load_and_learn(model, {"scale": torch.tensor([3.0])}) is None
+    assert model.scale.item() == 3.0
 
 
 def test_only_plain_layers_on_a_gpu_are_copied_into():

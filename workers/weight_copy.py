@@ -94,7 +94,7 @@ class _Watch:
         from torch.ops import aten
         from torch.utils._python_dispatch import TorchDispatchMode
 
-        watch = self
+        watch, padding = self, (aten.fill_.Scalar, aten.zero_.default)
 
         class Mode(TorchDispatchMode):  # type: ignore[misc]
             def __torch_dispatch__(
@@ -102,6 +102,9 @@ class _Watch:
             ) -> Any:
                 if func is aten.copy_.default:
                     watch.add(args[0], args[1])
+                elif func in padding and args[0].numel() != 1:
+                    # Always the same; a parameter of one number may be filled with a tensor's.
+                    pass
                 elif func._schema.is_mutable:
                     watch.is_plain = False
                 return func(*args, **(kwargs or {}))
