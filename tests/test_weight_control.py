@@ -231,7 +231,7 @@ def test_a_waiting_worker_takes_whole_updates_only(tmp_path: Path):
 
     worker = run(story, Worker(str(tmp_path)))
     assert not worker.control.is_waiting
-    written = json.loads((tmp_path / "weights-0").read_text())
+    written = json.loads((tmp_path / "worker-weights-0").read_text())
     assert (written["version"], written["num_updates"]) == (6, 4)
 
 
