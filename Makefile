@@ -17,7 +17,7 @@ FASTER = $(PIP) install --quiet $(CONSTRAINTS) -e '.[fast]' 2>/dev/null \
 	  || echo "no C compiler: gunicorn parses HTTP in Python, which costs a little more"
 INSTALLED = $(VENV)/.installed-$(PLATFORM)
 TOOLS = $(VENV)/.installed-tools
-.PHONY: help install tools serve test check format bench bench-front bench-images bench-weights bench-placement test-compose clean
+.PHONY: help install tools serve test check format bench bench-front bench-images bench-streams bench-weights bench-placement test-compose clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -44,12 +44,16 @@ $(VENV)/.installed-gpu: setup.cfg constraints/gpu.txt | $(VENV)/bin/python
 	$(FASTER)
 	touch $@
 
-# TRL's clients, which tests run unchanged: a folder for each version, without dependencies.
-$(TOOLS): $(INSTALLED)
+# Clients that tests run unchanged, in folders of their own and without dependencies: TRL's, each
+# version in one; and verifiers, which imports openai-agents, and that griffe, at its start. All
+# else that they import here has come with vLLM or is in the test extra.
+$(TOOLS): $(INSTALLED) Makefile
 	$(PIP) install --quiet $(CONSTRAINTS) -e '.[test]'
 	for version in 0.29.1 1.9.2; do \
 	  $(PIP) install --quiet --no-deps --upgrade --target $(VENV)/trl/$$version trl==$$version || exit 1; \
 	done
+	$(PIP) install --quiet --no-deps --upgrade --target $(VENV)/verifiers \
+	  verifiers==0.1.9.post3 openai-agents==0.24.0 griffelib==2.4.1
 	touch $@
 
 serve: install  ## serve MODEL=folder-or-hub-name (default: a tiny random demo model) with OPTIONS='--setting value …'
@@ -80,6 +84,9 @@ bench-front: tools  ## the front end and the wire alone, with stub engines (BENC
 
 bench-images: tools  ## images a second for one worker, and text requests beside them (BENCH=options, OUT=name)
 	$(BIN)/python -m benchmarks.images --out $(OUT)-images $(BENCH)
+
+bench-streams: tools  ## streams at once, beside vLLM's server (BENCH=options, OUT=name)
+	$(BIN)/python -m benchmarks.streams --out $(OUT)-streams $(BENCH)
 
 bench-weights: tools  ## seconds of a weight update, a bare broadcast and TRL's client (BENCH=options, OUT=name); two GPUs or more
 	$(BIN)/python -m benchmarks.weight_update --trl $(VENV)/trl/1.9.2 --out $(OUT)-weights $(BENCH)

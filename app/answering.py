@@ -3,7 +3,8 @@
 import itertools
 import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import msgspec
@@ -19,7 +20,7 @@ from app.request import Request
 from app.schemas import SAMPLING_FIELDS, SamplingBody, explain
 from app.service import Service
 from titopool.errors import ClientGone, DeadlinePassed, InvalidRequest
-from titopool.messages import Completed, Job, WorkerFacts
+from titopool.messages import ChatParsing, Completed, Job, WorkerFacts, encode
 from titopool.prefixes import prompt_hashes
 from titopool.sampling import (
     SERVER_SET_FIELDS,
@@ -62,12 +63,35 @@ def answer(
 
 
 def generate(
-    service: Service, prompts: Sequence[Prompt], options: SamplingOptions, deadline: float
+    service: Service,
+    prompts: Sequence[Prompt],
+    options: SamplingOptions,
+    deadline: float,
+    *,
+    chat: ChatParsing | None = None,
 ) -> list[Completed]:
     """The results of all prompts, in order.
 
     Raises:
         TitopoolError: why the request failed.
+    """
+    request = Request(checked_jobs(service, prompts, options, chat=chat))
+    run(service, request, deadline)
+    return request.completed()
+
+
+def checked_jobs(
+    service: Service,
+    prompts: Sequence[Prompt],
+    options: SamplingOptions,
+    *,
+    chat: ChatParsing | None = None,
+    is_streamed: bool = False,
+) -> list[Job]:
+    """One job for each prompt, in order, that a worker can run now.
+
+    Raises:
+        TitopoolError: images do not fit a prompt, or no worker is ready.
     """
     facts = service.link.facts
     check_placeholders(
@@ -75,9 +99,20 @@ def generate(
     )
     jobs = make_jobs(prompts, options, facts, with_prefixes=service.link.needs_prefixes)
     service.link.check_ready()
-    request = Request(jobs)
-    run(service, request, deadline)
-    return request.completed()
+    if chat is not None or is_streamed:
+        encoded = b"" if chat is None else _encode_chat(chat)
+        jobs = [msgspec.structs.replace(job, chat=encoded, is_streamed=is_streamed) for job in jobs]
+    return jobs
+
+
+def _encode_chat(chat: ChatParsing) -> bytes:
+    try:
+        return encode(chat)
+    except (OverflowError, RecursionError, UnicodeEncodeError) as error:
+        raise InvalidRequest(
+            f"tools, chat_template_kwargs: expected numbers of 64 bits at most, got others: {error}",
+            param="tools",
+        ) from None
 
 
 def respond(reply: bytes, mimetype: str) -> Response:
@@ -91,22 +126,29 @@ def run(service: Service, request: Request, deadline: float) -> None:
 
     It ends at `deadline` (monotonic seconds), and when the client hangs up.
     """
+    with submitted(service, request):
+        if not request.wait(deadline - time.monotonic()):
+            service.link.cancel(request, deadline_passed(service))
+
+
+@contextmanager
+def submitted(service: Service, request: Request) -> Iterator[None]:
+    """Submits `request`, and cancels it when the client hangs up within the block."""
 
     def on_client_gone() -> None:
         service.link.cancel(request, ClientGone("the client closed its connection"))
 
-    client = http_request.environ.get("gunicorn.socket")
-    with watching(client, on_client_gone):
+    with watching(http_request.environ.get("gunicorn.socket"), on_client_gone):
         service.link.submit(request)
-        if not request.wait(deadline - time.monotonic()):
-            limit_s = service.config.request_timeout_s
-            service.link.cancel(
-                request,
-                DeadlinePassed(
-                    f"the request did not end within {limit_s:g} s; ask for fewer tokens at once or "
-                    "raise request_timeout_s"
-                ),
-            )
+        yield
+
+
+def deadline_passed(service: Service) -> DeadlinePassed:
+    """What a request gets that did not end in time."""
+    return DeadlinePassed(
+        f"the request did not end within {service.config.request_timeout_s:g} s; ask for fewer tokens "
+        "at once or raise request_timeout_s"
+    )
 
 
 def sampling_options(body: SamplingBody, facts: WorkerFacts) -> SamplingOptions:

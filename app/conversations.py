@@ -4,12 +4,15 @@ Follows what vLLM's server does before it renders: content as parts for template
 parts, else as one text; arguments of tool calls as objects.
 """
 
+import logging
 from typing import Any, NamedTuple
 
 import msgspec
 
 from app.schemas import Message
 from titopool.errors import InvalidRequest
+
+logger = logging.getLogger(__name__)
 
 
 class Conversation(NamedTuple):
@@ -65,6 +68,28 @@ def flat_content(messages: list[Message], place: str) -> list[Message]:
     return flat
 
 
+def as_system(messages: list[Message]) -> list[Message]:
+    """The same for a template without a developer's role: his messages are the system's.
+
+    All of those make up one at the beginning, where templates want it.
+    """
+    if not any(message["role"] == "developer" for message in messages):
+        return messages
+    is_of_system = [message["role"] in ("developer", "system") for message in messages]
+    first = [message for message, it_is in zip(messages, is_of_system, strict=True) if it_is]
+    others = [message for message, it_is in zip(messages, is_of_system, strict=True) if not it_is]
+    if len(first) == 1 and is_of_system[0]:
+        return [{**first[0], "role": "system"}, *others]
+    texts = [_text_of(message.get("content")) for message in first]
+    return [{"role": "system", "content": "\n\n".join(filter(None, texts))}, *others]
+
+
+def _text_of(content: Any) -> str:
+    if isinstance(content, list):
+        return "\n".join(part["text"] for part in content if part["type"] == "text")
+    return content or ""
+
+
 def _read_message(message: Message, place: str, images: list[str]) -> Message:
     if not isinstance(message.get("role"), str):
         raise _wrong(f"{place}.role", "a text", message.get("role"))
@@ -79,9 +104,32 @@ def _read_message(message: Message, place: str, images: list[str]) -> Message:
         ]
     elif content is not None:
         raise _wrong(f"{place}.content", "a text or a list of parts", content)
+    if message["role"] == "assistant":
+        _complete_assistant(read)
+    elif message["role"] == "tool":
+        _flatten_tool_answer(read)
     if message.get("tool_calls"):
         read["tool_calls"] = _read_tool_calls(message["tool_calls"], f"{place}.tool_calls")
     return read
+
+
+def _complete_assistant(message: Message) -> None:
+    """What templates take for granted: content beside calls, reasoning under both of its names."""
+    if message.get("content") is None:
+        message["content"] = []
+    if not message.get("tool_calls"):
+        message.pop("tool_calls", None)
+    names = ("reasoning", "reasoning_content")
+    reasoning = next((message[one] for one in names if message.get(one) is not None), None)
+    if reasoning is not None:
+        message |= dict.fromkeys(names, reasoning)
+
+
+def _flatten_tool_answer(message: Message) -> None:
+    """One text: even templates that read parts read none of a tool's."""
+    parts = message.get("content")
+    if isinstance(parts, list) and all(part["type"] == "text" for part in parts):
+        message["content"] = "\n".join(part["text"] for part in parts)
 
 
 def _read_part(part: Any, place: str, images: list[str]) -> dict[str, str]:
@@ -121,8 +169,14 @@ def _read_tool_calls(calls: Any, place: str) -> list[dict[str, Any]]:
             try:
                 arguments = msgspec.json.decode(arguments or "{}")
             except (msgspec.DecodeError, RecursionError):
-                raise _wrong(f"{place}[{index}].function.arguments", "JSON", arguments) from None
-        read.append({**call, "function": {**function, "arguments": arguments or {}}})
+                arguments = None
+            if not isinstance(arguments, dict):
+                # A slip of the model: refused here, the conversation could never go on.
+                logger.warning(
+                    "%s[%d]: arguments that are no object are rendered as {}", place, index
+                )
+        is_object = isinstance(arguments, dict)
+        read.append({**call, "function": {**function, "arguments": arguments if is_object else {}}})
     return read
 
 

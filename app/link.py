@@ -25,7 +25,7 @@ from titopool import messages
 from titopool.commands import CommandDone
 from titopool.config import ServerConfig
 from titopool.errors import NoReadyWorker, QueueFull, TitopoolError
-from titopool.messages import Heartbeat, Load, Results, Stopping, WorkerFacts
+from titopool.messages import Failed, Heartbeat, Load, Results, Stopping, WorkerFacts
 
 logger = logging.getLogger(__name__)
 
@@ -157,6 +157,13 @@ class Link:
             # Others may have waited for its place.
             self._wake.set()
 
+    def report_drift(self, *, has_drifted: bool) -> None:
+        """Has a comparison of messages with ids counted, by any worker: /metrics sums them."""
+        for view in self._views:
+            if view.heartbeat is not None:
+                self._send(view.endpoint, messages.Drift(1, int(has_drifted)))
+                return
+
     # ---- the link's greenlet ---------------------------------------------------------
 
     def _run(self) -> None:
@@ -229,8 +236,14 @@ class Link:
     def _send_assignments(self) -> None:
         for worker, jobs in self._pool.assign():
             assert worker.heartbeat is not None
-            message = messages.Generate(worker.heartbeat.incarnation, jobs)
-            self._send(worker.endpoint, message)
+            try:
+                self._send(worker.endpoint, messages.Generate(worker.heartbeat.incarnation, jobs))
+            except (UnicodeEncodeError, OverflowError, TypeError, RecursionError):
+                # Handlers encode what clients send; what slips through ends, and nothing else.
+                logger.exception("jobs cannot be encoded")
+                text = "the front end could not send it on; its log has the reason"
+                failed = [Failed(job.job_id, job.attempt, TitopoolError.code, text) for job in jobs]
+                self._pool.on_results(worker.endpoint, failed)
 
     def _send(self, endpoint: str, message: messages.ToWorker) -> None:
         if endpoint in self._wires:

@@ -1,6 +1,6 @@
 """The bodies of OpenAI's routes: fields of the route, and vLLM's sampling options beside them."""
 
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -13,15 +13,22 @@ from titopool.sampling import (
     UNSUPPORTED_FIELDS,
     PositiveCount,
     SamplingOptions,
-    check_sampling,
 )
 
 # Known and of no effect here: what a client says of itself.
 IGNORED = frozenset(("user", "metadata", "store", "service_tier", "safety_identifier",
-                     "prompt_cache_key", "parallel_tool_calls", "request_id"))  # fmt: skip
+                     "prompt_cache_key", "request_id", "session_id"))  # fmt: skip
 # Of log-probabilities at each token.
 Entries = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 _read_json = msgspec.json.Decoder(dict[str, Any]).decode
+
+
+class StreamOptions(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """What a stream tells beside its text."""
+
+    # A last chunk with the usage; with the other, every chunk has the usage so far.
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
 
 
 class RouteFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -33,6 +40,9 @@ class RouteFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
     response_format: dict[str, Any] | None = None
+    prompt_logprobs: Entries | None = None
+    stream: bool = False
+    stream_options: StreamOptions | None = None
 
 
 class CompletionsFields(RouteFields, forbid_unknown_fields=True, kw_only=True):
@@ -57,14 +67,32 @@ class ChatFields(RouteFields, forbid_unknown_fields=True, kw_only=True):
     chat_template_kwargs: dict[str, Any] = {}
     add_generation_prompt: bool = True
     continue_final_message: bool = False
+    # None: "auto" with tools, "none" without.
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool = True
+    include_reasoning: bool = True
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = (
+        None
+    )
+
+    def __post_init__(self) -> None:
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError("top_logprobs: expected logprobs to be true with it")
 
 
-# What is not done yet, or never; each with the values that ask for nothing.
+# Not taken; each with the values that ask for nothing.
 REFUSED: dict[str, tuple[Any, ...]] = {
-    "stream": (False,), "stream_options": (), "echo": (False,), "suffix": ("",), "best_of": (1,),
-    "prompt_logprobs": (), "logprob_token_ids": (), "tool_choice": ("none", "auto"), "functions": (), "function_call": (),
-    "modalities": (["text"],), "audio": (), "prediction": (), "chat_template": (), "documents": (),
-    "use_beam_search": (False,),
+    # OpenAI's.
+    "audio": (), "best_of": (1,), "echo": (False,), "function_call": (), "functions": (),
+    "modalities": (["text"],), "prediction": (), "suffix": ("",), "verbosity": (),
+    "web_search_options": (),
+    # vLLM's. A template that a client sends would run here.
+    "add_special_tokens": (False,), "chat_template": (), "documents": (), "ec_transfer_params": (),
+    "kv_transfer_params": (), "length_penalty": (1.0,), "logprob_token_ids": (),
+    "media_io_kwargs": (), "mm_payload": ("tensors",), "priority": (0,), "prompt_embeds": (),
+    "return_assistant_tokens_mask": (False,), "return_mm_kwargs": (), "return_prompt_text": (False,), "return_token_offsets": (False,),
+    "truncate_prompt_tokens": (), "truncation_side": (), "use_beam_search": (False,),
+    "vllm_xargs": (),
 }  # fmt: skip
 Fields = TypeVar("Fields", bound=RouteFields)
 
@@ -90,21 +118,39 @@ def read(
         else:
             of_sampling[name] = value
     fields = _converted(of_route, fields_type)
-    if fields.model is not None and fields.model != facts.model:
-        raise ModelNotFound(
-            f"model: expected {facts.model!r}, the one that is served, got {fields.model!r}",
-            param="model",
-        )
+    check_model(fields.model, facts)
     if fields.response_format is not None:
         of_sampling |= _structured(fields.response_format, of_sampling)
     options = _converted(of_sampling, SamplingOptions)
     options.detokenize = True
+    options.prompt_logprobs = fields.prompt_logprobs
+    _check_stream(fields)
     return fields, options
 
 
-def checked(options: SamplingOptions, facts: WorkerFacts) -> SamplingOptions:
-    check_sampling(options, facts)
-    return options
+def check_model(name: str | None, facts: WorkerFacts) -> None:
+    """Refuses the name of another model; None names none.
+
+    Raises:
+        ModelNotFound: it is not the one that is served.
+    """
+    if name is not None and name != facts.model:
+        raise ModelNotFound(
+            f"model: expected {facts.model!r}, the one that is served, got {name!r}", param="model"
+        )
+
+
+def _check_stream(fields: RouteFields) -> None:
+    if fields.stream_options is not None and not fields.stream:
+        raise InvalidRequest(
+            "stream_options: expected none without stream; set stream or leave them out",
+            param="stream_options",
+        )
+    if fields.stream and fields.prompt_logprobs is not None:
+        raise InvalidRequest(
+            "prompt_logprobs: expected none with stream, whose chunks have no place for them",
+            param="prompt_logprobs",
+        )
 
 
 def _decoded(body: bytes) -> dict[str, Any]:

@@ -1,53 +1,36 @@
 """Log-probabilities in OpenAI's two shapes."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
 from app.replies import nested_logprobs
-from titopool.messages import Completion
+from app.token_texts import TextsAt, TokenTexts
+from titopool.messages import Completed, Completion
 
 # JSON has no infinity; vLLM's server writes this for it.
 LEAST = -9999.0
 
 
-class TokenTexts:
-    """The text of single tokens; made for all ids of an answer at once."""
+def of_completion(
+    completion: Completion, texts: TokenTexts, k: int, before: Sequence[int] = (), offset: int = 0
+) -> dict[str, Any]:
+    """`logprobs` of a choice of /v1/completions.
 
-    def __init__(self, texts: dict[int, str], *, as_ids: bool):
-        self._texts = texts
-        self._as_ids = as_ids
-
-    def __getitem__(self, token_id: int) -> str:
-        return f"token_id:{token_id}" if self._as_ids else self._texts[token_id]
-
-
-def ids_to_decode(completions: Iterable[Completion]) -> list[int]:
-    """Every id that the log-probabilities of an answer name."""
-    found: set[int] = set()
-    for one in completions:
-        if one.logprobs is not None:
-            ids = one.logprobs.token_ids or one.token_ids
-            found.update(np.unique(np.frombuffer(ids, np.int32)).tolist())
-    return sorted(found)
-
-
-def decode_each(tokenizer: Any, ids: list[int]) -> dict[int, str]:
-    return {token_id: tokenizer.decode([token_id]) for token_id in ids}
-
-
-def of_completion(completion: Completion, texts: TokenTexts, k: int) -> dict[str, Any]:
-    """`logprobs` of a choice of /v1/completions."""
-    tokens, values, best, offsets, offset = [], [], [], [], 0
-    for token_id, entries in _positions(completion):
-        token = texts[token_id]
+    Args:
+        before: the last ids of the choice before this piece of it.
+        offset: that of its first character.
+    """
+    at = texts.of_completion(completion, before)
+    tokens, values, best, offsets = [], [], [], []
+    for end, (token_id, entries) in enumerate(_positions(completion), len(before)):
+        token = at.shown(end, token_id)
         tokens.append(token)
         values.append(_value(entries[token_id]))
-        kept = list(entries.items())[: max(k, 1)]
-        best.append(
-            {texts[one]: _value(value) for one, value in (*kept, (token_id, entries[token_id]))}
-        )
+        # The sampled one first: where two have one text, the last counts, as in vLLM's server.
+        kept = list(({token_id: entries[token_id]} | entries).items())[: k + 1]
+        best.append({at.shown(end, one): _value(value) for one, value in kept})
         offsets.append(offset)
         offset += len(token)
     return {
@@ -55,19 +38,46 @@ def of_completion(completion: Completion, texts: TokenTexts, k: int) -> dict[str
     }  # fmt: skip
 
 
-def of_chat(completion: Completion, texts: TokenTexts, k: int) -> dict[str, Any]:
-    """`logprobs` of a choice of /v1/chat/completions."""
+def of_chat(
+    completion: Completion, texts: TokenTexts, k: int, before: Sequence[int] = ()
+) -> dict[str, Any]:
+    """`logprobs` of a choice of /v1/chat/completions; `before` as above."""
+    at = texts.of_completion(completion, before)
     content = []
-    for token_id, entries in _positions(completion):
-        content.append(
-            {
-                **_entry(texts[token_id], entries[token_id]),
-                "top_logprobs": [
-                    _entry(texts[one], value) for one, value in list(entries.items())[:k]
-                ],
-            }
-        )
+    for end, (token_id, entries) in enumerate(_positions(completion), len(before)):
+        sampled = _entry(at, end, token_id, entries[token_id])
+        # Those of its text, whatever stands for it.
+        sampled["bytes"] = list(at.text(end, token_id).encode())
+        best = [_entry(at, end, one, value) for one, value in list(entries.items())[:k]]
+        content.append(sampled | {"top_logprobs": best})
     return {"content": content}
+
+
+def of_prompt(result: Completed, prompt_ids: np.ndarray, k: int, texts: TokenTexts) -> list[Any]:
+    """vLLM's `prompt_logprobs`: at each token its own and the best `k`; none at the first."""
+    packed = result.prompt_logprobs
+    assert packed is not None
+    values, ids, ranks = (
+        np.frombuffer(array, kind).reshape(-1, k + 1).tolist()
+        for array, kind in (
+            (packed.values, np.float32),
+            (packed.token_ids, np.int32),
+            (packed.ranks, np.int32),
+        )
+    )
+    at = texts.of_prompt(result, prompt_ids, k + 1)
+    positions: list[Any] = [
+        {
+            str(token_id): {
+                "logprob": _value(value),
+                "rank": rank,
+                "decoded_token": at.text(end, int(token_id)),
+            }
+            for token_id, value, rank in zip(*row, strict=True)
+        }
+        for end, row in enumerate(zip(ids, values, ranks, strict=True), 1)
+    ]
+    return [None, *positions] if len(prompt_ids) else []
 
 
 def _positions(completion: Completion) -> Iterable[tuple[int, dict[int, float]]]:
@@ -78,7 +88,8 @@ def _positions(completion: Completion) -> Iterable[tuple[int, dict[int, float]]]
         yield token_id, dict(zip(row_ids.tolist(), row.tolist(), strict=True))
 
 
-def _entry(token: str, value: float) -> dict[str, Any]:
+def _entry(at: TextsAt, end: int, token_id: int, value: float) -> dict[str, Any]:
+    token = at.shown(end, token_id)
     return {"token": token, "logprob": _value(value), "bytes": list(token.encode())}
 
 

@@ -20,12 +20,17 @@ from app.placement import ByPrefix, Policy
 from app.prefix_index import PrefixIndex, as_integers
 from app.request import Request
 from titopool.errors import ERRORS_BY_CODE, GenerationFailed, NoReadyWorker, TitopoolError
-from titopool.messages import NO_LOAD, Completed, Failed, Heartbeat, Job, Load, WorkerFacts
+from titopool.messages import NO_LOAD, Completed, Failed, Heartbeat, Job, Load, Part, WorkerFacts
 
 logger = logging.getLogger(__name__)
 
 # A job is sent to a second worker when the first dies, and to no third.
 MAX_DEATHS = 2
+# Of the workers' engines, which must be alike.
+COMPARED_FACTS = (
+    "model", "vocab_size", "max_model_len", "max_logprobs", "world_size", "tool_call_parser",
+    "reasoning_parser",
+)  # fmt: skip
 # Jobs sent ahead of free places in the engine, so that it never waits for the next one.
 WINDOW_FACTOR = 1.25
 
@@ -180,7 +185,7 @@ class Pool:
         for other in self.workers.values():
             if other.endpoint == endpoint or other.facts is None:
                 continue
-            for name in ("model", "vocab_size", "max_model_len", "max_logprobs", "world_size"):
+            for name in COMPARED_FACTS:
                 mine, theirs = getattr(facts, name), getattr(other.facts, name)
                 if mine != theirs:
                     return f"its {name} is {mine}, that of {other.endpoint} is {theirs}"
@@ -215,6 +220,16 @@ class Pool:
                 ),
             )
             return
+        if open_job.request.has_parts(open_job.index):
+            # It would sample other tokens than those that the client has.
+            self._fail(
+                open_job,
+                GenerationFailed(
+                    f"prompts[{open_job.index}]: its worker is gone amid the stream ({reason}); send "
+                    "the request again"
+                ),
+            )
+            return
         again = msgspec.structs.replace(open_job.job, attempt=open_job.job.attempt + 1)
         # To the front: it has waited longest.
         self.waiting.appendleft(dataclasses.replace(open_job, job=again, num_deaths=num_deaths))
@@ -244,12 +259,15 @@ class Pool:
             assignment.jobs.append(open_job.job)
         return list(chosen.values())
 
-    def on_results(self, endpoint: str, results: Iterable[Completed | Failed]) -> None:
+    def on_results(self, endpoint: str, results: Iterable[Completed | Failed | Part]) -> None:
         """Hands results to their requests; drops those of an attempt that was lost."""
         worker = self.workers[endpoint]
         for result in results:
             open_job = worker.jobs.get(result.job_id)
             if open_job is None or open_job.job.attempt != result.attempt:
+                continue
+            if isinstance(result, Part):
+                open_job.request.add_part(open_job.index, result)
                 continue
             worker.remove(result.job_id)
             if isinstance(result, Failed):

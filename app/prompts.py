@@ -113,9 +113,12 @@ def checked_ids(ids: list[int], place: str, vocab_size: int) -> np.ndarray:
 def check_length(num_tokens: int, place: str, max_model_len: int) -> None:
     """Refuses a prompt that leaves no room for a token."""
     if num_tokens >= max_model_len:
+        # "exceeds the model's context length": verifiers looks for these words to end a rollout
+        # as too long, not as failed.
         raise PromptTooLong(
             f"{place}: expected at most {max_model_len - 1} tokens, one less than the "
-            f"model's {max_model_len} (max_model_len), got {num_tokens}; shorten the prompt or set "
+            f"model's {max_model_len} (max_model_len), got {num_tokens}, which exceeds the model's "
+            "context length; shorten the prompt or, on a route that takes it, set "
             "truncate_prompt_tokens",
             param=place.partition("[")[0],
         )

@@ -3,7 +3,7 @@
 import re
 from typing import Any, NamedTuple
 
-from app.conversations import flat_content
+from app.conversations import as_system, flat_content
 from app.schemas import Message
 from titopool.errors import InvalidRequest, TitopoolError
 
@@ -15,6 +15,7 @@ RESERVED = frozenset(
      "tokenizer_kwargs", "add_generation_prompt", "continue_final_message")
 )  # fmt: skip
 _PROBE = "titopool"
+_KNOWS_DEVELOPER = re.compile("""["']developer["']""")
 _PRINTED = re.compile(r"""['"]text['"]\s*:\s*['"]""" + _PROBE)
 
 
@@ -60,6 +61,8 @@ def render_all(tokenizer: Any, chats: list[Chat]) -> list[list[int]]:
 
 def _render(tokenizer: Any, chat: Chat, reads_parts: bool) -> str:
     messages = chat.messages if reads_parts else flat_content(chat.messages, chat.place)
+    if not _KNOWS_DEVELOPER.search(str(tokenizer.chat_template)):
+        messages = as_system(messages)
     try:
         text: str = tokenizer.apply_chat_template(
             messages,

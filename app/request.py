@@ -3,10 +3,13 @@
 Made by a handler, which waits; completed or failed by the link.
 """
 
+from collections import deque
+from typing import NamedTuple
+
 from gevent.event import Event
 
 from titopool.errors import TitopoolError
-from titopool.messages import Completed, Job
+from titopool.messages import Completed, Job, Part
 
 
 class Request:
@@ -23,6 +26,13 @@ class Request:
     def is_done(self) -> bool:
         """Whether the end has come: all jobs are complete, or one has failed."""
         return bool(self._done.is_set())
+
+    def add_part(self, index: int, part: Part) -> None:
+        """Records what job `index` made meanwhile; only a streamed one makes parts."""
+
+    def has_parts(self, index: int) -> bool:
+        """Whether the client may have seen something of job `index`: it cannot begin anew."""
+        return False
 
     def complete(self, index: int, result: Completed) -> None:
         """Records the result of job `index`; does nothing after the end."""
@@ -54,3 +64,52 @@ class Request:
         if self.error is not None:
             raise self.error
         return [result for result in self.results if result is not None]
+
+
+class PartOfJob(NamedTuple):
+    """A part and the index of its job in the request."""
+
+    job_index: int
+    part: Part
+
+
+class StreamedRequest(Request):
+    """One whose parts are read as they come."""
+
+    def __init__(self, jobs: list[Job]):
+        super().__init__(jobs)
+        self._parts: deque[PartOfJob] = deque()
+        self._begun: set[int] = set()
+        # Set when there is something to read, or the end has come.
+        self._news = Event()
+
+    def add_part(self, index: int, part: Part) -> None:
+        if not self.is_done:
+            self._begun.add(index)
+            self._parts.append(PartOfJob(index, part))
+            self._news.set()
+
+    def has_parts(self, index: int) -> bool:
+        return index in self._begun
+
+    def complete(self, index: int, result: Completed) -> None:
+        super().complete(index, result)
+        if self.is_done:
+            self._news.set()
+
+    def fail(self, error: TitopoolError) -> bool:
+        has_failed = super().fail(error)
+        self._news.set()
+        return has_failed
+
+    def wait_for_news(self, timeout_s: float) -> bool:
+        """Blocks until there are parts or the end has come; returns whether so."""
+        return bool(self._news.wait(timeout_s))
+
+    def take_parts(self) -> list[PartOfJob]:
+        """All parts that have come since the last call, in order."""
+        taken = list(self._parts)
+        self._parts.clear()
+        if not self.is_done:
+            self._news.clear()
+        return taken

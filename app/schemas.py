@@ -126,10 +126,14 @@ def decode_body(body: bytes, decoder: msgspec.json.Decoder[Body]) -> Body:
         raise InvalidRequest(f"expected a body in JSON, got something else: {error}") from None
 
 
-def explain(error: msgspec.ValidationError) -> str:
-    """msgspec's message with the place in front: `prompts[3][17]: expected …`."""
+def explain(error: msgspec.ValidationError, within: str = "") -> str:
+    """msgspec's message with the place in front: `prompts[3][17]: expected …`.
+
+    Args:
+        within: where the value stands that was converted, if not at the top.
+    """
     text, _, path = str(error).partition(" - at `")
-    place = path.rstrip("`").removeprefix("$").removeprefix(".")
+    place = (within + path.rstrip("`").removeprefix("$")).removeprefix(".")
     text = text[:1].lower() + text[1:]
     return f"{place}: {text}" if place else text
 

@@ -1,4 +1,4 @@
-"""What the handlers of one front-end process share: settings, link, tokenizer."""
+"""What the handlers of one front-end process share: settings, link, tokenizer, drift."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from flask import current_app
 from gevent.monkey import is_module_patched
 
+from app.drift import DriftWatch
 from app.link import Link
 from app.tokenizer import TokenizerLoader
 from titopool.config import ServerConfig
@@ -20,6 +21,7 @@ class Service:
         self.config = config
         self.link = Link(config, endpoints_of(config))
         self.tokenizer = TokenizerLoader()
+        self.drift = DriftWatch(self.link, self.tokenizer)
         self._num_open = 0
 
     def start(self) -> None:

@@ -8,6 +8,7 @@ from flask import request as http_request
 
 from app.conversations import read_conversation
 from app.health import json_response
+from app.openai_bodies import check_model
 from app.rendering import Chat, check_template_kwargs, render_all
 from app.schemas import (
     DETOKENIZE_BODY,
@@ -17,6 +18,7 @@ from app.schemas import (
 )
 from app.service import Service, current_service
 from app.tokenizer import encode_all
+from app.tools import as_templates_get_them
 from titopool.errors import InvalidRequest
 
 blueprint = Blueprint("tokenize", __name__)
@@ -27,11 +29,12 @@ Result = TypeVar("Result")
 def tokenize() -> Response:
     """The ids of a text or of messages, as a generating route would use them."""
     service = current_service()
-    body = decode_body(http_request.get_data(cache=False), TOKENIZE_BODY)
-    ids = _ids_of(service, body)
-    strings = None
-    if body.return_token_strs:
-        strings = _use_tokenizer(service, token_strings, ids)
+    with service.place():
+        body = decode_body(http_request.get_data(cache=False), TOKENIZE_BODY)
+        ids = _ids_of(service, body)
+        strings = None
+        if body.return_token_strs:
+            strings = _use_tokenizer(service, token_strings, ids)
     facts = service.link.facts
     return json_response(
         {
@@ -47,18 +50,21 @@ def tokenize() -> Response:
 def detokenize() -> Response:
     """The text of token ids, special tokens included."""
     service = current_service()
-    tokens = decode_body(http_request.get_data(cache=False), DETOKENIZE_BODY).tokens
-    size = service.link.facts.vocab_size
-    for index, token_id in enumerate(tokens):
-        if not 0 <= token_id < size:
-            raise InvalidRequest(
-                f"tokens[{index}]: expected a token id in [0, {size}), got {token_id}",
-                param="tokens",
-            )
-    return json_response({"prompt": _use_tokenizer(service, decode, tokens)})
+    with service.place():
+        body = decode_body(http_request.get_data(cache=False), DETOKENIZE_BODY)
+        check_model(body.model, service.link.facts)
+        tokens, size = body.tokens, service.link.facts.vocab_size
+        for index, token_id in enumerate(tokens):
+            if not 0 <= token_id < size:
+                raise InvalidRequest(
+                    f"tokens[{index}]: expected a token id in [0, {size}), got {token_id}",
+                    param="tokens",
+                )
+        return json_response({"prompt": _use_tokenizer(service, decode, tokens)})
 
 
 def _ids_of(service: Service, body: TokenizeBody) -> list[int]:
+    check_model(body.model, service.link.facts)
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequest("expected either prompt or messages", param="prompt")
     if body.prompt is not None:
@@ -79,7 +85,7 @@ def _ids_of(service: Service, body: TokenizeBody) -> list[int]:
     chat = Chat(
         read_conversation(body.messages or [], "messages").messages,
         "messages",
-        body.tools,
+        as_templates_get_them(body.tools) or None,
         body.chat_template_kwargs,
         body.add_generation_prompt,
         body.continue_final_message,

@@ -33,6 +33,8 @@ class TokenizerLoader:
         self._thread: ThreadPool | None = None
         # The tokenizer, once it is there.
         self._loaded: AsyncResult | None = None
+        # Of single tokens, by their ids: those that answers have named so far.
+        self.token_texts: dict[int, str] = {}
 
     def use(
         self, function: Callable[..., Result], *arguments: Any, facts: WorkerFacts, timeout_s: float
@@ -50,6 +52,15 @@ class TokenizerLoader:
         if error is not None:
             raise error
         return cast("Result", result)
+
+    def prepare(self, facts: WorkerFacts, *, timeout_s: float) -> None:
+        """Loads the tokenizer unless it is there.
+
+        Raises:
+            NoReadyWorker: it cannot be loaded, or not in time.
+        """
+        if self._loaded is None or not self._loaded.successful():
+            self.use(bool, facts=facts, timeout_s=timeout_s)
 
     def _get(self, facts: WorkerFacts) -> Any:
         if self._loaded is None:

@@ -2,7 +2,7 @@
 
     python -m tests.stub_worker --endpoint ipc://… [--delay-s 0.1]
 
-It answers a prompt with the prompt's ids, reversed, `max_tokens` at most. The first id of a
+It answers a prompt with the prompt's ids, reversed, `max_tokens` at most, streamed or whole. The first id of a
 prompt stages a fault (see `Fault`).
 """
 
@@ -21,9 +21,9 @@ from titopool.commands import Policy
 from titopool.config import from_environment
 from titopool.errors import GenerationFailed, WeightUpdateFailed
 from titopool.logs import configure_logging
-from titopool.messages import Completion, Job, Logprobs, WorkerFacts
+from titopool.messages import Completion, Job, Logprobs, Part, WorkerFacts
 from titopool.sampling import SamplingOptions, decode_options
-from workers.engine import EngineDead, Generated, ReportPhase
+from workers.engine import EngineDead, Generated, OnPart, ReportPhase
 from workers.server import WorkerServer
 from workers.status import PhaseReporter
 from workers.versions import Progress, Versions
@@ -39,6 +39,7 @@ class Fault(IntEnum):
     DIE = 40_003  # reports its engine dead
     KILL = 40_004  # the process is killed
     HANG = 40_005  # never ends
+    DIE_AMID = 40_006  # anywhere in a streamed prompt: the engine dies where it would be written
 
 
 class StubWeights:
@@ -108,11 +109,13 @@ class StubEngine:
     async def warm_up(self) -> None:
         return None
 
-    async def run(self, job: Job) -> Generated:
+    async def run(self, job: Job, on_part: OnPart) -> Generated:
         ids = np.frombuffer(job.prompt_token_ids, dtype=np.int32)
         await self._stage_fault(int(ids[0]))
         await asyncio.sleep(self._delay_s)
         options = decode_options(job.sampling)
+        if job.is_streamed:
+            await self._stream(job, ids[::-1], on_part)
         answer = np.ascontiguousarray(ids[::-1][: options.max_tokens])
         logprobs = None
         if options.logprobs is not None:
@@ -120,6 +123,16 @@ class StubEngine:
             logprobs = Logprobs(values.tobytes())
         completion = Completion(answer.tobytes(), "length", logprobs, [(0, 0)])
         return Generated([completion] * options.n)
+
+    async def _stream(self, job: Job, ids: np.ndarray, on_part: OnPart) -> None:
+        """One id every `delay_s`."""
+        for place, token_id in enumerate(ids.tolist()):
+            if token_id == Fault.DIE_AMID:
+                raise EngineDead("staged death")
+            end = "length" if place == len(ids) - 1 else ""
+            piece = Completion(np.int32(token_id).tobytes(), end, None, [], text=f"{token_id} ")
+            on_part(Part(job.job_id, job.attempt, [(0, piece)]))
+            await asyncio.sleep(self._delay_s)
 
     async def _stage_fault(self, first_id: int) -> None:
         match first_id:

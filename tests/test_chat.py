@@ -70,8 +70,8 @@ BAD = {
     "template": ({"messages": [[{"role": "user"}]]}, "messages[0]", "chat template refused"),
     "arguments": (
         {"messages": [[{"role": "assistant", "content": "", "tool_calls": [
-            {"type": "function", "function": {"name": "f", "arguments": "{"}}]}]]},
-        "messages[0][0].tool_calls[0].function.arguments", "JSON",
+            {"type": "function", "function": "f"}]}]]},
+        "messages[0][0].tool_calls[0].function", "an object",
     ),
     "own-template": ({"messages": [HELLO], "chat_template_kwargs": {"chat_template": "x"}}, "chat_template"),
     "prompts": ({"messages": [HELLO], "prompts": [[1]]}, "prompts"),
@@ -162,3 +162,17 @@ answer({
             for text in ("Hello, AI!", "Tell me a joke")
         ]
         assert len(answers[name]["completion_ids"]) == 2 * n
+
+
+@pytest.mark.parametrize("arguments", ["{", "[]", None, {}, "{}"])
+def test_a_conversation_with_a_malformed_call_goes_on(server: Server, tokenizer, arguments):
+    call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
+    messages = [*HELLO, {"role": "assistant", "content": "a", "tool_calls": [call]}, HELLO[1]]
+    answer = server.post("/chat/", {"messages": [messages], "max_tokens": 1})
+    assert answer.json()["prompt_ids"] == [rendered(tokenizer, messages)]
+
+
+def test_the_model_must_be_the_one_that_is_served(server: Server):
+    for path, body in (("/tokenize", {"prompt": "a"}), ("/detokenize", {"tokens": [1]})):
+        answer = server.post(path, {**body, "model": "gpt-2"})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")

@@ -418,6 +418,67 @@ def test_images_in_messages(qwen: Vision):
         assert answer["completion_ids"] == [one.completion_ids for one in expected]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_openai_s_routes_take_images(qwen: Vision, stream: bool):
+    text, images = PROMPTS["conversation"]
+    expected = qwen.see(text, images)
+    parts = [
+        {"type": "image_url", "image_url": {"url": "data:image/png;base64," + encoded(image)}}
+        for image in images
+    ]
+    said = {"type": "text", "text": " hello"}
+    messages = [
+        {"role": "user", "content": [parts[0], said]},
+        {"role": "assistant", "content": "a cat"},
+        {"role": "user", "content": [{"type": "text", "text": "and "}, *parts[1:], {"type": "text", "text": "?"}]},
+    ]  # fmt: skip
+    body = {
+        "messages": messages, "temperature": 0, "max_tokens": NUM_TOKENS, "ignore_eos": True,
+        "return_token_ids": True, "stream": stream,
+    }  # fmt: skip
+
+    def asked(path: str, **fields) -> tuple[list[int], list[int]]:
+        answer = qwen.server.post(path, body | fields)
+        assert answer.status_code == 200, answer.text
+        if not stream:
+            whole = answer.json()
+            return whole["prompt_token_ids"], whole["choices"][0]["token_ids"]
+        events = [line[6:] for line in answer.text.splitlines() if line.startswith("data: {")]
+        first, *others = map(json.loads, events)
+        return first["prompt_token_ids"], [
+            i for one in others for i in one["choices"][0]["token_ids"]
+        ]
+
+    wanted = (expected.prompt_ids, expected.completion_ids)
+    assert asked("/v1/chat/completions") == wanted
+    for tokens in (qwen.ids(text), expected.prompt_ids):
+        assert asked("/v1/chat/completions/tokens", tokens=tokens) == wanted
+    fewer = qwen.server.post("/v1/chat/completions/tokens", body | {"tokens": qwen.ids("@")})
+    assert (fewer.status_code, fewer.json()["error"]["code"]) == (400, "image_mismatch")
+
+
+def test_drift_looks_past_the_placeholders_of_images(qwen: Vision):
+    def drifted() -> list[float]:
+        return [
+            qwen.server.metrics(name)["0"]
+            for name in ("compared_prompts_total", "drifted_prompts_total")
+        ]
+
+    # What the tests before made is in the metrics by then.
+    time.sleep(1)
+    before = drifted()
+    url = "data:image/png;base64," + encoded(SMALL)
+    messages = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}]
+    single = qwen.server.post("/tokenize", {"messages": messages}).json()["tokens"]
+    body = {"messages": messages, "tokens": single, "max_tokens": 1}
+    expanded = qwen.server.post("/v1/chat/completions/tokens", body).json()["prompt_token_ids"]
+    assert len(expanded) > len(single)
+    # One is compared at a time.
+    wait_until(lambda: drifted() == [before[0] + 1, before[1]], 5, lambda: str(drifted()))
+    assert qwen.server.post("/v1/chat/completions/tokens", body | {"tokens": expanded}).ok
+    wait_until(lambda: drifted() == [before[0] + 2, before[1]], 5, lambda: str(drifted()))
+
+
 def test_a_client_that_leaves_costs_the_next_one_nothing(qwen: Vision):
     image, ids = encoded(picture(900, 900, 41)), qwen.ids("@")
     kwargs = {"max_pixels": 50176}
@@ -433,7 +494,9 @@ def test_a_client_that_leaves_costs_the_next_one_nothing(qwen: Vision):
     connection.close()
     wait_until(lambda: sequences() == 0, 10)
     assert qwen.server.metrics("aborted_jobs_total")["0"] == num_aborted + 20
-    answer = qwen.server.generate([ids], images=[image], mm_processor_kwargs=kwargs)
+    answer = qwen.server.generate(
+        [ids], images=[image], mm_processor_kwargs=kwargs, generation_kwargs={"ignore_eos": True}
+    )
     assert answer["finish_reasons"] == ["length"]
 
 

@@ -1,13 +1,17 @@
 """OpenAI's routes with the openai package, unchanged, over real vLLM."""
 
+import re
+
 import openai
 import pytest
 from transformers import AutoTokenizer
 
+from app import openai_bodies
 from tests import reference
-from tests.servers import Server
+from tests.servers import REPOSITORY, Server
 from tests.test_chat import HELLO, rendered
 from tests.test_generate import TOLERANCE
+from titopool.sampling import SERVER_SET_FIELDS, UNSUPPORTED_FIELDS, SamplingOptions
 
 GREEDY = {"temperature": 0, "max_tokens": 8}
 IDS = [42, 1393, 14]
@@ -28,6 +32,12 @@ def tokenizer(tiny_model: str):
     return AutoTokenizer.from_pretrained(tiny_model)
 
 
+def text_of(tokenizer, ids: list[int]) -> str:
+    """As vLLM has it: a letter whose last bytes are missing is left out."""
+    text: str = tokenizer.decode(ids, skip_special_tokens=True)
+    return text.rstrip("\ufffd")
+
+
 def test_completions_give_the_text_of_the_ids(client, model, tiny_model, tokenizer):
     text = "Hello, world"
     answer = client.completions.create(
@@ -39,7 +49,7 @@ def test_completions_give_the_text_of_the_ids(client, model, tiny_model, tokeniz
         assert choice.index == index
         assert choice.prompt_token_ids == ids
         assert choice.token_ids == reference.greedy(tiny_model, ids, 8)
-        assert choice.text == tokenizer.decode(choice.token_ids, skip_special_tokens=True)
+        assert choice.text == text_of(tokenizer, choice.token_ids)
         assert choice.finish_reason == "length"
     assert answer.usage.completion_tokens == 16
 
@@ -63,7 +73,10 @@ def test_logprobs_of_completions(client, model, tiny_model, tokenizer):
     rows = reference.logprobs(tiny_model, IDS, choice.token_ids)
     expected = rows[range(len(choice.token_ids)), choice.token_ids].tolist()
     assert choice.logprobs.token_logprobs == pytest.approx(expected, abs=TOLERANCE)
-    assert choice.logprobs.tokens == [tokenizer.decode([one]) for one in choice.token_ids]
+    for token, token_id in zip(choice.logprobs.tokens, choice.token_ids, strict=True):
+        alone = tokenizer.decode([token_id])
+        # Part of a letter is shown where the letter ends.
+        assert token == alone or alone.endswith("\ufffd")
     assert all(3 <= len(one) <= 4 for one in choice.logprobs.top_logprobs)
 
 
@@ -77,7 +90,7 @@ def test_chat_completions(client, model, tiny_model, tokenizer):
     assert answer.prompt_token_ids == ids
     assert choice.token_ids == reference.greedy(tiny_model, ids, 8)
     assert choice.message.role == "assistant"
-    assert choice.message.content == tokenizer.decode(choice.token_ids, skip_special_tokens=True)
+    assert choice.message.content == text_of(tokenizer, choice.token_ids)
     rows = reference.logprobs(tiny_model, ids, choice.token_ids)
     for row, token_id, entry in zip(rows, choice.token_ids, choice.logprobs.content, strict=True):
         assert entry.logprob == pytest.approx(row[token_id].item(), abs=TOLERANCE)
@@ -120,6 +133,42 @@ def test_the_ids_given_are_the_ids_used(server: Server, model, tiny_model):
     assert answer["choices"][0]["token_ids"] == reference.greedy(tiny_model, IDS, 5)
 
 
+def test_logprobs_of_prompts(client, model, tiny_model, tokenizer):
+    expected = reference.logprobs(tiny_model, IDS[:1], IDS[1:])
+    (choice,) = client.completions.create(
+        model=model, prompt=IDS, max_tokens=1, extra_body={"prompt_logprobs": 2}
+    ).choices
+    chat = client.chat.completions.create(
+        model=model, messages=HELLO, max_tokens=1,
+        extra_body={"prompt_logprobs": 0, "return_token_ids": True},
+    )  # fmt: skip
+    assert len(chat.prompt_logprobs) == len(chat.prompt_token_ids)
+    first, *others = choice.prompt_logprobs
+    assert first is None
+    for row, token_id, entries in zip(expected, IDS[1:], others, strict=True):
+        own = entries[str(token_id)]
+        assert own["logprob"] == pytest.approx(row[token_id].item(), abs=TOLERANCE)
+        assert own["rank"] == 1 + (row > row[token_id]).sum().item()
+        assert own["decoded_token"] == tokenizer.decode([token_id])
+        best = {str(one) for one in row.topk(2).indices.tolist()}
+        assert best <= entries.keys() <= best | {str(token_id)}
+
+
+def test_every_field_of_vllm_is_taken_or_refused_by_name():
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+    from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+
+    for theirs, ours in (
+        (ChatCompletionRequest, openai_bodies.ChatFields),
+        (CompletionRequest, openai_bodies.CompletionsFields),
+    ):
+        known = {
+            *ours.__struct_fields__, *SamplingOptions.__struct_fields__, *SERVER_SET_FIELDS,
+            *UNSUPPORTED_FIELDS, *openai_bodies.IGNORED, *openai_bodies.REFUSED,
+        }  # fmt: skip
+        assert theirs.model_fields.keys() <= known
+
+
 def test_a_json_schema_guides_the_answer(client, model):
     import json
 
@@ -140,9 +189,15 @@ def test_a_json_schema_guides_the_answer(client, model):
     [
         ({"temperature": 3}, "temperature"),
         ({"extra_body": {"no_such": 1}}, "no_such"),
-        ({"stream": True}, "stream"),
         ({"extra_body": {"detokenize": False}}, "detokenize"),
-        ({"extra_body": {"prompt_logprobs": 1}}, "prompt_logprobs"),
+        ({"extra_body": {"prompt_logprobs": -1}}, "prompt_logprobs"),
+        ({"extra_body": {"prompt_logprobs": 500}}, "prompt_logprobs"),
+        (
+            {"extra_body": {"add_generation_prompt": True, "continue_final_message": True}},
+            "continue_final_message",
+        ),
+        ({"extra_body": {"priority": 3}}, "priority"),
+        ({"extra_body": {"chat_template": "{{ 1 }}"}}, "chat_template"),
         ({"n": 0}, "n:"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"max_completion_tokens": 0, "max_tokens": 9}, "max_completion_tokens"),
@@ -175,3 +230,16 @@ def test_another_model_is_not_found(client):
     with pytest.raises(openai.NotFoundError) as caught:
         client.completions.create(model="gpt-2", prompt="a")
     assert caught.value.code == "model_not_found"
+
+
+def test_the_readme_s_lines_work(server: Server):
+    blocks = re.findall(r"```python\n(.*?)```", (REPOSITORY / "README.md").read_text(), re.S)
+    (code,) = [block for block in blocks if "openai" in block]
+    *lines, shown = code.replace("http://127.0.0.1:8000", server.url).strip().splitlines()
+    names: dict = {}
+    exec("\n".join([*lines, f"shown = {shown}"]), names)
+    prompt_ids, ids, text = names["shown"]
+    assert prompt_ids
+    assert ids
+    assert isinstance(text, str)
+    assert len(names["answer"].choices[0].logprobs.content) == len(ids)

@@ -56,6 +56,12 @@ class ServerConfig:
     engine_args: str = setting(
         "", "vLLM engine options as on its command line, e.g. '--max-model-len 4096'"
     )
+    tool_call_parser: str = setting(
+        "", "vLLM's parser of tool calls in chat answers, by its name, e.g. hermes; empty: none"
+    )
+    reasoning_parser: str = setting(
+        "", "vLLM's parser of reasoning in chat answers, by its name, e.g. qwen3; empty: none"
+    )
     endpoints: tuple[str, ...] = setting(
         (),
         "comma-separated worker endpoints of a pool that runs elsewhere, tcp://host:port or "

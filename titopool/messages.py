@@ -26,12 +26,15 @@ class Logprobs(msgspec.Struct, frozen=True, array_like=True):
     token_ids: bytes = b""
     # Entries at each position; empty when there is exactly one at each.
     counts: bytes = b""
+    # Of a prompt's: the rank of each entry in the vocabulary, from 1.
+    ranks: bytes = b""
 
 
 class Completion(msgspec.Struct, frozen=True, array_like=True):
-    """One sampled sequence of a job."""
+    """One sampled sequence of a job, or what was added to one that is streamed."""
 
     token_ids: bytes
+    # Empty: it goes on.
     finish_reason: str
     logprobs: Logprobs | None
     # [(weight version, index of the first token that it made), …]
@@ -40,6 +43,9 @@ class Completion(msgspec.Struct, frozen=True, array_like=True):
     text: str = ""
     # The stop string or stop token that ended it; None for the end-of-text token.
     stop_reason: int | str | None = None
+    # What vLLM's parsers made of the text (`content`, `reasoning`, `tool_calls`, as OpenAI names
+    # and nests them); of a stream, what they add. None without parsers.
+    message: dict[str, Any] | None = None
 
 
 class ImageFacts(msgspec.Struct, frozen=True):
@@ -74,6 +80,9 @@ class WorkerFacts(msgspec.Struct, frozen=True):
     num_cache_tokens: int = 0
     # None: the model takes no images.
     images: ImageFacts | None = None
+    # vLLM's names; empty: text is not searched for tool calls, or for reasoning.
+    tool_call_parser: str = ""
+    reasoning_parser: str = ""
 
 
 class WorkerCounters(msgspec.Struct):
@@ -88,6 +97,10 @@ class WorkerCounters(msgspec.Struct):
     num_images: int = 0
     # Time that threads spent on making tensors of them.
     image_seconds: float = 0.0
+    # Prompts that came as ids with messages beside them, and those of them that the chat template
+    # renders otherwise.
+    num_compared_prompts: int = 0
+    num_drifted_prompts: int = 0
 
 
 class Image(msgspec.Struct, frozen=True, array_like=True):
@@ -96,6 +109,19 @@ class Image(msgspec.Struct, frozen=True, array_like=True):
     data: bytes
     # Of the file and the arguments that it is processed with: its name in all caches.
     digest: bytes
+
+
+class ChatParsing(msgspec.Struct, frozen=True):
+    """What vLLM's parsers of tool calls and reasoning look at beside the text."""
+
+    tools: list[dict[str, Any]] = []
+    # "none", "auto", "required", or {"type": "function", "function": {"name": …}}.
+    tool_choice: str | dict[str, Any] = "none"
+    parallel_tool_calls: bool = True
+    include_reasoning: bool = True
+    chat_template_kwargs: dict[str, Any] = {}
+    # Calls that the conversation has already: some parsers count on.
+    num_past_calls: int = 0
 
 
 class Job(msgspec.Struct, frozen=True):
@@ -115,6 +141,10 @@ class Job(msgspec.Struct, frozen=True):
     images: list[Image] = []
     # For the model's processor of images.
     mm_processor_kwargs: dict[str, Any] = {}
+    # Whether to send `Part`s before the end.
+    is_streamed: bool = False
+    # A ChatParsing, encoded; empty: the text is nobody's message.
+    chat: bytes = b""
 
 
 # ---- front end → worker -------------------------------------------------------------
@@ -125,7 +155,7 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
 
 
 class Generate(msgspec.Struct, frozen=True, tag="generate"):
-    """Run these jobs; each is answered exactly once, in a `Results`."""
+    """Run these jobs; each is ended exactly once, in a `Results`."""
 
     # The worker process that the front end means: another ignores the message.
     incarnation: str
@@ -136,6 +166,13 @@ class Abort(msgspec.Struct, frozen=True, tag="abort"):
     """Stop these jobs (client gone, deadline); they are not answered any more."""
 
     jobs: list[tuple[JobId, int]]
+
+
+class Drift(msgspec.Struct, frozen=True, tag="drift"):
+    """Prompts that came as ids and as messages, for the worker to count: /metrics asks it."""
+
+    num_compared: int
+    num_drifted: int
 
 
 # ---- worker → front end -------------------------------------------------------------
@@ -180,6 +217,18 @@ class Load(msgspec.Struct, frozen=True, tag="load"):
 NO_LOAD = Load(0, 0)
 
 
+class Part(msgspec.Struct, frozen=True, tag="part"):
+    """What a streamed job made since the last one; its `Completed` repeats the ids only."""
+
+    job_id: JobId
+    attempt: int
+    # (index among the job's n, what was added to that completion)
+    pieces: list[tuple[int, Completion]]
+    num_cached_tokens: int = 0
+    # In the first part, as in `Completed`.
+    prompt_token_ids: bytes = b""
+
+
 class Completed(msgspec.Struct, frozen=True, tag="completed"):
     """A job ended well."""
 
@@ -209,9 +258,9 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
 
 
 class Results(msgspec.Struct, frozen=True, tag="results"):
-    """Jobs that ended since the last such message."""
+    """Jobs that ended, and what streamed ones made, since the last such message, in order."""
 
-    results: list[Completed | Failed]
+    results: list[Completed | Failed | Part]
 
 
 class Stopping(msgspec.Struct, frozen=True, tag="stopping"):
@@ -221,9 +270,10 @@ class Stopping(msgspec.Struct, frozen=True, tag="stopping"):
     failure: str
 
 
-ToWorker = Hello | Generate | Abort | Command
+ToWorker = Hello | Generate | Abort | Drift | Command
 FromWorker = Heartbeat | Load | Results | Stopping | CommandDone
 
 encode = msgspec.msgpack.Encoder().encode
+decode_chat_parsing = msgspec.msgpack.Decoder(ChatParsing).decode
 decode_to_worker = msgspec.msgpack.Decoder(ToWorker).decode
 decode_from_worker = msgspec.msgpack.Decoder(FromWorker).decode

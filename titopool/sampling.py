@@ -106,7 +106,7 @@ class SamplingOptions(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=
     repetition_detection: RepetitionDetection | None = None
     watermarking: bool | None = None
     # Set by the routes: /get_sequence_logprobs/, and those that answer with text.
-    prompt_logprobs: PositiveCount | None = None
+    prompt_logprobs: Count | None = None
     detokenize: bool = False
 
 
@@ -193,13 +193,13 @@ def _check_structured_outputs(structured: StructuredOutputs) -> None:
         came = "json_object to be true or left out, got false"
     elif "\0" in (structured.regex or ""):
         came = "a regex without NUL characters, got one with them"
-    elif _is_deeper_than(MAX_JSON_DEPTH, structured.json):
+    elif is_deeper_than(MAX_JSON_DEPTH, structured.json):
         came = f"a JSON schema of {MAX_JSON_DEPTH} levels at most, got a deeper one"
     if came:
         raise InvalidRequest(f"structured_outputs: expected {came}", param="structured_outputs")
 
 
-def _is_deeper_than(limit: int, schema: str | dict[str, Any] | None) -> bool:
+def is_deeper_than(limit: int, schema: str | dict[str, Any] | None) -> bool:
     """Whether a schema nests deeper than `limit`; a text that is no JSON is left to vLLM."""
     if isinstance(schema, str):
         try:
@@ -223,12 +223,13 @@ def _is_deeper_than(limit: int, schema: str | dict[str, Any] | None) -> bool:
 def _check_logprobs(options: SamplingOptions, facts: WorkerFacts) -> None:
     limit = facts.vocab_size if facts.max_logprobs == -1 else facts.max_logprobs
     asked = options.logprobs
-    if asked is not None and (facts.vocab_size if asked == -1 else asked) > limit:
-        raise InvalidRequest(
-            f"logprobs: expected at most {limit}, got {asked}; "
-            "start the server with a greater --max-logprobs",
-            param="logprobs",
-        )
+    for name, number in (("logprobs", asked), ("prompt_logprobs", options.prompt_logprobs)):
+        if number is not None and (facts.vocab_size if number == -1 else number) > limit:
+            raise InvalidRequest(
+                f"{name}: expected at most {limit}, got {number}; "
+                "start the server with a greater --max-logprobs",
+                param=name,
+            )
     chosen = options.logprob_token_ids
     if chosen is not None and asked not in (None, 0, len(chosen)):
         raise InvalidRequest(

@@ -6,11 +6,13 @@ environment must be prepared before.
 """
 
 import argparse
+import asyncio
 import copy
 import gc
 import importlib
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn, Protocol
 
 import msgspec
@@ -19,17 +21,20 @@ import numpy as np
 from titopool import demo_model
 from titopool.config import ServerConfig
 from titopool.errors import ConfigError, InvalidRequest
-from titopool.messages import Completion, Job, Logprobs, WorkerFacts
+from titopool.messages import Completion, Job, Logprobs, Part, WorkerFacts, decode_chat_parsing
 from titopool.sampling import SamplingOptions, decode_options, encode_options
 from workers.environment import default_engine_options, image_threads, prepare_environment
 from workers.images import ImagePreparer
 from workers.logprobs_transport import receive_lists
 from workers.packing import pack_logprobs, pack_prompt_logprobs
+from workers.parsing import Parsers, Parsing, check_parsers, load_parsers
+from workers.streaming import Stream
 from workers.versions import Versions
 from workers.vllm_params import client_errors, failed_inside, refusal_or_failure, to_vllm_params
 from workers.weight_engine import VllmWeights, WeightEngine
 
 ReportPhase = Callable[[str], None]
+OnPart = Callable[[Part], None]
 
 
 class Generated(NamedTuple):
@@ -69,8 +74,8 @@ class Engine(Protocol):
     async def warm_up(self) -> None:
         """Generates once, so that no request pays for what is compiled on first use."""
 
-    async def run(self, job: Job) -> Generated:
-        """All completions of `job`.
+    async def run(self, job: Job, on_part: OnPart) -> Generated:
+        """All completions of `job`; of a streamed one, `on_part` gets what is new as it comes.
 
         Cancelling the call stops the generation.
 
@@ -96,6 +101,7 @@ class VllmEngine:
         self._on_cpu = on_cpu
         self._llm: Any = None
         self._images: ImagePreparer | None = None
+        self._parsers: Parsers | None = None
         self._params_by_options: dict[bytes, Any] = {}
 
     @property
@@ -116,6 +122,7 @@ class VllmEngine:
         from vllm.usage.usage_lib import UsageContext
         from vllm.v1.engine.async_llm import AsyncLLM
 
+        check_parsers(self._config)
         engine_args = self._engine_args(AsyncEngineArgs, defaults)
         if _is_ours(engine_args.worker_extension_cls):
             receive_lists()
@@ -133,10 +140,15 @@ class VllmEngine:
                 max_bytes=self._config.image_memory_bytes,
             )
             self._images = images if images.facts else None
+        self._parsers = load_parsers(self._config, self._llm)
         return self._facts()
 
     def _engine_args(self, args_class: Any, defaults: dict[str, Any]) -> Any:
+        from vllm.config import StructuredOutputsConfig
         from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+        # vLLM sets `reasoning_parser` in it.
+        guided = StructuredOutputsConfig(**defaults.pop("structured_outputs_config"))
 
         def refuse(message: str) -> NoReturn:
             raise ConfigError(f"vLLM's options: {message}")
@@ -151,7 +163,7 @@ class VllmEngine:
         parser = args_class.add_cli_args(FlexibleArgumentParser(prog="vllm", allow_abbrev=False))
         # argparse's own way is to end the process.
         parser.error = refuse
-        parser.set_defaults(model=model, **defaults)
+        parser.set_defaults(model=model, structured_outputs_config=guided, **defaults)
         try:
             return args_class.from_cli_args(parser.parse_args(argv))
         except (argparse.ArgumentError, ValueError) as error:
@@ -180,6 +192,8 @@ class VllmEngine:
             world_size=config.parallel_config.world_size,
             num_cache_tokens=num_cache_tokens or 0,
             images=self._images.facts if self._images else None,
+            tool_call_parser=self._config.tool_call_parser,
+            reasoning_parser=self._config.reasoning_parser,
         )
 
     async def warm_up(self) -> None:
@@ -193,46 +207,68 @@ class VllmEngine:
             num_tokens=3,
             sampling=msgspec.Raw(encode_options(sampling)),
         )
-        await self.run(job)
+        await self.run(job, lambda part: None)
         await self._llm.collective_rpc("titopool_die_with", args=(os.getpid(),))
         # What vLLM and torch have imported stays: the collector need not look at it again and
         # again while tokens come in (10 µs a token at 512 sequences).
         gc.collect()
         gc.freeze()
 
-    async def run(self, job: Job) -> Generated:
-        params = self._sampling_params(job.sampling)
+    async def run(self, job: Job, on_part: OnPart) -> Generated:
+        turn = self._turn_of(job, on_part)
         if not job.images:
-            return self._generated(await self._output(job, _tokens_input(job), params), params)
+            output = await self._output(job, _tokens_input(job), turn)
+            return await self._generated(output, turn)
         if self._images is None:
             raise InvalidRequest("images: expected none, as the model takes token ids only")
         async with self._images.prepared(job) as prompt:
-            output = await self._output(job, prompt.engine_input, params)
-        return self._generated(output, params)._replace(
+            turn.prompt_token_ids = prompt.token_ids
+            output = await self._output(job, prompt.engine_input, turn)
+        return (await self._generated(output, turn))._replace(
             prompt_token_ids=prompt.token_ids,
             num_images=prompt.num_images,
             image_s=prompt.elapsed_s,
         )
 
-    async def _output(self, job: Job, prompt: Any, params: Any) -> Any:
+    def _turn_of(self, job: Job, on_part: OnPart) -> "Turn":
+        if not job.chat and not job.is_streamed:
+            return Turn(self._sampling_params(job.sampling))
+        params = to_vllm_params(decode_options(bytes(job.sampling)), is_streamed=job.is_streamed)
+        parsing = None
+        if job.chat and self._parsers is not None:
+            chat = decode_chat_parsing(job.chat)
+            parsing = self._parsers.begin(chat, params, job.prompt_token_ids)
+        stream = Stream(job, parsing, on_part) if job.is_streamed else None
+        return Turn(params, parsing, stream)
+
+    async def _output(self, job: Job, prompt: Any, turn: "Turn") -> Any:
+        """vLLM's last output, with the completions of all."""
         from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
+        arguments = turn.parsing.engine_arguments if turn.parsing else {}
+        latest: dict[int, Any] = {}
         try:
-            # FINAL_ONLY: exactly one output, with all completions in order.
             with self.versions.request(job.job_id) as request_id:
-                outputs = [one async for one in self._llm.generate(prompt, params, request_id)]
+                # One with all completions, or of a stream many with those that went on.
+                async for output in self._llm.generate(
+                    prompt, turn.params, request_id, **arguments
+                ):
+                    latest |= {one.index: one for one in output.outputs}
+                    if turn.stream is not None:
+                        turn.stream.take(output, turn.prompt_token_ids)
         except EngineDeadError as error:
             raise EngineDead("vLLM's engine process has ended") from error
         except EngineGenerateError as error:
             raise refusal_or_failure(error.__cause__ or error) from error
         except client_errors() as error:
             raise refusal_or_failure(error) from error
-        (output,) = outputs
+        output.outputs = [latest[index] for index in sorted(latest)]
         return output
 
-    def _generated(self, output: Any, params: Any) -> Generated:
-        generated = Generated(self._completions(output, params), output.num_cached_tokens or 0)
-        if params.prompt_logprobs is None:
+    async def _generated(self, output: Any, turn: "Turn") -> Generated:
+        completions = await self._completions(output, turn)
+        generated = Generated(completions, output.num_cached_tokens or 0)
+        if turn.params.prompt_logprobs is None:
             return generated
         return generated._replace(prompt_logprobs=pack_prompt_logprobs(output.prompt_logprobs))
 
@@ -248,22 +284,30 @@ class VllmEngine:
             self._params_by_options[key] = params
         return params
 
-    def _completions(self, output: Any, params: Any) -> list[Completion]:
+    async def _completions(self, output: Any, turn: "Turn") -> list[Completion]:
         completions = []
         history = self.versions.take(output.request_id)
         for item in output.outputs:
             if item.finish_reason == "error":
-                raise failed_inside(params, num_tokens=len(item.token_ids))
+                raise failed_inside(turn.params, num_tokens=len(item.token_ids))
             ids = np.array(item.token_ids, dtype=np.int32).tobytes()
-            packed = None if item.logprobs is None else pack_logprobs(item.logprobs, ids)
+            message, finish_reason, packed = None, item.finish_reason, None
+            if turn.stream is None:
+                if turn.parsing is not None:
+                    message, finish_reason = turn.parsing.whole(item)
+                    # Long texts take long: other jobs and signs of life go in between.
+                    await asyncio.sleep(0)
+                if item.logprobs is not None:
+                    packed = pack_logprobs(item.logprobs, ids)
             completions.append(
                 Completion(
                     token_ids=ids,
-                    finish_reason=item.finish_reason,
+                    finish_reason=finish_reason,
                     logprobs=packed,
                     weight_versions=history.spans(item.index, len(item.token_ids)),
-                    text=item.text,
+                    text="" if turn.stream else item.text,
                     stop_reason=item.stop_reason,
+                    message=message,
                 )
             )
         return completions
@@ -278,6 +322,17 @@ class VllmEngine:
             self._images.close()
         if self._llm is not None:
             self._llm.shutdown()
+
+
+@dataclass
+class Turn:
+    """How one job is run: vLLM's parameters, and who looks at what it makes."""
+
+    params: Any
+    parsing: Parsing | None = None
+    stream: Stream | None = None
+    # With all images expanded, once they are.
+    prompt_token_ids: bytes = b""
 
 
 def _tokens_input(job: Job) -> Any:

@@ -63,6 +63,8 @@ def default_engine_options(
         "mm_processor_cache_gb": 0,
         # Nothing but images is taken; room for videos would cost memory.
         "limit_mm_per_prompt": {"video": 0, "audio": 0},
+        # The engine lets a model think before a grammar guides it.
+        "reasoning_parser": config.reasoning_parser,
     }
     if on_cpu:
         # vLLM refuses to start unless this share of the memory is free; the cache itself

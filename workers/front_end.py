@@ -3,7 +3,7 @@
 import asyncio
 from dataclasses import dataclass, field
 
-from titopool.messages import Completed, Failed, Job, JobId
+from titopool.messages import Completed, Failed, Job, JobId, Part
 
 # Job id and attempt.
 JobKey = tuple[JobId, int]
@@ -19,7 +19,7 @@ class FrontEnd:
     # Of all its jobs: completions, and tokens at most.
     num_sequences: int = 0
     num_tokens: int = 0
-    outbox: list[Completed | Failed] = field(default_factory=list)
+    outbox: list[Completed | Failed | Part] = field(default_factory=list)
     # Digests of what others' jobs left in the cache, for the next heartbeat.
     prefixes: bytearray = field(default_factory=bytearray)
 

@@ -1,10 +1,32 @@
 """vLLM's log-probabilities as arrays, as they travel."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from titopool.messages import Logprobs
+
+
+class FlatPart(NamedTuple):
+    """The positions of a FlatLogprobs from one on; its lists are shared with nobody."""
+
+    start_indices: list[int]
+    end_indices: list[int]
+    token_ids: list[int]
+    logprobs: list[float]
+    ranks: list[int]
+
+
+def flat_since(flat: Any, position: int) -> FlatPart:
+    """What `flat` has at `position` and behind it."""
+    begin = flat.end_indices[position - 1] if position else 0
+    return FlatPart(
+        [index - begin for index in flat.start_indices[position:]],
+        [index - begin for index in flat.end_indices[position:]],
+        flat.token_ids[begin:],
+        flat.logprobs[begin:],
+        flat.ranks[begin:],
+    )
 
 
 def pack_logprobs(flat: Any, completion_ids: bytes) -> Logprobs:
@@ -25,7 +47,8 @@ def pack_logprobs(flat: Any, completion_ids: bytes) -> Logprobs:
 def pack_prompt_logprobs(flat: Any) -> Logprobs:
     """vLLM's FlatLogprobs of a prompt, as they are; the first token has none."""
     values = np.array(flat.logprobs, dtype=np.float32)
-    return Logprobs(values.tobytes(), np.array(flat.token_ids, dtype=np.int32).tobytes())
+    ids, ranks = (np.array(one, dtype=np.int32) for one in (flat.token_ids, flat.ranks))
+    return Logprobs(values.tobytes(), ids.tobytes(), ranks=ranks.tobytes())
 
 
 def _best_first(

@@ -27,12 +27,13 @@ from titopool.messages import (
     Heartbeat,
     Hello,
     Job,
+    Part,
     WorkerCounters,
 )
 from titopool.sockets import bind_router
 from workers.bookkeeping import count, prefix_of
 from workers.control import Control
-from workers.engine import Engine, EngineDead
+from workers.engine import Engine, EngineDead, OnPart
 from workers.front_end import FrontEnd, JobKey
 from workers.process import in_daemon_thread, kill_children
 
@@ -182,6 +183,9 @@ class WorkerServer:
             case Abort(jobs=keys):
                 for job_id, attempt in keys:
                     self._abort(identity, (job_id, attempt))
+            case messages.Drift(num_compared=num_compared, num_drifted=num_drifted):
+                self._counters.num_compared_prompts += num_compared
+                self._counters.num_drifted_prompts += num_drifted
             case Command(incarnation=self._incarnation):
                 task = self._loop.create_task(self._answer(identity, message))
                 self._answers.add(task)
@@ -224,16 +228,19 @@ class WorkerServer:
 
     async def _run_job(self, front_end: FrontEnd, job: Job) -> None:
         try:
-            result = await self._result_of(job)
+            result = await self._result_of(job, lambda part: self._post(front_end, part))
         except EngineDead as error:
             # No answer: the front end sends the job to another worker.
             self.stop(str(error))
             return
         count(self._counters, job, result)
-        front_end.outbox.append(result)
+        self._post(front_end, result)
         self._tell_others(front_end, job, result)
+
+    def _post(self, front_end: FrontEnd, result: Completed | Failed | Part) -> None:
+        front_end.outbox.append(result)
         if not self._flush_planned:
-            # Jobs that end in one step of the engine travel in one message.
+            # What comes of one step of the engine travels in one message.
             self._flush_planned = True
             self._loop.call_soon(self._flush)
 
@@ -246,10 +253,10 @@ class WorkerServer:
             if other is not front_end and len(other.prefixes) + len(prefix) <= MAX_PREFIX_BYTES:
                 other.prefixes += prefix
 
-    async def _result_of(self, job: Job) -> Completed | Failed:
+    async def _result_of(self, job: Job, on_part: OnPart) -> Completed | Failed:
         await self._control.before_job()
         try:
-            generated = await self._engine.run(job)
+            generated = await self._engine.run(job, on_part)
         except (InvalidRequest, GenerationFailed) as error:
             return Failed(job.job_id, job.attempt, error.code, error.message, error.param)
         except EngineDead:
@@ -279,9 +286,26 @@ class WorkerServer:
     def _flush(self) -> None:
         self._flush_planned = False
         for identity, front_end in self._front_ends.items():
-            if front_end.outbox:
-                self._send(identity, messages.Results(front_end.outbox))
-                front_end.outbox = []
+            results, front_end.outbox = front_end.outbox, []
+            if results:
+                self._send_results(identity, results)
+
+    def _send_results(self, identity: bytes, results: list[Completed | Failed | Part]) -> None:
+        try:
+            self._send(identity, messages.Results(results))
+        except (UnicodeEncodeError, OverflowError, TypeError):
+            # Nobody else's results may wait for one that cannot be written.
+            logger.exception("a result cannot be encoded")
+            if len(results) > 1:
+                for one in results:
+                    self._send_results(identity, [one])
+            else:
+                text = (
+                    f"worker {self._worker_id} could not write the answer; its log has the reason"
+                )
+                job_id, attempt = results[0].job_id, results[0].attempt
+                failed = Failed(job_id, attempt, GenerationFailed.code, text)
+                self._send(identity, messages.Results([failed]))
 
     def _send(self, identity: bytes, message: messages.FromWorker) -> None:
         self._router.send_multipart([identity, messages.encode(message)], zmq.NOBLOCK)

@@ -8,8 +8,12 @@ from titopool.errors import GenerationFailed, InvalidRequest
 from titopool.sampling import SamplingOptions
 
 
-def to_vllm_params(options: SamplingOptions) -> Any:
+def to_vllm_params(options: SamplingOptions, *, is_streamed: bool = False) -> Any:
     """vLLM's SamplingParams.
+
+    Args:
+        is_streamed: asks vLLM for an output at each step. CUMULATIVE hands out its own growing
+            lists; DELTA would cut them, and vLLM 0.25 cuts an empty one wrong.
 
     Raises:
         InvalidRequest: vLLM refuses them.
@@ -42,7 +46,9 @@ def to_vllm_params(options: SamplingOptions) -> Any:
         return SamplingParams(
             **values,
             flat_logprobs=True,
-            output_kind=RequestOutputKind.FINAL_ONLY,
+            output_kind=RequestOutputKind.CUMULATIVE
+            if is_streamed
+            else RequestOutputKind.FINAL_ONLY,
         )
     except client_errors() as error:
         raise InvalidRequest(f"sampling options: {error}") from error

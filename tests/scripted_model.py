@@ -1,0 +1,51 @@
+"""A real Qwen3 whose greedy answer is a script: to see what parsers make of a text.
+
+All its layers add nothing to a token's embedding, and the head's row of each token of the
+script is the embedding of the token before it. So the last token of a prompt decides what is
+written, and no token of a script may stand in it twice.
+"""
+
+import itertools
+from pathlib import Path
+
+from titopool.demo_model import VOCAB_SIZE, make_model
+
+THOUGHT, TALK = "I should look it up.", "Let me see. "
+CALL = ["\n{\"name\": \"look_up\", ", "\"arguments\": {\"word\": ", "\"tito\"}}\n"]  # fmt: skip
+SCRIPT = ["<think>", THOUGHT, "</think>", TALK, "<tool_call>", *CALL, "</tool_call>"]
+# The script begins after this, the last token that the template writes.
+CUE = "<|assistant|>"
+TEMPLATE = (
+    "{% if tools %}{{ tools | tojson }}{% endif %}"
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message.role + '\\n' + (message.content or '') }}"
+    "{% for call in message.tool_calls or [] %}{{ call.function | tojson }}{% endfor %}"
+    "{{ '<|im_end|>\\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '" + CUE + "' }}{% endif %}"
+)
+
+
+def make_scripted_model(folder: Path) -> list[int]:
+    """Writes the model to `folder`; returns the ids of its answer, the end of text included."""
+    import torch
+    from transformers import AutoTokenizer, Qwen3ForCausalLM
+
+    added = [CUE, *SCRIPT]
+    make_model(folder, vocab_size=VOCAB_SIZE + len(added), tie_word_embeddings=False)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_tokens(added)
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(folder)
+    ids = [*tokenizer.convert_tokens_to_ids(added), tokenizer.eos_token_id]
+    model = Qwen3ForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
+        model.lm_head.weight.zero_()
+        embeddings = torch.nn.functional.normalize(model.model.embed_tokens.weight)
+        for before, after in itertools.pairwise(ids):
+            model.lm_head.weight[after] = 10 * embeddings[before]
+    model.save_pretrained(folder)
+    return ids[1:]

@@ -1,0 +1,36 @@
+"""Messages before they are rendered: what templates take for granted is there."""
+
+from app.conversations import as_system, read_conversation
+
+
+def read(message: dict) -> dict:
+    (found,) = read_conversation([message], "messages").messages
+    return found
+
+
+def test_reasoning_has_both_of_its_names():
+    for name in ("reasoning", "reasoning_content"):
+        found = read({"role": "assistant", "content": "a", name: "why"})
+        assert (found["reasoning"], found["reasoning_content"]) == ("why", "why")
+    assert read({"role": "assistant", "content": "a"}).keys() == {"role", "content"}
+
+
+def test_an_assistant_has_content_and_calls_or_none():
+    assert read({"role": "assistant", "content": None, "tool_calls": []}) == {
+        "role": "assistant", "content": [],
+    }  # fmt: skip
+
+
+def test_a_tool_answers_with_one_text():
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    assert read({"role": "tool", "content": parts})["content"] == "a\nb"
+
+
+def test_developers_are_the_system():
+    user = {"role": "user", "content": "u"}
+    developer = {"role": "developer", "content": [{"type": "text", "text": "d"}]}
+    system = {"role": "system", "content": "s"}
+    assert as_system([system, user]) == [system, user]
+    assert as_system([developer, user]) == [{**developer, "role": "system"}, user]
+    merged = {"role": "system", "content": "s\n\nd"}
+    assert as_system([system, user, developer]) == [merged, user]

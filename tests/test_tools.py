@@ -1,0 +1,322 @@
+"""Tool calls and reasoning, by vLLM's own parsers over a model that writes a known text."""
+
+import json
+from pathlib import Path
+from typing import NamedTuple
+
+import openai
+import pytest
+from transformers import AutoTokenizer
+
+from tests.conftest import ENGINE_OPTIONS
+from tests.scripted_model import CALL, TALK, THOUGHT, make_scripted_model
+from tests.servers import START_TIMEOUT_S, Server, running_server, serve_process, wait_until
+from tests.trl_client import run_trl
+
+ASKED = [{"role": "user", "content": "What is tito?"}]
+SCHEMA = {
+    "type": "object",
+    "properties": {"word": {"type": "boolean"}},
+    "required": ["word"],
+    "additionalProperties": False,
+}
+LOOK_UP = {
+    "type": "function",
+    # Not in the order in which templates get them.
+    "function": {"parameters": SCHEMA, "description": "a dictionary", "name": "look_up"},
+}
+STRICT = {"type": "function", "function": {**LOOK_UP["function"], "strict": True}}
+NAMED = {"type": "function", "function": {"name": "look_up"}}
+ARGUMENTS = {"word": "tito"}
+
+
+class Scripted(NamedTuple):
+    """A server of the scripted model."""
+
+    server: Server
+    client: openai.OpenAI
+    model: str
+    # What it writes.
+    ids: list[int]
+
+    def chat(self, **fields):
+        options = {"temperature": 0, "model": self.model, "messages": ASKED, "tools": [LOOK_UP]}
+        return self.client.chat.completions.create(**options | fields)
+
+
+@pytest.fixture(scope="module")
+def scripted(tmp_path_factory: pytest.TempPathFactory):
+    folder = tmp_path_factory.mktemp("scripted")
+    ids = make_scripted_model(folder)
+    options = ("--tool-call-parser", "hermes", "--reasoning-parser", "qwen3", "--num-workers", "1")
+    log = tmp_path_factory.mktemp("scripted-server") / "log"
+    with running_server(
+        str(folder), *options, *ENGINE_OPTIONS, "--num-front-ends", "1", log=log
+    ) as server:
+        client = openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0)
+        yield Scripted(server, client, str(folder), ids)
+
+
+def check_call(calls):
+    (call,) = calls
+    assert call.type == "function"
+    assert call.id
+    assert call.function.name == "look_up"
+    assert json.loads(call.function.arguments) == ARGUMENTS
+
+
+def test_a_call_and_the_thoughts_before_it_are_told_apart(scripted: Scripted):
+    answer = scripted.chat(extra_body={"return_token_ids": True})
+    (choice,) = answer.choices
+    assert choice.token_ids == scripted.ids
+    assert choice.finish_reason == "tool_calls"
+    assert choice.message.reasoning.strip() == THOUGHT
+    assert choice.message.content.strip() == TALK.strip()
+    check_call(choice.message.tool_calls)
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_stream_says_the_same_in_pieces(scripted: Scripted, n: int):
+    temperature = 0 if n == 1 else 0.1
+    stream = scripted.chat(
+        stream=True, n=n, temperature=temperature, extra_body={"return_token_ids": True}
+    )
+    said = [
+        {"content": "", "reasoning": "", "arguments": "", "names": [], "ids": []} for _ in range(n)
+    ]
+    ends = {}
+    for chunk in stream:
+        for choice in chunk.choices:
+            one, delta = said[choice.index], choice.delta
+            one["content"] += delta.content or ""
+            one["reasoning"] += getattr(delta, "reasoning", None) or ""
+            one["ids"] += getattr(choice, "token_ids", None) or []
+            for call in delta.tool_calls or []:
+                one["names"] += [call.function.name] if call.function.name else []
+                one["arguments"] += call.function.arguments or ""
+            if choice.finish_reason:
+                ends[choice.index] = choice.finish_reason
+    assert ends == dict.fromkeys(range(n), "tool_calls")
+    for one in said:
+        assert one["ids"] == scripted.ids
+        assert one["reasoning"].strip() == THOUGHT
+        assert one["content"].strip() == TALK.strip()
+        assert one["names"] == ["look_up"]
+        assert json.loads(one["arguments"]) == ARGUMENTS
+
+
+def test_ids_in_and_calls_out(scripted: Scripted):
+    tokenizer = AutoTokenizer.from_pretrained(scripted.model)
+    ids = tokenizer("anything at all<|assistant|>")["input_ids"]
+    body = {"messages": ASKED, "tokens": ids, "tools": [LOOK_UP], "temperature": 0}
+    answer = scripted.server.post("/v1/chat/completions/tokens", body).json()
+    assert answer["prompt_token_ids"] == ids
+    (choice,) = answer["choices"]
+    assert choice["finish_reason"] == "tool_calls"
+    assert choice["message"]["reasoning"].strip() == THOUGHT
+    (call,) = choice["message"]["tool_calls"]
+    assert json.loads(call["function"]["arguments"]) == ARGUMENTS
+
+
+def test_the_template_gets_tools_in_vllm_s_order(scripted: Scripted):
+    answer = scripted.chat(extra_body={"return_token_ids": True}, max_tokens=1)
+    text = AutoTokenizer.from_pretrained(scripted.model).decode(answer.prompt_token_ids)
+    (tool,) = json.loads(text.partition("<|im_start|>")[0])
+    assert tool == LOOK_UP
+    assert list(tool["function"]) == ["name", "description", "parameters"]
+    body = {"messages": ASKED, "tools": [LOOK_UP]}
+    assert scripted.server.post("/tokenize", body).json()["tokens"] == answer.prompt_token_ids
+
+
+def test_no_call_is_looked_for_where_none_is_wanted(scripted: Scripted):
+    for fields in ({"tool_choice": "none"}, {"tools": openai.NOT_GIVEN}):
+        (choice,) = scripted.chat(**fields).choices
+        assert choice.finish_reason == "stop"
+        assert not choice.message.tool_calls
+        assert choice.message.reasoning.strip() == THOUGHT
+        assert "".join(CALL).strip() in choice.message.content
+
+
+def test_thoughts_can_be_left_out(scripted: Scripted):
+    (choice,) = scripted.chat(extra_body={"include_reasoning": False}).choices
+    assert not hasattr(choice.message, "reasoning")
+    assert THOUGHT not in choice.message.content
+    check_call(choice.message.tool_calls)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_thoughts_stay_out_of_streams_too(scripted: Scripted, stream: bool):
+    body = {
+        "messages": ASKED, "tools": [LOOK_UP], "temperature": 0, "stream": stream,
+        "include_reasoning": False,
+    }  # fmt: skip
+    answer = scripted.server.post("/v1/chat/completions", body)
+    assert answer.ok
+    assert THOUGHT not in answer.text
+    assert "look_up" in answer.text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_half_a_surrogate_pair_in_a_call_harms_nobody(scripted: Scripted, stream: bool):
+    call = r'<tool_call>\n\{"name": "look_up", "arguments": \{"word": "\\ud800"\}\}\n</tool_call>'
+    body = {
+        "messages": ASKED, "tools": [LOOK_UP], "stream": stream, "include_reasoning": False,
+        "structured_outputs": {"regex": call},
+    }  # fmt: skip
+    answer = scripted.server.post("/v1/chat/completions", body)
+    assert answer.ok, answer.text
+    assert "look_up" in answer.text
+    # A stream has it in pieces.
+    assert stream or "ud800" in answer.text
+    check_call(scripted.chat().choices[0].message.tool_calls)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        {"type": "function", "function": {"name": "look_up", "arguments": {"word": "a"}}},
+        {"type": "function", "function": {"name": "look_up", "arguments": "{"}},
+    ],
+)
+def test_calls_of_the_past_may_have_any_shape(scripted: Scripted, call):
+    messages = [*ASKED, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    check_call(scripted.chat(messages=messages).choices[0].message.tool_calls)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_ids_without_any_message(scripted: Scripted, stream: bool):
+    body = {
+        "messages": [], "tokens": [5], "max_tokens": 2, "add_generation_prompt": False,
+        "stream": stream,
+    }  # fmt: skip
+    answer = scripted.server.post("/v1/chat/completions/tokens", body)
+    assert answer.ok, answer.text
+    assert "error" not in answer.text
+
+
+@pytest.mark.parametrize("choice", ["required", NAMED], ids=["required", "named"])
+def test_a_call_that_is_demanded_follows_its_schema(scripted: Scripted, choice):
+    # The script knows no boolean: the grammar has it made. It ends as soon as it may.
+    (made,) = scripted.chat(
+        tools=[STRICT], tool_choice=choice, parallel_tool_calls=False, max_tokens=200,
+        logit_bias={"0": 90},
+    ).choices  # fmt: skip
+    (call,) = made.message.tool_calls
+    assert isinstance(json.loads(call.function.arguments)["word"], bool)
+    expected = "tool_calls" if choice == "required" else "stop"
+    assert made.finish_reason == expected
+
+
+def test_the_conversation_goes_on_after_a_call(scripted: Scripted):
+    first = scripted.chat(extra_body={"return_token_ids": True})
+    (choice,) = first.choices
+    call = choice.message.tool_calls[0].model_dump()
+    messages = [
+        *ASKED,
+        {"role": "assistant", "content": choice.message.content, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": call["id"], "content": "token in, token out"},
+    ]
+    second = scripted.chat(messages=messages)
+    check_call(second.choices[0].message.tool_calls)
+    body = {
+        "messages": messages, "tools": [LOOK_UP], "temperature": 0,
+        "tokens": [*first.prompt_token_ids, *choice.token_ids, scripted.ids[0]],
+    }  # fmt: skip
+    answer = scripted.server.post("/v1/chat/completions/tokens", body).json()
+    assert answer["prompt_token_ids"] == body["tokens"]
+
+
+# trl 0.29's client raises NotImplementedError for tools.
+@pytest.mark.parametrize("version, tools", [("0.29.1", None), ("1.9.2", [LOOK_UP])])
+def test_trl_client_chats_with_tools(scripted: Scripted, version: str, tools):
+    tokenizer = AutoTokenizer.from_pretrained(scripted.model)
+    script = f"""
+answer(client.chat(
+    [{ASKED!r}, {ASKED!r}], n=2, temperature=0.1, max_tokens=20, tools={tools!r},
+    chat_template_kwargs={{}},
+))
+"""
+    answer = run_trl(version, scripted.server.url, script)
+    text = tokenizer.apply_chat_template(
+        ASKED, tools=tools, add_generation_prompt=True, tokenize=False
+    )
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert answer["prompt_ids"] == [ids, ids]
+    assert answer["completion_ids"] == [scripted.ids] * 4
+    assert [len(one) for one in answer["logprobs"]] == [len(scripted.ids)] * 4
+
+
+@pytest.mark.parametrize(
+    "fields, part",
+    [
+        ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0]"),
+        ({"tools": [{**LOOK_UP, "type": "code"}]}, "tools[0].type"),
+        (
+            {
+                "tools": [
+                    {
+                        "type": "function",
+                        "function": {"name": "f", "parameters": {"maximum": 10**20}},
+                    }
+                ]
+            },
+            "64 bits",
+        ),
+        (
+            {
+                "extra_body": {"chat_template_kwargs": {"enable_thinking": {"a": 1}}},
+                "tools": openai.NOT_GIVEN,
+            },
+            "chat_template_kwargs",
+        ),
+        ({"tool_choice": "sometimes"}, "tool_choice"),
+        ({"tool_choice": {"type": "function", "function": {"name": "nobody"}}}, "nobody"),
+        ({"tools": openai.NOT_GIVEN, "tool_choice": "required"}, "tool_choice"),
+        ({"extra_body": {"reasoning_effort": "heroic"}}, "reasoning_effort"),
+    ],
+)
+def test_malformed_tools_are_bad_requests(scripted: Scripted, fields, part):
+    with pytest.raises(openai.BadRequestError) as caught:
+        scripted.chat(**fields)
+    assert part in caught.value.message
+    check_call(scripted.chat().choices[0].message.tool_calls)
+
+
+def test_a_server_without_parsers_refuses_tools(server: Server):
+    body = {"messages": ASKED, "tools": [LOOK_UP], "max_tokens": 1}
+    answer = server.post("/v1/chat/completions", body)
+    assert answer.status_code == 400
+    assert "--tool-call-parser" in answer.json()["error"]["message"]
+    assert server.post("/v1/chat/completions", {**body, "tool_choice": "none"}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "option, value", [("tool_call_parser", "nobody"), ("reasoning_parser", "nobody")]
+)
+def test_an_unknown_parser_ends_the_start(tiny_model: str, tmp_path: Path, option, value):
+    log = tmp_path / "log"
+    flag = "--" + option.replace("_", "-")
+    process, _ = serve_process(tiny_model, flag, value, *ENGINE_OPTIONS, log=log)
+    try:
+        wait_until(lambda: process.poll() is not None, START_TIMEOUT_S, log.read_text)
+    finally:
+        process.kill()
+    assert process.returncode != 0
+    assert f"{option}: expected one of" in log.read_text()
+
+
+def test_drift_is_counted_and_not_repaired(scripted: Scripted):
+    def counted() -> list[float]:
+        names = ("compared_prompts_total", "drifted_prompts_total")
+        return [scripted.server.metrics(name)["0"] for name in names]
+
+    before = counted()
+    same = scripted.server.post("/tokenize", {"messages": ASKED}).json()["tokens"]
+    for number, tokens in enumerate((same, [*same[:-1], 5, same[-1]])):
+        body = {"messages": ASKED, "tokens": tokens, "max_tokens": 1}
+        answer = scripted.server.post("/v1/chat/completions/tokens", body).json()
+        assert answer["prompt_token_ids"] == tokens
+        # One is compared at a time.
+        expected = [before[0] + number + 1, before[1] + number]
+        wait_until(lambda: counted() == expected, 5, lambda: str(counted()))  # noqa: B023
