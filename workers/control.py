@@ -116,6 +116,8 @@ class Control:
         updates = self._updates
         match command.action:
             case JoinGroup() as action:
+                # What has come whole is not lost with its session: other workers may have it.
+                await self.before_job()
                 return await updates.join(action)
             case BeginUpdate() as action:
                 return await updates.begin(action)
