@@ -17,7 +17,7 @@ FASTER = $(PIP) install --quiet $(CONSTRAINTS) -e '.[fast]' 2>/dev/null \
 	  || echo "no C compiler: gunicorn parses HTTP in Python, which costs a little more"
 INSTALLED = $(VENV)/.installed-$(PLATFORM)
 TOOLS = $(VENV)/.installed-tools
-.PHONY: help install tools serve test check format bench bench-front bench-images bench-streams bench-placement test-compose clean
+.PHONY: help install tools serve test check format bench bench-front bench-images bench-streams bench-weights bench-placement test-compose clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -87,6 +87,9 @@ bench-images: tools  ## images a second for one worker, and text requests beside
 
 bench-streams: tools  ## streams at once, beside vLLM's server (BENCH=options, OUT=name)
 	$(BIN)/python -m benchmarks.streams --out $(OUT)-streams $(BENCH)
+
+bench-weights: tools  ## seconds of a weight update, a bare broadcast and TRL's client (BENCH=options, OUT=name); two GPUs or more
+	$(BIN)/python -m benchmarks.weight_update --trl $(VENV)/trl/1.9.2 --out $(OUT)-weights $(BENCH)
 
 bench-placement: tools  ## which worker gets what: simulated pools, four policies (BENCH=options, OUT=name)
 	$(BIN)/python -m benchmarks.placement --out $(OUT)-placement.json $(BENCH)

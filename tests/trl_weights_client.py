@@ -35,6 +35,9 @@ class GlooCommunicator:
 
 vllm_client.StatelessProcessGroup = StatelessProcessGroup
 vllm_client.PyNcclCommunicator = GlooCommunicator
+# TRL's own is one that any connection of this machine may have got; the same in all scripts, as
+# each takes the place of the one before.
+client.group_port = 27_000 + os.getppid() % 1000
 uuid = os.environ.get("TRAINER_UUID", "GPU-of-the-trainer")
 torch.cuda.get_device_properties = lambda device: types.SimpleNamespace(uuid=uuid)
 

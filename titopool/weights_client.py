@@ -22,7 +22,7 @@ from typing import Any
 from titopool.commands import Policy, TensorInfo
 from titopool.weight_plan import DEFAULT_BUCKET_BYTES, checksum, plan_buckets, view_of
 
-NCCL_ID_KEY = "titopool/nccl-id"
+NCCL_ID_KEY = "titopool/told/0"
 GLOO_PREFIX = "titopool/gloo"
 
 

@@ -72,8 +72,8 @@ class Control:
         self._is_ready = False
         # An update of TRL's client that ends with the next job.
         self._is_pending = False
-        # Tensors of it at the last look.
-        self._num_seen = 0
+        # An update and how many tensors it had at the last look that found them all received.
+        self._seen: tuple[str, int] = ("", 0)
 
     @property
     def _engine(self) -> WeightEngine:
@@ -116,6 +116,8 @@ class Control:
         updates = self._updates
         match command.action:
             case JoinGroup() as action:
+                # What has come whole is not lost with its session: other workers may have it.
+                await self.before_job()
                 return await updates.join(action)
             case BeginUpdate() as action:
                 return await updates.begin(action)
@@ -245,13 +247,17 @@ class Control:
         only layers of it are and nothing has come for a while."""
         updates, state = self._updates, self._updates.state
         statuses = await updates.receiving()
+        if state.update is None:
+            # It has ended meanwhile.
+            return
         is_quiet = state.idle_s(time.monotonic()) > QUIET_S
-        has_news = is_quiet or self._num_seen != len(updates.announced)
+        now_there = (state.update.update_id, len(updates.announced))
+        has_news = is_quiet or self._seen != now_there
         if not has_news or any(one["num_received"] < one["num_announced"] for one in statuses):
             self._is_pending = False
             return
         fit = await updates.fit_of_announced()
-        self._num_seen = len(updates.announced)
+        self._seen = now_there
         can_end = not fit["missing"] or (is_quiet and not fit["split_layers"])
         self._is_pending = can_end
         if can_end and (for_job or not fit["missing"]):

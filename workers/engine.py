@@ -248,8 +248,8 @@ class VllmEngine:
         arguments = turn.parsing.engine_arguments if turn.parsing else {}
         latest: dict[int, Any] = {}
         try:
-            # One with all completions, or of a stream many with those that went on.
             with self.versions.request(job.job_id) as request_id:
+                # One with all completions, or of a stream many with those that went on.
                 async for output in self._llm.generate(
                     prompt, turn.params, request_id, **arguments
                 ):

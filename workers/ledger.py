@@ -4,12 +4,15 @@ A file in `run_dir`, written after each update. Without a `run_dir` (a worker th
 there is none: then only the front ends know that the pool has had updates.
 """
 
+import logging
 import os
 from pathlib import Path
 
 import msgspec
 
-FILE_PREFIX = "weights-"
+logger = logging.getLogger(__name__)
+
+FILE_PREFIX = "worker-weights-"
 
 
 class Entry(msgspec.Struct, frozen=True):
@@ -28,11 +31,15 @@ class Ledger:
         self._path = Path(run_dir) / f"{FILE_PREFIX}{worker_id}" if run_dir else None
 
     def write(self, entry: Entry) -> None:
-        """Replaces what is there."""
-        if self._path is not None:
-            draft = self._path.with_suffix(".new")
+        """Replaces what is there; a disk that is full does not undo the update."""
+        if self._path is None:
+            return
+        draft = self._path.with_suffix(".new")
+        try:
             draft.write_bytes(msgspec.json.encode(entry))
             os.replace(draft, self._path)
+        except OSError as error:
+            logger.error("the update cannot be noted for a restart: %s", error)
 
     def read(self) -> Entry | None:
         """What the process before this one wrote, if anything."""
@@ -43,5 +50,7 @@ class Ledger:
 
 def clear_ledgers(run_dir: str) -> None:
     """A server that starts begins with its model's own weights."""
+    if not run_dir:
+        return
     for path in Path(run_dir).glob(FILE_PREFIX + "*"):
         path.unlink(missing_ok=True)

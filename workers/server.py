@@ -183,13 +183,13 @@ class WorkerServer:
             case Abort(jobs=keys):
                 for job_id, attempt in keys:
                     self._abort(identity, (job_id, attempt))
+            case messages.Drift(num_compared=num_compared, num_drifted=num_drifted):
+                self._counters.num_compared_prompts += num_compared
+                self._counters.num_drifted_prompts += num_drifted
             case Command(incarnation=self._incarnation):
                 task = self._loop.create_task(self._answer(identity, message))
                 self._answers.add(task)
                 task.add_done_callback(self._answers.discard)
-            case messages.Drift(num_compared=num_compared, num_drifted=num_drifted):
-                self._counters.num_compared_prompts += num_compared
-                self._counters.num_drifted_prompts += num_drifted
 
     async def _answer(self, identity: bytes, command: Command) -> None:
         self._send(identity, await self._control.answer(command))

@@ -29,6 +29,16 @@ def checked_folder(folder: str, root: str) -> str:
     return str(path)
 
 
+def refuse_own_device(uuid: str, mine: list[str]) -> None:
+    """Raises InvalidRequest if the trainer's GPU is one of a worker's."""
+    if uuid and uuid in mine:
+        raise InvalidRequest(
+            f"client_device_uuid: expected a GPU that no worker uses, got {uuid}; NCCL cannot send "
+            "from a GPU to itself: give trainer and server different ones",
+            param="client_device_uuid",
+        )
+
+
 def refuse_split_layers(missing: str) -> None:
     """Raises InvalidRequest if a layer would come in part only: vLLM fills the rest with anything."""
     if missing:

@@ -24,11 +24,16 @@ POLL_S = 0.0005
 STORE_POLL_S = 0.0005
 # How long a group that was left may keep its port.
 LET_GO_S = 2.0
-# What ranks of the titopool protocol find each other by in the store.
-NCCL_ID_KEY = "titopool/nccl-id"
 GLOO_PREFIX = "titopool/gloo"
+# What rank 0 tells the others, by number; the first is NCCL's id.
+RAW_PREFIX = "titopool/told/"
 # Set by TRL's rank 0 when all are there.
 START_KEY = "titopool/start"
+
+
+def raw_key(number: int) -> str:
+    """Where the store has the `number`-th thing that rank 0 told."""
+    return f"{RAW_PREFIX}{number}"
 
 
 class GroupArgs(msgspec.Struct, frozen=True):
@@ -130,7 +135,6 @@ class Group:
 
     def _join_trl(self, args: GroupArgs, device: Any, listening: socket.socket | None) -> None:
         from torch.distributed import PrefixStore, TCPStore
-        from vllm.distributed.utils import StatelessProcessGroup
 
         limit = timedelta(seconds=args.timeout_s)
         given = {} if listening is None else {"master_listen_fd": listening.detach()}
@@ -140,9 +144,7 @@ class Group:
             timeout=limit, wait_for_workers=False, use_libuv=False, **given,
         )  # fmt: skip
         self._meet(store, args)
-        self._stateless = StatelessProcessGroup(
-            rank=args.rank, world_size=args.world_size, store=store
-        )
+        self._stateless = _raw_group(store, args)
         if args.backend == "nccl":
             self.channel = NcclChannel(self._stateless, device, args.source)
         else:
@@ -187,7 +189,7 @@ class Group:
         if group.rank == 0:
             name = group.broadcast_obj(f"barrier_{uuid.uuid4()}", src=0)
         else:
-            key = f"broadcast_from/0/{group.broadcast_recv_src_counter[0]}"
+            key = raw_key(group.broadcast_recv_src_counter[0])
             self._until(lambda: bool(store.check([key])), deadline)
             name = group.broadcast_obj(None, src=0)
         ranks = range(group.world_size)
@@ -198,20 +200,33 @@ class Group:
         store.set(departures[group.rank], b"1")
         if group.rank == 0:
             self._until(lambda: bool(store.check(departures)), deadline)
-            for key in (*arrivals, *departures):
+            told = raw_key(group.broadcast_send_counter - 1)
+            for key in (*arrivals, *departures, told):
                 store.delete_key(key)
 
 
 def _raw_group(store: Any, args: GroupArgs) -> Any:
-    """vLLM's stateless group over the trainer's store, which holds NCCL's id as plain bytes."""
+    """vLLM's stateless group over `store`, with what rank 0 tells as plain bytes.
+
+    vLLM's own has it pickled, and whoever reaches the store could have it run anything here.
+    """
     import ctypes
 
     from vllm.distributed.utils import StatelessProcessGroup
 
     class RawGroup(StatelessProcessGroup):  # type: ignore[misc]
         def broadcast_obj(self, obj: Any, src: int) -> Any:
-            raw = self.store.get(NCCL_ID_KEY)
-            ctypes.memmove(ctypes.addressof(obj.internal), raw, len(raw))
+            """Of NCCL's id, which is filled in, or of a text, for which others give None."""
+            if self.rank == src:
+                raw = obj.encode() if isinstance(obj, str) else bytes(obj.internal)
+                self.store.set(raw_key(self.broadcast_send_counter), raw)
+                # For TRL's client.
+                return super().broadcast_obj(obj, src)
+            raw = self.store.get(raw_key(self.broadcast_recv_src_counter[src]))
+            self.broadcast_recv_src_counter[src] += 1
+            if obj is None:
+                return raw.decode()
+            ctypes.memmove(ctypes.addressof(obj.internal), raw, ctypes.sizeof(obj.internal))
             return obj
 
     return RawGroup(rank=args.rank, world_size=args.world_size, store=store)

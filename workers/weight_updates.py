@@ -25,7 +25,6 @@ from titopool.commands import (
 from titopool.config import ServerConfig
 from titopool.errors import (
     Conflict,
-    InvalidRequest,
     WeightUpdateFailed,
 )
 from workers.ledger import Entry, Ledger
@@ -33,7 +32,12 @@ from workers.liveness import answers
 from workers.pauses import Pauses
 from workers.steps import Result, Steps
 from workers.versions import Versions
-from workers.weight_checks import EndsOnError, checked_folder, refuse_split_layers
+from workers.weight_checks import (
+    EndsOnError,
+    checked_folder,
+    refuse_own_device,
+    refuse_split_layers,
+)
 from workers.weight_engine import WeightEngine
 from workers.weight_state import Phase, Update, WeightState
 
@@ -100,7 +104,7 @@ class Updates:
             self.joined, self.announced = action, {}
             try:
                 await self._pauses.end_update(self._engine)
-                await self._check_devices(action)
+                refuse_own_device(action.device_uuid, await self._call("device"))
                 await self._call("join", self._group_args(action))
             except BaseException as error:
                 await self.end(f"session {action.session} could not join: {error}")
@@ -126,15 +130,6 @@ class Updates:
         # another when nothing has happened for the time that a step may take.
         is_same = there.device_uuid == newcomer.device_uuid
         return is_same or self.state.idle_s(time.monotonic()) > self.timeout_s
-
-    async def _check_devices(self, action: JoinGroup) -> None:
-        mine = await self._call("device")
-        if action.device_uuid and action.device_uuid in mine:
-            raise InvalidRequest(
-                f"client_device_uuid: expected a GPU that no worker uses, got {action.device_uuid}; "
-                "NCCL cannot send from a GPU to itself: give trainer and server different ones",
-                param="client_device_uuid",
-            )
 
     async def _finish_join(self, session: str) -> Result:
         async with self._ends_on_error(f"session {session} did not form"):
@@ -295,6 +290,7 @@ class Updates:
             if self.state.phase is Phase.JOINING:
                 # The client is in the group as soon as it can be, and does not ask.
                 await self.steps.wait("join", self.state.session)
+            await self._end_before(action)
             if self.state.phase is Phase.RECEIVING:
                 self.state.touch(time.monotonic())
             else:
@@ -309,6 +305,20 @@ class Updates:
             update_now = self.state.update
             assert update_now is not None
         return {"version": update_now.version, "num_updates": update_now.index - 1}
+
+    async def _end_before(self, action: ReceiveTensor) -> None:
+        """Ends an update that is complete when the tensor belongs to the next one: at the first
+        worker because it has come already, at the others because the first has ended its own."""
+        if self.steps.is_running("finish", "trl"):
+            await self.steps.wait("finish", "trl")
+        update = self.state.update
+        if not self.has_tensors or update is None:
+            return
+        is_behind = action.version is not None and update.index != action.num_updates + 1
+        if action.tensor.name in self.announced or is_behind:
+            fit = await self.fit_of_announced()
+            if not fit["missing"]:
+                await self._commit_tensors()
 
     async def finish_tensors(self, action: FinishTensors) -> Result:
         """Accepts the end of an update; without one, the caches are cleared only."""
