@@ -7,6 +7,7 @@ HTTP comes in, futures go out: handlers check a request, hand its jobs to the li
 from flask import Flask
 
 from app import (
+    adapters,
     auth,
     chat,
     client_sockets,
@@ -43,6 +44,7 @@ def create_app(config: ServerConfig | None = None) -> Flask:
     auth.init_app(app, config.api_key)
     http_errors.init_app(app)
     for routes in (
+        adapters,
         health,
         metrics,
         models,

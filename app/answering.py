@@ -47,10 +47,14 @@ class Prompt(NamedTuple):
 
 
 def answer(
-    service: Service, prompts: Sequence[Prompt], options: SamplingOptions, deadline: float
+    service: Service,
+    prompts: Sequence[Prompt],
+    options: SamplingOptions,
+    deadline: float,
+    adapter: str = "",
 ) -> Response:
     """Generates and replies, as /generate/ and /chat/ do; in MessagePack if the client asks."""
-    results = generate(service, prompts, options, deadline)
+    results = generate(service, prompts, options, deadline, adapter=adapter)
     prompt_ids = expanded_ids(prompts, results)
     with_logprobs = has_logprobs(options)
     if is_binary(http_request.accept_mimetypes):
@@ -69,13 +73,14 @@ def generate(
     deadline: float,
     *,
     chat: ChatParsing | None = None,
+    adapter: str = "",
 ) -> list[Completed]:
     """The results of all prompts, in order.
 
     Raises:
         TitopoolError: why the request failed.
     """
-    request = Request(checked_jobs(service, prompts, options, chat=chat))
+    request = Request(checked_jobs(service, prompts, options, chat=chat, adapter=adapter))
     run(service, request, deadline)
     return request.completed()
 
@@ -87,6 +92,7 @@ def checked_jobs(
     *,
     chat: ChatParsing | None = None,
     is_streamed: bool = False,
+    adapter: str = "",
 ) -> list[Job]:
     """One job for each prompt, in order, that a worker can run now.
 
@@ -99,9 +105,12 @@ def checked_jobs(
     )
     jobs = make_jobs(prompts, options, facts, with_prefixes=service.link.needs_prefixes)
     service.link.check_ready()
-    if chat is not None or is_streamed:
+    if chat is not None or is_streamed or adapter:
         encoded = b"" if chat is None else _encode_chat(chat)
-        jobs = [msgspec.structs.replace(job, chat=encoded, is_streamed=is_streamed) for job in jobs]
+        jobs = [
+            msgspec.structs.replace(job, chat=encoded, is_streamed=is_streamed, adapter=adapter)
+            for job in jobs
+        ]
     return jobs
 
 

@@ -9,6 +9,7 @@ import time
 from flask import Blueprint, Response
 from flask import request as http_request
 
+from app.adapters import adapter_named
 from app.answering import Prompt, answer, check_batch, sampling_options
 from app.conversations import read_conversation
 from app.images import EncodedImages, check_entries, kwargs_of, read_images
@@ -31,7 +32,8 @@ def chat() -> Response:
         options = sampling_options(body, service.link.facts)
         limit = service.config.max_completions_per_request
         check_batch(len(body.messages), options.n, limit, "messages")
-        return answer(service, _prompts(service, body, deadline), options, deadline)
+        adapter = adapter_named(service, body.lora_name, "lora_name")
+        return answer(service, _prompts(service, body, deadline), options, deadline, adapter)
 
 
 def _prompts(service: Service, body: ChatBody, deadline: float) -> list[Prompt]:

@@ -8,6 +8,7 @@ import time
 from flask import Blueprint, Response
 from flask import request as http_request
 
+from app.adapters import adapter_named
 from app.answering import Prompt, answer, check_batch, sampling_options
 from app.images import images_of
 from app.prompts import is_known_to_client, prompt_ids_of
@@ -42,4 +43,5 @@ def _generate(service: Service) -> Response:
         )
         for index, (token_ids, sent) in enumerate(zip(prompt_ids, body.prompts, strict=True))
     ]
-    return answer(service, prompts, options, deadline)
+    adapter = adapter_named(service, body.lora_name, "lora_name")
+    return answer(service, prompts, options, deadline, adapter)

@@ -104,6 +104,14 @@ class Link:
         return self._facts
 
     @property
+    def adapters(self) -> dict[str, int]:
+        """LoRA adapters that every ready worker has, by name, and their versions there."""
+        beats = [view.heartbeat for view in self._views if view.heartbeat]
+        of_ready = [beat.adapters for beat in beats if beat.phase == "ready"]
+        first, *others = of_ready or [{}]
+        return {name: first[name] for name in first if all(name in one for one in others)}
+
+    @property
     def needs_prefixes(self) -> bool:
         """Whether jobs should bring the digests of their prompts."""
         has_choice = self._config.placement == "prefix" and len(self._views) > 1

@@ -13,7 +13,7 @@ _started = int(time.time())
 
 @blueprint.get("/v1/models/")
 def models() -> Response:
-    """The one model, with vLLM's `max_model_len` beside OpenAI's fields."""
+    """The model and its LoRA adapters, with vLLM's `max_model_len` beside OpenAI's fields."""
     facts = current_service().link.facts
     model = {
         "id": facts.model,
@@ -24,4 +24,8 @@ def models() -> Response:
         "parent": None,
         "max_model_len": facts.max_model_len,
     }
-    return json_response({"object": "list", "data": [model]})
+    adapters = [
+        {**model, "id": name, "root": name, "parent": facts.model, "version": version}
+        for name, version in sorted(current_service().link.adapters.items())
+    ]
+    return json_response({"object": "list", "data": [model, *adapters]})

@@ -30,6 +30,8 @@ class Asked(NamedTuple):
     deadline: float
     # Whether the answer shows the ids of its prompt.
     shows_prompt_ids: bool = False
+    # Name of the LoRA adapter, if one is asked for.
+    adapter: str = ""
 
     @property
     def is_chat(self) -> bool:
@@ -52,7 +54,7 @@ class Asked(NamedTuple):
             "id": f"{prefix}-{uuid.uuid4().hex}",
             "object": f"{kind}.chunk" if is_stream and self.is_chat else kind,
             "created": int(time.time()),
-            "model": self.service.link.facts.model,
+            "model": self.adapter or self.service.link.facts.model,
         }
 
     def choice(
@@ -106,6 +108,8 @@ def whole_answer(asked: Asked, results: Sequence[Completed]) -> dict[str, Any]:
                 choice |= {"text": one.text, **of_prompt}
             if asked.fields.return_token_ids:
                 choice["weight_versions"] = one.weight_versions
+                if asked.adapter:
+                    choice["lora_version"] = result.adapter_version
             answer["choices"].append(choice)
             # Others take their turn between long lists of log-probabilities.
             gevent.sleep(0)

@@ -6,7 +6,7 @@ import msgspec
 from msgspec import Meta
 
 from app.schemas import CacheSalt, Message, explain
-from titopool.errors import InvalidRequest, ModelNotFound
+from titopool.errors import InvalidRequest
 from titopool.messages import WorkerFacts
 from titopool.sampling import (
     SERVER_SET_FIELDS,
@@ -104,7 +104,6 @@ def read(
 
     Raises:
         InvalidRequest: a field is unknown, not supported, or of another type or range.
-        ModelNotFound: another model is asked for.
     """
     given = {name: value for name, value in _decoded(body).items() if value is not None}
     of_route, of_sampling = {}, {}
@@ -118,7 +117,6 @@ def read(
         else:
             of_sampling[name] = value
     fields = _converted(of_route, fields_type)
-    check_model(fields.model, facts)
     if fields.response_format is not None:
         of_sampling |= _structured(fields.response_format, of_sampling)
     options = _converted(of_sampling, SamplingOptions)
@@ -126,18 +124,6 @@ def read(
     options.prompt_logprobs = fields.prompt_logprobs
     _check_stream(fields)
     return fields, options
-
-
-def check_model(name: str | None, facts: WorkerFacts) -> None:
-    """Refuses the name of another model; None names none.
-
-    Raises:
-        ModelNotFound: it is not the one that is served.
-    """
-    if name is not None and name != facts.model:
-        raise ModelNotFound(
-            f"model: expected {facts.model!r}, the one that is served, got {name!r}", param="model"
-        )
 
 
 def _check_stream(fields: RouteFields) -> None:

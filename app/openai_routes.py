@@ -12,6 +12,7 @@ from typing import Any
 from flask import Blueprint, Response
 from flask import request as http_request
 
+from app.adapters import adapter_named
 from app.answering import Prompt, check_batch, generate
 from app.conversations import read_conversation
 from app.health import json_response
@@ -47,11 +48,14 @@ def completions() -> Response:
         deadline = time.monotonic() + service.config.request_timeout_s
         facts = service.link.facts
         fields, options = read(http_request.get_data(cache=False), CompletionsFields, facts)
+        adapter = adapter_named(service, fields.model)
         options.logprobs = fields.logprobs
         check_sampling(options, facts)
         prompts = _prompts_of(service, fields, options.n, deadline)
         texts = _texts(service, fields, options, deadline)
-        asked = Asked(service, fields, options, prompts, texts, deadline, fields.return_token_ids)
+        asked = Asked(
+            service, fields, options, prompts, texts, deadline, fields.return_token_ids, adapter
+        )
         return _answer(asked, None, held)
 
 
@@ -74,6 +78,7 @@ def _chat(*, with_tokens: bool) -> Response:
         deadline = time.monotonic() + service.config.request_timeout_s
         facts = service.link.facts
         fields, options = read(http_request.get_data(cache=False), ChatFields, facts)
+        adapter = adapter_named(service, fields.model)
         if with_tokens != (fields.tokens is not None):
             raise InvalidRequest(
                 f"tokens: expected {'the prompt' if with_tokens else 'none'} on this route; "
@@ -89,14 +94,17 @@ def _chat(*, with_tokens: bool) -> Response:
         prompt = _prompt_of(service, fields, tools, deadline)
         texts = _texts(service, fields, options, deadline)
         shows_ids = fields.return_token_ids or with_tokens
-        asked = Asked(service, fields, options, [prompt], texts, deadline, shows_ids)
+        asked = Asked(service, fields, options, [prompt], texts, deadline, shows_ids, adapter)
         return _answer(asked, tools.parsing, held)
 
 
 def _answer(asked: Asked, chat: ChatParsing | None, held: ExitStack) -> Response:
     if asked.fields.stream:
         return stream(asked, chat, held)
-    results = generate(asked.service, asked.prompts, asked.options, asked.deadline, chat=chat)
+    results = generate(
+        asked.service, asked.prompts, asked.options, asked.deadline, chat=chat,
+        adapter=asked.adapter,
+    )  # fmt: skip
     return json_response(whole_answer(asked, results))
 
 

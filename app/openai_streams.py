@@ -41,7 +41,14 @@ def stream(asked: Asked, chat: ChatParsing | None, held: ExitStack) -> Response:
     """
     service = asked.service
     request = StreamedRequest(
-        checked_jobs(service, asked.prompts, asked.options, chat=chat, is_streamed=True)
+        checked_jobs(
+            service,
+            asked.prompts,
+            asked.options,
+            chat=chat,
+            is_streamed=True,
+            adapter=asked.adapter,
+        )
     )
     held.callback(lambda: service.link.cancel(request, ClientGone("the answer was not read")))
     held.enter_context(submitted(service, request))

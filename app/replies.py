@@ -101,7 +101,9 @@ def _completions(results: Sequence[Completed]) -> list[Completion]:
 def _without_tokens(results: Sequence[Completed]) -> dict[str, Any]:
     """What both answers write alike."""
     completions = _completions(results)
+    versions = [result.adapter_version for result in results]
     return {
+        **({"lora_versions": versions} if any(one is not None for one in versions) else {}),
         "finish_reasons": [one.finish_reason for one in completions],
         "weight_versions": [one.weight_versions for one in completions],
         "num_cached_tokens": [result.num_cached_tokens for result in results],

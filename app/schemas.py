@@ -47,6 +47,8 @@ class SamplingBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     truncate_prompt_tokens: int | None = None
     structured_outputs_regex: str | None = None
     generation_kwargs: dict[str, Any] = {}
+    # Name of a LoRA adapter.
+    lora_name: str | None = None
 
 
 class GenerateBody(SamplingBody, forbid_unknown_fields=True, kw_only=True):
@@ -96,6 +98,24 @@ class DetokenizeBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     model: str | None = None
 
 
+class LoadAdapterBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """`POST /v1/load_lora_adapter`, as vLLM's server takes it, and a version."""
+
+    lora_name: Annotated[str, Meta(min_length=1, max_length=200)]
+    lora_path: str
+    # None: one more than there is.
+    version: Annotated[int, Meta(ge=0, le=2**53)] | None = None
+    # What vLLM's clients say to replace one; here it always is.
+    load_inplace: bool = True
+
+
+class UnloadAdapterBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """`POST /v1/unload_lora_adapter`, as vLLM's server takes it."""
+
+    lora_name: str
+    lora_int_id: int | None = None
+
+
 # Fields of SamplingBody that are sampling options under the same name.
 SAMPLING_FIELDS = (
     "n", "repetition_penalty", "temperature", "top_p", "top_k", "min_p", "max_tokens", "logprobs",
@@ -108,6 +128,8 @@ GENERATE_BODY = msgspec.json.Decoder(GenerateBody)
 CHAT_BODY = msgspec.json.Decoder(ChatBody)
 SEQUENCES_BODY = msgspec.json.Decoder(SequencesBody)
 TOKENIZE_BODY = msgspec.json.Decoder(TokenizeBody)
+LOAD_ADAPTER_BODY = msgspec.json.Decoder(LoadAdapterBody)
+UNLOAD_ADAPTER_BODY = msgspec.json.Decoder(UnloadAdapterBody)
 DETOKENIZE_BODY = msgspec.json.Decoder(DetokenizeBody)
 
 

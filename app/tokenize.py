@@ -6,9 +6,9 @@ from typing import Any, TypeVar
 from flask import Blueprint, Response
 from flask import request as http_request
 
+from app.adapters import adapter_named
 from app.conversations import read_conversation
 from app.health import json_response
-from app.openai_bodies import check_model
 from app.rendering import Chat, check_template_kwargs, render_all
 from app.schemas import (
     DETOKENIZE_BODY,
@@ -52,7 +52,7 @@ def detokenize() -> Response:
     service = current_service()
     with service.place():
         body = decode_body(http_request.get_data(cache=False), DETOKENIZE_BODY)
-        check_model(body.model, service.link.facts)
+        adapter_named(service, body.model)
         tokens, size = body.tokens, service.link.facts.vocab_size
         for index, token_id in enumerate(tokens):
             if not 0 <= token_id < size:
@@ -64,7 +64,7 @@ def detokenize() -> Response:
 
 
 def _ids_of(service: Service, body: TokenizeBody) -> list[int]:
-    check_model(body.model, service.link.facts)
+    adapter_named(service, body.model)
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequest("expected either prompt or messages", param="prompt")
     if body.prompt is not None:

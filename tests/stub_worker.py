@@ -13,6 +13,7 @@ import signal
 import sys
 import time
 from enum import IntEnum
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -81,6 +82,7 @@ class StubEngine:
         self, *, delay_s: float, load_s: float, max_num_seqs: int, max_model_len: int, is_bad: bool
     ):
         self.versions = Versions()
+        self.adapters: Any = SimpleNamespace(versions={})
         self.weights = StubWeights(is_bad=is_bad)
         self._delay_s = delay_s
         self._load_s = load_s

@@ -22,6 +22,7 @@ FORBIDDEN = {
 # Modules that may import them inside functions.
 HOLDERS = {
     "vllm": {
+        "workers/adapters.py",
         "workers/engine.py",
         "workers/vllm_params.py",
         "workers/parsing.py",

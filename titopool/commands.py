@@ -125,6 +125,34 @@ class AwaitStep(msgspec.Struct, frozen=True, tag="await_step"):
     of: str
 
 
+class LoadAdapter(msgspec.Struct, frozen=True, tag="load_adapter"):
+    """Load a LoRA adapter from a folder, beside the version that serves under its name."""
+
+    name: str
+    version: int
+    folder: str
+
+
+class SwitchAdapter(msgspec.Struct, frozen=True, tag="switch_adapter"):
+    """Let a version that was loaded serve."""
+
+    name: str
+    version: int
+
+
+class DropAdapter(msgspec.Struct, frozen=True, tag="drop_adapter"):
+    """Give up a version that was loaded and does not serve."""
+
+    name: str
+    version: int
+
+
+class UnloadAdapter(msgspec.Struct, frozen=True, tag="unload_adapter"):
+    """Take an adapter away; requests that run on it end with it."""
+
+    name: str
+
+
 class GetStatus(msgspec.Struct, frozen=True, tag="get_status"):
     """Say what the state is."""
 
@@ -142,6 +170,10 @@ Action = (
     | Pause
     | Resume
     | AwaitStep
+    | LoadAdapter
+    | SwitchAdapter
+    | DropAdapter
+    | UnloadAdapter
     | GetStatus
 )
 

@@ -81,6 +81,8 @@ class WorkerFacts(msgspec.Struct, frozen=True):
     # None: the model takes no images.
     images: ImageFacts | None = None
     # vLLM's names; empty: text is not searched for tool calls, or for reasoning.
+    # LoRA adapters that may be loaded at once; 0: none.
+    max_loras: int = 0
     tool_call_parser: str = ""
     reasoning_parser: str = ""
 
@@ -145,6 +147,8 @@ class Job(msgspec.Struct, frozen=True):
     is_streamed: bool = False
     # A ChatParsing, encoded; empty: the text is nobody's message.
     chat: bytes = b""
+    # Name of the LoRA adapter that it runs with; empty: none.
+    adapter: str = ""
 
 
 # ---- front end → worker -------------------------------------------------------------
@@ -199,6 +203,8 @@ class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
     # Digests of the prefixes that jobs of other front ends left in the cache since the last
     # heartbeat; not all of them if they are many.
     prefixes: bytes = b""
+    # LoRA adapters by name, and the version of each that serves.
+    adapters: dict[str, int] = {}
     # Updates that the pool had had with these weights; 0: the model's own.
     num_updates: int = 0
 
@@ -244,6 +250,8 @@ class Completed(msgspec.Struct, frozen=True, tag="completed"):
     # Where they were asked for: k + 1 at each token of the prompt but the first, its own before
     # the best k.
     prompt_logprobs: Logprobs | None = None
+    # Of the LoRA adapter that it ran with.
+    adapter_version: int | None = None
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):

@@ -18,14 +18,18 @@ from titopool.commands import (
     BeginUpdate,
     Command,
     CommandDone,
+    DropAdapter,
     FinishTensors,
     GetStatus,
     JoinGroup,
     LeaveGroup,
+    LoadAdapter,
     Pause,
     PrepareUpdate,
     ReceiveTensor,
     Resume,
+    SwitchAdapter,
+    UnloadAdapter,
 )
 from titopool.config import ServerConfig
 from titopool.errors import NoReadyWorker, TitopoolError
@@ -34,6 +38,7 @@ from workers.ledger import Ledger
 from workers.liveness import answers
 from workers.pauses import Pauses
 from workers.steps import Result
+from workers.weight_checks import checked_folder
 from workers.weight_engine import WeightEngine
 from workers.weight_state import Phase
 from workers.weight_updates import Updates
@@ -62,6 +67,8 @@ class Control:
     ):
         """`on_applied` is called when other weights serve, `on_broken` when none can."""
         self._server_engine = engine
+        self._config = config
+        self._on_applied = on_applied
         self._worker_id = worker_id
         self._pauses = Pauses()
         self._ledger = Ledger(config.run_dir, worker_id)
@@ -145,8 +152,43 @@ class Control:
                 return await updates.steps.wait("pause", str(command.command_id))
             case Resume():
                 return {"was_paused": await self._pauses.resume(self._engine)}
+            case LoadAdapter() | SwitchAdapter() | DropAdapter() | UnloadAdapter() as action:
+                return await self._change_adapter(action)
             case GetStatus():
                 return self.status()
+
+    async def _change_adapter(
+        self, action: LoadAdapter | SwitchAdapter | DropAdapter | UnloadAdapter
+    ) -> Result:
+        adapters = self._server_engine.adapters
+        match action:
+            case LoadAdapter(name=name, version=version, folder=folder):
+                found = checked_folder(folder, self._config.weights_root, "lora_path")
+                await adapters.load(name, version, found)
+                return {}
+            case DropAdapter(name=name, version=version):
+                adapters.drop(name, version)
+                return {}
+            case SwitchAdapter(name=name, version=version):
+                adapters.switch(name, version)
+            case UnloadAdapter(name=name):
+                version = adapters.unload(name)
+        self._ledger.write_adapters(adapters.folders)
+        self._on_applied()
+        return {"version": version}
+
+    async def _load_adapters(self) -> None:
+        for name, (version, folder) in self._ledger.read_adapters().items():
+            try:
+                await self._server_engine.adapters.load(name, version, folder)
+                self._server_engine.adapters.switch(name, version)
+            except TitopoolError as error:
+                logger.warning("adapter %s in %s cannot be had: %s", name, folder, error)
+
+    @property
+    def adapters(self) -> dict[str, int]:
+        """LoRA adapters by name, and the version of each that serves."""
+        return self._server_engine.adapters.versions if self._is_ready else {}
 
     async def _pause(self, mode: Any, lease_s: float) -> Result:
         await self._pauses.lease(self._engine, mode, lease_s)
@@ -166,6 +208,7 @@ class Control:
             "is_paused": self._pauses.lease_left_s is not None,
             "lease_left_s": self._pauses.lease_left_s,
             "last_end": state.last_end or None,
+            "adapters": self.adapters,
         }
 
     # ---- between commands ------------------------------------------------------------
@@ -173,6 +216,7 @@ class Control:
     async def get_ready(self) -> None:
         """Gets the weights that the process before this one had, or begins to wait for some."""
         self._is_ready = True
+        await self._load_adapters()
         entry = self._ledger.read()
         if entry is None:
             return

@@ -12,7 +12,7 @@ import gc
 import importlib
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, NoReturn, Protocol
 
 import msgspec
@@ -23,6 +23,7 @@ from titopool.config import ServerConfig
 from titopool.errors import ConfigError, InvalidRequest
 from titopool.messages import Completion, Job, Logprobs, Part, WorkerFacts, decode_chat_parsing
 from titopool.sampling import SamplingOptions, decode_options, encode_options
+from workers.adapters import Adapters
 from workers.environment import default_engine_options, image_threads, prepare_environment
 from workers.images import ImagePreparer
 from workers.logprobs_transport import receive_lists
@@ -49,6 +50,7 @@ class Generated(NamedTuple):
     num_images: int = 0
     image_s: float = 0.0
     prompt_logprobs: Logprobs | None = None
+    adapter_version: int | None = None
 
 
 class EngineDead(Exception):
@@ -59,6 +61,8 @@ class Engine(Protocol):
     """What a worker process asks of its engine."""
 
     versions: Versions
+    # Of LoRA; there once the model is loaded.
+    adapters: Adapters
 
     @property
     def weights(self) -> WeightEngine:
@@ -141,6 +145,7 @@ class VllmEngine:
             )
             self._images = images if images.facts else None
         self._parsers = load_parsers(self._config, self._llm)
+        self.adapters = Adapters(self._llm)
         return self._facts()
 
     def _engine_args(self, args_class: Any, defaults: dict[str, Any]) -> Any:
@@ -192,6 +197,7 @@ class VllmEngine:
             world_size=config.parallel_config.world_size,
             num_cache_tokens=num_cache_tokens or 0,
             images=self._images.facts if self._images else None,
+            max_loras=self.adapters.limit,
             tool_call_parser=self._config.tool_call_parser,
             reasoning_parser=self._config.reasoning_parser,
         )
@@ -215,7 +221,15 @@ class VllmEngine:
         gc.freeze()
 
     async def run(self, job: Job, on_part: OnPart) -> Generated:
+        if not job.adapter:
+            return await self._run(job, on_part)
+        with self.adapters.use(job.adapter) as adapter:
+            generated = await self._run(job, on_part, lora_request=adapter.request())
+        return generated._replace(adapter_version=adapter.version)
+
+    async def _run(self, job: Job, on_part: OnPart, **arguments: Any) -> Generated:
         turn = self._turn_of(job, on_part)
+        turn.arguments |= arguments
         if not job.images:
             output = await self._output(job, _tokens_input(job), turn)
             return await self._generated(output, turn)
@@ -239,19 +253,18 @@ class VllmEngine:
             chat = decode_chat_parsing(job.chat)
             parsing = self._parsers.begin(chat, params, job.prompt_token_ids)
         stream = Stream(job, parsing, on_part) if job.is_streamed else None
-        return Turn(params, parsing, stream)
+        return Turn(params, parsing, stream, arguments=parsing.engine_arguments if parsing else {})
 
     async def _output(self, job: Job, prompt: Any, turn: "Turn") -> Any:
         """vLLM's last output, with the completions of all."""
         from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
-        arguments = turn.parsing.engine_arguments if turn.parsing else {}
         latest: dict[int, Any] = {}
         try:
             with self.versions.request(job.job_id) as request_id:
                 # One with all completions, or of a stream many with those that went on.
                 async for output in self._llm.generate(
-                    prompt, turn.params, request_id, **arguments
+                    prompt, turn.params, request_id, **turn.arguments
                 ):
                     latest |= {one.index: one for one in output.outputs}
                     if turn.stream is not None:
@@ -333,6 +346,8 @@ class Turn:
     stream: Stream | None = None
     # With all images expanded, once they are.
     prompt_token_ids: bytes = b""
+    # Of AsyncLLM.generate.
+    arguments: dict[str, Any] = field(default_factory=dict)
 
 
 def _tokens_input(job: Job) -> Any:

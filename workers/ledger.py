@@ -13,6 +13,9 @@ import msgspec
 logger = logging.getLogger(__name__)
 
 FILE_PREFIX = "worker-weights-"
+ADAPTERS_PREFIX = "worker-adapters-"
+# LoRA adapters by name: version and folder.
+Folders = dict[str, tuple[int, str]]
 
 
 class Entry(msgspec.Struct, frozen=True):
@@ -29,6 +32,7 @@ class Ledger:
 
     def __init__(self, run_dir: str, worker_id: str):
         self._path = Path(run_dir) / f"{FILE_PREFIX}{worker_id}" if run_dir else None
+        self._adapters = Path(run_dir) / f"{ADAPTERS_PREFIX}{worker_id}" if run_dir else None
 
     def write(self, entry: Entry) -> None:
         """Replaces what is there; a disk that is full does not undo the update."""
@@ -47,10 +51,28 @@ class Ledger:
             return None
         return msgspec.json.decode(self._path.read_bytes(), type=Entry)
 
+    def write_adapters(self, folders: Folders) -> None:
+        """Replaces what is there of adapters."""
+        _replace(self._adapters, folders)
+
+    def read_adapters(self) -> Folders:
+        """The adapters that the process before this one had."""
+        if self._adapters is None or not self._adapters.exists():
+            return {}
+        return msgspec.json.decode(self._adapters.read_bytes(), type=Folders)
+
+
+def _replace(path: Path | None, content: object) -> None:
+    if path is not None:
+        draft = path.with_suffix(".new")
+        draft.write_bytes(msgspec.json.encode(content))
+        os.replace(draft, path)
+
 
 def clear_ledgers(run_dir: str) -> None:
     """A server that starts begins with its model's own weights."""
     if not run_dir:
         return
-    for path in Path(run_dir).glob(FILE_PREFIX + "*"):
-        path.unlink(missing_ok=True)
+    for prefix in (FILE_PREFIX, ADAPTERS_PREFIX):
+        for path in Path(run_dir).glob(prefix + "*"):
+            path.unlink(missing_ok=True)

@@ -279,6 +279,7 @@ class WorkerServer:
             prefix_of(job, generated, self._facts),
             generated.prompt_token_ids,
             generated.prompt_logprobs,
+            generated.adapter_version,
         )
 
     # ---- sending ---------------------------------------------------------------------
@@ -354,6 +355,7 @@ class WorkerServer:
             phase_s=time.monotonic() - self._phase_since,
             weight_version=self._engine.versions.current,
             num_updates=self._control.num_updates,
+            adapters=self._control.adapters,
             facts=self._facts,
             num_front_ends=len(self._front_ends),
             other_sequences=others.other_sequences,

@@ -9,22 +9,22 @@ from typing import Any
 from titopool.errors import DeadlinePassed, InvalidRequest, TitopoolError, WeightUpdateFailed
 
 
-def checked_folder(folder: str, root: str) -> str:
-    """The real path of `folder`, which must lie below `root`.
+def checked_folder(folder: str, root: str, field: str = "path") -> str:
+    """The real path of `folder`, the value of `field`, which must lie below `root`.
 
     Raises:
         InvalidRequest: it does not, or there is no root.
     """
     if not root:
         raise InvalidRequest(
-            "path: weights from a folder are refused, as the server has no weights_root; set it to "
-            "the folder that yours are below",
-            param="path",
+            f"{field}: weights from a folder are refused, as the server has no weights_root; set it "
+            "to the folder that yours are below",
+            param=field,
         )
     path = Path(os.path.realpath(folder))
     if not path.is_relative_to(os.path.realpath(root)) or not path.is_dir():
         raise InvalidRequest(
-            f"path: expected a folder below weights_root ({root}), got {folder!r}", param="path"
+            f"{field}: expected a folder below weights_root ({root}), got {folder!r}", param=field
         )
     return str(path)
 

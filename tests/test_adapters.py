@@ -1,0 +1,215 @@
+"""LoRA adapters over real vLLM; transformers with the adapter merged into its weights beside."""
+
+import concurrent.futures
+import json
+import signal
+from pathlib import Path
+from typing import NamedTuple
+
+import openai
+import psutil
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests import reference
+from tests.conftest import ENGINE_OPTIONS
+from tests.servers import Server, running_server, wait_until
+from tests.test_generate import TOLERANCE
+
+IDS = [42, 139, 14, 7, 99]
+GREEDY = {"temperature": 0, "max_tokens": 8, "generation_kwargs": {"ignore_eos": True}}
+RANK, SCALE = 4, 2.0
+TARGETS = {"q_proj": (256, 256), "v_proj": (256, 128), "o_proj": (256, 256)}
+
+
+class Adapted(NamedTuple):
+    """A server with adapters, and where they lie."""
+
+    server: Server
+    root: Path
+    base: str
+
+    def load(self, name: str, folder: str, **fields):
+        body = {"lora_name": name, "lora_path": str(self.root / folder), **fields}
+        return self.server.post("/v1/load_lora_adapter", body)
+
+    def unload(self, name: str):
+        return self.server.post("/v1/unload_lora_adapter", {"lora_name": name})
+
+    def merged(self, folder: str) -> str:
+        """A model whose weights have the adapter in them."""
+        return str(self.root / f"merged-{folder}")
+
+
+def make_adapter(base: str, root: Path, name: str, seed: int) -> None:
+    """Writes a random adapter, and the model that it makes."""
+    made = torch.Generator().manual_seed(seed)
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    tensors = {}
+    for index, layer in enumerate(model.model.layers):
+        for target, (width, height) in TARGETS.items():
+            a = torch.randn(RANK, width, generator=made) * 0.2
+            b = torch.randn(height, RANK, generator=made) * 0.2
+            place = f"base_model.model.model.layers.{index}.self_attn.{target}"
+            tensors[f"{place}.lora_A.weight"] = a
+            tensors[f"{place}.lora_B.weight"] = b
+            with torch.no_grad():
+                getattr(layer.self_attn, target).weight += SCALE * b @ a
+    folder = root / name
+    folder.mkdir()
+    save_file(tensors, folder / "adapter_model.safetensors")
+    config = {
+        "peft_type": "LORA", "r": RANK, "lora_alpha": RANK * SCALE, "target_modules": list(TARGETS),
+        "bias": "none", "task_type": "CAUSAL_LM", "base_model_name_or_path": base,
+    }  # fmt: skip
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    model.save_pretrained(root / f"merged-{name}")
+    AutoTokenizer.from_pretrained(base).save_pretrained(root / f"merged-{name}")
+
+
+@pytest.fixture(scope="module")
+def adapted(tiny_model: str, tmp_path_factory: pytest.TempPathFactory):
+    root = tmp_path_factory.mktemp("adapters")
+    for seed, name in enumerate(("one", "two", "three"), start=1):
+        make_adapter(tiny_model, root, name, seed)
+    options = ("--enable-lora", "--max-loras", "2", "--max-lora-rank", "8", "--max-cpu-loras", "3")
+    with running_server(
+        tiny_model, *options, *ENGINE_OPTIONS, "--num-workers", "2", "--num-front-ends", "2",
+        "--weights-root", str(root), log=tmp_path_factory.mktemp("adapters-server") / "log",
+        num_workers=2,
+    ) as server:  # fmt: skip
+        yield Adapted(server, root, tiny_model)
+
+
+def check(adapted: Adapted, answer: dict, folder: str, version: int) -> None:
+    (ids,), model = answer["completion_ids"], adapted.merged(folder)
+    assert ids == reference.greedy(model, IDS, 8)
+    rows = reference.logprobs(model, IDS, ids)
+    expected = [row[one].item() for row, one in zip(rows, ids, strict=True)]
+    assert [one[0] for one in answer["logprobs"][0]] == pytest.approx(expected, abs=TOLERANCE)
+    assert answer["lora_versions"] == [version]
+
+
+def test_an_adapter_is_chosen_by_its_name(adapted: Adapted):
+    base = adapted.server.generate([IDS], **GREEDY)
+    assert adapted.load("style", "one").json() == {"lora_name": "style", "version": 1}
+    for _ in range(4):
+        # Through either front end, at either worker.
+        check(adapted, adapted.server.generate([IDS], lora_name="style", **GREEDY), "one", 1)
+    assert adapted.server.generate([IDS], **GREEDY)["completion_ids"] == base["completion_ids"]
+    assert "lora_versions" not in base
+    client = openai.OpenAI(base_url=adapted.server.url + "/v1", api_key="none", max_retries=0)
+    listed = {one.id: one for one in client.models.list().data}
+    assert listed["style"].parent == adapted.base
+    options = {"model": "style", "temperature": 0, "max_tokens": 8}
+    extra = {"extra_body": {"return_token_ids": True, "ignore_eos": True}}
+    whole = client.completions.create(prompt=IDS, **options, **extra)
+    chunks = client.completions.create(prompt=IDS, **options, **extra, stream=True)
+    expected = reference.greedy(adapted.merged("one"), IDS, 8)
+    assert whole.model == "style"
+    assert whole.choices[0].token_ids == expected
+    assert [i for one in chunks for i in one.choices[0].token_ids] == expected
+    messages = [{"role": "user", "content": "Hello"}]
+    chat = client.chat.completions.create(messages=messages, **options, **extra)
+    wanted = reference.greedy(adapted.merged("one"), chat.prompt_token_ids, 8)
+    assert chat.choices[0].token_ids == wanted
+    answer = adapted.server.post("/chat/", {"messages": [messages], "lora_name": "style", **GREEDY})
+    assert answer.json()["completion_ids"] == [wanted]
+    assert adapted.unload("style").json() == {"lora_name": "style", "version": 1}
+
+
+def test_a_new_version_takes_over_while_requests_run_on_the_old_one(adapted: Adapted):
+    assert adapted.load("style", "one").ok
+    long = {**GREEDY, "max_tokens": 400, "lora_name": "style"}
+    with concurrent.futures.ThreadPoolExecutor(2) as threads:
+        old = [threads.submit(adapted.server.generate, [IDS] * 8, **long) for _ in range(2)]
+        wait_until(lambda: sum(adapted.server.metrics("sequences").values()) > 0, 10)
+        assert adapted.load("style", "two").json()["version"] == 2
+        check(adapted, adapted.server.generate([IDS], lora_name="style", **GREEDY), "two", 2)
+        assert adapted.load("style", "three", version=7).json()["version"] == 7
+        check(adapted, adapted.server.generate([IDS], lora_name="style", **GREEDY), "three", 7)
+        for answer in (one.result() for one in old):
+            assert answer["lora_versions"] == [1] * 8
+            expected = reference.greedy(adapted.merged("one"), IDS, 40)
+            assert [ids[:40] for ids in answer["completion_ids"]] == [expected] * 8
+    assert adapted.unload("style").ok
+
+
+def test_an_adapter_that_is_unloaded_is_not_found(adapted: Adapted):
+    assert adapted.load("brief", "one").ok
+    assert adapted.unload("brief").ok
+    for path, body in (
+        ("/generate/", {"prompts": [IDS], "lora_name": "brief"}),
+        ("/v1/completions", {"prompt": IDS, "model": "brief"}),
+        ("/v1/unload_lora_adapter", {"lora_name": "brief"}),
+    ):
+        answer = adapted.server.post(path, body)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
+
+
+def spoil(folder: Path, **changes) -> None:
+    config = json.loads((folder / "adapter_config.json").read_text())
+    (folder / "adapter_config.json").write_text(json.dumps(config | changes))
+
+
+@pytest.mark.parametrize("fault", ["rank", "no-file", "garbage", "names", "outside"])
+def test_a_bad_adapter_is_refused_and_the_old_one_serves(adapted: Adapted, tmp_path: Path, fault):
+    assert adapted.load("solid", "one").ok
+    folder = (tmp_path if fault == "outside" else adapted.root) / f"bad-{fault}"
+    folder.mkdir(exist_ok=True)
+    for file in (adapted.root / "two").iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    if fault == "rank":
+        spoil(folder, r=64)
+    elif fault == "no-file":
+        (folder / "adapter_model.safetensors").unlink()
+    elif fault == "garbage":
+        (folder / "adapter_model.safetensors").write_bytes(b"no tensors")
+    elif fault == "names":
+        save_file({"base_model.model.nothing.lora_A.weight": torch.zeros(4, 4)},
+                  folder / "adapter_model.safetensors")  # fmt: skip
+    answer = adapted.load("solid", str(folder))
+    assert answer.status_code == 400, answer.text
+    assert "lora_path" in answer.json()["error"]["message"]
+    check(adapted, adapted.server.generate([IDS], lora_name="solid", **GREEDY), "one", 1)
+    assert adapted.unload("solid").ok
+
+
+def test_what_is_there_already_or_has_no_room_is_a_conflict(adapted: Adapted):
+    for name in ("a", "b", "c"):
+        assert adapted.load(name, "one").ok
+    full = adapted.load("d", "two")
+    assert (full.status_code, full.json()["error"]["code"]) == (409, "conflict")
+    assert "--max-cpu-loras" in full.json()["error"]["message"]
+    assert adapted.unload("c").ok
+    again = adapted.load("a", "two", version=1)
+    assert again.status_code == 409
+    check(adapted, adapted.server.generate([IDS], lora_name="a", **GREEDY), "one", 1)
+    assert adapted.load("a", "two").json()["version"] == 2
+    assert adapted.unload("a").ok
+    assert adapted.unload("b").ok
+
+
+def test_a_server_without_adapters_says_so(server: Server):
+    answer = server.post("/v1/load_lora_adapter", {"lora_name": "a", "lora_path": "/"})
+    assert answer.status_code == 400
+    assert "--enable-lora" in answer.json()["error"]["message"]
+
+
+def test_a_worker_that_starts_again_has_the_adapters(adapted: Adapted):
+    assert adapted.load("lasting", "one").ok
+    assert adapted.load("lasting", "two").ok
+    (victim, *_) = [
+        process
+        for process in psutil.Process(adapted.server.process.pid).children(recursive=True)
+        if any("workers" in word for word in process.cmdline())
+        and "supervisor" not in " ".join(process.cmdline())
+    ]
+    victim.send_signal(signal.SIGKILL)
+    wait_until(lambda: adapted.server.get("/ready").json()["num_ready"] == 1, 20)
+    adapted.server.wait_until_ready(2)
+    for _ in range(4):
+        check(adapted, adapted.server.generate([IDS], lora_name="lasting", **GREEDY), "two", 2)
+    assert adapted.unload("lasting").ok
