@@ -20,7 +20,7 @@ def server(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     log = tmp_path_factory.mktemp("tp-server") / "log"
     options = (
         "--num-workers", "1", "--num-front-ends", "1", "--tensor-parallel-size", "2",
-        "--weight-update-timeout-s", "20", *ENGINE_OPTIONS,
+        "--weight-update-timeout-s", "120", *ENGINE_OPTIONS,
     )  # fmt: skip
     with running_server(tiny_model, *options, log=log) as running:
         yield running
@@ -34,7 +34,7 @@ def test_both_protocols_reach_all_processes_of_a_worker(
     other_model = str(tmp_path_factory.mktemp("other-tp"))
     make_model(other_model, seed=1)
     assert server.get("/get_world_size").json() == {"world_size": 2}
-    client = WeightsClient(server.url, device="cpu", timeout_s=20)
+    client = WeightsClient(server.url, device="cpu", timeout_s=120)
     client.update(tensors_of(other_model), policy="keep", with_checksum=True)
     assert_serves(server, other_model)
     client.close()

@@ -35,26 +35,29 @@ class Nccl:
         self._library = library()
         self._device = torch.device(device)
         self._communicator = ctypes.c_void_p()
-        torch.cuda.set_device(self._device)
-        self.stream = torch.cuda.Stream(self._device)
         unique = NcclId.from_buffer_copy(nccl_id)
-        self._check(
-            self._library.ncclCommInitRank(
+        # The trainer's current device stays as it is.
+        with torch.cuda.device(self._device):
+            self.stream = torch.cuda.Stream(self._device)
+            code = self._library.ncclCommInitRank(
                 ctypes.byref(self._communicator),
                 ctypes.c_int(world_size),
                 unique,
                 ctypes.c_int(rank),
             )
-        )
-        warm = torch.zeros(1, device=self._device)
+            self._check(code)
+            self._warm_up(torch.zeros(1, device=self._device))
+
+    def _warm_up(self, number: Any) -> None:
+        import torch
+
         self.stream.wait_stream(torch.cuda.current_stream(self._device))
-        self._check(
-            self._library.ncclAllReduce(
-                ctypes.c_void_p(warm.data_ptr()), ctypes.c_void_p(warm.data_ptr()),
-                ctypes.c_size_t(1), ctypes.c_int(FLOAT32), ctypes.c_int(SUM),
-                self._communicator, ctypes.c_void_p(self.stream.cuda_stream),
-            )
+        pointer = ctypes.c_void_p(number.data_ptr())
+        code = self._library.ncclAllReduce(
+            pointer, pointer, ctypes.c_size_t(1), ctypes.c_int(FLOAT32), ctypes.c_int(SUM),
+            self._communicator, ctypes.c_void_p(self.stream.cuda_stream),
         )  # fmt: skip
+        self._check(code)
         self.stream.synchronize()
 
     def broadcast(self, buffer: Any, source: int) -> None:
@@ -64,15 +67,15 @@ class Nccl:
         """
         import torch
 
-        self.stream.wait_stream(torch.cuda.current_stream(self._device))
         pointer = ctypes.c_void_p(buffer.data_ptr())
-        self._check(
-            self._library.ncclBroadcast(
+        with torch.cuda.device(self._device):
+            self.stream.wait_stream(torch.cuda.current_stream(self._device))
+            code = self._library.ncclBroadcast(
                 pointer, pointer, ctypes.c_size_t(buffer.numel() * buffer.element_size()),
                 ctypes.c_int(UINT8), ctypes.c_int(source), self._communicator,
                 ctypes.c_void_p(self.stream.cuda_stream),
-            )
-        )  # fmt: skip
+            )  # fmt: skip
+        self._check(code)
 
     def abort(self) -> None:
         """Gives up what is under way and leaves."""

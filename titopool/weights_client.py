@@ -24,6 +24,9 @@ from titopool.weight_plan import DEFAULT_BUCKET_BYTES, checksum, plan_buckets, v
 
 NCCL_ID_KEY = "titopool/told/0"
 GLOO_PREFIX = "titopool/gloo"
+# Between two looks at a GPU's event, and at the workers while it does not come.
+POLL_S = 0.0005
+LOOK_S = 2.0
 
 
 class WeightsError(Exception):
@@ -288,12 +291,32 @@ class WeightsClient:
         """Begins to send; returns what waits for the end of it."""
         if buffer.device.type == "cuda":
             self._group.broadcast(buffer, 0)
-            return self._group.stream.record_event().synchronize
+            event = self._group.stream.record_event()
+            return lambda: self._wait_for(event)
         from torch.distributed import BroadcastOptions
 
         options = BroadcastOptions()
         options.rootRank = 0
         return self._group.broadcast([buffer], options).wait
+
+    def _wait_for(self, event: Any) -> None:
+        """Waits for the GPU, but not for workers that are gone: NCCL would, for ever."""
+        deadline = time.monotonic() + self._timeout_s
+        next_look = time.monotonic() + LOOK_S
+        while not event.query():
+            if time.monotonic() > deadline:
+                raise WeightsError(f"a broadcast did not end within {self._timeout_s:g} s")
+            if time.monotonic() > next_look:
+                self._check_workers()
+                next_look = time.monotonic() + LOOK_S
+            time.sleep(POLL_S)
+
+    def _check_workers(self) -> None:
+        for worker in self.call("/weights")["workers"]:
+            if worker["session"] != self._session:
+                raise WeightsError(
+                    f"worker {worker['worker']} has left the group: {worker['last_end']}"
+                )
 
     def _device(self) -> Any:
         import torch
