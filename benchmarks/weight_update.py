@@ -132,16 +132,21 @@ def synchronize(options: argparse.Namespace) -> None:
 
 @torch.inference_mode()
 def check(server: Server, model: Any) -> list[int]:
-    """The greedy ids of every worker, whose log-probabilities must be the model's."""
+    """Compares what every worker says of its greedy ids with the model.
+
+    Returns:
+        The greedy ids of a prompt by itself: among others, bfloat16 can make others.
+    """
     body = {"temperature": 0.0, "max_tokens": NUM_TOKENS, "generation_kwargs": {"ignore_eos": True}}
     answer = server.generate([PROMPT] * 8, **body)
-    ids: list[int] = answer["completion_ids"][0]
-    input_ids = torch.tensor([PROMPT + ids], device=model.device)
-    rows = torch.log_softmax(model(input_ids).logits[0].float(), dim=-1)
-    for index, (token_id, entry) in enumerate(zip(ids, answer["logprobs"][0], strict=True)):
-        expected = float(rows[len(PROMPT) + index - 1, token_id])
-        assert abs(expected - entry[0]) < TOLERANCE, (index, expected, entry[0])
-    return ids
+    for ids, entries in zip(answer["completion_ids"], answer["logprobs"], strict=True):
+        input_ids = torch.tensor([PROMPT + ids], device=model.device)
+        rows = torch.log_softmax(model(input_ids).logits[0].float(), dim=-1)
+        for index, (token_id, entry) in enumerate(zip(ids, entries, strict=True)):
+            expected = float(rows[len(PROMPT) + index - 1, token_id])
+            assert abs(expected - entry[0]) < TOLERANCE, (index, expected, entry[0])
+    alone: list[int] = server.generate([PROMPT], **body)["completion_ids"][0]
+    return alone
 
 
 # ---- TRL's client --------------------------------------------------------------------

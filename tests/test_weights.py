@@ -28,19 +28,24 @@ def other_model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
-@pytest.fixture(scope="module", params=[1, 2], ids=["one-worker", "two-workers"])
+@pytest.fixture(scope="module")
+def num_workers() -> int:
+    """Most can go wrong with two; `tests/test_weights_one_worker.py` has one."""
+    return 2
+
+
+@pytest.fixture(scope="module")
 def server(
-    request: pytest.FixtureRequest, tiny_model: str, other_model: str,
-    tmp_path_factory: pytest.TempPathFactory,
+    num_workers: int, tiny_model: str, other_model: str, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Server]:  # fmt: skip
     """Workers of the tiny model behind two gunicorn processes."""
     options = (
-        "--num-workers", str(request.param), "--num-front-ends", "2", "--weights-root",
+        "--num-workers", str(num_workers), "--num-front-ends", "2", "--weights-root",
         other_model.rpartition("/")[0], "--weight-update-timeout-s", str(TIMEOUT_S), *ENGINE_OPTIONS,
     )  # fmt: skip
     log = tmp_path_factory.mktemp("weights-server") / "log"
-    with running_server(tiny_model, *options, log=log, num_workers=request.param) as running:
-        running.num_workers = request.param
+    with running_server(tiny_model, *options, log=log, num_workers=num_workers) as running:
+        running.num_workers = num_workers
         yield running
 
 
