@@ -4,6 +4,7 @@ import asyncio
 import json
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -39,6 +40,7 @@ class RecordingEngine:
     def __init__(self) -> None:
         self.versions = Versions()
         self.weights = self
+        self.adapters: Any = SimpleNamespace(versions={})
         self.calls: list[str] = []
         self.is_stuck = self.has_stuck_caches = False
         self.status: dict[str, Any] = {
