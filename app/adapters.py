@@ -57,9 +57,10 @@ def unload_adapter() -> Response:
 
 
 def known_adapters(commands: Commands) -> dict[str, int]:
-    """Adapters by name, and their versions, as the pool's first worker has them now."""
-    (status,) = commands.at_once(commands.members()[:1], GetStatus())
-    return dict(status["adapters"])
+    """Adapters by name, and their versions, that all workers have now."""
+    statuses = commands.at_once(commands.members(), GetStatus())
+    first, *others = (dict(one["adapters"]) for one in statuses)
+    return {name: one for name, one in first.items() if all(o.get(name) == one for o in others)}
 
 
 def adapter_named(service: Service, name: str | None, param: str = "model") -> str:

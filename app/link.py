@@ -105,11 +105,15 @@ class Link:
 
     @property
     def adapters(self) -> dict[str, int]:
-        """LoRA adapters that every ready worker has, by name, and their versions there."""
+        """LoRA adapters that every ready worker has in one version, by name."""
         beats = [view.heartbeat for view in self._views if view.heartbeat]
         of_ready = [beat.adapters for beat in beats if beat.phase == "ready"]
         first, *others = of_ready or [{}]
-        return {name: first[name] for name in first if all(name in one for one in others)}
+        return {
+            name: version
+            for name, version in first.items()
+            if all(one.get(name) == version for one in others)
+        }
 
     @property
     def needs_prefixes(self) -> bool:

@@ -9,7 +9,7 @@ from titopool.commands import Backend, Policy
 from titopool.weight_plan import DEFAULT_BUCKET_BYTES
 
 Port = Annotated[int, Meta(ge=1, le=65_535)]
-Size = Annotated[int, Meta(ge=0)]
+Size = Annotated[int, Meta(ge=0, le=2**40)]
 Version = Annotated[int, Meta(ge=0, le=2**62)]
 # A session or update, as its client or the server named it.
 Name = Annotated[str, Meta(min_length=1, max_length=128)]

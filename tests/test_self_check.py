@@ -28,6 +28,7 @@ HOLDERS = {
         "workers/parsing.py",
         "workers/logprobs_transport.py",
         "workers/placing.py",
+        "workers/weight_engine.py",
         "workers/weight_extension.py",
         "workers/weight_group.py",
     },

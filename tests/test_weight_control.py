@@ -42,6 +42,7 @@ class RecordingEngine:
         self.weights = self
         self.adapters: Any = SimpleNamespace(versions={})
         self.calls: list[str] = []
+        self.can_keep = True
         self.is_stuck = self.has_stuck_caches = False
         self.status: dict[str, Any] = {
             "is_joined": True, "error": "", "num_announced": 1, "num_received": 1,

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from titopool.errors import Conflict, InvalidRequest, ModelNotFound
+from workers.ledger import Files, Folders, files_of
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +35,7 @@ class Adapter:
     # vLLM's, never used twice: its caches go by it.
     adapter_id: int
     folder: str
+    files: Files
     num_requests: int = 0
     is_retired: bool = False
 
@@ -69,9 +71,9 @@ class Adapters:
         return {name: one.version for name, one in self._serving.items()}
 
     @property
-    def folders(self) -> dict[str, tuple[int, str]]:
+    def folders(self) -> Folders:
         """Version and folder of each name, for the process that comes after this one."""
-        return {name: (one.version, one.folder) for name, one in self._serving.items()}
+        return {name: (one.version, one.folder, one.files) for name, one in self._serving.items()}
 
     async def load(self, name: str, version: int, folder: str) -> None:
         """Loads a version beside the one that serves.
@@ -90,7 +92,7 @@ class Adapters:
                 "requests still use among them; unload one, or start with a greater --max-cpu-loras"
             )
         self._check(Path(folder))
-        adapter = Adapter(name, version, next(self._ids), folder)
+        adapter = Adapter(name, version, next(self._ids), folder, files_of(folder))
         self._loaded[name, version] = adapter
         try:
             async with asyncio.timeout(LOAD_TIMEOUT_S):

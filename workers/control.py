@@ -34,21 +34,18 @@ from titopool.commands import (
 from titopool.config import ServerConfig
 from titopool.errors import NoReadyWorker, TitopoolError
 from workers.engine import Engine
-from workers.ledger import Ledger
+from workers.ledger import Entry, Ledger, files_of
 from workers.liveness import answers
 from workers.pauses import Pauses
 from workers.steps import Result
 from workers.weight_checks import checked_folder
 from workers.weight_engine import WeightEngine
-from workers.weight_state import Phase
+from workers.weight_state import Phase, Update
 from workers.weight_updates import Updates
 
 logger = logging.getLogger(__name__)
 
 WATCH_S = 0.25
-# An update of TRL's client without all of the model's tensors ends at a generation only when
-# nothing has come for so long.
-QUIET_S = 2.0
 # Phases in which nothing runs that would notice.
 WATCHED = (Phase.RECEIVING, Phase.PREPARED)
 
@@ -77,8 +74,6 @@ class Control:
             on_applied=on_applied, on_broken=on_broken,
         )  # fmt: skip
         self._is_ready = False
-        # An update of TRL's client that ends with the next job.
-        self._is_pending = False
         # An update and how many tensors it had at the last look that found them all received.
         self._seen: tuple[str, int] = ("", 0)
 
@@ -92,11 +87,13 @@ class Control:
         return self._updates.is_waiting
 
     @property
+    def is_in_a_call(self) -> bool:
+        """Whether the engine may be busy with weights, for which there is a deadline."""
+        return self._updates.is_in_a_call
+
+    @property
     def num_updates(self) -> int:
-        """How many updates the pool had with the weights that the next job meets here."""
-        update = self._updates.state.update
-        if self._is_pending and update is not None:
-            return update.index
+        """How many updates the pool had had with the weights that serve here."""
         return self._updates.state.num_updates
 
     # ---- commands --------------------------------------------------------------------
@@ -178,7 +175,10 @@ class Control:
         return {"version": version}
 
     async def _load_adapters(self) -> None:
-        for name, (version, folder) in self._ledger.read_adapters().items():
+        for name, (version, folder, files) in self._ledger.read_adapters().items():
+            if files_of(folder) != files:
+                logger.warning("adapter %s: %s has changed since it was loaded", name, folder)
+                continue
             try:
                 await self._server_engine.adapters.load(name, version, folder)
                 self._server_engine.adapters.switch(name, version)
@@ -221,9 +221,14 @@ class Control:
         if entry is None:
             return
         self._updates.is_waiting = True
-        if not entry.folder:
+        if entry.folder and files_of(entry.folder) != entry.files:
+            logger.warning("%s has changed since version %d", entry.folder, entry.version)
+        elif not entry.folder:
             logger.warning("the weights of version %d are gone; waiting for others", entry.version)
-            return
+        else:
+            await self._take_again(entry)
+
+    async def _take_again(self, entry: Entry) -> None:
         action = BeginFolder("restart", entry.version, entry.num_updates - 1, entry.folder)
         try:
             await self._updates.begin_folder(action)
@@ -241,7 +246,7 @@ class Control:
             return
         try:
             if self._updates.has_tensors:
-                await self._look_at_tensors(for_job=True)
+                await self._end_if_complete()
             if self._updates.steps.is_running("finish", "trl"):
                 await self._updates.steps.wait("finish", "trl")
         except TitopoolError as error:
@@ -266,11 +271,7 @@ class Control:
             await self._pauses.resume(self._engine)
         state, updates = self._updates.state, self._updates
         if state.phase not in WATCHED:
-            self._is_pending = False
             return
-        if self._is_pending and updates.has_tensors:
-            # Nothing is awaited: the next job ends it.
-            state.touch_deadline(time.monotonic())
         if state.has_expired(time.monotonic()):
             await updates.end(
                 f"{state.phase} for more than {updates.timeout_s:g} s (weight_update_timeout_s)"
@@ -278,31 +279,33 @@ class Control:
         elif state.phase is Phase.RECEIVING and state.update and not state.update.folder:
             await updates.receiving()
             if updates.has_tensors:
-                await self._look_at_tensors(for_job=False)
-            elif not await self._trainer_answers():
+                await self._end_if_complete()
+            elif not await self._trainer_answers(state.update):
                 await updates.end("the trainer is gone")
 
-    async def _trainer_answers(self) -> bool:
+    async def _trainer_answers(self, update: Update) -> bool:
         there = self._updates.joined
-        return there is None or there.protocol == "trl" or await answers(there.host, there.port)
+        if there is None or there.protocol == "trl" or await answers(there.host, there.port):
+            return True
+        # It took a while to find that out: the update may have gone on, and the trainer after it.
+        state = self._updates.state
+        return state.update is not update or state.phase is not Phase.RECEIVING
 
-    async def _look_at_tensors(self, *, for_job: bool) -> None:
-        """Ends an update of TRL's client when all of the model is there; for a job, also when
-        only layers of it are and nothing has come for a while."""
+    async def _end_if_complete(self) -> None:
+        """Ends an update of TRL's client when all of the model is there.
+
+        What is not complete waits for `/reset_prefix_cache`: the client may be about to send the
+        rest, or gone.
+        """
         updates, state = self._updates, self._updates.state
         statuses = await updates.receiving()
-        if state.update is None:
+        if state.update is None or not updates.has_tensors:
             # It has ended meanwhile.
             return
-        is_quiet = state.idle_s(time.monotonic()) > QUIET_S
         now_there = (state.update.update_id, len(updates.announced))
-        has_news = is_quiet or self._seen != now_there
-        if not has_news or any(one["num_received"] < one["num_announced"] for one in statuses):
-            self._is_pending = False
-            return
-        fit = await updates.fit_of_announced()
-        self._seen = now_there
-        can_end = not fit["missing"] or (is_quiet and not fit["split_layers"])
-        self._is_pending = can_end
-        if can_end and (for_job or not fit["missing"]):
-            await updates.finish_tensors(FinishTensors())
+        has_all = all(one["num_received"] >= one["num_announced"] for one in statuses)
+        if has_all and self._seen != now_there:
+            fit = await updates.fit_of_announced()
+            self._seen = now_there
+            if not fit["missing"]:
+                await updates.finish_tensors(FinishTensors())

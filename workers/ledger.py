@@ -14,8 +14,12 @@ logger = logging.getLogger(__name__)
 
 FILE_PREFIX = "worker-weights-"
 ADAPTERS_PREFIX = "worker-adapters-"
-# LoRA adapters by name: version and folder.
-Folders = dict[str, tuple[int, str]]
+
+
+# Name, size in bytes and time of the last change in nanoseconds, of each file.
+Files = list[tuple[str, int, int]]
+# LoRA adapters by name: version, folder and what was in it.
+Folders = dict[str, tuple[int, str, Files]]
 
 
 class Entry(msgspec.Struct, frozen=True):
@@ -25,6 +29,16 @@ class Entry(msgspec.Struct, frozen=True):
     num_updates: int
     # Where the weights lie, "" if they came through a group and are gone.
     folder: str = ""
+    files: Files = []
+
+
+def files_of(folder: str) -> Files:
+    """What tells a folder from one that was written over; empty if it is gone."""
+    try:
+        found = [(file.name, file.stat()) for file in Path(folder).iterdir() if file.is_file()]
+    except OSError:
+        return []
+    return sorted((name, stat.st_size, stat.st_mtime_ns) for name, stat in found)
 
 
 class Ledger:

@@ -37,6 +37,11 @@ class Pauses:
             # From here on: a drain may take longer than the lease.
             self._lease_mode, self._lease_end = mode, time.monotonic() + lease_s
             await engine.pause(mode)
+            if self._lease_end is None:
+                raise Conflict(
+                    "pause: the lease ended, or generation was resumed, before it stood; try again with "
+                    "a longer lease_s"
+                )
         self._lease_mode, self._lease_end = mode, time.monotonic() + lease_s
 
     async def resume(self, engine: WeightEngine) -> bool:

@@ -18,7 +18,7 @@ import zmq
 from titopool import messages
 from titopool.commands import Command
 from titopool.config import ServerConfig
-from titopool.errors import GenerationFailed, InvalidRequest
+from titopool.errors import GenerationFailed, TitopoolError
 from titopool.messages import (
     Abort,
     Completed,
@@ -146,6 +146,8 @@ class WorkerServer:
         timeout_s = self._config.engine_probe_timeout_s
         while True:
             await asyncio.sleep(timeout_s / 4)
+            if self._control.is_in_a_call:
+                continue
             try:
                 await asyncio.wait_for(self._engine.probe(), timeout_s)
             except Exception as error:
@@ -257,7 +259,7 @@ class WorkerServer:
         await self._control.before_job()
         try:
             generated = await self._engine.run(job, on_part)
-        except (InvalidRequest, GenerationFailed) as error:
+        except TitopoolError as error:
             return Failed(job.job_id, job.attempt, error.code, error.message, error.param)
         except EngineDead:
             raise

@@ -47,7 +47,7 @@ class Steps:
         return task.result()
 
     def cancel(self) -> None:
-        """Ends all that run, except the one that calls."""
-        for task in self._tasks.values():
-            if task is not asyncio.current_task():
+        """Ends all parts of updates that run, except the one that calls."""
+        for (step, _), task in self._tasks.items():
+            if step != "pause" and task is not asyncio.current_task():
                 task.cancel()

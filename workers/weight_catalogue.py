@@ -78,7 +78,12 @@ def weight_files(folder: Path) -> list[Path]:
     """The files of a checkpoint in `folder`: those that its index names, or all."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        names = set(json.loads(index.read_text())["weight_map"].values())
+        try:
+            names = set(json.loads(index.read_text())["weight_map"].values())
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise Refused(f"{index.name} is no index of safetensors files: {error!r}") from None
+        if odd := [name for name in names if Path(str(name)).name != name]:
+            raise Refused(f"{index.name}: expected files of its own folder, got {odd[0]!r}")
         return sorted(folder / name for name in names)
     skipped = ("consolidated", "adapter", "training")
     return sorted(
@@ -211,10 +216,8 @@ def catalogue_of(model: Any, model_config: Any) -> Catalogue:
         plain = dataclasses.replace(mapper, orig_to_new_stacked={})
         rename = plain._map_name
     config = model_config.hf_config
-    is_tied = bool(
-        getattr(config, "tie_word_embeddings", False)
-        or getattr(model_config.hf_text_config, "tie_word_embeddings", False)
-    )
+    # vLLM makes the head by the language model's own setting.
+    is_tied = bool(getattr(model_config.hf_text_config, "tie_word_embeddings", False))
     tensors = _from_files(model_config) or _from_config(config)
     return Catalogue(
         tensors,

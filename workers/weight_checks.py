@@ -21,8 +21,12 @@ def checked_folder(folder: str, root: str, field: str = "path") -> str:
             "to the folder that yours are below",
             param=field,
         )
-    path = Path(os.path.realpath(folder))
-    if not path.is_relative_to(os.path.realpath(root)) or not path.is_dir():
+    if "\0" in folder:
+        raise InvalidRequest(f"{field}: expected a path, got one with NUL", param=field)
+    path, top = Path(os.path.realpath(folder)), os.path.realpath(root)
+    is_below = path.is_relative_to(top) and path.is_dir()
+    # A link to a file elsewhere would be read like the others.
+    if not is_below or any(not file.resolve().is_relative_to(top) for file in path.iterdir()):
         raise InvalidRequest(
             f"{field}: expected a folder below weights_root ({root}), got {folder!r}", param=field
         )
@@ -36,6 +40,16 @@ def refuse_own_device(uuid: str, mine: list[str]) -> None:
             f"client_device_uuid: expected a GPU that no worker uses, got {uuid}; NCCL cannot send "
             "from a GPU to itself: give trainer and server different ones",
             param="client_device_uuid",
+        )
+
+
+def refuse_keeping(policy: str) -> None:
+    """Raises InvalidRequest for `keep` where the engine would lose what requests have."""
+    if policy == "keep":
+        raise InvalidRequest(
+            "policy: expected drain or abort, as this version of vLLM loses the images of requests "
+            "that it keeps",
+            param="policy",
         )
 
 

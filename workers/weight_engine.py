@@ -19,8 +19,15 @@ SETTLE_S = 0.02
 MAX_SETTLES = 100
 
 
+class EngineBroken(Exception):
+    """A process that holds the model can take no more updates: the worker must start again."""
+
+
 class WeightEngine(Protocol):
     """The engine as updates see it."""
+
+    # Whether requests under way can go on with other weights.
+    can_keep: bool
 
     async def call(self, method: str, *args: Any) -> list[Any]:
         """What `titopool_weights_<method>` gives in each process that holds the model.
@@ -53,12 +60,17 @@ class VllmWeights:
     def __init__(self, llm: Any, versions: Versions):
         self._llm = llm
         self._versions = versions
+        # vLLM 0.32 forgets images whose keys and values were found in the prefix cache; a request
+        # that is kept computes them again, and the engine ends for want of them.
+        self.can_keep = not (llm.model_config.is_multimodal_model and _strips_images())
 
     async def call(self, method: str, *args: Any) -> list[Any]:
         answers = await self._llm.collective_rpc(f"titopool_weights_{method}", args=args)
         for kind, value in answers:
             if kind == "refused":
                 raise InvalidRequest(value)
+            if kind == "broken":
+                raise EngineBroken(value)
             if kind != "ok":
                 raise WeightUpdateFailed(value)
         return [value for _, value in answers]
@@ -101,3 +113,9 @@ class VllmWeights:
                 counts = found.setdefault(request_id, {})
                 counts[state.request_index] = state.detokenizer.num_output_tokens()
         return found
+
+
+def _strips_images() -> bool:
+    from vllm.v1.core.sched import output
+
+    return hasattr(output, "strip_covered_mm_data")

@@ -8,7 +8,7 @@ vLLM would take the answers of those that did not raise for those of the next ca
 
 import functools
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,12 @@ from workers.weight_receiver import Receiver
 logger = logging.getLogger(__name__)
 
 Answer = list[Any]
+# How long a receiver may take to leave its group.
+ENDING_S = 10.0
+
+
+class Stuck(Exception):
+    """A thread of ours cannot be ended."""
 
 
 def answers(method: Callable[..., Any]) -> Callable[..., Answer]:
@@ -43,6 +49,8 @@ def answers(method: Callable[..., Any]) -> Callable[..., Answer]:
             return ["ok", method(*args)]
         except Refused as error:
             return ["refused", str(error)]
+        except Stuck as error:
+            return ["broken", str(error)]
         except Exception as error:
             logger.warning("%s failed", method.__name__, exc_info=True)
             return ["error", f"{type(error).__name__}: {error}"]
@@ -54,6 +62,8 @@ class WeightExtension:
     """Methods that `workers/weight_engine.py` calls through `collective_rpc`."""
 
     _titopool_receiver: Receiver | None = None
+    # Of sessions that have ended.
+    _titopool_left: Sequence[Receiver] = ()
     _titopool_catalogue: Catalogue | None = None
     _titopool_fit: Fit | None = None
     _titopool_folder: Path | None = None
@@ -79,6 +89,9 @@ class WeightExtension:
     def titopool_weights_join(self, args: dict[str, Any]) -> None:
         """Begins to join the group; `args` are `GroupArgs` with the worker's first rank."""
         self._titopool_leave()
+        if any(not one.has_ended(ENDING_S) for one in self._titopool_left):
+            raise Stuck("a former group cannot be left: its NCCL waits for a process that is gone")
+        self._titopool_left = ()
         given = msgspec.convert(args, GroupArgs)
         backend = given.backend
         if backend == "auto":
@@ -100,7 +113,7 @@ class WeightExtension:
         """Checks names, shapes and dtypes, and remembers how they fit; receives nothing."""
         infos = [TensorInfo(name, dtype, shape) for name, dtype, shape in tensors]
         fit = self._titopool_known().fit(infos, is_partial=is_partial)
-        self._titopool_fit = fit
+        self._titopool_fit, self._titopool_folder = fit, None
         return {
             "missing": fit.missing,
             "ignored": fit.ignored,
@@ -199,6 +212,7 @@ class WeightExtension:
         receiver, self._titopool_receiver = self._titopool_receiver, None
         if receiver is not None:
             receiver.close()
+            self._titopool_left = [*self._titopool_left, receiver]
 
 
 def _split(

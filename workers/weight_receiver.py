@@ -74,6 +74,11 @@ class Receiver:
         if self._group is not None:
             self._group.channel.cancel()
 
+    def has_ended(self, timeout_s: float) -> bool:
+        """Whether the thread is gone, after at most `timeout_s`."""
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
     # ---- the receiver's thread -------------------------------------------------------
 
     def _run(self) -> None:

@@ -18,6 +18,7 @@ from titopool.commands import (
     BeginUpdate,
     FinishTensors,
     JoinGroup,
+    Policy,
     PrepareUpdate,
     ReceiveTensor,
     TensorInfo,
@@ -27,14 +28,16 @@ from titopool.errors import (
     Conflict,
     WeightUpdateFailed,
 )
-from workers.ledger import Entry, Ledger
+from workers.ledger import Entry, Ledger, files_of
 from workers.liveness import answers
 from workers.pauses import Pauses
 from workers.steps import Result, Steps
 from workers.versions import Versions
+from workers.weight_calls import Calls
 from workers.weight_checks import (
     EndsOnError,
     checked_folder,
+    refuse_keeping,
     refuse_own_device,
     refuse_split_layers,
 )
@@ -42,10 +45,6 @@ from workers.weight_engine import WeightEngine
 from workers.weight_state import Phase, Update, WeightState
 
 logger = logging.getLogger(__name__)
-
-# Between two looks at how far the receiver is, at first and at most.
-FIRST_POLL_S = 0.002
-LONGEST_POLL_S = 0.05
 
 
 class Updates:
@@ -75,6 +74,7 @@ class Updates:
         # A process that was started in place of one whose weights are gone: nothing is served.
         self.is_waiting = False
         self._accepting = asyncio.Lock()
+        self._call = Calls(engine, config.weight_update_timeout_s, on_broken)
         self.joined: JoinGroup | None = None
         # Of an update of TRL's client, by name.
         self.announced: dict[str, TensorInfo] = {}
@@ -82,6 +82,15 @@ class Updates:
     @property
     def _engine(self) -> WeightEngine:
         return self._engine_of()
+
+    async def receiving(self) -> list[dict[str, Any]]:
+        """How far the receiver of each process is; see `Calls.receiving`."""
+        return await self._call.receiving()
+
+    @property
+    def is_in_a_call(self) -> bool:
+        """Whether the engine may be busy with weights, for which there is a deadline."""
+        return self._call.num_active > 0
 
     @property
     def timeout_s(self) -> float:
@@ -128,12 +137,12 @@ class Updates:
             return not await answers(there.host, there.port)
         # TRL's client leaves no trace when it dies: one on the same GPU takes its place at once,
         # another when nothing has happened for the time that a step may take.
-        is_same = there.device_uuid == newcomer.device_uuid
+        is_same = there.device_uuid == newcomer.device_uuid != ""
         return is_same or self.state.idle_s(time.monotonic()) > self.timeout_s
 
     async def _finish_join(self, session: str) -> Result:
         async with self._ends_on_error(f"session {session} did not form"):
-            await self._poll(lambda status: bool(status["is_joined"]))
+            await self._call.poll(lambda status: bool(status["is_joined"]))
             self.state.joined(session, time.monotonic())
         return {}
 
@@ -197,17 +206,26 @@ class Updates:
     async def prepare(self, action: PrepareUpdate) -> Result:
         """Accepts a commit; `AwaitStep("prepare", update)` tells when it may be applied."""
         async with self._accepting:
-            self._pauses.check(action.policy)
+            self._check_policy(action.policy)
             update = self.state.prepare(action.update_id, time.monotonic())
             self.steps.start("prepare", action.update_id, self.finish_prepare(action, update))
         return {}
+
+    def _check_policy(self, policy: Policy) -> None:
+        if not self._engine.can_keep:
+            refuse_keeping(policy)
+        self._pauses.check(policy)
+
+    @property
+    def _kindest_policy(self) -> Policy:
+        return "keep" if self._engine.can_keep else "drain"
 
     async def finish_prepare(self, action: PrepareUpdate, update: Update) -> Result:
         """All of a prepare but its acceptance."""
         result: Result = {}
         async with self._ends_on_error("the update cannot be committed"):
             if not update.folder:
-                await self._poll(lambda s: s["num_received"] == s["num_announced"])
+                await self._call.poll(lambda s: s["num_received"] == s["num_announced"])
                 if self.state.protocol == "trl":
                     await self._check_announced()
                 if action.with_checksum or action.checksum is not None:
@@ -226,8 +244,8 @@ class Updates:
     async def _check_announced(self) -> None:
         fit = await self.fit_of_announced()
         refuse_split_layers(fit["split_layers"])
-        if fit["missing"]:
-            self._check_base(0)
+        if fit["missing"] and self.state.update is not None:
+            self._check_base(self.state.update.index - 1)
 
     async def _checksum(self, expected: str | None) -> str:
         found: set[str] = set(await self._call("checksum"))
@@ -265,7 +283,8 @@ class Updates:
     def _take(self, update: Update) -> None:
         self.state.applied(update.update_id, time.monotonic())
         self.is_waiting, self.announced = False, {}
-        self._ledger.write(Entry(update.version, update.index, update.folder))
+        files = files_of(update.folder) if update.folder else []
+        self._ledger.write(Entry(update.version, update.index, update.folder, files))
         logger.info("weights of version %d serve", update.version)
 
     async def abort(self, update_id: str, reason: str) -> Result:
@@ -337,7 +356,7 @@ class Updates:
         update = self.state.update
         if update is None or not self.has_tensors:
             return {}
-        action = PrepareUpdate(update.update_id, "keep")
+        action = PrepareUpdate(update.update_id, self._kindest_policy)
         self.state.prepare(update.update_id, time.monotonic())
         await self.finish_prepare(action, update)
         self.state.apply(update.update_id, time.monotonic())
@@ -345,7 +364,12 @@ class Updates:
 
     async def _clear_caches(self) -> Result:
         async with asyncio.timeout(self.timeout_s):
-            await self._engine.clear_caches()
+            # While it stands: a step in between would miss what has gone already.
+            await self._pauses.begin_update(self._engine, self._kindest_policy)
+            try:
+                await self._engine.clear_caches()
+            finally:
+                await self._pauses.end_update(self._engine)
         return {}
 
     # ---- ends ------------------------------------------------------------------------
@@ -368,31 +392,7 @@ class Updates:
     async def _clean_up(self) -> None:
         self.steps.cancel()
         self.announced = {}
-        await self._call("drop", self.state.phase is Phase.CLOSED)
-        await self._pauses.end_update(self._engine)
-
-    # ---- the engine ------------------------------------------------------------------
-
-    async def _call(self, method: str, *args: Any) -> list[Any]:
-        async with asyncio.timeout(self.timeout_s):
-            return await self._engine.call(method, *args)
-
-    async def receiving(self) -> list[dict[str, Any]]:
-        """How far the receiver of each process is.
-
-        Raises:
-            WeightUpdateFailed: one has none, or it failed.
-        """
-        statuses = await self._call("status")
-        for status in statuses:
-            if status is None or status["error"]:
-                reason = "it is gone" if status is None else status["error"]
-                raise WeightUpdateFailed(f"the group failed: {reason}")
-        return statuses
-
-    async def _poll(self, is_there: Callable[[dict[str, Any]], bool]) -> None:
-        """Waits until `is_there` of all processes' receivers."""
-        pause_s = FIRST_POLL_S
-        while not all(is_there(status) for status in await self.receiving()):
-            await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, LONGEST_POLL_S)
+        try:
+            await self._call("drop", self.state.phase is Phase.CLOSED)
+        finally:
+            await self._pauses.end_update(self._engine)
