@@ -94,6 +94,31 @@ answer([amid, {GENERATE}])
     assert after["completion_ids"] == new
 
 
+def test_whole_layers_without_the_rest_change_nothing_however_quiet_it_is(
+    server: Server, tiny_model: str, other_model: str
+):
+    """A trainer that dies between two layers."""
+    run_trl_weights("1.9.2", server.url, RELOAD.replace("FOLDER", tiny_model))
+    old = assert_serves(server, tiny_model, times=2)["completion_ids"]
+    script = f"""
+import time
+client.init_communicator(device=0)
+for name, weight in tensors({other_model!r}):
+    if "layers.0." in name:
+        client.update_named_param(name, weight.data)
+time.sleep(3)
+answer({GENERATE})
+sys.stdout.flush()
+os._exit(0)
+"""
+    amid = run_trl_weights("1.9.2", server.url, script)
+    assert amid["completion_ids"] == old
+    assert_serves(server, tiny_model, times=4)
+    assert server.get("/ready").json()["num_ready"] == 2
+    run_trl_weights("1.9.2", server.url, RELOAD.replace("FOLDER", other_model))
+    assert_serves(server, other_model, times=4)
+
+
 def test_what_does_not_fit_raises_in_the_client_and_the_next_one_works(
     server: Server, tiny_model: str, other_model: str
 ):
