@@ -2,6 +2,7 @@
 
 import random
 import struct
+import threading
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from safetensors.torch import save_file
 
 from titopool.commands import TensorInfo
 from titopool.weight_plan import ALIGNMENT, checksum, plan_buckets, view_of
+from titopool.weights_client import within
 from workers.versions import Versions
 from workers.weight_catalogue import Catalogue, Refused, folder_tensors, read_header
 
@@ -201,3 +203,11 @@ def test_requests_after_an_update_have_its_version_and_nothing_is_kept():
     versions.take(other)
     assert not versions.open
     assert not versions._histories
+
+
+def test_what_cannot_be_given_up_is_left_behind():
+    assert within(5, "nothing", lambda: 3) == 3
+    with pytest.raises(ZeroDivisionError):
+        within(5, "nothing", lambda: 1 // 0)
+    with pytest.raises(TimeoutError, match=r"no group within 0\.05 s"):
+        within(0.05, "no group", lambda: threading.Event().wait(60))

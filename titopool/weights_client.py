@@ -15,7 +15,7 @@ import urllib.error
 import urllib.parse
 import urllib.request
 import uuid
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import Any
 
@@ -174,7 +174,11 @@ class WeightsClient:
             nccl_id = new_id()
             self._store.set(NCCL_ID_KEY, nccl_id)
             self._store.set("titopool/rank/0", b"1")
-            self._group = Nccl(rank=0, world_size=world_size, nccl_id=nccl_id, device=device)
+            self._group = within(
+                self._timeout_s,
+                "NCCL formed no group",
+                lambda: Nccl(rank=0, world_size=world_size, nccl_id=nccl_id, device=device),
+            )
         else:
             from torch.distributed import PrefixStore, ProcessGroupGloo
 
@@ -344,3 +348,28 @@ def _own_address(url: str) -> str:
         # Nothing is sent: the kernel only chooses the way.
         probe.connect((parts.hostname, port))
         return str(probe.getsockname()[0])
+
+
+def within(timeout_s: float, what: str, make: Callable[[], Any]) -> Any:
+    """What `make` gives or raises; it runs in a thread of its own, which nothing can end.
+
+    Raises:
+        TimeoutError: it did not end within `timeout_s`; the thread is left behind.
+    """
+    ends: list[tuple[Any, BaseException | None]] = []
+
+    def run() -> None:
+        try:
+            ends.append((make(), None))
+        except BaseException as error:
+            ends.append((None, error))
+
+    thread = threading.Thread(target=run, name="titopool-within", daemon=True)
+    thread.start()
+    thread.join(timeout_s)
+    if not ends:
+        raise TimeoutError(f"{what} within {timeout_s:g} s: a worker is gone, or does not answer")
+    made, error = ends[0]
+    if error is not None:
+        raise error
+    return made
