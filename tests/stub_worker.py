@@ -46,6 +46,8 @@ class Fault(IntEnum):
 class StubWeights:
     """Implements `workers.weight_engine.WeightEngine`: all goes well, or all but the last step."""
 
+    can_keep = True
+
     def __init__(self, *, is_bad: bool):
         self._is_bad = is_bad
 
