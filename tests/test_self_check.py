@@ -38,7 +38,7 @@ HOLDERS = {
         "titopool/weights_client.py",
         "titopool/nccl.py",
         "workers/images.py",
-        "workers/weight_catalogue.py",
+        "workers/weight_conversion.py",
         "workers/weight_copy.py",
         "workers/weight_extension.py",
         "workers/weight_group.py",
@@ -48,7 +48,7 @@ HOLDERS = {
         "titopool/demo_model.py",
         "app/tokenizer.py",
         "workers/images.py",
-        "workers/weight_catalogue.py",
+        "workers/weight_conversion.py",
     },
 }
 MAX_FILE_LINES = 400

@@ -17,6 +17,7 @@ from typing import Any
 
 from titopool.commands import TensorInfo
 from titopool.weight_plan import DTYPE_BYTES, num_bytes_of
+from workers.weight_conversion import Conversion, Conversions
 
 SAFETENSORS_DTYPES = {
     "BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float64",
@@ -44,6 +45,8 @@ class Fit:
     ignored: list[str] = field(default_factory=list)
     # Tensors without which a layer that others belong to is not whole.
     split_layers: list[str] = field(default_factory=list)
+    # For each parameter that a checkpoint has otherwise.
+    conversions: dict[str, Conversion] = field(default_factory=dict)
 
 
 def read_header(file: Path) -> list[tuple[TensorInfo, int]]:
@@ -101,9 +104,12 @@ class Catalogue:
         rename: Any = None,
         packed: Mapping[str, Sequence[str]] | None = None,
         is_tied: bool = False,
+        conversions: Conversions | None = None,
     ):
         """`rename` maps a checkpoint's name to the model's own (None: dropped); `packed` has
-        vLLM's fused layers with the names of their parts; `is_tied`: the head is the embedding."""
+        vLLM's fused layers with the names of their parts; `is_tied`: the head is the embedding;
+        `conversions`: of the parameters of transformers' module, which may come instead."""
+        self.conversions = conversions
         self._rename = rename or (lambda name: name)
         self._packed = {name: list(parts) for name, parts in (packed or {}).items()}
         self._is_tied = is_tied
@@ -140,7 +146,7 @@ class Catalogue:
         Raises:
             Refused: an unknown or repeated name, another shape or dtype; something is missing.
         """
-        fit, seen = Fit(), set()
+        fit, places = Fit(), list[str]()
         names: set[str] = set()
         for tensor in tensors:
             if tensor.name in names:
@@ -157,7 +163,15 @@ class Catalogue:
             if self._is_ignored(tensor.name):
                 fit.ignored.append(tensor.name)
                 continue
-            seen.update(self._places_of(tensor, fit))
+            places += self._places_of(tensor, fit)
+        places += self._converted(fit)
+        seen = set(places)
+        if len(seen) < len(places):
+            twice = next(key for key in seen if places.count(key) > 1)
+            raise Refused(
+                f"{self._tensors[twice].name}: expected it once, got it twice: by itself and within "
+                "a fused tensor"
+            )
         fit.missing = [info.name for key, info in self._tensors.items() if key not in seen]
         if fit.missing and not is_partial:
             raise Refused(
@@ -172,6 +186,8 @@ class Catalogue:
     def _places_of(self, tensor: TensorInfo, fit: Fit) -> list[str]:
         key = self._rename(tensor.name)
         known = self._tensors.get(key)
+        if self._is_converted(tensor, known, fit):
+            return []
         if known is not None:
             self._check(tensor, known.shape, known.dtype)
             return [key]
@@ -185,6 +201,34 @@ class Catalogue:
         self._check(tensor, [rows, *infos[0].shape[1:]], infos[0].dtype)
         fit.splits[tensor.name] = [(info.name, info.shape[0]) for info in infos]
         return parts
+
+    def _is_converted(self, tensor: TensorInfo, known: TensorInfo | None, fit: Fit) -> bool:
+        """Whether `tensor` is a module's parameter that a checkpoint, with `known`, has otherwise."""
+        conversion = self.conversions.of(tensor.name) if self.conversions else None
+        if conversion is None:
+            return False
+        (own,) = (one for one in conversion.parameters if one.name == tensor.name)
+        if known is not None and (conversion.renames or tensor.shape != own.shape):
+            # It comes as a checkpoint has it, or vLLM knows this name as well.
+            return False
+        for made in conversion.tensors:
+            place = self._tensors.get(self._rename(made.name))
+            if place is None or place.shape != made.shape:
+                return False
+            self._check(tensor, own.shape, place.dtype)
+        fit.conversions[tensor.name] = conversion
+        return True
+
+    def _converted(self, fit: Fit) -> list[str]:
+        """The places of what is converted; tells of parameters that others cannot be without."""
+        places = []
+        for conversion in dict.fromkeys(fit.conversions.values()):
+            names = [one.name for one in conversion.parameters]
+            if absent := [name for name in names if name not in fit.conversions]:
+                fit.split_layers.extend(absent)
+            else:
+                places += [self._rename(made.name) for made in conversion.tensors]
+        return places
 
     def _check(self, tensor: TensorInfo, shape: list[int], dtype: str) -> None:
         if tensor.shape != shape:
@@ -215,15 +259,15 @@ def catalogue_of(model: Any, model_config: Any) -> Catalogue:
         # Where vLLM fuses layers while it renames, that part is left out: parts have names here.
         plain = dataclasses.replace(mapper, orig_to_new_stacked={})
         rename = plain._map_name
-    config = model_config.hf_config
     # vLLM makes the head by the language model's own setting.
     is_tied = bool(getattr(model_config.hf_text_config, "tie_word_embeddings", False))
-    tensors = _from_files(model_config) or _from_config(config)
+    conversions = Conversions(model_config.hf_config)
     return Catalogue(
-        tensors,
+        _from_files(model_config) or conversions.checkpoint(),
         rename=rename,
         packed=getattr(model, "packed_modules_mapping", None),
         is_tied=is_tied,
+        conversions=conversions,
     )
 
 
@@ -246,24 +290,6 @@ def _from_files(model_config: Any) -> list[TensorInfo]:
         return [tensor for file in weight_files(folder) for tensor, _ in read_header(file)]
     except (Refused, OSError, ValueError):
         return []
-
-
-def _from_config(config: Any) -> list[TensorInfo]:
-    """What transformers calls the tensors of a model of this config; nothing is allocated."""
-    import torch
-    import transformers
-
-    for name in ("AutoModelForCausalLM", "AutoModelForImageTextToText"):
-        try:
-            with torch.device("meta"):
-                model = getattr(transformers, name).from_config(config)
-        except Exception:
-            continue
-        return [
-            TensorInfo(key, str(value.dtype).removeprefix("torch."), list(value.shape))
-            for key, value in model.named_parameters()
-        ]
-    return []
 
 
 def folder_tensors(folder: Path) -> list[TensorInfo]:

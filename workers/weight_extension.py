@@ -25,6 +25,7 @@ from workers.weight_catalogue import (
     shorten,
     weight_files,
 )
+from workers.weight_conversion import Conversions
 from workers.weight_copy import CopyPlan, keeps_checkpoints_layout, load_and_learn
 from workers.weight_group import GroupArgs
 from workers.weight_receiver import Receiver
@@ -156,7 +157,7 @@ class WeightExtension:
         fit = self._titopool_fit
         assert fit is not None
         loaded: list[str] = []
-        tensors = _split(self._titopool_source(), fit, loaded)
+        tensors = _split(self._titopool_source(), fit, self._titopool_known().conversions, loaded)
         if self._titopool_folder is None and self._titopool_is_plain():
             self._titopool_copy(dict(tensors))
         else:
@@ -216,14 +217,25 @@ class WeightExtension:
 
 
 def _split(
-    tensors: Iterator[tuple[str, Any]], fit: Fit, loaded: list[str]
+    tensors: Iterator[tuple[str, Any]],
+    fit: Fit,
+    conversions: Conversions | None,
+    loaded: list[str],
 ) -> Iterator[tuple[str, Any]]:
     """Under the checkpoint's names, without those that the model has no place for."""
     ignored = set(fit.ignored)
+    # Parameters that wait for others, to be converted with them.
+    waiting: dict[str, Any] = {}
     for name, tensor in tensors:
         if name in ignored:
             continue
         loaded.append(name)
+        if conversion := fit.conversions.get(name):
+            waiting[name] = tensor
+            names = [one.name for one in conversion.parameters]
+            if conversions is not None and all(one in waiting for one in names):
+                yield from conversions.convert({one: waiting.pop(one) for one in names}).items()
+            continue
         begin = 0
         for part, num_rows in fit.splits.get(name, ()):
             yield part, tensor[begin : begin + num_rows]
@@ -241,12 +253,17 @@ def _reload(worker: Any, tensors: Iterator[tuple[str, Any]]) -> None:
         initialize_layerwise_reload,
     )
 
-    model = worker.get_model()
+    model, is_cpu = worker.get_model(), worker.device.type == "cpu"
     with torch.no_grad(), set_current_vllm_config(worker.vllm_config):
+        if is_cpu:
+            # Experts are packed for a CPU only where their layer has no kernel yet.
+            for module in model.modules():
+                if getattr(getattr(module, "quant_method", None), "moe_kernel", None) is not None:
+                    module.quant_method.moe_kernel = None
         initialize_layerwise_reload(model)
         model.load_weights(tensors)
         finalize_layerwise_reload(model, worker.model_config)
-        if worker.device.type == "cpu":
+        if is_cpu:
             # A head that shares the embedding's weights has a packed copy of them there.
             for module in model.modules():
                 if isinstance(module, ParallelLMHead):

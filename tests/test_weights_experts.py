@@ -1,0 +1,120 @@
+"""Weight updates of mixtures of experts, whose modules have all experts of a layer in one tensor."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+
+from tests.conftest import ENGINE_OPTIONS
+from tests.servers import running_server
+from tests.trainer import tensors_of
+from tests.trl_weights_client import run_trl_weights
+from tests.weights import assert_serves
+from titopool.commands import TensorInfo
+from titopool.demo_model import VOCAB_SIZE, make_tokenizer
+from titopool.weights_client import WeightsClient, WeightsError
+from workers.weight_catalogue import Catalogue, Refused
+from workers.weight_conversion import Conversions, info_of
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE, "hidden_size": 128, "intermediate_size": 128,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
+    "num_experts_per_tok": 2, "max_position_embeddings": 2048, "initializer_range": 0.1,
+    "eos_token_id": 0, "bos_token_id": None, "pad_token_id": 0,
+}  # fmt: skip
+LAYER = "model.layers.1.mlp.experts"
+
+
+def config_of(kind: str) -> Any:
+    """Qwen3-MoE's checkpoints name their experts' parts gate, up and down; Mixtral's w1, w3, w2."""
+    if kind == "qwen":
+        return Qwen3MoeConfig(**SHAPE, num_experts=4, moe_intermediate_size=64)
+    return MixtralConfig(**SHAPE, num_local_experts=4)
+
+
+def make_model(kind: str, folder: Path, seed: int) -> str:
+    folder.mkdir()
+    make_tokenizer(folder)
+    torch.manual_seed(seed)
+    make = {"qwen": Qwen3MoeForCausalLM, "mixtral": MixtralForCausalLM}[kind]
+    make(config_of(kind)).to(torch.float32).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.mark.parametrize("kind", ["qwen", "mixtral"])
+def test_experts_come_as_the_module_has_them_and_as_the_checkpoint_has(kind: str, tmp_path: Path):
+    own = make_model(kind, tmp_path / "own", 0)
+    other = make_model(kind, tmp_path / "other", 1)
+    options = (
+        "--num-workers", "1", "--num-front-ends", "1", "--weights-root", str(tmp_path),
+        *ENGINE_OPTIONS,
+    )  # fmt: skip
+    new = tensors_of(other)
+    assert any(name == f"{LAYER}.gate_up_proj" for name, _ in new)
+    with running_server(own, *options, log=tmp_path / "log") as server:
+        client = WeightsClient(server.url, device="cpu", timeout_s=30)
+        assert_serves(server, own)
+        with pytest.raises(WeightsError, match=r"gate_up_proj: expected shape \[4, "):
+            client.update(
+                [(name, one[:2] if "gate_up" in name else one) for name, one in new], policy="keep"
+            )
+        assert_serves(server, own)
+        result = client.update(new, policy="keep")
+        assert (result["missing"], result["ignored"]) == ([], [])
+        assert_serves(server, other)
+        client.update_from_folder(own, policy="keep")
+        assert_serves(server, own)
+        if kind == "qwen":
+            client.close()
+            run_trl_weights("1.9.2", server.url, TRL.format(folder=other))
+            assert_serves(server, other)
+
+
+TRL = """
+client.init_communicator(device=0)
+client.update_model_params(module({folder!r}))
+client.reset_prefix_cache()
+client.close_communicator()
+answer(0)
+"""
+
+
+def catalogue(kind: str) -> tuple[Catalogue, list[TensorInfo]]:
+    """A model's catalogue, and its module's parameters."""
+    conversions = Conversions(config_of(kind))
+    with torch.device("meta"):
+        module = AutoModelForCausalLM.from_config(config_of(kind))
+    parameters = [info_of(*item) for item in module.named_parameters()]
+    return Catalogue(conversions.checkpoint(), conversions=conversions), parameters
+
+
+@pytest.mark.parametrize("kind", ["qwen", "mixtral"])
+def test_all_experts_of_a_layer_belong_together(kind: str):
+    known, parameters = catalogue(kind)
+    assert known.fit(parameters, is_partial=False).missing == []
+    gate_up = [one for one in parameters if one.name == f"{LAYER}.gate_up_proj"]
+    split = known.fit(gate_up, is_partial=True).split_layers
+    assert len(split) == 4
+    assert all("layers.1" in name for name in split)
+    assert {name.rpartition(".experts.")[2].split(".")[1] for name in split} <= {"down_proj", "w2"}
+    with pytest.raises(Refused, match="twice"):
+        known.fit(gate_up * 2, is_partial=True)
+    with pytest.raises(Refused, match="no such tensor"):
+        known.fit([TensorInfo(f"{LAYER}.gate_proj", "float32", [4, 64, 128])], is_partial=True)
+    with pytest.raises(Refused, match="expected shape"):
+        known.fit([TensorInfo(gate_up[0].name, "float32", [4, 64, 128])], is_partial=True)
+
+
+def test_a_tensor_that_comes_by_itself_and_within_another_is_refused():
+    known, parameters = catalogue("qwen")
+    part = TensorInfo(f"{LAYER}.0.gate_proj.weight", "float32", [64, 128])
+    with pytest.raises(Refused, match="twice"):
+        known.fit([*parameters, part], is_partial=False)
