@@ -41,7 +41,7 @@ def create_app(config: ServerConfig | None = None) -> Flask:
     app.config["MAX_CONTENT_LENGTH"] = config.max_body_bytes
     app.extensions["titopool"] = Service(config)
     client_sockets.init_app(app, config.client_timeout_s)
-    auth.init_app(app, config.api_key)
+    auth.init_app(app, config.api_key, config.admin_key)
     http_errors.init_app(app)
     for routes in (
         adapters,

@@ -8,19 +8,27 @@ from titopool.errors import Unauthorized
 
 # Probes of a container platform have no key.
 OPEN_ENDPOINTS = {"health.health", "health.live", "health.ready"}
+# What changes the model, or stops it.
+ADMIN_BLUEPRINTS = {"weights", "trl_weights", "adapters"}
 
 
-def init_app(app: Flask, api_key: str) -> None:
-    """Guards every route but health with `api_key`; an empty one guards nothing."""
-    if not api_key:
-        return
-    expected = f"Bearer {api_key}".encode()
+def init_app(app: Flask, api_key: str, admin_key: str) -> None:
+    """Guards every route but health with `api_key`, administrative ones with `admin_key` instead.
+
+    An empty `api_key` guards nothing; without an `admin_key`, it is the `api_key`. Whoever has the
+    `admin_key` may use all routes.
+    """
 
     @app.before_request
     def check_key() -> None:
-        if request.endpoint in OPEN_ENDPOINTS:
+        endpoint = request.endpoint or ""
+        is_admin = bool(admin_key) and endpoint.partition(".")[0] in ADMIN_BLUEPRINTS
+        expected = admin_key if is_admin else api_key
+        if not expected or endpoint in OPEN_ENDPOINTS:
             return
         given = request.headers.get("Authorization", "").encode("latin-1", "replace")
-        if not hmac.compare_digest(given, expected):
+        keys = [f"Bearer {key}".encode() for key in (expected, admin_key) if key]
+        if not any(hmac.compare_digest(given, key) for key in keys):
+            name = "admin_key" if is_admin else "key"
             came = "another key" if given else "no Authorization header"
-            raise Unauthorized(f"expected the header 'Authorization: Bearer <key>', got {came}")
+            raise Unauthorized(f"expected the header 'Authorization: Bearer <{name}>', got {came}")

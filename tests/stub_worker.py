@@ -57,7 +57,7 @@ class StubWeights:
         fit = {"missing": [], "ignored": [], "split_layers": ""}
         status = {"is_joined": True, "error": "", "num_announced": 1, "num_received": 1}
         answers = {
-            "check": fit, "check_folder": fit, "status": status, "device": "",
+            "begin": fit, "check": fit, "check_folder": fit, "status": status, "device": "",
             "apply": {"loaded": 1}, "checksum": "0" * 16,
         }  # fmt: skip
         return [answers.get(method)]

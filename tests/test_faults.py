@@ -174,6 +174,29 @@ def test_the_api_key_guards_every_route_but_health(start_stub, stub_server):
         assert server.get(path).status_code == 200
 
 
+def test_the_admin_key_guards_what_changes_the_model(start_stub, stub_server):
+    start_stub(0)
+    server = stub_server(1, TITOPOOL_API_KEY="user", TITOPOOL_ADMIN_KEY="trainer")
+    user = {"Authorization": "Bearer user"}
+    trainer = {"Authorization": "Bearer trainer"}
+    for path in ("/pause", "/weights/begin", "/init_communicator", "/v1/load_lora_adapter"):
+        answer = server.post(path, {}, headers=user)
+        assert error_of(answer) == (401, "invalid_api_key")
+        assert "admin_key" in answer.json()["error"]["message"]
+        assert server.post(path, {}, headers=trainer).status_code == 400
+    for headers in (user, trainer):
+        assert server.post("/generate/", {"prompts": [[1]]}, headers=headers).status_code == 200
+    assert server.get("/nowhere").status_code == 401
+    assert server.get("/health").status_code == 200
+
+
+def test_an_admin_key_alone_leaves_generation_open(start_stub, stub_server):
+    start_stub(0)
+    server = stub_server(1, TITOPOOL_ADMIN_KEY="trainer")
+    assert server.post("/generate/", {"prompts": [[1]]}).status_code == 200
+    assert error_of(server.post("/pause", {})) == (401, "invalid_api_key")
+
+
 def test_health_tells_starting_from_ready(start_stub, stub_server):
     start_stub(0, "--load-s", "3")
     server = stub_server(1, num_ready=0)

@@ -7,7 +7,7 @@ import pytest
 from tests.conftest import ENGINE_OPTIONS
 from tests.servers import Server, running_server
 from tests.trl_weights_client import run_trl_weights
-from tests.weights import assert_serves, states
+from tests.weights import assert_serves, need_gpus, states
 
 GENERATE = (
     "client.generate([[5, 6, 7, 8, 9, 10, 11]], temperature=0.0, max_tokens=10,"
@@ -26,6 +26,7 @@ def other_model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def server(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    need_gpus(3)
     log = tmp_path_factory.mktemp("trl-server") / "log"
     options = (
         "--num-workers", "2", "--num-front-ends", "2", "--weight-update-timeout-s", "15",
@@ -40,7 +41,7 @@ def test_an_update_ends_at_reset_prefix_cache(
     server: Server, tiny_model: str, other_model: str, version: str
 ):
     script = f"""
-client.init_communicator(device=0)
+client.init_communicator(device=device)
 before = {GENERATE}
 client.update_model_params(module({other_model!r}))
 client.reset_prefix_cache()
@@ -60,7 +61,7 @@ def test_an_update_ends_at_a_generation_and_stays_when_the_client_goes(
     server: Server, tiny_model: str, other_model: str
 ):
     script = f"""
-client.init_communicator(device=0)
+client.init_communicator(device=device)
 client.update_model_params(module({other_model!r}))
 answer({GENERATE})
 """
@@ -75,7 +76,7 @@ def test_generations_amid_an_update_see_nothing_of_it(
     """Another client generates while the tensors come one by one."""
     script = f"""
 named = tensors({{folder!r}})
-client.init_communicator(device=0)
+client.init_communicator(device=device)
 for name, weight in named[:20]:
     client.update_named_param(name, weight.data)
 amid = {GENERATE}
@@ -102,7 +103,7 @@ def test_whole_layers_without_the_rest_change_nothing_however_quiet_it_is(
     old = assert_serves(server, tiny_model, times=2)["completion_ids"]
     script = f"""
 import time
-client.init_communicator(device=0)
+client.init_communicator(device=device)
 for name, weight in tensors({other_model!r}):
     if "layers.0." in name:
         client.update_named_param(name, weight.data)
@@ -123,7 +124,7 @@ def test_what_does_not_fit_raises_in_the_client_and_the_next_one_works(
     server: Server, tiny_model: str, other_model: str
 ):
     script = f"""
-client.init_communicator(device=0)
+client.init_communicator(device=device)
 named = tensors({other_model!r})
 errors = []
 for name, weight in [named[0], ("model.nothing.weight", named[1][1])]:
@@ -150,7 +151,7 @@ answer(errors)
 
 
 RELOAD = """
-client.init_communicator(device=0)
+client.init_communicator(device=device)
 client.update_model_params(module("FOLDER"))
 client.reset_prefix_cache()
 answer(None)
@@ -162,7 +163,7 @@ def test_a_client_that_dies_amid_an_update_is_replaced_by_the_next(
 ):
     run_trl_weights("1.9.2", server.url, RELOAD.replace("FOLDER", tiny_model))
     script = f"""
-client.init_communicator(device=0)
+client.init_communicator(device=device)
 for name, weight in tensors({other_model!r})[:30]:
     client.update_named_param(name, weight.data)
 answer(None)
@@ -180,7 +181,7 @@ os._exit(0)
 def test_a_layer_that_came_in_part_is_not_loaded(server: Server, tiny_model: str, other_model: str):
     run_trl_weights("1.9.2", server.url, RELOAD.replace("FOLDER", tiny_model))
     script = f"""
-client.init_communicator(device=0)
+client.init_communicator(device=device)
 name = "model.layers.0.self_attn.q_proj.weight"
 client.update_named_param(name, dict(tensors({other_model!r}))[name].data)
 try:

@@ -25,7 +25,7 @@ from titopool.commands import (
     TensorInfo,
 )
 from titopool.config import ServerConfig
-from titopool.errors import WeightUpdateFailed
+from titopool.errors import InvalidRequest, TitopoolError, WeightUpdateFailed
 from workers.control import Control
 from workers.ledger import Entry, Ledger, clear_ledgers
 from workers.versions import Versions
@@ -44,6 +44,7 @@ class RecordingEngine:
         self.calls: list[str] = []
         self.can_keep = True
         self.is_stuck = self.has_stuck_caches = False
+        self.begin_error: Exception | None = None
         self.status: dict[str, Any] = {
             "is_joined": True, "error": "", "num_announced": 1, "num_received": 1,
         }  # fmt: skip
@@ -51,8 +52,13 @@ class RecordingEngine:
     async def call(self, method: str, *args: Any) -> list[Any]:
         if method not in ("status", "device"):
             self.calls.append(method)
+        if method == "begin" and self.begin_error is not None:
+            raise self.begin_error
         fit = {"missing": [], "ignored": [], "split_layers": ""}
-        answers = {"check": fit, "check_folder": fit, "apply": {"loaded": 1}, "status": self.status}
+        answers = {
+            "begin": fit, "check": fit, "check_folder": fit, "apply": {"loaded": 1},
+            "status": self.status,
+        }  # fmt: skip
         return [answers.get(method, "")]
 
     async def pause(self, policy: str) -> None:
@@ -132,6 +138,23 @@ def test_caches_are_empty_before_the_weights_change_and_generation_stands():
     assert worker.engine.calls[-4:] == ["pause abort", "clear", "apply", "resume"]
     assert worker.engine.versions.current == 7
     assert worker.control.num_updates == 1
+
+
+@pytest.mark.parametrize(
+    "error, state", [(InvalidRequest("staged"), "open"), (WeightUpdateFailed("staged"), "closed")]
+)
+def test_tensors_that_are_refused_leave_the_group_and_a_failure_does_not(
+    error: TitopoolError, state: str
+):
+    async def story(worker: Worker) -> None:
+        worker.engine.begin_error = error
+        await worker.good(JoinGroup("s", "titopool", "gloo", "127.0.0.1", 1, 1, 2))
+        await worker.good(AwaitStep("join", "s"))
+        done = await worker.ask(BeginUpdate("s", "u", 7, 0, TENSORS, 100, False))
+        assert done.code == error.code
+        assert await worker.state() == state
+
+    run(story)
 
 
 @pytest.mark.parametrize(

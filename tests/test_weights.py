@@ -10,7 +10,15 @@ import torch
 from tests.conftest import ENGINE_OPTIONS
 from tests.servers import Server, running_server, wait_until
 from tests.trainer import BUCKET_BYTES, tensors_of
-from tests.weights import Generation, assert_serves, states, trainer
+from tests.weights import (
+    TOLERANCE,
+    Generation,
+    assert_serves,
+    need_gpus,
+    states,
+    trainer,
+    weights_client,
+)
 from titopool.weights_client import WeightsClient, WeightsError
 
 TIMEOUT_S = 15.0
@@ -39,6 +47,7 @@ def server(
     num_workers: int, tiny_model: str, other_model: str, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Server]:  # fmt: skip
     """Workers of the tiny model behind two gunicorn processes."""
+    need_gpus(num_workers + 1)
     options = (
         "--num-workers", str(num_workers), "--num-front-ends", "2", "--weights-root",
         other_model.rpartition("/")[0], "--weight-update-timeout-s", str(TIMEOUT_S), *ENGINE_OPTIONS,
@@ -52,7 +61,7 @@ def server(
 @pytest.fixture
 def client(server: Server) -> Iterator[WeightsClient]:
     """A client whose group is closed in the end."""
-    made = WeightsClient(server.url, device="cpu", timeout_s=TIMEOUT_S, bucket_bytes=BUCKET_BYTES)
+    made = weights_client(server, timeout_s=TIMEOUT_S, bucket_bytes=BUCKET_BYTES)
     yield made
     made.close()
 
@@ -60,7 +69,7 @@ def client(server: Server) -> Iterator[WeightsClient]:
 @pytest.fixture(autouse=True)
 def own_weights(server: Server, tiny_model: str) -> None:
     """Every test begins with the model's own weights, as an update of version 0."""
-    fresh = WeightsClient(server.url, device="cpu", timeout_s=TIMEOUT_S)
+    fresh = weights_client(server, timeout_s=TIMEOUT_S)
     fresh.update(tensors_of(tiny_model), policy="abort", version=0)
     fresh.close()
 
@@ -97,7 +106,7 @@ def test_a_tied_head_may_come_too_and_one_tensor_at_a_time(
 ):
     tensors = tensors_of(other_model)
     tensors.append(("lm_head.weight", dict(tensors)["model.embed_tokens.weight"]))
-    client = WeightsClient(server.url, device="cpu", timeout_s=TIMEOUT_S, bucket_bytes=1)
+    client = weights_client(server, timeout_s=TIMEOUT_S, bucket_bytes=1)
     result = client.update(tensors, policy="keep")
     client.close()
     assert result["ignored"] == ["lm_head.weight"]
@@ -131,7 +140,7 @@ def test_a_partial_update_takes_whole_layers_only(
 
 
 def test_weights_from_a_folder(server: Server, tiny_model: str, other_model: str):
-    client = WeightsClient(server.url, device="cpu")
+    client = weights_client(server)
     assert client.update_from_folder(other_model, policy="keep", version=3)["version"] == 3
     assert_serves(server, other_model, times=2)
     for path, text in [
@@ -177,7 +186,7 @@ def test_keep_goes_on_with_the_new_weights_and_says_from_where(
         after = reference.logprobs(other_model, prompt, ids)
         for index, token_id in enumerate(ids):
             rows = before if index < cut else after
-            assert abs(float(rows[index][token_id]) - logprobs[index][0]) < 1e-3, index
+            assert abs(float(rows[index][token_id]) - logprobs[index][0]) < TOLERANCE, index
 
 
 def test_drain_ends_requests_with_the_old_weights(
@@ -335,9 +344,7 @@ def test_a_restarted_worker_serves_only_the_weights_of_the_pool(
 
 
 def test_a_restarted_worker_loads_the_folder_that_the_pool_has(server: Server, other_model: str):
-    WeightsClient(server.url, device="cpu").update_from_folder(
-        other_model, policy="keep", version=9
-    )
+    weights_client(server).update_from_folder(other_model, policy="keep", version=9)
     psutil.Process(worker_pids(server)[-1]).kill()
     wait_until(lambda: len(set(phases(server)) - {"ready"}) > 0, 20)
     server.wait_until_ready(server.num_workers)

@@ -17,10 +17,10 @@ from tests.conftest import ENGINE_OPTIONS
 from tests.servers import running_server
 from tests.trainer import tensors_of
 from tests.trl_weights_client import run_trl_weights
-from tests.weights import assert_serves
+from tests.weights import assert_serves, need_gpus, weights_client
 from titopool.commands import TensorInfo
 from titopool.demo_model import VOCAB_SIZE, make_tokenizer
-from titopool.weights_client import WeightsClient, WeightsError
+from titopool.weights_client import WeightsError
 from workers.weight_catalogue import Catalogue, Refused
 from workers.weight_conversion import Conversions, info_of
 
@@ -51,6 +51,7 @@ def make_model(kind: str, folder: Path, seed: int) -> str:
 
 @pytest.mark.parametrize("kind", ["qwen", "mixtral"])
 def test_experts_come_as_the_module_has_them_and_as_the_checkpoint_has(kind: str, tmp_path: Path):
+    need_gpus(2)
     own = make_model(kind, tmp_path / "own", 0)
     other = make_model(kind, tmp_path / "other", 1)
     options = (
@@ -60,7 +61,7 @@ def test_experts_come_as_the_module_has_them_and_as_the_checkpoint_has(kind: str
     new = tensors_of(other)
     assert any(name == f"{LAYER}.gate_up_proj" for name, _ in new)
     with running_server(own, *options, log=tmp_path / "log") as server:
-        client = WeightsClient(server.url, device="cpu", timeout_s=30)
+        client = weights_client(server, timeout_s=30)
         assert_serves(server, own)
         with pytest.raises(WeightsError, match=r"gate_up_proj: expected shape \[4, "):
             client.update(
@@ -79,7 +80,7 @@ def test_experts_come_as_the_module_has_them_and_as_the_checkpoint_has(kind: str
 
 
 TRL = """
-client.init_communicator(device=0)
+client.init_communicator(device=device)
 client.update_model_params(module({folder!r}))
 client.reset_prefix_cache()
 client.close_communicator()

@@ -8,15 +8,12 @@ from tests.conftest import ENGINE_OPTIONS
 from tests.servers import Server, running_server
 from tests.trainer import tensors_of
 from tests.trl_weights_client import run_trl_weights
-from tests.weights import assert_serves
-from titopool.gpus import visible_gpus
-from titopool.weights_client import WeightsClient
+from tests.weights import assert_serves, need_gpus, weights_client
 
 
 @pytest.fixture(scope="module")
 def server(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    if len(visible_gpus()) == 1:
-        pytest.skip("needs two GPUs, or none")
+    need_gpus(3)
     log = tmp_path_factory.mktemp("tp-server") / "log"
     options = (
         "--num-workers", "1", "--num-front-ends", "1", "--tensor-parallel-size", "2",
@@ -34,12 +31,12 @@ def test_both_protocols_reach_all_processes_of_a_worker(
     other_model = str(tmp_path_factory.mktemp("other-tp"))
     make_model(other_model, seed=1)
     assert server.get("/get_world_size").json() == {"world_size": 2}
-    client = WeightsClient(server.url, device="cpu", timeout_s=120)
+    client = weights_client(server, timeout_s=120)
     client.update(tensors_of(other_model), policy="keep", with_checksum=True)
     assert_serves(server, other_model)
     client.close()
     script = f"""
-client.init_communicator(device=0)
+client.init_communicator(device=device)
 client.update_model_params(module({tiny_model!r}))
 client.reset_prefix_cache()
 answer(None)

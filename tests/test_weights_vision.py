@@ -11,7 +11,8 @@ from tests import reference, vision_models
 from tests.images import PLACEHOLDERS, encoded, picture
 from tests.servers import Server, running_server
 from tests.test_images import GREEDY, NUM_TOKENS, OPTIONS, TOLERANCE
-from titopool.weights_client import WeightsClient, WeightsError
+from tests.weights import need_gpus, weights_client
+from titopool.weights_client import WeightsError
 
 IMAGE = picture(84, 112)
 
@@ -27,6 +28,7 @@ def assert_sees(server: Server, folder: str, text: str) -> None:
 
 @pytest.mark.parametrize("kind", ["qwen", "smol"])
 def test_an_update_reaches_the_vision_tower_and_its_caches(kind: str, tmp_path: Path):
+    need_gpus(2)
     make = {"qwen": vision_models.make_qwen_vl, "smol": vision_models.make_smol_vlm}[kind]
     own, other = tmp_path / "own", tmp_path / "other"
     for folder in (own, other):
@@ -41,7 +43,7 @@ def test_an_update_reaches_the_vision_tower_and_its_caches(kind: str, tmp_path: 
     text = f"look at {PLACEHOLDERS[kind]} and say what it is"
     options = ("--num-workers", "1", "--num-front-ends", "1", *OPTIONS)
     with running_server(str(own), *options, log=tmp_path / "log") as server:
-        client = WeightsClient(server.url, device="cpu", timeout_s=30)
+        client = weights_client(server, timeout_s=30)
         assert_sees(server, str(own), text)
         # Not the names of the checkpoint: those of transformers' module.
         if hasattr(output, "strip_covered_mm_data"):

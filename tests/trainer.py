@@ -13,14 +13,17 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
+from titopool.gpus import visible_gpus
 from titopool.weights_client import WeightsClient
 
 BUCKET_BYTES = 2**18
+# The last GPU: the workers have those before it.
+DEVICE = f"cuda:{len(visible_gpus()) - 1}" if visible_gpus() else "cpu"
 
 
 def tensors_of(folder: str) -> list[tuple[str, Any]]:
-    """The parameters of a checkpoint, float32."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    """The parameters of a checkpoint, float32, where a trainer has them."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(DEVICE)
     return [(name, parameter.detach()) for name, parameter in model.named_parameters()]
 
 
@@ -35,10 +38,11 @@ class StoppingClient(WeightsClient):
     stop_at = ""
     num_sent = 0
 
-    def _send(self, infos: Any, tensors: Any) -> None:
+    def _send(self, buffers: Any) -> None:
         if self.stop_at == "begun":
             stop("begun")
-        super()._send(infos, tensors)
+        super()._send(buffers)
+        self._wait_for_sent(0)
         stop("sent")
 
     def _broadcast(self, buffer: Any) -> Any:
@@ -51,7 +55,7 @@ class StoppingClient(WeightsClient):
 def main() -> None:
     url, folder, stop_at = sys.argv[1:]
     tensors = tensors_of(folder)
-    client = StoppingClient(url, device="cpu", bucket_bytes=BUCKET_BYTES)
+    client = StoppingClient(url, device=DEVICE, bucket_bytes=BUCKET_BYTES)
     client.stop_at = stop_at
     client.open()
     if stop_at == "joined":

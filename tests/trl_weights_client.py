@@ -1,22 +1,22 @@
-"""TRL's client updating weights over gloo: its own code, with NCCL's communicator replaced.
+"""TRL's client updating weights: its own code; over gloo, with NCCL's communicator replaced, on CPUs.
 
 Where there is no GPU, `PyNcclCommunicator` is the only thing that cannot run; its stand-in
-broadcasts through gloo, on the same store. Scripts find `client`, `tensors(folder)`, `module(folder)`
-and `answer`.
+broadcasts through gloo, on the same store. Scripts find `client`, `device`, `tensors(folder)`,
+`module(folder)` and `answer`.
 """
 
 from typing import Any
 
+from tests.trainer import DEVICE
 from tests.trl_client import run_trl
 
-SETUP = """
+WITHOUT_GPU = """
 import os, types
 os.environ.setdefault("VLLM_TARGET_DEVICE", "cpu")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 import datetime, torch
 from torch.distributed import BroadcastOptions, PrefixStore, ProcessGroupGloo
 import trl.generation.vllm_client as vllm_client
-from transformers import AutoModelForCausalLM
 from vllm.distributed.utils import StatelessProcessGroup
 
 
@@ -35,15 +35,28 @@ class GlooCommunicator:
 
 vllm_client.StatelessProcessGroup = StatelessProcessGroup
 vllm_client.PyNcclCommunicator = GlooCommunicator
+uuid = "GPU-of-the-trainer"
+torch.cuda.get_device_properties = lambda device: types.SimpleNamespace(uuid=uuid)
+device, place = 0, "cpu"
+"""
+
+WITH_GPU = f"""
+place = {DEVICE!r}
+device = int(place.partition(":")[2] or 0)
+"""
+
+SETUP = """
+import os
+import torch
+from transformers import AutoModelForCausalLM
+
 # TRL's own is one that any connection of this machine may have got; the same in all scripts, as
 # each takes the place of the one before.
 client.group_port = 27_000 + os.getppid() % 1000
-uuid = os.environ.get("TRAINER_UUID", "GPU-of-the-trainer")
-torch.cuda.get_device_properties = lambda device: types.SimpleNamespace(uuid=uuid)
 
 
 def module(folder):
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(place)
 
 
 def tensors(folder):
@@ -53,4 +66,5 @@ def tensors(folder):
 
 def run_trl_weights(version: str, url: str, script: str) -> Any:
     """What `script` gives to `answer(…)` after `SETUP`."""
-    return run_trl(version, url, SETUP + script)
+    setup = WITHOUT_GPU if DEVICE == "cpu" else WITH_GPU
+    return run_trl(version, url, setup + SETUP + script)

@@ -72,6 +72,11 @@ class ServerConfig:
         "", "file with the key that tcp endpoints need on both sides; made when it is missing"
     )
     api_key: str = setting("", "key that every route but health asks for", secret=True)
+    admin_key: str = setting(
+        "",
+        "key that weight updates, pauses and adapters ask for in place of `api_key`; empty: the same",
+        secret=True,
+    )
     max_body_bytes: int = setting(256 * 2**20, "largest request body", at_least=1)
     max_completions_per_request: int = setting(
         65_536, "largest number of prompts times n in one request", at_least=1

@@ -7,6 +7,7 @@ Needs torch only; NCCL between GPUs, gloo between CPUs. Everything that fails ra
 `WeightsError`, whose text is the server's; the next `update` forms a new group by itself.
 """
 
+import itertools
 import json
 import socket
 import threading
@@ -15,7 +16,8 @@ import urllib.error
 import urllib.parse
 import urllib.request
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
 
@@ -27,6 +29,8 @@ GLOO_PREFIX = "titopool/gloo"
 # Between two looks at a GPU's event, and at the workers while it does not come.
 POLL_S = 0.0005
 LOOK_S = 2.0
+# One is filled while the other is on its way.
+NUM_BUFFERS = 2
 
 
 class WeightsError(Exception):
@@ -56,9 +60,10 @@ class WeightsClient:
 
         Args:
             device: of the tensors; None: the current GPU, or the CPU where there is none.
+            api_key: the server's `admin_key`, or its `api_key` where it has no other.
             host: this machine's address as the workers reach it; None: as it reaches the server.
             timeout_s: of each step, calls and broadcasts alike.
-            bucket_bytes: what one broadcast carries, about; such a buffer is needed on the device.
+            bucket_bytes: what one broadcast carries, about; the device needs two such buffers.
         """
         self._url = url.rstrip("/")
         self._given_device = device
@@ -69,6 +74,8 @@ class WeightsClient:
         self._session = ""
         self._group: Any = None
         self._store: Any = None
+        # What waits for a bucket to have left, and its buffer.
+        self._under_way: list[tuple[Callable[[], Any], Any]] = []
 
     # ---- calls -----------------------------------------------------------------------
 
@@ -197,7 +204,7 @@ class WeightsClient:
             self._forget()
 
     def _forget(self) -> None:
-        group, self._group, self._store = self._group, None, None
+        group, self._group, self._store, self._under_way = self._group, None, None, []
         if group is not None:
             group.abort()
 
@@ -234,24 +241,33 @@ class WeightsClient:
             TensorInfo(name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape))
             for name, tensor in named
         ]
+        packed = self._pack(infos, [tensor for _, tensor in named])
         try:
-            begun = self._begin(infos, version, partial)
+            with ThreadPoolExecutor(1) as pool:
+                answer = pool.submit(self._begin, infos, version, partial)
+                # Meanwhile the first buckets are filled.
+                ahead = list(itertools.islice(packed, NUM_BUFFERS))
+                begun = answer.result()
         except WeightsError as error:
             if error.status != 400:
                 # What was refused for its tensors leaves the group as it is.
                 self._forget()
             raise
         try:
-            self._send(infos, [tensor for _, tensor in named])
+            self._send(emptied(ahead, packed))
             body: dict[str, Any] = {"update": begun["update"], "policy": policy}
             if with_checksum:
                 body["checksum"] = checksum([tensor for _, tensor in named])
+            # The workers wait for what is still on its way.
             result = self.call("/weights/commit", body)
+            self._wait_for_sent(0)
         except Exception as error:
+            told = error if isinstance(error, WeightsError) else None
+            if told is None or told.status:
+                self._abort(begun["update"], str(error))
             self._forget()
-            if isinstance(error, WeightsError):
+            if told is not None:
                 raise
-            self._abort(begun["update"], repr(error))
             raise WeightsError(f"sending failed: {error}") from error
         return {"missing": begun["missing"], "ignored": begun["ignored"], **result}
 
@@ -274,21 +290,28 @@ class WeightsClient:
             # It has ended by itself, or will at its deadline.
             pass
 
-    def _send(self, infos: list[TensorInfo], tensors: list[Any]) -> None:
+    def _pack(self, infos: list[TensorInfo], tensors: list[Any]) -> Iterator[Any]:
+        """The buckets' buffers, filled one by one."""
         import torch
 
         device = self._device()
         rest = iter(tensors)
-        # Two buffers: one is filled while the other is on its way.
-        under_way: list[tuple[Any, Any]] = []
         for bucket in plan_buckets(infos, self._bucket_bytes):
             buffer = torch.empty(bucket.num_bytes, dtype=torch.uint8, device=device)
             for piece in bucket.pieces:
                 view_of(buffer, piece).copy_(next(rest), non_blocking=True)
-            under_way.append((self._broadcast(buffer), buffer))
-            if len(under_way) == 2:
-                under_way.pop(0)[0]()
-        for wait, _ in under_way:
+            yield buffer
+
+    def _send(self, buffers: Iterable[Any]) -> None:
+        """Sends all; the last ones may still be on their way."""
+        for buffer in buffers:
+            self._under_way.append((self._broadcast(buffer), buffer))
+            self._wait_for_sent(NUM_BUFFERS - 1)
+
+    def _wait_for_sent(self, num_left: int) -> None:
+        """Waits until at most `num_left` buckets are on their way."""
+        while len(self._under_way) > num_left:
+            wait, _ = self._under_way.pop(0)
             wait()
 
     def _broadcast(self, buffer: Any) -> Any:
@@ -338,6 +361,13 @@ def _refusal(path: str, error: urllib.error.HTTPError) -> WeightsError:
         return WeightsError(f"{path}: {detail['message']}", status=error.code, code=detail["code"])
     except (ValueError, KeyError, TypeError):
         return WeightsError(f"{path}: {error}", status=error.code)
+
+
+def emptied(first: list[Any], rest: Iterator[Any]) -> Iterator[Any]:
+    """What is in `first`, which keeps nothing of it, and then `rest`."""
+    while first:
+        yield first.pop(0)
+    yield from rest
 
 
 def _own_address(url: str) -> str:

@@ -38,10 +38,10 @@ from workers.ledger import Entry, Ledger, files_of
 from workers.liveness import answers
 from workers.pauses import Pauses
 from workers.steps import Result
+from workers.trl_updates import TrlUpdates
 from workers.weight_checks import checked_folder
 from workers.weight_engine import WeightEngine
 from workers.weight_state import Phase, Update
-from workers.weight_updates import Updates
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +69,7 @@ class Control:
         self._worker_id = worker_id
         self._pauses = Pauses()
         self._ledger = Ledger(config.run_dir, worker_id)
-        self._updates = Updates(
+        self._updates = TrlUpdates(
             lambda: self._engine, engine.versions, self._pauses, config, self._ledger,
             on_applied=on_applied, on_broken=on_broken,
         )  # fmt: skip

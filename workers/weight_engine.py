@@ -85,11 +85,13 @@ class VllmWeights:
 
     async def clear_caches(self) -> None:
         # Requests that are kept give up their keys and values and compute them again.
-        is_clear = await self._llm.reset_prefix_cache(reset_running_requests=True)
+        is_clear, *_ = await asyncio.gather(
+            self._llm.reset_prefix_cache(reset_running_requests=True),
+            self._llm.reset_mm_cache(),
+            self._llm.reset_encoder_cache(),
+        )
         if not is_clear:
             raise WeightUpdateFailed("vLLM could not clear its prefix cache")
-        await self._llm.reset_mm_cache()
-        await self._llm.reset_encoder_cache()
 
     async def progress(self) -> Progress:
         if not self._versions.open:

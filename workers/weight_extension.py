@@ -69,6 +69,9 @@ class WeightExtension:
     _titopool_fit: Fit | None = None
     _titopool_folder: Path | None = None
     _titopool_plan: CopyPlan | None = None
+    _titopool_is_plain: bool | None = None
+    # The last list of tensors, whether it was a part, and how it fits.
+    _titopool_checked: tuple[list[TensorInfo], bool, Fit] | None = None
     # vLLM's worker has these.
     get_model: Any
     device: Any
@@ -110,16 +113,39 @@ class WeightExtension:
         return None if receiver is None else receiver.status()
 
     @answers
+    def titopool_weights_begin(
+        self, tensors: list[Any], is_partial: bool, bucket_bytes: int
+    ) -> dict[str, Any]:
+        """Checks names, shapes and dtypes; lets the receiver take them, unless a layer is split."""
+        infos, told = self._titopool_check(tensors, is_partial)
+        if not told["split_layers"]:
+            assert self._titopool_receiver is not None
+            self._titopool_receiver.announce(infos, bucket_bytes)
+        return told
+
+    @answers
     def titopool_weights_check(self, tensors: list[Any], is_partial: bool) -> dict[str, Any]:
         """Checks names, shapes and dtypes, and remembers how they fit; receives nothing."""
+        _, told = self._titopool_check(tensors, is_partial)
+        return told
+
+    def _titopool_check(
+        self, tensors: list[Any], is_partial: bool
+    ) -> tuple[list[TensorInfo], dict[str, Any]]:
         infos = [TensorInfo(name, dtype, shape) for name, dtype, shape in tensors]
-        fit = self._titopool_known().fit(infos, is_partial=is_partial)
+        checked = self._titopool_checked
+        if checked is None or checked[:2] != (infos, is_partial):
+            # A trainer sends the same list again and again.
+            fit = self._titopool_known().fit(infos, is_partial=is_partial)
+            self._titopool_checked = checked = (infos, is_partial, fit)
+        fit = checked[2]
         self._titopool_fit, self._titopool_folder = fit, None
-        return {
+        told = {
             "missing": fit.missing,
             "ignored": fit.ignored,
             "split_layers": shorten(fit.split_layers),
         }
+        return infos, told
 
     @answers
     def titopool_weights_check_one(self, tensor: list[Any]) -> None:
@@ -158,7 +184,7 @@ class WeightExtension:
         assert fit is not None
         loaded: list[str] = []
         tensors = _split(self._titopool_source(), fit, self._titopool_known().conversions, loaded)
-        if self._titopool_folder is None and self._titopool_is_plain():
+        if self._titopool_folder is None and self._titopool_has_plain_layers():
             self._titopool_copy(dict(tensors))
         else:
             self._titopool_plan = None
@@ -184,8 +210,11 @@ class WeightExtension:
             with safe_open(file, framework="pt", device=str(self.device)) as opened:
                 yield from ((name, opened.get_tensor(name)) for name in opened.keys())  # noqa: SIM118
 
-    def _titopool_is_plain(self) -> bool:
-        return keeps_checkpoints_layout(self.get_model(), self.model_config.quantization)
+    def _titopool_has_plain_layers(self) -> bool:
+        if self._titopool_is_plain is None:
+            quantization = self.model_config.quantization
+            self._titopool_is_plain = keeps_checkpoints_layout(self.get_model(), quantization)
+        return self._titopool_is_plain
 
     def _titopool_copy(self, tensors: dict[str, Any]) -> None:
         import torch

@@ -18,6 +18,9 @@ from workers.weight_group import Group, GroupArgs, listen
 
 logger = logging.getLogger(__name__)
 
+# By name.
+Tensors = dict[str, Any]
+
 # Memory of the GPU that staged weights leave free: vLLM's own temporary tensors need some.
 SPARE_GPU_BYTES = 2 * 2**30
 
@@ -40,7 +43,7 @@ class Receiver:
         self.is_joined = False
         self.error = ""
         self.num_announced = self.num_received = 0
-        self.staged: dict[str, Any] = {}
+        self.staged: Tensors = {}
         self._thread = threading.Thread(target=self._run, name="titopool-receive", daemon=True)
         self._thread.start()
 
@@ -109,15 +112,16 @@ class Receiver:
 
         deadline = time.monotonic() + self._args.timeout_s
         stays = self._has_room(sum(bucket.num_bytes for bucket in buckets))
-        started: list[tuple[Bucket, Any]] = []
+        started: list[Tensors] = []
         for bucket in buckets:
             buffer = torch.empty(bucket.num_bytes, dtype=torch.uint8, device=self._device)
             group.channel.start(buffer)
-            started.append((bucket, buffer))
-            if not stays:
+            if stays:
+                # The views are made while the bytes are on their way.
+                started.append(views_of(bucket, buffer))
+            else:
                 group.channel.wait(deadline)
-                self._stage([(bucket, buffer.cpu())])
-                started.clear()
+                self._stage([views_of(bucket, buffer.cpu())])
         group.channel.wait(deadline)
         # Before the barrier: behind it the client may generate, which ends the update.
         self._stage(started)
@@ -135,10 +139,14 @@ class Receiver:
         free += reserved - torch.cuda.memory_allocated(self._device)
         return bool(num_bytes + SPARE_GPU_BYTES < free)
 
-    def _stage(self, received: list[tuple[Bucket, Any]]) -> None:
+    def _stage(self, received: list[Tensors]) -> None:
         if self._is_closed:
             return
-        for bucket, buffer in received:
-            for piece in bucket.pieces:
-                self.staged[piece.tensor.name] = view_of(buffer, piece)
-                self.num_received += 1
+        for tensors in received:
+            self.staged.update(tensors)
+            self.num_received += len(tensors)
+
+
+def views_of(bucket: Bucket, buffer: Any) -> Tensors:
+    """The tensors in a bucket's buffer, by name."""
+    return {piece.tensor.name: view_of(buffer, piece) for piece in bucket.pieces}

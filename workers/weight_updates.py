@@ -8,7 +8,6 @@ communicator and leaves the old weights serving; what fails after it ends the wo
 import asyncio
 import logging
 import time
-import uuid
 from collections.abc import Callable
 from typing import Any
 
@@ -16,18 +15,13 @@ from titopool.commands import (
     ApplyUpdate,
     BeginFolder,
     BeginUpdate,
-    FinishTensors,
     JoinGroup,
     Policy,
     PrepareUpdate,
-    ReceiveTensor,
     TensorInfo,
 )
 from titopool.config import ServerConfig
-from titopool.errors import (
-    Conflict,
-    WeightUpdateFailed,
-)
+from titopool.errors import Conflict, InvalidRequest, WeightUpdateFailed
 from workers.ledger import Entry, Ledger, files_of
 from workers.liveness import answers
 from workers.pauses import Pauses
@@ -170,12 +164,16 @@ class Updates:
             if action.is_partial:
                 self._check_base(action.num_updates)
             names = [[one.name, one.dtype, one.shape] for one in action.tensors]
-            (fit, *_) = await self._call("check", names, action.is_partial)
+            try:
+                (fit, *_) = await self._call("begin", names, action.is_partial, action.bucket_bytes)
+            except InvalidRequest:
+                raise
+            except BaseException as error:
+                await self.end(f"the update did not begin: {error!r}")
+                raise
             refuse_split_layers(fit.pop("split_layers"))
             update = self._update(action.update_id, action.version, action.num_updates)
             self.state.begin(action.session, update, time.monotonic())
-            async with self._ends_on_error("the update did not begin"):
-                await self._call("announce", names, action.bucket_bytes)
         return {"version": update.version, "num_updates": update.index - 1, **fit}
 
     async def begin_folder(self, action: BeginFolder) -> Result:
@@ -216,18 +214,13 @@ class Updates:
             refuse_keeping(policy)
         self._pauses.check(policy)
 
-    @property
-    def _kindest_policy(self) -> Policy:
-        return "keep" if self._engine.can_keep else "drain"
-
     async def finish_prepare(self, action: PrepareUpdate, update: Update) -> Result:
         """All of a prepare but its acceptance."""
         result: Result = {}
         async with self._ends_on_error("the update cannot be committed"):
             if not update.folder:
                 await self._call.poll(lambda s: s["num_received"] == s["num_announced"])
-                if self.state.protocol == "trl":
-                    await self._check_announced()
+                await self._check_received()
                 if action.with_checksum or action.checksum is not None:
                     result["checksum"] = await self._checksum(action.checksum)
             await self._pauses.begin_update(self._engine, action.policy)
@@ -235,17 +228,8 @@ class Updates:
             self.state.prepared(update.update_id, time.monotonic())
         return result
 
-    async def fit_of_announced(self) -> dict[str, Any]:
-        """What of the model is not in TRL's update under way: `missing`, and `split_layers`."""
-        names = [[one.name, one.dtype, one.shape] for one in self.announced.values()]
-        (fit, *_) = await self._call("check", names, True)
-        return dict(fit)
-
-    async def _check_announced(self) -> None:
-        fit = await self.fit_of_announced()
-        refuse_split_layers(fit["split_layers"])
-        if fit["missing"] and self.state.update is not None:
-            self._check_base(self.state.update.index - 1)
+    async def _check_received(self) -> None:
+        """What `begin` could not check."""
 
     async def _checksum(self, expected: str | None) -> str:
         found: set[str] = set(await self._call("checksum"))
@@ -292,84 +276,6 @@ class Updates:
         async with self._accepting:
             self.state.drop_update(update_id, reason)
             await self._clean_up()
-        return {}
-
-    # ---- TRL's way -------------------------------------------------------------------
-
-    async def receive_tensor(self, action: ReceiveTensor) -> Result:
-        """Takes one more tensor; the first begins an update."""
-        tensor = action.tensor
-        described = [tensor.name, tensor.dtype, tensor.shape]
-        async with self._accepting:
-            if self.state.protocol != "trl":
-                raise Conflict(
-                    "update_named_param: expected init_communicator before it; "
-                    + self.state.describe()
-                )
-            if self.state.phase is Phase.JOINING:
-                # The client is in the group as soon as it can be, and does not ask.
-                await self.steps.wait("join", self.state.session)
-            await self._end_before(action)
-            if self.state.phase is Phase.RECEIVING:
-                self.state.touch(time.monotonic())
-            else:
-                update = self._update(uuid.uuid4().hex, action.version, action.num_updates)
-                self.state.begin(self.state.session, update, time.monotonic())
-                self.announced = {}
-            # A tensor that is refused leaves the update without it: it is dropped as a whole.
-            async with self._ends_on_error(f"{tensor.name} was refused"):
-                await self._call("check_one", described)
-                await self._call("announce", [described], 1)
-            self.announced[tensor.name] = tensor
-            update_now = self.state.update
-            assert update_now is not None
-        return {"version": update_now.version, "num_updates": update_now.index - 1}
-
-    async def _end_before(self, action: ReceiveTensor) -> None:
-        """Ends an update that is complete when the tensor belongs to the next one: at the first
-        worker because it has come already, at the others because the first has ended its own."""
-        if self.steps.is_running("finish", "trl"):
-            await self.steps.wait("finish", "trl")
-        update = self.state.update
-        if not self.has_tensors or update is None:
-            return
-        is_behind = action.version is not None and update.index != action.num_updates + 1
-        if action.tensor.name in self.announced or is_behind:
-            fit = await self.fit_of_announced()
-            if not fit["missing"]:
-                await self._commit_tensors()
-
-    async def finish_tensors(self, action: FinishTensors) -> Result:
-        """Accepts the end of an update; without one, the caches are cleared only."""
-        async with self._accepting:
-            if not self.steps.is_running("finish", "trl"):
-                step = self._commit_tensors() if self.has_tensors else self._clear_caches()
-                self.steps.start("finish", "trl", step)
-        return {}
-
-    @property
-    def has_tensors(self) -> bool:
-        """Whether an update of TRL's client is under way."""
-        return self.state.phase is Phase.RECEIVING and self.state.protocol == "trl"
-
-    async def _commit_tensors(self) -> Result:
-        update = self.state.update
-        if update is None or not self.has_tensors:
-            return {}
-        action = PrepareUpdate(update.update_id, self._kindest_policy)
-        self.state.prepare(update.update_id, time.monotonic())
-        await self.finish_prepare(action, update)
-        self.state.apply(update.update_id, time.monotonic())
-        return await self.finish_apply(update)
-
-    async def _clear_caches(self) -> Result:
-        async with asyncio.timeout(self.timeout_s):
-            # While it stands: a step in between would miss what has gone already.
-            await self._pauses.begin_update(self._engine, self._kindest_policy)
-            try:
-                await self._engine.clear_caches()
-            finally:
-                await self._pauses.end_update(self._engine)
         return {}
 
     # ---- ends ------------------------------------------------------------------------
