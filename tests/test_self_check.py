@@ -36,6 +36,7 @@ HOLDERS = {
         "titopool/demo_model.py",
         "titopool/weight_plan.py",
         "titopool/weights_client.py",
+        "titopool/trainer_group.py",
         "titopool/nccl.py",
         "workers/images.py",
         "workers/weight_conversion.py",

@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import save_file
 
 from titopool.commands import TensorInfo
+from titopool.trainer_group import within
 from titopool.weight_plan import ALIGNMENT, checksum, plan_buckets, view_of
-from titopool.weights_client import within
 from workers.versions import Versions
 from workers.weight_catalogue import Catalogue, Refused, folder_tensors, read_header
 

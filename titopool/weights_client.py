@@ -11,24 +11,18 @@ import itertools
 import json
 import socket
 import threading
-import time
 import urllib.error
 import urllib.parse
 import urllib.request
 import uuid
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
 from typing import Any
 
 from titopool.commands import Policy, TensorInfo
+from titopool.trainer_group import TrainerGroup
 from titopool.weight_plan import DEFAULT_BUCKET_BYTES, checksum, plan_buckets, view_of
 
-NCCL_ID_KEY = "titopool/told/0"
-GLOO_PREFIX = "titopool/gloo"
-# Between two looks at a GPU's event, and at the workers while it does not come.
-POLL_S = 0.0005
-LOOK_S = 2.0
 # One is filled while the other is on its way.
 NUM_BUFFERS = 2
 
@@ -72,8 +66,7 @@ class WeightsClient:
         self._timeout_s = timeout_s
         self._bucket_bytes = bucket_bytes
         self._session = ""
-        self._group: Any = None
-        self._store: Any = None
+        self._group: TrainerGroup | None = None
         # What waits for a bucket to have left, and its buffer.
         self._under_way: list[tuple[Callable[[], Any], Any]] = []
 
@@ -128,34 +121,30 @@ class WeightsClient:
         Raises:
             WeightsError: a worker is not there, another trainer is, or it took too long.
         """
-        import torch
-        from torch.distributed import TCPStore
-
-        device = self._device()
         world_size = self.call("/get_world_size")["world_size"] + 1
-        limit = timedelta(seconds=self._timeout_s)
         self._session = uuid.uuid4().hex
-        self._store = TCPStore("0.0.0.0", 0, None, True, timeout=limit, wait_for_workers=False)
+        group = TrainerGroup(self._device(), world_size, timeout_s=self._timeout_s)
         body = {
             "session": self._session,
-            "backend": "nccl" if device.type == "cuda" else "gloo",
+            "backend": group.backend,
             "host": self._host or _own_address(self._url),
-            "port": self._store.port,
+            "port": group.port,
             "world_size": world_size,
         }
-        if device.type == "cuda":
-            body["device_uuid"] = str(torch.cuda.get_device_properties(device).uuid)
+        if group.device_uuid:
+            body["device_uuid"] = group.device_uuid
         # The answer comes when all are in the group, so this process joins meanwhile.
         answer: list[WeightsError | None] = []
         asking = threading.Thread(target=self._ask_to_join, args=(body, answer), daemon=True)
         asking.start()
         try:
-            self._join(device, world_size, answer)
+            group.form(gives_up=lambda: bool(answer))
         except Exception as error:
-            self._forget()
+            group.abort()
             asking.join(self._timeout_s)
             refusal = next((one for one in answer if one is not None), None)
             raise refusal or WeightsError(f"the group did not form: {error}") from error
+        self._group = group
         asking.join()
         if answer[0] is not None:
             self._forget()
@@ -168,32 +157,6 @@ class WeightsClient:
         except WeightsError as error:
             answer.append(error)
 
-    def _join(self, device: Any, world_size: int, answer: list[WeightsError | None]) -> None:
-        keys = [f"titopool/rank/{rank}" for rank in range(1, world_size)]
-        deadline = time.monotonic() + self._timeout_s
-        while not self._store.check(keys):
-            if answer or time.monotonic() > deadline:
-                raise WeightsError("not all workers came")
-            time.sleep(0.005)
-        if device.type == "cuda":
-            from titopool.nccl import Nccl, new_id
-
-            nccl_id = new_id()
-            self._store.set(NCCL_ID_KEY, nccl_id)
-            self._store.set("titopool/rank/0", b"1")
-            self._group = within(
-                self._timeout_s,
-                "NCCL formed no group",
-                lambda: Nccl(rank=0, world_size=world_size, nccl_id=nccl_id, device=device),
-            )
-        else:
-            from torch.distributed import PrefixStore, ProcessGroupGloo
-
-            self._store.set("titopool/rank/0", b"1")
-            limit = timedelta(seconds=self._timeout_s)
-            store = PrefixStore(GLOO_PREFIX, self._store)
-            self._group = ProcessGroupGloo(store, 0, world_size, limit)
-
     def close(self) -> None:
         """Leaves the group, if there is one."""
         if not self.is_open:
@@ -204,7 +167,7 @@ class WeightsClient:
             self._forget()
 
     def _forget(self) -> None:
-        group, self._group, self._store, self._under_way = self._group, None, None, []
+        group, self._group, self._under_way = self._group, None, []
         if group is not None:
             group.abort()
 
@@ -314,29 +277,10 @@ class WeightsClient:
             wait, _ = self._under_way.pop(0)
             wait()
 
-    def _broadcast(self, buffer: Any) -> Any:
+    def _broadcast(self, buffer: Any) -> Callable[[], Any]:
         """Begins to send; returns what waits for the end of it."""
-        if buffer.device.type == "cuda":
-            self._group.broadcast(buffer, 0)
-            event = self._group.stream.record_event()
-            return lambda: self._wait_for(event)
-        from torch.distributed import BroadcastOptions
-
-        options = BroadcastOptions()
-        options.rootRank = 0
-        return self._group.broadcast([buffer], options).wait
-
-    def _wait_for(self, event: Any) -> None:
-        """Waits for the GPU, but not for workers that are gone: NCCL would, for ever."""
-        deadline = time.monotonic() + self._timeout_s
-        next_look = time.monotonic() + LOOK_S
-        while not event.query():
-            if time.monotonic() > deadline:
-                raise WeightsError(f"a broadcast did not end within {self._timeout_s:g} s")
-            if time.monotonic() > next_look:
-                self._check_workers()
-                next_look = time.monotonic() + LOOK_S
-            time.sleep(POLL_S)
+        assert self._group is not None
+        return self._group.broadcast(buffer, look=self._check_workers)
 
     def _check_workers(self) -> None:
         for worker in self.call("/weights")["workers"]:
@@ -378,28 +322,3 @@ def _own_address(url: str) -> str:
         # Nothing is sent: the kernel only chooses the way.
         probe.connect((parts.hostname, port))
         return str(probe.getsockname()[0])
-
-
-def within(timeout_s: float, what: str, make: Callable[[], Any]) -> Any:
-    """What `make` gives or raises; it runs in a thread of its own, which nothing can end.
-
-    Raises:
-        TimeoutError: it did not end within `timeout_s`; the thread is left behind.
-    """
-    ends: list[tuple[Any, BaseException | None]] = []
-
-    def run() -> None:
-        try:
-            ends.append((make(), None))
-        except BaseException as error:
-            ends.append((None, error))
-
-    thread = threading.Thread(target=run, name="titopool-within", daemon=True)
-    thread.start()
-    thread.join(timeout_s)
-    if not ends:
-        raise TimeoutError(f"{what} within {timeout_s:g} s: a worker is gone, or does not answer")
-    made, error = ends[0]
-    if error is not None:
-        raise error
-    return made

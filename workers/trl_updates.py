@@ -9,6 +9,8 @@ import time
 import uuid
 from typing import Any
 
+import msgspec
+
 from titopool.commands import FinishTensors, Policy, PrepareUpdate, ReceiveTensor
 from titopool.errors import Conflict
 from workers.steps import Result
@@ -23,7 +25,6 @@ class TrlUpdates(Updates):
     async def receive_tensor(self, action: ReceiveTensor) -> Result:
         """Takes one more tensor; the first begins an update."""
         tensor = action.tensor
-        described = [tensor.name, tensor.dtype, tensor.shape]
         async with self._accepting:
             if self.state.protocol != "trl":
                 raise Conflict(
@@ -42,8 +43,7 @@ class TrlUpdates(Updates):
                 self.announced = {}
             # A tensor that is refused leaves the update without it: it is dropped as a whole.
             async with self._ends_on_error(f"{tensor.name} was refused"):
-                await self._call("check_one", described)
-                await self._call("announce", [described], 1)
+                await self._call("take", msgspec.msgpack.encode([tensor]))
             self.announced[tensor.name] = tensor
             update_now = self.state.update
             assert update_now is not None
@@ -102,8 +102,8 @@ class TrlUpdates(Updates):
 
     async def fit_of_announced(self) -> dict[str, Any]:
         """What of the model is not in TRL's update under way: `missing`, and `split_layers`."""
-        names = [[one.name, one.dtype, one.shape] for one in self.announced.values()]
-        (fit, *_) = await self._call("check", names, True)
+        tensors = msgspec.msgpack.encode(list(self.announced.values()))
+        (fit, *_) = await self._call("check", tensors, True)
         return dict(fit)
 
     async def _check_received(self) -> None:

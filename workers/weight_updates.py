@@ -11,6 +11,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
+
 from titopool.commands import (
     ApplyUpdate,
     BeginFolder,
@@ -163,9 +165,11 @@ class Updates:
             self.state.check_session("begin", action.session)
             if action.is_partial:
                 self._check_base(action.num_updates)
-            names = [[one.name, one.dtype, one.shape] for one in action.tensors]
+            tensors = msgspec.msgpack.encode(action.tensors)
             try:
-                (fit, *_) = await self._call("begin", names, action.is_partial, action.bucket_bytes)
+                (fit, *_) = await self._call(
+                    "begin", tensors, action.is_partial, action.bucket_bytes
+                )
             except InvalidRequest:
                 raise
             except BaseException as error:
