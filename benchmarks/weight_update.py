@@ -4,9 +4,10 @@
     python -m benchmarks.weight_update --trl FOLDER --num-workers 2    # three
     python -m benchmarks.weight_update --shape tiny --num-workers 1    # no GPU: gloo, no TRL
 
-The trainer is this process, on the GPU behind the workers'. It sends two sets of random weights
-in turn, in bfloat16, and after each compares what the server generates with transformers. TRL's client runs unchanged, in a process of its own. The
-broadcast of the same bytes is torch's, between processes on the same GPUs as the update's.
+The trainer is this process, on the GPU behind the workers'. The server starts with weights of
+vLLM's own making; the trainer sends two sets of random ones in turn, in bfloat16, and after each
+compares what the server generates with transformers. TRL's client runs unchanged, in a process of
+its own. The broadcast of the same bytes is torch's, between processes on the same GPUs.
 """
 
 import argparse
@@ -24,9 +25,8 @@ from typing import Any
 import torch
 
 from benchmarks.machine import describe_machine
-from benchmarks.models import SHAPES
+from benchmarks.models import SHAPES, make_model
 from tests.servers import REPOSITORY, Server, environment, free_port, running_server
-from titopool.demo_model import make_model
 from titopool.weights_client import WeightsClient
 
 PROMPT = list(range(50, 82))
@@ -43,28 +43,26 @@ def main() -> None:
         return
     result: dict[str, Any] = {"machine": describe_machine(), **vars(options)}
     with tempfile.TemporaryDirectory() as name:
-        folders = [Path(name) / "a", Path(name) / "b"]
-        for seed, folder in enumerate(folders):
-            folder.mkdir()
-            make_model(folder, seed=seed, **SHAPES[options.shape])
+        folder = make_model(options.shape, Path(name) / "model", with_weights=False)
         words = [
             "--num-workers", str(options.num_workers), "--tensor-parallel-size", str(options.tp),
-            "--max-model-len", "2048", "--dtype", options.dtype, *options.serve_options.split(),
+            "--max-model-len", "2048", "--dtype", options.dtype, "--load-format", "dummy",
+            *options.serve_options.split(),
         ]  # fmt: skip
         gpus = {"CUDA_VISIBLE_DEVICES": workers_gpus(options)} if options.device == "cuda" else {}
         log = Path(options.out + ".log")
         with running_server(
-            str(folders[0]), *words, log=log, num_workers=options.num_workers, **gpus
+            folder, *words, log=log, num_workers=options.num_workers, **gpus
         ) as server:
-            result |= measure(server, [str(folder) for folder in folders], options)
+            result |= measure(server, folder, options)
     Path(options.out + ".json").write_text(json.dumps(result, indent=1) + "\n")
     Path(options.out + ".md").write_text(markdown(result))
     print(markdown(result), flush=True)
 
 
-def measure(server: Server, folders: list[str], options: argparse.Namespace) -> dict[str, Any]:
+def measure(server: Server, folder: str, options: argparse.Namespace) -> dict[str, Any]:
     """All figures of one server."""
-    models = [load(folder, options) for folder in folders]
+    models = [random_model(folder, seed, options) for seed in (1, 2)]
     num_bytes = sum(one.numel() * one.element_size() for one in models[0].parameters())
     result: dict[str, Any] = {"gigabytes": num_bytes / 1e9}
     result["ours"] = ours(server, models, options)
@@ -72,17 +70,19 @@ def measure(server: Server, folders: list[str], options: argparse.Namespace) -> 
     result["bare_s"] = run_bare(num_bytes, options)
     print("bare", result["bare_s"], flush=True)
     if options.trl:
-        result["trl"] = run_trl_client(server, folders, models, options)
+        result["trl"] = run_trl_client(server, folder, models, options)
         print(json.dumps(result["trl"]), flush=True)
     return result
 
 
-def load(folder: str, options: argparse.Namespace) -> Any:
-    from transformers import AutoModelForCausalLM
+def random_model(folder: str, seed: int, options: argparse.Namespace) -> Any:
+    """One of the config in `folder`, in the trainer's memory."""
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-    dtype = getattr(torch, options.dtype)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
-    return model.to(trainer_device(options))
+    torch.manual_seed(seed)
+    config, dtype = AutoConfig.from_pretrained(folder), getattr(torch, options.dtype)
+    with trainer_device(options):
+        return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
 
 
 def trainer_device(options: argparse.Namespace) -> torch.device:
@@ -100,11 +100,12 @@ def workers_gpus(options: argparse.Namespace) -> str:
 
 def ours(server: Server, models: list[Any], options: argparse.Namespace) -> dict[str, Any]:
     """Seconds of each update, after one that warms up, and what the commit took of them."""
-    client = WeightsClient(server.url, device=trainer_device(options), timeout_s=120)
-    first = check(server, models[0])
+    client = TimedClient(server.url, device=trainer_device(options), timeout_s=120)
     began = time.monotonic()
     client.open()
     open_s = time.monotonic() - began
+    client.update(models[0].named_parameters(), policy="keep")
+    first = check(server, models[0])
     runs = []
     for turn in range(options.repeats + 1):
         model = models[(turn + 1) % 2]
@@ -112,13 +113,36 @@ def ours(server: Server, models: list[Any], options: argparse.Namespace) -> dict
         began = time.monotonic()
         answer = client.update(model.named_parameters(), policy="keep")
         total_s = time.monotonic() - began
-        runs.append({"total_s": total_s, **{key: answer[key] for key in ("prepare_s", "apply_s")}})
+        parts = {key: answer[key] for key in ("prepare_s", "apply_s")}
+        runs.append({"total_s": total_s, **client.seconds, **parts})
         check(server, model)
     client.update(models[0].named_parameters(), policy="keep", with_checksum=True)
     has_same_tokens = check(server, models[0]) == first
     client.close()
     same = {"old_weights_give_the_old_tokens": has_same_tokens}
     return {"open_s": open_s, **same, **medians(runs[1:]), "runs": runs}
+
+
+class TimedClient(WeightsClient):
+    """Notes how long each part of the last update took."""
+
+    def __init__(self, *args: Any, **options: Any):
+        super().__init__(*args, **options)
+        self.seconds: dict[str, float] = {}
+
+    def call(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+        return self._timed(
+            path.rpartition("/")[2], lambda: super(TimedClient, self).call(path, body)
+        )
+
+    def _send(self, buffers: Any) -> None:
+        self._timed("send", lambda: super(TimedClient, self)._send(buffers))
+
+    def _timed(self, name: str, do: Callable[[], Any]) -> Any:
+        began = time.monotonic()
+        result = do()
+        self.seconds = {**self.seconds, f"{name}_s": time.monotonic() - began}
+        return result
 
 
 def medians(runs: list[dict[str, float]]) -> dict[str, float]:
@@ -154,11 +178,14 @@ def check(server: Server, model: Any) -> list[int]:
 TRL_SCRIPT = """
 import json, sys, time
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 from trl.generation.vllm_client import VLLMClient
 
 url, folder, dtype, device, repeats, port = sys.argv[1:]
-model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).to(f"cuda:{device}")
+torch.manual_seed(2)
+with torch.device(f"cuda:{device}"):
+    config = AutoConfig.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
 client = VLLMClient(base_url=url, group_port=int(port), connection_timeout=20)
 began = time.monotonic()
 client.init_communicator(device=int(device))
@@ -175,11 +202,11 @@ client.close_communicator()
 
 
 def run_trl_client(
-    server: Server, folders: list[str], models: list[Any], options: argparse.Namespace
+    server: Server, folder: str, models: list[Any], options: argparse.Namespace
 ) -> dict[str, Any]:
     """Seconds of each `update_model_params` with `reset_prefix_cache`, TRL's client unchanged."""
     words = [
-        server.url, folders[1], options.dtype, str(trainer_device(options).index),
+        server.url, folder, options.dtype, str(trainer_device(options).index),
         str(options.repeats), str(free_port()),
     ]  # fmt: skip
     done = subprocess.run(
@@ -262,8 +289,9 @@ def markdown(result: dict[str, Any]) -> str:
         "|---|---|---|",
         *(f"| {name} | {value:.4f} | {value / bare_s:.1f} |" for name, value in rows),
         "",
-        f"Of this server's: commit {result['ours']['prepare_s']:.4f} s until all stand, "
-        f"{result['ours']['apply_s']:.4f} s to load.",
+        f"Of this server's: begin {result['ours']['begin_s']:.4f} s, send {result['ours']['send_s']:.4f} s, "
+        f"commit {result['ours']['commit_s']:.4f} s, in which {result['ours']['prepare_s']:.4f} s until "
+        f"all stand and {result['ours']['apply_s']:.4f} s to load.",
     ]
     return "\n".join(lines) + "\n"
 

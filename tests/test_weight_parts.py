@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 
 from titopool.commands import TensorInfo
 from titopool.trainer_group import within
-from titopool.weight_plan import ALIGNMENT, checksum, plan_buckets, view_of
+from titopool.weight_plan import ALIGNMENT, checksum, plan_buckets, views_of
 from workers.versions import Versions
 from workers.weight_catalogue import Catalogue, Refused, folder_tensors, read_header
 
@@ -138,10 +138,9 @@ def test_both_sides_find_the_tensors_in_the_same_places(seed: int):
         assert bucket.num_bytes <= max(limit, bucket.pieces[0].num_bytes, 1)
         assert all(piece.begin % ALIGNMENT == 0 for piece in bucket.pieces)
         sent = torch.zeros(bucket.num_bytes, dtype=torch.uint8)
-        for piece in bucket.pieces:
-            view_of(sent, piece).copy_(next(rest))
-        received = sent.clone()
-        found += [view_of(received, piece) for piece in bucket.pieces]
+        for view in views_of(sent, bucket):
+            view.copy_(next(rest))
+        found += views_of(sent.clone(), bucket)
     assert all(torch.equal(one, two) for one, two in zip(tensors, found, strict=True))
     assert checksum(found) == checksum(tensors)
 

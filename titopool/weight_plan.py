@@ -69,14 +69,23 @@ def plan_buckets(tensors: Iterable[TensorInfo], bucket_bytes: int) -> list[Bucke
     return buckets
 
 
-def view_of(buffer: Any, piece: Piece) -> Any:
-    """The tensor in a bucket's `buffer`, uint8 of one dimension; shares its memory."""
+def views_of(buffer: Any, bucket: Bucket) -> list[Any]:
+    """The tensors in a bucket's `buffer`, uint8 of one dimension, in order; they share its memory."""
     import torch
 
-    flat = buffer[piece.begin : piece.begin + piece.num_bytes]
-    if piece.num_bytes == 0:
-        return torch.empty(piece.tensor.shape, dtype=getattr(torch, piece.tensor.dtype))
-    return flat.view(getattr(torch, piece.tensor.dtype)).view(piece.tensor.shape)
+    # Making views is most of what small tensors cost, so as few as possible are made.
+    flats: dict[str, Any] = {}
+    views = []
+    for piece in bucket.pieces:
+        dtype, shape = piece.tensor.dtype, piece.tensor.shape
+        size = DTYPE_BYTES[dtype]
+        flat = flats.get(dtype)
+        if flat is None:
+            whole = bucket.num_bytes - bucket.num_bytes % size
+            flat = flats[dtype] = buffer[:whole].view(getattr(torch, dtype))
+        begin = piece.begin // size
+        views.append(flat[begin : begin + piece.num_bytes // size].view(shape))
+    return views
 
 
 def checksum(tensors: Sequence[Any]) -> str:

@@ -21,7 +21,7 @@ from typing import Any
 
 from titopool.commands import Policy, TensorInfo
 from titopool.trainer_group import TrainerGroup
-from titopool.weight_plan import DEFAULT_BUCKET_BYTES, checksum, plan_buckets, view_of
+from titopool.weight_plan import DEFAULT_BUCKET_BYTES, checksum, plan_buckets, views_of
 
 # One is filled while the other is on its way.
 NUM_BUFFERS = 2
@@ -258,11 +258,13 @@ class WeightsClient:
         import torch
 
         device = self._device()
-        rest = iter(tensors)
+        begin = 0
         for bucket in plan_buckets(infos, self._bucket_bytes):
             buffer = torch.empty(bucket.num_bytes, dtype=torch.uint8, device=device)
-            for piece in bucket.pieces:
-                view_of(buffer, piece).copy_(next(rest), non_blocking=True)
+            views = views_of(buffer, bucket)
+            sources = tensors[begin : begin + len(views)]
+            torch._foreach_copy_(views, sources, non_blocking=True)
+            begin += len(views)
             yield buffer
 
     def _send(self, buffers: Iterable[Any]) -> None:

@@ -8,7 +8,7 @@ from titopool.errors import WeightUpdateFailed
 from workers.weight_engine import EngineBroken, WeightEngine
 
 # Between two looks at how far the receiver is, at first and at most.
-FIRST_POLL_S = 0.002
+FIRST_POLL_S = 0.0005
 LONGEST_POLL_S = 0.05
 
 

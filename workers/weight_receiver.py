@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from titopool.commands import TensorInfo
-from titopool.weight_plan import Bucket, plan_buckets, view_of
+from titopool.weight_plan import Bucket, plan_buckets, views_of
 from workers.weight_group import Group, GroupArgs, listen
 
 logger = logging.getLogger(__name__)
@@ -118,10 +118,10 @@ class Receiver:
             group.channel.start(buffer)
             if stays:
                 # The views are made while the bytes are on their way.
-                started.append(views_of(bucket, buffer))
+                started.append(tensors_in(buffer, bucket))
             else:
                 group.channel.wait(deadline)
-                self._stage([views_of(bucket, buffer.cpu())])
+                self._stage([tensors_in(buffer.cpu(), bucket)])
         group.channel.wait(deadline)
         # Before the barrier: behind it the client may generate, which ends the update.
         self._stage(started)
@@ -147,6 +147,7 @@ class Receiver:
             self.num_received += len(tensors)
 
 
-def views_of(bucket: Bucket, buffer: Any) -> Tensors:
+def tensors_in(buffer: Any, bucket: Bucket) -> Tensors:
     """The tensors in a bucket's buffer, by name."""
-    return {piece.tensor.name: view_of(buffer, piece) for piece in bucket.pieces}
+    names = [piece.tensor.name for piece in bucket.pieces]
+    return dict(zip(names, views_of(buffer, bucket), strict=True))
