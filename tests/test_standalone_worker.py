@@ -21,6 +21,9 @@ from tests.servers import (
     running_server,
     wait_until,
 )
+from tests.trainer import tensors_of
+from tests.trl_weights_client import run_trl_weights
+from tests.weights import assert_serves, need_gpus, weights_client
 
 StartWorker = Callable[[str], subprocess.Popen[bytes]]
 
@@ -41,7 +44,7 @@ def start_worker(tiny_model: str, key_file: str, log: Path) -> Iterator[StartWor
     started = []
 
     def start(endpoint: str) -> subprocess.Popen[bytes]:
-        with log.open("wb") as output:
+        with log.open("ab") as output:
             command = [sys.executable, "-m", "workers", "--endpoint", endpoint, tiny_model]
             process = subprocess.Popen(
                 [*command, *ENGINE_OPTIONS],
@@ -79,6 +82,37 @@ def test_a_worker_alone_serves_whoever_has_its_key(start_worker, key_file, tmp_p
         worker.send_signal(signal.SIGTERM)
         assert worker.wait(STOP_TIMEOUT_S) == 0
         wait_until(lambda: not alive(children), 2, lambda: str(alive(children)))
+
+
+def test_weights_reach_workers_of_several_hosts(
+    start_worker: StartWorker, tiny_model: str, key_file: str, tmp_path: Path
+):
+    """Each worker has an address of its own; the others find TRL's rank 0 at that of the first."""
+    from titopool.demo_model import make_model
+
+    need_gpus(3)
+    other_model = str(tmp_path / "other")
+    make_model(other_model, seed=1)
+    endpoints = [f"tcp://127.0.0.{host}:{free_port()}" for host in (2, 3)]
+    for endpoint in endpoints:
+        start_worker(endpoint)
+    with running_server(
+        "--endpoints", ",".join(endpoints), log=tmp_path / "server-log", num_workers=2,
+        TITOPOOL_CURVE_KEY_FILE=key_file,
+    ) as server:  # fmt: skip
+        client = weights_client(server, timeout_s=30)
+        client.update(tensors_of(other_model), policy="keep")
+        client.close()
+        assert_serves(server, other_model, times=4)
+        script = f"""
+client.init_communicator(device=device)
+client.update_model_params(module({tiny_model!r}))
+client.reset_prefix_cache()
+client.close_communicator()
+answer(None)
+"""
+        run_trl_weights("1.9.2", server.url, script)
+        assert_serves(server, tiny_model, times=4)
 
 
 def test_a_worker_that_is_stopped_while_it_loads_leaves_nothing(start_worker, log):
