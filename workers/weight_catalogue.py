@@ -28,6 +28,8 @@ SAFETENSORS_DTYPES = {
 FLOATS = frozenset({"bfloat16", "float16", "float32", "float64"})
 # In checkpoints now and then; vLLM skips them.
 NEVER_LOADED = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
+# Buffers, so named_parameters() has none of them; vLLM leaves what it has when none comes.
+NEVER_TRAINED = ("e_score_correction_bias",)
 EXPERTS = re.compile(r"^(.*\.experts)\.\d+\.")
 
 
@@ -172,15 +174,16 @@ class Catalogue:
                 f"{self._tensors[twice].name}: expected it once, got it twice: by itself and within "
                 "a fused tensor"
             )
-        fit.missing = [info.name for key, info in self._tensors.items() if key not in seen]
+        rest = {key for key in self._tensors if key not in seen and not key.endswith(NEVER_TRAINED)}
+        fit.missing = [info.name for key, info in self._tensors.items() if key in rest]
         if fit.missing and not is_partial:
             raise Refused(
                 f"expected all {len(self._tensors)} tensors of the model, {len(fit.missing)} are "
                 f"missing: {shorten(fit.missing)}; send them too, or declare the update partial"
             )
         for layer in {self._layer_of(key) for key in seen}:
-            rest = [key for key in self._layers[layer] if key not in seen]
-            fit.split_layers.extend(self._tensors[key].name for key in rest)
+            absent = [key for key in self._layers[layer] if key in rest]
+            fit.split_layers.extend(self._tensors[key].name for key in absent)
         return fit
 
     def _places_of(self, tensor: TensorInfo, fit: Fit) -> list[str]:

@@ -5,12 +5,15 @@ a checkpoint has. transformers knows the way back, as it goes it in `save_pretra
 asked for that way, first for what would come of it, without memory, and later with the weights.
 """
 
+import logging
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from titopool.commands import TensorInfo
+
+logger = logging.getLogger(__name__)
 
 
 # Equal to itself only, so that it can be a key.
@@ -60,7 +63,12 @@ class Conversions:
         together = defaultdict(list)
         for name, parameter in parameters.items():
             self.parameters.append(info_of(name, parameter))
-            converted = self.convert({name: parameter})
+            try:
+                converted = self.convert({name: parameter})
+            except Exception as error:
+                # Only names of a checkpoint will do for this one.
+                logger.warning("%s: transformers cannot convert it: %r", name, error)
+                continue
             if converted.get(name) is not parameter:
                 # What goes into the same tensors is converted at once.
                 together[tuple(converted)].append(name)
