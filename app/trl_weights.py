@@ -12,6 +12,7 @@ from flask import Blueprint, Response, request
 
 from app.commands import Result
 from app.health import json_response
+from app.relay import is_of_this_host, start_relay
 from app.schemas import decode_body
 from app.weight_bodies import TRL_INIT_BODY, TRL_TENSOR_BODY
 from app.weights import check_world_size, everyone, step_timeout_s
@@ -34,16 +35,19 @@ def init_communicator() -> Response:
     commands, workers = everyone()
     size = check_world_size(body.world_size, workers)
     session = f"trl-{uuid.uuid4().hex[:12]}"
+    first_host = host_of(workers[0].endpoint)
 
     def join(index: int, _: Result) -> JoinGroup:
         # The first worker listens where the client says; the others look for it at its address.
-        host = body.host if index == 0 else host_of(workers[0].endpoint)
+        host = body.host if index == 0 else first_host
         return JoinGroup(
             session, "trl", "auto", host, body.port, index * size, body.world_size,
             body.client_device_uuid,
         )  # fmt: skip
 
     commands.in_turn(workers, join, undo=LeaveGroup(session))
+    if not is_of_this_host(first_host):
+        start_relay(body.port, first_host, lease_s=step_timeout_s())
     return json_response({"message": "Request received, initializing communicator"})
 
 

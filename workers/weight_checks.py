@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from titopool.errors import DeadlinePassed, InvalidRequest, TitopoolError, WeightUpdateFailed
+from workers.liveness import answers
 
 
 def checked_folder(folder: str, root: str, field: str = "path") -> str:
@@ -40,6 +41,17 @@ def refuse_own_device(uuid: str, mine: list[str]) -> None:
             f"client_device_uuid: expected a GPU that no worker uses, got {uuid}; NCCL cannot send "
             "from a GPU to itself: give trainer and server different ones",
             param="client_device_uuid",
+        )
+
+
+async def refuse_what_is_out_of_reach(host: str, port: int) -> None:
+    """Raises InvalidRequest if the trainer, which listens before it asks, is not to be reached."""
+    if not await answers(host, port):
+        raise InvalidRequest(
+            f"host, port: expected where a worker reaches the trainer, got {host}:{port}, where "
+            "nothing answers it; tell an address of the trainer's machine that is known where the "
+            "workers run (WeightsClient's host) and let their connections through",
+            param="host",
         )
 
 

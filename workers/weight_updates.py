@@ -36,6 +36,7 @@ from workers.weight_checks import (
     refuse_keeping,
     refuse_own_device,
     refuse_split_layers,
+    refuse_what_is_out_of_reach,
 )
 from workers.weight_engine import WeightEngine
 from workers.weight_state import Phase, Update, WeightState
@@ -109,6 +110,8 @@ class Updates:
             self.joined, self.announced = action, {}
             try:
                 await self._pauses.end_update(self._engine)
+                if action.protocol == "titopool":
+                    await refuse_what_is_out_of_reach(action.host, action.port)
                 refuse_own_device(action.device_uuid, await self._call("device"))
                 await self._call("join", self._group_args(action))
             except BaseException as error:
