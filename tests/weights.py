@@ -5,7 +5,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import pytest
 
@@ -32,7 +32,14 @@ def weights_client(server: Server, **options: Any) -> WeightsClient:
     return WeightsClient(server.url, device=DEVICE, **options)
 
 
-def assert_serves(server: Server, folder: str, *, times: int = 1) -> dict[str, Any]:
+class Generates(Protocol):
+    """A server, however it was started."""
+
+    def generate(self, prompts: Any, **fields: Any) -> dict[str, Any]:
+        """The answer of /generate/."""
+
+
+def assert_serves(server: Generates, folder: str, *, times: int = 1) -> dict[str, Any]:
     """The greedy ids and log-probabilities are transformers' with the weights in `folder`."""
     expected = reference.greedy(folder, PROMPT, NUM_TOKENS)
     rows = reference.logprobs(folder, PROMPT, expected)

@@ -20,6 +20,11 @@ import yaml
 
 from tests.compose import make_base_image
 from tests.servers import REPOSITORY, free_port, wait_until
+from tests.trainer import tensors_of
+from tests.trl_weights_client import run_trl_weights
+from tests.weights import assert_serves
+from titopool.demo_model import make_model
+from titopool.weights_client import WeightsClient, WeightsError
 
 BASE_IMAGE = "python:3.11-slim"
 BUILD_TIMEOUT_S = 1800.0
@@ -103,6 +108,7 @@ class Composed:
     name: str
     variables: dict[str, str]
     url: str
+    group_port: int
 
     def compose(self, *words: str, timeout_s: float = COMMAND_TIMEOUT_S) -> str:
         command = (*compose_command(), "--profile", "cpu", "-p", self.name, *words)
@@ -156,16 +162,18 @@ class Composed:
 @pytest.fixture(scope="module")
 def composed(base_image: str) -> Iterator[Composed]:
     """The cpu profile with two workers; removed afterwards, with its volumes."""
-    port = free_port()
+    port, group_port = free_port(), free_port()
     variables = {
         "BASE_IMAGE": base_image,
         "PUBLISH": f"127.0.0.1:{port}",
+        "PUBLISH_GROUP": f"127.0.0.1:{group_port}:{group_port}",
         "TITOPOOL_API_KEY": API_KEY,
         "OMP_NUM_THREADS": "1",
         # As a file .env may say: --profile must win.
         "COMPOSE_PROFILES": "gpu",
     }
-    project = Composed(f"titopool-test-{os.getpid()}", variables, f"http://127.0.0.1:{port}")
+    url = f"http://127.0.0.1:{port}"
+    project = Composed(f"titopool-test-{os.getpid()}", variables, url, group_port)
     project.compose("build", timeout_s=BUILD_TIMEOUT_S)
     try:
         project.compose("up", "--detach", "--scale", "worker-cpu=2")
@@ -270,3 +278,37 @@ def test_workers_on_gpus_take_different_ones(composed: Composed, tmp_path: Path)
         assert start() == "0"
     finally:
         run("docker", "rm", "--force", "--volumes", *started)
+
+
+def test_a_trainer_on_the_host_sends_weights(
+    composed: Composed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By our client, and by TRL's, which looks for rank 0 at the front end's address."""
+    own, other = str(tmp_path / "own"), str(tmp_path / "other")
+    make_model(own)
+    make_model(other, seed=1)
+    inspect = "{{(index .IPAM.Config 0).Gateway}} {{.Id}}"
+    network = run("docker", "network", "inspect", f"{composed.name}_default", "--format", inspect)
+    gateway, network_id = network.split()
+    # The bridge between host and containers.
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", f"br-{network_id[:12]}")
+    client = WeightsClient(
+        composed.url, device="cpu", host="127.0.0.1", api_key=API_KEY, timeout_s=60
+    )
+    with pytest.raises(WeightsError, match="nothing answers it"):
+        client.open()
+    client = WeightsClient(composed.url, device="cpu", host=gateway, api_key=API_KEY, timeout_s=60)
+    client.update(tensors_of(other), policy="keep")
+    client.close()
+    assert_serves(composed, other, times=4)
+    script = f"""
+client.session.headers["Authorization"] = "Bearer {API_KEY}"
+client.group_port = {composed.group_port}
+client.init_communicator(device=device)
+client.update_model_params(module({own!r}))
+client.reset_prefix_cache()
+client.close_communicator()
+answer(None)
+"""
+    run_trl_weights("1.9.2", composed.url, script)
+    assert_serves(composed, own, times=4)
