@@ -124,6 +124,7 @@ def begin() -> Response:
             "version": first["version"],
             "missing": first["missing"],
             "ignored": first["ignored"],
+            "kept": first["kept"],
         }
     )
 

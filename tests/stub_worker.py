@@ -54,7 +54,7 @@ class StubWeights:
     async def call(self, method: str, *args: Any) -> list[Any]:
         if method == "apply" and self._is_bad:
             raise WeightUpdateFailed("staged failure")
-        fit = {"missing": [], "ignored": [], "split_layers": ""}
+        fit = {"missing": [], "ignored": [], "kept": [], "split_layers": ""}
         status = {"is_joined": True, "error": "", "num_announced": 1, "num_received": 1}
         answers = {
             "begin": fit, "check": fit, "check_folder": fit, "status": status, "device": "",

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import socket
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -54,7 +55,7 @@ class RecordingEngine:
             self.calls.append(method)
         if method == "begin" and self.begin_error is not None:
             raise self.begin_error
-        fit = {"missing": [], "ignored": [], "split_layers": ""}
+        fit = {"missing": [], "ignored": [], "kept": [], "split_layers": ""}
         answers = {
             "begin": fit, "check": fit, "check_folder": fit, "apply": {"loaded": 1},
             "status": self.status,
@@ -148,9 +149,11 @@ def test_tensors_that_are_refused_leave_the_group_and_a_failure_does_not(
 ):
     async def story(worker: Worker) -> None:
         worker.engine.begin_error = error
-        await worker.good(JoinGroup("s", "titopool", "gloo", "127.0.0.1", 1, 1, 2))
-        await worker.good(AwaitStep("join", "s"))
-        done = await worker.ask(BeginUpdate("s", "u", 7, 0, TENSORS, 100, False))
+        with socket.create_server(("127.0.0.1", 0)) as trainer:
+            port = trainer.getsockname()[1]
+            await worker.good(JoinGroup("s", "titopool", "gloo", "127.0.0.1", port, 1, 2))
+            await worker.good(AwaitStep("join", "s"))
+            done = await worker.ask(BeginUpdate("s", "u", 7, 0, TENSORS, 100, False))
         assert done.code == error.code
         assert await worker.state() == state
 

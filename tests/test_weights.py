@@ -263,6 +263,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_sent(
         (tensors[:-1], "1 are missing: model.norm.weight"),
         ([*tensors, (name, weight)], "each name once"),
         ([*tensors[:3], (name, weight.to(torch.int8)), *tensors[4:]], "expected dtype float32"),
+        ([*tensors[:3], (name, weight.to(torch.complex64)), *tensors[4:]], "one of the dtypes"),
     ]:
         error = refused(client, bad)
         assert error.status == 400
@@ -270,6 +271,22 @@ def test_what_does_not_fit_is_refused_before_anything_is_sent(
     assert_serves(server, tiny_model)
     # The group is as it was.
     client.update(tensors, policy="keep")
+    assert_serves(server, other_model)
+
+
+def test_a_trainer_that_cannot_pack_leaves_the_old_weights_and_may_try_again(
+    server: Server, client: WeightsClient, tiny_model: str, other_model: str, monkeypatch: Any
+):
+    def fail(*_: Any) -> Iterator[Any]:
+        yield from ()
+        raise MemoryError("staged")
+
+    with monkeypatch.context() as patch, pytest.raises(WeightsError, match="staged"):
+        patch.setattr(client, "_pack", fail)
+        client.update(tensors_of(other_model), policy="keep")
+    assert set(states(server)) == {"closed"}
+    assert_serves(server, tiny_model)
+    client.update(tensors_of(other_model), policy="keep")
     assert_serves(server, other_model)
 
 

@@ -5,9 +5,11 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import (
     AutoModelForCausalLM,
     Glm4MoeConfig,
+    GraniteMoeConfig,
     MixtralConfig,
     Qwen3MoeConfig,
 )
@@ -30,20 +32,24 @@ SHAPE: dict[str, Any] = {
     "eos_token_id": 0, "bos_token_id": None, "pad_token_id": 0,
 }  # fmt: skip
 LAYER = "model.layers.1.mlp.experts"
+BIAS = "e_score_correction_bias"
 
 
 def config_of(kind: str) -> Any:
     """Qwen3-MoE's checkpoints name their experts' parts gate, up and down; Mixtral's w1, w3, w2.
 
-    GLM-4's have a dense layer, experts that all tokens share, and a buffer that corrects scores.
+    GLM-4's have a dense layer, experts that all tokens share, a buffer that corrects scores, and a
+    layer that predicts a further token. Granite's have all experts in one tensor.
     """
     if kind == "qwen":
         return Qwen3MoeConfig(**SHAPE, num_experts=4, moe_intermediate_size=64)
     if kind == "mixtral":
         return MixtralConfig(**SHAPE, num_local_experts=4)
+    if kind == "granite":
+        return GraniteMoeConfig(**SHAPE, num_local_experts=4)
     return Glm4MoeConfig(
         **SHAPE, n_routed_experts=4, n_shared_experts=1, moe_intermediate_size=64,
-        first_k_dense_replace=1,
+        first_k_dense_replace=1, num_nextn_predict_layers=1,
     )  # fmt: skip
 
 
@@ -53,11 +59,19 @@ def make_model(kind: str, folder: Path, seed: int) -> str:
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config_of(kind), dtype=torch.float32)
     for name, buffer in model.named_buffers():
-        if name.endswith("e_score_correction_bias"):
-            # The same for all seeds: training does not change it.
-            buffer.copy_(torch.tensor([0.2, -0.1, 0.3, 0.0]))
+        if name.endswith(BIAS):
+            buffer.copy_(torch.randn(4) * 0.2)
     model.save_pretrained(folder)
+    if kind == "glm":
+        # Neither the trainer's module nor vLLM has any use for it.
+        save_file({"model.layers.2.eh_proj.weight": torch.ones(2, 2)}, folder / "more.safetensors")
     return str(folder)
+
+
+def state_of(folder: str) -> list[tuple[str, Any]]:
+    """All that a trainer's module has, buffers too."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    return list(model.state_dict().items())
 
 
 @pytest.mark.parametrize("kind", ["qwen", "mixtral", "glm"])
@@ -69,7 +83,7 @@ def test_experts_come_as_the_module_has_them_and_as_the_checkpoint_has(kind: str
         "--num-workers", "1", "--num-front-ends", "1", "--weights-root", str(tmp_path),
         *ENGINE_OPTIONS,
     )  # fmt: skip
-    new = tensors_of(other)
+    new = state_of(other)
     assert any(name == f"{LAYER}.gate_up_proj" for name, _ in new)
     with running_server(own, *options, log=tmp_path / "log") as server:
         client = weights_client(server, timeout_s=30)
@@ -80,7 +94,21 @@ def test_experts_come_as_the_module_has_them_and_as_the_checkpoint_has(kind: str
             )
         assert_serves(server, own)
         result = client.update(new, policy="keep")
-        assert (result["missing"], result["ignored"]) == ([], [])
+        assert (result["missing"], result["ignored"], result["kept"]) == ([], [], [])
+        assert_serves(server, other)
+        # The experts stay as they are; one layer without the rest of its block may not come.
+        client.update(
+            [one for one in new if one[0] == "model.norm.weight"], policy="keep", partial=True
+        )
+        assert_serves(server, other)
+        with pytest.raises(WeightsError, match=r"send these too: .*experts\.0\."):
+            client.update(
+                [one for one in new if one[0].endswith("mlp.gate.weight")],
+                policy="keep",
+                partial=True,
+            )
+        kept = client.update(tensors_of(other), policy="keep")["kept"]
+        assert [name.rpartition(".")[2] for name in kept] == ([BIAS] if kind == "glm" else [])
         assert_serves(server, other)
         client.update_from_folder(own, policy="keep")
         assert_serves(server, own)
@@ -99,13 +127,18 @@ answer(0)
 """
 
 
+BLOCK = "model.layers.1.block_sparse_moe"
+
+
 def catalogue(kind: str) -> tuple[Catalogue, list[TensorInfo]]:
     """A model's catalogue, and its module's parameters."""
     conversions = Conversions(config_of(kind))
     with torch.device("meta"):
         module = AutoModelForCausalLM.from_config(config_of(kind))
     parameters = [info_of(*item) for item in module.named_parameters()]
-    return Catalogue(conversions.checkpoint(), conversions=conversions), parameters
+    blocks = [BLOCK] if kind == "granite" else []
+    known = Catalogue(conversions.checkpoint(), conversions=conversions, blocks=blocks)
+    return known, parameters
 
 
 @pytest.mark.parametrize("kind", ["qwen", "mixtral", "glm"])
@@ -123,6 +156,27 @@ def test_all_experts_of_a_layer_belong_together(kind: str):
         known.fit([TensorInfo(f"{LAYER}.gate_proj", "float32", [4, 64, 128])], is_partial=True)
     with pytest.raises(Refused, match="expected shape"):
         known.fit([TensorInfo(gate_up[0].name, "float32", [4, 64, 128])], is_partial=True)
+
+
+def test_experts_in_one_tensor_belong_to_their_block():
+    known, parameters = catalogue("granite")
+    assert known.fit(parameters, is_partial=False).missing == []
+    gate_up = [one for one in parameters if one.name == f"{BLOCK}.experts.gate_up_proj"]
+    assert sorted(known.fit(gate_up, is_partial=True).split_layers) == [
+        f"{BLOCK}.output_linear.weight",
+        f"{BLOCK}.router.layer.weight",
+    ]
+
+
+def test_layers_that_predict_further_tokens_are_not_the_model_s():
+    names = ["model.layers.0.w", "model.layers.1.w", "vision.layers.2.w", "mtp.layers.0.w"]
+    infos = [TensorInfo(name, "float32", [2]) for name in names]
+    modules = ["model", "model.layers", "model.layers.0", "vision"]
+    known = Catalogue(infos, modules=modules)
+    assert known.fit([infos[0], infos[2]], is_partial=False).missing == []
+    assert known.fit(infos, is_partial=False).ignored == ["model.layers.1.w", "mtp.layers.0.w"]
+    known = Catalogue(infos, modules=[*modules, "model.layers.1", "mtp"])
+    assert known.fit(infos, is_partial=False).ignored == []
 
 
 def test_a_tensor_that_comes_by_itself_and_within_another_is_refused():

@@ -192,7 +192,8 @@ class WeightsClient:
             with_checksum: the server compares a digest of what it received.
 
         Returns:
-            `version`, `loaded` (number of tensors), `missing`, `ignored` (names), `checksum`.
+            `version`, `loaded` (number of tensors), `checksum`, and names: `missing`, `ignored`
+            (without a place in the model), `kept` (buffers that did not come and stay).
 
         Raises:
             WeightsError: the old weights serve, unless the text says that a worker restarts.
@@ -205,25 +206,21 @@ class WeightsClient:
             for name, tensor in named
         ]
         packed = self._pack(infos, [tensor for _, tensor in named])
+        ahead: list[Any] = []
+        with ThreadPoolExecutor(1) as pool:
+            answer = pool.submit(self._begin, infos, version, partial)
+            # Meanwhile the first buckets are filled; the server's refusal is told before our own.
+            failure = _error_of(lambda: ahead.extend(itertools.islice(packed, NUM_BUFFERS)))
+            begun = answer.result()
         try:
-            with ThreadPoolExecutor(1) as pool:
-                answer = pool.submit(self._begin, infos, version, partial)
-                # Meanwhile the first buckets are filled.
-                ahead = list(itertools.islice(packed, NUM_BUFFERS))
-                begun = answer.result()
-        except WeightsError as error:
-            if error.status != 400:
-                # What was refused for its tensors leaves the group as it is.
-                self._forget()
-            raise
-        try:
+            if failure is not None:
+                raise failure
             self._send(emptied(ahead, packed))
             body: dict[str, Any] = {"update": begun["update"], "policy": policy}
             if with_checksum:
                 body["checksum"] = checksum([tensor for _, tensor in named])
             # The workers wait for what is still on its way.
             result = self.call("/weights/commit", body)
-            self._wait_for_sent(0)
         except Exception as error:
             told = error if isinstance(error, WeightsError) else None
             if told is None or told.status:
@@ -232,7 +229,10 @@ class WeightsClient:
             if told is not None:
                 raise
             raise WeightsError(f"sending failed: {error}") from error
-        return {"missing": begun["missing"], "ignored": begun["ignored"], **result}
+        if _error_of(lambda: self._wait_for_sent(0)):
+            # The new weights serve all the same; the next update forms a new group.
+            self._forget()
+        return {**{name: begun[name] for name in ("missing", "ignored", "kept")}, **result}
 
     def _begin(self, infos: list[TensorInfo], version: int | None, partial: bool) -> dict[str, Any]:
         body = {
@@ -244,7 +244,13 @@ class WeightsClient:
             "bucket_bytes": self._bucket_bytes,
             "partial": partial,
         }
-        return self.call("/weights/begin", body)
+        try:
+            return self.call("/weights/begin", body)
+        except WeightsError as error:
+            if error.status != 400:
+                # What was refused for its tensors leaves the group as it is.
+                self._forget()
+            raise
 
     def _abort(self, update: str, reason: str) -> None:
         try:
@@ -307,6 +313,14 @@ def _refusal(path: str, error: urllib.error.HTTPError) -> WeightsError:
         return WeightsError(f"{path}: {detail['message']}", status=error.code, code=detail["code"])
     except (ValueError, KeyError, TypeError):
         return WeightsError(f"{path}: {error}", status=error.code)
+
+
+def _error_of(do: Callable[[], Any]) -> Exception | None:
+    try:
+        do()
+    except Exception as error:
+        return error
+    return None
 
 
 def emptied(first: list[Any], rest: Iterator[Any]) -> Iterator[Any]:

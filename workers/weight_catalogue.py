@@ -10,7 +10,7 @@ import json
 import re
 import struct
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,13 @@ SAFETENSORS_DTYPES = {
 # One of these may come where the checkpoint has another.
 FLOATS = frozenset({"bfloat16", "float16", "float32", "float64"})
 # In checkpoints now and then; vLLM skips them.
-NEVER_LOADED = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
+NEVER_LOADED = (
+    "rotary_emb.inv_freq", "rotary_emb.original_inv_freq", "rotary_emb.cos_cached",
+    "rotary_emb.sin_cached",
+)  # fmt: skip
+# Of layers that predict further tokens; vLLM loads them for speculative decoding only.
+FURTHER_TOKENS = re.compile(r"^((?:model\.)?(?:mtp|mtp_layers))\.")
+LAYER = re.compile(r"^((?:.*\.)?layers)\.\d+(?=\.)")
 # Buffers, so named_parameters() has none of them; vLLM leaves what it has when none comes.
 NEVER_TRAINED = ("e_score_correction_bias",)
 EXPERTS = re.compile(r"^(.*\.experts)\.\d+\.")
@@ -44,6 +50,8 @@ class Fit:
     # For each tensor that is one of vLLM's fused parameters: the names and rows of its parts.
     splits: dict[str, list[tuple[str, int]]] = field(default_factory=dict)
     missing: list[str] = field(default_factory=list)
+    # Buffers that did not come; the model keeps those that it has.
+    kept: list[str] = field(default_factory=list)
     ignored: list[str] = field(default_factory=list)
     # Tensors without which a layer that others belong to is not whole.
     split_layers: list[str] = field(default_factory=list)
@@ -107,11 +115,16 @@ class Catalogue:
         packed: Mapping[str, Sequence[str]] | None = None,
         is_tied: bool = False,
         conversions: Conversions | None = None,
+        blocks: Collection[str] = (),
+        modules: Collection[str] = (),
     ):
         """`rename` maps a checkpoint's name to the model's own (None: dropped); `packed` has
         vLLM's fused layers with the names of their parts; `is_tied`: the head is the embedding;
-        `conversions`: of the parameters of transformers' module, which may come instead."""
+        `conversions`: of the parameters of transformers' module, which may come instead; `blocks`:
+        vLLM's modules all of whose weights are one layer; `modules`: the paths of all."""
         self.conversions = conversions
+        self._blocks = frozenset(blocks)
+        self._modules = frozenset(modules)
         self._rename = rename or (lambda name: name)
         self._packed = {name: list(parts) for name, parts in (packed or {}).items()}
         self._is_tied = is_tied
@@ -125,14 +138,35 @@ class Catalogue:
 
     def _is_ignored(self, name: str) -> bool:
         is_head = name.startswith("lm_head.") or name.endswith(".lm_head.weight")
+        key = self._rename(name)
         return (
             (self._is_tied and is_head)
             or any(part in name for part in NEVER_LOADED)
-            or self._rename(name) is None
+            or key is None
+            or self._is_of_further_tokens(key)
         )
+
+    def _is_of_further_tokens(self, key: str) -> bool:
+        if found := FURTHER_TOKENS.match(key):
+            return found[1] not in self._modules
+        # A layer beyond those that the model has of this kind.
+        found = LAYER.match(key)
+        return found is not None and found[1] in self._modules and found[0] not in self._modules
+
+    @property
+    def largest_layer_bytes(self) -> int:
+        """Bytes of the layer that has most, as it lies in a checkpoint."""
+        sizes = (
+            sum(num_bytes_of(self._tensors[key]) for key in keys) for keys in self._layers.values()
+        )
+        return max(sizes, default=0)
 
     def _layer_of(self, key: str) -> str:
         """What vLLM holds in one module: q, k and v, or all experts; weight and bias."""
+        parts = key.split(".")
+        for length in range(1, len(parts) if self._blocks else 0):
+            if (block := ".".join(parts[:length])) in self._blocks:
+                return block
         if found := EXPERTS.match(key):
             return found[1]
         path, _, _ = key.rpartition(".")
@@ -174,7 +208,9 @@ class Catalogue:
                 f"{self._tensors[twice].name}: expected it once, got it twice: by itself and within "
                 "a fused tensor"
             )
-        rest = {key for key in self._tensors if key not in seen and not key.endswith(NEVER_TRAINED)}
+        absent = [key for key in self._tensors if key not in seen]
+        fit.kept = [self._tensors[key].name for key in absent if key.endswith(NEVER_TRAINED)]
+        rest = {key for key in absent if not key.endswith(NEVER_TRAINED)}
         fit.missing = [info.name for key, info in self._tensors.items() if key in rest]
         if fit.missing and not is_partial:
             raise Refused(
@@ -182,8 +218,9 @@ class Catalogue:
                 f"missing: {shorten(fit.missing)}; send them too, or declare the update partial"
             )
         for layer in {self._layer_of(key) for key in seen}:
-            absent = [key for key in self._layers[layer] if key in rest]
-            fit.split_layers.extend(self._tensors[key].name for key in absent)
+            fit.split_layers.extend(
+                self._tensors[key].name for key in self._layers[layer] if key in rest
+            )
         return fit
 
     def _places_of(self, tensor: TensorInfo, fit: Fit) -> list[str]:
@@ -271,7 +308,18 @@ def catalogue_of(model: Any, model_config: Any) -> Catalogue:
         packed=getattr(model, "packed_modules_mapping", None),
         is_tied=is_tied,
         conversions=conversions,
+        blocks=_blocks_of_experts(model),
+        modules=[path for path, _ in model.named_modules()],
     )
+
+
+def _blocks_of_experts(model: Any) -> set[str]:
+    """The modules that have experts: by what names these come, differs from model to model."""
+    blocks = set()
+    for path, module in model.named_modules():
+        if any(name.startswith(("w13_", "w2_")) for name in module._parameters):
+            blocks.add(path.removesuffix(".routed_experts").rpartition(".")[0])
+    return blocks
 
 
 def _from_files(model_config: Any) -> list[TensorInfo]:

@@ -78,8 +78,16 @@ def refuse_split_layers(missing: str) -> None:
 class EndsOnError:
     """A part of an update that must go well within the deadline, or the update ends."""
 
-    def __init__(self, end: Callable[[str], Awaitable[None]], what: str, timeout_s: float):
-        """`end` ends the update for a reason, of which `what` is the beginning."""
+    def __init__(
+        self,
+        end: Callable[[str], Awaitable[None]],
+        what: str,
+        timeout_s: float,
+        but_for: type[TitopoolError] | None = None,
+    ):
+        """`end` ends the update for a reason, of which `what` is the beginning; not for errors of
+        the type `but_for`."""
+        self._but_for = but_for
         self._end = end
         self._what = what
         self._timeout_s = timeout_s
@@ -96,6 +104,8 @@ class EndsOnError:
             await self._end(text)
             raise DeadlinePassed(text) from None
         if error is None or isinstance(error, asyncio.CancelledError):
+            return
+        if self._but_for is not None and isinstance(error, self._but_for):
             return
         detail = error.message if isinstance(error, TitopoolError) else repr(error)
         await self._end(f"{self._what}: {detail}")

@@ -5,6 +5,7 @@ a checkpoint has. transformers knows the way back, as it goes it in `save_pretra
 asked for that way, first for what would come of it, without memory, and later with the weights.
 """
 
+import copy
 import logging
 from collections import defaultdict
 from collections.abc import Mapping
@@ -45,7 +46,7 @@ class Conversions:
         return self._by_name.get(name)
 
     def checkpoint(self) -> list[TensorInfo]:
-        """All tensors of a checkpoint of this model."""
+        """All tensors of a checkpoint of this model, persistent buffers too."""
         found = [info for info in self.parameters if info.name not in self._by_name]
         for conversion in dict.fromkeys(self._by_name.values()):
             found.extend(conversion.tensors)
@@ -59,7 +60,7 @@ class Conversions:
         return converted
 
     def _find(self) -> None:
-        parameters = dict(self._model.named_parameters())
+        parameters = self._model.state_dict(keep_vars=True)
         together = defaultdict(list)
         for name, parameter in parameters.items():
             self.parameters.append(info_of(name, parameter))
@@ -74,7 +75,11 @@ class Conversions:
                 together[tuple(converted)].append(name)
         for names in together.values():
             given = {name: parameters[name] for name in names}
-            made = self.convert(given)
+            try:
+                made = self.convert(given)
+            except Exception as error:
+                logger.warning("%s: transformers cannot convert it: %r", names[0], error)
+                continue
             conversion = Conversion(
                 tuple(info_of(*item) for item in given.items()),
                 tuple(info_of(*item) for item in made.items()),
@@ -92,10 +97,14 @@ def _model_without_memory(config: Any) -> Any:
     import torch
     import transformers
 
-    for kind in ("AutoModelForCausalLM", "AutoModelForImageTextToText"):
+    # Of models for images, the second one may make the part for text only.
+    own = getattr(transformers, (getattr(config, "architectures", None) or [""])[0], None)
+    for kind in (own, transformers.AutoModelForCausalLM, transformers.AutoModelForImageTextToText):
+        make = getattr(kind, "from_config", None) or getattr(kind, "_from_config", None)
         try:
             with torch.device("meta"):
-                return getattr(transformers, kind).from_config(config)
+                # It is written to, and is vLLM's own.
+                return make(copy.deepcopy(config))  # type: ignore[misc]
         except Exception:
             continue
     return None

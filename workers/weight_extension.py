@@ -126,7 +126,7 @@ class WeightExtension:
         infos, told = self._titopool_check(tensors, is_partial)
         if not told["split_layers"]:
             assert self._titopool_receiver is not None
-            self._titopool_receiver.announce(infos, bucket_bytes)
+            self._titopool_receiver.announce(infos, bucket_bytes, self._titopool_extra_bytes())
         return told
 
     @answers
@@ -157,6 +157,7 @@ class WeightExtension:
         told = {
             "missing": fit.missing,
             "ignored": fit.ignored,
+            "kept": fit.kept,
             "split_layers": shorten(fit.split_layers),
         }
         return infos, told
@@ -216,6 +217,12 @@ class WeightExtension:
             quantization = self.model_config.quantization
             self._titopool_is_plain = keeps_checkpoints_layout(self.get_model(), quantization)
         return self._titopool_is_plain
+
+    def _titopool_extra_bytes(self) -> int:
+        """What loading needs of the GPU besides: a layer is made anew, from converted copies."""
+        if self.device.type != "cuda" or self._titopool_has_plain_layers():
+            return 0
+        return 2 * self._titopool_known().largest_layer_bytes
 
     def _titopool_copy(self, tensors: dict[str, Any]) -> None:
         import torch
@@ -285,20 +292,29 @@ def _reload(worker: Any, tensors: Iterator[tuple[str, Any]]) -> None:
 
     model, is_cpu = worker.get_model(), worker.device.type == "cpu"
     with torch.no_grad(), set_current_vllm_config(worker.vllm_config):
-        if is_cpu:
-            # Experts are packed for a CPU only where their layer has no kernel yet.
-            for module in model.modules():
-                if getattr(getattr(module, "quant_method", None), "moe_kernel", None) is not None:
-                    module.quant_method.moe_kernel = None
+        kernels = _take_kernels(model) if is_cpu else {}
         initialize_layerwise_reload(model)
         model.load_weights(tensors)
         finalize_layerwise_reload(model, worker.model_config)
+        for method, kernel in kernels.items():
+            # Of a layer of which nothing came.
+            method.moe_kernel = method.moe_kernel or kernel
         if is_cpu:
             # A head that shares the embedding's weights has a packed copy of them there.
             for module in model.modules():
                 if isinstance(module, ParallelLMHead):
                     module.quant_method.process_weights_after_loading(module)
     _settle(worker)
+
+
+def _take_kernels(model: Any) -> dict[Any, Any]:
+    """Those of experts, away from their layers, by method: vLLM packs experts for a CPU only where
+    there is none yet."""
+    methods: list[Any] = [getattr(module, "quant_method", None) for module in model.modules()]
+    kernels = {one: one.moe_kernel for one in methods if getattr(one, "moe_kernel", None)}
+    for method in kernels:
+        method.moe_kernel = None
+    return kernels
 
 
 def _settle(worker: Any) -> None:

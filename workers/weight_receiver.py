@@ -38,7 +38,7 @@ class Receiver:
         self._device = device
         self._listening = listen(args)
         self._group: Group | None = None
-        self._work: queue.SimpleQueue[list[Bucket] | None] = queue.SimpleQueue()
+        self._work: queue.SimpleQueue[tuple[list[Bucket], int] | None] = queue.SimpleQueue()
         self._is_closed = False
         self.is_joined = False
         self.error = ""
@@ -58,11 +58,13 @@ class Receiver:
             "num_received": self.num_received,
         }
 
-    def announce(self, tensors: Sequence[TensorInfo], bucket_bytes: int) -> None:
-        """These come next."""
+    def announce(
+        self, tensors: Sequence[TensorInfo], bucket_bytes: int, extra_bytes: int = 0
+    ) -> None:
+        """These come next; loading them needs `extra_bytes` of the GPU besides."""
         buckets = plan_buckets(tensors, bucket_bytes)
         self.num_announced += len(tensors)
-        self._work.put(buckets)
+        self._work.put((buckets, extra_bytes))
 
     def drop(self) -> None:
         """Forgets the tensors of an update that has ended."""
@@ -90,8 +92,8 @@ class Receiver:
             self._group = Group(args, self._device, listening, lambda: self._is_closed)
             self._listening = None
             self.is_joined = True
-            while (buckets := self._work.get()) is not None:
-                self._receive(self._group, buckets)
+            while (work := self._work.get()) is not None:
+                self._receive(self._group, *work)
         except Exception as error:
             if not self._is_closed:
                 logger.warning("receiving weights failed", exc_info=True)
@@ -107,11 +109,11 @@ class Receiver:
         if group is not None:
             group.channel.close()
 
-    def _receive(self, group: Group, buckets: list[Bucket]) -> None:
+    def _receive(self, group: Group, buckets: list[Bucket], extra_bytes: int) -> None:
         import torch
 
         deadline = time.monotonic() + self._args.timeout_s
-        stays = self._has_room(sum(bucket.num_bytes for bucket in buckets))
+        stays = self._has_room(extra_bytes + sum(bucket.num_bytes for bucket in buckets))
         started: list[Tensors] = []
         for bucket in buckets:
             buffer = torch.empty(bucket.num_bytes, dtype=torch.uint8, device=self._device)

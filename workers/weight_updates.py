@@ -23,7 +23,7 @@ from titopool.commands import (
     TensorInfo,
 )
 from titopool.config import ServerConfig
-from titopool.errors import Conflict, InvalidRequest, WeightUpdateFailed
+from titopool.errors import Conflict, InvalidRequest, TitopoolError, WeightUpdateFailed
 from workers.ledger import Entry, Ledger, files_of
 from workers.liveness import answers
 from workers.pauses import Pauses
@@ -169,15 +169,10 @@ class Updates:
             if action.is_partial:
                 self._check_base(action.num_updates)
             tensors = msgspec.msgpack.encode(action.tensors)
-            try:
+            async with self._ends_on_error("the update did not begin", but_for=InvalidRequest):
                 (fit, *_) = await self._call(
                     "begin", tensors, action.is_partial, action.bucket_bytes
                 )
-            except InvalidRequest:
-                raise
-            except BaseException as error:
-                await self.end(f"the update did not begin: {error!r}")
-                raise
             refuse_split_layers(fit.pop("split_layers"))
             update = self._update(action.update_id, action.version, action.num_updates)
             self.state.begin(action.session, update, time.monotonic())
@@ -287,8 +282,10 @@ class Updates:
 
     # ---- ends ------------------------------------------------------------------------
 
-    def _ends_on_error(self, what: str) -> EndsOnError:
-        return EndsOnError(self.end, what, self.timeout_s)
+    def _ends_on_error(
+        self, what: str, *, but_for: type[TitopoolError] | None = None
+    ) -> EndsOnError:
+        return EndsOnError(self.end, what, self.timeout_s, but_for)
 
     async def end(self, reason: str) -> None:
         """Ends update and communicator; the weights are as they were."""
