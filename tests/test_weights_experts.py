@@ -177,6 +177,9 @@ def test_layers_that_predict_further_tokens_are_not_the_model_s():
     assert known.fit(infos, is_partial=False).ignored == ["model.layers.1.w", "mtp.layers.0.w"]
     known = Catalogue(infos, modules=[*modules, "model.layers.1", "mtp"])
     assert known.fit(infos, is_partial=False).ignored == []
+    # One that the checkpoint does not have either is a mistake.
+    with pytest.raises(Refused, match="no such tensor"):
+        known.fit([*infos, TensorInfo("model.layers.7.w", "float32", [2])], is_partial=False)
 
 
 def test_a_tensor_that_comes_by_itself_and_within_another_is_refused():

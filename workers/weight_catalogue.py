@@ -129,21 +129,24 @@ class Catalogue:
         self._packed = {name: list(parts) for name, parts in (packed or {}).items()}
         self._is_tied = is_tied
         self._tensors: dict[str, TensorInfo] = {}
+        # Of the checkpoint's tensors, those that vLLM leaves out.
+        self._left_out: set[str] = set()
         for tensor in tensors:
-            if not self._is_ignored(tensor.name):
-                self._tensors[self._rename(tensor.name)] = tensor
+            key = self._rename(tensor.name)
+            if self._is_ignored(tensor.name) or self._is_of_further_tokens(key):
+                self._left_out.add(tensor.name)
+            else:
+                self._tensors[key] = tensor
         self._layers = defaultdict(list)
         for key in self._tensors:
             self._layers[self._layer_of(key)].append(key)
 
     def _is_ignored(self, name: str) -> bool:
         is_head = name.startswith("lm_head.") or name.endswith(".lm_head.weight")
-        key = self._rename(name)
         return (
             (self._is_tied and is_head)
             or any(part in name for part in NEVER_LOADED)
-            or key is None
-            or self._is_of_further_tokens(key)
+            or self._rename(name) is None
         )
 
     def _is_of_further_tokens(self, key: str) -> bool:
@@ -196,7 +199,7 @@ class Catalogue:
             if not self._tensors:
                 # Nothing is known of this model: loading tells.
                 continue
-            if self._is_ignored(tensor.name):
+            if tensor.name in self._left_out or self._is_ignored(tensor.name):
                 fit.ignored.append(tensor.name)
                 continue
             places += self._places_of(tensor, fit)
