@@ -20,6 +20,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from tests.servers import REPOSITORY, environment
+from workers.process import without_collector
 
 # Imports of torch and vLLM, on a machine that is busy.
 START_TIMEOUT_S = 120.0
@@ -97,8 +98,9 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     # What libraries print is no answer.
     os.dup2(2, 1)
-    for name in sys.argv[1:]:
-        importlib.import_module(name)
+    with without_collector():
+        for name in sys.argv[1:]:
+            importlib.import_module(name)
     # At its end, a fork's collector need not look at all that was imported: that takes 2 s.
     gc.freeze()
     print(0, file=answers)
