@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from tests.servers import REPOSITORY, Server, environment, running_server
-from tests.vllm_serve import Greedy, vllm_server
 from titopool.gpus import visible_gpus
 
 ENGINE_OPTIONS = ("--dtype", "float32", "--max-model-len", "512", "--max-num-seqs", "128")
@@ -43,19 +42,6 @@ def single_server(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> 
     options = ("--num-workers", "1", "--num-front-ends", "1", "--tool-call-parser", "hermes")
     with running_server(tiny_model, *options, *ENGINE_OPTIONS, log=log) as running:
         yield running
-
-
-@pytest.fixture(scope="session")
-def theirs(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The URL of vLLM's own server."""
-    with vllm_server(tiny_model, tmp_path_factory.mktemp("vllm-serve") / "log") as url:
-        yield url
-
-
-@pytest.fixture(scope="session")
-def said(theirs: str) -> Greedy:
-    """What the model says there."""
-    return Greedy(theirs)
 
 
 StartStub = Callable[..., subprocess.Popen[bytes]]

@@ -35,7 +35,9 @@ class Forks:
 
     def __init__(self, *modules: str, **variables: str):
         """`variables` are those of its environment."""
-        self._modules, self._variables = modules, variables
+        self._modules = modules
+        # Else torch asks CUDA itself whether there is a GPU, and a fork cannot use it afterwards.
+        self._variables = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1", **variables}
         self._process: subprocess.Popen[bytes] | None = None
         atexit.register(self.end)
 
