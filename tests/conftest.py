@@ -35,12 +35,12 @@ def server(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterato
         yield running
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def single_server(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """One vLLM worker behind one gunicorn process."""
+    """One vLLM worker behind one gunicorn process, which finds tool calls."""
     log = tmp_path_factory.mktemp("single-server") / "log"
-    options = ("--num-workers", "1", "--num-front-ends", "1", *ENGINE_OPTIONS)
-    with running_server(tiny_model, *options, log=log) as running:
+    options = ("--num-workers", "1", "--num-front-ends", "1", "--tool-call-parser", "hermes")
+    with running_server(tiny_model, *options, *ENGINE_OPTIONS, log=log) as running:
         yield running
 
 

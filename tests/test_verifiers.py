@@ -7,8 +7,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from tests import reference
-from tests.conftest import ENGINE_OPTIONS
-from tests.servers import Server, running_server
+from tests.servers import Server
 from tests.test_generate import TOLERANCE
 from tests.verifiers_rollouts import rollouts
 
@@ -98,14 +97,12 @@ def test_a_conversation_that_grows_too_long_ends_its_rollout(server: Server):
         assert 1 <= len(rollout["turns"]) < 9
 
 
-def test_tools_are_called_between_turns(tiny_model: str, tokenizer, tmp_path):
+def test_tools_are_called_between_turns(single_server: Server, tokenizer):
     body = {**SAMPLING["extra_body"], "structured_outputs": {"regex": CALL}}
-    options = ("--num-workers", "1", "--num-front-ends", "1", "--tool-call-parser", "hermes")
-    with running_server(tiny_model, *options, *ENGINE_OPTIONS, log=tmp_path / "log") as calling:
-        played = rollouts(
-            calling.url, sampling={**SAMPLING, "max_tokens": 90, "extra_body": body},
-            max_turns=3, reply="Seen:", with_tools=True,
-        )  # fmt: skip
+    played = rollouts(
+        single_server.url, sampling={**SAMPLING, "max_tokens": 90, "extra_body": body},
+        max_turns=3, reply="Seen:", with_tools=True,
+    )  # fmt: skip
     assert len(played) == 6
     for rollout in played:
         assert (rollout["stop_condition"], rollout["error"]) == ("max_turns_reached", None)

@@ -1,19 +1,21 @@
-"""Runs TRL's published client, unchanged, in a process of its own.
+"""Runs TRL's published client, unchanged, in a process of its own for each script.
 
 The packages are installed without dependencies beside the test environment (`make test`
 does it), one folder for each version.
 """
 
+import functools
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
-from tests.servers import environment
+from tests.forks import Forks
 
 TRL_FOLDER = Path(os.environ.get("TRL_FOLDER", Path(sys.prefix) / "trl"))
+# What scripts import besides: where transformers has the model that they train.
+MODULES = ("trl.generation.vllm_client", "transformers.models.qwen3.modeling_qwen3")
 PREAMBLE = """
 import json, sys
 from trl.generation.vllm_client import VLLMClient
@@ -23,14 +25,15 @@ answer = lambda result: print(json.dumps(result))
 """
 
 
-def run_trl(version: str, url: str, script: str) -> Any:
-    """What `script` gives to `answer(…)`; it finds a `client` of the server at `url`."""
+@functools.cache
+def forks(version: str) -> Forks:
+    """Processes that have imported TRL's client of this version, which takes 8 s."""
     folder = TRL_FOLDER / version
     assert folder.is_dir(), f"trl {version} is not in {folder}; `make tools` puts it there"
-    result = subprocess.run(
-        [sys.executable, "-c", PREAMBLE + script, url, version],
-        env=environment(PYTHONPATH=str(folder), HF_HUB_OFFLINE="1"),
-        capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
-    assert result.returncode == 0, result.stderr[-3000:]
-    return json.loads(result.stdout.splitlines()[-1])
+    return Forks(*MODULES, PYTHONPATH=str(folder), HF_HUB_OFFLINE="1")
+
+
+def run_trl(version: str, url: str, script: str) -> Any:
+    """What `script` gives to `answer(…)`; it finds a `client` of the server at `url`."""
+    printed = forks(version).run(PREAMBLE + script, url, version)
+    return json.loads(printed.splitlines()[-1])

@@ -5,6 +5,7 @@ broadcasts through gloo, on the same store. Scripts find `client`, `device`, `te
 `module(folder)` and `answer`.
 """
 
+import os
 from typing import Any
 
 from tests.trainer import DEVICE
@@ -45,14 +46,15 @@ place = {DEVICE!r}
 device = int(place.partition(":")[2] or 0)
 """
 
-SETUP = """
+# TRL's own is one that any connection of this machine may have got; the same in all scripts, as
+# each takes the place of the one before.
+GROUP_PORT = 27_000 + os.getpid() % 1000
+SETUP = f"""
 import os
 import torch
 from transformers import AutoModelForCausalLM
 
-# TRL's own is one that any connection of this machine may have got; the same in all scripts, as
-# each takes the place of the one before.
-client.group_port = 27_000 + os.getppid() % 1000
+client.group_port = {GROUP_PORT}
 
 
 def module(folder):

@@ -1,20 +1,25 @@
 """Interleaved rollouts of the published verifiers package, unchanged, in a process of its own.
 
-`python -m tests.verifiers_rollouts URL OPTIONS` prints them as JSON; `make tools` installs
-verifiers without most of its dependencies, in a folder that `rollouts` puts on the path.
+`make tools` installs verifiers without most of its dependencies, in a folder that `rollouts` puts
+on the path.
 """
 
-import asyncio
+import functools
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
-from tests.servers import environment
+from tests.forks import Forks
 
 VERIFIERS_FOLDER = Path(os.environ.get("VERIFIERS_FOLDER", Path(sys.prefix) / "verifiers"))
+SCRIPT = """
+import asyncio, json, sys
+from tests.verifiers_rollouts import run
+
+print(json.dumps(asyncio.run(run(sys.argv[1], **json.loads(sys.argv[2])))))
+"""
 QUESTIONS = ["Hello, ü!", "Count to three."]
 
 
@@ -25,15 +30,16 @@ def rollouts(url: str, **options: Any) -> list[dict[str, Any]]:
         options: `sampling` (verifiers' sampling_args), `max_turns`, `reply` (what the
             environment, or its tool, says each turn), `with_tools`.
     """
-    assert VERIFIERS_FOLDER.is_dir(), f"no verifiers in {VERIFIERS_FOLDER}; see `make tools`"
-    result = subprocess.run(
-        [sys.executable, "-m", "tests.verifiers_rollouts", url, json.dumps(options)],
-        env=environment(PYTHONPATH=str(VERIFIERS_FOLDER), HF_HUB_OFFLINE="1"),
-        capture_output=True, text=True, timeout=150,
-    )  # fmt: skip
-    assert result.returncode == 0, result.stderr[-3000:]
-    found: list[dict[str, Any]] = json.loads(result.stdout.splitlines()[-1])
+    printed = forks().run(SCRIPT, url, json.dumps(options), timeout_s=150)
+    found: list[dict[str, Any]] = json.loads(printed.splitlines()[-1])
     return found
+
+
+@functools.cache
+def forks() -> Forks:
+    """Processes that have imported verifiers."""
+    assert VERIFIERS_FOLDER.is_dir(), f"no verifiers in {VERIFIERS_FOLDER}; see `make tools`"
+    return Forks("verifiers", PYTHONPATH=str(VERIFIERS_FOLDER), HF_HUB_OFFLINE="1")
 
 
 async def run(url: str, sampling: dict, max_turns: int, reply: str, with_tools: bool) -> list[dict]:
@@ -77,7 +83,3 @@ def read(state: Any) -> dict[str, Any]:
             for step in state["trajectory"]
         ],
     }
-
-
-if __name__ == "__main__":
-    print(json.dumps(asyncio.run(run(sys.argv[1], **json.loads(sys.argv[2])))))

@@ -29,6 +29,7 @@ from workers.images import ImagePreparer
 from workers.logprobs_transport import receive_lists
 from workers.packing import pack_logprobs, pack_prompt_logprobs
 from workers.parsing import Parsers, Parsing, check_parsers, load_parsers
+from workers.process import without_collector
 from workers.streaming import Stream
 from workers.versions import Versions
 from workers.vllm_params import client_errors, failed_inside, refusal_or_failure, to_vllm_params
@@ -122,9 +123,10 @@ class VllmEngine:
         seed = int.from_bytes(os.urandom(4), "little") >> 1
         defaults = default_engine_options(self._config, os.environ, on_cpu=self._on_cpu, seed=seed)
         report("importing")
-        from vllm.engine.arg_utils import AsyncEngineArgs
-        from vllm.usage.usage_lib import UsageContext
-        from vllm.v1.engine.async_llm import AsyncLLM
+        with without_collector():
+            from vllm.engine.arg_utils import AsyncEngineArgs
+            from vllm.usage.usage_lib import UsageContext
+            from vllm.v1.engine.async_llm import AsyncLLM
 
         check_parsers(self._config)
         engine_args = self._engine_args(AsyncEngineArgs, defaults)

@@ -4,6 +4,8 @@ vLLM mixes this class into its own worker (`worker_extension_cls`) and refuses n
 it has itself, hence the prefix. State of ours lives in `_titopool_…` attributes.
 """
 
+import atexit
+import gc
 import os
 import select
 import signal
@@ -14,6 +16,8 @@ from workers.weight_extension import WeightExtension
 
 # vLLM imports this module in every process that holds a part of the model, before its first step.
 send_lists()
+# The interpreter's end need not search all that vLLM has imported for cycles: that takes 2 s.
+atexit.register(gc.freeze)
 
 
 class WorkerExtension(WeightExtension):

@@ -5,8 +5,6 @@ import concurrent.futures
 import http.client
 import json
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import cache
 from io import BytesIO
 from pathlib import Path
@@ -16,69 +14,9 @@ import PIL.Image
 import pytest
 from transformers.image_utils import load_image
 
-from tests import reference
-from tests.images import PLACEHOLDERS, encoded, file_of, picture, with_size
-from tests.servers import Server, running_server, wait_until
-from titopool.gpus import visible_gpus
-
-# On a GPU, attention and convolutions multiply float32 with 10 bits of mantissa (tf32).
-TOLERANCE = 2e-2 if visible_gpus() else 1e-3
-NUM_TOKENS = 12
-OPTIONS = ("--dtype", "float32", "--max-model-len", "1024", "--limit-mm-per-prompt", '{"image": 6}')
-if visible_gpus():
-    OPTIONS += ("--gpu-memory-utilization", "0.2")
-GREEDY = {"temperature": 0, "max_tokens": NUM_TOKENS, "generation_kwargs": {"ignore_eos": True}}
-
-
-@dataclass
-class Vision:
-    """A server of a vision-language model, and the model's folder."""
-
-    server: Server
-    folder: str
-    placeholder: str
-
-    def see(self, text: str, images: list, **kwargs) -> reference.SeenWithImages:
-        return reference.see(self.folder, self.text(text), images, NUM_TOKENS, **kwargs)
-
-    def text(self, text: str) -> str:
-        """`text` with the model's placeholder for each `@`."""
-        return text.replace("@", self.placeholder)
-
-    def ids(self, text: str) -> list[int]:
-        """Token ids with one placeholder for each image."""
-        processor, _ = reference.vision_model(self.folder)
-        return processor.tokenizer(self.text(text))["input_ids"]
-
-
-def vision(kind: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Vision]:
-    from tests import vision_models
-
-    folder = tmp_path_factory.mktemp(kind)
-    {"qwen": vision_models.make_qwen_vl, "smol": vision_models.make_smol_vlm}[kind](folder)
-    log = tmp_path_factory.mktemp("vision-server") / "log"
-    options = ["--num-workers", "1", "--num-front-ends", "2", *OPTIONS]
-    if kind == "smol":
-        # One prompt with images after the other.
-        options += ["--image-memory-bytes", "1"]
-    with running_server(str(folder), *options, log=log) as server:
-        yield Vision(server, str(folder), PLACEHOLDERS[kind])
-
-
-@pytest.fixture(scope="module")
-def qwen(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Vision]:
-    yield from vision("qwen", tmp_path_factory)
-
-
-@pytest.fixture(scope="module")
-def smol(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Vision]:
-    yield from vision("smol", tmp_path_factory)
-
-
-@pytest.fixture(scope="module", params=["qwen", "smol"])
-def model(request: pytest.FixtureRequest) -> Vision:
-    return request.getfixturevalue(request.param)
-
+from tests.images import encoded, file_of, picture, with_size
+from tests.servers import wait_until
+from tests.vision.conftest import GREEDY, NUM_TOKENS, TOLERANCE, Vision
 
 SMALL, WIDE, LARGE = picture(56, 56, 1), picture(168, 56, 2), picture(200, 140, 3)
 PROMPTS = {

@@ -1,7 +1,5 @@
 """OpenAI's routes beside vLLM's own server: the same bodies, the same text, ids and numbers."""
 
-from collections.abc import Iterator
-
 import pytest
 from transformers import AutoTokenizer
 
@@ -20,21 +18,9 @@ from tests.vllm_serve import (
     body_of,
     invalid_utf8,
     post,
-    vllm_server,
 )
 
 USAGE = ("prompt_tokens", "completion_tokens", "total_tokens")
-
-
-@pytest.fixture(scope="module")
-def theirs(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with vllm_server(tiny_model, tmp_path_factory.mktemp("vllm-serve") / "log") as url:
-        yield url
-
-
-@pytest.fixture(scope="module")
-def said(theirs: str) -> Greedy:
-    return Greedy(theirs)
 
 
 def assert_same_answers(server: Server, theirs: str, path: str, body: dict) -> None:

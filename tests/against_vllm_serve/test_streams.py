@@ -1,7 +1,6 @@
 """Streams of OpenAI's routes beside those of vLLM's own server: the same text, ids and keys."""
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -19,24 +18,12 @@ from tests.vllm_serve import (
     assert_same,
     body_of,
     invalid_utf8,
-    vllm_server,
 )
 
 STREAMED = {"stream": True, "stream_options": {"include_usage": True}}
 USAGE = ("prompt_tokens", "completion_tokens", "total_tokens")
 # Which of the two sends more keys: vLLM's fingerprint of its build, our count of cached tokens.
 OWN_KEYS = {"system_fingerprint", "prompt_tokens_details"}
-
-
-@pytest.fixture(scope="module")
-def theirs(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with vllm_server(tiny_model, tmp_path_factory.mktemp("vllm-serve") / "log") as url:
-        yield url
-
-
-@pytest.fixture(scope="module")
-def said(theirs: str) -> Greedy:
-    return Greedy(theirs)
 
 
 def chunks_of(url: str, path: str, body: dict) -> list[dict[str, Any]]:
