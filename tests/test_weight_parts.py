@@ -80,6 +80,11 @@ def test_a_fused_tensor_is_split_by_rows():
         catalogue().fit([info(fused.name, 11, 4)], is_partial=True)
 
 
+def test_the_largest_layer_counts_all_that_belongs_together():
+    # q, k and v: 12 rows of 4 numbers, two bytes each; the embedding and the head: 10 rows.
+    assert catalogue().largest_layer_bytes == 12 * 4 * 2
+
+
 def test_names_are_the_model_s_own_after_renaming():
     renamed = catalogue(rename=lambda name: name.removeprefix("base."))
     tensors = [info("base." + one.name, *one.shape) for one in TENSORS]

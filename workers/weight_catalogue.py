@@ -6,6 +6,7 @@ which only a part would come.
 """
 
 import difflib
+import functools
 import json
 import re
 import struct
@@ -156,7 +157,7 @@ class Catalogue:
         found = LAYER.match(key)
         return found is not None and found[1] in self._modules and found[0] not in self._modules
 
-    @property
+    @functools.cached_property
     def largest_layer_bytes(self) -> int:
         """Bytes of the layer that has most, as it lies in a checkpoint."""
         sizes = (

@@ -141,7 +141,7 @@ class WeightExtension:
         assert self._titopool_receiver is not None
         infos = TENSORS.decode(tensors)
         self._titopool_known().fit(infos, is_partial=True)
-        self._titopool_receiver.announce(infos, 1)
+        self._titopool_receiver.announce(infos, 1, self._titopool_extra_bytes())
 
     def _titopool_check(
         self, tensors: bytes, is_partial: bool
