@@ -10,13 +10,23 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-NCCL_ID_KEY = "titopool/told/0"
+# Names in the store, for both sides.
 GLOO_PREFIX = "titopool/gloo"
 # Between two looks into the store, and at a GPU's event.
 STORE_POLL_S = 0.005
 POLL_S = 0.0005
 # Between two looks at the workers while an event does not come.
 LOOK_S = 2.0
+
+
+def rank_key(rank: int) -> str:
+    """Set by a rank that is there."""
+    return f"titopool/rank/{rank}"
+
+
+def told_key(number: int) -> str:
+    """The `number`-th thing that rank 0 told the others; the first is NCCL's id."""
+    return f"titopool/told/{number}"
 
 
 class TrainerGroup:
@@ -47,7 +57,7 @@ class TrainerGroup:
         Raises:
             Exception: they were not in time, or one can be no more, which `gives_up` tells.
         """
-        keys = [f"titopool/rank/{rank}" for rank in range(1, self._world_size)]
+        keys = [rank_key(rank) for rank in range(1, self._world_size)]
         deadline = time.monotonic() + self._timeout_s
         while not self._store.check(keys):
             if gives_up() or time.monotonic() > deadline:
@@ -58,7 +68,7 @@ class TrainerGroup:
         else:
             from torch.distributed import PrefixStore, ProcessGroupGloo
 
-            self._store.set("titopool/rank/0", b"1")
+            self._store.set(rank_key(0), b"1")
             store = PrefixStore(GLOO_PREFIX, self._store)
             self._group = ProcessGroupGloo(store, 0, self._world_size, self._limit)
 
@@ -66,8 +76,8 @@ class TrainerGroup:
         from titopool.nccl import Nccl, new_id
 
         nccl_id = new_id()
-        self._store.set(NCCL_ID_KEY, nccl_id)
-        self._store.set("titopool/rank/0", b"1")
+        self._store.set(told_key(0), nccl_id)
+        self._store.set(rank_key(0), b"1")
         return Nccl(rank=0, world_size=self._world_size, nccl_id=nccl_id, device=self._device)
 
     def broadcast(self, buffer: Any, *, look: Callable[[], None]) -> Callable[[], Any]:

@@ -184,10 +184,36 @@ class Catalogue:
         """How `tensors` fit; what is missing is no error yet if `is_partial`.
 
         Raises:
-            Refused: an unknown or repeated name, another shape or dtype; something is missing.
+            Refused: as `check`; or something is missing.
         """
-        fit, places = Fit(), list[str]()
-        names: set[str] = set()
+        fit = Fit()
+        seen = self._place(tensors, fit)
+        absent = [key for key in self._tensors if key not in seen]
+        fit.kept = [self._tensors[key].name for key in absent if key.endswith(NEVER_TRAINED)]
+        rest = {key for key in absent if not key.endswith(NEVER_TRAINED)}
+        fit.missing = [info.name for key, info in self._tensors.items() if key in rest]
+        if fit.missing and not is_partial:
+            raise Refused(
+                f"expected all {len(self._tensors)} tensors of the model, {len(fit.missing)} are "
+                f"missing: {shorten(fit.missing)}; send them too, or declare the update partial"
+            )
+        for layer in {self._layer_of(key) for key in seen}:
+            fit.split_layers.extend(
+                self._tensors[key].name for key in self._layers[layer] if key in rest
+            )
+        return fit
+
+    def check(self, tensor: TensorInfo) -> None:
+        """Checks one tensor, whatever comes besides.
+
+        Raises:
+            Refused: an unknown or repeated name, another shape or dtype.
+        """
+        self._place([tensor], Fit())
+
+    def _place(self, tensors: Sequence[TensorInfo], fit: Fit) -> set[str]:
+        """The places of `tensors`; `fit` is told which are ignored, split or converted."""
+        names, places = set[str](), list[str]()
         for tensor in tensors:
             if tensor.name in names:
                 raise Refused(f"{tensor.name}: expected each name once, got it twice")
@@ -212,20 +238,7 @@ class Catalogue:
                 f"{self._tensors[twice].name}: expected it once, got it twice: by itself and within "
                 "a fused tensor"
             )
-        absent = [key for key in self._tensors if key not in seen]
-        fit.kept = [self._tensors[key].name for key in absent if key.endswith(NEVER_TRAINED)]
-        rest = {key for key in absent if not key.endswith(NEVER_TRAINED)}
-        fit.missing = [info.name for key, info in self._tensors.items() if key in rest]
-        if fit.missing and not is_partial:
-            raise Refused(
-                f"expected all {len(self._tensors)} tensors of the model, {len(fit.missing)} are "
-                f"missing: {shorten(fit.missing)}; send them too, or declare the update partial"
-            )
-        for layer in {self._layer_of(key) for key in seen}:
-            fit.split_layers.extend(
-                self._tensors[key].name for key in self._layers[layer] if key in rest
-            )
-        return fit
+        return seen
 
     def _places_of(self, tensor: TensorInfo, fit: Fit) -> list[str]:
         key = self._rename(tensor.name)

@@ -136,12 +136,12 @@ class WeightExtension:
         return told
 
     @answers
-    def titopool_weights_take(self, tensors: bytes) -> None:
-        """Lets the receiver take tensors of an update whose others are not known yet, each alone."""
+    def titopool_weights_take(self, tensor: bytes) -> None:
+        """Lets the receiver take the one tensor of a list whose others are not known yet."""
         assert self._titopool_receiver is not None
-        infos = TENSORS.decode(tensors)
-        self._titopool_known().fit(infos, is_partial=True)
-        self._titopool_receiver.announce(infos, 1, self._titopool_extra_bytes())
+        (info,) = TENSORS.decode(tensor)
+        self._titopool_known().check(info)
+        self._titopool_receiver.announce([info], 1, self._titopool_extra_bytes())
 
     def _titopool_check(
         self, tensors: bytes, is_partial: bool

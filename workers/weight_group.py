@@ -18,22 +18,16 @@ from typing import Any, Protocol
 
 import msgspec
 
+from titopool.trainer_group import GLOO_PREFIX, rank_key, told_key
+
 # Between two looks at a GPU's event.
 POLL_S = 0.0005
 # Between two looks into a store.
 STORE_POLL_S = 0.0005
 # How long a group that was left may keep its port.
 LET_GO_S = 2.0
-GLOO_PREFIX = "titopool/gloo"
-# What rank 0 tells the others, by number; the first is NCCL's id.
-RAW_PREFIX = "titopool/told/"
 # Set by TRL's rank 0 when all are there.
 START_KEY = "titopool/start"
-
-
-def raw_key(number: int) -> str:
-    """Where the store has the `number`-th thing that rank 0 told."""
-    return f"{RAW_PREFIX}{number}"
 
 
 class GroupArgs(msgspec.Struct, frozen=True):
@@ -153,10 +147,10 @@ class Group:
     def _meet(self, store: Any, args: GroupArgs) -> None:
         """Returns when TRL's client is there: nobody waits in NCCL, which cannot be interrupted."""
         if not args.listens:
-            store.set(f"titopool/rank/{args.rank}", b"1")
+            store.set(rank_key(args.rank), b"1")
             self._until(lambda: bool(store.check([START_KEY])), self._deadline)
             return
-        others = [f"titopool/rank/{rank}" for rank in range(1, args.source)]
+        others = [rank_key(rank) for rank in range(1, args.source)]
         # The client's store leaves a key of its own, which has no name here, when it connects.
         self._until(
             lambda: store.num_keys() > len(others) and (not others or store.check(others)),
@@ -169,8 +163,8 @@ class Group:
 
         limit = timedelta(seconds=args.timeout_s)
         store = TCPStore(args.host, args.port, None, False, timeout=limit, wait_for_workers=False)
-        store.set(f"titopool/rank/{args.rank}", b"1")
-        ranks = [f"titopool/rank/{rank}" for rank in range(args.world_size)]
+        store.set(rank_key(args.rank), b"1")
+        ranks = [rank_key(rank) for rank in range(args.world_size)]
         self._until(lambda: bool(store.check(ranks)), self._deadline)
         if args.backend == "nccl":
             self.channel = NcclChannel(_raw_group(store, args), device, args.source)
@@ -189,7 +183,7 @@ class Group:
         if group.rank == 0:
             name = group.broadcast_obj(f"barrier_{uuid.uuid4()}", src=0)
         else:
-            key = raw_key(group.broadcast_recv_src_counter[0])
+            key = told_key(group.broadcast_recv_src_counter[0])
             self._until(lambda: bool(store.check([key])), deadline)
             name = group.broadcast_obj(None, src=0)
         ranks = range(group.world_size)
@@ -200,7 +194,7 @@ class Group:
         store.set(departures[group.rank], b"1")
         if group.rank == 0:
             self._until(lambda: bool(store.check(departures)), deadline)
-            told = raw_key(group.broadcast_send_counter - 1)
+            told = told_key(group.broadcast_send_counter - 1)
             for key in (*arrivals, *departures, told):
                 store.delete_key(key)
 
@@ -219,10 +213,10 @@ def _raw_group(store: Any, args: GroupArgs) -> Any:
             """Of NCCL's id, which is filled in, or of a text, for which others give None."""
             if self.rank == src:
                 raw = obj.encode() if isinstance(obj, str) else bytes(obj.internal)
-                self.store.set(raw_key(self.broadcast_send_counter), raw)
+                self.store.set(told_key(self.broadcast_send_counter), raw)
                 # For TRL's client.
                 return super().broadcast_obj(obj, src)
-            raw = self.store.get(raw_key(self.broadcast_recv_src_counter[src]))
+            raw = self.store.get(told_key(self.broadcast_recv_src_counter[src]))
             self.broadcast_recv_src_counter[src] += 1
             if obj is None:
                 return raw.decode()

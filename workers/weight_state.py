@@ -147,11 +147,6 @@ class WeightState:
             raise self._refuse("update_named_param", "an update that is receiving")
         self._enter(Phase.RECEIVING, now)
 
-    def touch_deadline(self, now: float) -> None:
-        """Nothing is awaited: the deadline moves, and what is idle stays so."""
-        if self.deadline is not None:
-            self.deadline = now + self._timeout_s
-
     def prepare(self, update_id: str, now: float) -> Update:
         """The commit begins."""
         return self._go(update_id, "commit", Phase.RECEIVING, Phase.PREPARING, now)
