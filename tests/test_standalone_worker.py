@@ -22,7 +22,7 @@ from tests.servers import (
     wait_until,
 )
 from tests.trainer import tensors_of
-from tests.trl_weights_client import run_trl_weights
+from tests.trl_weights_client import update_by_trl
 from tests.weights import assert_serves, need_gpus, weights_client
 
 StartWorker = Callable[[str], subprocess.Popen[bytes]]
@@ -104,14 +104,7 @@ def test_weights_reach_workers_of_several_hosts(
         client.update(tensors_of(other_model), policy="keep")
         client.close()
         assert_serves(server, other_model, times=4)
-        script = f"""
-client.init_communicator(device=device)
-client.update_model_params(module({tiny_model!r}))
-client.reset_prefix_cache()
-client.close_communicator()
-answer(None)
-"""
-        run_trl_weights("1.9.2", server.url, script)
+        update_by_trl(server.url, tiny_model)
         assert_serves(server, tiny_model, times=4)
 
 

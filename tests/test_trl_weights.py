@@ -6,7 +6,7 @@ import pytest
 
 from tests.conftest import ENGINE_OPTIONS
 from tests.servers import Server, running_server
-from tests.trl_weights_client import run_trl_weights
+from tests.trl_weights_client import run_trl_weights, update_by_trl
 from tests.weights import assert_serves, need_gpus, states
 
 GENERATE = (
@@ -99,7 +99,7 @@ def test_whole_layers_without_the_rest_change_nothing_however_quiet_it_is(
     server: Server, tiny_model: str, other_model: str
 ):
     """A trainer that dies between two layers."""
-    run_trl_weights("1.9.2", server.url, RELOAD.replace("FOLDER", tiny_model))
+    update_by_trl(server.url, tiny_model)
     old = assert_serves(server, tiny_model, times=2)["completion_ids"]
     script = f"""
 import time
@@ -116,7 +116,7 @@ os._exit(0)
     assert amid["completion_ids"] == old
     assert_serves(server, tiny_model, times=4)
     assert server.get("/ready").json()["num_ready"] == 2
-    run_trl_weights("1.9.2", server.url, RELOAD.replace("FOLDER", other_model))
+    update_by_trl(server.url, other_model)
     assert_serves(server, other_model, times=4)
 
 
@@ -139,29 +139,21 @@ except Exception as error:
 client.communicator = None
 answer(errors)
 """
-    run_trl_weights("1.9.2", server.url, RELOAD.replace("FOLDER", tiny_model))
+    update_by_trl(server.url, tiny_model)
     unknown, closed = run_trl_weights("1.9.2", server.url, script)
     assert "400" in unknown
     assert "model.nothing.weight: the model has no such tensor" in unknown
     assert "409" in closed
     assert "expected init_communicator before it" in closed
     assert_serves(server, tiny_model, times=2)
-    run_trl_weights("1.9.2", server.url, RELOAD.replace("FOLDER", other_model))
+    update_by_trl(server.url, other_model)
     assert_serves(server, other_model, times=4)
-
-
-RELOAD = """
-client.init_communicator(device=device)
-client.update_model_params(module("FOLDER"))
-client.reset_prefix_cache()
-answer(None)
-"""
 
 
 def test_a_client_that_dies_amid_an_update_is_replaced_by_the_next(
     server: Server, tiny_model: str, other_model: str
 ):
-    run_trl_weights("1.9.2", server.url, RELOAD.replace("FOLDER", tiny_model))
+    update_by_trl(server.url, tiny_model)
     script = f"""
 client.init_communicator(device=device)
 for name, weight in tensors({other_model!r})[:30]:
@@ -174,12 +166,12 @@ os._exit(0)
     run_trl_weights("1.9.2", server.url, script)
     assert states(server) == ["receiving", "receiving"]
     assert_serves(server, tiny_model, times=2)
-    run_trl_weights("1.9.2", server.url, RELOAD.replace("FOLDER", other_model))
+    update_by_trl(server.url, other_model)
     assert_serves(server, other_model, times=4)
 
 
 def test_a_layer_that_came_in_part_is_not_loaded(server: Server, tiny_model: str, other_model: str):
-    run_trl_weights("1.9.2", server.url, RELOAD.replace("FOLDER", tiny_model))
+    update_by_trl(server.url, tiny_model)
     script = f"""
 client.init_communicator(device=device)
 name = "model.layers.0.self_attn.q_proj.weight"

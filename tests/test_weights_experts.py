@@ -17,7 +17,7 @@ from transformers import (
 from tests.conftest import ENGINE_OPTIONS
 from tests.servers import running_server
 from tests.trainer import tensors_of
-from tests.trl_weights_client import run_trl_weights
+from tests.trl_weights_client import update_by_trl
 from tests.weights import assert_serves, need_gpus, weights_client
 from titopool.commands import TensorInfo
 from titopool.demo_model import VOCAB_SIZE, make_tokenizer
@@ -114,17 +114,8 @@ def test_experts_come_as_the_module_has_them_and_as_the_checkpoint_has(kind: str
         assert_serves(server, own)
         if kind == "qwen":
             client.close()
-            run_trl_weights("1.9.2", server.url, TRL.format(folder=other))
+            update_by_trl(server.url, other)
             assert_serves(server, other)
-
-
-TRL = """
-client.init_communicator(device=device)
-client.update_model_params(module({folder!r}))
-client.reset_prefix_cache()
-client.close_communicator()
-answer(0)
-"""
 
 
 BLOCK = "model.layers.1.block_sparse_moe"

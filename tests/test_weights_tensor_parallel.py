@@ -7,7 +7,7 @@ import pytest
 from tests.conftest import ENGINE_OPTIONS
 from tests.servers import Server, running_server
 from tests.trainer import tensors_of
-from tests.trl_weights_client import run_trl_weights
+from tests.trl_weights_client import update_by_trl
 from tests.weights import assert_serves, need_gpus, weights_client
 
 
@@ -35,12 +35,6 @@ def test_both_protocols_reach_all_processes_of_a_worker(
     client.update(tensors_of(other_model), policy="keep", with_checksum=True)
     assert_serves(server, other_model)
     client.close()
-    script = f"""
-client.init_communicator(device=device)
-client.update_model_params(module({tiny_model!r}))
-client.reset_prefix_cache()
-answer(None)
-"""
-    run_trl_weights("1.9.2", server.url, script)
+    update_by_trl(server.url, tiny_model)
     answer = assert_serves(server, tiny_model)
     assert answer["weight_versions"] == [[[2, 0]]]

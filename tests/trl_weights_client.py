@@ -70,3 +70,15 @@ def run_trl_weights(version: str, url: str, script: str) -> Any:
     """What `script` gives to `answer(…)` after `SETUP`."""
     setup = WITHOUT_GPU if DEVICE == "cpu" else WITH_GPU
     return run_trl(version, url, setup + SETUP + script)
+
+
+def update_by_trl(url: str, folder: str, *, before: str = "") -> None:
+    """One update by TRL's client to the weights in `folder`, after the script `before`."""
+    script = f"""
+client.init_communicator(device=device)
+client.update_model_params(module({folder!r}))
+client.reset_prefix_cache()
+client.close_communicator()
+answer(None)
+"""
+    run_trl_weights("1.9.2", url, before + script)

@@ -21,7 +21,7 @@ import yaml
 from tests.compose import make_base_image
 from tests.servers import REPOSITORY, free_port, wait_until
 from tests.trainer import tensors_of
-from tests.trl_weights_client import run_trl_weights
+from tests.trl_weights_client import update_by_trl
 from tests.weights import assert_serves
 from titopool.demo_model import make_model
 from titopool.weights_client import WeightsClient, WeightsError
@@ -302,7 +302,7 @@ def test_a_trainer_on_the_host_sends_weights(
     client.close()
     assert_serves(composed, other, times=4)
     # TRL's client has no key to send.
-    script = f"""
+    before = f"""
 import requests
 send = requests.Session.send
 
@@ -312,11 +312,6 @@ def send_with_key(self, request, **options):
 
 requests.Session.send = send_with_key
 client.group_port = {composed.group_port}
-client.init_communicator(device=device)
-client.update_model_params(module({own!r}))
-client.reset_prefix_cache()
-client.close_communicator()
-answer(None)
 """
-    run_trl_weights("1.9.2", composed.url, script)
+    update_by_trl(composed.url, own, before=before)
     assert_serves(composed, own, times=4)
