@@ -5,6 +5,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 
@@ -50,21 +51,31 @@ def port() -> Iterator[int]:
         thread.join(5)
 
 
-def test_bytes_pass_both_ways_and_so_do_ends(port: int):
+@contextmanager
+def relaying(port: int, lease_s: float) -> Iterator[None]:
+    """A front end's process that has begun to relay."""
     with subprocess.Popen(
-        [sys.executable, "-c", SCRIPT, str(port), "1.5"],
+        [sys.executable, "-c", SCRIPT, str(port), str(lease_s)],
         env=environment(), cwd=REPOSITORY, stdout=subprocess.PIPE,
     ) as process:  # fmt: skip
         assert process.stdout is not None
-        assert process.stdout.readline() == b"relays\n"
+        try:
+            assert process.stdout.readline() == b"relays\n"
+            yield
+        finally:
+            process.kill()
+
+
+def test_bytes_pass_both_ways_and_so_do_ends(port: int):
+    # The second front end finds the port taken by the first, which will do.
+    with relaying(port, 3), relaying(port, 60):
         data = b"some words " * 50_000
         for _ in range(2):
             with socket.create_connection(("127.0.0.1", port), timeout=10) as client:
                 client.sendall(data)
                 client.shutdown(socket.SHUT_WR)
                 assert b"".join(iter(lambda: client.recv(10_000), b"")) == data.upper()
-        wait_until(lambda: refuses(port), 5)
-        process.kill()
+        wait_until(lambda: refuses(port), 6)
 
 
 def refuses(port: int) -> bool:

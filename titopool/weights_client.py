@@ -3,7 +3,7 @@
     client = WeightsClient("http://server:8000", device="cuda:0")
     client.update(model.named_parameters(), version=step, policy="keep")
 
-Needs torch only; NCCL between GPUs, gloo between CPUs. Everything that fails raises
+Needs torch and msgspec only; NCCL between GPUs, gloo between CPUs. Everything that fails raises
 `WeightsError`, whose text is the server's; the next `update` forms a new group by itself.
 """
 
