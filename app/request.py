@@ -9,14 +9,16 @@ from typing import NamedTuple
 from gevent.event import Event
 
 from titopool.errors import TitopoolError
-from titopool.messages import Completed, Job, Part
+from titopool.messages import Completed, Job, Part, WorkerFacts
 
 
 class Request:
     """Jobs in the order of the request, and their results in the same order."""
 
-    def __init__(self, jobs: list[Job]):
+    def __init__(self, jobs: list[Job], facts: WorkerFacts | None = None):
+        """`facts` are those of the model that the jobs were checked for; None: any will do."""
         self.jobs = jobs
+        self.facts = facts
         self.results: list[Completed | None] = [None] * len(jobs)
         self.error: TitopoolError | None = None
         self.num_open = len(jobs)
@@ -76,8 +78,8 @@ class PartOfJob(NamedTuple):
 class StreamedRequest(Request):
     """One whose parts are read as they come."""
 
-    def __init__(self, jobs: list[Job]):
-        super().__init__(jobs)
+    def __init__(self, jobs: list[Job], facts: WorkerFacts | None = None):
+        super().__init__(jobs, facts)
         self._parts: deque[PartOfJob] = deque()
         self._begun: set[int] = set()
         # Set when there is something to read, or the end has come.

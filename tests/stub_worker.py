@@ -84,7 +84,7 @@ class StubEngine:
         self, *, delay_s: float, load_s: float, max_num_seqs: int, max_model_len: int, is_bad: bool
     ):
         self.versions = Versions()
-        self.adapters: Any = SimpleNamespace(versions={})
+        self.adapters: Any = SimpleNamespace(versions={}, latest_versions={})
         self.weights = StubWeights(is_bad=is_bad)
         self._delay_s = delay_s
         self._load_s = load_s

@@ -6,6 +6,7 @@ from app.pool import Pool
 from app.request import Request
 from titopool.errors import GenerationFailed, NoReadyWorker
 from titopool.messages import Completed, Failed, Heartbeat, Job, Load, WorkerCounters, WorkerFacts
+from titopool.pool_state import PoolWeights
 
 FACTS = WorkerFacts(
     model="m", tokenizer="m", tokenizer_revision=None, trust_remote_code=False, vllm_version="0",
@@ -16,8 +17,8 @@ FACTS = WorkerFacts(
 
 def beat(name: str, *, incarnation: str = "", phase: str = "ready", others: int = 0) -> Heartbeat:
     return Heartbeat(
-        worker_id=name, incarnation=incarnation or name, phase=phase, phase_s=1.0, weight_version=0,
-        facts=FACTS if phase == "ready" else None, other_sequences=others, other_tokens=others * 10,
+        worker_id=name, incarnation=incarnation or name, phase=phase, phase_s=1.0, weights=PoolWeights(),
+        facts=FACTS if phase == "ready" else None, loaded_at=0.0, other_sequences=others, other_tokens=others * 10,
         num_sequences=others, counters=WorkerCounters(), num_front_ends=1 + bool(others),
     )  # fmt: skip
 

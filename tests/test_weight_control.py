@@ -1,7 +1,6 @@
 """A worker's answers to the steps of an update, with an engine that keeps a record of its calls."""
 
 import asyncio
-import json
 import socket
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -27,8 +26,9 @@ from titopool.commands import (
 )
 from titopool.config import ServerConfig
 from titopool.errors import InvalidRequest, TitopoolError, WeightUpdateFailed
+from titopool.pool_state import PoolState, PoolWeights
 from workers.control import Control
-from workers.ledger import Entry, Ledger, clear_ledgers
+from workers.ledger import Ledger, clear_ledgers, digest_of_files
 from workers.versions import Versions
 
 TIMEOUT_S = 0.8
@@ -41,7 +41,7 @@ class RecordingEngine:
     def __init__(self) -> None:
         self.versions = Versions()
         self.weights = self
-        self.adapters: Any = SimpleNamespace(versions={})
+        self.adapters: Any = SimpleNamespace(versions={}, latest_versions={})
         self.calls: list[str] = []
         self.can_keep = True
         self.is_stuck = self.has_stuck_caches = False
@@ -113,7 +113,7 @@ def run(story: Callable[[Worker], Awaitable[None]], worker: Worker | None = None
     worker = worker or Worker()
 
     async def play() -> None:
-        await worker.control.get_ready()
+        await worker.control.get_ready("m")
         watch = asyncio.create_task(worker.control.watch())
         await asyncio.wait_for(story(worker), 20)
         watch.cancel()
@@ -138,7 +138,7 @@ def test_caches_are_empty_before_the_weights_change_and_generation_stands():
     worker = run(story)
     assert worker.engine.calls[-4:] == ["pause abort", "clear", "apply", "resume"]
     assert worker.engine.versions.current == 7
-    assert worker.control.num_updates == 1
+    assert worker.control.weights.num_updates == 1
 
 
 @pytest.mark.parametrize(
@@ -217,6 +217,10 @@ def test_a_lease_is_renewed_and_ends():
     run(story)
 
 
+def of_pool(weights: PoolWeights) -> PoolState:
+    return PoolState(model="m", weights=weights)
+
+
 def test_a_restarted_worker_waits_or_takes_its_folder(tmp_path: Path):
     folder = tmp_path / "root" / "weights"
     folder.mkdir(parents=True)
@@ -228,23 +232,24 @@ def test_a_restarted_worker_waits_or_takes_its_folder(tmp_path: Path):
     def restarted() -> Worker:
         return run(nothing, Worker(str(tmp_path), str(tmp_path / "root")))
 
-    assert not restarted().control.is_waiting
-    ledger.write(Entry(version=5, num_updates=3))
+    assert restarted().control.phase == "ready"
+    ledger.write(of_pool(PoolWeights(3, "u", 5, False)))
     worker = restarted()
-    assert worker.control.is_waiting
+    assert worker.control.phase == "waiting_for_weights"
     assert worker.engine.calls == []
-    ledger.write(Entry(version=5, num_updates=3, folder=str(folder)))
+    files = digest_of_files(str(folder))
+    ledger.write(of_pool(PoolWeights(3, "u", 5, False, str(folder), files)))
     worker = restarted()
-    assert not worker.control.is_waiting
-    assert (worker.engine.versions.current, worker.control.num_updates) == (5, 3)
+    assert worker.control.phase == "ready"
+    assert (worker.engine.versions.current, worker.control.weights.num_updates) == (5, 3)
     folder.rmdir()
-    assert restarted().control.is_waiting
+    assert restarted().control.phase == "waiting_for_weights"
     clear_ledgers(str(tmp_path))
-    assert not restarted().control.is_waiting
+    assert restarted().control.phase == "ready"
 
 
 def test_a_waiting_worker_takes_whole_updates_only(tmp_path: Path):
-    Ledger(str(tmp_path), "0").write(Entry(version=5, num_updates=3))
+    Ledger(str(tmp_path), "0").write(of_pool(PoolWeights(3, "before", 5, False)))
 
     async def story(worker: Worker) -> None:
         await worker.good(JoinGroup("s", "trl", "gloo", "127.0.0.1", 1, 0, 2))
@@ -259,9 +264,8 @@ def test_a_waiting_worker_takes_whole_updates_only(tmp_path: Path):
         await worker.good(AwaitStep("apply", "u"))
 
     worker = run(story, Worker(str(tmp_path)))
-    assert not worker.control.is_waiting
-    written = json.loads((tmp_path / "worker-weights-0").read_text())
-    assert (written["version"], written["num_updates"]) == (6, 4)
+    assert worker.control.phase == "ready"
+    assert Ledger(str(tmp_path), "0").read().weights == PoolWeights(4, "u", 6, False)
 
 
 def test_folders_outside_the_root_are_refused(tmp_path: Path):

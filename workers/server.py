@@ -10,7 +10,8 @@ import logging
 import os
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from typing import Any
 
 import msgspec
 import zmq
@@ -72,13 +73,14 @@ class WorkerServer:
         self._incarnation = uuid.uuid4().hex
         self._phase, self._phase_since = "starting", time.monotonic()
         self._facts: messages.WorkerFacts | None = None
+        self._loaded_at = 0.0
         self._front_ends: dict[bytes, FrontEnd] = {}
         self._flush_planned = self._report_planned = False
         self._counters = WorkerCounters()
         self._control = Control(
             engine, config, worker_id=worker_id, on_applied=self._beat, on_broken=self._stop_soon
         )
-        self._answers: set[asyncio.Task[None]] = set()
+        self._background: set[asyncio.Task[None]] = set()
 
     async def run(self) -> str:
         """Serves; returns why it stopped ("" when it was asked to).
@@ -95,6 +97,7 @@ class WorkerServer:
             self._loop.create_task(self._start_engine()),
             self._loop.create_task(self._send_heartbeats()),
             self._loop.create_task(self._control.watch()),
+            self._loop.create_task(self._control.follow_pool()),
         ]
         for task in background:
             task.add_done_callback(self._stop_if_failed)
@@ -129,12 +132,12 @@ class WorkerServer:
             facts = await in_daemon_thread(lambda: self._engine.load(self._enter_phase))
             self._enter_phase("warming")
             await self._engine.warm_up()
-            await self._control.get_ready()
+            await self._control.get_ready(facts.model)
         except Exception as error:
             if not self._stop_reason.done():
                 self._stop_reason.set_exception(error)
             return
-        self._facts = facts
+        self._facts, self._loaded_at = facts, time.time()
         self._enter_phase("ready")
         await self._probe_engine()
 
@@ -177,7 +180,8 @@ class WorkerServer:
 
     def _handle(self, identity: bytes, message: messages.ToWorker) -> None:
         match message:
-            case Hello():
+            case Hello(pool=pool):
+                self._control.hear(pool)
                 self._greet(identity)
             case Generate(incarnation=self._incarnation, jobs=jobs):
                 for job in jobs:
@@ -189,12 +193,15 @@ class WorkerServer:
                 self._counters.num_compared_prompts += num_compared
                 self._counters.num_drifted_prompts += num_drifted
             case Command(incarnation=self._incarnation):
-                task = self._loop.create_task(self._answer(identity, message))
-                self._answers.add(task)
-                task.add_done_callback(self._answers.discard)
+                self._spawn(self._answer(identity, message))
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = self._loop.create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
 
     async def _answer(self, identity: bytes, command: Command) -> None:
-        self._send(identity, await self._control.answer(command))
+        self._send(identity, await self._control.answer(command, identity))
 
     def _greet(self, identity: bytes) -> None:
         front_end = self._front_ends.get(identity)
@@ -231,11 +238,19 @@ class WorkerServer:
     async def _run_job(self, front_end: FrontEnd, job: Job) -> None:
         try:
             result = await self._result_of(job, lambda part: self._post(front_end, part))
+            count(self._counters, job, result)
         except EngineDead as error:
             # No answer: the front end sends the job to another worker.
             self.stop(str(error))
             return
-        count(self._counters, job, result)
+        except Exception:
+            logger.exception("job %d failed", job.job_id)
+            result = Failed(
+                job.job_id,
+                job.attempt,
+                GenerationFailed.code,
+                f"worker {self._worker_id} failed on this prompt; its log has the reason",
+            )
         self._post(front_end, result)
         self._tell_others(front_end, job, result)
 
@@ -261,16 +276,6 @@ class WorkerServer:
             generated = await self._engine.run(job, on_part)
         except TitopoolError as error:
             return Failed(job.job_id, job.attempt, error.code, error.message, error.param)
-        except EngineDead:
-            raise
-        except Exception:
-            logger.exception("job %d failed", job.job_id)
-            return Failed(
-                job.job_id,
-                job.attempt,
-                GenerationFailed.code,
-                f"worker {self._worker_id} failed on this prompt; its log has the reason",
-            )
         self._counters.num_images += generated.num_images
         self._counters.image_seconds += generated.image_s
         return Completed(
@@ -355,10 +360,11 @@ class WorkerServer:
             incarnation=self._incarnation,
             phase=self._shown_phase(),
             phase_s=time.monotonic() - self._phase_since,
-            weight_version=self._engine.versions.current,
-            num_updates=self._control.num_updates,
+            weights=self._control.weights,
             adapters=self._control.adapters,
+            pool=self._control.pool,
             facts=self._facts,
+            loaded_at=self._loaded_at,
             num_front_ends=len(self._front_ends),
             other_sequences=others.other_sequences,
             other_tokens=others.other_tokens,
@@ -377,10 +383,10 @@ class WorkerServer:
                 # One that was only slow sends its jobs again.
                 self._send(identity, messages.Stopping(""))
                 del self._front_ends[identity]
+                self._spawn(self._control.lose_front_end(identity))
 
     def _shown_phase(self) -> str:
-        is_waiting = self._phase == "ready" and self._control.is_waiting
-        return "waiting_for_weights" if is_waiting else self._phase
+        return self._control.phase if self._phase == "ready" else self._phase
 
     def _stop_cause(self) -> str:
         if not self._stop_reason.done():
