@@ -14,7 +14,6 @@ from gevent.event import AsyncResult
 
 from app.pool import Pool
 from app.records import Worker
-from app.worker_order import natural_order
 from titopool.commands import Action, AwaitStep, Command, CommandDone
 from titopool.errors import (
     ERRORS_BY_CODE,
@@ -64,7 +63,7 @@ class Commands:
         Raises:
             NoReadyWorker: one is not there, or serves another model; a weight update would miss it.
         """
-        workers = sorted(self._pool.workers.values(), key=lambda one: natural_order(one.endpoint))
+        workers = self._pool.in_order()
         for worker in workers:
             if worker.heartbeat is None or worker.phase == "mismatched":
                 what = "does not answer" if worker.heartbeat is None else "serves another model"
@@ -84,8 +83,9 @@ class Commands:
         Raises:
             NoReadyWorker: none does.
         """
-        workers = sorted(self._pool.workers.values(), key=lambda one: natural_order(one.endpoint))
-        found = [one for one in workers if one.heartbeat and one.phase != "mismatched"]
+        found = [
+            one for one in self._pool.in_order() if one.heartbeat and one.phase != "mismatched"
+        ]
         if not found:
             raise NoReadyWorker("no worker answers; ask /ready and try again", retry_after_s=2)
         return found

@@ -32,7 +32,9 @@ def live() -> Response:
 def ready() -> Response:
     """Each worker's phase and weight version; 503 while none is ready."""
     workers = []
-    views = current_service().link.workers
+    link = current_service().link
+    link.meet()
+    views = link.workers
     for view in views:
         beat = view.heartbeat
         workers.append(
@@ -59,5 +61,6 @@ def get_world_size() -> Response:
     counts, also one that is not ready now: a smaller group would leave it out for good.
     """
     link = current_service().link
+    link.meet()
     world_size = link.facts.world_size * len(link.workers)
     return json_response({"world_size": world_size})

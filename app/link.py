@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 # A process that has just started asks the workers before it answers that none is ready.
 MEETING_S = 2.0
 # How long an endpoint that refuses connections is left alone, at first and at most.
-FIRST_RETRY_S, LONGEST_RETRY_S = 0.5, 10.0
+FIRST_RETRY_S, LONGEST_RETRY_S = 0.5, 5.0
 # Between two lines in the log about errors of the link itself.
 COMPLAIN_EVERY_S = 10.0
 REFUSED = (
@@ -371,7 +371,7 @@ class Link:
                 worker.endpoint, worker.heartbeat, worker.phase, self._reason_of(worker),
                 now - worker.last_seen,
             )
-            for worker in self._pool.workers.values()
+            for worker in self._pool.in_order()
         )  # fmt: skip
         has_met_all = bool(self._views) and all(view.heartbeat for view in self._views)
         if has_met_all or now > self._meet_until:

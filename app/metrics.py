@@ -58,6 +58,8 @@ class PoolCollector(Collector):
 @blueprint.get("/metrics/")
 def metrics() -> Response:
     """Prometheus' text format."""
+    link = current_service().link
+    link.meet()
     registry = CollectorRegistry()
-    registry.register(PoolCollector(current_service().link.workers))
+    registry.register(PoolCollector(link.workers))
     return Response(generate_latest(registry), content_type=CONTENT_TYPE_LATEST)

@@ -9,7 +9,9 @@ A job has exactly one end: its request is told once, whatever comes later.
 
 import dataclasses
 import logging
+import re
 from collections.abc import Callable, Iterable
+from functools import lru_cache
 from typing import NamedTuple
 
 import msgspec
@@ -19,7 +21,6 @@ from app.prefix_index import as_integers
 from app.records import OpenJob, Worker
 from app.request import Request
 from app.waiting import WaitingJobs
-from app.worker_order import natural_order
 from titopool.errors import (
     ERRORS_BY_CODE,
     GenerationFailed,
@@ -76,6 +77,10 @@ class Pool:
         self._lease_end = 0.0
 
     # ---- workers ---------------------------------------------------------------------
+
+    def in_order(self) -> list[Worker]:
+        """All workers in the order that every front end has: that of their endpoints."""
+        return sorted(self.workers.values(), key=lambda one: natural_order(one.endpoint))
 
     def add_worker(self, endpoint: str, now: float) -> None:
         self.workers[endpoint] = Worker(endpoint, last_seen=now)
@@ -421,6 +426,12 @@ def model_changed(before: WorkerFacts, now: WorkerFacts) -> ModelChanged:
         f"it was ({difference(before, now)}); send it again if that is meant",
         retry_after_s=1,
     )
+
+
+@lru_cache(maxsize=1024)
+def natural_order(endpoint: str) -> list[int | str]:
+    """A key that puts worker-2 before worker-10."""
+    return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", endpoint)]
 
 
 def _age_order(worker: Worker) -> tuple[object, ...]:

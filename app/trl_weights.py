@@ -35,6 +35,9 @@ from titopool.errors import InvalidRequest, TitopoolError
 
 blueprint = Blueprint("trl_weights", __name__)
 
+# Every interface of a host.
+WILDCARDS = ("0.0.0.0", "::")
+
 
 @blueprint.post("/init_communicator/")
 def init_communicator() -> Response:
@@ -44,10 +47,15 @@ def init_communicator() -> Response:
     size = check_world_size(body.world_size, workers)
     session = f"trl-{uuid.uuid4().hex[:12]}"
     first_host = host_of(workers[0].endpoint)
+    listens_at = body.host
+    if workers[0].endpoint.startswith("ipc://") and body.host in WILDCARDS:
+        # The client asks for every interface; the server's own is where it looks.
+        listens_at = listening_address()
+        first_host = first_host if listens_at in WILDCARDS else listens_at
 
     def join(index: int, _: Result) -> JoinGroup:
-        # The first worker listens where the client says; the others look for it at its address.
-        host = body.host if index == 0 else first_host
+        # The others look for the first worker at its address.
+        host = listens_at if index == 0 else first_host
         return JoinGroup(
             session, "trl", "auto", host, body.port, index * size, body.world_size,
             body.client_device_uuid,

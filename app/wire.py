@@ -51,6 +51,8 @@ class Wire:
         self._watchers = [loop.io(one.FD, READ) for one in (self._socket, self._monitor)]
         for watcher in self._watchers:
             watcher.start(on_change, self)
+        # A descriptor tells of nothing before its socket was looked at once.
+        on_change(self)
 
     def send(self, frame: bytes) -> None:
         """Queues `frame`; returns at once."""

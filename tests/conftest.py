@@ -48,19 +48,13 @@ StartStub = Callable[..., subprocess.Popen[bytes]]
 
 
 @pytest.fixture
-def start_stub(tmp_path: Path) -> Iterator[StartStub]:
-    """Starts stub workers: `start_stub(index, "--delay-s", "1")` at `ipc://…/worker-<index>`."""
+def start_stub_at() -> Iterator[StartStub]:
+    """Starts stub workers: `start_stub_at("tcp://…", "--delay-s", "1")`."""
     started: list[subprocess.Popen[bytes]] = []
 
-    def start(index: int, *arguments: str, **variables: str) -> subprocess.Popen[bytes]:
-        endpoint = f"ipc://{tmp_path}/worker-{index}"
-        Path(f"{tmp_path}/worker-{index}").unlink(missing_ok=True)
-        command = [sys.executable, "-m", "tests.stub_worker", "--endpoint", endpoint]
-        process = subprocess.Popen(
-            [*command, "--worker-id", str(index), *arguments],
-            env=environment(**variables),
-            cwd=REPOSITORY,
-        )
+    def start(endpoint: str, *arguments: str, **variables: str) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-m", "tests.stub_worker", "--endpoint", endpoint, *arguments]
+        process = subprocess.Popen(command, env=environment(**variables), cwd=REPOSITORY)
         started.append(process)
         return process
 
@@ -71,16 +65,30 @@ def start_stub(tmp_path: Path) -> Iterator[StartStub]:
 
 
 @pytest.fixture
+def start_stub(tmp_path: Path, start_stub_at: StartStub) -> StartStub:
+    """Starts stub workers: `start_stub(index, "--delay-s", "1")` at `ipc://…/worker-<index>`."""
+
+    def start(index: int, *arguments: str, **variables: str) -> subprocess.Popen[bytes]:
+        Path(f"{tmp_path}/worker-{index}").unlink(missing_ok=True)
+        endpoint = f"ipc://{tmp_path}/worker-{index}"
+        return start_stub_at(endpoint, "--worker-id", str(index), *arguments, **variables)
+
+    return start
+
+
+@pytest.fixture
 def stub_server(tmp_path: Path) -> Iterator[Callable[..., Server]]:
-    """`stub_server(num_workers, …)`: gunicorn before workers that `start_stub` starts."""
+    """`stub_server(num_workers, …)`: gunicorn before workers that `start_stub` starts; with 0
+    workers `--endpoints` is among the arguments."""
     stack = []
 
     def start(
         num_workers: int, *arguments: str, num_ready: int | None = None, **variables: str
     ) -> Server:
         endpoints = ",".join(f"ipc://{tmp_path}/worker-{index}" for index in range(num_workers))
+        local = ("--endpoints", endpoints) if num_workers else ()
         context = running_server(
-            "--endpoints", endpoints, *arguments, log=tmp_path / "server-log",
+            *local, *arguments, log=tmp_path / "server-log",
             num_workers=num_workers if num_ready is None else num_ready, **variables,
         )  # fmt: skip
         stack.append(context)

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 
 from titopool.commands import (
+    AbortUpdate,
+    AcceptOwnWeights,
     Action,
     ApplyUpdate,
     AwaitStep,
@@ -19,6 +21,7 @@ from titopool.commands import (
     CommandDone,
     GetStatus,
     JoinGroup,
+    LeaveGroup,
     Pause,
     PrepareUpdate,
     Resume,
@@ -29,6 +32,7 @@ from titopool.errors import InvalidRequest, TitopoolError, WeightUpdateFailed
 from titopool.pool_state import PoolState, PoolWeights
 from workers.control import Control
 from workers.ledger import Ledger, clear_ledgers, digest_of_files
+from workers.steps import Steps
 from workers.versions import Versions
 
 TIMEOUT_S = 0.8
@@ -114,9 +118,13 @@ def run(story: Callable[[Worker], Awaitable[None]], worker: Worker | None = None
 
     async def play() -> None:
         await worker.control.get_ready("m")
-        watch = asyncio.create_task(worker.control.watch())
+        tasks = [
+            asyncio.create_task(work())
+            for work in (worker.control.watch, worker.control.follow_pool)
+        ]
         await asyncio.wait_for(story(worker), 20)
-        watch.cancel()
+        for task in tasks:
+            task.cancel()
 
     asyncio.run(play())
     return worker
@@ -280,3 +288,151 @@ def test_folders_outside_the_root_are_refused(tmp_path: Path):
         assert await worker.state() == "closed"
 
     run(story, Worker(root=str(tmp_path / "root")))
+
+
+# ---- what holds generation ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("phase", ["preparing", "prepared"])
+def test_a_session_is_not_closed_during_a_commit(phase: str):
+    async def story(worker: Worker) -> None:
+        worker.engine.is_stuck = phase == "preparing"
+        await worker.begin()
+        await worker.good(PrepareUpdate("u", "drain"))
+        if phase == "prepared":
+            await worker.good(AwaitStep("prepare", "u"))
+        while "pause drain" not in worker.engine.calls:
+            await asyncio.sleep(0.01)
+        done = await worker.ask(LeaveGroup("s"))
+        assert done.code == "conflict"
+        assert "no commit in progress" in done.message
+        assert await worker.state() == phase
+        await worker.good(AbortUpdate("u", "the trainer gave up"))
+        assert await worker.state() == "closed"
+
+    assert run(story).engine.calls[-1] == "resume"
+
+
+def test_generation_never_stays_paused_without_a_reason():
+    """Whatever has forgotten to resume it: the watch does."""
+
+    async def story(worker: Worker) -> None:
+        await worker.control._pauses.begin_commit(worker.engine, "keep")
+        while worker.control._pauses.is_committing:
+            await asyncio.sleep(0.05)
+
+    assert run(story).engine.calls == ["pause keep", "resume"]
+
+
+def test_a_pause_during_a_commit_holds_from_its_end():
+    async def story(worker: Worker) -> None:
+        await worker.begin()
+        await worker.good(PrepareUpdate("u", "keep"))
+        await worker.good(AwaitStep("prepare", "u"))
+        pausing = asyncio.create_task(worker.good(Pause("abort", 30)))
+        await asyncio.sleep(0)
+        await worker.good(ApplyUpdate("u"))
+        await worker.good(AwaitStep("apply", "u"))
+        await pausing
+        assert (await worker.good(GetStatus()))["is_paused"]
+        await worker.good(Resume())
+
+    assert run(story).engine.calls[-4:] == ["clear", "apply", "pause abort", "resume"]
+
+
+def test_who_leads_a_commit_and_is_gone_leaves_the_old_weights():
+    async def story(worker: Worker) -> None:
+        await worker.begin()
+        prepare = Command("i", 1, PrepareUpdate("u", "keep"))
+        assert (await worker.control.answer(prepare, b"leader")).code == ""
+        await worker.good(AwaitStep("prepare", "u"))
+        await worker.control.lose_front_end(b"another")
+        assert await worker.state() == "prepared"
+        await worker.control.lose_front_end(b"leader")
+        assert await worker.state() == "closed"
+
+    worker = run(story)
+    assert worker.engine.calls[-1] == "resume"
+    assert worker.engine.versions.current == 0
+
+
+def test_who_is_prepared_and_hears_that_others_have_applied_does_so_too():
+    async def story(worker: Worker) -> None:
+        await worker.begin()
+        await worker.good(PrepareUpdate("u", "keep"))
+        await worker.good(AwaitStep("prepare", "u"))
+        worker.control.hear(of_pool(PoolWeights(1, "u", 7, False)))
+        while await worker.state() != "open":
+            await asyncio.sleep(0.02)
+        assert worker.engine.versions.current == 7
+        # The command itself comes late.
+        await worker.good(ApplyUpdate("u"))
+        assert (await worker.good(AwaitStep("apply", "u")))["version"] == 7
+
+    assert run(story).engine.calls.count("apply") == 1
+
+
+def test_who_is_prepared_and_hears_of_another_update_gives_up():
+    async def story(worker: Worker) -> None:
+        await worker.begin()
+        await worker.good(PrepareUpdate("u", "keep"))
+        await worker.good(AwaitStep("prepare", "u"))
+        worker.control.hear(of_pool(PoolWeights(1, "other", 9, False)))
+        while await worker.state() != "closed":
+            await asyncio.sleep(0.02)
+        assert worker.control.phase == "waiting_for_weights"
+
+    assert "apply" not in run(story).engine.calls
+
+
+def test_weights_that_are_lost_are_accepted_by_whoever_has_the_models_own():
+    async def story(worker: Worker) -> None:
+        worker.control.hear(of_pool(PoolWeights(4, "u", 9, False)))
+        assert worker.control.phase == "waiting_for_weights"
+        assert await worker.good(AcceptOwnWeights("own", 5)) == {"restarts": False}
+        assert worker.control.phase == "ready"
+        done = await worker.ask(AcceptOwnWeights("own-2", 6))
+        assert done.code == "conflict"
+
+    assert not run(story).broken
+
+
+def test_who_has_other_weights_than_the_models_own_restarts_to_accept_them():
+    async def story(worker: Worker) -> None:
+        await worker.begin()
+        await worker.good(PrepareUpdate("u", "keep"))
+        await worker.good(AwaitStep("prepare", "u"))
+        await worker.good(ApplyUpdate("u"))
+        await worker.good(AwaitStep("apply", "u"))
+        worker.control.hear(of_pool(PoolWeights(4, "v", 9, False)))
+        assert worker.control.phase == "stale"
+        assert await worker.good(AcceptOwnWeights("own", 5)) == {"restarts": True}
+
+    assert "own weights" in run(story).broken[0]
+
+
+def test_the_end_of_an_update_that_is_repeated_outlives_many_pauses():
+    async def story(worker: Worker) -> None:
+        steps = Steps()
+        ends = asyncio.Event()
+
+        async def quick() -> dict[str, Any]:
+            return {}
+
+        async def slow() -> dict[str, Any]:
+            await ends.wait()
+            return {"is": "there"}
+
+        steps.start("finish", "trl", quick())
+        for index in range(40):
+            steps.start("pause", str(index), quick())
+        await asyncio.sleep(0)
+        steps.start("finish", "trl", slow())
+        for index in range(40, 80):
+            steps.start("pause", str(index), quick())
+            await asyncio.sleep(0)
+        assert steps.is_running("finish", "trl")
+        ends.set()
+        assert await steps.wait("finish", "trl") == {"is": "there"}
+
+    run(story)

@@ -31,6 +31,7 @@ from workers.packing import pack_logprobs, pack_prompt_logprobs
 from workers.parsing import Parsers, Parsing, check_parsers, load_parsers
 from workers.process import without_collector
 from workers.streaming import Stream
+from workers.tokenizer_files import digest_of_tokenizer
 from workers.versions import Versions
 from workers.vllm_params import client_errors, failed_inside, refusal_or_failure, to_vllm_params
 from workers.weight_engine import VllmWeights, WeightEngine
@@ -202,6 +203,7 @@ class VllmEngine:
             max_loras=self.adapters.limit,
             tool_call_parser=self._config.tool_call_parser,
             reasoning_parser=self._config.reasoning_parser,
+            tokenizer_digest=digest_of_tokenizer(str(model.tokenizer)),
         )
 
     async def warm_up(self) -> None:
