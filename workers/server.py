@@ -271,8 +271,8 @@ class WorkerServer:
                 other.prefixes += prefix
 
     async def _result_of(self, job: Job, on_part: OnPart) -> Completed | Failed:
-        await self._control.before_job()
         try:
+            await self._control.before_job()
             generated = await self._engine.run(job, on_part)
         except TitopoolError as error:
             return Failed(job.job_id, job.attempt, error.code, error.message, error.param)
