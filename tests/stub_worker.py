@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from enum import IntEnum
 from types import SimpleNamespace
 from typing import Any
@@ -169,7 +170,8 @@ class StubEngine:
         if options.logprobs is not None:
             values = np.full(len(answer), -1.5, dtype=np.float32)
             logprobs = Logprobs(values.tobytes())
-        completion = Completion(answer.tobytes(), "length", logprobs, [(0, 0)])
+        versions = [(self.versions.current, 0)]
+        completion = Completion(answer.tobytes(), "length", logprobs, versions)
         return Generated([completion] * options.n)
 
     async def _stream(self, job: Job, ids: np.ndarray, on_part: OnPart) -> None:
@@ -202,23 +204,24 @@ class StubEngine:
         return None
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--endpoint", required=True)
-    parser.add_argument("--worker-id", default="stub")
-    parser.add_argument("--delay-s", type=float, default=0.0)
-    parser.add_argument("--max-num-seqs", type=int, default=256)
-    parser.add_argument("--bad-weights", action="store_true")
-    parser.add_argument("--die-at", default="", help="a method of weight updates, e.g. apply")
-    parser.add_argument("--slow", default=[], action="append", help="METHOD=SECONDS")
-    parser.add_argument("--model", default="stub")
-    parser.add_argument("--vocab-size", type=int, default=VOCAB_SIZE)
-    parser.add_argument("--load-s", type=float, default=0.0)
-    parser.add_argument("--max-model-len", type=int, default=4096)
-    arguments = parser.parse_args()
-    config = from_environment()
-    configure_logging(config.log_level)
-    engine = StubEngine(
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser()
+    made.add_argument("--endpoint", required=True)
+    made.add_argument("--worker-id", default="stub")
+    made.add_argument("--delay-s", type=float, default=0.0)
+    made.add_argument("--max-num-seqs", type=int, default=256)
+    made.add_argument("--bad-weights", action="store_true")
+    made.add_argument("--die-at", default="", help="a method of weight updates, e.g. apply")
+    made.add_argument("--slow", default=[], action="append", help="METHOD=SECONDS")
+    made.add_argument("--model", default="stub")
+    made.add_argument("--vocab-size", type=int, default=VOCAB_SIZE)
+    made.add_argument("--load-s", type=float, default=0.0)
+    made.add_argument("--max-model-len", type=int, default=4096)
+    return made
+
+
+def engine_of(arguments: argparse.Namespace) -> StubEngine:
+    return StubEngine(
         delay_s=arguments.delay_s,
         load_s=arguments.load_s,
         max_num_seqs=arguments.max_num_seqs,
@@ -232,19 +235,26 @@ def main() -> None:
         ),
     )
 
-    async def serve() -> str:
-        server = WorkerServer(
-            engine,
-            endpoint=arguments.endpoint,
-            worker_id=arguments.worker_id,
-            config=config,
-            report=PhaseReporter(arguments.worker_id, None),
-        )
-        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, server.stop)
-        return await server.run()
 
-    sys.exit(asyncio.run(serve()))
+async def serve(
+    arguments: argparse.Namespace,
+    prepare: Callable[[WorkerServer, StubEngine], None] = lambda server, engine: None,
+) -> str:
+    """Serves until it is told to stop; `prepare` may change the server before."""
+    config = from_environment()
+    configure_logging(config.log_level)
+    engine = engine_of(arguments)
+    server = WorkerServer(
+        engine,
+        endpoint=arguments.endpoint,
+        worker_id=arguments.worker_id,
+        config=config,
+        report=PhaseReporter(arguments.worker_id, None),
+    )
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, server.stop)
+    prepare(server, engine)
+    return await server.run()
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(asyncio.run(serve(parser().parse_args())))

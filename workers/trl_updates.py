@@ -76,8 +76,10 @@ class TrlUpdates(Updates):
 
     @property
     def has_tensors(self) -> bool:
-        """Whether an update of TRL's client is under way."""
-        return self.state.phase is Phase.RECEIVING and self.state.protocol == "trl"
+        """Whether an update of TRL's client is in progress; one from a folder may be meanwhile."""
+        state = self.state
+        is_receiving = state.phase is Phase.RECEIVING and state.protocol == "trl"
+        return is_receiving and state.update is not None and not state.update.folder
 
     async def _commit_tensors(self) -> Result:
         update = self.state.update
