@@ -70,7 +70,9 @@ class Trainer:
         self.versions.committed(version)
 
     async def trl_update(self) -> None:
-        # TRL names no version: it is one more than the pool has.
+        # TRL names no version: it is one more than the pool has. To the stub each tensor is a whole
+        # model, so a job between the two ends an update with the first.
+        self.versions.begin()
         self.versions.begin()
         with listening() as port:
             await self.call(
