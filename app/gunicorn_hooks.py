@@ -98,14 +98,7 @@ def when_ready(server: Any) -> None:
 def post_worker_init(worker: Any) -> None:
     """In each front end: connects to the workers before the first request."""
     configure_logging(_config.log_level)
-    # gevent's locks can leave a greenlet waiting for ever when another thread (the tokenizer's)
-    # logs at the same time; a thread's own cannot, and writing a line yields to nobody.
-    # gevent's also fail, with a message, when the interpreter ends.
-    new_lock = get_original("threading", "RLock")
-    vars(logging)["_lock"] = new_lock()
-    for name in ("", "gunicorn.error", "gunicorn.access"):
-        for handler in logging.getLogger(name).handlers:
-            handler.lock = new_lock()
+    give_logging_native_locks()
     # A crash in a library's native code leaves each thread's traceback in the log.
     faulthandler.enable()
     service = worker.wsgi.extensions["titopool"]
@@ -123,6 +116,28 @@ def post_worker_init(worker: Any) -> None:
         stop_accepting(number, frame)
 
     signal.signal(signal.SIGTERM, end_in_time)
+
+
+def give_logging_native_locks() -> None:
+    """Takes gevent's locks out of the logging module, whose users are also native threads.
+
+    A gevent lock can leave a greenlet waiting for ever when another thread (the tokenizer's)
+    logs at the same time. It also fails, with a traceback on the screen, when the interpreter
+    ends. A native lock does neither, and writing a line yields to no other greenlet.
+    """
+    # The class in C. gevent leaves the function threading.RLock as it is, but that function then
+    # makes locks of threading's Python class, which gevent has given its own inner lock.
+    new_lock = get_original("_thread", "RLock")
+    vars(logging)["_lock"] = new_lock()
+    for reference in vars(logging)["_handlerList"]:
+        if (handler := reference()) is not None:
+            handler.lock = new_lock()
+
+    def create_lock(handler: logging.Handler) -> None:
+        handler.lock = new_lock()
+
+    # For handlers that libraries add later: transformers does, in the tokenizer's thread.
+    vars(logging)["Handler"].createLock = create_lock
 
 
 def _end_with_supervisor(supervisor_pid: int, master_pid: int) -> None:

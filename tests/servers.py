@@ -52,6 +52,13 @@ class Server:
         )
         return {worker: float(value) for worker, value in found}
 
+    def is_listening(self) -> bool:
+        """Whether a front end answers at all."""
+        try:
+            return self.get("/live").status_code == 200
+        except requests.RequestException:
+            return False
+
     def wait_until_ready(self, num_workers: int = 1) -> None:
         wait_until(lambda: self._num_ready() >= num_workers, START_TIMEOUT_S, self._explain)
 

@@ -1,0 +1,41 @@
+"""The server's own processes, start to end, without an engine: nothing here waits for vLLM."""
+
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from tests.servers import REPOSITORY, STOP_TIMEOUT_S, environment, wait_until
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGQUIT])
+def test_front_ends_end_without_a_traceback(start_server, tmp_path, number):
+    server = start_server(
+        "--num-front-ends", "2", "--endpoints", f"ipc://{tmp_path}/worker-0"
+    )  # fmt: skip
+    wait_until(lambda: server.log.count("Booting worker") == 2 and server.is_listening(), 30)
+    server.process.send_signal(number)
+    assert server.process.wait(STOP_TIMEOUT_S) == 0
+    assert "Traceback" not in server.log
+    assert "Exception" not in server.log
+
+
+def test_logging_has_native_locks_in_a_front_end():
+    code = """
+from gevent import monkey
+monkey.patch_all()
+import _thread, logging
+from app.gunicorn_hooks import give_logging_native_locks
+
+logging.basicConfig()
+give_logging_native_locks()
+later = logging.StreamHandler()
+locks = [logging._lock, logging.lastResort.lock, later.lock, logging.getLogger().handlers[0].lock]
+print({type(lock) is _thread.RLock for lock in locks})
+"""
+    command = [sys.executable, "-c", code]
+    result = subprocess.run(
+        command, env=environment(), cwd=REPOSITORY, capture_output=True, text=True, timeout=60
+    )
+    assert (result.stdout, result.stderr) == ("{True}\n", "")
