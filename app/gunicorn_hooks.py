@@ -64,12 +64,15 @@ SUPERVISOR_STOP_TIMEOUT_S = 6.0
 LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
 _supervisor: subprocess.Popen[bytes] | None = None
+# A descriptor of that process, which a front end inherits. Unlike its number it stays that
+# process's, also when the process has ended before a front end looks.
+_supervisor_fd = -1
 _own_run_dir: str | None = None
 
 
 def when_ready(server: Any) -> None:
     """In the master, once the port is bound and before the front ends are forked."""
-    global _supervisor, _own_run_dir
+    global _supervisor, _supervisor_fd, _own_run_dir
     if _config.endpoints:
         return
     try:
@@ -93,6 +96,8 @@ def when_ready(server: Any) -> None:
         # A signal from the terminal is for the master, which stops the front ends first.
         start_new_session=True,
     )
+    # Python takes milliseconds to start, so it cannot have ended and been reaped yet.
+    _supervisor_fd = os.pidfd_open(_supervisor.pid)
 
 
 def post_worker_init(worker: Any) -> None:
@@ -106,7 +111,7 @@ def post_worker_init(worker: Any) -> None:
     # What is imported by now stays: the collector need not look at it again.
     gc.freeze()
     if _supervisor is not None:
-        gevent.spawn(_end_with_supervisor, _supervisor.pid, os.getppid())
+        gevent.spawn(_end_with_supervisor, _supervisor_fd, os.getppid())
     stop_accepting = signal.getsignal(signal.SIGTERM)
 
     def end_in_time(number: int, frame: Any) -> None:
@@ -140,13 +145,13 @@ def give_logging_native_locks() -> None:
     vars(logging)["Handler"].createLock = create_lock
 
 
-def _end_with_supervisor(supervisor_pid: int, master_pid: int) -> None:
+def _end_with_supervisor(supervisor_fd: int, master_pid: int) -> None:
     """Ends the server when the supervisor is gone, and the workers with it.
 
     In the front ends, because the master holds no threads and gunicorn tells it nothing of
     this child.
     """
-    select.select([os.pidfd_open(supervisor_pid)], [], [])
+    select.select([supervisor_fd], [], [])
     if os.getppid() == master_pid:
         os.kill(master_pid, signal.SIGTERM)
 
@@ -172,6 +177,8 @@ def on_exit(server: Any) -> None:
     (run_dir / FAILURE_FILE).unlink(missing_ok=True)
     if _own_run_dir:
         shutil.rmtree(_own_run_dir, ignore_errors=True)
+    if not has_failed and not was_alive:
+        server.log.error("the supervisor has ended by itself, and the workers with it")
     if has_failed or not was_alive:
         sys.exit(1)
 

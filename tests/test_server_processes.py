@@ -39,3 +39,14 @@ print({type(lock) is _thread.RLock for lock in locks})
         command, env=environment(), cwd=REPOSITORY, capture_output=True, text=True, timeout=60
     )
     assert (result.stdout, result.stderr) == ("{True}\n", "")
+
+
+def test_a_supervisor_that_dies_before_the_front_ends_look_ends_the_server(start_server, tmp_path):
+    # As a crash at import, or for want of memory, would.
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os, sys\nif 'workers.supervisor' in sys.orig_argv: os._exit(3)\n"
+    )
+    server = start_server(PYTHONPATH=str(tmp_path))
+    assert server.process.wait(30) == 1
+    assert "the supervisor has ended by itself" in server.log
+    assert "Traceback" not in server.log
