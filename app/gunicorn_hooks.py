@@ -23,6 +23,7 @@ from typing import Any
 import gevent
 from gevent.monkey import get_original
 
+from titopool.child_environment import child_environment
 from titopool.config import ENV_PREFIX, FAILURE_FILE, from_environment
 from titopool.errors import ConfigError
 from titopool.gpus import number_of_workers
@@ -91,7 +92,7 @@ def when_ready(server: Any) -> None:
         [sys.executable, "-m", "workers.supervisor", "--parent-pid", str(os.getpid())]
         + [word for url in _urls(server) for word in ("--url", url)]
         + (["--remove-run-dir"] if _own_run_dir else []),
-        env=os.environ | {"PYTHONPATH": _python_path()},
+        env=child_environment(os.environ),
         stdin=subprocess.DEVNULL,
         # A signal from the terminal is for the master, which stops the front ends first.
         start_new_session=True,
@@ -214,9 +215,3 @@ def _urls(server: Any) -> list[str]:
                 f"http://[{host}]:{address[1]}" if ":" in host else f"http://{host}:{address[1]}"
             )
     return urls[:1]
-
-
-def _python_path() -> str:
-    """So that the child finds this checkout, or this installation, from any folder."""
-    here = str(Path(__file__).resolve().parent.parent)
-    return os.pathsep.join(filter(None, (here, os.environ.get("PYTHONPATH"))))

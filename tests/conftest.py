@@ -104,9 +104,9 @@ def start_server(tmp_path: Path) -> Iterator[Callable[..., Server]]:
     """Starts servers that the test ends itself; kills what is left of them."""
     started: list[subprocess.Popen[bytes]] = []
 
-    def start(*arguments: str, **variables: str) -> Server:
+    def start(*arguments: str, folder: Path = REPOSITORY, **variables: str) -> Server:
         log = tmp_path / f"server-log-{len(started)}"
-        process, url = serve_process(*arguments, log=log, **variables)
+        process, url = serve_process(*arguments, log=log, folder=folder, **variables)
         started.append(process)
         return Server(process, url, log)
 

@@ -18,6 +18,8 @@ import requests
 START_TIMEOUT_S = 240.0
 STOP_TIMEOUT_S = 10.0
 REPOSITORY = Path(__file__).resolve().parent.parent
+# The command as pip installs it.
+TITOPOOL = str(Path(sys.executable).with_name("titopool"))
 
 
 class Server:
@@ -102,17 +104,21 @@ def environment(**variables: str) -> dict[str, str]:
 
 
 def serve_process(
-    *arguments: str, log: Path, port: int | None = None, **variables: str
+    *arguments: str,
+    log: Path,
+    port: int | None = None,
+    folder: Path = REPOSITORY,
+    **variables: str,
 ) -> tuple[subprocess.Popen[bytes], str]:
-    """Starts `titopool serve` without waiting; returns it and its URL."""
+    """Starts `titopool serve` in `folder` without waiting; returns it and its URL."""
     port = port or free_port()
     with log.open("wb") as output:
         process = subprocess.Popen(
-            [sys.executable, "-m", "titopool.cli", "serve", *arguments, "--port", str(port)],
+            [TITOPOOL, "serve", *arguments, "--port", str(port)],
             stdout=output,
             stderr=subprocess.STDOUT,
             env=environment(**variables),
-            cwd=REPOSITORY,
+            cwd=folder,
         )
     return process, f"http://127.0.0.1:{port}"
 

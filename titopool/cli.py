@@ -5,6 +5,7 @@ import sys
 from collections.abc import Sequence
 
 from titopool import __version__
+from titopool.child_environment import child_environment
 from titopool.config import ENV_PREFIX, from_command_line, usage
 from titopool.errors import ConfigError
 
@@ -24,10 +25,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"titopool: {error}", file=sys.stderr)
         return 2
     others = {key: value for key, value in os.environ.items() if not key.startswith(ENV_PREFIX)}
+    command = [sys.executable, "-m", "titopool.gunicorn_server"]
     os.execve(
         sys.executable,
-        [sys.executable, "-m", "gunicorn", "-c", "python:app.gunicorn_hooks", "app:create_app()"],
-        others | config.to_environment(),
+        [*command, "-c", "python:app.gunicorn_hooks", "app:create_app()"],
+        child_environment(others | config.to_environment()),
     )
 
 
