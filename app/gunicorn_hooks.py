@@ -24,7 +24,7 @@ import gevent
 from gevent.monkey import get_original
 
 from titopool.child_environment import child_environment
-from titopool.config import ENV_PREFIX, FAILURE_FILE, from_environment
+from titopool.config import ENV_PREFIX, FAILURE_FILE, from_environment, ignored_variables
 from titopool.errors import ConfigError
 from titopool.gpus import number_of_workers
 from titopool.logs import configure_logging
@@ -74,6 +74,8 @@ _own_run_dir: str | None = None
 def when_ready(server: Any) -> None:
     """In the master, once the port is bound and before the front ends are forked."""
     global _supervisor, _supervisor_fd, _own_run_dir
+    if ignored := ignored_variables():
+        server.log.info("Ignored variables of a Kubernetes Service: %s", ", ".join(ignored))
     if _config.endpoints:
         return
     try:

@@ -2,7 +2,12 @@
 
 import pytest
 
-from titopool.config import ServerConfig, from_command_line, from_environment
+from titopool.config import (
+    ServerConfig,
+    from_command_line,
+    from_environment,
+    ignored_variables,
+)
 from titopool.errors import ConfigError
 
 
@@ -53,3 +58,46 @@ def test_impossible_settings_are_named(argv, environ, parts):
         from_command_line(argv, environ)
     for part in parts:
         assert part in str(caught.value)
+
+
+# As Kubernetes makes them of Services `titopool` (two ports, one with a name) and `titopool-worker`.
+SERVICES = {
+    "TITOPOOL_SERVICE_HOST": "10.96.0.12",
+    "TITOPOOL_SERVICE_PORT": "8000",
+    "TITOPOOL_SERVICE_PORT_HTTP": "8000",
+    "TITOPOOL_PORT": "tcp://10.96.0.12:8000",
+    "TITOPOOL_PORT_8000_TCP": "tcp://10.96.0.12:8000",
+    "TITOPOOL_PORT_8000_TCP_PROTO": "tcp",
+    "TITOPOOL_PORT_8000_TCP_PORT": "8000",
+    "TITOPOOL_PORT_8000_TCP_ADDR": "10.96.0.12",
+    "TITOPOOL_PORT_9_UDP": "udp://[fd00::1]:9",
+    "TITOPOOL_PORT_9_UDP_ADDR": "fd00::1",
+    "TITOPOOL_WORKER_SERVICE_HOST": "10.96.0.13",
+    "TITOPOOL_WORKER_SERVICE_PORT": "5555",
+    "TITOPOOL_WORKER_PORT": "tcp://10.96.0.13:5555",
+    "TITOPOOL_WORKER_PORT_5555_TCP": "tcp://10.96.0.13:5555",
+}
+
+
+def test_variables_of_kubernetes_services_are_no_settings():
+    assert ignored_variables(SERVICES) == sorted(SERVICES)
+    assert from_environment(SERVICES) == ServerConfig()
+    assert from_environment(SERVICES | {"TITOPOOL_PORT": "9000"}) == ServerConfig(port=9000)
+
+
+@pytest.mark.parametrize(
+    "key, value",
+    [
+        ("TITOPOOL_PORT", "tcp:9000"),
+        ("TITOPOOL_PORTS", "tcp://10.96.0.12:8000"),
+        ("TITOPOOL_SERVICE_HOST", "localhost"),
+        ("TITOPOOL_SERVICE_PORT", "any"),
+        ("TITOPOOL_SERVICE_HOSTS", "10.96.0.12"),
+        ("TITOPOOL_PORT_8000_TCP_ADDR", "worker"),
+        ("TITOPOOL_PORT_8000", "tcp://10.96.0.12:8000"),
+        ("TITOPOOL_HOSTS", "10.96.0.12"),
+    ],
+)
+def test_what_only_looks_like_a_service_is_refused(key, value):
+    with pytest.raises(ConfigError, match=key):
+        from_environment({key: value})

@@ -50,3 +50,12 @@ def test_a_supervisor_that_dies_before_the_front_ends_look_ends_the_server(start
     assert server.process.wait(30) == 1
     assert "the supervisor has ended by itself" in server.log
     assert "Traceback" not in server.log
+
+
+def test_a_server_starts_beside_a_kubernetes_service_of_its_name(start_server, tmp_path):
+    server = start_server(
+        "--num-front-ends", "1", "--endpoints", f"ipc://{tmp_path}/worker-0",
+        TITOPOOL_WORKER_PORT="tcp://10.96.0.12:5555", TITOPOOL_SERVICE_HOST="10.96.0.12",
+    )  # fmt: skip
+    wait_until(server.is_listening, 30, lambda: server.log)
+    assert "TITOPOOL_SERVICE_HOST, TITOPOOL_WORKER_PORT" in server.log

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from titopool import __version__
 from titopool.child_environment import child_environment
-from titopool.config import ENV_PREFIX, from_command_line, usage
+from titopool.config import ENV_PREFIX, from_command_line, ignored_variables, usage
 from titopool.errors import ConfigError
 
 
@@ -24,7 +24,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         print(f"titopool: {error}", file=sys.stderr)
         return 2
-    others = {key: value for key, value in os.environ.items() if not key.startswith(ENV_PREFIX)}
+    ignored = ignored_variables()
+    others = {
+        key: value
+        for key, value in os.environ.items()
+        # What is ignored is left for gunicorn's master to tell.
+        if key in ignored or not key.startswith(ENV_PREFIX)
+    }
     command = [sys.executable, "-m", "titopool.gunicorn_server"]
     os.execve(
         sys.executable,

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any, get_type_hints
 
 from titopool.errors import ConfigError
+from titopool.kubernetes import service_variables
 
 ENV_PREFIX = "TITOPOOL_"
 # In `run_dir`: written by a supervisor that gives up, for gunicorn's master to read.
@@ -233,14 +234,20 @@ def from_environment(environ: Mapping[str, str] = os.environ) -> ServerConfig:
 
 def _environment_values(environ: Mapping[str, str]) -> dict[str, Any]:
     values = {}
+    ignored = ignored_variables(environ)
     for key, text in environ.items():
-        if not key.startswith(ENV_PREFIX):
+        if not key.startswith(ENV_PREFIX) or key in ignored:
             continue
         name = key[len(ENV_PREFIX) :].lower()
         if name not in SETTINGS:
             raise ConfigError(f"{key}: no such setting{_did_you_mean(key, _variable_names())}")
         values[name] = parse_value(name, text, key)
     return values
+
+
+def ignored_variables(environ: Mapping[str, str] = os.environ) -> list[str]:
+    """Variables that look like settings and are Kubernetes' own."""
+    return service_variables(environ, ENV_PREFIX)
 
 
 def _variable_names() -> list[str]:

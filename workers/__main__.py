@@ -13,7 +13,7 @@ import signal
 import sys
 from typing import NoReturn
 
-from titopool.config import ServerConfig, from_command_line
+from titopool.config import ServerConfig, from_command_line, ignored_variables
 from titopool.errors import ConfigError
 from titopool.gpus import visible_gpus
 from titopool.logs import configure_logging
@@ -21,6 +21,8 @@ from workers.engine import VllmEngine
 from workers.process import kill_children
 from workers.server import WorkerServer
 from workers.status import PhaseReporter
+
+logger = logging.getLogger(__name__)
 
 USAGE = "usage: python -m workers --endpoint tcp://ADDRESS:PORT [MODEL] [options of titopool serve]"
 
@@ -49,12 +51,14 @@ def main(argv: list[str]) -> int:
             raise ConfigError(f"--endpoint is missing; {USAGE}")
         config = from_command_line(argv)
         configure_logging(config.log_level)
+        if parent_pid is None and (ignored := ignored_variables()):
+            logger.info("ignored variables of a Kubernetes Service: %s", ", ".join(ignored))
         reason = asyncio.run(
             serve(config, endpoint, worker_id, report, int(parent_pid) if parent_pid else None)
         )
     except Exception as error:
         if not isinstance(error, ConfigError):
-            logging.getLogger(__name__).exception("worker %s failed", worker_id)
+            logger.exception("worker %s failed", worker_id)
         reason = describe_failure(error)
     if not reason:
         return 0
