@@ -1,6 +1,9 @@
 """`python -m workers`: runs one worker by itself, for Compose and clusters.
 
-    python -m workers --endpoint tcp://0.0.0.0:5555 [MODEL] [--setting VALUE …] [vLLM options]
+    python -P -m workers --endpoint tcp://0.0.0.0:5555 [MODEL] [--setting VALUE …] [vLLM options]
+
+`--worker-id` names it in logs and metrics; by default the host's name and the endpoint do. `-P`
+keeps modules of the working folder from being taken for ours.
 
 The supervisor starts its workers the same way, with `--endpoint ipc://…`. The last step of
 this process is `os._exit`: threads of a broken engine must not keep it.
@@ -9,6 +12,7 @@ this process is `os._exit`: threads of a broken engine must not keep it.
 import asyncio
 import logging
 import os
+import re
 import signal
 import sys
 from typing import NoReturn
@@ -24,31 +28,67 @@ from workers.status import PhaseReporter
 
 logger = logging.getLogger(__name__)
 
-USAGE = "usage: python -m workers --endpoint tcp://ADDRESS:PORT [MODEL] [options of titopool serve]"
+USAGE = (
+    "usage: python -P -m workers --endpoint tcp://ADDRESS:PORT [--worker-id NAME] [MODEL] "
+    "[options of titopool serve]"
+)
+# Addresses that stand for all of a host.
+ANY_ADDRESS = ("0.0.0.0", "*", "[::]", "::")
 
 
 def take_option(argv: list[str], flag: str) -> str | None:
-    """Removes `flag VALUE` from `argv` and returns VALUE; None when it is not there."""
-    if flag not in argv:
-        return None
-    index = argv.index(flag)
-    if index + 1 >= len(argv):
-        raise ConfigError(f"{flag}: expected a value, got nothing")
-    value = argv[index + 1]
-    del argv[index : index + 2]
-    return value
+    """Removes `flag VALUE` or `flag=VALUE` from `argv` and returns VALUE; None if it is not there."""
+    for index, word in enumerate(argv):
+        if word.startswith(flag + "="):
+            del argv[index]
+            return word.removeprefix(flag + "=")
+        if word == flag:
+            if index + 1 >= len(argv):
+                raise ConfigError(f"{flag}: expected a value, got nothing")
+            value = argv[index + 1]
+            del argv[index : index + 2]
+            return value
+    return None
+
+
+def default_worker_id(endpoint: str) -> str:
+    """A name that no other worker of this host has, as each has an endpoint of its own."""
+    scheme, _, place = endpoint.partition("://")
+    if scheme == "ipc":
+        place = os.path.abspath(place).strip("/").replace("/", "-")
+    else:
+        address, _, port = place.rpartition(":")
+        place = port if address in ANY_ADDRESS else f"{address}-{port}"
+    return f"{os.uname().nodename}-{place}"
+
+
+def checked_worker_id(worker_id: str) -> str:
+    """`worker_id`, which is part of a file's name.
+
+    Raises:
+        ConfigError: it cannot be.
+    """
+    if not re.fullmatch(r"[\w.:\[\]-]{1,200}", worker_id):
+        raise ConfigError(
+            f"--worker-id: expected letters, digits, '.', ':', '-' and '_', got {worker_id!r}"
+        )
+    return worker_id
 
 
 def main(argv: list[str]) -> int:
     """Runs the worker; returns its exit code."""
-    endpoint = take_option(argv, "--endpoint")
-    worker_id = take_option(argv, "--worker-id") or os.uname().nodename
-    status_fd = take_option(argv, "--status-fd")
-    parent_pid = take_option(argv, "--parent-pid")
-    report = PhaseReporter(worker_id, int(status_fd) if status_fd else None)
+    worker_id = os.uname().nodename
+    report = PhaseReporter(worker_id, None)
     try:
+        endpoint = take_option(argv, "--endpoint")
         if endpoint is None:
             raise ConfigError(f"--endpoint is missing; {USAGE}")
+        worker_id = checked_worker_id(
+            take_option(argv, "--worker-id") or default_worker_id(endpoint)
+        )
+        status_fd = take_option(argv, "--status-fd")
+        parent_pid = take_option(argv, "--parent-pid")
+        report = PhaseReporter(worker_id, int(status_fd) if status_fd else None)
         config = from_command_line(argv)
         configure_logging(config.log_level)
         if parent_pid is None and (ignored := ignored_variables()):
