@@ -23,6 +23,7 @@ from typing import Any
 import gevent
 from gevent.monkey import get_original
 
+from app.descriptors import limits_within
 from titopool.child_environment import child_environment
 from titopool.config import ENV_PREFIX, FAILURE_FILE, from_environment, ignored_variables
 from titopool.errors import ConfigError
@@ -37,9 +38,15 @@ try:
 except ConfigError as error:
     sys.exit(f"titopool: {error}")
 
-# Each open request is a descriptor; many systems allow 1,024 unless asked for more.
-_hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-resource.setrlimit(resource.RLIMIT_NOFILE, (_hard_limit, _hard_limit))
+# Many systems allow 1,024 descriptors unless asked for more.
+_num_descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+resource.setrlimit(resource.RLIMIT_NOFILE, (_num_descriptors, _num_descriptors))
+_num_open, _num_connections = limits_within(
+    sys.maxsize if _num_descriptors == resource.RLIM_INFINITY else _num_descriptors,
+    max_open_requests=_config.max_open_requests,
+)
+# Where the front ends read it.
+os.environ[ENV_PREFIX + "MAX_OPEN_REQUESTS"] = str(_num_open)
 
 bind = (
     f"[{_config.host}]:{_config.port}" if ":" in _config.host else f"{_config.host}:{_config.port}"
@@ -48,8 +55,7 @@ bind = (
 workers = _config.num_front_ends or min(4, max(1, len(os.sched_getaffinity(0)) // 2))
 # A greenlet for each connection: a thread hand-over costs more than all else of a request.
 worker_class = "gevent"
-# Also those that send nothing now.
-worker_connections = _config.max_open_requests + 4096
+worker_connections = _num_connections
 backlog = 4096
 keepalive = 75
 loglevel = _config.log_level
@@ -76,6 +82,12 @@ def when_ready(server: Any) -> None:
     global _supervisor, _supervisor_fd, _own_run_dir
     if ignored := ignored_variables():
         server.log.info("Ignored variables of a Kubernetes Service: %s", ", ".join(ignored))
+    if _num_open < _config.max_open_requests:
+        server.log.warning(
+            "max_open_requests is %d here, not %d: a process may open %d files and connections "
+            "(ulimit -n, LimitNOFILE, Docker's ulimits)",
+            _num_open, _config.max_open_requests, _num_descriptors,
+        )  # fmt: skip
     if _config.endpoints:
         return
     try:

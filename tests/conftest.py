@@ -4,6 +4,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -104,9 +105,9 @@ def start_server(tmp_path: Path) -> Iterator[Callable[..., Server]]:
     """Starts servers that the test ends itself; kills what is left of them."""
     started: list[subprocess.Popen[bytes]] = []
 
-    def start(*arguments: str, folder: Path = REPOSITORY, **variables: str) -> Server:
+    def start(*arguments: str, **options: Any) -> Server:
         log = tmp_path / f"server-log-{len(started)}"
-        process, url = serve_process(*arguments, log=log, folder=folder, **variables)
+        process, url = serve_process(*arguments, log=log, **options)
         started.append(process)
         return Server(process, url, log)
 

@@ -108,13 +108,25 @@ def serve_process(
     log: Path,
     port: int | None = None,
     folder: Path = REPOSITORY,
+    num_descriptors: int | None = None,
     **variables: str,
 ) -> tuple[subprocess.Popen[bytes], str]:
     """Starts `titopool serve` in `folder` without waiting; returns it and its URL."""
     port = port or free_port()
+    limit = f"ulimit -n {num_descriptors}; " if num_descriptors else ""
     with log.open("wb") as output:
         process = subprocess.Popen(
-            [TITOPOOL, "serve", *arguments, "--port", str(port)],
+            [
+                "bash",
+                "-c",
+                limit + 'exec "$@"',
+                "-",
+                TITOPOOL,
+                "serve",
+                *arguments,
+                "--port",
+                str(port),
+            ],
             stdout=output,
             stderr=subprocess.STDOUT,
             env=environment(**variables),

@@ -1,5 +1,6 @@
 """The server's own processes, start to end, without an engine: nothing here waits for vLLM."""
 
+import concurrent.futures
 import signal
 import subprocess
 import sys
@@ -59,3 +60,17 @@ def test_a_server_starts_beside_a_kubernetes_service_of_its_name(start_server, t
     )  # fmt: skip
     wait_until(server.is_listening, 30, lambda: server.log)
     assert "TITOPOOL_SERVICE_HOST, TITOPOOL_WORKER_PORT" in server.log
+
+
+def test_requests_beyond_the_descriptors_are_429(start_server, start_stub, tmp_path):
+    start_stub(0, "--delay-s", "3")
+    server = start_server(
+        "--num-front-ends", "1", "--endpoints", f"ipc://{tmp_path}/worker-0", num_descriptors=256
+    )  # fmt: skip
+    server.wait_until_ready()
+    assert "max_open_requests is 168 here, not 16384" in server.log
+    with concurrent.futures.ThreadPoolExecutor(185) as threads:
+        ask = lambda _: server.post("/generate/", {"prompts": [[1, 2]]}).status_code  # noqa: E731
+        statuses = sorted(threads.map(ask, range(185)))
+    assert statuses == [200] * 168 + [429] * 17
+    assert server.is_listening()

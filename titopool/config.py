@@ -48,7 +48,9 @@ class ServerConfig:
         0, "gunicorn processes; 0: one for two cores, four at most", at_least=0
     )
     max_open_requests: int = setting(
-        16_384, "requests that one gunicorn process holds open at once", at_least=1
+        16_384,
+        "requests that one gunicorn process holds open at once; fewer where it may not open as many files",
+        at_least=1,
     )
     tensor_parallel_size: int = setting(1, "GPUs that share each layer of one engine", at_least=1)
     pipeline_parallel_size: int = setting(
