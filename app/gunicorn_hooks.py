@@ -25,7 +25,13 @@ from gevent.monkey import get_original
 
 from app.descriptors import limits_within
 from titopool.child_environment import child_environment
-from titopool.config import ENV_PREFIX, FAILURE_FILE, from_environment, ignored_variables
+from titopool.config import (
+    ENV_PREFIX,
+    FAILURE_FILE,
+    check_engine_options,
+    from_environment,
+    ignored_variables,
+)
 from titopool.errors import ConfigError
 from titopool.gpus import number_of_workers
 from titopool.logs import configure_logging
@@ -33,6 +39,7 @@ from titopool.sockets import read_curve_key
 
 try:
     _config = from_environment()
+    check_engine_options(_config)
     if any(endpoint.startswith("tcp://") for endpoint in _config.endpoints):
         read_curve_key(_config.curve_key_file)
 except ConfigError as error:

@@ -1,6 +1,7 @@
 """The command `titopool`: `titopool serve [MODEL] …` is gunicorn with settings from the command line."""
 
 import os
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -14,10 +15,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; replaces this process by gunicorn's master."""
     words = list(sys.argv[1:] if argv is None else argv)
     if words[:1] == ["--version"]:
-        print(__version__)
+        show(__version__)
         return 0
     if words[:1] != ["serve"] or "--help" in words or "-h" in words:
-        print(usage())
+        show(usage())
         return 0 if "--help" in words or "-h" in words else 2
     try:
         config = from_command_line(words[1:])
@@ -37,6 +38,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         [*command, "-c", "python:app.gunicorn_hooks", "app:create_app()"],
         child_environment(others | config.to_environment()),
     )
+
+
+def show(text: str) -> None:
+    """Prints `text`; ends without a word, as other commands do, if the reader has gone."""
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    print(text, flush=True)
 
 
 if __name__ == "__main__":

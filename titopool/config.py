@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, get_type_hints
 
+from titopool import vllm_options
 from titopool.errors import ConfigError
 from titopool.kubernetes import service_variables
 
@@ -265,23 +266,27 @@ def from_command_line(argv: Sequence[str], environ: Mapping[str, str] = os.envir
     """The settings of `titopool serve [MODEL] [--setting value …] [vLLM options …]`.
 
     Options that are no settings of ours go to `engine_args`, behind those of the
-    environment, where vLLM's parser checks them.
+    environment, where vLLM's parser reads them.
 
     Raises:
-        ConfigError: a value is missing or impossible, or an option is nearly one of ours.
+        ConfigError: a value is missing or impossible, or an option is neither ours nor vLLM's.
     """
     values = _environment_values(environ)
     words = list(argv)
     engine_argv: list[str] = []
-    if words and not words[0].startswith("-"):
-        values["model"] = words.pop(0)
+    model = ""
     aliases = {"-tp": "tensor_parallel_size", "-pp": "pipeline_parallel_size"}
     while words:
         word = words.pop(0)
+        # Behind one of vLLM's options it may be that one's value.
+        if not word.startswith("-") and not engine_argv:
+            if model:
+                raise ConfigError(f"expected one MODEL, got {model!r} and {word!r}")
+            values["model"] = model = word
+            continue
         flag, equals, inline = word.partition("=")
         name = aliases.get(flag) or flag.removeprefix("--").replace("-", "_")
         if not flag.startswith("-") or name not in SETTINGS:
-            _refuse_near_miss(flag)
             engine_argv.append(word)
             continue
         if SETTINGS[name].metadata["secret"]:
@@ -293,16 +298,29 @@ def from_command_line(argv: Sequence[str], environ: Mapping[str, str] = os.envir
         values[name] = parse_value(name, inline if equals else words.pop(0), flag)
     if engine_argv:
         values["engine_args"] = f"{values.get('engine_args', '')} {shlex.join(engine_argv)}".strip()
-    return ServerConfig(**values)
+    config = ServerConfig(**values)
+    check_engine_options(config)
+    return config
 
 
-def _refuse_near_miss(flag: str) -> None:
-    # vLLM's options are known only in the worker; a slip in one of ours need not wait for it.
+def check_engine_options(config: ServerConfig) -> None:
+    """Refuses options that neither we nor vLLM have, seconds before vLLM would.
+
+    Raises:
+        ConfigError: names the first such option, and the one that was perhaps meant.
+    """
     ours = ["--" + name.replace("_", "-") for name in SETTINGS]
-    if flag.startswith("--"):
-        close = difflib.get_close_matches(flag, ours, n=1, cutoff=0.93)
-        if close:
-            raise ConfigError(f"{flag}: no such option; did you mean {close[0]}?")
+    theirs = vllm_options.option_names()
+    for word in config.engine_argv:
+        flag = word.partition("=")[0]
+        if theirs is None and flag.startswith("--"):
+            # Of vLLM's names nothing is known here, but this one is nearly one of ours.
+            if close := difflib.get_close_matches(flag, ours, n=1, cutoff=0.93):
+                raise ConfigError(f"{flag}: no such option; did you mean {close[0]}?")
+        elif theirs is not None and vllm_options.is_unknown(word):
+            close = difflib.get_close_matches(flag.replace("_", "-"), [*ours, *theirs], n=1)
+            hint = f"did you mean {close[0]}?" if close else "`titopool serve --help` lists ours"
+            raise ConfigError(f"{flag}: neither titopool nor vLLM has such an option; {hint}")
 
 
 def usage() -> str:
