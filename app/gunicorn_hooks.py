@@ -188,6 +188,22 @@ def worker_abort(worker: Any) -> None:
     worker_int(worker)
 
 
+def worker_exit(server: Any, worker: Any) -> None:
+    """In a front end that ends: leaves out the interpreter's own end.
+
+    That takes a second once the tokenizer's modules are there, and can write tracebacks of
+    what is taken apart in an unlucky order.
+    """
+    reason = sys.exc_info()[1]
+    # The master calls this too, for a process that it finds gone.
+    if worker.pid == os.getpid() and isinstance(reason, SystemExit):
+        code = reason.code or 0
+        if isinstance(code, int):
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code & 0xFF)
+
+
 def on_exit(server: Any) -> None:
     """In the master, after the front ends: stops the workers. Exits 1 after a failed start."""
     if _supervisor is None:

@@ -64,7 +64,7 @@ def start_worker(tiny_model: str, key_file: str, log: Path) -> Iterator[StartWor
             process.wait()
 
 
-def test_a_worker_alone_serves_whoever_has_its_key(start_worker, key_file, tmp_path):
+def test_a_worker_alone_serves_whoever_has_its_key(start_worker, key_file, log, tmp_path):
     port = free_port()
     worker = start_worker(f"tcp://127.0.0.1:{port}")
     endpoints = ("--endpoints", f"tcp://localhost:{port}")
@@ -84,6 +84,7 @@ def test_a_worker_alone_serves_whoever_has_its_key(start_worker, key_file, tmp_p
         worker.send_signal(signal.SIGTERM)
         assert worker.wait(STOP_TIMEOUT_S) == 0
         wait_until(lambda: not alive(children), 2, lambda: str(alive(children)))
+    assert "Traceback" not in log.read_text()
 
 
 def test_weights_reach_workers_of_several_hosts(

@@ -97,8 +97,8 @@ def test_the_server_ends_with_its_supervisor(start_server):
     wait_until(lambda: not alive(children), 10, lambda: str(alive(children)))
 
 
-def test_phases_greeting_and_ctrl_c(start_server, tiny_model):
-    server = start_server(tiny_model, *ENGINE_OPTIONS)
+def test_phases_greeting_and_ctrl_c(start_server, tiny_model, tmp_path):
+    server = start_server(tiny_model, *ENGINE_OPTIONS, "--run-dir", str(tmp_path / "run"))
     wait_until(lambda: "Try it" in server.log, START_TIMEOUT_S, lambda: server.log[-3000:])
     log = server.log
     for text in ("importing", "loading (importing took", "warming (loading took", "ready (warming"):
@@ -109,8 +109,12 @@ def test_phases_greeting_and_ctrl_c(start_server, tiny_model):
     assert '"completion_ids":[[' in pasted.stdout
     children = descendants(server)
     server.process.send_signal(signal.SIGINT)
-    server.process.wait(STOP_TIMEOUT_S)
+    assert server.process.wait(STOP_TIMEOUT_S) == 0
     assert alive(children) == []
+    # What vLLM writes, from its start to its end, is in a file and not on the screen.
+    assert "worker 0 | " not in server.log
+    assert "Traceback" not in server.log
+    assert "INFO" in (tmp_path / "run" / "worker-0.log").read_text()
 
 
 def test_tensor_parallel_workers_answer_as_one_does(start_server, tiny_model):

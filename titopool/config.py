@@ -71,7 +71,9 @@ class ServerConfig:
         "comma-separated worker endpoints of a pool that runs elsewhere, tcp://host:port or "
         "ipc://path; a host name stands for all its addresses; empty: start workers here",
     )
-    run_dir: str = setting("", "folder for the sockets of local workers; empty: a new private one")
+    run_dir: str = setting(
+        "", "folder for the sockets and logs of local workers; empty: a new private one"
+    )
     curve_key_file: str = setting(
         "", "file with the key that tcp endpoints need on both sides; made when it is missing"
     )
@@ -135,7 +137,9 @@ class ServerConfig:
     weight_update_timeout_s: float = setting(
         300.0, "how long each step of a weight update may take", at_least=0.1
     )
-    log_level: str = setting("info", "debug, info, warning or error")
+    log_level: str = setting(
+        "info", "debug, info, warning or error; debug also shows what vLLM writes"
+    )
 
     def __post_init__(self) -> None:
         for item in dataclasses.fields(self):

@@ -15,6 +15,7 @@ import os
 import re
 import signal
 import sys
+import traceback
 from typing import NoReturn
 
 from titopool.config import ServerConfig, from_command_line, ignored_variables
@@ -26,7 +27,8 @@ from workers.process import kill_children
 from workers.server import WorkerServer
 from workers.status import PhaseReporter
 
-logger = logging.getLogger(__name__)
+# Its own name is __main__ here.
+logger = logging.getLogger("workers")
 
 USAGE = (
     "usage: python -P -m workers --endpoint tcp://ADDRESS:PORT [--worker-id NAME] [MODEL] "
@@ -90,7 +92,7 @@ def main(argv: list[str]) -> int:
         parent_pid = take_option(argv, "--parent-pid")
         report = PhaseReporter(worker_id, int(status_fd) if status_fd else None)
         config = from_command_line(argv)
-        configure_logging(config.log_level)
+        configure_logging(config.log_level, report.log_handler())
         if parent_pid is None and (ignored := ignored_variables()):
             logger.info("ignored variables of a Kubernetes Service: %s", ", ".join(ignored))
         reason = asyncio.run(
@@ -98,7 +100,8 @@ def main(argv: list[str]) -> int:
         )
     except Exception as error:
         if not isinstance(error, ConfigError):
-            logger.exception("worker %s failed", worker_id)
+            # With a supervisor, in the file of what vLLM writes.
+            traceback.print_exception(error)
         reason = describe_failure(error)
     if not reason:
         return 0
@@ -122,9 +125,15 @@ async def serve(
         report=report,
         parent_pid=parent_pid,
     )
+
+    def stop() -> None:
+        # vLLM takes the end of an engine that it ends itself for an error, with a traceback.
+        logging.getLogger("vllm.v1.engine.async_llm").setLevel(logging.CRITICAL)
+        server.stop()
+
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, server.stop)
+        loop.add_signal_handler(number, stop)
     return await server.run()
 
 
