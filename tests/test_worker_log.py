@@ -3,7 +3,6 @@
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -34,13 +33,13 @@ class Supervised:
         return path.read_text() if path.exists() else ""
 
     def wait_for(self, text: str) -> None:
-        wait_until(lambda: text in self.screen, 20, lambda: self.screen + self.log())
+        wait_until(lambda: text in self.screen, 60, lambda: self.screen + self.log())
 
     def stop(self) -> None:
         """Stops the supervisor, and its parent with it."""
         (supervisor,) = psutil.Process(self.process.pid).children()
         supervisor.send_signal(signal.SIGTERM)
-        self.process.wait(10)
+        self.process.wait(30)
 
 
 @pytest.fixture
@@ -136,7 +135,7 @@ write("{ENGINE_ERROR}while it stops")
 """)
     server.wait_for("worker 0: ready")
     flag.touch()
-    wait_until(lambda: "again 98" in server.log(), 10)
+    wait_until(lambda: "again 98" in server.log(), 30)
     server.stop()
     shown = [error_text(line.removeprefix("worker 0 | ")) for line in server.screen.splitlines()]
     assert [text for text in shown if text] == [
@@ -177,7 +176,7 @@ raise ValueError("no such model")
 
 def test_a_start_that_fails_shows_the_end_of_the_log_and_says_where_it_is(supervise):
     server = supervise(FAILING)
-    assert server.process.wait(20) == 1
+    assert server.process.wait(60) == 1
     conclusion = server.screen.rpartition("\ntitopool: ")[2].rstrip().splitlines()
     assert conclusion[0] == "worker 0 could not start (loading): ValueError: no such model"
     assert conclusion[1] == f"  the last lines of its log, {server.run_dir}/worker-0.log:"
@@ -191,7 +190,7 @@ def test_the_log_of_a_failed_start_outlives_a_private_run_dir(supervise, tmp_pat
     for number in range(worker_log.MAX_KEPT_LOGS):
         (kept / f"2020-01-{number + 1:02}-120000-7-worker-0.log").touch()
     server = supervise(FAILING, "--remove-run-dir")
-    assert server.process.wait(20) == 1
+    assert server.process.wait(60) == 1
     names = sorted(path.name for path in kept.iterdir())
     assert len(names) == worker_log.MAX_KEPT_LOGS
     assert names[0].startswith("2020-01-02")
@@ -211,7 +210,7 @@ wait()
 """)
     server.wait_for("it exited with code 3; starting it again in 0 s; its log is")
     # The file goes on.
-    wait_until(lambda: server.log().count("---- worker 0 starts, process ") == 2, 10)
+    wait_until(lambda: server.log().count("---- worker 0 starts, process ") == 2, 30)
     server.stop()
     assert "last words" in server.log()
 
@@ -249,11 +248,8 @@ def test_a_full_disk_does_not_stop_the_workers(caplog):
 
 
 def test_a_worker_that_writes_much_at_its_end_is_not_held_up(supervise):
-    server = supervise(
-        "report('ready')\nwait()\nfor _ in range(5000): write('x' * 100)\nwrite('end')"
-    )
+    # More than a pipe holds.
+    server = supervise("report('ready')\nwait()\nwrite('x' * 200_000)\nwrite('the end')")
     server.wait_for("worker 0: ready")
-    begin = time.monotonic()
     server.stop()
-    assert time.monotonic() - begin < 3.5
-    assert "end\n" in server.log()
+    assert "the end\n" in server.log()

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import ENGINE_OPTIONS
-from tests.servers import STOP_TIMEOUT_S, wait_until
+from tests.servers import wait_until
 
 NAMES = ["app.py", "app/__init__.py", "workers/__init__.py", "titopool/__init__.py", "json.py"]
 
@@ -26,7 +26,7 @@ def test_a_module_of_the_working_folder_is_not_taken_for_ours(start_server, tmp_
     wait_until(lambda: "worker 0: importing" in server.log, 60, lambda: server.log)
     wait_until(server.is_listening, 30, lambda: server.log)
     server.process.terminate()
-    assert server.process.wait(STOP_TIMEOUT_S) == 0
+    assert server.process.wait(30) == 0
     assert "was imported" not in server.log
 
 
@@ -37,8 +37,22 @@ def test_packages_in_pythonpath_are_not_taken_for_ours(start_server, tmp_path):
     wait_until(lambda: "worker 0: importing" in server.log, 60, lambda: server.log)
     wait_until(server.is_listening, 30, lambda: server.log)
     server.process.terminate()
-    assert server.process.wait(STOP_TIMEOUT_S) == 0
+    assert server.process.wait(30) == 0
     assert "was imported" not in server.log
+
+
+def test_a_relative_endpoint_and_key_file_are_those_of_the_folder(
+    start_server, start_stub, tmp_path
+):
+    start_stub(0)
+    server = start_server("--endpoints", "ipc://worker-0", folder=tmp_path)
+    server.wait_until_ready()
+    assert server.generate([[1, 2, 3]])["completion_ids"] == [[3, 2, 1]]
+    server = start_server(
+        "--endpoints", "tcp://127.0.0.1:9", "--curve-key-file", "key", folder=tmp_path
+    )  # fmt: skip
+    wait_until(server.is_listening, 30, lambda: server.log)
+    assert (tmp_path / "key").is_file()
 
 
 def test_relative_paths_mean_what_they_say_in_a_folder_full_of_such_names(
@@ -57,5 +71,5 @@ def test_relative_paths_mean_what_they_say_in_a_folder_full_of_such_names(
     assert update.status_code == 200, update.text
     assert (user / "run" / "worker-0").is_socket()
     server.process.terminate()
-    assert server.process.wait(STOP_TIMEOUT_S) == 0
+    assert server.process.wait(30) == 0
     assert "was imported" not in server.log
