@@ -198,6 +198,16 @@ def test_the_log_of_a_failed_start_outlives_a_private_run_dir(supervise, tmp_pat
     assert "step 0\n" in (kept / names[-1]).read_text()
 
 
+def test_a_log_that_cannot_be_kept_does_not_hide_the_cause(supervise, tmp_path):
+    (tmp_path / "cache").touch()
+    server = supervise(FAILING, "--remove-run-dir")
+    assert server.process.wait(60) == 1
+    conclusion = server.screen.rpartition("\ntitopool: ")[2]
+    assert "ValueError: no such model" in conclusion
+    assert "its log, which is lost (" in conclusion
+    assert "    step 49\n" in conclusion
+
+
 def test_a_worker_that_dies_is_told_with_its_log(supervise, tmp_path):
     flag = tmp_path / "has-died"
     server = supervise(f"""

@@ -7,6 +7,7 @@ import pytest
 
 from tests.conftest import ENGINE_OPTIONS
 from tests.servers import wait_until
+from titopool import child_environment
 
 NAMES = ["app.py", "app/__init__.py", "workers/__init__.py", "titopool/__init__.py", "json.py"]
 
@@ -39,6 +40,34 @@ def test_packages_in_pythonpath_are_not_taken_for_ours(start_server, tmp_path):
     server.process.terminate()
     assert server.process.wait(30) == 0
     assert "was imported" not in server.log
+
+
+@pytest.mark.parametrize(
+    "home, python_path, expected",
+    [
+        # site-packages holds packages that would replace modules of the standard library.
+        pytest.param("site-packages", "", None, id="installed"),
+        pytest.param("site-packages", ":/lib/a::/lib/b", "/lib/a:/lib/b", id="empty-parts"),
+        pytest.param("site-packages", "{user}:/lib/a", "{home}:{user}:/lib/a", id="other-app"),
+        pytest.param("site-packages", "{namespace}", "{namespace}", id="no-package"),
+        pytest.param("checkout", "/lib/a", "{home}:/lib/a", id="checkout"),
+    ],
+)
+def test_our_packages_come_first_where_they_must(
+    tmp_path, monkeypatch, home, python_path, expected
+):
+    folders = {
+        "home": tmp_path / home,
+        "user": fill(tmp_path / "user", ["app.py"]),
+        "namespace": tmp_path / "namespace",
+    }
+    (folders["namespace"] / "workers").mkdir(parents=True)
+    monkeypatch.setattr(child_environment, "HOME", folders["home"])
+    environ = {"OTHER": "x", "PYTHONPATH": python_path.format(**folders)}
+    wanted = {"PYTHONPATH": expected.format(**folders)} if expected is not None else {}
+    assert child_environment.child_environment(environ) == {
+        "OTHER": "x", "PYTHONSAFEPATH": "1", **wanted,
+    }  # fmt: skip
 
 
 def test_a_relative_endpoint_and_key_file_are_those_of_the_folder(

@@ -61,7 +61,7 @@ class WorkerLog(RotatingFileHandler):
         super().__init__(
             self.path, maxBytes=MAX_FILE_BYTES, backupCount=1, encoding="utf-8", delay=True
         )
-        self._name = f"worker {index}"
+        self._worker = f"worker {index}"
         self._is_kept = is_kept
         self._is_broken = False
         # When the last errors were shown, and whether there were more than that.
@@ -75,7 +75,7 @@ class WorkerLog(RotatingFileHandler):
         self.emit(logging.makeLogRecord({"msg": line.encode(errors="replace").decode()}))
 
     def handleError(self, record: logging.LogRecord) -> None:
-        """Called amid the error of a write: a full disk does not stop the workers."""
+        """Called when a line cannot be written: a full disk does not stop the workers."""
         if not self._is_broken:
             logger.warning("%s cannot be written; lines are lost", self.path, exc_info=True)
         self._is_broken = True
@@ -83,7 +83,7 @@ class WorkerLog(RotatingFileHandler):
     def show(self, line: str) -> None:
         """Writes `line` to the screen with the worker's name, if there is something in it."""
         if line.strip():
-            prefix = "" if line.startswith(self._name) else f"{self._name} | "
+            prefix = "" if line.startswith(self._worker) else f"{self._worker} | "
             print(prefix + line, file=sys.stderr, flush=True)
 
     def show_error(self, line: str) -> None:
@@ -104,7 +104,8 @@ class WorkerLog(RotatingFileHandler):
         """The end of `lines`, and where all are."""
         try:
             name = str(self.path if self._is_kept else self._copy())
-        except OSError as error:
+        except (OSError, RuntimeError) as error:
+            # The latter: this user has no home.
             name = f"which is lost ({error})"
         quoted = "".join(f"\n    {line[:MAX_QUOTED_CHARACTERS]}" for line in lines[-QUOTED_LINES:])
         return f"  the last lines of its log, {name}:{quoted}"
