@@ -4,10 +4,19 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
+import psutil
 import pytest
 
-from tests.servers import REPOSITORY, Server, environment, running_server
+from tests.servers import (
+    REPOSITORY,
+    Server,
+    environment,
+    kill_all,
+    running_server,
+    serve_process,
+)
 from titopool.gpus import visible_gpus
 
 ENGINE_OPTIONS = ("--dtype", "float32", "--max-model-len", "512", "--max-num-seqs", "128")
@@ -97,3 +106,22 @@ def stub_server(tmp_path: Path) -> Iterator[Callable[..., Server]]:
     yield start
     for context in stack:
         context.__exit__(None, None, None)
+
+
+@pytest.fixture
+def start_server(tmp_path: Path) -> Iterator[Callable[..., Server]]:
+    """Starts servers that the test ends itself; kills what is left of them."""
+    started: list[subprocess.Popen[bytes]] = []
+
+    def start(*arguments: str, **options: Any) -> Server:
+        log = tmp_path / f"server-log-{len(started)}"
+        process, url = serve_process(*arguments, log=log, **options)
+        started.append(process)
+        return Server(process, url, log)
+
+    yield start
+    for process in started:
+        if process.poll() is None:
+            kill_all(psutil.Process(process.pid).children(recursive=True))
+            process.kill()
+            process.wait()

@@ -2,11 +2,19 @@
 
 import logging
 
+FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
-def configure_logging(level: str) -> None:
-    """Shows our own lines from `level` up, and warnings of the libraries."""
-    logging.basicConfig(
-        level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
+
+def configure_logging(level: str, own_handler: logging.Handler | None = None) -> None:
+    """Shows our own lines from `level` up, and warnings of the libraries.
+
+    Our own go to `own_handler`, if there is one, and the libraries' to standard error.
+    """
+    logging.basicConfig(level=logging.WARNING, format=FORMAT)
     for package in ("app", "titopool", "workers"):
-        logging.getLogger(package).setLevel(level.upper())
+        logger = logging.getLogger(package)
+        logger.setLevel(level.upper())
+        if own_handler is not None:
+            own_handler.setFormatter(logging.Formatter(FORMAT))
+            logger.addHandler(own_handler)
+            logger.propagate = False
