@@ -239,8 +239,8 @@ def engine_of(arguments: argparse.Namespace) -> StubEngine:
 async def serve(
     arguments: argparse.Namespace,
     prepare: Callable[[WorkerServer, StubEngine], None] = lambda server, engine: None,
-) -> str:
-    """Serves until it is told to stop; `prepare` may change the server before."""
+) -> int:
+    """Serves until it is told to stop; `prepare` may change the server before. The exit code."""
     config = from_environment()
     configure_logging(config.log_level)
     engine = engine_of(arguments)
@@ -253,7 +253,10 @@ async def serve(
     )
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, server.stop)
     prepare(server, engine)
-    return await server.run()
+    reason = await server.run()
+    if reason:
+        print(reason, file=sys.stderr)
+    return server.exit_code if reason else 0
 
 
 if __name__ == "__main__":

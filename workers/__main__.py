@@ -23,7 +23,7 @@ from titopool.errors import ConfigError
 from titopool.gpus import visible_gpus
 from titopool.logs import configure_logging
 from workers.engine import VllmEngine
-from workers.process import kill_children
+from workers.process import EXIT_FAILED, EXIT_STOPPED, kill_children
 from workers.server import WorkerServer
 from workers.status import PhaseReporter
 
@@ -95,18 +95,17 @@ def main(argv: list[str]) -> int:
         configure_logging(config.log_level, report.log_handler())
         if parent_pid is None and (ignored := ignored_variables()):
             logger.info("ignored variables of a Kubernetes Service: %s", ", ".join(ignored))
-        reason = asyncio.run(
+        reason, code = asyncio.run(
             serve(config, endpoint, worker_id, report, int(parent_pid) if parent_pid else None)
         )
     except Exception as error:
         if not isinstance(error, ConfigError):
             # With a supervisor, in the file of what vLLM writes.
             traceback.print_exception(error)
-        reason = describe_failure(error)
-    if not reason:
-        return 0
-    report.failed(reason)
-    return 1
+        reason, code = describe_failure(error), EXIT_FAILED
+    if reason:
+        report.failed(reason)
+    return code
 
 
 async def serve(
@@ -115,8 +114,8 @@ async def serve(
     worker_id: str,
     report: PhaseReporter,
     parent_pid: int | None,
-) -> str:
-    """Serves until a signal comes or the engine dies; returns why ("" for a signal)."""
+) -> tuple[str, int]:
+    """Serves until a signal comes or the engine dies; why ("" for a signal), and the exit code."""
     server = WorkerServer(
         VllmEngine(config, on_cpu=not visible_gpus()),
         endpoint=endpoint,
@@ -134,7 +133,8 @@ async def serve(
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop)
-    return await server.run()
+    reason = await server.run()
+    return reason, server.exit_code if reason else EXIT_STOPPED
 
 
 def describe_failure(error: BaseException) -> str:

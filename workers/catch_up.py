@@ -65,7 +65,8 @@ class CatchUp:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._news.wait(), LOOK_EVERY_S)
             self._news.clear()
-            await self.catch_up()
+            if self._pool.is_started:
+                await self.catch_up()
 
     async def catch_up(self) -> None:
         """Does what is missing now."""

@@ -31,7 +31,8 @@ class PoolView:
         self._state = PoolState()
         # When the pause of `_state` ends (monotonic).
         self._lease_end = 0.0
-        self._is_started = False
+        # Whether the engine is loaded.
+        self.is_started = False
 
     @property
     def weights(self) -> PoolWeights:
@@ -58,14 +59,14 @@ class PoolView:
 
     def start(self, model: str) -> None:
         """The engine is loaded: what was told of a pool with another model is dropped."""
-        self._is_started = True
+        self.is_started = True
         heard, self._state = self._state, PoolState(model=model)
         self._take(self._ledger.read())
         self._take(heard)
 
     def hear(self, told: PoolState) -> None:
         """Takes what a front end knows."""
-        if self._take(told) and self._is_started:
+        if self._take(told) and self.is_started:
             self._ledger.write(self.state)
             self._on_news()
 

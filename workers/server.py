@@ -36,7 +36,7 @@ from workers.bookkeeping import count, prefix_of
 from workers.control import Control
 from workers.engine import Engine, EngineDead, OnPart
 from workers.front_end import FrontEnd, JobKey
-from workers.process import in_daemon_thread, kill_children
+from workers.process import EXIT_FAILED, EXIT_WEIGHTS_UNKNOWN, in_daemon_thread, kill_children
 
 logger = logging.getLogger(__name__)
 
@@ -71,6 +71,8 @@ class WorkerServer:
         self._report_phase = report
         self._parent_pid = parent_pid
         self._incarnation = uuid.uuid4().hex
+        # Of the process, if `run` says why it stopped.
+        self.exit_code = EXIT_FAILED
         self._phase, self._phase_since = "starting", time.monotonic()
         self._facts: messages.WorkerFacts | None = None
         self._loaded_at = 0.0
@@ -78,7 +80,7 @@ class WorkerServer:
         self._flush_planned = self._report_planned = False
         self._counters = WorkerCounters()
         self._control = Control(
-            engine, config, worker_id=worker_id, on_applied=self._beat, on_broken=self._stop_soon
+            engine, config, worker_id=worker_id, on_applied=self._beat, on_broken=self._break_off
         )
         self._background: set[asyncio.Task[None]] = set()
 
@@ -123,8 +125,9 @@ class WorkerServer:
         if not self._stop_reason.done():
             self._stop_reason.set_result(reason)
 
-    def _stop_soon(self, reason: str) -> None:
-        """Stops once the answers that tell why have left."""
+    def _break_off(self, reason: str) -> None:
+        """Stops with weights that nobody knows, once the answers that tell why have left."""
+        self.exit_code = EXIT_WEIGHTS_UNKNOWN
         self._loop.call_later(STOP_PAUSE_S, self.stop, reason)
 
     async def _start_engine(self) -> None:
