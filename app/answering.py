@@ -40,6 +40,8 @@ class Prompt(NamedTuple):
     """What one job is made of."""
 
     token_ids: np.ndarray
+    # Where it stood in the client's body.
+    place: str
     images: PromptImages = NO_IMAGES
     cache_salt: str | None = None
     # Whether the client sent just these ids.
@@ -80,7 +82,8 @@ def generate(
     Raises:
         TitopoolError: why the request failed.
     """
-    request = Request(checked_jobs(service, prompts, options, chat=chat, adapter=adapter))
+    jobs = checked_jobs(service, prompts, options, chat=chat, adapter=adapter)
+    request = Request(jobs, [prompt.place for prompt in prompts])
     run(service, request, deadline)
     return request.completed()
 
@@ -101,8 +104,9 @@ def checked_jobs(
     """
     facts = service.link.facts
     check_placeholders(
-        [one.token_ids for one in prompts], [one.images for one in prompts], facts.images
-    )
+        [one.token_ids for one in prompts], [one.images for one in prompts],
+        [one.place for one in prompts], facts.images,
+    )  # fmt: skip
     jobs = make_jobs(prompts, options, facts, with_prefixes=service.link.needs_prefixes)
     service.link.check_ready()
     if chat is not None or is_streamed or adapter:
@@ -191,7 +195,7 @@ def make_jobs(
     """One job for each prompt, in order."""
     encoded = _encode(options)
     jobs = []
-    for ids, images, salt, _ in prompts:
+    for ids, _, images, salt, _ in prompts:
         room = facts.max_model_len - len(ids)
         most = room if options.max_tokens is None else min(room, options.max_tokens)
         token_ids = ids.tobytes()

@@ -61,5 +61,5 @@ def _prompts(service: Service, body: ChatBody, deadline: float) -> list[Prompt]:
         kept = ids if keep is None else ids[-keep:]
         array = checked_ids(kept, chat.place, facts.vocab_size)
         check_length(len(kept), chat.place, facts.max_model_len)
-        prompts.append(Prompt(array, own))
+        prompts.append(Prompt(array, chat.place, own))
     return prompts

@@ -37,6 +37,7 @@ def _generate(service: Service) -> Response:
     prompts = [
         Prompt(
             token_ids,
+            f"prompts[{index}]",
             images[index],
             sent.cache_salt if isinstance(sent, TokensPrompt) else None,
             is_known_to_client(token_ids, sent),

@@ -141,7 +141,7 @@ def _prompts_of(
         place = "prompt" if is_one else f"prompt[{index}]"
         array = checked_ids(ids, place, facts.vocab_size)
         check_length(len(array), place, facts.max_model_len)
-        prompts.append(Prompt(array, cache_salt=fields.cache_salt))
+        prompts.append(Prompt(array, place, cache_salt=fields.cache_salt))
     return prompts
 
 
@@ -184,4 +184,4 @@ def _prompt_of(service: Service, fields: ChatFields, tools: Tools, deadline: flo
         )
         array, place = checked_ids(ids, "messages", facts.vocab_size), "messages"
     check_length(len(array), place, facts.max_model_len)
-    return Prompt(array, images, fields.cache_salt)
+    return Prompt(array, place, images, fields.cache_salt)

@@ -40,16 +40,10 @@ def stream(asked: Asked, chat: ChatParsing | None, held: ExitStack) -> Response:
         TitopoolError: why the request failed.
     """
     service = asked.service
-    request = StreamedRequest(
-        checked_jobs(
-            service,
-            asked.prompts,
-            asked.options,
-            chat=chat,
-            is_streamed=True,
-            adapter=asked.adapter,
-        )
+    jobs = checked_jobs(
+        service, asked.prompts, asked.options, chat=chat, is_streamed=True, adapter=asked.adapter
     )
+    request = StreamedRequest(jobs, [prompt.place for prompt in asked.prompts])
     held.callback(lambda: service.link.cancel(request, ClientGone("the answer was not read")))
     held.enter_context(submitted(service, request))
     _wait(asked, request)

@@ -215,7 +215,7 @@ class Pool:
             self._fail(
                 open_job,
                 GenerationFailed(
-                    f"prompts[{open_job.index}]: {num_deaths} workers died while they ran it "
+                    f"{open_job.request.place_of(open_job.index)}: {num_deaths} workers died while they ran it "
                     f"(the last: {reason}); it is not tried again"
                 ),
             )
@@ -225,7 +225,7 @@ class Pool:
             self._fail(
                 open_job,
                 GenerationFailed(
-                    f"prompts[{open_job.index}]: its worker is gone amid the stream ({reason}); send "
+                    f"{open_job.request.place_of(open_job.index)}: its worker is gone amid the stream ({reason}); send "
                     "the request again"
                 ),
             )
@@ -272,7 +272,7 @@ class Pool:
             worker.remove(result.job_id)
             if isinstance(result, Failed):
                 error_type = ERRORS_BY_CODE.get(result.code, GenerationFailed)
-                text = f"prompts[{open_job.index}]: {result.message}"
+                text = f"{open_job.request.place_of(open_job.index)}: {result.message}"
                 self._fail(open_job, error_type(text, param=result.param))
             else:
                 if result.prefix:

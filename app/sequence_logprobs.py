@@ -16,7 +16,7 @@ from flask import request as http_request
 
 from app.answering import Prompt, check_batch, generate, respond
 from app.prompts import check_length, checked_ids
-from app.replies import JSON
+from app.replies import JSON, prompt_rows
 from app.schemas import SEQUENCES_BODY, SequencesBody, decode_body
 from app.service import Service, current_service
 from titopool.errors import InvalidRequest
@@ -52,7 +52,7 @@ def get_sequence_logprobs() -> Response:
         options = SamplingOptions(max_tokens=1, prompt_logprobs=body.top_logprobs)
         results = generate(service, prompts, options, deadline)
         scored = [
-            scores(result, prompt.token_ids, length, body.top_logprobs)
+            scores(result, prompt, length, body.top_logprobs)
             for result, prompt, length in zip(results, prompts, body.prompt_lengths, strict=True)
         ]
         reply = binary_reply if body.response_format == "binary" else json_reply
@@ -84,15 +84,14 @@ def _checked(service: Service, body: SequencesBody) -> list[Prompt]:
                 f"sequence, got {length}",
                 param="prompt_lengths",
             )
-        prompts.append(Prompt(array))
+        prompts.append(Prompt(array, place))
     return prompts
 
 
-def scores(result: Completed, token_ids: np.ndarray, prompt_length: int, k: int) -> Scored:
+def scores(result: Completed, sequence: Prompt, prompt_length: int, k: int) -> Scored:
     """The part of the engine's answer that is behind the prompt."""
-    assert result.prompt_logprobs is not None
-    values = np.frombuffer(result.prompt_logprobs.values, np.float32).reshape(-1, k + 1)
-    ids = np.frombuffer(result.prompt_logprobs.token_ids, np.int32).reshape(-1, k + 1)
+    token_ids = sequence.token_ids
+    values, ids, _ = prompt_rows(result, sequence.place, num_tokens=len(token_ids), k=k)
     # The first token's row is not there.
     first = np.full((1, k + 1), np.nan, dtype=np.float32)
     values = np.concatenate([first, values])[prompt_length:]
