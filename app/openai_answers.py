@@ -58,11 +58,18 @@ class Asked(NamedTuple):
         }
 
     def choice(
-        self, index: int, one: Completion, *, before: Sequence[int] = (), offset: int = 0
+        self,
+        index: int,
+        one: Completion,
+        adapter_version: int | None,
+        *,
+        before: Sequence[int] = (),
+        offset: int = 0,
     ) -> dict[str, Any]:
         """All of a choice but its text.
 
         Args:
+            adapter_version: of the LoRA adapter that it ran with.
             before, offset: of a piece, the last ids before it and where its tokens' text begins.
         """
         logprobs = None
@@ -80,6 +87,9 @@ class Asked(NamedTuple):
         }
         if self.fields.return_token_ids:
             choice["token_ids"] = np.frombuffer(one.token_ids, np.int32).tolist()
+            choice["weight_versions"] = one.weight_versions
+            if self.adapter:
+                choice["lora_version"] = adapter_version
         return choice
 
 
@@ -100,16 +110,12 @@ def whole_answer(asked: Asked, results: Sequence[Completed]) -> dict[str, Any]:
     for prompt, ids, result in zip(asked.prompts, all_ids, results, strict=True):
         of_prompt = _of_prompt(asked, prompt.place, ids, result)
         for one in result.completions:
-            choice = asked.choice(len(answer["choices"]), one)
+            choice = asked.choice(len(answer["choices"]), one, result.adapter_version)
             if asked.is_chat:
                 message = {"content": one.text} if one.message is None else one.message
                 choice["message"] = {"role": asked.role, **message}
             else:
                 choice |= {"text": one.text, **of_prompt}
-            if asked.fields.return_token_ids:
-                choice["weight_versions"] = one.weight_versions
-                if asked.adapter:
-                    choice["lora_version"] = result.adapter_version
             answer["choices"].append(choice)
             # Others take their turn between long lists of log-probabilities.
             gevent.sleep(0)

@@ -101,6 +101,7 @@ class Chunks:
         self._has_usage_always = options.include_usage and options.continuous_usage_stats
         self._prompt_ids = [prompt.token_ids for prompt in asked.prompts]
         self._num_cached = [0] * len(asked.prompts)
+        self._adapter_versions: list[int | None] = [None] * len(asked.prompts)
         self._begun: set[int] = set()
         # Of each choice so far: its tokens, the characters of their texts, the last ids.
         self._num_tokens: dict[int, int] = {}
@@ -115,6 +116,7 @@ class Chunks:
                 if part.prompt_token_ids:
                     self._prompt_ids[job] = np.frombuffer(part.prompt_token_ids, np.int32)
                 self._num_cached[job] = part.num_cached_tokens
+                self._adapter_versions[job] = part.adapter_version
                 if self._asked.is_chat:
                     yield from self._roles()
             for index, piece in part.pieces:
@@ -142,7 +144,8 @@ class Chunks:
         asked = self._asked
         is_first = index not in self._num_tokens
         before, offset = self._last_ids.get(index, []), self._num_characters.get(index, 0)
-        choice = asked.choice(index, piece, before=before, offset=offset)
+        version = self._adapter_versions[job]
+        choice = asked.choice(index, piece, version, before=before, offset=offset)
         self._num_tokens[index] = self._num_tokens.get(index, 0) + len(piece.token_ids) // 4
         ids = [*before, *np.frombuffer(piece.token_ids, np.int32).tolist()]
         self._last_ids[index] = ids[-MAX_BEFORE:]
