@@ -188,7 +188,7 @@ class Pool:
             self._fail(
                 open_job,
                 GenerationFailed(
-                    f"prompts[{open_job.index}]: {num_deaths} workers died while they ran it "
+                    f"{open_job.request.place_of(open_job.index)}: {num_deaths} workers died while they ran it "
                     f"(the last: {reason}); it is not tried again"
                 ),
             )
@@ -198,8 +198,8 @@ class Pool:
             self._fail(
                 open_job,
                 GenerationFailed(
-                    f"prompts[{open_job.index}]: its worker was lost during the stream ({reason}); "
-                    "send the request again"
+                    f"{open_job.request.place_of(open_job.index)}: its worker was lost during the "
+                    f"stream ({reason}); send the request again"
                 ),
             )
             return None
@@ -322,7 +322,7 @@ class Pool:
             worker.remove(result.job_id)
             if isinstance(result, Failed):
                 error_type = ERRORS_BY_CODE.get(result.code, GenerationFailed)
-                text = f"prompts[{open_job.index}]: {result.message}"
+                text = f"{open_job.request.place_of(open_job.index)}: {result.message}"
                 self._fail(open_job, error_type(text, param=result.param))
             else:
                 if result.prefix:

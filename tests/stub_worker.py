@@ -180,7 +180,8 @@ class StubEngine:
             if token_id == Fault.DIE_AMID:
                 raise EngineDead("staged death")
             end = "length" if place == len(ids) - 1 else ""
-            piece = Completion(np.int32(token_id).tobytes(), end, None, [], text=f"{token_id} ")
+            text = f"{token_id} "
+            piece = Completion(np.int32(token_id).tobytes(), end, None, [(0, 0)], text=text)
             on_part(Part(job.job_id, job.attempt, [(0, piece)]))
             await asyncio.sleep(self._delay_s)
 

@@ -38,7 +38,8 @@ class Completion(msgspec.Struct, frozen=True, array_like=True):
     # Empty: it goes on.
     finish_reason: str
     logprobs: Logprobs | None
-    # [(weight version, index of the first token that it made), …]
+    # [(weight version, index of the first token that it made), …]; of one that is streamed, of all
+    # its tokens so far.
     weight_versions: list[tuple[int, int]]
     # Where it was asked for, up to a stop string.
     text: str = ""
@@ -241,6 +242,7 @@ class Part(msgspec.Struct, frozen=True, tag="part"):
     num_cached_tokens: int = 0
     # In the first part, as in `Completed`.
     prompt_token_ids: bytes = b""
+    adapter_version: int | None = None
 
 
 class Completed(msgspec.Struct, frozen=True, tag="completed"):
