@@ -1,5 +1,6 @@
 """What workers write: the worker's own lines on the screen, vLLM's in a file. A real supervisor."""
 
+import resource
 import signal
 import subprocess
 import sys
@@ -106,6 +107,23 @@ def test_own_lines_are_on_the_screen_and_all_are_in_the_file(supervise):
         assert text not in server.screen
     for text in [*foreign, *own[:3], *own[4:6]]:
         assert text in server.log()
+
+
+def test_a_disk_that_is_full_behind_the_screen_stops_nothing(supervise):
+    server = supervise(NOISY)
+    server.wait_for("worker 0: ready")
+    everything = psutil.Process(server.process.pid).children(recursive=True)
+    for process in everything:
+        resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
+    length = len(server.screen)
+    # The worker writes its last lines.
+    worker = everything[-1]
+    worker.send_signal(signal.SIGTERM)
+    # Another one is started in its place.
+    supervisor = psutil.Process(server.process.pid).children()[0]
+    wait_until(lambda: [one.pid for one in supervisor.children()] not in ([], [worker.pid]), 20)
+    assert len(server.screen) == length
+    server.stop()
 
 
 def test_debug_shows_all(supervise):

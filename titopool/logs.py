@@ -1,6 +1,8 @@
 """Logging, configured in the entry points only."""
 
+import contextlib
 import logging
+import sys
 
 FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
@@ -18,3 +20,9 @@ def configure_logging(level: str, own_handler: logging.Handler | None = None) ->
             own_handler.setFormatter(logging.Formatter(FORMAT))
             logger.addHandler(own_handler)
             logger.propagate = False
+
+
+def show(text: str) -> None:
+    """Writes a line to standard error; a full disk behind it, or a closed pipe, stops nothing."""
+    with contextlib.suppress(OSError):
+        print(text, file=sys.stderr, flush=True)

@@ -6,11 +6,12 @@ writes to standard error.
 
 import logging
 import os
-import sys
 import threading
 import time
 
 import msgspec
+
+from titopool.logs import show
 
 
 class Report(msgspec.Struct, omit_defaults=True):
@@ -45,7 +46,7 @@ class PhaseReporter:
     def failed(self, reason: str) -> None:
         """Says why the worker ends."""
         if self._status_fd is None:
-            print(f"worker {self._worker_id}: {reason}", file=sys.stderr, flush=True)
+            show(f"worker {self._worker_id}: {reason}")
         else:
             # The supervisor shows it with what it does about it.
             self._tell(Report(failure=reason))
@@ -60,7 +61,7 @@ class PhaseReporter:
 
     def _tell(self, report: Report) -> None:
         if self._status_fd is None:
-            print(report.log, file=sys.stderr, flush=True)
+            show(report.log)
             return
         # Some of it could otherwise not be written: names of files, say.
         report.log = report.log.encode(errors="backslashreplace").decode()

@@ -28,7 +28,7 @@ import msgspec
 from titopool.config import FAILURE_FILE, ServerConfig, from_environment
 from titopool.errors import ConfigError
 from titopool.gpus import visible_gpus
-from titopool.logs import configure_logging
+from titopool.logs import configure_logging, show
 from titopool.sockets import worker_endpoint
 from workers.environment import worker_placement
 from workers.greeting import answers, greeting
@@ -312,7 +312,7 @@ class Supervisor:
         if self._url is not None and not answers(self._url + "/health"):
             return
         self._has_greeted = True
-        print(greeting(self._config, self._url), file=sys.stderr, flush=True)
+        show(greeting(self._config, self._url))
 
 
 def root_cause(lines: list[str], fallback: str) -> tuple[str, list[str]]:
@@ -362,7 +362,7 @@ def main(argv: Sequence[str] | None = None, worker_command: Sequence[str] = WORK
     except Exception as error:
         logger.exception("the supervisor failed")
         cause = f"the supervisor failed: {error}"
-    print(f"\ntitopool: {cause}\n", file=sys.stderr, flush=True)
+    show(f"\ntitopool: {cause}\n")
     try:
         # The master reads this at its end, to exit with an error too.
         (Path(config.run_dir) / FAILURE_FILE).write_text(cause)

@@ -8,12 +8,13 @@ import logging
 import os
 import re
 import shutil
-import sys
 import time
 from collections import deque
 from collections.abc import Sequence
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
+
+from titopool.logs import show
 
 logger = logging.getLogger(__name__)
 
@@ -84,7 +85,7 @@ class WorkerLog(RotatingFileHandler):
         """Writes `line` to the screen with the worker's name, if there is something in it."""
         if line.strip():
             prefix = "" if line.startswith(self._worker) else f"{self._worker} | "
-            print(prefix + line, file=sys.stderr, flush=True)
+            show(prefix + line)
 
     def show_error(self, line: str) -> None:
         """Shows `line` if it is an error's, but few of them in each period."""
