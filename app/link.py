@@ -281,8 +281,8 @@ class Link:
                 self.commands.on_done(endpoint, message)
             case Load():
                 self._pool.on_load(endpoint, message)
-            case Stopping(failure=failure):
-                self._lose(endpoint, failure or "it was stopped", has_died=bool(failure))
+            case Stopping(reason=reason, blames_jobs=blames_jobs):
+                self._lose(endpoint, reason or "it was stopped", has_died=blames_jobs)
 
     def _send_assignments(self) -> None:
         for worker, jobs in self._pool.assign():

@@ -284,8 +284,10 @@ class Results(msgspec.Struct, frozen=True, tag="results"):
 class Stopping(msgspec.Struct, frozen=True, tag="stopping"):
     """The worker takes no more jobs and drops those it has."""
 
-    # Why the worker had to end, for the log; empty when it was asked to.
-    failure: str
+    # Why the worker ends, for the log; empty when it was asked to.
+    reason: str
+    # Whether one of its jobs may be the cause.
+    blames_jobs: bool = False
 
 
 ToWorker = Hello | Generate | Abort | Drift | Command

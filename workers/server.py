@@ -82,6 +82,7 @@ class WorkerServer:
         self._control = Control(
             engine, config, worker_id=worker_id, on_applied=self._beat, on_broken=self._break_off
         )
+        self._blames_jobs = False
         self._background: set[asyncio.Task[None]] = set()
 
     async def run(self) -> str:
@@ -109,7 +110,7 @@ class WorkerServer:
             for task in background:
                 task.cancel()
             self._loop.remove_reader(self._router.FD)
-            await self._close(failure=self._stop_cause())
+            await self._close(self._stop_cause())
             # Long enough for Stopping to leave.
             self._router.close(linger=500)
             context.term()
@@ -118,11 +119,15 @@ class WorkerServer:
         # A worker that sends no signs of life, say, is worth nothing to anybody.
         if not task.cancelled() and task.exception() is not None:
             logger.error("a task of the worker failed", exc_info=task.exception())
-            self.stop(f"the worker itself failed: {task.exception()!r}")
+            self.stop(f"the worker itself failed: {task.exception()!r}", blames_jobs=True)
 
-    def stop(self, reason: str = "") -> None:
-        """Makes `run` return; safe to call twice."""
+    def stop(self, reason: str = "", *, blames_jobs: bool = False) -> None:
+        """Makes `run` return; safe to call twice.
+
+        With `blames_jobs` a job may be the cause: one that several workers end of is given up.
+        """
         if not self._stop_reason.done():
+            self._blames_jobs = blames_jobs
             self._stop_reason.set_result(reason)
 
     def _break_off(self, reason: str) -> None:
@@ -159,7 +164,8 @@ class WorkerServer:
             except Exception as error:
                 self.stop(
                     f"the engine did not answer a probe within {timeout_s:g} s "
-                    f"(engine_probe_timeout_s): {type(error).__name__} {error}"
+                    f"(engine_probe_timeout_s): {type(error).__name__} {error}",
+                    blames_jobs=True,
                 )
 
     # ---- receiving -------------------------------------------------------------------
@@ -244,7 +250,7 @@ class WorkerServer:
             count(self._counters, job, result)
         except EngineDead as error:
             # No answer: the front end sends the job to another worker.
-            self.stop(str(error))
+            self.stop(str(error), blames_jobs=True)
             return
         except Exception:
             logger.exception("job %d failed", job.job_id)
@@ -346,7 +352,7 @@ class WorkerServer:
             if self._parent_pid is not None and os.getppid() != self._parent_pid:
                 self.stop("the supervisor is gone")
             if self._engine.has_died:
-                self.stop("vLLM's engine process has ended")
+                self.stop("vLLM's engine process has ended", blames_jobs=True)
             self._forget_lost_front_ends()
             self._beat()
             await asyncio.sleep(self._config.heartbeat_interval_s)
@@ -397,10 +403,10 @@ class WorkerServer:
         error = self._stop_reason.exception()
         return self._stop_reason.result() if error is None else repr(error)
 
-    async def _close(self, *, failure: str) -> None:
+    async def _close(self, reason: str) -> None:
         self._phase = "stopping"
         for identity in self._front_ends:
-            self._send(identity, messages.Stopping(failure))
+            self._send(identity, messages.Stopping(reason, self._blames_jobs))
         try:
             await asyncio.wait_for(in_daemon_thread(self._engine.close), CLOSE_TIMEOUT_S)
         except Exception as error:

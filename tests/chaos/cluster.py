@@ -242,7 +242,7 @@ class Cluster:
 
     async def _connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         hello = json.loads(await reader.readline())
-        await self.members[int(hello["worker"][1:])].connect(reader, writer)
+        await self.members[int(hello["worker"])].connect(reader, writer)
 
     # ---- asking ----------------------------------------------------------------------------
 

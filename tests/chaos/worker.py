@@ -38,7 +38,7 @@ class Points:
 
     async def _listen(self) -> None:
         reader, self._writer = await asyncio.open_unix_connection(self._control)
-        self._tell(worker=self._server._worker_id, pid=os.getpid())
+        self._tell(worker=self._server._worker_id.lstrip("w"), pid=os.getpid())
         while line := await reader.readline():
             message = json.loads(line)
             if "arm" in message:
@@ -103,6 +103,27 @@ class Points:
         generated = await self._run_job(job, passed_on)
         await self._reach("Generate:after")
         return generated
+
+
+def replace_engine(control: str) -> None:
+    """In a process that is about to run `python -m workers`: a stub in place of vLLM."""
+    import workers.engine
+    import workers.server
+
+    arguments = stub_worker.parser().parse_args(["--endpoint", "", "--delay-s", "0.05"])
+    workers.engine.VllmEngine = (  # type: ignore[assignment,misc]
+        lambda config, on_cpu: stub_worker.engine_of(arguments)
+    )
+    run = workers.server.WorkerServer.run
+
+    async def with_points(server: WorkerServer) -> str:
+        points = Points(server, server._engine, control)  # type: ignore[arg-type]
+        try:
+            return await run(server)
+        finally:
+            del points
+
+    workers.server.WorkerServer.run = with_points  # type: ignore[method-assign]
 
 
 def main() -> None:
