@@ -16,7 +16,7 @@ import psutil
 import requests
 
 START_TIMEOUT_S = 240.0
-STOP_TIMEOUT_S = 10.0
+STOP_TIMEOUT_S = 20.0
 REPOSITORY = Path(__file__).resolve().parent.parent
 # The command as pip installs it.
 TITOPOOL = str(Path(sys.executable).with_name("titopool"))
@@ -152,7 +152,7 @@ def running_server(
             process.send_signal(signal.SIGTERM)
         try:
             process.wait(STOP_TIMEOUT_S)
-            wait_until(lambda: not alive(descendants), 2, lambda: str(alive(descendants)))
+            wait_until(lambda: not alive(descendants), 10, lambda: str(alive(descendants)))
         finally:
             process.kill()
             kill_all(descendants)

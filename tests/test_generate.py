@@ -95,7 +95,7 @@ def test_both_workers_and_both_front_ends_take_part(server: Server):
     grown = lambda: [  # noqa: E731
         count > before[worker] for worker, count in server.metrics("completed_jobs_total").items()
     ]
-    wait_until(lambda: grown() == [True, True], 5)
+    wait_until(lambda: grown() == [True, True], 20)
     assert server.get("/get_world_size/").json() == {"world_size": 2}
 
 

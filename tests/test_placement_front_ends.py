@@ -83,9 +83,9 @@ def test_the_next_turn_through_another_front_end(front_ends, placement, expected
     prompts = [np.arange(n, n + 4 * BLOCK_TOKENS, dtype=np.int32).tobytes() for n in (1, 500)]
     completions = first.generate(*prompts)
     # What was done for the first one comes with the second one's next heartbeats.
-    let_links_work_until(lambda: second.num_completed == [1, 1], 5)
+    let_links_work_until(lambda: second.num_completed == [1, 1], 20)
     second.generate(prompts[1] + completions[1] + prompts[0])
-    let_links_work_until(lambda: sum(second.num_completed) == 3, 5)
+    let_links_work_until(lambda: sum(second.num_completed) == 3, 20)
     assert second.num_completed == expected
 
 
@@ -99,10 +99,10 @@ def test_loads_are_told_long_before_the_next_heartbeat(start_stub, tmp_path):
     prompts = [np.arange(n, n + 64, dtype=np.int32).tobytes() for n in range(1, 9)]
     begin = time.monotonic()
     batch = gevent.spawn(first.generate, *prompts)
-    let_links_work_until(lambda: min(second.loads) > 0 and second.loads[0] == second.loads[1], 0.4)
-    batch.get(timeout=5)
-    let_links_work_until(lambda: second.loads == [0, 0], 0.4)
-    assert time.monotonic() - begin < 2
+    let_links_work_until(lambda: min(second.loads) > 0 and second.loads[0] == second.loads[1], 1.5)
+    batch.get(timeout=20)
+    let_links_work_until(lambda: second.loads == [0, 0], 1.5)
+    assert time.monotonic() - begin < 3.5
     for one in (first, second):
         one.link.close()
 

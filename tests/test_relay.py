@@ -21,7 +21,7 @@ import sys, time
 from app.relay import start_relay
 start_relay(int(sys.argv[1]), "127.0.0.2", lease_s=float(sys.argv[2]), listen_at="127.0.0.1")
 print("relays", flush=True)
-time.sleep(60)
+time.sleep(600)
 """
 
 
@@ -70,14 +70,18 @@ def relaying(port: int, lease_s: float) -> Iterator[None]:
 
 def test_bytes_pass_both_ways_and_so_do_ends(port: int):
     # The second front end finds the port taken by the first, which will do.
-    with relaying(port, 3), relaying(port, 60):
+    with relaying(port, 600), relaying(port, 600):
         data = b"some words " * 50_000
         for _ in range(2):
             with socket.create_connection(("127.0.0.1", port), timeout=10) as client:
                 client.sendall(data)
                 client.shutdown(socket.SHUT_WR)
                 assert b"".join(iter(lambda: client.recv(10_000), b"")) == data.upper()
-        wait_until(lambda: refuses(port), 6)
+
+
+def test_after_its_lease_it_takes_no_connections(port: int):
+    with relaying(port, 1):
+        wait_until(lambda: refuses(port), 20)
 
 
 def refuses(port: int) -> bool:

@@ -83,7 +83,7 @@ def test_a_worker_alone_serves_whoever_has_its_key(start_worker, key_file, log, 
         children = psutil.Process(worker.pid).children(recursive=True)
         worker.send_signal(signal.SIGTERM)
         assert worker.wait(STOP_TIMEOUT_S) == 0
-        wait_until(lambda: not alive(children), 2, lambda: str(alive(children)))
+        wait_until(lambda: not alive(children), 10, lambda: str(alive(children)))
     assert "Traceback" not in log.read_text()
 
 
@@ -121,7 +121,7 @@ def test_a_worker_that_is_stopped_while_it_loads_leaves_nothing(start_worker, lo
     children = own.children(recursive=True)
     worker.send_signal(signal.SIGTERM)
     assert worker.wait(STOP_TIMEOUT_S) == 0
-    wait_until(lambda: not alive(children), 2, lambda: str(alive(children)))
+    wait_until(lambda: not alive(children), 10, lambda: str(alive(children)))
 
 
 def test_workers_of_one_host_have_names_of_their_own(start_worker, log):

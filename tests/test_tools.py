@@ -319,4 +319,4 @@ def test_drift_is_counted_and_not_repaired(scripted: Scripted):
         assert answer["prompt_token_ids"] == tokens
         # One is compared at a time.
         expected = [before[0] + number + 1, before[1] + number]
-        wait_until(lambda: counted() == expected, 5, lambda: str(counted()))  # noqa: B023
+        wait_until(lambda: counted() == expected, 20, lambda: str(counted()))  # noqa: B023

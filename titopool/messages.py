@@ -242,6 +242,7 @@ class Part(msgspec.Struct, frozen=True, tag="part"):
     num_cached_tokens: int = 0
     # In the first part, as in `Completed`.
     prompt_token_ids: bytes = b""
+    # Of the LoRA adapter that it runs with.
     adapter_version: int | None = None
 
 

@@ -157,7 +157,8 @@ def within(
         is_left.set()
         for made, _ in ends:
             # It came in this moment.
-            made.abort()
+            if made is not None:
+                made.abort()
         raise TimeoutError(f"{what} within {timeout_s:g} s: a worker is gone, or does not answer")
     made, error = ends[0]
     if error is not None:

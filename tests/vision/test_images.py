@@ -158,7 +158,7 @@ def test_completions_of_a_prompt_share_its_images(qwen: Vision):
     )
     assert len(answer["completion_ids"]) == 5
     assert len(answer["prompt_ids"]) == 1
-    wait_until(lambda: images() > before, 5)
+    wait_until(lambda: images() > before, 20)
     assert images() - before == 2
     assert qwen.server.metrics("image_seconds_total")["0"] > 0
 
@@ -201,7 +201,7 @@ def test_text_prompts_do_not_wait_for_images(qwen: Vision):
             qwen.server.generate, [ids] * 60, images=[large] * 60,
             mm_processor_kwargs=kwargs, max_tokens=1,
         )  # fmt: skip
-        wait_until(lambda: qwen.server.metrics("sequences")["0"] > 0, 10)
+        wait_until(lambda: qwen.server.metrics("sequences")["0"] > 0, 20)
         begin = time.monotonic()
         latencies = []
         while not with_images.done():
@@ -291,9 +291,9 @@ def test_drift_looks_past_the_placeholders_of_images(qwen: Vision):
     expanded = qwen.server.post("/v1/chat/completions/tokens", body).json()["prompt_token_ids"]
     assert len(expanded) > len(single)
     # One is compared at a time.
-    wait_until(lambda: drifted() == [before[0] + 1, before[1]], 5, lambda: str(drifted()))
+    wait_until(lambda: drifted() == [before[0] + 1, before[1]], 20, lambda: str(drifted()))
     assert qwen.server.post("/v1/chat/completions/tokens", body | {"tokens": expanded}).ok
-    wait_until(lambda: drifted() == [before[0] + 2, before[1]], 5, lambda: str(drifted()))
+    wait_until(lambda: drifted() == [before[0] + 2, before[1]], 20, lambda: str(drifted()))
 
 
 def test_a_client_that_leaves_costs_the_next_one_nothing(qwen: Vision):
@@ -307,9 +307,9 @@ def test_a_client_that_leaves_costs_the_next_one_nothing(qwen: Vision):
     num_aborted = qwen.server.metrics("aborted_jobs_total")["0"]
     connection = http.client.HTTPConnection(qwen.server.url.removeprefix("http://"), timeout=30)
     connection.request("POST", "/generate/", json.dumps(body))
-    wait_until(lambda: sequences() == 20, 10)
+    wait_until(lambda: sequences() == 20, 20)
     connection.close()
-    wait_until(lambda: sequences() == 0, 10)
+    wait_until(lambda: sequences() == 0, 20)
     assert qwen.server.metrics("aborted_jobs_total")["0"] == num_aborted + 20
     answer = qwen.server.generate(
         [ids], images=[image], mm_processor_kwargs=kwargs, generation_kwargs={"ignore_eos": True}
