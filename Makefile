@@ -17,7 +17,7 @@ FASTER = $(PIP) install --quiet $(CONSTRAINTS) -e '.[fast]' 2>/dev/null \
 	  || echo "no C compiler: gunicorn parses HTTP in Python, which costs a little more"
 INSTALLED = $(VENV)/.installed-$(PLATFORM)
 TOOLS = $(VENV)/.installed-tools
-.PHONY: help install tools serve test check format bench bench-front bench-images bench-streams bench-weights bench-placement test-soak test-compose clean
+.PHONY: help install tools serve test check format bench bench-front bench-images bench-streams bench-weights bench-placement test-chaos test-soak test-compose clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -96,6 +96,13 @@ bench-weights: tools  ## seconds of a weight update, a bare broadcast and TRL's 
 
 bench-placement: tools  ## which worker gets what: simulated pools, four policies (BENCH=options, OUT=name)
 	$(BIN)/python -m benchmarks.placement --out $(OUT)-placement.json $(BENCH)
+
+# How long, and from which seed.
+SECONDS ?= 60
+SEED ?= 0
+
+test-chaos: tools  ## kills, stops and cuts off parts of a pool of stub workers under load (SECONDS=60, SEED=0)
+	CHAOS_SECONDS=$(SECONDS) CHAOS_SEED=$(SEED) $(BIN)/python -m pytest -q -s --timeout=0 -m chaos tests/chaos $(ARGS)
 
 test-soak: tools  ## the memory of an engine over SOAK_UPDATES (1000) weight updates under load
 	SOAK_UPDATES=$(SOAK_UPDATES) $(BIN)/python -m pytest -s tests/test_weights_soak.py $(ARGS)

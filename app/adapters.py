@@ -6,10 +6,10 @@ requests run on the old one.
 
 from flask import Blueprint, Response, request
 
-from app.commands import Commands
 from app.health import json_response
 from app.schemas import LOAD_ADAPTER_BODY, UNLOAD_ADAPTER_BODY, decode_body
 from app.service import Service, current_service
+from app.weights import check_any, everyone, those_present
 from titopool.commands import DropAdapter, GetStatus, LoadAdapter, SwitchAdapter, UnloadAdapter
 from titopool.errors import InvalidRequest, ModelNotFound
 
@@ -32,16 +32,17 @@ def load_adapter() -> Response:
             f"lora_name: expected another name than the model's, got {body.lora_name!r}",
             param="lora_name",
         )
-    commands: Commands = service.link.commands
-    workers = commands.members()
+    commands, workers = everyone()
     version = body.version
     if version is None:
-        version = known_adapters(commands).get(body.lora_name, 0) + 1
+        statuses = commands.at_once(workers, GetStatus())
+        version = max(one["adapter_versions"].get(body.lora_name, 0) for one in statuses) + 1
     drop = DropAdapter(body.lora_name, version)
     load = LoadAdapter(body.lora_name, version, body.lora_path)
     commands.in_turn(workers, lambda index, first: load, undo=drop)
-    switch = SwitchAdapter(body.lora_name, version)
-    commands.in_turn(workers, lambda index, first: switch, undo=drop)
+    # All have it: a worker that misses the switch makes it when it hears of it.
+    switch = SwitchAdapter(body.lora_name, version, commands.num_adapter_changes + 1)
+    check_any(commands.outcomes(workers, switch))
     return json_response({"lora_name": body.lora_name, "version": version})
 
 
@@ -49,18 +50,13 @@ def load_adapter() -> Response:
 def unload_adapter() -> Response:
     """Takes an adapter away; requests that run on it end with it."""
     body = decode_body(request.get_data(), UNLOAD_ADAPTER_BODY)
-    commands: Commands = current_service().link.commands
-    first, *_ = commands.in_turn(
-        commands.members(), lambda index, first: UnloadAdapter(body.lora_name)
-    )
-    return json_response({"lora_name": body.lora_name, "version": first["version"]})
-
-
-def known_adapters(commands: Commands) -> dict[str, int]:
-    """Adapters by name, and their versions, that all workers have now."""
-    statuses = commands.at_once(commands.members(), GetStatus())
-    first, *others = (dict(one["adapters"]) for one in statuses)
-    return {name: one for name, one in first.items() if all(o.get(name) == one for o in others)}
+    commands, workers = those_present()
+    action = UnloadAdapter(body.lora_name, commands.num_adapter_changes + 1)
+    outcomes = commands.outcomes(workers, action)
+    # One that has heard of it from another worker has nothing to take away any more.
+    check_any(outcomes)
+    version = max(one.result["version"] for one in outcomes if one.result)
+    return json_response({"lora_name": body.lora_name, "version": version})
 
 
 def adapter_named(service: Service, name: str | None, param: str = "model") -> str:
@@ -74,8 +70,10 @@ def adapter_named(service: Service, name: str | None, param: str = "model") -> s
         return ""
     known = service.link.adapters
     if name not in known and facts.max_loras:
-        # It may have been loaded through another front end a moment ago.
-        known = known_adapters(service.link.commands)
+        # It may have been loaded through another front end a moment ago: what a worker has done
+        # it tells before it answers.
+        service.link.commands.outcomes(service.link.commands.present(), GetStatus())
+        known = service.link.adapters
     if name not in known:
         names = ", ".join([repr(facts.model), *map(repr, sorted(known))])
         raise ModelNotFound(f"{param}: expected {names}, got {name!r}", param=param)

@@ -2,7 +2,6 @@
 
 import itertools
 import logging
-import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -18,7 +17,7 @@ from app.images import NO_IMAGES, PromptImages, check_placeholders
 from app.replies import JSON, MSGPACK, binary_reply, is_binary, json_reply
 from app.request import Request
 from app.schemas import SAMPLING_FIELDS, SamplingBody, explain
-from app.service import Service
+from app.service import Admission, Service
 from titopool.errors import ClientGone, DeadlinePassed, InvalidRequest
 from titopool.messages import ChatParsing, Completed, Job, WorkerFacts, encode
 from titopool.prefixes import prompt_hashes
@@ -40,6 +39,8 @@ class Prompt(NamedTuple):
     """What one job is made of."""
 
     token_ids: np.ndarray
+    # Where it stood in the client's body.
+    place: str
     images: PromptImages = NO_IMAGES
     cache_salt: str | None = None
     # Whether the client sent just these ids.
@@ -47,14 +48,13 @@ class Prompt(NamedTuple):
 
 
 def answer(
-    service: Service,
+    admission: Admission,
     prompts: Sequence[Prompt],
     options: SamplingOptions,
-    deadline: float,
     adapter: str = "",
 ) -> Response:
     """Generates and replies, as /generate/ and /chat/ do; in MessagePack if the client asks."""
-    results = generate(service, prompts, options, deadline, adapter=adapter)
+    results = generate(admission, prompts, options, adapter=adapter)
     prompt_ids = expanded_ids(prompts, results)
     with_logprobs = has_logprobs(options)
     if is_binary(http_request.accept_mimetypes):
@@ -67,10 +67,9 @@ def answer(
 
 
 def generate(
-    service: Service,
+    admission: Admission,
     prompts: Sequence[Prompt],
     options: SamplingOptions,
-    deadline: float,
     *,
     chat: ChatParsing | None = None,
     adapter: str = "",
@@ -80,13 +79,14 @@ def generate(
     Raises:
         TitopoolError: why the request failed.
     """
-    request = Request(checked_jobs(service, prompts, options, chat=chat, adapter=adapter))
-    run(service, request, deadline)
+    jobs = checked_jobs(admission, prompts, options, chat=chat, adapter=adapter)
+    request = Request(jobs, [prompt.place for prompt in prompts], facts=admission.facts)
+    run(admission, request)
     return request.completed()
 
 
 def checked_jobs(
-    service: Service,
+    admission: Admission,
     prompts: Sequence[Prompt],
     options: SamplingOptions,
     *,
@@ -99,12 +99,13 @@ def checked_jobs(
     Raises:
         TitopoolError: images do not fit a prompt, or no worker is ready.
     """
-    facts = service.link.facts
+    link, facts = admission.service.link, admission.facts
     check_placeholders(
-        [one.token_ids for one in prompts], [one.images for one in prompts], facts.images
-    )
-    jobs = make_jobs(prompts, options, facts, with_prefixes=service.link.needs_prefixes)
-    service.link.check_ready()
+        [one.token_ids for one in prompts], [one.images for one in prompts],
+        [one.place for one in prompts], facts.images,
+    )  # fmt: skip
+    jobs = make_jobs(prompts, options, facts, with_prefixes=link.needs_prefixes)
+    link.check_ready()
     if chat is not None or is_streamed or adapter:
         encoded = b"" if chat is None else _encode_chat(chat)
         jobs = [
@@ -130,14 +131,14 @@ def respond(reply: bytes, mimetype: str) -> Response:
     return response
 
 
-def run(service: Service, request: Request, deadline: float) -> None:
+def run(admission: Admission, request: Request) -> None:
     """Submits `request` and returns when it has ended, well or not.
 
-    It ends at `deadline` (monotonic seconds), and when the client hangs up.
+    It ends at its deadline, and when the client hangs up.
     """
-    with submitted(service, request):
-        if not request.wait(deadline - time.monotonic()):
-            service.link.cancel(request, deadline_passed(service))
+    with submitted(admission.service, request):
+        if not request.wait(admission.left_s):
+            admission.service.link.cancel(request, deadline_passed(admission.service))
 
 
 @contextmanager
@@ -191,7 +192,7 @@ def make_jobs(
     """One job for each prompt, in order."""
     encoded = _encode(options)
     jobs = []
-    for ids, images, salt, _ in prompts:
+    for ids, _, images, salt, _ in prompts:
         room = facts.max_model_len - len(ids)
         most = room if options.max_tokens is None else min(room, options.max_tokens)
         token_ids = ids.tobytes()

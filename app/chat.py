@@ -4,8 +4,6 @@ Follows `trl.generation.vllm_client.VLLMClient.chat` (trl 0.29 to 1.10); the ans
 /generate/.
 """
 
-import time
-
 from flask import Blueprint, Response
 from flask import request as http_request
 
@@ -16,7 +14,7 @@ from app.images import EncodedImages, check_entries, kwargs_of, read_images
 from app.prompts import check_length, checked_ids, tokens_to_keep
 from app.rendering import Chat, check_template_kwargs, render_all
 from app.schemas import CHAT_BODY, ChatBody, decode_body
-from app.service import Service, current_service
+from app.service import Admission, current_service
 from titopool.errors import InvalidRequest
 
 blueprint = Blueprint("chat", __name__)
@@ -25,19 +23,17 @@ blueprint = Blueprint("chat", __name__)
 @blueprint.post("/chat/")
 def chat() -> Response:
     """Checks and renders the whole request, then generates all of it."""
-    service = current_service()
-    with service.place():
-        deadline = time.monotonic() + service.config.request_timeout_s
+    with current_service().admit() as admission:
         body = decode_body(http_request.get_data(cache=False), CHAT_BODY)
-        options = sampling_options(body, service.link.facts)
-        limit = service.config.max_completions_per_request
+        options = sampling_options(body, admission.facts)
+        limit = admission.service.config.max_completions_per_request
         check_batch(len(body.messages), options.n, limit, "messages")
-        adapter = adapter_named(service, body.lora_name, "lora_name")
-        return answer(service, _prompts(service, body, deadline), options, deadline, adapter)
+        adapter = adapter_named(admission.service, body.lora_name, "lora_name")
+        return answer(admission, _prompts(admission, body), options, adapter)
 
 
-def _prompts(service: Service, body: ChatBody, deadline: float) -> list[Prompt]:
-    facts = service.link.facts
+def _prompts(admission: Admission, body: ChatBody) -> list[Prompt]:
+    service, facts = admission.service, admission.facts
     if not body.messages:
         raise InvalidRequest("messages: expected at least one conversation, got an empty list",
                              param="messages")  # fmt: skip
@@ -52,14 +48,12 @@ def _prompts(service: Service, body: ChatBody, deadline: float) -> list[Prompt]:
             place, f"{place}: image", conversation.images, True, kwargs_of(body, index)
         )
         images.append(read_images(encoded, body, facts, service.config))
-    rendered = service.tokenizer.use(
-        render_all, chats, facts=facts, timeout_s=deadline - time.monotonic()
-    )
+    rendered = admission.use_tokenizer(render_all, chats)
     keep = tokens_to_keep(body, facts)
     prompts = []
     for chat, ids, own in zip(chats, rendered, images, strict=True):
         kept = ids if keep is None else ids[-keep:]
         array = checked_ids(kept, chat.place, facts.vocab_size)
         check_length(len(kept), chat.place, facts.max_model_len)
-        prompts.append(Prompt(array, own))
+        prompts.append(Prompt(array, chat.place, own))
     return prompts

@@ -1,19 +1,19 @@
-"""What handlers tell the workers beside jobs, and the workers' answers.
+"""What handlers tell the workers apart from jobs, and the workers' answers.
 
 Runs in: each front-end process; handlers wait in their own greenlets, the link brings answers.
 Nothing of an update is kept here, so that its calls may come to any front end.
 """
 
 import itertools
-import re
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import gevent
 from gevent.event import AsyncResult
 
-from app.pool import Pool, Worker
+from app.pool import Pool
+from app.records import Worker
 from titopool.commands import Action, AwaitStep, Command, CommandDone
 from titopool.errors import (
     ERRORS_BY_CODE,
@@ -26,12 +26,22 @@ from titopool.errors import (
 Result = dict[str, Any]
 # What is answered when it is accepted takes no longer than a step of the engine and a check.
 ACCEPT_TIMEOUT_S = 60.0
+# By this much later than the workers, who hold the deadlines of steps, a front end gives up.
+STEP_MARGIN_S = 10.0
 
 
-@dataclass(frozen=True)
-class Waiting:
+class Outcome(NamedTuple):
+    """What came of an action at one worker: either a result or an error."""
+
+    endpoint: str
+    result: Result | None = None
+    error: TitopoolError | None = None
+
+
+class Waiting(NamedTuple):
     """A command that a worker has not answered."""
 
+    command_id: int
     endpoint: str
     answer: "AsyncResult[Result]"
 
@@ -51,24 +61,49 @@ class Commands:
         """All workers in the order that every front end has: that of their endpoints.
 
         Raises:
-            NoReadyWorker: one is not there; a weight update would miss it.
+            NoReadyWorker: one is not there, or serves another model; a weight update would miss it.
         """
-        workers = sorted(self._pool.workers.values(), key=lambda one: natural(one.endpoint))
+        workers = self._pool.in_order()
         for worker in workers:
-            if worker.heartbeat is None:
+            if worker.heartbeat is None or worker.phase == "mismatched":
+                what = "does not answer" if worker.heartbeat is None else "serves another model"
                 raise NoReadyWorker(
-                    f"the worker at {worker.endpoint} does not answer, and this call needs every "
-                    "worker; ask /ready and try again",
+                    f"the worker at {worker.endpoint} {what}, and this call needs every worker; "
+                    "ask /ready and try again",
                     retry_after_s=2,
                 )
         if not workers:
             raise NoReadyWorker("no worker is known yet; ask /ready and try again", retry_after_s=2)
         return workers
 
+    def present(self) -> list[Worker]:
+        """The workers that answer, in the same order; the others hear of a change when they can
+        be reached again.
+
+        Raises:
+            NoReadyWorker: none does.
+        """
+        found = [
+            one for one in self._pool.in_order() if one.heartbeat and one.phase != "mismatched"
+        ]
+        if not found:
+            raise NoReadyWorker("no worker answers; ask /ready and try again", retry_after_s=2)
+        return found
+
     @property
     def num_updates(self) -> int:
-        """The greatest number of updates that any worker has had."""
+        """Weight updates that the pool has had."""
         return self._pool.num_updates
+
+    @property
+    def num_pauses(self) -> int:
+        """Pauses and ends of pauses that the pool has had."""
+        return self._pool.num_pauses
+
+    @property
+    def num_adapter_changes(self) -> int:
+        """How often an adapter of the pool was loaded, swapped or unloaded."""
+        return self._pool.num_adapter_changes
 
     def in_turn(
         self,
@@ -76,8 +111,11 @@ class Commands:
         action_for: Callable[[int, Result], Action],
         *,
         undo: Action | None = None,
+        timeout_s: float = ACCEPT_TIMEOUT_S,
     ) -> list[Result]:
         """Sends an action to the first worker and, when that has accepted it, to the others.
+
+        Of two trainers that call at once, through any front ends, one is refused there.
 
         Args:
             action_for: makes the action for worker `index`; gets the first one's answer, empty
@@ -87,77 +125,91 @@ class Commands:
         Raises:
             TitopoolError: the first refused, or another failed.
         """
-        first = self.start(workers[0], action_for(0, {}))
-        results = [self._result(first, ACCEPT_TIMEOUT_S)]
+        (first,) = self.at_once(workers[:1], lambda _: action_for(0, {}), timeout_s=timeout_s)
         try:
-            others = [
-                self.start(worker, action_for(index, results[0]))
-                for index, worker in enumerate(workers[1:], start=1)
-            ]
-            return results + self._results(others, ACCEPT_TIMEOUT_S)
+            others = self.at_once(
+                workers[1:], lambda index: action_for(index + 1, first), timeout_s=timeout_s
+            )
         except TitopoolError:
             if undo is not None:
-                self.tell_all(workers, undo)
+                self.outcomes(workers, undo)
             raise
-
-    def tell_all(self, workers: Sequence[Worker], action: Action) -> None:
-        """Tells all workers that are left; those that know nothing of it say so to nobody."""
-        for worker in workers:
-            try:
-                self.at_once([worker], action)
-            except TitopoolError:
-                continue
+        return [first, *others]
 
     def at_once(
-        self, workers: Sequence[Worker], action: Action, *, timeout_s: float = ACCEPT_TIMEOUT_S
+        self,
+        workers: Sequence[Worker],
+        action: Action | Callable[[int], Action],
+        *,
+        timeout_s: float = ACCEPT_TIMEOUT_S,
     ) -> list[Result]:
         """Sends an action to all workers.
 
         Raises:
             TitopoolError: the first error of any; all have answered.
         """
-        return self._results([self.start(worker, action) for worker in workers], timeout_s)
+        outcomes = self.outcomes(workers, action, timeout_s=timeout_s)
+        for one in outcomes:
+            if one.error is not None:
+                raise one.error
+        return [one.result for one in outcomes if one.result is not None]
+
+    def outcomes(
+        self,
+        workers: Sequence[Worker],
+        action: Action | Callable[[int], Action],
+        *,
+        timeout_s: float = ACCEPT_TIMEOUT_S,
+    ) -> list[Outcome]:
+        """Sends an action to all workers; what came of it at each, within `timeout_s` in all.
+
+        Args:
+            action: the same for all, or what makes that of worker `index`.
+        """
+        deadline = time.monotonic() + timeout_s
+        sent: list[Waiting] = []
+        try:
+            for index, worker in enumerate(workers):
+                sent.append(self._start(worker, action(index) if callable(action) else action))
+            return [self._outcome(one, deadline, timeout_s) for one in sent]
+        finally:
+            for one in sent:
+                self._waiting.pop(one.command_id, None)
 
     def await_step(
         self, workers: Sequence[Worker], step: Any, of: str, *, timeout_s: float
-    ) -> list[Result]:
-        """What came of a step at each worker, after at most about `timeout_s`."""
-        # The workers hold the deadline; this one is for those that answer no more.
-        return self.at_once(workers, AwaitStep(step, of), timeout_s=timeout_s + 10)
+    ) -> list[Outcome]:
+        """What came of a step at each worker, which holds the deadline `timeout_s`."""
+        return self.outcomes(workers, AwaitStep(step, of), timeout_s=timeout_s + STEP_MARGIN_S)
 
-    def start(self, worker: Worker, action: Action) -> int:
-        """Sends an action; returns its command id."""
-        command_id = next(self._ids)
+    def _start(self, worker: Worker, action: Action) -> Waiting:
+        """Sends an action, or notes why it cannot be sent."""
+        waiting = Waiting(next(self._ids), worker.endpoint, AsyncResult())
         if worker.heartbeat is None:
-            raise lost(worker.endpoint, "it does not answer")
-        self._waiting[command_id] = Waiting(worker.endpoint, AsyncResult())
-        self._send(worker.endpoint, Command(worker.heartbeat.incarnation, command_id, action))
-        return command_id
+            waiting.answer.set_exception(lost(worker.endpoint, "it does not answer"))
+            return waiting
+        self._waiting[waiting.command_id] = waiting
+        incarnation = worker.heartbeat.incarnation
+        self._send(worker.endpoint, Command(incarnation, waiting.command_id, action))
+        return waiting
 
-    def _results(self, command_ids: Sequence[int], timeout_s: float) -> list[Result]:
-        results, errors = [], []
-        for command_id in command_ids:
-            try:
-                results.append(self._result(command_id, timeout_s))
-            except TitopoolError as error:
-                errors.append(error)
-        if errors:
-            raise errors[0]
-        return results
-
-    def _result(self, command_id: int, timeout_s: float) -> Result:
-        waiting = self._waiting[command_id]
+    def _outcome(self, waiting: Waiting, deadline: float, timeout_s: float) -> Outcome:
+        endpoint = waiting.endpoint
         try:
-            result: Result = waiting.answer.get(timeout=timeout_s)
+            result = waiting.answer.get(timeout=max(0.0, deadline - time.monotonic()))
+            return Outcome(endpoint, result)
         except gevent.Timeout:
-            raise DeadlinePassed(
-                f"the worker at {waiting.endpoint} did not answer within {timeout_s:g} s"
-            ) from None
-        finally:
-            self._waiting.pop(command_id, None)
-        return result
+            text = f"the worker at {endpoint} did not answer within {timeout_s:g} s"
+            return Outcome(endpoint, error=DeadlinePassed(text))
+        except TitopoolError as error:
+            return Outcome(endpoint, error=error)
 
     # ---- for the link ----------------------------------------------------------------
+
+    @property
+    def num_waiting(self) -> int:
+        """Commands that no worker has answered."""
+        return len(self._waiting)
 
     def on_done(self, endpoint: str, message: CommandDone) -> None:
         """Wakes the handler that waits, if it still does."""
@@ -182,8 +234,3 @@ def lost(endpoint: str, reason: str) -> WeightUpdateFailed:
     return WeightUpdateFailed(
         f"the worker at {endpoint} is lost: {reason}; it starts again and needs a complete update"
     )
-
-
-def natural(text: str) -> list[Any]:
-    """A key that puts worker-2 before worker-10."""
-    return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", text)]

@@ -3,8 +3,6 @@
 Follows `trl.generation.vllm_client.VLLMClient` (trl 0.29 to 1.10).
 """
 
-import time
-
 from flask import Blueprint, Response
 from flask import request as http_request
 
@@ -13,7 +11,7 @@ from app.answering import Prompt, answer, check_batch, sampling_options
 from app.images import images_of
 from app.prompts import is_known_to_client, prompt_ids_of
 from app.schemas import GENERATE_BODY, TokensPrompt, decode_body
-from app.service import Service, current_service
+from app.service import Admission, current_service
 
 blueprint = Blueprint("generate", __name__)
 
@@ -21,22 +19,21 @@ blueprint = Blueprint("generate", __name__)
 @blueprint.post("/generate/")
 def generate() -> Response:
     """Checks the whole request, then generates all of it."""
-    service = current_service()
-    with service.place():
-        return _generate(service)
+    with current_service().admit() as admission:
+        return _generate(admission)
 
 
-def _generate(service: Service) -> Response:
-    deadline = time.monotonic() + service.config.request_timeout_s
+def _generate(admission: Admission) -> Response:
     body = decode_body(http_request.get_data(cache=False), GENERATE_BODY)
-    facts = service.link.facts
+    service, facts = admission.service, admission.facts
     options = sampling_options(body, facts)
     check_batch(len(body.prompts), options.n, service.config.max_completions_per_request)
-    prompt_ids = prompt_ids_of(body, facts, service.tokenizer, deadline - time.monotonic())
+    prompt_ids = prompt_ids_of(body, admission)
     images = images_of(body, facts, service.config)
     prompts = [
         Prompt(
             token_ids,
+            f"prompts[{index}]",
             images[index],
             sent.cache_salt if isinstance(sent, TokensPrompt) else None,
             is_known_to_client(token_ids, sent),
@@ -44,4 +41,4 @@ def _generate(service: Service) -> Response:
         for index, (token_ids, sent) in enumerate(zip(prompt_ids, body.prompts, strict=True))
     ]
     adapter = adapter_named(service, body.lora_name, "lora_name")
-    return answer(service, prompts, options, deadline, adapter)
+    return answer(admission, prompts, options, adapter)

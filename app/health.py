@@ -32,19 +32,23 @@ def live() -> Response:
 def ready() -> Response:
     """Each worker's phase and weight version; 503 while none is ready."""
     workers = []
-    for view in current_service().link.workers:
+    link = current_service().link
+    link.meet()
+    views = link.workers
+    for view in views:
         beat = view.heartbeat
         workers.append(
             {
                 "worker": beat.worker_id if beat else None,
                 "endpoint": view.endpoint,
-                "phase": beat.phase if beat else "unreachable",
+                "phase": view.phase,
+                "reason": view.reason or None,
                 "phase_s": round(beat.phase_s, 1) if beat else None,
                 "silent_s": round(view.silent_s, 1),
-                "weight_version": beat.weight_version if beat else None,
+                "weight_version": beat.weights.version if beat else None,
             }
         )
-    num_ready = sum(one["phase"] == "ready" for one in workers)
+    num_ready = sum(view.phase == "ready" for view in views)
     body = {"ready": num_ready > 0, "num_ready": num_ready, "workers": workers}
     return json_response(body, 200 if num_ready else 503)
 
@@ -57,5 +61,6 @@ def get_world_size() -> Response:
     counts, also one that is not ready now: a smaller group would leave it out for good.
     """
     link = current_service().link
+    link.meet()
     world_size = link.facts.world_size * len(link.workers)
     return json_response({"world_size": world_size})

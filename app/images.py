@@ -109,27 +109,30 @@ def _read(encoded: EncodedImages, max_pixels: int) -> list[Image]:
 
 
 def check_placeholders(
-    prompt_ids: Sequence[np.ndarray], prompts: Sequence[PromptImages], facts: ImageFacts | None
+    prompt_ids: Sequence[np.ndarray],
+    prompts: Sequence[PromptImages],
+    places: Sequence[str],
+    facts: ImageFacts | None,
 ) -> None:
     """Refuses images without placeholders and placeholders without images.
 
     Whether the number of placeholders is the right one depends on the sizes of the images,
-    which the worker looks at.
+    which the worker looks at. `places` are those of the prompts in the client's body.
     """
     if facts is None:
         return
-    for index, (ids, prompt) in enumerate(zip(prompt_ids, prompts, strict=True)):
+    for ids, prompt, place in zip(prompt_ids, prompts, places, strict=True):
         num_images = len(prompt.images)
         num_placeholders = int(np.isin(ids, facts.placeholder_ids).sum())
         if num_images == 0 and num_placeholders:
             raise ImageMismatch(
-                f"prompts[{index}]: expected no placeholders (token ids {facts.placeholder_ids}) in "
+                f"{place}: expected no placeholders (token ids {facts.placeholder_ids}) in "
                 f"a prompt with 0 images, got {num_placeholders}; send its images",
                 param="images",
             )
         if facts.has_placeholders and num_placeholders < num_images:
             raise ImageMismatch(
-                f"prompts[{index}]: expected a placeholder (token ids {facts.placeholder_ids}) for "
+                f"{place}: expected a placeholder (token ids {facts.placeholder_ids}) for "
                 f"each of its {num_images} images, got {num_placeholders}",
                 param="images",
             )

@@ -8,7 +8,9 @@ they submit in one turn of the loop leaves in one message to each worker.
 
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import gevent
 import msgspec
@@ -19,8 +21,9 @@ from app.commands import Commands
 from app.discovery import Discovery
 from app.placement import POLICIES
 from app.pool import Pool
+from app.records import Worker
 from app.request import Request
-from app.wire import Wire
+from app.wire import Fate, Wire
 from titopool import messages
 from titopool.commands import CommandDone
 from titopool.config import ServerConfig
@@ -31,6 +34,14 @@ logger = logging.getLogger(__name__)
 
 # A process that has just started asks the workers before it answers that none is ready.
 MEETING_S = 2.0
+# How long an endpoint that refuses connections is left alone, at first and at most.
+FIRST_RETRY_S, LONGEST_RETRY_S = 0.5, 5.0
+# Between two lines in the log about errors of the link itself.
+COMPLAIN_EVERY_S = 10.0
+REFUSED = (
+    "it closes connections before they are set up: is curve_key_file the worker's, and is a worker "
+    "of titopool at this port?"
+)
 
 
 @dataclass(frozen=True)
@@ -39,7 +50,19 @@ class WorkerView:
 
     endpoint: str
     heartbeat: Heartbeat | None
+    phase: str
+    # Why it gets no jobs, where its phase does not tell.
+    reason: str
     silent_s: float
+
+
+@dataclass
+class Retry:
+    """When an endpoint that could not be connected is tried again, and why it could not."""
+
+    after: float
+    pause_s: float
+    reason: str
 
 
 class Link:
@@ -52,12 +75,15 @@ class Link:
         self._pool = Pool(
             no_worker_timeout_s=config.worker_start_timeout_s,
             policy=POLICIES[config.placement](),
+            on_lost=lambda endpoint, reason: self.commands.on_lost(endpoint, reason),
         )
-        # For handlers: what the workers are told beside jobs.
+        # For handlers: what the workers are told apart from jobs.
         self.commands = Commands(self._send, self._pool)
         self._views: tuple[WorkerView, ...] = ()
-        self._facts: WorkerFacts | None = None
         self._wires: dict[str, Wire] = {}
+        # Of endpoints that refuse connections.
+        self._retries: dict[str, Retry] = {}
+        self._complained_at = -COMPLAIN_EVERY_S
         # Wires that may have something to read.
         self._changed: set[Wire] = set()
         self._wake = Event()
@@ -99,21 +125,20 @@ class Link:
             NoReadyWorker: no worker has been ready yet.
         """
         self._has_met.wait(MEETING_S)
-        if self._facts is None:
+        if self._pool.facts is None:
             raise self._no_ready_worker()
-        return self._facts
+        return self._pool.facts
 
     @property
     def adapters(self) -> dict[str, int]:
-        """LoRA adapters that every ready worker has in one version, by name."""
-        beats = [view.heartbeat for view in self._views if view.heartbeat]
-        of_ready = [beat.adapters for beat in beats if beat.phase == "ready"]
-        first, *others = of_ready or [{}]
-        return {
-            name: version
-            for name, version in first.items()
-            if all(one.get(name) == version for one in others)
-        }
+        """LoRA adapters by name, and their versions, that a worker can run now."""
+        return self._pool.adapters
+
+    @property
+    def pause_left_s(self) -> float | None:
+        """Seconds that are left of a client's pause, as far as is known here; None: none is."""
+        pause = self._pool.state(time.monotonic()).pause
+        return pause.lease_left_s if pause.mode else None
 
     @property
     def needs_prefixes(self) -> bool:
@@ -128,16 +153,19 @@ class Link:
     def check_ready(self) -> None:
         """Raises NoReadyWorker unless a worker can generate now."""
         self._has_met.wait(MEETING_S)
-        if not any(view.heartbeat and view.heartbeat.phase == "ready" for view in self._views):
+        if not any(view.phase == "ready" for view in self._views):
+            if self._pool.has_lost_weights:
+                raise self._pool.weights_lost()
             raise self._no_ready_worker()
 
     def _no_ready_worker(self) -> NoReadyWorker:
-        phases = [
-            f"{view.heartbeat.worker_id} is {view.heartbeat.phase}"
-            if view.heartbeat
-            else f"{view.endpoint} does not answer"
-            for view in self._views
-        ]
+        phases = []
+        for view in self._views:
+            beat, reason = view.heartbeat, f" ({view.reason})" if view.reason else ""
+            text = (
+                f"{beat.worker_id} is {view.phase}" if beat else f"{view.endpoint} does not answer"
+            )
+            phases.append(text + reason)
         return NoReadyWorker(
             f"no worker is ready yet: {'; '.join(phases) or 'none is known'}; ask /ready and try again",
             retry_after_s=2,
@@ -179,37 +207,53 @@ class Link:
     # ---- the link's greenlet ---------------------------------------------------------
 
     def _run(self) -> None:
-        next_tick = 0.0
+        next_tick = time.monotonic()
         while not self._is_closing:
             self._wake.wait(max(0.0, next_tick - time.monotonic()))
             self._wake.clear()
-            try:
-                self._turn()
-                late_s = time.monotonic() - next_tick
-                if late_s >= 0:
-                    if late_s > self._config.heartbeat_interval_s:
-                        # This process stood still: what the workers said meanwhile is still on
-                        # its way.
-                        self._pool.forgive_silence(time.monotonic())
-                    next_tick = time.monotonic() + self._config.heartbeat_interval_s
-                    self._tick()
-            except Exception:
-                logger.exception("the link goes on after an error")
+            self._guarded(self._turn)
+            late_s = time.monotonic() - next_tick
+            if late_s >= 0:
+                # Set before the tick: an error in it comes again in the next one, not at once.
+                next_tick = time.monotonic() + self._config.heartbeat_interval_s
+                if late_s > self._config.heartbeat_interval_s:
+                    # This process stood still: what the workers said meanwhile is not read yet.
+                    self._pool.forgive_silence(time.monotonic())
+                self._guarded(self._tick)
         self._discovery.close()
         for endpoint in list(self._wires):
             self._disconnect(endpoint)
         self._context.term()
 
+    def _guarded(self, step: Callable[..., None], *arguments: Any) -> None:
+        """Takes a step of the loop; an error is logged and leaves the others to be taken."""
+        try:
+            step(*arguments)
+        except Exception:
+            if time.monotonic() - self._complained_at >= COMPLAIN_EVERY_S:
+                self._complained_at = time.monotonic()
+                logger.exception("the link goes on after an error")
+
     def _turn(self) -> None:
         """Reads what has come and sends what can go."""
         while self._changed:
-            wire = self._changed.pop()
-            self._receive(wire)
-            if not wire.is_closed and wire.is_cut():
-                self._lose(wire.endpoint, "its connection is closed")
+            self._guarded(self._look_at, self._changed.pop())
         for request in self._pool.take_failed():
-            self._abort(request)
-        self._send_assignments()
+            self._guarded(self._abort, request)
+        self._guarded(self._send_assignments)
+
+    def _look_at(self, wire: Wire) -> None:
+        self._receive(wire)
+        if wire.is_closed:
+            return
+        fate = wire.fate()
+        if fate is Fate.CUT:
+            self._lose(wire.endpoint, "its connection is closed")
+        elif fate is Fate.REFUSED:
+            if self._pool.workers[wire.endpoint].heartbeat is not None:
+                self._pool.lose_worker(wire.endpoint, "its connection is closed")
+            self._disconnect(wire.endpoint)
+            self._retry_later(wire.endpoint, REFUSED)
 
     def _on_change(self, wire: Wire) -> None:
         self._changed.add(wire)
@@ -220,30 +264,25 @@ class Link:
             try:
                 message = messages.decode_from_worker(frame)
             except msgspec.MsgspecError as error:
-                logger.error(
-                    "dropped a message of %s that is none of ours: %s", wire.endpoint, error
-                )
+                logger.error("dropped an undecodable message from %s: %s", wire.endpoint, error)
                 continue
-            try:
-                self._handle(wire.endpoint, message)
-            except Exception:
-                # Those behind it must still be read: nothing tells of them a second time.
-                logger.exception("the link goes on after a message of %s", wire.endpoint)
+            # Whatever is wrong with it, those behind it must be read: nothing tells of them again.
+            self._guarded(self._handle, wire.endpoint, message)
 
     def _handle(self, endpoint: str, message: messages.FromWorker) -> None:
         match message:
             case Results(results=results):
                 self._pool.on_results(endpoint, results)
             case Heartbeat():
+                self._retries.pop(endpoint, None)
                 self._pool.on_heartbeat(endpoint, message, time.monotonic())
-                self._facts = message.facts or self._facts
                 self._publish()
             case CommandDone():
                 self.commands.on_done(endpoint, message)
             case Load():
                 self._pool.on_load(endpoint, message)
-            case Stopping(failure=failure):
-                self._lose(endpoint, failure or "it was stopped", has_died=bool(failure))
+            case Stopping(reason=reason, blames_jobs=blames_jobs):
+                self._lose(endpoint, reason or "it was stopped", has_died=blames_jobs)
 
     def _send_assignments(self) -> None:
         for worker, jobs in self._pool.assign():
@@ -267,42 +306,60 @@ class Link:
 
     def _tick(self) -> None:
         now = time.monotonic()
-        self._follow_discovery(now)
+        self._guarded(self._follow_discovery, now)
         for worker in self._pool.silent_workers(now, self._config.heartbeat_timeout_s):
-            self._lose(worker.endpoint, f"silent for {now - worker.last_seen:.0f} s")
-        self._pool.fail_if_abandoned(now)
-        for endpoint in self._wires:
-            self._send(endpoint, messages.Hello())
+            self._guarded(self._lose, worker.endpoint, f"silent for {now - worker.last_seen:.0f} s")
+        self._guarded(self._pool.fail_if_abandoned, now)
+        for endpoint in list(self._wires):
+            self._guarded(self._greet, endpoint)
         self._publish()
 
     def _follow_discovery(self, now: float) -> None:
         found = self._discovery.endpoints
-        # By the wires: one that could not be made is tried again.
-        for endpoint in found - self._wires.keys():
+        for endpoint in found - self._pool.workers.keys():
             self._pool.add_worker(endpoint, now)
-            self._connect(endpoint)
-        for endpoint in self._pool.workers.keys() - found:
-            self._disconnect(endpoint)
-            self._pool.remove_worker(endpoint)
+        for worker in list(self._pool.workers.values()):
+            # A name may leave out an address for a moment: a worker that lives stays.
+            if worker.endpoint not in found and worker.heartbeat is None:
+                self._disconnect(worker.endpoint)
+                self._retries.pop(worker.endpoint, None)
+                self._pool.remove_worker(worker.endpoint)
+            elif worker.endpoint not in self._wires:
+                self._connect(worker.endpoint, now)
 
     def _lose(self, endpoint: str, reason: str, *, has_died: bool = True) -> None:
         """A process that may come back is met on a new socket: what it still sends on the old
         one, and what was queued for it there, is gone."""
         self._pool.lose_worker(endpoint, reason, has_died=has_died)
-        self.commands.on_lost(endpoint, reason)
         self._disconnect(endpoint)
-        self._connect(endpoint)
+        self._connect(endpoint, time.monotonic())
         self._publish()
 
-    def _connect(self, endpoint: str) -> None:
-        key_file = self._config.curve_key_file
-        self._wires[endpoint] = Wire(self._context, endpoint, key_file, self._on_change)
-        self._send(endpoint, messages.Hello())
+    def _connect(self, endpoint: str, now: float) -> None:
+        retry = self._retries.get(endpoint)
+        if retry is not None and now < retry.after:
+            return
+        try:
+            key_file = self._config.curve_key_file
+            self._wires[endpoint] = Wire(self._context, endpoint, key_file, self._on_change)
+        except (OSError, zmq.ZMQError, TitopoolError) as error:
+            self._retry_later(endpoint, f"it cannot be connected: {error}")
+        else:
+            self._greet(endpoint)
+
+    def _retry_later(self, endpoint: str, reason: str) -> None:
+        known = self._retries.get(endpoint)
+        if known is None:
+            logger.warning("the worker at %s: %s", endpoint, reason)
+        pause_s = min(2 * known.pause_s, LONGEST_RETRY_S) if known else FIRST_RETRY_S
+        self._retries[endpoint] = Retry(time.monotonic() + pause_s, pause_s, reason)
+
+    def _greet(self, endpoint: str) -> None:
+        self._send(endpoint, messages.Hello(self._pool.state(time.monotonic())))
 
     def _disconnect(self, endpoint: str) -> None:
         wire = self._wires.pop(endpoint, None)
         if wire is None:
-            # It could not be made.
             return
         self._changed.discard(wire)
         wire.close()
@@ -310,12 +367,19 @@ class Link:
     def _publish(self) -> None:
         now = time.monotonic()
         self._views = tuple(
-            WorkerView(worker.endpoint, worker.heartbeat, now - worker.last_seen)
-            for worker in self._pool.workers.values()
-        )
+            WorkerView(
+                worker.endpoint, worker.heartbeat, worker.phase, self._reason_of(worker),
+                now - worker.last_seen,
+            )
+            for worker in self._pool.in_order()
+        )  # fmt: skip
         has_met_all = bool(self._views) and all(view.heartbeat for view in self._views)
         if has_met_all or now > self._meet_until:
             self._has_met.set()
+
+    def _reason_of(self, worker: Worker) -> str:
+        retry = self._retries.get(worker.endpoint)
+        return retry.reason if retry else worker.reason
 
 
 def stopping() -> NoReadyWorker:

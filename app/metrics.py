@@ -33,9 +33,11 @@ class PoolCollector(Collector):
         running = GaugeMetricFamily(
             "titopool_worker_sequences", "completions under way", labels=["worker"]
         )
+        for view in self._views:
+            if view.heartbeat is not None:
+                ready.add_metric([view.heartbeat.worker_id], float(view.phase == "ready"))
         for beat in beats:
-            ready.add_metric([beat.worker_id], float(beat.phase == "ready"))
-            version.add_metric([beat.worker_id], beat.weight_version)
+            version.add_metric([beat.worker_id], beat.weights.version)
             running.add_metric([beat.worker_id], beat.num_sequences)
         known = GaugeMetricFamily(
             "titopool_workers", "endpoints of the pool", value=len(self._views)
@@ -56,6 +58,8 @@ class PoolCollector(Collector):
 @blueprint.get("/metrics/")
 def metrics() -> Response:
     """Prometheus' text format."""
+    link = current_service().link
+    link.meet()
     registry = CollectorRegistry()
-    registry.register(PoolCollector(current_service().link.workers))
+    registry.register(PoolCollector(link.workers))
     return Response(generate_latest(registry), content_type=CONTENT_TYPE_LATEST)

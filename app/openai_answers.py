@@ -11,7 +11,7 @@ import numpy as np
 from app import openai_logprobs
 from app.answering import Prompt, expanded_ids
 from app.openai_bodies import ChatFields, CompletionsFields
-from app.service import Service
+from app.service import Admission
 from app.token_texts import TokenTexts
 from titopool.messages import Completed, Completion
 from titopool.sampling import SamplingOptions
@@ -20,14 +20,12 @@ from titopool.sampling import SamplingOptions
 class Asked(NamedTuple):
     """A request to one of the routes, read and checked."""
 
-    service: Service
+    admission: Admission
     fields: CompletionsFields | ChatFields
     options: SamplingOptions
     prompts: Sequence[Prompt]
     # None: no log-probabilities were asked for.
     texts: TokenTexts | None
-    # Monotonic seconds.
-    deadline: float
     # Whether the answer shows the ids of its prompt.
     shows_prompt_ids: bool = False
     # Name of the LoRA adapter, if one is asked for.
@@ -54,15 +52,22 @@ class Asked(NamedTuple):
             "id": f"{prefix}-{uuid.uuid4().hex}",
             "object": f"{kind}.chunk" if is_stream and self.is_chat else kind,
             "created": int(time.time()),
-            "model": self.adapter or self.service.link.facts.model,
+            "model": self.adapter or self.admission.facts.model,
         }
 
     def choice(
-        self, index: int, one: Completion, *, before: Sequence[int] = (), offset: int = 0
+        self,
+        index: int,
+        one: Completion,
+        adapter_version: int | None,
+        *,
+        before: Sequence[int] = (),
+        offset: int = 0,
     ) -> dict[str, Any]:
         """All of a choice but its text.
 
         Args:
+            adapter_version: of the LoRA adapter that it ran with.
             before, offset: of a piece, the last ids before it and where its tokens' text begins.
         """
         logprobs = None
@@ -80,6 +85,9 @@ class Asked(NamedTuple):
         }
         if self.fields.return_token_ids:
             choice["token_ids"] = np.frombuffer(one.token_ids, np.int32).tolist()
+            choice["weight_versions"] = one.weight_versions
+            if self.adapter:
+                choice["lora_version"] = adapter_version
         return choice
 
 
@@ -97,19 +105,15 @@ def whole_answer(asked: Asked, results: Sequence[Completed]) -> dict[str, Any]:
     """The answer of a request that is not streamed."""
     all_ids = expanded_ids(asked.prompts, results)
     answer = asked.head(is_stream=False) | {"choices": []}
-    for ids, result in zip(all_ids, results, strict=True):
-        of_prompt = _of_prompt(asked, ids, result)
+    for prompt, ids, result in zip(asked.prompts, all_ids, results, strict=True):
+        of_prompt = _of_prompt(asked, prompt.place, ids, result)
         for one in result.completions:
-            choice = asked.choice(len(answer["choices"]), one)
+            choice = asked.choice(len(answer["choices"]), one, result.adapter_version)
             if asked.is_chat:
                 message = {"content": one.text} if one.message is None else one.message
                 choice["message"] = {"role": asked.role, **message}
             else:
                 choice |= {"text": one.text, **of_prompt}
-            if asked.fields.return_token_ids:
-                choice["weight_versions"] = one.weight_versions
-                if asked.adapter:
-                    choice["lora_version"] = result.adapter_version
             answer["choices"].append(choice)
             # Others take their turn between long lists of log-probabilities.
             gevent.sleep(0)
@@ -123,12 +127,12 @@ def whole_answer(asked: Asked, results: Sequence[Completed]) -> dict[str, Any]:
     return answer
 
 
-def _of_prompt(asked: Asked, ids: np.ndarray, result: Completed) -> dict[str, Any]:
+def _of_prompt(asked: Asked, place: str, ids: np.ndarray, result: Completed) -> dict[str, Any]:
     """What an answer says of a prompt: a chat at the top, completions in each choice."""
     said: dict[str, Any] = {}
     if asked.shows_prompt_ids:
         said["prompt_token_ids"] = ids.tolist()
     k = asked.options.prompt_logprobs
     if k is not None and asked.texts is not None:
-        said["prompt_logprobs"] = openai_logprobs.of_prompt(result, ids, k, asked.texts)
+        said["prompt_logprobs"] = openai_logprobs.of_prompt(result, ids, place, k, asked.texts)
     return said

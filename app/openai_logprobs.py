@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from app.replies import nested_logprobs
+from app.replies import nested_logprobs, prompt_rows
 from app.token_texts import TextsAt, TokenTexts
 from titopool.messages import Completed, Completion
 
@@ -53,18 +53,12 @@ def of_chat(
     return {"content": content}
 
 
-def of_prompt(result: Completed, prompt_ids: np.ndarray, k: int, texts: TokenTexts) -> list[Any]:
+def of_prompt(
+    result: Completed, prompt_ids: np.ndarray, place: str, k: int, texts: TokenTexts
+) -> list[Any]:
     """vLLM's `prompt_logprobs`: at each token its own and the best `k`; none at the first."""
-    packed = result.prompt_logprobs
-    assert packed is not None
-    values, ids, ranks = (
-        np.frombuffer(array, kind).reshape(-1, k + 1).tolist()
-        for array, kind in (
-            (packed.values, np.float32),
-            (packed.token_ids, np.int32),
-            (packed.ranks, np.int32),
-        )
-    )
+    rows = prompt_rows(result, place, num_tokens=len(prompt_ids), k=k)
+    values, ids, ranks = (array.tolist() for array in rows)
     at = texts.of_prompt(result, prompt_ids, k + 1)
     positions: list[Any] = [
         {

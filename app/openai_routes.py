@@ -5,7 +5,6 @@ takes the very ids that the engine gets; `messages` are only what the answer bel
 (prime-rl, verifiers 0.1.8 and 0.1.9).
 """
 
-import time
 from contextlib import ExitStack
 from typing import Any
 
@@ -28,7 +27,7 @@ from app.openai_streams import stream
 from app.prompts import check_length, checked_ids
 from app.rendering import render_all
 from app.schemas import SamplingBody
-from app.service import Service, current_service
+from app.service import Admission, current_service
 from app.token_texts import TokenTexts
 from app.tokenizer import encode_all
 from app.tools import Tools, chat_of, read_tools
@@ -42,20 +41,16 @@ blueprint = Blueprint("openai", __name__)
 @blueprint.post("/v1/completions/")
 def completions() -> Response:
     """Text or ids in, text out."""
-    service = current_service()
     with ExitStack() as held:
-        held.enter_context(service.place())
-        deadline = time.monotonic() + service.config.request_timeout_s
-        facts = service.link.facts
+        admission = held.enter_context(current_service().admit())
+        facts = admission.facts
         fields, options = read(http_request.get_data(cache=False), CompletionsFields, facts)
-        adapter = adapter_named(service, fields.model)
+        adapter = adapter_named(admission.service, fields.model)
         options.logprobs = fields.logprobs
         check_sampling(options, facts)
-        prompts = _prompts_of(service, fields, options.n, deadline)
-        texts = _texts(service, fields, options, deadline)
-        asked = Asked(
-            service, fields, options, prompts, texts, deadline, fields.return_token_ids, adapter
-        )
+        prompts = _prompts_of(admission, fields, options.n)
+        texts = _texts(admission, fields, options)
+        asked = Asked(admission, fields, options, prompts, texts, fields.return_token_ids, adapter)
         return _answer(asked, None, held)
 
 
@@ -72,13 +67,11 @@ def chat_completions_of_tokens() -> Response:
 
 
 def _chat(*, with_tokens: bool) -> Response:
-    service = current_service()
     with ExitStack() as held:
-        held.enter_context(service.place())
-        deadline = time.monotonic() + service.config.request_timeout_s
-        facts = service.link.facts
+        admission = held.enter_context(current_service().admit())
+        facts = admission.facts
         fields, options = read(http_request.get_data(cache=False), ChatFields, facts)
-        adapter = adapter_named(service, fields.model)
+        adapter = adapter_named(admission.service, fields.model)
         if with_tokens != (fields.tokens is not None):
             raise InvalidRequest(
                 f"tokens: expected {'the prompt' if with_tokens else 'none'} on this route; "
@@ -89,12 +82,12 @@ def _chat(*, with_tokens: bool) -> Response:
         options.max_tokens = fields.max_tokens if most is None else most
         options.logprobs = fields.top_logprobs if fields.logprobs else None
         check_sampling(options, facts)
-        check_batch(1, options.n, service.config.max_completions_per_request, "n")
+        check_batch(1, options.n, admission.service.config.max_completions_per_request, "n")
         tools = read_tools(fields, facts)
-        prompt = _prompt_of(service, fields, tools, deadline)
-        texts = _texts(service, fields, options, deadline)
+        prompt = _prompt_of(admission, fields, tools)
+        texts = _texts(admission, fields, options)
         shows_ids = fields.return_token_ids or with_tokens
-        asked = Asked(service, fields, options, [prompt], texts, deadline, shows_ids, adapter)
+        asked = Asked(admission, fields, options, [prompt], texts, shows_ids, adapter)
         return _answer(asked, tools.parsing, held)
 
 
@@ -102,28 +95,23 @@ def _answer(asked: Asked, chat: ChatParsing | None, held: ExitStack) -> Response
     if asked.fields.stream:
         return stream(asked, chat, held)
     results = generate(
-        asked.service, asked.prompts, asked.options, asked.deadline, chat=chat,
-        adapter=asked.adapter,
+        asked.admission, asked.prompts, asked.options, chat=chat, adapter=asked.adapter
     )  # fmt: skip
     return json_response(whole_answer(asked, results))
 
 
 def _texts(
-    service: Service, fields: RouteFields, options: SamplingOptions, deadline: float
+    admission: Admission, fields: RouteFields, options: SamplingOptions
 ) -> TokenTexts | None:
     if options.logprobs is None and options.prompt_logprobs is None:
         return None
     as_ids = fields.return_tokens_as_token_ids
     is_shown = not as_ids or isinstance(fields, ChatFields) or options.prompt_logprobs is not None
-    return TokenTexts(
-        service.tokenizer, service.link.facts, deadline, as_ids=as_ids, needs_texts=is_shown
-    )
+    return TokenTexts(admission, as_ids=as_ids, needs_texts=is_shown)
 
 
-def _prompts_of(
-    service: Service, fields: CompletionsFields, n: int, deadline: float
-) -> list[Prompt]:
-    facts = service.link.facts
+def _prompts_of(admission: Admission, fields: CompletionsFields, n: int) -> list[Prompt]:
+    service, facts = admission.service, admission.facts
     if fields.mm_processor_kwargs:
         raise InvalidRequest(
             "mm_processor_kwargs: expected none, as this route takes no images; use /generate/",
@@ -132,16 +120,13 @@ def _prompts_of(
     several, is_one = _separate(fields.prompt)
     check_batch(len(several), n, service.config.max_completions_per_request, "prompt")
     if isinstance(several[0], str):
-        several = service.tokenizer.use(
-            _encode, several, fields.add_special_tokens,
-            facts=facts, timeout_s=deadline - time.monotonic(),
-        )  # fmt: skip
+        several = admission.use_tokenizer(_encode, several, fields.add_special_tokens)
     prompts = []
     for index, ids in enumerate(several):
         place = "prompt" if is_one else f"prompt[{index}]"
         array = checked_ids(ids, place, facts.vocab_size)
         check_length(len(array), place, facts.max_model_len)
-        prompts.append(Prompt(array, cache_salt=fields.cache_salt))
+        prompts.append(Prompt(array, place, cache_salt=fields.cache_salt))
     return prompts
 
 
@@ -163,8 +148,8 @@ def _encode(tokenizer: Any, texts: list[str], with_special_tokens: bool) -> list
     return encode_all(tokenizer, texts, with_special_tokens=with_special_tokens)
 
 
-def _prompt_of(service: Service, fields: ChatFields, tools: Tools, deadline: float) -> Prompt:
-    facts = service.link.facts
+def _prompt_of(admission: Admission, fields: ChatFields, tools: Tools) -> Prompt:
+    service, facts = admission.service, admission.facts
     # With tokens, the messages are rendered by nobody: a malformed call of the model may stay.
     conversation = read_conversation(fields.messages, "messages", is_rendered=fields.tokens is None)
     encoded = EncodedImages(
@@ -176,12 +161,8 @@ def _prompt_of(service: Service, fields: ChatFields, tools: Tools, deadline: flo
         place = "tokens"
         service.drift.compare(fields, tools)
     else:
-        (ids,) = service.tokenizer.use(
-            render_all,
-            [chat_of(fields, conversation.messages, tools)],
-            facts=facts,
-            timeout_s=deadline - time.monotonic(),
-        )
+        chat = chat_of(fields, conversation.messages, tools)
+        (ids,) = admission.use_tokenizer(render_all, [chat])
         array, place = checked_ids(ids, "messages", facts.vocab_size), "messages"
     check_length(len(array), place, facts.max_model_len)
-    return Prompt(array, images, fields.cache_salt)
+    return Prompt(array, place, images, fields.cache_salt)

@@ -1,12 +1,11 @@
 """Streams of OpenAI's routes: server-sent events, one chunk for each piece as it comes.
 
 The chunks are those of vLLM's server: a chat begins with the role of each choice, a last one
-has the usage where it was asked for, then `[DONE]`. An error amid a stream is an event with
+has the usage where it was asked for, then `[DONE]`. An error during a stream is an event with
 the `error` of other answers: the status has been sent by then.
 """
 
 import logging
-import time
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from typing import Any
@@ -39,17 +38,17 @@ def stream(asked: Asked, chat: ChatParsing | None, held: ExitStack) -> Response:
     Raises:
         TitopoolError: why the request failed.
     """
-    service = asked.service
-    request = StreamedRequest(
-        checked_jobs(
-            service,
-            asked.prompts,
-            asked.options,
-            chat=chat,
-            is_streamed=True,
-            adapter=asked.adapter,
-        )
+    service = asked.admission.service
+    jobs = checked_jobs(
+        asked.admission,
+        asked.prompts,
+        asked.options,
+        chat=chat,
+        is_streamed=True,
+        adapter=asked.adapter,
     )
+    places = [prompt.place for prompt in asked.prompts]
+    request = StreamedRequest(jobs, places, facts=asked.admission.facts)
     held.callback(lambda: service.link.cancel(request, ClientGone("the answer was not read")))
     held.enter_context(submitted(service, request))
     _wait(asked, request)
@@ -63,8 +62,9 @@ def stream(asked: Asked, chat: ChatParsing | None, held: ExitStack) -> Response:
 
 
 def _wait(asked: Asked, request: StreamedRequest) -> None:
-    if not request.wait_for_news(asked.deadline - time.monotonic()):
-        asked.service.link.cancel(request, deadline_passed(asked.service))
+    service = asked.admission.service
+    if not request.wait_for_news(asked.admission.left_s):
+        service.link.cancel(request, deadline_passed(service))
 
 
 def _events(asked: Asked, request: StreamedRequest) -> Iterator[bytes]:
@@ -87,7 +87,7 @@ def _events(asked: Asked, request: StreamedRequest) -> Iterator[bytes]:
         yield _event(error.to_dict())
     except Exception:
         logger.exception("a stream failed")
-        yield _event(TitopoolError("the front end failed amid the stream").to_dict())
+        yield _event(TitopoolError("the front end failed during the stream").to_dict())
     yield DONE
 
 
@@ -107,6 +107,7 @@ class Chunks:
         self._has_usage_always = options.include_usage and options.continuous_usage_stats
         self._prompt_ids = [prompt.token_ids for prompt in asked.prompts]
         self._num_cached = [0] * len(asked.prompts)
+        self._adapter_versions: list[int | None] = [None] * len(asked.prompts)
         self._begun: set[int] = set()
         # Of each choice so far: its tokens, the characters of their texts, the last ids.
         self._num_tokens: dict[int, int] = {}
@@ -121,6 +122,7 @@ class Chunks:
                 if part.prompt_token_ids:
                     self._prompt_ids[job] = np.frombuffer(part.prompt_token_ids, np.int32)
                 self._num_cached[job] = part.num_cached_tokens
+                self._adapter_versions[job] = part.adapter_version
                 if self._asked.is_chat:
                     yield from self._roles()
             for index, piece in part.pieces:
@@ -148,7 +150,8 @@ class Chunks:
         asked = self._asked
         is_first = index not in self._num_tokens
         before, offset = self._last_ids.get(index, []), self._num_characters.get(index, 0)
-        choice = asked.choice(index, piece, before=before, offset=offset)
+        version = self._adapter_versions[job]
+        choice = asked.choice(index, piece, version, before=before, offset=offset)
         self._num_tokens[index] = self._num_tokens.get(index, 0) + len(piece.token_ids) // 4
         ids = [*before, *np.frombuffer(piece.token_ids, np.int32).tolist()]
         self._last_ids[index] = ids[-MAX_BEFORE:]

@@ -7,10 +7,10 @@ loads and prefixes. To add one: a class here, its name in `POLICIES` and in
 
 from collections.abc import Sequence
 from itertools import islice
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
-if TYPE_CHECKING:
-    from app.pool import OpenJob, Worker
+from app.records import OpenJob, Worker
+from app.waiting import WaitingJobs
 
 # How much more than the least loaded worker, in mean loads, one may have that holds the
 # whole prompt already. In `benchmarks/placement.py`, conversations on 8 workers found four
@@ -25,25 +25,27 @@ MAX_PASSED_OVER = 32
 
 
 class Choice(NamedTuple):
-    """A waiting job, by its place in the queue from 0, and the worker that it goes to."""
+    """A waiting job, and the worker that it goes to."""
 
-    place: int
-    worker: "Worker"
+    worker: Worker
+    open_job: OpenJob
 
 
 class Policy(Protocol):
     """One for each pool: it may keep a state."""
 
-    def choose(self, waiting: Sequence["OpenJob"], ready: Sequence["Worker"]) -> Choice | None:
+    def choose(self, waiting: WaitingJobs, ready: Sequence[Worker]) -> Choice | None:
         """What to assign next; None when the first of `waiting` fits nowhere now."""
 
 
 class LeastLoaded:
     """The first job to the worker with the fewest tokens under way."""
 
-    def choose(self, waiting: Sequence["OpenJob"], ready: Sequence["Worker"]) -> Choice | None:
+    def choose(self, waiting: WaitingJobs, ready: Sequence[Worker]) -> Choice | None:
         roomy = with_room(waiting, ready)
-        return Choice(0, min(roomy, key=lambda worker: worker.load)) if roomy else None
+        if not roomy:
+            return None
+        return Choice(min(roomy, key=lambda worker: worker.load), waiting.first)
 
 
 class RoundRobin:
@@ -52,12 +54,12 @@ class RoundRobin:
     def __init__(self) -> None:
         self._num_chosen = 0
 
-    def choose(self, waiting: Sequence["OpenJob"], ready: Sequence["Worker"]) -> Choice | None:
+    def choose(self, waiting: WaitingJobs, ready: Sequence[Worker]) -> Choice | None:
         roomy = with_room(waiting, ready)
         if not roomy:
             return None
         self._num_chosen += 1
-        return Choice(0, roomy[(self._num_chosen - 1) % len(roomy)])
+        return Choice(roomy[(self._num_chosen - 1) % len(roomy)], waiting.first)
 
 
 class ByPrefix:
@@ -75,31 +77,31 @@ class ByPrefix:
         self._first: OpenJob | None = None
         self._num_passed_over = 0
 
-    def choose(self, waiting: Sequence["OpenJob"], ready: Sequence["Worker"]) -> Choice | None:
-        first = waiting[0]
+    def choose(self, waiting: WaitingJobs, ready: Sequence[Worker]) -> Choice | None:
+        first = waiting.first
         roomy = with_room(waiting, ready)
         if not roomy:
             return None
         worker = best_worker(first, roomy, ready)
         is_full = len(roomy) < len(ready)
         if not is_full or is_home(worker, first) or not has_home(first, ready):
-            return Choice(0, worker)
+            return Choice(worker, first)
         if first is not self._first:
             self._first, self._num_passed_over = first, 0
         if self._num_passed_over == MAX_PASSED_OVER:
-            return Choice(0, worker)
-        place = _place_of_next(worker, waiting, ready)
-        self._num_passed_over += place > 0
-        return Choice(place, worker)
+            return Choice(worker, first)
+        chosen = _next_for(worker, waiting, ready)
+        self._num_passed_over += chosen is not first
+        return Choice(worker, chosen)
 
 
-def with_room(waiting: Sequence["OpenJob"], ready: Sequence["Worker"]) -> list["Worker"]:
+def with_room(waiting: WaitingJobs, ready: Sequence[Worker]) -> list[Worker]:
     """The workers that can run the first job soon."""
     ahead = sends_ahead(waiting, ready)
-    return [worker for worker in ready if worker.has_room_for(waiting[0].job, ahead=ahead)]
+    return [worker for worker in ready if worker.has_room_for(waiting.first.job, ahead=ahead)]
 
 
-def sends_ahead(waiting: Sequence["OpenJob"], ready: Sequence["Worker"]) -> bool:
+def sends_ahead(waiting: WaitingJobs, ready: Sequence[Worker]) -> bool:
     """Whether so many wait that workers may get more than they can run now.
 
     The last ones are kept for the places that get free first: one engine would queue what
@@ -107,12 +109,10 @@ def sends_ahead(waiting: Sequence["OpenJob"], ready: Sequence["Worker"]) -> bool
     """
     # All workers but one; they are alike.
     num_places_elsewhere = sum(worker.num_places for worker in ready[1:])
-    return len(waiting) * waiting[0].job.num_sequences > num_places_elsewhere
+    return len(waiting) * waiting.first.job.num_sequences > num_places_elsewhere
 
 
-def best_worker(
-    open_job: "OpenJob", roomy: Sequence["Worker"], ready: Sequence["Worker"]
-) -> "Worker":
+def best_worker(open_job: OpenJob, roomy: Sequence[Worker], ready: Sequence[Worker]) -> Worker:
     """The one of `roomy` that holds most of the prompt, unless it has much more to do.
 
     It may exceed the least loaded one by `AFFINITY_SLACK` times the mean load, times the
@@ -136,36 +136,34 @@ def best_worker(
     return best
 
 
-def is_home(worker: "Worker", open_job: "OpenJob") -> bool:
+def is_home(worker: Worker, open_job: OpenJob) -> bool:
     """Whether the prompt belongs to `worker`."""
     digests = open_job.digests
     # Its prefixes are found from the first block on: one look says whether there are so many.
     return bool(digests) and worker.prefixes.holds(digests[int(HOME_SHARE * (len(digests) - 1))])
 
 
-def has_home(open_job: "OpenJob", ready: Sequence["Worker"]) -> bool:
+def has_home(open_job: OpenJob, ready: Sequence[Worker]) -> bool:
     """Whether the prompt belongs to any worker."""
     return any(is_home(worker, open_job) for worker in ready)
 
 
-def _place_of_next(
-    worker: "Worker", waiting: Sequence["OpenJob"], ready: Sequence["Worker"]
-) -> int:
+def _next_for(worker: Worker, waiting: WaitingJobs, ready: Sequence[Worker]) -> OpenJob:
     """Which goes to `worker` when the first belongs to another one.
 
-    The first job that belongs to `worker`, else the first that belongs nowhere, else 0.
+    The first job that belongs to `worker`, else the first that belongs nowhere, else the first.
     """
     ahead = sends_ahead(waiting, ready)
-    homeless = 0
-    for place, open_job in enumerate(islice(waiting, MAX_LOOKED_AT)):
+    homeless = None
+    for open_job in islice(waiting, MAX_LOOKED_AT):
         is_mine = is_home(worker, open_job)
         if not is_mine and (homeless or has_home(open_job, ready)):
             continue
         if worker.has_room_for(open_job.job, ahead=ahead):
             if is_mine:
-                return place
-            homeless = place
-    return homeless
+                return open_job
+            homeless = open_job
+    return homeless or waiting.first
 
 
 POLICIES: dict[str, type[Policy]] = {

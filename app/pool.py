@@ -1,26 +1,37 @@
 """What one front-end process knows of the workers, and which job goes where.
 
 Pure state: no sockets, no threads, no clock of its own; only the link touches it
-(`app/link.py`), tests drive it by hand. What the pool itself knows (phase, weight version,
-load by others) comes from the workers' heartbeats.
+(`app/link.py`), tests drive it by hand. What the pool itself knows (model, weights, pauses,
+adapters, load by others) comes from the workers' heartbeats.
 
 A job has exactly one end: its request is told once, whatever comes later.
 """
 
 import dataclasses
 import logging
-from collections import deque
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+import re
+from collections.abc import Callable, Iterable
+from functools import lru_cache
 from typing import NamedTuple
 
 import msgspec
 
-from app.placement import ByPrefix, Policy
-from app.prefix_index import PrefixIndex, as_integers
+from app.placement import ByPrefix, LeastLoaded, Policy
+from app.prefix_index import as_integers
+from app.records import OpenJob, Worker
 from app.request import Request
-from titopool.errors import ERRORS_BY_CODE, GenerationFailed, NoReadyWorker, TitopoolError
+from app.waiting import WaitingJobs
+from titopool.errors import (
+    ERRORS_BY_CODE,
+    GenerationFailed,
+    ModelChanged,
+    ModelNotFound,
+    NoReadyWorker,
+    TitopoolError,
+    WeightsLost,
+)
 from titopool.messages import NO_LOAD, Completed, Failed, Heartbeat, Job, Load, Part, WorkerFacts
+from titopool.pool_state import PoolState
 
 logger = logging.getLogger(__name__)
 
@@ -29,95 +40,8 @@ MAX_DEATHS = 2
 # Of the workers' engines, which must be alike.
 COMPARED_FACTS = (
     "model", "vocab_size", "max_model_len", "max_logprobs", "world_size", "tool_call_parser",
-    "reasoning_parser",
+    "reasoning_parser", "tokenizer_digest",
 )  # fmt: skip
-# Jobs sent ahead of free places in the engine, so that it never waits for the next one.
-WINDOW_FACTOR = 1.25
-
-
-@dataclass
-class Worker:
-    """One endpoint and the process that answers there, if any."""
-
-    endpoint: str
-    last_seen: float
-    heartbeat: Heartbeat | None = None
-    # Jobs that this front end has sent and that have not ended, by job id.
-    jobs: dict[int, "OpenJob"] = field(default_factory=dict)
-    num_sequences: int = 0
-    num_tokens: int = 0
-    # What the other front ends have under way here.
-    others: Load = NO_LOAD
-    # Tokens of jobs that were sent here since `others` was told.
-    num_tokens_since: int = 0
-    prefixes: PrefixIndex = field(default_factory=PrefixIndex)
-
-    @property
-    def facts(self) -> WorkerFacts | None:
-        """The engine's facts once it is ready, else None."""
-        beat = self.heartbeat
-        return beat.facts if beat is not None and beat.phase == "ready" else None
-
-    @property
-    def load(self) -> int:
-        """Tokens that all front ends have under way here, at most.
-
-        What the others have sent since they were last told of is not known; they are taken to
-        have done as this one did. Without that, all would send to a worker that reports late,
-        which would report later still.
-        """
-        num_others = self.heartbeat.num_front_ends - 1 if self.heartbeat else 0
-        unknown = max(0, num_others) * self.num_tokens_since
-        return self.num_tokens + self.others.other_tokens + unknown
-
-    @property
-    def num_places(self) -> float:
-        """This front end's share of the sequences that the engine runs at once."""
-        beat = self.heartbeat
-        return self.facts.max_num_seqs / max(1, beat.num_front_ends) if beat and self.facts else 0
-
-    def has_room_for(self, job: Job, *, ahead: bool) -> bool:
-        """Whether the engine can run `job` at once or, if `ahead`, soon.
-
-        What other front ends leave free is this one's, and its fair share in any case: a
-        backlog of theirs does not shut it out. A job wider than that may run alone.
-        """
-        facts, beat = self.facts, self.heartbeat
-        if facts is None or beat is None:
-            return False
-        window = facts.max_num_seqs * (WINDOW_FACTOR if ahead else 1)
-        mine = max(window - self.others.other_sequences, window / max(1, beat.num_front_ends))
-        return self.num_sequences == 0 or self.num_sequences + job.num_sequences <= mine
-
-    def add(self, open_job: "OpenJob") -> None:
-        self.jobs[open_job.job.job_id] = open_job
-        self.num_sequences += open_job.job.num_sequences
-        self.num_tokens += open_job.job.num_tokens
-        self.num_tokens_since += open_job.job.num_tokens
-        self.prefixes.record(open_job.digests)
-
-    def hear(self, others: Load) -> None:
-        """Takes what the worker says of the other front ends."""
-        self.others, self.num_tokens_since = others, 0
-
-    def remove(self, job_id: int) -> "OpenJob":
-        open_job = self.jobs.pop(job_id)
-        self.num_sequences -= open_job.job.num_sequences
-        self.num_tokens -= open_job.job.num_tokens
-        return open_job
-
-
-@dataclass(frozen=True, slots=True)
-class OpenJob:
-    """A job with the request that waits for it and its index there."""
-
-    job: Job
-    request: Request
-    index: int
-    # Of the prompt's blocks.
-    digests: Sequence[int] = ()
-    # Workers that died while they ran it.
-    num_deaths: int = 0
 
 
 class Assignment(NamedTuple):
@@ -128,20 +52,35 @@ class Assignment(NamedTuple):
 
 
 class Pool:
-    """All workers, the jobs under way and those that wait."""
+    """All workers, the jobs in flight and those that wait."""
 
-    def __init__(self, *, no_worker_timeout_s: float, policy: Policy | None = None):
+    def __init__(
+        self,
+        *,
+        no_worker_timeout_s: float,
+        policy: Policy | None = None,
+        on_lost: Callable[[str, str], None] = lambda endpoint, reason: None,
+    ):
+        """`on_lost` gets the endpoint of each process that is gone, and why."""
         self._policy = policy or ByPrefix()
+        self._on_lost = on_lost
         self.workers: dict[str, Worker] = {}
-        self.waiting: deque[OpenJob] = deque()
+        self.waiting = WaitingJobs()
         self.num_open_jobs = 0
         self._failed: list[Request] = []
         self._no_worker_timeout_s = no_worker_timeout_s
         self._without_worker_since: float | None = None
-        # Of the workers' weights, the latest ever seen: one that has had fewer takes no jobs.
-        self.num_updates = 0
+        # Of the model that the pool serves; stay known while its workers restart.
+        self.facts: WorkerFacts | None = None
+        # What is known of the pool, and when its pause ends.
+        self._state = PoolState()
+        self._lease_end = 0.0
 
     # ---- workers ---------------------------------------------------------------------
+
+    def in_order(self) -> list[Worker]:
+        """All workers in the order that every front end has: that of their endpoints."""
+        return sorted(self.workers.values(), key=lambda one: natural_order(one.endpoint))
 
     def add_worker(self, endpoint: str, now: float) -> None:
         self.workers[endpoint] = Worker(endpoint, last_seen=now)
@@ -156,40 +95,69 @@ class Pool:
         known = worker.heartbeat
         if known is not None and known.incarnation != beat.incarnation:
             self.lose_worker(endpoint, "it has restarted")
-        if beat.facts is not None and (odd := self._difference(endpoint, beat.facts)):
-            beat = msgspec.structs.replace(beat, phase="mismatched", facts=None)
-            if known is None or known.phase != beat.phase:
-                logger.error("worker %s at %s takes no jobs: %s", beat.worker_id, endpoint, odd)
-        elif beat.num_updates < self.num_updates and beat.phase == "ready":
-            beat = msgspec.structs.replace(beat, phase="stale")
-            if known is None or known.phase != beat.phase:
-                logger.info("worker %s at %s has older weights", beat.worker_id, endpoint)
-        elif known is None or known.phase != beat.phase:
-            logger.info("worker %s at %s: %s", beat.worker_id, endpoint, beat.phase)
-        self.num_updates = max(self.num_updates, beat.num_updates)
-        if known is not None and weights_of(known) != weights_of(beat):
+            known = None
+        worker.heartbeat, worker.last_seen = beat, now
+        worker.hear(Load(beat.other_sequences, beat.other_tokens))
+        if known is not None and known.weights.order != beat.weights.order:
             # What was cached was computed with other weights.
             worker.prefixes.clear()
         elif beat.prefixes:
             worker.prefixes.record(as_integers(beat.prefixes))
         if beat.facts is not None:
             worker.prefixes.resize(beat.facts.num_cache_tokens)
-        worker.heartbeat, worker.last_seen = beat, now
-        worker.hear(Load(beat.other_sequences, beat.other_tokens))
+        self._choose_model()
+        if beat.facts is not None and beat.facts.model == self._state.model:
+            self._learn(beat.pool, now)
+        for one in self.workers.values():
+            self._judge(one)
+
+    def _choose_model(self) -> None:
+        """The pool's model is that of the engine that was loaded first, of those that are there:
+        all front ends come to the same, and a newcomer with another model changes nothing."""
+        loaded = [one for one in self.workers.values() if one.heartbeat and one.heartbeat.facts]
+        if not loaded:
+            return
+        oldest = min(loaded, key=_age_order)
+        assert oldest.heartbeat is not None
+        facts = oldest.heartbeat.facts
+        assert facts is not None
+        before, self.facts = self.facts, facts
+        if before is not None and difference(before, facts):
+            logger.warning("the pool serves another model: %s", difference(before, facts))
+            self._state = PoolState()
+            for open_job in list(self.waiting):
+                self.waiting.take(open_job.job.job_id)
+                self._fail(open_job, model_changed(before, facts))
+        if self._state.model != facts.model:
+            self._state = PoolState(model=facts.model)
+
+    def _judge(self, worker: Worker) -> None:
+        """Sets the worker's phase: its own, unless the pool knows better."""
+        beat, before = worker.heartbeat, worker.phase
+        if beat is None:
+            return
+        worker.phase, worker.reason = beat.phase, ""
+        if beat.facts is not None and self.facts is not None:
+            wanted = self._state.weights
+            if odd := difference(self.facts, beat.facts):
+                worker.phase, worker.reason = "mismatched", odd
+            elif beat.phase == "ready" and not beat.weights.serves_as(wanted):
+                # It will hear of it with the next Hello.
+                worker.phase = "stale"
+        if worker.phase != before:
+            level = logging.ERROR if worker.phase == "mismatched" else logging.INFO
+            reason = f", gets no jobs: {worker.reason}" if worker.reason else ""
+            logger.log(
+                level,
+                "worker %s at %s: %s%s",
+                beat.worker_id,
+                worker.endpoint,
+                worker.phase,
+                reason,
+            )
 
     def on_load(self, endpoint: str, load: Load) -> None:
         self.workers[endpoint].hear(load)
-
-    def _difference(self, endpoint: str, facts: WorkerFacts) -> str:
-        """What tells a worker's model from that of the others that are ready; "" if nothing."""
-        for other in self.workers.values():
-            if other.endpoint == endpoint or other.facts is None:
-                continue
-            for name in COMPARED_FACTS:
-                mine, theirs = getattr(facts, name), getattr(other.facts, name)
-                if mine != theirs:
-                    return f"its {name} is {mine}, that of {other.endpoint} is {theirs}"
-        return ""
 
     def lose_worker(self, endpoint: str, reason: str, *, has_died: bool = True) -> None:
         """Takes a worker's jobs back: they wait for another, or fail on the second death.
@@ -203,61 +171,143 @@ class Pool:
                 "worker %s at %s is lost with %d jobs open: %s",
                 worker.heartbeat.worker_id, endpoint, len(worker.jobs), reason,
             )  # fmt: skip
-        worker.heartbeat = None
+        worker.heartbeat, worker.phase, worker.reason = None, "unreachable", ""
         worker.hear(NO_LOAD)
         worker.prefixes.clear()
-        for job_id in list(worker.jobs):
-            self._send_again(worker.remove(job_id), reason, has_died)
+        again = [
+            self._again(worker.remove(job_id), reason, has_died) for job_id in list(worker.jobs)
+        ]
+        # They have waited longest.
+        self.waiting.put_first([one for one in again if one is not None])
+        self._on_lost(endpoint, reason)
 
-    def _send_again(self, open_job: OpenJob, reason: str, has_died: bool) -> None:
+    def _again(self, open_job: OpenJob, reason: str, has_died: bool) -> OpenJob | None:
+        """The job for another worker; None: it has failed."""
         num_deaths = open_job.num_deaths + has_died
         if num_deaths >= MAX_DEATHS:
             self._fail(
                 open_job,
                 GenerationFailed(
-                    f"prompts[{open_job.index}]: {num_deaths} workers died while they ran it "
+                    f"{open_job.request.place_of(open_job.index)}: {num_deaths} workers died while they ran it "
                     f"(the last: {reason}); it is not tried again"
                 ),
             )
-            return
+            return None
         if open_job.request.has_parts(open_job.index):
             # It would sample other tokens than those that the client has.
             self._fail(
                 open_job,
                 GenerationFailed(
-                    f"prompts[{open_job.index}]: its worker is gone amid the stream ({reason}); send "
-                    "the request again"
+                    f"{open_job.request.place_of(open_job.index)}: its worker was lost during the "
+                    f"stream ({reason}); send the request again"
                 ),
             )
-            return
+            return None
         again = msgspec.structs.replace(open_job.job, attempt=open_job.job.attempt + 1)
-        # To the front: it has waited longest.
-        self.waiting.appendleft(dataclasses.replace(open_job, job=again, num_deaths=num_deaths))
+        return dataclasses.replace(open_job, job=again, num_deaths=num_deaths)
+
+    # ---- what the pool shares ----------------------------------------------------------
+
+    def state(self, now: float) -> PoolState:
+        """What is known of the pool, as a message tells it."""
+        pause = self._state.pause
+        left_s = max(0.0, self._lease_end - now)
+        pause = msgspec.structs.replace(
+            pause, mode=pause.mode if left_s else None, lease_left_s=left_s
+        )
+        return msgspec.structs.replace(self._state, pause=pause)
+
+    def _learn(self, told: PoolState, now: float) -> None:
+        before, self._state = self._state, self._state.merged(told)
+        if self._state.pause is not before.pause:
+            self._lease_end = now + self._state.pause.lease_left_s
+
+    @property
+    def num_updates(self) -> int:
+        """Weight updates that the pool has had."""
+        return self._state.weights.num_updates
+
+    @property
+    def num_pauses(self) -> int:
+        """Pauses and ends of pauses that the pool has had."""
+        return self._state.pause.num_changes
+
+    @property
+    def num_adapter_changes(self) -> int:
+        """How often an adapter was loaded, swapped or unloaded."""
+        return self._state.adapters.num_changes
+
+    @property
+    def adapters(self) -> dict[str, int]:
+        """LoRA adapters by name, and their versions, that a worker can run now."""
+        ready = [one.heartbeat for one in self.workers.values() if one.facts and one.heartbeat]
+        return {
+            name: record.version
+            for name, record in self._state.adapters.by_name.items()
+            if any(beat.adapters.get(name) == record.version for beat in ready)
+        }
+
+    @property
+    def has_lost_weights(self) -> bool:
+        """Whether workers are there, and none has or can get the weights of the last update."""
+        there = [one for one in self.workers.values() if one.heartbeat is not None]
+        behind = [one for one in there if one.phase in ("waiting_for_weights", "stale")]
+        others = [one for one in there if one not in behind and one.phase != "mismatched"]
+        return bool(behind) and not others and not self._state.weights.folder
 
     # ---- jobs ------------------------------------------------------------------------
 
     def submit(self, request: Request) -> None:
         """Lets all jobs of `request` wait for a worker."""
         self.num_open_jobs += len(request.jobs)
-        self.waiting.extend(
+        open_jobs = [
             OpenJob(job, request, index, as_integers(job.prefix))
             for index, job in enumerate(request.jobs)
-        )
+        ]
+        checked_for = request.facts
+        if checked_for and self.facts and difference(checked_for, self.facts):
+            for open_job in open_jobs:
+                self._fail(open_job, model_changed(checked_for, self.facts))
+            return
+        for open_job in open_jobs:
+            self.waiting.put_last(open_job)
 
     def assign(self) -> list[Assignment]:
         """Takes waiting jobs to ready workers that have room, as the policy says."""
         ready = [worker for worker in self.workers.values() if worker.facts is not None]
         chosen: dict[str, Assignment] = {}
         while self.waiting and ready:
-            choice = self._policy.choose(self.waiting, ready)
+            if not any(worker.has_adapter_of(self.waiting.first.job) for worker in ready):
+                self._fail_without_adapter(self.waiting.first)
+                continue
+            choice = self._choose(ready)
             if choice is None:
                 break
-            worker, open_job = choice.worker, self.waiting[choice.place]
-            del self.waiting[choice.place]
+            worker, open_job = choice
+            self.waiting.take(open_job.job.job_id)
             worker.add(open_job)
             assignment = chosen.setdefault(worker.endpoint, Assignment(worker, []))
             assignment.jobs.append(open_job.job)
         return list(chosen.values())
+
+    def _choose(self, ready: list[Worker]) -> tuple[Worker, OpenJob] | None:
+        try:
+            return self._policy.choose(self.waiting, ready)
+        except Exception:
+            # A policy is a matter of speed: jobs go out in any case.
+            logger.exception("the policy of placement failed; the least loaded worker is taken")
+            self._policy = LeastLoaded()
+            return self._policy.choose(self.waiting, ready)
+
+    def _fail_without_adapter(self, open_job: OpenJob) -> None:
+        self.waiting.take(open_job.job.job_id)
+        name = open_job.job.adapter
+        if name in self._state.adapters.by_name:
+            text = f"no worker has the adapter {name!r} now; send the request again"
+            self._fail(open_job, NoReadyWorker(text, retry_after_s=2))
+        else:
+            text = f"the adapter {name!r} is not loaded any more"
+            self._fail(open_job, ModelNotFound(text, param="model"))
 
     def on_results(self, endpoint: str, results: Iterable[Completed | Failed | Part]) -> None:
         """Hands results to their requests; drops those of an attempt that was lost."""
@@ -272,7 +322,7 @@ class Pool:
             worker.remove(result.job_id)
             if isinstance(result, Failed):
                 error_type = ERRORS_BY_CODE.get(result.code, GenerationFailed)
-                text = f"prompts[{open_job.index}]: {result.message}"
+                text = f"{open_job.request.place_of(open_job.index)}: {result.message}"
                 self._fail(open_job, error_type(text, param=result.param))
             else:
                 if result.prefix:
@@ -297,25 +347,21 @@ class Pool:
             What to abort: for each worker, (job id, attempt) pairs.
         """
         aborts = []
-        num_under_way = 0
         for worker in self.workers.values():
             mine = [job.job_id for job in request.jobs if job.job_id in worker.jobs]
             if mine:
                 keys = [(job_id, worker.remove(job_id).job.attempt) for job_id in mine]
-                num_under_way += len(keys)
+                self.num_open_jobs -= len(keys)
                 aborts.append((worker, keys))
-        num_waiting = 0
-        if num_under_way < request.num_open:
-            # Only then: the queue can be long.
-            others = deque(one for one in self.waiting if one.request is not request)
-            num_waiting, self.waiting = len(self.waiting) - len(others), others
-        self.num_open_jobs -= num_under_way + num_waiting
+        for job in request.jobs:
+            if self.waiting.take(job.job_id) is not None:
+                self.num_open_jobs -= 1
         return aborts
 
     def open_requests(self) -> list[Request]:
-        """Every request with a job under way or waiting."""
-        under_way = [job for worker in self.workers.values() for job in worker.jobs.values()]
-        return [job.request for job in (*under_way, *self.waiting)]
+        """Every request with a job in flight or waiting."""
+        in_flight = [job for worker in self.workers.values() for job in worker.jobs.values()]
+        return [job.request for job in (*in_flight, *self.waiting)]
 
     # ---- time ------------------------------------------------------------------------
 
@@ -333,24 +379,61 @@ class Pool:
         ]
 
     def fail_if_abandoned(self, now: float) -> None:
-        """Fails what waits when no worker has been ready for too long."""
+        """Fails what waits when no worker has been ready for too long, or none can be."""
         if any(worker.facts is not None for worker in self.workers.values()):
             self._without_worker_since = None
             return
         if self._without_worker_since is None:
             self._without_worker_since = now
-        if now - self._without_worker_since < self._no_worker_timeout_s:
-            return
-        while self.waiting:
-            self._fail(
-                self.waiting.popleft(),
+        if self.has_lost_weights:
+            self._fail_waiting(self.weights_lost())
+        elif now - self._without_worker_since >= self._no_worker_timeout_s:
+            self._fail_waiting(
                 NoReadyWorker(
                     f"no worker has been ready for {self._no_worker_timeout_s:g} s "
                     "(worker_start_timeout_s)"
-                ),
+                )
             )
 
+    def _fail_waiting(self, error: TitopoolError) -> None:
+        for open_job in list(self.waiting):
+            self.waiting.take(open_job.job.job_id)
+            self._fail(open_job, error)
 
-def weights_of(beat: Heartbeat) -> tuple[int, int]:
-    """Changes when a worker gets other weights, also of the same version."""
-    return beat.weight_version, beat.num_updates
+    def weights_lost(self) -> WeightsLost:
+        """What requests get while `has_lost_weights`."""
+        return WeightsLost(
+            f"no worker has the weights of version {self._state.weights.version} any more, as all "
+            "were started again; send a complete weight update, or POST /weights/accept to go on "
+            "with the model's own weights",
+            retry_after_s=5,
+        )
+
+
+def difference(wanted: WorkerFacts, facts: WorkerFacts) -> str:
+    """What tells `facts` from those of the pool; "" if nothing does."""
+    for name in COMPARED_FACTS:
+        mine, theirs = getattr(facts, name), getattr(wanted, name)
+        if mine != theirs:
+            return f"its {name} is {mine}, that of the pool is {theirs}"
+    return ""
+
+
+def model_changed(before: WorkerFacts, now: WorkerFacts) -> ModelChanged:
+    """What a request gets that was checked for the model before."""
+    return ModelChanged(
+        f"the workers serve {now.model!r} now, and the request was checked for {before.model!r} as "
+        f"it was ({difference(before, now)}); send it again if that is meant",
+        retry_after_s=1,
+    )
+
+
+@lru_cache(maxsize=1024)
+def natural_order(endpoint: str) -> list[int | str]:
+    """A key that puts worker-2 before worker-10."""
+    return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", endpoint)]
+
+
+def _age_order(worker: Worker) -> tuple[object, ...]:
+    assert worker.heartbeat is not None
+    return worker.heartbeat.loaded_at, natural_order(worker.endpoint)

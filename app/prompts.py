@@ -5,7 +5,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from app.schemas import GenerateBody, SamplingBody, TokensPrompt
-from app.tokenizer import TokenizerLoader, encode_all
+from app.service import Admission
+from app.tokenizer import encode_all
 from titopool.errors import InvalidRequest, PromptTooLong
 from titopool.messages import WorkerFacts
 
@@ -13,9 +14,7 @@ from titopool.messages import WorkerFacts
 KINDS = {str: "text", list: "token ids", TokensPrompt: "TokensPrompt objects"}
 
 
-def prompt_ids_of(
-    body: GenerateBody, facts: WorkerFacts, tokenizer: TokenizerLoader, timeout_s: float
-) -> list[np.ndarray]:
+def prompt_ids_of(body: GenerateBody, admission: Admission) -> list[np.ndarray]:
     """The ids of each prompt, int32, as the engine will get them.
 
     Raises:
@@ -23,7 +22,7 @@ def prompt_ids_of(
         PromptTooLong: a prompt leaves no room for a token.
     """
     _check_kinds(body.prompts)
-    token_ids = _token_ids(body.prompts, facts, tokenizer, timeout_s)
+    token_ids, facts = _token_ids(body.prompts, admission), admission.facts
     keep = tokens_to_keep(body, facts)
     checked = []
     for index, ids in enumerate(token_ids):
@@ -56,14 +55,11 @@ def _check_kinds(prompts: Sequence[object]) -> None:
 
 
 def _token_ids(
-    prompts: Sequence[str | list[int] | TokensPrompt],
-    facts: WorkerFacts,
-    tokenizer: TokenizerLoader,
-    timeout_s: float,
+    prompts: Sequence[str | list[int] | TokensPrompt], admission: Admission
 ) -> list[list[int]]:
     texts = [prompt for prompt in prompts if isinstance(prompt, str)]
     if texts:
-        return tokenizer.use(encode_all, texts, facts=facts, timeout_s=timeout_s)
+        return admission.use_tokenizer(encode_all, texts)
     return [ids for ids in map(_ids_in, prompts) if ids is not None]
 
 

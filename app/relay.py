@@ -12,6 +12,8 @@ import socket
 import gevent
 from gevent.server import StreamServer
 
+from titopool.errors import InvalidRequest
+
 logger = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT_S = 10.0
@@ -29,11 +31,16 @@ def is_of_this_host(host: str) -> bool:
     return True
 
 
-def start_relay(port: int, host: str, *, lease_s: float, listen_at: str = "0.0.0.0") -> None:
+def start_relay(port: int, host: str, *, lease_s: float, listen_at: str) -> StreamServer | None:
     """Passes connections at `port` of `listen_at` on to the same port of `host`.
 
-    New ones are taken for `lease_s`; what is connected then stays so. A relay of another process
-    of this server, which is at `port` already, will do as well.
+    New connections are taken for `lease_s`; those that stand then go on.
+
+    Returns:
+        The relay; None if another process of this server has one at `port` already.
+
+    Raises:
+        InvalidRequest: this process may not listen there.
     """
 
     def handle(incoming: socket.socket, _: object) -> None:
@@ -53,10 +60,16 @@ def start_relay(port: int, host: str, *, lease_s: float, listen_at: str = "0.0.0
         server.start()
     except OSError as error:
         if error.errno != errno.EADDRINUSE:
-            raise
+            raise InvalidRequest(
+                f"port: expected one at which the server may listen ({listen_at}), to pass "
+                f"connections on to the worker at {host}, got {port}: {error}; TRL's client takes "
+                "group_port",
+                param="port",
+            ) from None
         logger.warning("port %d is taken; is it another process that relays?", port)
-        return
+        return None
     gevent.spawn_later(lease_s, server.close)
+    return server
 
 
 def copy(source: socket.socket, target: socket.socket) -> None:

@@ -4,13 +4,14 @@ In JSON or MessagePack; both prompt-major: the n completions of prompt 0 first.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 import orjson
 from werkzeug.datastructures import MIMEAccept
 
+from titopool.errors import GenerationFailed
 from titopool.messages import Completed, Completion, Logprobs
 
 JSON = "application/json"
@@ -83,6 +84,33 @@ def nested_logprobs(completion: Completion) -> tuple[Any, Any]:
     if not packed.counts:
         return values.reshape(-1, 1), ids.reshape(-1, 1)
     return _split(values, packed), _split(ids, packed)
+
+
+class PromptRows(NamedTuple):
+    """Log-probabilities of a prompt, [tokens after the first, k + 1]: its own before the best k."""
+
+    # float32, int32 and int32.
+    values: np.ndarray
+    token_ids: np.ndarray
+    ranks: np.ndarray
+
+
+def prompt_rows(result: Completed, place: str, *, num_tokens: int, k: int) -> PromptRows:
+    """Those of a prompt of `num_tokens`, for which `k` were asked.
+
+    Raises:
+        GenerationFailed: the worker did not send them all.
+    """
+    packed = result.prompt_logprobs or Logprobs(b"")
+    values = np.frombuffer(packed.values, np.float32)
+    token_ids, ranks = (np.frombuffer(one, np.int32) for one in (packed.token_ids, packed.ranks))
+    expected = max(0, num_tokens - 1) * (k + 1)
+    if not len(values) == len(token_ids) == len(ranks) == expected:
+        raise GenerationFailed(
+            f"{place}: expected {expected} log-probabilities of the prompt, got {len(values)}; send the "
+            "request again"
+        )
+    return PromptRows(*(one.reshape(-1, k + 1) for one in (values, token_ids, ranks)))
 
 
 def _split(array: np.ndarray, packed: Logprobs) -> list[np.ndarray]:

@@ -4,19 +4,34 @@ Made by a handler, which waits; completed or failed by the link.
 """
 
 from collections import deque
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from gevent.event import Event
 
 from titopool.errors import TitopoolError
-from titopool.messages import Completed, Job, Part
+from titopool.messages import Completed, Job, Part, WorkerFacts
 
 
 class Request:
     """Jobs in the order of the request, and their results in the same order."""
 
-    def __init__(self, jobs: list[Job]):
+    def __init__(
+        self,
+        jobs: list[Job],
+        places: Sequence[str] = (),
+        *,
+        facts: WorkerFacts | None = None,
+    ):
+        """Jobs and what they were made of.
+
+        Args:
+            places: of the jobs' prompts in the client's body; none: `prompts[0]`, …
+            facts: of the model that the jobs were checked for; None: any will do.
+        """
         self.jobs = jobs
+        self.facts = facts
+        self._places = places or [f"prompts[{index}]" for index in range(len(jobs))]
         self.results: list[Completed | None] = [None] * len(jobs)
         self.error: TitopoolError | None = None
         self.num_open = len(jobs)
@@ -26,6 +41,10 @@ class Request:
     def is_done(self) -> bool:
         """Whether the end has come: all jobs are complete, or one has failed."""
         return bool(self._done.is_set())
+
+    def place_of(self, index: int) -> str:
+        """Where the prompt of job `index` stood in the client's body."""
+        return self._places[index]
 
     def add_part(self, index: int, part: Part) -> None:
         """Records what job `index` made meanwhile; only a streamed one makes parts."""
@@ -76,8 +95,14 @@ class PartOfJob(NamedTuple):
 class StreamedRequest(Request):
     """One whose parts are read as they come."""
 
-    def __init__(self, jobs: list[Job]):
-        super().__init__(jobs)
+    def __init__(
+        self,
+        jobs: list[Job],
+        places: Sequence[str] = (),
+        *,
+        facts: WorkerFacts | None = None,
+    ):
+        super().__init__(jobs, places, facts=facts)
         self._parts: deque[PartOfJob] = deque()
         self._begun: set[int] = set()
         # Set when there is something to read, or the end has come.

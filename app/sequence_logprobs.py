@@ -3,7 +3,6 @@
 Follows `trl.generation.vllm_client.VLLMClient.get_sequence_logprobs` (trl 1.9 and 1.10).
 """
 
-import time
 from base64 import b64encode
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -16,9 +15,9 @@ from flask import request as http_request
 
 from app.answering import Prompt, check_batch, generate, respond
 from app.prompts import check_length, checked_ids
-from app.replies import JSON
+from app.replies import JSON, prompt_rows
 from app.schemas import SEQUENCES_BODY, SequencesBody, decode_body
-from app.service import Service, current_service
+from app.service import Admission, current_service
 from titopool.errors import InvalidRequest
 from titopool.messages import Completed
 from titopool.sampling import SamplingOptions, check_sampling
@@ -43,24 +42,22 @@ class Scored(NamedTuple):
 @blueprint.post("/get_sequence_logprobs/")
 def get_sequence_logprobs() -> Response:
     """Scores all sequences; nothing is generated."""
-    service = current_service()
-    with service.place():
-        deadline = time.monotonic() + service.config.request_timeout_s
+    with current_service().admit() as admission:
         body = decode_body(http_request.get_data(cache=False), SEQUENCES_BODY)
-        prompts = _checked(service, body)
+        prompts = _checked(admission, body)
         # vLLM makes one token at least.
         options = SamplingOptions(max_tokens=1, prompt_logprobs=body.top_logprobs)
-        results = generate(service, prompts, options, deadline)
+        results = generate(admission, prompts, options)
         scored = [
-            scores(result, prompt.token_ids, length, body.top_logprobs)
+            scores(result, prompt, length, body.top_logprobs)
             for result, prompt, length in zip(results, prompts, body.prompt_lengths, strict=True)
         ]
         reply = binary_reply if body.response_format == "binary" else json_reply
         return respond(orjson.dumps(reply(scored), option=orjson.OPT_SERIALIZE_NUMPY), JSON)
 
 
-def _checked(service: Service, body: SequencesBody) -> list[Prompt]:
-    facts = service.link.facts
+def _checked(admission: Admission, body: SequencesBody) -> list[Prompt]:
+    service, facts = admission.service, admission.facts
     num_sequences = len(body.sequences)
     if not num_sequences or num_sequences != len(body.prompt_lengths):
         raise InvalidRequest(
@@ -84,15 +81,14 @@ def _checked(service: Service, body: SequencesBody) -> list[Prompt]:
                 f"sequence, got {length}",
                 param="prompt_lengths",
             )
-        prompts.append(Prompt(array))
+        prompts.append(Prompt(array, place))
     return prompts
 
 
-def scores(result: Completed, token_ids: np.ndarray, prompt_length: int, k: int) -> Scored:
+def scores(result: Completed, sequence: Prompt, prompt_length: int, k: int) -> Scored:
     """The part of the engine's answer that is behind the prompt."""
-    assert result.prompt_logprobs is not None
-    values = np.frombuffer(result.prompt_logprobs.values, np.float32).reshape(-1, k + 1)
-    ids = np.frombuffer(result.prompt_logprobs.token_ids, np.int32).reshape(-1, k + 1)
+    token_ids = sequence.token_ids
+    values, ids, _ = prompt_rows(result, sequence.place, num_tokens=len(token_ids), k=k)
     # The first token's row is not there.
     first = np.full((1, k + 1), np.nan, dtype=np.float32)
     values = np.concatenate([first, values])[prompt_length:]

@@ -1,7 +1,10 @@
 """What the handlers of one front-end process share: settings, link, tokenizer, drift."""
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from flask import current_app
 from gevent.monkey import is_module_patched
@@ -11,7 +14,10 @@ from app.link import Link
 from app.tokenizer import TokenizerLoader
 from titopool.config import ServerConfig
 from titopool.errors import ConfigError, QueueFull
+from titopool.messages import WorkerFacts
 from titopool.sockets import worker_endpoint
+
+Result = TypeVar("Result")
 
 
 class Service:
@@ -38,11 +44,12 @@ class Service:
         self.link.start()
 
     @contextmanager
-    def place(self) -> Iterator[None]:
-        """One of the requests that this process holds open at once.
+    def admit(self) -> Iterator["Admission"]:
+        """Takes on a request, as one of those that this process holds open at once.
 
         Raises:
             QueueFull: it holds as many already.
+            NoReadyWorker: no worker has told yet which model it serves.
         """
         limit = self.config.max_open_requests
         if self._num_open >= limit:
@@ -53,13 +60,36 @@ class Service:
             )
         self._num_open += 1
         try:
-            yield
+            deadline = time.monotonic() + self.config.request_timeout_s
+            yield Admission(self, self.link.facts, deadline)
         finally:
             self._num_open -= 1
 
     def close(self) -> None:
         """Ends every open request and the connections."""
         self.link.close()
+
+
+@dataclass(frozen=True)
+class Admission:
+    """A request that this process has taken on."""
+
+    service: Service
+    # Of the model that it is checked for, and that must run it.
+    facts: WorkerFacts
+    # Monotonic seconds.
+    deadline: float
+
+    @property
+    def left_s(self) -> float:
+        """Seconds until its deadline."""
+        return self.deadline - time.monotonic()
+
+    def use_tokenizer(self, function: Callable[..., Result], *arguments: Any) -> Result:
+        """`function(tokenizer, *arguments)`, in the tokenizer's thread."""
+        return self.service.tokenizer.use(
+            function, *arguments, facts=self.facts, timeout_s=self.left_s
+        )
 
 
 def endpoints_of(config: ServerConfig) -> tuple[str, ...]:

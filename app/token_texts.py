@@ -5,15 +5,14 @@ ends the letter is shown with all of it and those before with none, so that the 
 completion make up its text.
 """
 
-import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
 from app.replies import nested_logprobs
-from app.tokenizer import TokenizerLoader
-from titopool.messages import Completed, Completion, WorkerFacts
+from app.service import Admission
+from titopool.messages import Completed, Completion
 
 # What decoding writes for bytes that are no letter.
 REPLACEMENT = "\ufffd"
@@ -53,26 +52,22 @@ class TokenTexts:
 
     def __init__(
         self,
-        tokenizer: TokenizerLoader,
-        facts: WorkerFacts,
-        deadline: float,
+        admission: Admission,
         *,
         as_ids: bool,
         needs_texts: bool = True,
     ):
-        """With `as_ids`, a token is shown as its id. `deadline` is monotonic seconds.
+        """With `as_ids`, a token is shown as its id.
 
         Args:
             needs_texts: False where ids are all that is shown: the tokenizer is not loaded.
         """
-        self._tokenizer = tokenizer
-        self._facts = facts
-        self._deadline = deadline
+        self._admission = admission
         self._as_ids = as_ids
         self._needs_texts = needs_texts
         if needs_texts:
             # Before anything is generated: it may fail.
-            tokenizer.prepare(facts, timeout_s=deadline - time.monotonic())
+            admission.service.tokenizer.prepare(admission.facts, timeout_s=admission.left_s)
 
     def of_completion(self, completion: Completion, before: Sequence[int] = ()) -> TextsAt:
         """The texts that the log-probabilities of a completion, or a piece of one, name.
@@ -94,12 +89,12 @@ class TokenTexts:
         return self._of(prompt_ids.tolist(), 1, named, rows)
 
     def _of(self, ids: list[int], first: int, named: bytes, rows: Iterable[np.ndarray]) -> TextsAt:
-        known = self._tokenizer.token_texts
+        known = self._admission.service.tokenizer.token_texts
         texts = TextsAt(known, ids, as_ids=self._as_ids)
         if self._needs_texts:
             found = np.unique(np.frombuffer(named, np.int32)).tolist()
             if new := [one for one in found if one not in known]:
-                known.update(self._use(decode_each, new))
+                known.update(self._admission.use_tokenizer(decode_each, new))
             broken = [one for one in found if known[one].endswith(REPLACEMENT)]
             if broken:
                 places = {
@@ -107,12 +102,8 @@ class TokenTexts:
                     for end, row in enumerate(rows, first)
                     for token_id in row[np.isin(row, broken)].tolist()
                 }
-                texts.mended = self._use(mend, places)
+                texts.mended = self._admission.use_tokenizer(mend, places)
         return texts
-
-    def _use(self, function: Any, argument: Any) -> Any:
-        left_s = self._deadline - time.monotonic()
-        return self._tokenizer.use(function, argument, facts=self._facts, timeout_s=left_s)
 
 
 def decode_each(tokenizer: Any, ids: Iterable[int]) -> dict[int, str]:

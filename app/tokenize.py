@@ -1,7 +1,6 @@
 """`POST /tokenize` and `POST /detokenize`, as vLLM's server has them."""
 
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 from flask import Blueprint, Response
 from flask import request as http_request
@@ -16,30 +15,27 @@ from app.schemas import (
     TokenizeBody,
     decode_body,
 )
-from app.service import Service, current_service
+from app.service import Admission, current_service
 from app.tokenizer import encode_all
 from app.tools import as_templates_get_them
 from titopool.errors import InvalidRequest
 
 blueprint = Blueprint("tokenize", __name__)
-Result = TypeVar("Result")
 
 
 @blueprint.post("/tokenize/")
 def tokenize() -> Response:
     """The ids of a text or of messages, as a generating route would use them."""
-    service = current_service()
-    with service.place():
+    with current_service().admit() as admission:
         body = decode_body(http_request.get_data(cache=False), TOKENIZE_BODY)
-        ids = _ids_of(service, body)
+        ids = _ids_of(admission, body)
         strings = None
         if body.return_token_strs:
-            strings = _use_tokenizer(service, token_strings, ids)
-    facts = service.link.facts
+            strings = admission.use_tokenizer(token_strings, ids)
     return json_response(
         {
             "count": len(ids),
-            "max_model_len": facts.max_model_len,
+            "max_model_len": admission.facts.max_model_len,
             "tokens": ids,
             "token_strs": strings,
         }
@@ -49,27 +45,26 @@ def tokenize() -> Response:
 @blueprint.post("/detokenize/")
 def detokenize() -> Response:
     """The text of token ids, special tokens included."""
-    service = current_service()
-    with service.place():
+    with current_service().admit() as admission:
         body = decode_body(http_request.get_data(cache=False), DETOKENIZE_BODY)
-        adapter_named(service, body.model)
-        tokens, size = body.tokens, service.link.facts.vocab_size
+        adapter_named(admission.service, body.model)
+        tokens, size = body.tokens, admission.facts.vocab_size
         for index, token_id in enumerate(tokens):
             if not 0 <= token_id < size:
                 raise InvalidRequest(
                     f"tokens[{index}]: expected a token id in [0, {size}), got {token_id}",
                     param="tokens",
                 )
-        return json_response({"prompt": _use_tokenizer(service, decode, tokens)})
+        return json_response({"prompt": admission.use_tokenizer(decode, tokens)})
 
 
-def _ids_of(service: Service, body: TokenizeBody) -> list[int]:
-    adapter_named(service, body.model)
+def _ids_of(admission: Admission, body: TokenizeBody) -> list[int]:
+    adapter_named(admission.service, body.model)
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequest("expected either prompt or messages", param="prompt")
     if body.prompt is not None:
         with_special_tokens = body.add_special_tokens is not False
-        return _use_tokenizer(service, _encode_one, body.prompt, with_special_tokens)
+        return admission.use_tokenizer(_encode_one, body.prompt, with_special_tokens)
     check_template_kwargs(body.chat_template_kwargs)
     if body.add_special_tokens:
         raise InvalidRequest(
@@ -90,17 +85,8 @@ def _ids_of(service: Service, body: TokenizeBody) -> list[int]:
         body.add_generation_prompt,
         body.continue_final_message,
     )
-    (ids,) = _use_tokenizer(service, render_all, [chat])
+    (ids,) = admission.use_tokenizer(render_all, [chat])
     return ids
-
-
-def _use_tokenizer(service: Service, function: Callable[..., Result], *arguments: Any) -> Result:
-    return service.tokenizer.use(
-        function,
-        *arguments,
-        facts=service.link.facts,
-        timeout_s=service.config.request_timeout_s,
-    )
 
 
 def _encode_one(tokenizer: Any, text: str, with_special_tokens: bool) -> list[int]:

@@ -24,6 +24,17 @@ Result = TypeVar("Result")
 LOADING_TIMEOUT_S = 60.0
 
 
+# What tells one tokenizer from another.
+TokenizerKey = tuple[str, str | None, bool, str]
+
+
+def key_of(facts: WorkerFacts) -> TokenizerKey:
+    """Changes with the tokenizer that the workers' engines have."""
+    return (
+        facts.tokenizer, facts.tokenizer_revision, facts.trust_remote_code, facts.tokenizer_digest,
+    )  # fmt: skip
+
+
 class TokenizerLoader:
     """Loads the tokenizer once and hands it texts, one request after the other."""
 
@@ -31,8 +42,9 @@ class TokenizerLoader:
         # A fast tokenizer's settings are not safe to share between threads: one, and in turn.
         self._turn = Semaphore()
         self._thread: ThreadPool | None = None
-        # The tokenizer, once it is there.
+        # The tokenizer, once it is there, and what it was loaded for.
         self._loaded: AsyncResult | None = None
+        self._loaded_for: TokenizerKey | None = None
         # Of single tokens, by their ids: those that answers have named so far.
         self.token_texts: dict[int, str] = {}
 
@@ -59,12 +71,15 @@ class TokenizerLoader:
         Raises:
             NoReadyWorker: it cannot be loaded, or not in time.
         """
-        if self._loaded is None or not self._loaded.successful():
+        is_right = self._loaded_for == key_of(facts)
+        if self._loaded is None or not is_right or not self._loaded.successful():
             self.use(bool, facts=facts, timeout_s=timeout_s)
 
     def _get(self, facts: WorkerFacts) -> Any:
-        if self._loaded is None:
-            self._loaded = self._spawn(load, facts)
+        if self._loaded is None or self._loaded_for != key_of(facts):
+            # Workers elsewhere may come back with another model while this front end lives on.
+            self._loaded, self._loaded_for = self._spawn(load, facts), key_of(facts)
+            self.token_texts = {}
         loaded = self._loaded
         try:
             return loaded.get(timeout=LOADING_TIMEOUT_S)
@@ -78,7 +93,8 @@ class TokenizerLoader:
                 # The request's own deadline; the tokenizer is still being loaded.
                 raise
             # The next request tries again.
-            self._loaded = None
+            if self._loaded is loaded:
+                self._loaded = None
             logger.exception("the tokenizer cannot be loaded")
             raise NoReadyWorker(
                 f"this front end has no tokenizer: it cannot be loaded ({type(error).__name__}: "

@@ -60,6 +60,10 @@ class CloseBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     session: Name
 
 
+class AcceptBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """`POST /weights/accept`."""
+
+
 class FolderBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """`POST /update_weights`; `weight_dir` is prime-rl's name for `path`."""
 
@@ -97,6 +101,7 @@ INIT_BODY = msgspec.json.Decoder(InitBody)
 BEGIN_BODY = msgspec.json.Decoder(BeginBody)
 COMMIT_BODY = msgspec.json.Decoder(CommitBody)
 ABORT_BODY = msgspec.json.Decoder(AbortBody)
+ACCEPT_BODY = msgspec.json.Decoder(AcceptBody)
 CLOSE_BODY = msgspec.json.Decoder(CloseBody)
 FOLDER_BODY = msgspec.json.Decoder(FolderBody)
 PAUSE_BODY = msgspec.json.Decoder(PauseBody)

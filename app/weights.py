@@ -11,13 +11,15 @@ from collections.abc import Sequence
 
 from flask import Blueprint, Response, request
 
-from app.commands import Commands, Result
+from app.commands import Commands, Outcome, Result
 from app.health import json_response
-from app.pool import Worker
+from app.link import Link
+from app.records import Worker
 from app.schemas import decode_body
 from app.service import current_service
 from app.weight_bodies import (
     ABORT_BODY,
+    ACCEPT_BODY,
     BEGIN_BODY,
     CLOSE_BODY,
     COMMIT_BODY,
@@ -28,6 +30,7 @@ from app.weight_bodies import (
 )
 from titopool.commands import (
     AbortUpdate,
+    AcceptOwnWeights,
     ApplyUpdate,
     BeginFolder,
     BeginUpdate,
@@ -40,7 +43,14 @@ from titopool.commands import (
     Resume,
     TensorInfo,
 )
-from titopool.errors import InvalidRequest, TitopoolError, WeightUpdateFailed
+from titopool.errors import (
+    Conflict,
+    DeadlinePassed,
+    InvalidRequest,
+    NoReadyWorker,
+    TitopoolError,
+    WeightUpdateFailed,
+)
 
 blueprint = Blueprint("weights", __name__)
 
@@ -54,6 +64,32 @@ def everyone() -> tuple[Commands, list[Worker]]:
     link = current_service().link
     link.meet()
     return link.commands, link.commands.members()
+
+
+def those_present() -> tuple[Commands, list[Worker]]:
+    """The commands of this process, and the workers that answer now, in order.
+
+    What they are told reaches the others when those can be reached again.
+
+    Raises:
+        NoReadyWorker: none answers.
+    """
+    link = current_service().link
+    link.meet()
+    return link.commands, link.commands.present()
+
+
+def check_any(outcomes: Sequence[Outcome]) -> None:
+    """Raises the first error if no worker has done what it was told."""
+    if all(one.error is not None for one in outcomes):
+        check_all(outcomes)
+
+
+def check_all(outcomes: Sequence[Outcome]) -> None:
+    """Raises the first error, if a worker has not done what it was told."""
+    for one in outcomes:
+        if one.error is not None:
+            raise one.error
 
 
 def step_timeout_s() -> float:
@@ -93,10 +129,11 @@ def init() -> Response:
 
     undo = LeaveGroup(body.session)
     commands.in_turn(workers, join, undo=undo)
+    outcomes = commands.await_step(workers, "join", body.session, timeout_s=step_timeout_s())
     try:
-        commands.await_step(workers, "join", body.session, timeout_s=step_timeout_s())
+        check_all(outcomes)
     except TitopoolError:
-        commands.tell_all(workers, undo)
+        commands.outcomes(workers, undo)
         raise
     return json_response({"session": body.session, "num_workers": len(workers)})
 
@@ -163,38 +200,77 @@ def commit_everywhere(
 ) -> Result:
     """Both steps of a commit.
 
+    Once all workers have prepared the update it is applied by every worker that lives: one that is
+    lost in between comes back without it and gets no jobs (`lost` in the answer).
+
     Raises:
-        TitopoolError: the old weights serve; or, if the message says so, a worker restarts.
+        TitopoolError: the old weights serve, or no worker does.
     """
-    began, update_id = time.monotonic(), action.update_id
-    undo = AbortUpdate(update_id, "another worker failed to prepare it")
+    began = time.monotonic()
+    prepared_results = _prepare(commands, workers, action)
+    prepared = time.monotonic()
+    applied_results, lost = _apply(commands, workers, action.update_id)
+    return {
+        **applied_results[0],
+        **prepared_results[0],
+        "prepare_s": round(prepared - began, 4),
+        "apply_s": round(time.monotonic() - prepared, 4),
+        "lost": lost,
+    }
+
+
+def _prepare(commands: Commands, workers: Sequence[Worker], action: PrepareUpdate) -> list[Result]:
+    undo = AbortUpdate(action.update_id, "another worker failed to prepare it")
     commands.in_turn(workers, lambda index, first: action, undo=undo)
+    outcomes = commands.await_step(workers, "prepare", action.update_id, timeout_s=step_timeout_s())
     try:
-        results = commands.await_step(workers, "prepare", update_id, timeout_s=step_timeout_s())
-        prepared = time.monotonic()
-        checksums = {one.get("checksum") for one in results}
-        if len(checksums) > 1:
+        check_all(outcomes)
+        results = [one.result for one in outcomes if one.result is not None]
+        if len({one.get("checksum") for one in results}) > 1:
             raise WeightUpdateFailed("checksum: the workers have received different tensors")
     except TitopoolError:
-        commands.tell_all(workers, undo)
+        commands.outcomes(workers, undo)
         raise
-    commands.in_turn(workers, lambda index, first: ApplyUpdate(update_id))
-    first, *_ = commands.await_step(workers, "apply", update_id, timeout_s=step_timeout_s())
-    applied = time.monotonic()
-    return {
-        **first,
-        **results[0],
-        "prepare_s": round(prepared - began, 4),
-        "apply_s": round(applied - prepared, 4),
-    }
+    return results
+
+
+def _apply(
+    commands: Commands, workers: Sequence[Worker], update_id: str
+) -> tuple[list[Result], list[dict[str, str]]]:
+    """What came of it at the workers that have applied it, and the others with their errors."""
+    # To all at once: which trainer's update it is was settled at the first step.
+    accepted = commands.outcomes(workers, ApplyUpdate(update_id))
+    refused = {one.endpoint: one.error for one in accepted if one.error is not None}
+    outcomes = commands.await_step(
+        [one for one in workers if one.endpoint not in refused],
+        "apply", update_id, timeout_s=step_timeout_s(),
+    )  # fmt: skip
+    errors = refused | {one.endpoint: one.error for one in outcomes if one.error is not None}
+    lost = [{"endpoint": place, "error": error.message} for place, error in errors.items()]
+    results = [one.result for one in outcomes if one.result is not None]
+    if results:
+        return results, lost
+    error = next(iter(errors.values()))
+    if isinstance(error, Conflict | DeadlinePassed):
+        raise error
+    raise WeightUpdateFailed(
+        f"no worker has the new weights, and those that restart lack the old ones: {error.message}"
+    )
 
 
 @blueprint.post("/weights/abort/")
 def abort() -> Response:
     """Drops an update; the communicator is closed with it."""
     body = decode_body(request.get_data(), ABORT_BODY)
-    commands, workers = everyone()
-    commands.in_turn(workers, lambda index, first: AbortUpdate(body.update, body.reason))
+    commands, workers = those_present()
+    outcomes = commands.outcomes(workers, AbortUpdate(body.update, body.reason))
+    serving = [one.endpoint for one in outcomes if one.result and one.result["is_applied"]]
+    if serving:
+        raise Conflict(
+            f"abort: expected an update that is not applied; update {body.update} is, at "
+            f"{', '.join(serving)}"
+        )
+    check_any(outcomes)
     return json_response({"update": body.update})
 
 
@@ -202,16 +278,43 @@ def abort() -> Response:
 def close() -> Response:
     """Closes the communicator."""
     body = decode_body(request.get_data(), CLOSE_BODY)
-    commands, workers = everyone()
-    commands.in_turn(workers, lambda index, first: LeaveGroup(body.session))
+    commands, workers = those_present()
+    check_any(commands.outcomes(workers, LeaveGroup(body.session)))
     return json_response({"session": body.session})
 
 
 @blueprint.get("/weights/")
 def status() -> Response:
-    """What each worker's state is."""
-    commands, workers = everyone()
-    return json_response({"workers": commands.at_once(workers, GetStatus())})
+    """What each worker's state is; of one that does not answer, that it does not."""
+    link = current_service().link
+    link.meet()
+    found = {view.endpoint: {"worker": None, "state": view.phase} for view in link.workers}
+    for one in _statuses(link):
+        found[one.endpoint] = one.result or found[one.endpoint]
+    return json_response(
+        {"workers": [{**one, "endpoint": endpoint} for endpoint, one in found.items()]}
+    )
+
+
+def _statuses(link: Link) -> list[Outcome]:
+    """The state of each worker that answers; none if none does."""
+    try:
+        return link.commands.outcomes(link.commands.present(), GetStatus())
+    except NoReadyWorker:
+        return []
+
+
+@blueprint.post("/weights/accept/")
+def accept() -> Response:
+    """Lets the pool go on with the model's own weights when those of the last update are lost."""
+    decode_body(request.get_data() or b"{}", ACCEPT_BODY)
+    commands, workers = those_present()
+    update_id = f"own-{uuid.uuid4().hex}"
+    action = AcceptOwnWeights(update_id, commands.num_updates + 1)
+    outcomes = commands.outcomes(workers, action)
+    check_any(outcomes)
+    restarting = [one.endpoint for one in outcomes if one.result and one.result["restarts"]]
+    return json_response({"weight_version": 0, "restarting": restarting})
 
 
 @blueprint.post("/update_weights/")
@@ -243,25 +346,31 @@ def update_weights() -> Response:
 def pause() -> Response:
     """Stops generation at every worker for at most `lease_s`; said again, it renews the lease."""
     body = decode_body(request.get_data(), PAUSE_BODY)
-    commands, workers = everyone()
+    commands, workers = those_present()
     # A drain takes as long as the longest request.
     timeout_s = current_service().config.request_timeout_s
-    commands.at_once(workers, Pause(body.mode, body.lease_s), timeout_s=timeout_s)
+    action = Pause(body.mode, body.lease_s, commands.num_pauses + 1)
+    commands.at_once(workers, action, timeout_s=timeout_s)
     return json_response({"is_paused": True, "lease_s": body.lease_s})
 
 
 @blueprint.post("/resume/")
 def resume() -> Response:
     """Ends a pause."""
-    commands, workers = everyone()
-    results = commands.at_once(workers, Resume())
-    return json_response({"is_paused": False, "was_paused": any(r["was_paused"] for r in results)})
+    commands, workers = those_present()
+    outcomes = commands.outcomes(workers, Resume(commands.num_pauses + 1))
+    check_any(outcomes)
+    was_paused = any(one.result["was_paused"] for one in outcomes if one.result)
+    return json_response({"is_paused": False, "was_paused": was_paused})
 
 
 @blueprint.get("/is_paused/")
 def is_paused() -> Response:
     """Whether any worker is paused by a client, and for how long at most."""
-    commands, workers = everyone()
-    leases = [one["lease_left_s"] for one in commands.at_once(workers, GetStatus())]
-    left_s = max((lease for lease in leases if lease is not None), default=None)
+    link = current_service().link
+    link.meet()
+    answers = [one.result["lease_left_s"] for one in _statuses(link) if one.result]
+    # What a front end has heard may be older than what they say now.
+    leases = [lease for lease in answers or [link.pause_left_s] if lease is not None]
+    left_s = max(leases, default=None)
     return json_response({"is_paused": left_s is not None, "lease_left_s": left_s})

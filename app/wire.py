@@ -5,6 +5,7 @@ at again after each send, which can swallow a change.
 """
 
 from collections.abc import Callable
+from enum import Enum
 
 import gevent
 import zmq
@@ -14,6 +15,21 @@ from titopool.sockets import connect_dealer
 
 # libev's event mask for "readable".
 READ = 1
+HANDSHAKE_FAILED = (
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+)
+
+
+class Fate(Enum):
+    """What has become of a connection."""
+
+    STANDS = "stands"
+    # It was there and is closed.
+    CUT = "cut"
+    # It was closed before it was there.
+    REFUSED = "refused"
 
 
 class Wire:
@@ -30,11 +46,13 @@ class Wire:
         self.is_closed = False
         self._on_change = on_change
         self._socket = connect_dealer(context, endpoint, key_file)
-        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | HANDSHAKE_FAILED)
         loop = gevent.get_hub().loop
         self._watchers = [loop.io(one.FD, READ) for one in (self._socket, self._monitor)]
         for watcher in self._watchers:
             watcher.start(on_change, self)
+        # A descriptor tells of nothing before its socket was looked at once.
+        on_change(self)
 
     def send(self, frame: bytes) -> None:
         """Queues `frame`; returns at once."""
@@ -49,17 +67,20 @@ class Wire:
         except zmq.Again:
             return None
 
-    def is_cut(self) -> bool:
-        """Whether the connection was closed since the last call.
+    def fate(self) -> Fate:
+        """What has become of the connection since the last call.
 
         The other end of a local socket is closed by nothing but the end of its process; a
         connection between hosts that breaks takes the worker's replies with it.
         """
-        is_cut = False
+        fate = Fate.STANDS
         while int(self._monitor.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
-            event = recv_monitor_message(self._monitor, zmq.NOBLOCK)
-            is_cut |= event["event"] == zmq.EVENT_DISCONNECTED
-        return is_cut
+            event = recv_monitor_message(self._monitor, zmq.NOBLOCK)["event"]
+            if event & HANDSHAKE_FAILED:
+                # The other end closes it too, which is told next.
+                return Fate.REFUSED
+            fate = Fate.CUT
+        return fate
 
     def close(self) -> None:
         """Drops what is still to be sent or read."""

@@ -29,6 +29,7 @@ from app.prefix_index import as_integers
 from app.request import Request
 from benchmarks.placement_workloads import WORKLOADS, Conversation, Turn
 from titopool.messages import Completed, Heartbeat, Job, WorkerCounters, WorkerFacts
+from titopool.pool_state import PoolWeights
 from titopool.prefixes import BLOCK_TOKENS
 
 # 16 GFLOP a token at about two thirds of an H200's dense bfloat16.
@@ -200,7 +201,7 @@ class Simulation:
                     endpoint,
                     Heartbeat(
                         worker_id=endpoint, incarnation=endpoint, phase="ready", phase_s=0,
-                        weight_version=0, facts=self.facts, num_front_ends=len(self.pools),
+                        weights=PoolWeights(), facts=self.facts, loaded_at=0, num_front_ends=len(self.pools),
                         other_sequences=sum(one.workers[endpoint].num_sequences for one in others),
                         other_tokens=sum(one.workers[endpoint].num_tokens for one in others),
                         num_sequences=0, counters=WorkerCounters(),
@@ -297,8 +298,8 @@ def simulate(
         """Equal numbers of conversations, in contiguous parts, known beforehand."""
 
         def choose(self, waiting, ready):  # type: ignore[no-untyped-def]
-            conversation = simulation.sources[waiting[0].job.job_id][0]
-            return Choice(0, ready[conversation * num_workers // len(workload)])
+            conversation = simulation.sources[waiting.first.job.job_id][0]
+            return Choice(ready[conversation * num_workers // len(workload)], waiting.first)
 
     simulation = Simulation(
         workload, num_workers, [EvenSplit()] * num_front_ends,

@@ -4,10 +4,19 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
+import psutil
 import pytest
 
-from tests.servers import REPOSITORY, Server, environment, running_server
+from tests.servers import (
+    REPOSITORY,
+    Server,
+    environment,
+    kill_all,
+    running_server,
+    serve_process,
+)
 from titopool.gpus import visible_gpus
 
 ENGINE_OPTIONS = ("--dtype", "float32", "--max-model-len", "512", "--max-num-seqs", "128")
@@ -48,19 +57,13 @@ StartStub = Callable[..., subprocess.Popen[bytes]]
 
 
 @pytest.fixture
-def start_stub(tmp_path: Path) -> Iterator[StartStub]:
-    """Starts stub workers: `start_stub(index, "--delay-s", "1")` at `ipc://…/worker-<index>`."""
+def start_stub_at() -> Iterator[StartStub]:
+    """Starts stub workers: `start_stub_at("tcp://…", "--delay-s", "1")`."""
     started: list[subprocess.Popen[bytes]] = []
 
-    def start(index: int, *arguments: str, **variables: str) -> subprocess.Popen[bytes]:
-        endpoint = f"ipc://{tmp_path}/worker-{index}"
-        Path(f"{tmp_path}/worker-{index}").unlink(missing_ok=True)
-        command = [sys.executable, "-m", "tests.stub_worker", "--endpoint", endpoint]
-        process = subprocess.Popen(
-            [*command, "--worker-id", str(index), *arguments],
-            env=environment(**variables),
-            cwd=REPOSITORY,
-        )
+    def start(endpoint: str, *arguments: str, **variables: str) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-m", "tests.stub_worker", "--endpoint", endpoint, *arguments]
+        process = subprocess.Popen(command, env=environment(**variables), cwd=REPOSITORY)
         started.append(process)
         return process
 
@@ -71,16 +74,30 @@ def start_stub(tmp_path: Path) -> Iterator[StartStub]:
 
 
 @pytest.fixture
+def start_stub(tmp_path: Path, start_stub_at: StartStub) -> StartStub:
+    """Starts stub workers: `start_stub(index, "--delay-s", "1")` at `ipc://…/worker-<index>`."""
+
+    def start(index: int, *arguments: str, **variables: str) -> subprocess.Popen[bytes]:
+        Path(f"{tmp_path}/worker-{index}").unlink(missing_ok=True)
+        endpoint = f"ipc://{tmp_path}/worker-{index}"
+        return start_stub_at(endpoint, "--worker-id", str(index), *arguments, **variables)
+
+    return start
+
+
+@pytest.fixture
 def stub_server(tmp_path: Path) -> Iterator[Callable[..., Server]]:
-    """`stub_server(num_workers, …)`: gunicorn before workers that `start_stub` starts."""
+    """`stub_server(num_workers, …)`: gunicorn before workers that `start_stub` starts; with 0
+    workers `--endpoints` is among the arguments."""
     stack = []
 
     def start(
         num_workers: int, *arguments: str, num_ready: int | None = None, **variables: str
     ) -> Server:
         endpoints = ",".join(f"ipc://{tmp_path}/worker-{index}" for index in range(num_workers))
+        local = ("--endpoints", endpoints) if num_workers else ()
         context = running_server(
-            "--endpoints", endpoints, *arguments, log=tmp_path / "server-log",
+            *local, *arguments, log=tmp_path / "server-log",
             num_workers=num_workers if num_ready is None else num_ready, **variables,
         )  # fmt: skip
         stack.append(context)
@@ -89,3 +106,22 @@ def stub_server(tmp_path: Path) -> Iterator[Callable[..., Server]]:
     yield start
     for context in stack:
         context.__exit__(None, None, None)
+
+
+@pytest.fixture
+def start_server(tmp_path: Path) -> Iterator[Callable[..., Server]]:
+    """Starts servers that the test ends itself; kills what is left of them."""
+    started: list[subprocess.Popen[bytes]] = []
+
+    def start(*arguments: str, **options: Any) -> Server:
+        log = tmp_path / f"server-log-{len(started)}"
+        process, url = serve_process(*arguments, log=log, **options)
+        started.append(process)
+        return Server(process, url, log)
+
+    yield start
+    for process in started:
+        if process.poll() is None:
+            kill_all(psutil.Process(process.pid).children(recursive=True))
+            process.kill()
+            process.wait()

@@ -18,6 +18,8 @@ import requests
 START_TIMEOUT_S = 240.0
 STOP_TIMEOUT_S = 10.0
 REPOSITORY = Path(__file__).resolve().parent.parent
+# The command as pip installs it.
+TITOPOOL = str(Path(sys.executable).with_name("titopool"))
 
 
 class Server:
@@ -51,6 +53,13 @@ class Server:
             rf'^titopool_worker_{name}{{worker="(.*)"}} (\S+)$', self.get("/metrics").text, re.M
         )
         return {worker: float(value) for worker, value in found}
+
+    def is_listening(self) -> bool:
+        """Whether a front end answers at all."""
+        try:
+            return self.get("/live").status_code == 200
+        except requests.RequestException:
+            return False
 
     def wait_until_ready(self, num_workers: int = 1) -> None:
         wait_until(lambda: self._num_ready() >= num_workers, START_TIMEOUT_S, self._explain)
@@ -95,17 +104,33 @@ def environment(**variables: str) -> dict[str, str]:
 
 
 def serve_process(
-    *arguments: str, log: Path, port: int | None = None, **variables: str
+    *arguments: str,
+    log: Path,
+    port: int | None = None,
+    folder: Path = REPOSITORY,
+    num_descriptors: int | None = None,
+    **variables: str,
 ) -> tuple[subprocess.Popen[bytes], str]:
-    """Starts `titopool serve` without waiting; returns it and its URL."""
+    """Starts `titopool serve` in `folder` without waiting; returns it and its URL."""
     port = port or free_port()
+    limit = f"ulimit -n {num_descriptors}; " if num_descriptors else ""
     with log.open("wb") as output:
         process = subprocess.Popen(
-            [sys.executable, "-m", "titopool.cli", "serve", *arguments, "--port", str(port)],
+            [
+                "bash",
+                "-c",
+                limit + 'exec "$@"',
+                "-",
+                TITOPOOL,
+                "serve",
+                *arguments,
+                "--port",
+                str(port),
+            ],
             stdout=output,
             stderr=subprocess.STDOUT,
             env=environment(**variables),
-            cwd=REPOSITORY,
+            cwd=folder,
         )
     return process, f"http://127.0.0.1:{port}"
 

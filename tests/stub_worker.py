@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from enum import IntEnum
 from types import SimpleNamespace
 from typing import Any
@@ -24,6 +25,7 @@ from titopool.errors import GenerationFailed, WeightUpdateFailed
 from titopool.logs import configure_logging
 from titopool.messages import Completion, Job, Logprobs, Part, WorkerFacts
 from titopool.sampling import SamplingOptions, decode_options
+from workers.adapters import Adapter, Adapters
 from workers.engine import EngineDead, Generated, OnPart, ReportPhase
 from workers.server import WorkerServer
 from workers.status import PhaseReporter
@@ -44,14 +46,23 @@ class Fault(IntEnum):
 
 
 class StubWeights:
-    """Implements `workers.weight_engine.WeightEngine`: all goes well, or all but the last step."""
+    """Implements `workers.weight_engine.WeightEngine`: all goes well, or all but what is staged."""
 
     can_keep = True
 
-    def __init__(self, *, is_bad: bool):
+    def __init__(self, *, is_bad: bool, dies_at: str, slow: dict[str, float]):
+        """`slow` has seconds by the name of a method."""
         self._is_bad = is_bad
+        self._dies_at = dies_at
+        self._slow = slow
+        # Set while generation goes on.
+        self.runs = asyncio.Event()
+        self.runs.set()
 
     async def call(self, method: str, *args: Any) -> list[Any]:
+        await asyncio.sleep(self._slow.get(method, 0))
+        if method == self._dies_at:
+            os.kill(os.getpid(), signal.SIGKILL)
         if method == "apply" and self._is_bad:
             raise WeightUpdateFailed("staged failure")
         fit = {"missing": [], "ignored": [], "kept": [], "split_layers": ""}
@@ -63,16 +74,32 @@ class StubWeights:
         return [answers.get(method)]
 
     async def pause(self, policy: Policy) -> None:
-        return None
+        self.runs.clear()
 
     async def resume(self) -> None:
-        return None
+        self.runs.set()
 
     async def clear_caches(self) -> None:
-        return None
+        await asyncio.sleep(self._slow.get("clear_caches", 0))
 
     async def progress(self) -> Progress:
         return {}
+
+
+def stub_adapters() -> Adapters:
+    """The real ones, of an engine that takes them all."""
+
+    async def succeed(*_: Any) -> None:
+        return None
+
+    # vLLM's own request would take seconds to import.
+    Adapter.request = lambda self: self  # type: ignore[method-assign]
+    lora = SimpleNamespace(max_loras=2, max_cpu_loras=8, max_lora_rank=16)
+    return Adapters(
+        SimpleNamespace(
+            vllm_config=SimpleNamespace(lora_config=lora), add_lora=succeed, remove_lora=succeed
+        )
+    )
 
 
 class StubEngine:
@@ -81,11 +108,20 @@ class StubEngine:
     has_died = False
 
     def __init__(
-        self, *, delay_s: float, load_s: float, max_num_seqs: int, max_model_len: int, is_bad: bool
+        self,
+        *,
+        delay_s: float,
+        load_s: float,
+        max_num_seqs: int,
+        max_model_len: int,
+        vocab_size: int,
+        model: str,
+        weights: StubWeights,
     ):
         self.versions = Versions()
-        self.adapters: Any = SimpleNamespace(versions={})
-        self.weights = StubWeights(is_bad=is_bad)
+        self.adapters = stub_adapters()
+        self.weights = weights
+        self._model, self._vocab_size = model, vocab_size
         self._delay_s = delay_s
         self._load_s = load_s
         self._max_model_len = max_model_len
@@ -96,27 +132,36 @@ class StubEngine:
         report("loading")
         time.sleep(self._load_s)
         return WorkerFacts(
-            model="stub",
+            model=self._model,
             tokenizer="none",
             tokenizer_revision=None,
             trust_remote_code=False,
             vllm_version="0.0-stub",
             sampling_fields=list(SamplingOptions.__struct_fields__),
             max_model_len=self._max_model_len,
-            vocab_size=VOCAB_SIZE,
+            vocab_size=self._vocab_size,
             max_num_seqs=self._max_num_seqs,
             max_logprobs=20,
             world_size=1,
             num_cache_tokens=100_000,
+            max_loras=self.adapters.limit,
         )
 
     async def warm_up(self) -> None:
         return None
 
     async def run(self, job: Job, on_part: OnPart) -> Generated:
+        if not job.adapter:
+            return await self._run(job, on_part)
+        with self.adapters.use(job.adapter) as adapter:
+            generated = await self._run(job, on_part)
+        return generated._replace(adapter_version=adapter.version)
+
+    async def _run(self, job: Job, on_part: OnPart) -> Generated:
         ids = np.frombuffer(job.prompt_token_ids, dtype=np.int32)
         await self._stage_fault(int(ids[0]))
         await asyncio.sleep(self._delay_s)
+        await self.weights.runs.wait()
         options = decode_options(job.sampling)
         if job.is_streamed:
             await self._stream(job, ids[::-1], on_part)
@@ -125,7 +170,8 @@ class StubEngine:
         if options.logprobs is not None:
             values = np.full(len(answer), -1.5, dtype=np.float32)
             logprobs = Logprobs(values.tobytes())
-        completion = Completion(answer.tobytes(), "length", logprobs, [(0, 0)])
+        versions = [(self.versions.current, 0)]
+        completion = Completion(answer.tobytes(), "length", logprobs, versions)
         return Generated([completion] * options.n)
 
     async def _stream(self, job: Job, ids: np.ndarray, on_part: OnPart) -> None:
@@ -134,7 +180,8 @@ class StubEngine:
             if token_id == Fault.DIE_AMID:
                 raise EngineDead("staged death")
             end = "length" if place == len(ids) - 1 else ""
-            piece = Completion(np.int32(token_id).tobytes(), end, None, [], text=f"{token_id} ")
+            text = f"{token_id} "
+            piece = Completion(np.int32(token_id).tobytes(), end, None, [(0, 0)], text=text)
             on_part(Part(job.job_id, job.attempt, [(0, piece)]))
             await asyncio.sleep(self._delay_s)
 
@@ -158,39 +205,60 @@ class StubEngine:
         return None
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--endpoint", required=True)
-    parser.add_argument("--worker-id", default="stub")
-    parser.add_argument("--delay-s", type=float, default=0.0)
-    parser.add_argument("--max-num-seqs", type=int, default=256)
-    parser.add_argument("--bad-weights", action="store_true")
-    parser.add_argument("--load-s", type=float, default=0.0)
-    parser.add_argument("--max-model-len", type=int, default=4096)
-    arguments = parser.parse_args()
-    config = from_environment()
-    configure_logging(config.log_level)
-    engine = StubEngine(
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser()
+    made.add_argument("--endpoint", required=True)
+    made.add_argument("--worker-id", default="stub")
+    made.add_argument("--delay-s", type=float, default=0.0)
+    made.add_argument("--max-num-seqs", type=int, default=256)
+    made.add_argument("--bad-weights", action="store_true")
+    made.add_argument("--die-at", default="", help="a method of weight updates, e.g. apply")
+    made.add_argument("--slow", default=[], action="append", help="METHOD=SECONDS")
+    made.add_argument("--model", default="stub")
+    made.add_argument("--vocab-size", type=int, default=VOCAB_SIZE)
+    made.add_argument("--load-s", type=float, default=0.0)
+    made.add_argument("--max-model-len", type=int, default=4096)
+    return made
+
+
+def engine_of(arguments: argparse.Namespace) -> StubEngine:
+    return StubEngine(
         delay_s=arguments.delay_s,
         load_s=arguments.load_s,
         max_num_seqs=arguments.max_num_seqs,
         max_model_len=arguments.max_model_len,
-        is_bad=arguments.bad_weights,
+        vocab_size=arguments.vocab_size,
+        model=arguments.model,
+        weights=StubWeights(
+            is_bad=arguments.bad_weights,
+            dies_at=arguments.die_at,
+            slow={name: float(one) for name, one in (word.split("=") for word in arguments.slow)},
+        ),
     )
 
-    async def serve() -> str:
-        server = WorkerServer(
-            engine,
-            endpoint=arguments.endpoint,
-            worker_id=arguments.worker_id,
-            config=config,
-            report=PhaseReporter(arguments.worker_id, None),
-        )
-        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, server.stop)
-        return await server.run()
 
-    sys.exit(asyncio.run(serve()))
+async def serve(
+    arguments: argparse.Namespace,
+    prepare: Callable[[WorkerServer, StubEngine], None] = lambda server, engine: None,
+) -> int:
+    """Serves until it is told to stop; `prepare` may change the server before. The exit code."""
+    config = from_environment()
+    configure_logging(config.log_level)
+    engine = engine_of(arguments)
+    server = WorkerServer(
+        engine,
+        endpoint=arguments.endpoint,
+        worker_id=arguments.worker_id,
+        config=config,
+        report=PhaseReporter(arguments.worker_id, None),
+    )
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, server.stop)
+    prepare(server, engine)
+    reason = await server.run()
+    if reason:
+        print(reason, file=sys.stderr)
+    return server.exit_code if reason else 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(asyncio.run(serve(parser().parse_args())))

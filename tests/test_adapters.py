@@ -17,6 +17,7 @@ from tests import reference
 from tests.conftest import ENGINE_OPTIONS
 from tests.servers import Server, running_server, wait_until
 from tests.test_generate import TOLERANCE
+from titopool.gpus import visible_gpus
 
 IDS = [42, 139, 14, 7, 99]
 GREEDY = {"temperature": 0, "max_tokens": 8, "generation_kwargs": {"ignore_eos": True}}
@@ -106,11 +107,13 @@ def test_an_adapter_is_chosen_by_its_name(adapted: Adapted):
     options = {"model": "style", "temperature": 0, "max_tokens": 8}
     extra = {"extra_body": {"return_token_ids": True, "ignore_eos": True}}
     whole = client.completions.create(prompt=IDS, **options, **extra)
-    chunks = client.completions.create(prompt=IDS, **options, **extra, stream=True)
+    chunks = list(client.completions.create(prompt=IDS, **options, **extra, stream=True))
     expected = reference.greedy(adapted.merged("one"), IDS, 8)
     assert whole.model == "style"
     assert whole.choices[0].token_ids == expected
     assert [i for one in chunks for i in one.choices[0].token_ids] == expected
+    assert whole.choices[0].lora_version == 1
+    assert {one.choices[0].lora_version for one in chunks} == {1}
     messages = [{"role": "user", "content": "Hello"}]
     chat = client.chat.completions.create(messages=messages, **options, **extra)
     wanted = reference.greedy(adapted.merged("one"), chat.prompt_token_ids, 8)
@@ -125,11 +128,18 @@ def test_a_new_version_takes_over_while_requests_run_on_the_old_one(adapted: Ada
     long = {**GREEDY, "max_tokens": 400, "lora_name": "style"}
     with concurrent.futures.ThreadPoolExecutor(2) as threads:
         old = [threads.submit(adapted.server.generate, [IDS] * 8, **long) for _ in range(2)]
+        client = openai.OpenAI(base_url=adapted.server.url + "/v1", api_key="none", max_retries=0)
+        stream = client.completions.create(
+            model="style", prompt=IDS, max_tokens=400, stream=True,
+            extra_body={"return_token_ids": True, "ignore_eos": True},
+        )  # fmt: skip
+        assert next(stream).choices[0].lora_version == 1
         wait_until(lambda: sum(adapted.server.metrics("sequences").values()) > 0, 10)
         assert adapted.load("style", "two").json()["version"] == 2
         check(adapted, adapted.server.generate([IDS], lora_name="style", **GREEDY), "two", 2)
         assert adapted.load("style", "three", version=7).json()["version"] == 7
         check(adapted, adapted.server.generate([IDS], lora_name="style", **GREEDY), "three", 7)
+        assert {chunk.choices[0].lora_version for chunk in stream} == {1}
         for answer in (one.result() for one in old):
             assert answer["lora_versions"] == [1] * 8
             expected = reference.greedy(adapted.merged("one"), IDS, 40)
@@ -190,6 +200,21 @@ def test_what_is_there_already_or_has_no_room_is_a_conflict(adapted: Adapted):
     assert adapted.load("a", "two").json()["version"] == 2
     assert adapted.unload("a").ok
     assert adapted.unload("b").ok
+
+
+@pytest.mark.skipif(bool(visible_gpus()), reason="vLLM's CPU build only")
+@pytest.mark.parametrize(
+    "path, body",
+    [
+        ("/v1/completions", {"prompt": IDS, "prompt_logprobs": 1}),
+        ("/get_sequence_logprobs/", {"sequences": [IDS], "prompt_lengths": [1]}),
+    ],
+)
+def test_prompts_are_not_scored_beside_adapters_on_a_cpu(adapted: Adapted, path, body):
+    """vLLM's engine ends when such a step has other requests too."""
+    answer = adapted.server.post(path, body)
+    assert answer.status_code == 400
+    assert "--enable-lora" in answer.json()["error"]["message"]
 
 
 def test_a_server_without_adapters_says_so(server: Server):

@@ -1,8 +1,18 @@
 """Settings: command line over environment over defaults, strictly."""
 
+import subprocess
+import sys
+
 import pytest
 
-from titopool.config import ServerConfig, from_command_line, from_environment
+from tests.servers import REPOSITORY, environment
+from titopool import vllm_options
+from titopool.config import (
+    ServerConfig,
+    from_command_line,
+    from_environment,
+    ignored_variables,
+)
 from titopool.errors import ConfigError
 
 
@@ -22,6 +32,54 @@ def test_other_options_go_to_vllm_in_order_behind_those_of_the_environment():
     assert (config.model, config.num_workers, config.tensor_parallel_size) == ("", 2, 2)
 
 
+def test_the_model_may_stand_behind_our_own_settings():
+    config = from_command_line(["--port", "9000", "some/model", "--dtype", "float32"], {})
+    assert (config.model, config.port) == ("some/model", 9000)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--compilation-config.mode", "3"], ["--compilation_config.mode=3"], ["-cc.mode=3"],
+        ["-O3"], ["-O", "3"], ["-q", "awq"], ["-qawq"], ["--no-enable-prefix-caching"],
+        ["--max_model_len", "-1"], ["--gpu-memory-utilization=.5"], ["--seed", "-1"],
+        ["--hf-overrides", "{\"--a\": 1}"], ["--additional-config", "-x y"], ["--config", "f.yaml"],
+    ],
+    ids=" ".join,
+)  # fmt: skip
+def test_whatever_vllm_takes_goes_to_it(words):
+    assert from_command_line(words, {}).engine_argv == words
+
+
+def test_vllms_names_are_those_of_its_parser():
+    """Of the version that is installed; a new one may write its source in another way."""
+    code = """
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+from titopool.vllm_options import is_unknown, option_names
+
+parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
+names = set(parser._option_string_actions)
+assert len(names) > 200 and option_names() is not None
+print("unknown:", [name for name in names if is_unknown(name)])
+print("spurious:", sorted(option_names() - names))
+"""
+    command = [sys.executable, "-c", code]
+    result = subprocess.run(
+        command, env=environment(), cwd=REPOSITORY, capture_output=True, text=True, timeout=120
+    )
+    # The parser handles these two before argparse sees them.
+    assert result.stdout.endswith("unknown: []\nspurious: ['--config', '-O']\n"), result.stderr
+
+
+def test_without_vllms_source_only_near_misses_of_ours_are_refused(monkeypatch):
+    monkeypatch.setattr(vllm_options, "option_names", lambda: None)
+    assert from_command_line(["--something", "5"], {}).engine_argv == ["--something", "5"]
+    with pytest.raises(ConfigError, match="--num-workers"):
+        from_command_line(["--num-worker", "5"], {})
+
+
 def test_children_read_the_same_settings():
     config = ServerConfig(
         model="m", curve_key_file="k", endpoints=("tcp://a:1", "ipc:///x"), request_timeout_s=1.5
@@ -34,6 +92,12 @@ def test_children_read_the_same_settings():
     [
         pytest.param([], {"TITOPOOL_NUM_WORKER": "1"}, ["TITOPOOL_NUM_WORKERS"], id="misspelt-variable"),
         pytest.param(["--num-worker", "2"], {}, ["--num-workers"], id="misspelt-option"),
+        pytest.param(["--nam-workers", "2"], {}, ["--nam-workers", "--num-workers?"], id="ours-misspelt"),
+        pytest.param(["--max-modle-len=5"], {}, ["--max-modle-len:", "--max-model-len?"], id="vllms-misspelt"),
+        pytest.param(["--no-enforce-eagre"], {}, ["--no-enforce-eagre:"], id="vllms-negated-misspelt"),
+        pytest.param(["-zz", "2"], {}, ["-zz: neither titopool nor vLLM"], id="short-option"),
+        pytest.param([], {"TITOPOOL_ENGINE_ARGS": "--max-modle-len 5"}, ["--max-model-len?"], id="in-a-variable"),
+        pytest.param(["a", "b"], {}, ["one MODEL", "'a'", "'b'"], id="two-models"),
         pytest.param(["--port", "x"], {}, ["--port", "'x'"], id="no-number"),
         pytest.param(["--port"], {}, ["--port", "value"], id="no-value"),
         pytest.param(["--port", "70000"], {}, ["port", "65535"], id="no-port"),
@@ -53,3 +117,46 @@ def test_impossible_settings_are_named(argv, environ, parts):
         from_command_line(argv, environ)
     for part in parts:
         assert part in str(caught.value)
+
+
+# As Kubernetes makes them of Services `titopool` (two ports, one with a name) and `titopool-worker`.
+SERVICES = {
+    "TITOPOOL_SERVICE_HOST": "10.96.0.12",
+    "TITOPOOL_SERVICE_PORT": "8000",
+    "TITOPOOL_SERVICE_PORT_HTTP": "8000",
+    "TITOPOOL_PORT": "tcp://10.96.0.12:8000",
+    "TITOPOOL_PORT_8000_TCP": "tcp://10.96.0.12:8000",
+    "TITOPOOL_PORT_8000_TCP_PROTO": "tcp",
+    "TITOPOOL_PORT_8000_TCP_PORT": "8000",
+    "TITOPOOL_PORT_8000_TCP_ADDR": "10.96.0.12",
+    "TITOPOOL_PORT_9_UDP": "udp://[fd00::1]:9",
+    "TITOPOOL_PORT_9_UDP_ADDR": "fd00::1",
+    "TITOPOOL_WORKER_SERVICE_HOST": "10.96.0.13",
+    "TITOPOOL_WORKER_SERVICE_PORT": "5555",
+    "TITOPOOL_WORKER_PORT": "tcp://10.96.0.13:5555",
+    "TITOPOOL_WORKER_PORT_5555_TCP": "tcp://10.96.0.13:5555",
+}
+
+
+def test_variables_of_kubernetes_services_are_no_settings():
+    assert ignored_variables(SERVICES) == sorted(SERVICES)
+    assert from_environment(SERVICES) == ServerConfig()
+    assert from_environment(SERVICES | {"TITOPOOL_PORT": "9000"}) == ServerConfig(port=9000)
+
+
+@pytest.mark.parametrize(
+    "key, value",
+    [
+        ("TITOPOOL_PORT", "tcp:9000"),
+        ("TITOPOOL_PORTS", "tcp://10.96.0.12:8000"),
+        ("TITOPOOL_SERVICE_HOST", "localhost"),
+        ("TITOPOOL_SERVICE_PORT", "any"),
+        ("TITOPOOL_SERVICE_HOSTS", "10.96.0.12"),
+        ("TITOPOOL_PORT_8000_TCP_ADDR", "worker"),
+        ("TITOPOOL_PORT_8000", "tcp://10.96.0.12:8000"),
+        ("TITOPOOL_HOSTS", "10.96.0.12"),
+    ],
+)
+def test_what_only_looks_like_a_service_is_refused(key, value):
+    with pytest.raises(ConfigError, match=key):
+        from_environment({key: value})

@@ -218,8 +218,26 @@ def test_a_worker_with_another_model_takes_no_jobs(start_stub, stub_server):
     phases = lambda: {one["phase"] for one in server.get("/ready").json()["workers"]}  # noqa: E731
     wait_until(lambda: phases() == {"ready", "mismatched"}, 10)
     assert "max_model_len is 77" in server.log
+    # What is checked is checked for the model that serves.
+    for _ in range(8):
+        assert len(server.generate([[1] * 100], max_tokens=1)["completion_ids"]) == 1
     assert len(server.generate([[1, 2]] * 20)["completion_ids"]) == 20
     assert server.metrics("completed_jobs_total").get("1", 0) == 0
+
+
+def test_a_pool_that_comes_back_with_another_model_checks_requests_for_it(start_stub, stub_server):
+    first = start_stub(0)
+    server = stub_server(1, "--num-front-ends", "2")
+    assert server.generate([[40_000, 2]])["completion_ids"] == [[2, 40_000]]
+    first.kill()
+    start_stub(0, "--model", "another", "--vocab-size", "77")
+    models = lambda: server.get("/v1/models").json()["data"][0]["id"]  # noqa: E731
+    wait_until(lambda: all(models() == "another" for _ in range(8)), 15)
+    for _ in range(4):
+        answer = server.post("/generate/", {"prompts": [[40_000, 2]]})
+        assert error_of(answer) == (400, "invalid_request")
+        assert "[0, 77)" in answer.json()["error"]["message"]
+        assert server.generate([[76, 2]])["completion_ids"] == [[2, 76]]
 
 
 def test_health_answers_while_every_place_is_taken(start_stub, stub_server, threads):

@@ -13,6 +13,7 @@ from app.request import Request
 from tests.test_pool import FACTS, assigned, beat
 from titopool import config
 from titopool.messages import Completed, Heartbeat, Image, ImageFacts, Job
+from titopool.pool_state import PoolWeights
 from titopool.prefixes import BLOCK_TOKENS, completion_hashes, prompt_hashes
 
 NUM_PLACES = 20
@@ -278,7 +279,11 @@ def test_round_robin_takes_each_in_turn():
         pytest.param(
             lambda pool: pool.on_heartbeat(
                 "b",
-                ready_beat("b", weight_version=1, prefixes=prompt_hashes(ids(1, 4), None)),
+                ready_beat(
+                    "b",
+                    weights=PoolWeights(1, "u", 1, False),
+                    prefixes=prompt_hashes(ids(1, 4), None),
+                ),
                 now=1,
             ),
             id="new-weights",

@@ -38,7 +38,7 @@ class FrontEnd:
     def generate(self, *prompts: bytes) -> list[bytes]:
         options = SamplingOptions(max_tokens=3 * BLOCK_TOKENS)
         jobs = make_jobs(
-            [Prompt(np.frombuffer(prompt, dtype=np.int32)) for prompt in prompts],
+            [Prompt(np.frombuffer(one, dtype=np.int32), "prompts") for one in prompts],
             options, self.link.facts,
             with_prefixes=self.link.needs_prefixes,
         )  # fmt: skip

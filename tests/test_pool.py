@@ -1,11 +1,22 @@
 """The pool's decisions, without sockets or clocks."""
 
+import itertools
+import time
+from typing import Any
+
 import msgspec
 
 from app.pool import Pool
 from app.request import Request
-from titopool.errors import GenerationFailed, NoReadyWorker
+from titopool.errors import (
+    GenerationFailed,
+    ModelChanged,
+    ModelNotFound,
+    NoReadyWorker,
+    WeightsLost,
+)
 from titopool.messages import Completed, Failed, Heartbeat, Job, Load, WorkerCounters, WorkerFacts
+from titopool.pool_state import AdapterRecord, PoolAdapters, PoolPause, PoolState, PoolWeights
 
 FACTS = WorkerFacts(
     model="m", tokenizer="m", tokenizer_revision=None, trust_remote_code=False, vllm_version="0",
@@ -16,8 +27,8 @@ FACTS = WorkerFacts(
 
 def beat(name: str, *, incarnation: str = "", phase: str = "ready", others: int = 0) -> Heartbeat:
     return Heartbeat(
-        worker_id=name, incarnation=incarnation or name, phase=phase, phase_s=1.0, weight_version=0,
-        facts=FACTS if phase == "ready" else None, other_sequences=others, other_tokens=others * 10,
+        worker_id=name, incarnation=incarnation or name, phase=phase, phase_s=1.0, weights=PoolWeights(),
+        facts=FACTS if phase == "ready" else None, loaded_at=0.0, other_sequences=others, other_tokens=others * 10,
         num_sequences=others, counters=WorkerCounters(), num_front_ends=1 + bool(others),
     )  # fmt: skip
 
@@ -210,3 +221,226 @@ def test_only_silence_makes_a_worker_dead():
     pool = pool_of("a")
     assert pool.silent_workers(now=9, timeout_s=10) == []
     assert [worker.endpoint for worker in pool.silent_workers(now=11, timeout_s=10)] == ["a"]
+
+
+# ---- one model, one set of weights -------------------------------------------------------
+
+
+OTHER_FACTS = msgspec.structs.replace(FACTS, model="other", vocab_size=99)
+NEW = PoolWeights(3, "u", 8, False)
+
+
+def loaded(name: str, at: float, facts: WorkerFacts = FACTS, **changes: Any) -> Heartbeat:
+    return msgspec.structs.replace(
+        beat(name), facts=facts, loaded_at=at, pool=PoolState(model=facts.model), **changes
+    )
+
+
+def phases(pool: Pool) -> dict[str, str]:
+    return {name: worker.phase for name, worker in pool.workers.items()}
+
+
+def with_weights(name: str, mine: PoolWeights, pool: PoolWeights, **changes: Any) -> Heartbeat:
+    known = PoolState(model="m", weights=pool)
+    return msgspec.structs.replace(beat(name, **changes), weights=mine, pool=known)
+
+
+def test_the_engine_that_was_loaded_first_decides_on_the_model_whoever_is_heard_first():
+    beats = [loaded("a", 20.0, OTHER_FACTS), loaded("b", 10.0), loaded("c", 30.0, OTHER_FACTS)]
+    for order in itertools.permutations(beats):
+        pool = pool_of()
+        for one in "abc":
+            pool.add_worker(one, now=0)
+        for one in order:
+            pool.on_heartbeat(one.worker_id, one, now=0)
+        assert pool.facts == FACTS
+        assert phases(pool) == {"a": "mismatched", "b": "ready", "c": "mismatched"}
+        assert "vocab_size" in pool.workers["a"].reason or "model" in pool.workers["a"].reason
+
+
+def test_heartbeats_of_a_worker_with_another_model_leave_the_facts_alone():
+    pool = pool_of("a")
+    pool.on_heartbeat("a", loaded("a", 1.0), now=1)
+    pool.add_worker("b", now=1)
+    for now in range(2, 6):
+        pool.on_heartbeat("b", loaded("b", 2.0, OTHER_FACTS), now=now)
+        assert pool.facts == FACTS
+        pool.on_heartbeat("a", loaded("a", 1.0), now=now)
+    pool.submit(request_of(*[1] * 8))
+    assert set(assigned(pool)) == {"a"}
+
+
+def test_a_pool_that_comes_back_with_another_model_is_another_pool():
+    pool = pool_of("a")
+    pool.on_heartbeat("a", with_weights("a", NEW, NEW), now=1)
+    before, waiting = pool.facts, request_of(1)
+    waiting.facts = before
+    pool.lose_worker("a", "stopped", has_died=False)
+    pool.submit(waiting)
+    assert pool.facts == FACTS
+    pool.on_heartbeat("a", loaded("a", 9.0, OTHER_FACTS), now=2)
+    assert phases(pool) == {"a": "ready"}
+    assert pool.facts == OTHER_FACTS
+    assert pool.state(2).weights == PoolWeights()
+    # What was checked for the model before reaches no engine, not even late.
+    late = request_of(1, first_id=7)
+    late.facts = before
+    pool.submit(late)
+    for request in (waiting, late):
+        assert isinstance(request.error, ModelChanged)
+        assert "'other'" in request.error.message
+    assert assigned(pool) == {}
+    assert pool.num_open_jobs == 0
+    fresh = request_of(1, first_id=9)
+    fresh.facts = OTHER_FACTS
+    pool.submit(fresh)
+    assert assigned(pool) == {"a": [9]}
+
+
+def test_a_worker_that_missed_an_update_gets_no_jobs():
+    pool = pool_of("a", "b")
+    pool.on_heartbeat("a", with_weights("a", NEW, NEW), now=1)
+    assert phases(pool) == {"a": "ready", "b": "stale"}
+    pool.on_heartbeat("b", with_weights("b", NEW, NEW), now=1)
+    assert phases(pool) == {"a": "ready", "b": "ready"}
+    # As many updates, and not the same.
+    pool.on_heartbeat("b", with_weights("b", PoolWeights(3, "other", 8, False), NEW), now=1)
+    assert phases(pool) == {"a": "ready", "b": "stale"}
+
+
+def test_front_ends_agree_that_weights_are_lost_also_one_that_came_later():
+    old, late = pool_of("a", "b"), pool_of("a", "b")
+    for name in "ab":
+        old.on_heartbeat(name, with_weights(name, NEW, NEW), now=1)
+    own = PoolWeights()
+    for name in "ab":
+        # Started again, and told by the old front end what the pool had.
+        told = with_weights(name, own, NEW, incarnation="2", phase="waiting_for_weights")
+        told = msgspec.structs.replace(told, facts=FACTS)
+        for pool in (old, late):
+            pool.on_heartbeat(name, told, now=2)
+    request = request_of(1)
+    for pool in (old, late):
+        assert phases(pool) == {"a": "waiting_for_weights", "b": "waiting_for_weights"}
+        assert pool.has_lost_weights
+        pool.submit(request)
+        pool.fail_if_abandoned(now=2)
+    assert isinstance(request.error, WeightsLost)
+    assert "/weights/accept" in request.error.message
+    accepted = PoolWeights(4, "own-1")
+    for name in "ab":
+        for pool in (old, late):
+            pool.on_heartbeat(name, with_weights(name, accepted, accepted, incarnation="2"), now=3)
+    for pool in (old, late):
+        assert not pool.has_lost_weights
+        assert phases(pool) == {"a": "ready", "b": "ready"}
+    # A worker that starts now has the model's own weights too.
+    old.on_heartbeat("a", with_weights("a", own, own, incarnation="3"), now=4)
+    assert phases(old) == {"a": "ready", "b": "ready"}
+
+
+def test_weights_are_not_lost_while_a_worker_is_starting_or_a_folder_has_them():
+    pool = pool_of("a", "b")
+    pool.on_heartbeat("a", with_weights("a", NEW, NEW), now=1)
+    pool.lose_worker("a", "killed")
+    assert not pool_of().has_lost_weights
+    assert pool.has_lost_weights
+    pool.on_heartbeat("a", beat("a", incarnation="2", phase="loading"), now=2)
+    assert not pool.has_lost_weights
+    pool = pool_of("a")
+    in_folder = msgspec.structs.replace(NEW, folder="/w")
+    pool.on_heartbeat("a", with_weights("a", PoolWeights(), in_folder), now=1)
+    assert phases(pool) == {"a": "stale"}
+    assert not pool.has_lost_weights
+
+
+def test_what_the_pool_knows_is_told_with_what_is_left_of_a_lease():
+    pool = pool_of("a")
+    known = PoolState(model="m", pause=PoolPause(1, "keep", 10.0))
+    pool.on_heartbeat("a", msgspec.structs.replace(beat("a"), pool=known), now=100)
+    assert pool.state(104).pause == PoolPause(1, "keep", 6.0)
+    assert pool.state(111).pause == PoolPause(1, None, 0.0)
+
+
+# ---- adapters ----------------------------------------------------------------------------
+
+
+def with_adapters(name: str, here: dict[str, int], of_pool: dict[str, int]) -> Heartbeat:
+    records = {one: AdapterRecord(version, "/f") for one, version in of_pool.items()}
+    known = PoolState(model="m", adapters=PoolAdapters(1, records))
+    return msgspec.structs.replace(beat(name), adapters=here, pool=known)
+
+
+def adapted(request: Request, name: str) -> Request:
+    request.jobs = [msgspec.structs.replace(job, adapter=name) for job in request.jobs]
+    return request
+
+
+def test_jobs_with_an_adapter_go_to_the_workers_that_have_it():
+    pool = pool_of("a", "b")
+    pool.on_heartbeat("a", with_adapters("a", {"x": 1}, {"x": 1}), now=1)
+    # Started again, and not there yet.
+    pool.on_heartbeat("b", with_adapters("b", {}, {"x": 1}), now=1)
+    assert pool.adapters == {"x": 1}
+    pool.submit(adapted(request_of(1, 1, 1), "x"))
+    assert assigned(pool) == {"a": [1, 2, 3]}
+
+
+def test_a_job_whose_adapter_is_gone_does_not_hold_up_the_queue():
+    pool = pool_of("a")
+    pool.on_heartbeat("a", with_adapters("a", {}, {"slow": 1}), now=1)
+    gone, slow = adapted(request_of(1), "gone"), adapted(request_of(1, first_id=2), "slow")
+    for request in (gone, slow, request_of(1, first_id=3)):
+        pool.submit(request)
+    assert assigned(pool) == {"a": [3]}
+    assert isinstance(gone.error, ModelNotFound)
+    assert isinstance(slow.error, NoReadyWorker)
+    assert pool.num_open_jobs == 1
+
+
+# ---- the queue ---------------------------------------------------------------------------
+
+
+def test_jobs_of_a_lost_worker_wait_in_their_order_before_all_others():
+    pool = pool_of("a")
+    pool.submit(request_of(*[1] * 4))
+    pool.assign()
+    pool.submit(request_of(1, first_id=9))
+    pool.lose_worker("a", "killed", has_died=False)
+    assert [one.job.job_id for one in pool.waiting] == [1, 2, 3, 4, 9]
+
+
+def test_cancelling_costs_the_same_however_many_wait():
+    def seconds(num_waiting: int) -> float:
+        pool = Pool(no_worker_timeout_s=10)
+        requests = [request_of(1, first_id=number) for number in range(num_waiting)]
+        for request in requests:
+            pool.submit(request)
+        begin = time.perf_counter()
+        for request in requests[-200:]:
+            pool.drop_done(request)
+        return time.perf_counter() - begin
+
+    assert min(seconds(40_000) for _ in range(3)) < 20 * min(seconds(400) for _ in range(3))
+
+
+def test_a_policy_that_fails_costs_no_request():
+    class Broken:
+        def choose(self, waiting: object, ready: object) -> None:
+            raise RuntimeError("staged")
+
+    pool = Pool(no_worker_timeout_s=10, policy=Broken())
+    pool.add_worker("a", now=0)
+    pool.on_heartbeat("a", beat("a"), now=0)
+    pool.submit(request_of(1, 1))
+    assert assigned(pool) == {"a": [1, 2]}
+
+
+def test_whoever_waits_for_a_worker_is_told_that_it_is_gone():
+    told: list[tuple[str, str]] = []
+    pool = Pool(no_worker_timeout_s=10, on_lost=lambda *what: told.append(what))
+    pool.add_worker("a", now=0)
+    pool.on_heartbeat("a", beat("a"), now=0)
+    pool.on_heartbeat("a", beat("a", incarnation="second"), now=1)
+    pool.remove_worker("a")
+    assert told == [("a", "it has restarted"), ("a", "its address is gone")]

@@ -1,5 +1,6 @@
 """What TRL's client and rank 0 tell each other passes through a front end on another host."""
 
+import os
 import socket
 import subprocess
 import sys
@@ -9,8 +10,9 @@ from contextlib import contextmanager
 
 import pytest
 
-from app.relay import is_of_this_host
+from app.relay import is_of_this_host, start_relay
 from tests.servers import REPOSITORY, environment, free_port, wait_until
+from titopool.errors import InvalidRequest
 
 SCRIPT = """
 from gevent import monkey
@@ -92,3 +94,13 @@ def test_which_addresses_are_of_this_host():
     # Of the range for documentation.
     assert not is_of_this_host("192.0.2.1")
     assert not is_of_this_host("no-such-host.invalid")
+
+
+def test_a_port_at_which_the_server_may_not_listen_is_told_before_anything_happens():
+    if os.geteuid() == 0:
+        # Root may listen anywhere on this host, and nobody at another host's address.
+        port, address = free_port(), "192.0.2.1"
+    else:
+        port, address = 80, "127.0.0.1"
+    with pytest.raises(InvalidRequest, match=f"got {port}"):
+        start_relay(port, "127.0.0.2", lease_s=1, listen_at=address)

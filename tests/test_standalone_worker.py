@@ -1,5 +1,6 @@
 """`python -m workers` by itself, with real vLLM, over tcp with a key."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -24,6 +25,7 @@ from tests.servers import (
 from tests.trainer import tensors_of
 from tests.trl_weights_client import update_by_trl
 from tests.weights import assert_serves, need_gpus, weights_client
+from workers.__main__ import default_worker_id
 
 StartWorker = Callable[[str], subprocess.Popen[bytes]]
 
@@ -62,7 +64,7 @@ def start_worker(tiny_model: str, key_file: str, log: Path) -> Iterator[StartWor
             process.wait()
 
 
-def test_a_worker_alone_serves_whoever_has_its_key(start_worker, key_file, tmp_path):
+def test_a_worker_alone_serves_whoever_has_its_key(start_worker, key_file, log, tmp_path):
     port = free_port()
     worker = start_worker(f"tcp://127.0.0.1:{port}")
     endpoints = ("--endpoints", f"tcp://localhost:{port}")
@@ -82,6 +84,7 @@ def test_a_worker_alone_serves_whoever_has_its_key(start_worker, key_file, tmp_p
         worker.send_signal(signal.SIGTERM)
         assert worker.wait(STOP_TIMEOUT_S) == 0
         wait_until(lambda: not alive(children), 2, lambda: str(alive(children)))
+    assert "Traceback" not in log.read_text()
 
 
 def test_weights_reach_workers_of_several_hosts(
@@ -119,3 +122,48 @@ def test_a_worker_that_is_stopped_while_it_loads_leaves_nothing(start_worker, lo
     worker.send_signal(signal.SIGTERM)
     assert worker.wait(STOP_TIMEOUT_S) == 0
     wait_until(lambda: not alive(children), 2, lambda: str(alive(children)))
+
+
+def test_workers_of_one_host_have_names_of_their_own(start_worker, log):
+    places = [f"0.0.0.0:{free_port()}", f"127.0.0.2:{free_port()}"]
+    for place in places:
+        start_worker(f"tcp://{place}")
+    host = os.uname().nodename
+    for name in (places[0].removeprefix("0.0.0.0:"), places[1].replace(":", "-")):
+        wait_until(lambda name=name: f"worker {host}-{name}: importing" in log.read_text(), 30)
+
+
+@pytest.mark.parametrize(
+    "endpoint, name",
+    [
+        ("tcp://0.0.0.0:5555", "5555"),
+        ("tcp://[::]:5555", "5555"),
+        ("tcp://*:5555", "5555"),
+        ("tcp://10.0.0.7:5555", "10.0.0.7-5555"),
+        ("ipc:///run/a/worker-0", "run-a-worker-0"),
+        ("ipc:///run/b/worker-0", "run-b-worker-0"),
+    ],
+)
+def test_a_worker_is_named_after_host_and_endpoint(endpoint: str, name: str):
+    assert default_worker_id(endpoint) == f"{os.uname().nodename}-{name}"
+
+
+@pytest.mark.parametrize(
+    "arguments, parts",
+    [
+        pytest.param([], ["--endpoint is missing", "--worker-id"], id="no-endpoint"),
+        pytest.param(["--endpoint"], ["--endpoint", "value"], id="no-value"),
+        pytest.param(
+            ["--endpoint=ipc:///x", "--worker-id", "a/b"], ["--worker-id", "'a/b'"], id="no-name"
+        ),
+    ],
+)
+def test_a_worker_that_cannot_start_says_why_at_once(arguments: list[str], parts: list[str]):
+    result = subprocess.run(
+        [sys.executable, "-m", "workers", *arguments],
+        env=environment(), cwd=REPOSITORY, capture_output=True, text=True, timeout=20,
+    )  # fmt: skip
+    assert result.returncode == 1
+    assert "Traceback" not in result.stderr
+    for part in parts:
+        assert part in result.stderr

@@ -213,7 +213,7 @@ def test_a_worker_that_dies_amid_a_stream_ends_it_with_an_error(start_stub, stub
     # Not begun anew on the other worker: it would sample other tokens.
     assert seen == [5]
     assert caught.value.code == "generation_failed"
-    assert "amid the stream" in caught.value.message
+    assert "during the stream" in caught.value.message
     assert [i for one in of_stub(server, [1, 2]) for i in one.choices[0].token_ids] == [2, 1]
 
 

@@ -10,6 +10,7 @@ import requests
 
 from tests.conftest import StartStub
 from tests.servers import Server, free_port, wait_until
+from workers.process import EXIT_WEIGHTS_UNKNOWN
 
 StartServer = Callable[..., Server]
 TENSORS = {"names": ["w"], "dtypes": ["torch.float32"], "shapes": [[2, 2]]}
@@ -143,16 +144,20 @@ def test_a_worker_that_fails_half_way_ends_and_the_others_serve(
     server = stub_server(2)
     server.post("/weights/init", init_body(port))
     update = begin(server).json()["update"]
-    status, text = error_of(server.post("/weights/commit", {"update": update, "policy": "keep"}))
-    assert status == 500
-    assert "half loaded" in text
-    assert bad.wait(10) != 0
+    answer = server.post("/weights/commit", {"update": update, "policy": "keep"}).json()
+    # The pool has the new weights: the trainer goes on, and is told who does not have them.
+    assert answer["version"] == 1
+    ((lost),) = answer["lost"]
+    assert lost["endpoint"].endswith("worker-1")
+    assert "half loaded" in lost["error"]
+    # The code of its own tells whoever started it why.
+    assert bad.wait(10) == EXIT_WEIGHTS_UNKNOWN
     assert good.poll() is None
     answer = server.generate([[1, 2]], max_tokens=2)
     assert answer["completion_ids"] == [[2, 1]]
     # It comes back with its model's own weights, which are not the pool's: it gets no jobs.
     start_stub(1)
-    wait_until(lambda: phases(server) == ["ready", "stale"], 10)
+    wait_until(lambda: phases(server) == ["ready", "waiting_for_weights"], 10)
     assert server.get("/ready").json()["num_ready"] == 1
     # The group has lost a member, and the next one has both.
     assert begin(server).status_code in (409, 500)

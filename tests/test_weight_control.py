@@ -1,7 +1,6 @@
 """A worker's answers to the steps of an update, with an engine that keeps a record of its calls."""
 
 import asyncio
-import json
 import socket
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -11,6 +10,8 @@ from typing import Any
 import pytest
 
 from titopool.commands import (
+    AbortUpdate,
+    AcceptOwnWeights,
     Action,
     ApplyUpdate,
     AwaitStep,
@@ -20,6 +21,7 @@ from titopool.commands import (
     CommandDone,
     GetStatus,
     JoinGroup,
+    LeaveGroup,
     Pause,
     PrepareUpdate,
     Resume,
@@ -27,8 +29,10 @@ from titopool.commands import (
 )
 from titopool.config import ServerConfig
 from titopool.errors import InvalidRequest, TitopoolError, WeightUpdateFailed
+from titopool.pool_state import PoolState, PoolWeights
 from workers.control import Control
-from workers.ledger import Entry, Ledger, clear_ledgers
+from workers.ledger import Ledger, clear_ledgers, digest_of_files
+from workers.steps import Steps
 from workers.versions import Versions
 
 TIMEOUT_S = 0.8
@@ -41,7 +45,7 @@ class RecordingEngine:
     def __init__(self) -> None:
         self.versions = Versions()
         self.weights = self
-        self.adapters: Any = SimpleNamespace(versions={})
+        self.adapters: Any = SimpleNamespace(versions={}, latest_versions={})
         self.calls: list[str] = []
         self.can_keep = True
         self.is_stuck = self.has_stuck_caches = False
@@ -113,10 +117,14 @@ def run(story: Callable[[Worker], Awaitable[None]], worker: Worker | None = None
     worker = worker or Worker()
 
     async def play() -> None:
-        await worker.control.get_ready()
-        watch = asyncio.create_task(worker.control.watch())
+        await worker.control.get_ready("m")
+        tasks = [
+            asyncio.create_task(work())
+            for work in (worker.control.watch, worker.control.follow_pool)
+        ]
         await asyncio.wait_for(story(worker), 20)
-        watch.cancel()
+        for task in tasks:
+            task.cancel()
 
     asyncio.run(play())
     return worker
@@ -138,7 +146,7 @@ def test_caches_are_empty_before_the_weights_change_and_generation_stands():
     worker = run(story)
     assert worker.engine.calls[-4:] == ["pause abort", "clear", "apply", "resume"]
     assert worker.engine.versions.current == 7
-    assert worker.control.num_updates == 1
+    assert worker.control.weights.num_updates == 1
 
 
 @pytest.mark.parametrize(
@@ -217,6 +225,10 @@ def test_a_lease_is_renewed_and_ends():
     run(story)
 
 
+def of_pool(weights: PoolWeights) -> PoolState:
+    return PoolState(model="m", weights=weights)
+
+
 def test_a_restarted_worker_waits_or_takes_its_folder(tmp_path: Path):
     folder = tmp_path / "root" / "weights"
     folder.mkdir(parents=True)
@@ -228,23 +240,24 @@ def test_a_restarted_worker_waits_or_takes_its_folder(tmp_path: Path):
     def restarted() -> Worker:
         return run(nothing, Worker(str(tmp_path), str(tmp_path / "root")))
 
-    assert not restarted().control.is_waiting
-    ledger.write(Entry(version=5, num_updates=3))
+    assert restarted().control.phase == "ready"
+    ledger.write(of_pool(PoolWeights(3, "u", 5, False)))
     worker = restarted()
-    assert worker.control.is_waiting
+    assert worker.control.phase == "waiting_for_weights"
     assert worker.engine.calls == []
-    ledger.write(Entry(version=5, num_updates=3, folder=str(folder)))
+    files = digest_of_files(str(folder))
+    ledger.write(of_pool(PoolWeights(3, "u", 5, False, str(folder), files)))
     worker = restarted()
-    assert not worker.control.is_waiting
-    assert (worker.engine.versions.current, worker.control.num_updates) == (5, 3)
+    assert worker.control.phase == "ready"
+    assert (worker.engine.versions.current, worker.control.weights.num_updates) == (5, 3)
     folder.rmdir()
-    assert restarted().control.is_waiting
+    assert restarted().control.phase == "waiting_for_weights"
     clear_ledgers(str(tmp_path))
-    assert not restarted().control.is_waiting
+    assert restarted().control.phase == "ready"
 
 
 def test_a_waiting_worker_takes_whole_updates_only(tmp_path: Path):
-    Ledger(str(tmp_path), "0").write(Entry(version=5, num_updates=3))
+    Ledger(str(tmp_path), "0").write(of_pool(PoolWeights(3, "before", 5, False)))
 
     async def story(worker: Worker) -> None:
         await worker.good(JoinGroup("s", "trl", "gloo", "127.0.0.1", 1, 0, 2))
@@ -259,9 +272,8 @@ def test_a_waiting_worker_takes_whole_updates_only(tmp_path: Path):
         await worker.good(AwaitStep("apply", "u"))
 
     worker = run(story, Worker(str(tmp_path)))
-    assert not worker.control.is_waiting
-    written = json.loads((tmp_path / "worker-weights-0").read_text())
-    assert (written["version"], written["num_updates"]) == (6, 4)
+    assert worker.control.phase == "ready"
+    assert Ledger(str(tmp_path), "0").read().weights == PoolWeights(4, "u", 6, False)
 
 
 def test_folders_outside_the_root_are_refused(tmp_path: Path):
@@ -276,3 +288,151 @@ def test_folders_outside_the_root_are_refused(tmp_path: Path):
         assert await worker.state() == "closed"
 
     run(story, Worker(root=str(tmp_path / "root")))
+
+
+# ---- what holds generation ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("phase", ["preparing", "prepared"])
+def test_a_session_is_not_closed_during_a_commit(phase: str):
+    async def story(worker: Worker) -> None:
+        worker.engine.is_stuck = phase == "preparing"
+        await worker.begin()
+        await worker.good(PrepareUpdate("u", "drain"))
+        if phase == "prepared":
+            await worker.good(AwaitStep("prepare", "u"))
+        while "pause drain" not in worker.engine.calls:
+            await asyncio.sleep(0.01)
+        done = await worker.ask(LeaveGroup("s"))
+        assert done.code == "conflict"
+        assert "no commit in progress" in done.message
+        assert await worker.state() == phase
+        await worker.good(AbortUpdate("u", "the trainer gave up"))
+        assert await worker.state() == "closed"
+
+    assert run(story).engine.calls[-1] == "resume"
+
+
+def test_generation_never_stays_paused_without_a_reason():
+    """Whatever has forgotten to resume it: the watch does."""
+
+    async def story(worker: Worker) -> None:
+        await worker.control._pauses.begin_commit(worker.engine, "keep")
+        while worker.control._pauses.is_committing:
+            await asyncio.sleep(0.05)
+
+    assert run(story).engine.calls == ["pause keep", "resume"]
+
+
+def test_a_pause_during_a_commit_holds_from_its_end():
+    async def story(worker: Worker) -> None:
+        await worker.begin()
+        await worker.good(PrepareUpdate("u", "keep"))
+        await worker.good(AwaitStep("prepare", "u"))
+        pausing = asyncio.create_task(worker.good(Pause("abort", 30)))
+        await asyncio.sleep(0)
+        await worker.good(ApplyUpdate("u"))
+        await worker.good(AwaitStep("apply", "u"))
+        await pausing
+        assert (await worker.good(GetStatus()))["is_paused"]
+        await worker.good(Resume())
+
+    assert run(story).engine.calls[-4:] == ["clear", "apply", "pause abort", "resume"]
+
+
+def test_who_leads_a_commit_and_is_gone_leaves_the_old_weights():
+    async def story(worker: Worker) -> None:
+        await worker.begin()
+        prepare = Command("i", 1, PrepareUpdate("u", "keep"))
+        assert (await worker.control.answer(prepare, b"leader")).code == ""
+        await worker.good(AwaitStep("prepare", "u"))
+        await worker.control.lose_front_end(b"another")
+        assert await worker.state() == "prepared"
+        await worker.control.lose_front_end(b"leader")
+        assert await worker.state() == "closed"
+
+    worker = run(story)
+    assert worker.engine.calls[-1] == "resume"
+    assert worker.engine.versions.current == 0
+
+
+def test_who_is_prepared_and_hears_that_others_have_applied_does_so_too():
+    async def story(worker: Worker) -> None:
+        await worker.begin()
+        await worker.good(PrepareUpdate("u", "keep"))
+        await worker.good(AwaitStep("prepare", "u"))
+        worker.control.hear(of_pool(PoolWeights(1, "u", 7, False)))
+        while await worker.state() != "open":
+            await asyncio.sleep(0.02)
+        assert worker.engine.versions.current == 7
+        # The command itself comes late.
+        await worker.good(ApplyUpdate("u"))
+        assert (await worker.good(AwaitStep("apply", "u")))["version"] == 7
+
+    assert run(story).engine.calls.count("apply") == 1
+
+
+def test_who_is_prepared_and_hears_of_another_update_gives_up():
+    async def story(worker: Worker) -> None:
+        await worker.begin()
+        await worker.good(PrepareUpdate("u", "keep"))
+        await worker.good(AwaitStep("prepare", "u"))
+        worker.control.hear(of_pool(PoolWeights(1, "other", 9, False)))
+        while await worker.state() != "closed":
+            await asyncio.sleep(0.02)
+        assert worker.control.phase == "waiting_for_weights"
+
+    assert "apply" not in run(story).engine.calls
+
+
+def test_weights_that_are_lost_are_accepted_by_whoever_has_the_models_own():
+    async def story(worker: Worker) -> None:
+        worker.control.hear(of_pool(PoolWeights(4, "u", 9, False)))
+        assert worker.control.phase == "waiting_for_weights"
+        assert await worker.good(AcceptOwnWeights("own", 5)) == {"restarts": False}
+        assert worker.control.phase == "ready"
+        done = await worker.ask(AcceptOwnWeights("own-2", 6))
+        assert done.code == "conflict"
+
+    assert not run(story).broken
+
+
+def test_who_has_other_weights_than_the_models_own_restarts_to_accept_them():
+    async def story(worker: Worker) -> None:
+        await worker.begin()
+        await worker.good(PrepareUpdate("u", "keep"))
+        await worker.good(AwaitStep("prepare", "u"))
+        await worker.good(ApplyUpdate("u"))
+        await worker.good(AwaitStep("apply", "u"))
+        worker.control.hear(of_pool(PoolWeights(4, "v", 9, False)))
+        assert worker.control.phase == "stale"
+        assert await worker.good(AcceptOwnWeights("own", 5)) == {"restarts": True}
+
+    assert "own weights" in run(story).broken[0]
+
+
+def test_the_end_of_an_update_that_is_repeated_outlives_many_pauses():
+    async def story(worker: Worker) -> None:
+        steps = Steps()
+        ends = asyncio.Event()
+
+        async def quick() -> dict[str, Any]:
+            return {}
+
+        async def slow() -> dict[str, Any]:
+            await ends.wait()
+            return {"is": "there"}
+
+        steps.start("finish", "trl", quick())
+        for index in range(40):
+            steps.start("pause", str(index), quick())
+        await asyncio.sleep(0)
+        steps.start("finish", "trl", slow())
+        for index in range(40, 80):
+            steps.start("pause", str(index), quick())
+            await asyncio.sleep(0)
+        assert steps.is_running("finish", "trl")
+        ends.set()
+        assert await steps.wait("finish", "trl") == {"is": "there"}
+
+    run(story)

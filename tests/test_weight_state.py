@@ -27,9 +27,9 @@ def test_an_update_goes_through_all_states():
     state.prepare("u", 2.0)
     state.prepared("u", 3.0)
     state.apply("u", 4.0)
-    assert state.version == 0
+    assert state.weights.version == 0
     state.applied("u", 5.0)
-    assert (state.phase, state.version, state.num_updates) == (Phase.OPEN, 7, 1)
+    assert (state.phase, state.weights.version, state.weights.num_updates) == (Phase.OPEN, 7, 1)
 
 
 def test_a_folder_needs_no_group_and_leaves_one_alone():
@@ -43,7 +43,7 @@ def test_a_folder_needs_no_group_and_leaves_one_alone():
         state.prepared("u", 0.0)
         state.apply("u", 0.0)
         state.applied("u", 0.0)
-        assert (state.phase, state.version) == (before, 1)
+        assert (state.phase, state.weights.version) == (before, 1)
 
 
 def test_every_step_has_a_deadline_and_rest_has_none():
@@ -107,7 +107,7 @@ def steps_of(state: WeightState, now: float, name: str, session: str, made: Upda
 
 
 def seen(state: WeightState) -> tuple[object, ...]:
-    return state.phase, state.session, state.update, state.version, state.num_updates
+    return state.phase, state.session, state.update, state.weights
 
 
 @pytest.mark.parametrize("seed", range(200))
@@ -118,7 +118,7 @@ def test_random_orders_change_the_version_only_through_a_whole_update(seed: int)
     for _ in range(300):
         now += chance.random()
         name, session = chance.choice("ab"), chance.choice("ab")
-        made = update(name, chance.randrange(100), state.num_updates + 1)
+        made = update(name, chance.randrange(100), state.weights.num_updates + 1)
         steps = steps_of(state, now, name, session, made)
         step, before = chance.choice(list(steps)), seen(state)
         refusal = ""
@@ -155,4 +155,4 @@ def test_the_random_orders_reach_every_state_and_a_commit():
             continue
         phases.add(state.phase)
     assert phases == set(Phase)
-    assert state.num_updates == 1
+    assert state.weights.num_updates == 1

@@ -341,6 +341,19 @@ def test_a_worker_that_is_killed_during_an_update_waits_for_the_next(
     assert_serves(server, other_model, times=4)
 
 
+def test_an_engine_that_is_told_to_end_ends_no_request(server: Server):
+    """As a service manager does that stops every process of a group: vLLM aborts its requests."""
+    generation = Generation(server, num_tokens=400)
+    wait_until(lambda: begun(server, 2), 20)
+    for process in psutil.Process(worker_pids(server)[-1]).children():
+        if "EngineCore" in process.name():
+            process.terminate()
+    answer = generation.join()
+    assert answer["finish_reasons"] == ["length", "length"]
+    assert [len(ids) for ids in answer["completion_ids"]] == [400, 400]
+    wait_until(lambda: "waiting_for_weights" in phases(server), 120)
+
+
 def test_a_restarted_worker_serves_only_the_weights_of_the_pool(
     server: Server, client: WeightsClient, tiny_model: str, other_model: str
 ):

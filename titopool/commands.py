@@ -10,7 +10,8 @@ from typing import Any, Literal
 
 import msgspec
 
-Policy = Literal["keep", "drain", "abort"]
+from titopool.pool_state import Policy as Policy
+
 Backend = Literal["nccl", "gloo"]
 
 
@@ -68,6 +69,8 @@ class ReceiveTensor(msgspec.Struct, frozen=True, tag="receive_tensor"):
     """TRL's way: this tensor comes next, by itself."""
 
     tensor: TensorInfo
+    # Of the update that begins with it, if one does.
+    update_id: str
     version: int | None
     num_updates: int
 
@@ -106,15 +109,29 @@ class LeaveGroup(msgspec.Struct, frozen=True, tag="leave_group"):
     finishes: bool = False
 
 
+class AcceptOwnWeights(msgspec.Struct, frozen=True, tag="accept_own_weights"):
+    """The pool goes on with the weights that engines load at their start.
+
+    Sent when no worker has the last update's; a worker with any other weights restarts.
+    """
+
+    update_id: str
+    num_updates: int
+
+
 class Pause(msgspec.Struct, frozen=True, tag="pause"):
     """Stop generating for `lease_s` at most; said again, it renews the lease."""
 
     mode: Policy
     lease_s: float
+    # The pool's pauses and ends of pauses with this one, as far as the front end knows.
+    num_changes: int = 0
 
 
 class Resume(msgspec.Struct, frozen=True, tag="resume"):
     """End a `Pause`."""
+
+    num_changes: int = 0
 
 
 class AwaitStep(msgspec.Struct, frozen=True, tag="await_step"):
@@ -134,10 +151,12 @@ class LoadAdapter(msgspec.Struct, frozen=True, tag="load_adapter"):
 
 
 class SwitchAdapter(msgspec.Struct, frozen=True, tag="switch_adapter"):
-    """Let a version that was loaded serve."""
+    """Let a version that was loaded serve; does nothing where it does already."""
 
     name: str
     version: int
+    # The pool's changes of adapters with this one, as far as the front end knows.
+    num_changes: int = 0
 
 
 class DropAdapter(msgspec.Struct, frozen=True, tag="drop_adapter"):
@@ -151,6 +170,7 @@ class UnloadAdapter(msgspec.Struct, frozen=True, tag="unload_adapter"):
     """Take an adapter away; requests that run on it end with it."""
 
     name: str
+    num_changes: int = 0
 
 
 class GetStatus(msgspec.Struct, frozen=True, tag="get_status"):
@@ -167,6 +187,7 @@ Action = (
     | FinishTensors
     | AbortUpdate
     | LeaveGroup
+    | AcceptOwnWeights
     | Pause
     | Resume
     | AwaitStep

@@ -17,7 +17,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, get_type_hints
 
+from titopool import vllm_options
 from titopool.errors import ConfigError
+from titopool.kubernetes import service_variables
 
 ENV_PREFIX = "TITOPOOL_"
 # In `run_dir`: written by a supervisor that gives up, for gunicorn's master to read.
@@ -47,7 +49,9 @@ class ServerConfig:
         0, "gunicorn processes; 0: one for two cores, four at most", at_least=0
     )
     max_open_requests: int = setting(
-        16_384, "requests that one gunicorn process holds open at once", at_least=1
+        16_384,
+        "requests that one gunicorn process holds open at once; fewer where it may not open as many files",
+        at_least=1,
     )
     tensor_parallel_size: int = setting(1, "GPUs that share each layer of one engine", at_least=1)
     pipeline_parallel_size: int = setting(
@@ -67,7 +71,9 @@ class ServerConfig:
         "comma-separated worker endpoints of a pool that runs elsewhere, tcp://host:port or "
         "ipc://path; a host name stands for all its addresses; empty: start workers here",
     )
-    run_dir: str = setting("", "folder for the sockets of local workers; empty: a new private one")
+    run_dir: str = setting(
+        "", "folder for the sockets and logs of local workers; empty: a new private one"
+    )
     curve_key_file: str = setting(
         "", "file with the key that tcp endpoints need on both sides; made when it is missing"
     )
@@ -131,7 +137,9 @@ class ServerConfig:
     weight_update_timeout_s: float = setting(
         300.0, "how long each step of a weight update may take", at_least=0.1
     )
-    log_level: str = setting("info", "debug, info, warning or error")
+    log_level: str = setting(
+        "info", "debug, info, warning or error; debug also shows what vLLM writes"
+    )
 
     def __post_init__(self) -> None:
         for item in dataclasses.fields(self):
@@ -233,14 +241,20 @@ def from_environment(environ: Mapping[str, str] = os.environ) -> ServerConfig:
 
 def _environment_values(environ: Mapping[str, str]) -> dict[str, Any]:
     values = {}
+    ignored = ignored_variables(environ)
     for key, text in environ.items():
-        if not key.startswith(ENV_PREFIX):
+        if not key.startswith(ENV_PREFIX) or key in ignored:
             continue
         name = key[len(ENV_PREFIX) :].lower()
         if name not in SETTINGS:
             raise ConfigError(f"{key}: no such setting{_did_you_mean(key, _variable_names())}")
         values[name] = parse_value(name, text, key)
     return values
+
+
+def ignored_variables(environ: Mapping[str, str] = os.environ) -> list[str]:
+    """Variables that look like settings and are Kubernetes' own."""
+    return service_variables(environ, ENV_PREFIX)
 
 
 def _variable_names() -> list[str]:
@@ -256,23 +270,27 @@ def from_command_line(argv: Sequence[str], environ: Mapping[str, str] = os.envir
     """The settings of `titopool serve [MODEL] [--setting value …] [vLLM options …]`.
 
     Options that are no settings of ours go to `engine_args`, behind those of the
-    environment, where vLLM's parser checks them.
+    environment, where vLLM's parser reads them.
 
     Raises:
-        ConfigError: a value is missing or impossible, or an option is nearly one of ours.
+        ConfigError: a value is missing or impossible, or an option is neither ours nor vLLM's.
     """
     values = _environment_values(environ)
     words = list(argv)
     engine_argv: list[str] = []
-    if words and not words[0].startswith("-"):
-        values["model"] = words.pop(0)
+    model = ""
     aliases = {"-tp": "tensor_parallel_size", "-pp": "pipeline_parallel_size"}
     while words:
         word = words.pop(0)
+        # Behind one of vLLM's options it may be that one's value.
+        if not word.startswith("-") and not engine_argv:
+            if model:
+                raise ConfigError(f"expected one MODEL, got {model!r} and {word!r}")
+            values["model"] = model = word
+            continue
         flag, equals, inline = word.partition("=")
         name = aliases.get(flag) or flag.removeprefix("--").replace("-", "_")
         if not flag.startswith("-") or name not in SETTINGS:
-            _refuse_near_miss(flag)
             engine_argv.append(word)
             continue
         if SETTINGS[name].metadata["secret"]:
@@ -284,16 +302,29 @@ def from_command_line(argv: Sequence[str], environ: Mapping[str, str] = os.envir
         values[name] = parse_value(name, inline if equals else words.pop(0), flag)
     if engine_argv:
         values["engine_args"] = f"{values.get('engine_args', '')} {shlex.join(engine_argv)}".strip()
-    return ServerConfig(**values)
+    config = ServerConfig(**values)
+    check_engine_options(config)
+    return config
 
 
-def _refuse_near_miss(flag: str) -> None:
-    # vLLM's options are known only in the worker; a slip in one of ours need not wait for it.
+def check_engine_options(config: ServerConfig) -> None:
+    """Refuses options that neither we nor vLLM have, seconds before vLLM would.
+
+    Raises:
+        ConfigError: names the first such option, and the one that was perhaps meant.
+    """
     ours = ["--" + name.replace("_", "-") for name in SETTINGS]
-    if flag.startswith("--"):
-        close = difflib.get_close_matches(flag, ours, n=1, cutoff=0.93)
-        if close:
-            raise ConfigError(f"{flag}: no such option; did you mean {close[0]}?")
+    theirs = vllm_options.option_names()
+    for word in config.engine_argv:
+        flag = word.partition("=")[0]
+        if theirs is None and flag.startswith("--"):
+            # Of vLLM's names nothing is known here, but this one is nearly one of ours.
+            if close := difflib.get_close_matches(flag, ours, n=1, cutoff=0.93):
+                raise ConfigError(f"{flag}: no such option; did you mean {close[0]}?")
+        elif theirs is not None and vllm_options.is_unknown(word):
+            close = difflib.get_close_matches(flag.replace("_", "-"), [*ours, *theirs], n=1)
+            hint = f"did you mean {close[0]}?" if close else "`titopool serve --help` lists ours"
+            raise ConfigError(f"{flag}: neither titopool nor vLLM has such an option; {hint}")
 
 
 def usage() -> str:

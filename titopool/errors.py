@@ -15,6 +15,8 @@
     ├── GenerationFailed                  500  generation_failed
     ├── WeightUpdateFailed                500  weight_update_failed
     ├── NoReadyWorker                     503  no_ready_worker
+    │   ├── WeightsLost               503  weights_lost
+    │   └── ModelChanged              503  model_changed
     └── DeadlinePassed                    504  deadline_passed
 
 `code` is what clients branch on; `message` says what was expected, what came and what to
@@ -148,6 +150,18 @@ class NoReadyWorker(TitopoolError):
 
     status = 503
     code = "no_ready_worker"
+
+
+class WeightsLost(NoReadyWorker):
+    """No worker has the weights of the last update any more."""
+
+    code = "weights_lost"
+
+
+class ModelChanged(NoReadyWorker):
+    """The workers came back with another model than the request was checked for."""
+
+    code = "model_changed"
 
 
 class DeadlinePassed(TitopoolError):

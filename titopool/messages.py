@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from titopool.commands import Command, CommandDone
+from titopool.pool_state import PoolState, PoolWeights
 
 # A job's id is unique in its front-end process; the attempt grows each time it is sent again.
 JobId = int
@@ -37,7 +38,8 @@ class Completion(msgspec.Struct, frozen=True, array_like=True):
     # Empty: it goes on.
     finish_reason: str
     logprobs: Logprobs | None
-    # [(weight version, index of the first token that it made), …]
+    # [(weight version, index of the first token that it made), …]; of one that is streamed, of all
+    # its tokens so far.
     weight_versions: list[tuple[int, int]]
     # Where it was asked for, up to a stop string.
     text: str = ""
@@ -80,11 +82,13 @@ class WorkerFacts(msgspec.Struct, frozen=True):
     num_cache_tokens: int = 0
     # None: the model takes no images.
     images: ImageFacts | None = None
-    # vLLM's names; empty: text is not searched for tool calls, or for reasoning.
     # LoRA adapters that may be loaded at once; 0: none.
     max_loras: int = 0
+    # vLLM's names; empty: text is not searched for tool calls, or for reasoning.
     tool_call_parser: str = ""
     reasoning_parser: str = ""
+    # Of the tokenizer's files; empty where they are in no folder.
+    tokenizer_digest: str = ""
 
 
 class WorkerCounters(msgspec.Struct):
@@ -157,6 +161,9 @@ class Job(msgspec.Struct, frozen=True):
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
     """Sent every `heartbeat_interval_s`: this front end is there; answer with a Heartbeat."""
 
+    # What it knows of the pool.
+    pool: PoolState = PoolState()
+
 
 class Generate(msgspec.Struct, frozen=True, tag="generate"):
     """Run these jobs; each is ended exactly once, in a `Results`."""
@@ -190,9 +197,11 @@ class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
     incarnation: str
     phase: str
     phase_s: float
-    weight_version: int
-    # Known once the phase is "ready".
+    # Those that serve here.
+    weights: PoolWeights
+    # Known once the engine is loaded, and when that was (Unix time).
     facts: WorkerFacts | None
+    loaded_at: float
     # Front ends that use this worker, and the load that the others put on it.
     num_front_ends: int
     other_sequences: int
@@ -203,10 +212,10 @@ class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
     # Digests of the prefixes that jobs of other front ends left in the cache since the last
     # heartbeat; not all of them if they are many.
     prefixes: bytes = b""
-    # LoRA adapters by name, and the version of each that serves.
+    # LoRA adapters by name, and the version of each that serves here.
     adapters: dict[str, int] = {}
-    # Updates that the pool had had with these weights; 0: the model's own.
-    num_updates: int = 0
+    # What this worker knows of the pool.
+    pool: PoolState = PoolState()
 
 
 class Load(msgspec.Struct, frozen=True, tag="load"):
@@ -233,6 +242,7 @@ class Part(msgspec.Struct, frozen=True, tag="part"):
     num_cached_tokens: int = 0
     # In the first part, as in `Completed`.
     prompt_token_ids: bytes = b""
+    adapter_version: int | None = None
 
 
 class Completed(msgspec.Struct, frozen=True, tag="completed"):
@@ -274,8 +284,10 @@ class Results(msgspec.Struct, frozen=True, tag="results"):
 class Stopping(msgspec.Struct, frozen=True, tag="stopping"):
     """The worker takes no more jobs and drops those it has."""
 
-    # Why the worker had to end, for the log; empty when it was asked to.
-    failure: str
+    # Why the worker ends, for the log; empty when it was asked to.
+    reason: str
+    # Whether one of its jobs may be the cause.
+    blames_jobs: bool = False
 
 
 ToWorker = Hello | Generate | Abort | Drift | Command

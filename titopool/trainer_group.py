@@ -17,6 +17,10 @@ STORE_POLL_S = 0.005
 POLL_S = 0.0005
 # Between two looks at the workers while an event does not come.
 LOOK_S = 2.0
+# Between two looks at whether a group can still form.
+FORM_POLL_S = 0.02
+# Where this process reaches its own store, which listens at all addresses, IPv6 ones too.
+ANY_ADDRESS = "0.0.0.0"
 
 
 def rank_key(rank: int) -> str:
@@ -42,7 +46,7 @@ class TrainerGroup:
         self._timeout_s = timeout_s
         self._limit = timedelta(seconds=timeout_s)
         self._store: Any = TCPStore(
-            "0.0.0.0", 0, None, True, timeout=self._limit, wait_for_workers=False
+            ANY_ADDRESS, 0, None, True, timeout=self._limit, wait_for_workers=False
         )
         self._group: Any = None
         self.port: int = self._store.port
@@ -55,7 +59,8 @@ class TrainerGroup:
         """Returns when all ranks are in the group.
 
         Raises:
-            Exception: they were not in time, or one can be no more, which `gives_up` tells.
+            Exception: they were not in time, or one can be no more, which `gives_up` tells. The
+                caller aborts the group then.
         """
         keys = [rank_key(rank) for rank in range(1, self._world_size)]
         deadline = time.monotonic() + self._timeout_s
@@ -63,14 +68,18 @@ class TrainerGroup:
             if gives_up() or time.monotonic() > deadline:
                 raise TimeoutError("not all workers came")
             time.sleep(STORE_POLL_S)
-        if self.backend == "nccl":
-            self._group = within(self._timeout_s, "NCCL formed no group", self._form_nccl)
-        else:
-            from torch.distributed import PrefixStore, ProcessGroupGloo
+        make = self._form_nccl if self.backend == "nccl" else self._form_gloo
+        self._group = within(self._timeout_s, f"{self.backend} formed no group", make, gives_up)
 
-            self._store.set(rank_key(0), b"1")
-            store = PrefixStore(GLOO_PREFIX, self._store)
-            self._group = ProcessGroupGloo(store, 0, self._world_size, self._limit)
+    def _form_gloo(self) -> Any:
+        from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
+
+        # A connection of its own: what waits in it ends when `abort` closes the store.
+        store = TCPStore(
+            ANY_ADDRESS, self.port, None, False, timeout=self._limit, wait_for_workers=False
+        )
+        store.set(rank_key(0), b"1")
+        return ProcessGroupGloo(PrefixStore(GLOO_PREFIX, store), 0, self._world_size, self._limit)
 
     def _form_nccl(self) -> Any:
         from titopool.nccl import Nccl, new_id
@@ -117,24 +126,38 @@ class TrainerGroup:
             group.abort()
 
 
-def within(timeout_s: float, what: str, make: Callable[[], Any]) -> Any:
-    """What `make` gives or raises; it runs in a thread of its own, which nothing can end.
+def within(
+    timeout_s: float, what: str, make: Callable[[], Any], gives_up: Callable[[], bool]
+) -> Any:
+    """The group that `make` gives, or what it raises; it runs in a thread, which nothing can end.
 
     Raises:
-        TimeoutError: it did not end within `timeout_s`; the thread is left behind.
+        TimeoutError: it did not end within `timeout_s`, or before `gives_up`; the thread is left
+            behind, and aborts what it makes.
     """
     ends: list[tuple[Any, BaseException | None]] = []
+    is_left = threading.Event()
 
     def run() -> None:
         try:
-            ends.append((make(), None))
+            made = make()
         except BaseException as error:
             ends.append((None, error))
+            return
+        ends.append((made, None))
+        if is_left.is_set():
+            made.abort()
 
     thread = threading.Thread(target=run, name="titopool-within", daemon=True)
     thread.start()
-    thread.join(timeout_s)
+    deadline = time.monotonic() + timeout_s
+    while thread.is_alive() and time.monotonic() < deadline and not gives_up():
+        thread.join(FORM_POLL_S)
     if not ends:
+        is_left.set()
+        for made, _ in ends:
+            # It came in this moment.
+            made.abort()
         raise TimeoutError(f"{what} within {timeout_s:g} s: a worker is gone, or does not answer")
     made, error = ends[0]
     if error is not None:

@@ -3,38 +3,31 @@
     client = WeightsClient("http://server:8000", device="cuda:0")
     client.update(model.named_parameters(), version=step, policy="keep")
 
-Needs torch and msgspec only; NCCL between GPUs, gloo between CPUs. Everything that fails raises
-`WeightsError`, whose text is the server's; the next `update` forms a new group by itself.
+Needs torch and msgspec only; NCCL between GPUs, gloo between CPUs. Whatever fails between trainer and
+server raises `WeightsError`, whose text is the server's where it gave one; the next `update` forms a
+new group by itself.
 """
 
 import itertools
-import json
-import socket
 import threading
-import urllib.error
-import urllib.parse
-import urllib.request
 import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from titopool.commands import Policy, TensorInfo
+from titopool.server_calls import WeightsError, own_address, post_or_get
 from titopool.trainer_group import TrainerGroup
 from titopool.weight_plan import DEFAULT_BUCKET_BYTES, checksum, plan_buckets, views_of
 
+__all__ = ["WeightsClient", "WeightsError"]
+
 # One is filled while the other is on its way.
 NUM_BUFFERS = 2
-
-
-class WeightsError(Exception):
-    """The server refused a call, or an update failed."""
-
-    def __init__(self, message: str, *, status: int = 0, code: str = ""):
-        """`status` and `code` are those of the server's answer, if there was one."""
-        super().__init__(message)
-        self.status = status
-        self.code = code
+# What an answer to /weights/begin has.
+BEGUN = {"update": str, "missing": list, "ignored": list, "kept": list}
+# How long the server may take to say why, once a group cannot form.
+REASON_S = 5.0
 
 
 class WeightsClient:
@@ -72,26 +65,26 @@ class WeightsClient:
 
     # ---- calls -----------------------------------------------------------------------
 
-    def call(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+    def call(
+        self,
+        path: str,
+        body: dict[str, Any] | None = None,
+        *,
+        fields: Mapping[str, type] | None = None,
+    ) -> dict[str, Any]:
         """The answer to a POST of `body`, or to a GET without one.
 
+        Args:
+            fields: what the answer must have, each with its type.
+
         Raises:
-            WeightsError: the server refused, or cannot be reached.
+            WeightsError: the server refused, cannot be reached, or something else answered.
         """
-        headers = {"Content-Type": "application/json"}
-        if self._api_key:
-            headers["Authorization"] = f"Bearer {self._api_key}"
-        data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(self._url + path, data=data, headers=headers)
-        try:
-            # The server holds the deadlines; this one is for a server that is gone.
-            with urllib.request.urlopen(request, timeout=2 * self._timeout_s + 30) as response:
-                result: dict[str, Any] = json.load(response)
-                return result
-        except urllib.error.HTTPError as error:
-            raise _refusal(path, error) from None
-        except OSError as error:
-            raise WeightsError(f"{path}: the server does not answer: {error}") from error
+        # The server holds the deadlines; this one is for a server that is gone.
+        timeout_s = 2 * self._timeout_s + 30
+        return post_or_get(
+            self._url, path, body, api_key=self._api_key, fields=fields or {}, timeout_s=timeout_s
+        )
 
     def update_from_folder(
         self, path: str, *, policy: Policy, version: int | None = None
@@ -121,13 +114,26 @@ class WeightsClient:
         Raises:
             WeightsError: a worker is not there, another trainer is, or it took too long.
         """
-        world_size = self.call("/get_world_size")["world_size"] + 1
+        answer = self.call("/get_world_size", fields={"world_size": int})
+        host = self._host or own_address(self._url)
         self._session = uuid.uuid4().hex
-        group = TrainerGroup(self._device(), world_size, timeout_s=self._timeout_s)
+        world_size = answer["world_size"] + 1
+        try:
+            group = TrainerGroup(self._device(), world_size, timeout_s=self._timeout_s)
+        except Exception as error:
+            raise WeightsError(f"this process cannot be part of a group: {error}") from error
+        try:
+            self._form(group, host, world_size)
+        except BaseException:
+            group.abort()
+            raise
+        self._group = group
+
+    def _form(self, group: TrainerGroup, host: str, world_size: int) -> None:
         body = {
             "session": self._session,
             "backend": group.backend,
-            "host": self._host or _own_address(self._url),
+            "host": host,
             "port": group.port,
             "world_size": world_size,
         }
@@ -137,25 +143,30 @@ class WeightsClient:
         answer: list[WeightsError | None] = []
         asking = threading.Thread(target=self._ask_to_join, args=(body, answer), daemon=True)
         asking.start()
-        try:
-            group.form(gives_up=lambda: bool(answer))
-        except Exception as error:
+        failure = _error_of(lambda: group.form(gives_up=lambda: any(answer)))
+        if failure is not None:
+            # The workers see that its port is closed, and the server answers.
             group.abort()
-            asking.join(self._timeout_s)
-            refusal = next((one for one in answer if one is not None), None)
-            raise refusal or WeightsError(f"the group did not form: {error}") from error
-        self._group = group
-        asking.join()
-        if answer[0] is not None:
-            self._forget()
-            raise answer[0]
+        asking.join(self._timeout_s if failure is None else REASON_S)
+        refusal = answer[0] if answer else None
+        if refusal is not None:
+            raise refusal from failure
+        if failure is not None:
+            raise WeightsError(f"the group did not form: {failure}") from failure
+        if not answer:
+            raise WeightsError(
+                f"/weights/init: the group formed, but no answer came within {self._timeout_s:g} s"
+            )
 
     def _ask_to_join(self, body: dict[str, Any], answer: list[WeightsError | None]) -> None:
+        """Appends why not, or None, to `answer`: whatever happens, `open` waits for it."""
         try:
             self.call("/weights/init", body)
             answer.append(None)
         except WeightsError as error:
             answer.append(error)
+        except BaseException as error:
+            answer.append(WeightsError(f"/weights/init: {type(error).__name__}: {error}"))
 
     def close(self) -> None:
         """Leaves the group, if there is one."""
@@ -245,7 +256,7 @@ class WeightsClient:
             "partial": partial,
         }
         try:
-            return self.call("/weights/begin", body)
+            return self.call("/weights/begin", body, fields=BEGUN)
         except WeightsError as error:
             if error.status != 400:
                 # What was refused for its tensors leaves the group as it is.
@@ -291,10 +302,10 @@ class WeightsClient:
         return self._group.broadcast(buffer, look=self._check_workers)
 
     def _check_workers(self) -> None:
-        for worker in self.call("/weights")["workers"]:
-            if worker["session"] != self._session:
+        for worker in self.call("/weights", fields={"workers": list})["workers"]:
+            if worker.get("session") != self._session:
                 raise WeightsError(
-                    f"worker {worker['worker']} has left the group: {worker['last_end']}"
+                    f"worker {worker.get('worker')} has left the group: {worker.get('last_end')}"
                 )
 
     def _device(self) -> Any:
@@ -305,14 +316,6 @@ class WeightsClient:
         if torch.cuda.is_available():
             return torch.device("cuda", torch.cuda.current_device())
         return torch.device("cpu")
-
-
-def _refusal(path: str, error: urllib.error.HTTPError) -> WeightsError:
-    try:
-        detail = json.load(error)["error"]
-        return WeightsError(f"{path}: {detail['message']}", status=error.code, code=detail["code"])
-    except (ValueError, KeyError, TypeError):
-        return WeightsError(f"{path}: {error}", status=error.code)
 
 
 def _error_of(do: Callable[[], Any]) -> Exception | None:
@@ -328,13 +331,3 @@ def emptied(first: list[Any], rest: Iterator[Any]) -> Iterator[Any]:
     while first:
         yield first.pop(0)
     yield from rest
-
-
-def _own_address(url: str) -> str:
-    """This machine's address on the way to the server."""
-    parts = urllib.parse.urlsplit(url)
-    port = parts.port or (443 if parts.scheme == "https" else 80)
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        # Nothing is sent: the kernel only chooses the way.
-        probe.connect((parts.hostname, port))
-        return str(probe.getsockname()[0])

@@ -1,6 +1,9 @@
 """`python -m workers`: runs one worker by itself, for Compose and clusters.
 
-    python -m workers --endpoint tcp://0.0.0.0:5555 [MODEL] [--setting VALUE …] [vLLM options]
+    python -P -m workers --endpoint tcp://0.0.0.0:5555 [MODEL] [--setting VALUE …] [vLLM options]
+
+`--worker-id` names it in logs and metrics; by default the host's name and the endpoint do. `-P`
+keeps modules of the working folder from being taken for ours.
 
 The supervisor starts its workers the same way, with `--endpoint ipc://…`. The last step of
 this process is `os._exit`: threads of a broken engine must not keep it.
@@ -9,57 +12,100 @@ this process is `os._exit`: threads of a broken engine must not keep it.
 import asyncio
 import logging
 import os
+import re
 import signal
 import sys
+import traceback
 from typing import NoReturn
 
-from titopool.config import ServerConfig, from_command_line
+from titopool.config import ServerConfig, from_command_line, ignored_variables
 from titopool.errors import ConfigError
 from titopool.gpus import visible_gpus
 from titopool.logs import configure_logging
 from workers.engine import VllmEngine
-from workers.process import kill_children
+from workers.process import EXIT_FAILED, EXIT_STOPPED, kill_children
 from workers.server import WorkerServer
 from workers.status import PhaseReporter
 
-USAGE = "usage: python -m workers --endpoint tcp://ADDRESS:PORT [MODEL] [options of titopool serve]"
+# Its own name is __main__ here.
+logger = logging.getLogger("workers")
+
+USAGE = (
+    "usage: python -P -m workers --endpoint tcp://ADDRESS:PORT [--worker-id NAME] [MODEL] "
+    "[options of titopool serve]"
+)
+# Addresses that stand for all of a host.
+ANY_ADDRESS = ("0.0.0.0", "*", "[::]", "::")
 
 
 def take_option(argv: list[str], flag: str) -> str | None:
-    """Removes `flag VALUE` from `argv` and returns VALUE; None when it is not there."""
-    if flag not in argv:
-        return None
-    index = argv.index(flag)
-    if index + 1 >= len(argv):
-        raise ConfigError(f"{flag}: expected a value, got nothing")
-    value = argv[index + 1]
-    del argv[index : index + 2]
-    return value
+    """Removes `flag VALUE` or `flag=VALUE` from `argv` and returns VALUE; None if it is not there."""
+    for index, word in enumerate(argv):
+        if word.startswith(flag + "="):
+            del argv[index]
+            return word.removeprefix(flag + "=")
+        if word == flag:
+            if index + 1 >= len(argv):
+                raise ConfigError(f"{flag}: expected a value, got nothing")
+            value = argv[index + 1]
+            del argv[index : index + 2]
+            return value
+    return None
+
+
+def default_worker_id(endpoint: str) -> str:
+    """A name that no other worker of this host has, as each has an endpoint of its own."""
+    scheme, _, place = endpoint.partition("://")
+    if scheme == "ipc":
+        place = os.path.abspath(place).strip("/").replace("/", "-")
+    else:
+        address, _, port = place.rpartition(":")
+        place = port if address in ANY_ADDRESS else f"{address}-{port}"
+    return f"{os.uname().nodename}-{place}"
+
+
+def checked_worker_id(worker_id: str) -> str:
+    """`worker_id`, which is part of a file's name.
+
+    Raises:
+        ConfigError: it cannot be.
+    """
+    if not re.fullmatch(r"[\w.:\[\]-]{1,200}", worker_id):
+        raise ConfigError(
+            f"--worker-id: expected letters, digits, '.', ':', '-' and '_', got {worker_id!r}"
+        )
+    return worker_id
 
 
 def main(argv: list[str]) -> int:
     """Runs the worker; returns its exit code."""
-    endpoint = take_option(argv, "--endpoint")
-    worker_id = take_option(argv, "--worker-id") or os.uname().nodename
-    status_fd = take_option(argv, "--status-fd")
-    parent_pid = take_option(argv, "--parent-pid")
-    report = PhaseReporter(worker_id, int(status_fd) if status_fd else None)
+    worker_id = os.uname().nodename
+    report = PhaseReporter(worker_id, None)
     try:
+        endpoint = take_option(argv, "--endpoint")
         if endpoint is None:
             raise ConfigError(f"--endpoint is missing; {USAGE}")
+        worker_id = checked_worker_id(
+            take_option(argv, "--worker-id") or default_worker_id(endpoint)
+        )
+        status_fd = take_option(argv, "--status-fd")
+        parent_pid = take_option(argv, "--parent-pid")
+        report = PhaseReporter(worker_id, int(status_fd) if status_fd else None)
         config = from_command_line(argv)
-        configure_logging(config.log_level)
-        reason = asyncio.run(
+        configure_logging(config.log_level, report.log_handler())
+        if parent_pid is None and (ignored := ignored_variables()):
+            logger.info("ignored variables of a Kubernetes Service: %s", ", ".join(ignored))
+        reason, code = asyncio.run(
             serve(config, endpoint, worker_id, report, int(parent_pid) if parent_pid else None)
         )
     except Exception as error:
         if not isinstance(error, ConfigError):
-            logging.getLogger(__name__).exception("worker %s failed", worker_id)
-        reason = describe_failure(error)
-    if not reason:
-        return 0
-    report.failed(reason)
-    return 1
+            # With a supervisor, in the file of what vLLM writes.
+            traceback.print_exception(error)
+        reason, code = describe_failure(error), EXIT_FAILED
+    if reason:
+        report.failed(reason)
+    return code
 
 
 async def serve(
@@ -68,8 +114,8 @@ async def serve(
     worker_id: str,
     report: PhaseReporter,
     parent_pid: int | None,
-) -> str:
-    """Serves until a signal comes or the engine dies; returns why ("" for a signal)."""
+) -> tuple[str, int]:
+    """Serves until a signal comes or the engine dies; why ("" for a signal), and the exit code."""
     server = WorkerServer(
         VllmEngine(config, on_cpu=not visible_gpus()),
         endpoint=endpoint,
@@ -78,10 +124,17 @@ async def serve(
         report=report,
         parent_pid=parent_pid,
     )
+
+    def stop() -> None:
+        # vLLM takes the end of an engine that it ends itself for an error, with a traceback.
+        logging.getLogger("vllm.v1.engine.async_llm").setLevel(logging.CRITICAL)
+        server.stop()
+
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, server.stop)
-    return await server.run()
+        loop.add_signal_handler(number, stop)
+    reason = await server.run()
+    return reason, server.exit_code if reason else EXIT_STOPPED
 
 
 def describe_failure(error: BaseException) -> str:

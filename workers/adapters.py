@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from titopool.errors import Conflict, InvalidRequest, ModelNotFound
-from workers.ledger import Files, Folders, files_of
+from titopool.pool_state import AdapterRecord
+from workers.ledger import digest_of_files
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +36,8 @@ class Adapter:
     # vLLM's, never used twice: its caches go by it.
     adapter_id: int
     folder: str
-    files: Files
+    # Digest of its files.
+    files: str
     num_requests: int = 0
     is_retired: bool = False
 
@@ -70,10 +72,22 @@ class Adapters:
         """The version that serves under each name."""
         return {name: one.version for name, one in self._serving.items()}
 
+    def record_of(self, name: str) -> AdapterRecord:
+        """The adapter that serves under `name`, for workers that have missed it."""
+        adapter = self._serving[name]
+        return AdapterRecord(adapter.version, adapter.folder, adapter.files)
+
     @property
-    def folders(self) -> Folders:
-        """Version and folder of each name, for the process that comes after this one."""
-        return {name: (one.version, one.folder, one.files) for name, one in self._serving.items()}
+    def latest_versions(self) -> dict[str, int]:
+        """The greatest version under each name, serving or not."""
+        latest = dict(self.versions)
+        for name, version in self._loaded:
+            latest[name] = max(version, latest.get(name, 0))
+        return latest
+
+    def is_loaded(self, name: str, version: int) -> bool:
+        """Whether a version is there that does not serve yet."""
+        return (name, version) in self._loaded
 
     async def load(self, name: str, version: int, folder: str) -> None:
         """Loads a version beside the one that serves.
@@ -92,7 +106,7 @@ class Adapters:
                 "requests still use among them; unload one, or start with a greater --max-cpu-loras"
             )
         self._check(Path(folder))
-        adapter = Adapter(name, version, next(self._ids), folder, files_of(folder))
+        adapter = Adapter(name, version, next(self._ids), folder, digest_of_files(folder))
         self._loaded[name, version] = adapter
         try:
             async with asyncio.timeout(LOAD_TIMEOUT_S):
@@ -123,7 +137,9 @@ class Adapters:
             )
 
     def switch(self, name: str, version: int) -> None:
-        """Requests from now on get the version that was loaded."""
+        """Requests from now on get the version that was loaded, or serves already."""
+        if self.versions.get(name) == version:
+            return
         adapter = self._loaded.pop((name, version), None)
         if adapter is None:
             raise Conflict(f"lora_name: expected {name} version {version} to be loaded before")

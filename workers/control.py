@@ -12,6 +12,7 @@ from typing import Any
 
 from titopool.commands import (
     AbortUpdate,
+    AcceptOwnWeights,
     ApplyUpdate,
     AwaitStep,
     BeginFolder,
@@ -33,10 +34,13 @@ from titopool.commands import (
 )
 from titopool.config import ServerConfig
 from titopool.errors import NoReadyWorker, TitopoolError
+from titopool.pool_state import PoolState, PoolWeights
+from workers.catch_up import CatchUp
 from workers.engine import Engine
-from workers.ledger import Entry, Ledger, files_of
+from workers.ledger import Ledger
 from workers.liveness import answers
 from workers.pauses import Pauses
+from workers.pool_view import PoolView
 from workers.steps import Result
 from workers.trl_updates import TrlUpdates
 from workers.weight_checks import checked_folder
@@ -48,6 +52,8 @@ logger = logging.getLogger(__name__)
 WATCH_S = 0.25
 # Phases in which nothing runs that would notice.
 WATCHED = (Phase.RECEIVING, Phase.PREPARED)
+# Phases in which no commit holds generation.
+RESTING = (Phase.CLOSED, Phase.OPEN)
 
 
 class Control:
@@ -67,13 +73,20 @@ class Control:
         self._config = config
         self._on_applied = on_applied
         self._worker_id = worker_id
-        self._pauses = Pauses()
-        self._ledger = Ledger(config.run_dir, worker_id)
+        self._pool = PoolView(Ledger(config.run_dir, worker_id), self._on_news)
+        self._pauses = Pauses(self._pool)
         self._updates = TrlUpdates(
-            lambda: self._engine, engine.versions, self._pauses, config, self._ledger,
+            lambda: self._engine, engine.versions, self._pauses, config, self._pool,
             on_applied=on_applied, on_broken=on_broken,
         )  # fmt: skip
+        self._catch_up = CatchUp(
+            self._pool, self._updates, self._pauses, engine=lambda: self._engine,
+            adapters=lambda: engine.adapters, weights_root=config.weights_root,
+            on_changed=on_applied,
+        )  # fmt: skip
         self._is_ready = False
+        # The front end that leads the commit, by its socket; it tells when to apply.
+        self._leader = b""
         # An update and how many tensors it had at the last look that found them all received.
         self._seen: tuple[str, int] = ("", 0)
 
@@ -82,9 +95,11 @@ class Control:
         return self._server_engine.weights
 
     @property
-    def is_waiting(self) -> bool:
-        """Whether this process must get weights before it may serve."""
-        return self._updates.is_waiting
+    def phase(self) -> str:
+        """`ready`, or why this worker gets no jobs although its engine is loaded."""
+        if not self._updates.lacks_weights:
+            return "ready"
+        return "waiting_for_weights" if self.weights.is_own else "stale"
 
     @property
     def is_in_a_call(self) -> bool:
@@ -92,14 +107,38 @@ class Control:
         return self._updates.is_in_a_call
 
     @property
-    def num_updates(self) -> int:
-        """How many updates the pool had had with the weights that serve here."""
-        return self._updates.state.num_updates
+    def weights(self) -> PoolWeights:
+        """Those that serve here."""
+        return self._updates.state.weights
+
+    @property
+    def pool(self) -> PoolState:
+        """What this worker knows of its pool."""
+        return self._pool.state if self._is_ready else PoolState()
+
+    def hear(self, pool: PoolState) -> None:
+        """Takes what a front end knows of the pool."""
+        self._pool.hear(pool)
+
+    def _on_news(self) -> None:
+        self._catch_up.notify()
+
+    async def lose_front_end(self, identity: bytes) -> None:
+        """Nobody leads a commit any more whose front end is gone; the old weights serve.
+
+        If it has told another worker to apply the update, this one hears so from other front ends
+        within a heartbeat, long before it takes one for gone.
+        """
+        state = self._updates.state
+        if identity == self._leader and state.phase in (Phase.PREPARING, Phase.PREPARED):
+            await self._updates.end("the front end that led the commit is gone")
 
     # ---- commands --------------------------------------------------------------------
 
-    async def answer(self, command: Command) -> CommandDone:
-        """Does what is asked; whatever happens, there is an answer."""
+    async def answer(self, command: Command, identity: bytes = b"") -> CommandDone:
+        """Does what the front end `identity` asks; whatever happens, there is an answer."""
+        if isinstance(command.action, PrepareUpdate):
+            self._leader = identity
         try:
             return CommandDone(command.command_id, await self._run(command))
         except TitopoolError as error:
@@ -143,12 +182,14 @@ class Control:
                 return await updates.leave(session)
             case AwaitStep(step=step, of=of):
                 return await updates.steps.wait(step, of)
-            case Pause(mode=mode, lease_s=lease_s):
-                work = self._pause(mode, lease_s)
+            case AcceptOwnWeights() as action:
+                return await updates.accept_own(action)
+            case Pause() as action:
+                work = self._pause(action)
                 updates.steps.start("pause", str(command.command_id), work)
                 return await updates.steps.wait("pause", str(command.command_id))
-            case Resume():
-                return {"was_paused": await self._pauses.resume(self._engine)}
+            case Resume(num_changes=num_changes):
+                return {"was_paused": await self._pauses.resume(self._engine, num_changes)}
             case LoadAdapter() | SwitchAdapter() | DropAdapter() | UnloadAdapter() as action:
                 return await self._change_adapter(action)
             case GetStatus():
@@ -166,32 +207,22 @@ class Control:
             case DropAdapter(name=name, version=version):
                 adapters.drop(name, version)
                 return {}
-            case SwitchAdapter(name=name, version=version):
+            case SwitchAdapter(name=name, version=version, num_changes=num_changes):
                 adapters.switch(name, version)
-            case UnloadAdapter(name=name):
+                self._pool.record_adapter(name, adapters.record_of(name), num_changes)
+            case UnloadAdapter(name=name, num_changes=num_changes):
                 version = adapters.unload(name)
-        self._ledger.write_adapters(adapters.folders)
+                self._pool.record_adapter(name, None, num_changes)
         self._on_applied()
         return {"version": version}
-
-    async def _load_adapters(self) -> None:
-        for name, (version, folder, files) in self._ledger.read_adapters().items():
-            if files_of(folder) != files:
-                logger.warning("adapter %s: %s has changed since it was loaded", name, folder)
-                continue
-            try:
-                await self._server_engine.adapters.load(name, version, folder)
-                self._server_engine.adapters.switch(name, version)
-            except TitopoolError as error:
-                logger.warning("adapter %s in %s cannot be had: %s", name, folder, error)
 
     @property
     def adapters(self) -> dict[str, int]:
         """LoRA adapters by name, and the version of each that serves."""
         return self._server_engine.adapters.versions if self._is_ready else {}
 
-    async def _pause(self, mode: Any, lease_s: float) -> Result:
-        await self._pauses.lease(self._engine, mode, lease_s)
+    async def _pause(self, action: Pause) -> Result:
+        await self._pauses.lease(self._engine, action.mode, action.lease_s, action.num_changes)
         return {}
 
     def status(self) -> dict[str, Any]:
@@ -202,42 +233,23 @@ class Control:
             "state": state.phase,
             "session": state.session or None,
             "update": state.update.update_id if state.update else None,
-            "weight_version": state.version,
-            "num_updates": state.num_updates,
-            "waits_for_weights": self.is_waiting,
+            "weight_version": state.weights.version,
+            "num_updates": state.weights.num_updates,
+            "waits_for_weights": self._updates.lacks_weights,
             "is_paused": self._pauses.lease_left_s is not None,
             "lease_left_s": self._pauses.lease_left_s,
             "last_end": state.last_end or None,
             "adapters": self.adapters,
+            "adapter_versions": self._server_engine.adapters.latest_versions,
         }
 
     # ---- between commands ------------------------------------------------------------
 
-    async def get_ready(self) -> None:
-        """Gets the weights that the process before this one had, or begins to wait for some."""
+    async def get_ready(self, model: str) -> None:
+        """Gets what the pool that serves `model` has, before the first job."""
+        self._pool.start(model)
         self._is_ready = True
-        await self._load_adapters()
-        entry = self._ledger.read()
-        if entry is None:
-            return
-        self._updates.is_waiting = True
-        if entry.folder and files_of(entry.folder) != entry.files:
-            logger.warning("%s has changed since version %d", entry.folder, entry.version)
-        elif not entry.folder:
-            logger.warning("the weights of version %d are gone; waiting for others", entry.version)
-        else:
-            await self._take_again(entry)
-
-    async def _take_again(self, entry: Entry) -> None:
-        action = BeginFolder("restart", entry.version, entry.num_updates - 1, entry.folder)
-        try:
-            await self._updates.begin_folder(action)
-            await self._updates.prepare(PrepareUpdate("restart", "keep"))
-            await self._updates.steps.wait("prepare", "restart")
-            await self._updates.apply(ApplyUpdate("restart"))
-            await self._updates.steps.wait("apply", "restart")
-        except TitopoolError as error:
-            logger.warning("the weights in %s cannot be had: %s", entry.folder, error)
+        await self._catch_up.catch_up()
 
     async def before_job(self) -> None:
         """Lets an update of TRL's client end, if it can, before a job runs."""
@@ -253,6 +265,10 @@ class Control:
             # The old weights serve, or the worker is about to end.
             logger.warning("an update did not end before a job: %s", error)
 
+    async def follow_pool(self) -> None:
+        """Catches up with the pool; never returns."""
+        await self._catch_up.run()
+
     async def watch(self) -> None:
         """Ends what has passed its deadline or lost its trainer; never returns."""
         while True:
@@ -266,10 +282,13 @@ class Control:
                 logger.exception("the watch over weight updates goes on after an error")
 
     async def _look(self) -> None:
-        if self._pauses.has_lapsed():
-            logger.warning("nobody resumed generation within its lease: going on")
-            await self._pauses.resume(self._engine)
+        if self._pauses.has_expired():
+            logger.warning("pause lease expired; resuming generation")
+            await self._pauses.expire(self._engine)
         state, updates = self._updates.state, self._updates
+        if self._pauses.is_committing and state.phase in RESTING and not updates.steps.is_busy:
+            logger.error("generation was still paused after a commit; resuming it")
+            await self._pauses.end_commit(self._engine)
         if state.phase not in WATCHED:
             return
         if state.has_expired(time.monotonic()):

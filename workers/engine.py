@@ -6,13 +6,11 @@ environment must be prepared before.
 """
 
 import argparse
-import asyncio
 import copy
 import gc
 import importlib
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple, NoReturn, Protocol
 
 import msgspec
@@ -27,12 +25,15 @@ from workers.adapters import Adapters
 from workers.environment import default_engine_options, image_threads, prepare_environment
 from workers.images import ImagePreparer
 from workers.logprobs_transport import receive_lists
-from workers.packing import pack_logprobs, pack_prompt_logprobs
-from workers.parsing import Parsers, Parsing, check_parsers, load_parsers
+from workers.packing import pack_prompt_logprobs
+from workers.parsing import Parsers, check_parsers, load_parsers
 from workers.process import without_collector
+from workers.scoring import check_scored, until_scored
 from workers.streaming import Stream
+from workers.tokenizer_files import digest_of_tokenizer
+from workers.turn import Turn
 from workers.versions import Versions
-from workers.vllm_params import client_errors, failed_inside, refusal_or_failure, to_vllm_params
+from workers.vllm_params import client_errors, refusal_or_failure, to_vllm_params
 from workers.weight_engine import VllmWeights, WeightEngine
 
 ReportPhase = Callable[[str], None]
@@ -202,6 +203,7 @@ class VllmEngine:
             max_loras=self.adapters.limit,
             tool_call_parser=self._config.tool_call_parser,
             reasoning_parser=self._config.reasoning_parser,
+            tokenizer_digest=digest_of_tokenizer(str(model.tokenizer)),
         )
 
     async def warm_up(self) -> None:
@@ -223,14 +225,30 @@ class VllmEngine:
         gc.freeze()
 
     async def run(self, job: Job, on_part: OnPart) -> Generated:
+        timeout_s = self._config.request_timeout_s
         if not job.adapter:
-            return await self._run(job, on_part)
+            return await until_scored(lambda: self._run(job, on_part), timeout_s)
         with self.adapters.use(job.adapter) as adapter:
-            generated = await self._run(job, on_part, lora_request=adapter.request())
-        return generated._replace(adapter_version=adapter.version)
+            version, request = adapter.version, adapter.request()
+
+            def on_own_part(part: Part) -> None:
+                on_part(msgspec.structs.replace(part, adapter_version=version))
+
+            generated = await until_scored(
+                lambda: self._run(job, on_own_part, lora_request=request), timeout_s
+            )
+        return generated._replace(adapter_version=version)
 
     async def _run(self, job: Job, on_part: OnPart, **arguments: Any) -> Generated:
+        """Raises NotScored where an abort left the prompt without its log-probabilities."""
         turn = self._turn_of(job, on_part)
+        if turn.params.prompt_logprobs is not None and self._on_cpu and self.adapters.limit:
+            # In a step with other requests its LoRA code mistakes the number of rows, and the engine
+            # ends.
+            raise InvalidRequest(
+                "log-probabilities of a prompt: expected a server without --enable-lora, which vLLM's CPU "
+                "build does not have together with them"
+            )
         turn.arguments |= arguments
         if not job.images:
             output = await self._output(job, _tokens_input(job), turn)
@@ -246,7 +264,7 @@ class VllmEngine:
             image_s=prompt.elapsed_s,
         )
 
-    def _turn_of(self, job: Job, on_part: OnPart) -> "Turn":
+    def _turn_of(self, job: Job, on_part: OnPart) -> Turn:
         if not job.chat and not job.is_streamed:
             return Turn(self._sampling_params(job.sampling))
         params = to_vllm_params(decode_options(bytes(job.sampling)), is_streamed=job.is_streamed)
@@ -257,20 +275,26 @@ class VllmEngine:
         stream = Stream(job, parsing, on_part) if job.is_streamed else None
         return Turn(params, parsing, stream, arguments=parsing.engine_arguments if parsing else {})
 
-    async def _output(self, job: Job, prompt: Any, turn: "Turn") -> Any:
+    async def _output(self, job: Job, prompt: Any, turn: Turn) -> Any:
         """vLLM's last output, with the completions of all."""
         from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
         latest: dict[int, Any] = {}
+        num_aborts = self.versions.num_aborts
         try:
             with self.versions.request(job.job_id) as request_id:
                 # One with all completions, or of a stream many with those that went on.
                 async for output in self._llm.generate(
                     prompt, turn.params, request_id, **turn.arguments
                 ):
+                    if self.versions.num_aborts == num_aborts:
+                        check_not_stopping(output)
                     latest |= {one.index: one for one in output.outputs}
                     if turn.stream is not None:
-                        turn.stream.take(output, turn.prompt_token_ids)
+                        history = self.versions.history(request_id)
+                        turn.stream.take(output, turn.prompt_token_ids, history)
+                # Before anybody else has a turn: an update may be about to change the version.
+                turn.history = self.versions.take(request_id)
         except EngineDeadError as error:
             raise EngineDead("vLLM's engine process has ended") from error
         except EngineGenerateError as error:
@@ -280,11 +304,12 @@ class VllmEngine:
         output.outputs = [latest[index] for index in sorted(latest)]
         return output
 
-    async def _generated(self, output: Any, turn: "Turn") -> Generated:
-        completions = await self._completions(output, turn)
+    async def _generated(self, output: Any, turn: Turn) -> Generated:
+        completions = await turn.completions(output)
         generated = Generated(completions, output.num_cached_tokens or 0)
         if turn.params.prompt_logprobs is None:
             return generated
+        check_scored(output)
         return generated._replace(prompt_logprobs=pack_prompt_logprobs(output.prompt_logprobs))
 
     def _sampling_params(self, encoded: msgspec.Raw) -> Any:
@@ -299,34 +324,6 @@ class VllmEngine:
             self._params_by_options[key] = params
         return params
 
-    async def _completions(self, output: Any, turn: "Turn") -> list[Completion]:
-        completions = []
-        history = self.versions.take(output.request_id)
-        for item in output.outputs:
-            if item.finish_reason == "error":
-                raise failed_inside(turn.params, num_tokens=len(item.token_ids))
-            ids = np.array(item.token_ids, dtype=np.int32).tobytes()
-            message, finish_reason, packed = None, item.finish_reason, None
-            if turn.stream is None:
-                if turn.parsing is not None:
-                    message, finish_reason = turn.parsing.whole(item)
-                    # Long texts take long: other jobs and signs of life go in between.
-                    await asyncio.sleep(0)
-                if item.logprobs is not None:
-                    packed = pack_logprobs(item.logprobs, ids)
-            completions.append(
-                Completion(
-                    token_ids=ids,
-                    finish_reason=finish_reason,
-                    logprobs=packed,
-                    weight_versions=history.spans(item.index, len(item.token_ids)),
-                    text="" if turn.stream else item.text,
-                    stop_reason=item.stop_reason,
-                    message=message,
-                )
-            )
-        return completions
-
     async def probe(self) -> None:
         # Answered by the engine core's loop. vLLM's own timeout argument must not be used:
         # a late answer would be taken for that of the next call.
@@ -339,17 +336,13 @@ class VllmEngine:
             self._llm.shutdown()
 
 
-@dataclass
-class Turn:
-    """How one job is run: vLLM's parameters, and who looks at what it makes."""
+def check_not_stopping(output: Any) -> None:
+    """Raises EngineDead if sequences were aborted, which only an engine does that is told to end.
 
-    params: Any
-    parsing: Parsing | None = None
-    stream: Stream | None = None
-    # With all images expanded, once they are.
-    prompt_token_ids: bytes = b""
-    # Of AsyncLLM.generate.
-    arguments: dict[str, Any] = field(default_factory=dict)
+    vLLM's processes do so on SIGTERM, which may come from outside.
+    """
+    if any(one.finish_reason == "abort" for one in output.outputs):
+        raise EngineDead("vLLM's engine process is ending: it aborted what was under way")
 
 
 def _tokens_input(job: Job) -> Any:

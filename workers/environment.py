@@ -6,6 +6,7 @@ that is not there.
 """
 
 import os
+import sys
 from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +23,9 @@ LAUNCHER_VARIABLES = (
 
 def prepare_environment(environ: MutableMapping[str, str], *, on_cpu: bool) -> None:
     """Sets what vLLM reads at import."""
+    if sys.flags.safe_path:
+        # Also for the Python processes that vLLM starts by `-m`, to look at a model.
+        environ["PYTHONSAFEPATH"] = "1"
     for name in LAUNCHER_VARIABLES:
         environ.pop(name, None)
     environ.setdefault("VLLM_NO_USAGE_STATS", "1")

@@ -117,8 +117,7 @@ class ImagePreparer:
             raise PromptTooLong(
                 f"expected at most {self._max_model_len - 1} tokens with its images expanded, one "
                 f"less than the model's {self._max_model_len} (max_model_len), got {num_tokens}; "
-                "send fewer or smaller images (mm_processor_kwargs.max_pixels), or less text",
-                param="prompts",
+                "send fewer or smaller images (mm_processor_kwargs.max_pixels), or less text"
             )
 
     def close(self) -> None:

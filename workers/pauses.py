@@ -1,24 +1,39 @@
-"""Why an engine stands: a client's pause, which has a lease, or an update, which has a deadline."""
+"""Why generation is stopped: a client's pause, which has a lease, or a commit, which has a deadline."""
 
+import asyncio
 import time
 
 from titopool.commands import Policy
 from titopool.errors import Conflict
+from workers.pool_view import PoolView
 from workers.weight_engine import WeightEngine
 
 
 class Pauses:
-    """Who holds generation, of one worker."""
+    """Who holds the generation of one worker."""
 
-    def __init__(self) -> None:
+    def __init__(self, pool: PoolView) -> None:
+        self._pool = pool
         self._lease_mode: Policy | None = None
         self._lease_end: float | None = None
-        self._is_updating = False
+        # Of the pool's pauses, the last one that this worker follows.
+        self._num_changes = 0
+        self._no_commit = asyncio.Event()
+        self._no_commit.set()
+
+    @property
+    def is_committing(self) -> bool:
+        """Whether a commit holds generation."""
+        return not self._no_commit.is_set()
 
     @property
     def lease_left_s(self) -> float | None:
         """Seconds that a client's pause has left; None: there is none."""
         return None if self._lease_end is None else max(0.0, self._lease_end - time.monotonic())
+
+    def has_expired(self) -> bool:
+        """Whether the lease of a client's pause has expired."""
+        return self.lease_left_s == 0.0
 
     def check(self, policy: Policy) -> None:
         """Raises Conflict if requests are held back that `policy` would wait for."""
@@ -28,43 +43,77 @@ class Pauses:
                 "commit with keep or abort"
             )
 
-    async def lease(self, engine: WeightEngine, mode: Policy, lease_s: float) -> None:
-        """Pauses for a client, or renews its lease."""
-        if self._is_updating:
-            raise Conflict("pause: a weight update is being committed; try again")
-        if self._lease_end is None or mode != self._lease_mode:
+    # ---- a client's pause --------------------------------------------------------------
+
+    async def lease(
+        self, engine: WeightEngine, mode: Policy, lease_s: float, num_changes: int = 0
+    ) -> None:
+        """Pauses for a client, or renews its lease; during a commit, from its end on."""
+        is_new = self._lease_end is None or mode != self._lease_mode
+        if is_new:
             self.check(mode)
-            # From here on: a drain may take longer than the lease.
-            self._lease_mode, self._lease_end = mode, time.monotonic() + lease_s
-            await engine.pause(mode)
+        # The lease counts from here, also while the requests in flight drain.
+        self._hold(mode, lease_s)
+        self._record(mode, lease_s, num_changes)
+        if is_new:
+            await self._no_commit.wait()
+            if self._lease_end is not None:
+                await engine.pause(mode)
             if self._lease_end is None:
                 raise Conflict(
-                    "pause: the lease ended, or generation was resumed, before it stood; try again with "
-                    "a longer lease_s"
+                    "pause: the lease expired, or generation was resumed, before generation had "
+                    "stopped; try again with a longer lease_s"
                 )
+            self._hold(mode, lease_s)
+
+    async def resume(self, engine: WeightEngine, num_changes: int = 0) -> bool:
+        """Ends a client's pause; returns whether there was one."""
+        self._record(None, 0.0, num_changes)
+        return await self._let_go(engine)
+
+    async def expire(self, engine: WeightEngine) -> None:
+        """Ends a pause whose lease has expired; the others notice that by themselves."""
+        await self._let_go(engine)
+
+    async def follow_pool(self, engine: WeightEngine) -> None:
+        """Does what the pool has done while this worker was away."""
+        told = self._pool.pause
+        if told.num_changes <= self._num_changes or self.is_committing:
+            return
+        self._num_changes = told.num_changes
+        if told.mode is None:
+            await self._let_go(engine)
+        else:
+            is_paused = self._lease_end is not None
+            self._hold(told.mode, told.lease_left_s)
+            if not is_paused:
+                await engine.pause(told.mode)
+
+    def _hold(self, mode: Policy, lease_s: float) -> None:
         self._lease_mode, self._lease_end = mode, time.monotonic() + lease_s
 
-    async def resume(self, engine: WeightEngine) -> bool:
-        """Ends a client's pause; returns whether there was one."""
+    def _record(self, mode: Policy | None, lease_s: float, num_changes: int) -> None:
+        self._pool.record_pause(mode, lease_s, num_changes)
+        self._num_changes = self._pool.pause.num_changes
+
+    async def _let_go(self, engine: WeightEngine) -> bool:
         was_paused = self._lease_end is not None
         self._lease_mode = self._lease_end = None
-        if was_paused and not self._is_updating:
+        if was_paused and not self.is_committing:
             await engine.resume()
         return was_paused
 
-    async def begin_update(self, engine: WeightEngine, policy: Policy) -> None:
+    # ---- a commit ----------------------------------------------------------------------
+
+    async def begin_commit(self, engine: WeightEngine, policy: Policy) -> None:
         """Pauses for a commit."""
         self.check(policy)
-        self._is_updating = True
+        self._no_commit.clear()
         await engine.pause(policy)
 
-    async def end_update(self, engine: WeightEngine) -> None:
+    async def end_commit(self, engine: WeightEngine) -> None:
         """Goes on after a commit, unless a client holds generation."""
-        if self._is_updating:
-            self._is_updating = False
+        if self.is_committing:
+            self._no_commit.set()
             if self._lease_end is None:
                 await engine.resume()
-
-    def has_lapsed(self) -> bool:
-        """Whether a client's lease has ended without a word of it."""
-        return self.lease_left_s == 0.0

@@ -11,6 +11,11 @@ import psutil
 
 Result = TypeVar("Result")
 
+# Exit codes of a worker; whoever started it starts it again after all but the first.
+EXIT_STOPPED, EXIT_FAILED = 0, 1
+# Nobody knows which weights the model has: a new process loads its own, and those of the pool.
+EXIT_WEIGHTS_UNKNOWN = 75
+
 
 async def in_daemon_thread(call: Callable[[], Result]) -> Result:
     """Runs `call` in a thread that does not keep the process when it must end meanwhile."""

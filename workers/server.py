@@ -10,7 +10,8 @@ import logging
 import os
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from typing import Any
 
 import msgspec
 import zmq
@@ -35,7 +36,7 @@ from workers.bookkeeping import count, prefix_of
 from workers.control import Control
 from workers.engine import Engine, EngineDead, OnPart
 from workers.front_end import FrontEnd, JobKey
-from workers.process import in_daemon_thread, kill_children
+from workers.process import EXIT_FAILED, EXIT_WEIGHTS_UNKNOWN, in_daemon_thread, kill_children
 
 logger = logging.getLogger(__name__)
 
@@ -70,15 +71,19 @@ class WorkerServer:
         self._report_phase = report
         self._parent_pid = parent_pid
         self._incarnation = uuid.uuid4().hex
+        # Of the process, if `run` says why it stopped.
+        self.exit_code = EXIT_FAILED
         self._phase, self._phase_since = "starting", time.monotonic()
         self._facts: messages.WorkerFacts | None = None
+        self._loaded_at = 0.0
         self._front_ends: dict[bytes, FrontEnd] = {}
         self._flush_planned = self._report_planned = False
         self._counters = WorkerCounters()
         self._control = Control(
-            engine, config, worker_id=worker_id, on_applied=self._beat, on_broken=self._stop_soon
+            engine, config, worker_id=worker_id, on_applied=self._beat, on_broken=self._break_off
         )
-        self._answers: set[asyncio.Task[None]] = set()
+        self._blames_jobs = False
+        self._background: set[asyncio.Task[None]] = set()
 
     async def run(self) -> str:
         """Serves; returns why it stopped ("" when it was asked to).
@@ -95,6 +100,7 @@ class WorkerServer:
             self._loop.create_task(self._start_engine()),
             self._loop.create_task(self._send_heartbeats()),
             self._loop.create_task(self._control.watch()),
+            self._loop.create_task(self._control.follow_pool()),
         ]
         for task in background:
             task.add_done_callback(self._stop_if_failed)
@@ -104,7 +110,7 @@ class WorkerServer:
             for task in background:
                 task.cancel()
             self._loop.remove_reader(self._router.FD)
-            await self._close(failure=self._stop_cause())
+            await self._close(self._stop_cause())
             # Long enough for Stopping to leave.
             self._router.close(linger=500)
             context.term()
@@ -113,15 +119,20 @@ class WorkerServer:
         # A worker that sends no signs of life, say, is worth nothing to anybody.
         if not task.cancelled() and task.exception() is not None:
             logger.error("a task of the worker failed", exc_info=task.exception())
-            self.stop(f"the worker itself failed: {task.exception()!r}")
+            self.stop(f"the worker itself failed: {task.exception()!r}", blames_jobs=True)
 
-    def stop(self, reason: str = "") -> None:
-        """Makes `run` return; safe to call twice."""
+    def stop(self, reason: str = "", *, blames_jobs: bool = False) -> None:
+        """Makes `run` return; safe to call twice.
+
+        With `blames_jobs` a job may be the cause: one that several workers end of is given up.
+        """
         if not self._stop_reason.done():
+            self._blames_jobs = blames_jobs
             self._stop_reason.set_result(reason)
 
-    def _stop_soon(self, reason: str) -> None:
-        """Stops once the answers that tell why have left."""
+    def _break_off(self, reason: str) -> None:
+        """Stops with weights that nobody knows, once the answers that tell why have left."""
+        self.exit_code = EXIT_WEIGHTS_UNKNOWN
         self._loop.call_later(STOP_PAUSE_S, self.stop, reason)
 
     async def _start_engine(self) -> None:
@@ -129,12 +140,12 @@ class WorkerServer:
             facts = await in_daemon_thread(lambda: self._engine.load(self._enter_phase))
             self._enter_phase("warming")
             await self._engine.warm_up()
-            await self._control.get_ready()
+            await self._control.get_ready(facts.model)
         except Exception as error:
             if not self._stop_reason.done():
                 self._stop_reason.set_exception(error)
             return
-        self._facts = facts
+        self._facts, self._loaded_at = facts, time.time()
         self._enter_phase("ready")
         await self._probe_engine()
 
@@ -153,7 +164,8 @@ class WorkerServer:
             except Exception as error:
                 self.stop(
                     f"the engine did not answer a probe within {timeout_s:g} s "
-                    f"(engine_probe_timeout_s): {type(error).__name__} {error}"
+                    f"(engine_probe_timeout_s): {type(error).__name__} {error}",
+                    blames_jobs=True,
                 )
 
     # ---- receiving -------------------------------------------------------------------
@@ -177,7 +189,8 @@ class WorkerServer:
 
     def _handle(self, identity: bytes, message: messages.ToWorker) -> None:
         match message:
-            case Hello():
+            case Hello(pool=pool):
+                self._control.hear(pool)
                 self._greet(identity)
             case Generate(incarnation=self._incarnation, jobs=jobs):
                 for job in jobs:
@@ -189,12 +202,15 @@ class WorkerServer:
                 self._counters.num_compared_prompts += num_compared
                 self._counters.num_drifted_prompts += num_drifted
             case Command(incarnation=self._incarnation):
-                task = self._loop.create_task(self._answer(identity, message))
-                self._answers.add(task)
-                task.add_done_callback(self._answers.discard)
+                self._spawn(self._answer(identity, message))
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = self._loop.create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
 
     async def _answer(self, identity: bytes, command: Command) -> None:
-        self._send(identity, await self._control.answer(command))
+        self._send(identity, await self._control.answer(command, identity))
 
     def _greet(self, identity: bytes) -> None:
         front_end = self._front_ends.get(identity)
@@ -231,11 +247,19 @@ class WorkerServer:
     async def _run_job(self, front_end: FrontEnd, job: Job) -> None:
         try:
             result = await self._result_of(job, lambda part: self._post(front_end, part))
+            count(self._counters, job, result)
         except EngineDead as error:
             # No answer: the front end sends the job to another worker.
-            self.stop(str(error))
+            self.stop(str(error), blames_jobs=True)
             return
-        count(self._counters, job, result)
+        except Exception:
+            logger.exception("job %d failed", job.job_id)
+            result = Failed(
+                job.job_id,
+                job.attempt,
+                GenerationFailed.code,
+                f"worker {self._worker_id} failed on this prompt; its log has the reason",
+            )
         self._post(front_end, result)
         self._tell_others(front_end, job, result)
 
@@ -256,21 +280,11 @@ class WorkerServer:
                 other.prefixes += prefix
 
     async def _result_of(self, job: Job, on_part: OnPart) -> Completed | Failed:
-        await self._control.before_job()
         try:
+            await self._control.before_job()
             generated = await self._engine.run(job, on_part)
         except TitopoolError as error:
             return Failed(job.job_id, job.attempt, error.code, error.message, error.param)
-        except EngineDead:
-            raise
-        except Exception:
-            logger.exception("job %d failed", job.job_id)
-            return Failed(
-                job.job_id,
-                job.attempt,
-                GenerationFailed.code,
-                f"worker {self._worker_id} failed on this prompt; its log has the reason",
-            )
         self._counters.num_images += generated.num_images
         self._counters.image_seconds += generated.image_s
         return Completed(
@@ -338,7 +352,7 @@ class WorkerServer:
             if self._parent_pid is not None and os.getppid() != self._parent_pid:
                 self.stop("the supervisor is gone")
             if self._engine.has_died:
-                self.stop("vLLM's engine process has ended")
+                self.stop("vLLM's engine process has ended", blames_jobs=True)
             self._forget_lost_front_ends()
             self._beat()
             await asyncio.sleep(self._config.heartbeat_interval_s)
@@ -355,10 +369,11 @@ class WorkerServer:
             incarnation=self._incarnation,
             phase=self._shown_phase(),
             phase_s=time.monotonic() - self._phase_since,
-            weight_version=self._engine.versions.current,
-            num_updates=self._control.num_updates,
+            weights=self._control.weights,
             adapters=self._control.adapters,
+            pool=self._control.pool,
             facts=self._facts,
+            loaded_at=self._loaded_at,
             num_front_ends=len(self._front_ends),
             other_sequences=others.other_sequences,
             other_tokens=others.other_tokens,
@@ -377,10 +392,10 @@ class WorkerServer:
                 # One that was only slow sends its jobs again.
                 self._send(identity, messages.Stopping(""))
                 del self._front_ends[identity]
+                self._spawn(self._control.lose_front_end(identity))
 
     def _shown_phase(self) -> str:
-        is_waiting = self._phase == "ready" and self._control.is_waiting
-        return "waiting_for_weights" if is_waiting else self._phase
+        return self._control.phase if self._phase == "ready" else self._phase
 
     def _stop_cause(self) -> str:
         if not self._stop_reason.done():
@@ -388,10 +403,10 @@ class WorkerServer:
         error = self._stop_reason.exception()
         return self._stop_reason.result() if error is None else repr(error)
 
-    async def _close(self, *, failure: str) -> None:
+    async def _close(self, reason: str) -> None:
         self._phase = "stopping"
         for identity in self._front_ends:
-            self._send(identity, messages.Stopping(failure))
+            self._send(identity, messages.Stopping(reason, self._blames_jobs))
         try:
             await asyncio.wait_for(in_daemon_thread(self._engine.close), CLOSE_TIMEOUT_S)
         except Exception as error:

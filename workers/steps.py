@@ -20,11 +20,23 @@ class Steps:
     def start(self, step: str, of: str, work: Coroutine[Any, Any, Result]) -> None:
         """Runs `work` as the step of that name."""
         task = asyncio.get_running_loop().create_task(work)
-        # Its error is for those who wait; that nobody does is no fault.
+        # Retrieve the exception, so that asyncio does not warn when nobody awaits the task.
         task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
+        # A step of the same name has ended; this one is the latest, also in the order below.
+        self._tasks.pop((step, of), None)
         self._tasks[step, of] = task
-        while len(self._tasks) > MAX_STEPS:
-            self._tasks.pop(next(iter(self._tasks)))
+        ended = [name for name, one in self._tasks.items() if one.done()]
+        for name in ended[: max(0, len(self._tasks) - MAX_STEPS)]:
+            del self._tasks[name]
+
+    def is_known(self, step: str, of: str) -> bool:
+        """Whether that step has begun."""
+        return (step, of) in self._tasks
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether any part of an update is running."""
+        return any(step != "pause" and not task.done() for (step, _), task in self._tasks.items())
 
     def is_running(self, step: str, of: str) -> bool:
         """Whether that step has not ended."""

@@ -8,6 +8,7 @@ import numpy as np
 from titopool.messages import Completion, Job, Part
 from workers.packing import flat_since, pack_logprobs
 from workers.parsing import Parsing
+from workers.versions import History
 
 
 class Sent(NamedTuple):
@@ -26,15 +27,16 @@ class Stream:
         self._on_part = on_part
         self._sent: dict[int, Sent] = {}
 
-    def take(self, output: Any, prompt_token_ids: bytes) -> None:
+    def take(self, output: Any, prompt_token_ids: bytes, history: History) -> None:
         """Sends what `output`, a vLLM RequestOutput, has more than the one before.
 
         Args:
             prompt_token_ids: with images, the expanded prompt; goes with the first part.
+            history: of the request, up to now.
         """
         is_first = not self._sent
         pieces = [
-            (one.index, self._piece(one))
+            (one.index, self._piece(one, history))
             for one in output.outputs
             # It has no place in a stream: the job fails.
             if one.finish_reason != "error"
@@ -50,7 +52,7 @@ class Stream:
                 )
             )
 
-    def _piece(self, one: Any) -> Completion:
+    def _piece(self, one: Any, history: History) -> Completion:
         sent = self._sent.get(one.index, Sent())
         # What waits behind a stop string that may be coming is not in the text yet.
         self._sent[one.index] = Sent(len(one.token_ids), max(sent.num_characters, len(one.text)))
@@ -66,7 +68,8 @@ class Stream:
             token_ids=ids,
             finish_reason=finish_reason,
             logprobs=packed,
-            weight_versions=[],
+            # Of all tokens so far: who reads the last one needs none of those before.
+            weight_versions=history.spans(one.index, len(one.token_ids)),
             text=text,
             stop_reason=one.stop_reason,
             message=message,

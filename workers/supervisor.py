@@ -17,9 +17,8 @@ import signal
 import subprocess
 import sys
 import time
-import urllib.error
-import urllib.request
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
@@ -29,18 +28,21 @@ import msgspec
 from titopool.config import FAILURE_FILE, ServerConfig, from_environment
 from titopool.errors import ConfigError
 from titopool.gpus import visible_gpus
-from titopool.logs import configure_logging
+from titopool.logs import configure_logging, show
 from titopool.sockets import worker_endpoint
 from workers.environment import worker_placement
+from workers.greeting import answers, greeting
 from workers.ledger import clear_ledgers
 from workers.status import Report
+from workers.worker_log import WorkerLog
 
-logger = logging.getLogger(__name__)
+# Its own name is __main__ here.
+logger = logging.getLogger("workers.supervisor")
 
 TURN_S = 0.2
 STOP_TIMEOUT_S = 4.0
 LAST_LINES = 300
-QUOTED_LINES = 5
+WORKER_COMMAND = (sys.executable, "-m", "workers")
 # What a worker says when its engine process has failed; that process has logged the reason before.
 ENGINE_FAILED = ("Engine core initialization failed", "EngineDead: ")
 # vLLM's line before the reason when it fails after its start; one that was killed has none.
@@ -60,6 +62,7 @@ class WorkerProcess:
     """What should be one running worker."""
 
     index: int
+    log: WorkerLog
     process: subprocess.Popen[bytes] | None = None
     started_at: float = 0.0
     start_after: float = 0.0
@@ -84,13 +87,28 @@ class StartFailed(Exception):
 class Supervisor:
     """Runs the workers of one server."""
 
-    def __init__(self, config: ServerConfig, *, parent_pid: int, url: str | None):
-        """`url` is where the server answers, for the greeting; `parent_pid` gunicorn's master."""
+    def __init__(
+        self,
+        config: ServerConfig,
+        *,
+        parent_pid: int,
+        url: str | None,
+        keeps_run_dir: bool = True,
+        worker_command: Sequence[str] = WORKER_COMMAND,
+    ):
+        """`url` is where the server answers, for the greeting; `parent_pid` gunicorn's master.
+
+        Unless it `keeps_run_dir`, the log of a failed start is copied to another folder.
+        """
         self._config = config
         self._parent_pid = parent_pid
         self._url = url
+        self._worker_command = worker_command
         self._gpus = visible_gpus()
-        self._workers = [WorkerProcess(index) for index in range(config.num_workers)]
+        self._workers = [
+            WorkerProcess(index, WorkerLog(config.run_dir, index, is_kept=keeps_run_dir))
+            for index in range(config.num_workers)
+        ]
         self._selector = selectors.DefaultSelector()
         self._stopping = False
         self._has_greeted = False
@@ -106,10 +124,14 @@ class Supervisor:
             StartFailed: a worker could not start at all.
         """
         clear_ledgers(self._config.run_dir)
+        if self._config.log_level != "debug":
+            logs = ", ".join(str(worker.log.path) for worker in self._workers)
+            logger.info("what vLLM writes goes to %s; log_level debug shows it here", logs)
         try:
             while not self._stopping and os.getppid() == self._parent_pid:
                 self._turn()
         finally:
+            self._stopping = True
             self._stop_all()
 
     def _turn(self) -> None:
@@ -132,11 +154,12 @@ class Supervisor:
         )
         worker.process = subprocess.Popen(
             [
-                sys.executable, "-m", "workers", "--endpoint", endpoint,
+                *self._worker_command, "--endpoint", endpoint,
                 "--worker-id", str(worker.index), "--parent-pid", str(os.getpid()),
                 "--status-fd", str(status_write),
             ],
-            env=os.environ | placement.variables,
+            # It goes to a file, where more is better.
+            env={"VLLM_LOGGING_LEVEL": "INFO"} | os.environ | placement.variables,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -150,6 +173,9 @@ class Supervisor:
         worker.started_at = time.monotonic()
         worker.phase = worker.failure = ""
         worker.last_lines.clear()
+        worker.log.write(
+            f"---- {worker.name} starts, process {worker.process.pid}, {time.strftime('%F %T')} ----"
+        )
         worker.pending = {"log": b"", "status": b""}
         assert worker.process.stdout is not None
         self._watch(worker.process.stdout, worker, "log")
@@ -168,7 +194,10 @@ class Supervisor:
             if not chunk:
                 self._selector.unregister(key.fileobj)
                 key.fileobj.close()  # type: ignore[union-attr]
-                continue
+                if kind != "log" or not worker.pending[kind]:
+                    continue
+                # A process that was killed did not end its last line.
+                chunk = b"\n"
             *lines, worker.pending[kind] = (worker.pending[kind] + chunk).split(b"\n")
             for line in lines:
                 if kind == "log":
@@ -180,13 +209,20 @@ class Supervisor:
         # A progress bar writes over its line; what it showed last is enough.
         text = line.rstrip(b"\r").rpartition(b"\r")[2].decode(errors="replace")
         worker.last_lines.append(text)
-        prefix = "" if text.startswith(worker.name) else f"{worker.name} | "
-        print(prefix + text, file=sys.stderr, flush=True)
+        worker.log.write(text)
+        if self._config.log_level == "debug":
+            worker.log.show(text)
+        elif worker.phase == "ready" and not self._stopping:
+            worker.log.show_error(text)
 
     def _on_report(self, worker: WorkerProcess, report: Report) -> None:
         worker.phase = report.phase or worker.phase
         worker.failure = report.failure or worker.failure
-        if worker.phase == "ready":
+        for line in report.log.splitlines():
+            worker.last_lines.append(line)
+            worker.log.write(line)
+            worker.log.show(line)
+        if report.phase == "ready":
             worker.has_been_ready = True
             worker.num_failed_starts = 0
             worker.ready_at = time.monotonic()
@@ -204,14 +240,20 @@ class Supervisor:
         cause = worker.failure or describe_exit(code)
         if worker.phase == "ready":
             pause_s = self._pause_after_death(worker)
-            logger.error("%s died: %s; starting it again in %g s", worker.name, cause, pause_s)
+            logger.error(
+                "%s died: %s; starting it again in %g s; its log is %s",
+                worker.name, cause, pause_s, worker.log.path,
+            )  # fmt: skip
             worker.start_after = time.monotonic() + pause_s
             return
         worker.num_failed_starts += 1
         if not worker.has_been_ready or self._is_hopeless():
             raise StartFailed(self._describe(worker, cause))
         pause_s = min(2.0**worker.num_failed_starts, LONGEST_PAUSE_S)
-        logger.error("%s did not start: %s; again in %.0f s", worker.name, cause, pause_s)
+        logger.error(
+            "%s did not start: %s; again in %.0f s; its log is %s",
+            worker.name, cause, pause_s, worker.log.path,
+        )  # fmt: skip
         worker.start_after = time.monotonic() + pause_s
 
     def _pause_after_death(self, worker: WorkerProcess) -> float:
@@ -232,8 +274,8 @@ class Supervisor:
         lines = [line for line in worker.last_lines if line.strip()]
         if any(text in cause for text in ENGINE_FAILED):
             cause, lines = root_cause(lines, cause)
-        quoted = "".join(f"\n    {line}" for line in lines[-QUOTED_LINES:])
-        return f"{worker.name} could not start ({worker.phase or 'starting'}): {cause}\n  its last lines:{quoted}"
+        phase = worker.phase or "starting"
+        return f"{worker.name} could not start ({phase}): {cause}\n{worker.log.quoted(lines)}"
 
     def _check_start_time(self, worker: WorkerProcess) -> None:
         limit_s = self._config.worker_start_timeout_s
@@ -256,10 +298,13 @@ class Supervisor:
             assert worker.process is not None
             worker.process.terminate()
         deadline = time.monotonic() + STOP_TIMEOUT_S
+        while any(one.process and one.process.poll() is None for one in running):
+            if time.monotonic() > deadline:
+                break
+            # A worker that has filled a pipe could not end.
+            self._read_pipes()
         for worker in running:
             assert worker.process is not None
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                worker.process.wait(max(0.0, deadline - time.monotonic()))
             self._kill_group(worker)
             worker.process.wait()
 
@@ -271,7 +316,7 @@ class Supervisor:
         if self._url is not None and not answers(self._url + "/health"):
             return
         self._has_greeted = True
-        print(greeting(self._config, self._url), file=sys.stderr, flush=True)
+        show(greeting(self._config, self._url))
 
 
 def root_cause(lines: list[str], fallback: str) -> tuple[str, list[str]]:
@@ -294,40 +339,22 @@ def describe_exit(code: int) -> str:
     return f"it exited with code {code}"
 
 
-def answers(url: str) -> bool:
-    """Whether a GET of `url` gives 200 at once."""
-    try:
-        with urllib.request.urlopen(url, timeout=1) as response:
-            return bool(response.status == 200)
-    except (urllib.error.URLError, OSError):
-        return False
-
-
-def greeting(config: ServerConfig, url: str | None) -> str:
-    """The last lines on the screen: what is served, and a command to try."""
-    model = (
-        config.model or "a tiny random demo model, which writes nonsense (name yours with MODEL)"
-    )
-    if url is None:
-        return f"\ntitopool serves {model}."
-    key = ' -H "Authorization: Bearer $TITOPOOL_API_KEY"' if config.api_key else ""
-    return (
-        f"\ntitopool serves {model} at {url}. Try it:\n\n"
-        f"  curl -s {url}/generate/{key} -H 'Content-Type: application/json' \\\n"
-        '    -d \'{"prompts": ["Hello, world"], "max_tokens": 8}\'\n'
-    )
-
-
-def main() -> int:
+def main(argv: Sequence[str] | None = None, worker_command: Sequence[str] = WORKER_COMMAND) -> int:
     """Runs the supervisor; returns its exit code."""
     parser = argparse.ArgumentParser(prog="python -m workers.supervisor")
     parser.add_argument("--parent-pid", type=int, required=True)
     parser.add_argument("--url")
     parser.add_argument("--remove-run-dir", action="store_true")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
     config = from_environment()
     configure_logging(config.log_level)
-    supervisor = Supervisor(config, parent_pid=arguments.parent_pid, url=arguments.url)
+    supervisor = Supervisor(
+        config,
+        parent_pid=arguments.parent_pid,
+        url=arguments.url,
+        keeps_run_dir=not arguments.remove_run_dir,
+        worker_command=worker_command,
+    )
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, supervisor.stop)
     try:
@@ -341,7 +368,7 @@ def main() -> int:
     except Exception as error:
         logger.exception("the supervisor failed")
         cause = f"the supervisor failed: {error}"
-    print(f"\ntitopool: {cause}\n", file=sys.stderr, flush=True)
+    show(f"\ntitopool: {cause}\n")
     try:
         # The master reads this at its end, to exit with an error too.
         (Path(config.run_dir) / FAILURE_FILE).write_text(cause)

@@ -6,12 +6,11 @@ here when it must be due: an update begins with its first tensor and ends as doc
 
 import asyncio
 import time
-import uuid
 from typing import Any
 
 import msgspec
 
-from titopool.commands import FinishTensors, Policy, PrepareUpdate, ReceiveTensor
+from titopool.commands import FinishTensors, PrepareUpdate, ReceiveTensor
 from titopool.errors import Conflict
 from workers.steps import Result
 from workers.weight_checks import refuse_split_layers
@@ -38,7 +37,7 @@ class TrlUpdates(Updates):
             if self.state.phase is Phase.RECEIVING:
                 self.state.touch(time.monotonic())
             else:
-                update = self._update(uuid.uuid4().hex, action.version, action.num_updates)
+                update = self._update(action.update_id, action.version, action.num_updates)
                 self.state.begin(self.state.session, update, time.monotonic())
                 self.announced = {}
             # A tensor that is refused leaves the update without it: it is dropped as a whole.
@@ -47,7 +46,11 @@ class TrlUpdates(Updates):
             self.announced[tensor.name] = tensor
             update_now = self.state.update
             assert update_now is not None
-        return {"version": update_now.version, "num_updates": update_now.index - 1}
+        return {
+            "update_id": update_now.update_id,
+            "version": update_now.version,
+            "num_updates": update_now.index - 1,
+        }
 
     async def _end_before(self, action: ReceiveTensor) -> None:
         """Ends an update that is complete when the tensor belongs to the next one: at the first
@@ -73,14 +76,16 @@ class TrlUpdates(Updates):
 
     @property
     def has_tensors(self) -> bool:
-        """Whether an update of TRL's client is under way."""
-        return self.state.phase is Phase.RECEIVING and self.state.protocol == "trl"
+        """Whether an update of TRL's client is in progress; one from a folder may be meanwhile."""
+        state = self.state
+        is_receiving = state.phase is Phase.RECEIVING and state.protocol == "trl"
+        return is_receiving and state.update is not None and not state.update.folder
 
     async def _commit_tensors(self) -> Result:
         update = self.state.update
         if update is None or not self.has_tensors:
             return {}
-        action = PrepareUpdate(update.update_id, self._kindest_policy)
+        action = PrepareUpdate(update.update_id, self.kindest_policy)
         self.state.prepare(update.update_id, time.monotonic())
         await self.finish_prepare(action, update)
         self.state.apply(update.update_id, time.monotonic())
@@ -89,16 +94,12 @@ class TrlUpdates(Updates):
     async def _clear_caches(self) -> Result:
         async with asyncio.timeout(self.timeout_s):
             # While it stands: a step in between would miss what has gone already.
-            await self._pauses.begin_update(self._engine, self._kindest_policy)
+            await self._pauses.begin_commit(self._engine, self.kindest_policy)
             try:
                 await self._engine.clear_caches()
             finally:
-                await self._pauses.end_update(self._engine)
+                await self._pauses.end_commit(self._engine)
         return {}
-
-    @property
-    def _kindest_policy(self) -> Policy:
-        return "keep" if self._engine.can_keep else "drain"
 
     async def fit_of_announced(self) -> dict[str, Any]:
         """What of the model is not in TRL's update under way: `missing`, and `split_layers`."""

@@ -45,6 +45,8 @@ class Versions:
 
     def __init__(self) -> None:
         self.current = 0
+        # How often an update or a pause has aborted what was under way.
+        self.num_aborts = 0
         self._num_requests = 0
         self.open: set[str] = set()
         self._histories: dict[str, History] = {}
@@ -62,6 +64,10 @@ class Versions:
             raise
         finally:
             self.open.discard(request_id)
+
+    def history(self, request_id: str) -> History:
+        """The history of a request so far."""
+        return self._histories.get(request_id) or History(self.current)
 
     def take(self, request_id: str) -> History:
         """The history of a request that has ended; it is forgotten here."""

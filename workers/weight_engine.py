@@ -81,6 +81,7 @@ class VllmWeights:
     async def pause(self, policy: Policy) -> None:
         # AsyncLLM's own call sleeps afterwards, for outputs to arrive: see `progress`.
         core = self._llm.engine_core
+        self._versions.num_aborts += policy == "abort"
         await core.pause_scheduler_async(mode=VLLM_MODES[policy], clear_cache=False)
 
     async def resume(self) -> None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from titopool.errors import Conflict
+from titopool.pool_state import PoolWeights
 
 
 class Phase(StrEnum):
@@ -29,7 +30,7 @@ class Phase(StrEnum):
 
 @dataclass(frozen=True)
 class Update:
-    """An update under way."""
+    """An update in progress."""
 
     update_id: str
     version: int
@@ -37,6 +38,13 @@ class Update:
     index: int
     # "": through the group.
     folder: str = ""
+    # Digest of the folder's files.
+    files: str = ""
+
+    @property
+    def weights(self) -> PoolWeights:
+        """What the worker has once it is applied."""
+        return PoolWeights(self.index, self.update_id, self.version, False, self.folder, self.files)
 
 
 class WeightState:
@@ -50,8 +58,8 @@ class WeightState:
         self.protocol = ""
         self.update: Update | None = None
         self.deadline: float | None = None
-        self.version = 0
-        self.num_updates = 0
+        # Those that serve here.
+        self.weights = PoolWeights()
         # Why the last communicator or update ended before its time.
         self.last_end = ""
         self._last_active = 0.0
@@ -63,7 +71,7 @@ class WeightState:
             parts.append(f"session {self.session}")
         if self.update is not None:
             parts.append(f"update {self.update.update_id} to version {self.update.version}")
-        text = ", ".join(parts) + f"; the weights are version {self.version}"
+        text = ", ".join(parts) + f"; the weights are version {self.weights.version}"
         return f"{text}; before: {self.last_end}" if self.last_end else text
 
     def _refuse(self, what: str, need: str) -> Conflict:
@@ -72,7 +80,9 @@ class WeightState:
     def _enter(self, phase: Phase, now: float) -> None:
         self.phase, self._last_active = phase, now
         is_resting = phase in (Phase.CLOSED, Phase.OPEN)
-        self.deadline = None if is_resting else now + self._timeout_s
+        # Another worker may take as long to prepare as this one may.
+        limit_s = self._timeout_s * (2 if phase is Phase.PREPARED else 1)
+        self.deadline = None if is_resting else now + limit_s
 
     def has_expired(self, now: float) -> bool:
         """Whether a deadline has passed; the caller ends the session, or the worker."""
@@ -85,11 +95,11 @@ class WeightState:
     # ---- the communicator ------------------------------------------------------------
 
     def join(self, session: str, protocol: str, now: float, *, takes_over: bool = False) -> None:
-        """A communicator begins to form; with `takes_over` also beside one that is left."""
+        """A communicator begins to form; with `takes_over` also in place of one that is left."""
         if session == self.session:
             raise self._refuse("init", "a session that is not there yet")
-        is_busy = self.phase in (Phase.PREPARING, Phase.APPLYING) or self._has_folder()
-        if is_busy or (self.phase is not Phase.CLOSED and not takes_over):
+        is_free = self.phase is Phase.CLOSED or takes_over
+        if not is_free or self._is_committing() or self._has_folder():
             raise self._refuse("init", "no other trainer's session")
         if self.phase is not Phase.CLOSED:
             self.end("another trainer took over")
@@ -105,9 +115,9 @@ class WeightState:
     def leave(self, session: str) -> None:
         """The communicator is closed as its trainer asked."""
         is_mine = session == self.session and self.phase is not Phase.CLOSED
-        if not is_mine or self.phase in (Phase.PREPARING, Phase.APPLYING) or self._has_folder():
-            raise self._refuse("close", f"session {session}, and no commit under way")
-        self.end("its trainer left amid an update" if self.update else "")
+        if not is_mine or self._is_committing() or self._has_folder():
+            raise self._refuse("close", f"session {session}, and no commit in progress")
+        self.end("its trainer left during an update" if self.update else "")
 
     def end(self, reason: str) -> None:
         """Communicator and update are gone; the weights are as they were."""
@@ -162,8 +172,18 @@ class WeightState:
     def applied(self, update_id: str, now: float) -> Update:
         """The model has the new weights."""
         update = self._go(update_id, "applied", Phase.APPLYING, self._base(), now)
-        self.version, self.num_updates, self.update = update.version, update.index, None
+        self.weights, self.update = update.weights, None
         return update
+
+    def has_applied(self, update_id: str) -> bool:
+        """Whether the model has the weights of that update, or is being given them."""
+        update = self.update if self.phase is Phase.APPLYING else None
+        return update_id in (self.weights.update_id, update and update.update_id)
+
+    def accept_own(self, weights: PoolWeights) -> None:
+        """The weights that the engine began with are the pool's again."""
+        assert self.weights.is_own
+        self.weights = weights
 
     def drop_update(self, update_id: str, reason: str) -> None:
         """The update is off. The group's broadcasts may be half done, so it goes with it."""
@@ -182,6 +202,9 @@ class WeightState:
             raise self._refuse(what, f"update {update_id} in state {old}")
         self._enter(new, now)
         return self.update
+
+    def _is_committing(self) -> bool:
+        return self.phase in (Phase.PREPARING, Phase.PREPARED, Phase.APPLYING)
 
     def _has_folder(self) -> bool:
         return self.update is not None and bool(self.update.folder)

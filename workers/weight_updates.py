@@ -6,6 +6,7 @@ communicator and leaves the old weights serving; what fails after it ends the wo
 """
 
 import asyncio
+import dataclasses
 import logging
 import time
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from typing import Any
 import msgspec
 
 from titopool.commands import (
+    AcceptOwnWeights,
     ApplyUpdate,
     BeginFolder,
     BeginUpdate,
@@ -24,9 +26,11 @@ from titopool.commands import (
 )
 from titopool.config import ServerConfig
 from titopool.errors import Conflict, InvalidRequest, TitopoolError, WeightUpdateFailed
-from workers.ledger import Entry, Ledger, files_of
+from titopool.pool_state import PoolWeights
+from workers.ledger import digest_of_files
 from workers.liveness import answers
 from workers.pauses import Pauses
+from workers.pool_view import PoolView
 from workers.steps import Result, Steps
 from workers.versions import Versions
 from workers.weight_calls import Calls
@@ -53,23 +57,21 @@ class Updates:
         versions: Versions,
         pauses: Pauses,
         config: ServerConfig,
-        ledger: Ledger,
+        pool: PoolView,
         *,
         on_applied: Callable[[], None],
         on_broken: Callable[[str], None],
     ):
-        """`on_broken` gets the reason when the model is neither old nor new."""
+        """`on_broken` gets the reason when nobody knows which weights the model has."""
         self._engine_of = engine
         self._versions = versions
         self._pauses = pauses
         self._config = config
-        self._ledger = ledger
+        self._pool = pool
         self._on_applied = on_applied
         self._on_broken = on_broken
         self.state = WeightState(timeout_s=config.weight_update_timeout_s)
         self.steps = Steps()
-        # A process that was started in place of one whose weights are gone: nothing is served.
-        self.is_waiting = False
         self._accepting = asyncio.Lock()
         self._call = Calls(engine, config.weight_update_timeout_s, on_broken)
         self.joined: JoinGroup | None = None
@@ -88,6 +90,16 @@ class Updates:
     def is_in_a_call(self) -> bool:
         """Whether the engine may be busy with weights, for which there is a deadline."""
         return self._call.num_active > 0
+
+    @property
+    def lacks_weights(self) -> bool:
+        """Whether the pool has had weights that this worker has not: nothing is served."""
+        return not self.state.weights.serves_as(self._pool.weights)
+
+    @property
+    def kindest_policy(self) -> Policy:
+        """What costs requests in flight least, for updates whose trainer names no policy."""
+        return "keep" if self._engine.can_keep else "drain"
 
     @property
     def timeout_s(self) -> float:
@@ -109,7 +121,7 @@ class Updates:
             self.steps.cancel()
             self.joined, self.announced = action, {}
             try:
-                await self._pauses.end_update(self._engine)
+                await self._pauses.end_commit(self._engine)
                 if action.protocol == "titopool":
                     await refuse_what_is_out_of_reach(action.host, action.port)
                 refuse_own_device(action.device_uuid, await self._call("device"))
@@ -156,8 +168,7 @@ class Updates:
             self.state.leave(session)
             if self.state.last_end:
                 logger.warning("session %s has ended: %s", session, self.state.last_end)
-            self.steps.cancel()
-            await self._call("drop", True)
+            await self._clean_up()
         return {}
 
     # ---- an update -------------------------------------------------------------------
@@ -178,26 +189,36 @@ class Updates:
             self.state.begin(action.session, update, time.monotonic())
         return {"version": update.version, "num_updates": update.index - 1, **fit}
 
-    async def begin_folder(self, action: BeginFolder) -> Result:
-        """Checks what the folder holds."""
+    async def begin_folder(self, action: BeginFolder, *, index: int | None = None) -> Result:
+        """Checks what the folder holds; with `index` it is an update that the pool has had."""
         folder = checked_folder(action.folder, self._config.weights_root)
         async with self._accepting:
             self.state.check_resting("update_weights")
+            files = digest_of_files(folder)
             (fit, *_) = await self._call("check_folder", folder)
-            update = self._update(action.update_id, action.version, action.num_updates, folder)
+            update = self._update(
+                action.update_id, action.version, action.num_updates, folder, files
+            )
+            if index is not None:
+                update = dataclasses.replace(update, index=index)
             self.state.begin_folder(update, time.monotonic())
         return {"version": update.version, "num_updates": update.index - 1, **fit}
 
     def _update(
-        self, update_id: str, version: int | None, num_updates: int, folder: str = ""
+        self,
+        update_id: str,
+        version: int | None,
+        num_updates: int,
+        folder: str = "",
+        files: str = "",
     ) -> Update:
-        version = self.state.version + 1 if version is None else version
-        index = max(self.state.num_updates, num_updates) + 1
-        return Update(update_id, version, index, folder)
+        version = self._pool.weights.version + 1 if version is None else version
+        index = max(self._pool.weights.num_updates, num_updates) + 1
+        return Update(update_id, version, index, folder, files)
 
     def _check_base(self, num_updates: int) -> None:
         """A part of new weights fits only the weights that the pool has."""
-        if self.is_waiting or num_updates > self.state.num_updates:
+        if self.lacks_weights or num_updates > self.state.weights.num_updates:
             raise Conflict(
                 "this worker was started again and has none of the weights that the others have; "
                 "send a complete update"
@@ -225,7 +246,7 @@ class Updates:
                 await self._check_received()
                 if action.with_checksum or action.checksum is not None:
                     result["checksum"] = await self._checksum(action.checksum)
-            await self._pauses.begin_update(self._engine, action.policy)
+            await self._pauses.begin_commit(self._engine, action.policy)
             await self._engine.clear_caches()
             self.state.prepared(update.update_id, time.monotonic())
         return result
@@ -243,10 +264,14 @@ class Updates:
         return found.pop()
 
     async def apply(self, action: ApplyUpdate) -> Result:
-        """Begins to change the model; `AwaitStep("apply", update)` tells the end."""
+        """Begins to change the model; `AwaitStep("apply", update)` tells the end.
+
+        Does nothing when it has begun already: another front end may have told of it first.
+        """
         async with self._accepting:
-            update = self.state.apply(action.update_id, time.monotonic())
-            self.steps.start("apply", action.update_id, self.finish_apply(update))
+            if not self.steps.is_known("apply", action.update_id):
+                update = self.state.apply(action.update_id, time.monotonic())
+                self.steps.start("apply", action.update_id, self.finish_apply(update))
         return {}
 
     async def finish_apply(self, update: Update) -> Result:
@@ -260,25 +285,39 @@ class Updates:
             logger.exception("version %d could not be loaded", update.version)
             self._on_broken(reason)
             raise WeightUpdateFailed(f"{reason}; the worker starts again") from error
-        self._take(update)
+        self.state.applied(update.update_id, time.monotonic())
+        self.announced = {}
+        self._pool.record_weights(update.weights)
+        logger.info("weights of version %d serve", update.version)
         self._versions.switch(update.version, progress)
-        await self._pauses.end_update(self._engine)
+        await self._pauses.end_commit(self._engine)
         self._on_applied()
         return {"version": update.version, **result}
 
-    def _take(self, update: Update) -> None:
-        self.state.applied(update.update_id, time.monotonic())
-        self.is_waiting, self.announced = False, {}
-        files = files_of(update.folder) if update.folder else []
-        self._ledger.write(Entry(update.version, update.index, update.folder, files))
-        logger.info("weights of version %d serve", update.version)
+    async def accept_own(self, action: AcceptOwnWeights) -> Result:
+        """Goes on with the weights that the engine began with, or restarts to have them again."""
+        async with self._accepting:
+            if not self.lacks_weights:
+                raise Conflict(f"accept: expected weights that are lost; {self.state.describe()}")
+            self.state.check_resting("accept")
+            weights = PoolWeights(action.num_updates, action.update_id)
+            self._pool.record_weights(weights)
+            restarts = not self.state.weights.is_own
+            if restarts:
+                self._on_broken("the pool goes on with the model's own weights")
+            else:
+                self.state.accept_own(weights)
+                self._on_applied()
+        return {"restarts": restarts}
 
     async def abort(self, update_id: str, reason: str) -> Result:
-        """Drops an update that is not being applied."""
+        """Drops an update that is not being applied; says so of one that is, or was the last."""
         async with self._accepting:
+            if self.state.has_applied(update_id):
+                return {"is_applied": True}
             self.state.drop_update(update_id, reason)
             await self._clean_up()
-        return {}
+        return {"is_applied": False}
 
     # ---- ends ------------------------------------------------------------------------
 
@@ -305,4 +344,4 @@ class Updates:
         try:
             await self._call("drop", self.state.phase is Phase.CLOSED)
         finally:
-            await self._pauses.end_update(self._engine)
+            await self._pauses.end_commit(self._engine)

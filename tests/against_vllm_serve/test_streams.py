@@ -1,5 +1,6 @@
 """Streams of OpenAI's routes beside those of vLLM's own server: the same text, ids and keys."""
 
+import functools
 import json
 from typing import Any
 
@@ -22,8 +23,11 @@ from tests.vllm_serve import (
 
 STREAMED = {"stream": True, "stream_options": {"include_usage": True}}
 USAGE = ("prompt_tokens", "completion_tokens", "total_tokens")
-# Which of the two sends more keys: vLLM's fingerprint of its build, our count of cached tokens.
-OWN_KEYS = {"system_fingerprint", "prompt_tokens_details"}
+# Which of the two sends more keys: vLLM's fingerprint of its build, our count of cached tokens and
+# the weights that made them.
+OWN_KEYS = {"system_fingerprint", "prompt_tokens_details", "weight_versions"}
+# What only the first or only the last chunk of a choice tells.
+OF_FIRST, OF_LAST = {"prompt_token_ids", "role"}, {"finish_reason", "stop_reason"}
 
 
 def chunks_of(url: str, path: str, body: dict) -> list[dict[str, Any]]:
@@ -71,11 +75,36 @@ def keys(value: Any) -> Any:
     return [keys(value[0])] if isinstance(value, list) and value else None
 
 
-def shapes(chunks: list[dict], path: str) -> dict[str, Any]:
-    """The keys of the first chunk of a choice, of one in the middle, its last and the usage's."""
+def shapes(chunks: list[dict]) -> dict[str, Any]:
+    """The keys of the chunks of a choice together, and those of the usage's chunk.
+
+    How many chunks there are is each server's affair: a busy one sends several tokens in one, and so
+    the first may be the last.
+    """
     own = [chunk for chunk in chunks if chunk["choices"] and chunk["choices"][0]["index"] == 0]
-    found = {"first": own[0], "last": own[-1], "usage": chunks[-1]}
-    return {name: keys(chunk) for name, chunk in found.items()}
+    found = [keys(chunk) for chunk in own]
+    for chunk in found[1:]:
+        assert not names(chunk) & OF_FIRST
+    for chunk in found[:-1]:
+        assert not names(chunk) & OF_LAST
+    return {"choice": functools.reduce(united, found), "usage": keys(chunks[-1])}
+
+
+def names(shape: Any) -> set[str]:
+    """All keys in it, at any depth."""
+    if isinstance(shape, dict):
+        return shape.keys() | set().union(*map(names, shape.values()))
+    return names(shape[0]) if isinstance(shape, list) else set()
+
+
+def united(one: Any, other: Any) -> Any:
+    """The keys of both."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        both = {key: united(one[key], other[key]) for key in one.keys() & other.keys()}
+        return one | other | both
+    if isinstance(one, list) and isinstance(other, list):
+        return [united(one[0], other[0])]
+    return other if one is None else one
 
 
 def assert_same_streams(server: Server, theirs: str, path: str, body: dict) -> None:
@@ -90,7 +119,7 @@ def assert_same_streams(server: Server, theirs: str, path: str, body: dict) -> N
     assert {key: ours[-1]["usage"][key] for key in USAGE} == {
         key: expected[-1]["usage"][key] for key in USAGE
     }
-    assert shapes(ours, path) == shapes(expected, path)
+    assert shapes(ours) == shapes(expected)
 
 
 @pytest.mark.parametrize("body", COMPLETION_BODIES.values(), ids=COMPLETION_BODIES)

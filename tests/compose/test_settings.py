@@ -2,8 +2,9 @@
 
 import yaml
 
+from app.descriptors import SPARE, limits_within
 from tests.servers import REPOSITORY
-from titopool.config import ENV_PREFIX, SETTINGS
+from titopool.config import ENV_PREFIX, SETTINGS, ServerConfig
 
 # The image's, or of no meaning where each worker is a container.
 NOT_HANDED_ON = {"host", "port", "num_workers", "run_dir"}
@@ -20,3 +21,12 @@ def test_every_setting_reaches_the_front_end() -> None:
         secrets = {name for name, item in SETTINGS.items() if item.metadata["secret"]}
         given = services[service]["environment"].keys()
         assert not given & {ENV_PREFIX + name.upper() for name in secrets}
+
+
+def test_front_ends_may_open_as_many_descriptors_as_their_requests_need() -> None:
+    services = yaml.safe_load((REPOSITORY / "docker-compose.yml").read_text())["services"]
+    wanted = ServerConfig().max_open_requests
+    for service in ("front", "front-cpu"):
+        num_descriptors = services[service]["ulimits"]["nofile"]
+        limits = limits_within(num_descriptors, max_open_requests=wanted)
+        assert limits == (wanted, wanted + SPARE)

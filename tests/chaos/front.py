@@ -1,0 +1,58 @@
+"""The front end's application with two windows for the harness: names it resolves, what it holds."""
+
+import json
+import os
+import socket
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from flask import Flask
+
+import app
+import app.discovery
+from app.service import Service
+
+# Looked up in the file of `CHAOS_HOSTS`, which has a list of addresses.
+NAME = "pool.test"
+
+
+def look_up(host: str, port: str, **options: Any) -> list[Any]:
+    """As `socket.getaddrinfo`, of the harness's addresses."""
+    if host != NAME:
+        return socket.getaddrinfo(host, port, **options)
+    addresses = json.loads(Path(os.environ["CHAOS_HOSTS"]).read_text())
+    if not addresses:
+        raise OSError("staged: the name is unknown")
+    return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (one, int(port))) for one in addresses]
+
+
+def create_app() -> Flask:
+    made = app.create_app()
+    app.discovery.socket = SimpleNamespace(  # type: ignore[attr-defined]
+        getaddrinfo=look_up, SOCK_STREAM=socket.SOCK_STREAM
+    )
+    app.discovery.LOOK_UP_EVERY_S = 0.2
+    service: Service = made.extensions["titopool"]
+
+    @made.get("/chaos/held/")
+    def held() -> dict[str, Any]:
+        pool = service.link._pool
+        return {
+            "pid": os.getpid(),
+            "held": {
+                "places": service._num_open,
+                "jobs": pool.num_open_jobs,
+                "waiting": len(pool.waiting),
+                "commands": service.link.commands.num_waiting,
+                "failed": len(pool._failed),
+                "of_workers": {
+                    endpoint: [len(one.jobs), one.num_sequences, one.num_tokens]
+                    for endpoint, one in pool.workers.items()
+                    if one.jobs or one.num_sequences or one.num_tokens
+                },
+            },
+            "num_files": len(os.listdir("/proc/self/fd")),
+        }
+
+    return made

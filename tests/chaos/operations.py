@@ -1,0 +1,136 @@
+"""What trainers do, call by call, and the points of it at which a worker can be hurt."""
+
+import asyncio
+import contextlib
+import socket
+import uuid
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from tests.chaos.clients import Versions
+from tests.chaos.cluster import NUM_WORKERS, Cluster
+
+LEASE_S = 3.0
+TENSORS = {"names": ["w"], "dtypes": ["float32"], "shapes": [[2, 2]]}
+# Of calls that met a worker that was hurt; none of them may be anything else.
+REFUSALS = {400, 404, 409, 500, 503, 504}
+
+
+class Refused(Exception):
+    """A call did not go well, which is allowed while something is hurt."""
+
+
+@dataclass
+class Trainer:
+    """Calls the server as a trainer does."""
+
+    cluster: Cluster
+    versions: Versions
+    # Answers that a server must never give.
+    wrong: list[str]
+
+    async def call(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        status, answer = await self.cluster.ask(path, body)
+        if status == 200:
+            return answer
+        if status not in REFUSALS or answer["error"]["code"] == "internal_error":
+            self.wrong.append(f"{path}: {status} {answer}")
+        raise Refused(f"{path}: {answer['error']['message']}")
+
+    async def folder_update(self) -> None:
+        version = self.versions.begin()
+        path = str(self.cluster.root / ("one" if version % 2 else "two"))
+        body = {"path": path, "policy": "keep", "version": version}
+        self._commit(await self.call("/update_weights", body), version)
+
+    async def group_update(self) -> None:
+        version, session = self.versions.begin(), uuid.uuid4().hex
+        with listening() as port:
+            await self.call("/weights/init", {
+                "session": session, "backend": "gloo", "host": "127.0.0.1", "port": port,
+                "world_size": NUM_WORKERS + 1,
+            })  # fmt: skip
+            begun = await self.call(
+                "/weights/begin", {"session": session, "version": version, **TENSORS}
+            )
+            commit = {"update": begun["update"], "policy": "keep"}
+            try:
+                self._commit(await self.call("/weights/commit", commit), version)
+            except Refused:
+                with contextlib.suppress(Refused):
+                    await self.call("/weights/abort", {"update": begun["update"]})
+                raise
+            await self.call("/weights/close", {"session": session})
+
+    def _commit(self, answer: dict[str, Any], version: int) -> None:
+        if answer["version"] != version:
+            self.wrong.append(f"commit of version {version}: {answer}")
+        self.versions.committed(version)
+
+    async def trl_update(self) -> None:
+        # TRL names no version: it is one more than the pool has. To the stub each tensor is a whole
+        # model, so a job between the two ends an update with the first.
+        self.versions.begin()
+        self.versions.begin()
+        with listening() as port:
+            await self.call(
+                "/init_communicator",
+                {"host": "0.0.0.0", "port": port, "world_size": NUM_WORKERS + 1},
+            )
+        for name in ("a", "b"):
+            await self.call("/update_named_param", {"name": name, "dtype": "float32", "shape": [1]})
+        await self.call("/reset_prefix_cache", {})
+        await self.call("/close_communicator", {})
+
+    async def pause(self) -> None:
+        await self.call("/pause", {"mode": "keep", "lease_s": LEASE_S})
+        await self.call("/pause", {"mode": "keep", "lease_s": LEASE_S})
+        await self.cluster.ask("/is_paused")
+        await self.call("/resume", {})
+
+    async def adapter(self) -> None:
+        load = {"lora_name": "style", "lora_path": str(self.cluster.root / "one")}
+        await self.call("/v1/load_lora_adapter", load)
+        await self.call("/generate/", {"prompts": [[1, 2]] * 6, "lora_name": "style"})
+        await self.call("/v1/load_lora_adapter", load)
+        await self.call("/v1/unload_lora_adapter", {"lora_name": "style"})
+
+    async def generate(self) -> None:
+        """The clients do it all the time; a worker is hurt amid a job of theirs."""
+        await asyncio.sleep(0.5)
+
+
+@contextmanager
+def listening() -> Iterator[int]:
+    """A trainer's port."""
+    with socket.create_server(("127.0.0.1", 0), backlog=64) as made:
+        yield made.getsockname()[1]
+
+
+Operation = Callable[[Trainer], Awaitable[None]]
+# The round trips between front end and worker of each operation.
+ROUND_TRIPS: dict[str, tuple[Operation, tuple[str, ...]]] = {
+    "folder update": (
+        Trainer.folder_update,
+        (
+            "BeginFolder", "PrepareUpdate", "AwaitStep(prepare)", "ApplyUpdate",
+            "AwaitStep(apply)",
+        ),
+    ),
+    "group update": (
+        Trainer.group_update,
+        (
+            "JoinGroup", "AwaitStep(join)", "BeginUpdate", "PrepareUpdate", "AwaitStep(prepare)",
+            "ApplyUpdate", "AwaitStep(apply)", "LeaveGroup",
+        ),
+    ),
+    "TRL's update": (
+        Trainer.trl_update, ("JoinGroup", "ReceiveTensor", "FinishTensors", "AwaitStep(finish)"),
+    ),
+    "pause": (Trainer.pause, ("Pause", "Resume")),
+    "adapter": (Trainer.adapter, ("LoadAdapter", "SwitchAdapter", "UnloadAdapter")),
+    "generation": (Trainer.generate, ("Generate",)),
+    "stream": (Trainer.generate, ("Part",)),
+}  # fmt: skip

@@ -1,0 +1,12 @@
+"""Gives the workers of a supervised server a stub engine, which tells the harness of its points.
+
+On the PYTHONPATH of a server that tests/chaos/test_supervised.py starts; does nothing elsewhere.
+"""
+
+import os
+import sys
+
+if os.environ.get("CHAOS_CONTROL") and sys.orig_argv[1:3] == ["-m", "workers"]:
+    from tests.chaos import worker
+
+    worker.replace_engine(os.environ["CHAOS_CONTROL"])

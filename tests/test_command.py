@@ -1,0 +1,58 @@
+"""The command `titopool`: what it refuses at once, and how it writes."""
+
+import os
+import resource
+import subprocess
+import sys
+
+import pytest
+
+from tests.servers import REPOSITORY, TITOPOOL, environment
+
+
+def run(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [TITOPOOL, *words],
+        env=environment(**variables), cwd=REPOSITORY, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "words, variables, part",
+    [
+        pytest.param(["--nam-workers", "2"], {}, "--num-workers?", id="our-option"),
+        pytest.param(["--max-modle-len", "2"], {}, "--max-model-len?", id="vllms-option"),
+        pytest.param([], {"TITOPOOL_PROT": "1"}, "TITOPOOL_PORT?", id="variable"),
+    ],
+)
+def test_a_misspelt_setting_stops_the_start_at_once(words, variables, part):
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    result = run("serve", *words, **variables)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert result.returncode == 2
+    assert part in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+    # Of the processor, which on a machine that does nothing else is as long by the clock.
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 1
+
+
+def test_help_ends_quietly_when_nobody_reads_on():
+    read, write = os.pipe()
+    with subprocess.Popen(
+        [TITOPOOL, "--help"], env=environment(), stdout=write, stderr=subprocess.PIPE
+    ) as process:
+        os.close(write)
+        os.close(read)
+        assert process.stderr is not None
+        assert process.stderr.read() == b""
+
+
+def test_gunicorn_alone_refuses_what_the_command_refuses():
+    result = subprocess.run(
+        [sys.executable, "-m", "gunicorn", "app:create_app()"],
+        env=environment(TITOPOOL_ENGINE_ARGS="--max-modle-len 5"),
+        cwd=REPOSITORY, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert result.returncode == 1
+    assert result.stderr.startswith("titopool: --max-modle-len: ")
+    assert len(result.stderr.splitlines()) == 1

@@ -1,0 +1,266 @@
+"""Commits amid which something dies: afterwards all workers that serve have the same weights."""
+
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.conftest import StartStub
+from tests.servers import Server, wait_until
+
+StartServer = Callable[..., Server]
+QUICK = {
+    "TITOPOOL_HEARTBEAT_INTERVAL_S": "0.1",
+    "TITOPOOL_HEARTBEAT_TIMEOUT_S": "2",
+    "TITOPOOL_WEIGHT_UPDATE_TIMEOUT_S": "20",
+}
+
+
+class Cluster:
+    """Stub workers with folders of weights and adapters, behind two gunicorn processes."""
+
+    def __init__(self, root: Path, start_stub: StartStub, stub_server: StartServer):
+        self.root = root / "root"
+        self._start_stub, self._stub_server = start_stub, stub_server
+        for name in ("one", "two"):
+            (self.root / name).mkdir(parents=True)
+            (self.root / name / "weights").write_text(name)
+            (self.root / name / "adapter_config.json").write_text('{"r": 8}')
+            (self.root / name / "adapter_model.safetensors").write_text(name)
+        self.processes: dict[int, Any] = {}
+
+    def start(self, index: int, *arguments: str) -> None:
+        self.processes[index] = self._start_stub(
+            index, *arguments, TITOPOOL_WEIGHTS_ROOT=str(self.root), **QUICK
+        )
+
+    def serve(self, num_workers: int = 3) -> Server:
+        self.server = self._stub_server(num_workers, "--num-front-ends", "2", **QUICK)
+        return self.server
+
+    def update(self, folder: str = "one", **fields: Any) -> Any:
+        body = {"path": str(self.root / folder), "policy": "keep", **fields}
+        return self.server.post("/update_weights", body)
+
+    def phases(self) -> list[str]:
+        return [one["phase"] for one in self.ready()]
+
+    def versions(self) -> list[int]:
+        return [one["weight_version"] for one in self.ready() if one["phase"] == "ready"]
+
+    def ready(self) -> list[dict[str, Any]]:
+        workers: list[dict[str, Any]] = self.server.get("/ready").json()["workers"]
+        return sorted(workers, key=lambda one: str(one["endpoint"]))
+
+    def wait_for(self, *phases: str) -> None:
+        # Both front ends: each knows what the workers told it last.
+        agree = lambda: all(self.phases() == list(phases) for _ in range(8))  # noqa: E731
+        wait_until(agree, 15, lambda: f"{self.ready()} {self.server.log}")
+
+    def check_generates(self) -> None:
+        """Every worker that serves generates, with one version of the weights."""
+        num_ready = self.phases().count("ready")
+        answer = self.server.generate([[index, 7] for index in range(1, 10 * num_ready)])
+        assert answer["completion_ids"] == [[7, index] for index in range(1, 10 * num_ready)]
+        assert len(set(self.versions())) == 1, (self.ready(), self.server.log)
+        assert self.server.get("/is_paused").json()["is_paused"] is False
+
+
+@pytest.fixture
+def cluster(tmp_path: Path, start_stub: StartStub, stub_server: StartServer) -> Cluster:
+    return Cluster(tmp_path, start_stub, stub_server)
+
+
+@pytest.mark.parametrize("victim", [0, 1, 2])
+def test_a_worker_that_dies_in_the_second_step_keeps_no_other_from_the_new_weights(
+    cluster: Cluster, victim: int
+):
+    for index in range(3):
+        cluster.start(index, *(["--die-at", "apply"] if index == victim else []))
+    cluster.serve()
+    begin = time.monotonic()
+    answer = cluster.update().json()
+    assert time.monotonic() - begin < 10
+    assert answer["version"] == 1
+    assert [one["endpoint"][-1] for one in answer["lost"]] == [str(victim)]
+    phases = ["ready"] * 3
+    phases[victim] = "unreachable"
+    cluster.wait_for(*phases)
+    assert cluster.versions() == [1, 1]
+    cluster.check_generates()
+    # It comes back without a ledger, hears which weights it should have, and takes the folder.
+    cluster.start(victim)
+    cluster.wait_for("ready", "ready", "ready")
+    assert cluster.versions() == [1, 1, 1]
+    cluster.check_generates()
+
+
+def test_a_worker_that_fails_in_the_first_step_leaves_the_old_weights_everywhere(cluster: Cluster):
+    for index in range(3):
+        cluster.start(index, *(["--die-at", "check_folder"] if index == 1 else []))
+    cluster.serve()
+    assert cluster.update().status_code == 500
+    cluster.wait_for("ready", "unreachable", "ready")
+    assert cluster.versions() == [0, 0]
+    cluster.check_generates()
+
+
+def test_workers_go_on_when_the_front_end_that_leads_a_commit_dies(cluster: Cluster):
+    # The last worker prepares for so long that all others wait, prepared, for the second step.
+    for index in range(3):
+        cluster.start(index, *(["--slow", "clear_caches=6"] if index == 2 else []))
+    server = cluster.serve()
+    front_ends = psutil.Process(server.process.pid).children()
+    thread = threading.Thread(target=lambda: swallow(cluster.update))
+    thread.start()
+    states = lambda: [one["state"] for one in server.get("/weights").json()["workers"]]  # noqa: E731
+    wait_until(lambda: states() == ["prepared", "prepared", "preparing"], 5)
+    for one in front_ends:
+        # One of them leads; the server starts others in their place.
+        one.send_signal(signal.SIGKILL)
+    thread.join(20)
+    wait_until(lambda: answers(server) and states() == ["closed"] * 3, 15)
+    cluster.wait_for("ready", "ready", "ready")
+    assert cluster.versions() == [0, 0, 0]
+    cluster.check_generates()
+    assert cluster.update().json()["version"] == 1
+
+
+def answers(server: Server) -> bool:
+    try:
+        return server.get("/live").ok
+    except OSError:
+        return False
+
+
+def swallow(call: Callable[[], Any]) -> None:
+    try:
+        call()
+    except OSError:
+        return
+
+
+def test_a_worker_that_stands_still_in_the_second_step_catches_up_when_it_goes_on(
+    cluster: Cluster,
+):
+    for index in range(3):
+        cluster.start(index, *(["--slow", "clear_caches=2"] if index == 0 else []))
+    server = cluster.serve()
+    answers: list[Any] = []
+    thread = threading.Thread(target=lambda: answers.append(cluster.update().json()))
+    thread.start()
+    state = lambda: server.get("/weights").json()["workers"][2]["state"]  # noqa: E731
+    wait_until(lambda: state() == "prepared", 5)
+    cluster.processes[2].send_signal(signal.SIGSTOP)
+    thread.join(20)
+    (answer,) = answers
+    assert answer["version"] == 1
+    assert [one["endpoint"][-1] for one in answer["lost"]] == ["2"]
+    cluster.check_generates()
+    cluster.processes[2].send_signal(signal.SIGCONT)
+    cluster.wait_for("ready", "ready", "ready")
+    assert cluster.versions() == [1, 1, 1]
+
+
+def test_calls_that_clean_up_do_not_wait_for_a_worker_that_is_gone(cluster: Cluster):
+    for index in range(3):
+        cluster.start(index)
+    server = cluster.serve()
+    assert server.post("/pause", {"mode": "keep", "lease_s": 60}).ok
+    cluster.processes[1].kill()
+    cluster.wait_for("ready", "unreachable", "ready")
+    states = [one["state"] for one in server.get("/weights").json()["workers"]]
+    assert states == ["closed", "unreachable", "closed"]
+    assert server.get("/is_paused").json()["is_paused"] is True
+    # It comes back into a pool that is paused: nothing of it generates.
+    cluster.start(1)
+    cluster.wait_for("ready", "ready", "ready")
+    leases = lambda: [one["lease_left_s"] for one in server.get("/weights").json()["workers"]]  # noqa: E731
+    wait_until(lambda: all(leases()), 5)
+    cluster.processes[0].kill()
+    cluster.wait_for("unreachable", "ready", "ready")
+    assert server.post("/resume", {}).json() == {"is_paused": False, "was_paused": True}
+    assert server.post("/weights/abort", {"update": "none"}).status_code == 409
+    assert server.post("/weights/close", {"session": "none"}).status_code == 409
+    assert server.get("/is_paused").json() == {"is_paused": False, "lease_left_s": None}
+    cluster.check_generates()
+
+
+def test_weights_that_all_workers_have_lost_are_a_503_until_they_are_replaced(cluster: Cluster):
+    for index in range(2):
+        cluster.start(index)
+    server = cluster.serve(2)
+    assert server.post("/weights/accept", {}).status_code == 409
+    assert cluster.update().json()["version"] == 1
+    for index in range(2):
+        cluster.processes[index].kill()
+        (cluster.root / "one" / "weights").write_text("changed since")
+        cluster.start(index)
+    cluster.wait_for("waiting_for_weights", "waiting_for_weights")
+    for _ in range(4):
+        # Whichever front end answers.
+        answer = server.post("/generate/", {"prompts": [[1]]})
+        assert answer.status_code == 503
+    assert server.post("/weights/accept", {}).json() == {"weight_version": 0, "restarting": []}
+    cluster.wait_for("ready", "ready")
+    assert cluster.versions() == [0, 0]
+    cluster.check_generates()
+    # Whoever starts now has them too, and updates go on.
+    cluster.processes[0].kill()
+    cluster.start(0)
+    cluster.wait_for("ready", "ready")
+    assert cluster.update("two").json()["version"] == 1
+    cluster.check_generates()
+
+
+# ---- adapters ----------------------------------------------------------------------------
+
+
+def test_a_worker_that_comes_back_without_a_ledger_gets_the_adapters_of_the_others(
+    cluster: Cluster,
+):
+    for index in range(3):
+        cluster.start(index)
+    server = cluster.serve()
+    load = {"lora_name": "style", "lora_path": str(cluster.root / "one")}
+    assert server.post("/v1/load_lora_adapter", load).json()["version"] == 1
+    cluster.processes[1].kill()
+    cluster.wait_for("ready", "unreachable", "ready")
+    # It is there all the time, at whoever has it.
+    ask = {"prompts": [[1, 2]] * 9, "lora_name": "style"}
+    for _ in range(8):
+        assert server.post("/generate/", ask).json()["lora_versions"] == [1] * 9
+    cluster.start(1)
+    cluster.wait_for("ready", "ready", "ready")
+    adapters = lambda: [one["adapters"] for one in server.get("/weights").json()["workers"]]  # noqa: E731
+    wait_until(lambda: adapters() == [{"style": 1}] * 3, 5)
+    # One that was away when it was swapped, and one when it was unloaded.
+    cluster.processes[2].send_signal(signal.SIGSTOP)
+    cluster.wait_for("ready", "ready", "unreachable")
+    assert server.post("/v1/load_lora_adapter", load).status_code == 503
+    assert server.post("/v1/unload_lora_adapter", {"lora_name": "style"}).json()["version"] == 1
+    cluster.processes[2].send_signal(signal.SIGCONT)
+    cluster.wait_for("ready", "ready", "ready")
+    wait_until(lambda: adapters() == [{}] * 3, 5)
+    assert server.post("/generate/", ask).status_code == 404
+    assert server.post("/v1/load_lora_adapter", load).json()["version"] == 1
+
+
+def test_a_version_that_one_worker_did_not_switch_to_is_made_up_for(cluster: Cluster):
+    for index in range(2):
+        cluster.start(index)
+    server = cluster.serve(2)
+    load = {"lora_name": "style", "lora_path": str(cluster.root / "one")}
+    assert server.post("/v1/load_lora_adapter", load).json()["version"] == 1
+    cluster.processes[0].kill()
+    cluster.start(0)
+    # Whatever the worker has by now, the next version is one that nobody has.
+    cluster.wait_for("ready", "ready")
+    assert server.post("/v1/load_lora_adapter", load).json()["version"] == 2
+    ask = {"prompts": [[1, 2]] * 9, "lora_name": "style"}
+    assert server.post("/generate/", ask).json()["lora_versions"] == [2] * 9

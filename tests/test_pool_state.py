@@ -1,0 +1,141 @@
+"""What the processes of a pool tell each other of it, and which of two tales holds."""
+
+import itertools
+import random
+import time
+from pathlib import Path
+
+import msgspec
+
+from titopool.pool_state import (
+    AdapterRecord,
+    PoolAdapters,
+    PoolPause,
+    PoolState,
+    PoolWeights,
+)
+from workers.ledger import Ledger
+from workers.pool_view import PoolView
+
+FIRST = PoolWeights(1, "a", 7, False)
+
+
+def state(**parts) -> PoolState:
+    return PoolState(model="m", **parts)
+
+
+def view(run_dir: str = "", model: str = "m") -> tuple[PoolView, list[str]]:
+    news: list[str] = []
+    made = PoolView(Ledger(run_dir, "0"), lambda: news.append("news"))
+    made.start(model)
+    return made, news
+
+
+def test_the_later_part_holds_whoever_tells_it():
+    old = state(pause=PoolPause(3, "keep", 5.0), weights=FIRST)
+    new = state(pause=PoolPause(4), weights=PoolWeights(2, "b", 3, False))
+    for one, other in ((old, new), (new, old)):
+        merged = one.merged(other)
+        assert (merged.pause, merged.weights) == (new.pause, new.weights)
+
+
+def test_all_orders_of_telling_come_to_the_same():
+    chance = random.Random(1)
+    tales = [
+        state(
+            weights=PoolWeights(chance.randrange(3), chance.choice("ab"), 0, False),
+            pause=PoolPause(number, "keep", 1.0),
+            adapters=PoolAdapters(chance.randrange(2), {}),
+        )
+        for number in range(4)
+    ]
+    ends = set()
+    for order in itertools.permutations(tales):
+        known = PoolState()
+        for tale in order:
+            known = known.merged(tale)
+        ends.add(msgspec.json.encode(known))
+    assert len(ends) == 1
+
+
+def test_a_pool_with_another_model_tells_nothing():
+    mine = state()
+    assert mine.merged(PoolState(model="other", weights=FIRST)) is mine
+    assert mine.merged(PoolState()) is mine
+
+
+def test_nothing_new_is_told_apart():
+    mine = state(weights=FIRST)
+    assert mine.merged(state(weights=FIRST)) is mine
+
+
+def test_what_is_not_there_travels_in_few_bytes():
+    assert len(msgspec.msgpack.encode(PoolState(model="m"))) < 20
+
+
+def test_a_worker_hears_of_its_pool_before_it_has_a_model():
+    made = PoolView(Ledger("", "0"), lambda: None)
+    made.hear(state(weights=FIRST))
+    made.start("m")
+    assert made.weights == FIRST
+    other = PoolView(Ledger("", "0"), lambda: None)
+    other.hear(state(weights=FIRST))
+    other.start("another model")
+    assert other.weights == PoolWeights()
+
+
+def test_only_what_is_new_is_told_on():
+    made, news = view()
+    made.hear(state(weights=FIRST))
+    made.hear(state(weights=FIRST))
+    assert news == ["news"]
+
+
+def test_the_lease_of_a_pause_runs_on_while_it_travels():
+    made, _ = view()
+    made.hear(state(pause=PoolPause(1, "keep", 0.3)))
+    assert made.pause.mode == "keep"
+    assert 0 < made.pause.lease_left_s <= 0.3
+    time.sleep(0.35)
+    assert made.pause == PoolPause(1, None, 0.0)
+
+
+def test_each_change_counts_more_than_all_that_was_known():
+    made, _ = view()
+    made.hear(state(pause=PoolPause(5, "keep", 9.0)))
+    made.record_pause(None, 0.0, num_changes=2)
+    assert made.pause.num_changes == 6
+    made.record_adapter("a", AdapterRecord(1, "/f"), 9)
+    made.record_adapter("b", AdapterRecord(1, "/g"), 0)
+    made.record_adapter("a", None, 0)
+    assert (made.adapters.num_changes, list(made.adapters.by_name)) == (11, ["b"])
+
+
+def test_the_process_that_comes_after_knows_it_all(tmp_path: Path):
+    made, _ = view(str(tmp_path))
+    made.record_weights(FIRST)
+    made.record_adapter("a", AdapterRecord(1, "/f", "x"), 1)
+    after, _ = view(str(tmp_path))
+    assert after.weights == FIRST
+    assert after.adapters == made.adapters
+    # Another worker, and another model.
+    assert PoolView(Ledger(str(tmp_path), "1"), lambda: None).weights == PoolWeights()
+    assert view(str(tmp_path), model="other")[0].weights == PoolWeights()
+
+
+def test_a_ledger_that_cannot_be_written_or_read_undoes_nothing(tmp_path: Path, caplog):
+    made, _ = view(str(tmp_path / "nowhere"))
+    made.record_weights(FIRST)
+    made.record_adapter("a", AdapterRecord(1, "/f"), 1)
+    assert made.weights == FIRST
+    assert "cannot be noted" in caplog.text
+    (tmp_path / "worker-state-0").write_bytes(b"{half")
+    assert Ledger(str(tmp_path), "0").read() == PoolState()
+    assert "cannot be read" in caplog.text
+
+
+def test_workers_on_hosts_of_one_domain_have_files_of_their_own(tmp_path: Path):
+    for name in ("n1.lan", "n1.wan"):
+        Ledger(str(tmp_path), name).write(state(weights=PoolWeights(1, name)))
+    for name in ("n1.lan", "n1.wan"):
+        assert Ledger(str(tmp_path), name).read().weights.update_id == name

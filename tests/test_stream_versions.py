@@ -1,0 +1,174 @@
+"""Streams amid weight updates over real vLLM: which weights made which token, exact at the token."""
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import openai
+import pytest
+
+from tests import reference
+from tests.servers import Server, running_server
+from tests.weights import PROMPT, TOLERANCE
+
+NUM_TOKENS = 800
+# The update begins when a choice has so many tokens, and must end amid the stream.
+UPDATE_AT = 20
+MESSAGES = [{"role": "user", "content": "Hi"}]
+FIELDS = {"return_token_ids": True, "ignore_eos": True}
+OPTIONS = ("--dtype", "float32", "--max-model-len", "1024", "--max-num-seqs", "16")
+
+
+class Models(NamedTuple):
+    """A server of `old`, and another model that it may load."""
+
+    server: Server
+    client: openai.OpenAI
+    old: str
+    new: str
+
+    def update(self, folder: str, version: int, policy: str = "keep") -> None:
+        body = {"path": folder, "policy": policy, "version": version}
+        answer = self.server.post("/update_weights", body)
+        assert answer.status_code == 200, answer.text
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Models]:
+    from titopool.demo_model import make_model
+
+    root = tmp_path_factory.mktemp("stream-versions")
+    for seed, name in enumerate(("old", "new")):
+        (root / name).mkdir()
+        make_model(root / name, seed=seed)
+    old, new = str(root / "old"), str(root / "new")
+    options = ("--num-workers", "1", "--num-front-ends", "1", "--weights-root", str(root))
+    with running_server(old, *options, *OPTIONS, log=root / "log") as server:
+        client = openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0)
+        # The tokenizer takes seconds to load.
+        assert server.post("/tokenize", {"prompt": "Hello"}).status_code == 200
+        yield Models(server, client, old, new)
+
+
+class Choice:
+    """What a stream says of a choice."""
+
+    def __init__(self) -> None:
+        self.token_ids: list[int] = []
+        self.logprobs: list[float] = []
+        # After each chunk: the number of tokens, and the spans that it tells.
+        self.spans: list[tuple[int, list[list[int]]]] = []
+        self.finish_reason: str | None = None
+
+    def add(self, choice: Any) -> None:
+        self.token_ids += choice.token_ids
+        self.spans.append((len(self.token_ids), choice.weight_versions))
+        self.finish_reason = choice.finish_reason
+        if hasattr(choice.logprobs, "token_logprobs"):
+            self.logprobs += choice.logprobs.token_logprobs
+        else:
+            self.logprobs += [entry.logprob for entry in choice.logprobs.content]
+
+
+def completions(models: Models, **fields: Any) -> Any:
+    return models.client.completions.create(
+        model=models.old, prompt=PROMPT, logprobs=0, n=2, seed=5, extra_body=FIELDS,
+        **{"max_tokens": NUM_TOKENS, **fields},
+    )  # fmt: skip
+
+
+def chat(models: Models, **fields: Any) -> Any:
+    return models.client.chat.completions.create(
+        model=models.old, messages=MESSAGES, logprobs=True, n=2, seed=5, extra_body=FIELDS,
+        **{"max_tokens": NUM_TOKENS, **fields},
+    )  # fmt: skip
+
+
+def gathered(chunks: Any, on_chunk: Callable[[dict[int, Choice]], None]) -> dict[int, Choice]:
+    """The choices of a stream; `on_chunk` sees them as they grow."""
+    choices: dict[int, Choice] = {}
+    for chunk in chunks:
+        for choice in chunk.choices:
+            if getattr(choice, "token_ids", None) is None:
+                # It has the role only.
+                continue
+            choices.setdefault(choice.index, Choice()).add(choice)
+        on_chunk(choices)
+    return choices
+
+
+@pytest.mark.parametrize("ask", [completions, chat])
+def test_every_chunk_tells_the_weights_of_all_tokens_so_far(models: Models, ask: Any):
+    models.update(models.old, version=3, policy="abort")
+    prompt = PROMPT
+    if ask is chat:
+        body = {"messages": MESSAGES}
+        prompt = models.server.post("/tokenize", body).json()["tokens"]
+    updates = [(models.new, 8), (models.old, 7)]
+    updating: list[threading.Thread] = []
+
+    def on_chunk(choices: dict[int, Choice]) -> None:
+        """Two updates, the second of them to a version that is less."""
+        last = max((len(one.token_ids) for one in choices.values()), default=0)
+        if len(updating) < len(updates) and last > UPDATE_AT * (1 + 2 * len(updating)):
+            if updating:
+                updating[-1].join()
+            updating.append(threading.Thread(target=models.update, args=updates[len(updating)]))
+            updating[-1].start()
+
+    choices = gathered(ask(models, stream=True), on_chunk)
+    for thread in updating:
+        thread.join()
+    assert sorted(choices) == [0, 1]
+    for choice in choices.values():
+        assert (len(choice.token_ids), choice.finish_reason) == (NUM_TOKENS, "length")
+        _, spans = choice.spans[-1]
+        assert [version for version, _ in spans] == [3, 8, 7]
+        begins = [begin for _, begin in spans]
+        assert begins[0] == 0 < UPDATE_AT <= begins[1] < begins[2] < NUM_TOKENS
+        # Each chunk says the same of the tokens up to it.
+        for num_tokens, so_far in choice.spans:
+            assert so_far == [span for span in spans if span[1] < num_tokens]
+        assert_weights(models, prompt, choice, begins)
+
+
+def assert_weights(models: Models, prompt: list[int], choice: Choice, begins: list[int]) -> None:
+    """Each token has the log-probability that its own weights give it, right up to the cut."""
+    old = reference.logprobs(models.old, prompt, choice.token_ids)
+    new = reference.logprobs(models.new, prompt, choice.token_ids)
+    for index, token_id in enumerate(choice.token_ids):
+        rows = new if begins[1] <= index < begins[2] else old
+        assert abs(float(rows[index][token_id]) - choice.logprobs[index]) < TOLERANCE, index
+
+
+def test_a_stream_that_an_update_aborts_tells_the_weights_before_it(models: Models):
+    models.update(models.old, version=1, policy="abort")
+    updating: list[threading.Thread] = []
+
+    def on_chunk(choices: dict[int, Choice]) -> None:
+        if not updating and any(len(one.token_ids) > UPDATE_AT for one in choices.values()):
+            updating.append(threading.Thread(target=models.update, args=(models.new, 2, "abort")))
+            updating[0].start()
+
+    choices = gathered(completions(models, stream=True), on_chunk)
+    updating[0].join()
+    for choice in choices.values():
+        assert choice.finish_reason == "abort"
+        assert {str(spans) for _, spans in choice.spans} == {"[[1, 0]]"}
+
+
+@pytest.mark.parametrize("ask", [completions, chat])
+def test_the_last_chunk_says_what_the_whole_answer_says(models: Models, ask: Any):
+    models.update(models.old, version=4, policy="abort")
+    choices = gathered(ask(models, max_tokens=20, stream=True), lambda _: None)
+    for choice in ask(models, max_tokens=20).choices:
+        assert choice.token_ids == choices[choice.index].token_ids
+        assert choice.weight_versions == choices[choice.index].spans[-1][1] == [[4, 0]]
+
+
+def test_without_token_ids_there_are_no_versions(models: Models):
+    chunks = models.client.completions.create(
+        model=models.old, prompt=PROMPT, max_tokens=3, stream=True
+    )
+    for chunk in chunks:
+        assert not hasattr(chunk.choices[0], "weight_versions")

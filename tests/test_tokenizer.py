@@ -1,0 +1,56 @@
+"""The front end's tokenizer is that of the model which the workers serve now."""
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+import app.tokenizer
+from app.tokenizer import TokenizerLoader
+from tests.test_pool import FACTS
+from titopool.messages import WorkerFacts
+from workers.tokenizer_files import digest_of_tokenizer
+
+
+@pytest.fixture
+def loaded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the tokenizers that were loaded."""
+    names: list[str] = []
+
+    def load(facts: WorkerFacts) -> str:
+        names.append(facts.tokenizer + facts.tokenizer_digest)
+        return names[-1]
+
+    monkeypatch.setattr(app.tokenizer, "load", load)
+    return names
+
+
+def use(loader: TokenizerLoader, facts: WorkerFacts) -> str:
+    return loader.use(str, facts=facts, timeout_s=5)
+
+
+def test_a_pool_that_comes_back_with_another_model_brings_its_tokenizer(loaded: list[str]):
+    loader = TokenizerLoader()
+    old, new = (msgspec.structs.replace(FACTS, tokenizer=name) for name in ("old", "new"))
+    assert [use(loader, one) for one in (old, old, new, new)] == ["old", "old", "new", "new"]
+    assert loaded == ["old", "new"]
+    loader.token_texts[5] = "of new"
+    loader.prepare(old, timeout_s=5)
+    assert loader.token_texts == {}
+    assert loaded[-1] == "old"
+
+
+def test_a_folder_whose_files_were_replaced_is_another_tokenizer(loaded: list[str], tmp_path: Path):
+    (tmp_path / "tokenizer.json").write_text("{}")
+    (tmp_path / "model.safetensors").write_text("weights")
+    first = digest_of_tokenizer(str(tmp_path))
+    (tmp_path / "model.safetensors").write_text("other weights")
+    assert digest_of_tokenizer(str(tmp_path)) == first
+    (tmp_path / "tokenizer.json").write_text('{"other": 1}')
+    second = digest_of_tokenizer(str(tmp_path))
+    assert second != first
+    assert digest_of_tokenizer("hub/name") == ""
+    loader = TokenizerLoader()
+    for digest in (first, second):
+        use(loader, msgspec.structs.replace(FACTS, tokenizer="t", tokenizer_digest=digest))
+    assert loaded == [f"t{first}", f"t{second}"]

@@ -1,0 +1,51 @@
+"""Weight updates over IPv6: the server's address, and the one at which the workers find the trainer."""
+
+import socket
+from collections.abc import Iterator
+
+import pytest
+
+from tests.conftest import ENGINE_OPTIONS
+from tests.servers import Server, running_server
+from tests.test_weights_client import six
+from tests.trainer import DEVICE, tensors_of
+from tests.weights import assert_serves, need_gpus
+from titopool.weights_client import WeightsClient
+
+# A name that has an IPv6 address only.
+NAME = "six.titopool.test"
+
+
+@pytest.fixture(scope="module")
+def server(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """One worker; the front end listens at all addresses of both families."""
+    need_gpus(2)
+    six().close()
+    log = tmp_path_factory.mktemp("ipv6-server") / "log"
+    options = ("--host", "::", "--num-workers", "1", "--num-front-ends", "1", *ENGINE_OPTIONS)
+    with running_server(tiny_model, *options, log=log) as running:
+        yield running
+
+
+@pytest.mark.parametrize("host", ["[::1]", NAME], ids=["address", "name"])
+def test_an_update_over_ipv6(
+    server: Server, tiny_model: str, tmp_path, monkeypatch: pytest.MonkeyPatch, host: str
+):
+    from titopool.demo_model import make_model
+
+    look_up = socket.getaddrinfo
+
+    def getaddrinfo(name, *arguments, **options):
+        return look_up("::1" if name == NAME else name, *arguments, **options)
+
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+    make_model(tmp_path, seed=1)
+    client = WeightsClient(server.url.replace("127.0.0.1", host), device=DEVICE, timeout_s=60)
+    try:
+        client.update(tensors_of(str(tmp_path)), policy="keep")
+        assert_serves(server, str(tmp_path))
+        # Again, in the same group.
+        client.update(tensors_of(tiny_model), policy="keep")
+        assert_serves(server, tiny_model)
+    finally:
+        client.close()

@@ -1,0 +1,79 @@
+"""A worker's server: whatever happens to a job, it has an end."""
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from titopool.config import ServerConfig
+from titopool.errors import InvalidRequest
+from titopool.messages import Completed, Failed, Job
+from workers.engine import Generated
+from workers.front_end import FrontEnd
+from workers.server import WorkerServer
+from workers.versions import Versions
+
+JOB = Job(7, 2, b"\0" * 4, 1, 1, b"")
+
+
+class Engine:
+    """Answers at once."""
+
+    def __init__(self) -> None:
+        self.versions = Versions()
+        self.adapters: Any = SimpleNamespace(versions={}, latest_versions={})
+
+    async def run(self, job: Job, on_part: object) -> Generated:
+        return Generated([])
+
+
+async def fail(*_: object) -> Any:
+    raise TimeoutError("a call to the engine")
+
+
+def raise_at_once(*_: object) -> Any:
+    raise KeyError("staged")
+
+
+async def refuse(*_: object) -> Any:
+    raise InvalidRequest("staged: no", param="n")
+
+
+@pytest.mark.parametrize(
+    "place, error, code",
+    [
+        ("_control.before_job", fail, "generation_failed"),
+        ("_engine.run", fail, "generation_failed"),
+        ("_engine.run", refuse, "invalid_request"),
+        ("_control.before_job", refuse, "invalid_request"),
+        ("count", raise_at_once, "generation_failed"),
+        ("prefix_of", raise_at_once, "generation_failed"),
+        ("nowhere", fail, ""),
+    ],
+)
+def test_a_job_has_one_end_whatever_raises(
+    monkeypatch: pytest.MonkeyPatch, place: str, error: Any, code: str
+):
+    async def story() -> list[Any]:
+        server = WorkerServer(
+            Engine(),  # type: ignore[arg-type]
+            endpoint="ipc://none", worker_id="0", config=ServerConfig(), report=print,
+        )  # fmt: skip
+        posted: list[Any] = []
+        monkeypatch.setattr(server, "_post", lambda front_end, result: posted.append(result))
+        owner, _, name = place.rpartition(".")
+        if owner:
+            monkeypatch.setattr(getattr(server, owner), name, error)
+        elif place != "nowhere":
+            monkeypatch.setattr(f"workers.server.{place}", error)
+        await server._run_job(FrontEnd(0.0), JOB)
+        return posted
+
+    (end,) = asyncio.run(story())
+    assert (end.job_id, end.attempt) == (7, 2)
+    if code:
+        assert isinstance(end, Failed)
+        assert end.code == code
+    else:
+        assert isinstance(end, Completed)

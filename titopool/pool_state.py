@@ -1,0 +1,90 @@
+"""What all processes of a pool must agree on, although any of them may miss a command.
+
+Each heartbeat brings the front ends what a worker knows, each `Hello` brings the workers what a
+front end knows. Every part has a count that grows with each change; of two parts the one with the
+greater count holds. So a worker that was restarted, or cut off while a command went round, learns
+of it from whichever process it hears next, and front ends agree whatever they have seen.
+"""
+
+from typing import Literal
+
+import msgspec
+
+Policy = Literal["keep", "drain", "abort"]
+
+
+class PoolWeights(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Weights that a worker has, or that all should have."""
+
+    # Updates that the pool has had with these, and the last one's id, which tells apart two
+    # updates of the same count in a pool that was split.
+    num_updates: int = 0
+    update_id: str = ""
+    # The trainer's number for them.
+    version: int = 0
+    # Whether they are those that an engine loads at its start.
+    is_own: bool = True
+    # Where they lie, for workers that missed them; empty: they came through a group and lie nowhere.
+    folder: str = ""
+    # Digest of the folder's files.
+    files: str = ""
+
+    @property
+    def order(self) -> tuple[int, str]:
+        """Greater for later weights, equal for the same."""
+        return self.num_updates, self.update_id
+
+    def serves_as(self, wanted: "PoolWeights") -> bool:
+        """Whether a worker that has these has what all should have."""
+        return self.order == wanted.order or (self.is_own and wanted.is_own)
+
+
+class PoolPause(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Whether a client has stopped generation."""
+
+    # Pauses, renewals and ends of pauses so far.
+    num_changes: int = 0
+    # None: it goes on.
+    mode: Policy | None = None
+    # Seconds from when the message was written.
+    lease_left_s: float = 0.0
+
+
+class AdapterRecord(msgspec.Struct, frozen=True, array_like=True):
+    """A LoRA adapter that serves under a name."""
+
+    version: int
+    folder: str
+    # Digest of the folder's files.
+    files: str = ""
+
+
+class PoolAdapters(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The LoRA adapters, by name."""
+
+    num_changes: int = 0
+    by_name: dict[str, AdapterRecord] = {}
+
+
+class PoolState(msgspec.Struct, frozen=True, omit_defaults=True):
+    """All that is shared, of the pool that serves `model`."""
+
+    # Empty: nothing is known yet.
+    model: str = ""
+    weights: PoolWeights = PoolWeights()
+    pause: PoolPause = PoolPause()
+    adapters: PoolAdapters = PoolAdapters()
+
+    def merged(self, other: "PoolState") -> "PoolState":
+        """What is known with `other`; the same object if that says nothing new.
+
+        Of a pool with another model nothing is taken.
+        """
+        if not other.model or other.model != (self.model or other.model):
+            return self
+        weights = max(self.weights, other.weights, key=lambda one: one.order)
+        pause = max(self.pause, other.pause, key=lambda one: one.num_changes)
+        adapters = max(self.adapters, other.adapters, key=lambda one: one.num_changes)
+        if self.model and (weights, pause, adapters) == (self.weights, self.pause, self.adapters):
+            return self
+        return PoolState(other.model, weights, pause, adapters)

@@ -1,0 +1,64 @@
+"""The names of vLLM's engine options, without importing vllm, which takes seconds.
+
+They are read in its source, where each is an argument of `add_argument`. Where that cannot be
+(vLLM is not installed here, or its source is of another form, or a plugin may add options),
+nothing is known of them, and only vLLM's own parser refuses what is wrong.
+"""
+
+import ast
+import re
+from functools import cache
+from importlib.metadata import entry_points
+from importlib.util import find_spec
+from pathlib import Path
+
+SOURCE = "engine/arg_utils.py"
+# If these are not found, neither are others.
+EXPECTED = {"--dtype", "--max-model-len", "--tensor-parallel-size"}
+PLUGIN_GROUPS = ("vllm.general_plugins", "vllm.platform_plugins")
+# vLLM's parser takes these by itself.
+ALWAYS = frozenset({"--config", "--help", "-h", "-O"})
+
+
+@cache
+def option_names() -> frozenset[str] | None:
+    """All names, for instance `--dtype` and `-tp`; None if they are not known."""
+    spec = find_spec("vllm")
+    folders = spec.submodule_search_locations if spec else None
+    if not folders:
+        return None
+    try:
+        tree = ast.parse((Path(folders[0]) / SOURCE).read_bytes())
+    except (OSError, SyntaxError):
+        return None
+    names = set()
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+            continue
+        if node.func.attr == "add_argument":
+            for argument in node.args:
+                if not isinstance(argument, ast.Constant) or not isinstance(argument.value, str):
+                    return None
+                names.add(argument.value)
+    return ALWAYS | names if names >= EXPECTED else None
+
+
+def is_unknown(word: str) -> bool:
+    """Whether `word` of a command line is an option that vLLM is known not to have."""
+    names = option_names()
+    if names is None or not re.match(r"--?[A-Za-z]", word) or " " in word:
+        return False
+    # --compilation-config.mode=3, --lora_target_modules, -O3, -cc.mode
+    name = re.split("[=.]", word)[0].replace("_", "-")
+    if name in names or "--" + name.removeprefix("--no-") in names:
+        return False
+    is_short = not name.startswith("--")
+    return not (is_short and name[:2] in names) and not _plugins_may_add_options()
+
+
+def _plugins_may_add_options() -> bool:
+    return any(
+        not plugin.value.startswith("vllm.")
+        for group in PLUGIN_GROUPS
+        for plugin in entry_points(group=group)
+    )

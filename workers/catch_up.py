@@ -1,0 +1,150 @@
+"""Brings a worker to where its pool is, when it has missed a command.
+
+Runs in: each worker process, on its loop. A worker misses commands while it restarts, or while it
+cannot be reached; `workers/pool_view.py` says what the pool has done meanwhile.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable
+
+from titopool.commands import ApplyUpdate, BeginFolder, PrepareUpdate
+from titopool.errors import InvalidRequest, TitopoolError
+from titopool.pool_state import AdapterRecord
+from workers.adapters import Adapters
+from workers.ledger import digest_of_files
+from workers.pauses import Pauses
+from workers.pool_view import PoolView
+from workers.weight_checks import checked_folder
+from workers.weight_engine import WeightEngine
+from workers.weight_state import Phase
+from workers.weight_updates import Updates
+
+logger = logging.getLogger(__name__)
+
+# Between two looks without news: at what could not be done before.
+LOOK_EVERY_S = 1.0
+
+
+class CatchUp:
+    """Compares what should be with what is, and does what is missing."""
+
+    def __init__(
+        self,
+        pool: PoolView,
+        updates: Updates,
+        pauses: Pauses,
+        *,
+        engine: Callable[[], WeightEngine],
+        adapters: Callable[[], Adapters],
+        weights_root: str,
+        on_changed: Callable[[], None],
+    ):
+        """`on_changed` is called when other adapters serve."""
+        self._pool = pool
+        self._updates = updates
+        self._pauses = pauses
+        self._engine = engine
+        self._adapters = adapters
+        self._weights_root = weights_root
+        self._on_changed = on_changed
+        self._news = asyncio.Event()
+        # Of the folder whose weights were tried last: it is not tried twice.
+        self._tried: tuple[int, str] = (0, "")
+        # Adapters that could not be loaded, so that the log says so once.
+        self._failed: set[tuple[str, int]] = set()
+
+    def notify(self) -> None:
+        """There may be something to do."""
+        self._news.set()
+
+    async def run(self) -> None:
+        """Catches up whenever there are news; never returns."""
+        while True:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._news.wait(), LOOK_EVERY_S)
+            self._news.clear()
+            if self._pool.is_started:
+                await self.catch_up()
+
+    async def catch_up(self) -> None:
+        """Does what is missing now."""
+        for part in (self._follow_pauses, self._follow_weights, self._follow_adapters):
+            try:
+                await part()
+            except TitopoolError as error:
+                logger.warning("this worker is behind its pool: %s", error.message)
+            except Exception:
+                logger.exception("this worker could not catch up with its pool")
+
+    async def _follow_pauses(self) -> None:
+        await self._pauses.follow_pool(self._engine())
+
+    async def _follow_weights(self) -> None:
+        updates, state, wanted = self._updates, self._updates.state, self._pool.weights
+        if not updates.lacks_weights:
+            if state.weights.order != wanted.order and state.phase in (Phase.CLOSED, Phase.OPEN):
+                state.accept_own(wanted)
+            return
+        update = state.update
+        if state.phase is Phase.PREPARED and update is not None:
+            if update.update_id == wanted.update_id:
+                # Another worker has applied it, so all had prepared it.
+                await updates.apply(ApplyUpdate(update.update_id))
+                await updates.steps.wait("apply", update.update_id)
+            elif wanted.num_updates >= update.index:
+                await updates.abort(update.update_id, "the pool has gone on without this worker")
+        elif state.phase in (Phase.CLOSED, Phase.OPEN) and self._tried != wanted.order:
+            self._tried = wanted.order
+            if wanted.folder:
+                await self._load_folder()
+            else:
+                logger.warning(
+                    "the pool has weights of version %d, which this worker has not: it waits for "
+                    "the next update", wanted.version,
+                )  # fmt: skip
+
+    async def _load_folder(self) -> None:
+        wanted, updates = self._pool.weights, self._updates
+        if digest_of_files(wanted.folder) != wanted.files:
+            logger.warning(
+                "%s has changed since version %d, which this worker has not: it waits for the next "
+                "update", wanted.folder, wanted.version,
+            )  # fmt: skip
+            return
+        update_id = wanted.update_id
+        action = BeginFolder(update_id, wanted.version, wanted.num_updates, wanted.folder)
+        await updates.begin_folder(action, index=wanted.num_updates)
+        await updates.prepare(PrepareUpdate(update_id, updates.kindest_policy))
+        await updates.steps.wait("prepare", update_id)
+        await updates.apply(ApplyUpdate(update_id))
+        await updates.steps.wait("apply", update_id)
+
+    async def _follow_adapters(self) -> None:
+        adapters, wanted = self._adapters(), self._pool.adapters.by_name
+        before = adapters.versions
+        for name in before.keys() - wanted.keys():
+            adapters.unload(name)
+        for name, record in wanted.items():
+            key = name, record.version
+            if before.get(name) == record.version:
+                continue
+            try:
+                await self._load_adapter(name, record)
+                self._failed.discard(key)
+            except TitopoolError as error:
+                if key not in self._failed:
+                    logger.warning("adapter %s is not here: %s", name, error.message)
+                self._failed.add(key)
+        if adapters.versions != before:
+            self._on_changed()
+
+    async def _load_adapter(self, name: str, record: AdapterRecord) -> None:
+        adapters = self._adapters()
+        if not adapters.is_loaded(name, record.version):
+            folder = checked_folder(record.folder, self._weights_root, "lora_path")
+            if digest_of_files(folder) != record.files:
+                raise InvalidRequest(f"{folder} has changed since the adapter was loaded")
+            await adapters.load(name, record.version, folder)
+        adapters.switch(name, record.version)
