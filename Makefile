@@ -17,7 +17,7 @@ FASTER = $(PIP) install --quiet $(CONSTRAINTS) -e '.[fast]' 2>/dev/null \
 	  || echo "no C compiler: gunicorn parses HTTP in Python, which costs a little more"
 INSTALLED = $(VENV)/.installed-$(PLATFORM)
 TOOLS = $(VENV)/.installed-tools
-.PHONY: help install tools serve test check format bench bench-front bench-images bench-streams bench-weights bench-placement test-chaos test-compose clean
+.PHONY: help install tools serve test check format bench bench-front bench-images bench-streams bench-weights bench-placement test-chaos test-soak test-compose clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -76,6 +76,9 @@ format: tools  ## edits the sources into shape
 OUT ?= benchmarks/results/$(shell date +%F)-$(PLATFORM)
 BENCH ?=
 
+# How long test-soak goes on.
+SOAK_UPDATES ?= 1000
+
 bench: tools  ## this server, the bare engine, vLLM's server and TRL's in one run (BENCH=options, OUT=name)
 	$(BIN)/python -m benchmarks.bench --trl $(VENV)/trl/1.9.2 --out $(OUT) $(BENCH)
 
@@ -100,6 +103,9 @@ SEED ?= 0
 
 test-chaos: tools  ## kills, stops and cuts off parts of a pool of stub workers under load (SECONDS=60, SEED=0)
 	CHAOS_SECONDS=$(SECONDS) CHAOS_SEED=$(SEED) $(BIN)/python -m pytest -q -s --timeout=0 -m chaos tests/chaos $(ARGS)
+
+test-soak: tools  ## the memory of an engine over SOAK_UPDATES (1000) weight updates under load
+	SOAK_UPDATES=$(SOAK_UPDATES) $(BIN)/python -m pytest -s tests/test_weights_soak.py $(ARGS)
 
 test-compose: tools  ## builds and starts docker-compose.yml's cpu profile and asks it (needs a Docker engine)
 	$(BIN)/python -m pytest -q -m compose tests/compose $(ARGS)

@@ -31,6 +31,8 @@ HOLDERS = {
         "workers/weight_engine.py",
         "workers/weight_extension.py",
         "workers/weight_group.py",
+        "workers/weight_reach.py",
+        "workers/weight_reload.py",
     },
     "torch": {
         "titopool/demo_model.py",
@@ -43,7 +45,10 @@ HOLDERS = {
         "workers/weight_copy.py",
         "workers/weight_extension.py",
         "workers/weight_group.py",
+        "workers/weight_reach.py",
         "workers/weight_receiver.py",
+        "workers/weight_reload.py",
+        "workers/weight_sinks.py",
     },
     "transformers": {
         "titopool/demo_model.py",

@@ -209,6 +209,17 @@ def test_requests_after_an_update_have_its_version_and_nothing_is_kept():
     assert not versions._histories
 
 
+def test_a_request_that_ends_while_weights_are_loaded_leaves_no_history():
+    versions = Versions()
+    with versions.request(1) as ended, versions.request(2) as open_still:
+        progress = {ended: {0: 3}, open_still: {0: 4}}
+        versions.open.discard(ended)
+        assert versions.take(ended).spans(0, 3) == [(0, 0)]
+        versions.switch(1, progress)
+    assert versions.take(open_still).spans(0, 6) == [(0, 0), (1, 4)]
+    assert not versions._histories
+
+
 def test_what_cannot_be_given_up_is_left_behind():
     assert within(5, "nothing", lambda: 3) == 3
     with pytest.raises(ZeroDivisionError):

@@ -40,6 +40,10 @@ def prepare_environment(environ: MutableMapping[str, str], *, on_cpu: bool) -> N
         # Engines share the cores with front ends and each other: a thread that spins at the
         # end of each parallel loop takes the core from those it waits for.
         environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+        # oneDNN keeps what it has compiled for the last 1,024 shapes, up to 2 MiB each: batches of
+        # ever new sizes, as weight updates make them, would add more than a GiB to an engine.
+        # Compiling one again takes less than a millisecond.
+        environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")
         # One process less to start: the engine core runs the model itself.
         environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 

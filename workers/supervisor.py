@@ -43,8 +43,12 @@ TURN_S = 0.2
 STOP_TIMEOUT_S = 4.0
 LAST_LINES = 300
 WORKER_COMMAND = (sys.executable, "-m", "workers")
-# vLLM's message when its engine process fails; that process has logged the reason before.
-ENGINE_CORE_FAILED = "Engine core initialization failed"
+# What a worker says when its engine process has failed; that process has logged the reason before.
+ENGINE_FAILED = ("Engine core initialization failed", "EngineDead: ")
+# vLLM's line before the reason when it fails after its start; one that was killed has none.
+ENGINE_DIES = "EngineCore encountered a fatal error"
+# In what vLLM raises in one process because another one has failed.
+SUMMARY = "root cause"
 RAISED = re.compile(r"(?:^|\s)((?:\w+\.)*\w*(?:Error|Exception): .+)")
 LONGEST_PAUSE_S = 60.0
 # A worker that was ready for less than this died quickly.
@@ -268,7 +272,7 @@ class Supervisor:
 
     def _describe(self, worker: WorkerProcess, cause: str) -> str:
         lines = [line for line in worker.last_lines if line.strip()]
-        if ENGINE_CORE_FAILED in cause:
+        if any(text in cause for text in ENGINE_FAILED):
             cause, lines = root_cause(lines, cause)
         phase = worker.phase or "starting"
         return f"{worker.name} could not start ({phase}): {cause}\n{worker.log.quoted(lines)}"
@@ -316,10 +320,12 @@ class Supervisor:
 
 
 def root_cause(lines: list[str], fallback: str) -> tuple[str, list[str]]:
-    """The last exception that the log shows before vLLM's summary, and the lines up to it."""
+    """The last exception that the log shows before vLLM's summaries, and the lines up to it."""
+    if "EngineDead: " in fallback and not any(ENGINE_DIES in line for line in lines):
+        return fallback, lines
     for index in reversed(range(len(lines))):
         found = RAISED.search(lines[index])
-        if found and ENGINE_CORE_FAILED not in lines[index]:
+        if found and SUMMARY not in lines[index]:
             return found[1], lines[: index + 1]
     return fallback, lines
 

@@ -74,8 +74,11 @@ class Versions:
         return self._histories.pop(request_id, None) or History(self.current)
 
     def switch(self, version: int, progress: Progress) -> None:
-        """`version` serves from now on; `progress` is of the requests that are open."""
+        """`version` serves from now on; `progress` is of requests that were open a moment ago."""
         for request_id, counts in progress.items():
+            if request_id not in self.open:
+                # It ended meanwhile: nobody would take its history.
+                continue
             history = self._histories.setdefault(request_id, History(self.current))
             history.end(self.current, counts, version)
         self.current = version

@@ -157,6 +157,11 @@ class Catalogue:
         found = LAYER.match(key)
         return found is not None and found[1] in self._modules and found[0] not in self._modules
 
+    @property
+    def tensors(self) -> list[TensorInfo]:
+        """All that the model takes, as a checkpoint has them."""
+        return list(self._tensors.values())
+
     @functools.cached_property
     def largest_layer_bytes(self) -> int:
         """Bytes of the layer that has most, as it lies in a checkpoint."""

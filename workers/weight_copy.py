@@ -10,6 +10,8 @@ at the first update; later ones repeat their copies.
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from workers.weight_reach import Places, Reach, changed_by, refuse_half_loaded, watching
+
 # What a layer may do with its weights after they are loaded, on a GPU: nothing.
 PLAIN_METHODS = frozenset(("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod"))
 PLAIN_LAYERS = frozenset(("Attention", "MMEncoderAttention"))
@@ -67,6 +69,30 @@ class CopyPlan:
         torch._foreach_copy_([copy.target for copy in wanted], sources)
 
 
+def learn(model: Any, tensors: Tensors, reach: Reach | None) -> CopyPlan | None:
+    """As `load_and_learn`; `reach` is what the tensors should write, if that is known.
+
+    Raises:
+        HalfLoaded: less of the model was written.
+    """
+    places = Places(model)
+
+    def count(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        for tensor in changed_by(func, args, kwargs):
+            places.note(tensor)
+        return func(*args, **kwargs)
+
+    with watching(count):
+        plan = load_and_learn(model, tensors)
+    if reach is not None:
+        written = places.written
+        refuse_half_loaded(
+            [name for name, num in reach.written.items() if written.get(name, 0) < num]
+        )
+        reach.is_proven = True
+    return plan
+
+
 def load_and_learn(model: Any, tensors: Tensors) -> CopyPlan | None:
     """Loads `tensors` by the model's own loaders, and watches them.
 
@@ -92,24 +118,18 @@ class _Watch:
 
     def __enter__(self) -> None:
         from torch.ops import aten
-        from torch.utils._python_dispatch import TorchDispatchMode
 
-        watch, padding = self, (aten.fill_.Scalar, aten.zero_.default)
+        padding = (aten.fill_.Scalar, aten.zero_.default)
 
-        class Mode(TorchDispatchMode):  # type: ignore[misc]
-            def __torch_dispatch__(
-                self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-            ) -> Any:
-                if func is aten.copy_.default:
-                    watch.add(args[0], args[1])
-                elif func in padding and args[0].numel() != 1:
-                    # Always the same; a parameter of one number may be filled with a tensor's.
-                    pass
-                elif func._schema.is_mutable:
-                    watch.is_plain = False
-                return func(*args, **(kwargs or {}))
+        def look(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            if func is aten.copy_.default:
+                self.add(args[0], args[1])
+            elif func not in padding or args[0].numel() == 1:
+                # Padding is always the same; a parameter of one number may be filled with a tensor's.
+                self.is_plain = False
+            return func(*args, **kwargs)
 
-        self._mode = Mode()
+        self._mode = watching(look)
         self._mode.__enter__()
 
     def __exit__(self, *error: Any) -> None:

@@ -7,6 +7,7 @@ caller sets one. None may be cancelled and repeated in place of an answer that i
 """
 
 import asyncio
+from collections.abc import Collection
 from typing import Any, Protocol
 
 from titopool.commands import Policy
@@ -34,7 +35,7 @@ class WeightEngine(Protocol):
 
         Raises:
             InvalidRequest: a process refused.
-            WeightUpdateFailed: it failed in one.
+            WeightUpdateFailed: it failed in one, or one refused what another has begun.
         """
 
     async def pause(self, policy: Policy) -> None:
@@ -51,7 +52,7 @@ class WeightEngine(Protocol):
         """
 
     async def progress(self) -> Progress:
-        """Tokens of all open requests; generation must stand."""
+        """Tokens of the requests that are open when it is called; generation must stand."""
 
 
 class VllmWeights:
@@ -66,8 +67,10 @@ class VllmWeights:
 
     async def call(self, method: str, *args: Any) -> list[Any]:
         answers = await self._llm.collective_rpc(f"titopool_weights_{method}", args=args)
+        # A process that has begun to receive waits for tensors: the session must end.
+        has_begun = method == "begin" and any(kind == "ok" for kind, _ in answers)
         for kind, value in answers:
-            if kind == "refused":
+            if kind == "refused" and not has_begun:
                 raise InvalidRequest(value)
             if kind == "broken":
                 raise EngineBroken(value)
@@ -95,24 +98,26 @@ class VllmWeights:
             raise WeightUpdateFailed("vLLM could not clear its prefix cache")
 
     async def progress(self) -> Progress:
-        if not self._versions.open:
-            return {}
+        # Those that come while the engine stands have no token, and must not prolong the wait.
+        waiting_for = set(self._versions.open)
         # What the engine made before it stood may still be in this process's queues.
-        found, last = self._count(), None
+        found, last = self._count(waiting_for), None
         for _ in range(MAX_SETTLES):
-            if found == last and self._versions.open <= found.keys():
+            still_open = waiting_for & self._versions.open
+            if not still_open or (found == last and still_open <= found.keys()):
                 break
             await asyncio.sleep(SETTLE_S)
-            found, last = self._count(), found
+            found, last = self._count(waiting_for), found
         return found
 
-    def _count(self) -> dict[str, dict[int, int]]:
+    def _count(self, request_ids: Collection[str]) -> dict[str, dict[int, int]]:
+        """The tokens of those of the requests that are open."""
         found: dict[str, dict[int, int]] = {}
         for state in self._llm.output_processor.request_states.values():
             # Sequences of one request carry their own ids; it has the one that we gave.
             parent = state.parent_req
             request_id = state.external_req_id if parent is None else parent.external_req_id
-            if state.detokenizer is not None:
+            if request_id in request_ids and state.detokenizer is not None:
                 counts = found.setdefault(request_id, {})
                 counts[state.request_index] = state.detokenizer.num_output_tokens()
         return found

@@ -9,6 +9,7 @@ vLLM would take the answers of those that did not raise for those of the next ca
 import functools
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +27,13 @@ from workers.weight_catalogue import (
     weight_files,
 )
 from workers.weight_conversion import Conversions
-from workers.weight_copy import CopyPlan, keeps_checkpoints_layout, load_and_learn
+from workers.weight_copy import CopyPlan, keeps_checkpoints_layout, learn
 from workers.weight_group import GroupArgs
+from workers.weight_reach import HalfLoaded, Reach
 from workers.weight_receiver import Receiver
+from workers.weight_rehearsals import Rehearsals
+from workers.weight_reload import reload
+from workers.weight_sinks import renew_sinks
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +58,8 @@ def answers(method: Callable[..., Any]) -> Callable[..., Answer]:
             return ["refused", str(error)]
         except Stuck as error:
             return ["broken", str(error)]
+        except HalfLoaded as error:
+            return ["error", str(error)]
         except Exception as error:
             logger.warning("%s failed", method.__name__, exc_info=True)
             return ["error", f"{type(error).__name__}: {error}"]
@@ -67,12 +74,15 @@ class WeightExtension:
     # Of sessions that have ended.
     _titopool_left: Sequence[Receiver] = ()
     _titopool_catalogue: Catalogue | None = None
+    _titopool_rehearsals: Rehearsals | None = None
     _titopool_fit: Fit | None = None
+    # What the tensors of the update under way write; None: it is not known.
+    _titopool_reach: Reach | None = None
     _titopool_folder: Path | None = None
     _titopool_plan: CopyPlan | None = None
     _titopool_is_plain: bool | None = None
-    # The last list of tensors, whether it was a part, and how it fits.
-    _titopool_checked: tuple[bytes, bool, Fit] | None = None
+    # The last list of tensors, whether it was a part, how it fits and what it writes.
+    _titopool_checked: tuple[bytes, bool, Fit, Reach | None] | None = None
     # vLLM's worker has these.
     get_model: Any
     device: Any
@@ -151,9 +161,15 @@ class WeightExtension:
         if checked is None or checked[:2] != (tensors, is_partial):
             # A trainer sends the same list again and again.
             fit = self._titopool_known().fit(infos, is_partial=is_partial)
-            self._titopool_checked = checked = (tensors, is_partial, fit)
+            reach = None
+            if not fit.split_layers:
+                is_reload = not self._titopool_has_plain_layers()
+                reach = self._titopool_rehearse(
+                    infos, fit, is_partial=is_partial, is_reload=is_reload
+                )
+            self._titopool_checked = checked = (tensors, is_partial, fit, reach)
         fit = checked[2]
-        self._titopool_fit, self._titopool_folder = fit, None
+        self._titopool_fit, self._titopool_reach, self._titopool_folder = fit, checked[3], None
         told = {
             "missing": fit.missing,
             "ignored": fit.ignored,
@@ -167,6 +183,9 @@ class WeightExtension:
         """Checks what a folder holds, for `titopool_weights_apply`."""
         tensors = folder_tensors(Path(folder))
         fit = self._titopool_known().fit(tensors, is_partial=False)
+        self._titopool_reach = self._titopool_rehearse(
+            tensors, fit, is_partial=False, is_reload=True
+        )
         self._titopool_fit, self._titopool_folder = fit, Path(folder)
         return {"ignored": fit.ignored, "num_tensors": len(tensors)}
 
@@ -190,7 +209,7 @@ class WeightExtension:
             self._titopool_copy(dict(tensors))
         else:
             self._titopool_plan = None
-            _reload(self, tensors)
+            self._titopool_reload(tensors)
         self._titopool_forget()
         return {"loaded": len(loaded)}
 
@@ -224,16 +243,42 @@ class WeightExtension:
             return 0
         return 2 * self._titopool_known().largest_layer_bytes
 
-    def _titopool_copy(self, tensors: dict[str, Any]) -> None:
+    @contextmanager
+    def _titopool_in_model(self) -> Iterator[None]:
         import torch
         from vllm.config import set_current_vllm_config
 
-        plan = self._titopool_plan
         with torch.no_grad(), set_current_vllm_config(self.vllm_config):
+            yield
+
+    def _titopool_rehearse(
+        self, tensors: Sequence[TensorInfo], fit: Fit, *, is_partial: bool, is_reload: bool
+    ) -> Reach | None:
+        if self._titopool_rehearsals is None:
+            self._titopool_rehearsals = Rehearsals(
+                self.get_model(),
+                self._titopool_known(),
+                is_quantized=self.model_config.quantization is not None,
+            )
+        with self._titopool_in_model():
+            return self._titopool_rehearsals.check(
+                tensors, fit, is_partial=is_partial, is_reload=is_reload
+            )
+
+    def _titopool_copy(self, tensors: dict[str, Any]) -> None:
+        plan = self._titopool_plan
+        with self._titopool_in_model():
             if plan is not None and plan.fits(tensors):
                 plan.run(tensors)
             else:
-                self._titopool_plan = load_and_learn(self.get_model(), tensors)
+                self._titopool_plan = learn(self.get_model(), tensors, self._titopool_reach)
+        _settle(self)
+
+    def _titopool_reload(self, tensors: Iterator[tuple[str, Any]]) -> None:
+        is_cpu = self.device.type == "cpu"
+        with self._titopool_in_model():
+            reach = self._titopool_reach
+            reload(self.get_model(), self.model_config, tensors, reach, on_cpu=is_cpu)
         _settle(self)
 
     def _titopool_known(self) -> Catalogue:
@@ -242,7 +287,7 @@ class WeightExtension:
         return self._titopool_catalogue
 
     def _titopool_forget(self) -> None:
-        self._titopool_fit = self._titopool_folder = None
+        self._titopool_fit = self._titopool_reach = self._titopool_folder = None
         if self._titopool_receiver is not None:
             self._titopool_receiver.drop()
 
@@ -281,46 +326,11 @@ def _split(
             yield name, tensor
 
 
-def _reload(worker: Any, tensors: Iterator[tuple[str, Any]]) -> None:
-    import torch
-    from vllm.config import set_current_vllm_config
-    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
-    from vllm.model_executor.model_loader.reload import (
-        finalize_layerwise_reload,
-        initialize_layerwise_reload,
-    )
-
-    model, is_cpu = worker.get_model(), worker.device.type == "cpu"
-    with torch.no_grad(), set_current_vllm_config(worker.vllm_config):
-        kernels = _take_kernels(model) if is_cpu else {}
-        initialize_layerwise_reload(model)
-        model.load_weights(tensors)
-        finalize_layerwise_reload(model, worker.model_config)
-        for method, kernel in kernels.items():
-            # Of a layer of which nothing came.
-            method.moe_kernel = method.moe_kernel or kernel
-        if is_cpu:
-            # A head that shares the embedding's weights has a packed copy of them there.
-            for module in model.modules():
-                if isinstance(module, ParallelLMHead):
-                    module.quant_method.process_weights_after_loading(module)
-    _settle(worker)
-
-
-def _take_kernels(model: Any) -> dict[Any, Any]:
-    """Those of experts, away from their layers, by method: vLLM packs experts for a CPU only where
-    there is none yet."""
-    methods: list[Any] = [getattr(module, "quant_method", None) for module in model.modules()]
-    kernels = {one: one.moe_kernel for one in methods if getattr(one, "moe_kernel", None)}
-    for method in kernels:
-        method.moe_kernel = None
-    return kernels
-
-
 def _settle(worker: Any) -> None:
     """What is to be done behind both ways of loading."""
     import torch
 
+    renew_sinks(worker.get_model())
     reset = getattr(worker.model_runner, "reset_lora_state", None)
     if reset is not None:
         reset()

@@ -76,8 +76,10 @@ class Receiver:
         self._is_closed = True
         self.drop()
         self._work.put(None)
-        if self._group is not None:
-            self._group.channel.cancel()
+        # The receiver's thread may leave the group at any time.
+        group = self._group
+        if group is not None:
+            group.channel.cancel()
 
     def has_ended(self, timeout_s: float) -> bool:
         """Whether the thread is gone, after at most `timeout_s`."""

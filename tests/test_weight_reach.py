@@ -1,0 +1,324 @@
+"""What loaders write is rehearsed and counted: toy models in vLLM's own layerwise reload."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from titopool.commands import TensorInfo
+from workers.weight_catalogue import Catalogue, Fit, Refused
+from workers.weight_copy import learn
+from workers.weight_reach import HalfLoaded, rehearse
+from workers.weight_rehearsals import Rehearsals
+from workers.weight_reload import reload
+from workers.weight_sinks import copied_sinks, renew_sinks
+
+Load = Callable[["Toy", str, torch.Tensor], None]
+
+
+class Layer(torch.nn.Module):
+    def __init__(self, *names: str):
+        super().__init__()
+        for name in names:
+            value = torch.zeros(4, 3)
+            self.register_parameter(name, torch.nn.Parameter(value, requires_grad=False))
+
+
+class Toy(torch.nn.Module):
+    """Two layers, the first with two parameters; `load` puts one tensor where it belongs."""
+
+    def __init__(self, load: Load):
+        super().__init__()
+        self.first = Layer("one", "two")
+        self.second = Layer("one")
+        self.seen: list[str] = []
+        self._load = load
+        from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
+
+        record_metadata_for_reloading(self)
+
+    def load_weights(self, weights: Any) -> None:
+        for name, tensor in weights:
+            self.seen = [*self.seen, name]
+            self._load(self, name, tensor)
+
+    def state(self) -> dict[str, torch.Tensor]:
+        return {name: one.clone() for name, one in self.named_parameters()}
+
+
+NAMES = ["first.one", "first.two", "second.one"]
+INFOS = [TensorInfo(name, "float32", [4, 3]) for name in NAMES]
+FIT = Fit()
+
+
+def tensors() -> dict[str, torch.Tensor]:
+    return {name: torch.randn(4, 3) for name in NAMES}
+
+
+def by_loader(model: Toy, name: str, tensor: torch.Tensor) -> None:
+    from vllm.model_executor.model_loader.weight_utils import default_weight_loader
+
+    parameter = model.get_parameter(name)
+    getattr(parameter, "weight_loader", default_weight_loader)(parameter, tensor)
+
+
+def past_loader(model: Toy, name: str, tensor: torch.Tensor) -> None:
+    """One parameter half by half, another by its loader, the third as a whole."""
+    if name == "first.one":
+        model.first.one.data[:2].copy_(tensor[:2])
+        model.first.one.data.narrow(0, 2, 2).copy_(tensor.narrow(0, 2, 2))
+    elif name == "second.one":
+        model.second.one.copy_(tensor)
+    else:
+        by_loader(model, name, tensor)
+
+
+def run(model: Toy, sent: dict[str, torch.Tensor], reach: Any = None) -> None:
+    with torch.no_grad():
+        reload(model, None, iter(sent.items()), reach, on_cpu=False)
+
+
+def copy(model: Toy, sent: dict[str, torch.Tensor], reach: Any) -> None:
+    with torch.no_grad():
+        learn(model, sent, reach)
+
+
+@pytest.mark.parametrize("load", [by_loader, past_loader])
+@pytest.mark.parametrize("order", [NAMES, NAMES[::-1]])
+@pytest.mark.parametrize("is_rehearsed", [True, False])
+def test_a_reload_writes_what_comes_also_past_the_loaders(
+    load: Load, order: list[str], is_rehearsed: bool
+):
+    model = Toy(load)
+    memory = {name: one.data_ptr() for name, one in model.named_parameters()}
+    reach = rehearse(model, INFOS, is_reload=True) if is_rehearsed else None
+    for _ in range(3):
+        sent = tensors()
+        run(model, {name: sent[name] for name in order}, reach)
+        for name, parameter in model.named_parameters():
+            assert torch.equal(parameter, sent[name]), name
+            # CUDA graphs know the address.
+            assert parameter.data_ptr() == memory[name]
+    if reach is not None:
+        assert reach.is_proven
+        assert reach.past_loaders == (set() if load is by_loader else {"first.one", "second.one"})
+
+
+def makes_a_parameter(model: Toy, name: str, tensor: torch.Tensor) -> None:
+    """As vLLM makes the bias of some heads when it comes."""
+    by_loader(model, name, tensor)
+    if name == "second.one":
+        model.second.bias = torch.nn.Parameter(torch.zeros(4, 3), requires_grad=False)
+        model.second.bias.data.copy_(tensor)
+
+
+def test_a_parameter_that_is_made_amid_loading_is_not_in_the_way():
+    model = Toy(makes_a_parameter)
+    reach = rehearse(model, INFOS, is_reload=True)
+    assert not hasattr(model.second, "bias")
+    assert reach.missed(dict, is_whole=True) == []
+
+
+def test_a_part_leaves_the_other_layers():
+    model = Toy(past_loader)
+    before, sent = model.state(), tensors()
+    run(model, {"second.one": sent["second.one"]}, rehearse(model, INFOS[2:], is_reload=True))
+    assert torch.equal(model.second.one, sent["second.one"])
+    assert torch.equal(model.first.one, before["first.one"])
+
+
+def moved(model: Toy, name: str, tensor: torch.Tensor) -> None:
+    """As loaders do that move a tensor to the model's GPU first."""
+    by_loader(model, name, tensor.to("cpu", torch.float64).to(torch.float32))
+
+
+@pytest.mark.parametrize("is_reload", [True, False])
+@pytest.mark.parametrize("load", [by_loader, past_loader, moved])
+def test_a_rehearsal_changes_nothing(load: Load, is_reload: bool):
+    model = Toy(load)
+    run(model, tensors())
+    before, objects = model.state(), dict(model.named_parameters())
+    seen, attributes = list(model.seen), dict(model.first.one.__dict__)
+    for _ in range(2):
+        reach = rehearse(model, INFOS, is_reload=is_reload)
+        assert reach.written == dict.fromkeys(NAMES, 12)
+        assert reach.missed(dict, is_whole=True) == []
+    assert model.seen == seen
+    assert model.first.one.__dict__ == attributes
+    for name, parameter in model.named_parameters():
+        assert parameter is objects[name]
+        assert torch.equal(parameter, before[name])
+
+
+def but_one(model: Toy, name: str, tensor: torch.Tensor) -> None:
+    """A loader that leaves out what it does not know, as many of vLLM's do."""
+    if name != "second.one":
+        by_loader(model, name, tensor)
+
+
+def by_half(model: Toy, name: str, tensor: torch.Tensor) -> None:
+    if name == "first.two":
+        model.first.two.data[:2].copy_(tensor[:2])
+    else:
+        by_loader(model, name, tensor)
+
+
+@pytest.mark.parametrize(
+    "load, name, num",
+    [(but_one, "second.one", 0), (by_half, "first.two", 6)],
+    ids=["not-at-all", "by-half"],
+)
+@pytest.mark.parametrize("is_reload", [True, False])
+def test_what_would_stay_old_is_known_before(load: Load, name: str, num: int, is_reload: bool):
+    reach = rehearse(Toy(load), INFOS, is_reload=is_reload)
+    usual = dict.fromkeys(NAMES, 12)
+    assert reach.missed(lambda: usual, is_whole=True) == [name]
+    # What the model's own checkpoint does not fill either is padding, or set otherwise.
+    assert reach.missed(lambda: usual | {name: num}, is_whole=True) == []
+    if num == 0:
+        assert reach.missed(lambda: usual, is_whole=False) == []
+
+
+def test_a_parameter_of_a_layer_that_is_made_anew_would_hold_anything():
+    reach = rehearse(Toy(by_loader), INFOS[:1], is_reload=True)
+    assert reach.missed(dict, is_whole=False) == ["first.two"]
+    # The model's loaders alone write to nothing else.
+    assert rehearse(Toy(by_loader), INFOS[:1], is_reload=False).missed(dict, is_whole=False) == []
+
+
+def gives_other_memory(model: Toy, name: str, tensor: torch.Tensor) -> None:
+    if name == "second.one":
+        model.second.one.data = tensor.clone()
+    else:
+        by_loader(model, name, tensor)
+
+
+class Attention(Layer):
+    """vLLM makes layers with this method anew behind all others."""
+
+    def process_weights_after_loading(self, dtype: Any) -> None:
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize("kind", ["memory", "attention"])
+def test_writes_that_a_reload_cannot_follow_are_known_before(kind: str):
+    model = Toy(gives_other_memory if kind == "memory" else past_loader)
+    if kind == "attention":
+        model.second.__class__ = Attention
+    objects = {name: one.data_ptr() for name, one in model.named_parameters()}
+    reach = rehearse(model, INFOS, is_reload=True)
+    assert "second.one" in reach.missed(dict, is_whole=True)
+    assert {name: one.data_ptr() for name, one in model.named_parameters()} == objects
+
+
+def test_tied_weights_count_once():
+    model = Toy(lambda model, name, tensor: name == "second.one" or by_loader(model, name, tensor))
+    model.second.one = model.first.one
+    for is_reload in (True, False):
+        reach = rehearse(model, INFOS, is_reload=is_reload)
+        assert reach.missed(lambda: dict.fromkeys(NAMES, 12), is_whole=True) == []
+
+
+def twice(model: Toy, name: str, tensor: torch.Tensor) -> None:
+    """vLLM counts elements, takes the layer for whole too early and drops the rest."""
+    by_loader(model, name, tensor)
+    if name == "first.one":
+        by_loader(model, name, tensor)
+
+
+def test_a_tensor_that_vllm_drops_on_the_way_is_an_error():
+    model = Toy(twice)
+    reach = rehearse(model, INFOS, is_reload=True)
+    assert reach.missed(dict, is_whole=True) == []
+    with pytest.raises(HalfLoaded, match=r"1 of the model's .* first\.two; start the server with"):
+        run(model, tensors(), reach)
+    assert not reach.is_proven
+
+
+def forgetful(model: Toy, name: str, tensor: torch.Tensor) -> None:
+    """Loads the second layer once only."""
+    if name != "second.one" or model.seen.count(name) == 1:
+        by_loader(model, name, tensor)
+
+
+@pytest.mark.parametrize("is_reload", [True, False])
+def test_a_load_that_does_less_than_was_rehearsed_is_an_error(is_reload: bool):
+    model = Toy(forgetful)
+    reach = rehearse(model, INFOS, is_reload=is_reload)
+    model.seen = ["second.one"]
+    with pytest.raises(HalfLoaded, match=r"second\.one"):
+        (run if is_reload else copy)(model, tensors(), reach)
+
+
+class Backend:
+    """Has the sinks that it was made with, or a copy of them."""
+
+    def __init__(self, sinks: torch.Tensor):
+        self.sinks = sinks
+
+
+def test_copies_of_sinks_are_renewed_or_the_update_is_refused():
+    model, fit = Toy(by_loader), Catalogue(INFOS).fit(INFOS, is_partial=False)
+    owner = model.second
+    owner.sinks = torch.nn.Parameter(torch.ones(4), requires_grad=False)
+    owner.attn = torch.nn.Module()
+    owner.attn.impl = Backend(owner.sinks)
+    assert list(copied_sinks(model)) == []
+    with torch.inference_mode():
+        copied = owner.attn.impl.sinks = owner.sinks.to(torch.float64)
+    owner.sinks.data.fill_(3.0)
+    assert [path for path, *_ in copied_sinks(model)] == ["second.attn"]
+    renew_sinks(model)
+    assert owner.attn.impl.sinks is copied
+    assert copied.tolist() == [3.0] * 4
+    owner.attn.impl = Backend(torch.ones(5))
+    known = Rehearsals(model, Catalogue(INFOS), is_quantized=True)
+    with pytest.raises(Refused, match=r"second\.attn \(its sinks\)"):
+        known.check(INFOS, fit, is_partial=False, is_reload=False)
+
+
+def reads_values(model: Toy, name: str, tensor: torch.Tensor) -> None:
+    if float(tensor.sum()) < 1e9:
+        by_loader(model, name, tensor)
+
+
+def rehearsals(load: Load) -> Rehearsals:
+    return Rehearsals(Toy(load), Catalogue(INFOS), is_quantized=False)
+
+
+def test_a_list_is_refused_with_the_parameters_that_it_leaves():
+    fit = Catalogue(INFOS).fit(INFOS, is_partial=False)
+    known = rehearsals(past_loader)
+    assert known.check(INFOS, fit, is_partial=False, is_reload=True) is known.check(
+        INFOS, fit, is_partial=False, is_reload=True
+    )
+    with pytest.raises(Refused, match=r"1 of the model's parameters would keep .* second\.one;"):
+        rehearsals(gives_other_memory).check(INFOS, fit, is_partial=False, is_reload=True)
+    # The model's own checkpoint would not fill it either.
+    with pytest.raises(Refused, match=r"second\.one;"):
+        rehearsals(but_one).check(INFOS, fit, is_partial=False, is_reload=True)
+    scales = Rehearsals(Toy(but_one), Catalogue(INFOS), is_quantized=True)
+    assert scales.check(INFOS, fit, is_partial=False, is_reload=True) is not None
+    partial = Catalogue(INFOS).fit(INFOS[2:], is_partial=True)
+    assert known.check(INFOS[2:], partial, is_partial=True, is_reload=True).written == {
+        "second.one": 12
+    }
+
+
+def test_a_part_of_a_model_of_which_nothing_is_known_may_come():
+    known = Rehearsals(Toy(by_loader), Catalogue([]), is_quantized=False)
+    part = known.check(INFOS[2:], FIT, is_partial=True, is_reload=True)
+    assert part is not None
+    assert part.written == {"second.one": 12}
+    with pytest.raises(Refused, match=r"2 of the model's .* first\.one, first\.two;"):
+        known.check(INFOS[2:], FIT, is_partial=False, is_reload=True)
+
+
+def test_where_a_loader_looks_at_values_loading_tells():
+    known = rehearsals(reads_values)
+    fit = Catalogue(INFOS).fit(INFOS, is_partial=False)
+    assert known.check(INFOS, fit, is_partial=False, is_reload=True) is None
+    model, sent = Toy(reads_values), tensors()
+    run(model, sent)
+    assert torch.equal(model.first.two, sent["first.two"])

@@ -1,0 +1,69 @@
+"""Loaders that leave out a tensor: the update is refused, or the worker ends; none serves half of it."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ENGINE_OPTIONS
+from tests.forgetful_extension import LEFT_OUT
+from tests.servers import Server, running_server, wait_until
+from tests.test_weights import worker_pids
+from tests.trainer import tensors_of
+from tests.trl_weights_client import update_by_trl
+from tests.weights import assert_serves, need_gpus, weights_client
+from titopool.demo_model import make_model
+from titopool.weights_client import WeightsError
+
+NUM_WORKERS = 2
+
+
+def test_what_loaders_leave_out_is_refused_or_ends_the_workers(tiny_model: str, tmp_path: Path):
+    need_gpus(NUM_WORKERS + 1)
+    other, forgets = tmp_path / "other", tmp_path / "forgets"
+    other.mkdir()
+    make_model(other, seed=1)
+    options = (
+        "--num-workers", str(NUM_WORKERS), "--num-front-ends", "1", "--weights-root", str(tmp_path),
+        "--worker-extension-cls", "tests.forgetful_extension.ForgetfulExtension", *ENGINE_OPTIONS,
+    )  # fmt: skip
+    log = tmp_path / "log"
+    forgets.write_text("always")
+    with running_server(
+        tiny_model, *options, log=log, num_workers=NUM_WORKERS, FORGETS=str(forgets)
+    ) as server:
+        server.num_workers = NUM_WORKERS
+        refuses(server, str(other), tiny_model)
+        forgets.write_text("loading")
+        ends_workers(server, str(other), tiny_model)
+
+
+def refuses(server: Server, other: str, own: str) -> None:
+    """Before anything is sent; the group and the old weights stay."""
+    client = weights_client(server, timeout_s=60)
+    new = tensors_of(other)
+    for update in (
+        lambda: client.update(new, policy="keep"),
+        lambda: client.update_from_folder(other, policy="keep"),
+    ):
+        with pytest.raises(WeightsError, match="1 of the model's parameters would keep") as caught:
+            update()
+        assert caught.value.status == 400
+        assert f": {LEFT_OUT}; put the new weights into a folder" in str(caught.value)
+        assert_serves(server, own, times=2)
+    client.close()
+    with pytest.raises(AssertionError, match=LEFT_OUT):
+        update_by_trl(server.url, other)
+    assert_serves(server, own, times=2)
+
+
+def ends_workers(server: Server, other: str, own: str) -> None:
+    """What a rehearsal could not know shows in the end; the workers begin again."""
+    client = weights_client(server, timeout_s=60)
+    pids = worker_pids(server)
+    # Another order, which has not been rehearsed yet.
+    with pytest.raises(WeightsError, match="half loaded") as caught:
+        client.update(tensors_of(other)[::-1], policy="keep")
+    assert f": {LEFT_OUT}; start the server with a folder" in str(caught.value)
+    wait_until(lambda: not set(pids) & set(worker_pids(server)), 60)
+    server.wait_until_ready(server.num_workers)
+    assert_serves(server, own, times=2)

@@ -1,0 +1,114 @@
+"""The memory of an engine over many weight updates.
+
+With the variable SOAK_UPDATES (1000, say) there is a longer form, with clients beside it.
+"""
+
+import os
+import random
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.conftest import ENGINE_OPTIONS
+from tests.servers import Server, running_server
+from tests.trainer import tensors_of
+from tests.weights import assert_serves, need_gpus, weights_client
+from titopool.demo_model import make_model
+
+SOAK_UPDATES = int(os.environ.get("SOAK_UPDATES", "0"))
+NUM_CLIENTS = 24
+# What an engine may have more than at the first look. Without a limit to what oneDNN keeps, as
+# many sizes of batches add 200 to 300 MiB.
+MOST_MORE_BYTES = 100 * 2**20
+
+
+@pytest.fixture
+def server(tiny_model: str, tmp_path: Path) -> Iterator[Server]:
+    need_gpus(2)
+    options = ("--num-workers", "1", "--num-front-ends", "1", *ENGINE_OPTIONS)
+    with running_server(tiny_model, *options, log=tmp_path / "log") as running:
+        yield running
+
+
+@pytest.fixture
+def folders(tiny_model: str, tmp_path: Path) -> list[str]:
+    """Two sets of weights; the server begins with the first."""
+    other = tmp_path / "other"
+    other.mkdir()
+    make_model(other, seed=1)
+    return [tiny_model, str(other)]
+
+
+def engine_bytes(server: Server) -> int:
+    """Memory of the processes of vLLM, and of the worker that started them."""
+    total = 0
+    for process in psutil.Process(server.process.pid).children(recursive=True):
+        words = process.cmdline()
+        if "VLLM" in words[0] or "--worker-id" in words:
+            total += process.memory_info().rss
+    assert total > 0
+    return total
+
+
+def test_an_engine_does_not_grow_with_updates(server: Server, folders: list[str]):
+    tensors = [tensors_of(folder) for folder in folders]
+    client = weights_client(server, timeout_s=60)
+    # Each prompt makes a batch of a size of its own; there are as long ones at first as at last.
+    lengths = iter([*range(101, 501, 2), *range(100, 500, 2)])
+    seen = []
+    for number in range(1, 151):
+        client.update(tensors[number % 2], policy="keep")
+        for length in (next(lengths), next(lengths)):
+            server.generate([[5] * length], max_tokens=1)
+        if number % 50 == 0:
+            seen.append(engine_bytes(server))
+    assert_serves(server, folders[0])
+    assert seen[-1] - seen[0] < MOST_MORE_BYTES, [one >> 20 for one in seen]
+
+
+@contextmanager
+def clients(server: Server) -> Iterator[list[int]]:
+    """Requests without an end beside the block; how many have been answered."""
+    answered, is_over = [0], threading.Event()
+
+    def ask(seed: int) -> None:
+        chance = random.Random(seed)
+        while not is_over.is_set():
+            prompt = [chance.randrange(1, 2000) for _ in range(chance.randrange(1, 100))]
+            num_tokens = chance.randrange(1, 200)
+            options = {"ignore_eos": True}
+            answer = server.generate([prompt], max_tokens=num_tokens, generation_kwargs=options)
+            assert len(answer["completion_ids"][0]) == num_tokens
+            answered[0] += 1
+
+    threads = [threading.Thread(target=ask, args=(seed,)) for seed in range(NUM_CLIENTS)]
+    for thread in threads:
+        thread.start()
+    try:
+        yield answered
+    finally:
+        is_over.set()
+        for thread in threads:
+            thread.join(120)
+
+
+@pytest.mark.timeout(300 + 5 * SOAK_UPDATES)
+@pytest.mark.skipif(not SOAK_UPDATES, reason="SOAK_UPDATES says how long it goes on")
+def test_an_engine_stays_as_large_as_it_is_under_load(server: Server, folders: list[str]):
+    tensors = [tensors_of(folder) for folder in folders]
+    client = weights_client(server, timeout_s=60)
+    seen = []
+    with clients(server) as answered:
+        for number in range(1, SOAK_UPDATES + 1):
+            client.update(tensors[number % 2], policy="keep")
+            if number % max(1, SOAK_UPDATES // 20) == 0:
+                seen.append(engine_bytes(server))
+                print(f"{number} updates, {answered[0]} requests, {seen[-1] >> 20} MiB", flush=True)
+    assert_serves(server, folders[SOAK_UPDATES % 2])
+    # By a quarter of the way, batches have had all their sizes.
+    growth = max(seen[len(seen) // 2 :]) - max(seen[: len(seen) // 4])
+    assert growth < MOST_MORE_BYTES, [one >> 20 for one in seen]
