@@ -182,7 +182,15 @@ def sampling_options(body: SamplingBody, facts: WorkerFacts) -> SamplingOptions:
         options = msgspec.convert(merged, SamplingOptions, str_keys=True)
     except msgspec.ValidationError as error:
         raise InvalidRequest(f"sampling options: {explain(error)}") from None
-    check_sampling(options, facts)
+    try:
+        check_sampling(options, facts)
+    except InvalidRequest as error:
+        if body.structured_outputs_regex is None or error.param != "structured_outputs":
+            raise
+        # The body has it under the name of this route.
+        field = "structured_outputs_regex"
+        message = error.message.removeprefix("structured_outputs")
+        raise InvalidRequest(f"{field}{message}", param=field) from None
     return options
 
 

@@ -1,12 +1,15 @@
 """Every error as JSON in one shape; the routes themselves catch nothing."""
 
 import logging
+from typing import Any
 
+import gunicorn.util
 import orjson
 from flask import Flask, Response, request
+from gunicorn.http.errors import ParseException
 from werkzeug.exceptions import HTTPException, RequestEntityTooLarge
 
-from titopool.errors import BodyTooLarge, TitopoolError
+from titopool.errors import BodyTooLarge, InvalidRequest, TitopoolError
 
 logger = logging.getLogger(__name__)
 
@@ -16,7 +19,9 @@ def init_app(app: Flask) -> None:
     app.register_error_handler(TitopoolError, _answer)
     app.register_error_handler(RequestEntityTooLarge, _too_large)
     app.register_error_handler(HTTPException, _http_error)
+    app.register_error_handler(ParseException, _unreadable)
     app.register_error_handler(Exception, _unexpected)
+    gunicorn.util.write_error = write_parser_error
 
 
 def _answer(error: Exception) -> Response:
@@ -43,10 +48,37 @@ def _too_large(error: Exception) -> Response:
 def _http_error(error: Exception) -> Response:
     """404, 405 and what else Flask raises itself."""
     assert isinstance(error, HTTPException)
-    name = (error.name or "error").lower().replace(" ", "_")
     message = f"{request.method} {request.path}: {error.description}"
-    body = {"message": message, "type": "invalid_request_error", "code": name, "param": None}
-    return Response(orjson.dumps({"error": body}), status=error.code, mimetype="application/json")
+    body = _refusal(error.name or "error", message)
+    return Response(body, status=error.code, mimetype="application/json")
+
+
+def _refusal(name: str, message: str) -> bytes:
+    """The body of an error that HTTP itself has a name for."""
+    code = name.lower().replace(" ", "_")
+    error = {"message": message, "type": "invalid_request_error", "code": code, "param": None}
+    return orjson.dumps({"error": error})
+
+
+def _unreadable(error: Exception) -> Response:
+    """gunicorn reads chunks when the body is asked for."""
+    return _answer(
+        InvalidRequest(f"expected a body in the chunks of HTTP/1.1, got others: {error}")
+    )
+
+
+def write_parser_error(client: Any, status: int, reason: str, message: str) -> None:
+    """Answers a request whose head gunicorn cannot read; takes the place of gunicorn's HTML.
+
+    Args:
+        client: the connection, which gunicorn closes afterwards.
+    """
+    body = _refusal(reason, f"expected a request of HTTP/1.1, got another: {message}")
+    head = (
+        f"HTTP/1.1 {status} {reason}\r\nConnection: close\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {len(body)}\r\n\r\n"
+    )
+    gunicorn.util.write_nonblock(client, head.encode("latin-1") + body)
 
 
 def _unexpected(error: Exception) -> Response:

@@ -93,14 +93,14 @@ def _read(encoded: EncodedImages, max_pixels: int) -> list[Image]:
         try:
             width, height = check_file(data)
         except ValueError as error:
-            raise InvalidImage(f"{place}: {error}", param="images") from None
+            raise InvalidImage(f"{place}: {error}", param=_field_at(place)) from None
         num_pixels += max(least, width * height)
         if num_pixels > max_pixels:
             raise InvalidImage(
                 f"{place}: expected at most {max_pixels} pixels in the images of a prompt "
                 f"(max_image_pixels), got {num_pixels} with this one of {width} x {height}; scale "
                 f"them down (each counts for {least} at least)",
-                param="images",
+                param=_field_at(place),
             )
         images.append(Image(data, blake2b(data, digest_size=16, salt=of_kwargs).digest()))
         # Milliseconds for each image: other requests take their turn.
@@ -184,13 +184,13 @@ def _check_number(num_images: int, place: str, facts: WorkerFacts) -> None:
         raise ImageMismatch(
             f"{place}: expected no images, as {facts.model} is served for token ids only, got "
             f"{num_images}",
-            param="images",
+            param=_field_at(place),
         )
     if num_images > facts.images.max_images:
         raise ImageMismatch(
             f"{place}: expected at most {facts.images.max_images} images in a prompt "
             f"(--limit-mm-per-prompt), got {num_images}",
-            param="images",
+            param=_field_at(place),
         )
 
 
@@ -241,15 +241,21 @@ def _decode_base64(text: str, place: str) -> bytes:
         raise InvalidImage(
             f"{place}: expected an image in base64, got a URL; the server fetches none: send the "
             "file's bytes",
-            param="images",
+            param=_field_at(place),
         )
     header = _DATA_URL.match(text)
     try:
         return binascii.a2b_base64(text[header.end() :] if header else text, strict_mode=True)
     except (binascii.Error, ValueError) as error:
         raise InvalidImage(
-            f"{place}: expected an image in base64, got {_shown(text)} ({error})", param="images"
+            f"{place}: expected an image in base64, got {_shown(text)} ({error})",
+            param=_field_at(place),
         ) from None
+
+
+def _field_at(place: str) -> str:
+    """The body's field in which an image stands: images also come in prompts and messages."""
+    return re.split(r"\W", place, maxsplit=1)[0]
 
 
 def _shown(text: str) -> str:

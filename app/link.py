@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import gevent
-import msgspec
 import zmq
 from gevent.event import Event
 
@@ -263,7 +262,7 @@ class Link:
         while not wire.is_closed and (frame := wire.receive()) is not None:
             try:
                 message = messages.decode_from_worker(frame)
-            except msgspec.MsgspecError as error:
+            except messages.UNREADABLE as error:
                 logger.error("dropped an undecodable message from %s: %s", wire.endpoint, error)
                 continue
             # Whatever is wrong with it, those behind it must be read: nothing tells of them again.

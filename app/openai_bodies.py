@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 from msgspec import Meta
 
-from app.schemas import CacheSalt, Message, explain
+from app.schemas import CacheSalt, Message, explain, field_of
 from titopool.errors import InvalidRequest
 from titopool.messages import WorkerFacts
 from titopool.sampling import (
@@ -164,8 +164,7 @@ def _converted(values: dict[str, Any], wanted: type[Converted]) -> Converted:
     try:
         return msgspec.convert(values, wanted, str_keys=True)
     except msgspec.ValidationError as error:
-        text = explain(error)
-        raise InvalidRequest(text, param=text.partition(":")[0].partition("[")[0]) from None
+        raise InvalidRequest(explain(error), param=field_of(error)) from None
 
 
 def _structured(wanted: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from app.placement import ByPrefix, LeastLoaded, Policy
 from app.prefix_index import as_integers
 from app.records import OpenJob, Worker
 from app.request import Request
+from app.result_checks import misfit
 from app.waiting import WaitingJobs
 from titopool.errors import (
     ERRORS_BY_CODE,
@@ -316,6 +317,9 @@ class Pool:
             open_job = worker.jobs.get(result.job_id)
             if open_job is None or open_job.job.attempt != result.attempt:
                 continue
+            if not isinstance(result, Failed) and (odd := misfit(open_job.job, result)):
+                text = f"the worker gave no answer to it: {odd}"
+                result = Failed(result.job_id, result.attempt, GenerationFailed.code, text)
             if isinstance(result, Part):
                 open_job.request.add_part(open_job.index, result)
                 continue

@@ -4,7 +4,7 @@ from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Sequence
 
-from titopool.prefixes import BLOCK_TOKENS
+from titopool.prefixes import BLOCK_TOKENS, DIGEST_BYTES
 
 
 class PrefixIndex:
@@ -47,5 +47,8 @@ class PrefixIndex:
 
 
 def as_integers(prefix: bytes | None) -> Sequence[int]:
-    """The digests of `titopool.prefixes`, 8 bytes each, as integers."""
-    return memoryview(prefix).cast("Q").tolist() if prefix else ()
+    """The digests of `titopool.prefixes`, 8 bytes each, as integers; bytes behind them are none."""
+    if not prefix:
+        return ()
+    whole = len(prefix) // DIGEST_BYTES * DIGEST_BYTES
+    return memoryview(prefix)[:whole].cast("Q").tolist()

@@ -1,5 +1,6 @@
 """The bodies of HTTP requests. Decoded once, strictly: an unknown field is refused by name."""
 
+import re
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
@@ -9,6 +10,10 @@ from titopool.errors import InvalidRequest
 
 Body = TypeVar("Body", bound=msgspec.Struct)
 
+# Errors about a field of the whole body, which have no path: msgspec's and those of `__post_init__`.
+_NAMED_FIELD = re.compile(
+    r"Object (?:missing required|contains unknown) field `(\w{1,64})`$|(\w+): expected "
+)
 # vLLM asks for a non-empty salt.
 CacheSalt = Annotated[str, Meta(min_length=1)]
 
@@ -154,13 +159,23 @@ def explain(error: msgspec.ValidationError, within: str = "") -> str:
     Args:
         within: where the value stands that was converted, if not at the top.
     """
-    text, _, path = str(error).partition(" - at `")
-    place = (within + path.rstrip("`").removeprefix("$")).removeprefix(".")
+    text, path = _parted(error)
+    place = (within + path).removeprefix(".")
     text = text[:1].lower() + text[1:]
     return f"{place}: {text}" if place else text
 
 
 def field_of(error: msgspec.ValidationError) -> str | None:
-    """The top-level field that an error is about."""
-    place = str(error).partition(" - at `$.")[2].rstrip("`")
-    return place.replace("[", ".").partition(".")[0] or None
+    """The top-level field that an error is about, also one that is missing or unknown."""
+    text, path = _parted(error)
+    if path:
+        return path.removeprefix(".").replace("[", ".").partition(".")[0] or None
+    named = _NAMED_FIELD.match(text)
+    return named[1] or named[2] if named else None
+
+
+def _parted(error: msgspec.ValidationError) -> tuple[str, str]:
+    """What is wrong, and where: `.prompts[3][17]`; "" for the whole body."""
+    text, _, place = str(error).partition(" - at `")
+    # Of a key of an object, the place is "`key` in `$.logit_bias`".
+    return text, place.rpartition("`$")[2].removeprefix("$").rstrip("`")

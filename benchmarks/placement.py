@@ -28,7 +28,7 @@ from app.pool import Pool
 from app.prefix_index import as_integers
 from app.request import Request
 from benchmarks.placement_workloads import WORKLOADS, Conversation, Turn
-from titopool.messages import Completed, Heartbeat, Job, WorkerCounters, WorkerFacts
+from titopool.messages import Completed, Completion, Heartbeat, Job, WorkerCounters, WorkerFacts
 from titopool.pool_state import PoolWeights
 from titopool.prefixes import BLOCK_TOKENS
 
@@ -256,7 +256,8 @@ class Simulation:
         for job_id in ended:
             turn, (conversation, index, front_end) = self.turns[job_id], self.sources[job_id]
             added = turn.prefix[turn.num_prompt_bytes :] if self.with_prefixes else b""
-            self.pools[front_end].on_results(endpoint, [Completed(job_id, 1, [], 0, added)])
+            nothing = [Completion(b"", "stop", None, [])]
+            self.pools[front_end].on_results(endpoint, [Completed(job_id, 1, nothing, 0, added)])
             if self.with_prefixes:
                 for other in range(len(self.pools)):
                     if other != front_end:

@@ -12,7 +12,7 @@ from app.prefix_index import PrefixIndex, as_integers
 from app.request import Request
 from tests.test_pool import FACTS, assigned, beat
 from titopool import config
-from titopool.messages import Completed, Heartbeat, Image, ImageFacts, Job
+from titopool.messages import Completed, Completion, Heartbeat, Image, ImageFacts, Job
 from titopool.pool_state import PoolWeights
 from titopool.prefixes import BLOCK_TOKENS, completion_hashes, prompt_hashes
 
@@ -46,7 +46,8 @@ def place(pool: Pool, *jobs: Job) -> dict[str, list[int]]:
 
 
 def end(pool: Pool, endpoint: str, *job_ids: int, prefix: bytes = b"") -> None:
-    pool.on_results(endpoint, [Completed(job_id, 1, [], 0, prefix) for job_id in job_ids])
+    nothing = [Completion(b"", "stop", None, [])]
+    pool.on_results(endpoint, [Completed(one, 1, nothing, 0, prefix) for one in job_ids])
 
 
 # ---- digests -----------------------------------------------------------------------------

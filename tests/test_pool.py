@@ -15,7 +15,16 @@ from titopool.errors import (
     NoReadyWorker,
     WeightsLost,
 )
-from titopool.messages import Completed, Failed, Heartbeat, Job, Load, WorkerCounters, WorkerFacts
+from titopool.messages import (
+    Completed,
+    Completion,
+    Failed,
+    Heartbeat,
+    Job,
+    Load,
+    WorkerCounters,
+    WorkerFacts,
+)
 from titopool.pool_state import AdapterRecord, PoolAdapters, PoolPause, PoolState, PoolWeights
 
 FACTS = WorkerFacts(
@@ -56,7 +65,7 @@ def assigned(pool: Pool) -> dict[str, list[int]]:
 
 
 def completed(job_id: int, attempt: int = 1) -> Completed:
-    return Completed(job_id, attempt, [], 0)
+    return Completed(job_id, attempt, [Completion(b"", "stop", None, [])], 0)
 
 
 def test_jobs_go_to_the_worker_with_the_fewest_outstanding_tokens():

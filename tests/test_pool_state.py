@@ -129,8 +129,9 @@ def test_a_ledger_that_cannot_be_written_or_read_undoes_nothing(tmp_path: Path, 
     made.record_adapter("a", AdapterRecord(1, "/f"), 1)
     assert made.weights == FIRST
     assert "cannot be noted" in caplog.text
-    (tmp_path / "worker-state-0").write_bytes(b"{half")
-    assert Ledger(str(tmp_path), "0").read() == PoolState()
+    for torn in (b"{half", b'{"model": "\xff"}'):
+        (tmp_path / "worker-state-0").write_bytes(torn)
+        assert Ledger(str(tmp_path), "0").read() == PoolState()
     assert "cannot be read" in caplog.text
 
 

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from titopool.pool_state import Count, LeaseSeconds, Version
 from titopool.pool_state import Policy as Policy
 
 Backend = Literal["nccl", "gloo"]
@@ -48,9 +49,9 @@ class BeginUpdate(msgspec.Struct, frozen=True, tag="begin_update"):
     session: str
     update_id: str
     # None: one more than the worker has.
-    version: int | None
+    version: Version | None
     # The greatest number of updates that a worker of the pool has had.
-    num_updates: int
+    num_updates: Count
     tensors: list[TensorInfo]
     bucket_bytes: int
     is_partial: bool
@@ -60,8 +61,8 @@ class BeginFolder(msgspec.Struct, frozen=True, tag="begin_folder"):
     """Take the weights of a folder of safetensors files."""
 
     update_id: str
-    version: int | None
-    num_updates: int
+    version: Version | None
+    num_updates: Count
     folder: str
 
 
@@ -71,8 +72,8 @@ class ReceiveTensor(msgspec.Struct, frozen=True, tag="receive_tensor"):
     tensor: TensorInfo
     # Of the update that begins with it, if one does.
     update_id: str
-    version: int | None
-    num_updates: int
+    version: Version | None
+    num_updates: Count
 
 
 class PrepareUpdate(msgspec.Struct, frozen=True, tag="prepare_update"):
@@ -116,22 +117,22 @@ class AcceptOwnWeights(msgspec.Struct, frozen=True, tag="accept_own_weights"):
     """
 
     update_id: str
-    num_updates: int
+    num_updates: Count
 
 
 class Pause(msgspec.Struct, frozen=True, tag="pause"):
     """Stop generating for `lease_s` at most; said again, it renews the lease."""
 
     mode: Policy
-    lease_s: float
+    lease_s: LeaseSeconds
     # The pool's pauses and ends of pauses with this one, as far as the front end knows.
-    num_changes: int = 0
+    num_changes: Count = 0
 
 
 class Resume(msgspec.Struct, frozen=True, tag="resume"):
     """End a `Pause`."""
 
-    num_changes: int = 0
+    num_changes: Count = 0
 
 
 class AwaitStep(msgspec.Struct, frozen=True, tag="await_step"):
@@ -146,7 +147,7 @@ class LoadAdapter(msgspec.Struct, frozen=True, tag="load_adapter"):
     """Load a LoRA adapter from a folder, beside the version that serves under its name."""
 
     name: str
-    version: int
+    version: Version
     folder: str
 
 
@@ -154,23 +155,23 @@ class SwitchAdapter(msgspec.Struct, frozen=True, tag="switch_adapter"):
     """Let a version that was loaded serve; does nothing where it does already."""
 
     name: str
-    version: int
+    version: Version
     # The pool's changes of adapters with this one, as far as the front end knows.
-    num_changes: int = 0
+    num_changes: Count = 0
 
 
 class DropAdapter(msgspec.Struct, frozen=True, tag="drop_adapter"):
     """Give up a version that was loaded and does not serve."""
 
     name: str
-    version: int
+    version: Version
 
 
 class UnloadAdapter(msgspec.Struct, frozen=True, tag="unload_adapter"):
     """Take an adapter away; requests that run on it end with it."""
 
     name: str
-    num_changes: int = 0
+    num_changes: Count = 0
 
 
 class GetStatus(msgspec.Struct, frozen=True, tag="get_status"):

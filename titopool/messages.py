@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from titopool.commands import Command, CommandDone
-from titopool.pool_state import PoolState, PoolWeights
+from titopool.pool_state import Count, PoolState, PoolWeights
 
 # A job's id is unique in its front-end process; the attempt grows each time it is sent again.
 JobId = int
@@ -137,8 +137,8 @@ class Job(msgspec.Struct, frozen=True):
     attempt: int
     prompt_token_ids: bytes
     # Completions, and the most tokens that prompt and completions may come to: its load.
-    num_sequences: int
-    num_tokens: int
+    num_sequences: Count
+    num_tokens: Count
     # A `titopool.sampling.SamplingOptions`, encoded once for all jobs of a request.
     sampling: msgspec.Raw
     cache_salt: str | None = None
@@ -182,8 +182,8 @@ class Abort(msgspec.Struct, frozen=True, tag="abort"):
 class Drift(msgspec.Struct, frozen=True, tag="drift"):
     """Prompts that came as ids and as messages, for the worker to count: /metrics asks it."""
 
-    num_compared: int
-    num_drifted: int
+    num_compared: Count
+    num_drifted: Count
 
 
 # ---- worker → front end -------------------------------------------------------------
@@ -296,5 +296,7 @@ FromWorker = Heartbeat | Load | Results | Stopping | CommandDone
 
 encode = msgspec.msgpack.Encoder().encode
 decode_chat_parsing = msgspec.msgpack.Decoder(ChatParsing).decode
+# What a decoder raises over a frame that is no message, text that is no UTF-8 and depth included.
+UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 decode_to_worker = msgspec.msgpack.Decoder(ToWorker).decode
 decode_from_worker = msgspec.msgpack.Decoder(FromWorker).decode

@@ -6,11 +6,19 @@ greater count holds. So a worker that was restarted, or cut off while a command 
 of it from whichever process it hears next, and front ends agree whatever they have seen.
 """
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
+from msgspec import Meta
 
 Policy = Literal["keep", "drain", "abort"]
+# Numbers that grow by one. What arrives is far below the 64 bits that a message has room for: a
+# process that tells nonsense once must not leave others with a number that they cannot write.
+Count = Annotated[int, Meta(ge=0, le=2**40)]
+# The trainer's, 2**62 at most over HTTP; an update without one adds one to the last.
+Version = Annotated[int, Meta(ge=0, le=2**62 + 2**40)]
+# A day over HTTP, and something for rounding.
+LeaseSeconds = Annotated[float, Meta(ge=0, le=100_000)]
 
 
 class PoolWeights(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -18,10 +26,10 @@ class PoolWeights(msgspec.Struct, frozen=True, omit_defaults=True):
 
     # Updates that the pool has had with these, and the last one's id, which tells apart two
     # updates of the same count in a pool that was split.
-    num_updates: int = 0
+    num_updates: Count = 0
     update_id: str = ""
     # The trainer's number for them.
-    version: int = 0
+    version: Version = 0
     # Whether they are those that an engine loads at its start.
     is_own: bool = True
     # Where they lie, for workers that missed them; empty: they came through a group and lie nowhere.
@@ -43,17 +51,17 @@ class PoolPause(msgspec.Struct, frozen=True, omit_defaults=True):
     """Whether a client has stopped generation."""
 
     # Pauses, renewals and ends of pauses so far.
-    num_changes: int = 0
+    num_changes: Count = 0
     # None: it goes on.
     mode: Policy | None = None
     # Seconds from when the message was written.
-    lease_left_s: float = 0.0
+    lease_left_s: LeaseSeconds = 0.0
 
 
 class AdapterRecord(msgspec.Struct, frozen=True, array_like=True):
     """A LoRA adapter that serves under a name."""
 
-    version: int
+    version: Version
     folder: str
     # Digest of the folder's files.
     files: str = ""
@@ -62,7 +70,7 @@ class AdapterRecord(msgspec.Struct, frozen=True, array_like=True):
 class PoolAdapters(msgspec.Struct, frozen=True, omit_defaults=True):
     """The LoRA adapters, by name."""
 
-    num_changes: int = 0
+    num_changes: Count = 0
     by_name: dict[str, AdapterRecord] = {}
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import msgspec
 
+from titopool.messages import UNREADABLE
 from titopool.pool_state import PoolState
 
 logger = logging.getLogger(__name__)
@@ -43,7 +44,7 @@ class Ledger:
             return msgspec.json.decode(self._path.read_bytes(), type=PoolState)
         except FileNotFoundError:
             return PoolState()
-        except (OSError, msgspec.MsgspecError) as error:
+        except (OSError, *UNREADABLE) as error:
             logger.error("%s cannot be read; the front ends may know: %s", self._path, error)
             return PoolState()
 

@@ -10,7 +10,8 @@ async def answers(host: str, port: int) -> bool:
     try:
         async with asyncio.timeout(CONNECT_TIMEOUT_S):
             _, writer = await asyncio.open_connection(host, port)
-    except (OSError, TimeoutError):
+    except (OSError, TimeoutError, ValueError):
+        # ValueError: a host that cannot even be looked up, with NUL or too long a label.
         return False
     writer.close()
     return True

@@ -13,7 +13,6 @@ import uuid
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-import msgspec
 import zmq
 
 from titopool import messages
@@ -182,10 +181,14 @@ class WorkerServer:
                 continue
             try:
                 message = messages.decode_to_worker(frame)
-            except msgspec.MsgspecError as error:
+            except messages.UNREADABLE as error:
                 logger.warning("dropped a message that is none of ours: %s", error)
                 continue
-            self._handle(identity, message)
+            try:
+                self._handle(identity, message)
+            except Exception:
+                # Those behind it must be read: nothing tells of them again.
+                logger.exception("a message was not understood")
 
     def _handle(self, identity: bytes, message: messages.ToWorker) -> None:
         match message:

@@ -25,13 +25,25 @@ def checked_folder(folder: str, root: str, field: str = "path") -> str:
     if "\0" in folder:
         raise InvalidRequest(f"{field}: expected a path, got one with NUL", param=field)
     path, top = Path(os.path.realpath(folder)), os.path.realpath(root)
-    is_below = path.is_relative_to(top) and path.is_dir()
-    # A link to a file elsewhere would be read like the others.
-    if not is_below or any(not file.resolve().is_relative_to(top) for file in path.iterdir()):
+    if not _is_folder_below(path, top):
         raise InvalidRequest(
             f"{field}: expected a folder below weights_root ({root}), got {folder!r}", param=field
         )
     return str(path)
+
+
+def _is_folder_below(path: Path, top: str) -> bool:
+    """Whether a folder and all that is in it lie below `top`."""
+    try:
+        # A link to a file elsewhere would be read like the others.
+        return (
+            path.is_relative_to(top)
+            and path.is_dir()
+            and all(file.resolve().is_relative_to(top) for file in path.iterdir())
+        )
+    except (OSError, RuntimeError):
+        # A name that is too long for the file system, links in a circle, or no right to look.
+        return False
 
 
 def refuse_own_device(uuid: str, mine: list[str]) -> None:

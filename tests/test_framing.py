@@ -1,0 +1,81 @@
+"""Requests that are no HTTP, or whose body has no end: a 400 in JSON, as for all else."""
+
+import json
+import re
+import socket
+from collections.abc import Callable
+
+import pytest
+
+from tests.conftest import StartStub
+from tests.servers import Server
+
+CHUNKED = b"POST /generate/ HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+BODIES = {
+    "no-size": b"x\r\n{}\r\n0\r\n\r\n",
+    "negative-size": b"-1\r\n{}\r\n0\r\n\r\n",
+    "size-with-prefix": b"0x2\r\n{}\r\n0\r\n\r\n",
+    "size-with-space": b"2 \r\n{}\r\n0\r\n\r\n",
+    "longer-than-its-size": b"2\r\n{}x\r\n0\r\n\r\n",
+    "extension": b"2;\r\n{}\r\n0\r\n\r\n",
+    "trailer-with-nul": b"2\r\n{}\r\n0\r\nA: \0\r\n\r\n",
+}
+HEADS = {
+    "length-no-number": b"POST /generate/ HTTP/1.1\r\nHost: x\r\nContent-Length: abc\r\n\r\n",
+    "two-lengths": b"POST /generate/ HTTP/1.1\r\nHost: x\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\n",
+    "unknown-coding": b"POST /generate/ HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: x\r\n\r\n",
+    "no-version": b"GET /live\r\n\r\n",
+    "path-no-ascii": b"GET /\xff HTTP/1.1\r\nHost: x\r\n\r\n",
+    "header-no-colon": b"GET /live HTTP/1.1\r\nnonsense\r\n\r\n",
+    "long-line": b"GET /" + b"a" * 10_000 + b" HTTP/1.1\r\nHost: x\r\n\r\n",
+}
+
+
+def ask(server: Server, sent: bytes) -> tuple[bytes, bytes]:
+    """Head and body of the answer; the server closes the connection, and says no more."""
+    port = int(server.url.rpartition(":")[2])
+    with socket.create_connection(("127.0.0.1", port), timeout=10) as client:
+        client.sendall(sent)
+        client.shutdown(socket.SHUT_WR)
+        received = b""
+        while data := client.recv(65_536):
+            received += data
+    head, _, rest = received.partition(b"\r\n\r\n")
+    length = re.search(rb"\r\nContent-Length: (\d+)", head)
+    assert length, received
+    assert len(rest) == int(length[1]), received
+    return head, rest
+
+
+@pytest.fixture
+def server(start_stub: StartStub, stub_server: Callable[..., Server]) -> Server:
+    start_stub(0)
+    return stub_server(1, "--num-front-ends", "1")
+
+
+def check_refused(head: bytes, body: bytes, *codes: str) -> None:
+    assert b"\r\nContent-Type: application/json" in head, head
+    error = json.loads(body)["error"]
+    assert set(error) == {"message", "type", "code", "param"}
+    assert error["code"] in codes
+    assert error["type"] == "invalid_request_error"
+
+
+def test_what_cannot_be_read_is_refused_in_json(server: Server):
+    for name, sent in BODIES.items():
+        head, body = ask(server, CHUNKED + sent)
+        assert head.startswith(b"HTTP/1.1 400 "), (name, head)
+        check_refused(head, body, "invalid_request")
+    for name, sent in HEADS.items():
+        head, body = ask(server, sent)
+        assert head.split(b" ")[1] in (b"400", b"414", b"501"), (name, head)
+        check_refused(head, body, "bad_request", "uri_too_long", "not_implemented")
+    assert "Traceback" not in server.log
+    assert server.generate([[1, 2]])["completion_ids"] == [[2, 1]]
+
+
+def test_nothing_behind_a_body_that_cannot_be_read_is_taken_for_a_request(server: Server):
+    smuggled = b"GET /live HTTP/1.1\r\nHost: x\r\n\r\n"
+    for name, sent in BODIES.items():
+        _, body = ask(server, CHUNKED + sent + smuggled)
+        assert b'"pid"' not in body, (name, body)

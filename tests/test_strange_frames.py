@@ -1,0 +1,157 @@
+"""Frames that are no messages, or tell nonsense: workers and front ends go on, and miss no other."""
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import zmq
+
+from tests.conftest import StartStub
+from tests.servers import Server, wait_until
+from titopool import messages
+from titopool.messages import Completed, Drift, Generate, Heartbeat, Hello, Job, Results
+from titopool.pool_state import PoolAdapters, PoolPause, PoolState, PoolWeights
+from titopool.sampling import SamplingOptions, encode_options
+from titopool.sockets import bind_router, connect_dealer
+
+QUICK = {"TITOPOOL_HEARTBEAT_INTERVAL_S": "0.1"}
+DEEP = b"\x91" * 100_000 + b"\x01"
+encode = msgspec.msgpack.encode
+# None of them may be read as a message, and none may keep those behind it from being read.
+UNREADABLE = {
+    "text-no-utf8": encode({"type": "stopping", "failure": "@"}).replace(b"\xa1@", b"\xa1\xff"),
+    "deep-result": encode({"type": "command_done", "command_id": 1, "result": {"a": 0}}).replace(
+        b"\xa1a\x00", b"\xa1a" + DEEP
+    ),
+    "session-no-utf8": encode(
+        {"type": "command", "incarnation": "@", "command_id": 1, "action": {"type": "get_status"}}
+    ).replace(b"\xa1@", b"\xa1\xff"),
+    "deep-kwargs": encode(
+        {"type": "generate", "incarnation": "", "jobs": [{"mm_processor_kwargs": {"a": 0}}]}
+    ).replace(b"\xa1a\x00", b"\xa1a" + DEEP),
+    "no-messagepack": b"\xc1",
+    "nothing": b"",
+}
+# What fits the types and no pool could ever come to.
+ABSURD = [
+    PoolState("stub", PoolWeights(num_updates=2**64 - 1)),
+    PoolState("stub", PoolWeights(num_updates=1, version=2**64 - 1)),
+    PoolState("stub", PoolWeights(num_updates=-1)),
+    PoolState("stub", pause=PoolPause(2**64 - 1, "keep", 1.0)),
+    PoolState("stub", pause=PoolPause(1, "keep", float("inf"))),
+    PoolState("stub", adapters=PoolAdapters(2**64 - 1)),
+]
+
+
+@pytest.mark.parametrize("name", UNREADABLE)
+def test_no_decoder_reads_it(name: str):
+    for decode in (messages.decode_to_worker, messages.decode_from_worker):
+        with pytest.raises(messages.UNREADABLE):
+            decode(UNREADABLE[name])
+
+
+@pytest.mark.parametrize("pool", ABSURD, ids=repr)
+def test_numbers_that_no_pool_comes_to_are_no_message(pool: PoolState):
+    with pytest.raises(msgspec.ValidationError):
+        messages.decode_to_worker(messages.encode(Hello(pool)))
+
+
+class Peer:
+    """A front end's socket, and what its worker says."""
+
+    def __init__(self, context: zmq.Context[Any], endpoint: str):
+        self.socket = connect_dealer(context, endpoint, "")
+        self.beats: list[Heartbeat] = []
+        self.done: dict[int, Completed] = {}
+
+    def send(self, message: Any) -> None:
+        self.socket.send(messages.encode(message))
+
+    def read(self) -> None:
+        while self.socket.poll(0):
+            match messages.decode_from_worker(self.socket.recv()):
+                case Heartbeat() as beat:
+                    self.beats.append(beat)
+                case Results(results=results):
+                    self.done |= {one.job_id: one for one in results if isinstance(one, Completed)}
+
+    def wait(self, holds: Callable[[], object]) -> None:
+        wait_until(lambda: (self.read(), holds())[1], 10)
+
+    def generate(self, job_id: int) -> None:
+        ids = np.array([1, 2, job_id], np.int32).tobytes()
+        job = Job(job_id, 1, ids, 1, 19, msgspec.Raw(encode_options(SamplingOptions())))
+        self.send(Generate(self.beats[-1].incarnation, [job]))
+
+
+@pytest.fixture
+def peer(tmp_path: Path, start_stub: StartStub) -> Iterator[Peer]:
+    """A front end of a stub worker that is ready."""
+    start_stub(0, **QUICK)
+    context: zmq.Context[Any] = zmq.Context()
+    found = Peer(context, f"ipc://{tmp_path}/worker-0")
+    found.send(Hello())
+    found.wait(lambda: found.beats and found.beats[-1].phase == "ready")
+    yield found
+    context.destroy(linger=0)
+
+
+def test_a_worker_reads_what_stands_behind_what_it_cannot_read(peer: Peer):
+    # A worker that stopped reading at each of them would go on with its next heartbeat, 100 ms later.
+    for frame in [*UNREADABLE.values()] * 100:
+        peer.socket.send(frame)
+    peer.socket.send_multipart([b"a", b"b"])
+    peer.generate(7)
+    peer.wait(lambda: 7 in peer.done)
+
+
+def test_a_worker_goes_on_after_numbers_that_it_could_not_write(peer: Peer):
+    for number in (2**64 - 1, 2**63, -1):
+        peer.send(Drift(number, number))
+        peer.send(Drift(1, 1))
+    peer.send(Generate(peer.beats[-1].incarnation, [
+        Job(job_id, 1, b"\1\0\0\0", 2**63, 2**64 - 1, msgspec.Raw(encode_options(SamplingOptions())))
+        for job_id in (1, 2)
+    ]))  # fmt: skip
+    for pool in ABSURD:
+        peer.send(Hello(pool))
+    num_beats = len(peer.beats)
+    peer.wait(lambda: len(peer.beats) > num_beats + 3)
+    peer.generate(7)
+    peer.wait(lambda: 7 in peer.done)
+    assert peer.beats[-1].counters.num_compared_prompts == 3
+    assert peer.beats[-1].pool == PoolState("stub")
+
+
+def test_a_front_end_reads_what_stands_behind_what_it_cannot_read(
+    tmp_path: Path, start_stub: StartStub, stub_server: Callable[..., Server]
+):
+    start_stub(0, **QUICK)
+    context: zmq.Context[Any] = zmq.Context()
+    router = bind_router(context, f"ipc://{tmp_path}/worker-1", "")
+    server = stub_server(2, "--num-front-ends", "1", num_ready=1, **QUICK)
+    assert router.poll(5000)
+    front_end, _ = router.recv_multipart()
+    beat = Heartbeat(
+        "odd", "a", "loading", 0.0, PoolWeights(), None, 0.0, 1, 0, 0, 0, messages.WorkerCounters()
+    )
+    for frame in [*UNREADABLE.values()] * 100:
+        router.send_multipart([front_end, frame])
+    for pool in ABSURD:
+        router.send_multipart(
+            [front_end, messages.encode(msgspec.structs.replace(beat, pool=pool))]
+        )
+    # Only the last of them says where it is.
+    router.send_multipart([front_end, messages.encode(beat)])
+    phases = lambda: [one["phase"] for one in server.get("/ready").json()["workers"]]  # noqa: E731
+    try:
+        wait_until(lambda: phases() == ["ready", "loading"], 5, lambda: str(phases()))
+        began = time.monotonic()
+        assert server.generate([[1, 2]])["completion_ids"] == [[2, 1]]
+        assert time.monotonic() - began < 5
+    finally:
+        context.destroy(linger=0)
