@@ -19,7 +19,7 @@ from gevent.event import Event
 from app.commands import Commands
 from app.discovery import Discovery
 from app.placement import POLICIES
-from app.pool import Pool
+from app.pool import Pool, natural_order
 from app.records import Worker
 from app.request import Request
 from app.wire import Fate, Wire
@@ -315,7 +315,8 @@ class Link:
 
     def _follow_discovery(self, now: float) -> None:
         found = self._discovery.endpoints
-        for endpoint in found - self._pool.workers.keys():
+        # Of equal workers placement takes the first: all front ends have the same one.
+        for endpoint in sorted(found - self._pool.workers.keys(), key=natural_order):
             self._pool.add_worker(endpoint, now)
         for worker in list(self._pool.workers.values()):
             # A name may leave out an address for a moment: a worker that lives stays.

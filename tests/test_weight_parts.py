@@ -3,6 +3,7 @@
 import random
 import struct
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -226,3 +227,7 @@ def test_what_cannot_be_given_up_is_left_behind():
         within(5, "nothing", lambda: 1 // 0)
     with pytest.raises(TimeoutError, match=r"no group within 0\.05 s"):
         within(0.05, "no group", lambda: threading.Event().wait(60))
+    begin = time.monotonic()
+    with pytest.raises(TimeoutError, match="no group within 60 s"):
+        within(60, "no group", lambda: threading.Event().wait(60), lambda: True)
+    assert time.monotonic() - begin < 30
