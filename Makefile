@@ -104,6 +104,9 @@ SEED ?= 0
 test-chaos: tools  ## kills, stops and cuts off parts of a pool of stub workers under load (SECONDS=60, SEED=0)
 	CHAOS_SECONDS=$(SECONDS) CHAOS_SEED=$(SEED) $(BIN)/python -m pytest -q -s --timeout=0 -m chaos tests/chaos $(ARGS)
 
+test-fuzz: tools  ## generated bodies, frames and orders of calls, against real servers and stubs (SECONDS=60, SEED=0)
+	FUZZ_SECONDS=$(SECONDS) FUZZ_SEED=$(SEED) $(BIN)/python -m pytest -q -s --timeout=0 -m fuzz tests/fuzz $(ARGS)
+
 test-soak: tools  ## the memory of an engine over SOAK_UPDATES (1000) weight updates under load
 	SOAK_UPDATES=$(SOAK_UPDATES) $(BIN)/python -m pytest -s tests/test_weights_soak.py $(ARGS)
 

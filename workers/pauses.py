@@ -100,7 +100,7 @@ class Pauses:
         was_paused = self._lease_end is not None
         self._lease_mode = self._lease_end = None
         if was_paused and not self.is_committing:
-            await engine.resume()
+            await _go_on(engine)
         return was_paused
 
     # ---- a commit ----------------------------------------------------------------------
@@ -116,4 +116,10 @@ class Pauses:
         if self.is_committing:
             self._no_commit.set()
             if self._lease_end is None:
-                await engine.resume()
+                await _go_on(engine)
+
+
+async def _go_on(engine: WeightEngine) -> None:
+    """Lets generation go on, also when the step or call that asks for it is ended meanwhile: by
+    then nobody holds generation any more, so nobody else would let it go on."""
+    await asyncio.shield(engine.resume())

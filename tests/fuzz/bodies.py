@@ -1,0 +1,237 @@
+"""What is sent to each route: bodies of its schema, spoilt ones, other bytes, other framings."""
+
+import functools
+import gzip
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import msgspec
+from hypothesis import strategies as st
+
+from app import create_app, openai_bodies, schemas, weight_bodies
+from app.openai_bodies import IGNORED, REFUSED
+from tests.fuzz.hints import (
+    ADAPTER_HINTS,
+    ALONE_HINTS,
+    HINTS,
+    ROOT,
+    SAMPLING_HINTS,
+    kind_of,
+    messages,
+    words,
+)
+from tests.fuzz.values import Strategy, dump, objects_of, small_json, spoilt
+from tests.fuzz.wire_http import Sent
+from titopool.config import ServerConfig
+from titopool.sampling import SamplingOptions
+
+
+class Route(NamedTuple):
+    """A route that takes a body."""
+
+    path: str
+    # Values of its body, as the schema has it.
+    bodies: Strategy
+    # Of the top level.
+    fields: frozenset[str]
+
+
+def _route(
+    path: str,
+    struct: type[msgspec.Struct],
+    hints: dict[str, Strategy] = HINTS,
+    *,
+    whole: Callable[[dict[str, Any]], dict[str, Any]] = dict,
+) -> Route:
+    """`whole` lets fields agree that only make sense together."""
+    bodies = objects_of(kind_of(struct), hints).map(whole)
+    return Route(path, bodies, frozenset(struct.__struct_fields__))
+
+
+def _with_lengths(body: dict[str, Any]) -> dict[str, Any]:
+    lengths = (body["prompt_lengths"] * len(body["sequences"]))[: len(body["sequences"])]
+    return {**body, "prompt_lengths": lengths}
+
+
+def _with_one_source(body: dict[str, Any]) -> dict[str, Any]:
+    if (body.get("prompt") is None) == (body.get("messages") is None):
+        return {key: one for key, one in {**body, "prompt": "a b"}.items() if key != "messages"}
+    return body
+
+
+def _with_folder(body: dict[str, Any]) -> dict[str, Any]:
+    return {"path": f"{ROOT}/weights", "policy": "keep", **body}
+
+
+def _with_equal_lists(body: dict[str, Any]) -> dict[str, Any]:
+    num = len(body["names"])
+    cut = {key: (body[key] * num)[:num] for key in ("dtypes", "shapes")}
+    return {**body, **cut}
+
+
+@st.composite
+def _openai_body(
+    draw: Callable[[Strategy], Any],
+    struct: type[msgspec.Struct],
+    hints: dict[str, Strategy],
+    always: tuple[str, ...],
+) -> Any:
+    body = draw(objects_of(kind_of(struct), hints))
+    if draw(st.booleans()):
+        body = {**draw(objects_of(kind_of(SamplingOptions), SAMPLING_HINTS)), **body}
+    if not draw(st.integers(0, 9)):
+        name = draw(st.sampled_from(sorted((*IGNORED, *REFUSED))))
+        asks_nothing = REFUSED.get(name) or (None,)
+        body[name] = draw(st.one_of(st.sampled_from(asks_nothing), small_json))
+    return body | {name: draw(hints[name]) for name in always if name not in body}
+
+
+def _openai_route(
+    path: str, struct: type[msgspec.Struct], *always: str, **hints: Strategy
+) -> Route:
+    """`always` are fields that each body has."""
+    fields = {*struct.__struct_fields__, *SamplingOptions.__struct_fields__, *REFUSED, *IGNORED}
+    bodies = _openai_body(struct, {**HINTS, **hints}, ("max_tokens", *always))
+    return Route(path, bodies, frozenset(fields))
+
+
+GENERATING = (
+    _route("/generate/", schemas.GenerateBody),
+    _route("/chat/", schemas.ChatBody, {**HINTS, "messages": st.lists(messages, min_size=1, max_size=2)}),
+    _route("/get_sequence_logprobs/", schemas.SequencesBody, whole=_with_lengths),
+    _route("/tokenize/", schemas.TokenizeBody, {**HINTS, "prompt": st.one_of(st.none(), words), "messages": st.one_of(st.none(), messages)}),
+    _route("/detokenize/", schemas.DetokenizeBody),
+    _openai_route("/v1/completions/", openai_bodies.CompletionsFields),
+    _openai_route("/v1/chat/completions/", openai_bodies.ChatFields, tokens=st.none(), logprobs=st.booleans()),
+    _openai_route("/v1/chat/completions/tokens/", openai_bodies.ChatFields, "tokens", logprobs=st.booleans()),
+)  # fmt: skip
+ADMINISTRATIVE = (
+    _route("/v1/load_lora_adapter/", schemas.LoadAdapterBody, ADAPTER_HINTS),
+    _route("/v1/unload_lora_adapter/", schemas.UnloadAdapterBody, ADAPTER_HINTS),
+    _route("/weights/init/", weight_bodies.InitBody),
+    _route("/weights/begin/", weight_bodies.BeginBody, whole=_with_equal_lists),
+    _route("/weights/commit/", weight_bodies.CommitBody),
+    _route("/weights/abort/", weight_bodies.AbortBody),
+    _route("/weights/close/", weight_bodies.CloseBody),
+    _route("/weights/accept/", weight_bodies.AcceptBody),
+    _route("/update_weights/", weight_bodies.FolderBody, whole=_with_folder),
+    _route("/pause/", weight_bodies.PauseBody),
+    _route("/init_communicator/", weight_bodies.TrlInitBody, ALONE_HINTS),
+    _route("/update_named_param/", weight_bodies.TrlTensorBody),
+    # These three take none.
+    Route("/resume/", small_json, frozenset()),
+    Route("/reset_prefix_cache/", small_json, frozenset()),
+    Route("/close_communicator/", small_json, frozenset()),
+)  # fmt: skip
+BY_PATH = {route.path: route for route in (*GENERATING, *ADMINISTRATIVE)}
+
+
+@functools.cache
+def rules() -> dict[str, set[str]]:
+    """Every path of the server, with the methods that it takes."""
+    return {
+        rule.rule: set(rule.methods or ())
+        for rule in create_app(ServerConfig()).url_map.iter_rules()
+    }
+
+
+# ---- requests --------------------------------------------------------------------------
+
+JSON_HEADER = ("Content-Type", "application/json")
+_headers = st.one_of(
+    *[st.just((JSON_HEADER,))] * 4,
+    st.sampled_from((
+        (), (("Content-Type", "text/plain"),), (("Content-Type", "application/x-www-form-urlencoded"),),
+        (("Content-Type", "multipart/form-data; boundary=x"),), (("Content-Type", "multipart/form-data"),),
+        (("Content-Type", "application/json; charset=utf-16"),), (("Content-Type", "application/msgpack"),),
+        (("Content-Type", "\xff/;;=="),), (JSON_HEADER, ("Content-Encoding", "gzip")),
+        (JSON_HEADER, ("Accept", "application/msgpack")), (JSON_HEADER, ("Accept", "application/x-msgpack;q=0.9, */*;q=1e5")),
+        (JSON_HEADER, ("Accept", "\xe9;q=x,,;=")), (JSON_HEADER, ("Authorization", "Bearer \xff")),
+        (JSON_HEADER, ("Accept-Encoding", "gzip, br;q=nan")), (JSON_HEADER, ("Expect", "100-continue")),
+        (JSON_HEADER, ("X-Forwarded-For", "x"), ("Forwarded", "for=;;")), (JSON_HEADER, ("Range", "bytes=5-1")),
+        (JSON_HEADER, ("Cookie", "a=\xff; ; =")), (JSON_HEADER, ("X-HTTP-Method-Override", "DELETE")),
+    )),
+)  # fmt: skip
+
+
+@st.composite
+def _bytes_of(draw: Callable[[Strategy], Any], text: bytes) -> bytes:
+    """The text, or bytes that are not quite it."""
+    how = draw(st.sampled_from((*[-1] * 25, *range(9))))
+    if how == 0:
+        return text[: draw(st.integers(0, len(text)))]
+    if how == 1:
+        place = draw(st.integers(0, max(0, len(text) - 1)))
+        return text[:place] + bytes((draw(st.integers(0, 255)),)) + text[place + 1 :]
+    changes: dict[int, Callable[[], bytes]] = {
+        2: lambda: text + draw(st.sampled_from((b" ", b"\n\0", b"{}", b",", b"\xef\xbb\xbf"))),
+        3: lambda: text.decode().encode(draw(st.sampled_from(("utf-16", "utf-32", "utf-8-sig", "utf-7")))),
+        4: lambda: gzip.compress(text, mtime=0),
+        5: lambda: draw(st.binary(max_size=20)),
+        6: lambda: text.replace(b'"', b"'"),
+        7: lambda: text.decode().replace(":", ":\xa0", 1).encode("latin-1", "replace"),
+        8: lambda: b"",
+    }  # fmt: skip
+    return changes[how]() if how in changes else text
+
+
+@st.composite
+def body_requests(draw: Callable[[Strategy], Any]) -> Sent:
+    """A request with a body, for a route that takes one."""
+    routes = draw(st.sampled_from((GENERATING, GENERATING, ADMINISTRATIVE)))
+    route = draw(st.sampled_from(routes))
+    value = draw(route.bodies)
+    for _ in range(draw(st.sampled_from((0, 0, 0, 1, 1, 2)))):
+        value = draw(spoilt(value))
+    headers = draw(_headers)
+    chunks = None
+    if not draw(st.integers(0, 9)):
+        chunks = tuple(draw(st.lists(st.integers(1, 50), max_size=4)))
+    path = route.path if draw(st.booleans()) else route.path.rstrip("/")
+    return Sent("POST", path, draw(_bytes_of(dump(value))), headers, chunks)
+
+
+_queries = st.sampled_from(("", "?", "?a", "?a=1&a=2", "?%", "?%ff=%00", "?" + "a" * 3000, "?;#"))
+_odd_paths = st.sampled_from(
+    ("/", "//", "/nowhere", "/%00", "/%ff", "/generate/x", "//generate//", "/generate/../live", "/GENERATE/",
+     "/generate%2f", "/./live", "/\xff", "*", "/" + "a" * 3000, "/static/x", "http://x/live", "/live;a=1")
+)  # fmt: skip
+_methods = st.sampled_from(("GET", "HEAD", "POST", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE", "PROPFIND", "X-A"))  # fmt: skip
+
+
+@st.composite
+def other_requests(draw: Callable[[Strategy], Any]) -> Sent:
+    """Any method on any path, with odd queries and without a body that fits."""
+    paths = st.sampled_from(sorted(rules()))
+    path = draw(st.one_of(paths, paths.map(lambda one: one.rstrip("/") or "/"), _odd_paths))
+    body = draw(st.sampled_from((b"", b"", b"{}", b"null", b"x")))
+    return Sent(draw(_methods), path + draw(_queries), body, draw(_headers))
+
+
+# What a chunked body must not be: none of it is the whole of one.
+_broken_chunks = st.sampled_from(
+    (b"x\r\n{}\r\n0\r\n\r\n", b"-1\r\n{}\r\n0\r\n\r\n", b"5\r\n{}\r\n0\r\n\r\n", b"2\r\n{}x\r\n0\r\n\r\n",
+     b"2{}\r\n0\r\n\r\n", b"\r\n\r\n", b"2\r\n{}\r\n", b"2\n{}\n0\n\n", b"ffffffffffffffffff\r\n{}", b"0x2\r\n{}\r\n0\r\n\r\n",
+     b" 2\r\n{}\r\n0\r\n\r\n", b"2 \r\n{}\r\n0\r\n\r\n", b"2;\r\n{}\r\n0\r\n\r\n", b"2\r\n{}\r\n0\r\nA: \0\r\n\r\n", b"2\r\n{}\r\n0\r\nnonsense\r\n\r\n",
+     b"+2\r\n{}\r\n0\r\n\r\n", b"2_0\r\n{}\r\n0\r\n\r\n", b"", b"0", b"99999\r\n{}")
+)  # fmt: skip
+_odd_framings = st.sampled_from(
+    ((("Content-Length", "abc"),), (("Content-Length", "-1"),), (("Content-Length", "1"), ("Content-Length", "2")),
+     (("Content-Length", "99"),), (("Content-Length", "+2"),), (("Content-Length", "2, 2"),), (("Content-Length", "9" * 30),),
+     (("Transfer-Encoding", "gzip"),), (("Transfer-Encoding", "chunked"), ("Content-Length", "2")),
+     (("Transfer-Encoding", "chunked, chunked"),), (("Transfer-Encoding", "identity"),), (("Transfer-Encoding", "\x0bchunked"),))
+)  # fmt: skip
+
+
+@st.composite
+def broken_requests(draw: Callable[[Strategy], Any]) -> Sent:
+    """Requests whose framing is wrong, so that nobody can say where they end."""
+    path = draw(st.sampled_from(sorted(BY_PATH)))
+    if draw(st.booleans()):
+        headers = (JSON_HEADER, ("Transfer-Encoding", "chunked"))
+        return Sent("POST", path, draw(_broken_chunks), headers, is_whole=False)
+    headers = (JSON_HEADER, *draw(_odd_framings))
+    return Sent("POST", path, b"{}", headers, is_whole=False)
+
+
+requests = st.one_of(*[body_requests()] * 8, other_requests(), broken_requests())

@@ -1,0 +1,28 @@
+"""The real application, and a route that tells what it holds, which a client cannot ask for."""
+
+import os
+
+from flask import Flask, Response
+
+from app import create_app as create_real_app
+from app.health import json_response
+from app.service import Service
+
+
+def create_app() -> Flask:
+    app = create_real_app()
+    service: Service = app.extensions["titopool"]
+
+    @app.get("/fuzz/held/")
+    def held() -> Response:
+        link = service.link
+        return json_response(
+            {
+                "pid": os.getpid(),
+                "commands": link.commands.num_waiting,
+                "jobs": link._pool.num_open_jobs,
+                "places": service._num_open,
+            }
+        )
+
+    return app

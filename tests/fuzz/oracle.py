@@ -1,0 +1,163 @@
+"""What must hold of every answer, and of the server after all of them."""
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import psutil
+
+from tests.fuzz.bodies import BY_PATH
+from tests.fuzz.exploring import ServerGone
+from tests.fuzz.hints import VOCAB_SIZE
+from tests.fuzz.wire_http import Answer, Sent
+
+# What a request may be told; of 5xx only that an engine or a worker was lost, which none is here.
+STATUSES = {200, 400, 404, 405, 408, 409, 413, 414, 415, 417, 431, 501, 505}
+# Tells a place in a body: `prompts[3][17]: expected …`.
+_PLACE = re.compile(r"(\w+)((?:\[\d+\]|\.\w+)*): ")
+
+
+def check_answer(sent: Sent, answer: Answer) -> None:
+    """Whatever was asked: a known status, and a body of the shape that goes with it."""
+    assert answer.status in STATUSES, str(answer)
+    if answer.status >= 400:
+        if sent.method != "HEAD":
+            check_error(sent, answer)
+    elif sent.method == "POST":
+        check_good(sent, answer)
+    elif sent.method == "GET":
+        assert answer.kind in ("application/json", "text/plain"), str(answer)
+
+
+def check_error(sent: Sent, answer: Answer) -> None:
+    """`{"error": {…}}`, which names a field that the body has, or its route takes."""
+    assert answer.kind == "application/json", str(answer)
+    body = answer.json()
+    assert set(body) == {"error"}, str(answer)
+    error = body["error"]
+    assert set(error) == {"message", "type", "code", "param"}, str(answer)
+    assert isinstance(error["message"], str) and error["message"], str(answer)
+    assert isinstance(error["type"], str) and isinstance(error["code"], str), str(answer)
+    assert "<html" not in error["message"].lower(), str(answer)
+    if error["param"] is not None:
+        check_param(sent, error["param"], error["message"])
+
+
+def check_param(sent: Sent, param: Any, message: str) -> None:
+    route = BY_PATH.get(sent.path.partition("?")[0].rstrip("/") + "/")
+    body = sent.json()
+    assert isinstance(param, str), message
+    assert route is not None, message
+    # One that cannot be read to its end may be refused for what stands before that.
+    is_known = param in route.fields or param in _names(body) or param.encode() in sent.body
+    assert is_known, f"param {param!r} is in neither body nor schema: {message}"
+    place = _PLACE.match(message)
+    if place and isinstance(body, dict) and place[1] in body:
+        _check_place(body, place[0], message)
+
+
+def _check_place(body: Any, place: str, message: str) -> None:
+    """`messages[1].content: …` must be there, all but its last step."""
+    steps = re.findall(r"\w+", place)
+    for step in steps[:-1]:
+        if isinstance(body, list):
+            assert int(step) < len(body), f"no such place in the body: {message}"
+            body = body[int(step)]
+        elif isinstance(body, dict) and step in body:
+            body = body[step]
+        else:
+            return
+
+
+def _names(value: Any) -> Iterator[str]:
+    if isinstance(value, dict):
+        yield from value
+    if isinstance(value, dict | list):
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from _names(inner)
+
+
+# ---- good answers ----------------------------------------------------------------------
+
+
+def check_good(sent: Sent, answer: Answer) -> None:
+    """An answer of status 200 has what its route promises."""
+    path = sent.path.partition("?")[0].rstrip("/") + "/"
+    if answer.kind == "text/event-stream":
+        _check_stream(answer)
+    elif path in ("/generate/", "/chat/"):
+        _check_completions(sent, answer)
+    else:
+        body = answer.json()
+        assert isinstance(body, dict), str(answer)
+        assert "error" not in body, str(answer)
+        if "choices" in body:
+            _check_choices(body, str(answer))
+
+
+def _check_completions(sent: Sent, answer: Answer) -> None:
+    is_binary = answer.kind == "application/msgpack"
+    body = msgspec.msgpack.decode(answer.body) if is_binary else answer.json()
+    asked = sent.json()
+    given = asked.get("prompts") or asked.get("messages")
+    assert len(body["prompt_ids"]) == len(given) == len(body["num_cached_tokens"]), str(answer)
+    n = asked.get("generation_kwargs", {}).get("n", asked.get("n", 1))
+    for key in ("completion_ids", "finish_reasons", "weight_versions"):
+        assert len(body[key]) == n * len(given), f"{key}: {answer}"
+    assert set(body["finish_reasons"]) <= {"stop", "length", "repetition"}, str(answer)
+    if is_binary:
+        assert all(len(ids) % 4 == 0 for ids in body["completion_ids"])
+        return
+    for ids in (*body["prompt_ids"], *body["completion_ids"]):
+        assert all(type(one) is int and 0 <= one < VOCAB_SIZE for one in ids), str(answer)
+    if body["logprobs"] is not None:
+        for name in ("logprobs", "logprob_token_ids"):
+            sizes = [[len(entries) for entries in one] for one in body[name]]
+            assert list(map(len, sizes)) == list(map(len, body["completion_ids"])), str(answer)
+            assert all(size >= 1 for one in sizes for size in one), str(answer)
+
+
+def _check_choices(body: dict[str, Any], shown: str) -> None:
+    for index, choice in enumerate(body["choices"]):
+        assert choice["index"] == index, shown
+        assert choice["finish_reason"] in ("stop", "length", "tool_calls", "repetition"), shown
+        assert isinstance(choice.get("text", choice.get("message")), str | dict), shown
+    assert body["usage"]["total_tokens"] >= 1, shown
+
+
+def _check_stream(answer: Answer) -> None:
+    events = answer.body.decode().split("\n\n")
+    assert events[-2:] == ["data: [DONE]", ""], str(answer)
+    chunks = [msgspec.json.decode(event.removeprefix("data: ")) for event in events[:-2]]
+    assert chunks and not any("error" in chunk for chunk in chunks), str(answer)
+
+
+# ---- the server ------------------------------------------------------------------------
+
+
+class Processes:
+    """All processes of a server, which must stay the same."""
+
+    def __init__(self, pid: int):
+        self._root = psutil.Process(pid)
+        self._known = self._now()
+
+    def _now(self) -> set[psutil.Process]:
+        return {
+            one for one in (self._root, *self._root.children(recursive=True))
+            if one.is_running() and one.status() != psutil.STATUS_ZOMBIE
+        }  # fmt: skip
+
+    def check(self) -> None:
+        """Raises ServerGone if one has ended."""
+        gone = [one for one in self._known if not _is_alive(one)]
+        if gone:
+            raise ServerGone(f"processes have ended: {gone}")
+
+
+def _is_alive(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

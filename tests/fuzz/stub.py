@@ -1,0 +1,75 @@
+"""A stub worker (`tests/stub_worker.py`) that tells whether its engine stands, and whose model
+wants a last tensor.
+
+    FUZZ_STATE_FILE=… python -m tests.fuzz.stub --endpoint ipc://…
+"""
+
+import asyncio
+import os
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from tests import stub_worker
+from titopool.commands import Policy
+from titopool.errors import InvalidRequest
+
+# A model of two tensors: an update without the last is not complete.
+FIRST, LAST = "first", "last"
+# A name that the engine refuses.
+REFUSED = "refused"
+# One that is announced and never comes.
+NEVER = "never"
+RUNS, STANDS = "runs", "stands"
+
+
+class ToldWeights(stub_worker.StubWeights):
+    """Checks names as a real engine does, and writes down whether generation stands."""
+
+    def __init__(self, **options: Any):
+        super().__init__(**options)
+        self._file = Path(os.environ["FUZZ_STATE_FILE"])
+        self._tell(RUNS)
+        self._is_hung = False
+
+    def _tell(self, word: str) -> None:
+        draft = self._file.with_suffix(".new")
+        draft.write_text(word)
+        draft.replace(self._file)
+
+    async def call(self, method: str, *args: Any) -> list[Any]:
+        if method in ("begin", "check", "take"):
+            names = [one[0] for one in msgspec.msgpack.decode(args[0])]
+            self._check_names(method, names, is_partial=method == "begin" and args[1])
+            missing = [] if LAST in names else [LAST]
+            fit = {"missing": missing, "ignored": [], "kept": [], "split_layers": ""}
+            return [fit if method != "take" else None]
+        if method == "join":
+            self._is_hung = False
+        answers = await super().call(method, *args)
+        if method == "status" and self._is_hung:
+            answers = [{**answers[0], "num_received": 0}]
+        return answers
+
+    def _check_names(self, method: str, names: list[str], *, is_partial: bool) -> None:
+        if REFUSED in names or (method == "begin" and LAST not in names and not is_partial):
+            raise InvalidRequest(f"names: expected those of the model, got {names}", param="names")
+        if method != "check":
+            self._is_hung = NEVER in names
+
+    async def pause(self, policy: Policy) -> None:
+        # Generation goes on until vLLM has answered.
+        await asyncio.sleep(0.002)
+        await super().pause(policy)
+        self._tell(STANDS)
+
+    async def resume(self) -> None:
+        await asyncio.sleep(0.002)
+        await super().resume()
+        self._tell(RUNS)
+
+
+if __name__ == "__main__":
+    stub_worker.StubWeights = ToldWeights  # type: ignore[misc]
+    stub_worker.main()

@@ -1,0 +1,41 @@
+"""Whatever bodies come: an answer in time, never a 500, and the same server afterwards."""
+
+import pytest
+from hypothesis import example, given, settings
+
+from tests.fuzz.bodies import requests
+from tests.fuzz.conftest import Fuzzed
+from tests.fuzz.exploring import TIMEOUT_S, explore
+from tests.fuzz.hints import ADAPTER
+from tests.fuzz.oracle import check_answer
+from tests.fuzz.wire_http import Sent
+
+pytestmark = [pytest.mark.fuzz, pytest.mark.timeout(TIMEOUT_S)]
+
+
+def tidy_up(fuzzed: Fuzzed, sent: Sent) -> None:
+    """Takes back what a request that went well has changed."""
+    path = sent.path.strip("/")
+    if path == "pause":
+        fuzzed.server.post("/resume", None)
+    elif path == "v1/load_lora_adapter":
+        name = sent.json()["lora_name"]
+        if name != ADAPTER:
+            fuzzed.server.post("/v1/unload_lora_adapter", {"lora_name": name})
+
+
+def test_any_body(fuzzed: Fuzzed) -> None:
+    @settings(max_examples=200)
+    @given(sent=requests)
+    @example(sent=Sent("POST", "/generate/", b'{"prompts": [[1]], "max_tokens": 1}'))
+    def answers(sent: Sent) -> None:
+        answer = fuzzed.ask(sent)
+        if answer is None:
+            assert not sent.is_whole, "no answer to a whole request"
+            return
+        if answer.status == 200:
+            tidy_up(fuzzed, sent)
+        check_answer(sent, answer)
+
+    explore(answers, answers, name="bodies", share=0.5, between=fuzzed.check)
+    print(f"{fuzzed.num_asked} requests; by status: {dict(sorted(fuzzed.statuses.items()))}")
