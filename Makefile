@@ -17,7 +17,7 @@ FASTER = $(PIP) install --quiet $(CONSTRAINTS) -e '.[fast]' 2>/dev/null \
 	  || echo "no C compiler: gunicorn parses HTTP in Python, which costs a little more"
 INSTALLED = $(VENV)/.installed-$(PLATFORM)
 TOOLS = $(VENV)/.installed-tools
-.PHONY: help install tools serve test check format bench bench-front bench-images bench-streams bench-weights bench-placement test-chaos test-soak test-compose clean
+.PHONY: help install tools serve test check format bench bench-front bench-images bench-streams bench-weights bench-placement test-chaos test-fuzz test-soak test-compose clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16

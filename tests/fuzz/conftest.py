@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from tests.conftest import ENGINE_OPTIONS
-from tests.fuzz.hints import MODEL, ROOT
 from tests.fuzz.exploring import ServerGone
+from tests.fuzz.hints import MODEL, ROOT
 from tests.fuzz.oracle import Processes
 from tests.fuzz.wire_http import Answer, Sent, ask
 from tests.servers import Server, running_server

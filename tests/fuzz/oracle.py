@@ -37,8 +37,9 @@ def check_error(sent: Sent, answer: Answer) -> None:
     assert set(body) == {"error"}, str(answer)
     error = body["error"]
     assert set(error) == {"message", "type", "code", "param"}, str(answer)
-    assert isinstance(error["message"], str) and error["message"], str(answer)
-    assert isinstance(error["type"], str) and isinstance(error["code"], str), str(answer)
+    for name in ("message", "type", "code"):
+        assert isinstance(error[name], str), str(answer)
+    assert error["message"], str(answer)
     assert "<html" not in error["message"].lower(), str(answer)
     if error["param"] is not None:
         check_param(sent, error["param"], error["message"])
@@ -130,7 +131,8 @@ def _check_stream(answer: Answer) -> None:
     events = answer.body.decode().split("\n\n")
     assert events[-2:] == ["data: [DONE]", ""], str(answer)
     chunks = [msgspec.json.decode(event.removeprefix("data: ")) for event in events[:-2]]
-    assert chunks and not any("error" in chunk for chunk in chunks), str(answer)
+    assert chunks, str(answer)
+    assert not any("error" in chunk for chunk in chunks), str(answer)
 
 
 # ---- the server ------------------------------------------------------------------------
