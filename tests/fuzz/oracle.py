@@ -18,6 +18,11 @@ STATUSES = {200, 400, 404, 405, 408, 409, 413, 414, 415, 417, 431, 501, 505}
 _PLACE = re.compile(r"(\w+)((?:\[\d+\]|\.\w+)*): ")
 
 
+def path_of(sent: Sent) -> str:
+    """As `BY_PATH` has it: slashes may be repeated, and left out at the end."""
+    return re.sub("/+", "/", sent.path.partition("?")[0] + "/")
+
+
 def check_answer(sent: Sent, answer: Answer) -> None:
     """Whatever was asked: a known status, and a body of the shape that goes with it."""
     assert answer.status in STATUSES, str(answer)
@@ -46,7 +51,7 @@ def check_error(sent: Sent, answer: Answer) -> None:
 
 
 def check_param(sent: Sent, param: Any, message: str) -> None:
-    route = BY_PATH.get(sent.path.partition("?")[0].rstrip("/") + "/")
+    route = BY_PATH.get(path_of(sent))
     body = sent.json()
     assert isinstance(param, str), message
     assert route is not None, message
@@ -84,7 +89,7 @@ def _names(value: Any) -> Iterator[str]:
 
 def check_good(sent: Sent, answer: Answer) -> None:
     """An answer of status 200 has what its route promises."""
-    path = sent.path.partition("?")[0].rstrip("/") + "/"
+    path = path_of(sent)
     if answer.kind == "text/event-stream":
         _check_stream(answer)
     elif path in ("/generate/", "/chat/"):

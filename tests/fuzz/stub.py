@@ -6,6 +6,7 @@ wants a last tensor.
 
 import asyncio
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -72,4 +73,4 @@ class ToldWeights(stub_worker.StubWeights):
 
 if __name__ == "__main__":
     stub_worker.StubWeights = ToldWeights  # type: ignore[misc]
-    stub_worker.main()
+    sys.exit(asyncio.run(stub_worker.serve(stub_worker.parser().parse_args())))

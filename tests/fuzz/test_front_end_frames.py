@@ -100,7 +100,7 @@ class Pretender:
         """Says that it stops: front ends meet what comes after it on new sockets."""
         with self._lock:
             for peer in self.peers:
-                self._router.send_multipart([peer, encode({"type": "stopping", "failure": ""})])
+                self._router.send_multipart([peer, encode(Stopping(""))])
             self._left |= self.peers.keys()
             self.peers.clear()
             self.jobs.clear()
@@ -301,7 +301,7 @@ def test_any_frame_to_a_front_end(target: Target) -> None:
 
     @settings(max_examples=40)
     @given(is_trusted=st.sampled_from((True, True, True, False)), script=scripts)
-    @example(is_trusted=True, script=[Parts((b"\x82\xa4type\xa8stopping\xa7failure\xa1\xff",))])
+    @example(is_trusted=True, script=[Parts((b"\x82\xa4type\xa8stopping\xa6reason\xa1\xff",))])
     def serves(is_trusted: bool, script: list[Parts]) -> None:
         if is_trusted:
             target.send(Parts((encode(GOOD_BEAT),)))
