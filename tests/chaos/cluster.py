@@ -27,7 +27,6 @@ LONGEST_TIMEOUT_S = 2 * UPDATE_TIMEOUT_S
 SETTINGS = {
     "TITOPOOL_HEARTBEAT_INTERVAL_S": "0.2",
     "TITOPOOL_HEARTBEAT_TIMEOUT_S": str(HEARTBEAT_TIMEOUT_S),
-    "TITOPOOL_WEIGHT_UPDATE_TIMEOUT_S": str(UPDATE_TIMEOUT_S),
     "TITOPOOL_REQUEST_TIMEOUT_S": "30",
     "TITOPOOL_WORKER_START_TIMEOUT_S": "20",
     "TITOPOOL_LOG_LEVEL": "info",
@@ -64,7 +63,7 @@ class Member:
     async def start(self, *arguments: str) -> None:
         self._connected.clear()
         variables = {
-            **SETTINGS,
+            **self.cluster.settings,
             "TITOPOOL_RUN_DIR": str(self.run_dir),
             "TITOPOOL_WEIGHTS_ROOT": str(self.cluster.root),
             "TITOPOOL_CURVE_KEY_FILE": str(self.cluster.folder / "key"),
@@ -170,7 +169,8 @@ class Member:
 class Cluster:
     """The pool and its front ends."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, *, update_timeout_s: float = UPDATE_TIMEOUT_S):
+        self.settings = SETTINGS | {"TITOPOOL_WEIGHT_UPDATE_TIMEOUT_S": str(update_timeout_s)}
         self.folder = folder
         self.root = folder / "root"
         self.control = folder / "control"
@@ -196,7 +196,7 @@ class Cluster:
 
     async def start_server(self) -> None:
         variables = {
-            **SETTINGS,
+            **self.settings,
             "TITOPOOL_PORT": str(self.port),
             "TITOPOOL_NUM_FRONT_ENDS": str(NUM_FRONT_ENDS),
             "TITOPOOL_ENDPOINTS": f"tcp://{NAME}:{self._shared_port}",
