@@ -134,16 +134,17 @@ class Target:
         self._start()
 
     def _start(self) -> None:
-        self._held = ExitStack()
-        self.pretender = Pretender(f"ipc://{self._run_dir}/worker-1")
-        self._held.callback(self.pretender.close)
-        context = stub_pool(self._run_dir, num_workers=1, num_endpoints=2, **SETTINGS)
-        self.pool = self._held.enter_context(context)
-        self.beat = _real_heartbeat(f"ipc://{self._run_dir}/worker-0")
-        assert self.beat.facts == FACTS
-        # Whether the pool has been told what is not so: then it may refuse what it would serve.
-        self.has_lied = False
-        wait_until(lambda: len(self.pretender.peers) == 2, SETTLE_S)
+        with ExitStack() as held:
+            self.pretender = Pretender(f"ipc://{self._run_dir}/worker-1")
+            held.callback(self.pretender.close)
+            context = stub_pool(self._run_dir, num_workers=1, num_endpoints=2, **SETTINGS)
+            self.pool = held.enter_context(context)
+            self.beat = _real_heartbeat(f"ipc://{self._run_dir}/worker-0")
+            assert self.beat.facts == FACTS
+            # Whether the pool has been told what is not so: then it may refuse what it would serve.
+            self.has_lied = False
+            wait_until(lambda: len(self.pretender.peers) == 2, SETTLE_S)
+            self._held = held.pop_all()
 
     def ask_meanwhile(self) -> list[concurrent.futures.Future[None]]:
         """Honest requests, through both front ends; they are answered, or wait at the pretender."""
