@@ -272,8 +272,14 @@ def rehearse(model: Any, tensors: Iterable[TensorInfo], *, is_reload: bool) -> R
                 past_loaders.update(one.name for one in found if one and one.name in ours)
             return result_of(func, changed)
 
+        # A reload leaves its own loaders at parameters with memory of layers that got nothing.
+        gated = [
+            place
+            for _, place in places
+            if place.tensor.is_meta or _is_reloads(getattr(place.tensor, "weight_loader", None))
+        ]
         watch = watching(write_nothing, all_operations=True)
-        with gate.watching(ours.values(), _original_loader), watch:
+        with gate.watching(gated, _original_loader), watch:
             model.load_weights(
                 (one.name, torch.empty(one.shape, dtype=getattr(torch, one.dtype), device="meta"))
                 for one in tensors
@@ -317,9 +323,14 @@ def _original_loader(tensor: Any) -> Any:
     from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
     loader = getattr(tensor, "weight_loader", default_weight_loader)
-    while getattr(loader, "__name__", "") == "online_process_loader":
+    while _is_reloads(loader):
         loader = loader.__wrapped__
     return loader
+
+
+def _is_reloads(loader: Any) -> bool:
+    """Whether it is what vLLM's reload puts around a parameter's loader."""
+    return getattr(loader, "__name__", "") == "online_process_loader"
 
 
 @contextmanager
