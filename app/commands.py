@@ -125,7 +125,13 @@ class Commands:
         Raises:
             TitopoolError: the first refused, or another failed.
         """
-        (first,) = self.at_once(workers[:1], lambda _: action_for(0, {}), timeout_s=timeout_s)
+        try:
+            (first,) = self.at_once(workers[:1], lambda _: action_for(0, {}), timeout_s=timeout_s)
+        except DeadlinePassed:
+            # It may accept all the same, later.
+            if undo is not None:
+                self.outcomes(workers[:1], undo)
+            raise
         try:
             others = self.at_once(
                 workers[1:], lambda index: action_for(index + 1, first), timeout_s=timeout_s
@@ -188,9 +194,13 @@ class Commands:
         if worker.heartbeat is None:
             waiting.answer.set_exception(lost(worker.endpoint, "it does not answer"))
             return waiting
-        self._waiting[waiting.command_id] = waiting
         incarnation = worker.heartbeat.incarnation
-        self._send(worker.endpoint, Command(incarnation, waiting.command_id, action))
+        self._waiting[waiting.command_id] = waiting
+        try:
+            self._send(worker.endpoint, Command(incarnation, waiting.command_id, action))
+        except BaseException:
+            del self._waiting[waiting.command_id]
+            raise
         return waiting
 
     def _outcome(self, waiting: Waiting, deadline: float, timeout_s: float) -> Outcome:

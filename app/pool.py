@@ -145,6 +145,11 @@ class Pool:
             elif beat.phase == "ready" and not beat.weights.serves_as(wanted):
                 # It will hear of it with the next Hello.
                 worker.phase = "stale"
+        worker.adapters = {
+            name
+            for name, record in self._state.adapters.by_name.items()
+            if beat.adapters.get(name) == record.version
+        }
         if worker.phase != before:
             level = logging.ERROR if worker.phase == "mismatched" else logging.INFO
             reason = f", gets no jobs: {worker.reason}" if worker.reason else ""
@@ -204,6 +209,11 @@ class Pool:
                 ),
             )
             return None
+        checked_for = open_job.request.facts
+        if checked_for and self.facts and difference(checked_for, self.facts):
+            # While it ran, another worker's model became the pool's.
+            self._fail(open_job, model_changed(checked_for, self.facts))
+            return None
         again = msgspec.structs.replace(open_job.job, attempt=open_job.job.attempt + 1)
         return dataclasses.replace(open_job, job=again, num_deaths=num_deaths)
 
@@ -241,20 +251,23 @@ class Pool:
     @property
     def adapters(self) -> dict[str, int]:
         """LoRA adapters by name, and their versions, that a worker can run now."""
-        ready = [one.heartbeat for one in self.workers.values() if one.facts and one.heartbeat]
+        ready = [one for one in self.workers.values() if one.facts]
         return {
             name: record.version
             for name, record in self._state.adapters.by_name.items()
-            if any(beat.adapters.get(name) == record.version for beat in ready)
+            if any(name in one.adapters for one in ready)
         }
 
     @property
     def has_lost_weights(self) -> bool:
         """Whether workers are there, and none has or can get the weights of the last update."""
-        there = [one for one in self.workers.values() if one.heartbeat is not None]
-        behind = [one for one in there if one.phase in ("waiting_for_weights", "stale")]
-        others = [one for one in there if one not in behind and one.phase != "mismatched"]
-        return bool(behind) and not others and not self._state.weights.folder
+        there = [
+            one.heartbeat.phase
+            for one in self.workers.values()
+            if one.heartbeat is not None and one.phase != "mismatched"
+        ]
+        # As they say themselves: what a worker has not heard of yet it may be about to get.
+        return bool(there) and all(one in ("waiting_for_weights", "stale") for one in there)
 
     # ---- jobs ------------------------------------------------------------------------
 
@@ -319,6 +332,10 @@ class Pool:
                 continue
             if not isinstance(result, Failed) and (odd := misfit(open_job.job, result)):
                 text = f"the worker gave no answer to it: {odd}"
+                if isinstance(result, Part):
+                    # The worker goes on with the job until it is told to stop.
+                    self._end(open_job, GenerationFailed(text))
+                    continue
                 result = Failed(result.job_id, result.attempt, GenerationFailed.code, text)
             if isinstance(result, Part):
                 open_job.request.add_part(open_job.index, result)
@@ -335,7 +352,12 @@ class Pool:
                 open_job.request.complete(open_job.index, result)
 
     def _fail(self, open_job: OpenJob, error: TitopoolError) -> None:
+        """The job is in no queue and at no worker any more."""
         self.num_open_jobs -= 1
+        self._end(open_job, error)
+
+    def _end(self, open_job: OpenJob, error: TitopoolError) -> None:
+        """Fails the request; `drop_done` takes back those of its jobs that are open."""
         if open_job.request.fail(error):
             self._failed.append(open_job.request)
 

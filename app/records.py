@@ -32,6 +32,8 @@ class Worker:
     # Tokens of jobs that were sent here since `others` was told.
     num_tokens_since: int = 0
     prefixes: PrefixIndex = field(default_factory=PrefixIndex)
+    # LoRA adapters that it has in the version that the pool serves.
+    adapters: set[str] = field(default_factory=set)
 
     @property
     def facts(self) -> WorkerFacts | None:
@@ -59,9 +61,7 @@ class Worker:
 
     def has_adapter_of(self, job: Job) -> bool:
         """Whether the LoRA adapter of `job`, if it has one, serves here."""
-        return not job.adapter or (
-            self.heartbeat is not None and job.adapter in self.heartbeat.adapters
-        )
+        return not job.adapter or job.adapter in self.adapters
 
     def has_room_for(self, job: Job, *, ahead: bool) -> bool:
         """Whether the engine can run `job` at once or, if `ahead`, soon.

@@ -51,8 +51,11 @@ from titopool.errors import (
     TitopoolError,
     WeightUpdateFailed,
 )
+from titopool.pool_state import next_count
 
 blueprint = Blueprint("weights", __name__)
+# Of a worker that could not be told: it is not ready yet, or lost.
+MISSED = (NoReadyWorker, WeightUpdateFailed)
 
 
 def everyone() -> tuple[Commands, list[Worker]]:
@@ -309,8 +312,15 @@ def accept() -> Response:
     """Lets the pool go on with the model's own weights when those of the last update are lost."""
     decode_body(request.get_data() or b"{}", ACCEPT_BODY)
     commands, workers = those_present()
+    for one in commands.outcomes(workers, GetStatus()):
+        if one.result and not one.result["waits_for_weights"]:
+            raise Conflict(
+                f"accept: expected weights that every worker has lost; the worker at {one.endpoint} "
+                f"serves version {one.result['weight_version']}, and the others get it by a "
+                "complete update"
+            )
     update_id = f"own-{uuid.uuid4().hex}"
-    action = AcceptOwnWeights(update_id, commands.num_updates + 1)
+    action = AcceptOwnWeights(update_id, next_count(commands.num_updates))
     outcomes = commands.outcomes(workers, action)
     check_any(outcomes)
     restarting = [one.endpoint for one in outcomes if one.result and one.result["restarts"]]
@@ -349,8 +359,11 @@ def pause() -> Response:
     commands, workers = those_present()
     # A drain takes as long as the longest request.
     timeout_s = current_service().config.request_timeout_s
-    action = Pause(body.mode, body.lease_s, commands.num_pauses + 1)
-    commands.at_once(workers, action, timeout_s=timeout_s)
+    action = Pause(body.mode, body.lease_s, next_count(commands.num_pauses))
+    outcomes = commands.outcomes(workers, action, timeout_s=timeout_s)
+    # One that loads, or was lost meanwhile, hears of the pause before it gets jobs again.
+    check_all([one for one in outcomes if not isinstance(one.error, MISSED)])
+    check_any(outcomes)
     return json_response({"is_paused": True, "lease_s": body.lease_s})
 
 
@@ -358,7 +371,7 @@ def pause() -> Response:
 def resume() -> Response:
     """Ends a pause."""
     commands, workers = those_present()
-    outcomes = commands.outcomes(workers, Resume(commands.num_pauses + 1))
+    outcomes = commands.outcomes(workers, Resume(next_count(commands.num_pauses)))
     check_any(outcomes)
     was_paused = any(one.result["was_paused"] for one in outcomes if one.result)
     return json_response({"is_paused": False, "was_paused": was_paused})

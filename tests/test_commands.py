@@ -10,7 +10,7 @@ from app.commands import Commands
 from app.pool import Pool
 from tests.test_pool import beat
 from titopool.commands import Action, ApplyUpdate, Command, CommandDone, GetStatus
-from titopool.errors import NoReadyWorker, TitopoolError, WeightUpdateFailed
+from titopool.errors import DeadlinePassed, NoReadyWorker, TitopoolError, WeightUpdateFailed
 
 
 class Told:
@@ -130,3 +130,27 @@ def test_some_calls_need_all_workers_and_some_those_that_are_there():
     told.pool.lose_worker("w0", "killed")
     with pytest.raises(NoReadyWorker, match="no worker answers"):
         told.commands.present()
+
+
+def test_what_the_first_may_accept_too_late_is_undone_there():
+    def answers(told: Told, index: int, command: Command) -> None:
+        if isinstance(command.action, ApplyUpdate):
+            told.answer(index, command)
+
+    told = Told(2, answers)
+    with pytest.raises(DeadlinePassed):
+        told.commands.in_turn(
+            told.commands.members(), lambda index, first: GetStatus(),
+            undo=ApplyUpdate("undo"), timeout_s=0.1,
+        )  # fmt: skip
+    assert told.sent == [("w0", GetStatus()), ("w0", ApplyUpdate("undo"))]
+
+
+def test_a_command_that_cannot_be_sent_is_not_waited_for():
+    def answers(told: Told, index: int, command: Command) -> None:
+        raise OverflowError("no such number in MessagePack")
+
+    told = Told(1, answers)
+    with pytest.raises(OverflowError):
+        told.commands.outcomes(told.commands.members(), GetStatus())
+    assert told.commands.num_waiting == 0

@@ -206,6 +206,7 @@ def test_weights_that_all_workers_have_lost_are_a_503_until_they_are_replaced(cl
         # Whichever front end answers.
         answer = server.post("/generate/", {"prompts": [[1]]})
         assert answer.status_code == 503
+        assert answer.json()["error"]["code"] == "weights_lost"
     assert server.post("/weights/accept", {}).json() == {"weight_version": 0, "restarting": []}
     cluster.wait_for("ready", "ready")
     assert cluster.versions() == [0, 0]
@@ -215,6 +216,41 @@ def test_weights_that_all_workers_have_lost_are_a_503_until_they_are_replaced(cl
     cluster.start(0)
     cluster.wait_for("ready", "ready")
     assert cluster.update("two").json()["version"] == 1
+    cluster.check_generates()
+
+
+def test_weights_that_a_worker_still_has_are_not_given_up(cluster: Cluster):
+    for index in range(2):
+        cluster.start(index)
+    server = cluster.serve(2)
+    assert cluster.update().json()["version"] == 1
+    cluster.processes[1].kill()
+    (cluster.root / "one" / "weights").write_text("changed since")
+    cluster.start(1)
+    cluster.wait_for("ready", "waiting_for_weights")
+    refusal = server.post("/weights/accept", {})
+    assert refusal.status_code == 409
+    assert "serves version 1" in refusal.json()["error"]["message"]
+    cluster.wait_for("ready", "waiting_for_weights")
+    assert cluster.versions() == [1]
+    cluster.check_generates()
+
+
+def test_a_pool_is_paused_while_one_of_its_workers_loads(cluster: Cluster):
+    cluster.start(0)
+    cluster.start(1)
+    server = cluster.serve(2)
+    cluster.processes[1].kill()
+    cluster.start(1, "--load-s", "4")
+    cluster.wait_for("ready", "loading")
+    answer = server.post("/pause", {"mode": "keep", "lease_s": 60})
+    assert answer.json() == {"is_paused": True, "lease_s": 60}
+    # It hears of it once it is loaded.
+    cluster.wait_for("ready", "ready")
+    leases = lambda: [one["lease_left_s"] for one in server.get("/weights").json()["workers"]]  # noqa: E731
+    wait_until(lambda: all(leases()), 5)
+    assert server.post("/resume", {}).json()["was_paused"] is True
+    wait_until(lambda: not any(leases()), 5)
     cluster.check_generates()
 
 

@@ -22,6 +22,7 @@ from titopool.messages import (
     Heartbeat,
     Job,
     Load,
+    Part,
     WorkerCounters,
     WorkerFacts,
 )
@@ -348,19 +349,38 @@ def test_front_ends_agree_that_weights_are_lost_also_one_that_came_later():
     assert phases(old) == {"a": "ready", "b": "ready"}
 
 
-def test_weights_are_not_lost_while_a_worker_is_starting_or_a_folder_has_them():
+def test_weights_are_lost_when_every_worker_says_so_and_not_before():
     pool = pool_of("a", "b")
+    assert not pool_of().has_lost_weights
     pool.on_heartbeat("a", with_weights("a", NEW, NEW), now=1)
     pool.lose_worker("a", "killed")
-    assert not pool_of().has_lost_weights
-    assert pool.has_lost_weights
-    pool.on_heartbeat("a", beat("a", incarnation="2", phase="loading"), now=2)
+    # The other one may be about to apply the same update.
+    assert phases(pool)["b"] == "stale"
     assert not pool.has_lost_weights
+    for phase, is_lost in (("catching_up", False), ("stale", True)):
+        behind = with_weights("b", PoolWeights(), NEW, phase=phase)
+        pool.on_heartbeat("b", msgspec.structs.replace(behind, facts=FACTS), now=2)
+        assert pool.has_lost_weights is is_lost
+    pool.on_heartbeat("a", beat("a", incarnation="2", phase="loading"), now=3)
+    assert not pool.has_lost_weights
+
+
+def test_a_job_is_not_run_again_by_another_model_than_it_was_checked_for():
     pool = pool_of("a")
-    in_folder = msgspec.structs.replace(NEW, folder="/w")
-    pool.on_heartbeat("a", with_weights("a", PoolWeights(), in_folder), now=1)
-    assert phases(pool) == {"a": "stale"}
-    assert not pool.has_lost_weights
+    pool.add_worker("b", now=0)
+    pool.on_heartbeat("b", loaded("b", 5.0, OTHER_FACTS), now=0)
+    pool.lose_worker("a", "silent")
+    pool.on_heartbeat("b", loaded("b", 5.0, OTHER_FACTS), now=1)
+    request = request_of(1)
+    request.facts = OTHER_FACTS
+    pool.submit(request)
+    assert assigned(pool) == {"b": [1]}
+    pool.on_heartbeat("a", beat("a"), now=2)
+    assert phases(pool) == {"a": "ready", "b": "mismatched"}
+    pool.lose_worker("b", "killed")
+    assert isinstance(request.error, ModelChanged)
+    assert assigned(pool) == {}
+    assert pool.num_open_jobs == 0
 
 
 def test_what_the_pool_knows_is_told_with_what_is_left_of_a_lease():
@@ -453,3 +473,27 @@ def test_whoever_waits_for_a_worker_is_told_that_it_is_gone():
     pool.on_heartbeat("a", beat("a", incarnation="second"), now=1)
     pool.remove_worker("a")
     assert told == [("a", "it has restarted"), ("a", "its address is gone")]
+
+
+def test_a_worker_with_another_version_of_an_adapter_gets_none_of_its_jobs():
+    pool = pool_of("a", "b")
+    pool.on_heartbeat("a", with_adapters("a", {"s": 2}, {"s": 2}), now=1)
+    pool.on_heartbeat("b", with_adapters("b", {"s": 1}, {"s": 2}), now=1)
+    pool.submit(adapted(request_of(1, 1, 1), "s"))
+    assert assigned(pool) == {"a": [1, 2, 3]}
+    pool.on_heartbeat("b", with_adapters("b", {"s": 2}, {"s": 2}), now=2)
+    pool.submit(adapted(request_of(1, first_id=9), "s"))
+    assert assigned(pool) == {"b": [9]}
+
+
+def test_a_part_that_does_not_fit_fails_its_request_and_stops_the_job():
+    pool = pool_of("a")
+    request = request_of(1, 1)
+    pool.submit(request)
+    pool.assign()
+    pool.on_results("a", [Part(1, 1, [(0, Completion(b"123", "", None, []))])])
+    assert isinstance(request.error, GenerationFailed)
+    assert pool.take_failed() == [request]
+    ((worker, keys),) = pool.drop_done(request)
+    assert (worker.endpoint, keys) == ("a", [(1, 1), (2, 1)])
+    assert pool.num_open_jobs == 0

@@ -13,6 +13,7 @@ from titopool.pool_state import (
     PoolPause,
     PoolState,
     PoolWeights,
+    next_count,
 )
 from workers.ledger import Ledger
 from workers.pool_view import PoolView
@@ -44,8 +45,10 @@ def test_all_orders_of_telling_come_to_the_same():
     tales = [
         state(
             weights=PoolWeights(chance.randrange(3), chance.choice("ab"), 0, False),
-            pause=PoolPause(number, "keep", 1.0),
-            adapters=PoolAdapters(chance.randrange(2), {}),
+            pause=PoolPause(number // 2, chance.choice(["keep", None]), 1.0),
+            adapters=PoolAdapters(
+                chance.randrange(2), {chance.choice("xy"): AdapterRecord(number, "/f")}
+            ),
         )
         for number in range(4)
     ]
@@ -105,10 +108,45 @@ def test_each_change_counts_more_than_all_that_was_known():
     made.hear(state(pause=PoolPause(5, "keep", 9.0)))
     made.record_pause(None, 0.0, num_changes=2)
     assert made.pause.num_changes == 6
+    made.hear(state(adapters=PoolAdapters(8, {})))
     made.record_adapter("a", AdapterRecord(1, "/f"), 9)
     made.record_adapter("b", AdapterRecord(1, "/g"), 0)
     made.record_adapter("a", None, 0)
     assert (made.adapters.num_changes, list(made.adapters.by_name)) == (11, ["b"])
+
+
+def test_what_a_pool_does_after_it_has_forgotten_all_counts_more_than_that():
+    # A front end that could reach nobody knows of it still.
+    before = state(
+        weights=PoolWeights(900, "old", 3, False), pause=PoolPause(900, "keep", 60.0),
+        adapters=PoolAdapters(900, {"a": AdapterRecord(3, "/f")}),
+    )  # fmt: skip
+    made, _ = view()
+    made.record_pause("drain", 5.0, 0)
+    made.record_adapter("a", AdapterRecord(1, "/g"), 0)
+    made.record_weights(PoolWeights(next_count(0), "new", 1, False))
+    made.hear(before)
+    assert made.pause.mode == "drain"
+    assert made.adapters.by_name == {"a": AdapterRecord(1, "/g")}
+    assert made.weights.update_id == "new"
+    assert next_count(7) == 8
+
+
+def test_a_lease_that_has_expired_holds_nobody_who_starts_later(tmp_path: Path):
+    made, _ = view(str(tmp_path))
+    made.record_pause("keep", 0.2, 1)
+    soon, _ = view(str(tmp_path))
+    assert soon.pause.mode == "keep"
+    time.sleep(0.3)
+    late, _ = view(str(tmp_path))
+    assert late.pause.mode is None
+    assert late.pause.num_changes == made.pause.num_changes
+    # Nor whoever was loading when the lease ended.
+    loading = PoolView(Ledger("", "0"), lambda: None)
+    loading.hear(state(pause=PoolPause(1, "keep", 0.1)))
+    time.sleep(0.2)
+    loading.start("m")
+    assert loading.pause.mode is None
 
 
 def test_the_process_that_comes_after_knows_it_all(tmp_path: Path):

@@ -29,7 +29,7 @@ from titopool.commands import (
 )
 from titopool.config import ServerConfig
 from titopool.errors import InvalidRequest, TitopoolError, WeightUpdateFailed
-from titopool.pool_state import PoolState, PoolWeights
+from titopool.pool_state import PoolPause, PoolState, PoolWeights
 from workers.control import Control
 from workers.ledger import Ledger, clear_ledgers, digest_of_files
 from workers.steps import Steps
@@ -57,7 +57,7 @@ class RecordingEngine:
     async def call(self, method: str, *args: Any) -> list[Any]:
         if method not in ("status", "device"):
             self.calls.append(method)
-        if method == "begin" and self.begin_error is not None:
+        if method in ("begin", "check_folder") and self.begin_error is not None:
             raise self.begin_error
         fit = {"missing": [], "ignored": [], "kept": [], "split_layers": ""}
         answers = {
@@ -106,7 +106,7 @@ class Worker:
     async def begin(self) -> None:
         await self.good(JoinGroup("s", "trl", "gloo", "127.0.0.1", 1, 0, 2))
         await self.good(AwaitStep("join", "s"))
-        await self.good(BeginUpdate("s", "u", 7, 0, TENSORS, 100, False))
+        await self.good(BeginUpdate("s", "u", 7, 1, TENSORS, 100, False))
 
     async def state(self) -> str:
         return str((await self.good(GetStatus()))["state"])
@@ -146,7 +146,7 @@ def test_caches_are_empty_before_the_weights_change_and_generation_stands():
     worker = run(story)
     assert worker.engine.calls[-4:] == ["pause abort", "clear", "apply", "resume"]
     assert worker.engine.versions.current == 7
-    assert worker.control.weights.num_updates == 1
+    assert worker.control.weights.num_updates == 2
 
 
 @pytest.mark.parametrize(
@@ -161,7 +161,7 @@ def test_tensors_that_are_refused_leave_the_group_and_a_failure_does_not(
             port = trainer.getsockname()[1]
             await worker.good(JoinGroup("s", "titopool", "gloo", "127.0.0.1", port, 1, 2))
             await worker.good(AwaitStep("join", "s"))
-            done = await worker.ask(BeginUpdate("s", "u", 7, 0, TENSORS, 100, False))
+            done = await worker.ask(BeginUpdate("s", "u", 7, 1, TENSORS, 100, False))
         assert done.code == error.code
         assert await worker.state() == state
 
@@ -225,8 +225,8 @@ def test_a_lease_is_renewed_and_ends():
     run(story)
 
 
-def of_pool(weights: PoolWeights) -> PoolState:
-    return PoolState(model="m", weights=weights)
+def of_pool(weights: PoolWeights, pause: PoolPause = PoolPause()) -> PoolState:
+    return PoolState(model="m", weights=weights, pause=pause)
 
 
 def test_a_restarted_worker_waits_or_takes_its_folder(tmp_path: Path):
@@ -361,7 +361,7 @@ def test_who_is_prepared_and_hears_that_others_have_applied_does_so_too():
         await worker.begin()
         await worker.good(PrepareUpdate("u", "keep"))
         await worker.good(AwaitStep("prepare", "u"))
-        worker.control.hear(of_pool(PoolWeights(1, "u", 7, False)))
+        worker.control.hear(of_pool(PoolWeights(2, "u", 7, False)))
         while await worker.state() != "open":
             await asyncio.sleep(0.02)
         assert worker.engine.versions.current == 7
@@ -377,12 +377,53 @@ def test_who_is_prepared_and_hears_of_another_update_gives_up():
         await worker.begin()
         await worker.good(PrepareUpdate("u", "keep"))
         await worker.good(AwaitStep("prepare", "u"))
-        worker.control.hear(of_pool(PoolWeights(1, "other", 9, False)))
+        worker.control.hear(of_pool(PoolWeights(2, "other", 9, False)))
         while await worker.state() != "closed":
             await asyncio.sleep(0.02)
         assert worker.control.phase == "waiting_for_weights"
 
     assert "apply" not in run(story).engine.calls
+
+
+def test_a_drain_that_outlasts_its_lease_keeps_nobody_from_catching_up():
+    async def story(worker: Worker) -> None:
+        # vLLM answers a drain when nothing is in flight, which under load may be never.
+        worker.engine.is_stuck = True
+        worker.control.hear(of_pool(PoolWeights(), PoolPause(1, "drain", 0.3)))
+        await asyncio.sleep(0.1)
+        assert (await worker.good(GetStatus()))["is_paused"]
+        worker.control.hear(of_pool(PoolWeights(3, "v", 9, False), PoolPause(2, "keep", 60.0)))
+        while (await worker.good(GetStatus()))["lease_left_s"] < 1:
+            await asyncio.sleep(0.02)
+        assert worker.control.phase == "waiting_for_weights"
+        worker.control.hear(of_pool(PoolWeights(3, "v", 9, False), PoolPause(3)))
+        while (await worker.good(GetStatus()))["is_paused"]:
+            await asyncio.sleep(0.02)
+
+    assert run(story).engine.calls[-1] == "resume"
+
+
+def test_a_folder_that_cannot_be_loaded_at_once_is_tried_again(tmp_path: Path):
+    folder = tmp_path / "root" / "weights"
+    folder.mkdir(parents=True)
+    files = digest_of_files(str(folder))
+
+    async def story(worker: Worker) -> None:
+        worker.engine.begin_error = InvalidRequest("staged: the file server is away")
+        # A model that keeps no requests, in a pool that is paused with keep.
+        worker.engine.can_keep = False
+        wanted = PoolWeights(3, "v", 9, False, str(folder), files)
+        worker.control.hear(of_pool(wanted, PoolPause(1, "keep", 60.0)))
+        await asyncio.sleep(0.2)
+        assert worker.control.phase == "catching_up"
+        assert await worker.state() == "closed"
+        worker.engine.begin_error = None
+        while worker.control.phase != "ready":
+            await asyncio.sleep(0.02)
+        assert worker.control.weights.version == 9
+        assert (await worker.good(GetStatus()))["is_paused"]
+
+    assert "pause abort" in run(story, Worker(root=str(tmp_path / "root"))).engine.calls
 
 
 def test_weights_that_are_lost_are_accepted_by_whoever_has_the_models_own():

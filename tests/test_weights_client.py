@@ -232,6 +232,51 @@ def test_an_update_without_its_answers_is_an_error_and_no_other(fake):
     wait_until(lambda: listening_ports() <= before, 5)
 
 
+def test_a_group_that_has_lost_a_member_is_left_so_that_the_next_update_has_all(
+    fake, monkeypatch: pytest.MonkeyPatch
+):
+    import torch
+
+    class Group:
+        backend, port, device_uuid = "gloo", 1, ""
+
+        def __init__(self, *_: Any, **__: Any):
+            pass
+
+        def form(self, **_: Any) -> None:
+            pass
+
+        def broadcast(self, buffer: Any, look: Any) -> Callable[[], None]:
+            return lambda: None
+
+        def abort(self) -> None:
+            pass
+
+    calls: list[str] = []
+    lost = [{"endpoint": "ipc:///w1", "error": "killed"}]
+
+    def answer(path: str, body: Body) -> bytes:
+        calls.append(path)
+        is_first = calls.count("/weights/commit") == 1
+        return reply(
+            {
+                "/get_world_size": {"world_size": 2},
+                "/weights/begin": {"update": "u", "missing": [], "ignored": [], "kept": []},
+                "/weights/commit": {"version": 1, "lost": lost if is_first else []},
+            }.get(path, {})
+        )
+
+    monkeypatch.setattr("titopool.weights_client.TrainerGroup", Group)
+    client = client_of(fake(answer))
+    assert client.update([("w", torch.zeros(2))], policy="keep")["lost"] == lost
+    assert not client.is_open
+    assert client.update([("w", torch.zeros(2))], policy="keep")["lost"] == []
+    assert client.is_open
+    assert [one for one in calls if one in ("/weights/init", "/weights/close")] == [
+        "/weights/init", "/weights/close", "/weights/init",
+    ]  # fmt: skip
+
+
 # ---- addresses -----------------------------------------------------------------------
 
 

@@ -6,6 +6,7 @@ greater count holds. So a worker that was restarted, or cut off while a command 
 of it from whichever process it hears next, and front ends agree whatever they have seen.
 """
 
+import time
 from typing import Annotated, Literal
 
 import msgspec
@@ -57,6 +58,11 @@ class PoolPause(msgspec.Struct, frozen=True, omit_defaults=True):
     # Seconds from when the message was written.
     lease_left_s: LeaseSeconds = 0.0
 
+    @property
+    def order(self) -> tuple[int, bool]:
+        """Greater for later changes; of two at once, generation going on is the later one."""
+        return self.num_changes, self.mode is None
+
 
 class AdapterRecord(msgspec.Struct, frozen=True, array_like=True):
     """A LoRA adapter that serves under a name."""
@@ -72,6 +78,11 @@ class PoolAdapters(msgspec.Struct, frozen=True, omit_defaults=True):
 
     num_changes: Count = 0
     by_name: dict[str, AdapterRecord] = {}
+
+    @property
+    def order(self) -> tuple[int, bytes]:
+        """Greater for later changes; of two at once, any, but the same for all processes."""
+        return self.num_changes, msgspec.json.encode(self.by_name, order="deterministic")
 
 
 class PoolState(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -91,8 +102,19 @@ class PoolState(msgspec.Struct, frozen=True, omit_defaults=True):
         if not other.model or other.model != (self.model or other.model):
             return self
         weights = max(self.weights, other.weights, key=lambda one: one.order)
-        pause = max(self.pause, other.pause, key=lambda one: one.num_changes)
-        adapters = max(self.adapters, other.adapters, key=lambda one: one.num_changes)
+        pause = max(self.pause, other.pause, key=lambda one: one.order)
+        adapters = self.adapters
+        if other.adapters != adapters:
+            adapters = max(adapters, other.adapters, key=lambda one: one.order)
         if self.model and (weights, pause, adapters) == (self.weights, self.pause, self.adapters):
             return self
         return PoolState(other.model, weights, pause, adapters)
+
+
+def next_count(known: int) -> int:
+    """The count of a change behind `known`.
+
+    The first one's is the time of day in seconds: what a pool does after all its workers have
+    forgotten the past counts more than that past, of which a front end may still know.
+    """
+    return known + 1 if known else int(time.time())

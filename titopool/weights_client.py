@@ -243,6 +243,9 @@ class WeightsClient:
         if _error_of(lambda: self._wait_for_sent(0)):
             # The new weights serve all the same; the next update forms a new group.
             self._forget()
+        elif result.get("lost"):
+            # A member is gone that will be back: the next update forms a group with it.
+            _error_of(self.close)
         return {**{name: begun[name] for name in ("missing", "ignored", "kept")}, **result}
 
     def _begin(self, infos: list[TensorInfo], version: int | None, partial: bool) -> dict[str, Any]:

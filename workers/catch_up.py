@@ -9,9 +9,9 @@ import contextlib
 import logging
 from collections.abc import Callable
 
-from titopool.commands import ApplyUpdate, BeginFolder, PrepareUpdate
+from titopool.commands import ApplyUpdate, BeginFolder, Policy, PrepareUpdate
 from titopool.errors import InvalidRequest, TitopoolError
-from titopool.pool_state import AdapterRecord
+from titopool.pool_state import AdapterRecord, PoolWeights
 from workers.adapters import Adapters
 from workers.ledger import digest_of_files
 from workers.pauses import Pauses
@@ -25,6 +25,8 @@ logger = logging.getLogger(__name__)
 
 # Between two looks without news: at what could not be done before.
 LOOK_EVERY_S = 1.0
+# Of a folder that cannot be loaded although it is the right one: a file server may be away.
+MAX_TRIES = 10
 
 
 class CatchUp:
@@ -50,10 +52,20 @@ class CatchUp:
         self._weights_root = weights_root
         self._on_changed = on_changed
         self._news = asyncio.Event()
-        # Of the folder whose weights were tried last: it is not tried twice.
-        self._tried: tuple[int, str] = (0, "")
+        # The weights that this worker cannot get from a folder, and how often it has tried.
+        self._out_of_reach: tuple[int, str] = (0, "")
+        self._num_tries = 0
+        self._complaint = ""
         # Adapters that could not be loaded, so that the log says so once.
         self._failed: set[tuple[str, int]] = set()
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether this worker is about to have the weights that it lacks."""
+        state, wanted = self._updates.state, self._pool.weights
+        if state.update is not None and state.update.update_id == wanted.update_id:
+            return state.phase in (Phase.PREPARED, Phase.APPLYING) or bool(state.update.folder)
+        return bool(wanted.folder) and self._out_of_reach != wanted.order
 
     def notify(self) -> None:
         """There may be something to do."""
@@ -74,7 +86,9 @@ class CatchUp:
             try:
                 await part()
             except TitopoolError as error:
-                logger.warning("this worker is behind its pool: %s", error.message)
+                if error.message != self._complaint:
+                    logger.warning("this worker is behind its pool: %s", error.message)
+                self._complaint = error.message
             except Exception:
                 logger.exception("this worker could not catch up with its pool")
 
@@ -95,28 +109,46 @@ class CatchUp:
                 await updates.steps.wait("apply", update.update_id)
             elif wanted.num_updates >= update.index:
                 await updates.abort(update.update_id, "the pool has gone on without this worker")
-        elif state.phase in (Phase.CLOSED, Phase.OPEN) and self._tried != wanted.order:
-            self._tried = wanted.order
-            if wanted.folder:
-                await self._load_folder()
+        elif state.phase in (Phase.CLOSED, Phase.OPEN) and self._out_of_reach != wanted.order:
+            if not wanted.folder:
+                self._give_up("they came through a group")
+            elif digest_of_files(wanted.folder) != wanted.files:
+                self._give_up(f"{wanted.folder} has changed since")
             else:
-                logger.warning(
-                    "the pool has weights of version %d, which this worker has not: it waits for "
-                    "the next update", wanted.version,
-                )  # fmt: skip
+                await self._try_folder()
 
-    async def _load_folder(self) -> None:
+    def _give_up(self, reason: str) -> None:
+        wanted = self._pool.weights
+        self._out_of_reach, self._num_tries = wanted.order, 0
+        logger.warning(
+            "the pool has weights of version %d, which this worker has not and cannot get: %s; it "
+            "waits for the next update", wanted.version, reason,
+        )  # fmt: skip
+        self._on_changed()
+
+    async def _try_folder(self) -> None:
         wanted, updates = self._pool.weights, self._updates
-        if digest_of_files(wanted.folder) != wanted.files:
-            logger.warning(
-                "%s has changed since version %d, which this worker has not: it waits for the next "
-                "update", wanted.folder, wanted.version,
-            )  # fmt: skip
-            return
-        update_id = wanted.update_id
+        self._num_tries += 1
+        try:
+            await self._load_folder(wanted)
+            self._num_tries = 0
+        except Exception as error:
+            update = updates.state.update
+            if update is not None and update.update_id == wanted.update_id:
+                await updates.abort(update.update_id, "the folder could not be loaded")
+            if self._num_tries >= MAX_TRIES:
+                self._give_up(str(error))
+            raise
+
+    async def _load_folder(self, wanted: PoolWeights) -> None:
+        updates, update_id = self._updates, wanted.update_id
+        policy: Policy = updates.kindest_policy
+        if policy == "drain" and self._pauses.keeps_requests:
+            # They would drain when the pause ends; a worker that gets no jobs has few.
+            policy = "abort"
         action = BeginFolder(update_id, wanted.version, wanted.num_updates, wanted.folder)
         await updates.begin_folder(action, index=wanted.num_updates)
-        await updates.prepare(PrepareUpdate(update_id, updates.kindest_policy))
+        await updates.prepare(PrepareUpdate(update_id, policy))
         await updates.steps.wait("prepare", update_id)
         await updates.apply(ApplyUpdate(update_id))
         await updates.steps.wait("apply", update_id)

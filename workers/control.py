@@ -99,6 +99,8 @@ class Control:
         """`ready`, or why this worker gets no jobs although its engine is loaded."""
         if not self._updates.lacks_weights:
             return "ready"
+        if self._catch_up.is_under_way:
+            return "catching_up"
         return "waiting_for_weights" if self.weights.is_own else "stale"
 
     @property
@@ -234,7 +236,7 @@ class Control:
             "session": state.session or None,
             "update": state.update.update_id if state.update else None,
             "weight_version": state.weights.version,
-            "num_updates": state.weights.num_updates,
+            "last_update": state.weights.update_id or None,
             "waits_for_weights": self._updates.lacks_weights,
             "is_paused": self._pauses.lease_left_s is not None,
             "lease_left_s": self._pauses.lease_left_s,

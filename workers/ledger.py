@@ -6,6 +6,7 @@ there is none: then a restarted worker hears of it from the front ends.
 
 import logging
 import os
+import time
 from hashlib import blake2b
 from pathlib import Path
 
@@ -17,6 +18,14 @@ from titopool.pool_state import PoolState
 logger = logging.getLogger(__name__)
 
 FILE_PREFIX = "worker-state-"
+
+
+class Entry(msgspec.Struct):
+    """What the file holds."""
+
+    state: PoolState
+    # Seconds since 1970, from which on the lease of a pause counts.
+    written_at: float
 
 
 class Ledger:
@@ -31,7 +40,7 @@ class Ledger:
             return
         draft = self._path.with_name(self._path.name + ".new")
         try:
-            draft.write_bytes(msgspec.json.encode(state))
+            draft.write_bytes(msgspec.json.encode(Entry(state, time.time())))
             os.replace(draft, self._path)
         except OSError as error:
             logger.error("the pool's state cannot be noted for a restart: %s", error)
@@ -41,12 +50,18 @@ class Ledger:
         if self._path is None:
             return PoolState()
         try:
-            return msgspec.json.decode(self._path.read_bytes(), type=PoolState)
+            entry = msgspec.json.decode(self._path.read_bytes(), type=Entry)
         except FileNotFoundError:
             return PoolState()
         except (OSError, *UNREADABLE) as error:
             logger.error("%s cannot be read; the front ends may know: %s", self._path, error)
             return PoolState()
+        pause, age_s = entry.state.pause, max(0.0, time.time() - entry.written_at)
+        left_s = max(0.0, pause.lease_left_s - age_s)
+        pause = msgspec.structs.replace(
+            pause, mode=pause.mode if left_s else None, lease_left_s=left_s
+        )
+        return msgspec.structs.replace(entry.state, pause=pause)
 
 
 def clear_ledgers(run_dir: str) -> None:

@@ -1,12 +1,16 @@
 """Why generation is stopped: a client's pause, which has a lease, or a commit, which has a deadline."""
 
 import asyncio
+import logging
 import time
 
 from titopool.commands import Policy
 from titopool.errors import Conflict
+from titopool.pool_state import PoolPause
 from workers.pool_view import PoolView
 from workers.weight_engine import WeightEngine
+
+logger = logging.getLogger(__name__)
 
 
 class Pauses:
@@ -17,7 +21,9 @@ class Pauses:
         self._lease_mode: Policy | None = None
         self._lease_end: float | None = None
         # Of the pool's pauses, the last one that this worker follows.
-        self._num_changes = 0
+        self._followed = PoolPause().order
+        # Stops generation as the pool did.
+        self._following: asyncio.Task[None] | None = None
         self._no_commit = asyncio.Event()
         self._no_commit.set()
 
@@ -35,9 +41,14 @@ class Pauses:
         """Whether the lease of a client's pause has expired."""
         return self.lease_left_s == 0.0
 
+    @property
+    def keeps_requests(self) -> bool:
+        """Whether a client's pause holds back the requests in flight."""
+        return self._lease_end is not None and self._lease_mode == "keep"
+
     def check(self, policy: Policy) -> None:
         """Raises Conflict if requests are held back that `policy` would wait for."""
-        if policy == "drain" and self._lease_end is not None and self._lease_mode == "keep":
+        if policy == "drain" and self.keeps_requests:
             raise Conflict(
                 "policy: generation is paused with mode keep, so nothing drains; resume, or "
                 "commit with keep or abort"
@@ -78,23 +89,30 @@ class Pauses:
     async def follow_pool(self, engine: WeightEngine) -> None:
         """Does what the pool has done while this worker was away."""
         told = self._pool.pause
-        if told.num_changes <= self._num_changes or self.is_committing:
+        if told.order <= self._followed or self.is_committing:
             return
-        self._num_changes = told.num_changes
+        self._followed = told.order
         if told.mode is None:
             await self._let_go(engine)
         else:
             is_paused = self._lease_end is not None
             self._hold(told.mode, told.lease_left_s)
             if not is_paused:
-                await engine.pause(told.mode)
+                # A drain takes as long as the longest request, or longer than the lease.
+                self._following = asyncio.create_task(self._stop(engine, told.mode))
+
+    async def _stop(self, engine: WeightEngine, mode: Policy) -> None:
+        try:
+            await engine.pause(mode)
+        except Exception:
+            logger.exception("generation could not be paused as in the rest of the pool")
 
     def _hold(self, mode: Policy, lease_s: float) -> None:
         self._lease_mode, self._lease_end = mode, time.monotonic() + lease_s
 
     def _record(self, mode: Policy | None, lease_s: float, num_changes: int) -> None:
         self._pool.record_pause(mode, lease_s, num_changes)
-        self._num_changes = self._pool.pause.num_changes
+        self._followed = self._pool.pause.order
 
     async def _let_go(self, engine: WeightEngine) -> bool:
         was_paused = self._lease_end is not None

@@ -17,6 +17,7 @@ from titopool.pool_state import (
     PoolPause,
     PoolState,
     PoolWeights,
+    next_count,
 )
 from workers.ledger import Ledger
 
@@ -60,7 +61,7 @@ class PoolView:
     def start(self, model: str) -> None:
         """The engine is loaded: what was told of a pool with another model is dropped."""
         self.is_started = True
-        heard, self._state = self._state, PoolState(model=model)
+        heard, self._state = self.state, PoolState(model=model)
         self._take(self._ledger.read())
         self._take(heard)
 
@@ -84,7 +85,7 @@ class PoolView:
 
     def record_pause(self, mode: Policy | None, lease_s: float, num_changes: int) -> None:
         """Generation is stopped, or goes on."""
-        num_changes = max(num_changes, self._state.pause.num_changes + 1)
+        num_changes = max(num_changes, next_count(self._state.pause.num_changes))
         self._lease_end = time.monotonic() + lease_s
         self._record(pause=PoolPause(num_changes, mode, lease_s))
 
@@ -93,7 +94,7 @@ class PoolView:
         by_name = {key: one for key, one in self.adapters.by_name.items() if key != name}
         if record is not None:
             by_name[name] = record
-        num_changes = max(num_changes, self.adapters.num_changes + 1)
+        num_changes = max(num_changes, next_count(self.adapters.num_changes))
         self._record(adapters=PoolAdapters(num_changes, by_name))
 
     def _record(self, **parts: Any) -> None:

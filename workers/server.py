@@ -351,14 +351,21 @@ class WorkerServer:
         )
 
     async def _send_heartbeats(self) -> None:
+        expected = time.monotonic()
         while True:
+            interval_s = self._config.heartbeat_interval_s
+            if time.monotonic() - expected > interval_s:
+                # This process stood still: what front ends said meanwhile is not read yet.
+                for front_end in self._front_ends.values():
+                    front_end.last_hello = time.monotonic()
+            expected = time.monotonic() + interval_s
             if self._parent_pid is not None and os.getppid() != self._parent_pid:
                 self.stop("the supervisor is gone")
             if self._engine.has_died:
                 self.stop("vLLM's engine process has ended", blames_jobs=True)
             self._forget_lost_front_ends()
             self._beat()
-            await asyncio.sleep(self._config.heartbeat_interval_s)
+            await asyncio.sleep(interval_s)
 
     def _beat(self) -> None:
         for identity, front_end in self._front_ends.items():

@@ -26,7 +26,7 @@ from titopool.commands import (
 )
 from titopool.config import ServerConfig
 from titopool.errors import Conflict, InvalidRequest, TitopoolError, WeightUpdateFailed
-from titopool.pool_state import PoolWeights
+from titopool.pool_state import PoolWeights, next_count
 from workers.ledger import digest_of_files
 from workers.liveness import answers
 from workers.pauses import Pauses
@@ -213,7 +213,7 @@ class Updates:
         files: str = "",
     ) -> Update:
         version = self._pool.weights.version + 1 if version is None else version
-        index = max(self._pool.weights.num_updates, num_updates) + 1
+        index = next_count(max(self._pool.weights.num_updates, num_updates))
         return Update(update_id, version, index, folder, files)
 
     def _check_base(self, num_updates: int) -> None:
