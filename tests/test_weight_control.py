@@ -225,8 +225,8 @@ def test_a_lease_is_renewed_and_ends():
     run(story)
 
 
-def of_pool(weights: PoolWeights, pause: PoolPause = PoolPause()) -> PoolState:
-    return PoolState(model="m", weights=weights, pause=pause)
+def of_pool(weights: PoolWeights, pause: PoolPause | None = None) -> PoolState:
+    return PoolState(model="m", weights=weights, pause=pause or PoolPause())
 
 
 def test_a_restarted_worker_waits_or_takes_its_folder(tmp_path: Path):

@@ -46,6 +46,19 @@ def test_a_folder_needs_no_group_and_leaves_one_alone():
         assert (state.phase, state.weights.version) == (before, 1)
 
 
+def test_updates_from_folders_keep_no_session_alive_that_its_trainer_has_left():
+    state = opened()
+    for now in (50.0, 100.0):
+        state.begin_folder(update(folder="/w"), now)
+        state.prepare("u", now)
+        state.prepared("u", now)
+        state.apply("u", now)
+        state.applied("u", now)
+        assert state.idle_s(now) == now
+    state.begin("s", update("v"), 110.0)
+    assert state.idle_s(111.0) == 1.0
+
+
 def test_every_step_has_a_deadline_and_rest_has_none():
     state = opened()
     assert not state.has_expired(1e9)

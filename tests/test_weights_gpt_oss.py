@@ -57,6 +57,8 @@ def test_experts_and_sinks_are_exact_there_and_back(num_processes: int, tmp_path
     options = (
         "--num-workers", "1", "--num-front-ends", "1", "--weights-root", str(tmp_path),
         "--tensor-parallel-size", str(num_processes), "--weight-update-timeout-s", "120",
+        # Two engine processes that wait for each other leave two cores little for the others.
+        "--heartbeat-timeout-s", "120",
         *ENGINE_OPTIONS,
     )  # fmt: skip
     with running_server(own, *options, log=tmp_path / "log") as server:

@@ -78,7 +78,10 @@ class WeightState:
         return Conflict(f"{what}: expected {need}; {self.describe()}")
 
     def _enter(self, phase: Phase, now: float) -> None:
-        self.phase, self._last_active = phase, now
+        self.phase = phase
+        if not self._has_folder():
+            # Updates from folders are no sign that the trainer of a session lives.
+            self._last_active = now
         is_resting = phase in (Phase.CLOSED, Phase.OPEN)
         # Another worker may take as long to prepare as this one may.
         limit_s = self._timeout_s * (2 if phase is Phase.PREPARED else 1)
@@ -89,7 +92,7 @@ class WeightState:
         return self.deadline is not None and now > self.deadline
 
     def idle_s(self, now: float) -> float:
-        """How long ago anything happened."""
+        """How long ago anything happened in the session."""
         return now - self._last_active
 
     # ---- the communicator ------------------------------------------------------------

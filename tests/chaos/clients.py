@@ -163,7 +163,8 @@ class Clients:
                 elif line.startswith(b"data: "):
                     chunk = json.loads(line[6:])
                     if "error" in chunk:
-                        return self._refused(500, chunk)
+                        # What it has said cannot be taken back: no other worker goes on with it.
+                        return "stream: " + self._refused(500, chunk)
                     for choice in chunk["choices"]:
                         seen += choice["token_ids"]
         if not has_ended and self.may_break:

@@ -32,6 +32,8 @@ SETTINGS = {
     "TITOPOOL_LOG_LEVEL": "info",
 }
 START_TIMEOUT_S = 60.0
+# How long a worker that comes back loads its engine, in which calls may come.
+RELOAD_S = 0.4
 
 
 class Member:
@@ -46,6 +48,7 @@ class Member:
         self.run_dir.mkdir()
         self.process: asyncio.subprocess.Process | None = None
         self._writer: asyncio.StreamWriter | None = None
+        self._has_run = False
         # Two faults may hit one worker.
         self._turn = asyncio.Lock()
         self._connected = asyncio.Event()
@@ -72,9 +75,10 @@ class Member:
             sys.executable, "-m", "tests.chaos.worker",
             "--endpoint", f"tcp://127.0.0.1:{self.port}", "--worker-id", f"w{self.index}",
             "--control", str(self.cluster.control), "--delay-s", "0.05", "--max-num-seqs", "64",
-            *arguments, env=environment(**variables), cwd=REPOSITORY,
+            "--load-s", str(RELOAD_S if self._has_run else 0), *arguments, env=environment(**variables), cwd=REPOSITORY,
             stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
         )  # fmt: skip
+        self._has_run = True
         self._logging = asyncio.create_task(self._log(self.process))
         async with asyncio.timeout(START_TIMEOUT_S):
             await self._connected.wait()

@@ -57,6 +57,7 @@ class Report:
 
     cell: Cell
     is_reached: bool
+    refusal: str
     # Seconds until the pool was whole, from when nothing was hurt any more.
     whole_s: float
     wrong: list[str]
@@ -70,11 +71,13 @@ class Harness:
         self.versions = Versions()
         self.clients = Clients(cluster, self.versions, seed)
         self._trainer = Trainer(cluster, self.versions, [])
+        # Why the last operation went no further.
+        self._refusal = ""
 
     async def play(self, cell: Cell, seed: int) -> Report:
         """One round."""
         self._keep_ledgers()
-        self.clients.wrong, self._trainer.wrong = [], []
+        self.clients.wrong, self._trainer.wrong, self._refusal = [], [], ""
         self.clients.start()
         await asyncio.sleep(0.2)
         chance = random.Random(seed)
@@ -87,7 +90,7 @@ class Harness:
         wrong += self.clients.wrong + self._trainer.wrong
         if not wrong:
             wrong = await self._what_is_left()
-        return Report(cell, is_reached, whole_s, wrong)
+        return Report(cell, is_reached, self._refusal, whole_s, wrong)
 
     def _keep_ledgers(self) -> None:
         """For a worker that comes back with what it knew before this round."""
@@ -127,8 +130,8 @@ class Harness:
         """Operations may be refused, or lose their connection with a front end that is killed."""
         try:
             await operation(self._trainer)
-        except Refused:
-            return
+        except Refused as refusal:
+            self._refusal = str(refusal)
         except (aiohttp.ClientError, OSError) as error:
             if not self.clients.may_break:
                 self._trainer.wrong.append(f"the trainer lost its connection: {error!r}")
