@@ -1,0 +1,89 @@
+"""How the routes of TRL's weight updates ask the workers: where a relay listens, how long they wait."""
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import gevent
+import pytest
+from flask import Flask
+from flask.testing import FlaskClient
+
+from app import trl_weights
+from app.commands import ACCEPT_TIMEOUT_S, Commands
+from tests.test_commands import Told
+from tests.test_pool import FACTS, beat
+from titopool.commands import Command, CommandDone
+from titopool.config import ServerConfig
+
+STEP_S = 100.0
+
+
+def done(told: Told, index: int, command: Command) -> None:
+    answered = CommandDone(command.command_id, {})
+    gevent.spawn(told.commands.on_done, next(iter(told.pool.workers)), answered)
+
+
+@pytest.fixture
+def client_of() -> Callable[..., FlaskClient]:
+    def make(endpoint: str, **settings: Any) -> FlaskClient:
+        told = Told(0, done)
+        told.commands._send = lambda place, command: done(told, 0, command)  # type: ignore[method-assign]
+        told.pool.add_worker(endpoint, 0)
+        told.pool.on_heartbeat(endpoint, beat("w"), 0)
+        link = SimpleNamespace(meet=lambda: None, commands=told.commands, facts=FACTS)
+        config = ServerConfig(weight_update_timeout_s=STEP_S, **settings)
+        app = Flask(__name__)
+        app.extensions["titopool"] = SimpleNamespace(
+            link=link, config=config, start=lambda: None
+        )  # fmt: skip
+        app.register_blueprint(trl_weights.blueprint)
+        return app.test_client()
+
+    return make
+
+
+@pytest.mark.parametrize(
+    "path, body",
+    [
+        ("/init_communicator/", {"host": "0.0.0.0", "port": 51216, "world_size": 2}),
+        ("/update_named_param/", {"name": "w", "dtype": "float32", "shape": [2]}),
+        ("/reset_prefix_cache/", None),
+        ("/close_communicator/", None),
+    ],
+)
+def test_a_call_that_may_end_an_update_waits_as_long_as_that_may_take(
+    client_of, monkeypatch: pytest.MonkeyPatch, path: str, body: Any
+):
+    waited: list[float] = []
+    ask = Commands.outcomes
+
+    def outcomes(
+        self: Commands, workers: Any, action: Any, *, timeout_s: float = ACCEPT_TIMEOUT_S
+    ) -> Any:
+        waited.append(timeout_s)
+        return ask(self, workers, action, timeout_s=timeout_s)
+
+    monkeypatch.setattr(Commands, "outcomes", outcomes)
+    assert client_of("ipc:///w0").post(path, json=body).status_code == 200
+    # Receiving the rest, preparing and applying, each within its own deadline.
+    assert waited
+    assert min(waited) >= 3 * STEP_S
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
+def test_a_relay_listens_where_the_server_does(
+    client_of, monkeypatch: pytest.MonkeyPatch, host: str
+):
+    places: list[str] = []
+
+    def start_relay(port: int, worker: str, *, lease_s: float, listen_at: str) -> None:
+        assert (port, worker, lease_s) == (51216, "192.0.2.7", STEP_S)
+        places.append(listen_at)
+
+    monkeypatch.setattr(trl_weights, "start_relay", start_relay)
+    # The client names every interface, whatever the server does.
+    body = {"host": "0.0.0.0", "port": 51216, "world_size": 2}
+    answer = client_of("tcp://192.0.2.7:5555", host=host).post("/init_communicator/", json=body)
+    assert answer.status_code == 200
+    assert places == [host]
