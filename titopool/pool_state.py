@@ -25,8 +25,8 @@ LeaseSeconds = Annotated[float, Meta(ge=0, le=100_000)]
 class PoolWeights(msgspec.Struct, frozen=True, omit_defaults=True):
     """Weights that a worker has, or that all should have."""
 
-    # Updates that the pool has had with these, and the last one's id, which tells apart two
-    # updates of the same count in a pool that was split.
+    # Count and id of the update that brought them; the id tells apart two updates of the same count
+    # in a pool that was split.
     num_updates: Count = 0
     update_id: str = ""
     # The trainer's number for them.
