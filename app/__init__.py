@@ -1,29 +1,17 @@
 """The HTTP front end: one Flask application in each gunicorn process.
 
 HTTP comes in, futures go out: handlers check a request, hand its jobs to the link
-(`app/link.py`) and wait. Flask lives only in this package.
+(`app/pool/link.py`) and wait. Flask lives only in this package.
 """
 
 from flask import Flask
 
-from app import (
-    adapters,
-    auth,
-    chat,
-    client_sockets,
-    generate,
-    health,
-    http_errors,
-    metrics,
-    models,
-    openai_routes,
-    sequence_logprobs,
-    tokenize,
-    trl_weights,
-    weights,
-)
+from app.http import auth, errors, timeouts
+from app.routes.admin import health, metrics
+from app.routes.generation import chat, generate, models, openai, sequence_logprobs, tokenize
+from app.routes.weights import lora, trl_weights, weights
 from app.service import Service
-from titopool.config import ServerConfig, from_environment
+from titopool.settings.config import ServerConfig, from_environment
 
 
 def create_app(config: ServerConfig | None = None) -> Flask:
@@ -40,17 +28,17 @@ def create_app(config: ServerConfig | None = None) -> Flask:
     app.url_map.strict_slashes = False
     app.config["MAX_CONTENT_LENGTH"] = config.max_body_bytes
     app.extensions["titopool"] = Service(config)
-    client_sockets.init_app(app, config.client_timeout_s)
+    timeouts.init_app(app, config.client_timeout_s)
     auth.init_app(app, config.api_key, config.admin_key)
-    http_errors.init_app(app)
+    errors.init_app(app)
     for routes in (
-        adapters,
+        lora,
         health,
         metrics,
         models,
         generate,
         chat,
-        openai_routes,
+        openai,
         sequence_logprobs,
         tokenize,
         weights,

@@ -1,23 +1,20 @@
 """What the handlers of one front-end process share: settings, link, tokenizer, drift."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
 
 from flask import current_app
 from gevent.monkey import is_module_patched
 
-from app.drift import DriftWatch
-from app.link import Link
-from app.tokenizer import TokenizerLoader
-from titopool.config import ServerConfig
+from app.inputs.admission import Admission
+from app.inputs.drift import DriftWatch
+from app.inputs.tokenizer import TokenizerLoader
+from app.pool.link import Link
 from titopool.errors import ConfigError, QueueFull
-from titopool.messages import WorkerFacts
-from titopool.sockets import worker_endpoint
-
-Result = TypeVar("Result")
+from titopool.settings.config import ServerConfig
+from titopool.wire.sockets import worker_endpoint
 
 
 class Service:
@@ -44,7 +41,7 @@ class Service:
         self.link.start()
 
     @contextmanager
-    def admit(self) -> Iterator["Admission"]:
+    def admit(self) -> Iterator["Admitted"]:
         """Takes on a request, as one of those that this process holds open at once.
 
         Raises:
@@ -61,7 +58,7 @@ class Service:
         self._num_open += 1
         try:
             deadline = time.monotonic() + self.config.request_timeout_s
-            yield Admission(self, self.link.facts, deadline)
+            yield Admitted(self.tokenizer, self.link.facts, deadline, self)
         finally:
             self._num_open -= 1
 
@@ -71,25 +68,10 @@ class Service:
 
 
 @dataclass(frozen=True)
-class Admission:
-    """A request that this process has taken on."""
+class Admitted(Admission):
+    """The same, with what sends it on."""
 
     service: Service
-    # Of the model that it is checked for, and that must run it.
-    facts: WorkerFacts
-    # Monotonic seconds.
-    deadline: float
-
-    @property
-    def left_s(self) -> float:
-        """Seconds until its deadline."""
-        return self.deadline - time.monotonic()
-
-    def use_tokenizer(self, function: Callable[..., Result], *arguments: Any) -> Result:
-        """`function(tokenizer, *arguments)`, in the tokenizer's thread."""
-        return self.service.tokenizer.use(
-            function, *arguments, facts=self.facts, timeout_s=self.left_s
-        )
 
 
 def endpoints_of(config: ServerConfig) -> tuple[str, ...]:

@@ -34,7 +34,7 @@ TARGETS = ("bare", "titopool", "binary", "vllm", "trl")
 
 def main() -> None:
     options = parse_arguments()
-    from titopool.gpus import visible_gpus
+    from titopool.settings.gpus import visible_gpus
 
     on_cpu = not visible_gpus()
     sizes = Sizes(options.num_prompts, options.input_len, options.output_len)

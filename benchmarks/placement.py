@@ -2,7 +2,7 @@
 
     python -m benchmarks.placement [--out FILE] [--num-workers 2 4 8] [--num-seeds 5]
 
-Drives the server's own `app/pool.py` and `app/placement.py`, without sockets and threads, in
+Drives the server's own `app/pool/state.py` and `app/pool/placement.py`, without sockets and threads, in
 simulated time. An engine runs sequences in one continuous batch with a prefix cache of limited
 size; a prefill holds up its decoding, as the sum of the steps does in vLLM, and decoding does
 not slow down with length. The constants below are assumptions, about those of a model of 8
@@ -23,14 +23,21 @@ from collections import Counter, OrderedDict, deque
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from app.placement import POLICIES, Choice, Policy
-from app.pool import Pool
-from app.prefix_index import as_integers
-from app.request import Request
+from app.pool.pending import Request
+from app.pool.placement import POLICIES, Choice, Policy
+from app.pool.prefix_index import as_integers
+from app.pool.state import Pool
 from benchmarks.placement_workloads import WORKLOADS, Conversation, Turn
-from titopool.messages import Completed, Completion, Heartbeat, Job, WorkerCounters, WorkerFacts
-from titopool.pool_state import PoolWeights
-from titopool.prefixes import BLOCK_TOKENS
+from titopool.wire.messages import (
+    Completed,
+    Completion,
+    Heartbeat,
+    Job,
+    WorkerCounters,
+    WorkerFacts,
+)
+from titopool.wire.pool_state import PoolWeights
+from titopool.wire.prefixes import BLOCK_TOKENS
 
 # 16 GFLOP a token at about two thirds of an H200's dense bfloat16.
 PREFILL_TOKENS_PER_S = 40_000

@@ -4,7 +4,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from titopool.prefixes import BLOCK_TOKENS, DIGEST_BYTES, prompt_hashes
+from titopool.wire.prefixes import BLOCK_TOKENS, DIGEST_BYTES, prompt_hashes
 
 
 @dataclass

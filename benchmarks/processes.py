@@ -100,7 +100,7 @@ def _wait_until_ready(target: Target, url: str, popen: subprocess.Popen[bytes], 
 
 def engine_environment(*, on_cpu: bool, num_workers: int = 1) -> dict[str, str]:
     """The variables that this server gives its engines, for every engine under test."""
-    from titopool.config import ServerConfig
+    from titopool.settings.config import ServerConfig
     from workers.environment import (
         default_engine_options,
         prepare_environment,

@@ -27,7 +27,7 @@ from benchmarks.machine import describe_machine
 from benchmarks.models import PROMPT_IDS
 from benchmarks.processes import engine_environment, running
 from benchmarks.targets import Titopool, VllmServe
-from titopool.gpus import visible_gpus
+from titopool.settings.gpus import visible_gpus
 
 TIMEOUT_S = 300.0
 

@@ -27,7 +27,7 @@ import torch
 from benchmarks.machine import describe_machine
 from benchmarks.models import SHAPES, make_model
 from tests.servers import REPOSITORY, Server, environment, free_port, running_server
-from titopool.weights_client import WeightsClient
+from titopool.client.weights_client import WeightsClient
 
 PROMPT = list(range(50, 82))
 NUM_TOKENS = 16

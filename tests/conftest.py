@@ -17,7 +17,7 @@ from tests.servers import (
     running_server,
     serve_process,
 )
-from titopool.gpus import visible_gpus
+from titopool.settings.gpus import visible_gpus
 
 ENGINE_OPTIONS = ("--dtype", "float32", "--max-model-len", "512", "--max-num-seqs", "128")
 if visible_gpus():

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from workers.extension import WorkerExtension
-from workers.weight_catalogue import Catalogue
+from workers.in_model.catalogue import Catalogue
+from workers.in_model.extension import WorkerExtension
 
 LEFT_OUT = "model.layers.2.mlp.down_proj.weight"
 

@@ -19,17 +19,17 @@ from typing import Any
 
 import numpy as np
 
-from titopool.commands import Policy
-from titopool.config import from_environment
 from titopool.errors import GenerationFailed, WeightUpdateFailed
-from titopool.logs import configure_logging
-from titopool.messages import Completion, Job, Logprobs, Part, WorkerFacts
-from titopool.sampling import SamplingOptions, decode_options
-from workers.adapters import Adapter, Adapters
-from workers.engine import EngineDead, Generated, OnPart, ReportPhase
-from workers.server import WorkerServer
-from workers.status import PhaseReporter
-from workers.versions import Progress, Versions
+from titopool.settings.config import from_environment
+from titopool.settings.logs import configure_logging
+from titopool.settings.sampling import SamplingOptions, decode_options
+from titopool.wire.commands import Policy
+from titopool.wire.messages import Completion, Job, Logprobs, Part, WorkerFacts
+from workers.engine.lora import Adapter, Adapters
+from workers.engine.versions import Progress, Versions
+from workers.engine.vllm import EngineDead, Generated, OnPart, ReportPhase
+from workers.serving.server import WorkerServer
+from workers.supervisor.phase_pipe import PhaseReporter
 
 VOCAB_SIZE = 50_000
 
@@ -46,7 +46,7 @@ class Fault(IntEnum):
 
 
 class StubWeights:
-    """Implements `workers.weight_engine.WeightEngine`: all goes well, or all but what is staged."""
+    """Implements `workers.engine.weights.WeightEngine`: all goes well, or all but what is staged."""
 
     can_keep = True
 
@@ -103,7 +103,7 @@ def stub_adapters() -> Adapters:
 
 
 class StubEngine:
-    """Implements `workers.engine.Engine`."""
+    """Implements `workers.engine.vllm.Engine`."""
 
     has_died = False
 

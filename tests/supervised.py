@@ -12,10 +12,10 @@ import signal
 import sys
 import time
 
-from titopool.logs import configure_logging
-from workers import supervisor
+from titopool.settings.logs import configure_logging
 from workers.__main__ import describe_failure, take_option
-from workers.status import PhaseReporter
+from workers.supervisor import supervisor
+from workers.supervisor.phase_pipe import PhaseReporter
 
 
 def work(code: str, argv: list[str]) -> int:

@@ -20,7 +20,7 @@ from tests.test_binary import BINARY
 from tests.test_chat import HELLO
 from tests.weights import TOLERANCE
 from titopool.errors import DeadlinePassed
-from workers.scoring import NotScored, until_scored
+from workers.engine.scoring import NotScored, until_scored
 
 # A step of the engine takes this many tokens, so that the prompts take 375 steps.
 STEP = 16

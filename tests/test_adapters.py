@@ -17,7 +17,7 @@ from tests import reference
 from tests.conftest import ENGINE_OPTIONS
 from tests.servers import Server, running_server, wait_until
 from tests.test_generate import TOLERANCE
-from titopool.gpus import visible_gpus
+from titopool.settings.gpus import visible_gpus
 
 IDS = [42, 139, 14, 7, 99]
 GREEDY = {"temperature": 0, "max_tokens": 8, "generation_kwargs": {"ignore_eos": True}}

@@ -12,11 +12,11 @@ import pytest
 from werkzeug.datastructures import MIMEAccept
 from werkzeug.http import parse_accept_header
 
-from app.replies import binary_reply, is_binary, json_reply
+from app.outputs.token_arrays import binary_reply, is_binary, json_reply
 from benchmarks.targets import Titopool
 from tests.conftest import StartStub
 from tests.servers import REPOSITORY, Server, environment
-from titopool.messages import Completed, Completion, Logprobs
+from titopool.wire.messages import Completed, Completion, Logprobs
 
 BINARY = {"Accept": "application/msgpack"}
 PROMPT = [42, 1393, 14, 535, 78, 70]

@@ -97,7 +97,7 @@ def test_bad_conversations_are_refused_with_their_place(server: Server, name: st
     ("{% for m in messages %}{{ m.content + '!' }}{% endfor %}", False),
 ])  # fmt: skip
 def test_whether_a_template_reads_parts_is_found_out(tokenizer, template: str, reads: bool):
-    from app.rendering import _reads_parts
+    from app.inputs.chat_template import _reads_parts
 
     class Tokenizer:
         def apply_chat_template(self, messages, **options):

@@ -6,11 +6,11 @@ from collections.abc import Callable
 import gevent
 import pytest
 
-from app.commands import Commands
-from app.pool import Pool
+from app.pool.commands import Commands
+from app.pool.state import Pool
 from tests.test_pool import beat
-from titopool.commands import Action, ApplyUpdate, Command, CommandDone, GetStatus
 from titopool.errors import DeadlinePassed, NoReadyWorker, TitopoolError, WeightUpdateFailed
+from titopool.wire.commands import Action, ApplyUpdate, Command, CommandDone, GetStatus
 
 
 class Told:

@@ -6,14 +6,14 @@ import sys
 import pytest
 
 from tests.servers import REPOSITORY, environment
-from titopool import vllm_options
-from titopool.config import (
+from titopool.errors import ConfigError
+from titopool.settings import vllm_options
+from titopool.settings.config import (
     ServerConfig,
     from_command_line,
     from_environment,
     ignored_variables,
 )
-from titopool.errors import ConfigError
 
 
 def test_command_line_wins_over_environment_and_defaults():
@@ -57,7 +57,7 @@ def test_vllms_names_are_those_of_its_parser():
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-from titopool.vllm_options import is_unknown, option_names
+from titopool.settings.vllm_options import is_unknown, option_names
 
 parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
 names = set(parser._option_string_actions)

@@ -1,6 +1,6 @@
 """Messages before they are rendered: what templates take for granted is there."""
 
-from app.conversations import as_system, read_conversation
+from app.inputs.chat_messages import as_system, read_conversation
 
 
 def read(message: dict) -> dict:

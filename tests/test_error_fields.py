@@ -2,14 +2,14 @@
 
 import pytest
 
-from app.images import EncodedImages, read_images
-from app.openai_bodies import ChatFields, CompletionsFields, read
-from app.schemas import GENERATE_BODY, SamplingBody, decode_body
+from app.inputs.images import EncodedImages, read_images
+from app.schemas.generation import GENERATE_BODY, SamplingBody, decode_body
+from app.schemas.openai import ChatFields, CompletionsFields, read
 from tests.servers import Server
 from tests.test_pool import FACTS
-from titopool.config import ServerConfig
 from titopool.errors import InvalidRequest
-from titopool.messages import ImageFacts
+from titopool.settings.config import ServerConfig
+from titopool.wire.messages import ImageFacts
 
 
 @pytest.mark.parametrize(

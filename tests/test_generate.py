@@ -7,7 +7,7 @@ import pytest
 
 from tests import reference
 from tests.servers import Server, wait_until
-from titopool.gpus import visible_gpus
+from titopool.settings.gpus import visible_gpus
 
 # On a GPU, attention kernels multiply float32 with 10 bits of mantissa (tf32).
 TOLERANCE = 5e-3 if visible_gpus() else 1e-3

@@ -8,13 +8,13 @@ from typing import ClassVar
 import gevent
 import pytest
 
-import app.link
-from app.link import Link
-from app.request import StreamedRequest
-from app.wire import Fate
+import app.pool.link
+from app.pool.link import Link
+from app.pool.pending import StreamedRequest
+from app.pool.wire import Fate
 from tests.test_pool import beat
-from titopool.config import ServerConfig
-from titopool.messages import Abort, Hello, Job, Part, ToWorker, decode_to_worker
+from titopool.settings.config import ServerConfig
+from titopool.wire.messages import Abort, Hello, Job, Part, ToWorker, decode_to_worker
 
 JOB = Job(1, 1, b"\0" * 8, 1, 9, b"", is_streamed=True)
 
@@ -45,7 +45,7 @@ class RecordingWire:
 
 @pytest.fixture
 def wires(monkeypatch: pytest.MonkeyPatch) -> type[RecordingWire]:
-    monkeypatch.setattr(app.link, "Wire", RecordingWire)
+    monkeypatch.setattr(app.pool.link, "Wire", RecordingWire)
     RecordingWire.sent, RecordingWire.refuses = [], set()
     return RecordingWire
 

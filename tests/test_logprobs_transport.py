@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from workers.logprobs_transport import receive_lists
+from workers.in_model.logprobs_patch import receive_lists
 
 NUM_POSITIONS = 5
 

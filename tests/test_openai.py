@@ -6,12 +6,12 @@ import openai
 import pytest
 from transformers import AutoTokenizer
 
-from app import openai_bodies
+from app.schemas.generation import openai as openai_bodies
 from tests import reference
 from tests.servers import REPOSITORY, Server
 from tests.test_chat import HELLO, rendered
 from tests.test_generate import TOLERANCE
-from titopool.sampling import SERVER_SET_FIELDS, UNSUPPORTED_FIELDS, SamplingOptions
+from titopool.settings.sampling import SERVER_SET_FIELDS, UNSUPPORTED_FIELDS, SamplingOptions
 
 GREEDY = {"temperature": 0, "max_tokens": 8}
 IDS = [42, 1393, 14]

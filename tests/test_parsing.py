@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 from typing import Any
 
-from workers.parsing import Parsing
+from workers.engine.parsing import Parsing
 
 
 class Raising:

@@ -4,7 +4,7 @@ import asyncio
 from typing import Any
 
 from tests.test_weight_control import Worker
-from titopool.commands import AwaitStep, FinishTensors, JoinGroup, Pause, Resume
+from titopool.wire.commands import AwaitStep, FinishTensors, JoinGroup, Pause, Resume
 
 
 class SlowEngine:

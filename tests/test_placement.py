@@ -6,15 +6,15 @@ import msgspec
 import numpy as np
 import pytest
 
-from app.placement import MAX_PASSED_OVER, POLICIES
-from app.pool import Pool
-from app.prefix_index import PrefixIndex, as_integers
-from app.request import Request
+from app.pool.pending import Request
+from app.pool.placement import MAX_PASSED_OVER, POLICIES
+from app.pool.prefix_index import PrefixIndex, as_integers
+from app.pool.state import Pool
 from tests.test_pool import FACTS, assigned, beat
-from titopool import config
-from titopool.messages import Completed, Completion, Heartbeat, Image, ImageFacts, Job
-from titopool.pool_state import PoolWeights
-from titopool.prefixes import BLOCK_TOKENS, completion_hashes, prompt_hashes
+from titopool.settings import config
+from titopool.wire.messages import Completed, Completion, Heartbeat, Image, ImageFacts, Job
+from titopool.wire.pool_state import PoolWeights
+from titopool.wire.prefixes import BLOCK_TOKENS, completion_hashes, prompt_hashes
 
 NUM_PLACES = 20
 

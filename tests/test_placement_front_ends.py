@@ -7,13 +7,13 @@ import gevent
 import numpy as np
 import pytest
 
-from app.answering import Prompt, make_jobs
-from app.link import Link
-from app.request import Request
+from app.generation import Prompt, make_jobs
+from app.pool.link import Link
+from app.pool.pending import Request
 from tests.servers import START_TIMEOUT_S
-from titopool.config import ServerConfig
-from titopool.prefixes import BLOCK_TOKENS
-from titopool.sampling import SamplingOptions
+from titopool.settings.config import ServerConfig
+from titopool.settings.sampling import SamplingOptions
+from titopool.wire.prefixes import BLOCK_TOKENS
 
 
 def let_links_work_until(condition: Callable[[], bool], timeout_s: float) -> None:

@@ -5,13 +5,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from app.images import PromptImages, check_placeholders
-from app.request import Request
+from app.inputs.images import PromptImages, check_placeholders
+from app.pool.pending import Request
 from tests.servers import Server
 from tests.stub_worker import Fault
 from tests.test_chat import HELLO
 from titopool.errors import ImageMismatch
-from titopool.messages import Image, ImageFacts, Job
+from titopool.wire.messages import Image, ImageFacts, Job
 
 GRAMMAR = {"structured_outputs": {"grammar": "root ::="}}
 

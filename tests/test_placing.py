@@ -6,7 +6,7 @@ import pytest
 
 from tests.images import picture
 from tests.vision_models import make_qwen_vl
-from workers.placing import PlacingProcessor
+from workers.images.placeholders import PlacingProcessor
 
 
 @pytest.fixture(scope="module")

@@ -6,8 +6,8 @@ from typing import Any
 
 import msgspec
 
-from app.pool import Pool
-from app.request import Request
+from app.pool.pending import Request
+from app.pool.state import Pool
 from titopool.errors import (
     GenerationFailed,
     ModelChanged,
@@ -15,7 +15,7 @@ from titopool.errors import (
     NoReadyWorker,
     WeightsLost,
 )
-from titopool.messages import (
+from titopool.wire.messages import (
     Completed,
     Completion,
     Failed,
@@ -26,7 +26,7 @@ from titopool.messages import (
     WorkerCounters,
     WorkerFacts,
 )
-from titopool.pool_state import AdapterRecord, PoolAdapters, PoolPause, PoolState, PoolWeights
+from titopool.wire.pool_state import AdapterRecord, PoolAdapters, PoolPause, PoolState, PoolWeights
 
 FACTS = WorkerFacts(
     model="m", tokenizer="m", tokenizer_revision=None, trust_remote_code=False, vllm_version="0",

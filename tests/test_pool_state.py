@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from titopool.pool_state import (
+from titopool.wire.pool_state import (
     AdapterRecord,
     PoolAdapters,
     PoolPause,
@@ -16,7 +16,7 @@ from titopool.pool_state import (
     next_count,
 )
 from workers.ledger import Ledger
-from workers.pool_view import PoolView
+from workers.weights.pool_view import PoolView
 
 FIRST = PoolWeights(1, "a", 7, False)
 

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from app.result_checks import misfit
+from app.pool.result_checks import misfit
 from tests.test_pool import assigned, pool_of, request_of
-from titopool.messages import Completed, Completion, Logprobs, Part
+from titopool.wire.messages import Completed, Completion, Logprobs, Part
 
 
 def floats(num: int) -> bytes:

@@ -8,8 +8,8 @@ from transformers import AutoModelForCausalLM, Qwen3NextConfig
 
 from tests.servers import Server, serve_process
 from titopool.demo_model import VOCAB_SIZE, make_tokenizer
-from titopool.gpus import visible_gpus
-from workers.supervisor import root_cause
+from titopool.settings.gpus import visible_gpus
+from workers.supervisor.supervisor import root_cause
 
 DEAD = "EngineDead: vLLM's engine process has ended"
 CORE = "(EngineCore pid=7) ERROR 11-21 22:58:22 [core.py:1512] "
@@ -22,7 +22,7 @@ BEFORE = [
 AFTER = [
     MAIN + "vllm.v1.engine.exceptions.EngineDeadError: EngineCore encountered an issue. See "
     "stack trace (above) for the root cause.",
-    f"workers.engine.{DEAD}",
+    f"workers.engine.vllm.{DEAD}",
 ]
 
 

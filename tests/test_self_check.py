@@ -7,11 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from titopool import config, errors
+from titopool import errors
+from titopool.settings import config
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 SOURCES = sorted(
-    path for folder in ("titopool", "app", "workers") for path in (REPOSITORY / folder).glob("*.py")
+    path
+    for folder in ("titopool", "app", "workers")
+    for path in (REPOSITORY / folder).rglob("*.py")
 )
 # Who may import whom, at the top of a module.
 FORBIDDEN = {
@@ -22,39 +25,39 @@ FORBIDDEN = {
 # Modules that may import them inside functions.
 HOLDERS = {
     "vllm": {
-        "workers/adapters.py",
-        "workers/engine.py",
-        "workers/vllm_params.py",
-        "workers/parsing.py",
-        "workers/logprobs_transport.py",
-        "workers/placing.py",
-        "workers/weight_engine.py",
-        "workers/weight_extension.py",
-        "workers/weight_group.py",
-        "workers/weight_reach.py",
-        "workers/weight_reload.py",
+        "workers/engine/lora.py",
+        "workers/engine/vllm.py",
+        "workers/engine/sampling.py",
+        "workers/engine/parsing.py",
+        "workers/in_model/logprobs_patch.py",
+        "workers/images/placeholders.py",
+        "workers/engine/weights.py",
+        "workers/in_model/weight_extension.py",
+        "workers/in_model/group.py",
+        "workers/in_model/reach.py",
+        "workers/in_model/reload.py",
     },
     "torch": {
         "titopool/demo_model.py",
-        "titopool/weight_plan.py",
-        "titopool/weights_client.py",
-        "titopool/trainer_group.py",
-        "titopool/nccl.py",
-        "workers/images.py",
-        "workers/weight_conversion.py",
-        "workers/weight_copy.py",
-        "workers/weight_extension.py",
-        "workers/weight_group.py",
-        "workers/weight_reach.py",
-        "workers/weight_receiver.py",
-        "workers/weight_reload.py",
-        "workers/weight_sinks.py",
+        "titopool/wire/weight_plan.py",
+        "titopool/client/weights_client.py",
+        "titopool/client/trainer_group.py",
+        "titopool/client/nccl.py",
+        "workers/images/preparer.py",
+        "workers/in_model/conversion.py",
+        "workers/in_model/copies.py",
+        "workers/in_model/weight_extension.py",
+        "workers/in_model/group.py",
+        "workers/in_model/reach.py",
+        "workers/in_model/receiver.py",
+        "workers/in_model/reload.py",
+        "workers/in_model/sinks.py",
     },
     "transformers": {
         "titopool/demo_model.py",
-        "app/tokenizer.py",
-        "workers/images.py",
-        "workers/weight_conversion.py",
+        "app/inputs/tokenizer.py",
+        "workers/images/preparer.py",
+        "workers/in_model/conversion.py",
     },
 }
 
@@ -76,11 +79,85 @@ def imported_by(nodes) -> set[str]:
 @pytest.mark.parametrize("path", SOURCES, ids=name_of)
 def test_imports_go_down_the_ladder(path: Path):
     tree = ast.parse(path.read_text())
-    package = path.parent.name
+    package = path.relative_to(REPOSITORY).parts[0]
     upward = imported_by(tree.body) & FORBIDDEN[package]
     assert not upward, f"{name_of(path)} imports {upward} at its top"
     for module in imported_by(ast.walk(tree)) & FORBIDDEN[package]:
         assert name_of(path) in HOLDERS.get(module, ()), f"{name_of(path)} imports {module}"
+
+
+# Rooms from the top down: a module imports from its own room and from those below it. Modules that
+# lie in no room are rooms of their own; those that are not named are above all.
+LADDERS = {
+    "titopool": ["client", "settings", "wire", "errors"],
+    "app": [
+        "generation", "service", "outputs", "inputs", "http", "schemas", "pool",
+    ],
+    "workers": [
+        "serving", "weights", "engine", "in_model", "images", "supervisor", "process",
+        "environment", "ledger",
+    ],
+}  # fmt: skip
+# So that a folder's list of files is its table of contents.
+MAX_MODULES = 12
+
+
+def room_of(module: str) -> tuple[str, int]:
+    """The root package of a dotted name and how far below its top the room stands."""
+    root, _, rest = module.partition(".")
+    ladder, room = LADDERS[root], rest.partition(".")[0]
+    return root, ladder.index(room) + 1 if room in ladder else 0
+
+
+def modules_imported_by(path: Path) -> set[str]:
+    """Dotted names of our own modules that a module imports, wherever in it."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            for alias in node.names:
+                inner = REPOSITORY / node.module.replace(".", "/") / alias.name
+                is_module = inner.with_suffix(".py").exists() or inner.is_dir()
+                names.add(f"{node.module}.{alias.name}" if is_module else node.module)
+        elif isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+    return {name for name in names if name.partition(".")[0] in LADDERS}
+
+
+def module_of(path: Path) -> str:
+    return ".".join(path.relative_to(REPOSITORY).with_suffix("").parts).removesuffix(".__init__")
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=name_of)
+def test_rooms_import_from_those_below_them(path: Path):
+    root, place = room_of(module_of(path))
+    for name in modules_imported_by(path):
+        there, below = room_of(name)
+        assert there != root or below >= place, f"{name_of(path)} imports {name}"
+
+
+def test_no_module_imports_itself_through_others():
+    imports = {module_of(path): modules_imported_by(path) for path in SOURCES}
+    done: set[str] = set()
+
+    def visit(module: str, way: tuple[str, ...]) -> None:
+        assert module not in way, " imports ".join([*way[way.index(module) :], module])
+        if module not in done:
+            for name in imports.get(module, ()):
+                visit(name, (*way, module))
+            done.add(module)
+
+    for module in imports:
+        visit(module, ())
+
+
+@pytest.mark.parametrize(
+    "folder", sorted({path.parent for path in SOURCES}), ids=lambda one: name_of(one)
+)
+def test_a_folder_is_short_and_says_where_it_runs(folder: Path):
+    modules = [one for one in folder.glob("*.py") if one.stem != "__init__"]
+    assert len(modules) <= MAX_MODULES, [one.stem for one in modules]
+    about = ast.get_docstring(ast.parse((folder / "__init__.py").read_text())) or ""
+    assert folder.parent == REPOSITORY or "Runs in: " in about
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=name_of)

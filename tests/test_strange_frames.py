@@ -12,11 +12,11 @@ import zmq
 
 from tests.conftest import StartStub
 from tests.servers import Server, wait_until
-from titopool import messages
-from titopool.messages import Completed, Drift, Generate, Heartbeat, Hello, Job, Results
-from titopool.pool_state import PoolAdapters, PoolPause, PoolState, PoolWeights
-from titopool.sampling import SamplingOptions, encode_options
-from titopool.sockets import bind_router, connect_dealer
+from titopool.settings.sampling import SamplingOptions, encode_options
+from titopool.wire import messages
+from titopool.wire.messages import Completed, Drift, Generate, Heartbeat, Hello, Job, Results
+from titopool.wire.pool_state import PoolAdapters, PoolPause, PoolState, PoolWeights
+from titopool.wire.sockets import bind_router, connect_dealer
 
 QUICK = {"TITOPOOL_HEARTBEAT_INTERVAL_S": "0.1"}
 DEEP = b"\x91" * 100_000 + b"\x01"

@@ -3,7 +3,7 @@
 import pytest
 from transformers import AutoTokenizer
 
-from app.token_texts import MAX_BEFORE, decode_each, mend
+from app.outputs.token_texts import MAX_BEFORE, decode_each, mend
 
 
 @pytest.mark.parametrize("text", ["é\U0001f99c…\u0436a", "Hello, \U0001f99c!", "no such letters"])

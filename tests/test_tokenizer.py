@@ -5,11 +5,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
-import app.tokenizer
-from app.tokenizer import TokenizerLoader
+import app.inputs.tokenizer
+from app.inputs.tokenizer import TokenizerLoader
 from tests.test_pool import FACTS
-from titopool.messages import WorkerFacts
-from workers.tokenizer_files import digest_of_tokenizer
+from titopool.wire.messages import WorkerFacts
+from workers.engine.tokenizer_files import digest_of_tokenizer
 
 
 @pytest.fixture
@@ -21,7 +21,7 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         names.append(facts.tokenizer + facts.tokenizer_digest)
         return names[-1]
 
-    monkeypatch.setattr(app.tokenizer, "load", load)
+    monkeypatch.setattr(app.inputs.tokenizer, "load", load)
     return names
 
 

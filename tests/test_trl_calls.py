@@ -9,12 +9,12 @@ import pytest
 from flask import Flask
 from flask.testing import FlaskClient
 
-from app import trl_weights
-from app.commands import ACCEPT_TIMEOUT_S, Commands
+from app.pool.commands import ACCEPT_TIMEOUT_S, Commands
+from app.routes.weights import trl_weights
 from tests.test_commands import Told
 from tests.test_pool import FACTS, beat
-from titopool.commands import Command, CommandDone
-from titopool.config import ServerConfig
+from titopool.settings.config import ServerConfig
+from titopool.wire.commands import Command, CommandDone
 
 STEP_S = 100.0
 

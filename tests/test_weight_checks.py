@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from titopool.errors import InvalidRequest
-from workers.liveness import answers
-from workers.weight_checks import checked_folder
+from workers.weights.checks import checked_folder
+from workers.weights.liveness import answers
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 
-from titopool.commands import (
+from titopool.errors import InvalidRequest, TitopoolError, WeightUpdateFailed
+from titopool.settings.config import ServerConfig
+from titopool.wire.commands import (
     AbortUpdate,
     AcceptOwnWeights,
     Action,
@@ -27,13 +29,11 @@ from titopool.commands import (
     Resume,
     TensorInfo,
 )
-from titopool.config import ServerConfig
-from titopool.errors import InvalidRequest, TitopoolError, WeightUpdateFailed
-from titopool.pool_state import PoolPause, PoolState, PoolWeights
-from workers.control import Control
+from titopool.wire.pool_state import PoolPause, PoolState, PoolWeights
+from workers.engine.versions import Versions
 from workers.ledger import Ledger, clear_ledgers, digest_of_files
-from workers.steps import Steps
-from workers.versions import Versions
+from workers.serving.control import Control
+from workers.weights.steps import Steps
 
 TIMEOUT_S = 0.8
 TENSORS = [TensorInfo("w", "float32", [2, 2])]

@@ -2,7 +2,7 @@
 
 import torch
 
-from workers.weight_copy import keeps_checkpoints_layout, load_and_learn
+from workers.in_model.copies import keeps_checkpoints_layout, load_and_learn
 
 
 class Fused(torch.nn.Module):

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from titopool.errors import InvalidRequest, WeightUpdateFailed
-from workers.versions import Versions
-from workers.weight_engine import MAX_SETTLES, VllmWeights
+from workers.engine.versions import Versions
+from workers.engine.weights import MAX_SETTLES, VllmWeights
 
 
 def state(request_id: str, num_tokens: int) -> Any:

@@ -6,13 +6,13 @@ from typing import Any
 import pytest
 import torch
 
-from titopool.commands import TensorInfo
-from workers.weight_catalogue import Catalogue, Fit, Refused
-from workers.weight_copy import learn
-from workers.weight_reach import HalfLoaded, rehearse
-from workers.weight_rehearsals import Rehearsals
-from workers.weight_reload import reload
-from workers.weight_sinks import copied_sinks, renew_sinks
+from titopool.wire.commands import TensorInfo
+from workers.in_model.catalogue import Catalogue, Fit, Refused
+from workers.in_model.copies import learn
+from workers.in_model.reach import HalfLoaded, rehearse
+from workers.in_model.rehearsals import Rehearsals
+from workers.in_model.reload import reload
+from workers.in_model.sinks import copied_sinks, renew_sinks
 
 Load = Callable[["Toy", str, torch.Tensor], None]
 

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from titopool.errors import Conflict
-from workers.weight_state import Phase, Update, WeightState
+from workers.weights.state import Phase, Update, WeightState
 
 TIMEOUT_S = 10.0
 

@@ -19,7 +19,7 @@ from tests.weights import (
     trainer,
     weights_client,
 )
-from titopool.weights_client import WeightsClient, WeightsError
+from titopool.client.weights_client import WeightsClient, WeightsError
 
 TIMEOUT_S = 15.0
 LAYER = "model.layers.1.self_attn."
@@ -294,7 +294,7 @@ def test_a_trainer_that_cannot_pack_leaves_the_old_weights_and_may_try_again(
 def test_a_changed_tensor_is_found_by_its_checksum(
     server: Server, client: WeightsClient, tiny_model: str, other_model: str, monkeypatch: Any
 ):
-    monkeypatch.setattr("titopool.weights_client.checksum", lambda tensors: "0" * 16)
+    monkeypatch.setattr("titopool.client.weights_client.checksum", lambda tensors: "0" * 16)
     error = refused(client, tensors_of(other_model), with_checksum=True)
     assert error.code == "weight_update_failed"
     assert_serves(server, tiny_model)

@@ -13,9 +13,9 @@ import psutil
 import pytest
 
 from tests.servers import wait_until
-from titopool.server_calls import own_address
-from titopool.trainer_group import GLOO_PREFIX, rank_key
-from titopool.weights_client import WeightsClient, WeightsError
+from titopool.client.server_calls import own_address
+from titopool.client.trainer_group import GLOO_PREFIX, rank_key
+from titopool.client.weights_client import WeightsClient, WeightsError
 
 # Of the client; what ends by it is too late.
 TIMEOUT_S = 60.0
@@ -266,7 +266,7 @@ def test_a_group_that_has_lost_a_member_is_left_so_that_the_next_update_has_all(
             }.get(path, {})
         )
 
-    monkeypatch.setattr("titopool.weights_client.TrainerGroup", Group)
+    monkeypatch.setattr("titopool.client.weights_client.TrainerGroup", Group)
     client = client_of(fake(answer))
     assert client.update([("w", torch.zeros(2))], policy="keep")["lost"] == lost
     assert not client.is_open

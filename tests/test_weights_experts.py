@@ -19,11 +19,11 @@ from tests.servers import running_server
 from tests.trainer import tensors_of
 from tests.trl_weights_client import update_by_trl
 from tests.weights import assert_serves, need_gpus, weights_client
-from titopool.commands import TensorInfo
+from titopool.client.weights_client import WeightsError
 from titopool.demo_model import VOCAB_SIZE, make_tokenizer
-from titopool.weights_client import WeightsError
-from workers.weight_catalogue import Catalogue, Refused
-from workers.weight_conversion import Conversions, info_of
+from titopool.wire.commands import TensorInfo
+from workers.in_model.catalogue import Catalogue, Refused
+from workers.in_model.conversion import Conversions, info_of
 
 SHAPE: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE, "hidden_size": 128, "intermediate_size": 128,

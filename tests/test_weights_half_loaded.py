@@ -11,8 +11,8 @@ from tests.test_weights import worker_pids
 from tests.trainer import tensors_of
 from tests.trl_weights_client import update_by_trl
 from tests.weights import assert_serves, need_gpus, weights_client
+from titopool.client.weights_client import WeightsError
 from titopool.demo_model import make_model
-from titopool.weights_client import WeightsError
 
 NUM_WORKERS = 2
 

@@ -10,7 +10,7 @@ from tests.servers import Server, running_server
 from tests.test_weights_client import six
 from tests.trainer import DEVICE, tensors_of
 from tests.weights import assert_serves, need_gpus
-from titopool.weights_client import WeightsClient
+from titopool.client.weights_client import WeightsClient
 
 # A name that has an IPv6 address only.
 NAME = "six.titopool.test"

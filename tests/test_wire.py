@@ -10,13 +10,13 @@ import orjson
 import pytest
 import zmq
 
-from app.discovery import is_named, look_up
-from app.replies import json_reply, nested_logprobs
-from titopool import messages
+from app.outputs.token_arrays import json_reply, nested_logprobs
+from app.pool.discovery import is_named, look_up
 from titopool.errors import ConfigError
-from titopool.messages import Completed, Completion, Logprobs
-from titopool.sockets import MAX_IPC_PATH_BYTES, read_curve_key, worker_endpoint
-from workers.packing import pack_logprobs
+from titopool.wire import messages
+from titopool.wire.messages import Completed, Completion, Logprobs
+from titopool.wire.sockets import MAX_IPC_PATH_BYTES, read_curve_key, worker_endpoint
+from workers.engine.packing import pack_logprobs
 
 
 @dataclass

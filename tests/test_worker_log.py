@@ -11,8 +11,8 @@ import psutil
 import pytest
 
 from tests.servers import REPOSITORY, environment, kill_all, wait_until
-from workers import worker_log
-from workers.worker_log import WorkerLog, error_text
+from workers.supervisor import worker_log
+from workers.supervisor.worker_log import WorkerLog, error_text
 
 ENGINE_ERROR = "(EngineCore pid=7) ERROR 11-21 22:15:55 [core.py:12] "
 

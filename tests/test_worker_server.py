@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from titopool.config import ServerConfig
 from titopool.errors import InvalidRequest
-from titopool.messages import Completed, Failed, Job
-from workers.engine import Generated
-from workers.front_end import FrontEnd
-from workers.server import WorkerServer
-from workers.versions import Versions
+from titopool.settings.config import ServerConfig
+from titopool.wire.messages import Completed, Failed, Job
+from workers.engine.versions import Versions
+from workers.engine.vllm import Generated
+from workers.serving.jobs import FrontEnd
+from workers.serving.server import WorkerServer
 
 JOB = Job(7, 2, b"\0" * 4, 1, 1, b"")
 
@@ -66,7 +66,7 @@ def test_a_job_has_one_end_whatever_raises(
         if owner:
             monkeypatch.setattr(getattr(server, owner), name, error)
         elif place != "nowhere":
-            monkeypatch.setattr(f"workers.server.{place}", error)
+            monkeypatch.setattr(f"workers.serving.server.{place}", error)
         await server._run_job(FrontEnd(0.0), JOB)
         return posted
 

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from titopool.gpus import visible_gpus
-from titopool.weights_client import WeightsClient
+from titopool.client.weights_client import WeightsClient
+from titopool.settings.gpus import visible_gpus
 
 BUCKET_BYTES = 2**18
 # The last GPU: the workers have those before it.

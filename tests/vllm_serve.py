@@ -10,7 +10,7 @@ import requests
 
 from benchmarks.processes import engine_environment, running
 from benchmarks.targets import Engine, VllmServe
-from titopool.gpus import visible_gpus
+from titopool.settings.gpus import visible_gpus
 
 # Log-probabilities: the two compute in batches of other sizes.
 TOLERANCE = 1e-3

@@ -12,8 +12,8 @@ import pytest
 from tests import reference
 from tests.servers import REPOSITORY, Server, environment
 from tests.trainer import DEVICE
-from titopool.gpus import visible_gpus
-from titopool.weights_client import WeightsClient
+from titopool.client.weights_client import WeightsClient
+from titopool.settings.gpus import visible_gpus
 
 PROMPT = [5, 6, 7, 8, 9, 10, 11]
 NUM_TOKENS = 10

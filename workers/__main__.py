@@ -18,14 +18,14 @@ import sys
 import traceback
 from typing import NoReturn
 
-from titopool.config import ServerConfig, from_command_line, ignored_variables
 from titopool.errors import ConfigError
-from titopool.gpus import visible_gpus
-from titopool.logs import configure_logging
-from workers.engine import VllmEngine
+from titopool.settings.config import ServerConfig, from_command_line, ignored_variables
+from titopool.settings.gpus import visible_gpus
+from titopool.settings.logs import configure_logging
+from workers.engine.vllm import VllmEngine
 from workers.process import EXIT_FAILED, EXIT_STOPPED, kill_children
-from workers.server import WorkerServer
-from workers.status import PhaseReporter
+from workers.serving.server import WorkerServer
+from workers.supervisor.phase_pipe import PhaseReporter
 
 # Its own name is __main__ here.
 logger = logging.getLogger("workers")

@@ -11,7 +11,7 @@ from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from titopool.config import ServerConfig
+from titopool.settings.config import ServerConfig
 
 # Left by torchrun, accelerate or a trainer that starts the server.
 LAUNCHER_VARIABLES = (
@@ -60,7 +60,7 @@ def default_engine_options(
         "max_logprobs": 128,
         "tensor_parallel_size": config.tensor_parallel_size,
         "pipeline_parallel_size": config.pipeline_parallel_size,
-        "worker_extension_cls": "workers.extension.WorkerExtension",
+        "worker_extension_cls": "workers.in_model.extension.WorkerExtension",
         "disable_log_stats": True,
         # With vLLM's "auto", what one backend refuses is given to another, but an engine
         # compiles everything with the backend of its first request: vLLM 0.25 dies of it.

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import msgspec
 
-from titopool.messages import UNREADABLE
-from titopool.pool_state import PoolState
+from titopool.wire.messages import UNREADABLE
+from titopool.wire.pool_state import PoolState
 
 logger = logging.getLogger(__name__)
 

@@ -14,10 +14,10 @@ from typing import Any
 
 from tests import stub_worker
 from tests.stub_worker import StubEngine
-from titopool.commands import AwaitStep, Command, CommandDone
-from titopool.messages import Job, Part
-from workers.engine import Generated, OnPart
-from workers.server import WorkerServer
+from titopool.wire.commands import AwaitStep, Command, CommandDone
+from titopool.wire.messages import Job, Part
+from workers.engine.vllm import Generated, OnPart
+from workers.serving.server import WorkerServer
 
 # How long a worker stands at a point of which the harness has forgotten.
 HOLD_S = 20.0
@@ -107,14 +107,14 @@ class Points:
 
 def replace_engine(control: str) -> None:
     """In a process that is about to run `python -m workers`: a stub in place of vLLM."""
-    import workers.engine
-    import workers.server
+    import workers.engine.vllm
+    import workers.serving.server
 
     arguments = stub_worker.parser().parse_args(["--endpoint", "", "--delay-s", "0.05"])
-    workers.engine.VllmEngine = (  # type: ignore[assignment,misc]
+    workers.engine.vllm.VllmEngine = (  # type: ignore[assignment,misc]
         lambda config, on_cpu: stub_worker.engine_of(arguments)
     )
-    run = workers.server.WorkerServer.run
+    run = workers.serving.server.WorkerServer.run
 
     async def with_points(server: WorkerServer) -> str:
         points = Points(server, server._engine, control)  # type: ignore[arg-type]
@@ -123,7 +123,7 @@ def replace_engine(control: str) -> None:
         finally:
             del points
 
-    workers.server.WorkerServer.run = with_points  # type: ignore[method-assign]
+    workers.serving.server.WorkerServer.run = with_points  # type: ignore[method-assign]
 
 
 def main() -> None:

@@ -23,8 +23,8 @@ from tests.servers import REPOSITORY, free_port, wait_until
 from tests.trainer import tensors_of
 from tests.trl_weights_client import update_by_trl
 from tests.weights import assert_serves
+from titopool.client.weights_client import WeightsClient, WeightsError
 from titopool.demo_model import make_model
-from titopool.weights_client import WeightsClient, WeightsError
 
 BASE_IMAGE = "python:3.11-slim"
 BUILD_TIMEOUT_S = 1800.0

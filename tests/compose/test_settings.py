@@ -4,7 +4,7 @@ import yaml
 
 from app.descriptors import SPARE, limits_within
 from tests.servers import REPOSITORY
-from titopool.config import ENV_PREFIX, SETTINGS, ServerConfig
+from titopool.settings.config import ENV_PREFIX, SETTINGS, ServerConfig
 
 # The image's, or of no meaning where each worker is a container.
 NOT_HANDED_ON = {"host", "port", "num_workers", "run_dir"}

@@ -8,8 +8,11 @@ from typing import Any, NamedTuple
 import msgspec
 from hypothesis import strategies as st
 
-from app import create_app, openai_bodies, schemas, weight_bodies
-from app.openai_bodies import IGNORED, REFUSED
+from app import create_app
+from app.schemas.generation import generation as schemas
+from app.schemas.generation import openai as openai_bodies
+from app.schemas.generation import weights as weight_bodies
+from app.schemas.openai import IGNORED, REFUSED
 from tests.fuzz.hints import (
     ADAPTER_HINTS,
     ALONE_HINTS,
@@ -22,8 +25,8 @@ from tests.fuzz.hints import (
 )
 from tests.fuzz.values import Strategy, dump, objects_of, small_json, spoilt
 from tests.fuzz.wire_http import Sent
-from titopool.config import ServerConfig
-from titopool.sampling import SamplingOptions
+from titopool.settings.config import ServerConfig
+from titopool.settings.sampling import SamplingOptions
 
 
 class Route(NamedTuple):

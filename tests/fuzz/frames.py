@@ -1,4 +1,4 @@
-"""Frames on the sockets: messages of `titopool/messages.py`, spoilt ones, and other bytes.
+"""Frames on the sockets: messages of `titopool/wire/messages.py`, spoilt ones, and other bytes.
 
 A message is made as plain data by its msgspec type, so that it may also be what no struct could
 hold; `FRAME` values have a `repr` that can be pasted.

@@ -5,7 +5,7 @@ import os
 from flask import Flask, Response
 
 from app import create_app as create_real_app
-from app.health import json_response
+from app.http.responses import json_response
 from app.service import Service
 
 

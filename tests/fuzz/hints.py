@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from msgspec import inspect
 
 from tests.fuzz.values import Strategy, dump, objects_of
-from titopool.sampling import SamplingOptions
+from titopool.settings.sampling import SamplingOptions
 
 VOCAB_SIZE = 2048
 # Stand for what only a running server knows; they are replaced when a body is sent.

@@ -13,8 +13,8 @@ from typing import Any
 import msgspec
 
 from tests import stub_worker
-from titopool.commands import Policy
 from titopool.errors import InvalidRequest
+from titopool.wire.commands import Policy
 
 # A model of two tensors: an update without the last is not complete.
 FIRST, LAST = "first", "last"

@@ -14,7 +14,7 @@ import requests
 from tests.fuzz.exploring import ServerGone
 from tests.fuzz.stub import RUNS
 from tests.servers import REPOSITORY, Server, environment, free_port, kill_all, wait_until
-from titopool.config import ENV_PREFIX
+from titopool.settings.config import ENV_PREFIX
 
 # Connections to each front end: so many calls may be under way there at once.
 NUM_CONNECTIONS = 4

@@ -25,8 +25,9 @@ from tests.fuzz.exploring import TIMEOUT_S, ServerGone, explore
 from tests.fuzz.frames import Parts, encode, message_of, parts_of
 from tests.fuzz.stub_pool import stub_pool
 from tests.servers import wait_until
-from titopool import messages
-from titopool.messages import (
+from titopool.settings.sampling import SamplingOptions
+from titopool.wire import messages
+from titopool.wire.messages import (
     Completed,
     Failed,
     Generate,
@@ -37,9 +38,8 @@ from titopool.messages import (
     WorkerCounters,
     WorkerFacts,
 )
-from titopool.pool_state import PoolState, PoolWeights
-from titopool.sampling import SamplingOptions
-from titopool.sockets import bind_router, connect_dealer
+from titopool.wire.pool_state import PoolState, PoolWeights
+from titopool.wire.sockets import bind_router, connect_dealer
 
 pytestmark = [pytest.mark.fuzz, pytest.mark.timeout(TIMEOUT_S)]
 

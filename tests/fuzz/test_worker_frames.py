@@ -17,11 +17,11 @@ from tests.fuzz.exploring import TIMEOUT_S, explore
 from tests.fuzz.frames import Parts, encode, message_of, parts_of
 from tests.fuzz.stub_pool import start_worker
 from tests.servers import wait_until
-from titopool import commands, messages
-from titopool.commands import Command, LeaveGroup, Resume
-from titopool.messages import Abort, Completed, Generate, Heartbeat, Hello, Job, Results
-from titopool.sampling import SamplingOptions, encode_options
-from titopool.sockets import connect_dealer
+from titopool.settings.sampling import SamplingOptions, encode_options
+from titopool.wire import commands, messages
+from titopool.wire.commands import Command, LeaveGroup, Resume
+from titopool.wire.messages import Abort, Completed, Generate, Heartbeat, Hello, Job, Results
+from titopool.wire.sockets import connect_dealer
 
 pytestmark = [pytest.mark.fuzz, pytest.mark.timeout(TIMEOUT_S)]
 

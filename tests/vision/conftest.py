@@ -8,7 +8,7 @@ import pytest
 from tests import reference, vision_models
 from tests.images import PLACEHOLDERS
 from tests.servers import Server, running_server
-from titopool.gpus import visible_gpus
+from titopool.settings.gpus import visible_gpus
 
 # On a GPU, attention and convolutions multiply float32 with 10 bits of mantissa (tf32).
 TOLERANCE = 2e-2 if visible_gpus() else 1e-3

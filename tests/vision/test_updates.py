@@ -13,7 +13,7 @@ from tests.images import encoded, picture
 from tests.servers import Server
 from tests.vision.conftest import GREEDY, NUM_TOKENS, TOLERANCE, Vision
 from tests.weights import need_gpus, weights_client
-from titopool.weights_client import WeightsError
+from titopool.client.weights_client import WeightsError
 
 IMAGE = picture(84, 112)
 

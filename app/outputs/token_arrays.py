@@ -1,0 +1,138 @@
+"""From results to the bytes of an answer, without a Python object for each token.
+
+In JSON or MessagePack; both prompt-major: the n completions of prompt 0 first.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+import orjson
+from werkzeug.datastructures import MIMEAccept
+
+from titopool.errors import GenerationFailed
+from titopool.wire.messages import Completed, Completion, Logprobs
+
+JSON = "application/json"
+MSGPACK = "application/msgpack"
+
+_to_msgpack = msgspec.msgpack.Encoder().encode
+
+
+def is_binary(accept: MIMEAccept) -> bool:
+    """Whether the client would rather have MessagePack; one that takes neither gets JSON."""
+    # Of equal quality, the type that is named goes before one that a `*` stands for, then the first.
+    return accept.best_match((JSON, MSGPACK, "application/x-msgpack"), default=JSON) != JSON
+
+
+def json_reply(
+    prompt_ids: Sequence[np.ndarray], results: Sequence[Completed], *, with_logprobs: bool
+) -> bytes:
+    """The answer of /generate/ as JSON.
+
+    `logprobs` and `logprob_token_ids` have the shape [completions][tokens][1 to k + 1], or
+    are null; a value that is not finite is null.
+    """
+    completions = _completions(results)
+    values = ids = None
+    if with_logprobs:
+        values, ids = [], []
+        for completion in completions:
+            one = nested_logprobs(completion)
+            values.append(one[0])
+            ids.append(one[1])
+    reply = {
+        "prompt_ids": list(prompt_ids),
+        "completion_ids": [np.frombuffer(one.token_ids, np.int32) for one in completions],
+        "logprobs": values,
+        "logprob_token_ids": ids,
+        **_without_tokens(results),
+    }
+    # orjson writes float32 in the fewest digits that read back as the same float32.
+    return orjson.dumps(reply, option=orjson.OPT_SERIALIZE_NUMPY)
+
+
+def binary_reply(
+    prompt_ids: Sequence[np.ndarray | None], results: Sequence[Completed], *, with_logprobs: bool
+) -> bytes:
+    """The answer of /generate/ as MessagePack: the arrays as the worker sent them.
+
+    Each is the bytes of a little-endian array, int32 or (`logprobs`) float32. A prompt's ids
+    are nil where `prompt_ids` has None.
+    """
+    completions = _completions(results)
+    logprobs = [one.logprobs or Logprobs(b"") for one in completions] if with_logprobs else []
+    reply = {
+        "prompt_ids": [None if ids is None else ids.data for ids in prompt_ids],
+        "completion_ids": [one.token_ids for one in completions],
+        "logprobs": [one.values for one in logprobs] if with_logprobs else None,
+        "logprob_token_ids": _nil_if_empty([one.token_ids for one in logprobs]),
+        "num_logprobs": _nil_if_empty([one.counts for one in logprobs]),
+        **_without_tokens(results),
+    }
+    return _to_msgpack(reply)
+
+
+def nested_logprobs(completion: Completion) -> tuple[Any, Any]:
+    """The log-probabilities and their token ids, each [tokens][entries at that token]."""
+    packed = completion.logprobs
+    if packed is None:
+        return [], []
+    values = np.frombuffer(packed.values, np.float32)
+    ids = np.frombuffer(packed.token_ids or completion.token_ids, np.int32)
+    if not packed.counts:
+        return values.reshape(-1, 1), ids.reshape(-1, 1)
+    return _split(values, packed), _split(ids, packed)
+
+
+class PromptRows(NamedTuple):
+    """Log-probabilities of a prompt, [tokens after the first, k + 1]: its own before the best k."""
+
+    # float32, int32 and int32.
+    values: np.ndarray
+    token_ids: np.ndarray
+    ranks: np.ndarray
+
+
+def prompt_rows(result: Completed, place: str, *, num_tokens: int, k: int) -> PromptRows:
+    """Those of a prompt of `num_tokens`, for which `k` were asked.
+
+    Raises:
+        GenerationFailed: the worker did not send them all.
+    """
+    packed = result.prompt_logprobs or Logprobs(b"")
+    values = np.frombuffer(packed.values, np.float32)
+    token_ids, ranks = (np.frombuffer(one, np.int32) for one in (packed.token_ids, packed.ranks))
+    expected = max(0, num_tokens - 1) * (k + 1)
+    if not len(values) == len(token_ids) == len(ranks) == expected:
+        raise GenerationFailed(
+            f"{place}: expected {expected} log-probabilities of the prompt, got {len(values)}; send the "
+            "request again"
+        )
+    return PromptRows(*(one.reshape(-1, k + 1) for one in (values, token_ids, ranks)))
+
+
+def _split(array: np.ndarray, packed: Logprobs) -> list[np.ndarray]:
+    ends = np.cumsum(np.frombuffer(packed.counts, np.int32))
+    return np.split(array, ends[:-1])
+
+
+def _nil_if_empty(arrays: list[bytes]) -> list[bytes | None] | None:
+    return [one or None for one in arrays] if any(arrays) else None
+
+
+def _completions(results: Sequence[Completed]) -> list[Completion]:
+    return [completion for result in results for completion in result.completions]
+
+
+def _without_tokens(results: Sequence[Completed]) -> dict[str, Any]:
+    """What both answers write alike."""
+    completions = _completions(results)
+    versions = [result.adapter_version for result in results]
+    return {
+        **({"lora_versions": versions} if any(one is not None for one in versions) else {}),
+        "finish_reasons": [one.finish_reason for one in completions],
+        "weight_versions": [one.weight_versions for one in completions],
+        "num_cached_tokens": [result.num_cached_tokens for result in results],
+    }

@@ -1,0 +1,4 @@
+"""The workers as a front end sees them: sockets, commands, state, placement.
+
+Runs in: each gunicorn process, in one greenlet. Imports: nothing of `app`.
+"""

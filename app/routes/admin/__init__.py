@@ -1,0 +1,4 @@
+"""Routes for whoever operates the server: health and metrics.
+
+Runs in: each gunicorn process. Imports: `app.service`, `pool`, `http`.
+"""

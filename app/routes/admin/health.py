@@ -1,0 +1,61 @@
+"""Who is alive, who can generate, and how large the pool is."""
+
+import os
+
+from flask import Blueprint, Response
+
+from app.http.responses import json_response
+from app.service import current_service
+
+blueprint = Blueprint("health", __name__)
+
+
+@blueprint.get("/health/")
+def health() -> Response:
+    """200 once generation is possible, 503 before (TRL's client polls it)."""
+    current_service().link.check_ready()
+    return json_response({"status": "ok"})
+
+
+@blueprint.get("/live/")
+def live() -> Response:
+    """This process answers."""
+    return json_response({"status": "ok", "pid": os.getpid()})
+
+
+@blueprint.get("/ready/")
+def ready() -> Response:
+    """Each worker's phase and weight version; 503 while none is ready."""
+    workers = []
+    link = current_service().link
+    link.meet()
+    views = link.workers
+    for view in views:
+        beat = view.heartbeat
+        workers.append(
+            {
+                "worker": beat.worker_id if beat else None,
+                "endpoint": view.endpoint,
+                "phase": view.phase,
+                "reason": view.reason or None,
+                "phase_s": round(beat.phase_s, 1) if beat else None,
+                "silent_s": round(view.silent_s, 1),
+                "weight_version": beat.weights.version if beat else None,
+            }
+        )
+    num_ready = sum(view.phase == "ready" for view in views)
+    body = {"ready": num_ready > 0, "num_ready": num_ready, "workers": workers}
+    return json_response(body, 200 if num_ready else 503)
+
+
+@blueprint.get("/get_world_size/")
+def get_world_size() -> Response:
+    """`{"world_size": …}`: tensor- times pipeline-parallel size, summed over all workers.
+
+    TRL's client adds itself as the last rank of the weight-update group. Every worker
+    counts, also one that is not ready now: a smaller group would leave it out for good.
+    """
+    link = current_service().link
+    link.meet()
+    world_size = link.facts.world_size * len(link.workers)
+    return json_response({"world_size": world_size})

@@ -1,0 +1,65 @@
+"""`GET /metrics`: the pool in Prometheus' text format.
+
+The figures are the workers' own, from their heartbeats, so that any front-end process
+answers for the whole pool; they are as old as the last heartbeat.
+"""
+
+from collections.abc import Iterable
+
+from flask import Blueprint, Response
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from app.pool.link import WorkerView
+from app.service import current_service
+from titopool.wire.messages import WorkerCounters
+
+blueprint = Blueprint("metrics", __name__)
+
+
+class PoolCollector(Collector):
+    """The metrics of the workers as of their last heartbeats."""
+
+    def __init__(self, views: Iterable[WorkerView]):
+        self._views = list(views)
+
+    def collect(self) -> Iterable[Metric]:
+        beats = [view.heartbeat for view in self._views if view.heartbeat is not None]
+        ready = GaugeMetricFamily("titopool_worker_ready", "1: takes jobs", labels=["worker"])
+        version = GaugeMetricFamily(
+            "titopool_worker_weight_version", "version of the weights", labels=["worker"]
+        )
+        running = GaugeMetricFamily(
+            "titopool_worker_sequences", "completions under way", labels=["worker"]
+        )
+        for view in self._views:
+            if view.heartbeat is not None:
+                ready.add_metric([view.heartbeat.worker_id], float(view.phase == "ready"))
+        for beat in beats:
+            version.add_metric([beat.worker_id], beat.weights.version)
+            running.add_metric([beat.worker_id], beat.num_sequences)
+        known = GaugeMetricFamily(
+            "titopool_workers", "endpoints of the pool", value=len(self._views)
+        )
+        yield from (known, ready, version, running)
+        for name in WorkerCounters.__struct_fields__:
+            what = name.removeprefix("num_")
+            family = CounterMetricFamily(
+                f"titopool_worker_{what}",
+                f"{what.replace('_', ' ')} since its start",
+                labels=["worker"],
+            )
+            for beat in beats:
+                family.add_metric([beat.worker_id], getattr(beat.counters, name))
+            yield family
+
+
+@blueprint.get("/metrics/")
+def metrics() -> Response:
+    """Prometheus' text format."""
+    link = current_service().link
+    link.meet()
+    registry = CollectorRegistry()
+    registry.register(PoolCollector(link.workers))
+    return Response(generate_latest(registry), content_type=CONTENT_TYPE_LATEST)

@@ -1,0 +1,81 @@
+"""LoRA adapters: `POST /v1/load_lora_adapter` and `/v1/unload_lora_adapter`, as vLLM's server.
+
+Other than there, a name that is loaded gets a new version, at all workers or at none, while
+requests run on the old one.
+"""
+
+from flask import Blueprint, Response, request
+
+from app.http.responses import json_response
+from app.routes.weights.weights import check_any, everyone, those_present
+from app.schemas.generation import LOAD_ADAPTER_BODY, UNLOAD_ADAPTER_BODY, decode_body
+from app.service import Service, current_service
+from titopool.errors import InvalidRequest, ModelNotFound
+from titopool.wire.commands import DropAdapter, GetStatus, LoadAdapter, SwitchAdapter, UnloadAdapter
+from titopool.wire.pool_state import next_count
+
+blueprint = Blueprint("adapters", __name__)
+
+
+@blueprint.post("/v1/load_lora_adapter/")
+def load_adapter() -> Response:
+    """Loads an adapter from a folder under a name, or a new version of one."""
+    body = decode_body(request.get_data(), LOAD_ADAPTER_BODY)
+    service = current_service()
+    facts = service.link.facts
+    if not facts.max_loras:
+        raise InvalidRequest(
+            "lora_name: expected a server with adapters; start it with --enable-lora",
+            param="lora_name",
+        )
+    if body.lora_name == facts.model:
+        raise InvalidRequest(
+            f"lora_name: expected another name than the model's, got {body.lora_name!r}",
+            param="lora_name",
+        )
+    commands, workers = everyone()
+    version = body.version
+    if version is None:
+        statuses = commands.at_once(workers, GetStatus())
+        version = max(one["adapter_versions"].get(body.lora_name, 0) for one in statuses) + 1
+    drop = DropAdapter(body.lora_name, version)
+    load = LoadAdapter(body.lora_name, version, body.lora_path)
+    commands.in_turn(workers, lambda index, first: load, undo=drop)
+    # All have it: a worker that misses the switch makes it when it hears of it.
+    switch = SwitchAdapter(body.lora_name, version, next_count(commands.num_adapter_changes))
+    check_any(commands.outcomes(workers, switch))
+    return json_response({"lora_name": body.lora_name, "version": version})
+
+
+@blueprint.post("/v1/unload_lora_adapter/")
+def unload_adapter() -> Response:
+    """Takes an adapter away; requests that run on it end with it."""
+    body = decode_body(request.get_data(), UNLOAD_ADAPTER_BODY)
+    commands, workers = those_present()
+    action = UnloadAdapter(body.lora_name, next_count(commands.num_adapter_changes))
+    outcomes = commands.outcomes(workers, action)
+    # One that has heard of it from another worker has nothing to take away any more.
+    check_any(outcomes)
+    version = max(one.result["version"] for one in outcomes if one.result)
+    return json_response({"lora_name": body.lora_name, "version": version})
+
+
+def adapter_named(service: Service, name: str | None, param: str = "model") -> str:
+    """The adapter that a request means by `name`; "" for the model itself.
+
+    Raises:
+        ModelNotFound: there is none of that name.
+    """
+    facts = service.link.facts
+    if name is None or name == facts.model:
+        return ""
+    known = service.link.adapters
+    if name not in known and facts.max_loras:
+        # It may have been loaded through another front end a moment ago: what a worker has done
+        # it tells before it answers.
+        service.link.commands.outcomes(service.link.commands.present(), GetStatus())
+        known = service.link.adapters
+    if name not in known:
+        names = ", ".join([repr(facts.model), *map(repr, sorted(known))])
+        raise ModelNotFound(f"{param}: expected {names}, got {name!r}", param=param)
+    return name

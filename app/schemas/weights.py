@@ -1,0 +1,109 @@
+"""The bodies of requests about weights and pauses."""
+
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from titopool.wire.commands import Backend, Policy
+from titopool.wire.weight_plan import DEFAULT_BUCKET_BYTES
+
+Port = Annotated[int, Meta(ge=1, le=65_535)]
+Size = Annotated[int, Meta(ge=0, le=2**40)]
+Version = Annotated[int, Meta(ge=0, le=2**62)]
+# A session or update, as its client or the server named it.
+Name = Annotated[str, Meta(min_length=1, max_length=128)]
+
+
+class InitBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """`POST /weights/init`: the trainer listens at `host`, `port` and is rank 0."""
+
+    session: Name
+    backend: Backend
+    host: Annotated[str, Meta(min_length=1)]
+    port: Port
+    world_size: int
+    device_uuid: str = ""
+
+
+class BeginBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """`POST /weights/begin`: what comes, in this order."""
+
+    session: Name
+    names: list[str]
+    dtypes: list[str]
+    shapes: list[list[Size]]
+    version: Version | None = None
+    bucket_bytes: Annotated[int, Meta(ge=1, le=2**34)] = DEFAULT_BUCKET_BYTES
+    partial: bool = False
+
+
+class CommitBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """`POST /weights/commit`."""
+
+    update: Name
+    policy: Policy
+    # true: answer the checksum; a text: refuse the update unless it is this.
+    checksum: bool | str = False
+
+
+class AbortBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """`POST /weights/abort`."""
+
+    update: Name
+    reason: str = "the trainer aborted it"
+
+
+class CloseBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """`POST /weights/close`."""
+
+    session: Name
+
+
+class AcceptBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """`POST /weights/accept`."""
+
+
+class FolderBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """`POST /update_weights`; `weight_dir` is prime-rl's name for `path`."""
+
+    path: str | None = None
+    weight_dir: str | None = None
+    version: Version | None = None
+    policy: Policy | None = None
+
+
+class PauseBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """`POST /pause`."""
+
+    mode: Policy
+    lease_s: Annotated[float, Meta(gt=0, le=86_400)]
+
+
+class TrlInitBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """`POST /init_communicator/`, as TRL's client sends it."""
+
+    host: str
+    port: Port
+    world_size: int
+    client_device_uuid: str = ""
+
+
+class TrlTensorBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """`POST /update_named_param/`, as TRL's client sends it."""
+
+    name: str
+    dtype: str
+    shape: list[Size]
+
+
+INIT_BODY = msgspec.json.Decoder(InitBody)
+BEGIN_BODY = msgspec.json.Decoder(BeginBody)
+COMMIT_BODY = msgspec.json.Decoder(CommitBody)
+ABORT_BODY = msgspec.json.Decoder(AbortBody)
+ACCEPT_BODY = msgspec.json.Decoder(AcceptBody)
+CLOSE_BODY = msgspec.json.Decoder(CloseBody)
+FOLDER_BODY = msgspec.json.Decoder(FolderBody)
+PAUSE_BODY = msgspec.json.Decoder(PauseBody)
+TRL_INIT_BODY = msgspec.json.Decoder(TrlInitBody)
+TRL_TENSOR_BODY = msgspec.json.Decoder(TrlTensorBody)

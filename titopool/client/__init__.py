@@ -1,0 +1,4 @@
+"""What a trainer imports.
+
+Runs in: the trainer's process. Imports: `wire`.
+"""

@@ -1,0 +1,196 @@
+"""LoRA adapters of one worker: under a name and a version, swapped while requests run.
+
+Runs in: each worker process, on its loop. A new version is loaded beside the one that serves,
+then takes its name; requests under way end with the one that they began with, which is removed
+after the last of them. vLLM's own `load_inplace` is not used: it keeps keys and values
+of the old weights (0.25), and a request for an adapter that cannot be loaded ends its engine.
+"""
+
+import asyncio
+import itertools
+import json
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from titopool.errors import Conflict, InvalidRequest, ModelNotFound
+from titopool.wire.pool_state import AdapterRecord
+from workers.ledger import digest_of_files
+
+logger = logging.getLogger(__name__)
+
+FILES = ("adapter_config.json", "adapter_model.safetensors")
+# vLLM reads a few megabytes and copies them to each of its processes.
+LOAD_TIMEOUT_S = 50.0
+
+
+@dataclass(eq=False)
+class Adapter:
+    """One version that vLLM has."""
+
+    name: str
+    version: int
+    # vLLM's, never used twice: its caches go by it.
+    adapter_id: int
+    folder: str
+    # Digest of its files.
+    files: str
+    num_requests: int = 0
+    is_retired: bool = False
+
+    def request(self) -> Any:
+        """For AsyncLLM.generate."""
+        from vllm.lora.request import LoRARequest
+
+        return LoRARequest(
+            lora_name=f"{self.name}@{self.version}.{self.adapter_id}",
+            lora_int_id=self.adapter_id,
+            lora_path=self.folder,
+        )
+
+
+class Adapters:
+    """The adapters of one AsyncLLM."""
+
+    def __init__(self, llm: Any):
+        self._llm = llm
+        lora = llm.vllm_config.lora_config
+        # More would drop out of vLLM's memory and be read again, from folders that may be gone.
+        self.limit = (lora.max_cpu_loras or lora.max_loras) if lora else 0
+        self._max_rank = lora.max_lora_rank if lora else 0
+        self._ids = itertools.count(1)
+        self._serving: dict[str, Adapter] = {}
+        self._loaded: dict[tuple[str, int], Adapter] = {}
+        self._retired: set[Adapter] = set()
+        self._removals: set[asyncio.Task[None]] = set()
+
+    @property
+    def versions(self) -> dict[str, int]:
+        """The version that serves under each name."""
+        return {name: one.version for name, one in self._serving.items()}
+
+    def record_of(self, name: str) -> AdapterRecord:
+        """The adapter that serves under `name`, for workers that have missed it."""
+        adapter = self._serving[name]
+        return AdapterRecord(adapter.version, adapter.folder, adapter.files)
+
+    @property
+    def latest_versions(self) -> dict[str, int]:
+        """The greatest version under each name, serving or not."""
+        latest = dict(self.versions)
+        for name, version in self._loaded:
+            latest[name] = max(version, latest.get(name, 0))
+        return latest
+
+    def is_loaded(self, name: str, version: int) -> bool:
+        """Whether a version is there that does not serve yet."""
+        return (name, version) in self._loaded
+
+    async def load(self, name: str, version: int, folder: str) -> None:
+        """Loads a version beside the one that serves.
+
+        Raises:
+            InvalidRequest: the folder holds no adapter that the engine takes.
+            Conflict: that version is there, or there is no room.
+        """
+        now = self._serving.get(name)
+        if (name, version) in self._loaded or (now is not None and now.version == version):
+            raise Conflict(f"lora_name: {name} has version {version} already; load another")
+        num = len(self._serving) + len(self._loaded) + len(self._retired)
+        if num >= self.limit:
+            raise Conflict(
+                f"lora_name: {num} adapters are loaded, as many as the engine holds, those that "
+                "requests still use among them; unload one, or start with a greater --max-cpu-loras"
+            )
+        self._check(Path(folder))
+        adapter = Adapter(name, version, next(self._ids), folder, digest_of_files(folder))
+        self._loaded[name, version] = adapter
+        try:
+            async with asyncio.timeout(LOAD_TIMEOUT_S):
+                await self._llm.add_lora(adapter.request())
+        except Exception as error:
+            del self._loaded[name, version]
+            lines = str(error).strip().splitlines() or [type(error).__name__]
+            raise InvalidRequest(
+                f"lora_path: the engine refused the adapter: {lines[-1][:300]}", param="lora_path"
+            ) from error
+
+    def _check(self, folder: Path) -> None:
+        missing = [name for name in FILES if not (folder / name).is_file()]
+        if missing:
+            raise InvalidRequest(
+                f"lora_path: expected {' and '.join(FILES)} in the folder, {missing[0]} is not there",
+                param="lora_path",
+            )
+        try:
+            rank = json.loads((folder / FILES[0]).read_bytes()).get("r")
+        except (ValueError, AttributeError, OSError):
+            rank = None
+        if not isinstance(rank, int) or not 0 < rank <= self._max_rank:
+            raise InvalidRequest(
+                f"lora_path: expected a rank `r` from 1 to {self._max_rank} (--max-lora-rank) in "
+                f"adapter_config.json, got {rank}",
+                param="lora_path",
+            )
+
+    def switch(self, name: str, version: int) -> None:
+        """Requests from now on get the version that was loaded, or serves already."""
+        if self.versions.get(name) == version:
+            return
+        adapter = self._loaded.pop((name, version), None)
+        if adapter is None:
+            raise Conflict(f"lora_name: expected {name} version {version} to be loaded before")
+        self._retire(self._serving.get(name))
+        self._serving[name] = adapter
+        logger.info("adapter %s serves version %d", name, version)
+
+    def drop(self, name: str, version: int) -> None:
+        """Gives up a version that was loaded and does not serve."""
+        self._retire(self._loaded.pop((name, version), None))
+
+    def unload(self, name: str) -> int:
+        """Takes the name away; returns the version that it had."""
+        adapter = self._serving.pop(name, None)
+        if adapter is None:
+            raise ModelNotFound(
+                f"lora_name: expected one of {', '.join(self._serving) or 'none'}, got {name!r}",
+                param="lora_name",
+            )
+        self._retire(adapter)
+        return adapter.version
+
+    @contextmanager
+    def use(self, name: str) -> Iterator[Adapter]:
+        """The adapter that serves now, for one request; it stays until the block ends."""
+        adapter = self._serving.get(name)
+        if adapter is None:
+            raise ModelNotFound(f"the adapter {name!r} is not loaded any more", param="model")
+        adapter.num_requests += 1
+        try:
+            yield adapter
+        finally:
+            adapter.num_requests -= 1
+            if adapter.is_retired:
+                self._remove_unused(adapter)
+
+    def _retire(self, adapter: Adapter | None) -> None:
+        if adapter is not None:
+            adapter.is_retired = True
+            self._retired.add(adapter)
+            self._remove_unused(adapter)
+
+    def _remove_unused(self, adapter: Adapter) -> None:
+        if adapter.num_requests == 0:
+            task = asyncio.get_running_loop().create_task(self._remove(adapter))
+            self._removals.add(task)
+            task.add_done_callback(self._removals.discard)
+
+    async def _remove(self, adapter: Adapter) -> None:
+        try:
+            await self._llm.remove_lora(adapter.adapter_id)
+        except Exception:
+            logger.warning("adapter %s could not be removed", adapter.name, exc_info=True)
+        self._retired.discard(adapter)

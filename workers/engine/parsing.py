@@ -1,0 +1,265 @@
+"""vLLM's own parsers of tool calls and reasoning, by vLLM's names.
+
+They run beside the engine and not in the front end: importing them takes seconds, and they
+need vLLM's tokenizer. What vLLM's server (0.25.1 to 0.32, openai/chat_completion/serving.py)
+does with them is done here: they adjust the sampling parameters, and read the text whole or as
+it comes.
+"""
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from titopool.errors import ConfigError, InvalidRequest
+from titopool.settings.config import ServerConfig
+from titopool.wire.messages import ChatParsing
+from workers.engine.sampling import client_errors
+
+logger = logging.getLogger(__name__)
+
+# A message as OpenAI nests it, and why the completion ended.
+Parsed = tuple[dict[str, Any], str]
+
+
+def check_parsers(config: ServerConfig) -> None:
+    """Before the model is loaded.
+
+    Raises:
+        ConfigError: vLLM has no parser of a name that is set.
+    """
+    from vllm.reasoning import ReasoningParserManager
+    from vllm.tool_parsers import ToolParserManager
+
+    for setting, manager in (
+        ("tool_call_parser", ToolParserManager),
+        ("reasoning_parser", ReasoningParserManager),
+    ):
+        name, known = getattr(config, setting), manager.list_registered()
+        if name and name not in known:
+            raise ConfigError(
+                f"{setting}: expected one of {', '.join(sorted(known))}, got {name!r}"
+            )
+
+
+def load_parsers(config: ServerConfig, llm: Any) -> "Parsers | None":
+    """The parsers that are set, for `llm`, vLLM's AsyncLLM; None where none is.
+
+    Raises:
+        ConfigError: the model's tokenizer does not fit them.
+    """
+    if not config.tool_call_parser and not config.reasoning_parser:
+        return None
+    return Parsers(config.tool_call_parser, config.reasoning_parser, llm)
+
+
+class Parsers:
+    """The parsers of a server, from which each request gets its own."""
+
+    def __init__(self, tool_call_parser: str, reasoning_parser: str, llm: Any):
+        from vllm.parser import ParserManager
+
+        self._tokenizer = llm.renderer.tokenizer
+        self._model_config = llm.model_config
+        try:
+            self._parser_class = ParserManager.get_parser(
+                tool_parser_name=tool_call_parser or None,
+                reasoning_parser_name=reasoning_parser or None,
+                enable_auto_tools=bool(tool_call_parser),
+                model_name=self._model_config.model,
+                is_harmony=self._model_config.hf_config.model_type == "gpt_oss",
+            )
+            # Some look for tokens of their own, and say so only now.
+            self.make(None, {})
+        except Exception as error:
+            raise ConfigError(
+                f"tool_call_parser {tool_call_parser!r}, reasoning_parser {reasoning_parser!r}: expected "
+                f"parsers for the tokenizer of {self._model_config.model}, got: {error}"
+            ) from error
+
+    def make(self, tools: Any, chat_template_kwargs: dict[str, Any]) -> Any:
+        """A vLLM Parser for one completion: they remember what they have read."""
+        assert self._parser_class is not None
+        return self._parser_class(
+            self._tokenizer,
+            tools,
+            chat_template_kwargs=chat_template_kwargs,
+            model_config=self._model_config,
+        )
+
+    def begin(self, chat: ChatParsing, params: Any, prompt_token_ids: bytes) -> "Parsing":
+        """What reads the completions of a job; adjusts `params` as the parsers wish.
+
+        Raises:
+            InvalidRequest: the tools are none that vLLM can work with.
+        """
+        from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+
+        call = {"id": "", "type": "function", "function": {"name": "", "arguments": ""}}
+        past = {"role": "assistant", "content": "", "tool_calls": [call] * chat.num_past_calls}
+        body = {
+            "messages": [past] if chat.num_past_calls else [],
+            "parallel_tool_calls": chat.parallel_tool_calls,
+            "include_reasoning": chat.include_reasoning,
+            "chat_template_kwargs": chat.chat_template_kwargs,
+            "skip_special_tokens": params.skip_special_tokens,
+            "spaces_between_special_tokens": params.spaces_between_special_tokens,
+        }
+        if chat.tools:
+            body |= {"tools": chat.tools, "tool_choice": chat.tool_choice}
+        try:
+            request = ChatCompletionRequest.model_validate(body)
+            request.structured_outputs = params.structured_outputs
+            prompt_ids = np.frombuffer(prompt_token_ids, np.int32).tolist()
+            return Parsing(self, request, params, chat.chat_template_kwargs, prompt_ids)
+        except client_errors() as error:
+            place = "tools" if chat.tools else "chat_template_kwargs"
+            text = f"{place}: the parsers refused them: {error}"[:500]
+            raise InvalidRequest(text, param=place) from error
+
+
+class Parsing:
+    """The parsers of one job."""
+
+    def __init__(
+        self,
+        parsers: Parsers,
+        request: Any,
+        params: Any,
+        chat_template_kwargs: dict[str, Any],
+        prompt_ids: list[int],
+    ):
+        self._parsers = parsers
+        self._kwargs = chat_template_kwargs
+        self._prompt_ids = prompt_ids
+        # Of a stream: a parser for each completion, and which of them have called a tool.
+        self._of_streams: dict[int, Any] = {}
+        self._callers: set[int] = set()
+        parser = parsers.make(request.tools, chat_template_kwargs)
+        self._has_tools = parser.tool_parser is not None and request.tool_choice != "none"
+        if self._has_tools or parser.reasoning_parser is not None:
+            request = parser.adjust_request(request)
+            params.skip_special_tokens = request.skip_special_tokens
+            params.spaces_between_special_tokens = request.spaces_between_special_tokens
+            params.structured_outputs = request.structured_outputs
+        self._request = request
+        self.engine_arguments = self._reasoning_arguments(parser)
+
+    def _reasoning_arguments(self, parser: Any) -> dict[str, Any]:
+        """For AsyncLLM.generate: whether a grammar guides from the first token on."""
+        if parser.reasoning_parser is None:
+            return {}
+        request = self._request
+        is_of_parser = getattr(request, "_grammar_from_parser", False) or getattr(
+            request, "_grammar_from_tool_parser", False
+        )
+        return {
+            "reasoning_ended": not request.include_reasoning
+            or is_of_parser
+            or parser.is_reasoning_end(self._prompt_ids),
+            "reasoning_parser_kwargs": {"chat_template_kwargs": self._kwargs},
+        }
+
+    def whole(self, one: Any) -> Parsed:
+        """The message of a completion, a vLLM CompletionOutput that has ended."""
+        return _or_as_it_is(lambda: self._whole(one), one.text, one.finish_reason)
+
+    def _whole(self, one: Any) -> Parsed:
+        parser = self._parsers.make(self._request.tools, self._kwargs)
+        if hasattr(parser, "set_prompt_token_ids"):
+            parser.set_prompt_token_ids(self._prompt_ids)
+        reasoning, content, calls = parser.parse(
+            one.text,
+            self._request,
+            enable_auto_tools=self._has_tools,
+            model_output_token_ids=list(one.token_ids),
+        )
+        message: dict[str, Any] = {"content": content}
+        if reasoning and self._request.include_reasoning:
+            message["reasoning"] = reasoning
+        finish_reason = one.finish_reason
+        if calls and self._has_tools:
+            message["tool_calls"] = [_tool_call(call) for call in self._allowed(calls)]
+            finish_reason = self._finish_reason(finish_reason, has_called=True)
+        return message, finish_reason
+
+    def delta(self, index: int, text: str, token_ids: list[int], finish_reason: str) -> Parsed:
+        """What a step adds to the message of completion `index`."""
+        return _or_as_it_is(
+            lambda: self._delta(index, text, token_ids, finish_reason), text, finish_reason
+        )
+
+    def _delta(self, index: int, text: str, token_ids: list[int], finish_reason: str) -> Parsed:
+        parser = self._of_streams.get(index)
+        if parser is None:
+            parser = self._parsers.make(self._request.tools, self._kwargs)
+            self._of_streams[index] = parser
+        added = parser.parse_delta(
+            delta_text=text,
+            delta_token_ids=token_ids,
+            request=self._request,
+            prompt_token_ids=self._prompt_ids,
+            finished=bool(finish_reason),
+        )
+        message: dict[str, Any] = {}
+        if added is not None:
+            message = added.model_dump(exclude_none=True, exclude={"role"})
+            calls = self._allowed(added.tool_calls or ())
+            message.pop("tool_calls", None)
+            if not self._request.include_reasoning:
+                # vLLM 0.25's server leaves it out itself.
+                message.pop("reasoning", None)
+            if calls:
+                self._callers.add(index)
+                message["tool_calls"] = [one.model_dump(exclude_none=True) for one in calls]
+        if finish_reason:
+            finish_reason = self._finish_reason(finish_reason, has_called=index in self._callers)
+        return message, finish_reason
+
+    def _allowed(self, calls: Any) -> list[Any]:
+        if self._request.parallel_tool_calls is not False:
+            return list(calls)
+        # A delta says which call it belongs to; whole calls stand in order.
+        return [one for place, one in enumerate(calls) if getattr(one, "index", place) == 0]
+
+    def _finish_reason(self, finish_reason: str, *, has_called: bool) -> str:
+        """OpenAI's: "tool_calls" where the model chose to call, "stop" where it was told which."""
+        is_named = not isinstance(self._request.tool_choice, str)
+        if has_called and finish_reason == "stop" and not is_named:
+            return "tool_calls"
+        return finish_reason
+
+
+def _or_as_it_is(parse: Callable[[], Parsed], text: str, finish_reason: str) -> Parsed:
+    """What `parse` gives, or the text as content where a parser raises over what a model wrote."""
+    try:
+        message, finish_reason = parse()
+    except Exception:
+        logger.warning("a parser failed; the text is handed on as it is", exc_info=True)
+        message = {"content": text}
+    return _without_surrogates(message), finish_reason
+
+
+def _without_surrogates(value: Any) -> Any:
+    """`value` with halves of surrogate pairs as JSON escapes: they cannot be encoded.
+
+    Parsers make them of the escapes that a model writes into arguments.
+    """
+    if isinstance(value, str):
+        return value.encode("utf-8", "backslashreplace").decode()
+    if isinstance(value, dict):
+        return {key: _without_surrogates(one) for key, one in value.items()}
+    if isinstance(value, list):
+        return [_without_surrogates(one) for one in value]
+    return value
+
+
+def _tool_call(call: Any) -> dict[str, Any]:
+    from vllm.utils import random_uuid
+
+    return {
+        "id": call.id or f"chatcmpl-tool-{random_uuid()}",
+        "type": "function",
+        "function": {"name": call.name, "arguments": call.arguments},
+    }

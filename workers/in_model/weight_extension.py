@@ -1,0 +1,338 @@
+"""What titopool adds to vLLM's worker for weight updates.
+
+Runs in: vLLM's processes that hold the model, on the model's thread, between two steps. Mixed in
+with `workers/in_model/extension.py`; the names' prefix keeps clear of vLLM's own. Every method answers
+`["ok", …]`, `["refused", text]` or `["error", text]` and raises nothing: with several processes,
+vLLM would take the answers of those that did not raise for those of the next call.
+"""
+
+import functools
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from titopool.wire.commands import TensorInfo
+from titopool.wire.weight_plan import checksum
+from workers.in_model.catalogue import (
+    Catalogue,
+    Fit,
+    Refused,
+    catalogue_of,
+    folder_tensors,
+    shorten,
+    weight_files,
+)
+from workers.in_model.conversion import Conversions
+from workers.in_model.copies import CopyPlan, keeps_checkpoints_layout, learn
+from workers.in_model.group import GroupArgs
+from workers.in_model.reach import HalfLoaded, Reach
+from workers.in_model.receiver import Receiver
+from workers.in_model.rehearsals import Rehearsals
+from workers.in_model.reload import reload
+from workers.in_model.sinks import renew_sinks
+
+logger = logging.getLogger(__name__)
+
+Answer = list[Any]
+# How long a receiver may take to leave its group.
+ENDING_S = 10.0
+TENSORS = msgspec.msgpack.Decoder(list[TensorInfo])
+
+
+class Stuck(Exception):
+    """A thread of ours cannot be ended."""
+
+
+def answers(method: Callable[..., Any]) -> Callable[..., Answer]:
+    """Turns what `method` returns or raises into an answer."""
+
+    @functools.wraps(method)
+    def call(*args: Any) -> Answer:
+        try:
+            return ["ok", method(*args)]
+        except Refused as error:
+            return ["refused", str(error)]
+        except Stuck as error:
+            return ["broken", str(error)]
+        except HalfLoaded as error:
+            return ["error", str(error)]
+        except Exception as error:
+            logger.warning("%s failed", method.__name__, exc_info=True)
+            return ["error", f"{type(error).__name__}: {error}"]
+
+    return call
+
+
+class WeightExtension:
+    """Methods that `workers/engine/weights.py` calls through `collective_rpc`."""
+
+    _titopool_receiver: Receiver | None = None
+    # Of sessions that have ended.
+    _titopool_left: Sequence[Receiver] = ()
+    _titopool_catalogue: Catalogue | None = None
+    _titopool_rehearsals: Rehearsals | None = None
+    _titopool_fit: Fit | None = None
+    # What the tensors of the update under way write; None: it is not known.
+    _titopool_reach: Reach | None = None
+    _titopool_folder: Path | None = None
+    _titopool_plan: CopyPlan | None = None
+    _titopool_is_plain: bool | None = None
+    # The last list of tensors, whether it was a part, how it fits and what it writes.
+    _titopool_checked: tuple[bytes, bool, Fit, Reach | None] | None = None
+    # vLLM's worker has these.
+    get_model: Any
+    device: Any
+    rank: int
+    vllm_config: Any
+    model_config: Any
+    model_runner: Any
+
+    @answers
+    def titopool_weights_device(self) -> str:
+        """The UUID of this process's GPU; "" on a CPU."""
+        import torch
+
+        if self.device.type != "cuda":
+            return ""
+        return str(torch.cuda.get_device_properties(self.device).uuid)
+
+    @answers
+    def titopool_weights_join(self, args: dict[str, Any]) -> None:
+        """Begins to join the group; `args` are `GroupArgs` with the worker's first rank."""
+        self._titopool_leave()
+        if any(not one.has_ended(ENDING_S) for one in self._titopool_left):
+            raise Stuck("a former group cannot be left: its NCCL waits for a process that is gone")
+        self._titopool_left = ()
+        given = msgspec.convert(args, GroupArgs)
+        backend = given.backend
+        if backend == "auto":
+            backend = "nccl" if self.device.type == "cuda" else "gloo"
+        mine = msgspec.structs.replace(given, backend=backend, rank=given.rank + self.rank)
+        try:
+            self._titopool_receiver = Receiver(mine, self.device)
+        except OSError as error:
+            raise Refused(f"cannot listen at {mine.host}:{mine.port}: {error}") from None
+
+    @answers
+    def titopool_weights_status(self) -> dict[str, Any] | None:
+        """How far the receiver is; None: there is none."""
+        receiver = self._titopool_receiver
+        return None if receiver is None else receiver.status()
+
+    @answers
+    def titopool_weights_begin(
+        self, tensors: bytes, is_partial: bool, bucket_bytes: int
+    ) -> dict[str, Any]:
+        """Checks names, shapes and dtypes; lets the receiver take them, unless a layer is split.
+
+        Args:
+            tensors: MessagePack of a list of `TensorInfo`, here and below: vLLM takes 5 ms to
+                send as many lists as a model has tensors.
+        """
+        infos, told = self._titopool_check(tensors, is_partial)
+        if not told["split_layers"]:
+            assert self._titopool_receiver is not None
+            self._titopool_receiver.announce(infos, bucket_bytes, self._titopool_extra_bytes())
+        return told
+
+    @answers
+    def titopool_weights_check(self, tensors: bytes, is_partial: bool) -> dict[str, Any]:
+        """Checks names, shapes and dtypes, and remembers how they fit; receives nothing."""
+        _, told = self._titopool_check(tensors, is_partial)
+        return told
+
+    @answers
+    def titopool_weights_take(self, tensor: bytes) -> None:
+        """Lets the receiver take the one tensor of a list whose others are not known yet."""
+        assert self._titopool_receiver is not None
+        (info,) = TENSORS.decode(tensor)
+        self._titopool_known().check(info)
+        self._titopool_receiver.announce([info], 1, self._titopool_extra_bytes())
+
+    def _titopool_check(
+        self, tensors: bytes, is_partial: bool
+    ) -> tuple[list[TensorInfo], dict[str, Any]]:
+        infos = TENSORS.decode(tensors)
+        checked = self._titopool_checked
+        if checked is None or checked[:2] != (tensors, is_partial):
+            # A trainer sends the same list again and again.
+            fit = self._titopool_known().fit(infos, is_partial=is_partial)
+            reach = None
+            if not fit.split_layers:
+                is_reload = not self._titopool_has_plain_layers()
+                reach = self._titopool_rehearse(
+                    infos, fit, is_partial=is_partial, is_reload=is_reload
+                )
+            self._titopool_checked = checked = (tensors, is_partial, fit, reach)
+        fit = checked[2]
+        self._titopool_fit, self._titopool_reach, self._titopool_folder = fit, checked[3], None
+        told = {
+            "missing": fit.missing,
+            "ignored": fit.ignored,
+            "kept": fit.kept,
+            "split_layers": shorten(fit.split_layers),
+        }
+        return infos, told
+
+    @answers
+    def titopool_weights_check_folder(self, folder: str) -> dict[str, Any]:
+        """Checks what a folder holds, for `titopool_weights_apply`."""
+        tensors = folder_tensors(Path(folder))
+        fit = self._titopool_known().fit(tensors, is_partial=False)
+        self._titopool_reach = self._titopool_rehearse(
+            tensors, fit, is_partial=False, is_reload=True
+        )
+        self._titopool_fit, self._titopool_folder = fit, Path(folder)
+        return {"ignored": fit.ignored, "num_tensors": len(tensors)}
+
+    @answers
+    def titopool_weights_checksum(self) -> str:
+        """Of all staged tensors, in the order in which they were announced."""
+        assert self._titopool_receiver is not None
+        return checksum(list(self._titopool_receiver.staged.values()))
+
+    @answers
+    def titopool_weights_apply(self) -> dict[str, Any]:
+        """Puts what is staged, or in the folder, into the model.
+
+        After an error the model is half one and half the other: the process must end.
+        """
+        fit = self._titopool_fit
+        assert fit is not None
+        loaded: list[str] = []
+        tensors = _split(self._titopool_source(), fit, self._titopool_known().conversions, loaded)
+        if self._titopool_folder is None and self._titopool_has_plain_layers():
+            self._titopool_copy(dict(tensors))
+        else:
+            self._titopool_plan = None
+            self._titopool_reload(tensors)
+        self._titopool_forget()
+        return {"loaded": len(loaded)}
+
+    @answers
+    def titopool_weights_drop(self, leaves: bool) -> None:
+        """Forgets the update; with `leaves` closes the communicator too."""
+        self._titopool_forget()
+        if leaves:
+            self._titopool_leave()
+
+    def _titopool_source(self) -> Iterator[tuple[str, Any]]:
+        if self._titopool_folder is None:
+            assert self._titopool_receiver is not None
+            yield from self._titopool_receiver.staged.items()
+            return
+        from safetensors import safe_open
+
+        for file in weight_files(self._titopool_folder):
+            with safe_open(file, framework="pt", device=str(self.device)) as opened:
+                yield from ((name, opened.get_tensor(name)) for name in opened.keys())  # noqa: SIM118
+
+    def _titopool_has_plain_layers(self) -> bool:
+        if self._titopool_is_plain is None:
+            quantization = self.model_config.quantization
+            self._titopool_is_plain = keeps_checkpoints_layout(self.get_model(), quantization)
+        return self._titopool_is_plain
+
+    def _titopool_extra_bytes(self) -> int:
+        """What loading needs of the GPU besides: a layer is made anew, from converted copies."""
+        if self.device.type != "cuda" or self._titopool_has_plain_layers():
+            return 0
+        return 2 * self._titopool_known().largest_layer_bytes
+
+    @contextmanager
+    def _titopool_in_model(self) -> Iterator[None]:
+        import torch
+        from vllm.config import set_current_vllm_config
+
+        with torch.no_grad(), set_current_vllm_config(self.vllm_config):
+            yield
+
+    def _titopool_rehearse(
+        self, tensors: Sequence[TensorInfo], fit: Fit, *, is_partial: bool, is_reload: bool
+    ) -> Reach | None:
+        if self._titopool_rehearsals is None:
+            self._titopool_rehearsals = Rehearsals(
+                self.get_model(),
+                self._titopool_known(),
+                is_quantized=self.model_config.quantization is not None,
+            )
+        with self._titopool_in_model():
+            return self._titopool_rehearsals.check(
+                tensors, fit, is_partial=is_partial, is_reload=is_reload
+            )
+
+    def _titopool_copy(self, tensors: dict[str, Any]) -> None:
+        plan = self._titopool_plan
+        with self._titopool_in_model():
+            if plan is not None and plan.fits(tensors):
+                plan.run(tensors)
+            else:
+                self._titopool_plan = learn(self.get_model(), tensors, self._titopool_reach)
+        _settle(self)
+
+    def _titopool_reload(self, tensors: Iterator[tuple[str, Any]]) -> None:
+        is_cpu = self.device.type == "cpu"
+        with self._titopool_in_model():
+            reach = self._titopool_reach
+            reload(self.get_model(), self.model_config, tensors, reach, on_cpu=is_cpu)
+        _settle(self)
+
+    def _titopool_known(self) -> Catalogue:
+        if self._titopool_catalogue is None:
+            self._titopool_catalogue = catalogue_of(self.get_model(), self.model_config)
+        return self._titopool_catalogue
+
+    def _titopool_forget(self) -> None:
+        self._titopool_fit = self._titopool_reach = self._titopool_folder = None
+        if self._titopool_receiver is not None:
+            self._titopool_receiver.drop()
+
+    def _titopool_leave(self) -> None:
+        receiver, self._titopool_receiver = self._titopool_receiver, None
+        if receiver is not None:
+            receiver.close()
+            self._titopool_left = [*self._titopool_left, receiver]
+
+
+def _split(
+    tensors: Iterator[tuple[str, Any]],
+    fit: Fit,
+    conversions: Conversions | None,
+    loaded: list[str],
+) -> Iterator[tuple[str, Any]]:
+    """Under the checkpoint's names, without those that the model has no place for."""
+    ignored = set(fit.ignored)
+    # Parameters that wait for others, to be converted with them.
+    waiting: dict[str, Any] = {}
+    for name, tensor in tensors:
+        if name in ignored:
+            continue
+        loaded.append(name)
+        if conversion := fit.conversions.get(name):
+            waiting[name] = tensor
+            names = [one.name for one in conversion.parameters]
+            if conversions is not None and all(one in waiting for one in names):
+                yield from conversions.convert({one: waiting.pop(one) for one in names}).items()
+            continue
+        begin = 0
+        for part, num_rows in fit.splits.get(name, ()):
+            yield part, tensor[begin : begin + num_rows]
+            begin += num_rows
+        if name not in fit.splits:
+            yield name, tensor
+
+
+def _settle(worker: Any) -> None:
+    """What is to be done behind both ways of loading."""
+    import torch
+
+    renew_sinks(worker.get_model())
+    reset = getattr(worker.model_runner, "reset_lora_state", None)
+    if reset is not None:
+        reset()
+    if worker.device.type == "cuda":
+        torch.cuda.synchronize(worker.device)
