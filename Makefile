@@ -108,7 +108,7 @@ test-fuzz: tools  ## generated bodies, frames and orders of calls, against real 
 	FUZZ_SECONDS=$(SECONDS) FUZZ_SEED=$(SEED) $(BIN)/python -m pytest -q -s --timeout=0 -m fuzz tests/fuzz $(ARGS)
 
 test-soak: tools  ## the memory of an engine over SOAK_UPDATES (1000) weight updates under load
-	SOAK_UPDATES=$(SOAK_UPDATES) $(BIN)/python -m pytest -s tests/test_weights_soak.py $(ARGS)
+	SOAK_UPDATES=$(SOAK_UPDATES) $(BIN)/python -m pytest -s --timeout=0 -m soak tests/test_weights_soak.py $(ARGS)
 
 test-compose: tools  ## builds and starts docker-compose.yml's cpu profile and asks it (needs a Docker engine)
 	$(BIN)/python -m pytest -q -m compose tests/compose $(ARGS)

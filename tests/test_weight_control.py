@@ -229,7 +229,9 @@ def of_pool(weights: PoolWeights, pause: PoolPause | None = None) -> PoolState:
     return PoolState(model="m", weights=weights, pause=pause or PoolPause())
 
 
-def test_a_restarted_worker_waits_or_takes_its_folder(tmp_path: Path):
+def test_a_restarted_worker_waits_or_takes_its_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     folder = tmp_path / "root" / "weights"
     folder.mkdir(parents=True)
     ledger = Ledger(str(tmp_path), "0")
@@ -251,6 +253,8 @@ def test_a_restarted_worker_waits_or_takes_its_folder(tmp_path: Path):
     assert worker.control.phase == "ready"
     assert (worker.engine.versions.current, worker.control.weights.num_updates) == (5, 3)
     folder.rmdir()
+    assert restarted().control.phase == "catching_up"
+    monkeypatch.setattr("workers.catch_up.MAX_TRIES", 1)
     assert restarted().control.phase == "waiting_for_weights"
     clear_ledgers(str(tmp_path))
     assert restarted().control.phase == "ready"

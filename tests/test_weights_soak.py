@@ -1,6 +1,6 @@
 """The memory of an engine over many weight updates.
 
-With the variable SOAK_UPDATES (1000, say) there is a longer form, with clients beside it.
+`make test-soak` runs a longer form, with clients beside it.
 """
 
 import os
@@ -19,7 +19,7 @@ from tests.trainer import tensors_of
 from tests.weights import assert_serves, need_gpus, weights_client
 from titopool.demo_model import make_model
 
-SOAK_UPDATES = int(os.environ.get("SOAK_UPDATES", "0"))
+SOAK_UPDATES = int(os.environ.get("SOAK_UPDATES", "1000"))
 NUM_CLIENTS = 24
 # What an engine may have more than at the first look. Without a limit to what oneDNN keeps, as
 # many sizes of batches add 200 to 300 MiB.
@@ -97,7 +97,7 @@ def clients(server: Server) -> Iterator[list[int]]:
 
 
 @pytest.mark.timeout(300 + 5 * SOAK_UPDATES)
-@pytest.mark.skipif(not SOAK_UPDATES, reason="SOAK_UPDATES says how long it goes on")
+@pytest.mark.soak
 def test_an_engine_stays_as_large_as_it_is_under_load(server: Server, folders: list[str]):
     tensors = [tensors_of(folder) for folder in folders]
     client = weights_client(server, timeout_s=60)

@@ -5,6 +5,7 @@ import contextlib
 import random
 import shutil
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import aiohttp
@@ -40,15 +41,21 @@ class Cell:
         )
 
 
-def random_cell(chance: random.Random) -> Cell:
-    operation = chance.choice(list(ROUND_TRIPS))
-    round_trip = chance.choice(ROUND_TRIPS[operation][1])
-    side = "after" if round_trip == "Part" else chance.choice(["before", "after"])
-    faults = list(FAULTS)
-    return Cell(
-        operation, f"{round_trip}:{side}", chance.choice(faults), chance.choice(["none", *faults]),
-        chance.randrange(NUM_WORKERS),
-    )  # fmt: skip
+def all_cells(chance: random.Random) -> Iterator[tuple[Cell, int]]:
+    """Each fault at each point, in a random order, and again; with a seed for each round."""
+    points = [
+        (operation, f"{round_trip}:{side}")
+        for operation, (_, round_trips) in ROUND_TRIPS.items()
+        for round_trip in round_trips
+        for side in (["after"] if round_trip == "Part" else ["before", "after"])
+    ]
+    grid = [(operation, point, fault) for operation, point in points for fault in FAULTS]
+    while True:
+        chance.shuffle(grid)
+        for operation, point, fault in grid:
+            second = chance.choice(["none", *FAULTS])
+            cell = Cell(operation, point, fault, second, chance.randrange(NUM_WORKERS))
+            yield cell, chance.randrange(10**6)
 
 
 @dataclass

@@ -172,7 +172,7 @@ class Orders(RuleBasedStateMachine):
         said = [self._get("/is_paused", front_end)["is_paused"] for front_end in (0, 1)]
         shown = self._get("/ready", 1)["workers"]
         models = self._get("/v1/models", 1)["data"][1:]
-        versions = {(one["weight_version"], one["num_updates"]) for one in workers}
+        versions = {(one["weight_version"], one["last_update"]) for one in workers}
         adapters = [one["adapters"] for one in workers]
         if len(versions) > 1:
             return "the workers have different weights"
