@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from workers.engine.vllm.versions import Versions
 
 from titopool.errors import InvalidRequest, TitopoolError, WeightUpdateFailed
 from titopool.settings.config import ServerConfig
@@ -30,7 +31,6 @@ from titopool.wire.commands import (
     TensorInfo,
 )
 from titopool.wire.pool_state import PoolPause, PoolState, PoolWeights
-from workers.engine.versions import Versions
 from workers.ledger import Ledger, clear_ledgers, digest_of_files
 from workers.serving.control import Control
 from workers.weights.steps import Steps
@@ -254,7 +254,7 @@ def test_a_restarted_worker_waits_or_takes_its_folder(
     assert (worker.engine.versions.current, worker.control.weights.num_updates) == (5, 3)
     folder.rmdir()
     assert restarted().control.phase == "catching_up"
-    monkeypatch.setattr("workers.catch_up.MAX_TRIES", 1)
+    monkeypatch.setattr("workers.serving.catch_up.MAX_TRIES", 1)
     assert restarted().control.phase == "waiting_for_weights"
     clear_ledgers(str(tmp_path))
     assert restarted().control.phase == "ready"

@@ -7,10 +7,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import app.pool.state.discovery
 from flask import Flask
 
 import app
-import app.pool.discovery
 from app.service import Service
 
 # Looked up in the file of `CHAOS_HOSTS`, which has a list of addresses.
@@ -29,10 +29,10 @@ def look_up(host: str, port: str, **options: Any) -> list[Any]:
 
 def create_app() -> Flask:
     made = app.create_app()
-    app.pool.discovery.socket = SimpleNamespace(  # type: ignore[attr-defined]
+    app.pool.state.discovery.socket = SimpleNamespace(  # type: ignore[attr-defined]
         getaddrinfo=look_up, SOCK_STREAM=socket.SOCK_STREAM
     )
-    app.pool.discovery.LOOK_UP_EVERY_S = 0.2
+    app.pool.state.discovery.LOOK_UP_EVERY_S = 0.2
     service: Service = made.extensions["titopool"]
 
     @made.get("/chaos/held/")
