@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from workers.engine.vllm.versions import Versions
+from workers.engine.versions import Versions
 
 from titopool.errors import InvalidRequest, TitopoolError, WeightUpdateFailed
 from titopool.settings.config import ServerConfig

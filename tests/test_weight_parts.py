@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from workers.engine.vllm.versions import Versions
+from workers.engine.versions import Versions
 
 from titopool.client.trainer_group import within
 from titopool.wire.commands import TensorInfo

@@ -7,7 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import app.pool.state.discovery
+import app.pool.discovery
 from flask import Flask
 
 import app
@@ -29,10 +29,10 @@ def look_up(host: str, port: str, **options: Any) -> list[Any]:
 
 def create_app() -> Flask:
     made = app.create_app()
-    app.pool.state.discovery.socket = SimpleNamespace(  # type: ignore[attr-defined]
+    app.pool.discovery.socket = SimpleNamespace(  # type: ignore[attr-defined]
         getaddrinfo=look_up, SOCK_STREAM=socket.SOCK_STREAM
     )
-    app.pool.state.discovery.LOOK_UP_EVERY_S = 0.2
+    app.pool.discovery.LOOK_UP_EVERY_S = 0.2
     service: Service = made.extensions["titopool"]
 
     @made.get("/chaos/held/")

@@ -12,7 +12,7 @@ import os
 import sys
 from typing import Any
 
-from workers.engine.vllm.vllm import Generated, OnPart
+from workers.engine.vllm import Generated, OnPart
 
 from tests import stub_worker
 from tests.stub_worker import StubEngine
@@ -108,12 +108,12 @@ class Points:
 
 def replace_engine(control: str) -> None:
     """In a process that is about to run `python -m workers`: a stub in place of vLLM."""
-    import workers.engine.vllm.vllm
+    import workers.engine.vllm
 
     import workers.serving.server
 
     arguments = stub_worker.parser().parse_args(["--endpoint", "", "--delay-s", "0.05"])
-    workers.engine.vllm.vllm.VllmEngine = (  # type: ignore[assignment,misc]
+    workers.engine.vllm.VllmEngine = (  # type: ignore[assignment,misc]
         lambda config, on_cpu: stub_worker.engine_of(arguments)
     )
     run = workers.serving.server.WorkerServer.run

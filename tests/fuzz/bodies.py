@@ -6,10 +6,10 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import msgspec
-from app.schemas.generation.generation import generation as schemas
-from app.schemas.generation.generation import openai as openai_bodies
-from app.schemas.generation.generation import weights as weight_bodies
-from app.schemas.generation.openai import IGNORED, REFUSED
+from app.schemas.generation import generation as schemas
+from app.schemas.generation import openai as openai_bodies
+from app.schemas.generation import weights as weight_bodies
+from app.schemas.openai import IGNORED, REFUSED
 from hypothesis import strategies as st
 
 from app import create_app
