@@ -8,7 +8,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from workers.engine.versions import Versions
 
 from titopool.errors import InvalidRequest, TitopoolError, WeightUpdateFailed
 from titopool.settings.config import ServerConfig
@@ -31,6 +30,7 @@ from titopool.wire.commands import (
     TensorInfo,
 )
 from titopool.wire.pool_state import PoolPause, PoolState, PoolWeights
+from workers.engine.versions import Versions
 from workers.ledger import Ledger, clear_ledgers, digest_of_files
 from workers.serving.control import Control
 from workers.weights.steps import Steps

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from workers.engine.versions import Versions
 
 from titopool.client.trainer_group import within
 from titopool.wire.commands import TensorInfo
 from titopool.wire.weight_plan import ALIGNMENT, checksum, plan_buckets, views_of
+from workers.engine.versions import Versions
 from workers.in_model.catalogue import Catalogue, Refused, folder_tensors, read_header
 
 PACKED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}

@@ -7,10 +7,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import app.pool.discovery
 from flask import Flask
 
 import app
+import app.pool.discovery
 from app.service import Service
 
 # Looked up in the file of `CHAOS_HOSTS`, which has a list of addresses.

@@ -12,12 +12,11 @@ import os
 import sys
 from typing import Any
 
-from workers.engine.vllm import Generated, OnPart
-
 from tests import stub_worker
 from tests.stub_worker import StubEngine
 from titopool.wire.commands import AwaitStep, Command, CommandDone
 from titopool.wire.messages import Job, Part
+from workers.engine.vllm import Generated, OnPart
 from workers.serving.server import WorkerServer
 
 # How long a worker stands at a point of which the harness has forgotten.
@@ -109,7 +108,6 @@ class Points:
 def replace_engine(control: str) -> None:
     """In a process that is about to run `python -m workers`: a stub in place of vLLM."""
     import workers.engine.vllm
-
     import workers.serving.server
 
     arguments = stub_worker.parser().parse_args(["--endpoint", "", "--delay-s", "0.05"])

@@ -6,13 +6,13 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import msgspec
-from app.schemas.generation import generation as schemas
-from app.schemas.generation import openai as openai_bodies
-from app.schemas.generation import weights as weight_bodies
-from app.schemas.openai import IGNORED, REFUSED
 from hypothesis import strategies as st
 
 from app import create_app
+from app.schemas import generation as schemas
+from app.schemas import openai as openai_bodies
+from app.schemas import weights as weight_bodies
+from app.schemas.openai import IGNORED, REFUSED
 from tests.fuzz.hints import (
     ADAPTER_HINTS,
     ALONE_HINTS,
