@@ -102,17 +102,17 @@ class Commands:
 
     @property
     def num_updates(self) -> int:
-        """Weight updates that the pool has had."""
+        """Count of the pool's last weight update (`next_count`)."""
         return self._pool.num_updates
 
     @property
     def num_pauses(self) -> int:
-        """Pauses and ends of pauses that the pool has had."""
+        """Count of the pool's last pause or end of one (`next_count`)."""
         return self._pool.num_pauses
 
     @property
     def num_adapter_changes(self) -> int:
-        """How often an adapter of the pool was loaded, swapped or unloaded."""
+        """Count of the last change of adapters (`next_count`)."""
         return self._pool.num_adapter_changes
 
     def in_turn(
