@@ -154,3 +154,19 @@ def test_a_command_that_cannot_be_sent_is_not_waited_for():
     with pytest.raises(OverflowError):
         told.commands.outcomes(told.commands.members(), GetStatus())
     assert told.commands.num_waiting == 0
+
+
+def test_a_worker_that_was_not_there_is_told_from_one_that_failed():
+    def answers(told: Told, index: int, command: Command) -> None:
+        codes = ["weight_update_failed", "no_ready_worker"]
+        if index == 2:
+            told.pool.lose_worker("w2", "killed")
+            return
+        done = CommandDone(command.command_id, {}, codes[index], "no")
+        gevent.spawn(told.commands.on_done, f"w{index}", done)
+
+    told = Told(4, answers)
+    workers = told.commands.members()
+    told.pool.lose_worker("w3", "killed")
+    outcomes = told.commands.outcomes(workers, GetStatus())
+    assert [one.is_missed for one in outcomes] == [False, True, True, True]

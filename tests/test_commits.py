@@ -241,7 +241,7 @@ def test_a_pool_is_paused_while_one_of_its_workers_loads(cluster: Cluster):
     cluster.start(1)
     server = cluster.serve(2)
     cluster.processes[1].kill()
-    cluster.start(1, "--load-s", "4")
+    cluster.start(1, "--load-s", "8")
     cluster.wait_for("ready", "loading")
     answer = server.post("/pause", {"mode": "keep", "lease_s": 60})
     assert answer.json() == {"is_paused": True, "lease_s": 60}

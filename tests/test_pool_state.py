@@ -2,10 +2,11 @@
 
 import itertools
 import random
-import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
+import pytest
 
 from titopool.wire.pool_state import (
     AdapterRecord,
@@ -94,12 +95,14 @@ def test_only_what_is_new_is_told_on():
     assert news == ["news"]
 
 
-def test_the_lease_of_a_pause_runs_on_while_it_travels():
+def test_the_lease_of_a_pause_runs_on_while_it_travels(monkeypatch: pytest.MonkeyPatch):
+    now = 1000.0
+    monkeypatch.setattr("workers.pool_view.time", SimpleNamespace(monotonic=lambda: now))
     made, _ = view()
-    made.hear(state(pause=PoolPause(1, "keep", 0.3)))
-    assert made.pause.mode == "keep"
-    assert 0 < made.pause.lease_left_s <= 0.3
-    time.sleep(0.35)
+    made.hear(state(pause=PoolPause(1, "keep", 3.0)))
+    now += 1
+    assert made.pause == PoolPause(1, "keep", 2.0)
+    now += 2
     assert made.pause == PoolPause(1, None, 0.0)
 
 
@@ -132,21 +135,25 @@ def test_what_a_pool_does_after_it_has_forgotten_all_counts_more_than_that():
     assert next_count(7) == 8
 
 
-def test_a_lease_that_has_expired_holds_nobody_who_starts_later(tmp_path: Path):
+def test_a_lease_that_has_expired_holds_nobody_who_starts_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    now = 1000.0
+    monkeypatch.setattr("workers.ledger.time", SimpleNamespace(time=lambda: now))
+    monkeypatch.setattr("workers.pool_view.time", SimpleNamespace(monotonic=lambda: now))
     made, _ = view(str(tmp_path))
-    made.record_pause("keep", 0.2, 1)
-    soon, _ = view(str(tmp_path))
-    assert soon.pause.mode == "keep"
-    time.sleep(0.3)
-    late, _ = view(str(tmp_path))
-    assert late.pause.mode is None
-    assert late.pause.num_changes == made.pause.num_changes
-    # Nor whoever was loading when the lease ended.
+    made.record_pause("keep", 10.0, 1)
     loading = PoolView(Ledger("", "0"), lambda: None)
-    loading.hear(state(pause=PoolPause(1, "keep", 0.1)))
-    time.sleep(0.2)
+    loading.hear(made.state)
+    now += 4
+    soon, _ = view(str(tmp_path))
+    assert soon.pause == PoolPause(made.pause.num_changes, "keep", 6.0)
+    now += 7
+    late, _ = view(str(tmp_path))
+    # Nor whoever was loading when the lease ended.
     loading.start("m")
-    assert loading.pause.mode is None
+    for one in (late, loading):
+        assert one.pause == PoolPause(made.pause.num_changes, None, 0.0)
 
 
 def test_the_process_that_comes_after_knows_it_all(tmp_path: Path):

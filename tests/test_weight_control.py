@@ -21,6 +21,7 @@ from titopool.wire.commands import (
     BeginUpdate,
     Command,
     CommandDone,
+    FinishTensors,
     GetStatus,
     JoinGroup,
     LeaveGroup,
@@ -393,11 +394,11 @@ def test_a_drain_that_outlasts_its_lease_keeps_nobody_from_catching_up():
     async def story(worker: Worker) -> None:
         # vLLM answers a drain when nothing is in flight, which under load may be never.
         worker.engine.is_stuck = True
-        worker.control.hear(of_pool(PoolWeights(), PoolPause(1, "drain", 0.3)))
-        await asyncio.sleep(0.1)
-        assert (await worker.good(GetStatus()))["is_paused"]
-        worker.control.hear(of_pool(PoolWeights(3, "v", 9, False), PoolPause(2, "keep", 60.0)))
-        while (await worker.good(GetStatus()))["lease_left_s"] < 1:
+        worker.control.hear(of_pool(PoolWeights(), PoolPause(1, "drain", 60.0)))
+        while "pause drain" not in worker.engine.calls:
+            await asyncio.sleep(0.02)
+        worker.control.hear(of_pool(PoolWeights(3, "v", 9, False), PoolPause(2, "keep", 600.0)))
+        while (await worker.good(GetStatus()))["lease_left_s"] < 100:
             await asyncio.sleep(0.02)
         assert worker.control.phase == "waiting_for_weights"
         worker.control.hear(of_pool(PoolWeights(3, "v", 9, False), PoolPause(3)))
@@ -428,6 +429,30 @@ def test_a_folder_that_cannot_be_loaded_at_once_is_tried_again(tmp_path: Path):
         assert (await worker.good(GetStatus()))["is_paused"]
 
     assert "pause abort" in run(story, Worker(root=str(tmp_path / "root"))).engine.calls
+
+
+def test_a_folder_that_is_loaded_in_a_session_of_trls_client_is_none_of_its_updates(
+    tmp_path: Path,
+):
+    folder = tmp_path / "root" / "weights"
+    folder.mkdir(parents=True)
+
+    async def story(worker: Worker) -> None:
+        await worker.good(JoinGroup("s", "trl", "gloo", "127.0.0.1", 1, 0, 2))
+        await worker.good(AwaitStep("join", "s"))
+        await worker.good(BeginFolder("f", 9, 1, str(folder)))
+        # Neither a job nor the client's call ends it.
+        await worker.control.before_job()
+        await worker.good(FinishTensors())
+        await worker.good(AwaitStep("finish", "trl"))
+        assert await worker.state() == "receiving"
+        await worker.good(PrepareUpdate("f", "keep"))
+        await worker.good(AwaitStep("prepare", "f"))
+        await worker.good(ApplyUpdate("f"))
+        assert (await worker.good(AwaitStep("apply", "f")))["version"] == 9
+        assert await worker.state() == "open"
+
+    run(story, Worker(root=str(tmp_path / "root")))
 
 
 def test_weights_that_are_lost_are_accepted_by_whoever_has_the_models_own():

@@ -224,9 +224,9 @@ def test_a_request_that_ends_while_weights_are_loaded_leaves_no_history():
 
 
 def test_what_cannot_be_given_up_is_left_behind():
-    assert within(5, "nothing", lambda: 3) == 3
+    assert within(5, "nothing", lambda: 3, lambda: False) == 3
     with pytest.raises(ZeroDivisionError):
-        within(5, "nothing", lambda: 1 // 0)
+        within(5, "nothing", lambda: 1 // 0, lambda: False)
     for timeout_s, gives_up in ((0.05, False), (60.0, True)):
         goes_on, is_aborted = threading.Event(), threading.Event()
 

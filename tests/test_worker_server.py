@@ -1,6 +1,7 @@
 """A worker's server: whatever happens to a job, it has an end."""
 
 import asyncio
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,6 +20,8 @@ JOB = Job(7, 2, b"\0" * 4, 1, 1, b"")
 
 class Engine:
     """Answers at once."""
+
+    has_died = False
 
     def __init__(self) -> None:
         self.versions = Versions()
@@ -77,3 +80,28 @@ def test_a_job_has_one_end_whatever_raises(
         assert end.code == code
     else:
         assert isinstance(end, Completed)
+
+
+def test_a_worker_that_stood_still_drops_no_front_end_for_it(monkeypatch: pytest.MonkeyPatch):
+    """It has not read yet what front ends said meanwhile."""
+
+    async def story() -> bool:
+        config = ServerConfig(heartbeat_interval_s=0.1, heartbeat_timeout_s=0.5)
+        server = WorkerServer(
+            Engine(),  # type: ignore[arg-type]
+            endpoint="ipc://none", worker_id="0", config=config, report=print,
+        )  # fmt: skip
+        monkeypatch.setattr(server, "_send", lambda *_: None)
+        looks: list[bool] = []
+        monkeypatch.setattr(server, "_beat", lambda: looks.append(b"f" in server._front_ends))
+        beating = asyncio.create_task(server._send_heartbeats())
+        await asyncio.sleep(0)
+        server._front_ends[b"f"] = FrontEnd(last_hello=time.monotonic())
+        time.sleep(1)
+        looks.clear()
+        while not looks:
+            await asyncio.sleep(0)
+        beating.cancel()
+        return looks[0]
+
+    assert asyncio.run(story())

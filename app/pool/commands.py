@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import gevent
-from gevent.event import AsyncResult
+from gevent.event import AsyncResult, Event
 
 from app.pool.records import Worker
 from app.pool.state import Pool
@@ -36,6 +36,8 @@ class Outcome(NamedTuple):
     endpoint: str
     result: Result | None = None
     error: TitopoolError | None = None
+    # Whether the error is that the worker was not there: lost, or still loading.
+    is_missed: bool = False
 
 
 class Waiting(NamedTuple):
@@ -44,6 +46,14 @@ class Waiting(NamedTuple):
     command_id: int
     endpoint: str
     answer: "AsyncResult[Result]"
+    # Set when the worker cannot answer any more.
+    is_lost: Event
+
+    def lose(self, reason: str) -> None:
+        """The worker cannot answer any more; does nothing if it has."""
+        if not self.answer.ready():
+            self.is_lost.set()
+            self.answer.set_exception(lost(self.endpoint, reason))
 
 
 class Commands:
@@ -92,17 +102,17 @@ class Commands:
 
     @property
     def num_updates(self) -> int:
-        """Weight updates that the pool has had."""
+        """Count of the pool's last weight update (`next_count`)."""
         return self._pool.num_updates
 
     @property
     def num_pauses(self) -> int:
-        """Pauses and ends of pauses that the pool has had."""
+        """Count of the pool's last pause or end of one (`next_count`)."""
         return self._pool.num_pauses
 
     @property
     def num_adapter_changes(self) -> int:
-        """How often an adapter of the pool was loaded, swapped or unloaded."""
+        """Count of the last change of adapters (`next_count`)."""
         return self._pool.num_adapter_changes
 
     def in_turn(
@@ -190,9 +200,9 @@ class Commands:
 
     def _start(self, worker: Worker, action: Action) -> Waiting:
         """Sends an action, or notes why it cannot be sent."""
-        waiting = Waiting(next(self._ids), worker.endpoint, AsyncResult())
+        waiting = Waiting(next(self._ids), worker.endpoint, AsyncResult(), Event())
         if worker.heartbeat is None:
-            waiting.answer.set_exception(lost(worker.endpoint, "it does not answer"))
+            waiting.lose("it does not answer")
             return waiting
         incarnation = worker.heartbeat.incarnation
         self._waiting[waiting.command_id] = waiting
@@ -212,7 +222,8 @@ class Commands:
             text = f"the worker at {endpoint} did not answer within {timeout_s:g} s"
             return Outcome(endpoint, error=DeadlinePassed(text))
         except TitopoolError as error:
-            return Outcome(endpoint, error=error)
+            is_missed = waiting.is_lost.is_set() or isinstance(error, NoReadyWorker)
+            return Outcome(endpoint, error=error, is_missed=is_missed)
 
     # ---- for the link ----------------------------------------------------------------
 
@@ -235,8 +246,8 @@ class Commands:
     def on_lost(self, endpoint: str, reason: str) -> None:
         """Fails what the worker cannot answer any more."""
         for waiting in self._waiting.values():
-            if waiting.endpoint == endpoint and not waiting.answer.ready():
-                waiting.answer.set_exception(lost(endpoint, reason))
+            if waiting.endpoint == endpoint:
+                waiting.lose(reason)
 
 
 def lost(endpoint: str, reason: str) -> WeightUpdateFailed:

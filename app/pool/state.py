@@ -244,17 +244,17 @@ class Pool:
 
     @property
     def num_updates(self) -> int:
-        """Weight updates that the pool has had."""
+        """Count of the pool's last weight update (`next_count`)."""
         return self._state.weights.num_updates
 
     @property
     def num_pauses(self) -> int:
-        """Pauses and ends of pauses that the pool has had."""
+        """Count of the pool's last pause or end of one (`next_count`)."""
         return self._state.pause.num_changes
 
     @property
     def num_adapter_changes(self) -> int:
-        """How often an adapter was loaded, swapped or unloaded."""
+        """Count of the last change of adapters (`next_count`)."""
         return self._state.adapters.num_changes
 
     @property

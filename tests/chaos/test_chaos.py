@@ -29,8 +29,6 @@ FAILED_ONCE = [
         Cell("folder update", "AwaitStep(prepare):after", "front end killed", "all killed", 2),
         439931,
     ),
-    # TRL's update and one from a folder ended each other.
-    (Cell("TRL's update", "AwaitStep(finish):before", "front ends killed", "second trainer", 1), 5),
 ]
 # No run may leave these out.
 DEATHS_AMID_A_COMMIT = [

@@ -9,7 +9,7 @@ import concurrent.futures
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -253,11 +253,8 @@ def _real_heartbeat(endpoint: str) -> Heartbeat:
 
 @pytest.fixture
 def target(tmp_path: Path) -> Iterator[Target]:
-    found = Target(tmp_path)
-    try:
+    with closing(Target(tmp_path)) as found:
         yield found
-    finally:
-        found.close()
 
 
 FACTS = WorkerFacts(

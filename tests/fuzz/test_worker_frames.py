@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -145,11 +146,8 @@ class Target:
 
 @pytest.fixture
 def target(tmp_path: Path) -> Iterator[Target]:
-    found = Target(tmp_path)
-    try:
+    with closing(Target(tmp_path)) as found:
         yield found
-    finally:
-        found.close()
 
 
 INCARNATION = "@incarnation@"

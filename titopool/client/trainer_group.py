@@ -127,10 +127,7 @@ class TrainerGroup:
 
 
 def within(
-    timeout_s: float,
-    what: str,
-    make: Callable[[], Any],
-    gives_up: Callable[[], bool] = lambda: False,
+    timeout_s: float, what: str, make: Callable[[], Any], gives_up: Callable[[], bool]
 ) -> Any:
     """The group that `make` gives, or what it raises; it runs in a thread, which nothing can end.
 

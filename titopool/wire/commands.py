@@ -50,7 +50,7 @@ class BeginUpdate(msgspec.Struct, frozen=True, tag="begin_update"):
     update_id: str
     # None: one more than the worker has.
     version: Version | None
-    # The greatest number of updates that a worker of the pool has had.
+    # The greatest count of an update that a worker of the pool has had (`next_count`).
     num_updates: Count
     tensors: list[TensorInfo]
     bucket_bytes: int
@@ -125,7 +125,7 @@ class Pause(msgspec.Struct, frozen=True, tag="pause"):
 
     mode: Policy
     lease_s: LeaseSeconds
-    # The pool's pauses and ends of pauses with this one, as far as the front end knows.
+    # The count of this change, as far as the front end knows (`next_count`).
     num_changes: Count = 0
 
 
@@ -156,7 +156,7 @@ class SwitchAdapter(msgspec.Struct, frozen=True, tag="switch_adapter"):
 
     name: str
     version: Version
-    # The pool's changes of adapters with this one, as far as the front end knows.
+    # The count of this change, as far as the front end knows (`next_count`).
     num_changes: Count = 0
 
 

@@ -51,7 +51,7 @@ class PoolWeights(msgspec.Struct, frozen=True, omit_defaults=True):
 class PoolPause(msgspec.Struct, frozen=True, omit_defaults=True):
     """Whether a client has stopped generation."""
 
-    # Pauses, renewals and ends of pauses so far.
+    # Grows with each pause, renewal and end of a pause (`next_count`).
     num_changes: Count = 0
     # None: it goes on.
     mode: Policy | None = None

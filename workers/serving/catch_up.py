@@ -7,6 +7,7 @@ cannot be reached; `workers/weights/pool_view.py` says what the pool has done me
 import asyncio
 import contextlib
 import logging
+from collections import Counter
 from collections.abc import Callable
 
 from titopool.errors import InvalidRequest, TitopoolError
@@ -43,7 +44,7 @@ class CatchUp:
         weights_root: str,
         on_changed: Callable[[], None],
     ):
-        """`on_changed` is called when other adapters serve."""
+        """`on_changed` is called when other adapters serve, and when weights are given up."""
         self._pool = pool
         self._updates = updates
         self._pauses = pauses
@@ -52,10 +53,12 @@ class CatchUp:
         self._weights_root = weights_root
         self._on_changed = on_changed
         self._news = asyncio.Event()
-        # The weights that this worker cannot get from a folder, and how often it has tried.
+        # The weights that this worker cannot get.
         self._out_of_reach: tuple[int, str] = (0, "")
-        self._num_tries = 0
-        self._complaint = ""
+        # How often each of the pool's weights was tried.
+        self._num_tries: Counter[tuple[int, str]] = Counter()
+        # What the log says of each part already.
+        self._complaints: dict[str, str] = {}
         # Adapters that could not be loaded, so that the log says so once.
         self._failed: set[tuple[str, int]] = set()
 
@@ -83,14 +86,16 @@ class CatchUp:
     async def catch_up(self) -> None:
         """Does what is missing now."""
         for part in (self._follow_pauses, self._follow_weights, self._follow_adapters):
+            complaint = ""
             try:
                 await part()
             except TitopoolError as error:
-                if error.message != self._complaint:
-                    logger.warning("this worker is behind its pool: %s", error.message)
-                self._complaint = error.message
+                complaint = error.message
+                if complaint != self._complaints.get(part.__name__):
+                    logger.warning("this worker is behind its pool: %s", complaint)
             except Exception:
                 logger.exception("this worker could not catch up with its pool")
+            self._complaints[part.__name__] = complaint
 
     async def _follow_pauses(self) -> None:
         await self._pauses.follow_pool(self._engine())
@@ -120,7 +125,8 @@ class CatchUp:
 
     def _give_up(self, reason: str) -> None:
         wanted = self._pool.weights
-        self._out_of_reach, self._num_tries = wanted.order, 0
+        self._out_of_reach = wanted.order
+        self._num_tries.clear()
         logger.warning(
             "the pool has weights of version %d, which this worker has not and cannot get: %s; it "
             "waits for the next update", wanted.version, reason,
@@ -129,15 +135,15 @@ class CatchUp:
 
     async def _try_folder(self) -> None:
         wanted, updates = self._pool.weights, self._updates
-        self._num_tries += 1
+        self._num_tries[wanted.order] += 1
         try:
             await self._load_folder(wanted)
-            self._num_tries = 0
+            self._num_tries.clear()
         except Exception as error:
             update = updates.state.update
             if update is not None and update.update_id == wanted.update_id:
                 await updates.abort(update.update_id, "the folder could not be loaded")
-            if self._num_tries >= MAX_TRIES:
+            if self._num_tries[wanted.order] >= MAX_TRIES:
                 self._give_up(str(error))
             raise
 

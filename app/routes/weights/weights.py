@@ -54,8 +54,6 @@ from titopool.wire.commands import (
 from titopool.wire.pool_state import next_count
 
 blueprint = Blueprint("weights", __name__)
-# Of a worker that could not be told: it is not ready yet, or lost.
-MISSED = (NoReadyWorker, WeightUpdateFailed)
 
 
 def everyone() -> tuple[Commands, list[Worker]]:
@@ -362,7 +360,7 @@ def pause() -> Response:
     action = Pause(body.mode, body.lease_s, next_count(commands.num_pauses))
     outcomes = commands.outcomes(workers, action, timeout_s=timeout_s)
     # One that loads, or was lost meanwhile, hears of the pause before it gets jobs again.
-    check_all([one for one in outcomes if not isinstance(one.error, MISSED)])
+    check_all([one for one in outcomes if not one.is_missed])
     check_any(outcomes)
     return json_response({"is_paused": True, "lease_s": body.lease_s})
 
