@@ -97,7 +97,7 @@ def test_only_what_is_new_is_told_on():
 
 def test_the_lease_of_a_pause_runs_on_while_it_travels(monkeypatch: pytest.MonkeyPatch):
     now = 1000.0
-    monkeypatch.setattr("workers.pool_view.time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr("workers.weights.pool_view.time", SimpleNamespace(monotonic=lambda: now))
     made, _ = view()
     made.hear(state(pause=PoolPause(1, "keep", 3.0)))
     now += 1
@@ -140,7 +140,7 @@ def test_a_lease_that_has_expired_holds_nobody_who_starts_later(
 ):
     now = 1000.0
     monkeypatch.setattr("workers.ledger.time", SimpleNamespace(time=lambda: now))
-    monkeypatch.setattr("workers.pool_view.time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr("workers.weights.pool_view.time", SimpleNamespace(monotonic=lambda: now))
     made, _ = view(str(tmp_path))
     made.record_pause("keep", 10.0, 1)
     loading = PoolView(Ledger("", "0"), lambda: None)
