@@ -23,7 +23,7 @@ from titopool.errors import GenerationFailed, WeightUpdateFailed
 from titopool.settings.config import from_environment
 from titopool.settings.logs import configure_logging
 from titopool.settings.sampling import SamplingOptions, decode_options
-from titopool.wire.commands import Policy
+from titopool.wire.commands import PauseMode
 from titopool.wire.messages import Completion, Job, Logprobs, Part, WorkerFacts
 from workers.engine.lora import Adapter, Adapters
 from workers.engine.versions import Progress, Versions
@@ -73,7 +73,7 @@ class StubWeights:
         }  # fmt: skip
         return [answers.get(method)]
 
-    async def pause(self, policy: Policy) -> None:
+    async def pause(self, policy: PauseMode) -> None:
         self.runs.clear()
 
     async def resume(self) -> None:

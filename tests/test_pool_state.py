@@ -14,7 +14,7 @@ from titopool.wire.pool_state import (
     PoolPause,
     PoolState,
     PoolWeights,
-    next_count,
+    next_clock,
 )
 from workers.ledger import Ledger
 from workers.weights.pool_view import PoolView
@@ -109,13 +109,13 @@ def test_the_lease_of_a_pause_runs_on_while_it_travels(monkeypatch: pytest.Monke
 def test_each_change_counts_more_than_all_that_was_known():
     made, _ = view()
     made.hear(state(pause=PoolPause(5, "keep", 9.0)))
-    made.record_pause(None, 0.0, num_changes=2)
-    assert made.pause.num_changes == 6
+    made.record_pause(None, 0.0, clock=2)
+    assert made.pause.clock == 6
     made.hear(state(adapters=PoolAdapters(8, {})))
     made.record_adapter("a", AdapterRecord(1, "/f"), 9)
     made.record_adapter("b", AdapterRecord(1, "/g"), 0)
     made.record_adapter("a", None, 0)
-    assert (made.adapters.num_changes, list(made.adapters.by_name)) == (11, ["b"])
+    assert (made.adapters.clock, list(made.adapters.by_name)) == (11, ["b"])
 
 
 def test_what_a_pool_does_after_it_has_forgotten_all_counts_more_than_that():
@@ -127,12 +127,12 @@ def test_what_a_pool_does_after_it_has_forgotten_all_counts_more_than_that():
     made, _ = view()
     made.record_pause("drain", 5.0, 0)
     made.record_adapter("a", AdapterRecord(1, "/g"), 0)
-    made.record_weights(PoolWeights(next_count(0), "new", 1, False))
+    made.record_weights(PoolWeights(next_clock(0), "new", 1, False))
     made.hear(before)
     assert made.pause.mode == "drain"
     assert made.adapters.by_name == {"a": AdapterRecord(1, "/g")}
     assert made.weights.update_id == "new"
-    assert next_count(7) == 8
+    assert next_clock(7) == 8
 
 
 def test_a_lease_that_has_expired_holds_nobody_who_starts_later(
@@ -147,13 +147,13 @@ def test_a_lease_that_has_expired_holds_nobody_who_starts_later(
     loading.hear(made.state)
     now += 4
     soon, _ = view(str(tmp_path))
-    assert soon.pause == PoolPause(made.pause.num_changes, "keep", 6.0)
+    assert soon.pause == PoolPause(made.pause.clock, "keep", 6.0)
     now += 7
     late, _ = view(str(tmp_path))
     # Nor whoever was loading when the lease ended.
     loading.start("m")
     for one in (late, loading):
-        assert one.pause == PoolPause(made.pause.num_changes, None, 0.0)
+        assert one.pause == PoolPause(made.pause.clock, None, 0.0)
 
 
 def test_the_process_that_comes_after_knows_it_all(tmp_path: Path):

@@ -38,9 +38,9 @@ UNREADABLE = {
 }
 # What fits the types and no pool could ever come to.
 ABSURD = [
-    PoolState("stub", PoolWeights(num_updates=2**64 - 1)),
-    PoolState("stub", PoolWeights(num_updates=1, version=2**64 - 1)),
-    PoolState("stub", PoolWeights(num_updates=-1)),
+    PoolState("stub", PoolWeights(clock=2**64 - 1)),
+    PoolState("stub", PoolWeights(clock=1, version=2**64 - 1)),
+    PoolState("stub", PoolWeights(clock=-1)),
     PoolState("stub", pause=PoolPause(2**64 - 1, "keep", 1.0)),
     PoolState("stub", pause=PoolPause(1, "keep", float("inf"))),
     PoolState("stub", adapters=PoolAdapters(2**64 - 1)),

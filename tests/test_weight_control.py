@@ -13,7 +13,7 @@ from titopool.errors import InvalidRequest, TitopoolError, WeightUpdateFailed
 from titopool.settings.config import ServerConfig
 from titopool.wire.commands import (
     AbortUpdate,
-    AcceptOwnWeights,
+    AcceptInitialWeights,
     Action,
     ApplyUpdate,
     AwaitStep,
@@ -147,7 +147,7 @@ def test_caches_are_empty_before_the_weights_change_and_generation_stands():
     worker = run(story)
     assert worker.engine.calls[-4:] == ["pause abort", "clear", "apply", "resume"]
     assert worker.engine.versions.current == 7
-    assert worker.control.weights.num_updates == 2
+    assert worker.control.weights.clock == 2
 
 
 @pytest.mark.parametrize(
@@ -252,7 +252,7 @@ def test_a_restarted_worker_waits_or_takes_its_folder(
     ledger.write(of_pool(PoolWeights(3, "u", 5, False, str(folder), files)))
     worker = restarted()
     assert worker.control.phase == "ready"
-    assert (worker.engine.versions.current, worker.control.weights.num_updates) == (5, 3)
+    assert (worker.engine.versions.current, worker.control.weights.clock) == (5, 3)
     folder.rmdir()
     assert restarted().control.phase == "catching_up"
     monkeypatch.setattr("workers.serving.catch_up.MAX_TRIES", 1)
@@ -459,9 +459,9 @@ def test_weights_that_are_lost_are_accepted_by_whoever_has_the_models_own():
     async def story(worker: Worker) -> None:
         worker.control.hear(of_pool(PoolWeights(4, "u", 9, False)))
         assert worker.control.phase == "waiting_for_weights"
-        assert await worker.good(AcceptOwnWeights("own", 5)) == {"restarts": False}
+        assert await worker.good(AcceptInitialWeights("own", 5)) == {"restarts": False}
         assert worker.control.phase == "ready"
-        done = await worker.ask(AcceptOwnWeights("own-2", 6))
+        done = await worker.ask(AcceptInitialWeights("own-2", 6))
         assert done.code == "conflict"
 
     assert not run(story).broken
@@ -476,7 +476,7 @@ def test_who_has_other_weights_than_the_models_own_restarts_to_accept_them():
         await worker.good(AwaitStep("apply", "u"))
         worker.control.hear(of_pool(PoolWeights(4, "v", 9, False)))
         assert worker.control.phase == "stale"
-        assert await worker.good(AcceptOwnWeights("own", 5)) == {"restarts": True}
+        assert await worker.good(AcceptInitialWeights("own", 5)) == {"restarts": True}
 
     assert "own weights" in run(story).broken[0]
 

@@ -29,7 +29,7 @@ def test_an_update_goes_through_all_states():
     state.apply("u", 4.0)
     assert state.weights.version == 0
     state.applied("u", 5.0)
-    assert (state.phase, state.weights.version, state.weights.num_updates) == (Phase.OPEN, 7, 1)
+    assert (state.phase, state.weights.version, state.weights.clock) == (Phase.OPEN, 7, 1)
 
 
 def test_a_folder_needs_no_group_and_leaves_one_alone():
@@ -131,7 +131,7 @@ def test_random_orders_change_the_version_only_through_a_whole_update(seed: int)
     for _ in range(300):
         now += chance.random()
         name, session = chance.choice("ab"), chance.choice("ab")
-        made = update(name, chance.randrange(100), state.weights.num_updates + 1)
+        made = update(name, chance.randrange(100), state.weights.clock + 1)
         steps = steps_of(state, now, name, session, made)
         step, before = chance.choice(list(steps)), seen(state)
         refusal = ""
@@ -168,4 +168,4 @@ def test_the_random_orders_reach_every_state_and_a_commit():
             continue
         phases.add(state.phase)
     assert phases == set(Phase)
-    assert state.weights.num_updates == 1
+    assert state.weights.clock == 1

@@ -101,19 +101,19 @@ class Commands:
         return found
 
     @property
-    def num_updates(self) -> int:
-        """Count of the pool's last weight update (`next_count`)."""
-        return self._pool.num_updates
+    def weights_clock(self) -> int:
+        """Logical clock of the pool's weights."""
+        return self._pool.weights_clock
 
     @property
-    def num_pauses(self) -> int:
-        """Count of the pool's last pause or end of one (`next_count`)."""
-        return self._pool.num_pauses
+    def pause_clock(self) -> int:
+        """Logical clock of the pool's pause."""
+        return self._pool.pause_clock
 
     @property
-    def num_adapter_changes(self) -> int:
-        """Count of the last change of adapters (`next_count`)."""
-        return self._pool.num_adapter_changes
+    def adapters_clock(self) -> int:
+        """Logical clock of the pool's adapters."""
+        return self._pool.adapters_clock
 
     def in_turn(
         self,

@@ -243,19 +243,19 @@ class Pool:
             self._lease_end = now + self._state.pause.lease_left_s
 
     @property
-    def num_updates(self) -> int:
-        """Count of the pool's last weight update (`next_count`)."""
-        return self._state.weights.num_updates
+    def weights_clock(self) -> int:
+        """Logical clock of the pool's weights."""
+        return self._state.weights.clock
 
     @property
-    def num_pauses(self) -> int:
-        """Count of the pool's last pause or end of one (`next_count`)."""
-        return self._state.pause.num_changes
+    def pause_clock(self) -> int:
+        """Logical clock of the pool's pause."""
+        return self._state.pause.clock
 
     @property
-    def num_adapter_changes(self) -> int:
-        """Count of the last change of adapters (`next_count`)."""
-        return self._state.adapters.num_changes
+    def adapters_clock(self) -> int:
+        """Logical clock of the pool's adapters."""
+        return self._state.adapters.clock
 
     @property
     def adapters(self) -> dict[str, int]:

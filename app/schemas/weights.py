@@ -5,7 +5,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from titopool.wire.commands import Backend, Policy
+from titopool.wire.commands import Backend, PauseMode
 from titopool.wire.weight_plan import DEFAULT_BUCKET_BYTES
 
 Port = Annotated[int, Meta(ge=1, le=65_535)]
@@ -42,7 +42,7 @@ class CommitBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """`POST /weights/commit`."""
 
     update: Name
-    policy: Policy
+    policy: PauseMode
     # true: answer the checksum; a text: refuse the update unless it is this.
     checksum: bool | str = False
 
@@ -70,13 +70,13 @@ class FolderBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     path: str | None = None
     weight_dir: str | None = None
     version: Version | None = None
-    policy: Policy | None = None
+    policy: PauseMode | None = None
 
 
 class PauseBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """`POST /pause`."""
 
-    mode: Policy
+    mode: PauseMode
     lease_s: Annotated[float, Meta(gt=0, le=86_400)]
 
 

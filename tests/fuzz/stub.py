@@ -14,7 +14,7 @@ import msgspec
 
 from tests import stub_worker
 from titopool.errors import InvalidRequest
-from titopool.wire.commands import Policy
+from titopool.wire.commands import PauseMode
 
 # A model of two tensors: an update without the last is not complete.
 FIRST, LAST = "first", "last"
@@ -59,7 +59,7 @@ class ToldWeights(stub_worker.StubWeights):
         if method != "check":
             self._is_hung = NEVER in names
 
-    async def pause(self, policy: Policy) -> None:
+    async def pause(self, policy: PauseMode) -> None:
         # Generation goes on until vLLM has answered.
         await asyncio.sleep(0.002)
         await super().pause(policy)

@@ -166,7 +166,7 @@ HINTS = {
     "lease_s": st.sampled_from((0.01, 1.0)), "lease_left_s": st.sampled_from((0.01, 1.0)),
 }  # fmt: skip
 # A front end may end a worker by one action: to begin again with its own weights.
-ACTIONS = [one for one in commands.Action.__args__ if one is not commands.AcceptOwnWeights]
+ACTIONS = [one for one in commands.Action.__args__ if one is not commands.AcceptInitialWeights]
 _command = st.one_of([message_of(one, HINTS) for one in ACTIONS]).flatmap(
     lambda action: st.fixed_dictionaries(
         {

@@ -17,7 +17,7 @@ from typing import Any
 
 from titopool.client.server_calls import WeightsError, own_address, post_or_get
 from titopool.client.trainer_group import TrainerGroup
-from titopool.wire.commands import Policy, TensorInfo
+from titopool.wire.commands import PauseMode, TensorInfo
 from titopool.wire.weight_plan import DEFAULT_BUCKET_BYTES, checksum, plan_buckets, views_of
 
 __all__ = ["WeightsClient", "WeightsError"]
@@ -87,13 +87,13 @@ class WeightsClient:
         )
 
     def update_from_folder(
-        self, path: str, *, policy: Policy, version: int | None = None
+        self, path: str, *, policy: PauseMode, version: int | None = None
     ) -> dict[str, Any]:
         """Lets every worker load the safetensors in `path`, below the server's `weights_root`."""
         body = {"path": path, "policy": policy, "version": version}
         return self.call("/update_weights", body)
 
-    def pause(self, mode: Policy, *, lease_s: float) -> None:
+    def pause(self, mode: PauseMode, *, lease_s: float) -> None:
         """Stops generation for at most `lease_s`; again: renews the lease."""
         self.call("/pause", {"mode": mode, "lease_s": lease_s})
 
@@ -188,7 +188,7 @@ class WeightsClient:
         self,
         tensors: Iterable[tuple[str, Any]],
         *,
-        policy: Policy,
+        policy: PauseMode,
         version: int | None = None,
         partial: bool = False,
         with_checksum: bool = False,

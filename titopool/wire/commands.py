@@ -10,8 +10,8 @@ from typing import Any, Literal
 
 import msgspec
 
-from titopool.wire.pool_state import Count, LeaseSeconds, Version
-from titopool.wire.pool_state import Policy as Policy
+from titopool.wire.pool_state import Clock, LeaseSeconds, Version
+from titopool.wire.pool_state import PauseMode as PauseMode
 
 Backend = Literal["nccl", "gloo"]
 
@@ -50,8 +50,8 @@ class BeginUpdate(msgspec.Struct, frozen=True, tag="begin_update"):
     update_id: str
     # None: one more than the worker has.
     version: Version | None
-    # The greatest count of an update that a worker of the pool has had (`next_count`).
-    num_updates: Count
+    # The greatest clock of the pool's weights that the front end knows.
+    clock: Clock
     tensors: list[TensorInfo]
     bucket_bytes: int
     is_partial: bool
@@ -62,7 +62,7 @@ class BeginFolder(msgspec.Struct, frozen=True, tag="begin_folder"):
 
     update_id: str
     version: Version | None
-    num_updates: Count
+    clock: Clock
     folder: str
 
 
@@ -73,14 +73,14 @@ class ReceiveTensor(msgspec.Struct, frozen=True, tag="receive_tensor"):
     # Of the update that begins with it, if one does.
     update_id: str
     version: Version | None
-    num_updates: Count
+    clock: Clock
 
 
 class PrepareUpdate(msgspec.Struct, frozen=True, tag="prepare_update"):
     """Wait for all tensors, pause as the policy says and clear the caches."""
 
     update_id: str
-    policy: Policy
+    policy: PauseMode
     with_checksum: bool = False
     checksum: str | None = None
 
@@ -110,29 +110,29 @@ class LeaveGroup(msgspec.Struct, frozen=True, tag="leave_group"):
     finishes: bool = False
 
 
-class AcceptOwnWeights(msgspec.Struct, frozen=True, tag="accept_own_weights"):
+class AcceptInitialWeights(msgspec.Struct, frozen=True, tag="accept_initial_weights"):
     """The pool goes on with the weights that engines load at their start.
 
     Sent when no worker has the last update's; a worker with any other weights restarts.
     """
 
     update_id: str
-    num_updates: Count
+    clock: Clock
 
 
 class Pause(msgspec.Struct, frozen=True, tag="pause"):
     """Stop generating for `lease_s` at most; said again, it renews the lease."""
 
-    mode: Policy
+    mode: PauseMode
     lease_s: LeaseSeconds
-    # The count of this change, as far as the front end knows (`next_count`).
-    num_changes: Count = 0
+    # Of this change, as far as the front end knows.
+    clock: Clock = 0
 
 
 class Resume(msgspec.Struct, frozen=True, tag="resume"):
     """End a `Pause`."""
 
-    num_changes: Count = 0
+    clock: Clock = 0
 
 
 class AwaitStep(msgspec.Struct, frozen=True, tag="await_step"):
@@ -156,8 +156,8 @@ class SwitchAdapter(msgspec.Struct, frozen=True, tag="switch_adapter"):
 
     name: str
     version: Version
-    # The count of this change, as far as the front end knows (`next_count`).
-    num_changes: Count = 0
+    # Of this change, as far as the front end knows.
+    clock: Clock = 0
 
 
 class DropAdapter(msgspec.Struct, frozen=True, tag="drop_adapter"):
@@ -171,7 +171,7 @@ class UnloadAdapter(msgspec.Struct, frozen=True, tag="unload_adapter"):
     """Take an adapter away; requests that run on it end with it."""
 
     name: str
-    num_changes: Count = 0
+    clock: Clock = 0
 
 
 class GetStatus(msgspec.Struct, frozen=True, tag="get_status"):
@@ -188,7 +188,7 @@ Action = (
     | FinishTensors
     | AbortUpdate
     | LeaveGroup
-    | AcceptOwnWeights
+    | AcceptInitialWeights
     | Pause
     | Resume
     | AwaitStep

@@ -1,9 +1,9 @@
 """What all processes of a pool must agree on, although any of them may miss a command.
 
-Each heartbeat brings the front ends what a worker knows, each `Hello` brings the workers what a
-front end knows. Every part has a count that grows with each change; of two parts the one with the
-greater count holds. So a worker that was restarted, or cut off while a command went round, learns
-of it from whichever process it hears next, and front ends agree whatever they have seen.
+Workers tell their state in each heartbeat, front ends tell theirs in each `Hello`. Every part has a
+logical clock (Lamport, 1978) that grows with each change; of two versions of a part the one with the
+greater clock holds. So a worker that was restarted, or that missed a command while it could not be
+reached, learns the outcome from the next process it hears, and all front ends agree.
 """
 
 import time
@@ -12,10 +12,12 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-Policy = Literal["keep", "drain", "abort"]
-# Numbers that grow by one. What arrives is far below the 64 bits that a message has room for: a
-# process that tells nonsense once must not leave others with a number that they cannot write.
+PauseMode = Literal["keep", "drain", "abort"]
+# Bounded far below the 64 bits of MessagePack: after one absurd value, the next greater number must
+# still fit into a message.
 Count = Annotated[int, Meta(ge=0, le=2**40)]
+# A part's logical clock.
+Clock = Count
 # The trainer's, 2**62 at most over HTTP; an update without one adds one to the last.
 Version = Annotated[int, Meta(ge=0, le=2**62 + 2**40)]
 # A day over HTTP, and something for rounding.
@@ -25,14 +27,14 @@ LeaseSeconds = Annotated[float, Meta(ge=0, le=100_000)]
 class PoolWeights(msgspec.Struct, frozen=True, omit_defaults=True):
     """Weights that a worker has, or that all should have."""
 
-    # Count and id of the update that brought them; the id tells apart two updates of the same count
-    # in a pool that was split.
-    num_updates: Count = 0
+    # The update that brought them. The id tells apart two updates with the same clock, which a pool
+    # has that was split for a while.
+    clock: Clock = 0
     update_id: str = ""
     # The trainer's number for them.
     version: Version = 0
     # Whether they are those that an engine loads at its start.
-    is_own: bool = True
+    is_initial: bool = True
     # Where they lie, for workers that missed them; empty: they came through a group and lie nowhere.
     folder: str = ""
     # Digest of the folder's files.
@@ -41,27 +43,27 @@ class PoolWeights(msgspec.Struct, frozen=True, omit_defaults=True):
     @property
     def order(self) -> tuple[int, str]:
         """Greater for later weights, equal for the same."""
-        return self.num_updates, self.update_id
+        return self.clock, self.update_id
 
     def serves_as(self, wanted: "PoolWeights") -> bool:
         """Whether a worker that has these has what all should have."""
-        return self.order == wanted.order or (self.is_own and wanted.is_own)
+        return self.order == wanted.order or (self.is_initial and wanted.is_initial)
 
 
 class PoolPause(msgspec.Struct, frozen=True, omit_defaults=True):
     """Whether a client has stopped generation."""
 
-    # Grows with each pause, renewal and end of a pause (`next_count`).
-    num_changes: Count = 0
+    # Of the last pause, renewal or end of a pause.
+    clock: Clock = 0
     # None: it goes on.
-    mode: Policy | None = None
+    mode: PauseMode | None = None
     # Seconds from when the message was written.
     lease_left_s: LeaseSeconds = 0.0
 
     @property
     def order(self) -> tuple[int, bool]:
         """Greater for later changes; of two at once, generation going on is the later one."""
-        return self.num_changes, self.mode is None
+        return self.clock, self.mode is None
 
 
 class AdapterRecord(msgspec.Struct, frozen=True, array_like=True):
@@ -76,13 +78,13 @@ class AdapterRecord(msgspec.Struct, frozen=True, array_like=True):
 class PoolAdapters(msgspec.Struct, frozen=True, omit_defaults=True):
     """The LoRA adapters, by name."""
 
-    num_changes: Count = 0
+    clock: Clock = 0
     by_name: dict[str, AdapterRecord] = {}
 
     @property
     def order(self) -> tuple[int, bytes]:
         """Greater for later changes; of two at once, any, but the same for all processes."""
-        return self.num_changes, msgspec.json.encode(self.by_name, order="deterministic")
+        return self.clock, msgspec.json.encode(self.by_name, order="deterministic")
 
 
 class PoolState(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -111,10 +113,10 @@ class PoolState(msgspec.Struct, frozen=True, omit_defaults=True):
         return PoolState(other.model, weights, pause, adapters)
 
 
-def next_count(known: int) -> int:
-    """The count of a change behind `known`.
+def next_clock(known: int) -> int:
+    """The clock of the change after `known`; 0: no change is known.
 
-    The first one's is the time of day in seconds: what a pool does after all its workers have
-    forgotten the past counts more than that past, of which a front end may still know.
+    The first change takes the time of day in seconds. A front end may still know changes from
+    before all workers forgot theirs; the new clock is greater than any of those.
     """
     return known + 1 if known else int(time.time())

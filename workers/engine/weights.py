@@ -11,7 +11,7 @@ from collections.abc import Collection
 from typing import Any, Protocol
 
 from titopool.errors import InvalidRequest, WeightUpdateFailed
-from titopool.wire.commands import Policy
+from titopool.wire.commands import PauseMode
 from workers.engine.versions import Progress, Versions
 
 VLLM_MODES = {"keep": "keep", "drain": "wait", "abort": "abort"}
@@ -38,7 +38,7 @@ class WeightEngine(Protocol):
             WeightUpdateFailed: it failed in one, or one refused what another has begun.
         """
 
-    async def pause(self, policy: Policy) -> None:
+    async def pause(self, policy: PauseMode) -> None:
         """Returns when no step runs; new requests wait from now on."""
 
     async def resume(self) -> None:
@@ -78,7 +78,7 @@ class VllmWeights:
                 raise WeightUpdateFailed(value)
         return [value for _, value in answers]
 
-    async def pause(self, policy: Policy) -> None:
+    async def pause(self, policy: PauseMode) -> None:
         # AsyncLLM's own call sleeps afterwards, for outputs to arrive: see `progress`.
         core = self._llm.engine_core
         self._versions.num_aborts += policy == "abort"

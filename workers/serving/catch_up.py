@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable
 
 from titopool.errors import InvalidRequest, TitopoolError
-from titopool.wire.commands import ApplyUpdate, BeginFolder, Policy, PrepareUpdate
+from titopool.wire.commands import ApplyUpdate, BeginFolder, PauseMode, PrepareUpdate
 from titopool.wire.pool_state import AdapterRecord, PoolWeights
 from workers.engine.lora import Adapters
 from workers.engine.weights import WeightEngine
@@ -104,7 +104,7 @@ class CatchUp:
         updates, state, wanted = self._updates, self._updates.state, self._pool.weights
         if not updates.lacks_weights:
             if state.weights.order != wanted.order and state.phase in (Phase.CLOSED, Phase.OPEN):
-                state.accept_own(wanted)
+                state.accept_initial(wanted)
             return
         update = state.update
         if state.phase is Phase.PREPARED and update is not None:
@@ -112,7 +112,7 @@ class CatchUp:
                 # Another worker has applied it, so all had prepared it.
                 await updates.apply(ApplyUpdate(update.update_id))
                 await updates.steps.wait("apply", update.update_id)
-            elif wanted.num_updates >= update.index:
+            elif wanted.clock >= update.index:
                 await updates.abort(update.update_id, "the pool has gone on without this worker")
         elif state.phase in (Phase.CLOSED, Phase.OPEN) and self._out_of_reach != wanted.order:
             if not wanted.folder:
@@ -149,12 +149,12 @@ class CatchUp:
 
     async def _load_folder(self, wanted: PoolWeights) -> None:
         updates, update_id = self._updates, wanted.update_id
-        policy: Policy = updates.kindest_policy
+        policy: PauseMode = updates.kindest_policy
         if policy == "drain" and self._pauses.keeps_requests:
             # They would drain when the pause ends; a worker that gets no jobs has few.
             policy = "abort"
-        action = BeginFolder(update_id, wanted.version, wanted.num_updates, wanted.folder)
-        await updates.begin_folder(action, index=wanted.num_updates)
+        action = BeginFolder(update_id, wanted.version, wanted.clock, wanted.folder)
+        await updates.begin_folder(action, index=wanted.clock)
         await updates.prepare(PrepareUpdate(update_id, policy))
         await updates.steps.wait("prepare", update_id)
         await updates.apply(ApplyUpdate(update_id))

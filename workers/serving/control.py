@@ -14,7 +14,7 @@ from titopool.errors import NoReadyWorker, TitopoolError
 from titopool.settings.config import ServerConfig
 from titopool.wire.commands import (
     AbortUpdate,
-    AcceptOwnWeights,
+    AcceptInitialWeights,
     ApplyUpdate,
     AwaitStep,
     BeginFolder,
@@ -101,7 +101,7 @@ class Control:
             return "ready"
         if self._catch_up.is_under_way:
             return "catching_up"
-        return "waiting_for_weights" if self.weights.is_own else "stale"
+        return "waiting_for_weights" if self.weights.is_initial else "stale"
 
     @property
     def is_in_a_call(self) -> bool:
@@ -184,14 +184,14 @@ class Control:
                 return await updates.leave(session)
             case AwaitStep(step=step, of=of):
                 return await updates.steps.wait(step, of)
-            case AcceptOwnWeights() as action:
-                return await updates.accept_own(action)
+            case AcceptInitialWeights() as action:
+                return await updates.accept_initial(action)
             case Pause() as action:
                 work = self._pause(action)
                 updates.steps.start("pause", str(command.command_id), work)
                 return await updates.steps.wait("pause", str(command.command_id))
-            case Resume(num_changes=num_changes):
-                return {"was_paused": await self._pauses.resume(self._engine, num_changes)}
+            case Resume(clock=clock):
+                return {"was_paused": await self._pauses.resume(self._engine, clock)}
             case LoadAdapter() | SwitchAdapter() | DropAdapter() | UnloadAdapter() as action:
                 return await self._change_adapter(action)
             case GetStatus():
@@ -209,12 +209,12 @@ class Control:
             case DropAdapter(name=name, version=version):
                 adapters.drop(name, version)
                 return {}
-            case SwitchAdapter(name=name, version=version, num_changes=num_changes):
+            case SwitchAdapter(name=name, version=version, clock=clock):
                 adapters.switch(name, version)
-                self._pool.record_adapter(name, adapters.record_of(name), num_changes)
-            case UnloadAdapter(name=name, num_changes=num_changes):
+                self._pool.record_adapter(name, adapters.record_of(name), clock)
+            case UnloadAdapter(name=name, clock=clock):
                 version = adapters.unload(name)
-                self._pool.record_adapter(name, None, num_changes)
+                self._pool.record_adapter(name, None, clock)
         self._on_applied()
         return {"version": version}
 
@@ -224,7 +224,7 @@ class Control:
         return self._server_engine.adapters.versions if self._is_ready else {}
 
     async def _pause(self, action: Pause) -> Result:
-        await self._pauses.lease(self._engine, action.mode, action.lease_s, action.num_changes)
+        await self._pauses.lease(self._engine, action.mode, action.lease_s, action.clock)
         return {}
 
     def status(self) -> dict[str, Any]:

@@ -5,7 +5,7 @@ import logging
 import time
 
 from titopool.errors import Conflict
-from titopool.wire.commands import Policy
+from titopool.wire.commands import PauseMode
 from titopool.wire.pool_state import PoolPause
 from workers.engine.weights import WeightEngine
 from workers.weights.pool_view import PoolView
@@ -18,7 +18,7 @@ class Pauses:
 
     def __init__(self, pool: PoolView) -> None:
         self._pool = pool
-        self._lease_mode: Policy | None = None
+        self._lease_mode: PauseMode | None = None
         self._lease_end: float | None = None
         # Of the pool's pauses, the last one that this worker follows.
         self._followed = PoolPause().order
@@ -46,7 +46,7 @@ class Pauses:
         """Whether a client's pause holds back the requests in flight."""
         return self._lease_end is not None and self._lease_mode == "keep"
 
-    def check(self, policy: Policy) -> None:
+    def check(self, policy: PauseMode) -> None:
         """Raises Conflict if requests are held back that `policy` would wait for."""
         if policy == "drain" and self.keeps_requests:
             raise Conflict(
@@ -57,7 +57,7 @@ class Pauses:
     # ---- a client's pause --------------------------------------------------------------
 
     async def lease(
-        self, engine: WeightEngine, mode: Policy, lease_s: float, num_changes: int = 0
+        self, engine: WeightEngine, mode: PauseMode, lease_s: float, clock: int = 0
     ) -> None:
         """Pauses for a client, or renews its lease; during a commit, from its end on."""
         is_new = self._lease_end is None or mode != self._lease_mode
@@ -65,7 +65,7 @@ class Pauses:
             self.check(mode)
         # The lease counts from here, also while the requests in flight drain.
         self._hold(mode, lease_s)
-        self._record(mode, lease_s, num_changes)
+        self._record(mode, lease_s, clock)
         if is_new:
             await self._no_commit.wait()
             if self._lease_end is not None:
@@ -77,9 +77,9 @@ class Pauses:
                 )
             self._hold(mode, lease_s)
 
-    async def resume(self, engine: WeightEngine, num_changes: int = 0) -> bool:
+    async def resume(self, engine: WeightEngine, clock: int = 0) -> bool:
         """Ends a client's pause; returns whether there was one."""
-        self._record(None, 0.0, num_changes)
+        self._record(None, 0.0, clock)
         return await self._let_go(engine)
 
     async def expire(self, engine: WeightEngine) -> None:
@@ -101,17 +101,17 @@ class Pauses:
                 # A drain takes as long as the longest request, or longer than the lease.
                 self._following = asyncio.create_task(self._stop(engine, told.mode))
 
-    async def _stop(self, engine: WeightEngine, mode: Policy) -> None:
+    async def _stop(self, engine: WeightEngine, mode: PauseMode) -> None:
         try:
             await engine.pause(mode)
         except Exception:
             logger.exception("generation could not be paused as in the rest of the pool")
 
-    def _hold(self, mode: Policy, lease_s: float) -> None:
+    def _hold(self, mode: PauseMode, lease_s: float) -> None:
         self._lease_mode, self._lease_end = mode, time.monotonic() + lease_s
 
-    def _record(self, mode: Policy | None, lease_s: float, num_changes: int) -> None:
-        self._pool.record_pause(mode, lease_s, num_changes)
+    def _record(self, mode: PauseMode | None, lease_s: float, clock: int) -> None:
+        self._pool.record_pause(mode, lease_s, clock)
         self._followed = self._pool.pause.order
 
     async def _let_go(self, engine: WeightEngine) -> bool:
@@ -123,7 +123,7 @@ class Pauses:
 
     # ---- a commit ----------------------------------------------------------------------
 
-    async def begin_commit(self, engine: WeightEngine, policy: Policy) -> None:
+    async def begin_commit(self, engine: WeightEngine, policy: PauseMode) -> None:
         """Pauses for a commit."""
         self.check(policy)
         self._no_commit.clear()

@@ -12,12 +12,12 @@ import msgspec
 
 from titopool.wire.pool_state import (
     AdapterRecord,
-    Policy,
+    PauseMode,
     PoolAdapters,
     PoolPause,
     PoolState,
     PoolWeights,
-    next_count,
+    next_clock,
 )
 from workers.ledger import Ledger
 
@@ -83,19 +83,19 @@ class PoolView:
         """An update is applied; a later one that is known already stays what all should have."""
         self._record(weights=max(self._state.weights, weights, key=lambda one: one.order))
 
-    def record_pause(self, mode: Policy | None, lease_s: float, num_changes: int) -> None:
+    def record_pause(self, mode: PauseMode | None, lease_s: float, clock: int) -> None:
         """Generation is stopped, or goes on."""
-        num_changes = max(num_changes, next_count(self._state.pause.num_changes))
+        clock = max(clock, next_clock(self._state.pause.clock))
         self._lease_end = time.monotonic() + lease_s
-        self._record(pause=PoolPause(num_changes, mode, lease_s))
+        self._record(pause=PoolPause(clock, mode, lease_s))
 
-    def record_adapter(self, name: str, record: AdapterRecord | None, num_changes: int) -> None:
+    def record_adapter(self, name: str, record: AdapterRecord | None, clock: int) -> None:
         """An adapter serves, or (None) is taken away."""
         by_name = {key: one for key, one in self.adapters.by_name.items() if key != name}
         if record is not None:
             by_name[name] = record
-        num_changes = max(num_changes, next_count(self.adapters.num_changes))
-        self._record(adapters=PoolAdapters(num_changes, by_name))
+        clock = max(clock, next_clock(self.adapters.clock))
+        self._record(adapters=PoolAdapters(clock, by_name))
 
     def _record(self, **parts: Any) -> None:
         self._state = msgspec.structs.replace(self._state, **parts)

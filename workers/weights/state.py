@@ -183,9 +183,9 @@ class WeightState:
         update = self.update if self.phase is Phase.APPLYING else None
         return update_id in (self.weights.update_id, update and update.update_id)
 
-    def accept_own(self, weights: PoolWeights) -> None:
+    def accept_initial(self, weights: PoolWeights) -> None:
         """The weights that the engine began with are the pool's again."""
-        assert self.weights.is_own
+        assert self.weights.is_initial
         self.weights = weights
 
     def drop_update(self, update_id: str, reason: str) -> None:

@@ -37,7 +37,7 @@ class TrlUpdates(Updates):
             if self.state.phase is Phase.RECEIVING:
                 self.state.touch(time.monotonic())
             else:
-                update = self._update(action.update_id, action.version, action.num_updates)
+                update = self._update(action.update_id, action.version, action.clock)
                 self.state.begin(self.state.session, update, time.monotonic())
                 self.announced = {}
             # A tensor that is refused leaves the update without it: it is dropped as a whole.
@@ -49,7 +49,7 @@ class TrlUpdates(Updates):
         return {
             "update_id": update_now.update_id,
             "version": update_now.version,
-            "num_updates": update_now.index - 1,
+            "clock": update_now.index - 1,
         }
 
     async def _end_before(self, action: ReceiveTensor) -> None:
@@ -60,7 +60,7 @@ class TrlUpdates(Updates):
         update = self.state.update
         if not self.has_tensors or update is None:
             return
-        is_behind = action.version is not None and update.index != action.num_updates + 1
+        is_behind = action.version is not None and update.index != action.clock + 1
         if action.tensor.name in self.announced or is_behind:
             fit = await self.fit_of_announced()
             if not fit["missing"]:

@@ -17,16 +17,16 @@ import msgspec
 from titopool.errors import Conflict, InvalidRequest, TitopoolError, WeightUpdateFailed
 from titopool.settings.config import ServerConfig
 from titopool.wire.commands import (
-    AcceptOwnWeights,
+    AcceptInitialWeights,
     ApplyUpdate,
     BeginFolder,
     BeginUpdate,
     JoinGroup,
-    Policy,
+    PauseMode,
     PrepareUpdate,
     TensorInfo,
 )
-from titopool.wire.pool_state import PoolWeights, next_count
+from titopool.wire.pool_state import PoolWeights, next_clock
 from workers.engine.versions import Versions
 from workers.engine.weights import WeightEngine
 from workers.ledger import digest_of_files
@@ -97,7 +97,7 @@ class Updates:
         return not self.state.weights.serves_as(self._pool.weights)
 
     @property
-    def kindest_policy(self) -> Policy:
+    def kindest_policy(self) -> PauseMode:
         """What costs requests in flight least, for updates whose trainer names no policy."""
         return "keep" if self._engine.can_keep else "drain"
 
@@ -178,16 +178,16 @@ class Updates:
         async with self._accepting:
             self.state.check_session("begin", action.session)
             if action.is_partial:
-                self._check_base(action.num_updates)
+                self._check_base(action.clock)
             tensors = msgspec.msgpack.encode(action.tensors)
             async with self._ends_on_error("the update did not begin", but_for=InvalidRequest):
                 (fit, *_) = await self._call(
                     "begin", tensors, action.is_partial, action.bucket_bytes
                 )
             refuse_split_layers(fit.pop("split_layers"))
-            update = self._update(action.update_id, action.version, action.num_updates)
+            update = self._update(action.update_id, action.version, action.clock)
             self.state.begin(action.session, update, time.monotonic())
-        return {"version": update.version, "num_updates": update.index - 1, **fit}
+        return {"version": update.version, "clock": update.index - 1, **fit}
 
     async def begin_folder(self, action: BeginFolder, *, index: int | None = None) -> Result:
         """Checks what the folder holds; with `index` it is an update that the pool has had."""
@@ -196,29 +196,27 @@ class Updates:
             self.state.check_resting("update_weights")
             files = digest_of_files(folder)
             (fit, *_) = await self._call("check_folder", folder)
-            update = self._update(
-                action.update_id, action.version, action.num_updates, folder, files
-            )
+            update = self._update(action.update_id, action.version, action.clock, folder, files)
             if index is not None:
                 update = dataclasses.replace(update, index=index)
             self.state.begin_folder(update, time.monotonic())
-        return {"version": update.version, "num_updates": update.index - 1, **fit}
+        return {"version": update.version, "clock": update.index - 1, **fit}
 
     def _update(
         self,
         update_id: str,
         version: int | None,
-        num_updates: int,
+        clock: int,
         folder: str = "",
         files: str = "",
     ) -> Update:
         version = self._pool.weights.version + 1 if version is None else version
-        index = next_count(max(self._pool.weights.num_updates, num_updates))
+        index = next_clock(max(self._pool.weights.clock, clock))
         return Update(update_id, version, index, folder, files)
 
-    def _check_base(self, num_updates: int) -> None:
+    def _check_base(self, clock: int) -> None:
         """A part of new weights fits only the weights that the pool has."""
-        if self.lacks_weights or num_updates > self.state.weights.num_updates:
+        if self.lacks_weights or clock > self.state.weights.clock:
             raise Conflict(
                 "this worker was started again and has none of the weights that the others have; "
                 "send a complete update"
@@ -232,7 +230,7 @@ class Updates:
             self.steps.start("prepare", action.update_id, self.finish_prepare(action, update))
         return {}
 
-    def _check_policy(self, policy: Policy) -> None:
+    def _check_policy(self, policy: PauseMode) -> None:
         if not self._engine.can_keep:
             refuse_keeping(policy)
         self._pauses.check(policy)
@@ -294,19 +292,19 @@ class Updates:
         self._on_applied()
         return {"version": update.version, **result}
 
-    async def accept_own(self, action: AcceptOwnWeights) -> Result:
+    async def accept_initial(self, action: AcceptInitialWeights) -> Result:
         """Goes on with the weights that the engine began with, or restarts to have them again."""
         async with self._accepting:
             if not self.lacks_weights:
                 raise Conflict(f"accept: expected weights that are lost; {self.state.describe()}")
             self.state.check_resting("accept")
-            weights = PoolWeights(action.num_updates, action.update_id)
+            weights = PoolWeights(action.clock, action.update_id)
             self._pool.record_weights(weights)
-            restarts = not self.state.weights.is_own
+            restarts = not self.state.weights.is_initial
             if restarts:
                 self._on_broken("the pool goes on with the model's own weights")
             else:
-                self.state.accept_own(weights)
+                self.state.accept_initial(weights)
                 self._on_applied()
         return {"restarts": restarts}
 

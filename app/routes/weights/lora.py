@@ -12,7 +12,7 @@ from app.schemas.generation import LOAD_ADAPTER_BODY, UNLOAD_ADAPTER_BODY, decod
 from app.service import Service, current_service
 from titopool.errors import InvalidRequest, ModelNotFound
 from titopool.wire.commands import DropAdapter, GetStatus, LoadAdapter, SwitchAdapter, UnloadAdapter
-from titopool.wire.pool_state import next_count
+from titopool.wire.pool_state import next_clock
 
 blueprint = Blueprint("adapters", __name__)
 
@@ -42,7 +42,7 @@ def load_adapter() -> Response:
     load = LoadAdapter(body.lora_name, version, body.lora_path)
     commands.in_turn(workers, lambda index, first: load, undo=drop)
     # All have it: a worker that misses the switch makes it when it hears of it.
-    switch = SwitchAdapter(body.lora_name, version, next_count(commands.num_adapter_changes))
+    switch = SwitchAdapter(body.lora_name, version, next_clock(commands.adapters_clock))
     check_any(commands.outcomes(workers, switch))
     return json_response({"lora_name": body.lora_name, "version": version})
 
@@ -52,7 +52,7 @@ def unload_adapter() -> Response:
     """Takes an adapter away; requests that run on it end with it."""
     body = decode_body(request.get_data(), UNLOAD_ADAPTER_BODY)
     commands, workers = those_present()
-    action = UnloadAdapter(body.lora_name, next_count(commands.num_adapter_changes))
+    action = UnloadAdapter(body.lora_name, next_clock(commands.adapters_clock))
     outcomes = commands.outcomes(workers, action)
     # One that has heard of it from another worker has nothing to take away any more.
     check_any(outcomes)

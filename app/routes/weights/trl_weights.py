@@ -101,10 +101,8 @@ def update_named_param() -> Response:
     tensor = TensorInfo(body.name, body.dtype.removeprefix("torch."), body.shape)
 
     def action(index: int, first: Result) -> ReceiveTensor:
-        num_updates = first.get("num_updates", commands.num_updates)
-        return ReceiveTensor(
-            tensor, first.get("update_id", update_id), first.get("version"), num_updates
-        )
+        clock = first.get("clock", commands.weights_clock)
+        return ReceiveTensor(tensor, first.get("update_id", update_id), first.get("version"), clock)
 
     # With one worker out of the group, it can send nothing any more.
     undo = LeaveGroup(None)

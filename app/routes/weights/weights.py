@@ -38,7 +38,7 @@ from titopool.errors import (
 )
 from titopool.wire.commands import (
     AbortUpdate,
-    AcceptOwnWeights,
+    AcceptInitialWeights,
     ApplyUpdate,
     BeginFolder,
     BeginUpdate,
@@ -46,12 +46,12 @@ from titopool.wire.commands import (
     JoinGroup,
     LeaveGroup,
     Pause,
-    Policy,
+    PauseMode,
     PrepareUpdate,
     Resume,
     TensorInfo,
 )
-from titopool.wire.pool_state import next_count
+from titopool.wire.pool_state import next_clock
 
 blueprint = Blueprint("weights", __name__)
 
@@ -150,7 +150,7 @@ def begin() -> Response:
     def action(index: int, first: Result) -> BeginUpdate:
         return BeginUpdate(
             body.session, update_id,
-            first.get("version", body.version), first.get("num_updates", commands.num_updates),
+            first.get("version", body.version), first.get("clock", commands.weights_clock),
             tensors, body.bucket_bytes, body.partial,
         )  # fmt: skip
 
@@ -318,7 +318,7 @@ def accept() -> Response:
                 "complete update"
             )
     update_id = f"own-{uuid.uuid4().hex}"
-    action = AcceptOwnWeights(update_id, next_count(commands.num_updates))
+    action = AcceptInitialWeights(update_id, next_clock(commands.weights_clock))
     outcomes = commands.outcomes(workers, action)
     check_any(outcomes)
     restarting = [one.endpoint for one in outcomes if one.result and one.result["restarts"]]
@@ -333,7 +333,7 @@ def update_weights() -> Response:
     if folder is None or (body.path and body.weight_dir):
         raise InvalidRequest("path: expected a folder, as path or as weight_dir", param="path")
     # prime-rl's client names no policy; its own server lets requests go on.
-    policy: Policy | None = body.policy or ("keep" if body.weight_dir else None)
+    policy: PauseMode | None = body.policy or ("keep" if body.weight_dir else None)
     if policy is None:
         raise InvalidRequest("policy: expected keep, drain or abort, got nothing", param="policy")
     commands, workers = everyone()
@@ -341,8 +341,8 @@ def update_weights() -> Response:
 
     def action(index: int, first: Result) -> BeginFolder:
         version = first.get("version", body.version)
-        num_updates = first.get("num_updates", commands.num_updates)
-        return BeginFolder(update_id, version, num_updates, folder)
+        clock = first.get("clock", commands.weights_clock)
+        return BeginFolder(update_id, version, clock, folder)
 
     undo = AbortUpdate(update_id, "it could not begin at every worker")
     first, *_ = commands.in_turn(workers, action, undo=undo)
@@ -357,7 +357,7 @@ def pause() -> Response:
     commands, workers = those_present()
     # A drain takes as long as the longest request.
     timeout_s = current_service().config.request_timeout_s
-    action = Pause(body.mode, body.lease_s, next_count(commands.num_pauses))
+    action = Pause(body.mode, body.lease_s, next_clock(commands.pause_clock))
     outcomes = commands.outcomes(workers, action, timeout_s=timeout_s)
     # One that loads, or was lost meanwhile, hears of the pause before it gets jobs again.
     check_all([one for one in outcomes if not one.is_missed])
@@ -369,7 +369,7 @@ def pause() -> Response:
 def resume() -> Response:
     """Ends a pause."""
     commands, workers = those_present()
-    outcomes = commands.outcomes(workers, Resume(next_count(commands.num_pauses)))
+    outcomes = commands.outcomes(workers, Resume(next_clock(commands.pause_clock)))
     check_any(outcomes)
     was_paused = any(one.result["was_paused"] for one in outcomes if one.result)
     return json_response({"is_paused": False, "was_paused": was_paused})
