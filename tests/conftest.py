@@ -46,9 +46,12 @@ def server(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 @pytest.fixture(scope="session")
 def single_server(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """One vLLM worker behind one gunicorn process, which finds tool calls."""
+    """One vLLM worker behind one gunicorn process, which finds tool calls and reads `tiny_model`."""
     log = tmp_path_factory.mktemp("single-server") / "log"
-    options = ("--num-workers", "1", "--num-front-ends", "1", "--tool-call-parser", "hermes")
+    options = (
+        "--num-workers", "1", "--num-front-ends", "1", "--tool-call-parser", "hermes",
+        "--weights-root", tiny_model,
+    )  # fmt: skip
     with running_server(tiny_model, *options, *ENGINE_OPTIONS, log=log) as running:
         yield running
 
