@@ -3,6 +3,8 @@
 A fenced block of python or sh in `DOCUMENTS` runs as it is, with the server's URL, a free port and
 a folder of weights in place of those in the text. A block that cannot run here has `not-run` after
 its language, and a reason in `NOT_RUN`.
+
+Without a GPU, TRL's weight update goes over gloo in place of NCCL (`tests/trl_weights_client.py`).
 """
 
 import re
@@ -66,6 +68,7 @@ def blocks(*, run: bool) -> Iterator[Block]:
 def example_server(single_server: Server, tiny_model: str) -> Iterator[Server]:
     """The server of other tests, which gets its weights and their version back."""
     yield single_server
+    single_server.post("/resume", {})
     client = weights_client(single_server)
     client.update(tensors_of(tiny_model), policy="abort", version=0)
     client.close()
