@@ -70,3 +70,19 @@ def test_lines_are_wrapped_and_cells_are_short(path: Path):
             continue
         for cell in line.split("|"):
             assert len(SENTENCE_END.findall(cell.strip())) <= MAX_SENTENCES, cell
+
+
+def test_log_lines_that_operators_are_shown_are_in_the_sources():
+    text = (REPOSITORY / "docs" / "operators.md").read_text()
+    lines = re.findall(r"^\| `(.*?)` \|", text[text.index("\n## Logs") :], re.M)
+    sources = "\n".join(
+        path.read_text()
+        for root in ("app", "workers")
+        for path in (REPOSITORY / root).rglob("*.py")
+    )
+    assert lines
+    for line in lines:
+        # What stands between the values.
+        for fragment in re.split(r"…|\d+", line):
+            words = fragment.strip(" :;")
+            assert len(words.split()) < 2 or words in sources, line
