@@ -1,8 +1,6 @@
 """The MessagePack answer of /generate/: what the JSON one says, bit for bit, in fewer bytes."""
 
 import math
-import subprocess
-import sys
 from typing import Any
 
 import msgspec
@@ -15,7 +13,7 @@ from werkzeug.http import parse_accept_header
 from app.outputs.token_arrays import binary_reply, is_binary, json_reply
 from benchmarks.targets import Titopool
 from tests.conftest import StartStub
-from tests.servers import REPOSITORY, Server, environment
+from tests.servers import Server
 from titopool.wire.messages import Completed, Completion, Logprobs
 
 BINARY = {"Accept": "application/msgpack"}
@@ -115,16 +113,6 @@ def test_errors_stay_json(server: Server):
     assert answer.status_code == 400
     assert answer.headers["Content-Type"] == "application/json"
     assert answer.json()["error"]["param"] == "prompts"
-
-
-@pytest.mark.parametrize("name", ["generate", "generate_binary"])
-def test_examples_run(server: Server, name: str):
-    result = subprocess.run(
-        [sys.executable, f"examples/{name}.py", server.url],
-        env=environment(), cwd=REPOSITORY, capture_output=True, text=True, timeout=60,
-    )  # fmt: skip
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.count(" -> ") == 4
 
 
 @pytest.mark.parametrize(

@@ -1,14 +1,12 @@
 """OpenAI's routes with the openai package, unchanged, over real vLLM."""
 
-import re
-
 import openai
 import pytest
 from transformers import AutoTokenizer
 
 from app.schemas import openai as openai_bodies
 from tests import reference
-from tests.servers import REPOSITORY, Server
+from tests.servers import Server
 from tests.test_chat import HELLO, rendered
 from tests.test_generate import TOLERANCE
 from titopool.settings.sampling import SERVER_SET_FIELDS, UNSUPPORTED_FIELDS, SamplingOptions
@@ -230,16 +228,3 @@ def test_another_model_is_not_found(client):
     with pytest.raises(openai.NotFoundError) as caught:
         client.completions.create(model="gpt-2", prompt="a")
     assert caught.value.code == "model_not_found"
-
-
-def test_the_readme_s_lines_work(server: Server):
-    blocks = re.findall(r"```python\n(.*?)```", (REPOSITORY / "README.md").read_text(), re.S)
-    (code,) = [block for block in blocks if "openai" in block]
-    *lines, shown = code.replace("http://127.0.0.1:8000", server.url).strip().splitlines()
-    names: dict = {}
-    exec("\n".join([*lines, f"shown = {shown}"]), names)
-    prompt_ids, ids, text = names["shown"]
-    assert prompt_ids
-    assert ids
-    assert isinstance(text, str)
-    assert len(names["answer"].choices[0].logprobs.content) == len(ids)

@@ -4,6 +4,9 @@ import base64
 import concurrent.futures
 import http.client
 import json
+import re
+import subprocess
+import sys
 import time
 from functools import cache
 from io import BytesIO
@@ -15,7 +18,7 @@ import pytest
 from transformers.image_utils import load_image
 
 from tests.images import encoded, file_of, picture
-from tests.servers import wait_until
+from tests.servers import REPOSITORY, environment, wait_until
 from tests.vision.conftest import GREEDY, NUM_TOKENS, TOLERANCE, Vision
 
 SMALL, WIDE, LARGE = picture(56, 56, 1), picture(168, 56, 2), picture(200, 140, 3)
@@ -344,3 +347,16 @@ answer({{
         completions = answers[name]["completion_ids"]
         for place, expected in zip(places, (two, three), strict=True):
             assert completions[place] == expected.completion_ids[:4]
+
+
+def test_the_example_runs(qwen: Vision, tmp_path: Path):
+    photo = tmp_path / "photo.png"
+    LARGE.save(photo)
+    result = subprocess.run(
+        [sys.executable, "examples/generate_images.py", str(photo), qwen.server.url, qwen.folder],
+        env=environment(), cwd=REPOSITORY, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    with_image, without = re.findall(r"^(\d+) ids sent, (\d+) used: ", result.stdout, re.M)
+    assert int(with_image[0]) < int(with_image[1])
+    assert without[0] == without[1]

@@ -1,0 +1,88 @@
+"""What must hold of the documents themselves; no server is started."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.servers import REPOSITORY
+
+DOCUMENTS = [
+    *sorted(REPOSITORY.glob("*.md")),
+    *sorted((REPOSITORY / "docs").glob("*.md")),
+]
+# Written by a program, which does not wrap.
+GENERATED = {"docs/settings.md"}
+WIDTH = 100
+MAX_SENTENCES = 2
+FENCED = re.compile(r"^```.*?^```$", re.M | re.S)
+PATH = re.compile(r"(?:app|workers|titopool|tests|benchmarks|examples|docs|tools)/[\w./-]*\.\w+")
+SENTENCE_END = re.compile(r"[a-z`)\]][.!?](?= [A-Z`]|$)")
+
+
+def name_of(path: Path) -> str:
+    return path.relative_to(REPOSITORY).as_posix()
+
+
+def prose_of(path: Path) -> str:
+    """The text without fenced code."""
+    return FENCED.sub("", path.read_text())
+
+
+def anchor_of(heading: str) -> str:
+    """GitHub's anchor of a heading."""
+    text = re.sub(r"[^\w\- ]", "", heading.strip().lower())
+    return text.replace(" ", "-")
+
+
+every_document = pytest.mark.parametrize("path", DOCUMENTS, ids=name_of)
+
+
+@every_document
+def test_files_that_are_named_exist(path: Path):
+    named = {
+        found for quoted in re.findall(r"`([^`]+)`", prose_of(path))
+        for found in PATH.findall(quoted)
+    }  # fmt: skip
+    assert [one for one in sorted(named) if not (REPOSITORY / one).exists()] == []
+
+
+@every_document
+def test_links_lead_somewhere(path: Path):
+    for target in re.findall(r"\]\(([^)\s]+)\)", prose_of(path)):
+        if target.startswith(("http://", "https://")):
+            continue
+        file, _, anchor = target.partition("#")
+        linked = (path.parent / file).resolve() if file else path
+        assert linked.exists(), target
+        if anchor:
+            headings = re.findall(r"^#+ (.*)$", prose_of(linked), re.M)
+            assert anchor in map(anchor_of, headings), target
+
+
+@every_document
+def test_lines_are_wrapped_and_cells_are_short(path: Path):
+    if name_of(path) in GENERATED:
+        return
+    for line in prose_of(path).splitlines():
+        if not line.startswith("|"):
+            assert len(line) <= WIDTH, line
+            continue
+        for cell in line.split("|"):
+            assert len(SENTENCE_END.findall(cell.strip())) <= MAX_SENTENCES, cell
+
+
+def test_log_lines_that_operators_are_shown_are_in_the_sources():
+    text = (REPOSITORY / "docs" / "operators.md").read_text()
+    lines = re.findall(r"^\| `(.*?)` \|", text[text.index("\n## Logs") :], re.M)
+    sources = "\n".join(
+        path.read_text()
+        for root in ("app", "workers")
+        for path in (REPOSITORY / root).rglob("*.py")
+    )
+    assert lines
+    for line in lines:
+        # What stands between the values.
+        for fragment in re.split(r"…|\d+", line):
+            words = fragment.strip(" :;")
+            assert len(words.split()) < 2 or words in sources, line

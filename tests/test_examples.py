@@ -1,0 +1,162 @@
+"""Every example of the documents and of examples/ runs, against one real server.
+
+A fenced block of python or sh in `DOCUMENTS` runs as it is, with the server's URL, a free port and
+a folder of weights in place of those in the text. A block that cannot run here has `not-run` after
+its language, and a reason in `NOT_RUN`.
+
+Without a GPU, TRL's weight update goes over gloo in place of NCCL (`tests/trl_weights_client.py`).
+"""
+
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+from tests.servers import REPOSITORY, Server, environment, need_gpus
+from tests.trainer import DEVICE, tensors_of
+from tests.trl_client import run_trl
+from tests.trl_weights_client import GROUP_PORT, run_trl_weights
+from tests.verifiers_rollouts import forks as verifiers_forks
+from tests.weights import weights_client
+from titopool.client.weights_client import WeightsClient
+
+DOCUMENTS = ("README.md", "docs/trainers.md", "docs/operators.md", "docs/http.md")
+# Words of blocks that do not run, and why.
+NOT_RUN = {
+    "make serve": "installs; tests/test_command.py starts the server",
+    "make install": "installs; tests/test_command.py starts the server",
+    "docker compose": "needs a Docker engine; tests/compose runs it",
+    "python -P -m workers": "needs several hosts; tests/test_standalone_worker.py runs one worker",
+    "load_lora_adapter": "needs an engine with adapters; tests/test_adapters.py loads them",
+}
+BLOCK = re.compile(r"^```(\w+)( [\w-]+)?\n(.*?)^```$", re.M | re.S)
+URL, GROUP, FOLDER = "http://127.0.0.1:8000", "group_port=51216", "/weights/step-7"
+TRL_VERSION = "1.9.2"
+# `run_trl` reads the last line as JSON.
+NO_ANSWER = "print('null')"
+
+
+class Block(NamedTuple):
+    document: str
+    number: int
+    language: str
+    code: str
+
+    def __str__(self) -> str:
+        return f"{self.document}-{self.number}"
+
+    @property
+    def loads_weights(self) -> bool:
+        return any(word in self.code for word in ("WeightsClient", "init_communicator", FOLDER))
+
+
+def blocks(*, run: bool) -> Iterator[Block]:
+    for document in DOCUMENTS:
+        text = (REPOSITORY / document).read_text()
+        for number, match in enumerate(BLOCK.finditer(text), 1):
+            language, word, code = match.groups()
+            assert word in (None, " not-run"), f"{document}: {word}"
+            if language in ("python", "sh") and run == (word is None):
+                yield Block(document, number, language, code)
+
+
+@pytest.fixture(scope="module")
+def example_server(single_server: Server, tiny_model: str) -> Iterator[Server]:
+    """The server of other tests, which gets its weights and their version back."""
+    yield single_server
+    single_server.post("/resume", {})
+    client = weights_client(single_server)
+    client.update(tensors_of(tiny_model), policy="abort", version=0)
+    client.close()
+
+
+@pytest.fixture(scope="module")
+def names() -> dict[str, dict[str, Any]]:
+    """Of each document, what its Python blocks have defined; later blocks use it."""
+    return {document: {} for document in DOCUMENTS}
+
+
+@pytest.fixture(scope="module")
+def trained(tiny_model: str) -> dict[str, Any]:
+    """What the training loop around an example defines."""
+    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype="float32").to(DEVICE)
+    return {"model": model, "step": 0}
+
+
+def filled_in(code: str, server: Server, folder: str) -> str:
+    code = code.replace(URL, server.url).replace(FOLDER, folder)
+    return code.replace(GROUP, f"group_port={GROUP_PORT}")
+
+
+def run_shell(code: str) -> str:
+    """What the commands print; curl fails where the server refuses."""
+    result = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", code.replace("curl -s", "curl -sSf")],
+        cwd=REPOSITORY, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+@pytest.mark.parametrize("block", list(blocks(run=True)), ids=str)
+def test_block_runs(
+    example_server: Server,
+    tiny_model: str,
+    trained: dict[str, Any],
+    names: dict[str, dict[str, Any]],
+    block: Block,
+):
+    code = filled_in(block.code, example_server, tiny_model)
+    if block.loads_weights:
+        need_gpus(2)
+    if block.language == "sh":
+        run_shell(code)
+    elif "init_communicator" in code:
+        setup = f"model = module({tiny_model!r})\n"
+        run_trl_weights(TRL_VERSION, example_server.url, f"{setup}{code}\n{NO_ANSWER}")
+    elif "from trl" in code:
+        run_trl(TRL_VERSION, example_server.url, f"{code}\n{NO_ANSWER}")
+    elif "import verifiers" in code:
+        verifiers_forks().run(code)
+    else:
+        defined = names[block.document]
+        if block.loads_weights:
+            defined |= trained
+        exec(compile(code, str(block), "exec"), defined)
+        if isinstance(client := defined.get("client"), WeightsClient):
+            # As at the end of a trainer's process: the next trainer may come.
+            client.close()
+
+
+def test_every_block_that_does_not_run_has_a_reason():
+    left_out = [block.code for block in blocks(run=False)]
+    for code in left_out:
+        assert any(words in code for words in NOT_RUN), code
+    for words in NOT_RUN:
+        assert any(words in code for code in left_out), words
+
+
+def test_the_first_answer_in_the_readme_has_the_fields_and_ids_of_today(example_server: Server):
+    (shown,) = [
+        code for language, _, code in BLOCK.findall((REPOSITORY / "README.md").read_text())
+        if language == "json"
+    ]  # fmt: skip
+    answer = example_server.generate(["Hello, world"], max_tokens=8)
+    assert set(re.findall(r'"(\w+)":', shown)) <= set(answer)
+    first_ids = re.findall(r"\d+", shown[: shown.index("…")])
+    assert answer["prompt_ids"][0][: len(first_ids)] == [int(one) for one in first_ids]
+
+
+@pytest.mark.parametrize("name", ["generate", "generate_binary"])
+def test_example_runs(example_server: Server, name: str):
+    """`generate_images` needs a vision-language model: tests/vision/test_images.py runs it."""
+    result = subprocess.run(
+        [sys.executable, f"examples/{name}.py", example_server.url],
+        env=environment(), cwd=REPOSITORY, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count(" -> ") == 4
