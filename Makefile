@@ -17,7 +17,7 @@ FASTER = $(PIP) install --quiet $(CONSTRAINTS) -e '.[fast]' 2>/dev/null \
 	  || echo "no C compiler: gunicorn parses HTTP in Python, which costs a little more"
 INSTALLED = $(VENV)/.installed-$(PLATFORM)
 TOOLS = $(VENV)/.installed-tools
-.PHONY: help install tools serve test check format bench bench-front bench-images bench-streams bench-weights bench-placement test-chaos test-fuzz test-soak test-compose clean
+.PHONY: help install tools serve test check format docs bench bench-front bench-images bench-streams bench-weights bench-placement test-chaos test-fuzz test-soak test-compose clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -62,7 +62,7 @@ serve: install  ## serve MODEL=folder-or-hub-name (default: a tiny random demo m
 test: tools  ## all tests, with real vLLM on tiny models (ARGS='-k …' for some)
 	$(BIN)/python -m pytest $(ARGS)
 
-check: tools  ## what must hold of the sources: style, types, who imports whom, README's table
+check: tools  ## what must hold of the sources: style, types, who imports whom, docs/settings.md
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
@@ -71,6 +71,9 @@ check: tools  ## what must hold of the sources: style, types, who imports whom, 
 format: tools  ## edits the sources into shape
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+docs: tools  ## writes docs/settings.md from the settings in the code
+	$(BIN)/python -m tools.settings_page
 
 # Where the results go, without ending; and more options, e.g. BENCH='--shape qwen3-0.6b'.
 OUT ?= benchmarks/results/$(shell date +%F)-$(PLATFORM)

@@ -26,15 +26,10 @@ from gevent.monkey import get_original
 from app.descriptors import limits_within
 from titopool.child_environment import child_environment
 from titopool.errors import ConfigError
-from titopool.settings.config import (
-    ENV_PREFIX,
-    FAILURE_FILE,
-    check_engine_options,
-    from_environment,
-    ignored_variables,
-)
+from titopool.settings.config import ENV_PREFIX, FAILURE_FILE
 from titopool.settings.gpus import number_of_workers
 from titopool.settings.logs import configure_logging
+from titopool.settings.sources import check_engine_options, from_environment, ignored_variables
 from titopool.wire.sockets import read_curve_key
 
 try:

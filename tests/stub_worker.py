@@ -20,9 +20,9 @@ from typing import Any
 import numpy as np
 
 from titopool.errors import GenerationFailed, WeightUpdateFailed
-from titopool.settings.config import from_environment
 from titopool.settings.logs import configure_logging
 from titopool.settings.sampling import SamplingOptions, decode_options
+from titopool.settings.sources import from_environment
 from titopool.wire.commands import PauseMode
 from titopool.wire.messages import Completion, Job, Logprobs, Part, WorkerFacts
 from workers.engine.lora import Adapter, Adapters

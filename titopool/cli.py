@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from titopool import __version__
 from titopool.child_environment import child_environment
 from titopool.errors import ConfigError
-from titopool.settings.config import ENV_PREFIX, from_command_line, ignored_variables, usage
+from titopool.settings.config import ENV_PREFIX
+from titopool.settings.sources import from_command_line, ignored_variables, usage
 
 
 def main(argv: Sequence[str] | None = None) -> int:
