@@ -130,10 +130,9 @@ class TimedClient(WeightsClient):
         super().__init__(*args, **options)
         self.seconds: dict[str, float] = {}
 
-    def call(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-        return self._timed(
-            path.rpartition("/")[2], lambda: super(TimedClient, self).call(path, body)
-        )
+    def call(self, path: str, body: dict[str, Any] | None = None, **options: Any) -> dict[str, Any]:
+        name = path.rpartition("/")[2]
+        return self._timed(name, lambda: super(TimedClient, self).call(path, body, **options))
 
     def _send(self, buffers: Any) -> None:
         self._timed("send", lambda: super(TimedClient, self)._send(buffers))
