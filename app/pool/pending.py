@@ -19,19 +19,19 @@ class Request:
     def __init__(
         self,
         jobs: list[Job],
-        places: Sequence[str] = (),
+        locations: Sequence[str] = (),
         *,
         facts: WorkerFacts | None = None,
     ):
         """Jobs and what they were made of.
 
         Args:
-            places: of the jobs' prompts in the client's body; none: `prompts[0]`, …
+            locations: of the jobs' prompts in the client's body; none: `prompts[0]`, …
             facts: of the model that the jobs were checked for; None: any will do.
         """
         self.jobs = jobs
         self.facts = facts
-        self._places = places or [f"prompts[{index}]" for index in range(len(jobs))]
+        self._locations = locations or [f"prompts[{index}]" for index in range(len(jobs))]
         self.results: list[Completed | None] = [None] * len(jobs)
         self.error: TitopoolError | None = None
         self.num_open = len(jobs)
@@ -42,9 +42,9 @@ class Request:
         """Whether the end has come: all jobs are complete, or one has failed."""
         return bool(self._done.is_set())
 
-    def place_of(self, index: int) -> str:
+    def location_of(self, index: int) -> str:
         """Where the prompt of job `index` stood in the client's body."""
-        return self._places[index]
+        return self._locations[index]
 
     def add_chunk(self, index: int, chunk: Chunk) -> None:
         """Records what job `index` made meanwhile; only a streamed one makes chunks."""
@@ -98,11 +98,11 @@ class StreamedRequest(Request):
     def __init__(
         self,
         jobs: list[Job],
-        places: Sequence[str] = (),
+        locations: Sequence[str] = (),
         *,
         facts: WorkerFacts | None = None,
     ):
-        super().__init__(jobs, places, facts=facts)
+        super().__init__(jobs, locations, facts=facts)
         self._chunks: deque[ChunkOfJob] = deque()
         self._begun: set[int] = set()
         # Set when there is something to read, or the end has come.

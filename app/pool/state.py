@@ -203,7 +203,7 @@ class Pool:
             self._fail(
                 open_job,
                 GenerationFailed(
-                    f"{open_job.request.place_of(open_job.index)}: {num_deaths} workers died while they ran it "
+                    f"{open_job.request.location_of(open_job.index)}: {num_deaths} workers died while they ran it "
                     f"(the last: {reason}); it is not tried again"
                 ),
             )
@@ -213,7 +213,7 @@ class Pool:
             self._fail(
                 open_job,
                 GenerationFailed(
-                    f"{open_job.request.place_of(open_job.index)}: its worker was lost during the "
+                    f"{open_job.request.location_of(open_job.index)}: its worker was lost during the "
                     f"stream ({reason}); send the request again"
                 ),
             )
@@ -352,7 +352,7 @@ class Pool:
             worker.remove(result.job_id)
             if isinstance(result, Failed):
                 error_type = ERRORS_BY_CODE.get(result.code, GenerationFailed)
-                text = f"{open_job.request.place_of(open_job.index)}: {result.message}"
+                text = f"{open_job.request.location_of(open_job.index)}: {result.message}"
                 self._fail(open_job, error_type(text, param=result.param))
             else:
                 if result.prefix:

@@ -47,8 +47,8 @@ def stream(asked: Asked, chat: ChatParsing | None, held: ExitStack) -> Response:
         is_streamed=True,
         adapter=asked.adapter,
     )
-    places = [prompt.place for prompt in asked.prompts]
-    request = StreamedRequest(jobs, places, facts=asked.admission.facts)
+    locations = [prompt.location for prompt in asked.prompts]
+    request = StreamedRequest(jobs, locations, facts=asked.admission.facts)
     held.callback(lambda: service.link.cancel(request, ClientGone("the answer was not read")))
     held.enter_context(submitted(service, request))
     _wait(asked, request)
