@@ -164,7 +164,7 @@ def within(
 
     Raises:
         TimeoutError: `make` took longer than `timeout_s`, or `should_stop()` was true. The thread
-            goes on; the group that it makes is aborted.
+            still runs; a group that it makes later is aborted.
         BaseException: what `make` raised.
     """
     made = run_in_thread(make)

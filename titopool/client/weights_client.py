@@ -270,7 +270,7 @@ class WeightsClient:
         raise WeightsError(f"sending failed: {error}") from error
 
     def _fill_buffers(self, infos: list[TensorInfo], values: list[Any]) -> Iterator[Any]:
-        """The buffer of each bucket, filled when it is asked for."""
+        """Yields the buffer of each bucket. A buffer is filled on demand."""
         import torch
 
         device = self._device()
