@@ -100,13 +100,14 @@ class TrainerGroup:
         return Nccl(rank=0, world_size=self._world_size, nccl_id=nccl_id, device=self._device)
 
     def broadcast(self, buffer: Any, *, check_workers: Callable[[], None]) -> Callable[[], Any]:
-        """Starts to send `buffer`, uint8 of shape (bytes,). The caller must not change it until then.
+        """Starts to send `buffer`, uint8 of shape (bytes,).
 
         Args:
             check_workers: called every `WORKERS_POLL_S` while NCCL sends; may raise.
 
         Returns:
-            A function that waits until the buffer is sent. It raises what `check_workers` raises.
+            A function that waits until the buffer is sent. Until it returns, the caller must not
+            change the buffer. It raises what `check_workers` raises.
         """
         if self.backend == "nccl":
             self._group.broadcast(buffer, 0)
