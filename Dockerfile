@@ -1,35 +1,36 @@
-# One image for front end and workers, so that both have the same tokenizer and settings.
+# One image for front ends and workers, so that both have the same versions of all packages.
 #
 #   docker build --build-arg PLATFORM=gpu -t titopool:gpu .
 #   docker run --gpus all --shm-size 8g -p 127.0.0.1:8000:8000 titopool:gpu
 #
-# The second line is a whole server in one container; docker-compose.yml has them apart.
+# The second command runs the whole server in one container. docker-compose.yml runs front end and
+# workers in separate containers.
 
-# Any image of a Debian kind with Python 3.11 or later and its headers.
+# Any Debian-based image with Python 3.11 or later and its headers.
 ARG BASE_IMAGE=python:3.11-slim
 FROM ${BASE_IMAGE}
 
-# Triton and torch.compile call the compiler while a model loads; vLLM's CPU build needs
-# libnuma. A base image that has them already needs no package mirror.
+# Triton and torch.compile call the compiler while a model loads. vLLM's CPU build needs libnuma. If
+# the base image has these packages, no package mirror is needed.
 RUN dpkg --status g++ libnuma1 make >/dev/null 2>&1 \
     || { apt-get update \
          && apt-get install -y --no-install-recommends g++ libnuma1 make \
          && rm -rf /var/lib/apt/lists/*; }
 
-# Nothing below runs as root but the build. What the server writes, it writes to /cache (hub
-# downloads, the demo model, vLLM's compiled code) and /pool (what front end and workers
-# share); a new volume mounted there takes over owner and mode.
+# Only the build runs as root. The server writes to /cache (hub downloads, the demo model, vLLM's
+# compiled code) and to /pool (the key and locks that front end and workers share). A new volume that
+# is mounted there gets owner and mode of the folder.
 RUN useradd --create-home --uid 1000 titopool \
     && install -d -o titopool -g titopool -m 0700 /cache /pool \
     && install -d /models
 
-# gpu or cpu: which build of vLLM is installed.
+# gpu or cpu: the build of vLLM to install.
 ARG PLATFORM=gpu
 
 WORKDIR /srv/titopool
 
-# First only what the installation reads: a change of the sources below does not install
-# vLLM again. The installation is an editable one; it wants to see the packages, and a README.
+# Copies only what the installation reads, so that a change of the sources does not install vLLM
+# again. The editable installation needs the three packages and a README.
 COPY Makefile pyproject.toml setup.cfg setup.py ./
 COPY constraints constraints
 COPY tools tools
@@ -42,7 +43,7 @@ COPY titopool titopool
 COPY app app
 COPY workers workers
 
-# In a container, only what its owner publishes can be reached.
+# Listens at all addresses: a container is reachable only through published ports.
 ENV PATH=/opt/titopool/bin:$PATH \
     PYTHONUNBUFFERED=1 \
     XDG_CACHE_HOME=/cache \
@@ -51,5 +52,5 @@ ENV PATH=/opt/titopool/bin:$PATH \
 
 USER titopool
 EXPOSE 8000
-# gunicorn's processes touch a file as a sign of life; on a container's disk that can block.
+# gunicorn's processes touch a heartbeat file, which can block on a container's disk.
 CMD ["gunicorn", "--worker-tmp-dir", "/dev/shm", "app:create_app()"]

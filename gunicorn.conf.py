@@ -1,3 +1,3 @@
-"""Read by gunicorn from the folder it starts in: makes `gunicorn 'app:create_app()'` a whole server."""
+"""gunicorn reads this file in its working folder: `gunicorn 'app:create_app()'` is a whole server."""
 
 from app.gunicorn_hooks import *  # noqa: F403

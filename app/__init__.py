@@ -11,7 +11,8 @@ from app.routes.admin import health, metrics
 from app.routes.generation import chat, generate, models, openai, sequence_logprobs, tokenize
 from app.routes.weights import lora, trl_weights, weights
 from app.service import Service
-from titopool.settings.config import ServerConfig, from_environment
+from titopool.settings.config import ServerConfig
+from titopool.settings.sources import from_environment
 
 
 def create_app(config: ServerConfig | None = None) -> Flask:

@@ -40,7 +40,7 @@ class Prompt(NamedTuple):
 
     token_ids: np.ndarray
     # Where it stood in the client's body.
-    place: str
+    location: str
     images: PromptImages = NO_IMAGES
     cache_salt: str | None = None
     # Whether the client sent just these ids.
@@ -80,7 +80,7 @@ def generate(
         TitopoolError: why the request failed.
     """
     jobs = checked_jobs(admission, prompts, options, chat=chat, adapter=adapter)
-    request = Request(jobs, [prompt.place for prompt in prompts], facts=admission.facts)
+    request = Request(jobs, [prompt.location for prompt in prompts], facts=admission.facts)
     run(admission, request)
     return request.completed()
 
@@ -102,7 +102,7 @@ def checked_jobs(
     link, facts = admission.service.link, admission.facts
     check_placeholders(
         [one.token_ids for one in prompts], [one.images for one in prompts],
-        [one.place for one in prompts], facts.images,
+        [one.location for one in prompts], facts.images,
     )  # fmt: skip
     jobs = make_jobs(prompts, options, facts, with_prefixes=link.needs_prefixes)
     link.check_ready()

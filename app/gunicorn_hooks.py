@@ -24,17 +24,12 @@ import gevent
 from gevent.monkey import get_original
 
 from app.descriptors import limits_within
-from titopool.child_environment import child_environment
 from titopool.errors import ConfigError
-from titopool.settings.config import (
-    ENV_PREFIX,
-    FAILURE_FILE,
-    check_engine_options,
-    from_environment,
-    ignored_variables,
-)
+from titopool.launch import child_environment
+from titopool.settings.config import ENV_PREFIX, FAILURE_FILE
 from titopool.settings.gpus import number_of_workers
 from titopool.settings.logs import configure_logging
+from titopool.settings.sources import check_engine_options, from_environment, ignored_variables
 from titopool.wire.sockets import read_curve_key
 
 try:

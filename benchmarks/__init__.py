@@ -1,1 +1,1 @@
-"""Measures the server against the bare engine. Not part of the product."""
+"""Benchmarks of this server, the bare engine and other servers. Not part of the product."""

@@ -1,9 +1,9 @@
-"""The limit: `LLM.generate` in a process of its own, with the prompts that the servers get.
+"""The upper limit: `LLM.generate` in a process of its own, with the servers' prompts.
 
     python -m benchmarks.bare_engine JOB.json ANSWER.json
 
-`JOB.json` holds the engine's options, sizes, patterns, repeats and kinds: vLLM's default
-container of log-probabilities, or the flat one that this server asks for.
+`JOB.json` holds the engine's options, sizes, patterns, repeats and kinds. A kind is the container of
+log-probabilities: vLLM's default, or the flat one that this server uses.
 """
 
 import json
@@ -32,7 +32,7 @@ def main() -> None:
     for repeat in range(job["repeats"]):
         for name in job["patterns"]:
             for index, kind in enumerate(job["kinds"]):
-                # Prompts of its own for each kind: the second must find none in the cache.
+                # New prompts for each kind, so that the second kind finds none in the prefix cache.
                 number = repeat * len(job["kinds"]) + index
                 run = _run(llm, make_pattern(name, sizes, repeat=number), is_flat=kind == FLAT)
                 runs.append({"kind": kind, "pattern": name, **run})

@@ -1,13 +1,12 @@
-"""This server beside the bare engine, vLLM's own server and TRL's, in one run on one machine.
+"""Compares this server with the bare engine, vLLM's server and TRL's server on one machine.
 
     python -m benchmarks.bench                              # tiny model, any machine
     python -m benchmarks.bench --shape qwen3-0.6b --num-workers 1 2 4 --trl FOLDER
 
-Each is started with the same model folder and engine options, gets the same prompts in the
-same patterns, and is stopped before the next one starts. With several workers a server gets
-as many times the prompts, and its ratio is to as many engines. The results go to
-`OUT.json`, `OUT.md` and `OUT.png`. A run whose token counts are not what was asked for is
-not reported: the benchmark ends with an error.
+Each target starts with the same model folder and engine options, gets the same prompts in the same
+patterns, and stops before the next target starts. A server with w workers gets w times the prompts;
+its ratio is to w engines. The results go to `OUT.json`, `OUT.md` and `OUT.png`. If a run returns
+other numbers of tokens than requested, the benchmark ends with an error.
 """
 
 import argparse
@@ -59,7 +58,7 @@ def main() -> None:
                 environ = engine_environment(on_cpu=on_cpu, num_workers=first.num_workers)
                 with running(first, engine, environ, folder / "log") as server:
                     result["runs"] += measure(server, same_server, engine, sizes, options)
-                # What has been measured stays, whatever becomes of the next server.
+                # Keeps the results so far, also if the next server fails.
                 report.save(result, out)
     report.write(result, out)
 
@@ -74,20 +73,26 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--input-len", type=int, default=32)
     parser.add_argument("--output-len", type=int, default=32)
     parser.add_argument("--max-num-seqs", type=int, default=0, help="0: twice the prompts")
-    parser.add_argument("--dummy-weights", action="store_true", help="without weights on disk")
+    parser.add_argument(
+        "--dummy-weights", action="store_true", help="write no weights; vLLM makes random ones"
+    )
     parser.add_argument("--patterns", nargs="+", choices=PATTERNS, default=list(PATTERNS))
     parser.add_argument("--targets", nargs="+", choices=TARGETS, default=list(TARGETS))
-    parser.add_argument("--flat", action="store_true", help="also LLM.generate(flat_logprobs)")
-    parser.add_argument("--trl", metavar="FOLDER", help="folder that holds trl 1.9.2")
-    parser.add_argument("--serve-options", default="", help="more options for titopool serve")
-    parser.add_argument("--repeats", type=int, default=3, help="of each pattern at each start")
-    parser.add_argument("--rounds", type=int, default=1, help="starts of each server, in turn")
-    parser.add_argument("--out", default="bench", help="name of the result files, without ending")
+    parser.add_argument(
+        "--flat", action="store_true", help="also measure LLM.generate with flat_logprobs"
+    )
+    parser.add_argument("--trl", metavar="FOLDER", help="folder with the package trl 1.9.2")
+    parser.add_argument("--serve-options", default="", help="further options of titopool serve")
+    parser.add_argument("--repeats", type=int, default=3, help="runs of each pattern per start")
+    parser.add_argument("--rounds", type=int, default=1, help="starts of each server")
+    parser.add_argument(
+        "--out", default="bench", help="path of the result files, without extension"
+    )
     return parser.parse_args()
 
 
 def chosen_targets(options: argparse.Namespace) -> list[list[Target]]:
-    """What is measured; targets in one list are one server, asked in several ways."""
+    """The targets. Targets in one list share one server and differ in their requests."""
     targets: list[list[Target]] = []
     kinds = [name for name in ("titopool", "binary") if name in options.targets]
     words = options.serve_options.split()
@@ -110,18 +115,18 @@ def make_engine(options: argparse.Namespace, folder: Path, *, on_cpu: bool) -> E
         check=True, timeout=600,
     )  # fmt: skip
     chosen: dict[str, Any] = {"max_model_len": 2048, "logprobs_mode": "processed_logprobs"}
-    # As many as the pattern "queue" has under way, so that the bare engine runs no more.
+    # As many as the pattern "queue" has in flight, so that the bare engine runs no more.
     chosen["max_num_seqs"] = options.max_num_seqs or 2 * options.num_prompts
     if options.shape == "tiny":
         chosen["dtype"] = "float32"
     if options.dummy_weights and options.shape != "tiny":
         chosen["load_format"] = "dummy"
     if on_cpu:
-        # What this server gives its engines on a CPU, for the other servers too.
+        # This server's defaults on a CPU, also for the other servers.
         chosen |= {"enforce_eager": True, "gpu_memory_utilization": 0.4}
         chosen["distributed_executor_backend"] = "uni"
     else:
-        # Likewise; vLLM's own limit of 512 makes it slower from the 513th sequence on.
+        # This server's default, too. vLLM's default of 512 is slower from the 513th sequence on.
         chosen["max_cudagraph_capture_size"] = chosen["max_num_seqs"]
     return Engine(str(model), chosen)
 
@@ -164,7 +169,7 @@ def measure(
     sizes: Sizes,
     options: argparse.Namespace,
 ) -> list[dict[str, Any]]:
-    """All patterns, `repeats` times in turn, after one that warms up."""
+    """One run that warms up, then all patterns, `repeats` times in turn."""
     num_prompts = sizes.num_prompts * targets[0].num_workers
     scaled = Sizes(num_prompts, sizes.input_len, sizes.output_len)
     warm_up = for_target(make_pattern("batch", scaled, repeat=-1), targets[0])
@@ -173,7 +178,7 @@ def measure(
     for repeat in range(options.repeats):
         for name in options.patterns:
             for index, target in enumerate(targets):
-                # Prompts of its own for each target: the second must find none in the cache.
+                # New prompts for each target, so that the second finds none in the prefix cache.
                 number = repeat * len(targets) + index
                 pattern = for_target(make_pattern(name, scaled, repeat=number), target)
                 run = measure_once(server, target, pattern, engine)
@@ -184,7 +189,7 @@ def measure(
 
 
 def for_target(pattern: Pattern, target: Target) -> Pattern:
-    """The pattern, shortened for a server that takes one request after the other."""
+    """The pattern, shortened for a server that runs one request at a time."""
     if target.max_calls is None:
         return pattern
     calls = pattern.calls[: target.max_calls]
@@ -228,22 +233,22 @@ def measure_once(
 def check_lengths(
     target: Target, pattern: Pattern, answers: list[bytes], num_expected: int
 ) -> None:
-    """Ends the benchmark when a good answer does not hold what was asked for."""
+    """Ends the benchmark if a successful response has other lengths than requested."""
     per_call = len(pattern.calls[0].prompts) * pattern.calls[0].n
     wanted = [pattern.output_len] * (per_call * num_expected)
     try:
         found = [length for answer in answers for length in target.lengths(answer)]
     except (WrongAnswer, LookupError, TypeError, ValueError) as error:
-        sys.exit(f"{target.name}, {pattern.name}: not reported, an answer is wrong: {error!r}")
+        sys.exit(f"{target.name}, {pattern.name}: not reported: a response is malformed: {error!r}")
     if found != wanted:
         sys.exit(
-            f"{target.name}, {pattern.name}: not reported, expected {len(wanted)} completions of "
+            f"{target.name}, {pattern.name}: not reported: expected {len(wanted)} completions of "
             f"{pattern.output_len} tokens, got {len(found)} of {sorted(set(found))}"
         )
 
 
 def quantiles(latencies_s: list[float]) -> dict[str, float]:
-    """Median, 99th percentile and greatest."""
+    """Median, 99th percentile and maximum."""
     ordered = sorted(latencies_s)
     return {
         "p50": statistics.median(ordered),

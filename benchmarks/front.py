@@ -1,9 +1,9 @@
-"""The front end and the wire alone: real gunicorn, real sockets, stub engines in the workers.
+"""Front ends and messages alone: real gunicorn and sockets, stub engines in the workers.
 
     python -m benchmarks.front [--num-front-ends 1 2 4] [--num-clients 1 16 256 2048]
 
-The stub answers at once with as many tokens as were asked for, so what is measured is what
-each request and each token costs outside the engine: the limit that the front end sets.
+A stub engine returns the requested number of tokens immediately. So the benchmark measures what a
+request and a token cost outside the engine, which is the limit that front ends set.
 """
 
 import argparse
@@ -31,7 +31,7 @@ COLUMNS = (
 
 
 class FrontEnd(Titopool):
-    """The front end before workers that run already."""
+    """This server, with workers that run already."""
 
     def __init__(self, num_front_ends: int, endpoints: list[str], *, kind: str):
         super().__init__(len(endpoints), binary=kind == "MessagePack")
@@ -84,15 +84,19 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--num-front-ends", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--num-clients", type=int, nargs="+", default=[1, 16, 256, 2048])
     parser.add_argument("--num-workers", type=int, default=1, help="stub workers")
-    parser.add_argument("--num-tokens", type=int, default=256, help="in, and out")
+    parser.add_argument(
+        "--num-tokens", type=int, default=256, help="tokens of each prompt, and of each completion"
+    )
     parser.add_argument("--answers", nargs="+", choices=KINDS, default=list(KINDS))
-    parser.add_argument("--out", default="bench-front", help="name of the result files")
+    parser.add_argument(
+        "--out", default="bench-front", help="path of the result files, without extension"
+    )
     return parser.parse_args()
 
 
 @contextmanager
 def stub_workers(options: argparse.Namespace, folder: Path) -> Iterator[list[str]]:
-    """Endpoints of running stub workers."""
+    """Starts stub workers, yields their endpoints and stops them."""
     endpoints = [f"ipc://{folder}/worker-{index}" for index in range(options.num_workers)]
     processes = [
         subprocess.Popen(
@@ -117,7 +121,7 @@ def stub_environment() -> dict[str, str]:
 
 
 def patterns(options: argparse.Namespace) -> Iterator[Pattern]:
-    """One-prompt requests for each number of clients, and one request with many prompts."""
+    """One-prompt requests from each number of clients, then requests with many prompts."""
     length = options.num_tokens
     for num_clients in options.num_clients:
         num_calls = min(4096, max(500, 3 * num_clients))
@@ -154,7 +158,7 @@ def measure(server: Running, target: FrontEnd, pattern: Pattern) -> dict[str, An
 
 
 def markdown(result: dict[str, Any]) -> str:
-    """The table."""
+    """The results as a table."""
     machine = result["machine"]
     lines = [
         f"{machine['date']}, {machine['num_cores']} cores of {machine['processor']}, shared with "

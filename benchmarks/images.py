@@ -1,11 +1,11 @@
-"""Images a second for one worker, and what text requests feel meanwhile.
+"""Images a second on one worker, and the latency of text requests at the same time.
 
     python -m benchmarks.images                                    # tiny Qwen2.5-VL, any machine
     python -m benchmarks.images --shape qwen2.5-vl-3b --image-threads 1 4 8
 
-One server for each number of threads. It gets as many prompts with an image as `--num-images`
-says, in one request: by themselves, with text requests one after the other beside them, a
-second time (every image known to the prefix cache), and an eighth of them with n = 8.
+Starts one server for each number of threads. Each server gets `--num-images` prompts with an image in
+one request: alone, together with text requests one after another, again (all images are in the
+prefix cache), and an eighth of them with n = 8.
 """
 
 import argparse
@@ -31,7 +31,7 @@ from tests.vision_models import QWEN_3B, make_qwen_vl
 
 SHAPES: dict[str, dict[str, Any] | None] = {"tiny": None, "qwen2.5-vl-3b": QWEN_3B}
 NUM_IDLE = 40
-# Behind the image: more than a block of the prefix cache, or no image would be found in it.
+# Ids after the image. More than a block of the prefix cache, or no image would be found in it.
 TEXT = range(100, 240)
 NUM_TEXT_TOKENS = 8
 
@@ -62,12 +62,14 @@ def main() -> None:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--shape", choices=SHAPES, default="tiny")
-    parser.add_argument("--size", default="640x480", help="of each image")
+    parser.add_argument("--size", default="640x480", help="width x height of each image")
     parser.add_argument("--num-images", type=int, default=64)
     parser.add_argument("--output-len", type=int, default=16)
     parser.add_argument("--image-threads", type=int, nargs="+", default=[1])
     parser.add_argument("--serve-options", default="")
-    parser.add_argument("--out", default="bench-images", help="name of the result files")
+    parser.add_argument(
+        "--out", default="bench-images", help="path of the result files, without extension"
+    )
     return parser.parse_args()
 
 
@@ -84,11 +86,11 @@ def measure(
     count = options.num_images
 
     def ask(first: int, number: int, n: int = 1, scale: int = 1) -> Callable[[], None]:
-        """A request of `number` prompts with the images from number `first` on.
+        """A function that sends `number` prompts with the images from number `first` on.
 
         Args:
-            scale: files so many times as wide and high, of which the processor makes images of
-                16 tokens: much to do for its threads, little for the engine.
+            scale: factor for the files' width and height. If it is not 1, the processor scales the
+                images down to 16 tokens: much work for its threads, little for the engine.
         """
         images = [photo(scale * width, scale * height, first + index) for index in range(number)]
         kwargs = None if scale == 1 else {"max_pixels": 16 * 28 * 28}
@@ -98,7 +100,7 @@ def measure(
             "max_tokens": options.output_len, "generation_kwargs": {"ignore_eos": True},
         }  # fmt: skip
 
-        # Made before: this process asks for text meanwhile.
+        # Encoded in advance, because this process also sends text requests.
         encoded = json.dumps(body).encode()
 
         def send() -> None:
@@ -131,7 +133,7 @@ def measure(
 
 
 def photo(width: int, height: int, seed: int) -> str:
-    """A JPEG in base64, as smooth as a photograph mostly is, so that its size is one's too."""
+    """A JPEG in base64, as smooth as a photograph, so that its file size is realistic."""
     coarse = np.random.default_rng(seed).integers(0, 256, (height // 8, width // 8, 3), np.uint8)
     image = PIL.Image.fromarray(coarse).resize((width, height), PIL.Image.Resampling.BICUBIC)
     file = BytesIO()
@@ -150,7 +152,7 @@ def seconds(call: Callable[[], Any]) -> float:
 
 
 def with_text_beside(server: Server, send: Callable[[], None]) -> tuple[float, list[float]]:
-    """Seconds that `send` takes, and the latencies of text requests meanwhile."""
+    """Seconds of `send`, and the latencies of text requests at the same time."""
     latencies: list[float] = []
     is_over = threading.Event()
 
@@ -169,19 +171,19 @@ def with_text_beside(server: Server, send: Callable[[], None]) -> tuple[float, l
 COLUMNS = {
     "threads": lambda run: str(run["image_threads"]),
     "images/s": lambda run: f"{run['images_per_s']:.1f}",
-    "with text beside": lambda run: f"{run['images_per_s_with_text']:.1f}",
-    "known to the cache": lambda run: f"{run['images_per_s_again']:.1f}",
+    "with text requests": lambda run: f"{run['images_per_s_with_text']:.1f}",
+    "in the prefix cache": lambda run: f"{run['images_per_s_again']:.1f}",
     "n = 8": lambda run: f"{run['images_per_s_groups']:.1f}",
-    "ms of a thread for each": lambda run: f"{1e3 * run['image_seconds'] / run['images']:.1f}",
+    "thread ms per image": lambda run: f"{1e3 * run['image_seconds'] / run['images']:.1f}",
     "text alone, p50 ms": lambda run: f"{1e3 * run['text_p50_s']:.1f}",
-    "beside images, p50 and max": lambda run: pair(run, ""),
-    "three times as large, shrunk: images/s": lambda run: f"{run['shrunk_images_per_s']:.1f}",
-    "text beside them, p50 and max": lambda run: pair(run, "_shrunk"),
+    "text with images, p50 and max": lambda run: pair(run, ""),
+    "3 times as large, scaled down: images/s": lambda run: f"{run['shrunk_images_per_s']:.1f}",
+    "text with these, p50 and max": lambda run: pair(run, "_shrunk"),
 }
 
 
 def pair(run: dict[str, Any], kind: str) -> str:
-    """Milliseconds of text requests beside images."""
+    """Median and maximum of text requests in milliseconds, at the same time as images."""
     median, greatest = run["text_p50_s_beside" + kind], run["text_max_s_beside" + kind]
     return f"{1e3 * median:.1f}, {1e3 * greatest:.1f}"
 

@@ -1,7 +1,7 @@
-"""The load generator: bodies made before, answers read after, several client processes.
+"""The load generator: several client processes send encoded bodies and decode nothing.
 
-A client in Python is slower than the servers it measures unless it does as little as
-possible between the first byte sent and the last one received.
+A Python client is slower than the servers under test unless it does very little between the first
+byte sent and the last byte received.
 """
 
 import asyncio
@@ -14,18 +14,18 @@ from typing import Any
 import aiohttp
 
 TIMEOUT_S = 900.0
-# A process of this generator keeps up with so many requests at once.
+# Concurrent requests that one client process can handle.
 CALLS_PER_PROCESS = 128
 
 
 @dataclass
 class Sent:
-    """What came back, in the order of the bodies."""
+    """The responses, in the order of the bodies."""
 
-    # Wall seconds from the first request to the end of the last answer.
+    # Wall-clock seconds from the first request to the end of the last response.
     elapsed_s: float
     latencies_s: list[float]
-    # HTTP status; 0 where the connection failed.
+    # HTTP status; 0 if the connection failed.
     statuses: list[int]
     answers: list[bytes] = field(repr=False)
 
@@ -38,10 +38,10 @@ def send(
     headers: Mapping[str, str],
     num_processes: int = 0,
 ) -> Sent:
-    """POSTs every body to `url`, `concurrency` at once, and waits for all answers.
+    """POSTs every body to `url`, `concurrency` at once, and waits for all responses.
 
     Args:
-        num_processes: 0 takes as many as keep up.
+        num_processes: client processes; 0: enough for `concurrency`.
     """
     num_processes = num_processes or min(8, 1 + (concurrency - 1) // CALLS_PER_PROCESS)
     context = multiprocessing.get_context("fork")
@@ -78,7 +78,7 @@ def _client(
 async def _send_all(
     url: str, bodies: Sequence[bytes], share: int, headers: Mapping[str, str], barrier: Any
 ) -> list[tuple[float, float, int, bytes]]:
-    """(begin, end, status, answer) of each body; times are the machine's monotonic seconds."""
+    """(begin, end, status, response) of each body; times in monotonic seconds."""
     results: list[tuple[float, float, int, bytes]] = [(0.0, 0.0, 0, b"")] * len(bodies)
     rest = iter(enumerate(bodies))
 

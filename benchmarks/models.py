@@ -1,4 +1,4 @@
-"""Model folders with random weights, made on the spot: no benchmark needs a download."""
+"""Writes models with random weights, so that no benchmark needs a download."""
 
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 
-# Ids that every shape has; the special ones stand at the ends.
+# Ids of normal tokens in every shape; special tokens are outside.
 PROMPT_IDS = range(10, 2000)
 
 
@@ -31,8 +31,8 @@ def make_model(shape: str, folder: Path, *, with_weights: bool) -> str:
     """Writes a Qwen3 of `shape` and a small tokenizer to `folder`; returns its path.
 
     Args:
-        with_weights: False leaves the weights to vLLM's `load_format="dummy"`, which TRL's
-            server cannot be asked for.
+        with_weights: False: the server must run with vLLM's `load_format="dummy"`, which TRL's
+            server does not offer.
     """
     from titopool import demo_model
 
@@ -61,5 +61,5 @@ def make_model(shape: str, folder: Path, *, with_weights: bool) -> str:
 if __name__ == "__main__":
     import sys
 
-    # In a process of its own: what it takes of the GPU is given back when it ends.
+    # Runs in a process of its own, so that its GPU memory is free afterwards.
     make_model(sys.argv[1], Path(sys.argv[2]), with_weights=sys.argv[3] == "weights")

@@ -1,16 +1,16 @@
-"""Placement policies beside one another, on simulated workers.
+"""Compares routing policies on simulated workers.
 
     python -m benchmarks.placement [--out FILE] [--num-workers 2 4 8] [--num-seeds 5]
 
-Drives the server's own `app/pool/state.py` and `app/pool/placement.py`, without sockets and threads, in
-simulated time. An engine runs sequences in one continuous batch with a prefix cache of limited
-size; a prefill holds up its decoding, as the sum of the steps does in vLLM, and decoding does
-not slow down with length. The constants below are assumptions, about those of a model of 8
-billion parameters on an H200; no engine was measured.
+Runs the server's `app/pool/state.py` and `app/pool/placement.py` in simulated time, without sockets
+and threads. A simulated engine runs sequences in one continuous batch and has a prefix cache of
+limited size. A prefill delays its decoding, as the sum of vLLM's steps does; decoding does not slow
+down with length. The constants below are assumptions for a model of 8 billion parameters on an H200.
+They were not measured.
 
-Makespan: seconds until the last completion. Hit rate: prompt tokens found in a cache. Load:
-tokens computed (prefill without hits, and decoding), the greatest worker's over the mean.
-Medians over seeds.
+Makespan: seconds until the last completion. Hit rate: share of prompt tokens found in a cache. Load:
+tokens computed (prefill without hits, and decoding), maximum over mean of the workers. All figures
+are medians over seeds.
 """
 
 import argparse
@@ -41,12 +41,12 @@ from titopool.wire.prefixes import BLOCK_TOKENS
 
 # 16 GFLOP a token at about two thirds of an H200's dense bfloat16.
 PREFILL_TOKENS_PER_S = 40_000
-# A step reads all weights, 16 GB at 4.8 TB/s, and then some; each sequence adds its cache.
+# A step reads all weights (16 GB at 4.8 TB/s) and has overhead; each sequence adds its KV cache.
 DECODE_STEP_S = 0.012
 DECODE_STEP_S_PER_SEQUENCE = 0.000_02
-# vLLM's own default is up to 1024; memory sets it lower for long sequences.
+# vLLM's default is up to 1024; for long sequences memory limits it further.
 MAX_NUM_SEQS = 128
-# About 100 GB of cache, 131 kB a token (32 layers, 8 heads of 128, keys and values, bfloat16).
+# About 100 GB at 131 kB per token (32 layers, 8 KV heads of 128, keys and values, bfloat16).
 CACHE_TOKENS = 800_000
 HEARTBEAT_S = 0.5
 UNLIMITED = 10**9
@@ -56,7 +56,7 @@ UNLIMITED = 10**9
 
 
 class BlockCache:
-    """Blocks of a limited cache: those in use stay, of the others the oldest go first."""
+    """A prefix cache of limited size. Evicts the least recently used block that is not in use."""
 
     def __init__(self, num_blocks: int):
         self._num_blocks = num_blocks
@@ -65,9 +65,9 @@ class BlockCache:
         self._num_private = 0
 
     def take(self, digests: list[int], num_private: int) -> int | None:
-        """Holds a prompt's blocks and room for more; returns how many were there.
+        """Takes a prompt's blocks and `num_private` more; returns the number of cached blocks.
 
-        None when there is no room now.
+        Returns None if the blocks do not fit now.
         """
         found = next(
             (
@@ -89,7 +89,7 @@ class BlockCache:
         return found
 
     def release(self, digests: list[int], num_private: int, added: list[int]) -> None:
-        """Gives them back; `added` are the completion's blocks, which stay cached."""
+        """Releases blocks. `added` are the completion's blocks, which stay cached."""
         self._num_private -= num_private
         for digest in reversed(digests):
             self._users[digest] -= 1
@@ -107,7 +107,7 @@ class Engine:
 
     clock: float = 0.0
     num_steps: float = 0.0
-    # (step at which it ends, job id)
+    # (step of the last token, job id)
     running: list[tuple[float, int]] = field(default_factory=list)
     queue: deque[int] = field(default_factory=deque)
     cache: BlockCache = field(default_factory=lambda: BlockCache(CACHE_TOKENS // BLOCK_TOKENS))
@@ -118,13 +118,13 @@ class Engine:
         return DECODE_STEP_S + DECODE_STEP_S_PER_SEQUENCE * len(self.running)
 
     def next_end(self) -> float:
-        """When the next sequence ends, unless others come before."""
+        """When the next sequence ends, unless further sequences start before."""
         if not self.running:
             return float("inf")
         return self.clock + (self.running[0][0] - self.num_steps) * self.step_s()
 
     def advance(self, now: float) -> None:
-        # The clock is ahead of `now` while a prefill is under way.
+        # The clock is ahead of `now` during a prefill.
         if now > self.clock:
             if self.running:
                 self.num_steps += (now - self.clock) / self.step_s()
@@ -137,7 +137,7 @@ class Engine:
             if num_cached is None:
                 return
             job_id = self.queue.popleft()
-            # The last token of a prompt is always computed.
+            # vLLM always computes the last token of a prompt.
             num_cached = min(num_cached * BLOCK_TOKENS, turn.num_prompt_tokens - 1)
             num_new = turn.num_prompt_tokens - num_cached
             self.clock += num_new / PREFILL_TOKENS_PER_S
@@ -146,7 +146,7 @@ class Engine:
             heapq.heappush(self.running, (self.num_steps + turn.num_completion_tokens, job_id))
 
     def take_ended(self, turns: dict[int, Turn]) -> list[int]:
-        """Jobs that have ended by the clock."""
+        """Ids of the jobs that have ended by now."""
         ended = []
         while self.running and self.running[0][0] <= self.num_steps + 1e-6:
             job_id = heapq.heappop(self.running)[1]
@@ -156,7 +156,7 @@ class Engine:
 
 
 def blocks_of(turn: Turn) -> tuple[list[int], int, list[int]]:
-    """Blocks of the prompt, how many more it needs, and those that it leaves besides."""
+    """Digests of the prompt's blocks, number of further blocks, digests of the completion's blocks."""
     digests = as_integers(turn.prefix)
     num_blocks = -(-(turn.num_prompt_tokens + turn.num_completion_tokens) // BLOCK_TOKENS)
     num_shared = turn.num_prompt_tokens // BLOCK_TOKENS
@@ -167,7 +167,7 @@ def blocks_of(turn: Turn) -> tuple[list[int], int, list[int]]:
 
 
 class Simulation:
-    """Front ends with a `Pool` each before the same engines."""
+    """Front ends, each with a `Pool`, that share the engines."""
 
     def __init__(
         self,
@@ -191,8 +191,8 @@ class Simulation:
         self.arrivals: list[tuple[float, int, int, int]] = []
         # By job id: (conversation, turn, front end).
         self.sources: dict[int, tuple[int, int, int]] = {}
-        # By front end and endpoint: what its next heartbeat tells.
-        self.news: dict[tuple[int, str], bytes] = {}
+        # By front end and endpoint: prefixes for the next heartbeat.
+        self.prefixes: dict[tuple[int, str], bytes] = {}
         self.job_ids = itertools.count(1)
         for pool in self.pools:
             for endpoint in self.engines:
@@ -200,7 +200,7 @@ class Simulation:
         self.beat()
 
     def beat(self) -> None:
-        """A heartbeat of each worker to each front end."""
+        """Sends a heartbeat of each worker to each front end."""
         for index, pool in enumerate(self.pools):
             others = [other for other in self.pools if other is not pool]
             for endpoint in self.engines:
@@ -212,7 +212,7 @@ class Simulation:
                         other_sequences=sum(one.workers[endpoint].num_sequences for one in others),
                         other_tokens=sum(one.workers[endpoint].num_tokens for one in others),
                         num_sequences=0, counters=WorkerCounters(),
-                        prefixes=self.news.pop((index, endpoint), b""),
+                        prefixes=self.prefixes.pop((index, endpoint), b""),
                     ),
                     0,
                 )  # fmt: skip
@@ -269,7 +269,7 @@ class Simulation:
                 for other in range(len(self.pools)):
                     if other != front_end:
                         key = (other, endpoint)
-                        self.news[key] = self.news.get(key, b"") + turn.prefix
+                        self.prefixes[key] = self.prefixes.get(key, b"") + turn.prefix
             if index + 1 < len(self.workload[conversation]):
                 at = now + self.workload[conversation][index + 1].delay_s
                 front_end = self.chance.randrange(len(self.pools))
@@ -290,20 +290,20 @@ class Simulation:
 def simulate(
     workload: list[Conversation], name: str, *, num_workers: int, num_front_ends: int
 ) -> dict[str, float]:
-    """The figures of one policy on one workload."""
+    """The figures of one routing policy on one workload."""
     if name != "even_split":
         simulation = Simulation(
             workload,
             num_workers,
             [POLICIES[name]() for _ in range(num_front_ends)],
-            # Round robin is the one that others use: whatever comes is sent on at once.
+            # Round robin as in other servers: every job is sent at once.
             max_num_seqs=UNLIMITED if name == "round_robin" else MAX_NUM_SEQS,
             with_prefixes=name == "prefix",
         )
         return simulation.run()
 
     class EvenSplit:
-        """Equal numbers of conversations, in contiguous parts, known beforehand."""
+        """Splits the conversations, all known in advance, into contiguous parts of equal number."""
 
         def choose(self, waiting, ready):  # type: ignore[no-untyped-def]
             conversation = simulation.sources[waiting.first.job.job_id][0]
@@ -323,7 +323,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--num-workers", type=int, nargs="+", default=[2, 4, 8])
     parser.add_argument("--num-seeds", type=int, default=5)
-    parser.add_argument("--out", type=Path, help="file for the same figures as JSON")
+    parser.add_argument("--out", type=Path, help="file for the figures as JSON")
     arguments = parser.parse_args()
     rows = []
     print("| workload | workers | policy | makespan s | hit rate | load max/mean |")

@@ -1,4 +1,4 @@
-"""What `benchmarks.placement` sends: conversations whose tokens are all known beforehand."""
+"""Workloads of `benchmarks.placement`: conversations whose tokens are known in advance."""
 
 import random
 from collections.abc import Callable
@@ -9,14 +9,14 @@ from titopool.wire.prefixes import BLOCK_TOKENS, DIGEST_BYTES, prompt_hashes
 
 @dataclass
 class Turn:
-    """One generation of a conversation; all tokens are known beforehand."""
+    """One generation of a conversation."""
 
     prompt: bytes
     completion: bytes
-    # Seconds after the end of the turn before.
+    # Seconds after the end of the previous turn.
     delay_s: float
     max_tokens: int
-    # Of prompt and completion.
+    # Digests of the blocks of prompt and completion.
     prefix: bytes = b""
 
     def __post_init__(self) -> None:
@@ -55,7 +55,7 @@ def long_tailed(chance: random.Random, num_workers: int) -> list[Conversation]:
 
 
 def two_tasks(chance: random.Random, num_workers: int) -> list[Conversation]:
-    """The same, but first all short ones (median 150), then all long ones (median 600)."""
+    """As `long_tailed`, but first all short completions (median 150), then all long ones (600)."""
     num_each = 192 * num_workers
     return [
         single(ids(chance, 512), ids(chance, long_tail(chance, median, 4096)), 4096)
@@ -65,9 +65,9 @@ def two_tasks(chance: random.Random, num_workers: int) -> list[Conversation]:
 
 
 def groups(chance: random.Random, num_workers: int) -> list[Conversation]:
-    """8 requests for each prompt of 2,048 ids, one after another.
+    """8 requests for each prompt of 2,048 ids, in sequence.
 
-    Lengths are lognormal around a group's own median: hard prompts have long answers.
+    Lengths are lognormal around the group's median, because hard prompts have long completions.
     """
     found = []
     for _ in range(48 * num_workers):
@@ -79,7 +79,7 @@ def groups(chance: random.Random, num_workers: int) -> list[Conversation]:
 
 
 def hot_prefix(chance: random.Random, num_workers: int) -> list[Conversation]:
-    """1,024 ids that all prompts share, 256 of their own; lognormal lengths."""
+    """1,024 ids that all prompts share and 256 that they do not; lognormal lengths."""
     shared = ids(chance, 1024)
     return [
         single(shared + ids(chance, 256), ids(chance, long_tail(chance, 200, 1024)), 1024)
@@ -90,9 +90,9 @@ def hot_prefix(chance: random.Random, num_workers: int) -> list[Conversation]:
 def conversations(
     chance: random.Random, num_workers: int, num_each: int = 96
 ) -> list[Conversation]:
-    """5 turns: 1,024 ids, then completions and 256 new ids each time, after 2 s on average.
+    """5 turns: 1,024 ids, then each time the completion and 256 new ids, after 2 s on average.
 
-    Lengths are lognormal around a conversation's own median.
+    Lengths are lognormal around the conversation's median.
     """
     found = []
     for _ in range(num_each * num_workers):
@@ -107,7 +107,7 @@ def conversations(
 
 
 def many_conversations(chance: random.Random, num_workers: int) -> list[Conversation]:
-    """The same, more of them than the engines can run at once."""
+    """As `conversations`, but more than the engines can run at once."""
     return conversations(chance, num_workers, 256)
 
 

@@ -24,7 +24,7 @@ STOP_TIMEOUT_S = 20.0
 
 @dataclass
 class Running:
-    """A server that is ready."""
+    """A server that can generate."""
 
     target: Target
     url: str
@@ -32,7 +32,7 @@ class Running:
     start_s: float
 
     def cpu_s(self) -> dict[str, float]:
-        """CPU seconds so far of the front end's processes and of the workers'."""
+        """CPU seconds so far of the front ends and of the workers."""
         used = {"front_end": 0.0, "workers": 0.0}
         for process in [self.process, *self.process.children(recursive=True)]:
             try:
@@ -44,10 +44,10 @@ class Running:
         return used
 
     def jobs_by_worker(self) -> list[float]:
-        """Prompts that each worker has completed; empty where the server has one worker."""
+        """Prompts that each worker has completed; empty if the server has one worker."""
         if self.target.num_workers == 1:
             return []
-        # The figures are those of the last heartbeat.
+        # /metrics shows the last heartbeat's figures.
         time.sleep(1.2)
         with urllib.request.urlopen(self.url + "/metrics", timeout=30) as response:
             text = response.read().decode()
@@ -58,7 +58,7 @@ class Running:
 def running(
     target: Target, engine: Engine, environ: Mapping[str, str], log: Path
 ) -> Iterator[Running]:
-    """The server from its start to its end; nothing of it is left behind."""
+    """Starts a server, yields it when it is ready, and stops it with all its processes."""
     port = free_port()
     words, variables = target.command(engine, port)
     begin = time.monotonic()
@@ -99,7 +99,7 @@ def _wait_until_ready(target: Target, url: str, popen: subprocess.Popen[bytes], 
 
 
 def engine_environment(*, on_cpu: bool, num_workers: int = 1) -> dict[str, str]:
-    """The variables that this server gives its engines, for every engine under test."""
+    """This server's environment for its engines, used for every engine under test."""
     from titopool.settings.config import ServerConfig
     from workers.environment import (
         default_engine_options,

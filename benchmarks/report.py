@@ -1,6 +1,7 @@
-"""From runs to a table (Markdown), a file (JSON) and a plot (PNG).
+"""Writes the runs as a table (Markdown), a file (JSON) and a plot (PNG).
 
-python -m benchmarks.report OUT.json        # table and plot again, e.g. of a GPU host's file
+python -m benchmarks.report OUT.json        # table and plot of an existing file
+
 """
 
 import json
@@ -13,7 +14,7 @@ from typing import Any
 from benchmarks.workload import PATTERNS, Sizes, describe
 
 BARE = "bare engine"
-# Sent one by one, prompts that could be a batch: the engine's figure is that of the batch.
+# The pattern of the engine with which a pattern is compared, if it is another one.
 LIMIT_OF = {"single": "batch"}
 COLUMNS = (
     "tok/s", "of the engine", "p50 ms", "p99 ms", "failures", "front-end CPU s / 1,000 tok",
@@ -34,8 +35,8 @@ def write(result: Result, out: Path) -> None:
         plot(result, out.with_suffix(".png"))
     except ImportError:
         print(
-            "no plot, matplotlib is not installed here; where it is, "
-            f"`python -m benchmarks.report {out.with_suffix('.json')}` makes it",
+            "no plot: matplotlib is not installed here; run "
+            f"`python -m benchmarks.report {out.with_suffix('.json')}` where it is installed",
             file=sys.stderr,
         )
 
@@ -64,7 +65,7 @@ def _runs(result: Result, target: str, pattern: str) -> list[dict[str, Any]]:
 
 
 def _median_rate(runs: Sequence[dict[str, Any]]) -> float | None:
-    """Tokens a second; None where a request failed."""
+    """Tokens a second; None if a request failed."""
     if not runs or any(run["num_failures"] for run in runs):
         return None
     return statistics.median(run["num_tokens"] / run["elapsed_s"] for run in runs)
@@ -146,7 +147,7 @@ def plot(result: Result, file: Path) -> None:
 
     rows = [row for row in rows_of(result) if row["ratio"] and row["pattern"] != "short"]
     if not rows:
-        # Without the bare engine there is nothing to compare with.
+        # No ratios without runs of the bare engine.
         return
     patterns = [name for name in PATTERNS if any(row["pattern"] == name for row in rows)]
     targets = [
@@ -165,7 +166,7 @@ def plot(result: Result, file: Path) -> None:
     axes.set_xticklabels(
         [describe(name, sizes).replace(", ", ",\n") for name in patterns], fontsize=8
     )
-    axes.set_ylabel("tokens a second, of the bare engine's")
+    axes.set_ylabel("tokens a second, relative to the bare engine")
     axes.set_title(f"{result['shape']}, {_gpus(result['machine']) or 'CPU'}, "
                    f"{result['machine']['date']}", fontsize=10)  # fmt: skip
     axes.legend(fontsize=8)

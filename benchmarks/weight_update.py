@@ -4,10 +4,10 @@
     python -m benchmarks.weight_update --trl FOLDER --num-workers 2    # three
     python -m benchmarks.weight_update --shape tiny --num-workers 1    # no GPU: gloo, no TRL
 
-The trainer is this process, on the GPU behind the workers'. The server starts with weights of
-vLLM's own making; the trainer sends two sets of random ones in turn, in bfloat16, and after each
-compares what the server generates with transformers. TRL's client runs unchanged, in a process of
-its own. The broadcast of the same bytes is torch's, between processes on the same GPUs.
+This process is the trainer; it uses the GPU after the workers' GPUs. The server starts with dummy
+weights. The trainer sends two sets of random weights in turn, in bfloat16. After each update it
+compares the server's log-probabilities with transformers'. TRL's client runs unchanged in a separate
+process. The bare broadcast sends as many bytes with torch, between processes on the same GPUs.
 """
 
 import argparse
@@ -31,8 +31,8 @@ from titopool.client.weights_client import WeightsClient
 
 PROMPT = list(range(50, 82))
 NUM_TOKENS = 16
-# Log-probabilities of a random bfloat16 model in two implementations; those of other weights are
-# off by several times as much.
+# Between log-probabilities of two implementations of a random bfloat16 model. Other weights differ by
+# several times as much.
 TOLERANCE = 0.5
 
 
@@ -61,7 +61,7 @@ def main() -> None:
 
 
 def measure(server: Server, folder: str, options: argparse.Namespace) -> dict[str, Any]:
-    """All figures of one server."""
+    """All figures for one server."""
     models = [random_model(folder, seed, options) for seed in (1, 2)]
     num_bytes = sum(one.numel() * one.element_size() for one in models[0].parameters())
     result: dict[str, Any] = {"gigabytes": num_bytes / 1e9}
@@ -76,7 +76,7 @@ def measure(server: Server, folder: str, options: argparse.Namespace) -> dict[st
 
 
 def random_model(folder: str, seed: int, options: argparse.Namespace) -> Any:
-    """One of the config in `folder`, in the trainer's memory."""
+    """A random model with the config in `folder`, in the trainer's memory."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(seed)
@@ -99,7 +99,7 @@ def workers_gpus(options: argparse.Namespace) -> str:
 
 
 def ours(server: Server, models: list[Any], options: argparse.Namespace) -> dict[str, Any]:
-    """Seconds of each update, after one that warms up, and what the commit took of them."""
+    """Seconds of each update and of its steps, after one update that warms up."""
     client = TimedClient(server.url, device=trainer_device(options), timeout_s=120)
     began = time.monotonic()
     client.open()
@@ -124,16 +124,15 @@ def ours(server: Server, models: list[Any], options: argparse.Namespace) -> dict
 
 
 class TimedClient(WeightsClient):
-    """Notes how long each part of the last update took."""
+    """Measures the steps of the last update."""
 
     def __init__(self, *args: Any, **options: Any):
         super().__init__(*args, **options)
         self.seconds: dict[str, float] = {}
 
-    def call(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-        return self._timed(
-            path.rpartition("/")[2], lambda: super(TimedClient, self).call(path, body)
-        )
+    def call(self, path: str, body: dict[str, Any] | None = None, **options: Any) -> dict[str, Any]:
+        name = path.rpartition("/")[2]
+        return self._timed(name, lambda: super(TimedClient, self).call(path, body, **options))
 
     def _send(self, buffers: Any) -> None:
         self._timed("send", lambda: super(TimedClient, self)._send(buffers))
@@ -156,10 +155,10 @@ def synchronize(options: argparse.Namespace) -> None:
 
 @torch.inference_mode()
 def check(server: Server, model: Any) -> list[int]:
-    """Compares what every worker says of its greedy ids with the model.
+    """Compares the log-probabilities of the server's greedy ids with the model's.
 
     Returns:
-        The greedy ids of a prompt by itself: among others, bfloat16 can make others.
+        The greedy ids of one prompt in a request of its own. In a batch bfloat16 can give others.
     """
     body = {"temperature": 0.0, "max_tokens": NUM_TOKENS, "generation_kwargs": {"ignore_eos": True}}
     answer = server.generate([PROMPT] * 8, **body)
@@ -204,7 +203,7 @@ client.close_communicator()
 def run_trl_client(
     server: Server, folder: str, models: list[Any], options: argparse.Namespace
 ) -> dict[str, Any]:
-    """Seconds of each `update_model_params` with `reset_prefix_cache`, TRL's client unchanged."""
+    """Seconds of `update_model_params` and `reset_prefix_cache` of TRL's unchanged client."""
     words = [
         server.url, folder, options.dtype, str(trainer_device(options).index),
         str(options.repeats), str(free_port()),
@@ -224,7 +223,7 @@ def run_trl_client(
 
 
 def run_bare(num_bytes: int, options: argparse.Namespace) -> dict[str, float]:
-    """Seconds for one broadcast of as many bytes between the trainer's GPU and the workers'."""
+    """Seconds of one broadcast of `num_bytes` from the trainer's GPU to the workers' GPUs."""
     size = options.num_workers * options.tp + 1
     port = str(free_port())
     words = [
@@ -267,7 +266,7 @@ def bare(options: argparse.Namespace) -> None:
         began = time.monotonic()
         dist.broadcast(buffer, size - 1)
         wait()
-        # Until the last has it, as an update does.
+        # Waits for the last rank, as an update does.
         dist.barrier()
         wait()
         times.append(time.monotonic() - began)
@@ -276,7 +275,7 @@ def bare(options: argparse.Namespace) -> None:
 
 
 def markdown(result: dict[str, Any]) -> str:
-    """One table."""
+    """The results as a table."""
     bare_s = result["bare_s"]["median_s"]
     rows = [("bare broadcast", bare_s), ("this server, update", result["ours"]["total_s"])]
     if trl := result.get("trl"):
@@ -289,9 +288,9 @@ def markdown(result: dict[str, Any]) -> str:
         "|---|---|---|",
         *(f"| {name} | {value:.4f} | {value / bare_s:.1f} |" for name, value in rows),
         "",
-        f"Of this server's: begin {result['ours']['begin_s']:.4f} s, send {result['ours']['send_s']:.4f} s, "
-        f"commit {result['ours']['commit_s']:.4f} s, in which {result['ours']['prepare_s']:.4f} s until "
-        f"all stand and {result['ours']['apply_s']:.4f} s to load.",
+        f"This server: begin {result['ours']['begin_s']:.4f} s, send {result['ours']['send_s']:.4f} s, "
+        f"commit {result['ours']['commit_s']:.4f} s, of which {result['ours']['prepare_s']:.4f} s to "
+        f"prepare and {result['ours']['apply_s']:.4f} s to apply.",
     ]
     return "\n".join(lines) + "\n"
 
@@ -303,10 +302,12 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--tp", type=int, default=1, help="tensor-parallel size of each worker")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--trl", help="folder that holds trl; without it, its client is left out")
+    parser.add_argument("--trl", help="folder with trl; without it TRL's client is not measured")
     parser.add_argument("--repeats", type=int, default=6)
-    parser.add_argument("--serve-options", default="", help="more options of titopool serve")
-    parser.add_argument("--out", default="weight-update", help="results go to OUT.json and OUT.md")
+    parser.add_argument("--serve-options", default="", help="further options of titopool serve")
+    parser.add_argument(
+        "--out", default="weight-update", help="path of the result files, without extension"
+    )
     for name in ("rank", "size", "port", "bytes"):
         parser.add_argument(f"--bare-{name}", type=int, help=argparse.SUPPRESS)
     return parser.parse_args()

@@ -1,7 +1,7 @@
-"""What is sent: the same prompts, in four patterns, to every server.
+"""Workloads: every server gets the same prompts in the same patterns.
 
-Prompts are random ids, new ones for each repeat, so that nothing is found in a prefix cache
-but what a pattern shares on purpose.
+Prompts are random ids, new for each repeat. So a prefix cache finds only the prefixes that a pattern
+shares on purpose.
 """
 
 import random
@@ -14,7 +14,7 @@ GROUP_SIZE = 8
 
 @dataclass(frozen=True)
 class Call:
-    """One HTTP request: prompts, with `n` completions for each."""
+    """One HTTP request: prompts with `n` completions each."""
 
     prompts: list[list[int]]
     n: int = 1
@@ -22,7 +22,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Pattern:
-    """Calls, and how many of them are under way at once."""
+    """Calls, and how many of them are in flight at once."""
 
     name: str
     calls: list[Call]
@@ -31,13 +31,13 @@ class Pattern:
 
     @property
     def num_tokens(self) -> int:
-        """Completion tokens in all."""
+        """All completion tokens."""
         return sum(len(call.prompts) * call.n for call in self.calls) * self.output_len
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much is sent to one worker; several workers get as many times the prompts."""
+    """The prompts for one worker; w workers get w times as many."""
 
     num_prompts: int
     input_len: int
@@ -68,7 +68,7 @@ def describe(name: str, sizes: Sizes) -> str:
 
 
 def make_pattern(name: str, sizes: Sizes, *, repeat: int) -> Pattern:
-    """The pattern `name`; another `repeat` has other prompts."""
+    """The pattern `name`. Each `repeat` has new prompts."""
     chance = random.Random(f"{name} {repeat}")
 
     def prompts(count: int, length: int) -> list[list[int]]:

@@ -8,12 +8,8 @@ import pytest
 from tests.servers import REPOSITORY, environment
 from titopool.errors import ConfigError
 from titopool.settings import vllm_options
-from titopool.settings.config import (
-    ServerConfig,
-    from_command_line,
-    from_environment,
-    ignored_variables,
-)
+from titopool.settings.config import ServerConfig
+from titopool.settings.sources import from_command_line, from_environment, ignored_variables
 
 
 def test_command_line_wins_over_environment_and_defaults():

@@ -1,14 +1,14 @@
 """What must hold of the sources themselves."""
 
 import ast
-import dataclasses
 import re
 from pathlib import Path
 
 import pytest
 
 from titopool import errors
-from titopool.settings import config
+from titopool.settings.config import SETTINGS
+from tools.settings_page import PAGE, settings_page
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 SOURCES = sorted(
@@ -167,14 +167,19 @@ def test_every_module_says_what_it_is_and_none_pickles(path: Path):
     assert not imported_by(ast.walk(tree)) & {"pickle", "cloudpickle", "marshal"}
 
 
-def test_every_setting_is_in_the_readme_with_its_default():
-    rows = dict(
-        re.findall(r"^\| `(\w+)` \| (.*?) \|", (REPOSITORY / "README.md").read_text(), re.M)
-    )
-    for item in dataclasses.fields(config.ServerConfig):
-        default = config.shown_default(item.name)
-        assert rows.get(item.name) == (f"`{default}`" if default else ""), item.name
-    assert set(rows) == set(config.SETTINGS)
+def test_the_page_of_settings_is_what_the_code_makes():
+    assert PAGE.read_text() == settings_page(), "run `make docs`"
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_setting_s_help_is_short(name: str):
+    """It fits into a cell of a table: at most two sentences, and no line break."""
+    text = SETTINGS[name].metadata["help"]
+    sentences = re.split(r"(?<=\.) ", text)
+    assert len(sentences) <= 2
+    assert text.endswith(".")
+    assert len(text) <= 160
+    assert not set(text) & set("|\n")
 
 
 def test_every_error_has_a_status_and_a_code_of_its_own():

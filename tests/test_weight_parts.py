@@ -227,7 +227,7 @@ def test_what_cannot_be_given_up_is_left_behind():
     assert within(5, "nothing", lambda: 3, lambda: False) == 3
     with pytest.raises(ZeroDivisionError):
         within(5, "nothing", lambda: 1 // 0, lambda: False)
-    for timeout_s, gives_up in ((0.05, False), (60.0, True)):
+    for timeout_s, should_stop in ((0.05, False), (60.0, True)):
         goes_on, is_aborted = threading.Event(), threading.Event()
 
         def make(goes_on: Any = goes_on, is_aborted: Any = is_aborted) -> Any:
@@ -236,7 +236,7 @@ def test_what_cannot_be_given_up_is_left_behind():
 
         begin = time.monotonic()
         with pytest.raises(TimeoutError, match=f"no group within {timeout_s:g} s"):
-            within(timeout_s, "no group", make, lambda gives_up=gives_up: gives_up)
+            within(timeout_s, "no group", make, lambda should_stop=should_stop: should_stop)
         assert time.monotonic() - begin < 30
         # What comes of it late is thrown away.
         goes_on.set()

@@ -246,7 +246,7 @@ def test_a_group_that_has_lost_a_member_is_left_so_that_the_next_update_has_all(
         def form(self, **_: Any) -> None:
             pass
 
-        def broadcast(self, buffer: Any, look: Any) -> Callable[[], None]:
+        def broadcast(self, buffer: Any, check_workers: Any) -> Callable[[], None]:
             return lambda: None
 
         def abort(self) -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from tests.conftest import ENGINE_OPTIONS
 from tests.servers import wait_until
-from titopool import child_environment
+from titopool import launch
 
 NAMES = ["app.py", "app/__init__.py", "workers/__init__.py", "titopool/__init__.py", "json.py"]
 
@@ -62,10 +62,10 @@ def test_our_packages_come_first_where_they_must(
         "namespace": tmp_path / "namespace",
     }
     (folders["namespace"] / "workers").mkdir(parents=True)
-    monkeypatch.setattr(child_environment, "HOME", folders["home"])
+    monkeypatch.setattr(launch, "HOME", folders["home"])
     environ = {"OTHER": "x", "PYTHONPATH": python_path.format(**folders)}
     wanted = {"PYTHONPATH": expected.format(**folders)} if expected is not None else {}
-    assert child_environment.child_environment(environ) == {
+    assert launch.child_environment(environ) == {
         "OTHER": "x", "PYTHONSAFEPATH": "1", **wanted,
     }  # fmt: skip
 

@@ -6,9 +6,10 @@ import sys
 from collections.abc import Sequence
 
 from titopool import __version__
-from titopool.child_environment import child_environment
 from titopool.errors import ConfigError
-from titopool.settings.config import ENV_PREFIX, from_command_line, ignored_variables, usage
+from titopool.launch import child_environment
+from titopool.settings.config import ENV_PREFIX
+from titopool.settings.sources import from_command_line, ignored_variables, usage
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -32,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         # What is ignored is left for gunicorn's master to tell.
         if key in ignored or not key.startswith(ENV_PREFIX)
     }
-    command = [sys.executable, "-m", "titopool.gunicorn_server"]
+    command = [sys.executable, "-m", "titopool.launch"]
     os.execve(
         sys.executable,
         [*command, "-c", "python:app.gunicorn_hooks", "app:create_app()"],

@@ -1,8 +1,8 @@
-"""A tiny random Qwen3, made on the spot: what is served when no model is named.
+"""A tiny Qwen3 with random weights, which is served when no model is given.
 
-Its weights are random (from a fixed seed), so it writes nonsense; it shows that a server
-runs, and tests use it because it starts in seconds and transformers can check it exactly.
-`python -m titopool.demo_model FOLDER` makes one.
+The weights come from a fixed seed, so the model generates nonsense. It shows that a server runs.
+Tests use it because it starts in seconds and transformers reproduces its numbers.
+`python -m titopool.demo_model FOLDER` writes the model to a folder.
 """
 
 import hashlib
@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 VOCAB_SIZE = 2048
-# vLLM's options that suit it: float32 so that transformers' numbers are reproduced.
+# vLLM's options for this model. With float32 vLLM reproduces transformers' numbers.
 ENGINE_ARGV = ["--dtype", "float32", "--max-model-len", "2048"]
 
-# Trained once, on source code: what tests and the README say of ids must stay true.
+# Trained once on source code, and kept: tests and the README contain its token ids.
 TOKENIZER = Path(__file__).with_name("demo_tokenizer.json")
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
@@ -28,7 +28,7 @@ CHAT_TEMPLATE = (
 
 
 def demo_model_folder() -> str:
-    """The demo model's folder in the user's cache, made when it is not there yet."""
+    """The demo model's folder in the user's cache; created if it does not exist."""
     digest = hashlib.sha256(Path(__file__).read_bytes() + TOKENIZER.read_bytes())
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     folder = cache / "titopool" / f"demo-qwen3-{digest.hexdigest()[:12]}"
@@ -37,7 +37,7 @@ def demo_model_folder() -> str:
         draft = Path(tempfile.mkdtemp(dir=folder.parent, prefix=".draft-"))
         try:
             make_model(draft)
-            # Workers that start together may each make one; the first to be renamed stays.
+            # Workers that start together may each make a model. The first rename wins.
             draft.rename(folder)
         except OSError:
             if not folder.exists():
@@ -51,8 +51,8 @@ def make_model(folder: str | Path, *, seed: int = 0, **config_options: Any) -> N
     """Writes a random Qwen3 with its tokenizer to `folder`.
 
     Args:
-        seed: seed of the weights.
-        config_options: fields of transformers' Qwen3Config that differ from the tiny shape.
+        seed: seed of the random weights.
+        config_options: fields of transformers' Qwen3Config in place of the tiny shape's.
     """
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -68,7 +68,7 @@ def make_model(folder: str | Path, *, seed: int = 0, **config_options: Any) -> N
         "head_dim": 64,
         "max_position_embeddings": 2048,
         "tie_word_embeddings": True,
-        # Wider than the usual 0.02, so that probabilities of tokens clearly differ.
+        # Wider than the usual 0.02, so that the probabilities of tokens differ clearly.
         "initializer_range": 0.05,
         "eos_token_id": 0,
         "bos_token_id": None,

@@ -19,19 +19,25 @@
     │   └── ModelChanged              503  model_changed
     └── DeadlinePassed                    504  deadline_passed
 
-`code` is what clients branch on; `message` says what was expected, what came and what to
-do. The text of these errors is sent to the client: an unexpected exception is none of them.
+Clients branch on `code`. `message` says what was expected, what came and what to do; it is sent to
+the client. An unexpected exception becomes an `internal_error` without its text.
 """
 
 from typing import ClassVar
 
 
 class TitopoolError(Exception):
-    """Base of all errors that are reported to a client."""
+    """Base of all errors that are sent to a client.
+
+    Args:
+        message: what was expected, what came and what to do.
+        param: the field of the body that is wrong.
+        retry_after_s: seconds for the header Retry-After.
+    """
 
     status: ClassVar[int] = 500
     code: ClassVar[str] = "internal_error"
-    # OpenAI's `error.type`, which its client shows but does not branch on.
+    # OpenAI's `error.type`. OpenAI's client shows it but does not branch on it.
     type: ClassVar[str] = "server_error"
 
     def __init__(self, message: str, *, param: str | None = None, retry_after_s: int | None = None):
@@ -41,7 +47,7 @@ class TitopoolError(Exception):
         self.retry_after_s = retry_after_s
 
     def to_dict(self) -> dict[str, dict[str, str | None]]:
-        """The JSON body of the answer, in OpenAI's shape."""
+        """The JSON body of the response, in OpenAI's format."""
         return {
             "error": {
                 "message": self.message,
@@ -53,13 +59,13 @@ class TitopoolError(Exception):
 
 
 class ConfigError(TitopoolError):
-    """A setting is unknown, impossible or contradicts another; the message names it."""
+    """A setting is unknown, out of range or contradicts another one; the message names the setting."""
 
     code = "config_error"
 
 
 class InvalidRequest(TitopoolError):
-    """The body, a prompt or a sampling option is not what this server accepts."""
+    """This server does not accept the body, a prompt or a sampling option."""
 
     status = 400
     code = "invalid_request"
@@ -67,19 +73,19 @@ class InvalidRequest(TitopoolError):
 
 
 class PromptTooLong(InvalidRequest):
-    """A prompt leaves no room for a single generated token."""
+    """A prompt leaves no room for one generated token."""
 
     code = "prompt_too_long"
 
 
 class InvalidImage(InvalidRequest):
-    """An image cannot be read, or is larger or more drawn out than the server takes."""
+    """An image cannot be read, is too large, or one side is too long for the other."""
 
     code = "invalid_image"
 
 
 class ImageMismatch(InvalidRequest):
-    """The images of a prompt do not fit its placeholders."""
+    """The images of a prompt do not match its placeholders."""
 
     code = "image_mismatch"
 
@@ -93,7 +99,7 @@ class Unauthorized(TitopoolError):
 
 
 class ModelNotFound(TitopoolError):
-    """The body names another model than the one that is served."""
+    """The body names a model that this server does not serve."""
 
     status = 404
     code = "model_not_found"
@@ -101,7 +107,7 @@ class ModelNotFound(TitopoolError):
 
 
 class Conflict(TitopoolError):
-    """The call does not fit the state of the weights; the message says what that is."""
+    """The state of the weights does not allow the call; the message names the state."""
 
     status = 409
     code = "conflict"
@@ -117,7 +123,7 @@ class BodyTooLarge(TitopoolError):
 
 
 class QueueFull(TitopoolError):
-    """More prompts wait in this front-end process than `max_queued_prompts`."""
+    """The request would exceed `max_queued_prompts` of this front end."""
 
     status = 429
     code = "queue_full"
@@ -125,54 +131,54 @@ class QueueFull(TitopoolError):
 
 
 class ClientGone(TitopoolError):
-    """The client closed its connection; nobody reads this answer."""
+    """The client closed its connection before the response (nginx's status 499)."""
 
     status = 499
     code = "client_gone"
 
 
 class GenerationFailed(TitopoolError):
-    """The engine failed on this request; others are not touched."""
+    """The engine failed on this request only."""
 
     status = 500
     code = "generation_failed"
 
 
 class WeightUpdateFailed(TitopoolError):
-    """A weight update ended without its weights; the message says which weights serve."""
+    """A weight update failed; the message says which weights serve."""
 
     status = 500
     code = "weight_update_failed"
 
 
 class NoReadyWorker(TitopoolError):
-    """No worker can generate now: still starting, restarting, or none is configured."""
+    """No worker can generate: all are starting or restarting, or none is configured."""
 
     status = 503
     code = "no_ready_worker"
 
 
 class WeightsLost(NoReadyWorker):
-    """No worker has the weights of the last update any more."""
+    """No worker has the weights of the last update, and no folder holds them."""
 
     code = "weights_lost"
 
 
 class ModelChanged(NoReadyWorker):
-    """The workers came back with another model than the request was checked for."""
+    """The request was checked for a model that the workers no longer run."""
 
     code = "model_changed"
 
 
 class DeadlinePassed(TitopoolError):
-    """The request did not end within `request_timeout_s`."""
+    """The request did not finish within `request_timeout_s`."""
 
     status = 504
     code = "deadline_passed"
 
 
 def all_error_types(base: type[TitopoolError] = TitopoolError) -> list[type[TitopoolError]]:
-    """Every error class of the tree above, `base` first."""
+    """`base` and its subclasses, depth first."""
     found = [base]
     for child in base.__subclasses__():
         found.extend(all_error_types(child))

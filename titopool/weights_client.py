@@ -1,4 +1,4 @@
-"""The trainer's client under the name that trainers import: see `titopool/client/weights_client.py`."""
+"""The public import path of `titopool/client/weights_client.py`."""
 
 from titopool.client.weights_client import WeightsClient, WeightsError
 

@@ -1,13 +1,13 @@
-"""Makes companions of torch that were built for another torch harmless beside a CPU torch.
+"""Makes CUDA builds of torchvision, torchaudio and torchcodec work with a CPU build of torch.
 
-Some package indexes have no CPU build of torchvision, torchaudio and torchcodec, which
-vLLM's metadata asks for. Those built for CUDA fail at import. The last two are needed by
-nothing here and are removed. torchvision's Python transforms, which are all that
-transformers and vLLM use here, work once two operator schemas exist before the import.
+vLLM's metadata requires these packages. Some package indexes have only CUDA builds, which fail at
+import with a CPU torch. This script removes torchaudio and torchcodec, which nothing here needs. For
+torchvision, transformers and vLLM use only its Python transforms, which work if two operator schemas
+are defined before the import.
 
-`make install` runs `python tools/cpu_install.py` in the virtual environment. Where everything
-imports, it changes nothing; else it copies itself into site-packages with a `.pth` file, so
-that every process, spawned ones too, defines the schemas.
+`make install` runs `python tools/cpu_install.py` in the virtual environment. If all imports work, the
+script changes nothing. Otherwise it copies itself and a `.pth` file into site-packages, so that every
+process defines the schemas.
 """
 
 import importlib.abc
@@ -37,7 +37,7 @@ class _DefineSchemasFirst(importlib.abc.MetaPathFinder):
 
 
 def install_hook() -> None:
-    """Called by the `.pth` file at the start of each process."""
+    """The `.pth` file calls this at the start of each process."""
     sys.meta_path.insert(0, _DefineSchemasFirst())
 
 
@@ -50,11 +50,11 @@ def imports(module: str) -> bool:
 
 
 def main() -> None:
-    """Removes or mends what does not import."""
+    """Removes or repairs packages that cannot be imported."""
     for module in ("torchaudio", "torchcodec"):
         if importlib.util.find_spec(module) and not imports(module):
             subprocess.run([sys.executable, "-m", "pip", "uninstall", "-qy", module], check=True)
-            print(f"removed {module}: it has no CPU build here and nothing needs it")
+            print(f"removed {module}: this index has no CPU build, and nothing here needs it")
     if imports("torchvision"):
         return
     packages = Path(sysconfig.get_paths()["purelib"])
@@ -62,8 +62,8 @@ def main() -> None:
     hook = "import titopool_cpu_install; titopool_cpu_install.install_hook()\n"
     (packages / "titopool_cpu_install.pth").write_text(hook)
     if not imports("torchvision"):
-        sys.exit("torchvision cannot be imported, even with its schemas defined")
-    print("torchvision has no CPU build here: its missing schemas are defined at import")
+        sys.exit("torchvision cannot be imported, even after its operator schemas are defined")
+    print("this index has no CPU build of torchvision: its operator schemas are defined at import")
 
 
 if __name__ == "__main__":

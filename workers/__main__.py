@@ -19,9 +19,10 @@ import traceback
 from typing import NoReturn
 
 from titopool.errors import ConfigError
-from titopool.settings.config import ServerConfig, from_command_line, ignored_variables
+from titopool.settings.config import ServerConfig
 from titopool.settings.gpus import visible_gpus
 from titopool.settings.logs import configure_logging
+from titopool.settings.sources import from_command_line, ignored_variables
 from workers.engine.vllm import VllmEngine
 from workers.process import EXIT_FAILED, EXIT_STOPPED, kill_children
 from workers.serving.server import WorkerServer

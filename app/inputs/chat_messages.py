@@ -23,9 +23,9 @@ class Conversation(NamedTuple):
 
 
 def read_conversation(
-    messages: list[Message], place: str, *, is_rendered: bool = True
+    messages: list[Message], location: str, *, is_rendered: bool = True
 ) -> Conversation:
-    """`messages` with uniform content; `place` is where they stand in the body.
+    """`messages` with uniform content; `location` is where they stand in the body.
 
     Args:
         is_rendered: False looks at the images only.
@@ -34,7 +34,7 @@ def read_conversation(
         InvalidRequest: a message has no role, or a part is none that is known.
     """
     if not messages and is_rendered:
-        raise InvalidRequest(f"{place}: expected at least one message, got an empty list",
+        raise InvalidRequest(f"{location}: expected at least one message, got an empty list",
                              param="messages")  # fmt: skip
     images: list[str] = []
     if not is_rendered:
@@ -42,16 +42,16 @@ def read_conversation(
             content = message.get("content")
             for part in content if isinstance(content, list) else ():
                 if isinstance(part, dict) and str(part.get("type")).startswith("image"):
-                    _read_part(part, place, images)
+                    _read_part(part, location, images)
         return Conversation(messages, images)
     read = [
-        _read_message(message, f"{place}[{index}]", images)
+        _read_message(message, f"{location}[{index}]", images)
         for index, message in enumerate(messages)
     ]
     return Conversation(read, images)
 
 
-def flat_content(messages: list[Message], place: str) -> list[Message]:
+def flat_content(messages: list[Message], location: str) -> list[Message]:
     """The same for a template that reads text only: parts joined by line feeds, as vLLM does."""
     flat = []
     for index, message in enumerate(messages):
@@ -59,7 +59,7 @@ def flat_content(messages: list[Message], place: str) -> list[Message]:
         if isinstance(content, list):
             if any(part["type"] == "image" for part in content):
                 raise InvalidRequest(
-                    f"{place}[{index}]: expected text only, as the model's chat template takes no "
+                    f"{location}[{index}]: expected text only, as the model's chat template takes no "
                     "images, got one",
                     param="messages",
                 )
@@ -90,26 +90,26 @@ def _text_of(content: Any) -> str:
     return content or ""
 
 
-def _read_message(message: Message, place: str, images: list[str]) -> Message:
+def _read_message(message: Message, location: str, images: list[str]) -> Message:
     if not isinstance(message.get("role"), str):
-        raise _wrong(f"{place}.role", "a text", message.get("role"))
+        raise _wrong(f"{location}.role", "a text", message.get("role"))
     read = dict(message)
     content = message.get("content")
     if isinstance(content, str):
         read["content"] = [{"type": "text", "text": content}]
     elif isinstance(content, list):
         read["content"] = [
-            _read_part(part, f"{place}.content[{index}]", images)
+            _read_part(part, f"{location}.content[{index}]", images)
             for index, part in enumerate(content)
         ]
     elif content is not None:
-        raise _wrong(f"{place}.content", "a text or a list of parts", content)
+        raise _wrong(f"{location}.content", "a text or a list of parts", content)
     if message["role"] == "assistant":
         _complete_assistant(read)
     elif message["role"] == "tool":
         _flatten_tool_answer(read)
     if message.get("tool_calls"):
-        read["tool_calls"] = _read_tool_calls(message["tool_calls"], f"{place}.tool_calls")
+        read["tool_calls"] = _read_tool_calls(message["tool_calls"], f"{location}.tool_calls")
     return read
 
 
@@ -132,11 +132,11 @@ def _flatten_tool_answer(message: Message) -> None:
         message["content"] = "\n".join(part["text"] for part in parts)
 
 
-def _read_part(part: Any, place: str, images: list[str]) -> dict[str, str]:
+def _read_part(part: Any, location: str, images: list[str]) -> dict[str, str]:
     if isinstance(part, str):
         return {"type": "text", "text": part}
     if not isinstance(part, dict):
-        raise _wrong(place, "an object", part)
+        raise _wrong(location, "an object", part)
     match part:
         case {"type": "text", "text": str(text)}:
             return {"type": "text", "text": text}
@@ -148,22 +148,22 @@ def _read_part(part: Any, place: str, images: list[str]) -> dict[str, str]:
             images.append(image)
             return {"type": "image"}
     raise InvalidRequest(
-        f"{place}: expected a part of type text, image_url (a data: URL), image_pil or image (base64), "
+        f"{location}: expected a part of type text, image_url (a data: URL), image_pil or image (base64), "
         f"with its value under the name of its type, got type {part.get('type')!r} with "
         f"{', '.join(sorted(map(str, part)))}",
         param="messages",
     )
 
 
-def _read_tool_calls(calls: Any, place: str) -> list[dict[str, Any]]:
+def _read_tool_calls(calls: Any, location: str) -> list[dict[str, Any]]:
     """Templates expect `arguments` as an object; OpenAI's clients send them as JSON."""
     if not isinstance(calls, list):
-        raise _wrong(place, "a list", calls)
+        raise _wrong(location, "a list", calls)
     read = []
     for index, call in enumerate(calls):
         function = call.get("function") if isinstance(call, dict) else None
         if not isinstance(function, dict):
-            raise _wrong(f"{place}[{index}].function", "an object", function)
+            raise _wrong(f"{location}[{index}].function", "an object", function)
         arguments = function.get("arguments")
         if isinstance(arguments, str):
             try:
@@ -173,17 +173,17 @@ def _read_tool_calls(calls: Any, place: str) -> list[dict[str, Any]]:
             if not isinstance(arguments, dict):
                 # A slip of the model: refused here, the conversation could never go on.
                 logger.warning(
-                    "%s[%d]: arguments that are no object are rendered as {}", place, index
+                    "%s[%d]: arguments that are no object are rendered as {}", location, index
                 )
         is_object = isinstance(arguments, dict)
         read.append({**call, "function": {**function, "arguments": arguments if is_object else {}}})
     return read
 
 
-def _wrong(place: str, expected: str, got: Any) -> InvalidRequest:
+def _wrong(location: str, expected: str, got: Any) -> InvalidRequest:
     try:
         text = repr(got)
     except RecursionError:
         text = type(got).__name__
     shown = text if len(text) <= 60 else text[:60] + "…"
-    return InvalidRequest(f"{place}: expected {expected}, got {shown}", param="messages")
+    return InvalidRequest(f"{location}: expected {expected}, got {shown}", param="messages")

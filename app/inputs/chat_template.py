@@ -25,7 +25,7 @@ class Chat(NamedTuple):
     # As `app.inputs.chat_messages.read_conversation` makes them.
     messages: list[Message]
     # Where they stand in the body.
-    place: str
+    location: str
     tools: list[dict[str, Any]] | None
     template_kwargs: dict[str, Any]
     add_generation_prompt: bool = True
@@ -60,7 +60,7 @@ def render_all(tokenizer: Any, chats: list[Chat]) -> list[list[int]]:
 
 
 def _render(tokenizer: Any, chat: Chat, reads_parts: bool) -> str:
-    messages = chat.messages if reads_parts else flat_content(chat.messages, chat.place)
+    messages = chat.messages if reads_parts else flat_content(chat.messages, chat.location)
     if not _KNOWS_DEVELOPER.search(str(tokenizer.chat_template)):
         messages = as_system(messages)
     try:
@@ -77,7 +77,7 @@ def _render(tokenizer: Any, chat: Chat, reads_parts: bool) -> str:
     except Exception as error:
         # Whatever the template raises, or stumbles over in these messages.
         raise InvalidRequest(
-            f"{chat.place}: the model's chat template refused them: {type(error).__name__}: "
+            f"{chat.location}: the model's chat template refused them: {type(error).__name__}: "
             f"{error}"[:500],
             param="messages",
         ) from error

@@ -48,7 +48,7 @@ class EncodedImages:
     """The images of one prompt as they came, and where prompt and images stood in the body."""
 
     prompt: str
-    place: str
+    location: str
     files: list[str]
     # Whether they came in a list.
     is_list: bool
@@ -76,7 +76,7 @@ def read_images(
     _check_kwargs(encoded.mm_processor_kwargs, encoded.prompt, config)
     if not encoded.files:
         return NO_IMAGES
-    _check_number(len(encoded.files), encoded.place, facts)
+    _check_number(len(encoded.files), encoded.location, facts)
     _refuse_truncation(body)
     images = _read(encoded, config.max_image_pixels)
     return PromptImages(images, encoded.mm_processor_kwargs)
@@ -88,19 +88,19 @@ def _read(encoded: EncodedImages, max_pixels: int) -> list[Image]:
     of_kwargs = blake2b(_encode_sorted(kwargs), digest_size=16).digest()
     images, num_pixels = [], 0
     for number, text in enumerate(encoded.files):
-        place = f"{encoded.place}[{number}]" if encoded.is_list else encoded.place
-        data = _decode_base64(text, place)
+        location = f"{encoded.location}[{number}]" if encoded.is_list else encoded.location
+        data = _decode_base64(text, location)
         try:
             width, height = check_file(data)
         except ValueError as error:
-            raise InvalidImage(f"{place}: {error}", param=_field_at(place)) from None
+            raise InvalidImage(f"{location}: {error}", param=_field_at(location)) from None
         num_pixels += max(least, width * height)
         if num_pixels > max_pixels:
             raise InvalidImage(
-                f"{place}: expected at most {max_pixels} pixels in the images of a prompt "
+                f"{location}: expected at most {max_pixels} pixels in the images of a prompt "
                 f"(max_image_pixels), got {num_pixels} with this one of {width} x {height}; scale "
                 f"them down (each counts for {least} at least)",
-                param=_field_at(place),
+                param=_field_at(location),
             )
         images.append(Image(data, blake2b(data, digest_size=16, salt=of_kwargs).digest()))
         # Milliseconds for each image: other requests take their turn.
@@ -111,28 +111,28 @@ def _read(encoded: EncodedImages, max_pixels: int) -> list[Image]:
 def check_placeholders(
     prompt_ids: Sequence[np.ndarray],
     prompts: Sequence[PromptImages],
-    places: Sequence[str],
+    locations: Sequence[str],
     facts: ImageFacts | None,
 ) -> None:
     """Refuses images without placeholders and placeholders without images.
 
     Whether the number of placeholders is the right one depends on the sizes of the images,
-    which the worker looks at. `places` are those of the prompts in the client's body.
+    which the worker looks at. `locations` are those of the prompts in the client's body.
     """
     if facts is None:
         return
-    for ids, prompt, place in zip(prompt_ids, prompts, places, strict=True):
+    for ids, prompt, location in zip(prompt_ids, prompts, locations, strict=True):
         num_images = len(prompt.images)
         num_placeholders = int(np.isin(ids, facts.placeholder_ids).sum())
         if num_images == 0 and num_placeholders:
             raise ImageMismatch(
-                f"{place}: expected no placeholders (token ids {facts.placeholder_ids}) in "
+                f"{location}: expected no placeholders (token ids {facts.placeholder_ids}) in "
                 f"a prompt with 0 images, got {num_placeholders}; send its images",
                 param="images",
             )
         if facts.has_placeholders and num_placeholders < num_images:
             raise ImageMismatch(
-                f"{place}: expected a placeholder (token ids {facts.placeholder_ids}) for "
+                f"{location}: expected a placeholder (token ids {facts.placeholder_ids}) for "
                 f"each of its {num_images} images, got {num_placeholders}",
                 param="images",
             )
@@ -154,7 +154,7 @@ def _encoded(body: GenerateBody) -> Iterator[EncodedImages]:
         is_list = isinstance(files, list)
         yield EncodedImages(
             prompt=f"prompts[{index}]",
-            place=f"prompts[{index}].multi_modal_data.image" if inside else f"images[{index}]",
+            location=f"prompts[{index}].multi_modal_data.image" if inside else f"images[{index}]",
             files=files if isinstance(files, list) else [files],
             is_list=is_list,
             mm_processor_kwargs=kwargs_of(body, index, own.mm_processor_kwargs),
@@ -179,18 +179,18 @@ def kwargs_of(body: SamplingBody, index: int, own: dict[str, Any] | None = None)
     return (beside if own is None else own) or {}
 
 
-def _check_number(num_images: int, place: str, facts: WorkerFacts) -> None:
+def _check_number(num_images: int, location: str, facts: WorkerFacts) -> None:
     if facts.images is None:
         raise ImageMismatch(
-            f"{place}: expected no images, as {facts.model} is served for token ids only, got "
+            f"{location}: expected no images, as {facts.model} is served for token ids only, got "
             f"{num_images}",
-            param=_field_at(place),
+            param=_field_at(location),
         )
     if num_images > facts.images.max_images:
         raise ImageMismatch(
-            f"{place}: expected at most {facts.images.max_images} images in a prompt "
+            f"{location}: expected at most {facts.images.max_images} images in a prompt "
             f"(--limit-mm-per-prompt), got {num_images}",
-            param=_field_at(place),
+            param=_field_at(location),
         )
 
 
@@ -203,11 +203,11 @@ def _refuse_truncation(body: SamplingBody) -> None:
         )
 
 
-def _check_kwargs(kwargs: dict[str, Any], place: str, config: ServerConfig) -> None:
+def _check_kwargs(kwargs: dict[str, Any], location: str, config: ServerConfig) -> None:
     for name, value in kwargs.items():
         if name not in config.mm_processor_kwargs:
             raise InvalidRequest(
-                f"{place}: mm_processor_kwargs: expected one of "
+                f"{location}: mm_processor_kwargs: expected one of "
                 f"{', '.join(config.mm_processor_kwargs)} (the server's setting "
                 f"mm_processor_kwargs), got {name!r}",
                 param="mm_processor_kwargs",
@@ -215,14 +215,14 @@ def _check_kwargs(kwargs: dict[str, Any], place: str, config: ServerConfig) -> N
         for number in _numbers(value):
             if not 0 <= number <= config.max_image_pixels:
                 raise InvalidRequest(
-                    f"{place}: mm_processor_kwargs.{name}: expected numbers from 0 to "
+                    f"{location}: mm_processor_kwargs.{name}: expected numbers from 0 to "
                     f"{config.max_image_pixels} (max_image_pixels), got {number}",
                     param="mm_processor_kwargs",
                 )
     least, most = kwargs.get("min_pixels", 1), kwargs.get("max_pixels", config.max_image_pixels)
     if type(least) is not int or type(most) is not int or not 0 < least <= most:
         raise InvalidRequest(
-            f"{place}: mm_processor_kwargs: expected whole numbers with 0 < min_pixels <= "
+            f"{location}: mm_processor_kwargs: expected whole numbers with 0 < min_pixels <= "
             f"max_pixels, got {least!r} and {most!r}",
             param="mm_processor_kwargs",
         )
@@ -236,26 +236,26 @@ def _numbers(value: Any) -> Iterator[float]:
         yield value
 
 
-def _decode_base64(text: str, place: str) -> bytes:
+def _decode_base64(text: str, location: str) -> bytes:
     if re.match(r"\w{1,10}://", text):
         raise InvalidImage(
-            f"{place}: expected an image in base64, got a URL; the server fetches none: send the "
+            f"{location}: expected an image in base64, got a URL; the server fetches none: send the "
             "file's bytes",
-            param=_field_at(place),
+            param=_field_at(location),
         )
     header = _DATA_URL.match(text)
     try:
         return binascii.a2b_base64(text[header.end() :] if header else text, strict_mode=True)
     except (binascii.Error, ValueError) as error:
         raise InvalidImage(
-            f"{place}: expected an image in base64, got {_shown(text)} ({error})",
-            param=_field_at(place),
+            f"{location}: expected an image in base64, got {_shown(text)} ({error})",
+            param=_field_at(location),
         ) from None
 
 
-def _field_at(place: str) -> str:
+def _field_at(location: str) -> str:
     """The body's field in which an image stands: images also come in prompts and messages."""
-    return re.split(r"\W", place, maxsplit=1)[0]
+    return re.split(r"\W", location, maxsplit=1)[0]
 
 
 def _shown(text: str) -> str:

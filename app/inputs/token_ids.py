@@ -85,36 +85,36 @@ def tokens_to_keep(body: SamplingBody, facts: WorkerFacts) -> int | None:
     return limit
 
 
-def checked_ids(ids: list[int], place: str, vocab_size: int) -> np.ndarray:
+def checked_ids(ids: list[int], location: str, vocab_size: int) -> np.ndarray:
     """Token ids as int32.
 
     Raises:
         InvalidRequest: there are none, or one is outside the vocabulary.
     """
-    field = place.partition("[")[0]
+    field = location.partition("[")[0]
     if not ids:
         raise InvalidRequest(
-            f"{place}: expected at least one token, got an empty prompt", param=field
+            f"{location}: expected at least one token, got an empty prompt", param=field
         )
     # Python's own integers first: they may be too large for any array.
     if min(ids) < 0 or max(ids) >= vocab_size:
         position = next(i for i, token_id in enumerate(ids) if not 0 <= token_id < vocab_size)
         raise InvalidRequest(
-            f"{place}[{position}]: expected a token id in [0, {vocab_size}), got {ids[position]}",
+            f"{location}[{position}]: expected a token id in [0, {vocab_size}), got {ids[position]}",
             param=field,
         )
     return np.array(ids, dtype=np.int32)
 
 
-def check_length(num_tokens: int, place: str, max_model_len: int) -> None:
+def check_length(num_tokens: int, location: str, max_model_len: int) -> None:
     """Refuses a prompt that leaves no room for a token."""
     if num_tokens >= max_model_len:
         # "exceeds the model's context length": verifiers looks for these words to end a rollout
         # as too long, not as failed.
         raise PromptTooLong(
-            f"{place}: expected at most {max_model_len - 1} tokens, one less than the "
+            f"{location}: expected at most {max_model_len - 1} tokens, one less than the "
             f"model's {max_model_len} (max_model_len), got {num_tokens}, which exceeds the model's "
             "context length; shorten the prompt or, on a route that takes it, set "
             "truncate_prompt_tokens",
-            param=place.partition("[")[0],
+            param=location.partition("[")[0],
         )

@@ -77,11 +77,11 @@ def as_templates_get_them(given: list[dict[str, Any]] | None) -> list[dict[str, 
     """
     tools = []
     for index, one in enumerate(given or ()):
-        place = f"tools[{index}]"
-        tool = _converted(one, Tool, place)
+        location = f"tools[{index}]"
+        tool = _converted(one, Tool, location)
         if is_deeper_than(MAX_JSON_DEPTH, tool.function.parameters):
             raise InvalidRequest(
-                f"{place}.function.parameters: expected a JSON schema of {MAX_JSON_DEPTH} levels at most, "
+                f"{location}.function.parameters: expected a JSON schema of {MAX_JSON_DEPTH} levels at most, "
                 "got a deeper one",
                 param="tools",
             )
@@ -166,9 +166,9 @@ def template_kwargs(fields: ChatFields) -> dict[str, Any]:
     }
 
 
-def _converted(value: Any, wanted: Any, place: str) -> Any:
+def _converted(value: Any, wanted: Any, location: str) -> Any:
     try:
         return msgspec.convert(value, wanted)
     except msgspec.ValidationError as error:
-        name = place.partition("[")[0]
-        raise InvalidRequest(explain(error, place), param=name) from None
+        name = location.partition("[")[0]
+        raise InvalidRequest(explain(error, location), param=name) from None

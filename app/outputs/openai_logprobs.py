@@ -54,10 +54,10 @@ def of_chat(
 
 
 def of_prompt(
-    result: Completed, prompt_ids: np.ndarray, place: str, k: int, texts: TokenTexts
+    result: Completed, prompt_ids: np.ndarray, location: str, k: int, texts: TokenTexts
 ) -> list[Any]:
     """vLLM's `prompt_logprobs`: at each token its own and the best `k`; none at the first."""
-    rows = prompt_rows(result, place, num_tokens=len(prompt_ids), k=k)
+    rows = prompt_rows(result, location, num_tokens=len(prompt_ids), k=k)
     values, ids, ranks = (array.tolist() for array in rows)
     at = texts.of_prompt(result, prompt_ids, k + 1)
     positions: list[Any] = [

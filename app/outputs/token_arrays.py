@@ -95,7 +95,7 @@ class PromptRows(NamedTuple):
     ranks: np.ndarray
 
 
-def prompt_rows(result: Completed, place: str, *, num_tokens: int, k: int) -> PromptRows:
+def prompt_rows(result: Completed, location: str, *, num_tokens: int, k: int) -> PromptRows:
     """Those of a prompt of `num_tokens`, for which `k` were asked.
 
     Raises:
@@ -107,7 +107,7 @@ def prompt_rows(result: Completed, place: str, *, num_tokens: int, k: int) -> Pr
     expected = max(0, num_tokens - 1) * (k + 1)
     if not len(values) == len(token_ids) == len(ranks) == expected:
         raise GenerationFailed(
-            f"{place}: expected {expected} log-probabilities of the prompt, got {len(values)}; send the "
+            f"{location}: expected {expected} log-probabilities of the prompt, got {len(values)}; send the "
             "request again"
         )
     return PromptRows(*(one.reshape(-1, k + 1) for one in (values, token_ids, ranks)))

@@ -154,15 +154,15 @@ def decode_body(body: bytes, decoder: msgspec.json.Decoder[Body]) -> Body:
 
 
 def explain(error: msgspec.ValidationError, within: str = "") -> str:
-    """msgspec's message with the place in front: `prompts[3][17]: expected …`.
+    """msgspec's message with the location in front: `prompts[3][17]: expected …`.
 
     Args:
         within: where the value stands that was converted, if not at the top.
     """
     text, path = _parted(error)
-    place = (within + path).removeprefix(".")
+    location = (within + path).removeprefix(".")
     text = text[:1].lower() + text[1:]
-    return f"{place}: {text}" if place else text
+    return f"{location}: {text}" if location else text
 
 
 def field_of(error: msgspec.ValidationError) -> str | None:
@@ -176,6 +176,6 @@ def field_of(error: msgspec.ValidationError) -> str | None:
 
 def _parted(error: msgspec.ValidationError) -> tuple[str, str]:
     """What is wrong, and where: `.prompts[3][17]`; "" for the whole body."""
-    text, _, place = str(error).partition(" - at `")
-    # Of a key of an object, the place is "`key` in `$.logit_bias`".
-    return text, place.rpartition("`$")[2].removeprefix("$").rstrip("`")
+    text, _, location = str(error).partition(" - at `")
+    # Of a key of an object, the location is "`key` in `$.logit_bias`".
+    return text, location.rpartition("`$")[2].removeprefix("$").rstrip("`")

@@ -58,13 +58,13 @@ def bad_images() -> dict[str, tuple[str, str]]:
         "url": ("https://example.com/a.png", "got a URL"),
         "file-url": ("file:///etc/passwd", "got a URL"),
         "empty": ("", "0 bytes"),
-        "no-image": (as_text(b"hello, this is text"), "that are none"),
-        "svg": (as_text(b"<svg xmlns='http://www.w3.org/2000/svg'/>"), "that are none"),
-        "truncated-png": (as_text(whole[: len(whole) // 2]), "that are none"),
+        "no-image": (as_text(b"hello, this is text"), "that are not an image"),
+        "svg": (as_text(b"<svg xmlns='http://www.w3.org/2000/svg'/>"), "that are not an image"),
+        "truncated-png": (as_text(whole[: len(whole) // 2]), "that are not an image"),
         "truncated-jpeg": (as_text(photo[: len(photo) // 2]), "cannot be decoded"),
-        "damaged-png": (as_text(whole[:200] + b"\0\0\0\0" + whole[204:]), "that are none"),
+        "damaged-png": (as_text(whole[:200] + b"\0\0\0\0" + whole[204:]), "that are not an image"),
         "bomb": (as_text(with_size(whole, 30_000, 30_000)), "30000 x 30000"),
-        "no-size": (as_text(with_size(whole, 0, 0)), "that are none"),
+        "no-size": (as_text(with_size(whole, 0, 0)), "that are not an image"),
         "drawn-out": (as_text(file_of(picture(4, 1000))), "4 x 1000"),
     }
 

@@ -1,4 +1,4 @@
-"""What a trainer imports.
+"""The trainer's client: weight updates.
 
 Runs in: the trainer's process. Imports: `wire`.
 """

@@ -1,7 +1,7 @@
-"""The few calls of NCCL that a trainer needs to send weights, through torch's own library.
+"""The NCCL calls that a trainer needs to send weights, through ctypes and torch's NCCL library.
 
-Runs in: trainers. The servers' workers use vLLM's binding, which needs vLLM. Both do the same at
-the start: rank 0 makes an id, all ranks join, and one sum over a single float warms NCCL up.
+Runs in: trainers. Workers use vLLM's binding (`PyNcclCommunicator`). Both sides start in the same
+way: rank 0 makes an id, all ranks join, and one all-reduce of a single float warms NCCL up.
 """
 
 import ctypes
@@ -12,20 +12,20 @@ UINT8, FLOAT32, SUM = 1, 7, 0
 
 
 class NcclId(ctypes.Structure):
-    """What the ranks of a communicator find each other by."""
+    """`ncclUniqueId`: the ranks of a communicator find each other by it."""
 
     _fields_ = (("internal", ctypes.c_byte * ID_BYTES),)
 
 
 class NcclError(Exception):
-    """NCCL refused a call; the message is its own."""
+    """A NCCL call failed; the message is NCCL's."""
 
 
 class Nccl:
-    """One communicator of this process, on one GPU."""
+    """One communicator, on one GPU."""
 
     def __init__(self, *, rank: int, world_size: int, nccl_id: bytes, device: Any):
-        """Blocks until all ranks have come.
+        """Blocks until all ranks have joined.
 
         Raises:
             NcclError: NCCL failed.
@@ -36,7 +36,7 @@ class Nccl:
         self._device = torch.device(device)
         self._communicator = ctypes.c_void_p()
         unique = NcclId.from_buffer_copy(nccl_id)
-        # The trainer's current device stays as it is.
+        # Restores the trainer's current device.
         with torch.cuda.device(self._device):
             self.stream = torch.cuda.Stream(self._device)
             code = self._library.ncclCommInitRank(
@@ -61,9 +61,9 @@ class Nccl:
         self.stream.synchronize()
 
     def broadcast(self, buffer: Any, source: int) -> None:
-        """Begins to send the bytes of `buffer`, a contiguous tensor, from rank `source`.
+        """Starts to send the bytes of `buffer`, a contiguous tensor, from rank `source`.
 
-        The buffer must stay as it is until `stream` has come so far.
+        The caller must not change the buffer until `stream` has run the broadcast.
         """
         import torch
 
@@ -78,7 +78,7 @@ class Nccl:
         self._check(code)
 
     def abort(self) -> None:
-        """Gives up what is under way and leaves."""
+        """Aborts what is in flight and leaves the communicator."""
         if self._communicator:
             communicator, self._communicator = self._communicator, ctypes.c_void_p()
             self._library.ncclCommAbort(communicator)
@@ -90,20 +90,20 @@ class Nccl:
 
 
 def library() -> ctypes.CDLL:
-    """NCCL as torch has loaded it.
+    """The NCCL library that torch has loaded.
 
     Raises:
-        OSError: there is none.
+        OSError: torch has loaded no NCCL.
     """
     import torch
 
-    # torch loads it at its own import: by this name it is found again.
+    # `import torch` loads NCCL under this name.
     assert torch.cuda.is_available(), "NCCL needs a GPU"
     return ctypes.CDLL("libnccl.so.2")
 
 
 def new_id() -> bytes:
-    """An id for a new communicator, made by its rank 0."""
+    """The id for a new communicator. Rank 0 makes it."""
     unique = NcclId()
     code = library().ncclGetUniqueId(ctypes.byref(unique))
     if code != 0:

@@ -1,7 +1,7 @@
-"""A trainer's calls to the server's HTTP interface, and its own address on the way there.
+"""A trainer's HTTP calls to the server, and the address from which it reaches the server.
 
-Runs in: trainers, with the standard library only. Between trainer and server there may be proxies,
-and either side may break off: whatever happens, a call gives the server's answer or `WeightsError`.
+Runs in: trainers. Imports only the standard library. A proxy may answer, and either side may close
+the connection: a call always returns the server's response or raises `WeightsError`.
 """
 
 import http.client
@@ -13,14 +13,14 @@ import urllib.request
 from collections.abc import Mapping
 from typing import Any
 
-# Of an answer that is not the server's, in messages.
+# How much of a response that is not the server's is shown in an error message.
 MAX_SHOWN_BYTES = 200
-# Of an answer with an error.
-MAX_REFUSAL_BYTES = 64 * 1024
-# How long one address of the server may take to accept a connection.
+# How much of an error response is read.
+MAX_ERROR_BYTES = 64 * 1024
+# For each address of the server.
 CONNECT_TIMEOUT_S = 5.0
-# What urllib raises besides its HTTPError: OSError where there is no connection, or none any more;
-# HTTPException for what is no HTTP or is cut off; ValueError for what is no URL.
+# What urllib raises besides HTTPError. OSError: no connection, or a lost one. HTTPException: the
+# response is not HTTP, or is cut off. ValueError: not a URL.
 CALL_ERRORS = (OSError, http.client.HTTPException, ValueError)
 
 
@@ -28,7 +28,7 @@ class WeightsError(Exception):
     """The server refused a call, or an update failed."""
 
     def __init__(self, message: str, *, status: int = 0, code: str = ""):
-        """`status` and `code` are those of the server's answer, if there was one."""
+        """`status` (0) and `code` ("") are the server's, if the server sent a response."""
         super().__init__(message)
         self.status = status
         self.code = code
@@ -43,14 +43,14 @@ def post_or_get(
     fields: Mapping[str, type],
     timeout_s: float,
 ) -> dict[str, Any]:
-    """The JSON object that a POST of `body`, or a GET without one, is answered with.
+    """The JSON object in the response to a POST of `body`, or to a GET if there is no body.
 
     Args:
-        fields: what the answer must have, each with its type.
-        timeout_s: that nothing may come for.
+        fields: required fields of the response, with their types.
+        timeout_s: time without progress on the connection.
 
     Raises:
-        WeightsError: the server refused, cannot be reached, or something else answered.
+        WeightsError: the server refused or cannot be reached, or the response is not the server's.
     """
     headers = {"Content-Type": "application/json"}
     if api_key:
@@ -59,63 +59,64 @@ def post_or_get(
     try:
         request = urllib.request.Request(url + path, data=data, headers=headers)
         with urllib.request.urlopen(request, timeout=timeout_s) as response:
-            answer = response.read()
+            content = response.read()
     except urllib.error.HTTPError as error:
         with error:
-            raise _refusal(path, error) from None
+            raise _refusal_of(path, error) from None
     except CALL_ERRORS as error:
-        text = f"{path}: the server does not answer: {type(error).__name__}: {error}"
+        text = f"{path}: no response from the server: {type(error).__name__}: {error}"
         raise WeightsError(text) from error
-    return _checked(path, answer, fields)
+    return _decoded(path, content, fields)
 
 
-def _checked(path: str, answer: bytes, fields: Mapping[str, type]) -> dict[str, Any]:
+def _decoded(path: str, content: bytes, fields: Mapping[str, type]) -> dict[str, Any]:
     try:
-        read = json.loads(answer)
+        response = json.loads(content)
     except (ValueError, RecursionError):
-        read = None
-    if not isinstance(read, dict) or not all(
-        isinstance(read.get(name), kind) for name, kind in fields.items()
+        response = None
+    if not isinstance(response, dict) or not all(
+        isinstance(response.get(name), kind) for name, kind in fields.items()
     ):
         expected = f" with {', '.join(fields)}" if fields else ""
         raise WeightsError(
-            f"{path}: expected a JSON object{expected} of the server, got {_shown(answer)}; is it "
-            "the server that answers at this URL, or a proxy (http_proxy, no_proxy)?"
+            f"{path}: expected a JSON object{expected} from the server, got {_shown(content)}; check "
+            "that the server answers at this URL, and not a proxy (http_proxy, no_proxy)"
         )
-    return read
+    return response
 
 
-def _refusal(path: str, error: urllib.error.HTTPError) -> WeightsError:
-    answer = b""
+def _refusal_of(path: str, error: urllib.error.HTTPError) -> WeightsError:
+    content = b""
     try:
-        answer = error.read(MAX_REFUSAL_BYTES)
-        detail = json.loads(answer)["error"]
+        content = error.read(MAX_ERROR_BYTES)
+        detail = json.loads(content)["error"]
         message, code = str(detail["message"]), str(detail["code"])
     except Exception:
-        # Something between said no, or was cut off.
-        text = f"{path}: {error}; the answer was {_shown(answer)}"
+        # The response is a proxy's, or is cut off.
+        text = f"{path}: {error}; the response was {_shown(content)}"
         return WeightsError(text, status=error.code)
     return WeightsError(f"{path}: {message}", status=error.code, code=code)
 
 
-def _shown(answer: bytes) -> str:
-    shown = repr(answer[:MAX_SHOWN_BYTES].decode(errors="replace"))
-    return shown if len(answer) <= MAX_SHOWN_BYTES else f"{shown}…"
+def _shown(content: bytes) -> str:
+    shown = repr(content[:MAX_SHOWN_BYTES].decode(errors="replace"))
+    return shown if len(content) <= MAX_SHOWN_BYTES else f"{shown}…"
 
 
 def own_address(url: str) -> str:
-    """This machine's address on the way to the server: IPv4, or IPv6 where that is how it is reached.
+    """The address, IPv4 or IPv6, from which this machine reaches the server at `url`.
 
     Raises:
-        WeightsError: there is no way.
+        WeightsError: the host name cannot be resolved, or no address of the server can be reached.
     """
     try:
         parts = urllib.parse.urlsplit(url)
         port = parts.port or (443 if parts.scheme == "https" else 80)
         found = socket.getaddrinfo(parts.hostname, port, type=socket.SOCK_STREAM)
     except (OSError, ValueError) as error:
-        raise WeightsError(f"{url}: this host name has no address: {error}") from error
-    # The address that accepts a connection; behind a proxy none may, and the way there decides.
+        raise WeightsError(f"{url}: the host name cannot be resolved: {error}") from error
+    # The first address that accepts a TCP connection. Behind a proxy none may accept; then the
+    # first address with a route (connecting UDP sends nothing).
     for kind in (socket.SOCK_STREAM, socket.SOCK_DGRAM):
         for family, _, _, _, address in found:
             try:
@@ -126,6 +127,6 @@ def own_address(url: str) -> str:
             except OSError:
                 continue
     raise WeightsError(
-        f"{url}: no way leads from this machine to the server's addresses; say by which address of "
-        "this machine the workers reach it (host)"
+        f"{url}: this machine has no route to the server's addresses; pass `host`, the address at "
+        "which the workers reach this machine"
     )

@@ -1,43 +1,49 @@
-"""The group through which a trainer sends weights: it is rank 0, and the others meet at its port.
+"""The process group through which a trainer sends weights.
 
-Runs in: trainers; `workers/in_model/group.py` is the other side. Ranks tell each other that they are
-there before any of them enters NCCL, which waits for ever for one that is not.
+The trainer is rank 0 and listens; the workers' ranks connect to its store. Each rank sets a key in
+the store before any rank enters NCCL, because NCCL waits forever for a rank that is missing.
+
+Runs in: trainers. The workers' side is `workers/in_model/group.py`.
 """
 
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from datetime import timedelta
 from typing import Any
 
-# Names in the store, for both sides.
+# Prefix of gloo's keys in the store, on both sides.
 GLOO_PREFIX = "titopool/gloo"
-# Between two looks into the store, and at a GPU's event.
+# Intervals of polling: the store, a GPU's event, the workers during a broadcast, a group that forms.
 STORE_POLL_S = 0.005
-POLL_S = 0.0005
-# Between two looks at the workers while an event does not come.
-LOOK_S = 2.0
-# Between two looks at whether a group can still form.
+EVENT_POLL_S = 0.0005
+WORKERS_POLL_S = 2.0
 FORM_POLL_S = 0.02
-# Where this process reaches its own store, which listens at all addresses, IPv6 ones too.
+# This process reaches its store at this address. The store listens at all addresses, also IPv6.
 ANY_ADDRESS = "0.0.0.0"
 
 
 def rank_key(rank: int) -> str:
-    """Set by a rank that is there."""
+    """The key that a rank sets when it is ready to form the group."""
     return f"titopool/rank/{rank}"
 
 
-def told_key(number: int) -> str:
-    """The `number`-th thing that rank 0 told the others; the first is NCCL's id."""
+def message_key(number: int) -> str:
+    """The key of rank 0's message `number`. Message 0 is NCCL's id."""
     return f"titopool/told/{number}"
 
 
 class TrainerGroup:
-    """Rank 0: NCCL for a GPU, else gloo."""
+    """Rank 0 of a group: NCCL on a GPU, gloo on a CPU."""
 
     def __init__(self, device: Any, world_size: int, *, timeout_s: float):
-        """Listens at `port`, until `abort`."""
+        """Listens at `port` until `abort`.
+
+        Args:
+            device: the torch.device of the tensors.
+            timeout_s: of forming the group, and of each broadcast.
+        """
         import torch
         from torch.distributed import TCPStore
 
@@ -55,26 +61,30 @@ class TrainerGroup:
         if device.type == "cuda":
             self.device_uuid = str(torch.cuda.get_device_properties(device).uuid)
 
-    def form(self, *, gives_up: Callable[[], bool]) -> None:
-        """Returns when all ranks are in the group.
+    def form(self, *, should_stop: Callable[[], bool]) -> None:
+        """Returns when all ranks have joined. On an error the caller calls `abort`.
+
+        Args:
+            should_stop: whether the group can no longer form.
 
         Raises:
-            Exception: they were not in time, or one can be no more, which `gives_up` tells. The
-                caller aborts the group then.
+            TimeoutError: a rank did not join in time, or `should_stop()` was true.
+            Exception: NCCL or gloo failed.
         """
         keys = [rank_key(rank) for rank in range(1, self._world_size)]
         deadline = time.monotonic() + self._timeout_s
         while not self._store.check(keys):
-            if gives_up() or time.monotonic() > deadline:
-                raise TimeoutError("not all workers came")
+            if should_stop() or time.monotonic() > deadline:
+                raise TimeoutError("not all workers joined")
             time.sleep(STORE_POLL_S)
         make = self._form_nccl if self.backend == "nccl" else self._form_gloo
-        self._group = within(self._timeout_s, f"{self.backend} formed no group", make, gives_up)
+        what = f"{self.backend} formed no group"
+        self._group = within(self._timeout_s, what, make, should_stop)
 
     def _form_gloo(self) -> Any:
         from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
 
-        # A connection of its own: what waits in it ends when `abort` closes the store.
+        # A second connection to the store: a wait on it ends when `abort` closes the store.
         store = TCPStore(
             ANY_ADDRESS, self.port, None, False, timeout=self._limit, wait_for_workers=False
         )
@@ -85,82 +95,89 @@ class TrainerGroup:
         from titopool.client.nccl import Nccl, new_id
 
         nccl_id = new_id()
-        self._store.set(told_key(0), nccl_id)
+        self._store.set(message_key(0), nccl_id)
         self._store.set(rank_key(0), b"1")
         return Nccl(rank=0, world_size=self._world_size, nccl_id=nccl_id, device=self._device)
 
-    def broadcast(self, buffer: Any, *, look: Callable[[], None]) -> Callable[[], Any]:
-        """Begins to send `buffer`, uint8 of one dimension, which must stay as it is.
+    def broadcast(self, buffer: Any, *, check_workers: Callable[[], None]) -> Callable[[], Any]:
+        """Starts to send `buffer`, uint8 of shape (bytes,).
+
+        Args:
+            check_workers: called every `WORKERS_POLL_S` while NCCL sends; may raise.
 
         Returns:
-            What waits for the end of it, and raises if `look` does, which is called now and then.
+            A function that waits until the buffer is sent. Until it returns, the caller must not
+            change the buffer. It raises what `check_workers` raises.
         """
         if self.backend == "nccl":
             self._group.broadcast(buffer, 0)
             event = self._group.stream.record_event()
-            return lambda: self._wait_for(event, look)
+            return lambda: self._wait_for(event, check_workers)
         from torch.distributed import BroadcastOptions
 
         options = BroadcastOptions()
         options.rootRank = 0
-        wait: Callable[[], Any] = self._group.broadcast([buffer], options).wait
-        return wait
+        wait_for_gloo: Callable[[], Any] = self._group.broadcast([buffer], options).wait
+        return wait_for_gloo
 
-    def _wait_for(self, event: Any, look: Callable[[], None]) -> None:
-        """Waits for the GPU, but not for workers that are gone: NCCL would, for ever."""
+    def _wait_for(self, event: Any, check_workers: Callable[[], None]) -> None:
+        """Waits for a GPU event. NCCL itself would wait forever for a worker that is lost."""
         deadline = time.monotonic() + self._timeout_s
-        next_look = time.monotonic() + LOOK_S
+        next_check = time.monotonic() + WORKERS_POLL_S
         while not event.query():
             if time.monotonic() > deadline:
-                raise TimeoutError(f"a broadcast did not end within {self._timeout_s:g} s")
-            if time.monotonic() > next_look:
-                look()
-                next_look = time.monotonic() + LOOK_S
-            time.sleep(POLL_S)
+                raise TimeoutError(f"a broadcast did not finish within {self._timeout_s:g} s")
+            if time.monotonic() > next_check:
+                check_workers()
+                next_check = time.monotonic() + WORKERS_POLL_S
+            time.sleep(EVENT_POLL_S)
 
     def abort(self) -> None:
-        """Gives up what is under way and leaves; the port is closed, which tells the workers."""
-        # An error that somebody keeps may keep this object.
+        """Aborts what is in flight, leaves the group and closes the port, which workers notice."""
+        # A caller may keep an exception whose traceback keeps this object. So the store, which
+        # closes with its last reference, is dropped here.
         group, self._group, self._store = self._group, None, None
         if group is not None:
             group.abort()
 
 
-def within(
-    timeout_s: float, what: str, make: Callable[[], Any], gives_up: Callable[[], bool]
-) -> Any:
-    """The group that `make` gives, or what it raises; it runs in a thread, which nothing can end.
-
-    Raises:
-        TimeoutError: it did not end within `timeout_s`, or before `gives_up`; the thread is left
-            behind, and aborts what it makes.
-    """
-    ends: list[tuple[Any, BaseException | None]] = []
-    is_left = threading.Event()
+def run_in_thread(do: Callable[[], Any]) -> "Future[Any]":
+    """The future result of `do`. Its daemon thread does not keep the process from exiting."""
+    future: Future[Any] = Future()
 
     def run() -> None:
         try:
-            made = make()
+            future.set_result(do())
         except BaseException as error:
-            ends.append((None, error))
-            return
-        ends.append((made, None))
-        if is_left.is_set():
-            made.abort()
+            future.set_exception(error)
 
-    thread = threading.Thread(target=run, name="titopool-within", daemon=True)
-    thread.start()
+    threading.Thread(target=run, name="titopool-client", daemon=True).start()
+    return future
+
+
+def within(
+    timeout_s: float, what: str, make: Callable[[], Any], should_stop: Callable[[], bool]
+) -> Any:
+    """The group that `make` returns. `make` runs in a thread, because nothing can interrupt it.
+
+    Args:
+        what: the start of the TimeoutError's text.
+
+    Raises:
+        TimeoutError: `make` took longer than `timeout_s`, or `should_stop()` was true. The thread
+            still runs; a group that it makes later is aborted.
+        BaseException: what `make` raised.
+    """
+    made = run_in_thread(make)
     deadline = time.monotonic() + timeout_s
-    while thread.is_alive() and time.monotonic() < deadline and not gives_up():
-        thread.join(FORM_POLL_S)
-    if not ends:
-        is_left.set()
-        for made, _ in ends:
-            # It came in this moment.
-            if made is not None:
-                made.abort()
-        raise TimeoutError(f"{what} within {timeout_s:g} s: a worker is gone, or does not answer")
-    made, error = ends[0]
-    if error is not None:
-        raise error
-    return made
+    while not made.done() and time.monotonic() < deadline and not should_stop():
+        wait([made], FORM_POLL_S)
+    if not made.done():
+        made.add_done_callback(_abort_group)
+        raise TimeoutError(f"{what} within {timeout_s:g} s: a worker is lost or does not answer")
+    return made.result()
+
+
+def _abort_group(made: "Future[Any]") -> None:
+    if made.exception() is None:
+        made.result().abort()

@@ -3,35 +3,34 @@
     client = WeightsClient("http://server:8000", device="cuda:0")
     client.update(model.named_parameters(), version=step, policy="keep")
 
-Needs torch and msgspec only; NCCL between GPUs, gloo between CPUs. Whatever fails between trainer and
-server raises `WeightsError`, whose text is the server's where it gave one; the next `update` forms a
-new group by itself.
+Needs only torch and msgspec. Sends over NCCL between GPUs, over gloo between CPUs. Every failure
+between trainer and server raises `WeightsError`, with the server's message if the server sent one.
+After a failure the next `update` forms a new group.
 """
 
 import itertools
-import threading
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from concurrent.futures import wait
+from typing import Any, NoReturn
 
 from titopool.client.server_calls import WeightsError, own_address, post_or_get
-from titopool.client.trainer_group import TrainerGroup
+from titopool.client.trainer_group import TrainerGroup, run_in_thread
 from titopool.wire.commands import PauseMode, TensorInfo
 from titopool.wire.weight_plan import DEFAULT_BUCKET_BYTES, checksum, plan_buckets, views_of
 
 __all__ = ["WeightsClient", "WeightsError"]
 
-# One is filled while the other is on its way.
+# One buffer is filled while the other is sent.
 NUM_BUFFERS = 2
-# What an answer to /weights/begin has.
-BEGUN = {"update": str, "missing": list, "ignored": list, "kept": list}
-# How long the server may take to say why, once a group cannot form.
-REASON_S = 5.0
+# Fields of the response of /weights/begin.
+BEGIN_FIELDS = {"update": str, "missing": list, "ignored": list, "kept": list}
+# Time for the server to give its reason after this side failed to form the group.
+REASON_TIMEOUT_S = 5.0
 
 
 class WeightsClient:
-    """One trainer's connection to one server; for one thread."""
+    """One trainer's connection to one server. Not thread-safe."""
 
     def __init__(
         self,
@@ -43,14 +42,15 @@ class WeightsClient:
         timeout_s: float = 300.0,
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
     ):
-        """Opens nothing yet.
+        """Connects to nothing yet.
 
         Args:
-            device: of the tensors; None: the current GPU, or the CPU where there is none.
-            api_key: the server's `admin_key`, or its `api_key` where it has no other.
-            host: this machine's address as the workers reach it; None: as it reaches the server.
-            timeout_s: of each step, calls and broadcasts alike.
-            bucket_bytes: what one broadcast carries, about; the device needs two such buffers.
+            device: device of the tensors. None: the current GPU, or the CPU without a GPU.
+            host: this machine's address, as the workers reach it. None: the address from which
+                this machine reaches the server.
+            api_key: the server's `admin_key`; its `api_key` if it has no `admin_key`.
+            timeout_s: timeout of each step: each HTTP call and each broadcast.
+            bucket_bytes: bytes of one broadcast, about. The device holds two buffers of this size.
         """
         self._url = url.rstrip("/")
         self._given_device = device
@@ -60,8 +60,8 @@ class WeightsClient:
         self._bucket_bytes = bucket_bytes
         self._session = ""
         self._group: TrainerGroup | None = None
-        # What waits for a bucket to have left, and its buffer.
-        self._under_way: list[tuple[Callable[[], Any], Any]] = []
+        # Broadcasts: (function that waits for the end, buffer).
+        self._in_flight: list[tuple[Callable[[], Any], Any]] = []
 
     # ---- calls -----------------------------------------------------------------------
 
@@ -72,15 +72,16 @@ class WeightsClient:
         *,
         fields: Mapping[str, type] | None = None,
     ) -> dict[str, Any]:
-        """The answer to a POST of `body`, or to a GET without one.
+        """The response to a POST of `body`, or to a GET if there is no body.
 
         Args:
-            fields: what the answer must have, each with its type.
+            fields: required fields of the response, with their types.
 
         Raises:
-            WeightsError: the server refused, cannot be reached, or something else answered.
+            WeightsError: the server refused or cannot be reached, or the response is not the
+                server's.
         """
-        # The server holds the deadlines; this one is for a server that is gone.
+        # The server has deadlines of its own. This timeout is for a server that is lost.
         timeout_s = 2 * self._timeout_s + 30
         return post_or_get(
             self._url, path, body, api_key=self._api_key, fields=fields or {}, timeout_s=timeout_s
@@ -89,12 +90,12 @@ class WeightsClient:
     def update_from_folder(
         self, path: str, *, policy: PauseMode, version: int | None = None
     ) -> dict[str, Any]:
-        """Lets every worker load the safetensors in `path`, below the server's `weights_root`."""
+        """Every worker loads the safetensors files in `path`, below the server's `weights_root`."""
         body = {"path": path, "policy": policy, "version": version}
         return self.call("/update_weights", body)
 
     def pause(self, mode: PauseMode, *, lease_s: float) -> None:
-        """Stops generation for at most `lease_s`; again: renews the lease."""
+        """Pauses generation for at most `lease_s` seconds, or renews the lease of a pause."""
         self.call("/pause", {"mode": mode, "lease_s": lease_s})
 
     def resume(self) -> None:
@@ -105,68 +106,60 @@ class WeightsClient:
 
     @property
     def is_open(self) -> bool:
-        """Whether there is a group."""
+        """Whether this client has a group with the workers."""
         return self._group is not None
 
     def open(self) -> None:
-        """Forms the group with all workers; `update` does it if need be.
+        """Forms the group with all workers. `update` calls it if there is no group.
 
         Raises:
-            WeightsError: a worker is not there, another trainer is, or it took too long.
+            WeightsError: a worker is not ready, another trainer has a group, or a timeout passed.
         """
-        answer = self.call("/get_world_size", fields={"world_size": int})
+        num_ranks = self.call("/get_world_size", fields={"world_size": int})["world_size"]
         host = self._host or own_address(self._url)
         self._session = uuid.uuid4().hex
-        world_size = answer["world_size"] + 1
         try:
-            group = TrainerGroup(self._device(), world_size, timeout_s=self._timeout_s)
+            group = TrainerGroup(self._device(), num_ranks + 1, timeout_s=self._timeout_s)
         except Exception as error:
             raise WeightsError(f"this process cannot be part of a group: {error}") from error
-        try:
-            self._form(group, host, world_size)
-        except BaseException:
-            group.abort()
-            raise
-        self._group = group
-
-    def _form(self, group: TrainerGroup, host: str, world_size: int) -> None:
         body = {
             "session": self._session,
             "backend": group.backend,
             "host": host,
             "port": group.port,
-            "world_size": world_size,
+            "world_size": num_ranks + 1,
         }
         if group.device_uuid:
             body["device_uuid"] = group.device_uuid
-        # The answer comes when all are in the group, so this process joins meanwhile.
-        answer: list[WeightsError | None] = []
-        asking = threading.Thread(target=self._ask_to_join, args=(body, answer), daemon=True)
-        asking.start()
-        failure = _error_of(lambda: group.form(gives_up=lambda: any(answer)))
-        if failure is not None:
-            # The workers see that its port is closed, and the server answers.
+        try:
+            self._form(group, body)
+        except BaseException:
             group.abort()
-        asking.join(self._timeout_s if failure is None else REASON_S)
-        refusal = answer[0] if answer else None
-        if refusal is not None:
+            raise
+        self._group = group
+
+    def _form(self, group: TrainerGroup, body: dict[str, Any]) -> None:
+        # The server answers when all ranks have joined, so this process joins during the call.
+        answer = run_in_thread(lambda: self.call("/weights/init", body))
+        failure = _error_of(
+            lambda: group.form(should_stop=lambda: answer.done() and answer.exception() is not None)
+        )
+        if failure is not None:
+            # The closed port ends the workers' wait, so the server answers.
+            group.abort()
+        wait([answer], self._timeout_s if failure is None else REASON_TIMEOUT_S)
+        refusal = answer.exception() if answer.done() else None
+        if isinstance(refusal, WeightsError):
             raise refusal from failure
+        if refusal is not None:
+            raise WeightsError(f"/weights/init: {type(refusal).__name__}: {refusal}") from refusal
         if failure is not None:
             raise WeightsError(f"the group did not form: {failure}") from failure
-        if not answer:
+        if not answer.done():
             raise WeightsError(
-                f"/weights/init: the group formed, but no answer came within {self._timeout_s:g} s"
+                "/weights/init: the group formed, but the server did not answer within "
+                f"{self._timeout_s:g} s"
             )
-
-    def _ask_to_join(self, body: dict[str, Any], answer: list[WeightsError | None]) -> None:
-        """Appends why not, or None, to `answer`: whatever happens, `open` waits for it."""
-        try:
-            self.call("/weights/init", body)
-            answer.append(None)
-        except WeightsError as error:
-            answer.append(error)
-        except BaseException as error:
-            answer.append(WeightsError(f"/weights/init: {type(error).__name__}: {error}"))
 
     def close(self) -> None:
         """Leaves the group, if there is one."""
@@ -175,10 +168,10 @@ class WeightsClient:
         try:
             self.call("/weights/close", {"session": self._session})
         finally:
-            self._forget()
+            self._drop_group()
 
-    def _forget(self) -> None:
-        group, self._group, self._under_way = self._group, None, []
+    def _drop_group(self) -> None:
+        group, self._group, self._in_flight = self._group, None, []
         if group is not None:
             group.abort()
 
@@ -193,18 +186,18 @@ class WeightsClient:
         partial: bool = False,
         with_checksum: bool = False,
     ) -> dict[str, Any]:
-        """Sends tensors and commits them; all workers serve them when it returns.
+        """Sends tensors and commits them. All workers serve the new weights when it returns.
 
         Args:
-            tensors: (name, tensor) as in the model's checkpoint; any float dtype.
-            policy: what becomes of requests under way: "keep", "drain" or "abort".
-            version: of the new weights; None: one more than now.
-            partial: not all of the model's tensors come; each layer must be whole.
-            with_checksum: the server compares a digest of what it received.
+            tensors: (name, tensor), named as in the model's checkpoint, of any float dtype.
+            policy: pause mode for requests in flight: "keep", "drain" or "abort".
+            version: of the new weights. None: the present version plus one.
+            partial: only some tensors of the model are sent. Each layer must be complete.
+            with_checksum: the workers compare a checksum of what they received.
 
         Returns:
-            `version`, `loaded` (number of tensors), `checksum`, and names: `missing`, `ignored`
-            (without a place in the model), `kept` (buffers that did not come and stay).
+            `version`, `loaded` (number of tensors), `checksum`, and lists of names: `missing`,
+            `ignored` (sent, but not in the model) and `kept` (buffers that were not sent).
 
         Raises:
             WeightsError: the old weights serve, unless the text says that a worker restarts.
@@ -216,39 +209,33 @@ class WeightsClient:
             TensorInfo(name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape))
             for name, tensor in named
         ]
-        packed = self._pack(infos, [tensor for _, tensor in named])
-        ahead: list[Any] = []
-        with ThreadPoolExecutor(1) as pool:
-            answer = pool.submit(self._begin, infos, version, partial)
-            # Meanwhile the first buckets are filled; the server's refusal is told before our own.
-            failure = _error_of(lambda: ahead.extend(itertools.islice(packed, NUM_BUFFERS)))
-            begun = answer.result()
+        values = [tensor for _, tensor in named]
+        begun, buffers = self._begin(infos, values, version, partial)
         try:
-            if failure is not None:
-                raise failure
-            self._send(emptied(ahead, packed))
+            self._send(buffers)
             body: dict[str, Any] = {"update": begun["update"], "policy": policy}
             if with_checksum:
-                body["checksum"] = checksum([tensor for _, tensor in named])
-            # The workers wait for what is still on its way.
+                body["checksum"] = checksum(values)
+            # The workers wait for the broadcasts in flight.
             result = self.call("/weights/commit", body)
         except Exception as error:
-            told = error if isinstance(error, WeightsError) else None
-            if told is None or told.status:
-                self._abort(begun["update"], str(error))
-            self._forget()
-            if told is not None:
-                raise
-            raise WeightsError(f"sending failed: {error}") from error
+            self._fail(begun["update"], error)
         if _error_of(lambda: self._wait_for_sent(0)):
-            # The new weights serve all the same; the next update forms a new group.
-            self._forget()
+            # The new weights serve. The next update forms a new group.
+            self._drop_group()
         elif result.get("lost"):
-            # A member is gone that will be back: the next update forms a group with it.
+            # A lost worker restarts. The next update forms a group with it.
             _error_of(self.close)
         return {**{name: begun[name] for name in ("missing", "ignored", "kept")}, **result}
 
-    def _begin(self, infos: list[TensorInfo], version: int | None, partial: bool) -> dict[str, Any]:
+    def _begin(
+        self, infos: list[TensorInfo], values: list[Any], version: int | None, partial: bool
+    ) -> tuple[dict[str, Any], Iterator[Any]]:
+        """The response of /weights/begin, and the buffers to send.
+
+        The first buffers are filled during the call. Where that fails, the buffers raise the
+        error, so that a refusal of the server comes before it.
+        """
         body = {
             "session": self._session,
             "names": [info.name for info in infos],
@@ -258,23 +245,32 @@ class WeightsClient:
             "bucket_bytes": self._bucket_bytes,
             "partial": partial,
         }
+        answer = run_in_thread(lambda: self.call("/weights/begin", body, fields=BEGIN_FIELDS))
+        buffers = self._fill_buffers(infos, values)
+        first: list[Any] = []
+        failure = _error_of(lambda: first.extend(itertools.islice(buffers, NUM_BUFFERS)))
         try:
-            return self.call("/weights/begin", body, fields=BEGUN)
+            return answer.result(), _chained(first, buffers, failure)
         except WeightsError as error:
+            # A refusal of the tensors (status 400) leaves the group intact.
             if error.status != 400:
-                # What was refused for its tensors leaves the group as it is.
-                self._forget()
+                self._drop_group()
             raise
 
-    def _abort(self, update: str, reason: str) -> None:
-        try:
-            self.call("/weights/abort", {"update": update, "reason": reason[:500]})
-        except WeightsError:
-            # It has ended by itself, or will at its deadline.
-            pass
+    def _fail(self, update: str, error: Exception) -> NoReturn:
+        """Aborts an update that has begun and raises `error` as a WeightsError."""
+        # A WeightsError without a status: the server cannot be reached.
+        if not isinstance(error, WeightsError) or error.status:
+            reason = str(error)[:500]
+            # If this call fails, the update has ended already or ends at its deadline.
+            _error_of(lambda: self.call("/weights/abort", {"update": update, "reason": reason}))
+        self._drop_group()
+        if isinstance(error, WeightsError):
+            raise error
+        raise WeightsError(f"sending failed: {error}") from error
 
-    def _pack(self, infos: list[TensorInfo], tensors: list[Any]) -> Iterator[Any]:
-        """The buckets' buffers, filled one by one."""
+    def _fill_buffers(self, infos: list[TensorInfo], values: list[Any]) -> Iterator[Any]:
+        """Yields the buffer of each bucket. A buffer is filled on demand."""
         import torch
 
         device = self._device()
@@ -282,27 +278,24 @@ class WeightsClient:
         for bucket in plan_buckets(infos, self._bucket_bytes):
             buffer = torch.empty(bucket.num_bytes, dtype=torch.uint8, device=device)
             views = views_of(buffer, bucket)
-            sources = tensors[begin : begin + len(views)]
+            sources = values[begin : begin + len(views)]
             torch._foreach_copy_(views, sources, non_blocking=True)
             begin += len(views)
             yield buffer
 
     def _send(self, buffers: Iterable[Any]) -> None:
-        """Sends all; the last ones may still be on their way."""
+        """Broadcasts all buffers. The last ones may be in flight at the end."""
+        assert self._group is not None
         for buffer in buffers:
-            self._under_way.append((self._broadcast(buffer), buffer))
+            sent = self._group.broadcast(buffer, check_workers=self._check_workers)
+            self._in_flight.append((sent, buffer))
             self._wait_for_sent(NUM_BUFFERS - 1)
 
-    def _wait_for_sent(self, num_left: int) -> None:
-        """Waits until at most `num_left` buckets are on their way."""
-        while len(self._under_way) > num_left:
-            wait, _ = self._under_way.pop(0)
-            wait()
-
-    def _broadcast(self, buffer: Any) -> Callable[[], Any]:
-        """Begins to send; returns what waits for the end of it."""
-        assert self._group is not None
-        return self._group.broadcast(buffer, look=self._check_workers)
+    def _wait_for_sent(self, max_in_flight: int) -> None:
+        """Waits until at most `max_in_flight` broadcasts are in flight."""
+        while len(self._in_flight) > max_in_flight:
+            wait_for_end, _ = self._in_flight.pop(0)
+            wait_for_end()
 
     def _check_workers(self) -> None:
         for worker in self.call("/weights", fields={"workers": list})["workers"]:
@@ -322,6 +315,7 @@ class WeightsClient:
 
 
 def _error_of(do: Callable[[], Any]) -> Exception | None:
+    """What `do` raises."""
     try:
         do()
     except Exception as error:
@@ -329,8 +323,10 @@ def _error_of(do: Callable[[], Any]) -> Exception | None:
     return None
 
 
-def emptied(first: list[Any], rest: Iterator[Any]) -> Iterator[Any]:
-    """What is in `first`, which keeps nothing of it, and then `rest`."""
+def _chained(first: list[Any], rest: Iterator[Any], failure: Exception | None) -> Iterator[Any]:
+    """`first`, then `rest`; or raises `failure`. Keeps no reference to a buffer that was yielded."""
+    if failure is not None:
+        raise failure
     while first:
         yield first.pop(0)
     yield from rest

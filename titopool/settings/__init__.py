@@ -1,4 +1,4 @@
-"""Settings, sampling options, logs.
+"""Settings, sampling options and logging.
 
 Runs in: all processes of a server. Imports: `wire`.
 """

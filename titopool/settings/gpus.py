@@ -1,4 +1,4 @@
-"""Which GPUs this process may use, without importing torch."""
+"""The GPUs that this process may use, found without importing torch."""
 
 import os
 import subprocess
@@ -8,7 +8,7 @@ from titopool.settings.config import ServerConfig
 
 
 def visible_gpus() -> list[str]:
-    """Ids for CUDA_VISIBLE_DEVICES: those that it names now, else all of the host's."""
+    """GPU ids for CUDA_VISIBLE_DEVICES: its present ones, or all GPUs of the host if it is unset."""
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
     if chosen is not None:
         return [name for name in chosen.split(",") if name.strip() not in ("", "-1")]
@@ -25,18 +25,18 @@ def visible_gpus() -> list[str]:
 
 
 def number_of_workers(config: ServerConfig) -> int:
-    """`num_workers`, or as many as the GPUs allow, or one on a CPU.
+    """`num_workers`; if it is 0, as many workers as the GPUs allow, or one without a GPU.
 
     Raises:
-        ConfigError: there are fewer GPUs than the workers need.
+        ConfigError: the workers need more GPUs than are visible.
     """
     num_gpus, size = len(visible_gpus()), config.gpus_per_worker
     if num_gpus == 0:
         return config.num_workers or 1
-    wanted = config.num_workers or max(1, num_gpus // size)
-    if wanted * size > num_gpus:
+    num_workers = config.num_workers or max(1, num_gpus // size)
+    if num_workers * size > num_gpus:
         raise ConfigError(
-            f"num_workers: {wanted} workers of {size} GPUs each need {wanted * size}, and "
-            f"{num_gpus} are visible; lower num_workers or tensor_parallel_size"
+            f"num_workers: {num_workers} workers of {size} GPUs each need {num_workers * size} "
+            f"GPUs, but {num_gpus} are visible; lower num_workers or tensor_parallel_size"
         )
-    return wanted
+    return num_workers

@@ -1,4 +1,4 @@
-"""Logging, configured in the entry points only."""
+"""Logging. Only entry points of processes configure it."""
 
 import contextlib
 import logging
@@ -8,9 +8,10 @@ FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
 def configure_logging(level: str, own_handler: logging.Handler | None = None) -> None:
-    """Shows our own lines from `level` up, and warnings of the libraries.
+    """Shows this server's lines from `level` up, and warnings of libraries.
 
-    Our own go to `own_handler`, if there is one, and the libraries' to standard error.
+    Args:
+        own_handler: gets the lines of this server. All other lines go to standard error.
     """
     logging.basicConfig(level=logging.WARNING, format=FORMAT)
     for package in ("app", "titopool", "workers"):
@@ -23,6 +24,6 @@ def configure_logging(level: str, own_handler: logging.Handler | None = None) ->
 
 
 def show(text: str) -> None:
-    """Writes a line to standard error; a full disk behind it, or a closed pipe, stops nothing."""
+    """Writes a line to standard error; ignores a full disk and a closed pipe."""
     with contextlib.suppress(OSError):
         print(text, file=sys.stderr, flush=True)

@@ -1,8 +1,8 @@
-"""Sampling options: vLLM's SamplingParams fields, under vLLM's names, with their ranges.
+"""Sampling options: the fields of vLLM's SamplingParams, under vLLM's names, with their ranges.
 
-The front end checks them here, so that nothing out of range reaches an engine; the engine
-adapter turns them into vLLM's own object. To add an option, add a field: its type and
-range are the check, `workers/engine/vllm.py` passes it on by name.
+The front end checks the options, because some values out of range end an engine. The worker turns
+them into vLLM's SamplingParams by name (`workers/engine/sampling.py`). To add an option, add a field
+with its type and range.
 """
 
 from collections.abc import Iterable
@@ -21,37 +21,36 @@ Penalty = Annotated[float, Meta(ge=-2, le=2)]
 Count = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 PositiveCount = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 NonEmptyStr = Annotated[str, Meta(min_length=1)]
-# The V2 model runner (the one on GPUs) keeps these in tables of fixed width and raises, which
-# ends the engine, when a request has more (vllm/v1/worker/gpu/sample/). Stop tokens share
-# theirs, of 128, with the model's own; each bad word takes two places, with and without a
-# space before it.
+# vLLM's GPU sampler keeps these in tables of fixed width (vllm/v1/worker/gpu/sample/). A request
+# with more entries raises an error that ends the engine. Stop tokens share a table of 128 with the
+# model's own stop tokens. A bad word takes two entries, with and without a leading space.
 TokenIds = Annotated[list[int], Meta(max_length=1024)]
 StopTokenIds = Annotated[list[int], Meta(max_length=96)]
 LogprobTokenIds = Annotated[list[int], Meta(max_length=128)]
 BadWords = Annotated[list[NonEmptyStr], Meta(max_length=64)]
 MAX_BAD_WORDS_BYTES = 1024
-# vLLM 0.32 refuses more; older versions walk the schema recursively.
+# vLLM 0.32 refuses deeper schemas. Older versions walk a schema recursively.
 MAX_JSON_DEPTH = 64
 
-# Fields of SamplingParams that are not the client's to set, and why.
+# Fields of SamplingParams that a client may not set, with the reason for the error message.
 SERVER_SET_FIELDS = {
-    "detokenize": "the server sets it: text is made only where a stop string needs it",
-    "flat_logprobs": "the server sets it: the answer has one shape",
-    "output_kind": "the server sets it: an answer is sent when it is complete",
+    "detokenize": "the server sets it: completions are detokenized only where text is needed",
+    "flat_logprobs": "the server sets it: the format of log-probabilities is fixed",
+    "output_kind": "the server sets it: it depends on the route and on `stream`",
     "skip_clone": "the server sets it",
-    "stream_interval": "the server sets it: an answer is sent when it is complete",
+    "stream_interval": "the server sets it: it depends on the route and on `stream`",
 }
 UNSUPPORTED_FIELDS = {
-    "prompt_logprobs": "the answer of this route has no place for them; see /get_sequence_logprobs/",
-    "prompt_logprob_start": "the answer of this route has no place for them",
-    "prompt_logprob_token_ids": "the answer of this route has no place for them",
-    "routed_experts_prompt_start": "routed experts are not returned",
-    "trace_decode_token_ids": "it replaces sampling",
+    "prompt_logprobs": "this route does not return them; use /get_sequence_logprobs/",
+    "prompt_logprob_start": "this route does not return prompt log-probabilities",
+    "prompt_logprob_token_ids": "this route does not return prompt log-probabilities",
+    "routed_experts_prompt_start": "this server does not return routed experts",
+    "trace_decode_token_ids": "it would replace sampling",
 }
 
 
 class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
-    """vLLM's StructuredOutputsParams: exactly one of the first six."""
+    """vLLM's StructuredOutputsParams. Exactly one of the first six fields is set."""
 
     json: NonEmptyStr | dict[str, Any] | None = None
     regex: str | None = None
@@ -73,7 +72,7 @@ class RepetitionDetection(msgspec.Struct, forbid_unknown_fields=True, omit_defau
 
 
 class SamplingOptions(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
-    """Options of one job; defaults are vLLM's. Units are tokens where nothing else is said."""
+    """Options of one job, with vLLM's defaults. Lengths and counts are in tokens."""
 
     n: PositiveCount = 1
     presence_penalty: Penalty = 0.0
@@ -81,7 +80,7 @@ class SamplingOptions(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=
     repetition_penalty: Annotated[float, Meta(gt=0)] = 1.0
     temperature: Annotated[float, Meta(ge=0, le=2)] = 1.0
     top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
-    # 0 and -1 both mean the whole vocabulary.
+    # 0 and -1: the whole vocabulary.
     top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] = 0
     min_p: Annotated[float, Meta(ge=0, le=1)] = 0.0
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
@@ -90,7 +89,7 @@ class SamplingOptions(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=
     ignore_eos: bool = False
     max_tokens: PositiveCount | None = 16
     min_tokens: Count = 0
-    # None: none; 0: the sampled token's; k: the k best and the sampled one; -1: all.
+    # None: no log-probabilities; 0: the sampled token's; k: also the k best; -1: all.
     logprobs: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
     logprob_token_ids: LogprobTokenIds | None = None
     skip_special_tokens: bool = True
@@ -105,23 +104,23 @@ class SamplingOptions(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=
     thinking_token_budget: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
     repetition_detection: RepetitionDetection | None = None
     watermarking: bool | None = None
-    # Set by the routes: /get_sequence_logprobs/, and those that answer with text.
+    # Set by routes, not by clients: /get_sequence_logprobs/, and routes that return text.
     prompt_logprobs: Count | None = None
     detokenize: bool = False
 
 
-# Made at import, so that no two threads use the Struct for the first time at once (see
+# Created at import, so that two threads never use the Struct for the first time at once (see
 # app/schemas/generation.py).
 encode_options = msgspec.msgpack.Encoder().encode
 decode_options = msgspec.msgpack.Decoder(SamplingOptions).decode
 
 
 def check_sampling(options: SamplingOptions, facts: WorkerFacts) -> None:
-    """Checks what depends on other fields or on the engine.
+    """Checks what the ranges of single fields cannot express.
 
     Raises:
-        InvalidRequest: an option contradicts another, or the engine's vocabulary,
-            version or limits.
+        InvalidRequest: an option contradicts another option, or the engine's vocabulary, version or
+            limits.
     """
     _check_names(options, facts)
     _check_combinations(options, facts)
@@ -134,7 +133,8 @@ def check_sampling(options: SamplingOptions, facts: WorkerFacts) -> None:
             _check_ids(name, ids, facts.vocab_size)
     if options.allowed_token_ids == []:
         raise InvalidRequest(
-            "allowed_token_ids: expected at least one id, got an empty list; leave it out to allow all",
+            "allowed_token_ids: expected at least one token id, got an empty list; leave it out to "
+            "allow all tokens",
             param="allowed_token_ids",
         )
 
@@ -144,8 +144,8 @@ def _check_names(options: SamplingOptions, facts: WorkerFacts) -> None:
     for name in SamplingOptions.__struct_fields__:
         if name not in facts.sampling_fields and getattr(options, name) != getattr(defaults, name):
             raise InvalidRequest(
-                f"{name}: the workers run vLLM {facts.vllm_version}, which does not have this option; "
-                "leave it out",
+                f"{name}: the workers run vLLM {facts.vllm_version}, which lacks this option; leave it "
+                "out",
                 param=name,
             )
 
@@ -153,7 +153,7 @@ def _check_names(options: SamplingOptions, facts: WorkerFacts) -> None:
 def _check_combinations(options: SamplingOptions, facts: WorkerFacts) -> None:
     if options.n > 1 and options.temperature < GREEDY_BELOW:
         raise InvalidRequest(
-            f"n: expected 1 with temperature 0, where all completions are the same, got {options.n}; "
+            f"n: expected 1 with temperature 0, which makes all completions equal, got {options.n}; "
             "set n to 1 or a temperature above 0",
             param="n",
         )
@@ -164,12 +164,12 @@ def _check_combinations(options: SamplingOptions, facts: WorkerFacts) -> None:
         )
     if options.min_tokens >= facts.max_model_len:
         raise InvalidRequest(
-            f"min_tokens: expected less than the model's {facts.max_model_len} (max_model_len), "
+            f"min_tokens: expected less than max_model_len ({facts.max_model_len}), "
             f"got {options.min_tokens}",
             param="min_tokens",
         )
     if options.seed is not None and options.seed + options.n > 2**63:
-        # Completion i is sampled with seed + i, a 64-bit number.
+        # vLLM samples completion i with the 64-bit number seed + i.
         raise InvalidRequest(
             f"seed: expected at most 2**63 - n ({2**63 - options.n}), got {options.seed}",
             param="seed",
@@ -177,8 +177,8 @@ def _check_combinations(options: SamplingOptions, facts: WorkerFacts) -> None:
     num_bytes = sum(2 * len(word.encode()) + 1 for word in options.bad_words or ())
     if num_bytes > MAX_BAD_WORDS_BYTES:
         raise InvalidRequest(
-            f"bad_words: expected words of {MAX_BAD_WORDS_BYTES} bytes at most, with and without a "
-            f"space before them, got {num_bytes}; give fewer or shorter ones",
+            f"bad_words: expected at most {MAX_BAD_WORDS_BYTES} bytes of words, each counted with and "
+            f"without a leading space, got {num_bytes}; send fewer or shorter words",
             param="bad_words",
         )
 
@@ -186,21 +186,21 @@ def _check_combinations(options: SamplingOptions, facts: WorkerFacts) -> None:
 def _check_structured_outputs(structured: StructuredOutputs) -> None:
     kinds = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
     given = [kind for kind in kinds if getattr(structured, kind) is not None]
-    came = ""
+    problem = ""
     if len(given) != 1:
-        came = f"exactly one of {', '.join(kinds)}, got {', '.join(given) or 'none'}"
+        problem = f"exactly one of {', '.join(kinds)}, got {', '.join(given) or 'none'}"
     elif structured.json_object is False:
-        came = "json_object to be true or left out, got false"
+        problem = "json_object to be true, got false"
     elif "\0" in (structured.regex or ""):
-        came = "a regex without NUL characters, got one with them"
+        problem = "a regex without NUL characters, got a regex with NUL"
     elif is_deeper_than(MAX_JSON_DEPTH, structured.json):
-        came = f"a JSON schema of {MAX_JSON_DEPTH} levels at most, got a deeper one"
-    if came:
-        raise InvalidRequest(f"structured_outputs: expected {came}", param="structured_outputs")
+        problem = f"a JSON schema of at most {MAX_JSON_DEPTH} levels, got a deeper schema"
+    if problem:
+        raise InvalidRequest(f"structured_outputs: expected {problem}", param="structured_outputs")
 
 
 def is_deeper_than(limit: int, schema: str | dict[str, Any] | None) -> bool:
-    """Whether a schema nests deeper than `limit`; a text that is no JSON is left to vLLM."""
+    """Whether a JSON schema has more than `limit` levels. vLLM refuses a text that is not JSON."""
     if isinstance(schema, str):
         try:
             level = [msgspec.json.decode(schema)]
@@ -222,18 +222,19 @@ def is_deeper_than(limit: int, schema: str | dict[str, Any] | None) -> bool:
 
 def _check_logprobs(options: SamplingOptions, facts: WorkerFacts) -> None:
     limit = facts.vocab_size if facts.max_logprobs == -1 else facts.max_logprobs
-    asked = options.logprobs
-    for name, number in (("logprobs", asked), ("prompt_logprobs", options.prompt_logprobs)):
+    num_logprobs = options.logprobs
+    for name, number in (("logprobs", num_logprobs), ("prompt_logprobs", options.prompt_logprobs)):
         if number is not None and (facts.vocab_size if number == -1 else number) > limit:
             raise InvalidRequest(
                 f"{name}: expected at most {limit}, got {number}; "
-                "start the server with a greater --max-logprobs",
+                "ask for fewer, or start the server with a greater --max-logprobs",
                 param=name,
             )
     chosen = options.logprob_token_ids
-    if chosen is not None and asked not in (None, 0, len(chosen)):
+    if chosen is not None and num_logprobs not in (None, 0, len(chosen)):
         raise InvalidRequest(
-            f"logprobs: expected {len(chosen)}, the length of logprob_token_ids, or none, got {asked}",
+            f"logprobs: expected {len(chosen)} (the length of logprob_token_ids), 0 or null, got "
+            f"{num_logprobs}",
             param="logprobs",
         )
 

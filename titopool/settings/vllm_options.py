@@ -1,8 +1,8 @@
-"""The names of vLLM's engine options, without importing vllm, which takes seconds.
+"""The names of vLLM's engine options, found without importing vLLM, which takes seconds.
 
-They are read in its source, where each is an argument of `add_argument`. Where that cannot be
-(vLLM is not installed here, or its source is of another form, or a plugin may add options),
-nothing is known of them, and only vLLM's own parser refuses what is wrong.
+The names are the arguments of `add_argument` in vLLM's source. They are unknown if vLLM is not
+installed here, if its source has another form, or if a vLLM plugin may add options. Then only
+vLLM's parser refuses an unknown option.
 """
 
 import ast
@@ -13,16 +13,16 @@ from importlib.util import find_spec
 from pathlib import Path
 
 SOURCE = "engine/arg_utils.py"
-# If these are not found, neither are others.
+# If these names are not found, the source has another form.
 EXPECTED = {"--dtype", "--max-model-len", "--tensor-parallel-size"}
 PLUGIN_GROUPS = ("vllm.general_plugins", "vllm.platform_plugins")
-# vLLM's parser takes these by itself.
+# vLLM's parser accepts these without `add_argument`.
 ALWAYS = frozenset({"--config", "--help", "-h", "-O"})
 
 
 @cache
 def option_names() -> frozenset[str] | None:
-    """All names, for instance `--dtype` and `-tp`; None if they are not known."""
+    """All names, for example `--dtype` and `-tp`; None if they are unknown."""
     spec = find_spec("vllm")
     folders = spec.submodule_search_locations if spec else None
     if not folders:
@@ -44,11 +44,11 @@ def option_names() -> frozenset[str] | None:
 
 
 def is_unknown(word: str) -> bool:
-    """Whether `word` of a command line is an option that vLLM is known not to have."""
+    """Whether `word` is an option that vLLM certainly lacks."""
     names = option_names()
     if names is None or not re.match(r"--?[A-Za-z]", word) or " " in word:
         return False
-    # --compilation-config.mode=3, --lora_target_modules, -O3, -cc.mode
+    # Also --compilation-config.mode=3, --lora_target_modules, -O3 and -cc.mode.
     name = re.split("[=.]", word)[0].replace("_", "-")
     if name in names or "--" + name.removeprefix("--no-") in names:
         return False

@@ -1,4 +1,4 @@
-"""What processes tell one another, and the sockets that carry it.
+"""Messages between processes, the state that they share, and the sockets between them.
 
-Runs in: all processes, the trainer's too. Imports: nothing of `titopool` but errors.
+Runs in: all processes, also the trainer's. Imports: `errors`.
 """

@@ -1,9 +1,9 @@
-"""What a front end asks of a worker beside jobs: weight updates and pauses.
+"""Commands from a front end to workers: weight updates, pauses and LoRA adapters.
 
-A handler sends an action to the pool's first worker and, once that one has accepted it, to the
-others: of two trainers that call at once, through any front ends, one is refused there. What
-takes long (`JoinGroup`, `PrepareUpdate`, `ApplyUpdate`, `Pause`) is answered when it is accepted;
-`AwaitStep` is answered when it has ended.
+A route sends a command to the pool's first worker. Once the first worker has accepted the command,
+the route sends it to the others. So the first worker decides between two trainers that call at
+once, through any front ends. `JoinGroup`, `PrepareUpdate`, `ApplyUpdate` and `FinishTensors` take
+long and are answered on acceptance. The answer to `AwaitStep` comes when such a step has ended.
 """
 
 from typing import Any, Literal
@@ -17,7 +17,7 @@ Backend = Literal["nccl", "gloo"]
 
 
 class TensorInfo(msgspec.Struct, frozen=True, array_like=True):
-    """A tensor as the trainer announces it; `dtype` is torch's name without `torch.`."""
+    """A tensor that the trainer will send. `dtype` is torch's name without `torch.`."""
 
     name: str
     dtype: str
@@ -25,32 +25,31 @@ class TensorInfo(msgspec.Struct, frozen=True, array_like=True):
 
 
 class JoinGroup(msgspec.Struct, frozen=True, tag="join_group"):
-    """Form the group through which weights come."""
+    """Join the process group through which the trainer sends weights."""
 
     session: str
-    # "trl": the group of TRL's client, whose rank 0 is the pool's first worker and listens;
-    # "titopool": the trainer is rank 0 and listens.
+    # Who is rank 0 and listens. "titopool": the trainer. "trl" (TRL's client): the first worker.
     protocol: Literal["titopool", "trl"]
     # "auto": NCCL on GPUs, gloo on CPUs.
     backend: Literal["nccl", "gloo", "auto"]
     # Where rank 0 listens.
     host: str
     port: int
-    # Of the worker's first process; those of its other processes follow.
+    # Of the worker's first process; the worker's other processes have the next ranks.
     rank: int
     world_size: int
-    # UUID of the trainer's GPU, "" if unknown.
+    # Of the trainer's GPU; empty: unknown.
     device_uuid: str = ""
 
 
 class BeginUpdate(msgspec.Struct, frozen=True, tag="begin_update"):
-    """Receive these tensors, in this order, packed as `titopool.wire.weight_plan` says."""
+    """Receive these tensors, in this order, in the buckets of `titopool/wire/weight_plan.py`."""
 
     session: str
     update_id: str
-    # None: one more than the worker has.
+    # None: the worker's version plus one.
     version: Version | None
-    # The greatest clock of the pool's weights that the front end knows.
+    # The latest clock of the pool's weights that the front end knows.
     clock: Clock
     tensors: list[TensorInfo]
     bucket_bytes: int
@@ -58,7 +57,7 @@ class BeginUpdate(msgspec.Struct, frozen=True, tag="begin_update"):
 
 
 class BeginFolder(msgspec.Struct, frozen=True, tag="begin_folder"):
-    """Take the weights of a folder of safetensors files."""
+    """Stage the weights in a folder of safetensors files."""
 
     update_id: str
     version: Version | None
@@ -67,17 +66,17 @@ class BeginFolder(msgspec.Struct, frozen=True, tag="begin_folder"):
 
 
 class ReceiveTensor(msgspec.Struct, frozen=True, tag="receive_tensor"):
-    """TRL's way: this tensor comes next, by itself."""
+    """Receive this tensor next, in a broadcast of its own (TRL's client)."""
 
     tensor: TensorInfo
-    # Of the update that begins with it, if one does.
+    # For the update that this tensor begins, if none has begun.
     update_id: str
     version: Version | None
     clock: Clock
 
 
 class PrepareUpdate(msgspec.Struct, frozen=True, tag="prepare_update"):
-    """Wait for all tensors, pause as the policy says and clear the caches."""
+    """Wait for all tensors, pause generation in the mode `policy`, and clear the caches."""
 
     update_id: str
     policy: PauseMode
@@ -86,34 +85,34 @@ class PrepareUpdate(msgspec.Struct, frozen=True, tag="prepare_update"):
 
 
 class ApplyUpdate(msgspec.Struct, frozen=True, tag="apply_update"):
-    """Put the tensors into the model and go on."""
+    """Write the staged tensors into the model and resume generation."""
 
     update_id: str
 
 
 class FinishTensors(msgspec.Struct, frozen=True, tag="finish_tensors"):
-    """TRL's `reset_prefix_cache`: ends an update, if there is one, and clears the caches."""
+    """Commit the update of TRL's client, if there is one, and clear the caches."""
 
 
 class AbortUpdate(msgspec.Struct, frozen=True, tag="abort_update"):
-    """Drop this update; the weights stay as they are."""
+    """Drop this update. The old weights serve."""
 
     update_id: str
     reason: str
 
 
 class LeaveGroup(msgspec.Struct, frozen=True, tag="leave_group"):
-    """Close the communicator; with `session` None that of TRL's client, if there is one."""
+    """Leave the group of a session; with `session` None the group of TRL's client, if any."""
 
     session: str | None
-    # Whether an update of TRL's client that has all tensors is applied first.
+    # Whether a complete update of TRL's client is committed first.
     finishes: bool = False
 
 
 class AcceptInitialWeights(msgspec.Struct, frozen=True, tag="accept_initial_weights"):
-    """The pool goes on with the weights that engines load at their start.
+    """Serve the initial weights from now on.
 
-    Sent when no worker has the last update's; a worker with any other weights restarts.
+    Sent when no worker has the weights of the last update. A worker with other weights restarts.
     """
 
     update_id: str
@@ -121,11 +120,11 @@ class AcceptInitialWeights(msgspec.Struct, frozen=True, tag="accept_initial_weig
 
 
 class Pause(msgspec.Struct, frozen=True, tag="pause"):
-    """Stop generating for `lease_s` at most; said again, it renews the lease."""
+    """Pause generation for at most `lease_s` seconds, or renew the lease of a pause."""
 
     mode: PauseMode
     lease_s: LeaseSeconds
-    # Of this change, as far as the front end knows.
+    # The next clock of the pool's pause, as far as the front end knows.
     clock: Clock = 0
 
 
@@ -136,15 +135,15 @@ class Resume(msgspec.Struct, frozen=True, tag="resume"):
 
 
 class AwaitStep(msgspec.Struct, frozen=True, tag="await_step"):
-    """Answer when a step of this name has ended, with what came of it."""
+    """Answer with the outcome of a step when the step has ended."""
 
     step: Literal["join", "prepare", "apply", "pause", "finish"]
-    # Its session or update.
-    of: str
+    # The session or update of the step.
+    target: str
 
 
 class LoadAdapter(msgspec.Struct, frozen=True, tag="load_adapter"):
-    """Load a LoRA adapter from a folder, beside the version that serves under its name."""
+    """Load a version of a LoRA adapter from a folder. The present version still serves."""
 
     name: str
     version: Version
@@ -152,30 +151,30 @@ class LoadAdapter(msgspec.Struct, frozen=True, tag="load_adapter"):
 
 
 class SwitchAdapter(msgspec.Struct, frozen=True, tag="switch_adapter"):
-    """Let a version that was loaded serve; does nothing where it does already."""
+    """Serve a loaded version. Does nothing if it serves already."""
 
     name: str
     version: Version
-    # Of this change, as far as the front end knows.
+    # The next clock of the pool's adapters, as far as the front end knows.
     clock: Clock = 0
 
 
 class DropAdapter(msgspec.Struct, frozen=True, tag="drop_adapter"):
-    """Give up a version that was loaded and does not serve."""
+    """Unload a version that does not serve."""
 
     name: str
     version: Version
 
 
 class UnloadAdapter(msgspec.Struct, frozen=True, tag="unload_adapter"):
-    """Take an adapter away; requests that run on it end with it."""
+    """Unload an adapter. Requests in flight finish with it."""
 
     name: str
     clock: Clock = 0
 
 
 class GetStatus(msgspec.Struct, frozen=True, tag="get_status"):
-    """Say what the state is."""
+    """Report the state of weights, pause and adapters."""
 
 
 Action = (
@@ -201,19 +200,19 @@ Action = (
 
 
 class Command(msgspec.Struct, frozen=True, tag="command"):
-    """Front end → worker: do this; answered exactly once, in a `CommandDone`."""
+    """Front end → worker. Answered by exactly one `CommandDone`."""
 
-    # The worker process that is meant: another ignores the message.
+    # A worker process with another incarnation ignores the message.
     incarnation: str
     command_id: int
     action: Action
 
 
 class CommandDone(msgspec.Struct, frozen=True, tag="command_done"):
-    """Worker → front end: what came of a command."""
+    """Worker → front end: the outcome of a command."""
 
     command_id: int
     result: dict[str, Any]
-    # One of `titopool.errors`; "": it went well.
+    # One of `titopool/errors.py`; empty: success.
     code: str = ""
     message: str = ""

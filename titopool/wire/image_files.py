@@ -1,24 +1,24 @@
-"""Image files: which kinds are read, and how large one may be.
+"""Image files: accepted formats and shapes.
 
-Front ends check every file before anything is generated, workers open it the same way.
+Front ends check every file before generation. Workers open files with the same function.
 """
 
 from io import BytesIO
 
 import PIL.Image
 
-# What Pillow reads here; its other formats are old, rare, or run other programs.
+# Pillow's other formats are old or rare, or start other programs.
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
-# Of the longer side to the shorter. Qwen's processors refuse more, and those that scale the
-# shorter side to a fixed length would make an image of gigabytes.
+# Longer side over shorter side. Qwen's processors refuse more. Processors that scale the shorter
+# side to a fixed length would make gigabytes of a longer image.
 MAX_ASPECT_RATIO = 200
 
-# Sizes are checked below, with a limit that is a setting.
+# Pillow's own limit is off: `app/inputs/images.py` compares the size with `max_image_pixels`.
 PIL.Image.MAX_IMAGE_PIXELS = None
 
 
 def open_image(data: bytes) -> PIL.Image.Image:
-    """The file's header; its pixels are read when they are asked for."""
+    """Reads the header of an image file. Pillow reads the pixels on first access."""
     return PIL.Image.open(BytesIO(data), formats=FORMATS)
 
 
@@ -26,20 +26,20 @@ def check_file(data: bytes) -> tuple[int, int]:
     """Width and height of an image file.
 
     Raises:
-        ValueError: it is none, or its size is impossible; says what was expected and what came.
+        ValueError: not an image file of `FORMATS`, or a side is zero or too long.
     """
     try:
         with open_image(data) as image:
             width, height = image.size
-            # A PNG's checksums: a file that was cut off is found without decoding it.
+            # Finds a truncated PNG by its checksums, without decoding it.
             image.verify()
     except Exception as error:
-        # Pillow raises whatever its readers stumble over; this one has nothing to say.
+        # Pillow's readers raise errors of many types. The text of UnidentifiedImageError is useless.
         is_unknown = isinstance(error, PIL.UnidentifiedImageError)
         reason = "" if is_unknown else f": {type(error).__name__}: {error}"
         raise ValueError(
-            f"expected an image file ({', '.join(FORMATS)}), got {len(data)} bytes that are "
-            f"none{reason}"[:500]
+            f"expected an image file ({', '.join(FORMATS)}), got {len(data)} bytes that are not "
+            f"an image{reason}"[:500]
         ) from None
     if min(width, height) < 1 or max(width, height) > MAX_ASPECT_RATIO * min(width, height):
         raise ValueError(

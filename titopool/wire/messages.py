@@ -1,8 +1,8 @@
-"""What travels between a front-end process and a worker: one MessagePack frame each.
+"""Messages between a front end and a worker: one MessagePack frame each.
 
-The two unions at the end are the complete list. Numbers of tokens and log-probabilities
-travel as the bytes of little-endian arrays: `int32` for token ids and counts, `float32`
-for log-probabilities. Structs without a tag are parts of messages.
+`ToWorker` and `FromWorker` at the end list all messages. Structs without a tag are fields of
+messages. Arrays travel as little-endian bytes: `int32` for token ids, counts and ranks, `float32`
+for log-probabilities.
 """
 
 from typing import Any
@@ -12,87 +12,86 @@ import msgspec
 from titopool.wire.commands import Command, CommandDone
 from titopool.wire.pool_state import Count, PoolState, PoolWeights
 
-# A job's id is unique in its front-end process; the attempt grows each time it is sent again.
+# Unique in its front end. A job that is sent again keeps its id and gets the next attempt number.
 JobId = int
 
 
 class Logprobs(msgspec.Struct, frozen=True, array_like=True):
-    """Log-probabilities of one sequence, all positions after one another.
+    """Log-probabilities of one sequence, position after position.
 
-    At each position the entries are sorted best first and hold the sampled token.
+    The entries of each position include the sampled token and are sorted, best first.
     """
 
     values: bytes
-    # Empty when the only entry at each position is the sampled token: the completion's own ids.
+    # Empty if each position has one entry, the sampled token: then they are the completion's ids.
     token_ids: bytes = b""
-    # Entries at each position; empty when there is exactly one at each.
+    # Number of entries at each position; empty if each position has one entry.
     counts: bytes = b""
-    # Of a prompt's: the rank of each entry in the vocabulary, from 1.
+    # For a prompt only: the rank of each entry in the vocabulary, from 1.
     ranks: bytes = b""
 
 
 class Completion(msgspec.Struct, frozen=True, array_like=True):
-    """One sampled sequence of a job, or what was added to one that is streamed."""
+    """One completion of a job, or in a `Chunk` what a streamed completion has gained."""
 
     token_ids: bytes
-    # Empty: it goes on.
+    # Empty: unfinished.
     finish_reason: str
     logprobs: Logprobs | None
-    # [(weight version, index of the first token that it made), …]; of one that is streamed, of all
-    # its tokens so far.
+    # [(weight version, index of its first token), …]; in a `Chunk` for all tokens so far.
     weight_versions: list[tuple[int, int]]
-    # Where it was asked for, up to a stop string.
+    # Up to a stop string; empty unless the request asked for text.
     text: str = ""
-    # The stop string or stop token that ended it; None for the end-of-text token.
+    # The stop string or stop token; None for the end-of-text token.
     stop_reason: int | str | None = None
-    # What vLLM's parsers made of the text (`content`, `reasoning`, `tool_calls`, as OpenAI names
-    # and nests them); of a stream, what they add. None without parsers.
+    # The output of vLLM's parsers in OpenAI's format (`content`, `reasoning`, `tool_calls`); in a
+    # `Chunk` the delta. None without parsers.
     message: dict[str, Any] | None = None
 
 
 class ImageFacts(msgspec.Struct, frozen=True):
-    """What a front end must know of a model that takes images."""
+    """What a front end must know about a model that accepts images."""
 
-    # Most images in one prompt.
+    # Per prompt.
     max_images: int
-    # Ids that stand for images in a prompt and mean nothing without one.
+    # Token ids that stand for images in a prompt.
     placeholder_ids: list[int]
-    # Whether a prompt holds such an id for each image; some models put images elsewhere.
+    # Whether a prompt needs a placeholder for each image. Some models insert images elsewhere.
     has_placeholders: bool
 
 
 class WorkerFacts(msgspec.Struct, frozen=True):
-    """What a front end must know of a worker's engine to check requests and to route them."""
+    """What a front end must know about a worker's engine to check and route requests."""
 
     model: str
     tokenizer: str
     tokenizer_revision: str | None
     trust_remote_code: bool
     vllm_version: str
-    # Names of vLLM's SamplingParams fields in that version.
+    # Fields of SamplingParams in this version of vLLM.
     sampling_fields: list[str]
     max_model_len: int
     vocab_size: int
     max_num_seqs: int
-    # Greatest `logprobs` that the engine accepts; -1: the whole vocabulary.
+    # Greatest accepted value of `logprobs`; -1: the whole vocabulary.
     max_logprobs: int
     # Tensor- times pipeline-parallel size.
     world_size: int
-    # Tokens that it keeps keys and values of, for prompts to come; 0: none.
+    # Capacity of the prefix cache; 0: prefix caching is off.
     num_cache_tokens: int = 0
-    # None: the model takes no images.
+    # None: the model does not accept images.
     images: ImageFacts | None = None
-    # LoRA adapters that may be loaded at once; 0: none.
+    # LoRA adapters that can be loaded at once; 0: adapters are off.
     max_loras: int = 0
-    # vLLM's names; empty: text is not searched for tool calls, or for reasoning.
+    # Names of vLLM's parsers; empty: no parser.
     tool_call_parser: str = ""
     reasoning_parser: str = ""
-    # Of the tokenizer's files; empty where they are in no folder.
+    # Digest of the tokenizer's files; empty if they are not in a local folder.
     tokenizer_digest: str = ""
 
 
 class WorkerCounters(msgspec.Struct):
-    """What a worker process has done since it started; a restart begins at nought again."""
+    """Totals of a worker process since its start."""
 
     num_completed_jobs: int = 0
     num_failed_jobs: int = 0
@@ -101,24 +100,24 @@ class WorkerCounters(msgspec.Struct):
     num_cached_tokens: int = 0
     num_completion_tokens: int = 0
     num_images: int = 0
-    # Time that threads spent on making tensors of them.
+    # Seconds that threads spent on preprocessing images.
     image_seconds: float = 0.0
-    # Prompts that came as ids with messages beside them, and those of them that the chat template
-    # renders otherwise.
+    # Prompts that were sent as ids and as messages, and how many of these the chat template renders
+    # to other ids.
     num_compared_prompts: int = 0
     num_drifted_prompts: int = 0
 
 
 class Image(msgspec.Struct, frozen=True, array_like=True):
-    """An image file as the client sent it."""
+    """An image file, unchanged."""
 
     data: bytes
-    # Of the file and the arguments that it is processed with: its name in all caches.
+    # Over the file and the processor's arguments. It is the image's key in all caches.
     digest: bytes
 
 
 class ChatParsing(msgspec.Struct, frozen=True):
-    """What vLLM's parsers of tool calls and reasoning look at beside the text."""
+    """What vLLM's parsers of tool calls and reasoning need besides the text."""
 
     tools: list[dict[str, Any]] = []
     # "none", "auto", "required", or {"type": "function", "function": {"name": …}}.
@@ -126,32 +125,33 @@ class ChatParsing(msgspec.Struct, frozen=True):
     parallel_tool_calls: bool = True
     include_reasoning: bool = True
     chat_template_kwargs: dict[str, Any] = {}
-    # Calls that the conversation has already: some parsers count on.
+    # Tool calls in the conversation so far; some parsers number calls from here.
     num_past_calls: int = 0
 
 
 class Job(msgspec.Struct, frozen=True):
-    """One prompt with its n completions; goes whole to one worker."""
+    """One prompt with its n completions. One worker runs all of them."""
 
     job_id: JobId
     attempt: int
     prompt_token_ids: bytes
-    # Completions, and the most tokens that prompt and completions may come to: its load.
+    # The job's load: its completions, and the most tokens of prompt and completions together.
     num_sequences: Count
     num_tokens: Count
-    # A `titopool.settings.sampling.SamplingOptions`, encoded once for all jobs of a request.
+    # `titopool.settings.sampling.SamplingOptions`, encoded once for all jobs of a request.
     sampling: msgspec.Raw
     cache_salt: str | None = None
-    # Digests of the prompt's blocks (`titopool.wire.prefixes`); None where nobody looks at them.
+    # Digests of the prompt's blocks (`titopool/wire/prefixes.py`); None if the routing policy does
+    # not need them.
     prefix: bytes | None = None
     images: list[Image] = []
-    # For the model's processor of images.
+    # Arguments of the model's image processor.
     mm_processor_kwargs: dict[str, Any] = {}
-    # Whether to send `Part`s before the end.
+    # Whether the worker sends `Chunk`s before `Completed`.
     is_streamed: bool = False
-    # A ChatParsing, encoded; empty: the text is nobody's message.
+    # `ChatParsing`, encoded; empty: no parsers run.
     chat: bytes = b""
-    # Name of the LoRA adapter that it runs with; empty: none.
+    # Name of the LoRA adapter; empty: none.
     adapter: str = ""
 
 
@@ -159,28 +159,28 @@ class Job(msgspec.Struct, frozen=True):
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
-    """Sent every `heartbeat_interval_s`: this front end is there; answer with a Heartbeat."""
+    """Sent every `heartbeat_interval_s`. The worker sends heartbeats to front ends that say hello."""
 
-    # What it knows of the pool.
+    # As this front end knows it.
     pool: PoolState = PoolState()
 
 
 class Generate(msgspec.Struct, frozen=True, tag="generate"):
-    """Run these jobs; each is ended exactly once, in a `Results`."""
+    """Run these jobs. Each job gets exactly one `Completed` or `Failed`, in a `Results`."""
 
-    # The worker process that the front end means: another ignores the message.
+    # A worker process with another incarnation ignores the message.
     incarnation: str
     jobs: list[Job]
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):
-    """Stop these jobs (client gone, deadline); they are not answered any more."""
+    """Stop these jobs, because the client left or the deadline passed. No result follows."""
 
     jobs: list[tuple[JobId, int]]
 
 
 class Drift(msgspec.Struct, frozen=True, tag="drift"):
-    """Prompts that came as ids and as messages, for the worker to count: /metrics asks it."""
+    """Counts for `WorkerCounters`: front ends keep no totals, /metrics shows the workers'."""
 
     num_compared: Count
     num_drifted: Count
@@ -190,39 +190,39 @@ class Drift(msgspec.Struct, frozen=True, tag="drift"):
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
-    """Sent every `heartbeat_interval_s` to every front end that said Hello lately."""
+    """Sent every `heartbeat_interval_s` to every front end that sent a `Hello` recently."""
 
     worker_id: str
-    # New for each process: tells a restarted worker from the one before.
+    # New for each process, so that front ends notice a restart.
     incarnation: str
     phase: str
     phase_s: float
-    # Those that serve here.
+    # The weights that this worker serves.
     weights: PoolWeights
-    # Known once the engine is loaded, and when that was (Unix time).
+    # None until the engine is loaded; `loaded_at` is the Unix time of that.
     facts: WorkerFacts | None
     loaded_at: float
-    # Front ends that use this worker, and the load that the others put on it.
+    # Front ends that use this worker, and the load from front ends other than the receiver.
     num_front_ends: int
     other_sequences: int
     other_tokens: int
-    # Completions under way for all front ends, and what was done for them.
+    # Completions in flight for all front ends, and totals for all front ends.
     num_sequences: int
     counters: WorkerCounters
-    # Digests of the prefixes that jobs of other front ends left in the cache since the last
-    # heartbeat; not all of them if they are many.
+    # Digests of prefixes that jobs of other front ends have added to the prefix cache since the
+    # last heartbeat; some are left out if there are too many.
     prefixes: bytes = b""
-    # LoRA adapters by name, and the version of each that serves here.
+    # LoRA adapters of this worker: version by name.
     adapters: dict[str, int] = {}
-    # What this worker knows of the pool.
+    # As this worker knows it.
     pool: PoolState = PoolState()
 
 
 class Load(msgspec.Struct, frozen=True, tag="load"):
-    """Sent within 10 ms of a change: what the other front ends have under way here.
+    """The load from front ends other than the receiver; sent within 10 ms of a change.
 
-    A heartbeat's figures are half a second old, and those of two workers not equally so: when
-    a batch ends and many requests follow, all of them would go where its end was told first.
+    Heartbeats alone are too slow. When a batch ends and many requests follow, all of them would go
+    to the worker whose heartbeat came first.
     """
 
     other_sequences: int
@@ -232,62 +232,62 @@ class Load(msgspec.Struct, frozen=True, tag="load"):
 NO_LOAD = Load(0, 0)
 
 
-class Part(msgspec.Struct, frozen=True, tag="part"):
-    """What a streamed job made since the last one; its `Completed` repeats the ids only."""
+class Chunk(msgspec.Struct, frozen=True, tag="chunk"):
+    """What a streamed job has sampled since its last chunk. Its `Completed` repeats only the ids."""
 
     job_id: JobId
     attempt: int
-    # (index among the job's n, what was added to that completion)
+    # (index of the completion in the job, what it has gained)
     pieces: list[tuple[int, Completion]]
     num_cached_tokens: int = 0
-    # In the first part, as in `Completed`.
+    # As in `Completed`; in the first chunk only.
     prompt_token_ids: bytes = b""
-    # Of the LoRA adapter that it runs with.
+    # Of the job's LoRA adapter.
     adapter_version: int | None = None
 
 
 class Completed(msgspec.Struct, frozen=True, tag="completed"):
-    """A job ended well."""
+    """The result of a job that succeeded."""
 
     job_id: JobId
     attempt: int
     completions: list[Completion]
     num_cached_tokens: int
-    # Digests that each completion adds to `Job.prefix`, after one another; for a prompt with
-    # images all of them from the first block on.
+    # The digests that follow `Job.prefix`, of all completions, concatenated. For a prompt with
+    # images all digests from the first block on.
     prefix: bytes = b""
-    # The prompt with each image's placeholder expanded; empty for a prompt without images.
+    # The prompt with expanded image placeholders; empty for a prompt without images.
     prompt_token_ids: bytes = b""
-    # Where they were asked for: k + 1 at each token of the prompt but the first, its own before
+    # If requested: k + 1 entries at each prompt token but the first, the prompt token's own before
     # the best k.
     prompt_logprobs: Logprobs | None = None
-    # Of the LoRA adapter that it ran with.
+    # Of the job's LoRA adapter.
     adapter_version: int | None = None
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
-    """A job was refused by the engine or failed in it; `code` is one of `titopool.errors`."""
+    """The engine refused a job or failed on it. `code` is one of `titopool/errors.py`."""
 
     job_id: JobId
     attempt: int
     code: str
     message: str
-    # The field of the request that it is about.
+    # The field of the request that is wrong.
     param: str | None = None
 
 
 class Results(msgspec.Struct, frozen=True, tag="results"):
-    """Jobs that ended, and what streamed ones made, since the last such message, in order."""
+    """Results and chunks since the last such message, in order."""
 
-    results: list[Completed | Failed | Part]
+    results: list[Completed | Failed | Chunk]
 
 
 class Stopping(msgspec.Struct, frozen=True, tag="stopping"):
-    """The worker takes no more jobs and drops those it has."""
+    """The worker stops. It accepts no more jobs and drops its jobs."""
 
-    # Why the worker ends, for the log; empty when it was asked to.
+    # For the log; empty after a signal.
     reason: str
-    # Whether one of its jobs may be the cause.
+    # Whether a job may be the cause.
     blames_jobs: bool = False
 
 
@@ -296,7 +296,7 @@ FromWorker = Heartbeat | Load | Results | Stopping | CommandDone
 
 encode = msgspec.msgpack.Encoder().encode
 decode_chat_parsing = msgspec.msgpack.Decoder(ChatParsing).decode
-# What a decoder raises over a frame that is no message, text that is no UTF-8 and depth included.
+# What the decoders raise for an undecodable frame, also for invalid UTF-8 and deep nesting.
 UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 decode_to_worker = msgspec.msgpack.Decoder(ToWorker).decode
 decode_from_worker = msgspec.msgpack.Decoder(FromWorker).decode

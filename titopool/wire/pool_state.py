@@ -1,9 +1,9 @@
-"""What all processes of a pool must agree on, although any of them may miss a command.
+"""The state that all processes of a pool share: weights, pause and adapters.
 
-Workers tell their state in each heartbeat, front ends tell theirs in each `Hello`. Every part has a
-logical clock (Lamport, 1978) that grows with each change; of two versions of a part the one with the
-greater clock holds. So a worker that was restarted, or that missed a command while it could not be
-reached, learns the outcome from the next process it hears, and all front ends agree.
+Workers send their copy in each heartbeat, front ends send theirs in each `Hello`. Each part of the
+state has a logical clock (Lamport, 1978), which grows with each change. Of two copies of a part the
+one with the greater clock wins. So a worker that restarted, or missed a command, gets the outcome
+from the next message of any front end, and all front ends agree.
 """
 
 import time
@@ -13,61 +13,57 @@ import msgspec
 from msgspec import Meta
 
 PauseMode = Literal["keep", "drain", "abort"]
-# Bounded far below the 64 bits of MessagePack: after one absurd value, the next greater number must
-# still fit into a message.
+# Far below the 64 bits of MessagePack, so that the clock after an absurd value still fits.
 Count = Annotated[int, Meta(ge=0, le=2**40)]
-# A part's logical clock.
+# Logical clock of one part of the state.
 Clock = Count
-# The trainer's, 2**62 at most over HTTP; an update without one adds one to the last.
+# The trainer's number of weights. Over HTTP at most 2**62; an update without a version adds one.
 Version = Annotated[int, Meta(ge=0, le=2**62 + 2**40)]
-# A day over HTTP, and something for rounding.
+# Over HTTP at most one day; the rest is a margin for rounding.
 LeaseSeconds = Annotated[float, Meta(ge=0, le=100_000)]
 
 
 class PoolWeights(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Weights that a worker has, or that all should have."""
+    """The weights that a worker serves, or that all workers should serve."""
 
-    # The update that brought them. The id tells apart two updates with the same clock, which a pool
-    # has that was split for a while.
+    # Of the update. The id orders two updates with the same clock, which a network split can cause.
     clock: Clock = 0
     update_id: str = ""
-    # The trainer's number for them.
     version: Version = 0
-    # Whether they are those that an engine loads at its start.
+    # Whether these are the weights that an engine loads at its start.
     is_initial: bool = True
-    # Where they lie, for workers that missed them; empty: they came through a group and lie nowhere.
+    # From which a worker can load them; empty: they were received through a group.
     folder: str = ""
     # Digest of the folder's files.
     files: str = ""
 
     @property
     def order(self) -> tuple[int, str]:
-        """Greater for later weights, equal for the same."""
+        """Greater for later weights; equal only for the same weights."""
         return self.clock, self.update_id
 
     def serves_as(self, wanted: "PoolWeights") -> bool:
-        """Whether a worker that has these has what all should have."""
+        """Whether a worker with these weights may serve when `wanted` should serve."""
         return self.order == wanted.order or (self.is_initial and wanted.is_initial)
 
 
 class PoolPause(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Whether a client has stopped generation."""
+    """Whether a client has paused generation."""
 
-    # Of the last pause, renewal or end of a pause.
     clock: Clock = 0
-    # None: it goes on.
+    # None: not paused.
     mode: PauseMode | None = None
-    # Seconds from when the message was written.
+    # Seconds, counted from when the message was sent.
     lease_left_s: LeaseSeconds = 0.0
 
     @property
     def order(self) -> tuple[int, bool]:
-        """Greater for later changes; of two at once, generation going on is the later one."""
+        """Greater for later changes. At the same clock a resume wins over a pause."""
         return self.clock, self.mode is None
 
 
 class AdapterRecord(msgspec.Struct, frozen=True, array_like=True):
-    """A LoRA adapter that serves under a name."""
+    """The version of a LoRA adapter that serves."""
 
     version: Version
     folder: str
@@ -83,23 +79,23 @@ class PoolAdapters(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def order(self) -> tuple[int, bytes]:
-        """Greater for later changes; of two at once, any, but the same for all processes."""
+        """Greater for later changes. At the same clock all processes choose the same value."""
         return self.clock, msgspec.json.encode(self.by_name, order="deterministic")
 
 
 class PoolState(msgspec.Struct, frozen=True, omit_defaults=True):
-    """All that is shared, of the pool that serves `model`."""
+    """The shared state of a pool that serves one model."""
 
-    # Empty: nothing is known yet.
+    # Empty: the state is not known yet.
     model: str = ""
     weights: PoolWeights = PoolWeights()
     pause: PoolPause = PoolPause()
     adapters: PoolAdapters = PoolAdapters()
 
     def merged(self, other: "PoolState") -> "PoolState":
-        """What is known with `other`; the same object if that says nothing new.
+        """The later of both copies, part by part; this object itself if `other` has nothing later.
 
-        Of a pool with another model nothing is taken.
+        The state of a pool with another model is ignored.
         """
         if not other.model or other.model != (self.model or other.model):
             return self
@@ -114,9 +110,9 @@ class PoolState(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 def next_clock(known: int) -> int:
-    """The clock of the change after `known`; 0: no change is known.
+    """The clock of a new change.
 
-    The first change takes the time of day in seconds. A front end may still know changes from
-    before all workers forgot theirs; the new clock is greater than any of those.
+    Without a known change (`known` is 0) it is the Unix time. All workers may have restarted and lost
+    earlier changes that a front end still has. The Unix time is greater than the clocks of those.
     """
     return known + 1 if known else int(time.time())

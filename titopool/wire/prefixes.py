@@ -1,8 +1,8 @@
-"""Names for the prefixes of prompts: chained hashes of blocks of tokens.
+"""Digests of prompts' prefixes: chained hashes of blocks of tokens.
 
-Each digest is over the one before it and the ids of its block, so that it stands for all
-tokens up to the end of the block. Two prompts share a prefix exactly where their digests
-agree, in any process: blake2b has no seed of its own.
+Each digest is over the previous digest and the ids of its block, so it identifies all tokens up to
+the end of the block. Two prompts have equal digests exactly as far as they share a prefix, in every
+process, because blake2b is unseeded. vLLM's prefix cache chains its block hashes in the same way.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,14 +12,14 @@ import numpy as np
 
 from titopool.wire.messages import ImageFacts, Job
 
-# A multiple of vLLM's blocks (16 tokens, mostly), and small beside the prefixes that matter.
+# A multiple of vLLM's block size (usually 16 tokens), and small compared to useful prefixes.
 BLOCK_TOKENS = 64
 DIGEST_BYTES = 8
 _BLOCK_BYTES = 4 * BLOCK_TOKENS
 
 
 def chain_seed(cache_salt: str | None) -> bytes:
-    """What stands before the first block: the engine shares no blocks between salts."""
+    """The digest before the first block. The engine shares no blocks between salts."""
     return blake2b((cache_salt or "").encode(), digest_size=DIGEST_BYTES).digest()
 
 
@@ -29,12 +29,12 @@ def block_hashes(
     marks: Mapping[int, bytes] | None = None,
     first_block: int = 0,
 ) -> bytes:
-    """One digest for each full block of `token_ids`, after one another.
+    """One digest for each full block of `token_ids`, concatenated.
 
     Args:
         token_ids: int32, little-endian.
-        previous: the digest of the block before, or `chain_seed`.
-        marks: what else must be equal from a block on, by the block's number.
+        previous: the digest of the previous block, or `chain_seed`.
+        marks: by block number: bytes that must also be equal from this block on.
         first_block: the number of the first block.
     """
     digests = []
@@ -54,7 +54,11 @@ def prompt_hashes(
     images: Sequence[bytes] = (),
     facts: ImageFacts | None = None,
 ) -> bytes:
-    """The digests of a prompt's full blocks; `images` are the digests of its images."""
+    """The digests of a prompt's full blocks.
+
+    Args:
+        images: the digests of the prompt's images.
+    """
     marks = image_marks(token_ids, images, facts)
     return block_hashes(token_ids, chain_seed(cache_salt), marks)
 
@@ -62,17 +66,17 @@ def prompt_hashes(
 def image_marks(
     token_ids: bytes, images: Sequence[bytes], facts: ImageFacts | None
 ) -> dict[int, bytes]:
-    """Each image's digest at the block where its placeholders begin, as far as that can be told.
+    """Each image's digest, by the number of the block where its placeholders begin.
 
-    The n-th run of placeholders is taken for the n-th image's. So a conversation that grows by
-    an image keeps the digests of its earlier turns with models that have one run for an image;
-    with those that cut images into tiles, only those before the first image.
+    Assumes that the n-th run of placeholders belongs to the n-th image. Then a conversation that
+    gains an image keeps the digests of its earlier turns. A model that cuts an image into tiles has
+    several runs for an image; there only the digests before the first image are kept.
     """
     if not images or facts is None:
         return {}
     ids = np.frombuffer(token_ids, np.int32)
-    stands_for_image = np.isin(ids, facts.placeholder_ids)
-    begins = np.flatnonzero(stands_for_image & ~np.append(False, stands_for_image[:-1]))
+    is_placeholder = np.isin(ids, facts.placeholder_ids)
+    begins = np.flatnonzero(is_placeholder & ~np.append(False, is_placeholder[:-1]))
     marks: dict[int, bytes] = {}
     for number, digest in enumerate(images):
         block = int(begins[min(number, len(begins) - 1)]) // BLOCK_TOKENS if len(begins) else 0
@@ -81,7 +85,7 @@ def image_marks(
 
 
 def completion_hashes(job: Job, completion_ids: bytes, facts: ImageFacts | None = None) -> bytes:
-    """The digests that follow those of `job.prefix` in prompt and completion together."""
+    """The digests of prompt and completion together that follow `job.prefix`."""
     assert job.prefix is not None
     num_blocks = len(job.prefix) // DIGEST_BYTES
     rest = job.prompt_token_ids[num_blocks * _BLOCK_BYTES :] + completion_ids

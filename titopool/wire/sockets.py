@@ -1,7 +1,7 @@
-"""ZeroMQ sockets as both sides need them: who binds, their options, and CURVE keys.
+"""ZeroMQ sockets: endpoints, options and CURVE keys, for both sides.
 
-A worker binds a ROUTER, every front-end process connects a DEALER to each worker. Contexts
-and sockets are made in the process and thread that use them.
+A worker binds a ROUTER. Every front end connects a DEALER to each worker. Contexts and sockets are
+created in the process and thread that use them.
 """
 
 import os
@@ -12,7 +12,7 @@ import zmq
 
 from titopool.errors import ConfigError
 
-# A path of a Unix socket longer than this cannot be bound (sun_path, less the final zero).
+# Longest path of a Unix socket: the size of `sun_path` without the final zero.
 MAX_IPC_PATH_BYTES = 107
 
 
@@ -25,8 +25,8 @@ def worker_endpoint(run_dir: str, index: int) -> str:
     path = os.path.join(run_dir, f"worker-{index}")
     if len(os.fsencode(path)) > MAX_IPC_PATH_BYTES:
         raise ConfigError(
-            f"run_dir: expected a path that leaves room for a Unix socket "
-            f"({MAX_IPC_PATH_BYTES} bytes in all), got {path}"
+            "run_dir: expected a folder in which the path of a Unix socket has at most "
+            f"{MAX_IPC_PATH_BYTES} bytes, got {path}; choose a shorter one"
         )
     return f"ipc://{path}"
 
@@ -37,7 +37,7 @@ def bind_router(
     """The worker's socket, bound to `endpoint`.
 
     Raises:
-        ConfigError: the address is in use or not one of this host.
+        ConfigError: the address is in use or not this host's, or the key file holds no key.
     """
     socket = context.socket(zmq.ROUTER)
     _set_options(socket)
@@ -49,22 +49,26 @@ def bind_router(
         socket.bind(endpoint)
     except zmq.ZMQError as error:
         socket.close(linger=0)
-        raise ConfigError(f"endpoint {endpoint}: cannot listen there: {error}") from error
+        raise ConfigError(f"endpoint {endpoint}: cannot listen at this address: {error}") from error
     return socket
 
 
 def connect_dealer(
     context: zmq.Context[zmq.Socket[bytes]], endpoint: str, key_file: str
 ) -> zmq.Socket[bytes]:
-    """A front end's socket to one worker; the worker need not be there yet."""
+    """A front end's socket to one worker, which may start later.
+
+    Raises:
+        ConfigError: the key file holds no key.
+    """
     socket = context.socket(zmq.DEALER)
     _set_options(socket)
     socket.reconnect_ivl = 50
     socket.reconnect_ivl_max = 1000
     if endpoint.startswith("tcp://"):
         public, secret = read_curve_key(key_file)
-        # The public key is derived from the shared secret and published nowhere, so knowing
-        # it proves knowledge of the secret: the worker needs no list of allowed clients.
+        # The public key is derived from the shared secret and is not published. A front end that
+        # has it knows the secret, so the worker needs no list of allowed clients.
         socket.curve_serverkey = public
         socket.curve_publickey = public
         socket.curve_secretkey = secret
@@ -74,23 +78,25 @@ def connect_dealer(
 
 def _set_options(socket: zmq.Socket[bytes]) -> None:
     socket.linger = 0
-    # No message may be dropped. What is under way is bounded by the windows of the pool.
+    # ZeroMQ must not drop messages. The pool bounds the jobs in flight.
     socket.sndhwm = 0
     socket.rcvhwm = 0
     socket.ipv6 = True
-    # A host that vanishes without closing its connection is noticed by the transport.
+    # Milliseconds. Detects a host that vanished without closing its connection.
     socket.heartbeat_ivl = 5_000
     socket.heartbeat_timeout = 20_000
 
 
 def read_curve_key(key_file: str) -> tuple[bytes, bytes]:
-    """The (public, secret) CURVE key in `key_file`, in Z85; the file is made when missing.
+    """The (public, secret) CURVE key of `key_file`, Z85-encoded. Creates a missing file.
 
     Raises:
-        ConfigError: there is no file name, or the file holds no key.
+        ConfigError: the file name is empty, or the file holds no key.
     """
     if not key_file:
-        raise ConfigError("curve_key_file: expected a file, got nothing; tcp endpoints need a key")
+        raise ConfigError(
+            "curve_key_file: expected a file name, got nothing; tcp endpoints need a key"
+        )
     path = Path(key_file)
     if not path.exists():
         _make_curve_key(path)
@@ -98,13 +104,16 @@ def read_curve_key(key_file: str) -> tuple[bytes, bytes]:
     try:
         return zmq.curve_public(secret), secret
     except (ValueError, zmq.ZMQError):
-        raise ConfigError(f"curve_key_file: expected a CURVE secret key in {key_file}") from None
+        raise ConfigError(
+            f"curve_key_file: expected a CURVE secret key in {key_file}, got other content; delete the "
+            "file to get a new key, or copy the other side's file"
+        ) from None
 
 
 def _make_curve_key(path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    # Written aside (with mode 0600) and linked: of several processes that start at once,
-    # one wins, and nobody reads half a key.
+    # The draft (mode 0600) is linked when it is complete. So no process reads half a key, and of
+    # several processes that start at once one wins.
     with tempfile.NamedTemporaryFile(dir=path.parent) as draft:
         draft.write(zmq.curve_keypair()[1])
         draft.flush()

@@ -1,9 +1,9 @@
-"""How the tensors of a weight update lie in the buckets that are broadcast.
+"""The layout of a weight update's tensors in buckets. One broadcast carries one bucket.
 
-Both sides compute the plan from the same list, so nothing of it travels. Tensors follow one
-another as bytes, each from a multiple of `ALIGNMENT` on, in the order in which they were
-announced; a bucket ends where the next tensor would make it larger than `bucket_bytes`. One that
-is larger by itself has a bucket of its own.
+Trainer and workers compute the same layout from the same list of tensors, so the layout is not
+sent. Tensors follow each other as bytes in the list's order, each at a multiple of `ALIGNMENT`. A
+bucket ends before the tensor that would make it larger than `bucket_bytes`. A larger tensor has a
+bucket of its own.
 """
 
 import math
@@ -13,20 +13,20 @@ from typing import Any
 
 from titopool.wire.commands import TensorInfo
 
-# Bytes; what every dtype's view needs, and the GPU's loads like.
+# Bytes. Enough for a view of any dtype, and for aligned loads on a GPU.
 ALIGNMENT = 256
 DEFAULT_BUCKET_BYTES = 256 * 2**20
 DTYPE_BYTES = {
     "bfloat16": 2, "float16": 2, "float32": 4, "float64": 8, "float8_e4m3fn": 1, "float8_e5m2": 1,
     "int8": 1, "uint8": 1, "int16": 2, "int32": 4, "int64": 8, "bool": 1,
 }  # fmt: skip
-# Odd and large, so that a word that moves changes the sum.
-WEIGHT_STEP = 2_654_435_761
+# Odd and large, so that a word at another position changes the sum.
+CHECKSUM_FACTOR = 2_654_435_761
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A tensor's place in its bucket, in bytes."""
+    """Where a tensor is in its bucket, in bytes."""
 
     tensor: TensorInfo
     begin: int
@@ -35,7 +35,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Bucket:
-    """What one broadcast carries."""
+    """The tensors of one broadcast."""
 
     num_bytes: int
     pieces: tuple[Piece, ...]
@@ -45,13 +45,13 @@ def num_bytes_of(tensor: TensorInfo) -> int:
     """Bytes of the tensor's elements.
 
     Raises:
-        KeyError: its dtype is none of `DTYPE_BYTES`.
+        KeyError: the dtype is not in `DTYPE_BYTES`.
     """
     return math.prod(tensor.shape) * DTYPE_BYTES[tensor.dtype]
 
 
 def plan_buckets(tensors: Iterable[TensorInfo], bucket_bytes: int) -> list[Bucket]:
-    """The buckets that carry `tensors`; none is empty."""
+    """The buckets for `tensors`. No bucket is empty."""
     buckets: list[Bucket] = []
     pieces: list[Piece] = []
     end = 0
@@ -62,7 +62,7 @@ def plan_buckets(tensors: Iterable[TensorInfo], bucket_bytes: int) -> list[Bucke
             buckets.append(Bucket(end, tuple(pieces)))
             pieces, begin = [], 0
         pieces.append(Piece(tensor, begin, size))
-        # An empty tensor still has its place, and a bucket cannot be broadcast without a byte.
+        # An empty tensor takes one byte, because a bucket without bytes cannot be broadcast.
         end = begin + max(size, 1)
     if pieces:
         buckets.append(Bucket(end, tuple(pieces)))
@@ -70,10 +70,14 @@ def plan_buckets(tensors: Iterable[TensorInfo], bucket_bytes: int) -> list[Bucke
 
 
 def views_of(buffer: Any, bucket: Bucket) -> list[Any]:
-    """The tensors in a bucket's `buffer`, uint8 of one dimension, in order; they share its memory."""
+    """Views of a bucket's tensors, in order.
+
+    Args:
+        buffer: uint8 of shape (`bucket.num_bytes`,). The views share its memory.
+    """
     import torch
 
-    # Making views is most of what small tensors cost, so as few as possible are made.
+    # Views are most of the cost of small tensors, so one view per dtype is sliced.
     flats: dict[str, Any] = {}
     views = []
     for piece in bucket.pieces:
@@ -89,10 +93,10 @@ def views_of(buffer: Any, bucket: Bucket) -> list[Any]:
 
 
 def checksum(tensors: Sequence[Any]) -> str:
-    """A digest of the tensors' bytes, in order: 16 hexadecimal digits, the same on every device.
+    """A checksum of the tensors' bytes, in order: 16 hexadecimal digits, equal on every device.
 
-    The sum over all 32-bit words, each times a number that depends on its place, modulo 2**64:
-    it tells of lost, changed and exchanged data, not of an attacker.
+    The sum modulo 2**64 of all 32-bit words, each times a factor that depends on its position. It
+    finds lost, changed and exchanged data. It does not protect against an attacker.
     """
     import torch
 
@@ -102,11 +106,11 @@ def checksum(tensors: Sequence[Any]) -> str:
         if tail := flat.numel() % 4:
             flat = torch.cat([flat, flat.new_zeros(4 - tail)])
         words = flat.view(torch.int32)
-        part = 0
-        # In parts: the factors take twice the words' memory.
+        tensor_sum = 0
+        # Chunk by chunk, because the factors take twice the memory of the words.
         for begin in range(0, words.numel(), 2**24):
             chunk = words[begin : begin + 2**24].to(torch.int64)
-            places = torch.arange(begin, begin + chunk.numel(), device=chunk.device)
-            part += int((chunk * (places * WEIGHT_STEP + 1)).sum().item())
-        total = (total * 31 + part + index + 1) % 2**64
+            positions = torch.arange(begin, begin + chunk.numel(), device=chunk.device)
+            tensor_sum += int((chunk * (positions * CHECKSUM_FACTOR + 1)).sum().item())
+        total = (total * 31 + tensor_sum + index + 1) % 2**64
     return f"{total:016x}"

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from titopool.wire.messages import Completion, Job, Part
+from titopool.wire.messages import Chunk, Completion, Job
 from workers.engine.packing import flat_since, pack_logprobs
 from workers.engine.parsing import Parsing
 from workers.engine.versions import History
@@ -19,19 +19,19 @@ class Sent(NamedTuple):
 
 
 class Stream:
-    """Turns vLLM's cumulative outputs into a job's `Part`s."""
+    """Turns vLLM's cumulative outputs into a job's `Chunk`s."""
 
-    def __init__(self, job: Job, parsing: Parsing | None, on_part: Callable[[Part], None]):
+    def __init__(self, job: Job, parsing: Parsing | None, on_chunk: Callable[[Chunk], None]):
         self._job = job
         self._parsing = parsing
-        self._on_part = on_part
+        self._on_chunk = on_chunk
         self._sent: dict[int, Sent] = {}
 
     def take(self, output: Any, prompt_token_ids: bytes, history: History) -> None:
         """Sends what `output`, a vLLM RequestOutput, has more than the one before.
 
         Args:
-            prompt_token_ids: with images, the expanded prompt; goes with the first part.
+            prompt_token_ids: with images, the expanded prompt; goes with the first chunk.
             history: of the request, up to now.
         """
         is_first = not self._sent
@@ -42,8 +42,8 @@ class Stream:
             if one.finish_reason != "error"
         ]
         if pieces:
-            self._on_part(
-                Part(
+            self._on_chunk(
+                Chunk(
                     self._job.job_id,
                     self._job.attempt,
                     pieces,

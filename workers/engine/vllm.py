@@ -20,7 +20,14 @@ from titopool import demo_model
 from titopool.errors import ConfigError, InvalidRequest
 from titopool.settings.config import ServerConfig
 from titopool.settings.sampling import SamplingOptions, decode_options, encode_options
-from titopool.wire.messages import Completion, Job, Logprobs, Part, WorkerFacts, decode_chat_parsing
+from titopool.wire.messages import (
+    Chunk,
+    Completion,
+    Job,
+    Logprobs,
+    WorkerFacts,
+    decode_chat_parsing,
+)
 from workers.engine.lora import Adapters
 from workers.engine.packing import pack_prompt_logprobs
 from workers.engine.parsing import Parsers, check_parsers, load_parsers
@@ -37,7 +44,7 @@ from workers.in_model.logprobs_patch import receive_lists
 from workers.process import without_collector
 
 ReportPhase = Callable[[str], None]
-OnPart = Callable[[Part], None]
+OnChunk = Callable[[Chunk], None]
 
 
 class Generated(NamedTuple):
@@ -80,8 +87,8 @@ class Engine(Protocol):
     async def warm_up(self) -> None:
         """Generates once, so that no request pays for what is compiled on first use."""
 
-    async def run(self, job: Job, on_part: OnPart) -> Generated:
-        """All completions of `job`; of a streamed one, `on_part` gets what is new as it comes.
+    async def run(self, job: Job, on_chunk: OnChunk) -> Generated:
+        """All completions of `job`; of a streamed one, `on_chunk` gets what is new as it comes.
 
         Cancelling the call stops the generation.
 
@@ -217,31 +224,31 @@ class VllmEngine:
             num_tokens=3,
             sampling=msgspec.Raw(encode_options(sampling)),
         )
-        await self.run(job, lambda part: None)
+        await self.run(job, lambda chunk: None)
         await self._llm.collective_rpc("titopool_die_with", args=(os.getpid(),))
         # What vLLM and torch have imported stays: the collector need not look at it again and
         # again while tokens come in (10 µs a token at 512 sequences).
         gc.collect()
         gc.freeze()
 
-    async def run(self, job: Job, on_part: OnPart) -> Generated:
+    async def run(self, job: Job, on_chunk: OnChunk) -> Generated:
         timeout_s = self._config.request_timeout_s
         if not job.adapter:
-            return await until_scored(lambda: self._run(job, on_part), timeout_s)
+            return await until_scored(lambda: self._run(job, on_chunk), timeout_s)
         with self.adapters.use(job.adapter) as adapter:
             version, request = adapter.version, adapter.request()
 
-            def on_own_part(part: Part) -> None:
-                on_part(msgspec.structs.replace(part, adapter_version=version))
+            def on_own_chunk(chunk: Chunk) -> None:
+                on_chunk(msgspec.structs.replace(chunk, adapter_version=version))
 
             generated = await until_scored(
-                lambda: self._run(job, on_own_part, lora_request=request), timeout_s
+                lambda: self._run(job, on_own_chunk, lora_request=request), timeout_s
             )
         return generated._replace(adapter_version=version)
 
-    async def _run(self, job: Job, on_part: OnPart, **arguments: Any) -> Generated:
+    async def _run(self, job: Job, on_chunk: OnChunk, **arguments: Any) -> Generated:
         """Raises NotScored where an abort left the prompt without its log-probabilities."""
-        turn = self._turn_of(job, on_part)
+        turn = self._turn_of(job, on_chunk)
         if turn.params.prompt_logprobs is not None and self._on_cpu and self.adapters.limit:
             # In a step with other requests its LoRA code mistakes the number of rows, and the engine
             # ends.
@@ -264,7 +271,7 @@ class VllmEngine:
             image_s=prompt.elapsed_s,
         )
 
-    def _turn_of(self, job: Job, on_part: OnPart) -> Turn:
+    def _turn_of(self, job: Job, on_chunk: OnChunk) -> Turn:
         if not job.chat and not job.is_streamed:
             return Turn(self._sampling_params(job.sampling))
         params = to_vllm_params(decode_options(bytes(job.sampling)), is_streamed=job.is_streamed)
@@ -272,7 +279,7 @@ class VllmEngine:
         if job.chat and self._parsers is not None:
             chat = decode_chat_parsing(job.chat)
             parsing = self._parsers.begin(chat, params, job.prompt_token_ids)
-        stream = Stream(job, parsing, on_part) if job.is_streamed else None
+        stream = Stream(job, parsing, on_chunk) if job.is_streamed else None
         return Turn(params, parsing, stream, arguments=parsing.engine_arguments if parsing else {})
 
     async def _output(self, job: Job, prompt: Any, turn: Turn) -> Any:

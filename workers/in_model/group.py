@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from titopool.client.trainer_group import GLOO_PREFIX, rank_key, told_key
+from titopool.client.trainer_group import GLOO_PREFIX, message_key, rank_key
 
 # Between two looks at a GPU's event.
 POLL_S = 0.0005
@@ -183,7 +183,7 @@ class Group:
         if group.rank == 0:
             name = group.broadcast_obj(f"barrier_{uuid.uuid4()}", src=0)
         else:
-            key = told_key(group.broadcast_recv_src_counter[0])
+            key = message_key(group.broadcast_recv_src_counter[0])
             self._until(lambda: bool(store.check([key])), deadline)
             name = group.broadcast_obj(None, src=0)
         ranks = range(group.world_size)
@@ -194,7 +194,7 @@ class Group:
         store.set(departures[group.rank], b"1")
         if group.rank == 0:
             self._until(lambda: bool(store.check(departures)), deadline)
-            told = told_key(group.broadcast_send_counter - 1)
+            told = message_key(group.broadcast_send_counter - 1)
             for key in (*arrivals, *departures, told):
                 store.delete_key(key)
 
@@ -213,10 +213,10 @@ def _raw_group(store: Any, args: GroupArgs) -> Any:
             """Of NCCL's id, which is filled in, or of a text, for which others give None."""
             if self.rank == src:
                 raw = obj.encode() if isinstance(obj, str) else bytes(obj.internal)
-                self.store.set(told_key(self.broadcast_send_counter), raw)
+                self.store.set(message_key(self.broadcast_send_counter), raw)
                 # For TRL's client.
                 return super().broadcast_obj(obj, src)
-            raw = self.store.get(told_key(self.broadcast_recv_src_counter[src]))
+            raw = self.store.get(message_key(self.broadcast_recv_src_counter[src]))
             self.broadcast_recv_src_counter[src] += 1
             if obj is None:
                 return raw.decode()

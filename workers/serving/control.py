@@ -182,8 +182,8 @@ class Control:
                 if finishes:
                     await self.before_job()
                 return await updates.leave(session)
-            case AwaitStep(step=step, of=of):
-                return await updates.steps.wait(step, of)
+            case AwaitStep(step=step, target=target):
+                return await updates.steps.wait(step, target)
             case AcceptInitialWeights() as action:
                 return await updates.accept_initial(action)
             case Pause() as action:

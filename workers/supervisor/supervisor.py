@@ -26,9 +26,10 @@ from typing import IO
 import msgspec
 
 from titopool.errors import ConfigError
-from titopool.settings.config import FAILURE_FILE, ServerConfig, from_environment
+from titopool.settings.config import FAILURE_FILE, ServerConfig
 from titopool.settings.gpus import visible_gpus
 from titopool.settings.logs import configure_logging, show
+from titopool.settings.sources import from_environment
 from titopool.wire.sockets import worker_endpoint
 from workers.environment import worker_placement
 from workers.ledger import clear_ledgers

@@ -41,11 +41,11 @@ def _prompts(admission: Admitted, body: ChatBody) -> list[Prompt]:
     check_entries(body.mm_processor_kwargs, len(body.messages), "mm_processor_kwargs")
     chats, images = [], []
     for index, messages in enumerate(body.messages):
-        place = f"messages[{index}]"
-        conversation = read_conversation(messages, place)
-        chats.append(Chat(conversation.messages, place, body.tools, body.chat_template_kwargs))
+        location = f"messages[{index}]"
+        conversation = read_conversation(messages, location)
+        chats.append(Chat(conversation.messages, location, body.tools, body.chat_template_kwargs))
         encoded = EncodedImages(
-            place, f"{place}: image", conversation.images, True, kwargs_of(body, index)
+            location, f"{location}: image", conversation.images, True, kwargs_of(body, index)
         )
         images.append(read_images(encoded, body, facts, service.config))
     rendered = admission.use_tokenizer(render_all, chats)
@@ -53,7 +53,7 @@ def _prompts(admission: Admitted, body: ChatBody) -> list[Prompt]:
     prompts = []
     for chat, ids, own in zip(chats, rendered, images, strict=True):
         kept = ids if keep is None else ids[-keep:]
-        array = checked_ids(kept, chat.place, facts.vocab_size)
-        check_length(len(kept), chat.place, facts.max_model_len)
-        prompts.append(Prompt(array, chat.place, own))
+        array = checked_ids(kept, chat.location, facts.vocab_size)
+        check_length(len(kept), chat.location, facts.max_model_len)
+        prompts.append(Prompt(array, chat.location, own))
     return prompts

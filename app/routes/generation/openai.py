@@ -121,10 +121,10 @@ def _prompts_of(admission: Admitted, fields: CompletionsFields, n: int) -> list[
         several = admission.use_tokenizer(_encode, several, fields.add_special_tokens)
     prompts = []
     for index, ids in enumerate(several):
-        place = "prompt" if is_one else f"prompt[{index}]"
-        array = checked_ids(ids, place, facts.vocab_size)
-        check_length(len(array), place, facts.max_model_len)
-        prompts.append(Prompt(array, place, cache_salt=fields.cache_salt))
+        location = "prompt" if is_one else f"prompt[{index}]"
+        array = checked_ids(ids, location, facts.vocab_size)
+        check_length(len(array), location, facts.max_model_len)
+        prompts.append(Prompt(array, location, cache_salt=fields.cache_salt))
     return prompts
 
 
@@ -156,11 +156,11 @@ def _prompt_of(admission: Admitted, fields: ChatFields, tools: Tools) -> Prompt:
     images = read_images(encoded, SamplingBody(), facts, service.config)
     if fields.tokens is not None:
         array = checked_ids(fields.tokens, "tokens", facts.vocab_size)
-        place = "tokens"
+        location = "tokens"
         service.drift.compare(fields, tools)
     else:
         chat = chat_of(fields, conversation.messages, tools)
         (ids,) = admission.use_tokenizer(render_all, [chat])
-        array, place = checked_ids(ids, "messages", facts.vocab_size), "messages"
-    check_length(len(array), place, facts.max_model_len)
-    return Prompt(array, place, images, fields.cache_salt)
+        array, location = checked_ids(ids, "messages", facts.vocab_size), "messages"
+    check_length(len(array), location, facts.max_model_len)
+    return Prompt(array, location, images, fields.cache_salt)

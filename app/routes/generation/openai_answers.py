@@ -106,7 +106,7 @@ def whole_answer(asked: Asked, results: Sequence[Completed]) -> dict[str, Any]:
     all_ids = expanded_ids(asked.prompts, results)
     answer = asked.head(is_stream=False) | {"choices": []}
     for prompt, ids, result in zip(asked.prompts, all_ids, results, strict=True):
-        of_prompt = _of_prompt(asked, prompt.place, ids, result)
+        of_prompt = _of_prompt(asked, prompt.location, ids, result)
         for one in result.completions:
             choice = asked.choice(len(answer["choices"]), one, result.adapter_version)
             if asked.is_chat:
@@ -127,12 +127,12 @@ def whole_answer(asked: Asked, results: Sequence[Completed]) -> dict[str, Any]:
     return answer
 
 
-def _of_prompt(asked: Asked, place: str, ids: np.ndarray, result: Completed) -> dict[str, Any]:
+def _of_prompt(asked: Asked, location: str, ids: np.ndarray, result: Completed) -> dict[str, Any]:
     """What an answer says of a prompt: a chat at the top, completions in each choice."""
     said: dict[str, Any] = {}
     if asked.shows_prompt_ids:
         said["prompt_token_ids"] = ids.tolist()
     k = asked.options.prompt_logprobs
     if k is not None and asked.texts is not None:
-        said["prompt_logprobs"] = openai_logprobs.of_prompt(result, ids, place, k, asked.texts)
+        said["prompt_logprobs"] = openai_logprobs.of_prompt(result, ids, location, k, asked.texts)
     return said

@@ -73,23 +73,23 @@ def _checked(admission: Admitted, body: SequencesBody) -> list[Prompt]:
         raise InvalidRequest(f"top_{error.message}", param="top_logprobs") from None
     prompts = []
     for index, (ids, length) in enumerate(zip(body.sequences, body.prompt_lengths, strict=True)):
-        place = f"sequences[{index}]"
-        array = checked_ids(ids, place, facts.vocab_size)
-        check_length(len(array), place, facts.max_model_len)
+        location = f"sequences[{index}]"
+        array = checked_ids(ids, location, facts.vocab_size)
+        check_length(len(array), location, facts.max_model_len)
         if not 0 <= length <= len(array):
             raise InvalidRequest(
                 f"prompt_lengths[{index}]: expected a length from 0 to {len(array)}, that of the "
                 f"sequence, got {length}",
                 param="prompt_lengths",
             )
-        prompts.append(Prompt(array, place))
+        prompts.append(Prompt(array, location))
     return prompts
 
 
 def scores(result: Completed, sequence: Prompt, prompt_length: int, k: int) -> Scored:
     """The part of the engine's answer that is behind the prompt."""
     token_ids = sequence.token_ids
-    values, ids, _ = prompt_rows(result, sequence.place, num_tokens=len(token_ids), k=k)
+    values, ids, _ = prompt_rows(result, sequence.location, num_tokens=len(token_ids), k=k)
     # The first token's row is not there.
     first = np.full((1, k + 1), np.nan, dtype=np.float32)
     values = np.concatenate([first, values])[prompt_length:]

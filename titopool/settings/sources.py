@@ -1,0 +1,209 @@
+"""Reads the settings: command line over `TITOPOOL_…` variables over defaults.
+
+An unknown setting, or a value of the wrong type or out of range, raises `ConfigError`.
+"""
+
+import difflib
+import ipaddress
+import os
+import re
+import shlex
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from titopool.errors import ConfigError
+from titopool.settings import vllm_options
+from titopool.settings.config import (
+    ENV_PREFIX,
+    GROUPS,
+    SETTINGS,
+    TYPES,
+    ServerConfig,
+    as_text,
+    option_of,
+    variable_of,
+)
+
+SHORT_OPTIONS = {"-tp": "tensor_parallel_size", "-pp": "pipeline_parallel_size"}
+
+
+def parse_value(name: str, text: str, source: str) -> Any:
+    """The value of setting `name`.
+
+    Args:
+        source: the variable or option that holds `text`.
+
+    Raises:
+        ConfigError: `text` is not of the setting's type.
+    """
+    kind = TYPES[name]
+    if kind is str:
+        return text
+    if kind == tuple[str, ...]:
+        return tuple(part.strip() for part in text.split(",") if part.strip())
+    try:
+        return kind(text)
+    except ValueError:
+        expected = "a whole number" if kind is int else "a number"
+        raise ConfigError(f"{source}: expected {expected}, got {text!r}") from None
+
+
+# ---- environment ---------------------------------------------------------------------
+
+
+def from_environment(environ: Mapping[str, str] = os.environ) -> ServerConfig:
+    """The settings of this process.
+
+    Raises:
+        ConfigError: a `TITOPOOL_…` variable names no setting, or its value is not accepted.
+    """
+    return ServerConfig(**_environment_values(environ))
+
+
+def _environment_values(environ: Mapping[str, str]) -> dict[str, Any]:
+    ignored = ignored_variables(environ)
+    values = {}
+    for variable, text in environ.items():
+        if not variable.startswith(ENV_PREFIX) or variable in ignored:
+            continue
+        name = variable.removeprefix(ENV_PREFIX).lower()
+        if name not in SETTINGS:
+            known = [variable_of(name) for name in SETTINGS]
+            close = difflib.get_close_matches(variable, known, n=1, cutoff=0.75)
+            hint = f"; did you mean {close[0]}?" if close else ""
+            raise ConfigError(f"{variable}: no such setting{hint}")
+        values[name] = parse_value(name, text, variable)
+    return values
+
+
+# Kubernetes gives the containers of a namespace variables for each Service. A Service named
+# `titopool`, or `titopool-…`, makes `TITOPOOL_SERVICE_HOST`, `TITOPOOL_PORT=tcp://…` and more,
+# unless the pod sets `enableServiceLinks: false`. A variable is ignored only if both its name and
+# its value have Kubernetes' form. Source: kubernetes/pkg/kubelet/envvars/envvars.go.
+
+
+def _is_address(value: str) -> bool:
+    try:
+        ipaddress.ip_address(value)
+    except ValueError:
+        return False
+    return True
+
+
+# The rest of the Service's name, for example `WORKER_`.
+_REST = r"(?:[A-Z0-9_]+_)?"
+_PROTOCOL = "(?:TCP|UDP|SCTP)"
+_SERVICE_VARIABLES: tuple[tuple[str, Callable[[str], object]], ...] = (
+    (f"{_REST}SERVICE_HOST", _is_address),
+    # A named port has a variable of its own.
+    (f"{_REST}SERVICE_PORT(?:_[A-Z0-9_]+)?", str.isdecimal),
+    (f"{_REST}PORT(?:_\\d+_{_PROTOCOL})?", re.compile(r"(?:tcp|udp|sctp)://\S+:\d+").fullmatch),
+    (f"{_REST}PORT_\\d+_{_PROTOCOL}_PROTO", re.compile("tcp|udp|sctp").fullmatch),
+    (f"{_REST}PORT_\\d+_{_PROTOCOL}_PORT", str.isdecimal),
+    (f"{_REST}PORT_\\d+_{_PROTOCOL}_ADDR", _is_address),
+)
+
+
+def ignored_variables(environ: Mapping[str, str] = os.environ) -> list[str]:
+    """The variables in `environ` that start like settings but describe a Kubernetes Service."""
+    return sorted(
+        variable
+        for variable, value in environ.items()
+        if any(
+            re.fullmatch(ENV_PREFIX + form, variable) and is_value(value)
+            for form, is_value in _SERVICE_VARIABLES
+        )
+    )
+
+
+# ---- command line --------------------------------------------------------------------
+
+
+def from_command_line(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> ServerConfig:
+    """The settings of `titopool serve [MODEL] [--setting value …] [vLLM options …]`.
+
+    Words that are no settings are appended to the `engine_args` of the environment, for vLLM's
+    parser.
+
+    Raises:
+        ConfigError: a value is missing or not accepted, or neither this server nor vLLM has an
+            option.
+    """
+    values = _environment_values(environ)
+    model = ""
+    engine_argv: list[str] = []
+    words = iter(argv)
+    for word in words:
+        if name := _setting_of(word):
+            values[name] = _option_value(name, word, words)
+        # A word without a dash behind one of vLLM's options may be the option's value.
+        elif word.startswith("-") or engine_argv:
+            engine_argv.append(word)
+        elif model:
+            raise ConfigError(f"expected one MODEL, got {model!r} and {word!r}")
+        else:
+            values["model"] = model = word
+    if engine_argv:
+        values["engine_args"] = f"{values.get('engine_args', '')} {shlex.join(engine_argv)}".strip()
+    config = ServerConfig(**values)
+    check_engine_options(config)
+    return config
+
+
+def _setting_of(word: str) -> str | None:
+    """The setting that `--name` or `--name=value` sets."""
+    option = word.partition("=")[0]
+    name = SHORT_OPTIONS.get(option) or option.removeprefix("--").replace("-", "_")
+    return name if word.startswith("-") and name in SETTINGS else None
+
+
+def _option_value(name: str, word: str, rest: Iterator[str]) -> Any:
+    """The value of the option `word`; taken from `rest` if `word` has none."""
+    option, equals, text = word.partition("=")
+    if SETTINGS[name].metadata["secret"]:
+        raise ConfigError(
+            f"{option}: all users can see a command line; set {variable_of(name)} instead"
+        )
+    value = text if equals else next(rest, None)
+    if value is None:
+        raise ConfigError(f"{option}: expected a value, got nothing")
+    return parse_value(name, value, option)
+
+
+def check_engine_options(config: ServerConfig) -> None:
+    """Refuses an unknown engine option before the start, which takes vLLM seconds.
+
+    Raises:
+        ConfigError: names the first unknown option and a similar one that exists.
+    """
+    ours = [option_of(name) for name in SETTINGS]
+    theirs = vllm_options.option_names()
+    for word in config.engine_argv:
+        option = word.partition("=")[0]
+        if theirs is None and option.startswith("--"):
+            # vLLM's options are not known here: refuse only what nearly is a setting.
+            if close := difflib.get_close_matches(option, ours, n=1, cutoff=0.93):
+                raise ConfigError(f"{option}: no such option; did you mean {close[0]}?")
+        elif theirs is not None and vllm_options.is_unknown(word):
+            close = difflib.get_close_matches(option.replace("_", "-"), [*ours, *theirs], n=1)
+            hint = (
+                f"did you mean {close[0]}?" if close else "`titopool serve --help` lists settings"
+            )
+            raise ConfigError(f"{option}: neither titopool nor vLLM has such an option; {hint}")
+
+
+def usage() -> str:
+    """The text of `titopool serve --help`."""
+    lines = [
+        "usage: titopool serve [MODEL] [--setting VALUE …] [any vLLM engine option]",
+        "",
+        "Serves MODEL, a folder or a Hugging Face Hub name; by default a tiny random demo model.",
+        "Each setting can also be given in the environment as TITOPOOL_SETTING.",
+    ]
+    for name, item in SETTINGS.items():
+        if name in GROUPS:
+            lines += ["", f"{GROUPS[name]}:"]
+        flag = variable_of(name) if item.metadata["secret"] else option_of(name)
+        default = f" (default {text})" if (text := as_text(item.default)) else ""
+        lines.append(f"  {flag:32}{item.metadata['help']}{default}")
+    return "\n".join(lines)

@@ -1,0 +1,1 @@
+"""Scripts for building and maintaining this repository. Not part of the product."""
