@@ -60,6 +60,12 @@ def render_all(tokenizer: Any, chats: list[Chat]) -> list[list[int]]:
 
 
 def _render(tokenizer: Any, chat: Chat, reads_parts: bool) -> str:
+    if chat.add_generation_prompt and chat.continue_final_message:
+        raise InvalidRequest(
+            "continue_final_message: expected add_generation_prompt to be false with "
+            "continue_final_message, got true; set one of the two",
+            param="continue_final_message",
+        )
     messages = chat.messages if reads_parts else flat_content(chat.messages, chat.location)
     if not _KNOWS_DEVELOPER.search(str(tokenizer.chat_template)):
         messages = as_system(messages)

@@ -120,7 +120,7 @@ def load(facts: WorkerFacts) -> Any:
 
 
 def encode_all(
-    tokenizer: Any, texts: list[str], *, with_special_tokens: bool = True
+    tokenizer: Any, texts: list[str], with_special_tokens: bool = True
 ) -> list[list[int]]:
     """Token ids of each text; by default with the special tokens that vLLM adds to a prompt."""
     ids: list[list[int]] = tokenizer(texts, add_special_tokens=with_special_tokens)["input_ids"]

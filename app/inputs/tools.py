@@ -5,7 +5,8 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 
 from app.inputs.chat_template import Chat, check_template_kwargs
-from app.schemas.generation import Message, explain
+from app.schemas.decoding import convert
+from app.schemas.generation import Message
 from app.schemas.openai import ChatFields
 from titopool.errors import InvalidRequest
 from titopool.settings.sampling import MAX_JSON_DEPTH, NonEmptyStr, is_deeper_than
@@ -78,7 +79,7 @@ def as_templates_get_them(given: list[dict[str, Any]] | None) -> list[dict[str, 
     tools = []
     for index, one in enumerate(given or ()):
         location = f"tools[{index}]"
-        tool = _converted(one, Tool, location)
+        tool = convert(one, Tool, location)
         if is_deeper_than(MAX_JSON_DEPTH, tool.function.parameters):
             raise InvalidRequest(
                 f"{location}.function.parameters: expected a JSON schema of {MAX_JSON_DEPTH} levels at most, "
@@ -95,11 +96,6 @@ def as_templates_get_them(given: list[dict[str, Any]] | None) -> list[dict[str, 
 def chat_of(fields: ChatFields, messages: list[Message], tools: Tools) -> Chat:
     """What the template gets; `messages` are those of the body with uniform content."""
     check_template_kwargs(fields.chat_template_kwargs)
-    if fields.add_generation_prompt and fields.continue_final_message:
-        raise InvalidRequest(
-            "continue_final_message: expected add_generation_prompt to be false with it",
-            param="continue_final_message",
-        )
     return Chat(
         messages, "messages", tools.of_template, template_kwargs(fields),
         fields.add_generation_prompt, fields.continue_final_message,
@@ -125,7 +121,7 @@ def _choice(fields: ChatFields, names: list[str]) -> str | dict[str, Any]:
                 param="tool_choice",
             )
         return choice
-    named = _converted(choice, NamedTool, "tool_choice")
+    named = convert(choice, NamedTool, "tool_choice")
     if named.function.name not in names:
         raise InvalidRequest(
             f"tool_choice: expected one of the tools ({', '.join(names)[:200]}), got "
@@ -164,11 +160,3 @@ def template_kwargs(fields: ChatFields) -> dict[str, Any]:
         **fields.chat_template_kwargs,
         "reasoning_effort": fields.reasoning_effort,
     }
-
-
-def _converted(value: Any, wanted: Any, location: str) -> Any:
-    try:
-        return msgspec.convert(value, wanted)
-    except msgspec.ValidationError as error:
-        name = location.partition("[")[0]
-        raise InvalidRequest(explain(error, location), param=name) from None

@@ -1,4 +1,4 @@
-"""The bodies of requests about weights and pauses."""
+"""Bodies of the routes for weight updates and pauses."""
 
 from typing import Annotated
 
@@ -11,7 +11,7 @@ from titopool.wire.weight_plan import DEFAULT_BUCKET_BYTES
 Port = Annotated[int, Meta(ge=1, le=65_535)]
 Size = Annotated[int, Meta(ge=0, le=2**40)]
 Version = Annotated[int, Meta(ge=0, le=2**62)]
-# A session or update, as its client or the server named it.
+# The id of a session (chosen by the trainer) or of an update (chosen by the server).
 Name = Annotated[str, Meta(min_length=1, max_length=128)]
 
 
@@ -27,7 +27,7 @@ class InitBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class BeginBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """`POST /weights/begin`: what comes, in this order."""
+    """`POST /weights/begin`: the tensors of an update, in the order in which they are sent."""
 
     session: Name
     names: list[str]
@@ -43,7 +43,7 @@ class CommitBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
     update: Name
     policy: PauseMode
-    # true: answer the checksum; a text: refuse the update unless it is this.
+    # true: return the checksum; a string: refuse the update if the checksum differs.
     checksum: bool | str = False
 
 

@@ -8,9 +8,10 @@ from flask import Blueprint, Response, request
 
 from app.http.responses import json_response
 from app.routes.weights.weights import check_any, everyone, those_present
-from app.schemas.generation import LOAD_ADAPTER_BODY, UNLOAD_ADAPTER_BODY, decode_body
-from app.service import Service, current_service
-from titopool.errors import InvalidRequest, ModelNotFound
+from app.schemas.decoding import decode_body
+from app.schemas.generation import LOAD_ADAPTER_BODY, UNLOAD_ADAPTER_BODY
+from app.service import current_service
+from titopool.errors import InvalidRequest
 from titopool.wire.commands import DropAdapter, GetStatus, LoadAdapter, SwitchAdapter, UnloadAdapter
 from titopool.wire.pool_state import next_clock
 
@@ -58,24 +59,3 @@ def unload_adapter() -> Response:
     check_any(outcomes)
     version = max(one.result["version"] for one in outcomes if one.result)
     return json_response({"lora_name": body.lora_name, "version": version})
-
-
-def adapter_named(service: Service, name: str | None, param: str = "model") -> str:
-    """The adapter that a request means by `name`; "" for the model itself.
-
-    Raises:
-        ModelNotFound: there is none of that name.
-    """
-    facts = service.link.facts
-    if name is None or name == facts.model:
-        return ""
-    known = service.link.adapters
-    if name not in known and facts.max_loras:
-        # It may have been loaded through another front end a moment ago: what a worker has done
-        # it tells before it answers.
-        service.link.commands.outcomes(service.link.commands.present(), GetStatus())
-        known = service.link.adapters
-    if name not in known:
-        names = ", ".join([repr(facts.model), *map(repr, sorted(known))])
-        raise ModelNotFound(f"{param}: expected {names}, got {name!r}", param=param)
-    return name

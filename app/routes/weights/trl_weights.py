@@ -21,7 +21,7 @@ from app.routes.weights.weights import (
     step_timeout_s,
     those_present,
 )
-from app.schemas.generation import decode_body
+from app.schemas.decoding import decode_body
 from app.schemas.weights import TRL_INIT_BODY, TRL_TENSOR_BODY
 from app.service import current_service
 from titopool.errors import InvalidRequest, TitopoolError

@@ -15,7 +15,7 @@ from app.http.responses import json_response
 from app.pool.commands import Commands, Outcome, Result
 from app.pool.link import Link
 from app.pool.records import Worker
-from app.schemas.generation import decode_body
+from app.schemas.decoding import decode_body
 from app.schemas.weights import (
     ABORT_BODY,
     ACCEPT_BODY,
