@@ -55,9 +55,12 @@ _num_open, _num_connections = limits_within(
 # Front ends read their settings from the environment.
 os.environ[ENV_PREFIX + "MAX_OPEN_REQUESTS"] = str(_num_open)
 
-bind = (
-    f"[{_config.host}]:{_config.port}" if ":" in _config.host else f"{_config.host}:{_config.port}"
-)
+
+def _address(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+bind = _address(_config.host, _config.port)
 # Half of the cores stay free for the engines.
 workers = _config.num_front_ends or min(4, max(1, len(os.sched_getaffinity(0)) // 2))
 # One greenlet for each connection: switching threads would cost more than the rest of a request.
@@ -85,7 +88,7 @@ _own_run_dir: str | None = None
 
 
 def when_ready(server: Any) -> None:
-    """In the master, after binding the port and before forking front ends: starts the supervisor."""
+    """In the master, with the port bound and before any front end: starts the supervisor."""
     global _supervisor, _supervisor_fd, _own_run_dir
     if ignored := ignored_variables():
         server.log.info("Ignored variables of a Kubernetes Service: %s", ", ".join(ignored))
@@ -137,7 +140,7 @@ def post_worker_init(worker: Any) -> None:
     stop_accepting = signal.getsignal(signal.SIGTERM)
 
     def end_in_time(number: int, frame: Any) -> None:
-        # A second before gunicorn kills open requests, fail them so that their clients get a response.
+        # One second before gunicorn kills open requests, fail them: their clients get a response.
         gevent.spawn_later(max(0.0, worker.cfg.graceful_timeout - 1.0), service.close)
         assert callable(stop_accepting)
         stop_accepting(number, frame)
@@ -241,14 +244,11 @@ def _is_alive(pid: int) -> bool:
 
 
 def _urls(server: Any) -> list[str]:
-    """This server's URL for a client on the same host, as a list; empty for a Unix socket."""
+    """The server's URL for a client on this host, in a list; none if it listens on Unix sockets."""
     urls = []
     for listener in server.LISTENERS:
         address = listener.sock.getsockname()
         # The address of a Unix socket is a string.
         if isinstance(address, tuple):
-            host = LOOPBACK.get(address[0], str(address[0]))
-            urls.append(
-                f"http://[{host}]:{address[1]}" if ":" in host else f"http://{host}:{address[1]}"
-            )
+            urls.append(f"http://{_address(LOOPBACK.get(address[0], address[0]), address[1])}")
     return urls[:1]

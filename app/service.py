@@ -36,8 +36,8 @@ class Service:
         """
         if not is_module_patched("socket"):
             raise ConfigError(
-                "expected gunicorn's gevent worker, got another; start `titopool serve`, or gunicorn with "
-                "`-c python:app.gunicorn_hooks`"
+                "expected gunicorn's gevent worker, got another; start `titopool serve`, or "
+                "gunicorn with `-c python:app.gunicorn_hooks`"
             )
         self.link.start()
 

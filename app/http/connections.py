@@ -14,7 +14,7 @@ from gevent.monkey import get_original
 
 # File descriptors for sockets to the workers, logs and libraries.
 RESERVED = 512
-# Connections beyond those of open requests: idle ones, and those that get a 429.
+# Connections without an open request: idle, or about to get a 429.
 SPARE = 4096
 CHECK_EVERY_S = 1.0
 # The event mask of libev for "readable".

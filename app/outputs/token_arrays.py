@@ -87,7 +87,7 @@ def nested_logprobs(completion: Completion) -> tuple[Any, Any]:
 
 
 class PromptRows(NamedTuple):
-    """A prompt's log-probabilities, [tokens - 1, k + 1]; each row has the token, then the best k."""
+    """A prompt's log-probabilities, [tokens - 1, k + 1]: in each row the token, then the best k."""
 
     # float32.
     values: np.ndarray

@@ -1,8 +1,8 @@
 """Streams of OpenAI's routes: server-sent events, one for each chunk of a choice.
 
-The events are those of vLLM's server: a chat begins with the role of each choice, the last event
-has the usage if the client requests it, then comes `[DONE]`. The first chunk decides the status,
-so a later error is an event with the `error` object of other responses.
+The events follow vLLM's server: a chat begins with the role of each choice, the last event has
+the usage if the client requests it, and `[DONE]` ends the stream. The first chunk decides the HTTP
+status, so a later error is an event with the `error` object of other responses.
 """
 
 import logging
