@@ -250,5 +250,5 @@ def _urls(server: Any) -> list[str]:
         address = listener.sock.getsockname()
         # The address of a Unix socket is a string.
         if isinstance(address, tuple):
-            urls.append(f"http://{_address(LOOPBACK.get(address[0], address[0]), address[1])}")
+            urls.append(f"http://{_address(LOOPBACK.get(address[0], str(address[0])), address[1])}")
     return urls[:1]
