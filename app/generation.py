@@ -136,22 +136,23 @@ def make_jobs(
     sampling = _encode(encode_options, options, "sampling options", None)
     parsing = b"" if chat is None else _encode(encode, chat, "tools, chat_template_kwargs", "tools")
     jobs = []
-    for ids, _, images, salt, _ in prompts:
-        room = facts.max_model_len - len(ids)
+    for prompt in prompts:
+        images, num_prompt = prompt.images, len(prompt.token_ids)
+        room = facts.max_model_len - num_prompt
         max_new = room if options.max_tokens is None else min(room, options.max_tokens)
-        token_ids = ids.tobytes()
+        token_ids = prompt.token_ids.tobytes()
         prefix = None
         if with_prefixes:
-            prefix = prompt_hashes(token_ids, salt, images.digests, facts.images)
+            prefix = prompt_hashes(token_ids, prompt.cache_salt, images.digests, facts.images)
         jobs.append(
             Job(
                 job_id=next(_job_ids),
                 attempt=1,
                 prompt_token_ids=token_ids,
                 num_sequences=options.n,
-                num_tokens=len(ids) + options.n * max_new,
+                num_tokens=num_prompt + options.n * max_new,
                 sampling=msgspec.Raw(sampling),
-                cache_salt=salt,
+                cache_salt=prompt.cache_salt,
                 prefix=prefix,
                 images=images.images,
                 mm_processor_kwargs=images.mm_processor_kwargs,

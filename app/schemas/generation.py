@@ -1,4 +1,4 @@
-"""Bodies of TRL's generating routes, of tokenization, and of vLLM's LoRA routes."""
+"""Bodies of TRL's generating routes and of vLLM's tokenization."""
 
 from typing import Annotated, Any, Literal
 
@@ -94,24 +94,6 @@ class DetokenizeBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     model: str | None = None
 
 
-class LoadAdapterBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """`POST /v1/load_lora_adapter`, as vLLM's server takes it, plus a version."""
-
-    lora_name: Annotated[str, Meta(min_length=1, max_length=200)]
-    lora_path: str
-    # None: one more than the highest loaded version of this name.
-    version: Annotated[int, Meta(ge=0, le=2**53)] | None = None
-    # vLLM's clients set it to replace a loaded adapter; this server always replaces it.
-    load_inplace: bool = True
-
-
-class UnloadAdapterBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """`POST /v1/unload_lora_adapter`, as vLLM's server takes it."""
-
-    lora_name: str
-    lora_int_id: int | None = None
-
-
 # Fields of `SamplingBody` that are sampling options of the same name.
 SAMPLING_FIELDS = (
     "n", "repetition_penalty", "temperature", "top_p", "top_k", "min_p", "max_tokens", "logprobs",
@@ -124,6 +106,4 @@ GENERATE_BODY = msgspec.json.Decoder(GenerateBody)
 CHAT_BODY = msgspec.json.Decoder(ChatBody)
 SEQUENCES_BODY = msgspec.json.Decoder(SequencesBody)
 TOKENIZE_BODY = msgspec.json.Decoder(TokenizeBody)
-LOAD_ADAPTER_BODY = msgspec.json.Decoder(LoadAdapterBody)
-UNLOAD_ADAPTER_BODY = msgspec.json.Decoder(UnloadAdapterBody)
 DETOKENIZE_BODY = msgspec.json.Decoder(DetokenizeBody)

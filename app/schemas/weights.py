@@ -1,4 +1,4 @@
-"""Bodies of the routes for weight updates and pauses."""
+"""Bodies of the routes for weight updates, pauses and LoRA adapters."""
 
 from typing import Annotated
 
@@ -97,6 +97,24 @@ class TrlTensorBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     shape: list[Size]
 
 
+class LoadAdapterBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """`POST /v1/load_lora_adapter`, as vLLM's server takes it, plus a version."""
+
+    lora_name: Annotated[str, Meta(min_length=1, max_length=200)]
+    lora_path: str
+    # None: one more than the highest loaded version of this name.
+    version: Annotated[int, Meta(ge=0, le=2**53)] | None = None
+    # vLLM's clients set it to replace a loaded adapter; this server always replaces it.
+    load_inplace: bool = True
+
+
+class UnloadAdapterBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """`POST /v1/unload_lora_adapter`, as vLLM's server takes it."""
+
+    lora_name: str
+    lora_int_id: int | None = None
+
+
 INIT_BODY = msgspec.json.Decoder(InitBody)
 BEGIN_BODY = msgspec.json.Decoder(BeginBody)
 COMMIT_BODY = msgspec.json.Decoder(CommitBody)
@@ -107,3 +125,5 @@ FOLDER_BODY = msgspec.json.Decoder(FolderBody)
 PAUSE_BODY = msgspec.json.Decoder(PauseBody)
 TRL_INIT_BODY = msgspec.json.Decoder(TrlInitBody)
 TRL_TENSOR_BODY = msgspec.json.Decoder(TrlTensorBody)
+LOAD_ADAPTER_BODY = msgspec.json.Decoder(LoadAdapterBody)
+UNLOAD_ADAPTER_BODY = msgspec.json.Decoder(UnloadAdapterBody)

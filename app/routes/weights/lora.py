@@ -9,7 +9,7 @@ from flask import Blueprint, Response, request
 from app.http.responses import json_response
 from app.routes.weights.weights import check_any, everyone, those_present
 from app.schemas.decoding import decode_body
-from app.schemas.generation import LOAD_ADAPTER_BODY, UNLOAD_ADAPTER_BODY
+from app.schemas.weights import LOAD_ADAPTER_BODY, UNLOAD_ADAPTER_BODY
 from app.service import current_service
 from titopool.errors import InvalidRequest
 from titopool.wire.commands import DropAdapter, GetStatus, LoadAdapter, SwitchAdapter, UnloadAdapter
