@@ -11,7 +11,7 @@ import pytest
 import app.pool.link
 from app.pool.link import Link
 from app.pool.pending import StreamedRequest
-from app.pool.wire import Fate
+from app.pool.worker_socket import ConnectionState
 from tests.test_pool import beat
 from titopool.settings.config import ServerConfig
 from titopool.wire.messages import Abort, Hello, Job, Part, ToWorker, decode_to_worker
@@ -36,8 +36,8 @@ class RecordingWire:
     def receive(self) -> None:
         return None
 
-    def fate(self) -> Fate:
-        return Fate.STANDS
+    def state(self) -> ConnectionState:
+        return ConnectionState.OPEN
 
     def close(self) -> None:
         self.is_closed = True
@@ -45,7 +45,7 @@ class RecordingWire:
 
 @pytest.fixture
 def wires(monkeypatch: pytest.MonkeyPatch) -> type[RecordingWire]:
-    monkeypatch.setattr(app.pool.link, "Wire", RecordingWire)
+    monkeypatch.setattr(app.pool.link, "WorkerSocket", RecordingWire)
     RecordingWire.sent, RecordingWire.refuses = [], set()
     return RecordingWire
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from app.pool.result_checks import misfit
+from app.pool.result_checks import defect_of
 from tests.test_pool import assigned, pool_of, request_of
 from titopool.wire.messages import Completed, Completion, Logprobs, Part
 
@@ -50,7 +50,7 @@ BAD = [
 
 @pytest.mark.parametrize("result", GOOD, ids=repr)
 def test_a_result_that_fits_is_taken(result: Completed | Part):
-    assert misfit(request_of(5, n=2).jobs[0], result) == ""
+    assert defect_of(request_of(5, n=2).jobs[0], result) == ""
 
 
 @pytest.mark.parametrize("result", BAD, ids=repr)
@@ -66,7 +66,7 @@ def test_a_result_that_does_not_fit_fails_its_request_and_no_other(result: Compl
     assert "gave no answer" in first.error.message
     assert len(second.completed()) == 1
     for request in pool.take_failed():
-        pool.drop_done(request)
+        pool.withdraw(request)
     assert pool.num_open_jobs == 0
 
 

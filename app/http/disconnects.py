@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import gevent
 from gevent.monkey import get_original
 
-from app.pool.wire import READ
+from app.pool.worker_socket import READ
 
 LOOK_EVERY_S = 1.0
 # gevent's own would wait, which its event loop must not.

@@ -51,7 +51,7 @@ def read_conversation(
     return Conversation(read, images)
 
 
-def flat_content(messages: list[Message], place: str) -> list[Message]:
+def join_text_parts(messages: list[Message], place: str) -> list[Message]:
     """The same for a template that reads text only: parts joined by line feeds, as vLLM does."""
     flat = []
     for index, message in enumerate(messages):
@@ -68,7 +68,7 @@ def flat_content(messages: list[Message], place: str) -> list[Message]:
     return flat
 
 
-def as_system(messages: list[Message]) -> list[Message]:
+def merge_developer_into_system(messages: list[Message]) -> list[Message]:
     """The same for a template without a developer's role: his messages are the system's.
 
     All of those make up one at the beginning, where templates want it.

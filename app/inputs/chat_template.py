@@ -3,7 +3,7 @@
 import re
 from typing import Any, NamedTuple
 
-from app.inputs.chat_messages import as_system, flat_content
+from app.inputs.chat_messages import join_text_parts, merge_developer_into_system
 from app.schemas.generation import Message
 from titopool.errors import InvalidRequest, TitopoolError
 
@@ -53,16 +53,16 @@ def render_all(tokenizer: Any, chats: list[Chat]) -> list[list[int]]:
             "messages: expected a model with a chat template, this one has none; send prompts",
             param="messages",
         )
-    reads_parts = _reads_parts(tokenizer)
+    reads_parts = _accepts_parts(tokenizer)
     texts = [_render(tokenizer, chat, reads_parts) for chat in chats]
     ids: list[list[int]] = tokenizer(texts, add_special_tokens=False)["input_ids"]
     return ids
 
 
 def _render(tokenizer: Any, chat: Chat, reads_parts: bool) -> str:
-    messages = chat.messages if reads_parts else flat_content(chat.messages, chat.place)
+    messages = chat.messages if reads_parts else join_text_parts(chat.messages, chat.place)
     if not _KNOWS_DEVELOPER.search(str(tokenizer.chat_template)):
-        messages = as_system(messages)
+        messages = merge_developer_into_system(messages)
     try:
         text: str = tokenizer.apply_chat_template(
             messages,
@@ -84,7 +84,7 @@ def _render(tokenizer: Any, chat: Chat, reads_parts: bool) -> str:
     return text
 
 
-def _reads_parts(tokenizer: Any) -> bool:
+def _accepts_parts(tokenizer: Any) -> bool:
     """Whether the template takes a list of parts for content, or only text."""
     known = getattr(tokenizer, "titopool_reads_parts", None)
     if known is None:

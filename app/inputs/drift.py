@@ -12,7 +12,7 @@ import gevent
 from app.inputs.chat_messages import read_conversation
 from app.inputs.chat_template import Chat, render_all
 from app.inputs.tokenizer import TokenizerLoader
-from app.inputs.tools import Tools, chat_of
+from app.inputs.tools import Tools, make_chat
 from app.pool.link import Link
 from app.schemas.openai import ChatFields
 from titopool.errors import InvalidRequest, TitopoolError
@@ -60,7 +60,7 @@ class DriftWatch:
         try:
             messages = read_conversation(fields.messages, "messages").messages
             return self._tokenizer.use(
-                _compare, chat_of(fields, messages, tools), fields.tokens or [], placeholders,
+                _compare, make_chat(fields, messages, tools), fields.tokens or [], placeholders,
                 facts=facts, timeout_s=TIMEOUT_S,
             )  # fmt: skip
         except InvalidRequest as error:

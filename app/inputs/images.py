@@ -140,7 +140,7 @@ def check_placeholders(
 
 def _encoded(body: GenerateBody) -> Iterator[EncodedImages]:
     for name in ("images", "mm_processor_kwargs"):
-        check_entries(getattr(body, name), len(body.prompts), name)
+        check_one_per_prompt(getattr(body, name), len(body.prompts), name)
     for index, prompt in enumerate(body.prompts):
         own = prompt if isinstance(prompt, TokensPrompt) else TokensPrompt([])
         inside = own.multi_modal_data.image if own.multi_modal_data else None
@@ -157,11 +157,11 @@ def _encoded(body: GenerateBody) -> Iterator[EncodedImages]:
             place=f"prompts[{index}].multi_modal_data.image" if inside else f"images[{index}]",
             files=files if isinstance(files, list) else [files],
             is_list=is_list,
-            mm_processor_kwargs=kwargs_of(body, index, own.mm_processor_kwargs),
+            mm_processor_kwargs=processor_kwargs_of(body, index, own.mm_processor_kwargs),
         )
 
 
-def check_entries(value: object, num_prompts: int, name: str) -> None:
+def check_one_per_prompt(value: object, num_prompts: int, name: str) -> None:
     """Refuses a list that has not one entry for each prompt."""
     if isinstance(value, list) and len(value) != num_prompts:
         raise ImageMismatch(
@@ -171,7 +171,9 @@ def check_entries(value: object, num_prompts: int, name: str) -> None:
         )
 
 
-def kwargs_of(body: SamplingBody, index: int, own: dict[str, Any] | None = None) -> dict[str, Any]:
+def processor_kwargs_of(
+    body: SamplingBody, index: int, own: dict[str, Any] | None = None
+) -> dict[str, Any]:
     """What the processor is told for prompt `index`: its own arguments, else the request's."""
     beside = body.mm_processor_kwargs
     if isinstance(beside, list):

@@ -33,7 +33,7 @@ def prompt_ids_of(body: GenerateBody, admission: Admission) -> list[np.ndarray]:
     return checked
 
 
-def is_known_to_client(token_ids: np.ndarray, sent: str | list[int] | TokensPrompt) -> bool:
+def was_sent_as_ids(token_ids: np.ndarray, sent: str | list[int] | TokensPrompt) -> bool:
     """Whether the client sent just these ids: no text, nothing cut off."""
     given = _ids_in(sent)
     return given is not None and len(given) == len(token_ids)

@@ -57,7 +57,7 @@ def read_tools(fields: ChatFields, facts: WorkerFacts) -> Tools:
     Raises:
         InvalidRequest: a tool or the choice is malformed, or the server has no parser of calls.
     """
-    tools = as_templates_get_them(fields.tools)
+    tools = normalized_tools(fields.tools)
     choice = _choice(fields, [tool["function"]["name"] for tool in tools])
     if choice != "none" and not facts.tool_call_parser:
         raise InvalidRequest(
@@ -69,7 +69,7 @@ def read_tools(fields: ChatFields, facts: WorkerFacts) -> Tools:
     return Tools(tools or None, _parsing(fields, facts, tools, choice))
 
 
-def as_templates_get_them(given: list[dict[str, Any]] | None) -> list[dict[str, Any]]:
+def normalized_tools(given: list[dict[str, Any]] | None) -> list[dict[str, Any]]:
     """Tools with the keys and the order that vLLM's server gives them.
 
     Raises:
@@ -92,7 +92,7 @@ def as_templates_get_them(given: list[dict[str, Any]] | None) -> list[dict[str, 
     return tools
 
 
-def chat_of(fields: ChatFields, messages: list[Message], tools: Tools) -> Chat:
+def make_chat(fields: ChatFields, messages: list[Message], tools: Tools) -> Chat:
     """What the template gets; `messages` are those of the body with uniform content."""
     check_template_kwargs(fields.chat_template_kwargs)
     if fields.add_generation_prompt and fields.continue_final_message:

@@ -1,6 +1,6 @@
 """What a front-end process says to the workers and hears from them.
 
-Runs in: each gunicorn process, a greenlet of its own. Owns: a `Wire` to each worker, and the
+Runs in: each gunicorn process, a greenlet of its own. Owns: a `WorkerSocket` to each worker, and the
 pool. Talks to: `workers/serving/server.py`. Everything in a front-end process runs in gevent's one
 thread, so nothing here needs a lock; handlers call `submit` and `cancel` directly, and what
 they submit in one turn of the loop leaves in one message to each worker.
@@ -16,13 +16,13 @@ import gevent
 import zmq
 from gevent.event import Event
 
-from app.pool.commands import Commands
+from app.pool.command_sender import CommandSender
 from app.pool.discovery import Discovery
 from app.pool.pending import Request
-from app.pool.placement import POLICIES
+from app.pool.placement import ROUTING_POLICIES
 from app.pool.records import Worker
 from app.pool.state import Pool, natural_order
-from app.pool.wire import Fate, Wire
+from app.pool.worker_socket import ConnectionState, WorkerSocket
 from titopool.errors import NoReadyWorker, QueueFull, TitopoolError
 from titopool.settings.config import ServerConfig
 from titopool.wire import messages
@@ -73,18 +73,18 @@ class Link:
         self._discovery = Discovery(endpoints)
         self._pool = Pool(
             no_worker_timeout_s=config.worker_start_timeout_s,
-            policy=POLICIES[config.placement](),
-            on_lost=lambda endpoint, reason: self.commands.on_lost(endpoint, reason),
+            policy=ROUTING_POLICIES[config.placement](),
+            on_lost=lambda endpoint, reason: self.commands.on_worker_lost(endpoint, reason),
         )
         # For handlers: what the workers are told apart from jobs.
-        self.commands = Commands(self._send, self._pool)
+        self.commands = CommandSender(self._send, self._pool)
         self._views: tuple[WorkerView, ...] = ()
-        self._wires: dict[str, Wire] = {}
+        self._wires: dict[str, WorkerSocket] = {}
         # Of endpoints that refuse connections.
         self._retries: dict[str, Retry] = {}
         self._complained_at = -COMPLAIN_EVERY_S
         # Wires that may have something to read.
-        self._changed: set[Wire] = set()
+        self._changed: set[WorkerSocket] = set()
         self._wake = Event()
         self._greenlet: gevent.Greenlet | None = None
         self._is_closing = False
@@ -217,7 +217,7 @@ class Link:
                 next_tick = time.monotonic() + self._config.heartbeat_interval_s
                 if late_s > self._config.heartbeat_interval_s:
                     # This process stood still: what the workers said meanwhile is not read yet.
-                    self._pool.forgive_silence(time.monotonic())
+                    self._pool.restart_silence_timers(time.monotonic())
                 self._guarded(self._tick)
         self._discovery.close()
         for endpoint in list(self._wires):
@@ -241,24 +241,24 @@ class Link:
             self._guarded(self._abort, request)
         self._guarded(self._send_assignments)
 
-    def _look_at(self, wire: Wire) -> None:
+    def _look_at(self, wire: WorkerSocket) -> None:
         self._receive(wire)
         if wire.is_closed:
             return
-        fate = wire.fate()
-        if fate is Fate.CUT:
+        fate = wire.state()
+        if fate is ConnectionState.CLOSED:
             self._lose(wire.endpoint, "its connection is closed")
-        elif fate is Fate.REFUSED:
+        elif fate is ConnectionState.REFUSED:
             if self._pool.workers[wire.endpoint].heartbeat is not None:
-                self._pool.lose_worker(wire.endpoint, "its connection is closed")
+                self._pool.mark_worker_lost(wire.endpoint, "its connection is closed")
             self._disconnect(wire.endpoint)
             self._retry_later(wire.endpoint, REFUSED)
 
-    def _on_change(self, wire: Wire) -> None:
+    def _on_change(self, wire: WorkerSocket) -> None:
         self._changed.add(wire)
         self._wake.set()
 
-    def _receive(self, wire: Wire) -> None:
+    def _receive(self, wire: WorkerSocket) -> None:
         while not wire.is_closed and (frame := wire.receive()) is not None:
             try:
                 message = messages.decode_from_worker(frame)
@@ -300,7 +300,7 @@ class Link:
             self._wires[endpoint].send(messages.encode(message))
 
     def _abort(self, request: Request) -> None:
-        for worker, keys in self._pool.drop_done(request):
+        for worker, keys in self._pool.withdraw(request):
             self._send(worker.endpoint, messages.Abort(keys))
 
     def _tick(self) -> None:
@@ -308,7 +308,7 @@ class Link:
         self._guarded(self._follow_discovery, now)
         for worker in self._pool.silent_workers(now, self._config.heartbeat_timeout_s):
             self._guarded(self._lose, worker.endpoint, f"silent for {now - worker.last_seen:.0f} s")
-        self._guarded(self._pool.fail_if_abandoned, now)
+        self._guarded(self._pool.fail_waiting_without_worker, now)
         for endpoint in list(self._wires):
             self._guarded(self._greet, endpoint)
         self._publish()
@@ -330,7 +330,7 @@ class Link:
     def _lose(self, endpoint: str, reason: str, *, has_died: bool = True) -> None:
         """A process that may come back is met on a new socket: what it still sends on the old
         one, and what was queued for it there, is gone."""
-        self._pool.lose_worker(endpoint, reason, has_died=has_died)
+        self._pool.mark_worker_lost(endpoint, reason, has_died=has_died)
         self._disconnect(endpoint)
         self._connect(endpoint, time.monotonic())
         self._publish()
@@ -341,7 +341,7 @@ class Link:
             return
         try:
             key_file = self._config.curve_key_file
-            self._wires[endpoint] = Wire(self._context, endpoint, key_file, self._on_change)
+            self._wires[endpoint] = WorkerSocket(self._context, endpoint, key_file, self._on_change)
         except (OSError, zmq.ZMQError, TitopoolError) as error:
             self._retry_later(endpoint, f"it cannot be connected: {error}")
         else:

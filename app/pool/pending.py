@@ -127,7 +127,7 @@ class StreamedRequest(Request):
         self._news.set()
         return has_failed
 
-    def wait_for_news(self, timeout_s: float) -> bool:
+    def wait_for_progress(self, timeout_s: float) -> bool:
         """Blocks until there are parts or the end has come; returns whether so."""
         return bool(self._news.wait(timeout_s))
 

@@ -1,7 +1,7 @@
 """Which waiting job goes next, and to which worker.
 
 `app/pool/state.py` asks a policy for one job at a time and keeps what it looks at: the workers'
-loads and prefixes. To add one: a class here, its name in `POLICIES` and in
+loads and prefixes. To add one: a class here, its name in `ROUTING_POLICIES` and in
 `titopool.settings.config.PLACEMENTS`.
 """
 
@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from itertools import islice
 from typing import NamedTuple, Protocol
 
-from app.pool.queue import WaitingJobs
 from app.pool.records import OpenJob, Worker
+from app.pool.waiting_jobs import WaitingJobs
 
 # How much more than the least loaded worker, in mean loads, one may have that holds the
 # whole prompt already. In `benchmarks/placement.py`, conversations on 8 workers found four
@@ -31,7 +31,7 @@ class Choice(NamedTuple):
     open_job: OpenJob
 
 
-class Policy(Protocol):
+class RoutingPolicy(Protocol):
     """One for each pool: it may keep a state."""
 
     def choose(self, waiting: WaitingJobs, ready: Sequence[Worker]) -> Choice | None:
@@ -62,7 +62,7 @@ class RoundRobin:
         return Choice(roomy[(self._num_chosen - 1) % len(roomy)], waiting.first)
 
 
-class ByPrefix:
+class PrefixAffinity:
     """Prompts to workers that hold their beginning, where the loads allow it.
 
     The first job goes to the worker that holds most of it among those whose load is in bounds
@@ -108,8 +108,8 @@ def sends_ahead(waiting: WaitingJobs, ready: Sequence[Worker]) -> bool:
     another has room for.
     """
     # All workers but one; they are alike.
-    num_places_elsewhere = sum(worker.num_places for worker in ready[1:])
-    return len(waiting) * waiting.first.job.num_sequences > num_places_elsewhere
+    num_slots_elsewhere = sum(worker.num_slots for worker in ready[1:])
+    return len(waiting) * waiting.first.job.num_sequences > num_slots_elsewhere
 
 
 def best_worker(open_job: OpenJob, roomy: Sequence[Worker], ready: Sequence[Worker]) -> Worker:
@@ -166,8 +166,8 @@ def _next_for(worker: Worker, waiting: WaitingJobs, ready: Sequence[Worker]) -> 
     return homeless or waiting.first
 
 
-POLICIES: dict[str, type[Policy]] = {
-    "prefix": ByPrefix,
+ROUTING_POLICIES: dict[str, type[RoutingPolicy]] = {
+    "prefix": PrefixAffinity,
     "least_loaded": LeastLoaded,
     "round_robin": RoundRobin,
 }

@@ -28,7 +28,7 @@ class Worker:
     num_sequences: int = 0
     num_tokens: int = 0
     # What the other front ends have in flight here.
-    others: Load = NO_LOAD
+    load_of_others: Load = NO_LOAD
     # Tokens of jobs that were sent here since `others` was told.
     num_tokens_since: int = 0
     prefixes: PrefixIndex = field(default_factory=PrefixIndex)
@@ -51,10 +51,10 @@ class Worker:
         """
         num_others = self.heartbeat.num_front_ends - 1 if self.heartbeat else 0
         unknown = max(0, num_others) * self.num_tokens_since
-        return self.num_tokens + self.others.other_tokens + unknown
+        return self.num_tokens + self.load_of_others.other_tokens + unknown
 
     @property
-    def num_places(self) -> float:
+    def num_slots(self) -> float:
         """This front end's share of the sequences that the engine runs at once."""
         beat = self.heartbeat
         return self.facts.max_num_seqs / max(1, beat.num_front_ends) if beat and self.facts else 0
@@ -73,7 +73,9 @@ class Worker:
         if facts is None or beat is None or not self.has_adapter_of(job):
             return False
         window = facts.max_num_seqs * (WINDOW_FACTOR if ahead else 1)
-        mine = max(window - self.others.other_sequences, window / max(1, beat.num_front_ends))
+        mine = max(
+            window - self.load_of_others.other_sequences, window / max(1, beat.num_front_ends)
+        )
         return self.num_sequences == 0 or self.num_sequences + job.num_sequences <= mine
 
     def add(self, open_job: "OpenJob") -> None:
@@ -85,7 +87,7 @@ class Worker:
 
     def hear(self, others: Load) -> None:
         """Takes what the worker says of the other front ends."""
-        self.others, self.num_tokens_since = others, 0
+        self.load_of_others, self.num_tokens_since = others, 0
 
     def remove(self, job_id: int) -> "OpenJob":
         open_job = self.jobs.pop(job_id)

@@ -8,7 +8,7 @@ from titopool.wire.messages import Completed, Completion, Job, Logprobs, Part
 ITEM_BYTES = 4
 
 
-def misfit(job: Job, result: Completed | Part) -> str:
+def defect_of(job: Job, result: Completed | Part) -> str:
     """What is wrong with a result; "" if nothing is."""
     if isinstance(result, Part):
         if not all(0 <= index < job.num_sequences for index, _ in result.pieces):

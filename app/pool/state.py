@@ -17,11 +17,11 @@ from typing import NamedTuple
 import msgspec
 
 from app.pool.pending import Request
-from app.pool.placement import ByPrefix, LeastLoaded, Policy
+from app.pool.placement import LeastLoaded, PrefixAffinity, RoutingPolicy
 from app.pool.prefix_index import as_integers
-from app.pool.queue import WaitingJobs
 from app.pool.records import OpenJob, Worker
-from app.pool.result_checks import misfit
+from app.pool.result_checks import defect_of
+from app.pool.waiting_jobs import WaitingJobs
 from titopool.errors import (
     ERRORS_BY_CODE,
     GenerationFailed,
@@ -68,11 +68,11 @@ class Pool:
         self,
         *,
         no_worker_timeout_s: float,
-        policy: Policy | None = None,
+        policy: RoutingPolicy | None = None,
         on_lost: Callable[[str, str], None] = lambda endpoint, reason: None,
     ):
         """`on_lost` gets the endpoint of each process that is gone, and why."""
-        self._policy = policy or ByPrefix()
+        self._policy = policy or PrefixAffinity()
         self._on_lost = on_lost
         self.workers: dict[str, Worker] = {}
         self.waiting = WaitingJobs()
@@ -97,14 +97,14 @@ class Pool:
 
     def remove_worker(self, endpoint: str) -> None:
         """Forgets an endpoint that is not part of the pool any more."""
-        self.lose_worker(endpoint, "its address is gone", has_died=False)
+        self.mark_worker_lost(endpoint, "its address is gone", has_died=False)
         del self.workers[endpoint]
 
     def on_heartbeat(self, endpoint: str, beat: Heartbeat, now: float) -> None:
         worker = self.workers[endpoint]
         known = worker.heartbeat
         if known is not None and known.incarnation != beat.incarnation:
-            self.lose_worker(endpoint, "it has restarted")
+            self.mark_worker_lost(endpoint, "it has restarted")
             known = None
         worker.heartbeat, worker.last_seen = beat, now
         worker.hear(Load(beat.other_sequences, beat.other_tokens))
@@ -174,7 +174,7 @@ class Pool:
     def on_load(self, endpoint: str, load: Load) -> None:
         self.workers[endpoint].hear(load)
 
-    def lose_worker(self, endpoint: str, reason: str, *, has_died: bool = True) -> None:
+    def mark_worker_lost(self, endpoint: str, reason: str, *, has_died: bool = True) -> None:
         """Takes a worker's jobs back: they wait for another, or fail on the second death.
 
         Args:
@@ -339,7 +339,7 @@ class Pool:
             open_job = worker.jobs.get(result.job_id)
             if open_job is None or open_job.job.attempt != result.attempt:
                 continue
-            if not isinstance(result, Failed) and (odd := misfit(open_job.job, result)):
+            if not isinstance(result, Failed) and (odd := defect_of(open_job.job, result)):
                 text = f"the worker gave no answer to it: {odd}"
                 if isinstance(result, Part):
                     # The worker goes on with the job until it is told to stop.
@@ -366,7 +366,7 @@ class Pool:
         self._end(open_job, error)
 
     def _end(self, open_job: OpenJob, error: TitopoolError) -> None:
-        """Fails the request; `drop_done` takes back those of its jobs that are open."""
+        """Fails the request; `withdraw` takes back those of its jobs that are open."""
         if open_job.request.fail(error):
             self._failed.append(open_job.request)
 
@@ -375,7 +375,7 @@ class Pool:
         failed, self._failed = self._failed, []
         return failed
 
-    def drop_done(self, request: Request) -> list[tuple[Worker, list[tuple[int, int]]]]:
+    def withdraw(self, request: Request) -> list[tuple[Worker, list[tuple[int, int]]]]:
         """Takes back the jobs of a failed or cancelled request.
 
         Returns:
@@ -400,7 +400,7 @@ class Pool:
 
     # ---- time ------------------------------------------------------------------------
 
-    def forgive_silence(self, now: float) -> None:
+    def restart_silence_timers(self, now: float) -> None:
         """Counts silence from now on."""
         for worker in self.workers.values():
             worker.last_seen = now
@@ -413,7 +413,7 @@ class Pool:
             if worker.heartbeat is not None and now - worker.last_seen > timeout_s
         ]
 
-    def fail_if_abandoned(self, now: float) -> None:
+    def fail_waiting_without_worker(self, now: float) -> None:
         """Fails what waits when no worker has been ready for too long, or none can be."""
         if any(worker.facts is not None for worker in self.workers.values()):
             self._without_worker_since = None

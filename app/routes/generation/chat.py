@@ -10,7 +10,7 @@ from flask import request as http_request
 from app.generation import Prompt, answer, check_batch, sampling_options
 from app.inputs.chat_messages import read_conversation
 from app.inputs.chat_template import Chat, check_template_kwargs, render_all
-from app.inputs.images import EncodedImages, check_entries, kwargs_of, read_images
+from app.inputs.images import EncodedImages, check_one_per_prompt, processor_kwargs_of, read_images
 from app.inputs.token_ids import check_length, checked_ids, tokens_to_keep
 from app.routes.weights.lora import adapter_named
 from app.schemas.generation import CHAT_BODY, ChatBody, decode_body
@@ -38,14 +38,14 @@ def _prompts(admission: Admitted, body: ChatBody) -> list[Prompt]:
         raise InvalidRequest("messages: expected at least one conversation, got an empty list",
                              param="messages")  # fmt: skip
     check_template_kwargs(body.chat_template_kwargs)
-    check_entries(body.mm_processor_kwargs, len(body.messages), "mm_processor_kwargs")
+    check_one_per_prompt(body.mm_processor_kwargs, len(body.messages), "mm_processor_kwargs")
     chats, images = [], []
     for index, messages in enumerate(body.messages):
         place = f"messages[{index}]"
         conversation = read_conversation(messages, place)
         chats.append(Chat(conversation.messages, place, body.tools, body.chat_template_kwargs))
         encoded = EncodedImages(
-            place, f"{place}: image", conversation.images, True, kwargs_of(body, index)
+            place, f"{place}: image", conversation.images, True, processor_kwargs_of(body, index)
         )
         images.append(read_images(encoded, body, facts, service.config))
     rendered = admission.use_tokenizer(render_all, chats)

@@ -8,7 +8,7 @@ from flask import request as http_request
 
 from app.generation import Prompt, answer, check_batch, sampling_options
 from app.inputs.images import images_of
-from app.inputs.token_ids import is_known_to_client, prompt_ids_of
+from app.inputs.token_ids import prompt_ids_of, was_sent_as_ids
 from app.routes.weights.lora import adapter_named
 from app.schemas.generation import GENERATE_BODY, TokensPrompt, decode_body
 from app.service import Admitted, current_service
@@ -36,7 +36,7 @@ def _generate(admission: Admitted) -> Response:
             f"prompts[{index}]",
             images[index],
             sent.cache_salt if isinstance(sent, TokensPrompt) else None,
-            is_known_to_client(token_ids, sent),
+            was_sent_as_ids(token_ids, sent),
         )
         for index, (token_ids, sent) in enumerate(zip(prompt_ids, body.prompts, strict=True))
     ]

@@ -18,7 +18,7 @@ from app.inputs.chat_template import render_all
 from app.inputs.images import EncodedImages, read_images
 from app.inputs.token_ids import check_length, checked_ids
 from app.inputs.tokenizer import encode_all
-from app.inputs.tools import Tools, chat_of, read_tools
+from app.inputs.tools import Tools, make_chat, read_tools
 from app.outputs.token_texts import TokenTexts
 from app.routes.generation.openai_answers import Asked, whole_answer
 from app.routes.generation.openai_stream import stream
@@ -159,7 +159,7 @@ def _prompt_of(admission: Admitted, fields: ChatFields, tools: Tools) -> Prompt:
         place = "tokens"
         service.drift.compare(fields, tools)
     else:
-        chat = chat_of(fields, conversation.messages, tools)
+        chat = make_chat(fields, conversation.messages, tools)
         (ids,) = admission.use_tokenizer(render_all, [chat])
         array, place = checked_ids(ids, "messages", facts.vocab_size), "messages"
     check_length(len(array), place, facts.max_model_len)

@@ -63,7 +63,7 @@ def stream(asked: Asked, chat: ChatParsing | None, held: ExitStack) -> Response:
 
 def _wait(asked: Asked, request: StreamedRequest) -> None:
     service = asked.admission.service
-    if not request.wait_for_news(asked.admission.left_s):
+    if not request.wait_for_progress(asked.admission.left_s):
         service.link.cancel(request, deadline_passed(service))
 
 

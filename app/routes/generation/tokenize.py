@@ -9,7 +9,7 @@ from app.http.responses import json_response
 from app.inputs.chat_messages import read_conversation
 from app.inputs.chat_template import Chat, check_template_kwargs, render_all
 from app.inputs.tokenizer import encode_all
-from app.inputs.tools import as_templates_get_them
+from app.inputs.tools import normalized_tools
 from app.routes.weights.lora import adapter_named
 from app.schemas.generation import (
     DETOKENIZE_BODY,
@@ -80,7 +80,7 @@ def _ids_of(admission: Admitted, body: TokenizeBody) -> list[int]:
     chat = Chat(
         read_conversation(body.messages or [], "messages").messages,
         "messages",
-        as_templates_get_them(body.tools) or None,
+        normalized_tools(body.tools) or None,
         body.chat_template_kwargs,
         body.add_generation_prompt,
         body.continue_final_message,

@@ -7,7 +7,7 @@ requests run on the old one.
 from flask import Blueprint, Response, request
 
 from app.http.responses import json_response
-from app.routes.weights.weights import check_any, everyone, those_present
+from app.routes.weights.weights import all_workers, check_any, reachable_workers
 from app.schemas.generation import LOAD_ADAPTER_BODY, UNLOAD_ADAPTER_BODY, decode_body
 from app.service import Service, current_service
 from titopool.errors import InvalidRequest, ModelNotFound
@@ -33,17 +33,17 @@ def load_adapter() -> Response:
             f"lora_name: expected another name than the model's, got {body.lora_name!r}",
             param="lora_name",
         )
-    commands, workers = everyone()
+    commands, workers = all_workers()
     version = body.version
     if version is None:
-        statuses = commands.at_once(workers, GetStatus())
+        statuses = commands.gather_results(workers, GetStatus())
         version = max(one["adapter_versions"].get(body.lora_name, 0) for one in statuses) + 1
     drop = DropAdapter(body.lora_name, version)
     load = LoadAdapter(body.lora_name, version, body.lora_path)
-    commands.in_turn(workers, lambda index, first: load, undo=drop)
+    commands.send_first_then_others(workers, lambda index, first: load, undo=drop)
     # All have it: a worker that misses the switch makes it when it hears of it.
     switch = SwitchAdapter(body.lora_name, version, next_clock(commands.adapters_clock))
-    check_any(commands.outcomes(workers, switch))
+    check_any(commands.gather_outcomes(workers, switch))
     return json_response({"lora_name": body.lora_name, "version": version})
 
 
@@ -51,9 +51,9 @@ def load_adapter() -> Response:
 def unload_adapter() -> Response:
     """Takes an adapter away; requests that run on it end with it."""
     body = decode_body(request.get_data(), UNLOAD_ADAPTER_BODY)
-    commands, workers = those_present()
+    commands, workers = reachable_workers()
     action = UnloadAdapter(body.lora_name, next_clock(commands.adapters_clock))
-    outcomes = commands.outcomes(workers, action)
+    outcomes = commands.gather_outcomes(workers, action)
     # One that has heard of it from another worker has nothing to take away any more.
     check_any(outcomes)
     version = max(one.result["version"] for one in outcomes if one.result)
@@ -73,7 +73,9 @@ def adapter_named(service: Service, name: str | None, param: str = "model") -> s
     if name not in known and facts.max_loras:
         # It may have been loaded through another front end a moment ago: what a worker has done
         # it tells before it answers.
-        service.link.commands.outcomes(service.link.commands.present(), GetStatus())
+        service.link.commands.gather_outcomes(
+            service.link.commands.reachable_workers(), GetStatus()
+        )
         known = service.link.adapters
     if name not in known:
         names = ", ".join([repr(facts.model), *map(repr, sorted(known))])

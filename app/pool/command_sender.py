@@ -37,7 +37,7 @@ class Outcome(NamedTuple):
     result: Result | None = None
     error: TitopoolError | None = None
     # Whether the error is that the worker was not there: lost, or still loading.
-    is_missed: bool = False
+    was_unreachable: bool = False
 
 
 class Waiting(NamedTuple):
@@ -56,7 +56,7 @@ class Waiting(NamedTuple):
             self.answer.set_exception(lost(self.endpoint, reason))
 
 
-class Commands:
+class CommandSender:
     """Sends actions to workers and waits for what comes of them."""
 
     def __init__(self, send: Callable[[str, Command], None], pool: Pool):
@@ -67,7 +67,7 @@ class Commands:
 
     # ---- for handlers ----------------------------------------------------------------
 
-    def members(self) -> list[Worker]:
+    def all_workers(self) -> list[Worker]:
         """All workers in the order that every front end has: that of their endpoints.
 
         Raises:
@@ -86,7 +86,7 @@ class Commands:
             raise NoReadyWorker("no worker is known yet; ask /ready and try again", retry_after_s=2)
         return workers
 
-    def present(self) -> list[Worker]:
+    def reachable_workers(self) -> list[Worker]:
         """The workers that answer, in the same order; the others hear of a change when they can
         be reached again.
 
@@ -115,7 +115,7 @@ class Commands:
         """Logical clock of the pool's adapters."""
         return self._pool.adapters_clock
 
-    def in_turn(
+    def send_first_then_others(
         self,
         workers: Sequence[Worker],
         action_for: Callable[[int, Result], Action],
@@ -136,23 +136,25 @@ class Commands:
             TitopoolError: the first refused, or another failed.
         """
         try:
-            (first,) = self.at_once(workers[:1], lambda _: action_for(0, {}), timeout_s=timeout_s)
+            (first,) = self.gather_results(
+                workers[:1], lambda _: action_for(0, {}), timeout_s=timeout_s
+            )
         except DeadlinePassed:
             # It may accept all the same, later.
             if undo is not None:
-                self.outcomes(workers[:1], undo)
+                self.gather_outcomes(workers[:1], undo)
             raise
         try:
-            others = self.at_once(
+            others = self.gather_results(
                 workers[1:], lambda index: action_for(index + 1, first), timeout_s=timeout_s
             )
         except TitopoolError:
             if undo is not None:
-                self.outcomes(workers, undo)
+                self.gather_outcomes(workers, undo)
             raise
         return [first, *others]
 
-    def at_once(
+    def gather_results(
         self,
         workers: Sequence[Worker],
         action: Action | Callable[[int], Action],
@@ -164,13 +166,13 @@ class Commands:
         Raises:
             TitopoolError: the first error of any; all have answered.
         """
-        outcomes = self.outcomes(workers, action, timeout_s=timeout_s)
+        outcomes = self.gather_outcomes(workers, action, timeout_s=timeout_s)
         for one in outcomes:
             if one.error is not None:
                 raise one.error
         return [one.result for one in outcomes if one.result is not None]
 
-    def outcomes(
+    def gather_outcomes(
         self,
         workers: Sequence[Worker],
         action: Action | Callable[[int], Action],
@@ -196,7 +198,9 @@ class Commands:
         self, workers: Sequence[Worker], step: Any, of: str, *, timeout_s: float
     ) -> list[Outcome]:
         """What came of a step at each worker, which holds the deadline `timeout_s`."""
-        return self.outcomes(workers, AwaitStep(step, of), timeout_s=timeout_s + STEP_MARGIN_S)
+        return self.gather_outcomes(
+            workers, AwaitStep(step, of), timeout_s=timeout_s + STEP_MARGIN_S
+        )
 
     def _start(self, worker: Worker, action: Action) -> Waiting:
         """Sends an action, or notes why it cannot be sent."""
@@ -222,14 +226,14 @@ class Commands:
             text = f"the worker at {endpoint} did not answer within {timeout_s:g} s"
             return Outcome(endpoint, error=DeadlinePassed(text))
         except TitopoolError as error:
-            is_missed = waiting.is_lost.is_set() or isinstance(error, NoReadyWorker)
-            return Outcome(endpoint, error=error, is_missed=is_missed)
+            was_unreachable = waiting.is_lost.is_set() or isinstance(error, NoReadyWorker)
+            return Outcome(endpoint, error=error, was_unreachable=was_unreachable)
 
     # ---- for the link ----------------------------------------------------------------
 
     @property
-    def num_waiting(self) -> int:
-        """Commands that no worker has answered."""
+    def num_pending(self) -> int:
+        """CommandSender that no worker has answered."""
         return len(self._waiting)
 
     def on_done(self, endpoint: str, message: CommandDone) -> None:
@@ -243,7 +247,7 @@ class Commands:
         else:
             waiting.answer.set(message.result)
 
-    def on_lost(self, endpoint: str, reason: str) -> None:
+    def on_worker_lost(self, endpoint: str, reason: str) -> None:
         """Fails what the worker cannot answer any more."""
         for waiting in self._waiting.values():
             if waiting.endpoint == endpoint:

@@ -22,17 +22,17 @@ HANDSHAKE_FAILED = (
 )
 
 
-class Fate(Enum):
+class ConnectionState(Enum):
     """What has become of a connection."""
 
-    STANDS = "stands"
+    OPEN = "stands"
     # It was there and is closed.
-    CUT = "cut"
+    CLOSED = "cut"
     # It was closed before it was there.
     REFUSED = "refused"
 
 
-class Wire:
+class WorkerSocket:
     """Calls `on_change` from gevent's hub when there may be something to read."""
 
     def __init__(
@@ -40,7 +40,7 @@ class Wire:
         context: zmq.Context[zmq.Socket[bytes]],
         endpoint: str,
         key_file: str,
-        on_change: Callable[["Wire"], None],
+        on_change: Callable[["WorkerSocket"], None],
     ):
         self.endpoint = endpoint
         self.is_closed = False
@@ -67,19 +67,19 @@ class Wire:
         except zmq.Again:
             return None
 
-    def fate(self) -> Fate:
+    def state(self) -> ConnectionState:
         """What has become of the connection since the last call.
 
         The other end of a local socket is closed by nothing but the end of its process; a
         connection between hosts that breaks takes the worker's replies with it.
         """
-        fate = Fate.STANDS
+        fate = ConnectionState.OPEN
         while int(self._monitor.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
             event = recv_monitor_message(self._monitor, zmq.NOBLOCK)["event"]
             if event & HANDSHAKE_FAILED:
                 # The other end closes it too, which is told next.
-                return Fate.REFUSED
-            fate = Fate.CUT
+                return ConnectionState.REFUSED
+            fate = ConnectionState.CLOSED
         return fate
 
     def close(self) -> None:
