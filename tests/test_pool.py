@@ -263,7 +263,7 @@ def test_the_engine_that_was_loaded_first_decides_on_the_model_whoever_is_heard_
             pool.add_worker(one, now=0)
         for one in order:
             pool.on_heartbeat(one.worker_id, one, now=0)
-        assert pool.facts == FACTS
+        assert pool.view.facts == FACTS
         assert phases(pool) == {"a": "mismatched", "b": "ready", "c": "mismatched"}
         assert "vocab_size" in pool.workers["a"].reason or "model" in pool.workers["a"].reason
 
@@ -274,7 +274,7 @@ def test_heartbeats_of_a_worker_with_another_model_leave_the_facts_alone():
     pool.add_worker("b", now=1)
     for now in range(2, 6):
         pool.on_heartbeat("b", loaded("b", 2.0, OTHER_FACTS), now=now)
-        assert pool.facts == FACTS
+        assert pool.view.facts == FACTS
         pool.on_heartbeat("a", loaded("a", 1.0), now=now)
     pool.submit(request_of(*[1] * 8))
     assert set(assigned(pool)) == {"a"}
@@ -283,15 +283,15 @@ def test_heartbeats_of_a_worker_with_another_model_leave_the_facts_alone():
 def test_a_pool_that_comes_back_with_another_model_is_another_pool():
     pool = pool_of("a")
     pool.on_heartbeat("a", with_weights("a", NEW, NEW), now=1)
-    before, waiting = pool.facts, request_of(1)
+    before, waiting = pool.view.facts, request_of(1)
     waiting.facts = before
     pool.mark_worker_lost("a", "stopped", has_died=False)
     pool.submit(waiting)
-    assert pool.facts == FACTS
+    assert pool.view.facts == FACTS
     pool.on_heartbeat("a", loaded("a", 9.0, OTHER_FACTS), now=2)
     assert phases(pool) == {"a": "ready"}
-    assert pool.facts == OTHER_FACTS
-    assert pool.state(2).weights == PoolWeights()
+    assert pool.view.facts == OTHER_FACTS
+    assert pool.view.snapshot(2).weights == PoolWeights()
     # What was checked for the model before reaches no engine, not even late.
     late = request_of(1, first_id=7)
     late.facts = before
@@ -387,8 +387,8 @@ def test_what_the_pool_knows_is_told_with_what_is_left_of_a_lease():
     pool = pool_of("a")
     known = PoolState(model="m", pause=PoolPause(1, "keep", 10.0))
     pool.on_heartbeat("a", msgspec.structs.replace(beat("a"), pool=known), now=100)
-    assert pool.state(104).pause == PoolPause(1, "keep", 6.0)
-    assert pool.state(111).pause == PoolPause(1, None, 0.0)
+    assert pool.view.snapshot(104).pause == PoolPause(1, "keep", 6.0)
+    assert pool.view.snapshot(111).pause == PoolPause(1, None, 0.0)
 
 
 # ---- adapters ----------------------------------------------------------------------------
@@ -472,7 +472,7 @@ def test_whoever_waits_for_a_worker_is_told_that_it_is_gone():
     pool.on_heartbeat("a", beat("a"), now=0)
     pool.on_heartbeat("a", beat("a", incarnation="second"), now=1)
     pool.remove_worker("a")
-    assert told == [("a", "it has restarted"), ("a", "its address is gone")]
+    assert told == [("a", "it has restarted"), ("a", "its address was removed")]
 
 
 def test_a_worker_with_another_version_of_an_adapter_gets_none_of_its_jobs():

@@ -63,7 +63,7 @@ def test_a_result_that_does_not_fit_fails_its_request_and_no_other(result: Compl
     pool.on_results("a", [result, Completed(2, 1, [one()], 0)])
     assert first.error is not None
     assert first.error.code == "generation_failed"
-    assert "gave no answer" in first.error.message
+    assert "invalid result" in first.error.message
     assert len(second.completed()) == 1
     for request in pool.take_failed():
         pool.withdraw(request)

@@ -31,7 +31,9 @@ def client_of() -> Callable[..., FlaskClient]:
         told.commands._send = lambda place, command: done(told, 0, command)  # type: ignore[method-assign]
         told.pool.add_worker(endpoint, 0)
         told.pool.on_heartbeat(endpoint, beat("w"), 0)
-        link = SimpleNamespace(meet=lambda: None, commands=told.commands, facts=FACTS)
+        link = SimpleNamespace(
+            wait_for_heartbeats=lambda: None, commands=told.commands, facts=FACTS
+        )
         config = ServerConfig(weight_update_timeout_s=STEP_S, **settings)
         app = Flask(__name__)
         app.extensions["titopool"] = SimpleNamespace(

@@ -42,7 +42,7 @@ def load_adapter() -> Response:
     load = LoadAdapter(body.lora_name, version, body.lora_path)
     commands.send_first_then_others(workers, lambda index, first: load, undo=drop)
     # All have it: a worker that misses the switch makes it when it hears of it.
-    switch = SwitchAdapter(body.lora_name, version, next_clock(commands.adapters_clock))
+    switch = SwitchAdapter(body.lora_name, version, next_clock(commands.pool_state.adapters.clock))
     check_any(commands.gather_outcomes(workers, switch))
     return json_response({"lora_name": body.lora_name, "version": version})
 
@@ -52,7 +52,7 @@ def unload_adapter() -> Response:
     """Takes an adapter away; requests that run on it end with it."""
     body = decode_body(request.get_data(), UNLOAD_ADAPTER_BODY)
     commands, workers = reachable_workers()
-    action = UnloadAdapter(body.lora_name, next_clock(commands.adapters_clock))
+    action = UnloadAdapter(body.lora_name, next_clock(commands.pool_state.adapters.clock))
     outcomes = commands.gather_outcomes(workers, action)
     # One that has heard of it from another worker has nothing to take away any more.
     check_any(outcomes)

@@ -103,7 +103,7 @@ def update_named_param() -> Response:
     tensor = TensorInfo(body.name, body.dtype.removeprefix("torch."), body.shape)
 
     def action(index: int, first: Result) -> ReceiveTensor:
-        clock = first.get("clock", commands.weights_clock)
+        clock = first.get("clock", commands.pool_state.weights.clock)
         return ReceiveTensor(tensor, first.get("update_id", update_id), first.get("version"), clock)
 
     # With one worker out of the group, it can send nothing any more.

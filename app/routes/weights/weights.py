@@ -63,7 +63,7 @@ def all_workers() -> tuple[CommandSender, list[Worker]]:
         NoReadyWorker: one is missing.
     """
     link = current_service().link
-    link.meet()
+    link.wait_for_heartbeats()
     return link.commands, link.commands.all_workers()
 
 
@@ -76,7 +76,7 @@ def reachable_workers() -> tuple[CommandSender, list[Worker]]:
         NoReadyWorker: none answers.
     """
     link = current_service().link
-    link.meet()
+    link.wait_for_heartbeats()
     return link.commands, link.commands.reachable_workers()
 
 
@@ -150,7 +150,7 @@ def begin() -> Response:
     def action(index: int, first: Result) -> BeginUpdate:
         return BeginUpdate(
             body.session, update_id,
-            first.get("version", body.version), first.get("clock", commands.weights_clock),
+            first.get("version", body.version), first.get("clock", commands.pool_state.weights.clock),
             tensors, body.bucket_bytes, body.partial,
         )  # fmt: skip
 
@@ -290,7 +290,7 @@ def close() -> Response:
 def status() -> Response:
     """What each worker's state is; of one that does not answer, that it does not."""
     link = current_service().link
-    link.meet()
+    link.wait_for_heartbeats()
     found = {view.endpoint: {"worker": None, "state": view.phase} for view in link.workers}
     for one in _statuses(link):
         found[one.endpoint] = one.result or found[one.endpoint]
@@ -320,7 +320,7 @@ def accept() -> Response:
                 "complete update"
             )
     update_id = f"own-{uuid.uuid4().hex}"
-    action = AcceptInitialWeights(update_id, next_clock(commands.weights_clock))
+    action = AcceptInitialWeights(update_id, next_clock(commands.pool_state.weights.clock))
     outcomes = commands.gather_outcomes(workers, action)
     check_any(outcomes)
     restarting = [one.endpoint for one in outcomes if one.result and one.result["restarts"]]
@@ -343,7 +343,7 @@ def update_weights() -> Response:
 
     def action(index: int, first: Result) -> BeginFolder:
         version = first.get("version", body.version)
-        clock = first.get("clock", commands.weights_clock)
+        clock = first.get("clock", commands.pool_state.weights.clock)
         return BeginFolder(update_id, version, clock, folder)
 
     undo = AbortUpdate(update_id, "it could not begin at every worker")
@@ -359,7 +359,7 @@ def pause() -> Response:
     commands, workers = reachable_workers()
     # A drain takes as long as the longest request.
     timeout_s = current_service().config.request_timeout_s
-    action = Pause(body.mode, body.lease_s, next_clock(commands.pause_clock))
+    action = Pause(body.mode, body.lease_s, next_clock(commands.pool_state.pause.clock))
     outcomes = commands.gather_outcomes(workers, action, timeout_s=timeout_s)
     # One that loads, or was lost meanwhile, hears of the pause before it gets jobs again.
     check_all([one for one in outcomes if not one.was_unreachable])
@@ -371,7 +371,9 @@ def pause() -> Response:
 def resume() -> Response:
     """Ends a pause."""
     commands, workers = reachable_workers()
-    outcomes = commands.gather_outcomes(workers, Resume(next_clock(commands.pause_clock)))
+    outcomes = commands.gather_outcomes(
+        workers, Resume(next_clock(commands.pool_state.pause.clock))
+    )
     check_any(outcomes)
     was_paused = any(one.result["was_paused"] for one in outcomes if one.result)
     return json_response({"is_paused": False, "was_paused": was_paused})
@@ -381,7 +383,7 @@ def resume() -> Response:
 def is_paused() -> Response:
     """Whether any worker is paused by a client, and for how long at most."""
     link = current_service().link
-    link.meet()
+    link.wait_for_heartbeats()
     answers = [one.result["lease_left_s"] for one in _statuses(link) if one.result]
     # What a front end has heard may be older than what they say now.
     leases = [lease for lease in answers or [link.pause_left_s] if lease is not None]
