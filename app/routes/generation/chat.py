@@ -9,7 +9,7 @@ from flask import request as http_request
 
 from app.generation import Prompt, answer, check_batch, sampling_options
 from app.inputs.chat_messages import read_conversation
-from app.inputs.chat_template import Chat, check_template_kwargs, render_all
+from app.inputs.chat_template import Chat, render_all
 from app.inputs.images import EncodedImages, check_one_per_prompt, processor_kwargs_of, read_images
 from app.inputs.token_ids import check_length, checked_ids, tokens_to_keep
 from app.routes.weights.lora import adapter_named
@@ -37,7 +37,6 @@ def _prompts(admission: Admitted, body: ChatBody) -> list[Prompt]:
     if not body.messages:
         raise InvalidRequest("messages: expected at least one conversation, got an empty list",
                              param="messages")  # fmt: skip
-    check_template_kwargs(body.chat_template_kwargs)
     check_one_per_prompt(body.mm_processor_kwargs, len(body.messages), "mm_processor_kwargs")
     chats, images = [], []
     for index, messages in enumerate(body.messages):

@@ -7,7 +7,7 @@ from flask import request as http_request
 
 from app.http.responses import json_response
 from app.inputs.chat_messages import read_conversation
-from app.inputs.chat_template import Chat, check_template_kwargs, render_all
+from app.inputs.chat_template import Chat, render_all
 from app.inputs.tokenizer import encode_all
 from app.inputs.tools import normalized_tools
 from app.routes.weights.lora import adapter_named
@@ -19,6 +19,7 @@ from app.schemas.generation import (
 )
 from app.service import Admitted, current_service
 from titopool.errors import InvalidRequest
+from titopool.settings.sampling import check_token_ids
 
 blueprint = Blueprint("tokenize", __name__)
 
@@ -48,14 +49,8 @@ def detokenize() -> Response:
     with current_service().admit() as admission:
         body = decode_body(http_request.get_data(cache=False), DETOKENIZE_BODY)
         adapter_named(admission.service, body.model)
-        tokens, size = body.tokens, admission.facts.vocab_size
-        for index, token_id in enumerate(tokens):
-            if not 0 <= token_id < size:
-                raise InvalidRequest(
-                    f"tokens[{index}]: expected a token id in [0, {size}), got {token_id}",
-                    param="tokens",
-                )
-        return json_response({"prompt": admission.use_tokenizer(decode, tokens)})
+        check_token_ids("tokens", body.tokens, admission.facts.vocab_size)
+        return json_response({"prompt": admission.use_tokenizer(decode, body.tokens)})
 
 
 def _ids_of(admission: Admitted, body: TokenizeBody) -> list[int]:
@@ -65,17 +60,11 @@ def _ids_of(admission: Admitted, body: TokenizeBody) -> list[int]:
     if body.prompt is not None:
         with_special_tokens = body.add_special_tokens is not False
         return admission.use_tokenizer(_encode_one, body.prompt, with_special_tokens)
-    check_template_kwargs(body.chat_template_kwargs)
     if body.add_special_tokens:
         raise InvalidRequest(
             "add_special_tokens: expected false with messages, as the chat template writes the "
             "special tokens",
             param="add_special_tokens",
-        )
-    if body.add_generation_prompt and body.continue_final_message:
-        raise InvalidRequest(
-            "continue_final_message: expected add_generation_prompt to be false with it",
-            param="continue_final_message",
         )
     chat = Chat(
         read_conversation(body.messages or [], "messages").messages,
