@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from app.pool.pending import Request
-from app.pool.placement import POLICIES, Choice, Policy
+from app.pool.placement import ROUTING_POLICIES, Choice, RoutingPolicy
 from app.pool.prefix_index import as_integers
 from app.pool.state import Pool
 from benchmarks.placement_workloads import WORKLOADS, Conversation, Turn
@@ -173,7 +173,7 @@ class Simulation:
         self,
         workload: list[Conversation],
         num_workers: int,
-        policies: list[Policy],
+        policies: list[RoutingPolicy],
         *,
         max_num_seqs: int,
         with_prefixes: bool,
@@ -295,7 +295,7 @@ def simulate(
         simulation = Simulation(
             workload,
             num_workers,
-            [POLICIES[name]() for _ in range(num_front_ends)],
+            [ROUTING_POLICIES[name]() for _ in range(num_front_ends)],
             # Round robin is the one that others use: whatever comes is sent on at once.
             max_num_seqs=UNLIMITED if name == "round_robin" else MAX_NUM_SEQS,
             with_prefixes=name == "prefix",

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from app.pool.result_checks import misfit
+from app.pool.result_checks import defect_of
 from tests.test_pool import assigned, pool_of, request_of
 from titopool.wire.messages import Chunk, Completed, Completion, Logprobs
 
@@ -50,7 +50,7 @@ BAD = [
 
 @pytest.mark.parametrize("result", GOOD, ids=repr)
 def test_a_result_that_fits_is_taken(result: Completed | Chunk):
-    assert misfit(request_of(5, n=2).jobs[0], result) == ""
+    assert defect_of(request_of(5, n=2).jobs[0], result) == ""
 
 
 @pytest.mark.parametrize("result", BAD, ids=repr)

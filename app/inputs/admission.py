@@ -52,7 +52,8 @@ class Admission:
         if name not in self.link.adapters and self.facts.max_loras:
             # Another front end may have just loaded it. Each worker sends its adapters before it
             # answers GetStatus.
-            self.link.commands.outcomes(self.link.commands.present(), GetStatus())
+            commands = self.link.commands
+            commands.gather_outcomes(commands.reachable_workers(), GetStatus())
         if name not in self.link.adapters:
             names = ", ".join(map(repr, [self.facts.model, *sorted(self.link.adapters)]))
             raise ModelNotFound(f"{param}: expected {names}, got {name!r}", param=param)

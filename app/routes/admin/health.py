@@ -28,7 +28,7 @@ def ready() -> Response:
     """Each worker's phase and weight version; 503 while none is ready."""
     workers = []
     link = current_service().link
-    link.meet()
+    link.wait_for_heartbeats()
     views = link.workers
     for view in views:
         beat = view.heartbeat
@@ -56,6 +56,6 @@ def get_world_size() -> Response:
     counts, also one that is not ready now: a smaller group would leave it out for good.
     """
     link = current_service().link
-    link.meet()
+    link.wait_for_heartbeats()
     world_size = link.facts.world_size * len(link.workers)
     return json_response({"world_size": world_size})

@@ -59,7 +59,7 @@ class PoolCollector(Collector):
 def metrics() -> Response:
     """Prometheus' text format."""
     link = current_service().link
-    link.meet()
+    link.wait_for_heartbeats()
     registry = CollectorRegistry()
     registry.register(PoolCollector(link.workers))
     return Response(generate_latest(registry), content_type=CONTENT_TYPE_LATEST)

@@ -9,8 +9,8 @@ from flask import Blueprint, Response
 from app.generation import Prompt, check_prompt, run_prompts, token_response
 from app.inputs.admission import Admission
 from app.inputs.chat_messages import read_conversation
-from app.inputs.chat_template import Chat, check_template_kwargs, render_all
-from app.inputs.images import EncodedImages, check_entries, kwargs_of, read_images
+from app.inputs.chat_template import Chat, render_all
+from app.inputs.images import EncodedImages, check_one_per_prompt, processor_kwargs_of, read_images
 from app.inputs.sampling import check_num_completions, sampling_options
 from app.inputs.token_ids import tokens_to_keep
 from app.schemas.generation import CHAT_BODY, ChatBody
@@ -38,15 +38,18 @@ def _render_prompts(admission: Admission, body: ChatBody) -> list[Prompt]:
     if not body.messages:
         raise InvalidRequest("messages: expected at least one conversation, got an empty list",
                              param="messages")  # fmt: skip
-    check_template_kwargs(body.chat_template_kwargs)
-    check_entries(body.mm_processor_kwargs, len(body.messages), "mm_processor_kwargs")
+    check_one_per_prompt(body.mm_processor_kwargs, len(body.messages), "mm_processor_kwargs")
     chats, images = [], []
     for index, messages in enumerate(body.messages):
         location = f"messages[{index}]"
         conversation = read_conversation(messages, location)
         chats.append(Chat(conversation.messages, location, body.tools, body.chat_template_kwargs))
         encoded = EncodedImages(
-            location, f"{location}: image", conversation.images, True, kwargs_of(body, index)
+            location,
+            f"{location}: image",
+            conversation.images,
+            True,
+            processor_kwargs_of(body, index),
         )
         images.append(read_images(encoded, body, facts, admission.config))
     rendered = admission.use_tokenizer(render_all, chats)

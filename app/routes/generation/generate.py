@@ -8,7 +8,7 @@ from flask import Blueprint, Response
 from app.generation import Prompt, run_prompts, token_response
 from app.inputs.images import images_of
 from app.inputs.sampling import check_num_completions, sampling_options
-from app.inputs.token_ids import is_known_to_client, prompt_ids_of
+from app.inputs.token_ids import prompt_ids_of, was_sent_as_ids
 from app.schemas.generation import GENERATE_BODY, TokensPrompt
 from app.service import current_service
 
@@ -30,7 +30,7 @@ def generate() -> Response:
                 f"prompts[{index}]",
                 images[index],
                 sent.cache_salt if isinstance(sent, TokensPrompt) else None,
-                is_known_to_client(token_ids, sent),
+                was_sent_as_ids(token_ids, sent),
             )
             for index, (token_ids, sent) in enumerate(zip(prompt_ids, body.prompts, strict=True))
         ]

@@ -7,13 +7,13 @@ from flask import Blueprint, Response
 from app.http.responses import json_response
 from app.inputs.admission import Admission
 from app.inputs.chat_messages import read_conversation
-from app.inputs.chat_template import Chat, check_template_kwargs, render_all
-from app.inputs.token_ids import checked_ids
+from app.inputs.chat_template import Chat, render_all
 from app.inputs.tokenizer import encode_all
-from app.inputs.tools import as_templates_get_them
+from app.inputs.tools import normalized_tools
 from app.schemas.generation import DETOKENIZE_BODY, TOKENIZE_BODY, TokenizeBody
 from app.service import current_service
 from titopool.errors import InvalidRequest
+from titopool.settings.sampling import check_token_ids
 
 blueprint = Blueprint("tokenize", __name__)
 
@@ -39,8 +39,7 @@ def detokenize() -> Response:
     """The text of token ids, including special tokens."""
     with current_service().admit(DETOKENIZE_BODY) as (admission, body):
         admission.adapter_named(body.model)
-        if body.tokens:
-            checked_ids(body.tokens, "tokens", admission.facts.vocab_size)
+        check_token_ids("tokens", body.tokens, admission.facts.vocab_size)
         return json_response({"prompt": admission.use_tokenizer(_decode, body.tokens)})
 
 
@@ -53,7 +52,6 @@ def _encode_body(admission: Admission, body: TokenizeBody) -> list[int]:
         with_special_tokens = body.add_special_tokens is not False
         (ids,) = admission.use_tokenizer(encode_all, [body.prompt], with_special_tokens)
         return ids
-    check_template_kwargs(body.chat_template_kwargs)
     if body.add_special_tokens:
         raise InvalidRequest(
             "add_special_tokens: expected false with messages, as the chat template writes the "
@@ -63,7 +61,7 @@ def _encode_body(admission: Admission, body: TokenizeBody) -> list[int]:
     chat = Chat(
         read_conversation(body.messages or [], "messages").messages,
         "messages",
-        as_templates_get_them(body.tools) or None,
+        normalized_tools(body.tools) or None,
         body.chat_template_kwargs,
         body.add_generation_prompt,
         body.continue_final_message,

@@ -17,7 +17,7 @@ from app.inputs.chat_template import render_all
 from app.inputs.images import EncodedImages, read_images
 from app.inputs.sampling import check_num_completions
 from app.inputs.tokenizer import encode_all
-from app.inputs.tools import Tools, chat_of, read_tools
+from app.inputs.tools import Tools, make_chat, read_tools
 from app.outputs.token_texts import TokenTexts
 from app.routes.openai.answer import OpenAIRequest, whole_answer
 from app.routes.openai.stream import stream
@@ -167,7 +167,7 @@ def _chat_prompt(admission: Admission, fields: ChatFields, tools: Tools) -> Prom
     )
     images = read_images(encoded, SamplingBody(), facts, admission.config)
     if fields.tokens is None:
-        chat = chat_of(fields, conversation.messages, tools)
+        chat = make_chat(fields, conversation.messages, tools)
         (ids,) = admission.use_tokenizer(render_all, [chat])
         return check_prompt(ids, "messages", facts, images, fields.cache_salt)
     prompt = check_prompt(fields.tokens, "tokens", facts, images, fields.cache_salt)

@@ -7,7 +7,7 @@ requests run on the old one.
 from flask import Blueprint, Response, request
 
 from app.http.responses import json_response
-from app.routes.weights.weights import check_any, everyone, those_present
+from app.routes.weights.weights import all_workers, check_any, reachable_workers
 from app.schemas.decoding import decode_body
 from app.schemas.weights import LOAD_ADAPTER_BODY, UNLOAD_ADAPTER_BODY
 from app.service import current_service
@@ -34,17 +34,17 @@ def load_adapter() -> Response:
             f"lora_name: expected another name than the model's, got {body.lora_name!r}",
             param="lora_name",
         )
-    commands, workers = everyone()
+    commands, workers = all_workers()
     version = body.version
     if version is None:
-        statuses = commands.at_once(workers, GetStatus())
+        statuses = commands.gather_results(workers, GetStatus())
         version = max(one["adapter_versions"].get(body.lora_name, 0) for one in statuses) + 1
     drop = DropAdapter(body.lora_name, version)
     load = LoadAdapter(body.lora_name, version, body.lora_path)
-    commands.in_turn(workers, lambda index, first: load, undo=drop)
+    commands.send_first_then_others(workers, lambda index, first: load, undo=drop)
     # All have it: a worker that misses the switch makes it when it hears of it.
-    switch = SwitchAdapter(body.lora_name, version, next_clock(commands.adapters_clock))
-    check_any(commands.outcomes(workers, switch))
+    switch = SwitchAdapter(body.lora_name, version, next_clock(commands.pool_state.adapters.clock))
+    check_any(commands.gather_outcomes(workers, switch))
     return json_response({"lora_name": body.lora_name, "version": version})
 
 
@@ -52,9 +52,9 @@ def load_adapter() -> Response:
 def unload_adapter() -> Response:
     """Takes an adapter away; requests that run on it end with it."""
     body = decode_body(request.get_data(), UNLOAD_ADAPTER_BODY)
-    commands, workers = those_present()
-    action = UnloadAdapter(body.lora_name, next_clock(commands.adapters_clock))
-    outcomes = commands.outcomes(workers, action)
+    commands, workers = reachable_workers()
+    action = UnloadAdapter(body.lora_name, next_clock(commands.pool_state.adapters.clock))
+    outcomes = commands.gather_outcomes(workers, action)
     # One that has heard of it from another worker has nothing to take away any more.
     check_any(outcomes)
     version = max(one.result["version"] for one in outcomes if one.result)

@@ -11,15 +11,15 @@ import uuid
 from flask import Blueprint, Response, request
 
 from app.http.responses import json_response
-from app.pool.commands import STEP_MARGIN_S, Result
+from app.pool.command_sender import STEP_MARGIN_S, Result
 from app.routes.weights.trl_relay import is_of_this_host, start_relay
 from app.routes.weights.weights import (
+    all_workers,
     check_all,
     check_any,
     check_world_size,
-    everyone,
+    reachable_workers,
     step_timeout_s,
-    those_present,
 )
 from app.schemas.decoding import decode_body
 from app.schemas.weights import TRL_INIT_BODY, TRL_TENSOR_BODY
@@ -43,7 +43,7 @@ WILDCARDS = ("0.0.0.0", "::")
 def init_communicator() -> Response:
     """The group's ranks are the workers' processes in order, and the client last."""
     body = decode_body(request.get_data(), TRL_INIT_BODY)
-    commands, workers = everyone()
+    commands, workers = all_workers()
     size = check_world_size(body.world_size, workers)
     session = f"trl-{uuid.uuid4().hex[:12]}"
     first_host = host_of(workers[0].endpoint)
@@ -68,7 +68,9 @@ def init_communicator() -> Response:
             body.port, first_host, lease_s=step_timeout_s(), listen_at=listening_address()
         )
     try:
-        commands.in_turn(workers, join, undo=LeaveGroup(session), timeout_s=commit_timeout_s())
+        commands.send_first_then_others(
+            workers, join, undo=LeaveGroup(session), timeout_s=commit_timeout_s()
+        )
     except TitopoolError:
         if relay is not None:
             relay.close()
@@ -96,21 +98,21 @@ def host_of(endpoint: str) -> str:
 def update_named_param() -> Response:
     """The client sends this tensor next."""
     body = decode_body(request.get_data(), TRL_TENSOR_BODY)
-    commands, workers = everyone()
+    commands, workers = all_workers()
     update_id = uuid.uuid4().hex
     tensor = TensorInfo(body.name, body.dtype.removeprefix("torch."), body.shape)
 
     def action(index: int, first: Result) -> ReceiveTensor:
-        clock = first.get("clock", commands.weights_clock)
+        clock = first.get("clock", commands.pool_state.weights.clock)
         return ReceiveTensor(tensor, first.get("update_id", update_id), first.get("version"), clock)
 
     # With one worker out of the group, it can send nothing any more.
     undo = LeaveGroup(None)
     try:
-        commands.in_turn(workers, action, undo=undo, timeout_s=commit_timeout_s())
+        commands.send_first_then_others(workers, action, undo=undo, timeout_s=commit_timeout_s())
     except InvalidRequest:
         # The first has dropped the update.
-        commands.outcomes(workers, undo)
+        commands.gather_outcomes(workers, undo)
         raise
     return json_response({"message": "Request received, updating named parameter"})
 
@@ -118,8 +120,10 @@ def update_named_param() -> Response:
 @blueprint.post("/reset_prefix_cache/")
 def reset_prefix_cache() -> Response:
     """Ends an update, if there is one; the caches are empty afterwards."""
-    commands, workers = everyone()
-    commands.in_turn(workers, lambda index, first: FinishTensors(), timeout_s=commit_timeout_s())
+    commands, workers = all_workers()
+    commands.send_first_then_others(
+        workers, lambda index, first: FinishTensors(), timeout_s=commit_timeout_s()
+    )
     check_all(commands.await_step(workers, "finish", "trl", timeout_s=3 * step_timeout_s()))
     return json_response({"message": "Request received, resetting prefix cache"})
 
@@ -127,8 +131,10 @@ def reset_prefix_cache() -> Response:
 @blueprint.post("/close_communicator/")
 def close_communicator() -> Response:
     """Closes the communicator, if there is one."""
-    commands, workers = those_present()
+    commands, workers = reachable_workers()
     check_any(
-        commands.outcomes(workers, LeaveGroup(None, finishes=True), timeout_s=commit_timeout_s())
+        commands.gather_outcomes(
+            workers, LeaveGroup(None, finishes=True), timeout_s=commit_timeout_s()
+        )
     )
     return json_response({"message": "Request received, closing communicator"})

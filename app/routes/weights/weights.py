@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from flask import Blueprint, Response, request
 
 from app.http.responses import json_response
-from app.pool.commands import Commands, Outcome, Result
+from app.pool.command_sender import CommandSender, Outcome, Result
 from app.pool.link import Link
 from app.pool.records import Worker
 from app.schemas.decoding import decode_body
@@ -56,18 +56,18 @@ from titopool.wire.pool_state import next_clock
 blueprint = Blueprint("weights", __name__)
 
 
-def everyone() -> tuple[Commands, list[Worker]]:
+def all_workers() -> tuple[CommandSender, list[Worker]]:
     """The commands of this process, and all workers in order.
 
     Raises:
         NoReadyWorker: one is missing.
     """
     link = current_service().link
-    link.meet()
-    return link.commands, link.commands.members()
+    link.wait_for_heartbeats()
+    return link.commands, link.commands.all_workers()
 
 
-def those_present() -> tuple[Commands, list[Worker]]:
+def reachable_workers() -> tuple[CommandSender, list[Worker]]:
     """The commands of this process, and the workers that answer now, in order.
 
     What they are told reaches the others when those can be reached again.
@@ -76,8 +76,8 @@ def those_present() -> tuple[Commands, list[Worker]]:
         NoReadyWorker: none answers.
     """
     link = current_service().link
-    link.meet()
-    return link.commands, link.commands.present()
+    link.wait_for_heartbeats()
+    return link.commands, link.commands.reachable_workers()
 
 
 def check_any(outcomes: Sequence[Outcome]) -> None:
@@ -119,7 +119,7 @@ def check_world_size(given: int, workers: Sequence[Worker]) -> int:
 def init() -> Response:
     """Forms the group; answers when all are in it, so the trainer joins meanwhile."""
     body = decode_body(request.get_data(), INIT_BODY)
-    commands, workers = everyone()
+    commands, workers = all_workers()
     size = check_world_size(body.world_size, workers)
 
     def join(index: int, _: Result) -> JoinGroup:
@@ -129,12 +129,12 @@ def init() -> Response:
         )  # fmt: skip
 
     undo = LeaveGroup(body.session)
-    commands.in_turn(workers, join, undo=undo)
+    commands.send_first_then_others(workers, join, undo=undo)
     outcomes = commands.await_step(workers, "join", body.session, timeout_s=step_timeout_s())
     try:
         check_all(outcomes)
     except TitopoolError:
-        commands.outcomes(workers, undo)
+        commands.gather_outcomes(workers, undo)
         raise
     return json_response({"session": body.session, "num_workers": len(workers)})
 
@@ -144,18 +144,18 @@ def begin() -> Response:
     """Checks what is to come; the answer's `update` names it in commit and abort."""
     body = decode_body(request.get_data(), BEGIN_BODY)
     tensors = tensors_of(body)
-    commands, workers = everyone()
+    commands, workers = all_workers()
     update_id = uuid.uuid4().hex
 
     def action(index: int, first: Result) -> BeginUpdate:
         return BeginUpdate(
             body.session, update_id,
-            first.get("version", body.version), first.get("clock", commands.weights_clock),
+            first.get("version", body.version), first.get("clock", commands.pool_state.weights.clock),
             tensors, body.bucket_bytes, body.partial,
         )  # fmt: skip
 
     undo = AbortUpdate(update_id, "it could not begin at every worker")
-    first, *_ = commands.in_turn(workers, action, undo=undo)
+    first, *_ = commands.send_first_then_others(workers, action, undo=undo)
     return json_response(
         {
             "update": update_id,
@@ -190,14 +190,14 @@ def tensors_of(body: BeginBody) -> list[TensorInfo]:
 def commit() -> Response:
     """Waits for the tensors and puts them into every worker's model."""
     body = decode_body(request.get_data(), COMMIT_BODY)
-    commands, workers = everyone()
+    commands, workers = all_workers()
     checksum = body.checksum if isinstance(body.checksum, str) else None
     action = PrepareUpdate(body.update, body.policy, bool(body.checksum), checksum)
     return json_response(commit_everywhere(commands, workers, action))
 
 
 def commit_everywhere(
-    commands: Commands, workers: Sequence[Worker], action: PrepareUpdate
+    commands: CommandSender, workers: Sequence[Worker], action: PrepareUpdate
 ) -> Result:
     """Both steps of a commit.
 
@@ -220,9 +220,11 @@ def commit_everywhere(
     }
 
 
-def _prepare(commands: Commands, workers: Sequence[Worker], action: PrepareUpdate) -> list[Result]:
+def _prepare(
+    commands: CommandSender, workers: Sequence[Worker], action: PrepareUpdate
+) -> list[Result]:
     undo = AbortUpdate(action.update_id, "another worker failed to prepare it")
-    commands.in_turn(workers, lambda index, first: action, undo=undo)
+    commands.send_first_then_others(workers, lambda index, first: action, undo=undo)
     outcomes = commands.await_step(workers, "prepare", action.update_id, timeout_s=step_timeout_s())
     try:
         check_all(outcomes)
@@ -230,17 +232,17 @@ def _prepare(commands: Commands, workers: Sequence[Worker], action: PrepareUpdat
         if len({one.get("checksum") for one in results}) > 1:
             raise WeightUpdateFailed("checksum: the workers have received different tensors")
     except TitopoolError:
-        commands.outcomes(workers, undo)
+        commands.gather_outcomes(workers, undo)
         raise
     return results
 
 
 def _apply(
-    commands: Commands, workers: Sequence[Worker], update_id: str
+    commands: CommandSender, workers: Sequence[Worker], update_id: str
 ) -> tuple[list[Result], list[dict[str, str]]]:
     """What came of it at the workers that have applied it, and the others with their errors."""
     # To all at once: which trainer's update it is was settled at the first step.
-    accepted = commands.outcomes(workers, ApplyUpdate(update_id))
+    accepted = commands.gather_outcomes(workers, ApplyUpdate(update_id))
     refused = {one.endpoint: one.error for one in accepted if one.error is not None}
     outcomes = commands.await_step(
         [one for one in workers if one.endpoint not in refused],
@@ -263,8 +265,8 @@ def _apply(
 def abort() -> Response:
     """Drops an update; the communicator is closed with it."""
     body = decode_body(request.get_data(), ABORT_BODY)
-    commands, workers = those_present()
-    outcomes = commands.outcomes(workers, AbortUpdate(body.update, body.reason))
+    commands, workers = reachable_workers()
+    outcomes = commands.gather_outcomes(workers, AbortUpdate(body.update, body.reason))
     serving = [one.endpoint for one in outcomes if one.result and one.result["is_applied"]]
     if serving:
         raise Conflict(
@@ -279,8 +281,8 @@ def abort() -> Response:
 def close() -> Response:
     """Closes the communicator."""
     body = decode_body(request.get_data(), CLOSE_BODY)
-    commands, workers = those_present()
-    check_any(commands.outcomes(workers, LeaveGroup(body.session)))
+    commands, workers = reachable_workers()
+    check_any(commands.gather_outcomes(workers, LeaveGroup(body.session)))
     return json_response({"session": body.session})
 
 
@@ -288,7 +290,7 @@ def close() -> Response:
 def status() -> Response:
     """What each worker's state is; of one that does not answer, that it does not."""
     link = current_service().link
-    link.meet()
+    link.wait_for_heartbeats()
     found = {view.endpoint: {"worker": None, "state": view.phase} for view in link.workers}
     for one in _statuses(link):
         found[one.endpoint] = one.result or found[one.endpoint]
@@ -300,7 +302,7 @@ def status() -> Response:
 def _statuses(link: Link) -> list[Outcome]:
     """The state of each worker that answers; none if none does."""
     try:
-        return link.commands.outcomes(link.commands.present(), GetStatus())
+        return link.commands.gather_outcomes(link.commands.reachable_workers(), GetStatus())
     except NoReadyWorker:
         return []
 
@@ -309,8 +311,8 @@ def _statuses(link: Link) -> list[Outcome]:
 def accept() -> Response:
     """Lets the pool go on with the model's own weights when those of the last update are lost."""
     decode_body(request.get_data() or b"{}", ACCEPT_BODY)
-    commands, workers = those_present()
-    for one in commands.outcomes(workers, GetStatus()):
+    commands, workers = reachable_workers()
+    for one in commands.gather_outcomes(workers, GetStatus()):
         if one.result and not one.result["waits_for_weights"]:
             raise Conflict(
                 f"accept: expected weights that every worker has lost; the worker at {one.endpoint} "
@@ -318,8 +320,8 @@ def accept() -> Response:
                 "complete update"
             )
     update_id = f"own-{uuid.uuid4().hex}"
-    action = AcceptInitialWeights(update_id, next_clock(commands.weights_clock))
-    outcomes = commands.outcomes(workers, action)
+    action = AcceptInitialWeights(update_id, next_clock(commands.pool_state.weights.clock))
+    outcomes = commands.gather_outcomes(workers, action)
     check_any(outcomes)
     restarting = [one.endpoint for one in outcomes if one.result and one.result["restarts"]]
     return json_response({"weight_version": 0, "restarting": restarting})
@@ -336,16 +338,16 @@ def update_weights() -> Response:
     policy: PauseMode | None = body.policy or ("keep" if body.weight_dir else None)
     if policy is None:
         raise InvalidRequest("policy: expected keep, drain or abort, got nothing", param="policy")
-    commands, workers = everyone()
+    commands, workers = all_workers()
     update_id = uuid.uuid4().hex
 
     def action(index: int, first: Result) -> BeginFolder:
         version = first.get("version", body.version)
-        clock = first.get("clock", commands.weights_clock)
+        clock = first.get("clock", commands.pool_state.weights.clock)
         return BeginFolder(update_id, version, clock, folder)
 
     undo = AbortUpdate(update_id, "it could not begin at every worker")
-    first, *_ = commands.in_turn(workers, action, undo=undo)
+    first, *_ = commands.send_first_then_others(workers, action, undo=undo)
     result = commit_everywhere(commands, workers, PrepareUpdate(update_id, policy))
     return json_response({**result, "ignored": first["ignored"]})
 
@@ -354,13 +356,13 @@ def update_weights() -> Response:
 def pause() -> Response:
     """Stops generation at every worker for at most `lease_s`; said again, it renews the lease."""
     body = decode_body(request.get_data(), PAUSE_BODY)
-    commands, workers = those_present()
+    commands, workers = reachable_workers()
     # A drain takes as long as the longest request.
     timeout_s = current_service().config.request_timeout_s
-    action = Pause(body.mode, body.lease_s, next_clock(commands.pause_clock))
-    outcomes = commands.outcomes(workers, action, timeout_s=timeout_s)
+    action = Pause(body.mode, body.lease_s, next_clock(commands.pool_state.pause.clock))
+    outcomes = commands.gather_outcomes(workers, action, timeout_s=timeout_s)
     # One that loads, or was lost meanwhile, hears of the pause before it gets jobs again.
-    check_all([one for one in outcomes if not one.is_missed])
+    check_all([one for one in outcomes if not one.was_unreachable])
     check_any(outcomes)
     return json_response({"is_paused": True, "lease_s": body.lease_s})
 
@@ -368,8 +370,10 @@ def pause() -> Response:
 @blueprint.post("/resume/")
 def resume() -> Response:
     """Ends a pause."""
-    commands, workers = those_present()
-    outcomes = commands.outcomes(workers, Resume(next_clock(commands.pause_clock)))
+    commands, workers = reachable_workers()
+    outcomes = commands.gather_outcomes(
+        workers, Resume(next_clock(commands.pool_state.pause.clock))
+    )
     check_any(outcomes)
     was_paused = any(one.result["was_paused"] for one in outcomes if one.result)
     return json_response({"is_paused": False, "was_paused": was_paused})
@@ -379,7 +383,7 @@ def resume() -> Response:
 def is_paused() -> Response:
     """Whether any worker is paused by a client, and for how long at most."""
     link = current_service().link
-    link.meet()
+    link.wait_for_heartbeats()
     answers = [one.result["lease_left_s"] for one in _statuses(link) if one.result]
     # What a front end has heard may be older than what they say now.
     leases = [lease for lease in answers or [link.pause_left_s] if lease is not None]
