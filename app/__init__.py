@@ -7,9 +7,9 @@ HTTP comes in, futures go out: handlers check a request, hand its jobs to the li
 from flask import Flask
 
 from app.http import auth, errors, timeouts
+from app.routes import weights
 from app.routes.admin import health, metrics
 from app.routes.generation import chat, generate, models, openai, sequence_logprobs, tokenize
-from app.routes.weights import lora, trl_weights, weights
 from app.service import Service
 from titopool.settings.config import ServerConfig, from_environment
 
@@ -32,7 +32,6 @@ def create_app(config: ServerConfig | None = None) -> Flask:
     auth.init_app(app, config.api_key, config.admin_key)
     errors.init_app(app)
     for routes in (
-        lora,
         health,
         metrics,
         models,
@@ -42,7 +41,6 @@ def create_app(config: ServerConfig | None = None) -> Flask:
         sequence_logprobs,
         tokenize,
         weights,
-        trl_weights,
     ):
         app.register_blueprint(routes.blueprint)
     return app

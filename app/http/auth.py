@@ -8,8 +8,8 @@ from titopool.errors import Unauthorized
 
 # Probes of a container platform have no key.
 OPEN_ENDPOINTS = {"health.health", "health.live", "health.ready"}
-# What changes the model, or stops it.
-ADMIN_BLUEPRINTS = {"weights", "trl_weights", "adapters"}
+# Whose routes change the model, or stop it.
+ADMIN_BLUEPRINT = "weights"
 
 
 def init_app(app: Flask, api_key: str, admin_key: str) -> None:
@@ -22,7 +22,7 @@ def init_app(app: Flask, api_key: str, admin_key: str) -> None:
     @app.before_request
     def check_key() -> None:
         endpoint = request.endpoint or ""
-        is_admin = bool(admin_key) and endpoint.partition(".")[0] in ADMIN_BLUEPRINTS
+        is_admin = bool(admin_key) and endpoint.partition(".")[0] == ADMIN_BLUEPRINT
         expected = admin_key if is_admin else api_key
         if not expected or endpoint in OPEN_ENDPOINTS:
             return

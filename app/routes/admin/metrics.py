@@ -1,7 +1,7 @@
 """`GET /metrics`: the pool in Prometheus' text format.
 
-The figures are the workers' own, from their heartbeats, so that any front-end process
-answers for the whole pool; they are as old as the last heartbeat.
+The values are those of the workers' last heartbeats, so any front-end process can answer for the
+whole pool.
 """
 
 from collections.abc import Iterable
@@ -19,7 +19,7 @@ blueprint = Blueprint("metrics", __name__)
 
 
 class PoolCollector(Collector):
-    """The metrics of the workers as of their last heartbeats."""
+    """Collects the workers' values as of their last heartbeats."""
 
     def __init__(self, views: Iterable[WorkerView]):
         self._views = list(views)
