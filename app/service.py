@@ -1,6 +1,5 @@
 """What the handlers of one front-end process share: settings, link, tokenizer, drift."""
 
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from app.inputs.admission import Admission
 from app.inputs.drift import DriftWatch
 from app.inputs.tokenizer import TokenizerLoader
 from app.pool.link import Link
+from titopool.deadline import Deadline
 from titopool.errors import ConfigError, QueueFull
 from titopool.settings.config import ServerConfig
 from titopool.wire.sockets import worker_endpoint
@@ -57,7 +57,7 @@ class Service:
             )
         self._num_open += 1
         try:
-            deadline = time.monotonic() + self.config.request_timeout_s
+            deadline = Deadline.after(self.config.request_timeout_s)
             yield Admitted(self.tokenizer, self.link.facts, deadline, self)
         finally:
             self._num_open -= 1

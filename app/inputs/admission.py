@@ -1,11 +1,11 @@
-"""A request that this process has taken on, as the checks of its body know it."""
+"""What the checks of an admitted request's body need."""
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from app.inputs.tokenizer import TokenizerLoader
+from titopool.deadline import Deadline
 from titopool.wire.messages import WorkerFacts
 
 Result = TypeVar("Result")
@@ -13,19 +13,18 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Admission:
-    """What a request is checked with."""
+    """An admitted request: its tokenizer, model and deadline."""
 
     tokenizer: TokenizerLoader
-    # Of the model that it is checked for, and that must run it.
+    # The model that the request is checked for, and that must run it.
     facts: WorkerFacts
-    # Monotonic seconds.
-    deadline: float
+    deadline: Deadline
 
     @property
     def left_s(self) -> float:
-        """Seconds until its deadline."""
-        return self.deadline - time.monotonic()
+        """Seconds until the deadline."""
+        return self.deadline.left_s
 
     def use_tokenizer(self, function: Callable[..., Result], *arguments: Any) -> Result:
-        """`function(tokenizer, *arguments)`, in the tokenizer's thread."""
+        """Calls `function(tokenizer, *arguments)` in the tokenizer's thread, until the deadline."""
         return self.tokenizer.use(function, *arguments, facts=self.facts, timeout_s=self.left_s)
