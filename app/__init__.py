@@ -7,11 +7,11 @@ results. Only this package imports Flask.
 from flask import Flask
 
 from app.http import auth, connections, errors
+from app.routes import weights
 from app.routes.admin import health, metrics
 from app.routes.generation import chat, generate, sequence_logprobs, tokenize
 from app.routes.openai import models
 from app.routes.openai import routes as openai
-from app.routes.weights import lora, trl_weights, weights
 from app.service import Service
 from titopool.settings.config import ServerConfig, from_environment
 
@@ -34,7 +34,6 @@ def create_app(config: ServerConfig | None = None) -> Flask:
     auth.init_app(app, config.api_key, config.admin_key)
     errors.init_app(app)
     for module in (
-        lora,
         health,
         metrics,
         models,
@@ -44,7 +43,6 @@ def create_app(config: ServerConfig | None = None) -> Flask:
         sequence_logprobs,
         tokenize,
         weights,
-        trl_weights,
     ):
         app.register_blueprint(module.blueprint)
     return app

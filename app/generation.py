@@ -82,7 +82,7 @@ def run_prompts(
     """
     request = make_request(Request, admission, prompts, options, adapter=adapter, chat=chat)
     with submitted(admission, request):
-        if not request.wait(admission.remaining_s):
+        if not request.wait(admission.deadline.left_s):
             cancel_overdue(admission, request)
     return request.completed()
 

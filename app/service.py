@@ -1,6 +1,5 @@
 """What all handlers of a front end share: settings, link, tokenizer, drift watch."""
 
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
@@ -13,6 +12,7 @@ from app.inputs.drift import DriftWatch
 from app.inputs.tokenizer import TokenizerLoader
 from app.pool.link import Link
 from app.schemas.decoding import Body, Decoder, decode_body
+from titopool.deadline import Deadline
 from titopool.errors import ConfigError, QueueFull
 from titopool.settings.config import ServerConfig
 from titopool.wire.sockets import worker_endpoint
@@ -60,7 +60,7 @@ class Service:
         with ExitStack() as at_end:
             self._num_open += 1
             at_end.callback(self._count_end)
-            deadline = time.monotonic() + self.config.request_timeout_s
+            deadline = Deadline.after(self.config.request_timeout_s)
             admission = Admission(
                 self.config, self.link, self.tokenizer, self.link.facts, deadline, at_end
             )

@@ -1,6 +1,5 @@
 """An admitted request: what its checks and its generation need."""
 
-import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -8,6 +7,7 @@ from typing import Any, TypeVar
 
 from app.inputs.tokenizer import TokenizerLoader
 from app.pool.link import Link
+from titopool.deadline import Deadline
 from titopool.errors import ModelNotFound
 from titopool.settings.config import ServerConfig
 from titopool.wire.commands import GetStatus
@@ -25,20 +25,14 @@ class Admission:
     tokenizer: TokenizerLoader
     # Of the model that the request is checked for; workers with another model do not run it.
     facts: WorkerFacts
-    # Monotonic seconds.
-    deadline: float
+    deadline: Deadline
     # Closed when the handler returns. A streamed response takes it over with `pop_all`.
     at_end: ExitStack
-
-    @property
-    def remaining_s(self) -> float:
-        """Seconds until the deadline; negative after it."""
-        return self.deadline - time.monotonic()
 
     def use_tokenizer(self, function: Callable[..., Result], *arguments: Any) -> Result:
         """Runs `function(tokenizer, *arguments)` in the tokenizer's thread."""
         return self.tokenizer.use(
-            function, *arguments, facts=self.facts, timeout_s=self.remaining_s
+            function, *arguments, facts=self.facts, timeout_s=self.deadline.left_s
         )
 
     def adapter_named(self, name: str | None, param: str = "model") -> str:

@@ -67,7 +67,7 @@ class TokenTexts:
         self._as_ids = as_ids
         self._needs_texts = needs_texts
         if needs_texts:
-            admission.tokenizer.prepare(admission.facts, timeout_s=admission.remaining_s)
+            admission.tokenizer.prepare(admission.facts, timeout_s=admission.deadline.left_s)
 
     def of_completion(self, completion: Completion, before: Sequence[int] = ()) -> TextLookup:
         """The texts for the log-probabilities of a completion or a chunk of one.

@@ -197,6 +197,32 @@ class CommandSender:
             workers, AwaitStep(step, of), timeout_s=timeout_s + STEP_MARGIN_S
         )
 
+    def run_step(
+        self,
+        workers: Sequence[Worker],
+        action_for: Callable[[int, Result], Action],
+        step: Any,
+        of: str,
+        *,
+        undo: Action,
+        timeout_s: float,
+    ) -> list[Result]:
+        """As `send_first_then_others`, then waits until the step has ended at all workers.
+
+        Args:
+            step, of: the name of the step, and its session or update (`AwaitStep`).
+            undo: sent to all workers if any worker fails.
+
+        Raises:
+            TitopoolError: the first error of any worker.
+        """
+        self.send_first_then_others(workers, action_for, undo=undo)
+        try:
+            return results_of(self.await_step(workers, step, of, timeout_s=timeout_s))
+        except TitopoolError:
+            self.gather_outcomes(workers, undo)
+            raise
+
     def _start(self, worker: Worker, action: Action) -> PendingCommand:
         """Sends an action; the command fails at once if the worker is unreachable."""
         pending = PendingCommand(next(self._ids), worker.endpoint, AsyncResult(), Event())

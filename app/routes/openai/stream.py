@@ -61,7 +61,7 @@ def stream(request: OpenAIRequest) -> Response:
 
 
 def _wait(request: OpenAIRequest, pending: StreamedRequest) -> None:
-    if not pending.wait_for_progress(request.admission.remaining_s):
+    if not pending.wait_for_progress(request.admission.deadline.left_s):
         cancel_overdue(request.admission, pending)
 
 
