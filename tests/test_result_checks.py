@@ -5,7 +5,7 @@ import pytest
 
 from app.pool.result_checks import defect_of
 from tests.test_pool import assigned, pool_of, request_of
-from titopool.wire.messages import Chunk, Completed, Completion, Logprobs
+from titopool.wire.messages import Completed, Completion, Logprobs, Chunk
 
 
 def floats(num: int) -> bytes:
@@ -63,10 +63,10 @@ def test_a_result_that_does_not_fit_fails_its_request_and_no_other(result: Compl
     pool.on_results("a", [result, Completed(2, 1, [one()], 0)])
     assert first.error is not None
     assert first.error.code == "generation_failed"
-    assert "gave no answer" in first.error.message
+    assert "invalid result" in first.error.message
     assert len(second.completed()) == 1
     for request in pool.take_failed():
-        pool.drop_done(request)
+        pool.withdraw(request)
     assert pool.num_open_jobs == 0
 
 
