@@ -7,7 +7,7 @@ requests keep the old version.
 from flask import Blueprint, Response, request
 
 from app.http.responses import json_response
-from app.pool.command_sender import successful_results
+from app.pool.command_sender import results_of, successful_results
 from app.routes.weights.workers import all_workers, reachable_workers
 from app.schemas.generation import LOAD_ADAPTER_BODY, UNLOAD_ADAPTER_BODY, decode_body
 from app.service import Service, current_service
@@ -38,7 +38,7 @@ def load_adapter() -> Response:
     commands, workers = all_workers()
     version = body.version
     if version is None:
-        statuses = commands.gather_results(workers, GetStatus())
+        statuses = results_of(commands.gather_outcomes(workers, GetStatus()))
         version = max(one["adapter_versions"].get(body.lora_name, 0) for one in statuses) + 1
     drop = DropAdapter(body.lora_name, version)
     load = LoadAdapter(body.lora_name, version, body.lora_path)
@@ -72,8 +72,8 @@ def adapter_named(service: Service, name: str | None, param: str = "model") -> s
         return ""
     known = service.link.adapters
     if name not in known and facts.max_loras:
-        # Another front end may have just loaded it. A worker sends a heartbeat before it replies,
-        # so after any command this front end knows the adapters.
+        # Another front end may have just loaded it. A worker reports changed adapters in a heartbeat
+        # before it replies to a later command, so this front end then knows them.
         service.link.commands.gather_outcomes(
             service.link.commands.reachable_workers(), GetStatus()
         )
