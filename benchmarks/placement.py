@@ -305,7 +305,7 @@ def simulate(
     class EvenSplit:
         """Equal numbers of conversations, in contiguous parts, known beforehand."""
 
-        def choose(self, waiting, ready):  # type: ignore[no-untyped-def]
+        def choose(self, waiting, candidates, ready):  # type: ignore[no-untyped-def]
             conversation = simulation.sources[waiting.first.job.job_id][0]
             return Choice(ready[conversation * num_workers // len(workload)], waiting.first)
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import gevent
 import pytest
 
-from app.pool.command_sender import CommandSender
+from app.pool.command_sender import CommandSender, results_of
 from app.pool.state import Pool
 from tests.test_pool import beat
 from titopool.errors import DeadlinePassed, NoReadyWorker, TitopoolError, WeightUpdateFailed
@@ -95,7 +95,7 @@ def test_a_worker_that_is_known_to_be_gone_is_not_waited_for(lose: Callable[[Poo
     gevent.spawn_later(0.05, lose, told.pool)
     begin = time.monotonic()
     with pytest.raises(WeightUpdateFailed):
-        told.commands.gather_results(workers, GetStatus(), timeout_s=30)
+        results_of(told.commands.gather_outcomes(workers, GetStatus(), timeout_s=30))
     assert time.monotonic() - begin < 5
 
 

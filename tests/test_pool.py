@@ -455,7 +455,7 @@ def test_cancelling_costs_the_same_however_many_wait():
 
 def test_a_policy_that_fails_costs_no_request():
     class Broken:
-        def choose(self, waiting: object, ready: object) -> None:
+        def choose(self, waiting: object, candidates: object, ready: object) -> None:
             raise RuntimeError("staged")
 
     pool = Pool(no_worker_timeout_s=10, policy=Broken())

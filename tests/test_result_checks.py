@@ -5,7 +5,7 @@ import pytest
 
 from app.pool.result_checks import defect_of
 from tests.test_pool import assigned, pool_of, request_of
-from titopool.wire.messages import Completed, Completion, Logprobs, Chunk
+from titopool.wire.messages import Chunk, Completed, Completion, Logprobs
 
 
 def floats(num: int) -> bytes:

@@ -160,14 +160,13 @@ def _encoded(body: GenerateBody) -> Iterator[EncodedImages]:
                 param="images",
             )
         files = in_prompt or in_body or []
-        is_list = isinstance(files, list)
         yield EncodedImages(
             prompt=f"prompts[{index}]",
             location=f"prompts[{index}].multi_modal_data.image"
             if in_prompt
             else f"images[{index}]",
-            files=files if isinstance(files, list) else [files],
-            is_list=is_list,
+            files=[files] if isinstance(files, str) else files,
+            is_list=not isinstance(files, str),
             mm_processor_kwargs=processor_kwargs_of(body, index, tokens_prompt.mm_processor_kwargs),
         )
 

@@ -133,8 +133,8 @@ class CommandSender:
             TitopoolError: the first worker refused, or another worker failed.
         """
         try:
-            (first,) = self.gather_results(
-                workers[:1], lambda _: action_for(0, {}), timeout_s=timeout_s
+            (first,) = results_of(
+                self.gather_outcomes(workers[:1], action_for(0, {}), timeout_s=timeout_s)
             )
         except DeadlinePassed:
             # The first worker may still accept the action later.
@@ -142,28 +142,16 @@ class CommandSender:
                 self.gather_outcomes(workers[:1], undo)
             raise
         try:
-            others = self.gather_results(
-                workers[1:], lambda index: action_for(index + 1, first), timeout_s=timeout_s
+            others = results_of(
+                self.gather_outcomes(
+                    workers[1:], lambda index: action_for(index + 1, first), timeout_s=timeout_s
+                )
             )
         except TitopoolError:
             if undo is not None:
                 self.gather_outcomes(workers, undo)
             raise
         return [first, *others]
-
-    def gather_results(
-        self,
-        workers: Sequence[Worker],
-        action: Action | Callable[[int], Action],
-        *,
-        timeout_s: float = ACCEPT_TIMEOUT_S,
-    ) -> list[Result]:
-        """As `gather_outcomes`, for actions that no worker may miss.
-
-        Raises:
-            TitopoolError: the first error of any worker; all workers have replied by then.
-        """
-        return results_of(self.gather_outcomes(workers, action, timeout_s=timeout_s))
 
     def gather_outcomes(
         self,
@@ -183,7 +171,9 @@ class CommandSender:
         sent: list[PendingCommand] = []
         try:
             for index, worker in enumerate(workers):
-                sent.append(self._start(worker, action(index) if callable(action) else action))
+                pending = PendingCommand(next(self._ids), worker.endpoint, AsyncResult(), Event())
+                sent.append(pending)
+                self._start(worker, pending, action(index) if callable(action) else action)
             return [self._await_outcome(one, deadline, timeout_s) for one in sent]
         finally:
             for one in sent:
@@ -223,20 +213,14 @@ class CommandSender:
             self.gather_outcomes(workers, undo)
             raise
 
-    def _start(self, worker: Worker, action: Action) -> PendingCommand:
+    def _start(self, worker: Worker, pending: PendingCommand, action: Action) -> None:
         """Sends an action; the command fails at once if the worker is unreachable."""
-        pending = PendingCommand(next(self._ids), worker.endpoint, AsyncResult(), Event())
         if worker.heartbeat is None:
             pending.mark_lost("it does not answer")
-            return pending
-        command = Command(worker.heartbeat.incarnation, pending.command_id, action)
+            return
         self._pending[pending.command_id] = pending
-        try:
-            self._send(worker.endpoint, command)
-        except BaseException:
-            del self._pending[pending.command_id]
-            raise
-        return pending
+        command = Command(worker.heartbeat.incarnation, pending.command_id, action)
+        self._send(worker.endpoint, command)
 
     def _await_outcome(
         self, pending: PendingCommand, deadline: Deadline, timeout_s: float

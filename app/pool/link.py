@@ -81,7 +81,6 @@ class Link:
         )
         # For handlers that send weight updates, pauses and adapters.
         self.commands = CommandSender(self._send, self._pool)
-        self._views: tuple[WorkerView, ...] = ()
         self._sockets: dict[str, WorkerSocket] = {}
         # By endpoint; entries stay until a heartbeat arrives.
         self._retries: dict[str, Retry] = {}
@@ -116,8 +115,17 @@ class Link:
 
     @property
     def workers(self) -> tuple[WorkerView, ...]:
-        """Every worker as of the last heartbeat or tick."""
-        return self._views
+        """Every worker as of now, in the order of their endpoints."""
+        now = time.monotonic()
+        return tuple(
+            WorkerView(
+                worker.endpoint, worker.heartbeat, worker.phase,
+                self._retries[worker.endpoint].reason
+                if worker.endpoint in self._retries else worker.reason,
+                now - worker.last_seen,
+            )
+            for worker in self._pool.sorted_workers()
+        )  # fmt: skip
 
     @property
     def facts(self) -> WorkerFacts:
@@ -145,7 +153,7 @@ class Link:
     @property
     def needs_prefixes(self) -> bool:
         """Whether jobs should bring the digests of their prompts."""
-        has_choice = self._pool.policy.needs_prefixes and len(self._views) > 1
+        has_choice = self._pool.policy.needs_prefixes and len(self._pool.workers) > 1
         return has_choice and self.facts.num_cache_tokens > 0
 
     def wait_for_heartbeats(self) -> None:
@@ -155,14 +163,14 @@ class Link:
     def check_ready(self) -> None:
         """Raises NoReadyWorker unless a worker can generate now."""
         self.wait_for_heartbeats()
-        if not any(view.phase == "ready" for view in self._views):
+        if not any(worker.phase == "ready" for worker in self._pool.workers.values()):
             if self._pool.has_lost_weights:
                 raise self._pool.weights_lost()
             raise self._no_ready_worker()
 
     def _no_ready_worker(self) -> NoReadyWorker:
         phases = []
-        for view in self._views:
+        for view in self.workers:
             beat, reason = view.heartbeat, f" ({view.reason})" if view.reason else ""
             text = (
                 f"{beat.worker_id} is {view.phase}" if beat else f"{view.endpoint} does not answer"
@@ -201,7 +209,7 @@ class Link:
 
     def report_drift(self, *, has_drifted: bool) -> None:
         """Lets a worker count a comparison of messages with ids, so that /metrics can sum them."""
-        for view in self._views:
+        for view in self.workers:
             if view.heartbeat is not None:
                 self._send(view.endpoint, messages.Drift(1, int(has_drifted)))
                 return
@@ -278,7 +286,7 @@ class Link:
             case Heartbeat():
                 self._retries.pop(endpoint, None)
                 self._pool.on_heartbeat(endpoint, message, time.monotonic())
-                self._publish_views()
+                self._note_heartbeats()
             case CommandDone():
                 self.commands.on_done(endpoint, message)
             case Load():
@@ -315,7 +323,7 @@ class Link:
         self._log_errors(self._pool.fail_waiting_without_worker, now)
         for endpoint in list(self._sockets):
             self._log_errors(self._send_hello, endpoint)
-        self._publish_views()
+        self._note_heartbeats()
 
     def _follow_discovery(self, now: float) -> None:
         """Adds and removes workers as the look-ups say, and connects where no socket is open."""
@@ -341,7 +349,6 @@ class Link:
         self._pool.mark_worker_lost(endpoint, reason, has_died=has_died)
         self._disconnect(endpoint)
         self._connect(endpoint)
-        self._publish_views()
 
     def _connect(self, endpoint: str) -> None:
         retry = self._retries.get(endpoint)
@@ -372,18 +379,9 @@ class Link:
             self._changed.discard(worker_socket)
             worker_socket.close()
 
-    def _publish_views(self) -> None:
-        now = time.monotonic()
-        views = []
-        for worker in self._pool.sorted_workers():
-            retry = self._retries.get(worker.endpoint)
-            reason = retry.reason if retry else worker.reason
-            silent_s = now - worker.last_seen
-            views.append(
-                WorkerView(worker.endpoint, worker.heartbeat, worker.phase, reason, silent_s)
-            )
-        self._views = tuple(views)
-        have_all = bool(views) and all(view.heartbeat for view in views)
+    def _note_heartbeats(self) -> None:
+        workers = self._pool.workers.values()
+        have_all = bool(workers) and all(worker.heartbeat for worker in workers)
         if have_all or self._first_heartbeats.has_passed:
             self._has_heartbeats.set()
 

@@ -36,8 +36,15 @@ class RoutingPolicy(Protocol):
     # Whether `choose` reads prefixes, so that jobs must bring the digests of their prompts.
     needs_prefixes: ClassVar[bool]
 
-    def choose(self, waiting: WaitingJobs, ready: Sequence[Worker]) -> Choice | None:
-        """The next assignment; None while no worker has room for the first of `waiting`."""
+    def choose(
+        self, waiting: WaitingJobs, candidates: Sequence[Worker], ready: Sequence[Worker]
+    ) -> Choice:
+        """The next assignment.
+
+        Args:
+            candidates: the ready workers with room for the first waiting job; at least one.
+            ready: all workers that take jobs.
+        """
 
 
 class LeastLoaded:
@@ -45,10 +52,9 @@ class LeastLoaded:
 
     needs_prefixes: ClassVar[bool] = False
 
-    def choose(self, waiting: WaitingJobs, ready: Sequence[Worker]) -> Choice | None:
-        candidates = workers_with_room(waiting, ready)
-        if not candidates:
-            return None
+    def choose(
+        self, waiting: WaitingJobs, candidates: Sequence[Worker], ready: Sequence[Worker]
+    ) -> Choice:
         return Choice(min(candidates, key=lambda worker: worker.load), waiting.first)
 
 
@@ -60,10 +66,9 @@ class RoundRobin:
     def __init__(self) -> None:
         self._num_chosen = 0
 
-    def choose(self, waiting: WaitingJobs, ready: Sequence[Worker]) -> Choice | None:
-        candidates = workers_with_room(waiting, ready)
-        if not candidates:
-            return None
+    def choose(
+        self, waiting: WaitingJobs, candidates: Sequence[Worker], ready: Sequence[Worker]
+    ) -> Choice:
         self._num_chosen += 1
         return Choice(candidates[(self._num_chosen - 1) % len(candidates)], waiting.first)
 
@@ -85,11 +90,10 @@ class PrefixAffinity:
         self._first: OpenJob | None = None
         self._num_passed_over = 0
 
-    def choose(self, waiting: WaitingJobs, ready: Sequence[Worker]) -> Choice | None:
+    def choose(
+        self, waiting: WaitingJobs, candidates: Sequence[Worker], ready: Sequence[Worker]
+    ) -> Choice:
         first = waiting.first
-        candidates = workers_with_room(waiting, ready)
-        if not candidates:
-            return None
         worker = best_worker(first, candidates, ready)
         is_any_full = len(candidates) < len(ready)
         if not is_any_full or is_home(worker, first) or not has_home(first, ready):

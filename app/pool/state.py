@@ -11,7 +11,13 @@ from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from app.pool.pending import Request
-from app.pool.placement import LeastLoaded, PrefixAffinity, RoutingPolicy
+from app.pool.placement import (
+    Choice,
+    LeastLoaded,
+    PrefixAffinity,
+    RoutingPolicy,
+    workers_with_room,
+)
 from app.pool.pool_view import PoolView
 from app.pool.prefix_index import as_integers
 from app.pool.records import OpenJob, WaitingJobs, Worker, natural_order
@@ -229,14 +235,17 @@ class Pool:
             assignment.jobs.append(open_job.job)
         return list(assignments.values())
 
-    def _choose(self, ready: list[Worker]) -> tuple[Worker, OpenJob] | None:
+    def _choose(self, ready: list[Worker]) -> Choice | None:
+        candidates = workers_with_room(self.waiting, ready)
+        if not candidates:
+            return None
         try:
-            return self.policy.choose(self.waiting, ready)
+            return self.policy.choose(self.waiting, candidates, ready)
         except Exception:
             # A policy only affects speed: jobs must be sent in any case.
             logger.exception("the routing policy failed; jobs now go to the least loaded worker")
             self.policy = LeastLoaded()
-            return self.policy.choose(self.waiting, ready)
+            return self.policy.choose(self.waiting, candidates, ready)
 
     def _fail_without_adapter(self, open_job: OpenJob) -> None:
         self.waiting.remove(open_job.job.job_id)

@@ -7,7 +7,7 @@ requests keep the old version.
 from flask import Blueprint, Response, request
 
 from app.http.responses import json_response
-from app.pool.command_sender import successful_results
+from app.pool.command_sender import results_of, successful_results
 from app.routes.weights.workers import all_workers, reachable_workers
 from app.schemas.decoding import decode_body
 from app.schemas.weights import LOAD_ADAPTER_BODY, UNLOAD_ADAPTER_BODY
@@ -39,7 +39,7 @@ def load_adapter() -> Response:
     commands, workers = all_workers()
     version = body.version
     if version is None:
-        statuses = commands.gather_results(workers, GetStatus())
+        statuses = results_of(commands.gather_outcomes(workers, GetStatus()))
         version = max(one["adapter_versions"].get(body.lora_name, 0) for one in statuses) + 1
     drop = DropAdapter(body.lora_name, version)
     load = LoadAdapter(body.lora_name, version, body.lora_path)
