@@ -1,25 +1,27 @@
 """The HTTP front end: one Flask application in each gunicorn process.
 
-HTTP comes in, futures go out: handlers check a request, hand its jobs to the link
-(`app/pool/link.py`) and wait. Flask lives only in this package.
+A handler checks a request, passes its jobs to the link (`app/pool/link.py`) and waits for the
+results. Only this package imports Flask.
 """
 
 from flask import Flask
 
-from app.http import auth, errors, timeouts
+from app.http import auth, connections, errors
+from app.routes import weights
 from app.routes.admin import health, metrics
-from app.routes.generation import chat, generate, models, openai, sequence_logprobs, tokenize
-from app.routes.weights import lora, trl_weights, weights
+from app.routes.generation import chat, generate, sequence_logprobs, tokenize
+from app.routes.openai import models
+from app.routes.openai import routes as openai
 from app.service import Service
 from titopool.settings.config import ServerConfig
 from titopool.settings.sources import from_environment
 
 
 def create_app(config: ServerConfig | None = None) -> Flask:
-    """The WSGI application; opens nothing until its first request or `Service.start`.
+    """The WSGI application; `Service.start` or the first request connects it to the workers.
 
     Args:
-        config: the settings; by default those of the environment.
+        config: the settings; None: those of the environment.
 
     Raises:
         ConfigError: a setting is unknown or impossible.
@@ -29,11 +31,10 @@ def create_app(config: ServerConfig | None = None) -> Flask:
     app.url_map.strict_slashes = False
     app.config["MAX_CONTENT_LENGTH"] = config.max_body_bytes
     app.extensions["titopool"] = Service(config)
-    timeouts.init_app(app, config.client_timeout_s)
+    connections.init_app(app, config.client_timeout_s)
     auth.init_app(app, config.api_key, config.admin_key)
     errors.init_app(app)
-    for routes in (
-        lora,
+    for module in (
         health,
         metrics,
         models,
@@ -43,7 +44,6 @@ def create_app(config: ServerConfig | None = None) -> Flask:
         sequence_logprobs,
         tokenize,
         weights,
-        trl_weights,
     ):
-        app.register_blueprint(routes.blueprint)
+        app.register_blueprint(module.blueprint)
     return app

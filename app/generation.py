@@ -1,225 +1,206 @@
-"""From checked prompts to an answer: what every route that generates has in common."""
+"""From checked prompts to results: the steps that all generating routes share.
+
+A route makes `Prompt`s and calls `run_prompts`, which makes one job for each prompt, submits
+them to the workers as one `Request` and waits. A streamed route calls `make_request` and
+`submitted` itself and reads chunks while the request runs.
+"""
 
 import itertools
-import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
 from flask import Response
 from flask import request as http_request
 
-from app.http.disconnects import watching
+from app.http.connections import watching
 from app.http.responses import respond
+from app.inputs.admission import Admission
 from app.inputs.images import NO_IMAGES, PromptImages, check_placeholders
+from app.inputs.token_ids import check_length, checked_ids
 from app.outputs.token_arrays import JSON, MSGPACK, binary_reply, is_binary, json_reply
-from app.pool.pending import Request
-from app.schemas.generation import SAMPLING_FIELDS, SamplingBody, explain
-from app.service import Admitted, Service
+from app.pool.pending import Request, StreamedRequest
 from titopool.errors import ClientGone, DeadlinePassed, InvalidRequest
-from titopool.settings.sampling import (
-    SERVER_SET_FIELDS,
-    UNSUPPORTED_FIELDS,
-    SamplingOptions,
-    check_sampling,
-    encode_options,
-)
+from titopool.settings.sampling import SamplingOptions, encode_options
 from titopool.wire.messages import ChatParsing, Completed, Job, WorkerFacts, encode
 from titopool.wire.prefixes import prompt_hashes
 
-logger = logging.getLogger(__name__)
-
-# Unique in this process; workers tell processes apart by their sockets.
+# Unique in this process; workers distinguish front ends by their sockets.
 _job_ids = itertools.count(1)
+AnyRequest = TypeVar("AnyRequest", bound=Request)
 
 
 class Prompt(NamedTuple):
-    """What one job is made of."""
+    """The checked prompt of one job."""
 
+    # int32.
     token_ids: np.ndarray
-    # Where it stood in the client's body.
+    # Where the prompt stands in the client's body, e.g. `prompts[3]`.
     location: str
     images: PromptImages = NO_IMAGES
     cache_salt: str | None = None
-    # Whether the client sent just these ids.
-    is_known: bool = False
+    # Whether the client sent exactly `token_ids`.
+    sent_as_ids: bool = False
 
 
-def answer(
-    admission: Admitted,
-    prompts: Sequence[Prompt],
-    options: SamplingOptions,
-    adapter: str = "",
-) -> Response:
-    """Generates and replies, as /generate/ and /chat/ do; in MessagePack if the client asks."""
-    results = generate(admission, prompts, options, adapter=adapter)
-    prompt_ids = expanded_ids(prompts, results)
-    with_logprobs = has_logprobs(options)
-    if is_binary(http_request.accept_mimetypes):
-        unknown = [
-            None if prompt.is_known and len(ids) == len(prompt.token_ids) else ids
-            for prompt, ids in zip(prompts, prompt_ids, strict=True)
-        ]
-        return respond(binary_reply(unknown, results, with_logprobs=with_logprobs), MSGPACK)
-    return respond(json_reply(prompt_ids, results, with_logprobs=with_logprobs), JSON)
+def check_prompt(
+    ids: list[int],
+    location: str,
+    facts: WorkerFacts,
+    images: PromptImages = NO_IMAGES,
+    cache_salt: str | None = None,
+) -> Prompt:
+    """The prompt of `ids`.
+
+    Raises:
+        InvalidRequest: `ids` is empty, or an id is outside the vocabulary.
+        PromptTooLong: the prompt leaves no room for a token.
+    """
+    token_ids = checked_ids(ids, location, facts.vocab_size)
+    check_length(len(token_ids), location, facts.max_model_len)
+    return Prompt(token_ids, location, images, cache_salt)
 
 
-def generate(
-    admission: Admitted,
+def run_prompts(
+    admission: Admission,
     prompts: Sequence[Prompt],
     options: SamplingOptions,
     *,
-    chat: ChatParsing | None = None,
     adapter: str = "",
+    chat: ChatParsing | None = None,
 ) -> list[Completed]:
-    """The results of all prompts, in order.
+    """Runs all prompts at the workers and returns their results, in order.
+
+    Args:
+        adapter: the name of a LoRA adapter; "" for the base model.
+        chat: what vLLM's parsers need; None: the text is not parsed.
 
     Raises:
         TitopoolError: why the request failed.
     """
-    jobs = checked_jobs(admission, prompts, options, chat=chat, adapter=adapter)
-    request = Request(jobs, [prompt.location for prompt in prompts], facts=admission.facts)
-    run(admission, request)
+    request = make_request(Request, admission, prompts, options, adapter=adapter, chat=chat)
+    with submitted(admission, request):
+        if not request.wait(admission.deadline.left_s):
+            cancel_overdue(admission, request)
     return request.completed()
 
 
-def checked_jobs(
-    admission: Admitted,
+def make_request(
+    kind: type[AnyRequest],
+    admission: Admission,
     prompts: Sequence[Prompt],
     options: SamplingOptions,
     *,
-    chat: ChatParsing | None = None,
-    is_streamed: bool = False,
     adapter: str = "",
-) -> list[Job]:
-    """One job for each prompt, in order, that a worker can run now.
+    chat: ChatParsing | None = None,
+) -> AnyRequest:
+    """A `Request` or `StreamedRequest` with one job for each prompt, not yet submitted.
 
     Raises:
         TitopoolError: images do not fit a prompt, or no worker is ready.
     """
-    link, facts = admission.service.link, admission.facts
+    link, facts = admission.link, admission.facts
+    locations = [prompt.location for prompt in prompts]
     check_placeholders(
-        [one.token_ids for one in prompts], [one.images for one in prompts],
-        [one.location for one in prompts], facts.images,
+        [prompt.token_ids for prompt in prompts], [prompt.images for prompt in prompts],
+        locations, facts.images,
     )  # fmt: skip
-    jobs = make_jobs(prompts, options, facts, with_prefixes=link.needs_prefixes)
+    jobs = make_jobs(
+        prompts, options, facts,
+        with_prefixes=link.needs_prefixes,
+        is_streamed=issubclass(kind, StreamedRequest),
+        adapter=adapter,
+        chat=chat,
+    )  # fmt: skip
     link.check_ready()
-    if chat is not None or is_streamed or adapter:
-        encoded = b"" if chat is None else _encode_chat(chat)
-        jobs = [
-            msgspec.structs.replace(job, chat=encoded, is_streamed=is_streamed, adapter=adapter)
-            for job in jobs
-        ]
-    return jobs
-
-
-def _encode_chat(chat: ChatParsing) -> bytes:
-    try:
-        return encode(chat)
-    except (OverflowError, RecursionError, UnicodeEncodeError) as error:
-        raise InvalidRequest(
-            f"tools, chat_template_kwargs: expected numbers of 64 bits at most, got others: {error}",
-            param="tools",
-        ) from None
-
-
-def run(admission: Admitted, request: Request) -> None:
-    """Submits `request` and returns when it has ended, well or not.
-
-    It ends at its deadline, and when the client hangs up.
-    """
-    with submitted(admission.service, request):
-        if not request.wait(admission.left_s):
-            admission.service.link.cancel(request, deadline_passed(admission.service))
-
-
-@contextmanager
-def submitted(service: Service, request: Request) -> Iterator[None]:
-    """Submits `request`, and cancels it when the client hangs up within the block."""
-
-    def on_client_gone() -> None:
-        service.link.cancel(request, ClientGone("the client closed its connection"))
-
-    with watching(http_request.environ.get("gunicorn.socket"), on_client_gone):
-        service.link.submit(request)
-        yield
-
-
-def deadline_passed(service: Service) -> DeadlinePassed:
-    """What a request gets that did not end in time."""
-    return DeadlinePassed(
-        f"the request did not end within {service.config.request_timeout_s:g} s; ask for fewer tokens "
-        "at once or raise request_timeout_s"
-    )
-
-
-def sampling_options(body: SamplingBody, facts: WorkerFacts) -> SamplingOptions:
-    """The body's sampling options; `generation_kwargs` win over the fields beside them.
-
-    Raises:
-        InvalidRequest: an option is unknown, not the client's to set, or out of range.
-    """
-    merged: dict[str, Any] = {name: getattr(body, name) for name in SAMPLING_FIELDS}
-    for name, value in body.generation_kwargs.items():
-        reason = SERVER_SET_FIELDS.get(name) or UNSUPPORTED_FIELDS.get(name)
-        if reason:
-            raise InvalidRequest(f"generation_kwargs.{name}: {reason}; leave it out", param=name)
-        merged[name] = value
-    if body.structured_outputs_regex is not None:
-        if merged.get("structured_outputs") is not None:
-            logger.warning("structured_outputs_regex replaces generation_kwargs.structured_outputs")
-        merged["structured_outputs"] = {"regex": body.structured_outputs_regex}
-    try:
-        # JSON has only strings as keys; those of logit_bias are token ids.
-        options = msgspec.convert(merged, SamplingOptions, str_keys=True)
-    except msgspec.ValidationError as error:
-        raise InvalidRequest(f"sampling options: {explain(error)}") from None
-    try:
-        check_sampling(options, facts)
-    except InvalidRequest as error:
-        if body.structured_outputs_regex is None or error.param != "structured_outputs":
-            raise
-        # The body has it under the name of this route.
-        field = "structured_outputs_regex"
-        message = error.message.removeprefix("structured_outputs")
-        raise InvalidRequest(f"{field}{message}", param=field) from None
-    return options
+    return kind(jobs, locations, facts=facts)
 
 
 def make_jobs(
-    prompts: Iterable[Prompt], options: SamplingOptions, facts: WorkerFacts, *, with_prefixes: bool
+    prompts: Iterable[Prompt],
+    options: SamplingOptions,
+    facts: WorkerFacts,
+    *,
+    with_prefixes: bool,
+    is_streamed: bool = False,
+    adapter: str = "",
+    chat: ChatParsing | None = None,
 ) -> list[Job]:
-    """One job for each prompt, in order."""
-    encoded = _encode(options)
+    """One job for each prompt, in order.
+
+    Args:
+        with_prefixes: whether jobs carry the digests of their prompts' blocks for routing.
+    """
+    sampling = _encode(encode_options, options, "sampling options", None)
+    parsing = b"" if chat is None else _encode(encode, chat, "tools, chat_template_kwargs", "tools")
     jobs = []
-    for ids, _, images, salt, _ in prompts:
-        room = facts.max_model_len - len(ids)
-        most = room if options.max_tokens is None else min(room, options.max_tokens)
-        token_ids = ids.tobytes()
+    for prompt in prompts:
+        images, num_prompt = prompt.images, len(prompt.token_ids)
+        room = facts.max_model_len - num_prompt
+        max_new = room if options.max_tokens is None else min(room, options.max_tokens)
+        token_ids = prompt.token_ids.tobytes()
         prefix = None
         if with_prefixes:
-            prefix = prompt_hashes(token_ids, salt, images.digests, facts.images)
+            prefix = prompt_hashes(token_ids, prompt.cache_salt, images.digests, facts.images)
         jobs.append(
             Job(
                 job_id=next(_job_ids),
                 attempt=1,
                 prompt_token_ids=token_ids,
                 num_sequences=options.n,
-                num_tokens=len(ids) + options.n * most,
-                sampling=encoded,
-                cache_salt=salt,
+                num_tokens=num_prompt + options.n * max_new,
+                sampling=msgspec.Raw(sampling),
+                cache_salt=prompt.cache_salt,
                 prefix=prefix,
                 images=images.images,
                 mm_processor_kwargs=images.mm_processor_kwargs,
+                is_streamed=is_streamed,
+                chat=parsing,
+                adapter=adapter,
             )
         )
     return jobs
 
 
+def _encode(encoder: Callable[[Any], bytes], value: Any, fields: str, param: str | None) -> bytes:
+    try:
+        return encoder(value)
+    except (OverflowError, RecursionError, UnicodeEncodeError) as error:
+        raise InvalidRequest(
+            f"{fields}: expected numbers of 64 bits at most, valid Unicode and no deep nesting, "
+            f"got others ({error}); send other values",
+            param=param,
+        ) from None
+
+
+@contextmanager
+def submitted(admission: Admission, request: Request) -> Iterator[None]:
+    """Submits `request`; within the block, a client that hangs up cancels it."""
+
+    def on_client_gone() -> None:
+        admission.link.cancel(request, ClientGone("the client closed its connection"))
+
+    with watching(http_request.environ.get("gunicorn.socket"), on_client_gone):
+        admission.link.submit(request)
+        yield
+
+
+def cancel_overdue(admission: Admission, request: Request) -> None:
+    """Cancels a request whose deadline has passed."""
+    timeout_s = admission.config.request_timeout_s
+    admission.link.cancel(
+        request,
+        DeadlinePassed(
+            f"the request did not end within {timeout_s:g} s (request_timeout_s); ask for fewer "
+            "tokens in one request, or raise request_timeout_s"
+        ),
+    )
+
+
 def expanded_ids(prompts: Sequence[Prompt], results: Sequence[Completed]) -> list[np.ndarray]:
-    """The ids of each prompt as the engine got them."""
+    """The ids of each prompt with its image placeholders expanded, as the engine ran them."""
     return [
         np.frombuffer(result.prompt_token_ids, np.int32)
         if result.prompt_token_ids
@@ -228,25 +209,19 @@ def expanded_ids(prompts: Sequence[Prompt], results: Sequence[Completed]) -> lis
     ]
 
 
-def has_logprobs(options: SamplingOptions) -> bool:
-    """Whether the engine returns log-probabilities."""
-    return options.logprobs is not None or options.logprob_token_ids is not None
+def token_response(
+    prompts: Sequence[Prompt], results: Sequence[Completed], options: SamplingOptions
+) -> Response:
+    """The response of /generate/ and /chat/: MessagePack if the client prefers it, else JSON.
 
-
-def _encode(options: SamplingOptions) -> msgspec.Raw:
-    try:
-        return msgspec.Raw(encode_options(options))
-    except OverflowError:
-        raise InvalidRequest(
-            "sampling options: expected numbers of 64 bits at most, got a larger one in extra_args "
-            "or structured_outputs"
-        ) from None
-
-
-def check_batch(num_prompts: int, n: int, limit: int, field: str = "prompts") -> None:
-    if num_prompts * n > limit:
-        raise InvalidRequest(
-            f"{field}: expected at most {limit} completions in a request "
-            f"(max_completions_per_request), got {num_prompts} prompts times n = {n}; send several",
-            param=field,
-        )
+    MessagePack leaves out prompt ids that the client sent itself.
+    """
+    ids = expanded_ids(prompts, results)
+    with_logprobs = options.logprobs is not None or options.logprob_token_ids is not None
+    if not is_binary(http_request.accept_mimetypes):
+        return respond(json_reply(ids, results, with_logprobs=with_logprobs), JSON)
+    unknown = [
+        None if prompt.sent_as_ids and len(run) == len(prompt.token_ids) else run
+        for prompt, run in zip(prompts, ids, strict=True)
+    ]
+    return respond(binary_reply(unknown, results, with_logprobs=with_logprobs), MSGPACK)

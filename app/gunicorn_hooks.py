@@ -1,8 +1,8 @@
-"""gunicorn's settings, and the hooks by which its master starts and stops the workers.
+"""gunicorn's settings, and the hooks with which its master starts and stops the workers.
 
-The master only starts a supervisor process (`python -m workers.supervisor`): it forks, and
-must hold no thread, socket or engine of its own. `gunicorn.conf.py` and `titopool serve`
-both use this module.
+The master starts only a supervisor process (`python -m workers.supervisor`): the master forks,
+so it must hold no thread, ZeroMQ socket or engine. `gunicorn.conf.py` and `titopool serve` both
+use this module.
 """
 
 import faulthandler
@@ -23,7 +23,7 @@ from typing import Any
 import gevent
 from gevent.monkey import get_original
 
-from app.descriptors import limits_within
+from app.http.connections import limits_within
 from titopool.errors import ConfigError
 from titopool.launch import child_environment
 from titopool.settings.config import ENV_PREFIX, FAILURE_FILE
@@ -40,54 +40,57 @@ try:
 except ConfigError as error:
     sys.exit(f"titopool: {error}")
 
-# Many systems allow 1,024 descriptors unless asked for more.
+# Many systems have a soft limit of 1,024 descriptors; raise it to the hard limit.
 _num_descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
 resource.setrlimit(resource.RLIMIT_NOFILE, (_num_descriptors, _num_descriptors))
 _num_open, _num_connections = limits_within(
     sys.maxsize if _num_descriptors == resource.RLIM_INFINITY else _num_descriptors,
     max_open_requests=_config.max_open_requests,
 )
-# Where the front ends read it.
+# Front ends read their settings from the environment.
 os.environ[ENV_PREFIX + "MAX_OPEN_REQUESTS"] = str(_num_open)
 
-bind = (
-    f"[{_config.host}]:{_config.port}" if ":" in _config.host else f"{_config.host}:{_config.port}"
-)
-# The engines need cores too.
+
+def _address(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+bind = _address(_config.host, _config.port)
+# Half of the cores stay free for the engines.
 workers = _config.num_front_ends or min(4, max(1, len(os.sched_getaffinity(0)) // 2))
-# A greenlet for each connection: a thread hand-over costs more than all else of a request.
+# One greenlet for each connection: switching threads would cost more than the rest of a request.
 worker_class = "gevent"
 worker_connections = _num_connections
 backlog = 4096
 keepalive = 75
 loglevel = _config.log_level
-# A front end gives a sign of life each second; this long without means that it hangs.
+# Seconds. A front end reports to the master each second; one that is silent for this long hangs.
 timeout = 120
-# SIGTERM lets requests end for so long; with the workers' own end it stays under 10 s.
+# Seconds for open requests after SIGTERM; together with the workers' end it stays under 10 s.
 graceful_timeout = 3
 control_socket_disable = True
 
-# Longer than a worker takes to stop its engine.
+# A worker needs less than this to stop its engine.
 SUPERVISOR_STOP_TIMEOUT_S = 6.0
-# Where a client on this host reaches a server that listens on every address.
+# Addresses at which a client on this host reaches a server that listens on all of them.
 LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
 _supervisor: subprocess.Popen[bytes] | None = None
-# A descriptor of that process, which a front end inherits. Unlike its number it stays that
-# process's, also when the process has ended before a front end looks.
+# The supervisor's pidfd, which front ends inherit. Unlike the pid, it never refers to another
+# process, even if the supervisor ends before a front end is forked.
 _supervisor_fd = -1
 _own_run_dir: str | None = None
 
 
 def when_ready(server: Any) -> None:
-    """In the master, once the port is bound and before the front ends are forked."""
+    """In the master, with the port bound and before any front end: starts the supervisor."""
     global _supervisor, _supervisor_fd, _own_run_dir
     if ignored := ignored_variables():
         server.log.info("Ignored variables of a Kubernetes Service: %s", ", ".join(ignored))
     if _num_open < _config.max_open_requests:
         server.log.warning(
-            "max_open_requests is %d here, not %d: a process may open %d files and connections "
-            "(ulimit -n, LimitNOFILE, Docker's ulimits)",
+            "max_open_requests is %d here, not %d: a process may open %d files and connections; "
+            "raise the limit (ulimit -n, LimitNOFILE, Docker's ulimits)",
             _num_open, _config.max_open_requests, _num_descriptors,
         )  # fmt: skip
     if _config.endpoints:
@@ -101,7 +104,7 @@ def when_ready(server: Any) -> None:
         os.makedirs(run_dir, mode=0o700, exist_ok=True)
     else:
         run_dir = _own_run_dir = tempfile.mkdtemp(prefix="titopool-")
-    # Where front ends and supervisor find the sockets.
+    # Front ends and the supervisor find the workers' sockets through these.
     os.environ[ENV_PREFIX + "RUN_DIR"] = run_dir
     os.environ[ENV_PREFIX + "NUM_WORKERS"] = str(num_workers)
     _supervisor = subprocess.Popen(
@@ -110,29 +113,29 @@ def when_ready(server: Any) -> None:
         + (["--remove-run-dir"] if _own_run_dir else []),
         env=child_environment(os.environ),
         stdin=subprocess.DEVNULL,
-        # A signal from the terminal is for the master, which stops the front ends first.
+        # Signals from the terminal must reach only the master, which stops the front ends first.
         start_new_session=True,
     )
-    # Python takes milliseconds to start, so it cannot have ended and been reaped yet.
+    # The pid is still the supervisor's: Python needs milliseconds to start, before it could end.
     _supervisor_fd = os.pidfd_open(_supervisor.pid)
 
 
 def post_worker_init(worker: Any) -> None:
-    """In each front end: connects to the workers before the first request."""
+    """In each front end, before its first request: connects to the workers."""
     configure_logging(_config.log_level)
     give_logging_native_locks()
-    # A crash in a library's native code leaves each thread's traceback in the log.
+    # After a crash in native code, the log has each thread's traceback.
     faulthandler.enable()
     service = worker.wsgi.extensions["titopool"]
     service.start()
-    # What is imported by now stays: the collector need not look at it again.
+    # Imported modules live as long as the process: exempt them from garbage collection.
     gc.freeze()
     if _supervisor is not None:
         gevent.spawn(_end_with_supervisor, _supervisor_fd, os.getppid())
     stop_accepting = signal.getsignal(signal.SIGTERM)
 
     def end_in_time(number: int, frame: Any) -> None:
-        # Requests that are still open just before gunicorn gives up on them get an answer.
+        # One second before gunicorn kills open requests, fail them: their clients get a response.
         gevent.spawn_later(max(0.0, worker.cfg.graceful_timeout - 1.0), service.close)
         assert callable(stop_accepting)
         stop_accepting(number, frame)
@@ -141,14 +144,13 @@ def post_worker_init(worker: Any) -> None:
 
 
 def give_logging_native_locks() -> None:
-    """Takes gevent's locks out of the logging module, whose users are also native threads.
+    """Replaces gevent's locks in the logging module by native ones.
 
-    A gevent lock can leave a greenlet waiting for ever when another thread (the tokenizer's)
-    logs at the same time. It also fails, with a traceback on the screen, when the interpreter
-    ends. A native lock does neither, and writing a line yields to no other greenlet.
+    Native threads, such as the tokenizer's, log too. With a gevent lock, a greenlet that logs at
+    the same time can wait forever, and the interpreter's exit prints a traceback. A native lock
+    has neither problem, as writing a log line does not switch greenlets.
     """
-    # The class in C. gevent leaves the function threading.RLock as it is, but that function then
-    # makes locks of threading's Python class, which gevent has given its own inner lock.
+    # Use the C class: gevent patches the Python class behind `threading.RLock`.
     new_lock = get_original("_thread", "RLock")
     vars(logging)["_lock"] = new_lock()
     for reference in vars(logging)["_handlerList"]:
@@ -158,15 +160,14 @@ def give_logging_native_locks() -> None:
     def create_lock(handler: logging.Handler) -> None:
         handler.lock = new_lock()
 
-    # For handlers that libraries add later: transformers does, in the tokenizer's thread.
+    # For handlers that libraries add later, such as transformers in the tokenizer's thread.
     vars(logging)["Handler"].createLock = create_lock
 
 
 def _end_with_supervisor(supervisor_fd: int, master_pid: int) -> None:
-    """Ends the server when the supervisor is gone, and the workers with it.
+    """Ends the server after the supervisor has ended, because the workers end with it.
 
-    In the front ends, because the master holds no threads and gunicorn tells it nothing of
-    this child.
+    Runs in the front ends: the master has no threads, and gunicorn has no hook for this child.
     """
     select.select([supervisor_fd], [], [])
     if os.getppid() == master_pid:
@@ -174,23 +175,22 @@ def _end_with_supervisor(supervisor_fd: int, master_pid: int) -> None:
 
 
 def worker_int(worker: Any) -> None:
-    """In a front end that must stop at once: its waiting requests get their answer."""
+    """In a front end that must stop immediately: fails its open requests."""
     worker.wsgi.extensions["titopool"].close()
 
 
 def worker_abort(worker: Any) -> None:
-    """In a front end that the master found hanging."""
+    """In a front end that the master aborts because it hangs."""
     worker_int(worker)
 
 
 def worker_exit(server: Any, worker: Any) -> None:
-    """In a front end that ends: leaves out the interpreter's own end.
+    """In a front end that ends: exits without the interpreter's shutdown.
 
-    That takes a second once the tokenizer's modules are there, and can write tracebacks of
-    what is taken apart in an unlucky order.
+    With the tokenizer's modules loaded, that shutdown takes a second and can print tracebacks.
     """
     reason = sys.exc_info()[1]
-    # The master calls this too, for a process that it finds gone.
+    # The master also calls this hook, for a front end that has already ended.
     if worker.pid == os.getpid() and isinstance(reason, SystemExit):
         code = reason.code or 0
         if isinstance(code, int):
@@ -200,11 +200,14 @@ def worker_exit(server: Any, worker: Any) -> None:
 
 
 def on_exit(server: Any) -> None:
-    """In the master, after the front ends: stops the workers. Exits 1 after a failed start."""
+    """In the master, after the front ends ended: stops the workers.
+
+    Exits with status 1 after a failed start, or if the supervisor ended unexpectedly.
+    """
     if _supervisor is None:
         return
     was_alive = _is_alive(_supervisor.pid)
-    _stop(_supervisor.pid)
+    _stop_process(_supervisor.pid)
     run_dir = Path(os.environ[ENV_PREFIX + "RUN_DIR"])
     has_failed = (run_dir / FAILURE_FILE).exists()
     (run_dir / FAILURE_FILE).unlink(missing_ok=True)
@@ -216,8 +219,8 @@ def on_exit(server: Any) -> None:
         sys.exit(1)
 
 
-def _stop(pid: int) -> None:
-    # gunicorn reaps every child of the master, so Popen cannot tell whether this one lives.
+def _stop_process(pid: int) -> None:
+    # gunicorn reaps all children of the master, so Popen cannot tell whether this one is alive.
     deadline = time.monotonic() + SUPERVISOR_STOP_TIMEOUT_S
     sent = signal.SIGTERM
     while _is_alive(pid):
@@ -236,14 +239,11 @@ def _is_alive(pid: int) -> bool:
 
 
 def _urls(server: Any) -> list[str]:
-    """Where this server answers, as a client on this host reaches it."""
+    """The server's URL for a client on this host, in a list; none if it listens on Unix sockets."""
     urls = []
     for listener in server.LISTENERS:
         address = listener.sock.getsockname()
-        # A Unix socket's address is no tuple.
+        # The address of a Unix socket is a string.
         if isinstance(address, tuple):
-            host = LOOPBACK.get(address[0], str(address[0]))
-            urls.append(
-                f"http://[{host}]:{address[1]}" if ":" in host else f"http://{host}:{address[1]}"
-            )
+            urls.append(f"http://{_address(LOOPBACK.get(address[0], str(address[0])), address[1])}")
     return urls[:1]

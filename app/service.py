@@ -1,24 +1,25 @@
-"""What the handlers of one front-end process share: settings, link, tokenizer, drift."""
+"""What all handlers of a front end share: settings, link, tokenizer, drift watch."""
 
-import time
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager
 
 from flask import current_app
+from flask import request as http_request
 from gevent.monkey import is_module_patched
 
 from app.inputs.admission import Admission
 from app.inputs.drift import DriftWatch
 from app.inputs.tokenizer import TokenizerLoader
 from app.pool.link import Link
+from app.schemas.decoding import Body, Decoder, decode_body
+from titopool.deadline import Deadline
 from titopool.errors import ConfigError, QueueFull
 from titopool.settings.config import ServerConfig
 from titopool.wire.sockets import worker_endpoint
 
 
 class Service:
-    """Starts with the process that serves, not with the one that forks it."""
+    """Made before gunicorn forks; `start` is called in the process that serves."""
 
     def __init__(self, config: ServerConfig):
         self.config = config
@@ -28,61 +29,60 @@ class Service:
         self._num_open = 0
 
     def start(self) -> None:
-        """Connects to the workers; does nothing the second time.
+        """Connects to the workers; further calls do nothing.
 
         Raises:
-            ConfigError: this process serves with threads or one request at a time.
+            ConfigError: this process does not run under gunicorn's gevent worker.
         """
         if not is_module_patched("socket"):
             raise ConfigError(
-                "expected gunicorn's gevent worker; start `titopool serve`, or gunicorn with "
-                "`-c python:app.gunicorn_hooks`"
+                "expected gunicorn's gevent worker, got another; start `titopool serve`, or "
+                "gunicorn with `-c python:app.gunicorn_hooks`"
             )
         self.link.start()
 
     @contextmanager
-    def admit(self) -> Iterator["Admitted"]:
-        """Takes on a request, as one of those that this process holds open at once.
+    def admit(self, decoder: Decoder[Body]) -> Iterator[tuple[Admission, Body]]:
+        """Admits the current HTTP request, sets its deadline and decodes its body.
 
         Raises:
-            QueueFull: it holds as many already.
-            NoReadyWorker: no worker has told yet which model it serves.
+            QueueFull: `max_open_requests` requests are open in this process.
+            NoReadyWorker: no worker has reported its model yet.
+            InvalidRequest: as `decode_body`.
         """
         limit = self.config.max_open_requests
         if self._num_open >= limit:
             raise QueueFull(
-                f"{limit} requests are open here, as many as max_open_requests allows; try again "
-                "later, or send more prompts in one",
+                f"expected at most {limit} open requests in this process (max_open_requests), got "
+                "one more; retry later, or send more prompts in one request",
                 retry_after_s=1,
             )
-        self._num_open += 1
-        try:
-            deadline = time.monotonic() + self.config.request_timeout_s
-            yield Admitted(self.tokenizer, self.link.facts, deadline, self)
-        finally:
-            self._num_open -= 1
+        with ExitStack() as at_end:
+            self._num_open += 1
+            at_end.callback(self._count_end)
+            deadline = Deadline.after(self.config.request_timeout_s)
+            admission = Admission(
+                self.config, self.link, self.tokenizer, self.link.facts, deadline, at_end
+            )
+            yield admission, decode_body(http_request.get_data(cache=False), decoder)
+
+    def _count_end(self) -> None:
+        self._num_open -= 1
 
     def close(self) -> None:
-        """Ends every open request and the connections."""
+        """Fails every open request and closes the connections to the workers."""
         self.link.close()
 
 
-@dataclass(frozen=True)
-class Admitted(Admission):
-    """The same, with what sends it on."""
-
-    service: Service
-
-
 def endpoints_of(config: ServerConfig) -> tuple[str, ...]:
-    """The workers' endpoints: those configured, else the local pool's sockets."""
+    """The configured endpoints, else the sockets of the workers on this host."""
     if config.endpoints or not config.run_dir:
         return config.endpoints
     return tuple(worker_endpoint(config.run_dir, index) for index in range(config.num_workers))
 
 
 def current_service() -> Service:
-    """The service of the application that handles this request; starts it if need be."""
+    """The service of the current Flask application, started."""
     service: Service = current_app.extensions["titopool"]
     service.start()
     return service

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from app.pool.pending import Request
-from app.pool.placement import POLICIES, Choice, Policy
+from app.pool.placement import ROUTING_POLICIES, Choice, RoutingPolicy
 from app.pool.prefix_index import as_integers
 from app.pool.state import Pool
 from benchmarks.placement_workloads import WORKLOADS, Conversation, Turn
@@ -173,7 +173,7 @@ class Simulation:
         self,
         workload: list[Conversation],
         num_workers: int,
-        policies: list[Policy],
+        policies: list[RoutingPolicy],
         *,
         max_num_seqs: int,
         with_prefixes: bool,
@@ -295,7 +295,7 @@ def simulate(
         simulation = Simulation(
             workload,
             num_workers,
-            [POLICIES[name]() for _ in range(num_front_ends)],
+            [ROUTING_POLICIES[name]() for _ in range(num_front_ends)],
             # Round robin as in other servers: every job is sent at once.
             max_num_seqs=UNLIMITED if name == "round_robin" else MAX_NUM_SEQS,
             with_prefixes=name == "prefix",
@@ -305,7 +305,7 @@ def simulate(
     class EvenSplit:
         """Splits the conversations, all known in advance, into contiguous parts of equal number."""
 
-        def choose(self, waiting, ready):  # type: ignore[no-untyped-def]
+        def choose(self, waiting, candidates, ready):  # type: ignore[no-untyped-def]
             conversation = simulation.sources[waiting.first.job.job_id][0]
             return Choice(ready[conversation * num_workers // len(workload)], waiting.first)
 

@@ -97,13 +97,13 @@ def test_bad_conversations_are_refused_with_their_place(server: Server, name: st
     ("{% for m in messages %}{{ m.content + '!' }}{% endfor %}", False),
 ])  # fmt: skip
 def test_whether_a_template_reads_parts_is_found_out(tokenizer, template: str, reads: bool):
-    from app.inputs.chat_template import _reads_parts
+    from app.inputs.chat_template import _accepts_parts
 
     class Tokenizer:
         def apply_chat_template(self, messages, **options):
             return tokenizer.apply_chat_template(messages, chat_template=template, **options)
 
-    assert _reads_parts(Tokenizer()) == reads
+    assert _accepts_parts(Tokenizer()) == reads
 
 
 def test_tokenize_and_detokenize_are_each_others_reverse(server: Server, tokenizer):

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import gevent
 import pytest
 
-from app.pool.commands import Commands
+from app.pool.command_sender import CommandSender, results_of
 from app.pool.state import Pool
 from tests.test_pool import beat
 from titopool.errors import DeadlinePassed, NoReadyWorker, TitopoolError, WeightUpdateFailed
@@ -19,8 +19,10 @@ class Told:
     def __init__(self, num_workers: int, answers: Callable[["Told", int, Command], None]):
         self.sent: list[tuple[str, Action]] = []
         self._answers = answers
-        self.pool = Pool(no_worker_timeout_s=1, on_lost=lambda *what: self.commands.on_lost(*what))
-        self.commands = Commands(self._send, self.pool)
+        self.pool = Pool(
+            no_worker_timeout_s=1, on_lost=lambda *what: self.commands.on_worker_lost(*what)
+        )
+        self.commands = CommandSender(self._send, self.pool)
         for index in range(num_workers):
             self.pool.add_worker(f"w{index}", 0)
             self.pool.on_heartbeat(f"w{index}", beat(f"w{index}"), 0)
@@ -46,12 +48,12 @@ def none_answers(told: Told, index: int, command: Command) -> None:
 def test_all_are_told_and_each_end_is_known_when_one_dies():
     def answers(told: Told, index: int, command: Command) -> None:
         if index == 0:
-            told.pool.lose_worker("w0", "killed")
+            told.pool.mark_worker_lost("w0", "killed")
         else:
             told.answer(index, command)
 
     told = Told(3, answers)
-    outcomes = told.commands.outcomes(told.commands.members(), ApplyUpdate("u"))
+    outcomes = told.commands.gather_outcomes(told.commands.all_workers(), ApplyUpdate("u"))
     assert [endpoint for endpoint, _ in told.sent] == ["w0", "w1", "w2"]
     assert [one.result for one in outcomes] == [None, {"w": 1}, {"w": 2}]
     assert isinstance(outcomes[0].error, WeightUpdateFailed)
@@ -60,20 +62,22 @@ def test_all_are_told_and_each_end_is_known_when_one_dies():
 
 def test_one_that_is_gone_already_does_not_keep_the_others_from_being_told():
     told = Told(3, all_answer)
-    workers = told.commands.members()
-    told.pool.lose_worker("w1", "killed")
-    outcomes = told.commands.outcomes(workers, GetStatus())
+    workers = told.commands.all_workers()
+    told.pool.mark_worker_lost("w1", "killed")
+    outcomes = told.commands.gather_outcomes(workers, GetStatus())
     assert [one.result for one in outcomes] == [{"w": 0}, None, {"w": 2}]
-    assert told.commands.num_waiting == 0
+    assert told.commands.num_pending == 0
 
 
 def test_the_time_out_is_that_of_all_commands_together():
     told = Told(4, none_answers)
     begin = time.monotonic()
-    outcomes = told.commands.outcomes(told.commands.members(), GetStatus(), timeout_s=0.3)
+    outcomes = told.commands.gather_outcomes(
+        told.commands.all_workers(), GetStatus(), timeout_s=0.3
+    )
     assert 0.3 <= time.monotonic() - begin < 1.0
     assert [one.error.code for one in outcomes if one.error] == ["deadline_passed"] * 4
-    assert told.commands.num_waiting == 0
+    assert told.commands.num_pending == 0
 
 
 @pytest.mark.parametrize(
@@ -81,17 +85,17 @@ def test_the_time_out_is_that_of_all_commands_together():
     [
         lambda pool: pool.remove_worker("w0"),
         lambda pool: pool.on_heartbeat("w0", beat("w0", incarnation="second"), 1),
-        lambda pool: pool.lose_worker("w0", "silent"),
+        lambda pool: pool.mark_worker_lost("w0", "silent"),
     ],
     ids=["address-gone", "restarted", "silent"],
 )
 def test_a_worker_that_is_known_to_be_gone_is_not_waited_for(lose: Callable[[Pool], None]):
     told = Told(1, none_answers)
-    workers = told.commands.members()
+    workers = told.commands.all_workers()
     gevent.spawn_later(0.05, lose, told.pool)
     begin = time.monotonic()
     with pytest.raises(WeightUpdateFailed):
-        told.commands.at_once(workers, GetStatus(), timeout_s=30)
+        results_of(told.commands.gather_outcomes(workers, GetStatus(), timeout_s=30))
     assert time.monotonic() - begin < 5
 
 
@@ -102,7 +106,9 @@ def test_the_first_decides_for_all():
 
     told = Told(3, answers)
     with pytest.raises(TitopoolError, match="another trainer's"):
-        told.commands.in_turn(told.commands.members(), lambda index, first: GetStatus())
+        told.commands.send_first_then_others(
+            told.commands.all_workers(), lambda index, first: GetStatus()
+        )
     assert [endpoint for endpoint, _ in told.sent] == ["w0"]
 
 
@@ -114,8 +120,8 @@ def test_what_the_others_refuse_is_undone_at_all():
 
     told = Told(3, answers)
     with pytest.raises(TitopoolError, match="no"):
-        told.commands.in_turn(
-            told.commands.members(), lambda index, first: GetStatus(), undo=ApplyUpdate("undo")
+        told.commands.send_first_then_others(
+            told.commands.all_workers(), lambda index, first: GetStatus(), undo=ApplyUpdate("undo")
         )
     undone = [endpoint for endpoint, action in told.sent if isinstance(action, ApplyUpdate)]
     assert undone == ["w0", "w1", "w2"]
@@ -123,13 +129,13 @@ def test_what_the_others_refuse_is_undone_at_all():
 
 def test_some_calls_need_all_workers_and_some_those_that_are_there():
     told = Told(2, all_answer)
-    told.pool.lose_worker("w1", "killed")
+    told.pool.mark_worker_lost("w1", "killed")
     with pytest.raises(NoReadyWorker, match="w1 does not answer"):
-        told.commands.members()
-    assert [one.endpoint for one in told.commands.present()] == ["w0"]
-    told.pool.lose_worker("w0", "killed")
+        told.commands.all_workers()
+    assert [one.endpoint for one in told.commands.reachable_workers()] == ["w0"]
+    told.pool.mark_worker_lost("w0", "killed")
     with pytest.raises(NoReadyWorker, match="no worker answers"):
-        told.commands.present()
+        told.commands.reachable_workers()
 
 
 def test_what_the_first_may_accept_too_late_is_undone_there():
@@ -139,8 +145,8 @@ def test_what_the_first_may_accept_too_late_is_undone_there():
 
     told = Told(2, answers)
     with pytest.raises(DeadlinePassed):
-        told.commands.in_turn(
-            told.commands.members(), lambda index, first: GetStatus(),
+        told.commands.send_first_then_others(
+            told.commands.all_workers(), lambda index, first: GetStatus(),
             undo=ApplyUpdate("undo"), timeout_s=0.1,
         )  # fmt: skip
     assert told.sent == [("w0", GetStatus()), ("w0", ApplyUpdate("undo"))]
@@ -152,21 +158,21 @@ def test_a_command_that_cannot_be_sent_is_not_waited_for():
 
     told = Told(1, answers)
     with pytest.raises(OverflowError):
-        told.commands.outcomes(told.commands.members(), GetStatus())
-    assert told.commands.num_waiting == 0
+        told.commands.gather_outcomes(told.commands.all_workers(), GetStatus())
+    assert told.commands.num_pending == 0
 
 
 def test_a_worker_that_was_not_there_is_told_from_one_that_failed():
     def answers(told: Told, index: int, command: Command) -> None:
         codes = ["weight_update_failed", "no_ready_worker"]
         if index == 2:
-            told.pool.lose_worker("w2", "killed")
+            told.pool.mark_worker_lost("w2", "killed")
             return
         done = CommandDone(command.command_id, {}, codes[index], "no")
         gevent.spawn(told.commands.on_done, f"w{index}", done)
 
     told = Told(4, answers)
-    workers = told.commands.members()
-    told.pool.lose_worker("w3", "killed")
-    outcomes = told.commands.outcomes(workers, GetStatus())
-    assert [one.is_missed for one in outcomes] == [False, True, True, True]
+    workers = told.commands.all_workers()
+    told.pool.mark_worker_lost("w3", "killed")
+    outcomes = told.commands.gather_outcomes(workers, GetStatus())
+    assert [one.was_unreachable for one in outcomes] == [False, True, True, True]

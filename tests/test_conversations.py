@@ -1,6 +1,6 @@
 """Messages before they are rendered: what templates take for granted is there."""
 
-from app.inputs.chat_messages import as_system, read_conversation
+from app.inputs.chat_messages import merge_developer_into_system, read_conversation
 
 
 def read(message: dict) -> dict:
@@ -30,7 +30,7 @@ def test_developers_are_the_system():
     user = {"role": "user", "content": "u"}
     developer = {"role": "developer", "content": [{"type": "text", "text": "d"}]}
     system = {"role": "system", "content": "s"}
-    assert as_system([system, user]) == [system, user]
-    assert as_system([developer, user]) == [{**developer, "role": "system"}, user]
+    assert merge_developer_into_system([system, user]) == [system, user]
+    assert merge_developer_into_system([developer, user]) == [{**developer, "role": "system"}, user]
     merged = {"role": "system", "content": "s\n\nd"}
-    assert as_system([system, user, developer]) == [merged, user]
+    assert merge_developer_into_system([system, user, developer]) == [merged, user]

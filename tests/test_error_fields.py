@@ -3,8 +3,9 @@
 import pytest
 
 from app.inputs.images import EncodedImages, read_images
-from app.schemas.generation import GENERATE_BODY, SamplingBody, decode_body
-from app.schemas.openai import ChatFields, CompletionsFields, read
+from app.schemas.decoding import decode_body
+from app.schemas.generation import GENERATE_BODY, SamplingBody
+from app.schemas.openai import ChatFields, CompletionsFields, OpenAIDecoder
 from tests.servers import Server
 from tests.test_pool import FACTS
 from titopool.errors import InvalidRequest
@@ -38,12 +39,12 @@ def test_of_a_body_of_ours(body: bytes, message: str, param: str | None):
         (b'{"prompt": "a", "nope": 1}', CompletionsFields, "contains unknown field `nope`", "nope"),
         (b'{"prompt": "a", "logit_bias": {"a": 1}}', CompletionsFields, "logit_bias: expected `int`", "logit_bias"),
         (b'{"prompt": "a", "stream_options": {"x": 1}}', CompletionsFields, "stream_options: object", "stream_options"),
-        (b'{"messages": [], "top_logprobs": 1}', ChatFields, "top_logprobs: expected logprobs", "top_logprobs"),
+        (b'{"messages": [], "top_logprobs": 1}', ChatFields, "top_logprobs: expected 0", "top_logprobs"),
     ],
 )  # fmt: skip
 def test_of_a_body_of_openais(body: bytes, fields: type, message: str, param: str):
     with pytest.raises(InvalidRequest) as caught:
-        read(body, fields, FACTS)
+        decode_body(body, OpenAIDecoder(fields))
     assert caught.value.message.startswith((message, "object " + message))
     assert caught.value.param == param
 

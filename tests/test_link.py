@@ -11,8 +11,9 @@ import pytest
 import app.pool.link
 from app.pool.link import Link
 from app.pool.pending import StreamedRequest
-from app.pool.wire import Fate
+from app.pool.worker_socket import ConnectionState
 from tests.test_pool import beat
+from titopool.deadline import Deadline
 from titopool.settings.config import ServerConfig
 from titopool.wire.messages import Abort, Chunk, Hello, Job, ToWorker, decode_to_worker
 
@@ -36,8 +37,8 @@ class RecordingWire:
     def receive(self) -> None:
         return None
 
-    def fate(self) -> Fate:
-        return Fate.STANDS
+    def read_state(self) -> ConnectionState:
+        return ConnectionState.OPEN
 
     def close(self) -> None:
         self.is_closed = True
@@ -45,7 +46,7 @@ class RecordingWire:
 
 @pytest.fixture
 def wires(monkeypatch: pytest.MonkeyPatch) -> type[RecordingWire]:
-    monkeypatch.setattr(app.pool.link, "Wire", RecordingWire)
+    monkeypatch.setattr(app.pool.link, "WorkerSocket", RecordingWire)
     RecordingWire.sent, RecordingWire.refuses = [], set()
     return RecordingWire
 
@@ -73,7 +74,7 @@ def test_one_endpoint_that_cannot_be_connected_costs_the_others_nothing(wires):
     assert "cannot connect" in bad.reason
     # It is tried again, later and later.
     wires.refuses = set()
-    link._retries["bad"].after = 0.0
+    link._retries["bad"].not_before = Deadline(0.0)
     link._tick()
     assert "bad" in told(wires, Hello)
 
@@ -109,7 +110,7 @@ def test_a_worker_that_a_name_leaves_out_for_a_moment_stays(wires):
         link._handle(endpoint, beat(endpoint))
     request = StreamedRequest([JOB])
     link.submit(request)
-    link._turn()
+    link._read_and_send()
     (mine,) = [worker for worker in link._pool.workers.values() if worker.jobs]
     link._pool.on_results(mine.endpoint, [Chunk(1, 1, [])])
     everything = link._discovery.endpoints

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from app.pool.pending import Request
-from app.pool.placement import MAX_PASSED_OVER, POLICIES
+from app.pool.placement import MAX_PASSED_OVER, ROUTING_POLICIES
 from app.pool.prefix_index import PrefixIndex, as_integers
 from app.pool.state import Pool
 from tests.test_pool import FACTS, assigned, beat
@@ -33,7 +33,7 @@ def ready_beat(name: str, **changes) -> Heartbeat:
 
 
 def pool_of(*names: str, policy: str = "prefix") -> Pool:
-    pool = Pool(no_worker_timeout_s=10, policy=POLICIES[policy]())
+    pool = Pool(no_worker_timeout_s=10, policy=ROUTING_POLICIES[policy]())
     for name in names:
         pool.add_worker(name, now=0)
         pool.on_heartbeat(name, ready_beat(name), now=0)
@@ -140,7 +140,7 @@ def test_an_engine_that_caches_nothing_has_an_empty_index():
 
 
 def test_the_settings_names_are_the_policies():
-    assert tuple(POLICIES) == config.PLACEMENTS
+    assert tuple(ROUTING_POLICIES) == config.PLACEMENTS
 
 
 def test_a_prompt_goes_where_its_beginning_is():
@@ -272,7 +272,7 @@ def test_round_robin_takes_each_in_turn():
 @pytest.mark.parametrize(
     "event",
     [
-        pytest.param(lambda pool: pool.lose_worker("b", "killed"), id="lost"),
+        pytest.param(lambda pool: pool.mark_worker_lost("b", "killed"), id="lost"),
         pytest.param(
             lambda pool: pool.on_heartbeat("b", ready_beat("b", incarnation="second"), now=1),
             id="restarted",

@@ -50,7 +50,7 @@ class FrontEnd:
     @property
     def loads(self) -> list[int]:
         """Tokens that other front ends have under way at each worker."""
-        return [one.others.other_tokens for one in self.link._pool.workers.values()]
+        return [one.load_of_others.other_tokens for one in self.link._pool.workers.values()]
 
     @property
     def num_completed(self) -> list[int]:

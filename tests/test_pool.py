@@ -141,7 +141,7 @@ def test_cancelled_jobs_do_not_wait_on():
     request, other = request_of(1, 1), request_of(1, first_id=7)
     pool.submit(request)
     pool.submit(other)
-    assert pool.drop_done(request) == []
+    assert pool.withdraw(request) == []
     assert pool.num_open_jobs == 1
     assert [one.request for one in pool.waiting] == [other]
 
@@ -169,7 +169,7 @@ def test_a_lost_workers_jobs_go_elsewhere_and_its_late_answers_are_dropped():
     request = request_of(1)
     pool.submit(request)
     assert assigned(pool) == {"a": [1]}
-    pool.lose_worker("a", "killed")
+    pool.mark_worker_lost("a", "killed")
     assert assigned(pool) == {"b": [1]}
     pool.on_results("b", [completed(1, attempt=1)])
     assert not request.is_done
@@ -182,11 +182,11 @@ def test_a_job_that_two_workers_died_on_fails_by_itself():
     bad, good = request_of(1), request_of(1, first_id=7)
     pool.submit(bad)
     assert assigned(pool) == {"a": [1]}
-    pool.lose_worker("a", "killed")
+    pool.mark_worker_lost("a", "killed")
     assert assigned(pool) == {"b": [1]}
     pool.submit(good)
     pool.assign()
-    pool.lose_worker("b", "killed")
+    pool.mark_worker_lost("b", "killed")
     assert isinstance(bad.error, GenerationFailed)
     assert not good.is_done
     assert pool.take_failed() == [bad]
@@ -211,7 +211,7 @@ def test_a_refused_job_fails_its_request_and_frees_the_others():
     pool.on_results("a", [Failed(2, 1, "invalid_request", "no")])
     assert request.error is not None
     assert "prompts[1]: no" in request.error.message
-    aborts = pool.drop_done(request)
+    aborts = pool.withdraw(request)
     assert [(worker.endpoint, keys) for worker, keys in aborts] == [("a", [(1, 1), (3, 1)])]
     assert pool.num_open_jobs == 0
 
@@ -220,10 +220,10 @@ def test_waiting_jobs_fail_when_no_worker_comes():
     pool = Pool(no_worker_timeout_s=10)
     request = request_of(1)
     pool.submit(request)
-    pool.fail_if_abandoned(now=0)
-    pool.fail_if_abandoned(now=9)
+    pool.fail_waiting_without_worker(now=0)
+    pool.fail_waiting_without_worker(now=9)
     assert not request.is_done
-    pool.fail_if_abandoned(now=11)
+    pool.fail_waiting_without_worker(now=11)
     assert isinstance(request.error, NoReadyWorker)
 
 
@@ -263,7 +263,7 @@ def test_the_engine_that_was_loaded_first_decides_on_the_model_whoever_is_heard_
             pool.add_worker(one, now=0)
         for one in order:
             pool.on_heartbeat(one.worker_id, one, now=0)
-        assert pool.facts == FACTS
+        assert pool.view.facts == FACTS
         assert phases(pool) == {"a": "mismatched", "b": "ready", "c": "mismatched"}
         assert "vocab_size" in pool.workers["a"].reason or "model" in pool.workers["a"].reason
 
@@ -274,7 +274,7 @@ def test_heartbeats_of_a_worker_with_another_model_leave_the_facts_alone():
     pool.add_worker("b", now=1)
     for now in range(2, 6):
         pool.on_heartbeat("b", loaded("b", 2.0, OTHER_FACTS), now=now)
-        assert pool.facts == FACTS
+        assert pool.view.facts == FACTS
         pool.on_heartbeat("a", loaded("a", 1.0), now=now)
     pool.submit(request_of(*[1] * 8))
     assert set(assigned(pool)) == {"a"}
@@ -283,15 +283,15 @@ def test_heartbeats_of_a_worker_with_another_model_leave_the_facts_alone():
 def test_a_pool_that_comes_back_with_another_model_is_another_pool():
     pool = pool_of("a")
     pool.on_heartbeat("a", with_weights("a", NEW, NEW), now=1)
-    before, waiting = pool.facts, request_of(1)
+    before, waiting = pool.view.facts, request_of(1)
     waiting.facts = before
-    pool.lose_worker("a", "stopped", has_died=False)
+    pool.mark_worker_lost("a", "stopped", has_died=False)
     pool.submit(waiting)
-    assert pool.facts == FACTS
+    assert pool.view.facts == FACTS
     pool.on_heartbeat("a", loaded("a", 9.0, OTHER_FACTS), now=2)
     assert phases(pool) == {"a": "ready"}
-    assert pool.facts == OTHER_FACTS
-    assert pool.state(2).weights == PoolWeights()
+    assert pool.view.facts == OTHER_FACTS
+    assert pool.view.snapshot(2).weights == PoolWeights()
     # What was checked for the model before reaches no engine, not even late.
     late = request_of(1, first_id=7)
     late.facts = before
@@ -334,7 +334,7 @@ def test_front_ends_agree_that_weights_are_lost_also_one_that_came_later():
         assert phases(pool) == {"a": "waiting_for_weights", "b": "waiting_for_weights"}
         assert pool.has_lost_weights
         pool.submit(request)
-        pool.fail_if_abandoned(now=2)
+        pool.fail_waiting_without_worker(now=2)
     assert isinstance(request.error, WeightsLost)
     assert "/weights/accept" in request.error.message
     accepted = PoolWeights(4, "own-1")
@@ -353,7 +353,7 @@ def test_weights_are_lost_when_every_worker_says_so_and_not_before():
     pool = pool_of("a", "b")
     assert not pool_of().has_lost_weights
     pool.on_heartbeat("a", with_weights("a", NEW, NEW), now=1)
-    pool.lose_worker("a", "killed")
+    pool.mark_worker_lost("a", "killed")
     # The other one may be about to apply the same update.
     assert phases(pool)["b"] == "stale"
     assert not pool.has_lost_weights
@@ -369,7 +369,7 @@ def test_a_job_is_not_run_again_by_another_model_than_it_was_checked_for():
     pool = pool_of("a")
     pool.add_worker("b", now=0)
     pool.on_heartbeat("b", loaded("b", 5.0, OTHER_FACTS), now=0)
-    pool.lose_worker("a", "silent")
+    pool.mark_worker_lost("a", "silent")
     pool.on_heartbeat("b", loaded("b", 5.0, OTHER_FACTS), now=1)
     request = request_of(1)
     request.facts = OTHER_FACTS
@@ -377,7 +377,7 @@ def test_a_job_is_not_run_again_by_another_model_than_it_was_checked_for():
     assert assigned(pool) == {"b": [1]}
     pool.on_heartbeat("a", beat("a"), now=2)
     assert phases(pool) == {"a": "ready", "b": "mismatched"}
-    pool.lose_worker("b", "killed")
+    pool.mark_worker_lost("b", "killed")
     assert isinstance(request.error, ModelChanged)
     assert assigned(pool) == {}
     assert pool.num_open_jobs == 0
@@ -387,8 +387,8 @@ def test_what_the_pool_knows_is_told_with_what_is_left_of_a_lease():
     pool = pool_of("a")
     known = PoolState(model="m", pause=PoolPause(1, "keep", 10.0))
     pool.on_heartbeat("a", msgspec.structs.replace(beat("a"), pool=known), now=100)
-    assert pool.state(104).pause == PoolPause(1, "keep", 6.0)
-    assert pool.state(111).pause == PoolPause(1, None, 0.0)
+    assert pool.view.snapshot(104).pause == PoolPause(1, "keep", 6.0)
+    assert pool.view.snapshot(111).pause == PoolPause(1, None, 0.0)
 
 
 # ---- adapters ----------------------------------------------------------------------------
@@ -435,7 +435,7 @@ def test_jobs_of_a_lost_worker_wait_in_their_order_before_all_others():
     pool.submit(request_of(*[1] * 4))
     pool.assign()
     pool.submit(request_of(1, first_id=9))
-    pool.lose_worker("a", "killed", has_died=False)
+    pool.mark_worker_lost("a", "killed", has_died=False)
     assert [one.job.job_id for one in pool.waiting] == [1, 2, 3, 4, 9]
 
 
@@ -447,7 +447,7 @@ def test_cancelling_costs_the_same_however_many_wait():
             pool.submit(request)
         begin = time.perf_counter()
         for request in requests[-200:]:
-            pool.drop_done(request)
+            pool.withdraw(request)
         return time.perf_counter() - begin
 
     assert min(seconds(40_000) for _ in range(3)) < 20 * min(seconds(400) for _ in range(3))
@@ -455,7 +455,7 @@ def test_cancelling_costs_the_same_however_many_wait():
 
 def test_a_policy_that_fails_costs_no_request():
     class Broken:
-        def choose(self, waiting: object, ready: object) -> None:
+        def choose(self, waiting: object, candidates: object, ready: object) -> None:
             raise RuntimeError("staged")
 
     pool = Pool(no_worker_timeout_s=10, policy=Broken())
@@ -472,7 +472,7 @@ def test_whoever_waits_for_a_worker_is_told_that_it_is_gone():
     pool.on_heartbeat("a", beat("a"), now=0)
     pool.on_heartbeat("a", beat("a", incarnation="second"), now=1)
     pool.remove_worker("a")
-    assert told == [("a", "it has restarted"), ("a", "its address is gone")]
+    assert told == [("a", "it has restarted"), ("a", "its address was removed")]
 
 
 def test_a_worker_with_another_version_of_an_adapter_gets_none_of_its_jobs():
@@ -494,6 +494,6 @@ def test_a_part_that_does_not_fit_fails_its_request_and_stops_the_job():
     pool.on_results("a", [Chunk(1, 1, [(0, Completion(b"123", "", None, []))])])
     assert isinstance(request.error, GenerationFailed)
     assert pool.take_failed() == [request]
-    ((worker, keys),) = pool.drop_done(request)
+    ((worker, keys),) = pool.withdraw(request)
     assert (worker.endpoint, keys) == ("a", [(1, 1), (2, 1)])
     assert pool.num_open_jobs == 0

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from app.pool.result_checks import misfit
+from app.pool.result_checks import defect_of
 from tests.test_pool import assigned, pool_of, request_of
 from titopool.wire.messages import Chunk, Completed, Completion, Logprobs
 
@@ -50,7 +50,7 @@ BAD = [
 
 @pytest.mark.parametrize("result", GOOD, ids=repr)
 def test_a_result_that_fits_is_taken(result: Completed | Chunk):
-    assert misfit(request_of(5, n=2).jobs[0], result) == ""
+    assert defect_of(request_of(5, n=2).jobs[0], result) == ""
 
 
 @pytest.mark.parametrize("result", BAD, ids=repr)
@@ -63,10 +63,10 @@ def test_a_result_that_does_not_fit_fails_its_request_and_no_other(result: Compl
     pool.on_results("a", [result, Completed(2, 1, [one()], 0)])
     assert first.error is not None
     assert first.error.code == "generation_failed"
-    assert "gave no answer" in first.error.message
+    assert "invalid result" in first.error.message
     assert len(second.completed()) == 1
     for request in pool.take_failed():
-        pool.drop_done(request)
+        pool.withdraw(request)
     assert pool.num_open_jobs == 0
 
 

@@ -9,7 +9,7 @@ import pytest
 from flask import Flask
 from flask.testing import FlaskClient
 
-from app.pool.commands import ACCEPT_TIMEOUT_S, Commands
+from app.pool.command_sender import ACCEPT_TIMEOUT_S, CommandSender
 from app.routes.weights import trl_weights
 from tests.test_commands import Told
 from tests.test_pool import FACTS, beat
@@ -31,7 +31,9 @@ def client_of() -> Callable[..., FlaskClient]:
         told.commands._send = lambda place, command: done(told, 0, command)  # type: ignore[method-assign]
         told.pool.add_worker(endpoint, 0)
         told.pool.on_heartbeat(endpoint, beat("w"), 0)
-        link = SimpleNamespace(meet=lambda: None, commands=told.commands, facts=FACTS)
+        link = SimpleNamespace(
+            wait_for_heartbeats=lambda: None, commands=told.commands, facts=FACTS
+        )
         config = ServerConfig(weight_update_timeout_s=STEP_S, **settings)
         app = Flask(__name__)
         app.extensions["titopool"] = SimpleNamespace(
@@ -56,15 +58,15 @@ def test_a_call_that_may_end_an_update_waits_as_long_as_that_may_take(
     client_of, monkeypatch: pytest.MonkeyPatch, path: str, body: Any
 ):
     waited: list[float] = []
-    ask = Commands.outcomes
+    ask = CommandSender.gather_outcomes
 
     def outcomes(
-        self: Commands, workers: Any, action: Any, *, timeout_s: float = ACCEPT_TIMEOUT_S
+        self: CommandSender, workers: Any, action: Any, *, timeout_s: float = ACCEPT_TIMEOUT_S
     ) -> Any:
         waited.append(timeout_s)
         return ask(self, workers, action, timeout_s=timeout_s)
 
-    monkeypatch.setattr(Commands, "outcomes", outcomes)
+    monkeypatch.setattr(CommandSender, "gather_outcomes", outcomes)
     assert client_of("ipc:///w0").post(path, json=body).status_code == 200
     # Receiving the rest, preparing and applying, each within its own deadline.
     assert waited

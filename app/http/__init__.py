@@ -1,4 +1,4 @@
-"""What knows HTTP and no tokens: keys, errors, deadlines of connections.
+"""HTTP without tokens: keys, errors, connections, responses.
 
-Runs in: each gunicorn process. Imports: `pool`, for one constant of libev.
+Runs in: each gunicorn process. Imports: nothing of `app`.
 """

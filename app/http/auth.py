@@ -1,4 +1,4 @@
-"""The API key: `Authorization: Bearer KEY`, as the openai package sends it."""
+"""Checks the header `Authorization: Bearer KEY`, as the openai package sends it."""
 
 import hmac
 
@@ -6,23 +6,23 @@ from flask import Flask, request
 
 from titopool.errors import Unauthorized
 
-# Probes of a container platform have no key.
+# Probes of container platforms send no key.
 OPEN_ENDPOINTS = {"health.health", "health.live", "health.ready"}
-# What changes the model, or stops it.
-ADMIN_BLUEPRINTS = {"weights", "trl_weights", "adapters"}
+# The blueprint of all routes that change the model or pause generation.
+ADMIN_BLUEPRINT = "weights"
 
 
 def init_app(app: Flask, api_key: str, admin_key: str) -> None:
-    """Guards every route but health with `api_key`, administrative ones with `admin_key` instead.
+    """Requires `admin_key` on administrative routes and `api_key` on all others but health.
 
-    An empty `api_key` guards nothing; without an `admin_key`, it is the `api_key`. Whoever has the
-    `admin_key` may use all routes.
+    An empty `api_key` protects no route. An empty `admin_key` means that `api_key` protects the
+    administrative routes too. The `admin_key` opens all routes.
     """
 
     @app.before_request
     def check_key() -> None:
         endpoint = request.endpoint or ""
-        is_admin = bool(admin_key) and endpoint.partition(".")[0] in ADMIN_BLUEPRINTS
+        is_admin = bool(admin_key) and endpoint.partition(".")[0] == ADMIN_BLUEPRINT
         expected = admin_key if is_admin else api_key
         if not expected or endpoint in OPEN_ENDPOINTS:
             return
@@ -31,4 +31,7 @@ def init_app(app: Flask, api_key: str, admin_key: str) -> None:
         if not any(hmac.compare_digest(given, key) for key in keys):
             name = "admin_key" if is_admin else "key"
             came = "another key" if given else "no Authorization header"
-            raise Unauthorized(f"expected the header 'Authorization: Bearer <{name}>', got {came}")
+            raise Unauthorized(
+                f"expected the header 'Authorization: Bearer <{name}>', got {came}; send the key "
+                "that the server was started with"
+            )

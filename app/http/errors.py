@@ -1,4 +1,7 @@
-"""Every error as JSON in one shape; the routes themselves catch nothing."""
+"""Turns every error into a JSON response of one shape, so that routes catch nothing.
+
+Shape: `{"error": {"message", "type", "code", "param"}}`, as OpenAI's API has it.
+"""
 
 import logging
 from typing import Any
@@ -9,26 +12,25 @@ from flask import Flask, Response, request
 from gunicorn.http.errors import ParseException
 from werkzeug.exceptions import HTTPException, RequestEntityTooLarge
 
+from app.http.responses import json_response
 from titopool.errors import BodyTooLarge, InvalidRequest, TitopoolError
 
 logger = logging.getLogger(__name__)
 
 
 def init_app(app: Flask) -> None:
-    """Registers the handlers."""
-    app.register_error_handler(TitopoolError, _answer)
+    """Registers the error handlers, also with gunicorn's parser."""
+    app.register_error_handler(TitopoolError, _error_response)
     app.register_error_handler(RequestEntityTooLarge, _too_large)
     app.register_error_handler(HTTPException, _http_error)
-    app.register_error_handler(ParseException, _unreadable)
+    app.register_error_handler(ParseException, _unreadable_body)
     app.register_error_handler(Exception, _unexpected)
     gunicorn.util.write_error = write_parser_error
 
 
-def _answer(error: Exception) -> Response:
+def _error_response(error: Exception) -> Response:
     assert isinstance(error, TitopoolError)
-    response = Response(
-        orjson.dumps(error.to_dict()), status=error.status, mimetype="application/json"
-    )
+    response = json_response(error.to_dict(), error.status)
     if error.retry_after_s is not None:
         response.headers["Retry-After"] = str(error.retry_after_s)
     return response
@@ -37,43 +39,43 @@ def _answer(error: Exception) -> Response:
 def _too_large(error: Exception) -> Response:
     limit = request.max_content_length
     came = "more" if request.content_length is None else str(request.content_length)
-    return _answer(
+    return _error_response(
         BodyTooLarge(
             f"expected a body of at most {limit} bytes (max_body_bytes), got {came}; "
-            "send fewer prompts at once"
+            "send fewer prompts in one request"
         )
     )
 
 
 def _http_error(error: Exception) -> Response:
-    """404, 405 and what else Flask raises itself."""
+    """Werkzeug's own errors, such as 404 and 405."""
     assert isinstance(error, HTTPException)
     message = f"{request.method} {request.path}: {error.description}"
-    body = _refusal(error.name or "error", message)
-    return Response(body, status=error.code, mimetype="application/json")
+    return json_response(_http_error_body(error.name or "error", message), error.code or 500)
 
 
-def _refusal(name: str, message: str) -> bytes:
-    """The body of an error that HTTP itself has a name for."""
+def _http_error_body(name: str, message: str) -> dict[str, Any]:
+    """The body of an error whose code is the name of its HTTP status."""
     code = name.lower().replace(" ", "_")
     error = {"message": message, "type": "invalid_request_error", "code": code, "param": None}
-    return orjson.dumps({"error": error})
+    return {"error": error}
 
 
-def _unreadable(error: Exception) -> Response:
-    """gunicorn reads chunks when the body is asked for."""
-    return _answer(
-        InvalidRequest(f"expected a body in the chunks of HTTP/1.1, got others: {error}")
+def _unreadable_body(error: Exception) -> Response:
+    # gunicorn parses a chunked body only when the handler reads it.
+    return _error_response(
+        InvalidRequest(f"expected a body in HTTP/1.1's chunked encoding, got another: {error}")
     )
 
 
 def write_parser_error(client: Any, status: int, reason: str, message: str) -> None:
-    """Answers a request whose head gunicorn cannot read; takes the place of gunicorn's HTML.
+    """Answers a request whose head gunicorn cannot parse; replaces gunicorn's HTML page.
 
     Args:
         client: the connection, which gunicorn closes afterwards.
     """
-    body = _refusal(reason, f"expected a request of HTTP/1.1, got another: {message}")
+    text = f"expected an HTTP/1.1 request, got another: {message}"
+    body = orjson.dumps(_http_error_body(reason, text))
     head = (
         f"HTTP/1.1 {status} {reason}\r\nConnection: close\r\nContent-Type: application/json\r\n"
         f"Content-Length: {len(body)}\r\n\r\n"
@@ -83,4 +85,6 @@ def write_parser_error(client: Any, status: int, reason: str, message: str) -> N
 
 def _unexpected(error: Exception) -> Response:
     logger.exception("%s %s failed", request.method, request.path)
-    return _answer(TitopoolError("the front end failed on this request; its log has the reason"))
+    return _error_response(
+        TitopoolError("the front end failed on this request; its log has the reason")
+    )

@@ -1,4 +1,4 @@
-"""Answers as Flask sends them."""
+"""Flask responses of JSON objects and of long bodies."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -6,24 +6,24 @@ from typing import Any
 import orjson
 from flask import Response
 
-# An answer is written in pieces, each within the deadline: a slow client is not a silent one.
+# The timeout of a connection applies to each piece, so that a slow client is not a stalled one.
 PIECE_BYTES = 64 * 1024
 
 
 def json_response(body: dict[str, Any], status: int = 200) -> Response:
-    """A short answer."""
+    """A JSON response for a short body."""
     return Response(orjson.dumps(body), status=status, mimetype="application/json")
 
 
-def respond(reply: bytes, mimetype: str) -> Response:
-    """An answer that may be long."""
-    response = Response(in_pieces(reply), mimetype=mimetype)
-    response.content_length = len(reply)
+def respond(body: bytes, mimetype: str) -> Response:
+    """A response that is written in pieces if `body` is long."""
+    response = Response(in_pieces(body), mimetype=mimetype)
+    response.content_length = len(body)
     return response
 
 
 def in_pieces(body: bytes) -> Iterable[bytes]:
-    """`body` for a Response, cut where it is long."""
+    """`body` in pieces of at most `PIECE_BYTES`."""
     if len(body) <= PIECE_BYTES:
         return (body,)
     return (body[start : start + PIECE_BYTES] for start in range(0, len(body), PIECE_BYTES))

@@ -1,7 +1,7 @@
-"""Messages as a chat template takes them, and the images in them.
+"""Chat messages in the form that chat templates expect, and the images in them.
 
-Follows what vLLM's server does before it renders: content as parts for templates that read
-parts, else as one text; arguments of tool calls as objects.
+Follows vLLM's server: content is a list of parts for templates that accept parts, otherwise one
+text; arguments of tool calls are objects.
 """
 
 import logging
@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 
 class Conversation(NamedTuple):
-    """Messages with parts for all content, and their images in base64."""
+    """Messages whose content is lists of parts, and the images in base64, in order."""
 
     messages: list[Message]
     images: list[str]
@@ -25,13 +25,14 @@ class Conversation(NamedTuple):
 def read_conversation(
     messages: list[Message], location: str, *, is_rendered: bool = True
 ) -> Conversation:
-    """`messages` with uniform content; `location` is where they stand in the body.
+    """Messages with uniform content.
 
     Args:
-        is_rendered: False looks at the images only.
+        location: location of `messages` in the client's body.
+        is_rendered: False reads the images only and leaves the messages as they are.
 
     Raises:
-        InvalidRequest: a message has no role, or a part is none that is known.
+        InvalidRequest: a message has no role, or a part has an unknown type.
     """
     if not messages and is_rendered:
         raise InvalidRequest(f"{location}: expected at least one message, got an empty list",
@@ -51,16 +52,20 @@ def read_conversation(
     return Conversation(read, images)
 
 
-def flat_content(messages: list[Message], location: str) -> list[Message]:
-    """The same for a template that reads text only: parts joined by line feeds, as vLLM does."""
+def join_text_parts(messages: list[Message], location: str) -> list[Message]:
+    """Messages for a template that accepts text only: parts joined by line feeds, as in vLLM.
+
+    Raises:
+        InvalidRequest: a message has an image.
+    """
     flat = []
     for index, message in enumerate(messages):
         content = message.get("content")
         if isinstance(content, list):
             if any(part["type"] == "image" for part in content):
                 raise InvalidRequest(
-                    f"{location}[{index}]: expected text only, as the model's chat template takes no "
-                    "images, got one",
+                    f"{location}[{index}]: expected text only, as the model's chat template accepts no "
+                    "images, got an image; leave it out",
                     param="messages",
                 )
             message = {**message, "content": "\n".join(part["text"] for part in content)}
@@ -68,19 +73,20 @@ def flat_content(messages: list[Message], location: str) -> list[Message]:
     return flat
 
 
-def as_system(messages: list[Message]) -> list[Message]:
-    """The same for a template without a developer's role: his messages are the system's.
+def merge_developer_into_system(messages: list[Message]) -> list[Message]:
+    """Messages for a template that does not know the role `developer`.
 
-    All of those make up one at the beginning, where templates want it.
+    All system and developer messages become one system message at the beginning, where templates
+    expect it. Without developer messages nothing changes.
     """
     if not any(message["role"] == "developer" for message in messages):
         return messages
-    is_of_system = [message["role"] in ("developer", "system") for message in messages]
-    first = [message for message, it_is in zip(messages, is_of_system, strict=True) if it_is]
-    others = [message for message, it_is in zip(messages, is_of_system, strict=True) if not it_is]
-    if len(first) == 1 and is_of_system[0]:
-        return [{**first[0], "role": "system"}, *others]
-    texts = [_text_of(message.get("content")) for message in first]
+    roles = ("developer", "system")
+    system = [message for message in messages if message["role"] in roles]
+    others = [message for message in messages if message["role"] not in roles]
+    if len(system) == 1 and messages[0] is system[0]:
+        return [{**system[0], "role": "system"}, *others]
+    texts = [_text_of(message.get("content")) for message in system]
     return [{"role": "system", "content": "\n\n".join(filter(None, texts))}, *others]
 
 
@@ -92,7 +98,7 @@ def _text_of(content: Any) -> str:
 
 def _read_message(message: Message, location: str, images: list[str]) -> Message:
     if not isinstance(message.get("role"), str):
-        raise _wrong(f"{location}.role", "a text", message.get("role"))
+        raise _wrong(f"{location}.role", "a string", message.get("role"))
     read = dict(message)
     content = message.get("content")
     if isinstance(content, str):
@@ -103,18 +109,18 @@ def _read_message(message: Message, location: str, images: list[str]) -> Message
             for index, part in enumerate(content)
         ]
     elif content is not None:
-        raise _wrong(f"{location}.content", "a text or a list of parts", content)
+        raise _wrong(f"{location}.content", "a string or a list of parts", content)
     if message["role"] == "assistant":
-        _complete_assistant(read)
+        _add_assistant_defaults(read)
     elif message["role"] == "tool":
-        _flatten_tool_answer(read)
+        _join_tool_result(read)
     if message.get("tool_calls"):
         read["tool_calls"] = _read_tool_calls(message["tool_calls"], f"{location}.tool_calls")
     return read
 
 
-def _complete_assistant(message: Message) -> None:
-    """What templates take for granted: content beside calls, reasoning under both of its names."""
+def _add_assistant_defaults(message: Message) -> None:
+    """Adds what templates rely on: content in every message, reasoning under both field names."""
     if message.get("content") is None:
         message["content"] = []
     if not message.get("tool_calls"):
@@ -125,8 +131,8 @@ def _complete_assistant(message: Message) -> None:
         message |= dict.fromkeys(names, reasoning)
 
 
-def _flatten_tool_answer(message: Message) -> None:
-    """One text: even templates that read parts read none of a tool's."""
+def _join_tool_result(message: Message) -> None:
+    """Joins a tool's result into one text: templates that accept parts do not accept them here."""
     parts = message.get("content")
     if isinstance(parts, list) and all(part["type"] == "text" for part in parts):
         message["content"] = "\n".join(part["text"] for part in parts)
@@ -149,14 +155,14 @@ def _read_part(part: Any, location: str, images: list[str]) -> dict[str, str]:
             return {"type": "image"}
     raise InvalidRequest(
         f"{location}: expected a part of type text, image_url (a data: URL), image_pil or image (base64), "
-        f"with its value under the name of its type, got type {part.get('type')!r} with "
+        f"with the value under the name of the type, got type {part.get('type')!r} with "
         f"{', '.join(sorted(map(str, part)))}",
         param="messages",
     )
 
 
 def _read_tool_calls(calls: Any, location: str) -> list[dict[str, Any]]:
-    """Templates expect `arguments` as an object; OpenAI's clients send them as JSON."""
+    """Tool calls with `arguments` as an object, which templates expect; clients send JSON text."""
     if not isinstance(calls, list):
         raise _wrong(location, "a list", calls)
     read = []
@@ -171,9 +177,9 @@ def _read_tool_calls(calls: Any, location: str) -> list[dict[str, Any]]:
             except (msgspec.DecodeError, RecursionError):
                 arguments = None
             if not isinstance(arguments, dict):
-                # A slip of the model: refused here, the conversation could never go on.
+                # The model wrote invalid JSON. Refusing it would end the conversation for good.
                 logger.warning(
-                    "%s[%d]: arguments that are no object are rendered as {}", location, index
+                    "%s[%d]: arguments are no JSON object; rendered as {}", location, index
                 )
         is_object = isinstance(arguments, dict)
         read.append({**call, "function": {**function, "arguments": arguments if is_object else {}}})

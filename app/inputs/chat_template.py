@@ -1,14 +1,15 @@
-"""Messages through the model's chat template, in the tokenizer's thread."""
+"""Renders messages with the model's chat template, in the tokenizer's thread."""
 
 import re
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
-from app.inputs.chat_messages import as_system, flat_content
+from app.inputs.chat_messages import join_text_parts, merge_developer_into_system
 from app.schemas.generation import Message
 from titopool.errors import InvalidRequest, TitopoolError
 
-# Arguments of transformers' apply_chat_template that are the server's to set. The template is
-# the model's: one that a client sends would run in this process.
+# Arguments of transformers' `apply_chat_template` that only the server sets. A client's template is
+# refused because templates are code that would run in this process.
 RESERVED = frozenset(
     ("conversation", "messages", "tools", "documents", "chat_template", "tokenize", "padding",
      "truncation", "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask",
@@ -16,53 +17,63 @@ RESERVED = frozenset(
 )  # fmt: skip
 _PROBE = "titopool"
 _KNOWS_DEVELOPER = re.compile("""["']developer["']""")
-_PRINTED = re.compile(r"""['"]text['"]\s*:\s*['"]""" + _PROBE)
+_PROBE_IN_REPR = re.compile(r"""['"]text['"]\s*:\s*['"]""" + _PROBE)
 
 
-class Chat(NamedTuple):
-    """One conversation to render."""
+@dataclass(frozen=True)
+class Chat:
+    """A conversation to render.
 
-    # As `app.inputs.chat_messages.read_conversation` makes them.
+    Raises:
+        InvalidRequest: `template_kwargs` has an argument that only the server sets, or
+            `continue_final_message` comes with `add_generation_prompt`.
+    """
+
+    # From `app.inputs.chat_messages.read_conversation`.
     messages: list[Message]
-    # Where they stand in the body.
+    # Location of the messages in the client's body.
     location: str
     tools: list[dict[str, Any]] | None
     template_kwargs: dict[str, Any]
     add_generation_prompt: bool = True
     continue_final_message: bool = False
 
-
-def check_template_kwargs(kwargs: dict[str, Any]) -> None:
-    """Refuses arguments that are not the client's to set."""
-    if taken := sorted(RESERVED & kwargs.keys()):
-        raise InvalidRequest(
-            f"chat_template_kwargs: expected variables of the model's template, got {taken[0]}, "
-            "which the server sets itself; leave it out",
-            param="chat_template_kwargs",
-        )
+    def __post_init__(self) -> None:
+        if reserved := sorted(RESERVED & self.template_kwargs.keys()):
+            raise InvalidRequest(
+                f"chat_template_kwargs: expected variables of the model's template, got "
+                f"{reserved[0]}, which only the server sets; leave it out",
+                param="chat_template_kwargs",
+            )
+        if self.add_generation_prompt and self.continue_final_message:
+            raise InvalidRequest(
+                "continue_final_message: expected false while add_generation_prompt is true, got "
+                "true; set add_generation_prompt to false",
+                param="continue_final_message",
+            )
 
 
 def render_all(tokenizer: Any, chats: list[Chat]) -> list[list[int]]:
-    """The token ids of each conversation; special tokens are those that the template writes.
+    """The token ids of each conversation, with the special tokens that the template writes.
 
     Raises:
-        InvalidRequest: the model has no template, or it refuses a conversation.
+        InvalidRequest: the model has no chat template, or the template refuses a conversation.
     """
     if not getattr(tokenizer, "chat_template", None):
         raise InvalidRequest(
-            "messages: expected a model with a chat template, this one has none; send prompts",
+            "messages: expected a model with a chat template, got a model without one; send prompts",
             param="messages",
         )
-    reads_parts = _reads_parts(tokenizer)
+    reads_parts = _accepts_parts(tokenizer)
     texts = [_render(tokenizer, chat, reads_parts) for chat in chats]
     ids: list[list[int]] = tokenizer(texts, add_special_tokens=False)["input_ids"]
     return ids
 
 
 def _render(tokenizer: Any, chat: Chat, reads_parts: bool) -> str:
-    messages = chat.messages if reads_parts else flat_content(chat.messages, chat.location)
+    messages = chat.messages if reads_parts else join_text_parts(chat.messages, chat.location)
     if not _KNOWS_DEVELOPER.search(str(tokenizer.chat_template)):
-        messages = as_system(messages)
+        messages = merge_developer_into_system(messages)
     try:
         text: str = tokenizer.apply_chat_template(
             messages,
@@ -75,24 +86,24 @@ def _render(tokenizer: Any, chat: Chat, reads_parts: bool) -> str:
     except TitopoolError:
         raise
     except Exception as error:
-        # Whatever the template raises, or stumbles over in these messages.
+        # Templates raise arbitrary errors, on purpose or over unexpected messages.
         raise InvalidRequest(
-            f"{chat.location}: the model's chat template refused them: {type(error).__name__}: "
+            f"{chat.location}: the model's chat template refused the messages: {type(error).__name__}: "
             f"{error}"[:500],
             param="messages",
         ) from error
     return text
 
 
-def _reads_parts(tokenizer: Any) -> bool:
-    """Whether the template takes a list of parts for content, or only text."""
+def _accepts_parts(tokenizer: Any) -> bool:
+    """Whether the template accepts a list of parts as content, not only text."""
     known = getattr(tokenizer, "titopool_reads_parts", None)
     if known is None:
         message = {"role": "user", "content": [{"type": "text", "text": _PROBE}]}
         try:
             text = tokenizer.apply_chat_template([message], tokenize=False)
-            # One that writes the list itself shows its keys.
-            known = _PROBE in text and not _PRINTED.search(text)
+            # A template that prints the list itself shows its keys.
+            known = _PROBE in text and not _PROBE_IN_REPR.search(text)
         except Exception:
             known = False
         tokenizer.titopool_reads_parts = known

@@ -1,7 +1,7 @@
-"""Drift: messages that the chat template renders to other ids than those sent beside them.
+"""Drift: the chat template renders messages to other ids than the client sent with them.
 
-In multi-turn use that is expected: ids that were sampled need not be those that a tokenizer
-makes of their text. It is counted and nothing else: the engine gets the ids.
+Drift is expected in multi-turn use: a tokenizer may encode the text of sampled ids differently. It
+is only counted; the engine gets the client's ids.
 """
 
 import logging
@@ -12,7 +12,7 @@ import gevent
 from app.inputs.chat_messages import read_conversation
 from app.inputs.chat_template import Chat, render_all
 from app.inputs.tokenizer import TokenizerLoader
-from app.inputs.tools import Tools, chat_of
+from app.inputs.tools import Tools, make_chat
 from app.pool.link import Link
 from app.schemas.openai import ChatFields
 from titopool.errors import InvalidRequest, TitopoolError
@@ -23,10 +23,10 @@ TIMEOUT_S = 60.0
 
 
 class DriftWatch:
-    """Compares beside the generation.
+    """Compares prompts in the background while they generate.
 
-    One prompt at a time, so that requests wait for the tokenizer behind one at most; those that
-    come meanwhile go uncounted.
+    One prompt at a time: other requests wait for the tokenizer behind one comparison at most.
+    Prompts that arrive during a comparison are not counted.
     """
 
     def __init__(self, link: Link, tokenizer: TokenizerLoader):
@@ -35,7 +35,7 @@ class DriftWatch:
         self._is_comparing = False
 
     def compare(self, fields: ChatFields, tools: Tools) -> None:
-        """Starts a comparison of the messages of `fields` with its `tokens`; returns at once."""
+        """Starts to compare `fields.messages` with `fields.tokens`; returns at once."""
         if not self._is_comparing:
             self._is_comparing = True
             gevent.spawn(self._compare, fields, tools)
@@ -44,7 +44,7 @@ class DriftWatch:
         try:
             difference = self._difference(fields, tools)
         except TitopoolError as error:
-            logger.debug("a prompt was not compared with its messages: %s", error)
+            logger.debug("prompt not compared with its messages: %s", error)
             return
         finally:
             self._is_comparing = False
@@ -53,14 +53,14 @@ class DriftWatch:
         self._link.report_drift(has_drifted=bool(difference))
 
     def _difference(self, fields: ChatFields, tools: Tools) -> str:
-        """How the rendered messages differ from the ids; "" if they do not."""
+        """How the rendered messages differ from the client's ids; "" if they are equal."""
         facts = self._link.facts
-        # The ids may have images expanded; a template writes one placeholder for each.
+        # The client's ids may hold expanded images; a template writes one placeholder per image.
         placeholders = frozenset(facts.images.placeholder_ids if facts.images else ())
         try:
             messages = read_conversation(fields.messages, "messages").messages
             return self._tokenizer.use(
-                _compare, chat_of(fields, messages, tools), fields.tokens or [], placeholders,
+                _compare, make_chat(fields, messages, tools), fields.tokens or [], placeholders,
                 facts=facts, timeout_s=TIMEOUT_S,
             )  # fmt: skip
         except InvalidRequest as error:
@@ -69,12 +69,12 @@ class DriftWatch:
 
 def _compare(tokenizer: Any, chat: Chat, tokens: list[int], placeholders: frozenset[int]) -> str:
     (rendered,) = render_all(tokenizer, [chat])
-    made, given = ([one for one in ids if one not in placeholders] for ids in (rendered, tokens))
-    if made == given:
+    ours, sent = ([one for one in ids if one not in placeholders] for ids in (rendered, tokens))
+    if ours == sent:
         return ""
-    pairs = zip(made, given, strict=False)
-    place = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(made), len(given)))
+    pairs = zip(ours, sent, strict=False)
+    start = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(ours), len(sent)))
     return (
-        f"from token {place} on the messages render to {made[place : place + 5]}…, the ids are "
-        f"{given[place : place + 5]}… ({len(made)} and {len(given)} tokens)"
+        f"from token {start} on, the messages render to {ours[start : start + 5]}…, but the client "
+        f"sent {sent[start : start + 5]}… ({len(ours)} and {len(sent)} tokens)"
     )

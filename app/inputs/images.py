@@ -1,8 +1,8 @@
-"""From the images of a body to checked files, as far as they can be told without the model.
+"""Turns the images of a body into checked image files, without the model.
 
-Base64, kind of file, size and number are checked here, before anything is generated. The
-worker that runs a prompt decodes its images and fits them to the placeholders: only it has
-the model's processor (`workers/images/preparer.py`).
+Base64, file type, size and number are checked here, before any prompt of the request generates.
+The worker decodes a prompt's images and matches them to the placeholders, because only workers
+have the model's processor (`workers/images/preparer.py`).
 """
 
 import binascii
@@ -22,7 +22,7 @@ from titopool.settings.config import ServerConfig
 from titopool.wire.image_files import check_file
 from titopool.wire.messages import Image, ImageFacts, WorkerFacts
 
-# What an image counts for at least: models scale small ones up.
+# Smaller images count as this many pixels: models scale them up.
 MIN_IMAGE_PIXELS = 256 * 256
 _DATA_URL = re.compile(r"data:[\w.+-]*/[\w.+-]*;base64,")
 _encode_sorted = msgspec.json.Encoder(order="sorted").encode
@@ -30,7 +30,7 @@ _encode_sorted = msgspec.json.Encoder(order="sorted").encode
 
 @dataclass(frozen=True)
 class PromptImages:
-    """The images of one prompt, and what the model's processor is told."""
+    """The images of one prompt, and the arguments for the model's processor."""
 
     images: list[Image] = field(default_factory=list)
     mm_processor_kwargs: dict[str, Any] = field(default_factory=dict)
@@ -45,18 +45,19 @@ NO_IMAGES = PromptImages()
 
 @dataclass(frozen=True)
 class EncodedImages:
-    """The images of one prompt as they came, and where prompt and images stood in the body."""
+    """The images of one prompt as the client sent them, in base64 or as data: URLs."""
 
+    # Locations of the prompt and of its images in the client's body.
     prompt: str
     location: str
     files: list[str]
-    # Whether they came in a list.
+    # Whether the client sent a list, so that an image's location has an index.
     is_list: bool
     mm_processor_kwargs: dict[str, Any]
 
 
 def images_of(body: GenerateBody, facts: WorkerFacts, config: ServerConfig) -> list[PromptImages]:
-    """The images of each prompt of `POST /generate/`; raises what `read_images` does."""
+    """The images of each prompt of `POST /generate/`; raises the errors of `read_images`."""
     has_objects = isinstance(body.prompts[0], TokensPrompt)
     if not has_objects and not body.images and not body.mm_processor_kwargs:
         return [NO_IMAGES] * len(body.prompts)
@@ -69,9 +70,9 @@ def read_images(
     """The images of one prompt.
 
     Raises:
-        InvalidImage: one is no image file, or they are too large.
-        ImageMismatch: there are more than the model takes.
-        InvalidRequest: an argument for the processor is not allowed.
+        InvalidImage: an image is no image file, or the images are too large.
+        ImageMismatch: there are more images than the model accepts.
+        InvalidRequest: an argument for the processor is not allowed or out of range.
     """
     _check_kwargs(encoded.mm_processor_kwargs, encoded.prompt, config)
     if not encoded.files:
@@ -84,8 +85,8 @@ def read_images(
 
 def _read(encoded: EncodedImages, max_pixels: int) -> list[Image]:
     kwargs = encoded.mm_processor_kwargs
-    least = max(MIN_IMAGE_PIXELS, kwargs.get("min_pixels", 0))
-    of_kwargs = blake2b(_encode_sorted(kwargs), digest_size=16).digest()
+    min_pixels = max(MIN_IMAGE_PIXELS, kwargs.get("min_pixels", 0))
+    salt = blake2b(_encode_sorted(kwargs), digest_size=16).digest()
     images, num_pixels = [], 0
     for number, text in enumerate(encoded.files):
         location = f"{encoded.location}[{number}]" if encoded.is_list else encoded.location
@@ -94,16 +95,16 @@ def _read(encoded: EncodedImages, max_pixels: int) -> list[Image]:
             width, height = check_file(data)
         except ValueError as error:
             raise InvalidImage(f"{location}: {error}", param=_field_at(location)) from None
-        num_pixels += max(least, width * height)
+        num_pixels += max(min_pixels, width * height)
         if num_pixels > max_pixels:
             raise InvalidImage(
-                f"{location}: expected at most {max_pixels} pixels in the images of a prompt "
-                f"(max_image_pixels), got {num_pixels} with this one of {width} x {height}; scale "
-                f"them down (each counts for {least} at least)",
+                f"{location}: expected at most {max_pixels} pixels in all images of a prompt "
+                f"(max_image_pixels), got {num_pixels} with this image of {width} x {height}; "
+                f"scale the images down (each counts as {min_pixels} pixels at least)",
                 param=_field_at(location),
             )
-        images.append(Image(data, blake2b(data, digest_size=16, salt=of_kwargs).digest()))
-        # Milliseconds for each image: other requests take their turn.
+        images.append(Image(data, blake2b(data, digest_size=16, salt=salt).digest()))
+        # An image takes milliseconds; other requests run in between.
         gevent.sleep(0)
     return images
 
@@ -114,10 +115,17 @@ def check_placeholders(
     locations: Sequence[str],
     facts: ImageFacts | None,
 ) -> None:
-    """Refuses images without placeholders and placeholders without images.
+    """Refuses images without placeholders, and placeholders without images.
 
-    Whether the number of placeholders is the right one depends on the sizes of the images,
-    which the worker looks at. `locations` are those of the prompts in the client's body.
+    The right number of placeholders depends on the images' sizes, so the worker checks it.
+
+    Args:
+        prompt_ids: int32 [tokens] of each prompt.
+        locations: locations of the prompts in the client's body.
+        facts: None for a model without images: nothing is checked.
+
+    Raises:
+        ImageMismatch: see above.
     """
     if facts is None:
         return
@@ -140,43 +148,47 @@ def check_placeholders(
 
 def _encoded(body: GenerateBody) -> Iterator[EncodedImages]:
     for name in ("images", "mm_processor_kwargs"):
-        check_entries(getattr(body, name), len(body.prompts), name)
+        check_one_per_prompt(getattr(body, name), len(body.prompts), name)
     for index, prompt in enumerate(body.prompts):
-        own = prompt if isinstance(prompt, TokensPrompt) else TokensPrompt([])
-        inside = own.multi_modal_data.image if own.multi_modal_data else None
-        beside = body.images[index] if body.images else None
-        if inside and beside:
+        tokens_prompt = prompt if isinstance(prompt, TokensPrompt) else TokensPrompt([])
+        data = tokens_prompt.multi_modal_data
+        in_prompt = data.image if data else None
+        in_body = body.images[index] if body.images else None
+        if in_prompt and in_body:
             raise InvalidRequest(
                 f"images[{index}]: expected null, as prompts[{index}].multi_modal_data has images",
                 param="images",
             )
-        files = inside or beside or []
-        is_list = isinstance(files, list)
+        files = in_prompt or in_body or []
         yield EncodedImages(
             prompt=f"prompts[{index}]",
-            location=f"prompts[{index}].multi_modal_data.image" if inside else f"images[{index}]",
-            files=files if isinstance(files, list) else [files],
-            is_list=is_list,
-            mm_processor_kwargs=kwargs_of(body, index, own.mm_processor_kwargs),
+            location=f"prompts[{index}].multi_modal_data.image"
+            if in_prompt
+            else f"images[{index}]",
+            files=[files] if isinstance(files, str) else files,
+            is_list=not isinstance(files, str),
+            mm_processor_kwargs=processor_kwargs_of(body, index, tokens_prompt.mm_processor_kwargs),
         )
 
 
-def check_entries(value: object, num_prompts: int, name: str) -> None:
-    """Refuses a list that has not one entry for each prompt."""
+def check_one_per_prompt(value: object, num_prompts: int, name: str) -> None:
+    """Raises ImageMismatch for a list without exactly one entry for each prompt."""
     if isinstance(value, list) and len(value) != num_prompts:
         raise ImageMismatch(
-            f"{name}: expected an entry for each of the {num_prompts} prompts (null for one "
-            f"without), got {len(value)}",
+            f"{name}: expected one entry for each of the {num_prompts} prompts (null for a prompt "
+            f"without images), got {len(value)}",
             param=name,
         )
 
 
-def kwargs_of(body: SamplingBody, index: int, own: dict[str, Any] | None = None) -> dict[str, Any]:
-    """What the processor is told for prompt `index`: its own arguments, else the request's."""
-    beside = body.mm_processor_kwargs
-    if isinstance(beside, list):
-        beside = beside[index]
-    return (beside if own is None else own) or {}
+def processor_kwargs_of(
+    body: SamplingBody, index: int, of_prompt: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """The processor's arguments for prompt `index`; `of_prompt` replaces those of the body."""
+    of_body = body.mm_processor_kwargs
+    if isinstance(of_body, list):
+        of_body = of_body[index]
+    return (of_body if of_prompt is None else of_prompt) or {}
 
 
 def _check_number(num_images: int, location: str, facts: WorkerFacts) -> None:
@@ -197,8 +209,8 @@ def _check_number(num_images: int, location: str, facts: WorkerFacts) -> None:
 def _refuse_truncation(body: SamplingBody) -> None:
     if body.truncate_prompt_tokens is not None:
         raise InvalidRequest(
-            "truncate_prompt_tokens: expected null in a request with images, whose placeholders "
-            f"it could cut through, got {body.truncate_prompt_tokens}",
+            "truncate_prompt_tokens: expected null in a request with images, as truncation "
+            f"could cut placeholders off, got {body.truncate_prompt_tokens}",
             param="truncate_prompt_tokens",
         )
 
@@ -219,11 +231,11 @@ def _check_kwargs(kwargs: dict[str, Any], location: str, config: ServerConfig) -
                     f"{config.max_image_pixels} (max_image_pixels), got {number}",
                     param="mm_processor_kwargs",
                 )
-    least, most = kwargs.get("min_pixels", 1), kwargs.get("max_pixels", config.max_image_pixels)
-    if type(least) is not int or type(most) is not int or not 0 < least <= most:
+    low, high = kwargs.get("min_pixels", 1), kwargs.get("max_pixels", config.max_image_pixels)
+    if type(low) is not int or type(high) is not int or not 0 < low <= high:
         raise InvalidRequest(
             f"{location}: mm_processor_kwargs: expected whole numbers with 0 < min_pixels <= "
-            f"max_pixels, got {least!r} and {most!r}",
+            f"max_pixels, got {low!r} and {high!r}",
             param="mm_processor_kwargs",
         )
 
@@ -239,8 +251,8 @@ def _numbers(value: Any) -> Iterator[float]:
 def _decode_base64(text: str, location: str) -> bytes:
     if re.match(r"\w{1,10}://", text):
         raise InvalidImage(
-            f"{location}: expected an image in base64, got a URL; the server fetches none: send the "
-            "file's bytes",
+            f"{location}: expected an image in base64, got a URL; the server does not fetch URLs: "
+            "send the file's bytes",
             param=_field_at(location),
         )
     header = _DATA_URL.match(text)
@@ -254,7 +266,7 @@ def _decode_base64(text: str, location: str) -> bytes:
 
 
 def _field_at(location: str) -> str:
-    """The body's field in which an image stands: images also come in prompts and messages."""
+    """The top-level field of a location: images are in `images`, `prompts` or `messages`."""
     return re.split(r"\W", location, maxsplit=1)[0]
 
 

@@ -1,4 +1,4 @@
-"""From the prompts of a body to checked token ids."""
+"""Turns the prompts of `POST /generate/` into checked token ids, and checks ids of all routes."""
 
 from collections.abc import Sequence
 
@@ -8,18 +8,20 @@ from app.inputs.admission import Admission
 from app.inputs.tokenizer import encode_all
 from app.schemas.generation import GenerateBody, SamplingBody, TokensPrompt
 from titopool.errors import InvalidRequest, PromptTooLong
+from titopool.settings.sampling import check_token_ids
 from titopool.wire.messages import WorkerFacts
 
-# What is read as one kind; the text is for messages.
+# Kinds of prompts, as error messages name them.
 KINDS = {str: "text", list: "token ids", TokensPrompt: "TokensPrompt objects"}
 
 
 def prompt_ids_of(body: GenerateBody, admission: Admission) -> list[np.ndarray]:
-    """The ids of each prompt, int32, as the engine will get them.
+    """The ids of each prompt as the engine gets them, int32 [tokens].
 
     Raises:
-        InvalidRequest: prompts of several kinds, an empty one, an id outside the vocabulary.
-        PromptTooLong: a prompt leaves no room for a token.
+        InvalidRequest: the prompts are of several kinds, a prompt is empty, or an id is outside
+            the vocabulary.
+        PromptTooLong: a prompt leaves no room for a generated token.
     """
     _check_kinds(body.prompts)
     token_ids, facts = _token_ids(body.prompts, admission), admission.facts
@@ -33,10 +35,10 @@ def prompt_ids_of(body: GenerateBody, admission: Admission) -> list[np.ndarray]:
     return checked
 
 
-def is_known_to_client(token_ids: np.ndarray, sent: str | list[int] | TokensPrompt) -> bool:
-    """Whether the client sent just these ids: no text, nothing cut off."""
-    given = _ids_in(sent)
-    return given is not None and len(given) == len(token_ids)
+def was_sent_as_ids(token_ids: np.ndarray, sent: str | list[int] | TokensPrompt) -> bool:
+    """Whether the client sent these ids itself: no text, and no truncation."""
+    sent_ids = _ids_in(sent)
+    return sent_ids is not None and len(sent_ids) == len(token_ids)
 
 
 def _check_kinds(prompts: Sequence[object]) -> None:
@@ -49,7 +51,7 @@ def _check_kinds(prompts: Sequence[object]) -> None:
         if type(prompt) is not first:
             raise InvalidRequest(
                 f"prompts[{index}]: expected {KINDS[first]} like prompts[0], got "
-                f"{KINDS[type(prompt)]}; send each kind in a request of its own",
+                f"{KINDS[type(prompt)]}; send each kind in a separate request",
                 param="prompts",
             )
 
@@ -70,12 +72,12 @@ def _ids_in(prompt: str | list[int] | TokensPrompt) -> list[int] | None:
 
 
 def tokens_to_keep(body: SamplingBody, facts: WorkerFacts) -> int | None:
-    """How many ids of each prompt `truncate_prompt_tokens` leaves; None: all."""
+    """How many ids of each prompt `truncate_prompt_tokens` keeps, from the end; None: all."""
     limit = body.truncate_prompt_tokens
     if limit is None:
         return None
     if limit == -1:
-        # One place is left for the first generated token.
+        # Leaves room for one generated token.
         return facts.max_model_len - 1
     if limit < 1:
         raise InvalidRequest(
@@ -86,31 +88,26 @@ def tokens_to_keep(body: SamplingBody, facts: WorkerFacts) -> int | None:
 
 
 def checked_ids(ids: list[int], location: str, vocab_size: int) -> np.ndarray:
-    """Token ids as int32.
+    """Token ids as int32 [tokens]; `location` is their location in the client's body.
 
     Raises:
-        InvalidRequest: there are none, or one is outside the vocabulary.
+        InvalidRequest: there are no ids, or an id is outside the vocabulary.
     """
-    field = location.partition("[")[0]
     if not ids:
         raise InvalidRequest(
-            f"{location}: expected at least one token, got an empty prompt", param=field
+            f"{location}: expected at least one token, got an empty prompt",
+            param=location.partition("[")[0],
         )
-    # Python's own integers first: they may be too large for any array.
-    if min(ids) < 0 or max(ids) >= vocab_size:
-        position = next(i for i, token_id in enumerate(ids) if not 0 <= token_id < vocab_size)
-        raise InvalidRequest(
-            f"{location}[{position}]: expected a token id in [0, {vocab_size}), got {ids[position]}",
-            param=field,
-        )
+    # Before the conversion, because an integer may be too large for int32.
+    check_token_ids(location, ids, vocab_size)
     return np.array(ids, dtype=np.int32)
 
 
 def check_length(num_tokens: int, location: str, max_model_len: int) -> None:
-    """Refuses a prompt that leaves no room for a token."""
+    """Raises PromptTooLong for a prompt that leaves no room for a generated token."""
     if num_tokens >= max_model_len:
-        # "exceeds the model's context length": verifiers looks for these words to end a rollout
-        # as too long, not as failed.
+        # verifiers searches for "exceeds the model's context length" and then ends the rollout as
+        # too long instead of failed.
         raise PromptTooLong(
             f"{location}: expected at most {max_model_len - 1} tokens, one less than the "
             f"model's {max_model_len} (max_model_len), got {num_tokens}, which exceeds the model's "

@@ -1,7 +1,7 @@
-"""The model's tokenizer, for prompts that come as text or as messages.
+"""The model's tokenizer, for prompts that are text or messages.
 
-Loaded when the first text comes: transformers brings torch with it (seconds, 0.4 GB), and
-trainers send ids. It works in a thread of its own, as it would hold up all other requests.
+Loaded for the first such prompt: importing transformers imports torch (seconds, 0.4 GB), and
+trainers send ids. It runs in a thread, so that it does not block the other requests.
 """
 
 import logging
@@ -20,56 +20,54 @@ logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
-# How long a request with text waits while it is loaded.
+# How long a request waits while the tokenizer is loaded.
 LOADING_TIMEOUT_S = 60.0
-
-
-# What tells one tokenizer from another.
 TokenizerKey = tuple[str, str | None, bool, str]
 
 
 def key_of(facts: WorkerFacts) -> TokenizerKey:
-    """Changes with the tokenizer that the workers' engines have."""
+    """Identifies the tokenizer of the workers' engines."""
     return (
         facts.tokenizer, facts.tokenizer_revision, facts.trust_remote_code, facts.tokenizer_digest,
     )  # fmt: skip
 
 
 class TokenizerLoader:
-    """Loads the tokenizer once and hands it texts, one request after the other."""
+    """Loads the tokenizer once, and calls it for one request after the other."""
 
     def __init__(self) -> None:
-        # A fast tokenizer's settings are not safe to share between threads: one, and in turn.
-        self._turn = Semaphore()
+        # A fast tokenizer's settings are not safe to share, so calls run one at a time.
+        self._lock = Semaphore()
         self._thread: ThreadPool | None = None
-        # The tokenizer, once it is there, and what it was loaded for.
+        # The tokenizer, or its loading, and the key that it was loaded for.
         self._loaded: AsyncResult | None = None
         self._loaded_for: TokenizerKey | None = None
-        # Of single tokens, by their ids: those that answers have named so far.
+        # Texts of single tokens that responses have shown, by id.
         self.token_texts: dict[int, str] = {}
 
     def use(
         self, function: Callable[..., Result], *arguments: Any, facts: WorkerFacts, timeout_s: float
     ) -> Result:
-        """`function(tokenizer, *arguments)`, in the tokenizer's thread.
+        """Calls `function(tokenizer, *arguments)` in the tokenizer's thread.
 
         Raises:
-            NoReadyWorker: the tokenizer cannot be loaded, or is not free within `timeout_s`.
+            NoReadyWorker: the tokenizer cannot be loaded, or `timeout_s` has passed.
+            TitopoolError: what `function` raised.
         """
-        busy = NoReadyWorker("the tokenizer is busy with other requests; try again")
+        busy = NoReadyWorker("the tokenizer is busy with other requests; try again later")
         with gevent.Timeout(max(0.001, timeout_s), busy):
             tokenizer = self._get(facts)
-            with self._turn:
+            with self._lock:
                 result, error = self._spawn(_caught, function, tokenizer, *arguments).get()
         if error is not None:
             raise error
         return cast("Result", result)
 
     def prepare(self, facts: WorkerFacts, *, timeout_s: float) -> None:
-        """Loads the tokenizer unless it is there.
+        """Loads the tokenizer unless it is loaded.
 
         Raises:
-            NoReadyWorker: it cannot be loaded, or not in time.
+            NoReadyWorker: the tokenizer cannot be loaded, or `timeout_s` has passed.
         """
         is_right = self._loaded_for == key_of(facts)
         if self._loaded is None or not is_right or not self._loaded.successful():
@@ -77,7 +75,7 @@ class TokenizerLoader:
 
     def _get(self, facts: WorkerFacts) -> Any:
         if self._loaded is None or self._loaded_for != key_of(facts):
-            # Workers elsewhere may come back with another model while this front end lives on.
+            # Workers that run elsewhere may restart with another model.
             self._loaded, self._loaded_for = self._spawn(load, facts), key_of(facts)
             self.token_texts = {}
         loaded = self._loaded
@@ -90,15 +88,15 @@ class TokenizerLoader:
             ) from None
         except Exception as error:
             if not loaded.ready():
-                # The request's own deadline; the tokenizer is still being loaded.
+                # The caller's timeout; the tokenizer is still loading.
                 raise
-            # The next request tries again.
+            # Unset, so that the next request loads again.
             if self._loaded is loaded:
                 self._loaded = None
             logger.exception("the tokenizer cannot be loaded")
             raise NoReadyWorker(
-                f"this front end has no tokenizer: it cannot be loaded ({type(error).__name__}: "
-                f"{error}); send token ids, or try again",
+                f"the tokenizer cannot be loaded ({type(error).__name__}: {error}); send token ids, or "
+                "try again",
                 retry_after_s=2,
             ) from error
 
@@ -120,7 +118,7 @@ def load(facts: WorkerFacts) -> Any:
 
 
 def encode_all(
-    tokenizer: Any, texts: list[str], *, with_special_tokens: bool = True
+    tokenizer: Any, texts: list[str], with_special_tokens: bool = True
 ) -> list[list[int]]:
     """Token ids of each text; by default with the special tokens that vLLM adds to a prompt."""
     ids: list[list[int]] = tokenizer(texts, add_special_tokens=with_special_tokens)["input_ids"]
@@ -128,7 +126,7 @@ def encode_all(
 
 
 def _caught(function: Callable[..., Any], *arguments: Any) -> tuple[Any, TitopoolError | None]:
-    """What `function` gives, or why it refuses: gevent logs what leaves a thread as an error."""
+    """The result or the TitopoolError of `function`: gevent logs exceptions that leave a thread."""
     try:
         return function(*arguments), None
     except TitopoolError as error:

@@ -1,11 +1,12 @@
-"""Tools of a chat: checked, in the form in which templates get them, and for the parsers."""
+"""Checks a chat's tools and prepares them for the chat template and for vLLM's parsers."""
 
 from typing import Any, Literal, NamedTuple
 
 import msgspec
 
-from app.inputs.chat_template import Chat, check_template_kwargs
-from app.schemas.generation import Message, explain
+from app.inputs.chat_template import Chat
+from app.schemas.decoding import convert
+from app.schemas.generation import Message
 from app.schemas.openai import ChatFields
 from titopool.errors import InvalidRequest
 from titopool.settings.sampling import MAX_JSON_DEPTH, NonEmptyStr, is_deeper_than
@@ -23,7 +24,7 @@ class Function(msgspec.Struct):
 
 
 class Tool(msgspec.Struct):
-    """OpenAI's tool; what else a client writes into it is left out, as vLLM does."""
+    """OpenAI's tool. Unknown fields are dropped, as in vLLM."""
 
     function: Function
     type: Literal["function"] = "function"
@@ -36,53 +37,53 @@ class NamedFunction(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class NamedTool(msgspec.Struct, forbid_unknown_fields=True):
-    """A `tool_choice` that names what to call."""
+    """A `tool_choice` that names the function to call."""
 
     function: NamedFunction
     type: Literal["function"] = "function"
 
 
 class Tools(NamedTuple):
-    """What a chat's tools are good for."""
+    """A chat's tools for each of their readers."""
 
-    # As the template gets them: vLLM's order of keys, which a template may write out.
-    of_template: list[dict[str, Any]] | None
-    # None: the server has no parsers.
+    # With vLLM's order of keys, because a template may print them; None without tools.
+    for_template: list[dict[str, Any]] | None
+    # For the worker; None if the server has no parsers.
     parsing: ChatParsing | None
 
 
 def read_tools(fields: ChatFields, facts: WorkerFacts) -> Tools:
-    """The tools of a body and what the parsers are to look for.
+    """The tools and the tool choice of a body.
 
     Raises:
-        InvalidRequest: a tool or the choice is malformed, or the server has no parser of calls.
+        InvalidRequest: a tool or the choice is malformed, or the server has no tool call parser.
     """
-    tools = as_templates_get_them(fields.tools)
+    tools = normalized_tools(fields.tools)
     choice = _choice(fields, [tool["function"]["name"] for tool in tools])
     if choice != "none" and not facts.tool_call_parser:
         raise InvalidRequest(
-            "tools: expected none, as this server has no parser of tool calls; start it with "
-            '--tool-call-parser and vLLM\'s name of one, or send "tool_choice": "none", which gives the '
-            "model the tools and returns its text as it is",
+            "tools: expected none, as this server has no tool call parser; start the server with "
+            '--tool-call-parser and the name of one of vLLM\'s parsers, or send "tool_choice": "none", '
+            "so that the model sees the tools and its text is returned unparsed",
             param="tools",
         )
     return Tools(tools or None, _parsing(fields, facts, tools, choice))
 
 
-def as_templates_get_them(given: list[dict[str, Any]] | None) -> list[dict[str, Any]]:
-    """Tools with the keys and the order that vLLM's server gives them.
+def normalized_tools(given: list[dict[str, Any]] | None) -> list[dict[str, Any]]:
+    """Tools with the keys that vLLM's server keeps, in vLLM's order.
 
     Raises:
-        InvalidRequest: one is malformed.
+        InvalidRequest: a tool is malformed.
     """
     tools = []
     for index, one in enumerate(given or ()):
         location = f"tools[{index}]"
-        tool = _converted(one, Tool, location)
+        tool = convert(one, Tool, location)
         if is_deeper_than(MAX_JSON_DEPTH, tool.function.parameters):
             raise InvalidRequest(
-                f"{location}.function.parameters: expected a JSON schema of {MAX_JSON_DEPTH} levels at most, "
-                "got a deeper one",
+                f"{location}.function.parameters: expected a JSON schema with at most "
+                f"{MAX_JSON_DEPTH} levels, got a deeper one; flatten it",
                 param="tools",
             )
         function = msgspec.to_builtins(tool.function)
@@ -92,16 +93,13 @@ def as_templates_get_them(given: list[dict[str, Any]] | None) -> list[dict[str, 
     return tools
 
 
-def chat_of(fields: ChatFields, messages: list[Message], tools: Tools) -> Chat:
-    """What the template gets; `messages` are those of the body with uniform content."""
-    check_template_kwargs(fields.chat_template_kwargs)
-    if fields.add_generation_prompt and fields.continue_final_message:
-        raise InvalidRequest(
-            "continue_final_message: expected add_generation_prompt to be false with it",
-            param="continue_final_message",
-        )
+def make_chat(fields: ChatFields, messages: list[Message], tools: Tools) -> Chat:
+    """The chat to render; `messages` are the body's, with uniform content.
+
+    `Chat` checks the arguments of the template.
+    """
     return Chat(
-        messages, "messages", tools.of_template, template_kwargs(fields),
+        messages, "messages", tools.for_template, template_kwargs(fields),
         fields.add_generation_prompt, fields.continue_final_message,
     )  # fmt: skip
 
@@ -114,7 +112,7 @@ def _choice(fields: ChatFields, names: list[str]) -> str | dict[str, Any]:
         return choice
     if not names:
         raise InvalidRequest(
-            f"tool_choice: expected none without tools, got {str(choice)[:60]!r}",
+            f"tool_choice: expected none without tools, got {str(choice)[:60]!r}; send tools",
             param="tool_choice",
         )
     if isinstance(choice, str):
@@ -125,7 +123,7 @@ def _choice(fields: ChatFields, names: list[str]) -> str | dict[str, Any]:
                 param="tool_choice",
             )
         return choice
-    named = _converted(choice, NamedTool, "tool_choice")
+    named = convert(choice, NamedTool, "tool_choice")
     if named.function.name not in names:
         raise InvalidRequest(
             f"tool_choice: expected one of the tools ({', '.join(names)[:200]}), got "
@@ -155,7 +153,7 @@ def _parsing(
 
 
 def template_kwargs(fields: ChatFields) -> dict[str, Any]:
-    """Variables of the template, with what vLLM makes of `reasoning_effort`."""
+    """The template's variables; `reasoning_effort` becomes two of them, as in vLLM."""
     if fields.reasoning_effort is None:
         return fields.chat_template_kwargs
     thinks = fields.reasoning_effort != "none"
@@ -164,11 +162,3 @@ def template_kwargs(fields: ChatFields) -> dict[str, Any]:
         **fields.chat_template_kwargs,
         "reasoning_effort": fields.reasoning_effort,
     }
-
-
-def _converted(value: Any, wanted: Any, location: str) -> Any:
-    try:
-        return msgspec.convert(value, wanted)
-    except msgspec.ValidationError as error:
-        name = location.partition("[")[0]
-        raise InvalidRequest(explain(error, location), param=name) from None

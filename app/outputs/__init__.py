@@ -1,4 +1,4 @@
-"""From results to the bytes of answers.
+"""From results to the contents of responses.
 
 Runs in: each gunicorn process. Imports: `inputs`, for the tokenizer.
 """

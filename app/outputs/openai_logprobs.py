@@ -1,4 +1,4 @@
-"""Log-probabilities in OpenAI's two shapes."""
+"""Log-probabilities in OpenAI's shapes for completions and chats, and vLLM's for prompts."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -6,10 +6,10 @@ from typing import Any
 import numpy as np
 
 from app.outputs.token_arrays import nested_logprobs, prompt_rows
-from app.outputs.token_texts import TextsAt, TokenTexts
+from app.outputs.token_texts import TextLookup, TokenTexts
 from titopool.wire.messages import Completed, Completion
 
-# JSON has no infinity; vLLM's server writes this for it.
+# vLLM's server writes this for -inf, which JSON does not have.
 LEAST = -9999.0
 
 
@@ -19,18 +19,20 @@ def of_completion(
     """`logprobs` of a choice of /v1/completions.
 
     Args:
-        before: the last ids of the choice before this piece of it.
-        offset: that of its first character.
+        k: the number of alternatives at each token.
+        before: in a stream, the choice's last ids before this chunk.
+        offset: in a stream, the number of characters before this chunk.
     """
-    at = texts.of_completion(completion, before)
+    lookup = texts.of_completion(completion, before)
     tokens, values, best, offsets = [], [], [], []
     for end, (token_id, entries) in enumerate(_positions(completion), len(before)):
-        token = at.shown(end, token_id)
+        token = lookup.shown(end, token_id)
         tokens.append(token)
         values.append(_value(entries[token_id]))
-        # The sampled one first: where two have one text, the last counts, as in vLLM's server.
+        # The sampled token comes first. Of entries with equal texts the last one wins, as in
+        # vLLM's server.
         kept = list(({token_id: entries[token_id]} | entries).items())[: k + 1]
-        best.append({at.shown(end, one): _value(value) for one, value in kept})
+        best.append({lookup.shown(end, one): _value(value) for one, value in kept})
         offsets.append(offset)
         offset += len(token)
     return {
@@ -41,14 +43,14 @@ def of_completion(
 def of_chat(
     completion: Completion, texts: TokenTexts, k: int, before: Sequence[int] = ()
 ) -> dict[str, Any]:
-    """`logprobs` of a choice of /v1/chat/completions; `before` as above."""
-    at = texts.of_completion(completion, before)
+    """`logprobs` of a choice of /v1/chat/completions; arguments as of `of_completion`."""
+    lookup = texts.of_completion(completion, before)
     content = []
     for end, (token_id, entries) in enumerate(_positions(completion), len(before)):
-        sampled = _entry(at, end, token_id, entries[token_id])
-        # Those of its text, whatever stands for it.
-        sampled["bytes"] = list(at.text(end, token_id).encode())
-        best = [_entry(at, end, one, value) for one, value in list(entries.items())[:k]]
+        sampled = _entry(lookup, end, token_id, entries[token_id])
+        # The bytes of the text, also where `token` is `token_id:<id>`.
+        sampled["bytes"] = list(lookup.text(end, token_id).encode())
+        best = [_entry(lookup, end, one, value) for one, value in list(entries.items())[:k]]
         content.append(sampled | {"top_logprobs": best})
     return {"content": content}
 
@@ -56,16 +58,20 @@ def of_chat(
 def of_prompt(
     result: Completed, prompt_ids: np.ndarray, location: str, k: int, texts: TokenTexts
 ) -> list[Any]:
-    """vLLM's `prompt_logprobs`: at each token its own and the best `k`; none at the first."""
+    """vLLM's `prompt_logprobs`: at each token, itself and the best `k`; null at the first token.
+
+    Raises:
+        GenerationFailed: as `prompt_rows`.
+    """
     rows = prompt_rows(result, location, num_tokens=len(prompt_ids), k=k)
     values, ids, ranks = (array.tolist() for array in rows)
-    at = texts.of_prompt(result, prompt_ids, k + 1)
+    lookup = texts.of_prompt(result, prompt_ids, k + 1)
     positions: list[Any] = [
         {
             str(token_id): {
                 "logprob": _value(value),
                 "rank": rank,
-                "decoded_token": at.text(end, int(token_id)),
+                "decoded_token": lookup.text(end, int(token_id)),
             }
             for token_id, value, rank in zip(*row, strict=True)
         }
@@ -75,17 +81,18 @@ def of_prompt(
 
 
 def _positions(completion: Completion) -> Iterable[tuple[int, dict[int, float]]]:
-    """Each sampled id with its entries, best first."""
+    """Each sampled id with the log-probabilities at its position by token id, best first."""
     values, ids = nested_logprobs(completion)
     sampled = np.frombuffer(completion.token_ids, np.int32).tolist()
     for token_id, row_ids, row in zip(sampled, ids, values, strict=True):
         yield token_id, dict(zip(row_ids.tolist(), row.tolist(), strict=True))
 
 
-def _entry(at: TextsAt, end: int, token_id: int, value: float) -> dict[str, Any]:
-    token = at.shown(end, token_id)
+def _entry(lookup: TextLookup, end: int, token_id: int, value: float) -> dict[str, Any]:
+    token = lookup.shown(end, token_id)
     return {"token": token, "logprob": _value(value), "bytes": list(token.encode())}
 
 
 def _value(value: float) -> float:
+    """`value` as JSON can write it; NaN and -inf become LEAST."""
     return max(value, LEAST) if value == value else LEAST

@@ -1,6 +1,6 @@
-"""From results to the bytes of an answer, without a Python object for each token.
+"""The body of /generate/'s response, in JSON or MessagePack, without a Python object per token.
 
-In JSON or MessagePack; both prompt-major: the n completions of prompt 0 first.
+Both formats list the n completions of prompt 0 first, then those of prompt 1, and so on.
 """
 
 from collections.abc import Sequence
@@ -21,27 +21,27 @@ _to_msgpack = msgspec.msgpack.Encoder().encode
 
 
 def is_binary(accept: MIMEAccept) -> bool:
-    """Whether the client would rather have MessagePack; one that takes neither gets JSON."""
-    # Of equal quality, the type that is named goes before one that a `*` stands for, then the first.
+    """Whether the client prefers MessagePack to JSON; a client that accepts neither gets JSON."""
+    # Of types with equal quality, one named without `*` wins, then the first.
     return accept.best_match((JSON, MSGPACK, "application/x-msgpack"), default=JSON) != JSON
 
 
 def json_reply(
     prompt_ids: Sequence[np.ndarray], results: Sequence[Completed], *, with_logprobs: bool
 ) -> bytes:
-    """The answer of /generate/ as JSON.
+    """The response of /generate/ as JSON.
 
     `logprobs` and `logprob_token_ids` have the shape [completions][tokens][1 to k + 1], or
-    are null; a value that is not finite is null.
+    are null without `with_logprobs`. A value that is not finite is null.
     """
     completions = _completions(results)
     values = ids = None
     if with_logprobs:
         values, ids = [], []
         for completion in completions:
-            one = nested_logprobs(completion)
-            values.append(one[0])
-            ids.append(one[1])
+            completion_values, completion_ids = nested_logprobs(completion)
+            values.append(completion_values)
+            ids.append(completion_ids)
     reply = {
         "prompt_ids": list(prompt_ids),
         "completion_ids": [np.frombuffer(one.token_ids, np.int32) for one in completions],
@@ -56,10 +56,10 @@ def json_reply(
 def binary_reply(
     prompt_ids: Sequence[np.ndarray | None], results: Sequence[Completed], *, with_logprobs: bool
 ) -> bytes:
-    """The answer of /generate/ as MessagePack: the arrays as the worker sent them.
+    """The response of /generate/ as MessagePack, with the arrays as the worker sent them.
 
-    Each is the bytes of a little-endian array, int32 or (`logprobs`) float32. A prompt's ids
-    are nil where `prompt_ids` has None.
+    Each array is the bytes of a little-endian array, int32 or (`logprobs`) float32. A prompt's
+    ids are nil where `prompt_ids` has None.
     """
     completions = _completions(results)
     logprobs = [one.logprobs or Logprobs(b"") for one in completions] if with_logprobs else []
@@ -87,19 +87,21 @@ def nested_logprobs(completion: Completion) -> tuple[Any, Any]:
 
 
 class PromptRows(NamedTuple):
-    """Log-probabilities of a prompt, [tokens after the first, k + 1]: its own before the best k."""
+    """A prompt's log-probabilities, [tokens - 1, k + 1]: in each row the token, then the best k."""
 
-    # float32, int32 and int32.
+    # float32.
     values: np.ndarray
+    # int32.
     token_ids: np.ndarray
+    # int32, from 1.
     ranks: np.ndarray
 
 
 def prompt_rows(result: Completed, location: str, *, num_tokens: int, k: int) -> PromptRows:
-    """Those of a prompt of `num_tokens`, for which `k` were asked.
+    """The log-probabilities of a prompt of `num_tokens` that requested the best `k`.
 
     Raises:
-        GenerationFailed: the worker did not send them all.
+        GenerationFailed: the worker did not send all of them.
     """
     packed = result.prompt_logprobs or Logprobs(b"")
     values = np.frombuffer(packed.values, np.float32)
@@ -107,8 +109,8 @@ def prompt_rows(result: Completed, location: str, *, num_tokens: int, k: int) ->
     expected = max(0, num_tokens - 1) * (k + 1)
     if not len(values) == len(token_ids) == len(ranks) == expected:
         raise GenerationFailed(
-            f"{location}: expected {expected} log-probabilities of the prompt, got {len(values)}; send the "
-            "request again"
+            f"{location}: expected {expected} log-probabilities of the prompt, got {len(values)}; "
+            "send the request again"
         )
     return PromptRows(*(one.reshape(-1, k + 1) for one in (values, token_ids, ranks)))
 
@@ -127,7 +129,7 @@ def _completions(results: Sequence[Completed]) -> list[Completion]:
 
 
 def _without_tokens(results: Sequence[Completed]) -> dict[str, Any]:
-    """What both answers write alike."""
+    """The fields that are equal in JSON and MessagePack."""
     completions = _completions(results)
     versions = [result.adapter_version for result in results]
     return {

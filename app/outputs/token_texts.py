@@ -1,8 +1,8 @@
 """The text of single tokens, as log-probabilities show it.
 
-A letter of several bytes may be spread over tokens. As vLLM's server has it, the token that
-ends the letter is shown with all of it and those before with none, so that the tokens of a
-completion make up its text.
+The bytes of one character may be spread over several tokens. As in vLLM's server, the token that
+completes the character is shown with the whole character, and the tokens before it with no text.
+So the shown tokens of a completion add up to its text.
 """
 
 from collections.abc import Iterable, Sequence
@@ -14,115 +14,120 @@ from app.inputs.admission import Admission
 from app.outputs.token_arrays import nested_logprobs
 from titopool.wire.messages import Completed, Completion
 
-# What decoding writes for bytes that are no letter.
+# What a tokenizer decodes an incomplete character to.
 REPLACEMENT = "\ufffd"
-# A letter has four bytes at most: so many tokens before one may belong to it.
+# A character has at most four bytes, so at most this many tokens before one share its character.
 MAX_BEFORE = 4
-# A token, and those before it that its text may depend on.
-Place = tuple[tuple[int, ...], int]
+# A token id with the ids before it, at most MAX_BEFORE, that its text may depend on.
+TokenInContext = tuple[tuple[int, ...], int]
 
 
-class TextsAt:
-    """The texts of the tokens that may stand at the positions of one completion or prompt."""
+class TextLookup:
+    """The texts of all token ids that the log-probabilities of one sequence name."""
 
-    def __init__(self, known: dict[int, str], before: Sequence[int], *, as_ids: bool):
-        self._known = known
-        # All ids up to the last position.
-        self._ids = before
+    def __init__(self, token_texts: dict[int, str], ids: Sequence[int], *, as_ids: bool):
+        # Texts of tokens decoded alone, by id.
+        self._token_texts = token_texts
+        # The sequence up to its last position.
+        self._ids = ids
         self._as_ids = as_ids
-        # Of those that end within a letter by themselves.
-        self.mended: dict[Place, str] = {}
+        # Texts of the tokens that, decoded alone, end within a character.
+        self.texts_in_context: dict[TokenInContext, str] = {}
 
-    def place(self, end: int, token_id: int) -> Place:
-        """Of `token_id` after the first `end` ids."""
+    def in_context(self, end: int, token_id: int) -> TokenInContext:
+        """`token_id` after the first `end` ids of the sequence."""
         return tuple(self._ids[max(0, end - MAX_BEFORE) : end]), token_id
 
     def text(self, end: int, token_id: int) -> str:
-        """The text of `token_id` after the first `end` ids."""
-        text = self._known[token_id]
-        return self.mended[self.place(end, token_id)] if text.endswith(REPLACEMENT) else text
+        """The text that `token_id` adds after the first `end` ids."""
+        text = self._token_texts[token_id]
+        if text.endswith(REPLACEMENT):
+            return self.texts_in_context[self.in_context(end, token_id)]
+        return text
 
     def shown(self, end: int, token_id: int) -> str:
-        """The same, or what names the id where that was asked for."""
+        """The text, or `token_id:<id>` with `return_tokens_as_token_ids`."""
         return f"token_id:{token_id}" if self._as_ids else self.text(end, token_id)
 
 
 class TokenTexts:
-    """Looks texts up in the tokenizer's thread, for many tokens at once."""
+    """Decodes the tokens of a request's log-probabilities, many in one call of the tokenizer."""
 
-    def __init__(
-        self,
-        admission: Admission,
-        *,
-        as_ids: bool,
-        needs_texts: bool = True,
-    ):
-        """With `as_ids`, a token is shown as its id.
+    def __init__(self, admission: Admission, *, as_ids: bool, needs_texts: bool = True):
+        """Loads the tokenizer, so that a failure comes before the generation.
 
         Args:
-            needs_texts: False where ids are all that is shown: the tokenizer is not loaded.
+            as_ids: show each token as `token_id:<id>`.
+            needs_texts: False if the response shows ids only: the tokenizer is not loaded.
+
+        Raises:
+            NoReadyWorker: the tokenizer cannot be loaded, or not in time.
         """
         self._admission = admission
         self._as_ids = as_ids
         self._needs_texts = needs_texts
         if needs_texts:
-            # Before anything is generated: it may fail.
-            admission.tokenizer.prepare(admission.facts, timeout_s=admission.left_s)
+            admission.tokenizer.prepare(admission.facts, timeout_s=admission.deadline.left_s)
 
-    def of_completion(self, completion: Completion, before: Sequence[int] = ()) -> TextsAt:
-        """The texts that the log-probabilities of a completion, or a piece of one, name.
+    def of_completion(self, completion: Completion, before: Sequence[int] = ()) -> TextLookup:
+        """The texts for the log-probabilities of a completion or a chunk of one.
 
         Args:
-            before: the last ids of the completion before this piece, MAX_BEFORE at most.
-                Positions are counted from their first.
+            before: the completion's last ids before this chunk, at most MAX_BEFORE. Positions
+                of the lookup count from the first of them.
         """
-        own = np.frombuffer(completion.token_ids, np.int32).tolist()
+        ids = np.frombuffer(completion.token_ids, np.int32).tolist()
         packed = completion.logprobs
         named = packed.token_ids or completion.token_ids if packed else b""
         _, rows = nested_logprobs(completion)
-        return self._of([*before, *own], len(before), named, rows)
+        return self._look_up([*before, *ids], len(before), named, rows)
 
-    def of_prompt(self, result: Completed, prompt_ids: np.ndarray, num_entries: int) -> TextsAt:
-        """The same for a prompt, which has none for its first token."""
+    def of_prompt(self, result: Completed, prompt_ids: np.ndarray, num_entries: int) -> TextLookup:
+        """The texts for the log-probabilities of a prompt, which begin at its second token."""
         named = result.prompt_logprobs.token_ids if result.prompt_logprobs else b""
         rows = np.frombuffer(named, np.int32).reshape(-1, num_entries)
-        return self._of(prompt_ids.tolist(), 1, named, rows)
+        return self._look_up(prompt_ids.tolist(), 1, named, rows)
 
-    def _of(self, ids: list[int], first: int, named: bytes, rows: Iterable[np.ndarray]) -> TextsAt:
+    def _look_up(
+        self, ids: list[int], first: int, named: bytes, rows: Iterable[np.ndarray]
+    ) -> TextLookup:
+        """Texts for `ids`; `rows` are the int32 ids named at each position from `first` on."""
         known = self._admission.tokenizer.token_texts
-        texts = TextsAt(known, ids, as_ids=self._as_ids)
+        lookup = TextLookup(known, ids, as_ids=self._as_ids)
         if self._needs_texts:
-            found = np.unique(np.frombuffer(named, np.int32)).tolist()
-            if new := [one for one in found if one not in known]:
-                known.update(self._admission.use_tokenizer(decode_each, new))
-            broken = [one for one in found if known[one].endswith(REPLACEMENT)]
-            if broken:
-                places = {
-                    texts.place(end, token_id)
+            unique = np.unique(np.frombuffer(named, np.int32)).tolist()
+            if new := [one for one in unique if one not in known]:
+                known.update(self._admission.use_tokenizer(decode_alone, new))
+            incomplete = [one for one in unique if known[one].endswith(REPLACEMENT)]
+            if incomplete:
+                tokens = {
+                    lookup.in_context(end, token_id)
                     for end, row in enumerate(rows, first)
-                    for token_id in row[np.isin(row, broken)].tolist()
+                    for token_id in row[np.isin(row, incomplete)].tolist()
                 }
-                texts.mended = self._admission.use_tokenizer(mend, places)
-        return texts
+                lookup.texts_in_context = self._admission.use_tokenizer(decode_in_context, tokens)
+        return lookup
 
 
-def decode_each(tokenizer: Any, ids: Iterable[int]) -> dict[int, str]:
-    """The text of each token by itself."""
+def decode_alone(tokenizer: Any, ids: Iterable[int]) -> dict[int, str]:
+    """The text of each token without its context."""
     return {token_id: tokenizer.decode([token_id]) for token_id in ids}
 
 
-def mend(tokenizer: Any, places: Iterable[Place]) -> dict[Place, str]:
-    """What each token adds to the text before it; "" if it ends within a letter."""
-    return {place: _mended(tokenizer, *place) for place in places}
+def decode_in_context(
+    tokenizer: Any, tokens: Iterable[TokenInContext]
+) -> dict[TokenInContext, str]:
+    """What each token adds to the text before it; "" if it ends within a character."""
+    return {token: _added_text(tokenizer, *token) for token in tokens}
 
 
-def _mended(tokenizer: Any, before: tuple[int, ...], token_id: int) -> str:
+def _added_text(tokenizer: Any, before: tuple[int, ...], token_id: int) -> str:
     for num in range(1, len(before) + 1):
         used = list(before[-num:])
         text: str = tokenizer.decode([*used, token_id])
         if not text.endswith(REPLACEMENT):
             while used and tokenizer.decode(used[-1:]).endswith(REPLACEMENT):
-                # It was shown with no text.
+                # This token is shown with no text.
                 used.pop()
             return text.removeprefix(tokenizer.decode(used) if used else "")
     return ""

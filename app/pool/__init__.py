@@ -1,4 +1,4 @@
-"""The workers as a front end sees them: sockets, commands, state, placement.
+"""One front end's view of the workers: sockets, commands, jobs in flight and routing.
 
 Runs in: each gunicorn process, in one greenlet. Imports: nothing of `app`.
 """

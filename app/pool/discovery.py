@@ -1,7 +1,7 @@
-"""From the endpoints of the settings to those of single workers.
+"""Resolves the endpoints in the settings to the endpoints of single workers.
 
-A host name stands for every address that it resolves to: Compose's `--scale`, a headless
-service. It is looked up again and again, in a greenlet of its own, because a look-up waits.
+A host name stands for every address that it resolves to: Compose's `--scale`, a headless service
+of Kubernetes. Names are resolved again and again, in a greenlet, because each look-up blocks.
 """
 
 import ipaddress
@@ -17,21 +17,22 @@ LOOK_UP_EVERY_S = 2.0
 
 
 class Discovery:
-    """The endpoints that are there now."""
+    """The endpoints of all workers, as of the last look-up."""
 
     def __init__(self, endpoints: tuple[str, ...]):
         self._named = [endpoint for endpoint in endpoints if is_named(endpoint)]
         self._fixed = frozenset(endpoints) - set(self._named)
-        self._found: dict[str, frozenset[str]] = {}
+        # By the endpoint with the host name.
+        self._resolved: dict[str, frozenset[str]] = {}
         self._closing = Event()
 
     @property
     def endpoints(self) -> frozenset[str]:
-        """Every worker's endpoint, as of the last look-up."""
-        return self._fixed.union(*self._found.values())
+        """Every worker's endpoint."""
+        return self._fixed.union(*self._resolved.values())
 
     def start(self) -> None:
-        """Starts looking up, if any endpoint has a host name."""
+        """Starts the look-ups, if any endpoint has a host name."""
         if self._named:
             gevent.spawn(self._run)
 
@@ -42,15 +43,15 @@ class Discovery:
         while not self._closing.is_set():
             for endpoint in self._named:
                 try:
-                    self._found[endpoint] = look_up(endpoint)
+                    self._resolved[endpoint] = look_up(endpoint)
                 except (OSError, UnicodeError) as error:
-                    # The name is unknown while no worker runs; those known may still live.
+                    # The name is unknown while no worker runs; known workers may still live.
                     logger.debug("%s: %s", endpoint, error)
             self._closing.wait(LOOK_UP_EVERY_S)
 
 
 def is_named(endpoint: str) -> bool:
-    """Whether `endpoint` has a host name, not an address."""
+    """Whether `endpoint` has a host name instead of an address."""
     if not endpoint.startswith("tcp://"):
         return False
     try:
@@ -68,12 +69,12 @@ def look_up(endpoint: str) -> frozenset[str]:
     """
     host, port = _host(endpoint), endpoint.rpartition(":")[2]
     infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    # A host with an address of each family is one worker, not two.
+    # A host with an IPv4 and an IPv6 address is one worker, not two.
     family = min(info[0] for info in infos)
-    found = {str(info[4][0]) for info in infos if info[0] == family}
+    addresses = {str(info[4][0]) for info in infos if info[0] == family}
     return frozenset(
         f"tcp://[{address}]:{port}" if ":" in address else f"tcp://{address}:{port}"
-        for address in found
+        for address in addresses
     )
 
 

@@ -1,9 +1,9 @@
-"""What a front-end process says to the workers and hears from them.
+"""The link: a front-end process's connections to all workers.
 
-Runs in: each gunicorn process, a greenlet of its own. Owns: a `Wire` to each worker, and the
-pool. Talks to: `workers/serving/server.py`. Everything in a front-end process runs in gevent's one
-thread, so nothing here needs a lock; handlers call `submit` and `cancel` directly, and what
-they submit in one turn of the loop leaves in one message to each worker.
+Runs in: each gunicorn process, a greenlet of its own. Owns: a `WorkerSocket` to each worker, and
+the `Pool`. Talks to: `workers/serving/server.py`. All greenlets share one thread, so nothing here
+needs a lock: handlers call `submit` and `cancel` directly. Jobs that are submitted before the
+link's greenlet runs leave in one message to each worker.
 """
 
 import logging
@@ -16,13 +16,14 @@ import gevent
 import zmq
 from gevent.event import Event
 
-from app.pool.commands import Commands
+from app.pool.command_sender import CommandSender
 from app.pool.discovery import Discovery
 from app.pool.pending import Request
-from app.pool.placement import POLICIES
-from app.pool.records import Worker
-from app.pool.state import Pool, natural_order
-from app.pool.wire import Fate, Wire
+from app.pool.placement import ROUTING_POLICIES
+from app.pool.records import natural_order
+from app.pool.state import Pool
+from app.pool.worker_socket import ConnectionState, WorkerSocket
+from titopool.deadline import Deadline
 from titopool.errors import NoReadyWorker, QueueFull, TitopoolError
 from titopool.settings.config import ServerConfig
 from titopool.wire import messages
@@ -31,135 +32,145 @@ from titopool.wire.messages import Failed, Heartbeat, Load, Results, Stopping, W
 
 logger = logging.getLogger(__name__)
 
-# A process that has just started asks the workers before it answers that none is ready.
-MEETING_S = 2.0
-# How long an endpoint that refuses connections is left alone, at first and at most.
+# How long a process that has just started waits for heartbeats before it reports no ready worker.
+FIRST_HEARTBEATS_S = 2.0
+# Pause before connecting again to an endpoint that refuses connections: at first, and at most.
 FIRST_RETRY_S, LONGEST_RETRY_S = 0.5, 5.0
-# Between two lines in the log about errors of the link itself.
-COMPLAIN_EVERY_S = 10.0
+# Least time between two log lines about errors of the link itself.
+LOG_ERRORS_EVERY_S = 10.0
+CLOSED = "its connection is closed"
 REFUSED = (
-    "it closes connections before they are set up: is curve_key_file the worker's, and is a worker "
-    "of titopool at this port?"
+    "it closes connections before they are set up: check that curve_key_file is the worker's, and "
+    "that a worker of titopool listens at this port"
 )
 
 
 @dataclass(frozen=True)
 class WorkerView:
-    """What /ready says of a worker."""
+    """What /ready shows of a worker."""
 
     endpoint: str
     heartbeat: Heartbeat | None
     phase: str
-    # Why it gets no jobs, where its phase does not tell.
+    # Why the worker gets no jobs; "" if the phase says it.
     reason: str
+    # Seconds since the last heartbeat.
     silent_s: float
 
 
 @dataclass
 class Retry:
-    """When an endpoint that could not be connected is tried again, and why it could not."""
+    """When to connect again to an endpoint, and why the last attempt failed."""
 
-    after: float
+    not_before: Deadline
     pause_s: float
     reason: str
 
 
 class Link:
-    """Submits requests to the workers and brings their results back."""
+    """Submits requests to the workers and delivers their results."""
 
     def __init__(self, config: ServerConfig, endpoints: tuple[str, ...]):
-        """`endpoints` are as in the settings; host names among them are looked up again and again."""
+        """`endpoints` are those of the settings; host names are resolved again and again."""
         self._config = config
         self._discovery = Discovery(endpoints)
         self._pool = Pool(
             no_worker_timeout_s=config.worker_start_timeout_s,
-            policy=POLICIES[config.placement](),
-            on_lost=lambda endpoint, reason: self.commands.on_lost(endpoint, reason),
+            policy=ROUTING_POLICIES[config.placement](),
+            on_lost=lambda endpoint, reason: self.commands.on_worker_lost(endpoint, reason),
         )
-        # For handlers: what the workers are told apart from jobs.
-        self.commands = Commands(self._send, self._pool)
-        self._views: tuple[WorkerView, ...] = ()
-        self._wires: dict[str, Wire] = {}
-        # Of endpoints that refuse connections.
+        # For handlers that send weight updates, pauses and adapters.
+        self.commands = CommandSender(self._send, self._pool)
+        self._sockets: dict[str, WorkerSocket] = {}
+        # By endpoint; entries stay until a heartbeat arrives.
         self._retries: dict[str, Retry] = {}
-        self._complained_at = -COMPLAIN_EVERY_S
-        # Wires that may have something to read.
-        self._changed: set[Wire] = set()
+        self._next_error_log = Deadline(0.0)
+        # Sockets that may have something to read.
+        self._changed: set[WorkerSocket] = set()
         self._wake = Event()
         self._greenlet: gevent.Greenlet | None = None
         self._is_closing = False
-        # Set when every worker has been heard of, or has had the time to say something.
-        self._has_met = Event()
-        self._meet_until = float("inf")
+        # Set once every worker has sent a heartbeat, or `_first_heartbeats` has passed.
+        self._has_heartbeats = Event()
+        self._first_heartbeats = Deadline(float("inf"))
 
     # ---- for handlers ----------------------------------------------------------------
 
     def start(self) -> None:
-        """Connects to the workers, once."""
+        """Connects to the workers; does nothing the second time."""
         if self._greenlet is None and not self._is_closing:
             self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
             self._discovery.start()
-            self._meet_until = time.monotonic() + MEETING_S
+            self._first_heartbeats = Deadline.after(FIRST_HEARTBEATS_S)
             self._greenlet = gevent.spawn(self._run)
 
     def close(self) -> None:
-        """Ends every open request and the connections; returns at once."""
+        """Fails every open request and closes the connections; returns at once."""
         if self._is_closing:
             return
         self._is_closing = True
         for request in self._pool.open_requests():
-            request.fail(stopping())
+            request.fail(server_stopping())
         self._wake.set()
 
     @property
     def workers(self) -> tuple[WorkerView, ...]:
-        """Every worker as of the last heartbeat or tick."""
-        return self._views
+        """Every worker as of now, in the order of their endpoints."""
+        now = time.monotonic()
+        return tuple(
+            WorkerView(
+                worker.endpoint, worker.heartbeat, worker.phase,
+                self._retries[worker.endpoint].reason
+                if worker.endpoint in self._retries else worker.reason,
+                now - worker.last_seen,
+            )
+            for worker in self._pool.sorted_workers()
+        )  # fmt: skip
 
     @property
     def facts(self) -> WorkerFacts:
-        """Facts of the model that the workers serve; stay known while workers restart.
+        """Facts of the model that the pool serves; kept while all workers restart.
 
         Raises:
             NoReadyWorker: no worker has been ready yet.
         """
-        self._has_met.wait(MEETING_S)
-        if self._pool.facts is None:
+        self.wait_for_heartbeats()
+        if self._pool.view.facts is None:
             raise self._no_ready_worker()
-        return self._pool.facts
+        return self._pool.view.facts
 
     @property
     def adapters(self) -> dict[str, int]:
-        """LoRA adapters by name, and their versions, that a worker can run now."""
+        """Versions of the LoRA adapters that a ready worker serves now, by name."""
         return self._pool.adapters
 
     @property
     def pause_left_s(self) -> float | None:
-        """Seconds that are left of a client's pause, as far as is known here; None: none is."""
-        pause = self._pool.state(time.monotonic()).pause
+        """Seconds until the client's pause expires, as last reported; None: no pause."""
+        pause = self._pool.view.snapshot(time.monotonic()).pause
         return pause.lease_left_s if pause.mode else None
 
     @property
     def needs_prefixes(self) -> bool:
         """Whether jobs should bring the digests of their prompts."""
-        has_choice = self._config.placement == "prefix" and len(self._views) > 1
+        has_choice = self._pool.policy.needs_prefixes and len(self._pool.workers) > 1
         return has_choice and self.facts.num_cache_tokens > 0
 
-    def meet(self) -> None:
-        """Returns when every worker has been heard of, or has had the time to say something."""
-        self._has_met.wait(MEETING_S)
+    def wait_for_heartbeats(self) -> None:
+        """Returns once every worker has sent a heartbeat, or has had the time to send one."""
+        self._has_heartbeats.wait(FIRST_HEARTBEATS_S)
 
     def check_ready(self) -> None:
         """Raises NoReadyWorker unless a worker can generate now."""
-        self._has_met.wait(MEETING_S)
-        if not any(view.phase == "ready" for view in self._views):
+        self.wait_for_heartbeats()
+        if not any(worker.phase == "ready" for worker in self._pool.workers.values()):
             if self._pool.has_lost_weights:
                 raise self._pool.weights_lost()
             raise self._no_ready_worker()
 
     def _no_ready_worker(self) -> NoReadyWorker:
         phases = []
-        for view in self._views:
+        for view in self.workers:
             beat, reason = view.heartbeat, f" ({view.reason})" if view.reason else ""
             text = (
                 f"{beat.worker_id} is {view.phase}" if beat else f"{view.endpoint} does not answer"
@@ -171,7 +182,7 @@ class Link:
         )
 
     def submit(self, request: Request) -> None:
-        """Sends the request's jobs to workers; it ends by `complete` or `fail`.
+        """Queues the request's jobs; the request ends by `complete` or `fail`.
 
         Raises:
             QueueFull: too many prompts are open in this process.
@@ -179,26 +190,26 @@ class Link:
         limit = self._config.max_queued_prompts
         if self._pool.num_open_jobs + len(request.jobs) > limit:
             raise QueueFull(
-                f"{self._pool.num_open_jobs} prompts are open here and {len(request.jobs)} more "
-                f"would exceed max_queued_prompts ({limit}); try again later",
+                f"expected at most {limit} open prompts in this process (max_queued_prompts), got "
+                f"{len(request.jobs)} on top of {self._pool.num_open_jobs}; try again later",
                 retry_after_s=1,
             )
         if self._is_closing:
-            request.fail(stopping())
+            request.fail(server_stopping())
             return
         self._pool.submit(request)
         self._wake.set()
 
     def cancel(self, request: Request, error: TitopoolError) -> None:
-        """Ends the request with `error`, if it is open, and stops its jobs."""
+        """Fails the request with `error` and aborts its jobs, unless the request has ended."""
         if request.fail(error):
             self._abort(request)
-            # Others may have waited for its place.
+            # Waiting jobs may take the slots.
             self._wake.set()
 
     def report_drift(self, *, has_drifted: bool) -> None:
-        """Has a comparison of messages with ids counted, by any worker: /metrics sums them."""
-        for view in self._views:
+        """Lets a worker count a comparison of messages with ids, so that /metrics can sum them."""
+        for view in self.workers:
             if view.heartbeat is not None:
                 self._send(view.endpoint, messages.Drift(1, int(has_drifted)))
                 return
@@ -206,67 +217,67 @@ class Link:
     # ---- the link's greenlet ---------------------------------------------------------
 
     def _run(self) -> None:
-        next_tick = time.monotonic()
+        interval_s = self._config.heartbeat_interval_s
+        next_tick = Deadline.after(0.0)
         while not self._is_closing:
-            self._wake.wait(max(0.0, next_tick - time.monotonic()))
+            self._wake.wait(next_tick.left_s)
             self._wake.clear()
-            self._guarded(self._turn)
-            late_s = time.monotonic() - next_tick
-            if late_s >= 0:
-                # Set before the tick: an error in it comes again in the next one, not at once.
-                next_tick = time.monotonic() + self._config.heartbeat_interval_s
-                if late_s > self._config.heartbeat_interval_s:
-                    # This process stood still: what the workers said meanwhile is not read yet.
-                    self._pool.forgive_silence(time.monotonic())
-                self._guarded(self._tick)
+            self._log_errors(self._read_and_send)
+            if next_tick.has_passed:
+                was_blocked = time.monotonic() - next_tick.at_s > interval_s
+                # Set before the tick, so that a tick that fails is not repeated at once.
+                next_tick = Deadline.after(interval_s)
+                if was_blocked:
+                    # This process did not run; heartbeats of that time are still unread.
+                    self._pool.restart_silence_timers(time.monotonic())
+                self._log_errors(self._tick)
         self._discovery.close()
-        for endpoint in list(self._wires):
+        for endpoint in list(self._sockets):
             self._disconnect(endpoint)
         self._context.term()
 
-    def _guarded(self, step: Callable[..., None], *arguments: Any) -> None:
-        """Takes a step of the loop; an error is logged and leaves the others to be taken."""
+    def _log_errors(self, step: Callable[..., None], *arguments: Any) -> None:
+        """Calls `step`; an error is logged, so that the other steps still run."""
         try:
             step(*arguments)
         except Exception:
-            if time.monotonic() - self._complained_at >= COMPLAIN_EVERY_S:
-                self._complained_at = time.monotonic()
+            if self._next_error_log.has_passed:
+                self._next_error_log = Deadline.after(LOG_ERRORS_EVERY_S)
                 logger.exception("the link goes on after an error")
 
-    def _turn(self) -> None:
-        """Reads what has come and sends what can go."""
+    def _read_and_send(self) -> None:
+        """Reads all messages, aborts failed requests and sends assigned jobs."""
         while self._changed:
-            self._guarded(self._look_at, self._changed.pop())
+            self._log_errors(self._read, self._changed.pop())
         for request in self._pool.take_failed():
-            self._guarded(self._abort, request)
-        self._guarded(self._send_assignments)
+            self._log_errors(self._abort, request)
+        self._log_errors(self._send_assignments)
 
-    def _look_at(self, wire: Wire) -> None:
-        self._receive(wire)
-        if wire.is_closed:
-            return
-        fate = wire.fate()
-        if fate is Fate.CUT:
-            self._lose(wire.endpoint, "its connection is closed")
-        elif fate is Fate.REFUSED:
-            if self._pool.workers[wire.endpoint].heartbeat is not None:
-                self._pool.lose_worker(wire.endpoint, "its connection is closed")
-            self._disconnect(wire.endpoint)
-            self._retry_later(wire.endpoint, REFUSED)
-
-    def _on_change(self, wire: Wire) -> None:
-        self._changed.add(wire)
+    def _on_change(self, worker_socket: WorkerSocket) -> None:
+        self._changed.add(worker_socket)
         self._wake.set()
 
-    def _receive(self, wire: Wire) -> None:
-        while not wire.is_closed and (frame := wire.receive()) is not None:
+    def _read(self, worker_socket: WorkerSocket) -> None:
+        """Reads a socket until it is empty, then the state of its connection."""
+        endpoint = worker_socket.endpoint
+        while not worker_socket.is_closed and (frame := worker_socket.receive()) is not None:
             try:
                 message = messages.decode_from_worker(frame)
             except messages.UNREADABLE as error:
-                logger.error("dropped an undecodable message from %s: %s", wire.endpoint, error)
+                logger.error("dropped an undecodable message from %s: %s", endpoint, error)
                 continue
-            # Whatever is wrong with it, those behind it must be read: nothing tells of them again.
-            self._guarded(self._handle, wire.endpoint, message)
+            # After an error the rest must still be read: the socket does not signal it again.
+            self._log_errors(self._handle, endpoint, message)
+        if worker_socket.is_closed:
+            return
+        state = worker_socket.read_state()
+        if state is ConnectionState.CLOSED:
+            self._lose(endpoint, CLOSED)
+        elif state is ConnectionState.REFUSED:
+            if self._pool.workers[endpoint].heartbeat is not None:
+                self._pool.mark_worker_lost(endpoint, CLOSED)
+            self._disconnect(endpoint)
+            self._retry_later(endpoint, REFUSED)
 
     def _handle(self, endpoint: str, message: messages.FromWorker) -> None:
         match message:
@@ -275,7 +286,7 @@ class Link:
             case Heartbeat():
                 self._retries.pop(endpoint, None)
                 self._pool.on_heartbeat(endpoint, message, time.monotonic())
-                self._publish()
+                self._note_heartbeats()
             case CommandDone():
                 self.commands.on_done(endpoint, message)
             case Load():
@@ -289,99 +300,92 @@ class Link:
             try:
                 self._send(worker.endpoint, messages.Generate(worker.heartbeat.incarnation, jobs))
             except (UnicodeEncodeError, OverflowError, TypeError, RecursionError):
-                # Handlers encode what clients send; what slips through ends, and nothing else.
+                # Handlers encode what clients send; if they missed a value, only these jobs fail.
                 logger.exception("jobs cannot be encoded")
-                text = "the front end could not send it on; its log has the reason"
+                text = "the front end could not encode the job; see its log"
                 failed = [Failed(job.job_id, job.attempt, TitopoolError.code, text) for job in jobs]
                 self._pool.on_results(worker.endpoint, failed)
 
     def _send(self, endpoint: str, message: messages.ToWorker) -> None:
-        if endpoint in self._wires:
-            self._wires[endpoint].send(messages.encode(message))
+        if endpoint in self._sockets:
+            self._sockets[endpoint].send(messages.encode(message))
 
     def _abort(self, request: Request) -> None:
-        for worker, keys in self._pool.drop_done(request):
+        for worker, keys in self._pool.withdraw(request):
             self._send(worker.endpoint, messages.Abort(keys))
 
     def _tick(self) -> None:
         now = time.monotonic()
-        self._guarded(self._follow_discovery, now)
+        self._log_errors(self._follow_discovery, now)
         for worker in self._pool.silent_workers(now, self._config.heartbeat_timeout_s):
-            self._guarded(self._lose, worker.endpoint, f"silent for {now - worker.last_seen:.0f} s")
-        self._guarded(self._pool.fail_if_abandoned, now)
-        for endpoint in list(self._wires):
-            self._guarded(self._greet, endpoint)
-        self._publish()
+            reason = f"silent for {now - worker.last_seen:.0f} s"
+            self._log_errors(self._lose, worker.endpoint, reason)
+        self._log_errors(self._pool.fail_waiting_without_worker, now)
+        for endpoint in list(self._sockets):
+            self._log_errors(self._send_hello, endpoint)
+        self._note_heartbeats()
 
     def _follow_discovery(self, now: float) -> None:
+        """Adds and removes workers as the look-ups say, and connects where no socket is open."""
         found = self._discovery.endpoints
-        # Of equal workers placement takes the first: all front ends have the same one.
+        # Sorted, because routing policies choose the first of several equal workers: all front
+        # ends must have the same order.
         for endpoint in sorted(found - self._pool.workers.keys(), key=natural_order):
             self._pool.add_worker(endpoint, now)
         for worker in list(self._pool.workers.values()):
-            # A name may leave out an address for a moment: a worker that lives stays.
+            # A look-up may omit an address for a moment: a worker that answers stays.
             if worker.endpoint not in found and worker.heartbeat is None:
                 self._disconnect(worker.endpoint)
                 self._retries.pop(worker.endpoint, None)
                 self._pool.remove_worker(worker.endpoint)
-            elif worker.endpoint not in self._wires:
-                self._connect(worker.endpoint, now)
+            elif worker.endpoint not in self._sockets:
+                self._connect(worker.endpoint)
 
     def _lose(self, endpoint: str, reason: str, *, has_died: bool = True) -> None:
-        """A process that may come back is met on a new socket: what it still sends on the old
-        one, and what was queued for it there, is gone."""
-        self._pool.lose_worker(endpoint, reason, has_died=has_died)
-        self._disconnect(endpoint)
-        self._connect(endpoint, time.monotonic())
-        self._publish()
+        """Marks a worker lost and connects a new socket.
 
-    def _connect(self, endpoint: str, now: float) -> None:
+        Whatever the old process still sends, and whatever is queued for it, is dropped.
+        """
+        self._pool.mark_worker_lost(endpoint, reason, has_died=has_died)
+        self._disconnect(endpoint)
+        self._connect(endpoint)
+
+    def _connect(self, endpoint: str) -> None:
         retry = self._retries.get(endpoint)
-        if retry is not None and now < retry.after:
+        if retry is not None and not retry.not_before.has_passed:
             return
         try:
-            key_file = self._config.curve_key_file
-            self._wires[endpoint] = Wire(self._context, endpoint, key_file, self._on_change)
+            self._sockets[endpoint] = WorkerSocket(
+                self._context, endpoint, self._config.curve_key_file, self._on_change
+            )
         except (OSError, zmq.ZMQError, TitopoolError) as error:
             self._retry_later(endpoint, f"it cannot be connected: {error}")
         else:
-            self._greet(endpoint)
+            self._send_hello(endpoint)
 
     def _retry_later(self, endpoint: str, reason: str) -> None:
-        known = self._retries.get(endpoint)
-        if known is None:
+        last = self._retries.get(endpoint)
+        if last is None:
             logger.warning("the worker at %s: %s", endpoint, reason)
-        pause_s = min(2 * known.pause_s, LONGEST_RETRY_S) if known else FIRST_RETRY_S
-        self._retries[endpoint] = Retry(time.monotonic() + pause_s, pause_s, reason)
+        pause_s = min(2 * last.pause_s, LONGEST_RETRY_S) if last else FIRST_RETRY_S
+        self._retries[endpoint] = Retry(Deadline.after(pause_s), pause_s, reason)
 
-    def _greet(self, endpoint: str) -> None:
-        self._send(endpoint, messages.Hello(self._pool.state(time.monotonic())))
+    def _send_hello(self, endpoint: str) -> None:
+        self._send(endpoint, messages.Hello(self._pool.view.snapshot(time.monotonic())))
 
     def _disconnect(self, endpoint: str) -> None:
-        wire = self._wires.pop(endpoint, None)
-        if wire is None:
-            return
-        self._changed.discard(wire)
-        wire.close()
+        worker_socket = self._sockets.pop(endpoint, None)
+        if worker_socket is not None:
+            self._changed.discard(worker_socket)
+            worker_socket.close()
 
-    def _publish(self) -> None:
-        now = time.monotonic()
-        self._views = tuple(
-            WorkerView(
-                worker.endpoint, worker.heartbeat, worker.phase, self._reason_of(worker),
-                now - worker.last_seen,
-            )
-            for worker in self._pool.in_order()
-        )  # fmt: skip
-        has_met_all = bool(self._views) and all(view.heartbeat for view in self._views)
-        if has_met_all or now > self._meet_until:
-            self._has_met.set()
-
-    def _reason_of(self, worker: Worker) -> str:
-        retry = self._retries.get(worker.endpoint)
-        return retry.reason if retry else worker.reason
+    def _note_heartbeats(self) -> None:
+        workers = self._pool.workers.values()
+        have_all = bool(workers) and all(worker.heartbeat for worker in workers)
+        if have_all or self._first_heartbeats.has_passed:
+            self._has_heartbeats.set()
 
 
-def stopping() -> NoReadyWorker:
-    """What a request gets that is open when the process ends."""
-    return NoReadyWorker("the server is stopping; the request was not answered in time")
+def server_stopping() -> NoReadyWorker:
+    """The error of requests that are open when the process ends."""
+    return NoReadyWorker("the server is stopping and did not finish the request; send it again")

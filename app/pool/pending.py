@@ -1,6 +1,6 @@
-"""One HTTP request's jobs, and the single end that they come to.
+"""One HTTP request's jobs, their results, and the single end of the request.
 
-Made by a handler, which waits; completed or failed by the link.
+A handler creates the request and waits; the link completes or fails it.
 """
 
 from collections import deque
@@ -14,7 +14,7 @@ from titopool.wire.messages import Chunk, Completed, Job, WorkerFacts
 
 
 class Request:
-    """Jobs in the order of the request, and their results in the same order."""
+    """Jobs in the order of the HTTP request, and their results in the same order."""
 
     def __init__(
         self,
@@ -23,11 +23,11 @@ class Request:
         *,
         facts: WorkerFacts | None = None,
     ):
-        """Jobs and what they were made of.
+        """A request without results.
 
         Args:
-            locations: of the jobs' prompts in the client's body; none: `prompts[0]`, …
-            facts: of the model that the jobs were checked for; None: any will do.
+            locations: where each prompt stood in the client's body; default `prompts[0]`, ….
+            facts: the model that the jobs were checked for; None: any model may run them.
         """
         self.jobs = jobs
         self.facts = facts
@@ -39,7 +39,7 @@ class Request:
 
     @property
     def is_done(self) -> bool:
-        """Whether the end has come: all jobs are complete, or one has failed."""
+        """Whether the request has ended: all jobs are complete, or one has failed."""
         return bool(self._done.is_set())
 
     def location_of(self, index: int) -> str:
@@ -47,10 +47,10 @@ class Request:
         return self._locations[index]
 
     def add_chunk(self, index: int, chunk: Chunk) -> None:
-        """Records what job `index` made meanwhile; only a streamed one makes chunks."""
+        """Records a chunk of job `index`; only streamed jobs have chunks."""
 
     def has_chunks(self, index: int) -> bool:
-        """Whether the client may have seen something of job `index`: it cannot begin anew."""
+        """Whether the client may have received a chunk of job `index`, so that no retry is allowed."""
         return False
 
     def complete(self, index: int, result: Completed) -> None:
@@ -63,7 +63,7 @@ class Request:
             self._done.set()
 
     def fail(self, error: TitopoolError) -> bool:
-        """Ends the request with `error`; returns whether it had not ended before."""
+        """Ends the request with `error`; returns False if the request had already ended."""
         if self._done.is_set():
             return False
         self.error = error
@@ -71,7 +71,7 @@ class Request:
         return True
 
     def wait(self, timeout_s: float) -> bool:
-        """Blocks until the end, at most `timeout_s`; returns whether it has come."""
+        """Blocks until the end, at most `timeout_s`; returns False on timeout."""
         return bool(self._done.wait(timeout_s))
 
     def completed(self) -> list[Completed]:
@@ -93,7 +93,7 @@ class ChunkOfJob(NamedTuple):
 
 
 class StreamedRequest(Request):
-    """One whose chunks are read as they come."""
+    """A request whose chunks are read as they arrive."""
 
     def __init__(
         self,
@@ -105,14 +105,14 @@ class StreamedRequest(Request):
         super().__init__(jobs, locations, facts=facts)
         self._chunks: deque[ChunkOfJob] = deque()
         self._begun: set[int] = set()
-        # Set when there is something to read, or the end has come.
-        self._news = Event()
+        # Set while there are unread chunks, and from the end on.
+        self._progress = Event()
 
     def add_chunk(self, index: int, chunk: Chunk) -> None:
         if not self.is_done:
             self._begun.add(index)
             self._chunks.append(ChunkOfJob(index, chunk))
-            self._news.set()
+            self._progress.set()
 
     def has_chunks(self, index: int) -> bool:
         return index in self._begun
@@ -120,21 +120,21 @@ class StreamedRequest(Request):
     def complete(self, index: int, result: Completed) -> None:
         super().complete(index, result)
         if self.is_done:
-            self._news.set()
+            self._progress.set()
 
     def fail(self, error: TitopoolError) -> bool:
         has_failed = super().fail(error)
-        self._news.set()
+        self._progress.set()
         return has_failed
 
-    def wait_for_news(self, timeout_s: float) -> bool:
-        """Blocks until there are chunks or the end has come; returns whether so."""
-        return bool(self._news.wait(timeout_s))
+    def wait_for_progress(self, timeout_s: float) -> bool:
+        """Blocks until there are unread chunks or the end has come; returns False on timeout."""
+        return bool(self._progress.wait(timeout_s))
 
     def take_chunks(self) -> list[ChunkOfJob]:
-        """All chunks that have come since the last call, in order."""
+        """All chunks since the last call, in order."""
         taken = list(self._chunks)
         self._chunks.clear()
         if not self.is_done:
-            self._news.clear()
+            self._progress.clear()
         return taken

@@ -1,133 +1,152 @@
-"""Which waiting job goes next, and to which worker.
+"""Routing policies: which waiting job is sent next, and to which worker.
 
-`app/pool/state.py` asks a policy for one job at a time and keeps what it looks at: the workers'
-loads and prefixes. To add one: a class here, its name in `POLICIES` and in
-`titopool.settings.config.PLACEMENTS`.
+`app/pool/state.py` asks the policy for one job at a time and keeps the workers' loads and prefixes.
+To add a policy: a class here, an entry in `ROUTING_POLICIES`, and the name in
+`titopool.settings.config.PLACEMENTS` (the setting `placement`).
 """
 
 from collections.abc import Sequence
 from itertools import islice
-from typing import NamedTuple, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
-from app.pool.queue import WaitingJobs
-from app.pool.records import OpenJob, Worker
+from app.pool.records import OpenJob, WaitingJobs, Worker
 
-# How much more than the least loaded worker, in mean loads, one may have that holds the
-# whole prompt already. In `benchmarks/placement.py`, conversations on 8 workers found four
-# points less of their prompts cached at 0.25, and one more at 1.
+# The load by which a worker that holds the whole prompt may exceed the least loaded worker, in
+# mean loads. In `benchmarks/placement.py`, conversations on 8 workers found four points less of
+# their prompts cached at 0.25, and one point more at 1.
 AFFINITY_SLACK = 0.5
-# A prompt belongs to a worker that holds so much of it, and may wait for it.
+# A worker that holds this share of a prompt is the prompt's home.
 HOME_SHARE = 0.5
-# Waiting jobs that are looked through for one that belongs to a worker with room, and how
-# often the first of them may be passed over.
+# How many waiting jobs are searched for one whose home has room.
 MAX_LOOKED_AT = 64
+# How often the first waiting job may be passed over.
 MAX_PASSED_OVER = 32
 
 
 class Choice(NamedTuple):
-    """A waiting job, and the worker that it goes to."""
+    """A waiting job and the worker that it is sent to."""
 
     worker: Worker
     open_job: OpenJob
 
 
-class Policy(Protocol):
-    """One for each pool: it may keep a state."""
+class RoutingPolicy(Protocol):
+    """Chooses workers for jobs. Each pool has an instance, so a policy may keep state."""
 
-    def choose(self, waiting: WaitingJobs, ready: Sequence[Worker]) -> Choice | None:
-        """What to assign next; None when the first of `waiting` fits nowhere now."""
+    # Whether `choose` reads prefixes, so that jobs must bring the digests of their prompts.
+    needs_prefixes: ClassVar[bool]
+
+    def choose(
+        self, waiting: WaitingJobs, candidates: Sequence[Worker], ready: Sequence[Worker]
+    ) -> Choice:
+        """The next assignment.
+
+        Args:
+            candidates: the ready workers with room for the first waiting job; at least one.
+            ready: all workers that take jobs.
+        """
 
 
 class LeastLoaded:
-    """The first job to the worker with the fewest tokens under way."""
+    """Sends the first job to the worker with the fewest tokens in flight."""
 
-    def choose(self, waiting: WaitingJobs, ready: Sequence[Worker]) -> Choice | None:
-        roomy = with_room(waiting, ready)
-        if not roomy:
-            return None
-        return Choice(min(roomy, key=lambda worker: worker.load), waiting.first)
+    needs_prefixes: ClassVar[bool] = False
+
+    def choose(
+        self, waiting: WaitingJobs, candidates: Sequence[Worker], ready: Sequence[Worker]
+    ) -> Choice:
+        return Choice(min(candidates, key=lambda worker: worker.load), waiting.first)
 
 
 class RoundRobin:
-    """The first job to each worker in turn."""
+    """Sends the first job to each worker in turn."""
+
+    needs_prefixes: ClassVar[bool] = False
 
     def __init__(self) -> None:
         self._num_chosen = 0
 
-    def choose(self, waiting: WaitingJobs, ready: Sequence[Worker]) -> Choice | None:
-        roomy = with_room(waiting, ready)
-        if not roomy:
-            return None
+    def choose(
+        self, waiting: WaitingJobs, candidates: Sequence[Worker], ready: Sequence[Worker]
+    ) -> Choice:
         self._num_chosen += 1
-        return Choice(roomy[(self._num_chosen - 1) % len(roomy)], waiting.first)
+        return Choice(candidates[(self._num_chosen - 1) % len(candidates)], waiting.first)
 
 
-class ByPrefix:
-    """Prompts to workers that hold their beginning, where the loads allow it.
+class PrefixAffinity:
+    """Sends prompts to workers that have their prefixes cached, within limits of load.
 
-    The first job goes to the worker that holds most of it among those whose load is in bounds
-    (`best_worker`). When some are full and the first job belongs to one of them, it is passed
-    over: a place that gets free elsewhere is given to a job that belongs there, or to one that
-    belongs nowhere. Else jobs would follow the places, not their prefixes. Without a hit all
-    this is what `LeastLoaded` does.
+    While all workers have room, the first job goes to `best_worker`. Once some workers are full
+    and the first job's home is one of them, the first job is passed over: a free slot elsewhere
+    goes to a job that has its home there, or to a job without a home. Otherwise jobs would
+    follow free slots instead of cached prefixes. Without cache hits the policy equals
+    `LeastLoaded`.
     """
 
+    needs_prefixes: ClassVar[bool] = True
+
     def __init__(self) -> None:
-        # The first job of the queue, and how often another went before it.
+        # The first job of the queue, and how often other jobs were sent before it.
         self._first: OpenJob | None = None
         self._num_passed_over = 0
 
-    def choose(self, waiting: WaitingJobs, ready: Sequence[Worker]) -> Choice | None:
+    def choose(
+        self, waiting: WaitingJobs, candidates: Sequence[Worker], ready: Sequence[Worker]
+    ) -> Choice:
         first = waiting.first
-        roomy = with_room(waiting, ready)
-        if not roomy:
-            return None
-        worker = best_worker(first, roomy, ready)
-        is_full = len(roomy) < len(ready)
-        if not is_full or is_home(worker, first) or not has_home(first, ready):
+        worker = best_worker(first, candidates, ready)
+        is_any_full = len(candidates) < len(ready)
+        if not is_any_full or is_home(worker, first) or not has_home(first, ready):
             return Choice(worker, first)
         if first is not self._first:
             self._first, self._num_passed_over = first, 0
         if self._num_passed_over == MAX_PASSED_OVER:
             return Choice(worker, first)
-        chosen = _next_for(worker, waiting, ready)
+        chosen = _job_for(worker, waiting, ready)
         self._num_passed_over += chosen is not first
         return Choice(worker, chosen)
 
 
-def with_room(waiting: WaitingJobs, ready: Sequence[Worker]) -> list[Worker]:
-    """The workers that can run the first job soon."""
+# By the values of the setting `placement`.
+ROUTING_POLICIES: dict[str, type[RoutingPolicy]] = {
+    "prefix": PrefixAffinity,
+    "least_loaded": LeastLoaded,
+    "round_robin": RoundRobin,
+}
+
+
+def workers_with_room(waiting: WaitingJobs, ready: Sequence[Worker]) -> list[Worker]:
+    """The workers that can start the first job now or soon."""
     ahead = sends_ahead(waiting, ready)
     return [worker for worker in ready if worker.has_room_for(waiting.first.job, ahead=ahead)]
 
 
 def sends_ahead(waiting: WaitingJobs, ready: Sequence[Worker]) -> bool:
-    """Whether so many wait that workers may get more than they can run now.
+    """Whether so many jobs wait that workers may get more than they have slots for.
 
-    The last ones are kept for the places that get free first: one engine would queue what
-    another has room for.
+    The last jobs of a batch are held back until a slot is free: otherwise one engine would
+    queue jobs while another engine has free slots.
     """
-    # All workers but one; they are alike.
-    num_places_elsewhere = sum(worker.num_places for worker in ready[1:])
-    return len(waiting) * waiting.first.job.num_sequences > num_places_elsewhere
+    # The slots of all workers but one; workers are alike.
+    num_slots_elsewhere = sum(worker.num_slots for worker in ready[1:])
+    return len(waiting) * waiting.first.job.num_sequences > num_slots_elsewhere
 
 
-def best_worker(open_job: OpenJob, roomy: Sequence[Worker], ready: Sequence[Worker]) -> Worker:
-    """The one of `roomy` that holds most of the prompt, unless it has much more to do.
+def best_worker(open_job: OpenJob, candidates: Sequence[Worker], ready: Sequence[Worker]) -> Worker:
+    """The candidate that holds most of the prompt, unless its load is too high.
 
-    It may exceed the least loaded one by `AFFINITY_SLACK` times the mean load, times the
-    share of the prompt that it holds: so a short prefix outweighs little, a prefix that all
-    share spreads over all workers, and an idle worker gets work. Of equal ones the least
-    loaded.
+    Its load may exceed the least load by `AFFINITY_SLACK` times the mean load, times the share
+    of the prompt that it holds. So a short prefix counts little, a prefix that all prompts share
+    spreads over all workers, and an idle worker gets work. Ties go to the least loaded worker.
     """
-    least = min(roomy, key=lambda worker: worker.load)
+    least = min(candidates, key=lambda worker: worker.load)
     digests = open_job.digests
-    if not digests or len(roomy) == 1:
+    if not digests or len(candidates) == 1:
         return least
     mean_load = sum(worker.load for worker in ready) / len(ready)
     slack = AFFINITY_SLACK * mean_load / len(digests)
     best, most_found = least, least.prefixes.num_found(digests)
-    for worker in roomy:
+    for worker in candidates:
         num_found = worker.prefixes.num_found(digests)
         if worker.load - least.load > slack * num_found:
             continue
@@ -137,37 +156,30 @@ def best_worker(open_job: OpenJob, roomy: Sequence[Worker], ready: Sequence[Work
 
 
 def is_home(worker: Worker, open_job: OpenJob) -> bool:
-    """Whether the prompt belongs to `worker`."""
+    """Whether `worker` holds at least `HOME_SHARE` of the prompt."""
     digests = open_job.digests
-    # Its prefixes are found from the first block on: one look says whether there are so many.
+    # A worker holds every block before one that it holds, so one look-up is enough.
     return bool(digests) and worker.prefixes.holds(digests[int(HOME_SHARE * (len(digests) - 1))])
 
 
 def has_home(open_job: OpenJob, ready: Sequence[Worker]) -> bool:
-    """Whether the prompt belongs to any worker."""
+    """Whether any worker is the prompt's home."""
     return any(is_home(worker, open_job) for worker in ready)
 
 
-def _next_for(worker: Worker, waiting: WaitingJobs, ready: Sequence[Worker]) -> OpenJob:
-    """Which goes to `worker` when the first belongs to another one.
+def _job_for(worker: Worker, waiting: WaitingJobs, ready: Sequence[Worker]) -> OpenJob:
+    """The job for a free slot of `worker` when the first job has its home elsewhere.
 
-    The first job that belongs to `worker`, else the first that belongs nowhere, else the first.
+    The first job with its home at `worker`, else the first job without a home, else the first.
     """
     ahead = sends_ahead(waiting, ready)
-    homeless = None
+    without_home = None
     for open_job in islice(waiting, MAX_LOOKED_AT):
-        is_mine = is_home(worker, open_job)
-        if not is_mine and (homeless or has_home(open_job, ready)):
+        is_home_here = is_home(worker, open_job)
+        if not is_home_here and (without_home or has_home(open_job, ready)):
             continue
         if worker.has_room_for(open_job.job, ahead=ahead):
-            if is_mine:
+            if is_home_here:
                 return open_job
-            homeless = open_job
-    return homeless or waiting.first
-
-
-POLICIES: dict[str, type[Policy]] = {
-    "prefix": ByPrefix,
-    "least_loaded": LeastLoaded,
-    "round_robin": RoundRobin,
-}
+            without_home = open_job
+    return without_home or waiting.first

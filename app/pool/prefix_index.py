@@ -1,4 +1,4 @@
-"""What a worker's cache holds, as far as this front end knows."""
+"""The prefixes that a worker's KV cache holds, as far as this front end knows."""
 
 from bisect import bisect_left
 from collections import OrderedDict
@@ -8,9 +8,9 @@ from titopool.wire.prefixes import BLOCK_TOKENS, DIGEST_BYTES
 
 
 class PrefixIndex:
-    """Digests of blocks, a limited number; the least recently used go first.
+    """An LRU set of block digests, as large as the worker's cache.
 
-    Digests are integers here, which are cheaper to keep than bytes.
+    Digests are integers here, which take less memory than bytes.
     """
 
     def __init__(self) -> None:
@@ -18,16 +18,16 @@ class PrefixIndex:
         self._max_blocks = 0
 
     def resize(self, num_cache_tokens: int) -> None:
-        """Sets how many tokens the worker caches."""
+        """Sets how many tokens the worker can cache."""
         self._max_blocks = num_cache_tokens // BLOCK_TOKENS
 
     def clear(self) -> None:
         self._digests.clear()
 
     def record(self, digests: Sequence[int]) -> None:
-        """Adds whole chains of digests, each from its first block on."""
-        # Last first: so no block is older than the one behind it, as in vLLM's cache, and the
-        # blocks of a chain that are here are its first ones.
+        """Adds a whole chain of digests, from its first block on."""
+        # In reverse, so that no block is older than its successor, as in vLLM's cache: what is
+        # left of a chain is always its beginning.
         for digest in reversed(digests):
             self._digests[digest] = None
             self._digests.move_to_end(digest)
@@ -35,11 +35,11 @@ class PrefixIndex:
             self._digests.popitem(last=False)
 
     def holds(self, digest: int) -> bool:
-        """Whether the block is here, and so all before it."""
+        """Whether the worker holds this block, and so every block before it."""
         return digest in self._digests
 
     def num_found(self, digests: Sequence[int]) -> int:
-        """How many of a prompt's blocks are here."""
+        """How many blocks of a prompt the worker holds."""
         known = self._digests
         if not digests or digests[0] not in known:
             return 0
@@ -47,7 +47,10 @@ class PrefixIndex:
 
 
 def as_integers(prefix: bytes | None) -> Sequence[int]:
-    """The digests of `titopool.wire.prefixes`, 8 bytes each, as integers; bytes behind them are none."""
+    """Digests as `titopool.wire.prefixes` packs them, 8 bytes each, as integers.
+
+    An incomplete digest at the end is ignored.
+    """
     if not prefix:
         return ()
     whole = len(prefix) // DIGEST_BYTES * DIGEST_BYTES

@@ -1,4 +1,4 @@
-"""What clients ask: Flask blueprints, a package for each kind of client.
+"""The HTTP routes: Flask blueprints, one package for each kind of client.
 
 Runs in: each gunicorn process. Imports: all of `app` below it.
 """

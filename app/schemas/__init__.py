@@ -1,4 +1,4 @@
-"""The shapes of bodies, and what is said of those that do not fit.
+"""The bodies of HTTP requests and how they are decoded.
 
 Runs in: each gunicorn process. Imports: nothing of `app`.
 """

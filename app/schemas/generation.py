@@ -1,20 +1,11 @@
-"""The bodies of HTTP requests. Decoded once, strictly: an unknown field is refused by name."""
+"""Bodies of TRL's generating routes and of vLLM's tokenization."""
 
-import re
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
 
-from titopool.errors import InvalidRequest
-
-Body = TypeVar("Body", bound=msgspec.Struct)
-
-# Errors about a field of the whole body, which have no path: msgspec's and those of `__post_init__`.
-_NAMED_FIELD = re.compile(
-    r"Object (?:missing required|contains unknown) field `(\w{1,64})`$|(\w+): expected "
-)
-# vLLM asks for a non-empty salt.
+# vLLM refuses an empty salt.
 CacheSalt = Annotated[str, Meta(min_length=1)]
 
 
@@ -33,12 +24,12 @@ class TokensPrompt(msgspec.Struct, forbid_unknown_fields=True):
     cache_salt: CacheSalt | None = None
 
 
-# As OpenAI has it; what a model's template reads of it is the model's affair.
+# An OpenAI chat message; the model's chat template decides which fields matter.
 Message = dict[str, Any]
 
 
 class SamplingBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """What both of TRL's generating routes take beside their prompts."""
+    """Fields that `/generate/` and `/chat/` share."""
 
     mm_processor_kwargs: dict[str, Any] | list[dict[str, Any] | None] | None = None
     n: int = 1
@@ -52,7 +43,7 @@ class SamplingBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     truncate_prompt_tokens: int | None = None
     structured_outputs_regex: str | None = None
     generation_kwargs: dict[str, Any] = {}
-    # Name of a LoRA adapter.
+    # None: the base model, without a LoRA adapter.
     lora_name: str | None = None
 
 
@@ -82,7 +73,7 @@ class SequencesBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class TokenizeBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """`POST /tokenize`, as vLLM's server takes it: a prompt or messages."""
+    """`POST /tokenize`, as vLLM's server takes it: either a prompt or messages."""
 
     model: str | None = None
     prompt: str | None = None
@@ -103,79 +94,16 @@ class DetokenizeBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     model: str | None = None
 
 
-class LoadAdapterBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """`POST /v1/load_lora_adapter`, as vLLM's server takes it, and a version."""
-
-    lora_name: Annotated[str, Meta(min_length=1, max_length=200)]
-    lora_path: str
-    # None: one more than there is.
-    version: Annotated[int, Meta(ge=0, le=2**53)] | None = None
-    # What vLLM's clients say to replace one; here it always is.
-    load_inplace: bool = True
-
-
-class UnloadAdapterBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """`POST /v1/unload_lora_adapter`, as vLLM's server takes it."""
-
-    lora_name: str
-    lora_int_id: int | None = None
-
-
-# Fields of SamplingBody that are sampling options under the same name.
+# Fields of `SamplingBody` that are sampling options of the same name.
 SAMPLING_FIELDS = (
     "n", "repetition_penalty", "temperature", "top_p", "top_k", "min_p", "max_tokens", "logprobs",
 )  # fmt: skip
 
 
-# Decoders are made here, at import: msgspec collects what it must know of a Struct at its
-# first use, and crashes when two threads do that at once (seen with 0.22).
+# Decoders are made at import: msgspec inspects a Struct at its first use and crashes when two
+# threads do so at once (seen with 0.22).
 GENERATE_BODY = msgspec.json.Decoder(GenerateBody)
 CHAT_BODY = msgspec.json.Decoder(ChatBody)
 SEQUENCES_BODY = msgspec.json.Decoder(SequencesBody)
 TOKENIZE_BODY = msgspec.json.Decoder(TokenizeBody)
-LOAD_ADAPTER_BODY = msgspec.json.Decoder(LoadAdapterBody)
-UNLOAD_ADAPTER_BODY = msgspec.json.Decoder(UnloadAdapterBody)
 DETOKENIZE_BODY = msgspec.json.Decoder(DetokenizeBody)
-
-
-def decode_body(body: bytes, decoder: msgspec.json.Decoder[Body]) -> Body:
-    """The request's JSON body as `decoder`'s type.
-
-    Raises:
-        InvalidRequest: it is no JSON, or a field is unknown, missing or of another type;
-            the message says where, e.g. `prompts[3][17]`.
-    """
-    try:
-        return decoder.decode(body)
-    except msgspec.ValidationError as error:
-        raise InvalidRequest(explain(error), param=field_of(error)) from None
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise InvalidRequest(f"expected a body in JSON, got something else: {error}") from None
-
-
-def explain(error: msgspec.ValidationError, within: str = "") -> str:
-    """msgspec's message with the location in front: `prompts[3][17]: expected …`.
-
-    Args:
-        within: where the value stands that was converted, if not at the top.
-    """
-    text, path = _parted(error)
-    location = (within + path).removeprefix(".")
-    text = text[:1].lower() + text[1:]
-    return f"{location}: {text}" if location else text
-
-
-def field_of(error: msgspec.ValidationError) -> str | None:
-    """The top-level field that an error is about, also one that is missing or unknown."""
-    text, path = _parted(error)
-    if path:
-        return path.removeprefix(".").replace("[", ".").partition(".")[0] or None
-    named = _NAMED_FIELD.match(text)
-    return named[1] or named[2] if named else None
-
-
-def _parted(error: msgspec.ValidationError) -> tuple[str, str]:
-    """What is wrong, and where: `.prompts[3][17]`; "" for the whole body."""
-    text, _, location = str(error).partition(" - at `")
-    # Of a key of an object, the location is "`key` in `$.logit_bias`".
-    return text, location.rpartition("`$")[2].removeprefix("$").rstrip("`")

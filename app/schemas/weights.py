@@ -1,4 +1,4 @@
-"""The bodies of requests about weights and pauses."""
+"""Bodies of the routes for weight updates, pauses and LoRA adapters."""
 
 from typing import Annotated
 
@@ -11,7 +11,7 @@ from titopool.wire.weight_plan import DEFAULT_BUCKET_BYTES
 Port = Annotated[int, Meta(ge=1, le=65_535)]
 Size = Annotated[int, Meta(ge=0, le=2**40)]
 Version = Annotated[int, Meta(ge=0, le=2**62)]
-# A session or update, as its client or the server named it.
+# The id of a session (chosen by the trainer) or of an update (chosen by the server).
 Name = Annotated[str, Meta(min_length=1, max_length=128)]
 
 
@@ -27,7 +27,7 @@ class InitBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class BeginBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """`POST /weights/begin`: what comes, in this order."""
+    """`POST /weights/begin`: the tensors of an update, in the order in which they are sent."""
 
     session: Name
     names: list[str]
@@ -43,7 +43,7 @@ class CommitBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
     update: Name
     policy: PauseMode
-    # true: answer the checksum; a text: refuse the update unless it is this.
+    # true: return the checksum; a string: refuse the update if the checksum differs.
     checksum: bool | str = False
 
 
@@ -97,6 +97,24 @@ class TrlTensorBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     shape: list[Size]
 
 
+class LoadAdapterBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """`POST /v1/load_lora_adapter`, as vLLM's server takes it, plus a version."""
+
+    lora_name: Annotated[str, Meta(min_length=1, max_length=200)]
+    lora_path: str
+    # None: one more than the highest loaded version of this name.
+    version: Annotated[int, Meta(ge=0, le=2**53)] | None = None
+    # vLLM's clients set it to replace a loaded adapter; this server always replaces it.
+    load_inplace: bool = True
+
+
+class UnloadAdapterBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """`POST /v1/unload_lora_adapter`, as vLLM's server takes it."""
+
+    lora_name: str
+    lora_int_id: int | None = None
+
+
 INIT_BODY = msgspec.json.Decoder(InitBody)
 BEGIN_BODY = msgspec.json.Decoder(BeginBody)
 COMMIT_BODY = msgspec.json.Decoder(CommitBody)
@@ -107,3 +125,5 @@ FOLDER_BODY = msgspec.json.Decoder(FolderBody)
 PAUSE_BODY = msgspec.json.Decoder(PauseBody)
 TRL_INIT_BODY = msgspec.json.Decoder(TrlInitBody)
 TRL_TENSOR_BODY = msgspec.json.Decoder(TrlTensorBody)
+LOAD_ADAPTER_BODY = msgspec.json.Decoder(LoadAdapterBody)
+UNLOAD_ADAPTER_BODY = msgspec.json.Decoder(UnloadAdapterBody)

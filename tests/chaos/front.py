@@ -44,7 +44,7 @@ def create_app() -> Flask:
                 "places": service._num_open,
                 "jobs": pool.num_open_jobs,
                 "waiting": len(pool.waiting),
-                "commands": service.link.commands.num_waiting,
+                "commands": service.link.commands.num_pending,
                 "failed": len(pool._failed),
                 "of_workers": {
                     endpoint: [len(one.jobs), one.num_sequences, one.num_tokens]

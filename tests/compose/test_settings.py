@@ -2,7 +2,7 @@
 
 import yaml
 
-from app.descriptors import SPARE, limits_within
+from app.http.connections import SPARE, limits_within
 from tests.servers import REPOSITORY
 from titopool.settings.config import ENV_PREFIX, SETTINGS, ServerConfig
 

@@ -109,8 +109,8 @@ GENERATING = (
     _openai_route("/v1/chat/completions/tokens/", openai_bodies.ChatFields, "tokens", logprobs=st.booleans()),
 )  # fmt: skip
 ADMINISTRATIVE = (
-    _route("/v1/load_lora_adapter/", schemas.LoadAdapterBody, ADAPTER_HINTS),
-    _route("/v1/unload_lora_adapter/", schemas.UnloadAdapterBody, ADAPTER_HINTS),
+    _route("/v1/load_lora_adapter/", weight_bodies.LoadAdapterBody, ADAPTER_HINTS),
+    _route("/v1/unload_lora_adapter/", weight_bodies.UnloadAdapterBody, ADAPTER_HINTS),
     _route("/weights/init/", weight_bodies.InitBody),
     _route("/weights/begin/", weight_bodies.BeginBody, whole=_with_equal_lists),
     _route("/weights/commit/", weight_bodies.CommitBody),

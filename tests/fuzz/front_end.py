@@ -19,7 +19,7 @@ def create_app() -> Flask:
         return json_response(
             {
                 "pid": os.getpid(),
-                "commands": link.commands.num_waiting,
+                "commands": link.commands.num_pending,
                 "jobs": link._pool.num_open_jobs,
                 "places": service._num_open,
             }

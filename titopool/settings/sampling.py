@@ -5,7 +5,7 @@ them into vLLM's SamplingParams by name (`workers/engine/sampling.py`). To add a
 with its type and range.
 """
 
-from collections.abc import Iterable
+from collections.abc import Collection
 from typing import Annotated, Any
 
 import msgspec
@@ -130,7 +130,7 @@ def check_sampling(options: SamplingOptions, facts: WorkerFacts) -> None:
     for name in ("stop_token_ids", "allowed_token_ids", "logprob_token_ids", "logit_bias"):
         ids = getattr(options, name)
         if ids is not None:
-            _check_ids(name, ids, facts.vocab_size)
+            check_token_ids(name, ids, facts.vocab_size)
     if options.allowed_token_ids == []:
         raise InvalidRequest(
             "allowed_token_ids: expected at least one token id, got an empty list; leave it out to "
@@ -239,10 +239,13 @@ def _check_logprobs(options: SamplingOptions, facts: WorkerFacts) -> None:
         )
 
 
-def _check_ids(name: str, ids: Iterable[int], vocab_size: int) -> None:
+def check_token_ids(location: str, ids: Collection[int], vocab_size: int) -> None:
+    """Raises InvalidRequest for an id outside the vocabulary; `location` is that of `ids`."""
+    if not ids or (min(ids) >= 0 and max(ids) < vocab_size):
+        return
     for index, token_id in enumerate(ids):
         if not 0 <= token_id < vocab_size:
             raise InvalidRequest(
-                f"{name}[{index}]: expected a token id in [0, {vocab_size}), got {token_id}",
-                param=name,
+                f"{location}[{index}]: expected a token id in [0, {vocab_size}), got {token_id}",
+                param=location.partition("[")[0],
             )

@@ -1,4 +1,4 @@
-"""Routes for whoever operates the server: health and metrics.
+"""Routes for operators of the server: health and metrics.
 
 Runs in: each gunicorn process. Imports: `app.service`, `pool`, `http`.
 """

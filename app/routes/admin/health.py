@@ -1,4 +1,4 @@
-"""Who is alive, who can generate, and how large the pool is."""
+"""Probes: whether this process is alive, which workers can generate, and the pool's size."""
 
 import os
 
@@ -19,16 +19,16 @@ def health() -> Response:
 
 @blueprint.get("/live/")
 def live() -> Response:
-    """This process answers."""
+    """200 whenever this process answers."""
     return json_response({"status": "ok", "pid": os.getpid()})
 
 
 @blueprint.get("/ready/")
 def ready() -> Response:
-    """Each worker's phase and weight version; 503 while none is ready."""
+    """Each worker's phase and weight version; 503 while no worker is ready."""
     workers = []
     link = current_service().link
-    link.meet()
+    link.wait_for_heartbeats()
     views = link.workers
     for view in views:
         beat = view.heartbeat
@@ -50,12 +50,12 @@ def ready() -> Response:
 
 @blueprint.get("/get_world_size/")
 def get_world_size() -> Response:
-    """`{"world_size": …}`: tensor- times pipeline-parallel size, summed over all workers.
+    """`{"world_size": …}`: tensor-parallel times pipeline-parallel size, summed over all workers.
 
-    TRL's client adds itself as the last rank of the weight-update group. Every worker
-    counts, also one that is not ready now: a smaller group would leave it out for good.
+    TRL's client adds itself as the last rank of the weight-update group. Workers that are not ready
+    count too: a smaller group would exclude them from all updates.
     """
     link = current_service().link
-    link.meet()
+    link.wait_for_heartbeats()
     world_size = link.facts.world_size * len(link.workers)
     return json_response({"world_size": world_size})

@@ -1,7 +1,7 @@
 """`GET /metrics`: the pool in Prometheus' text format.
 
-The figures are the workers' own, from their heartbeats, so that any front-end process
-answers for the whole pool; they are as old as the last heartbeat.
+The values are those of the workers' last heartbeats, so any front-end process can answer for the
+whole pool.
 """
 
 from collections.abc import Iterable
@@ -19,38 +19,38 @@ blueprint = Blueprint("metrics", __name__)
 
 
 class PoolCollector(Collector):
-    """The metrics of the workers as of their last heartbeats."""
+    """Collects the workers' values as of their last heartbeats."""
 
     def __init__(self, views: Iterable[WorkerView]):
         self._views = list(views)
 
     def collect(self) -> Iterable[Metric]:
-        beats = [view.heartbeat for view in self._views if view.heartbeat is not None]
-        ready = GaugeMetricFamily("titopool_worker_ready", "1: takes jobs", labels=["worker"])
+        answering = [(view, view.heartbeat) for view in self._views if view.heartbeat is not None]
+        ready = GaugeMetricFamily(
+            "titopool_worker_ready", "1 while the worker takes jobs", labels=["worker"]
+        )
         version = GaugeMetricFamily(
-            "titopool_worker_weight_version", "version of the weights", labels=["worker"]
+            "titopool_worker_weight_version", "version of the worker's weights", labels=["worker"]
         )
         running = GaugeMetricFamily(
-            "titopool_worker_sequences", "completions under way", labels=["worker"]
+            "titopool_worker_sequences", "completions in flight", labels=["worker"]
         )
-        for view in self._views:
-            if view.heartbeat is not None:
-                ready.add_metric([view.heartbeat.worker_id], float(view.phase == "ready"))
-        for beat in beats:
+        for view, beat in answering:
+            ready.add_metric([beat.worker_id], float(view.phase == "ready"))
             version.add_metric([beat.worker_id], beat.weights.version)
             running.add_metric([beat.worker_id], beat.num_sequences)
-        known = GaugeMetricFamily(
-            "titopool_workers", "endpoints of the pool", value=len(self._views)
+        workers = GaugeMetricFamily(
+            "titopool_workers", "workers in the pool", value=len(self._views)
         )
-        yield from (known, ready, version, running)
+        yield from (workers, ready, version, running)
         for name in WorkerCounters.__struct_fields__:
             what = name.removeprefix("num_")
             family = CounterMetricFamily(
                 f"titopool_worker_{what}",
-                f"{what.replace('_', ' ')} since its start",
+                f"{what.replace('_', ' ')} since the worker's start",
                 labels=["worker"],
             )
-            for beat in beats:
+            for _, beat in answering:
                 family.add_metric([beat.worker_id], getattr(beat.counters, name))
             yield family
 
@@ -59,7 +59,7 @@ class PoolCollector(Collector):
 def metrics() -> Response:
     """Prometheus' text format."""
     link = current_service().link
-    link.meet()
+    link.wait_for_heartbeats()
     registry = CollectorRegistry()
     registry.register(PoolCollector(link.workers))
     return Response(generate_latest(registry), content_type=CONTENT_TYPE_LATEST)

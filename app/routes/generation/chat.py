@@ -1,20 +1,20 @@
 """`POST /chat/`: conversations in, token ids and log-probabilities out.
 
-Follows `trl.generation.vllm_client.VLLMClient.chat` (trl 0.29 to 1.10); the answer is that of
-/generate/.
+Follows `trl.generation.vllm_client.VLLMClient.chat` (trl 0.29 to 1.10). The response has the
+fields of /generate/.
 """
 
 from flask import Blueprint, Response
-from flask import request as http_request
 
-from app.generation import Prompt, answer, check_batch, sampling_options
+from app.generation import Prompt, check_prompt, run_prompts, token_response
+from app.inputs.admission import Admission
 from app.inputs.chat_messages import read_conversation
-from app.inputs.chat_template import Chat, check_template_kwargs, render_all
-from app.inputs.images import EncodedImages, check_entries, kwargs_of, read_images
-from app.inputs.token_ids import check_length, checked_ids, tokens_to_keep
-from app.routes.weights.lora import adapter_named
-from app.schemas.generation import CHAT_BODY, ChatBody, decode_body
-from app.service import Admitted, current_service
+from app.inputs.chat_template import Chat, render_all
+from app.inputs.images import EncodedImages, check_one_per_prompt, processor_kwargs_of, read_images
+from app.inputs.sampling import check_num_completions, sampling_options
+from app.inputs.token_ids import tokens_to_keep
+from app.schemas.generation import CHAT_BODY, ChatBody
+from app.service import current_service
 from titopool.errors import InvalidRequest
 
 blueprint = Blueprint("chat", __name__)
@@ -22,38 +22,39 @@ blueprint = Blueprint("chat", __name__)
 
 @blueprint.post("/chat/")
 def chat() -> Response:
-    """Checks and renders the whole request, then generates all of it."""
-    with current_service().admit() as admission:
-        body = decode_body(http_request.get_data(cache=False), CHAT_BODY)
+    """Checks and renders all conversations before it generates anything."""
+    with current_service().admit(CHAT_BODY) as (admission, body):
         options = sampling_options(body, admission.facts)
-        limit = admission.service.config.max_completions_per_request
-        check_batch(len(body.messages), options.n, limit, "messages")
-        adapter = adapter_named(admission.service, body.lora_name, "lora_name")
-        return answer(admission, _prompts(admission, body), options, adapter)
+        limit = admission.config.max_completions_per_request
+        check_num_completions(len(body.messages), options.n, limit, "messages")
+        adapter = admission.adapter_named(body.lora_name, "lora_name")
+        prompts = _render_prompts(admission, body)
+        results = run_prompts(admission, prompts, options, adapter=adapter)
+        return token_response(prompts, results, options)
 
 
-def _prompts(admission: Admitted, body: ChatBody) -> list[Prompt]:
-    service, facts = admission.service, admission.facts
+def _render_prompts(admission: Admission, body: ChatBody) -> list[Prompt]:
+    facts = admission.facts
     if not body.messages:
         raise InvalidRequest("messages: expected at least one conversation, got an empty list",
                              param="messages")  # fmt: skip
-    check_template_kwargs(body.chat_template_kwargs)
-    check_entries(body.mm_processor_kwargs, len(body.messages), "mm_processor_kwargs")
+    check_one_per_prompt(body.mm_processor_kwargs, len(body.messages), "mm_processor_kwargs")
     chats, images = [], []
     for index, messages in enumerate(body.messages):
         location = f"messages[{index}]"
         conversation = read_conversation(messages, location)
         chats.append(Chat(conversation.messages, location, body.tools, body.chat_template_kwargs))
         encoded = EncodedImages(
-            location, f"{location}: image", conversation.images, True, kwargs_of(body, index)
+            location,
+            f"{location}: image",
+            conversation.images,
+            True,
+            processor_kwargs_of(body, index),
         )
-        images.append(read_images(encoded, body, facts, service.config))
+        images.append(read_images(encoded, body, facts, admission.config))
     rendered = admission.use_tokenizer(render_all, chats)
     keep = tokens_to_keep(body, facts)
-    prompts = []
-    for chat, ids, own in zip(chats, rendered, images, strict=True):
-        kept = ids if keep is None else ids[-keep:]
-        array = checked_ids(kept, chat.location, facts.vocab_size)
-        check_length(len(kept), chat.location, facts.max_model_len)
-        prompts.append(Prompt(array, chat.location, own))
-    return prompts
+    return [
+        check_prompt(ids if keep is None else ids[-keep:], chat.location, facts, prompt_images)
+        for chat, ids, prompt_images in zip(chats, rendered, images, strict=True)
+    ]

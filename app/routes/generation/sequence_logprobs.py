@@ -1,4 +1,4 @@
-"""`POST /get_sequence_logprobs/`: what a teacher thinks of sequences that exist already.
+"""`POST /get_sequence_logprobs/`: a teacher's log-probabilities of given sequences.
 
 Follows `trl.generation.vllm_client.VLLMClient.get_sequence_logprobs` (trl 1.9 and 1.10).
 """
@@ -11,14 +11,14 @@ import gevent
 import numpy as np
 import orjson
 from flask import Blueprint, Response
-from flask import request as http_request
 
-from app.generation import Prompt, check_batch, generate
+from app.generation import Prompt, check_prompt, run_prompts
 from app.http.responses import respond
-from app.inputs.token_ids import check_length, checked_ids
+from app.inputs.admission import Admission
+from app.inputs.sampling import check_num_completions
 from app.outputs.token_arrays import JSON, prompt_rows
-from app.schemas.generation import SEQUENCES_BODY, SequencesBody, decode_body
-from app.service import Admitted, current_service
+from app.schemas.generation import SEQUENCES_BODY, SequencesBody
+from app.service import current_service
 from titopool.errors import InvalidRequest
 from titopool.settings.sampling import SamplingOptions, check_sampling
 from titopool.wire.messages import Completed
@@ -27,98 +27,100 @@ blueprint = Blueprint("sequence_logprobs", __name__)
 
 
 class Scored(NamedTuple):
-    """Log-probabilities of one sequence after its prompt.
+    """The log-probabilities of one sequence's tokens after its prompt.
 
-    A sequence without a prompt has NaN at its first token, which nothing stands before.
+    Without a prompt, the first token has NaN: a model gives it no probability.
     """
 
-    # float32 and int32 [tokens, k], best first.
+    # float32 and int32, [tokens, k], best first.
     best: np.ndarray
     best_ids: np.ndarray
-    # [tokens]: the sequence's own.
+    # float32 and int32, [tokens]: the sequence's own tokens.
     own: np.ndarray
     own_ids: np.ndarray
 
 
 @blueprint.post("/get_sequence_logprobs/")
 def get_sequence_logprobs() -> Response:
-    """Scores all sequences; nothing is generated."""
-    with current_service().admit() as admission:
-        body = decode_body(http_request.get_data(cache=False), SEQUENCES_BODY)
-        prompts = _checked(admission, body)
-        # vLLM makes one token at least.
+    """Scores all sequences and returns no generated tokens."""
+    with current_service().admit(SEQUENCES_BODY) as (admission, body):
+        prompts = _check_sequences(admission, body)
+        # vLLM generates at least one token.
         options = SamplingOptions(max_tokens=1, prompt_logprobs=body.top_logprobs)
-        results = generate(admission, prompts, options)
+        results = run_prompts(admission, prompts, options)
         scored = [
-            scores(result, prompt, length, body.top_logprobs)
+            _score(result, prompt, length, body.top_logprobs)
             for result, prompt, length in zip(results, prompts, body.prompt_lengths, strict=True)
         ]
-        reply = binary_reply if body.response_format == "binary" else json_reply
+        reply = _binary_reply if body.response_format == "binary" else _json_reply
         return respond(orjson.dumps(reply(scored), option=orjson.OPT_SERIALIZE_NUMPY), JSON)
 
 
-def _checked(admission: Admitted, body: SequencesBody) -> list[Prompt]:
-    service, facts = admission.service, admission.facts
+def _check_sequences(admission: Admission, body: SequencesBody) -> list[Prompt]:
     num_sequences = len(body.sequences)
     if not num_sequences or num_sequences != len(body.prompt_lengths):
         raise InvalidRequest(
-            "prompt_lengths: expected one for each of the sequences, and at least one, got "
-            f"{len(body.prompt_lengths)} for {num_sequences}",
+            "prompt_lengths: expected one length for each sequence, and at least one sequence, got "
+            f"{len(body.prompt_lengths)} lengths for {num_sequences} sequences",
             param="prompt_lengths",
         )
-    check_batch(num_sequences, 1, service.config.max_completions_per_request, "sequences")
+    limit = admission.config.max_completions_per_request
+    check_num_completions(num_sequences, 1, limit, "sequences")
     try:
-        check_sampling(SamplingOptions(logprobs=body.top_logprobs), facts)
+        check_sampling(SamplingOptions(logprobs=body.top_logprobs), admission.facts)
     except InvalidRequest as error:
         raise InvalidRequest(f"top_{error.message}", param="top_logprobs") from None
     prompts = []
     for index, (ids, length) in enumerate(zip(body.sequences, body.prompt_lengths, strict=True)):
-        location = f"sequences[{index}]"
-        array = checked_ids(ids, location, facts.vocab_size)
-        check_length(len(array), location, facts.max_model_len)
-        if not 0 <= length <= len(array):
+        prompts.append(check_prompt(ids, f"sequences[{index}]", admission.facts))
+        if not 0 <= length <= len(ids):
             raise InvalidRequest(
-                f"prompt_lengths[{index}]: expected a length from 0 to {len(array)}, that of the "
-                f"sequence, got {length}",
+                f"prompt_lengths[{index}]: expected 0 to {len(ids)}, the sequence's length, got "
+                f"{length}",
                 param="prompt_lengths",
             )
-        prompts.append(Prompt(array, location))
     return prompts
 
 
-def scores(result: Completed, sequence: Prompt, prompt_length: int, k: int) -> Scored:
-    """The part of the engine's answer that is behind the prompt."""
+def _score(result: Completed, sequence: Prompt, prompt_length: int, k: int) -> Scored:
     token_ids = sequence.token_ids
     values, ids, _ = prompt_rows(result, sequence.location, num_tokens=len(token_ids), k=k)
-    # The first token's row is not there.
+    # The engine's rows begin at the second token.
     first = np.full((1, k + 1), np.nan, dtype=np.float32)
     values = np.concatenate([first, values])[prompt_length:]
     ids = np.concatenate([np.zeros((1, k + 1), dtype=np.int32), ids])[prompt_length:]
     return Scored(values[:, 1:], ids[:, 1:], values[:, 0], token_ids[prompt_length:])
 
 
-def json_reply(scored: Sequence[Scored]) -> dict[str, Any]:
-    """[sequences][tokens][k, or k + 1 where the sequence's own token is not among the best]."""
+def _json_reply(scored: Sequence[Scored]) -> dict[str, Any]:
+    """TRL's JSON format: nested lists in the shape [sequences][tokens][entries].
+
+    A token has k entries, best first, and one more if the sequence's own token is not among
+    them. A token without a log-probability has none.
+    """
     logprobs, token_ids = [], []
     for one in scored:
         values, ids = list(one.best), list(one.best_ids)
         is_among_best = (one.best_ids == one.own_ids[:, None]).any(axis=1)
         for position in np.flatnonzero(~is_among_best | np.isnan(one.own)):
             if np.isnan(one.own[position]):
-                # As for a position that vLLM has nothing for.
                 values[position], ids[position] = values[position][:0], ids[position][:0]
             else:
                 values[position] = np.append(values[position], one.own[position])
                 ids[position] = np.append(ids[position], one.own_ids[position])
-        # Others take their turn between long sequences.
+        # Let other greenlets run between long sequences.
         gevent.sleep(0)
         logprobs.append(values)
         token_ids.append(ids)
     return {"logprobs": logprobs, "logprob_token_ids": token_ids}
 
 
-def binary_reply(scored: Sequence[Scored]) -> dict[str, Any]:
-    """Arrays in base64, padded with -inf and 0 to the longest sequence."""
+def _binary_reply(scored: Sequence[Scored]) -> dict[str, Any]:
+    """TRL's binary format: little-endian arrays in base64.
+
+    Shape [sequences, tokens, k], and [sequences, tokens, 1] for the sequences' own tokens;
+    shorter sequences are padded with -inf and 0.
+    """
     lengths = [len(one.own_ids) for one in scored]
     shape = [len(scored), max(lengths), scored[0].best.shape[1]]
     return {

@@ -1,16 +1,18 @@
-"""LoRA adapters: `POST /v1/load_lora_adapter` and `/v1/unload_lora_adapter`, as vLLM's server.
+"""LoRA adapters: `POST /v1/load_lora_adapter` and `/v1/unload_lora_adapter`, as in vLLM's server.
 
-Other than there, a name that is loaded gets a new version, at all workers or at none, while
-requests run on the old one.
+Unlike in vLLM, loading a name again replaces its version, at all workers or at none, while running
+requests keep the old version.
 """
 
 from flask import Blueprint, Response, request
 
 from app.http.responses import json_response
-from app.routes.weights.weights import check_any, everyone, those_present
-from app.schemas.generation import LOAD_ADAPTER_BODY, UNLOAD_ADAPTER_BODY, decode_body
-from app.service import Service, current_service
-from titopool.errors import InvalidRequest, ModelNotFound
+from app.pool.command_sender import results_of, successful_results
+from app.routes.weights.workers import all_workers, reachable_workers
+from app.schemas.decoding import decode_body
+from app.schemas.weights import LOAD_ADAPTER_BODY, UNLOAD_ADAPTER_BODY
+from app.service import current_service
+from titopool.errors import InvalidRequest
 from titopool.wire.commands import DropAdapter, GetStatus, LoadAdapter, SwitchAdapter, UnloadAdapter
 from titopool.wire.pool_state import next_clock
 
@@ -19,63 +21,42 @@ blueprint = Blueprint("adapters", __name__)
 
 @blueprint.post("/v1/load_lora_adapter/")
 def load_adapter() -> Response:
-    """Loads an adapter from a folder under a name, or a new version of one."""
+    """Loads an adapter, or a new version of an adapter, from a folder."""
     body = decode_body(request.get_data(), LOAD_ADAPTER_BODY)
     service = current_service()
     facts = service.link.facts
     if not facts.max_loras:
         raise InvalidRequest(
-            "lora_name: expected a server with adapters; start it with --enable-lora",
+            "lora_name: expected a server with adapters, got one without; start the server with "
+            "--enable-lora",
             param="lora_name",
         )
     if body.lora_name == facts.model:
         raise InvalidRequest(
-            f"lora_name: expected another name than the model's, got {body.lora_name!r}",
+            f"lora_name: expected a name other than the model's, got {body.lora_name!r}",
             param="lora_name",
         )
-    commands, workers = everyone()
+    commands, workers = all_workers()
     version = body.version
     if version is None:
-        statuses = commands.at_once(workers, GetStatus())
+        statuses = results_of(commands.gather_outcomes(workers, GetStatus()))
         version = max(one["adapter_versions"].get(body.lora_name, 0) for one in statuses) + 1
     drop = DropAdapter(body.lora_name, version)
     load = LoadAdapter(body.lora_name, version, body.lora_path)
-    commands.in_turn(workers, lambda index, first: load, undo=drop)
-    # All have it: a worker that misses the switch makes it when it hears of it.
-    switch = SwitchAdapter(body.lora_name, version, next_clock(commands.adapters_clock))
-    check_any(commands.outcomes(workers, switch))
+    commands.send_first_then_others(workers, lambda index, first: load, undo=drop)
+    # All workers have loaded the version; a worker that misses the switch learns of it from Hello.
+    switch = SwitchAdapter(body.lora_name, version, next_clock(commands.pool_state.adapters.clock))
+    successful_results(commands.gather_outcomes(workers, switch))
     return json_response({"lora_name": body.lora_name, "version": version})
 
 
 @blueprint.post("/v1/unload_lora_adapter/")
 def unload_adapter() -> Response:
-    """Takes an adapter away; requests that run on it end with it."""
+    """Unloads an adapter; requests that still run finish with it."""
     body = decode_body(request.get_data(), UNLOAD_ADAPTER_BODY)
-    commands, workers = those_present()
-    action = UnloadAdapter(body.lora_name, next_clock(commands.adapters_clock))
-    outcomes = commands.outcomes(workers, action)
-    # One that has heard of it from another worker has nothing to take away any more.
-    check_any(outcomes)
-    version = max(one.result["version"] for one in outcomes if one.result)
+    commands, workers = reachable_workers()
+    action = UnloadAdapter(body.lora_name, next_clock(commands.pool_state.adapters.clock))
+    outcomes = commands.gather_outcomes(workers, action)
+    # A worker that learned of the removal from a front end has already unloaded the adapter.
+    version = max(result["version"] for result in successful_results(outcomes))
     return json_response({"lora_name": body.lora_name, "version": version})
-
-
-def adapter_named(service: Service, name: str | None, param: str = "model") -> str:
-    """The adapter that a request means by `name`; "" for the model itself.
-
-    Raises:
-        ModelNotFound: there is none of that name.
-    """
-    facts = service.link.facts
-    if name is None or name == facts.model:
-        return ""
-    known = service.link.adapters
-    if name not in known and facts.max_loras:
-        # It may have been loaded through another front end a moment ago: what a worker has done
-        # it tells before it answers.
-        service.link.commands.outcomes(service.link.commands.present(), GetStatus())
-        known = service.link.adapters
-    if name not in known:
-        names = ", ".join([repr(facts.model), *map(repr, sorted(known))])
-        raise ModelNotFound(f"{param}: expected {names}, got {name!r}", param=param)
-    return name

@@ -1,8 +1,8 @@
-"""Lets TRL's client find rank 0 where it looks for it: at the front end's address.
+"""Relays TRL's client to rank 0 of the weight-update group.
 
-The client connects to the host that it sends requests to. In containers, and with workers on
-other hosts, rank 0 listens elsewhere; what the ranks tell each other at the start then passes
-through here. Weights do not: NCCL's own connections go straight from process to process.
+The client expects rank 0 at the host that it sends requests to. In containers, and with workers on
+other hosts, rank 0 listens elsewhere, so the rendezvous of the ranks passes through this relay.
+Weights do not: NCCL connects the processes directly.
 """
 
 import errno
@@ -21,7 +21,7 @@ CHUNK_BYTES = 65_536
 
 
 def is_of_this_host(host: str) -> bool:
-    """Whether `host` is an address of this host, or of this container."""
+    """Whether `host` is an address of this host or container."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, socket.SOCK_STREAM) as probe:
@@ -32,15 +32,15 @@ def is_of_this_host(host: str) -> bool:
 
 
 def start_relay(port: int, host: str, *, lease_s: float, listen_at: str) -> StreamServer | None:
-    """Passes connections at `port` of `listen_at` on to the same port of `host`.
+    """Relays connections from `port` of `listen_at` to the same port of `host`.
 
-    New connections are taken for `lease_s`; those that stand then go on.
+    New connections are accepted for `lease_s` seconds; open connections stay after that.
 
     Returns:
-        The relay; None if another process of this server has one at `port` already.
+        The relay; None if `port` is taken, probably by a relay of another front end.
 
     Raises:
-        InvalidRequest: this process may not listen there.
+        InvalidRequest: this process may not listen at `listen_at` and `port`.
     """
 
     def handle(incoming: socket.socket, _: object) -> None:
@@ -51,8 +51,9 @@ def start_relay(port: int, host: str, *, lease_s: float, listen_at: str) -> Stre
             incoming.close()
             return
         outgoing.settimeout(None)
-        ways = [gevent.spawn(copy, *pair) for pair in ((incoming, outgoing), (outgoing, incoming))]
-        gevent.joinall(ways)
+        gevent.joinall(
+            [gevent.spawn(copy, incoming, outgoing), gevent.spawn(copy, outgoing, incoming)]
+        )
         outgoing.close()
 
     server = StreamServer((listen_at, port), handle)
@@ -61,25 +62,27 @@ def start_relay(port: int, host: str, *, lease_s: float, listen_at: str) -> Stre
     except OSError as error:
         if error.errno != errno.EADDRINUSE:
             raise InvalidRequest(
-                f"port: expected one at which the server may listen ({listen_at}), to pass "
-                f"connections on to the worker at {host}, got {port}: {error}; TRL's client takes "
-                "group_port",
+                f"port: expected a port that the server may listen on at {listen_at}, to relay "
+                f"connections to the worker at {host}, got {port}: {error}; set group_port in TRL's "
+                "client",
                 param="port",
             ) from None
-        logger.warning("port %d is taken; is it another process that relays?", port)
+        logger.warning(
+            "port %d is taken, probably by a relay of another front end; not relaying", port
+        )
         return None
     gevent.spawn_later(lease_s, server.close)
     return server
 
 
 def copy(source: socket.socket, target: socket.socket) -> None:
-    """Passes on what comes from `source` until its end, which is passed on too."""
+    """Copies bytes from `source` to `target` until the end of `source`, and ends `target` too."""
     try:
         while data := source.recv(CHUNK_BYTES):
             target.sendall(data)
         target.shutdown(socket.SHUT_WR)
     except OSError:
-        # One side is gone; the other one learns it.
+        # One side is gone: close the other side too.
         for one in (source, target):
             try:
                 one.shutdown(socket.SHUT_RDWR)

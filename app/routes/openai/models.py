@@ -1,4 +1,4 @@
-"""`GET /v1/models`: what is served, as OpenAI's clients ask for it."""
+"""`GET /v1/models`: the served models, as OpenAI's clients list them."""
 
 import time
 
@@ -13,8 +13,9 @@ _started = int(time.time())
 
 @blueprint.get("/v1/models/")
 def models() -> Response:
-    """The model and its LoRA adapters, with vLLM's `max_model_len` beside OpenAI's fields."""
-    facts = current_service().link.facts
+    """The base model and its LoRA adapters; `root`, `parent` and `max_model_len` are vLLM's."""
+    link = current_service().link
+    facts = link.facts
     model = {
         "id": facts.model,
         "object": "model",
@@ -26,6 +27,6 @@ def models() -> Response:
     }
     adapters = [
         {**model, "id": name, "root": name, "parent": facts.model, "version": version}
-        for name, version in sorted(current_service().link.adapters.items())
+        for name, version in sorted(link.adapters.items())
     ]
     return json_response({"object": "list", "data": [model, *adapters]})

@@ -1,7 +1,7 @@
-"""One worker's connection as seen from a front end: a DEALER and its monitor under gevent.
+"""One front end's connection to one worker: a ZeroMQ DEALER and its monitor, under gevent.
 
-ZeroMQ's descriptors tell only of changes: a socket must be read until it is empty, and looked
-at again after each send, which can swallow a change.
+ZeroMQ's file descriptors signal changes only: a socket must be read until it is empty, and checked
+again after each send, because a send can consume the signal.
 """
 
 from collections.abc import Callable
@@ -22,25 +22,26 @@ HANDSHAKE_FAILED = (
 )
 
 
-class Fate(Enum):
-    """What has become of a connection."""
+class ConnectionState(Enum):
+    """What the monitor reported about a connection."""
 
-    STANDS = "stands"
-    # It was there and is closed.
-    CUT = "cut"
-    # It was closed before it was there.
+    # Connected or still connecting.
+    OPEN = "open"
+    # Closed after it was set up.
+    CLOSED = "closed"
+    # Closed by the other end before it was set up.
     REFUSED = "refused"
 
 
-class Wire:
-    """Calls `on_change` from gevent's hub when there may be something to read."""
+class WorkerSocket:
+    """Calls `on_change(self)` from gevent's hub when there may be something to read."""
 
     def __init__(
         self,
         context: zmq.Context[zmq.Socket[bytes]],
         endpoint: str,
         key_file: str,
-        on_change: Callable[["Wire"], None],
+        on_change: Callable[["WorkerSocket"], None],
     ):
         self.endpoint = endpoint
         self.is_closed = False
@@ -51,7 +52,7 @@ class Wire:
         self._watchers = [loop.io(one.FD, READ) for one in (self._socket, self._monitor)]
         for watcher in self._watchers:
             watcher.start(on_change, self)
-        # A descriptor tells of nothing before its socket was looked at once.
+        # A descriptor signals nothing before its socket was checked once.
         on_change(self)
 
     def send(self, frame: bytes) -> None:
@@ -67,23 +68,23 @@ class Wire:
         except zmq.Again:
             return None
 
-    def fate(self) -> Fate:
-        """What has become of the connection since the last call.
+    def read_state(self) -> ConnectionState:
+        """Reads the monitor's events since the last call.
 
-        The other end of a local socket is closed by nothing but the end of its process; a
-        connection between hosts that breaks takes the worker's replies with it.
+        A local socket closes only when the worker's process ends. When a connection between
+        hosts breaks, the replies in flight are lost with it.
         """
-        fate = Fate.STANDS
+        state = ConnectionState.OPEN
         while int(self._monitor.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
             event = recv_monitor_message(self._monitor, zmq.NOBLOCK)["event"]
             if event & HANDSHAKE_FAILED:
-                # The other end closes it too, which is told next.
-                return Fate.REFUSED
-            fate = Fate.CUT
-        return fate
+                # EVENT_DISCONNECTED follows.
+                return ConnectionState.REFUSED
+            state = ConnectionState.CLOSED
+        return state
 
     def close(self) -> None:
-        """Drops what is still to be sent or read."""
+        """Closes the connection; drops frames that are not yet sent or read."""
         self.is_closed = True
         for watcher in self._watchers:
             watcher.stop()

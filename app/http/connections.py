@@ -1,0 +1,91 @@
+"""Client connections: how many a front end may hold, their timeout, and whether the client hung up.
+
+Neither WSGI nor gunicorn does any of this: gunicorn's own reads and writes have no timeout.
+"""
+
+import select
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import gevent
+from flask import Flask, Response, request
+from gevent.monkey import get_original
+
+# File descriptors for sockets to the workers, logs and libraries.
+RESERVED = 512
+# Connections without an open request: idle, or about to get a 429.
+SPARE = 4096
+CHECK_EVERY_S = 1.0
+# The event mask of libev for "readable".
+_READABLE = 1
+# gevent's own `poll` would yield, which callbacks of its event loop must not do.
+_poll = get_original("select", "poll")
+
+
+def limits_within(num_descriptors: int, *, max_open_requests: int) -> tuple[int, int]:
+    """The most open requests and the most connections of a process with `num_descriptors`.
+
+    Each connection takes a descriptor. Without a free one, a process accepts no connection and
+    cannot even answer 429.
+    """
+    available = num_descriptors - min(RESERVED, num_descriptors // 4)
+    num_open = min(max_open_requests, available - available // 8)
+    return num_open, min(num_open + SPARE, available)
+
+
+def init_app(app: Flask, timeout_s: float) -> None:
+    """Closes a connection after `timeout_s` without progress on its request or response."""
+
+    @app.before_request
+    def set_timeout() -> None:
+        client = request.environ.get("gunicorn.socket")
+        if client is not None:
+            client.settimeout(timeout_s)
+
+    @app.after_request
+    def clear_timeout(response: Response) -> Response:
+        client = request.environ.get("gunicorn.socket")
+        if client is not None:
+            # Between two requests, gunicorn's `keepalive` applies.
+            response.call_on_close(lambda: client.settimeout(None))
+        return response
+
+
+@contextmanager
+def watching(client: socket.socket | None, on_gone: Callable[[], None]) -> Iterator[None]:
+    """Calls `on_gone`, in a greenlet, if `client` hangs up within the block.
+
+    Args:
+        client: the connection; None, as under Flask's test client, watches nothing.
+    """
+    if client is None:
+        yield
+        return
+    descriptor = client.fileno()
+    loop = gevent.get_hub().loop
+    watcher, timer = loop.io(descriptor, _READABLE), loop.timer(CHECK_EVERY_S, CHECK_EVERY_S)
+
+    def check() -> None:
+        watcher.stop()
+        if has_hung_up(descriptor):
+            timer.stop()
+            gevent.spawn(on_gone)
+        elif not timer.active:
+            # The client has sent bytes beyond its request: the socket stays readable, so poll it.
+            timer.start(check)
+
+    watcher.start(check)
+    try:
+        yield
+    finally:
+        for one in (watcher, timer):
+            one.stop()
+            one.close()
+
+
+def has_hung_up(descriptor: int) -> bool:
+    """Whether the peer has closed its end of a socket."""
+    poller = _poll()
+    poller.register(descriptor, select.POLLRDHUP)
+    return bool(poller.poll(0))

@@ -1,0 +1,56 @@
+"""From a TRL body's fields to checked sampling options."""
+
+import logging
+from typing import Any
+
+from app.schemas.decoding import convert
+from app.schemas.generation import SAMPLING_FIELDS, SamplingBody
+from titopool.errors import InvalidRequest
+from titopool.settings.sampling import (
+    SERVER_SET_FIELDS,
+    UNSUPPORTED_FIELDS,
+    SamplingOptions,
+    check_sampling,
+)
+from titopool.wire.messages import WorkerFacts
+
+logger = logging.getLogger(__name__)
+
+
+def sampling_options(body: SamplingBody, facts: WorkerFacts) -> SamplingOptions:
+    """The body's sampling options; `generation_kwargs` override fields of the same name.
+
+    Raises:
+        InvalidRequest: an option is unknown, set by the server, or out of range.
+    """
+    merged: dict[str, Any] = {name: getattr(body, name) for name in SAMPLING_FIELDS}
+    for name, value in body.generation_kwargs.items():
+        if reason := SERVER_SET_FIELDS.get(name) or UNSUPPORTED_FIELDS.get(name):
+            raise InvalidRequest(f"generation_kwargs.{name}: {reason}; leave it out", param=name)
+        merged[name] = value
+    if body.structured_outputs_regex is not None:
+        if merged.get("structured_outputs") is not None:
+            logger.warning("structured_outputs_regex replaces generation_kwargs.structured_outputs")
+        merged["structured_outputs"] = {"regex": body.structured_outputs_regex}
+    options = convert(merged, SamplingOptions)
+    try:
+        check_sampling(options, facts)
+    except InvalidRequest as error:
+        if body.structured_outputs_regex is None or error.param != "structured_outputs":
+            raise
+        # Name the field that the client sent.
+        field = "structured_outputs_regex"
+        message = error.message.removeprefix("structured_outputs")
+        raise InvalidRequest(f"{field}{message}", param=field) from None
+    return options
+
+
+def check_num_completions(num_prompts: int, n: int, limit: int, field: str = "prompts") -> None:
+    """Refuses a request for more completions than `limit` (`max_completions_per_request`)."""
+    if num_prompts * n > limit:
+        raise InvalidRequest(
+            f"{field}: expected at most {limit} completions in a request "
+            f"(max_completions_per_request), got {num_prompts} prompts times n = {n}; send several "
+            "requests",
+            param=field,
+        )

@@ -1,0 +1,146 @@
+"""The checked request of an OpenAI route, and the objects of its response."""
+
+import time
+import uuid
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import gevent
+import numpy as np
+
+from app.generation import Prompt, expanded_ids
+from app.inputs.admission import Admission
+from app.outputs import openai_logprobs
+from app.outputs.token_texts import TokenTexts
+from app.schemas.openai import ChatFields, CompletionsFields
+from titopool.settings.sampling import SamplingOptions
+from titopool.wire.messages import ChatParsing, Completed, Completion
+
+
+class OpenAIRequest(NamedTuple):
+    """A checked request to one of OpenAI's routes."""
+
+    admission: Admission
+    fields: CompletionsFields | ChatFields
+    options: SamplingOptions
+    prompts: Sequence[Prompt]
+    # None: the client requests no log-probabilities.
+    texts: TokenTexts | None
+    # Whether the response contains the prompts' ids.
+    shows_prompt_ids: bool
+    # The name of a LoRA adapter; "": the base model.
+    adapter: str
+    # What vLLM's parsers need; None: the text is not parsed.
+    chat: ChatParsing | None = None
+
+    @property
+    def is_chat(self) -> bool:
+        return isinstance(self.fields, ChatFields)
+
+    @property
+    def role(self) -> str:
+        """The role of the message that a chat generates or continues."""
+        assert isinstance(self.fields, ChatFields)
+        if self.fields.add_generation_prompt:
+            return "assistant"
+        last = self.fields.messages[-1] if self.fields.messages else {}
+        return str(last.get("role", "assistant"))
+
+    def head(self, *, is_stream: bool) -> dict[str, Any]:
+        """The first fields of a whole response, or of each event of a stream."""
+        kind = "chat.completion" if self.is_chat else "text_completion"
+        prefix = "chatcmpl" if self.is_chat else "cmpl"
+        return {
+            "id": f"{prefix}-{uuid.uuid4().hex}",
+            "object": f"{kind}.chunk" if is_stream and self.is_chat else kind,
+            "created": int(time.time()),
+            "model": self.adapter or self.admission.facts.model,
+        }
+
+    def choice(
+        self,
+        index: int,
+        completion: Completion,
+        adapter_version: int | None,
+        *,
+        before: Sequence[int] = (),
+        offset: int = 0,
+    ) -> dict[str, Any]:
+        """A choice without its text or message.
+
+        Args:
+            adapter_version: the version of the LoRA adapter that the job ran with.
+            before: in a stream, the choice's last ids before this chunk.
+            offset: in a stream, the number of characters before this chunk.
+        """
+        logprobs = None
+        if self.texts is not None and self.options.logprobs is not None:
+            k = self.options.logprobs
+            if self.is_chat:
+                logprobs = openai_logprobs.of_chat(completion, self.texts, k, before)
+            else:
+                logprobs = openai_logprobs.of_completion(completion, self.texts, k, before, offset)
+        choice: dict[str, Any] = {
+            "index": index,
+            "logprobs": logprobs,
+            "finish_reason": completion.finish_reason or None,
+            "stop_reason": completion.stop_reason,
+        }
+        if self.fields.return_token_ids:
+            choice["token_ids"] = np.frombuffer(completion.token_ids, np.int32).tolist()
+            choice["weight_versions"] = completion.weight_versions
+            if self.adapter:
+                choice["lora_version"] = adapter_version
+        return choice
+
+
+def usage(num_prompt: int, num_generated: int, num_cached: int) -> dict[str, Any]:
+    """OpenAI's `usage`, in tokens."""
+    return {
+        "prompt_tokens": num_prompt,
+        "completion_tokens": num_generated,
+        "total_tokens": num_prompt + num_generated,
+        "prompt_tokens_details": {"cached_tokens": num_cached},
+    }
+
+
+def whole_answer(request: OpenAIRequest, results: Sequence[Completed]) -> dict[str, Any]:
+    """The response body of a request that is not streamed."""
+    all_ids = expanded_ids(request.prompts, results)
+    answer = request.head(is_stream=False) | {"choices": []}
+    for prompt, ids, result in zip(request.prompts, all_ids, results, strict=True):
+        prompt_fields = _prompt_fields(request, prompt.location, ids, result)
+        for completion in result.completions:
+            choice = request.choice(len(answer["choices"]), completion, result.adapter_version)
+            if request.is_chat:
+                message = completion.message
+                message = {"content": completion.text} if message is None else message
+                choice["message"] = {"role": request.role, **message}
+            else:
+                choice |= {"text": completion.text, **prompt_fields}
+            answer["choices"].append(choice)
+            # Let other greenlets run between long lists of log-probabilities.
+            gevent.sleep(0)
+        if request.is_chat:
+            answer |= prompt_fields
+    answer["usage"] = usage(
+        sum(map(len, all_ids)),
+        sum(len(one.token_ids) // 4 for result in results for one in result.completions),
+        sum(result.num_cached_tokens for result in results),
+    )
+    return answer
+
+
+def _prompt_fields(
+    request: OpenAIRequest, location: str, ids: np.ndarray, result: Completed
+) -> dict[str, Any]:
+    """Fields about a prompt: a chat has them at the top, completions in each choice."""
+    found: dict[str, Any] = {}
+    if request.shows_prompt_ids:
+        found["prompt_token_ids"] = ids.tolist()
+    k = request.options.prompt_logprobs
+    if k is not None and request.texts is not None:
+        found["prompt_logprobs"] = openai_logprobs.of_prompt(
+            result, ids, location, k, request.texts
+        )
+    return found

@@ -1,0 +1,175 @@
+"""`POST /v1/completions`, `/v1/chat/completions` and `/v1/chat/completions/tokens`.
+
+OpenAI's bodies and responses with vLLM's extensions, so that the openai package works. The last
+route runs exactly the ids in `tokens`; `messages` only describe them (prime-rl, verifiers 0.1.8
+and 0.1.9).
+"""
+
+from typing import Any
+
+from flask import Blueprint, Response
+
+from app.generation import Prompt, check_prompt, run_prompts
+from app.http.responses import json_response
+from app.inputs.admission import Admission
+from app.inputs.chat_messages import read_conversation
+from app.inputs.chat_template import render_all
+from app.inputs.images import EncodedImages, read_images
+from app.inputs.sampling import check_num_completions
+from app.inputs.tokenizer import encode_all
+from app.inputs.tools import Tools, make_chat, read_tools
+from app.outputs.token_texts import TokenTexts
+from app.routes.openai.answer import OpenAIRequest, whole_answer
+from app.routes.openai.stream import stream
+from app.schemas.generation import SamplingBody
+from app.schemas.openai import (
+    CHAT_COMPLETIONS_BODY,
+    COMPLETIONS_BODY,
+    ChatFields,
+    CompletionsFields,
+    RouteFields,
+)
+from app.service import current_service
+from titopool.errors import InvalidRequest
+from titopool.settings.sampling import SamplingOptions, check_sampling
+
+blueprint = Blueprint("openai", __name__)
+
+
+@blueprint.post("/v1/completions/")
+def completions() -> Response:
+    """Text or ids in, text out."""
+    with current_service().admit(COMPLETIONS_BODY) as (admission, (fields, options)):
+        adapter = admission.adapter_named(fields.model)
+        options.logprobs = fields.logprobs
+        check_sampling(options, admission.facts)
+        return _respond(
+            OpenAIRequest(
+                admission,
+                fields,
+                options,
+                prompts=_completions_prompts(admission, fields, options.n),
+                texts=_token_texts(admission, fields, options),
+                shows_prompt_ids=fields.return_token_ids,
+                adapter=adapter,
+            )
+        )
+
+
+@blueprint.post("/v1/chat/completions/")
+def chat_completions() -> Response:
+    """Messages in, a message out."""
+    return _complete_chat(takes_tokens=False)
+
+
+@blueprint.post("/v1/chat/completions/tokens/")
+def chat_completions_of_tokens() -> Response:
+    """The prompt's ids and messages in, a message out."""
+    return _complete_chat(takes_tokens=True)
+
+
+def _complete_chat(*, takes_tokens: bool) -> Response:
+    with current_service().admit(CHAT_COMPLETIONS_BODY) as (admission, (fields, options)):
+        adapter = admission.adapter_named(fields.model)
+        if takes_tokens != (fields.tokens is not None):
+            raise InvalidRequest(
+                "tokens: expected the prompt's ids on /v1/chat/completions/tokens and none on "
+                f"/v1/chat/completions, got {'none' if takes_tokens else 'ids'}; use the other one",
+                param="tokens",
+            )
+        limit = fields.max_completion_tokens
+        options.max_tokens = fields.max_tokens if limit is None else limit
+        options.logprobs = fields.top_logprobs if fields.logprobs else None
+        check_sampling(options, admission.facts)
+        check_num_completions(1, options.n, admission.config.max_completions_per_request, "n")
+        tools = read_tools(fields, admission.facts)
+        return _respond(
+            OpenAIRequest(
+                admission,
+                fields,
+                options,
+                prompts=[_chat_prompt(admission, fields, tools)],
+                texts=_token_texts(admission, fields, options),
+                shows_prompt_ids=fields.return_token_ids or takes_tokens,
+                adapter=adapter,
+                chat=tools.parsing,
+            )
+        )
+
+
+def _respond(request: OpenAIRequest) -> Response:
+    if request.fields.stream:
+        return stream(request)
+    results = run_prompts(
+        request.admission,
+        request.prompts,
+        request.options,
+        adapter=request.adapter,
+        chat=request.chat,
+    )
+    return json_response(whole_answer(request, results))
+
+
+def _token_texts(
+    admission: Admission, fields: RouteFields, options: SamplingOptions
+) -> TokenTexts | None:
+    if options.logprobs is None and options.prompt_logprobs is None:
+        return None
+    as_ids = fields.return_tokens_as_token_ids
+    # With ids, only chats (`bytes`) and prompts (`decoded_token`) still show texts.
+    needs_texts = (
+        not as_ids or isinstance(fields, ChatFields) or options.prompt_logprobs is not None
+    )
+    return TokenTexts(admission, as_ids=as_ids, needs_texts=needs_texts)
+
+
+def _completions_prompts(admission: Admission, fields: CompletionsFields, n: int) -> list[Prompt]:
+    if fields.mm_processor_kwargs:
+        raise InvalidRequest(
+            "mm_processor_kwargs: expected none, as this route takes no images; use /generate/",
+            param="mm_processor_kwargs",
+        )
+    prompts, is_single = _split_prompts(fields.prompt)
+    check_num_completions(len(prompts), n, admission.config.max_completions_per_request, "prompt")
+    if isinstance(prompts[0], str):
+        prompts = admission.use_tokenizer(encode_all, prompts, fields.add_special_tokens)
+    return [
+        check_prompt(
+            ids,
+            "prompt" if is_single else f"prompt[{index}]",
+            admission.facts,
+            cache_salt=fields.cache_salt,
+        )
+        for index, ids in enumerate(prompts)
+    ]
+
+
+def _split_prompts(prompt: str | list[Any]) -> tuple[list[Any], bool]:
+    """The prompts, all texts or all lists of ids, and whether the body had one outside a list."""
+    if isinstance(prompt, str):
+        return [prompt], True
+    kinds = {type(one) for one in prompt}
+    if len(kinds) != 1:
+        raise InvalidRequest(
+            "prompt: expected a text, ids, a list of texts or a list of lists of ids, got "
+            f"{' and '.join(sorted(kind.__name__ for kind in kinds)) or 'an empty list'}",
+            param="prompt",
+        )
+    return ([prompt], True) if kinds == {int} else (prompt, False)
+
+
+def _chat_prompt(admission: Admission, fields: ChatFields, tools: Tools) -> Prompt:
+    facts = admission.facts
+    # With `tokens`, no template renders the messages: malformed tool calls of the model may stay.
+    conversation = read_conversation(fields.messages, "messages", is_rendered=fields.tokens is None)
+    encoded = EncodedImages(
+        "messages", "messages: image", conversation.images, True, fields.mm_processor_kwargs or {}
+    )
+    images = read_images(encoded, SamplingBody(), facts, admission.config)
+    if fields.tokens is None:
+        chat = make_chat(fields, conversation.messages, tools)
+        (ids,) = admission.use_tokenizer(render_all, [chat])
+        return check_prompt(ids, "messages", facts, images, fields.cache_salt)
+    prompt = check_prompt(fields.tokens, "tokens", facts, images, fields.cache_salt)
+    current_service().drift.compare(fields, tools)
+    return prompt

@@ -1,0 +1,49 @@
+"""Pauses: a client stops generation at all workers, for the time of a lease."""
+
+from flask import Blueprint, Response, request
+
+from app.http.responses import json_response
+from app.pool.command_sender import results_of, successful_results
+from app.routes.weights.workers import reachable_workers, worker_statuses
+from app.schemas.decoding import decode_body
+from app.schemas.weights import PAUSE_BODY
+from app.service import current_service
+from titopool.wire.commands import Pause, Resume
+from titopool.wire.pool_state import next_clock
+
+blueprint = Blueprint("pauses", __name__)
+
+
+@blueprint.post("/pause/")
+def pause() -> Response:
+    """Stops generation at every worker for at most `lease_s`; a second call renews the lease."""
+    body = decode_body(request.get_data(), PAUSE_BODY)
+    commands, workers = reachable_workers()
+    # A drain takes as long as the longest request.
+    timeout_s = current_service().config.request_timeout_s
+    action = Pause(body.mode, body.lease_s, next_clock(commands.pool_state.pause.clock))
+    outcomes = commands.gather_outcomes(workers, action, timeout_s=timeout_s)
+    # A worker that is loading or was lost learns of the pause before it gets jobs.
+    results_of([one for one in outcomes if not one.was_unreachable])
+    successful_results(outcomes)
+    return json_response({"is_paused": True, "lease_s": body.lease_s})
+
+
+@blueprint.post("/resume/")
+def resume() -> Response:
+    """Ends a pause."""
+    commands, workers = reachable_workers()
+    action = Resume(next_clock(commands.pool_state.pause.clock))
+    results = successful_results(commands.gather_outcomes(workers, action))
+    was_paused = any(result["was_paused"] for result in results)
+    return json_response({"is_paused": False, "was_paused": was_paused})
+
+
+@blueprint.get("/is_paused/")
+def is_paused() -> Response:
+    """Whether a client has paused any worker, and the seconds until the last lease expires."""
+    reported = [one.result["lease_left_s"] for one in worker_statuses() if one.result]
+    # The workers' replies are newer than what this front end knows from heartbeats.
+    leases = reported or [current_service().link.pause_left_s]
+    left_s = max((lease for lease in leases if lease is not None), default=None)
+    return json_response({"is_paused": left_s is not None, "lease_left_s": left_s})

@@ -1,0 +1,54 @@
+"""The state of each worker's weights, and the way out when the last update is lost."""
+
+import uuid
+
+from flask import Blueprint, Response, request
+
+from app.http.responses import json_response
+from app.pool.command_sender import successful_results
+from app.routes.weights.workers import reachable_workers, worker_statuses
+from app.schemas.decoding import decode_body
+from app.schemas.weights import ACCEPT_BODY
+from app.service import current_service
+from titopool.errors import Conflict
+from titopool.wire.commands import AcceptInitialWeights, GetStatus
+from titopool.wire.pool_state import next_clock
+
+blueprint = Blueprint("status", __name__)
+
+
+@blueprint.get("/weights/")
+def status() -> Response:
+    """Each worker's state; for a worker that does not answer, its phase."""
+    statuses = {one.endpoint: one.result for one in worker_statuses() if one.result}
+    return json_response(
+        {
+            "workers": [
+                {
+                    **statuses.get(view.endpoint, {"worker": None, "state": view.phase}),
+                    "endpoint": view.endpoint,
+                }
+                for view in current_service().link.workers
+            ]
+        }
+    )
+
+
+@blueprint.post("/weights/accept/")
+def accept() -> Response:
+    """Lets the pool continue with the initial weights when all workers lost the last update."""
+    decode_body(request.get_data() or b"{}", ACCEPT_BODY)
+    commands, workers = reachable_workers()
+    for one in commands.gather_outcomes(workers, GetStatus()):
+        if one.result and not one.result["waits_for_weights"]:
+            raise Conflict(
+                f"accept: expected that every worker has lost the weights, but the worker at "
+                f"{one.endpoint} serves version {one.result['weight_version']}; send a complete "
+                "update for the other workers"
+            )
+    update_id = f"own-{uuid.uuid4().hex}"
+    action = AcceptInitialWeights(update_id, next_clock(commands.pool_state.weights.clock))
+    outcomes = commands.gather_outcomes(workers, action)
+    successful_results(outcomes)
+    restarting = [one.endpoint for one in outcomes if one.result and one.result["restarts"]]
+    return json_response({"weight_version": 0, "restarting": restarting})

@@ -1,0 +1,169 @@
+"""Weight updates through titopool's protocol, and from a folder.
+
+The trainer (`titopool/client/weights_client.py`) begins an update, sends it, and commits it in two
+phases: first every worker has received all tensors and stops generating, then all workers change.
+Before the second phase, any failure leaves the old weights serving at all workers.
+"""
+
+import uuid
+
+from flask import Blueprint, Response, request
+
+from app.http.responses import json_response
+from app.pool.command_sender import Result, successful_results
+from app.routes.weights.commit import commit_update
+from app.routes.weights.workers import (
+    all_workers,
+    check_world_size,
+    reachable_workers,
+    step_timeout_s,
+)
+from app.schemas.decoding import decode_body
+from app.schemas.weights import (
+    ABORT_BODY,
+    BEGIN_BODY,
+    CLOSE_BODY,
+    COMMIT_BODY,
+    FOLDER_BODY,
+    INIT_BODY,
+    BeginBody,
+)
+from titopool.errors import Conflict, InvalidRequest
+from titopool.wire.commands import (
+    AbortUpdate,
+    BeginFolder,
+    BeginUpdate,
+    JoinGroup,
+    LeaveGroup,
+    PauseMode,
+    PrepareUpdate,
+    TensorInfo,
+)
+
+blueprint = Blueprint("updates", __name__)
+
+BEGIN_FAILED = "another worker failed to begin the update"
+
+
+@blueprint.post("/weights/init/")
+def init() -> Response:
+    """Forms the communicator; the trainer joins during the call, as rank 0."""
+    body = decode_body(request.get_data(), INIT_BODY)
+    commands, workers = all_workers()
+    size = check_world_size(body.world_size, workers)
+
+    def join(index: int, _: Result) -> JoinGroup:
+        return JoinGroup(
+            body.session, "titopool", body.backend, body.host, body.port,
+            1 + index * size, body.world_size, body.device_uuid,
+        )  # fmt: skip
+
+    commands.run_step(
+        workers, join, "join", body.session,
+        undo=LeaveGroup(body.session), timeout_s=step_timeout_s(),
+    )  # fmt: skip
+    return json_response({"session": body.session, "num_workers": len(workers)})
+
+
+@blueprint.post("/weights/begin/")
+def begin() -> Response:
+    """Announces the tensors of an update; the trainer sends them after the response."""
+    body = decode_body(request.get_data(), BEGIN_BODY)
+    tensors = tensors_of(body)
+    commands, workers = all_workers()
+    update_id = uuid.uuid4().hex
+
+    def action(index: int, first: Result) -> BeginUpdate:
+        version = first.get("version", body.version)
+        clock = first.get("clock", commands.pool_state.weights.clock)
+        return BeginUpdate(
+            body.session, update_id, version, clock, tensors, body.bucket_bytes, body.partial
+        )
+
+    undo = AbortUpdate(update_id, BEGIN_FAILED)
+    first, *_ = commands.send_first_then_others(workers, action, undo=undo)
+    shown = {name: first[name] for name in ("version", "missing", "ignored", "kept")}
+    return json_response({"update": update_id, **shown})
+
+
+def tensors_of(body: BeginBody) -> list[TensorInfo]:
+    """The announced tensors.
+
+    Raises:
+        InvalidRequest: the three lists are empty or of different lengths.
+    """
+    lengths = {len(body.names), len(body.dtypes), len(body.shapes)}
+    if len(lengths) != 1 or not body.names:
+        raise InvalidRequest(
+            "names, dtypes, shapes: expected one entry of each for every tensor, got "
+            f"{len(body.names)}, {len(body.dtypes)} and {len(body.shapes)}",
+            param="names",
+        )
+    return [
+        TensorInfo(name, dtype.removeprefix("torch."), shape)
+        for name, dtype, shape in zip(body.names, body.dtypes, body.shapes, strict=True)
+    ]
+
+
+@blueprint.post("/weights/commit/")
+def commit() -> Response:
+    """Waits until all tensors are received, and loads them into every worker's model."""
+    body = decode_body(request.get_data(), COMMIT_BODY)
+    commands, workers = all_workers()
+    checksum = body.checksum if isinstance(body.checksum, str) else None
+    action = PrepareUpdate(body.update, body.policy, bool(body.checksum), checksum)
+    return json_response(commit_update(commands, workers, action))
+
+
+@blueprint.post("/weights/abort/")
+def abort() -> Response:
+    """Aborts an update and closes the communicator."""
+    body = decode_body(request.get_data(), ABORT_BODY)
+    commands, workers = reachable_workers()
+    outcomes = commands.gather_outcomes(workers, AbortUpdate(body.update, body.reason))
+    applied_at = [one.endpoint for one in outcomes if one.result and one.result["is_applied"]]
+    if applied_at:
+        raise Conflict(
+            f"abort: expected an update that is not applied, got {body.update}, which is applied "
+            f"at {', '.join(applied_at)}; send another update"
+        )
+    successful_results(outcomes)
+    return json_response({"update": body.update})
+
+
+@blueprint.post("/weights/close/")
+def close() -> Response:
+    """Closes the communicator."""
+    body = decode_body(request.get_data(), CLOSE_BODY)
+    commands, workers = reachable_workers()
+    successful_results(commands.gather_outcomes(workers, LeaveGroup(body.session)))
+    return json_response({"session": body.session})
+
+
+@blueprint.post("/update_weights/")
+def update_weights() -> Response:
+    """Loads the weights of a folder that every worker can read."""
+    body = decode_body(request.get_data(), FOLDER_BODY)
+    folder = body.path or body.weight_dir
+    if folder is None or (body.path and body.weight_dir):
+        raise InvalidRequest(
+            "path: expected a folder, either as path or as weight_dir, got "
+            f"{'none' if folder is None else 'both'}",
+            param="path",
+        )
+    # prime-rl's client sends no policy; its own server keeps requests running.
+    policy: PauseMode | None = body.policy or ("keep" if body.weight_dir else None)
+    if policy is None:
+        raise InvalidRequest("policy: expected keep, drain or abort, got nothing", param="policy")
+    commands, workers = all_workers()
+    update_id = uuid.uuid4().hex
+
+    def action(index: int, first: Result) -> BeginFolder:
+        version = first.get("version", body.version)
+        clock = first.get("clock", commands.pool_state.weights.clock)
+        return BeginFolder(update_id, version, clock, folder)
+
+    undo = AbortUpdate(update_id, BEGIN_FAILED)
+    first, *_ = commands.send_first_then_others(workers, action, undo=undo)
+    result = commit_update(commands, workers, PrepareUpdate(update_id, policy))
+    return json_response({**result, "ignored": first["ignored"]})
