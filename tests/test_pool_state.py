@@ -173,7 +173,7 @@ def test_a_ledger_that_cannot_be_written_or_read_undoes_nothing(tmp_path: Path, 
     made.record_weights(FIRST)
     made.record_adapter("a", AdapterRecord(1, "/f"), 1)
     assert made.weights == FIRST
-    assert "cannot be noted" in caplog.text
+    assert "could not be written" in caplog.text
     for torn in (b"{half", b'{"model": "\xff"}'):
         (tmp_path / "worker-state-0").write_bytes(torn)
         assert Ledger(str(tmp_path), "0").read() == PoolState()
