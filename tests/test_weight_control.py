@@ -5,7 +5,7 @@ import socket
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
@@ -134,6 +134,10 @@ def run(story: Callable[[Worker], Awaitable[None]], worker: Worker | None = None
 def test_a_worker_that_is_not_ready_says_so():
     done = asyncio.run(Worker().ask(GetStatus()))
     assert done.code == "no_ready_worker"
+
+
+def test_a_worker_has_a_method_for_each_command():
+    assert set(Worker().control._methods) == set(get_args(Action))
 
 
 def test_caches_are_empty_before_the_weights_change_and_generation_stands():

@@ -64,7 +64,9 @@ class WeightState:
         if self.update is not None:
             parts.append(f"update {self.update.update_id} to version {self.update.version}")
         text = ", ".join(parts) + f"; the weights are version {self.weights.version}"
-        return f"{text}; the last end: {self.last_end}" if self.last_end else text
+        return (
+            f"{text}; the last session or update ended: {self.last_end}" if self.last_end else text
+        )
 
     def _conflict(self, what: str, expected: str) -> Conflict:
         return Conflict(f"{what}: expected {expected}; {self.describe()}")
@@ -111,7 +113,7 @@ class WeightState:
         is_mine = session == self.session and self.phase is not Phase.CLOSED
         if not is_mine or self._is_committing() or self._is_from_folder():
             raise self._conflict("close", f"session {session}, and no commit in progress")
-        self.end("its trainer left during an update" if self.update else "")
+        self.end("the trainer left during an update" if self.update else "")
 
     def end(self, reason: str) -> None:
         """Ends the update and the group; the weights stay as they are.
