@@ -423,6 +423,6 @@ class WorkerServer:
             await asyncio.wait_for(in_daemon_thread(self._engine.close), CLOSE_TIMEOUT_S)
         except Exception as error:
             logger.warning(
-                "the engine did not stop in time and is killed: %s", type(error).__name__
+                "the engine did not stop by itself and is killed: %s", type(error).__name__
             )
         kill_children()
