@@ -101,18 +101,15 @@ def _wait_until_ready(target: Target, url: str, popen: subprocess.Popen[bytes], 
 def engine_environment(*, on_cpu: bool, num_workers: int = 1) -> dict[str, str]:
     """This server's environment for its engines, used for every engine under test."""
     from titopool.settings.config import ServerConfig
-    from workers.environment import (
-        default_engine_options,
-        prepare_environment,
-        worker_placement,
-    )
+    from workers.environment import default_engine_options, prepare_environment
+    from workers.supervisor.resources import resources_of_worker
 
     environ = dict(os.environ)
     prepare_environment(environ, on_cpu=on_cpu)
     config = ServerConfig(num_workers=num_workers)
     default_engine_options(config, environ, on_cpu=on_cpu, seed=0)
     if on_cpu:
-        environ |= worker_placement(0, 1, config=config, gpus=()).variables
+        environ |= resources_of_worker(0, 1, config=config, gpus=()).variables
     here = str(Path(__file__).resolve().parent.parent)
     environ["PYTHONPATH"] = os.pathsep.join(filter(None, (here, environ.get("PYTHONPATH"))))
     return environ

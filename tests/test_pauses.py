@@ -43,7 +43,7 @@ def test_generation_goes_on_when_a_step_is_ended_while_it_lets_it_go_on():
     async def story() -> None:
         engine = SlowEngine()
         worker = worker_of(engine)
-        await worker.control.get_ready("m")
+        await worker.control.start("m")
         await worker.good(join("one"))
         await worker.good(AwaitStep("join", "one"))
         # Stops generation, clears the caches and lets it go on.
@@ -62,7 +62,7 @@ def test_generation_goes_on_when_the_lease_is_ended_by_a_call_that_is_given_up()
     async def story() -> None:
         engine = SlowEngine()
         worker = worker_of(engine)
-        await worker.control.get_ready("m")
+        await worker.control.start("m")
         await worker.good(Pause("keep", 60))
         assert engine.stands
         call = asyncio.ensure_future(worker.ask(Resume()))

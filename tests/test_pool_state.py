@@ -79,19 +79,19 @@ def test_what_is_not_there_travels_in_few_bytes():
 
 def test_a_worker_hears_of_its_pool_before_it_has_a_model():
     made = PoolView(Ledger("", "0"), lambda: None)
-    made.hear(state(weights=FIRST))
+    made.merge(state(weights=FIRST))
     made.start("m")
     assert made.weights == FIRST
     other = PoolView(Ledger("", "0"), lambda: None)
-    other.hear(state(weights=FIRST))
+    other.merge(state(weights=FIRST))
     other.start("another model")
     assert other.weights == PoolWeights()
 
 
 def test_only_what_is_new_is_told_on():
     made, news = view()
-    made.hear(state(weights=FIRST))
-    made.hear(state(weights=FIRST))
+    made.merge(state(weights=FIRST))
+    made.merge(state(weights=FIRST))
     assert news == ["news"]
 
 
@@ -99,7 +99,7 @@ def test_the_lease_of_a_pause_runs_on_while_it_travels(monkeypatch: pytest.Monke
     now = 1000.0
     monkeypatch.setattr("workers.weights.pool_view.time", SimpleNamespace(monotonic=lambda: now))
     made, _ = view()
-    made.hear(state(pause=PoolPause(1, "keep", 3.0)))
+    made.merge(state(pause=PoolPause(1, "keep", 3.0)))
     now += 1
     assert made.pause == PoolPause(1, "keep", 2.0)
     now += 2
@@ -108,10 +108,10 @@ def test_the_lease_of_a_pause_runs_on_while_it_travels(monkeypatch: pytest.Monke
 
 def test_each_change_counts_more_than_all_that_was_known():
     made, _ = view()
-    made.hear(state(pause=PoolPause(5, "keep", 9.0)))
+    made.merge(state(pause=PoolPause(5, "keep", 9.0)))
     made.record_pause(None, 0.0, clock=2)
     assert made.pause.clock == 6
-    made.hear(state(adapters=PoolAdapters(8, {})))
+    made.merge(state(adapters=PoolAdapters(8, {})))
     made.record_adapter("a", AdapterRecord(1, "/f"), 9)
     made.record_adapter("b", AdapterRecord(1, "/g"), 0)
     made.record_adapter("a", None, 0)
@@ -128,7 +128,7 @@ def test_what_a_pool_does_after_it_has_forgotten_all_counts_more_than_that():
     made.record_pause("drain", 5.0, 0)
     made.record_adapter("a", AdapterRecord(1, "/g"), 0)
     made.record_weights(PoolWeights(next_clock(0), "new", 1, False))
-    made.hear(before)
+    made.merge(before)
     assert made.pause.mode == "drain"
     assert made.adapters.by_name == {"a": AdapterRecord(1, "/g")}
     assert made.weights.update_id == "new"
@@ -144,7 +144,7 @@ def test_a_lease_that_has_expired_holds_nobody_who_starts_later(
     made, _ = view(str(tmp_path))
     made.record_pause("keep", 10.0, 1)
     loading = PoolView(Ledger("", "0"), lambda: None)
-    loading.hear(made.state)
+    loading.merge(made.state)
     now += 4
     soon, _ = view(str(tmp_path))
     assert soon.pause == PoolPause(made.pause.clock, "keep", 6.0)
@@ -173,7 +173,7 @@ def test_a_ledger_that_cannot_be_written_or_read_undoes_nothing(tmp_path: Path, 
     made.record_weights(FIRST)
     made.record_adapter("a", AdapterRecord(1, "/f"), 1)
     assert made.weights == FIRST
-    assert "cannot be noted" in caplog.text
+    assert "could not be written" in caplog.text
     for torn in (b"{half", b'{"model": "\xff"}'):
         (tmp_path / "worker-state-0").write_bytes(torn)
         assert Ledger(str(tmp_path), "0").read() == PoolState()

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, Qwen3NextConfig
 from tests.servers import Server, serve_process
 from titopool.demo_model import VOCAB_SIZE, make_tokenizer
 from titopool.settings.gpus import visible_gpus
-from workers.supervisor.supervisor import root_cause
+from workers.supervisor.worker_log import root_cause
 
 DEAD = "EngineDead: vLLM's engine process has ended"
 CORE = "(EngineCore pid=7) ERROR 11-21 22:58:22 [core.py:1512] "

@@ -148,7 +148,7 @@ def test_gunicorn_alone_restarts_a_dead_worker_and_leaves_nothing_when_killed(ti
         engine.kill()
         wait_until(lambda: server.get("/health").status_code == 503, 10)
         server.wait_until_ready()
-        assert "starting it again" in log.read_text()
+        assert "restarting it" in log.read_text()
         assert server.generate([[1, 2, 3]], temperature=0)["completion_ids"] == before
         children = descendants(server)
         process.kill()

@@ -101,7 +101,7 @@ def test_what_is_not_an_update_is_refused(pool: Server, port: int):
         ("/weights/init", init_body(port, world_size=2), "expected 3 (2 workers"),
         ("/weights/init", init_body(port) | {"backend": "mpi"}, "backend"),
         ("/weights/init", init_body(0), "port"),
-        ("/weights/init", init_body(free_port()), "nothing answers it"),
+        ("/weights/init", init_body(free_port()), "nothing answers"),
         ("/weights/begin", {"session": "one", "names": ["w"], "dtypes": [], "shapes": []}, "one of each"),
         ("/weights/begin", {"session": "one", "names": [], "dtypes": [], "shapes": []}, "one of each"),
         ("/weights/begin", {"session": "one", **TENSORS, "shapes": [[-1]]}, "shapes[0][0]"),

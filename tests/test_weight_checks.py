@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from titopool.errors import InvalidRequest
-from workers.weights.checks import checked_folder
-from workers.weights.liveness import answers
+from workers.weights.checks import checked_folder, is_listening
 
 
 @pytest.mark.parametrize(
@@ -35,4 +34,4 @@ def test_a_link_within_the_root_is_taken(tmp_path: Path):
 
 @pytest.mark.parametrize("host", ["127.0.0.1\0", "a..b", "x" * 300, "x" * 300_000, "é" * 70, ""])
 def test_a_host_that_cannot_be_looked_up_does_not_answer(host: str):
-    assert asyncio.run(answers(host, 1)) is False
+    assert asyncio.run(is_listening(host, 1)) is False

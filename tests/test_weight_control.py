@@ -5,7 +5,7 @@ import socket
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
@@ -93,7 +93,7 @@ class Worker:
         self.broken: list[str] = []
         self.control = Control(
             self.engine, config, worker_id="0",  # type: ignore[arg-type]
-            on_applied=lambda: None, on_broken=self.broken.append,
+            on_changed=lambda: None, on_broken=self.broken.append,
         )  # fmt: skip
 
     async def ask(self, action: Action) -> CommandDone:
@@ -118,7 +118,7 @@ def run(story: Callable[[Worker], Awaitable[None]], worker: Worker | None = None
     worker = worker or Worker()
 
     async def play() -> None:
-        await worker.control.get_ready("m")
+        await worker.control.start("m")
         tasks = [
             asyncio.create_task(work())
             for work in (worker.control.watch, worker.control.follow_pool)
@@ -134,6 +134,10 @@ def run(story: Callable[[Worker], Awaitable[None]], worker: Worker | None = None
 def test_a_worker_that_is_not_ready_says_so():
     done = asyncio.run(Worker().ask(GetStatus()))
     assert done.code == "no_ready_worker"
+
+
+def test_a_worker_has_a_method_for_each_command():
+    assert set(Worker().control._methods) == set(get_args(Action))
 
 
 def test_caches_are_empty_before_the_weights_change_and_generation_stands():
@@ -351,9 +355,9 @@ def test_who_leads_a_commit_and_is_gone_leaves_the_old_weights():
         prepare = Command("i", 1, PrepareUpdate("u", "keep"))
         assert (await worker.control.answer(prepare, b"leader")).code == ""
         await worker.good(AwaitStep("prepare", "u"))
-        await worker.control.lose_front_end(b"another")
+        await worker.control.on_front_end_lost(b"another")
         assert await worker.state() == "prepared"
-        await worker.control.lose_front_end(b"leader")
+        await worker.control.on_front_end_lost(b"leader")
         assert await worker.state() == "closed"
 
     worker = run(story)
@@ -366,7 +370,7 @@ def test_who_is_prepared_and_hears_that_others_have_applied_does_so_too():
         await worker.begin()
         await worker.good(PrepareUpdate("u", "keep"))
         await worker.good(AwaitStep("prepare", "u"))
-        worker.control.hear(of_pool(PoolWeights(2, "u", 7, False)))
+        worker.control.merge_pool_state(of_pool(PoolWeights(2, "u", 7, False)))
         while await worker.state() != "open":
             await asyncio.sleep(0.02)
         assert worker.engine.versions.current == 7
@@ -382,7 +386,7 @@ def test_who_is_prepared_and_hears_of_another_update_gives_up():
         await worker.begin()
         await worker.good(PrepareUpdate("u", "keep"))
         await worker.good(AwaitStep("prepare", "u"))
-        worker.control.hear(of_pool(PoolWeights(2, "other", 9, False)))
+        worker.control.merge_pool_state(of_pool(PoolWeights(2, "other", 9, False)))
         while await worker.state() != "closed":
             await asyncio.sleep(0.02)
         assert worker.control.phase == "waiting_for_weights"
@@ -394,14 +398,16 @@ def test_a_drain_that_outlasts_its_lease_keeps_nobody_from_catching_up():
     async def story(worker: Worker) -> None:
         # vLLM answers a drain when nothing is in flight, which under load may be never.
         worker.engine.is_stuck = True
-        worker.control.hear(of_pool(PoolWeights(), PoolPause(1, "drain", 60.0)))
+        worker.control.merge_pool_state(of_pool(PoolWeights(), PoolPause(1, "drain", 60.0)))
         while "pause drain" not in worker.engine.calls:
             await asyncio.sleep(0.02)
-        worker.control.hear(of_pool(PoolWeights(3, "v", 9, False), PoolPause(2, "keep", 600.0)))
+        worker.control.merge_pool_state(
+            of_pool(PoolWeights(3, "v", 9, False), PoolPause(2, "keep", 600.0))
+        )
         while (await worker.good(GetStatus()))["lease_left_s"] < 100:
             await asyncio.sleep(0.02)
         assert worker.control.phase == "waiting_for_weights"
-        worker.control.hear(of_pool(PoolWeights(3, "v", 9, False), PoolPause(3)))
+        worker.control.merge_pool_state(of_pool(PoolWeights(3, "v", 9, False), PoolPause(3)))
         while (await worker.good(GetStatus()))["is_paused"]:
             await asyncio.sleep(0.02)
 
@@ -418,7 +424,7 @@ def test_a_folder_that_cannot_be_loaded_at_once_is_tried_again(tmp_path: Path):
         # A model that keeps no requests, in a pool that is paused with keep.
         worker.engine.can_keep = False
         wanted = PoolWeights(3, "v", 9, False, str(folder), files)
-        worker.control.hear(of_pool(wanted, PoolPause(1, "keep", 60.0)))
+        worker.control.merge_pool_state(of_pool(wanted, PoolPause(1, "keep", 60.0)))
         await asyncio.sleep(0.2)
         assert worker.control.phase == "catching_up"
         assert await worker.state() == "closed"
@@ -457,7 +463,7 @@ def test_a_folder_that_is_loaded_in_a_session_of_trls_client_is_none_of_its_upda
 
 def test_weights_that_are_lost_are_accepted_by_whoever_has_the_models_own():
     async def story(worker: Worker) -> None:
-        worker.control.hear(of_pool(PoolWeights(4, "u", 9, False)))
+        worker.control.merge_pool_state(of_pool(PoolWeights(4, "u", 9, False)))
         assert worker.control.phase == "waiting_for_weights"
         assert await worker.good(AcceptInitialWeights("own", 5)) == {"restarts": False}
         assert worker.control.phase == "ready"
@@ -474,7 +480,7 @@ def test_who_has_other_weights_than_the_models_own_restarts_to_accept_them():
         await worker.good(AwaitStep("prepare", "u"))
         await worker.good(ApplyUpdate("u"))
         await worker.good(AwaitStep("apply", "u"))
-        worker.control.hear(of_pool(PoolWeights(4, "v", 9, False)))
+        worker.control.merge_pool_state(of_pool(PoolWeights(4, "v", 9, False)))
         assert worker.control.phase == "stale"
         assert await worker.good(AcceptInitialWeights("own", 5)) == {"restarts": True}
 

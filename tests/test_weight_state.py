@@ -5,13 +5,14 @@ import random
 import pytest
 
 from titopool.errors import Conflict
-from workers.weights.state import Phase, Update, WeightState
+from titopool.wire.pool_state import PoolWeights
+from workers.weights.state import Phase, WeightState
 
 TIMEOUT_S = 10.0
 
 
-def update(name: str = "u", version: int = 1, index: int = 1, folder: str = "") -> Update:
-    return Update(name, version, index, folder)
+def update(name: str = "u", version: int = 1, index: int = 1, folder: str = "") -> PoolWeights:
+    return PoolWeights(index, name, version, False, folder)
 
 
 def opened(session: str = "s") -> WeightState:
@@ -36,7 +37,7 @@ def test_a_folder_needs_no_group_and_leaves_one_alone():
     for state in (WeightState(timeout_s=TIMEOUT_S), opened()):
         before = state.phase
         state.begin_folder(update(folder="/w"), 0.0)
-        state.drop_update("u", "why not")
+        state.abort("u", "why not")
         assert state.phase is before
         state.begin_folder(update(folder="/w"), 0.0)
         state.prepare("u", 0.0)
@@ -92,16 +93,16 @@ def test_nobody_takes_over_while_the_model_changes():
     with pytest.raises(Conflict):
         state.end("why not")
     with pytest.raises(Conflict):
-        state.drop_update("u", "why not")
+        state.abort("u", "why not")
 
 
 # What may not lie between the beginning and the end of an update's commit.
 COMMIT = ("prepare", "prepared", "apply", "applied", "drop", "end")
 
 
-def steps_of(state: WeightState, now: float, name: str, session: str, made: Update):
+def steps_of(state: WeightState, now: float, name: str, session: str, made: PoolWeights):
     """Every call that there is, for one session and one update."""
-    folder = update(name, made.version, made.index, "/w")
+    folder = update(name, made.version, made.clock, "/w")
     return {
         "join": lambda: state.join(session, "titopool", now),
         "take over": lambda: state.join(session, "trl", now, takes_over=True),
@@ -115,7 +116,7 @@ def steps_of(state: WeightState, now: float, name: str, session: str, made: Upda
         "prepared": lambda: state.prepared(name, now),
         "apply": lambda: state.apply(name, now),
         "applied": lambda: state.applied(name, now),
-        "drop": lambda: state.drop_update(name, "because"),
+        "drop": lambda: state.abort(name, "because"),
     }
 
 

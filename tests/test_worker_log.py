@@ -236,7 +236,7 @@ if not os.path.exists({str(flag)!r}):
     os._exit(3)
 wait()
 """)
-    server.wait_for("it exited with code 3; starting it again in 0 s; its log is")
+    server.wait_for("it exited with code 3; restarting it in 0 s; its log is")
     # The file goes on.
     wait_until(lambda: server.log().count("---- worker 0 starts, process ") == 2, 30)
     server.stop()
@@ -271,7 +271,7 @@ def test_a_full_disk_does_not_stop_the_workers(caplog):
     for _ in range(3):
         log.write("a line")
     assert [record.getMessage() for record in caplog.records] == [
-        "/dev/full cannot be written; lines are lost"
+        "/dev/full cannot be written; log lines are lost"
     ]
 
 

@@ -50,7 +50,7 @@ async def refuse(*_: object) -> Any:
         ("_engine.run", fail, "generation_failed"),
         ("_engine.run", refuse, "invalid_request"),
         ("_control.before_job", refuse, "invalid_request"),
-        ("count", raise_at_once, "generation_failed"),
+        ("count_job", raise_at_once, "generation_failed"),
         ("prefix_of", raise_at_once, "generation_failed"),
         ("nowhere", fail, ""),
     ],
@@ -93,8 +93,10 @@ def test_a_worker_that_stood_still_drops_no_front_end_for_it(monkeypatch: pytest
         )  # fmt: skip
         monkeypatch.setattr(server, "_send", lambda *_: None)
         looks: list[bool] = []
-        monkeypatch.setattr(server, "_beat", lambda: looks.append(b"f" in server._front_ends))
-        beating = asyncio.create_task(server._send_heartbeats())
+        monkeypatch.setattr(
+            server, "_send_heartbeats", lambda: looks.append(b"f" in server._front_ends)
+        )
+        beating = asyncio.create_task(server._heartbeat_loop())
         await asyncio.sleep(0)
         server._front_ends[b"f"] = FrontEnd(last_hello=time.monotonic())
         time.sleep(1)

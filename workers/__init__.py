@@ -1,4 +1,6 @@
-"""One process for each engine, and their supervisor. Talks ZeroMQ with the front ends.
+"""The worker processes, which run vLLM, and the supervisor that starts them.
 
-vLLM and torch are imported only by `engine` (inside functions) and `extension`.
+Each sub-package says in which process it runs. Workers and front ends exchange ZeroMQ messages
+(`titopool/wire/messages.py`). Modules import vLLM, torch and transformers only inside functions;
+`tests/test_self_check.py` lists the modules that do so.
 """

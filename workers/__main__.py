@@ -1,12 +1,12 @@
-"""`python -m workers`: runs one worker by itself, for Compose and clusters.
+"""`python -m workers`: runs one worker, also without a supervisor (Docker Compose, clusters).
 
     python -P -m workers --endpoint tcp://0.0.0.0:5555 [MODEL] [--setting VALUE …] [vLLM options]
 
-`--worker-id` names it in logs and metrics; by default the host's name and the endpoint do. `-P`
-keeps modules of the working folder from being taken for ours.
+`--worker-id` is the worker's name in logs and metrics; the default is made of host name and
+endpoint. `-P` keeps Python from importing modules of the working folder in place of titopool's.
 
-The supervisor starts its workers the same way, with `--endpoint ipc://…`. The last step of
-this process is `os._exit`: threads of a broken engine must not keep it.
+The supervisor starts its workers with `--endpoint ipc://…`. The process ends with `os._exit`, so
+that the threads of a broken engine cannot keep it alive.
 """
 
 import asyncio
@@ -28,19 +28,23 @@ from workers.process import EXIT_FAILED, EXIT_STOPPED, kill_children
 from workers.serving.server import WorkerServer
 from workers.supervisor.phase_pipe import PhaseReporter
 
-# Its own name is __main__ here.
+# Not __name__, which is "__main__".
 logger = logging.getLogger("workers")
 
 USAGE = (
     "usage: python -P -m workers --endpoint tcp://ADDRESS:PORT [--worker-id NAME] [MODEL] "
     "[options of titopool serve]"
 )
-# Addresses that stand for all of a host.
+# Addresses that bind every interface of a host.
 ANY_ADDRESS = ("0.0.0.0", "*", "[::]", "::")
 
 
 def take_option(argv: list[str], flag: str) -> str | None:
-    """Removes `flag VALUE` or `flag=VALUE` from `argv` and returns VALUE; None if it is not there."""
+    """Removes `flag VALUE` or `flag=VALUE` from `argv` and returns VALUE, or None without the flag.
+
+    Raises:
+        ConfigError: no value follows the flag.
+    """
     for index, word in enumerate(argv):
         if word.startswith(flag + "="):
             del argv[index]
@@ -55,21 +59,21 @@ def take_option(argv: list[str], flag: str) -> str | None:
 
 
 def default_worker_id(endpoint: str) -> str:
-    """A name that no other worker of this host has, as each has an endpoint of its own."""
-    scheme, _, place = endpoint.partition("://")
+    """Host name and endpoint: no other worker of the host has the same endpoint."""
+    scheme, _, name = endpoint.partition("://")
     if scheme == "ipc":
-        place = os.path.abspath(place).strip("/").replace("/", "-")
+        name = os.path.abspath(name).strip("/").replace("/", "-")
     else:
-        address, _, port = place.rpartition(":")
-        place = port if address in ANY_ADDRESS else f"{address}-{port}"
-    return f"{os.uname().nodename}-{place}"
+        address, _, port = name.rpartition(":")
+        name = port if address in ANY_ADDRESS else f"{address}-{port}"
+    return f"{os.uname().nodename}-{name}"
 
 
 def checked_worker_id(worker_id: str) -> str:
-    """`worker_id`, which is part of a file's name.
+    """Returns `worker_id`, which becomes part of a file name.
 
     Raises:
-        ConfigError: it cannot be.
+        ConfigError: `worker_id` has characters that a file name cannot have.
     """
     if not re.fullmatch(r"[\w.:\[\]-]{1,200}", worker_id):
         raise ConfigError(
@@ -95,13 +99,15 @@ def main(argv: list[str]) -> int:
         config = from_command_line(argv)
         configure_logging(config.log_level, report.log_handler())
         if parent_pid is None and (ignored := ignored_variables()):
-            logger.info("ignored variables of a Kubernetes Service: %s", ", ".join(ignored))
+            logger.info(
+                "ignored variables that Kubernetes sets for a Service: %s", ", ".join(ignored)
+            )
         reason, code = asyncio.run(
             serve(config, endpoint, worker_id, report, int(parent_pid) if parent_pid else None)
         )
     except Exception as error:
         if not isinstance(error, ConfigError):
-            # With a supervisor, in the file of what vLLM writes.
+            # The supervisor writes the traceback to the worker's log file.
             traceback.print_exception(error)
         reason, code = describe_failure(error), EXIT_FAILED
     if reason:
@@ -116,7 +122,10 @@ async def serve(
     report: PhaseReporter,
     parent_pid: int | None,
 ) -> tuple[str, int]:
-    """Serves until a signal comes or the engine dies; why ("" for a signal), and the exit code."""
+    """Serves until a signal arrives or the engine dies.
+
+    Returns the reason for the end ("" after a signal) and the exit code.
+    """
     server = WorkerServer(
         VllmEngine(config, on_cpu=not visible_gpus()),
         endpoint=endpoint,
@@ -127,7 +136,7 @@ async def serve(
     )
 
     def stop() -> None:
-        # vLLM takes the end of an engine that it ends itself for an error, with a traceback.
+        # vLLM logs a traceback when an engine process ends, even if vLLM itself has stopped it.
         logging.getLogger("vllm.v1.engine.async_llm").setLevel(logging.CRITICAL)
         server.stop()
 
@@ -146,15 +155,15 @@ def describe_failure(error: BaseException) -> str:
 
 
 def run() -> NoReturn:
-    """The process's entry."""
+    """Runs the worker and ends the process."""
     code = main(sys.argv[1:])
     sys.stdout.flush()
     sys.stderr.flush()
-    # What a thread that was still loading has started since.
+    # A thread that was still loading the model may have started processes since the last kill.
     kill_children()
     os._exit(code)
 
 
-# vLLM spawns its engine process, which imports this module again.
+# vLLM spawns its engine process, which imports this module a second time.
 if __name__ == "__main__":
     run()

@@ -1,7 +1,7 @@
-"""What a worker knew of its pool, for the process that is started in its place.
+"""The pool's state on disk, for the process that replaces a worker.
 
-A file in `run_dir`, written after each change. Without a `run_dir` (a worker that stands alone)
-there is none: then a restarted worker hears of it from the front ends.
+A worker writes the file in `run_dir` after each change. A worker without a `run_dir` (one that runs
+without a supervisor) has no file: after a restart, the front ends send it the pool's state.
 """
 
 import logging
@@ -21,10 +21,10 @@ FILE_PREFIX = "worker-state-"
 
 
 class Entry(msgspec.Struct):
-    """What the file holds."""
+    """The content of the file."""
 
     state: PoolState
-    # Seconds since 1970, from which on the lease of a pause counts.
+    # Unix time in seconds; the pause's lease counts from then.
     written_at: float
 
 
@@ -35,7 +35,7 @@ class Ledger:
         self._path = Path(run_dir) / f"{FILE_PREFIX}{worker_id}" if run_dir else None
 
     def write(self, state: PoolState) -> None:
-        """Replaces what is there; a disk that is full undoes nothing."""
+        """Replaces the file. A failure (a full disk) is logged only."""
         if self._path is None:
             return
         draft = self._path.with_name(self._path.name + ".new")
@@ -43,10 +43,10 @@ class Ledger:
             draft.write_bytes(msgspec.json.encode(Entry(state, time.time())))
             os.replace(draft, self._path)
         except OSError as error:
-            logger.error("the pool's state cannot be noted for a restart: %s", error)
+            logger.error("the pool's state could not be written for a restart: %s", error)
 
     def read(self) -> PoolState:
-        """What the process before this one wrote, if anything."""
+        """The state that the previous process wrote; an empty one without a readable file."""
         if self._path is None:
             return PoolState()
         try:
@@ -54,7 +54,11 @@ class Ledger:
         except FileNotFoundError:
             return PoolState()
         except (OSError, *UNREADABLE) as error:
-            logger.error("%s cannot be read; the front ends may know: %s", self._path, error)
+            logger.error(
+                "%s cannot be read; waiting for the front ends to send the pool's state: %s",
+                self._path,
+                error,
+            )
             return PoolState()
         pause, age_s = entry.state.pause, max(0.0, time.time() - entry.written_at)
         left_s = max(0.0, pause.lease_left_s - age_s)
@@ -65,7 +69,7 @@ class Ledger:
 
 
 def clear_ledgers(run_dir: str) -> None:
-    """A server that starts begins with its model's own weights."""
+    """Removes the files of an earlier server: a new server begins with the initial weights."""
     if not run_dir:
         return
     for path in Path(run_dir).glob(FILE_PREFIX + "*"):
@@ -73,10 +77,13 @@ def clear_ledgers(run_dir: str) -> None:
 
 
 def digest_of_files(folder: str) -> str:
-    """Of the names, sizes and times of change of a folder's files; empty if it is gone."""
+    """Digest of the names, sizes and modification times of a folder's files.
+
+    Empty if the folder cannot be read.
+    """
     try:
         found = [(file.name, file.stat()) for file in Path(folder).iterdir() if file.is_file()]
     except OSError:
         return ""
-    listed = sorted((name, stat.st_size, stat.st_mtime_ns) for name, stat in found)
-    return blake2b(msgspec.json.encode(listed), digest_size=16).hexdigest()
+    files = sorted((name, stat.st_size, stat.st_mtime_ns) for name, stat in found)
+    return blake2b(msgspec.json.encode(files), digest_size=16).hexdigest()

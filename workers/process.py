@@ -1,28 +1,30 @@
-"""A worker process's threads and children: what must not keep it, or outlive it; its collector."""
+"""What concerns a worker's whole process: exit codes, daemon threads, child processes, collector."""
 
 import asyncio
 import gc
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 import psutil
 
 Result = TypeVar("Result")
 
-# Exit codes of a worker; whoever started it starts it again after all but the first.
+# Exit codes of a worker. The supervisor or a service manager restarts it after all but the first.
 EXIT_STOPPED, EXIT_FAILED = 0, 1
-# Nobody knows which weights the model has: a new process loads its own, and those of the pool.
+# The model's weights are in an unknown state. A new process loads the initial weights, then the
+# pool's.
 EXIT_WEIGHTS_UNKNOWN = 75
 
 
 async def in_daemon_thread(call: Callable[[], Result]) -> Result:
-    """Runs `call` in a thread that does not keep the process when it must end meanwhile."""
+    """Runs `call` in a daemon thread, which does not keep the process from exiting."""
     loop = asyncio.get_running_loop()
     done: asyncio.Future[Result] = loop.create_future()
 
-    def settle(set_outcome: Callable[[Any], None], outcome: Any) -> None:
+    def finish(set_outcome: Callable[[Any], None], outcome: Any) -> None:
+        # The caller may have been cancelled.
         if not done.done():
             set_outcome(outcome)
 
@@ -30,26 +32,24 @@ async def in_daemon_thread(call: Callable[[], Result]) -> Result:
         try:
             result = call()
         except BaseException as error:
-            loop.call_soon_threadsafe(settle, done.set_exception, error)
+            loop.call_soon_threadsafe(finish, done.set_exception, error)
         else:
-            loop.call_soon_threadsafe(settle, done.set_result, result)
+            loop.call_soon_threadsafe(finish, done.set_result, result)
 
     threading.Thread(target=run, daemon=True).start()
     return await done
 
 
 def kill_children() -> None:
-    """Kills every process below this one: vLLM leaves its own behind."""
+    """Kills all descendants of this process: vLLM does not always end its processes."""
     for child in psutil.Process().children(recursive=True):
-        try:
+        with suppress(psutil.NoSuchProcess):
             child.kill()
-        except psutil.NoSuchProcess:
-            pass
 
 
 @contextmanager
 def without_collector() -> Iterator[None]:
-    """For imports: vLLM's take 5 s instead of 7, as nothing that they make is ever garbage."""
+    """Turns the garbage collector off, for imports: vLLM's then take 5 s instead of 7."""
     gc.disable()
     try:
         yield

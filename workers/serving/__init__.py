@@ -1,4 +1,4 @@
-"""Jobs and commands of one worker.
+"""A worker's socket, its jobs and its commands.
 
-Runs in: each worker process, on its event loop. Imports: `weights`, `engine`.
+Runs in: each worker process, on its event loop. Imports: `weights`, `engine`, `process`, `ledger`.
 """

@@ -1,7 +1,7 @@
-"""Brings a worker to where its pool is, when it has missed a command.
+"""Brings a worker to the state of its pool after the worker has missed commands.
 
-Runs in: each worker process, on its loop. A worker misses commands while it restarts, or while it
-cannot be reached; `workers/weights/pool_view.py` says what the pool has done meanwhile.
+A worker misses commands while it restarts and while front ends cannot reach it. The pool's state is
+in `workers/weights/pool_view.py`.
 """
 
 import asyncio
@@ -11,7 +11,13 @@ from collections import Counter
 from collections.abc import Callable
 
 from titopool.errors import InvalidRequest, TitopoolError
-from titopool.wire.commands import ApplyUpdate, BeginFolder, PauseMode, PrepareUpdate
+from titopool.wire.commands import (
+    AbortUpdate,
+    ApplyUpdate,
+    BeginFolder,
+    PauseMode,
+    PrepareUpdate,
+)
 from titopool.wire.pool_state import AdapterRecord, PoolWeights
 from workers.engine.lora import Adapters
 from workers.engine.weights import WeightEngine
@@ -24,14 +30,14 @@ from workers.weights.updates import Updates
 
 logger = logging.getLogger(__name__)
 
-# Between two looks without news: at what could not be done before.
-LOOK_EVERY_S = 1.0
-# Of a folder that cannot be loaded although it is the right one: a file server may be away.
+# Between two attempts while the pool's state does not change: the first attempt may have failed.
+RETRY_S = 1.0
+# Attempts to load the right folder, which may be on a file server that is down.
 MAX_TRIES = 10
 
 
 class CatchUp:
-    """Compares what should be with what is, and does what is missing."""
+    """Compares the worker's pause, weights and adapters with the pool's, and closes the gap."""
 
     def __init__(
         self,
@@ -44,7 +50,7 @@ class CatchUp:
         weights_root: str,
         on_changed: Callable[[], None],
     ):
-        """`on_changed` is called when other adapters serve, and when weights are given up."""
+        """`on_changed` is called when other adapters serve, and when weights are unavailable."""
         self._pool = pool
         self._updates = updates
         self._pauses = pauses
@@ -52,110 +58,113 @@ class CatchUp:
         self._adapters = adapters
         self._weights_root = weights_root
         self._on_changed = on_changed
-        self._news = asyncio.Event()
-        # The weights that this worker cannot get.
-        self._out_of_reach: tuple[int, str] = (0, "")
-        # How often each of the pool's weights was tried.
+        self._has_changed = asyncio.Event()
+        # The order of the weights that this worker cannot load.
+        self._unavailable: tuple[int, str] = (0, "")
+        # Attempts, by the order of the weights.
         self._num_tries: Counter[tuple[int, str]] = Counter()
-        # What the log says of each part already.
-        self._complaints: dict[str, str] = {}
-        # Adapters that could not be loaded, so that the log says so once.
+        # The last error of each part of the state, so that the log shows it once.
+        self._last_errors: dict[str, str] = {}
+        # Names and versions of adapters that could not be loaded, so that the log shows them once.
         self._failed: set[tuple[str, int]] = set()
 
     @property
-    def is_under_way(self) -> bool:
-        """Whether this worker is about to have the weights that it lacks."""
+    def is_loading(self) -> bool:
+        """Whether this worker is loading the pool's weights, or will load them from their folder."""
         state, wanted = self._updates.state, self._pool.weights
         if state.update is not None and state.update.update_id == wanted.update_id:
             return state.phase in (Phase.PREPARED, Phase.APPLYING) or bool(state.update.folder)
-        return bool(wanted.folder) and self._out_of_reach != wanted.order
+        return bool(wanted.folder) and self._unavailable != wanted.order
 
     def notify(self) -> None:
-        """There may be something to do."""
-        self._news.set()
+        """Called when the pool's state has changed."""
+        self._has_changed.set()
 
     async def run(self) -> None:
-        """Catches up whenever there are news; never returns."""
+        """Catches up after each change of the pool's state; never returns."""
         while True:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._news.wait(), LOOK_EVERY_S)
-            self._news.clear()
+                await asyncio.wait_for(self._has_changed.wait(), RETRY_S)
+            self._has_changed.clear()
             if self._pool.is_started:
                 await self.catch_up()
 
     async def catch_up(self) -> None:
-        """Does what is missing now."""
-        for part in (self._follow_pauses, self._follow_weights, self._follow_adapters):
-            complaint = ""
+        """Tries once to reach the pool's state; errors are logged."""
+        for follow in (self._follow_pauses, self._follow_weights, self._follow_adapters):
+            text = ""
             try:
-                await part()
+                await follow()
             except TitopoolError as error:
-                complaint = error.message
-                if complaint != self._complaints.get(part.__name__):
-                    logger.warning("this worker is behind its pool: %s", complaint)
+                text = error.message
+                if text != self._last_errors.get(follow.__name__):
+                    logger.warning("this worker is behind its pool: %s", text)
             except Exception:
                 logger.exception("this worker could not catch up with its pool")
-            self._complaints[part.__name__] = complaint
+            self._last_errors[follow.__name__] = text
 
     async def _follow_pauses(self) -> None:
         await self._pauses.follow_pool(self._engine())
 
     async def _follow_weights(self) -> None:
         updates, state, wanted = self._updates, self._updates.state, self._pool.weights
-        if not updates.lacks_weights:
-            if state.weights.order != wanted.order and state.phase in (Phase.CLOSED, Phase.OPEN):
-                state.accept_initial(wanted)
-            return
         update = state.update
-        if state.phase is Phase.PREPARED and update is not None:
+        if not updates.is_behind_pool:
+            # Both have the initial weights, which the pool may have accepted under another clock.
+            if state.weights.order != wanted.order and state.is_resting:
+                state.accept_initial(wanted)
+        elif state.phase is Phase.PREPARED and update is not None:
             if update.update_id == wanted.update_id:
-                # Another worker has applied it, so all had prepared it.
+                # Another worker has applied the update, so all workers are prepared.
                 await updates.apply(ApplyUpdate(update.update_id))
                 await updates.steps.wait("apply", update.update_id)
-            elif wanted.clock >= update.index:
-                await updates.abort(update.update_id, "the pool has gone on without this worker")
-        elif state.phase in (Phase.CLOSED, Phase.OPEN) and self._out_of_reach != wanted.order:
-            if not wanted.folder:
-                self._give_up("they came through a group")
-            # A folder that is not there may come back with its file server.
-            elif digest_of_files(wanted.folder) not in ("", wanted.files):
-                self._give_up(f"{wanted.folder} has changed since")
-            else:
-                await self._try_folder()
+            elif wanted.clock >= update.clock:
+                reason = "the pool has applied another update without this worker"
+                await updates.abort(AbortUpdate(update.update_id, reason))
+        elif state.is_resting and self._unavailable != wanted.order:
+            await self._try_to_load(wanted)
 
-    def _give_up(self, reason: str) -> None:
-        wanted = self._pool.weights
-        self._out_of_reach = wanted.order
+    async def _try_to_load(self, wanted: PoolWeights) -> None:
+        if not wanted.folder:
+            self._give_up(wanted, "they were sent through a group")
+        # The digest is "" while the file server is down.
+        elif digest_of_files(wanted.folder) not in ("", wanted.files):
+            self._give_up(wanted, f"{wanted.folder} has changed since the update")
+        else:
+            await self._try_folder(wanted)
+
+    def _give_up(self, wanted: PoolWeights, reason: str) -> None:
+        self._unavailable = wanted.order
         self._num_tries.clear()
         logger.warning(
-            "the pool has weights of version %d, which this worker has not and cannot get: %s; it "
-            "waits for the next update", wanted.version, reason,
+            "this worker lacks the pool's weights of version %d and cannot load them: %s; it waits "
+            "for the next update", wanted.version, reason,
         )  # fmt: skip
         self._on_changed()
 
-    async def _try_folder(self) -> None:
-        wanted, updates = self._pool.weights, self._updates
+    async def _try_folder(self, wanted: PoolWeights) -> None:
         self._num_tries[wanted.order] += 1
         try:
             await self._load_folder(wanted)
             self._num_tries.clear()
         except Exception as error:
-            update = updates.state.update
+            update = self._updates.state.update
             if update is not None and update.update_id == wanted.update_id:
-                await updates.abort(update.update_id, "the folder could not be loaded")
+                reason = "the folder could not be loaded"
+                await self._updates.abort(AbortUpdate(update.update_id, reason))
             if self._num_tries[wanted.order] >= MAX_TRIES:
-                self._give_up(str(error))
+                self._give_up(wanted, str(error))
             raise
 
     async def _load_folder(self, wanted: PoolWeights) -> None:
         updates, update_id = self._updates, wanted.update_id
-        policy: PauseMode = updates.kindest_policy
-        if policy == "drain" and self._pauses.keeps_requests:
-            # They would drain when the pause ends; a worker that gets no jobs has few.
-            policy = "abort"
+        mode: PauseMode = updates.default_pause_mode
+        if mode == "drain" and self._pauses.keeps_requests:
+            # Kept requests cannot drain. A worker without the pool's weights has few requests.
+            mode = "abort"
         action = BeginFolder(update_id, wanted.version, wanted.clock, wanted.folder)
-        await updates.begin_folder(action, index=wanted.clock)
-        await updates.prepare(PrepareUpdate(update_id, policy))
+        await updates.begin_folder(action, clock=wanted.clock)
+        await updates.prepare(PrepareUpdate(update_id, mode))
         await updates.steps.wait("prepare", update_id)
         await updates.apply(ApplyUpdate(update_id))
         await updates.steps.wait("apply", update_id)
@@ -174,7 +183,7 @@ class CatchUp:
                 self._failed.discard(key)
             except TitopoolError as error:
                 if key not in self._failed:
-                    logger.warning("adapter %s is not here: %s", name, error.message)
+                    logger.warning("adapter %s could not be loaded: %s", name, error.message)
                 self._failed.add(key)
         if adapters.versions != before:
             self._on_changed()

@@ -1,4 +1,4 @@
-"""What a worker keeps of each front end's jobs, and what it records of those that have ended."""
+"""A worker's records: the jobs of each front end, and counters and prefixes of finished jobs."""
 
 import asyncio
 from dataclasses import dataclass, field
@@ -25,32 +25,34 @@ ID_BYTES = 4
 
 @dataclass
 class FrontEnd:
-    """A gunicorn process that said Hello."""
+    """A front end that has sent `Hello`, and its jobs in flight."""
 
     last_hello: float
     jobs: dict[JobKey, Job] = field(default_factory=dict)
     tasks: dict[JobKey, asyncio.Task[None]] = field(default_factory=dict)
-    # Of all its jobs: completions, and tokens at most.
+    # Totals of the jobs in flight: completions, and at most so many tokens.
     num_sequences: int = 0
     num_tokens: int = 0
     outbox: list[Completed | Failed | Chunk] = field(default_factory=list)
-    # Digests of what others' jobs left in the cache, for the next heartbeat.
+    # For the next heartbeat: prefix digests of other front ends' jobs, which are in the cache.
     prefixes: bytearray = field(default_factory=bytearray)
 
     def add(self, key: JobKey, job: Job, task: asyncio.Task[None]) -> None:
+        """Adds a job in flight."""
         self.jobs[key], self.tasks[key] = job, task
         self.num_sequences += job.num_sequences
         self.num_tokens += job.num_tokens
 
-    def forget(self, key: JobKey) -> None:
+    def remove(self, key: JobKey) -> None:
+        """Removes a job that has ended."""
         del self.tasks[key]
         job = self.jobs.pop(key)
         self.num_sequences -= job.num_sequences
         self.num_tokens -= job.num_tokens
 
 
-def count(counters: WorkerCounters, job: Job, result: Completed | Failed) -> None:
-    """Adds a job that has ended."""
+def count_job(counters: WorkerCounters, job: Job, result: Completed | Failed) -> None:
+    """Counts a job that has ended."""
     if isinstance(result, Failed):
         counters.num_failed_jobs += 1
         return
@@ -64,12 +66,12 @@ def count(counters: WorkerCounters, job: Job, result: Completed | Failed) -> Non
 
 
 def prefix_of(job: Job, generated: Generated, facts: WorkerFacts | None) -> bytes:
-    """`Completed.prefix`: digests of what the prompts to come may begin with."""
+    """`Completed.prefix`: prefix digests that follow-up prompts can hit in the cache."""
     if job.prefix is None or facts is None:
         return b""
     chain = b""
     if generated.prompt_token_ids:
-        # The next turn begins with these ids, not with those that were sent.
+        # The next turn begins with the expanded ids, not with the ids that the client sent.
         digests = [image.digest for image in job.images]
         chain = prompt_hashes(generated.prompt_token_ids, job.cache_salt, digests, facts.images)
         job = msgspec.structs.replace(

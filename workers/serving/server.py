@@ -1,8 +1,8 @@
-"""A worker's side of the wire.
+"""A worker's server: receives jobs and commands on a ZeroMQ socket and sends the results.
 
-Runs in: each worker process, one asyncio loop. Owns: the ROUTER socket and the open jobs.
-Talks to: every front end's `app/pool/link.py` that said Hello, and the engine beside it. The
-engine loads in a thread, so that front ends and supervisor see the phase meanwhile.
+Runs in: each worker process, on its event loop. Owns: the ROUTER socket and the jobs in flight.
+Talks to: `app/pool/link.py` of every front end that has sent `Hello`, and the engine. The engine
+loads in a thread, so that the worker can report its phase while it loads.
 """
 
 import asyncio
@@ -34,22 +34,22 @@ from titopool.wire.sockets import bind_router
 from workers.engine.vllm import Engine, EngineDead, OnChunk
 from workers.process import EXIT_FAILED, EXIT_WEIGHTS_UNKNOWN, in_daemon_thread, kill_children
 from workers.serving.control import Control
-from workers.serving.jobs import FrontEnd, JobKey, count, prefix_of
+from workers.serving.jobs import FrontEnd, JobKey, count_job, prefix_of
 
 logger = logging.getLogger(__name__)
 
 # How long the engine may take to stop before its processes are killed.
 CLOSE_TIMEOUT_S = 3.0
-# How long a worker that must end goes on, for answers to leave.
-STOP_PAUSE_S = 0.1
-# How long changes of load are gathered before the front ends hear of them.
+# From a broken weight update to the end of the worker: the answers must be sent first.
+STOP_DELAY_S = 0.1
+# Changes of load within this time are sent in one message.
 LOAD_REPORT_S = 0.01
-# Of a heartbeat; 128 KiB are the digests of a million tokens.
+# Of one heartbeat; 128 KiB hold the digests of a million tokens.
 MAX_PREFIX_BYTES = 128 * 1024
 
 
 class WorkerServer:
-    """Serves one engine at one endpoint until it is told to stop or the engine dies."""
+    """Serves one engine at one endpoint until `stop` is called or the engine dies."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class WorkerServer:
         report: Callable[[str], None],
         parent_pid: int | None = None,
     ):
-        """`report` gets each phase; `parent_pid` is the process to stop with, if any."""
+        """`report` gets each phase. The worker stops when its parent is no longer `parent_pid`."""
         self._engine = engine
         self._endpoint = endpoint
         self._worker_id = worker_id
@@ -69,7 +69,7 @@ class WorkerServer:
         self._report_phase = report
         self._parent_pid = parent_pid
         self._incarnation = uuid.uuid4().hex
-        # Of the process, if `run` says why it stopped.
+        # The exit code of the process if `run` returns a reason.
         self.exit_code = EXIT_FAILED
         self._phase, self._phase_since = "starting", time.monotonic()
         self._facts: messages.WorkerFacts | None = None
@@ -78,16 +78,20 @@ class WorkerServer:
         self._flush_planned = self._report_planned = False
         self._counters = WorkerCounters()
         self._control = Control(
-            engine, config, worker_id=worker_id, on_applied=self._beat, on_broken=self._break_off
+            engine,
+            config,
+            worker_id=worker_id,
+            on_changed=self._send_heartbeats,
+            on_broken=self._stop_with_unknown_weights,
         )
         self._blames_jobs = False
         self._background: set[asyncio.Task[None]] = set()
 
     async def run(self) -> str:
-        """Serves; returns why it stopped ("" when it was asked to).
+        """Serves until the end; returns the reason for it ("" after `stop()`).
 
         Raises:
-            Exception: whatever kept the engine from loading.
+            Exception: the error with which loading the engine failed.
         """
         self._loop = asyncio.get_running_loop()
         self._stop_reason: asyncio.Future[str] = self._loop.create_future()
@@ -96,7 +100,7 @@ class WorkerServer:
         self._loop.add_reader(self._router.FD, self._receive)
         background = [
             self._loop.create_task(self._start_engine()),
-            self._loop.create_task(self._send_heartbeats()),
+            self._loop.create_task(self._heartbeat_loop()),
             self._loop.create_task(self._control.watch()),
             self._loop.create_task(self._control.follow_pool()),
         ]
@@ -109,36 +113,37 @@ class WorkerServer:
                 task.cancel()
             self._loop.remove_reader(self._router.FD)
             await self._close(self._stop_cause())
-            # Long enough for Stopping to leave.
+            # Long enough to send `Stopping`.
             self._router.close(linger=500)
             context.term()
 
     def _stop_if_failed(self, task: asyncio.Task[None]) -> None:
-        # A worker that sends no signs of life, say, is worth nothing to anybody.
+        # Without heartbeats, for example, front ends would mark the worker lost.
         if not task.cancelled() and task.exception() is not None:
             logger.error("a task of the worker failed", exc_info=task.exception())
             self.stop(f"the worker itself failed: {task.exception()!r}", blames_jobs=True)
 
     def stop(self, reason: str = "", *, blames_jobs: bool = False) -> None:
-        """Makes `run` return; safe to call twice.
+        """Makes `run` return; a second call does nothing.
 
-        With `blames_jobs` a job may be the cause: one that several workers end of is given up.
+        `blames_jobs`: a job in flight may be the cause. Front ends fail a job after it was in
+        flight at the end of several workers.
         """
         if not self._stop_reason.done():
             self._blames_jobs = blames_jobs
             self._stop_reason.set_result(reason)
 
-    def _break_off(self, reason: str) -> None:
-        """Stops with weights that nobody knows, once the answers that tell why have left."""
+    def _stop_with_unknown_weights(self, reason: str) -> None:
+        """Stops after a weight update that left the model's weights in an unknown state."""
         self.exit_code = EXIT_WEIGHTS_UNKNOWN
-        self._loop.call_later(STOP_PAUSE_S, self.stop, reason)
+        self._loop.call_later(STOP_DELAY_S, self.stop, reason)
 
     async def _start_engine(self) -> None:
         try:
             facts = await in_daemon_thread(lambda: self._engine.load(self._enter_phase))
             self._enter_phase("warming")
             await self._engine.warm_up()
-            await self._control.get_ready(facts.model)
+            await self._control.start(facts.model)
         except Exception as error:
             if not self._stop_reason.done():
                 self._stop_reason.set_exception(error)
@@ -155,7 +160,7 @@ class WorkerServer:
         timeout_s = self._config.engine_probe_timeout_s
         while True:
             await asyncio.sleep(timeout_s / 4)
-            if self._control.is_in_a_call:
+            if self._control.has_call_in_flight:
                 continue
             try:
                 await asyncio.wait_for(self._engine.probe(), timeout_s)
@@ -169,31 +174,31 @@ class WorkerServer:
     # ---- receiving -------------------------------------------------------------------
 
     def _receive(self) -> None:
-        # The descriptor tells only of changes: everything that is there must be read now.
+        # ZeroMQ's descriptor is edge-triggered: all messages must be read now.
         while True:
             try:
                 identity, frame = self._router.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
             except ValueError:
-                logger.warning("dropped a message that has not two frames")
+                logger.warning("dropped a message: expected 2 frames")
                 continue
             try:
                 message = messages.decode_to_worker(frame)
             except messages.UNREADABLE as error:
-                logger.warning("dropped a message that is none of ours: %s", error)
+                logger.warning("dropped an undecodable message: %s", error)
                 continue
             try:
                 self._handle(identity, message)
             except Exception:
-                # Those behind it must be read: nothing tells of them again.
-                logger.exception("a message was not understood")
+                # Continue with the messages behind it: the descriptor will not signal them again.
+                logger.exception("a message could not be handled")
 
     def _handle(self, identity: bytes, message: messages.ToWorker) -> None:
         match message:
             case Hello(pool=pool):
-                self._control.hear(pool)
-                self._greet(identity)
+                self._control.merge_pool_state(pool)
+                self._on_hello(identity)
             case Generate(incarnation=self._incarnation, jobs=jobs):
                 for job in jobs:
                     self._start_job(identity, job)
@@ -214,7 +219,7 @@ class WorkerServer:
     async def _answer(self, identity: bytes, command: Command) -> None:
         self._send(identity, await self._control.answer(command, identity))
 
-    def _greet(self, identity: bytes) -> None:
+    def _on_hello(self, identity: bytes) -> None:
         front_end = self._front_ends.get(identity)
         if front_end is None:
             self._front_ends[identity] = FrontEnd(last_hello=time.monotonic())
@@ -226,16 +231,19 @@ class WorkerServer:
         front_end = self._front_ends.get(identity)
         key = (job.job_id, job.attempt)
         if front_end is None or self._facts is None or key in front_end.jobs:
-            logger.warning("ignored job %s of a front end that did not say Hello first", key)
+            logger.warning(
+                "ignored job %s: no Hello came first, the engine is not ready, or it is a repeat",
+                key,
+            )
             return
         task = self._loop.create_task(self._run_job(front_end, job))
         front_end.add(key, job, task)
-        # Not in the task itself: one that is cancelled before its first step runs none of it.
-        task.add_done_callback(lambda _: self._forget(front_end, key))
+        # Not in the task: a task that is cancelled before its first step runs no `finally`.
+        task.add_done_callback(lambda _: self._remove_job(front_end, key))
         self._plan_load_report()
 
-    def _forget(self, front_end: FrontEnd, key: JobKey) -> None:
-        front_end.forget(key)
+    def _remove_job(self, front_end: FrontEnd, key: JobKey) -> None:
+        front_end.remove(key)
         self._plan_load_report()
 
     def _abort(self, identity: bytes, key: JobKey) -> None:
@@ -248,32 +256,31 @@ class WorkerServer:
 
     async def _run_job(self, front_end: FrontEnd, job: Job) -> None:
         try:
-            result = await self._result_of(job, lambda chunk: self._post(front_end, chunk))
-            count(self._counters, job, result)
+            result = await self._generate(job, lambda chunk: self._post(front_end, chunk))
+            count_job(self._counters, job, result)
         except EngineDead as error:
-            # No answer: the front end sends the job to another worker.
+            # Without a result, the front end requeues the job for another worker.
             self.stop(str(error), blames_jobs=True)
             return
         except Exception:
             logger.exception("job %d failed", job.job_id)
-            result = Failed(
-                job.job_id,
-                job.attempt,
-                GenerationFailed.code,
-                f"worker {self._worker_id} failed on this prompt; its log has the reason",
-            )
+            result = self._failed(job, "failed on this prompt")
         self._post(front_end, result)
-        self._tell_others(front_end, job, result)
+        self._share_prefix(front_end, job, result)
+
+    def _failed(self, of: Job | Completed | Failed | Chunk, what: str) -> Failed:
+        text = f"worker {self._worker_id} {what}; its log has the reason"
+        return Failed(of.job_id, of.attempt, GenerationFailed.code, text)
 
     def _post(self, front_end: FrontEnd, result: Completed | Failed | Chunk) -> None:
         front_end.outbox.append(result)
         if not self._flush_planned:
-            # What comes of one step of the engine travels in one message.
+            # All results of one engine step are sent in one message.
             self._flush_planned = True
             self._loop.call_soon(self._flush)
 
-    def _tell_others(self, front_end: FrontEnd, job: Job, result: Completed | Failed) -> None:
-        """Lets the other front ends send what begins like `job` here too."""
+    def _share_prefix(self, front_end: FrontEnd, job: Job, result: Completed | Failed) -> None:
+        """Lets the other front ends route prompts with the same prefix to this worker."""
         if job.prefix is None or isinstance(result, Failed):
             return
         prefix = job.prefix + result.prefix
@@ -281,7 +288,7 @@ class WorkerServer:
             if other is not front_end and len(other.prefixes) + len(prefix) <= MAX_PREFIX_BYTES:
                 other.prefixes += prefix
 
-    async def _result_of(self, job: Job, on_chunk: OnChunk) -> Completed | Failed:
+    async def _generate(self, job: Job, on_chunk: OnChunk) -> Completed | Failed:
         try:
             await self._control.before_job()
             generated = await self._engine.run(job, on_chunk)
@@ -313,22 +320,18 @@ class WorkerServer:
         try:
             self._send(identity, messages.Results(results))
         except (UnicodeEncodeError, OverflowError, TypeError):
-            # Nobody else's results may wait for one that cannot be written.
-            logger.exception("a result cannot be encoded")
+            # One result that cannot be encoded must not hold back the others.
+            logger.exception("a result could not be encoded")
             if len(results) > 1:
                 for one in results:
                     self._send_results(identity, [one])
             else:
-                text = (
-                    f"worker {self._worker_id} could not write the answer; its log has the reason"
-                )
-                job_id, attempt = results[0].job_id, results[0].attempt
-                failed = Failed(job_id, attempt, GenerationFailed.code, text)
+                failed = self._failed(results[0], "could not encode the result")
                 self._send(identity, messages.Results([failed]))
 
     def _send(self, identity: bytes, message: messages.FromWorker) -> None:
         self._router.send_multipart([identity, messages.encode(message)], zmq.NOBLOCK)
-        # Sending can swallow the descriptor's change that tells of a new message.
+        # Sending may clear the descriptor's signal for a message that has arrived.
         if int(self._router.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
             self._loop.call_soon(self._receive)
 
@@ -339,7 +342,7 @@ class WorkerServer:
 
     def _report_load(self) -> None:
         self._report_planned = False
-        # Also to those whose others have done nothing: they guess what they are not told.
+        # To every front end, also without a change: a front end estimates what it has not received.
         for identity, front_end in self._front_ends.items():
             self._send(identity, self._load_of_others(front_end))
 
@@ -349,24 +352,24 @@ class WorkerServer:
             sum(one.num_sequences for one in others), sum(one.num_tokens for one in others)
         )
 
-    async def _send_heartbeats(self) -> None:
+    async def _heartbeat_loop(self) -> None:
         expected = time.monotonic()
         while True:
             interval_s = self._config.heartbeat_interval_s
             if time.monotonic() - expected > interval_s:
-                # This process stood still: what front ends said meanwhile is not read yet.
+                # This process was suspended: the Hello messages of that time are not read yet.
                 for front_end in self._front_ends.values():
                     front_end.last_hello = time.monotonic()
             expected = time.monotonic() + interval_s
             if self._parent_pid is not None and os.getppid() != self._parent_pid:
-                self.stop("the supervisor is gone")
+                self.stop("the supervisor has ended")
             if self._engine.has_died:
                 self.stop("vLLM's engine process has ended", blames_jobs=True)
-            self._forget_lost_front_ends()
-            self._beat()
+            self._drop_lost_front_ends()
+            self._send_heartbeats()
             await asyncio.sleep(interval_s)
 
-    def _beat(self) -> None:
+    def _send_heartbeats(self) -> None:
         for identity, front_end in self._front_ends.items():
             self._send(identity, self._heartbeat(front_end))
 
@@ -391,17 +394,17 @@ class WorkerServer:
             prefixes=prefixes,
         )
 
-    def _forget_lost_front_ends(self) -> None:
+    def _drop_lost_front_ends(self) -> None:
         oldest = time.monotonic() - self._config.heartbeat_timeout_s
         for identity, front_end in list(self._front_ends.items()):
             if front_end.last_hello < oldest:
-                logger.info("a front end is gone with %d jobs open", len(front_end.tasks))
+                logger.info("a front end is lost with %d jobs in flight", len(front_end.tasks))
                 for task in front_end.tasks.values():
                     task.cancel()
-                # One that was only slow sends its jobs again.
+                # If the front end was only slow, it requeues its jobs.
                 self._send(identity, messages.Stopping(""))
                 del self._front_ends[identity]
-                self._spawn(self._control.lose_front_end(identity))
+                self._spawn(self._control.on_front_end_lost(identity))
 
     def _shown_phase(self) -> str:
         return self._control.phase if self._phase == "ready" else self._phase
@@ -419,5 +422,7 @@ class WorkerServer:
         try:
             await asyncio.wait_for(in_daemon_thread(self._engine.close), CLOSE_TIMEOUT_S)
         except Exception as error:
-            logger.warning("the engine did not stop by itself: %s", type(error).__name__)
+            logger.warning(
+                "the engine did not stop by itself and is killed: %s", type(error).__name__
+            )
         kill_children()

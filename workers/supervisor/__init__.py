@@ -1,4 +1,5 @@
-"""Starts workers, one for each GPU, and starts them again.
+"""Starts the workers, restarts them, and shows and stores what they log.
 
-Runs in: the supervisor's process; a worker imports `phase_pipe`. Imports: nothing of `workers` but `ledger`, `environment` and `process`.
+Runs in: the supervisor's process; `phase_pipe` also in each worker. Imports: of `workers` only
+`ledger`.
 """

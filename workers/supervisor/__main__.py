@@ -1,4 +1,4 @@
-"""`python -m workers.supervisor`, which gunicorn's master runs."""
+"""`python -m workers.supervisor`: gunicorn's master starts it."""
 
 import sys
 

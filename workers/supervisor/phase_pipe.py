@@ -1,7 +1,7 @@
-"""What a worker tells its supervisor on their pipe, one JSON object a line.
+"""A worker's reports to its supervisor: JSON Lines on a pipe.
 
-The worker's own log lines go there too, so that the supervisor knows them from what vLLM
-writes to standard error.
+The worker's own log lines travel on the same pipe, so that the supervisor can tell them from the
+lines that vLLM writes to standard error.
 """
 
 import logging
@@ -15,7 +15,7 @@ from titopool.settings.logs import show
 
 
 class Report(msgspec.Struct, omit_defaults=True):
-    """A phase that has begun, the reason of the worker's end, or lines for the screen."""
+    """A new phase, the reason for the worker's end, or lines for the screen."""
 
     phase: str = ""
     failure: str = ""
@@ -23,47 +23,50 @@ class Report(msgspec.Struct, omit_defaults=True):
 
 
 class PhaseReporter:
-    """Shows each phase with how long the one before took; to a supervisor, if there is one."""
+    """Reports each phase and the duration of the phase before it.
+
+    The reports go to the supervisor, or to standard error in a worker without one.
+    """
 
     def __init__(self, worker_id: str, status_fd: int | None):
         self._worker_id = worker_id
         self._status_fd = status_fd
         self._phase = ""
         self._since = self._begin = time.monotonic()
-        # Of the pipe: threads log too.
+        # Guards the pipe: several threads log.
         self._lock = threading.Lock()
 
     def __call__(self, phase: str) -> None:
-        """Begins `phase`."""
+        """Reports that `phase` has begun."""
         now = time.monotonic()
         text = f"worker {self._worker_id}: {phase}"
         if self._phase:
             text += f" ({self._phase} took {now - self._since:.1f} s"
             text += f", {now - self._begin:.1f} s in all)" if phase == "ready" else ")"
         self._phase, self._since = phase, now
-        self._tell(Report(phase=phase, log=text))
+        self._send(Report(phase=phase, log=text))
 
     def failed(self, reason: str) -> None:
-        """Says why the worker ends."""
+        """Reports why the worker ends."""
         if self._status_fd is None:
             show(f"worker {self._worker_id}: {reason}")
         else:
-            # The supervisor shows it with what it does about it.
-            self._tell(Report(failure=reason))
+            # The supervisor shows the reason, and whether it restarts the worker.
+            self._send(Report(failure=reason))
 
     def log_handler(self) -> logging.Handler | None:
-        """What hands our own log lines to the supervisor; None if there is none."""
+        """A handler that sends titopool's log lines to the supervisor; None without a supervisor."""
         return None if self._status_fd is None else _ReportHandler(self)
 
     def show(self, text: str) -> None:
-        """Shows `text`, which may have several lines."""
-        self._tell(Report(log=text))
+        """Shows `text`, one or more lines."""
+        self._send(Report(log=text))
 
-    def _tell(self, report: Report) -> None:
+    def _send(self, report: Report) -> None:
         if self._status_fd is None:
             show(report.log)
             return
-        # Some of it could otherwise not be written: names of files, say.
+        # File names may hold lone surrogates, which JSON cannot encode.
         report.log = report.log.encode(errors="backslashreplace").decode()
         report.failure = report.failure.encode(errors="backslashreplace").decode()
         rest = msgspec.json.encode(report) + b"\n"
@@ -81,7 +84,7 @@ class _ReportHandler(logging.Handler):
         try:
             self._report.show(self.format(record))
         except BrokenPipeError:
-            # The supervisor is gone; the worker notices by itself and ends.
+            # The supervisor has ended; the worker's heartbeat loop notices that and stops.
             pass
         except Exception:
             self.handleError(record)

@@ -1,22 +1,21 @@
-"""Starts one worker process for each engine and keeps them running.
+"""Starts one worker process for each engine and restarts workers that die.
 
-Runs in: a process of its own under gunicorn's master, one thread. Owns: the workers'
-processes and the pipes on which they log and report their phase. Each turn compares what
-should run with what does. A worker that never was ready stops the server with the cause;
-one that was is started again, with a growing pause.
+Runs in: the supervisor's process, a child of gunicorn's master, in one thread. Owns: the workers'
+processes and the pipes on which workers log and report their phase. A worker whose first start
+fails stops the server with the cause. Any other worker is restarted, with a growing delay.
 """
 
 import argparse
 import contextlib
 import logging
 import os
-import re
 import selectors
 import shutil
 import signal
 import subprocess
 import sys
 import time
+import urllib.request
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -31,36 +30,31 @@ from titopool.settings.gpus import visible_gpus
 from titopool.settings.logs import configure_logging, show
 from titopool.settings.sources import from_environment
 from titopool.wire.sockets import worker_endpoint
-from workers.environment import worker_placement
 from workers.ledger import clear_ledgers
-from workers.supervisor.greeting import answers, greeting
 from workers.supervisor.phase_pipe import Report
-from workers.supervisor.worker_log import WorkerLog
+from workers.supervisor.resources import resources_of_worker
+from workers.supervisor.worker_log import WorkerLog, root_cause
 
-# Its own name is __main__ here.
+# Not __name__: the whole process logs under this name.
 logger = logging.getLogger("workers.supervisor")
 
-TURN_S = 0.2
+# Between two looks at the workers when no pipe is readable.
+POLL_S = 0.2
+# From SIGTERM to SIGKILL.
 STOP_TIMEOUT_S = 4.0
+# Log lines that are kept for the message of a failed start.
 LAST_LINES = 300
 WORKER_COMMAND = (sys.executable, "-m", "workers")
-# What a worker says when its engine process has failed; that process has logged the reason before.
-ENGINE_FAILED = ("Engine core initialization failed", "EngineDead: ")
-# vLLM's line before the reason when it fails after its start; one that was killed has none.
-ENGINE_DIES = "EngineCore encountered a fatal error"
-# In what vLLM raises in one process because another one has failed.
-SUMMARY = "root cause"
-RAISED = re.compile(r"(?:^|\s)((?:\w+\.)*\w*(?:Error|Exception): .+)")
-LONGEST_PAUSE_S = 60.0
-# A worker that was ready for less than this died quickly.
-QUICK_DEATH_S = 60.0
-# A pool without any worker is given up after so many failed starts in a row.
+MAX_RESTART_DELAY_S = 60.0
+# A worker that dies sooner after it was ready has died early.
+EARLY_DEATH_S = 60.0
+# Failed restarts in a row of every worker, after which the server stops.
 MAX_FAILED_STARTS = 3
 
 
 @dataclass
 class WorkerProcess:
-    """What should be one running worker."""
+    """One worker over all its restarts; `process` is None while it waits for a restart."""
 
     index: int
     log: WorkerLog
@@ -72,8 +66,9 @@ class WorkerProcess:
     has_been_ready: bool = False
     num_failed_starts: int = 0
     ready_at: float = 0.0
-    num_quick_deaths: int = 0
+    num_early_deaths: int = 0
     last_lines: deque[str] = field(default_factory=lambda: deque(maxlen=LAST_LINES))
+    # The unfinished last line of each pipe.
     pending: dict[str, bytes] = field(default_factory=dict)
 
     @property
@@ -82,7 +77,7 @@ class WorkerProcess:
 
 
 class StartFailed(Exception):
-    """The pool cannot start; the message is the cause."""
+    """A worker cannot start; the message is the cause."""
 
 
 class Supervisor:
@@ -97,9 +92,9 @@ class Supervisor:
         keeps_run_dir: bool = True,
         worker_command: Sequence[str] = WORKER_COMMAND,
     ):
-        """`url` is where the server answers, for the greeting; `parent_pid` gunicorn's master.
+        """`parent_pid` is gunicorn's master; `url` is the server's address, for the greeting.
 
-        Unless it `keeps_run_dir`, the log of a failed start is copied to another folder.
+        Without `keeps_run_dir`, the log of a failed start is copied to the user's cache.
         """
         self._config = config
         self._parent_pid = parent_pid
@@ -119,27 +114,28 @@ class Supervisor:
         self._stopping = True
 
     def run(self) -> None:
-        """Keeps the workers running until `stop` or the end of the parent.
+        """Keeps the workers running until `stop` is called or the parent has ended.
 
         Raises:
-            StartFailed: a worker could not start at all.
+            StartFailed: a worker cannot start.
         """
         clear_ledgers(self._config.run_dir)
         if self._config.log_level != "debug":
             logs = ", ".join(str(worker.log.path) for worker in self._workers)
-            logger.info("what vLLM writes goes to %s; log_level debug shows it here", logs)
+            logger.info("vLLM's log goes to %s; log_level debug shows it here", logs)
         try:
             while not self._stopping and os.getppid() == self._parent_pid:
-                self._turn()
+                self._poll()
         finally:
             self._stopping = True
             self._stop_all()
 
-    def _turn(self) -> None:
+    def _poll(self) -> None:
+        """One turn of the loop: reads the pipes, then compares what runs with what should run."""
         self._read_pipes()
         for worker in self._workers:
             self._reap(worker)
-            self._check_start_time(worker)
+            self._check_start_timeout(worker)
             if worker.process is None and time.monotonic() >= worker.start_after:
                 self._start(worker)
         self._greet_when_ready()
@@ -150,7 +146,7 @@ class Supervisor:
         endpoint = worker_endpoint(self._config.run_dir, worker.index)
         Path(endpoint.removeprefix("ipc://")).unlink(missing_ok=True)
         status_read, status_write = os.pipe()
-        placement = worker_placement(
+        resources = resources_of_worker(
             worker.index, len(self._workers), config=self._config, gpus=self._gpus
         )
         worker.process = subprocess.Popen(
@@ -159,18 +155,18 @@ class Supervisor:
                 "--worker-id", str(worker.index), "--parent-pid", str(os.getpid()),
                 "--status-fd", str(status_write),
             ],
-            # It goes to a file, where more is better.
-            env={"VLLM_LOGGING_LEVEL": "INFO"} | os.environ | placement.variables,
+            # INFO, because vLLM's log goes to a file.
+            env={"VLLM_LOGGING_LEVEL": "INFO"} | os.environ | resources.variables,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             pass_fds=(status_write,),
-            # The worker leads a group of its own: killing the group ends vLLM's processes too.
+            # A new process group: killing the group also kills vLLM's processes.
             start_new_session=True,
         )  # fmt: skip
         os.close(status_write)
-        if placement.cores:
-            os.sched_setaffinity(worker.process.pid, placement.cores)
+        if resources.cores:
+            os.sched_setaffinity(worker.process.pid, resources.cores)
         worker.started_at = time.monotonic()
         worker.phase = worker.failure = ""
         worker.last_lines.clear()
@@ -189,7 +185,7 @@ class Supervisor:
     # ---- reading ---------------------------------------------------------------------
 
     def _read_pipes(self) -> None:
-        for key, _ in self._selector.select(TURN_S):
+        for key, _ in self._selector.select(POLL_S):
             worker, kind = key.data
             chunk = os.read(key.fd, 65_536)
             if not chunk:
@@ -197,7 +193,7 @@ class Supervisor:
                 key.fileobj.close()  # type: ignore[union-attr]
                 if kind != "log" or not worker.pending[kind]:
                     continue
-                # A process that was killed did not end its last line.
+                # A killed process leaves its last line without a line break.
                 chunk = b"\n"
             *lines, worker.pending[kind] = (worker.pending[kind] + chunk).split(b"\n")
             for line in lines:
@@ -207,7 +203,7 @@ class Supervisor:
                     self._on_report(worker, msgspec.json.decode(line, type=Report))
 
     def _on_log_line(self, worker: WorkerProcess, line: bytes) -> None:
-        # A progress bar writes over its line; what it showed last is enough.
+        # A progress bar overwrites its line: only the last state is kept.
         text = line.rstrip(b"\r").rpartition(b"\r")[2].decode(errors="replace")
         worker.last_lines.append(text)
         worker.log.write(text)
@@ -235,50 +231,42 @@ class Supervisor:
             return
         code = worker.process.returncode
         self._kill_group(worker)
-        # Its last words may still be in the pipes.
+        # The pipes may still hold the worker's last lines.
         self._read_pipes()
         worker.process = None
         cause = worker.failure or describe_exit(code)
         if worker.phase == "ready":
-            pause_s = self._pause_after_death(worker)
-            logger.error(
-                "%s died: %s; starting it again in %g s; its log is %s",
-                worker.name, cause, pause_s, worker.log.path,
-            )  # fmt: skip
-            worker.start_after = time.monotonic() + pause_s
-            return
-        worker.num_failed_starts += 1
-        if not worker.has_been_ready or self._is_hopeless():
-            raise StartFailed(self._describe(worker, cause))
-        pause_s = min(2.0**worker.num_failed_starts, LONGEST_PAUSE_S)
+            what, delay_s = "died", self._delay_after_death(worker)
+        else:
+            worker.num_failed_starts += 1
+            if not worker.has_been_ready or self._is_hopeless():
+                raise StartFailed(self._describe_failed_start(worker, cause))
+            what, delay_s = "did not start", restart_delay_s(worker.num_failed_starts)
         logger.error(
-            "%s did not start: %s; again in %.0f s; its log is %s",
-            worker.name, cause, pause_s, worker.log.path,
+            "%s %s: %s; restarting it in %g s; its log is %s",
+            worker.name, what, cause, delay_s, worker.log.path,
         )  # fmt: skip
-        worker.start_after = time.monotonic() + pause_s
+        worker.start_after = time.monotonic() + delay_s
 
-    def _pause_after_death(self, worker: WorkerProcess) -> float:
-        """None after a long life; growing when a worker dies soon after each start."""
-        has_lived_s = time.monotonic() - worker.ready_at
-        worker.num_quick_deaths = worker.num_quick_deaths + 1 if has_lived_s < QUICK_DEATH_S else 0
-        if worker.num_quick_deaths < 2:
-            return 0.0
-        return min(2.0**worker.num_quick_deaths, LONGEST_PAUSE_S)
+    def _delay_after_death(self, worker: WorkerProcess) -> float:
+        """0 s unless the worker has died early more than once in a row; then a growing delay."""
+        is_early = time.monotonic() - worker.ready_at < EARLY_DEATH_S
+        worker.num_early_deaths = worker.num_early_deaths + 1 if is_early else 0
+        return restart_delay_s(worker.num_early_deaths) if worker.num_early_deaths > 1 else 0.0
 
     def _is_hopeless(self) -> bool:
+        """Whether no worker runs and every worker's last restarts have failed."""
         return all(
             worker.process is None and worker.num_failed_starts >= MAX_FAILED_STARTS
             for worker in self._workers
         )
 
-    def _describe(self, worker: WorkerProcess, cause: str) -> str:
-        lines = [line for line in worker.last_lines if line.strip()]
-        if any(text in cause for text in ENGINE_FAILED):
-            cause, lines = root_cause(lines, cause)
+    def _describe_failed_start(self, worker: WorkerProcess, reason: str) -> str:
+        cause, lines = root_cause([line for line in worker.last_lines if line.strip()], reason)
         phase = worker.phase or "starting"
-        return f"{worker.name} could not start ({phase}): {cause}\n{worker.log.quoted(lines)}"
+        return f"{worker.name} could not start ({phase}): {cause}\n{worker.log.excerpt(lines)}"
 
-    def _check_start_time(self, worker: WorkerProcess) -> None:
+    def _check_start_timeout(self, worker: WorkerProcess) -> None:
         limit_s = self._config.worker_start_timeout_s
         is_starting = worker.process is not None and worker.phase != "ready"
         if is_starting and time.monotonic() - worker.started_at > limit_s:
@@ -299,10 +287,10 @@ class Supervisor:
             assert worker.process is not None
             worker.process.terminate()
         deadline = time.monotonic() + STOP_TIMEOUT_S
-        while any(one.process and one.process.poll() is None for one in running):
+        while any(worker.process and worker.process.poll() is None for worker in running):
             if time.monotonic() > deadline:
                 break
-            # A worker that has filled a pipe could not end.
+            # A worker that waits for space in a full pipe could not end.
             self._read_pipes()
         for worker in running:
             assert worker.process is not None
@@ -314,21 +302,39 @@ class Supervisor:
     def _greet_when_ready(self) -> None:
         if self._has_greeted or any(worker.phase != "ready" for worker in self._workers):
             return
-        if self._url is not None and not answers(self._url + "/health"):
+        if self._url is not None and not is_healthy(self._url):
             return
         self._has_greeted = True
         show(greeting(self._config, self._url))
 
 
-def root_cause(lines: list[str], fallback: str) -> tuple[str, list[str]]:
-    """The last exception that the log shows before vLLM's summaries, and the lines up to it."""
-    if "EngineDead: " in fallback and not any(ENGINE_DIES in line for line in lines):
-        return fallback, lines
-    for index in reversed(range(len(lines))):
-        found = RAISED.search(lines[index])
-        if found and SUMMARY not in lines[index]:
-            return found[1], lines[: index + 1]
-    return fallback, lines
+def restart_delay_s(num_failures: int) -> float:
+    """Exponential backoff, in seconds."""
+    return min(2.0**num_failures, MAX_RESTART_DELAY_S)
+
+
+def is_healthy(url: str) -> bool:
+    """Whether `/health` of the server at `url` answers with 200 within a second."""
+    try:
+        with urllib.request.urlopen(url + "/health", timeout=1) as response:
+            return bool(response.status == 200)
+    except OSError:
+        return False
+
+
+def greeting(config: ServerConfig, url: str | None) -> str:
+    """The last lines of a start: the model, the server's address and a command to try."""
+    model = (
+        config.model or "a tiny random demo model, which writes nonsense (name yours with MODEL)"
+    )
+    if url is None:
+        return f"\ntitopool serves {model}."
+    key = ' -H "Authorization: Bearer $TITOPOOL_API_KEY"' if config.api_key else ""
+    return (
+        f"\ntitopool serves {model} at {url}. Try it:\n\n"
+        f"  curl -s {url}/generate/{key} -H 'Content-Type: application/json' \\\n"
+        '    -d \'{"prompts": ["Hello, world"], "max_tokens": 8}\'\n'
+    )
 
 
 def describe_exit(code: int) -> str:
@@ -361,7 +367,7 @@ def main(argv: Sequence[str] | None = None, worker_command: Sequence[str] = WORK
     try:
         supervisor.run()
         if arguments.remove_run_dir and os.getppid() != arguments.parent_pid:
-            # The master was killed and cannot tidy up.
+            # The master was killed and cannot remove the folder.
             shutil.rmtree(config.run_dir, ignore_errors=True)
         return 0
     except (StartFailed, ConfigError) as error:
@@ -371,7 +377,7 @@ def main(argv: Sequence[str] | None = None, worker_command: Sequence[str] = WORK
         cause = f"the supervisor failed: {error}"
     show(f"\ntitopool: {cause}\n")
     try:
-        # The master reads this at its end, to exit with an error too.
+        # The master reads the file when it stops, and then exits with an error.
         (Path(config.run_dir) / FAILURE_FILE).write_text(cause)
     finally:
         if os.getppid() == arguments.parent_pid:

@@ -1,7 +1,7 @@
-"""What a worker and vLLM's processes below it write: a file of limited size, and little of it on the screen.
+"""A worker's log file: everything is written to it, and only errors also to the screen.
 
-Runs in: the supervisor. The worker's own log lines come on another pipe (`workers/supervisor/phase_pipe.py`); these are
-those of vLLM and other libraries, which write as they like.
+The lines come from vLLM and other libraries, in the worker and in vLLM's processes. The worker's own
+log lines arrive on another pipe (`workers/supervisor/phase_pipe.py`) and are written too.
 """
 
 import logging
@@ -18,17 +18,17 @@ from titopool.settings.logs import show
 
 logger = logging.getLogger(__name__)
 
-# Of a file, and of the one before it, which has `.1` behind its name.
+# Of the log file; also of the previous one, whose name ends in `.1`.
 MAX_FILE_BYTES = 16 * 2**20
-# Logs of starts that failed, over all servers of this user.
+# Logs of failed starts that are kept, over all servers of this user.
 MAX_KEPT_LOGS = 10
-# Of the message of a failed start.
+# Limits of the log lines that the message of a failed start quotes.
 QUOTED_LINES = 20
 MAX_QUOTED_CHARACTERS = 400
-# How many lines of errors are shown in one period.
+# Lines of errors that are shown in one period.
 MAX_ERRORS = 10
 ERROR_PERIOD_S = 60.0
-# What vLLM's processes and those of tensor parallelism put before their lines.
+# Prefixes of vLLM's processes and of tensor-parallel ranks.
 _SENDER = r"(?:\([^)]*\) |\[rank\d+\]:\s?)*"
 _ERROR = re.compile(
     # vLLM: ERROR 11-21 22:15:55 [core.py:123] text
@@ -37,13 +37,37 @@ _ERROR = re.compile(
     r"|\d{4}-\d\d-\d\d [\d:,.]+ (?:ERROR|CRITICAL) (.*)"
     # glog and torch: [E1121 22:15:55.123 file.cpp:68] text
     rf"|{_SENDER}\[?[EF]\d{{4}} [\d:.]+ (.*)"
-    # An interpreter that crashes, and a kernel that fails.
+    # A crash of the interpreter, and a CUDA kernel that fails.
     r"|(Fatal Python error: .*)|(CUDA error.*)"
 )
+# The reasons that a worker reports when its engine process has failed. The engine process has
+# logged the cause before.
+_ENGINE_DIED = "EngineDead: "
+_ENGINE_FAILED = ("Engine core initialization failed", _ENGINE_DIED)
+# vLLM's log line before the cause. An engine process that was killed has not written it.
+_ENGINE_DIES = "EngineCore encountered a fatal error"
+# In exceptions that vLLM raises in one process because another process has failed.
+_SUMMARY = "root cause"
+_RAISED = re.compile(r"(?:^|\s)((?:\w+\.)*\w*(?:Error|Exception): .+)")
+
+
+def root_cause(lines: list[str], reason: str) -> tuple[str, list[str]]:
+    """The cause of an engine's failure, and the log lines up to the cause.
+
+    The cause is the last exception in `lines` that vLLM did not raise because of another one.
+    Without such an exception, or if the engine did not fail, it is the worker's own `reason`.
+    """
+    was_killed = _ENGINE_DIED in reason and not any(_ENGINE_DIES in line for line in lines)
+    if any(text in reason for text in _ENGINE_FAILED) and not was_killed:
+        for index in reversed(range(len(lines))):
+            found = _RAISED.search(lines[index])
+            if found and _SUMMARY not in lines[index]:
+                return found[1], lines[: index + 1]
+    return reason, lines
 
 
 def error_text(line: str) -> str:
-    """What `line` says, if it is an error's; "" for all else, also for the lines of a traceback."""
+    """The message of an error's log line; "" for other lines and for the lines of a traceback."""
     found = _ERROR.match(line)
     text = next((group for group in found.groups() if group is not None), "") if found else ""
     is_traceback = text[:1].isspace() or text.startswith("Traceback (most recent call last)")
@@ -51,12 +75,12 @@ def error_text(line: str) -> str:
 
 
 class WorkerLog(RotatingFileHandler):
-    """The file of one worker, which goes on when the worker is started again."""
+    """The log file of one worker, over all restarts of the worker."""
 
     def __init__(self, run_dir: str, index: int, *, is_kept: bool):
-        """Begins a new file; that of a server before this one stays beside it.
+        """Begins a new file and keeps the file of the previous server under a name with `.1`.
 
-        It `is_kept` when the server has ended, unless the folder is the server's own.
+        `is_kept` says whether the file outlives the server; the server removes a private `run_dir`.
         """
         self.path = Path(run_dir) / f"worker-{index}.log"
         super().__init__(
@@ -65,9 +89,9 @@ class WorkerLog(RotatingFileHandler):
         self._worker = f"worker {index}"
         self._is_kept = is_kept
         self._is_broken = False
-        # When the last errors were shown, and whether there were more than that.
+        # When the last errors were shown, and whether later errors were left out.
         self._shown_at: deque[float] = deque(maxlen=MAX_ERRORS)
-        self._has_more = False
+        self._has_skipped = False
         if self.path.exists():
             self.doRollover()
 
@@ -76,49 +100,49 @@ class WorkerLog(RotatingFileHandler):
         self.emit(logging.makeLogRecord({"msg": line.encode(errors="replace").decode()}))
 
     def handleError(self, record: logging.LogRecord) -> None:
-        """Called when a line cannot be written: a full disk does not stop the workers."""
+        """Called by logging when a line cannot be written: a full disk must not stop the workers."""
         if not self._is_broken:
-            logger.warning("%s cannot be written; lines are lost", self.path, exc_info=True)
+            logger.warning("%s cannot be written; log lines are lost", self.path, exc_info=True)
         self._is_broken = True
 
     def show(self, line: str) -> None:
-        """Writes `line` to the screen with the worker's name, if there is something in it."""
+        """Writes `line` to the screen with the worker's name, unless the line is blank."""
         if line.strip():
             prefix = "" if line.startswith(self._worker) else f"{self._worker} | "
             show(prefix + line)
 
     def show_error(self, line: str) -> None:
-        """Shows `line` if it is an error's, but few of them in each period."""
+        """Shows `line` if it is an error, at most `MAX_ERRORS` lines in `ERROR_PERIOD_S`."""
         if not error_text(line):
             return
         now, is_full = time.monotonic(), len(self._shown_at) == MAX_ERRORS
         if is_full and now - self._shown_at[0] < ERROR_PERIOD_S:
-            if not self._has_more:
+            if not self._has_skipped:
                 self.show(f"more errors are in {self.path}")
-            self._has_more = True
+            self._has_skipped = True
             return
-        self._has_more = False
+        self._has_skipped = False
         self._shown_at.append(now)
         self.show(line)
 
-    def quoted(self, lines: Sequence[str]) -> str:
-        """The end of `lines`, and where all are."""
+    def excerpt(self, lines: Sequence[str]) -> str:
+        """The last of `lines` and the path of the whole log, for the message of a failed start."""
         try:
             name = str(self.path if self._is_kept else self._copy())
         except (OSError, RuntimeError) as error:
-            # The latter: this user has no home.
+            # RuntimeError: the user has no home directory.
             name = f"which is lost ({error})"
         quoted = "".join(f"\n    {line[:MAX_QUOTED_CHARACTERS]}" for line in lines[-QUOTED_LINES:])
         return f"  the last lines of its log, {name}:{quoted}"
 
     def _copy(self) -> Path:
-        """Copies the file to the user's cache, where few of them stay."""
+        """Copies the file to the user's cache, which keeps the last `MAX_KEPT_LOGS` copies."""
         cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         folder = cache / "titopool" / "failed-starts"
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         name = f"{time.strftime('%Y-%m-%d-%H%M%S')}-{os.getpid()}-{self.path.name}"
         shutil.copyfile(self.path, folder / name)
-        # Names begin with the time.
+        # Sorted by time: the names begin with it.
         for old in sorted(folder.glob("*.log"))[:-MAX_KEPT_LOGS]:
             old.unlink(missing_ok=True)
         return folder / name

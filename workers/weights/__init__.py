@@ -1,4 +1,4 @@
-"""Weight updates and pauses of one worker: what follows what.
+"""Weight updates and pauses of one worker: their states, steps, deadlines and checks.
 
-Runs in: each worker process, on its event loop. Imports: `engine`.
+Runs in: each worker process, on its event loop. Imports: `engine`, `ledger`.
 """

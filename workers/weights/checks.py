@@ -1,25 +1,24 @@
-"""What parts of a weight update must fulfil on the worker's side, or the update ends."""
+"""Checks of a trainer's calls: its folder, address and GPU, and the layers that it sends."""
 
 import asyncio
 import os
-from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any
 
-from titopool.errors import DeadlinePassed, InvalidRequest, TitopoolError, WeightUpdateFailed
-from workers.weights.liveness import answers
+from titopool.errors import InvalidRequest
+
+CONNECT_TIMEOUT_S = 2.0
 
 
 def checked_folder(folder: str, root: str, field: str = "path") -> str:
-    """The real path of `folder`, the value of `field`, which must lie below `root`.
+    """Returns the real path of `folder`, which must lie below `root`; `field` is for the error.
 
     Raises:
-        InvalidRequest: it does not, or there is no root.
+        InvalidRequest: `folder`, or a file in it, is not below `root`, or `root` is empty.
     """
     if not root:
         raise InvalidRequest(
-            f"{field}: weights from a folder are refused, as the server has no weights_root; set it "
-            "to the folder that yours are below",
+            f"{field}: weights from folders are disabled, as the server has no weights_root; set "
+            "weights_root to a folder that contains yours",
             param=field,
         )
     if "\0" in folder:
@@ -33,93 +32,60 @@ def checked_folder(folder: str, root: str, field: str = "path") -> str:
 
 
 def _is_folder_below(path: Path, top: str) -> bool:
-    """Whether a folder and all that is in it lie below `top`."""
+    """Whether a folder and all files in it lie below `top`."""
     try:
-        # A link to a file elsewhere would be read like the others.
+        # A file in the folder may be a link to a file elsewhere.
         return (
             path.is_relative_to(top)
             and path.is_dir()
             and all(file.resolve().is_relative_to(top) for file in path.iterdir())
         )
     except (OSError, RuntimeError):
-        # A name that is too long for the file system, links in a circle, or no right to look.
+        # A name too long for the file system, links in a circle, or no permission.
         return False
 
 
-def refuse_own_device(uuid: str, mine: list[str]) -> None:
-    """Raises InvalidRequest if the trainer's GPU is one of a worker's."""
-    if uuid and uuid in mine:
+def check_trainer_device(uuid: str, worker_uuids: list[str]) -> None:
+    """Raises InvalidRequest if the trainer's GPU (its UUID, "" if unknown) is a worker's GPU."""
+    if uuid and uuid in worker_uuids:
         raise InvalidRequest(
             f"client_device_uuid: expected a GPU that no worker uses, got {uuid}; NCCL cannot send "
-            "from a GPU to itself: give trainer and server different ones",
+            "from a GPU to itself: run trainer and server on different GPUs",
             param="client_device_uuid",
         )
 
 
-async def refuse_what_is_out_of_reach(host: str, port: int) -> None:
-    """Raises InvalidRequest if the trainer, which listens before it asks, is not to be reached."""
-    if not await answers(host, port):
+async def check_trainer_reachable(host: str, port: int) -> None:
+    """Raises InvalidRequest if a worker cannot connect to the trainer, which listens already."""
+    if not await is_listening(host, port):
         raise InvalidRequest(
-            f"host, port: expected where a worker reaches the trainer, got {host}:{port}, where "
-            "nothing answers it; tell an address of the trainer's machine that is known where the "
-            "workers run (WeightsClient's host) and let their connections through",
+            f"host, port: expected an address at which workers reach the trainer, got {host}:{port}, "
+            "where nothing answers; set WeightsClient's host to an address of the trainer's machine "
+            "that the workers can resolve, and allow their connections",
             param="host",
         )
 
 
-def refuse_keeping(policy: str) -> None:
-    """Raises InvalidRequest for `keep` where the engine would lose what requests have."""
-    if policy == "keep":
-        raise InvalidRequest(
-            "policy: expected drain or abort, as this version of vLLM loses the images of requests "
-            "that it keeps",
-            param="policy",
-        )
+async def is_listening(host: str, port: int) -> bool:
+    """Whether `host`, `port` accepts connections: a trainer listens as long as its process runs."""
+    try:
+        async with asyncio.timeout(CONNECT_TIMEOUT_S):
+            _, writer = await asyncio.open_connection(host, port)
+    except (OSError, TimeoutError, ValueError):
+        # ValueError: a host name with NUL or with too long a label.
+        return False
+    writer.close()
+    return True
 
 
-def refuse_split_layers(missing: str) -> None:
-    """Raises InvalidRequest if a layer would come in part only: vLLM fills the rest with anything."""
+def check_whole_layers(missing: str) -> None:
+    """Raises InvalidRequest if an update lacks parts of a layer, the names in `missing`.
+
+    vLLM would leave the rest of the layer uninitialized.
+    """
     if missing:
         raise InvalidRequest(
-            "names: expected every layer whole (weight and bias; q, k and v; gate and up; all "
+            "names: expected whole layers only (weight and bias; q, k and v; gate and up; all "
             f"experts); send these too: {missing}",
             param="names",
         )
-
-
-class EndsOnError:
-    """A part of an update that must go well within the deadline, or the update ends."""
-
-    def __init__(
-        self,
-        end: Callable[[str], Awaitable[None]],
-        what: str,
-        timeout_s: float,
-        but_for: type[TitopoolError] | None = None,
-    ):
-        """`end` ends the update for a reason, of which `what` is the beginning; not for errors of
-        the type `but_for`."""
-        self._but_for = but_for
-        self._end = end
-        self._what = what
-        self._timeout_s = timeout_s
-        self._timeout = asyncio.timeout(timeout_s)
-
-    async def __aenter__(self) -> None:
-        await self._timeout.__aenter__()
-
-    async def __aexit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        try:
-            await self._timeout.__aexit__(kind, error, trace)
-        except TimeoutError:
-            text = f"{self._what}: not within {self._timeout_s:g} s (weight_update_timeout_s)"
-            await self._end(text)
-            raise DeadlinePassed(text) from None
-        if error is None or isinstance(error, asyncio.CancelledError):
-            return
-        if self._but_for is not None and isinstance(error, self._but_for):
-            return
-        detail = error.message if isinstance(error, TitopoolError) else repr(error)
-        await self._end(f"{self._what}: {detail}")
-        if not isinstance(error, TitopoolError):
-            raise WeightUpdateFailed(f"{self._what}: {detail}") from error

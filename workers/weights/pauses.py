@@ -1,4 +1,4 @@
-"""Why generation is stopped: a client's pause, which has a lease, or a commit, which has a deadline."""
+"""Who pauses generation: a client, whose pause has a lease, or a commit, which has a deadline."""
 
 import asyncio
 import logging
@@ -14,57 +14,61 @@ logger = logging.getLogger(__name__)
 
 
 class Pauses:
-    """Who holds the generation of one worker."""
+    """The client's pause and the commit of one worker; generation runs when there is neither."""
 
     def __init__(self, pool: PoolView) -> None:
         self._pool = pool
         self._lease_mode: PauseMode | None = None
         self._lease_end: float | None = None
-        # Of the pool's pauses, the last one that this worker follows.
+        # The order of the pool's last pause or resume that this worker has taken over.
         self._followed = PoolPause().order
-        # Stops generation as the pool did.
-        self._following: asyncio.Task[None] | None = None
+        # Pauses the engine after a pause of the pool.
+        self._follow_task: asyncio.Task[None] | None = None
         self._no_commit = asyncio.Event()
         self._no_commit.set()
 
     @property
     def is_committing(self) -> bool:
-        """Whether a commit holds generation."""
+        """Whether a commit pauses generation."""
         return not self._no_commit.is_set()
 
     @property
     def lease_left_s(self) -> float | None:
-        """Seconds that a client's pause has left; None: there is none."""
+        """Seconds until the lease of the client's pause expires; None without such a pause."""
         return None if self._lease_end is None else max(0.0, self._lease_end - time.monotonic())
 
     def has_expired(self) -> bool:
-        """Whether the lease of a client's pause has expired."""
+        """Whether the client's pause lease has expired."""
         return self.lease_left_s == 0.0
 
     @property
     def keeps_requests(self) -> bool:
-        """Whether a client's pause holds back the requests in flight."""
+        """Whether a client's pause keeps requests in flight."""
         return self._lease_end is not None and self._lease_mode == "keep"
 
-    def check(self, policy: PauseMode) -> None:
-        """Raises Conflict if requests are held back that `policy` would wait for."""
-        if policy == "drain" and self.keeps_requests:
+    def check_mode(self, mode: PauseMode) -> None:
+        """Raises Conflict for a drain that could not end because a pause keeps the requests."""
+        if mode == "drain" and self.keeps_requests:
             raise Conflict(
-                "policy: generation is paused with mode keep, so nothing drains; resume, or "
-                "commit with keep or abort"
+                "policy: expected keep or abort, got drain, while generation is paused with mode keep: "
+                "the kept requests cannot drain; resume first, or use keep or abort"
             )
 
     # ---- a client's pause --------------------------------------------------------------
 
-    async def lease(
+    async def pause(
         self, engine: WeightEngine, mode: PauseMode, lease_s: float, clock: int = 0
     ) -> None:
-        """Pauses for a client, or renews its lease; during a commit, from its end on."""
+        """Pauses for a client, or renews the lease. During a commit, it waits for the commit's end.
+
+        Raises:
+            Conflict: generation was resumed, or the lease expired, before generation stopped.
+        """
         is_new = self._lease_end is None or mode != self._lease_mode
         if is_new:
-            self.check(mode)
-        # The lease counts from here, also while the requests in flight drain.
-        self._hold(mode, lease_s)
+            self.check_mode(mode)
+        # The lease also counts while requests in flight drain.
+        self._set_lease(mode, lease_s)
         self._record(mode, lease_s, clock)
         if is_new:
             await self._no_commit.wait()
@@ -75,69 +79,68 @@ class Pauses:
                     "pause: the lease expired, or generation was resumed, before generation had "
                     "stopped; try again with a longer lease_s"
                 )
-            self._hold(mode, lease_s)
+            self._set_lease(mode, lease_s)
 
     async def resume(self, engine: WeightEngine, clock: int = 0) -> bool:
-        """Ends a client's pause; returns whether there was one."""
+        """Ends a client's pause; returns whether there was a pause."""
         self._record(None, 0.0, clock)
-        return await self._let_go(engine)
+        return await self._clear_lease(engine)
 
     async def expire(self, engine: WeightEngine) -> None:
-        """Ends a pause whose lease has expired; the others notice that by themselves."""
-        await self._let_go(engine)
+        """Ends a pause whose lease has expired; each worker does that for itself."""
+        await self._clear_lease(engine)
 
     async def follow_pool(self, engine: WeightEngine) -> None:
-        """Does what the pool has done while this worker was away."""
-        told = self._pool.pause
-        if told.order <= self._followed or self.is_committing:
+        """Takes over the pool's last pause or resume if this worker has missed it."""
+        wanted = self._pool.pause
+        if wanted.order <= self._followed or self.is_committing:
             return
-        self._followed = told.order
-        if told.mode is None:
-            await self._let_go(engine)
+        self._followed = wanted.order
+        if wanted.mode is None:
+            await self._clear_lease(engine)
         else:
-            is_paused = self._lease_end is not None
-            self._hold(told.mode, told.lease_left_s)
-            if not is_paused:
-                # A drain takes as long as the longest request, or longer than the lease.
-                self._following = asyncio.create_task(self._stop(engine, told.mode))
+            was_paused = self._lease_end is not None
+            self._set_lease(wanted.mode, wanted.lease_left_s)
+            if not was_paused:
+                # A task, because a drain takes as long as the longest request.
+                self._follow_task = asyncio.create_task(self._pause_engine(engine, wanted.mode))
 
-    async def _stop(self, engine: WeightEngine, mode: PauseMode) -> None:
+    async def _pause_engine(self, engine: WeightEngine, mode: PauseMode) -> None:
         try:
             await engine.pause(mode)
         except Exception:
             logger.exception("generation could not be paused as in the rest of the pool")
 
-    def _hold(self, mode: PauseMode, lease_s: float) -> None:
+    def _set_lease(self, mode: PauseMode, lease_s: float) -> None:
         self._lease_mode, self._lease_end = mode, time.monotonic() + lease_s
 
     def _record(self, mode: PauseMode | None, lease_s: float, clock: int) -> None:
         self._pool.record_pause(mode, lease_s, clock)
         self._followed = self._pool.pause.order
 
-    async def _let_go(self, engine: WeightEngine) -> bool:
+    async def _clear_lease(self, engine: WeightEngine) -> bool:
         was_paused = self._lease_end is not None
         self._lease_mode = self._lease_end = None
         if was_paused and not self.is_committing:
-            await _go_on(engine)
+            await _resume(engine)
         return was_paused
 
     # ---- a commit ----------------------------------------------------------------------
 
-    async def begin_commit(self, engine: WeightEngine, policy: PauseMode) -> None:
-        """Pauses for a commit."""
-        self.check(policy)
+    async def begin_commit(self, engine: WeightEngine, mode: PauseMode) -> None:
+        """Pauses generation for a commit."""
+        self.check_mode(mode)
         self._no_commit.clear()
-        await engine.pause(policy)
+        await engine.pause(mode)
 
     async def end_commit(self, engine: WeightEngine) -> None:
-        """Goes on after a commit, unless a client holds generation."""
+        """Resumes generation after a commit, unless a client has paused it."""
         if self.is_committing:
             self._no_commit.set()
             if self._lease_end is None:
-                await _go_on(engine)
+                await _resume(engine)
 
 
-async def _go_on(engine: WeightEngine) -> None:
-    """Lets generation go on, also when the step or call that asks for it is ended meanwhile: by
-    then nobody holds generation any more, so nobody else would let it go on."""
+async def _resume(engine: WeightEngine) -> None:
+    """Resumes generation even if the calling task is cancelled: no other task would resume it."""
     await asyncio.shield(engine.resume())

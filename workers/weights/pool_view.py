@@ -1,7 +1,7 @@
-"""What one worker knows of its pool, and whether it has missed something.
+"""A worker's copy of the pool's state (`titopool/wire/pool_state.py`).
 
-Runs in: each worker process, on its loop. Commands record what they change here; front ends tell
-the rest (`titopool/wire/pool_state.py`). `workers/serving/catch_up.py` acts on it.
+Commands record their changes here, and front ends send the changes that this worker missed.
+`workers/serving/catch_up.py` then brings the worker to the pool's state.
 """
 
 import time
@@ -23,30 +23,31 @@ from workers.ledger import Ledger
 
 
 class PoolView:
-    """The pool's state as of the last command or Hello."""
+    """The pool's state after the last command or `Hello`."""
 
-    def __init__(self, ledger: Ledger, on_news: Callable[[], None]):
-        """`on_news` is called when a front end has told something new."""
+    def __init__(self, ledger: Ledger, on_change: Callable[[], None]):
+        """`on_change` is called when a front end has sent a newer state."""
         self._ledger = ledger
-        self._on_news = on_news
+        self._on_change = on_change
         self._state = PoolState()
-        # When the pause of `_state` ends (monotonic).
+        # When the lease of the pause in `_state` expires (monotonic).
         self._lease_end = 0.0
         # Whether the engine is loaded.
         self.is_started = False
 
     @property
     def weights(self) -> PoolWeights:
-        """Those that all workers should have."""
+        """The weights that all workers should have."""
         return self._state.weights
 
     @property
     def adapters(self) -> PoolAdapters:
+        """The LoRA adapters that all workers should have."""
         return self._state.adapters
 
     @property
     def pause(self) -> PoolPause:
-        """With what is left of its lease now."""
+        """The pause with the rest of its lease; its mode is None after the lease has expired."""
         left_s = max(0.0, self._lease_end - time.monotonic())
         pause = self._state.pause
         return msgspec.structs.replace(
@@ -55,42 +56,43 @@ class PoolView:
 
     @property
     def state(self) -> PoolState:
-        """All of it, as a message tells it."""
+        """The whole state, as messages carry it."""
         return msgspec.structs.replace(self._state, pause=self.pause)
 
     def start(self, model: str) -> None:
-        """The engine is loaded: what was told of a pool with another model is dropped."""
+        """Called when the engine has loaded `model`: drops the state of a pool with another model."""
         self.is_started = True
-        heard, self._state = self.state, PoolState(model=model)
-        self._take(self._ledger.read())
-        self._take(heard)
+        received, self._state = self.state, PoolState(model=model)
+        self._merge(self._ledger.read())
+        self._merge(received)
 
-    def hear(self, told: PoolState) -> None:
-        """Takes what a front end knows."""
-        if self._take(told) and self.is_started:
+    def merge(self, received: PoolState) -> None:
+        """Merges a front end's state into this one."""
+        if self._merge(received) and self.is_started:
             self._ledger.write(self.state)
-            self._on_news()
+            self._on_change()
 
-    def _take(self, told: PoolState) -> bool:
-        before, self._state = self._state, self._state.merged(told)
+    def _merge(self, received: PoolState) -> bool:
+        """Returns whether `received` has changed the state."""
+        before, self._state = self._state, self._state.merged(received)
         if self._state.pause is not before.pause:
             self._lease_end = time.monotonic() + self._state.pause.lease_left_s
         return self._state is not before
 
-    # ---- what this worker has done -----------------------------------------------------
+    # ---- changes that this worker has made ------------------------------------------
 
     def record_weights(self, weights: PoolWeights) -> None:
-        """An update is applied; a later one that is known already stays what all should have."""
+        """Records weights that were applied, unless the pool has later ones already."""
         self._record(weights=max(self._state.weights, weights, key=lambda one: one.order))
 
     def record_pause(self, mode: PauseMode | None, lease_s: float, clock: int) -> None:
-        """Generation is stopped, or goes on."""
+        """Records that a client has paused generation, or (mode None) resumed it."""
         clock = max(clock, next_clock(self._state.pause.clock))
         self._lease_end = time.monotonic() + lease_s
         self._record(pause=PoolPause(clock, mode, lease_s))
 
     def record_adapter(self, name: str, record: AdapterRecord | None, clock: int) -> None:
-        """An adapter serves, or (None) is taken away."""
+        """Records an adapter that serves under `name`, or (None) that it was unloaded."""
         by_name = {key: one for key, one in self.adapters.by_name.items() if key != name}
         if record is not None:
             by_name[name] = record

@@ -1,55 +1,64 @@
-"""A worker's part in weight updates, step by step.
+"""Weight updates of one worker: accepts each step and runs it.
 
-Runs in: each worker process, on its loop. Owns: the state (`workers/weights/state.py`). Talks to:
-the engine beside it (`workers/engine/weights.py`). Whatever fails before the model changes ends the
-communicator and leaves the old weights serving; what fails after it ends the worker.
+Runs in: each worker process, on its event loop. Owns: the state (`workers/weights/state.py`). Talks
+to: vLLM through `workers/engine/weights.py`. A failure before the model changes ends the group and
+keeps the old weights. A failure after that restarts the worker.
 """
 
 import asyncio
-import dataclasses
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from typing import Any
 
 import msgspec
 
-from titopool.errors import Conflict, InvalidRequest, TitopoolError, WeightUpdateFailed
+from titopool.errors import (
+    Conflict,
+    DeadlinePassed,
+    InvalidRequest,
+    TitopoolError,
+    WeightUpdateFailed,
+)
 from titopool.settings.config import ServerConfig
 from titopool.wire.commands import (
+    AbortUpdate,
     AcceptInitialWeights,
     ApplyUpdate,
     BeginFolder,
     BeginUpdate,
     JoinGroup,
+    LeaveGroup,
     PauseMode,
     PrepareUpdate,
-    TensorInfo,
+    ReceiveTensor,
 )
 from titopool.wire.pool_state import PoolWeights, next_clock
 from workers.engine.versions import Versions
 from workers.engine.weights import WeightEngine
 from workers.ledger import digest_of_files
-from workers.weights.calls import Calls
 from workers.weights.checks import (
-    EndsOnError,
+    check_trainer_device,
+    check_trainer_reachable,
+    check_whole_layers,
     checked_folder,
-    refuse_keeping,
-    refuse_own_device,
-    refuse_split_layers,
-    refuse_what_is_out_of_reach,
+    is_listening,
 )
-from workers.weights.liveness import answers
+from workers.weights.engine_calls import EngineCalls
 from workers.weights.pauses import Pauses
 from workers.weights.pool_view import PoolView
-from workers.weights.state import Phase, Update, WeightState
+from workers.weights.state import Phase, WeightState
 from workers.weights.steps import Result, Steps
 
 logger = logging.getLogger(__name__)
 
+# Phases in which the worker waits for others and no step runs that would notice a deadline.
+WAITING = (Phase.RECEIVING, Phase.PREPARED)
+
 
 class Updates:
-    """Receives, checks and applies; one action at a time is accepted."""
+    """Accepts one command at a time; long steps run as tasks (`steps`)."""
 
     def __init__(
         self,
@@ -62,7 +71,7 @@ class Updates:
         on_applied: Callable[[], None],
         on_broken: Callable[[str], None],
     ):
-        """`on_broken` gets the reason when nobody knows which weights the model has."""
+        """`on_broken` gets the reason when the model's weights are in an unknown state."""
         self._engine_of = engine
         self._versions = versions
         self._pauses = pauses
@@ -73,272 +82,319 @@ class Updates:
         self.state = WeightState(timeout_s=config.weight_update_timeout_s)
         self.steps = Steps()
         self._accepting = asyncio.Lock()
-        self._call = Calls(engine, config.weight_update_timeout_s, on_broken)
-        self.joined: JoinGroup | None = None
-        # Of an update of TRL's client, by name.
-        self.announced: dict[str, TensorInfo] = {}
+        self._call = EngineCalls(engine, config.weight_update_timeout_s, on_broken)
+        # The last group that was joined.
+        self._group: JoinGroup | None = None
 
     @property
     def _engine(self) -> WeightEngine:
         return self._engine_of()
 
-    async def receiving(self) -> list[dict[str, Any]]:
-        """How far the receiver of each process is; see `Calls.receiving`."""
-        return await self._call.receiving()
+    @property
+    def has_call_in_flight(self) -> bool:
+        """Whether a call to vLLM's processes is in flight; each call has a timeout."""
+        return self._call.num_in_flight > 0
 
     @property
-    def is_in_a_call(self) -> bool:
-        """Whether the engine may be busy with weights, for which there is a deadline."""
-        return self._call.num_active > 0
-
-    @property
-    def lacks_weights(self) -> bool:
-        """Whether the pool has had weights that this worker has not: nothing is served."""
+    def is_behind_pool(self) -> bool:
+        """Whether the worker lacks the pool's weights; it gets no jobs then."""
         return not self.state.weights.serves_as(self._pool.weights)
 
     @property
-    def kindest_policy(self) -> PauseMode:
-        """What costs requests in flight least, for updates whose trainer names no policy."""
+    def default_pause_mode(self) -> PauseMode:
+        """The mode that costs requests in flight least, for updates without a `policy`."""
         return "keep" if self._engine.can_keep else "drain"
 
     @property
-    def timeout_s(self) -> float:
-        """The deadline of each step."""
+    def _timeout_s(self) -> float:
+        """The timeout of each step."""
         return self._config.weight_update_timeout_s
 
-    # ---- the communicator ------------------------------------------------------------
+    # ---- the group -------------------------------------------------------------------
 
     async def join(self, action: JoinGroup) -> Result:
-        """Accepts a session; `AwaitStep("join", session)` tells when it is open."""
+        """Accepts a session; `AwaitStep("join", session)` waits until all ranks have joined."""
         async with self._accepting:
-            takes_over = self.state.phase is not Phase.CLOSED and await self._is_left(action)
-            had_one = self.state.phase is not Phase.CLOSED
+            takes_over = self.state.phase is not Phase.CLOSED and await self._is_abandoned(action)
             self.state.join(
                 action.session, action.protocol, time.monotonic(), takes_over=takes_over
             )
-            if had_one:
-                logger.warning("session %s takes over from one that is left", action.session)
+            if takes_over:
+                logger.warning("session %s replaces a session without a trainer", action.session)
             self.steps.cancel()
-            self.joined, self.announced = action, {}
+            self._group = action
             try:
                 await self._pauses.end_commit(self._engine)
                 if action.protocol == "titopool":
-                    await refuse_what_is_out_of_reach(action.host, action.port)
-                refuse_own_device(action.device_uuid, await self._call("device"))
+                    await check_trainer_reachable(action.host, action.port)
+                check_trainer_device(action.device_uuid, await self._call("device"))
                 await self._call("join", self._group_args(action))
             except BaseException as error:
                 await self.end(f"session {action.session} could not join: {error}")
                 raise
-            self.steps.start("join", action.session, self._finish_join(action.session))
+            self.steps.start("join", action.session, self._run_join(action.session))
         return {}
 
     def _group_args(self, action: JoinGroup) -> dict[str, Any]:
         return {
             "protocol": action.protocol, "backend": action.backend, "host": action.host,
             "port": action.port, "rank": action.rank, "world_size": action.world_size,
-            "timeout_s": self.timeout_s,
+            "timeout_s": self._timeout_s,
         }  # fmt: skip
 
-    async def _is_left(self, newcomer: JoinGroup) -> bool:
-        """Whether the session that is there has lost its trainer."""
-        there = self.joined
-        if there is None:
+    async def _is_abandoned(self, newcomer: JoinGroup) -> bool:
+        """Whether the current session has lost its trainer."""
+        group = self._group
+        if group is None:
             return True
-        if there.protocol == "titopool":
-            return not await answers(there.host, there.port)
-        # TRL's client leaves no trace when it dies: one on the same GPU takes its place at once,
-        # another when nothing has happened for the time that a step may take.
-        is_same = there.device_uuid == newcomer.device_uuid != ""
-        return is_same or self.state.idle_s(time.monotonic()) > self.timeout_s
+        if group.protocol == "titopool":
+            return not await is_listening(group.host, group.port)
+        # TRL's client does not listen. A new client on the same GPU replaces the old one at once,
+        # any other client only after the old one was idle for the timeout of a step.
+        is_same_gpu = group.device_uuid == newcomer.device_uuid != ""
+        return is_same_gpu or self.state.idle_s(time.monotonic()) > self._timeout_s
 
-    async def _finish_join(self, session: str) -> Result:
-        async with self._ends_on_error(f"session {session} did not form"):
-            await self._call.poll(lambda status: bool(status["is_joined"]))
+    async def _run_join(self, session: str) -> Result:
+        async with self._ends_on_failure(f"session {session} did not form"):
+            await self._call.wait_for_receivers(lambda status: bool(status["is_joined"]))
             self.state.joined(session, time.monotonic())
         return {}
 
-    async def leave(self, session: str | None) -> Result:
-        """Closes the communicator."""
+    async def leave(self, action: LeaveGroup) -> Result:
+        """Closes the group."""
         async with self._accepting:
+            session = action.session
             if session is None:
-                # TRL's client closes when it is asked to, and again at its end.
+                # TRL's client may close its group twice: on request and when it exits.
                 if self.state.protocol != "trl":
                     return {}
                 session = self.state.session
             self.state.leave(session)
             if self.state.last_end:
                 logger.warning("session %s has ended: %s", session, self.state.last_end)
-            await self._clean_up()
+            await self._release()
         return {}
 
-    # ---- an update -------------------------------------------------------------------
+    # ---- an update: begin ------------------------------------------------------------
 
     async def begin(self, action: BeginUpdate) -> Result:
-        """Checks the tensors and begins to receive them."""
+        """Checks the announced tensors and starts to receive them."""
         async with self._accepting:
             self.state.check_session("begin", action.session)
             if action.is_partial:
                 self._check_base(action.clock)
             tensors = msgspec.msgpack.encode(action.tensors)
-            async with self._ends_on_error("the update did not begin", but_for=InvalidRequest):
+            async with self._ends_on_failure("the update did not begin", but_for=InvalidRequest):
                 (fit, *_) = await self._call(
                     "begin", tensors, action.is_partial, action.bucket_bytes
                 )
-            refuse_split_layers(fit.pop("split_layers"))
-            update = self._update(action.update_id, action.version, action.clock)
+            check_whole_layers(fit.pop("split_layers"))
+            update = self._new_update(action)
             self.state.begin(action.session, update, time.monotonic())
-        return {"version": update.version, "clock": update.index - 1, **fit}
+        return {"version": update.version, "clock": update.clock - 1, **fit}
 
-    async def begin_folder(self, action: BeginFolder, *, index: int | None = None) -> Result:
-        """Checks what the folder holds; with `index` it is an update that the pool has had."""
+    async def begin_folder(self, action: BeginFolder, *, clock: int | None = None) -> Result:
+        """Checks the folder's tensors; `clock` is given for weights that the pool has already."""
         folder = checked_folder(action.folder, self._config.weights_root)
         async with self._accepting:
             self.state.check_resting("update_weights")
             files = digest_of_files(folder)
             (fit, *_) = await self._call("check_folder", folder)
-            update = self._update(action.update_id, action.version, action.clock, folder, files)
-            if index is not None:
-                update = dataclasses.replace(update, index=index)
+            update = self._new_update(action, folder, files, clock)
             self.state.begin_folder(update, time.monotonic())
-        return {"version": update.version, "clock": update.index - 1, **fit}
+        return {"version": update.version, "clock": update.clock - 1, **fit}
 
-    def _update(
+    def _new_update(
         self,
-        update_id: str,
-        version: int | None,
-        clock: int,
+        action: BeginUpdate | BeginFolder | ReceiveTensor,
         folder: str = "",
         files: str = "",
-    ) -> Update:
-        version = self._pool.weights.version + 1 if version is None else version
-        index = next_clock(max(self._pool.weights.clock, clock))
-        return Update(update_id, version, index, folder, files)
+        clock: int | None = None,
+    ) -> PoolWeights:
+        if clock is None:
+            clock = next_clock(max(self._pool.weights.clock, action.clock))
+        version = self._pool.weights.version + 1 if action.version is None else action.version
+        return PoolWeights(clock, action.update_id, version, False, folder, files)
 
     def _check_base(self, clock: int) -> None:
-        """A part of new weights fits only the weights that the pool has."""
-        if self.lacks_weights or clock > self.state.weights.clock:
+        """Raises Conflict for a partial update to a worker that lacks the pool's weights."""
+        if self.is_behind_pool or clock > self.state.weights.clock:
             raise Conflict(
-                "this worker was started again and has none of the weights that the others have; "
-                "send a complete update"
+                "a partial update needs the pool's last weights, which this worker lost in a "
+                "restart; send a complete update"
             )
 
+    # ---- an update: prepare ----------------------------------------------------------
+
     async def prepare(self, action: PrepareUpdate) -> Result:
-        """Accepts a commit; `AwaitStep("prepare", update)` tells when it may be applied."""
+        """Accepts a commit; `AwaitStep("prepare", update)` waits until it can be applied."""
         async with self._accepting:
-            self._check_policy(action.policy)
+            self._check_pause_mode(action.policy)
             update = self.state.prepare(action.update_id, time.monotonic())
-            self.steps.start("prepare", action.update_id, self.finish_prepare(action, update))
+            self.steps.start("prepare", action.update_id, self._run_prepare(action, update))
         return {}
 
-    def _check_policy(self, policy: PauseMode) -> None:
-        if not self._engine.can_keep:
-            refuse_keeping(policy)
-        self._pauses.check(policy)
+    def _check_pause_mode(self, mode: PauseMode) -> None:
+        if mode == "keep" and not self._engine.can_keep:
+            raise InvalidRequest(
+                "policy: expected drain or abort, got keep, with which this version of vLLM loses "
+                "the images of requests in flight",
+                param="policy",
+            )
+        self._pauses.check_mode(mode)
 
-    async def finish_prepare(self, action: PrepareUpdate, update: Update) -> Result:
-        """All of a prepare but its acceptance."""
-        result: Result = {}
-        async with self._ends_on_error("the update cannot be committed"):
-            if not update.folder:
-                await self._call.poll(lambda s: s["num_received"] == s["num_announced"])
-                await self._check_received()
-                if action.with_checksum or action.checksum is not None:
-                    result["checksum"] = await self._checksum(action.checksum)
+    async def _run_prepare(self, action: PrepareUpdate, update: PoolWeights) -> Result:
+        """Waits for all tensors, pauses generation and clears the caches."""
+        async with self._ends_on_failure("the update cannot be committed"):
+            result = {} if update.folder else await self._await_tensors(action)
             await self._pauses.begin_commit(self._engine, action.policy)
             await self._engine.clear_caches()
             self.state.prepared(update.update_id, time.monotonic())
         return result
 
-    async def _check_received(self) -> None:
-        """What `begin` could not check."""
-
-    async def _checksum(self, expected: str | None) -> str:
+    async def _await_tensors(self, action: PrepareUpdate) -> Result:
+        await self._call.wait_for_receivers(lambda s: s["num_received"] == s["num_announced"])
+        await self._check_received()
+        if not action.with_checksum and action.checksum is None:
+            return {}
         found: set[str] = set(await self._call("checksum"))
-        if len(found) > 1 or (expected is not None and found != {expected}):
+        if len(found) > 1 or (action.checksum is not None and found != {action.checksum}):
             raise WeightUpdateFailed(
-                f"checksum: expected {expected or 'the same in all processes'}, got "
-                f"{', '.join(sorted(found))}; the tensors were changed on their way"
+                f"checksum: expected {action.checksum or 'the same in all processes'}, got "
+                f"{', '.join(sorted(found))}; the tensors were changed in transit"
             )
-        return found.pop()
+        return {"checksum": found.pop()}
+
+    async def _check_received(self) -> None:
+        """Checks the received tensors if `begin` could not; see `TrlUpdates`."""
+
+    # ---- an update: apply or abort ---------------------------------------------------
 
     async def apply(self, action: ApplyUpdate) -> Result:
-        """Begins to change the model; `AwaitStep("apply", update)` tells the end.
+        """Begins to change the model; `AwaitStep("apply", update)` waits for the end.
 
-        Does nothing when it has begun already: another front end may have told of it first.
+        A repeated call does nothing: the command and another front end's `Hello` may both apply.
         """
         async with self._accepting:
-            if not self.steps.is_known("apply", action.update_id):
+            if not self.steps.has_started("apply", action.update_id):
                 update = self.state.apply(action.update_id, time.monotonic())
-                self.steps.start("apply", action.update_id, self.finish_apply(update))
+                self.steps.start("apply", action.update_id, self._run_apply(update))
         return {}
 
-    async def finish_apply(self, update: Update) -> Result:
-        """All of an apply but its acceptance."""
+    async def _run_apply(self, update: PoolWeights) -> Result:
+        """Loads the tensors into the model and resumes generation."""
         try:
-            async with asyncio.timeout(self.timeout_s):
+            async with asyncio.timeout(self._timeout_s):
                 progress = await self._engine.progress()
                 (result, *_) = await self._call("apply")
         except Exception as error:
             reason = f"weights were left half loaded: {type(error).__name__} {error}".strip()
             logger.exception("version %d could not be loaded", update.version)
             self._on_broken(reason)
-            raise WeightUpdateFailed(f"{reason}; the worker starts again") from error
+            raise WeightUpdateFailed(f"{reason}; the worker restarts") from error
         self.state.applied(update.update_id, time.monotonic())
-        self.announced = {}
-        self._pool.record_weights(update.weights)
-        logger.info("weights of version %d serve", update.version)
+        self._pool.record_weights(update)
+        logger.info("serving weights of version %d", update.version)
         self._versions.switch(update.version, progress)
         await self._pauses.end_commit(self._engine)
         self._on_applied()
         return {"version": update.version, **result}
 
-    async def accept_initial(self, action: AcceptInitialWeights) -> Result:
-        """Goes on with the weights that the engine began with, or restarts to have them again."""
+    async def abort(self, action: AbortUpdate) -> Result:
+        """Aborts an update, unless it is applied or being applied: the result says which."""
         async with self._accepting:
-            if not self.lacks_weights:
-                raise Conflict(f"accept: expected weights that are lost; {self.state.describe()}")
+            if self.state.has_applied(action.update_id):
+                return {"is_applied": True}
+            self.state.abort(action.update_id, action.reason)
+            await self._release()
+        return {"is_applied": False}
+
+    async def accept_initial(self, action: AcceptInitialWeights) -> Result:
+        """Makes the initial weights the pool's; a worker that has other weights restarts."""
+        async with self._accepting:
+            if not self.is_behind_pool:
+                raise Conflict(
+                    f"accept: expected a pool whose weights are lost; {self.state.describe()}"
+                )
             self.state.check_resting("accept")
             weights = PoolWeights(action.clock, action.update_id)
             self._pool.record_weights(weights)
             restarts = not self.state.weights.is_initial
             if restarts:
-                self._on_broken("the pool goes on with the model's own weights")
+                self._on_broken("the pool returns to the model's own weights")
             else:
                 self.state.accept_initial(weights)
                 self._on_applied()
         return {"restarts": restarts}
 
-    async def abort(self, update_id: str, reason: str) -> Result:
-        """Drops an update that is not being applied; says so of one that is, or was the last."""
-        async with self._accepting:
-            if self.state.has_applied(update_id):
-                return {"is_applied": True}
-            self.state.drop_update(update_id, reason)
-            await self._clean_up()
-        return {"is_applied": False}
+    # ---- deadlines and failures ------------------------------------------------------
 
-    # ---- ends ------------------------------------------------------------------------
+    async def check(self) -> None:
+        """Ends an update whose deadline has passed, whose receiver failed or whose trainer is gone."""
+        try:
+            if self.state.phase in WAITING and self.state.has_expired(time.monotonic()):
+                await self.end(
+                    f"{self.state.phase} for more than {self._timeout_s:g} s "
+                    "(weight_update_timeout_s)"
+                )
+            elif self.state.is_receiving_tensors:
+                await self._check_receiving()
+        except TitopoolError as error:
+            if self.state.phase in WAITING:
+                await self.end(error.message)
 
-    def _ends_on_error(
-        self, what: str, *, but_for: type[TitopoolError] | None = None
-    ) -> EndsOnError:
-        return EndsOnError(self.end, what, self.timeout_s, but_for)
+    async def _check_receiving(self) -> None:
+        await self._call.receiver_statuses()
+        update, group = self.state.update, self._group
+        if group is None or await is_listening(group.host, group.port):
+            return
+        # The attempt to connect takes up to 2 s: in that time, the update may have ended.
+        if self.state.is_receiving_tensors and self.state.update is update:
+            await self.end("the trainer is gone")
+
+    @asynccontextmanager
+    async def _ends_on_failure(
+        self, what: str, *, but_for: type[TitopoolError] | tuple[()] = ()
+    ) -> AsyncIterator[None]:
+        """Runs a step within the timeout; a failure ends the update and the group.
+
+        `what` begins the reason. Errors of the type `but_for` end nothing.
+
+        Raises:
+            DeadlinePassed: the step did not end within the timeout.
+            WeightUpdateFailed: the step raised an error that is not a TitopoolError.
+        """
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                yield
+        except but_for:
+            raise
+        except TimeoutError:
+            reason = f"{what}: not within {self._timeout_s:g} s (weight_update_timeout_s)"
+            await self.end(reason)
+            raise DeadlinePassed(reason) from None
+        except TitopoolError as error:
+            await self.end(f"{what}: {error.message}")
+            raise
+        except Exception as error:
+            await self.end(f"{what}: {error!r}")
+            raise WeightUpdateFailed(f"{what}: {error!r}") from error
 
     async def end(self, reason: str) -> None:
-        """Ends update and communicator; the weights are as they were."""
+        """Ends the update and its group; the weights stay as they are.
+
+        Does nothing while the model changes.
+        """
         if self.state.phase is Phase.APPLYING:
             return
-        update = self.state.update
-        if update is not None and update.folder:
-            self.state.drop_update(update.update_id, reason)
-        elif self.state.phase is not Phase.CLOSED:
+        if self.state.phase is not Phase.CLOSED:
             self.state.end(reason)
         logger.warning("a weight update or its group has ended: %s", reason)
-        await self._clean_up()
+        await self._release()
 
-    async def _clean_up(self) -> None:
+    async def _release(self) -> None:
+        """After the end of an update or a group: releases receivers and steps, and resumes."""
         self.steps.cancel()
-        self.announced = {}
         try:
             await self._call("drop", self.state.phase is Phase.CLOSED)
         finally:
