@@ -17,7 +17,7 @@ FASTER = $(PIP) install --quiet $(CONSTRAINTS) -e '.[fast]' 2>/dev/null \
 	  || echo "no C compiler: gunicorn parses HTTP in Python, which costs a little more"
 INSTALLED = $(VENV)/.installed-$(PLATFORM)
 TOOLS = $(VENV)/.installed-tools
-.PHONY: help install tools serve test check format bench bench-front bench-images bench-streams bench-weights bench-placement test-chaos test-fuzz test-soak test-compose clean
+.PHONY: help install tools serve test test-fast check format bench bench-front bench-images bench-streams bench-weights bench-placement test-chaos test-fuzz test-soak test-compose clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -59,8 +59,14 @@ $(TOOLS): $(INSTALLED) Makefile
 serve: install  ## serve MODEL=folder-or-hub-name (default: a tiny random demo model) with OPTIONS='--setting value …'
 	exec $(BIN)/titopool serve $(MODEL) $(OPTIONS)
 
+# Processes that run tests. Groups of tests share servers, so more than two start more servers.
+JOBS ?= $(if $(filter gpu,$(PLATFORM)),1,2)
+
 test: tools  ## all tests, with real vLLM on tiny models (ARGS='-k …' for some)
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup --no-loadscope-reorder $(ARGS)
+
+test-fast: tools  ## tests without an engine, for the loop while one works
+	$(BIN)/python -m pytest -q -m "not server and not compose and not chaos and not fuzz and not soak" $(ARGS)
 
 check: tools  ## what must hold of the sources: style, types, who imports whom, README's table
 	$(BIN)/ruff format --check .

@@ -1,5 +1,6 @@
 """Fixtures: a tiny model, real servers with real vLLM, and servers with stub workers."""
 
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -14,25 +15,73 @@ from tests.servers import (
     Server,
     environment,
     kill_all,
+    need_gpus,
     running_server,
     serve_process,
 )
 from titopool.settings.gpus import visible_gpus
 
+# Fixtures whose servers tests of several modules share; the longest first.
+SHARED_SERVERS = ("weights_server", "server", "single_server")
+# What starts processes of a server: fixtures, and functions that a module imports.
+STARTING_FIXTURES = {"start_server", "stub_server", "start_stub", "start_stub_at"}
+STARTING_FUNCTIONS = {"running_server", "serve_process", "environment"}
 ENGINE_OPTIONS = ("--dtype", "float32", "--max-model-len", "512", "--max-num-seqs", "128")
 if visible_gpus():
     # Two servers of the tests may share a GPU.
     ENGINE_OPTIONS += ("--gpu-memory-utilization", "0.3")
 
 
+def group_of(item: pytest.Function) -> str:
+    """Tests of one group run in one process and share servers: a fixture's, a folder's or a
+    module's tests."""
+    module = item.nodeid.partition("::")[0]
+    if module.count("/") > 1:
+        return module.rpartition("/")[0]
+    fixtures = item._fixtureinfo.name2fixturedefs
+    for name in SHARED_SERVERS:
+        if name in fixtures and fixtures[name][-1].scope == "session":
+            return name
+    return module
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
+    """Groups tests for pytest-xdist's `--dist loadgroup`, and marks those that start a server."""
+    for item in items:
+        group = group_of(item)
+        item.add_marker(pytest.mark.xdist_group(group))
+        is_shared = not group.endswith(".py")
+        starts = STARTING_FIXTURES & set(item.fixturenames)
+        if is_shared or starts or STARTING_FUNCTIONS & set(vars(item.module)):
+            item.add_marker(pytest.mark.server)
+
+
 @pytest.fixture(scope="session")
-def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Folder of a tiny random Qwen3 with its tokenizer."""
+def weights_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder below which servers may load weights."""
+    return tmp_path_factory.mktemp("weights-root")
+
+
+def make_below(root: Path, name: str, seed: int) -> str:
     from titopool.demo_model import make_model
 
-    folder = tmp_path_factory.mktemp("tiny-qwen3")
-    make_model(folder)
+    folder = root / name
+    folder.mkdir()
+    make_model(folder, seed=seed)
     return str(folder)
+
+
+@pytest.fixture(scope="session")
+def tiny_model(weights_root: Path) -> str:
+    """Folder of a tiny random Qwen3 with its tokenizer."""
+    return make_below(weights_root, "tiny-qwen3", 0)
+
+
+@pytest.fixture(scope="session")
+def other_model(weights_root: Path) -> str:
+    """The same architecture with other weights."""
+    return make_below(weights_root, "other-qwen3", 1)
 
 
 @pytest.fixture(scope="session")
@@ -45,11 +94,34 @@ def server(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 
 @pytest.fixture(scope="session")
-def single_server(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """One vLLM worker behind one gunicorn process, which finds tool calls."""
+def weights_server(
+    tiny_model: str, weights_root: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
+    """The same for tests that change weights, kill workers and let updates time out."""
+    need_gpus(3)
+    log = tmp_path_factory.mktemp("weights-server") / "log"
+    options = ("--num-workers", "2", "--num-front-ends", "2", *ENGINE_OPTIONS)
+    updates = ("--weights-root", str(weights_root), "--weight-update-timeout-s", "15")
+    with running_server(tiny_model, *options, *updates, log=log, num_workers=2) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def single_server(
+    tiny_model: str, weights_root: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
+    """One vLLM worker behind two gunicorn processes, reachable over IPv6 where there is IPv6.
+
+    It finds tool calls, and tests may change its weights.
+    """
     log = tmp_path_factory.mktemp("single-server") / "log"
-    options = ("--num-workers", "1", "--num-front-ends", "1", "--tool-call-parser", "hermes")
-    with running_server(tiny_model, *options, *ENGINE_OPTIONS, log=log) as running:
+    options = (
+        *ENGINE_OPTIONS, "--max-model-len", "1024", "--num-workers", "1", "--num-front-ends", "2",
+        "--tool-call-parser", "hermes", "--weights-root", str(weights_root),
+        "--weight-update-timeout-s", "15",
+        "--host", "::" if socket.has_dualstack_ipv6() else "127.0.0.1",
+    )  # fmt: skip
+    with running_server(tiny_model, *options, log=log) as running:
         yield running
 
 

@@ -13,7 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
 import requests
+
+from titopool.settings.gpus import visible_gpus
 
 START_TIMEOUT_S = 240.0
 STOP_TIMEOUT_S = 20.0
@@ -25,10 +28,11 @@ TITOPOOL = str(Path(sys.executable).with_name("titopool"))
 class Server:
     """A running server and what tests ask of it."""
 
-    def __init__(self, process: subprocess.Popen[bytes], url: str, log: Path):
+    def __init__(self, process: subprocess.Popen[bytes], url: str, log: Path, num_workers: int = 1):
         self.process = process
         self.url = url
         self.log_file = log
+        self.num_workers = num_workers
 
     @property
     def log(self) -> str:
@@ -87,6 +91,12 @@ def wait_until(
         time.sleep(0.05)
 
 
+def need_gpus(num_gpus: int) -> None:
+    """Skips on a machine with GPUs, but fewer than workers and trainer need together."""
+    if 0 < len(visible_gpus()) < num_gpus:
+        pytest.skip(f"needs {num_gpus} GPUs, or none")
+
+
 def free_port() -> int:
     """A port that was free a moment ago; gunicorn says so if it is not any more."""
     with socket.socket() as probe:
@@ -141,7 +151,7 @@ def running_server(
 ) -> Iterator[Server]:
     """A server whose workers are ready; asserts afterwards that nothing of it is left."""
     process, url = serve_process(*arguments, log=log, **variables)
-    server = Server(process, url, log)
+    server = Server(process, url, log, num_workers)
     descendants: list[psutil.Process] = []
     try:
         server.wait_until_ready(num_workers)

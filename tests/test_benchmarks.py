@@ -56,6 +56,7 @@ def test_a_run_with_failures_has_no_rate():
     assert rows["server"]["num_failures"] == 1
 
 
+@pytest.mark.server
 def test_bench_front_runs(tmp_path: Path):
     words = ["--num-front-ends", "1", "--num-clients", "4", "--num-tokens", "16"]
     subprocess.run(

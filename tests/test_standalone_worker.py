@@ -19,12 +19,13 @@ from tests.servers import (
     environment,
     free_port,
     kill_all,
+    need_gpus,
     running_server,
     wait_until,
 )
 from tests.trainer import tensors_of
 from tests.trl_weights_client import update_by_trl
-from tests.weights import assert_serves, need_gpus, weights_client
+from tests.weights import assert_serves, weights_client
 from workers.__main__ import default_worker_id
 
 StartWorker = Callable[[str], subprocess.Popen[bytes]]

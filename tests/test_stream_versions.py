@@ -8,7 +8,7 @@ import openai
 import pytest
 
 from tests import reference
-from tests.servers import Server, running_server
+from tests.servers import Server
 from tests.weights import PROMPT, TOLERANCE
 
 NUM_TOKENS = 800
@@ -16,7 +16,6 @@ NUM_TOKENS = 800
 UPDATE_AT = 20
 MESSAGES = [{"role": "user", "content": "Hi"}]
 FIELDS = {"return_token_ids": True, "ignore_eos": True}
-OPTIONS = ("--dtype", "float32", "--max-model-len", "1024", "--max-num-seqs", "16")
 
 
 class Models(NamedTuple):
@@ -34,20 +33,13 @@ class Models(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Models]:
-    from titopool.demo_model import make_model
-
-    root = tmp_path_factory.mktemp("stream-versions")
-    for seed, name in enumerate(("old", "new")):
-        (root / name).mkdir()
-        make_model(root / name, seed=seed)
-    old, new = str(root / "old"), str(root / "new")
-    options = ("--num-workers", "1", "--num-front-ends", "1", "--weights-root", str(root))
-    with running_server(old, *options, *OPTIONS, log=root / "log") as server:
-        client = openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0)
-        # The tokenizer takes seconds to load.
-        assert server.post("/tokenize", {"prompt": "Hello"}).status_code == 200
-        yield Models(server, client, old, new)
+def models(single_server: Server, tiny_model: str, other_model: str) -> Iterator[Models]:
+    client = openai.OpenAI(base_url=single_server.url + "/v1", api_key="none", max_retries=0)
+    # The tokenizer takes seconds to load.
+    assert single_server.post("/tokenize", {"prompt": "Hello"}).status_code == 200
+    models = Models(single_server, client, tiny_model, other_model)
+    yield models
+    models.update(tiny_model, version=0, policy="abort")
 
 
 class Choice:

@@ -1,13 +1,11 @@
 """TRL's client updating the weights of two workers: its own code, over gloo where it has NCCL."""
 
-from collections.abc import Iterator
-
 import pytest
 
-from tests.conftest import ENGINE_OPTIONS
-from tests.servers import Server, running_server
+from tests.servers import Server
+from tests.trainer import tensors_of
 from tests.trl_weights_client import run_trl_weights, update_by_trl
-from tests.weights import assert_serves, need_gpus, states
+from tests.weights import assert_serves, states, weights_client
 
 GENERATE = (
     "client.generate([[5, 6, 7, 8, 9, 10, 11]], temperature=0.0, max_tokens=10,"
@@ -15,25 +13,13 @@ GENERATE = (
 )
 
 
-@pytest.fixture(scope="module")
-def other_model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    from titopool.demo_model import make_model
-
-    folder = tmp_path_factory.mktemp("other-trl")
-    make_model(folder, seed=1)
-    return str(folder)
-
-
-@pytest.fixture(scope="module")
-def server(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    need_gpus(3)
-    log = tmp_path_factory.mktemp("trl-server") / "log"
-    options = (
-        "--num-workers", "2", "--num-front-ends", "2", "--weight-update-timeout-s", "15",
-        *ENGINE_OPTIONS,
-    )  # fmt: skip
-    with running_server(tiny_model, *options, log=log, num_workers=2) as running:
-        yield running
+@pytest.fixture
+def server(weights_server: Server, tiny_model: str) -> Server:
+    """Workers that serve the tiny model, whatever they served before."""
+    client = weights_client(weights_server, timeout_s=30)
+    client.update(tensors_of(tiny_model), policy="abort")
+    client.close()
+    return weights_server
 
 
 @pytest.mark.parametrize("version", ["0.29.1", "1.9.2"])

@@ -7,14 +7,12 @@ import psutil
 import pytest
 import torch
 
-from tests.conftest import ENGINE_OPTIONS
-from tests.servers import Server, running_server, wait_until
+from tests.servers import Server, wait_until
 from tests.trainer import BUCKET_BYTES, tensors_of
 from tests.weights import (
     TOLERANCE,
     Generation,
     assert_serves,
-    need_gpus,
     states,
     trainer,
     weights_client,
@@ -25,37 +23,10 @@ TIMEOUT_S = 15.0
 LAYER = "model.layers.1.self_attn."
 
 
-@pytest.fixture(scope="module")
-def other_model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The tiny model with other weights, below a folder that the server may read."""
-    from titopool.demo_model import make_model
-
-    folder = tmp_path_factory.mktemp("root") / "other"
-    folder.mkdir()
-    make_model(folder, seed=1)
-    return str(folder)
-
-
-@pytest.fixture(scope="module")
-def num_workers() -> int:
-    """Most can go wrong with two; `tests/test_weights_one_worker.py` has one."""
-    return 2
-
-
-@pytest.fixture(scope="module")
-def server(
-    num_workers: int, tiny_model: str, other_model: str, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Server]:  # fmt: skip
-    """Workers of the tiny model behind two gunicorn processes."""
-    need_gpus(num_workers + 1)
-    options = (
-        "--num-workers", str(num_workers), "--num-front-ends", "2", "--weights-root",
-        other_model.rpartition("/")[0], "--weight-update-timeout-s", str(TIMEOUT_S), *ENGINE_OPTIONS,
-    )  # fmt: skip
-    log = tmp_path_factory.mktemp("weights-server") / "log"
-    with running_server(tiny_model, *options, log=log, num_workers=num_workers) as running:
-        running.num_workers = num_workers
-        yield running
+@pytest.fixture
+def server(weights_server: Server) -> Server:
+    """Most can go wrong with two workers; `tests/test_weights_one_worker.py` has one."""
+    return weights_server
 
 
 @pytest.fixture

@@ -15,10 +15,10 @@ from transformers import (
 )
 
 from tests.conftest import ENGINE_OPTIONS
-from tests.servers import running_server
+from tests.servers import need_gpus, running_server
 from tests.trainer import tensors_of
 from tests.trl_weights_client import update_by_trl
-from tests.weights import assert_serves, need_gpus, weights_client
+from tests.weights import assert_serves, weights_client
 from titopool.client.weights_client import WeightsError
 from titopool.demo_model import VOCAB_SIZE, make_tokenizer
 from titopool.wire.commands import TensorInfo

@@ -8,10 +8,10 @@ import torch
 from transformers import AutoModelForCausalLM, GptOssConfig
 
 from tests.conftest import ENGINE_OPTIONS
-from tests.servers import running_server
+from tests.servers import need_gpus, running_server
 from tests.trainer import tensors_of
 from tests.trl_weights_client import update_by_trl
-from tests.weights import assert_serves, need_gpus, weights_client
+from tests.weights import assert_serves, weights_client
 from titopool.demo_model import VOCAB_SIZE, make_tokenizer
 
 EXPERTS = "model.layers.1.mlp."

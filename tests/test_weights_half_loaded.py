@@ -6,11 +6,11 @@ import pytest
 
 from tests.conftest import ENGINE_OPTIONS
 from tests.forgetful_extension import LEFT_OUT
-from tests.servers import Server, running_server, wait_until
+from tests.servers import Server, need_gpus, running_server, wait_until
 from tests.test_weights import worker_pids
 from tests.trainer import tensors_of
 from tests.trl_weights_client import update_by_trl
-from tests.weights import assert_serves, need_gpus, weights_client
+from tests.weights import assert_serves, weights_client
 from titopool.client.weights_client import WeightsError
 from titopool.demo_model import make_model
 
@@ -31,7 +31,6 @@ def test_what_loaders_leave_out_is_refused_or_ends_the_workers(tiny_model: str, 
     with running_server(
         tiny_model, *options, log=log, num_workers=NUM_WORKERS, FORGETS=str(forgets)
     ) as server:
-        server.num_workers = NUM_WORKERS
         refuses(server, str(other), tiny_model)
         forgets.write_text("loading")
         ends_workers(server, str(other), tiny_model)

@@ -1,30 +1,25 @@
 """Weight updates over IPv6: the server's address, and the one at which the workers find the trainer."""
 
 import socket
-from collections.abc import Iterator
 
 import pytest
 
-from tests.conftest import ENGINE_OPTIONS
-from tests.servers import Server, running_server
+from tests.servers import Server, need_gpus
 from tests.test_weights_client import six
 from tests.trainer import DEVICE, tensors_of
-from tests.weights import assert_serves, need_gpus
+from tests.weights import assert_serves
 from titopool.client.weights_client import WeightsClient
 
 # A name that has an IPv6 address only.
 NAME = "six.titopool.test"
 
 
-@pytest.fixture(scope="module")
-def server(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """One worker; the front end listens at all addresses of both families."""
+@pytest.fixture
+def server(single_server: Server) -> Server:
+    """The front end listens at all addresses of both families."""
     need_gpus(2)
     six().close()
-    log = tmp_path_factory.mktemp("ipv6-server") / "log"
-    options = ("--host", "::", "--num-workers", "1", "--num-front-ends", "1", *ENGINE_OPTIONS)
-    with running_server(tiny_model, *options, log=log) as running:
-        yield running
+    return single_server
 
 
 @pytest.mark.parametrize("host", ["[::1]", NAME], ids=["address", "name"])

@@ -2,11 +2,10 @@
 
 import pytest
 
+from tests.servers import Server
 from tests.test_weights import (  # noqa: F401
     client,
-    other_model,
     own_weights,
-    server,
     test_a_restarted_worker_serves_only_the_weights_of_the_pool,
     test_keep_goes_on_with_the_new_weights_and_says_from_where,
     test_new_weights_are_exact_and_the_old_ones_come_back,
@@ -14,6 +13,6 @@ from tests.test_weights import (  # noqa: F401
 )
 
 
-@pytest.fixture(scope="module")
-def num_workers() -> int:
-    return 1
+@pytest.fixture
+def server(single_server: Server) -> Server:
+    return single_server

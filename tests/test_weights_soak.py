@@ -14,9 +14,9 @@ import psutil
 import pytest
 
 from tests.conftest import ENGINE_OPTIONS
-from tests.servers import Server, running_server
+from tests.servers import Server, need_gpus, running_server
 from tests.trainer import tensors_of
-from tests.weights import assert_serves, need_gpus, weights_client
+from tests.weights import assert_serves, weights_client
 from titopool.demo_model import make_model
 
 SOAK_UPDATES = int(os.environ.get("SOAK_UPDATES", "1000"))

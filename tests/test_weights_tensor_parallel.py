@@ -5,10 +5,10 @@ from collections.abc import Iterator
 import pytest
 
 from tests.conftest import ENGINE_OPTIONS
-from tests.servers import Server, running_server
+from tests.servers import Server, need_gpus, running_server
 from tests.trainer import tensors_of
 from tests.trl_weights_client import update_by_trl
-from tests.weights import assert_serves, need_gpus, weights_client
+from tests.weights import assert_serves, weights_client
 
 
 @pytest.fixture(scope="module")

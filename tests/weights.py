@@ -7,24 +7,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
-import pytest
-
 from tests import reference
 from tests.servers import REPOSITORY, Server, environment
 from tests.trainer import DEVICE
 from titopool.client.weights_client import WeightsClient
-from titopool.settings.gpus import visible_gpus
 
 PROMPT = [5, 6, 7, 8, 9, 10, 11]
 NUM_TOKENS = 10
 # On a GPU, attention kernels multiply float32 with 10 bits of mantissa (tf32).
 TOLERANCE = 1e-3 if DEVICE == "cpu" else 5e-3
-
-
-def need_gpus(num_gpus: int) -> None:
-    """Skips on a machine with GPUs, but fewer than workers and trainer need together."""
-    if 0 < len(visible_gpus()) < num_gpus:
-        pytest.skip(f"needs {num_gpus} GPUs, or none")
 
 
 def weights_client(server: Server, **options: Any) -> WeightsClient:

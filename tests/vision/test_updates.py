@@ -10,9 +10,9 @@ from vllm.v1.core.sched import output
 
 from tests import reference
 from tests.images import encoded, picture
-from tests.servers import Server
+from tests.servers import Server, need_gpus
 from tests.vision.conftest import GREEDY, NUM_TOKENS, TOLERANCE, Vision
-from tests.weights import need_gpus, weights_client
+from tests.weights import weights_client
 from titopool.client.weights_client import WeightsError
 
 IMAGE = picture(84, 112)
