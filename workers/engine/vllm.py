@@ -35,6 +35,7 @@ from workers.environment import default_engine_options, image_threads, prepare_e
 from workers.images.preparer import ImagePreparer
 from workers.in_model.logprobs_patch import receive_lists
 from workers.process import without_collector
+from workers.vllm_internals import check_internals
 
 ReportPhase = Callable[[str], None]
 OnPart = Callable[[Part], None]
@@ -129,6 +130,7 @@ class VllmEngine:
             from vllm.usage.usage_lib import UsageContext
             from vllm.v1.engine.async_llm import AsyncLLM
 
+            check_internals()
         check_parsers(self._config)
         engine_args = self._engine_args(AsyncEngineArgs, defaults)
         if _is_ours(engine_args.worker_extension_cls):
