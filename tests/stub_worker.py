@@ -25,9 +25,9 @@ from titopool.settings.logs import configure_logging
 from titopool.settings.sampling import SamplingOptions, decode_options
 from titopool.wire.commands import PauseMode
 from titopool.wire.messages import Completion, Job, Logprobs, Part, WorkerFacts
+from workers.engine.base import EngineDead, Generated, OnPart, ReportPhase
 from workers.engine.lora import Adapter, Adapters
 from workers.engine.versions import Progress, Versions
-from workers.engine.vllm import EngineDead, Generated, OnPart, ReportPhase
 from workers.serving.server import WorkerServer
 from workers.supervisor.phase_pipe import PhaseReporter
 
@@ -103,7 +103,7 @@ def stub_adapters() -> Adapters:
 
 
 class StubEngine:
-    """Implements `workers.engine.vllm.Engine`."""
+    """Implements `workers.engine.base.Engine`."""
 
     has_died = False
 

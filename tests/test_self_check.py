@@ -26,6 +26,7 @@ FORBIDDEN = {
 HOLDERS = {
     "vllm": {
         "workers/engine/lora.py",
+        "workers/engine/facts.py",
         "workers/engine/vllm.py",
         "workers/engine/sampling.py",
         "workers/engine/parsing.py",

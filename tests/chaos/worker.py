@@ -16,7 +16,7 @@ from tests import stub_worker
 from tests.stub_worker import StubEngine
 from titopool.wire.commands import AwaitStep, Command, CommandDone
 from titopool.wire.messages import Job, Part
-from workers.engine.vllm import Generated, OnPart
+from workers.engine.base import Generated, OnPart
 from workers.serving.server import WorkerServer
 
 # How long a worker stands at a point of which the harness has forgotten.
