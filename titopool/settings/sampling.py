@@ -2,7 +2,7 @@
 
 The front end checks them here, so that nothing out of range reaches an engine; the engine
 adapter turns them into vLLM's own object. To add an option, add a field: its type and
-range are the check, `workers/engine/vllm.py` passes it on by name.
+range are the check, `workers/engine/sampling.py` passes it on by name.
 """
 
 from collections.abc import Iterable
