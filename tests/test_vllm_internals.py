@@ -1,6 +1,8 @@
 """The table of what titopool relies on inside vLLM, its check at a worker's start, and `titopool doctor`."""
 
+import os
 import platform
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +18,7 @@ from workers import doctor
 from workers.process import EXIT_FAILED
 from workers.vllm_internals import (
     INTERNALS,
+    SUPPORTED,
     Internal,
     check_internals,
     installed_version,
@@ -138,6 +141,37 @@ def test_the_doctor_works_without_vllm(monkeypatch, capsys):
     assert "vllm missing" in output
     assert "missing: vLLM 0.25.1 to 0.32: pip install" in output
     assert "vLLM internals" not in output
+
+
+def test_the_doctor_shows_gpus_and_nccl(monkeypatch, capsys, tmp_path):
+    listing = tmp_path / "nvidia-smi"
+    listing.write_text("#!/bin/sh\necho '0, NVIDIA H200, 143771 MiB, 143000 MiB'\n")
+    listing.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setattr(doctor, "_nccl_version", lambda: "2.27.3")
+    assert doctor._report_gpus(["0"]) == []
+    output = capsys.readouterr().out
+    assert "GPU 0, NVIDIA H200, 143771 MiB, 143000 MiB\n" in output
+    assert "NCCL 2.27.3\n" in output
+    monkeypatch.setattr(doctor, "_nccl_version", lambda: "")
+    (lack,) = doctor._report_gpus(["0"])
+    assert lack.startswith("NCCL")
+
+
+def test_the_doctor_names_a_port_that_is_taken(monkeypatch, capsys):
+    with socket.socket() as other:
+        other.bind(("", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        monkeypatch.setattr(doctor, "TRL_PORT", port)
+        doctor._report_ports()
+    assert f"port {port} cannot be used" in capsys.readouterr().out
+
+
+def test_the_supported_versions_are_those_of_the_package():
+    first, last = SUPPORTED.split(" to ")
+    minor = int(last.removeprefix("0."))
+    assert f"vllm>={first},<0.{minor + 1}\n" in (REPOSITORY / "setup.cfg").read_text()
 
 
 def test_the_document_shows_the_table():

@@ -64,7 +64,12 @@ def _report_gpus(gpus: list[str]) -> list[str]:
     for line in lines or [f"{gpu}: nvidia-smi does not know it" for gpu in gpus]:
         print(f"GPU {line}")
     print(f"NCCL {_nccl_version() or 'missing'}")
-    return [] if _nccl_version() else ["NCCL: the torch of vLLM's GPU build has it"]
+    if _nccl_version():
+        return []
+    return [
+        "NCCL, which comes with vLLM's GPU build: pip install 'titopool[gpu]', or set "
+        "CUDA_VISIBLE_DEVICES to nothing to use the CPU"
+    ]
 
 
 def _nccl_version() -> str:

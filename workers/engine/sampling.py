@@ -32,14 +32,12 @@ def to_vllm_params(options: SamplingOptions, *, is_streamed: bool = False) -> An
         if getattr(options, name) != getattr(defaults, name)
     }
     values["detokenize"] = options.detokenize or bool(options.stop)
-    if options.structured_outputs is not None:
-        values["structured_outputs"] = StructuredOutputsParams(
-            **msgspec.to_builtins(options.structured_outputs)
-        )
-    if options.repetition_detection is not None:
-        values["repetition_detection"] = RepetitionDetectionParams(
-            **msgspec.to_builtins(options.repetition_detection)
-        )
+    for name, kind in (
+        ("structured_outputs", StructuredOutputsParams),
+        ("repetition_detection", RepetitionDetectionParams),
+    ):
+        if name in values:
+            values[name] = kind(**msgspec.to_builtins(values[name]))
     if options.logprob_token_ids is not None:
         values["logprobs"] = len(options.logprob_token_ids)
     try:

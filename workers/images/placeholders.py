@@ -59,8 +59,8 @@ class _Placing:
         Tries in turn: all images are expanded already, none is, some are.
         """
         self.updates = updates
-        for expand in (self._expand_none, self._expand_all, self._expand_some):
-            expanded = expand(token_ids, updates)
+        for expand in (None, self._expand_all, self._expand_some):
+            expanded = expand(token_ids, updates) if expand else list(token_ids)
             if expanded is None:
                 continue
             found = self._processor._find_mm_placeholders(expanded, updates)
@@ -68,9 +68,6 @@ class _Placing:
                 self.placed = expanded
                 return list(expanded), found
         raise self._mismatch(token_ids, updates)
-
-    def _expand_none(self, token_ids: TokenIds, updates: Updates) -> TokenIds:
-        return list(token_ids)
 
     def _expand_all(self, token_ids: TokenIds, updates: Updates) -> TokenIds | None:
         expanded, chosen = self._processor._apply_token_matches(token_ids, updates)
