@@ -8,7 +8,7 @@ from titopool.wire.messages import Logprobs
 
 
 class FlatPart(NamedTuple):
-    """The end of a FlatLogprobs, in lists of its own."""
+    """The last positions of a FlatLogprobs, copied."""
 
     start_indices: list[int]
     end_indices: list[int]

@@ -38,7 +38,7 @@ class WeightEngine(Protocol):
             EngineBroken: a process can take no more updates.
         """
 
-    async def pause(self, policy: PauseMode) -> None:
+    async def pause(self, mode: PauseMode) -> None:
         """Pauses generation and returns when no step runs; new requests wait."""
 
     async def resume(self) -> None:
@@ -78,11 +78,11 @@ class VllmWeights:
                 raise WeightUpdateFailed(value)
         return [value for _, value in answers]
 
-    async def pause(self, policy: PauseMode) -> None:
+    async def pause(self, mode: PauseMode) -> None:
         # AsyncLLM.pause_generation sleeps afterwards for outputs to arrive; `progress` does not need it.
         core = self._llm.engine_core
-        self._versions.num_aborts += policy == "abort"
-        await core.pause_scheduler_async(mode=VLLM_MODES[policy], clear_cache=False)
+        self._versions.num_aborts += mode == "abort"
+        await core.pause_scheduler_async(mode=VLLM_MODES[mode], clear_cache=False)
 
     async def resume(self) -> None:
         await self._llm.resume_generation()

@@ -1,7 +1,7 @@
 """New weights by copies into a model's parameters, which are learnt at the first update.
 
-Runs in: vLLM's processes that hold the model. vLLM's reload (`model_loader/reload`) makes every layer
-anew and takes 0.1 s for a model of 0.6B parameters; its loaders alone take a fifth of that time,
+Runs in: vLLM's processes that hold the model. vLLM's reload (`model_loader/reload`) creates every
+layer again and takes 0.1 s for a model of 0.6B parameters; its loaders alone take a fifth of that time,
 nearly all of it in Python. Where a layer keeps its weights as a checkpoint has them, the loaders
 only copy parts of tensors into parts of parameters. The first update records these copies,
 later updates repeat them.
