@@ -6,7 +6,7 @@ import openai
 import pytest
 from transformers import AutoTokenizer
 
-from app.schemas.generation import openai as openai_bodies
+from app.schemas import openai as openai_bodies
 from tests import reference
 from tests.servers import REPOSITORY, Server
 from tests.test_chat import HELLO, rendered
