@@ -24,8 +24,8 @@ from titopool.settings.config import from_environment
 from titopool.settings.logs import configure_logging
 from titopool.settings.sampling import SamplingOptions, decode_options
 from titopool.wire.commands import PauseMode
-from titopool.wire.messages import Completion, Job, Logprobs, Part, WorkerFacts
-from workers.engine.base import EngineDead, Generated, OnPart, ReportPhase
+from titopool.wire.messages import Chunk, Completion, Job, Logprobs, WorkerFacts
+from workers.engine.base import EngineDead, Generated, OnChunk, ReportPhase
 from workers.engine.lora import Adapter, Adapters
 from workers.engine.versions import Progress, Versions
 from workers.serving.server import WorkerServer
@@ -150,21 +150,21 @@ class StubEngine:
     async def warm_up(self) -> None:
         return None
 
-    async def run(self, job: Job, on_part: OnPart) -> Generated:
+    async def run(self, job: Job, on_chunk: OnChunk) -> Generated:
         if not job.adapter:
-            return await self._run(job, on_part)
+            return await self._run(job, on_chunk)
         with self.adapters.use(job.adapter) as adapter:
-            generated = await self._run(job, on_part)
+            generated = await self._run(job, on_chunk)
         return generated._replace(adapter_version=adapter.version)
 
-    async def _run(self, job: Job, on_part: OnPart) -> Generated:
+    async def _run(self, job: Job, on_chunk: OnChunk) -> Generated:
         ids = np.frombuffer(job.prompt_token_ids, dtype=np.int32)
         await self._stage_fault(int(ids[0]))
         await asyncio.sleep(self._delay_s)
         await self.weights.runs.wait()
         options = decode_options(job.sampling)
         if job.is_streamed:
-            await self._stream(job, ids[::-1], on_part)
+            await self._stream(job, ids[::-1], on_chunk)
         answer = np.ascontiguousarray(ids[::-1][: options.max_tokens])
         logprobs = None
         if options.logprobs is not None:
@@ -174,7 +174,7 @@ class StubEngine:
         completion = Completion(answer.tobytes(), "length", logprobs, versions)
         return Generated([completion] * options.n)
 
-    async def _stream(self, job: Job, ids: np.ndarray, on_part: OnPart) -> None:
+    async def _stream(self, job: Job, ids: np.ndarray, on_chunk: OnChunk) -> None:
         """One id every `delay_s`."""
         for place, token_id in enumerate(ids.tolist()):
             if token_id == Fault.DIE_AMID:
@@ -182,7 +182,7 @@ class StubEngine:
             end = "length" if place == len(ids) - 1 else ""
             text = f"{token_id} "
             piece = Completion(np.int32(token_id).tobytes(), end, None, [(0, 0)], text=text)
-            on_part(Part(job.job_id, job.attempt, [(0, piece)]))
+            on_chunk(Chunk(job.job_id, job.attempt, [(0, piece)]))
             await asyncio.sleep(self._delay_s)
 
     async def _stage_fault(self, first_id: int) -> None:

@@ -14,7 +14,7 @@ from app.pool.pending import StreamedRequest
 from app.pool.wire import Fate
 from tests.test_pool import beat
 from titopool.settings.config import ServerConfig
-from titopool.wire.messages import Abort, Hello, Job, Part, ToWorker, decode_to_worker
+from titopool.wire.messages import Abort, Chunk, Hello, Job, ToWorker, decode_to_worker
 
 JOB = Job(1, 1, b"\0" * 8, 1, 9, b"", is_streamed=True)
 
@@ -111,7 +111,7 @@ def test_a_worker_that_a_name_leaves_out_for_a_moment_stays(wires):
     link.submit(request)
     link._turn()
     (mine,) = [worker for worker in link._pool.workers.values() if worker.jobs]
-    link._pool.on_results(mine.endpoint, [Part(1, 1, [])])
+    link._pool.on_results(mine.endpoint, [Chunk(1, 1, [])])
     everything = link._discovery.endpoints
     link._discovery.endpoints = everything - {mine.endpoint}  # type: ignore[misc]
     for _ in range(3):

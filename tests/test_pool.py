@@ -16,13 +16,13 @@ from titopool.errors import (
     WeightsLost,
 )
 from titopool.wire.messages import (
+    Chunk,
     Completed,
     Completion,
     Failed,
     Heartbeat,
     Job,
     Load,
-    Part,
     WorkerCounters,
     WorkerFacts,
 )
@@ -491,7 +491,7 @@ def test_a_part_that_does_not_fit_fails_its_request_and_stops_the_job():
     request = request_of(1, 1)
     pool.submit(request)
     pool.assign()
-    pool.on_results("a", [Part(1, 1, [(0, Completion(b"123", "", None, []))])])
+    pool.on_results("a", [Chunk(1, 1, [(0, Completion(b"123", "", None, []))])])
     assert isinstance(request.error, GenerationFailed)
     assert pool.take_failed() == [request]
     ((worker, keys),) = pool.drop_done(request)

@@ -5,7 +5,7 @@ import pytest
 
 from app.pool.result_checks import misfit
 from tests.test_pool import assigned, pool_of, request_of
-from titopool.wire.messages import Completed, Completion, Logprobs, Part
+from titopool.wire.messages import Chunk, Completed, Completion, Logprobs
 
 
 def floats(num: int) -> bytes:
@@ -26,8 +26,8 @@ GOOD = [
     Completed(1, 1, [one(ids(1, 2), Logprobs(floats(2), ids(1, 2)))] * 2, 0),
     Completed(1, 1, [one(ids(1, 2), Logprobs(floats(3), ids(1, 2, 3), ids(2, 1)))] * 2, 0),
     Completed(1, 1, [one()] * 2, 0, prompt_logprobs=Logprobs(floats(4), ids(1, 2, 3, 4))),
-    Part(1, 1, [(1, one(ids(1)))]),
-    Part(1, 1, []),
+    Chunk(1, 1, [(1, one(ids(1)))]),
+    Chunk(1, 1, []),
 ]
 BAD = [
     Completed(1, 1, [], 0),
@@ -42,19 +42,19 @@ BAD = [
     Completed(1, 1, [one(), one(ids(1), Logprobs(floats(1), counts=b"\1"))], 0),
     Completed(1, 1, [one()] * 2, 0, prompt_token_ids=b"\0"),
     Completed(1, 1, [one()] * 2, 0, prompt_logprobs=Logprobs(b"\0")),
-    Part(1, 1, [(2, one())]),
-    Part(1, 1, [(-1, one())]),
-    Part(1, 1, [(0, one(b"\0"))]),
+    Chunk(1, 1, [(2, one())]),
+    Chunk(1, 1, [(-1, one())]),
+    Chunk(1, 1, [(0, one(b"\0"))]),
 ]
 
 
 @pytest.mark.parametrize("result", GOOD, ids=repr)
-def test_a_result_that_fits_is_taken(result: Completed | Part):
+def test_a_result_that_fits_is_taken(result: Completed | Chunk):
     assert misfit(request_of(5, n=2).jobs[0], result) == ""
 
 
 @pytest.mark.parametrize("result", BAD, ids=repr)
-def test_a_result_that_does_not_fit_fails_its_request_and_no_other(result: Completed | Part):
+def test_a_result_that_does_not_fit_fails_its_request_and_no_other(result: Completed | Chunk):
     pool = pool_of("a")
     first, second = request_of(5, n=2), request_of(5, first_id=2)
     for request in (first, second):

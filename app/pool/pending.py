@@ -10,7 +10,7 @@ from typing import NamedTuple
 from gevent.event import Event
 
 from titopool.errors import TitopoolError
-from titopool.wire.messages import Completed, Job, Part, WorkerFacts
+from titopool.wire.messages import Chunk, Completed, Job, WorkerFacts
 
 
 class Request:
@@ -46,10 +46,10 @@ class Request:
         """Where the prompt of job `index` stood in the client's body."""
         return self._places[index]
 
-    def add_part(self, index: int, part: Part) -> None:
-        """Records what job `index` made meanwhile; only a streamed one makes parts."""
+    def add_chunk(self, index: int, chunk: Chunk) -> None:
+        """Records what job `index` made meanwhile; only a streamed one makes chunks."""
 
-    def has_parts(self, index: int) -> bool:
+    def has_chunks(self, index: int) -> bool:
         """Whether the client may have seen something of job `index`: it cannot begin anew."""
         return False
 
@@ -85,15 +85,15 @@ class Request:
         return [result for result in self.results if result is not None]
 
 
-class PartOfJob(NamedTuple):
-    """A part and the index of its job in the request."""
+class ChunkOfJob(NamedTuple):
+    """A chunk and the index of its job in the request."""
 
     job_index: int
-    part: Part
+    chunk: Chunk
 
 
 class StreamedRequest(Request):
-    """One whose parts are read as they come."""
+    """One whose chunks are read as they come."""
 
     def __init__(
         self,
@@ -103,18 +103,18 @@ class StreamedRequest(Request):
         facts: WorkerFacts | None = None,
     ):
         super().__init__(jobs, places, facts=facts)
-        self._parts: deque[PartOfJob] = deque()
+        self._chunks: deque[ChunkOfJob] = deque()
         self._begun: set[int] = set()
         # Set when there is something to read, or the end has come.
         self._news = Event()
 
-    def add_part(self, index: int, part: Part) -> None:
+    def add_chunk(self, index: int, chunk: Chunk) -> None:
         if not self.is_done:
             self._begun.add(index)
-            self._parts.append(PartOfJob(index, part))
+            self._chunks.append(ChunkOfJob(index, chunk))
             self._news.set()
 
-    def has_parts(self, index: int) -> bool:
+    def has_chunks(self, index: int) -> bool:
         return index in self._begun
 
     def complete(self, index: int, result: Completed) -> None:
@@ -128,13 +128,13 @@ class StreamedRequest(Request):
         return has_failed
 
     def wait_for_news(self, timeout_s: float) -> bool:
-        """Blocks until there are parts or the end has come; returns whether so."""
+        """Blocks until there are chunks or the end has come; returns whether so."""
         return bool(self._news.wait(timeout_s))
 
-    def take_parts(self) -> list[PartOfJob]:
-        """All parts that have come since the last call, in order."""
-        taken = list(self._parts)
-        self._parts.clear()
+    def take_chunks(self) -> list[ChunkOfJob]:
+        """All chunks that have come since the last call, in order."""
+        taken = list(self._chunks)
+        self._chunks.clear()
         if not self.is_done:
             self._news.clear()
         return taken

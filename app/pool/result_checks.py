@@ -2,17 +2,17 @@
 
 import numpy as np
 
-from titopool.wire.messages import Completed, Completion, Job, Logprobs, Part
+from titopool.wire.messages import Chunk, Completed, Completion, Job, Logprobs
 
 # Of int32 and float32.
 ITEM_BYTES = 4
 
 
-def misfit(job: Job, result: Completed | Part) -> str:
+def misfit(job: Job, result: Completed | Chunk) -> str:
     """What is wrong with a result; "" if nothing is."""
-    if isinstance(result, Part):
+    if isinstance(result, Chunk):
         if not all(0 <= index < job.num_sequences for index, _ in result.pieces):
-            return f"expected parts of {job.num_sequences} completions, got one of another"
+            return f"expected chunks of {job.num_sequences} completions, got one of another"
         completions = [piece for _, piece in result.pieces]
     else:
         completions = result.completions

@@ -33,12 +33,12 @@ from titopool.errors import (
 )
 from titopool.wire.messages import (
     NO_LOAD,
+    Chunk,
     Completed,
     Failed,
     Heartbeat,
     Job,
     Load,
-    Part,
     WorkerFacts,
 )
 from titopool.wire.pool_state import PoolState
@@ -208,7 +208,7 @@ class Pool:
                 ),
             )
             return None
-        if open_job.request.has_parts(open_job.index):
+        if open_job.request.has_chunks(open_job.index):
             # It would sample other tokens than those that the client has.
             self._fail(
                 open_job,
@@ -332,7 +332,7 @@ class Pool:
             text = f"the adapter {name!r} is not loaded any more"
             self._fail(open_job, ModelNotFound(text, param="model"))
 
-    def on_results(self, endpoint: str, results: Iterable[Completed | Failed | Part]) -> None:
+    def on_results(self, endpoint: str, results: Iterable[Completed | Failed | Chunk]) -> None:
         """Hands results to their requests; drops those of an attempt that was lost."""
         worker = self.workers[endpoint]
         for result in results:
@@ -341,13 +341,13 @@ class Pool:
                 continue
             if not isinstance(result, Failed) and (odd := misfit(open_job.job, result)):
                 text = f"the worker gave no answer to it: {odd}"
-                if isinstance(result, Part):
+                if isinstance(result, Chunk):
                     # The worker goes on with the job until it is told to stop.
                     self._end(open_job, GenerationFailed(text))
                     continue
                 result = Failed(result.job_id, result.attempt, GenerationFailed.code, text)
-            if isinstance(result, Part):
-                open_job.request.add_part(open_job.index, result)
+            if isinstance(result, Chunk):
+                open_job.request.add_chunk(open_job.index, result)
                 continue
             worker.remove(result.job_id)
             if isinstance(result, Failed):

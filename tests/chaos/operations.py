@@ -132,5 +132,5 @@ ROUND_TRIPS: dict[str, tuple[Operation, tuple[str, ...]]] = {
     "pause": (Trainer.pause, ("Pause", "Resume")),
     "adapter": (Trainer.adapter, ("LoadAdapter", "SwitchAdapter", "UnloadAdapter")),
     "generation": (Trainer.generate, ("Generate",)),
-    "stream": (Trainer.generate, ("Part",)),
+    "stream": (Trainer.generate, ("Chunk",)),
 }  # fmt: skip

@@ -47,7 +47,7 @@ def all_cells(chance: random.Random) -> Iterator[tuple[Cell, int]]:
         (operation, f"{round_trip}:{side}")
         for operation, (_, round_trips) in ROUND_TRIPS.items()
         for round_trip in round_trips
-        for side in (["after"] if round_trip == "Part" else ["before", "after"])
+        for side in (["after"] if round_trip == "Chunk" else ["before", "after"])
     ]
     grid = [(operation, point, fault) for operation, point in points for fault in FAULTS]
     while True:

@@ -3,7 +3,7 @@
     python -m tests.chaos.worker --control PATH … (options of tests.stub_worker)
 
 A point is the name of a command with `:before` (it came, nothing is done) or `:after` (it is done,
-nothing is answered), or of a job: `Generate:before`, `Generate:after`, `Part:after`.
+nothing is answered), or of a job: `Generate:before`, `Generate:after`, `Chunk:after`.
 """
 
 import asyncio
@@ -15,8 +15,8 @@ from typing import Any
 from tests import stub_worker
 from tests.stub_worker import StubEngine
 from titopool.wire.commands import AwaitStep, Command, CommandDone
-from titopool.wire.messages import Job, Part
-from workers.engine.base import Generated, OnPart
+from titopool.wire.messages import Chunk, Job
+from workers.engine.base import Generated, OnChunk
 from workers.serving.server import WorkerServer
 
 # How long a worker stands at a point of which the harness has forgotten.
@@ -90,15 +90,15 @@ class Points:
         await self._reach(f"{name}:after")
         return done
 
-    async def _run(self, job: Job, on_part: OnPart) -> Generated:
+    async def _run(self, job: Job, on_chunk: OnChunk) -> Generated:
         await self._reach("Generate:before")
 
-        def passed_on(part: Part) -> None:
-            on_part(part)
-            if self._armed == "Part:after":
-                # A part is made between two steps of the stub: nothing waits for the harness.
+        def passed_on(chunk: Chunk) -> None:
+            on_chunk(chunk)
+            if self._armed == "Chunk:after":
+                # A chunk is made between two steps of the stub: nothing waits for the harness.
                 self._armed = ""
-                self._tell(reached="Part:after")
+                self._tell(reached="Chunk:after")
 
         generated = await self._run_job(job, passed_on)
         await self._reach("Generate:after")

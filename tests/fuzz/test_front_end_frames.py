@@ -28,12 +28,12 @@ from tests.servers import wait_until
 from titopool.settings.sampling import SamplingOptions
 from titopool.wire import messages
 from titopool.wire.messages import (
+    Chunk,
     Completed,
     Failed,
     Generate,
     Heartbeat,
     Load,
-    Part,
     Stopping,
     WorkerCounters,
     WorkerFacts,
@@ -283,7 +283,7 @@ _results = st.fixed_dictionaries(
     {
         "type": st.just("results"),
         "results": st.lists(
-            st.one_of([message_of(one, _hints) for one in (Completed, Completed, Failed, Part)]), min_size=1, max_size=2
+            st.one_of([message_of(one, _hints) for one in (Completed, Completed, Failed, Chunk)]), min_size=1, max_size=2
         ),
     }
 )  # fmt: skip

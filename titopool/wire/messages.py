@@ -147,7 +147,7 @@ class Job(msgspec.Struct, frozen=True):
     images: list[Image] = []
     # For the model's processor of images.
     mm_processor_kwargs: dict[str, Any] = {}
-    # Whether to send `Part`s before the end.
+    # Whether to send `Chunk`s before the end.
     is_streamed: bool = False
     # A ChatParsing, encoded; empty: the text is nobody's message.
     chat: bytes = b""
@@ -232,7 +232,7 @@ class Load(msgspec.Struct, frozen=True, tag="load"):
 NO_LOAD = Load(0, 0)
 
 
-class Part(msgspec.Struct, frozen=True, tag="part"):
+class Chunk(msgspec.Struct, frozen=True, tag="chunk"):
     """What a streamed job made since the last one; its `Completed` repeats the ids only."""
 
     job_id: JobId
@@ -240,7 +240,7 @@ class Part(msgspec.Struct, frozen=True, tag="part"):
     # (index among the job's n, what was added to that completion)
     pieces: list[tuple[int, Completion]]
     num_cached_tokens: int = 0
-    # In the first part, as in `Completed`.
+    # In the first chunk, as in `Completed`.
     prompt_token_ids: bytes = b""
     # Of the LoRA adapter that it runs with.
     adapter_version: int | None = None
@@ -279,7 +279,7 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
 class Results(msgspec.Struct, frozen=True, tag="results"):
     """Jobs that ended, and what streamed ones made, since the last such message, in order."""
 
-    results: list[Completed | Failed | Part]
+    results: list[Completed | Failed | Chunk]
 
 
 class Stopping(msgspec.Struct, frozen=True, tag="stopping"):

@@ -6,13 +6,13 @@ Runs in: each worker process, on its event loop.
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
-from titopool.wire.messages import Completion, Job, Logprobs, Part, WorkerFacts
+from titopool.wire.messages import Chunk, Completion, Job, Logprobs, WorkerFacts
 from workers.engine.lora import Adapters
 from workers.engine.versions import Versions
 from workers.engine.weights import WeightEngine
 
 ReportPhase = Callable[[str], None]
-OnPart = Callable[[Part], None]
+OnChunk = Callable[[Chunk], None]
 
 
 class Generated(NamedTuple):
@@ -55,8 +55,8 @@ class Engine(Protocol):
     async def warm_up(self) -> None:
         """Generates once, so that no request waits for code that is compiled on first use."""
 
-    async def run(self, job: Job, on_part: OnPart) -> Generated:
-        """Generates all completions of `job`; `on_part` gets the parts of a streamed job.
+    async def run(self, job: Job, on_chunk: OnChunk) -> Generated:
+        """Generates all completions of `job`; `on_chunk` gets the chunks of a streamed job.
 
         Cancelling the call stops the generation.
 

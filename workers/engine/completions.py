@@ -1,4 +1,4 @@
-"""vLLM's outputs of a job as completions: whole at its end, or in parts while it is streamed."""
+"""vLLM's outputs of a job as completions: whole at its end, or in chunks while it is streamed."""
 
 import asyncio
 from collections.abc import Callable
@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from titopool.wire.messages import Completion, Job, Part
+from titopool.wire.messages import Chunk, Completion, Job
 from workers.engine.packing import flat_since, pack_logprobs
 from workers.engine.parsing import Parsing
 from workers.engine.sampling import failed_inside
@@ -22,18 +22,18 @@ class Sent(NamedTuple):
 
 
 class Stream:
-    """Cuts vLLM's cumulative outputs into a job's `Part`s."""
+    """Cuts vLLM's cumulative outputs into a job's `Chunk`s."""
 
     def __init__(
         self,
         job: Job,
         parsing: Parsing | None,
-        on_part: Callable[[Part], None],
+        on_chunk: Callable[[Chunk], None],
         adapter_version: int | None,
     ):
         self._job = job
         self._parsing = parsing
-        self._on_part = on_part
+        self._on_part = on_chunk
         self._adapter_version = adapter_version
         self._sent: dict[int, Sent] = {}
 
@@ -41,7 +41,7 @@ class Stream:
         """Sends what `output`, a vLLM RequestOutput, has in addition to the previous one.
 
         Args:
-            prompt_token_ids: with images, the expanded prompt, which goes with the first part.
+            prompt_token_ids: with images, the expanded prompt, which goes with the first chunk.
             history: the request's weights up to now.
         """
         is_first = not self._sent
@@ -53,7 +53,7 @@ class Stream:
         ]
         if pieces:
             self._on_part(
-                Part(
+                Chunk(
                     self._job.job_id,
                     self._job.attempt,
                     pieces,
@@ -79,7 +79,7 @@ class Stream:
             token_ids=ids,
             finish_reason=finish_reason,
             logprobs=packed,
-            # Spans of all tokens so far: a reader of the last part needs no earlier ones.
+            # Spans of all tokens so far: a reader of the last chunk needs no earlier ones.
             weight_versions=history.spans(one.index, len(one.token_ids)),
             text=text,
             stop_reason=one.stop_reason,

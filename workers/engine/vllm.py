@@ -20,7 +20,7 @@ from titopool.errors import ConfigError, InvalidRequest
 from titopool.settings.config import ServerConfig
 from titopool.settings.sampling import SamplingOptions, decode_options, encode_options
 from titopool.wire.messages import Job, WorkerFacts, decode_chat_parsing
-from workers.engine.base import EngineDead, Generated, OnPart, ReportPhase
+from workers.engine.base import EngineDead, Generated, OnChunk, ReportPhase
 from workers.engine.completions import RunContext, Stream
 from workers.engine.facts import facts_of
 from workers.engine.lora import Adapter, Adapters
@@ -133,22 +133,22 @@ class VllmEngine:
             num_tokens=3,
             sampling=msgspec.Raw(encode_options(sampling)),
         )
-        await self.run(job, lambda part: None)
+        await self.run(job, lambda chunk: None)
         await self._llm.collective_rpc("titopool_die_with", args=(os.getpid(),))
         # The garbage collector need not look again at what vLLM and torch have imported, which
         # costs 10 µs a token at 512 sequences.
         gc.collect()
         gc.freeze()
 
-    async def run(self, job: Job, on_part: OnPart) -> Generated:
+    async def run(self, job: Job, on_chunk: OnChunk) -> Generated:
         with self.adapters.use(job.adapter) if job.adapter else nullcontext() as adapter:
             return await until_scored(
-                lambda: self._run_once(job, on_part, adapter), self._config.request_timeout_s
+                lambda: self._run_once(job, on_chunk, adapter), self._config.request_timeout_s
             )
 
-    async def _run_once(self, job: Job, on_part: OnPart, adapter: Adapter | None) -> Generated:
+    async def _run_once(self, job: Job, on_chunk: OnChunk, adapter: Adapter | None) -> Generated:
         """Raises NotScored if an abort left the prompt without its log-probabilities."""
-        context = self._context_of(job, on_part, adapter)
+        context = self._context_of(job, on_chunk, adapter)
         needs_scores = context.params.prompt_logprobs is not None
         if needs_scores and self._on_cpu and self.adapters.limit:
             # vLLM's LoRA code for CPUs counts rows wrong when the prompt shares a step with other
@@ -172,7 +172,7 @@ class VllmEngine:
             )
         return generated._replace(adapter_version=adapter.version if adapter else None)
 
-    def _context_of(self, job: Job, on_part: OnPart, adapter: Adapter | None) -> RunContext:
+    def _context_of(self, job: Job, on_chunk: OnChunk, adapter: Adapter | None) -> RunContext:
         arguments = {"lora_request": adapter.request()} if adapter else {}
         if not job.chat and not job.is_streamed:
             return RunContext(self._sampling_params(job.sampling), arguments=arguments)
@@ -183,7 +183,7 @@ class VllmEngine:
             parsing = self._parsers.begin(chat, params, job.prompt_token_ids)
             arguments |= parsing.engine_arguments
         if job.is_streamed:
-            stream = Stream(job, parsing, on_part, adapter.version if adapter else None)
+            stream = Stream(job, parsing, on_chunk, adapter.version if adapter else None)
         return RunContext(params, parsing, stream, arguments)
 
     async def _generate(self, job: Job, prompt: Any, context: RunContext) -> Generated:

@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 import msgspec
 
 from titopool.wire.messages import (
+    Chunk,
     Completed,
     Failed,
     Job,
     JobId,
-    Part,
     WorkerCounters,
     WorkerFacts,
 )
@@ -33,7 +33,7 @@ class FrontEnd:
     # Of all its jobs: completions, and tokens at most.
     num_sequences: int = 0
     num_tokens: int = 0
-    outbox: list[Completed | Failed | Part] = field(default_factory=list)
+    outbox: list[Completed | Failed | Chunk] = field(default_factory=list)
     # Digests of what others' jobs left in the cache, for the next heartbeat.
     prefixes: bytearray = field(default_factory=bytearray)
 

@@ -21,17 +21,17 @@ from titopool.wire import messages
 from titopool.wire.commands import Command
 from titopool.wire.messages import (
     Abort,
+    Chunk,
     Completed,
     Failed,
     Generate,
     Heartbeat,
     Hello,
     Job,
-    Part,
     WorkerCounters,
 )
 from titopool.wire.sockets import bind_router
-from workers.engine.base import Engine, EngineDead, OnPart
+from workers.engine.base import Engine, EngineDead, OnChunk
 from workers.process import EXIT_FAILED, EXIT_WEIGHTS_UNKNOWN, in_daemon_thread, kill_children
 from workers.serving.control import Control
 from workers.serving.jobs import FrontEnd, JobKey, count, prefix_of
@@ -248,7 +248,7 @@ class WorkerServer:
 
     async def _run_job(self, front_end: FrontEnd, job: Job) -> None:
         try:
-            result = await self._result_of(job, lambda part: self._post(front_end, part))
+            result = await self._result_of(job, lambda chunk: self._post(front_end, chunk))
             count(self._counters, job, result)
         except EngineDead as error:
             # No answer: the front end sends the job to another worker.
@@ -265,7 +265,7 @@ class WorkerServer:
         self._post(front_end, result)
         self._tell_others(front_end, job, result)
 
-    def _post(self, front_end: FrontEnd, result: Completed | Failed | Part) -> None:
+    def _post(self, front_end: FrontEnd, result: Completed | Failed | Chunk) -> None:
         front_end.outbox.append(result)
         if not self._flush_planned:
             # What comes of one step of the engine travels in one message.
@@ -281,10 +281,10 @@ class WorkerServer:
             if other is not front_end and len(other.prefixes) + len(prefix) <= MAX_PREFIX_BYTES:
                 other.prefixes += prefix
 
-    async def _result_of(self, job: Job, on_part: OnPart) -> Completed | Failed:
+    async def _result_of(self, job: Job, on_chunk: OnChunk) -> Completed | Failed:
         try:
             await self._control.before_job()
-            generated = await self._engine.run(job, on_part)
+            generated = await self._engine.run(job, on_chunk)
         except TitopoolError as error:
             return Failed(job.job_id, job.attempt, error.code, error.message, error.param)
         self._counters.num_images += generated.num_images
@@ -309,7 +309,7 @@ class WorkerServer:
             if results:
                 self._send_results(identity, results)
 
-    def _send_results(self, identity: bytes, results: list[Completed | Failed | Part]) -> None:
+    def _send_results(self, identity: bytes, results: list[Completed | Failed | Chunk]) -> None:
         try:
             self._send(identity, messages.Results(results))
         except (UnicodeEncodeError, OverflowError, TypeError):

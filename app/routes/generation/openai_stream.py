@@ -17,7 +17,7 @@ from flask import Response
 from app.generation import checked_jobs, deadline_passed, submitted
 from app.http.responses import in_pieces
 from app.outputs.token_texts import MAX_BEFORE
-from app.pool.pending import PartOfJob, StreamedRequest
+from app.pool.pending import ChunkOfJob, StreamedRequest
 from app.routes.generation.openai_answers import Asked, usage
 from app.schemas.openai import StreamOptions
 from titopool.errors import ClientGone, TitopoolError
@@ -72,9 +72,9 @@ def _events(asked: Asked, request: StreamedRequest) -> Iterator[bytes]:
     try:
         while True:
             is_done = request.is_done
-            parts = request.take_parts()
+            parts = request.take_chunks()
             if parts:
-                yield from in_pieces(b"".join(map(_event, chunks.of_parts(parts))))
+                yield from in_pieces(b"".join(map(_event, chunks.of_chunks(parts))))
             elif is_done:
                 break
             _wait(asked, request)
@@ -114,7 +114,7 @@ class Chunks:
         self._num_characters: dict[int, int] = {}
         self._last_ids: dict[int, list[int]] = {}
 
-    def of_parts(self, parts: Iterable[PartOfJob]) -> Iterator[dict[str, Any]]:
+    def of_chunks(self, parts: Iterable[ChunkOfJob]) -> Iterator[dict[str, Any]]:
         """A chunk for each piece that says something."""
         for job, part in parts:
             if job not in self._begun:
