@@ -25,9 +25,9 @@ from titopool.settings.sampling import SamplingOptions, decode_options
 from titopool.settings.sources import from_environment
 from titopool.wire.commands import PauseMode
 from titopool.wire.messages import Chunk, Completion, Job, Logprobs, WorkerFacts
+from workers.engine.base import EngineDead, Generated, OnChunk, ReportPhase
 from workers.engine.lora import Adapter, Adapters
 from workers.engine.versions import Progress, Versions
-from workers.engine.vllm import EngineDead, Generated, OnChunk, ReportPhase
 from workers.serving.server import WorkerServer
 from workers.supervisor.phase_pipe import PhaseReporter
 
@@ -103,7 +103,7 @@ def stub_adapters() -> Adapters:
 
 
 class StubEngine:
-    """Implements `workers.engine.vllm.Engine`."""
+    """Implements `workers.engine.base.Engine`."""
 
     has_died = False
 

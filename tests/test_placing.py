@@ -28,7 +28,7 @@ def processor(model_config) -> PlacingProcessor:
 def test_the_ids_that_stand_for_an_image_are_found_out(processor: PlacingProcessor):
     facts = processor.learn()
     assert facts is not None
-    assert facts.placeholder_ids == processor._encode("<|image_pad|>")
+    assert facts.placeholder_ids == processor._encoding.encode("<|image_pad|>")
     assert facts.has_placeholders
     assert facts.max_images > 1
 
@@ -56,7 +56,7 @@ def test_a_model_whose_processor_changes_ids_takes_no_images(processor: PlacingP
 
 def test_an_image_of_another_number_of_tokens_has_another_name(processor: PlacingProcessor):
     processor.learn()
-    ids = processor._encode("<|vision_start|><|image_pad|><|vision_end|>")
+    ids = processor._encoding.encode("<|vision_start|><|image_pad|><|vision_end|>")
     image = picture(168, 56, 1)
     names = [
         processor.apply(ids, [image], ["name"], kwargs)["mm_hashes"]["image"]

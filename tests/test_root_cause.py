@@ -22,7 +22,7 @@ BEFORE = [
 AFTER = [
     MAIN + "vllm.v1.engine.exceptions.EngineDeadError: EngineCore encountered an issue. See "
     "stack trace (above) for the root cause.",
-    f"workers.engine.vllm.{DEAD}",
+    f"workers.engine.base.{DEAD}",
 ]
 
 

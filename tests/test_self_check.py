@@ -26,6 +26,7 @@ FORBIDDEN = {
 HOLDERS = {
     "vllm": {
         "workers/engine/lora.py",
+        "workers/engine/facts.py",
         "workers/engine/vllm.py",
         "workers/engine/sampling.py",
         "workers/engine/parsing.py",
@@ -34,7 +35,7 @@ HOLDERS = {
         "workers/engine/weights.py",
         "workers/in_model/weight_extension.py",
         "workers/in_model/group.py",
-        "workers/in_model/reach.py",
+        "workers/in_model/dry_runs.py",
         "workers/in_model/reload.py",
     },
     "torch": {
@@ -43,15 +44,16 @@ HOLDERS = {
         "titopool/client/weights_client.py",
         "titopool/client/trainer_group.py",
         "titopool/client/nccl.py",
+        "workers/doctor.py",
         "workers/images/preparer.py",
         "workers/in_model/conversion.py",
         "workers/in_model/copies.py",
         "workers/in_model/weight_extension.py",
         "workers/in_model/group.py",
-        "workers/in_model/reach.py",
+        "workers/in_model/coverage.py",
+        "workers/in_model/dry_runs.py",
         "workers/in_model/receiver.py",
         "workers/in_model/reload.py",
-        "workers/in_model/sinks.py",
     },
     "transformers": {
         "titopool/demo_model.py",
@@ -95,7 +97,7 @@ LADDERS = {
     ],
     "workers": [
         "serving", "weights", "engine", "in_model", "images", "supervisor", "process",
-        "environment", "ledger",
+        "environment", "ledger", "vllm_internals",
     ],
 }  # fmt: skip
 # So that a folder's list of files is its table of contents.

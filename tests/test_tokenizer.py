@@ -9,7 +9,7 @@ import app.inputs.tokenizer
 from app.inputs.tokenizer import TokenizerLoader
 from tests.test_pool import FACTS
 from titopool.wire.messages import WorkerFacts
-from workers.engine.tokenizer_files import digest_of_tokenizer
+from workers.engine.facts import digest_of_tokenizer
 
 
 @pytest.fixture

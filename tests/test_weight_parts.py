@@ -16,7 +16,8 @@ from titopool.client.trainer_group import within
 from titopool.wire.commands import TensorInfo
 from titopool.wire.weight_plan import ALIGNMENT, checksum, plan_buckets, views_of
 from workers.engine.versions import Versions
-from workers.in_model.catalogue import Catalogue, Refused, folder_tensors, read_header
+from workers.in_model.catalogue import Catalogue
+from workers.in_model.checkpoint_files import Refused, folder_tensors, read_header
 
 PACKED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}
 
@@ -102,7 +103,7 @@ def test_any_float_may_come_and_no_other_dtype():
 
 
 def test_a_broken_file_is_refused(tmp_path: Path):
-    with pytest.raises(Refused, match="found none"):
+    with pytest.raises(Refused, match="got none"):
         folder_tensors(tmp_path)
     file = tmp_path / "model.safetensors"
     save_file({"a": torch.ones(3, 2)}, file)

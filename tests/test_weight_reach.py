@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from titopool.wire.commands import TensorInfo
-from workers.in_model.catalogue import Catalogue, Fit, Refused
+from workers.in_model.catalogue import Catalogue, Fit
+from workers.in_model.checkpoint_files import Refused
 from workers.in_model.copies import learn
-from workers.in_model.reach import HalfLoaded, rehearse
-from workers.in_model.rehearsals import Rehearsals
+from workers.in_model.coverage import HalfLoaded, copied_sinks, renew_sinks
+from workers.in_model.dry_runs import DryRuns, dry_run
 from workers.in_model.reload import reload
-from workers.in_model.sinks import copied_sinks, renew_sinks
 
 Load = Callable[["Toy", str, torch.Tensor], None]
 
@@ -74,14 +74,14 @@ def past_loader(model: Toy, name: str, tensor: torch.Tensor) -> None:
         by_loader(model, name, tensor)
 
 
-def run(model: Toy, sent: dict[str, torch.Tensor], reach: Any = None) -> None:
+def run(model: Toy, sent: dict[str, torch.Tensor], coverage: Any = None) -> None:
     with torch.no_grad():
-        reload(model, None, iter(sent.items()), reach, on_cpu=False)
+        reload(model, None, iter(sent.items()), coverage, on_cpu=False)
 
 
-def copy(model: Toy, sent: dict[str, torch.Tensor], reach: Any) -> None:
+def copy(model: Toy, sent: dict[str, torch.Tensor], coverage: Any) -> None:
     with torch.no_grad():
-        learn(model, sent, reach)
+        learn(model, sent, coverage)
 
 
 @pytest.mark.parametrize("load", [by_loader, past_loader])
@@ -92,17 +92,19 @@ def test_a_reload_writes_what_comes_also_past_the_loaders(
 ):
     model = Toy(load)
     memory = {name: one.data_ptr() for name, one in model.named_parameters()}
-    reach = rehearse(model, INFOS, is_reload=True) if is_rehearsed else None
+    coverage = dry_run(model, INFOS, is_reload=True) if is_rehearsed else None
     for _ in range(3):
         sent = tensors()
-        run(model, {name: sent[name] for name in order}, reach)
+        run(model, {name: sent[name] for name in order}, coverage)
         for name, parameter in model.named_parameters():
             assert torch.equal(parameter, sent[name]), name
             # CUDA graphs know the address.
             assert parameter.data_ptr() == memory[name]
-    if reach is not None:
-        assert reach.is_proven
-        assert reach.past_loaders == (set() if load is by_loader else {"first.one", "second.one"})
+    if coverage is not None:
+        assert coverage.is_confirmed
+        assert coverage.outside_loaders == (
+            set() if load is by_loader else {"first.one", "second.one"}
+        )
 
 
 def makes_a_parameter(model: Toy, name: str, tensor: torch.Tensor) -> None:
@@ -115,15 +117,15 @@ def makes_a_parameter(model: Toy, name: str, tensor: torch.Tensor) -> None:
 
 def test_a_parameter_that_is_made_amid_loading_is_not_in_the_way():
     model = Toy(makes_a_parameter)
-    reach = rehearse(model, INFOS, is_reload=True)
+    coverage = dry_run(model, INFOS, is_reload=True)
     assert not hasattr(model.second, "bias")
-    assert reach.missed(dict, is_whole=True) == []
+    assert coverage.uncovered(dict, is_whole=True) == []
 
 
 def test_a_part_leaves_the_other_layers():
     model = Toy(past_loader)
     before, sent = model.state(), tensors()
-    run(model, {"second.one": sent["second.one"]}, rehearse(model, INFOS[2:], is_reload=True))
+    run(model, {"second.one": sent["second.one"]}, dry_run(model, INFOS[2:], is_reload=True))
     assert torch.equal(model.second.one, sent["second.one"])
     assert torch.equal(model.first.one, before["first.one"])
 
@@ -141,9 +143,9 @@ def test_a_rehearsal_changes_nothing(load: Load, is_reload: bool):
     before, objects = model.state(), dict(model.named_parameters())
     seen, attributes = list(model.seen), dict(model.first.one.__dict__)
     for _ in range(2):
-        reach = rehearse(model, INFOS, is_reload=is_reload)
-        assert reach.written == dict.fromkeys(NAMES, 12)
-        assert reach.missed(dict, is_whole=True) == []
+        coverage = dry_run(model, INFOS, is_reload=is_reload)
+        assert coverage.written == dict.fromkeys(NAMES, 12)
+        assert coverage.uncovered(dict, is_whole=True) == []
     assert model.seen == seen
     assert model.first.one.__dict__ == attributes
     for name, parameter in model.named_parameters():
@@ -171,20 +173,20 @@ def by_half(model: Toy, name: str, tensor: torch.Tensor) -> None:
 )
 @pytest.mark.parametrize("is_reload", [True, False])
 def test_what_would_stay_old_is_known_before(load: Load, name: str, num: int, is_reload: bool):
-    reach = rehearse(Toy(load), INFOS, is_reload=is_reload)
+    coverage = dry_run(Toy(load), INFOS, is_reload=is_reload)
     usual = dict.fromkeys(NAMES, 12)
-    assert reach.missed(lambda: usual, is_whole=True) == [name]
+    assert coverage.uncovered(lambda: usual, is_whole=True) == [name]
     # What the model's own checkpoint does not fill either is padding, or set otherwise.
-    assert reach.missed(lambda: usual | {name: num}, is_whole=True) == []
+    assert coverage.uncovered(lambda: usual | {name: num}, is_whole=True) == []
     if num == 0:
-        assert reach.missed(lambda: usual, is_whole=False) == []
+        assert coverage.uncovered(lambda: usual, is_whole=False) == []
 
 
 def test_a_parameter_of_a_layer_that_is_made_anew_would_hold_anything():
-    reach = rehearse(Toy(by_loader), INFOS[:1], is_reload=True)
-    assert reach.missed(dict, is_whole=False) == ["first.two"]
+    coverage = dry_run(Toy(by_loader), INFOS[:1], is_reload=True)
+    assert coverage.uncovered(dict, is_whole=False) == ["first.two"]
     # The model's loaders alone write to nothing else.
-    assert rehearse(Toy(by_loader), INFOS[:1], is_reload=False).missed(dict, is_whole=False) == []
+    assert dry_run(Toy(by_loader), INFOS[:1], is_reload=False).uncovered(dict, is_whole=False) == []
 
 
 def gives_other_memory(model: Toy, name: str, tensor: torch.Tensor) -> None:
@@ -207,8 +209,8 @@ def test_writes_that_a_reload_cannot_follow_are_known_before(kind: str):
     if kind == "attention":
         model.second.__class__ = Attention
     objects = {name: one.data_ptr() for name, one in model.named_parameters()}
-    reach = rehearse(model, INFOS, is_reload=True)
-    assert "second.one" in reach.missed(dict, is_whole=True)
+    coverage = dry_run(model, INFOS, is_reload=True)
+    assert "second.one" in coverage.uncovered(dict, is_whole=True)
     assert {name: one.data_ptr() for name, one in model.named_parameters()} == objects
 
 
@@ -216,8 +218,8 @@ def test_tied_weights_count_once():
     model = Toy(lambda model, name, tensor: name == "second.one" or by_loader(model, name, tensor))
     model.second.one = model.first.one
     for is_reload in (True, False):
-        reach = rehearse(model, INFOS, is_reload=is_reload)
-        assert reach.missed(lambda: dict.fromkeys(NAMES, 12), is_whole=True) == []
+        coverage = dry_run(model, INFOS, is_reload=is_reload)
+        assert coverage.uncovered(lambda: dict.fromkeys(NAMES, 12), is_whole=True) == []
 
 
 def twice(model: Toy, name: str, tensor: torch.Tensor) -> None:
@@ -229,11 +231,11 @@ def twice(model: Toy, name: str, tensor: torch.Tensor) -> None:
 
 def test_a_tensor_that_vllm_drops_on_the_way_is_an_error():
     model = Toy(twice)
-    reach = rehearse(model, INFOS, is_reload=True)
-    assert reach.missed(dict, is_whole=True) == []
+    coverage = dry_run(model, INFOS, is_reload=True)
+    assert coverage.uncovered(dict, is_whole=True) == []
     with pytest.raises(HalfLoaded, match=r"1 of the model's .* first\.two; start the server with"):
-        run(model, tensors(), reach)
-    assert not reach.is_proven
+        run(model, tensors(), coverage)
+    assert not coverage.is_confirmed
 
 
 def forgetful(model: Toy, name: str, tensor: torch.Tensor) -> None:
@@ -245,10 +247,10 @@ def forgetful(model: Toy, name: str, tensor: torch.Tensor) -> None:
 @pytest.mark.parametrize("is_reload", [True, False])
 def test_a_load_that_does_less_than_was_rehearsed_is_an_error(is_reload: bool):
     model = Toy(forgetful)
-    reach = rehearse(model, INFOS, is_reload=is_reload)
+    coverage = dry_run(model, INFOS, is_reload=is_reload)
     model.seen = ["second.one"]
     with pytest.raises(HalfLoaded, match=r"second\.one"):
-        (run if is_reload else copy)(model, tensors(), reach)
+        (run if is_reload else copy)(model, tensors(), coverage)
 
 
 class Backend:
@@ -273,7 +275,7 @@ def test_copies_of_sinks_are_renewed_or_the_update_is_refused():
     assert owner.attn.impl.sinks is copied
     assert copied.tolist() == [3.0] * 4
     owner.attn.impl = Backend(torch.ones(5))
-    known = Rehearsals(model, Catalogue(INFOS), is_quantized=True)
+    known = DryRuns(model, Catalogue(INFOS), is_quantized=True)
     with pytest.raises(Refused, match=r"second\.attn \(its sinks\)"):
         known.check(INFOS, fit, is_partial=False, is_reload=False)
 
@@ -283,22 +285,22 @@ def reads_values(model: Toy, name: str, tensor: torch.Tensor) -> None:
         by_loader(model, name, tensor)
 
 
-def rehearsals(load: Load) -> Rehearsals:
-    return Rehearsals(Toy(load), Catalogue(INFOS), is_quantized=False)
+def dry_runs(load: Load) -> DryRuns:
+    return DryRuns(Toy(load), Catalogue(INFOS), is_quantized=False)
 
 
 def test_a_list_is_refused_with_the_parameters_that_it_leaves():
     fit = Catalogue(INFOS).fit(INFOS, is_partial=False)
-    known = rehearsals(past_loader)
+    known = dry_runs(past_loader)
     assert known.check(INFOS, fit, is_partial=False, is_reload=True) is known.check(
         INFOS, fit, is_partial=False, is_reload=True
     )
     with pytest.raises(Refused, match=r"1 of the model's parameters would keep .* second\.one;"):
-        rehearsals(gives_other_memory).check(INFOS, fit, is_partial=False, is_reload=True)
+        dry_runs(gives_other_memory).check(INFOS, fit, is_partial=False, is_reload=True)
     # The model's own checkpoint would not fill it either.
     with pytest.raises(Refused, match=r"second\.one;"):
-        rehearsals(but_one).check(INFOS, fit, is_partial=False, is_reload=True)
-    scales = Rehearsals(Toy(but_one), Catalogue(INFOS), is_quantized=True)
+        dry_runs(but_one).check(INFOS, fit, is_partial=False, is_reload=True)
+    scales = DryRuns(Toy(but_one), Catalogue(INFOS), is_quantized=True)
     assert scales.check(INFOS, fit, is_partial=False, is_reload=True) is not None
     partial = Catalogue(INFOS).fit(INFOS[2:], is_partial=True)
     assert known.check(INFOS[2:], partial, is_partial=True, is_reload=True).written == {
@@ -307,7 +309,7 @@ def test_a_list_is_refused_with_the_parameters_that_it_leaves():
 
 
 def test_a_part_of_a_model_of_which_nothing_is_known_may_come():
-    known = Rehearsals(Toy(by_loader), Catalogue([]), is_quantized=False)
+    known = DryRuns(Toy(by_loader), Catalogue([]), is_quantized=False)
     part = known.check(INFOS[2:], FIT, is_partial=True, is_reload=True)
     assert part is not None
     assert part.written == {"second.one": 12}
@@ -316,7 +318,7 @@ def test_a_part_of_a_model_of_which_nothing_is_known_may_come():
 
 
 def test_where_a_loader_looks_at_values_loading_tells():
-    known = rehearsals(reads_values)
+    known = dry_runs(reads_values)
     fit = Catalogue(INFOS).fit(INFOS, is_partial=False)
     assert known.check(INFOS, fit, is_partial=False, is_reload=True) is None
     model, sent = Toy(reads_values), tensors()

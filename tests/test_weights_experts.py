@@ -22,7 +22,8 @@ from tests.weights import assert_serves, weights_client
 from titopool.client.weights_client import WeightsError
 from titopool.demo_model import VOCAB_SIZE, make_tokenizer
 from titopool.wire.commands import TensorInfo
-from workers.in_model.catalogue import Catalogue, Refused
+from workers.in_model.catalogue import Catalogue
+from workers.in_model.checkpoint_files import Refused
 from workers.in_model.conversion import Conversions, info_of
 
 SHAPE: dict[str, Any] = {

@@ -10,8 +10,8 @@ import pytest
 from titopool.errors import InvalidRequest
 from titopool.settings.config import ServerConfig
 from titopool.wire.messages import Completed, Failed, Job
+from workers.engine.base import Generated
 from workers.engine.versions import Versions
-from workers.engine.vllm import Generated
 from workers.serving.jobs import FrontEnd
 from workers.serving.server import WorkerServer
 

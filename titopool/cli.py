@@ -1,9 +1,14 @@
-"""The command `titopool`: `titopool serve [MODEL] …` is gunicorn with settings from the command line."""
+"""The command `titopool`.
+
+`titopool serve [MODEL] …` is gunicorn with settings from the command line; `titopool doctor` reports
+what the server needs of this machine (`workers/doctor.py`).
+"""
 
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import NoReturn
 
 from titopool import __version__
 from titopool.errors import ConfigError
@@ -13,13 +18,15 @@ from titopool.settings.sources import from_command_line, ignored_variables, usag
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point; replaces this process by gunicorn's master."""
+    """Entry point; `serve` and `doctor` replace this process by their own."""
     words = list(sys.argv[1:] if argv is None else argv)
     if words[:1] == ["--version"]:
         show(__version__)
         return 0
+    if words == ["doctor"]:
+        execute("workers.doctor", environ=os.environ)
     if words[:1] != ["serve"] or "--help" in words or "-h" in words:
-        show(usage())
+        show(f"{usage()}\n\ntitopool doctor: versions, GPUs, ports and what this machine lacks")
         return 0 if "--help" in words or "-h" in words else 2
     try:
         config = from_command_line(words[1:])
@@ -30,19 +37,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     others = {
         key: value
         for key, value in os.environ.items()
-        # What is ignored is left for gunicorn's master to tell.
+        # gunicorn's master warns of the ignored ones.
         if key in ignored or not key.startswith(ENV_PREFIX)
     }
-    command = [sys.executable, "-m", "titopool.launch"]
-    os.execve(
-        sys.executable,
-        [*command, "-c", "python:app.gunicorn_hooks", "app:create_app()"],
-        child_environment(others | config.to_environment()),
-    )
+    execute(
+        "titopool.launch", "-c", "python:app.gunicorn_hooks", "app:create_app()",
+        environ=others | config.to_environment(),
+    )  # fmt: skip
+
+
+def execute(module: str, *arguments: str, environ: Mapping[str, str]) -> NoReturn:
+    """Replaces this process by Python that runs `module`."""
+    command = [sys.executable, "-m", module, *arguments]
+    os.execve(sys.executable, command, child_environment(environ))
 
 
 def show(text: str) -> None:
-    """Prints `text`; ends without a word, as other commands do, if the reader has gone."""
+    """Prints `text`; SIGPIPE ends the process silently if the reader has closed the pipe."""
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     print(text, flush=True)
 

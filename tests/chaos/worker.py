@@ -16,7 +16,7 @@ from tests import stub_worker
 from tests.stub_worker import StubEngine
 from titopool.wire.commands import AwaitStep, Command, CommandDone
 from titopool.wire.messages import Chunk, Job
-from workers.engine.vllm import Generated, OnChunk
+from workers.engine.base import Generated, OnChunk
 from workers.serving.server import WorkerServer
 
 # How long a worker stands at a point of which the harness has forgotten.

@@ -1,9 +1,9 @@
-"""LoRA adapters of one worker: under a name and a version, swapped while requests run.
+"""LoRA adapters of one worker, by name and version, which are swapped while requests run.
 
-Runs in: each worker process, on its loop. A new version is loaded beside the one that serves,
-then takes its name; requests under way end with the one that they began with, which is removed
-after the last of them. vLLM's own `load_inplace` is not used: it keeps keys and values
-of the old weights (0.25), and a request for an adapter that cannot be loaded ends its engine.
+Runs in: each worker process, on its event loop. A new version is loaded while the old one serves,
+then takes over its name. Requests in flight finish with the old version, which is removed
+after the last of them. vLLM's `load_inplace` is not used: vLLM 0.25 then keeps keys and values
+of the old weights, and a request for an adapter that cannot be loaded ends its engine.
 """
 
 import asyncio
@@ -29,11 +29,11 @@ LOAD_TIMEOUT_S = 50.0
 
 @dataclass(eq=False)
 class Adapter:
-    """One version that vLLM has."""
+    """One version of an adapter that vLLM has loaded."""
 
     name: str
     version: int
-    # vLLM's, never used twice: its caches go by it.
+    # vLLM's id, never reused: its caches are keyed by it.
     adapter_id: int
     folder: str
     # Digest of its files.
@@ -42,7 +42,7 @@ class Adapter:
     is_retired: bool = False
 
     def request(self) -> Any:
-        """For AsyncLLM.generate."""
+        """The `lora_request` of AsyncLLM.generate."""
         from vllm.lora.request import LoRARequest
 
         return LoRARequest(
@@ -58,7 +58,7 @@ class Adapters:
     def __init__(self, llm: Any):
         self._llm = llm
         lora = llm.vllm_config.lora_config
-        # More would drop out of vLLM's memory and be read again, from folders that may be gone.
+        # vLLM evicts further adapters and reads them again, from folders that may have been removed.
         self.limit = (lora.max_cpu_loras or lora.max_loras) if lora else 0
         self._max_rank = lora.max_lora_rank if lora else 0
         self._ids = itertools.count(1)
@@ -73,7 +73,7 @@ class Adapters:
         return {name: one.version for name, one in self._serving.items()}
 
     def record_of(self, name: str) -> AdapterRecord:
-        """The adapter that serves under `name`, for workers that have missed it."""
+        """The adapter that serves under `name`, for workers that missed its load."""
         adapter = self._serving[name]
         return AdapterRecord(adapter.version, adapter.folder, adapter.files)
 
@@ -86,24 +86,23 @@ class Adapters:
         return latest
 
     def is_loaded(self, name: str, version: int) -> bool:
-        """Whether a version is there that does not serve yet."""
+        """Whether a version is loaded and does not serve yet."""
         return (name, version) in self._loaded
 
     async def load(self, name: str, version: int, folder: str) -> None:
-        """Loads a version beside the one that serves.
+        """Loads a version; the current one keeps serving.
 
         Raises:
-            InvalidRequest: the folder holds no adapter that the engine takes.
-            Conflict: that version is there, or there is no room.
+            InvalidRequest: the engine cannot load an adapter from the folder.
+            Conflict: the version is loaded already, or the engine holds no further adapter.
         """
-        now = self._serving.get(name)
-        if (name, version) in self._loaded or (now is not None and now.version == version):
-            raise Conflict(f"lora_name: {name} has version {version} already; load another")
+        if self.is_loaded(name, version) or self.versions.get(name) == version:
+            raise Conflict(f"lora_name: {name} has version {version} already; load another version")
         num = len(self._serving) + len(self._loaded) + len(self._retired)
         if num >= self.limit:
             raise Conflict(
-                f"lora_name: {num} adapters are loaded, as many as the engine holds, those that "
-                "requests still use among them; unload one, or start with a greater --max-cpu-loras"
+                f"lora_name: expected fewer than {self.limit} loaded adapters, got {num}, including those "
+                "that requests in flight use; unload one, or start with a greater --max-cpu-loras"
             )
         self._check(Path(folder))
         adapter = Adapter(name, version, next(self._ids), folder, digest_of_files(folder))
@@ -122,7 +121,7 @@ class Adapters:
         missing = [name for name in FILES if not (folder / name).is_file()]
         if missing:
             raise InvalidRequest(
-                f"lora_path: expected {' and '.join(FILES)} in the folder, {missing[0]} is not there",
+                f"lora_path: expected {' and '.join(FILES)} in the folder, {missing[0]} is missing",
                 param="lora_path",
             )
         try:
@@ -137,22 +136,24 @@ class Adapters:
             )
 
     def switch(self, name: str, version: int) -> None:
-        """Requests from now on get the version that was loaded, or serves already."""
+        """Serves a loaded version under `name` from now on; does nothing if it serves already."""
         if self.versions.get(name) == version:
             return
         adapter = self._loaded.pop((name, version), None)
         if adapter is None:
-            raise Conflict(f"lora_name: expected {name} version {version} to be loaded before")
+            raise Conflict(
+                f"lora_name: expected {name} version {version} to be loaded; load it first"
+            )
         self._retire(self._serving.get(name))
         self._serving[name] = adapter
         logger.info("adapter %s serves version %d", name, version)
 
     def drop(self, name: str, version: int) -> None:
-        """Gives up a version that was loaded and does not serve."""
+        """Removes a loaded version that does not serve."""
         self._retire(self._loaded.pop((name, version), None))
 
     def unload(self, name: str) -> int:
-        """Takes the name away; returns the version that it had."""
+        """Stops serving `name`; returns the version that served."""
         adapter = self._serving.pop(name, None)
         if adapter is None:
             raise ModelNotFound(
@@ -164,10 +165,12 @@ class Adapters:
 
     @contextmanager
     def use(self, name: str) -> Iterator[Adapter]:
-        """The adapter that serves now, for one request; it stays until the block ends."""
+        """The adapter that serves now; it stays loaded until the block ends."""
         adapter = self._serving.get(name)
         if adapter is None:
-            raise ModelNotFound(f"the adapter {name!r} is not loaded any more", param="model")
+            raise ModelNotFound(
+                f"expected a loaded adapter, {name!r} was unloaded; load it again", param="model"
+            )
         adapter.num_requests += 1
         try:
             yield adapter

@@ -1,4 +1,4 @@
-"""vLLM's log-probabilities as arrays, as they travel."""
+"""Packs vLLM's log-probabilities into the arrays that travel to front ends."""
 
 from typing import Any, NamedTuple
 
@@ -8,7 +8,7 @@ from titopool.wire.messages import Logprobs
 
 
 class FlatPart(NamedTuple):
-    """The positions of a FlatLogprobs from one on; its lists are shared with nobody."""
+    """The last positions of a FlatLogprobs, copied."""
 
     start_indices: list[int]
     end_indices: list[int]
@@ -18,7 +18,7 @@ class FlatPart(NamedTuple):
 
 
 def flat_since(flat: Any, position: int) -> FlatPart:
-    """What `flat` has at `position` and behind it."""
+    """A copy of `flat` from `position` on."""
     begin = flat.end_indices[position - 1] if position else 0
     return FlatPart(
         [index - begin for index in flat.start_indices[position:]],
@@ -30,7 +30,12 @@ def flat_since(flat: Any, position: int) -> FlatPart:
 
 
 def pack_logprobs(flat: Any, completion_ids: bytes) -> Logprobs:
-    """vLLM's FlatLogprobs of a completion as arrays, each position's entries sorted best first."""
+    """A completion's FlatLogprobs as arrays, with each position's entries sorted best first.
+
+    Args:
+        flat: vLLM's FlatLogprobs.
+        completion_ids: the sampled tokens, int32.
+    """
     values = np.array(flat.logprobs, dtype=np.float32)
     token_ids = np.array(flat.token_ids, dtype=np.int32)
     num_positions = len(flat.start_indices)
@@ -39,13 +44,13 @@ def pack_logprobs(flat: Any, completion_ids: bytes) -> Logprobs:
         values, token_ids, counts = _best_first(flat, values, token_ids)
     ids = token_ids.tobytes()
     if len(values) == num_positions:
-        # Also where more were asked for: the sampled token was the best one everywhere.
+        # One entry a position, also with k = 1 where each sampled token was the best one.
         return Logprobs(values.tobytes(), b"" if ids == completion_ids else ids)
     return Logprobs(values.tobytes(), ids, counts)
 
 
 def pack_prompt_logprobs(flat: Any) -> Logprobs:
-    """vLLM's FlatLogprobs of a prompt, as they are; the first token has none."""
+    """A prompt's FlatLogprobs as arrays, in vLLM's order; the first token has no entries."""
     values = np.array(flat.logprobs, dtype=np.float32)
     ids, ranks = (np.array(one, dtype=np.int32) for one in (flat.token_ids, flat.ranks))
     return Logprobs(values.tobytes(), ids.tobytes(), ranks=ranks.tobytes())
@@ -54,10 +59,10 @@ def pack_prompt_logprobs(flat: Any) -> Logprobs:
 def _best_first(
     flat: Any, values: np.ndarray, token_ids: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, bytes]:
-    """Values and token ids sorted, each token once, and the entries at each position.
+    """Sorted values and token ids without duplicates, and the number of entries at each position.
 
-    vLLM puts the sampled token first at each position and the best k behind it: the sampled
-    one stands twice when it is among them.
+    At each position vLLM has the sampled token, then the best k: a sampled token among the best k
+    comes twice.
     """
     num_positions = len(flat.start_indices)
     counts = np.array(flat.end_indices) - np.array(flat.start_indices)
@@ -68,7 +73,7 @@ def _best_first(
     repeated = np.zeros(num_positions, dtype=bool)
     repeated[position[(token_ids == sampled) & ~is_first]] = True
     keep = ~(is_first & repeated[position])
-    # By value, then rank: with `logprob_token_ids`, vLLM's ranks only count the entries. NaN goes last.
+    # By value, then rank: with `logprob_token_ids`, vLLM's rank is only the entry's number. NaN is last.
     order = np.lexsort((np.array(flat.ranks, dtype=np.int64), -values, position))
     order = order[keep[order]]
     kept = np.bincount(position[keep], minlength=num_positions).astype(np.int32)

@@ -1,9 +1,9 @@
-"""vLLM's own parsers of tool calls and reasoning, by vLLM's names.
+"""vLLM's parsers of tool calls and reasoning, by vLLM's names.
 
-They run beside the engine and not in the front end: importing them takes seconds, and they
-need vLLM's tokenizer. What vLLM's server (0.25.1 to 0.32, openai/chat_completion/serving.py)
-does with them is done here: they adjust the sampling parameters, and read the text whole or as
-it comes.
+Runs in: each worker process. They do not run in front ends, because importing them takes seconds and
+they need vLLM's tokenizer. The parsers are used as in vLLM's chat server (0.25.1 to 0.32,
+openai/chat_completion/serving.py): they adjust the sampling parameters, then parse a completion whole
+or step by step.
 """
 
 import logging
@@ -19,15 +19,15 @@ from workers.engine.sampling import client_errors
 
 logger = logging.getLogger(__name__)
 
-# A message as OpenAI nests it, and why the completion ended.
+# A message in OpenAI's nesting, and the finish_reason.
 Parsed = tuple[dict[str, Any], str]
 
 
 def check_parsers(config: ServerConfig) -> None:
-    """Before the model is loaded.
+    """Checks the parsers' names before the model is loaded.
 
     Raises:
-        ConfigError: vLLM has no parser of a name that is set.
+        ConfigError: vLLM has no parser of that name.
     """
     from vllm.reasoning import ReasoningParserManager
     from vllm.tool_parsers import ToolParserManager
@@ -44,10 +44,10 @@ def check_parsers(config: ServerConfig) -> None:
 
 
 def load_parsers(config: ServerConfig, llm: Any) -> "Parsers | None":
-    """The parsers that are set, for `llm`, vLLM's AsyncLLM; None where none is.
+    """The parsers that the settings name, for `llm`, vLLM's AsyncLLM; None: no setting names one.
 
     Raises:
-        ConfigError: the model's tokenizer does not fit them.
+        ConfigError: a parser does not work with the model's tokenizer.
     """
     if not config.tool_call_parser and not config.reasoning_parser:
         return None
@@ -55,7 +55,7 @@ def load_parsers(config: ServerConfig, llm: Any) -> "Parsers | None":
 
 
 class Parsers:
-    """The parsers of a server, from which each request gets its own."""
+    """Makes the parsers of each request."""
 
     def __init__(self, tool_call_parser: str, reasoning_parser: str, llm: Any):
         from vllm.parser import ParserManager
@@ -70,7 +70,7 @@ class Parsers:
                 model_name=self._model_config.model,
                 is_harmony=self._model_config.hf_config.model_type == "gpt_oss",
             )
-            # Some look for tokens of their own, and say so only now.
+            # Some constructors raise if the tokenizer lacks the parser's tokens.
             self.make(None, {})
         except Exception as error:
             raise ConfigError(
@@ -79,7 +79,7 @@ class Parsers:
             ) from error
 
     def make(self, tools: Any, chat_template_kwargs: dict[str, Any]) -> Any:
-        """A vLLM Parser for one completion: they remember what they have read."""
+        """A vLLM Parser for one completion: parsers are stateful."""
         assert self._parser_class is not None
         return self._parser_class(
             self._tokenizer,
@@ -89,10 +89,10 @@ class Parsers:
         )
 
     def begin(self, chat: ChatParsing, params: Any, prompt_token_ids: bytes) -> "Parsing":
-        """What reads the completions of a job; adjusts `params` as the parsers wish.
+        """The parsing of a job; adjusts `params`, vLLM's SamplingParams, as the parsers require.
 
         Raises:
-            InvalidRequest: the tools are none that vLLM can work with.
+            InvalidRequest: vLLM refuses the tools.
         """
         from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 
@@ -114,9 +114,9 @@ class Parsers:
             prompt_ids = np.frombuffer(prompt_token_ids, np.int32).tolist()
             return Parsing(self, request, params, chat.chat_template_kwargs, prompt_ids)
         except client_errors() as error:
-            place = "tools" if chat.tools else "chat_template_kwargs"
-            text = f"{place}: the parsers refused them: {error}"[:500]
-            raise InvalidRequest(text, param=place) from error
+            field = "tools" if chat.tools else "chat_template_kwargs"
+            text = f"{field}: the parsers refused them: {error}"[:500]
+            raise InvalidRequest(text, param=field) from error
 
 
 class Parsing:
@@ -133,8 +133,8 @@ class Parsing:
         self._parsers = parsers
         self._kwargs = chat_template_kwargs
         self._prompt_ids = prompt_ids
-        # Of a stream: a parser for each completion, and which of them have called a tool.
-        self._of_streams: dict[int, Any] = {}
+        # Of a streamed job: each completion's parser, and the completions that have called a tool.
+        self._stream_parsers: dict[int, Any] = {}
         self._callers: set[int] = set()
         parser = parsers.make(request.tools, chat_template_kwargs)
         self._has_tools = parser.tool_parser is not None and request.tool_choice != "none"
@@ -147,7 +147,7 @@ class Parsing:
         self.engine_arguments = self._reasoning_arguments(parser)
 
     def _reasoning_arguments(self, parser: Any) -> dict[str, Any]:
-        """For AsyncLLM.generate: whether a grammar guides from the first token on."""
+        """Arguments of AsyncLLM.generate: whether the grammar applies from the first token on."""
         if parser.reasoning_parser is None:
             return {}
         request = self._request
@@ -162,10 +162,10 @@ class Parsing:
         }
 
     def whole(self, one: Any) -> Parsed:
-        """The message of a completion, a vLLM CompletionOutput that has ended."""
-        return _or_as_it_is(lambda: self._whole(one), one.text, one.finish_reason)
+        """The message of `one`, a finished vLLM CompletionOutput."""
+        return _or_plain_text(lambda: self._parse(one), one.text, one.finish_reason)
 
-    def _whole(self, one: Any) -> Parsed:
+    def _parse(self, one: Any) -> Parsed:
         parser = self._parsers.make(self._request.tools, self._kwargs)
         if hasattr(parser, "set_prompt_token_ids"):
             parser.set_prompt_token_ids(self._prompt_ids)
@@ -185,16 +185,18 @@ class Parsing:
         return message, finish_reason
 
     def delta(self, index: int, text: str, token_ids: list[int], finish_reason: str) -> Parsed:
-        """What a step adds to the message of completion `index`."""
-        return _or_as_it_is(
-            lambda: self._delta(index, text, token_ids, finish_reason), text, finish_reason
+        """What a step's text and tokens add to the message of completion `index`."""
+        return _or_plain_text(
+            lambda: self._parse_delta(index, text, token_ids, finish_reason), text, finish_reason
         )
 
-    def _delta(self, index: int, text: str, token_ids: list[int], finish_reason: str) -> Parsed:
-        parser = self._of_streams.get(index)
+    def _parse_delta(
+        self, index: int, text: str, token_ids: list[int], finish_reason: str
+    ) -> Parsed:
+        parser = self._stream_parsers.get(index)
         if parser is None:
             parser = self._parsers.make(self._request.tools, self._kwargs)
-            self._of_streams[index] = parser
+            self._stream_parsers[index] = parser
         added = parser.parse_delta(
             delta_text=text,
             delta_token_ids=token_ids,
@@ -208,7 +210,7 @@ class Parsing:
             calls = self._allowed(added.tool_calls or ())
             message.pop("tool_calls", None)
             if not self._request.include_reasoning:
-                # vLLM 0.25's server leaves it out itself.
+                # vLLM 0.25's parsers do not look at `include_reasoning`; its server removes it.
                 message.pop("reasoning", None)
             if calls:
                 self._callers.add(index)
@@ -220,31 +222,31 @@ class Parsing:
     def _allowed(self, calls: Any) -> list[Any]:
         if self._request.parallel_tool_calls is not False:
             return list(calls)
-        # A delta says which call it belongs to; whole calls stand in order.
-        return [one for place, one in enumerate(calls) if getattr(one, "index", place) == 0]
+        # A delta has the index of its call; whole calls are in order.
+        return [one for number, one in enumerate(calls) if getattr(one, "index", number) == 0]
 
     def _finish_reason(self, finish_reason: str, *, has_called: bool) -> str:
-        """OpenAI's: "tool_calls" where the model chose to call, "stop" where it was told which."""
+        """OpenAI's: "tool_calls" if the model chose the function, "stop" if the request named it."""
         is_named = not isinstance(self._request.tool_choice, str)
         if has_called and finish_reason == "stop" and not is_named:
             return "tool_calls"
         return finish_reason
 
 
-def _or_as_it_is(parse: Callable[[], Parsed], text: str, finish_reason: str) -> Parsed:
-    """What `parse` gives, or the text as content where a parser raises over what a model wrote."""
+def _or_plain_text(parse: Callable[[], Parsed], text: str, finish_reason: str) -> Parsed:
+    """The result of `parse`; the text as content if a parser raises on the model's text."""
     try:
         message, finish_reason = parse()
     except Exception:
-        logger.warning("a parser failed; the text is handed on as it is", exc_info=True)
+        logger.warning("a parser failed; the text is sent unparsed", exc_info=True)
         message = {"content": text}
     return _without_surrogates(message), finish_reason
 
 
 def _without_surrogates(value: Any) -> Any:
-    """`value` with halves of surrogate pairs as JSON escapes: they cannot be encoded.
+    """`value` with lone surrogates, which UTF-8 cannot encode, as JSON escapes.
 
-    Parsers make them of the escapes that a model writes into arguments.
+    Parsers make them from the escapes that a model writes into arguments.
     """
     if isinstance(value, str):
         return value.encode("utf-8", "backslashreplace").decode()

@@ -1,4 +1,4 @@
-"""Sampling options as vLLM's SamplingParams, and vLLM's errors as ours."""
+"""Converts sampling options to vLLM's SamplingParams, and vLLM's errors to titopool's."""
 
 from typing import Any
 
@@ -12,11 +12,11 @@ def to_vllm_params(options: SamplingOptions, *, is_streamed: bool = False) -> An
     """vLLM's SamplingParams.
 
     Args:
-        is_streamed: asks vLLM for an output at each step. CUMULATIVE hands out its own growing
-            lists; DELTA would cut them, and vLLM 0.25 cuts an empty one wrong.
+        is_streamed: asks vLLM for an output at each step. CUMULATIVE returns vLLM's growing lists
+            without a copy; DELTA slices them, and vLLM 0.25 raises on an empty slice of FlatLogprobs.
 
     Raises:
-        InvalidRequest: vLLM refuses them.
+        InvalidRequest: vLLM refuses the options.
     """
     from vllm import SamplingParams
     from vllm.sampling_params import (
@@ -32,14 +32,12 @@ def to_vllm_params(options: SamplingOptions, *, is_streamed: bool = False) -> An
         if getattr(options, name) != getattr(defaults, name)
     }
     values["detokenize"] = options.detokenize or bool(options.stop)
-    if options.structured_outputs is not None:
-        values["structured_outputs"] = StructuredOutputsParams(
-            **msgspec.to_builtins(options.structured_outputs)
-        )
-    if options.repetition_detection is not None:
-        values["repetition_detection"] = RepetitionDetectionParams(
-            **msgspec.to_builtins(options.repetition_detection)
-        )
+    for name, kind in (
+        ("structured_outputs", StructuredOutputsParams),
+        ("repetition_detection", RepetitionDetectionParams),
+    ):
+        if name in values:
+            values[name] = kind(**msgspec.to_builtins(values[name]))
     if options.logprob_token_ids is not None:
         values["logprobs"] = len(options.logprob_token_ids)
     try:
@@ -55,25 +53,25 @@ def to_vllm_params(options: SamplingOptions, *, is_streamed: bool = False) -> An
 
 
 def client_errors() -> tuple[type[Exception], ...]:
-    """What vLLM raises for bad input."""
+    """The exceptions that vLLM raises for bad input."""
     import vllm.exceptions
 
-    # vLLM 0.32's validation errors are no ValueError any more.
+    # vLLM 0.32's validation errors are not ValueErrors.
     newer = getattr(vllm.exceptions, "VLLMClientError", ValueError)
     return (ValueError, TypeError, newer)
 
 
 def refusal_or_failure(error: BaseException) -> InvalidRequest | GenerationFailed:
-    """One of ours for what vLLM raised."""
+    """titopool's error for vLLM's `error`: the client's fault, or the engine's."""
     if isinstance(error, client_errors()):
         return InvalidRequest(f"the engine refused the prompt: {error}")
     return GenerationFailed(f"the engine failed on this prompt: {type(error).__name__}: {error}")
 
 
 def failed_inside(params: Any, *, num_tokens: int) -> InvalidRequest | GenerationFailed:
-    """Why the engine core ended a request with "error"; it raises nothing and gives no reason."""
+    """The error for vLLM's finish_reason "error", for which vLLM gives no cause."""
     if params.structured_outputs is not None and num_tokens == 0:
-        # What passes vLLM's check of a grammar can still fail when it is compiled.
+        # A grammar that passes vLLM's check can still fail to compile.
         return InvalidRequest(
             "the engine could not use structured_outputs; check the grammar in it"
         )

@@ -1,7 +1,7 @@
-"""Prompts that are scored: their log-probabilities are there as a whole, or nothing is.
+"""Retries jobs whose prompts are scored, when an abort comes before the scores are complete.
 
-vLLM hands over those of a prompt when its last chunk is done. An abort before that, by a weight
-update or a pause, leaves none of them.
+vLLM returns a prompt's log-probabilities when the last chunk of its prefill is done. An abort before
+that, by a weight update or a pause, returns none.
 """
 
 import asyncio
@@ -11,40 +11,40 @@ from typing import Any, TypeVar
 
 from titopool.errors import DeadlinePassed
 
-# Before a prompt is scored again: an engine that is shutting down aborts it at once.
-PAUSE_S = 0.05
+# Interval between tries: an engine that shuts down aborts each of them at once.
+RETRY_INTERVAL_S = 0.05
 
 Scored = TypeVar("Scored")
 
 
 class NotScored(Exception):
-    """The prompt was aborted before its log-probabilities were there."""
+    """The prompt was aborted before its log-probabilities were complete."""
 
 
 def check_scored(output: Any) -> None:
-    """Raises NotScored unless `output`, a vLLM RequestOutput, has them for the whole prompt."""
-    # The first token has a position without entries.
+    """Raises NotScored unless `output`, a vLLM RequestOutput, has all of the prompt's positions."""
+    # The first token's position counts, though it has no entries.
     if len(output.prompt_logprobs) < len(output.prompt_token_ids):
         raise NotScored
 
 
 async def until_scored(run: Callable[[], Awaitable[Scored]], timeout_s: float) -> Scored:
-    """What `run` gives, which is called again when it raises NotScored.
+    """The result of `run`, which is called again while it raises NotScored.
 
-    Nobody has seen a part of what was aborted. While the engine stands, a new call waits in it.
+    No client has seen a part of an aborted run. While generation is paused, vLLM holds the next call.
 
     Raises:
-        DeadlinePassed: it was aborted again and again for `timeout_s`.
+        DeadlinePassed: aborts came before the scores for `timeout_s`.
     """
-    give_up = time.monotonic() + timeout_s
+    deadline = time.monotonic() + timeout_s
     while True:
         try:
             return await run()
         except NotScored:
-            if time.monotonic() > give_up:
+            if time.monotonic() > deadline:
                 raise DeadlinePassed(
-                    f"weight updates or pauses aborted the prompt again and again for {timeout_s:g} s "
-                    "(request_timeout_s), each time before it was scored; send it when there are "
-                    "fewer of them, or use another policy for them"
+                    f"expected the prompt's log-probabilities within {timeout_s:g} s (request_timeout_s), "
+                    "weight updates or pauses aborted each try; send the prompt when fewer of them come, "
+                    "or choose another pause mode for them"
                 ) from None
-        await asyncio.sleep(PAUSE_S)
+        await asyncio.sleep(RETRY_INTERVAL_S)

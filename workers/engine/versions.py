@@ -1,36 +1,36 @@
-"""Which weights made which tokens of a request, also across updates.
+"""Which version of the weights made which tokens of a request, also across updates.
 
-Nothing is done for a token. While generation stands for an update, the tokens that each open
-request has are counted; what comes after is the next version's.
+No work is done per token. While generation is paused for an update, the tokens of each request in
+flight are counted; later tokens belong to the next version.
 """
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
-# By request id: tokens of each of its sequences, by index, that is not finished.
+# For each request id: the number of tokens of each unfinished completion, by index.
 Progress = Mapping[str, Mapping[int, int]]
 Span = tuple[int, int]
 
 
 class History:
-    """The updates that a request has lived through."""
+    """The versions that have served during a request."""
 
     def __init__(self, last_version: int):
         self._last_version = last_version
-        # (version, tokens of each open sequence when it ended).
+        # For each earlier version: tokens of each unfinished completion when it was replaced.
         self._ends: list[tuple[int, Mapping[int, int]]] = []
 
     def end(self, version: int, num_tokens: Mapping[int, int], next_version: int) -> None:
-        """`version` ends here for this request."""
+        """`next_version` replaces `version` when the request has `num_tokens`."""
         self._ends.append((version, num_tokens))
         self._last_version = next_version
 
     def spans(self, index: int, num_tokens: int) -> list[Span]:
-        """`[(version, first token)]` of sequence `index`, which has `num_tokens` in all."""
+        """`[(version, first token)]` of completion `index`, which has `num_tokens` in all."""
         spans: list[Span] = []
         begin = 0
         for version, counts in self._ends:
-            # A sequence that is not among the open ones had ended before.
+            # A completion without a count had ended before.
             end = min(counts.get(index, num_tokens), num_tokens)
             if end > begin:
                 spans.append((version, begin))
@@ -41,11 +41,11 @@ class History:
 
 
 class Versions:
-    """The version that serves, and the histories of requests that saw another one."""
+    """The version that serves, and the histories of requests that began with another one."""
 
     def __init__(self) -> None:
         self.current = 0
-        # How often an update or a pause has aborted what was under way.
+        # How often an update or a pause has aborted the requests in flight.
         self.num_aborts = 0
         self._num_requests = 0
         self.open: set[str] = set()
@@ -53,7 +53,10 @@ class Versions:
 
     @contextmanager
     def request(self, job_id: int) -> Iterator[str]:
-        """An id for a request, which is open meanwhile; job ids of two front ends may be equal."""
+        """A unique id for a request, which counts as open within the block.
+
+        Job ids are unique for one front end only.
+        """
         self._num_requests += 1
         request_id = f"{job_id}-{self._num_requests}"
         self.open.add(request_id)
@@ -70,14 +73,14 @@ class Versions:
         return self._histories.get(request_id) or History(self.current)
 
     def take(self, request_id: str) -> History:
-        """The history of a request that has ended; it is forgotten here."""
+        """The history of a request that has ended; removes it."""
         return self._histories.pop(request_id, None) or History(self.current)
 
     def switch(self, version: int, progress: Progress) -> None:
-        """`version` serves from now on; `progress` is of requests that were open a moment ago."""
+        """Serves `version` from now on; `progress` was counted just before."""
         for request_id, counts in progress.items():
             if request_id not in self.open:
-                # It ended meanwhile: nobody would take its history.
+                # It ended after the count, so nothing would remove its history.
                 continue
             history = self._histories.setdefault(request_id, History(self.current))
             history.end(self.current, counts, version)

@@ -1,9 +1,8 @@
-"""What weight updates and pauses need of vLLM's AsyncLLM.
+"""What weight updates and pauses need of an engine, and its implementation on vLLM's AsyncLLM.
 
-`WeightEngine` is what `workers/serving/control.py` asks for; `VllmWeights` is the only one that is
-shipped. No call has a limit of its own: vLLM's utility calls hang when the engine is gone, so the
-caller sets one. None may be cancelled and repeated in place of an answer that is late: see
-`collective_rpc` in vLLM.
+Runs in: each worker process, on its event loop. No call has a timeout: vLLM's utility calls hang when
+the engine process has ended, so the caller sets one. After a timeout a call must not be repeated:
+vLLM's `collective_rpc` would return the late answer to the next call.
 """
 
 import asyncio
@@ -15,59 +14,60 @@ from titopool.wire.commands import PauseMode
 from workers.engine.versions import Progress, Versions
 
 VLLM_MODES = {"keep": "keep", "drain": "wait", "abort": "abort"}
-# How long outputs may be on their way to their requests once the engine stands.
+# Outputs may reach their requests this long after the engine has paused.
 SETTLE_S = 0.02
 MAX_SETTLES = 100
 
 
 class EngineBroken(Exception):
-    """A process that holds the model can take no more updates: the worker must start again."""
+    """A process that holds the model can take no more updates: the worker must restart."""
 
 
 class WeightEngine(Protocol):
-    """The engine as updates see it."""
+    """The engine's side of updates and pauses."""
 
-    # Whether requests under way can go on with other weights.
+    # Whether requests in flight can continue with new weights.
     can_keep: bool
 
     async def call(self, method: str, *args: Any) -> list[Any]:
-        """What `titopool_weights_<method>` gives in each process that holds the model.
+        """The result of `titopool_weights_<method>` in each process that holds the model.
 
         Raises:
             InvalidRequest: a process refused.
-            WeightUpdateFailed: it failed in one, or one refused what another has begun.
+            WeightUpdateFailed: a process failed, or refused an update that another has begun.
+            EngineBroken: a process can take no more updates.
         """
 
-    async def pause(self, policy: PauseMode) -> None:
-        """Returns when no step runs; new requests wait from now on."""
+    async def pause(self, mode: PauseMode) -> None:
+        """Pauses generation and returns when no step runs; new requests wait."""
 
     async def resume(self) -> None:
-        """Goes on."""
+        """Resumes generation."""
 
     async def clear_caches(self) -> None:
-        """Empties prefix, multimodal and encoder caches; generation must stand.
+        """Empties the prefix, multimodal and encoder caches; generation must be paused.
 
         Raises:
-            WeightUpdateFailed: what is cached could not be cleared.
+            WeightUpdateFailed: the prefix cache could not be cleared.
         """
 
     async def progress(self) -> Progress:
-        """Tokens of the requests that are open when it is called; generation must stand."""
+        """Token counts of the requests that are open now; generation must be paused."""
 
 
 class VllmWeights:
-    """One AsyncLLM."""
+    """`WeightEngine` of one AsyncLLM."""
 
     def __init__(self, llm: Any, versions: Versions):
         self._llm = llm
         self._versions = versions
-        # vLLM 0.32 forgets images whose keys and values were found in the prefix cache; a request
-        # that is kept computes them again, and the engine ends for want of them.
+        # vLLM 0.32 drops images whose keys and values it found in the prefix cache. A request that
+        # continues computes the keys and values again, and the engine dies without the images.
         self.can_keep = not (llm.model_config.is_multimodal_model and _strips_images())
 
     async def call(self, method: str, *args: Any) -> list[Any]:
         answers = await self._llm.collective_rpc(f"titopool_weights_{method}", args=args)
-        # A process that has begun to receive waits for tensors: the session must end.
+        # If one process refuses and another has begun to receive, the session must end.
         has_begun = method == "begin" and any(kind == "ok" for kind, _ in answers)
         for kind, value in answers:
             if kind == "refused" and not has_begun:
@@ -78,17 +78,17 @@ class VllmWeights:
                 raise WeightUpdateFailed(value)
         return [value for _, value in answers]
 
-    async def pause(self, policy: PauseMode) -> None:
-        # AsyncLLM's own call sleeps afterwards, for outputs to arrive: see `progress`.
+    async def pause(self, mode: PauseMode) -> None:
+        # AsyncLLM.pause_generation sleeps afterwards for outputs to arrive; `progress` does not need it.
         core = self._llm.engine_core
-        self._versions.num_aborts += policy == "abort"
-        await core.pause_scheduler_async(mode=VLLM_MODES[policy], clear_cache=False)
+        self._versions.num_aborts += mode == "abort"
+        await core.pause_scheduler_async(mode=VLLM_MODES[mode], clear_cache=False)
 
     async def resume(self) -> None:
         await self._llm.resume_generation()
 
     async def clear_caches(self) -> None:
-        # Requests that are kept give up their keys and values and compute them again.
+        # Requests that continue drop their keys and values and compute them again.
         is_clear, *_ = await asyncio.gather(
             self._llm.reset_prefix_cache(reset_running_requests=True),
             self._llm.reset_mm_cache(),
@@ -98,9 +98,9 @@ class VllmWeights:
             raise WeightUpdateFailed("vLLM could not clear its prefix cache")
 
     async def progress(self) -> Progress:
-        # Those that come while the engine stands have no token, and must not prolong the wait.
+        # Requests that arrive during the pause have no tokens and must not prolong the wait.
         waiting_for = set(self._versions.open)
-        # What the engine made before it stood may still be in this process's queues.
+        # Outputs from before the pause may still be in this process's queues.
         found, last = self._count(waiting_for), None
         for _ in range(MAX_SETTLES):
             still_open = waiting_for & self._versions.open
@@ -111,10 +111,10 @@ class VllmWeights:
         return found
 
     def _count(self, request_ids: Collection[str]) -> dict[str, dict[int, int]]:
-        """The tokens of those of the requests that are open."""
+        """Token counts of `request_ids`, as far as these requests are open."""
         found: dict[str, dict[int, int]] = {}
         for state in self._llm.output_processor.request_states.values():
-            # Sequences of one request carry their own ids; it has the one that we gave.
+            # Completions of one request have internal ids; the parent has the external one.
             parent = state.parent_req
             request_id = state.external_req_id if parent is None else parent.external_req_id
             if request_id in request_ids and state.detokenizer is not None:

@@ -1,4 +1,4 @@
-"""From image files to what vLLM takes.
+"""Converts image files to vLLM's inputs.
 
-Runs in: each worker process, in threads of its own. Imports: nothing of `workers`.
+Runs in: each worker process, in threads. Imports: `vllm_internals`.
 """

@@ -1,7 +1,7 @@
-"""Prompts with images on their way to the engine: decoded and processed in threads.
+"""Decodes and processes the images of prompts in threads, so that text prompts do not wait.
 
-So text prompts do not wait for them. What is placed where is `workers/images/placeholders.py`'s.
-Everything of torch is imported inside functions, as in `workers/engine/vllm.py`.
+`workers/images/placeholders.py` places the images. torch and transformers are imported inside functions,
+as in `workers/engine/vllm.py`.
 """
 
 import asyncio
@@ -25,56 +25,57 @@ logger = logging.getLogger(__name__)
 
 
 class Prepared(NamedTuple):
-    """A prompt that the engine takes as it is."""
+    """A prompt with processed images, as the engine takes it."""
 
     # vLLM's MultiModalInput.
     engine_input: Any
     # With all placeholders expanded; int32, little-endian.
     token_ids: bytes
-    # Images that were processed, and how long a thread was at it.
+    # The number of images, and the seconds that a thread took for them.
     num_images: int
     elapsed_s: float
+    # Of all tensors.
     num_bytes: int
 
 
 class ImagePreparer:
-    """Makes engine inputs of prompts with images, in threads of its own."""
+    """Makes engine inputs from prompts with images, in its threads."""
 
     def __init__(self, model_config: Any, tokenizer: Any, *, num_threads: int, max_bytes: int):
         """
         Args:
             model_config: vLLM's.
-            max_bytes: tensors of prompts under way, above which no further prompt is begun.
+            max_bytes: of tensors in flight; at this limit, further prompts wait.
         """
         import torch
 
-        # There are as many threads as there shall be.
+        # Prompts are processed in parallel, so each operation of torch uses one thread.
         torch.set_num_threads(1)
         self._max_model_len = model_config.max_model_len
         self._max_bytes = max_bytes
         self._num_bytes = 0
         self._has_room = asyncio.Condition()
-        self._turn = asyncio.Semaphore(num_threads)
-        # A tokenizer is not safe to share between threads: each has a processor of its own.
+        self._free_threads = asyncio.Semaphore(num_threads)
+        # A tokenizer is not thread-safe: each thread has a processor with a copy.
         self._free: queue.SimpleQueue[PlacingProcessor] = queue.SimpleQueue()
         self.facts: ImageFacts | None = None
         for _ in range(num_threads):
             processor = PlacingProcessor(model_config, tokenizer)
-            # Also where the facts are known: the first image loads what it needs.
+            # Each processor tries an image, because the first one loads code.
             self.facts = processor.learn()
             self._free.put(processor)
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="images")
 
     @asynccontextmanager
     async def prepared(self, job: Job) -> AsyncIterator[Prepared]:
-        """`job` as vLLM takes it; its tensors count as held until the context ends.
+        """`job` as vLLM takes it; its tensors count as in flight until the context ends.
 
         Raises:
             InvalidImage: an image cannot be decoded, or the model's processor refuses it.
-            ImageMismatch: images and placeholders do not fit together.
-            PromptTooLong: there is no room left once the placeholders are expanded.
+            ImageMismatch: the images do not fit the placeholders.
+            PromptTooLong: the prompt is too long once the placeholders are expanded.
         """
-        async with self._turn:
+        async with self._free_threads:
             async with self._has_room:
                 await self._has_room.wait_for(lambda: self._num_bytes < self._max_bytes)
             loop = asyncio.get_running_loop()
@@ -121,20 +122,20 @@ class ImagePreparer:
             )
 
     def close(self) -> None:
-        """Begins no further prompt."""
+        """Cancels prompts that wait for a thread."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
 
 def _decode(data: bytes, number: int) -> PIL.Image.Image:
-    """As transformers reads an image: turned as its EXIF says, first frame, in RGB."""
+    """Decodes as transformers does: rotated by its EXIF entry, first frame, in RGB."""
     from transformers.image_utils import load_image
 
     try:
         image: PIL.Image.Image = load_image(open_image(data))
     except Exception as error:
-        # Pillow raises whatever its readers stumble over.
+        # Pillow's readers may raise anything.
         raise InvalidImage(
-            f"image {number}: expected a whole image file, got one that cannot be decoded: "
+            f"image {number}: expected a complete image file, got one that cannot be decoded: "
             f"{type(error).__name__}: {error}"[:500],
             param="images",
         ) from error
@@ -142,7 +143,7 @@ def _decode(data: bytes, number: int) -> PIL.Image.Image:
 
 
 def _num_bytes(engine_input: Any) -> int:
-    """Of all tensors of all images."""
+    """Bytes of all tensors of all images."""
     items = [item for items in engine_input["mm_kwargs"].values() for item in items]
     return sum(_nested_bytes(field.data) for item in items for field in item.values())
 

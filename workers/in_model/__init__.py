@@ -1,4 +1,4 @@
-"""What touches the model: receives, checks and loads weights, and packs log-probabilities.
+"""Receives, checks and loads weights, and sends log-probabilities as numbers.
 
-Runs in: vLLM's processes. Imports: nothing of `workers`.
+Runs in: vLLM's processes that hold the model. Imports: nothing of `workers`.
 """

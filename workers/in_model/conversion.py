@@ -1,8 +1,8 @@
-"""Parameters that transformers' modules have otherwise than checkpoints: all experts in one tensor.
+"""Parameters of transformers' modules that checkpoints store in another form, e.g. stacked experts.
 
-Runs in: vLLM's process that holds the model. A trainer sends what its module has, vLLM loads what
-a checkpoint has. transformers knows the way back, as it goes it in `save_pretrained`; here it is
-asked for that way, first for what would come of it, without memory, and later with the weights.
+Runs in: vLLM's processes that hold the model. A trainer sends the parameters of its module; vLLM loads
+a checkpoint's tensors. transformers can convert the one to the other: `save_pretrained` does it. Here
+the same conversion runs first on tensors without memory, to learn its result, and later on the weights.
 """
 
 import copy
@@ -17,16 +17,16 @@ from titopool.wire.commands import TensorInfo
 logger = logging.getLogger(__name__)
 
 
-# Equal to itself only, so that it can be a key.
+# eq=False: hashed by identity.
 @dataclass(frozen=True, eq=False)
 class Conversion:
-    """What becomes of parameters that belong together; nearly always of a single one."""
+    """Parameters that are converted together, nearly always a single one, and the result."""
 
-    # As the module has them.
+    # Of the module.
     parameters: tuple[TensorInfo, ...]
-    # As a checkpoint has them.
+    # Of a checkpoint.
     tensors: tuple[TensorInfo, ...]
-    # Whether only the name differs.
+    # Whether the conversion changes the name only.
     renames: bool
 
 
@@ -34,7 +34,7 @@ class Conversions:
     """How the parameters of one of transformers' models become a checkpoint's tensors."""
 
     def __init__(self, config: Any):
-        """Knows none if transformers has no model for `config`, one of its own configs."""
+        """Has no conversions if transformers has no model for its `config`."""
         self._model = _model_without_memory(config)
         self._by_name: dict[str, Conversion] = {}
         self.parameters: list[TensorInfo] = []
@@ -42,18 +42,18 @@ class Conversions:
             self._find()
 
     def of(self, name: str) -> Conversion | None:
-        """The conversion that the parameter `name` is part of; None: a checkpoint has it as it is."""
+        """The conversion of the parameter `name`; None: a checkpoint stores it unchanged."""
         return self._by_name.get(name)
 
     def checkpoint(self) -> list[TensorInfo]:
-        """All tensors of a checkpoint of this model, persistent buffers too."""
+        """All tensors of a checkpoint of this model, including persistent buffers."""
         found = [info for info in self.parameters if info.name not in self._by_name]
         for conversion in dict.fromkeys(self._by_name.values()):
             found.extend(conversion.tensors)
         return found
 
     def convert(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
-        """A checkpoint's tensors made of all parameters of a conversion, by name."""
+        """Converts all parameters of a conversion into a checkpoint's tensors, by name."""
         from transformers.core_model_loading import revert_weight_conversion
 
         converted: dict[str, Any] = revert_weight_conversion(self._model, dict(tensors))
@@ -67,11 +67,11 @@ class Conversions:
             try:
                 converted = self.convert({name: parameter})
             except Exception as error:
-                # Only names of a checkpoint will do for this one.
+                # A trainer must send this parameter in the checkpoint's form.
                 logger.warning("%s: transformers cannot convert it: %r", name, error)
                 continue
             if converted.get(name) is not parameter:
-                # What goes into the same tensors is converted at once.
+                # Parameters that end up in the same tensors are converted together.
                 together[tuple(converted)].append(name)
         for names in together.values():
             given = {name: parameters[name] for name in names}
@@ -97,13 +97,13 @@ def _model_without_memory(config: Any) -> Any:
     import torch
     import transformers
 
-    # Of models for images, the second one may make the part for text only.
+    # For a vision model, AutoModelForCausalLM may build the text part only.
     own = getattr(transformers, (getattr(config, "architectures", None) or [""])[0], None)
     for kind in (own, transformers.AutoModelForCausalLM, transformers.AutoModelForImageTextToText):
         make = getattr(kind, "from_config", None) or getattr(kind, "_from_config", None)
         try:
             with torch.device("meta"):
-                # It is written to, and is vLLM's own.
+                # transformers changes the config, which belongs to vLLM.
                 return make(copy.deepcopy(config))  # type: ignore[misc]
         except Exception:
             continue

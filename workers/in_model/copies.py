@@ -1,18 +1,18 @@
-"""New weights straight into the parameters of a model, by copies that were learnt once.
+"""New weights by copies into a model's parameters, which are learnt at the first update.
 
-Runs in: vLLM's processes that hold the model. vLLM's own way (`model_loader/reload`) makes every
-layer anew and takes 0.1 s for a model of 0.6B parameters; its loaders alone take a fifth of that,
-nearly all of it Python. Where a layer keeps its weights as a checkpoint has them, all that the
-loaders do in the end is to copy parts of tensors into parts of parameters. They are watched
-at the first update; later ones repeat their copies.
+Runs in: vLLM's processes that hold the model. vLLM's reload (`model_loader/reload`) creates every
+layer again and takes 0.1 s for a model of 0.6B parameters; its loaders alone take a fifth of that time,
+nearly all of it in Python. Where a layer keeps its weights as a checkpoint has them, the loaders
+only copy parts of tensors into parts of parameters. The first update records these copies,
+later updates repeat them.
 """
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from workers.in_model.reach import Places, Reach, changed_by, refuse_half_loaded, watching
+from workers.in_model.coverage import Coverage, ModelTensors, changed_by, watching
 
-# What a layer may do with its weights after they are loaded, on a GPU: nothing.
+# Methods and layers that leave their weights as loaded, on a GPU.
 PLAIN_METHODS = frozenset(("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod"))
 PLAIN_LAYERS = frozenset(("Attention", "MMEncoderAttention"))
 
@@ -35,11 +35,11 @@ def keeps_checkpoints_layout(model: Any, quantization: str | None) -> bool:
 
 
 class Copy(NamedTuple):
-    """A part of a tensor that goes into a part of a parameter."""
+    """A copy of a part of a tensor into a part of a parameter."""
 
     target: Any
     name: str
-    # Within the tensor, in elements.
+    # Of the part within the tensor, in elements.
     size: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
@@ -53,11 +53,11 @@ class CopyPlan:
         self._names = {copy.name for copy in copies}
 
     def fits(self, tensors: Tensors) -> bool:
-        """Whether it knows what to do with each of them."""
+        """Whether the plan has copies of each of the tensors."""
         return tensors.keys() <= self._names
 
     def run(self, tensors: Tensors) -> None:
-        """Copies `tensors`, which have the shapes and types of those it was learnt with."""
+        """Copies `tensors`, which have the shapes and dtypes of those that the plan was learnt from."""
         wanted = [copy for copy in self._copies if copy.name in tensors]
         sources = []
         for copy in wanted:
@@ -69,74 +69,62 @@ class CopyPlan:
         torch._foreach_copy_([copy.target for copy in wanted], sources)
 
 
-def learn(model: Any, tensors: Tensors, reach: Reach | None) -> CopyPlan | None:
-    """As `load_and_learn`; `reach` is what the tensors should write, if that is known.
+def learn(model: Any, tensors: Tensors, coverage: Coverage | None) -> CopyPlan | None:
+    """As `load_and_learn`; `coverage` is what the tensors should write, if that is known.
 
     Raises:
-        HalfLoaded: less of the model was written.
+        HalfLoaded: the load wrote less of the model.
     """
-    places = Places(model)
+    entries = ModelTensors(model)
 
     def count(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         for tensor in changed_by(func, args, kwargs):
-            places.note(tensor)
+            entries.count_write(tensor)
         return func(*args, **kwargs)
 
     with watching(count):
         plan = load_and_learn(model, tensors)
-    if reach is not None:
-        written = places.written
-        refuse_half_loaded(
-            [name for name, num in reach.written.items() if written.get(name, 0) < num]
-        )
-        reach.is_proven = True
+    if coverage is not None:
+        coverage.confirm(entries.written)
     return plan
 
 
 def load_and_learn(model: Any, tensors: Tensors) -> CopyPlan | None:
-    """Loads `tensors` by the model's own loaders, and watches them.
+    """Loads `tensors` by the model's loaders and records the copies.
 
     Returns:
-        How to do the same with other values; None where they do more than copy.
+        The plan that repeats them with other values; None if the loaders do more than copy.
     """
-    watch = _Watch(tensors)
-    with watch:
+    recorder = _CopyRecorder(tensors)
+    with watching(recorder.handle):
         model.load_weights(iter(tensors.items()))
-    return CopyPlan(watch.copies) if watch.is_plain else None
+    return CopyPlan(recorder.copies) if recorder.is_plain else None
 
 
-class _Watch:
-    """The copies that are made within a block, as long as nothing else is changed."""
+class _CopyRecorder:
+    """Records the copies that loaders make, as long as they change nothing else."""
 
     def __init__(self, tensors: Tensors):
+        from torch.ops import aten
+
         self.copies: list[Copy] = []
         self.is_plain = True
+        self._copy, self._padding = aten.copy_.default, (aten.fill_.Scalar, aten.zero_.default)
         self._ranges = sorted(
             (one.data_ptr(), one.data_ptr() + one.numel() * one.element_size(), name)
             for name, one in tensors.items()
         )
 
-    def __enter__(self) -> None:
-        from torch.ops import aten
+    def handle(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Carries out an operation that changes a tensor."""
+        if func is self._copy:
+            self._add(args[0], args[1])
+        elif func not in self._padding or args[0].numel() == 1:
+            # Padding is always the same; a parameter of one number may be filled with a tensor's.
+            self.is_plain = False
+        return func(*args, **kwargs)
 
-        padding = (aten.fill_.Scalar, aten.zero_.default)
-
-        def look(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            if func is aten.copy_.default:
-                self.add(args[0], args[1])
-            elif func not in padding or args[0].numel() == 1:
-                # Padding is always the same; a parameter of one number may be filled with a tensor's.
-                self.is_plain = False
-            return func(*args, **kwargs)
-
-        self._mode = watching(look)
-        self._mode.__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        self._mode.__exit__(*error)
-
-    def add(self, target: Any, source: Any) -> None:
-        """A copy of `source`, which may be none of the tensors, into `target`."""
+    def _add(self, target: Any, source: Any) -> None:
         begin = source.data_ptr()
         for first, end, name in self._ranges:
             if first <= begin < end:
@@ -144,5 +132,5 @@ class _Watch:
                 size, stride = tuple(source.size()), tuple(source.stride())
                 self.copies.append(Copy(target, name, size, stride, offset))
                 return
-        # Of something that was computed from a tensor.
+        # The source is computed from a tensor.
         self.is_plain = False

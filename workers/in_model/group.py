@@ -1,11 +1,12 @@
-"""The groups through which weights come, from the receiving side.
+"""The receiving side of the groups that carry weights.
 
-Runs in: vLLM's processes, in the receiver's thread (`workers/in_model/receiver.py`). Two protocols:
+Runs in: vLLM's processes that hold the model, in the receiver's thread
+(`workers/in_model/receiver.py`). Two protocols:
 
-- "titopool": the trainer is rank 0 and listens; a TCPStore at its address tells the ranks of each
-  other, then they are one NCCL communicator or one gloo group.
-- "trl": what TRL's client does, with vLLM's own classes: rank 0 is the pool's first worker, the
-  trainer comes last; every tensor is followed by a barrier.
+- "titopool": the trainer is rank 0 and listens. The ranks find each other through a TCPStore at its
+  address, then they form one NCCL communicator or one gloo group.
+- "trl": the protocol of TRL's client, with vLLM's classes. Rank 0 is the pool's first worker, the
+  trainer has the last rank. A barrier follows every tensor.
 """
 
 import contextlib
@@ -20,18 +21,18 @@ import msgspec
 
 from titopool.client.trainer_group import GLOO_PREFIX, message_key, rank_key
 
-# Between two looks at a GPU's event.
+# Interval at which a GPU's event is polled.
 POLL_S = 0.0005
-# Between two looks into a store.
+# Interval at which a store is polled.
 STORE_POLL_S = 0.0005
-# How long a group that was left may keep its port.
-LET_GO_S = 2.0
-# Set by TRL's rank 0 when all are there.
+# How long a former group may keep its port.
+PORT_TIMEOUT_S = 2.0
+# TRL's rank 0 sets this key when all ranks have joined.
 START_KEY = "titopool/start"
 
 
 class GroupArgs(msgspec.Struct, frozen=True):
-    """What a process must know to join."""
+    """The arguments with which a process joins."""
 
     protocol: str
     backend: str
@@ -39,7 +40,7 @@ class GroupArgs(msgspec.Struct, frozen=True):
     port: int
     rank: int
     world_size: int
-    # Seconds that each step of it may take.
+    # Limit of each step: joining, an announced list of tensors.
     timeout_s: float
 
     @property
@@ -49,7 +50,7 @@ class GroupArgs(msgspec.Struct, frozen=True):
 
     @property
     def listens(self) -> bool:
-        """Whether this rank is where the others meet."""
+        """Whether the other ranks connect to this one."""
         return self.protocol == "trl" and self.rank == 0
 
 
@@ -57,31 +58,31 @@ class Channel(Protocol):
     """Broadcasts from the trainer."""
 
     def start(self, buffer: Any) -> None:
-        """Begins to receive into `buffer`; the order is that of the calls."""
+        """Begins to receive into `buffer`; buffers are filled in the order of the calls."""
 
     def wait(self, deadline: float) -> None:
-        """Returns when all that was started is there.
+        """Returns when all buffers are filled.
 
         Raises:
-            Exception: it will not come.
+            Exception: the trainer did not send in time, or the group failed.
         """
 
     def cancel(self) -> None:
-        """Lets a `wait` under way raise; from any thread, returns at once."""
+        """Makes a running `wait` raise; may be called from any thread, returns at once."""
 
     def close(self) -> None:
-        """Leaves; from the thread that waits."""
+        """Leaves the group; called from the thread that waits."""
 
 
 def listen(args: GroupArgs) -> socket.socket | None:
-    """The socket of the rank at which the others meet.
+    """The listening socket of the rank to which the others connect; None for other ranks.
 
     Raises:
-        OSError: the port is taken, also when the group before had its time to let go of it.
+        OSError: the port is taken, even after a former group had time to close it.
     """
     if not args.listens:
         return None
-    give_up = time.monotonic() + LET_GO_S
+    deadline = time.monotonic() + PORT_TIMEOUT_S
     while True:
         opened = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
         try:
@@ -91,13 +92,13 @@ def listen(args: GroupArgs) -> socket.socket | None:
             return opened
         except OSError:
             opened.close()
-            if time.monotonic() > give_up:
+            if time.monotonic() > deadline:
                 raise
             time.sleep(0.02)
 
 
 class Group:
-    """A channel, and what keeps it alive."""
+    """A group that this process has joined, with its channel."""
 
     def __init__(
         self,
@@ -106,10 +107,10 @@ class Group:
         listening: socket.socket | None,
         is_closed: Callable[[], bool],
     ):
-        """Blocks until all ranks are there, or `is_closed`.
+        """Blocks until all ranks have joined.
 
         Raises:
-            Exception: they were not within `args.timeout_s`.
+            Exception: a rank did not join within `args.timeout_s`, or `is_closed()` is true.
         """
         self._is_closed = is_closed
         self._deadline = time.monotonic() + args.timeout_s
@@ -120,11 +121,11 @@ class Group:
         else:
             self._join_titopool(args, device)
 
-    def _until(self, is_so: Callable[[], bool], deadline: float) -> None:
-        """Polls: a wait in the store itself can be ended by nobody."""
-        while not is_so():
+    def _wait_until(self, condition: Callable[[], bool], deadline: float) -> None:
+        """Polls, because a wait within the store cannot be interrupted."""
+        while not condition():
             if self._is_closed() or time.monotonic() > deadline:
-                raise TimeoutError("the other ranks did not come in time")
+                raise TimeoutError("the other ranks did not join in time")
             time.sleep(STORE_POLL_S)
 
     def _join_trl(self, args: GroupArgs, device: Any, listening: socket.socket | None) -> None:
@@ -132,27 +133,27 @@ class Group:
 
         limit = timedelta(seconds=args.timeout_s)
         given = {} if listening is None else {"master_listen_fd": listening.detach()}
-        # As vLLM's StatelessProcessGroup.create makes it, but that would wait in it.
+        # As in vLLM's StatelessProcessGroup.create, which would block in the store.
         store = TCPStore(
             args.host, args.port, None, args.listens,
             timeout=limit, wait_for_workers=False, use_libuv=False, **given,
         )  # fmt: skip
-        self._meet(store, args)
+        self._wait_for_ranks(store, args)
         self._stateless = _raw_group(store, args)
         if args.backend == "nccl":
             self.channel = NcclChannel(self._stateless, device, args.source)
         else:
             self.channel = GlooChannel(PrefixStore(GLOO_PREFIX, store), args)
 
-    def _meet(self, store: Any, args: GroupArgs) -> None:
-        """Returns when TRL's client is there: nobody waits in NCCL, which cannot be interrupted."""
+    def _wait_for_ranks(self, store: Any, args: GroupArgs) -> None:
+        """Waits for all ranks before NCCL does, because a wait in NCCL cannot be interrupted."""
         if not args.listens:
             store.set(rank_key(args.rank), b"1")
-            self._until(lambda: bool(store.check([START_KEY])), self._deadline)
+            self._wait_until(lambda: bool(store.check([START_KEY])), self._deadline)
             return
         others = [rank_key(rank) for rank in range(1, args.source)]
-        # The client's store leaves a key of its own, which has no name here, when it connects.
-        self._until(
+        # When TRL's client connects, its store adds a key whose name is not known here.
+        self._wait_until(
             lambda: store.num_keys() > len(others) and (not others or store.check(others)),
             self._deadline,
         )
@@ -165,16 +166,16 @@ class Group:
         store = TCPStore(args.host, args.port, None, False, timeout=limit, wait_for_workers=False)
         store.set(rank_key(args.rank), b"1")
         ranks = [rank_key(rank) for rank in range(args.world_size)]
-        self._until(lambda: bool(store.check(ranks)), self._deadline)
+        self._wait_until(lambda: bool(store.check(ranks)), self._deadline)
         if args.backend == "nccl":
             self.channel = NcclChannel(_raw_group(store, args), device, args.source)
         else:
             self.channel = GlooChannel(PrefixStore(GLOO_PREFIX, store), args)
 
     def barrier(self, deadline: float) -> None:
-        """What TRL's client waits for after each tensor: the barrier of vLLM's stateless group.
+        """The barrier of vLLM's stateless group, for which TRL's client waits after each tensor.
 
-        Its own waits where it could not be interrupted, and would keep the port meanwhile.
+        vLLM's implementation cannot be interrupted while it waits, and would keep the port.
         """
         group = self._stateless
         if group is None:
@@ -184,25 +185,25 @@ class Group:
             name = group.broadcast_obj(f"barrier_{uuid.uuid4()}", src=0)
         else:
             key = message_key(group.broadcast_recv_src_counter[0])
-            self._until(lambda: bool(store.check([key])), deadline)
+            self._wait_until(lambda: bool(store.check([key])), deadline)
             name = group.broadcast_obj(None, src=0)
         ranks = range(group.world_size)
         arrivals = [f"arrival_{name}_{rank}" for rank in ranks]
         departures = [f"departure_{name}_{rank}" for rank in ranks]
         store.set(arrivals[group.rank], b"1")
-        self._until(lambda: bool(store.check(arrivals)), deadline)
+        self._wait_until(lambda: bool(store.check(arrivals)), deadline)
         store.set(departures[group.rank], b"1")
         if group.rank == 0:
-            self._until(lambda: bool(store.check(departures)), deadline)
-            told = message_key(group.broadcast_send_counter - 1)
-            for key in (*arrivals, *departures, told):
+            self._wait_until(lambda: bool(store.check(departures)), deadline)
+            name_key = message_key(group.broadcast_send_counter - 1)
+            for key in (*arrivals, *departures, name_key):
                 store.delete_key(key)
 
 
 def _raw_group(store: Any, args: GroupArgs) -> Any:
-    """vLLM's stateless group over `store`, with what rank 0 tells as plain bytes.
+    """vLLM's stateless group over `store`, in which rank 0 broadcasts plain bytes.
 
-    vLLM's own has it pickled, and whoever reaches the store could have it run anything here.
+    vLLM's class unpickles them, so whoever reaches the store could run any code here.
     """
     import ctypes
 
@@ -210,11 +211,11 @@ def _raw_group(store: Any, args: GroupArgs) -> Any:
 
     class RawGroup(StatelessProcessGroup):  # type: ignore[misc]
         def broadcast_obj(self, obj: Any, src: int) -> Any:
-            """Of NCCL's id, which is filled in, or of a text, for which others give None."""
+            """Broadcasts NCCL's id, which receivers pass to be filled, or a text (receivers: None)."""
             if self.rank == src:
                 raw = obj.encode() if isinstance(obj, str) else bytes(obj.internal)
                 self.store.set(message_key(self.broadcast_send_counter), raw)
-                # For TRL's client.
+                # TRL's client reads the pickled object.
                 return super().broadcast_obj(obj, src)
             raw = self.store.get(message_key(self.broadcast_recv_src_counter[src]))
             self.broadcast_recv_src_counter[src] += 1
@@ -227,7 +228,7 @@ def _raw_group(store: Any, args: GroupArgs) -> Any:
 
 
 class NcclChannel:
-    """NCCL on a stream of its own, so that generation goes on meanwhile."""
+    """NCCL on a separate stream, so that generation continues."""
 
     def __init__(self, group: Any, device: Any, source: int):
         import torch
@@ -243,7 +244,7 @@ class NcclChannel:
     def start(self, buffer: Any) -> None:
         import torch
 
-        # The buffer's memory may have been given back by work that other streams still do.
+        # Work in flight on the current stream may still use the buffer's memory.
         self._stream.wait_stream(torch.cuda.current_stream(buffer.device))
         self._communicator.broadcast(buffer, src=self._source, stream=self._stream)
 
@@ -258,12 +259,12 @@ class NcclChannel:
         self._is_cancelled = True
 
     def close(self) -> None:
-        # Aborts what is under way, in a thread with a limit of its own.
+        # vLLM aborts the communicator in a thread with a timeout.
         self._communicator.destroy()
 
 
 class GlooChannel:
-    """gloo: for CPUs."""
+    """gloo, for CPUs."""
 
     def __init__(self, store: Any, args: GroupArgs):
         from torch.distributed import BroadcastOptions, ProcessGroupGloo

@@ -1,8 +1,8 @@
-"""Receives weights beside the running model, and keeps them until they are applied.
+"""Receives weights while the model runs, and stages them until they are applied.
 
-Runs in: vLLM's processes that hold the model, in a thread of its own, since joining a group and
-receiving block. The model's thread starts it, asks how far it is and takes what it has; it waits
-for nothing. Weights stay on the GPU where there is room for all, else in the host's memory.
+Runs in: vLLM's processes that hold the model, in a separate thread, since joining a group and
+receiving block. The model's thread starts the receiver, reads its status and takes the staged tensors,
+without waiting. Weights are staged on the GPU if all of them fit, else in the host's memory.
 """
 
 import logging
@@ -21,15 +21,15 @@ logger = logging.getLogger(__name__)
 # By name.
 Tensors = dict[str, Any]
 
-# Memory of the GPU that staged weights leave free: vLLM's own temporary tensors need some.
+# GPU memory that staged weights leave free for vLLM's temporary tensors.
 SPARE_GPU_BYTES = 2 * 2**30
 
 
 class Receiver:
-    """One session: a group, and the tensors of the update under way."""
+    """One session: a group, and the staged tensors of the current update."""
 
     def __init__(self, args: GroupArgs, device: Any):
-        """Opens the port if this rank is where the others meet.
+        """Opens the port if the other ranks connect to this one.
 
         Raises:
             OSError: the port is taken.
@@ -50,7 +50,7 @@ class Receiver:
     # ---- the model's thread ----------------------------------------------------------
 
     def status(self) -> dict[str, Any]:
-        """How far it is; counts are tensors since `drop`."""
+        """The receiver's state; counts are tensors since `drop`."""
         return {
             "is_joined": self.is_joined,
             "error": self.error,
@@ -61,28 +61,28 @@ class Receiver:
     def announce(
         self, tensors: Sequence[TensorInfo], bucket_bytes: int, extra_bytes: int = 0
     ) -> None:
-        """These come next; loading them needs `extra_bytes` of the GPU besides."""
+        """Receives `tensors` next; loading them will need `extra_bytes` of GPU memory in addition."""
         buckets = plan_buckets(tensors, bucket_bytes)
         self.num_announced += len(tensors)
         self._work.put((buckets, extra_bytes))
 
     def drop(self) -> None:
-        """Forgets the tensors of an update that has ended."""
+        """Drops the tensors of an update that has ended."""
         self.staged = {}
         self.num_announced = self.num_received = 0
 
     def close(self) -> None:
-        """Leaves the group, also amid a broadcast; returns at once."""
+        """Leaves the group, also during a broadcast; returns at once."""
         self._is_closed = True
         self.drop()
         self._work.put(None)
-        # The receiver's thread may leave the group at any time.
+        # The receiver's thread may set it to None at any time.
         group = self._group
         if group is not None:
             group.channel.cancel()
 
     def has_ended(self, timeout_s: float) -> bool:
-        """Whether the thread is gone, after at most `timeout_s`."""
+        """Whether the thread has ended; waits at most `timeout_s` for it."""
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
@@ -115,19 +115,19 @@ class Receiver:
         import torch
 
         deadline = time.monotonic() + self._args.timeout_s
-        stays = self._has_room(extra_bytes + sum(bucket.num_bytes for bucket in buckets))
+        fits_on_gpu = self._has_room(extra_bytes + sum(bucket.num_bytes for bucket in buckets))
         started: list[Tensors] = []
         for bucket in buckets:
             buffer = torch.empty(bucket.num_bytes, dtype=torch.uint8, device=self._device)
             group.channel.start(buffer)
-            if stays:
-                # The views are made while the bytes are on their way.
+            if fits_on_gpu:
+                # Creates the views while the bytes are in flight.
                 started.append(tensors_in(buffer, bucket))
             else:
                 group.channel.wait(deadline)
                 self._stage([tensors_in(buffer.cpu(), bucket)])
         group.channel.wait(deadline)
-        # Before the barrier: behind it the client may generate, which ends the update.
+        # Before the barrier: after it TRL's client may generate, which ends the update.
         self._stage(started)
         if self._args.protocol == "trl":
             group.barrier(deadline)
@@ -138,7 +138,7 @@ class Receiver:
         if self._device.type != "cuda":
             return True
         free, _ = torch.cuda.mem_get_info(self._device)
-        # What the update before this one used is torch's still.
+        # torch's cache still holds the memory of the previous update.
         reserved = torch.cuda.memory_reserved(self._device)
         free += reserved - torch.cuda.memory_allocated(self._device)
         return bool(num_bytes + SPARE_GPU_BYTES < free)

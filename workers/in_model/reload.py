@@ -1,20 +1,20 @@
-"""New weights by vLLM's layerwise reload, watched: nothing that a model loads may be lost on the way.
+"""New weights by vLLM's layerwise reload, with all writes counted so that none is lost.
 
 Runs in: vLLM's processes that hold the model. The reload gives each layer parameters without
-memory, keeps what comes for them, and makes the layer anew once it is whole. It sees only what goes
-through a parameter's `weight_loader`: what a model copies into a parameter by itself (GPT-OSS its
-experts and sinks) goes nowhere, without a word. Here such a copy gives its layer memory at once.
+memory, buffers the tensors for them, and processes the layer once it is complete. It handles only
+writes through a parameter's `weight_loader`: a copy that a model makes by itself (GPT-OSS for
+experts and sinks) is lost silently. Here such a copy gives its layer memory at once.
 """
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from workers.in_model.reach import (
+from workers.in_model.coverage import (
+    Coverage,
     LoaderGate,
-    Place,
-    Places,
-    Reach,
+    ModelTensor,
+    ModelTensors,
     changed_by,
     finishes_itself,
     refuse_half_loaded,
@@ -27,15 +27,15 @@ Tensors = Iterable[tuple[str, Any]]
 
 
 def reload(
-    model: Any, model_config: Any, tensors: Tensors, reach: Reach | None, *, on_cpu: bool
+    model: Any, model_config: Any, tensors: Tensors, coverage: Coverage | None, *, on_cpu: bool
 ) -> None:
     """Loads a checkpoint's `tensors`.
 
     Args:
-        reach: what they write, as was found out before; None: it is not known.
+        coverage: what the tensors write according to a dry run; None: unknown.
 
     Raises:
-        HalfLoaded: less of the model was written than should be.
+        HalfLoaded: the load wrote less of the model.
     """
     from vllm.model_executor.model_loader.reload import (
         finalize_layerwise_reload,
@@ -43,97 +43,97 @@ def reload(
     )
 
     kernels = _take_kernels(model) if on_cpu else {}
-    if reach is not None and reach.is_proven and not reach.past_loaders:
-        # Watching takes some µs for each operation.
+    if coverage is not None and coverage.is_confirmed and not coverage.outside_loaders:
+        # Counting takes some µs for each operation.
         initialize_layerwise_reload(model)
         model.load_weights(iter(tensors))
         finalize_layerwise_reload(model, model_config)
     else:
-        arrivals = _Arrivals(model)
+        watched = _WatchedReload(model)
         initialize_layerwise_reload(model)
-        with arrivals.watched():
-            model.load_weights(arrivals.finishing_layers(tensors))
-            arrivals.finish_layers()
+        with watched.counting():
+            model.load_weights(watched.finishing_layers(tensors))
+            watched.finish_layers()
             finalize_layerwise_reload(model, model_config)
-        refuse_half_loaded(arrivals.missed(reach))
-        if reach is not None:
-            reach.is_proven = True
+        refuse_half_loaded(watched.uncovered(coverage))
+        if coverage is not None:
+            coverage.is_confirmed = True
     for method, kernel in kernels.items():
-        # Of a layer of which nothing came.
+        # Layers without new tensors keep their kernels.
         method.moe_kernel = method.moe_kernel or kernel
     if on_cpu:
         _pack_heads(model)
 
 
-class _Arrivals:
-    """What is written to a model amid a reload."""
+class _WatchedReload:
+    """Counts what a reload writes to a model, and completes copies outside loaders."""
 
     def __init__(self, model: Any):
         self._model = model
-        # The memory that the engine computes with, and what loaders are shown in its place.
-        self._kernels = self._loaded = Places(model)
+        # The memory that the engine computes with, and the tensors that loaders get instead.
+        self._kernels = self._loaded = ModelTensors(model)
         self._gate = LoaderGate()
-        # Layers that a model has written past their loaders, and that are complete by now.
-        self._whole: list[Any] = []
+        # Layers written outside loaders that are complete by now.
+        self._complete: list[Any] = []
         self._lost = set[str]()
 
     @contextmanager
-    def watched(self) -> Iterator[None]:
-        """Within the block, which begins behind `initialize_layerwise_reload`, all is seen."""
-        self._loaded = Places(self._model)
-        shown = [place for _, place in self._loaded if place.tensor.is_meta]
-        loaders = self._gate.watching(shown, lambda tensor: tensor.weight_loader)
+    def counting(self) -> Iterator[None]:
+        """Counts within the block, which begins after `initialize_layerwise_reload`."""
+        self._loaded = ModelTensors(self._model)
+        without_memory = [entry for _, entry in self._loaded if entry.tensor.is_meta]
+        loaders = self._gate.watching(without_memory, lambda tensor: tensor.weight_loader)
         with loaders, watching(self._handle):
             yield
 
     def finishing_layers(self, tensors: Tensors) -> Iterator[tuple[str, Any]]:
-        """`tensors`; between two of them, layers that are whole are finished."""
+        """`tensors`; finishes complete layers after each of them."""
         for item in tensors:
             yield item
             self.finish_layers()
 
     def finish_layers(self) -> None:
-        """Puts layers that are whole into the memory that the engine computes with."""
+        """Copies complete layers into the memory that the engine computes with."""
         from vllm.model_executor.model_loader.reload.layerwise import (
             _layerwise_process,
             get_layerwise_info,
         )
 
-        while self._whole:
-            layer = self._whole.pop()
+        while self._complete:
+            layer = self._complete.pop()
             info = get_layerwise_info(layer)
             if info.can_load():
                 _layerwise_process(layer, info)
 
-    def missed(self, reach: Reach | None) -> list[str]:
-        """Parameters that have less than they should, as `reach` says, or were not finished."""
+    def uncovered(self, coverage: Coverage | None) -> list[str]:
+        """Parameters of which less was written than `coverage` says, or that were not finished."""
         written = self._loaded.written
-        expected = written if reach is None else reach.written
-        missed = {name for name, num in expected.items() if written.get(name, 0) < num}
-        paths = {place.path for _, place in self._loaded if place.name in expected}
+        expected = written if coverage is None else coverage.written
+        uncovered = {name for name, num in expected.items() if written.get(name, 0) < num}
+        paths = {entry.path for _, entry in self._loaded if entry.name in expected}
         filled = self._kernels.written
-        for _, place in self._kernels:
-            is_parameter = place.attribute in place.layer._parameters
-            if not is_parameter or place.path not in paths or finishes_itself(place.layer):
+        for _, entry in self._kernels:
+            is_parameter = entry.attribute in entry.layer._parameters
+            if not is_parameter or entry.path not in paths or finishes_itself(entry.layer):
                 continue
-            # Where weights are packed elsewhere, a parameter has no elements.
-            if filled.get(place.name, -1) < min(place.tensor.numel(), place.num_loadable):
-                missed.add(place.name)
-        return sorted(missed | self._lost)
+            # A parameter whose weights vLLM packs elsewhere has no elements.
+            if filled.get(entry.name, -1) < min(entry.tensor.numel(), entry.num_loadable):
+                uncovered.add(entry.name)
+        return sorted(uncovered | self._lost)
 
     def _handle(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        changed, is_past_loaders = changed_by(func, args, kwargs), False
+        changed, is_outside_loaders = changed_by(func, args, kwargs), False
         for tensor in changed:
-            self._kernels.note(tensor)
-            place = self._loaded.of(tensor)
-            if place is None:
+            self._kernels.count_write(tensor)
+            entry = self._loaded.of(tensor)
+            if entry is None:
                 continue
-            num_before = self._loaded.num_written(place)
-            self._loaded.note(tensor)
+            num_before = self._loaded.num_written(entry)
+            self._loaded.count_write(tensor)
             if tensor.is_meta and not self._gate.is_inside:
-                is_past_loaders = True
-                self._make_room(place, self._loaded.num_written(place) - num_before)
-        if not is_past_loaders:
+                is_outside_loaders = True
+                self._give_memory(entry, self._loaded.num_written(entry) - num_before)
+        if not is_outside_loaders:
             return func(*args, **kwargs)
         from torch.utils._pytree import tree_map
 
@@ -142,43 +142,45 @@ class _Arrivals:
             func(*args, **kwargs)
         return result_of(func, changed)
 
-    def _make_room(self, place: Place, num_new: int) -> None:
-        """Gives `place`'s layer memory; `num_new` more of its elements are about to be written."""
+    def _give_memory(self, entry: ModelTensor, num_new: int) -> None:
+        """Gives `entry`'s layer memory; `num_new` more elements are about to be written."""
         from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
         from vllm.model_executor.model_loader.reload.meta import materialize_layer
         from vllm.model_executor.model_loader.reload.utils import get_layer_size
 
-        layer, info = place.layer, get_layerwise_info(place.layer)
+        layer, info = entry.layer, get_layerwise_info(entry.layer)
         if not info.can_load() or finishes_itself(layer):
-            self._lost.add(place.name)
+            self._lost.add(entry.name)
             return
-        if getattr(layer, place.attribute).is_meta:
+        if getattr(layer, entry.attribute).is_meta:
             materialize_layer(layer, info)
             for tensor in {**layer._parameters, **layer._buffers}.values():
                 if tensor is not None and self._loaded.of(tensor) is None:
-                    # What is never written is padding.
+                    # Elements that are never written are padding.
                     tensor.data.zero_()
-            self._loaded.add(place.path, layer)
+            self._loaded.add(entry.path, layer)
         info.load_numel += num_new
         if info.load_numel >= get_layer_size(layer):
-            self._whole.append(layer)
+            self._complete.append(layer)
 
     def _with_memory(self, value: Any) -> Any:
-        """`value`; for a part of a parameter without memory, the same part of the one that has."""
+        """`value`, or the same part of the parameter's memory if `value` has none."""
         import torch
 
-        place = (
+        entry = (
             self._loaded.of(value) if isinstance(value, torch.Tensor) and value.is_meta else None
         )
-        real = None if place is None else getattr(place.layer, place.attribute)
+        real = None if entry is None else getattr(entry.layer, entry.attribute)
         if real is None or real.is_meta:
             return value
         return real.data.as_strided(value.size(), value.stride(), value.storage_offset())
 
 
 def _take_kernels(model: Any) -> dict[Any, Any]:
-    """Those of experts, away from their layers, by method: vLLM packs experts for a CPU only where
-    there is none yet."""
+    """Removes the kernels of experts from their layers; returns them by method.
+
+    vLLM packs experts for a CPU only where a method has no kernel.
+    """
     methods: list[Any] = [getattr(module, "quant_method", None) for module in model.modules()]
     kernels = {one: one.moe_kernel for one in methods if getattr(one, "moe_kernel", None)}
     for method in kernels:
@@ -187,7 +189,7 @@ def _take_kernels(model: Any) -> dict[Any, Any]:
 
 
 def _pack_heads(model: Any) -> None:
-    """A head that shares the embedding's weights has a packed copy of them on a CPU."""
+    """Renews the packed copy that a head tied to the embedding has on a CPU."""
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
     for module in model.modules():

@@ -1,9 +1,9 @@
-"""What titopool adds to vLLM's worker for weight updates.
+"""The methods for weight updates that titopool adds to vLLM's worker.
 
-Runs in: vLLM's processes that hold the model, on the model's thread, between two steps. Mixed in
-with `workers/in_model/extension.py`; the names' prefix keeps clear of vLLM's own. Every method answers
-`["ok", …]`, `["refused", text]` or `["error", text]` and raises nothing: with several processes,
-vLLM would take the answers of those that did not raise for those of the next call.
+Runs in: vLLM's processes that hold the model, on the model's thread, between two steps. They are mixed
+in by `workers/in_model/extension.py`. Every method returns `["ok", …]`, `["refused", text]`,
+`["error", text]` or `["broken", text]` and raises nothing: if one of several processes raised, vLLM
+would return the other processes' answers as the result of the next call.
 """
 
 import functools
@@ -17,38 +17,30 @@ import msgspec
 
 from titopool.wire.commands import TensorInfo
 from titopool.wire.weight_plan import checksum
-from workers.in_model.catalogue import (
-    Catalogue,
-    Fit,
-    Refused,
-    catalogue_of,
-    folder_tensors,
-    shorten,
-    weight_files,
-)
+from workers.in_model.catalogue import Catalogue, Fit, catalogue_of, shorten
+from workers.in_model.checkpoint_files import Refused, folder_tensors, weight_files
 from workers.in_model.conversion import Conversions
 from workers.in_model.copies import CopyPlan, keeps_checkpoints_layout, learn
+from workers.in_model.coverage import Coverage, HalfLoaded, renew_sinks
+from workers.in_model.dry_runs import DryRuns
 from workers.in_model.group import GroupArgs
-from workers.in_model.reach import HalfLoaded, Reach
 from workers.in_model.receiver import Receiver
-from workers.in_model.rehearsals import Rehearsals
 from workers.in_model.reload import reload
-from workers.in_model.sinks import renew_sinks
 
 logger = logging.getLogger(__name__)
 
 Answer = list[Any]
 # How long a receiver may take to leave its group.
-ENDING_S = 10.0
+LEAVE_TIMEOUT_S = 10.0
 TENSORS = msgspec.msgpack.Decoder(list[TensorInfo])
 
 
-class Stuck(Exception):
-    """A thread of ours cannot be ended."""
+class CannotLeave(Exception):
+    """A receiver's thread does not end: only a new process can join a group."""
 
 
-def answers(method: Callable[..., Any]) -> Callable[..., Answer]:
-    """Turns what `method` returns or raises into an answer."""
+def answer(method: Callable[..., Any]) -> Callable[..., Answer]:
+    """Converts the result or the exception of `method` to an answer."""
 
     @functools.wraps(method)
     def call(*args: Any) -> Answer:
@@ -56,7 +48,7 @@ def answers(method: Callable[..., Any]) -> Callable[..., Answer]:
             return ["ok", method(*args)]
         except Refused as error:
             return ["refused", str(error)]
-        except Stuck as error:
+        except CannotLeave as error:
             return ["broken", str(error)]
         except HalfLoaded as error:
             return ["error", str(error)]
@@ -71,19 +63,19 @@ class WeightExtension:
     """Methods that `workers/engine/weights.py` calls through `collective_rpc`."""
 
     _titopool_receiver: Receiver | None = None
-    # Of sessions that have ended.
-    _titopool_left: Sequence[Receiver] = ()
+    # Receivers of sessions that have ended.
+    _titopool_closed: Sequence[Receiver] = ()
     _titopool_catalogue: Catalogue | None = None
-    _titopool_rehearsals: Rehearsals | None = None
+    _titopool_dry_runs: DryRuns | None = None
     _titopool_fit: Fit | None = None
-    # What the tensors of the update under way write; None: it is not known.
-    _titopool_reach: Reach | None = None
+    # What the current update's tensors write; None: unknown.
+    _titopool_coverage: Coverage | None = None
     _titopool_folder: Path | None = None
     _titopool_plan: CopyPlan | None = None
     _titopool_is_plain: bool | None = None
-    # The last list of tensors, whether it was a part, how it fits and what it writes.
-    _titopool_checked: tuple[bytes, bool, Fit, Reach | None] | None = None
-    # vLLM's worker has these.
+    # The last list of tensors, whether it was partial, how it fits and what it writes.
+    _titopool_checked: tuple[bytes, bool, Fit, Coverage | None] | None = None
+    # Attributes of vLLM's worker.
     get_model: Any
     device: Any
     rank: int
@@ -91,7 +83,7 @@ class WeightExtension:
     model_config: Any
     model_runner: Any
 
-    @answers
+    @answer
     def titopool_weights_device(self) -> str:
         """The UUID of this process's GPU; "" on a CPU."""
         import torch
@@ -100,54 +92,56 @@ class WeightExtension:
             return ""
         return str(torch.cuda.get_device_properties(self.device).uuid)
 
-    @answers
+    @answer
     def titopool_weights_join(self, args: dict[str, Any]) -> None:
-        """Begins to join the group; `args` are `GroupArgs` with the worker's first rank."""
+        """Begins to join the group; `args` are `GroupArgs` with the rank of the worker's first process."""
         self._titopool_leave()
-        if any(not one.has_ended(ENDING_S) for one in self._titopool_left):
-            raise Stuck("a former group cannot be left: its NCCL waits for a process that is gone")
-        self._titopool_left = ()
+        if any(not one.has_ended(LEAVE_TIMEOUT_S) for one in self._titopool_closed):
+            raise CannotLeave(
+                f"a former group did not end within {LEAVE_TIMEOUT_S:g} s: NCCL waits for a process "
+                "that has ended"
+            )
+        self._titopool_closed = ()
         given = msgspec.convert(args, GroupArgs)
         backend = given.backend
         if backend == "auto":
             backend = "nccl" if self.device.type == "cuda" else "gloo"
-        mine = msgspec.structs.replace(given, backend=backend, rank=given.rank + self.rank)
+        own = msgspec.structs.replace(given, backend=backend, rank=given.rank + self.rank)
         try:
-            self._titopool_receiver = Receiver(mine, self.device)
+            self._titopool_receiver = Receiver(own, self.device)
         except OSError as error:
-            raise Refused(f"cannot listen at {mine.host}:{mine.port}: {error}") from None
+            raise Refused(f"cannot listen at {own.host}:{own.port}: {error}") from None
 
-    @answers
+    @answer
     def titopool_weights_status(self) -> dict[str, Any] | None:
-        """How far the receiver is; None: there is none."""
+        """`Receiver.status`; None: no receiver."""
         receiver = self._titopool_receiver
         return None if receiver is None else receiver.status()
 
-    @answers
+    @answer
     def titopool_weights_begin(
         self, tensors: bytes, is_partial: bool, bucket_bytes: int
     ) -> dict[str, Any]:
-        """Checks names, shapes and dtypes; lets the receiver take them, unless a layer is split.
+        """Checks names, shapes and dtypes; starts to receive, unless a layer is split.
 
         Args:
             tensors: MessagePack of a list of `TensorInfo`, here and below: vLLM takes 5 ms to
                 send as many lists as a model has tensors.
         """
-        infos, told = self._titopool_check(tensors, is_partial)
-        if not told["split_layers"]:
+        infos, report = self._titopool_check(tensors, is_partial)
+        if not report["split_layers"]:
             assert self._titopool_receiver is not None
             self._titopool_receiver.announce(infos, bucket_bytes, self._titopool_extra_bytes())
-        return told
+        return report
 
-    @answers
+    @answer
     def titopool_weights_check(self, tensors: bytes, is_partial: bool) -> dict[str, Any]:
         """Checks names, shapes and dtypes, and remembers how they fit; receives nothing."""
-        _, told = self._titopool_check(tensors, is_partial)
-        return told
+        return self._titopool_check(tensors, is_partial)[1]
 
-    @answers
+    @answer
     def titopool_weights_take(self, tensor: bytes) -> None:
-        """Lets the receiver take the one tensor of a list whose others are not known yet."""
+        """Checks one tensor and starts to receive it, where the whole list is not known beforehand."""
         assert self._titopool_receiver is not None
         (info,) = TENSORS.decode(tensor)
         self._titopool_known().check(info)
@@ -161,50 +155,51 @@ class WeightExtension:
         if checked is None or checked[:2] != (tensors, is_partial):
             # A trainer sends the same list again and again.
             fit = self._titopool_known().fit(infos, is_partial=is_partial)
-            reach = None
+            coverage = None
             if not fit.split_layers:
                 is_reload = not self._titopool_has_plain_layers()
-                reach = self._titopool_rehearse(
+                coverage = self._titopool_dry_run(
                     infos, fit, is_partial=is_partial, is_reload=is_reload
                 )
-            self._titopool_checked = checked = (tensors, is_partial, fit, reach)
-        fit = checked[2]
-        self._titopool_fit, self._titopool_reach, self._titopool_folder = fit, checked[3], None
-        told = {
+            self._titopool_checked = checked = (tensors, is_partial, fit, coverage)
+        *_, fit, self._titopool_coverage = checked
+        self._titopool_fit, self._titopool_folder = fit, None
+        report = {
             "missing": fit.missing,
             "ignored": fit.ignored,
             "kept": fit.kept,
             "split_layers": shorten(fit.split_layers),
         }
-        return infos, told
+        return infos, report
 
-    @answers
+    @answer
     def titopool_weights_check_folder(self, folder: str) -> dict[str, Any]:
-        """Checks what a folder holds, for `titopool_weights_apply`."""
+        """Checks a folder's tensors, which `titopool_weights_apply` then loads."""
         tensors = folder_tensors(Path(folder))
         fit = self._titopool_known().fit(tensors, is_partial=False)
-        self._titopool_reach = self._titopool_rehearse(
+        self._titopool_coverage = self._titopool_dry_run(
             tensors, fit, is_partial=False, is_reload=True
         )
         self._titopool_fit, self._titopool_folder = fit, Path(folder)
         return {"ignored": fit.ignored, "num_tensors": len(tensors)}
 
-    @answers
+    @answer
     def titopool_weights_checksum(self) -> str:
-        """Of all staged tensors, in the order in which they were announced."""
+        """The checksum of all staged tensors, in the order in which they were announced."""
         assert self._titopool_receiver is not None
         return checksum(list(self._titopool_receiver.staged.values()))
 
-    @answers
+    @answer
     def titopool_weights_apply(self) -> dict[str, Any]:
-        """Puts what is staged, or in the folder, into the model.
+        """Loads the staged tensors, or the folder's, into the model.
 
-        After an error the model is half one and half the other: the process must end.
+        After an error the model has old and new weights: the process must end.
         """
         fit = self._titopool_fit
         assert fit is not None
         loaded: list[str] = []
-        tensors = _split(self._titopool_source(), fit, self._titopool_known().conversions, loaded)
+        conversions = self._titopool_known().conversions
+        tensors = _as_in_checkpoint(self._titopool_source(), fit, conversions, loaded)
         if self._titopool_folder is None and self._titopool_has_plain_layers():
             self._titopool_copy(dict(tensors))
         else:
@@ -213,9 +208,9 @@ class WeightExtension:
         self._titopool_forget()
         return {"loaded": len(loaded)}
 
-    @answers
+    @answer
     def titopool_weights_drop(self, leaves: bool) -> None:
-        """Forgets the update; with `leaves` closes the communicator too."""
+        """Drops the update; with `leaves` also leaves the group."""
         self._titopool_forget()
         if leaves:
             self._titopool_leave()
@@ -238,7 +233,7 @@ class WeightExtension:
         return self._titopool_is_plain
 
     def _titopool_extra_bytes(self) -> int:
-        """What loading needs of the GPU besides: a layer is made anew, from converted copies."""
+        """GPU memory that a reload needs in addition: for a new layer and its converted tensors."""
         if self.device.type != "cuda" or self._titopool_has_plain_layers():
             return 0
         return 2 * self._titopool_known().largest_layer_bytes
@@ -251,17 +246,17 @@ class WeightExtension:
         with torch.no_grad(), set_current_vllm_config(self.vllm_config):
             yield
 
-    def _titopool_rehearse(
+    def _titopool_dry_run(
         self, tensors: Sequence[TensorInfo], fit: Fit, *, is_partial: bool, is_reload: bool
-    ) -> Reach | None:
-        if self._titopool_rehearsals is None:
-            self._titopool_rehearsals = Rehearsals(
+    ) -> Coverage | None:
+        if self._titopool_dry_runs is None:
+            self._titopool_dry_runs = DryRuns(
                 self.get_model(),
                 self._titopool_known(),
                 is_quantized=self.model_config.quantization is not None,
             )
         with self._titopool_in_model():
-            return self._titopool_rehearsals.check(
+            return self._titopool_dry_runs.check(
                 tensors, fit, is_partial=is_partial, is_reload=is_reload
             )
 
@@ -271,15 +266,16 @@ class WeightExtension:
             if plan is not None and plan.fits(tensors):
                 plan.run(tensors)
             else:
-                self._titopool_plan = learn(self.get_model(), tensors, self._titopool_reach)
-        _settle(self)
+                self._titopool_plan = learn(self.get_model(), tensors, self._titopool_coverage)
+        _after_load(self)
 
     def _titopool_reload(self, tensors: Iterator[tuple[str, Any]]) -> None:
-        is_cpu = self.device.type == "cpu"
         with self._titopool_in_model():
-            reach = self._titopool_reach
-            reload(self.get_model(), self.model_config, tensors, reach, on_cpu=is_cpu)
-        _settle(self)
+            reload(
+                self.get_model(), self.model_config, tensors, self._titopool_coverage,
+                on_cpu=self.device.type == "cpu",
+            )  # fmt: skip
+        _after_load(self)
 
     def _titopool_known(self) -> Catalogue:
         if self._titopool_catalogue is None:
@@ -287,7 +283,7 @@ class WeightExtension:
         return self._titopool_catalogue
 
     def _titopool_forget(self) -> None:
-        self._titopool_fit = self._titopool_reach = self._titopool_folder = None
+        self._titopool_fit = self._titopool_coverage = self._titopool_folder = None
         if self._titopool_receiver is not None:
             self._titopool_receiver.drop()
 
@@ -295,18 +291,18 @@ class WeightExtension:
         receiver, self._titopool_receiver = self._titopool_receiver, None
         if receiver is not None:
             receiver.close()
-            self._titopool_left = [*self._titopool_left, receiver]
+            self._titopool_closed = [*self._titopool_closed, receiver]
 
 
-def _split(
+def _as_in_checkpoint(
     tensors: Iterator[tuple[str, Any]],
     fit: Fit,
     conversions: Conversions | None,
     loaded: list[str],
 ) -> Iterator[tuple[str, Any]]:
-    """Under the checkpoint's names, without those that the model has no place for."""
+    """`tensors` in the checkpoint's form, without the ignored ones; appends their names to `loaded`."""
     ignored = set(fit.ignored)
-    # Parameters that wait for others, to be converted with them.
+    # Parameters until the others of their conversion have come.
     waiting: dict[str, Any] = {}
     for name, tensor in tensors:
         if name in ignored:
@@ -326,8 +322,8 @@ def _split(
             yield name, tensor
 
 
-def _settle(worker: Any) -> None:
-    """What is to be done behind both ways of loading."""
+def _after_load(worker: Any) -> None:
+    """Renews what vLLM derives from weights; waits until the GPU is done."""
     import torch
 
     renew_sinks(worker.get_model())

@@ -35,7 +35,7 @@ from titopool.wire.commands import (
     UnloadAdapter,
 )
 from titopool.wire.pool_state import PoolState, PoolWeights
-from workers.engine.vllm import Engine
+from workers.engine.base import Engine
 from workers.engine.weights import WeightEngine
 from workers.ledger import Ledger
 from workers.serving.catch_up import CatchUp

@@ -15,7 +15,7 @@ from titopool.wire.messages import (
     WorkerFacts,
 )
 from titopool.wire.prefixes import completion_hashes, prompt_hashes
-from workers.engine.vllm import Generated
+from workers.engine.base import Generated
 
 # Job id and attempt.
 JobKey = tuple[JobId, int]

@@ -31,7 +31,7 @@ from titopool.wire.messages import (
     WorkerCounters,
 )
 from titopool.wire.sockets import bind_router
-from workers.engine.vllm import Engine, EngineDead, OnChunk
+from workers.engine.base import Engine, EngineDead, OnChunk
 from workers.process import EXIT_FAILED, EXIT_WEIGHTS_UNKNOWN, in_daemon_thread, kill_children
 from workers.serving.control import Control
 from workers.serving.jobs import FrontEnd, JobKey, count_job, prefix_of

@@ -1,0 +1,73 @@
+"""What a worker needs of an engine; `workers/engine/vllm.py` is the only implementation shipped.
+
+Runs in: each worker process, on its event loop.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+from titopool.wire.messages import Chunk, Completion, Job, Logprobs, WorkerFacts
+from workers.engine.lora import Adapters
+from workers.engine.versions import Versions
+from workers.engine.weights import WeightEngine
+
+ReportPhase = Callable[[str], None]
+OnChunk = Callable[[Chunk], None]
+
+
+class Generated(NamedTuple):
+    """The result of a job."""
+
+    completions: list[Completion]
+    # Prompt tokens found in the prefix cache.
+    num_cached_tokens: int = 0
+    # With images: the prompt with all placeholders expanded, the number of processed images, and
+    # the seconds of processing.
+    prompt_token_ids: bytes = b""
+    num_images: int = 0
+    image_s: float = 0.0
+    prompt_logprobs: Logprobs | None = None
+    adapter_version: int | None = None
+
+
+class EngineDead(Exception):
+    """The engine can never answer again; the worker process must end."""
+
+
+class Engine(Protocol):
+    """What a worker process asks of its engine."""
+
+    versions: Versions
+    # LoRA adapters; set once the model is loaded.
+    adapters: Adapters
+
+    @property
+    def weights(self) -> WeightEngine:
+        """The engine's side of weight updates; usable once the model is loaded."""
+
+    @property
+    def has_died(self) -> bool:
+        """Whether the engine's processes are known to have ended; returns at once."""
+
+    def load(self, report: ReportPhase) -> WorkerFacts:
+        """Loads the model and blocks until then; called in a thread. Calls `report` with each phase."""
+
+    async def warm_up(self) -> None:
+        """Generates once, so that no request waits for code that is compiled on first use."""
+
+    async def run(self, job: Job, on_chunk: OnChunk) -> Generated:
+        """Generates all completions of `job`; `on_chunk` gets the chunks of a streamed job.
+
+        Cancelling the call stops the generation.
+
+        Raises:
+            InvalidRequest: the engine refuses the job.
+            GenerationFailed: the engine failed on this job only.
+            EngineDead: the engine's processes have ended.
+        """
+
+    async def probe(self) -> None:
+        """Returns once the engine's loop has turned; hangs if the loop hangs."""
+
+    def close(self) -> None:
+        """Stops the engine's processes; blocks for seconds."""

