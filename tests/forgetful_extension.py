@@ -1,6 +1,6 @@
 """vLLM's worker with a model whose loader leaves out a tensor, as the file that FORGETS names says.
 
-`always`: for a rehearsal too; `loading`: only when the tensors have values; else never.
+`always`: in dry runs too; `loading`: only when the tensors have values; else never.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""What loaders write is rehearsed and counted: toy models in vLLM's own layerwise reload."""
+"""What loaders write is counted, in dry runs too: toy models in vLLM's own layerwise reload."""
 
 from collections.abc import Callable
 from typing import Any
@@ -86,13 +86,13 @@ def copy(model: Toy, sent: dict[str, torch.Tensor], coverage: Any) -> None:
 
 @pytest.mark.parametrize("load", [by_loader, past_loader])
 @pytest.mark.parametrize("order", [NAMES, NAMES[::-1]])
-@pytest.mark.parametrize("is_rehearsed", [True, False])
+@pytest.mark.parametrize("is_dry_run", [True, False])
 def test_a_reload_writes_what_comes_also_past_the_loaders(
-    load: Load, order: list[str], is_rehearsed: bool
+    load: Load, order: list[str], is_dry_run: bool
 ):
     model = Toy(load)
     memory = {name: one.data_ptr() for name, one in model.named_parameters()}
-    coverage = dry_run(model, INFOS, is_reload=True) if is_rehearsed else None
+    coverage = dry_run(model, INFOS, is_reload=True) if is_dry_run else None
     for _ in range(3):
         sent = tensors()
         run(model, {name: sent[name] for name in order}, coverage)
@@ -137,7 +137,7 @@ def moved(model: Toy, name: str, tensor: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("is_reload", [True, False])
 @pytest.mark.parametrize("load", [by_loader, past_loader, moved])
-def test_a_rehearsal_changes_nothing(load: Load, is_reload: bool):
+def test_a_dry_run_changes_nothing(load: Load, is_reload: bool):
     model = Toy(load)
     run(model, tensors())
     before, objects = model.state(), dict(model.named_parameters())
@@ -245,7 +245,7 @@ def forgetful(model: Toy, name: str, tensor: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("is_reload", [True, False])
-def test_a_load_that_does_less_than_was_rehearsed_is_an_error(is_reload: bool):
+def test_a_load_that_does_less_than_its_dry_run_is_an_error(is_reload: bool):
     model = Toy(forgetful)
     coverage = dry_run(model, INFOS, is_reload=is_reload)
     model.seen = ["second.one"]

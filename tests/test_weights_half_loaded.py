@@ -56,10 +56,10 @@ def refuses(server: Server, other: str, own: str) -> None:
 
 
 def ends_workers(server: Server, other: str, own: str) -> None:
-    """What a rehearsal could not know shows in the end; the workers begin again."""
+    """What a dry run cannot know shows in the end; the workers begin again."""
     client = weights_client(server, timeout_s=60)
     pids = worker_pids(server)
-    # Another order, which has not been rehearsed yet.
+    # Another order, which has had no dry run yet.
     with pytest.raises(WeightsError, match="half loaded") as caught:
         client.update(tensors_of(other)[::-1], policy="keep")
     assert f": {LEFT_OUT}; start the server with a folder" in str(caught.value)
