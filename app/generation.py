@@ -8,7 +8,7 @@ them to the workers as one `Request` and waits. A streamed route calls `make_req
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -21,7 +21,7 @@ from app.inputs.admission import Admission
 from app.inputs.images import NO_IMAGES, PromptImages, check_placeholders
 from app.inputs.token_ids import check_length, checked_ids
 from app.outputs.token_arrays import JSON, MSGPACK, binary_reply, is_binary, json_reply
-from app.pool.pending import Request, StreamedRequest
+from app.pool.pending import Request
 from titopool.errors import ClientGone, DeadlinePassed, InvalidRequest
 from titopool.settings.sampling import SamplingOptions, encode_options
 from titopool.wire.messages import ChatParsing, Completed, Job, WorkerFacts, encode
@@ -29,7 +29,6 @@ from titopool.wire.prefixes import prompt_hashes
 
 # Unique in this process; workers distinguish front ends by their sockets.
 _job_ids = itertools.count(1)
-AnyRequest = TypeVar("AnyRequest", bound=Request)
 
 
 class Prompt(NamedTuple):
@@ -41,7 +40,7 @@ class Prompt(NamedTuple):
     location: str
     images: PromptImages = NO_IMAGES
     cache_salt: str | None = None
-    # Whether the client sent exactly `token_ids`.
+    # Whether the client sent exactly `token_ids`; only /generate/ sets it.
     sent_as_ids: bool = False
 
 
@@ -80,7 +79,7 @@ def run_prompts(
     Raises:
         TitopoolError: why the request failed.
     """
-    request = make_request(Request, admission, prompts, options, adapter=adapter, chat=chat)
+    request = make_request(admission, prompts, options, adapter=adapter, chat=chat)
     with submitted(admission, request):
         if not request.wait(admission.deadline.left_s):
             cancel_overdue(admission, request)
@@ -88,15 +87,15 @@ def run_prompts(
 
 
 def make_request(
-    kind: type[AnyRequest],
     admission: Admission,
     prompts: Sequence[Prompt],
     options: SamplingOptions,
     *,
+    is_streamed: bool = False,
     adapter: str = "",
     chat: ChatParsing | None = None,
-) -> AnyRequest:
-    """A `Request` or `StreamedRequest` with one job for each prompt, not yet submitted.
+) -> Request:
+    """A request with one job for each prompt, not yet submitted.
 
     Raises:
         TitopoolError: images do not fit a prompt, or no worker is ready.
@@ -110,12 +109,12 @@ def make_request(
     jobs = make_jobs(
         prompts, options, facts,
         with_prefixes=link.needs_prefixes,
-        is_streamed=issubclass(kind, StreamedRequest),
+        is_streamed=is_streamed,
         adapter=adapter,
         chat=chat,
     )  # fmt: skip
     link.check_ready()
-    return kind(jobs, locations, facts=facts)
+    return Request(jobs, locations, facts=facts)
 
 
 def make_jobs(

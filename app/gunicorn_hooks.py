@@ -175,13 +175,11 @@ def _end_with_supervisor(supervisor_fd: int, master_pid: int) -> None:
 
 
 def worker_int(worker: Any) -> None:
-    """In a front end that must stop immediately: fails its open requests."""
+    """In a front end that must stop immediately, or that the master aborts: fails open requests."""
     worker.wsgi.extensions["titopool"].close()
 
 
-def worker_abort(worker: Any) -> None:
-    """In a front end that the master aborts because it hangs."""
-    worker_int(worker)
+worker_abort = worker_int
 
 
 def worker_exit(server: Any, worker: Any) -> None:
@@ -240,10 +238,9 @@ def _is_alive(pid: int) -> bool:
 
 def _urls(server: Any) -> list[str]:
     """The server's URL for a client on this host, in a list; none if it listens on Unix sockets."""
-    urls = []
     for listener in server.LISTENERS:
         address = listener.sock.getsockname()
         # The address of a Unix socket is a string.
         if isinstance(address, tuple):
-            urls.append(f"http://{_address(LOOPBACK.get(address[0], str(address[0])), address[1])}")
-    return urls[:1]
+            return [f"http://{_address(LOOPBACK.get(address[0], str(address[0])), address[1])}"]
+    return []

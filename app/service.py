@@ -19,7 +19,7 @@ from titopool.wire.sockets import worker_endpoint
 
 
 class Service:
-    """Made before gunicorn forks; `start` is called in the process that serves."""
+    """One for each Flask application. `start` connects it to the workers."""
 
     def __init__(self, config: ServerConfig):
         self.config = config

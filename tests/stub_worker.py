@@ -23,8 +23,8 @@ from titopool.errors import GenerationFailed, WeightUpdateFailed
 from titopool.settings.logs import configure_logging
 from titopool.settings.sampling import SamplingOptions, decode_options
 from titopool.settings.sources import from_environment
-from titopool.wire.commands import PauseMode
 from titopool.wire.messages import Chunk, Completion, Job, Logprobs, WorkerFacts
+from titopool.wire.pool_state import PauseMode
 from workers.engine.base import EngineDead, Generated, OnChunk, ReportPhase
 from workers.engine.lora import Adapter, Adapters
 from workers.engine.versions import Progress, Versions

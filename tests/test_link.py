@@ -10,7 +10,7 @@ import pytest
 
 import app.pool.link
 from app.pool.link import Link
-from app.pool.pending import StreamedRequest
+from app.pool.pending import Request
 from app.pool.worker_socket import ConnectionState
 from tests.test_pool import beat
 from titopool.deadline import Deadline
@@ -108,7 +108,7 @@ def test_a_worker_that_a_name_leaves_out_for_a_moment_stays(wires):
     link._tick()
     for endpoint in "ab":
         link._handle(endpoint, beat(endpoint))
-    request = StreamedRequest([JOB])
+    request = Request([JOB])
     link.submit(request)
     link._read_and_send()
     (mine,) = [worker for worker in link._pool.workers.values() if worker.jobs]

@@ -95,8 +95,8 @@ def test_a_prompt_whose_images_do_not_fit(ids, num_images, text):
 
 def test_a_request_without_places_has_prompts():
     job = Job(1, 1, b"", 1, 1, b"")
-    assert [Request([job, job]).location_of(index) for index in (0, 1)] == [
+    assert [Request([job, job]).locations[index] for index in (0, 1)] == [
         "prompts[0]",
         "prompts[1]",
     ]
-    assert Request([job], ["tokens"]).location_of(0) == "tokens"
+    assert Request([job], ["tokens"]).locations[0] == "tokens"

@@ -85,7 +85,7 @@ class InvalidImage(InvalidRequest):
 
 
 class ImageMismatch(InvalidRequest):
-    """The images of a prompt do not match its placeholders."""
+    """The images of a request do not match its prompts, their placeholders or the model."""
 
     code = "image_mismatch"
 
@@ -123,7 +123,7 @@ class BodyTooLarge(TitopoolError):
 
 
 class QueueFull(TitopoolError):
-    """The request would exceed `max_queued_prompts` of this front end."""
+    """The request would exceed `max_open_requests` or `max_queued_prompts` of this front end."""
 
     status = 429
     code = "queue_full"
@@ -131,28 +131,28 @@ class QueueFull(TitopoolError):
 
 
 class ClientGone(TitopoolError):
-    """The client closed its connection before the response (nginx's status 499)."""
+    """The client closed its connection before the end of the response (nginx's status 499)."""
 
     status = 499
     code = "client_gone"
 
 
 class GenerationFailed(TitopoolError):
-    """The engine failed on this request only."""
+    """A worker failed on this request, was lost during its stream, or sent an invalid result."""
 
     status = 500
     code = "generation_failed"
 
 
 class WeightUpdateFailed(TitopoolError):
-    """A weight update failed; the message says which weights serve."""
+    """A worker failed on a weight update, or was lost during it."""
 
     status = 500
     code = "weight_update_failed"
 
 
 class NoReadyWorker(TitopoolError):
-    """No worker can generate: all are starting or restarting, or none is configured."""
+    """No worker is ready, the tokenizer cannot be used now, or the server is stopping."""
 
     status = 503
     code = "no_ready_worker"
@@ -171,7 +171,7 @@ class ModelChanged(NoReadyWorker):
 
 
 class DeadlinePassed(TitopoolError):
-    """The request did not finish within `request_timeout_s`."""
+    """A request, or a command to a worker, did not finish in time."""
 
     status = 504
     code = "deadline_passed"

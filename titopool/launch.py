@@ -11,8 +11,6 @@ from collections.abc import Mapping
 from importlib.machinery import PathFinder
 from pathlib import Path
 
-from gunicorn.app.wsgiapp import WSGIApplication
-
 PACKAGES = ("app", "titopool", "workers")
 # The folder that holds the three packages: a checkout, or pip's site-packages.
 HOME = Path(__file__).resolve().parent.parent
@@ -38,13 +36,15 @@ def _hold_other_packages(folders: list[str]) -> bool:
     return any(spec is not None and spec.origin is not None for spec in found)
 
 
-class GunicornServer(WSGIApplication):  # type: ignore[misc]
-    """gunicorn's command. gunicorn's own class puts the working folder first on the import path."""
-
-    def chdir(self) -> None:
-        """Changes to the folder of gunicorn's setting `chdir`."""
-        os.chdir(self.cfg.chdir)
-
-
 if __name__ == "__main__":
+    # Only here: other users of this module, such as `titopool doctor`, need no gunicorn.
+    from gunicorn.app.wsgiapp import WSGIApplication
+
+    class GunicornServer(WSGIApplication):  # type: ignore[misc]
+        """gunicorn's command; gunicorn's own class puts the working folder on the import path."""
+
+        def chdir(self) -> None:
+            """Changes to the folder of gunicorn's setting `chdir`."""
+            os.chdir(self.cfg.chdir)
+
     GunicornServer("%(prog)s [OPTIONS] [APP_MODULE]").run()

@@ -1,7 +1,7 @@
 """`titopool doctor`: versions, GPUs, NCCL, ports, and the internals of vLLM that a worker needs.
 
 Runs in: a process of its own, which starts no engine. The exit code is 1 if something is missing
-that every server needs. A taken port and refused images are shown only: settings choose another
+that a server on this machine needs. A taken port and refused images are shown only: settings choose another
 port, and prompts without images work.
 """
 
@@ -10,13 +10,12 @@ import platform
 import socket
 import subprocess
 import sys
-from importlib import metadata
 
 from titopool import __version__
 from titopool.settings.config import ServerConfig
 from titopool.settings.gpus import visible_gpus
 from workers.environment import prepare_environment
-from workers.vllm_internals import INTERNALS, SUPPORTED, installed_version, missing
+from workers.vllm_internals import INTERNALS, SUPPORTED, installed_version, missing, version_of
 
 # TRL's client lets the group of a weight update meet here.
 TRL_PORT = 51_216
@@ -37,17 +36,22 @@ def main() -> int:
 
 def _report_versions() -> list[str]:
     print(f"python {platform.python_version()}\ntitopool {__version__}")
-    versions = {name: _version(name) for name in PACKAGES} | {"vllm": installed_version()}
+    versions = {name: version_of(name) for name in PACKAGES} | {"vllm": installed_version()}
     for name, version in versions.items():
         print(f"{name} {version or 'missing'}")
     how = f"vLLM {SUPPORTED}: pip install 'titopool[gpu]', or 'titopool[cpu]' without a GPU"
-    return [how if name == "vllm" else name for name, version in versions.items() if not version]
+    # torch and transformers come with vLLM.
+    return (
+        [name for name, version in versions.items() if not version] if versions["vllm"] else [how]
+    )
 
 
 def _report_gpus(gpus: list[str]) -> list[str]:
-    is_gpu_build = bool(_version("vllm"))
+    is_gpu_build = bool(version_of("vllm"))
     if not gpus:
-        print(f"no GPU: {'GPU' if is_gpu_build else 'CPU'} build")
+        print(
+            f"no GPU: {'GPU build' if is_gpu_build else 'CPU build' if installed_version() else 'no vLLM'}"
+        )
         return ["a GPU, or vLLM's CPU build: pip install 'titopool[cpu]'"] if is_gpu_build else []
     query = [
         "nvidia-smi",
@@ -58,7 +62,7 @@ def _report_gpus(gpus: list[str]) -> list[str]:
         listing = subprocess.run(
             [*query, "-i", ",".join(gpus)], capture_output=True, text=True, timeout=20
         )
-        lines = listing.stdout.splitlines()
+        lines = listing.stdout.splitlines() if listing.returncode == 0 else []
     except (OSError, subprocess.TimeoutExpired):
         lines = []
     for line in lines or [f"{gpu}: nvidia-smi does not know it" for gpu in gpus]:
@@ -103,13 +107,6 @@ def _report_ports() -> None:
                 print(f"port {port} is free")
             except OSError as error:
                 print(f"port {port} cannot be used ({error.strerror}); choose another {setting}")
-
-
-def _version(distribution: str) -> str:
-    try:
-        return metadata.version(distribution)
-    except metadata.PackageNotFoundError:
-        return ""
 
 
 if __name__ == "__main__":

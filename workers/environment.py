@@ -42,7 +42,7 @@ def prepare_environment(environ: MutableMapping[str, str], *, on_cpu: bool) -> N
         # produce ever new batch sizes, so the cache would grow beyond 1 GiB per engine. Compiling a
         # kernel again takes less than 1 ms.
         environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")
-        # The engine core runs inside the worker: one process less to start.
+        # The engine core runs the model itself: one process less to start.
         environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 
 

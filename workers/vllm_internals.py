@@ -29,7 +29,7 @@ class Internal(NamedTuple):
     # `member`, `member(parameters)`, `(parameters)` of a function or constructor; `a | b`: a or b.
     needs: tuple[str, ...]
     purpose: str
-    # A lack refuses images, not the start.
+    # If it is missing, images are refused and the worker still starts.
     is_for_images: bool = False
 
 
@@ -44,7 +44,7 @@ INTERNALS = (
         "engine/weights.py",
         "vllm.v1.engine.async_llm:AsyncLLM",
         ("engine_core", "output_processor"),
-        "leads to the pause and to the open requests",
+        "gives access to the pause call and to the requests in flight",
     ),
     Internal(
         "engine/weights.py",
@@ -156,13 +156,13 @@ INTERNALS = (
         "in_model/reload.py",
         f"{RELOAD}.types:LayerReloadingInfo",
         ("can_load", "load_numel"),
-        "counted on for weights that a model copies past its loaders",
+        "tracks the weights that a model copies outside its loaders",
     ),
     Internal(
         "in_model/reload.py",
         f"{RELOAD}.layerwise:_layerwise_process",
         ("(layer, info)",),
-        "finishes a layer that such weights have filled",
+        "completes a layer that was filled in this way",
     ),
     Internal(
         "in_model/reload.py",
@@ -197,7 +197,7 @@ INTERNALS = (
 
 
 def check_internals() -> None:
-    """Refuses a version of vLLM that lacks what a worker needs, whatever its model.
+    """Refuses a version of vLLM that lacks a row, even if the worker's settings do not use it.
 
     Raises:
         ConfigError: one line that names the first lack.
@@ -206,7 +206,7 @@ def check_internals() -> None:
         if not row.is_for_images and (lacks := missing(row)):
             raise ConfigError(
                 f"vLLM {installed_version()} has no {lacks[0]}, which workers/{row.used_by} needs "
-                f"({row.purpose}); install vLLM {SUPPORTED}, `titopool doctor` lists all that is missing"
+                f"({row.purpose}); install vLLM {SUPPORTED}; `titopool doctor` lists all that is missing"
             )
 
 
@@ -219,8 +219,12 @@ def missing(row: Internal) -> list[str]:
     """What the installed vLLM lacks of `row`; imports the row's module of vLLM."""
     try:
         owner = pkgutil.resolve_name(row.name)
-    except (ImportError, AttributeError):
+    except AttributeError:
         return [row.name]
+    except Exception as error:
+        # Importing vLLM can raise anything, e.g. a RuntimeError of torchvision.
+        is_absent = isinstance(error, ModuleNotFoundError) and row.name.startswith(str(error.name))
+        return [row.name if is_absent else f"{row.name} ({type(error).__name__}: {error})"]
     return [
         f"{row.name} {need}"
         for need in row.needs
@@ -241,7 +245,7 @@ def _has(owner: Any, need: str) -> bool:
 
 
 def _members(owner: Any) -> set[str]:
-    """Members of a class, its fields, attributes that constructors set; a function's inner functions."""
+    """Members of a class, its fields and the names in its constructors; a function's inner functions."""
     names = set(dir(owner))
     for kind in getattr(owner, "__mro__", ()):
         names.update(inspect.get_annotations(kind))
@@ -253,9 +257,12 @@ def _members(owner: Any) -> set[str]:
 
 def installed_version() -> str:
     """The version of the installed vLLM; "" where there is none."""
-    for name in DISTRIBUTIONS:
-        try:
-            return metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return ""
+    return next(filter(None, map(version_of, DISTRIBUTIONS)), "")
+
+
+def version_of(distribution: str) -> str:
+    """The version of an installed distribution; "" if it is not installed."""
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return ""

@@ -177,7 +177,7 @@ def _read_tool_calls(calls: Any, location: str) -> list[dict[str, Any]]:
             except (msgspec.DecodeError, RecursionError):
                 arguments = None
             if not isinstance(arguments, dict):
-                # The model wrote invalid JSON. Refusing it would end the conversation for good.
+                # The model wrote invalid JSON. The conversation must be able to continue.
                 logger.warning(
                     "%s[%d]: arguments are no JSON object; rendered as {}", location, index
                 )

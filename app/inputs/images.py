@@ -194,8 +194,7 @@ def processor_kwargs_of(
 def _check_number(num_images: int, location: str, facts: WorkerFacts) -> None:
     if facts.images is None:
         raise ImageMismatch(
-            f"{location}: expected no images, as {facts.model} is served for token ids only, got "
-            f"{num_images}",
+            f"{location}: expected no images, as {facts.model} accepts no images, got {num_images}",
             param=_field_at(location),
         )
     if num_images > facts.images.max_images:

@@ -35,18 +35,12 @@ def json_reply(
     are null without `with_logprobs`. A value that is not finite is null.
     """
     completions = _completions(results)
-    values = ids = None
-    if with_logprobs:
-        values, ids = [], []
-        for completion in completions:
-            completion_values, completion_ids = nested_logprobs(completion)
-            values.append(completion_values)
-            ids.append(completion_ids)
+    nested = [nested_logprobs(one) for one in completions] if with_logprobs else None
     reply = {
         "prompt_ids": list(prompt_ids),
         "completion_ids": [np.frombuffer(one.token_ids, np.int32) for one in completions],
-        "logprobs": values,
-        "logprob_token_ids": ids,
+        "logprobs": None if nested is None else [values for values, _ in nested],
+        "logprob_token_ids": None if nested is None else [ids for _, ids in nested],
         **_without_tokens(results),
     }
     # orjson writes float32 in the fewest digits that read back as the same float32.

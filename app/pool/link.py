@@ -22,7 +22,7 @@ from app.pool.pending import Request
 from app.pool.placement import ROUTING_POLICIES
 from app.pool.records import natural_order
 from app.pool.state import Pool
-from app.pool.worker_socket import ConnectionState, WorkerSocket
+from app.pool.worker_socket import WorkerSocket
 from titopool.deadline import Deadline
 from titopool.errors import NoReadyWorker, QueueFull, TitopoolError
 from titopool.settings.config import ServerConfig
@@ -47,7 +47,7 @@ REFUSED = (
 
 @dataclass(frozen=True)
 class WorkerView:
-    """What /ready shows of a worker."""
+    """A worker as routes show it."""
 
     endpoint: str
     heartbeat: Heartbeat | None
@@ -271,9 +271,9 @@ class Link:
         if worker_socket.is_closed:
             return
         state = worker_socket.read_state()
-        if state is ConnectionState.CLOSED:
+        if state == "closed":
             self._lose(endpoint, CLOSED)
-        elif state is ConnectionState.REFUSED:
+        elif state == "refused":
             if self._pool.workers[endpoint].heartbeat is not None:
                 self._pool.mark_worker_lost(endpoint, CLOSED)
             self._disconnect(endpoint)

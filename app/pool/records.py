@@ -75,7 +75,7 @@ class Worker:
 
         A front end may use all slots that other front ends leave free, and always its fair
         share, so that a backlog of others does not block it. A job with more completions than
-        that runs alone.
+        that is sent when this front end has no other job here.
         """
         facts, beat = self.facts, self.heartbeat
         if facts is None or beat is None or not self.has_adapter_of(job):
@@ -138,7 +138,7 @@ class OpenJob:
     @property
     def location(self) -> str:
         """Where the prompt stood in the client's body."""
-        return self.request.location_of(self.index)
+        return self.request.locations[self.index]
 
     def next_attempt(self, num_deaths: int) -> "OpenJob":
         """The same job with a new attempt number: results of earlier attempts are dropped."""

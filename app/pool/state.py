@@ -34,7 +34,8 @@ from titopool.wire.messages import Chunk, Completed, Failed, Heartbeat, Job, Loa
 
 logger = logging.getLogger(__name__)
 
-# A job is sent to a second worker when the first worker dies, and to no third worker.
+# How many workers may die while they run a job; then the job fails. A worker that was stopped on
+# purpose does not count.
 MAX_DEATHS = 2
 
 
@@ -60,8 +61,6 @@ class Pool:
         self._on_lost = on_lost
         self.workers: dict[str, Worker] = {}
         self.waiting = WaitingJobs()
-        # In flight and waiting.
-        self.num_open_jobs = 0
         self.view = PoolView()
         self._failed: list[Request] = []
         self._no_worker_timeout_s = no_worker_timeout_s
@@ -149,7 +148,7 @@ class Pool:
             if error is None:
                 requeued.append(open_job.next_attempt(num_deaths))
             else:
-                self._fail(open_job, error)
+                self._fail(open_job.request, error)
         # These jobs have waited longest.
         self.waiting.prepend(requeued)
         self._on_lost(endpoint, reason)
@@ -206,16 +205,20 @@ class Pool:
 
     # ---- jobs ------------------------------------------------------------------------
 
+    @property
+    def num_open_jobs(self) -> int:
+        """Jobs in flight and waiting."""
+        return len(self.waiting) + sum(len(worker.jobs) for worker in self.workers.values())
+
     def submit(self, request: Request) -> None:
         """Queues all jobs of `request`; fails it if the model has changed since its checks."""
-        self.num_open_jobs += len(request.jobs)
         error = self.view.model_change_since(request.facts)
         for index, job in enumerate(request.jobs):
             open_job = OpenJob(job, request, index, as_integers(job.prefix))
             if error is None:
                 self.waiting.append(open_job)
             else:
-                self._fail(open_job, error)
+                self._fail(open_job.request, error)
 
     def assign(self) -> list[Assignment]:
         """Moves waiting jobs to ready workers with room, as the routing policy chooses."""
@@ -252,10 +255,10 @@ class Pool:
         name = open_job.job.adapter
         if name in self.view.state.adapters.by_name:
             text = f"no ready worker has the adapter {name!r}; send the request again"
-            self._fail(open_job, NoReadyWorker(text, retry_after_s=2))
+            self._fail(open_job.request, NoReadyWorker(text, retry_after_s=2))
         else:
             text = f"the adapter {name!r} has been unloaded; load it or choose another model"
-            self._fail(open_job, ModelNotFound(text, param="model"))
+            self._fail(open_job.request, ModelNotFound(text, param="model"))
 
     def on_results(self, endpoint: str, results: Iterable[Completed | Failed | Chunk]) -> None:
         """Passes results to their requests; drops results of an earlier attempt."""
@@ -272,29 +275,24 @@ class Pool:
             error_type = ERRORS_BY_CODE.get(result.code, GenerationFailed)
             worker.remove(result.job_id)
             self._fail(
-                open_job, error_type(f"{open_job.location}: {result.message}", param=result.param)
+                open_job.request,
+                error_type(f"{open_job.location}: {result.message}", param=result.param),
             )
         elif defect := defect_of(open_job.job, result):
             error = GenerationFailed(
                 f"{open_job.location}: the worker sent an invalid result: {defect}"
             )
             # The worker may still run the job: `withdraw` removes it, and the link aborts it.
-            self._fail_request(open_job.request, error)
+            self._fail(open_job.request, error)
         elif isinstance(result, Chunk):
             open_job.request.add_chunk(open_job.index, result)
         else:
             worker.remove(result.job_id)
             if result.prefix:
                 worker.prefixes.record([*open_job.digests, *as_integers(result.prefix)])
-            self.num_open_jobs -= 1
             open_job.request.complete(open_job.index, result)
 
-    def _fail(self, open_job: OpenJob, error: TitopoolError) -> None:
-        """Ends a job that was removed from the queue or from its worker."""
-        self.num_open_jobs -= 1
-        self._fail_request(open_job.request, error)
-
-    def _fail_request(self, request: Request, error: TitopoolError) -> None:
+    def _fail(self, request: Request, error: TitopoolError) -> None:
         """Fails the request; its remaining jobs stay open until `withdraw`."""
         if request.fail(error):
             self._failed.append(request)
@@ -315,11 +313,9 @@ class Pool:
             job_ids = [job.job_id for job in request.jobs if job.job_id in worker.jobs]
             if job_ids:
                 keys = [(job_id, worker.remove(job_id).job.attempt) for job_id in job_ids]
-                self.num_open_jobs -= len(keys)
                 aborts.append((worker, keys))
         for job in request.jobs:
-            if self.waiting.remove(job.job_id) is not None:
-                self.num_open_jobs -= 1
+            self.waiting.remove(job.job_id)
         return aborts
 
     def open_requests(self) -> list[Request]:
@@ -364,4 +360,4 @@ class Pool:
 
     def _fail_waiting(self, error: TitopoolError) -> None:
         for open_job in self.waiting.remove_all():
-            self._fail(open_job, error)
+            self._fail(open_job.request, error)

@@ -5,7 +5,7 @@ again after each send, because a send can consume the signal.
 """
 
 from collections.abc import Callable
-from enum import Enum
+from typing import Literal
 
 import gevent
 import zmq
@@ -22,15 +22,9 @@ HANDSHAKE_FAILED = (
 )
 
 
-class ConnectionState(Enum):
-    """What the monitor reported about a connection."""
-
-    # Connected or still connecting.
-    OPEN = "open"
-    # Closed after it was set up.
-    CLOSED = "closed"
-    # Closed by the other end before it was set up.
-    REFUSED = "refused"
+# What the monitor reported: connected or still connecting, closed after the connection was set up, or
+# closed by the other end before.
+ConnectionState = Literal["open", "closed", "refused"]
 
 
 class WorkerSocket:
@@ -74,13 +68,13 @@ class WorkerSocket:
         A local socket closes only when the worker's process ends. When a connection between
         hosts breaks, the replies in flight are lost with it.
         """
-        state = ConnectionState.OPEN
+        state: ConnectionState = "open"
         while int(self._monitor.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
             event = recv_monitor_message(self._monitor, zmq.NOBLOCK)["event"]
             if event & HANDSHAKE_FAILED:
                 # EVENT_DISCONNECTED follows.
-                return ConnectionState.REFUSED
-            state = ConnectionState.CLOSED
+                return "refused"
+            state = "closed"
         return state
 
     def close(self) -> None:

@@ -5,7 +5,8 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from titopool.wire.commands import Backend, PauseMode
+from titopool.wire.commands import Backend
+from titopool.wire.pool_state import PauseMode
 from titopool.wire.weight_plan import DEFAULT_BUCKET_BYTES
 
 Port = Annotated[int, Meta(ge=1, le=65_535)]

@@ -14,7 +14,7 @@ import msgspec
 
 from tests import stub_worker
 from titopool.errors import InvalidRequest
-from titopool.wire.commands import PauseMode
+from titopool.wire.pool_state import PauseMode
 
 # A model of two tensors: an update without the last is not complete.
 FIRST, LAST = "first", "last"

@@ -16,7 +16,8 @@ from typing import Any, NoReturn
 
 from titopool.client.server_calls import WeightsError, own_address, post_or_get
 from titopool.client.trainer_group import TrainerGroup, run_in_thread
-from titopool.wire.commands import PauseMode, TensorInfo
+from titopool.wire.commands import TensorInfo
+from titopool.wire.pool_state import PauseMode
 from titopool.wire.weight_plan import DEFAULT_BUCKET_BYTES, checksum, plan_buckets, views_of
 
 __all__ = ["WeightsClient", "WeightsError"]
@@ -50,7 +51,7 @@ class WeightsClient:
                 this machine reaches the server.
             api_key: the server's `admin_key`; its `api_key` if it has no `admin_key`.
             timeout_s: timeout of each step: each HTTP call and each broadcast.
-            bucket_bytes: bytes of one broadcast, about. The device holds two buffers of this size.
+            bucket_bytes: largest broadcast in bytes. A larger tensor is sent alone. The device holds two buffers of this size.
         """
         self._url = url.rstrip("/")
         self._given_device = device

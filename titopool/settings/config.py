@@ -55,7 +55,7 @@ class ServerConfig:
     )
     num_workers: int = setting(
         0,
-        "Workers; each runs one engine. 0: one for each GPU or group of GPUs, one without a GPU.",
+        "Workers; each runs one engine. 0: one for each GPU or group of GPUs, or one if there is no GPU.",
         at_least=0,
     )
     tensor_parallel_size: int = setting(

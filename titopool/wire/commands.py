@@ -1,8 +1,8 @@
 """Commands from a front end to workers: weight updates, pauses and LoRA adapters.
 
-A route sends a command to the pool's first worker. Once the first worker has accepted the command,
-the route sends it to the others. So the first worker decides between two trainers that call at
-once, through any front ends. `JoinGroup`, `PrepareUpdate`, `ApplyUpdate` and `FinishTensors` take
+A command that two clients may send at once goes to the pool's first worker, and to the others once
+the first worker has accepted it. So the first worker decides between two trainers, through any front
+ends. Other commands go to all workers at once. `JoinGroup`, `PrepareUpdate`, `ApplyUpdate` and `FinishTensors` take
 long and are answered on acceptance. The answer to `AwaitStep` comes when such a step has ended.
 """
 
@@ -10,8 +10,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from titopool.wire.pool_state import Clock, LeaseSeconds, Version
-from titopool.wire.pool_state import PauseMode as PauseMode
+from titopool.wire.pool_state import Clock, LeaseSeconds, PauseMode, Version
 
 Backend = Literal["nccl", "gloo"]
 

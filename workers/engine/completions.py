@@ -33,7 +33,7 @@ class Stream:
     ):
         self._job = job
         self._parsing = parsing
-        self._on_part = on_chunk
+        self._on_chunk = on_chunk
         self._adapter_version = adapter_version
         self._sent: dict[int, Sent] = {}
 
@@ -52,7 +52,7 @@ class Stream:
             if one.finish_reason != "error"
         ]
         if pieces:
-            self._on_part(
+            self._on_chunk(
                 Chunk(
                     self._job.job_id,
                     self._job.attempt,
@@ -65,7 +65,7 @@ class Stream:
 
     def _new_piece(self, one: Any, history: History) -> Completion:
         sent = self._sent.get(one.index, Sent())
-        # vLLM cuts a stop string off, so the text can become shorter.
+        # The text may lag behind the tokens: vLLM holds back what may be part of a stop string.
         self._sent[one.index] = Sent(len(one.token_ids), max(sent.num_characters, len(one.text)))
         new_ids = list(one.token_ids[sent.num_tokens :])
         ids = np.array(new_ids, dtype=np.int32).tobytes()

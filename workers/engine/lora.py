@@ -2,8 +2,9 @@
 
 Runs in: each worker process, on its event loop. A new version is loaded while the old one serves,
 then takes over its name. Requests in flight finish with the old version, which is removed
-after the last of them. vLLM's `load_inplace` is not used: vLLM 0.25 then keeps keys and values
-of the old weights, and a request for an adapter that cannot be loaded ends its engine.
+after the last of them. vLLM's `load_inplace` is not used: vLLM 0.25 keeps keys and values of the
+old weights. Requests get loaded versions only: a request for an adapter that cannot be loaded ends the
+engine of every version of vLLM.
 """
 
 import asyncio

@@ -44,7 +44,7 @@ async def until_scored(run: Callable[[], Awaitable[Scored]], timeout_s: float) -
             if time.monotonic() > deadline:
                 raise DeadlinePassed(
                     f"expected the prompt's log-probabilities within {timeout_s:g} s (request_timeout_s), "
-                    "weight updates or pauses aborted each try; send the prompt when fewer of them come, "
-                    "or choose another pause mode for them"
+                    "but weight updates or pauses aborted each try; send the prompt again when there are "
+                    "fewer of them, or choose another pause mode for them"
                 ) from None
         await asyncio.sleep(RETRY_INTERVAL_S)

@@ -1,8 +1,8 @@
 """What weight updates and pauses need of an engine, and its implementation on vLLM's AsyncLLM.
 
 Runs in: each worker process, on its event loop. No call has a timeout: vLLM's utility calls hang when
-the engine process has ended, so the caller sets one. After a timeout a call must not be repeated:
-vLLM's `collective_rpc` would return the late answer to the next call.
+the engine process has ended, so the caller cancels them. The `timeout` of vLLM's `collective_rpc` must
+not be used: the next call would get the late answer.
 """
 
 import asyncio
@@ -10,7 +10,7 @@ from collections.abc import Collection
 from typing import Any, Protocol
 
 from titopool.errors import InvalidRequest, WeightUpdateFailed
-from titopool.wire.commands import PauseMode
+from titopool.wire.pool_state import PauseMode
 from workers.engine.versions import Progress, Versions
 
 VLLM_MODES = {"keep": "keep", "drain": "wait", "abort": "abort"}

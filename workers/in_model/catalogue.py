@@ -185,7 +185,7 @@ class Catalogue:
     def _match(self, tensor: TensorInfo, fit: Fit) -> list[str]:
         """The keys of `_tensors` that `tensor` fills; a parameter to be converted fills none yet.
 
-        `fit` takes down whether the tensor is ignored, split or converted.
+        `fit` records whether the tensor is ignored, split or converted.
         """
         if tensor.dtype not in DTYPE_BYTES:
             raise Refused(

@@ -21,7 +21,7 @@ SKIPPED = ("consolidated", "adapter", "training")
 
 
 class Refused(Exception):
-    """The tensors do not fit the model, or a file is broken; the message says which, and how."""
+    """The tensors do not fit the model, or a file is broken; the message names the tensor or the file, and the fault."""
 
 
 def read_header(file: Path) -> list[tuple[TensorInfo, int]]:

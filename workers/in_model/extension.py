@@ -17,7 +17,7 @@ from workers.in_model.weight_extension import WeightExtension
 
 # vLLM imports this module in every process that holds the model, before its first step.
 send_lists()
-# Exclude all objects from the garbage collection at the interpreter's exit, which takes 2 s.
+# The garbage collection at the interpreter's exit would take 2 s: exclude all objects from it.
 atexit.register(gc.freeze)
 
 
@@ -31,7 +31,7 @@ class WorkerExtension(WeightExtension):
         id of this process.
         """
         watched = os.pidfd_open(pid)
-        # With several ranks, the parent is the engine core.
+        # A parent other than `pid` is the engine core, which started this process.
         parent = os.getppid() if os.getppid() != pid else None
         threading.Thread(
             target=_kill_after, args=(watched, parent), name="titopool-die-with", daemon=True

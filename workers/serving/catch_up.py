@@ -15,10 +15,9 @@ from titopool.wire.commands import (
     AbortUpdate,
     ApplyUpdate,
     BeginFolder,
-    PauseMode,
     PrepareUpdate,
 )
-from titopool.wire.pool_state import AdapterRecord, PoolWeights
+from titopool.wire.pool_state import AdapterRecord, PauseMode, PoolWeights
 from workers.engine.lora import Adapters
 from workers.engine.weights import WeightEngine
 from workers.ledger import digest_of_files

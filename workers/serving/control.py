@@ -240,7 +240,7 @@ class Control:
         await self._catch_up.run()
 
     async def watch(self) -> None:
-        """Ends what must not last: expired pauses, forgotten commits, failed updates.
+        """Ends expired pauses, commits that nothing ends, and failed updates.
 
         Never returns.
         """

@@ -1,8 +1,9 @@
 """Starts one worker process for each engine and restarts workers that die.
 
 Runs in: the supervisor's process, a child of gunicorn's master, in one thread. Owns: the workers'
-processes and the pipes on which workers log and report their phase. A worker whose first start
-fails stops the server with the cause. Any other worker is restarted, with a growing delay.
+processes and the pipes on which workers log and report their phase. If a worker's first start
+fails, or the last three restarts of every worker, the server stops with the cause. Otherwise a dead
+worker is restarted: at once, or after a growing delay if it died early.
 """
 
 import argparse
@@ -35,7 +36,7 @@ from workers.supervisor.phase_pipe import Report
 from workers.supervisor.resources import resources_of_worker
 from workers.supervisor.worker_log import WorkerLog, root_cause
 
-# Not __name__: the whole process logs under this name.
+# Not __name__, in which `supervisor` comes twice.
 logger = logging.getLogger("workers.supervisor")
 
 # Between two looks at the workers when no pipe is readable.
@@ -230,7 +231,7 @@ class Supervisor:
         if worker.process is None or worker.process.poll() is None:
             return
         code = worker.process.returncode
-        self._kill_group(worker)
+        kill_group(worker.process)
         # The pipes may still hold the worker's last lines.
         self._read_pipes()
         worker.process = None
@@ -268,34 +269,26 @@ class Supervisor:
 
     def _check_start_timeout(self, worker: WorkerProcess) -> None:
         limit_s = self._config.worker_start_timeout_s
-        is_starting = worker.process is not None and worker.phase != "ready"
-        if is_starting and time.monotonic() - worker.started_at > limit_s:
+        if worker.process is None or worker.phase == "ready":
+            return
+        if time.monotonic() - worker.started_at > limit_s:
             worker.failure = (
                 f"not ready after {limit_s:g} s, still {worker.phase or 'starting'}; "
                 "raise worker_start_timeout_s"
             )
-            self._kill_group(worker)
-
-    def _kill_group(self, worker: WorkerProcess) -> None:
-        assert worker.process is not None
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(worker.process.pid, signal.SIGKILL)
+            kill_group(worker.process)
 
     def _stop_all(self) -> None:
-        running = [worker for worker in self._workers if worker.process is not None]
-        for worker in running:
-            assert worker.process is not None
-            worker.process.terminate()
+        processes = [worker.process for worker in self._workers if worker.process is not None]
+        for process in processes:
+            process.terminate()
         deadline = time.monotonic() + STOP_TIMEOUT_S
-        while any(worker.process and worker.process.poll() is None for worker in running):
-            if time.monotonic() > deadline:
-                break
+        while any(one.poll() is None for one in processes) and time.monotonic() < deadline:
             # A worker that waits for space in a full pipe could not end.
             self._read_pipes()
-        for worker in running:
-            assert worker.process is not None
-            self._kill_group(worker)
-            worker.process.wait()
+        for process in processes:
+            kill_group(process)
+            process.wait()
 
     # ---- greeting --------------------------------------------------------------------
 
@@ -308,9 +301,16 @@ class Supervisor:
         show(greeting(self._config, self._url))
 
 
+def kill_group(process: subprocess.Popen[bytes]) -> None:
+    """Kills a worker and its engine processes."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
 def restart_delay_s(num_failures: int) -> float:
     """Exponential backoff, in seconds."""
-    return min(2.0**num_failures, MAX_RESTART_DELAY_S)
+    # Bounded first: a power of floats overflows at 1,024 failures.
+    return min(2.0 ** min(num_failures, 10), MAX_RESTART_DELAY_S)
 
 
 def is_healthy(url: str) -> bool:
@@ -342,7 +342,9 @@ def describe_exit(code: int) -> str:
     if code == -signal.SIGKILL:
         return "it was killed (SIGKILL); the machine is perhaps out of memory"
     if code < 0:
-        return f"it was ended by {signal.Signals(-code).name}"
+        # A real-time signal has no name.
+        names = {one.value: one.name for one in signal.Signals}
+        return f"it was ended by {names.get(-code, f'signal {-code}')}"
     return f"it exited with code {code}"
 
 

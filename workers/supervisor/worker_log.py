@@ -1,4 +1,7 @@
-"""A worker's log file: everything is written to it, and only errors also to the screen.
+"""A worker's log file, and which of its lines are also shown on the screen.
+
+The worker's own lines are always shown, those of vLLM only if they are errors (with log_level debug,
+all).
 
 The lines come from vLLM and other libraries, in the worker and in vLLM's processes. The worker's own
 log lines arrive on another pipe (`workers/supervisor/phase_pipe.py`) and are written too.

@@ -5,8 +5,7 @@ import logging
 import time
 
 from titopool.errors import Conflict
-from titopool.wire.commands import PauseMode
-from titopool.wire.pool_state import PoolPause
+from titopool.wire.pool_state import PauseMode, PoolPause
 from workers.engine.weights import WeightEngine
 from workers.weights.pool_view import PoolView
 

@@ -182,7 +182,10 @@ class TrlUpdates(Updates):
             is_complete = await self._is_complete(update)
             self._checked = current
             if is_complete:
-                await self.finish_tensors(FinishTensors())
+                async with self._accepting:
+                    # The next update may have begun while this task waited for the lock.
+                    if self._trl_update is update and not self.steps.is_running(*FINISH):
+                        self.steps.start(*FINISH, self._commit(update))
 
     async def _commit(self, update: PoolWeights) -> Result:
         """Prepares and applies the update in one step."""

@@ -30,11 +30,10 @@ from titopool.wire.commands import (
     BeginUpdate,
     JoinGroup,
     LeaveGroup,
-    PauseMode,
     PrepareUpdate,
     ReceiveTensor,
 )
-from titopool.wire.pool_state import PoolWeights, next_clock
+from titopool.wire.pool_state import PauseMode, PoolWeights, next_clock
 from workers.engine.versions import Versions
 from workers.engine.weights import WeightEngine
 from workers.ledger import digest_of_files

@@ -26,23 +26,21 @@ def live() -> Response:
 @blueprint.get("/ready/")
 def ready() -> Response:
     """Each worker's phase and weight version; 503 while no worker is ready."""
-    workers = []
     link = current_service().link
     link.wait_for_heartbeats()
     views = link.workers
-    for view in views:
-        beat = view.heartbeat
-        workers.append(
-            {
-                "worker": beat.worker_id if beat else None,
-                "endpoint": view.endpoint,
-                "phase": view.phase,
-                "reason": view.reason or None,
-                "phase_s": round(beat.phase_s, 1) if beat else None,
-                "silent_s": round(view.silent_s, 1),
-                "weight_version": beat.weights.version if beat else None,
-            }
-        )
+    workers = [
+        {
+            "worker": beat.worker_id if (beat := view.heartbeat) else None,
+            "endpoint": view.endpoint,
+            "phase": view.phase,
+            "reason": view.reason or None,
+            "phase_s": round(beat.phase_s, 1) if beat else None,
+            "silent_s": round(view.silent_s, 1),
+            "weight_version": beat.weights.version if beat else None,
+        }
+        for view in views
+    ]
     num_ready = sum(view.phase == "ready" for view in views)
     body = {"ready": num_ready > 0, "num_ready": num_ready, "workers": workers}
     return json_response(body, 200 if num_ready else 503)

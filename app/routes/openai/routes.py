@@ -74,7 +74,7 @@ def _complete_chat(*, takes_tokens: bool) -> Response:
         if takes_tokens != (fields.tokens is not None):
             raise InvalidRequest(
                 "tokens: expected the prompt's ids on /v1/chat/completions/tokens and none on "
-                f"/v1/chat/completions, got {'none' if takes_tokens else 'ids'}; use the other one",
+                f"/v1/chat/completions, got {'none' if takes_tokens else 'ids'}; use the other route",
                 param="tokens",
             )
         limit = fields.max_completion_tokens

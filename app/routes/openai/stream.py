@@ -18,7 +18,7 @@ from flask import Response
 from app.generation import cancel_overdue, make_request, submitted
 from app.http.responses import in_pieces
 from app.outputs.token_texts import MAX_BEFORE
-from app.pool.pending import ChunkOfJob, StreamedRequest
+from app.pool.pending import ChunkOfJob, Request
 from app.routes.openai.answer import OpenAIRequest, usage
 from app.schemas.openai import StreamOptions
 from titopool.errors import ClientGone, TitopoolError
@@ -38,10 +38,10 @@ def stream(request: OpenAIRequest) -> Response:
     """
     admission = request.admission
     pending = make_request(
-        StreamedRequest,
         admission,
         request.prompts,
         request.options,
+        is_streamed=True,
         adapter=request.adapter,
         chat=request.chat,
     )
@@ -51,8 +51,7 @@ def stream(request: OpenAIRequest) -> Response:
     )
     at_end.enter_context(submitted(admission, pending))
     _wait(request, pending)
-    if pending.error is not None:
-        raise pending.error
+    pending.raise_if_failed()
     response = Response(_events(request, pending), mimetype=MIMETYPE)
     # Keep proxies, nginx among them, from buffering the stream.
     response.headers |= {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
@@ -60,12 +59,12 @@ def stream(request: OpenAIRequest) -> Response:
     return response
 
 
-def _wait(request: OpenAIRequest, pending: StreamedRequest) -> None:
+def _wait(request: OpenAIRequest, pending: Request) -> None:
     if not pending.wait_for_progress(request.admission.deadline.left_s):
         cancel_overdue(request.admission, pending)
 
 
-def _events(request: OpenAIRequest, pending: StreamedRequest) -> Iterator[bytes]:
+def _events(request: OpenAIRequest, pending: Request) -> Iterator[bytes]:
     writer = EventWriter(request)
     try:
         while True:

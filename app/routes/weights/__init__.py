@@ -1,4 +1,4 @@
-"""Routes for trainers: weight updates, pauses, TRL's old protocol, LoRA adapters.
+"""Routes for trainers: weight updates, pauses, TRL's protocol, LoRA adapters.
 
 Runs in: each gunicorn process. Imports: `app.service`, `schemas`, `pool`, `http`. All routes of this
 package need the admin key (`app/http/auth.py`).

@@ -56,7 +56,7 @@ def _apply(
     commands: CommandSender, workers: Sequence[Worker], update_id: str
 ) -> tuple[list[Result], list[dict[str, str]]]:
     """The results of the workers that applied the update, and the errors of the others."""
-    # Sent to all workers at once: two trainers were told apart when the update was prepared.
+    # Sent to all workers at once: `PrepareUpdate` has already refused a second trainer.
     accepted = commands.gather_outcomes(workers, ApplyUpdate(update_id))
     refused = {one.endpoint: one.error for one in accepted if one.error is not None}
     outcomes = commands.await_step(

@@ -1,4 +1,4 @@
-"""The state of each worker's weights, and the way out when the last update is lost."""
+"""The state of each worker's weights, and the route that accepts the initial weights after a lost update."""
 
 import uuid
 

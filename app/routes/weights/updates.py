@@ -35,10 +35,10 @@ from titopool.wire.commands import (
     BeginUpdate,
     JoinGroup,
     LeaveGroup,
-    PauseMode,
     PrepareUpdate,
     TensorInfo,
 )
+from titopool.wire.pool_state import PauseMode
 
 blueprint = Blueprint("updates", __name__)
 
