@@ -67,7 +67,7 @@ def test_a_sequence_without_a_prompt_has_nothing_at_its_first_token(server: Serv
 
 
 @pytest.mark.parametrize("changes, part", [
-    ({"prompt_lengths": [1]}, "1 for 2"),
+    ({"prompt_lengths": [1]}, "1 lengths for 2"),
     ({"sequences": [], "prompt_lengths": []}, "at least one"),
     ({"prompt_lengths": [1, 4]}, "prompt_lengths[1]"),
     ({"prompt_lengths": [-1, 1]}, "prompt_lengths[0]"),
