@@ -1,8 +1,9 @@
-"""Runs scripts in processes that have imported what they need: forks of one that did, once.
+"""Runs scripts in forks of a process that has imported their modules once.
 
 `python -m tests.forks MODULE …` imports the modules, then reads a job (JSON) from each line of its
-standard input, runs it in a fork and answers with a line. A script gets a process of its own, as
-with `python -c`: it may change modules, register functions with atexit and end by os._exit.
+standard input, runs it in a fork and answers with a line. Each script runs in a separate
+process, as with `python -c`: it may change modules, register functions with atexit and call
+os._exit.
 """
 
 import atexit
@@ -22,27 +23,27 @@ from tempfile import TemporaryDirectory
 from tests.servers import REPOSITORY, environment
 from workers.process import without_collector
 
-# Imports of torch and vLLM, on a machine that is busy.
+# Seconds to import torch and vLLM on a busy machine.
 START_TIMEOUT_S = 120.0
 
 
 class Forks:
-    """A process with modules imported, and the scripts that its forks run; one at a time.
+    """A process that has imported modules and runs scripts in forks, one at a time.
 
-    It starts with the first script, and again after one that took too long; it ends with this
-    process.
+    The process starts with the first script, and again after a script that timed out. It ends
+    with the test process.
     """
 
     def __init__(self, *modules: str, **variables: str):
-        """`variables` are those of its environment."""
+        """`variables`: environment variables of the process."""
         self._modules = modules
-        # Else torch asks CUDA itself whether there is a GPU, and a fork cannot use it afterwards.
+        # Without this variable, torch initializes CUDA to count GPUs, and forks cannot use CUDA.
         self._variables = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1", **variables}
         self._process: subprocess.Popen[bytes] | None = None
         atexit.register(self.end)
 
     def run(self, script: str, *arguments: str, timeout_s: float = 120.0) -> str:
-        """What `script` prints with `arguments` in sys.argv; it must exit with 0."""
+        """The output of `script`, run with `arguments` in sys.argv; it must exit with 0."""
         with TemporaryDirectory() as name:
             output, errors = Path(name, "output"), Path(name, "errors")
             job = {
@@ -52,14 +53,14 @@ class Forks:
             try:
                 code = self._ask(job, timeout_s)
             except BaseException:
-                # It may still be at this script.
+                # The process may still run this script.
                 self.end()
                 raise
             assert code == 0, f"exit code {code}: {errors.read_text(errors='replace')[-3000:]}"
             return output.read_text()
 
     def end(self) -> None:
-        """Kills it and its fork."""
+        """Kills the process and its fork."""
         if self._process is None:
             return
         with contextlib.suppress(ProcessLookupError):
@@ -74,7 +75,7 @@ class Forks:
                 env=environment(**self._variables), cwd=REPOSITORY, bufsize=0,
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True,
             )  # fmt: skip
-            # Its first line: all is imported.
+            # The first line says that the modules are imported.
             self._read_number(START_TIMEOUT_S)
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(job).encode() + b"\n")
@@ -87,8 +88,8 @@ class Forks:
         with selectors.DefaultSelector() as selector:
             selector.register(self._process.stdout, selectors.EVENT_READ)
             while not line.endswith(b"\n"):
-                is_there = selector.select(max(0.0, deadline - time.monotonic()))
-                assert is_there, f"no answer within {timeout_s:g} s"
+                is_readable = selector.select(max(0.0, deadline - time.monotonic()))
+                assert is_readable, f"no answer within {timeout_s:g} s"
                 read = self._process.stdout.read(100)
                 assert read, "the process that forks has ended; its output is above"
                 line += read
@@ -96,14 +97,14 @@ class Forks:
 
 
 def main() -> None:
-    """Imports the modules of the command line, and forks for each job until the input ends."""
+    """Imports the modules on the command line, then forks for each job until the input ends."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
-    # What libraries print is no answer.
+    # Stdout is for answers only: what libraries print goes to stderr.
     os.dup2(2, 1)
     with without_collector():
         for name in sys.argv[1:]:
             importlib.import_module(name)
-    # At its end, a fork's collector need not look at all that was imported: that takes 2 s.
+    # Without this call, a fork's final garbage collection visits all imported objects for 2 s.
     gc.freeze()
     print(0, file=answers)
     for line in sys.stdin:
@@ -115,10 +116,10 @@ def main() -> None:
 
 
 def run_script(script: str, arguments: list[str], output: str, errors: str) -> None:
-    """In a fork: what `python -c` does; the interpreter ends after it."""
-    for place, path in ((0, os.devnull), (1, output), (2, errors)):
+    """Runs `script` in a fork as `python -c` does; the interpreter ends afterwards."""
+    for descriptor, path in ((0, os.devnull), (1, output), (2, errors)):
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
-        os.dup2(file, place)
+        os.dup2(file, descriptor)
         os.close(file)
     sys.argv = ["-c", *arguments]
     exec(compile(script, "<script>", "exec"), {"__name__": "__main__"})

@@ -1,4 +1,4 @@
-"""Images for tests, made on the spot, and how they travel."""
+"""Random images for tests, and their encodings."""
 
 import base64
 import struct
@@ -8,7 +8,7 @@ from io import BytesIO
 import numpy as np
 import PIL.Image
 
-# One image in a text, as the chat template of each tiny model writes it.
+# The text of one image, as the chat template of each tiny model writes it.
 PLACEHOLDERS = {"qwen": "<|vision_start|><|image_pad|><|vision_end|>", "smol": "<image>"}
 
 
@@ -30,6 +30,6 @@ def file_of(image: PIL.Image.Image, kind: str = "PNG", **options) -> bytes:
 
 
 def with_size(png: bytes, width: int, height: int) -> bytes:
-    """A PNG whose header says another size than it has pixels for."""
+    """A PNG whose header has another size than its pixels."""
     header = png[12:16] + struct.pack(">II", width, height) + png[24:29]
     return png[:12] + header + struct.pack(">I", zlib.crc32(header)) + png[33:]

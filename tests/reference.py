@@ -1,4 +1,4 @@
-"""transformers in float32: the reference for ids and log-probabilities."""
+"""transformers in float32: the reference for token ids and log-probabilities."""
 
 from dataclasses import dataclass
 from functools import cache
@@ -50,7 +50,7 @@ def logprobs(
 
 @dataclass
 class SeenWithImages:
-    """What transformers makes of text and images: expanded ids, greedy ids and their logprobs."""
+    """transformers' results for text and images: expanded ids, greedy ids and their logprobs."""
 
     prompt_ids: list[int]
     completion_ids: list[int]

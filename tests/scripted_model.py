@@ -1,8 +1,8 @@
-"""A real Qwen3 whose greedy answer is a script: to see what parsers make of a text.
+"""A real Qwen3 whose greedy completion is a fixed script, to test parsers.
 
-All its layers add nothing to a token's embedding, and the head's row of each token of the
-script is the embedding of the token before it. So the last token of a prompt decides what is
-written, and no token of a script may stand in it twice.
+The layers add nothing to a token's embedding. The head's row of each script token is the embedding
+of the token before it. So the last token of a prompt decides the completion, and no token may occur
+twice in the script.
 """
 
 import itertools
@@ -13,7 +13,7 @@ from titopool.demo_model import VOCAB_SIZE, make_model
 THOUGHT, TALK = "I should look it up.", "Let me see. "
 CALL = ["\n{\"name\": \"look_up\", ", "\"arguments\": {\"word\": ", "\"tito\"}}\n"]  # fmt: skip
 SCRIPT = ["<think>", THOUGHT, "</think>", TALK, "<tool_call>", *CALL, "</tool_call>"]
-# The script begins after this, the last token that the template writes.
+# The script begins after this token, the last one that the template writes.
 CUE = "<|assistant|>"
 TEMPLATE = (
     "{% if tools %}{{ tools | tojson }}{% endif %}"
@@ -27,7 +27,7 @@ TEMPLATE = (
 
 
 def make_scripted_model(folder: Path) -> list[int]:
-    """Writes the model to `folder`; returns the ids of its answer, the end of text included."""
+    """Writes the model to `folder`; returns the script's ids and the end-of-text id."""
     import torch
     from transformers import AutoTokenizer, Qwen3ForCausalLM
 

@@ -1,4 +1,4 @@
-"""Starts real servers for tests, and stops them without leaving a process behind."""
+"""Starts real servers for tests, and stops all of their processes."""
 
 import os
 import re
@@ -26,7 +26,7 @@ TITOPOOL = str(Path(sys.executable).with_name("titopool"))
 
 
 class Server:
-    """A running server and what tests ask of it."""
+    """A running server, with the calls that tests make."""
 
     def __init__(self, process: subprocess.Popen[bytes], url: str, log: Path, num_workers: int = 1):
         self.process = process
@@ -45,14 +45,14 @@ class Server:
         return requests.get(self.url + path, timeout=30, **options)
 
     def generate(self, prompts: Any, **fields: Any) -> dict[str, Any]:
-        """The answer of /generate/, which must be a good one."""
+        """The response of /generate/; the status must be 200."""
         answer = self.post("/generate/", {"prompts": prompts, **fields})
         assert answer.status_code == 200, answer.text
         result: dict[str, Any] = answer.json()
         return result
 
     def metrics(self, name: str) -> dict[str, float]:
-        """A metric of each worker, e.g. `metrics("completed_jobs_total")`."""
+        """A metric's value for each worker, e.g. `metrics("completed_jobs_total")`."""
         found = re.findall(
             rf'^titopool_worker_{name}{{worker="(.*)"}} (\S+)$', self.get("/metrics").text, re.M
         )
@@ -74,7 +74,7 @@ class Server:
         try:
             return int(self.get("/ready").json()["num_ready"])
         except requests.RequestException:
-            # It does not listen yet.
+            # The server does not listen yet.
             return -1
 
     def _explain(self) -> str:
@@ -92,20 +92,20 @@ def wait_until(
 
 
 def need_gpus(num_gpus: int) -> None:
-    """Skips on a machine with GPUs, but fewer than workers and trainer need together."""
+    """Skips the test on a machine that has GPUs, but fewer than `num_gpus`."""
     if 0 < len(visible_gpus()) < num_gpus:
         pytest.skip(f"needs {num_gpus} GPUs, or none")
 
 
 def free_port() -> int:
-    """A port that was free a moment ago; gunicorn says so if it is not any more."""
+    """A port that was free a moment ago; gunicorn reports it if another process has taken it."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
 def environment(**variables: str) -> dict[str, str]:
-    """This process's environment without settings of ours, with `variables`."""
+    """This process's environment without titopool's settings, plus `variables`."""
     kept = {key: value for key, value in os.environ.items() if not key.startswith("TITOPOOL_")}
     kept["PYTHONPATH"] = os.pathsep.join(
         filter(None, (variables.pop("PYTHONPATH", ""), str(REPOSITORY), kept.get("PYTHONPATH", "")))
@@ -121,7 +121,7 @@ def serve_process(
     num_descriptors: int | None = None,
     **variables: str,
 ) -> tuple[subprocess.Popen[bytes], str]:
-    """Starts `titopool serve` in `folder` without waiting; returns it and its URL."""
+    """Starts `titopool serve` in `folder` without waiting; returns the process and the URL."""
     port = port or free_port()
     limit = f"ulimit -n {num_descriptors}; " if num_descriptors else ""
     with log.open("wb") as output:
@@ -149,7 +149,7 @@ def serve_process(
 def running_server(
     *arguments: str, log: Path, num_workers: int = 1, **variables: str
 ) -> Iterator[Server]:
-    """A server whose workers are ready; asserts afterwards that nothing of it is left."""
+    """A server whose workers are ready; asserts afterwards that all its processes have ended."""
     process, url = serve_process(*arguments, log=log, **variables)
     server = Server(process, url, log, num_workers)
     descendants: list[psutil.Process] = []
@@ -177,7 +177,7 @@ def kill_all(processes: list[psutil.Process]) -> None:
 
 
 def alive(processes: list[psutil.Process]) -> list[psutil.Process]:
-    """Those that still run (a zombie does not)."""
+    """The processes that still run; zombies do not count."""
     found = []
     for process in processes:
         try:

@@ -2,8 +2,8 @@
 
     python -m tests.stub_worker --endpoint ipc://… [--delay-s 0.1]
 
-It answers a prompt with the prompt's ids, reversed, `max_tokens` at most, streamed or whole. The first id of a
-prompt stages a fault (see `Fault`).
+The completion of a prompt is the prompt's ids in reverse, `max_tokens` at most, streamed or whole.
+The first id of a prompt can stage a fault (see `Fault`).
 """
 
 import argparse
@@ -35,27 +35,27 @@ VOCAB_SIZE = 50_000
 
 
 class Fault(IntEnum):
-    """What the engine does with a prompt that starts with this id."""
+    """Faults that a prompt stages if it starts with this id."""
 
-    FAIL = 40_001  # fails this job only
-    RAISE = 40_002  # raises what nobody expects
-    DIE = 40_003  # reports its engine dead
+    FAIL = 40_001  # only this job fails
+    RAISE = 40_002  # the engine raises an unexpected error
+    DIE = 40_003  # the engine reports that it is dead
     KILL = 40_004  # the process is killed
-    HANG = 40_005  # never ends
-    DIE_AMID = 40_006  # anywhere in a streamed prompt: the engine dies where it would be written
+    HANG = 40_005  # the job never ends
+    DIE_MID_STREAM = 40_006  # anywhere in a streamed prompt: the engine dies before sending it
 
 
 class StubWeights:
-    """Implements `workers.engine.weights.WeightEngine`: all goes well, or all but what is staged."""
+    """Implements `workers.engine.weights.WeightEngine`: all calls succeed but for staged faults."""
 
     can_keep = True
 
     def __init__(self, *, is_bad: bool, dies_at: str, slow: dict[str, float]):
-        """`slow` has seconds by the name of a method."""
+        """`slow`: delays in seconds, by the name of a method."""
         self._is_bad = is_bad
         self._dies_at = dies_at
         self._slow = slow
-        # Set while generation goes on.
+        # Set while generation is not paused.
         self.runs = asyncio.Event()
         self.runs.set()
 
@@ -87,12 +87,12 @@ class StubWeights:
 
 
 def stub_adapters() -> Adapters:
-    """The real ones, of an engine that takes them all."""
+    """The real `Adapters`, over an engine that accepts every adapter."""
 
     async def succeed(*_: Any) -> None:
         return None
 
-    # vLLM's own request would take seconds to import.
+    # Importing vLLM's LoRARequest would take seconds.
     Adapter.request = lambda self: self  # type: ignore[method-assign]
     lora = SimpleNamespace(max_loras=2, max_cpu_loras=8, max_lora_rank=16)
     return Adapters(
@@ -175,14 +175,14 @@ class StubEngine:
         return Generated([completion] * options.n)
 
     async def _stream(self, job: Job, ids: np.ndarray, on_chunk: OnChunk) -> None:
-        """One id every `delay_s`."""
-        for place, token_id in enumerate(ids.tolist()):
-            if token_id == Fault.DIE_AMID:
+        """Sends one id every `delay_s` seconds."""
+        for index, token_id in enumerate(ids.tolist()):
+            if token_id == Fault.DIE_MID_STREAM:
                 raise EngineDead("staged death")
-            end = "length" if place == len(ids) - 1 else ""
+            end = "length" if index == len(ids) - 1 else ""
             text = f"{token_id} "
-            piece = Completion(np.int32(token_id).tobytes(), end, None, [(0, 0)], text=text)
-            on_chunk(Chunk(job.job_id, job.attempt, [(0, piece)]))
+            completion = Completion(np.int32(token_id).tobytes(), end, None, [(0, 0)], text=text)
+            on_chunk(Chunk(job.job_id, job.attempt, [(0, completion)]))
             await asyncio.sleep(self._delay_s)
 
     async def _stage_fault(self, first_id: int) -> None:
@@ -241,7 +241,7 @@ async def serve(
     arguments: argparse.Namespace,
     prepare: Callable[[WorkerServer, StubEngine], None] = lambda server, engine: None,
 ) -> int:
-    """Serves until it is told to stop; `prepare` may change the server before. The exit code."""
+    """Serves until SIGTERM; `prepare` may change the server first. Returns the exit code."""
     config = from_environment()
     configure_logging(config.log_level)
     engine = engine_of(arguments)

@@ -1,8 +1,8 @@
-"""A real supervisor whose workers run a line of Python in place of an engine.
+"""A real supervisor whose workers run a piece of Python instead of an engine.
 
     python -m tests.supervised CODE
 
-CODE runs in each worker with the worker's own reports and logging: `report("ready")` begins a
+CODE runs in each worker with the worker's phase reports and logging: `report("ready")` begins a
 phase, `wait()` returns at SIGTERM. Settings come from the environment.
 """
 
@@ -47,5 +47,5 @@ if __name__ == "__main__":
     if sys.argv[1] == "--worker":
         sys.exit(work(sys.argv[2], sys.argv[3:]))
     command = (sys.executable, "-m", "tests.supervised", "--worker", sys.argv[1])
-    own = ["--parent-pid", str(os.getppid()), *sys.argv[2:]]
-    sys.exit(supervisor.main(own, command))
+    options = ["--parent-pid", str(os.getppid()), *sys.argv[2:]]
+    sys.exit(supervisor.main(options, command))

@@ -1,5 +1,8 @@
-"""Aborts amid prefills of many steps, over real vLLM: a prompt is scored as a whole or again,
-and what generates ends with what there is."""
+"""Aborts during prefills of many steps, over real vLLM.
+
+A request that scores a prompt retries until the whole prompt is scored. A request that generates
+returns the tokens that it has.
+"""
 
 import asyncio
 import base64
@@ -22,11 +25,11 @@ from tests.weights import TOLERANCE
 from titopool.errors import DeadlinePassed
 from workers.engine.scoring import NotScored, until_scored
 
-# A step of the engine takes this many tokens, so that the prompts take 375 steps.
+# Tokens per engine step: prefilling all prompts takes 375 steps.
 STEP = 16
 LENGTH = 1200
-PROMPTS = [[(7 * place + 13 * number) % 2048 for place in range(LENGTH)] for number in range(5)]
-# What follows is scored.
+PROMPTS = [[(7 * position + 13 * index) % 2048 for position in range(LENGTH)] for index in range(5)]
+# Tokens from this position on are scored.
 SCORED_FROM = LENGTH - 40
 OPTIONS = (
     "--dtype", "float32", "--max-model-len", "2048", "--max-num-seqs", str(STEP),
@@ -35,14 +38,14 @@ OPTIONS = (
 
 
 class Models(NamedTuple):
-    """A server of `old`, and another model that it may load."""
+    """A server that starts with the weights in `old`, and the folder of other weights, `new`."""
 
     server: Server
     old: str
     new: str
 
     def update(self, folder: str, policy: str = "abort") -> int:
-        """Lets it load a folder; returns the version."""
+        """Loads the weights in `folder`; returns their version."""
         answer = self.server.post("/update_weights", {"path": folder, "policy": policy})
         assert answer.status_code == 200, answer.text
         return int(answer.json()["version"])
@@ -69,55 +72,55 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Models]:
 
 @pytest.fixture(autouse=True)
 def old_weights(request: pytest.FixtureRequest) -> None:
-    """Every test begins with the old weights and nothing under way."""
+    """Each test begins with the old weights and no request in flight."""
     if "models" in request.fixturenames:
         models: Models = request.getfixturevalue("models")
         wait_until(lambda: models.num_sequences() == 0, 30)
         models.update(models.old)
 
 
-Ask = Callable[..., Future[requests.Response]]
+StartRequest = Callable[..., Future[requests.Response]]
 
 
 @pytest.fixture
-def ask(models: Models) -> Iterator[Ask]:
-    """`ask(path, body)`: the answer to come to a request that the engine has."""
+def start_request(models: Models) -> Iterator[StartRequest]:
+    """`start_request(path, body)`: the future response of a request that the engine has begun."""
     with ThreadPoolExecutor() as threads:
 
-        def begin(path: str, body: dict[str, Any], **options: Any) -> Future[requests.Response]:
+        def start(path: str, body: dict[str, Any], **options: Any) -> Future[requests.Response]:
             num_before = models.num_sequences()
-            asked = threads.submit(models.server.post, path, body, **options)
+            pending = threads.submit(models.server.post, path, body, **options)
             wait_until(lambda: models.num_sequences() > num_before, 30)
-            assert not asked.done()
-            return asked
+            assert not pending.done()
+            return pending
 
-        yield begin
+        yield start
 
 
 @pytest.fixture
-def ask_behind(ask: Ask) -> Ask:
-    """The same behind the prefills of others, which take some hundred steps."""
+def start_queued_request(start_request: StartRequest) -> StartRequest:
+    """`start_request` with other prefills ahead, which take a few hundred steps."""
 
-    def begin(path: str, body: dict[str, Any], **options: Any) -> Future[requests.Response]:
-        ask("/generate/", {"prompts": PROMPTS[1:], "max_tokens": 1})
-        return ask(path, body, **options)
+    def start(path: str, body: dict[str, Any], **options: Any) -> Future[requests.Response]:
+        start_request("/generate/", {"prompts": PROMPTS[1:], "max_tokens": 1})
+        return start_request(path, body, **options)
 
-    return begin
-
-
-def own_logprobs(folder: str, prompt: list[int], begin: int) -> list[float]:
-    """What the model in `folder` gives each token of `prompt` from `begin` on."""
-    rows = reference.logprobs(folder, prompt[:begin], prompt[begin:])
-    return rows[range(len(rows)), prompt[begin:]].tolist()
+    return start
 
 
-def own_scores(answer: dict[str, Any]) -> list[list[float]]:
-    """The sequences' own log-probabilities in either form of /get_sequence_logprobs/."""
+def expected_logprobs(folder: str, prompt: list[int], first: int) -> list[float]:
+    """Reference log-probabilities of the tokens of `prompt` from position `first` on."""
+    rows = reference.logprobs(folder, prompt[:first], prompt[first:])
+    return rows[range(len(rows)), prompt[first:]].tolist()
+
+
+def actual_logprobs(answer: dict[str, Any]) -> list[list[float]]:
+    """The scored tokens' log-probabilities, from either form of /get_sequence_logprobs/."""
     if "shape" in answer:
         values = np.frombuffer(base64.b64decode(answer["actual_logprobs_b64"]), np.float32)
         return values.reshape(answer["shape"][0], -1).tolist()
     return [
-        [values[ids.index(own)] for values, ids, own in zip(*rows, prompt[SCORED_FROM:], strict=True)]
+        [values[ids.index(token_id)] for values, ids, token_id in zip(*rows, prompt[SCORED_FROM:], strict=True)]
         for *rows, prompt in zip(
             answer["logprobs"], answer["logprob_token_ids"], PROMPTS, strict=True
         )
@@ -137,35 +140,37 @@ def scoring_body(form: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "form, policy", [("binary", "abort"), ("json", "abort"), ("binary", "keep")]
 )
-def test_sequences_amid_an_update_are_scored_with_the_new_weights(models, ask, form, policy):
-    asked = ask("/get_sequence_logprobs/", scoring_body(form))
+def test_sequences_interrupted_by_an_update_are_scored_with_the_new_weights(
+    models, start_request, form, policy
+):
+    pending = start_request("/get_sequence_logprobs/", scoring_body(form))
     models.update(models.new, policy)
-    answer = asked.result()
+    answer = pending.result()
     assert answer.status_code == 200, answer.text
-    scored = own_scores(answer.json())
-    for prompt, own in zip(PROMPTS, scored, strict=True):
-        # The first may have been done before.
-        expected = [own_logprobs(one, prompt, SCORED_FROM) for one in (models.old, models.new)]
-        assert own in [pytest.approx(one, abs=TOLERANCE) for one in expected]
+    scored = actual_logprobs(answer.json())
+    for prompt, actual in zip(PROMPTS, scored, strict=True):
+        # The first sequences may have been scored before the update.
+        expected = [expected_logprobs(one, prompt, SCORED_FROM) for one in (models.old, models.new)]
+        assert actual in [pytest.approx(one, abs=TOLERANCE) for one in expected]
     assert scored[-1] == pytest.approx(expected[-1], abs=TOLERANCE)
 
 
-def test_sequences_wait_for_the_end_of_a_pause_that_aborted_them(models, ask):
-    asked = ask("/get_sequence_logprobs/", scoring_body("binary"))
+def test_sequences_aborted_by_a_pause_are_scored_after_the_resume(models, start_request):
+    pending = start_request("/get_sequence_logprobs/", scoring_body("binary"))
     server = models.server
     assert server.post("/pause", {"mode": "abort", "lease_s": 60}).status_code == 200
-    # Again: nothing of it had begun.
+    # The second pause finds no sequence running: scoring waits for the resume.
     assert server.post("/pause", {"mode": "keep", "lease_s": 60}).status_code == 200
     with pytest.raises(concurrent.futures.TimeoutError):
-        asked.result(1)
+        pending.result(1)
     assert server.post("/resume", {}).json()["was_paused"]
-    for prompt, own in zip(PROMPTS, own_scores(asked.result().json()), strict=True):
-        expected = own_logprobs(models.old, prompt, SCORED_FROM)
-        assert own == pytest.approx(expected, abs=TOLERANCE)
+    for prompt, actual in zip(PROMPTS, actual_logprobs(pending.result().json()), strict=True):
+        expected = expected_logprobs(models.old, prompt, SCORED_FROM)
+        assert actual == pytest.approx(expected, abs=TOLERANCE)
 
 
-def test_a_client_that_leaves_is_not_scored_for_again(models, ask):
-    asked = ask("/get_sequence_logprobs/", scoring_body("json"))
+def test_scoring_is_not_retried_after_the_client_disconnects(models, start_request):
+    pending = start_request("/get_sequence_logprobs/", scoring_body("json"))
     connection = requests.Session()
     models.server.post("/pause", {"mode": "abort", "lease_s": 60})
     body = scoring_body("json")
@@ -174,7 +179,7 @@ def test_a_client_that_leaves_is_not_scored_for_again(models, ask):
     connection.close()
     wait_until(lambda: models.num_sequences() == len(PROMPTS), 10)
     models.server.post("/resume", {})
-    assert asked.result().status_code == 200
+    assert pending.result().status_code == 200
 
 
 CHAT = {"messages": HELLO, "tokens": PROMPTS[0], "max_tokens": 4}
@@ -186,11 +191,11 @@ COMPLETIONS = {"prompt": PROMPTS[0], "max_tokens": 4, "n": 3}
     [("/v1/completions", COMPLETIONS), ("/v1/chat/completions/tokens", CHAT)],
     ids=["completions", "chat"],
 )
-def test_prompt_logprobs_of_openais_routes(models, ask_behind, path, body):
+def test_openai_routes_score_an_aborted_prompt_again(models, start_queued_request, path, body):
     fields = {"prompt_logprobs": 1, "return_token_ids": True, "ignore_eos": True}
-    asked = ask_behind(path, {**body, **fields})
+    pending = start_queued_request(path, {**body, **fields})
     version = models.update(models.new)
-    reply = asked.result()
+    reply = pending.result()
     assert reply.status_code == 200, reply.text
     answer = reply.json()
     for choice in answer["choices"]:
@@ -198,26 +203,26 @@ def test_prompt_logprobs_of_openais_routes(models, ask_behind, path, body):
         assert choice["finish_reason"] == "length"
         assert choice["weight_versions"] == [[version, 0]]
     rows = answer.get("prompt_logprobs") or answer["choices"][0]["prompt_logprobs"]
-    own = [row[str(one)]["logprob"] for row, one in zip(rows[1:], PROMPTS[0][1:], strict=True)]
-    assert own == pytest.approx(own_logprobs(models.new, PROMPTS[0], 1), abs=TOLERANCE)
+    actual = [row[str(one)]["logprob"] for row, one in zip(rows[1:], PROMPTS[0][1:], strict=True)]
+    assert actual == pytest.approx(expected_logprobs(models.new, PROMPTS[0], 1), abs=TOLERANCE)
 
 
-def test_what_was_scored_when_its_completion_was_aborted_stays(models, ask):
+def test_an_aborted_completion_keeps_its_prompt_logprobs(models, start_request):
     prompt = PROMPTS[0][:STEP]
     body = {
         "prompt": prompt, "max_tokens": 1900, "prompt_logprobs": 0, "ignore_eos": True,
         "return_token_ids": True,
     }  # fmt: skip
-    asked = ask("/v1/completions", body)
-    # It begins behind the other's prompt, so that is done.
+    pending = start_request("/v1/completions", body)
+    # This prefill runs after the first prompt's, so the first prompt is scored when it ends.
     models.server.generate([[1]], max_tokens=2)
     models.update(models.new)
-    (choice,) = asked.result().json()["choices"]
+    (choice,) = pending.result().json()["choices"]
     assert choice["finish_reason"] == "abort"
     assert 0 < len(choice["token_ids"]) < 1900
     rows = choice["prompt_logprobs"][1:]
-    own = [row[str(one)]["logprob"] for row, one in zip(rows, prompt[1:], strict=True)]
-    assert own == pytest.approx(own_logprobs(models.old, prompt, 1), abs=TOLERANCE)
+    actual = [row[str(one)]["logprob"] for row, one in zip(rows, prompt[1:], strict=True)]
+    assert actual == pytest.approx(expected_logprobs(models.old, prompt, 1), abs=TOLERANCE)
 
 
 # ---- nothing generated yet -----------------------------------------------------------
@@ -225,15 +230,17 @@ def test_what_was_scored_when_its_completion_was_aborted_stays(models, ask):
 
 @pytest.mark.parametrize("logprobs", [0, 3, None])
 @pytest.mark.parametrize("path", ["/generate/", "/chat/"])
-def test_completions_without_a_token_are_empty(models, ask_behind, path, logprobs):
+def test_completions_aborted_before_the_first_token_are_empty(
+    models, start_queued_request, path, logprobs
+):
     body: dict[str, Any] = {"prompts": PROMPTS[:1]}
     if path == "/chat/":
         body = {"messages": [HELLO]}
     body |= {"n": 2, "max_tokens": 100, "logprobs": logprobs}
     for headers in ({}, BINARY):
-        asked = ask_behind(path, body, headers=headers)
+        pending = start_queued_request(path, body, headers=headers)
         version = models.update(models.new)
-        reply = asked.result()
+        reply = pending.result()
         assert reply.status_code == 200, reply.text
         answer = msgspec.msgpack.decode(reply.content) if headers else reply.json()
         assert answer["finish_reasons"] == ["abort", "abort"]
@@ -249,13 +256,15 @@ def test_completions_without_a_token_are_empty(models, ask_behind, path, logprob
     [("/v1/completions", COMPLETIONS), ("/v1/chat/completions/tokens", CHAT)],
     ids=["completions", "chat"],
 )
-def test_a_stream_without_a_token_ends_with_abort(models, ask_behind, path, body):
+def test_a_stream_aborted_before_the_first_token_ends_with_abort(
+    models, start_queued_request, path, body
+):
     fields = {"stream": True, "return_token_ids": True, "logprobs": 2, "n": 3}
     if path != "/v1/completions":
         fields |= {"logprobs": True, "top_logprobs": 2}
-    asked = ask_behind(path, {**body, **fields})
+    pending = start_queued_request(path, {**body, **fields})
     version = models.update(models.new)
-    events = asked.result().text.split("\n\n")
+    events = pending.result().text.split("\n\n")
     assert events[-2:] == ["data: [DONE]", ""]
     choices = [
         choice
@@ -272,7 +281,7 @@ def test_a_stream_without_a_token_ends_with_abort(models, ask_behind, path, body
 # ---- bounds --------------------------------------------------------------------------
 
 
-def test_a_prompt_that_is_aborted_again_and_again_fails_at_the_deadline():
+def test_a_prompt_aborted_repeatedly_fails_at_the_deadline():
     calls: list[int] = []
 
     async def run() -> None:

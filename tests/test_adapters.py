@@ -1,4 +1,4 @@
-"""LoRA adapters over real vLLM; transformers with the adapter merged into its weights beside."""
+"""LoRA adapters over real vLLM, compared with transformers and merged weights."""
 
 import concurrent.futures
 import json
@@ -26,7 +26,7 @@ TARGETS = {"q_proj": (256, 256), "v_proj": (256, 128), "o_proj": (256, 256)}
 
 
 class Adapted(NamedTuple):
-    """A server with adapters, and where they lie."""
+    """A server with LoRA enabled, the folder of the adapters and the base model."""
 
     server: Server
     root: Path
@@ -40,22 +40,22 @@ class Adapted(NamedTuple):
         return self.server.post("/v1/unload_lora_adapter", {"lora_name": name})
 
     def merged(self, folder: str) -> str:
-        """A model whose weights have the adapter in them."""
+        """Folder of the base model with the adapter merged into its weights."""
         return str(self.root / f"merged-{folder}")
 
 
 def make_adapter(base: str, root: Path, name: str, seed: int) -> None:
-    """Writes a random adapter, and the model that it makes."""
-    made = torch.Generator().manual_seed(seed)
+    """Writes a random adapter, and the base model with the adapter merged into its weights."""
+    generator = torch.Generator().manual_seed(seed)
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     tensors = {}
     for index, layer in enumerate(model.model.layers):
         for target, (width, height) in TARGETS.items():
-            a = torch.randn(RANK, width, generator=made) * 0.2
-            b = torch.randn(height, RANK, generator=made) * 0.2
-            place = f"base_model.model.model.layers.{index}.self_attn.{target}"
-            tensors[f"{place}.lora_A.weight"] = a
-            tensors[f"{place}.lora_B.weight"] = b
+            a = torch.randn(RANK, width, generator=generator) * 0.2
+            b = torch.randn(height, RANK, generator=generator) * 0.2
+            prefix = f"base_model.model.model.layers.{index}.self_attn.{target}"
+            tensors[f"{prefix}.lora_A.weight"] = a
+            tensors[f"{prefix}.lora_B.weight"] = b
             with torch.no_grad():
                 getattr(layer.self_attn, target).weight += SCALE * b @ a
     folder = root / name
@@ -93,7 +93,7 @@ def check(adapted: Adapted, answer: dict, folder: str, version: int) -> None:
     assert answer["lora_versions"] == [version]
 
 
-def test_an_adapter_is_chosen_by_its_name(adapted: Adapted):
+def test_an_adapter_is_selected_by_name(adapted: Adapted):
     base = adapted.server.generate([IDS], **GREEDY)
     assert adapted.load("style", "one").json() == {"lora_name": "style", "version": 1}
     for _ in range(4):
@@ -106,20 +106,20 @@ def test_an_adapter_is_chosen_by_its_name(adapted: Adapted):
     assert listed["style"].parent == adapted.base
     options = {"model": "style", "temperature": 0, "max_tokens": 8}
     extra = {"extra_body": {"return_token_ids": True, "ignore_eos": True}}
-    whole = client.completions.create(prompt=IDS, **options, **extra)
+    complete = client.completions.create(prompt=IDS, **options, **extra)
     chunks = list(client.completions.create(prompt=IDS, **options, **extra, stream=True))
     expected = reference.greedy(adapted.merged("one"), IDS, 8)
-    assert whole.model == "style"
-    assert whole.choices[0].token_ids == expected
+    assert complete.model == "style"
+    assert complete.choices[0].token_ids == expected
     assert [i for one in chunks for i in one.choices[0].token_ids] == expected
-    assert whole.choices[0].lora_version == 1
+    assert complete.choices[0].lora_version == 1
     assert {one.choices[0].lora_version for one in chunks} == {1}
     messages = [{"role": "user", "content": "Hello"}]
     chat = client.chat.completions.create(messages=messages, **options, **extra)
-    wanted = reference.greedy(adapted.merged("one"), chat.prompt_token_ids, 8)
-    assert chat.choices[0].token_ids == wanted
+    expected_chat = reference.greedy(adapted.merged("one"), chat.prompt_token_ids, 8)
+    assert chat.choices[0].token_ids == expected_chat
     answer = adapted.server.post("/chat/", {"messages": [messages], "lora_name": "style", **GREEDY})
-    assert answer.json()["completion_ids"] == [wanted]
+    assert answer.json()["completion_ids"] == [expected_chat]
     assert adapted.unload("style").json() == {"lora_name": "style", "version": 1}
 
 
@@ -147,7 +147,7 @@ def test_a_new_version_takes_over_while_requests_run_on_the_old_one(adapted: Ada
     assert adapted.unload("style").ok
 
 
-def test_an_adapter_that_is_unloaded_is_not_found(adapted: Adapted):
+def test_an_unloaded_adapter_is_not_found(adapted: Adapted):
     assert adapted.load("brief", "one").ok
     assert adapted.unload("brief").ok
     for path, body in (
@@ -159,20 +159,22 @@ def test_an_adapter_that_is_unloaded_is_not_found(adapted: Adapted):
         assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
 
 
-def spoil(folder: Path, **changes) -> None:
+def change_config(folder: Path, **changes) -> None:
     config = json.loads((folder / "adapter_config.json").read_text())
     (folder / "adapter_config.json").write_text(json.dumps(config | changes))
 
 
 @pytest.mark.parametrize("fault", ["rank", "no-file", "garbage", "names", "outside"])
-def test_a_bad_adapter_is_refused_and_the_old_one_serves(adapted: Adapted, tmp_path: Path, fault):
+def test_a_bad_adapter_is_refused_and_the_old_one_still_serves(
+    adapted: Adapted, tmp_path: Path, fault
+):
     assert adapted.load("solid", "one").ok
     folder = (tmp_path if fault == "outside" else adapted.root) / f"bad-{fault}"
     folder.mkdir(exist_ok=True)
     for file in (adapted.root / "two").iterdir():
         (folder / file.name).write_bytes(file.read_bytes())
     if fault == "rank":
-        spoil(folder, r=64)
+        change_config(folder, r=64)
     elif fault == "no-file":
         (folder / "adapter_model.safetensors").unlink()
     elif fault == "garbage":
@@ -187,7 +189,7 @@ def test_a_bad_adapter_is_refused_and_the_old_one_serves(adapted: Adapted, tmp_p
     assert adapted.unload("solid").ok
 
 
-def test_what_is_there_already_or_has_no_room_is_a_conflict(adapted: Adapted):
+def test_loading_a_known_version_or_one_adapter_too_many_is_a_conflict(adapted: Adapted):
     for name in ("a", "b", "c"):
         assert adapted.load(name, "one").ok
     full = adapted.load("d", "two")
@@ -210,20 +212,20 @@ def test_what_is_there_already_or_has_no_room_is_a_conflict(adapted: Adapted):
         ("/get_sequence_logprobs/", {"sequences": [IDS], "prompt_lengths": [1]}),
     ],
 )
-def test_prompts_are_not_scored_beside_adapters_on_a_cpu(adapted: Adapted, path, body):
-    """vLLM's engine ends when such a step has other requests too."""
+def test_prompt_logprobs_are_refused_with_adapters_on_a_cpu(adapted: Adapted, path, body):
+    """vLLM's engine dies when a step that scores a prompt has other requests too."""
     answer = adapted.server.post(path, body)
     assert answer.status_code == 400
     assert "--enable-lora" in answer.json()["error"]["message"]
 
 
-def test_a_server_without_adapters_says_so(server: Server):
+def test_a_server_without_lora_refuses_to_load_an_adapter(server: Server):
     answer = server.post("/v1/load_lora_adapter", {"lora_name": "a", "lora_path": "/"})
     assert answer.status_code == 400
     assert "--enable-lora" in answer.json()["error"]["message"]
 
 
-def test_a_worker_that_starts_again_has_the_adapters(adapted: Adapted):
+def test_a_restarted_worker_loads_the_adapters_again(adapted: Adapted):
     assert adapted.load("lasting", "one").ok
     assert adapted.load("lasting", "two").ok
     (victim, *_) = [

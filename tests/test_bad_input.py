@@ -1,4 +1,4 @@
-"""Bad input is refused before the engine, with the place and what to do; the server lives on."""
+"""Bad input is refused before it reaches the engine; the error gives its location and a remedy."""
 
 import time
 
@@ -17,7 +17,7 @@ def kwargs(**options):
 
 
 CASES = {
-    # field of the message: (body, parts of the message)
+    # name of the case: (body, texts that the message must contain, …)
     "bool-id": ({"prompts": [[1], [1, True]]}, "prompts[1][1]", "got `bool`"),
     "float-id": ({"prompts": [[1.0]]}, "prompts[0][0]", "got `float`"),
     "string-id": ({"prompts": [["1"]]}, "prompts[0][0]", "got `str`"),
@@ -112,15 +112,15 @@ def assert_serves(server: Server) -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_bad_field_is_refused(server: Server, case: str):
-    body, *parts = CASES[case]
+def test_a_bad_field_is_refused(server: Server, case: str):
+    body, *fragments = CASES[case]
     answer = server.post("/generate/", body)
     assert answer.status_code == 400, answer.text
     error = answer.json()["error"]
     assert error["type"] == "invalid_request_error"
     assert error["code"] == ("prompt_too_long" if case == "too-long" else "invalid_request")
-    for part in parts:
-        assert part in error["message"], error["message"]
+    for fragment in fragments:
+        assert fragment in error["message"], error["message"]
 
 
 @pytest.mark.parametrize(
@@ -128,13 +128,13 @@ def test_bad_field_is_refused(server: Server, case: str):
     [b"", b"{", b"nonsense", b'"text"', b"\xff\xfe", b'{"prompts": [[NaN]]}', b"[" * 100_000],
     ids=["empty", "cut", "no-json", "no-object", "no-utf8", "nan", "very-deep"],
 )
-def test_body_that_is_no_json_object(server: Server, data: bytes):
+def test_a_body_that_is_not_a_json_object_is_refused(server: Server, data: bytes):
     answer = requests.post(server.url + "/generate/", data=data, timeout=30)
     assert answer.status_code == 400
     assert answer.json()["error"]["code"] == "invalid_request"
 
 
-def test_one_bad_prompt_refuses_the_request_and_costs_the_engine_nothing(server: Server):
+def test_one_bad_prompt_fails_the_request_before_the_engine(server: Server):
     prompts = [[index + 1] for index in range(64)]
     prompts[40] = [1, VOCAB + 5]
     time.sleep(1)
@@ -147,14 +147,14 @@ def test_one_bad_prompt_refuses_the_request_and_costs_the_engine_nothing(server:
     assert server.metrics("prompt_tokens_total") == before
 
 
-def test_the_server_serves_after_all_of_it(server: Server):
+def test_the_server_still_serves_after_all_bad_requests(server: Server):
     for body, *_ in CASES.values():
         server.post("/generate/", body)
     assert_serves(server)
     assert server.get("/ready").json()["num_ready"] == 2
 
 
-def test_a_text_model_takes_no_images(server: Server):
+def test_a_text_model_refuses_images(server: Server):
     answer = server.post("/generate/", {"prompts": OK, "images": [encoded(picture(8, 8))]})
     error = answer.json()["error"]
     assert (answer.status_code, error["code"]) == (400, "image_mismatch")

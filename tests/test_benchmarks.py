@@ -1,4 +1,4 @@
-"""The benchmarks measure what they say, or end with an error."""
+"""The benchmarks report correct figures or end with an error."""
 
 import json
 import subprocess
@@ -29,14 +29,14 @@ def answer(lengths: list[int], num_logprobs: list[int]) -> bytes:
     "lengths, num_logprobs",
     [([3, 2], [3, 2]), ([3], [3]), ([3, 3], [3, 2]), ([3, 3, 3], [3, 3, 3])],
 )
-def test_a_run_with_other_token_counts_is_not_reported(lengths, num_logprobs):
+def test_a_run_with_wrong_token_counts_is_not_reported(lengths, num_logprobs):
     pattern = make_pattern("batch", SIZES, repeat=0)
     check_lengths(Titopool(1), pattern, [answer([3, 3], [3, 3])], num_expected=1)
     with pytest.raises(SystemExit, match="not reported"):
         check_lengths(Titopool(1), pattern, [answer(lengths, num_logprobs)], num_expected=1)
 
 
-def test_other_repeats_have_other_prompts():
+def test_repeats_use_different_prompts():
     first, second = (make_pattern("single", SIZES, repeat=number) for number in (0, 1))
     assert first.num_tokens == second.num_tokens == 6
     assert first.calls != second.calls
@@ -58,9 +58,9 @@ def test_a_run_with_failures_has_no_rate():
 
 @pytest.mark.server
 def test_bench_front_runs(tmp_path: Path):
-    words = ["--num-front-ends", "1", "--num-clients", "4", "--num-tokens", "16"]
+    options = ["--num-front-ends", "1", "--num-clients", "4", "--num-tokens", "16"]
     subprocess.run(
-        [sys.executable, "-m", "benchmarks.front", *words, "--out", str(tmp_path / "front")],
+        [sys.executable, "-m", "benchmarks.front", *options, "--out", str(tmp_path / "front")],
         cwd=REPOSITORY, check=True, timeout=120, stdout=subprocess.DEVNULL,
     )  # fmt: skip
     runs = json.loads((tmp_path / "front.json").read_text())["runs"]

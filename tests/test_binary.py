@@ -1,4 +1,4 @@
-"""The MessagePack answer of /generate/: what the JSON one says, bit for bit, in fewer bytes."""
+"""The MessagePack response of /generate/ equals the JSON response bit for bit, in fewer bytes."""
 
 import math
 from typing import Any
@@ -30,14 +30,14 @@ def float32(*numbers: float) -> bytes:
 
 
 def bits(value: float | None) -> str | None:
-    """A float32 to compare: unlike `==`, it tells -0.0 from 0.0; null where it is not finite."""
+    """A float32 to compare: -0.0 and 0.0 differ; None for a value that is not finite."""
     if value is None or not math.isfinite(value):
         return None
     return float(np.float32(value)).hex()
 
 
 def comparable(answer: dict[str, Any]) -> dict[str, Any]:
-    """An answer in JSON with its log-probabilities as `bits`."""
+    """A JSON response with its log-probabilities as `bits`."""
     values = answer["logprobs"]
     if values is not None:
         values = [[[bits(value) for value in entries] for entries in one] for one in values]
@@ -45,7 +45,7 @@ def comparable(answer: dict[str, Any]) -> dict[str, Any]:
 
 
 def nested(encoded: bytes, sent: list[Any]) -> dict[str, Any]:
-    """A binary answer in the shape of the JSON one, as docs/http.md tells clients to read it."""
+    """A binary response in the shape of the JSON one, decoded as docs/http.md describes."""
     answer = msgspec.msgpack.decode(encoded)
     ids = [np.frombuffer(one, "<i4").tolist() for one in answer["completion_ids"]]
     counts = counts_of(answer.pop("num_logprobs"), ids)
@@ -54,8 +54,8 @@ def nested(encoded: bytes, sent: list[Any]) -> dict[str, Any]:
         flat = [np.frombuffer(one, "<f4") for one in values]
         values = [split(one, some) for one, some in zip(flat, counts, strict=True)]
         entry_ids = [
-            split(own if one is None else np.frombuffer(one, "<i4"), some)
-            for one, own, some in zip(entry_ids or [None] * len(ids), ids, counts, strict=True)
+            split(sampled if one is None else np.frombuffer(one, "<i4"), some)
+            for one, sampled, some in zip(entry_ids or [None] * len(ids), ids, counts, strict=True)
         ]
     prompt_ids = [
         given if one is None else np.frombuffer(one, "<i4").tolist()
@@ -67,8 +67,8 @@ def nested(encoded: bytes, sent: list[Any]) -> dict[str, Any]:
 
 def counts_of(bins: list[bytes | None] | None, ids: list[list[int]]) -> list[list[int]]:
     return [
-        [1] * len(own) if one is None else np.frombuffer(one, "<i4").tolist()
-        for one, own in zip(bins or [None] * len(ids), ids, strict=True)
+        [1] * len(sampled) if one is None else np.frombuffer(one, "<i4").tolist()
+        for one, sampled in zip(bins or [None] * len(ids), ids, strict=True)
     ]
 
 
@@ -103,12 +103,12 @@ def test_binary_and_json_answers_are_equal(server: Server, prompts, options):
     assert binary.headers["Content-Type"] == "application/msgpack"
     sent = [one["prompt_token_ids"] if isinstance(one, dict) else one for one in prompts]
     assert nested(binary.content, sent) == comparable(answer)
-    # Only ids that the client cannot know come back.
+    # The response has prompt ids only where the client cannot know them.
     is_changed = answer["prompt_ids"] != sent
     assert (msgspec.msgpack.decode(binary.content)["prompt_ids"] != [None]) == is_changed
 
 
-def test_errors_stay_json(server: Server):
+def test_errors_are_json_for_binary_clients(server: Server):
     answer = server.post("/generate/", {"prompts": []}, headers=BINARY)
     assert answer.status_code == 400
     assert answer.headers["Content-Type"] == "application/json"
@@ -137,7 +137,7 @@ def test_errors_stay_json(server: Server):
         ("text/html;q=x,;,application", False),
     ],
 )
-def test_accept_header(header: str | None, expected: bool):
+def test_accept_header_selects_the_format(header: str | None, expected: bool):
     assert is_binary(parse_accept_header(header, MIMEAccept)) == expected
 
 
@@ -155,7 +155,7 @@ COMPLETIONS = {
 }
 
 
-def test_both_writers_say_the_same_of_mixed_completions():
+def test_json_and_binary_replies_agree_on_mixed_completions():
     completions = list(COMPLETIONS.values())
     results = [Completed(1, 1, completions[:2], 3), Completed(2, 1, completions[2:], 0)]
     ids = [np.arange(3, dtype=np.int32), np.arange(9, dtype=np.int32)[-4:]]
@@ -164,7 +164,7 @@ def test_both_writers_say_the_same_of_mixed_completions():
     assert nested(binary, [[0, 1, 2], "text"]) == comparable(as_json)
 
 
-def test_arrays_are_nil_where_the_completion_says_the_same():
+def test_arrays_that_repeat_the_completion_are_nil():
     def reply(*names: str, with_logprobs: bool = True) -> dict[str, Any]:
         result = Completed(1, 1, [COMPLETIONS[name] for name in names], 0)
         return msgspec.msgpack.decode(binary_reply([None], [result], with_logprobs=with_logprobs))
@@ -172,7 +172,7 @@ def test_arrays_are_nil_where_the_completion_says_the_same():
     mixed = reply("sampled", "other ids", "two and one")
     assert mixed["logprob_token_ids"] == [None, int32(3, 3), int32(7, 9, 8)]
     assert mixed["num_logprobs"] == [None, None, int32(2, 1)]
-    # Of NaN and the infinities too, nothing is changed.
+    # NaN and infinities pass unchanged.
     assert mixed["logprobs"][0] == float32(-0.1, NAN)
     assert mixed["logprobs"][2] == float32(-0.0, -INFINITY, -3.3)
     sampled = reply("sampled", "no tokens", "none")

@@ -1,4 +1,4 @@
-"""/chat/, /tokenize, /detokenize and /v1/models over real vLLM; transformers' templates beside."""
+"""/chat/, /tokenize, /detokenize and /v1/models over real vLLM, compared with transformers."""
 
 import pytest
 from transformers import AutoTokenizer
@@ -27,7 +27,7 @@ def rendered(tokenizer, messages: list[dict], **options) -> list[int]:
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
-def test_conversations_are_rendered_as_transformers_does(server: Server, tiny_model, tokenizer):
+def test_conversations_are_rendered_as_by_transformers(server: Server, tiny_model, tokenizer):
     flat = [{**TURNS[0], "content": "one\ntwo"}, *TURNS[1:]]
     expected = [rendered(tokenizer, HELLO), rendered(tokenizer, flat)]
     answer = server.post("/chat/", {"messages": [HELLO, TURNS], "n": 1, **GREEDY})
@@ -41,7 +41,7 @@ def test_conversations_are_rendered_as_transformers_does(server: Server, tiny_mo
     assert same["completion_ids"] == body["completion_ids"]
 
 
-def test_chat_takes_what_generate_takes(server: Server):
+def test_chat_accepts_the_fields_of_generate(server: Server):
     body = {
         "messages": [HELLO], "n": 3, "max_tokens": 4, "logprobs": 2, "truncate_prompt_tokens": 5,
         "generation_kwargs": {"seed": 1},
@@ -81,12 +81,12 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_bad_conversations_are_refused_with_their_place(server: Server, name: str):
-    body, *parts = BAD[name]
+def test_bad_conversations_are_refused_with_their_location(server: Server, name: str):
+    body, *fragments = BAD[name]
     answer = server.post("/chat/", body)
     assert answer.status_code == 400, answer.text
-    for part in parts:
-        assert part in answer.json()["error"]["message"]
+    for fragment in fragments:
+        assert fragment in answer.json()["error"]["message"]
     assert server.post("/chat/", {"messages": [HELLO], "max_tokens": 1}).status_code == 200
 
 
@@ -96,7 +96,7 @@ def test_bad_conversations_are_refused_with_their_place(server: Server, name: st
     ("{% for m in messages %}{{ m.content | tojson }}{% endfor %}", False),
     ("{% for m in messages %}{{ m.content + '!' }}{% endfor %}", False),
 ])  # fmt: skip
-def test_whether_a_template_reads_parts_is_found_out(tokenizer, template: str, reads: bool):
+def test_templates_that_read_content_parts_are_detected(tokenizer, template: str, reads: bool):
     from app.inputs.chat_template import _accepts_parts
 
     class Tokenizer:
@@ -106,7 +106,7 @@ def test_whether_a_template_reads_parts_is_found_out(tokenizer, template: str, r
     assert _accepts_parts(Tokenizer()) == reads
 
 
-def test_tokenize_and_detokenize_are_each_others_reverse(server: Server, tokenizer):
+def test_detokenize_reverses_tokenize(server: Server, tokenizer):
     text = "Hello, world: ü<|im_end|>"
     answer = server.post("/tokenize", {"prompt": text, "return_token_strs": True}).json()
     ids = tokenizer(text)["input_ids"]
@@ -121,7 +121,7 @@ def test_tokenize_and_detokenize_are_each_others_reverse(server: Server, tokeniz
     {}, {"add_generation_prompt": False},
     {"add_generation_prompt": False, "continue_final_message": True},
 ])  # fmt: skip
-def test_messages_are_tokenized_as_they_are_generated_from(server: Server, tokenizer, options):
+def test_tokenize_renders_messages_as_transformers_does(server: Server, tokenizer, options):
     answer = server.post("/tokenize", {"messages": HELLO, **options}).json()
     assert answer["tokens"] == rendered(tokenizer, HELLO, **options)
 
@@ -165,14 +165,16 @@ answer({
 
 
 @pytest.mark.parametrize("arguments", ["{", "[]", None, {}, "{}"])
-def test_a_conversation_with_a_malformed_call_goes_on(server: Server, tokenizer, arguments):
+def test_a_conversation_with_a_malformed_tool_call_is_rendered(
+    server: Server, tokenizer, arguments
+):
     call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
     messages = [*HELLO, {"role": "assistant", "content": "a", "tool_calls": [call]}, HELLO[1]]
     answer = server.post("/chat/", {"messages": [messages], "max_tokens": 1})
     assert answer.json()["prompt_ids"] == [rendered(tokenizer, messages)]
 
 
-def test_the_model_must_be_the_one_that_is_served(server: Server):
+def test_a_model_that_is_not_served_is_not_found(server: Server):
     for path, body in (("/tokenize", {"prompt": "a"}), ("/detokenize", {"tokens": [1]})):
         answer = server.post(path, {**body, "model": "gpt-2"})
         assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")

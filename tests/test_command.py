@@ -1,4 +1,4 @@
-"""The command `titopool`: what it refuses at once, and how it writes."""
+"""The command `titopool`: it refuses bad settings at once and survives a closed pipe."""
 
 import os
 import resource
@@ -32,11 +32,11 @@ def test_a_misspelt_setting_stops_the_start_at_once(words, variables, part):
     assert result.returncode == 2
     assert part in result.stderr
     assert len(result.stderr.splitlines()) == 1
-    # Of the processor, which on a machine that does nothing else is as long by the clock.
+    # CPU seconds: unlike wall time, they do not depend on the load of the machine.
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 1
 
 
-def test_help_ends_quietly_when_nobody_reads_on():
+def test_help_ends_quietly_on_a_closed_pipe():
     read, write = os.pipe()
     with subprocess.Popen(
         [TITOPOOL, "--help"], env=environment(), stdout=write, stderr=subprocess.PIPE
@@ -47,7 +47,7 @@ def test_help_ends_quietly_when_nobody_reads_on():
         assert process.stderr.read() == b""
 
 
-def test_gunicorn_alone_refuses_what_the_command_refuses():
+def test_gunicorn_alone_refuses_a_misspelt_option():
     result = subprocess.run(
         [sys.executable, "-m", "gunicorn", "app:create_app()"],
         env=environment(TITOPOOL_ENGINE_ARGS="--max-modle-len 5"),

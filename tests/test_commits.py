@@ -1,4 +1,4 @@
-"""Commits amid which something dies: afterwards all workers that serve have the same weights."""
+"""Commits during which a process dies: afterwards all ready workers have the same weights."""
 
 import signal
 import threading
@@ -22,7 +22,7 @@ QUICK = {
 
 
 class Cluster:
-    """Stub workers with folders of weights and adapters, behind two gunicorn processes."""
+    """Stub workers with folders of weights and adapters, behind two front ends."""
 
     def __init__(self, root: Path, start_stub: StartStub, stub_server: StartServer):
         self.root = root / "root"
@@ -58,12 +58,12 @@ class Cluster:
         return sorted(workers, key=lambda one: str(one["endpoint"]))
 
     def wait_for(self, *phases: str) -> None:
-        # Both front ends: each knows what the workers told it last.
+        # Ask often enough to reach both front ends, which may have different heartbeats.
         agree = lambda: all(self.phases() == list(phases) for _ in range(8))  # noqa: E731
         wait_until(agree, 15, lambda: f"{self.ready()} {self.server.log}")
 
     def check_generates(self) -> None:
-        """Every worker that serves generates, with one version of the weights."""
+        """All ready workers generate, with one version of the weights."""
         num_ready = self.phases().count("ready")
         answer = self.server.generate([[index, 7] for index in range(1, 10 * num_ready)])
         assert answer["completion_ids"] == [[7, index] for index in range(1, 10 * num_ready)]
@@ -77,7 +77,7 @@ def cluster(tmp_path: Path, start_stub: StartStub, stub_server: StartServer) -> 
 
 
 @pytest.mark.parametrize("victim", [0, 1, 2])
-def test_a_worker_that_dies_in_the_second_step_keeps_no_other_from_the_new_weights(
+def test_a_worker_that_dies_in_apply_does_not_keep_the_others_from_the_new_weights(
     cluster: Cluster, victim: int
 ):
     for index in range(3):
@@ -93,14 +93,14 @@ def test_a_worker_that_dies_in_the_second_step_keeps_no_other_from_the_new_weigh
     cluster.wait_for(*phases)
     assert cluster.versions() == [1, 1]
     cluster.check_generates()
-    # It comes back without a ledger, hears which weights it should have, and takes the folder.
+    # The worker restarts without a ledger, learns the pool's weights and loads their folder.
     cluster.start(victim)
     cluster.wait_for("ready", "ready", "ready")
     assert cluster.versions() == [1, 1, 1]
     cluster.check_generates()
 
 
-def test_a_worker_that_fails_in_the_first_step_leaves_the_old_weights_everywhere(cluster: Cluster):
+def test_a_worker_that_dies_before_apply_leaves_the_old_weights_everywhere(cluster: Cluster):
     for index in range(3):
         cluster.start(index, *(["--die-at", "check_folder"] if index == 1 else []))
     cluster.serve()
@@ -110,55 +110,55 @@ def test_a_worker_that_fails_in_the_first_step_leaves_the_old_weights_everywhere
     cluster.check_generates()
 
 
-def test_workers_go_on_when_the_front_end_that_leads_a_commit_dies(cluster: Cluster):
-    # The last worker prepares for so long that all others wait, prepared, for the second step.
+def test_workers_resume_when_the_front_end_that_leads_a_commit_dies(cluster: Cluster):
+    # The last worker prepares slowly, so the others wait in state prepared.
     for index in range(3):
         cluster.start(index, *(["--slow", "clear_caches=6"] if index == 2 else []))
     server = cluster.serve()
     front_ends = psutil.Process(server.process.pid).children()
-    thread = threading.Thread(target=lambda: swallow(cluster.update))
+    thread = threading.Thread(target=lambda: ignore_os_error(cluster.update))
     thread.start()
     states = lambda: [one["state"] for one in server.get("/weights").json()["workers"]]  # noqa: E731
     wait_until(lambda: states() == ["prepared", "prepared", "preparing"], 5)
     for one in front_ends:
-        # One of them leads; the server starts others in their place.
+        # One of the two leads the commit; gunicorn replaces both.
         one.send_signal(signal.SIGKILL)
     thread.join(20)
-    wait_until(lambda: answers(server) and states() == ["closed"] * 3, 15)
+    wait_until(lambda: is_live(server) and states() == ["closed"] * 3, 15)
     cluster.wait_for("ready", "ready", "ready")
     assert cluster.versions() == [0, 0, 0]
     cluster.check_generates()
     assert cluster.update().json()["version"] == 1
 
 
-def answers(server: Server) -> bool:
+def is_live(server: Server) -> bool:
     try:
         return server.get("/live").ok
     except OSError:
         return False
 
 
-def swallow(call: Callable[[], Any]) -> None:
+def ignore_os_error(call: Callable[[], Any]) -> None:
     try:
         call()
     except OSError:
         return
 
 
-def test_a_worker_that_stands_still_in_the_second_step_catches_up_when_it_goes_on(
+def test_a_worker_that_is_stopped_before_apply_catches_up_once_it_continues(
     cluster: Cluster,
 ):
     for index in range(3):
         cluster.start(index, *(["--slow", "clear_caches=2"] if index == 0 else []))
     server = cluster.serve()
-    answers: list[Any] = []
-    thread = threading.Thread(target=lambda: answers.append(cluster.update().json()))
+    responses: list[Any] = []
+    thread = threading.Thread(target=lambda: responses.append(cluster.update().json()))
     thread.start()
     state = lambda: server.get("/weights").json()["workers"][2]["state"]  # noqa: E731
     wait_until(lambda: state() == "prepared", 5)
     cluster.processes[2].send_signal(signal.SIGSTOP)
     thread.join(20)
-    (answer,) = answers
+    (answer,) = responses
     assert answer["version"] == 1
     assert [one["endpoint"][-1] for one in answer["lost"]] == ["2"]
     cluster.check_generates()
@@ -167,7 +167,7 @@ def test_a_worker_that_stands_still_in_the_second_step_catches_up_when_it_goes_o
     assert cluster.versions() == [1, 1, 1]
 
 
-def test_calls_that_clean_up_do_not_wait_for_a_worker_that_is_gone(cluster: Cluster):
+def test_cleanup_calls_do_not_wait_for_a_lost_worker(cluster: Cluster):
     for index in range(3):
         cluster.start(index)
     server = cluster.serve()
@@ -177,7 +177,7 @@ def test_calls_that_clean_up_do_not_wait_for_a_worker_that_is_gone(cluster: Clus
     states = [one["state"] for one in server.get("/weights").json()["workers"]]
     assert states == ["closed", "unreachable", "closed"]
     assert server.get("/is_paused").json()["is_paused"] is True
-    # It comes back into a pool that is paused: nothing of it generates.
+    # The restarted worker joins a paused pool, so it is paused too.
     cluster.start(1)
     cluster.wait_for("ready", "ready", "ready")
     leases = lambda: [one["lease_left_s"] for one in server.get("/weights").json()["workers"]]  # noqa: E731
@@ -191,7 +191,7 @@ def test_calls_that_clean_up_do_not_wait_for_a_worker_that_is_gone(cluster: Clus
     cluster.check_generates()
 
 
-def test_weights_that_all_workers_have_lost_are_a_503_until_they_are_replaced(cluster: Cluster):
+def test_requests_get_503_while_every_worker_has_lost_the_weights(cluster: Cluster):
     for index in range(2):
         cluster.start(index)
     server = cluster.serve(2)
@@ -203,7 +203,7 @@ def test_weights_that_all_workers_have_lost_are_a_503_until_they_are_replaced(cl
         cluster.start(index)
     cluster.wait_for("waiting_for_weights", "waiting_for_weights")
     for _ in range(4):
-        # Whichever front end answers.
+        # From either front end.
         answer = server.post("/generate/", {"prompts": [[1]]})
         assert answer.status_code == 503
         assert answer.json()["error"]["code"] == "weights_lost"
@@ -211,7 +211,7 @@ def test_weights_that_all_workers_have_lost_are_a_503_until_they_are_replaced(cl
     cluster.wait_for("ready", "ready")
     assert cluster.versions() == [0, 0]
     cluster.check_generates()
-    # Whoever starts now has them too, and updates go on.
+    # A worker that starts now accepts them too, and updates work.
     cluster.processes[0].kill()
     cluster.start(0)
     cluster.wait_for("ready", "ready")
@@ -219,7 +219,7 @@ def test_weights_that_all_workers_have_lost_are_a_503_until_they_are_replaced(cl
     cluster.check_generates()
 
 
-def test_weights_that_a_worker_still_has_are_not_given_up(cluster: Cluster):
+def test_accept_is_refused_while_a_worker_has_the_weights(cluster: Cluster):
     for index in range(2):
         cluster.start(index)
     server = cluster.serve(2)
@@ -236,7 +236,7 @@ def test_weights_that_a_worker_still_has_are_not_given_up(cluster: Cluster):
     cluster.check_generates()
 
 
-def test_a_pool_is_paused_while_one_of_its_workers_loads(cluster: Cluster):
+def test_a_pause_reaches_a_worker_once_it_has_loaded(cluster: Cluster):
     cluster.start(0)
     cluster.start(1)
     server = cluster.serve(2)
@@ -245,7 +245,7 @@ def test_a_pool_is_paused_while_one_of_its_workers_loads(cluster: Cluster):
     cluster.wait_for("ready", "loading")
     answer = server.post("/pause", {"mode": "keep", "lease_s": 60})
     assert answer.json() == {"is_paused": True, "lease_s": 60}
-    # It hears of it once it is loaded.
+    # The loading worker learns of the pause once it is ready.
     cluster.wait_for("ready", "ready")
     leases = lambda: [one["lease_left_s"] for one in server.get("/weights").json()["workers"]]  # noqa: E731
     wait_until(lambda: all(leases()), 5)
@@ -257,7 +257,7 @@ def test_a_pool_is_paused_while_one_of_its_workers_loads(cluster: Cluster):
 # ---- adapters ----------------------------------------------------------------------------
 
 
-def test_a_worker_that_comes_back_without_a_ledger_gets_the_adapters_of_the_others(
+def test_a_worker_restarted_without_a_ledger_loads_the_adapters_of_the_pool(
     cluster: Cluster,
 ):
     for index in range(3):
@@ -267,15 +267,15 @@ def test_a_worker_that_comes_back_without_a_ledger_gets_the_adapters_of_the_othe
     assert server.post("/v1/load_lora_adapter", load).json()["version"] == 1
     cluster.processes[1].kill()
     cluster.wait_for("ready", "unreachable", "ready")
-    # It is there all the time, at whoever has it.
-    ask = {"prompts": [[1, 2]] * 9, "lora_name": "style"}
+    # The adapter stays available at the workers that have it.
+    body = {"prompts": [[1, 2]] * 9, "lora_name": "style"}
     for _ in range(8):
-        assert server.post("/generate/", ask).json()["lora_versions"] == [1] * 9
+        assert server.post("/generate/", body).json()["lora_versions"] == [1] * 9
     cluster.start(1)
     cluster.wait_for("ready", "ready", "ready")
     adapters = lambda: [one["adapters"] for one in server.get("/weights").json()["workers"]]  # noqa: E731
     wait_until(lambda: adapters() == [{"style": 1}] * 3, 5)
-    # One that was away when it was swapped, and one when it was unloaded.
+    # While one worker is stopped, a load fails and an unload succeeds.
     cluster.processes[2].send_signal(signal.SIGSTOP)
     cluster.wait_for("ready", "ready", "unreachable")
     assert server.post("/v1/load_lora_adapter", load).status_code == 503
@@ -283,11 +283,11 @@ def test_a_worker_that_comes_back_without_a_ledger_gets_the_adapters_of_the_othe
     cluster.processes[2].send_signal(signal.SIGCONT)
     cluster.wait_for("ready", "ready", "ready")
     wait_until(lambda: adapters() == [{}] * 3, 5)
-    assert server.post("/generate/", ask).status_code == 404
+    assert server.post("/generate/", body).status_code == 404
     assert server.post("/v1/load_lora_adapter", load).json()["version"] == 1
 
 
-def test_a_version_that_one_worker_did_not_switch_to_is_made_up_for(cluster: Cluster):
+def test_an_adapter_version_is_not_used_twice_after_a_restart(cluster: Cluster):
     for index in range(2):
         cluster.start(index)
     server = cluster.serve(2)
@@ -295,8 +295,8 @@ def test_a_version_that_one_worker_did_not_switch_to_is_made_up_for(cluster: Clu
     assert server.post("/v1/load_lora_adapter", load).json()["version"] == 1
     cluster.processes[0].kill()
     cluster.start(0)
-    # Whatever the worker has by now, the next version is one that nobody has.
+    # Whichever version the restarted worker has, the next version is new to every worker.
     cluster.wait_for("ready", "ready")
     assert server.post("/v1/load_lora_adapter", load).json()["version"] == 2
-    ask = {"prompts": [[1, 2]] * 9, "lora_name": "style"}
-    assert server.post("/generate/", ask).json()["lora_versions"] == [2] * 9
+    body = {"prompts": [[1, 2]] * 9, "lora_name": "style"}
+    assert server.post("/generate/", body).json()["lora_versions"] == [2] * 9

@@ -1,4 +1,4 @@
-"""Settings: command line over environment over defaults, strictly."""
+"""Settings: the command line overrides the environment, the environment overrides defaults."""
 
 import subprocess
 import sys
@@ -19,7 +19,7 @@ def test_command_line_wins_over_environment_and_defaults():
     assert config.host == "127.0.0.1"
 
 
-def test_other_options_go_to_vllm_in_order_behind_those_of_the_environment():
+def test_other_options_go_to_vllm_after_those_of_the_environment():
     argv = ["--dtype", "float32", "--num-workers", "2", "--hf-overrides", '{"a": 1}', "-tp", "2"]
     config = from_command_line(argv, {"TITOPOOL_ENGINE_ARGS": "--max-model-len 4096"})
     assert config.engine_argv == [
@@ -28,7 +28,7 @@ def test_other_options_go_to_vllm_in_order_behind_those_of_the_environment():
     assert (config.model, config.num_workers, config.tensor_parallel_size) == ("", 2, 2)
 
 
-def test_the_model_may_stand_behind_our_own_settings():
+def test_the_model_may_follow_settings():
     config = from_command_line(["--port", "9000", "some/model", "--dtype", "float32"], {})
     assert (config.model, config.port) == ("some/model", 9000)
 
@@ -43,12 +43,12 @@ def test_the_model_may_stand_behind_our_own_settings():
     ],
     ids=" ".join,
 )  # fmt: skip
-def test_whatever_vllm_takes_goes_to_it(words):
+def test_every_form_of_vllm_option_goes_to_vllm(words):
     assert from_command_line(words, {}).engine_argv == words
 
 
-def test_vllms_names_are_those_of_its_parser():
-    """Of the version that is installed; a new one may write its source in another way."""
+def test_option_names_match_vllms_parser():
+    """For the installed vLLM: `option_names` reads its source, which may change with a version."""
     code = """
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -69,14 +69,14 @@ print("spurious:", sorted(option_names() - names))
     assert result.stdout.endswith("unknown: []\nspurious: ['--config', '-O']\n"), result.stderr
 
 
-def test_without_vllms_source_only_near_misses_of_ours_are_refused(monkeypatch):
+def test_without_vllms_source_only_misspelt_settings_are_refused(monkeypatch):
     monkeypatch.setattr(vllm_options, "option_names", lambda: None)
     assert from_command_line(["--something", "5"], {}).engine_argv == ["--something", "5"]
     with pytest.raises(ConfigError, match="--num-workers"):
         from_command_line(["--num-worker", "5"], {})
 
 
-def test_children_read_the_same_settings():
+def test_child_processes_read_the_same_settings():
     config = ServerConfig(
         model="m", curve_key_file="k", endpoints=("tcp://a:1", "ipc:///x"), request_timeout_s=1.5
     )
@@ -108,14 +108,14 @@ def test_children_read_the_same_settings():
         pytest.param(["--heartbeat-timeout-s", "0.6"], {}, ["heartbeat"], id="contradiction"),
     ],
 )  # fmt: skip
-def test_impossible_settings_are_named(argv, environ, parts):
+def test_impossible_settings_are_refused_by_name(argv, environ, parts):
     with pytest.raises(ConfigError) as caught:
         from_command_line(argv, environ)
     for part in parts:
         assert part in str(caught.value)
 
 
-# As Kubernetes makes them of Services `titopool` (two ports, one with a name) and `titopool-worker`.
+# Set by Kubernetes for the Services `titopool` (two ports, one named) and `titopool-worker`.
 SERVICES = {
     "TITOPOOL_SERVICE_HOST": "10.96.0.12",
     "TITOPOOL_SERVICE_PORT": "8000",
@@ -134,7 +134,7 @@ SERVICES = {
 }
 
 
-def test_variables_of_kubernetes_services_are_no_settings():
+def test_variables_of_kubernetes_services_are_ignored():
     assert ignored_variables(SERVICES) == sorted(SERVICES)
     assert from_environment(SERVICES) == ServerConfig()
     assert from_environment(SERVICES | {"TITOPOOL_PORT": "9000"}) == ServerConfig(port=9000)
@@ -153,6 +153,6 @@ def test_variables_of_kubernetes_services_are_no_settings():
         ("TITOPOOL_HOSTS", "10.96.0.12"),
     ],
 )
-def test_what_only_looks_like_a_service_is_refused(key, value):
+def test_a_variable_that_only_resembles_a_service_is_refused(key, value):
     with pytest.raises(ConfigError, match=key):
         from_environment({key: value})

@@ -1,4 +1,4 @@
-"""Messages before they are rendered: what templates take for granted is there."""
+"""Chat messages before rendering have the fields that templates expect."""
 
 from app.inputs.chat_messages import merge_developer_into_system, read_conversation
 
@@ -8,25 +8,25 @@ def read(message: dict) -> dict:
     return found
 
 
-def test_reasoning_has_both_of_its_names():
+def test_reasoning_is_passed_under_both_names():
     for name in ("reasoning", "reasoning_content"):
         found = read({"role": "assistant", "content": "a", name: "why"})
         assert (found["reasoning"], found["reasoning_content"]) == ("why", "why")
     assert read({"role": "assistant", "content": "a"}).keys() == {"role", "content"}
 
 
-def test_an_assistant_has_content_and_calls_or_none():
+def test_an_empty_assistant_message_has_empty_content_and_no_calls():
     assert read({"role": "assistant", "content": None, "tool_calls": []}) == {
         "role": "assistant", "content": [],
     }  # fmt: skip
 
 
-def test_a_tool_answers_with_one_text():
+def test_the_parts_of_a_tool_message_are_joined():
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     assert read({"role": "tool", "content": parts})["content"] == "a\nb"
 
 
-def test_developers_are_the_system():
+def test_developer_messages_are_merged_into_the_system_message():
     user = {"role": "user", "content": "u"}
     developer = {"role": "developer", "content": [{"type": "text", "text": "d"}]}
     system = {"role": "system", "content": "s"}

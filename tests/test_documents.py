@@ -1,4 +1,4 @@
-"""What must hold of the documents themselves; no server is started."""
+"""Checks of the documents: named files, links, widths and log lines. No server is started."""
 
 import re
 from pathlib import Path
@@ -11,7 +11,7 @@ DOCUMENTS = [
     *sorted(REPOSITORY.glob("*.md")),
     *sorted((REPOSITORY / "docs").glob("*.md")),
 ]
-# Written by a program, which does not wrap.
+# Generated files are not wrapped.
 GENERATED = {"docs/settings.md"}
 WIDTH = 100
 MAX_SENTENCES = 2
@@ -25,7 +25,7 @@ def name_of(path: Path) -> str:
 
 
 def prose_of(path: Path) -> str:
-    """The text without fenced code."""
+    """The document's text without fenced code."""
     return FENCED.sub("", path.read_text())
 
 
@@ -39,7 +39,7 @@ every_document = pytest.mark.parametrize("path", DOCUMENTS, ids=name_of)
 
 
 @every_document
-def test_files_that_are_named_exist(path: Path):
+def test_named_files_exist(path: Path):
     named = {
         found for quoted in re.findall(r"`([^`]+)`", prose_of(path))
         for found in PATH.findall(quoted)
@@ -48,7 +48,7 @@ def test_files_that_are_named_exist(path: Path):
 
 
 @every_document
-def test_links_lead_somewhere(path: Path):
+def test_links_resolve(path: Path):
     for target in re.findall(r"\]\(([^)\s]+)\)", prose_of(path)):
         if target.startswith(("http://", "https://")):
             continue
@@ -72,7 +72,7 @@ def test_lines_are_wrapped_and_cells_are_short(path: Path):
             assert len(SENTENCE_END.findall(cell.strip())) <= MAX_SENTENCES, cell
 
 
-def test_log_lines_that_operators_are_shown_are_in_the_sources():
+def test_documented_log_lines_are_in_the_sources():
     text = (REPOSITORY / "docs" / "operators.md").read_text()
     lines = re.findall(r"^\| `(.*?)` \|", text[text.index("\n## Logs") :], re.M)
     sources = "\n".join(
@@ -82,7 +82,7 @@ def test_log_lines_that_operators_are_shown_are_in_the_sources():
     )
     assert lines
     for line in lines:
-        # What stands between the values.
+        # The fixed text between the values.
         for fragment in re.split(r"…|\d+", line):
             words = fragment.strip(" :;")
             assert len(words.split()) < 2 or words in sources, line

@@ -1,4 +1,4 @@
-"""`param` of an error is a field that the client's body has, or should have."""
+"""`param` of an error names the field of the client's body that is wrong or missing."""
 
 import pytest
 
@@ -24,7 +24,7 @@ from titopool.wire.messages import ImageFacts
         (b"[]", "expected `object`", None),
     ],
 )  # fmt: skip
-def test_of_a_body_of_ours(body: bytes, message: str, param: str | None):
+def test_param_of_a_generate_body(body: bytes, message: str, param: str | None):
     with pytest.raises(InvalidRequest) as caught:
         decode_body(body, GENERATE_BODY)
     assert message in caught.value.message
@@ -42,7 +42,7 @@ def test_of_a_body_of_ours(body: bytes, message: str, param: str | None):
         (b'{"messages": [], "top_logprobs": 1}', ChatFields, "top_logprobs: expected 0", "top_logprobs"),
     ],
 )  # fmt: skip
-def test_of_a_body_of_openais(body: bytes, fields: type, message: str, param: str):
+def test_param_of_an_openai_body(body: bytes, fields: type, message: str, param: str):
     with pytest.raises(InvalidRequest) as caught:
         decode_body(body, OpenAIDecoder(fields))
     assert caught.value.message.startswith((message, "object " + message))
@@ -55,7 +55,7 @@ def test_of_a_body_of_openais(body: bytes, fields: type, message: str, param: st
      ("prompts[2].multi_modal_data.image", "prompts")],
 )  # fmt: skip
 @pytest.mark.parametrize("takes_images", [False, True])
-def test_of_an_image(place: str, param: str, takes_images: bool):
+def test_param_of_an_image(place: str, param: str, takes_images: bool):
     images = ImageFacts(max_images=1, placeholder_ids=[5], has_placeholders=True)
     facts = FACTS if not takes_images else type(FACTS)(**{**_fields(), "images": images})
     encoded = EncodedImages("prompt", place, ["no base64"], True, {})
@@ -69,7 +69,7 @@ def _fields() -> dict[str, object]:
     return {name: getattr(FACTS, name) for name in FACTS.__struct_fields__}
 
 
-def test_of_a_regex(server: Server):
+def test_param_of_a_regex(server: Server):
     body = {"prompts": [[1]], "structured_outputs_regex": "a\0"}
     error = server.post("/generate/", body).json()["error"]
     assert error["param"] == "structured_outputs_regex"

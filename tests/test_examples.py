@@ -1,10 +1,10 @@
-"""Every example of the documents and of examples/ runs, against one real server.
+"""All examples in the documents and in examples/ run against one real server.
 
-A fenced block of python or sh in `DOCUMENTS` runs as it is, with the server's URL, a free port and
-a folder of weights in place of those in the text. A block that cannot run here has `not-run` after
-its language, and a reason in `NOT_RUN`.
+A fenced python or sh block in `DOCUMENTS` runs with the server's URL, a free port and a weights
+folder substituted. A block that cannot run here is marked `not-run` after its language and has a
+reason in `NOT_RUN`.
 
-Without a GPU, TRL's weight update goes over gloo in place of NCCL (`tests/trl_weights_client.py`).
+Without a GPU, TRL's weight update uses gloo instead of NCCL (`tests/trl_weights_client.py`).
 """
 
 import re
@@ -25,7 +25,7 @@ from tests.weights import weights_client
 from titopool.client.weights_client import WeightsClient
 
 DOCUMENTS = ("README.md", "docs/trainers.md", "docs/operators.md", "docs/http.md")
-# Words of blocks that do not run, and why.
+# Text of a block that does not run: the reason.
 NOT_RUN = {
     "make serve": "installs; tests/test_command.py starts the server",
     "make install": "installs; tests/test_command.py starts the server",
@@ -66,7 +66,7 @@ def blocks(*, run: bool) -> Iterator[Block]:
 
 @pytest.fixture(scope="module")
 def example_server(single_server: Server, tiny_model: str) -> Iterator[Server]:
-    """The server of other tests, which gets its weights and their version back."""
+    """The shared `single_server`; its weights and their version are restored afterwards."""
     yield single_server
     single_server.post("/resume", {})
     client = weights_client(single_server)
@@ -76,13 +76,13 @@ def example_server(single_server: Server, tiny_model: str) -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def names() -> dict[str, dict[str, Any]]:
-    """Of each document, what its Python blocks have defined; later blocks use it."""
+    """Names that the Python blocks of each document define; its later blocks use them."""
     return {document: {} for document in DOCUMENTS}
 
 
 @pytest.fixture(scope="module")
 def trained(tiny_model: str) -> dict[str, Any]:
-    """What the training loop around an example defines."""
+    """Names that an example expects from the training loop around it."""
     model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype="float32").to(DEVICE)
     return {"model": model, "step": 0}
 
@@ -93,7 +93,7 @@ def filled_in(code: str, server: Server, folder: str) -> str:
 
 
 def run_shell(code: str) -> str:
-    """What the commands print; curl fails where the server refuses."""
+    """The output of the commands; curl fails on an HTTP error."""
     result = subprocess.run(
         ["bash", "-euo", "pipefail", "-c", code.replace("curl -s", "curl -sSf")],
         cwd=REPOSITORY, capture_output=True, text=True, timeout=120,
@@ -128,19 +128,19 @@ def test_block_runs(
             defined |= trained
         exec(compile(code, str(block), "exec"), defined)
         if isinstance(client := defined.get("client"), WeightsClient):
-            # As at the end of a trainer's process: the next trainer may come.
+            # Frees the session for the next block, as the end of a trainer's process does.
             client.close()
 
 
 def test_every_block_that_does_not_run_has_a_reason():
-    left_out = [block.code for block in blocks(run=False)]
-    for code in left_out:
+    skipped = [block.code for block in blocks(run=False)]
+    for code in skipped:
         assert any(words in code for words in NOT_RUN), code
     for words in NOT_RUN:
-        assert any(words in code for code in left_out), words
+        assert any(words in code for code in skipped), words
 
 
-def test_the_first_answer_in_the_readme_has_the_fields_and_ids_of_today(example_server: Server):
+def test_the_readmes_first_response_has_the_current_fields_and_ids(example_server: Server):
     (shown,) = [
         code for language, _, code in BLOCK.findall((REPOSITORY / "README.md").read_text())
         if language == "json"

@@ -1,4 +1,4 @@
-"""Faults, staged with stub engines: real gunicorn, real workers' processes and sockets."""
+"""Faults staged by stub engines, behind real gunicorn, worker processes and sockets."""
 
 import concurrent.futures
 import signal
@@ -10,7 +10,7 @@ import requests
 from tests.servers import Server, wait_until
 from tests.stub_worker import Fault
 
-# Short, so that silence is noticed within a test.
+# Short heartbeats, so that a silent worker is lost within a test.
 QUICK = {"TITOPOOL_HEARTBEAT_INTERVAL_S": "0.1", "TITOPOOL_HEARTBEAT_TIMEOUT_S": "3"}
 
 
@@ -23,7 +23,7 @@ def in_background(pool: concurrent.futures.Executor, server: Server, prompts, **
 
 
 def wait_for_jobs(server: Server, number: int) -> None:
-    """Returns when so many jobs are under way at the workers, as their heartbeats say."""
+    """Returns once the workers' heartbeats report `number` sequences in flight."""
     wait_until(lambda: sum(server.metrics("sequences").values()) == number, 20)
 
 
@@ -41,13 +41,13 @@ def test_a_job_that_fails_fails_its_request_only(start_stub, stub_server):
     )  # fmt: skip
     answer = server.post("/generate/", {"prompts": [[Fault.RAISE]]})
     assert error_of(answer) == (500, "generation_failed")
-    # What nobody expected is in the worker's log, not in the answer.
+    # Only the worker's log has the text of an unexpected error.
     assert "staged surprise" not in answer.text
     assert server.generate([[1, 2, 3]])["completion_ids"] == [[3, 2, 1]]
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM], ids=str)
-def test_jobs_of_a_lost_worker_go_to_another(start_stub, stub_server, threads, number):
+def test_jobs_of_a_lost_worker_are_requeued_at_another(start_stub, stub_server, threads, number):
     first = start_stub(0, "--delay-s", "4", **QUICK)
     start_stub(1, "--delay-s", "4", **QUICK)
     server = stub_server(2, **QUICK)
@@ -61,7 +61,7 @@ def test_jobs_of_a_lost_worker_go_to_another(start_stub, stub_server, threads, n
 
 
 @pytest.mark.parametrize("fault", [Fault.KILL, Fault.DIE], ids=str)
-def test_a_prompt_that_two_workers_die_of_is_not_given_to_a_third(start_stub, stub_server, fault):
+def test_a_prompt_that_killed_two_workers_is_not_sent_to_a_third(start_stub, stub_server, fault):
     for index in range(3):
         start_stub(index)
     server = stub_server(3)
@@ -72,9 +72,7 @@ def test_a_prompt_that_two_workers_die_of_is_not_given_to_a_third(start_stub, st
     assert server.generate([[5, 6]])["completion_ids"] == [[6, 5]]
 
 
-def test_workers_that_are_stopped_on_purpose_are_not_held_against_a_job(
-    start_stub, stub_server, threads
-):
+def test_workers_stopped_by_sigterm_do_not_count_against_a_job(start_stub, stub_server, threads):
     workers = [start_stub(index, "--delay-s", "6", **QUICK) for index in range(2)]
     server = stub_server(2)
     answer = in_background(threads, server, [[1, 2]])
@@ -87,7 +85,7 @@ def test_workers_that_are_stopped_on_purpose_are_not_held_against_a_job(
     assert body.get("completion_ids") == [[2, 1]], body
 
 
-def test_a_worker_that_wakes_up_late_answers_nothing_twice(start_stub, stub_server, threads):
+def test_late_results_of_a_stopped_worker_are_dropped(start_stub, stub_server, threads):
     workers = [start_stub(index, "--delay-s", "3", **QUICK) for index in range(2)]
     server = stub_server(2, **QUICK)
     answers = [in_background(threads, server, [[index, 1]]) for index in range(1, 9)]
@@ -100,7 +98,7 @@ def test_a_worker_that_wakes_up_late_answers_nothing_twice(start_stub, stub_serv
     assert server.generate([[9, 8]] * 8)["completion_ids"] == [[8, 9]] * 8
 
 
-def test_open_jobs_wait_for_the_only_worker_to_come_back(start_stub, stub_server, threads):
+def test_open_jobs_wait_for_the_only_worker_to_restart(start_stub, stub_server, threads):
     first = start_stub(0, "--delay-s", "5")
     server = stub_server(1)
     answer = in_background(threads, server, [[1, 2]])
@@ -112,7 +110,7 @@ def test_open_jobs_wait_for_the_only_worker_to_come_back(start_stub, stub_server
     assert answer.result(timeout=30).json()["completion_ids"] == [[2, 1]]
 
 
-def test_jobs_without_any_worker_end_at_the_start_timeout(start_stub, stub_server, threads):
+def test_jobs_without_any_worker_fail_at_the_start_timeout(start_stub, stub_server, threads):
     worker = start_stub(0, "--delay-s", "60")
     server = stub_server(1, TITOPOOL_WORKER_START_TIMEOUT_S="2")
     answer = in_background(threads, server, [[1, 2]])
@@ -121,17 +119,17 @@ def test_jobs_without_any_worker_end_at_the_start_timeout(start_stub, stub_serve
     assert error_of(answer.result(timeout=20)) == (503, "no_ready_worker")
 
 
-def test_a_deadline_ends_a_request_that_hangs_and_stops_its_jobs(start_stub, stub_server):
+def test_a_deadline_ends_a_request_that_hangs_and_aborts_its_jobs(start_stub, stub_server):
     start_stub(0, "--max-num-seqs", "4")
     server = stub_server(1, TITOPOOL_REQUEST_TIMEOUT_S="1.5")
-    # It would hang for ever.
+    # The job never ends by itself.
     answer = server.post("/generate/", {"prompts": [[Fault.HANG]] * 4})
     assert error_of(answer) == (504, "deadline_passed")
-    # Its places are free again: four more fit at once.
+    # The slots are free again: four more jobs fit at once.
     assert server.generate([[1, 2]] * 4)["completion_ids"] == [[2, 1]] * 4
 
 
-def test_a_client_that_hangs_up_frees_its_places(start_stub, stub_server):
+def test_a_client_that_disconnects_frees_its_slots(start_stub, stub_server):
     start_stub(0, "--max-num-seqs", "1")
     server = stub_server(1)
     host, port = server.url.removeprefix("http://").split(":")
@@ -155,7 +153,7 @@ def test_a_full_queue_is_429_with_retry_after(start_stub, stub_server, threads):
     assert first.result(timeout=20).status_code == 200
 
 
-def test_too_large_a_body_is_413(start_stub, stub_server):
+def test_a_too_large_body_is_413(start_stub, stub_server):
     start_stub(0)
     server = stub_server(1, TITOPOOL_MAX_BODY_BYTES="1000")
     answer = server.post("/generate/", {"prompts": [[1] * 1000]})
@@ -200,7 +198,7 @@ def test_an_admin_key_alone_leaves_generation_open(start_stub, stub_server):
     assert error_of(server.post("/pause", {})) == (401, "invalid_api_key")
 
 
-def test_health_tells_starting_from_ready(start_stub, stub_server):
+def test_health_distinguishes_starting_from_ready(start_stub, stub_server):
     start_stub(0, "--load-s", "3")
     server = stub_server(1, num_ready=0)
     assert server.get("/live/").status_code == 200
@@ -214,21 +212,21 @@ def test_health_tells_starting_from_ready(start_stub, stub_server):
         assert server.get(path).status_code == 200, path
 
 
-def test_a_worker_with_another_model_takes_no_jobs(start_stub, stub_server):
+def test_a_worker_with_another_model_gets_no_jobs(start_stub, stub_server):
     start_stub(0)
     server = stub_server(2, num_ready=1)
     start_stub(1, "--max-model-len", "77")
     phases = lambda: {one["phase"] for one in server.get("/ready").json()["workers"]}  # noqa: E731
     wait_until(lambda: phases() == {"ready", "mismatched"}, 10)
     assert ", got 77" in server.log
-    # What is checked is checked for the model that serves.
+    # Requests are checked against the limits of the serving model.
     for _ in range(8):
         assert len(server.generate([[1] * 100], max_tokens=1)["completion_ids"]) == 1
     assert len(server.generate([[1, 2]] * 20)["completion_ids"]) == 20
     assert server.metrics("completed_jobs_total").get("1", 0) == 0
 
 
-def test_a_pool_that_comes_back_with_another_model_checks_requests_for_it(start_stub, stub_server):
+def test_requests_are_checked_for_the_model_that_a_pool_restarts_with(start_stub, stub_server):
     first = start_stub(0)
     server = stub_server(1, "--num-front-ends", "2")
     assert server.generate([[40_000, 2]])["completion_ids"] == [[2, 40_000]]
@@ -243,26 +241,26 @@ def test_a_pool_that_comes_back_with_another_model_checks_requests_for_it(start_
         assert server.generate([[76, 2]])["completion_ids"] == [[2, 76]]
 
 
-def test_health_answers_while_every_place_is_taken(start_stub, stub_server, threads):
+def test_health_answers_while_max_open_requests_are_open(start_stub, stub_server, threads):
     start_stub(0, "--delay-s", "6")
     server = stub_server(1, TITOPOOL_MAX_OPEN_REQUESTS="4", TITOPOOL_NUM_FRONT_ENDS="1")
     answers = [in_background(threads, server, [[index, 1]]) for index in range(1, 9)]
     wait_for_jobs(server, 4)
     wait_until(lambda: sum(answer.done() for answer in answers) == 4, 5)
     assert server.get("/health").status_code == 200
-    # It did not wait for a place.
+    # /health did not wait for an open request to end.
     assert sum(answer.done() for answer in answers) == 4
     statuses = sorted(answer.result(timeout=20).status_code for answer in answers)
     assert statuses == [200] * 4 + [429] * 4
 
 
-def test_a_client_that_stalls_amid_its_request_is_left(start_stub, stub_server):
+def test_a_client_that_stalls_during_its_request_is_disconnected(start_stub, stub_server):
     start_stub(0)
     server = stub_server(1, TITOPOOL_CLIENT_TIMEOUT_S="1")
     host, port = server.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), timeout=10) as client:
         client.sendall(b"POST /generate/ HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
-        # Some answer or none, but the connection ends.
+        # With or without a response, the server closes the connection.
         while client.recv(1000):
             pass
     assert server.generate([[1, 2]])["completion_ids"] == [[2, 1]]
@@ -276,7 +274,7 @@ def test_1000_requests_at_once_all_succeed_while_health_answers(start_stub, stub
         answers = [in_background(pool, server, [[index, 3]]) for index in range(1, 1001)]
         wait_until(lambda: sum(server.metrics("sequences").values()) > 0, 20)
         assert server.get("/health").status_code == 200
-        # Others came later.
+        # Some requests are still in flight.
         assert not all(answer.done() for answer in answers)
         for index, answer in enumerate(answers, start=1):
             body = answer.result(timeout=60).json()
@@ -284,7 +282,7 @@ def test_1000_requests_at_once_all_succeed_while_health_answers(start_stub, stub
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])
-def test_requests_that_are_open_at_the_end_get_an_answer(start_stub, stub_server, threads, number):
+def test_open_requests_get_an_answer_at_shutdown(start_stub, stub_server, threads, number):
     start_stub(0)
     server = stub_server(1)
     answer = in_background(threads, server, [[Fault.HANG]])
@@ -295,7 +293,7 @@ def test_requests_that_are_open_at_the_end_get_an_answer(start_stub, stub_server
 
 
 def test_both_workers_share_the_jobs_of_one_request(start_stub, stub_server):
-    # Two places each: neither worker can have taken more than two before the other had two.
+    # Two slots each: neither worker can take more than two jobs before the other has two.
     for index in range(2):
         start_stub(index, "--delay-s", "1", "--max-num-seqs", "2", **QUICK)
     server = stub_server(2)
@@ -308,14 +306,14 @@ def test_both_workers_share_the_jobs_of_one_request(start_stub, stub_server):
     assert min(done()) >= 2
 
 
-def test_metrics_of_the_whole_pool_from_any_front_end(start_stub, stub_server):
+def test_any_front_end_has_the_metrics_of_the_whole_pool(start_stub, stub_server):
     for index in range(2):
         start_stub(index, **QUICK)
     server = stub_server(2, TITOPOOL_NUM_FRONT_ENDS="2", **QUICK)
     server.generate([[index, 1, 1] for index in range(1, 11)], n=2, max_tokens=2)
     server.post("/generate/", {"prompts": [[Fault.FAIL]]})
 
-    # Each front end learns of it by its own next heartbeat.
+    # Each front end learns the counters from the next heartbeats.
     for name, value in {
         "completed_jobs_total": 10, "failed_jobs_total": 1, "prompt_tokens_total": 30,
         "completion_tokens_total": 40, "ready": 2, "sequences": 0,

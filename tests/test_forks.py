@@ -1,4 +1,4 @@
-"""The processes that run TRL's scripts end, fail and print as processes of their own do."""
+"""Scripts that run in forks end, fail and print as in separate processes."""
 
 from collections.abc import Iterator
 
@@ -14,7 +14,7 @@ def forks() -> Iterator[Forks]:
     found.end()
 
 
-def test_each_script_has_a_process_of_its_own(forks: Forks):
+def test_each_script_runs_in_a_separate_process(forks: Forks):
     script = """
 import atexit, json, sys
 assert not hasattr(json, "changed")

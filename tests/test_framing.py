@@ -1,4 +1,4 @@
-"""Requests that are no HTTP, or whose body has no end: a 400 in JSON, as for all else."""
+"""Requests with malformed HTTP or chunked framing are refused with an error in JSON."""
 
 import json
 import re
@@ -31,8 +31,8 @@ HEADS = {
 }
 
 
-def ask(server: Server, sent: bytes) -> tuple[bytes, bytes]:
-    """Head and body of the answer; the server closes the connection, and says no more."""
+def exchange(server: Server, sent: bytes) -> tuple[bytes, bytes]:
+    """Head and body of the only response, after which the server closes the connection."""
     port = int(server.url.rpartition(":")[2])
     with socket.create_connection(("127.0.0.1", port), timeout=10) as client:
         client.sendall(sent)
@@ -61,21 +61,21 @@ def check_refused(head: bytes, body: bytes, *codes: str) -> None:
     assert error["type"] == "invalid_request_error"
 
 
-def test_what_cannot_be_read_is_refused_in_json(server: Server):
+def test_malformed_requests_are_refused_in_json(server: Server):
     for name, sent in BODIES.items():
-        head, body = ask(server, CHUNKED + sent)
+        head, body = exchange(server, CHUNKED + sent)
         assert head.startswith(b"HTTP/1.1 400 "), (name, head)
         check_refused(head, body, "invalid_request")
     for name, sent in HEADS.items():
-        head, body = ask(server, sent)
+        head, body = exchange(server, sent)
         assert head.split(b" ")[1] in (b"400", b"414", b"501"), (name, head)
         check_refused(head, body, "bad_request", "uri_too_long", "not_implemented")
     assert "Traceback" not in server.log
     assert server.generate([[1, 2]])["completion_ids"] == [[2, 1]]
 
 
-def test_nothing_behind_a_body_that_cannot_be_read_is_taken_for_a_request(server: Server):
+def test_bytes_after_a_malformed_body_are_not_read_as_a_request(server: Server):
     smuggled = b"GET /live HTTP/1.1\r\nHost: x\r\n\r\n"
     for name, sent in BODIES.items():
-        _, body = ask(server, CHUNKED + sent + smuggled)
+        _, body = exchange(server, CHUNKED + sent + smuggled)
         assert b'"pid"' not in body, (name, body)

@@ -44,7 +44,9 @@ def test_logprobs_are_those_of_the_sampler(server: Server, tiny_model: str):
         assert flat(logprobs) == pytest.approx(expected, abs=TOLERANCE)
 
 
-def test_k_logprobs_are_the_best_and_the_sampled_one_best_first(server: Server, tiny_model: str):
+def test_k_logprobs_are_the_best_and_the_sampled_one_in_descending_order(
+    server: Server, tiny_model: str
+):
     answer = server.generate([PROMPT], n=3, max_tokens=16, logprobs=5)
     for completion, logprobs, ids in zip(
         answer["completion_ids"], answer["logprobs"], answer["logprob_token_ids"], strict=True
@@ -57,11 +59,11 @@ def test_k_logprobs_are_the_best_and_the_sampled_one_best_first(server: Server, 
             assert len(set(entries)) == len(entries) == 5 + (sampled not in entries[:5])
             assert logprobs[position] == pytest.approx(row[entries].tolist(), abs=TOLERANCE)
             assert logprobs[position] == sorted(logprobs[position], reverse=True)
-            # Not by id: the order of entries that are nearly equal is not ours.
+            # Compares values, not ids: nearly equal entries may swap.
             assert min(logprobs[position][:5]) >= fifth_best - TOLERANCE
 
 
-def test_no_logprobs_are_null(server: Server):
+def test_logprobs_none_returns_null(server: Server):
     answer = server.generate([PROMPT], logprobs=None, max_tokens=2)
     assert answer["logprobs"] is None
     assert answer["logprob_token_ids"] is None
@@ -80,18 +82,18 @@ def test_200_prompts_come_back_in_order(server: Server, tiny_model: str):
     assert answer["prompt_ids"] == prompts
     for index in (0, 57, 121, 199):
         expected = reference.greedy(tiny_model, prompts[index], 4)
-        # It ends early where it samples the end-of-text token (0).
+        # A completion ends early at the end-of-text token (0).
         if 0 in expected:
             expected = expected[: expected.index(0) + 1]
         assert answer["completion_ids"][index] == expected
 
 
-def test_both_workers_and_both_front_ends_take_part(server: Server):
+def test_both_workers_and_both_front_ends_serve(server: Server):
     pids = {server.get("/live").json()["pid"] for _ in range(200)}
     assert len(pids) == 2
     before = server.metrics("completed_jobs_total")
     server.generate([[index + 1] for index in range(40)], max_tokens=2)
-    # As of the next heartbeat.
+    # Counters arrive with the next heartbeat.
     grown = lambda: [  # noqa: E731
         count > before[worker] for worker, count in server.metrics("completed_jobs_total").items()
     ]
@@ -109,12 +111,14 @@ def test_completions_are_prompt_major(server: Server, tiny_model: str):
         assert flat(answer["logprobs"][index]) == pytest.approx(expected, abs=TOLERANCE)
 
 
-def test_copies_of_a_prompt_differ_without_a_seed(server: Server):
+def test_completions_of_equal_prompts_differ_without_a_seed(server: Server):
     completions = server.generate([PROMPT] * 16, max_tokens=12)["completion_ids"]
     assert len({tuple(ids) for ids in completions}) == 16
 
 
-def test_a_seed_gives_the_same_with_one_worker_and_with_two(server: Server, single_server: Server):
+def test_a_seed_gives_the_same_ids_with_one_worker_and_with_two(
+    server: Server, single_server: Server
+):
     prompts = [[index, index + 1] for index in range(20, 36)]
     options = {"max_tokens": 12, "n": 2, "generation_kwargs": {"seed": 1234}}
     first = server.generate(prompts, **options)["completion_ids"]
@@ -125,7 +129,7 @@ def test_a_seed_gives_the_same_with_one_worker_and_with_two(server: Server, sing
     assert first[0] != first[1]
 
 
-def test_text_is_tokenized_once_as_transformers_does(server: Server, tiny_model: str):
+def test_text_is_tokenized_as_by_transformers(server: Server, tiny_model: str):
     from transformers import AutoTokenizer
 
     text = ["Hello, world", "def f(x):\n    return x  # ü"]
@@ -133,7 +137,7 @@ def test_text_is_tokenized_once_as_transformers_does(server: Server, tiny_model:
     assert answer["prompt_ids"] == AutoTokenizer.from_pretrained(tiny_model)(text)["input_ids"]
 
 
-def test_tokens_prompt_objects(server: Server):
+def test_tokens_prompt_objects_are_accepted(server: Server):
     prompts = [{"prompt_token_ids": PROMPT}, {"prompt_token_ids": [1, 2], "cache_salt": "a"}]
     answer = server.generate(prompts, max_tokens=2, temperature=0)
     assert answer["prompt_ids"] == [PROMPT, [1, 2]]
@@ -187,12 +191,12 @@ def test_regular_expression_guides_the_completion(server: Server, tiny_model: st
         pytest.param({"stop": ["e", "a", "i"]}, bool, id="stop-strings"),
     ],
 )
-def test_generation_kwargs(server: Server, options, check):
+def test_generation_kwargs_reach_the_sampler(server: Server, options, check):
     answer = server.generate([PROMPT], max_tokens=6, generation_kwargs=options)
     assert check(answer["completion_ids"][0])
 
 
-def test_logprobs_of_chosen_tokens(server: Server, tiny_model: str):
+def test_logprob_token_ids_select_the_logprobs(server: Server, tiny_model: str):
     answer = server.generate(
         [PROMPT], max_tokens=4, generation_kwargs={"logprob_token_ids": [3, 900]}
     )
@@ -214,32 +218,32 @@ def test_a_completion_that_fills_the_context_ends_with_length(server: Server):
     assert answer["weight_versions"] == [[[0, 0]]]
 
 
-def test_requests_at_once_run_together(server: Server):
+def test_concurrent_requests_are_batched(server: Server):
     prompts = [[index + 1, 2, 3] for index in range(64)]
 
-    def ask(*batch: list[int]) -> float:
+    def time_request(*batch: list[int]) -> float:
         begin = time.monotonic()
         answer = server.generate(batch, max_tokens=64, generation_kwargs={"ignore_eos": True})
         assert answer["prompt_ids"] == list(batch)
         return time.monotonic() - begin
 
-    def ask_all_at_once() -> float:
+    def time_concurrent_requests() -> float:
         with concurrent.futures.ThreadPoolExecutor(64) as pool:
             begin = time.monotonic()
-            list(pool.map(ask, prompts))
+            list(pool.map(time_request, prompts))
             return time.monotonic() - begin
 
-    one_s = min(ask(prompts[index]) for index in range(3))
-    batch_s = min(ask(*prompts) for _ in range(3))
-    all_s = min(ask_all_at_once() for _ in range(3))
+    one_s = min(time_request(prompts[index]) for index in range(3))
+    batch_s = min(time_request(*prompts) for _ in range(3))
+    all_s = min(time_concurrent_requests() for _ in range(3))
     print(f"one prompt: {one_s:.2f} s; 64 in one request: {batch_s:.2f} s; in 64: {all_s:.2f} s")
-    # One after the other they would take 64 times as long as one. On a GPU, 64 take little
-    # longer than one; two cores have more to compute for more.
+    # One after the other, 64 requests would take 64 times as long as one. On a GPU, a batch of 64
+    # takes little longer than one request. On two cores, the time grows with the batch.
     assert all_s < 8 * one_s
     assert all_s < 2.5 * batch_s
 
 
-def test_an_unknown_path_and_method_are_answered_in_json(server: Server):
+def test_unknown_paths_and_methods_get_errors_in_json(server: Server):
     answer = server.post("/generat", {})
     assert (answer.status_code, answer.json()["error"]["code"]) == (404, "not_found")
     answer = server.get("/generate/")

@@ -1,4 +1,4 @@
-"""The link's loop: what is wrong with one worker, or one message, costs the others nothing."""
+"""The link's loop: a fault of one worker or one message does not affect other workers."""
 
 import time
 from pathlib import Path
@@ -20,8 +20,8 @@ from titopool.wire.messages import Abort, Chunk, Hello, Job, ToWorker, decode_to
 JOB = Job(1, 1, b"\0" * 8, 1, 9, b"", is_streamed=True)
 
 
-class RecordingWire:
-    """In place of a socket: keeps what is sent."""
+class RecordingSocket:
+    """Stands in for a worker's socket; records the messages sent."""
 
     sent: ClassVar[list[tuple[str, ToWorker]]] = []
     refuses: ClassVar[set[str]] = set()
@@ -45,10 +45,10 @@ class RecordingWire:
 
 
 @pytest.fixture
-def wires(monkeypatch: pytest.MonkeyPatch) -> type[RecordingWire]:
-    monkeypatch.setattr(app.pool.link, "WorkerSocket", RecordingWire)
-    RecordingWire.sent, RecordingWire.refuses = [], set()
-    return RecordingWire
+def sockets(monkeypatch: pytest.MonkeyPatch) -> type[RecordingSocket]:
+    monkeypatch.setattr(app.pool.link, "WorkerSocket", RecordingSocket)
+    RecordingSocket.sent, RecordingSocket.refuses = [], set()
+    return RecordingSocket
 
 
 def link_to(*endpoints: str) -> Link:
@@ -60,50 +60,50 @@ def link_to(*endpoints: str) -> Link:
     return link
 
 
-def told(wires: type[RecordingWire], kind: type) -> list[str]:
-    return [endpoint for endpoint, message in wires.sent if isinstance(message, kind)]
+def endpoints_sent(sockets: type[RecordingSocket], kind: type) -> list[str]:
+    return [endpoint for endpoint, message in sockets.sent if isinstance(message, kind)]
 
 
-def test_one_endpoint_that_cannot_be_connected_costs_the_others_nothing(wires):
-    wires.refuses = {"bad"}
+def test_an_endpoint_that_cannot_be_connected_does_not_affect_the_others(sockets):
+    sockets.refuses = {"bad"}
     link = link_to("bad", "good")
     for _ in range(4):
         link._tick()
-    assert told(wires, Hello) == ["good"] * 5
+    assert endpoints_sent(sockets, Hello) == ["good"] * 5
     (bad,) = [view for view in link.workers if view.endpoint == "bad"]
     assert "cannot connect" in bad.reason
-    # It is tried again, later and later.
-    wires.refuses = set()
+    # Connecting is retried with backoff.
+    sockets.refuses = set()
     link._retries["bad"].not_before = Deadline(0.0)
     link._tick()
-    assert "bad" in told(wires, Hello)
+    assert "bad" in endpoints_sent(sockets, Hello)
 
 
-def test_a_step_that_fails_does_not_turn_the_loop_into_a_busy_one(wires, caplog):
+def test_a_failing_step_does_not_make_the_loop_spin(sockets, caplog):
     link = link_to("good")
-    turns: list[float] = []
+    iterations: list[float] = []
 
     def fail() -> list[object]:
-        turns.append(time.monotonic())
+        iterations.append(time.monotonic())
         raise RuntimeError("staged")
 
     link._pool.assign = fail  # type: ignore[method-assign]
     link.start()
-    others = 0
+    num_sleeps = 0
     end = time.monotonic() + 1.0
     while time.monotonic() < end:
         gevent.sleep(0.05)
-        others += 1
+        num_sleeps += 1
     link.close()
     gevent.sleep(0.1)
-    # A turn for each tick, and Hello in spite of it; the log says so once.
-    assert 5 <= len(turns) <= 40
-    assert len(told(wires, Hello)) >= 5
-    assert others >= 10
+    # One iteration per tick; Hello is still sent; the error is logged once.
+    assert 5 <= len(iterations) <= 40
+    assert len(endpoints_sent(sockets, Hello)) >= 5
+    assert num_sleeps >= 10
     assert caplog.text.count("goes on after an error") == 1
 
 
-def test_a_worker_that_a_name_leaves_out_for_a_moment_stays(wires):
+def test_a_live_worker_that_dns_leaves_out_is_kept(sockets):
     link = link_to("a", "b")
     link._tick()
     for endpoint in "ab":
@@ -111,26 +111,24 @@ def test_a_worker_that_a_name_leaves_out_for_a_moment_stays(wires):
     request = Request([JOB])
     link.submit(request)
     link._read_and_send()
-    (mine,) = [worker for worker in link._pool.workers.values() if worker.jobs]
-    link._pool.on_results(mine.endpoint, [Chunk(1, 1, [])])
-    everything = link._discovery.endpoints
-    link._discovery.endpoints = everything - {mine.endpoint}  # type: ignore[misc]
+    (busy,) = [worker for worker in link._pool.workers.values() if worker.jobs]
+    link._pool.on_results(busy.endpoint, [Chunk(1, 1, [])])
+    all_endpoints = link._discovery.endpoints
+    link._discovery.endpoints = all_endpoints - {busy.endpoint}  # type: ignore[misc]
     for _ in range(3):
         link._tick()
     assert request.error is None
-    assert told(wires, Abort) == []
-    # One that is gone, and left out, is forgotten.
-    link._lose(mine.endpoint, "silent")
+    assert endpoints_sent(sockets, Abort) == []
+    # A lost worker that DNS leaves out is removed.
+    link._lose(busy.endpoint, "silent")
     link._tick()
-    assert [view.endpoint for view in link.workers] == list(everything - {mine.endpoint})
-    link._discovery.endpoints = everything  # type: ignore[misc]
+    assert [view.endpoint for view in link.workers] == list(all_endpoints - {busy.endpoint})
+    link._discovery.endpoints = all_endpoints  # type: ignore[misc]
     link._tick()
-    assert {view.endpoint for view in link.workers} == everything
+    assert {view.endpoint for view in link.workers} == all_endpoints
 
 
-def test_another_key_than_the_workers_is_told_and_not_tried_all_the_time(
-    start_stub_at, stub_server, tmp_path: Path
-):
+def test_a_wrong_curve_key_is_reported_once(start_stub_at, stub_server, tmp_path: Path):
     from tests.servers import free_port, wait_until
 
     port = free_port()

@@ -1,4 +1,4 @@
-"""Log-probabilities as plain numbers are those that vLLM would have handed over as arrays."""
+"""Log-probabilities sent as lists give the same entries as vLLM's arrays."""
 
 import numpy as np
 import pytest
@@ -18,26 +18,26 @@ def processor(num_logprobs: int):
     )  # fmt: skip
 
 
-# A step carries as many entries as its greediest request: here two more than are asked for.
+# A step has the columns of its request with the most logprobs: up to two more than asked for.
 @pytest.mark.parametrize("num_logprobs, num_columns", [(0, 1), (0, 3), (3, 4), (3, 6), (-1, 8)])
-def test_same_entries_as_vllm_records(num_logprobs, num_columns, monkeypatch):
+def test_lists_give_the_entries_that_vllm_records(num_logprobs, num_columns, monkeypatch):
     from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
     from vllm.v1.engine.logprobs import LogprobsProcessor
     from vllm.v1.outputs import LogprobsLists
     from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
-    chance = np.random.default_rng(num_columns)
+    rng = np.random.default_rng(num_columns)
     shape = (NUM_POSITIONS, num_columns)
     arrays = LogprobsLists(
-        chance.integers(0, 1000, shape).astype(np.int32),
-        chance.normal(size=shape).astype(np.float32),
-        chance.integers(1, 1000, NUM_POSITIONS),
+        rng.integers(0, 1000, shape).astype(np.int32),
+        rng.normal(size=shape).astype(np.float32),
+        rng.integers(1, 1000, NUM_POSITIONS),
     )
     theirs, ours = processor(num_logprobs), processor(num_logprobs)
     theirs._update_sample_logprobs(arrays)
 
-    # So that vLLM's own way is there again for the next case; the types of the fields are not,
-    # but nothing else in this process decodes them.
+    # Restores vLLM's method for the next case. The fields' types stay patched, but nothing else in
+    # this process decodes them.
     monkeypatch.setattr(
         LogprobsProcessor, "_update_sample_logprobs", LogprobsProcessor._update_sample_logprobs
     )

@@ -1,4 +1,4 @@
-"""OpenAI's routes with the openai package, unchanged, over real vLLM."""
+"""OpenAI's routes with the unmodified openai package, over real vLLM."""
 
 import openai
 import pytest
@@ -31,7 +31,7 @@ def tokenizer(tiny_model: str):
 
 
 def text_of(tokenizer, ids: list[int]) -> str:
-    """As vLLM has it: a letter whose last bytes are missing is left out."""
+    """The text of `ids` as vLLM returns it: without an incomplete character at the end."""
     text: str = tokenizer.decode(ids, skip_special_tokens=True)
     return text.rstrip("\ufffd")
 
@@ -52,7 +52,7 @@ def test_completions_give_the_text_of_the_ids(client, model, tiny_model, tokeniz
     assert answer.usage.completion_tokens == 16
 
 
-def test_completions_take_ids(client, model, tiny_model):
+def test_completions_accept_ids(client, model, tiny_model):
     for prompt in (IDS, [IDS, IDS]):
         answer = client.completions.create(
             model=model, prompt=prompt, **GREEDY,
@@ -62,7 +62,7 @@ def test_completions_take_ids(client, model, tiny_model):
             assert choice.token_ids == reference.greedy(tiny_model, IDS, 8)
 
 
-def test_logprobs_of_completions(client, model, tiny_model, tokenizer):
+def test_completions_return_logprobs(client, model, tiny_model, tokenizer):
     answer = client.completions.create(
         model=model, prompt=IDS, max_tokens=6, logprobs=3, seed=3,
         extra_body={"return_token_ids": True},
@@ -73,12 +73,12 @@ def test_logprobs_of_completions(client, model, tiny_model, tokenizer):
     assert choice.logprobs.token_logprobs == pytest.approx(expected, abs=TOLERANCE)
     for token, token_id in zip(choice.logprobs.tokens, choice.token_ids, strict=True):
         alone = tokenizer.decode([token_id])
-        # Part of a letter is shown where the letter ends.
+        # A character split over tokens is shown at its last token.
         assert token == alone or alone.endswith("\ufffd")
     assert all(3 <= len(one) <= 4 for one in choice.logprobs.top_logprobs)
 
 
-def test_chat_completions(client, model, tiny_model, tokenizer):
+def test_chat_completions_equal_transformers(client, model, tiny_model, tokenizer):
     answer = client.chat.completions.create(
         model=model, messages=HELLO, n=1, logprobs=True, top_logprobs=2, **GREEDY,
         extra_body={"return_token_ids": True, "ignore_eos": True},
@@ -97,7 +97,7 @@ def test_chat_completions(client, model, tiny_model, tokenizer):
         )
 
 
-def test_tokens_as_ids(client, model):
+def test_logprobs_name_tokens_by_id_on_request(client, model):
     answer = client.chat.completions.create(
         model=model, messages=HELLO, max_tokens=3, logprobs=True,
         extra_body={"return_tokens_as_token_ids": True, "return_token_ids": True},
@@ -118,8 +118,8 @@ def test_stop_strings_end_the_text(client, model, tokenizer, tiny_model):
     assert (choice.finish_reason, choice.stop_reason) == ("stop", stop)
 
 
-def test_the_ids_given_are_the_ids_used(server: Server, model, tiny_model):
-    # Not what the messages are rendered to, nor could all of them be.
+def test_chat_completions_use_the_given_ids(server: Server, model, tiny_model):
+    # The messages are not rendered: the last one could not be.
     call = {"type": "function", "function": {"name": "f", "arguments": "{bad"}}
     messages = [*HELLO, {"role": "assistant", "content": "", "tool_calls": [call]}]
     body = {
@@ -131,7 +131,7 @@ def test_the_ids_given_are_the_ids_used(server: Server, model, tiny_model):
     assert answer["choices"][0]["token_ids"] == reference.greedy(tiny_model, IDS, 5)
 
 
-def test_logprobs_of_prompts(client, model, tiny_model, tokenizer):
+def test_prompt_logprobs_equal_transformers(client, model, tiny_model, tokenizer):
     expected = reference.logprobs(tiny_model, IDS[:1], IDS[1:])
     (choice,) = client.completions.create(
         model=model, prompt=IDS, max_tokens=1, extra_body={"prompt_logprobs": 2}
@@ -144,15 +144,15 @@ def test_logprobs_of_prompts(client, model, tiny_model, tokenizer):
     first, *others = choice.prompt_logprobs
     assert first is None
     for row, token_id, entries in zip(expected, IDS[1:], others, strict=True):
-        own = entries[str(token_id)]
-        assert own["logprob"] == pytest.approx(row[token_id].item(), abs=TOLERANCE)
-        assert own["rank"] == 1 + (row > row[token_id]).sum().item()
-        assert own["decoded_token"] == tokenizer.decode([token_id])
+        entry = entries[str(token_id)]
+        assert entry["logprob"] == pytest.approx(row[token_id].item(), abs=TOLERANCE)
+        assert entry["rank"] == 1 + (row > row[token_id]).sum().item()
+        assert entry["decoded_token"] == tokenizer.decode([token_id])
         best = {str(one) for one in row.topk(2).indices.tolist()}
         assert best <= entries.keys() <= best | {str(token_id)}
 
 
-def test_every_field_of_vllm_is_taken_or_refused_by_name():
+def test_every_field_of_vllm_is_accepted_or_refused_by_name():
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
     from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 

@@ -1,4 +1,4 @@
-"""Who holds generation: whatever is cancelled amid a pause or its end, it goes on afterwards."""
+"""Generation resumes even if the step or the call that resumes it is cancelled."""
 
 import asyncio
 from typing import Any
@@ -8,17 +8,17 @@ from titopool.wire.commands import AwaitStep, FinishTensors, JoinGroup, Pause, R
 
 
 class SlowEngine:
-    """Takes a while to stop and to go on; a call that is given up before has done nothing."""
+    """Pauses and resumes with a delay; a call cancelled during the delay has no effect."""
 
-    stands = False
+    is_paused = False
 
     async def pause(self, policy: str) -> None:
         await asyncio.sleep(0.02)
-        self.stands = True
+        self.is_paused = True
 
     async def resume(self) -> None:
         await asyncio.sleep(0.02)
-        self.stands = False
+        self.is_paused = False
 
 
 def worker_of(engine: SlowEngine) -> Worker:
@@ -28,46 +28,46 @@ def worker_of(engine: SlowEngine) -> Worker:
     return worker
 
 
-async def until(holds: Any) -> None:
+async def until(condition: Any) -> None:
     async with asyncio.timeout(5):
-        while not holds():
+        while not condition():
             await asyncio.sleep(0.001)
 
 
 def join(session: str) -> JoinGroup:
-    # Of one device: the second takes the first one's place at once.
+    # Both trainers are on one device, so the second replaces the first at once.
     return JoinGroup(session, "trl", "gloo", "127.0.0.1", 1, 0, 2, device_uuid="GPU-1")
 
 
-def test_generation_goes_on_when_a_step_is_ended_while_it_lets_it_go_on():
-    async def story() -> None:
+def test_generation_resumes_when_a_step_is_ended_while_it_resumes():
+    async def scenario() -> None:
         engine = SlowEngine()
         worker = worker_of(engine)
         await worker.control.start("m")
         await worker.good(join("one"))
         await worker.good(AwaitStep("join", "one"))
-        # Stops generation, clears the caches and lets it go on.
+        # Pauses generation, clears the caches and resumes generation.
         await worker.good(FinishTensors())
-        await until(lambda: engine.stands)
+        await until(lambda: engine.is_paused)
         await until(lambda: not worker.control._pauses.is_committing)
-        assert engine.stands
-        # Ends the steps that are running.
+        assert engine.is_paused
+        # A new join ends the running steps.
         await worker.good(join("two"))
-        await until(lambda: not engine.stands)
+        await until(lambda: not engine.is_paused)
 
-    asyncio.run(story())
+    asyncio.run(scenario())
 
 
-def test_generation_goes_on_when_the_lease_is_ended_by_a_call_that_is_given_up():
-    async def story() -> None:
+def test_generation_resumes_when_the_resume_call_is_cancelled():
+    async def scenario() -> None:
         engine = SlowEngine()
         worker = worker_of(engine)
         await worker.control.start("m")
         await worker.good(Pause("keep", 60))
-        assert engine.stands
+        assert engine.is_paused
         call = asyncio.ensure_future(worker.ask(Resume()))
         await asyncio.sleep(0.005)
         call.cancel()
-        await until(lambda: not engine.stands)
+        await until(lambda: not engine.is_paused)
 
-    asyncio.run(story())
+    asyncio.run(scenario())

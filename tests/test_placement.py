@@ -1,4 +1,4 @@
-"""Which job goes where: prefixes and loads, in one front end."""
+"""Routing policies in one front end: prefixes and loads decide which worker gets a job."""
 
 import random
 
@@ -16,7 +16,7 @@ from titopool.wire.messages import Completed, Completion, Heartbeat, Image, Imag
 from titopool.wire.pool_state import PoolWeights
 from titopool.wire.prefixes import BLOCK_TOKENS, completion_hashes, prompt_hashes
 
-NUM_PLACES = 20
+NUM_SLOTS = 20
 
 
 def ids(seed: int, num_blocks: float) -> bytes:
@@ -28,7 +28,7 @@ def job_of(job_id: int, prompt: bytes, *, cost: int = 100) -> Job:
 
 
 def ready_beat(name: str, **changes) -> Heartbeat:
-    facts = msgspec.structs.replace(FACTS, num_cache_tokens=100_000, max_num_seqs=NUM_PLACES)
+    facts = msgspec.structs.replace(FACTS, num_cache_tokens=100_000, max_num_seqs=NUM_SLOTS)
     return msgspec.structs.replace(beat(name), facts=facts, **changes)
 
 
@@ -40,12 +40,12 @@ def pool_of(*names: str, policy: str = "prefix") -> Pool:
     return pool
 
 
-def place(pool: Pool, *jobs: Job) -> dict[str, list[int]]:
+def submit(pool: Pool, *jobs: Job) -> dict[str, list[int]]:
     pool.submit(Request(list(jobs)))
     return assigned(pool)
 
 
-def end(pool: Pool, endpoint: str, *job_ids: int, prefix: bytes = b"") -> None:
+def complete(pool: Pool, endpoint: str, *job_ids: int, prefix: bytes = b"") -> None:
     nothing = [Completion(b"", "stop", None, [])]
     pool.on_results(endpoint, [Completed(one, 1, nothing, 0, prefix) for one in job_ids])
 
@@ -53,7 +53,7 @@ def end(pool: Pool, endpoint: str, *job_ids: int, prefix: bytes = b"") -> None:
 # ---- digests -----------------------------------------------------------------------------
 
 
-def test_digests_agree_exactly_as_far_as_the_prompts_do():
+def test_digests_agree_up_to_the_first_different_block():
     one, other = ids(1, 4.5), bytearray(ids(1, 4.5))
     other[2 * 4 * BLOCK_TOKENS + 7] ^= 1
     first, second = (as_integers(prompt_hashes(bytes(ids_), None)) for ids_ in (one, other))
@@ -67,11 +67,11 @@ def test_digests_are_the_same_in_every_process():
 
 
 @pytest.mark.parametrize("num_blocks", [0.5, 1, 2.25])
-def test_a_completions_digests_are_those_of_the_next_turns_prompt(num_blocks):
+def test_digests_of_a_completion_match_the_next_turns_prompt(num_blocks):
     prompt, completion = ids(1, num_blocks), ids(2, 1.75)
     job = Job(1, 1, prompt, 1, 1, b"", "salt", prompt_hashes(prompt, "salt"))
-    whole = prompt_hashes(prompt + completion, "salt")
-    assert job.prefix + completion_hashes(job, completion) == whole
+    expected = prompt_hashes(prompt + completion, "salt")
+    assert job.prefix + completion_hashes(job, completion) == expected
 
 
 # ---- the index ---------------------------------------------------------------------------
@@ -81,12 +81,12 @@ IMAGES = ImageFacts(max_images=4, placeholder_ids=[9], has_placeholders=True)
 
 
 def with_images(*blocks: int | None) -> bytes:
-    """Blocks of one id each, and for each None 64 times the placeholder."""
+    """A block of 64 equal ids for each number, a block of placeholders for each None."""
     rows = [[9 if block is None else block] * BLOCK_TOKENS for block in blocks]
     return np.array(rows, dtype=np.int32).tobytes()
 
 
-def test_an_image_counts_from_where_it_stands():
+def test_an_image_changes_the_digests_from_its_position_on():
     prompt = with_images(1, None, 2)
     cat, dog = (
         as_integers(prompt_hashes(prompt, None, [digest], IMAGES)) for digest in (b"c", b"d")
@@ -106,20 +106,20 @@ def test_a_conversation_keeps_its_digests_when_an_image_is_added():
     assert both[:8] != other[:8]
 
 
-def test_the_next_turn_after_an_image_begins_with_what_the_worker_tells():
+def test_digests_reported_after_an_image_match_the_next_turns_prompt():
     prompt, completion = with_images(1, None)[:-8], with_images(7, 8)
     images = [Image(b"", b"c")]
     chain = prompt_hashes(prompt, None, [b"c"], IMAGES)
     job = Job(1, 1, prompt, 1, 1, b"", None, chain, images)
-    told = chain + completion_hashes(job, completion, IMAGES)
+    reported = chain + completion_hashes(job, completion, IMAGES)
     later = prompt_hashes(prompt + completion + with_images(5), None, [b"c"], IMAGES)
-    assert later.startswith(told)
-    # The image begins in a block that the completion makes full.
+    assert later.startswith(reported)
+    # The image begins in a block that the completion fills.
     other = msgspec.structs.replace(job, images=[Image(b"", b"d")])
-    assert completion_hashes(other, completion, IMAGES)[:8] != told[len(chain) :][:8]
+    assert completion_hashes(other, completion, IMAGES)[:8] != reported[len(chain) :][:8]
 
 
-def test_the_index_keeps_the_beginnings_of_what_was_used_last():
+def test_the_index_keeps_the_most_recently_used_prefixes():
     index = PrefixIndex()
     index.resize(4 * BLOCK_TOKENS)
     index.record([1, 2, 3])
@@ -130,7 +130,7 @@ def test_the_index_keeps_the_beginnings_of_what_was_used_last():
     assert index.num_found([]) == 0
 
 
-def test_an_engine_that_caches_nothing_has_an_empty_index():
+def test_the_index_of_an_engine_without_a_cache_stays_empty():
     index = PrefixIndex()
     index.record([1, 2])
     assert index.num_found([1, 2]) == 0
@@ -139,134 +139,134 @@ def test_an_engine_that_caches_nothing_has_an_empty_index():
 # ---- choices -----------------------------------------------------------------------------
 
 
-def test_the_settings_names_are_the_policies():
+def test_the_setting_lists_the_routing_policies():
     assert tuple(ROUTING_POLICIES) == config.PLACEMENTS
 
 
-def test_a_prompt_goes_where_its_beginning_is():
+def test_a_prompt_goes_to_the_worker_that_has_its_prefix():
     pool = pool_of("a", "b")
     shared = ids(1, 4)
-    assert place(pool, job_of(1, ids(2, 4)), job_of(2, shared)) == {"a": [1], "b": [2]}
-    end(pool, "a", 1)
-    end(pool, "b", 2)
-    assert place(pool, job_of(3, shared + ids(3, 1))) == {"b": [3]}
+    assert submit(pool, job_of(1, ids(2, 4)), job_of(2, shared)) == {"a": [1], "b": [2]}
+    complete(pool, "a", 1)
+    complete(pool, "b", 2)
+    assert submit(pool, job_of(3, shared + ids(3, 1))) == {"b": [3]}
 
 
-def test_the_next_turn_goes_where_the_completion_was_made():
+def test_the_next_turn_goes_to_the_worker_of_the_completion():
     pool = pool_of("a", "b")
     prompt, completion = ids(1, 0.5), ids(2, 3)
-    place(pool, job_of(1, ids(3, 1)))
+    submit(pool, job_of(1, ids(3, 1)))
     job = job_of(2, prompt)
-    assert place(pool, job) == {"b": [2]}
-    end(pool, "a", 1)
-    end(pool, "b", 2, prefix=completion_hashes(job, completion))
-    assert place(pool, job_of(3, prompt + completion + ids(4, 1))) == {"b": [3]}
+    assert submit(pool, job) == {"b": [2]}
+    complete(pool, "a", 1)
+    complete(pool, "b", 2, prefix=completion_hashes(job, completion))
+    assert submit(pool, job_of(3, prompt + completion + ids(4, 1))) == {"b": [3]}
 
 
-def test_an_idle_worker_gets_a_prompt_that_a_busy_one_holds():
+def test_an_idle_worker_gets_a_prompt_that_a_busy_one_has_cached():
     pool = pool_of("a", "b", "c", "d")
     shared = ids(1, 4)
     for job_id in range(1, 5):
-        place(pool, job_of(job_id, shared))
+        submit(pool, job_of(job_id, shared))
     assert [worker.num_sequences for worker in pool.workers.values()] == [1, 1, 1, 1]
 
 
 @pytest.mark.parametrize("num_blocks, expected", [(40, "a"), (2, "b")])
-def test_a_hit_outweighs_imbalance_by_the_share_of_the_prompt_that_it_is(num_blocks, expected):
+def test_a_long_hit_outweighs_an_imbalance_that_a_short_hit_does_not(num_blocks, expected):
     pool = pool_of("a", "b")
     prompt = ids(1, 40)
-    place(pool, job_of(1, prompt))
+    submit(pool, job_of(1, prompt))
     for name, load in (("a", 1100), ("b", 1000)):
         pool.on_heartbeat(name, ready_beat(name, other_tokens=load), now=1)
-    end(pool, "a", 1)
+    complete(pool, "a", 1)
     cut = 4 * BLOCK_TOKENS * num_blocks
-    assert place(pool, job_of(2, prompt[:cut] + ids(2, 40 - num_blocks))) == {expected: [2]}
+    assert submit(pool, job_of(2, prompt[:cut] + ids(2, 40 - num_blocks))) == {expected: [2]}
 
 
-def test_a_prefix_that_all_share_spreads_over_all_workers():
+def test_a_prefix_shared_by_all_jobs_spreads_over_all_workers():
     pool = pool_of("a", "b", "c", "d")
     shared = ids(0, 16)
     for job_id in range(1, 61):
-        place(pool, job_of(job_id, shared + ids(job_id, 2)))
+        submit(pool, job_of(job_id, shared + ids(job_id, 2)))
     assert [worker.num_sequences for worker in pool.workers.values()] == [15, 15, 15, 15]
 
 
 @pytest.mark.parametrize("with_prefixes", [True, False])
 @pytest.mark.parametrize("seed", range(5))
-def test_without_reuse_the_choices_are_those_of_least_loaded(seed, with_prefixes):
-    chance = random.Random(seed)
+def test_without_cache_hits_the_choices_are_those_of_least_loaded(seed, with_prefixes):
+    rng = random.Random(seed)
     pools = [pool_of("a", "b", "c", policy=name) for name in ("prefix", "least_loaded")]
     for job_id in range(1, 200):
-        job = job_of(job_id, ids(job_id, 3), cost=chance.randint(1, 500))
+        job = job_of(job_id, ids(job_id, 3), cost=rng.randint(1, 500))
         if not with_prefixes:
             job = msgspec.structs.replace(job, prefix=None)
-        first, second = (place(pool, job) for pool in pools)
+        first, second = (submit(pool, job) for pool in pools)
         assert first == second
-        name = chance.choice("abc")
-        if chance.random() < 0.8 and pools[0].workers[name].jobs:
-            ended = chance.choice(list(pools[0].workers[name].jobs))
+        name = rng.choice("abc")
+        if rng.random() < 0.8 and pools[0].workers[name].jobs:
+            ended = rng.choice(list(pools[0].workers[name].jobs))
             for pool in pools:
-                end(pool, name, ended)
+                complete(pool, name, ended)
             assert assigned(pools[0]) == assigned(pools[1])
 
 
-def full_pool(mine: bytes, others: bytes) -> Pool:
-    """All places of worker a are taken by jobs of prompt `mine` (1, 2, …), all of b by jobs of
-    `others` (101, 102, …)."""
+def full_pool(prompt_a: bytes, prompt_b: bytes) -> Pool:
+    """All slots of worker a run jobs of `prompt_a` (ids 1, 2, …), all slots of b jobs of
+    `prompt_b` (ids 101, 102, …)."""
     pool = pool_of("a", "b")
-    for name, prompt in (("a", mine), ("b", others)):
+    for name, prompt in (("a", prompt_a), ("b", prompt_b)):
         pool.workers[name].prefixes.record(as_integers(prompt_hashes(prompt, None)))
-    for job_id in range(1, NUM_PLACES + 1):
-        place(pool, job_of(job_id, mine), job_of(100 + job_id, others))
+    for job_id in range(1, NUM_SLOTS + 1):
+        submit(pool, job_of(job_id, prompt_a), job_of(100 + job_id, prompt_b))
     return pool
 
 
-def test_a_free_place_goes_to_a_job_that_belongs_there_first():
-    mine, others = ids(1, 4), ids(2, 4)
-    pool = full_pool(mine, others)
-    assert place(pool, job_of(201, mine), job_of(202, ids(3, 4)), job_of(203, others)) == {}
-    end(pool, "b", 101)
+def test_a_free_slot_goes_first_to_a_job_with_its_prefix_there():
+    prompt_a, prompt_b = ids(1, 4), ids(2, 4)
+    pool = full_pool(prompt_a, prompt_b)
+    assert submit(pool, job_of(201, prompt_a), job_of(202, ids(3, 4)), job_of(203, prompt_b)) == {}
+    complete(pool, "b", 101)
     assert assigned(pool) == {"b": [203]}
-    # Then what belongs nowhere, then what belongs elsewhere.
-    end(pool, "b", 102, 103)
+    # Next come jobs without a cached prefix, then jobs whose prefix another worker has.
+    complete(pool, "b", 102, 103)
     assert assigned(pool) == {"b": [202, 201]}
 
 
-def test_a_job_that_belongs_nowhere_is_not_passed_over():
-    mine, others = ids(1, 4), ids(2, 4)
-    pool = full_pool(mine, others)
-    assert place(pool, job_of(201, ids(3, 4)), job_of(202, others)) == {}
-    end(pool, "b", 101)
+def test_a_job_without_a_cached_prefix_is_not_passed_over():
+    prompt_a, prompt_b = ids(1, 4), ids(2, 4)
+    pool = full_pool(prompt_a, prompt_b)
+    assert submit(pool, job_of(201, ids(3, 4)), job_of(202, prompt_b)) == {}
+    complete(pool, "b", 101)
     assert assigned(pool) == {"b": [201]}
 
 
-def test_the_first_job_is_passed_over_only_so_often():
-    mine, others = ids(1, 4), ids(2, 4)
-    pool = full_pool(mine, others)
-    assert place(pool, job_of(1000, mine)) == {}
+def test_the_first_job_is_passed_over_a_limited_number_of_times():
+    prompt_a, prompt_b = ids(1, 4), ids(2, 4)
+    pool = full_pool(prompt_a, prompt_b)
+    assert submit(pool, job_of(1000, prompt_a)) == {}
     for job_id in range(2000, 2000 + MAX_PASSED_OVER):
-        assert place(pool, job_of(job_id, others)) == {}
-        end(pool, "b", next(iter(pool.workers["b"].jobs)))
+        assert submit(pool, job_of(job_id, prompt_b)) == {}
+        complete(pool, "b", next(iter(pool.workers["b"].jobs)))
         assert assigned(pool) == {"b": [job_id]}
-    assert place(pool, job_of(3000, others)) == {}
-    end(pool, "b", next(iter(pool.workers["b"].jobs)))
+    assert submit(pool, job_of(3000, prompt_b)) == {}
+    complete(pool, "b", next(iter(pool.workers["b"].jobs)))
     assert assigned(pool) == {"b": [1000]}
 
 
-def test_the_last_waiting_jobs_are_kept_for_places_that_get_free_first():
+def test_the_last_waiting_jobs_are_kept_for_the_first_free_slots():
     pool = pool_of("a", "b")
-    place(pool, *(job_of(job_id, ids(job_id, 1)) for job_id in range(1, 3 * NUM_PLACES)))
-    assert [worker.num_sequences for worker in pool.workers.values()] == [NUM_PLACES] * 2
+    submit(pool, *(job_of(job_id, ids(job_id, 1)) for job_id in range(1, 3 * NUM_SLOTS)))
+    assert [worker.num_sequences for worker in pool.workers.values()] == [NUM_SLOTS] * 2
 
 
-def test_round_robin_takes_each_in_turn():
+def test_round_robin_takes_the_workers_in_turn():
     pool = pool_of("a", "b", "c", policy="round_robin")
     for job_id in range(1, 10):
-        place(pool, job_of(job_id, ids(1, 4), cost=job_id**2))
+        submit(pool, job_of(job_id, ids(1, 4), cost=job_id**2))
     assert [worker.num_sequences for worker in pool.workers.values()] == [3, 3, 3]
 
 
-# ---- forgetting --------------------------------------------------------------------------
+# ---- clearing the index ------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -291,7 +291,7 @@ def test_round_robin_takes_each_in_turn():
         ),
     ],
 )
-def test_an_emptied_cache_is_forgotten(event):
+def test_the_index_is_cleared_with_the_workers_cache(event):
     pool = pool_of("a", "b")
     digests = prompt_hashes(ids(1, 4), None)
     pool.on_heartbeat("b", ready_beat("b", prefixes=digests), now=1)

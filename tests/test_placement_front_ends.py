@@ -1,4 +1,4 @@
-"""What front ends learn of one another's jobs, and place by: two links before stub workers."""
+"""Two front ends learn of each other's jobs and route by them: two links to stub workers."""
 
 import time
 from collections.abc import Callable
@@ -17,14 +17,14 @@ from titopool.wire.prefixes import BLOCK_TOKENS
 
 
 def let_links_work_until(condition: Callable[[], bool], timeout_s: float) -> None:
-    """Waits as gevent does: the links run in this thread."""
+    """Waits with gevent, because the links run in this thread."""
     with gevent.Timeout(timeout_s):
         while not condition():
             gevent.sleep(0.02)
 
 
 class FrontEnd:
-    """A link without HTTP before it."""
+    """A link without HTTP."""
 
     def __init__(self, endpoints: tuple[str, ...], placement: str, **settings: float):
         self.link = Link(ServerConfig(placement=placement, **settings), endpoints)
@@ -49,7 +49,7 @@ class FrontEnd:
 
     @property
     def loads(self) -> list[int]:
-        """Tokens that other front ends have under way at each worker."""
+        """Tokens of other front ends in flight at each worker."""
         return [one.load_of_others.other_tokens for one in self.link._pool.workers.values()]
 
     @property
@@ -78,18 +78,18 @@ def front_ends(start_stub, tmp_path):
     "placement, expected",
     [pytest.param("prefix", [1, 2], id="prefix"), pytest.param("least_loaded", [2, 1], id="load")],
 )
-def test_the_next_turn_through_another_front_end(front_ends, placement, expected):
+def test_another_front_end_routes_the_next_turn(front_ends, placement, expected):
     first, second = front_ends(placement)
     prompts = [np.arange(n, n + 4 * BLOCK_TOKENS, dtype=np.int32).tobytes() for n in (1, 500)]
     completions = first.generate(*prompts)
-    # What was done for the first one comes with the second one's next heartbeats.
+    # The second front end learns of the completed jobs from its next heartbeats.
     let_links_work_until(lambda: second.num_completed == [1, 1], 20)
     second.generate(prompts[1] + completions[1] + prompts[0])
     let_links_work_until(lambda: sum(second.num_completed) == 3, 20)
     assert second.num_completed == expected
 
 
-def test_loads_are_told_long_before_the_next_heartbeat(start_stub, tmp_path):
+def test_loads_are_reported_long_before_the_next_heartbeat(start_stub, tmp_path):
     slow = {"heartbeat_interval_s": 4.0, "heartbeat_timeout_s": 30.0}
     variables = {f"TITOPOOL_{name.upper()}": str(value) for name, value in slow.items()}
     for index in range(2):
@@ -107,7 +107,7 @@ def test_loads_are_told_long_before_the_next_heartbeat(start_stub, tmp_path):
         one.link.close()
 
 
-def test_digests_are_made_only_where_somebody_looks_at_them(start_stub, tmp_path):
+def test_no_digests_are_needed_for_a_single_worker(start_stub, tmp_path):
     start_stub(0)
     alone = FrontEnd((f"ipc://{tmp_path}/worker-0",), "prefix")
     assert not alone.link.needs_prefixes

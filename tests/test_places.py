@@ -1,4 +1,4 @@
-"""Errors name the prompt as the client's own body does, whatever the route."""
+"""Errors give the location of the prompt in the client's body, on every route."""
 
 from typing import Any
 
@@ -38,7 +38,7 @@ def scored(*sequences: list[int]) -> dict[str, Any]:
         ("/get_sequence_logprobs/", scored([1, 2], [Fault.FAIL, 2]), "sequences["),
     ],
 )
-def test_a_prompt_that_fails_in_its_worker(start_stub, stub_server, path, body, place):
+def test_a_failure_in_the_worker_names_the_location(start_stub, stub_server, path, body, place):
     start_stub(0)
     assert message_of(stub_server(1), path, body, 500).startswith(place)
 
@@ -52,11 +52,11 @@ def test_a_prompt_that_fails_in_its_worker(start_stub, stub_server, path, body, 
         ("/v1/completions", {"prompt": ["Hello"], "stream": True, **GRAMMAR}, "prompt[0]: "),
     ],
 )
-def test_a_prompt_that_the_engine_refuses(server: Server, path, body, place):
+def test_a_refusal_of_the_engine_names_the_location(server: Server, path, body, place):
     assert message_of(server, path, body, 400).startswith(place)
 
 
-def test_a_prompt_whose_workers_die(start_stub, stub_server):
+def test_a_prompt_that_killed_two_workers_names_the_location(start_stub, stub_server):
     for index in range(2):
         start_stub(index)
     body = {"prompt": [[Fault.DIE, 1]]}
@@ -64,15 +64,15 @@ def test_a_prompt_whose_workers_die(start_stub, stub_server):
     assert message.startswith("prompt[0]: 2 workers died")
 
 
-def test_a_stream_whose_worker_dies(start_stub, stub_server):
+def test_a_stream_whose_worker_dies_names_the_location(start_stub, stub_server):
     start_stub(0)
-    body = {"prompt": [1, 2, Fault.DIE_AMID, 4], "stream": True}
+    body = {"prompt": [1, 2, Fault.DIE_MID_STREAM, 4], "stream": True}
     answer = stub_server(1).post("/v1/completions", body)
     assert '"message":"prompt: its worker was lost during the stream' in answer.text
 
 
-def test_a_prompt_that_is_not_scored_is_no_answer(start_stub, stub_server):
-    """The stub has no log-probabilities of prompts."""
+def test_missing_prompt_logprobs_name_the_location(start_stub, stub_server):
+    """The stub returns no prompt log-probabilities."""
     start_stub(0)
     server = stub_server(1)
     for form in ("json", "binary"):
@@ -85,7 +85,7 @@ def test_a_prompt_that_is_not_scored_is_no_answer(start_stub, stub_server):
     "ids, num_images, text",
     [([1, 9], 0, "expected no placeholders"), ([1, 2], 1, "expected a placeholder")],
 )
-def test_a_prompt_whose_images_do_not_fit(ids, num_images, text):
+def test_mismatched_placeholders_name_the_location(ids, num_images, text):
     facts = ImageFacts(max_images=1, placeholder_ids=[9], has_placeholders=True)
     images = PromptImages([Image(b"", b"")] * num_images)
     with pytest.raises(ImageMismatch) as caught:
@@ -93,7 +93,7 @@ def test_a_prompt_whose_images_do_not_fit(ids, num_images, text):
     assert caught.value.message.startswith(f"messages[3]: {text}")
 
 
-def test_a_request_without_places_has_prompts():
+def test_locations_default_to_prompts():
     job = Job(1, 1, b"", 1, 1, b"")
     assert [Request([job, job]).locations[index] for index in (0, 1)] == [
         "prompts[0]",

@@ -1,4 +1,4 @@
-"""vLLM's processor with its placing replaced, without an engine."""
+"""vLLM's image processor with one method replaced, without an engine."""
 
 from pathlib import Path
 
@@ -25,7 +25,7 @@ def processor(model_config) -> PlacingProcessor:
     return PlacingProcessor(model_config, AutoTokenizer.from_pretrained(model_config.model))
 
 
-def test_the_ids_that_stand_for_an_image_are_found_out(processor: PlacingProcessor):
+def test_the_placeholder_ids_of_a_model_are_learned(processor: PlacingProcessor):
     facts = processor.learn()
     assert facts is not None
     assert facts.placeholder_ids == processor._encoding.encode("<|image_pad|>")
@@ -33,28 +33,28 @@ def test_the_ids_that_stand_for_an_image_are_found_out(processor: PlacingProcess
     assert facts.max_images > 1
 
 
-def test_a_model_whose_images_are_placed_by_another_way_takes_none(processor: PlacingProcessor):
+def test_a_processor_that_bypasses_the_replaced_method_disables_images(processor: PlacingProcessor):
     # As Mistral's processors do.
-    vllms = processor._processor
-    vllms._maybe_apply_prompt_updates = lambda **parts: ([0], {})
+    vllm_processor = processor._processor
+    vllm_processor._maybe_apply_prompt_updates = lambda **options: ([0], {})
     assert processor.learn() is None
 
 
-def test_a_model_whose_processor_changes_ids_takes_no_images(processor: PlacingProcessor):
+def test_a_processor_that_changes_ids_disables_images(processor: PlacingProcessor):
     # As PaliGemma's does.
-    vllms = processor._processor
-    original = vllms.apply
+    vllm_processor = processor._processor
+    original = vllm_processor.apply
 
     def apply(*arguments):
         made = original(*arguments)
         made["prompt_token_ids"] = [*made["prompt_token_ids"], 1]
         return made
 
-    vllms.apply = apply
+    vllm_processor.apply = apply
     assert processor.learn() is None
 
 
-def test_an_image_of_another_number_of_tokens_has_another_name(processor: PlacingProcessor):
+def test_an_image_with_another_token_count_has_another_hash(processor: PlacingProcessor):
     processor.learn()
     ids = processor._encoding.encode("<|vision_start|><|image_pad|><|vision_end|>")
     image = picture(168, 56, 1)

@@ -90,8 +90,10 @@ def test_front_ends_share_a_burst_evenly_though_one_worker_reports_late():
     for pool in pools:
         for name in pool.workers:
             facts = msgspec.structs.replace(FACTS, max_num_seqs=num_jobs)
-            told = msgspec.structs.replace(beat(name), facts=facts, num_front_ends=num_front_ends)
-            pool.on_heartbeat(name, told, now=1)
+            heartbeat = msgspec.structs.replace(
+                beat(name), facts=facts, num_front_ends=num_front_ends
+            )
+            pool.on_heartbeat(name, heartbeat, now=1)
     for number in range(num_jobs):
         pools[number % num_front_ends].submit(request_of(10, first_id=number))
         pools[number % num_front_ends].assign()
@@ -103,7 +105,7 @@ def test_front_ends_share_a_burst_evenly_though_one_worker_reports_late():
 
 
 def report(pools: list[Pool], name: str) -> None:
-    """What the worker tells each front end of the others."""
+    """Reports to each pool the load that the other pools have at worker `name`."""
     for pool in pools:
         others = [other.workers[name] for other in pools if other is not pool]
         pool.on_load(
@@ -128,7 +130,7 @@ def test_jobs_beyond_the_window_wait_in_order():
     assert assigned(pool) == {"a": [6]}
 
 
-def test_a_backlog_of_another_front_end_does_not_shut_this_one_out():
+def test_a_backlog_of_another_front_end_leaves_half_of_the_window():
     pool = pool_of("a")
     pool.on_heartbeat("a", beat("a", others=100), now=1)
     pool.submit(request_of(*[10] * 8))
@@ -136,7 +138,7 @@ def test_a_backlog_of_another_front_end_does_not_shut_this_one_out():
     assert assigned(pool) == {"a": [1, 2]}
 
 
-def test_cancelled_jobs_do_not_wait_on():
+def test_withdrawn_jobs_leave_the_queue():
     pool = Pool(no_worker_timeout_s=10)
     request, other = request_of(1, 1), request_of(1, first_id=7)
     pool.submit(request)
@@ -164,7 +166,7 @@ def test_results_end_the_request_once_and_in_order():
     assert pool.num_open_jobs == 0
 
 
-def test_a_lost_workers_jobs_go_elsewhere_and_its_late_answers_are_dropped():
+def test_a_lost_workers_jobs_are_requeued_and_its_late_results_dropped():
     pool = pool_of("a", "b")
     request = request_of(1)
     pool.submit(request)
@@ -177,7 +179,7 @@ def test_a_lost_workers_jobs_go_elsewhere_and_its_late_answers_are_dropped():
     assert request.is_done
 
 
-def test_a_job_that_two_workers_died_on_fails_by_itself():
+def test_a_job_that_killed_two_workers_fails_alone():
     pool = pool_of("a", "b", "c")
     bad, good = request_of(1), request_of(1, first_id=7)
     pool.submit(bad)
@@ -192,7 +194,7 @@ def test_a_job_that_two_workers_died_on_fails_by_itself():
     assert pool.take_failed() == [bad]
 
 
-def test_a_restarted_worker_has_lost_what_it_had():
+def test_jobs_of_a_restarted_worker_are_requeued():
     pool = pool_of("a")
     request = request_of(1)
     pool.submit(request)
@@ -203,7 +205,7 @@ def test_a_restarted_worker_has_lost_what_it_had():
     assert assigned(pool) == {"a": [1]}
 
 
-def test_a_refused_job_fails_its_request_and_frees_the_others():
+def test_a_refused_job_fails_its_request_and_aborts_its_other_jobs():
     pool = pool_of("a")
     request = request_of(1, 1, 1)
     pool.submit(request)
@@ -227,7 +229,7 @@ def test_waiting_jobs_fail_when_no_worker_comes():
     assert isinstance(request.error, NoReadyWorker)
 
 
-def test_only_silence_makes_a_worker_dead():
+def test_a_worker_is_silent_after_the_heartbeat_timeout():
     pool = pool_of("a")
     assert pool.silent_workers(now=9, timeout_s=10) == []
     assert [worker.endpoint for worker in pool.silent_workers(now=11, timeout_s=10)] == ["a"]
@@ -250,12 +252,12 @@ def phases(pool: Pool) -> dict[str, str]:
     return {name: worker.phase for name, worker in pool.workers.items()}
 
 
-def with_weights(name: str, mine: PoolWeights, pool: PoolWeights, **changes: Any) -> Heartbeat:
+def with_weights(name: str, served: PoolWeights, pool: PoolWeights, **changes: Any) -> Heartbeat:
     known = PoolState(model="m", weights=pool)
-    return msgspec.structs.replace(beat(name, **changes), weights=mine, pool=known)
+    return msgspec.structs.replace(beat(name, **changes), weights=served, pool=known)
 
 
-def test_the_engine_that_was_loaded_first_decides_on_the_model_whoever_is_heard_first():
+def test_the_engine_loaded_first_decides_the_model_in_any_order_of_heartbeats():
     beats = [loaded("a", 20.0, OTHER_FACTS), loaded("b", 10.0), loaded("c", 30.0, OTHER_FACTS)]
     for order in itertools.permutations(beats):
         pool = pool_of()
@@ -268,7 +270,7 @@ def test_the_engine_that_was_loaded_first_decides_on_the_model_whoever_is_heard_
         assert "vocab_size" in pool.workers["a"].reason or "model" in pool.workers["a"].reason
 
 
-def test_heartbeats_of_a_worker_with_another_model_leave_the_facts_alone():
+def test_heartbeats_of_a_worker_with_another_model_do_not_change_the_facts():
     pool = pool_of("a")
     pool.on_heartbeat("a", loaded("a", 1.0), now=1)
     pool.add_worker("b", now=1)
@@ -280,7 +282,7 @@ def test_heartbeats_of_a_worker_with_another_model_leave_the_facts_alone():
     assert set(assigned(pool)) == {"a"}
 
 
-def test_a_pool_that_comes_back_with_another_model_is_another_pool():
+def test_a_pool_that_restarts_with_another_model_forgets_the_old_one():
     pool = pool_of("a")
     pool.on_heartbeat("a", with_weights("a", NEW, NEW), now=1)
     before, waiting = pool.view.facts, request_of(1)
@@ -292,7 +294,7 @@ def test_a_pool_that_comes_back_with_another_model_is_another_pool():
     assert phases(pool) == {"a": "ready"}
     assert pool.view.facts == OTHER_FACTS
     assert pool.view.snapshot(2).weights == PoolWeights()
-    # What was checked for the model before reaches no engine, not even late.
+    # Requests checked for the old model never reach the new one.
     late = request_of(1, first_id=7)
     late.facts = before
     pool.submit(late)
@@ -313,22 +315,22 @@ def test_a_worker_that_missed_an_update_gets_no_jobs():
     assert phases(pool) == {"a": "ready", "b": "stale"}
     pool.on_heartbeat("b", with_weights("b", NEW, NEW), now=1)
     assert phases(pool) == {"a": "ready", "b": "ready"}
-    # As many updates, and not the same.
+    # The same number of updates, but another update.
     pool.on_heartbeat("b", with_weights("b", PoolWeights(3, "other", 8, False), NEW), now=1)
     assert phases(pool) == {"a": "ready", "b": "stale"}
 
 
-def test_front_ends_agree_that_weights_are_lost_also_one_that_came_later():
+def test_a_front_end_that_started_later_agrees_that_weights_are_lost():
     old, late = pool_of("a", "b"), pool_of("a", "b")
     for name in "ab":
         old.on_heartbeat(name, with_weights(name, NEW, NEW), now=1)
-    own = PoolWeights()
+    initial = PoolWeights()
     for name in "ab":
-        # Started again, and told by the old front end what the pool had.
-        told = with_weights(name, own, NEW, incarnation="2", phase="waiting_for_weights")
-        told = msgspec.structs.replace(told, facts=FACTS)
+        # The worker has restarted and has the pool's state from the old front end.
+        waiting = with_weights(name, initial, NEW, incarnation="2", phase="waiting_for_weights")
+        waiting = msgspec.structs.replace(waiting, facts=FACTS)
         for pool in (old, late):
-            pool.on_heartbeat(name, told, now=2)
+            pool.on_heartbeat(name, waiting, now=2)
     request = request_of(1)
     for pool in (old, late):
         assert phases(pool) == {"a": "waiting_for_weights", "b": "waiting_for_weights"}
@@ -344,17 +346,17 @@ def test_front_ends_agree_that_weights_are_lost_also_one_that_came_later():
     for pool in (old, late):
         assert not pool.has_lost_weights
         assert phases(pool) == {"a": "ready", "b": "ready"}
-    # A worker that starts now has the model's own weights too.
-    old.on_heartbeat("a", with_weights("a", own, own, incarnation="3"), now=4)
+    # A worker that starts now serves the initial weights too.
+    old.on_heartbeat("a", with_weights("a", initial, initial, incarnation="3"), now=4)
     assert phases(old) == {"a": "ready", "b": "ready"}
 
 
-def test_weights_are_lost_when_every_worker_says_so_and_not_before():
+def test_weights_are_lost_only_when_every_worker_has_lost_them():
     pool = pool_of("a", "b")
     assert not pool_of().has_lost_weights
     pool.on_heartbeat("a", with_weights("a", NEW, NEW), now=1)
     pool.mark_worker_lost("a", "killed")
-    # The other one may be about to apply the same update.
+    # Worker b may still apply the same update.
     assert phases(pool)["b"] == "stale"
     assert not pool.has_lost_weights
     for phase, is_lost in (("catching_up", False), ("stale", True)):
@@ -365,7 +367,7 @@ def test_weights_are_lost_when_every_worker_says_so_and_not_before():
     assert not pool.has_lost_weights
 
 
-def test_a_job_is_not_run_again_by_another_model_than_it_was_checked_for():
+def test_a_job_is_not_requeued_at_another_model():
     pool = pool_of("a")
     pool.add_worker("b", now=0)
     pool.on_heartbeat("b", loaded("b", 5.0, OTHER_FACTS), now=0)
@@ -383,7 +385,7 @@ def test_a_job_is_not_run_again_by_another_model_than_it_was_checked_for():
     assert pool.num_open_jobs == 0
 
 
-def test_what_the_pool_knows_is_told_with_what_is_left_of_a_lease():
+def test_a_snapshot_has_the_remaining_seconds_of_a_lease():
     pool = pool_of("a")
     known = PoolState(model="m", pause=PoolPause(1, "keep", 10.0))
     pool.on_heartbeat("a", msgspec.structs.replace(beat("a"), pool=known), now=100)
@@ -408,14 +410,14 @@ def adapted(request: Request, name: str) -> Request:
 def test_jobs_with_an_adapter_go_to_the_workers_that_have_it():
     pool = pool_of("a", "b")
     pool.on_heartbeat("a", with_adapters("a", {"x": 1}, {"x": 1}), now=1)
-    # Started again, and not there yet.
+    # Worker b has restarted and has not loaded the adapter yet.
     pool.on_heartbeat("b", with_adapters("b", {}, {"x": 1}), now=1)
     assert pool.adapters == {"x": 1}
     pool.submit(adapted(request_of(1, 1, 1), "x"))
     assert assigned(pool) == {"a": [1, 2, 3]}
 
 
-def test_a_job_whose_adapter_is_gone_does_not_hold_up_the_queue():
+def test_a_job_whose_adapter_is_unloaded_does_not_block_the_queue():
     pool = pool_of("a")
     pool.on_heartbeat("a", with_adapters("a", {}, {"slow": 1}), now=1)
     gone, slow = adapted(request_of(1), "gone"), adapted(request_of(1, first_id=2), "slow")
@@ -430,7 +432,7 @@ def test_a_job_whose_adapter_is_gone_does_not_hold_up_the_queue():
 # ---- the queue ---------------------------------------------------------------------------
 
 
-def test_jobs_of_a_lost_worker_wait_in_their_order_before_all_others():
+def test_requeued_jobs_wait_in_order_ahead_of_all_others():
     pool = pool_of("a")
     pool.submit(request_of(*[1] * 4))
     pool.assign()
@@ -439,7 +441,7 @@ def test_jobs_of_a_lost_worker_wait_in_their_order_before_all_others():
     assert [one.job.job_id for one in pool.waiting] == [1, 2, 3, 4, 9]
 
 
-def test_cancelling_costs_the_same_however_many_wait():
+def test_withdrawing_takes_as_long_however_many_jobs_wait():
     def seconds(num_waiting: int) -> float:
         pool = Pool(no_worker_timeout_s=10)
         requests = [request_of(1, first_id=number) for number in range(num_waiting)]
@@ -453,7 +455,7 @@ def test_cancelling_costs_the_same_however_many_wait():
     assert min(seconds(40_000) for _ in range(3)) < 20 * min(seconds(400) for _ in range(3))
 
 
-def test_a_policy_that_fails_costs_no_request():
+def test_a_failing_routing_policy_fails_no_request():
     class Broken:
         def choose(self, waiting: object, candidates: object, ready: object) -> None:
             raise RuntimeError("staged")
@@ -465,14 +467,14 @@ def test_a_policy_that_fails_costs_no_request():
     assert assigned(pool) == {"a": [1, 2]}
 
 
-def test_whoever_waits_for_a_worker_is_told_that_it_is_gone():
-    told: list[tuple[str, str]] = []
-    pool = Pool(no_worker_timeout_s=10, on_lost=lambda *what: told.append(what))
+def test_on_lost_is_called_with_the_reason():
+    lost: list[tuple[str, str]] = []
+    pool = Pool(no_worker_timeout_s=10, on_lost=lambda *event: lost.append(event))
     pool.add_worker("a", now=0)
     pool.on_heartbeat("a", beat("a"), now=0)
     pool.on_heartbeat("a", beat("a", incarnation="second"), now=1)
     pool.remove_worker("a")
-    assert told == [("a", "it has restarted"), ("a", "its address was removed")]
+    assert lost == [("a", "it has restarted"), ("a", "its address was removed")]
 
 
 def test_a_worker_with_another_version_of_an_adapter_gets_none_of_its_jobs():
@@ -486,7 +488,7 @@ def test_a_worker_with_another_version_of_an_adapter_gets_none_of_its_jobs():
     assert assigned(pool) == {"b": [9]}
 
 
-def test_a_part_that_does_not_fit_fails_its_request_and_stops_the_job():
+def test_a_malformed_chunk_fails_its_request_and_aborts_its_jobs():
     pool = pool_of("a")
     request = request_of(1, 1)
     pool.submit(request)

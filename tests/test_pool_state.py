@@ -1,4 +1,4 @@
-"""What the processes of a pool tell each other of it, and which of two tales holds."""
+"""The pool's state: how processes merge, keep and restore it."""
 
 import itertools
 import random
@@ -22,18 +22,18 @@ from workers.weights.pool_view import PoolView
 FIRST = PoolWeights(1, "a", 7, False)
 
 
-def state(**parts) -> PoolState:
-    return PoolState(model="m", **parts)
+def state(**records) -> PoolState:
+    return PoolState(model="m", **records)
 
 
 def view(run_dir: str = "", model: str = "m") -> tuple[PoolView, list[str]]:
-    news: list[str] = []
-    made = PoolView(Ledger(run_dir, "0"), lambda: news.append("news"))
+    changes: list[str] = []
+    made = PoolView(Ledger(run_dir, "0"), lambda: changes.append("news"))
     made.start(model)
-    return made, news
+    return made, changes
 
 
-def test_the_later_part_holds_whoever_tells_it():
+def test_a_merge_keeps_the_record_with_the_later_clock():
     old = state(pause=PoolPause(3, "keep", 5.0), weights=FIRST)
     new = state(pause=PoolPause(4), weights=PoolWeights(2, "b", 3, False))
     for one, other in ((old, new), (new, old)):
@@ -41,43 +41,43 @@ def test_the_later_part_holds_whoever_tells_it():
         assert (merged.pause, merged.weights) == (new.pause, new.weights)
 
 
-def test_all_orders_of_telling_come_to_the_same():
-    chance = random.Random(1)
-    tales = [
+def test_merging_in_any_order_gives_the_same_state():
+    rng = random.Random(1)
+    states = [
         state(
-            weights=PoolWeights(chance.randrange(3), chance.choice("ab"), 0, False),
-            pause=PoolPause(number // 2, chance.choice(["keep", None]), 1.0),
+            weights=PoolWeights(rng.randrange(3), rng.choice("ab"), 0, False),
+            pause=PoolPause(number // 2, rng.choice(["keep", None]), 1.0),
             adapters=PoolAdapters(
-                chance.randrange(2), {chance.choice("xy"): AdapterRecord(number, "/f")}
+                rng.randrange(2), {rng.choice("xy"): AdapterRecord(number, "/f")}
             ),
         )
         for number in range(4)
     ]
-    ends = set()
-    for order in itertools.permutations(tales):
+    results = set()
+    for order in itertools.permutations(states):
         known = PoolState()
-        for tale in order:
-            known = known.merged(tale)
-        ends.add(msgspec.json.encode(known))
-    assert len(ends) == 1
+        for received in order:
+            known = known.merged(received)
+        results.add(msgspec.json.encode(known))
+    assert len(results) == 1
 
 
-def test_a_pool_with_another_model_tells_nothing():
-    mine = state()
-    assert mine.merged(PoolState(model="other", weights=FIRST)) is mine
-    assert mine.merged(PoolState()) is mine
+def test_state_of_another_model_is_ignored():
+    local = state()
+    assert local.merged(PoolState(model="other", weights=FIRST)) is local
+    assert local.merged(PoolState()) is local
 
 
-def test_nothing_new_is_told_apart():
-    mine = state(weights=FIRST)
-    assert mine.merged(state(weights=FIRST)) is mine
+def test_merging_equal_state_returns_the_same_object():
+    local = state(weights=FIRST)
+    assert local.merged(state(weights=FIRST)) is local
 
 
-def test_what_is_not_there_travels_in_few_bytes():
+def test_empty_state_is_encoded_in_few_bytes():
     assert len(msgspec.msgpack.encode(PoolState(model="m"))) < 20
 
 
-def test_a_worker_hears_of_its_pool_before_it_has_a_model():
+def test_a_worker_keeps_state_that_arrives_before_its_model_is_loaded():
     made = PoolView(Ledger("", "0"), lambda: None)
     made.merge(state(weights=FIRST))
     made.start("m")
@@ -88,14 +88,14 @@ def test_a_worker_hears_of_its_pool_before_it_has_a_model():
     assert other.weights == PoolWeights()
 
 
-def test_only_what_is_new_is_told_on():
-    made, news = view()
+def test_only_new_state_triggers_the_callback():
+    made, changes = view()
     made.merge(state(weights=FIRST))
     made.merge(state(weights=FIRST))
-    assert news == ["news"]
+    assert changes == ["news"]
 
 
-def test_the_lease_of_a_pause_runs_on_while_it_travels(monkeypatch: pytest.MonkeyPatch):
+def test_the_lease_of_a_pause_counts_down_after_a_merge(monkeypatch: pytest.MonkeyPatch):
     now = 1000.0
     monkeypatch.setattr("workers.weights.pool_view.time", SimpleNamespace(monotonic=lambda: now))
     made, _ = view()
@@ -106,7 +106,7 @@ def test_the_lease_of_a_pause_runs_on_while_it_travels(monkeypatch: pytest.Monke
     assert made.pause == PoolPause(1, None, 0.0)
 
 
-def test_each_change_counts_more_than_all_that_was_known():
+def test_each_change_gets_a_later_clock_than_all_known_ones():
     made, _ = view()
     made.merge(state(pause=PoolPause(5, "keep", 9.0)))
     made.record_pause(None, 0.0, clock=2)
@@ -118,8 +118,8 @@ def test_each_change_counts_more_than_all_that_was_known():
     assert (made.adapters.clock, list(made.adapters.by_name)) == (11, ["b"])
 
 
-def test_what_a_pool_does_after_it_has_forgotten_all_counts_more_than_that():
-    # A front end that could reach nobody knows of it still.
+def test_changes_after_a_loss_of_state_win_over_the_old_state():
+    # A front end that reached no worker still has the old state.
     before = state(
         weights=PoolWeights(900, "old", 3, False), pause=PoolPause(900, "keep", 60.0),
         adapters=PoolAdapters(900, {"a": AdapterRecord(3, "/f")}),
@@ -135,7 +135,7 @@ def test_what_a_pool_does_after_it_has_forgotten_all_counts_more_than_that():
     assert next_clock(7) == 8
 
 
-def test_a_lease_that_has_expired_holds_nobody_who_starts_later(
+def test_an_expired_lease_does_not_pause_a_worker_that_starts_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     now = 1000.0
@@ -150,25 +150,25 @@ def test_a_lease_that_has_expired_holds_nobody_who_starts_later(
     assert soon.pause == PoolPause(made.pause.clock, "keep", 6.0)
     now += 7
     late, _ = view(str(tmp_path))
-    # Nor whoever was loading when the lease ended.
+    # The same holds for a worker that was loading when the lease expired.
     loading.start("m")
     for one in (late, loading):
         assert one.pause == PoolPause(made.pause.clock, None, 0.0)
 
 
-def test_the_process_that_comes_after_knows_it_all(tmp_path: Path):
+def test_a_restarted_process_reads_the_ledger(tmp_path: Path):
     made, _ = view(str(tmp_path))
     made.record_weights(FIRST)
     made.record_adapter("a", AdapterRecord(1, "/f", "x"), 1)
     after, _ = view(str(tmp_path))
     assert after.weights == FIRST
     assert after.adapters == made.adapters
-    # Another worker, and another model.
+    # Another worker, or another model, starts without it.
     assert PoolView(Ledger(str(tmp_path), "1"), lambda: None).weights == PoolWeights()
     assert view(str(tmp_path), model="other")[0].weights == PoolWeights()
 
 
-def test_a_ledger_that_cannot_be_written_or_read_undoes_nothing(tmp_path: Path, caplog):
+def test_a_ledger_that_cannot_be_written_or_read_is_logged_only(tmp_path: Path, caplog):
     made, _ = view(str(tmp_path / "nowhere"))
     made.record_weights(FIRST)
     made.record_adapter("a", AdapterRecord(1, "/f"), 1)
@@ -180,7 +180,7 @@ def test_a_ledger_that_cannot_be_written_or_read_undoes_nothing(tmp_path: Path, 
     assert "cannot be read" in caplog.text
 
 
-def test_workers_on_hosts_of_one_domain_have_files_of_their_own(tmp_path: Path):
+def test_workers_with_dotted_names_have_separate_ledgers(tmp_path: Path):
     for name in ("n1.lan", "n1.wan"):
         Ledger(str(tmp_path), name).write(state(weights=PoolWeights(1, name)))
     for name in ("n1.lan", "n1.wan"):

@@ -206,7 +206,7 @@ def test_a_worker_that_dies_amid_a_stream_ends_it_with_an_error(start_stub, stub
         start_stub(index, "--delay-s", "0.2")
     server = stub_server(2)
     seen: list[int] = []
-    chunks = of_stub(server, [1, 2, 3, Fault.DIE_AMID, 5])
+    chunks = of_stub(server, [1, 2, 3, Fault.DIE_MID_STREAM, 5])
     with pytest.raises(openai.APIError) as caught:
         seen.extend(i for chunk in chunks for i in chunk.choices[0].token_ids)
     # Not begun anew on the other worker: it would sample other tokens.

@@ -11,7 +11,7 @@ from flask.testing import FlaskClient
 
 from app.pool.command_sender import ACCEPT_TIMEOUT_S, CommandSender
 from app.routes.weights import trl_weights
-from tests.test_commands import Told
+from tests.test_commands import FakePool
 from tests.test_pool import FACTS, beat
 from titopool.settings.config import ServerConfig
 from titopool.wire.commands import Command, CommandDone
@@ -19,7 +19,7 @@ from titopool.wire.commands import Command, CommandDone
 STEP_S = 100.0
 
 
-def done(told: Told, index: int, command: Command) -> None:
+def done(told: FakePool, index: int, command: Command) -> None:
     answered = CommandDone(command.command_id, {})
     gevent.spawn(told.commands.on_done, next(iter(told.pool.workers)), answered)
 
@@ -27,7 +27,7 @@ def done(told: Told, index: int, command: Command) -> None:
 @pytest.fixture
 def client_of() -> Callable[..., FlaskClient]:
     def make(endpoint: str, **settings: Any) -> FlaskClient:
-        told = Told(0, done)
+        told = FakePool(0, done)
         told.commands._send = lambda place, command: done(told, 0, command)  # type: ignore[method-assign]
         told.pool.add_worker(endpoint, 0)
         told.pool.on_heartbeat(endpoint, beat("w"), 0)

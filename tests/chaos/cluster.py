@@ -1,4 +1,4 @@
-"""Three stub workers behind proxies and two gunicorn processes, all of which may be hurt."""
+"""Three stub workers behind proxies and two front ends, all of which faults may hit."""
 
 import asyncio
 import contextlib
@@ -22,7 +22,7 @@ from tests.servers import REPOSITORY, environment, free_port
 NUM_WORKERS, NUM_FRONT_ENDS = 3, 2
 HEARTBEAT_TIMEOUT_S = 2.0
 UPDATE_TIMEOUT_S = 4.0
-# A prepared worker waits twice as long for the others, which is the longest of all waits here.
+# A prepared worker waits for the others for two update timeouts: the longest wait.
 LONGEST_TIMEOUT_S = 2 * UPDATE_TIMEOUT_S
 SETTINGS = {
     "TITOPOOL_HEARTBEAT_INTERVAL_S": "0.2",
@@ -32,12 +32,12 @@ SETTINGS = {
     "TITOPOOL_LOG_LEVEL": "info",
 }
 START_TIMEOUT_S = 60.0
-# How long a worker that comes back loads its engine, in which calls may come.
+# Seconds that a restarted worker loads its engine, so that calls arrive during the load.
 RELOAD_S = 0.4
 
 
 class Member:
-    """One worker: its process, its proxy, and the line to the harness."""
+    """One worker: its process, its proxy, and its connection to the harness."""
 
     def __init__(self, cluster: "Cluster", index: int, shared_port: int):
         self.cluster, self.index = cluster, index
@@ -49,8 +49,8 @@ class Member:
         self.process: asyncio.subprocess.Process | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._has_run = False
-        # Two faults may hit one worker.
-        self._turn = asyncio.Lock()
+        # Two faults may hit one worker at once.
+        self._restart_lock = asyncio.Lock()
         self._connected = asyncio.Event()
         self._reached = asyncio.Event()
         self._states: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
@@ -84,7 +84,7 @@ class Member:
             await self._connected.wait()
 
     async def _log(self, process: asyncio.subprocess.Process) -> None:
-        # Not the file itself, which the process may be kept from writing to.
+        # The process writes to a pipe, because `fill_disk` keeps it from writing to files.
         assert process.stdout is not None
         while line := await process.stdout.readline():
             self.cluster.log.write(f"w{self.index} | ".encode() + line)
@@ -96,7 +96,7 @@ class Member:
             self.process.send_signal(number)
 
     async def kill(self) -> None:
-        async with self._turn:
+        async with self._restart_lock:
             await self._kill()
 
     async def _kill(self) -> None:
@@ -105,24 +105,24 @@ class Member:
         await self.process.wait()
 
     async def revive(self) -> None:
-        """Starts it unless it lives."""
-        async with self._turn:
+        """Starts the process unless it runs."""
+        async with self._restart_lock:
             if not self.is_alive:
                 await self.start()
 
     async def restart(self, *arguments: str, before: Callable[[], None] = lambda: None) -> None:
-        """Kills and starts it; calls `before` in between."""
-        async with self._turn:
+        """Kills the process, calls `before`, and starts the process again."""
+        async with self._restart_lock:
             await self._kill()
             before()
             await self.start(*arguments)
 
     def forget(self) -> None:
-        """The ledger is gone."""
+        """Deletes the ledger."""
         self.ledger.unlink(missing_ok=True)
 
     def fill_disk(self, *, is_full: bool) -> None:
-        """Lets the process write no byte to any file, as with a full disk."""
+        """Makes the process's writes to files fail, as on a full disk."""
         if self.is_alive:
             assert self.process is not None
             limit = 0 if is_full else resource.RLIM_INFINITY
@@ -130,7 +130,7 @@ class Member:
                 self.process.pid, resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY)
             )
 
-    # ---- the line to the harness -----------------------------------------------------------
+    # ---- the connection to the harness -----------------------------------------------------
 
     async def connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._writer = writer
@@ -144,17 +144,17 @@ class Member:
                 elif "state" in message:
                     self._states.put_nowait(message["state"])
 
-    def _tell(self, **message: Any) -> None:
+    def _send(self, **message: Any) -> None:
         assert self._writer is not None
         with contextlib.suppress(OSError):
             self._writer.write(json.dumps(message).encode() + b"\n")
 
     def arm(self, point: str) -> None:
         self._reached.clear()
-        self._tell(arm=point)
+        self._send(arm=point)
 
-    def go_on(self) -> None:
-        self._tell(go=True)
+    def release(self) -> None:
+        self._send(go=True)
 
     async def wait_reached(self, timeout_s: float) -> bool:
         with contextlib.suppress(TimeoutError):
@@ -165,7 +165,7 @@ class Member:
     async def state(self) -> dict[str, Any]:
         while not self._states.empty():
             self._states.get_nowait()
-        self._tell(state=True)
+        self._send(state=True)
         async with asyncio.timeout(10):
             return await self._states.get()
 
@@ -192,7 +192,7 @@ class Cluster:
     async def start(self) -> None:
         self._listening = await asyncio.start_unix_server(self._connect, str(self.control))
         self.members = [Member(self, index, self._shared_port) for index in range(NUM_WORKERS)]
-        self.tell_hosts(*self.members)
+        self.set_hosts(*self.members)
         for member in self.members:
             await member.proxy.start()
             await member.start()
@@ -213,7 +213,7 @@ class Cluster:
             env=environment(**variables), cwd=REPOSITORY, stdout=self.log, stderr=self.log,
         )  # fmt: skip
         deadline = time.monotonic() + START_TIMEOUT_S
-        while not await self.is_whole():
+        while not await self.all_ready():
             assert time.monotonic() < deadline, self.tail()
             await asyncio.sleep(0.2)
 
@@ -230,8 +230,8 @@ class Cluster:
         _, alive = psutil.wait_procs(front_ends, timeout=5)
         assert not alive, alive
 
-    def tell_hosts(self, *members: Member) -> None:
-        """The addresses that the pool's name has from now on."""
+    def set_hosts(self, *members: Member) -> None:
+        """Sets the addresses that the pool's name resolves to."""
         draft = self.hosts.with_suffix(".new")
         draft.write_text(json.dumps([member.address for member in members]))
         os.replace(draft, self.hosts)
@@ -248,12 +248,12 @@ class Cluster:
         hello = json.loads(await reader.readline())
         await self.members[int(hello["worker"])].connect(reader, writer)
 
-    # ---- asking ----------------------------------------------------------------------------
+    # ---- requests --------------------------------------------------------------------------
 
-    async def ask(
+    async def request(
         self, path: str, body: dict[str, Any] | None = None, timeout_s: float = 40
     ) -> tuple[int, dict[str, Any]]:
-        """Status and answer of a POST of `body`, or a GET without one; through either process."""
+        """Status and body of a POST of `body`, or of a GET without one, from either front end."""
         connector = aiohttp.TCPConnector(force_close=True)
         timeout = aiohttp.ClientTimeout(total=timeout_s)
         async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
@@ -262,12 +262,12 @@ class Cluster:
                 return answer.status, await answer.json()
 
     async def phases(self) -> list[str]:
-        """The workers' phases as one of the front ends knows them."""
-        _, answer = await self.ask("/ready", timeout_s=5)
+        """The workers' phases as one of the front ends reports them."""
+        _, answer = await self.request("/ready", timeout_s=5)
         return [one["phase"] for one in answer["workers"]]
 
-    async def is_whole(self) -> bool:
-        """Whether both front ends say that all workers are ready."""
+    async def all_ready(self) -> bool:
+        """Whether both front ends report all workers ready."""
         try:
             for _ in range(6):
                 if await self.phases() != ["ready"] * NUM_WORKERS:
@@ -276,12 +276,12 @@ class Cluster:
             return False
         return True
 
-    async def held(self) -> dict[int, dict[str, Any]]:
-        """What each front end holds, by process id."""
+    async def resources_in_use(self) -> dict[int, dict[str, Any]]:
+        """The resources in use at each front end, by process id."""
         found: dict[int, dict[str, Any]] = {}
         for _ in range(200):
             with contextlib.suppress(aiohttp.ClientError, OSError, TimeoutError):
-                _, answer = await self.ask("/chaos/held", timeout_s=5)
+                _, answer = await self.request("/chaos/held", timeout_s=5)
                 found[answer["pid"]] = answer
             if len(found) >= NUM_FRONT_ENDS:
                 return found

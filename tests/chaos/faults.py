@@ -1,4 +1,4 @@
-"""What is done to the pool amid an operation, and how it is undone."""
+"""Faults that hit the pool during an operation, and how they are undone."""
 
 import asyncio
 import random
@@ -12,23 +12,23 @@ from tests.chaos.clients import Clients, Versions
 from tests.chaos.cluster import HEARTBEAT_TIMEOUT_S, Cluster, Member
 from tests.chaos.operations import Refused, Trainer
 
-# Longer than a worker may be silent.
+# Longer than the heartbeat timeout.
 LONG_S = HEARTBEAT_TIMEOUT_S + 1.0
 SHORT_S = 0.5
 
 
 @dataclass
 class Scene:
-    """Where a fault happens."""
+    """What a fault may act on."""
 
     cluster: Cluster
     clients: Clients
     trainer: Trainer
     versions: Versions
     chance: random.Random
-    # The operation under way; None where it is no call of a trainer.
+    # The operation in flight.
     operation: asyncio.Task[Any]
-    # What puts things right again, once the round is over.
+    # Called at the end of the round to undo the faults.
     cures: list[Callable[[], Awaitable[None]]] = field(default_factory=list)
 
     def another(self, member: Member) -> Member:
@@ -40,7 +40,7 @@ async def killed(scene: Scene, member: Member) -> None:
     scene.cures.append(member.revive)
 
 
-async def killed_and_back(scene: Scene, member: Member) -> None:
+async def killed_and_restarted(scene: Scene, member: Member) -> None:
     await member.restart()
 
 
@@ -49,17 +49,17 @@ async def killed_without_ledger(scene: Scene, member: Member) -> None:
 
 
 async def killed_with_fewer_updates(scene: Scene, member: Member) -> None:
-    """It comes back with what it knew an update ago."""
+    """The worker restarts with the ledger of an earlier round."""
 
-    def take_back() -> None:
+    def restore_ledger() -> None:
         kept = member.run_dir / "kept"
         if kept.exists():
             shutil.copy(kept, member.ledger)
 
-    await member.restart(before=take_back)
+    await member.restart(before=restore_ledger)
 
 
-async def back_with_another_model(scene: Scene, member: Member) -> None:
+async def restarted_with_another_model(scene: Scene, member: Member) -> None:
     await member.restart("--model", "another", "--vocab-size", "77")
     scene.cures.append(member.restart)
 
@@ -80,8 +80,8 @@ async def cut(scene: Scene, member: Member) -> None:
     member.proxy.cut()
 
 
-async def late(scene: Scene, member: Member) -> None:
-    """Heartbeats and answers come late, but not too late."""
+async def delayed(scene: Scene, member: Member) -> None:
+    """Heartbeats and responses are delayed, but within the timeouts."""
     member.proxy.delay_s = 0.3
     await asyncio.sleep(LONG_S)
     member.proxy.heal()
@@ -96,11 +96,11 @@ async def disk_full(scene: Scene, member: Member) -> None:
     scene.cures.append(cure)
 
 
-async def left_out_by_dns(scene: Scene, member: Member) -> None:
+async def missing_in_dns(scene: Scene, member: Member) -> None:
     cluster = scene.cluster
-    cluster.tell_hosts(*[one for one in cluster.members if one is not member])
+    cluster.set_hosts(*[one for one in cluster.members if one is not member])
     await asyncio.sleep(1.0)
-    cluster.tell_hosts(*cluster.members)
+    cluster.set_hosts(*cluster.members)
 
 
 async def front_end_killed(scene: Scene, member: Member) -> None:
@@ -121,12 +121,12 @@ async def front_end_stopped(scene: Scene, member: Member) -> None:
     one.send_signal(signal.SIGCONT)
 
 
-async def trainer_left(scene: Scene, member: Member) -> None:
+async def trainer_cancelled(scene: Scene, member: Member) -> None:
     scene.operation.cancel()
 
 
-async def clients_left(scene: Scene, member: Member) -> None:
-    scene.clients.leave()
+async def clients_disconnected(scene: Scene, member: Member) -> None:
+    scene.clients.disconnect()
 
 
 async def second_trainer(scene: Scene, member: Member) -> None:
@@ -138,28 +138,28 @@ async def second_trainer(scene: Scene, member: Member) -> None:
 
 
 async def all_killed_without_ledger(scene: Scene, member: Member) -> None:
-    """Nobody has the pool's weights any more, unless they lie in a folder."""
+    """No worker has the pool's weights any more, unless they are in a folder."""
     await asyncio.gather(*(one.restart(before=one.forget) for one in scene.cluster.members))
 
 
 Fault = Callable[[Scene, Member], Awaitable[None]]
 FAULTS: dict[str, Fault] = {
     "killed": killed,
-    "killed, back": killed_and_back,
+    "killed, back": killed_and_restarted,
     "killed, no ledger": killed_without_ledger,
     "killed, fewer updates": killed_with_fewer_updates,
-    "another model": back_with_another_model,
+    "another model": restarted_with_another_model,
     "stopped": stopped,
     "partitioned": partitioned,
     "cut": cut,
-    "late": late,
+    "late": delayed,
     "disk full": disk_full,
-    "left out by DNS": left_out_by_dns,
+    "left out by DNS": missing_in_dns,
     "front end killed": front_end_killed,
     "front ends killed": front_ends_killed,
     "front end stopped": front_end_stopped,
-    "trainer left": trainer_left,
-    "clients left": clients_left,
+    "trainer left": trainer_cancelled,
+    "clients left": clients_disconnected,
     "second trainer": second_trainer,
     "all killed": all_killed_without_ledger,
 }

@@ -1,4 +1,4 @@
-"""The front end's application with two windows for the harness: names it resolves, what it holds."""
+"""The front end's application, with name resolution and a resources route for the harness."""
 
 import json
 import os
@@ -13,12 +13,12 @@ import app
 import app.pool.discovery
 from app.service import Service
 
-# Looked up in the file of `CHAOS_HOSTS`, which has a list of addresses.
+# Resolves to the list of addresses in the file of `CHAOS_HOSTS`.
 NAME = "pool.test"
 
 
 def look_up(host: str, port: str, **options: Any) -> list[Any]:
-    """As `socket.getaddrinfo`, of the harness's addresses."""
+    """`socket.getaddrinfo` with the harness's addresses for `NAME`."""
     if host != NAME:
         return socket.getaddrinfo(host, port, **options)
     addresses = json.loads(Path(os.environ["CHAOS_HOSTS"]).read_text())
@@ -28,15 +28,15 @@ def look_up(host: str, port: str, **options: Any) -> list[Any]:
 
 
 def create_app() -> Flask:
-    made = app.create_app()
+    application = app.create_app()
     app.pool.discovery.socket = SimpleNamespace(  # type: ignore[attr-defined]
         getaddrinfo=look_up, SOCK_STREAM=socket.SOCK_STREAM
     )
     app.pool.discovery.LOOK_UP_EVERY_S = 0.2
-    service: Service = made.extensions["titopool"]
+    service: Service = application.extensions["titopool"]
 
-    @made.get("/chaos/held/")
-    def held() -> dict[str, Any]:
+    @application.get("/chaos/held/")
+    def resources_in_use() -> dict[str, Any]:
         pool = service.link._pool
         return {
             "pid": os.getpid(),
@@ -55,4 +55,4 @@ def create_app() -> Flask:
             "num_files": len(os.listdir("/proc/self/fd")),
         }
 
-    return made
+    return application

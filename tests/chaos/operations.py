@@ -1,4 +1,4 @@
-"""What trainers do, call by call, and the points of it at which a worker can be hurt."""
+"""Trainers' operations, call by call, and the round trips at which a fault can hit a worker."""
 
 import asyncio
 import contextlib
@@ -14,12 +14,12 @@ from tests.chaos.cluster import NUM_WORKERS, Cluster
 
 LEASE_S = 3.0
 TENSORS = {"names": ["w"], "dtypes": ["float32"], "shapes": [[2, 2]]}
-# Of calls that met a worker that was hurt; none of them may be anything else.
+# Statuses of errors that calls may get during faults.
 REFUSALS = {400, 404, 409, 500, 503, 504}
 
 
 class Refused(Exception):
-    """A call did not go well, which is allowed while something is hurt."""
+    """A call was refused, which is allowed during faults."""
 
 
 @dataclass
@@ -28,11 +28,11 @@ class Trainer:
 
     cluster: Cluster
     versions: Versions
-    # Answers that a server must never give.
+    # Responses that a server must never give.
     wrong: list[str]
 
     async def call(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        status, answer = await self.cluster.ask(path, body)
+        status, answer = await self.cluster.request(path, body)
         if status == 200:
             return answer
         if status not in REFUSALS or answer["error"]["code"] == "internal_error":
@@ -70,8 +70,8 @@ class Trainer:
         self.versions.committed(version)
 
     async def trl_update(self) -> None:
-        # TRL names no version: it is one more than the pool has. To the stub each tensor is a whole
-        # model, so a job between the two ends an update with the first.
+        # TRL names no version: it is the pool's version plus one. To the stub each tensor is a whole
+        # model, so a job between the two tensors ends an update with the first.
         self.versions.begin()
         self.versions.begin()
         with listening() as port:
@@ -87,7 +87,7 @@ class Trainer:
     async def pause(self) -> None:
         await self.call("/pause", {"mode": "keep", "lease_s": LEASE_S})
         await self.call("/pause", {"mode": "keep", "lease_s": LEASE_S})
-        await self.cluster.ask("/is_paused")
+        await self.cluster.request("/is_paused")
         await self.call("/resume", {})
 
     async def adapter(self) -> None:
@@ -98,19 +98,19 @@ class Trainer:
         await self.call("/v1/unload_lora_adapter", {"lora_name": "style"})
 
     async def generate(self) -> None:
-        """The clients do it all the time; a worker is hurt amid a job of theirs."""
+        """The clients generate continuously; the fault hits one of their jobs."""
         await asyncio.sleep(0.5)
 
 
 @contextmanager
 def listening() -> Iterator[int]:
-    """A trainer's port."""
-    with socket.create_server(("127.0.0.1", 0), backlog=64) as made:
-        yield made.getsockname()[1]
+    """Listens on a trainer's port; yields its number."""
+    with socket.create_server(("127.0.0.1", 0), backlog=64) as server:
+        yield server.getsockname()[1]
 
 
 Operation = Callable[[Trainer], Awaitable[None]]
-# The round trips between front end and worker of each operation.
+# Round trips between front end and worker, by operation.
 ROUND_TRIPS: dict[str, tuple[Operation, tuple[str, ...]]] = {
     "folder update": (
         Trainer.folder_update,

@@ -1,17 +1,17 @@
-"""A TCP proxy whose connections can be cut, held or delayed: what stands for a network."""
+"""A TCP proxy that simulates a network: connections can be cut, held or delayed."""
 
 import asyncio
 import contextlib
 
 
 class Proxy:
-    """Passes connections at one address on to another."""
+    """Forwards connections from one address to another."""
 
     def __init__(self, host: str, port: int, target_port: int):
         self._host, self._port, self._target_port = host, port, target_port
         self._server: asyncio.Server | None = None
         self._writers: set[asyncio.StreamWriter] = set()
-        # Set while bytes go through.
+        # Set while bytes are forwarded.
         self._open = asyncio.Event()
         self._open.set()
         self.delay_s = 0.0
@@ -25,13 +25,13 @@ class Proxy:
         self.cut()
 
     def cut(self) -> None:
-        """Ends all connections, as a process that is gone does."""
+        """Aborts all connections, as the death of a process does."""
         for writer in list(self._writers):
             with contextlib.suppress(OSError):
                 writer.transport.abort()
 
     def hold(self) -> None:
-        """Lets nothing through, and ends nothing, as a network that is cut."""
+        """Forwards nothing and closes nothing, as in a network partition."""
         self._open.clear()
 
     def heal(self) -> None:

@@ -1,4 +1,4 @@
-"""One round: an operation, hurt at one of its points, twice; and what must hold afterwards."""
+"""One round: an operation, up to two faults at one of its points, and the checks afterwards."""
 
 import asyncio
 import contextlib
@@ -16,17 +16,17 @@ from tests.chaos.cluster import LONGEST_TIMEOUT_S, NUM_WORKERS, Cluster
 from tests.chaos.faults import FAULTS, Scene
 from tests.chaos.operations import ROUND_TRIPS, Refused, Trainer
 
-# Until a point is reached; an operation that is refused before may never reach it.
+# Seconds until a point is reached. An operation that is refused earlier never reaches it.
 REACH_TIMEOUT_S = 4.0
-# From the moment when nothing is hurt any more until everything that lives serves.
+# Seconds from the end of the faults until all live workers serve.
 WHOLE_TIMEOUT_S = LONGEST_TIMEOUT_S + 2.0
-# A busy machine may be late, but not by as much as a timeout that is missed.
+# Extra seconds for a busy machine; shorter than any timeout that the pool might wait for.
 PATIENCE_S = 6.0
 
 
 @dataclass(frozen=True)
 class Cell:
-    """What is hurt, where and when."""
+    """Which faults hit which worker, and at which point of which operation."""
 
     operation: str
     point: str
@@ -42,7 +42,7 @@ class Cell:
 
 
 def all_cells(chance: random.Random) -> Iterator[tuple[Cell, int]]:
-    """Each fault at each point, in a random order, and again; with a seed for each round."""
+    """Each fault at each point in a random order, repeated; with a seed for each round."""
     points = [
         (operation, f"{round_trip}:{side}")
         for operation, (_, round_trips) in ROUND_TRIPS.items()
@@ -60,71 +60,71 @@ def all_cells(chance: random.Random) -> Iterator[tuple[Cell, int]]:
 
 @dataclass
 class Report:
-    """What a round has shown."""
+    """The outcome of a round."""
 
     cell: Cell
     is_reached: bool
     refusal: str
-    # Seconds until the pool was whole, from when nothing was hurt any more.
-    whole_s: float
+    # Seconds from the end of the faults until the pool was healthy.
+    recovery_s: float
     wrong: list[str]
 
 
 class Harness:
-    """A cluster under load, and rounds that hurt it."""
+    """A cluster under load, and the rounds of faults."""
 
     def __init__(self, cluster: Cluster, seed: int):
         self._cluster = cluster
         self.versions = Versions()
         self.clients = Clients(cluster, self.versions, seed)
         self._trainer = Trainer(cluster, self.versions, [])
-        # Why the last operation went no further.
+        # Why the last operation was refused.
         self._refusal = ""
 
     async def play(self, cell: Cell, seed: int) -> Report:
-        """One round."""
+        """Runs one round."""
         self._keep_ledgers()
         self.clients.wrong, self._trainer.wrong, self._refusal = [], [], ""
         self.clients.start()
         await asyncio.sleep(0.2)
         chance = random.Random(seed)
-        is_reached, cures = await self._hurt(cell, chance)
+        is_reached, cures = await self._inject(cell, chance)
         for cure in cures:
             await cure()
-        whole_s, wrong = await self._until_whole()
+        recovery_s, wrong = await self._until_healthy()
         await self.clients.stop()
         self.clients.may_break = False
         wrong += self.clients.wrong + self._trainer.wrong
         if not wrong:
-            wrong = await self._what_is_left()
-        return Report(cell, is_reached, self._refusal, whole_s, wrong)
+            wrong = await self._leaks()
+        return Report(cell, is_reached, self._refusal, recovery_s, wrong)
 
     def _keep_ledgers(self) -> None:
-        """For a worker that comes back with what it knew before this round."""
+        """Copies the ledgers, for a worker that restarts with the ledger of an earlier round."""
         for member in self._cluster.members:
             if member.ledger.exists():
                 shutil.copy(member.ledger, member.run_dir / "kept")
 
-    async def _hurt(self, cell: Cell, chance: random.Random):  # type: ignore[no-untyped-def]
+    async def _inject(self, cell: Cell, chance: random.Random):  # type: ignore[no-untyped-def]
         member = self._cluster.members[cell.member]
         operation, _ = ROUND_TRIPS[cell.operation]
         member.arm(cell.point)
-        running = asyncio.create_task(self._quietly(operation))
+        running = asyncio.create_task(self._run_operation(operation))
         scene = Scene(self._cluster, self.clients, self._trainer, self.versions, chance, running)
         is_reached = await member.wait_reached(REACH_TIMEOUT_S)
         if cell.fault == "all killed":
             self.versions.reset()
         faults = [asyncio.create_task(self._fault(cell.fault, scene, member))]
         await asyncio.sleep(chance.choice([0.0, 0.1, 0.5, 1.0]))
-        # The point is left with the first fault in place, or gone with its worker.
+        # The worker stays at the point until the second fault has begun, unless it was killed.
         if cell.second_fault != "none":
             if cell.second_fault == "all killed":
                 self.versions.reset()
             other = scene.another(member)
             faults.append(asyncio.create_task(self._fault(cell.second_fault, scene, other)))
-        member.go_on()
+        member.release()
         await asyncio.gather(*faults)
-        member.go_on()
+        member.release()
         with contextlib.suppress(asyncio.CancelledError):
             await running
         return is_reached, scene.cures
@@ -133,8 +133,8 @@ class Harness:
         with contextlib.suppress(aiohttp.ClientError, psutil.NoSuchProcess):
             await FAULTS[name](scene, member)
 
-    async def _quietly(self, operation) -> None:  # type: ignore[no-untyped-def]
-        """Operations may be refused, or lose their connection with a front end that is killed."""
+    async def _run_operation(self, operation) -> None:  # type: ignore[no-untyped-def]
+        """Runs an operation, which may be refused or lose its connection to a killed front end."""
         try:
             await operation(self._trainer)
         except Refused as refusal:
@@ -143,10 +143,10 @@ class Harness:
             if not self.clients.may_break:
                 self._trainer.wrong.append(f"the trainer lost its connection: {error!r}")
 
-    # ---- what must hold ------------------------------------------------------------------
+    # ---- checks --------------------------------------------------------------------------
 
-    async def _until_whole(self) -> tuple[float, list[str]]:
-        """How long it took until all that lives generates, and what does not."""
+    async def _until_healthy(self) -> tuple[float, list[str]]:
+        """Seconds until the pool was healthy, and the reasons why it is not."""
         began = time.monotonic()
         deadline = began + WHOLE_TIMEOUT_S + PATIENCE_S
         reasons = ["not looked at"]
@@ -155,19 +155,19 @@ class Harness:
             if not reasons:
                 break
             await asyncio.sleep(0.1)
-        whole_s = time.monotonic() - began
+        recovery_s = time.monotonic() - began
         if not reasons:
-            reasons = await self._update_brings_all_back()
-        return whole_s, [f"after {whole_s:.1f} s: {one}" for one in reasons]
+            reasons = await self._check_complete_update()
+        return recovery_s, [f"after {recovery_s:.1f} s: {one}" for one in reasons]
 
     async def _reasons(self) -> list[str]:
-        """Why the pool is not what it should be with nobody hurt; empty if it is."""
+        """Why the pool is not healthy after the faults; empty if it is."""
         try:
             states = [await member.state() for member in self._cluster.members]
-            views = [(await self._cluster.ask("/ready", timeout_s=5))[1] for _ in range(6)]
-            pauses = [(await self._cluster.ask("/is_paused", timeout_s=5))[1] for _ in range(2)]
+            views = [(await self._cluster.request("/ready", timeout_s=5))[1] for _ in range(6)]
+            pauses = [(await self._cluster.request("/is_paused", timeout_s=5))[1] for _ in range(2)]
             probes = [
-                await self._cluster.ask("/generate/", {"prompts": [[1, 2]] * 6}, timeout_s=15)
+                await self._cluster.request("/generate/", {"prompts": [[1, 2]] * 6}, timeout_s=15)
                 for _ in range(2)
             ]
         except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
@@ -186,8 +186,8 @@ class Harness:
             if one["phase"] == "ready"
         }  # fmt: skip
         phases = {tuple(one["phase"] for one in view["workers"]) for view in views}
-        named = {"ready", "stale", "waiting_for_weights"}
-        if len(phases) != 1 or not set(*phases) <= named or len(*phases) != NUM_WORKERS:
+        allowed = {"ready", "stale", "waiting_for_weights"}
+        if len(phases) != 1 or not set(*phases) <= allowed or len(*phases) != NUM_WORKERS:
             reasons.append(f"the front ends say {phases}")
         elif len(ready) > 1:
             reasons.append(f"versions that serve: {ready}")
@@ -197,35 +197,35 @@ class Harness:
                 reasons.append(f"generation: {status} {answer}")
         return reasons
 
-    async def _update_brings_all_back(self) -> list[str]:
+    async def _check_complete_update(self) -> list[str]:
         """A complete update reaches every worker, whatever it missed."""
         try:
             await self._trainer.folder_update()
         except Refused as error:
             return [f"the next update was refused: {error}"]
         for _ in range(50):
-            if await self._cluster.is_whole():
+            if await self._cluster.all_ready():
                 return []
             await asyncio.sleep(0.1)
         return [f"after a complete update: {await self._cluster.phases()}"]
 
-    async def _what_is_left(self) -> list[str]:
-        """What processes still hold although nothing is asked of them."""
+    async def _leaks(self) -> list[str]:
+        """Resources that processes still hold although no request is in flight."""
         for _ in range(40):
-            left = []
-            for pid, answer in (await self._cluster.held()).items():
-                held = {name: what for name, what in answer["held"].items() if what}
-                if held:
-                    left.append(f"front end {pid} holds {held}")
+            leaks = []
+            for pid, answer in (await self._cluster.resources_in_use()).items():
+                in_use = {name: what for name, what in answer["held"].items() if what}
+                if in_use:
+                    leaks.append(f"front end {pid} holds {in_use}")
                 if answer["num_files"] > 200:
-                    left.append(f"front end {pid} has {answer['num_files']} files open")
+                    leaks.append(f"front end {pid} has {answer['num_files']} files open")
             for index, member in enumerate(self._cluster.members):
                 state = await member.state()
                 names = ("jobs", "sequences", "tokens", "histories", "requests")
-                held = {name: state[name] for name in names if state[name]}
-                if held or state["tasks"] > 14:
-                    left.append(f"worker {index} holds {held} and {state['tasks']} tasks")
-            if not left:
+                in_use = {name: state[name] for name in names if state[name]}
+                if in_use or state["tasks"] > 14:
+                    leaks.append(f"worker {index} holds {in_use} and {state['tasks']} tasks")
+            if not leaks:
                 return []
             await asyncio.sleep(0.1)
-        return left
+        return leaks

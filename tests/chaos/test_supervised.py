@@ -1,6 +1,6 @@
-"""A server that starts its own workers, whose supervisor or master is killed amid an operation.
+"""The supervisor or the gunicorn master of a server is killed during an operation.
 
-Nothing of it may be left, and every request has an end.
+All processes of the server must end, and every request must end.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ from tests.servers import REPOSITORY, environment, free_port
 
 pytestmark = pytest.mark.chaos
 NUM_CLIENTS = 32
-# The supervisor lets workers end for 4 s, gunicorn's master the front ends for 3.
+# The supervisor gives its workers 4 s to end, gunicorn's master gives the front ends 3 s.
 END_TIMEOUT_S = 20.0
 
 
@@ -33,7 +33,7 @@ class Pool:
         self.url = f"http://127.0.0.1:{self.port}"
         self._lines: dict[str, asyncio.StreamWriter] = {}
         self.reached = asyncio.Event()
-        self.ends: Counter[str] = Counter()
+        self.outcomes: Counter[str] = Counter()
         (folder / "root" / "one").mkdir(parents=True)
         (folder / "root" / "one" / "weights").write_text("one")
 
@@ -86,7 +86,7 @@ class Pool:
         return found
 
     async def client(self, index: int) -> None:
-        """Generates until the server is gone; every request has an end."""
+        """Generates until the server is gone; every request must end."""
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=40)) as session:
             while True:
                 try:
@@ -96,13 +96,13 @@ class Pool:
                 except aiohttp.ClientConnectorError:
                     return
                 except (aiohttp.ClientError, OSError):
-                    self.ends["connection broken"] += 1
+                    self.outcomes["connection broken"] += 1
                     continue
                 if answer.status == 200:
                     assert reply["completion_ids"] == [[7, index + 1]]
-                    self.ends["answered"] += 1
+                    self.outcomes["answered"] += 1
                 else:
-                    self.ends[reply["error"]["code"]] += 1
+                    self.outcomes[reply["error"]["code"]] += 1
 
     async def update(self) -> None:
         body = {"path": str(self.folder / "root" / "one"), "policy": "keep"}
@@ -114,8 +114,10 @@ class Pool:
 
 @pytest.mark.parametrize("point", ["PrepareUpdate:after", "ApplyUpdate:before", "Generate:before"])
 @pytest.mark.parametrize("victim", ["supervisor", "master"])
-def test_a_server_that_loses_its_head_ends_whole(tmp_path: Path, victim: str, point: str):
-    async def story() -> None:
+def test_all_processes_end_when_the_supervisor_or_master_is_killed(
+    tmp_path: Path, victim: str, point: str
+):
+    async def scenario() -> None:
         pool = Pool(tmp_path)
         await pool.start()
         clients = [asyncio.create_task(pool.client(index)) for index in range(NUM_CLIENTS)]
@@ -134,9 +136,9 @@ def test_a_server_that_loses_its_head_ends_whole(tmp_path: Path, victim: str, po
             one.kill()
         assert not alive, f"{alive}\n{pool.tail()}"
         assert "Traceback" not in pool.tail(), pool.tail()
-        assert pool.ends["answered"] > 0
-        # No job is the cause.
-        assert "generation_failed" not in pool.ends
-        print(victim, point, dict(pool.ends))
+        assert pool.outcomes["answered"] > 0
+        # No job is blamed for the death.
+        assert "generation_failed" not in pool.outcomes
+        print(victim, point, dict(pool.outcomes))
 
-    asyncio.run(story())
+    asyncio.run(scenario())

@@ -1,9 +1,9 @@
-"""A stub worker that the harness can stop at a point of its choice.
+"""A stub worker that the harness can hold at a chosen point.
 
     python -m tests.chaos.worker --control PATH … (options of tests.stub_worker)
 
-A point is the name of a command with `:before` (it came, nothing is done) or `:after` (it is done,
-nothing is answered), or of a job: `Generate:before`, `Generate:after`, `Chunk:after`.
+A point is the name of a command with `:before` (received, not yet run) or `:after` (run, not yet
+answered), or of a job: `Generate:before`, `Generate:after`, `Chunk:after`.
 """
 
 import asyncio
@@ -19,12 +19,12 @@ from titopool.wire.messages import Chunk, Job
 from workers.engine.base import Generated, OnChunk
 from workers.serving.server import WorkerServer
 
-# How long a worker stands at a point of which the harness has forgotten.
+# Seconds that a worker waits at a point if the harness does not release it.
 HOLD_S = 20.0
 
 
 class Points:
-    """Tells the harness when an armed point is reached, and waits there until it may go on."""
+    """Reports an armed point to the harness when it is reached, and waits there for the release."""
 
     def __init__(self, server: WorkerServer, engine: StubEngine, control: str):
         self._server, self._engine, self._control = server, engine, control
@@ -32,13 +32,13 @@ class Points:
         self._go = asyncio.Event()
         self._answer_command = server._control.answer
         self._run_job = engine.run
-        server._control.answer = self._answered  # type: ignore[method-assign]
+        server._control.answer = self._answer  # type: ignore[method-assign]
         engine.run = self._run  # type: ignore[method-assign]
         self._task = asyncio.create_task(self._listen())
 
     async def _listen(self) -> None:
         reader, self._writer = await asyncio.open_unix_connection(self._control)
-        self._tell(worker=self._server._worker_id.lstrip("w"), pid=os.getpid())
+        self._send(worker=self._server._worker_id.lstrip("w"), pid=os.getpid())
         while line := await reader.readline():
             message = json.loads(line)
             if "arm" in message:
@@ -48,9 +48,9 @@ class Points:
                 self._armed = ""
                 self._go.set()
             elif "state" in message:
-                self._tell(state=self._state())
+                self._send(state=self._state())
 
-    def _tell(self, **message: Any) -> None:
+    def _send(self, **message: Any) -> None:
         self._writer.write(json.dumps(message).encode() + b"\n")
 
     def _state(self) -> dict[str, Any]:
@@ -73,14 +73,14 @@ class Points:
     async def _reach(self, point: str) -> None:
         if self._armed == point:
             self._armed = ""
-            self._tell(reached=point)
+            self._send(reached=point)
             try:
                 async with asyncio.timeout(HOLD_S):
                     await self._go.wait()
             except TimeoutError:
                 pass
 
-    async def _answered(self, command: Command, identity: bytes = b"") -> CommandDone:
+    async def _answer(self, command: Command, identity: bytes = b"") -> CommandDone:
         action = command.action
         name = type(action).__name__
         if isinstance(action, AwaitStep):
@@ -93,14 +93,14 @@ class Points:
     async def _run(self, job: Job, on_chunk: OnChunk) -> Generated:
         await self._reach("Generate:before")
 
-        def passed_on(chunk: Chunk) -> None:
+        def forward(chunk: Chunk) -> None:
             on_chunk(chunk)
             if self._armed == "Chunk:after":
-                # A chunk is made between two steps of the stub: nothing waits for the harness.
+                # `on_chunk` is synchronous, so this point does not wait for the release.
                 self._armed = ""
-                self._tell(reached="Chunk:after")
+                self._send(reached="Chunk:after")
 
-        generated = await self._run_job(job, passed_on)
+        generated = await self._run_job(job, forward)
         await self._reach("Generate:after")
         return generated
 

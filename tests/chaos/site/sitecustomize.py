@@ -1,6 +1,6 @@
-"""Gives the workers of a supervised server a stub engine, which tells the harness of its points.
+"""Gives the workers of a supervised server a stub engine that reports points to the harness.
 
-On the PYTHONPATH of a server that tests/chaos/test_supervised.py starts; does nothing elsewhere.
+On the PYTHONPATH of a server that tests/chaos/test_supervised.py starts; has no effect elsewhere.
 """
 
 import os
