@@ -91,7 +91,7 @@ def test_a_standalone_worker_serves_front_ends_with_its_key(start_worker, key_fi
 def test_weights_reach_workers_of_several_hosts(
     start_worker: StartWorker, tiny_model: str, key_file: str, tmp_path: Path
 ):
-    """Each worker has its own address; the other workers reach TRL's rank 0 at the first worker's."""
+    """Each worker has its own address; the others reach TRL's rank 0 at the first worker's."""
     from titopool.demo_model import make_model
 
     need_gpus(3)

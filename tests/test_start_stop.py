@@ -97,7 +97,7 @@ def test_the_server_ends_with_its_supervisor(start_server):
     wait_until(lambda: not alive(children), 10, lambda: str(alive(children)))
 
 
-def test_phases_greeting_and_ctrl_c(start_server, tiny_model, tmp_path):
+def test_the_screen_shows_phases_and_greeting_until_ctrl_c(start_server, tiny_model, tmp_path):
     server = start_server(tiny_model, *ENGINE_OPTIONS, "--run-dir", str(tmp_path / "run"))
     wait_until(lambda: "Try it" in server.log, START_TIMEOUT_S, lambda: server.log[-3000:])
     log = server.log

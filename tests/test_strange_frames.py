@@ -1,6 +1,4 @@
-"""Undecodable frames and absurd values: workers and front ends continue, and read every other
-message.
-"""
+"""Undecodable frames and absurd values: workers and front ends read every other message."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -103,8 +101,7 @@ def peer(tmp_path: Path, start_stub: StartStub) -> Iterator[Peer]:
 
 
 def test_a_worker_reads_messages_after_unreadable_frames(peer: Peer):
-    # A worker that stopped reading at each bad frame would resume only at its next heartbeat, 100
-    # ms later.
+    # A worker that stopped at a bad frame would resume only at its next heartbeat, 100 ms later.
     for frame in [*UNREADABLE.values()] * 100:
         peer.socket.send(frame)
     peer.socket.send_multipart([b"a", b"b"])

@@ -1,4 +1,4 @@
-"""Streams during weight updates with real vLLM: which weights made which token, exact to the token."""
+"""Streams during weight updates with real vLLM: which weights made which token, exactly."""
 
 import threading
 from collections.abc import Callable, Iterator

@@ -103,7 +103,7 @@ def test_a_chat_stream_equals_the_unstreamed_answer(client, model, tiny_model):
     assert [one.finish_reason for one in choices] == [None] * (len(choices) - 1) + ["length"]
 
 
-def test_each_of_n_ends_once_and_usage_grows(client, model):
+def test_each_of_n_completions_ends_once_and_usage_grows(client, model):
     chunks = list(
         client.completions.create(
             model=model, prompt=IDS, n=3, seed=5, max_tokens=10, stream=True,

@@ -28,7 +28,7 @@ def done(told: Told, index: int, command: Command) -> None:
 def client_of() -> Callable[..., FlaskClient]:
     def make(endpoint: str, **settings: Any) -> FlaskClient:
         told = Told(0, done)
-        told.commands._send = lambda place, command: done(told, 0, command)  # type: ignore[method-assign]
+        told.commands._send = lambda endpoint, command: done(told, 0, command)  # type: ignore[method-assign]
         told.pool.add_worker(endpoint, 0)
         told.pool.on_heartbeat(endpoint, beat("w"), 0)
         link = SimpleNamespace(

@@ -1,6 +1,4 @@
-"""TRL's client updates the weights of two workers: its own code, with gloo in place of NCCL on
-CPUs.
-"""
+"""TRL's own client updates the weights of two workers; on CPUs gloo replaces NCCL."""
 
 import pytest
 

@@ -1,6 +1,4 @@
-"""verifiers, unmodified: interleaved rollouts that pass token ids from turn to turn, with real
-vLLM.
-"""
+"""verifiers, unmodified: interleaved rollouts that pass on token ids, with real vLLM."""
 
 import itertools
 import json
@@ -70,8 +68,8 @@ def test_turns_end_by_stop_and_by_length_with_drift(played: list[dict], tokenize
         assert ended == (turn["finish_reason"] == "stop")
         assert turn["is_truncated"] == (not ended)
     later = [turn for rollout in played for turn in rollout["turns"][1:]]
-    # At least one turn must differ from its rendered messages, or this test could not detect a
-    # rendering.
+    # At least one prompt must differ from its rendered messages, or the tests could not detect that
+    # messages were rendered again.
     assert any(rendered(tokenizer, turn["messages"]) != turn["prompt_ids"] for turn in later)
 
 

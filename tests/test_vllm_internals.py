@@ -1,6 +1,4 @@
-"""The table of vLLM internals that titopool uses, its check at a worker's start, and `titopool
-doctor`.
-"""
+"""The table of vLLM internals that titopool uses, its check at a start, and `titopool doctor`."""
 
 import os
 import platform

@@ -331,7 +331,7 @@ def test_generation_never_stays_paused_without_a_reason():
     assert run(story).engine.calls == ["pause keep", "resume"]
 
 
-def test_a_pause_during_a_commit_holds_from_its_end():
+def test_a_pause_during_a_commit_begins_after_it():
     async def story(worker: Worker) -> None:
         await worker.begin()
         await worker.good(PrepareUpdate("u", "keep"))

@@ -1,6 +1,4 @@
-"""Weight updates of mixture-of-experts models, whose modules hold all experts of a layer in one
-tensor.
-"""
+"""Weight updates of mixture-of-experts models with all experts of a layer in one tensor."""
 
 from pathlib import Path
 from typing import Any
@@ -137,7 +135,7 @@ def catalogue(kind: str) -> tuple[Catalogue, list[TensorInfo]]:
 
 
 @pytest.mark.parametrize("kind", ["qwen", "mixtral", "glm"])
-def test_all_experts_of_a_layer_belong_together(kind: str):
+def test_experts_of_a_layer_must_be_sent_together(kind: str):
     known, parameters = catalogue(kind)
     assert known.fit(parameters, is_partial=False).missing == []
     gate_up = [one for one in parameters if one.name == f"{LAYER}.gate_up_proj"]
@@ -153,7 +151,7 @@ def test_all_experts_of_a_layer_belong_together(kind: str):
         known.fit([TensorInfo(gate_up[0].name, "float32", [4, 64, 128])], is_partial=True)
 
 
-def test_experts_in_one_tensor_belong_to_their_block():
+def test_experts_in_one_tensor_must_be_sent_with_their_block():
     known, parameters = catalogue("granite")
     assert known.fit(parameters, is_partial=False).missing == []
     gate_up = [one for one in parameters if one.name == f"{BLOCK}.experts.gate_up_proj"]

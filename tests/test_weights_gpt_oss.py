@@ -1,6 +1,4 @@
-"""Weight updates of GPT-OSS, whose loader copies experts and sinks without their parameters'
-loaders.
-"""
+"""Weight updates of GPT-OSS, whose loader bypasses the loaders of experts and sinks."""
 
 from pathlib import Path
 from typing import Any

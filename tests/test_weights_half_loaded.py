@@ -1,4 +1,4 @@
-"""Loaders that skip a tensor: the update is refused, or the workers end; none serves mixed weights."""
+"""Loaders that skip a tensor: the update is refused or the workers end; no mixed weights."""
 
 from pathlib import Path
 
@@ -37,7 +37,7 @@ def test_a_skipped_tensor_is_refused_or_ends_the_workers(tiny_model: str, tmp_pa
 
 
 def check_update_is_refused(server: Server, other: str, original: str) -> None:
-    """A dry run refuses the update before any tensor is sent; the group and the old weights stay."""
+    """A dry run refuses the update before any tensor is sent; group and old weights stay."""
     client = weights_client(server, timeout_s=60)
     new = tensors_of(other)
     for update in (

@@ -1,6 +1,4 @@
-"""Weight updates over IPv6: the server's address, and the address at which workers reach the
-trainer.
-"""
+"""Weight updates over IPv6: the server's address, and the trainer's address for workers."""
 
 import socket
 

@@ -57,8 +57,7 @@ def engine_bytes(server: Server) -> int:
 def test_an_engine_does_not_grow_with_updates(server: Server, folders: list[str]):
     tensors = [tensors_of(folder) for folder in folders]
     client = weights_client(server, timeout_s=60)
-    # Each prompt makes a batch of a different size; long prompts stand at the beginning and at the
-    # end.
+    # Each prompt makes a batch of another size; the first and the last prompts are equally long.
     lengths = iter([*range(101, 501, 2), *range(100, 500, 2)])
     seen = []
     for number in range(1, 151):

@@ -1,6 +1,4 @@
-"""Output of workers: the worker's own lines on the screen, vLLM's in a file. With a real
-supervisor.
-"""
+"""Output of workers under a real supervisor: own lines on the screen, vLLM's in a file."""
 
 import resource
 import signal
@@ -111,7 +109,7 @@ def test_own_lines_are_on_the_screen_and_all_lines_in_the_file(supervise):
         assert text in server.log()
 
 
-def test_a_full_disk_under_the_screen_s_file_stops_no_process(supervise):
+def test_a_full_disk_behind_the_screen_stops_no_process(supervise):
     server = supervise(NOISY)
     server.wait_for("worker 0: ready")
     processes = psutil.Process(server.process.pid).children(recursive=True)
@@ -128,7 +126,7 @@ def test_a_full_disk_under_the_screen_s_file_stops_no_process(supervise):
     server.stop()
 
 
-def test_debug_shows_all(supervise):
+def test_debug_level_shows_all_lines(supervise):
     server = supervise(NOISY, TITOPOOL_LOG_LEVEL="debug")
     server.wait_for("ZeroDivisionError")
     server.stop()
@@ -182,7 +180,7 @@ write("{ENGINE_ERROR}while it stops")
         ("", ""),
     ],
 )  # fmt: skip
-def test_which_lines_are_errors(line, text):
+def test_error_lines_are_recognised(line, text):
     assert error_text(line) == text
 
 

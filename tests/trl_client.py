@@ -34,8 +34,6 @@ def forks(version: str) -> Forks:
 
 
 def run_trl(version: str, url: str, script: str) -> Any:
-    """The value that `script` passes to `answer(…)`; the script has a `client` of the server at
-    `url`.
-    """
+    """The value that `script` passes to `answer(…)`; its `client` is connected to `url`."""
     printed = forks(version).run(PREAMBLE + script, url, version)
     return json.loads(printed.splitlines()[-1])

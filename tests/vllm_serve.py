@@ -32,8 +32,7 @@ def vllm_server(model: str, log: Path) -> Iterator[str]:
     options: dict[str, Any] = {
         "dtype": "float32", "max_model_len": 512, "max_num_seqs": 16, "enforce_eager": True,
         "gpu_memory_utilization": 0.3, "max_logprobs": 128,
-        # As titopool's default; vLLM's default is the log-probabilities before temperature and
-        # penalties.
+        # As titopool's default; vLLM's default ignores temperature and penalties.
         "logprobs_mode": "processed_logprobs",
     }  # fmt: skip
     environ = engine_environment(on_cpu=not visible_gpus())
@@ -42,8 +41,9 @@ def vllm_server(model: str, log: Path) -> Iterator[str]:
 
 
 class Greedy:
-    """The model's greedy output, from which tests cut stop strings. It differs whenever the source
-    files change, because the tokenizer is trained on them.
+    """The model's greedy output, from which tests cut stop strings.
+
+    The output changes with the source files, on which the tokenizer is trained.
     """
 
     def __init__(self, url: str):

@@ -1,4 +1,4 @@
-"""Shared by tests of weight updates: other weights for the tiny model, and their expected output."""
+"""Helpers for tests of weight updates: other weights, and the completions they give."""
 
 import subprocess
 import sys
@@ -31,9 +31,7 @@ class Generates(Protocol):
 
 
 def assert_serves(server: Generates, folder: str, *, times: int = 1) -> dict[str, Any]:
-    """Checks that greedy ids and log-probabilities equal transformers' with the weights in
-    `folder`.
-    """
+    """Checks that greedy ids and log-probabilities equal transformers' for `folder`."""
     expected = reference.greedy(folder, PROMPT, NUM_TOKENS)
     rows = reference.logprobs(folder, PROMPT, expected)
     answer: dict[str, Any] = {}

@@ -116,7 +116,7 @@ def test_detokenize_agrees(server: Server, vllm_url: str, tokens: list[int]):
         (CHATS, {"add_generation_prompt": True, "continue_final_message": True}, True),
     ],
 )
-def test_bad_requests_are_refused_with_the_same_status(
+def test_bad_requests_are_refused_like_vllm_s(
     server: Server, vllm_url: str, greedy: Greedy, path: str, change: dict, same_status: bool
 ):
     base = {"prompt": greedy.ids} if path == COMPLETIONS else {}

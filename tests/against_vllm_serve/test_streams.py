@@ -65,7 +65,7 @@ def add_logprobs(entries: list[Any], logprobs: dict[str, list] | None) -> None:
 
 
 def keys(value: Any) -> Any:
-    """The keys whose values are not null, at every depth; a list is described by its first entry."""
+    """The keys whose values are not null, at every depth; a list stands for its first entry."""
     if isinstance(value, dict):
         return {
             key: keys(one) if key not in ("top_logprobs", "bytes") else None

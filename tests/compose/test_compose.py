@@ -286,7 +286,7 @@ def test_gpu_workers_take_different_gpus(composed: ComposeProject, tmp_path: Pat
 def test_a_trainer_on_the_host_updates_the_weights(
     composed: ComposeProject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With titopool's client and with TRL's, which connects to rank 0 at the front end's address."""
+    """With titopool's client and with TRL's, which reaches rank 0 at the front end's address."""
     own, other = str(tmp_path / "own"), str(tmp_path / "other")
     make_model(own)
     make_model(other, seed=1)

@@ -1,4 +1,4 @@
-"""Fuzzed HTTP requests: bodies of each route's schema, mutated bodies, other bytes, broken framing."""
+"""Fuzzed HTTP requests: valid and mutated bodies of each route, other bytes, broken framing."""
 
 import functools
 import gzip
@@ -46,7 +46,7 @@ def _route(
     *,
     adjust: Callable[[dict[str, Any]], dict[str, Any]] = dict,
 ) -> Route:
-    """A route with bodies of `struct`; `adjust` makes fields consistent that depend on each other."""
+    """A route with bodies of `struct`; `adjust` makes dependent fields consistent."""
     bodies = objects_of(kind_of(struct), hints).map(adjust)
     return Route(path, bodies, frozenset(struct.__struct_fields__))
 

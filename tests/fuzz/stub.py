@@ -1,5 +1,6 @@
-"""A stub worker (`tests/stub_worker.py`) that reports whether its engine is paused. An update is
-complete only with the tensor `LAST`.
+"""A stub worker (`tests/stub_worker.py`) that reports whether its engine is paused.
+
+An update is complete only with the tensor `LAST`.
 
     FUZZ_STATE_FILE=… python -m tests.fuzz.stub --endpoint ipc://…
 """

@@ -1,4 +1,4 @@
-"""Two trainers call in any order: refused calls, never a failure; consistent state, nothing leaked."""
+"""Two trainers call in any order: no server error, consistent state, nothing leaked."""
 
 import concurrent.futures
 import time
@@ -20,8 +20,7 @@ from tests.servers import wait_until
 pytestmark = [pytest.mark.fuzz, pytest.mark.timeout(TIMEOUT_S)]
 
 STEP_S, REQUEST_S = 0.5, 3.0
-# A call has up to three steps, each with the full step timeout; the rest is a margin for a busy
-# machine.
+# A call has up to three steps, each with the full timeout; the rest is for a busy machine.
 LIMIT_S = 3 * STEP_S + 2
 SETTINGS = {
     "weight_update_timeout_s": str(STEP_S), "request_timeout_s": str(REQUEST_S),

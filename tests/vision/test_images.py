@@ -1,6 +1,4 @@
-"""Images with token ids, expanded exactly once: real vLLM, two model families, against
-transformers.
-"""
+"""Images with token ids, expanded exactly once: two model families in real vLLM."""
 
 import base64
 import concurrent.futures
@@ -169,8 +167,7 @@ def test_completions_of_a_prompt_share_its_images(qwen: Vision):
 
 
 def test_the_prefix_cache_covers_images_and_never_mixes_two(qwen: Vision):
-    # On a CPU vLLM caches blocks of 128 ids: more than one block before the image, and one after
-    # it.
+    # On a CPU vLLM caches blocks of 128 ids: at least one before the image, and one after it.
     before = "word " * 140
     text = before + "@ what" + " is it?" * 70
     ids = qwen.ids(text)
@@ -346,10 +343,10 @@ answer({{
     answers = run_trl(version, qwen.server.url, script)
     assert answers["several"]["prompt_ids"] == [two.prompt_ids, three.prompt_ids]
     assert answers["mixed"]["prompt_ids"] == [two.prompt_ids, plain, three.prompt_ids]
-    for name, places in {"several": (0, 1), "mixed": (0, 2)}.items():
+    for name, positions in {"several": (0, 1), "mixed": (0, 2)}.items():
         completions = answers[name]["completion_ids"]
-        for place, expected in zip(places, (two, three), strict=True):
-            assert completions[place] == expected.completion_ids[:4]
+        for position, expected in zip(positions, (two, three), strict=True):
+            assert completions[position] == expected.completion_ids[:4]
 
 
 def test_the_example_runs(qwen: Vision, tmp_path: Path):

@@ -1,6 +1,4 @@
-"""Weight updates of models with image input: transformers' names, and no image features of old
-weights.
-"""
+"""Weight updates of models with image input: transformers' names, no cached old images."""
 
 import shutil
 from pathlib import Path
