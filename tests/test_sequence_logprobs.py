@@ -67,7 +67,7 @@ def test_the_first_token_of_a_sequence_without_prompt_has_no_logprob(server: Ser
 
 
 @pytest.mark.parametrize("changes, part", [
-    ({"prompt_lengths": [1]}, "1 for 2"),
+    ({"prompt_lengths": [1]}, "1 lengths for 2"),
     ({"sequences": [], "prompt_lengths": []}, "at least one"),
     ({"prompt_lengths": [1, 4]}, "prompt_lengths[1]"),
     ({"prompt_lengths": [-1, 1]}, "prompt_lengths[0]"),

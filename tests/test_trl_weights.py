@@ -128,7 +128,7 @@ answer(errors)
     assert "400" in unknown
     assert "model.nothing.weight: the model has no such tensor" in unknown
     assert "409" in closed
-    assert "expected init_communicator before it" in closed
+    assert "expected a call of init_communicator first" in closed
     assert_serves(server, tiny_model, times=2)
     update_by_trl(server.url, other_model)
     assert_serves(server, other_model, times=4)

@@ -36,20 +36,19 @@ class StoppingClient(WeightsClient):
     """Waits to be killed at `stop_at`."""
 
     stop_at = ""
-    num_sent = 0
 
     def _send(self, buffers: Any) -> None:
         if self.stop_at == "begun":
             stop("begun")
-        super()._send(buffers)
+        super()._send(self._stop_after_one(buffers))
         self._wait_for_sent(0)
         stop("sent")
 
-    def _broadcast(self, buffer: Any) -> Any:
-        if self.num_sent and self.stop_at == "sending":
-            stop("sending")
-        self.num_sent += 1
-        return super()._broadcast(buffer)
+    def _stop_after_one(self, buffers: Any) -> Any:
+        for number, buffer in enumerate(buffers):
+            if number and self.stop_at == "sending":
+                stop("sending")
+            yield buffer
 
 
 def main() -> None:
