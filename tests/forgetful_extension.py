@@ -1,6 +1,7 @@
-"""vLLM's worker with a model whose loader leaves out a tensor, as the file that FORGETS names says.
+"""A vLLM worker extension whose model loader skips one tensor; the file named by FORGETS says when.
 
-`always`: in dry runs too; `loading`: only when the tensors have values; else never.
+File content: `always` skips the tensor in dry runs too; `loading` skips it only when tensors have
+values; anything else never skips it.
 """
 
 import os
@@ -11,11 +12,11 @@ from typing import Any
 from workers.in_model.catalogue import Catalogue
 from workers.in_model.extension import WorkerExtension
 
-LEFT_OUT = "model.layers.2.mlp.down_proj.weight"
+SKIPPED_TENSOR = "model.layers.2.mlp.down_proj.weight"
 
 
 class ForgetfulExtension(WorkerExtension):
-    """Given to vLLM as `--worker-extension-cls`."""
+    """Passed to vLLM as `--worker-extension-cls`."""
 
     _titopool_is_forgetful = False
 
@@ -24,13 +25,13 @@ class ForgetfulExtension(WorkerExtension):
             self._titopool_is_forgetful = True
             model = self.get_model()
             load = model.load_weights
-            model.load_weights = lambda weights: load(_remembered(weights))
+            model.load_weights = lambda weights: load(_without_skipped(weights))
         return super()._titopool_known()
 
 
-def _remembered(weights: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+def _without_skipped(weights: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
     forgets = Path(os.environ["FORGETS"]).read_text()
     for name, tensor in weights:
-        is_forgotten = forgets == "always" or (forgets == "loading" and not tensor.is_meta)
-        if name != LEFT_OUT or not is_forgotten:
+        is_skipped = forgets == "always" or (forgets == "loading" and not tensor.is_meta)
+        if name != SKIPPED_TENSOR or not is_skipped:
             yield name, tensor

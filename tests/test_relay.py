@@ -1,4 +1,4 @@
-"""What TRL's client and rank 0 tell each other passes through a front end on another host."""
+"""A front end on another host relays bytes between TRL's client and rank 0."""
 
 import os
 import socket
@@ -26,24 +26,24 @@ time.sleep(600)
 
 
 def echo(listening: socket.socket) -> None:
-    """Sends back what each connection sends, in capitals, when that has ended."""
+    """Sends back, in capitals, what each connection sent until its end."""
     while True:
         try:
             connection, _ = listening.accept()
         except OSError:
             return
         with connection:
-            connection.sendall(all_of(connection).upper())
+            connection.sendall(read_all(connection).upper())
 
 
-def all_of(connection: socket.socket) -> bytes:
-    """What comes until the other side ends it."""
+def read_all(connection: socket.socket) -> bytes:
+    """All bytes until the other side closes."""
     return b"".join(iter(lambda: connection.recv(10_000), b""))
 
 
 @pytest.fixture
 def port() -> Iterator[int]:
-    """Where something listens, on another address."""
+    """A port with a listener on another address."""
     number = free_port()
     with socket.create_server(("127.0.0.2", number)) as listening:
         thread = threading.Thread(target=echo, args=(listening,), daemon=True)
@@ -55,7 +55,7 @@ def port() -> Iterator[int]:
 
 @contextmanager
 def relaying(port: int, lease_s: float) -> Iterator[None]:
-    """A front end's process that has begun to relay."""
+    """A front end's process with a running relay."""
     with subprocess.Popen(
         [sys.executable, "-c", SCRIPT, str(port), str(lease_s)],
         env=environment(), cwd=REPOSITORY, stdout=subprocess.PIPE,
@@ -68,8 +68,8 @@ def relaying(port: int, lease_s: float) -> Iterator[None]:
             process.kill()
 
 
-def test_bytes_pass_both_ways_and_so_do_ends(port: int):
-    # The second front end finds the port taken by the first, which will do.
+def test_bytes_and_shutdowns_pass_both_ways(port: int):
+    # The second front end finds the port taken by the first front end's relay and uses that.
     with relaying(port, 600), relaying(port, 600):
         data = b"some words " * 50_000
         for _ in range(2):
@@ -79,7 +79,7 @@ def test_bytes_pass_both_ways_and_so_do_ends(port: int):
                 assert b"".join(iter(lambda: client.recv(10_000), b"")) == data.upper()
 
 
-def test_after_its_lease_it_takes_no_connections(port: int):
+def test_relay_accepts_no_connection_after_its_lease(port: int):
     with relaying(port, 1):
         wait_until(lambda: refuses(port), 20)
 
@@ -92,17 +92,17 @@ def refuses(port: int) -> bool:
     return False
 
 
-def test_which_addresses_are_of_this_host():
+def test_addresses_of_this_host_are_recognised():
     assert is_of_this_host("127.0.0.1")
     assert is_of_this_host("127.0.0.3")
-    # Of the range for documentation.
+    # From the range reserved for documentation.
     assert not is_of_this_host("192.0.2.1")
     assert not is_of_this_host("no-such-host.invalid")
 
 
-def test_a_port_at_which_the_server_may_not_listen_is_told_before_anything_happens():
+def test_a_port_that_cannot_be_bound_is_refused_at_once():
     if os.geteuid() == 0:
-        # Root may listen anywhere on this host, and nobody at another host's address.
+        # Root may use any port of this host, but nobody can listen at another host's address.
         port, address = free_port(), "192.0.2.1"
     else:
         port, address = 80, "127.0.0.1"

@@ -1,4 +1,4 @@
-"""Results that cannot be an answer fail their job; what follows them is read."""
+"""Results that do not fit their job fail it; later results are still read."""
 
 import numpy as np
 import pytest
@@ -49,12 +49,12 @@ BAD = [
 
 
 @pytest.mark.parametrize("result", GOOD, ids=repr)
-def test_a_result_that_fits_is_taken(result: Completed | Chunk):
+def test_a_fitting_result_is_accepted(result: Completed | Chunk):
     assert defect_of(request_of(5, n=2).jobs[0], result) == ""
 
 
 @pytest.mark.parametrize("result", BAD, ids=repr)
-def test_a_result_that_does_not_fit_fails_its_request_and_no_other(result: Completed | Chunk):
+def test_a_wrong_result_fails_only_its_own_request(result: Completed | Chunk):
     pool = pool_of("a")
     first, second = request_of(5, n=2), request_of(5, first_id=2)
     for request in (first, second):
@@ -70,7 +70,7 @@ def test_a_result_that_does_not_fit_fails_its_request_and_no_other(result: Compl
     assert pool.num_open_jobs == 0
 
 
-def test_digests_that_are_cut_off_cost_nobody_the_result():
+def test_truncated_digests_do_not_fail_the_result():
     pool = pool_of("a")
     request = request_of(5)
     pool.submit(request)

@@ -1,4 +1,4 @@
-"""What a start that fails says of an engine that has died."""
+"""The cause that a failed start reports when the engine process has died."""
 
 from pathlib import Path
 
@@ -26,29 +26,29 @@ AFTER = [
 ]
 
 
-def test_the_exception_of_the_engine_is_the_cause_and_not_those_that_follow():
+def test_the_cause_is_the_engine_s_first_exception():
     raised = CORE + "AssertionError: CPU GDN attention requires BF16."
     cause, lines = root_cause([*BEFORE, raised, *AFTER], DEAD)
     assert cause == "AssertionError: CPU GDN attention requires BF16."
     assert lines[-1] == raised
 
 
-def test_with_several_processes_it_is_the_one_that_failed_first():
+def test_the_cause_is_the_process_that_failed_first():
     raised = "(Worker_TP1 pid=9) ERROR 11-21 22:58:21 [multiproc.py:9] ValueError: no kernel"
-    told = CORE + (
+    message = CORE + (
         "RuntimeError: Worker failed with error 'no kernel', please check the stack trace above "
         "for the root cause"
     )
-    lines = [BEFORE[0], raised, *BEFORE[1:], told, *AFTER]
+    lines = [BEFORE[0], raised, *BEFORE[1:], message, *AFTER]
     assert root_cause(lines, DEAD)[0] == "ValueError: no kernel"
 
 
-def test_an_engine_that_was_killed_has_no_cause_in_the_log():
+def test_a_killed_engine_has_no_cause_in_the_log():
     lines = [BEFORE[0], *AFTER]
     assert root_cause(lines, DEAD) == (DEAD, lines)
 
 
-def test_an_engine_that_fails_at_its_start_is_as_before():
+def test_a_failed_engine_start_has_the_engine_s_exception_as_cause():
     cause = "RuntimeError: Engine core initialization failed. See root cause above."
     raised = CORE + "ValueError: Available memory on node 0 is less than desired"
     found, _ = root_cause([raised, f"worker 0: {cause}"], cause)
@@ -56,7 +56,7 @@ def test_an_engine_that_fails_at_its_start_is_as_before():
 
 
 @pytest.mark.skipif(bool(visible_gpus()), reason="of vLLM's kernel for CPUs")
-def test_an_engine_that_dies_while_warming_tells_why(tmp_path: Path):
+def test_an_engine_that_dies_while_warming_reports_the_cause(tmp_path: Path):
     make_tokenizer(tmp_path)
     config = Qwen3NextConfig(
         vocab_size=VOCAB_SIZE, hidden_size=128, intermediate_size=128, num_hidden_layers=4,

@@ -1,4 +1,4 @@
-"""What must hold of the sources themselves."""
+"""Rules about the source code itself."""
 
 import ast
 import re
@@ -16,13 +16,13 @@ SOURCES = sorted(
     for folder in ("titopool", "app", "workers")
     for path in (REPOSITORY / folder).rglob("*.py")
 )
-# Who may import whom, at the top of a module.
+# Packages that a package's modules must not import at their top.
 FORBIDDEN = {
     "titopool": {"app", "workers", "flask", "vllm", "torch", "transformers"},
     "app": {"workers", "vllm", "torch", "transformers"},
     "workers": {"app", "flask", "vllm", "torch", "transformers"},
 }
-# Modules that may import them inside functions.
+# Modules that may import these packages inside functions.
 HOLDERS = {
     "vllm": {
         "workers/engine/lora.py",
@@ -79,7 +79,7 @@ def imported_by(nodes) -> set[str]:
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=name_of)
-def test_imports_go_down_the_ladder(path: Path):
+def test_forbidden_packages_are_not_imported(path: Path):
     tree = ast.parse(path.read_text())
     package = path.relative_to(REPOSITORY).parts[0]
     upward = imported_by(tree.body) & FORBIDDEN[package]
@@ -88,8 +88,9 @@ def test_imports_go_down_the_ladder(path: Path):
         assert name_of(path) in HOLDERS.get(module, ()), f"{name_of(path)} imports {module}"
 
 
-# Rooms from the top down: a module imports from its own room and from those below it. Modules that
-# lie in no room are rooms of their own; those that are not named are above all.
+# Folders from the top of the ladder to its bottom: a module imports from its own folder and from
+# folders below. A module outside these folders counts as a folder of its own; one that is not
+# listed stands above all.
 LADDERS = {
     "titopool": ["client", "settings", "wire", "deadline", "errors"],
     "app": [
@@ -100,19 +101,19 @@ LADDERS = {
         "environment", "ledger", "vllm_internals",
     ],
 }  # fmt: skip
-# So that a folder's list of files is its table of contents.
+# Keeps a folder's list of files readable as its table of contents.
 MAX_MODULES = 12
 
 
-def room_of(module: str) -> tuple[str, int]:
-    """The root package of a dotted name and how far below its top the room stands."""
+def ladder_position(module: str) -> tuple[str, int]:
+    """The root package of a dotted name, and its depth in the ladder, counted from the top."""
     root, _, rest = module.partition(".")
     ladder, room = LADDERS[root], rest.partition(".")[0]
     return root, ladder.index(room) + 1 if room in ladder else 0
 
 
 def modules_imported_by(path: Path) -> set[str]:
-    """Dotted names of our own modules that a module imports, wherever in it."""
+    """Dotted names of titopool's modules that a module imports, inside functions too."""
     names = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and node.module:
@@ -130,14 +131,14 @@ def module_of(path: Path) -> str:
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=name_of)
-def test_rooms_import_from_those_below_them(path: Path):
-    root, place = room_of(module_of(path))
+def test_modules_import_only_from_folders_below(path: Path):
+    root, depth = ladder_position(module_of(path))
     for name in modules_imported_by(path):
-        there, below = room_of(name)
-        assert there != root or below >= place, f"{name_of(path)} imports {name}"
+        imported_root, imported_depth = ladder_position(name)
+        assert imported_root != root or imported_depth >= depth, f"{name_of(path)} imports {name}"
 
 
-def test_no_module_imports_itself_through_others():
+def test_no_import_cycle():
     imports = {module_of(path): modules_imported_by(path) for path in SOURCES}
     done: set[str] = set()
 
@@ -155,7 +156,7 @@ def test_no_module_imports_itself_through_others():
 @pytest.mark.parametrize(
     "folder", sorted({path.parent for path in SOURCES}), ids=lambda one: name_of(one)
 )
-def test_a_folder_is_short_and_says_where_it_runs(folder: Path):
+def test_a_package_is_small_and_says_where_it_runs(folder: Path):
     modules = [one for one in folder.glob("*.py") if one.stem != "__init__"]
     assert len(modules) <= MAX_MODULES, [one.stem for one in modules]
     about = ast.get_docstring(ast.parse((folder / "__init__.py").read_text())) or ""
@@ -163,19 +164,19 @@ def test_a_folder_is_short_and_says_where_it_runs(folder: Path):
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=name_of)
-def test_every_module_says_what_it_is_and_none_pickles(path: Path):
+def test_every_module_has_a_docstring_and_none_pickles(path: Path):
     tree = ast.parse(path.read_text())
     assert ast.get_docstring(tree), "no module docstring"
     assert not imported_by(ast.walk(tree)) & {"pickle", "cloudpickle", "marshal"}
 
 
-def test_the_page_of_settings_is_what_the_code_makes():
+def test_the_settings_page_matches_the_code():
     assert PAGE.read_text() == settings_page(), "run `make docs`"
 
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_a_setting_s_help_is_short(name: str):
-    """It fits into a cell of a table: at most two sentences, and no line break."""
+    """The help fits into a table cell: at most two sentences, and no line break."""
     text = SETTINGS[name].metadata["help"]
     sentences = re.split(r"(?<=\.) ", text)
     assert len(sentences) <= 2
@@ -184,7 +185,7 @@ def test_a_setting_s_help_is_short(name: str):
     assert not set(text) & set("|\n")
 
 
-def test_every_error_has_a_status_and_a_code_of_its_own():
+def test_every_error_has_its_own_status_and_code():
     found = errors.all_error_types()
     assert len({error.code for error in found}) == len(found)
     table = errors.__doc__ or ""

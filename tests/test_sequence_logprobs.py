@@ -1,4 +1,4 @@
-"""/get_sequence_logprobs/ over real vLLM, against transformers in float32."""
+"""/get_sequence_logprobs/ with real vLLM, compared with transformers in float32."""
 
 import numpy as np
 import pytest
@@ -20,7 +20,7 @@ def expected_rows(folder: str, sequence: list[int], length: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("k", [1, 5, 100])
-def test_json_has_the_best_and_the_sequences_own(server: Server, tiny_model: str, k: int):
+def test_json_has_the_top_k_and_the_sequence_s_own_tokens(server: Server, tiny_model: str, k: int):
     body = {"sequences": SEQUENCES, "prompt_lengths": LENGTHS, "top_logprobs": k}
     answer = server.post("/get_sequence_logprobs/", body).json()
     for index, (sequence, length) in enumerate(zip(SEQUENCES, LENGTHS, strict=True)):
@@ -57,7 +57,7 @@ answer({{
             assert values[:100] == pytest.approx(binary["logprobs"][index][position], rel=1e-6)
 
 
-def test_a_sequence_without_a_prompt_has_nothing_at_its_first_token(server: Server):
+def test_the_first_token_of_a_sequence_without_prompt_has_no_logprob(server: Server):
     body = {"sequences": [[5, 6, 7]], "prompt_lengths": [0], "top_logprobs": 2}
     answer = server.post("/get_sequence_logprobs/", body).json()
     assert [bool(one) for one in answer["logprobs"][0]] == [False, True, True]

@@ -1,4 +1,4 @@
-"""The server's own processes, start to end, without an engine: nothing here waits for vLLM."""
+"""The server's own processes from start to end, without an engine: no test here waits for vLLM."""
 
 import concurrent.futures
 import signal
@@ -13,7 +13,7 @@ from tests.stub_worker import Fault
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGQUIT])
-def test_front_ends_end_without_a_traceback(start_server, tmp_path, number):
+def test_front_ends_stop_without_a_traceback(start_server, tmp_path, number):
     server = start_server(
         "--num-front-ends", "2", "--endpoints", f"ipc://{tmp_path}/worker-0"
     )  # fmt: skip
@@ -44,8 +44,8 @@ print({type(lock) is _thread.RLock for lock in locks})
     assert (result.stdout, result.stderr) == ("{True}\n", "")
 
 
-def test_a_supervisor_that_dies_before_the_front_ends_look_ends_the_server(start_server, tmp_path):
-    # As a crash at import, or for want of memory, would.
+def test_a_supervisor_that_dies_at_its_start_ends_the_server(start_server, tmp_path):
+    # As if the supervisor crashed at import or for want of memory.
     (tmp_path / "sitecustomize.py").write_text(
         "import os, sys\nif 'workers.supervisor' in sys.orig_argv: os._exit(3)\n"
     )
@@ -55,7 +55,7 @@ def test_a_supervisor_that_dies_before_the_front_ends_look_ends_the_server(start
     assert "Traceback" not in server.log
 
 
-def test_a_server_starts_beside_a_kubernetes_service_of_its_name(start_server, tmp_path):
+def test_variables_of_a_kubernetes_service_titopool_do_not_stop_the_start(start_server, tmp_path):
     server = start_server(
         "--num-front-ends", "1", "--endpoints", f"ipc://{tmp_path}/worker-0",
         TITOPOOL_WORKER_PORT="tcp://10.96.0.12:5555", TITOPOOL_SERVICE_HOST="10.96.0.12",
@@ -64,7 +64,7 @@ def test_a_server_starts_beside_a_kubernetes_service_of_its_name(start_server, t
     assert "TITOPOOL_SERVICE_HOST, TITOPOOL_WORKER_PORT" in server.log
 
 
-def test_requests_beyond_the_descriptors_are_429(start_server, start_stub, tmp_path):
+def test_requests_beyond_the_descriptor_limit_get_429(start_server, start_stub, tmp_path):
     start_stub(0)
     server = start_server(
         "--num-front-ends", "1", "--endpoints", f"ipc://{tmp_path}/worker-0", num_descriptors=256
@@ -82,6 +82,6 @@ def test_requests_beyond_the_descriptors_are_429(start_server, start_stub, tmp_p
         answers = [threads.submit(ask, index) for index in range(185)]
         wait_until(lambda: sum(one.done() for one in answers) == 185 - 168, 60)
         assert {one.result() for one in answers if one.done()} == {429}
-        # It goes on to accept connections.
+        # The server still accepts connections.
         assert server.is_listening()
         server.process.terminate()

@@ -1,4 +1,4 @@
-"""`python -m workers` by itself, with real vLLM, over tcp with a key."""
+"""`python -m workers` without a supervisor: real vLLM, over TCP with a key."""
 
 import os
 import signal
@@ -43,7 +43,7 @@ def log(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def start_worker(tiny_model: str, key_file: str, log: Path) -> Iterator[StartWorker]:
-    """Starts a worker at an endpoint; kills what is left of it."""
+    """Starts a worker at an endpoint; kills its remaining processes afterwards."""
     started = []
 
     def start(endpoint: str) -> subprocess.Popen[bytes]:
@@ -65,7 +65,7 @@ def start_worker(tiny_model: str, key_file: str, log: Path) -> Iterator[StartWor
             process.wait()
 
 
-def test_a_worker_alone_serves_whoever_has_its_key(start_worker, key_file, log, tmp_path):
+def test_a_standalone_worker_serves_front_ends_with_its_key(start_worker, key_file, log, tmp_path):
     port = free_port()
     worker = start_worker(f"tcp://127.0.0.1:{port}")
     endpoints = ("--endpoints", f"tcp://localhost:{port}")
@@ -77,7 +77,7 @@ def test_a_worker_alone_serves_whoever_has_its_key(start_worker, key_file, log, 
             *endpoints, log=tmp_path / "stranger-log", num_workers=0,
             TITOPOOL_CURVE_KEY_FILE=str(tmp_path / "another.key"),
         ) as stranger:  # fmt: skip
-            # Longer than a heartbeat, and the worker is there and ready.
+            # Longer than a heartbeat interval: the worker is connected and ready.
             wait_until(lambda: stranger.get("/ready").json()["workers"], 10)
             assert stranger.get("/health").status_code == 503
             assert stranger.get("/ready").json()["workers"][0]["phase"] == "unreachable"
@@ -91,7 +91,7 @@ def test_a_worker_alone_serves_whoever_has_its_key(start_worker, key_file, log, 
 def test_weights_reach_workers_of_several_hosts(
     start_worker: StartWorker, tiny_model: str, key_file: str, tmp_path: Path
 ):
-    """Each worker has an address of its own; the others find TRL's rank 0 at that of the first."""
+    """Each worker has its own address; the others reach TRL's rank 0 at the first worker's."""
     from titopool.demo_model import make_model
 
     need_gpus(3)
@@ -112,10 +112,10 @@ def test_weights_reach_workers_of_several_hosts(
         assert_serves(server, tiny_model, times=4)
 
 
-def test_a_worker_that_is_stopped_while_it_loads_leaves_nothing(start_worker, log):
+def test_a_worker_stopped_while_loading_leaves_no_process(start_worker, log):
     worker = start_worker(f"tcp://127.0.0.1:{free_port()}")
     own = psutil.Process(worker.pid)
-    # vLLM's engine process is there, and does not yet watch the worker.
+    # vLLM's engine process has started, but does not watch the worker yet.
     wait_until(
         lambda: "loading" in log.read_text() and own.children(recursive=True), START_TIMEOUT_S
     )
@@ -125,12 +125,12 @@ def test_a_worker_that_is_stopped_while_it_loads_leaves_nothing(start_worker, lo
     wait_until(lambda: not alive(children), 10, lambda: str(alive(children)))
 
 
-def test_workers_of_one_host_have_names_of_their_own(start_worker, log):
-    places = [f"0.0.0.0:{free_port()}", f"127.0.0.2:{free_port()}"]
-    for place in places:
-        start_worker(f"tcp://{place}")
+def test_workers_of_one_host_have_different_names(start_worker, log):
+    addresses = [f"0.0.0.0:{free_port()}", f"127.0.0.2:{free_port()}"]
+    for address in addresses:
+        start_worker(f"tcp://{address}")
     host = os.uname().nodename
-    for name in (places[0].removeprefix("0.0.0.0:"), places[1].replace(":", "-")):
+    for name in (addresses[0].removeprefix("0.0.0.0:"), addresses[1].replace(":", "-")):
         wait_until(lambda name=name: f"worker {host}-{name}: importing" in log.read_text(), 30)
 
 
@@ -159,7 +159,9 @@ def test_a_worker_is_named_after_host_and_endpoint(endpoint: str, name: str):
         ),
     ],
 )
-def test_a_worker_that_cannot_start_says_why_at_once(arguments: list[str], parts: list[str]):
+def test_a_worker_that_cannot_start_prints_the_cause_at_once(
+    arguments: list[str], parts: list[str]
+):
     result = subprocess.run(
         [sys.executable, "-m", "workers", *arguments],
         env=environment(), cwd=REPOSITORY, capture_output=True, text=True, timeout=20,

@@ -1,4 +1,4 @@
-"""Starting and stopping, with real vLLM: what the screen says, and that nothing is left."""
+"""Starting and stopping with real vLLM: the screen's messages, and no process survives."""
 
 import signal
 import socket
@@ -28,8 +28,8 @@ def descendants(server: Server) -> list[psutil.Process]:
     return psutil.Process(server.process.pid).children(recursive=True)
 
 
-def end_of(server: Server, within_s: float) -> int:
-    """The exit code of a server that ends by itself, all of whose processes are gone then."""
+def exit_code_of(server: Server, within_s: float) -> int:
+    """The exit code of a server that ends by itself; all its processes must be gone."""
     children: dict[int, psutil.Process] = {}
     deadline = time.monotonic() + within_s
     while server.process.poll() is None:
@@ -53,35 +53,35 @@ def end_of(server: Server, within_s: float) -> int:
         pytest.param([], {"VLLM_CPU_KVCACHE_SPACE": "9000"}, ["Available memory"], id="out-of-memory"),
     ],
 )  # fmt: skip
-def test_a_start_that_fails_ends_with_the_cause(start_server, arguments, variables, parts):
+def test_a_failed_start_prints_the_cause(start_server, arguments, variables, parts):
     server = start_server(*arguments, **variables)
-    assert end_of(server, 90) == 1
+    assert exit_code_of(server, 90) == 1
     conclusion = server.log.rpartition("\ntitopool: ")[2]
     for part in parts:
         assert part in conclusion
 
 
-def test_a_start_that_takes_too_long_ends_with_the_phase(start_server):
+def test_a_start_that_times_out_prints_the_phase(start_server):
     server = start_server(TITOPOOL_WORKER_START_TIMEOUT_S="1")
-    assert end_of(server, 60) == 1
+    assert exit_code_of(server, 60) == 1
     assert "not ready after 1 s" in server.log
     assert "raise worker_start_timeout_s" in server.log
 
 
-def test_a_port_that_is_taken_ends_the_start(tmp_path):
+def test_a_port_in_use_ends_the_start(tmp_path):
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
         port = other.getsockname()[1]
         process, url = serve_process(log=tmp_path / "log", port=port)
         server = Server(process, url, tmp_path / "log")
-        assert end_of(server, 30) == 1
+        assert exit_code_of(server, 30) == 1
     assert str(port) in server.log
 
 
-def test_an_impossible_run_dir_ends_the_start(start_server):
+def test_an_unusable_run_dir_ends_the_start(start_server):
     server = start_server(TITOPOOL_RUN_DIR="/proc/no-such-folder")
-    assert end_of(server, 30) != 0
+    assert exit_code_of(server, 30) != 0
     assert "/proc/no-such-folder" in server.log
 
 
@@ -97,13 +97,13 @@ def test_the_server_ends_with_its_supervisor(start_server):
     wait_until(lambda: not alive(children), 10, lambda: str(alive(children)))
 
 
-def test_phases_greeting_and_ctrl_c(start_server, tiny_model, tmp_path):
+def test_the_screen_shows_phases_and_greeting_until_ctrl_c(start_server, tiny_model, tmp_path):
     server = start_server(tiny_model, *ENGINE_OPTIONS, "--run-dir", str(tmp_path / "run"))
     wait_until(lambda: "Try it" in server.log, START_TIMEOUT_S, lambda: server.log[-3000:])
     log = server.log
     for text in ("importing", "loading (importing took", "warming (loading took", "ready (warming"):
         assert f"worker 0: {text}" in log
-    # The command on the screen works as pasted.
+    # The command on the screen works when pasted into a shell.
     command = log.partition("Try it:")[2].strip()
     pasted = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=60)
     assert '"completion_ids":[[' in pasted.stdout
@@ -111,13 +111,13 @@ def test_phases_greeting_and_ctrl_c(start_server, tiny_model, tmp_path):
     server.process.send_signal(signal.SIGINT)
     assert server.process.wait(STOP_TIMEOUT_S) == 0
     assert alive(children) == []
-    # What vLLM writes, from its start to its end, is in a file and not on the screen.
+    # vLLM's own output goes to a file, not to the screen.
     assert "worker 0 | " not in server.log
     assert "Traceback" not in server.log
     assert "INFO" in (tmp_path / "run" / "worker-0.log").read_text()
 
 
-def test_tensor_parallel_workers_answer_as_one_does(start_server, tiny_model):
+def test_a_tensor_parallel_worker_gives_the_same_completions(start_server, tiny_model):
     server = start_server(tiny_model, *ENGINE_OPTIONS, "--tensor-parallel-size", "2")
     server.wait_until_ready()
     assert server.get("/get_world_size/").json() == {"world_size": 2}
@@ -129,7 +129,7 @@ def test_tensor_parallel_workers_answer_as_one_does(start_server, tiny_model):
     wait_until(lambda: not alive(children), 10, lambda: str(alive(children)))
 
 
-def test_gunicorn_alone_restarts_a_dead_worker_and_leaves_nothing_when_killed(tiny_model, tmp_path):
+def test_gunicorn_restarts_a_dead_worker_and_leaves_no_process_when_killed(tiny_model, tmp_path):
     port, log = free_port(), tmp_path / "log"
     with log.open("wb") as output:
         process = subprocess.Popen(

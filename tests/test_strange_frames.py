@@ -1,4 +1,4 @@
-"""Frames that are no messages, or tell nonsense: workers and front ends go on, and miss no other."""
+"""Undecodable frames and absurd values: workers and front ends read every other message."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -21,7 +21,7 @@ from titopool.wire.sockets import bind_router, connect_dealer
 QUICK = {"TITOPOOL_HEARTBEAT_INTERVAL_S": "0.1"}
 DEEP = b"\x91" * 100_000 + b"\x01"
 encode = msgspec.msgpack.encode
-# None of them may be read as a message, and none may keep those behind it from being read.
+# None of these frames may be read as a message, or keep a later frame from being read.
 UNREADABLE = {
     "text-no-utf8": encode({"type": "stopping", "failure": "@"}).replace(b"\xa1@", b"\xa1\xff"),
     "deep-result": encode({"type": "command_done", "command_id": 1, "result": {"a": 0}}).replace(
@@ -36,7 +36,7 @@ UNREADABLE = {
     "no-messagepack": b"\xc1",
     "nothing": b"",
 }
-# What fits the types and no pool could ever come to.
+# Values that fit the types but that no pool can reach.
 ABSURD = [
     PoolState("stub", PoolWeights(clock=2**64 - 1)),
     PoolState("stub", PoolWeights(clock=1, version=2**64 - 1)),
@@ -48,20 +48,20 @@ ABSURD = [
 
 
 @pytest.mark.parametrize("name", UNREADABLE)
-def test_no_decoder_reads_it(name: str):
+def test_no_decoder_accepts_an_unreadable_frame(name: str):
     for decode in (messages.decode_to_worker, messages.decode_from_worker):
         with pytest.raises(messages.UNREADABLE):
             decode(UNREADABLE[name])
 
 
 @pytest.mark.parametrize("pool", ABSURD, ids=repr)
-def test_numbers_that_no_pool_comes_to_are_no_message(pool: PoolState):
+def test_absurd_pool_states_are_not_decoded(pool: PoolState):
     with pytest.raises(msgspec.ValidationError):
         messages.decode_to_worker(messages.encode(Hello(pool)))
 
 
 class Peer:
-    """A front end's socket, and what its worker says."""
+    """A front end's socket, and the messages from its worker."""
 
     def __init__(self, context: zmq.Context[Any], endpoint: str):
         self.socket = connect_dealer(context, endpoint, "")
@@ -79,8 +79,8 @@ class Peer:
                 case Results(results=results):
                     self.done |= {one.job_id: one for one in results if isinstance(one, Completed)}
 
-    def wait(self, holds: Callable[[], object]) -> None:
-        wait_until(lambda: (self.read(), holds())[1], 10)
+    def wait(self, condition: Callable[[], object]) -> None:
+        wait_until(lambda: (self.read(), condition())[1], 10)
 
     def generate(self, job_id: int) -> None:
         ids = np.array([1, 2, job_id], np.int32).tobytes()
@@ -90,7 +90,7 @@ class Peer:
 
 @pytest.fixture
 def peer(tmp_path: Path, start_stub: StartStub) -> Iterator[Peer]:
-    """A front end of a stub worker that is ready."""
+    """A front end of a ready stub worker."""
     start_stub(0, **QUICK)
     context: zmq.Context[Any] = zmq.Context()
     found = Peer(context, f"ipc://{tmp_path}/worker-0")
@@ -100,8 +100,8 @@ def peer(tmp_path: Path, start_stub: StartStub) -> Iterator[Peer]:
     context.destroy(linger=0)
 
 
-def test_a_worker_reads_what_stands_behind_what_it_cannot_read(peer: Peer):
-    # A worker that stopped reading at each of them would go on with its next heartbeat, 100 ms later.
+def test_a_worker_reads_messages_after_unreadable_frames(peer: Peer):
+    # A worker that stopped at a bad frame would resume only at its next heartbeat, 100 ms later.
     for frame in [*UNREADABLE.values()] * 100:
         peer.socket.send(frame)
     peer.socket.send_multipart([b"a", b"b"])
@@ -109,7 +109,7 @@ def test_a_worker_reads_what_stands_behind_what_it_cannot_read(peer: Peer):
     peer.wait(lambda: 7 in peer.done)
 
 
-def test_a_worker_goes_on_after_numbers_that_it_could_not_write(peer: Peer):
+def test_a_worker_continues_after_numbers_that_it_cannot_encode(peer: Peer):
     for number in (2**64 - 1, 2**63, -1):
         peer.send(Drift(number, number))
         peer.send(Drift(1, 1))
@@ -127,7 +127,7 @@ def test_a_worker_goes_on_after_numbers_that_it_could_not_write(peer: Peer):
     assert peer.beats[-1].pool == PoolState("stub")
 
 
-def test_a_front_end_reads_what_stands_behind_what_it_cannot_read(
+def test_a_front_end_reads_messages_after_unreadable_frames(
     tmp_path: Path, start_stub: StartStub, stub_server: Callable[..., Server]
 ):
     start_stub(0, **QUICK)
@@ -145,7 +145,7 @@ def test_a_front_end_reads_what_stands_behind_what_it_cannot_read(
         router.send_multipart(
             [front_end, messages.encode(msgspec.structs.replace(beat, pool=pool))]
         )
-    # Only the last of them says where it is.
+    # Only this last heartbeat is readable.
     router.send_multipart([front_end, messages.encode(beat)])
     phases = lambda: [one["phase"] for one in server.get("/ready").json()["workers"]]  # noqa: E731
     try:

@@ -1,4 +1,4 @@
-"""Streams amid weight updates over real vLLM: which weights made which token, exact at the token."""
+"""Streams during weight updates with real vLLM: which weights made which token, exactly."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -12,14 +12,14 @@ from tests.servers import Server
 from tests.weights import PROMPT, TOLERANCE
 
 NUM_TOKENS = 800
-# The update begins when a choice has so many tokens, and must end amid the stream.
+# The update begins when a choice has this many tokens, and must end before the stream does.
 UPDATE_AT = 20
 MESSAGES = [{"role": "user", "content": "Hi"}]
 FIELDS = {"return_token_ids": True, "ignore_eos": True}
 
 
 class Models(NamedTuple):
-    """A server of `old`, and another model that it may load."""
+    """A server that serves the model in `old`, and another model's folder."""
 
     server: Server
     client: openai.OpenAI
@@ -35,7 +35,7 @@ class Models(NamedTuple):
 @pytest.fixture(scope="module")
 def models(single_server: Server, tiny_model: str, other_model: str) -> Iterator[Models]:
     client = openai.OpenAI(base_url=single_server.url + "/v1", api_key="none", max_retries=0)
-    # The tokenizer takes seconds to load.
+    # Loading the tokenizer takes seconds, so it is loaded before.
     assert single_server.post("/tokenize", {"prompt": "Hello"}).status_code == 200
     models = Models(single_server, client, tiny_model, other_model)
     yield models
@@ -43,12 +43,12 @@ def models(single_server: Server, tiny_model: str, other_model: str) -> Iterator
 
 
 class Choice:
-    """What a stream says of a choice."""
+    """The joined chunks of one choice."""
 
     def __init__(self) -> None:
         self.token_ids: list[int] = []
         self.logprobs: list[float] = []
-        # After each chunk: the number of tokens, and the spans that it tells.
+        # After each chunk: the number of tokens, and the chunk's `weight_versions`.
         self.spans: list[tuple[int, list[list[int]]]] = []
         self.finish_reason: str | None = None
 
@@ -77,12 +77,12 @@ def chat(models: Models, **fields: Any) -> Any:
 
 
 def gathered(chunks: Any, on_chunk: Callable[[dict[int, Choice]], None]) -> dict[int, Choice]:
-    """The choices of a stream; `on_chunk` sees them as they grow."""
+    """The choices of a stream; `on_chunk` sees them after every chunk."""
     choices: dict[int, Choice] = {}
     for chunk in chunks:
         for choice in chunk.choices:
             if getattr(choice, "token_ids", None) is None:
-                # It has the role only.
+                # The first chunk of a chat has only the role.
                 continue
             choices.setdefault(choice.index, Choice()).add(choice)
         on_chunk(choices)
@@ -90,7 +90,7 @@ def gathered(chunks: Any, on_chunk: Callable[[dict[int, Choice]], None]) -> dict
 
 
 @pytest.mark.parametrize("ask", [completions, chat])
-def test_every_chunk_tells_the_weights_of_all_tokens_so_far(models: Models, ask: Any):
+def test_every_chunk_has_the_weight_versions_of_all_tokens_so_far(models: Models, ask: Any):
     models.update(models.old, version=3, policy="abort")
     prompt = PROMPT
     if ask is chat:
@@ -100,7 +100,7 @@ def test_every_chunk_tells_the_weights_of_all_tokens_so_far(models: Models, ask:
     updating: list[threading.Thread] = []
 
     def on_chunk(choices: dict[int, Choice]) -> None:
-        """Two updates, the second of them to a version that is less."""
+        """Two updates; the second one has a lower version number."""
         last = max((len(one.token_ids) for one in choices.values()), default=0)
         if len(updating) < len(updates) and last > UPDATE_AT * (1 + 2 * len(updating)):
             if updating:
@@ -118,14 +118,14 @@ def test_every_chunk_tells_the_weights_of_all_tokens_so_far(models: Models, ask:
         assert [version for version, _ in spans] == [3, 8, 7]
         begins = [begin for _, begin in spans]
         assert begins[0] == 0 < UPDATE_AT <= begins[1] < begins[2] < NUM_TOKENS
-        # Each chunk says the same of the tokens up to it.
+        # Each chunk has the same spans for the tokens up to it.
         for num_tokens, so_far in choice.spans:
             assert so_far == [span for span in spans if span[1] < num_tokens]
         assert_weights(models, prompt, choice, begins)
 
 
 def assert_weights(models: Models, prompt: list[int], choice: Choice, begins: list[int]) -> None:
-    """Each token has the log-probability that its own weights give it, right up to the cut."""
+    """Each token has the log-probability that its own weights give, up to and after the switch."""
     old = reference.logprobs(models.old, prompt, choice.token_ids)
     new = reference.logprobs(models.new, prompt, choice.token_ids)
     for index, token_id in enumerate(choice.token_ids):
@@ -133,7 +133,7 @@ def assert_weights(models: Models, prompt: list[int], choice: Choice, begins: li
         assert abs(float(rows[index][token_id]) - choice.logprobs[index]) < TOLERANCE, index
 
 
-def test_a_stream_that_an_update_aborts_tells_the_weights_before_it(models: Models):
+def test_a_stream_aborted_by_an_update_has_the_old_version(models: Models):
     models.update(models.old, version=1, policy="abort")
     updating: list[threading.Thread] = []
 
@@ -150,7 +150,7 @@ def test_a_stream_that_an_update_aborts_tells_the_weights_before_it(models: Mode
 
 
 @pytest.mark.parametrize("ask", [completions, chat])
-def test_the_last_chunk_says_what_the_whole_answer_says(models: Models, ask: Any):
+def test_the_last_chunk_has_the_versions_of_the_unstreamed_answer(models: Models, ask: Any):
     models.update(models.old, version=4, policy="abort")
     choices = gathered(ask(models, max_tokens=20, stream=True), lambda _: None)
     for choice in ask(models, max_tokens=20).choices:
@@ -158,7 +158,7 @@ def test_the_last_chunk_says_what_the_whole_answer_says(models: Models, ask: Any
         assert choice.weight_versions == choices[choice.index].spans[-1][1] == [[4, 0]]
 
 
-def test_without_token_ids_there_are_no_versions(models: Models):
+def test_streams_without_token_ids_have_no_versions(models: Models):
     chunks = models.client.completions.create(
         model=models.old, prompt=PROMPT, max_tokens=3, stream=True
     )

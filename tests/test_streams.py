@@ -1,4 +1,4 @@
-"""Streams of OpenAI's routes: real vLLM through the openai package; faults with a stub engine."""
+"""Streams of OpenAI's routes: real vLLM through the openai package; failures with a stub engine."""
 
 import http.client
 import itertools
@@ -34,7 +34,7 @@ def model(client: openai.OpenAI) -> str:
 
 
 def gathered(chunks) -> dict[int, dict]:
-    """What a stream of completions says of each choice."""
+    """The joined chunks of a completion stream, by choice."""
     found: dict[int, dict] = {}
     for chunk in chunks:
         for choice in chunk.choices:
@@ -51,7 +51,7 @@ def gathered(chunks) -> dict[int, dict]:
     return found
 
 
-def test_a_stream_of_completions_says_what_the_whole_answer_says(client, model, tiny_model):
+def test_a_completion_stream_equals_the_unstreamed_answer(client, model, tiny_model):
     fields = {
         "model": model, "prompt": [IDS, IDS[:2]], "logprobs": 2, **GREEDY, "extra_body": WITH_IDS,
     }  # fmt: skip
@@ -59,17 +59,17 @@ def test_a_stream_of_completions_says_what_the_whole_answer_says(client, model, 
     chunks = list(
         client.completions.create(**fields, stream=True, stream_options={"include_usage": True})
     )
-    said = gathered(chunks)
-    assert sorted(said) == [0, 1]
+    streamed = gathered(chunks)
+    assert sorted(streamed) == [0, 1]
     for choice in whole.choices:
-        one = said[choice.index]
+        one = streamed[choice.index]
         assert (
             one["ids"]
             == choice.token_ids
             == reference.greedy(tiny_model, choice.prompt_token_ids, 12)
         )
         assert "".join(one["text"]) == choice.text
-        # As they come, not at the end.
+        # Text arrives in several chunks, not all at the end.
         assert len(one["text"]) > 4
         assert one["values"] == pytest.approx(choice.logprobs.token_logprobs, abs=1e-5)
         assert one["offsets"] == choice.logprobs.text_offset
@@ -82,7 +82,7 @@ def test_a_stream_of_completions_says_what_the_whole_answer_says(client, model, 
     assert [first[index].prompt_token_ids for index in (0, 1)] == [IDS, IDS[:2]]
 
 
-def test_a_stream_of_a_chat(client, model, tiny_model):
+def test_a_chat_stream_equals_the_unstreamed_answer(client, model, tiny_model):
     fields = {
         "model": model, "messages": HELLO, "logprobs": True, "top_logprobs": 1, **GREEDY,
         "extra_body": WITH_IDS,
@@ -103,7 +103,7 @@ def test_a_stream_of_a_chat(client, model, tiny_model):
     assert [one.finish_reason for one in choices] == [None] * (len(choices) - 1) + ["length"]
 
 
-def test_each_of_n_ends_once_and_usage_grows(client, model):
+def test_each_of_n_completions_ends_once_and_usage_grows(client, model):
     chunks = list(
         client.completions.create(
             model=model, prompt=IDS, n=3, seed=5, max_tokens=10, stream=True,
@@ -114,23 +114,23 @@ def test_each_of_n_ends_once_and_usage_grows(client, model):
     whole = client.completions.create(
         model=model, prompt=IDS, n=3, seed=5, max_tokens=10, extra_body={"return_token_ids": True}
     )
-    said = gathered(chunks)
-    assert [said[one.index]["ids"] for one in whole.choices] == [
+    streamed = gathered(chunks)
+    assert [streamed[one.index]["ids"] for one in whole.choices] == [
         one.token_ids for one in whole.choices
     ]
     for index in range(3):
         own = [one for one in chunks if [c.index for c in one.choices] == [index]]
         counts = [chunk.usage.completion_tokens for chunk in own]
-        # A chunk has what has come since the last one: mostly a token, sometimes two.
+        # A chunk has all tokens since the previous chunk: mostly one, sometimes two.
         assert all(a < b for a, b in itertools.pairwise(counts))
-        assert counts[-1] == len(said[index]["ids"])
+        assert counts[-1] == len(streamed[index]["ids"])
     assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
 
 
-def test_text_behind_a_stop_string_is_never_sent(client, model, tiny_model):
+def test_text_after_a_stop_string_is_never_sent(client, model, tiny_model):
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
     text = tokenizer.decode(reference.greedy(tiny_model, IDS, 12))
-    # It begins and ends inside tokens.
+    # The stop string begins and ends inside tokens.
     stop = text[len(text) // 2 : len(text) // 2 + 5]
     fields = {"model": model, "prompt": IDS, "stop": [stop], **GREEDY}
     (whole,) = client.completions.create(**fields).choices
@@ -140,8 +140,8 @@ def test_text_behind_a_stop_string_is_never_sent(client, model, tiny_model):
 
 
 @pytest.mark.parametrize("max_tokens", [200, 5])
-def test_characters_are_sent_whole(client, model, max_tokens):
-    # Snowmen are three tokens each here; the shorter one ends amid the second.
+def test_a_character_is_never_split_between_chunks(client, model, max_tokens):
+    # A snowman is three tokens here; the shorter completion ends inside the second snowman.
     fields = {
         "model": model, "prompt": IDS, "max_tokens": max_tokens,
         "extra_body": {"structured_outputs": {"choice": ["☃☃é☃"]}, "return_token_ids": True},
@@ -156,22 +156,22 @@ def test_characters_are_sent_whole(client, model, max_tokens):
     assert not any("\ufffd" in piece for piece in one["text"][:-1])
 
 
-def test_a_client_that_leaves_a_stream_stops_it(server: Server):
-    def under_way() -> float:
+def test_a_client_that_hangs_up_stops_its_stream(server: Server):
+    def num_in_flight() -> float:
         return sum(server.metrics("sequences").values())
 
-    wait_until(lambda: under_way() == 0, 10)
+    wait_until(lambda: num_in_flight() == 0, 10)
     aborted = sum(server.metrics("aborted_jobs_total").values())
     connection = http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=30)
     body = {"prompt": IDS, "n": 100, "max_tokens": 500, "ignore_eos": True, "stream": True}
     connection.request("POST", "/v1/completions", json.dumps(body))
     answer = connection.getresponse()
     assert answer.readline().startswith(b"data: {")
-    wait_until(lambda: under_way() == 100, 20)
+    wait_until(lambda: num_in_flight() == 100, 20)
     answer.close()
     connection.close()
-    wait_until(lambda: under_way() == 0, 20)
-    # Had it ended by itself, it would count as completed.
+    wait_until(lambda: num_in_flight() == 0, 20)
+    # A job that had ended by itself would count as completed.
     assert sum(server.metrics("aborted_jobs_total").values()) == aborted + 1
 
 
@@ -185,7 +185,7 @@ def test_a_client_that_leaves_a_stream_stops_it(server: Server):
         ({"prompt": IDS, "structured_outputs": {"grammar": "root ::= ("}}, "grammar"),
     ],
 )
-def test_what_fails_before_the_first_token_is_no_stream(server: Server, fields, part):
+def test_an_error_before_the_first_token_is_a_plain_response(server: Server, fields, part):
     answer = server.post("/v1/completions", {"stream": True, **fields})
     assert answer.status_code == 400
     assert part in answer.json()["error"]["message"]
@@ -194,52 +194,52 @@ def test_what_fails_before_the_first_token_is_no_stream(server: Server, fields, 
 # ---- faults --------------------------------------------------------------------------
 
 
-def of_stub(server: Server, prompt: list[int], **fields):
+def stub_stream(server: Server, prompt: list[int], **fields):
     return client_of(server).completions.create(
         model="stub", prompt=prompt, stream=True, max_tokens=100,
         extra_body={"return_token_ids": True}, **fields,
     )  # fmt: skip
 
 
-def test_a_worker_that_dies_amid_a_stream_ends_it_with_an_error(start_stub, stub_server):
+def test_a_worker_that_dies_during_a_stream_ends_it_with_an_error(start_stub, stub_server):
     for index in range(2):
         start_stub(index, "--delay-s", "0.2")
     server = stub_server(2)
     seen: list[int] = []
-    chunks = of_stub(server, [1, 2, 3, Fault.DIE_MID_STREAM, 5])
+    chunks = stub_stream(server, [1, 2, 3, Fault.DIE_MID_STREAM, 5])
     with pytest.raises(openai.APIError) as caught:
         seen.extend(i for chunk in chunks for i in chunk.choices[0].token_ids)
-    # Not begun anew on the other worker: it would sample other tokens.
+    # The job is not run again on the other worker: it would sample other tokens.
     assert seen == [5]
     assert caught.value.code == "generation_failed"
     assert "during the stream" in caught.value.message
-    assert [i for one in of_stub(server, [1, 2]) for i in one.choices[0].token_ids] == [2, 1]
+    assert [i for one in stub_stream(server, [1, 2]) for i in one.choices[0].token_ids] == [2, 1]
 
 
-def test_a_stream_that_takes_too_long_ends_with_an_error(start_stub, stub_server):
+def test_a_stream_that_times_out_ends_with_an_error(start_stub, stub_server):
     start_stub(0, "--delay-s", "0.4")
     server = stub_server(1, "--request-timeout-s", "1")
     with pytest.raises(openai.APIError) as caught:
-        list(of_stub(server, list(range(50))))
-    # It would take 20 s, and the next one for ever.
+        list(stub_stream(server, list(range(50))))
+    # The job takes 20 s; the next one would never end.
     assert caught.value.code == "deadline_passed"
     with pytest.raises(openai.InternalServerError) as caught:
-        list(of_stub(server, [Fault.HANG]))
+        list(stub_stream(server, [Fault.HANG]))
     assert caught.value.status_code == 504
 
 
-def test_a_stream_holds_its_place_until_it_ends(start_stub, stub_server):
+def test_a_stream_counts_as_an_open_request_until_it_ends(start_stub, stub_server):
     start_stub(0, "--delay-s", "0.3")
     server = stub_server(1, "--max-open-requests", "1", "--num-front-ends", "1")
-    chunks = iter(of_stub(server, [1, 2, 3, 4]))
+    chunks = iter(stub_stream(server, [1, 2, 3, 4]))
     next(chunks)
     with pytest.raises(openai.RateLimitError):
-        of_stub(server, [1])
+        stub_stream(server, [1])
     assert len(list(chunks)) == 3
-    assert len(list(of_stub(server, [1]))) == 1
+    assert len(list(stub_stream(server, [1]))) == 1
 
 
-def test_many_streams_at_once(start_stub, stub_server):
+def test_many_concurrent_streams_get_their_own_tokens(start_stub, stub_server):
     import concurrent.futures
 
     start_stub(0, "--delay-s", "0.05", "--max-num-seqs", "512")
@@ -247,7 +247,7 @@ def test_many_streams_at_once(start_stub, stub_server):
 
     def ids(seed: int) -> list[int]:
         prompt = [seed, *range(10)]
-        return [i for one in of_stub(server, prompt) for i in one.choices[0].token_ids]
+        return [i for one in stub_stream(server, prompt) for i in one.choices[0].token_ids]
 
     with concurrent.futures.ThreadPoolExecutor(64) as threads:
         for seed, made in enumerate(threads.map(ids, range(64))):

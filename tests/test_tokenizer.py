@@ -1,4 +1,4 @@
-"""The front end's tokenizer is that of the model which the workers serve now."""
+"""The front end uses the tokenizer of the model that the workers serve now."""
 
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from workers.engine.facts import digest_of_tokenizer
 
 @pytest.fixture
 def loaded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The names of the tokenizers that were loaded."""
+    """Names of the tokenizers loaded so far."""
     names: list[str] = []
 
     def load(facts: WorkerFacts) -> str:
@@ -29,7 +29,7 @@ def use(loader: TokenizerLoader, facts: WorkerFacts) -> str:
     return loader.use(str, facts=facts, timeout_s=5)
 
 
-def test_a_pool_that_comes_back_with_another_model_brings_its_tokenizer(loaded: list[str]):
+def test_a_new_model_of_the_pool_loads_its_tokenizer(loaded: list[str]):
     loader = TokenizerLoader()
     old, new = (msgspec.structs.replace(FACTS, tokenizer=name) for name in ("old", "new"))
     assert [use(loader, one) for one in (old, old, new, new)] == ["old", "old", "new", "new"]
@@ -40,7 +40,7 @@ def test_a_pool_that_comes_back_with_another_model_brings_its_tokenizer(loaded: 
     assert loaded[-1] == "old"
 
 
-def test_a_folder_whose_files_were_replaced_is_another_tokenizer(loaded: list[str], tmp_path: Path):
+def test_replaced_files_in_a_folder_load_the_tokenizer_again(loaded: list[str], tmp_path: Path):
     (tmp_path / "tokenizer.json").write_text("{}")
     (tmp_path / "model.safetensors").write_text("weights")
     first = digest_of_tokenizer(str(tmp_path))

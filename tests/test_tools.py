@@ -1,4 +1,4 @@
-"""Tool calls and reasoning, by vLLM's own parsers over a model that writes a known text."""
+"""Tool calls and reasoning: vLLM's own parsers on a model that writes a known text."""
 
 import json
 from pathlib import Path
@@ -13,7 +13,7 @@ from tests.scripted_model import CALL, TALK, THOUGHT, make_scripted_model
 from tests.servers import START_TIMEOUT_S, Server, running_server, serve_process, wait_until
 from tests.trl_client import run_trl
 
-ASKED = [{"role": "user", "content": "What is tito?"}]
+QUESTION = [{"role": "user", "content": "What is tito?"}]
 SCHEMA = {
     "type": "object",
     "properties": {"word": {"type": "boolean"}},
@@ -22,7 +22,7 @@ SCHEMA = {
 }
 LOOK_UP = {
     "type": "function",
-    # Not in the order in which templates get them.
+    # Not in the order in which templates receive the keys.
     "function": {"parameters": SCHEMA, "description": "a dictionary", "name": "look_up"},
 }
 STRICT = {"type": "function", "function": {**LOOK_UP["function"], "strict": True}}
@@ -31,16 +31,16 @@ ARGUMENTS = {"word": "tito"}
 
 
 class Scripted(NamedTuple):
-    """A server of the scripted model."""
+    """A server with the scripted model."""
 
     server: Server
     client: openai.OpenAI
     model: str
-    # What it writes.
+    # The ids that the model writes.
     ids: list[int]
 
     def chat(self, **fields):
-        options = {"temperature": 0, "model": self.model, "messages": ASKED, "tools": [LOOK_UP]}
+        options = {"temperature": 0, "model": self.model, "messages": QUESTION, "tools": [LOOK_UP]}
         return self.client.chat.completions.create(**options | fields)
 
 
@@ -65,7 +65,7 @@ def check_call(calls):
     assert json.loads(call.function.arguments) == ARGUMENTS
 
 
-def test_a_call_and_the_thoughts_before_it_are_told_apart(scripted: Scripted):
+def test_a_call_and_the_reasoning_before_it_are_separated(scripted: Scripted):
     answer = scripted.chat(extra_body={"return_token_ids": True})
     (choice,) = answer.choices
     assert choice.token_ids == scripted.ids
@@ -76,18 +76,18 @@ def test_a_call_and_the_thoughts_before_it_are_told_apart(scripted: Scripted):
 
 
 @pytest.mark.parametrize("n", [1, 2])
-def test_a_stream_says_the_same_in_pieces(scripted: Scripted, n: int):
+def test_a_stream_has_the_same_call_and_reasoning(scripted: Scripted, n: int):
     temperature = 0 if n == 1 else 0.1
     stream = scripted.chat(
         stream=True, n=n, temperature=temperature, extra_body={"return_token_ids": True}
     )
-    said = [
+    streamed = [
         {"content": "", "reasoning": "", "arguments": "", "names": [], "ids": []} for _ in range(n)
     ]
     ends = {}
     for chunk in stream:
         for choice in chunk.choices:
-            one, delta = said[choice.index], choice.delta
+            one, delta = streamed[choice.index], choice.delta
             one["content"] += delta.content or ""
             one["reasoning"] += getattr(delta, "reasoning", None) or ""
             one["ids"] += getattr(choice, "token_ids", None) or []
@@ -97,7 +97,7 @@ def test_a_stream_says_the_same_in_pieces(scripted: Scripted, n: int):
             if choice.finish_reason:
                 ends[choice.index] = choice.finish_reason
     assert ends == dict.fromkeys(range(n), "tool_calls")
-    for one in said:
+    for one in streamed:
         assert one["ids"] == scripted.ids
         assert one["reasoning"].strip() == THOUGHT
         assert one["content"].strip() == TALK.strip()
@@ -105,10 +105,10 @@ def test_a_stream_says_the_same_in_pieces(scripted: Scripted, n: int):
         assert json.loads(one["arguments"]) == ARGUMENTS
 
 
-def test_ids_in_and_calls_out(scripted: Scripted):
+def test_token_ids_in_give_tool_calls_out(scripted: Scripted):
     tokenizer = AutoTokenizer.from_pretrained(scripted.model)
     ids = tokenizer("anything at all<|assistant|>")["input_ids"]
-    body = {"messages": ASKED, "tokens": ids, "tools": [LOOK_UP], "temperature": 0}
+    body = {"messages": QUESTION, "tokens": ids, "tools": [LOOK_UP], "temperature": 0}
     answer = scripted.server.post("/v1/chat/completions/tokens", body).json()
     assert answer["prompt_token_ids"] == ids
     (choice,) = answer["choices"]
@@ -118,17 +118,17 @@ def test_ids_in_and_calls_out(scripted: Scripted):
     assert json.loads(call["function"]["arguments"]) == ARGUMENTS
 
 
-def test_the_template_gets_tools_in_vllm_s_order(scripted: Scripted):
+def test_the_template_receives_tools_in_vllm_s_key_order(scripted: Scripted):
     answer = scripted.chat(extra_body={"return_token_ids": True}, max_tokens=1)
     text = AutoTokenizer.from_pretrained(scripted.model).decode(answer.prompt_token_ids)
     (tool,) = json.loads(text.partition("<|im_start|>")[0])
     assert tool == LOOK_UP
     assert list(tool["function"]) == ["name", "description", "parameters"]
-    body = {"messages": ASKED, "tools": [LOOK_UP]}
+    body = {"messages": QUESTION, "tools": [LOOK_UP]}
     assert scripted.server.post("/tokenize", body).json()["tokens"] == answer.prompt_token_ids
 
 
-def test_no_call_is_looked_for_where_none_is_wanted(scripted: Scripted):
+def test_calls_are_not_parsed_when_tools_are_off(scripted: Scripted):
     for fields in ({"tool_choice": "none"}, {"tools": openai.NOT_GIVEN}):
         (choice,) = scripted.chat(**fields).choices
         assert choice.finish_reason == "stop"
@@ -137,7 +137,7 @@ def test_no_call_is_looked_for_where_none_is_wanted(scripted: Scripted):
         assert "".join(CALL).strip() in choice.message.content
 
 
-def test_thoughts_can_be_left_out(scripted: Scripted):
+def test_reasoning_can_be_excluded(scripted: Scripted):
     (choice,) = scripted.chat(extra_body={"include_reasoning": False}).choices
     assert not hasattr(choice.message, "reasoning")
     assert THOUGHT not in choice.message.content
@@ -145,9 +145,9 @@ def test_thoughts_can_be_left_out(scripted: Scripted):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_thoughts_stay_out_of_streams_too(scripted: Scripted, stream: bool):
+def test_excluded_reasoning_is_not_streamed(scripted: Scripted, stream: bool):
     body = {
-        "messages": ASKED, "tools": [LOOK_UP], "temperature": 0, "stream": stream,
+        "messages": QUESTION, "tools": [LOOK_UP], "temperature": 0, "stream": stream,
         "include_reasoning": False,
     }  # fmt: skip
     answer = scripted.server.post("/v1/chat/completions", body)
@@ -157,16 +157,16 @@ def test_thoughts_stay_out_of_streams_too(scripted: Scripted, stream: bool):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_half_a_surrogate_pair_in_a_call_harms_nobody(scripted: Scripted, stream: bool):
+def test_a_lone_surrogate_in_a_call_is_accepted(scripted: Scripted, stream: bool):
     call = r'<tool_call>\n\{"name": "look_up", "arguments": \{"word": "\\ud800"\}\}\n</tool_call>'
     body = {
-        "messages": ASKED, "tools": [LOOK_UP], "stream": stream, "include_reasoning": False,
+        "messages": QUESTION, "tools": [LOOK_UP], "stream": stream, "include_reasoning": False,
         "structured_outputs": {"regex": call},
     }  # fmt: skip
     answer = scripted.server.post("/v1/chat/completions", body)
     assert answer.ok, answer.text
     assert "look_up" in answer.text
-    # A stream has it in pieces.
+    # A stream sends the escape in pieces.
     assert stream or "ud800" in answer.text
     check_call(scripted.chat().choices[0].message.tool_calls)
 
@@ -178,13 +178,13 @@ def test_half_a_surrogate_pair_in_a_call_harms_nobody(scripted: Scripted, stream
         {"type": "function", "function": {"name": "look_up", "arguments": "{"}},
     ],
 )
-def test_calls_of_the_past_may_have_any_shape(scripted: Scripted, call):
-    messages = [*ASKED, {"role": "assistant", "content": None, "tool_calls": [call]}]
+def test_earlier_calls_may_have_any_form(scripted: Scripted, call):
+    messages = [*QUESTION, {"role": "assistant", "content": None, "tool_calls": [call]}]
     check_call(scripted.chat(messages=messages).choices[0].message.tool_calls)
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_ids_without_any_message(scripted: Scripted, stream: bool):
+def test_token_ids_need_no_message(scripted: Scripted, stream: bool):
     body = {
         "messages": [], "tokens": [5], "max_tokens": 2, "add_generation_prompt": False,
         "stream": stream,
@@ -195,8 +195,8 @@ def test_ids_without_any_message(scripted: Scripted, stream: bool):
 
 
 @pytest.mark.parametrize("choice", ["required", NAMED], ids=["required", "named"])
-def test_a_call_that_is_demanded_follows_its_schema(scripted: Scripted, choice):
-    # The script knows no boolean: the grammar has it made. It ends as soon as it may.
+def test_a_required_call_follows_its_schema(scripted: Scripted, choice):
+    # The scripted text has no boolean: the grammar forces one, and the call ends as soon as it may.
     (made,) = scripted.chat(
         tools=[STRICT], tool_choice=choice, parallel_tool_calls=False, max_tokens=200,
         logit_bias={"0": 90},
@@ -207,12 +207,12 @@ def test_a_call_that_is_demanded_follows_its_schema(scripted: Scripted, choice):
     assert made.finish_reason == expected
 
 
-def test_the_conversation_goes_on_after_a_call(scripted: Scripted):
+def test_a_conversation_continues_after_a_call(scripted: Scripted):
     first = scripted.chat(extra_body={"return_token_ids": True})
     (choice,) = first.choices
     call = choice.message.tool_calls[0].model_dump()
     messages = [
-        *ASKED,
+        *QUESTION,
         {"role": "assistant", "content": choice.message.content, "tool_calls": [call]},
         {"role": "tool", "tool_call_id": call["id"], "content": "token in, token out"},
     ]
@@ -232,13 +232,13 @@ def test_trl_client_chats_with_tools(scripted: Scripted, version: str, tools):
     tokenizer = AutoTokenizer.from_pretrained(scripted.model)
     script = f"""
 answer(client.chat(
-    [{ASKED!r}, {ASKED!r}], n=2, temperature=0.1, max_tokens=20, tools={tools!r},
+    [{QUESTION!r}, {QUESTION!r}], n=2, temperature=0.1, max_tokens=20, tools={tools!r},
     chat_template_kwargs={{}},
 ))
 """
     answer = run_trl(version, scripted.server.url, script)
     text = tokenizer.apply_chat_template(
-        ASKED, tools=tools, add_generation_prompt=True, tokenize=False
+        QUESTION, tools=tools, add_generation_prompt=True, tokenize=False
     )
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     assert answer["prompt_ids"] == [ids, ids]
@@ -284,7 +284,7 @@ def test_malformed_tools_are_bad_requests(scripted: Scripted, fields, part):
 
 
 def test_a_server_without_parsers_refuses_tools(server: Server):
-    body = {"messages": ASKED, "tools": [LOOK_UP], "max_tokens": 1}
+    body = {"messages": QUESTION, "tools": [LOOK_UP], "max_tokens": 1}
     answer = server.post("/v1/chat/completions", body)
     assert answer.status_code == 400
     assert "--tool-call-parser" in answer.json()["error"]["message"]
@@ -306,17 +306,17 @@ def test_an_unknown_parser_ends_the_start(tiny_model: str, tmp_path: Path, optio
     assert f"{option}: expected one of" in log.read_text()
 
 
-def test_drift_is_counted_and_not_repaired(scripted: Scripted):
+def test_drift_is_counted_but_ids_are_unchanged(scripted: Scripted):
     def counted() -> list[float]:
         names = ("compared_prompts_total", "drifted_prompts_total")
         return [scripted.server.metrics(name)["0"] for name in names]
 
     before = counted()
-    same = scripted.server.post("/tokenize", {"messages": ASKED}).json()["tokens"]
+    same = scripted.server.post("/tokenize", {"messages": QUESTION}).json()["tokens"]
     for number, tokens in enumerate((same, [*same[:-1], 5, same[-1]])):
-        body = {"messages": ASKED, "tokens": tokens, "max_tokens": 1}
+        body = {"messages": QUESTION, "tokens": tokens, "max_tokens": 1}
         answer = scripted.server.post("/v1/chat/completions/tokens", body).json()
         assert answer["prompt_token_ids"] == tokens
-        # One is compared at a time.
+        # One conversation is compared at a time.
         expected = [before[0] + number + 1, before[1] + number]
         wait_until(lambda: counted() == expected, 20, lambda: str(counted()))  # noqa: B023

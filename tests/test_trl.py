@@ -1,4 +1,4 @@
-"""TRL's published clients against this server, unchanged."""
+"""TRL's published clients, unmodified, against this server."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""How the routes of TRL's weight updates ask the workers: where a relay listens, how long they wait."""
+"""How the routes of TRL's weight updates call the workers: the relay's address, and timeouts."""
 
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -28,7 +28,7 @@ def done(told: FakePool, index: int, command: Command) -> None:
 def client_of() -> Callable[..., FlaskClient]:
     def make(endpoint: str, **settings: Any) -> FlaskClient:
         told = FakePool(0, done)
-        told.commands._send = lambda place, command: done(told, 0, command)  # type: ignore[method-assign]
+        told.commands._send = lambda endpoint, command: done(told, 0, command)  # type: ignore[method-assign]
         told.pool.add_worker(endpoint, 0)
         told.pool.on_heartbeat(endpoint, beat("w"), 0)
         link = SimpleNamespace(
@@ -54,38 +54,38 @@ def client_of() -> Callable[..., FlaskClient]:
         ("/close_communicator/", None),
     ],
 )
-def test_a_call_that_may_end_an_update_waits_as_long_as_that_may_take(
+def test_a_call_that_may_end_an_update_waits_for_all_its_steps(
     client_of, monkeypatch: pytest.MonkeyPatch, path: str, body: Any
 ):
-    waited: list[float] = []
+    timeouts: list[float] = []
     ask = CommandSender.gather_outcomes
 
     def outcomes(
         self: CommandSender, workers: Any, action: Any, *, timeout_s: float = ACCEPT_TIMEOUT_S
     ) -> Any:
-        waited.append(timeout_s)
+        timeouts.append(timeout_s)
         return ask(self, workers, action, timeout_s=timeout_s)
 
     monkeypatch.setattr(CommandSender, "gather_outcomes", outcomes)
     assert client_of("ipc:///w0").post(path, json=body).status_code == 200
-    # Receiving the rest, preparing and applying, each within its own deadline.
-    assert waited
-    assert min(waited) >= 3 * STEP_S
+    # Receiving the remaining tensors, preparing and applying may each take a full timeout.
+    assert timeouts
+    assert min(timeouts) >= 3 * STEP_S
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
-def test_a_relay_listens_where_the_server_does(
+def test_a_relay_listens_at_the_server_s_address(
     client_of, monkeypatch: pytest.MonkeyPatch, host: str
 ):
-    places: list[str] = []
+    addresses: list[str] = []
 
     def start_relay(port: int, worker: str, *, lease_s: float, listen_at: str) -> None:
         assert (port, worker, lease_s) == (51216, "192.0.2.7", STEP_S)
-        places.append(listen_at)
+        addresses.append(listen_at)
 
     monkeypatch.setattr(trl_weights, "start_relay", start_relay)
-    # The client names every interface, whatever the server does.
+    # TRL's client names every interface, whatever the server listens on.
     body = {"host": "0.0.0.0", "port": 51216, "world_size": 2}
     answer = client_of("tcp://192.0.2.7:5555", host=host).post("/init_communicator/", json=body)
     assert answer.status_code == 200
-    assert places == [host]
+    assert addresses == [host]

@@ -1,4 +1,4 @@
-"""TRL's client updating the weights of two workers: its own code, over gloo where it has NCCL."""
+"""TRL's own client updates the weights of two workers; on CPUs gloo replaces NCCL."""
 
 import pytest
 
@@ -15,7 +15,7 @@ GENERATE = (
 
 @pytest.fixture
 def server(weights_server: Server, tiny_model: str) -> Server:
-    """Workers that serve the tiny model, whatever they served before."""
+    """Workers that serve the tiny model again, whatever a test before has loaded."""
     client = weights_client(weights_server, timeout_s=30)
     client.update(tensors_of(tiny_model), policy="abort")
     client.close()
@@ -43,7 +43,7 @@ client.close_communicator()
     assert states(server) == ["closed", "closed"]
 
 
-def test_an_update_ends_at_a_generation_and_stays_when_the_client_goes(
+def test_an_update_ends_at_a_generation_and_outlives_its_client(
     server: Server, tiny_model: str, other_model: str
 ):
     script = f"""
@@ -56,10 +56,10 @@ answer({GENERATE})
     assert found["completion_ids"] == answer["completion_ids"]
 
 
-def test_generations_amid_an_update_see_nothing_of_it(
+def test_generations_during_an_update_use_the_old_weights(
     server: Server, tiny_model: str, other_model: str
 ):
-    """Another client generates while the tensors come one by one."""
+    """Another client generates while the tensors are sent one by one."""
     script = f"""
 named = tensors({{folder!r}})
 client.init_communicator(device=device)
@@ -73,17 +73,15 @@ answer([amid, {GENERATE}])
 """
     run_trl_weights("1.9.2", server.url, script.replace("{folder!r}", repr(tiny_model)))
     old = assert_serves(server, tiny_model, times=2)["completion_ids"]
-    amid, after = run_trl_weights(
+    during, after = run_trl_weights(
         "1.9.2", server.url, script.replace("{folder!r}", repr(other_model))
     )
-    assert amid["completion_ids"] == old
+    assert during["completion_ids"] == old
     new = assert_serves(server, other_model, times=4)["completion_ids"]
     assert after["completion_ids"] == new
 
 
-def test_whole_layers_without_the_rest_change_nothing_however_quiet_it_is(
-    server: Server, tiny_model: str, other_model: str
-):
+def test_an_unfinished_update_is_never_applied(server: Server, tiny_model: str, other_model: str):
     """A trainer that dies between two layers."""
     update_by_trl(server.url, tiny_model)
     old = assert_serves(server, tiny_model, times=2)["completion_ids"]
@@ -98,15 +96,15 @@ answer({GENERATE})
 sys.stdout.flush()
 os._exit(0)
 """
-    amid = run_trl_weights("1.9.2", server.url, script)
-    assert amid["completion_ids"] == old
+    during = run_trl_weights("1.9.2", server.url, script)
+    assert during["completion_ids"] == old
     assert_serves(server, tiny_model, times=4)
     assert server.get("/ready").json()["num_ready"] == 2
     update_by_trl(server.url, other_model)
     assert_serves(server, other_model, times=4)
 
 
-def test_what_does_not_fit_raises_in_the_client_and_the_next_one_works(
+def test_a_wrong_tensor_raises_in_the_client_and_the_next_client_works(
     server: Server, tiny_model: str, other_model: str
 ):
     script = f"""
@@ -136,7 +134,7 @@ answer(errors)
     assert_serves(server, other_model, times=4)
 
 
-def test_a_client_that_dies_amid_an_update_is_replaced_by_the_next(
+def test_the_next_client_replaces_one_that_died_during_an_update(
     server: Server, tiny_model: str, other_model: str
 ):
     update_by_trl(server.url, tiny_model)
@@ -156,7 +154,7 @@ os._exit(0)
     assert_serves(server, other_model, times=4)
 
 
-def test_a_layer_that_came_in_part_is_not_loaded(server: Server, tiny_model: str, other_model: str):
+def test_a_partly_sent_layer_is_not_loaded(server: Server, tiny_model: str, other_model: str):
     update_by_trl(server.url, tiny_model)
     script = f"""
 client.init_communicator(device=device)

@@ -1,4 +1,4 @@
-"""verifiers, unchanged: interleaved rollouts, whose turns go from ids to ids, over real vLLM."""
+"""verifiers, unmodified: interleaved rollouts that pass on token ids, with real vLLM."""
 
 import itertools
 import json
@@ -12,9 +12,9 @@ from tests.test_generate import TOLERANCE
 from tests.verifiers_rollouts import rollouts
 
 END_OF_TEXT, END_OF_MESSAGE = 0, 2
-# The random model seldom ends a message: with this, about half of the turns end by themselves.
+# The random model seldom ends a message; this bias makes about half of the turns end by themselves.
 BIAS = 4.0
-# What prime-rl's trainer sets.
+# As prime-rl's trainer sets them.
 SAMPLING = {
     "temperature": 1.0, "top_p": 1.0, "max_tokens": 16, "logprobs": True,
     "extra_body": {
@@ -24,7 +24,7 @@ SAMPLING = {
     },
 }  # fmt: skip
 TURNS = 4
-# The random model writes no call unless it is led to.
+# The random model writes a tool call only when a grammar forces it.
 CALL = r'<tool_call>\n\{"name": "look", "arguments": \{"at": "[a-z]{1,4}"\}\}\n</tool_call>'
 
 
@@ -48,7 +48,7 @@ def test_each_turn_starts_with_all_ids_of_the_turn_before(played: list[dict], to
         for index, (before, after) in enumerate(itertools.pairwise(turns), 1):
             seen = before["prompt_ids"] + before["completion_ids"]
             assert after["prompt_ids"][: len(seen)] == seen
-            # What the template writes between, and nothing else.
+            # Between two turns stands what the template writes there, and nothing else.
             expected = between(tokenizer, seen[-1], "user", f"Turn {index}")
             assert after["prompt_ids"][len(seen) :] == expected
 
@@ -56,11 +56,11 @@ def test_each_turn_starts_with_all_ids_of_the_turn_before(played: list[dict], to
 def between(tokenizer, last_id: int, role: str, text: str) -> list[int]:
     end = "" if last_id == END_OF_MESSAGE else "<|im_end|>"
     message = f"<|im_start|>{role}\n{text}<|im_end|>\n<|im_start|>assistant\n"
-    # verifiers tokenizes each on its own.
+    # verifiers tokenizes each piece separately.
     return tokenizer(end + "\n")["input_ids"] + tokenizer(message)["input_ids"]
 
 
-def test_turns_end_both_ways_and_drift(played: list[dict], tokenizer):
+def test_turns_end_by_stop_and_by_length_with_drift(played: list[dict], tokenizer):
     turns = [turn for rollout in played for turn in rollout["turns"]]
     assert {turn["finish_reason"] for turn in turns} == {"stop", "length"}
     for turn in turns:
@@ -68,7 +68,8 @@ def test_turns_end_both_ways_and_drift(played: list[dict], tokenizer):
         assert ended == (turn["finish_reason"] == "stop")
         assert turn["is_truncated"] == (not ended)
     later = [turn for rollout in played for turn in rollout["turns"][1:]]
-    # Else these rollouts would not tell ids that were kept from messages rendered again.
+    # At least one prompt must differ from its rendered messages, or the tests could not detect that
+    # messages were rendered again.
     assert any(rendered(tokenizer, turn["messages"]) != turn["prompt_ids"] for turn in later)
 
 
@@ -77,7 +78,7 @@ def rendered(tokenizer, messages: list[dict]) -> list[int]:
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
-def test_log_probabilities_are_those_after_these_very_ids(played: list[dict], tiny_model: str):
+def test_logprobs_follow_from_the_exact_prompt_ids(played: list[dict], tiny_model: str):
     for turn in played[0]["turns"] + played[-1]["turns"]:
         ids = turn["completion_ids"]
         rows = reference.logprobs(tiny_model, turn["prompt_ids"], ids)
@@ -87,12 +88,12 @@ def test_log_probabilities_are_those_after_these_very_ids(played: list[dict], ti
         assert turn["completion_logprobs"] == pytest.approx(expected, abs=TOLERANCE)
 
 
-def test_a_conversation_that_grows_too_long_ends_its_rollout(server: Server):
+def test_a_conversation_that_is_too_long_ends_its_rollout(server: Server):
     ended = rollouts(
         server.url, sampling=SAMPLING, max_turns=9, reply="word " * 180, with_tools=False
     )
     for rollout in ended:
-        # By the words of the refusal, not as an error of the model.
+        # verifiers recognises the refusal by its message, and does not count it as a model's error.
         assert (rollout["stop_condition"], rollout["error"]) == ("prompt_too_long", None)
         assert 1 <= len(rollout["turns"]) < 9
 

@@ -1,4 +1,4 @@
-"""The table of what titopool relies on inside vLLM, its check at a worker's start, and `titopool doctor`."""
+"""The table of vLLM internals that titopool uses, its check at a start, and `titopool doctor`."""
 
 import os
 import platform
@@ -33,24 +33,24 @@ if sys.orig_argv[1:2] == ["-m"] and sys.orig_argv[2] in ("workers", "workers.doc
     import vllm.v1.outputs
     del vllm.v1.outputs.LogprobsTensors.tolists
 """
-LACK = "vllm.v1.outputs:LogprobsTensors tolists"
+MISSING_METHOD = "vllm.v1.outputs:LogprobsTensors tolists"
 
 
 @pytest.fixture
 def older_vllm(tmp_path: Path) -> dict[str, str]:
-    """The environment of processes in which a method of vLLM is missing."""
+    """Environment variables for processes in which a method of vLLM is missing."""
     (tmp_path / "sitecustomize.py").write_text(WITHOUT_TOLISTS)
     variables = {} if visible_gpus() else {"VLLM_TARGET_DEVICE": "cpu"}
     return environment(PYTHONPATH=str(tmp_path), **variables)
 
 
 @pytest.mark.parametrize("row", INTERNALS, ids=lambda row: row.name)
-def test_the_installed_vllm_has_it(row: Internal):
+def test_the_installed_vllm_has_every_listed_name(row: Internal):
     assert missing(row) == []
 
 
 @pytest.mark.parametrize("row", INTERNALS, ids=lambda row: row.name)
-def test_the_module_that_uses_it_is_there(row: Internal):
+def test_the_module_that_uses_a_name_exists(row: Internal):
     source = (REPOSITORY / "workers" / row.used_by).read_text()
     words = [row.name.rpartition(":")[2], *row.needs]
     assert any(word.partition("(")[0] in source for word in words if word)
@@ -66,38 +66,38 @@ def test_the_module_that_uses_it_is_there(row: Internal):
         ("vllm.v1.outputs:LogprobsTensors", "no_such_method | nor_this_one"),
     ],
 )
-def test_a_lack_is_found(name: str, need: str):
+def test_a_missing_name_is_found(name: str, need: str):
     row = Internal("engine/vllm.py", name, (need,) if need else (), "a test")
     assert missing(row) == [f"{name} {need}".strip()]
 
 
-def test_a_lack_refuses_the_start_by_its_name(monkeypatch):
+def test_a_missing_name_refuses_the_start(monkeypatch):
     from vllm.v1.outputs import LogprobsTensors
 
     check_internals()
     monkeypatch.delattr(LogprobsTensors, "tolists")
-    with pytest.raises(ConfigError, match=f"vLLM {installed_version()} has no {LACK}"):
+    with pytest.raises(ConfigError, match=f"vLLM {installed_version()} has no {MISSING_METHOD}"):
         check_internals()
 
 
-def test_a_lack_of_what_images_need_does_not_refuse_the_start(monkeypatch):
+def test_a_missing_name_that_only_images_need_allows_the_start(monkeypatch):
     from vllm.multimodal.processing import BaseMultiModalProcessor
 
     assert missing_for_images() == []
     monkeypatch.delattr(BaseMultiModalProcessor, "_find_mm_placeholders")
     check_internals()
-    (lack,) = missing_for_images()
-    assert lack.endswith(" _find_mm_placeholders")
+    (missing,) = missing_for_images()
+    assert missing.endswith(" _find_mm_placeholders")
 
 
-def test_a_worker_does_not_start_with_a_vllm_that_lacks_something(tiny_model, tmp_path, older_vllm):
+def test_a_worker_does_not_start_with_an_incomplete_vllm(tiny_model, tmp_path, older_vllm):
     command = [sys.executable, "-m", "workers", "--endpoint", f"ipc://{tmp_path}/socket"]
     ended = subprocess.run(
         [*command, tiny_model, *ENGINE_OPTIONS],
         env=older_vllm, cwd=tmp_path, capture_output=True, text=True, timeout=200,
     )  # fmt: skip
     assert ended.returncode == EXIT_FAILED
-    (line,) = [line for line in ended.stderr.splitlines() if LACK in line]
+    (line,) = [line for line in ended.stderr.splitlines() if MISSING_METHOD in line]
     assert "in_model/logprobs_patch.py" in line
     assert "titopool doctor" in line
     assert "Traceback" not in ended.stderr
@@ -109,7 +109,7 @@ def run_doctor(environ: dict[str, str], folder: Path) -> subprocess.CompletedPro
     )
 
 
-def test_the_doctor_finds_nothing_missing_here(tmp_path):
+def test_the_doctor_finds_nothing_missing_on_this_machine(tmp_path):
     ended = run_doctor(environment(), tmp_path)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     lines = ended.stdout.splitlines()
@@ -127,10 +127,10 @@ def test_the_doctor_finds_nothing_missing_here(tmp_path):
     assert all(line.endswith(": ok") for line in rows)
 
 
-def test_the_doctor_names_what_vllm_lacks(tmp_path, older_vllm):
+def test_the_doctor_lists_what_vllm_lacks(tmp_path, older_vllm):
     ended = run_doctor(older_vllm, tmp_path)
     assert ended.returncode == 1
-    assert f"missing: {LACK}" in ended.stdout.splitlines()
+    assert f"missing: {MISSING_METHOD}" in ended.stdout.splitlines()
 
 
 def test_the_doctor_works_without_vllm(monkeypatch, capsys):
@@ -154,11 +154,11 @@ def test_the_doctor_shows_gpus_and_nccl(monkeypatch, capsys, tmp_path):
     assert "GPU 0, NVIDIA H200, 143771 MiB, 143000 MiB\n" in output
     assert "NCCL 2.27.3\n" in output
     monkeypatch.setattr(doctor, "_nccl_version", lambda: "")
-    (lack,) = doctor._report_gpus(["0"])
-    assert lack.startswith("NCCL")
+    (missing,) = doctor._report_gpus(["0"])
+    assert missing.startswith("NCCL")
 
 
-def test_the_doctor_names_a_port_that_is_taken(monkeypatch, capsys):
+def test_the_doctor_reports_a_port_in_use(monkeypatch, capsys):
     with socket.socket() as other:
         other.bind(("", 0))
         other.listen()
@@ -168,7 +168,7 @@ def test_the_doctor_names_a_port_that_is_taken(monkeypatch, capsys):
     assert f"port {port} cannot be used" in capsys.readouterr().out
 
 
-def test_the_supported_versions_are_those_of_the_package():
+def test_the_supported_versions_match_the_package_s_requirement():
     first, last = SUPPORTED.split(" to ")
     minor = int(last.removeprefix("0."))
     assert f"vllm>={first},<0.{minor + 1}\n" in (REPOSITORY / "setup.cfg").read_text()

@@ -1,4 +1,4 @@
-"""The calls of weight updates over HTTP with stub engines: orders, trainers, workers that die."""
+"""Weight update calls over HTTP with stub engines: wrong orders, two trainers, workers that die."""
 
 import random
 import threading
@@ -26,7 +26,7 @@ def pool(start_stub: StartStub, stub_server: StartServer) -> Server:
 
 @pytest.fixture
 def port() -> Any:
-    """A trainer's port: something listens there."""
+    """A trainer's port with a listener."""
     import socket
 
     with socket.create_server(("127.0.0.1", 0)) as listening:
@@ -52,7 +52,7 @@ def versions(server: Server) -> list[int]:
     return [one["weight_version"] for one in server.get("/weights").json()["workers"]]
 
 
-def test_a_whole_update_and_every_wrong_order(pool: Server, port: int):
+def test_a_complete_update_succeeds_and_every_wrong_order_is_refused(pool: Server, port: int):
     commit = {"update": "none", "policy": "keep"}
     for path, body in [
         ("/weights/begin", {"session": "one", **TENSORS}),
@@ -76,7 +76,7 @@ def test_a_whole_update_and_every_wrong_order(pool: Server, port: int):
     assert pool.generate([[1, 2]], max_tokens=2)["completion_ids"] == [[2, 1]]
 
 
-def test_of_two_trainers_one_is_refused_whatever_process_they_ask(pool: Server, port: int):
+def test_one_of_two_trainers_is_refused_at_any_front_end(pool: Server, port: int):
     answers: list[int] = []
 
     def ask(session: str) -> None:
@@ -96,7 +96,7 @@ def test_of_two_trainers_one_is_refused_whatever_process_they_ask(pool: Server, 
         assert pool.post("/weights/close", {"session": session}).status_code == 200
 
 
-def test_what_is_not_an_update_is_refused(pool: Server, port: int):
+def test_malformed_updates_are_refused(pool: Server, port: int):
     for path, body, text in [
         ("/weights/init", init_body(port, world_size=2), "expected 3 (2 workers"),
         ("/weights/init", init_body(port) | {"backend": "mpi"}, "backend"),
@@ -125,7 +125,7 @@ def test_what_is_not_an_update_is_refused(pool: Server, port: int):
     assert pool.post("/reset_prefix_cache", {}).status_code == 200
 
 
-def test_a_step_that_does_not_come_ends_at_its_deadline(pool: Server, port: int):
+def test_a_missing_step_ends_the_update_at_its_deadline(pool: Server, port: int):
     pool.post("/weights/init", init_body(port))
     update = begin(pool).json()["update"]
     wait_until(
@@ -137,7 +137,7 @@ def test_a_step_that_does_not_come_ends_at_its_deadline(pool: Server, port: int)
     assert pool.post("/weights/init", init_body(port, "two")).status_code == 200
 
 
-def test_a_worker_that_fails_half_way_ends_and_the_others_serve(
+def test_a_worker_that_fails_to_apply_ends_and_the_others_serve(
     start_stub: StartStub, stub_server: StartServer, port: int
 ):
     good, bad = start_stub(0), start_stub(1, "--bad-weights")
@@ -145,21 +145,21 @@ def test_a_worker_that_fails_half_way_ends_and_the_others_serve(
     server.post("/weights/init", init_body(port))
     update = begin(server).json()["update"]
     answer = server.post("/weights/commit", {"update": update, "policy": "keep"}).json()
-    # The pool has the new weights: the trainer goes on, and is told who does not have them.
+    # The pool has the new weights: the trainer continues, and learns which worker lacks them.
     assert answer["version"] == 1
     ((lost),) = answer["lost"]
     assert lost["endpoint"].endswith("worker-1")
     assert "half loaded" in lost["error"]
-    # The code of its own tells whoever started it why.
+    # The worker's own exit code tells its supervisor the reason.
     assert bad.wait(10) == EXIT_WEIGHTS_UNKNOWN
     assert good.poll() is None
     answer = server.generate([[1, 2]], max_tokens=2)
     assert answer["completion_ids"] == [[2, 1]]
-    # It comes back with its model's own weights, which are not the pool's: it gets no jobs.
+    # It restarts with its initial weights, which are not the pool's: it gets no jobs.
     start_stub(1)
     wait_until(lambda: phases(server) == ["ready", "waiting_for_weights"], 30)
     assert server.get("/ready").json()["num_ready"] == 1
-    # The group has lost a member, and the next one has both.
+    # The group has lost a member; the next group has both workers.
     assert begin(server).status_code in (409, 500)
     server.post("/weights/close", {"session": "one"})
     assert server.post("/weights/init", init_body(port, "two")).status_code == 200
@@ -174,7 +174,7 @@ def phases(server: Server) -> list[str]:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_random_calls_give_conflicts_and_never_a_failure(pool: Server, port: int, seed: int):
+def test_random_calls_give_conflicts_but_no_server_error(pool: Server, port: int, seed: int):
     chance = random.Random(seed)
     updates = ["none"]
     for _ in range(60):
@@ -198,5 +198,5 @@ def test_random_calls_give_conflicts_and_never_a_failure(pool: Server, port: int
         assert answer.status_code in (200, 409), answer.text
         updates += [answer.json()["update"]] if path == "/weights/begin" and answer.ok else []
         assert pool.generate([[1, 2, 3]], max_tokens=3)["completion_ids"] == [[3, 2, 1]]
-    # Each worker ends an update of TRL's client by itself.
+    # Each worker ends an update of TRL's client separately.
     wait_until(lambda: len(set(versions(pool))) == 1, 20, lambda: pool.get("/weights").text)

@@ -1,4 +1,4 @@
-"""Folders and addresses of trainers that are none are refused, whatever they are."""
+"""Folders outside the root and unreachable trainer addresses are refused."""
 
 import asyncio
 import os
@@ -13,7 +13,7 @@ from workers.weights.checks import checked_folder, is_listening
 @pytest.mark.parametrize(
     "name", ["loop", "in/loop", "x" * 300, "missing", "file", "\0", "..", "in/out"]
 )
-def test_a_folder_that_is_none_below_the_root_is_refused(tmp_path: Path, name: str):
+def test_a_path_that_is_no_folder_below_the_root_is_refused(tmp_path: Path, name: str):
     root = tmp_path / "root"
     (root / "in").mkdir(parents=True)
     (root / "file").write_text("")
@@ -25,7 +25,7 @@ def test_a_folder_that_is_none_below_the_root_is_refused(tmp_path: Path, name: s
     assert caught.value.param == "path"
 
 
-def test_a_link_within_the_root_is_taken(tmp_path: Path):
+def test_a_link_within_the_root_is_accepted(tmp_path: Path):
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "file").write_text("")
     os.symlink(tmp_path / "a", tmp_path / "b")
@@ -33,5 +33,5 @@ def test_a_link_within_the_root_is_taken(tmp_path: Path):
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1\0", "a..b", "x" * 300, "x" * 300_000, "é" * 70, ""])
-def test_a_host_that_cannot_be_looked_up_does_not_answer(host: str):
+def test_a_host_that_cannot_be_resolved_is_not_listening(host: str):
     assert asyncio.run(is_listening(host, 1)) is False

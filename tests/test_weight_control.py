@@ -1,4 +1,4 @@
-"""A worker's answers to the steps of an update, with an engine that keeps a record of its calls."""
+"""A worker's response to each step of an update, with an engine that records its calls."""
 
 import asyncio
 import socket
@@ -85,7 +85,7 @@ class RecordingEngine:
 
 
 class Worker:
-    """A Control and what it reported."""
+    """A worker's weight control, with the errors it reported."""
 
     def __init__(self, run_dir: str = "", root: str = "") -> None:
         config = ServerConfig(run_dir=run_dir, weights_root=root, weight_update_timeout_s=TIMEOUT_S)
@@ -114,10 +114,10 @@ class Worker:
 
 
 def run(story: Callable[[Worker], Awaitable[None]], worker: Worker | None = None) -> Worker:
-    """Plays `story` with a ready worker that watches."""
+    """Runs `story` with a ready worker whose watch and pool tasks run."""
     worker = worker or Worker()
 
-    async def play() -> None:
+    async def run_story() -> None:
         await worker.control.start("m")
         tasks = [
             asyncio.create_task(work())
@@ -127,11 +127,11 @@ def run(story: Callable[[Worker], Awaitable[None]], worker: Worker | None = None
         for task in tasks:
             task.cancel()
 
-    asyncio.run(play())
+    asyncio.run(run_story())
     return worker
 
 
-def test_a_worker_that_is_not_ready_says_so():
+def test_a_worker_that_is_not_ready_refuses_commands():
     done = asyncio.run(Worker().ask(GetStatus()))
     assert done.code == "no_ready_worker"
 
@@ -140,7 +140,7 @@ def test_a_worker_has_a_method_for_each_command():
     assert set(Worker().control._methods) == set(get_args(Action))
 
 
-def test_caches_are_empty_before_the_weights_change_and_generation_stands():
+def test_generation_is_paused_and_caches_are_cleared_before_weights_change():
     async def story(worker: Worker) -> None:
         await worker.begin()
         await worker.good(PrepareUpdate("u", "abort"))
@@ -157,9 +157,7 @@ def test_caches_are_empty_before_the_weights_change_and_generation_stands():
 @pytest.mark.parametrize(
     "error, state", [(InvalidRequest("staged"), "open"), (WeightUpdateFailed("staged"), "closed")]
 )
-def test_tensors_that_are_refused_leave_the_group_and_a_failure_does_not(
-    error: TitopoolError, state: str
-):
+def test_refused_tensors_keep_the_group_and_a_failure_closes_it(error: TitopoolError, state: str):
     async def story(worker: Worker) -> None:
         worker.engine.begin_error = error
         with socket.create_server(("127.0.0.1", 0)) as trainer:
@@ -183,7 +181,7 @@ def test_tensors_that_are_refused_leave_the_group_and_a_failure_does_not(
     ],
     ids=["caches-stay", "drain-hangs", "nothing-comes", "receiver-fails"],
 )
-def test_what_fails_before_the_weights_change_leaves_them(stage: Any, code: str):
+def test_a_failure_before_apply_keeps_the_old_weights(stage: Any, code: str):
     async def story(worker: Worker) -> None:
         await worker.begin()
         stage(worker.engine)
@@ -196,13 +194,13 @@ def test_what_fails_before_the_weights_change_leaves_them(stage: Any, code: str)
     worker = run(story)
     assert "apply" not in worker.engine.calls
     assert worker.engine.calls[-1] in ("drop", "resume")
-    # Whoever was made to wait goes on.
+    # Every pause has been resumed.
     assert worker.engine.calls.count("resume") == sum("pause" in one for one in worker.engine.calls)
     assert not worker.broken
 
 
-def test_generation_goes_on_when_nobody_applies_what_is_prepared():
-    """The front end that would have died in between."""
+def test_generation_resumes_when_a_prepared_update_is_not_applied():
+    """As when the front end that leads the commit dies after preparing."""
 
     async def story(worker: Worker) -> None:
         await worker.begin()
@@ -217,7 +215,7 @@ def test_generation_goes_on_when_nobody_applies_what_is_prepared():
     assert worker.engine.versions.current == 0
 
 
-def test_a_lease_is_renewed_and_ends():
+def test_a_lease_is_renewed_and_expires():
     async def story(worker: Worker) -> None:
         for _ in range(3):
             await worker.good(Pause("keep", 0.5))
@@ -230,30 +228,30 @@ def test_a_lease_is_renewed_and_ends():
     run(story)
 
 
-def of_pool(weights: PoolWeights, pause: PoolPause | None = None) -> PoolState:
+def pool_state(weights: PoolWeights, pause: PoolPause | None = None) -> PoolState:
     return PoolState(model="m", weights=weights, pause=pause or PoolPause())
 
 
-def test_a_restarted_worker_waits_or_takes_its_folder(
+def test_a_restarted_worker_waits_for_weights_or_loads_its_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     folder = tmp_path / "root" / "weights"
     folder.mkdir(parents=True)
     ledger = Ledger(str(tmp_path), "0")
 
-    async def nothing(worker: Worker) -> None:
+    async def do_nothing(worker: Worker) -> None:
         return None
 
     def restarted() -> Worker:
-        return run(nothing, Worker(str(tmp_path), str(tmp_path / "root")))
+        return run(do_nothing, Worker(str(tmp_path), str(tmp_path / "root")))
 
     assert restarted().control.phase == "ready"
-    ledger.write(of_pool(PoolWeights(3, "u", 5, False)))
+    ledger.write(pool_state(PoolWeights(3, "u", 5, False)))
     worker = restarted()
     assert worker.control.phase == "waiting_for_weights"
     assert worker.engine.calls == []
     files = digest_of_files(str(folder))
-    ledger.write(of_pool(PoolWeights(3, "u", 5, False, str(folder), files)))
+    ledger.write(pool_state(PoolWeights(3, "u", 5, False, str(folder), files)))
     worker = restarted()
     assert worker.control.phase == "ready"
     assert (worker.engine.versions.current, worker.control.weights.clock) == (5, 3)
@@ -265,8 +263,8 @@ def test_a_restarted_worker_waits_or_takes_its_folder(
     assert restarted().control.phase == "ready"
 
 
-def test_a_waiting_worker_takes_whole_updates_only(tmp_path: Path):
-    Ledger(str(tmp_path), "0").write(of_pool(PoolWeights(3, "before", 5, False)))
+def test_a_waiting_worker_accepts_only_complete_updates(tmp_path: Path):
+    Ledger(str(tmp_path), "0").write(pool_state(PoolWeights(3, "before", 5, False)))
 
     async def story(worker: Worker) -> None:
         await worker.good(JoinGroup("s", "trl", "gloo", "127.0.0.1", 1, 0, 2))
@@ -323,7 +321,7 @@ def test_a_session_is_not_closed_during_a_commit(phase: str):
 
 
 def test_generation_never_stays_paused_without_a_reason():
-    """Whatever has forgotten to resume it: the watch does."""
+    """If no step resumes generation, the watch does."""
 
     async def story(worker: Worker) -> None:
         await worker.control._pauses.begin_commit(worker.engine, "keep")
@@ -333,7 +331,7 @@ def test_generation_never_stays_paused_without_a_reason():
     assert run(story).engine.calls == ["pause keep", "resume"]
 
 
-def test_a_pause_during_a_commit_holds_from_its_end():
+def test_a_pause_during_a_commit_begins_after_it():
     async def story(worker: Worker) -> None:
         await worker.begin()
         await worker.good(PrepareUpdate("u", "keep"))
@@ -349,7 +347,7 @@ def test_a_pause_during_a_commit_holds_from_its_end():
     assert run(story).engine.calls[-4:] == ["clear", "apply", "pause abort", "resume"]
 
 
-def test_who_leads_a_commit_and_is_gone_leaves_the_old_weights():
+def test_a_lost_front_end_that_leads_a_commit_ends_the_update():
     async def story(worker: Worker) -> None:
         await worker.begin()
         prepare = Command("i", 1, PrepareUpdate("u", "keep"))
@@ -365,28 +363,28 @@ def test_who_leads_a_commit_and_is_gone_leaves_the_old_weights():
     assert worker.engine.versions.current == 0
 
 
-def test_who_is_prepared_and_hears_that_others_have_applied_does_so_too():
+def test_a_prepared_worker_applies_when_the_pool_has_applied():
     async def story(worker: Worker) -> None:
         await worker.begin()
         await worker.good(PrepareUpdate("u", "keep"))
         await worker.good(AwaitStep("prepare", "u"))
-        worker.control.merge_pool_state(of_pool(PoolWeights(2, "u", 7, False)))
+        worker.control.merge_pool_state(pool_state(PoolWeights(2, "u", 7, False)))
         while await worker.state() != "open":
             await asyncio.sleep(0.02)
         assert worker.engine.versions.current == 7
-        # The command itself comes late.
+        # The apply command itself arrives late.
         await worker.good(ApplyUpdate("u"))
         assert (await worker.good(AwaitStep("apply", "u")))["version"] == 7
 
     assert run(story).engine.calls.count("apply") == 1
 
 
-def test_who_is_prepared_and_hears_of_another_update_gives_up():
+def test_a_prepared_worker_aborts_when_the_pool_has_another_update():
     async def story(worker: Worker) -> None:
         await worker.begin()
         await worker.good(PrepareUpdate("u", "keep"))
         await worker.good(AwaitStep("prepare", "u"))
-        worker.control.merge_pool_state(of_pool(PoolWeights(2, "other", 9, False)))
+        worker.control.merge_pool_state(pool_state(PoolWeights(2, "other", 9, False)))
         while await worker.state() != "closed":
             await asyncio.sleep(0.02)
         assert worker.control.phase == "waiting_for_weights"
@@ -394,37 +392,37 @@ def test_who_is_prepared_and_hears_of_another_update_gives_up():
     assert "apply" not in run(story).engine.calls
 
 
-def test_a_drain_that_outlasts_its_lease_keeps_nobody_from_catching_up():
+def test_a_drain_beyond_its_lease_does_not_block_catching_up():
     async def story(worker: Worker) -> None:
-        # vLLM answers a drain when nothing is in flight, which under load may be never.
+        # vLLM answers a drain when nothing is in flight; under load that may never happen.
         worker.engine.is_stuck = True
-        worker.control.merge_pool_state(of_pool(PoolWeights(), PoolPause(1, "drain", 60.0)))
+        worker.control.merge_pool_state(pool_state(PoolWeights(), PoolPause(1, "drain", 60.0)))
         while "pause drain" not in worker.engine.calls:
             await asyncio.sleep(0.02)
         worker.control.merge_pool_state(
-            of_pool(PoolWeights(3, "v", 9, False), PoolPause(2, "keep", 600.0))
+            pool_state(PoolWeights(3, "v", 9, False), PoolPause(2, "keep", 600.0))
         )
         while (await worker.good(GetStatus()))["lease_left_s"] < 100:
             await asyncio.sleep(0.02)
         assert worker.control.phase == "waiting_for_weights"
-        worker.control.merge_pool_state(of_pool(PoolWeights(3, "v", 9, False), PoolPause(3)))
+        worker.control.merge_pool_state(pool_state(PoolWeights(3, "v", 9, False), PoolPause(3)))
         while (await worker.good(GetStatus()))["is_paused"]:
             await asyncio.sleep(0.02)
 
     assert run(story).engine.calls[-1] == "resume"
 
 
-def test_a_folder_that_cannot_be_loaded_at_once_is_tried_again(tmp_path: Path):
+def test_a_folder_that_fails_to_load_is_tried_again(tmp_path: Path):
     folder = tmp_path / "root" / "weights"
     folder.mkdir(parents=True)
     files = digest_of_files(str(folder))
 
     async def story(worker: Worker) -> None:
         worker.engine.begin_error = InvalidRequest("staged: the file server is away")
-        # A model that keeps no requests, in a pool that is paused with keep.
+        # A model that cannot keep requests, in a pool that is paused with mode `keep`.
         worker.engine.can_keep = False
         wanted = PoolWeights(3, "v", 9, False, str(folder), files)
-        worker.control.merge_pool_state(of_pool(wanted, PoolPause(1, "keep", 60.0)))
+        worker.control.merge_pool_state(pool_state(wanted, PoolPause(1, "keep", 60.0)))
         await asyncio.sleep(0.2)
         assert worker.control.phase == "catching_up"
         assert await worker.state() == "closed"
@@ -437,7 +435,7 @@ def test_a_folder_that_cannot_be_loaded_at_once_is_tried_again(tmp_path: Path):
     assert "pause abort" in run(story, Worker(root=str(tmp_path / "root"))).engine.calls
 
 
-def test_a_folder_that_is_loaded_in_a_session_of_trls_client_is_none_of_its_updates(
+def test_a_folder_update_in_a_trl_session_is_separate_from_its_updates(
     tmp_path: Path,
 ):
     folder = tmp_path / "root" / "weights"
@@ -447,7 +445,7 @@ def test_a_folder_that_is_loaded_in_a_session_of_trls_client_is_none_of_its_upda
         await worker.good(JoinGroup("s", "trl", "gloo", "127.0.0.1", 1, 0, 2))
         await worker.good(AwaitStep("join", "s"))
         await worker.good(BeginFolder("f", 9, 1, str(folder)))
-        # Neither a job nor the client's call ends it.
+        # Neither a job nor the client's call ends the update.
         await worker.control.before_job()
         await worker.good(FinishTensors())
         await worker.good(AwaitStep("finish", "trl"))
@@ -461,9 +459,9 @@ def test_a_folder_that_is_loaded_in_a_session_of_trls_client_is_none_of_its_upda
     run(story, Worker(root=str(tmp_path / "root")))
 
 
-def test_weights_that_are_lost_are_accepted_by_whoever_has_the_models_own():
+def test_a_worker_with_initial_weights_accepts_them_without_restart():
     async def story(worker: Worker) -> None:
-        worker.control.merge_pool_state(of_pool(PoolWeights(4, "u", 9, False)))
+        worker.control.merge_pool_state(pool_state(PoolWeights(4, "u", 9, False)))
         assert worker.control.phase == "waiting_for_weights"
         assert await worker.good(AcceptInitialWeights("own", 5)) == {"restarts": False}
         assert worker.control.phase == "ready"
@@ -473,21 +471,21 @@ def test_weights_that_are_lost_are_accepted_by_whoever_has_the_models_own():
     assert not run(story).broken
 
 
-def test_who_has_other_weights_than_the_models_own_restarts_to_accept_them():
+def test_a_worker_with_other_weights_restarts_to_accept_initial_ones():
     async def story(worker: Worker) -> None:
         await worker.begin()
         await worker.good(PrepareUpdate("u", "keep"))
         await worker.good(AwaitStep("prepare", "u"))
         await worker.good(ApplyUpdate("u"))
         await worker.good(AwaitStep("apply", "u"))
-        worker.control.merge_pool_state(of_pool(PoolWeights(4, "v", 9, False)))
+        worker.control.merge_pool_state(pool_state(PoolWeights(4, "v", 9, False)))
         assert worker.control.phase == "stale"
         assert await worker.good(AcceptInitialWeights("own", 5)) == {"restarts": True}
 
     assert "own weights" in run(story).broken[0]
 
 
-def test_the_end_of_an_update_that_is_repeated_outlives_many_pauses():
+def test_a_repeated_finish_step_outlives_many_pauses():
     async def story(worker: Worker) -> None:
         steps = Steps()
         ends = asyncio.Event()

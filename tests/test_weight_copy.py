@@ -1,4 +1,4 @@
-"""Copies that are learnt from a model's loaders, on a model with loaders like vLLM's."""
+"""Copies learned from a model's loaders, on a model with loaders like vLLM's."""
 
 import torch
 
@@ -6,7 +6,7 @@ from workers.in_model.copies import keeps_checkpoints_layout, load_and_learn
 
 
 class Fused(torch.nn.Module):
-    """q, k and v in one parameter, an embedding with room for more."""
+    """q, k and v in one parameter, and an embedding with padding."""
 
     def __init__(self, *, scales: bool = False):
         super().__init__()
@@ -18,7 +18,7 @@ class Fused(torch.nn.Module):
         rows = {"q": (0, 4), "k": (4, 6), "v": (6, 8)}
         for name, tensor in weights:
             if name == "embedding":
-                # Of a tensor twice as large: another part belongs to another process.
+                # Of a tensor twice as large: the other half belongs to another process.
                 self.embedding.data[:5].copy_(tensor.narrow(0, 5, 5))
                 self.embedding.data[5:].fill_(0)
             else:
@@ -39,7 +39,7 @@ def state(model: Fused) -> list[torch.Tensor]:
     return [one.clone() for one in model.state_dict().values()]
 
 
-def test_what_was_learnt_loads_the_same_as_the_loaders():
+def test_learned_copies_load_the_same_as_the_loaders():
     model, other = Fused(), Fused()
     plan = load_and_learn(model, tensors(0))
     assert plan is not None
@@ -47,11 +47,11 @@ def test_what_was_learnt_loads_the_same_as_the_loaders():
         assert plan.fits(tensors(seed))
         plan.run(tensors(seed))
         other.load_weights(iter(tensors(seed).items()))
-        for mine, theirs in zip(state(model), state(other), strict=True):
-            assert torch.equal(mine, theirs)
+        for copied, loaded in zip(state(model), state(other), strict=True):
+            assert torch.equal(copied, loaded)
 
 
-def test_a_part_is_copied_and_nothing_else():
+def test_a_partial_update_copies_only_its_tensors():
     model = Fused()
     plan = load_and_learn(model, tensors(0))
     assert plan is not None
@@ -63,13 +63,13 @@ def test_a_part_is_copied_and_nothing_else():
     assert not plan.fits({"unknown": torch.zeros(1)})
 
 
-def test_loaders_that_compute_are_not_learnt():
+def test_loaders_that_compute_are_not_learned():
     model = Fused(scales=True)
     assert load_and_learn(model, tensors(0)) is None
     assert torch.equal(model.qkv[:4], tensors(0)["q"] * 2)
 
 
-def test_a_parameter_of_one_number_is_not_learnt():
+def test_a_scalar_parameter_is_not_learned():
     class Scale(torch.nn.Module):
         def __init__(self):
             super().__init__()

@@ -1,4 +1,4 @@
-"""What updates ask of vLLM's AsyncLLM, with a stand-in whose requests come and go."""
+"""What updates read from vLLM's AsyncLLM, with a stand-in whose requests start and end."""
 
 import asyncio
 from types import SimpleNamespace
@@ -12,7 +12,7 @@ from workers.engine.weights import MAX_SETTLES, VllmWeights
 
 
 def state(request_id: str, num_tokens: int) -> Any:
-    """A request of one sequence, as vLLM's output processor has it."""
+    """A request with one sequence, as in vLLM's output processor."""
     detokenizer = SimpleNamespace(num_output_tokens=lambda: num_tokens)
     return SimpleNamespace(
         parent_req=None, external_req_id=request_id, detokenizer=detokenizer, request_index=0
@@ -20,7 +20,7 @@ def state(request_id: str, num_tokens: int) -> Any:
 
 
 class Requests(dict[str, Any]):
-    """vLLM's requests; `on_look` is called with the number of each look at them."""
+    """vLLM's requests; `on_look` is called with the number of each read."""
 
     def __init__(self, on_look: Any = None):
         super().__init__()
@@ -46,7 +46,7 @@ def weights(versions: Versions, requests: Requests, answers: Any = None) -> Vllm
     return VllmWeights(llm, versions)
 
 
-def test_requests_that_arrive_while_the_engine_stands_do_not_prolong_it():
+def test_new_requests_do_not_prolong_a_pause():
     versions = Versions()
 
     def arrive(num_looks: int) -> None:
@@ -62,12 +62,12 @@ def test_requests_that_arrive_while_the_engine_stands_do_not_prolong_it():
     assert requests.num_looks == 2 < MAX_SETTLES
 
 
-def test_tokens_that_are_still_on_their_way_are_waited_for():
+def test_tokens_in_flight_are_awaited():
     versions = Versions()
     counts = iter([3, 4, 4, 4])
 
     def count(num_looks: int) -> None:
-        # Of the other one, the engine has not told this process yet.
+        # This process does not know the other request yet.
         requests[one] = state(one, next(counts))
         if num_looks == 2:
             requests[other] = state(other, 1)
@@ -79,7 +79,7 @@ def test_tokens_that_are_still_on_their_way_are_waited_for():
     assert requests.num_looks == 3
 
 
-def test_a_request_that_ends_meanwhile_is_not_waited_for():
+def test_a_request_that_ends_is_not_awaited():
     versions = Versions()
     requests = Requests(lambda num_looks: versions.open.clear() if num_looks == 2 else None)
     versions.open.add("ends")
@@ -87,11 +87,11 @@ def test_a_request_that_ends_meanwhile_is_not_waited_for():
     assert requests.num_looks == 2
 
 
-def test_what_one_process_refuses_and_another_takes_ends_the_session():
-    mine = weights(Versions(), Requests(), [["refused", "no"], ["refused", "no"]])
+def test_processes_that_disagree_end_the_session():
+    engine = weights(Versions(), Requests(), [["refused", "no"], ["refused", "no"]])
     with pytest.raises(InvalidRequest, match="no"):
-        asyncio.run(mine.call("begin"))
-    # The other one receives by now.
-    mine = weights(Versions(), Requests(), [["ok", 1], ["refused", "no"]])
+        asyncio.run(engine.call("begin"))
+    # The other process is already receiving.
+    engine = weights(Versions(), Requests(), [["ok", 1], ["refused", "no"]])
     with pytest.raises(WeightUpdateFailed, match="no"):
-        asyncio.run(mine.call("begin"))
+        asyncio.run(engine.call("begin"))

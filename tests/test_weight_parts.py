@@ -1,4 +1,4 @@
-"""The parts of weight updates that need no engine: names and layers, buckets, versions, groups."""
+"""Parts of weight updates that need no engine: names and layers, buckets, versions, groups."""
 
 import random
 import struct
@@ -48,7 +48,7 @@ def test_all_tensors_fit():
     assert (fit.missing, fit.ignored, fit.split_layers, fit.splits) == ([], [], [], {})
 
 
-def test_a_tied_head_need_not_come_and_may():
+def test_a_tied_head_is_optional():
     tied = catalogue(is_tied=True)
     assert tied.fit(TENSORS[:-1], is_partial=False).ignored == []
     assert tied.fit(TENSORS, is_partial=False).ignored == ["lm_head.weight"]
@@ -66,7 +66,7 @@ def test_a_tied_head_need_not_come_and_may():
     ],
     ids=["qkv", "bias", "experts", "whole"],
 )  # fmt: skip
-def test_what_belongs_to_one_layer_is_known(sent: list[str], rest: list[str]):
+def test_tensors_missing_from_a_layer_are_found(sent: list[str], rest: list[str]):
     tensors = [one for one in TENSORS if one.name in sent]
     assert catalogue().fit(tensors, is_partial=True).split_layers == rest
 
@@ -84,18 +84,18 @@ def test_a_fused_tensor_is_split_by_rows():
         catalogue().fit([info(fused.name, 11, 4)], is_partial=True)
 
 
-def test_the_largest_layer_counts_all_that_belongs_together():
-    # q, k and v: 12 rows of 4 numbers, two bytes each; the embedding and the head: 10 rows.
+def test_the_largest_layer_counts_all_its_tensors():
+    # q, k and v: 12 rows of 4 numbers with two bytes each; the embedding and the head: 10 rows.
     assert catalogue().largest_layer_bytes == 12 * 4 * 2
 
 
-def test_names_are_the_model_s_own_after_renaming():
+def test_checkpoint_names_are_renamed_to_the_model_s():
     renamed = catalogue(rename=lambda name: name.removeprefix("base."))
     tensors = [info("base." + one.name, *one.shape) for one in TENSORS]
     assert renamed.fit(tensors, is_partial=False).missing == []
 
 
-def test_any_float_may_come_and_no_other_dtype():
+def test_only_float_dtypes_are_accepted():
     catalogue().fit([info("model.embed.weight", 10, 4, dtype="float32")], is_partial=True)
     for dtype in ("int8", "float8_e4m3fn", "complex64"):
         with pytest.raises(Refused, match="dtype"):
@@ -126,7 +126,7 @@ def test_a_broken_file_is_refused(tmp_path: Path):
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_both_sides_find_the_tensors_in_the_same_places(seed: int):
+def test_sender_and_receiver_use_the_same_bucket_layout(seed: int):
     chance = random.Random(seed)
     torch.manual_seed(seed)
     dtypes = [torch.bfloat16, torch.float32, torch.int8, torch.float64]
@@ -154,7 +154,7 @@ def test_both_sides_find_the_tensors_in_the_same_places(seed: int):
     assert checksum(found) == checksum(tensors)
 
 
-def test_a_checksum_tells_of_a_bit_an_order_and_a_tensor():
+def test_a_checksum_detects_a_changed_bit_order_or_tensor():
     one, two = torch.arange(1000, dtype=torch.float32), torch.ones(7, dtype=torch.bfloat16)
     changed = one.clone()
     changed.view(torch.int32)[500] ^= 1
@@ -181,10 +181,10 @@ def test_a_request_across_two_updates_has_three_spans():
     assert history.spans(1, 40) == [(5, 0), (6, 3)]
 
 
-def test_a_sequence_that_had_ended_has_the_version_of_its_end():
+def test_an_ended_sequence_keeps_its_version():
     versions = Versions()
     with versions.request(1) as request_id:
-        # Of two sequences only the second is still open.
+        # Of two sequences, only the second is still running.
         versions.switch(5, {request_id: {1: 4}})
     history = versions.take(request_id)
     assert history.spans(0, 9) == [(0, 0)]
@@ -192,7 +192,7 @@ def test_a_sequence_that_had_ended_has_the_version_of_its_end():
     assert history.spans(1, 4) == [(0, 0)]
 
 
-def test_requests_after_an_update_have_its_version_and_nothing_is_kept():
+def test_requests_after_an_update_have_its_version_and_leave_no_history():
     versions = Versions()
     versions.switch(3, {})
     with versions.request(1) as request_id, versions.request(1) as other:
@@ -224,21 +224,21 @@ def test_a_request_that_ends_while_weights_are_loaded_leaves_no_history():
     assert not versions._histories
 
 
-def test_what_cannot_be_given_up_is_left_behind():
+def test_a_call_that_cannot_be_aborted_is_abandoned():
     assert within(5, "nothing", lambda: 3, lambda: False) == 3
     with pytest.raises(ZeroDivisionError):
         within(5, "nothing", lambda: 1 // 0, lambda: False)
     for timeout_s, should_stop in ((0.05, False), (60.0, True)):
-        goes_on, is_aborted = threading.Event(), threading.Event()
+        may_end, is_aborted = threading.Event(), threading.Event()
 
-        def make(goes_on: Any = goes_on, is_aborted: Any = is_aborted) -> Any:
-            goes_on.wait(60)
+        def make(may_end: Any = may_end, is_aborted: Any = is_aborted) -> Any:
+            may_end.wait(60)
             return SimpleNamespace(abort=is_aborted.set)
 
         begin = time.monotonic()
         with pytest.raises(TimeoutError, match=f"no group within {timeout_s:g} s"):
             within(timeout_s, "no group", make, lambda should_stop=should_stop: should_stop)
         assert time.monotonic() - begin < 30
-        # What comes of it late is thrown away.
-        goes_on.set()
+        # A late result is discarded.
+        may_end.set()
         assert is_aborted.wait(10)

@@ -1,4 +1,4 @@
-"""What loaders write is counted, in dry runs too: toy models in vLLM's own layerwise reload."""
+"""Coverage of loaders' writes, in dry runs too: toy models in vLLM's own layerwise reload."""
 
 from collections.abc import Callable
 from typing import Any
@@ -26,7 +26,7 @@ class Layer(torch.nn.Module):
 
 
 class Toy(torch.nn.Module):
-    """Two layers, the first with two parameters; `load` puts one tensor where it belongs."""
+    """Two layers, the first with two parameters; `load` writes one tensor to its parameter."""
 
     def __init__(self, load: Load):
         super().__init__()
@@ -63,8 +63,8 @@ def by_loader(model: Toy, name: str, tensor: torch.Tensor) -> None:
     getattr(parameter, "weight_loader", default_weight_loader)(parameter, tensor)
 
 
-def past_loader(model: Toy, name: str, tensor: torch.Tensor) -> None:
-    """One parameter half by half, another by its loader, the third as a whole."""
+def around_loader(model: Toy, name: str, tensor: torch.Tensor) -> None:
+    """One parameter in two halves, one through its loader, the third by a plain copy."""
     if name == "first.one":
         model.first.one.data[:2].copy_(tensor[:2])
         model.first.one.data.narrow(0, 2, 2).copy_(tensor.narrow(0, 2, 2))
@@ -74,20 +74,20 @@ def past_loader(model: Toy, name: str, tensor: torch.Tensor) -> None:
         by_loader(model, name, tensor)
 
 
-def run(model: Toy, sent: dict[str, torch.Tensor], coverage: Any = None) -> None:
+def reload_model(model: Toy, sent: dict[str, torch.Tensor], coverage: Any = None) -> None:
     with torch.no_grad():
         reload(model, None, iter(sent.items()), coverage, on_cpu=False)
 
 
-def copy(model: Toy, sent: dict[str, torch.Tensor], coverage: Any) -> None:
+def learn_copies(model: Toy, sent: dict[str, torch.Tensor], coverage: Any) -> None:
     with torch.no_grad():
         learn(model, sent, coverage)
 
 
-@pytest.mark.parametrize("load", [by_loader, past_loader])
+@pytest.mark.parametrize("load", [by_loader, around_loader])
 @pytest.mark.parametrize("order", [NAMES, NAMES[::-1]])
 @pytest.mark.parametrize("is_dry_run", [True, False])
-def test_a_reload_writes_what_comes_also_past_the_loaders(
+def test_a_reload_writes_every_tensor_also_around_loaders(
     load: Load, order: list[str], is_dry_run: bool
 ):
     model = Toy(load)
@@ -95,10 +95,10 @@ def test_a_reload_writes_what_comes_also_past_the_loaders(
     coverage = dry_run(model, INFOS, is_reload=True) if is_dry_run else None
     for _ in range(3):
         sent = tensors()
-        run(model, {name: sent[name] for name in order}, coverage)
+        reload_model(model, {name: sent[name] for name in order}, coverage)
         for name, parameter in model.named_parameters():
             assert torch.equal(parameter, sent[name]), name
-            # CUDA graphs know the address.
+            # CUDA graphs keep the parameter's address.
             assert parameter.data_ptr() == memory[name]
     if coverage is not None:
         assert coverage.is_confirmed
@@ -107,39 +107,41 @@ def test_a_reload_writes_what_comes_also_past_the_loaders(
         )
 
 
-def makes_a_parameter(model: Toy, name: str, tensor: torch.Tensor) -> None:
-    """As vLLM makes the bias of some heads when it comes."""
+def creates_parameter(model: Toy, name: str, tensor: torch.Tensor) -> None:
+    """Like vLLM, which creates the bias of some heads while loading."""
     by_loader(model, name, tensor)
     if name == "second.one":
         model.second.bias = torch.nn.Parameter(torch.zeros(4, 3), requires_grad=False)
         model.second.bias.data.copy_(tensor)
 
 
-def test_a_parameter_that_is_made_amid_loading_is_not_in_the_way():
-    model = Toy(makes_a_parameter)
+def test_a_parameter_created_during_loading_is_ignored():
+    model = Toy(creates_parameter)
     coverage = dry_run(model, INFOS, is_reload=True)
     assert not hasattr(model.second, "bias")
     assert coverage.uncovered(dict, is_whole=True) == []
 
 
-def test_a_part_leaves_the_other_layers():
-    model = Toy(past_loader)
+def test_a_partial_reload_keeps_the_other_layers():
+    model = Toy(around_loader)
     before, sent = model.state(), tensors()
-    run(model, {"second.one": sent["second.one"]}, dry_run(model, INFOS[2:], is_reload=True))
+    reload_model(
+        model, {"second.one": sent["second.one"]}, dry_run(model, INFOS[2:], is_reload=True)
+    )
     assert torch.equal(model.second.one, sent["second.one"])
     assert torch.equal(model.first.one, before["first.one"])
 
 
-def moved(model: Toy, name: str, tensor: torch.Tensor) -> None:
-    """As loaders do that move a tensor to the model's GPU first."""
+def by_loader_after_move(model: Toy, name: str, tensor: torch.Tensor) -> None:
+    """Like loaders that first move a tensor to the model's GPU."""
     by_loader(model, name, tensor.to("cpu", torch.float64).to(torch.float32))
 
 
 @pytest.mark.parametrize("is_reload", [True, False])
-@pytest.mark.parametrize("load", [by_loader, past_loader, moved])
+@pytest.mark.parametrize("load", [by_loader, around_loader, by_loader_after_move])
 def test_a_dry_run_changes_nothing(load: Load, is_reload: bool):
     model = Toy(load)
-    run(model, tensors())
+    reload_model(model, tensors())
     before, objects = model.state(), dict(model.named_parameters())
     seen, attributes = list(model.seen), dict(model.first.one.__dict__)
     for _ in range(2):
@@ -153,13 +155,13 @@ def test_a_dry_run_changes_nothing(load: Load, is_reload: bool):
         assert torch.equal(parameter, before[name])
 
 
-def but_one(model: Toy, name: str, tensor: torch.Tensor) -> None:
-    """A loader that leaves out what it does not know, as many of vLLM's do."""
+def skips_one(model: Toy, name: str, tensor: torch.Tensor) -> None:
+    """A loader that skips tensors it does not know, as many of vLLM's do."""
     if name != "second.one":
         by_loader(model, name, tensor)
 
 
-def by_half(model: Toy, name: str, tensor: torch.Tensor) -> None:
+def writes_half(model: Toy, name: str, tensor: torch.Tensor) -> None:
     if name == "first.two":
         model.first.two.data[:2].copy_(tensor[:2])
     else:
@@ -168,28 +170,30 @@ def by_half(model: Toy, name: str, tensor: torch.Tensor) -> None:
 
 @pytest.mark.parametrize(
     "load, name, num",
-    [(but_one, "second.one", 0), (by_half, "first.two", 6)],
+    [(skips_one, "second.one", 0), (writes_half, "first.two", 6)],
     ids=["not-at-all", "by-half"],
 )
 @pytest.mark.parametrize("is_reload", [True, False])
-def test_what_would_stay_old_is_known_before(load: Load, name: str, num: int, is_reload: bool):
+def test_a_dry_run_finds_parameters_that_would_stay_old(
+    load: Load, name: str, num: int, is_reload: bool
+):
     coverage = dry_run(Toy(load), INFOS, is_reload=is_reload)
     usual = dict.fromkeys(NAMES, 12)
     assert coverage.uncovered(lambda: usual, is_whole=True) == [name]
-    # What the model's own checkpoint does not fill either is padding, or set otherwise.
+    # What the model's own checkpoint does not fill either is padding, or set elsewhere.
     assert coverage.uncovered(lambda: usual | {name: num}, is_whole=True) == []
     if num == 0:
         assert coverage.uncovered(lambda: usual, is_whole=False) == []
 
 
-def test_a_parameter_of_a_layer_that_is_made_anew_would_hold_anything():
+def test_a_dry_run_finds_uninitialised_parameters_of_a_reloaded_layer():
     coverage = dry_run(Toy(by_loader), INFOS[:1], is_reload=True)
     assert coverage.uncovered(dict, is_whole=False) == ["first.two"]
-    # The model's loaders alone write to nothing else.
+    # Without a reload, the loaders write only to the named tensor.
     assert dry_run(Toy(by_loader), INFOS[:1], is_reload=False).uncovered(dict, is_whole=False) == []
 
 
-def gives_other_memory(model: Toy, name: str, tensor: torch.Tensor) -> None:
+def replaces_memory(model: Toy, name: str, tensor: torch.Tensor) -> None:
     if name == "second.one":
         model.second.one.data = tensor.clone()
     else:
@@ -197,15 +201,15 @@ def gives_other_memory(model: Toy, name: str, tensor: torch.Tensor) -> None:
 
 
 class Attention(Layer):
-    """vLLM makes layers with this method anew behind all others."""
+    """vLLM reloads layers with this method after all other layers."""
 
     def process_weights_after_loading(self, dtype: Any) -> None:
         raise NotImplementedError
 
 
 @pytest.mark.parametrize("kind", ["memory", "attention"])
-def test_writes_that_a_reload_cannot_follow_are_known_before(kind: str):
-    model = Toy(gives_other_memory if kind == "memory" else past_loader)
+def test_a_dry_run_finds_writes_that_a_reload_cannot_track(kind: str):
+    model = Toy(replaces_memory if kind == "memory" else around_loader)
     if kind == "attention":
         model.second.__class__ = Attention
     objects = {name: one.data_ptr() for name, one in model.named_parameters()}
@@ -214,7 +218,7 @@ def test_writes_that_a_reload_cannot_follow_are_known_before(kind: str):
     assert {name: one.data_ptr() for name, one in model.named_parameters()} == objects
 
 
-def test_tied_weights_count_once():
+def test_tied_weights_are_covered_once():
     model = Toy(lambda model, name, tensor: name == "second.one" or by_loader(model, name, tensor))
     model.second.one = model.first.one
     for is_reload in (True, False):
@@ -222,39 +226,39 @@ def test_tied_weights_count_once():
         assert coverage.uncovered(lambda: dict.fromkeys(NAMES, 12), is_whole=True) == []
 
 
-def twice(model: Toy, name: str, tensor: torch.Tensor) -> None:
-    """vLLM counts elements, takes the layer for whole too early and drops the rest."""
+def loads_twice(model: Toy, name: str, tensor: torch.Tensor) -> None:
+    """vLLM counts elements, finishes the layer too early and drops the remaining tensors."""
     by_loader(model, name, tensor)
     if name == "first.one":
         by_loader(model, name, tensor)
 
 
-def test_a_tensor_that_vllm_drops_on_the_way_is_an_error():
-    model = Toy(twice)
+def test_a_tensor_that_vllm_drops_is_an_error():
+    model = Toy(loads_twice)
     coverage = dry_run(model, INFOS, is_reload=True)
     assert coverage.uncovered(dict, is_whole=True) == []
     with pytest.raises(HalfLoaded, match=r"1 of the model's .* first\.two; start the server with"):
-        run(model, tensors(), coverage)
+        reload_model(model, tensors(), coverage)
     assert not coverage.is_confirmed
 
 
-def forgetful(model: Toy, name: str, tensor: torch.Tensor) -> None:
-    """Loads the second layer once only."""
+def loads_once(model: Toy, name: str, tensor: torch.Tensor) -> None:
+    """Loads the second layer only once."""
     if name != "second.one" or model.seen.count(name) == 1:
         by_loader(model, name, tensor)
 
 
 @pytest.mark.parametrize("is_reload", [True, False])
-def test_a_load_that_does_less_than_its_dry_run_is_an_error(is_reload: bool):
-    model = Toy(forgetful)
+def test_a_load_that_writes_less_than_its_dry_run_is_an_error(is_reload: bool):
+    model = Toy(loads_once)
     coverage = dry_run(model, INFOS, is_reload=is_reload)
     model.seen = ["second.one"]
     with pytest.raises(HalfLoaded, match=r"second\.one"):
-        (run if is_reload else copy)(model, tensors(), coverage)
+        (reload_model if is_reload else learn_copies)(model, tensors(), coverage)
 
 
 class Backend:
-    """Has the sinks that it was made with, or a copy of them."""
+    """Holds the sinks it was made with, or a copy of them."""
 
     def __init__(self, sinks: torch.Tensor):
         self.sinks = sinks
@@ -275,9 +279,9 @@ def test_copies_of_sinks_are_renewed_or_the_update_is_refused():
     assert owner.attn.impl.sinks is copied
     assert copied.tolist() == [3.0] * 4
     owner.attn.impl = Backend(torch.ones(5))
-    known = DryRuns(model, Catalogue(INFOS), is_quantized=True)
+    checker = DryRuns(model, Catalogue(INFOS), is_quantized=True)
     with pytest.raises(Refused, match=r"second\.attn \(its sinks\)"):
-        known.check(INFOS, fit, is_partial=False, is_reload=False)
+        checker.check(INFOS, fit, is_partial=False, is_reload=False)
 
 
 def reads_values(model: Toy, name: str, tensor: torch.Tensor) -> None:
@@ -289,38 +293,38 @@ def dry_runs(load: Load) -> DryRuns:
     return DryRuns(Toy(load), Catalogue(INFOS), is_quantized=False)
 
 
-def test_a_list_is_refused_with_the_parameters_that_it_leaves():
+def test_a_refusal_lists_the_parameters_that_would_stay_old():
     fit = Catalogue(INFOS).fit(INFOS, is_partial=False)
-    known = dry_runs(past_loader)
-    assert known.check(INFOS, fit, is_partial=False, is_reload=True) is known.check(
+    checker = dry_runs(around_loader)
+    assert checker.check(INFOS, fit, is_partial=False, is_reload=True) is checker.check(
         INFOS, fit, is_partial=False, is_reload=True
     )
     with pytest.raises(Refused, match=r"1 of the model's parameters would keep .* second\.one;"):
-        dry_runs(gives_other_memory).check(INFOS, fit, is_partial=False, is_reload=True)
-    # The model's own checkpoint would not fill it either.
+        dry_runs(replaces_memory).check(INFOS, fit, is_partial=False, is_reload=True)
+    # The model's own checkpoint would not fill the parameter either.
     with pytest.raises(Refused, match=r"second\.one;"):
-        dry_runs(but_one).check(INFOS, fit, is_partial=False, is_reload=True)
-    scales = DryRuns(Toy(but_one), Catalogue(INFOS), is_quantized=True)
+        dry_runs(skips_one).check(INFOS, fit, is_partial=False, is_reload=True)
+    scales = DryRuns(Toy(skips_one), Catalogue(INFOS), is_quantized=True)
     assert scales.check(INFOS, fit, is_partial=False, is_reload=True) is not None
     partial = Catalogue(INFOS).fit(INFOS[2:], is_partial=True)
-    assert known.check(INFOS[2:], partial, is_partial=True, is_reload=True).written == {
+    assert checker.check(INFOS[2:], partial, is_partial=True, is_reload=True).written == {
         "second.one": 12
     }
 
 
-def test_a_part_of_a_model_of_which_nothing_is_known_may_come():
-    known = DryRuns(Toy(by_loader), Catalogue([]), is_quantized=False)
-    part = known.check(INFOS[2:], FIT, is_partial=True, is_reload=True)
+def test_a_partial_update_of_an_unknown_model_is_accepted():
+    checker = DryRuns(Toy(by_loader), Catalogue([]), is_quantized=False)
+    part = checker.check(INFOS[2:], FIT, is_partial=True, is_reload=True)
     assert part is not None
     assert part.written == {"second.one": 12}
     with pytest.raises(Refused, match=r"2 of the model's .* first\.one, first\.two;"):
-        known.check(INFOS[2:], FIT, is_partial=False, is_reload=True)
+        checker.check(INFOS[2:], FIT, is_partial=False, is_reload=True)
 
 
-def test_where_a_loader_looks_at_values_loading_tells():
-    known = dry_runs(reads_values)
+def test_a_loader_that_reads_values_has_no_dry_run():
+    checker = dry_runs(reads_values)
     fit = Catalogue(INFOS).fit(INFOS, is_partial=False)
-    assert known.check(INFOS, fit, is_partial=False, is_reload=True) is None
+    assert checker.check(INFOS, fit, is_partial=False, is_reload=True) is None
     model, sent = Toy(reads_values), tensors()
-    run(model, sent)
+    reload_model(model, sent)
     assert torch.equal(model.first.two, sent["first.two"])

@@ -1,4 +1,4 @@
-"""The thread that receives weights, and the model's thread, which may close it at any time."""
+"""The thread that receives weights; the model's thread may close it at any time."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -11,26 +11,26 @@ from workers.in_model.receiver import Receiver
 
 
 class Leaving(Receiver):
-    """Its thread leaves the group right after anybody has looked at it."""
+    """Its thread leaves the group right after `_group` was read."""
 
-    there: Any = None
+    current_group: Any = None
 
     @property
     def _group(self) -> Any:
-        seen, self.there = self.there, None
-        return seen
+        group, self.current_group = self.current_group, None
+        return group
 
     @_group.setter
     def _group(self, group: Any) -> None:
-        self.there = group
+        self.current_group = group
 
 
-def test_a_receiver_is_closed_while_its_thread_leaves():
-    # It waits for a trainer that does not come.
+def test_a_receiver_can_be_closed_while_its_thread_leaves():
+    # The group waits for a trainer that never joins.
     args = GroupArgs("trl", "gloo", "127.0.0.1", free_port(), 0, 2, 60.0)
     receiver = Leaving(args, torch.device("cpu"))
     cancelled: list[bool] = []
-    receiver.there = SimpleNamespace(
+    receiver.current_group = SimpleNamespace(
         channel=SimpleNamespace(cancel=lambda: cancelled.append(True), close=lambda: None)
     )
     receiver.close()

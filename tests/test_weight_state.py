@@ -1,4 +1,4 @@
-"""The state machine of a worker's weights: what follows what, and nothing else."""
+"""The state machine of a worker's weights: the allowed transitions, and no others."""
 
 import random
 
@@ -22,7 +22,7 @@ def opened(session: str = "s") -> WeightState:
     return state
 
 
-def test_an_update_goes_through_all_states():
+def test_an_update_passes_all_phases():
     state = opened()
     state.begin("s", update(version=7), 1.0)
     state.prepare("u", 2.0)
@@ -33,7 +33,7 @@ def test_an_update_goes_through_all_states():
     assert (state.phase, state.weights.version, state.weights.clock) == (Phase.OPEN, 7, 1)
 
 
-def test_a_folder_needs_no_group_and_leaves_one_alone():
+def test_a_folder_update_needs_no_group_and_keeps_an_open_one():
     for state in (WeightState(timeout_s=TIMEOUT_S), opened()):
         before = state.phase
         state.begin_folder(update(folder="/w"), 0.0)
@@ -47,7 +47,7 @@ def test_a_folder_needs_no_group_and_leaves_one_alone():
         assert (state.phase, state.weights.version) == (before, 1)
 
 
-def test_updates_from_folders_keep_no_session_alive_that_its_trainer_has_left():
+def test_folder_updates_do_not_keep_an_idle_session_alive():
     state = opened()
     for now in (50.0, 100.0):
         state.begin_folder(update(folder="/w"), now)
@@ -60,7 +60,7 @@ def test_updates_from_folders_keep_no_session_alive_that_its_trainer_has_left():
     assert state.idle_s(111.0) == 1.0
 
 
-def test_every_step_has_a_deadline_and_rest_has_none():
+def test_every_step_has_a_deadline_and_open_phases_have_none():
     state = opened()
     assert not state.has_expired(1e9)
     state.begin("s", update(), 100.0)
@@ -70,7 +70,7 @@ def test_every_step_has_a_deadline_and_rest_has_none():
     assert not state.has_expired(100.1 + TIMEOUT_S)
 
 
-def test_a_second_trainer_is_refused_with_what_the_state_is():
+def test_the_refusal_of_a_second_trainer_names_the_state():
     state = opened("first")
     with pytest.raises(
         Conflict, match="no other trainer's session; the state is open, session first"
@@ -82,7 +82,7 @@ def test_a_second_trainer_is_refused_with_what_the_state_is():
     assert (state.phase, state.session) == (Phase.JOINING, "second")
 
 
-def test_nobody_takes_over_while_the_model_changes():
+def test_no_trainer_takes_over_while_weights_are_applied():
     state = opened()
     state.begin("s", update(), 0.0)
     state.prepare("u", 0.0)
@@ -96,20 +96,20 @@ def test_nobody_takes_over_while_the_model_changes():
         state.abort("u", "why not")
 
 
-# What may not lie between the beginning and the end of an update's commit.
+# Steps of a commit, and steps that may not stand between them.
 COMMIT = ("prepare", "prepared", "apply", "applied", "drop", "end")
 
 
-def steps_of(state: WeightState, now: float, name: str, session: str, made: PoolWeights):
-    """Every call that there is, for one session and one update."""
-    folder = update(name, made.version, made.clock, "/w")
+def steps_of(state: WeightState, now: float, name: str, session: str, weights: PoolWeights):
+    """Every call of the state machine, for one session and one update."""
+    folder = update(name, weights.version, weights.clock, "/w")
     return {
         "join": lambda: state.join(session, "titopool", now),
         "take over": lambda: state.join(session, "trl", now, takes_over=True),
         "joined": lambda: state.joined(session, now),
         "leave": lambda: state.leave(session),
         "end": lambda: state.end("because"),
-        "begin": lambda: state.begin(session, made, now),
+        "begin": lambda: state.begin(session, weights, now),
         "folder": lambda: state.begin_folder(folder, now),
         "touch": lambda: state.touch(now),
         "prepare": lambda: state.prepare(name, now),
@@ -120,35 +120,35 @@ def steps_of(state: WeightState, now: float, name: str, session: str, made: Pool
     }
 
 
-def seen(state: WeightState) -> tuple[object, ...]:
+def snapshot(state: WeightState) -> tuple[object, ...]:
     return state.phase, state.session, state.update, state.weights
 
 
 @pytest.mark.parametrize("seed", range(200))
-def test_random_orders_change_the_version_only_through_a_whole_update(seed: int):
-    chance = random.Random(seed)
+def test_random_orders_change_the_version_only_by_a_complete_update(seed: int):
+    rng = random.Random(seed)
     state, now = WeightState(timeout_s=TIMEOUT_S), 0.0
     done: list[tuple[str, str]] = []
     for _ in range(300):
-        now += chance.random()
-        name, session = chance.choice("ab"), chance.choice("ab")
-        made = update(name, chance.randrange(100), state.weights.clock + 1)
-        steps = steps_of(state, now, name, session, made)
-        step, before = chance.choice(list(steps)), seen(state)
+        now += rng.random()
+        name, session = rng.choice("ab"), rng.choice("ab")
+        weights = update(name, rng.randrange(100), state.weights.clock + 1)
+        steps = steps_of(state, now, name, session, weights)
+        step, before = rng.choice(list(steps)), snapshot(state)
         refusal = ""
         try:
             steps[step]()
         except Conflict as error:
             refusal = error.message
         if refusal:
-            assert seen(state) == before, "a refused call has changed something"
+            assert snapshot(state) == before, "a refused call has changed something"
             assert f"the state is {state.phase}" in refusal
             continue
         done.append((step, name))
-        if seen(state)[3:] != before[3:]:
+        if snapshot(state)[3:] != before[3:]:
             assert step == "applied"
-            mine = [one for one, _ in done if one in COMMIT]
-            assert mine[-4:] == ["prepare", "prepared", "apply", "applied"]
+            commit_steps = [one for one, _ in done if one in COMMIT]
+            assert commit_steps[-4:] == ["prepare", "prepared", "apply", "applied"]
         is_resting = state.phase in (Phase.CLOSED, Phase.OPEN)
         assert (state.update is None) == (is_resting or state.phase is Phase.JOINING)
         assert (state.deadline is None) == is_resting
@@ -156,15 +156,13 @@ def test_random_orders_change_the_version_only_through_a_whole_update(seed: int)
         assert state.session or state.phase is Phase.CLOSED or has_folder
 
 
-def test_the_random_orders_reach_every_state_and_a_commit():
-    chance = random.Random(1)
+def test_random_orders_reach_every_phase_and_a_commit():
+    rng = random.Random(1)
     state, phases = WeightState(timeout_s=TIMEOUT_S), set()
     for now in range(20_000):
-        steps = steps_of(
-            state, now, chance.choice("ab"), chance.choice("ab"), update(chance.choice("ab"))
-        )
+        steps = steps_of(state, now, rng.choice("ab"), rng.choice("ab"), update(rng.choice("ab")))
         try:
-            steps[chance.choice(list(steps))]()
+            steps[rng.choice(list(steps))]()
         except Conflict:
             continue
         phases.add(state.phase)

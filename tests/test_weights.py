@@ -1,4 +1,4 @@
-"""Weight updates with real vLLM over gloo: exact, or not at all."""
+"""Weight updates with real vLLM over gloo: exact, or not applied."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -25,13 +25,13 @@ LAYER = "model.layers.1.self_attn."
 
 @pytest.fixture
 def server(weights_server: Server) -> Server:
-    """Most can go wrong with two workers; `tests/test_weights_one_worker.py` has one."""
+    """Most failures need two workers; `tests/test_weights_one_worker.py` has one."""
     return weights_server
 
 
 @pytest.fixture
 def client(server: Server) -> Iterator[WeightsClient]:
-    """A client whose group is closed in the end."""
+    """A client whose group is closed at the end."""
     made = weights_client(server, timeout_s=TIMEOUT_S, bucket_bytes=BUCKET_BYTES)
     yield made
     made.close()
@@ -39,7 +39,7 @@ def client(server: Server) -> Iterator[WeightsClient]:
 
 @pytest.fixture(autouse=True)
 def own_weights(server: Server, tiny_model: str) -> None:
-    """Every test begins with the model's own weights, as an update of version 0."""
+    """Every test begins with the initial weights, as an update of version 0."""
     fresh = weights_client(server, timeout_s=TIMEOUT_S)
     fresh.update(tensors_of(tiny_model), policy="abort", version=0)
     fresh.close()
@@ -54,7 +54,7 @@ def refused(client: WeightsClient, tensors: list[tuple[str, Any]], **options: An
 # ---- exact ---------------------------------------------------------------------------
 
 
-def test_new_weights_are_exact_and_the_old_ones_come_back(
+def test_new_weights_are_exact_and_old_ones_can_be_restored(
     server: Server, client: WeightsClient, tiny_model: str, other_model: str
 ):
     assert_serves(server, tiny_model, times=3)
@@ -65,14 +65,14 @@ def test_new_weights_are_exact_and_the_old_ones_come_back(
     assert len(result["checksum"]) == 16
     answer = assert_serves(server, other_model, times=3)
     assert answer["weight_versions"] == [[[7, 0]]]
-    # The same prompt: keys and values of the weights before would show.
+    # The same prompt: cached keys and values of the old weights would show.
     assert client.update(tensors_of(tiny_model), policy="drain")["version"] == 8
     assert_serves(server, tiny_model, times=3)
     ready = server.get("/ready").json()["workers"]
     assert [one["weight_version"] for one in ready] == [8] * server.num_workers
 
 
-def test_a_tied_head_may_come_too_and_one_tensor_at_a_time(
+def test_a_tied_head_may_be_sent_and_tensors_one_at_a_time(
     server: Server, tiny_model: str, other_model: str
 ):
     tensors = tensors_of(other_model)
@@ -84,9 +84,7 @@ def test_a_tied_head_may_come_too_and_one_tensor_at_a_time(
     assert_serves(server, other_model)
 
 
-def test_q_k_and_v_may_come_as_vllm_has_them(
-    server: Server, client: WeightsClient, other_model: str
-):
+def test_q_k_and_v_may_be_sent_fused(server: Server, client: WeightsClient, other_model: str):
     tensors = dict(tensors_of(other_model))
     fused = torch.cat([tensors.pop(f"{LAYER}{part}_proj.weight") for part in "qkv"])
     tensors[f"{LAYER}qkv_proj.weight"] = fused
@@ -94,7 +92,7 @@ def test_q_k_and_v_may_come_as_vllm_has_them(
     assert_serves(server, other_model)
 
 
-def test_a_partial_update_takes_whole_layers_only(
+def test_a_partial_update_needs_complete_layers(
     server: Server, client: WeightsClient, tiny_model: str, other_model: str
 ):
     tensors = tensors_of(other_model)
@@ -110,7 +108,7 @@ def test_a_partial_update_takes_whole_layers_only(
     assert_serves(server, other_model)
 
 
-def test_weights_from_a_folder(server: Server, other_model: str):
+def test_weights_are_loaded_from_a_folder(server: Server, other_model: str):
     client = weights_client(server)
     assert client.update_from_folder(other_model, policy="keep", version=3)["version"] == 3
     assert_serves(server, other_model, times=2)
@@ -134,7 +132,7 @@ def begun(server: Server, num_sequences: int) -> bool:
     return sum(server.metrics("sequences").values()) >= num_sequences
 
 
-def test_keep_goes_on_with_the_new_weights_and_says_from_where(
+def test_keep_continues_with_new_weights_and_reports_the_switch(
     server: Server, client: WeightsClient, tiny_model: str, other_model: str
 ):
     from tests import reference
@@ -152,7 +150,7 @@ def test_keep_goes_on_with_the_new_weights_and_says_from_where(
         (old, begin), (new, cut) = spans
         assert (old, begin, new) == (0, 0, 5)
         assert 0 < cut < 300
-        # Each token has the log-probability that its own weights give it, right up to the cut.
+        # Each token has the log-probability that its own weights give, up to and after the switch.
         before = reference.logprobs(tiny_model, prompt, ids)
         after = reference.logprobs(other_model, prompt, ids)
         for index, token_id in enumerate(ids):
@@ -160,7 +158,7 @@ def test_keep_goes_on_with_the_new_weights_and_says_from_where(
             assert abs(float(rows[index][token_id]) - logprobs[index][0]) < TOLERANCE, index
 
 
-def test_drain_ends_requests_with_the_old_weights(
+def test_drain_finishes_requests_with_the_old_weights(
     server: Server, client: WeightsClient, other_model: str
 ):
     client.open()
@@ -173,7 +171,7 @@ def test_drain_ends_requests_with_the_old_weights(
     assert_serves(server, other_model)
 
 
-def test_abort_returns_what_there_is(server: Server, client: WeightsClient, other_model: str):
+def test_abort_returns_the_tokens_so_far(server: Server, client: WeightsClient, other_model: str):
     client.open()
     generation = Generation(server, num_tokens=400, n=2)
     wait_until(lambda: begun(server, 4), 20)
@@ -185,7 +183,7 @@ def test_abort_returns_what_there_is(server: Server, client: WeightsClient, othe
     assert_serves(server, other_model)
 
 
-def test_a_pause_ends_with_its_lease_or_before(server: Server):
+def test_a_pause_ends_by_resume_or_lease(server: Server):
     assert server.post("/pause", {"mode": "keep"}).status_code == 400
     assert server.post("/pause", {"mode": "keep", "lease_s": 30}).status_code == 200
     assert server.get("/is_paused").json()["is_paused"]
@@ -194,12 +192,12 @@ def test_a_pause_ends_with_its_lease_or_before(server: Server):
     assert len(generation.join()["completion_ids"]) == 2
     assert server.post("/resume", {}).json()["was_paused"] is False
     server.post("/pause", {"mode": "abort", "lease_s": 1})
-    # Nobody resumes.
+    # No resume is sent; the lease expires.
     assert len(Generation(server, num_tokens=4).join()["completion_ids"]) == 2
     assert not server.get("/is_paused").json()["is_paused"]
 
 
-def test_a_pause_outlives_a_commit_and_holds_up_no_drain(
+def test_a_pause_outlives_a_commit_and_does_not_block_a_drain(
     server: Server, client: WeightsClient, other_model: str
 ):
     client.open()
@@ -223,7 +221,7 @@ def refused_commit(
 # ---- what goes wrong -----------------------------------------------------------------
 
 
-def test_what_does_not_fit_is_refused_before_anything_is_sent(
+def test_wrong_tensors_are_refused_before_any_is_sent(
     server: Server, client: WeightsClient, tiny_model: str, other_model: str
 ):
     tensors = tensors_of(other_model)
@@ -240,12 +238,12 @@ def test_what_does_not_fit_is_refused_before_anything_is_sent(
         assert error.status == 400
         assert text in str(error)
     assert_serves(server, tiny_model)
-    # The group is as it was.
+    # The group is unchanged.
     client.update(tensors, policy="keep")
     assert_serves(server, other_model)
 
 
-def test_a_trainer_that_cannot_pack_leaves_the_old_weights_and_may_try_again(
+def test_a_trainer_that_fails_to_pack_keeps_the_old_weights_and_may_retry(
     server: Server, client: WeightsClient, tiny_model: str, other_model: str, monkeypatch: Any
 ):
     def fail(*_: Any) -> Iterator[Any]:
@@ -262,7 +260,7 @@ def test_a_trainer_that_cannot_pack_leaves_the_old_weights_and_may_try_again(
     assert_serves(server, other_model)
 
 
-def test_a_changed_tensor_is_found_by_its_checksum(
+def test_a_corrupted_tensor_is_found_by_its_checksum(
     server: Server, client: WeightsClient, tiny_model: str, other_model: str, monkeypatch: Any
 ):
     monkeypatch.setattr("titopool.client.weights_client.checksum", lambda tensors: "0" * 16)
@@ -272,13 +270,13 @@ def test_a_changed_tensor_is_found_by_its_checksum(
 
 
 @pytest.mark.parametrize("stop_at", ["joined", "begun", "sending", "sent"])
-def test_a_trainer_that_is_killed_leaves_the_old_weights_and_room_for_another(
+def test_a_killed_trainer_keeps_the_old_weights_and_may_be_replaced(
     server: Server, client: WeightsClient, tiny_model: str, other_model: str, stop_at: str
 ):
     with trainer(server, other_model, stop_at) as process:
         with pytest.raises(WeightsError) as caught:
             client.open()
-        # It lives: nobody takes its place.
+        # The trainer is alive, so no other trainer replaces it.
         assert caught.value.status == 409
         process.kill()
         process.wait()
@@ -287,7 +285,7 @@ def test_a_trainer_that_is_killed_leaves_the_old_weights_and_room_for_another(
         assert_serves(server, other_model, times=2)
 
 
-def test_a_trainer_that_hangs_is_left_at_the_deadline(
+def test_a_hanging_trainer_is_dropped_at_the_deadline(
     server: Server, client: WeightsClient, tiny_model: str, other_model: str
 ):
     with trainer(server, other_model, "begun"):
@@ -297,23 +295,23 @@ def test_a_trainer_that_hangs_is_left_at_the_deadline(
         assert_serves(server, other_model)
 
 
-def test_a_worker_that_is_killed_during_an_update_waits_for_the_next(
+def test_a_worker_killed_during_an_update_waits_for_the_next(
     server: Server, client: WeightsClient, tiny_model: str, other_model: str
 ):
     with trainer(server, other_model, "begun"):
         pid = worker_pids(server)[-1]
         psutil.Process(pid).kill()
-        wait_until(lambda: psutil.pid_exists(pid) is False or gone(pid), 10)
+        wait_until(lambda: psutil.pid_exists(pid) is False or has_exited(pid), 10)
     if server.num_workers == 2:
         assert_serves(server, tiny_model, times=2)
-    # Its weights came from a trainer and are gone.
+    # Its weights came from a trainer and are lost.
     wait_until(lambda: "waiting_for_weights" in phases(server), 120)
     client.update(tensors_of(other_model), policy="keep")
     assert_serves(server, other_model, times=4)
 
 
-def test_an_engine_that_is_told_to_end_ends_no_request(server: Server):
-    """As a service manager does that stops every process of a group: vLLM aborts its requests."""
+def test_sigterm_to_an_engine_fails_no_request(server: Server):
+    """As when a service manager stops every process of a group: vLLM aborts its requests."""
     generation = Generation(server, num_tokens=400)
     wait_until(lambda: begun(server, 2), 20)
     for process in psutil.Process(worker_pids(server)[-1]).children():
@@ -325,7 +323,7 @@ def test_an_engine_that_is_told_to_end_ends_no_request(server: Server):
     wait_until(lambda: "waiting_for_weights" in phases(server), 120)
 
 
-def test_a_restarted_worker_serves_only_the_weights_of_the_pool(
+def test_a_restarted_worker_serves_only_the_pool_s_weights(
     server: Server, client: WeightsClient, tiny_model: str, other_model: str
 ):
     client.update(tensors_of(other_model), policy="keep", version=4)
@@ -335,7 +333,7 @@ def test_a_restarted_worker_serves_only_the_weights_of_the_pool(
         assert_serves(server, other_model, times=4)
     else:
         assert server.get("/health").status_code == 503
-    # The group has lost a member; a partial update is not what it needs.
+    # The group has lost a member, and the restarted worker cannot use a partial update.
     error = refused(client, tensors_of(other_model))
     assert error.status in (409, 500)
     error = refused(client, tensors_of(other_model)[:1], partial=True)
@@ -345,7 +343,7 @@ def test_a_restarted_worker_serves_only_the_weights_of_the_pool(
     assert_serves(server, tiny_model, times=4)
 
 
-def test_a_restarted_worker_loads_the_folder_that_the_pool_has(server: Server, other_model: str):
+def test_a_restarted_worker_loads_the_pool_s_folder(server: Server, other_model: str):
     weights_client(server).update_from_folder(other_model, policy="keep", version=9)
     psutil.Process(worker_pids(server)[-1]).kill()
     wait_until(lambda: len(set(phases(server)) - {"ready"}) > 0, 20)
@@ -360,7 +358,7 @@ def phases(server: Server) -> list[str]:
 
 
 def worker_pids(server: Server) -> list[int]:
-    """The worker processes, by index."""
+    """Worker processes by index."""
     found = {}
     for process in psutil.Process(server.process.pid).children(recursive=True):
         try:
@@ -372,7 +370,7 @@ def worker_pids(server: Server) -> list[int]:
     return [found[index] for index in sorted(found)]
 
 
-def gone(pid: int) -> bool:
+def has_exited(pid: int) -> bool:
     try:
         return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

@@ -1,4 +1,4 @@
-"""The trainer's client when the server, or what stands between, does not answer as it should."""
+"""The trainer's client when the server, or a proxy before it, does not respond correctly."""
 
 import json
 import re
@@ -17,12 +17,12 @@ from titopool.client.server_calls import own_address
 from titopool.client.trainer_group import GLOO_PREFIX, rank_key
 from titopool.client.weights_client import WeightsClient, WeightsError
 
-# Of the client; what ends by it is too late.
+# The client's timeout; a test that runs into it has failed.
 TIMEOUT_S = 60.0
 SOON_S = 20.0
 
 Body = dict[str, Any]
-# The bytes that answer a call to a path.
+# Maps a path and a body to the bytes of the response.
 Answer = Callable[[str, Body], bytes]
 
 
@@ -54,7 +54,7 @@ ODD_ANSWERS = {
 
 
 class FakeServer:
-    """Answers each connection once, with the bytes that it is given, and hangs up."""
+    """Answers each connection once with the given bytes, then hangs up."""
 
     def __init__(self, answer: Answer):
         self._answer = answer
@@ -74,7 +74,7 @@ class FakeServer:
         with connection, connection.makefile("rb") as lines:
             asked = lines.readline()
             if not asked:
-                # The client looks for its own address.
+                # The client connects once to find its own address.
                 return
             length = 0
             while (line := lines.readline().strip().lower()) != b"":
@@ -116,7 +116,7 @@ def listening_ports() -> set[int]:
 
 
 @pytest.mark.parametrize("name", ODD_ANSWERS)
-def test_whatever_answers_a_call_is_an_answer_or_a_weights_error(fake, name: str):
+def test_any_bad_response_raises_a_weights_error(fake, name: str):
     answer, text = ODD_ANSWERS[name]
     client = client_of(fake(lambda path, body: answer))
     with pytest.raises(WeightsError, match=re.escape(text)) as caught:
@@ -131,12 +131,12 @@ def test_whatever_answers_a_call_is_an_answer_or_a_weights_error(fake, name: str
     "url",
     ["http://127.0.0.1:1", "http://127.0.0.1:port", "127.0.0.1:8000", "http://no.invalid", ""],
 )
-def test_a_url_that_leads_nowhere(url: str):
+def test_an_unreachable_url_raises_a_weights_error(url: str):
     with pytest.raises(WeightsError):
         WeightsClient(url, device="cpu").open()
 
 
-def test_a_refusal_of_the_server_is_told_in_its_words(fake):
+def test_a_refusal_raises_the_server_s_message(fake):
     error = {"error": {"message": "the state is closed", "code": "conflict"}}
     client = client_of(fake(lambda path, body: reply(error, "409 Conflict")))
     with pytest.raises(WeightsError, match="/resume: the state is closed") as caught:
@@ -147,7 +147,7 @@ def test_a_refusal_of_the_server_is_told_in_its_words(fake):
 # ---- the group -----------------------------------------------------------------------
 
 
-def ends_of_init() -> dict[str, tuple[bytes, str]]:
+def responses_to_init() -> dict[str, tuple[bytes, str]]:
     refusal = {"error": {"message": "another trainer is there", "code": "conflict"}}
     return {
         "refusal": (reply(refusal, "409 Conflict"), "another trainer is there"),
@@ -156,10 +156,10 @@ def ends_of_init() -> dict[str, tuple[bytes, str]]:
 
 
 @pytest.mark.parametrize("joins", ["nobody", "dies", "all"])
-@pytest.mark.parametrize("name", ends_of_init())
-def test_an_open_that_fails_ends_at_once_with_the_reason(fake, name: str, joins: str):
-    """Whether no worker has come, one that has dies, or only the server's answer is lost."""
-    last, text = ends_of_init()[name]
+@pytest.mark.parametrize("name", responses_to_init())
+def test_a_failed_open_ends_at_once_with_the_cause(fake, name: str, joins: str):
+    """With no worker, with a worker that dies, and with only the server's response lost."""
+    last, text = responses_to_init()[name]
     groups: list[Any] = []
 
     def answer(path: str, body: Body) -> bytes:
@@ -167,7 +167,7 @@ def test_an_open_that_fails_ends_at_once_with_the_reason(fake, name: str, joins:
             return reply({"world_size": 1})
         assert path == "/weights/init"
         if joins != "nobody":
-            groups.append(joined(body, is_whole=joins == "all"))
+            groups.append(join_as_worker(body, completes=joins == "all"))
         return last
 
     client = client_of(fake(answer))
@@ -178,22 +178,22 @@ def test_an_open_that_fails_ends_at_once_with_the_reason(fake, name: str, joins:
     assert time.monotonic() - begin < SOON_S
     assert not client.is_open
     groups.clear()
-    # Also while the error is kept.
+    # Also while the test still holds the error.
     wait_until(lambda: listening_ports() <= before, 5, lambda: str(caught.value))
 
 
-def joined(body: Body, *, is_whole: bool) -> Any:
-    """What a worker does with an order to join; one that dies has only said that it is there."""
+def join_as_worker(body: Body, *, completes: bool) -> Any:
+    """Joins the group like a worker; one that dies has only announced itself."""
     from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
 
     limit = timedelta(seconds=TIMEOUT_S)
     store = TCPStore(body["host"], body["port"], None, False, timeout=limit, wait_for_workers=False)
     store.set(rank_key(1), b"1")
     store.wait([rank_key(0)])
-    return ProcessGroupGloo(PrefixStore(GLOO_PREFIX, store), 1, 2, limit) if is_whole else None
+    return ProcessGroupGloo(PrefixStore(GLOO_PREFIX, store), 1, 2, limit) if completes else None
 
 
-def test_a_thread_that_dies_is_an_answer_too(fake, monkeypatch: pytest.MonkeyPatch):
+def test_an_exception_in_the_init_thread_ends_open(fake, monkeypatch: pytest.MonkeyPatch):
     client = client_of(fake(lambda path, body: reply({"world_size": 1})))
     call = client.call
 
@@ -209,14 +209,14 @@ def test_a_thread_that_dies_is_an_answer_too(fake, monkeypatch: pytest.MonkeyPat
     assert time.monotonic() - begin < SOON_S
 
 
-def test_an_update_without_its_answers_is_an_error_and_no_other(fake):
-    """The group forms; what answers /weights/begin is no server of ours."""
+def test_a_wrong_begin_response_raises_a_weights_error(fake):
+    """The group forms, but the response of /weights/begin is wrong."""
 
     def answer(path: str, body: Body) -> bytes:
         if path == "/get_world_size":
             return reply({"world_size": 1})
         if path == "/weights/init":
-            groups.append(joined(body, is_whole=True))
+            groups.append(join_as_worker(body, completes=True))
             return reply({})
         return reply({"update": 3})
 
@@ -232,7 +232,7 @@ def test_an_update_without_its_answers_is_an_error_and_no_other(fake):
     wait_until(lambda: listening_ports() <= before, 5)
 
 
-def test_a_group_that_has_lost_a_member_is_left_so_that_the_next_update_has_all(
+def test_a_group_that_lost_a_member_is_replaced_at_the_next_update(
     fake, monkeypatch: pytest.MonkeyPatch
 ):
     import torch
@@ -280,16 +280,16 @@ def test_a_group_that_has_lost_a_member_is_left_so_that_the_next_update_has_all(
 # ---- addresses -----------------------------------------------------------------------
 
 
-def test_the_own_address_is_of_the_family_that_reaches_the_server(
+def test_the_trainer_s_address_is_of_the_family_that_reaches_the_server(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    listening = six()
+    listening = ipv6_listener()
     port = listening.getsockname()[1]
     assert own_address(f"http://[::1]:{port}") == "::1"
     assert own_address("http://127.0.0.1:1") == "127.0.0.1"
     found = {
         "six.test": [(socket.AF_INET6, ("::1", port, 0, 0))],
-        # The server listens at one of them only.
+        # The server listens at only one of the two addresses.
         "both.test": [(socket.AF_INET, ("127.0.0.1", port)), (socket.AF_INET6, ("::1", port, 0, 0))],
     }  # fmt: skip
 
@@ -302,8 +302,8 @@ def test_the_own_address_is_of_the_family_that_reaches_the_server(
     listening.close()
 
 
-def six() -> socket.socket:
-    """A socket that listens at ::1; skips where there is no IPv6."""
+def ipv6_listener() -> socket.socket:
+    """A socket that listens at ::1; skips the test where IPv6 is missing."""
     try:
         return socket.create_server(("::1", 0), family=socket.AF_INET6)
     except OSError as error:

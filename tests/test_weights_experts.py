@@ -1,4 +1,4 @@
-"""Weight updates of mixtures of experts, whose modules have all experts of a layer in one tensor."""
+"""Weight updates of mixture-of-experts models with all experts of a layer in one tensor."""
 
 from pathlib import Path
 from typing import Any
@@ -37,10 +37,11 @@ BIAS = "e_score_correction_bias"
 
 
 def config_of(kind: str) -> Any:
-    """Qwen3-MoE's checkpoints name their experts' parts gate, up and down; Mixtral's w1, w3, w2.
+    """A tiny config of the model family `kind`.
 
-    GLM-4's have a dense layer, experts that all tokens share, a buffer that corrects scores, and a
-    layer that predicts a further token. Granite's have all experts in one tensor.
+    Qwen3-MoE's checkpoints name the tensors of an expert gate, up and down; Mixtral's w1, w3 and
+    w2. GLM-4 has a dense layer, shared experts, a buffer that corrects scores, and a layer that
+    predicts a further token. Granite's checkpoints have all experts in one tensor.
     """
     if kind == "qwen":
         return Qwen3MoeConfig(**SHAPE, num_experts=4, moe_intermediate_size=64)
@@ -64,21 +65,21 @@ def make_model(kind: str, folder: Path, seed: int) -> str:
             buffer.copy_(torch.randn(4) * 0.2)
     model.save_pretrained(folder)
     if kind == "glm":
-        # Neither the trainer's module nor vLLM has any use for it.
+        # Used neither by the trainer's module nor by vLLM.
         save_file({"model.layers.2.eh_proj.weight": torch.ones(2, 2)}, folder / "more.safetensors")
     return str(folder)
 
 
 def state_of(folder: str) -> list[tuple[str, Any]]:
-    """All that a trainer's module has, buffers too."""
+    """All tensors of a trainer's module, buffers included."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     return list(model.state_dict().items())
 
 
 @pytest.mark.parametrize("kind", ["qwen", "mixtral", "glm"])
-def test_experts_come_as_the_module_has_them_and_as_the_checkpoint_has(kind: str, tmp_path: Path):
+def test_experts_may_be_sent_as_in_the_module_or_the_checkpoint(kind: str, tmp_path: Path):
     need_gpus(2)
-    own = make_model(kind, tmp_path / "own", 0)
+    original = make_model(kind, tmp_path / "own", 0)
     other = make_model(kind, tmp_path / "other", 1)
     options = (
         "--num-workers", "1", "--num-front-ends", "1", "--weights-root", str(tmp_path),
@@ -86,18 +87,18 @@ def test_experts_come_as_the_module_has_them_and_as_the_checkpoint_has(kind: str
     )  # fmt: skip
     new = state_of(other)
     assert any(name == f"{LAYER}.gate_up_proj" for name, _ in new)
-    with running_server(own, *options, log=tmp_path / "log") as server:
+    with running_server(original, *options, log=tmp_path / "log") as server:
         client = weights_client(server, timeout_s=30)
-        assert_serves(server, own)
+        assert_serves(server, original)
         with pytest.raises(WeightsError, match=r"gate_up_proj: expected shape \[4, "):
             client.update(
                 [(name, one[:2] if "gate_up" in name else one) for name, one in new], policy="keep"
             )
-        assert_serves(server, own)
+        assert_serves(server, original)
         result = client.update(new, policy="keep")
         assert (result["missing"], result["ignored"], result["kept"]) == ([], [], [])
         assert_serves(server, other)
-        # The experts stay as they are; one layer without the rest of its block may not come.
+        # The experts stay unchanged; one layer without the rest of its block is refused.
         client.update(
             [one for one in new if one[0] == "model.norm.weight"], policy="keep", partial=True
         )
@@ -111,8 +112,8 @@ def test_experts_come_as_the_module_has_them_and_as_the_checkpoint_has(kind: str
         kept = client.update(tensors_of(other), policy="keep")["kept"]
         assert [name.rpartition(".")[2] for name in kept] == ([BIAS] if kind == "glm" else [])
         assert_serves(server, other)
-        client.update_from_folder(own, policy="keep")
-        assert_serves(server, own)
+        client.update_from_folder(original, policy="keep")
+        assert_serves(server, original)
         if kind == "qwen":
             client.close()
             update_by_trl(server.url, other)
@@ -134,7 +135,7 @@ def catalogue(kind: str) -> tuple[Catalogue, list[TensorInfo]]:
 
 
 @pytest.mark.parametrize("kind", ["qwen", "mixtral", "glm"])
-def test_all_experts_of_a_layer_belong_together(kind: str):
+def test_experts_of_a_layer_must_be_sent_together(kind: str):
     known, parameters = catalogue(kind)
     assert known.fit(parameters, is_partial=False).missing == []
     gate_up = [one for one in parameters if one.name == f"{LAYER}.gate_up_proj"]
@@ -150,7 +151,7 @@ def test_all_experts_of_a_layer_belong_together(kind: str):
         known.fit([TensorInfo(gate_up[0].name, "float32", [4, 64, 128])], is_partial=True)
 
 
-def test_experts_in_one_tensor_belong_to_their_block():
+def test_experts_in_one_tensor_must_be_sent_with_their_block():
     known, parameters = catalogue("granite")
     assert known.fit(parameters, is_partial=False).missing == []
     gate_up = [one for one in parameters if one.name == f"{BLOCK}.experts.gate_up_proj"]
@@ -160,7 +161,7 @@ def test_experts_in_one_tensor_belong_to_their_block():
     ]
 
 
-def test_layers_that_predict_further_tokens_are_not_the_model_s():
+def test_layers_that_predict_further_tokens_are_ignored():
     names = ["model.layers.0.w", "model.layers.1.w", "vision.layers.2.w", "mtp.layers.0.w"]
     infos = [TensorInfo(name, "float32", [2]) for name in names]
     modules = ["model", "model.layers", "model.layers.0", "vision"]
@@ -169,12 +170,12 @@ def test_layers_that_predict_further_tokens_are_not_the_model_s():
     assert known.fit(infos, is_partial=False).ignored == ["model.layers.1.w", "mtp.layers.0.w"]
     known = Catalogue(infos, modules=[*modules, "model.layers.1", "mtp"])
     assert known.fit(infos, is_partial=False).ignored == []
-    # One that the checkpoint does not have either is a mistake.
+    # A name that is missing in the checkpoint too is a mistake.
     with pytest.raises(Refused, match="no such tensor"):
         known.fit([*infos, TensorInfo("model.layers.7.w", "float32", [2])], is_partial=False)
 
 
-def test_a_tensor_that_comes_by_itself_and_within_another_is_refused():
+def test_a_tensor_sent_alone_and_within_another_is_refused():
     known, parameters = catalogue("qwen")
     part = TensorInfo(f"{LAYER}.0.gate_proj.weight", "float32", [64, 128])
     with pytest.raises(Refused, match="twice"):

@@ -1,4 +1,4 @@
-"""Weight updates of GPT-OSS, whose loader copies experts and sinks past their parameters' loaders."""
+"""Weight updates of GPT-OSS, whose loader bypasses the loaders of experts and sinks."""
 
 from pathlib import Path
 from typing import Any
@@ -34,14 +34,14 @@ def make_model(folder: Path, seed: int) -> str:
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     for name, parameter in model.named_parameters():
         if name.endswith(("bias", "sinks")):
-            # transformers makes them zero: nobody would see the old ones.
+            # transformers initialises these with zero; old values would go unnoticed.
             torch.nn.init.normal_(parameter, std=0.5)
     model.save_pretrained(folder)
     return str(folder)
 
 
 def mixed(folder: Path, base: str, other: dict[str, Any]) -> str:
-    """The model in `base` with some tensors of another one."""
+    """The model in `base` with some tensors of `other`."""
     folder.mkdir()
     make_tokenizer(folder)
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
@@ -51,28 +51,30 @@ def mixed(folder: Path, base: str, other: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize("num_processes", [1, 2])
-def test_experts_and_sinks_are_exact_there_and_back(num_processes: int, tmp_path: Path):
+def test_experts_and_sinks_are_exact_after_updates_in_both_directions(
+    num_processes: int, tmp_path: Path
+):
     need_gpus(num_processes + 1)
-    own, other = make_model(tmp_path / "own", 0), make_model(tmp_path / "other", 1)
+    original, other = make_model(tmp_path / "own", 0), make_model(tmp_path / "other", 1)
     options = (
         "--num-workers", "1", "--num-front-ends", "1", "--weights-root", str(tmp_path),
         "--tensor-parallel-size", str(num_processes), "--weight-update-timeout-s", "120",
-        # Two engine processes that wait for each other leave two cores little for the others.
+        # Two engine processes that busy-wait for each other starve the rest of a two-core machine.
         "--heartbeat-timeout-s", "120",
         *ENGINE_OPTIONS,
     )  # fmt: skip
-    with running_server(own, *options, log=tmp_path / "log") as server:
+    with running_server(original, *options, log=tmp_path / "log") as server:
         client = weights_client(server, timeout_s=120)
-        assert_serves(server, own)
-        for folder in (other, own, other):
+        assert_serves(server, original)
+        for folder in (other, original, other):
             result = client.update(tensors_of(folder), policy="keep")
             assert result["missing"] == result["ignored"] == []
             assert_serves(server, folder)
-        experts = {name: one for name, one in tensors_of(own) if name.startswith(EXPERTS)}
+        experts = {name: one for name, one in tensors_of(original) if name.startswith(EXPERTS)}
         client.update(list(experts.items()), policy="keep", partial=True)
         assert_serves(server, mixed(tmp_path / "mixed", other, experts))
-        client.update_from_folder(own, policy="keep")
-        assert_serves(server, own)
+        client.update_from_folder(original, policy="keep")
+        assert_serves(server, original)
         client.close()
         update_by_trl(server.url, other)
         assert_serves(server, other)

@@ -1,11 +1,11 @@
-"""Loaders that leave out a tensor: the update is refused, or the worker ends; none serves half of it."""
+"""Loaders that skip a tensor: the update is refused or the workers end; no mixed weights."""
 
 from pathlib import Path
 
 import pytest
 
 from tests.conftest import ENGINE_OPTIONS
-from tests.forgetful_extension import LEFT_OUT
+from tests.forgetful_extension import SKIPPED_TENSOR
 from tests.servers import Server, need_gpus, running_server, wait_until
 from tests.test_weights import worker_pids
 from tests.trainer import tensors_of
@@ -17,7 +17,7 @@ from titopool.demo_model import make_model
 NUM_WORKERS = 2
 
 
-def test_what_loaders_leave_out_is_refused_or_ends_the_workers(tiny_model: str, tmp_path: Path):
+def test_a_skipped_tensor_is_refused_or_ends_the_workers(tiny_model: str, tmp_path: Path):
     need_gpus(NUM_WORKERS + 1)
     other, forgets = tmp_path / "other", tmp_path / "forgets"
     other.mkdir()
@@ -31,13 +31,13 @@ def test_what_loaders_leave_out_is_refused_or_ends_the_workers(tiny_model: str, 
     with running_server(
         tiny_model, *options, log=log, num_workers=NUM_WORKERS, FORGETS=str(forgets)
     ) as server:
-        refuses(server, str(other), tiny_model)
+        check_update_is_refused(server, str(other), tiny_model)
         forgets.write_text("loading")
-        ends_workers(server, str(other), tiny_model)
+        check_update_ends_workers(server, str(other), tiny_model)
 
 
-def refuses(server: Server, other: str, own: str) -> None:
-    """Before anything is sent; the group and the old weights stay."""
+def check_update_is_refused(server: Server, other: str, original: str) -> None:
+    """A dry run refuses the update before any tensor is sent; group and old weights stay."""
     client = weights_client(server, timeout_s=60)
     new = tensors_of(other)
     for update in (
@@ -47,22 +47,22 @@ def refuses(server: Server, other: str, own: str) -> None:
         with pytest.raises(WeightsError, match="1 of the model's parameters would keep") as caught:
             update()
         assert caught.value.status == 400
-        assert f": {LEFT_OUT}; put the new weights into a folder" in str(caught.value)
-        assert_serves(server, own, times=2)
+        assert f": {SKIPPED_TENSOR}; put the new weights into a folder" in str(caught.value)
+        assert_serves(server, original, times=2)
     client.close()
-    with pytest.raises(AssertionError, match=LEFT_OUT):
+    with pytest.raises(AssertionError, match=SKIPPED_TENSOR):
         update_by_trl(server.url, other)
-    assert_serves(server, own, times=2)
+    assert_serves(server, original, times=2)
 
 
-def ends_workers(server: Server, other: str, own: str) -> None:
-    """What a dry run cannot know shows in the end; the workers begin again."""
+def check_update_ends_workers(server: Server, other: str, original: str) -> None:
+    """A loader that a dry run cannot check is found after loading: the workers end and restart."""
     client = weights_client(server, timeout_s=60)
     pids = worker_pids(server)
-    # Another order, which has had no dry run yet.
+    # Another order of tensors, which has had no dry run yet.
     with pytest.raises(WeightsError, match="half loaded") as caught:
         client.update(tensors_of(other)[::-1], policy="keep")
-    assert f": {LEFT_OUT}; start the server with a folder" in str(caught.value)
+    assert f": {SKIPPED_TENSOR}; start the server with a folder" in str(caught.value)
     wait_until(lambda: not set(pids) & set(worker_pids(server)), 60)
     server.wait_until_ready(server.num_workers)
-    assert_serves(server, own, times=2)
+    assert_serves(server, original, times=2)

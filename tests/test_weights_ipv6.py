@@ -1,16 +1,16 @@
-"""Weight updates over IPv6: the server's address, and the one at which the workers find the trainer."""
+"""Weight updates over IPv6: the server's address, and the trainer's address for workers."""
 
 import socket
 
 import pytest
 
 from tests.servers import Server, need_gpus
-from tests.test_weights_client import six
+from tests.test_weights_client import ipv6_listener
 from tests.trainer import DEVICE, tensors_of
 from tests.weights import assert_serves
 from titopool.client.weights_client import WeightsClient
 
-# A name that has an IPv6 address only.
+# A host name with only an IPv6 address.
 NAME = "six.titopool.test"
 
 
@@ -18,7 +18,7 @@ NAME = "six.titopool.test"
 def server(single_server: Server) -> Server:
     """The front end listens at all addresses of both families."""
     need_gpus(2)
-    six().close()
+    ipv6_listener().close()
     return single_server
 
 
@@ -39,7 +39,7 @@ def test_an_update_over_ipv6(
     try:
         client.update(tensors_of(str(tmp_path)), policy="keep")
         assert_serves(server, str(tmp_path))
-        # Again, in the same group.
+        # A second update in the same group.
         client.update(tensors_of(tiny_model), policy="keep")
         assert_serves(server, tiny_model)
     finally:

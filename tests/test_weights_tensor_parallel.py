@@ -1,4 +1,4 @@
-"""Weight updates of a worker that is two processes: each takes its part of every tensor."""
+"""Weight updates of a worker with two processes: each loads its shard of every tensor."""
 
 from collections.abc import Iterator
 
@@ -23,7 +23,7 @@ def server(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterato
         yield running
 
 
-def test_both_protocols_reach_all_processes_of_a_worker(
+def test_both_protocols_update_all_processes_of_a_worker(
     server: Server, tiny_model: str, tmp_path_factory: pytest.TempPathFactory
 ):
     from titopool.demo_model import make_model

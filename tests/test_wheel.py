@@ -1,4 +1,4 @@
-"""The wheel holds the whole server, and runs without the checkout."""
+"""The wheel contains the whole server, and works without the checkout."""
 
 import os
 import shutil
@@ -40,22 +40,23 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def commands(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The `bin` of an environment with the wheel; it shares the other packages of this one."""
+    """The `bin` of an environment with the wheel; its other packages come from this environment."""
     folder = tmp_path_factory.mktemp("installed")
     venv.create(folder, with_pip=False, symlinks=True)
     python = folder / "bin" / "python"
     options = ["--no-deps", "--no-index", "--no-compile"]
     pip = [*PIP, "--python", str(python), "install", *options]
     subprocess.run([*pip, str(wheel)], check=True, timeout=120)
-    # After the installation, or pip would find the checkout's titopool there. Python adds the folder
-    # to the import path but reads no .pth file in it: so the editable installation has no effect.
+    # Added after the installation, or pip would find the checkout's titopool there. Python adds the
+    # folder to the import path but reads no .pth file in it, so the editable installation has no
+    # effect.
     (packages,) = folder.glob("lib/python*/site-packages")
     (packages / "shared.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
     return python.parent
 
 
 def environment(**variables: str) -> dict[str, str]:
-    """Without the checkout on the import path, and without settings."""
+    """Environment without the checkout on the import path, and without settings."""
     kept = {
         key: value
         for key, value in os.environ.items()
@@ -70,7 +71,7 @@ def run(folder: Path, *words: str | Path) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_the_wheel_holds_every_module_and_nothing_else(wheel: Path):
+def test_the_wheel_contains_every_module_and_nothing_else(wheel: Path):
     sources = {
         path.relative_to(REPOSITORY).as_posix()
         for root in ROOTS
@@ -97,7 +98,7 @@ def test_the_commands_start_without_the_checkout(commands: Path, tmp_path: Path)
     [["titopool", "serve"], ["python", "-m", "gunicorn", "app:create_app()"]],
     ids=["command", "gunicorn"],
 )
-def test_it_serves_without_the_checkout(commands: Path, tmp_path: Path, words: list[str]):
+def test_the_server_runs_without_the_checkout(commands: Path, tmp_path: Path, words: list[str]):
     """A front end; its pool has no worker, so that no engine starts."""
     shutil.copy(REPOSITORY / "gunicorn.conf.py", tmp_path)
     port, log = free_port(), tmp_path / "log"

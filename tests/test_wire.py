@@ -21,7 +21,7 @@ from workers.engine.packing import pack_logprobs
 
 @dataclass
 class Flat:
-    """The fields of vLLM's FlatLogprobs that are read."""
+    """The fields of vLLM's FlatLogprobs that titopool reads."""
 
     start_indices: list[int] = field(default_factory=list)
     end_indices: list[int] = field(default_factory=list)
@@ -50,7 +50,7 @@ def unpacked(
     return [list(map(float, one)) for one in values], [list(map(int, one)) for one in ids]
 
 
-def test_sampled_token_is_sorted_in_and_stands_once():
+def test_the_sampled_token_is_sorted_in_and_appears_once():
     flat = Flat()
     flat.add((7, -0.5, 2), (3, -0.25, 1), (7, -0.5, 2))
     flat.add((9, -4.0, 40), (3, -0.5, 1), (2, -1.0, 2))
@@ -62,7 +62,7 @@ def test_sampled_token_is_sorted_in_and_stands_once():
 @pytest.mark.parametrize(
     "sent, ids", [((7, 8), b""), ((7, 9), int32(7, 8))], ids=["sampled", "chosen"]
 )
-def test_one_entry_a_token_needs_no_counts_and_the_sampled_one_no_ids(sent, ids):
+def test_one_entry_per_token_needs_no_counts_and_sampled_tokens_no_ids(sent, ids):
     flat = Flat()
     flat.add((7, -0.5, 1))
     flat.add((8, float("nan"), 1))
@@ -71,7 +71,7 @@ def test_one_entry_a_token_needs_no_counts_and_the_sampled_one_no_ids(sent, ids)
     assert unpacked(packed, int32(*sent))[1] == [[7], [8]]
 
 
-def test_the_sampled_token_that_is_the_only_best_one_everywhere_needs_no_ids_either():
+def test_a_sampled_token_that_is_always_the_top_one_needs_no_ids():
     flat = Flat()
     flat.add((7, -0.5, 1), (7, -0.5, 1))
     flat.add((8, -0.25, 1), (8, -0.25, 1))
@@ -79,19 +79,19 @@ def test_the_sampled_token_that_is_the_only_best_one_everywhere_needs_no_ids_eit
 
 
 def test_packing_agrees_with_a_plain_sort_on_random_positions():
-    chance = random.Random(0)
+    rng = random.Random(0)
     flat, expected = Flat(), []
     for _ in range(200):
-        best = sorted(chance.sample(range(50), 5))
-        logprobs = sorted((-chance.random() * 4 for _ in best), reverse=True)
+        best = sorted(rng.sample(range(50), 5))
+        logprobs = sorted((-rng.random() * 4 for _ in best), reverse=True)
         top = list(zip(best, logprobs, range(1, 6), strict=True))
-        sampled = chance.choice([chance.choice(top), (99, -5.0, 6)])
+        sampled = rng.choice([rng.choice(top), (99, -5.0, 6)])
         flat.add(sampled, *top)
         expected.append([entry[0] for entry in dict.fromkeys([*top, sampled])])
     assert unpacked(pack_logprobs(flat, b""))[1] == expected
 
 
-def test_what_is_not_finite_is_null_and_floats_read_back_as_the_same_float32():
+def test_non_finite_values_are_null_and_floats_round_trip_as_float32():
     values = np.array([-1.6612, np.nan, -np.inf, -0.1], dtype=np.float32)
     ids = np.arange(4, dtype=np.int32)
     completion = Completion(
@@ -106,7 +106,7 @@ def test_what_is_not_finite_is_null_and_floats_read_back_as_the_same_float32():
 
 
 @pytest.mark.parametrize("frame", [b"", b"\x00", b"\xff" * 9, b"\x93\x01\x02\x03"])
-def test_frames_that_are_no_message_are_refused(frame):
+def test_undecodable_frames_are_refused(frame):
     for decode in (messages.decode_to_worker, messages.decode_from_worker):
         with pytest.raises(msgspec.MsgspecError):
             decode(frame)
@@ -123,7 +123,7 @@ def test_messages_round_trip():
         assert messages.decode_to_worker(messages.encode(message)) == message
 
 
-def test_curve_key_is_made_once_and_private(tmp_path):
+def test_curve_key_is_created_once_and_private(tmp_path):
     path = tmp_path / "keys" / "curve"
     public, secret = read_curve_key(str(path))
     assert zmq.curve_public(secret) == public
@@ -138,12 +138,12 @@ def test_a_file_without_a_key_is_refused(tmp_path):
         read_curve_key(str(path))
 
 
-def test_a_socket_path_that_is_too_long_is_refused():
+def test_a_too_long_socket_path_is_refused():
     with pytest.raises(ConfigError, match=str(MAX_IPC_PATH_BYTES)):
         worker_endpoint("/" + "x" * 120, 0)
 
 
-def test_host_names_are_looked_up_and_addresses_are_not():
+def test_host_names_are_resolved_and_addresses_are_not():
     assert is_named("tcp://worker:5555")
     assert not is_named("tcp://10.0.0.1:5555")
     assert not is_named("tcp://[::1]:5555")

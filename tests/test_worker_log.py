@@ -1,4 +1,4 @@
-"""What workers write: the worker's own lines on the screen, vLLM's in a file. A real supervisor."""
+"""Output of workers under a real supervisor: own lines on the screen, vLLM's in a file."""
 
 import resource
 import signal
@@ -37,7 +37,7 @@ class Supervised:
         wait_until(lambda: text in self.screen, 60, lambda: self.screen + self.log())
 
     def stop(self) -> None:
-        """Stops the supervisor, and its parent with it."""
+        """Stops the supervisor, and with it its parent."""
         (supervisor,) = psutil.Process(self.process.pid).children()
         supervisor.send_signal(signal.SIGTERM)
         self.process.wait(30)
@@ -53,7 +53,7 @@ def supervise(tmp_path: Path) -> Iterator[Callable[..., Supervised]]:
             "TITOPOOL_RUN_DIR": str(tmp_path / "run"), "TITOPOOL_NUM_WORKERS": "1",
             "XDG_CACHE_HOME": str(tmp_path / "cache"), **variables,
         }  # fmt: skip
-        # A parent that a supervisor may end when a start fails, as it does gunicorn's master.
+        # A parent that the supervisor may stop when a start fails, as it stops gunicorn's master.
         words = ["bash", "-c", 'trap : TERM; "$@"; exit $?', "-"]
         with (tmp_path / "screen").open("wb") as screen:
             process = subprocess.Popen(
@@ -89,44 +89,44 @@ write("a library ends")
 """
 
 
-def test_own_lines_are_on_the_screen_and_all_are_in_the_file(supervise):
+def test_own_lines_are_on_the_screen_and_all_lines_in_the_file(supervise):
     server = supervise(NOISY)
     server.wait_for("ZeroDivisionError")
     server.stop()
-    own = [
+    own_lines = [
         "worker 0: importing", "worker 0: loading (importing took", "worker 0: ready (loading took",
         "worker 0 | ", "a worker warns of \\udcff", "a job failed",
         "worker 0 | ZeroDivisionError: division by zero", "a worker ends",
     ]  # fmt: skip
-    foreign = ["a library speaks", "WARNING vllm.core: a library warns", "a library ends"]
-    foreign.append("half a line")
-    for text in own:
+    library_lines = ["a library speaks", "WARNING vllm.core: a library warns", "a library ends"]
+    library_lines.append("half a line")
+    for text in own_lines:
         assert text in server.screen
     assert f"goes to {server.run_dir}/worker-0.log" in server.screen
-    for text in foreign:
+    for text in library_lines:
         assert text not in server.screen
-    for text in [*foreign, *own[:3], *own[4:6]]:
+    for text in [*library_lines, *own_lines[:3], *own_lines[4:6]]:
         assert text in server.log()
 
 
-def test_a_disk_that_is_full_behind_the_screen_stops_nothing(supervise):
+def test_a_full_disk_behind_the_screen_stops_no_process(supervise):
     server = supervise(NOISY)
     server.wait_for("worker 0: ready")
-    everything = psutil.Process(server.process.pid).children(recursive=True)
-    for process in everything:
+    processes = psutil.Process(server.process.pid).children(recursive=True)
+    for process in processes:
         resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
     length = len(server.screen)
     # The worker writes its last lines.
-    worker = everything[-1]
+    worker = processes[-1]
     worker.send_signal(signal.SIGTERM)
-    # Another one is started in its place.
+    # The supervisor starts another worker.
     supervisor = psutil.Process(server.process.pid).children()[0]
     wait_until(lambda: [one.pid for one in supervisor.children()] not in ([], [worker.pid]), 20)
     assert len(server.screen) == length
     server.stop()
 
 
-def test_debug_shows_all(supervise):
+def test_debug_level_shows_all_lines(supervise):
     server = supervise(NOISY, TITOPOOL_LOG_LEVEL="debug")
     server.wait_for("ZeroDivisionError")
     server.stop()
@@ -135,7 +135,7 @@ def test_debug_shows_all(supervise):
         assert text.removeprefix("worker 0 | ") in server.log()
 
 
-def test_errors_of_libraries_are_shown_while_a_worker_serves_but_not_all(supervise, tmp_path):
+def test_library_errors_are_shown_up_to_a_limit(supervise, tmp_path):
     flag = tmp_path / "is-seen"
     server = supervise(f"""
 write("{ENGINE_ERROR}before it serves")
@@ -180,7 +180,7 @@ write("{ENGINE_ERROR}while it stops")
         ("", ""),
     ],
 )  # fmt: skip
-def test_which_lines_are_errors(line, text):
+def test_error_lines_are_recognised(line, text):
     assert error_text(line) == text
 
 
@@ -192,7 +192,7 @@ raise ValueError("no such model")
 """
 
 
-def test_a_start_that_fails_shows_the_end_of_the_log_and_says_where_it_is(supervise):
+def test_a_failed_start_shows_the_end_of_the_log_and_its_path(supervise):
     server = supervise(FAILING)
     assert server.process.wait(60) == 1
     conclusion = server.screen.rpartition("\ntitopool: ")[2].rstrip().splitlines()
@@ -216,7 +216,7 @@ def test_the_log_of_a_failed_start_outlives_a_private_run_dir(supervise, tmp_pat
     assert "step 0\n" in (kept / names[-1]).read_text()
 
 
-def test_a_log_that_cannot_be_kept_does_not_hide_the_cause(supervise, tmp_path):
+def test_a_log_that_cannot_be_saved_does_not_hide_the_cause(supervise, tmp_path):
     (tmp_path / "cache").touch()
     server = supervise(FAILING, "--remove-run-dir")
     assert server.process.wait(60) == 1
@@ -226,7 +226,7 @@ def test_a_log_that_cannot_be_kept_does_not_hide_the_cause(supervise, tmp_path):
     assert "    step 49\n" in conclusion
 
 
-def test_a_worker_that_dies_is_told_with_its_log(supervise, tmp_path):
+def test_a_worker_s_death_is_reported_with_its_log(supervise, tmp_path):
     flag = tmp_path / "has-died"
     server = supervise(f"""
 report("ready")
@@ -237,13 +237,13 @@ if not os.path.exists({str(flag)!r}):
 wait()
 """)
     server.wait_for("it exited with code 3; restarting it in 0 s; its log is")
-    # The file goes on.
+    # The new worker appends to the same file.
     wait_until(lambda: server.log().count("---- worker 0 starts, process ") == 2, 30)
     server.stop()
     assert "last words" in server.log()
 
 
-def test_the_file_of_a_server_before_stays_beside(supervise):
+def test_the_log_of_the_server_before_is_kept(supervise):
     for word in ("first", "second"):
         server = supervise(f"write('{word}')\nreport('ready')\nwait()")
         server.wait_for("worker 0: ready")
@@ -253,7 +253,7 @@ def test_the_file_of_a_server_before_stays_beside(supervise):
     assert "first" in server.log("worker-0.log.1")
 
 
-def test_the_files_stay_small(tmp_path, monkeypatch):
+def test_log_files_stay_small(tmp_path, monkeypatch):
     monkeypatch.setattr(worker_log, "MAX_FILE_BYTES", 2_000)
     log = WorkerLog(str(tmp_path), 0, is_kept=True)
     for number in range(1_000):
@@ -275,8 +275,8 @@ def test_a_full_disk_does_not_stop_the_workers(caplog):
     ]
 
 
-def test_a_worker_that_writes_much_at_its_end_is_not_held_up(supervise):
-    # More than a pipe holds.
+def test_a_worker_that_writes_much_at_its_end_does_not_hang(supervise):
+    # More than the buffer of a pipe.
     server = supervise("report('ready')\nwait()\nwrite('x' * 200_000)\nwrite('the end')")
     server.wait_for("worker 0: ready")
     server.stop()

@@ -1,4 +1,4 @@
-"""A worker's server: whatever happens to a job, it has an end."""
+"""A worker's server: every job ends once, whatever fails."""
 
 import asyncio
 import time
@@ -19,7 +19,7 @@ JOB = Job(7, 2, b"\0" * 4, 1, 1, b"")
 
 
 class Engine:
-    """Answers at once."""
+    """Completes every job at once."""
 
     has_died = False
 
@@ -55,7 +55,7 @@ async def refuse(*_: object) -> Any:
         ("nowhere", fail, ""),
     ],
 )
-def test_a_job_has_one_end_whatever_raises(
+def test_a_job_ends_once_whatever_raises(
     monkeypatch: pytest.MonkeyPatch, place: str, error: Any, code: str
 ):
     async def story() -> list[Any]:
@@ -82,8 +82,8 @@ def test_a_job_has_one_end_whatever_raises(
         assert isinstance(end, Completed)
 
 
-def test_a_worker_that_stood_still_drops_no_front_end_for_it(monkeypatch: pytest.MonkeyPatch):
-    """It has not read yet what front ends said meanwhile."""
+def test_a_worker_that_was_blocked_drops_no_front_end(monkeypatch: pytest.MonkeyPatch):
+    """The worker has not yet read what front ends sent while its event loop was blocked."""
 
     async def story() -> bool:
         config = ServerConfig(heartbeat_interval_s=0.1, heartbeat_timeout_s=0.5)
@@ -92,18 +92,18 @@ def test_a_worker_that_stood_still_drops_no_front_end_for_it(monkeypatch: pytest
             endpoint="ipc://none", worker_id="0", config=config, report=print,
         )  # fmt: skip
         monkeypatch.setattr(server, "_send", lambda *_: None)
-        looks: list[bool] = []
+        was_known: list[bool] = []
         monkeypatch.setattr(
-            server, "_send_heartbeats", lambda: looks.append(b"f" in server._front_ends)
+            server, "_send_heartbeats", lambda: was_known.append(b"f" in server._front_ends)
         )
         beating = asyncio.create_task(server._heartbeat_loop())
         await asyncio.sleep(0)
         server._front_ends[b"f"] = FrontEnd(last_hello=time.monotonic())
         time.sleep(1)
-        looks.clear()
-        while not looks:
+        was_known.clear()
+        while not was_known:
             await asyncio.sleep(0)
         beating.cancel()
-        return looks[0]
+        return was_known[0]
 
     assert asyncio.run(story())

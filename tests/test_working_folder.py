@@ -1,4 +1,4 @@
-"""`titopool serve` in folders that hold modules with our names, and what is relative to them."""
+"""`titopool serve` in folders whose modules have names like titopool's, and its relative paths."""
 
 import shutil
 from pathlib import Path
@@ -13,7 +13,7 @@ NAMES = ["app.py", "app/__init__.py", "workers/__init__.py", "titopool/__init__.
 
 
 def fill(folder: Path, names: list[str]) -> Path:
-    """Modules in `folder` that end whichever process imports them."""
+    """Writes modules into `folder` that end any process which imports them."""
     for name in names:
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -22,7 +22,7 @@ def fill(folder: Path, names: list[str]) -> Path:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_module_of_the_working_folder_is_not_taken_for_ours(start_server, tmp_path, name):
+def test_a_module_of_the_working_folder_is_not_imported(start_server, tmp_path, name):
     server = start_server(folder=fill(tmp_path / "user", [name]))
     wait_until(lambda: "worker 0: importing" in server.log, 60, lambda: server.log)
     wait_until(server.is_listening, 30, lambda: server.log)
@@ -31,9 +31,9 @@ def test_a_module_of_the_working_folder_is_not_taken_for_ours(start_server, tmp_
     assert "was imported" not in server.log
 
 
-def test_packages_in_pythonpath_are_not_taken_for_ours(start_server, tmp_path):
+def test_packages_in_pythonpath_do_not_replace_titopool_s(start_server, tmp_path):
     user = fill(tmp_path / "user", ["app.py", "workers/__init__.py"])
-    # Put first; an empty part, as `PYTHONPATH=$PYTHONPATH:…` leaves, means the working folder.
+    # Placed first. An empty entry, as `PYTHONPATH=$PYTHONPATH:…` leaves, means the working folder.
     server = start_server(folder=fill(tmp_path, ["json.py"]), PYTHONPATH=f"{user}:")
     wait_until(lambda: "worker 0: importing" in server.log, 60, lambda: server.log)
     wait_until(server.is_listening, 30, lambda: server.log)
@@ -53,7 +53,7 @@ def test_packages_in_pythonpath_are_not_taken_for_ours(start_server, tmp_path):
         pytest.param("checkout", "/lib/a", "{home}:/lib/a", id="checkout"),
     ],
 )
-def test_our_packages_come_first_where_they_must(
+def test_titopool_s_packages_come_first_in_pythonpath(
     tmp_path, monkeypatch, home, python_path, expected
 ):
     folders = {
@@ -64,13 +64,13 @@ def test_our_packages_come_first_where_they_must(
     (folders["namespace"] / "workers").mkdir(parents=True)
     monkeypatch.setattr(launch, "HOME", folders["home"])
     environ = {"OTHER": "x", "PYTHONPATH": python_path.format(**folders)}
-    wanted = {"PYTHONPATH": expected.format(**folders)} if expected is not None else {}
+    expected_variables = {"PYTHONPATH": expected.format(**folders)} if expected is not None else {}
     assert launch.child_environment(environ) == {
-        "OTHER": "x", "PYTHONSAFEPATH": "1", **wanted,
+        "OTHER": "x", "PYTHONSAFEPATH": "1", **expected_variables,
     }  # fmt: skip
 
 
-def test_a_relative_endpoint_and_key_file_are_those_of_the_folder(
+def test_a_relative_endpoint_and_key_file_are_in_the_working_folder(
     start_server, start_stub, tmp_path
 ):
     start_stub(0)
@@ -84,7 +84,7 @@ def test_a_relative_endpoint_and_key_file_are_those_of_the_folder(
     assert (tmp_path / "key").is_file()
 
 
-def test_relative_paths_mean_what_they_say_in_a_folder_full_of_such_names(
+def test_relative_paths_work_in_a_folder_with_conflicting_modules(
     start_server, tmp_path, tiny_model
 ):
     user = fill(tmp_path / "user", NAMES)

@@ -1,9 +1,9 @@
-"""A trainer that stops on the way, for tests that kill it.
+"""A trainer that stops at a given step, for tests that kill it.
 
     python -m tests.trainer URL FOLDER joined|begun|sending|sent
 
-It prints the word when it is so far, and waits to be killed. With `sending`, only the first
-bucket has left.
+It prints the word when it has reached the step, and waits to be killed. With `sending`, it has sent
+only the first bucket.
 """
 
 import sys
@@ -17,12 +17,12 @@ from titopool.client.weights_client import WeightsClient
 from titopool.settings.gpus import visible_gpus
 
 BUCKET_BYTES = 2**18
-# The last GPU: the workers have those before it.
+# The last GPU: the workers use the first ones.
 DEVICE = f"cuda:{len(visible_gpus()) - 1}" if visible_gpus() else "cpu"
 
 
 def tensors_of(folder: str) -> list[tuple[str, Any]]:
-    """The parameters of a checkpoint, float32, where a trainer has them."""
+    """The parameters of a checkpoint in float32, on the trainer's device."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(DEVICE)
     return [(name, parameter.detach()) for name, parameter in model.named_parameters()]
 
@@ -33,7 +33,7 @@ def stop(word: str) -> None:
 
 
 class StoppingClient(WeightsClient):
-    """Waits for its end at `stop_at`."""
+    """Waits to be killed at `stop_at`."""
 
     stop_at = ""
 

@@ -1,7 +1,7 @@
-"""Runs TRL's published client, unchanged, in a process of its own for each script.
+"""Runs TRL's published client, unmodified, in a separate process for each script.
 
-The packages are installed without dependencies beside the test environment (`make test`
-does it), one folder for each version.
+The packages are installed without dependencies next to the test environment (`make test` does so),
+one folder for each version.
 """
 
 import functools
@@ -14,7 +14,7 @@ from typing import Any
 from tests.forks import Forks
 
 TRL_FOLDER = Path(os.environ.get("TRL_FOLDER", Path(sys.prefix) / "trl"))
-# What scripts import besides: where transformers has the model that they train.
+# Also imported: the transformers module of the model that scripts train.
 MODULES = ("trl.generation.vllm_client", "transformers.models.qwen3.modeling_qwen3")
 PREAMBLE = """
 import json, sys
@@ -27,13 +27,13 @@ answer = lambda result: print(json.dumps(result))
 
 @functools.cache
 def forks(version: str) -> Forks:
-    """Processes that have imported TRL's client of this version, which takes 8 s."""
+    """Processes that have imported this version of TRL's client, which takes 8 s."""
     folder = TRL_FOLDER / version
     assert folder.is_dir(), f"trl {version} is not in {folder}; `make tools` puts it there"
     return Forks(*MODULES, PYTHONPATH=str(folder), HF_HUB_OFFLINE="1")
 
 
 def run_trl(version: str, url: str, script: str) -> Any:
-    """What `script` gives to `answer(…)`; it finds a `client` of the server at `url`."""
+    """The value that `script` passes to `answer(…)`; its `client` is connected to `url`."""
     printed = forks(version).run(PREAMBLE + script, url, version)
     return json.loads(printed.splitlines()[-1])

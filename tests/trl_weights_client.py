@@ -1,8 +1,7 @@
-"""TRL's client updating weights: its own code; over gloo, with NCCL's communicator replaced, on CPUs.
+"""TRL's client for weight updates: its own code; without a GPU, gloo replaces NCCL's communicator.
 
-Where there is no GPU, `PyNcclCommunicator` is the only thing that cannot run; its stand-in
-broadcasts through gloo, on the same store. Scripts find `client`, `device`, `tensors(folder)`,
-`module(folder)` and `answer`.
+Without a GPU, only `PyNcclCommunicator` cannot run; its stand-in broadcasts through gloo, with the
+same store. Scripts have `client`, `device`, `tensors(folder)`, `module(folder)` and `answer`.
 """
 
 import os
@@ -46,8 +45,8 @@ place = {DEVICE!r}
 device = int(place.partition(":")[2] or 0)
 """
 
-# TRL's own is one that any connection of this machine may have got; the same in all scripts, as
-# each takes the place of the one before.
+# Any connection of this machine may occupy TRL's default port. All scripts use the same port, as
+# each client replaces the previous one.
 GROUP_PORT = 27_000 + os.getpid() % 1000
 SETUP = f"""
 import os
@@ -67,7 +66,7 @@ def tensors(folder):
 
 
 def run_trl_weights(version: str, url: str, script: str) -> Any:
-    """What `script` gives to `answer(…)` after `SETUP`."""
+    """The value that `script` passes to `answer(…)` after `SETUP`."""
     setup = WITHOUT_GPU if DEVICE == "cpu" else WITH_GPU
     return run_trl(version, url, setup + SETUP + script)
 

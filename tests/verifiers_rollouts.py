@@ -1,7 +1,7 @@
-"""Interleaved rollouts of the published verifiers package, unchanged, in a process of its own.
+"""Interleaved rollouts of the published verifiers package, unmodified, in a separate process.
 
-`make tools` installs verifiers without most of its dependencies, in a folder that `rollouts` puts
-on the path.
+`make tools` installs verifiers without most of its dependencies, in a folder that this module adds
+to the import path.
 """
 
 import functools
@@ -27,8 +27,8 @@ def rollouts(url: str, **options: Any) -> list[dict[str, Any]]:
     """Each rollout's stop condition, error and turns.
 
     Args:
-        options: `sampling` (verifiers' sampling_args), `max_turns`, `reply` (what the
-            environment, or its tool, says each turn), `with_tools`.
+        options: `sampling` (verifiers' sampling_args), `max_turns`, `reply` (what the environment,
+            or its tool, returns each turn), `with_tools`.
     """
     printed = forks().run(SCRIPT, url, json.dumps(options), timeout_s=150)
     found: list[dict[str, Any]] = json.loads(printed.splitlines()[-1])
@@ -60,7 +60,7 @@ async def run(url: str, sampling: dict, max_turns: int, reply: str, with_tools: 
         "system_prompt": "Be brief.", "max_turns": max_turns, "interleaved_rollouts": True,
     }  # fmt: skip
     env = vf.ToolEnv(tools=[look], **options) if with_tools else Echo(**options)
-    # No retries: whatever the server refuses is seen.
+    # Without retries, so that every refusal of the server shows.
     async with AsyncOpenAI(base_url=url + "/v1", api_key="none", max_retries=0) as client:
         model = (await client.models.list()).data[0].id
         outputs = await env.generate(

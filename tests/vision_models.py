@@ -1,7 +1,7 @@
-"""Tiny random vision-language models of two families, made on the spot.
+"""Tiny random vision-language models of two families, created locally.
 
-Qwen2.5-VL puts `<|image_pad|>` as often as an image needs, by its size; SmolVLM (Idefics3)
-cuts an image into tiles and puts rows of markers and `<image>` around them.
+Qwen2.5-VL repeats `<|image_pad|>` as an image's size needs; SmolVLM (Idefics3) cuts an image into
+tiles and puts rows of markers and `<image>` around them.
 """
 
 from pathlib import Path
@@ -39,8 +39,8 @@ def make_qwen_vl(folder: Path, *, shape: dict[str, Any] | None = None) -> None:
     """Writes a Qwen2.5-VL with its processor to `folder`.
 
     Args:
-        shape: `text_config` and `vision_config` of another shape than the tiny one; its weights
-            are left to vLLM's `load_format="dummy"`.
+        shape: replaces `text_config` and `vision_config` of the tiny model; then no weights are
+            written, for vLLM's `load_format="dummy"`.
     """
     tokenizer = _tokenizer(folder, QWEN_TOKENS)
     tokenizer.chat_template = QWEN_TEMPLATE
@@ -81,7 +81,7 @@ def _rope(sections: list[int]) -> dict[str, Any]:
     return {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": sections}
 
 
-# Qwen2.5-VL-3B-Instruct's.
+# The shape of Qwen2.5-VL-3B-Instruct.
 QWEN_3B: dict[str, Any] = {
     "text_config": {
         "vocab_size": 151_936, "hidden_size": 2048, "intermediate_size": 11_008,

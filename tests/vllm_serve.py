@@ -1,4 +1,4 @@
-"""vLLM's own server beside ours, and bodies that both are asked."""
+"""vLLM's own server, and request bodies that are sent to both servers."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,7 +12,7 @@ from benchmarks.processes import engine_environment, running
 from benchmarks.targets import Engine, VllmServe
 from titopool.settings.gpus import visible_gpus
 
-# Log-probabilities: the two compute in batches of other sizes.
+# For log-probabilities: the two servers use different batch sizes.
 TOLERANCE = 1e-3
 IDS = [42, 1393, 14]
 CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello, ü!"}]
@@ -20,7 +20,7 @@ COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
 END_OF_MESSAGE = 2
 SCHEMA = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"],
           "additionalProperties": False}  # fmt: skip
-# Letters of two to four bytes, which the tokenizer has not seen.
+# Letters of two to four bytes that the tokenizer was not trained on.
 BIRDS = "é\U0001f99c…\u0436a"
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": SCHEMA}}]
 CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": true}'}}
@@ -28,11 +28,11 @@ CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{
 
 @contextmanager
 def vllm_server(model: str, log: Path) -> Iterator[str]:
-    """The URL of vLLM's server of `model`, with the settings that this server's engines get."""
+    """Starts vLLM's server of `model` with titopool's engine settings; yields its URL."""
     options: dict[str, Any] = {
         "dtype": "float32", "max_model_len": 512, "max_num_seqs": 16, "enforce_eager": True,
         "gpu_memory_utilization": 0.3, "max_logprobs": 128,
-        # As this server's default; vLLM's own are those before temperature and penalties.
+        # As titopool's default; vLLM's default ignores temperature and penalties.
         "logprobs_mode": "processed_logprobs",
     }  # fmt: skip
     environ = engine_environment(on_cpu=not visible_gpus())
@@ -41,8 +41,10 @@ def vllm_server(model: str, log: Path) -> Iterator[str]:
 
 
 class Greedy:
-    """What the model says greedily: stop strings are cut from it, as it is another one each time
-    that the sources, on which its tokenizer is trained, change."""
+    """The model's greedy output, from which tests cut stop strings.
+
+    The output changes with the source files, on which the tokenizer is trained.
+    """
 
     def __init__(self, url: str):
         answer = post(url, COMPLETIONS, {"prompt": IDS, "logprobs": 0, **GREEDY})
@@ -61,7 +63,7 @@ class Greedy:
 
 GREEDY = {"temperature": 0, "max_tokens": 12, "return_token_ids": True, "ignore_eos": True}
 Body = dict[str, Any] | Callable[[Greedy], dict[str, Any]]
-# Each with GREEDY below it.
+# Each is merged over GREEDY.
 COMPLETION_BODIES: dict[str, Body] = {
     "text": {"prompt": "Hello, world"},
     "ids": {"prompt": IDS},
@@ -69,17 +71,17 @@ COMPLETION_BODIES: dict[str, Body] = {
     "lists-of-ids": {"prompt": [IDS, [5, 6]]},
     "special-tokens-in-text": {"prompt": "<|im_start|>user\nHi<|im_end|>"},
     "no-special-tokens": {"prompt": "Hello", "add_special_tokens": False},
-    "stop-inside-a-token": lambda said: {"prompt": IDS, "stop": [said.inside()]},
-    "stop-text-kept": lambda said: {
-        "prompt": IDS, "stop": said.inside(), "include_stop_str_in_output": True,
+    "stop-inside-a-token": lambda greedy: {"prompt": IDS, "stop": [greedy.inside()]},
+    "stop-text-kept": lambda greedy: {
+        "prompt": IDS, "stop": greedy.inside(), "include_stop_str_in_output": True,
     },
-    "stop-with-logprobs": lambda said: {"prompt": IDS, "stop": [said.inside()], "logprobs": 1},
-    "stop-with-min-tokens": lambda said: {"prompt": IDS, "stop": [said.inside()], "min_tokens": 9},
-    "stop-token": lambda said: {"prompt": IDS, "stop_token_ids": [said.ids[4]]},
-    "stop-token-kept": lambda said: {
-        "prompt": IDS, "stop_token_ids": [said.ids[4]], "include_stop_str_in_output": True,
+    "stop-with-logprobs": lambda greedy: {"prompt": IDS, "stop": [greedy.inside()], "logprobs": 1},
+    "stop-with-min-tokens": lambda greedy: {"prompt": IDS, "stop": [greedy.inside()], "min_tokens": 9},
+    "stop-token": lambda greedy: {"prompt": IDS, "stop_token_ids": [greedy.ids[4]]},
+    "stop-token-kept": lambda greedy: {
+        "prompt": IDS, "stop_token_ids": [greedy.ids[4]], "include_stop_str_in_output": True,
     },
-    "min-tokens": lambda said: {"prompt": IDS, "stop_token_ids": [said.ids[2]], "min_tokens": 6},
+    "min-tokens": lambda greedy: {"prompt": IDS, "stop_token_ids": [greedy.ids[2]], "min_tokens": 6},
     "end-of-text": {"prompt": IDS, "logit_bias": {"0": 100}, "ignore_eos": False},
     "end-of-text-after-min-tokens": {
         "prompt": IDS, "logit_bias": {"0": 100}, "ignore_eos": False, "min_tokens": 3,
@@ -100,7 +102,7 @@ COMPLETION_BODIES: dict[str, Body] = {
     "logprobs-seeded": {"prompt": IDS, "logprobs": 2, "seed": 7, "temperature": 0.7},
     "logprobs-of-a-hidden-token": {"prompt": IDS, "logprobs": 1, "logit_bias": {"2": 100}},
     "logprobs-as-ids": {"prompt": IDS, "logprobs": 2, "return_tokens_as_token_ids": True},
-    "bad-words": lambda said: {"prompt": IDS, "bad_words": [said.tokens[1]]},
+    "bad-words": lambda greedy: {"prompt": IDS, "bad_words": [greedy.tokens[1]]},
     "allowed": {"prompt": IDS, "allowed_token_ids": [70, 71, 72], "logprobs": 5},
     "schema": {
         "prompt": IDS, "max_tokens": 40,
@@ -164,7 +166,7 @@ CHAT_BODIES: dict[str, Body] = {
 }  # fmt: skip
 
 
-# Not to be streamed.
+# Bodies that cannot be streamed.
 WHOLE_BODIES: dict[str, tuple[str, dict[str, Any]]] = {
     "prompt-logprobs": (COMPLETIONS, {"prompt": IDS, "prompt_logprobs": 2}),
     "prompt-logprobs-0": (COMPLETIONS, {"prompt": f"A {BIRDS}.", "prompt_logprobs": 0}),
@@ -176,13 +178,13 @@ WHOLE_BODIES: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 
 
-def body_of(body: Body, said: Greedy, path: str) -> dict[str, Any]:
-    own = body(said) if callable(body) else body
+def body_of(body: Body, greedy: Greedy, path: str) -> dict[str, Any]:
+    own = body(greedy) if callable(body) else body
     return GREEDY | ({"messages": CHAT} if path == CHATS else {}) | own
 
 
 def invalid_utf8(tokenizer: Any, path: str) -> dict[str, Any]:
-    """A body whose completion is the first bytes of a letter, again and again."""
+    """A body whose completion repeats the first bytes of a letter."""
     first = tokenizer("\U0001f99c", add_special_tokens=False)["input_ids"][0]
     prompt = {"messages": CHAT} if path == CHATS else {"prompt": IDS}
     logprobs = {"logprobs": True, "top_logprobs": 1} if path == CHATS else {"logprobs": 1}
@@ -193,17 +195,17 @@ def post(url: str, path: str, body: dict[str, Any]) -> requests.Response:
     return requests.post(url + path, json=body, timeout=120)
 
 
-def assert_same(ours: Any, theirs: Any, place: str = "") -> None:
-    """Equal in all but the last digits of numbers that are not whole."""
+def assert_same(ours: Any, theirs: Any, location: str = "") -> None:
+    """Equal except for the last digits of floats."""
     if isinstance(theirs, dict) and isinstance(ours, dict):
-        assert ours.keys() == theirs.keys(), place
+        assert ours.keys() == theirs.keys(), location
         for key, value in theirs.items():
-            assert_same(ours[key], value, f"{place}.{key}")
+            assert_same(ours[key], value, f"{location}.{key}")
     elif isinstance(theirs, list) and isinstance(ours, list):
-        assert len(ours) == len(theirs), f"{place}: {ours} {theirs}"
+        assert len(ours) == len(theirs), f"{location}: {ours} {theirs}"
         for index, value in enumerate(theirs):
-            assert_same(ours[index], value, f"{place}[{index}]")
+            assert_same(ours[index], value, f"{location}[{index}]")
     elif isinstance(theirs, float):
-        assert ours == pytest.approx(theirs, abs=TOLERANCE), place
+        assert ours == pytest.approx(theirs, abs=TOLERANCE), location
     else:
-        assert ours == theirs, place
+        assert ours == theirs, location

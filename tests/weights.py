@@ -1,4 +1,4 @@
-"""What tests of weight updates share: other weights for the tiny model, and what they give."""
+"""Helpers for tests of weight updates: other weights, and the completions they give."""
 
 import subprocess
 import sys
@@ -14,24 +14,24 @@ from titopool.client.weights_client import WeightsClient
 
 PROMPT = [5, 6, 7, 8, 9, 10, 11]
 NUM_TOKENS = 10
-# On a GPU, attention kernels multiply float32 with 10 bits of mantissa (tf32).
+# On a GPU, attention kernels multiply float32 with a mantissa of 10 bits (TF32).
 TOLERANCE = 1e-3 if DEVICE == "cpu" else 5e-3
 
 
 def weights_client(server: Server, **options: Any) -> WeightsClient:
-    """A trainer's client on its device: NCCL where there are GPUs, else gloo."""
+    """A trainer's client on its device: NCCL with GPUs, else gloo."""
     return WeightsClient(server.url, device=DEVICE, **options)
 
 
 class Generates(Protocol):
-    """A server, however it was started."""
+    """Any server that generates."""
 
     def generate(self, prompts: Any, **fields: Any) -> dict[str, Any]:
-        """The answer of /generate/."""
+        """The response of /generate/."""
 
 
 def assert_serves(server: Generates, folder: str, *, times: int = 1) -> dict[str, Any]:
-    """The greedy ids and log-probabilities are transformers' with the weights in `folder`."""
+    """Checks that greedy ids and log-probabilities equal transformers' for `folder`."""
     expected = reference.greedy(folder, PROMPT, NUM_TOKENS)
     rows = reference.logprobs(folder, PROMPT, expected)
     answer: dict[str, Any] = {}
@@ -46,12 +46,12 @@ def assert_serves(server: Generates, folder: str, *, times: int = 1) -> dict[str
 
 
 def states(server: Server) -> list[str]:
-    """Each worker's state, as /weights has it."""
+    """Each worker's state, from /weights."""
     return [one["state"] for one in server.get("/weights").json()["workers"]]
 
 
 class Generation:
-    """A long request that runs beside the test."""
+    """A long request that runs during the test."""
 
     def __init__(self, server: Server, *, num_tokens: int, n: int = 1, num_prompts: int = 2):
         self.prompts = [PROMPT, PROMPT[::-1]][:num_prompts]
@@ -74,7 +74,7 @@ class Generation:
 
 @contextmanager
 def trainer(server: Server, folder: str, stop_at: str) -> Iterator[subprocess.Popen[str]]:
-    """A trainer process (`tests/trainer.py`) that has come to `stop_at`; it is killed in the end."""
+    """A trainer process (`tests/trainer.py`) that has reached `stop_at`; killed at the end."""
     process = subprocess.Popen(
         [sys.executable, "-m", "tests.trainer", server.url, folder, stop_at],
         env=environment(), cwd=REPOSITORY, stdout=subprocess.PIPE, text=True,

@@ -1,4 +1,4 @@
-"""vLLM's own server for the comparisons of this folder: it starts once, and ends with the last."""
+"""vLLM's own server for the comparisons in this folder: started once for all tests."""
 
 from collections.abc import Iterator
 
@@ -8,13 +8,13 @@ from tests.vllm_serve import Greedy, vllm_server
 
 
 @pytest.fixture(scope="package")
-def theirs(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Its URL."""
+def vllm_url(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """URL of vLLM's server."""
     with vllm_server(tiny_model, tmp_path_factory.mktemp("vllm-serve") / "log") as url:
         yield url
 
 
 @pytest.fixture(scope="package")
-def said(theirs: str) -> Greedy:
-    """What the model says there."""
-    return Greedy(theirs)
+def greedy(vllm_url: str) -> Greedy:
+    """The model's greedy output, sampled by vLLM's server."""
+    return Greedy(vllm_url)

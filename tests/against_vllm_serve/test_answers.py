@@ -1,4 +1,4 @@
-"""OpenAI's routes beside vLLM's own server: the same bodies, the same text, ids and numbers."""
+"""OpenAI's routes compared with vLLM's own server: same bodies, same text, ids and numbers."""
 
 import pytest
 from transformers import AutoTokenizer
@@ -23,14 +23,14 @@ from tests.vllm_serve import (
 USAGE = ("prompt_tokens", "completion_tokens", "total_tokens")
 
 
-def assert_same_answers(server: Server, theirs: str, path: str, body: dict) -> None:
-    our_answer, their_answer = post(server.url, path, body), post(theirs, path, body)
-    assert their_answer.status_code == 200, their_answer.text
-    assert our_answer.status_code == 200, our_answer.text
-    ours, expected = our_answer.json(), their_answer.json()
+def assert_same_responses(server: Server, vllm_url: str, path: str, body: dict) -> None:
+    our_response, vllm_response = post(server.url, path, body), post(vllm_url, path, body)
+    assert vllm_response.status_code == 200, vllm_response.text
+    assert our_response.status_code == 200, our_response.text
+    ours, expected = our_response.json(), vllm_response.json()
     assert len(ours["choices"]) == len(expected["choices"])
     for mine, other in zip(ours["choices"], expected["choices"], strict=True):
-        assert_same(seen(mine, path), seen(other, path), f"choices[{mine['index']}]")
+        assert_same(client_view(mine, path), client_view(other, path), f"choices[{mine['index']}]")
     assert ours.get("prompt_token_ids") == expected.get("prompt_token_ids")
     assert_same(ours.get("prompt_logprobs"), expected.get("prompt_logprobs"), "prompt_logprobs")
     assert ours["object"] == expected["object"]
@@ -39,8 +39,8 @@ def assert_same_answers(server: Server, theirs: str, path: str, body: dict) -> N
     }
 
 
-def seen(choice: dict, path: str) -> dict:
-    """What a client reads of a choice; what was not asked for may be null or missing."""
+def client_view(choice: dict, path: str) -> dict:
+    """The fields of a choice that a client reads; fields not requested may be null or missing."""
     keys = ("index", "logprobs", "finish_reason", "stop_reason", "token_ids", "prompt_token_ids",
             "prompt_logprobs")  # fmt: skip
     text = choice["message"]["content"] if path == CHATS else choice["text"]
@@ -48,24 +48,26 @@ def seen(choice: dict, path: str) -> dict:
 
 
 @pytest.mark.parametrize("body", COMPLETION_BODIES.values(), ids=COMPLETION_BODIES)
-def test_completions(server: Server, theirs: str, said: Greedy, body: Body):
-    assert_same_answers(server, theirs, COMPLETIONS, body_of(body, said, COMPLETIONS))
+def test_completions_agree(server: Server, vllm_url: str, greedy: Greedy, body: Body):
+    assert_same_responses(server, vllm_url, COMPLETIONS, body_of(body, greedy, COMPLETIONS))
 
 
 @pytest.mark.parametrize("body", CHAT_BODIES.values(), ids=CHAT_BODIES)
-def test_chat_completions(server: Server, theirs: str, said: Greedy, body: Body):
-    assert_same_answers(server, theirs, CHATS, body_of(body, said, CHATS))
+def test_chat_completions_agree(server: Server, vllm_url: str, greedy: Greedy, body: Body):
+    assert_same_responses(server, vllm_url, CHATS, body_of(body, greedy, CHATS))
 
 
 @pytest.mark.parametrize("path, body", WHOLE_BODIES.values(), ids=WHOLE_BODIES)
-def test_whole_answers_only(server: Server, theirs: str, said: Greedy, path: str, body: dict):
-    assert_same_answers(server, theirs, path, body_of(body, said, path))
+def test_requests_that_cannot_stream_agree(
+    server: Server, vllm_url: str, greedy: Greedy, path: str, body: dict
+):
+    assert_same_responses(server, vllm_url, path, body_of(body, greedy, path))
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHATS])
-def test_invalid_utf8_at_the_end(server: Server, theirs: str, tiny_model: str, path: str):
+def test_invalid_utf8_at_the_end_agrees(server: Server, vllm_url: str, tiny_model: str, path: str):
     body = invalid_utf8(AutoTokenizer.from_pretrained(tiny_model), path)
-    assert_same_answers(server, theirs, path, body)
+    assert_same_responses(server, vllm_url, path, body)
 
 
 @pytest.mark.parametrize(
@@ -83,16 +85,16 @@ def test_invalid_utf8_at_the_end(server: Server, theirs: str, tiny_model: str, p
         },
     ],
 )  # fmt: skip
-def test_tokenize(server: Server, theirs: str, body: dict):
-    ours, expected = post(server.url, "/tokenize", body), post(theirs, "/tokenize", body)
+def test_tokenize_agrees(server: Server, vllm_url: str, body: dict):
+    ours, expected = post(server.url, "/tokenize", body), post(vllm_url, "/tokenize", body)
     assert expected.status_code == 200, expected.text
     assert ours.json() == expected.json()
 
 
 @pytest.mark.parametrize("tokens", [[42, 1, 1393, 2, 0], [300, 301, 302], [230, 159], []])
-def test_detokenize(server: Server, theirs: str, tokens: list[int]):
+def test_detokenize_agrees(server: Server, vllm_url: str, tokens: list[int]):
     ours = post(server.url, "/detokenize", {"tokens": tokens})
-    assert ours.json() == post(theirs, "/detokenize", {"tokens": tokens}).json()
+    assert ours.json() == post(vllm_url, "/detokenize", {"tokens": tokens}).json()
 
 
 @pytest.mark.parametrize(
@@ -114,12 +116,12 @@ def test_detokenize(server: Server, theirs: str, tokens: list[int]):
         (CHATS, {"add_generation_prompt": True, "continue_final_message": True}, True),
     ],
 )
-def test_refusals(
-    server: Server, theirs: str, said: Greedy, path: str, change: dict, same_status: bool
+def test_bad_requests_are_refused_like_vllm_s(
+    server: Server, vllm_url: str, greedy: Greedy, path: str, change: dict, same_status: bool
 ):
-    base = {"prompt": said.ids} if path == COMPLETIONS else {}
-    body = body_of(base, said, path) | change
-    ours, other = post(server.url, path, body), post(theirs, path, body)
+    base = {"prompt": greedy.ids} if path == COMPLETIONS else {}
+    body = body_of(base, greedy, path) | change
+    ours, other = post(server.url, path, body), post(vllm_url, path, body)
     assert 400 <= ours.status_code < 500, ours.text
     if same_status:
         assert ours.status_code == other.status_code, other.text

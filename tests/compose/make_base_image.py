@@ -2,9 +2,10 @@
 
     python -m tests.compose.make_base_image TAG
 
-A Debian of this machine's release from this machine's package mirror, with the packages of
-the CPU build in a folder, so that the image build needs neither network nor pip's settings
-of this machine. Needs root, debootstrap, and Debian's Python of the same version as this one.
+The image is a Debian of this machine's release, from this machine's package mirror. A folder in the
+image holds the Python packages of the CPU build, so that the image build needs neither network nor
+this machine's pip settings. Needs root, debootstrap, and Debian's Python in the same version as
+this one.
 """
 
 import platform
@@ -14,14 +15,14 @@ import tempfile
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
-# In the image.
+# Path inside the image.
 WHEELS = "opt/wheels"
 PACKAGES = "ca-certificates,g++,libnuma1,make,python3,python3-venv"
 TIMEOUT_S = 900.0
 
 
 def run(*command: str, **options: object) -> str:
-    """Runs `command`; returns what it wrote, raises with it when it fails."""
+    """Runs `command` and returns its output; an error contains the output."""
     done = subprocess.run(
         command, cwd=REPOSITORY, timeout=TIMEOUT_S, text=True,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **options,
@@ -34,7 +35,7 @@ def run(*command: str, **options: object) -> str:
 
 
 def package_mirror() -> tuple[str, str]:
-    """This machine's Debian release and where apt gets it from."""
+    """This machine's Debian release and the mirror that apt uses."""
     release = platform.freedesktop_os_release()["VERSION_CODENAME"]
     format = "$(CODENAME) $(COMPONENT) $(REPO_URI)"
     for line in run("apt-get", "indextargets", "--format", format, "Identifier: Packages").split(
@@ -49,7 +50,7 @@ def make_base_image(tag: str) -> None:
     """Makes the image `tag`.
 
     Raises:
-        RuntimeError: a command failed; the message has what it wrote.
+        RuntimeError: a command failed; the message contains its output.
     """
     release, mirror = package_mirror()
     with tempfile.TemporaryDirectory(prefix="titopool-base-") as folder:

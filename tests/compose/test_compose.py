@@ -1,7 +1,8 @@
-"""docker-compose.yml for real: its cpu profile with two workers, from the build to `down`.
+"""docker-compose.yml with a real Docker engine: the cpu profile, two workers, from build to `down`.
 
-`make test-compose` runs it; without a Docker engine it is skipped. A base image is pulled, or
-made on the spot where none can be; BASE_IMAGE in the environment names another one.
+`make test-compose` runs these tests; without a Docker engine they are skipped. The base image is
+pulled, or built locally where nothing can be pulled; BASE_IMAGE in the environment names another
+image.
 """
 
 import hashlib
@@ -37,7 +38,7 @@ GREEDY = {"temperature": 0.0, "max_tokens": 6}
 def run(
     *command: str, timeout_s: float = COMMAND_TIMEOUT_S, check: bool = True, **variables: str
 ) -> str:
-    """What `command` writes; fails the test when it fails or is not done in time."""
+    """The output of `command`; fails the test if the command fails or times out."""
     done = subprocess.run(
         command, cwd=REPOSITORY, timeout=timeout_s, text=True, errors="replace",
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=os.environ | variables,
@@ -48,7 +49,7 @@ def run(
 
 @cache
 def compose_command() -> tuple[str, ...]:
-    """The plug-in where there is one, else the older program; empty without either."""
+    """The compose plug-in if installed, else the older program; empty without either."""
     for command in (("docker", "compose"), ("docker-compose",)):
         if (
             shutil.which(command[0])
@@ -61,8 +62,8 @@ def compose_command() -> tuple[str, ...]:
 
 
 @cache
-def why_not() -> str:
-    """Why nothing here can run; empty when it can."""
+def reason_to_skip() -> str:
+    """The reason why these tests cannot run here; empty if they can."""
     if not shutil.which("docker"):
         return "there is no docker command"
     if "Server:" not in run("docker", "version", timeout_s=30, check=False):
@@ -72,20 +73,20 @@ def why_not() -> str:
 
 pytestmark = [
     pytest.mark.compose,
-    # An image is built.
+    # Includes the image build.
     pytest.mark.timeout(BUILD_TIMEOUT_S + 1800),
 ]
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _engine() -> None:
-    if why_not():
-        pytest.skip(why_not())
+    if reason_to_skip():
+        pytest.skip(reason_to_skip())
 
 
 @pytest.fixture(scope="module")
 def base_image() -> str:
-    """An image that can be built upon."""
+    """A base image for the build."""
     if given := os.environ.get("BASE_IMAGE"):
         return given
     for command in (("image", "inspect"), ("pull", "--quiet")):
@@ -102,8 +103,8 @@ def base_image() -> str:
 
 
 @dataclass
-class Composed:
-    """A project that is up, and what the tests ask of it."""
+class ComposeProject:
+    """A running compose project."""
 
     name: str
     variables: dict[str, str]
@@ -117,21 +118,23 @@ class Composed:
     def containers(self, service: str) -> list[str]:
         """Ids of the service's running containers."""
         service_label = f"label=com.docker.compose.service={service}"
-        return run("docker", "ps", "--quiet", *self._mine(), "--filter", service_label).split()
+        return run(
+            "docker", "ps", "--quiet", *self._project_label(), "--filter", service_label
+        ).split()
 
     def num_restarts(self) -> int:
-        """How often Docker has restarted workers."""
+        """How often Docker has restarted the workers."""
         inspect = ("docker", "inspect", "--format", "{{.RestartCount}}")
         return sum(map(int, run(*inspect, *self.containers("worker-cpu")).split()))
 
     def leftovers(self) -> str:
-        """Containers, volumes and networks of the project, running or not."""
+        """The project's containers, volumes and networks, running or not."""
         return "".join(
-            run("docker", kind, "ls", "--quiet", *flags, *self._mine())
+            run("docker", kind, "ls", "--quiet", *flags, *self._project_label())
             for kind, flags in (("container", ("--all",)), ("volume", ()), ("network", ()))
         )
 
-    def _mine(self) -> tuple[str, str]:
+    def _project_label(self) -> tuple[str, str]:
         return "--filter", f"label=com.docker.compose.project={self.name}"
 
     def num_ready(self) -> int:
@@ -147,7 +150,7 @@ class Composed:
         return self.compose("logs", "--tail", "60")
 
     def generate(self, prompts: Any, **fields: Any) -> dict[str, Any]:
-        """The answer of /generate/, which must be a good one."""
+        """The response of /generate/; fails the test if the status is not 200."""
         answer = requests.post(
             f"{self.url}/generate/",
             json={"prompts": prompts, **fields},
@@ -160,8 +163,8 @@ class Composed:
 
 
 @pytest.fixture(scope="module")
-def composed(base_image: str) -> Iterator[Composed]:
-    """The cpu profile with two workers; removed afterwards, with its volumes."""
+def composed(base_image: str) -> Iterator[ComposeProject]:
+    """The cpu profile with two workers; removed afterwards with its volumes."""
     port, group_port = free_port(), free_port()
     variables = {
         "BASE_IMAGE": base_image,
@@ -169,15 +172,15 @@ def composed(base_image: str) -> Iterator[Composed]:
         "PUBLISH_GROUP": f"127.0.0.1:{group_port}:{group_port}",
         "TITOPOOL_API_KEY": API_KEY,
         "OMP_NUM_THREADS": "1",
-        # As a file .env may say: --profile must win.
+        # As in a user's .env file: --profile must win.
         "COMPOSE_PROFILES": "gpu",
     }
     url = f"http://127.0.0.1:{port}"
-    project = Composed(f"titopool-test-{os.getpid()}", variables, url, group_port)
+    project = ComposeProject(f"titopool-test-{os.getpid()}", variables, url, group_port)
     project.compose("build", timeout_s=BUILD_TIMEOUT_S)
     try:
         project.compose("up", "--detach", "--scale", "worker-cpu=2")
-        # Two workers that start over and over would use up all of the time.
+        # Fail early if two workers restart in a loop, instead of at the timeout.
         wait_until(
             lambda: project.num_ready() == 2 or project.num_restarts(),
             READY_TIMEOUT_S,
@@ -190,7 +193,7 @@ def composed(base_image: str) -> Iterator[Composed]:
     assert not project.leftovers()
 
 
-def test_front_end_is_healthy_and_asks_for_the_key(composed: Composed) -> None:
+def test_front_end_is_healthy_and_requires_the_key(composed: ComposeProject) -> None:
     assert requests.get(f"{composed.url}/health", timeout=10).status_code == 200
     refused = requests.post(f"{composed.url}/generate/", json={"prompts": [[1]]}, timeout=10)
     assert refused.status_code == 401
@@ -199,52 +202,52 @@ def test_front_end_is_healthy_and_asks_for_the_key(composed: Composed) -> None:
     wait_until(lambda: run(*status).strip() == "healthy", 60, lambda: run(*status))
 
 
-def test_nothing_runs_as_root(composed: Composed) -> None:
+def test_no_container_runs_as_root(composed: ComposeProject) -> None:
     for container in composed.containers("worker-cpu") + composed.containers("front-cpu"):
         assert run("docker", "exec", container, "id", "-u").strip() == "1000"
 
 
-def test_answers_in_the_order_of_the_prompts(composed: Composed) -> None:
+def test_completions_come_in_the_order_of_the_prompts(composed: ComposeProject) -> None:
     prompts = [[10 + index] * (3 + index) for index in range(8)]
     answer = composed.generate(prompts, **GREEDY)
     assert answer["prompt_ids"] == prompts
     assert [len(ids) for ids in answer["completion_ids"]] == [6] * 8
     assert [[len(at) for at in one] for one in answer["logprobs"]] == [[1] * 6] * 8
-    # Both workers serve the same weights: one prompt alone is answered like in the batch.
+    # Both workers serve the same weights, so a prompt alone gives the same ids as in the batch.
     alone = [composed.generate([prompt], **GREEDY)["completion_ids"][0] for prompt in prompts]
     assert answer["completion_ids"] == alone
     assert len(composed.generate(prompts, n=3)["completion_ids"]) == 24
 
 
-def test_front_end_reads_the_tokenizer_of_the_workers(composed: Composed) -> None:
+def test_front_end_loads_the_workers_tokenizer(composed: ComposeProject) -> None:
     answer = composed.generate(["def main() -> int:"], **GREEDY)
     assert len(answer["prompt_ids"][0]) > 1
 
 
-def test_answers_while_one_worker_is_stopped(composed: Composed) -> None:
+def test_requests_succeed_while_one_worker_is_stopped(composed: ComposeProject) -> None:
     stopped = composed.containers("worker-cpu")[0]
     run("docker", "stop", stopped)
     composed.wait_until_ready(1)
     assert len(composed.generate([[5, 6, 7]] * 4, **GREEDY)["completion_ids"]) == 4
-    # It comes back, perhaps at another address.
+    # The restarted container may get another address.
     run("docker", "start", stopped)
     composed.wait_until_ready(2)
 
 
-def test_a_worker_that_dies_is_restarted(composed: Composed) -> None:
+def test_a_dead_worker_is_restarted(composed: ComposeProject) -> None:
     killed = composed.containers("worker-cpu")[0]
-    # Every process of the container but the first, which ends with its child.
+    # Kills every process of the container except the first, which ends with its child.
     run("docker", "exec", killed, "sh", "-c", "kill -9 -1", check=False)
     wait_until(lambda: composed.num_ready() == 1, 60, composed.logs)
     assert len(composed.generate([[5, 6, 7]] * 4, **GREEDY)["completion_ids"]) == 4
     composed.wait_until_ready(2)
 
 
-def test_workers_on_gpus_take_different_ones(composed: Composed, tmp_path: Path) -> None:
-    """The command of `worker`, with a stand-in for nvidia-smi that shows three GPUs."""
+def test_gpu_workers_take_different_gpus(composed: ComposeProject, tmp_path: Path) -> None:
+    """Runs the command of `worker` with a stand-in for nvidia-smi that lists three GPUs."""
     services = yaml.safe_load((REPOSITORY / "docker-compose.yml").read_text())["services"]
     command = [word.replace("$$", "$") for word in services["worker"]["command"]]
-    # Where the worker would start, it says what it sees and holds its locks for a while.
+    # Instead of starting, the worker prints the GPUs it sees and holds its locks for a while.
     programs = {
         "nvidia-smi": "printf '0\\n1\\n2\\n'",
         "python": "echo $CUDA_VISIBLE_DEVICES; sleep 600",
@@ -256,7 +259,7 @@ def test_workers_on_gpus_take_different_ones(composed: Composed, tmp_path: Path)
     volume = f"{composed.name}_pool:/pool"
 
     def start(*options: str) -> str:
-        # With compose's label, so that leftovers() sees it.
+        # With compose's label, so that leftovers() finds the container.
         label = f"com.docker.compose.project={composed.name}"
         container = run(
             "docker", "run", "--detach", "--label", label, "--volume", volume, *options,
@@ -273,24 +276,24 @@ def test_workers_on_gpus_take_different_ones(composed: Composed, tmp_path: Path)
         assert "needs 3 GPUs and 2 are free" in start("--env", "TITOPOOL_TENSOR_PARALLEL_SIZE=3")
         assert start("--env", "TITOPOOL_TENSOR_PARALLEL_SIZE=2") == "1,2"
         assert "needs 1 GPUs and 0 are free" in start()
-        # A killed worker's GPU is free again.
+        # The GPU of a killed worker is free again.
         run("docker", "kill", started[0])
         assert start() == "0"
     finally:
         run("docker", "rm", "--force", "--volumes", *started)
 
 
-def test_a_trainer_on_the_host_sends_weights(
-    composed: Composed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_trainer_on_the_host_updates_the_weights(
+    composed: ComposeProject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By our client, and by TRL's, which looks for rank 0 at the front end's address."""
+    """With titopool's client and with TRL's, which reaches rank 0 at the front end's address."""
     own, other = str(tmp_path / "own"), str(tmp_path / "other")
     make_model(own)
     make_model(other, seed=1)
     inspect = "{{(index .IPAM.Config 0).Gateway}} {{.Id}}"
     network = run("docker", "network", "inspect", f"{composed.name}_default", "--format", inspect)
     gateway, network_id = network.split()
-    # The bridge between host and containers.
+    # The network bridge between host and containers.
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", f"br-{network_id[:12]}")
     client = WeightsClient(
         composed.url, device="cpu", host="127.0.0.1", api_key=API_KEY, timeout_s=60
@@ -301,7 +304,7 @@ def test_a_trainer_on_the_host_sends_weights(
     client.update(tensors_of(other), policy="keep")
     client.close()
     assert_serves(composed, other, times=4)
-    # TRL's client has no key to send.
+    # TRL's client cannot send a key.
     before = f"""
 import requests
 send = requests.Session.send

@@ -1,4 +1,4 @@
-"""What is sent to each route: bodies of its schema, spoilt ones, other bytes, other framings."""
+"""Fuzzed HTTP requests: valid and mutated bodies of each route, other bytes, broken framing."""
 
 import functools
 import gzip
@@ -23,7 +23,7 @@ from tests.fuzz.hints import (
     messages,
     words,
 )
-from tests.fuzz.values import Strategy, dump, objects_of, small_json, spoilt
+from tests.fuzz.values import Strategy, dump, mutated, objects_of, small_json
 from tests.fuzz.wire_http import Sent
 from titopool.settings.config import ServerConfig
 from titopool.settings.sampling import SamplingOptions
@@ -33,9 +33,9 @@ class Route(NamedTuple):
     """A route that takes a body."""
 
     path: str
-    # Values of its body, as the schema has it.
+    # Bodies that follow the route's schema.
     bodies: Strategy
-    # Of the top level.
+    # Names of top-level fields.
     fields: frozenset[str]
 
 
@@ -44,10 +44,10 @@ def _route(
     struct: type[msgspec.Struct],
     hints: dict[str, Strategy] = HINTS,
     *,
-    whole: Callable[[dict[str, Any]], dict[str, Any]] = dict,
+    adjust: Callable[[dict[str, Any]], dict[str, Any]] = dict,
 ) -> Route:
-    """`whole` lets fields agree that only make sense together."""
-    bodies = objects_of(kind_of(struct), hints).map(whole)
+    """A route with bodies of `struct`; `adjust` makes dependent fields consistent."""
+    bodies = objects_of(kind_of(struct), hints).map(adjust)
     return Route(path, bodies, frozenset(struct.__struct_fields__))
 
 
@@ -84,15 +84,15 @@ def _openai_body(
         body = {**draw(objects_of(kind_of(SamplingOptions), SAMPLING_HINTS)), **body}
     if not draw(st.integers(0, 9)):
         name = draw(st.sampled_from(sorted((*IGNORED, *REFUSED))))
-        asks_nothing = REFUSED.get(name) or (None,)
-        body[name] = draw(st.one_of(st.sampled_from(asks_nothing), small_json))
+        refused_values = REFUSED.get(name) or (None,)
+        body[name] = draw(st.one_of(st.sampled_from(refused_values), small_json))
     return body | {name: draw(hints[name]) for name in always if name not in body}
 
 
 def _openai_route(
     path: str, struct: type[msgspec.Struct], *always: str, **hints: Strategy
 ) -> Route:
-    """`always` are fields that each body has."""
+    """A route of OpenAI's API; every body has the fields in `always`."""
     fields = {*struct.__struct_fields__, *SamplingOptions.__struct_fields__, *REFUSED, *IGNORED}
     bodies = _openai_body(struct, {**HINTS, **hints}, ("max_tokens", *always))
     return Route(path, bodies, frozenset(fields))
@@ -101,7 +101,7 @@ def _openai_route(
 GENERATING = (
     _route("/generate/", schemas.GenerateBody),
     _route("/chat/", schemas.ChatBody, {**HINTS, "messages": st.lists(messages, min_size=1, max_size=2)}),
-    _route("/get_sequence_logprobs/", schemas.SequencesBody, whole=_with_lengths),
+    _route("/get_sequence_logprobs/", schemas.SequencesBody, adjust=_with_lengths),
     _route("/tokenize/", schemas.TokenizeBody, {**HINTS, "prompt": st.one_of(st.none(), words), "messages": st.one_of(st.none(), messages)}),
     _route("/detokenize/", schemas.DetokenizeBody),
     _openai_route("/v1/completions/", openai_bodies.CompletionsFields),
@@ -112,16 +112,16 @@ ADMINISTRATIVE = (
     _route("/v1/load_lora_adapter/", weight_bodies.LoadAdapterBody, ADAPTER_HINTS),
     _route("/v1/unload_lora_adapter/", weight_bodies.UnloadAdapterBody, ADAPTER_HINTS),
     _route("/weights/init/", weight_bodies.InitBody),
-    _route("/weights/begin/", weight_bodies.BeginBody, whole=_with_equal_lists),
+    _route("/weights/begin/", weight_bodies.BeginBody, adjust=_with_equal_lists),
     _route("/weights/commit/", weight_bodies.CommitBody),
     _route("/weights/abort/", weight_bodies.AbortBody),
     _route("/weights/close/", weight_bodies.CloseBody),
     _route("/weights/accept/", weight_bodies.AcceptBody),
-    _route("/update_weights/", weight_bodies.FolderBody, whole=_with_folder),
+    _route("/update_weights/", weight_bodies.FolderBody, adjust=_with_folder),
     _route("/pause/", weight_bodies.PauseBody),
     _route("/init_communicator/", weight_bodies.TrlInitBody, ALONE_HINTS),
     _route("/update_named_param/", weight_bodies.TrlTensorBody),
-    # These three take none.
+    # These three routes take no body.
     Route("/resume/", small_json, frozenset()),
     Route("/reset_prefix_cache/", small_json, frozenset()),
     Route("/close_communicator/", small_json, frozenset()),
@@ -131,7 +131,7 @@ BY_PATH = {route.path: route for route in (*GENERATING, *ADMINISTRATIVE)}
 
 @functools.cache
 def rules() -> dict[str, set[str]]:
-    """Every path of the server, with the methods that it takes."""
+    """Every path of the server, with its methods."""
     return {
         rule.rule: set(rule.methods or ())
         for rule in create_app(ServerConfig()).url_map.iter_rules()
@@ -159,14 +159,14 @@ _headers = st.one_of(
 
 @st.composite
 def _bytes_of(draw: Callable[[Strategy], Any], text: bytes) -> bytes:
-    """The text, or bytes that are not quite it."""
-    how = draw(st.sampled_from((*[-1] * 25, *range(9))))
-    if how == 0:
+    """The text, or bytes that differ slightly from it."""
+    mutation = draw(st.sampled_from((*[-1] * 25, *range(9))))
+    if mutation == 0:
         return text[: draw(st.integers(0, len(text)))]
-    if how == 1:
-        place = draw(st.integers(0, max(0, len(text) - 1)))
-        return text[:place] + bytes((draw(st.integers(0, 255)),)) + text[place + 1 :]
-    changes: dict[int, Callable[[], bytes]] = {
+    if mutation == 1:
+        position = draw(st.integers(0, max(0, len(text) - 1)))
+        return text[:position] + bytes((draw(st.integers(0, 255)),)) + text[position + 1 :]
+    mutations: dict[int, Callable[[], bytes]] = {
         2: lambda: text + draw(st.sampled_from((b" ", b"\n\0", b"{}", b",", b"\xef\xbb\xbf"))),
         3: lambda: text.decode().encode(draw(st.sampled_from(("utf-16", "utf-32", "utf-8-sig", "utf-7")))),
         4: lambda: gzip.compress(text, mtime=0),
@@ -175,17 +175,17 @@ def _bytes_of(draw: Callable[[Strategy], Any], text: bytes) -> bytes:
         7: lambda: text.decode().replace(":", ":\xa0", 1).encode("latin-1", "replace"),
         8: lambda: b"",
     }  # fmt: skip
-    return changes[how]() if how in changes else text
+    return mutations[mutation]() if mutation in mutations else text
 
 
 @st.composite
 def body_requests(draw: Callable[[Strategy], Any]) -> Sent:
-    """A request with a body, for a route that takes one."""
+    """A POST request with a body, for a route that takes one."""
     routes = draw(st.sampled_from((GENERATING, GENERATING, ADMINISTRATIVE)))
     route = draw(st.sampled_from(routes))
     value = draw(route.bodies)
     for _ in range(draw(st.sampled_from((0, 0, 0, 1, 1, 2)))):
-        value = draw(spoilt(value))
+        value = draw(mutated(value))
     headers = draw(_headers)
     chunks = None
     if not draw(st.integers(0, 9)):
@@ -204,14 +204,14 @@ _methods = st.sampled_from(("GET", "HEAD", "POST", "PUT", "DELETE", "PATCH", "OP
 
 @st.composite
 def other_requests(draw: Callable[[Strategy], Any]) -> Sent:
-    """Any method on any path, with odd queries and without a body that fits."""
+    """Any method on any path, with odd queries and without a fitting body."""
     paths = st.sampled_from(sorted(rules()))
     path = draw(st.one_of(paths, paths.map(lambda one: one.rstrip("/") or "/"), _odd_paths))
     body = draw(st.sampled_from((b"", b"", b"{}", b"null", b"x")))
     return Sent(draw(_methods), path + draw(_queries), body, draw(_headers))
 
 
-# What a chunked body must not be: none of it is the whole of one.
+# Chunked bodies with broken framing; none is complete.
 _broken_chunks = st.sampled_from(
     (b"x\r\n{}\r\n0\r\n\r\n", b"-1\r\n{}\r\n0\r\n\r\n", b"5\r\n{}\r\n0\r\n\r\n", b"2\r\n{}x\r\n0\r\n\r\n",
      b"2{}\r\n0\r\n\r\n", b"\r\n\r\n", b"2\r\n{}\r\n", b"2\n{}\n0\n\n", b"ffffffffffffffffff\r\n{}", b"0x2\r\n{}\r\n0\r\n\r\n",
@@ -228,7 +228,7 @@ _odd_framings = st.sampled_from(
 
 @st.composite
 def broken_requests(draw: Callable[[Strategy], Any]) -> Sent:
-    """Requests whose framing is wrong, so that nobody can say where they end."""
+    """Requests with wrong framing: the server cannot tell where they end."""
     path = draw(st.sampled_from(sorted(BY_PATH)))
     if draw(st.booleans()):
         headers = (JSON_HEADER, ("Transfer-Encoding", "chunked"))

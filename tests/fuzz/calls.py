@@ -1,4 +1,4 @@
-"""The calls of two trainers, as data: what they are and how they are made."""
+"""Calls of two trainers as data, and the HTTP requests made from them."""
 
 import json
 import socket
@@ -14,12 +14,13 @@ from tests.fuzz.stub import FIRST, LAST, NEVER, REFUSED
 POLICIES = ("keep", "drain", "abort")
 ADAPTERS = ("one", "two")
 WORLD_SIZE = 3
-# Names of tensors that a trainer announces: all, a part, one that is refused, one that never comes.
+# Lists of tensor names that a trainer announces: complete, partial, with a name that the engine
+# refuses, with a tensor that is never sent.
 NAMES = ((FIRST, LAST), (FIRST,), (LAST,), (REFUSED, LAST), (NEVER, LAST))
 
 
 class Call(NamedTuple):
-    """One call of one trainer; `choices` say which of its variants."""
+    """One call of one trainer; `choices` select its variant."""
 
     kind: str
     trainer: int = 0
@@ -28,14 +29,14 @@ class Call(NamedTuple):
 
 @dataclass
 class Trainer:
-    """What a trainer knows, and where it listens while it lives."""
+    """A trainer's session and update, and the socket it listens on while it lives."""
 
     session: str
     listening: socket.socket = field(
         default_factory=lambda: socket.create_server(("127.0.0.1", 0), backlog=1024)
     )
     update: str = "none"
-    # What is left of the update that it is about to make.
+    # The remaining calls of the update in progress.
     plan: list["Call"] = field(default_factory=list)
 
     @property
@@ -43,127 +44,127 @@ class Trainer:
         return int(self.listening.getsockname()[1])
 
     def next_call(self, trainer: int, choices: tuple[int, ...]) -> Call:
-        """The next step of a whole update, which begins with its first if none is under way."""
+        """The next call of a planned update; starts a new plan if none is in progress."""
         if not self.plan:
             self.plan = [one._replace(trainer=trainer) for one in _pick(PLANS, choices[0])]
         return self.plan.pop(0)
 
 
-class Made(NamedTuple):
-    """A call as HTTP."""
+class HttpCall(NamedTuple):
+    """One call as an HTTP request."""
 
     method: str
     path: str
     body: Any = None
 
 
-Make = Callable[[Trainer, tuple[int, ...], Path], Made]
+MakeHttpCall = Callable[[Trainer, tuple[int, ...], Path], HttpCall]
 
 
 def _pick(values: tuple[Any, ...], choice: int) -> Any:
     return values[choice % len(values)]
 
 
-def _init(trainer: Trainer, choices: tuple[int, ...], root: Path) -> Made:
+def _init(trainer: Trainer, choices: tuple[int, ...], root: Path) -> HttpCall:
     session = trainer.session if choices[0] % 4 else "shared"
     body = {"session": session, "backend": "gloo", "host": "127.0.0.1", "port": trainer.port}
-    return Made("POST", "/weights/init", {**body, "world_size": WORLD_SIZE})
+    return HttpCall("POST", "/weights/init", {**body, "world_size": WORLD_SIZE})
 
 
-def _begin(trainer: Trainer, choices: tuple[int, ...], root: Path) -> Made:
+def _begin(trainer: Trainer, choices: tuple[int, ...], root: Path) -> HttpCall:
     names = list(_pick(NAMES, choices[0]))
     body = {
         "session": trainer.session, "names": names, "dtypes": ["float32"] * len(names),
         "shapes": [[2, 2]] * len(names), "partial": bool(choices[1] % 2),
         "version": _pick((None, None, 3, 0), choices[1]),
     }  # fmt: skip
-    return Made("POST", "/weights/begin", body)
+    return HttpCall("POST", "/weights/begin", body)
 
 
-def _commit(trainer: Trainer, choices: tuple[int, ...], root: Path) -> Made:
+def _commit(trainer: Trainer, choices: tuple[int, ...], root: Path) -> HttpCall:
     checksum = _pick((False, True, "0" * 16, "f" * 16), choices[1])
     body = {"update": trainer.update, "policy": _pick(POLICIES, choices[0]), "checksum": checksum}
-    return Made("POST", "/weights/commit", body)
+    return HttpCall("POST", "/weights/commit", body)
 
 
-def _abort(trainer: Trainer, choices: tuple[int, ...], root: Path) -> Made:
-    return Made("POST", "/weights/abort", {"update": trainer.update})
+def _abort(trainer: Trainer, choices: tuple[int, ...], root: Path) -> HttpCall:
+    return HttpCall("POST", "/weights/abort", {"update": trainer.update})
 
 
-def _close(trainer: Trainer, choices: tuple[int, ...], root: Path) -> Made:
-    return Made("POST", "/weights/close", {"session": trainer.session})
+def _close(trainer: Trainer, choices: tuple[int, ...], root: Path) -> HttpCall:
+    return HttpCall("POST", "/weights/close", {"session": trainer.session})
 
 
-def _accept(trainer: Trainer, choices: tuple[int, ...], root: Path) -> Made:
-    return Made("POST", "/weights/accept", {})
+def _accept(trainer: Trainer, choices: tuple[int, ...], root: Path) -> HttpCall:
+    return HttpCall("POST", "/weights/accept", {})
 
 
-def _folder(trainer: Trainer, choices: tuple[int, ...], root: Path) -> Made:
+def _folder(trainer: Trainer, choices: tuple[int, ...], root: Path) -> HttpCall:
     name, policy = _pick((*ADAPTERS, "missing"), choices[0]), _pick(POLICIES, choices[1])
-    return Made("POST", "/update_weights", {"path": str(root / name), "policy": policy})
+    return HttpCall("POST", "/update_weights", {"path": str(root / name), "policy": policy})
 
 
-def _trl_init(trainer: Trainer, choices: tuple[int, ...], root: Path) -> Made:
+def _trl_init(trainer: Trainer, choices: tuple[int, ...], root: Path) -> HttpCall:
     body = {"host": "127.0.0.1", "port": trainer.port, "world_size": WORLD_SIZE}
     uuid = _pick(("", f"GPU-{trainer.session}"), choices[0])
-    return Made("POST", "/init_communicator", {**body, "client_device_uuid": uuid})
+    return HttpCall("POST", "/init_communicator", {**body, "client_device_uuid": uuid})
 
 
-def _trl_tensor(trainer: Trainer, choices: tuple[int, ...], root: Path) -> Made:
+def _trl_tensor(trainer: Trainer, choices: tuple[int, ...], root: Path) -> HttpCall:
     name = _pick((FIRST, LAST, FIRST, LAST, REFUSED), choices[0])
-    return Made("POST", "/update_named_param", {"name": name, "dtype": "float32", "shape": [2]})
+    return HttpCall("POST", "/update_named_param", {"name": name, "dtype": "float32", "shape": [2]})
 
 
-def _trl_end(trainer: Trainer, choices: tuple[int, ...], root: Path) -> Made:
-    return Made("POST", "/reset_prefix_cache")
+def _trl_end(trainer: Trainer, choices: tuple[int, ...], root: Path) -> HttpCall:
+    return HttpCall("POST", "/reset_prefix_cache")
 
 
-def _trl_close(trainer: Trainer, choices: tuple[int, ...], root: Path) -> Made:
-    return Made("POST", "/close_communicator")
+def _trl_close(trainer: Trainer, choices: tuple[int, ...], root: Path) -> HttpCall:
+    return HttpCall("POST", "/close_communicator")
 
 
-def _pause(trainer: Trainer, choices: tuple[int, ...], root: Path) -> Made:
+def _pause(trainer: Trainer, choices: tuple[int, ...], root: Path) -> HttpCall:
     lease_s = _pick((0.05, 0.3, 0.6), choices[1])
-    return Made("POST", "/pause", {"mode": _pick(POLICIES, choices[0]), "lease_s": lease_s})
+    return HttpCall("POST", "/pause", {"mode": _pick(POLICIES, choices[0]), "lease_s": lease_s})
 
 
-def _resume(trainer: Trainer, choices: tuple[int, ...], root: Path) -> Made:
-    return Made("POST", "/resume")
+def _resume(trainer: Trainer, choices: tuple[int, ...], root: Path) -> HttpCall:
+    return HttpCall("POST", "/resume")
 
 
-def _is_paused(trainer: Trainer, choices: tuple[int, ...], root: Path) -> Made:
-    return Made("GET", "/is_paused")
+def _is_paused(trainer: Trainer, choices: tuple[int, ...], root: Path) -> HttpCall:
+    return HttpCall("GET", "/is_paused")
 
 
-def _status(trainer: Trainer, choices: tuple[int, ...], root: Path) -> Made:
-    return Made("GET", _pick(("/weights", "/ready", "/v1/models", "/metrics"), choices[0]))
+def _status(trainer: Trainer, choices: tuple[int, ...], root: Path) -> HttpCall:
+    return HttpCall("GET", _pick(("/weights", "/ready", "/v1/models", "/metrics"), choices[0]))
 
 
-def _load(trainer: Trainer, choices: tuple[int, ...], root: Path) -> Made:
+def _load(trainer: Trainer, choices: tuple[int, ...], root: Path) -> HttpCall:
     name = _pick(ADAPTERS, choices[0])
     version = _pick((None, None, None, 1, 5), choices[1])
     body = {"lora_name": name, "lora_path": str(root / name), "version": version}
-    return Made("POST", "/v1/load_lora_adapter", body)
+    return HttpCall("POST", "/v1/load_lora_adapter", body)
 
 
-def _unload(trainer: Trainer, choices: tuple[int, ...], root: Path) -> Made:
-    return Made("POST", "/v1/unload_lora_adapter", {"lora_name": _pick(ADAPTERS, choices[0])})
+def _unload(trainer: Trainer, choices: tuple[int, ...], root: Path) -> HttpCall:
+    return HttpCall("POST", "/v1/unload_lora_adapter", {"lora_name": _pick(ADAPTERS, choices[0])})
 
 
-def _generate(trainer: Trainer, choices: tuple[int, ...], root: Path) -> Made:
+def _generate(trainer: Trainer, choices: tuple[int, ...], root: Path) -> HttpCall:
     name = _pick((None, None, *ADAPTERS), choices[0])
     prompts = [[1, 2, choices[1]]] * (1 + choices[1] % 3)
-    return Made("POST", "/generate", {"prompts": prompts, "lora_name": name})
+    return HttpCall("POST", "/generate", {"prompts": prompts, "lora_name": name})
 
 
-KINDS: dict[str, Make] = {
+KINDS: dict[str, MakeHttpCall] = {
     "init": _init, "begin": _begin, "commit": _commit, "abort": _abort, "close": _close,
     "accept": _accept, "folder": _folder, "trl_init": _trl_init, "trl_tensor": _trl_tensor,
     "trl_end": _trl_end, "trl_close": _trl_close, "pause": _pause, "resume": _resume,
     "is_paused": _is_paused, "status": _status, "load": _load, "unload": _unload,
     "generate": _generate,
 }  # fmt: skip
-# Whole updates, and some that end before their time.
+# Complete updates, and some that end early.
 PLANS = (
     (Call("init", choices=(1, 0)), Call("begin"), Call("commit")),
     (Call("init", choices=(1, 0)), Call("begin"), Call("commit", choices=(1, 1))),
@@ -185,7 +186,7 @@ calls = st.builds(
 
 
 def make_folders(root: Path) -> None:
-    """Weights and adapters for the calls that name a folder."""
+    """Writes weights and adapters for the calls that name a folder."""
     for name in ADAPTERS:
         (root / name).mkdir(parents=True)
         (root / name / "weights").write_text(name)

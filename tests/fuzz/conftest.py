@@ -1,4 +1,4 @@
-"""The server that bodies are sent to: real vLLM, started once."""
+"""The server that receives fuzzed bodies: real vLLM, started once."""
 
 import concurrent.futures
 import json
@@ -20,48 +20,48 @@ from tests.test_adapters import make_adapter
 
 NUM_WORKERS = 2
 PROMPT = [5, 6, 7, 8, 9, 10, 11]
-# Of a log-probability of one token, however its batch was made up.
+# For the log-probability of one token; batches differ between runs.
 TOLERANCE = 1e-3
-# Requests that are shown when the server has died of one of them.
+# Number of recent requests to print when the server has died.
 NUM_SHOWN = 5
 
 
 class Fuzzed:
-    """A server, what was sent to it last, and what must stay as it was."""
+    """A server, the last requests sent to it, and what must stay unchanged."""
 
     def __init__(self, server: Server, *, model: str, root: Path):
         self.server = server
         self.port = int(server.url.rpartition(":")[2])
         self._replacements = {MODEL.encode(): model.encode(), ROOT.encode(): str(root).encode()}
         self._last: list[str] = []
-        self.num_asked = 0
+        self.num_sent = 0
         self.statuses: dict[int, int] = {}
         self._warm_up()
         self._greedy = self.greedy()
         self._processes = Processes(server.process.pid)
 
     def _warm_up(self) -> None:
-        """All workers and front ends have what a first request brings, the tokenizer not least."""
+        """Sends requests to all workers and front ends, so that each has loaded its tokenizer."""
         for _ in range(2):
             with concurrent.futures.ThreadPoolExecutor(32) as pool:
                 list(pool.map(lambda _: self.server.generate(["Hello"], max_tokens=1), range(32)))
         self.greedy()
 
     def ask(self, sent: Sent) -> Answer | None:
-        """The answer to a request.
+        """The response to a request; None if the connection ended without one.
 
         Raises:
-            ServerGone: there is none in time, or a process has ended.
+            ServerGone: no response in time, or a process has ended.
         """
         body = sent.body
         for name, value in self._replacements.items():
             body = body.replace(name, value)
         self._last = [*self._last[1 - NUM_SHOWN :], repr(sent)]
-        self.num_asked += 1
+        self.num_sent += 1
         try:
             answer = ask(self.port, sent._replace(body=body))
         except (TimeoutError, ConnectionRefusedError) as error:
-            raise ServerGone(self._explained(repr(error))) from error
+            raise ServerGone(self._diagnosis(repr(error))) from error
         self._check_processes()
         if answer is not None:
             self.statuses[answer.status] = self.statuses.get(answer.status, 0) + 1
@@ -71,16 +71,16 @@ class Fuzzed:
         try:
             self._processes.check()
         except ServerGone as gone:
-            raise ServerGone(self._explained(str(gone))) from None
+            raise ServerGone(self._diagnosis(str(gone))) from None
 
-    def _explained(self, what: str) -> str:
+    def _diagnosis(self, what: str) -> str:
         last = "\n".join(f"@example({sent})" for sent in self._last)
         return (
             f"{what}\nthe last requests, the very last one last:\n{last}\n{self.server.log[-3000:]}"
         )
 
     def greedy(self) -> list[dict[str, Any]]:
-        """What the model says, of as many prompts as reach all workers."""
+        """Greedy completions of enough prompts to reach all workers."""
         fields = {"temperature": 0.0, "max_tokens": 8, "generation_kwargs": {"ignore_eos": True}}
         answer = self.server.generate([PROMPT] * (4 * NUM_WORKERS), **fields)
         return [
@@ -89,7 +89,7 @@ class Fuzzed:
         ]
 
     def check(self) -> None:
-        """The server is as it was: its processes, its workers, its answers."""
+        """The server is unchanged: same processes, ready workers, same completions."""
         self._check_processes()
         for _ in range(2):
             ready = self.server.get("/ready").json()
@@ -98,14 +98,14 @@ class Fuzzed:
             assert not paused["is_paused"], paused
             weights = self.server.get("/weights").json()["workers"]
             assert {one["state"] for one in weights} == {"closed"}, weights
-            for now, before in zip(self.greedy(), self._greedy, strict=True):
-                assert now["ids"] == before["ids"]
-                assert now["logprobs"] == pytest.approx(before["logprobs"], abs=TOLERANCE)
+            for current, before in zip(self.greedy(), self._greedy, strict=True):
+                assert current["ids"] == before["ids"]
+                assert current["logprobs"] == pytest.approx(before["logprobs"], abs=TOLERANCE)
 
 
 @pytest.fixture(scope="session")
 def fuzzed(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fuzzed]:
-    """Two vLLM workers behind two gunicorn processes, with all that a route needs."""
+    """Two vLLM workers behind two gunicorn processes, with adapters, tools and a weights root."""
     root = tmp_path_factory.mktemp("root")
     make_adapter(tiny_model, root, "adapter", 1)
     shutil.copytree(tiny_model, root / "weights")

@@ -1,8 +1,8 @@
-"""Runs hypothesis for a time instead of a number of examples.
+"""Runs hypothesis for a given time instead of a number of examples.
 
-A test is run in batches, each with a seed of its own that is made of `FUZZ_SEED`, the test's name
-and the batch's number: the same seed gives the same examples in the same order, however many of
-them a machine has time for.
+A test runs in batches. The seed of each batch is made of `FUZZ_SEED`, the test's name and the
+batch's number. So the same seed gives the same examples in the same order, however many a machine
+has time for.
 """
 
 import os
@@ -14,11 +14,11 @@ from typing import Any
 import hypothesis
 from hypothesis import HealthCheck
 
-# Of all parts together.
+# Seconds for all fuzz tests together.
 SECONDS = float(os.environ.get("FUZZ_SECONDS") or 60)
 _given = os.environ.get("FUZZ_SEED") or "0"
 SEED = str(random.SystemRandom().getrandbits(32)) if _given == "random" else _given
-# Shrinking an example takes as long again, and more.
+# Shrinking an example takes at least as long again.
 TIMEOUT_S = SECONDS + 900
 
 hypothesis.settings.register_profile(
@@ -29,14 +29,14 @@ hypothesis.settings.register_profile(
     report_multiple_bugs=False,
     suppress_health_check=list(HealthCheck),
 )
-# Tests take what is loaded when they are made.
+# Tests read the loaded profile when they are defined.
 hypothesis.settings.load_profile("fuzz")
 
 
 class ServerGone(BaseException):
     """A process of the server has ended or hangs.
 
-    No Exception: hypothesis would go on and look for a smaller example, and every one fails now.
+    Not an Exception: hypothesis would try to shrink the example, and every example fails now.
     """
 
 
@@ -48,12 +48,12 @@ def explore(
     share: float,
     between: Callable[[], None] = lambda: None,
 ) -> int:
-    """Repeats `run` until `share` of the time has passed; returns how many batches there were.
+    """Repeats `run` until `share` of the time has passed; returns the number of batches.
 
     Args:
         run: runs one batch.
-        seeded: what takes the seed, a test with `@given` or a state machine.
-        between: what must hold after each batch.
+        seeded: receives the seed: a test with `@given`, or a state machine.
+        between: runs after each batch, and checks what must hold.
     """
     end = time.monotonic() + share * SECONDS
     num_batches = 0

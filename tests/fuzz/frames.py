@@ -1,7 +1,7 @@
-"""Frames on the sockets: messages of `titopool/wire/messages.py`, spoilt ones, and other bytes.
+"""Frames for the sockets: messages of `titopool/wire/messages.py`, mutated ones, and other bytes.
 
-A message is made as plain data by its msgspec type, so that it may also be what no struct could
-hold; `FRAME` values have a `repr` that can be pasted.
+A message is made as plain data from its msgspec type, so that it may also hold values that no
+struct accepts. The `repr` of `Parts` can be pasted into an `@example`.
 """
 
 from collections.abc import Callable, Mapping
@@ -16,10 +16,10 @@ from tests.fuzz.values import Strategy
 encode = msgspec.msgpack.Encoder().encode
 INTEGERS = (0, 1, -1, 2, 3, 255, 2**31 - 1, 2**31, 2**53, 2**63 - 1, 2**63, 2**64 - 1, -(2**63))
 FLOATS = (0.0, -1.0, 0.5, 1e308, float("nan"), float("inf"), float("-inf"))
-# Of arrays: whole numbers of items of 4 and 8 bytes, and others.
+# Bytes of arrays: whole numbers of items of 4 and 8 bytes, and other lengths.
 BYTES = (b"", b"\0" * 4, b"\1\0\0\0\2\0\0\0", b"\xff" * 8, b"\0", b"\0" * 7, b"\xff" * 43)
 TEXTS = ("", "a", "\0", "é", "x" * 40)
-# What encodes to itself: bytes that are no MessagePack, or not what is expected there.
+# Inserted as encoded bytes: invalid MessagePack, or a value of the wrong type.
 RAW = tuple(map(msgspec.Raw, (
     b"\xc1", b"\xa1\xff", b"\xa3\xed\xa0\x80", b"\xd9\x05ab", b"\xdd\x7f\xff\xff\xff", b"\xdf\x7f\xff\xff\xff",
     b"\xc6\x7f\xff\xff\xff", b"\xc7\x01\x05a", b"\xd6\xff\0\0\0\0", b"\x91" * 2000 + b"\x01", b"\x81\xa1a" * 2000 + b"\x01",
@@ -29,7 +29,7 @@ Hints = Mapping[str, Strategy]
 
 
 def message_of(struct: type[msgspec.Struct], hints: Hints) -> Strategy:
-    """A message as the type has it; fields that `hints` name are mostly as those say."""
+    """A message of the type `struct`; fields named in `hints` mostly take the hint's values."""
     return _values(inspect.type_info(struct), hints)
 
 
@@ -76,46 +76,48 @@ _wrong = st.one_of(
 
 
 @st.composite
-def spoilt(draw: Callable[[Strategy], Any], value: Any) -> Any:
-    """The message with one thing wrong, somewhere in it."""
+def mutated(draw: Callable[[Strategy], Any], value: Any) -> Any:
+    """The message with one error somewhere inside."""
     if isinstance(value, dict) and value and draw(st.integers(0, 5)):
         name = draw(st.sampled_from(list(value)))
-        how = draw(st.sampled_from(("inside", "inside", "inside", "less", "more")))
-        if how == "inside":
-            return {**value, name: draw(spoilt(value[name]))}
-        if how == "less":
+        mutation = draw(st.sampled_from(("inside", "inside", "inside", "less", "more")))
+        if mutation == "inside":
+            return {**value, name: draw(mutated(value[name]))}
+        if mutation == "less":
             return {key: one for key, one in value.items() if key != name}
         return {**value, "more": draw(_wrong)}
     if isinstance(value, list) and value and draw(st.integers(0, 3)):
-        place = draw(st.integers(0, len(value) - 1))
-        how = draw(st.sampled_from(("inside", "inside", "less", "more")))
-        if how == "inside":
-            return [*value[:place], draw(spoilt(value[place])), *value[place + 1 :]]
-        return value[:place] + (value[place:] * 2 if how == "more" else value[place + 1 :])
+        position = draw(st.integers(0, len(value) - 1))
+        mutation = draw(st.sampled_from(("inside", "inside", "less", "more")))
+        if mutation == "inside":
+            return [*value[:position], draw(mutated(value[position])), *value[position + 1 :]]
+        return value[:position] + (
+            value[position:] * 2 if mutation == "more" else value[position + 1 :]
+        )
     return draw(_wrong)
 
 
 class Parts(NamedTuple):
-    """What is sent as one message of ZeroMQ."""
+    """The frames of one ZeroMQ message."""
 
     frames: tuple[bytes, ...]
 
 
 @st.composite
 def parts_of(draw: Callable[[Strategy], Any], message: Strategy) -> Parts:
-    """A message in one frame, as it should be, or spoilt, or cut, or in several."""
+    """A message in one frame, valid or mutated or truncated, or in several frames."""
     value = draw(message)
     for _ in range(draw(st.sampled_from((0, 1, 1, 2)))):
-        value = draw(spoilt(value))
+        value = draw(mutated(value))
     frame = encode(value)
-    how = draw(st.integers(0, 19))
-    if how == 0:
+    mutation = draw(st.integers(0, 19))
+    if mutation == 0:
         frame = frame[: draw(st.integers(0, len(frame)))]
-    elif how == 1:
-        place = draw(st.integers(0, len(frame)))
-        frame = frame[:place] + draw(st.binary(max_size=4)) + frame[place + 1 :]
-    elif how == 2:
+    elif mutation == 1:
+        position = draw(st.integers(0, len(frame)))
+        frame = frame[:position] + draw(st.binary(max_size=4)) + frame[position + 1 :]
+    elif mutation == 2:
         return Parts((frame, *draw(st.lists(st.binary(max_size=4), min_size=1, max_size=3))))
-    elif how == 3:
+    elif mutation == 3:
         return Parts((draw(st.binary(max_size=30)),))
     return Parts((frame,))

@@ -1,4 +1,4 @@
-"""The real application, and a route that tells what it holds, which a client cannot ask for."""
+"""The real application with one more route, which reports the resources that this process holds."""
 
 import os
 
@@ -14,7 +14,7 @@ def create_app() -> Flask:
     service: Service = app.extensions["titopool"]
 
     @app.get("/fuzz/held/")
-    def held() -> Response:
+    def resources() -> Response:
         link = service.link
         return json_response(
             {

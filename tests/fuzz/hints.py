@@ -1,4 +1,4 @@
-"""Values with which a request is taken, by the name of its field: real ones, and cheap."""
+"""Likely values for request fields, by the field's name: accepted by the server, and cheap."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from tests.fuzz.values import Strategy, dump, objects_of
 from titopool.settings.sampling import SamplingOptions
 
 VOCAB_SIZE = 2048
-# Stand for what only a running server knows; they are replaced when a body is sent.
+# Stand for values that only a running server knows; replaced when a body is sent.
 MODEL, ROOT = "@model@", "@root@"
 # Name of an adapter that may be loaded from `ROOT/adapter`.
 ADAPTER = "tuned"
@@ -28,7 +28,7 @@ def kind_of(struct: type[msgspec.Struct]) -> inspect.StructType:
 
 _ids = st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=1, max_size=5)
 words = one_of("Hello", "a b", "1, 2, 3", "été 日本 𝄞", "<|im_end|>", " ")
-# Grammars that end soon; hostile ones are not this suite's.
+# Grammars that end soon; hostile grammars are tested elsewhere.
 _regexes = one_of("yes|no", "[ab]{1,3}", "\\d+", "(", "", "a\0", "é?")
 _schemas = one_of(
     {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]},
@@ -68,8 +68,8 @@ _message = st.fixed_dictionaries(
         "tool_call_id": one_of("call-1", 3),
     },
 )  # fmt: skip
-_said = st.fixed_dictionaries({"role": one_of("user", "assistant"), "content": words})
-messages = st.lists(st.one_of(_said, _message), min_size=1, max_size=3)
+_text_message = st.fixed_dictionaries({"role": one_of("user", "assistant"), "content": words})
+messages = st.lists(st.one_of(_text_message, _message), min_size=1, max_size=3)
 _tool = st.fixed_dictionaries(
     {
         "type": one_of("function", "retrieval"),
@@ -134,7 +134,7 @@ HINTS: dict[str, Strategy] = {
         st.fixed_dictionaries({"type": st.just("json_schema"), "json_schema": st.fixed_dictionaries({"schema": _schemas})}),
     ),
     "sequences": st.lists(_ids, min_size=1, max_size=2), "prompt_lengths": st.lists(one_of(0, 1, 2), min_size=1, max_size=2),
-    # Of weights, pauses and adapters. No address here is answered by anything.
+    # For weights, pauses and adapters. Nothing listens at these addresses.
     "session": one_of("first", "second"), "update": one_of("none", "x" * 32), "policy": one_of("keep", "drain", "abort"),
     "host": one_of("127.0.0.1", "localhost", "::1", "127.0.0.1\0", "a" * 300, "256.256.256.256", ".", "a..b", "x" * 300_000),
     "port": one_of(1, 2), "world_size": one_of(1, 2, 3, 4), "lease_s": one_of(0.01, 0.2, 1), "bucket_bytes": one_of(1, 4096),
@@ -146,5 +146,5 @@ HINTS: dict[str, Strategy] = {
     "name": one_of("model.norm.weight", "x"), "dtype": one_of("float32", "torch.float32", "x"), "shape": one_of([256], [0], []),
 }  # fmt: skip
 ADAPTER_HINTS = {**HINTS, "lora_name": one_of(ADAPTER, ADAPTER, "other", "x" * 200)}
-# The group of TRL's client would wait for its rank: another number of ranks is refused.
+# TRL's communicator would wait for its rank, so only other world sizes are sent: they are refused.
 ALONE_HINTS = {**HINTS, "world_size": one_of(1, 2, 4)}

@@ -1,4 +1,4 @@
-"""What must hold of every answer, and of the server after all of them."""
+"""What must hold of every response, and of the server after all of them."""
 
 import re
 from collections.abc import Iterator
@@ -12,19 +12,20 @@ from tests.fuzz.exploring import ServerGone
 from tests.fuzz.hints import VOCAB_SIZE
 from tests.fuzz.wire_http import Answer, Sent
 
-# What a request may be told; of 5xx only that an engine or a worker was lost, which none is here.
+# Statuses that a request may get. 501 and 505 refuse the method and the HTTP version; other 5xx
+# would mean a lost engine or worker, and none is lost here.
 STATUSES = {200, 400, 404, 405, 408, 409, 413, 414, 415, 417, 431, 501, 505}
-# Tells a place in a body: `prompts[3][17]: expected …`.
-_PLACE = re.compile(r"(\w+)((?:\[\d+\]|\.\w+)*): ")
+# Matches the location in a message: `prompts[3][17]: expected …`.
+_LOCATION = re.compile(r"(\w+)((?:\[\d+\]|\.\w+)*): ")
 
 
 def path_of(sent: Sent) -> str:
-    """As `BY_PATH` has it: slashes may be repeated, and left out at the end."""
+    """The path as in `BY_PATH`: slashes may be repeated, and the last one missing."""
     return re.sub("/+", "/", sent.path.partition("?")[0] + "/")
 
 
 def check_answer(sent: Sent, answer: Answer) -> None:
-    """Whatever was asked: a known status, and a body of the shape that goes with it."""
+    """Any response has a known status and the body that belongs to this status."""
     assert answer.status in STATUSES, str(answer)
     if answer.status >= 400:
         if sent.method != "HEAD":
@@ -36,7 +37,7 @@ def check_answer(sent: Sent, answer: Answer) -> None:
 
 
 def check_error(sent: Sent, answer: Answer) -> None:
-    """`{"error": {…}}`, which names a field that the body has, or its route takes."""
+    """An error is `{"error": {…}}`; its `param` is a field of the body or of the route's schema."""
     assert answer.kind == "application/json", str(answer)
     body = answer.json()
     assert set(body) == {"error"}, str(answer)
@@ -55,17 +56,17 @@ def check_param(sent: Sent, param: Any, message: str) -> None:
     body = sent.json()
     assert isinstance(param, str), message
     assert route is not None, message
-    # One that cannot be read to its end may be refused for what stands before that.
+    # A body that cannot be decoded to its end may be refused for a field before the error.
     is_known = param in route.fields or param in _names(body) or param.encode() in sent.body
     assert is_known, f"param {param!r} is in neither body nor schema: {message}"
-    place = _PLACE.match(message)
-    if place and isinstance(body, dict) and place[1] in body:
-        _check_place(body, place[0], message)
+    location = _LOCATION.match(message)
+    if location and isinstance(body, dict) and location[1] in body:
+        _check_location(body, location[0], message)
 
 
-def _check_place(body: Any, place: str, message: str) -> None:
-    """`messages[1].content: …` must be there, all but its last step."""
-    steps = re.findall(r"\w+", place)
+def _check_location(body: Any, location: str, message: str) -> None:
+    """The location `messages[1].content: …` exists in the body, except perhaps its last step."""
+    steps = re.findall(r"\w+", location)
     for step in steps[:-1]:
         if isinstance(body, list):
             assert int(step) < len(body), f"no such place in the body: {message}"
@@ -88,7 +89,7 @@ def _names(value: Any) -> Iterator[str]:
 
 
 def check_good(sent: Sent, answer: Answer) -> None:
-    """An answer of status 200 has what its route promises."""
+    """A response of status 200 has the fields that its route promises."""
     path = path_of(sent)
     if answer.kind == "text/event-stream":
         _check_stream(answer)
@@ -105,12 +106,12 @@ def check_good(sent: Sent, answer: Answer) -> None:
 def _check_completions(sent: Sent, answer: Answer) -> None:
     is_binary = answer.kind == "application/msgpack"
     body = msgspec.msgpack.decode(answer.body) if is_binary else answer.json()
-    asked = sent.json()
-    given = asked.get("prompts") or asked.get("messages")
-    assert len(body["prompt_ids"]) == len(given) == len(body["num_cached_tokens"]), str(answer)
-    n = asked.get("generation_kwargs", {}).get("n", asked.get("n", 1))
+    request_body = sent.json()
+    prompts = request_body.get("prompts") or request_body.get("messages")
+    assert len(body["prompt_ids"]) == len(prompts) == len(body["num_cached_tokens"]), str(answer)
+    n = request_body.get("generation_kwargs", {}).get("n", request_body.get("n", 1))
     for key in ("completion_ids", "finish_reasons", "weight_versions"):
-        assert len(body[key]) == n * len(given), f"{key}: {answer}"
+        assert len(body[key]) == n * len(prompts), f"{key}: {answer}"
     assert set(body["finish_reasons"]) <= {"stop", "length", "repetition"}, str(answer)
     if is_binary:
         assert all(len(ids) % 4 == 0 for ids in body["completion_ids"])
@@ -157,7 +158,7 @@ class Processes:
         }  # fmt: skip
 
     def check(self) -> None:
-        """Raises ServerGone if one has ended."""
+        """Raises ServerGone if a process has ended."""
         gone = [one for one in self._known if not _is_alive(one)]
         if gone:
             raise ServerGone(f"processes have ended: {gone}")

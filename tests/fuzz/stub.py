@@ -1,5 +1,6 @@
-"""A stub worker (`tests/stub_worker.py`) that tells whether its engine stands, and whose model
-wants a last tensor.
+"""A stub worker (`tests/stub_worker.py`) that reports whether its engine is paused.
+
+An update is complete only with the tensor `LAST`.
 
     FUZZ_STATE_FILE=… python -m tests.fuzz.stub --endpoint ipc://…
 """
@@ -16,27 +17,27 @@ from tests import stub_worker
 from titopool.errors import InvalidRequest
 from titopool.wire.pool_state import PauseMode
 
-# A model of two tensors: an update without the last is not complete.
+# A model of two tensors: an update without LAST is incomplete.
 FIRST, LAST = "first", "last"
-# A name that the engine refuses.
+# The engine refuses this name.
 REFUSED = "refused"
-# One that is announced and never comes.
+# This tensor is announced and never sent.
 NEVER = "never"
-RUNS, STANDS = "runs", "stands"
+RUNNING, PAUSED = "runs", "stands"
 
 
-class ToldWeights(stub_worker.StubWeights):
-    """Checks names as a real engine does, and writes down whether generation stands."""
+class ReportingWeights(stub_worker.StubWeights):
+    """Checks names as a real engine does, and writes to a file whether generation is paused."""
 
     def __init__(self, **options: Any):
         super().__init__(**options)
         self._file = Path(os.environ["FUZZ_STATE_FILE"])
-        self._tell(RUNS)
+        self._report(RUNNING)
         self._is_hung = False
 
-    def _tell(self, word: str) -> None:
+    def _report(self, state: str) -> None:
         draft = self._file.with_suffix(".new")
-        draft.write_text(word)
+        draft.write_text(state)
         draft.replace(self._file)
 
     async def call(self, method: str, *args: Any) -> list[Any]:
@@ -60,17 +61,17 @@ class ToldWeights(stub_worker.StubWeights):
             self._is_hung = NEVER in names
 
     async def pause(self, policy: PauseMode) -> None:
-        # Generation goes on until vLLM has answered.
+        # Generation continues until vLLM has answered.
         await asyncio.sleep(0.002)
         await super().pause(policy)
-        self._tell(STANDS)
+        self._report(PAUSED)
 
     async def resume(self) -> None:
         await asyncio.sleep(0.002)
         await super().resume()
-        self._tell(RUNS)
+        self._report(RUNNING)
 
 
 if __name__ == "__main__":
-    stub_worker.StubWeights = ToldWeights  # type: ignore[misc]
+    stub_worker.StubWeights = ReportingWeights  # type: ignore[misc]
     sys.exit(asyncio.run(stub_worker.serve(stub_worker.parser().parse_args())))

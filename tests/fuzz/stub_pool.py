@@ -1,4 +1,4 @@
-"""Stub workers behind two gunicorn processes, each of which can be asked by itself."""
+"""Stub workers behind two gunicorn processes; a test can call each front end separately."""
 
 import subprocess
 import sys
@@ -12,16 +12,16 @@ import psutil
 import requests
 
 from tests.fuzz.exploring import ServerGone
-from tests.fuzz.stub import RUNS
+from tests.fuzz.stub import RUNNING
 from tests.servers import REPOSITORY, Server, environment, free_port, kill_all, wait_until
 from titopool.settings.config import ENV_PREFIX
 
-# Connections to each front end: so many calls may be under way there at once.
+# Connections to each front end, and so the most calls in flight there.
 NUM_CONNECTIONS = 4
 
 
 class FrontEnd:
-    """One gunicorn process, by connections that stay with it."""
+    """One gunicorn process, reached by connections that it has accepted."""
 
     def __init__(self, url: str, pid: int):
         self._url = url
@@ -30,10 +30,10 @@ class FrontEnd:
         self._lock = threading.Lock()
 
     def call(self, method: str, path: str, body: Any = None, *, within_s: float) -> Any:
-        """The answer of this process.
+        """The response of this front end.
 
         Raises:
-            ServerGone: it does not answer in time, or at all.
+            ServerGone: no response in time, or no connection.
         """
         with self._lock:
             session = self.sessions.pop()
@@ -47,7 +47,7 @@ class FrontEnd:
 
 
 class StubPool:
-    """A server, its workers' processes, and each front end by itself."""
+    """A server, its worker processes, and each of its front ends."""
 
     def __init__(self, server: Server, workers: list[subprocess.Popen[bytes]], run_dir: Path):
         self.server = server
@@ -59,7 +59,7 @@ class StubPool:
         found: dict[int, FrontEnd] = {}
         pids = {one.pid for one in psutil.Process(self.server.process.pid).children()}
 
-        def has_all() -> bool:
+        def has_all_connections() -> bool:
             session = requests.Session()
             pid = session.get(self.server.url + "/live", timeout=10).json()["pid"]
             one = found.setdefault(pid, FrontEnd(self.server.url, pid))
@@ -71,18 +71,22 @@ class StubPool:
                 len(one.sessions) == NUM_CONNECTIONS for one in found.values()
             )
 
-        wait_until(has_all, 30, lambda: str({pid: len(one.sessions) for pid, one in found.items()}))
+        wait_until(
+            has_all_connections,
+            30,
+            lambda: str({pid: len(one.sessions) for pid, one in found.items()}),
+        )
         return [found[pid] for pid in sorted(found)]
 
-    def stands(self) -> list[bool]:
-        """Whether each worker's engine stands, as it says itself."""
-        return [self.state_file(index).read_text() != RUNS for index in range(len(self.workers))]
+    def paused_engines(self) -> list[bool]:
+        """Whether each worker's engine is paused, as the engine reports."""
+        return [self.state_file(index).read_text() != RUNNING for index in range(len(self.workers))]
 
     def state_file(self, index: int) -> Path:
         return self._run_dir / f"state-{index}"
 
     def check_processes(self) -> None:
-        """Raises ServerGone if one has ended."""
+        """Raises ServerGone if a process has ended."""
         for process in (self.server.process, *self.workers):
             if process.poll() is not None:
                 raise ServerGone(f"{process.args} has ended: {self.server.log[-3000:]}")
@@ -94,7 +98,7 @@ class StubPool:
 def start_worker(
     run_dir: Path, index: int, *arguments: str, **settings: str
 ) -> subprocess.Popen[bytes]:
-    """A stub worker at `worker-<index>`."""
+    """Starts a stub worker at `worker-<index>`."""
     command = [
         sys.executable, "-m", "tests.fuzz.stub", "--endpoint", f"ipc://{run_dir}/worker-{index}",
         "--worker-id", str(index), *arguments,
@@ -110,10 +114,10 @@ def start_worker(
 def stub_pool(
     run_dir: Path, *, num_workers: int, num_endpoints: int | None = None, **settings: str
 ) -> Iterator[StubPool]:
-    """`settings` are those of workers and front ends alike.
+    """Starts a pool; `settings` apply to workers and front ends.
 
     Args:
-        num_endpoints: that the front ends know of, if more than there are workers.
+        num_endpoints: endpoints that the front ends connect to, if more than there are workers.
     """
     workers = [start_worker(run_dir, index, **settings) for index in range(num_workers)]
     endpoints = [f"ipc://{run_dir}/worker-{i}" for i in range(num_endpoints or num_workers)]

@@ -1,4 +1,4 @@
-"""Whatever bodies come: an answer in time, never a 500, and the same server afterwards."""
+"""Any HTTP body: a response in time, never a 500, and an unchanged server."""
 
 import pytest
 from hypothesis import example, given, settings
@@ -13,8 +13,8 @@ from tests.fuzz.wire_http import Sent
 pytestmark = [pytest.mark.fuzz, pytest.mark.timeout(TIMEOUT_S)]
 
 
-def tidy_up(fuzzed: Fuzzed, sent: Sent) -> None:
-    """Takes back what a request that went well has changed."""
+def undo(fuzzed: Fuzzed, sent: Sent) -> None:
+    """Undoes what a successful request has changed."""
     path = sent.path.strip("/")
     if path == "pause":
         fuzzed.server.post("/resume", None)
@@ -24,18 +24,18 @@ def tidy_up(fuzzed: Fuzzed, sent: Sent) -> None:
             fuzzed.server.post("/v1/unload_lora_adapter", {"lora_name": name})
 
 
-def test_any_body(fuzzed: Fuzzed) -> None:
+def test_any_body_gets_a_valid_response(fuzzed: Fuzzed) -> None:
     @settings(max_examples=200)
     @given(sent=requests)
     @example(sent=Sent("POST", "/generate/", b'{"prompts": [[1]], "max_tokens": 1}'))
-    def answers(sent: Sent) -> None:
+    def check_response(sent: Sent) -> None:
         answer = fuzzed.ask(sent)
         if answer is None:
             assert not sent.is_whole, "no answer to a whole request"
             return
         if answer.status == 200:
-            tidy_up(fuzzed, sent)
+            undo(fuzzed, sent)
         check_answer(sent, answer)
 
-    explore(answers, answers, name="bodies", share=0.5, between=fuzzed.check)
-    print(f"{fuzzed.num_asked} requests; by status: {dict(sorted(fuzzed.statuses.items()))}")
+    explore(check_response, check_response, name="bodies", share=0.5, between=fuzzed.check)
+    print(f"{fuzzed.num_sent} requests; by status: {dict(sorted(fuzzed.statuses.items()))}")

@@ -1,8 +1,8 @@
-"""A worker that sends anything: front ends live, and what the others answer is right.
+"""A worker that sends arbitrary frames: front ends survive, and other workers' results stay right.
 
-The pool trusts its workers: one that lies may spoil its own jobs, and make the pool believe that
-it has other weights, a pause or another model. None of it may end or hang a front end, spoil
-another worker's jobs, or outlast the calls that are there to mend it.
+The pool trusts its workers. A worker that sends wrong messages may spoil its own jobs, and make the
+pool believe in other weights, a pause or another model. No message may end or hang a front end,
+spoil another worker's jobs, or have effects that the calls for recovery cannot undo.
 """
 
 import concurrent.futures
@@ -48,23 +48,23 @@ SETTINGS = {
     "heartbeat_interval_s": "0.05", "heartbeat_timeout_s": "20", "request_timeout_s": str(REQUEST_S),
     "weight_update_timeout_s": "0.5", "placement": "round_robin",
 }  # fmt: skip
-# Within which a front end is done with what it was sent, on a busy machine.
+# Seconds in which a front end handles what it was sent, on a busy machine.
 SETTLE_S = 5.0
 MAX_GROWTH_BYTES = 64 * 2**20
 NUM_REQUESTS = 4
 
 
-class Pretender:
-    """A ROUTER at a worker's endpoint, read by a thread of its own."""
+class FakeWorker:
+    """A ROUTER socket at a worker's endpoint, read by its own thread."""
 
     def __init__(self, endpoint: str):
         self._context: zmq.Context[Any] = zmq.Context()
         self._router = bind_router(self._context, endpoint, "")
         self._lock = threading.Lock()
-        # The sockets of front ends that said something since the last `Stopping`.
+        # Sockets of front ends that sent a message since the last `Stopping`.
         self.peers: dict[bytes, None] = {}
-        self._left: set[bytes] = set()
-        # First ids of prompts that were sent here, and the keys of their jobs by socket.
+        self._stopped_peers: set[bytes] = set()
+        # First ids of prompts received here, and the keys of their jobs by socket.
         self.prompts: set[int] = set()
         self.jobs: dict[bytes, list[tuple[int, int]]] = {}
         self._is_closing = False
@@ -80,7 +80,7 @@ class Pretender:
 
     def _take(self, peer: bytes, frame: bytes) -> None:
         message = messages.decode_to_worker(frame)
-        if peer in self._left:
+        if peer in self._stopped_peers:
             return
         self.peers[peer] = None
         if isinstance(message, Generate):
@@ -89,19 +89,19 @@ class Pretender:
                 self.jobs.setdefault(peer, []).append((job.job_id, job.attempt))
 
     def send(self, frames: tuple[bytes, ...]) -> None:
-        """To every front end that is there, each with the keys of one of its own jobs."""
+        """Sends to every connected front end, with the keys of one of the front end's own jobs."""
         with self._lock:
             for peer in list(self.peers):
                 key = (self.jobs.get(peer) or [(1, 1)])[-1]
                 mine = tuple(_with_key(frame, key) for frame in frames)
                 self._router.send_multipart([peer, *mine])
 
-    def leave(self) -> None:
-        """Says that it stops: front ends meet what comes after it on new sockets."""
+    def stop(self) -> None:
+        """Sends `Stopping`: front ends then connect with new sockets."""
         with self._lock:
             for peer in self.peers:
                 self._router.send_multipart([peer, encode(Stopping(""))])
-            self._left |= self.peers.keys()
+            self._stopped_peers |= self.peers.keys()
             self.peers.clear()
             self.jobs.clear()
 
@@ -111,61 +111,61 @@ class Pretender:
         self._context.destroy(linger=0)
 
 
-# Of five bytes each: a job's number as it would be in a frame of 32 bits.
+# Five bytes each, like a job's number in MessagePack with 32 bits.
 JOB_ID, ATTEMPT = 2**31 + 12_345_678, 2**31 + 12_345_679
 
 
 def _with_key(frame: bytes, key: tuple[int, int]) -> bytes:
-    for place, value in zip((JOB_ID, ATTEMPT), key, strict=True):
-        frame = frame.replace(encode(place), b"\xce" + value.to_bytes(4, "big"))
+    for placeholder, value in zip((JOB_ID, ATTEMPT), key, strict=True):
+        frame = frame.replace(encode(placeholder), b"\xce" + value.to_bytes(4, "big"))
     return frame
 
 
 class Target:
-    """The pool, its pretender, and the heartbeat of its real worker."""
+    """The pool, its fake worker, and the heartbeat of its real worker."""
 
     def __init__(self, run_dir: Path):
         self._run_dir = run_dir
         self._threads = concurrent.futures.ThreadPoolExecutor(NUM_REQUESTS)
         self._next_id = 1
         self.num_sent = 0
-        # Of requests whose job went to the pretender.
+        # Statuses of requests whose job went to the fake worker.
         self.statuses: dict[int, int] = {}
         self._start()
 
     def _start(self) -> None:
-        with ExitStack() as held:
-            self.pretender = Pretender(f"ipc://{self._run_dir}/worker-1")
-            held.callback(self.pretender.close)
+        with ExitStack() as stack:
+            self.fake_worker = FakeWorker(f"ipc://{self._run_dir}/worker-1")
+            stack.callback(self.fake_worker.close)
             context = stub_pool(self._run_dir, num_workers=1, num_endpoints=2, **SETTINGS)
-            self.pool = held.enter_context(context)
+            self.pool = stack.enter_context(context)
             self.beat = _real_heartbeat(f"ipc://{self._run_dir}/worker-0")
             assert self.beat.facts == FACTS
-            # Whether the pool has been told what is not so: then it may refuse what it would serve.
+            # Whether the pool was told something untrue; then it may refuse good requests.
             self.has_lied = False
-            wait_until(lambda: len(self.pretender.peers) == 2, SETTLE_S)
-            self._held = held.pop_all()
+            wait_until(lambda: len(self.fake_worker.peers) == 2, SETTLE_S)
+            self._stack = stack.pop_all()
 
-    def ask_meanwhile(self) -> list[concurrent.futures.Future[None]]:
-        """Honest requests, through both front ends; they are answered, or wait at the pretender."""
+    def start_requests(self) -> list[concurrent.futures.Future[None]]:
+        """Starts good requests at both front ends; each completes, or waits at the fake worker."""
         first = self._next_id
         self._next_id = first % 30_000 + NUM_REQUESTS
         ids = range(first, first + NUM_REQUESTS)
-        self.pretender.prompts.difference_update(ids)
-        asked = [self._threads.submit(self._generate, one, one % 2) for one in ids]
+        self.fake_worker.prompts.difference_update(ids)
+        started = [self._threads.submit(self._generate, one, one % 2) for one in ids]
         deadline = time.monotonic() + SETTLE_S / 10
         while time.monotonic() < deadline and not all(
-            future.done() or one in self.pretender.prompts
-            for future, one in zip(asked, ids, strict=True)
+            future.done() or one in self.fake_worker.prompts
+            for future, one in zip(started, ids, strict=True)
         ):
             time.sleep(0.002)
-        return asked
+        return started
 
     def _generate(self, first_id: int, front_end: int) -> None:
         body = {"prompts": [[first_id, 2]]}
         one = self.pool.front_ends[front_end]
         answer = one.call("POST", "/generate", body, within_s=REQUEST_S + SETTLE_S)
-        if first_id in self.pretender.prompts:
+        if first_id in self.fake_worker.prompts:
             self.statuses[answer.status_code] = self.statuses.get(answer.status_code, 0) + 1
             return
         is_right = answer.status_code == 200 and answer.json()["completion_ids"] == [[2, first_id]]
@@ -173,9 +173,9 @@ class Target:
         assert is_right or is_refused, f"{answer.status_code} {answer.text}"
 
     def send(self, parts: Parts) -> None:
-        """To both front ends."""
+        """Sends to both front ends."""
         self.has_lied |= any(map(self._is_lie, parts.frames))
-        self.pretender.send(parts.frames)
+        self.fake_worker.send(parts.frames)
         self.num_sent += 1
 
     def _is_lie(self, frame: bytes) -> bool:
@@ -190,12 +190,13 @@ class Target:
         )
 
     def close(self) -> None:
-        self._held.close()
+        self._stack.close()
 
     def check(self, ends: list[BaseException | None]) -> None:
-        """All that it has told is forgotten, or mended by the calls that are there for it.
+        """Raises AssertionError unless the pool recovers, by itself or through the recovery calls.
 
-        A pool of which that is not so is started again, so that a smaller example can be looked for.
+        A pool that does not recover is started again, so that hypothesis can look for a smaller
+        example.
         """
         try:
             self._check()
@@ -207,8 +208,8 @@ class Target:
 
     def _check(self) -> None:
         self.pool.check_processes()
-        wait_until(self._is_served, SETTLE_S, self._described)
-        wait_until(lambda: len(self.pretender.peers) == 2, SETTLE_S, self._described)
+        wait_until(self._is_served, SETTLE_S, self._description)
+        wait_until(lambda: len(self.fake_worker.peers) == 2, SETTLE_S, self._description)
         self.has_lied = False
 
     def _is_served(self) -> bool:
@@ -218,8 +219,8 @@ class Target:
             first.call("POST", "/weights/accept", {}, within_s=SETTLE_S)
         if self._get("/is_paused", 0)["is_paused"]:
             first.call("POST", "/resume", {}, within_s=SETTLE_S)
-        held = [self._get("/fuzz/held", end) for end in (0, 1)]
-        is_free = all(one["commands"] == one["jobs"] == one["places"] == 0 for one in held)
+        resources = [self._get("/fuzz/held", end) for end in (0, 1)]
+        is_free = all(one["commands"] == one["jobs"] == one["places"] == 0 for one in resources)
         return ready == ["ready", "ready"] and is_free and all(map(self._is_right, (0, 1)))
 
     def _is_right(self, front_end: int) -> bool:
@@ -231,9 +232,9 @@ class Target:
     def _get(self, path: str, front_end: int) -> Any:
         return self.pool.front_ends[front_end].call("GET", path, within_s=SETTLE_S).json()
 
-    def _described(self) -> str:
-        said = [self._get(path, end) for path in ("/ready", "/fuzz/held") for end in (0, 1)]
-        return f"{said}\n{self.pool.server.log[-3000:]}"
+    def _description(self) -> str:
+        answers = [self._get(path, end) for path in ("/ready", "/fuzz/held") for end in (0, 1)]
+        return f"{answers}\n{self.pool.server.log[-3000:]}"
 
     def memory_bytes(self) -> int:
         pids = [one.pid for one in self.pool.front_ends]
@@ -264,7 +265,7 @@ FACTS = WorkerFacts(
     max_loras=8,
 )  # fmt: skip
 _facts = st.just(msgspec.to_builtins(FACTS))
-# Of a worker that gets jobs.
+# Makes the fake worker eligible for jobs.
 GOOD_BEAT = Heartbeat(
     worker_id="1", incarnation="a", phase="ready", phase_s=0.0, weights=PoolWeights(), facts=FACTS,
     loaded_at=4e9, num_front_ends=2, other_sequences=0, other_tokens=0, num_sequences=0,
@@ -294,27 +295,27 @@ scripts = st.lists(
 )
 
 
-def test_any_frame_to_a_front_end(target: Target) -> None:
+def test_front_ends_survive_any_frame(target: Target) -> None:
     sizes: list[int] = []
 
     @settings(max_examples=40)
     @given(is_trusted=st.sampled_from((True, True, True, False)), script=scripts)
     @example(is_trusted=True, script=[Parts((b"\x82\xa4type\xa8stopping\xa6reason\xa1\xff",))])
-    def serves(is_trusted: bool, script: list[Parts]) -> None:
+    def check_script(is_trusted: bool, script: list[Parts]) -> None:
         if is_trusted:
             target.send(Parts((encode(GOOD_BEAT),)))
-        # Where it is trusted, some of them are its jobs now.
-        asked = target.ask_meanwhile()
+        # If the fake worker is trusted, some of these jobs are routed to it.
+        started = target.start_requests()
         for parts in script:
             target.send(parts)
-        # What it has not answered goes to the real worker.
-        target.pretender.leave()
-        ends = [one.exception() for one in asked]
+        # The fake worker's unfinished jobs go to the real worker.
+        target.fake_worker.stop()
+        ends = [one.exception() for one in started]
         target.check(ends)
 
     began = time.monotonic()
     explore(
-        serves, serves, name="front-end frames", share=0.13,
+        check_script, check_script, name="front-end frames", share=0.13,
         between=lambda: sizes.append(target.memory_bytes()),
     )  # fmt: skip
     print(f"{target.num_sent} messages in {time.monotonic() - began:.0f} s; RSS {sizes}")

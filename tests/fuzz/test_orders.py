@@ -1,4 +1,4 @@
-"""Whatever order two trainers call in: refusals and never a failure, one truth, nothing held."""
+"""Two trainers call in any order: no server error, consistent state, nothing leaked."""
 
 import concurrent.futures
 import time
@@ -12,7 +12,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_as_test
 
-from tests.fuzz.calls import KINDS, NEXT, Call, Made, Trainer, calls, make_folders
+from tests.fuzz.calls import KINDS, NEXT, Call, HttpCall, Trainer, calls, make_folders
 from tests.fuzz.exploring import TIMEOUT_S, ServerGone, explore
 from tests.fuzz.stub_pool import StubPool, stub_pool
 from tests.servers import wait_until
@@ -20,45 +20,45 @@ from tests.servers import wait_until
 pytestmark = [pytest.mark.fuzz, pytest.mark.timeout(TIMEOUT_S)]
 
 STEP_S, REQUEST_S = 0.5, 3.0
-# Steps of one call, each of which may take its whole time, and a margin for a busy machine.
+# A call has up to three steps, each with the full timeout; the rest is for a busy machine.
 LIMIT_S = 3 * STEP_S + 2
 SETTINGS = {
     "weight_update_timeout_s": str(STEP_S), "request_timeout_s": str(REQUEST_S),
     "heartbeat_interval_s": "0.1", "heartbeat_timeout_s": "20",
 }  # fmt: skip
-# Within which workers agree that need no further call to do so: two looks at deadlines.
+# Workers that need no further call agree within two checks of deadlines.
 AGREE_S = 2 * STEP_S + 2
-# A tensor that never comes ends the call that waits for it.
+# 504: a tensor that never comes ends the call that waits for it.
 STATUSES = {200, 400, 404, 409, 504}
 NUM_WORKERS = 2
 
 
 class Pools:
-    """The pool that calls go to; another one after a call or an order that has spoilt it."""
+    """The pool that receives the calls; replaced after a call or an order that has broken it."""
 
     def __init__(self, folder: Path):
         self._folder = folder
         self.root = folder / "root"
         make_folders(self.root)
-        self._held = ExitStack()
-        self.is_spoilt = False
+        self._stack = ExitStack()
+        self.is_broken = False
         self._start()
 
     def _start(self) -> None:
         settings = {"weights_root": str(self.root), **SETTINGS}
         context = stub_pool(self._folder, num_workers=NUM_WORKERS, **settings)
-        self.pool = self._held.enter_context(context)
+        self.pool = self._stack.enter_context(context)
 
-    def whole(self) -> StubPool:
-        """One that nothing is wrong with."""
-        if self.is_spoilt:
+    def healthy(self) -> StubPool:
+        """A pool in good order."""
+        if self.is_broken:
             self.close()
             self._start()
-            self.is_spoilt = False
+            self.is_broken = False
         return self.pool
 
     def close(self) -> None:
-        self._held.close()
+        self._stack.close()
 
 
 @pytest.fixture
@@ -71,7 +71,7 @@ def pools(tmp_path: Path) -> Iterator[Pools]:
 
 
 class Orders(RuleBasedStateMachine):
-    """Calls one after the other, or two at once, through either front end."""
+    """Calls in sequence, or two at once, through either front end."""
 
     pools: ClassVar[Pools]
     num_calls: ClassVar[int] = 0
@@ -80,9 +80,9 @@ class Orders(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.pool, self.root = self.pools.whole(), self.pools.root
+        self.pool, self.root = self.pools.healthy(), self.pools.root
         self.trainers = [Trainer("first"), Trainer("second")]
-        # What was asked, and what came of it.
+        # Each call and its outcome.
         self.history: list[str] = []
         self.threads = concurrent.futures.ThreadPoolExecutor(2)
 
@@ -118,28 +118,28 @@ class Orders(RuleBasedStateMachine):
         trainer = self.trainers[call.trainer]
         if call.kind == NEXT:
             call = trainer.next_call(call.trainer, call.choices)
-        made = KINDS[call.kind](trainer, call.choices, self.root)
+        http_call = KINDS[call.kind](trainer, call.choices, self.root)
         try:
-            answer = self._ask(made, front_end)
+            answer = self._ask(http_call, front_end)
         except (AssertionError, ServerGone) as error:
-            self._spoil(str(error))
-        self.history.append(f"{made} at {front_end}: {answer.status_code} {answer.text[:200]}")
+            self._fail(str(error))
+        self.history.append(f"{http_call} at {front_end}: {answer.status_code} {answer.text[:200]}")
         if not answer.ok:
             trainer.plan.clear()
-        if made.path == "/weights/begin" and answer.ok:
+        if http_call.path == "/weights/begin" and answer.ok:
             trainer.update = answer.json()["update"]
 
-    def _ask(self, made: Made, front_end: int) -> Any:
-        limit_s = REQUEST_S + 2 if made.path in ("/pause", "/generate") else LIMIT_S
+    def _ask(self, http_call: HttpCall, front_end: int) -> Any:
+        limit_s = REQUEST_S + 2 if http_call.path in ("/pause", "/generate") else LIMIT_S
         began = time.monotonic()
         one = self.pool.front_ends[front_end]
-        answer = one.call(made.method, made.path, made.body, within_s=limit_s + 10)
+        answer = one.call(http_call.method, http_call.path, http_call.body, within_s=limit_s + 10)
         took_s = time.monotonic() - began
         Orders.num_calls += 1
-        key = made.path, answer.status_code
+        key = http_call.path, answer.status_code
         Orders.statuses[key] = Orders.statuses.get(key, 0) + 1
-        assert answer.status_code in STATUSES, f"{made}: {answer.status_code} {answer.text}"
-        assert took_s <= limit_s, f"{made}: took {took_s:.1f} s: {answer.text}"
+        assert answer.status_code in STATUSES, f"{http_call}: {answer.status_code} {answer.text}"
+        assert took_s <= limit_s, f"{http_call}: took {took_s:.1f} s: {answer.text}"
         return answer
 
     # ---- what must hold ----------------------------------------------------------------
@@ -148,28 +148,32 @@ class Orders(RuleBasedStateMachine):
         try:
             self._check_pool()
         except (AssertionError, ServerGone) as error:
-            self._spoil(str(error))
+            self._fail(str(error))
 
-    def _spoil(self, what: str) -> NoReturn:
-        self.pools.is_spoilt = True
+    def _fail(self, what: str) -> NoReturn:
+        self.pools.is_broken = True
         history = "\n".join(self.history)
         raise AssertionError(f"{what}\nCalls, and what came of them:\n{history}") from None
 
     def _check_pool(self) -> None:
         self.pool.check_processes()
-        wait_until(lambda: not self._odds(), AGREE_S, lambda: self._odds() + self._described())
+        wait_until(
+            lambda: not self._inconsistency(),
+            AGREE_S,
+            lambda: self._inconsistency() + self._description(),
+        )
         Orders.num_checks += 1
         self._generate(Orders.num_checks % 2)
 
     def _generate(self, front_end: int) -> None:
-        answer = self._ask(Made("POST", "/generate", {"prompts": [[1, 2, 3]]}), front_end)
+        answer = self._ask(HttpCall("POST", "/generate", {"prompts": [[1, 2, 3]]}), front_end)
         assert answer.json()["completion_ids"] == [[3, 2, 1]], answer.text
 
-    def _odds(self) -> str:
-        """What does not fit together; "" if all does."""
-        before = self.pool.stands()
+    def _inconsistency(self) -> str:
+        """Describes what is inconsistent; "" if nothing is."""
+        before = self.pool.paused_engines()
         workers = self._get("/weights", 0)["workers"]
-        said = [self._get("/is_paused", front_end)["is_paused"] for front_end in (0, 1)]
+        paused = [self._get("/is_paused", front_end)["is_paused"] for front_end in (0, 1)]
         shown = self._get("/ready", 1)["workers"]
         models = self._get("/v1/models", 1)["data"][1:]
         versions = {(one["weight_version"], one["last_update"]) for one in workers}
@@ -178,53 +182,55 @@ class Orders(RuleBasedStateMachine):
             return "the workers have different weights"
         if {one["phase"] for one in shown} != {"ready"}:
             return "a worker serves nothing"
-        if {*before, *said, *self.pool.stands()} not in ({True}, {False}):
+        if {*before, *paused, *self.pool.paused_engines()} not in ({True}, {False}):
             return "/is_paused is not the truth"
         if any(one != {two["id"]: two["version"] for two in models} for one in adapters):
             return "the workers have different adapters"
         return ""
 
-    def _described(self) -> str:
-        said = [self._get("/weights", front_end) for front_end in (0, 1)]
-        return f"{said}, engines stand: {self.pool.stands()}\n{self.pool.server.log[-2000:]}"
+    def _description(self) -> str:
+        states = [self._get("/weights", front_end) for front_end in (0, 1)]
+        return (
+            f"{states}, engines stand: {self.pool.paused_engines()}\n{self.pool.server.log[-2000:]}"
+        )
 
     def _get(self, path: str, front_end: int) -> Any:
-        return self._ask(Made("GET", path), front_end).json()
+        return self._ask(HttpCall("GET", path), front_end).json()
 
     def teardown(self) -> None:
         try:
-            if not self.pools.is_spoilt:
-                self._end()
+            if not self.pools.is_broken:
+                self._release_everything()
         finally:
             self.threads.shutdown()
             for trainer in self.trainers:
                 trainer.listening.close()
 
-    def _end(self) -> None:
-        """Everybody leaves; then nothing is held anywhere."""
+    def _release_everything(self) -> None:
+        """Every trainer leaves; afterwards no resources are held."""
         for kind in ("resume", "abort", "close", "trl_close"):
             for trainer in (0, 1):
                 self._call(Call(kind, trainer), trainer)
         for choice in (0, 1):
             self._call(Call("unload", 0, (choice, 0)), 0)
         try:
-            wait_until(self._holds_nothing, AGREE_S, self._described)
+            wait_until(self._is_idle, AGREE_S, self._description)
         except (AssertionError, ServerGone) as error:
-            self._spoil(f"something is held: {error}")
+            self._fail(f"something is held: {error}")
         self._check()
 
-    def _holds_nothing(self) -> bool:
-        held = [self._get("/fuzz/held", front_end) for front_end in (0, 1)]
+    def _is_idle(self) -> bool:
+        resources = [self._get("/fuzz/held", front_end) for front_end in (0, 1)]
         states = {one["state"] for one in self._get("/weights", 0)["workers"]}
         running = sum(self.pool.server.metrics("sequences").values())
-        # The one place is that of the call that asks.
+        # The one open request is the call to /fuzz/held itself.
         return (
-            all(one["commands"] == one["jobs"] == one["places"] == 0 for one in held)
-            and states <= {"closed", "open"} and running == 0 and not any(self.pool.stands())
+            all(one["commands"] == one["jobs"] == one["places"] == 0 for one in resources)
+            and states <= {"closed", "open"} and running == 0 and not any(self.pool.paused_engines())
         )  # fmt: skip
 
 
-def test_any_order(pools: Pools) -> None:
+def test_any_order_of_calls_keeps_the_pool_consistent(pools: Pools) -> None:
     def run() -> None:
         settings = hypothesis.settings(max_examples=3, stateful_step_count=25)
         run_state_machine_as_test(Orders, settings=settings)

@@ -1,4 +1,4 @@
-"""A front end that sends anything: the worker lives, and honest front ends are served."""
+"""A front end that sends arbitrary frames: the worker survives and serves other front ends."""
 
 import time
 from collections.abc import Iterator
@@ -30,9 +30,9 @@ BEAT_S = 0.05
 SETTINGS = {
     "heartbeat_interval_s": str(BEAT_S), "heartbeat_timeout_s": "2", "weight_update_timeout_s": "0.3",
 }  # fmt: skip
-# Of an honest front end: within which it is answered.
+# Seconds within which a well-behaved front end gets an answer.
 ANSWER_S = 5.0
-# What may stay of all that was sent: lists and tables of a few examples.
+# Allowed growth of memory over all examples: lists and tables of a few examples.
 MAX_GROWTH_BYTES = 64 * 2**20
 
 
@@ -50,7 +50,7 @@ class Peer:
         self.socket.send(messages.encode(message))
 
     def read(self) -> None:
-        """Takes what has come."""
+        """Reads the messages that have arrived."""
         while self.socket.poll(0):
             match messages.decode_from_worker(self.socket.recv()):
                 case Heartbeat(incarnation=incarnation, phase=phase):
@@ -59,15 +59,15 @@ class Peer:
                 case Results(results=results):
                     self.done |= {one.job_id: one for one in results if isinstance(one, Completed)}
 
-    def wait(self, holds: Any, what: str) -> None:
-        def looks() -> bool:
+    def wait(self, condition: Any, what: str) -> None:
+        def is_met() -> bool:
             self.read()
-            return bool(holds())
+            return bool(condition())
 
-        wait_until(looks, ANSWER_S, lambda: f"the worker gives no {what}")
+        wait_until(is_met, ANSWER_S, lambda: f"the worker gives no {what}")
 
-    def generates(self) -> None:
-        """A job of this front end is answered, and right."""
+    def check_job(self) -> None:
+        """Sends a job and checks its result."""
         self._num_jobs += 1
         job_id, ids = self._num_jobs, np.array([1, 2, self._num_jobs], np.int32)
         sampling = msgspec.Raw(encode_options(SamplingOptions()))
@@ -75,14 +75,14 @@ class Peer:
         self.wait(lambda: job_id in self.done, "answer")
         assert self.done.pop(job_id).completions[0].token_ids == ids[::-1].tobytes()
 
-    def tidies_up(self) -> None:
-        """Ends what the other's commands may rightly have begun."""
+    def clean_up(self) -> None:
+        """Ends sessions and pauses that valid fuzzed commands have begun."""
         for action in (LeaveGroup(None), Resume(1)):
             self.send(Command(self.incarnation, 1, action))
 
 
 class Target:
-    """A stub worker, an honest front end and two that send anything."""
+    """A stub worker, a well-behaved front end and two that send arbitrary frames."""
 
     def __init__(self, folder: Path):
         self._folder = folder
@@ -104,9 +104,9 @@ class Target:
         self.num_sent += 1
 
     def check(self) -> None:
-        """The worker lives and serves; nobody has taken anything from the honest front end.
+        """The worker is alive, and the well-behaved front end has lost nothing.
 
-        One that does not is started again, so that a smaller example can be looked for.
+        A worker that fails is started again, so that hypothesis can look for a smaller example.
         """
         try:
             self._check()
@@ -119,8 +119,8 @@ class Target:
     def _check(self) -> None:
         for peer in (self.honest, self.known):
             peer.send(Hello())
-        self.honest.tidies_up()
-        self.honest.generates()
+        self.honest.clean_up()
+        self.honest.check_job()
         before = self.honest.num_beats
         self.honest.wait(lambda: self.honest.num_beats > before, "heartbeat")
         for peer in (self.known, self.unknown):
@@ -165,7 +165,7 @@ HINTS = {
     "update_id": st.sampled_from(("u", "v")), "model": st.sampled_from(("", "stub", "other")),
     "lease_s": st.sampled_from((0.01, 1.0)), "lease_left_s": st.sampled_from((0.01, 1.0)),
 }  # fmt: skip
-# A front end may end a worker by one action: to begin again with its own weights.
+# One valid action ends a worker, AcceptInitialWeights, and is not sent.
 ACTIONS = [one for one in commands.Action.__args__ if one is not commands.AcceptInitialWeights]
 _command = st.one_of([message_of(one, HINTS) for one in ACTIONS]).flatmap(
     lambda action: st.fixed_dictionaries(
@@ -181,15 +181,15 @@ _messages = st.one_of(
 scripts = st.lists(st.tuples(st.booleans(), parts_of(_messages)), min_size=1, max_size=10)
 
 
-def test_any_frame_to_a_worker(target: Target) -> None:
+def test_a_worker_survives_any_frame(target: Target) -> None:
     sizes: list[int] = []
 
     @settings(max_examples=50)
     @given(script=scripts)
     @example(script=[(True, Parts((b"\xa1\xff",)))])
-    def serves(script: list[tuple[bool, Parts]]) -> None:
+    def check_script(script: list[tuple[bool, Parts]]) -> None:
         for is_known, parts in script:
-            # Both are texts of 13 and 32 bytes: their heads differ.
+            # The two texts have 13 and 32 bytes: their MessagePack heads differ.
             old, new = encode(INCARNATION), encode(target.honest.incarnation)
             frames = tuple(frame.replace(old, new) for frame in parts.frames)
             target.send(Parts(frames), is_known=is_known)
@@ -199,7 +199,7 @@ def test_any_frame_to_a_worker(target: Target) -> None:
         sizes.append(target.memory_bytes())
 
     began = time.monotonic()
-    explore(serves, serves, name="worker frames", share=0.12, between=note_size)
+    explore(check_script, check_script, name="worker frames", share=0.12, between=note_size)
     print(f"{target.num_sent} messages in {time.monotonic() - began:.0f} s; RSS {sizes}")
-    # The first batches bring what later ones use again.
+    # The first batches allocate what later batches reuse.
     assert sizes[-1] - sizes[min(1, len(sizes) - 1)] < MAX_GROWTH_BYTES, sizes

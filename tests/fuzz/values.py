@@ -1,7 +1,7 @@
-"""JSON from msgspec's types: values that a schema takes, and the same spoilt.
+"""JSON from msgspec types: values that a schema accepts, and mutated ones.
 
-Values are Python's, with two of this module's own for what no Python value stands for: `Raw`
-is JSON text as it is, `Pairs` an object whose names may repeat.
+Values are Python values and two classes of this module for what Python cannot represent: `Raw` is
+literal JSON text, `Pairs` an object whose names may repeat.
 """
 
 import json
@@ -12,16 +12,16 @@ from hypothesis import strategies as st
 from msgspec import inspect
 
 Strategy = st.SearchStrategy[Any]
-# By the name of a field: values with which a request is likely to be taken, and is cheap.
+# By field name: values that are likely to be accepted, and cheap.
 Hints = Mapping[str, Strategy]
 
 
 class Raw(str):
-    """JSON text, right or wrong."""
+    """JSON text, valid or not."""
 
 
 class Pairs(NamedTuple):
-    """An object with its names in order, which may repeat."""
+    """An object as ordered pairs; names may repeat."""
 
     items: tuple[tuple[str, Any], ...]
 
@@ -53,10 +53,10 @@ def _object(items: Any) -> str:
 
 INTEGERS = (0, 1, -1, 2, 3, 7, 16, 31, 63, 127, 128, 2047, 2048, 2**31 - 1, 2**31, 2**53, 2**63 - 1, 2**63, 2**64, -(2**63))  # fmt: skip
 FLOATS = (0.0, -0.0, 0.5, 1.0, 2.0, 1e-9, 1e-300, 5e-324, -1.5, 1e9, 1.7e308)
-# Control characters, what has several bytes, what splits or joins others.
+# Control characters, multi-byte characters, characters that split or join others.
 TEXTS = ("", " ", "a", "\0", "\n", "é", "日本", "\u202e", "\ufffd", "𝄞", "e\u0301", "<|im_end|>", "<|endoftext|>", "{", "(", "\\", '"')  # fmt: skip
 texts = st.one_of(st.sampled_from(TEXTS), st.text(max_size=12), st.just("long " * 400))
-# Of JSON or nearly, none of it a value of Python's.
+# JSON or nearly JSON that no Python value produces.
 ODD = tuple(map(Raw, (
     "NaN", "Infinity", "-Infinity", "1e400", "-1e400", "1E-400", "1" + "0" * 30, "-" + "9" * 40,
     "1.0", "1e0", "-0", "01", "+1", ".5", "0x10", "1_0", "tru", "undefined", "'a'", "",
@@ -75,12 +75,12 @@ small_json: Strategy = st.recursive(
     ),
     max_leaves=5,
 )
-# Levels at which something may give up: limits of ours, of CPython's and of C's stack.
+# Depths near limits of titopool, CPython and the C stack.
 depths = st.sampled_from((2, 10, 63, 64, 65, 66, 100, 500, 900, 960, 965, 970, 990, 999, 1000, 1010, 1024, 3000))  # fmt: skip
 
 
 def nested(depth: int, *, in_objects: bool) -> Raw:
-    """A value that deep."""
+    """A value nested to `depth` levels."""
     return Raw('{"a":' * depth + "1" + "}" * depth if in_objects else "[" * depth + "]" * depth)
 
 
@@ -88,7 +88,7 @@ def nested(depth: int, *, in_objects: bool) -> Raw:
 
 
 def values_of(kind: inspect.Type, hints: Hints) -> Strategy:
-    """Values that msgspec takes for a type, those at its limits among them."""
+    """Values that msgspec accepts for a type, limits included."""
     match kind:
         case inspect.StructType():
             return objects_of(kind, hints)
@@ -122,8 +122,8 @@ def _leaf(kind: inspect.Type) -> Strategy:
         case inspect.FloatType():
             return _numbers(kind, FLOATS, step=1e-6)
         case inspect.StrType(min_length=least, max_length=most):
-            fits = [one for one in (*TEXTS, "long " * 400) if (least or 0) <= len(one)]
-            return st.sampled_from([one[: most or None] for one in fits])
+            candidates = [one for one in (*TEXTS, "long " * 400) if (least or 0) <= len(one)]
+            return st.sampled_from([one[: most or None] for one in candidates])
         case inspect.LiteralType(values=values):
             return st.sampled_from(values)
         case inspect.AnyType():
@@ -153,7 +153,7 @@ def _numbers(kind: Any, candidates: tuple[Any, ...], *, step: float) -> Strategy
 
 
 def objects_of(kind: inspect.StructType, hints: Hints) -> Strategy:
-    """Bodies of a schema: what is required, and some of the rest."""
+    """Bodies of a schema: all required fields and some of the others."""
     names = tuple(field.encode_name for field in kind.fields)
     required = tuple(field.encode_name for field in kind.fields if field.required)
     by_name = {
@@ -163,8 +163,8 @@ def objects_of(kind: inspect.StructType, hints: Hints) -> Strategy:
 
     @st.composite
     def draw_object(draw: Callable[[Strategy], Any]) -> dict[str, Any]:
-        some = draw(st.lists(st.sampled_from(names), max_size=4, unique=True)) if names else []
-        return {name: draw(by_name[name]) for name in dict.fromkeys((*required, *some))}
+        optional = draw(st.lists(st.sampled_from(names), max_size=4, unique=True)) if names else []
+        return {name: draw(by_name[name]) for name in dict.fromkeys((*required, *optional))}
 
     return draw_object()
 
@@ -172,7 +172,7 @@ def objects_of(kind: inspect.StructType, hints: Hints) -> Strategy:
 def _field_values(name: str, kind: inspect.Type, hints: Hints) -> Strategy:
     typed = values_of(kind, hints)
     hint = hints.get(name)
-    # Mostly what is taken: a body with one odd value says more than one with ten.
+    # Mostly accepted values: a body with one odd value finds more than one with ten.
     return typed if hint is None else st.one_of(*[hint] * 19, typed)
 
 
@@ -180,33 +180,33 @@ def _field_values(name: str, kind: inspect.Type, hints: Hints) -> Strategy:
 
 
 @st.composite
-def spoilt(draw: Callable[[Strategy], Any], value: Any) -> Any:
-    """`value` with one thing wrong, somewhere in it."""
+def mutated(draw: Callable[[Strategy], Any], value: Any) -> Any:
+    """`value` with one error somewhere inside."""
     if isinstance(value, dict) and value and draw(st.integers(0, 3)):
         name = draw(st.sampled_from(sorted(value)))
-        return {**value, name: draw(spoilt(value[name]))}
+        return {**value, name: draw(mutated(value[name]))}
     if isinstance(value, list) and value and draw(st.booleans()):
-        place = draw(st.integers(0, len(value) - 1))
-        return [*value[:place], draw(spoilt(value[place])), *value[place + 1 :]]
+        position = draw(st.integers(0, len(value) - 1))
+        return [*value[:position], draw(mutated(value[position])), *value[position + 1 :]]
     if isinstance(value, dict) and draw(st.booleans()):
-        return draw(_spoilt_object(value))
-    how = draw(st.integers(0, 9))
-    if how == 0:
+        return draw(_mutated_object(value))
+    mutation = draw(st.integers(0, 9))
+    if mutation == 0:
         return [value] * draw(st.sampled_from((1, 2, 40)))
-    if how == 1:
+    if mutation == 1:
         return nested(draw(depths), in_objects=draw(st.booleans()))
     return draw(wrong)
 
 
 @st.composite
-def _spoilt_object(draw: Callable[[Strategy], Any], value: dict[str, Any]) -> Any:
-    how = draw(st.sampled_from(("more", "less", "twice")))
+def _mutated_object(draw: Callable[[Strategy], Any], value: dict[str, Any]) -> Any:
+    mutation = draw(st.sampled_from(("more", "less", "twice")))
     items = tuple(value.items())
-    if how == "more" or not items:
+    if mutation == "more" or not items:
         name = draw(st.sampled_from(("x", "prompt", "max_token", "", "\0", "\ud800", "a" * 3000)))
         return {**value, name: draw(wrong)}
-    place = draw(st.integers(0, len(items) - 1))
-    if how == "less":
-        return dict(items[:place] + items[place + 1 :])
-    again = (items[place][0], draw(wrong))
+    position = draw(st.integers(0, len(items) - 1))
+    if mutation == "less":
+        return dict(items[:position] + items[position + 1 :])
+    again = (items[position][0], draw(wrong))
     return Pairs((*items, again) if draw(st.booleans()) else (again, *items))

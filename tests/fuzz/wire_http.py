@@ -1,4 +1,4 @@
-"""HTTP requests as they are sent, byte for byte, and what comes back."""
+"""HTTP requests as raw bytes, and their responses."""
 
 import http.client
 import io
@@ -9,20 +9,20 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-# Within which every request must be answered.
+# Seconds within which every request must be answered.
 ANSWER_S = 10.0
 
 
 class Sent(NamedTuple):
-    """A request; `repr` gives what can be pasted as an `@example`."""
+    """A request; its `repr` can be pasted as an `@example`."""
 
     method: str
     path: str
     body: bytes = b""
     headers: tuple[tuple[str, str], ...] = (("Content-Type", "application/json"),)
-    # Of bytes, how the body is divided into chunks; None: it has a length.
+    # Sizes in bytes of the body's chunks; None sends a Content-Length.
     chunks: tuple[int, ...] | None = None
-    # Whether what is sent is a whole request: a part of one may have no answer.
+    # Whether the request is complete; an incomplete one may get no response.
     is_whole: bool = True
 
     def header(self, name: str) -> str | None:
@@ -30,7 +30,7 @@ class Sent(NamedTuple):
         return found[0] if found else None
 
     def encoded(self) -> bytes:
-        """What goes over the wire."""
+        """The bytes sent over the socket."""
         lines = [f"{self.method} {self.path} HTTP/1.1", "Host: fuzz", "Connection: close"]
         lines += [f"{name}: {value}" for name, value in self.headers]
         body = self.body
@@ -42,7 +42,7 @@ class Sent(NamedTuple):
         return "\r\n".join(lines).encode("latin-1") + b"\r\n\r\n" + body
 
     def json(self) -> Any:
-        """The body as the server's own decoder reads it; None if it is no JSON."""
+        """The body as the server's decoder reads it; None if it is not JSON."""
         try:
             return msgspec.json.decode(self.body)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -60,7 +60,7 @@ def _chunked(body: bytes, sizes: tuple[int, ...]) -> bytes:
 
 
 class Answer(NamedTuple):
-    """What came back."""
+    """A response."""
 
     status: int
     headers: dict[str, str]
@@ -79,10 +79,10 @@ class Answer(NamedTuple):
 
 
 def ask(port: int, sent: Sent, *, within_s: float = ANSWER_S) -> Answer | None:
-    """The answer to a request; None if the connection ended without one.
+    """The response to a request; None if the connection ended without one.
 
     Raises:
-        TimeoutError: nothing came within `within_s`.
+        TimeoutError: no complete response within `within_s`.
     """
     began = time.monotonic()
     with socket.create_connection(("127.0.0.1", port), timeout=within_s) as client:
@@ -91,7 +91,7 @@ def ask(port: int, sent: Sent, *, within_s: float = ANSWER_S) -> Answer | None:
             if not sent.is_whole:
                 client.shutdown(socket.SHUT_WR)
         except (BrokenPipeError, ConnectionResetError):
-            # It answers before it has read all: it may refuse by the head alone.
+            # The server may refuse a request by its head, before it has read the body.
             pass
         received = _receive(client, began + within_s)
     if not received:
@@ -113,7 +113,7 @@ def _receive(client: socket.socket, deadline: float) -> bytes:
         try:
             data = client.recv(2**16)
         except ConnectionResetError:
-            # What was not read of the request is thrown away with the connection.
+            # The connection is reset when the server closes it with unread bytes of the request.
             return received
         if not data:
             return received

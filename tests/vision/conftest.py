@@ -1,4 +1,4 @@
-"""Servers of tiny vision-language models for the tests of this folder; they end with the last."""
+"""Servers of tiny vision-language models for the tests in this folder."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from tests.images import PLACEHOLDERS
 from tests.servers import Server, running_server
 from titopool.settings.gpus import visible_gpus
 
-# On a GPU, attention and convolutions multiply float32 with 10 bits of mantissa (tf32).
+# On a GPU, attention and convolutions multiply float32 with a mantissa of 10 bits (TF32).
 TOLERANCE = 2e-2 if visible_gpus() else 1e-3
 NUM_TOKENS = 12
 OPTIONS = ("--dtype", "float32", "--max-model-len", "1024", "--limit-mm-per-prompt", '{"image": 6}')
@@ -46,7 +46,7 @@ def vision(kind: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Visi
     log = tmp_path_factory.mktemp("vision-server") / "log"
     options = ["--num-workers", "1", "--num-front-ends", "2", *OPTIONS]
     if kind == "smol":
-        # One prompt with images after the other.
+        # So little memory that only one prompt with images runs at a time.
         options += ["--image-memory-bytes", "1"]
     with running_server(str(folder), *options, log=log) as server:
         yield Vision(server, str(folder), PLACEHOLDERS[kind])

@@ -1,4 +1,4 @@
-"""Images that are refused before a model sees them, with what was expected and what came."""
+"""Images that are refused before the model runs; errors say what was expected and what came."""
 
 import base64
 from functools import cache
@@ -11,12 +11,12 @@ from tests.vision.conftest import GREEDY, Vision
 SMALL, WIDE, LARGE = picture(56, 56, 1), picture(168, 56, 2), picture(200, 140, 3)
 
 
-def test_mismatches_are_refused_with_both_numbers(model: Vision):
+def test_placeholder_mismatches_are_refused_with_both_numbers(model: Vision):
     small, wide = encoded(SMALL), encoded(WIDE)
     one, two = model.ids("a @ b"), model.ids("a @ b @")
     expanded = model.see("a @ b", [SMALL]).prompt_ids
     swapped = model.see("@ @", [WIDE, SMALL]).prompt_ids
-    # One placeholder more than the only image has: not an expanded and a single one.
+    # One placeholder more than the only image has: not one expanded and one single placeholder.
     last = (
         len(expanded)
         - 1
@@ -70,7 +70,7 @@ def bad_images() -> dict[str, tuple[str, str]]:
 
 
 @pytest.mark.parametrize("name", bad_images())
-def test_what_is_no_good_image_is_refused_with_its_place(qwen: Vision, name: str):
+def test_a_bad_image_is_refused_with_its_location(qwen: Vision, name: str):
     text, part = bad_images()[name]
     ids, good = qwen.ids("a @ @"), encoded(SMALL)
     body = {"prompts": [ids, ids], "images": [[good, good], [text, good]]}
@@ -79,7 +79,7 @@ def test_what_is_no_good_image_is_refused_with_its_place(qwen: Vision, name: str
     assert (answer.status_code, error["code"]) == (400, "invalid_image"), error
     assert error["param"] == "images"
     assert part in error["message"]
-    # The second where the worker found it.
+    # The first is found by the front end, the second by the worker.
     assert error["message"].startswith(("images[1][0]: ", "prompts[1]: image 0: "))
     assert len(error["message"]) < 700
     assert qwen.server.generate([ids], images=[[good, good]], max_tokens=1)["completion_ids"]
@@ -94,7 +94,7 @@ def test_what_is_no_good_image_is_refused_with_its_place(qwen: Vision, name: str
         ({"mm_processor_kwargs": {"min_pixels": 9, "max_pixels": 8}}, ("9 and 8",)),
         ({"mm_processor_kwargs": [None, None]}, ("1 prompts", "got 2")),
         ({"mm_processor_kwargs": 3}, ("mm_processor_kwargs", "got `int`")),
-        # One pixel each, made large: 7 would be 7 times as much.
+        # One pixel each, enlarged by the processor: together they exceed max_image_pixels.
         (
             {
                 "images": [[encoded(picture(1, 1))] * 5],
@@ -121,7 +121,7 @@ def test_bad_fields_are_refused(qwen: Vision, body, parts):
         assert part in answer.json()["error"]["message"]
 
 
-def test_a_prompt_too_long_with_its_images_is_refused_by_name(qwen: Vision):
+def test_a_prompt_too_long_with_its_images_is_refused(qwen: Vision):
     body = {
         "prompts": [qwen.ids("@ @ @")],
         "images": [[encoded(picture(600, 600, n)) for n in range(3)]],

@@ -1,4 +1,4 @@
-"""Images with token ids, exactly once: real vLLM, two families of models, transformers beside."""
+"""Images with token ids, expanded exactly once: two model families in real vLLM."""
 
 import base64
 import concurrent.futures
@@ -35,7 +35,7 @@ PROMPTS = {
 
 
 @pytest.mark.parametrize("name", PROMPTS)
-def test_every_form_gives_what_transformers_gives(model: Vision, name: str):
+def test_every_input_form_agrees_with_transformers(model: Vision, name: str):
     text, images = PROMPTS[name]
     expected = model.see(text, images)
     files = [encoded(image) for image in images]
@@ -58,7 +58,7 @@ def test_every_form_gives_what_transformers_gives(model: Vision, name: str):
 
 
 def test_a_turn_may_add_an_unexpanded_image_to_expanded_ones(model: Vision):
-    # As an environment does that appends to the ids it got back.
+    # As when an environment appends to the ids it received.
     first = model.see("look at @", [LARGE])
     assert model.ids("look at @")[: len(model.ids("look at "))] == model.ids("look at ")
     added = model.ids(" and @?")
@@ -80,7 +80,7 @@ def test_prompts_with_and_without_images_in_one_request(model: Vision):
         assert answer["completion_ids"][index] == expected.completion_ids
 
 
-def test_the_processor_gets_its_arguments_for_all_prompts_or_for_each(qwen: Vision):
+def test_processor_arguments_may_be_shared_or_per_prompt(qwen: Vision):
     text, file = "a @", encoded(LARGE)
     few = {"max_pixels": 28 * 28 * 8}
     many = {"min_pixels": 28 * 28 * 60, "max_pixels": 28 * 28 * 90}
@@ -102,7 +102,7 @@ def test_the_processor_gets_its_arguments_for_all_prompts_or_for_each(qwen: Visi
     own = {"prompt_token_ids": ids, "multi_modal_data": {"image": file}}
     answer = generate([{**own, "mm_processor_kwargs": few}, own], mm_processor_kwargs=many)
     assert answer["prompt_ids"] == expected
-    # Expanded for other arguments than it is sent with.
+    # Expanded with other arguments than those in the request.
     refused = qwen.server.post("/generate/", {"prompts": [expected[0]], "images": [file]})
     assert (refused.status_code, refused.json()["error"]["code"]) == (400, "image_mismatch")
 
@@ -141,7 +141,7 @@ def odd_images() -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("name", odd_images())
-def test_odd_images_are_read_as_transformers_reads_them(qwen: Vision, name: str):
+def test_odd_images_agree_with_transformers(qwen: Vision, name: str):
     data = odd_images()[name]
     expected = qwen.see("see @", [load_image(PIL.Image.open(BytesIO(data)))])
     file = base64.b64encode(data).decode()
@@ -153,7 +153,7 @@ def test_odd_images_are_read_as_transformers_reads_them(qwen: Vision, name: str)
 
 def test_completions_of_a_prompt_share_its_images(qwen: Vision):
     images = lambda: qwen.server.metrics("images_total")["0"]  # noqa: E731
-    # Longer than two heartbeats: what earlier tests have sent is counted.
+    # Longer than two heartbeats, so that the images of earlier tests are counted.
     time.sleep(1.2)
     before = images()
     answer = qwen.server.generate(
@@ -166,8 +166,8 @@ def test_completions_of_a_prompt_share_its_images(qwen: Vision):
     assert qwen.server.metrics("image_seconds_total")["0"] > 0
 
 
-def test_the_prefix_cache_works_over_images_and_never_mixes_two(qwen: Vision):
-    # vLLM caches blocks of 128 ids on a CPU: more than one before, and one behind the image.
+def test_the_prefix_cache_covers_images_and_never_mixes_two(qwen: Vision):
+    # On a CPU vLLM caches blocks of 128 ids: at least one before the image, and one after it.
     before = "word " * 140
     text = before + "@ what" + " is it?" * 70
     ids = qwen.ids(text)
@@ -182,7 +182,7 @@ def test_the_prefix_cache_works_over_images_and_never_mixes_two(qwen: Vision):
     assert again["num_cached_tokens"][0] > num_before + 25
     other = ask(second)
     assert 0 < other["num_cached_tokens"][0] <= num_before + 1
-    # The same file with another size is another image to the model.
+    # The same file with another size is a different image to the model.
     resized = ask(first, mm_processor_kwargs={"max_pixels": 28 * 28 * 10})
     assert resized["num_cached_tokens"][0] <= num_before + 1
     assert again["completion_ids"] == [qwen.see(text, [first]).completion_ids]
@@ -212,12 +212,12 @@ def test_text_prompts_do_not_wait_for_images(qwen: Vision):
         images_s = time.monotonic() - begin
         assert len(with_images.result()["completion_ids"]) == 60
     print(f"60 images in {images_s:.1f} s; text meanwhile: {sorted(latencies)}")
-    # Behind the images they would have waited for all of them.
+    # Queued after the images, text prompts would have waited for all of them.
     assert len(latencies) > 3
     assert max(latencies) < images_s / 2
 
 
-def test_images_in_messages(qwen: Vision):
+def test_images_in_messages_agree_with_transformers(qwen: Vision):
     texts = ["<|im_start|>user\n@ what?<|im_end|>\n<|im_start|>assistant\n",
              "<|im_start|>user\nno image<|im_end|>\n<|im_start|>assistant\n"]  # fmt: skip
     expected = [qwen.see(texts[0], [WIDE]), qwen.see(texts[1], [])]
@@ -239,16 +239,16 @@ def test_images_in_messages(qwen: Vision):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_openai_s_routes_take_images(qwen: Vision, stream: bool):
+def test_openai_s_routes_accept_images(qwen: Vision, stream: bool):
     text, images = PROMPTS["conversation"]
     expected = qwen.see(text, images)
     parts = [
         {"type": "image_url", "image_url": {"url": "data:image/png;base64," + encoded(image)}}
         for image in images
     ]
-    said = {"type": "text", "text": " hello"}
+    text_part = {"type": "text", "text": " hello"}
     messages = [
-        {"role": "user", "content": [parts[0], said]},
+        {"role": "user", "content": [parts[0], text_part]},
         {"role": "assistant", "content": "a cat"},
         {"role": "user", "content": [{"type": "text", "text": "and "}, *parts[1:], {"type": "text", "text": "?"}]},
     ]  # fmt: skip
@@ -277,14 +277,14 @@ def test_openai_s_routes_take_images(qwen: Vision, stream: bool):
     assert (fewer.status_code, fewer.json()["error"]["code"]) == (400, "image_mismatch")
 
 
-def test_drift_looks_past_the_placeholders_of_images(qwen: Vision):
+def test_drift_ignores_image_placeholders(qwen: Vision):
     def drifted() -> list[float]:
         return [
             qwen.server.metrics(name)["0"]
             for name in ("compared_prompts_total", "drifted_prompts_total")
         ]
 
-    # What the tests before made is in the metrics by then.
+    # By then the metrics contain what earlier tests have counted.
     time.sleep(1)
     before = drifted()
     url = "data:image/png;base64," + encoded(SMALL)
@@ -293,13 +293,13 @@ def test_drift_looks_past_the_placeholders_of_images(qwen: Vision):
     body = {"messages": messages, "tokens": single, "max_tokens": 1}
     expanded = qwen.server.post("/v1/chat/completions/tokens", body).json()["prompt_token_ids"]
     assert len(expanded) > len(single)
-    # One is compared at a time.
+    # One conversation is compared at a time.
     wait_until(lambda: drifted() == [before[0] + 1, before[1]], 20, lambda: str(drifted()))
     assert qwen.server.post("/v1/chat/completions/tokens", body | {"tokens": expanded}).ok
     wait_until(lambda: drifted() == [before[0] + 2, before[1]], 20, lambda: str(drifted()))
 
 
-def test_a_client_that_leaves_costs_the_next_one_nothing(qwen: Vision):
+def test_a_client_that_hangs_up_does_not_delay_the_next(qwen: Vision):
     image, ids = encoded(picture(900, 900, 41)), qwen.ids("@")
     kwargs = {"max_pixels": 50176}
     body = {
@@ -343,10 +343,10 @@ answer({{
     answers = run_trl(version, qwen.server.url, script)
     assert answers["several"]["prompt_ids"] == [two.prompt_ids, three.prompt_ids]
     assert answers["mixed"]["prompt_ids"] == [two.prompt_ids, plain, three.prompt_ids]
-    for name, places in {"several": (0, 1), "mixed": (0, 2)}.items():
+    for name, positions in {"several": (0, 1), "mixed": (0, 2)}.items():
         completions = answers[name]["completion_ids"]
-        for place, expected in zip(places, (two, three), strict=True):
-            assert completions[place] == expected.completion_ids[:4]
+        for position, expected in zip(positions, (two, three), strict=True):
+            assert completions[position] == expected.completion_ids[:4]
 
 
 def test_the_example_runs(qwen: Vision, tmp_path: Path):

@@ -1,4 +1,4 @@
-"""Weight updates of models that take images: transformers' names, and no image seen with old weights."""
+"""Weight updates of models with image input: transformers' names, no cached old images."""
 
 import shutil
 from pathlib import Path
@@ -19,7 +19,7 @@ IMAGE = picture(84, 112)
 
 
 def assert_sees(server: Server, folder: str, text: str) -> None:
-    """What is made of the image is what transformers makes of it with the weights in `folder`."""
+    """The model's output for the image equals transformers' with the weights in `folder`."""
     expected = reference.see(folder, text, [IMAGE], NUM_TOKENS)
     answer = server.generate([expected.prompt_ids], images=[[encoded(IMAGE)]], **GREEDY)
     assert answer["completion_ids"] == [expected.completion_ids]
@@ -29,9 +29,9 @@ def assert_sees(server: Server, folder: str, text: str) -> None:
 
 def test_an_update_reaches_the_vision_tower_and_its_caches(model: Vision, tmp_path: Path):
     need_gpus(2)
-    server, own, other = model.server, model.folder, str(tmp_path / "other")
-    shutil.copytree(own, other)
-    changed = AutoModelForImageTextToText.from_pretrained(own, dtype=torch.float32)
+    server, original, other = model.server, model.folder, str(tmp_path / "other")
+    shutil.copytree(original, other)
+    changed = AutoModelForImageTextToText.from_pretrained(original, dtype=torch.float32)
     torch.manual_seed(7)
     with torch.no_grad():
         for parameter in changed.parameters():
@@ -39,8 +39,8 @@ def test_an_update_reaches_the_vision_tower_and_its_caches(model: Vision, tmp_pa
     changed.save_pretrained(other)
     text = model.text("look at @ and say what it is")
     client = weights_client(server, timeout_s=30)
-    assert_sees(server, own, text)
-    # Not the names of the checkpoint: those of transformers' module.
+    assert_sees(server, original, text)
+    # The names of transformers' module, not of the checkpoint.
     if hasattr(output, "strip_covered_mm_data"):
         # vLLM 0.32 loses the images of requests that are kept, and ends.
         with pytest.raises(WeightsError) as caught:
@@ -50,8 +50,8 @@ def test_an_update_reaches_the_vision_tower_and_its_caches(model: Vision, tmp_pa
     result = client.update(changed.named_parameters(), policy="drain")
     assert result["missing"] == []
     assert_sees(server, other, text)
-    # Other tests use this server.
-    old = AutoModelForImageTextToText.from_pretrained(own, dtype=torch.float32)
+    # Restores the weights for other tests on this server.
+    old = AutoModelForImageTextToText.from_pretrained(original, dtype=torch.float32)
     client.update(old.named_parameters(), policy="drain")
-    assert_sees(server, own, text)
+    assert_sees(server, original, text)
     client.close()
