@@ -84,9 +84,13 @@ def listen(args: GroupArgs) -> socket.socket | None:
         return None
     deadline = time.monotonic() + PORT_TIMEOUT_S
     while True:
-        opened = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        is_ipv6 = ":" in args.host
+        opened = socket.socket(socket.AF_INET6 if is_ipv6 else socket.AF_INET, socket.SOCK_STREAM)
         try:
             opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if is_ipv6:
+                # `::` also takes connections over IPv4.
+                opened.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
             opened.bind((args.host, args.port))
             opened.listen()
             return opened
