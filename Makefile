@@ -114,7 +114,7 @@ test-chaos: tools  ## kills, stops and disconnects processes of a pool of stub w
 	CHAOS_SECONDS=$(SECONDS) CHAOS_SEED=$(SEED) $(BIN)/python -m pytest -q -s --timeout=0 -m chaos tests/chaos $(ARGS)
 
 test-fuzz: tools  ## sends generated bodies, frames and orders of calls to real servers and stubs (SECONDS=60, SEED=0)
-	FUZZ_SECONDS=$(SECONDS) FUZZ_SEED=$(SEED) $(BIN)/python -m pytest -q -s --timeout=0 -m fuzz tests/fuzz $(ARGS)
+	FUZZ_SECONDS=$(SECONDS) FUZZ_SEED=$(SEED) $(BIN)/python -m pytest -q -rP --timeout=0 -n $(JOBS) -m fuzz tests/fuzz $(ARGS)
 
 test-soak: tools  ## measures the memory of an engine over SOAK_UPDATES (1000) weight updates under load
 	SOAK_UPDATES=$(SOAK_UPDATES) $(BIN)/python -m pytest -s --timeout=0 -m soak tests/test_weights_soak.py $(ARGS)

@@ -9,7 +9,6 @@ import time
 import psutil
 import pytest
 
-from tests import reference
 from tests.conftest import ENGINE_OPTIONS
 from tests.servers import (
     REPOSITORY,
@@ -115,18 +114,6 @@ def test_the_screen_shows_phases_and_greeting_until_ctrl_c(start_server, tiny_mo
     assert "worker 0 | " not in server.log
     assert "Traceback" not in server.log
     assert "INFO" in (tmp_path / "run" / "worker-0.log").read_text()
-
-
-def test_a_tensor_parallel_worker_gives_the_same_completions(start_server, tiny_model):
-    server = start_server(tiny_model, *ENGINE_OPTIONS, "--tensor-parallel-size", "2")
-    server.wait_until_ready()
-    assert server.get("/get_world_size/").json() == {"world_size": 2}
-    answer = server.generate([[42, 7]], temperature=0, max_tokens=8,
-                             generation_kwargs={"ignore_eos": True})  # fmt: skip
-    assert answer["completion_ids"] == [reference.greedy(tiny_model, [42, 7], 8)]
-    children = descendants(server)
-    server.process.kill()
-    wait_until(lambda: not alive(children), 10, lambda: str(alive(children)))
 
 
 def test_gunicorn_restarts_a_dead_worker_and_leaves_no_process_when_killed(tiny_model, tmp_path):

@@ -8,16 +8,13 @@ import random
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import psutil
 import pytest
 
-from tests.conftest import ENGINE_OPTIONS
-from tests.servers import Server, need_gpus, running_server
+from tests.servers import Server, need_gpus
 from tests.trainer import tensors_of
 from tests.weights import assert_serves, weights_client
-from titopool.demo_model import make_model
 
 SOAK_UPDATES = int(os.environ.get("SOAK_UPDATES", "1000"))
 NUM_CLIENTS = 24
@@ -27,20 +24,15 @@ MAX_GROWTH_BYTES = 100 * 2**20
 
 
 @pytest.fixture
-def server(tiny_model: str, tmp_path: Path) -> Iterator[Server]:
+def server(single_server: Server) -> Server:
     need_gpus(2)
-    options = ("--num-workers", "1", "--num-front-ends", "1", *ENGINE_OPTIONS)
-    with running_server(tiny_model, *options, log=tmp_path / "log") as running:
-        yield running
+    return single_server
 
 
 @pytest.fixture
-def folders(tiny_model: str, tmp_path: Path) -> list[str]:
+def folders(tiny_model: str, other_model: str) -> list[str]:
     """Two sets of weights; the server starts with the first."""
-    other = tmp_path / "other"
-    other.mkdir()
-    make_model(other, seed=1)
-    return [tiny_model, str(other)]
+    return [tiny_model, other_model]
 
 
 def engine_bytes(server: Server) -> int:
@@ -66,6 +58,7 @@ def test_an_engine_does_not_grow_with_updates(server: Server, folders: list[str]
             server.generate([[5] * length], max_tokens=1)
         if number % 50 == 0:
             seen.append(engine_bytes(server))
+    client.close()
     assert_serves(server, folders[0])
     assert seen[-1] - seen[0] < MAX_GROWTH_BYTES, [one >> 20 for one in seen]
 
@@ -108,6 +101,7 @@ def test_an_engine_does_not_grow_under_load(server: Server, folders: list[str]):
             if number % max(1, SOAK_UPDATES // 20) == 0:
                 seen.append(engine_bytes(server))
                 print(f"{number} updates, {answered[0]} requests, {seen[-1] >> 20} MiB", flush=True)
+    client.close()
     assert_serves(server, folders[SOAK_UPDATES % 2])
     # After a quarter of the updates, batches have had all their sizes.
     growth = max(seen[len(seen) // 2 :]) - max(seen[: len(seen) // 4])

@@ -1,36 +1,25 @@
-"""Weight updates of a worker with two processes: each loads its shard of every tensor."""
+"""A worker with two engine processes: completions, weight updates of each one's shards, its end."""
 
-from collections.abc import Iterator
-
-import pytest
+import psutil
 
 from tests.conftest import ENGINE_OPTIONS
-from tests.servers import Server, need_gpus, running_server
+from tests.servers import alive, need_gpus, wait_until
 from tests.trainer import tensors_of
 from tests.trl_weights_client import update_by_trl
 from tests.weights import assert_serves, weights_client
 
 
-@pytest.fixture(scope="module")
-def server(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def test_both_protocols_update_all_processes_of_a_worker(
+    start_server, tiny_model: str, other_model: str
+):
     need_gpus(3)
-    log = tmp_path_factory.mktemp("tp-server") / "log"
-    options = (
-        "--num-workers", "1", "--num-front-ends", "1", "--tensor-parallel-size", "2",
+    server = start_server(
+        tiny_model, "--num-workers", "1", "--num-front-ends", "1", "--tensor-parallel-size", "2",
         "--weight-update-timeout-s", "120", *ENGINE_OPTIONS,
     )  # fmt: skip
-    with running_server(tiny_model, *options, log=log) as running:
-        yield running
-
-
-def test_both_protocols_update_all_processes_of_a_worker(
-    server: Server, tiny_model: str, tmp_path_factory: pytest.TempPathFactory
-):
-    from titopool.demo_model import make_model
-
-    other_model = str(tmp_path_factory.mktemp("other-tp"))
-    make_model(other_model, seed=1)
-    assert server.get("/get_world_size").json() == {"world_size": 2}
+    server.wait_until_ready()
+    assert server.get("/get_world_size/").json() == {"world_size": 2}
+    assert_serves(server, tiny_model)
     client = weights_client(server, timeout_s=120)
     client.update(tensors_of(other_model), policy="keep", with_checksum=True)
     assert_serves(server, other_model)
@@ -38,3 +27,7 @@ def test_both_protocols_update_all_processes_of_a_worker(
     update_by_trl(server.url, tiny_model)
     answer = assert_serves(server, tiny_model)
     assert answer["weight_versions"] == [[[2, 0]]]
+    # No process outlives the master.
+    children = psutil.Process(server.process.pid).children(recursive=True)
+    server.process.kill()
+    wait_until(lambda: not alive(children), 10, lambda: str(alive(children)))
