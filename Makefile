@@ -10,10 +10,11 @@ PLATFORM ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo gpu || echo cpu)
 TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 
 BIN = $(VENV)/bin
-PIP = $(BIN)/python -m pip --disable-pip-version-check
+# What installs packages; .ci/run sets uv, which is faster.
+INSTALL ?= $(BIN)/python -m pip --disable-pip-version-check install
 CONSTRAINTS = -c constraints/$(PLATFORM).txt
 # gunicorn's HTTP parser in C saves a fifth of a request's CPU time. Compiling it may fail.
-FASTER = $(PIP) install --quiet $(CONSTRAINTS) -e '.[fast]' 2>/dev/null \
+FASTER = $(INSTALL) --quiet $(CONSTRAINTS) -e '.[fast]' 2>/dev/null \
 	  || echo "no C compiler: gunicorn parses HTTP in Python, which is a little slower"
 INSTALLED = $(VENV)/.installed-$(PLATFORM)
 TOOLS = $(VENV)/.installed-tools
@@ -31,16 +32,16 @@ $(VENV)/bin/python:
 
 $(VENV)/.installed-cpu: setup.cfg constraints/cpu.txt tools/cpu_install.py | $(VENV)/bin/python
 	@echo "installing vLLM's CPU build (a minute or two the first time)"
-	$(PIP) install --quiet $(CONSTRAINTS) torch 2>/dev/null \
-	  || $(PIP) install --quiet $(CONSTRAINTS) --extra-index-url $(TORCH_CPU_INDEX) torch torchvision
-	$(PIP) install --quiet $(CONSTRAINTS) -e '.[cpu]'
+	$(INSTALL) --quiet $(CONSTRAINTS) torch 2>/dev/null \
+	  || $(INSTALL) --quiet $(CONSTRAINTS) --extra-index-url $(TORCH_CPU_INDEX) torch torchvision
+	$(INSTALL) --quiet $(CONSTRAINTS) -e '.[cpu]'
 	$(BIN)/python tools/cpu_install.py
 	$(FASTER)
 	touch $@
 
 $(VENV)/.installed-gpu: setup.cfg constraints/gpu.txt | $(VENV)/bin/python
 	@echo "installing vLLM (some minutes the first time)"
-	$(PIP) install --quiet $(CONSTRAINTS) -e '.[gpu]'
+	$(INSTALL) --quiet $(CONSTRAINTS) -e '.[gpu]'
 	$(FASTER)
 	touch $@
 
@@ -48,11 +49,11 @@ $(VENV)/.installed-gpu: setup.cfg constraints/gpu.txt | $(VENV)/bin/python
 # and no dependencies. verifiers imports openai-agents, which imports griffe; all other imports come
 # with vLLM or the test extra.
 $(TOOLS): $(INSTALLED) Makefile
-	$(PIP) install --quiet $(CONSTRAINTS) -e '.[test]'
+	$(INSTALL) --quiet $(CONSTRAINTS) -e '.[test]'
 	for version in 0.29.1 1.9.2; do \
-	  $(PIP) install --quiet --no-deps --upgrade --target $(VENV)/trl/$$version trl==$$version || exit 1; \
+	  $(INSTALL) --quiet --no-deps --upgrade --target $(VENV)/trl/$$version trl==$$version || exit 1; \
 	done
-	$(PIP) install --quiet --no-deps --upgrade --target $(VENV)/verifiers \
+	$(INSTALL) --quiet --no-deps --upgrade --target $(VENV)/verifiers \
 	  verifiers==0.1.9.post3 openai-agents==0.24.0 griffelib==2.4.1
 	touch $@
 

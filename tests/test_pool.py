@@ -287,7 +287,7 @@ def test_a_pool_that_restarts_with_another_model_forgets_the_old_one():
     pool.on_heartbeat("a", with_weights("a", NEW, NEW), now=1)
     before, waiting = pool.view.facts, request_of(1)
     waiting.facts = before
-    pool.mark_worker_lost("a", "stopped", has_died=False)
+    pool.mark_worker_lost("a", "stopped", blames_jobs=False)
     pool.submit(waiting)
     assert pool.view.facts == FACTS
     pool.on_heartbeat("a", loaded("a", 9.0, OTHER_FACTS), now=2)
@@ -437,7 +437,7 @@ def test_requeued_jobs_wait_in_order_ahead_of_all_others():
     pool.submit(request_of(*[1] * 4))
     pool.assign()
     pool.submit(request_of(1, first_id=9))
-    pool.mark_worker_lost("a", "killed", has_died=False)
+    pool.mark_worker_lost("a", "killed", blames_jobs=False)
     assert [one.job.job_id for one in pool.waiting] == [1, 2, 3, 4, 9]
 
 

@@ -1,4 +1,4 @@
-"""The body of /generate/'s response, in JSON or MessagePack, without a Python object per token.
+"""Unpacks log-probabilities for all routes, and writes /generate/'s response without an object per token.
 
 Both formats list the n completions of prompt 0 first, then those of prompt 1, and so on.
 """

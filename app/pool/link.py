@@ -292,7 +292,7 @@ class Link:
             case Load():
                 self._pool.on_load(endpoint, message)
             case Stopping(reason=reason, blames_jobs=blames_jobs):
-                self._lose(endpoint, reason or "it was stopped", has_died=blames_jobs)
+                self._lose(endpoint, reason or "it was stopped", blames_jobs=blames_jobs)
 
     def _send_assignments(self) -> None:
         for worker, jobs in self._pool.assign():
@@ -341,12 +341,12 @@ class Link:
             elif worker.endpoint not in self._sockets:
                 self._connect(worker.endpoint)
 
-    def _lose(self, endpoint: str, reason: str, *, has_died: bool = True) -> None:
+    def _lose(self, endpoint: str, reason: str, *, blames_jobs: bool = True) -> None:
         """Marks a worker lost and connects a new socket.
 
         Whatever the old process still sends, and whatever is queued for it, is dropped.
         """
-        self._pool.mark_worker_lost(endpoint, reason, has_died=has_died)
+        self._pool.mark_worker_lost(endpoint, reason, blames_jobs=blames_jobs)
         self._disconnect(endpoint)
         self._connect(endpoint)
 

@@ -77,7 +77,7 @@ class Pool:
 
     def remove_worker(self, endpoint: str) -> None:
         """Forgets an endpoint that has left the pool."""
-        self.mark_worker_lost(endpoint, "its address was removed", has_died=False)
+        self.mark_worker_lost(endpoint, "its address was removed", blames_jobs=False)
         del self.workers[endpoint]
 
     def on_heartbeat(self, endpoint: str, beat: Heartbeat, now: float) -> None:
@@ -127,11 +127,11 @@ class Pool:
         """Records what other front ends have in flight at a worker."""
         self.workers[endpoint].record_load_of_others(load)
 
-    def mark_worker_lost(self, endpoint: str, reason: str, *, has_died: bool = True) -> None:
+    def mark_worker_lost(self, endpoint: str, reason: str, *, blames_jobs: bool = True) -> None:
         """Requeues the jobs of a worker, or fails those that no other worker may run.
 
         Args:
-            has_died: False if the worker was stopped on purpose, so that no job is to blame.
+            blames_jobs: False if the worker was stopped on purpose, so that no job is the cause.
         """
         worker = self.workers[endpoint]
         if worker.heartbeat is not None:
@@ -143,7 +143,7 @@ class Pool:
         requeued = []
         for job_id in list(worker.jobs):
             open_job = worker.remove(job_id)
-            num_deaths = open_job.num_deaths + has_died
+            num_deaths = open_job.num_deaths + blames_jobs
             error = self._why_not_requeued(open_job, num_deaths, reason)
             if error is None:
                 requeued.append(open_job.next_attempt(num_deaths))

@@ -197,7 +197,10 @@ class VllmEngine:
         )
 
     async def _last_output(self, job: Job, prompt: Any, context: RunContext) -> tuple[Any, History]:
-        """vLLM's last RequestOutput, with all completions, and the weights that made them."""
+        """vLLM's last RequestOutput, with all completions, and the weights that made them.
+
+        Cancelling the task makes vLLM abort the request in the engine.
+        """
         from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
         latest: dict[int, Any] = {}

@@ -1,4 +1,4 @@
-"""Places images in prompts: vLLM's processor of a model, with one method replaced.
+"""Places images in prompts: vLLM's processor of a model, with two methods replaced.
 
 vLLM replaces the first placeholder of each image by the image's expansion, also if the client has
 expanded the placeholders already, and searches decoded text for placeholders that it does not find.
