@@ -99,7 +99,7 @@ INTERNALS = (
         is_for_images=True,
     ),
     Internal(
-        "in_model/extension.py",
+        "in_model/weight_extension.py",
         "vllm.v1.worker.worker_base:WorkerBase",
         ("get_model", "device", "rank", "vllm_config", "model_config", "model_runner"),
         "extended: loads weights, ends with the worker",
