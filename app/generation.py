@@ -21,7 +21,7 @@ from app.inputs.admission import Admission
 from app.inputs.images import NO_IMAGES, PromptImages, check_placeholders
 from app.inputs.token_ids import check_length, checked_ids
 from app.outputs.token_arrays import JSON, MSGPACK, binary_reply, is_binary, json_reply
-from app.pool.pending import Request
+from app.pool.request import Request
 from titopool.errors import ClientGone, DeadlinePassed, InvalidRequest
 from titopool.settings.sampling import SamplingOptions, encode_options
 from titopool.wire.messages import ChatParsing, Completed, Job, WorkerFacts, encode

@@ -23,9 +23,9 @@ from collections import Counter, OrderedDict, deque
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from app.pool.pending import Request
 from app.pool.placement import ROUTING_POLICIES, Choice, RoutingPolicy
 from app.pool.prefix_index import as_integers
+from app.pool.request import Request
 from app.pool.state import Pool
 from benchmarks.placement_workloads import WORKLOADS, Conversation, Turn
 from titopool.wire.messages import (

@@ -10,7 +10,7 @@ import pytest
 
 import app.pool.link
 from app.pool.link import Link
-from app.pool.pending import Request
+from app.pool.request import Request
 from app.pool.worker_socket import ConnectionState
 from tests.test_pool import beat
 from titopool.deadline import Deadline

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from app.inputs.images import PromptImages, check_placeholders
-from app.pool.pending import Request
+from app.pool.request import Request
 from tests.servers import Server
 from tests.stub_worker import Fault
 from tests.test_chat import HELLO

@@ -6,9 +6,9 @@ import msgspec
 import numpy as np
 import pytest
 
-from app.pool.pending import Request
 from app.pool.placement import MAX_PASSED_OVER, ROUTING_POLICIES
 from app.pool.prefix_index import PrefixIndex, as_integers
+from app.pool.request import Request
 from app.pool.state import Pool
 from tests.test_pool import FACTS, assigned, beat
 from titopool.settings import config

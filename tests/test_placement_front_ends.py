@@ -9,7 +9,7 @@ import pytest
 
 from app.generation import Prompt, make_jobs
 from app.pool.link import Link
-from app.pool.pending import Request
+from app.pool.request import Request
 from tests.servers import START_TIMEOUT_S
 from titopool.settings.config import ServerConfig
 from titopool.settings.sampling import SamplingOptions

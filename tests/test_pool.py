@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from app.pool.pending import Request
+from app.pool.request import Request
 from app.pool.state import Pool
 from titopool.errors import (
     GenerationFailed,

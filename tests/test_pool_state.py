@@ -17,7 +17,7 @@ from titopool.wire.pool_state import (
     next_clock,
 )
 from workers.ledger import Ledger
-from workers.weights.pool_view import PoolView
+from workers.weights.pool_copy import PoolCopy
 
 FIRST = PoolWeights(1, "a", 7, False)
 
@@ -26,9 +26,9 @@ def state(**records) -> PoolState:
     return PoolState(model="m", **records)
 
 
-def view(run_dir: str = "", model: str = "m") -> tuple[PoolView, list[str]]:
+def view(run_dir: str = "", model: str = "m") -> tuple[PoolCopy, list[str]]:
     changes: list[str] = []
-    made = PoolView(Ledger(run_dir, "0"), lambda: changes.append("news"))
+    made = PoolCopy(Ledger(run_dir, "0"), lambda: changes.append("news"))
     made.start(model)
     return made, changes
 
@@ -78,11 +78,11 @@ def test_empty_state_is_encoded_in_few_bytes():
 
 
 def test_a_worker_keeps_state_that_arrives_before_its_model_is_loaded():
-    made = PoolView(Ledger("", "0"), lambda: None)
+    made = PoolCopy(Ledger("", "0"), lambda: None)
     made.merge(state(weights=FIRST))
     made.start("m")
     assert made.weights == FIRST
-    other = PoolView(Ledger("", "0"), lambda: None)
+    other = PoolCopy(Ledger("", "0"), lambda: None)
     other.merge(state(weights=FIRST))
     other.start("another model")
     assert other.weights == PoolWeights()
@@ -97,7 +97,7 @@ def test_only_new_state_triggers_the_callback():
 
 def test_the_lease_of_a_pause_counts_down_after_a_merge(monkeypatch: pytest.MonkeyPatch):
     now = 1000.0
-    monkeypatch.setattr("workers.weights.pool_view.time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr("workers.weights.pool_copy.time", SimpleNamespace(monotonic=lambda: now))
     made, _ = view()
     made.merge(state(pause=PoolPause(1, "keep", 3.0)))
     now += 1
@@ -140,10 +140,10 @@ def test_an_expired_lease_does_not_pause_a_worker_that_starts_later(
 ):
     now = 1000.0
     monkeypatch.setattr("workers.ledger.time", SimpleNamespace(time=lambda: now))
-    monkeypatch.setattr("workers.weights.pool_view.time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr("workers.weights.pool_copy.time", SimpleNamespace(monotonic=lambda: now))
     made, _ = view(str(tmp_path))
     made.record_pause("keep", 10.0, 1)
-    loading = PoolView(Ledger("", "0"), lambda: None)
+    loading = PoolCopy(Ledger("", "0"), lambda: None)
     loading.merge(made.state)
     now += 4
     soon, _ = view(str(tmp_path))
@@ -164,7 +164,7 @@ def test_a_restarted_process_reads_the_ledger(tmp_path: Path):
     assert after.weights == FIRST
     assert after.adapters == made.adapters
     # Another worker, or another model, starts without it.
-    assert PoolView(Ledger(str(tmp_path), "1"), lambda: None).weights == PoolWeights()
+    assert PoolCopy(Ledger(str(tmp_path), "1"), lambda: None).weights == PoolWeights()
     assert view(str(tmp_path), model="other")[0].weights == PoolWeights()
 
 

@@ -44,12 +44,12 @@ def older_vllm(tmp_path: Path) -> dict[str, str]:
     return environment(PYTHONPATH=str(tmp_path), **variables)
 
 
-@pytest.mark.parametrize("row", INTERNALS, ids=lambda row: row.name)
+@pytest.mark.parametrize("row", INTERNALS, ids=lambda row: f"{row.used_by}:{row.name}")
 def test_the_installed_vllm_has_every_listed_name(row: Internal):
     assert missing(row) == []
 
 
-@pytest.mark.parametrize("row", INTERNALS, ids=lambda row: row.name)
+@pytest.mark.parametrize("row", INTERNALS, ids=lambda row: f"{row.used_by}:{row.name}")
 def test_the_module_that_uses_a_name_exists(row: Internal):
     source = (REPOSITORY / "workers" / row.used_by).read_text()
     words = [row.name.rpartition(":")[2], *row.needs]

@@ -1,8 +1,8 @@
 """`titopool doctor`: versions, GPUs, NCCL, ports, and the internals of vLLM that a worker needs.
 
 Runs in: a process of its own, which starts no engine. The exit code is 1 if something is missing
-that a server on this machine needs. A taken port and refused images are shown only: settings choose another
-port, and prompts without images work.
+that a server on this machine needs. A taken port and refused images are shown only: settings choose
+another port, and prompts without images work.
 """
 
 import os
@@ -47,33 +47,41 @@ def _report_versions() -> list[str]:
 
 
 def _report_gpus(gpus: list[str]) -> list[str]:
-    is_gpu_build = bool(version_of("vllm"))
     if not gpus:
-        print(
-            f"no GPU: {'GPU build' if is_gpu_build else 'CPU build' if installed_version() else 'no vLLM'}"
+        print("no GPU")
+        needs_gpu = bool(version_of("vllm"))
+        return ["a GPU, or vLLM's CPU build: pip install 'titopool[cpu]'"] if needs_gpu else []
+    lacks = []
+    for gpu in gpus:
+        line = _describe_gpu(gpu)
+        print(f"GPU {line or f'{gpu}: nvidia-smi does not list it'}")
+        if not line:
+            lacks.append(
+                f"GPU {gpu}, which CUDA_VISIBLE_DEVICES names: nvidia-smi shows those here"
+            )
+    version = _nccl_version()
+    print(f"NCCL {version or 'missing'}")
+    if not version:
+        lacks.append(
+            "NCCL, which comes with vLLM's GPU build: pip install 'titopool[gpu]', or set "
+            "CUDA_VISIBLE_DEVICES to nothing to use the CPU"
         )
-        return ["a GPU, or vLLM's CPU build: pip install 'titopool[cpu]'"] if is_gpu_build else []
-    query = [
-        "nvidia-smi",
-        "--query-gpu=index,name,memory.total,memory.free",
-        "--format=csv,noheader",
-    ]
+    return lacks
+
+
+def _describe_gpu(gpu: str) -> str:
+    """nvidia-smi's line about a GPU; "" if it has none."""
+    query = "--query-gpu=index,name,memory.total,memory.free"
     try:
         listing = subprocess.run(
-            [*query, "-i", ",".join(gpus)], capture_output=True, text=True, timeout=20
+            ["nvidia-smi", query, "--format=csv,noheader", "-i", gpu],
+            capture_output=True,
+            text=True,
+            timeout=20,
         )
-        lines = listing.stdout.splitlines() if listing.returncode == 0 else []
     except (OSError, subprocess.TimeoutExpired):
-        lines = []
-    for line in lines or [f"{gpu}: nvidia-smi does not know it" for gpu in gpus]:
-        print(f"GPU {line}")
-    print(f"NCCL {_nccl_version() or 'missing'}")
-    if _nccl_version():
-        return []
-    return [
-        "NCCL, which comes with vLLM's GPU build: pip install 'titopool[gpu]', or set "
-        "CUDA_VISIBLE_DEVICES to nothing to use the CPU"
-    ]
+        return ""
+    return listing.stdout.strip() if listing.returncode == 0 else ""
 
 
 def _nccl_version() -> str:

@@ -129,6 +129,12 @@ INTERNALS = (
         "filled and read in place",
     ),
     Internal(
+        "engine/packing.py",
+        "vllm.logprobs:FlatLogprobs",
+        ("start_indices", "end_indices", "token_ids", "logprobs", "ranks"),
+        "copies log-probabilities into arrays",
+    ),
+    Internal(
         "in_model/catalogue.py",
         "vllm.model_executor.models.utils:WeightsMapper",
         ("_map_name", "orig_to_new_stacked"),

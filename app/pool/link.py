@@ -18,9 +18,9 @@ from gevent.event import Event
 
 from app.pool.command_sender import CommandSender
 from app.pool.discovery import Discovery
-from app.pool.pending import Request
 from app.pool.placement import ROUTING_POLICIES
 from app.pool.records import natural_order
+from app.pool.request import Request
 from app.pool.state import Pool
 from app.pool.worker_socket import WorkerSocket
 from titopool.deadline import Deadline

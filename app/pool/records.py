@@ -9,8 +9,8 @@ from functools import lru_cache
 
 import msgspec
 
-from app.pool.pending import Request
 from app.pool.prefix_index import PrefixIndex, as_integers
+from app.pool.request import Request
 from titopool.wire.messages import NO_LOAD, Heartbeat, Job, Load, WorkerFacts
 
 # Jobs sent per slot of the engine, so that a free slot never waits for the next job.

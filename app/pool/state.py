@@ -10,7 +10,6 @@ import logging
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-from app.pool.pending import Request
 from app.pool.placement import (
     Choice,
     LeastLoaded,
@@ -21,6 +20,7 @@ from app.pool.placement import (
 from app.pool.pool_view import PoolView
 from app.pool.prefix_index import as_integers
 from app.pool.records import OpenJob, WaitingJobs, Worker, natural_order
+from app.pool.request import Request
 from app.pool.result_checks import defect_of
 from titopool.errors import (
     ERRORS_BY_CODE,

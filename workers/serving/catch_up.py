@@ -1,7 +1,7 @@
 """Brings a worker to the state of its pool after the worker has missed commands.
 
 A worker misses commands while it restarts and while front ends cannot reach it. The pool's state is
-in `workers/weights/pool_view.py`.
+in `workers/weights/pool_copy.py`.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ from workers.engine.weights import WeightEngine
 from workers.ledger import digest_of_files
 from workers.weights.checks import checked_folder
 from workers.weights.pauses import Pauses
-from workers.weights.pool_view import PoolView
+from workers.weights.pool_copy import PoolCopy
 from workers.weights.state import Phase
 from workers.weights.updates import Updates
 
@@ -40,7 +40,7 @@ class CatchUp:
 
     def __init__(
         self,
-        pool: PoolView,
+        pool: PoolCopy,
         updates: Updates,
         pauses: Pauses,
         *,

@@ -41,7 +41,7 @@ from workers.ledger import Ledger
 from workers.serving.catch_up import CatchUp
 from workers.weights.checks import checked_folder
 from workers.weights.pauses import Pauses
-from workers.weights.pool_view import PoolView
+from workers.weights.pool_copy import PoolCopy
 from workers.weights.state import Phase
 from workers.weights.steps import Result
 from workers.weights.trl import TrlUpdates
@@ -72,7 +72,7 @@ class Control:
         self._config = config
         self._on_changed = on_changed
         self._worker_id = worker_id
-        self._pool = PoolView(Ledger(config.run_dir, worker_id), self._on_pool_changed)
+        self._pool = PoolCopy(Ledger(config.run_dir, worker_id), self._on_pool_changed)
         self._pauses = Pauses(self._pool)
         self._updates = updates = TrlUpdates(
             lambda: self._engine, engine.versions, self._pauses, config, self._pool,

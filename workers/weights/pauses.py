@@ -7,7 +7,7 @@ import time
 from titopool.errors import Conflict
 from titopool.wire.pool_state import PauseMode, PoolPause
 from workers.engine.weights import WeightEngine
-from workers.weights.pool_view import PoolView
+from workers.weights.pool_copy import PoolCopy
 
 logger = logging.getLogger(__name__)
 
@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 class Pauses:
     """The client's pause and the commit of one worker; generation runs when there is neither."""
 
-    def __init__(self, pool: PoolView) -> None:
+    def __init__(self, pool: PoolCopy) -> None:
         self._pool = pool
         self._lease_mode: PauseMode | None = None
         self._lease_end: float | None = None

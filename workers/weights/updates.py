@@ -46,7 +46,7 @@ from workers.weights.checks import (
 )
 from workers.weights.engine_calls import EngineCalls
 from workers.weights.pauses import Pauses
-from workers.weights.pool_view import PoolView
+from workers.weights.pool_copy import PoolCopy
 from workers.weights.state import Phase, WeightState
 from workers.weights.steps import Result, Steps
 
@@ -65,7 +65,7 @@ class Updates:
         versions: Versions,
         pauses: Pauses,
         config: ServerConfig,
-        pool: PoolView,
+        pool: PoolCopy,
         *,
         on_applied: Callable[[], None],
         on_broken: Callable[[str], None],

@@ -18,7 +18,7 @@ from flask import Response
 from app.generation import cancel_overdue, make_request, submitted
 from app.http.responses import in_pieces
 from app.outputs.token_texts import MAX_BEFORE
-from app.pool.pending import ChunkOfJob, Request
+from app.pool.request import ChunkOfJob, Request
 from app.routes.openai.answer import OpenAIRequest, usage
 from app.schemas.openai import StreamOptions
 from titopool.errors import ClientGone, TitopoolError

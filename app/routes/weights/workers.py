@@ -15,9 +15,8 @@ def all_workers() -> tuple[CommandSender, list[Worker]]:
     Raises:
         NoReadyWorker: a worker is unreachable.
     """
-    link = current_service().link
-    link.wait_for_heartbeats()
-    return link.commands, link.commands.all_workers()
+    commands = _commands()
+    return commands, commands.all_workers()
 
 
 def reachable_workers() -> tuple[CommandSender, list[Worker]]:
@@ -26,9 +25,14 @@ def reachable_workers() -> tuple[CommandSender, list[Worker]]:
     Raises:
         NoReadyWorker: no worker is reachable.
     """
+    commands = _commands()
+    return commands, commands.reachable_workers()
+
+
+def _commands() -> CommandSender:
     link = current_service().link
     link.wait_for_heartbeats()
-    return link.commands, link.commands.reachable_workers()
+    return link.commands
 
 
 def worker_statuses() -> list[Outcome]:

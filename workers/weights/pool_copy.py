@@ -22,7 +22,7 @@ from titopool.wire.pool_state import (
 from workers.ledger import Ledger
 
 
-class PoolView:
+class PoolCopy:
     """The pool's state after the last command or `Hello`."""
 
     def __init__(self, ledger: Ledger, on_change: Callable[[], None]):
