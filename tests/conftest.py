@@ -35,14 +35,12 @@ if visible_gpus():
 def group_of(item: pytest.Function) -> str:
     """Tests of one group run in one process and share servers: a fixture's, a folder's or a
     module's tests."""
-    module = item.nodeid.partition("::")[0]
-    if module.count("/") > 1:
-        return module.rpartition("/")[0]
     fixtures = item._fixtureinfo.name2fixturedefs
     for name in SHARED_SERVERS:
         if name in fixtures and fixtures[name][-1].scope == "session":
             return name
-    return module
+    module = item.nodeid.partition("::")[0]
+    return module.rpartition("/")[0] if module.count("/") > 1 else module
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -55,6 +53,9 @@ def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
         starts = STARTING_FIXTURES & set(item.fixturenames)
         if is_shared or starts or STARTING_FUNCTIONS & set(vars(item.module)):
             item.add_marker(pytest.mark.server)
+    # Groups that start servers come first: the short ones even out when the processes end.
+    first = {group_of(item) for item in items if item.get_closest_marker("server")}
+    items.sort(key=lambda item: group_of(item) not in first)
 
 
 @pytest.hookimpl(trylast=True)

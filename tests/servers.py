@@ -162,7 +162,7 @@ def running_server(
             process.send_signal(signal.SIGTERM)
         try:
             process.wait(STOP_TIMEOUT_S)
-            wait_until(lambda: not alive(descendants), 10, lambda: str(alive(descendants)))
+            wait_until_ended(descendants)
         finally:
             process.kill()
             kill_all(descendants)
@@ -174,6 +174,11 @@ def kill_all(processes: list[psutil.Process]) -> None:
             process.kill()
         except psutil.NoSuchProcess:
             pass
+
+
+def wait_until_ended(processes: list[psutil.Process]) -> None:
+    """Returns once none of the processes runs; fails the test when one still runs after 10 s."""
+    wait_until(lambda: not alive(processes), 10, lambda: str(alive(processes)))
 
 
 def alive(processes: list[psutil.Process]) -> list[psutil.Process]:

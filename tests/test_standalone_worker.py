@@ -15,13 +15,13 @@ from tests.servers import (
     REPOSITORY,
     START_TIMEOUT_S,
     STOP_TIMEOUT_S,
-    alive,
     environment,
     free_port,
     kill_all,
     need_gpus,
     running_server,
     wait_until,
+    wait_until_ended,
 )
 from tests.trainer import tensors_of
 from tests.trl_weights_client import update_by_trl
@@ -65,51 +65,43 @@ def start_worker(tiny_model: str, key_file: str, log: Path) -> Iterator[StartWor
             process.wait()
 
 
-def test_a_standalone_worker_serves_front_ends_with_its_key(start_worker, key_file, log, tmp_path):
-    port = free_port()
-    worker = start_worker(f"tcp://127.0.0.1:{port}")
-    endpoints = ("--endpoints", f"tcp://localhost:{port}")
+def test_standalone_workers_serve_front_ends_with_their_key(
+    start_worker: StartWorker,
+    tiny_model: str,
+    other_model: str,
+    key_file: str,
+    log: Path,
+    tmp_path: Path,
+):
+    """Each worker has its own address; the others reach TRL's rank 0 at the first worker's."""
+    need_gpus(3)
+    endpoints = [f"tcp://127.0.0.{host}:{free_port()}" for host in (2, 3)]
+    workers = [start_worker(endpoint) for endpoint in endpoints]
     with running_server(
-        *endpoints, log=tmp_path / "server-log", TITOPOOL_CURVE_KEY_FILE=key_file
-    ) as server:
+        "--endpoints", ",".join(endpoints), log=tmp_path / "server-log", num_workers=2,
+        TITOPOOL_CURVE_KEY_FILE=key_file,
+    ) as server:  # fmt: skip
         assert server.generate([[1, 2, 3]], max_tokens=2)["prompt_ids"] == [[1, 2, 3]]
         with running_server(
-            *endpoints, log=tmp_path / "stranger-log", num_workers=0,
+            "--endpoints", endpoints[0], log=tmp_path / "stranger-log", num_workers=0,
             TITOPOOL_CURVE_KEY_FILE=str(tmp_path / "another.key"),
         ) as stranger:  # fmt: skip
             # Longer than a heartbeat interval: the worker is connected and ready.
             wait_until(lambda: stranger.get("/ready").json()["workers"], 10)
             assert stranger.get("/health").status_code == 503
             assert stranger.get("/ready").json()["workers"][0]["phase"] == "unreachable"
-        children = psutil.Process(worker.pid).children(recursive=True)
-        worker.send_signal(signal.SIGTERM)
-        assert worker.wait(STOP_TIMEOUT_S) == 0
-        wait_until(lambda: not alive(children), 10, lambda: str(alive(children)))
-    assert "Traceback" not in log.read_text()
-
-
-def test_weights_reach_workers_of_several_hosts(
-    start_worker: StartWorker, tiny_model: str, key_file: str, tmp_path: Path
-):
-    """Each worker has its own address; the others reach TRL's rank 0 at the first worker's."""
-    from titopool.demo_model import make_model
-
-    need_gpus(3)
-    other_model = str(tmp_path / "other")
-    make_model(other_model, seed=1)
-    endpoints = [f"tcp://127.0.0.{host}:{free_port()}" for host in (2, 3)]
-    for endpoint in endpoints:
-        start_worker(endpoint)
-    with running_server(
-        "--endpoints", ",".join(endpoints), log=tmp_path / "server-log", num_workers=2,
-        TITOPOOL_CURVE_KEY_FILE=key_file,
-    ) as server:  # fmt: skip
         client = weights_client(server, timeout_s=30)
         client.update(tensors_of(other_model), policy="keep")
         client.close()
         assert_serves(server, other_model, times=4)
         update_by_trl(server.url, tiny_model)
         assert_serves(server, tiny_model, times=4)
+        for worker in workers:
+            children = psutil.Process(worker.pid).children(recursive=True)
+            worker.send_signal(signal.SIGTERM)
+            assert worker.wait(STOP_TIMEOUT_S) == 0
+            wait_until_ended(children)
+    assert "Traceback" not in log.read_text()
 
 
 def test_a_worker_stopped_while_loading_leaves_no_process(start_worker, log):
@@ -122,7 +114,7 @@ def test_a_worker_stopped_while_loading_leaves_no_process(start_worker, log):
     children = own.children(recursive=True)
     worker.send_signal(signal.SIGTERM)
     assert worker.wait(STOP_TIMEOUT_S) == 0
-    wait_until(lambda: not alive(children), 10, lambda: str(alive(children)))
+    wait_until_ended(children)
 
 
 def test_workers_of_one_host_have_different_names(start_worker, log):

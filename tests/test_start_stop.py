@@ -20,6 +20,7 @@ from tests.servers import (
     free_port,
     serve_process,
     wait_until,
+    wait_until_ended,
 )
 
 
@@ -93,7 +94,7 @@ def test_the_server_ends_with_its_supervisor(start_server):
     children = descendants(server)
     supervisor.kill()
     assert server.process.wait(STOP_TIMEOUT_S) == 1
-    wait_until(lambda: not alive(children), 10, lambda: str(alive(children)))
+    wait_until_ended(children)
 
 
 def test_the_screen_shows_phases_and_greeting_until_ctrl_c(start_server, tiny_model, tmp_path):
@@ -139,7 +140,7 @@ def test_gunicorn_restarts_a_dead_worker_and_leaves_no_process_when_killed(tiny_
         assert server.generate([[1, 2, 3]], temperature=0)["completion_ids"] == before
         children = descendants(server)
         process.kill()
-        wait_until(lambda: not alive(children), 10, lambda: str(alive(children)))
+        wait_until_ended(children)
     finally:
         process.kill()
         process.wait()

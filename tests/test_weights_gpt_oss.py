@@ -1,14 +1,18 @@
-"""Weight updates of GPT-OSS, whose loader bypasses the loaders of experts and sinks."""
+"""Weight updates of GPT-OSS, whose loader bypasses the loaders of experts and sinks.
+
+With one engine process and with two, between which tensors are divided.
+"""
 
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, GptOssConfig
 
 from tests.conftest import ENGINE_OPTIONS
-from tests.servers import need_gpus, running_server
+from tests.servers import need_gpus, running_server, wait_until_ended
 from tests.trainer import tensors_of
 from tests.trl_weights_client import update_by_trl
 from tests.weights import assert_serves, weights_client
@@ -64,10 +68,11 @@ def test_experts_and_sinks_are_exact_after_updates_in_both_directions(
         *ENGINE_OPTIONS,
     )  # fmt: skip
     with running_server(original, *options, log=tmp_path / "log") as server:
+        assert server.get("/get_world_size/").json() == {"world_size": num_processes}
         client = weights_client(server, timeout_s=120)
         assert_serves(server, original)
         for folder in (other, original, other):
-            result = client.update(tensors_of(folder), policy="keep")
+            result = client.update(tensors_of(folder), policy="keep", with_checksum=True)
             assert result["missing"] == result["ignored"] == []
             assert_serves(server, folder)
         experts = {name: one for name, one in tensors_of(original) if name.startswith(EXPERTS)}
@@ -77,4 +82,9 @@ def test_experts_and_sinks_are_exact_after_updates_in_both_directions(
         assert_serves(server, original)
         client.close()
         update_by_trl(server.url, other)
-        assert_serves(server, other)
+        answer = assert_serves(server, other)
+        assert answer["weight_versions"] == [[[6, 0]]]
+        # No process outlives the master.
+        children = psutil.Process(server.process.pid).children(recursive=True)
+        server.process.kill()
+        wait_until_ended(children)
