@@ -134,8 +134,8 @@ class TimedClient(WeightsClient):
         name = path.rpartition("/")[2]
         return self._timed(name, lambda: super(TimedClient, self).call(path, body, **options))
 
-    def _send(self, buffers: Any) -> None:
-        self._timed("send", lambda: super(TimedClient, self)._send(buffers))
+    def _send(self, messages: Any) -> None:
+        self._timed("send", lambda: super(TimedClient, self)._send(messages))
 
     def _timed(self, name: str, do: Callable[[], Any]) -> Any:
         began = time.monotonic()

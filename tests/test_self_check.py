@@ -42,6 +42,8 @@ HOLDERS = {
         "titopool/demo_model.py",
         "titopool/wire/weight_plan.py",
         "titopool/client/weights_client.py",
+        "titopool/client/packing.py",
+        "titopool/client/sources.py",
         "titopool/client/trainer_group.py",
         "titopool/client/nccl.py",
         "workers/doctor.py",

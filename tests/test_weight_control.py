@@ -162,7 +162,7 @@ def test_refused_tensors_keep_the_group_and_a_failure_closes_it(error: TitopoolE
         worker.engine.begin_error = error
         with socket.create_server(("127.0.0.1", 0)) as trainer:
             port = trainer.getsockname()[1]
-            await worker.good(JoinGroup("s", "titopool", "gloo", "127.0.0.1", port, 1, 2))
+            await worker.good(JoinGroup("s", "vllm", "gloo", "127.0.0.1", port, 1, 2))
             await worker.good(AwaitStep("join", "s"))
             done = await worker.ask(BeginUpdate("s", "u", 7, 1, TENSORS, 100, False))
         assert done.code == error.code

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.servers import Server, wait_until
-from tests.trainer import BUCKET_BYTES, tensors_of
+from tests.trainer import CHUNK_BYTES, tensors_of
 from tests.weights import (
     TOLERANCE,
     Generation,
@@ -32,7 +32,7 @@ def server(weights_server: Server) -> Server:
 @pytest.fixture
 def client(server: Server) -> Iterator[WeightsClient]:
     """A client whose group is closed at the end."""
-    made = weights_client(server, timeout_s=TIMEOUT_S, bucket_bytes=BUCKET_BYTES)
+    made = weights_client(server, timeout_s=TIMEOUT_S, chunk_bytes=CHUNK_BYTES)
     yield made
     made.close()
 
@@ -77,7 +77,7 @@ def test_a_tied_head_may_be_sent_and_tensors_one_at_a_time(
 ):
     tensors = tensors_of(other_model)
     tensors.append(("lm_head.weight", dict(tensors)["model.embed_tokens.weight"]))
-    client = weights_client(server, timeout_s=TIMEOUT_S, bucket_bytes=1)
+    client = weights_client(server, timeout_s=TIMEOUT_S, chunk_bytes=0)
     result = client.update(tensors, policy="keep")
     client.close()
     assert result["ignored"] == ["lm_head.weight"]

@@ -3,7 +3,7 @@
     python -m tests.trainer URL FOLDER joined|begun|sending|sent
 
 It prints the word when it has reached the step, and waits to be killed. With `sending`, it has sent
-only the first bucket.
+only the first chunk.
 """
 
 import sys
@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from titopool.client.weights_client import WeightsClient
 from titopool.settings.gpus import visible_gpus
 
-BUCKET_BYTES = 2**18
+CHUNK_BYTES = 2**18
 # The last GPU: the workers use the first ones.
 DEVICE = f"cuda:{len(visible_gpus()) - 1}" if visible_gpus() else "cpu"
 
@@ -37,24 +37,24 @@ class StoppingClient(WeightsClient):
 
     stop_at = ""
 
-    def _send(self, buffers: Any) -> None:
+    def _send(self, messages: Any) -> None:
         if self.stop_at == "begun":
             stop("begun")
-        super()._send(self._stop_after_one(buffers))
+        super()._send(self._stop_after_one(messages))
         self._wait_for_sent(0)
         stop("sent")
 
-    def _stop_after_one(self, buffers: Any) -> Any:
-        for number, buffer in enumerate(buffers):
+    def _stop_after_one(self, messages: Any) -> Any:
+        for number, message in enumerate(messages):
             if number and self.stop_at == "sending":
                 stop("sending")
-            yield buffer
+            yield message
 
 
 def main() -> None:
     url, folder, stop_at = sys.argv[1:]
     tensors = tensors_of(folder)
-    client = StoppingClient(url, device=DEVICE, bucket_bytes=BUCKET_BYTES)
+    client = StoppingClient(url, device=DEVICE, chunk_bytes=CHUNK_BYTES)
     client.stop_at = stop_at
     client.open()
     if stop_at == "joined":

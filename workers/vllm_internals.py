@@ -191,12 +191,12 @@ INTERNALS = (
             "broadcast_send_counter",
             "broadcast_recv_src_counter",
         ),
-        "extended: receives plain bytes, no pickles",
+        "extended: receives NCCL's id as plain bytes and loads no pickle",
     ),
     Internal(
         "in_model/group.py",
         "vllm.distributed.device_communicators.pynccl:PyNcclCommunicator",
-        ("(group, device)", "broadcast(tensor, src, stream)", "destroy"),
+        ("(group, device)", "broadcast(tensor, src, stream)", "disabled", "destroy"),
         "receives weights through NCCL",
     ),
 )

@@ -7,7 +7,7 @@ from msgspec import Meta
 
 from titopool.wire.commands import Backend
 from titopool.wire.pool_state import PauseMode
-from titopool.wire.weight_plan import DEFAULT_BUCKET_BYTES
+from titopool.wire.weight_plan import DEFAULT_CHUNK_BYTES
 
 Port = Annotated[int, Meta(ge=1, le=65_535)]
 Size = Annotated[int, Meta(ge=0, le=2**40)]
@@ -35,7 +35,7 @@ class BeginBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     dtypes: list[str]
     shapes: list[list[Size]]
     version: Version | None = None
-    bucket_bytes: Annotated[int, Meta(ge=1, le=2**34)] = DEFAULT_BUCKET_BYTES
+    chunk_bytes: Annotated[int, Meta(ge=0, le=2**34)] = DEFAULT_CHUNK_BYTES
     partial: bool = False
 
 

@@ -137,7 +137,7 @@ HINTS: dict[str, Strategy] = {
     # For weights, pauses and adapters. Nothing listens at these addresses.
     "session": one_of("first", "second"), "update": one_of("none", "x" * 32), "policy": one_of("keep", "drain", "abort"),
     "host": one_of("127.0.0.1", "localhost", "::1", "127.0.0.1\0", "a" * 300, "256.256.256.256", ".", "a..b", "x" * 300_000),
-    "port": one_of(1, 2), "world_size": one_of(1, 2, 3, 4), "lease_s": one_of(0.01, 0.2, 1), "bucket_bytes": one_of(1, 4096),
+    "port": one_of(1, 2), "world_size": one_of(1, 2, 3, 4), "lease_s": one_of(0.01, 0.2, 1), "chunk_bytes": one_of(0, 1, 4096),
     "names": one_of(["model.norm.weight"], ["lm_head.weight", "x"], []), "dtypes": one_of(["float32"], ["torch.bfloat16", "x"], []),
     "shapes": one_of([[256]], [[2048, 256], [0]], [[]], []), "version": one_of(None, 0, 1, 2**53), "checksum": one_of(True, False, "0" * 16),
     "path": one_of(None, *(f"{ROOT}/{name}" for name in ("weights", "adapter", "broken", "loop", "missing", "file", "", "a" * 300)), "/etc", "..", "\0"),

@@ -1,20 +1,27 @@
 """The NCCL calls that a trainer needs to send weights, through ctypes and torch's NCCL library.
 
 Runs in: trainers. Workers use vLLM's binding (`PyNcclCommunicator`). Both sides start in the same
-way: rank 0 makes an id, all ranks join, and one all-reduce of a single float warms NCCL up.
+way (`titopool/wire/rendezvous.py`). torch's ProcessGroupNCCL exchanges its ids under keys of its own,
+so that it cannot join a communicator of vLLM's.
 """
 
 import ctypes
 from typing import Any
 
-ID_BYTES = 128
-UINT8, FLOAT32, SUM = 1, 7, 0
+from titopool.wire.rendezvous import NCCL_ID_BYTES
+
+# `ncclDataType_t`, by torch's name.
+DATATYPES = {
+    "int8": 0, "uint8": 1, "bool": 1, "int32": 2, "int64": 4, "float16": 6, "float32": 7,
+    "float64": 8, "bfloat16": 9,
+}  # fmt: skip
+FLOAT32, SUM = DATATYPES["float32"], 0
 
 
 class NcclId(ctypes.Structure):
     """`ncclUniqueId`: the ranks of a communicator find each other by it."""
 
-    _fields_ = (("internal", ctypes.c_byte * ID_BYTES),)
+    _fields_ = (("internal", ctypes.c_byte * NCCL_ID_BYTES),)
 
 
 class NcclError(Exception):
@@ -61,18 +68,24 @@ class Nccl:
         self.stream.synchronize()
 
     def broadcast(self, buffer: Any, source: int) -> None:
-        """Starts to send the bytes of `buffer`, a contiguous tensor, from rank `source`.
+        """Starts to send `buffer`, a contiguous tensor, from rank `source`.
 
         The caller must not change the buffer until `stream` has run the broadcast.
+
+        Raises:
+            NcclError: NCCL failed, or has no such dtype.
         """
         import torch
 
+        name = str(buffer.dtype).removeprefix("torch.")
+        if name not in DATATYPES:
+            raise NcclError(f"expected a dtype of {', '.join(DATATYPES)}, got {name}; convert it")
         pointer = ctypes.c_void_p(buffer.data_ptr())
         with torch.cuda.device(self._device):
             self.stream.wait_stream(torch.cuda.current_stream(self._device))
             code = self._library.ncclBroadcast(
-                pointer, pointer, ctypes.c_size_t(buffer.numel() * buffer.element_size()),
-                ctypes.c_int(UINT8), ctypes.c_int(source), self._communicator,
+                pointer, pointer, ctypes.c_size_t(buffer.numel()),
+                ctypes.c_int(DATATYPES[name]), ctypes.c_int(source), self._communicator,
                 ctypes.c_void_p(self.stream.cuda_stream),
             )  # fmt: skip
         self._check(code)
@@ -93,12 +106,14 @@ def library() -> ctypes.CDLL:
     """The NCCL library that torch has loaded.
 
     Raises:
+        NcclError: torch sees no GPU.
         OSError: torch has loaded no NCCL.
     """
     import torch
 
+    if not torch.cuda.is_available():
+        raise NcclError("expected a GPU, got none; send from a machine with one, or over gloo")
     # `import torch` loads NCCL under this name.
-    assert torch.cuda.is_available(), "NCCL needs a GPU"
     return ctypes.CDLL("libnccl.so.2")
 
 

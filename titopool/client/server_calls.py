@@ -34,6 +34,10 @@ class WeightsError(Exception):
         self.code = code
 
 
+class NoResponse(WeightsError):
+    """The server cannot be reached, or the connection was lost."""
+
+
 def post_or_get(
     url: str,
     path: str,
@@ -55,7 +59,12 @@ def post_or_get(
     headers = {"Content-Type": "application/json"}
     if api_key:
         headers["Authorization"] = f"Bearer {api_key}"
-    data = None if body is None else json.dumps(body).encode()
+    try:
+        data = None if body is None else json.dumps(body).encode()
+    except (TypeError, ValueError, RecursionError) as error:
+        raise WeightsError(
+            f"{path}: expected arguments that JSON has, got others: {error}"
+        ) from error
     try:
         request = urllib.request.Request(url + path, data=data, headers=headers)
         with urllib.request.urlopen(request, timeout=timeout_s) as response:
@@ -65,7 +74,7 @@ def post_or_get(
             raise _refusal_of(path, error) from None
     except CALL_ERRORS as error:
         text = f"{path}: no response from the server: {type(error).__name__}: {error}"
-        raise WeightsError(text) from error
+        raise NoResponse(text) from error
     return _decoded(path, content, fields)
 
 

@@ -1,7 +1,7 @@
-"""The process group through which a trainer sends weights.
+"""The process group through which a trainer sends weights: rank 0 of `titopool/wire/rendezvous.py`.
 
-The trainer is rank 0 and listens; the workers' ranks connect to its store. Each rank sets a key in
-the store before any rank enters NCCL, because NCCL waits forever for a rank that is missing.
+The trainer listens; the workers' ranks connect to its store. Rank 0 waits for every rank before it
+enters NCCL, because NCCL waits forever for a rank that is missing.
 
 Runs in: trainers. The workers' side is `workers/in_model/group.py`.
 """
@@ -13,8 +13,8 @@ from concurrent.futures import Future, wait
 from datetime import timedelta
 from typing import Any
 
-# Prefix of gloo's keys in the store, on both sides.
-GLOO_PREFIX = "titopool/gloo"
+from titopool.wire.rendezvous import GLOO_PREFIX, ID_KEY, rank_key
+
 # Intervals of polling: the store, a GPU's event, the workers during a broadcast, a group that forms.
 STORE_POLL_S = 0.005
 EVENT_POLL_S = 0.0005
@@ -22,16 +22,8 @@ WORKERS_POLL_S = 2.0
 FORM_POLL_S = 0.02
 # This process reaches its store at this address. The store listens at all addresses, also IPv6.
 ANY_ADDRESS = "0.0.0.0"
-
-
-def rank_key(rank: int) -> str:
-    """The key that a rank sets when it is ready to form the group."""
-    return f"titopool/rank/{rank}"
-
-
-def message_key(number: int) -> str:
-    """The key of rank 0's message `number`. Message 0 is NCCL's id."""
-    return f"titopool/told/{number}"
+# The value of `ID_KEY` with gloo, which needs no id.
+NO_ID = b"gloo"
 
 
 class TrainerGroup:
@@ -71,15 +63,24 @@ class TrainerGroup:
             TimeoutError: a rank did not join in time, or `should_stop()` was true.
             Exception: NCCL or gloo failed.
         """
-        keys = [rank_key(rank) for rank in range(1, self._world_size)]
         deadline = time.monotonic() + self._timeout_s
-        while not self._store.check(keys):
+        while missing := self._missing_ranks():
             if should_stop() or time.monotonic() > deadline:
-                raise TimeoutError("not all workers joined")
+                raise TimeoutError(
+                    f"expected {self._world_size - 1} ranks of workers within {self._timeout_s:g} s, "
+                    f"got none of rank {', '.join(map(str, missing))}; see the workers' log"
+                )
             time.sleep(STORE_POLL_S)
         make = self._form_nccl if self.backend == "nccl" else self._form_gloo
         what = f"{self.backend} formed no group"
         self._group = within(self._timeout_s, what, make, should_stop)
+
+    def _missing_ranks(self) -> list[int]:
+        """The ranks of workers that have not joined yet."""
+        ranks = range(1, self._world_size)
+        if self._store.check([rank_key(rank) for rank in ranks]):
+            return []
+        return [rank for rank in ranks if not self._store.check([rank_key(rank)])]
 
     def _form_gloo(self) -> Any:
         from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
@@ -88,19 +89,18 @@ class TrainerGroup:
         store = TCPStore(
             ANY_ADDRESS, self.port, None, False, timeout=self._limit, wait_for_workers=False
         )
-        store.set(rank_key(0), b"1")
+        store.set(ID_KEY, NO_ID)
         return ProcessGroupGloo(PrefixStore(GLOO_PREFIX, store), 0, self._world_size, self._limit)
 
     def _form_nccl(self) -> Any:
         from titopool.client.nccl import Nccl, new_id
 
         nccl_id = new_id()
-        self._store.set(message_key(0), nccl_id)
-        self._store.set(rank_key(0), b"1")
+        self._store.set(ID_KEY, nccl_id)
         return Nccl(rank=0, world_size=self._world_size, nccl_id=nccl_id, device=self._device)
 
     def broadcast(self, buffer: Any, *, check_workers: Callable[[], None]) -> Callable[[], Any]:
-        """Starts to send `buffer`, uint8 of shape (bytes,).
+        """Starts to send `buffer`, contiguous, of shape (elements,).
 
         Args:
             check_workers: called every `WORKERS_POLL_S` while NCCL sends; may raise.
@@ -109,15 +109,24 @@ class TrainerGroup:
             A function that waits until the buffer is sent. Until it returns, the caller must not
             change the buffer. It raises what `check_workers` raises.
         """
+        if buffer.numel() == 0:
+            # The workers receive nothing either.
+            return lambda: None
         if self.backend == "nccl":
             self._group.broadcast(buffer, 0)
             event = self._group.stream.record_event()
             return lambda: self._wait_for(event, check_workers)
+        return self._broadcast_by_gloo(buffer)
+
+    def _broadcast_by_gloo(self, buffer: Any) -> Callable[[], Any]:
+        import torch
         from torch.distributed import BroadcastOptions
 
         options = BroadcastOptions()
         options.rootRank = 0
-        wait_for_gloo: Callable[[], Any] = self._group.broadcast([buffer], options).wait
+        # As bytes, because gloo does not know all dtypes.
+        wait_for_gloo: Callable[[], Any]
+        wait_for_gloo = self._group.broadcast([buffer.view(torch.uint8)], options).wait
         return wait_for_gloo
 
     def _wait_for(self, event: Any, check_workers: Callable[[], None]) -> None:
@@ -126,7 +135,10 @@ class TrainerGroup:
         next_check = time.monotonic() + WORKERS_POLL_S
         while not event.query():
             if time.monotonic() > deadline:
-                raise TimeoutError(f"a broadcast did not finish within {self._timeout_s:g} s")
+                raise TimeoutError(
+                    f"expected the end of a broadcast within {self._timeout_s:g} s, got none; a "
+                    "worker is lost or does not receive: see GET /weights"
+                )
             if time.monotonic() > next_check:
                 check_workers()
                 next_check = time.monotonic() + WORKERS_POLL_S

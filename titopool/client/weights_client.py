@@ -1,33 +1,54 @@
 """The trainer's side of weight updates: sends a model's tensors to all workers of a server.
 
     client = WeightsClient("http://server:8000", device="cuda:0")
-    client.update(model.named_parameters(), version=step, policy="keep")
+    client.update(model, version=step, policy="keep")
 
 Needs only torch and msgspec. Sends over NCCL between GPUs, over gloo between CPUs. Every failure
-between trainer and server raises `WeightsError`, with the server's message if the server sent one.
-After a failure the next `update` forms a new group.
+raises `WeightsError`, with the server's message if the server sent one. After a failure the next
+`update` forms a new group.
 """
 
+import contextlib
+import functools
 import itertools
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import wait
-from typing import Any, NoReturn
+from typing import Any, NoReturn, ParamSpec, TypeVar
 
-from titopool.client.server_calls import WeightsError, own_address, post_or_get
+from titopool.client.packing import messages_of
+from titopool.client.server_calls import NoResponse, WeightsError, own_address, post_or_get
+from titopool.client.sources import Source, join_update
 from titopool.client.trainer_group import TrainerGroup, run_in_thread
-from titopool.wire.commands import TensorInfo
 from titopool.wire.pool_state import PauseMode
-from titopool.wire.weight_plan import DEFAULT_BUCKET_BYTES, checksum, plan_buckets, views_of
+from titopool.wire.weight_plan import DEFAULT_CHUNK_BYTES, Checksum
 
-__all__ = ["WeightsClient", "WeightsError"]
+__all__ = ["WeightsClient", "WeightsError", "join_update"]
 
-# One buffer is filled while the other is sent.
-NUM_BUFFERS = 2
+P = ParamSpec("P")
+R = TypeVar("R")
+
+# One chunk is filled while the other is sent.
+NUM_CHUNKS = 2
 # Fields of the response of /weights/begin.
 BEGIN_FIELDS = {"update": str, "missing": list, "ignored": list, "kept": list}
 # Time for the server to give its reason after this side failed to form the group.
 REASON_TIMEOUT_S = 5.0
+
+
+def raises_only_weights_error(method: Callable[P, R]) -> Callable[P, R]:
+    """`method`, with every other exception of its work as the cause of a WeightsError."""
+
+    @functools.wraps(method)
+    def call(*args: P.args, **options: P.kwargs) -> R:
+        try:
+            return method(*args, **options)
+        except WeightsError:
+            raise
+        except Exception as error:
+            raise WeightsError(f"{method.__name__}: {type(error).__name__}: {error}") from error
+
+    return call
 
 
 class WeightsClient:
@@ -41,7 +62,7 @@ class WeightsClient:
         host: str | None = None,
         api_key: str = "",
         timeout_s: float = 300.0,
-        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        chunk_bytes: int = DEFAULT_CHUNK_BYTES,
     ):
         """Connects to nothing yet.
 
@@ -51,21 +72,32 @@ class WeightsClient:
                 this machine reaches the server.
             api_key: the server's `admin_key`; its `api_key` if it has no `admin_key`.
             timeout_s: timeout of each step: each HTTP call and each broadcast.
-            bucket_bytes: largest broadcast in bytes. A larger tensor is sent alone. The device holds two buffers of this size.
+            chunk_bytes: a broadcast carries at least this many bytes, and at most one tensor more.
+                0: each tensor has a broadcast of its own. The device holds two chunks, and a
+                tensor that is being gathered.
+
+        Raises:
+            WeightsError: `chunk_bytes` is negative, or `timeout_s` is not positive.
         """
+        if not (chunk_bytes >= 0 and timeout_s > 0):
+            raise WeightsError(
+                "chunk_bytes, timeout_s: expected no negative number and a positive one, got "
+                f"{chunk_bytes} and {timeout_s}"
+            )
         self._url = url.rstrip("/")
         self._given_device = device
         self._host = host
         self._api_key = api_key
         self._timeout_s = timeout_s
-        self._bucket_bytes = bucket_bytes
+        self._chunk_bytes = chunk_bytes
         self._session = ""
         self._group: TrainerGroup | None = None
-        # Broadcasts: (function that waits for the end, buffer).
+        # Broadcasts: (function that waits for the end, message).
         self._in_flight: list[tuple[Callable[[], Any], Any]] = []
 
     # ---- calls -----------------------------------------------------------------------
 
+    @raises_only_weights_error
     def call(
         self,
         path: str,
@@ -88,6 +120,7 @@ class WeightsClient:
             self._url, path, body, api_key=self._api_key, fields=fields or {}, timeout_s=timeout_s
         )
 
+    @raises_only_weights_error
     def update_from_folder(
         self, path: str, *, policy: PauseMode, version: int | None = None
     ) -> dict[str, Any]:
@@ -95,10 +128,12 @@ class WeightsClient:
         body = {"path": path, "policy": policy, "version": version}
         return self.call("/update_weights", body)
 
+    @raises_only_weights_error
     def pause(self, mode: PauseMode, *, lease_s: float) -> None:
         """Pauses generation for at most `lease_s` seconds, or renews the lease of a pause."""
         self.call("/pause", {"mode": mode, "lease_s": lease_s})
 
+    @raises_only_weights_error
     def resume(self) -> None:
         """Ends a pause."""
         self.call("/resume", {})
@@ -110,13 +145,18 @@ class WeightsClient:
         """Whether this client has a group with the workers."""
         return self._group is not None
 
+    @raises_only_weights_error
     def open(self) -> None:
-        """Forms the group with all workers. `update` calls it if there is no group.
+        """Forms the group with all workers, if there is none. `update` calls it.
 
         Raises:
             WeightsError: a worker is not ready, another trainer has a group, or a timeout passed.
         """
+        if self.is_open:
+            return
         num_ranks = self.call("/get_world_size", fields={"world_size": int})["world_size"]
+        if num_ranks < 1:
+            raise WeightsError(f"/get_world_size: expected at least 1, got {num_ranks}")
         host = self._host or own_address(self._url)
         self._session = uuid.uuid4().hex
         try:
@@ -135,7 +175,8 @@ class WeightsClient:
         try:
             self._form(group, body)
         except BaseException:
-            group.abort()
+            with contextlib.suppress(Exception):
+                group.abort()
             raise
         self._group = group
 
@@ -147,7 +188,7 @@ class WeightsClient:
         )
         if failure is not None:
             # The closed port ends the workers' wait, so the server answers.
-            group.abort()
+            _error_of(group.abort)
         wait([answer], self._timeout_s if failure is None else REASON_TIMEOUT_S)
         refusal = answer.exception() if answer.done() else None
         if isinstance(refusal, WeightsError):
@@ -162,6 +203,7 @@ class WeightsClient:
                 f"{self._timeout_s:g} s"
             )
 
+    @raises_only_weights_error
     def close(self) -> None:
         """Leaves the group, if there is one."""
         if not self.is_open:
@@ -174,27 +216,36 @@ class WeightsClient:
     def _drop_group(self) -> None:
         group, self._group, self._in_flight = self._group, None, []
         if group is not None:
-            group.abort()
+            # The group ends with this process at the latest.
+            _error_of(group.abort)
 
     # ---- an update -------------------------------------------------------------------
 
+    @raises_only_weights_error
     def update(
         self,
-        tensors: Iterable[tuple[str, Any]],
+        tensors: Any,
         *,
         policy: PauseMode,
         version: int | None = None,
         partial: bool = False,
         with_checksum: bool = False,
+        metadata: Iterable[tuple[str, Any, Any]] | None = None,
     ) -> dict[str, Any]:
         """Sends tensors and commits them. All workers serve the new weights when it returns.
 
         Args:
-            tensors: (name, tensor), named as in the model's checkpoint, of any float dtype.
+            tensors: named as in the model's checkpoint, of any float dtype. A module (its
+                parameters), a state dict, a list of (name, tensor), or a function that returns an
+                iterator of these. It is iterated twice: for names and shapes, then to send one
+                tensor after another. An iterator can be iterated only once, so its tensors are all
+                kept meanwhile, unless there is `metadata`. Parameters of FSDP2 and ZeRO-3 are
+                gathered one at a time; the trainer's other processes call `join_update`.
             policy: pause mode for requests in flight: "keep", "drain" or "abort".
             version: of the new weights. None: the present version plus one.
             partial: only some tensors of the model are sent. Each layer must be complete.
             with_checksum: the workers compare a checksum of what they received.
+            metadata: (name, dtype, shape) of each tensor. `tensors` is then iterated once.
 
         Returns:
             `version`, `loaded` (number of tensors), `checksum`, and lists of names: `missing`,
@@ -203,20 +254,33 @@ class WeightsClient:
         Raises:
             WeightsError: the old weights serve, unless the text says that a worker restarts.
         """
-        named = [(name, tensor.detach()) for name, tensor in tensors]
-        if not self.is_open:
-            self.open()
-        infos = [
-            TensorInfo(name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape))
-            for name, tensor in named
-        ]
-        values = [tensor for _, tensor in named]
-        begun, buffers = self._begin(infos, values, version, partial)
+        source = Source(tensors, metadata)
         try:
-            self._send(buffers)
+            return self._update(source, policy, version, partial, with_checksum)
+        except Exception:
+            source.gather_rest()
+            raise
+        except BaseException:
+            # Ctrl-C. The closed port ends the update at the workers.
+            self._drop_group()
+            raise
+
+    def _update(
+        self,
+        source: Source,
+        policy: PauseMode,
+        version: int | None,
+        partial: bool,
+        with_checksum: bool,
+    ) -> dict[str, Any]:
+        self.open()
+        digest = Checksum() if with_checksum else None
+        begun, messages = self._begin(source, digest, version, partial)
+        try:
+            self._send(messages)
             body: dict[str, Any] = {"update": begun["update"], "policy": policy}
-            if with_checksum:
-                body["checksum"] = checksum(values)
+            if digest is not None:
+                body["checksum"] = digest.digest()
             # The workers wait for the broadcasts in flight.
             result = self.call("/weights/commit", body)
         except Exception as error:
@@ -230,28 +294,28 @@ class WeightsClient:
         return {**{name: begun[name] for name in ("missing", "ignored", "kept")}, **result}
 
     def _begin(
-        self, infos: list[TensorInfo], values: list[Any], version: int | None, partial: bool
+        self, source: Source, digest: Checksum | None, version: int | None, partial: bool
     ) -> tuple[dict[str, Any], Iterator[Any]]:
-        """The response of /weights/begin, and the buffers to send.
+        """The response of /weights/begin, and the messages to send.
 
-        The first buffers are filled during the call. Where that fails, the buffers raise the
+        The first messages are filled during the call. Where that fails, the messages raise the
         error, so that a refusal of the server comes before it.
         """
         body = {
             "session": self._session,
-            "names": [info.name for info in infos],
-            "dtypes": [info.dtype for info in infos],
-            "shapes": [info.shape for info in infos],
+            "names": [info.name for info in source.infos],
+            "dtypes": [info.dtype for info in source.infos],
+            "shapes": [info.shape for info in source.infos],
             "version": version,
-            "bucket_bytes": self._bucket_bytes,
+            "chunk_bytes": self._chunk_bytes,
             "partial": partial,
         }
         answer = run_in_thread(lambda: self.call("/weights/begin", body, fields=BEGIN_FIELDS))
-        buffers = self._fill_buffers(infos, values)
+        messages = messages_of(source, self._chunk_bytes, self._device(), digest)
         first: list[Any] = []
-        failure = _error_of(lambda: first.extend(itertools.islice(buffers, NUM_BUFFERS)))
+        failure = _error_of(lambda: first.extend(itertools.islice(messages, NUM_CHUNKS)))
         try:
-            return answer.result(), _chained(first, buffers, failure)
+            return answer.result(), _chained(first, messages, failure)
         except WeightsError as error:
             # A refusal of the tensors (status 400) leaves the group intact.
             if error.status != 400:
@@ -260,37 +324,25 @@ class WeightsClient:
 
     def _fail(self, update: str, error: Exception) -> NoReturn:
         """Aborts an update that has begun and raises `error` as a WeightsError."""
-        # A WeightsError without a status: the server cannot be reached.
-        if not isinstance(error, WeightsError) or error.status:
+        if not isinstance(error, NoResponse):
             reason = str(error)[:500]
             # If this call fails, the update has ended already or ends at its deadline.
             _error_of(lambda: self.call("/weights/abort", {"update": update, "reason": reason}))
         self._drop_group()
         if isinstance(error, WeightsError):
             raise error
-        raise WeightsError(f"sending failed: {error}") from error
+        raise WeightsError(
+            f"expected to send all tensors, got {type(error).__name__}: {error}; the old weights "
+            "serve, and the next update forms a new group"
+        ) from error
 
-    def _fill_buffers(self, infos: list[TensorInfo], values: list[Any]) -> Iterator[Any]:
-        """Yields the buffer of each bucket. A buffer is filled on demand."""
-        import torch
-
-        device = self._device()
-        begin = 0
-        for bucket in plan_buckets(infos, self._bucket_bytes):
-            buffer = torch.empty(bucket.num_bytes, dtype=torch.uint8, device=device)
-            views = views_of(buffer, bucket)
-            sources = values[begin : begin + len(views)]
-            torch._foreach_copy_(views, sources, non_blocking=True)
-            begin += len(views)
-            yield buffer
-
-    def _send(self, buffers: Iterable[Any]) -> None:
-        """Broadcasts all buffers. The last ones may be in flight at the end."""
+    def _send(self, messages: Iterable[Any]) -> None:
+        """Broadcasts all messages. The last ones may be in flight at the end."""
         assert self._group is not None
-        for buffer in buffers:
-            sent = self._group.broadcast(buffer, check_workers=self._check_workers)
-            self._in_flight.append((sent, buffer))
-            self._wait_for_sent(NUM_BUFFERS - 1)
+        for message in messages:
+            sent = self._group.broadcast(message, check_workers=self._check_workers)
+            self._in_flight.append((sent, message))
+            self._wait_for_sent(NUM_CHUNKS - 1)
 
     def _wait_for_sent(self, max_in_flight: int) -> None:
         """Waits until at most `max_in_flight` broadcasts are in flight."""

@@ -27,11 +27,12 @@ class JoinGroup(msgspec.Struct, frozen=True, tag="join_group"):
     """Join the process group through which the trainer sends weights."""
 
     session: str
-    # Who is rank 0 and listens. "titopool": the trainer. "trl" (TRL's client): the first worker.
-    protocol: Literal["titopool", "trl"]
+    # Who is rank 0 and listens. "vllm" (`titopool/wire/rendezvous.py`): the trainer. "trl" (TRL's
+    # client up to 1.10): the first worker.
+    protocol: Literal["vllm", "trl"]
     # "auto": NCCL on GPUs, gloo on CPUs.
     backend: Literal["nccl", "gloo", "auto"]
-    # Where rank 0 listens.
+    # Where rank 0 listens; "" and 0 with `nccl_id`.
     host: str
     port: int
     # Of the worker's first process; the worker's other processes have the next ranks.
@@ -39,10 +40,12 @@ class JoinGroup(msgspec.Struct, frozen=True, tag="join_group"):
     world_size: int
     # Of the trainer's GPU; empty: unknown.
     device_uuid: str = ""
+    # NCCL's id, 128 bytes: the ranks of protocol "vllm" join without a store. Empty: with a store.
+    nccl_id: bytes = b""
 
 
 class BeginUpdate(msgspec.Struct, frozen=True, tag="begin_update"):
-    """Receive these tensors, in this order, in the buckets of `titopool/wire/weight_plan.py`."""
+    """Receive these tensors, in this order, in the chunks of `titopool/wire/weight_plan.py`."""
 
     session: str
     update_id: str
@@ -51,7 +54,8 @@ class BeginUpdate(msgspec.Struct, frozen=True, tag="begin_update"):
     # The latest clock of the pool's weights that the front end knows.
     clock: Clock
     tensors: list[TensorInfo]
-    bucket_bytes: int
+    # 0: each tensor is broadcast alone.
+    chunk_bytes: int
     is_partial: bool
 
 

@@ -3,23 +3,25 @@
 Runs in: vLLM's processes that hold the model, in the receiver's thread
 (`workers/in_model/receiver.py`). Two protocols:
 
-- "titopool": the trainer is rank 0 and listens. The ranks find each other through a TCPStore at its
-  address, then they form one NCCL communicator or one gloo group.
-- "trl": the protocol of TRL's client, with vLLM's classes. Rank 0 is the pool's first worker, the
+- "vllm": that of vLLM's trainers and of `WeightsClient` (`titopool/wire/rendezvous.py`). The trainer
+  is rank 0 and listens, or it has passed NCCL's id beforehand.
+- "trl": that of TRL's client up to 1.10, with vLLM's classes. Rank 0 is the pool's first worker, the
   trainer has the last rank. A barrier follows every tensor.
 """
 
 import contextlib
+import ctypes
 import socket
 import time
 import uuid
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any, Protocol
 
 import msgspec
 
-from titopool.client.trainer_group import GLOO_PREFIX, message_key, rank_key
+from titopool.wire.rendezvous import GLOO_PREFIX, ID_KEY, nccl_id_in, rank_key
 
 # Interval at which a GPU's event is polled.
 POLL_S = 0.0005
@@ -29,6 +31,11 @@ STORE_POLL_S = 0.0005
 PORT_TIMEOUT_S = 2.0
 # TRL's rank 0 sets this key when all ranks have joined.
 START_KEY = "titopool/start"
+
+
+def message_key(number: int) -> str:
+    """The key at which TRL's rank 0 sets its message `number` for the other workers, as bytes."""
+    return f"titopool/told/{number}"
 
 
 class GroupArgs(msgspec.Struct, frozen=True):
@@ -42,11 +49,13 @@ class GroupArgs(msgspec.Struct, frozen=True):
     world_size: int
     # Limit of each step: joining, an announced list of tensors.
     timeout_s: float
+    # NCCL's id; empty: it comes through the store at `host`, `port`.
+    nccl_id: bytes = b""
 
     @property
     def source(self) -> int:
         """The trainer's rank."""
-        return 0 if self.protocol == "titopool" else self.world_size - 1
+        return 0 if self.protocol == "vllm" else self.world_size - 1
 
     @property
     def listens(self) -> bool:
@@ -58,7 +67,10 @@ class Channel(Protocol):
     """Broadcasts from the trainer."""
 
     def start(self, buffer: Any) -> None:
-        """Begins to receive into `buffer`; buffers are filled in the order of the calls."""
+        """Begins to receive into `buffer`, of shape (elements,), in the dtype of the broadcast.
+
+        Buffers are filled in the order of the calls.
+        """
 
     def wait(self, deadline: float) -> None:
         """Returns when all buffers are filled.
@@ -123,7 +135,7 @@ class Group:
         if args.protocol == "trl":
             self._join_trl(args, device, listening)
         else:
-            self._join_titopool(args, device)
+            self._join_vllm(args, device)
 
     def _wait_until(self, condition: Callable[[], bool], deadline: float) -> None:
         """Polls, because a wait within the store cannot be interrupted."""
@@ -163,16 +175,22 @@ class Group:
         )
         store.set(START_KEY, b"1")
 
-    def _join_titopool(self, args: GroupArgs, device: Any) -> None:
+    def _join_vllm(self, args: GroupArgs, device: Any) -> None:
         from torch.distributed import PrefixStore, TCPStore
 
+        if args.nccl_id:
+            # All ranks are in this call now: NCCL waits for a missing one and cannot be stopped.
+            self.channel = NcclChannel(_id_group(args, args.nccl_id), device, args.source)
+            return
         limit = timedelta(seconds=args.timeout_s)
-        store = TCPStore(args.host, args.port, None, False, timeout=limit, wait_for_workers=False)
+        # `world_size` registers this rank, for which vLLM's trainers wait. It does not block.
+        store = TCPStore(args.host, args.port, args.world_size, False, timeout=limit)
         store.set(rank_key(args.rank), b"1")
-        ranks = [rank_key(rank) for rank in range(args.world_size)]
-        self._wait_until(lambda: bool(store.check(ranks)), self._deadline)
+        # Rank 0 sets the key when all ranks are registered.
+        self._wait_until(lambda: bool(store.check([ID_KEY])), self._deadline)
         if args.backend == "nccl":
-            self.channel = NcclChannel(_raw_group(store, args), device, args.source)
+            group = _id_group(args, nccl_id_in(store.get(ID_KEY)))
+            self.channel = NcclChannel(group, device, args.source)
         else:
             self.channel = GlooChannel(PrefixStore(GLOO_PREFIX, store), args)
 
@@ -205,12 +223,10 @@ class Group:
 
 
 def _raw_group(store: Any, args: GroupArgs) -> Any:
-    """vLLM's stateless group over `store`, in which rank 0 broadcasts plain bytes.
+    """vLLM's stateless group over `store`, in which rank 0 broadcasts plain bytes to the workers.
 
     vLLM's class unpickles them, so whoever reaches the store could run any code here.
     """
-    import ctypes
-
     from vllm.distributed.utils import StatelessProcessGroup
 
     class RawGroup(StatelessProcessGroup):  # type: ignore[misc]
@@ -223,12 +239,43 @@ def _raw_group(store: Any, args: GroupArgs) -> Any:
                 return super().broadcast_obj(obj, src)
             raw = self.store.get(message_key(self.broadcast_recv_src_counter[src]))
             self.broadcast_recv_src_counter[src] += 1
-            if obj is None:
-                return raw.decode()
-            ctypes.memmove(ctypes.addressof(obj.internal), raw, ctypes.sizeof(obj.internal))
-            return obj
+            return raw.decode() if obj is None else _filled(obj, raw)
 
     return RawGroup(rank=args.rank, world_size=args.world_size, store=store)
+
+
+def _id_group(args: GroupArgs, nccl_id: bytes) -> Any:
+    """vLLM's stateless group without a store: it has received `nccl_id` already, and only that."""
+    from vllm.distributed.utils import StatelessProcessGroup
+
+    class IdGroup(StatelessProcessGroup):  # type: ignore[misc]
+        def broadcast_obj(self, obj: Any, src: int) -> Any:
+            """Fills `obj`, vLLM's empty id."""
+            return _filled(obj, nccl_id)
+
+    return IdGroup(rank=args.rank, world_size=args.world_size, store=None)
+
+
+def _filled(unique_id: Any, raw: bytes) -> Any:
+    """`unique_id`, vLLM's ctypes structure, with the bytes `raw`."""
+    size = ctypes.sizeof(unique_id.internal)
+    if len(raw) != size:
+        raise ValueError(f"nccl_id: expected {size} bytes, got {len(raw)}; pass ncclGetUniqueId's")
+    ctypes.memmove(ctypes.addressof(unique_id.internal), raw, size)
+    return unique_id
+
+
+def _unpinned_nccl() -> AbstractContextManager[Any]:
+    """vLLM's context for communicators that it shares with other processes.
+
+    vLLM sets NCCL variables for its own communicators, with which a trainer's would hang. Versions
+    without the context set none.
+    """
+    from vllm.utils import nccl
+
+    context: Callable[[], AbstractContextManager[Any]]
+    context = getattr(nccl, "unpinned_nccl_env", contextlib.nullcontext)
+    return context()
 
 
 class NcclChannel:
@@ -242,12 +289,21 @@ class NcclChannel:
         self._source = source
         self._is_cancelled = False
         self._stream = torch.cuda.Stream(device)
-        with torch.cuda.stream(self._stream):
+        with torch.cuda.stream(self._stream), _unpinned_nccl():
             self._communicator = PyNcclCommunicator(group, device=device)
+        if self._communicator.disabled:
+            # It would receive nothing and raise nothing.
+            raise RuntimeError(
+                "expected vLLM's NCCL communicator, got one that is disabled; install NCCL and "
+                "unset VLLM_DISABLE_PYNCCL"
+            )
 
     def start(self, buffer: Any) -> None:
         import torch
 
+        if buffer.numel() == 0:
+            # Sends nothing, at the trainer too.
+            return
         # Work in flight on the current stream may still use the buffer's memory.
         self._stream.wait_stream(torch.cuda.current_stream(buffer.device))
         self._communicator.broadcast(buffer, src=self._source, stream=self._stream)
@@ -280,7 +336,12 @@ class GlooChannel:
         self._started: list[Any] = []
 
     def start(self, buffer: Any) -> None:
-        self._started.append(self._group.broadcast([buffer], self._options))
+        import torch
+
+        if buffer.numel():
+            # As bytes, because gloo does not know all dtypes.
+            flat = buffer.view(torch.uint8)
+            self._started.append(self._group.broadcast([flat], self._options))
 
     def wait(self, deadline: float) -> None:
         started, self._started = self._started, []

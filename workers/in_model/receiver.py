@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from titopool.wire.commands import TensorInfo
-from titopool.wire.weight_plan import Bucket, plan_buckets, views_of
+from titopool.wire.weight_plan import Chunk, message_of, plan_chunks, views_of
 from workers.in_model.group import Group, GroupArgs, listen
 
 logger = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ class Receiver:
         self._device = device
         self._listening = listen(args)
         self._group: Group | None = None
-        self._work: queue.SimpleQueue[tuple[list[Bucket], int] | None] = queue.SimpleQueue()
+        self._work: queue.SimpleQueue[tuple[list[Chunk], int] | None] = queue.SimpleQueue()
         self._is_closed = False
         self.is_joined = False
         self.error = ""
@@ -59,12 +59,12 @@ class Receiver:
         }
 
     def announce(
-        self, tensors: Sequence[TensorInfo], bucket_bytes: int, extra_bytes: int = 0
+        self, tensors: Sequence[TensorInfo], chunk_bytes: int, extra_bytes: int = 0
     ) -> None:
         """Receives `tensors` next; loading them will need `extra_bytes` of GPU memory in addition."""
-        buckets = plan_buckets(tensors, bucket_bytes)
+        chunks = plan_chunks(tensors, chunk_bytes)
         self.num_announced += len(tensors)
-        self._work.put((buckets, extra_bytes))
+        self._work.put((chunks, extra_bytes))
 
     def drop(self) -> None:
         """Drops the tensors of an update that has ended."""
@@ -111,24 +111,27 @@ class Receiver:
         if group is not None:
             group.channel.close()
 
-    def _receive(self, group: Group, buckets: list[Bucket], extra_bytes: int) -> None:
+    def _receive(self, group: Group, chunks: list[Chunk], extra_bytes: int) -> None:
         import torch
 
         deadline = time.monotonic() + self._args.timeout_s
-        fits_on_gpu = self._has_room(extra_bytes + sum(bucket.num_bytes for bucket in buckets))
-        started: list[Tensors] = []
-        for bucket in buckets:
-            buffer = torch.empty(bucket.num_bytes, dtype=torch.uint8, device=self._device)
-            group.channel.start(buffer)
+        num_bytes = sum(chunk.num_bytes + chunk.num_copied_bytes for chunk in chunks)
+        fits_on_gpu = self._has_room(extra_bytes + num_bytes)
+        # Buffers in flight, with their tensors where these are known before the bytes come.
+        started: list[tuple[Any, Chunk, Tensors | None]] = []
+        for chunk in chunks:
+            buffer = torch.empty(chunk.num_bytes, dtype=torch.uint8, device=self._device)
+            group.channel.start(message_of(buffer, chunk))
             if fits_on_gpu:
-                # Creates the views while the bytes are in flight.
-                started.append(tensors_in(buffer, bucket))
+                # Creates the views while the bytes are in flight, unless some are copies.
+                views = None if chunk.num_copied_bytes else tensors_in(buffer, chunk)
+                started.append((buffer, chunk, views))
             else:
                 group.channel.wait(deadline)
-                self._stage([tensors_in(buffer.cpu(), bucket)])
+                self._stage([tensors_in(buffer.cpu(), chunk)])
         group.channel.wait(deadline)
         # Before the barrier: after it TRL's client may generate, which ends the update.
-        self._stage(started)
+        self._stage([views or tensors_in(buffer, chunk) for buffer, chunk, views in started])
         if self._args.protocol == "trl":
             group.barrier(deadline)
 
@@ -151,7 +154,7 @@ class Receiver:
             self.num_received += len(tensors)
 
 
-def tensors_in(buffer: Any, bucket: Bucket) -> Tensors:
-    """The tensors in a bucket's buffer, by name."""
-    names = [piece.tensor.name for piece in bucket.pieces]
-    return dict(zip(names, views_of(buffer, bucket), strict=True))
+def tensors_in(buffer: Any, chunk: Chunk) -> Tensors:
+    """The tensors in a chunk's buffer, by name; see `views_of`."""
+    names = [piece.tensor.name for piece in chunk.pieces]
+    return dict(zip(names, views_of(buffer, chunk), strict=True))

@@ -106,6 +106,11 @@ class WeightExtension:
         backend = given.backend
         if backend == "auto":
             backend = "nccl" if self.device.type == "cuda" else "gloo"
+        if given.nccl_id and backend != "nccl":
+            raise Refused(
+                "nccl_id: expected a worker with a GPU, got one without, which uses gloo; pass the "
+                "host and port of the trainer's store"
+            )
         own = msgspec.structs.replace(given, backend=backend, rank=given.rank + self.rank)
         try:
             self._titopool_receiver = Receiver(own, self.device)
@@ -120,7 +125,7 @@ class WeightExtension:
 
     @answer
     def titopool_weights_begin(
-        self, tensors: bytes, is_partial: bool, bucket_bytes: int
+        self, tensors: bytes, is_partial: bool, chunk_bytes: int
     ) -> dict[str, Any]:
         """Checks names, shapes and dtypes; starts to receive, unless a layer is split.
 
@@ -131,7 +136,7 @@ class WeightExtension:
         infos, report = self._titopool_check(tensors, is_partial)
         if not report["split_layers"]:
             assert self._titopool_receiver is not None
-            self._titopool_receiver.announce(infos, bucket_bytes, self._titopool_extra_bytes())
+            self._titopool_receiver.announce(infos, chunk_bytes, self._titopool_extra_bytes())
         return report
 
     @answer
@@ -145,7 +150,7 @@ class WeightExtension:
         assert self._titopool_receiver is not None
         (info,) = TENSORS.decode(tensor)
         self._titopool_known().check(info)
-        self._titopool_receiver.announce([info], 1, self._titopool_extra_bytes())
+        self._titopool_receiver.announce([info], 0, self._titopool_extra_bytes())
 
     def _titopool_check(
         self, tensors: bytes, is_partial: bool

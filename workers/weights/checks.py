@@ -2,11 +2,15 @@
 
 import asyncio
 import os
+import time
 from pathlib import Path
 
 from titopool.errors import InvalidRequest
 
 CONNECT_TIMEOUT_S = 2.0
+# A trainer of vLLM's or TRL's begins to listen while its call is under way.
+LISTEN_TIMEOUT_S = 5.0
+LISTEN_POLL_S = 0.02
 
 
 def checked_folder(folder: str, root: str, field: str = "path") -> str:
@@ -56,14 +60,22 @@ def check_trainer_device(uuid: str, worker_uuids: list[str]) -> None:
 
 
 async def check_trainer_reachable(host: str, port: int) -> None:
-    """Raises InvalidRequest if a worker cannot connect to the trainer, which listens already."""
-    if not await is_listening(host, port):
-        raise InvalidRequest(
-            f"host, port: expected an address at which workers reach the trainer, got {host}:{port}, "
-            "where nothing answers; set WeightsClient's host to an address of the trainer's machine "
-            "that the workers can resolve, and allow their connections",
-            param="host",
-        )
+    """Waits until a worker can connect to the trainer.
+
+    Raises:
+        InvalidRequest: the trainer does not listen within `LISTEN_TIMEOUT_S`.
+    """
+    deadline = time.monotonic() + LISTEN_TIMEOUT_S
+    while not await is_listening(host, port):
+        if time.monotonic() > deadline:
+            raise InvalidRequest(
+                "host, port: expected an address at which workers reach the trainer, got "
+                f"{host}:{port}, where nothing answers for {LISTEN_TIMEOUT_S:g} s; pass an address "
+                "of the trainer's machine that the workers can resolve (WeightsClient: host), and "
+                "allow their connections",
+                param="host",
+            )
+        await asyncio.sleep(LISTEN_POLL_S)
 
 
 async def is_listening(host: str, port: int) -> bool:

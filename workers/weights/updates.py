@@ -124,7 +124,7 @@ class Updates:
             self._group = action
             try:
                 await self._pauses.end_commit(self._engine)
-                if action.protocol == "titopool":
+                if action.protocol == "vllm" and action.host:
                     await check_trainer_reachable(action.host, action.port)
                 check_trainer_device(action.device_uuid, await self._call("device"))
                 await self._call("join", self._group_args(action))
@@ -138,7 +138,7 @@ class Updates:
         return {
             "protocol": action.protocol, "backend": action.backend, "host": action.host,
             "port": action.port, "rank": action.rank, "world_size": action.world_size,
-            "timeout_s": self._timeout_s,
+            "timeout_s": self._timeout_s, "nccl_id": action.nccl_id,
         }  # fmt: skip
 
     async def _is_abandoned(self, newcomer: JoinGroup) -> bool:
@@ -146,10 +146,14 @@ class Updates:
         group = self._group
         if group is None:
             return True
-        if group.protocol == "titopool":
-            return not await is_listening(group.host, group.port)
-        # TRL's client does not listen. A new client on the same GPU replaces the old one at once,
-        # any other client only after the old one was idle for the timeout of a step.
+        if group.protocol == "vllm" and group.host:
+            # Only one process listens at an address, so a newcomer there is the next trainer.
+            place = (newcomer.protocol, newcomer.host, newcomer.port)
+            is_same_place = place == (group.protocol, group.host, group.port)
+            return is_same_place or not await is_listening(group.host, group.port)
+        # A trainer with an NCCL id and TRL's client do not listen. A new one on the same GPU
+        # replaces the old one at once, any other one only after the old one was idle for the
+        # timeout of a step.
         is_same_gpu = group.device_uuid == newcomer.device_uuid != ""
         return is_same_gpu or self.state.idle_s(time.monotonic()) > self._timeout_s
 
@@ -185,7 +189,7 @@ class Updates:
             tensors = msgspec.msgpack.encode(action.tensors)
             async with self._ends_on_failure("the update did not begin", but_for=InvalidRequest):
                 (fit, *_) = await self._call(
-                    "begin", tensors, action.is_partial, action.bucket_bytes
+                    "begin", tensors, action.is_partial, action.chunk_bytes
                 )
             check_whole_layers(fit.pop("split_layers"))
             update = self._new_update(action)
@@ -345,7 +349,7 @@ class Updates:
     async def _check_receiving(self) -> None:
         await self._call.receiver_statuses()
         update, group = self.state.update, self._group
-        if group is None or await is_listening(group.host, group.port):
+        if group is None or not group.host or await is_listening(group.host, group.port):
             return
         # The attempt to connect takes up to 2 s: in that time, the update may have ended.
         if self.state.is_receiving_tensors and self.state.update is update:

@@ -54,7 +54,7 @@ def init() -> Response:
 
     def join(index: int, _: Result) -> JoinGroup:
         return JoinGroup(
-            body.session, "titopool", body.backend, body.host, body.port,
+            body.session, "vllm", body.backend, body.host, body.port,
             1 + index * size, body.world_size, body.device_uuid,
         )  # fmt: skip
 
@@ -77,7 +77,7 @@ def begin() -> Response:
         version = first.get("version", body.version)
         clock = first.get("clock", commands.pool_state.weights.clock)
         return BeginUpdate(
-            body.session, update_id, version, clock, tensors, body.bucket_bytes, body.partial
+            body.session, update_id, version, clock, tensors, body.chunk_bytes, body.partial
         )
 
     undo = AbortUpdate(update_id, BEGIN_FAILED)
