@@ -1,4 +1,4 @@
-"""Parts of weight updates that need no engine: names and layers, buckets, versions, groups."""
+"""Parts of weight updates that need no engine: names and layers, chunks, versions, groups."""
 
 import random
 import struct
@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 from titopool.client.trainer_group import within
 from titopool.wire.commands import TensorInfo
-from titopool.wire.weight_plan import ALIGNMENT, checksum, plan_buckets, views_of
+from titopool.wire.weight_plan import CHECKSUM_WORDS, checksum, message_of, plan_chunks, views_of
 from workers.engine.versions import Versions
 from workers.in_model.catalogue import Catalogue
 from workers.in_model.checkpoint_files import Refused, folder_tensors, read_header
@@ -122,11 +122,13 @@ def test_a_broken_file_is_refused(tmp_path: Path):
             read_header(file)
 
 
-# ---- buckets -------------------------------------------------------------------------
+# ---- chunks --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_sender_and_receiver_use_the_same_bucket_layout(seed: int):
+@pytest.mark.parametrize("offset", [0, 1, 2, 8])
+@pytest.mark.parametrize("seed", range(10))
+def test_a_chunk_s_views_are_its_tensors_at_any_offset(seed: int, offset: int):
+    """Mixed dtypes, empty tensors, and buffers that begin anywhere in a larger memory."""
     chance = random.Random(seed)
     torch.manual_seed(seed)
     dtypes = [torch.bfloat16, torch.float32, torch.int8, torch.float64]
@@ -141,17 +143,38 @@ def test_sender_and_receiver_use_the_same_bucket_layout(seed: int):
         for index, one in enumerate(tensors)
     ]
     limit = chance.choice([1, 300, 2_000, 10**6])
-    found = []
+    found: list[Any] = []
     rest = iter(tensors)
-    for bucket in plan_buckets(infos, limit):
-        assert bucket.num_bytes <= max(limit, bucket.pieces[0].num_bytes, 1)
-        assert all(piece.begin % ALIGNMENT == 0 for piece in bucket.pieces)
-        sent = torch.zeros(bucket.num_bytes, dtype=torch.uint8)
-        for view in views_of(sent, bucket):
-            view.copy_(next(rest))
-        found += views_of(sent.clone(), bucket)
+    for chunk in plan_chunks(infos, limit):
+        parts = [next(rest).contiguous().view(-1).view(torch.uint8) for _ in chunk.pieces]
+        buffer = torch.cat([torch.zeros(offset, dtype=torch.uint8), *parts])[offset:]
+        assert len(buffer) == chunk.num_bytes
+        begins_in_memory = buffer.untyped_storage().data_ptr()
+        views = views_of(buffer, chunk)
+        if offset % 8 == 0:
+            copies = [one for one in views if one.untyped_storage().data_ptr() != begins_in_memory]
+            assert sum(one.nbytes for one in copies) == chunk.num_copied_bytes
+        found += views
     assert all(torch.equal(one, two) for one, two in zip(tensors, found, strict=True))
     assert checksum(found) == checksum(tensors)
+
+
+def test_without_packing_each_tensor_has_a_broadcast_in_its_dtype():
+    infos = [info("a", 3), info("b", 0, 4), info("c", 2, 2, dtype="float32"), info("d")]
+    chunks = plan_chunks(infos, 0)
+    assert [(one.dtype, one.num_bytes) for one in chunks] == [
+        ("bfloat16", 6), ("bfloat16", 0), ("float32", 16), ("bfloat16", 2),
+    ]  # fmt: skip
+    message = message_of(torch.zeros(16, dtype=torch.uint8), chunks[2])
+    assert (message.dtype, message.shape) == (torch.float32, (4,))
+    assert {chunk.dtype for chunk in plan_chunks(infos, 1)} == {"uint8"}
+
+
+def test_a_checksum_does_not_depend_on_where_memory_begins():
+    """Also beyond the number of words that are summed at once."""
+    whole = torch.arange(4 * CHECKSUM_WORDS + 103, dtype=torch.int32).to(torch.uint8)
+    for begin in range(4):
+        assert checksum([whole[begin:]]) == checksum([whole[begin:].clone()])
 
 
 def test_a_checksum_detects_a_changed_bit_order_or_tensor():

@@ -14,8 +14,8 @@ import pytest
 
 from tests.servers import wait_until
 from titopool.client.server_calls import own_address
-from titopool.client.trainer_group import GLOO_PREFIX, rank_key
 from titopool.client.weights_client import WeightsClient, WeightsError
+from titopool.wire.rendezvous import GLOO_PREFIX, ID_KEY, rank_key
 
 # The client's timeout; a test that runs into it has failed.
 TIMEOUT_S = 60.0
@@ -100,8 +100,8 @@ def fake() -> Iterator[Callable[[Answer], FakeServer]]:
         server.close()
 
 
-def client_of(server: FakeServer) -> WeightsClient:
-    return WeightsClient(server.url, device="cpu", timeout_s=TIMEOUT_S)
+def client_of(server: FakeServer, **options: Any) -> WeightsClient:
+    return WeightsClient(server.url, device="cpu", timeout_s=TIMEOUT_S, **options)
 
 
 def listening_ports() -> set[int]:
@@ -187,9 +187,9 @@ def join_as_worker(body: Body, *, completes: bool) -> Any:
     from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
 
     limit = timedelta(seconds=TIMEOUT_S)
-    store = TCPStore(body["host"], body["port"], None, False, timeout=limit, wait_for_workers=False)
+    store = TCPStore(body["host"], body["port"], 2, False, timeout=limit)
     store.set(rank_key(1), b"1")
-    store.wait([rank_key(0)])
+    store.wait([ID_KEY])
     return ProcessGroupGloo(PrefixStore(GLOO_PREFIX, store), 1, 2, limit) if completes else None
 
 
@@ -232,49 +232,243 @@ def test_a_wrong_begin_response_raises_a_weights_error(fake):
     wait_until(lambda: listening_ports() <= before, 5)
 
 
-def test_a_group_that_lost_a_member_is_replaced_at_the_next_update(
-    fake, monkeypatch: pytest.MonkeyPatch
-):
-    import torch
+class StubGroup:
+    """Stands in for `TrainerGroup`; the method in `fails` raises `error`."""
 
-    class Group:
-        backend, port, device_uuid = "gloo", 1, ""
+    backend, port, device_uuid = "gloo", 1, ""
+    fails = ""
+    error: Exception = RuntimeError("staged")
 
-        def __init__(self, *_: Any, **__: Any):
-            pass
+    def __init__(self, *_: Any, **__: Any):
+        self._run("init")
 
-        def form(self, **_: Any) -> None:
-            pass
+    def form(self, **_: Any) -> None:
+        self._run("form")
 
-        def broadcast(self, buffer: Any, check_workers: Any) -> Callable[[], None]:
-            return lambda: None
+    def broadcast(self, message: Any, check_workers: Callable[[], None]) -> Callable[[], None]:
+        self._run("broadcast")
+        if self.fails == "check":
+            check_workers()
+        return lambda: self._run("wait")
 
-        def abort(self) -> None:
-            pass
+    def abort(self) -> None:
+        self._run("abort")
 
-    calls: list[str] = []
-    lost = [{"endpoint": "ipc:///w1", "error": "killed"}]
+    def _run(self, step: str) -> None:
+        if step == self.fails:
+            raise self.error
 
-    def answer(path: str, body: Body) -> bytes:
-        calls.append(path)
-        is_first = calls.count("/weights/commit") == 1
-        return reply(
-            {
-                "/get_world_size": {"world_size": 2},
-                "/weights/begin": {"update": "u", "missing": [], "ignored": [], "kept": []},
-                "/weights/commit": {"version": 1, "lost": lost if is_first else []},
-            }.get(path, {})
-        )
+
+@pytest.fixture
+def stub_group(monkeypatch: pytest.MonkeyPatch) -> type[StubGroup]:
+    class Group(StubGroup):
+        """A class of the test's own."""
 
     monkeypatch.setattr("titopool.client.weights_client.TrainerGroup", Group)
-    client = client_of(fake(answer))
+    return Group
+
+
+class WholeServer:
+    """A server that accepts every call, for `fake`."""
+
+    def __init__(self, **responses: Any):
+        self.calls: list[str] = []
+        self._responses = {
+            "/get_world_size": {"world_size": 2},
+            "/weights/begin": {"update": "u", "missing": [], "ignored": [], "kept": []},
+            "/weights/commit": {"version": 1, "lost": []},
+            **{f"/{name.replace('__', '/')}": body for name, body in responses.items()},
+        }
+
+    def __call__(self, path: str, body: Body) -> bytes:
+        self.calls.append(path)
+        response = self._responses.get(path, {})
+        return reply(response.pop(0) if isinstance(response, list) else response)
+
+
+def test_a_group_that_lost_a_member_is_replaced_at_the_next_update(fake, stub_group):
+    import torch
+
+    lost = [{"endpoint": "ipc:///w1", "error": "killed"}]
+    commits = [{"version": 1, "lost": lost}, {"version": 2, "lost": []}]
+    server = WholeServer(weights__commit=commits)
+    client = client_of(fake(server))
     assert client.update([("w", torch.zeros(2))], policy="keep")["lost"] == lost
     assert not client.is_open
     assert client.update([("w", torch.zeros(2))], policy="keep")["lost"] == []
     assert client.is_open
-    assert [one for one in calls if one in ("/weights/init", "/weights/close")] == [
+    assert [one for one in server.calls if one in ("/weights/init", "/weights/close")] == [
         "/weights/init", "/weights/close", "/weights/init",
     ]  # fmt: skip
+
+
+# ---- only WeightsError ---------------------------------------------------------------
+
+
+def tensors(num: int = 3) -> list[tuple[str, Any]]:
+    import torch
+
+    return [(f"w{index}", torch.zeros(2)) for index in range(num)]
+
+
+@pytest.mark.parametrize(
+    "error", [RuntimeError("staged"), OSError("staged"), ValueError("staged"), KeyError("staged")]
+)
+@pytest.mark.parametrize("step", ["init", "form", "broadcast", "wait"])
+def test_a_failure_of_the_group_raises_a_weights_error(fake, stub_group, step: str, error: Any):
+    """At each step; the server hears of an update that had begun, and the next one works."""
+    server = WholeServer()
+    client = client_of(fake(server), chunk_bytes=0)
+    stub_group.fails, stub_group.error = step, error
+    with pytest.raises(WeightsError, match="staged") as caught:
+        client.update(tensors(), policy="keep")
+    assert caught.value.__cause__ is error
+    assert not client.is_open
+    assert ("/weights/abort" in server.calls) == (step in ("broadcast", "wait"))
+    stub_group.fails = ""
+    assert client.update(tensors(), policy="keep")["version"] == 1
+
+
+def test_a_failure_after_the_commit_only_drops_the_group(fake, stub_group):
+    """The workers have received everything, and serve the new weights."""
+    client = client_of(fake(WholeServer()))
+    stub_group.fails = "wait"
+    assert client.update(tensors(), policy="keep")["version"] == 1
+    assert not client.is_open
+
+
+def test_a_group_that_cannot_be_aborted_is_dropped(fake, stub_group):
+    client = client_of(fake(WholeServer()))
+    client.open()
+    stub_group.fails = "abort"
+    client.close()
+    assert not client.is_open
+
+
+def test_a_worker_that_has_left_the_group_is_named(fake, stub_group):
+    left = {"workers": [{"worker": "w1", "session": "", "last_end": "killed"}]}
+    server = WholeServer(weights=left)
+    client = client_of(fake(server))
+    stub_group.fails = "check"
+    with pytest.raises(WeightsError, match="worker w1 has left the group: killed"):
+        client.update(tensors(), policy="keep")
+    assert server.calls[-1] == "/weights/abort"
+    assert not client.is_open
+
+
+@pytest.mark.parametrize("workers", [[3], [None], ["w"]])
+def test_odd_workers_raise_a_weights_error(fake, stub_group, workers: Any):
+    client = client_of(fake(WholeServer(weights={"workers": workers})))
+    stub_group.fails = "check"
+    with pytest.raises(WeightsError):
+        client.update(tensors(), policy="keep")
+
+
+def test_too_little_memory_raises_a_weights_error(
+    fake, stub_group, monkeypatch: pytest.MonkeyPatch
+):
+    import torch
+
+    def fails(*_: Any, **__: Any) -> Any:
+        raise torch.OutOfMemoryError("staged")
+
+    server = WholeServer()
+    client = client_of(fake(server))
+    monkeypatch.setattr(torch, "empty", fails)
+    with pytest.raises(WeightsError, match="OutOfMemoryError: staged; the old weights serve"):
+        client.update(tensors(), policy="keep")
+    assert server.calls[-1] == "/weights/abort"
+
+
+def test_tensors_that_change_end_the_update_at_the_server(fake, stub_group):
+    """With a text that says what was announced and what came."""
+    passes = iter([tensors(3), tensors(2)])
+    server = WholeServer()
+    client = client_of(fake(server))
+    with pytest.raises(WeightsError, match=r"expected w2 .*, got no more; pass tensors that"):
+        client.update(lambda: next(passes), policy="keep")
+    assert server.calls[-1] == "/weights/abort"
+    assert not client.is_open
+
+
+@pytest.mark.parametrize("num_ranks", [0, -1])
+def test_a_server_without_ranks_is_refused(fake, num_ranks: int):
+    client = client_of(fake(WholeServer(get_world_size={"world_size": num_ranks})))
+    with pytest.raises(WeightsError, match=f"expected at least 1, got {num_ranks}"):
+        client.open()
+
+
+@pytest.mark.parametrize(
+    "options, text",
+    [
+        ({"device": "nonsense"}, "this process cannot be part of a group"),
+        ({"device": 3.5}, "this process cannot be part of a group"),
+        ({"api_key": "two\nlines"}, "/get_world_size"),
+        ({"api_key": "\u20ac"}, "/get_world_size"),
+        ({"host": 3, "device": "cpu"}, "/weights/init"),
+    ],
+)  # fmt: skip
+def test_wrong_arguments_raise_a_weights_error(fake, options: dict[str, Any], text: str):
+    refusal = {"error": {"message": "host: expected a string", "code": "invalid_request"}}
+
+    def answer(path: str, body: Body) -> bytes:
+        if path == "/get_world_size":
+            return reply({"world_size": 1})
+        return reply(refusal, "400 Bad Request")
+
+    client = WeightsClient(fake(answer).url, timeout_s=TIMEOUT_S, **options)
+    with pytest.raises(WeightsError, match=text):
+        client.update(tensors(), policy="keep")
+
+
+@pytest.mark.parametrize("options", [{"chunk_bytes": -1}, {"timeout_s": 0.0}, {"timeout_s": -1}])
+def test_numbers_out_of_range_are_refused(options: dict[str, Any]):
+    with pytest.raises(WeightsError, match="chunk_bytes, timeout_s: expected"):
+        WeightsClient("http://127.0.0.1:1", **options)
+
+
+def test_arguments_that_json_lacks_raise_a_weights_error(fake, stub_group):
+    import torch
+
+    client = client_of(fake(WholeServer()))
+    wrong: Any = torch.zeros(1)
+    for call in (
+        lambda: client.update(tensors(), policy="keep", version=wrong),
+        lambda: client.update(tensors(), policy=wrong),
+        lambda: client.update_from_folder(wrong, policy="keep"),
+        lambda: client.pause(wrong, lease_s=1),
+        lambda: client.call("/resume", {"x": {1}}),
+    ):
+        with pytest.raises(WeightsError, match="expected arguments that JSON has"):
+            call()
+
+
+def test_a_close_without_a_server_drops_the_group(fake, stub_group):
+    server = fake(WholeServer())
+    client = client_of(server)
+    client.open()
+    client._url = "http://127.0.0.1:1"
+    with pytest.raises(WeightsError, match="/weights/close: no response"):
+        client.close()
+    assert not client.is_open
+    client.close()
+
+
+def test_an_interrupt_ends_the_group(fake, stub_group):
+    """So that the workers do not wait for the rest of the update."""
+    stub_group.fails, stub_group.error = "broadcast", KeyboardInterrupt()
+    client = client_of(fake(WholeServer()))
+    with pytest.raises(KeyboardInterrupt):
+        client.update(tensors(), policy="keep")
+    assert not client.is_open
+
+
+def test_a_second_open_keeps_the_group(fake, stub_group):
+    server = WholeServer()
+    client = client_of(fake(server))
+    client.open()
+    client.open()
+    assert server.calls.count("/weights/init") == 1
 
 
 # ---- addresses -----------------------------------------------------------------------

@@ -1,0 +1,287 @@
+"""The rendezvous and the chunks, between workers' receivers and both kinds of trainers, over gloo."""
+
+import pickle
+import random
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tests import stock_trainer
+from tests.servers import free_port, wait_until
+from titopool.client.trainer_group import NO_ID, TrainerGroup
+from titopool.wire.commands import TensorInfo
+from titopool.wire.rendezvous import ID_KEY, nccl_id_in, rank_key
+from titopool.wire.weight_plan import checksum, plan_chunks
+from workers.in_model import group as workers_group
+from workers.in_model.group import Group, GroupArgs
+from workers.in_model.receiver import Receiver
+
+CPU = torch.device("cpu")
+TIMEOUT_S = 60.0
+# How soon a wait must end once it is closed or its trainer is gone.
+SOON_S = 5.0
+ID = bytes(range(100, 228))
+
+
+def receiver_of(port: int, rank: int, world_size: int, timeout_s: float = TIMEOUT_S) -> Receiver:
+    args = GroupArgs("vllm", "gloo", "127.0.0.1", port, rank, world_size, timeout_s)
+    return Receiver(args, CPU)
+
+
+@pytest.fixture
+def receivers() -> Iterator[Callable[[int, int], list[Receiver]]]:
+    made: list[Receiver] = []
+
+    def start(port: int, num_ranks: int) -> list[Receiver]:
+        made.extend(receiver_of(port, rank, num_ranks + 1) for rank in range(1, num_ranks + 1))
+        return made
+
+    yield start
+    for receiver in made:
+        receiver.close()
+        assert receiver.has_ended(10)
+
+
+def in_thread(do: Callable[[], Any]) -> Callable[[], Any]:
+    """Starts `do`; the returned function waits for it and returns what it returned."""
+    done: list[Any] = []
+    thread = threading.Thread(target=lambda: done.append(do()), daemon=True)
+    thread.start()
+
+    def result() -> Any:
+        thread.join(TIMEOUT_S)
+        assert done, "it failed or takes too long"
+        return done[0]
+
+    return result
+
+
+def random_tensors(seed: int) -> list[tuple[str, Any]]:
+    """Tensors of mixed dtypes, so that some begin at odd offsets; some are empty."""
+    chance = random.Random(seed)
+    torch.manual_seed(seed)
+    dtypes = [torch.bfloat16, torch.float32, torch.int8, torch.float64, torch.float16]
+    return [
+        (
+            f"t{index}",
+            (torch.randn(chance.randrange(0, 40), chance.randrange(1, 9)) * 50).to(
+                chance.choice(dtypes)
+            ),
+        )
+        for index in range(chance.randrange(1, 30))
+    ]
+
+
+def infos_of(tensors: list[tuple[str, Any]]) -> list[TensorInfo]:
+    return [
+        TensorInfo(name, str(one.dtype).removeprefix("torch."), list(one.shape))
+        for name, one in tensors
+    ]
+
+
+def assert_received(receiver: Receiver, tensors: list[tuple[str, Any]]) -> None:
+    wait_until(
+        lambda: bool(receiver.error) or receiver.num_received == len(tensors), TIMEOUT_S, str
+    )
+    assert receiver.error == ""
+    # Also the order, on which the checksum depends.
+    assert list(receiver.staged) == [name for name, _ in tensors]
+    for name, tensor in tensors:
+        found = receiver.staged[name]
+        assert found.dtype == tensor.dtype
+        assert torch.equal(found, tensor)
+    assert checksum(list(receiver.staged.values())) == checksum([one for _, one in tensors])
+
+
+# ---- both kinds of trainers ----------------------------------------------------------
+
+
+def test_a_stock_trainer_joins_and_sends(receivers):
+    """vLLM's constructor returns when all ranks are registered; then chunks of all sizes."""
+    port = free_port()
+    joined = in_thread(lambda: stock_trainer.stateless_group(port, 3))
+    ranks = receivers(port, 2)
+    communicator = stock_trainer.GlooCommunicator(joined())
+    wait_until(lambda: all(one.is_joined for one in ranks), SOON_S)
+    for seed, chunk_bytes in enumerate([0, 1, 300, 2_000, 10**6]):
+        tensors = random_tensors(seed)
+        for receiver in ranks:
+            receiver.drop()
+            receiver.announce(infos_of(tensors), chunk_bytes)
+        stock_trainer.send(communicator, tensors, chunk_bytes)
+        for receiver in ranks:
+            assert_received(receiver, tensors)
+
+
+def test_the_client_s_group_joins_the_same_receivers(receivers):
+    trainer = TrainerGroup(CPU, 3, timeout_s=TIMEOUT_S)
+    ranks = receivers(trainer.port, 2)
+    trainer.form(should_stop=lambda: False)
+    tensors = [
+        ("a", torch.arange(5.0)),
+        ("none", torch.empty(0)),
+        ("b", torch.ones(3, dtype=torch.bool)),
+    ]
+    for receiver in ranks:
+        receiver.announce(infos_of(tensors), 0)
+    for _, tensor in tensors:
+        trainer.broadcast(tensor, check_workers=lambda: None)()
+    for receiver in ranks:
+        assert_received(receiver, tensors)
+    trainer.abort()
+
+
+def test_the_client_s_group_names_the_ranks_that_are_missing(receivers):
+    trainer = TrainerGroup(CPU, 4, timeout_s=1.0)
+    (receiver,) = [receiver_of(trainer.port, 2, 4)]
+    with pytest.raises(TimeoutError, match="got none of rank 1, 3;"):
+        trainer.form(should_stop=lambda: False)
+    trainer.abort()
+    # The closed store ends the wait of the rank that had come.
+    assert receiver.has_ended(SOON_S)
+    assert receiver.error
+
+
+# ---- waits end -----------------------------------------------------------------------
+
+
+def test_a_receiver_that_waits_for_the_trainer_can_be_closed():
+    trainer = TrainerGroup(CPU, 2, timeout_s=TIMEOUT_S)
+    receiver = receiver_of(trainer.port, 1, 2)
+    wait_until(lambda: bool(trainer._store.check([rank_key(1)])), SOON_S)
+    receiver.close()
+    assert receiver.has_ended(SOON_S)
+    assert not receiver.is_joined
+    trainer.abort()
+
+
+def test_a_receiver_gives_up_at_its_deadline():
+    trainer = TrainerGroup(CPU, 3, timeout_s=TIMEOUT_S)
+    receiver = receiver_of(trainer.port, 1, 3, timeout_s=1.0)
+    assert receiver.has_ended(SOON_S)
+    assert "the other ranks did not join in time" in receiver.error
+    trainer.abort()
+
+
+# ---- NCCL's id -----------------------------------------------------------------------
+
+
+class RecordedChannel:
+    """Stands in for `NcclChannel`: keeps the id that vLLM's communicator would use."""
+
+    def __init__(self, group: Any, device: Any, source: int):
+        self.nccl_id = bytes(group.broadcast_obj(stock_trainer.unique_id(bytes(128)), src=0))
+        self.source, self.place = source, (group.rank, group.world_size)
+
+    def close(self) -> None:
+        pass
+
+
+def joined_over_nccl(monkeypatch: pytest.MonkeyPatch, port: int, nccl_id: bytes = b"") -> Any:
+    monkeypatch.setattr(workers_group, "NcclChannel", RecordedChannel)
+    args = GroupArgs("vllm", "nccl", "127.0.0.1", port, 1, 2, TIMEOUT_S, nccl_id)
+    return Group(args, CPU, None, lambda: False).channel
+
+
+def test_the_id_of_a_stock_trainer_is_read_from_its_pickle(monkeypatch: pytest.MonkeyPatch):
+    port = free_port()
+    joined = in_thread(lambda: stock_trainer.stateless_group(port, 2))
+    channel = in_thread(lambda: joined_over_nccl(monkeypatch, port))
+    group = joined()
+    group.broadcast_obj(stock_trainer.unique_id(ID), src=0)
+    assert channel().nccl_id == ID
+    assert (channel().source, channel().place) == (0, (1, 2))
+
+
+def test_the_id_of_the_client_is_read_as_it_is(monkeypatch: pytest.MonkeyPatch):
+    trainer = TrainerGroup(CPU, 2, timeout_s=TIMEOUT_S)
+    trainer._store.set(ID_KEY, ID)
+    assert joined_over_nccl(monkeypatch, trainer.port).nccl_id == ID
+    trainer._store.set(ID_KEY, NO_ID)
+    with pytest.raises(ValueError, match="expected NCCL's id, 128 bytes"):
+        joined_over_nccl(monkeypatch, trainer.port)
+    trainer.abort()
+
+
+def test_an_id_that_is_given_needs_no_store(monkeypatch: pytest.MonkeyPatch):
+    # Nothing listens at port 1.
+    assert joined_over_nccl(monkeypatch, 1, ID).nccl_id == ID
+    with pytest.raises(ValueError, match="expected 128 bytes, got 4"):
+        joined_over_nccl(monkeypatch, 1, b"1234")
+
+
+@pytest.mark.parametrize("protocol", range(3, pickle.HIGHEST_PROTOCOL + 1))
+def test_the_id_is_found_in_every_form_of_pickle(protocol: int):
+    assert nccl_id_in(pickle.dumps(stock_trainer.unique_id(ID), protocol)) == ID
+
+
+def test_no_pickle_is_loaded(tmp_path: Path):
+    file = tmp_path / "it-ran"
+
+    class Evil:
+        def __reduce__(self) -> Any:
+            return open, (str(file), "w")
+
+    payloads = [
+        pickle.dumps(Evil()),
+        pickle.dumps((ID, ID[::-1])),
+        pickle.dumps(ID[:-1]),
+        pickle.dumps([stock_trainer.unique_id(ID), b"x" * 5000]),
+        ID[:-1],
+        b"",
+        bytes(range(256)) * 3,
+    ]
+    for payload in payloads:
+        with pytest.raises(ValueError, match="expected NCCL's id"):
+            nccl_id_in(payload)
+    # The id beside it does not make it run either.
+    assert nccl_id_in(pickle.dumps((Evil(), ID))) == ID
+    assert not file.exists()
+
+
+def test_a_disabled_communicator_is_refused(monkeypatch: pytest.MonkeyPatch):
+    """It would receive nothing and raise nothing."""
+    from contextlib import nullcontext
+
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    monkeypatch.setattr(
+        "vllm.distributed.device_communicators.pynccl.PyNcclCommunicator",
+        lambda group, device: SimpleNamespace(disabled=True),
+    )
+    with pytest.raises(RuntimeError, match="VLLM_DISABLE_PYNCCL"):
+        workers_group.NcclChannel(SimpleNamespace(), CPU, 0)
+
+
+# ---- vLLM's chunks -------------------------------------------------------------------
+
+# Bytes; two tensors of 100 and one of 60 follow each other.
+LIMITS = [1, 99, 100, 101, 199, 200, 201, 259, 260, 261, 10**6]
+
+
+@pytest.mark.parametrize("limit", LIMITS)
+def test_chunks_end_where_vllm_s_end_at_the_limit_and_beside_it(limit: int):
+    tensors = [
+        ("a", torch.zeros(50, dtype=torch.bfloat16)),
+        ("b", torch.zeros(25, dtype=torch.float32)),
+        ("c", torch.zeros(0, dtype=torch.float32)),
+        ("d", torch.zeros(60, dtype=torch.int8)),
+        ("e", torch.zeros(0, 3, dtype=torch.bfloat16)),
+    ]
+    assert_same_chunks(tensors, limit)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_chunks_of_any_tensors_end_where_vllm_s_end(seed: int):
+    assert_same_chunks(random_tensors(seed), random.Random(seed).choice([1, 63, 300, 2_000, 10**6]))
+
+
+def assert_same_chunks(tensors: list[tuple[str, Any]], limit: int) -> None:
+    found = [chunk.num_bytes for chunk in plan_chunks(infos_of(tensors), limit)]
+    assert found == [len(chunk) for chunk in stock_trainer.packed_chunks(tensors, limit)]
