@@ -5,6 +5,7 @@ The rendezvous is vLLM's `StatelessProcessGroup`, the chunks are those of vLLM's
 """
 
 import functools
+import importlib
 import importlib.util
 import sys
 import warnings
@@ -49,11 +50,26 @@ def unique_id(nccl_id: bytes) -> Any:
     return ncclUniqueId.from_buffer_copy(nccl_id)
 
 
+def load_vllm() -> None:
+    """Imports vLLM, which takes seconds, so that the trainer listens at once afterwards."""
+    importlib.import_module("vllm.distributed.utils")
+
+
 def stateless_group(port: int, world_size: int) -> Any:
     """vLLM's group of a trainer that listens at `port`; waits until all ranks are registered."""
     from vllm.distributed.utils import StatelessProcessGroup
 
     return StatelessProcessGroup.create("127.0.0.1", port, 0, world_size, store_timeout=TIMEOUT_S)
+
+
+def communicator(port: int, world_size: int, device: str) -> Any:
+    """The communicator of a trainer that listens at `port`: vLLM's on a GPU, else its stand-in."""
+    group = stateless_group(port, world_size)
+    if device == "cpu":
+        return GlooCommunicator(group)
+    from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
+
+    return PyNcclCommunicator(group, device=device)
 
 
 def packed_chunks(tensors: Iterable[tuple[str, Any]], chunk_bytes: int) -> Iterator[Any]:

@@ -30,8 +30,11 @@ from workers.engine.lora import Adapter, Adapters
 from workers.engine.versions import Progress, Versions
 from workers.serving.server import WorkerServer
 from workers.supervisor.phase_pipe import PhaseReporter
+from workers.weights import checks
 
 VOCAB_SIZE = 50_000
+# Tests name ports without a trainer.
+checks.LISTEN_TIMEOUT_S = 0.1
 
 
 class Fault(IntEnum):

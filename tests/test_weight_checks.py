@@ -2,12 +2,17 @@
 
 import asyncio
 import os
+import socket
+import threading
+import time
 from pathlib import Path
 
 import pytest
 
+from tests.servers import free_port
 from titopool.errors import InvalidRequest
-from workers.weights.checks import checked_folder, is_listening
+from workers.weights import checks
+from workers.weights.checks import check_trainer_reachable, checked_folder, is_listening
 
 
 @pytest.mark.parametrize(
@@ -35,3 +40,25 @@ def test_a_link_within_the_root_is_accepted(tmp_path: Path):
 @pytest.mark.parametrize("host", ["127.0.0.1\0", "a..b", "x" * 300, "x" * 300_000, "é" * 70, ""])
 def test_a_host_that_cannot_be_resolved_is_not_listening(host: str):
     assert asyncio.run(is_listening(host, 1)) is False
+
+
+def test_a_trainer_may_begin_to_listen_during_its_call():
+    port = free_port()
+    listening: list[socket.socket] = []
+
+    def listen_late() -> None:
+        time.sleep(0.3)
+        listening.append(socket.create_server(("127.0.0.1", port)))
+
+    thread = threading.Thread(target=listen_late)
+    thread.start()
+    asyncio.run(check_trainer_reachable("127.0.0.1", port))
+    thread.join()
+    listening[0].close()
+
+
+def test_a_trainer_that_does_not_listen_is_refused(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(checks, "LISTEN_TIMEOUT_S", 0.1)
+    with pytest.raises(InvalidRequest, match=r"nothing answers for 0\.1 s") as caught:
+        asyncio.run(check_trainer_reachable("127.0.0.1", free_port()))
+    assert caught.value.param == "host"

@@ -58,6 +58,8 @@ class RecordingEngine:
     async def call(self, method: str, *args: Any) -> list[Any]:
         if method not in ("status", "device"):
             self.calls.append(method)
+        if method == "join":
+            self.join_args = args[0]
         if method in ("begin", "check_folder") and self.begin_error is not None:
             raise self.begin_error
         fit = {"missing": [], "ignored": [], "kept": [], "split_layers": ""}
@@ -87,8 +89,8 @@ class RecordingEngine:
 class Worker:
     """A worker's weight control, with the errors it reported."""
 
-    def __init__(self, run_dir: str = "", root: str = "") -> None:
-        config = ServerConfig(run_dir=run_dir, weights_root=root, weight_update_timeout_s=TIMEOUT_S)
+    def __init__(self, run_dir: str = "", root: str = "", *, timeout_s: float = TIMEOUT_S) -> None:
+        config = ServerConfig(run_dir=run_dir, weights_root=root, weight_update_timeout_s=timeout_s)
         self.engine = RecordingEngine()
         self.broken: list[str] = []
         self.control = Control(
@@ -169,6 +171,21 @@ def test_refused_tensors_keep_the_group_and_a_failure_closes_it(error: TitopoolE
         assert await worker.state() == state
 
     run(story)
+
+
+def test_a_trainer_with_an_nccl_id_need_not_listen():
+    async def story(worker: Worker) -> None:
+        worker.engine.status.update(num_received=0)
+        join = JoinGroup("s", "vllm", "nccl", "", 0, 1, 2, nccl_id=bytes(range(128)))
+        await worker.good(join)
+        await worker.good(AwaitStep("join", "s"))
+        assert worker.engine.join_args["nccl_id"] == bytes(range(128))
+        await worker.good(BeginUpdate("s", "u", 7, 1, TENSORS, 100, False))
+        # The watch looks for a trainer that is gone several times.
+        await asyncio.sleep(0.6)
+        assert await worker.state() == "receiving"
+
+    run(story, Worker(timeout_s=30))
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -20,6 +21,7 @@ from titopool.wire.weight_plan import checksum, plan_chunks
 from workers.in_model import group as workers_group
 from workers.in_model.group import Group, GroupArgs
 from workers.in_model.receiver import Receiver
+from workers.in_model.weight_extension import WeightExtension
 
 CPU = torch.device("cpu")
 TIMEOUT_S = 60.0
@@ -103,6 +105,7 @@ def assert_received(receiver: Receiver, tensors: list[tuple[str, Any]]) -> None:
 
 def test_a_stock_trainer_joins_and_sends(receivers):
     """vLLM's constructor returns when all ranks are registered; then chunks of all sizes."""
+    stock_trainer.load_vllm()
     port = free_port()
     joined = in_thread(lambda: stock_trainer.stateless_group(port, 3))
     ranks = receivers(port, 2)
@@ -213,6 +216,14 @@ def test_an_id_that_is_given_needs_no_store(monkeypatch: pytest.MonkeyPatch):
     assert joined_over_nccl(monkeypatch, 1, ID).nccl_id == ID
     with pytest.raises(ValueError, match="expected 128 bytes, got 4"):
         joined_over_nccl(monkeypatch, 1, b"1234")
+
+
+def test_a_worker_without_a_gpu_refuses_an_id():
+    worker = WeightExtension()
+    worker.device, worker.rank = CPU, 0
+    args = GroupArgs("vllm", "auto", "", 0, 1, 2, TIMEOUT_S, ID)
+    kind, text = worker.titopool_weights_join(msgspec.to_builtins(args, builtin_types=(bytes,)))
+    assert (kind, text.partition(",")[0]) == ("refused", "nccl_id: expected a worker with a GPU")
 
 
 @pytest.mark.parametrize("protocol", range(3, pickle.HIGHEST_PROTOCOL + 1))

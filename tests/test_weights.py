@@ -1,5 +1,6 @@
 """Weight updates with real vLLM over gloo: exact, or not applied."""
 
+import uuid
 from collections.abc import Iterator
 from typing import Any
 
@@ -7,8 +8,9 @@ import psutil
 import pytest
 import torch
 
-from tests.servers import Server, wait_until
-from tests.trainer import CHUNK_BYTES, tensors_of
+from tests import stock_trainer
+from tests.servers import Server, free_port, wait_until
+from tests.trainer import CHUNK_BYTES, DEVICE, tensors_of
 from tests.weights import (
     TOLERANCE,
     Generation,
@@ -17,7 +19,9 @@ from tests.weights import (
     trainer,
     weights_client,
 )
+from titopool.client.trainer_group import run_in_thread
 from titopool.client.weights_client import WeightsClient, WeightsError
+from titopool.wire.weight_plan import Checksum, checksum
 
 TIMEOUT_S = 15.0
 LAYER = "model.layers.1.self_attn."
@@ -82,6 +86,33 @@ def test_a_tied_head_may_be_sent_and_tensors_one_at_a_time(
     client.close()
     assert result["ignored"] == ["lm_head.weight"]
     assert_serves(server, other_model)
+
+
+@pytest.mark.parametrize("chunk_bytes", [0, CHUNK_BYTES], ids=["single", "packed"])
+def test_what_vllm_s_own_trainer_sends_is_exact(server: Server, other_model: str, chunk_bytes: int):
+    """vLLM's rendezvous, its communicator (gloo without a GPU) and its `pack_tensors`."""
+    stock_trainer.load_vllm()
+    world_size, port = server.get("/get_world_size").json()["world_size"] + 1, free_port()
+    forms = run_in_thread(lambda: stock_trainer.communicator(port, world_size, DEVICE))
+    init = {
+        "session": uuid.uuid4().hex, "backend": "gloo" if DEVICE == "cpu" else "nccl",
+        "host": "127.0.0.1", "port": port, "world_size": world_size,
+    }  # fmt: skip
+    assert server.post("/weights/init", init).ok
+    communicator = forms.result(TIMEOUT_S)
+    tensors = tensors_of(other_model)
+    begun = {
+        "session": init["session"], "names": [name for name, _ in tensors],
+        "dtypes": [str(one.dtype) for _, one in tensors],
+        "shapes": [list(one.shape) for _, one in tensors], "chunk_bytes": chunk_bytes,
+    }  # fmt: skip
+    update = server.post("/weights/begin", begun).json()["update"]
+    stock_trainer.send(communicator, tensors, chunk_bytes)
+    sums = checksum([one for _, one in tensors])
+    commit = {"update": update, "policy": "keep", "checksum": sums}
+    assert server.post("/weights/commit", commit).json()["loaded"] == len(tensors)
+    assert_serves(server, other_model, times=2)
+    assert server.post("/weights/close", {"session": init["session"]}).ok
 
 
 def test_q_k_and_v_may_be_sent_fused(server: Server, client: WeightsClient, other_model: str):
@@ -232,11 +263,13 @@ def test_wrong_tensors_are_refused_before_any_is_sent(
         (tensors[:-1], "1 are missing: model.norm.weight"),
         ([*tensors, (name, weight)], "expected it once"),
         ([*tensors[:3], (name, weight.to(torch.int8)), *tensors[4:]], "expected dtype float32"),
-        ([*tensors[:3], (name, weight.to(torch.complex64)), *tensors[4:]], "one of the dtypes"),
     ]:
         error = refused(client, bad)
         assert error.status == 400
         assert text in str(error)
+    # The client refuses what it cannot pack.
+    unknown = [*tensors[:3], (name, weight.to(torch.complex64)), *tensors[4:]]
+    assert f"{name}: expected a dtype of" in str(refused(client, unknown))
     assert_serves(server, tiny_model)
     # The group is unchanged.
     client.update(tensors, policy="keep")
@@ -251,9 +284,9 @@ def test_a_trainer_that_fails_to_pack_keeps_the_old_weights_and_may_retry(
         raise MemoryError("staged")
 
     with monkeypatch.context() as patch:
-        patch.setattr(client, "_fill_buffers", fail)
+        patch.setattr("titopool.client.weights_client.messages_of", fail)
         error = refused(client, tensors_of(other_model))
-    assert "sending failed: staged" in str(error)
+    assert "expected to send all tensors, got MemoryError: staged" in str(error)
     assert set(states(server)) == {"closed"}
     assert_serves(server, tiny_model)
     client.update(tensors_of(other_model), policy="keep")
@@ -263,7 +296,8 @@ def test_a_trainer_that_fails_to_pack_keeps_the_old_weights_and_may_retry(
 def test_a_corrupted_tensor_is_found_by_its_checksum(
     server: Server, client: WeightsClient, tiny_model: str, other_model: str, monkeypatch: Any
 ):
-    monkeypatch.setattr("titopool.client.weights_client.checksum", lambda tensors: "0" * 16)
+    # The workers have their own.
+    monkeypatch.setattr(Checksum, "digest", lambda self: "0" * 16)
     error = refused(client, tensors_of(other_model), with_checksum=True)
     assert error.code == "weight_update_failed"
     assert_serves(server, tiny_model)

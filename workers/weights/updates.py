@@ -147,10 +147,7 @@ class Updates:
         if group is None:
             return True
         if group.protocol == "vllm" and group.host:
-            # Only one process listens at an address, so a newcomer there is the next trainer.
-            place = (newcomer.protocol, newcomer.host, newcomer.port)
-            is_same_place = place == (group.protocol, group.host, group.port)
-            return is_same_place or not await is_listening(group.host, group.port)
+            return not await is_listening(group.host, group.port)
         # A trainer with an NCCL id and TRL's client do not listen. A new one on the same GPU
         # replaces the old one at once, any other one only after the old one was idle for the
         # timeout of a step.
