@@ -90,16 +90,16 @@ class Source:
 SAME_AGAIN = "pass tensors that are the same each time they are iterated, and as in `metadata`"
 
 
-def join_update(tensors: Any) -> None:
+def join_update(tensors: Any, metadata: Iterable[tuple[str, Any, Any]] | None = None) -> None:
     """Takes part in gathering sharded tensors while another process sends them.
 
     For the processes of a trainer other than the one with the `WeightsClient`: each calls it with
-    its own `tensors` of the same kind, for each call of `WeightsClient.update`.
+    its own arguments of the same kind, for each call of `WeightsClient.update`.
 
     Raises:
         WeightsError: as for that client's tensors, or gathering failed.
     """
-    source = Source(tensors)
+    source = Source(tensors, metadata)
     for info in source.infos:
         with source.next_tensor(info):
             pass

@@ -8,7 +8,6 @@ raises `WeightsError`, with the server's message if the server sent one. After a
 `update` forms a new group.
 """
 
-import contextlib
 import functools
 import itertools
 import uuid
@@ -46,7 +45,8 @@ def raises_only_weights_error(method: Callable[P, R]) -> Callable[P, R]:
         except WeightsError:
             raise
         except Exception as error:
-            raise WeightsError(f"{method.__name__}: {type(error).__name__}: {error}") from error
+            text = f"{method.__name__}: expected no error, got {type(error).__name__}: {error}"
+            raise WeightsError(text) from error
 
     return call
 
@@ -79,10 +79,10 @@ class WeightsClient:
         Raises:
             WeightsError: `chunk_bytes` is negative, or `timeout_s` is not positive.
         """
-        if not (chunk_bytes >= 0 and timeout_s > 0):
+        if not (isinstance(chunk_bytes, int) and chunk_bytes >= 0 and timeout_s > 0):
             raise WeightsError(
-                "chunk_bytes, timeout_s: expected no negative number and a positive one, got "
-                f"{chunk_bytes} and {timeout_s}"
+                "chunk_bytes, timeout_s: expected a whole number of at least 0 and a positive "
+                f"number, got {chunk_bytes!r} and {timeout_s}"
             )
         self._url = url.rstrip("/")
         self._given_device = device
@@ -162,7 +162,10 @@ class WeightsClient:
         try:
             group = TrainerGroup(self._device(), num_ranks + 1, timeout_s=self._timeout_s)
         except Exception as error:
-            raise WeightsError(f"this process cannot be part of a group: {error}") from error
+            raise WeightsError(
+                "device: expected a device from which this process can send, got "
+                f"{self._given_device}: {error}; pass a GPU of this process, or cpu"
+            ) from error
         body = {
             "session": self._session,
             "backend": group.backend,
@@ -175,8 +178,7 @@ class WeightsClient:
         try:
             self._form(group, body)
         except BaseException:
-            with contextlib.suppress(Exception):
-                group.abort()
+            _error_of(group.abort)
             raise
         self._group = group
 
@@ -196,11 +198,13 @@ class WeightsClient:
         if refusal is not None:
             raise WeightsError(f"/weights/init: {type(refusal).__name__}: {refusal}") from refusal
         if failure is not None:
-            raise WeightsError(f"the group did not form: {failure}") from failure
+            raise WeightsError(
+                f"expected a group with all workers, got {type(failure).__name__}: {failure}"
+            ) from failure
         if not answer.done():
             raise WeightsError(
-                "/weights/init: the group formed, but the server did not answer within "
-                f"{self._timeout_s:g} s"
+                f"/weights/init: expected the server's answer within {self._timeout_s:g} s after the "
+                "group had formed, got none; open it again"
             )
 
     @raises_only_weights_error
@@ -354,7 +358,8 @@ class WeightsClient:
         for worker in self.call("/weights", fields={"workers": list})["workers"]:
             if worker.get("session") != self._session:
                 raise WeightsError(
-                    f"worker {worker.get('worker')} has left the group: {worker.get('last_end')}"
+                    f"expected all workers in the group, got worker {worker.get('worker')} outside: "
+                    f"{worker.get('last_end')}; the old weights serve, send the update again"
                 )
 
     def _device(self) -> Any:
