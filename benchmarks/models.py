@@ -3,7 +3,8 @@
 from pathlib import Path
 from typing import Any
 
-# Fields of transformers' Qwen3Config; "tiny" is the demo model (hidden 256, 4 layers).
+# Fields of transformers' Qwen3Config, or Qwen3MoeConfig with experts; "tiny" is the demo model
+# (hidden 256, 4 layers).
 SHAPES: dict[str, dict[str, Any]] = {
     "tiny": {},
     "qwen3-0.6b": {
@@ -20,6 +21,13 @@ SHAPES: dict[str, dict[str, Any]] = {
         "vocab_size": 151_936, "hidden_size": 4096, "intermediate_size": 12_288,
         "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8,
         "head_dim": 128, "max_position_embeddings": 4096, "tie_word_embeddings": False,
+    },
+    "qwen3-30b-a3b": {
+        "vocab_size": 151_936, "hidden_size": 2048, "intermediate_size": 6144,
+        "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8,
+        "norm_topk_prob": True, "num_hidden_layers": 48, "num_attention_heads": 32,
+        "num_key_value_heads": 4, "head_dim": 128, "max_position_embeddings": 4096,
+        "tie_word_embeddings": False,
     },
 }  # fmt: skip
 
@@ -40,20 +48,22 @@ def make_model(shape: str, folder: Path, *, with_weights: bool) -> str:
         demo_model.make_model(folder)
         return str(folder)
     import torch
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+    from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
 
     folder.mkdir(parents=True)
     demo_model.make_tokenizer(folder)
-    config = Qwen3Config(
-        **SHAPES[shape], eos_token_id=0, architectures=["Qwen3ForCausalLM"], dtype="bfloat16"
+    is_mixture = "num_experts" in SHAPES[shape]
+    kind, name = (
+        (Qwen3MoeConfig, "Qwen3MoeForCausalLM") if is_mixture else (Qwen3Config, "Qwen3ForCausalLM")
     )
+    config = kind(**SHAPES[shape], eos_token_id=0, architectures=[name], dtype="bfloat16")
     if not with_weights:
         config.save_pretrained(folder)
         return str(folder)
     torch.manual_seed(0)
     torch.set_default_dtype(torch.bfloat16)
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-        model = Qwen3ForCausalLM(config)
+        model = AutoModelForCausalLM.from_config(config)
     model.save_pretrained(folder)
     return str(folder)
 

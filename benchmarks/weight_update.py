@@ -51,6 +51,10 @@ def main() -> None:
         ]  # fmt: skip
         gpus = {"CUDA_VISIBLE_DEVICES": workers_gpus(options)} if options.device == "cuda" else {}
         log = Path(options.out + ".log")
+        # Before the server, whose engine takes the GPU's memory.
+        num_bytes = bytes_of(folder, options)
+        result |= {"gigabytes": num_bytes / 1e9, "bare_s": run_bare(num_bytes, options)}
+        print("bare", result["bare_s"], flush=True)
         with running_server(
             folder, *words, log=log, num_workers=options.num_workers, **gpus
         ) as server:
@@ -63,12 +67,8 @@ def main() -> None:
 def measure(server: Server, folder: str, options: argparse.Namespace) -> dict[str, Any]:
     """All figures for one server."""
     models = [random_model(folder, seed, options) for seed in (1, 2)]
-    num_bytes = sum(one.numel() * one.element_size() for one in models[0].parameters())
-    result: dict[str, Any] = {"gigabytes": num_bytes / 1e9}
-    result["ours"] = ours(server, models, options)
+    result: dict[str, Any] = {"ours": ours(server, models, options)}
     print(json.dumps(result["ours"]), flush=True)
-    result["bare_s"] = run_bare(num_bytes, options)
-    print("bare", result["bare_s"], flush=True)
     if options.trl:
         result["trl"] = run_trl_client(server, folder, models, options)
         print(json.dumps(result["trl"]), flush=True)
@@ -83,6 +83,16 @@ def random_model(folder: str, seed: int, options: argparse.Namespace) -> Any:
     config, dtype = AutoConfig.from_pretrained(folder), getattr(torch, options.dtype)
     with trainer_device(options):
         return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+
+
+def bytes_of(folder: str, options: argparse.Namespace) -> int:
+    """Bytes of the model's parameters."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with torch.device("meta"):
+        config, dtype = AutoConfig.from_pretrained(folder), getattr(torch, options.dtype)
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    return sum(one.numel() * one.element_size() for one in model.parameters())
 
 
 def trainer_device(options: argparse.Namespace) -> torch.device:
@@ -104,7 +114,9 @@ def ours(server: Server, models: list[Any], options: argparse.Namespace) -> dict
     began = time.monotonic()
     client.open()
     open_s = time.monotonic() - began
+    began = time.monotonic()
     client.update(models[0].named_parameters(), policy="keep")
+    first_s = time.monotonic() - began
     first = check(server, models[0])
     runs = []
     for turn in range(options.repeats + 1):
@@ -113,14 +125,17 @@ def ours(server: Server, models: list[Any], options: argparse.Namespace) -> dict
         began = time.monotonic()
         answer = client.update(model.named_parameters(), policy="keep")
         total_s = time.monotonic() - began
-        parts = {key: answer[key] for key in ("prepare_s", "apply_s")}
+        parts = {key: answer[key] for key in ("prepare_s", "apply_s", "paused_s")}
         runs.append({"total_s": total_s, **client.seconds, **parts})
         check(server, model)
     client.update(models[0].named_parameters(), policy="keep", with_checksum=True)
     has_same_tokens = check(server, models[0]) == first
     client.close()
     same = {"old_weights_give_the_old_tokens": has_same_tokens}
-    return {"open_s": open_s, **same, **medians(runs[1:]), "runs": runs}
+    return {
+        "open_s": open_s, "staging": answer["staging"], "first_s": first_s, **same,
+        **medians(runs[1:]), "worst_s": max(run["total_s"] for run in runs[1:]), "runs": runs,
+    }  # fmt: skip
 
 
 class TimedClient(WeightsClient):
@@ -168,7 +183,8 @@ def check(server: Server, model: Any) -> list[int]:
         for index, (token_id, entry) in enumerate(zip(ids, entries, strict=True)):
             expected = float(rows[len(PROMPT) + index - 1, token_id])
             assert abs(expected - entry[0]) < TOLERANCE, (index, expected, entry[0])
-    alone: list[int] = server.generate([PROMPT], **body)["completion_ids"][0]
+    # Another prompt: the prefix cache has keys and values of `PROMPT` that a batch has computed.
+    alone: list[int] = server.generate([PROMPT[::-1]], **body)["completion_ids"][0]
     return alone
 
 
@@ -288,7 +304,9 @@ def markdown(result: dict[str, Any]) -> str:
         "|---|---|---|",
         *(f"| {name} | {value:.4f} | {value / bare_s:.1f} |" for name, value in rows),
         "",
-        f"This server: begin {result['ours']['begin_s']:.4f} s, send {result['ours']['send_s']:.4f} s, "
+        f"This server ({result['ours']['staging']}): first {result['ours']['first_s']:.2f} s, worst "
+        f"{result['ours']['worst_s']:.4f} s, generation paused {result['ours']['paused_s']:.4f} s, "
+        f"begin {result['ours']['begin_s']:.4f} s, send {result['ours']['send_s']:.4f} s, "
         f"commit {result['ours']['commit_s']:.4f} s, of which {result['ours']['prepare_s']:.4f} s to "
         f"prepare and {result['ours']['apply_s']:.4f} s to apply.",
     ]

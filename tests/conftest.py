@@ -121,13 +121,13 @@ def single_server(
 ) -> Iterator[Server]:
     """One vLLM worker behind two gunicorn processes, reachable over IPv6 where there is IPv6.
 
-    It finds tool calls, and tests may change its weights.
+    It finds tool calls, and tests may change its weights, which wait in the KV cache's memory.
     """
     log = tmp_path_factory.mktemp("single-server") / "log"
     options = (
         *ENGINE_OPTIONS, "--max-model-len", "1024", "--num-workers", "1", "--num-front-ends", "2",
         "--tool-call-parser", "hermes", "--weights-root", str(weights_root),
-        "--weight-update-timeout-s", "15",
+        "--weight-update-timeout-s", "15", "--weight-staging", "kv",
         "--host", "::" if socket.has_dualstack_ipv6() else "127.0.0.1",
     )  # fmt: skip
     with running_server(tiny_model, *options, log=log) as running:

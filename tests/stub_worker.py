@@ -68,11 +68,13 @@ class StubWeights:
             os.kill(os.getpid(), signal.SIGKILL)
         if method == "apply" and self._is_bad:
             raise WeightUpdateFailed("staged failure")
-        fit = {"missing": [], "ignored": [], "kept": [], "split_layers": ""}
+        fit = {
+            "missing": [], "ignored": [], "kept": [], "split_layers": "", "staging": "beside",
+        }  # fmt: skip
         status = {"is_joined": True, "error": "", "num_announced": 1, "num_received": 1}
         answers = {
             "begin": fit, "check": fit, "check_folder": fit, "status": status, "device": "",
-            "apply": {"loaded": 1}, "checksum": "0" * 16,
+            "apply": {"loaded": 1}, "checksum": "0" * 16, "take": {"staging": "beside"},
         }  # fmt: skip
         return [answers.get(method)]
 

@@ -51,6 +51,7 @@ class RecordingEngine:
         self.can_keep = True
         self.is_stuck = self.has_stuck_caches = False
         self.begin_error: Exception | None = None
+        self.staging = "beside"
         self.status: dict[str, Any] = {
             "is_joined": True, "error": "", "num_announced": 1, "num_received": 1,
         }  # fmt: skip
@@ -62,10 +63,12 @@ class RecordingEngine:
             self.join_args = args[0]
         if method in ("begin", "check_folder") and self.begin_error is not None:
             raise self.begin_error
-        fit = {"missing": [], "ignored": [], "kept": [], "split_layers": ""}
+        fit = {
+            "missing": [], "ignored": [], "kept": [], "split_layers": "", "staging": self.staging,
+        }  # fmt: skip
         answers = {
             "begin": fit, "check": fit, "check_folder": fit, "apply": {"loaded": 1},
-            "status": self.status,
+            "status": self.status, "take": {"staging": self.staging},
         }  # fmt: skip
         return [answers.get(method, "")]
 

@@ -1,8 +1,11 @@
 """Copies learned from a model's loaders, on a model with loaders like vLLM's."""
 
+from typing import Any
+
+import pytest
 import torch
 
-from workers.in_model.copies import keeps_checkpoints_layout, load_and_learn
+from workers.in_model.copies import CopyPlan, Tensors, learn, within_layers
 
 
 class Fused(torch.nn.Module):
@@ -13,6 +16,11 @@ class Fused(torch.nn.Module):
         self.qkv = torch.nn.Parameter(torch.zeros(8, 3))
         self.embedding = torch.nn.Parameter(torch.zeros(8, 3, dtype=torch.bfloat16))
         self._scales = scales
+
+    is_reloading = False
+
+    def finish(self) -> None:
+        """What vLLM does after loading."""
 
     def load_weights(self, weights):
         rows = {"q": (0, 4), "k": (4, 6), "v": (6, 8)}
@@ -35,26 +43,47 @@ def tensors(seed: int) -> dict[str, torch.Tensor]:
     }  # fmt: skip
 
 
+def same(model: Fused, other: Fused) -> bool:
+    return all(map(torch.equal, state(model), state(other)))
+
+
 def state(model: Fused) -> list[torch.Tensor]:
     return [one.clone() for one in model.state_dict().values()]
 
 
+def learned(model: Any, sent: Tensors, plan: CopyPlan | None = None) -> CopyPlan:
+    """Loads `sent` and returns the plan; vLLM's reload is the loaders and a derived tensor."""
+    plan = plan or CopyPlan()
+
+    def load() -> None:
+        model.load_weights(iter(sent.items()))
+
+    def reload() -> None:
+        model.is_reloading = True
+        load()
+        model.finish()
+        model.is_reloading = False
+
+    with torch.no_grad():
+        learn(plan, model, sent, load=load, reload=reload)
+    return plan
+
+
 def test_learned_copies_load_the_same_as_the_loaders():
     model, other = Fused(), Fused()
-    plan = load_and_learn(model, tensors(0))
-    assert plan is not None
+    plan = learned(model, tensors(0))
+    other.load_weights(iter(tensors(0).items()))
+    assert same(model, other)
     for seed in (1, 2):
         assert plan.fits(tensors(seed))
         plan.run(tensors(seed))
         other.load_weights(iter(tensors(seed).items()))
-        for copied, loaded in zip(state(model), state(other), strict=True):
-            assert torch.equal(copied, loaded)
+        assert same(model, other)
 
 
 def test_a_partial_update_copies_only_its_tensors():
     model = Fused()
-    plan = load_and_learn(model, tensors(0))
-    assert plan is not None
+    plan = learned(model, tensors(0))
     before = state(model)
     k = {"k": tensors(1)["k"]}
     plan.run(k)
@@ -63,14 +92,100 @@ def test_a_partial_update_copies_only_its_tensors():
     assert not plan.fits({"unknown": torch.zeros(1)})
 
 
-def test_loaders_that_compute_are_not_learned():
-    model = Fused(scales=True)
-    assert load_and_learn(model, tensors(0)) is None
-    assert torch.equal(model.qkv[:4], tensors(0)["q"] * 2)
+def test_plans_of_parts_add_up():
+    model, plan = Fused(), CopyPlan()
+    sent = tensors(0)
+    for name, tensor in sent.items():
+        learned(model, {name: tensor}, plan)
+    assert plan.fits(sent)
+
+
+def test_neighbouring_copies_are_joined(monkeypatch):
+    class Experts(Fused):
+        """The experts of a layer, loaded one after the other in another order."""
+
+        def load_weights(self, weights):
+            for _, tensor in weights:
+                for expert in (2, 0, 3, 1):
+                    self.qkv.data[2 * expert : 2 * expert + 2].copy_(tensor[expert])
+
+    calls: list[int] = []
+    copy = torch._foreach_copy_
+    monkeypatch.setattr(
+        torch, "_foreach_copy_", lambda to, of: (calls.append(len(to)), copy(to, of))
+    )
+    model = Experts()
+    plan = learned(model, {"experts": torch.rand(4, 2, 3)})
+    sent = {"experts": torch.rand(4, 2, 3)}
+    plan.run(sent)
+    assert set(calls) == {1}
+    assert torch.equal(model.qkv, sent["experts"].reshape(8, 3))
+
+
+def test_copies_out_of_a_conversion_s_clones_are_learned():
+    class Converted(Fused):
+        """Experts whose gates and ups transformers separates by chunks, which it clones."""
+
+        def load_weights(self, weights):
+            for _, tensor in weights:
+                for part, chunk in enumerate(torch.chunk(tensor, 2, dim=1)):
+                    for expert, one in enumerate(chunk.contiguous().unbind()):
+                        begin = 4 * expert + 2 * part
+                        self.qkv.data[begin : begin + 2].copy_(one)
+
+    model = Converted()
+    plan = learned(model, {"gate_up": torch.rand(2, 4, 3)})
+    sent = {"gate_up": torch.rand(2, 4, 3)}
+    assert plan.fits(sent)
+    assert [len(copies) for copies in plan._by_name.values()] == [1]
+    plan.run(sent)
+    assert torch.equal(model.qkv, sent["gate_up"].reshape(8, 3))
+
+
+class Scaling(Fused):
+    """Its loaders compute."""
+
+    def __init__(self) -> None:
+        super().__init__(scales=True)
+
+
+class Deriving(Fused):
+    """vLLM's reload computes a tensor from the weights; the loaders do not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.derived = torch.zeros(8)
+
+    def finish(self) -> None:
+        self.derived = self.qkv.sum(dim=1)
+
+
+class Failing(Fused):
+    """Its parameters have lost their loaders, which a reload brings back."""
+
+    def load_weights(self, weights):
+        if not self.is_reloading:
+            raise AttributeError("weight_loader")
+        super().load_weights(weights)
+
+
+@pytest.mark.parametrize("kind", [Scaling, Deriving, Failing])
+def test_what_is_more_than_copies_goes_through_the_reload(kind: type[Fused]):
+    model, other = kind(), kind()
+    for seed in (0, 0, 1):
+        sent = tensors(seed)
+        before = {name: one.clone() for name, one in sent.items()}
+        plan = learned(model, sent)
+        assert not plan.fits(sent)
+        assert not plan.may_learn(sent)
+        # The proof has left the received values as they were.
+        assert all(torch.equal(one, before[name]) for name, one in sent.items())
+        learned(other, tensors(seed))
+        assert torch.equal(model.qkv[:4], sent["q"] * (2 if kind is Scaling else 1))
 
 
 def test_a_scalar_parameter_is_not_learned():
-    class Scale(torch.nn.Module):
+    class Scale(Fused):
         def __init__(self):
             super().__init__()
             self.scale = torch.nn.Parameter(torch.zeros(1))
@@ -80,10 +195,13 @@ def test_a_scalar_parameter_is_not_learned():
                 self.scale.data.fill_(tensor.item())
 
     model = Scale()
-    assert load_and_learn(model, {"scale": torch.tensor([3.0])}) is None
+    sent = {"scale": torch.tensor([3.0])}
+    assert not learned(model, sent).fits(sent)
     assert model.scale.item() == 3.0
 
 
-def test_only_plain_layers_on_a_gpu_are_copied_into():
-    assert not keeps_checkpoints_layout(Fused(), None)
-    assert not keeps_checkpoints_layout(Fused(), "fp8")
+def test_layers_of_parameters_are_found():
+    scope = within_layers(["model.layers.1.self_attn.qkv_proj.weight", "model.norm.weight"])
+    assert scope("model.layers.1.self_attn.attn")
+    assert not scope("model.layers.11.mlp")
+    assert scope("model.norm")

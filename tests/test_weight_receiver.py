@@ -6,8 +6,8 @@ from typing import Any
 import torch
 
 from tests.servers import free_port
-from workers.in_model.group import GroupArgs
-from workers.in_model.receiver import Receiver
+from workers.in_model.receiving.group import GroupArgs
+from workers.in_model.receiving.receiver import Receiver
 
 
 class Leaving(Receiver):

@@ -183,7 +183,7 @@ INTERNALS = (
         "tells when such a layer is complete",
     ),
     Internal(
-        "in_model/group.py",
+        "in_model/receiving/group.py",
         "vllm.distributed.utils:StatelessProcessGroup",
         (
             "(rank, world_size, store)",
@@ -194,7 +194,7 @@ INTERNALS = (
         "extended: receives NCCL's id as plain bytes and loads no pickle",
     ),
     Internal(
-        "in_model/group.py",
+        "in_model/receiving/group.py",
         "vllm.distributed.device_communicators.pynccl:PyNcclCommunicator",
         ("(group, device)", "broadcast(tensor, src, stream)", "disabled", "destroy"),
         "receives weights through NCCL",

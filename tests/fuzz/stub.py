@@ -45,8 +45,9 @@ class ReportingWeights(stub_worker.StubWeights):
             names = [one[0] for one in msgspec.msgpack.decode(args[0])]
             self._check_names(method, names, is_partial=method == "begin" and args[1])
             missing = [] if LAST in names else [LAST]
-            fit = {"missing": missing, "ignored": [], "kept": [], "split_layers": ""}
-            return [fit if method != "take" else None]
+            return [
+                {"missing": missing, "ignored": [], "kept": [], "split_layers": "", "staging": "kv"}
+            ]
         if method == "join":
             self._is_hung = False
         answers = await super().call(method, *args)

@@ -3,7 +3,7 @@
 The trainer listens; the workers' ranks connect to its store. Rank 0 waits for every rank before it
 enters NCCL, because NCCL waits forever for a rank that is missing.
 
-Runs in: trainers. The workers' side is `workers/in_model/group.py`.
+Runs in: trainers. The workers' side is `workers/in_model/receiving/group.py`.
 """
 
 import threading

@@ -252,8 +252,10 @@ class WeightsClient:
             metadata: (name, dtype, shape) of each tensor. `tensors` is then iterated once.
 
         Returns:
-            `version`, `loaded` (number of tensors), `checksum`, and lists of names: `missing`,
-            `ignored` (sent, but not in the model) and `kept` (buffers that were not sent).
+            `version`, `loaded` (number of tensors), `checksum`, `staging` (where the first worker
+            kept the tensors: "beside" the model, "kv" cache or "host"), `paused_s` (how long it
+            stopped generation), and lists of names: `missing`, `ignored` (sent, but not in the
+            model) and `kept` (buffers that were not sent).
 
         Raises:
             WeightsError: the old weights serve, unless the text says that a worker restarts.
@@ -279,7 +281,7 @@ class WeightsClient:
     ) -> dict[str, Any]:
         self.open()
         digest = Checksum() if with_checksum else None
-        begun, messages = self._begin(source, digest, version, partial)
+        begun, messages = self._begin(source, digest, version, partial, policy)
         try:
             self._send(messages)
             body: dict[str, Any] = {"update": begun["update"], "policy": policy}
@@ -298,7 +300,12 @@ class WeightsClient:
         return {**{name: begun[name] for name in ("missing", "ignored", "kept")}, **result}
 
     def _begin(
-        self, source: Source, digest: Checksum | None, version: int | None, partial: bool
+        self,
+        source: Source,
+        digest: Checksum | None,
+        version: int | None,
+        partial: bool,
+        policy: PauseMode,
     ) -> tuple[dict[str, Any], Iterator[Any]]:
         """The response of /weights/begin, and the messages to send.
 
@@ -313,6 +320,7 @@ class WeightsClient:
             "version": version,
             "chunk_bytes": self._chunk_bytes,
             "partial": partial,
+            "policy": policy,
         }
         answer = run_in_thread(lambda: self.call("/weights/begin", body, fields=BEGIN_FIELDS))
         messages = messages_of(source, self._chunk_bytes, self._device(), digest)

@@ -19,6 +19,7 @@ ENV_PREFIX = "TITOPOOL_"
 # A file in `run_dir`. A supervisor that gives up writes the cause; gunicorn's master reads it.
 FAILURE_FILE = "failure"
 PLACEMENTS = ("prefix", "least_loaded", "round_robin")
+WEIGHT_STAGINGS = ("auto", "beside", "kv", "host")
 # Headings of `--help` and docs/settings.md, each by the name of its first setting.
 GROUPS = {
     "model": "Model and engines",
@@ -172,6 +173,11 @@ class ServerConfig:
     weight_update_timeout_s: float = setting(
         300.0, "Timeout of each step of a weight update.", at_least=0.1
     )
+    weight_staging: str = setting(
+        "auto",
+        "Where new weights wait: beside the model, in the kv cache while generation stands, in the host's "
+        "memory (slow), or auto: beside where there is room, else kv.",
+    )
 
     log_level: str = setting(
         "info", "debug, info, warning or error. debug also shows the output of vLLM."
@@ -187,6 +193,7 @@ class ServerConfig:
             raise ConfigError(f"port: expected at most 65535, got {self.port}")
         _check_choice("log_level", self.log_level, ("debug", "info", "warning", "error"))
         _check_choice("placement", self.placement, PLACEMENTS)
+        _check_choice("weight_staging", self.weight_staging, WEIGHT_STAGINGS)
         if self.heartbeat_timeout_s < 2 * self.heartbeat_interval_s:
             raise ConfigError(
                 "heartbeat_timeout_s: expected at least twice heartbeat_interval_s "

@@ -57,6 +57,9 @@ class BeginUpdate(msgspec.Struct, frozen=True, tag="begin_update"):
     # 0: each tensor is broadcast alone.
     chunk_bytes: int
     is_partial: bool
+    # The pause mode where generation must stand before the first tensor arrives; None: the
+    # worker's default.
+    policy: PauseMode | None = None
 
 
 class BeginFolder(msgspec.Struct, frozen=True, tag="begin_folder"):
@@ -140,7 +143,7 @@ class Resume(msgspec.Struct, frozen=True, tag="resume"):
 class AwaitStep(msgspec.Struct, frozen=True, tag="await_step"):
     """Answer with the outcome of a step when the step has ended."""
 
-    step: Literal["join", "prepare", "apply", "pause", "finish"]
+    step: Literal["join", "prepare", "apply", "finish"]
     # The session or update of the step.
     target: str
 

@@ -8,7 +8,7 @@ would return the other processes' answers as the result of the next call.
 
 import functools
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,15 +16,16 @@ from typing import Any
 import msgspec
 
 from titopool.wire.commands import TensorInfo
-from titopool.wire.weight_plan import checksum
+from titopool.wire.weight_plan import Chunk, checksum, plan_chunks
 from workers.in_model.catalogue import Catalogue, Fit, catalogue_of, shorten
 from workers.in_model.checkpoint_files import Refused, folder_tensors, weight_files
 from workers.in_model.conversion import Conversions
-from workers.in_model.copies import CopyPlan, keeps_checkpoints_layout, learn
+from workers.in_model.copies import CopyPlan, learn, within_layers
 from workers.in_model.coverage import Coverage, HalfLoaded, renew_sinks
 from workers.in_model.dry_runs import DryRuns
-from workers.in_model.group import GroupArgs
-from workers.in_model.receiver import Receiver
+from workers.in_model.receiving.group import GroupArgs
+from workers.in_model.receiving.receiver import Receiver
+from workers.in_model.receiving.staging import InKvCache, Staging, StagingRoom
 from workers.in_model.reload import reload
 
 logger = logging.getLogger(__name__)
@@ -72,7 +73,11 @@ class WeightExtension:
     _titopool_coverage: Coverage | None = None
     _titopool_folder: Path | None = None
     _titopool_plan: CopyPlan | None = None
-    _titopool_is_plain: bool | None = None
+    _titopool_room: StagingRoom | None = None
+    # Of the current update.
+    _titopool_stagings: Sequence[Staging] = ()
+    # What `titopool_weights_receive` begins to receive.
+    _titopool_planned: tuple[list[Chunk], Staging] | None = None
     # The last list of tensors, whether it was partial, how it fits and what it writes.
     _titopool_checked: tuple[bytes, bool, Fit, Coverage | None] | None = None
     # Attributes of vLLM's worker.
@@ -96,11 +101,8 @@ class WeightExtension:
     def titopool_weights_join(self, args: dict[str, Any]) -> None:
         """Begins to join the group; `args` are `GroupArgs` with the rank of the worker's first process."""
         self._titopool_leave()
-        if any(not one.has_ended(LEAVE_TIMEOUT_S) for one in self._titopool_closed):
-            raise CannotLeave(
-                f"a former group did not end within {LEAVE_TIMEOUT_S:g} s: NCCL waits for a process "
-                "that has ended"
-            )
+        for closed in self._titopool_closed:
+            _check_has_ended(closed)
         self._titopool_closed = ()
         given = msgspec.convert(args, GroupArgs)
         backend = given.backend
@@ -125,19 +127,30 @@ class WeightExtension:
 
     @answer
     def titopool_weights_begin(
-        self, tensors: bytes, is_partial: bool, chunk_bytes: int
+        self, tensors: bytes, is_partial: bool, chunk_bytes: int, setting: str
     ) -> dict[str, Any]:
-        """Checks names, shapes and dtypes; starts to receive, unless a layer is split.
+        """Checks names, shapes and dtypes, and plans where the tensors will wait.
 
         Args:
             tensors: MessagePack of a list of `TensorInfo`, here and below: vLLM takes 5 ms to
                 send as many lists as a model has tensors.
+
+        Returns:
+            How the tensors fit, and the `staging`. Unless that is the KV cache or a layer is split,
+            this process receives already; else `titopool_weights_receive` begins.
         """
         infos, report = self._titopool_check(tensors, is_partial)
         if not report["split_layers"]:
-            assert self._titopool_receiver is not None
-            self._titopool_receiver.announce(infos, chunk_bytes, self._titopool_extra_bytes())
+            report["staging"] = self._titopool_plan_to_receive(infos, chunk_bytes, setting)
         return report
+
+    @answer
+    def titopool_weights_receive(self) -> None:
+        """Receives into the KV cache; generation stands, and the caches are empty."""
+        if self._titopool_planned is not None:
+            assert self._titopool_receiver is not None
+            self._titopool_receiver.announce(*self._titopool_planned)
+            self._titopool_planned = None
 
     @answer
     def titopool_weights_check(self, tensors: bytes, is_partial: bool) -> dict[str, Any]:
@@ -145,12 +158,32 @@ class WeightExtension:
         return self._titopool_check(tensors, is_partial)[1]
 
     @answer
-    def titopool_weights_take(self, tensor: bytes) -> None:
-        """Checks one tensor and starts to receive it, where the whole list is not known beforehand."""
-        assert self._titopool_receiver is not None
+    def titopool_weights_take(self, tensor: bytes, setting: str) -> dict[str, Any]:
+        """As `titopool_weights_begin` for one tensor, where the whole list is not known beforehand."""
         (info,) = TENSORS.decode(tensor)
         self._titopool_known().check(info)
-        self._titopool_receiver.announce([info], 0, self._titopool_extra_bytes())
+        return {"staging": self._titopool_plan_to_receive([info], 0, setting)}
+
+    def _titopool_plan_to_receive(
+        self, infos: list[TensorInfo], chunk_bytes: int, setting: str
+    ) -> str:
+        assert self._titopool_receiver is not None
+        chunks = plan_chunks(infos, chunk_bytes)
+        if self._titopool_room is None:
+            self._titopool_room = StagingRoom(setting, self.device, self._titopool_kv_caches())
+        staging = self._titopool_room.choose(chunks, self._titopool_extra_bytes(infos))
+        self._titopool_stagings = [*self._titopool_stagings, staging]
+        if isinstance(staging, InKvCache):
+            self._titopool_planned = (chunks, staging)
+        else:
+            self._titopool_receiver.announce(chunks, staging)
+        return staging.name
+
+    def _titopool_kv_caches(self) -> Any:
+        """vLLM's KV caches; None if another process may read or write them at any time."""
+        if self.vllm_config.kv_transfer_config is not None:
+            return None
+        return getattr(self.model_runner, "kv_caches", None) or None
 
     def _titopool_check(
         self, tensors: bytes, is_partial: bool
@@ -162,10 +195,7 @@ class WeightExtension:
             fit = self._titopool_known().fit(infos, is_partial=is_partial)
             coverage = None
             if not fit.split_layers:
-                is_reload = not self._titopool_has_plain_layers()
-                coverage = self._titopool_dry_run(
-                    infos, fit, is_partial=is_partial, is_reload=is_reload
-                )
+                coverage = self._titopool_dry_run(infos, fit, is_partial=is_partial)
             self._titopool_checked = checked = (tensors, is_partial, fit, coverage)
         *_, fit, self._titopool_coverage = checked
         self._titopool_fit, self._titopool_folder = fit, None
@@ -182,9 +212,7 @@ class WeightExtension:
         """Checks a folder's tensors, which `titopool_weights_apply` then loads."""
         tensors = folder_tensors(Path(folder))
         fit = self._titopool_known().fit(tensors, is_partial=False)
-        self._titopool_coverage = self._titopool_dry_run(
-            tensors, fit, is_partial=False, is_reload=True
-        )
+        self._titopool_coverage = self._titopool_dry_run(tensors, fit, is_partial=False)
         self._titopool_fit, self._titopool_folder = fit, Path(folder)
         return {"ignored": fit.ignored, "num_tensors": len(tensors)}
 
@@ -202,16 +230,21 @@ class WeightExtension:
         """
         fit = self._titopool_fit
         assert fit is not None
-        loaded: list[str] = []
-        conversions = self._titopool_known().conversions
-        tensors = _as_in_checkpoint(self._titopool_source(), fit, conversions, loaded)
-        if self._titopool_folder is None and self._titopool_has_plain_layers():
-            self._titopool_copy(dict(tensors))
+        if self._titopool_folder is None:
+            ignored = set(fit.ignored)
+            assert self._titopool_receiver is not None
+            staged = self._titopool_receiver.staged
+            wanted = {name: one for name, one in staged.items() if name not in ignored}
+            num_loaded = len(wanted)
+            self._titopool_load(wanted, fit)
         else:
-            self._titopool_plan = None
-            self._titopool_reload(tensors)
+            loaded: list[str] = []
+            source = _tensors_in_folder(self._titopool_folder, self.device)
+            self._titopool_reload(self._titopool_as_in_checkpoint(source, fit, loaded))
+            num_loaded = len(loaded)
+        _after_load(self)
         self._titopool_forget()
-        return {"loaded": len(loaded)}
+        return {"loaded": num_loaded}
 
     @answer
     def titopool_weights_drop(self, leaves: bool) -> None:
@@ -220,26 +253,45 @@ class WeightExtension:
         if leaves:
             self._titopool_leave()
 
-    def _titopool_source(self) -> Iterator[tuple[str, Any]]:
-        if self._titopool_folder is None:
-            assert self._titopool_receiver is not None
-            yield from self._titopool_receiver.staged.items()
+    def _titopool_load(self, tensors: dict[str, Any], fit: Fit) -> None:
+        """Loads staged tensors by learned copies; where there are none, by vLLM's reload."""
+        plan = self._titopool_copies()
+        if plan.fits(tensors):
+            with self._titopool_in_model():
+                plan.run(tensors)
             return
-        from safetensors import safe_open
 
-        for file in weight_files(self._titopool_folder):
-            with safe_open(file, framework="pt", device=str(self.device)) as opened:
-                yield from ((name, opened.get_tensor(name)) for name in opened.keys())  # noqa: SIM118
+        def in_checkpoint() -> Iterator[tuple[str, Any]]:
+            return self._titopool_as_in_checkpoint(tensors.items(), fit, [])
 
-    def _titopool_has_plain_layers(self) -> bool:
-        if self._titopool_is_plain is None:
-            quantization = self.model_config.quantization
-            self._titopool_is_plain = keeps_checkpoints_layout(self.get_model(), quantization)
-        return self._titopool_is_plain
+        # On a CPU, vLLM packs weights into memory that cannot be compared.
+        is_quantized = self.model_config.quantization is not None
+        if self.device.type == "cpu" or is_quantized or not plan.may_learn(tensors):
+            self._titopool_reload(in_checkpoint())
+            return
+        touched = self._titopool_coverage and self._titopool_coverage.touched
+        with self._titopool_in_model():
+            learn(
+                plan, self.get_model(), tensors,
+                load=lambda: self.get_model().load_weights(in_checkpoint()),
+                reload=lambda: self._titopool_reload(in_checkpoint()),
+                scope=within_layers(touched) if fit.missing and touched else lambda path: True,
+            )  # fmt: skip
 
-    def _titopool_extra_bytes(self) -> int:
+    def _titopool_as_in_checkpoint(
+        self, tensors: Iterable[tuple[str, Any]], fit: Fit, loaded: list[str]
+    ) -> Iterator[tuple[str, Any]]:
+        return _as_in_checkpoint(tensors, fit, self._titopool_known().conversions, loaded)
+
+    def _titopool_copies(self) -> CopyPlan:
+        if self._titopool_plan is None:
+            self._titopool_plan = CopyPlan()
+        return self._titopool_plan
+
+    def _titopool_extra_bytes(self, infos: Sequence[TensorInfo]) -> int:
         """GPU memory that a reload needs in addition: for a new layer and its converted tensors."""
-        if self.device.type != "cuda" or self._titopool_has_plain_layers():
+        names = {one.name for one in infos}
+        if self.device.type != "cuda" or self._titopool_copies().fits(names):
             return 0
         return 2 * self._titopool_known().largest_layer_bytes
 
@@ -252,7 +304,7 @@ class WeightExtension:
             yield
 
     def _titopool_dry_run(
-        self, tensors: Sequence[TensorInfo], fit: Fit, *, is_partial: bool, is_reload: bool
+        self, tensors: Sequence[TensorInfo], fit: Fit, *, is_partial: bool
     ) -> Coverage | None:
         if self._titopool_dry_runs is None:
             self._titopool_dry_runs = DryRuns(
@@ -262,17 +314,8 @@ class WeightExtension:
             )
         with self._titopool_in_model():
             return self._titopool_dry_runs.check(
-                tensors, fit, is_partial=is_partial, is_reload=is_reload
+                tensors, fit, is_partial=is_partial, is_reload=True
             )
-
-    def _titopool_copy(self, tensors: dict[str, Any]) -> None:
-        plan = self._titopool_plan
-        with self._titopool_in_model():
-            if plan is not None and plan.fits(tensors):
-                plan.run(tensors)
-            else:
-                self._titopool_plan = learn(self.get_model(), tensors, self._titopool_coverage)
-        _after_load(self)
 
     def _titopool_reload(self, tensors: Iterator[tuple[str, Any]]) -> None:
         with self._titopool_in_model():
@@ -280,7 +323,6 @@ class WeightExtension:
                 self.get_model(), self.model_config, tensors, self._titopool_coverage,
                 on_cpu=self.device.type == "cpu",
             )  # fmt: skip
-        _after_load(self)
 
     def _titopool_known(self) -> Catalogue:
         if self._titopool_catalogue is None:
@@ -289,8 +331,21 @@ class WeightExtension:
 
     def _titopool_forget(self) -> None:
         self._titopool_fit = self._titopool_coverage = self._titopool_folder = None
-        if self._titopool_receiver is not None:
-            self._titopool_receiver.drop()
+        stagings, self._titopool_stagings, self._titopool_planned = (
+            self._titopool_stagings,
+            (),
+            None,
+        )
+        receiver = self._titopool_receiver
+        if receiver is not None and not receiver.is_idle:
+            # Nothing may be written to the KV cache after this.
+            receiver.close()
+            if any(isinstance(one, InKvCache) for one in stagings):
+                _check_has_ended(receiver)
+        for staging in stagings:
+            staging.release()
+        if receiver is not None:
+            receiver.drop()
 
     def _titopool_leave(self) -> None:
         receiver, self._titopool_receiver = self._titopool_receiver, None
@@ -299,8 +354,24 @@ class WeightExtension:
             self._titopool_closed = [*self._titopool_closed, receiver]
 
 
+def _check_has_ended(receiver: Receiver) -> None:
+    if not receiver.has_ended(LEAVE_TIMEOUT_S):
+        raise CannotLeave(
+            f"a former group did not end within {LEAVE_TIMEOUT_S:g} s: NCCL waits for a process that "
+            "has ended"
+        )
+
+
+def _tensors_in_folder(folder: Path, device: Any) -> Iterator[tuple[str, Any]]:
+    from safetensors import safe_open
+
+    for file in weight_files(folder):
+        with safe_open(file, framework="pt", device=str(device)) as opened:
+            yield from ((name, opened.get_tensor(name)) for name in opened.keys())  # noqa: SIM118
+
+
 def _as_in_checkpoint(
-    tensors: Iterator[tuple[str, Any]],
+    tensors: Iterable[tuple[str, Any]],
     fit: Fit,
     conversions: Conversions | None,
     loaded: list[str],

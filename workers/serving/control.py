@@ -220,6 +220,8 @@ class Control:
             "is_paused": self._pauses.lease_left_s is not None,
             "lease_left_s": self._pauses.lease_left_s,
             "last_end": state.last_end or None,
+            "last_staging": self._updates.staging or None,
+            "last_paused_s": round(self._pauses.last_commit_s, 4),
             "adapters": self.adapters,
             "adapter_versions": self._model.adapters.latest_versions,
         }

@@ -42,7 +42,7 @@ class EngineCalls:
             self.num_in_flight -= 1
 
     async def receiver_statuses(self) -> list[dict[str, Any]]:
-        """The progress of each vLLM process's receiver (`workers/in_model/receiver.py`).
+        """The progress of each vLLM process's receiver (`workers/in_model/receiving/receiver.py`).
 
         Raises:
             WeightUpdateFailed: a receiver failed, or a process has no receiver.

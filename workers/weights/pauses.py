@@ -25,6 +25,9 @@ class Pauses:
         self._follow_task: asyncio.Task[None] | None = None
         self._no_commit = asyncio.Event()
         self._no_commit.set()
+        # When the commit in progress stopped generation, and how long the last one did (seconds).
+        self._commit_begin = 0.0
+        self.last_commit_s = 0.0
 
     @property
     def is_committing(self) -> bool:
@@ -130,6 +133,7 @@ class Pauses:
         """Pauses generation for a commit."""
         self.check_mode(mode)
         self._no_commit.clear()
+        self._commit_begin = time.monotonic()
         await engine.pause(mode)
 
     async def end_commit(self, engine: WeightEngine) -> None:
@@ -138,6 +142,7 @@ class Pauses:
             self._no_commit.set()
             if self._lease_end is None:
                 await _resume(engine)
+            self.last_commit_s = time.monotonic() - self._commit_begin
 
 
 async def _resume(engine: WeightEngine) -> None:

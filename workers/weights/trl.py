@@ -25,7 +25,7 @@ from titopool.wire.pool_state import PoolWeights
 from workers.weights.checks import check_whole_layers
 from workers.weights.state import Phase
 from workers.weights.steps import Result
-from workers.weights.updates import Updates
+from workers.weights.updates import IN_KV_CACHE, Updates, staging_of
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +66,12 @@ class TrlUpdates(Updates):
             update = self._begin_or_continue(action)
             # A refused tensor ends the update, which would be incomplete without it.
             async with self._ends_on_failure(f"{tensor.name} was refused"):
-                await self._call("take", msgspec.msgpack.encode([tensor]))
+                setting = self._config.weight_staging
+                answers = await self._call("take", msgspec.msgpack.encode([tensor]), setting)
+                self.staging = staging_of(answers)
+                if self.staging == IN_KV_CACHE:
+                    await self._stop_generation(self.default_pause_mode)
+                    await self._call("receive")
             if self.state.update is not update:
                 raise WeightUpdateFailed(
                     f"the update ended while {tensor.name} was received; {self.state.describe()}"

@@ -52,6 +52,8 @@ from workers.weights.steps import Result, Steps
 
 logger = logging.getLogger(__name__)
 
+# The staging for which generation stands.
+IN_KV_CACHE = "kv"
 # Phases in which the worker waits for others and no step runs that would notice a deadline.
 WAITING = (Phase.RECEIVING, Phase.PREPARED)
 
@@ -84,6 +86,8 @@ class Updates:
         self._call = EngineCalls(engine, config.weight_update_timeout_s, on_broken)
         # The last group that was joined.
         self._group: JoinGroup | None = None
+        # Where the last update's tensors waited (`workers/in_model/receiving/staging.py`).
+        self.staging = ""
 
     @property
     def _engine(self) -> WeightEngine:
@@ -185,13 +189,35 @@ class Updates:
                 self._check_base(action.clock)
             tensors = msgspec.msgpack.encode(action.tensors)
             async with self._ends_on_failure("the update did not begin", but_for=InvalidRequest):
-                (fit, *_) = await self._call(
-                    "begin", tensors, action.is_partial, action.chunk_bytes
-                )
-            check_whole_layers(fit.pop("split_layers"))
+                fits = await self._call(
+                    "begin", tensors, action.is_partial, action.chunk_bytes,
+                    self._config.weight_staging,
+                )  # fmt: skip
+            check_whole_layers(fits[0]["split_layers"])
             update = self._new_update(action)
             self.state.begin(action.session, update, time.monotonic())
-        return {"version": update.version, "clock": update.clock - 1, **fit}
+            self.staging = staging_of(fits)
+            if self.staging == IN_KV_CACHE:
+                policy = action.policy or self.default_pause_mode
+                self.steps.start(*receive_step(update.update_id), self._run_receive(policy))
+        kept = {name: fits[0][name] for name in ("missing", "ignored", "kept")}
+        return {
+            "version": update.version, "clock": update.clock - 1, **kept, "staging": self.staging,
+        }  # fmt: skip
+
+    async def _run_receive(self, policy: PauseMode) -> Result:
+        """Stops generation, so that the tensors can arrive in the KV cache's memory."""
+        async with self._ends_on_failure("generation did not stop for the update"):
+            await self._stop_generation(policy)
+            await self._call("receive")
+        return {}
+
+    async def _stop_generation(self, policy: PauseMode) -> None:
+        """Pauses generation and clears the caches, unless that was done for this update."""
+        if not self._pauses.is_committing:
+            self._check_pause_mode(policy)
+            await self._pauses.begin_commit(self._engine, policy)
+            await self._engine.clear_caches()
 
     async def begin_folder(self, action: BeginFolder, *, clock: int | None = None) -> Result:
         """Checks the folder's tensors; `clock` is given for weights that the pool has already."""
@@ -247,12 +273,13 @@ class Updates:
         """Waits for all tensors, pauses generation and clears the caches."""
         async with self._ends_on_failure("the update cannot be committed"):
             result = {} if update.folder else await self._await_tensors(action)
-            await self._pauses.begin_commit(self._engine, action.policy)
-            await self._engine.clear_caches()
+            await self._stop_generation(action.policy)
             self.state.prepared(update.update_id, time.monotonic())
         return result
 
     async def _await_tensors(self, action: PrepareUpdate) -> Result:
+        if self.steps.has_started(*receive_step(action.update_id)):
+            await self.steps.wait(*receive_step(action.update_id))
         await self._call.wait_for_receivers(lambda s: s["num_received"] == s["num_announced"])
         await self._check_received()
         if not action.with_checksum and action.checksum is None:
@@ -298,7 +325,9 @@ class Updates:
         self._versions.switch(update.version, progress)
         await self._pauses.end_commit(self._engine)
         self._on_applied()
-        return {"version": update.version, **result}
+        staging = "folder" if update.folder else self.staging
+        paused_s = round(self._pauses.last_commit_s, 4)
+        return {"version": update.version, **result, "staging": staging, "paused_s": paused_s}
 
     async def abort(self, action: AbortUpdate) -> Result:
         """Aborts an update, unless it is applied or being applied: the result says which."""
@@ -399,3 +428,14 @@ class Updates:
             await self._call("drop", self.state.phase is Phase.CLOSED)
         finally:
             await self._pauses.end_commit(self._engine)
+
+
+def receive_step(update_id: str) -> tuple[str, str]:
+    """The name of the step that stops generation before an update's tensors arrive."""
+    return "receive", update_id
+
+
+def staging_of(answers: list[dict[str, Any]]) -> str:
+    """The staging of a worker from those of its processes."""
+    names = {one["staging"] for one in answers}
+    return IN_KV_CACHE if IN_KV_CACHE in names else min(names)

@@ -2,27 +2,20 @@
 
 Runs in: vLLM's processes that hold the model, in a separate thread, since joining a group and
 receiving block. The model's thread starts the receiver, reads its status and takes the staged tensors,
-without waiting. Weights are staged on the GPU if all of them fit, else in the host's memory.
+without waiting. `workers/in_model/receiving/staging.py` has the memory.
 """
 
 import logging
 import queue
 import threading
 import time
-from collections.abc import Sequence
 from typing import Any
 
-from titopool.wire.commands import TensorInfo
-from titopool.wire.weight_plan import Chunk, message_of, plan_chunks, views_of
-from workers.in_model.group import Group, GroupArgs, listen
+from titopool.wire.weight_plan import Chunk
+from workers.in_model.receiving.group import Group, GroupArgs, listen
+from workers.in_model.receiving.staging import Staging, Tensors
 
 logger = logging.getLogger(__name__)
-
-# By name.
-Tensors = dict[str, Any]
-
-# GPU memory that staged weights leave free for vLLM's temporary tensors.
-SPARE_GPU_BYTES = 2 * 2**30
 
 
 class Receiver:
@@ -38,7 +31,7 @@ class Receiver:
         self._device = device
         self._listening = listen(args)
         self._group: Group | None = None
-        self._work: queue.SimpleQueue[tuple[list[Chunk], int] | None] = queue.SimpleQueue()
+        self._work: queue.SimpleQueue[tuple[list[Chunk], Staging] | None] = queue.SimpleQueue()
         self._is_closed = False
         self.is_joined = False
         self.error = ""
@@ -58,13 +51,15 @@ class Receiver:
             "num_received": self.num_received,
         }
 
-    def announce(
-        self, tensors: Sequence[TensorInfo], chunk_bytes: int, extra_bytes: int = 0
-    ) -> None:
-        """Receives `tensors` next; loading them will need `extra_bytes` of GPU memory in addition."""
-        chunks = plan_chunks(tensors, chunk_bytes)
-        self.num_announced += len(tensors)
-        self._work.put((chunks, extra_bytes))
+    @property
+    def is_idle(self) -> bool:
+        """Whether all announced tensors have been received."""
+        return self.num_received == self.num_announced
+
+    def announce(self, chunks: list[Chunk], staging: Staging) -> None:
+        """Receives `chunks` next, into `staging`."""
+        self.num_announced += sum(len(chunk.pieces) for chunk in chunks)
+        self._work.put((chunks, staging))
 
     def drop(self) -> None:
         """Drops the tensors of an update that has ended."""
@@ -111,40 +106,15 @@ class Receiver:
         if group is not None:
             group.channel.close()
 
-    def _receive(self, group: Group, chunks: list[Chunk], extra_bytes: int) -> None:
-        import torch
-
+    def _receive(self, group: Group, chunks: list[Chunk], staging: Staging) -> None:
         deadline = time.monotonic() + self._args.timeout_s
-        num_bytes = sum(chunk.num_bytes + chunk.num_copied_bytes for chunk in chunks)
-        fits_on_gpu = self._has_room(extra_bytes + num_bytes)
-        # Buffers in flight, with their tensors where these are known before the bytes come.
-        started: list[tuple[Any, Chunk, Tensors | None]] = []
-        for chunk in chunks:
-            buffer = torch.empty(chunk.num_bytes, dtype=torch.uint8, device=self._device)
-            group.channel.start(message_of(buffer, chunk))
-            if fits_on_gpu:
-                # Creates the views while the bytes are in flight, unless some are copies.
-                views = None if chunk.num_copied_bytes else tensors_in(buffer, chunk)
-                started.append((buffer, chunk, views))
-            else:
-                group.channel.wait(deadline)
-                self._stage([tensors_in(buffer.cpu(), chunk)])
+        # The views are made while the bytes are in flight.
+        received = [staging.receive(group.channel, chunk, deadline) for chunk in chunks]
         group.channel.wait(deadline)
         # Before the barrier: after it TRL's client may generate, which ends the update.
-        self._stage([views or tensors_in(buffer, chunk) for buffer, chunk, views in started])
+        self._stage(received)
         if self._args.protocol == "trl":
             group.barrier(deadline)
-
-    def _has_room(self, num_bytes: int) -> bool:
-        import torch
-
-        if self._device.type != "cuda":
-            return True
-        free, _ = torch.cuda.mem_get_info(self._device)
-        # torch's cache still holds the memory of the previous update.
-        reserved = torch.cuda.memory_reserved(self._device)
-        free += reserved - torch.cuda.memory_allocated(self._device)
-        return bool(num_bytes + SPARE_GPU_BYTES < free)
 
     def _stage(self, received: list[Tensors]) -> None:
         if self._is_closed:
@@ -152,9 +122,3 @@ class Receiver:
         for tensors in received:
             self.staged.update(tensors)
             self.num_received += len(tensors)
-
-
-def tensors_in(buffer: Any, chunk: Chunk) -> Tensors:
-    """The tensors in a chunk's buffer, by name; see `views_of`."""
-    names = [piece.tensor.name for piece in chunk.pieces]
-    return dict(zip(names, views_of(buffer, chunk), strict=True))

@@ -1,7 +1,7 @@
 """The receiving side of the groups that carry weights.
 
 Runs in: vLLM's processes that hold the model, in the receiver's thread
-(`workers/in_model/receiver.py`). Two protocols:
+(`workers/in_model/receiving/receiver.py`). Two protocols:
 
 - "vllm": that of vLLM's trainers and of `WeightsClient` (`titopool/wire/rendezvous.py`). The trainer
   is rank 0 and listens, or it has passed NCCL's id beforehand.
@@ -72,8 +72,11 @@ class Channel(Protocol):
         Buffers are filled in the order of the calls.
         """
 
+    def copy(self, targets: list[Any], sources: list[Any]) -> None:
+        """Copies tensors out of buffers once these are filled, before the next buffer is."""
+
     def wait(self, deadline: float) -> None:
-        """Returns when all buffers are filled.
+        """Returns when all buffers are filled and all copies made.
 
         Raises:
             Exception: the trainer did not send in time, or the group failed.
@@ -308,6 +311,12 @@ class NcclChannel:
         self._stream.wait_stream(torch.cuda.current_stream(buffer.device))
         self._communicator.broadcast(buffer, src=self._source, stream=self._stream)
 
+    def copy(self, targets: list[Any], sources: list[Any]) -> None:
+        import torch
+
+        with torch.cuda.stream(self._stream):
+            torch._foreach_copy_(targets, sources)
+
     def wait(self, deadline: float) -> None:
         event = self._stream.record_event()
         while not event.query():
@@ -333,6 +342,7 @@ class GlooChannel:
         self._group = ProcessGroupGloo(store, args.rank, args.world_size, limit)
         self._options = BroadcastOptions()
         self._options.rootRank = args.source
+        self._timeout_s = args.timeout_s
         self._started: list[Any] = []
 
     def start(self, buffer: Any) -> None:
@@ -342,6 +352,12 @@ class GlooChannel:
             # As bytes, because gloo does not know all dtypes.
             flat = buffer.view(torch.uint8)
             self._started.append(self._group.broadcast([flat], self._options))
+
+    def copy(self, targets: list[Any], sources: list[Any]) -> None:
+        import torch
+
+        self.wait(time.monotonic() + self._timeout_s)
+        torch._foreach_copy_(targets, sources)
 
     def wait(self, deadline: float) -> None:
         started, self._started = self._started, []

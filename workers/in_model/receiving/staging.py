@@ -1,0 +1,282 @@
+"""Where received weights wait until they are applied.
+
+Runs in: vLLM's processes that hold the model. `Beside` is tried first, then `InKvCache`:
+
+- Beside: memory next to the model. Generation goes on while weights arrive.
+- InKvCache: the KV cache's memory. Generation must stand and all caches must be empty before the
+  first byte arrives. A commit stops generation and empties the caches in any case, so this adds only
+  the transfer to the stop.
+- InHost: the host's memory, at a tenth of the speed; only if the setting `weight_staging` says so.
+"""
+
+import logging
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
+
+from titopool.wire.weight_plan import Chunk, message_of, views_of
+from workers.in_model.checkpoint_files import Refused
+from workers.in_model.receiving.group import Channel
+
+logger = logging.getLogger(__name__)
+
+# By name.
+Tensors = dict[str, Any]
+
+# GPU memory that staged weights leave free for vLLM's temporary tensors.
+SPARE_GPU_BYTES = 2 * 2**30
+# Tensors in the KV cache begin at multiples of this, for aligned loads.
+ALIGNMENT = 256
+GIB = 2**30
+
+
+class Staging(Protocol):
+    """Memory for the tensors of one update."""
+
+    # In answers and metrics.
+    name: str
+
+    def receive(self, channel: Channel, chunk: Chunk, deadline: float) -> Tensors:
+        """Begins to receive a chunk; returns its tensors, which are complete after `channel.wait`."""
+
+    def release(self) -> None:
+        """Gives the memory back; nothing is being received any more."""
+
+
+class Beside:
+    """A new buffer for each chunk, on the model's device."""
+
+    name = "beside"
+
+    def __init__(self, device: Any):
+        self._device = device
+
+    def receive(self, channel: Channel, chunk: Chunk, deadline: float) -> Tensors:
+        buffer = new_buffer(chunk.num_bytes, self._device)
+        return begin_to_receive(channel, buffer, chunk, deadline)
+
+    def release(self) -> None:
+        pass
+
+
+class InHost:
+    """A copy of each chunk in the host's memory."""
+
+    name = "host"
+
+    def __init__(self, device: Any):
+        self._device = device
+
+    def receive(self, channel: Channel, chunk: Chunk, deadline: float) -> Tensors:
+        buffer = new_buffer(chunk.num_bytes, self._device)
+        channel.start(message_of(buffer, chunk))
+        channel.wait(deadline)
+        return tensors_in(buffer.cpu(), chunk)
+
+    def release(self) -> None:
+        pass
+
+
+class InKvCache:
+    """Parts of the KV cache: whole chunks where they fit, else tensors, by way of a bounce buffer."""
+
+    name = "kv"
+
+    def __init__(self, memory: "KvCacheMemory", device: Any):
+        self._memory = memory
+        self._device = device
+        # By the identity of a reserved chunk: its buffer, or those of its tensors.
+        self._reserved: dict[int, Any] = {}
+        self._bounce: Any = None
+
+    def reserve(self, chunks: Sequence[Chunk], room: int) -> bool:
+        """Reserves memory for `chunks`, which `receive` then takes; returns whether they fit.
+
+        Args:
+            room: bytes free next to the model, for the bounce buffer and what does not fit.
+        """
+        whole = self._memory.reserve([chunk.num_bytes for chunk in chunks])
+        if whole is not None:
+            self._reserved.update(zip(map(id, chunks), whole, strict=True))
+            return True
+        sizes = [piece.num_bytes for chunk in chunks for piece in chunk.pieces]
+        largest = max(chunk.num_bytes for chunk in chunks)
+        parts = self._memory.reserve(sizes, elsewhere=room - largest)
+        if parts is None:
+            return False
+        remaining = iter(parts)
+        for chunk in chunks:
+            self._reserved[id(chunk)] = [next(remaining) for _ in chunk.pieces]
+        return True
+
+    def receive(self, channel: Channel, chunk: Chunk, deadline: float) -> Tensors:
+        reserved = self._reserved.pop(id(chunk))
+        if not isinstance(reserved, list):
+            return begin_to_receive(channel, reserved, chunk, deadline)
+        if self._bounce is None or self._bounce.numel() < chunk.num_bytes:
+            self._bounce = new_buffer(chunk.num_bytes, self._device)
+        buffer = self._bounce[: chunk.num_bytes]
+        kept: Tensors = {}
+        received = begin_to_receive(channel, buffer, chunk, deadline)
+        for (name, tensor), part in zip(received.items(), reserved, strict=True):
+            place = new_buffer(tensor.nbytes, self._device) if part is None else part
+            kept[name] = place.view(tensor.dtype).view(tensor.shape)
+        channel.copy(list(kept.values()), list(received.values()))
+        return kept
+
+    def release(self) -> None:
+        """Clears what was written: a bit pattern of weights may be NaN as a key or value."""
+        self._bounce = None
+        self._reserved = {}
+        self._memory.clear()
+
+
+class KvCacheMemory:
+    """The KV cache of one process as bytes, of which parts can be reserved."""
+
+    def __init__(self, kv_caches: Any):
+        """
+        Args:
+            kv_caches: vLLM's, in any nesting of lists and dicts; all of a tensor's memory is the
+                cache's.
+        """
+        self._buffers = list(_storages(kv_caches))
+        # Of each buffer: bytes that are reserved, from its begin on.
+        self._ends = [0] * len(self._buffers)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all buffers."""
+        return sum(buffer.numel() for buffer in self._buffers)
+
+    def reserve(self, sizes: Sequence[int], elsewhere: int = -1) -> list[Any] | None:
+        """Reserves a part for each size, best fit, the largest first.
+
+        Args:
+            sizes: in bytes.
+            elsewhere: bytes of parts that may have no memory here.
+
+        Returns:
+            The parts (uint8) in the order of `sizes`, None for a part elsewhere; None: no fit, and
+            nothing is reserved.
+        """
+        ends, parts = list(self._ends), dict[int, Any]()
+        for index in sorted(range(len(sizes)), key=lambda one: -sizes[one]):
+            size = sizes[index]
+            _, chosen = min(
+                (
+                    (buffer.numel() - ends[number] - size, number)
+                    for number, buffer in enumerate(self._buffers)
+                    if buffer.numel() - ends[number] >= size
+                ),
+                default=(0, -1),
+            )
+            if chosen < 0:
+                elsewhere -= size
+                if elsewhere < 0:
+                    return None
+                parts[index] = None
+                continue
+            begin = ends[chosen]
+            parts[index] = self._buffers[chosen][begin : begin + size]
+            ends[chosen] = begin + -(-size // ALIGNMENT) * ALIGNMENT
+        self._ends = ends
+        return [parts[index] for index in range(len(sizes))]
+
+    def clear(self) -> None:
+        """Fills the reserved parts with zeros and frees them."""
+        for buffer, end in zip(self._buffers, self._ends, strict=True):
+            buffer[:end].zero_()
+        self._ends = [0] * len(self._buffers)
+
+
+def _storages(kv_caches: Any) -> Iterator[Any]:
+    """The memory of all tensors in `kv_caches` as uint8, each once."""
+    import torch
+
+    seen = set[int]()
+    waiting = [kv_caches]
+    while waiting:
+        one = waiting.pop()
+        if isinstance(one, dict):
+            waiting.extend(one.values())
+        elif isinstance(one, list | tuple):
+            waiting.extend(one)
+        elif isinstance(one, torch.Tensor) and one.untyped_storage().data_ptr() not in seen:
+            storage = one.untyped_storage()
+            seen.add(storage.data_ptr())
+            yield torch.empty(0, dtype=torch.uint8, device=one.device).set_(storage)
+
+
+class StagingRoom:
+    """Chooses the staging of each update of one process."""
+
+    def __init__(self, setting: str, device: Any, kv_caches: Any):
+        """
+        Args:
+            kv_caches: vLLM's; None: they may not be used, because others read or write them.
+        """
+        self._setting = setting
+        self._device = device
+        self._kv = None if kv_caches is None else KvCacheMemory(kv_caches)
+
+    def choose(self, chunks: Sequence[Chunk], extra_bytes: int) -> Staging:
+        """The staging for `chunks`; loading them takes `extra_bytes` of GPU memory in addition.
+
+        Raises:
+            Refused: the setting allows no memory that is large enough.
+        """
+        if self._setting == "host":
+            logger.warning("weights wait in the host's memory (weight_staging=host), which is slow")
+            return InHost(self._device)
+        num_bytes = sum(chunk.num_bytes for chunk in chunks)
+        room = self._room() - extra_bytes
+        if self._setting != "kv" and num_bytes < room:
+            return Beside(self._device)
+        kv_bytes = 0
+        if self._setting != "beside" and self._kv is not None:
+            staging, kv_bytes = InKvCache(self._kv, self._device), self._kv.num_bytes
+            if room > 0 and staging.reserve(chunks, room):
+                return staging
+        raise Refused(
+            f"expected an update that fits into free memory, got {num_bytes / GIB:.1f} GiB: "
+            f"{max(0, room) / GIB:.1f} GiB are free beside the model and {kv_bytes / GIB:.1f} GiB are "
+            f"in the KV cache (weight_staging={self._setting}); lower gpu_memory_utilization, or set "
+            "weight_staging to host"
+        )
+
+    def _room(self) -> int:
+        """Free bytes beside the model, less those that vLLM's temporary tensors may need."""
+        import torch
+
+        if self._device.type != "cuda":
+            import psutil
+
+            return int(psutil.virtual_memory().available)
+        free, _ = torch.cuda.mem_get_info(self._device)
+        # torch's cache still holds the memory of the previous update.
+        cached = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(
+            self._device
+        )
+        return int(free + cached - SPARE_GPU_BYTES)
+
+
+def new_buffer(num_bytes: int, device: Any) -> Any:
+    """Memory without content."""
+    import torch
+
+    return torch.empty(num_bytes, dtype=torch.uint8, device=device)
+
+
+def begin_to_receive(channel: Channel, buffer: Any, chunk: Chunk, deadline: float) -> Tensors:
+    """Starts a broadcast into `buffer`; the tensors are complete after `channel.wait`."""
+    channel.start(message_of(buffer, chunk))
+    if chunk.num_copied_bytes:
+        # Some of the tensors are copies of the bytes.
+        channel.wait(deadline)
+    return tensors_in(buffer, chunk)
+
+
+def tensors_in(buffer: Any, chunk: Chunk) -> Tensors:
+    """The tensors in a chunk's buffer, by name."""
+    names = [piece.tensor.name for piece in chunk.pieces]
+    return dict(zip(names, views_of(buffer, chunk), strict=True))
