@@ -54,6 +54,13 @@ class WeightEngine(Protocol):
     async def progress(self) -> Progress:
         """Token counts of the requests that are open now; generation must be paused."""
 
+    async def abort_requests(self, request_ids: Collection[str] | None) -> int:
+        """Ends requests in flight with the tokens that they have; returns how many there were.
+
+        Args:
+            request_ids: the clients' ids; None: all requests.
+        """
+
 
 class VllmWeights:
     """`WeightEngine` of one AsyncLLM."""
@@ -103,12 +110,22 @@ class VllmWeights:
         # Outputs from before the pause may still be in this process's queues.
         found, last = self._count(waiting_for), None
         for _ in range(MAX_SETTLES):
-            still_open = waiting_for & self._versions.open
+            still_open = waiting_for & self._versions.open.keys()
             if not still_open or (found == last and still_open <= found.keys()):
                 break
             await asyncio.sleep(SETTLE_S)
             found, last = self._count(waiting_for), found
         return found
+
+    async def abort_requests(self, request_ids: Collection[str] | None) -> int:
+        ids = list(
+            self._versions.open if request_ids is None else self._versions.named(request_ids)
+        )
+        if ids:
+            # So that the completions count as aborted on purpose.
+            self._versions.num_aborts += 1
+            await self._llm.abort(ids)
+        return len(ids)
 
     def _count(self, request_ids: Collection[str]) -> dict[str, dict[int, int]]:
         """Token counts of `request_ids`, as far as these requests are open."""

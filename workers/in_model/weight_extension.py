@@ -140,12 +140,28 @@ class WeightExtension:
         return self._titopool_check(tensors, is_partial)[1]
 
     @answer
-    def titopool_weights_take(self, tensor: bytes) -> None:
-        """Checks one tensor and starts to receive it, where the whole list is not known beforehand."""
+    def titopool_weights_take(self, tensors: bytes, chunk_bytes: int = 0) -> None:
+        """Checks tensors one by one and starts to receive them, where more may follow.
+
+        Args:
+            chunk_bytes: 0: each tensor has a broadcast of its own.
+        """
         assert self._titopool_receiver is not None
-        (info,) = TENSORS.decode(tensor)
-        self._titopool_known().check(info)
-        self._titopool_receiver.announce([info], 1, self._titopool_extra_bytes())
+        infos = TENSORS.decode(tensors)
+        for info in infos:
+            self._titopool_known().check(info)
+        self._titopool_receiver.announce(infos, chunk_bytes or 1, self._titopool_extra_bytes())
+
+    @answer
+    def titopool_weights_digests(self) -> dict[str, str]:
+        """vLLM's own digests of the parameters; the model must not change meanwhile."""
+        compute = getattr(self, "compute_weight_checksums", None)
+        if compute is None:
+            raise Refused(
+                "weight_checker: expected vLLM 0.31 or later, which has digests of parameters, got "
+                "an earlier one; ask for the checksum of a commit"
+            )
+        return dict(compute())
 
     def _titopool_check(
         self, tensors: bytes, is_partial: bool

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from titopool.errors import Conflict, TitopoolError, WeightUpdateFailed
+from titopool.errors import Conflict, DeadlinePassed, TitopoolError, WeightUpdateFailed
 from titopool.wire.commands import (
     FinishTensors,
     JoinGroup,
@@ -208,11 +208,25 @@ class TrlUpdates(Updates):
             self._check_base(update.clock - 1)
 
     async def _clear_caches(self) -> Result:
-        async with asyncio.timeout(self._timeout_s):
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                if self._pauses.is_committing:
+                    # The commit empties the caches before the model changes.
+                    await self._pauses.wait_for_commit()
+                else:
+                    await self._pause_and_clear()
+        except TimeoutError:
+            raise DeadlinePassed(
+                f"the caches were not emptied within {self._timeout_s:g} s "
+                "(weight_update_timeout_s); ask /weights for the state and try again"
+            ) from None
+        return {}
+
+    async def _pause_and_clear(self) -> None:
+        async with self._clearing:
             # Generation is paused, as a step in between could use an entry that is being cleared.
             await self._pauses.begin_commit(self._engine, self.default_pause_mode)
             try:
                 await self._engine.clear_caches()
             finally:
                 await self._pauses.end_commit(self._engine)
-        return {}

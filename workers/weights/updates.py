@@ -32,6 +32,7 @@ from titopool.wire.commands import (
     LeaveGroup,
     PrepareUpdate,
     ReceiveTensor,
+    StartUpdate,
 )
 from titopool.wire.pool_state import PauseMode, PoolWeights, next_clock
 from workers.engine.versions import Versions
@@ -81,6 +82,8 @@ class Updates:
         self.state = WeightState(timeout_s=config.weight_update_timeout_s)
         self.steps = Steps()
         self._accepting = asyncio.Lock()
+        # Held while a step outside an update empties the caches.
+        self._clearing = asyncio.Lock()
         self._call = EngineCalls(engine, config.weight_update_timeout_s, on_broken)
         # The last group that was joined.
         self._group: JoinGroup | None = None
@@ -124,21 +127,27 @@ class Updates:
             self._group = action
             try:
                 await self._pauses.end_commit(self._engine)
-                if action.protocol == "titopool":
+                if action.protocol != "trl" and not action.is_stock:
                     await check_trainer_reachable(action.host, action.port)
                 check_trainer_device(action.device_uuid, await self._call("device"))
-                await self._call("join", self._group_args(action))
+                if not action.is_stock:
+                    await self._start_to_join(action)
             except BaseException as error:
                 await self.end(f"session {action.session} could not join: {error}")
                 raise
-            self.steps.start("join", action.session, self._run_join(action.session))
+            self.steps.start("join", action.session, self._run_join(action))
         return {}
+
+    async def _start_to_join(self, action: JoinGroup) -> None:
+        await self._call("join", self._group_args(action))
 
     def _group_args(self, action: JoinGroup) -> dict[str, Any]:
         return {
-            "protocol": action.protocol, "backend": action.backend, "host": action.host,
-            "port": action.port, "rank": action.rank, "world_size": action.world_size,
-            "timeout_s": self._timeout_s,
+            # The processes know one protocol whose rank 0 is the trainer.
+            "protocol": "trl" if action.protocol == "trl" else "titopool",
+            "backend": action.backend, "host": action.host, "port": action.port,
+            "rank": action.rank, "world_size": action.world_size, "timeout_s": self._timeout_s,
+            "nccl_id": action.nccl_id,
         }  # fmt: skip
 
     async def _is_abandoned(self, newcomer: JoinGroup) -> bool:
@@ -146,17 +155,19 @@ class Updates:
         group = self._group
         if group is None:
             return True
-        if group.protocol == "titopool":
+        if group.protocol != "trl" and group.host:
             return not await is_listening(group.host, group.port)
-        # TRL's client does not listen. A new client on the same GPU replaces the old one at once,
+        # TRL's client does not listen, nor is there an address with NCCL's id. A new client on the same GPU replaces the old one at once,
         # any other client only after the old one was idle for the timeout of a step.
         is_same_gpu = group.device_uuid == newcomer.device_uuid != ""
         return is_same_gpu or self.state.idle_s(time.monotonic()) > self._timeout_s
 
-    async def _run_join(self, session: str) -> Result:
-        async with self._ends_on_failure(f"session {session} did not form"):
+    async def _run_join(self, action: JoinGroup) -> Result:
+        async with self._ends_on_failure(f"session {action.session} did not form"):
+            if action.is_stock:
+                await self._start_to_join(action)
             await self._call.wait_for_receivers(lambda status: bool(status["is_joined"]))
-            self.state.joined(session, time.monotonic())
+            self.state.joined(action.session, time.monotonic())
         return {}
 
     async def leave(self, action: LeaveGroup) -> Result:
@@ -205,7 +216,7 @@ class Updates:
 
     def _new_update(
         self,
-        action: BeginUpdate | BeginFolder | ReceiveTensor,
+        action: BeginUpdate | BeginFolder | ReceiveTensor | StartUpdate,
         folder: str = "",
         files: str = "",
         clock: int | None = None,
@@ -228,8 +239,8 @@ class Updates:
     async def prepare(self, action: PrepareUpdate) -> Result:
         """Accepts a commit; `AwaitStep("prepare", update)` waits until it can be applied."""
         async with self._accepting:
-            self._check_pause_mode(action.policy)
-            update = self.state.prepare(action.update_id, time.monotonic())
+            self._check_pause_mode(action.policy or self.default_pause_mode)
+            update = self.state.prepare(action.update_id, time.monotonic(), action.label)
             self.steps.start("prepare", action.update_id, self._run_prepare(action, update))
         return {}
 
@@ -246,7 +257,10 @@ class Updates:
         """Waits for all tensors, pauses generation and clears the caches."""
         async with self._ends_on_failure("the update cannot be committed"):
             result = {} if update.folder else await self._await_tensors(action)
-            await self._pauses.begin_commit(self._engine, action.policy)
+            # Generation resumes at the end of another step that empties the caches.
+            async with self._clearing:
+                mode = action.policy or self.default_pause_mode
+                await self._pauses.begin_commit(self._engine, mode)
             await self._engine.clear_caches()
             self.state.prepared(update.update_id, time.monotonic())
         return result
@@ -304,7 +318,7 @@ class Updates:
         async with self._accepting:
             if self.state.has_applied(action.update_id):
                 return {"is_applied": True}
-            self.state.abort(action.update_id, action.reason)
+            self.state.abort(action.update_id, action.reason, keeps_group=self._keeps_group())
             await self._release()
         return {"is_applied": False}
 
@@ -331,7 +345,8 @@ class Updates:
     async def check(self) -> None:
         """Ends an update whose deadline has passed, whose receiver failed or whose trainer is gone."""
         try:
-            if self.state.phase in WAITING and self.state.has_expired(time.monotonic()):
+            waits = self.state.phase in WAITING and not self._has_step_with_deadline()
+            if waits and self.state.has_expired(time.monotonic()):
                 await self.end(
                     f"{self.state.phase} for more than {self._timeout_s:g} s "
                     "(weight_update_timeout_s)"
@@ -341,6 +356,14 @@ class Updates:
         except TitopoolError as error:
             if self.state.phase in WAITING:
                 await self.end(error.message)
+
+    def _has_step_with_deadline(self) -> bool:
+        """Whether a step runs that ends the update when its own deadline passes."""
+        return False
+
+    def _keeps_group(self) -> bool:
+        """Whether the group can be used after an update that failed now."""
+        return False
 
     async def _check_receiving(self) -> None:
         await self._call.receiver_statuses()
@@ -353,11 +376,16 @@ class Updates:
 
     @asynccontextmanager
     async def _ends_on_failure(
-        self, what: str, *, but_for: type[TitopoolError] | tuple[()] = ()
+        self,
+        what: str,
+        *,
+        but_for: type[TitopoolError] | tuple[()] = (),
+        keeps_group: bool | None = None,
     ) -> AsyncIterator[None]:
         """Runs a step within the timeout; a failure ends the update and the group.
 
-        `what` begins the reason. Errors of the type `but_for` end nothing.
+        `what` begins the reason. Errors of the type `but_for` end nothing. For `keeps_group` see
+        `end`.
 
         Raises:
             DeadlinePassed: the step did not end within the timeout.
@@ -370,24 +398,28 @@ class Updates:
             raise
         except TimeoutError:
             reason = f"{what}: not within {self._timeout_s:g} s (weight_update_timeout_s)"
-            await self.end(reason)
+            await self.end(reason, keeps_group=keeps_group)
             raise DeadlinePassed(reason) from None
         except TitopoolError as error:
-            await self.end(f"{what}: {error.message}")
+            await self.end(f"{what}: {error.message}", keeps_group=keeps_group)
             raise
         except Exception as error:
-            await self.end(f"{what}: {error!r}")
+            await self.end(f"{what}: {error!r}", keeps_group=keeps_group)
             raise WeightUpdateFailed(f"{what}: {error!r}") from error
 
-    async def end(self, reason: str) -> None:
+    async def end(self, reason: str, *, keeps_group: bool | None = None) -> None:
         """Ends the update and its group; the weights stay as they are.
 
         Does nothing while the model changes.
+
+        Args:
+            keeps_group: whether the group stays; None: if it can be used again.
         """
         if self.state.phase is Phase.APPLYING:
             return
         if self.state.phase is not Phase.CLOSED:
-            self.state.end(reason)
+            keeps = self._keeps_group() if keeps_group is None else keeps_group
+            self.state.end(reason, keeps_group=keeps)
         logger.warning("a weight update or its group has ended: %s", reason)
         await self._release()
 

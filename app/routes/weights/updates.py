@@ -24,9 +24,9 @@ from app.schemas.weights import (
     BEGIN_BODY,
     CLOSE_BODY,
     COMMIT_BODY,
-    FOLDER_BODY,
     INIT_BODY,
     BeginBody,
+    FolderBody,
 )
 from titopool.errors import Conflict, InvalidRequest
 from titopool.wire.commands import (
@@ -140,10 +140,8 @@ def close() -> Response:
     return json_response({"session": body.session})
 
 
-@blueprint.post("/update_weights/")
-def update_weights() -> Response:
-    """Loads the weights of a folder that every worker can read."""
-    body = decode_body(request.get_data(), FOLDER_BODY)
+def update_from_folder(body: FolderBody) -> Response:
+    """`POST /update_weights` without `update_info`: loads a folder that every worker can read."""
     folder = body.path or body.weight_dir
     if folder is None or (body.path and body.weight_dir):
         raise InvalidRequest(
