@@ -18,7 +18,6 @@ from titopool.errors import ConfigError, QueueFull
 from titopool.settings.config import ServerConfig
 from titopool.wire.sockets import worker_endpoint
 
-
 # Of a client's id of a request.
 MAX_ID_LENGTH = 256
 

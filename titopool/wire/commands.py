@@ -95,6 +95,8 @@ class StartUpdate(msgspec.Struct, frozen=True, tag="start_update"):
     clock: Clock
     # The first worker's; None at the first worker.
     session: str | None = None
+    # The clock of the weights that parts of a model are added to.
+    base_clock: Clock | None = None
 
 
 class ReceiveTensors(msgspec.Struct, frozen=True, tag="receive_tensors"):

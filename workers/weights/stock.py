@@ -51,6 +51,8 @@ class StockUpdates(TrlUpdates):
         self._started = ""
         # The tensors of the update in progress, by name, in the order in which they came first.
         self._told: dict[str, TensorInfo] = {}
+        # The clock of the weights that the update in progress may be a part of.
+        self._base_clock = 0
         # The last list of the update in progress, and its id.
         self._last: tuple[TensorList, str] | None = None
         # The last tensors of the session.
@@ -155,19 +157,23 @@ class StockUpdates(TrlUpdates):
             update = self._stock_update
             if update is None:
                 self.state.check_session(what, self.state.session)
+                known = max(self._pool.weights.clock, action.clock)
+                self._base_clock = known if action.base_clock is None else action.base_clock
                 update = self._new_update(action)
                 self.state.begin(self.state.session, update, time.monotonic())
                 self._forget_lists()
             elif self._started or (action.session and action.update_id != update.update_id):
                 raise self.state.conflict(what, "no update; call finish_weight_update first")
             self.state.touch(time.monotonic())
-            self._started = update.update_id
+            # The same list again, after a start, is another one.
+            self._started, self._last = update.update_id, None
             self._pauses.renew()
         return {
             "session": self.state.session,
             "update_id": update.update_id,
             "version": update.version,
             "clock": update.clock - 1,
+            "base_clock": self._base_clock,
         }
 
     def _started_update(self, what: str, update_id: str | None) -> PoolWeights:
@@ -298,7 +304,7 @@ class StockUpdates(TrlUpdates):
         fit = await self._fit_of_told()
         check_whole_layers(fit["split_layers"])
         if fit["missing"]:
-            self._check_base(update.clock - 1)
+            self._check_base(self._base_clock)
 
     def _forget_lists(self) -> None:
         self._started, self._told, self._last = "", {}, None

@@ -142,8 +142,9 @@ def start_weight_update() -> Response:
     def action(index: int, first: Result) -> StartUpdate:
         clock = first.get("clock", commands.pool_state.weights.clock)
         return StartUpdate(
-            first.get("update_id", update_id), first.get("version"), clock, first.get("session")
-        )
+            first.get("update_id", update_id), first.get("version"), clock, first.get("session"),
+            first.get("base_clock"),
+        )  # fmt: skip
 
     undo = AbortUpdate(update_id, "another worker failed to start the update")
     commands.send_first_then_others(workers, action, undo=undo)
