@@ -40,7 +40,6 @@ def query_choice(
         return default
     if given.lower() not in choices:
         raise InvalidRequest(
-            f"{name}: expected {shown or ', '.join(choices)} in the query, got {given[:100]!r}",
-            param=name,
+            f"{name}: expected {shown or ', '.join(choices)} in the query, got {given[:100]!r}"
         )
     return choices[given.lower()]

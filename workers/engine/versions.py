@@ -48,8 +48,9 @@ class Versions:
         # How often an update or a pause has aborted the requests in flight.
         self.num_aborts = 0
         self._num_requests = 0
-        # Requests in flight, by id: the client's own id, "" if it has none.
-        self.open: dict[str, str] = {}
+        self.open: set[str] = set()
+        # The clients' own ids of open requests that have one.
+        self._client_ids: dict[str, str] = {}
         self._histories: dict[str, History] = {}
 
     @contextmanager
@@ -60,19 +61,22 @@ class Versions:
         """
         self._num_requests += 1
         request_id = f"{job_id}-{self._num_requests}"
-        self.open[request_id] = client_id
+        self.open.add(request_id)
+        if client_id:
+            self._client_ids[request_id] = client_id
         try:
             yield request_id
         except BaseException:
             self._histories.pop(request_id, None)
             raise
         finally:
-            self.open.pop(request_id, None)
+            self.open.discard(request_id)
+            self._client_ids.pop(request_id, None)
 
     def named(self, client_ids: Collection[str]) -> list[str]:
         """The open requests to which clients gave one of these ids."""
-        wanted = set(client_ids) - {""}
-        return [request_id for request_id, name in self.open.items() if name in wanted]
+        wanted = set(client_ids)
+        return [request_id for request_id, name in self._client_ids.items() if name in wanted]
 
     def history(self, request_id: str) -> History:
         """The history of a request so far."""

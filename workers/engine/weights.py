@@ -110,7 +110,7 @@ class VllmWeights:
         # Outputs from before the pause may still be in this process's queues.
         found, last = self._count(waiting_for), None
         for _ in range(MAX_SETTLES):
-            still_open = waiting_for & self._versions.open.keys()
+            still_open = waiting_for & self._versions.open
             if not still_open or (found == last and still_open <= found.keys()):
                 break
             await asyncio.sleep(SETTLE_S)
