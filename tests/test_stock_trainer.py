@@ -62,8 +62,11 @@ def test_parts_of_a_layer_are_applied_when_it_is_whole(
     rest = [(name, one) for name, one in other if not name.startswith(LAYER)]
     with stock_trainer(single_server) as trainer:
         # As TRL's update_named_param: an update for each tensor.
-        for part in fused[:2]:
-            assert "k_proj" in trainer.update([part])["waits_for"] or part is fused[1]
+        for part, waits_for in ((fused[0], ["k_proj", "v_proj"]), (fused[1], ["v_proj"])):
+            found = trainer.update([part])["waits_for"]
+            assert [name in found for name in ("q_proj", "k_proj", "v_proj")] == [
+                name in waits_for for name in ("q_proj", "k_proj", "v_proj")
+            ]
             assert_serves(single_server, tiny_model)
         trainer.update([fused[2]])
         trainer.update(*[[one] for one in (*parts.values(), *rest)])

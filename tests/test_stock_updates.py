@@ -428,6 +428,10 @@ def test_an_update_that_nobody_continues_ends_at_its_deadline(port: int):
         while await worker.state() != "open":
             await asyncio.sleep(0.05)
         await worker.start("u2")
+        while await worker.state() != "open":
+            await asyncio.sleep(0.05)
+        await worker.good(LeaveStockGroup())
+        assert await worker.state() == "closed"
 
     run(story, StockWorker(port))  # type: ignore[arg-type]
 

@@ -113,7 +113,7 @@ class StockUpdates(TrlUpdates):
         async with self._accepting:
             if not self._has_session:
                 return {}
-            if not action.reason and self._started:
+            if not action.reason and self._is_started:
                 raise self.state.conflict("shutdown_weight_transfer_engine", "no update")
             if action.reason and self.state.phase is Phase.RECEIVING:
                 await self.end(action.reason, keeps_group=action.keeps_group)
@@ -133,6 +133,12 @@ class StockUpdates(TrlUpdates):
         """The update of vLLM's routes that is being received; not an update from a folder."""
         is_stock = self._has_session and self.state.is_receiving_tensors
         return self.state.update if is_stock else None
+
+    @property
+    def _is_started(self) -> bool:
+        """Whether the update of vLLM's routes has started and not ended."""
+        update = self._stock_update
+        return update is not None and update.update_id == self._started
 
     @property
     def _is_receiving_list(self) -> bool:
@@ -162,7 +168,7 @@ class StockUpdates(TrlUpdates):
                 update = self._new_update(action)
                 self.state.begin(self.state.session, update, time.monotonic())
                 self._forget_lists()
-            elif self._started or (action.session and action.update_id != update.update_id):
+            elif self._is_started or (action.session and action.update_id != update.update_id):
                 raise self.state.conflict(what, "no update; call finish_weight_update first")
             self.state.touch(time.monotonic())
             # The same list again, after a start, is another one.
@@ -183,7 +189,7 @@ class StockUpdates(TrlUpdates):
             Conflict: there is none, or another worker means another update.
         """
         update = self._stock_update
-        if update is None or update.update_id != self._started:
+        if update is None or not self._is_started:
             raise self.state.conflict(what, "an update; call start_weight_update first")
         if update_id not in (None, update.update_id):
             raise self.state.conflict(what, f"update {update_id}")
@@ -263,7 +269,7 @@ class StockUpdates(TrlUpdates):
         what = "finish_weight_update"
         async with self._accepting:
             waiting = self._stock_update
-            if action.is_last_call and waiting is not None and not self._started:
+            if action.is_last_call and waiting is not None and not self._is_started:
                 # Its end has come before.
                 self._started = waiting.update_id
             elif action.is_last_call and action.update_id is None:
@@ -291,7 +297,7 @@ class StockUpdates(TrlUpdates):
 
     async def prepare(self, action: PrepareUpdate) -> Result:
         """As `Updates.prepare`; an update of vLLM's routes must have ended."""
-        if self._started and action.update_id == self._started:
+        if self._is_started and action.update_id == self._started:
             raise self.state.conflict("commit", "a call of finish_weight_update first")
         return await super().prepare(action)
 
