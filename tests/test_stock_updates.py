@@ -300,6 +300,27 @@ def test_calls_in_a_wrong_order_change_nothing(port: int):
     assert worker.control.weights.version == 1
 
 
+def test_the_first_update_of_a_pool_may_be_a_part_at_every_worker(port: int):
+    async def story(worker: StockWorker) -> None:
+        await worker.init()
+        # As the front end tells the second worker: without a known change the clock is the time.
+        begun = StartUpdate("u", 1, 1_700_000_000, "s", base_clock=0)
+        assert (await worker.good(begun))["clock"] == 1_700_000_000
+        await worker.send(LAYER)
+        await worker.end()
+        await worker.commit()
+        # This worker has missed an update that the front end knows of.
+        await worker.good(StartUpdate("u2", 3, 1_700_000_005, "s", base_clock=1_700_000_005))
+        await worker.send(LAYER)
+        await worker.end()
+        await worker.good(PrepareUpdate("u2", None))
+        done = await worker.ask(AwaitStep("prepare", "u2"))
+        assert (done.code, "send a complete update" in done.message) == ("conflict", True)
+
+    worker = run(story, StockWorker(port))  # type: ignore[arg-type]
+    assert worker.control.weights.order == (1_700_000_001, "u")
+
+
 def test_another_worker_s_update_is_refused(port: int):
     async def story(worker: StockWorker) -> None:
         await worker.init()
