@@ -65,6 +65,8 @@ class BeginUpdate(msgspec.Struct, frozen=True, tag="begin_update"):
     tensors: list[TensorInfo]
     bucket_bytes: int
     is_partial: bool
+    # The clock of the weights that a part of a model is added to; None: `clock`.
+    base_clock: Clock | None = None
 
 
 class BeginFolder(msgspec.Struct, frozen=True, tag="begin_folder"):
@@ -84,6 +86,8 @@ class ReceiveTensor(msgspec.Struct, frozen=True, tag="receive_tensor"):
     update_id: str
     version: Version | None
     clock: Clock
+    # The clock of the weights that a part of a model is added to; None: `clock`.
+    base_clock: Clock | None = None
 
 
 class StartUpdate(msgspec.Struct, frozen=True, tag="start_update"):
@@ -95,7 +99,7 @@ class StartUpdate(msgspec.Struct, frozen=True, tag="start_update"):
     clock: Clock
     # The first worker's; None at the first worker.
     session: str | None = None
-    # The clock of the weights that parts of a model are added to.
+    # The clock of the weights that a part of a model is added to; None: `clock`.
     base_clock: Clock | None = None
 
 

@@ -51,8 +51,6 @@ class StockUpdates(TrlUpdates):
         self._started = ""
         # The tensors of the update in progress, by name, in the order in which they came first.
         self._told: dict[str, TensorInfo] = {}
-        # The clock of the weights that the update in progress may be a part of.
-        self._base_clock = 0
         # The last list of the update in progress, and its id.
         self._last: tuple[TensorList, str] | None = None
         # The last tensors of the session.
@@ -163,8 +161,6 @@ class StockUpdates(TrlUpdates):
             update = self._stock_update
             if update is None:
                 self.state.check_session(what, self.state.session)
-                known = max(self._pool.weights.clock, action.clock)
-                self._base_clock = known if action.base_clock is None else action.base_clock
                 update = self._new_update(action)
                 self.state.begin(self.state.session, update, time.monotonic())
                 self._forget_lists()

@@ -76,6 +76,7 @@ class TrlUpdates(Updates):
             "update_id": update.update_id,
             "version": update.version,
             "clock": update.clock - 1,
+            "base_clock": self._base_clock,
         }
 
     async def _await_session(self) -> None:
@@ -205,7 +206,7 @@ class TrlUpdates(Updates):
         fit = await self._fit_of(update)
         check_whole_layers(fit["split_layers"])
         if fit["missing"]:
-            self._check_base(update.clock - 1)
+            self._check_base(self._base_clock)
 
     async def _clear_caches(self) -> Result:
         try:

@@ -85,6 +85,8 @@ class Updates:
         # Held while a step outside an update empties the caches.
         self._clearing = asyncio.Lock()
         self._call = EngineCalls(engine, config.weight_update_timeout_s, on_broken)
+        # The clock of the weights that the update in progress may be a part of.
+        self._base_clock = 0
         # The last group that was joined.
         self._group: JoinGroup | None = None
 
@@ -192,7 +194,7 @@ class Updates:
         async with self._accepting:
             self.state.check_session("begin", action.session)
             if action.is_partial:
-                self._check_base(action.clock)
+                self._check_base(self._base_of(action))
             tensors = msgspec.msgpack.encode(action.tensors)
             async with self._ends_on_failure("the update did not begin", but_for=InvalidRequest):
                 (fit, *_) = await self._call(
@@ -201,7 +203,12 @@ class Updates:
             check_whole_layers(fit.pop("split_layers"))
             update = self._new_update(action)
             self.state.begin(action.session, update, time.monotonic())
-        return {"version": update.version, "clock": update.clock - 1, **fit}
+        return {
+            "version": update.version,
+            "clock": update.clock - 1,
+            "base_clock": self._base_clock,
+            **fit,
+        }
 
     async def begin_folder(self, action: BeginFolder, *, clock: int | None = None) -> Result:
         """Checks the folder's tensors; `clock` is given for weights that the pool has already."""
@@ -221,10 +228,21 @@ class Updates:
         files: str = "",
         clock: int | None = None,
     ) -> PoolWeights:
+        if not isinstance(action, BeginFolder):
+            self._base_clock = self._base_of(action)
         if clock is None:
             clock = next_clock(max(self._pool.weights.clock, action.clock))
         version = self._pool.weights.version + 1 if action.version is None else action.version
         return PoolWeights(clock, action.update_id, version, False, folder, files)
+
+    def _base_of(self, action: BeginUpdate | ReceiveTensor | StartUpdate) -> int:
+        """The clock of the pool's last weights, as far as the first worker and the front end know.
+
+        It is not always the update's clock less one: the first change has the time of day.
+        """
+        if action.base_clock is not None:
+            return action.base_clock
+        return max(self._pool.weights.clock, action.clock)
 
     def _check_base(self, clock: int) -> None:
         """Raises Conflict for a partial update to a worker that lacks the pool's weights."""

@@ -97,7 +97,10 @@ def update_named_param() -> Response:
 
     def action(index: int, first: Result) -> ReceiveTensor:
         clock = first.get("clock", commands.pool_state.weights.clock)
-        return ReceiveTensor(tensor, first.get("update_id", update_id), first.get("version"), clock)
+        return ReceiveTensor(
+            tensor, first.get("update_id", update_id), first.get("version"), clock,
+            first.get("base_clock"),
+        )  # fmt: skip
 
     # The client cannot broadcast to a group that one worker has left.
     undo = LeaveGroup(None)

@@ -77,8 +77,9 @@ def begin() -> Response:
         version = first.get("version", body.version)
         clock = first.get("clock", commands.pool_state.weights.clock)
         return BeginUpdate(
-            body.session, update_id, version, clock, tensors, body.bucket_bytes, body.partial
-        )
+            body.session, update_id, version, clock, tensors, body.bucket_bytes, body.partial,
+            first.get("base_clock"),
+        )  # fmt: skip
 
     undo = AbortUpdate(update_id, BEGIN_FAILED)
     first, *_ = commands.send_first_then_others(workers, action, undo=undo)
