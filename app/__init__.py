@@ -7,11 +7,12 @@ results. Only this package imports Flask.
 from flask import Flask
 
 from app.http import auth, connections, errors
-from app.routes import weights
+from app.routes import vllm_rl, weights
 from app.routes.admin import health, metrics
 from app.routes.generation import chat, generate, sequence_logprobs, tokenize
 from app.routes.openai import models
 from app.routes.openai import routes as openai
+from app.routes.vllm_rl import server_info
 from app.service import Service
 from titopool.settings.config import ServerConfig
 from titopool.settings.sources import from_environment
@@ -44,6 +45,8 @@ def create_app(config: ServerConfig | None = None) -> Flask:
         sequence_logprobs,
         tokenize,
         weights,
+        vllm_rl,
+        server_info,
     ):
         app.register_blueprint(module.blueprint)
     return app

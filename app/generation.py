@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 from flask import Response
 from flask import request as http_request
+from gevent.event import Event
 
 from app.http.connections import watching
 from app.http.responses import respond
@@ -22,7 +23,7 @@ from app.inputs.images import NO_IMAGES, PromptImages, check_placeholders
 from app.inputs.token_ids import check_length, checked_ids
 from app.outputs.token_arrays import JSON, MSGPACK, binary_reply, is_binary, json_reply
 from app.pool.request import Request
-from titopool.errors import ClientGone, DeadlinePassed, InvalidRequest
+from titopool.errors import ClientGone, Conflict, DeadlinePassed, InvalidRequest
 from titopool.settings.sampling import SamplingOptions, encode_options
 from titopool.wire.messages import ChatParsing, Completed, Job, WorkerFacts, encode
 from titopool.wire.prefixes import prompt_hashes
@@ -69,17 +70,22 @@ def run_prompts(
     *,
     adapter: str = "",
     chat: ChatParsing | None = None,
+    min_weight_version: int | None = None,
 ) -> list[Completed]:
     """Runs all prompts at the workers and returns their results, in order.
 
     Args:
         adapter: the name of a LoRA adapter; "" for the base model.
         chat: what vLLM's parsers need; None: the text is not parsed.
+        min_weight_version: as `make_request`.
 
     Raises:
         TitopoolError: why the request failed.
     """
-    request = make_request(admission, prompts, options, adapter=adapter, chat=chat)
+    request = make_request(
+        admission, prompts, options,
+        adapter=adapter, chat=chat, min_weight_version=min_weight_version,
+    )  # fmt: skip
     with submitted(admission, request):
         if not request.wait(admission.deadline.left_s):
             cancel_overdue(admission, request)
@@ -94,11 +100,16 @@ def make_request(
     is_streamed: bool = False,
     adapter: str = "",
     chat: ChatParsing | None = None,
+    min_weight_version: int | None = None,
 ) -> Request:
     """A request with one job for each prompt, not yet submitted.
 
+    Args:
+        min_weight_version: wait until the pool serves this version or a later one.
+
     Raises:
-        TitopoolError: images do not fit a prompt, or no worker is ready.
+        TitopoolError: images do not fit a prompt, no worker is ready, or the pool did not serve the
+            version before the request's deadline.
     """
     link, facts = admission.link, admission.facts
     locations = [prompt.location for prompt in prompts]
@@ -112,7 +123,10 @@ def make_request(
         is_streamed=is_streamed,
         adapter=adapter,
         chat=chat,
+        client_id=admission.client_id,
     )  # fmt: skip
+    if min_weight_version is not None:
+        wait_for_version(admission, min_weight_version)
     link.check_ready()
     return Request(jobs, locations, facts=facts)
 
@@ -126,6 +140,7 @@ def make_jobs(
     is_streamed: bool = False,
     adapter: str = "",
     chat: ChatParsing | None = None,
+    client_id: str = "",
 ) -> list[Job]:
     """One job for each prompt, in order.
 
@@ -158,9 +173,32 @@ def make_jobs(
                 is_streamed=is_streamed,
                 chat=parsing,
                 adapter=adapter,
+                client_id=client_id,
             )
         )
     return jobs
+
+
+def wait_for_version(admission: Admission, version: int) -> None:
+    """Waits until the pool serves `version` or a later one.
+
+    Raises:
+        Conflict: it did not before the request's deadline.
+        ClientGone: the client closed its connection.
+    """
+    left = Event()
+    with watching(http_request.environ.get("gunicorn.socket"), left.set):
+        while admission.link.weights.version < version:
+            if admission.deadline.has_passed:
+                raise Conflict(
+                    f"min_weight_version: expected that the pool serves version {version} within "
+                    f"{admission.config.request_timeout_s:g} s (request_timeout_s), but it serves "
+                    f"version {admission.link.weights.version}; ask for a lower one, or send the "
+                    "request again after the update"
+                )
+            admission.link.wait_for_weights(left, admission.deadline.left_s)
+            if left.is_set():
+                raise ClientGone("the client closed its connection")
 
 
 def _encode(encoder: Callable[[Any], bytes], value: Any, fields: str, param: str | None) -> bytes:

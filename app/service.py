@@ -1,5 +1,6 @@
 """What all handlers of a front end share: settings, link, tokenizer, drift watch."""
 
+import uuid
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
@@ -16,6 +17,9 @@ from titopool.deadline import Deadline
 from titopool.errors import ConfigError, QueueFull
 from titopool.settings.config import ServerConfig
 from titopool.wire.sockets import worker_endpoint
+
+# Of a client's id of a request.
+MAX_ID_LENGTH = 256
 
 
 class Service:
@@ -62,8 +66,9 @@ class Service:
             at_end.callback(self._count_end)
             deadline = Deadline.after(self.config.request_timeout_s)
             admission = Admission(
-                self.config, self.link, self.tokenizer, self.link.facts, deadline, at_end
-            )
+                self.config, self.link, self.tokenizer, self.link.facts, deadline, at_end,
+                http_request.headers.get("X-Request-Id", "")[:MAX_ID_LENGTH] or uuid.uuid4().hex,
+            )  # fmt: skip
             yield admission, decode_body(http_request.get_data(cache=False), decoder)
 
     def _count_end(self) -> None:

@@ -12,7 +12,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Collection
 from enum import IntEnum
 from types import SimpleNamespace
 from typing import Any
@@ -58,6 +58,8 @@ class StubWeights:
         self._is_bad = is_bad
         self._dies_at = dies_at
         self._slow = slow
+        # Of jobs in flight: set when the job is aborted, and the client's id.
+        self.open: dict[asyncio.Event, str] = {}
         # Set while generation is not paused.
         self.runs = asyncio.Event()
         self.runs.set()
@@ -75,6 +77,7 @@ class StubWeights:
         answers = {
             "begin": fit, "check": fit, "check_folder": fit, "status": status, "device": "",
             "apply": {"loaded": 1}, "checksum": "0" * 16, "take": {"staging": "beside"},
+            "digests": {"dp0:pp0:pcp0:tp0:w": "0" * 64},
         }  # fmt: skip
         return [answers.get(method)]
 
@@ -89,6 +92,27 @@ class StubWeights:
 
     async def progress(self) -> Progress:
         return {}
+
+    async def abort_requests(self, request_ids: Collection[str] | None) -> int:
+        found = [
+            event for event, name in self.open.items() if request_ids is None or name in request_ids
+        ]
+        for event in found:
+            event.set()
+        return len(found)
+
+    async def run_until_aborted(self, client_id: str, work: Awaitable[None]) -> bool:
+        """Returns whether the job was aborted before the end of `work`."""
+        aborted, task = asyncio.Event(), asyncio.ensure_future(work)
+        self.open[aborted] = client_id
+        waiting = asyncio.create_task(aborted.wait())
+        try:
+            await asyncio.wait([task, waiting], return_when=asyncio.FIRST_COMPLETED)
+            return aborted.is_set()
+        finally:
+            del self.open[aborted]
+            for one in (task, waiting):
+                one.cancel()
 
 
 def stub_adapters() -> Adapters:
@@ -150,6 +174,10 @@ class StubEngine:
             world_size=1,
             num_cache_tokens=100_000,
             max_loras=self.adapters.limit,
+            dtype="torch.float32",
+            logprobs_mode="processed_logprobs",
+            weight_backend="gloo",
+            max_lora_rank=16,
         )
 
     async def warm_up(self) -> None:
@@ -165,9 +193,10 @@ class StubEngine:
     async def _run(self, job: Job, on_chunk: OnChunk) -> Generated:
         ids = np.frombuffer(job.prompt_token_ids, dtype=np.int32)
         await self._stage_fault(int(ids[0]))
-        await asyncio.sleep(self._delay_s)
-        await self.weights.runs.wait()
         options = decode_options(job.sampling)
+        if await self.weights.run_until_aborted(job.client_id, self._wait()):
+            completion = Completion(b"", "abort", None, [(self.versions.current, 0)])
+            return Generated([completion] * options.n)
         if job.is_streamed:
             await self._stream(job, ids[::-1], on_chunk)
         answer = np.ascontiguousarray(ids[::-1][: options.max_tokens])
@@ -178,6 +207,10 @@ class StubEngine:
         versions = [(self.versions.current, 0)]
         completion = Completion(answer.tobytes(), "length", logprobs, versions)
         return Generated([completion] * options.n)
+
+    async def _wait(self) -> None:
+        await asyncio.sleep(self._delay_s)
+        await self.weights.runs.wait()
 
     async def _stream(self, job: Job, ids: np.ndarray, on_chunk: OnChunk) -> None:
         """Sends one id every `delay_s` seconds."""

@@ -10,6 +10,7 @@ from flask import Flask
 from flask.testing import FlaskClient
 
 from app.pool.command_sender import ACCEPT_TIMEOUT_S, CommandSender
+from app.routes.vllm_rl import caches
 from app.routes.weights import trl_weights
 from tests.test_commands import FakePool
 from tests.test_pool import FACTS, beat
@@ -40,6 +41,7 @@ def client_of() -> Callable[..., FlaskClient]:
             link=link, config=config, start=lambda: None
         )  # fmt: skip
         app.register_blueprint(trl_weights.blueprint)
+        app.register_blueprint(caches.blueprint)
         return app.test_client()
 
     return make

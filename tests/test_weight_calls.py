@@ -76,6 +76,14 @@ def test_a_complete_update_succeeds_and_every_wrong_order_is_refused(pool: Serve
     assert pool.generate([[1, 2]], max_tokens=2)["completion_ids"] == [[2, 1]]
 
 
+def test_the_first_update_of_a_pool_may_be_a_part(pool: Server, port: int):
+    pool.post("/weights/init", init_body(port))
+    answer = begin(pool, partial=True)
+    assert answer.status_code == 200, answer.text
+    commit = {"update": answer.json()["update"], "policy": "keep"}
+    assert pool.post("/weights/commit", commit).json()["version"] == 1
+
+
 def test_one_of_two_trainers_is_refused_at_any_front_end(pool: Server, port: int):
     answers: list[int] = []
 

@@ -18,7 +18,7 @@ from titopool.client.trainer_group import NO_ID, TrainerGroup
 from titopool.wire.commands import TensorInfo
 from titopool.wire.rendezvous import ID_KEY, nccl_id_in, rank_key
 from titopool.wire.weight_plan import checksum, plan_chunks
-from workers.in_model import group as workers_group
+from workers.in_model.receiving import group as workers_group
 from workers.in_model.receiving.group import Group, GroupArgs
 from workers.in_model.receiving.receiver import Receiver
 from workers.in_model.weight_extension import WeightExtension

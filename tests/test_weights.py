@@ -219,7 +219,7 @@ def test_a_pause_ends_by_resume_or_lease(server: Server):
     assert server.post("/pause", {"mode": "keep", "lease_s": 30}).status_code == 200
     assert server.get("/is_paused").json()["is_paused"]
     generation = Generation(server, num_tokens=4)
-    assert server.post("/resume", {}).json() == {"is_paused": False, "was_paused": True}
+    assert server.post("/resume", {}).json()["was_paused"] is True
     assert len(generation.join()["completion_ids"]) == 2
     assert server.post("/resume", {}).json()["was_paused"] is False
     server.post("/pause", {"mode": "abort", "lease_s": 1})

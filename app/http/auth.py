@@ -8,8 +8,8 @@ from titopool.errors import Unauthorized
 
 # Probes of container platforms send no key.
 OPEN_ENDPOINTS = {"health.health", "health.live", "health.ready"}
-# The blueprint of all routes that change the model or pause generation.
-ADMIN_BLUEPRINT = "weights"
+# The blueprints of all routes that change the model or pause generation.
+ADMIN_BLUEPRINTS = {"weights", "vllm_rl"}
 
 
 def init_app(app: Flask, api_key: str, admin_key: str) -> None:
@@ -22,7 +22,7 @@ def init_app(app: Flask, api_key: str, admin_key: str) -> None:
     @app.before_request
     def check_key() -> None:
         endpoint = request.endpoint or ""
-        is_admin = bool(admin_key) and endpoint.partition(".")[0] == ADMIN_BLUEPRINT
+        is_admin = bool(admin_key) and endpoint.partition(".")[0] in ADMIN_BLUEPRINTS
         expected = admin_key if is_admin else api_key
         if not expected or endpoint in OPEN_ENDPOINTS:
             return

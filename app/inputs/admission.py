@@ -28,6 +28,8 @@ class Admission:
     deadline: Deadline
     # Closed when the handler returns. A streamed response takes it over with `pop_all`.
     at_end: ExitStack
+    # The client's id of the request, else one that is made here.
+    client_id: str = ""
 
     def use_tokenizer(self, function: Callable[..., Result], *arguments: Any) -> Result:
         """Runs `function(tokenizer, *arguments)` in the tokenizer's thread."""

@@ -16,6 +16,7 @@ from app.pool.state import Pool
 from titopool.deadline import Deadline
 from titopool.errors import (
     ERRORS_BY_CODE,
+    Conflict,
     DeadlinePassed,
     NoReadyWorker,
     TitopoolError,
@@ -97,6 +98,23 @@ class CommandSender:
                 )
         if not workers:
             raise NoReadyWorker("no worker is known yet; ask /ready and try again", retry_after_s=2)
+        return workers
+
+    def whole_pool(self) -> list[Worker]:
+        """All workers in order, for a client that must not repeat its call.
+
+        Raises:
+            Conflict: workers are unreachable, still load or serve another model; it names them.
+        """
+        workers = self._pool.sorted_workers()
+        absent = [
+            f"the worker at {one.endpoint} {why}" for one in workers if (why := why_absent(one))
+        ]
+        if absent or not workers:
+            raise Conflict(
+                "expected every worker to take part, but "
+                f"{', '.join(absent) or 'no worker is known yet'}; ask /ready and call again"
+            )
         return workers
 
     def reachable_workers(self) -> list[Worker]:
@@ -263,6 +281,15 @@ class CommandSender:
 def is_reachable(worker: Worker) -> bool:
     """Whether a worker answers and serves the pool's model."""
     return worker.heartbeat is not None and worker.phase != "mismatched"
+
+
+def why_absent(worker: Worker) -> str:
+    """Why a worker can run no command; "" if it can."""
+    if worker.heartbeat is None:
+        return "does not answer"
+    if worker.phase == "mismatched":
+        return f"serves another model ({worker.reason})"
+    return f"is {worker.phase}" if worker.heartbeat.facts is None else ""
 
 
 def results_of(outcomes: Sequence[Outcome]) -> list[Result]:

@@ -29,6 +29,7 @@ from titopool.settings.config import ServerConfig
 from titopool.wire import messages
 from titopool.wire.commands import CommandDone
 from titopool.wire.messages import Failed, Heartbeat, Load, Results, Stopping, WorkerFacts
+from titopool.wire.pool_state import PoolWeights
 
 logger = logging.getLogger(__name__)
 
@@ -92,6 +93,8 @@ class Link:
         self._is_closing = False
         # Set once every worker has sent a heartbeat, or `_first_heartbeats` has passed.
         self._has_heartbeats = Event()
+        # Set when the pool serves other weights.
+        self._new_weights = Event()
         self._first_heartbeats = Deadline(float("inf"))
 
     # ---- for handlers ----------------------------------------------------------------
@@ -143,6 +146,15 @@ class Link:
     def adapters(self) -> dict[str, int]:
         """Versions of the LoRA adapters that a ready worker serves now, by name."""
         return self._pool.adapters
+
+    @property
+    def weights(self) -> PoolWeights:
+        """The weights that the pool serves, as last reported."""
+        return self._pool.view.state.weights
+
+    def wait_for_weights(self, other: Event, timeout_s: float) -> None:
+        """Returns when the pool serves other weights, `other` is set, or `timeout_s` has passed."""
+        gevent.wait([self._new_weights, other], timeout=timeout_s, count=1)
 
     @property
     def pause_left_s(self) -> float | None:
@@ -285,7 +297,12 @@ class Link:
                 self._pool.on_results(endpoint, results)
             case Heartbeat():
                 self._retries.pop(endpoint, None)
+                before = self.weights
                 self._pool.on_heartbeat(endpoint, message, time.monotonic())
+                if self.weights is not before:
+                    # Those who wait for the next change wait for another event.
+                    changed, self._new_weights = self._new_weights, Event()
+                    changed.set()
                 self._note_heartbeats()
             case CommandDone():
                 self.commands.on_done(endpoint, message)

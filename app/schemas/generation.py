@@ -7,6 +7,7 @@ from msgspec import Meta
 
 # vLLM refuses an empty salt.
 CacheSalt = Annotated[str, Meta(min_length=1)]
+WeightVersion = Annotated[int, Meta(ge=0, le=2**62)]
 
 
 class MultiModalData(msgspec.Struct, forbid_unknown_fields=True):
@@ -45,6 +46,8 @@ class SamplingBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     generation_kwargs: dict[str, Any] = {}
     # None: the base model, without a LoRA adapter.
     lora_name: str | None = None
+    # Wait until the pool serves this version of the weights, or a later one.
+    min_weight_version: WeightVersion | None = None
 
 
 class GenerateBody(SamplingBody, forbid_unknown_fields=True, kw_only=True):
@@ -70,6 +73,7 @@ class SequencesBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     top_logprobs: Annotated[int, Meta(ge=1)] = 100
     temperature: Annotated[float, Meta(gt=0)] = 1.0
     response_format: Literal["json", "binary"] = "json"
+    min_weight_version: WeightVersion | None = None
 
 
 class TokenizeBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):

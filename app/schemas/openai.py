@@ -6,7 +6,7 @@ import msgspec
 from msgspec import Meta
 
 from app.schemas.decoding import convert
-from app.schemas.generation import CacheSalt, Message
+from app.schemas.generation import CacheSalt, Message, WeightVersion
 from titopool.errors import InvalidRequest
 from titopool.settings.sampling import (
     SERVER_SET_FIELDS,
@@ -44,6 +44,8 @@ class RouteFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     prompt_logprobs: NumLogprobs | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
+    # Wait until the pool serves this version of the weights, or a later one.
+    min_weight_version: WeightVersion | None = None
 
 
 class CompletionsFields(RouteFields, forbid_unknown_fields=True, kw_only=True):

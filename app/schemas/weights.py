@@ -12,6 +12,7 @@ from titopool.wire.weight_plan import DEFAULT_CHUNK_BYTES
 Port = Annotated[int, Meta(ge=1, le=65_535)]
 Size = Annotated[int, Meta(ge=0, le=2**40)]
 Version = Annotated[int, Meta(ge=0, le=2**62)]
+MAX_LEASE_S = 86_400
 # The id of a session (chosen by the trainer) or of an update (chosen by the server).
 Name = Annotated[str, Meta(min_length=1, max_length=128)]
 
@@ -80,7 +81,7 @@ class PauseBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """`POST /pause`."""
 
     mode: PauseMode
-    lease_s: Annotated[float, Meta(gt=0, le=86_400)]
+    lease_s: Annotated[float, Meta(gt=0, le=MAX_LEASE_S)]
 
 
 class TrlInitBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -109,6 +110,14 @@ class LoadAdapterBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     version: Annotated[int, Meta(ge=0, le=2**53)] | None = None
     # vLLM's clients set it to replace a loaded adapter; this server always replaces it.
     load_inplace: bool = True
+    # Adapters of that form are not supported.
+    is_3d_lora_weight: bool = False
+
+    def __post_init__(self) -> None:
+        if self.is_3d_lora_weight:
+            raise ValueError(
+                "is_3d_lora_weight: expected false, got true; save the adapter in PEFT's form"
+            )
 
 
 class UnloadAdapterBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -116,6 +125,7 @@ class UnloadAdapterBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True
 
     lora_name: str
     lora_int_id: int | None = None
+    model: str | None = None
 
 
 INIT_BODY = msgspec.json.Decoder(InitBody)

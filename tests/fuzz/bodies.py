@@ -11,14 +11,17 @@ from hypothesis import strategies as st
 from app import create_app
 from app.schemas import generation as schemas
 from app.schemas import openai as openai_bodies
+from app.schemas import vllm_rl
 from app.schemas import weights as weight_bodies
 from app.schemas.openai import IGNORED, REFUSED
 from tests.fuzz.hints import (
     ADAPTER_HINTS,
     ALONE_HINTS,
     HINTS,
+    INIT_INFOS,
     ROOT,
     SAMPLING_HINTS,
+    UPDATE_INFOS,
     kind_of,
     messages,
     words,
@@ -117,11 +120,32 @@ ADMINISTRATIVE = (
     _route("/weights/abort/", weight_bodies.AbortBody),
     _route("/weights/close/", weight_bodies.CloseBody),
     _route("/weights/accept/", weight_bodies.AcceptBody),
-    _route("/update_weights/", weight_bodies.FolderBody, adjust=_with_folder),
+    Route(
+        "/update_weights/",
+        st.one_of(
+            objects_of(kind_of(weight_bodies.FolderBody), HINTS).map(_with_folder),
+            st.fixed_dictionaries({"update_info": UPDATE_INFOS}),
+        ),
+        frozenset((*weight_bodies.FolderBody.__struct_fields__, "update_info")),
+    ),
+    Route("/init_weight_transfer_engine/", st.fixed_dictionaries({"init_info": INIT_INFOS}), frozenset(("init_info",))),
+    _route("/finish_weight_update/", vllm_rl.FinishBody),
+    _route("/update_weight_version/", vllm_rl.VersionBody),
+    _route("/weight_checker/", vllm_rl.CheckerBody),
+    _route("/abort_requests/", vllm_rl.AbortRequestsBody),
+    _route("/load_lora_adapter/", weight_bodies.LoadAdapterBody, ADAPTER_HINTS),
+    _route("/unload_lora_adapter/", weight_bodies.UnloadAdapterBody, ADAPTER_HINTS),
     _route("/pause/", weight_bodies.PauseBody),
     _route("/init_communicator/", weight_bodies.TrlInitBody, ALONE_HINTS),
     _route("/update_named_param/", weight_bodies.TrlTensorBody),
-    # These three routes take no body.
+    # These routes take no body.
+    *(
+        Route(f"/{name}/", small_json, frozenset())
+        for name in (
+            "start_weight_update", "shutdown_weight_transfer_engine", "start_draft_weight_update",
+            "reset_mm_cache", "reset_encoder_cache", "sleep", "wake_up", "collective_rpc",
+        )
+    ),
     Route("/resume/", small_json, frozenset()),
     Route("/reset_prefix_cache/", small_json, frozenset()),
     Route("/close_communicator/", small_json, frozenset()),

@@ -123,6 +123,50 @@ def _trl_close(trainer: Trainer, choices: tuple[int, ...], root: Path) -> HttpCa
     return HttpCall("POST", "/close_communicator")
 
 
+def _stock_init(trainer: Trainer, choices: tuple[int, ...], root: Path) -> HttpCall:
+    info = {
+        "master_address": "127.0.0.1", "master_port": trainer.port, "rank_offset": 1,
+        "world_size": WORLD_SIZE, "backend": "gloo", "packed": bool(choices[1] % 2),
+    }  # fmt: skip
+    return HttpCall("POST", "/init_weight_transfer_engine", {"init_info": info})
+
+
+def _stock_start(trainer: Trainer, choices: tuple[int, ...], root: Path) -> HttpCall:
+    return HttpCall("POST", "/start_weight_update", {})
+
+
+def _stock_list(trainer: Trainer, choices: tuple[int, ...], root: Path) -> HttpCall:
+    names = list(_pick((*NAMES, ()), choices[0]))
+    num = len(names)
+    info = {"names": names, "dtype_names": ["float32"] * num, "shapes": [[2, 2]] * num}
+    return HttpCall("POST", "/update_weights", {"update_info": info})
+
+
+def _stock_finish(trainer: Trainer, choices: tuple[int, ...], root: Path) -> HttpCall:
+    body = _pick((None, {}, {"weight_version": f"step-{choices[1]}"}), choices[0])
+    return HttpCall("POST", "/finish_weight_update", body)
+
+
+def _stock_close(trainer: Trainer, choices: tuple[int, ...], root: Path) -> HttpCall:
+    return HttpCall("POST", "/shutdown_weight_transfer_engine")
+
+
+def _stock_pause(trainer: Trainer, choices: tuple[int, ...], root: Path) -> HttpCall:
+    return HttpCall("POST", f"/pause?mode={_pick(('keep', 'wait', 'abort'), choices[0])}")
+
+
+def _caches(trainer: Trainer, choices: tuple[int, ...], root: Path) -> HttpCall:
+    return HttpCall("POST", _pick(("/reset_mm_cache", "/reset_encoder_cache"), choices[0]))
+
+
+def _label(trainer: Trainer, choices: tuple[int, ...], root: Path) -> HttpCall:
+    return HttpCall("POST", "/update_weight_version", {"new_version": f"label-{choices[0]}"})
+
+
+def _aborts(trainer: Trainer, choices: tuple[int, ...], root: Path) -> HttpCall:
+    return HttpCall("POST", "/abort_requests", {"request_ids": ["none"]})
+
+
 def _pause(trainer: Trainer, choices: tuple[int, ...], root: Path) -> HttpCall:
     lease_s = _pick((0.05, 0.3, 0.6), choices[1])
     return HttpCall("POST", "/pause", {"mode": _pick(POLICIES, choices[0]), "lease_s": lease_s})
@@ -162,7 +206,9 @@ KINDS: dict[str, MakeHttpCall] = {
     "accept": _accept, "folder": _folder, "trl_init": _trl_init, "trl_tensor": _trl_tensor,
     "trl_end": _trl_end, "trl_close": _trl_close, "pause": _pause, "resume": _resume,
     "is_paused": _is_paused, "status": _status, "load": _load, "unload": _unload,
-    "generate": _generate,
+    "generate": _generate, "stock_init": _stock_init, "stock_start": _stock_start,
+    "stock_list": _stock_list, "stock_finish": _stock_finish, "stock_close": _stock_close,
+    "stock_pause": _stock_pause, "caches": _caches, "label": _label, "aborts": _aborts,
 }  # fmt: skip
 # Complete updates, and some that end early.
 PLANS = (
@@ -177,6 +223,14 @@ PLANS = (
         Call("trl_tensor"), Call("trl_tensor", choices=(1, 0)), Call("trl_close"),
     ),
     (Call("trl_init"), Call("trl_tensor", choices=(1, 0)), Call("trl_tensor", choices=(4, 0))),
+    (Call("stock_init"), Call("stock_start"), Call("stock_list"), Call("stock_finish")),
+    (
+        Call("stock_init"), Call("stock_start"), Call("stock_list", choices=(1, 0)),
+        Call("stock_list", choices=(2, 0)), Call("stock_finish", choices=(2, 3)), Call("trl_end"),
+        Call("stock_start"), Call("stock_list", choices=(5, 0)), Call("stock_finish"),
+    ),
+    (Call("stock_init"), Call("stock_start"), Call("stock_list", choices=(4, 0))),
+    (Call("stock_init"), Call("stock_start"), Call("stock_list"), Call("stock_close")),
 )  # fmt: skip
 NEXT = "next"
 _choices = st.tuples(st.integers(0, 7), st.integers(0, 7))

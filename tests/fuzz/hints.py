@@ -141,10 +141,32 @@ HINTS: dict[str, Strategy] = {
     "names": one_of(["model.norm.weight"], ["lm_head.weight", "x"], []), "dtypes": one_of(["float32"], ["torch.bfloat16", "x"], []),
     "shapes": one_of([[256]], [[2048, 256], [0]], [[]], []), "version": one_of(None, 0, 1, 2**53), "checksum": one_of(True, False, "0" * 16),
     "path": one_of(None, *(f"{ROOT}/{name}" for name in ("weights", "adapter", "broken", "loop", "missing", "file", "", "a" * 300)), "/etc", "..", "\0"),
+    "min_weight_version": one_of(None, None, 0, -1), "weight_version": one_of(None, "", "step-7", "é" * 257),
+    "new_version": one_of("", "step-8", "x" * 300), "action": one_of("checksum", "compare", "reset", "x"),
+    "baseline": one_of(None, {}, {"dp0:w": "0"}, []), "request_ids": one_of(["none"], ["cmpl-1", "\0"]),
     "weight_dir": one_of(None, None, f"{ROOT}/weights", f"{ROOT}/adapter"),
     "lora_path": one_of(*(f"{ROOT}/{name}" for name in ("adapter", "adapter", "weights", "broken", "loop", "missing", "file", "a" * 300)), "/etc", ""),
     "name": one_of("model.norm.weight", "x"), "dtype": one_of("float32", "torch.float32", "x"), "shape": one_of([256], [0], []),
 }  # fmt: skip
+# The backend or the number of ranks is always wrong: a group would wait for the trainer.
+INIT_INFOS = st.one_of(
+    st.fixed_dictionaries(
+        {"rank_offset": one_of(1, 2, 0), "world_size": one_of(1, 7), "backend": one_of("gloo", "nccl", "x")},
+        optional={
+            "master_address": one_of("127.0.0.1", ""), "master_port": one_of(1, 0, 2**16), "packed": st.booleans(),
+            "packed_buffer_size_bytes": one_of(0, 1, 2**30), "packed_num_buffers": one_of(2, None),
+            "nccl_unique_id_b64": one_of("", "A" * 172, "é", None), "sparse": one_of(True),
+        },
+    ),
+    one_of([], None, {}),
+)  # fmt: skip
+UPDATE_INFOS = st.one_of(
+    st.fixed_dictionaries(
+        {"names": one_of([], ["w"], ["w", "w"]), "dtype_names": one_of([], ["float32"], ["x", "y"]), "shapes": one_of([], [[2]], [[2], []])},
+        optional={"packed": st.booleans(), "packed_buffer_size_bytes": one_of(0, 1), "patch": one_of(1)},
+    ),
+    one_of([], [{}], None, {}),
+)  # fmt: skip
 ADAPTER_HINTS = {**HINTS, "lora_name": one_of(ADAPTER, ADAPTER, "other", "x" * 200)}
 # TRL's communicator would wait for its rank, so only other world sizes are sent: they are refused.
 ALONE_HINTS = {**HINTS, "world_size": one_of(1, 2, 4)}

@@ -208,7 +208,7 @@ class Orders(RuleBasedStateMachine):
 
     def _release_everything(self) -> None:
         """Every trainer leaves; afterwards no resources are held."""
-        for kind in ("resume", "abort", "close", "trl_close"):
+        for kind in ("resume", "abort", "close", "trl_close", "stock_finish", "stock_close"):
             for trainer in (0, 1):
                 self._call(Call(kind, trainer), trainer)
         for choice in (0, 1):

@@ -2,8 +2,9 @@
 
 A command that two clients may send at once goes to the pool's first worker, and to the others once
 the first worker has accepted it. So the first worker decides between two trainers, through any front
-ends. Other commands go to all workers at once. `JoinGroup`, `PrepareUpdate`, `ApplyUpdate` and `FinishTensors` take
-long and are answered on acceptance. The answer to `AwaitStep` comes when such a step has ended.
+ends. Other commands go to all workers at once. `JoinGroup`, `ReceiveTensors`, `PrepareUpdate`,
+`ApplyUpdate`, `FinishTensors` and `ClearCaches` take long and are answered on acceptance. The answer
+to `AwaitStep` comes when such a step has ended.
 """
 
 from typing import Any, Literal
@@ -13,6 +14,8 @@ import msgspec
 from titopool.wire.pool_state import Clock, LeaseSeconds, PauseMode, Version
 
 Backend = Literal["nccl", "gloo"]
+# vLLM's default size of a chunk (`packed_buffer_size_bytes`).
+PACKED_BYTES = 2**30
 
 
 class TensorInfo(msgspec.Struct, frozen=True, array_like=True):
@@ -42,6 +45,12 @@ class JoinGroup(msgspec.Struct, frozen=True, tag="join_group"):
     device_uuid: str = ""
     # NCCL's id, 128 bytes: the ranks of protocol "vllm" join without a store. Empty: with a store.
     nccl_id: bytes = b""
+    # Whether the trainer calls through vLLM's routes: its calls name no session, it may begin to
+    # listen after its call, and it closes nothing, so that another session may replace this one.
+    is_stock: bool = False
+    # For lists of tensors that do not say it: whether tensors come in chunks, of how many bytes.
+    packed: bool = False
+    packed_bytes: int = PACKED_BYTES
 
 
 class BeginUpdate(msgspec.Struct, frozen=True, tag="begin_update"):
@@ -60,6 +69,8 @@ class BeginUpdate(msgspec.Struct, frozen=True, tag="begin_update"):
     # The pause mode where generation must stand before the first tensor arrives; None: the
     # worker's default.
     policy: PauseMode | None = None
+    # The clock of the weights that a part of a model is added to; None: `clock`.
+    base_clock: Clock | None = None
 
 
 class BeginFolder(msgspec.Struct, frozen=True, tag="begin_folder"):
@@ -79,15 +90,60 @@ class ReceiveTensor(msgspec.Struct, frozen=True, tag="receive_tensor"):
     update_id: str
     version: Version | None
     clock: Clock
+    # The clock of the weights that a part of a model is added to; None: `clock`.
+    base_clock: Clock | None = None
+
+
+class StartUpdate(msgspec.Struct, frozen=True, tag="start_update"):
+    """Open an update of vLLM's routes, or continue one that still lacks parts of layers."""
+
+    # For a new update.
+    update_id: str
+    version: Version | None
+    clock: Clock
+    # The first worker's; None at the first worker.
+    session: str | None = None
+    # The clock of the weights that a part of a model is added to; None: `clock`.
+    base_clock: Clock | None = None
+
+
+class ReceiveTensors(msgspec.Struct, frozen=True, tag="receive_tensors"):
+    """Receive these tensors next, for the update of vLLM's routes.
+
+    The list that is being received, or was received last, is not received twice: a client repeats a
+    call whose connection was cut.
+    """
+
+    list_id: str
+    # Empty: the last list of the session.
+    tensors: list[TensorInfo]
+    # None: as the session says.
+    packed: bool | None = None
+    packed_bytes: int | None = None
+    # The first worker's; None at the first worker.
+    update_id: str | None = None
+
+
+class EndTensors(msgspec.Struct, frozen=True, tag="end_tensors"):
+    """The client ends an update of vLLM's routes: is it ready to be committed?"""
+
+    # The first worker's; None at the first worker.
+    update_id: str | None = None
+    # Whether an update counts that was ended before and lacked parts of layers; without an update
+    # the command does nothing.
+    is_last_call: bool = False
 
 
 class PrepareUpdate(msgspec.Struct, frozen=True, tag="prepare_update"):
     """Wait for all tensors, pause generation in the mode `policy`, and clear the caches."""
 
     update_id: str
-    policy: PauseMode
+    # None: the mode that costs requests in flight least.
+    policy: PauseMode | None
     with_checksum: bool = False
     checksum: str | None = None
+    # The trainer's own name for the version.
+    label: str = ""
 
 
 class ApplyUpdate(msgspec.Struct, frozen=True, tag="apply_update"):
@@ -100,6 +156,32 @@ class FinishTensors(msgspec.Struct, frozen=True, tag="finish_tensors"):
     """Commit the update of TRL's client, if there is one, and clear the caches."""
 
 
+class ClearCaches(msgspec.Struct, frozen=True, tag="clear_caches"):
+    """Empty the prefix, multimodal and encoder caches."""
+
+    # Of the step.
+    name: str
+
+
+class SetLabel(msgspec.Struct, frozen=True, tag="set_label"):
+    """Keep `label` as the trainer's own name for the version that serves."""
+
+    label: str
+    # The next clock of the label, as far as the front end knows.
+    clock: Clock = 0
+
+
+class ReadChecksums(msgspec.Struct, frozen=True, tag="read_checksums"):
+    """Answer with a digest of each parameter of the model."""
+
+
+class AbortRequests(msgspec.Struct, frozen=True, tag="abort_requests"):
+    """End requests in flight with the tokens that they have."""
+
+    # The clients' ids; None: all requests.
+    request_ids: list[str] | None
+
+
 class AbortUpdate(msgspec.Struct, frozen=True, tag="abort_update"):
     """Drop this update. The old weights serve."""
 
@@ -108,11 +190,20 @@ class AbortUpdate(msgspec.Struct, frozen=True, tag="abort_update"):
 
 
 class LeaveGroup(msgspec.Struct, frozen=True, tag="leave_group"):
-    """Leave the group of a session; with `session` None the group of TRL's client, if any."""
+    """Leave the group of a session; with `session` None that of TRL's client, if there is one."""
 
     session: str | None
     # Whether a complete update of TRL's client is committed first.
     finishes: bool = False
+
+
+class LeaveStockGroup(msgspec.Struct, frozen=True, tag="leave_stock_group"):
+    """Leave the group of vLLM's routes, if there is one."""
+
+    # Why an update in progress ends; empty: the command is refused during an update.
+    reason: str = ""
+    # Whether only the update ends.
+    keeps_group: bool = False
 
 
 class AcceptInitialWeights(msgspec.Struct, frozen=True, tag="accept_initial_weights"):
@@ -132,6 +223,8 @@ class Pause(msgspec.Struct, frozen=True, tag="pause"):
     lease_s: LeaseSeconds
     # The next clock of the pool's pause, as far as the front end knows.
     clock: Clock = 0
+    # Whether calls of vLLM's routes for weights renew the lease.
+    is_renewed: bool = False
 
 
 class Resume(msgspec.Struct, frozen=True, tag="resume"):
@@ -143,8 +236,8 @@ class Resume(msgspec.Struct, frozen=True, tag="resume"):
 class AwaitStep(msgspec.Struct, frozen=True, tag="await_step"):
     """Answer with the outcome of a step when the step has ended."""
 
-    step: Literal["join", "prepare", "apply", "finish"]
-    # The session or update of the step.
+    step: Literal["join", "receive", "prepare", "apply", "finish", "clear"]
+    # The session, list or update of the step.
     target: str
 
 
@@ -188,11 +281,19 @@ Action = (
     | BeginUpdate
     | BeginFolder
     | ReceiveTensor
+    | StartUpdate
+    | ReceiveTensors
+    | EndTensors
     | PrepareUpdate
     | ApplyUpdate
     | FinishTensors
+    | ClearCaches
+    | SetLabel
+    | ReadChecksums
+    | AbortRequests
     | AbortUpdate
     | LeaveGroup
+    | LeaveStockGroup
     | AcceptInitialWeights
     | Pause
     | Resume

@@ -88,6 +88,14 @@ class WorkerFacts(msgspec.Struct, frozen=True):
     reasoning_parser: str = ""
     # Digest of the tokenizer's files; empty if they are not in a local folder.
     tokenizer_digest: str = ""
+    # The model's dtype, as torch names it, e.g. `torch.bfloat16`.
+    dtype: str = ""
+    # vLLM's `--logprobs-mode`.
+    logprobs_mode: str = ""
+    # Between the trainer and the processes that hold the model: "nccl" on GPUs, "gloo" on CPUs.
+    weight_backend: str = "nccl"
+    # Of a LoRA adapter; 0: adapters are off.
+    max_lora_rank: int = 0
 
 
 class WorkerCounters(msgspec.Struct):
@@ -153,6 +161,8 @@ class Job(msgspec.Struct, frozen=True):
     chat: bytes = b""
     # Name of the LoRA adapter; empty: none.
     adapter: str = ""
+    # The client's id of the request; empty: none. Several requests may have the same.
+    client_id: str = ""
 
 
 # ---- front end → worker -------------------------------------------------------------

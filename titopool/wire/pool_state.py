@@ -36,11 +36,25 @@ class PoolWeights(msgspec.Struct, frozen=True, omit_defaults=True):
     folder: str = ""
     # Digest of the folder's files.
     files: str = ""
+    # The trainer's own name for the version; empty: it has none.
+    label: str = ""
+    # Grows when these weights get another label.
+    label_clock: Clock = 0
 
     @property
     def order(self) -> tuple[int, str]:
         """Greater for later weights; equal only for the same weights."""
         return self.clock, self.update_id
+
+    @property
+    def order_with_label(self) -> tuple[int, str, int, str]:
+        """As `order`; of the same weights, greater for a later label."""
+        return *self.order, self.label_clock, self.label
+
+    @property
+    def shown_label(self) -> str:
+        """The label, by default the version."""
+        return self.label or str(self.version)
 
     def serves_as(self, wanted: "PoolWeights") -> bool:
         """Whether a worker with these weights may serve when `wanted` should serve."""
@@ -99,7 +113,7 @@ class PoolState(msgspec.Struct, frozen=True, omit_defaults=True):
         """
         if not other.model or other.model != (self.model or other.model):
             return self
-        weights = max(self.weights, other.weights, key=lambda one: one.order)
+        weights = max(self.weights, other.weights, key=lambda one: one.order_with_label)
         pause = max(self.pause, other.pause, key=lambda one: one.order)
         adapters = self.adapters
         if other.adapters != adapters:

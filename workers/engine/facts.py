@@ -44,6 +44,10 @@ def facts_of(
         tool_call_parser=config.tool_call_parser,
         reasoning_parser=config.reasoning_parser,
         tokenizer_digest=digest_of_tokenizer(str(model.tokenizer)),
+        dtype=str(model.dtype),
+        logprobs_mode=str(model.logprobs_mode),
+        weight_backend="gloo" if engine.device_config.device_type == "cpu" else "nccl",
+        max_lora_rank=engine.lora_config.max_lora_rank if engine.lora_config else 0,
     )
 
 

@@ -4,7 +4,7 @@ No work is done per token. While generation is paused for an update, the tokens 
 flight are counted; later tokens belong to the next version.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 
 # For each request id: the number of tokens of each unfinished completion, by index.
@@ -49,17 +49,21 @@ class Versions:
         self.num_aborts = 0
         self._num_requests = 0
         self.open: set[str] = set()
+        # The clients' own ids of open requests that have one.
+        self._client_ids: dict[str, str] = {}
         self._histories: dict[str, History] = {}
 
     @contextmanager
-    def request(self, job_id: int) -> Iterator[str]:
+    def request(self, job_id: int, client_id: str = "") -> Iterator[str]:
         """A unique id for a request, which counts as open within the block.
 
-        Job ids are unique for one front end only.
+        Job ids are unique for one front end only. `client_id` need not be unique.
         """
         self._num_requests += 1
         request_id = f"{job_id}-{self._num_requests}"
         self.open.add(request_id)
+        if client_id:
+            self._client_ids[request_id] = client_id
         try:
             yield request_id
         except BaseException:
@@ -67,6 +71,12 @@ class Versions:
             raise
         finally:
             self.open.discard(request_id)
+            self._client_ids.pop(request_id, None)
+
+    def named(self, client_ids: Collection[str]) -> list[str]:
+        """The open requests to which clients gave one of these ids."""
+        wanted = set(client_ids)
+        return [request_id for request_id, name in self._client_ids.items() if name in wanted]
 
     def history(self, request_id: str) -> History:
         """The history of a request so far."""

@@ -206,7 +206,7 @@ class VllmEngine:
         latest: dict[int, Any] = {}
         num_aborts = self.versions.num_aborts
         try:
-            with self.versions.request(job.job_id) as request_id:
+            with self.versions.request(job.job_id, job.client_id) as request_id:
                 # One output with all completions; of a stream, many with those that have new tokens.
                 async for output in self._llm.generate(
                     prompt, context.params, request_id, **context.arguments

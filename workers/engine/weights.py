@@ -54,6 +54,13 @@ class WeightEngine(Protocol):
     async def progress(self) -> Progress:
         """Token counts of the requests that are open now; generation must be paused."""
 
+    async def abort_requests(self, request_ids: Collection[str] | None) -> int:
+        """Ends requests in flight with the tokens that they have; returns how many there were.
+
+        Args:
+            request_ids: the clients' ids; None: all requests.
+        """
+
 
 class VllmWeights:
     """`WeightEngine` of one AsyncLLM."""
@@ -109,6 +116,16 @@ class VllmWeights:
             await asyncio.sleep(SETTLE_S)
             found, last = self._count(waiting_for), found
         return found
+
+    async def abort_requests(self, request_ids: Collection[str] | None) -> int:
+        ids = list(
+            self._versions.open if request_ids is None else self._versions.named(request_ids)
+        )
+        if ids:
+            # So that the completions count as aborted on purpose.
+            self._versions.num_aborts += 1
+            await self._llm.abort(ids)
+        return len(ids)
 
     def _count(self, request_ids: Collection[str]) -> dict[str, dict[int, int]]:
         """Token counts of `request_ids`, as far as these requests are open."""

@@ -158,11 +158,25 @@ class WeightExtension:
         return self._titopool_check(tensors, is_partial)[1]
 
     @answer
-    def titopool_weights_take(self, tensor: bytes, setting: str) -> dict[str, Any]:
-        """As `titopool_weights_begin` for one tensor, where the whole list is not known beforehand."""
-        (info,) = TENSORS.decode(tensor)
-        self._titopool_known().check(info)
-        return {"staging": self._titopool_plan_to_receive([info], 0, setting)}
+    def titopool_weights_take(
+        self, tensors: bytes, chunk_bytes: int, setting: str
+    ) -> dict[str, Any]:
+        """As `titopool_weights_begin`, tensor by tensor, where more may follow."""
+        infos = TENSORS.decode(tensors)
+        for info in infos:
+            self._titopool_known().check(info)
+        return {"staging": self._titopool_plan_to_receive(infos, chunk_bytes, setting)}
+
+    @answer
+    def titopool_weights_digests(self) -> dict[str, str]:
+        """vLLM's own digests of the parameters; the model must not change meanwhile."""
+        compute = getattr(self, "compute_weight_checksums", None)
+        if compute is None:
+            raise Refused(
+                "weight_checker: expected vLLM 0.31 or later, which has digests of parameters, got "
+                "an earlier one; ask for the checksum of a commit"
+            )
+        return dict(compute())
 
     def _titopool_plan_to_receive(
         self, infos: list[TensorInfo], chunk_bytes: int, setting: str

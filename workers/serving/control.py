@@ -9,9 +9,10 @@ import logging
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from titopool.errors import NoReadyWorker, TitopoolError
+from titopool.errors import Conflict, NoReadyWorker, TitopoolError
 from titopool.settings.config import ServerConfig
 from titopool.wire.commands import (
+    AbortRequests,
     AbortUpdate,
     AcceptInitialWeights,
     Action,
@@ -19,18 +20,25 @@ from titopool.wire.commands import (
     AwaitStep,
     BeginFolder,
     BeginUpdate,
+    ClearCaches,
     Command,
     CommandDone,
     DropAdapter,
+    EndTensors,
     FinishTensors,
     GetStatus,
     JoinGroup,
     LeaveGroup,
+    LeaveStockGroup,
     LoadAdapter,
     Pause,
     PrepareUpdate,
+    ReadChecksums,
     ReceiveTensor,
+    ReceiveTensors,
     Resume,
+    SetLabel,
+    StartUpdate,
     SwitchAdapter,
     UnloadAdapter,
 )
@@ -44,7 +52,7 @@ from workers.weights.pauses import Pauses
 from workers.weights.pool_copy import PoolCopy
 from workers.weights.state import Phase
 from workers.weights.steps import Result
-from workers.weights.trl import TrlUpdates
+from workers.weights.stock import StockUpdates
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +82,7 @@ class Control:
         self._worker_id = worker_id
         self._pool = PoolCopy(Ledger(config.run_dir, worker_id), self._on_pool_changed)
         self._pauses = Pauses(self._pool)
-        self._updates = updates = TrlUpdates(
+        self._updates = updates = StockUpdates(
             lambda: self._engine, engine.versions, self._pauses, config, self._pool,
             on_applied=on_changed, on_broken=on_broken,
         )  # fmt: skip
@@ -90,11 +98,19 @@ class Control:
             BeginUpdate: updates.begin,
             BeginFolder: updates.begin_folder,
             ReceiveTensor: updates.receive_tensor,
+            StartUpdate: updates.start,
+            ReceiveTensors: updates.receive_tensors,
+            EndTensors: updates.end_tensors,
             PrepareUpdate: updates.prepare,
             ApplyUpdate: updates.apply,
             FinishTensors: updates.finish_tensors,
+            ClearCaches: updates.clear_caches,
+            SetLabel: self._set_label,
+            ReadChecksums: self._read_checksums,
+            AbortRequests: self._abort_requests,
             AbortUpdate: updates.abort,
             LeaveGroup: updates.leave,
+            LeaveStockGroup: updates.leave_stock_group,
             AcceptInitialWeights: updates.accept_initial,
             AwaitStep: self._await_step,
             Pause: self._pause,
@@ -172,14 +188,30 @@ class Control:
         return await self._methods[type(action)](action)
 
     async def _await_step(self, action: AwaitStep) -> Result:
-        return await self._updates.steps.wait(action.step, action.target)
+        try:
+            return await self._updates.steps.wait(action.step, action.target)
+        except Conflict as error:
+            raise Conflict(f"{error.message}; {self._updates.state.describe()}") from None
 
     async def _pause(self, action: Pause) -> Result:
-        await self._pauses.pause(self._engine, action.mode, action.lease_s, action.clock)
+        await self._pauses.pause(
+            self._engine, action.mode, action.lease_s, action.clock, is_renewed=action.is_renewed
+        )
         return {}
 
     async def _resume(self, action: Resume) -> Result:
         return {"was_paused": await self._pauses.resume(self._engine, action.clock)}
+
+    async def _set_label(self, action: SetLabel) -> Result:
+        self._pool.record_label(action.label, action.clock)
+        self._on_changed()
+        return {}
+
+    async def _read_checksums(self, action: ReadChecksums) -> Result:
+        return {"checksums": await self._updates.parameter_digests()}
+
+    async def _abort_requests(self, action: AbortRequests) -> Result:
+        return {"num_aborted": await self._engine.abort_requests(action.request_ids)}
 
     async def _load_adapter(self, action: LoadAdapter) -> Result:
         folder = checked_folder(action.folder, self._config.weights_root, "lora_path")
@@ -215,6 +247,7 @@ class Control:
             "session": state.session or None,
             "update": state.update.update_id if state.update else None,
             "weight_version": state.weights.version,
+            "awaited": self._updates.awaited,
             "last_update": state.weights.update_id or None,
             "waits_for_weights": self._updates.is_behind_pool,
             "is_paused": self._pauses.lease_left_s is not None,

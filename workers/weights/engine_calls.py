@@ -23,6 +23,8 @@ class EngineCalls:
         self._timeout_s = timeout_s
         self._on_broken = on_broken
         self.num_in_flight = 0
+        # As last asked for.
+        self.last_statuses: list[dict[str, Any]] = []
 
     async def __call__(self, method: str, *args: Any) -> list[Any]:
         """The answer of each vLLM process.
@@ -52,6 +54,7 @@ class EngineCalls:
             if status is None or status["error"]:
                 reason = status["error"] if status else "a process has no receiver"
                 raise WeightUpdateFailed(f"the group failed: {reason}")
+        self.last_statuses = statuses
         return statuses
 
     async def wait_for_receivers(self, is_done: Callable[[dict[str, Any]], bool]) -> None:

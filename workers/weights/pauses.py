@@ -19,6 +19,8 @@ class Pauses:
         self._pool = pool
         self._lease_mode: PauseMode | None = None
         self._lease_end: float | None = None
+        # The lease that calls for weights begin again; None: they do not.
+        self._renewed_s: float | None = None
         # The order of the pool's last pause or resume that this worker has taken over.
         self._followed = PoolPause().order
         # Pauses the engine after a pause of the pool.
@@ -59,9 +61,18 @@ class Pauses:
     # ---- a client's pause --------------------------------------------------------------
 
     async def pause(
-        self, engine: WeightEngine, mode: PauseMode, lease_s: float, clock: int = 0
+        self,
+        engine: WeightEngine,
+        mode: PauseMode,
+        lease_s: float,
+        clock: int = 0,
+        *,
+        is_renewed: bool = False,
     ) -> None:
         """Pauses for a client, or renews the lease. During a commit, it waits for the commit's end.
+
+        Args:
+            is_renewed: whether `renew` begins the lease again.
 
         Raises:
             Conflict: generation was resumed, or the lease expired, before generation stopped.
@@ -70,6 +81,7 @@ class Pauses:
         if is_new:
             self.check_mode(mode)
         # The lease also counts while requests in flight drain.
+        self._renewed_s = lease_s if is_renewed else None
         self._set_lease(mode, lease_s)
         self._record(mode, lease_s, clock)
         if is_new:
@@ -82,6 +94,12 @@ class Pauses:
                     "stopped; try again with a longer lease_s"
                 )
             self._set_lease(mode, lease_s)
+
+    def renew(self) -> None:
+        """Begins the lease of a client's pause again, if the pause allows it."""
+        if self._lease_end is not None and self._lease_mode and self._renewed_s is not None:
+            self._set_lease(self._lease_mode, self._renewed_s)
+            self._record(self._lease_mode, self._renewed_s, 0)
 
     async def resume(self, engine: WeightEngine, clock: int = 0) -> bool:
         """Ends a client's pause; returns whether there was a pause."""
@@ -122,12 +140,16 @@ class Pauses:
 
     async def _clear_lease(self, engine: WeightEngine) -> bool:
         was_paused = self._lease_end is not None
-        self._lease_mode = self._lease_end = None
+        self._lease_mode = self._lease_end = self._renewed_s = None
         if was_paused and not self.is_committing:
             await _resume(engine)
         return was_paused
 
     # ---- a commit ----------------------------------------------------------------------
+
+    async def wait_for_commit(self) -> None:
+        """Returns when no commit pauses generation."""
+        await self._no_commit.wait()
 
     async def begin_commit(self, engine: WeightEngine, mode: PauseMode) -> None:
         """Pauses generation for a commit."""

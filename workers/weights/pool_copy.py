@@ -85,6 +85,12 @@ class PoolCopy:
         """Records weights that were applied, unless the pool has later ones already."""
         self._record(weights=max(self._state.weights, weights, key=lambda one: one.order))
 
+    def record_label(self, label: str, clock: int) -> None:
+        """Records the trainer's own name for the pool's weights."""
+        weights = self._state.weights
+        clock = max(clock, next_clock(weights.label_clock))
+        self._record(weights=msgspec.structs.replace(weights, label=label, label_clock=clock))
+
     def record_pause(self, mode: PauseMode | None, lease_s: float, clock: int) -> None:
         """Records that a client has paused generation, or (mode None) resumed it."""
         clock = max(clock, next_clock(self._state.pause.clock))

@@ -11,6 +11,8 @@ Times are monotonic, in seconds.
 
 from enum import StrEnum
 
+import msgspec
+
 from titopool.errors import Conflict
 from titopool.wire.pool_state import PoolWeights
 
@@ -68,7 +70,8 @@ class WeightState:
             f"{text}; the last session or update ended: {self.last_end}" if self.last_end else text
         )
 
-    def _conflict(self, what: str, expected: str) -> Conflict:
+    def conflict(self, what: str, expected: str) -> Conflict:
+        """The error of the call `what`, which needs another state: `expected`, in words."""
         return Conflict(f"{what}: expected {expected}; {self.describe()}")
 
     def _enter(self, phase: Phase, now: float) -> None:
@@ -93,10 +96,10 @@ class WeightState:
     def join(self, session: str, protocol: str, now: float, *, takes_over: bool = False) -> None:
         """Begins a group; with `takes_over` it replaces the group of another trainer."""
         if session == self.session:
-            raise self._conflict("init", "a new session id")
+            raise self.conflict("init", "a new session id")
         is_free = self.phase is Phase.CLOSED or takes_over
         if not is_free or self._is_committing() or self._is_from_folder():
-            raise self._conflict("init", "no other trainer's session")
+            raise self.conflict("init", "no other trainer's session")
         if self.phase is not Phase.CLOSED:
             self.end("another trainer took over")
         self.session, self.protocol = session, protocol
@@ -105,24 +108,24 @@ class WeightState:
     def joined(self, session: str, now: float) -> None:
         """All ranks have joined the group."""
         if self.phase is not Phase.JOINING or session != self.session:
-            raise self._conflict("joined", "a session that is joining")
+            raise self.conflict("joined", "a session that is joining")
         self._enter(Phase.OPEN, now)
 
     def leave(self, session: str) -> None:
         """Ends the group because its trainer asks for that."""
         is_mine = session == self.session and self.phase is not Phase.CLOSED
         if not is_mine or self._is_committing() or self._is_from_folder():
-            raise self._conflict("close", f"session {session}, and no commit in progress")
+            raise self.conflict("close", f"session {session}, and no commit in progress")
         self.end("the trainer left during an update" if self.update else "")
 
-    def end(self, reason: str) -> None:
-        """Ends the update and the group; the weights stay as they are.
+    def end(self, reason: str, *, keeps_group: bool = False) -> None:
+        """Ends the update and, unless `keeps_group`, the group; the weights stay as they are.
 
         The end of an update from a folder leaves the group open.
         """
         if self.phase is Phase.APPLYING:
-            raise self._conflict("end", "an update that is not being applied")
-        if not self._is_from_folder():
+            raise self.conflict("end", "an update that is not being applied")
+        if not self._is_from_folder() and not keeps_group:
             self.session = self.protocol = ""
         self.update, self.last_end = None, reason
         self._enter(self._resting_phase(), self._last_active)
@@ -132,7 +135,7 @@ class WeightState:
     def check_session(self, what: str, session: str) -> None:
         """Raises Conflict unless `session` is open and has no update in progress."""
         if self.phase is not Phase.OPEN or session != self.session:
-            raise self._conflict(what, f"session {session}, open and without an update")
+            raise self.conflict(what, f"session {session}, open and without an update")
 
     def begin(self, session: str, update: PoolWeights, now: float) -> None:
         """Begins an update whose tensors come from the group."""
@@ -143,7 +146,7 @@ class WeightState:
     def check_resting(self, what: str) -> None:
         """Raises Conflict while a group forms or an update is in progress."""
         if not self.is_resting:
-            raise self._conflict(what, "no update in progress")
+            raise self.conflict(what, "no update in progress")
 
     def begin_folder(self, update: PoolWeights, now: float) -> None:
         """Begins an update from a folder; it needs no group and leaves an open group as it is."""
@@ -154,12 +157,15 @@ class WeightState:
     def touch(self, now: float) -> None:
         """Starts the deadline again because the trainer has announced another tensor."""
         if self.phase is not Phase.RECEIVING:
-            raise self._conflict("update_named_param", "an update that is receiving")
+            raise self.conflict("update_named_param", "an update that is receiving")
         self._enter(Phase.RECEIVING, now)
 
-    def prepare(self, update_id: str, now: float) -> PoolWeights:
-        """Begins a commit."""
-        return self._advance(update_id, "commit", Phase.RECEIVING, Phase.PREPARING, now)
+    def prepare(self, update_id: str, now: float, label: str = "") -> PoolWeights:
+        """Begins a commit; `label` is the trainer's own name for the version."""
+        update = self._advance(update_id, "commit", Phase.RECEIVING, Phase.PREPARING, now)
+        if label:
+            self.update = update = msgspec.structs.replace(update, label=label)
+        return update
 
     def prepared(self, update_id: str, now: float) -> PoolWeights:
         """All tensors are received, generation is paused and the caches are empty."""
@@ -186,17 +192,17 @@ class WeightState:
         assert self.weights.is_initial
         self.weights = weights
 
-    def abort(self, update_id: str, reason: str) -> None:
-        """Aborts an update, and with it the group, whose broadcasts may be half done."""
+    def abort(self, update_id: str, reason: str, *, keeps_group: bool = False) -> None:
+        """Aborts an update, and unless `keeps_group` its group, whose broadcasts may be half done."""
         if self.update is None or self.update.update_id != update_id:
-            raise self._conflict("abort", f"update {update_id}")
-        self.end(reason)
+            raise self.conflict("abort", f"update {update_id}")
+        self.end(reason, keeps_group=keeps_group)
 
     def _advance(
         self, update_id: str, what: str, old: Phase, new: Phase, now: float
     ) -> PoolWeights:
         if self.update is None or self.update.update_id != update_id or self.phase is not old:
-            raise self._conflict(what, f"update {update_id} in state {old}")
+            raise self.conflict(what, f"update {update_id} in state {old}")
         self._enter(new, now)
         return self.update
 

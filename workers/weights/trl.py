@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from titopool.errors import Conflict, TitopoolError, WeightUpdateFailed
+from titopool.errors import Conflict, DeadlinePassed, TitopoolError, WeightUpdateFailed
 from titopool.wire.commands import (
     FinishTensors,
     JoinGroup,
@@ -25,7 +25,7 @@ from titopool.wire.pool_state import PoolWeights
 from workers.weights.checks import check_whole_layers
 from workers.weights.state import Phase
 from workers.weights.steps import Result
-from workers.weights.updates import IN_KV_CACHE, Updates, staging_of
+from workers.weights.updates import Updates
 
 logger = logging.getLogger(__name__)
 
@@ -66,12 +66,7 @@ class TrlUpdates(Updates):
             update = self._begin_or_continue(action)
             # A refused tensor ends the update, which would be incomplete without it.
             async with self._ends_on_failure(f"{tensor.name} was refused"):
-                setting = self._config.weight_staging
-                answers = await self._call("take", msgspec.msgpack.encode([tensor]), setting)
-                self.staging = staging_of(answers)
-                if self.staging == IN_KV_CACHE:
-                    await self._stop_generation(self.default_pause_mode)
-                    await self._call("receive")
+                await self._take(msgspec.msgpack.encode([tensor]), 0)
             if self.state.update is not update:
                 raise WeightUpdateFailed(
                     f"the update ended while {tensor.name} was received; {self.state.describe()}"
@@ -81,6 +76,7 @@ class TrlUpdates(Updates):
             "update_id": update.update_id,
             "version": update.version,
             "clock": update.clock - 1,
+            "base_clock": self._base_clock,
         }
 
     async def _await_session(self) -> None:
@@ -210,14 +206,28 @@ class TrlUpdates(Updates):
         fit = await self._fit_of(update)
         check_whole_layers(fit["split_layers"])
         if fit["missing"]:
-            self._check_base(update.clock - 1)
+            self._check_base(self._base_clock)
 
     async def _clear_caches(self) -> Result:
-        async with asyncio.timeout(self._timeout_s):
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                if self._pauses.is_committing:
+                    # The commit empties the caches before the model changes.
+                    await self._pauses.wait_for_commit()
+                else:
+                    await self._pause_and_clear()
+        except TimeoutError:
+            raise DeadlinePassed(
+                f"the caches were not emptied within {self._timeout_s:g} s "
+                "(weight_update_timeout_s); ask /weights for the state and try again"
+            ) from None
+        return {}
+
+    async def _pause_and_clear(self) -> None:
+        async with self._clearing:
             # Generation is paused, as a step in between could use an entry that is being cleared.
             await self._pauses.begin_commit(self._engine, self.default_pause_mode)
             try:
                 await self._engine.clear_caches()
             finally:
                 await self._pauses.end_commit(self._engine)
-        return {}

@@ -32,6 +32,7 @@ from titopool.wire.commands import (
     LeaveGroup,
     PrepareUpdate,
     ReceiveTensor,
+    StartUpdate,
 )
 from titopool.wire.pool_state import PauseMode, PoolWeights, next_clock
 from workers.engine.versions import Versions
@@ -83,7 +84,11 @@ class Updates:
         self.state = WeightState(timeout_s=config.weight_update_timeout_s)
         self.steps = Steps()
         self._accepting = asyncio.Lock()
+        # Held while a step outside an update empties the caches.
+        self._clearing = asyncio.Lock()
         self._call = EngineCalls(engine, config.weight_update_timeout_s, on_broken)
+        # The clock of the weights that the update in progress may be a part of.
+        self._base_clock = 0
         # The last group that was joined.
         self._group: JoinGroup | None = None
         # Where the last update's tensors waited (`workers/in_model/receiving/staging.py`).
@@ -128,15 +133,19 @@ class Updates:
             self._group = action
             try:
                 await self._pauses.end_commit(self._engine)
-                if action.protocol == "vllm" and action.host:
+                if action.protocol == "vllm" and action.host and not action.is_stock:
                     await check_trainer_reachable(action.host, action.port)
                 check_trainer_device(action.device_uuid, await self._call("device"))
-                await self._call("join", self._group_args(action))
+                if not action.is_stock:
+                    await self._start_to_join(action)
             except BaseException as error:
                 await self.end(f"session {action.session} could not join: {error}")
                 raise
-            self.steps.start("join", action.session, self._run_join(action.session))
+            self.steps.start("join", action.session, self._run_join(action))
         return {}
+
+    async def _start_to_join(self, action: JoinGroup) -> None:
+        await self._call("join", self._group_args(action))
 
     def _group_args(self, action: JoinGroup) -> dict[str, Any]:
         return {
@@ -158,10 +167,12 @@ class Updates:
         is_same_gpu = group.device_uuid == newcomer.device_uuid != ""
         return is_same_gpu or self.state.idle_s(time.monotonic()) > self._timeout_s
 
-    async def _run_join(self, session: str) -> Result:
-        async with self._ends_on_failure(f"session {session} did not form"):
+    async def _run_join(self, action: JoinGroup) -> Result:
+        async with self._ends_on_failure(f"session {action.session} did not form"):
+            if action.is_stock:
+                await self._start_to_join(action)
             await self._call.wait_for_receivers(lambda status: bool(status["is_joined"]))
-            self.state.joined(session, time.monotonic())
+            self.state.joined(action.session, time.monotonic())
         return {}
 
     async def leave(self, action: LeaveGroup) -> Result:
@@ -186,7 +197,7 @@ class Updates:
         async with self._accepting:
             self.state.check_session("begin", action.session)
             if action.is_partial:
-                self._check_base(action.clock)
+                self._check_base(self._base_of(action))
             tensors = msgspec.msgpack.encode(action.tensors)
             async with self._ends_on_failure("the update did not begin", but_for=InvalidRequest):
                 fits = await self._call(
@@ -199,13 +210,14 @@ class Updates:
             self.staging = staging_of(fits)
             if self.staging == IN_KV_CACHE:
                 policy = action.policy or self.default_pause_mode
-                self.steps.start(*receive_step(update.update_id), self._run_receive(policy))
+                self.steps.start(*stop_step(update.update_id), self._run_stop(policy))
         kept = {name: fits[0][name] for name in ("missing", "ignored", "kept")}
         return {
-            "version": update.version, "clock": update.clock - 1, **kept, "staging": self.staging,
+            "version": update.version, "clock": update.clock - 1, "base_clock": self._base_clock,
+            "staging": self.staging, **kept,
         }  # fmt: skip
 
-    async def _run_receive(self, policy: PauseMode) -> Result:
+    async def _run_stop(self, policy: PauseMode) -> Result:
         """Stops generation, so that the tensors can arrive in the KV cache's memory."""
         async with self._ends_on_failure("generation did not stop for the update"):
             await self._stop_generation(policy)
@@ -214,10 +226,21 @@ class Updates:
 
     async def _stop_generation(self, policy: PauseMode) -> None:
         """Pauses generation and clears the caches, unless that was done for this update."""
-        if not self._pauses.is_committing:
+        # Generation resumes at the end of another step that empties the caches.
+        async with self._clearing:
+            if self._pauses.is_committing:
+                return
             self._check_pause_mode(policy)
             await self._pauses.begin_commit(self._engine, policy)
-            await self._engine.clear_caches()
+        await self._engine.clear_caches()
+
+    async def _take(self, tensors: bytes, chunk_bytes: int) -> None:
+        """Checks tensors of an update and starts to receive them."""
+        answers = await self._call("take", tensors, chunk_bytes, self._config.weight_staging)
+        self.staging = staging_of(answers)
+        if self.staging == IN_KV_CACHE:
+            await self._stop_generation(self.default_pause_mode)
+            await self._call("receive")
 
     async def begin_folder(self, action: BeginFolder, *, clock: int | None = None) -> Result:
         """Checks the folder's tensors; `clock` is given for weights that the pool has already."""
@@ -232,15 +255,26 @@ class Updates:
 
     def _new_update(
         self,
-        action: BeginUpdate | BeginFolder | ReceiveTensor,
+        action: BeginUpdate | BeginFolder | ReceiveTensor | StartUpdate,
         folder: str = "",
         files: str = "",
         clock: int | None = None,
     ) -> PoolWeights:
+        if not isinstance(action, BeginFolder):
+            self._base_clock = self._base_of(action)
         if clock is None:
             clock = next_clock(max(self._pool.weights.clock, action.clock))
         version = self._pool.weights.version + 1 if action.version is None else action.version
         return PoolWeights(clock, action.update_id, version, False, folder, files)
+
+    def _base_of(self, action: BeginUpdate | ReceiveTensor | StartUpdate) -> int:
+        """The clock of the pool's last weights, as far as the first worker and the front end know.
+
+        It is not always the update's clock less one: the first change has the time of day.
+        """
+        if action.base_clock is not None:
+            return action.base_clock
+        return max(self._pool.weights.clock, action.clock)
 
     def _check_base(self, clock: int) -> None:
         """Raises Conflict for a partial update to a worker that lacks the pool's weights."""
@@ -255,8 +289,8 @@ class Updates:
     async def prepare(self, action: PrepareUpdate) -> Result:
         """Accepts a commit; `AwaitStep("prepare", update)` waits until it can be applied."""
         async with self._accepting:
-            self._check_pause_mode(action.policy)
-            update = self.state.prepare(action.update_id, time.monotonic())
+            self._check_pause_mode(action.policy or self.default_pause_mode)
+            update = self.state.prepare(action.update_id, time.monotonic(), action.label)
             self.steps.start("prepare", action.update_id, self._run_prepare(action, update))
         return {}
 
@@ -273,13 +307,13 @@ class Updates:
         """Waits for all tensors, pauses generation and clears the caches."""
         async with self._ends_on_failure("the update cannot be committed"):
             result = {} if update.folder else await self._await_tensors(action)
-            await self._stop_generation(action.policy)
+            await self._stop_generation(action.policy or self.default_pause_mode)
             self.state.prepared(update.update_id, time.monotonic())
         return result
 
     async def _await_tensors(self, action: PrepareUpdate) -> Result:
-        if self.steps.has_started(*receive_step(action.update_id)):
-            await self.steps.wait(*receive_step(action.update_id))
+        if self.steps.has_started(*stop_step(action.update_id)):
+            await self.steps.wait(*stop_step(action.update_id))
         await self._call.wait_for_receivers(lambda s: s["num_received"] == s["num_announced"])
         await self._check_received()
         if not action.with_checksum and action.checksum is None:
@@ -334,7 +368,7 @@ class Updates:
         async with self._accepting:
             if self.state.has_applied(action.update_id):
                 return {"is_applied": True}
-            self.state.abort(action.update_id, action.reason)
+            self.state.abort(action.update_id, action.reason, keeps_group=self._keeps_group())
             await self._release()
         return {"is_applied": False}
 
@@ -361,7 +395,8 @@ class Updates:
     async def check(self) -> None:
         """Ends an update whose deadline has passed, whose receiver failed or whose trainer is gone."""
         try:
-            if self.state.phase in WAITING and self.state.has_expired(time.monotonic()):
+            waits = self.state.phase in WAITING and not self._has_step_with_deadline()
+            if waits and self.state.has_expired(time.monotonic()):
                 await self.end(
                     f"{self.state.phase} for more than {self._timeout_s:g} s "
                     "(weight_update_timeout_s)"
@@ -371,6 +406,14 @@ class Updates:
         except TitopoolError as error:
             if self.state.phase in WAITING:
                 await self.end(error.message)
+
+    def _has_step_with_deadline(self) -> bool:
+        """Whether a step runs that ends the update when its own deadline passes."""
+        return False
+
+    def _keeps_group(self) -> bool:
+        """Whether the group can be used after an update that failed now."""
+        return False
 
     async def _check_receiving(self) -> None:
         await self._call.receiver_statuses()
@@ -383,11 +426,16 @@ class Updates:
 
     @asynccontextmanager
     async def _ends_on_failure(
-        self, what: str, *, but_for: type[TitopoolError] | tuple[()] = ()
+        self,
+        what: str,
+        *,
+        but_for: type[TitopoolError] | tuple[()] = (),
+        keeps_group: bool | None = None,
     ) -> AsyncIterator[None]:
         """Runs a step within the timeout; a failure ends the update and the group.
 
-        `what` begins the reason. Errors of the type `but_for` end nothing.
+        `what` begins the reason. Errors of the type `but_for` end nothing. For `keeps_group` see
+        `end`.
 
         Raises:
             DeadlinePassed: the step did not end within the timeout.
@@ -400,24 +448,28 @@ class Updates:
             raise
         except TimeoutError:
             reason = f"{what}: not within {self._timeout_s:g} s (weight_update_timeout_s)"
-            await self.end(reason)
+            await self.end(reason, keeps_group=keeps_group)
             raise DeadlinePassed(reason) from None
         except TitopoolError as error:
-            await self.end(f"{what}: {error.message}")
+            await self.end(f"{what}: {error.message}", keeps_group=keeps_group)
             raise
         except Exception as error:
-            await self.end(f"{what}: {error!r}")
+            await self.end(f"{what}: {error!r}", keeps_group=keeps_group)
             raise WeightUpdateFailed(f"{what}: {error!r}") from error
 
-    async def end(self, reason: str) -> None:
+    async def end(self, reason: str, *, keeps_group: bool | None = None) -> None:
         """Ends the update and its group; the weights stay as they are.
 
         Does nothing while the model changes.
+
+        Args:
+            keeps_group: whether the group stays; None: if it can be used again.
         """
         if self.state.phase is Phase.APPLYING:
             return
         if self.state.phase is not Phase.CLOSED:
-            self.state.end(reason)
+            keeps = self._keeps_group() if keeps_group is None else keeps_group
+            self.state.end(reason, keeps_group=keeps)
         logger.warning("a weight update or its group has ended: %s", reason)
         await self._release()
 
@@ -430,9 +482,9 @@ class Updates:
             await self._pauses.end_commit(self._engine)
 
 
-def receive_step(update_id: str) -> tuple[str, str]:
+def stop_step(update_id: str) -> tuple[str, str]:
     """The name of the step that stops generation before an update's tensors arrive."""
-    return "receive", update_id
+    return "stop", update_id
 
 
 def staging_of(answers: list[dict[str, Any]]) -> str:

@@ -4,6 +4,7 @@ import os
 
 from flask import Blueprint, Response
 
+from app.http.query import query_flag
 from app.http.responses import json_response
 from app.service import current_service
 
@@ -17,6 +18,7 @@ def health() -> Response:
     return json_response({"status": "ok"})
 
 
+@blueprint.get("/liveness/")
 @blueprint.get("/live/")
 def live() -> Response:
     """200 whenever this process answers."""
@@ -50,10 +52,12 @@ def ready() -> Response:
 def get_world_size() -> Response:
     """`{"world_size": …}`: tensor-parallel times pipeline-parallel size, summed over all workers.
 
+    With `include_dp=false` in the query it is that of one worker, as in vLLM's server.
     TRL's client adds itself as the last rank of the weight-update group. Workers that are not ready
     count too: a smaller group would exclude them from all updates.
     """
     link = current_service().link
     link.wait_for_heartbeats()
-    world_size = link.facts.world_size * len(link.workers)
+    num_counted = len(link.workers) if query_flag("include_dp", default=True) else 1
+    world_size = link.facts.world_size * num_counted
     return json_response({"world_size": world_size})

@@ -29,7 +29,10 @@ def chat() -> Response:
         check_num_completions(len(body.messages), options.n, limit, "messages")
         adapter = admission.adapter_named(body.lora_name, "lora_name")
         prompts = _render_prompts(admission, body)
-        results = run_prompts(admission, prompts, options, adapter=adapter)
+        results = run_prompts(
+            admission, prompts, options,
+            adapter=adapter, min_weight_version=body.min_weight_version,
+        )  # fmt: skip
         return token_response(prompts, results, options)
 
 

@@ -35,5 +35,8 @@ def generate() -> Response:
             for index, (token_ids, sent) in enumerate(zip(prompt_ids, body.prompts, strict=True))
         ]
         adapter = admission.adapter_named(body.lora_name, "lora_name")
-        results = run_prompts(admission, prompts, options, adapter=adapter)
+        results = run_prompts(
+            admission, prompts, options,
+            adapter=adapter, min_weight_version=body.min_weight_version,
+        )  # fmt: skip
         return token_response(prompts, results, options)

@@ -47,7 +47,9 @@ def get_sequence_logprobs() -> Response:
         prompts = _check_sequences(admission, body)
         # vLLM generates at least one token.
         options = SamplingOptions(max_tokens=1, prompt_logprobs=body.top_logprobs)
-        results = run_prompts(admission, prompts, options)
+        results = run_prompts(
+            admission, prompts, options, min_weight_version=body.min_weight_version
+        )
         scored = [
             _score(result, prompt, length, body.top_logprobs)
             for result, prompt, length in zip(results, prompts, body.prompt_lengths, strict=True)

@@ -1,7 +1,6 @@
 """The checked request of an OpenAI route, and the objects of its response."""
 
 import time
-import uuid
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -51,7 +50,7 @@ class OpenAIRequest(NamedTuple):
         kind = "chat.completion" if self.is_chat else "text_completion"
         prefix = "chatcmpl" if self.is_chat else "cmpl"
         return {
-            "id": f"{prefix}-{uuid.uuid4().hex}",
+            "id": f"{prefix}-{self.admission.client_id}",
             "object": f"{kind}.chunk" if is_stream and self.is_chat else kind,
             "created": int(time.time()),
             "model": self.adapter or self.admission.facts.model,

@@ -106,6 +106,7 @@ def _respond(request: OpenAIRequest) -> Response:
         request.options,
         adapter=request.adapter,
         chat=request.chat,
+        min_weight_version=request.fields.min_weight_version,
     )
     return json_response(whole_answer(request, results))
 

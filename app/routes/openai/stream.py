@@ -44,6 +44,7 @@ def stream(request: OpenAIRequest) -> Response:
         is_streamed=True,
         adapter=request.adapter,
         chat=request.chat,
+        min_weight_version=request.fields.min_weight_version,
     )
     at_end = admission.at_end
     at_end.callback(

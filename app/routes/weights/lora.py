@@ -1,5 +1,7 @@
 """LoRA adapters: `POST /v1/load_lora_adapter` and `/v1/unload_lora_adapter`, as in vLLM's server.
 
+prime-rl calls both without `/v1`.
+
 Unlike in vLLM, loading a name again replaces its version, at all workers or at none, while running
 requests keep the old version.
 """
@@ -19,6 +21,7 @@ from titopool.wire.pool_state import next_clock
 blueprint = Blueprint("adapters", __name__)
 
 
+@blueprint.post("/load_lora_adapter/")
 @blueprint.post("/v1/load_lora_adapter/")
 def load_adapter() -> Response:
     """Loads an adapter, or a new version of an adapter, from a folder."""
@@ -50,6 +53,7 @@ def load_adapter() -> Response:
     return json_response({"lora_name": body.lora_name, "version": version})
 
 
+@blueprint.post("/unload_lora_adapter/")
 @blueprint.post("/v1/unload_lora_adapter/")
 def unload_adapter() -> Response:
     """Unloads an adapter; requests that still run finish with it."""

@@ -2,31 +2,54 @@
 
 from flask import Blueprint, Response, request
 
+from app.http.query import query_choice, query_flag
 from app.http.responses import json_response
 from app.pool.command_sender import results_of, successful_results
-from app.routes.weights.workers import reachable_workers, worker_statuses
+from app.routes.weights.workers import reachable_workers, step_timeout_s, worker_statuses
 from app.schemas.decoding import decode_body
-from app.schemas.weights import PAUSE_BODY
+from app.schemas.weights import MAX_LEASE_S, PAUSE_BODY, PauseBody
 from app.service import current_service
 from titopool.wire.commands import Pause, Resume
-from titopool.wire.pool_state import next_clock
+from titopool.wire.pool_state import PauseMode, next_clock
 
 blueprint = Blueprint("pauses", __name__)
 
 
+# vLLM's names of the pause modes.
+STOCK_MODES: dict[str, PauseMode] = {"abort": "abort", "wait": "drain", "keep": "keep"}
+
+
 @blueprint.post("/pause/")
 def pause() -> Response:
-    """Stops generation at every worker for at most `lease_s`; a second call renews the lease."""
-    body = decode_body(request.get_data(), PAUSE_BODY)
+    """Stops generation at every worker for a lease; a second call renews the lease.
+
+    A query or an empty body is vLLM's form, whose lease is that of a step of an update, and which
+    calls of vLLM's routes for weights renew. A JSON body is titopool's form.
+    """
+    if request.args or not request.get_data():
+        return _pause(_stock_body(), is_renewed=True)
+    return _pause(decode_body(request.get_data(), PAUSE_BODY), is_renewed=False)
+
+
+def _stock_body() -> PauseBody:
+    """The body that means the same as vLLM's query."""
+    mode = query_choice("mode", STOCK_MODES, default="abort")
+    # A commit empties the caches in any case.
+    query_flag("clear_cache", default=True)
+    return PauseBody(mode=mode, lease_s=min(step_timeout_s(), MAX_LEASE_S))
+
+
+def _pause(body: PauseBody, *, is_renewed: bool) -> Response:
     commands, workers = reachable_workers()
     # A drain takes as long as the longest request.
     timeout_s = current_service().config.request_timeout_s
-    action = Pause(body.mode, body.lease_s, next_clock(commands.pool_state.pause.clock))
+    clock = next_clock(commands.pool_state.pause.clock)
+    action = Pause(body.mode, body.lease_s, clock, is_renewed)
     outcomes = commands.gather_outcomes(workers, action, timeout_s=timeout_s)
     # A worker that is loading or was lost learns of the pause before it gets jobs.
     results_of([one for one in outcomes if not one.was_unreachable])
     successful_results(outcomes)
-    return json_response({"is_paused": True, "lease_s": body.lease_s})
+    return json_response({"status": "paused", "is_paused": True, "lease_s": body.lease_s})
 
 
 @blueprint.post("/resume/")
@@ -36,7 +59,7 @@ def resume() -> Response:
     action = Resume(next_clock(commands.pool_state.pause.clock))
     results = successful_results(commands.gather_outcomes(workers, action))
     was_paused = any(result["was_paused"] for result in results)
-    return json_response({"is_paused": False, "was_paused": was_paused})
+    return json_response({"status": "resumed", "is_paused": False, "was_paused": was_paused})
 
 
 @blueprint.get("/is_paused/")

@@ -1,8 +1,8 @@
 """Weight updates of TRL's `VLLMClient`: one call per parameter, without begin or commit.
 
 The client joins the group, and sends a tensor, only after the response, so each call is answered
-once every worker has accepted it. An update ends at `/reset_prefix_cache/`, once all of the model's
-tensors are received, or at a generation (`workers/serving/control.py`).
+once every worker has accepted it. An update ends at `/reset_prefix_cache/`
+(`app/routes/vllm_rl/caches.py`), once all of the model's tensors are received, or at a generation (`workers/serving/control.py`).
 """
 
 import re
@@ -11,11 +11,12 @@ import uuid
 from flask import Blueprint, Response, request
 
 from app.http.responses import json_response
-from app.pool.command_sender import STEP_MARGIN_S, Result, results_of, successful_results
+from app.pool.command_sender import Result, successful_results
 from app.routes.weights.trl_relay import is_of_this_host, start_relay
 from app.routes.weights.workers import (
     all_workers,
     check_world_size,
+    commit_timeout_s,
     reachable_workers,
     step_timeout_s,
 )
@@ -24,7 +25,6 @@ from app.schemas.weights import TRL_INIT_BODY, TRL_TENSOR_BODY
 from app.service import current_service
 from titopool.errors import InvalidRequest, TitopoolError
 from titopool.wire.commands import (
-    FinishTensors,
     JoinGroup,
     LeaveGroup,
     ReceiveTensor,
@@ -81,11 +81,6 @@ def listening_address() -> str:
     return current_service().config.host
 
 
-def commit_timeout_s() -> float:
-    """How long a worker may take to accept a call: it first ends the previous update."""
-    return 3 * step_timeout_s() + STEP_MARGIN_S
-
-
 def host_of(endpoint: str) -> str:
     """The host at which other workers reach the worker at `endpoint`."""
     match = re.fullmatch(r"tcp://\[?(.+?)\]?:\d+", endpoint)
@@ -102,7 +97,10 @@ def update_named_param() -> Response:
 
     def action(index: int, first: Result) -> ReceiveTensor:
         clock = first.get("clock", commands.pool_state.weights.clock)
-        return ReceiveTensor(tensor, first.get("update_id", update_id), first.get("version"), clock)
+        return ReceiveTensor(
+            tensor, first.get("update_id", update_id), first.get("version"), clock,
+            first.get("base_clock"),
+        )  # fmt: skip
 
     # The client cannot broadcast to a group that one worker has left.
     undo = LeaveGroup(None)
@@ -113,17 +111,6 @@ def update_named_param() -> Response:
         commands.gather_outcomes(workers, undo)
         raise
     return json_response({"message": "Request received, updating named parameter"})
-
-
-@blueprint.post("/reset_prefix_cache/")
-def reset_prefix_cache() -> Response:
-    """Ends the update, if one has begun, and empties the prefix caches."""
-    commands, workers = all_workers()
-    commands.send_first_then_others(
-        workers, lambda index, first: FinishTensors(), timeout_s=commit_timeout_s()
-    )
-    results_of(commands.await_step(workers, "finish", "trl", timeout_s=3 * step_timeout_s()))
-    return json_response({"message": "Request received, resetting prefix cache"})
 
 
 @blueprint.post("/close_communicator/")

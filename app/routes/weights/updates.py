@@ -24,9 +24,9 @@ from app.schemas.weights import (
     BEGIN_BODY,
     CLOSE_BODY,
     COMMIT_BODY,
-    FOLDER_BODY,
     INIT_BODY,
     BeginBody,
+    FolderBody,
 )
 from titopool.errors import Conflict, InvalidRequest
 from titopool.wire.commands import (
@@ -78,7 +78,7 @@ def begin() -> Response:
         clock = first.get("clock", commands.pool_state.weights.clock)
         return BeginUpdate(
             body.session, update_id, version, clock, tensors, body.chunk_bytes, body.partial,
-            body.policy,
+            body.policy, first.get("base_clock"),
         )  # fmt: skip
 
     undo = AbortUpdate(update_id, BEGIN_FAILED)
@@ -141,10 +141,8 @@ def close() -> Response:
     return json_response({"session": body.session})
 
 
-@blueprint.post("/update_weights/")
-def update_weights() -> Response:
-    """Loads the weights of a folder that every worker can read."""
-    body = decode_body(request.get_data(), FOLDER_BODY)
+def update_from_folder(body: FolderBody) -> Response:
+    """`POST /update_weights` without `update_info`: loads a folder that every worker can read."""
     folder = body.path or body.weight_dir
     if folder is None or (body.path and body.weight_dir):
         raise InvalidRequest(

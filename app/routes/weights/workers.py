@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from app.pool.command_sender import CommandSender, Outcome
+from app.pool.command_sender import STEP_MARGIN_S, CommandSender, Outcome
 from app.pool.records import Worker
 from app.service import current_service
 from titopool.errors import InvalidRequest, NoReadyWorker
@@ -17,6 +17,16 @@ def all_workers() -> tuple[CommandSender, list[Worker]]:
     """
     commands = _commands()
     return commands, commands.all_workers()
+
+
+def whole_pool() -> tuple[CommandSender, list[Worker]]:
+    """As `all_workers`, for calls of stock trainers.
+
+    Raises:
+        Conflict: a worker is unreachable, still loads or serves another model; it names them all.
+    """
+    commands = _commands()
+    return commands, commands.whole_pool()
 
 
 def reachable_workers() -> tuple[CommandSender, list[Worker]]:
@@ -49,18 +59,27 @@ def step_timeout_s() -> float:
     return current_service().config.weight_update_timeout_s
 
 
-def check_world_size(given: int, workers: Sequence[Worker]) -> int:
+def commit_timeout_s() -> float:
+    """How long a worker may take to accept a call that first ends an update."""
+    return 3 * step_timeout_s() + STEP_MARGIN_S
+
+
+def check_world_size(given: int, workers: Sequence[Worker], num_others: int = 1) -> int:
     """The number of ranks of one worker.
 
+    Args:
+        num_others: ranks before those of the workers; the trainer has rank 0.
+
     Raises:
-        InvalidRequest: `given` is not the number of all workers' ranks plus the trainer's.
+        InvalidRequest: `given` is not the number of all workers' ranks plus `num_others`.
     """
     size = current_service().link.facts.world_size
-    expected = size * len(workers) + 1
+    expected = size * len(workers) + num_others
     if given != expected:
+        others = "the trainer" if num_others == 1 else f"rank_offset {num_others}"
         raise InvalidRequest(
             f"world_size: expected {expected} ({len(workers)} workers with {size} ranks each, and "
-            f"the trainer), got {given}; ask /get_world_size",
+            f"{others}), got {given}; ask /get_world_size",
             param="world_size",
         )
     return size

@@ -1,0 +1,15 @@
+"""vLLM's routes for reinforcement learning, which TRL from 1.11 on and other trainers call.
+
+Runs in: each gunicorn process. Imports: `app.routes.weights`, `app.service`, `schemas`, `pool`,
+`http`. Requests and answers are those of vLLM 0.33 (`entrypoints/rl/online/api_router.py`), so that
+the pool looks like one server with the ranks of all its engines. Errors have titopool's shape. All
+routes but those of `server_info` need the admin key (`app/http/auth.py`).
+"""
+
+from flask import Blueprint
+
+from app.routes.vllm_rl import aborts, caches, checksums, refused, versions, weight_transfer
+
+blueprint = Blueprint("vllm_rl", __name__)
+for routes in (weight_transfer, versions, checksums, caches, aborts, refused):
+    blueprint.register_blueprint(routes.blueprint)

@@ -1,0 +1,37 @@
+"""`POST /abort_requests`: ends requests in flight with the tokens that they have."""
+
+from flask import Blueprint, Response, request
+
+from app.http.responses import json_response
+from app.pool.command_sender import successful_results
+from app.routes.weights.workers import reachable_workers
+from app.schemas.decoding import decode_body
+from app.schemas.vllm_rl import ABORT_REQUESTS_BODY
+from titopool.wire.commands import AbortRequests
+
+blueprint = Blueprint("aborts", __name__)
+
+# How the ids begin that OpenAI's routes answer with.
+PREFIXES = ("chatcmpl-", "cmpl-")
+
+
+@blueprint.post("/abort_requests/")
+def abort_requests() -> Response:
+    """Ends the requests with these ids at all workers; without ids, all requests.
+
+    An id is the header X-Request-Id of the request, or the id that OpenAI's routes answer with.
+    Prompts that wait in a front end's queue are not in flight.
+    """
+    body = decode_body(request.get_data(), ABORT_REQUESTS_BODY)
+    # As in vLLM, no id means all requests.
+    wanted = [_bare(one) for one in body.request_ids] if body.request_ids else None
+    commands, workers = reachable_workers()
+    results = successful_results(commands.gather_outcomes(workers, AbortRequests(wanted)))
+    aborted = sum(one["num_aborted"] for one in results)
+    return json_response({"status": "aborted", "aborted": aborted})
+
+
+def _bare(request_id: str) -> str:
+    for prefix in PREFIXES:
+        request_id = request_id.removeprefix(prefix)
+    return request_id

@@ -1,0 +1,63 @@
+"""Routes that empty caches. `/reset_prefix_cache` also ends an update, for TRL's old and new client."""
+
+import uuid
+
+from flask import Blueprint, Response
+
+from app.http.query import query_flag
+from app.http.responses import json_response
+from app.pool.command_sender import results_of
+from app.routes.vllm_rl.statuses import never_repeated
+from app.routes.vllm_rl.weight_transfer import end_tensors
+from app.routes.weights.commit import commit_update
+from app.routes.weights.workers import commit_timeout_s, step_timeout_s, whole_pool
+from titopool.wire.commands import ClearCaches, EndTensors, FinishTensors, PrepareUpdate
+
+blueprint = Blueprint("caches", __name__)
+
+
+@blueprint.post("/reset_prefix_cache/")
+@never_repeated
+def reset_prefix_cache() -> Response:
+    """Commits what is staged, and empties the caches; a body is ignored.
+
+    Requests in flight always continue, and there is no external cache, so that the two flags of
+    vLLM's query change nothing.
+    """
+    query_flag("reset_running_requests", default=False)
+    query_flag("reset_external", default=False)
+    commands, workers = whole_pool()
+    ended = end_tensors(commands, workers, EndTensors(is_last_call=True))
+    if update_id := ended.get("update_id"):
+        # The commit empties the caches.
+        commit_update(commands, workers, PrepareUpdate(update_id, None))
+    else:
+        commands.send_first_then_others(
+            workers, lambda index, first: FinishTensors(), timeout_s=commit_timeout_s()
+        )
+        timeout_s = 3 * step_timeout_s()
+        results_of(commands.await_step(workers, "finish", "trl", timeout_s=timeout_s))
+    return json_response({"success": True, "message": "Request received, resetting prefix cache"})
+
+
+@blueprint.post("/reset_mm_cache/")
+@never_repeated
+def reset_mm_cache() -> Response:
+    """Empties the caches of processed images."""
+    return _clear_caches()
+
+
+@blueprint.post("/reset_encoder_cache/")
+@never_repeated
+def reset_encoder_cache() -> Response:
+    """Empties the caches of encoded images."""
+    return _clear_caches()
+
+
+def _clear_caches() -> Response:
+    """Empties all caches: to empty more than was asked for costs time only."""
+    commands, workers = whole_pool()
+    name = uuid.uuid4().hex
+    results_of(commands.gather_outcomes(workers, ClearCaches(name)))
+    results_of(commands.await_step(workers, "clear", name, timeout_s=step_timeout_s()))
+    return json_response({"success": True})

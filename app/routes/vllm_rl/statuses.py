@@ -1,0 +1,46 @@
+"""Statuses of errors that do a stock trainer no harm.
+
+TRL's client sends a request again after 429, 500, 502 and 503. A repeated call for weights would
+begin a second receive while the trainer's first broadcast still waits. So such errors become 409,
+with the same code and message, and every answer is JSON.
+"""
+
+import functools
+import logging
+from collections.abc import Callable
+from http import HTTPStatus
+
+from flask import Response, request
+from gunicorn.http.errors import ParseException
+from werkzeug.exceptions import HTTPException
+
+from app.http.responses import json_response
+from titopool.errors import TitopoolError
+
+logger = logging.getLogger(__name__)
+
+# Statuses after which TRL's client (1.16) or urllib3 sends the request again.
+REPEATED = frozenset((429, 500, 502, 503))
+Handler = Callable[[], Response]
+
+
+def never_repeated(handler: Handler) -> Handler:
+    """Answers with 409 where the handler's error has a status after which a client calls again."""
+
+    @functools.wraps(handler)
+    def call() -> Response:
+        try:
+            return handler()
+        except TitopoolError as error:
+            if error.status not in REPEATED:
+                raise
+            found = error
+        except (HTTPException, ParseException):
+            # A body that is too large or cannot be read.
+            raise
+        except Exception:
+            logger.exception("%s %s failed", request.method, request.path)
+            found = TitopoolError("the front end failed on this request; its log has the reason")
+        return json_response(found.to_dict(), HTTPStatus.CONFLICT)
+
+    return call

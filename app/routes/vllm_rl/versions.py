@@ -1,0 +1,34 @@
+"""The trainer's own name (label) of the version that serves.
+
+The pool's version is an integer that grows with each update. vLLM's routes show the label in its
+place, which is the integer as text unless the trainer gave another one.
+"""
+
+from flask import Blueprint, Response, request
+
+from app.http.responses import json_response
+from app.pool.command_sender import successful_results
+from app.routes.vllm_rl.statuses import never_repeated
+from app.routes.weights.workers import reachable_workers
+from app.schemas.decoding import decode_body
+from app.schemas.vllm_rl import VERSION_BODY
+from titopool.wire.commands import SetLabel
+from titopool.wire.pool_state import next_clock
+
+blueprint = Blueprint("versions", __name__)
+
+
+@blueprint.post("/update_weight_version/")
+@never_repeated
+def update_weight_version() -> Response:
+    """Gives the version that serves another label; the weights stay."""
+    body = decode_body(request.get_data(), VERSION_BODY)
+    set_label(body.new_version)
+    return json_response({"success": True, "new_version": body.new_version})
+
+
+def set_label(label: str) -> None:
+    """Sets the label at the workers that answer; the others learn of it from the pool's state."""
+    commands, workers = reachable_workers()
+    clock = next_clock(commands.pool_state.weights.label_clock)
+    successful_results(commands.gather_outcomes(workers, SetLabel(label, clock)))

@@ -1,0 +1,157 @@
+"""Updates through vLLM's routes with a real engine: exact weights, or the old ones."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.rl_trainer import InThread, stock_trainer
+from tests.servers import Server, wait_until
+from tests.trainer import tensors_of
+from tests.weights import assert_serves, states
+
+LAYER = "model.layers.0.self_attn."
+
+
+@pytest.fixture(scope="module")
+def other(other_model: str) -> list[tuple[str, Any]]:
+    return tensors_of(other_model)
+
+
+@pytest.fixture(scope="module")
+def own(tiny_model: str) -> list[tuple[str, Any]]:
+    return tensors_of(tiny_model)
+
+
+@pytest.fixture(autouse=True)
+def own_weights(single_server: Server, own: Any, tiny_model: str) -> Iterator[None]:
+    """The model's own weights serve afterwards."""
+    yield
+    with stock_trainer(single_server) as trainer:
+        trainer.update(own)
+    assert_serves(single_server, tiny_model)
+
+
+def split(tensors: list[Any], size: int) -> list[list[Any]]:
+    return [tensors[begin : begin + size] for begin in range(0, len(tensors), size)]
+
+
+@pytest.mark.parametrize("size", [1000, 5, 1])
+def test_an_update_is_exact_in_any_number_of_lists(
+    single_server: Server, own: Any, other: Any, tiny_model: str, other_model: str, size: int
+):
+    server = single_server
+    with stock_trainer(server) as trainer:
+        before = trainer.call("/weight_checker", {"action": "checksum"})["checksums"]
+        first = trainer.update(*split(other, size), body={"weight_version": "other"})
+        assert_serves(server, other_model)
+        assert server.get("/weight_info").json() == {"weight_version": "other"}
+        changed = trainer.call("/weight_checker", {"action": "compare", "baseline": before})
+        assert not changed["match"]
+        assert trainer.update(*split(own, size))["version"] == first["version"] + 1
+        assert_serves(server, tiny_model)
+        same = trainer.call("/weight_checker", {"action": "compare", "baseline": before})
+        assert same == {"match": True, "mismatches": []}
+
+
+def test_parts_of_a_layer_are_applied_when_it_is_whole(
+    single_server: Server, own: Any, other: Any, tiny_model: str, other_model: str
+):
+    parts = {name.removeprefix(LAYER): (name, one) for name, one in other if name.startswith(LAYER)}
+    fused = [parts.pop(f"{part}_proj.weight") for part in "qkv"]
+    rest = [(name, one) for name, one in other if not name.startswith(LAYER)]
+    with stock_trainer(single_server) as trainer:
+        # As TRL's update_named_param: an update for each tensor.
+        for part, waits_for in ((fused[0], ["k_proj", "v_proj"]), (fused[1], ["v_proj"])):
+            found = trainer.update([part])["waits_for"]
+            assert [name in found for name in ("q_proj", "k_proj", "v_proj")] == [
+                name in waits_for for name in ("q_proj", "k_proj", "v_proj")
+            ]
+            assert_serves(single_server, tiny_model)
+        trainer.update([fused[2]])
+        trainer.update(*[[one] for one in (*parts.values(), *rest)])
+        assert_serves(single_server, other_model)
+        assert trainer.call("/reset_prefix_cache")["success"] is True
+        trainer.update([fused[0]])
+        answer = single_server.post("/reset_prefix_cache", None)
+        assert answer.status_code == 400
+        assert "send these too" in answer.json()["error"]["message"]
+        assert_serves(single_server, other_model)
+
+
+def test_a_list_that_does_not_fit_is_refused_before_it_is_received(
+    single_server: Server, other: Any, tiny_model: str, other_model: str
+):
+    wrong = {
+        "name": [("model.nothing", other[0][1]), *other[1:]],
+        "shape": [(other[0][0], other[0][1][:-1]), *other[1:]],
+        "dtype": [(other[0][0], other[0][1].int()), *other[1:]],
+    }
+    for tensors in wrong.values():
+        with stock_trainer(single_server) as trainer:
+            trainer.call("/start_weight_update")
+            answer = trainer.send(tensors, num_sent=0)
+            assert answer.status_code == 400, answer.text
+            assert states(single_server) == ["closed"]
+        assert_serves(single_server, tiny_model)
+    with stock_trainer(single_server) as trainer:
+        trainer.update(other)
+        assert_serves(single_server, other_model)
+
+
+def test_a_trainer_that_dies_in_a_list_leaves_the_old_weights(
+    single_server: Server, other: Any, tiny_model: str
+):
+    with stock_trainer(single_server) as trainer:
+        trainer.call("/start_weight_update")
+        info = {
+            "names": [name for name, _ in other],
+            "dtype_names": ["float32"] * len(other),
+            "shapes": [list(one.shape) for _, one in other],
+        }
+        call = InThread(single_server, "/update_weights", {"update_info": info})
+        wait_until(lambda: awaited(single_server) is not None, 10)
+        found = awaited(single_server)
+        assert found is not None
+        assert found["tensor"] in info["names"]
+        trainer.group.abort()
+        answer = call.answer()
+        assert answer.status_code == 409, answer.text
+        wait_until(lambda: states(single_server) == ["closed"], 20)
+    assert_serves(single_server, tiny_model)
+
+
+def awaited(server: Server) -> dict[str, Any] | None:
+    (worker,) = server.get("/weights").json()["workers"]
+    found: dict[str, Any] | None = worker["awaited"]
+    return found
+
+
+def test_a_stock_trainer_finds_what_it_reads(single_server: Server):
+    config = single_server.get("/server_info?config_format=json").json()["vllm_config"]
+    assert config["model_config"] == {
+        "logprobs_mode": "processed_logprobs",
+        "dtype": "torch.float32",
+    }
+    assert config["weight_transfer_config"]["backend"] in ("gloo", "nccl")
+    assert config["lora_config"] is None
+
+
+def test_requests_are_aborted_by_their_ids_or_all(single_server: Server):
+    body = {
+        "prompts": [[1, 2, 3]], "n": 2, "max_tokens": 900,
+        "generation_kwargs": {"ignore_eos": True},
+    }  # fmt: skip
+
+    def ask(name: str) -> InThread:
+        return InThread(single_server, "/generate/", body, headers={"X-Request-Id": name})
+
+    first, second = ask("first"), ask("second")
+    wait_until(lambda: sum(single_server.metrics("sequences").values()) == 4, 20)
+    for ids, call in ((["first"], first), ([], second)):
+        answer = single_server.post("/abort_requests", {"request_ids": ids})
+        assert answer.json() == {"status": "aborted", "aborted": 1}, answer.text
+        result = call.answer().json()
+        assert result["finish_reasons"] == ["abort", "abort"]
+        assert all(len(one) < 900 for one in result["completion_ids"])
+    assert single_server.generate([[1, 2]], max_tokens=2)["finish_reasons"] != ["abort"]

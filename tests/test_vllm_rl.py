@@ -1,0 +1,540 @@
+"""vLLM's routes for reinforcement learning over HTTP, with stub engines: bodies, orders, statuses."""
+
+import random
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import requests
+
+from tests.conftest import StartStub
+from tests.servers import REPOSITORY, Server, environment, running_server, wait_until
+
+StartServer = Callable[..., Server]
+TENSORS = {"names": ["w"], "dtype_names": ["torch.float32"], "shapes": [[2, 2]]}
+
+
+@pytest.fixture(scope="module")
+def shared_pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Two stub workers behind two gunicorn processes."""
+    folder = tmp_path_factory.mktemp("pool")
+    endpoints = [f"ipc://{folder}/worker-{index}" for index in range(2)]
+    workers = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.stub_worker", "--endpoint", one, "--worker-id", one[-1]],
+            env=environment(TITOPOOL_WEIGHT_UPDATE_TIMEOUT_S="3"),
+            cwd=REPOSITORY,
+        )
+        for one in endpoints
+    ]
+    options = ("--num-front-ends", "2", "--weight-update-timeout-s", "3")
+    try:
+        with running_server(
+            "--endpoints", ",".join(endpoints), *options, log=folder / "log", num_workers=2
+        ) as server:
+            yield server
+    finally:
+        for worker in workers:
+            worker.kill()
+            worker.wait()
+
+
+@pytest.fixture
+def pool(shared_pool: Server) -> Server:
+    """The shared pool without a group, an update or a pause."""
+    shared_pool.post("/resume", {})
+    for path in ("/finish_weight_update", "/shutdown_weight_transfer_engine"):
+        shared_pool.post(path, {})
+    shared_pool.post("/close_communicator", {})
+    wait_until(lambda: states(shared_pool) == ["closed", "closed"], 10)
+    return shared_pool
+
+
+@pytest.fixture
+def port() -> Iterator[int]:
+    """A trainer's port with a listener."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        yield listening.getsockname()[1]
+
+
+def init_info(port: int, **fields: Any) -> dict[str, Any]:
+    info = {
+        "master_address": "127.0.0.1", "master_port": port, "rank_offset": 1, "world_size": 3,
+        "backend": "gloo",
+    }  # fmt: skip
+    return {"init_info": {key: one for key, one in {**info, **fields}.items() if one is not None}}
+
+
+def good(server: Server, path: str, body: Any = None) -> dict[str, Any]:
+    answer = server.post(path, body)
+    assert answer.status_code == 200, f"{path}: {answer.text}"
+    result: dict[str, Any] = answer.json()
+    return result
+
+
+def init(server: Server, port: int, **fields: Any) -> None:
+    answer = good(server, "/init_weight_transfer_engine", init_info(port, **fields))
+    assert answer == {"message": "Weight transfer initialized"}
+
+
+def send(server: Server, **fields: Any) -> None:
+    answer = good(server, "/update_weights", {"update_info": {**TENSORS, **fields}})
+    assert answer == {"message": "Weights updated"}
+
+
+def update(server: Server, body: Any = None) -> dict[str, Any]:
+    started = good(server, "/start_weight_update", {"is_checkpoint_format": True})
+    assert started == {"message": "Weight update started"}
+    send(server)
+    return good(server, "/finish_weight_update", body)
+
+
+def error_of(answer: requests.Response) -> tuple[int, str]:
+    return answer.status_code, answer.json()["error"]["message"]
+
+
+def states(server: Server) -> list[str]:
+    return [one["state"] for one in server.get("/weights").json()["workers"]]
+
+
+def label(server: Server) -> str:
+    return str(server.get("/weight_info").json()["weight_version"])
+
+
+def version(server: Server) -> int:
+    """The version that all workers serve."""
+    (found,) = {one["weight_version"] for one in server.get("/weights").json()["workers"]}
+    return int(found)
+
+
+# ---- what a trainer reads ----------------------------------------------------------------
+
+
+def test_server_info_has_what_trl_reads_and_nothing_else(pool: Server):
+    expected = {
+        "weight_transfer_config": {"backend": "gloo"},
+        "model_config": {"logprobs_mode": "processed_logprobs", "dtype": "torch.float32"},
+        "lora_config": {"max_lora_rank": 16, "max_loras": 8},
+        "parallel_config": {"data_parallel_size": 1},
+    }
+    for path in ("/server_info?config_format=json", "/server_info/?config_format=json"):
+        assert pool.get(path).json() == {"vllm_config": expected}
+    for path in ("/server_info", "/server_info?config_format=text"):
+        (text,) = pool.get(path).json().values()
+        assert isinstance(text, str)
+        assert '"backend":"gloo"' in text
+    assert error_of(pool.get("/server_info?config_format=yaml"))[0] == 400
+
+
+def test_the_pool_looks_like_one_server_with_all_ranks(pool: Server):
+    assert pool.get("/get_world_size").json() == {"world_size": 2}
+    assert pool.get("/get_world_size/?include_dp=true").json() == {"world_size": 2}
+    assert pool.get("/get_world_size?include_dp=false").json() == {"world_size": 1}
+    assert pool.get("/get_world_size?include_dp=maybe").status_code == 400
+    assert pool.get("/liveness").status_code == 200
+
+
+@pytest.mark.parametrize(
+    "method, path",
+    [("POST", "/sleep?level=1"), ("POST", "/wake_up/"), ("GET", "/is_sleeping"),
+     ("POST", "/collective_rpc"), ("POST", "/start_draft_weight_update")],
+)  # fmt: skip
+def test_routes_that_do_not_exist_here_are_refused_by_name(pool: Server, method: str, path: str):
+    answer = requests.request(method, pool.url + path, timeout=10)
+    status, text = error_of(answer)
+    assert (status, path.partition("?")[0].strip("/") in text) == (400, True)
+    assert answer.headers["Content-Type"] == "application/json"
+
+
+# ---- updates -----------------------------------------------------------------------------
+
+
+def test_updates_with_labels_and_the_integers_behind_them(pool: Server, port: int):
+    before = version(pool)
+    init(pool, port, packed=True, packed_num_buffers=2)
+    answer = update(pool)
+    assert (answer["message"], answer["lost"]) == ("Weight update finished", [])
+    assert answer["version"] == before + 1
+    assert label(pool) == str(before + 1)
+    assert update(pool, {"weight_version": "step-7"})["version"] == before + 2
+    assert label(pool) == "step-7"
+    renamed = good(pool, "/update_weight_version/", {"new_version": "final"})
+    assert renamed == {"success": True, "new_version": "final"}
+    # Every front end says so at once.
+    assert {label(pool) for _ in range(8)} == {"final"}
+    assert version(pool) == before + 2
+    assert pool.generate([[1, 2]], max_tokens=2)["weight_versions"] == [[[before + 2, 0]]]
+    # Without tensors only the label changes.
+    good(pool, "/start_weight_update")
+    assert good(pool, "/finish_weight_update", {"weight_version": "same"}) == {
+        "message": "Weight update finished"
+    }
+    assert label(pool) == "same"
+    assert version(pool) == before + 2
+
+
+def test_lists_append_and_an_empty_list_repeats_the_last(pool: Server, port: int):
+    before = version(pool)
+    init(pool, port)
+    good(pool, "/start_weight_update/", {})
+    for name in ("a", "b", "c"):
+        send(pool, names=[name])
+    good(pool, "/finish_weight_update/")
+    good(pool, "/start_weight_update")
+    send(pool, names=[], dtype_names=[], shapes=[])
+    good(pool, "/finish_weight_update")
+    assert version(pool) == before + 2
+    init(pool, port)
+    good(pool, "/start_weight_update")
+    empty = {"names": [], "dtype_names": [], "shapes": []}
+    status, text = error_of(pool.post("/update_weights", {"update_info": empty}))
+    assert (status, "send the names" in text) == (400, True)
+
+
+def test_the_calls_of_trl_after_an_update(pool: Server, port: int):
+    init(pool, port)
+    update(pool)
+    for path in ("/reset_prefix_cache", "/reset_prefix_cache/?reset_running_requests=true"):
+        assert good(pool, path)["success"] is True
+    # SkyRL sends the flags as JSON too.
+    assert good(pool, "/reset_prefix_cache", {"reset_external": False})["success"] is True
+    assert error_of(pool.post("/reset_prefix_cache?reset_external=perhaps", None))[0] == 400
+    for path in ("/reset_mm_cache", "/reset_encoder_cache/"):
+        assert good(pool, path) == {"success": True}
+    assert good(pool, "/shutdown_weight_transfer_engine") == {
+        "message": "Weight transfer shut down"
+    }
+    assert states(pool) == ["closed", "closed"]
+    good(pool, "/shutdown_weight_transfer_engine")
+
+
+def test_checksums_name_each_engine(pool: Server):
+    found = good(pool, "/weight_checker", {"action": "checksum"})["checksums"]
+    assert set(found) == {"dp0:pp0:pcp0:tp0:w", "dp1:pp0:pcp0:tp0:w"}
+    same = good(pool, "/weight_checker", {"action": "compare", "baseline": found})
+    assert same == {"match": True, "mismatches": []}
+    baseline = {**found, "dp1:pp0:pcp0:tp0:w": "other", "gone": "x"}
+    other = good(pool, "/weight_checker", {"action": "compare", "baseline": baseline})
+    assert other == {"match": False, "mismatches": ["dp1:pp0:pcp0:tp0:w", "gone"]}
+    assert error_of(pool.post("/weight_checker", {"action": "compare"}))[0] == 400
+    status, text = error_of(pool.post("/weight_checker", {"action": "reset"}))
+    assert (status, "writes zeros" in text) == (400, True)
+
+
+def test_a_stock_trainer_is_told_why_a_cpu_server_refuses_it(pool: Server, port: int):
+    answer = pool.post("/init_weight_transfer_engine", init_info(port, backend=None))
+    status, text = error_of(answer)
+    assert (status, "workers run on CPUs" in text) == (400, True)
+    assert states(pool) == ["closed", "closed"]
+
+
+def test_malformed_bodies_are_refused_before_anything_happens(pool: Server, port: int):
+    before = version(pool)
+    init(pool, port)
+    good(pool, "/start_weight_update")
+    nccl_id = "A" * 172
+    for path, body, text in [
+        ("/init_weight_transfer_engine", {}, "init_info"),
+        ("/init_weight_transfer_engine", init_info(port, world_size=4), "expected 3 (2 workers"),
+        ("/init_weight_transfer_engine", init_info(port, rank_offset=2), "expected 4 (2 workers"),
+        ("/init_weight_transfer_engine", init_info(port, rank_offset=0), "rank_offset"),
+        ("/init_weight_transfer_engine", init_info(port, master_port=None), "half an address"),
+        ("/init_weight_transfer_engine", init_info(port, nccl_unique_id_b64=nccl_id), "an address and an id"),
+        ("/init_weight_transfer_engine", init_info(port, backend="mpi"), "backend"),
+        ("/init_weight_transfer_engine", init_info(port, m2n_layout={}), "m2n_layout"),
+        ("/update_weights", {"update_info": [TENSORS, TENSORS]}, "one object"),
+        ("/update_weights", {"update_info": {**TENSORS, "shapes": []}}, "of one length"),
+        ("/update_weights", {"update_info": {"names": ["w", "w"], "dtype_names": ["f", "f"], "shapes": [[1], [1]]}}, "twice"),
+        ("/update_weights", {"update_info": {**TENSORS, "indices": []}}, "indices"),
+        ("/update_weights", {"update_info": {**TENSORS, "packed_buffer_size_bytes": 0}}, "packed_buffer_size_bytes"),
+        ("/update_weights", {"update_info": None}, "update_info"),
+        ("/update_weights", {"policy": "keep"}, "expected a folder"),
+        ("/finish_weight_update", {"weight_version": 7}, "weight_version"),
+        ("/update_weight_version", {}, "new_version"),
+        ("/abort_requests", [], "expected `object`"),
+        ("/pause?mode=gently", None, "abort, wait, keep"),
+    ]:  # fmt: skip
+        status, message = error_of(pool.post(path, body))
+        assert status == 400, (path, body, message)
+        assert text in message, path
+    # The update that had started goes on.
+    send(pool)
+    assert good(pool, "/finish_weight_update")["version"] == before + 1
+
+
+def test_calls_in_a_wrong_order_are_conflicts_that_say_the_state(pool: Server, port: int):
+    sending, before = {"update_info": TENSORS}, version(pool)
+
+    def refused(path: str, body: Any, text: str) -> None:
+        status, message = error_of(pool.post(path, body))
+        assert (status, text in message) == (409, True), (path, message)
+
+    refused("/start_weight_update", None, "call init_weight_transfer_engine first")
+    refused("/update_weights", sending, "call start_weight_update first")
+    refused("/finish_weight_update", None, "call start_weight_update first")
+    init(pool, port)
+    refused("/update_weights", sending, "call start_weight_update first")
+    good(pool, "/start_weight_update")
+    refused("/start_weight_update", None, "call finish_weight_update first")
+    refused("/shutdown_weight_transfer_engine", None, "no update")
+    send(pool)
+    # A repeated list is not received twice.
+    send(pool)
+    good(pool, "/finish_weight_update")
+    # As TRL's asynchronous client does after an error.
+    refused("/finish_weight_update", None, "call start_weight_update first")
+    assert version(pool) == before + 1
+
+
+def test_two_workers_receive_or_none(start_stub: StartStub, stub_server: StartServer, port: int):
+    start_stub(0, TITOPOOL_WEIGHT_UPDATE_TIMEOUT_S="2")
+    start_stub(1, "--slow", "take=9", TITOPOOL_WEIGHT_UPDATE_TIMEOUT_S="2")
+    server = stub_server(2, "--weight-update-timeout-s", "2")
+    init(server, port)
+    good(server, "/start_weight_update")
+    answer = server.post("/update_weights", {"update_info": TENSORS})
+    assert answer.status_code == 504, answer.text
+    wait_until(lambda: set(states(server)) == {"closed"}, 20, lambda: str(states(server)))
+    assert label(server) == "0"
+    assert server.generate([[1, 2]], max_tokens=2)["completion_ids"] == [[2, 1]]
+
+
+def test_a_group_that_does_not_form_is_a_504(
+    start_stub: StartStub, stub_server: StartServer, port: int
+):
+    start_stub(0, "--slow", "status=9", TITOPOOL_WEIGHT_UPDATE_TIMEOUT_S="1")
+    server = stub_server(1, "--weight-update-timeout-s", "1")
+    body = init_info(port, world_size=2)
+    status, text = error_of(server.post("/init_weight_transfer_engine", body))
+    assert (status, "did not form" in text) == (504, True)
+
+
+def test_a_worker_that_is_absent_is_named_and_nothing_is_repeated(
+    start_stub: StartStub, stub_server: StartServer, port: int
+):
+    start_stub(0)
+    gone = start_stub(1)
+    server = stub_server(2)
+    init(server, port)
+    good(server, "/start_weight_update")
+    gone.kill()
+    gone.wait()
+    wait_until(lambda: "unreachable" in states(server), 10)
+    for path, body in [
+        ("/init_weight_transfer_engine", init_info(port)),
+        ("/start_weight_update", None),
+        ("/update_weights", {"update_info": TENSORS}),
+        ("/finish_weight_update", None),
+        ("/reset_prefix_cache", None),
+        ("/weight_checker", {"action": "checksum"}),
+    ]:
+        status, text = error_of(server.post(path, body))
+        assert (status, "worker-1 does not answer" in text) == (409, True), (path, text)
+    # Once it is back, the trainer begins anew; the old weights served all the time.
+    start_stub(1)
+    wait_until(lambda: "unreachable" not in states(server), 30)
+    status, text = error_of(server.post("/finish_weight_update", None))
+    assert status == 409
+    init(server, port)
+    assert update(server)["version"] == 1
+
+
+def test_a_worker_that_fails_to_apply_is_named(
+    start_stub: StartStub, stub_server: StartServer, port: int
+):
+    start_stub(0)
+    start_stub(1, "--bad-weights")
+    server = stub_server(2)
+    init(server, port)
+    answer = update(server)
+    assert answer["version"] == 1
+    ((lost),) = answer["lost"]
+    assert "half loaded" in lost["error"]
+
+
+def test_no_worker_with_the_new_weights_is_a_conflict(
+    start_stub: StartStub, stub_server: StartServer, port: int
+):
+    start_stub(0, "--bad-weights")
+    server = stub_server(1)
+    init(server, port, world_size=2)
+    good(server, "/start_weight_update")
+    send(server)
+    answer = server.post("/finish_weight_update", None)
+    assert answer.status_code == 409
+    assert answer.json()["error"]["code"] == "weight_update_failed"
+    assert "Retry-After" not in answer.headers
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_routes_in_any_order_do_a_stock_trainer_no_harm(pool: Server, port: int, seed: int):
+    chance = random.Random(seed)
+    paths = [
+        ("/init_weight_transfer_engine", init_info(port)),
+        ("/start_weight_update", None),
+        ("/update_weights", {"update_info": TENSORS}),
+        ("/update_weights", {"update_info": {"names": [], "dtype_names": [], "shapes": []}}),
+        ("/finish_weight_update", {"weight_version": "step"}),
+        ("/shutdown_weight_transfer_engine", None),
+        ("/reset_prefix_cache", None),
+        ("/reset_mm_cache", None),
+        ("/update_weight_version", {"new_version": "v"}),
+        ("/weight_checker", {"action": "checksum"}),
+        ("/abort_requests", {"request_ids": ["none"]}),
+        ("/pause?mode=keep", None),
+        ("/resume", None),
+        ("/init_communicator", {"host": "0.0.0.0", "port": port, "world_size": 3}),
+        ("/update_named_param", {"name": "w", "dtype": "float32", "shape": [1]}),
+        ("/close_communicator", None),
+    ]
+    # Whole updates too, which chance alone seldom makes.
+    plan = [paths[0], paths[1], paths[2], paths[4]]
+    for turn in range(60):
+        path, body = plan[turn % 4] if chance.random() < 0.4 else chance.choice(paths)
+        answer = pool.post(path, body)
+        assert answer.status_code in (200, 400, 409), f"{path}: {answer.text}"
+        assert isinstance(answer.json(), dict)
+    good(pool, "/resume")
+    assert pool.generate([[1, 2, 3]], max_tokens=3)["completion_ids"] == [[3, 2, 1]]
+    wait_until(
+        lambda: len({one["weight_version"] for one in pool.get("/weights").json()["workers"]}) < 2,
+        20,
+        lambda: pool.get("/weights").text,
+    )
+
+
+# ---- pauses, aborts, adapters ------------------------------------------------------------
+
+
+def test_vllm_s_pause_has_a_lease_and_waits_for_no_body(pool: Server):
+    for path, body in [
+        ("/pause?mode=keep", None),
+        ("/pause?mode=wait&clear_cache=false", {}),
+        ("/pause", None),
+    ]:
+        answer = good(pool, path, body)
+        assert answer == {"status": "paused", "is_paused": True, "lease_s": 3.0}
+        assert pool.get("/is_paused").json()["is_paused"] is True
+        resumed = good(pool, "/resume/")
+        assert (resumed["status"], resumed["was_paused"]) == ("resumed", True)
+    own = good(pool, "/pause", {"mode": "drain", "lease_s": 2})
+    assert own["lease_s"] == 2
+    good(pool, "/resume", {})
+    good(pool, "/pause?mode=keep")
+    # A trainer that never resumes.
+    wait_until(lambda: not pool.get("/is_paused").json()["is_paused"], 10)
+
+
+def test_an_update_within_a_pause_leaves_it_and_renews_its_lease(pool: Server, port: int):
+    init(pool, port)
+    good(pool, "/pause?mode=keep")
+    end = time.monotonic() + 5
+    while time.monotonic() < end:
+        update(pool)
+        assert pool.get("/is_paused").json()["is_paused"] is True
+        time.sleep(0.3)
+    good(pool, "/resume")
+    assert pool.get("/is_paused").json()["is_paused"] is False
+
+
+def test_requests_are_aborted_by_id_or_all(start_stub: StartStub, stub_server: StartServer):
+    for index in range(2):
+        start_stub(index, "--delay-s", "60")
+    server = stub_server(2, "--num-front-ends", "2")
+    answers: dict[str, Any] = {}
+
+    def ask(name: str) -> None:
+        headers = {"X-Request-Id": name}
+        answers[name] = server.post("/generate/", {"prompts": [[1, 2]]}, headers=headers).json()
+
+    threads = [threading.Thread(target=ask, args=(f"r{number}",)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    wait_until(lambda: sum(server.metrics("sequences").values()) == 4, 20)
+    assert good(server, "/abort_requests", {"request_ids": ["unknown"]})["aborted"] == 0
+    # With the prefix of the id that OpenAI's routes answer with.
+    assert good(server, "/abort_requests", {"request_ids": ["r0", "cmpl-r1"]}) == {
+        "status": "aborted",
+        "aborted": 2,
+    }
+    wait_until(lambda: answers.keys() == {"r0", "r1"}, 10)
+    assert good(server, "/abort_requests/", {})["aborted"] == 2
+    for thread in threads:
+        thread.join(10)
+    assert {one["finish_reasons"][0] for one in answers.values()} == {"abort"}
+    assert len(answers) == 4
+
+
+# ---- versions ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "path, body",
+    [("/generate/", {"prompts": [[1, 2]]}), ("/v1/completions", {"prompt": [1, 2], "max_tokens": 2, "return_token_ids": True})],
+)  # fmt: skip
+def test_a_request_waits_for_its_version(pool: Server, port: int, path: str, body: Any):
+    answers: list[requests.Response] = []
+    wanted = version(pool) + 2
+    thread = threading.Thread(
+        target=lambda: answers.append(pool.post(path, {**body, "min_weight_version": wanted}))
+    )
+    init(pool, port)
+    thread.start()
+    assert update(pool)["version"] == wanted - 1
+    time.sleep(1)
+    assert not answers
+    assert update(pool)["version"] == wanted
+    thread.join(10)
+    (answer,) = answers
+    assert answer.status_code == 200, answer.text
+    result = answer.json()
+    spans = (
+        result["weight_versions"][0]
+        if path == "/generate/"
+        else result["choices"][0]["weight_versions"]
+    )
+    assert spans == [[wanted, 0]]
+    # The version is there, or a later one.
+    for number in (0, wanted - 1, wanted):
+        assert pool.post(path, {**body, "min_weight_version": number}).status_code == 200
+
+
+def test_a_version_that_does_not_come_is_a_conflict(
+    start_stub: StartStub, stub_server: StartServer
+):
+    start_stub(0)
+    server = stub_server(1, "--request-timeout-s", "1")
+    began = time.monotonic()
+    body = {"prompts": [[1, 2]], "min_weight_version": 5}
+    status, text = error_of(server.post("/generate/", body))
+    assert (status, "version 5 within 1 s" in text) == (409, True)
+    assert 0.9 < time.monotonic() - began < 4
+    assert error_of(server.post("/generate/", {**body, "min_weight_version": -1}))[0] == 400
+
+
+def test_a_client_that_leaves_while_it_waits_for_a_version_is_let_go(pool: Server):
+    body = {"prompts": [[1, 2]], "min_weight_version": version(pool) + 1}
+    with pytest.raises(requests.Timeout):
+        requests.post(pool.url + "/generate/", json=body, timeout=0.5)
+    time.sleep(0.5)
+    assert pool.generate([[1, 2]], max_tokens=2)["completion_ids"] == [[2, 1]]
+
+
+def test_a_label_survives_the_restart_of_all_workers(
+    start_stub: StartStub, stub_server: StartServer, port: int, tmp_path: Any
+):
+    run_dir = str(tmp_path / "run")
+    (tmp_path / "run").mkdir()
+    first = start_stub(0, TITOPOOL_RUN_DIR=run_dir)
+    server = stub_server(1)
+    good(server, "/update_weight_version", {"new_version": "step-3"})
+    first.kill()
+    first.wait()
+    start_stub(0, TITOPOOL_RUN_DIR=run_dir)
+    wait_until(lambda: server.get("/health").status_code == 200, 20)
+    assert label(server) == "step-3"

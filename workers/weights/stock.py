@@ -1,0 +1,382 @@
+"""Weight updates through vLLM's routes: start, lists of tensors, finish.
+
+The calls of vLLM's trainers, TRL's client from 1.11 on among them, name neither a session nor an
+update, and nothing closes a session. So a worker has at most one such session, the calls mean its
+update, and the next trainer replaces it. An update may end with parts of a layer: they stay staged
+until later updates bring the other parts.
+"""
+
+import asyncio
+import time
+from typing import Any
+
+import msgspec
+
+from titopool.errors import DeadlinePassed, InvalidRequest, WeightUpdateFailed
+from titopool.wire.commands import (
+    ClearCaches,
+    EndTensors,
+    JoinGroup,
+    LeaveStockGroup,
+    PrepareUpdate,
+    ReceiveTensors,
+    StartUpdate,
+    TensorInfo,
+)
+from titopool.wire.pool_state import PoolWeights
+from workers.weights.checks import check_whole_layers, is_listening
+from workers.weights.state import Phase
+from workers.weights.steps import Result
+from workers.weights.trl import TrlUpdates
+
+# How long a trainer may take to listen, from its call on: it does both at the same time.
+LISTEN_TIMEOUT_S = 30.0
+LISTEN_POLL_S = 0.1
+
+
+class TensorList(msgspec.Struct, frozen=True):
+    """A list of tensors, and the size of its chunks in bytes; 0: one broadcast for each tensor."""
+
+    tensors: list[TensorInfo]
+    chunk_bytes: int
+
+
+class StockUpdates(TrlUpdates):
+    """Updates through vLLM's routes, besides those of `TrlUpdates`."""
+
+    def __init__(self, *args: Any, **options: Any):
+        """Takes what `Updates` takes."""
+        super().__init__(*args, **options)
+        # The update between its start and its end; "": none.
+        self._started = ""
+        # The tensors of the update in progress, by name, in the order in which they came first.
+        self._told: dict[str, TensorInfo] = {}
+        # The last list of the update in progress, and its id.
+        self._last: tuple[TensorList, str] | None = None
+        # The last tensors of the session.
+        self._last_tensors: list[TensorInfo] = []
+        # A first list that was not the whole model, encoded: a check of its own is wasted.
+        self._incomplete = b""
+        # Whether the trainer's store accepted connections after all ranks had joined.
+        self._trainer_listens = False
+
+    # ---- the group -------------------------------------------------------------------
+
+    async def join(self, action: JoinGroup) -> Result:
+        """Joins; a repeated call while the same group forms joins that step."""
+        group = self._group
+        if group is not None and group.is_stock and self.state.phase is Phase.JOINING:
+            is_repeated = msgspec.structs.replace(action, session=group.session) == group
+            if is_repeated:
+                return {"session": group.session}
+        await super().join(action)
+        self._forget_lists()
+        self._last_tensors, self._trainer_listens = [], False
+        return {"session": action.session}
+
+    async def _is_abandoned(self, newcomer: JoinGroup) -> bool:
+        """A trainer that closes nothing is replaced between its updates, and by its own address."""
+        group = self._group
+        if group is not None and group.is_stock and newcomer.is_stock:
+            is_same = group.host == newcomer.host != "" and group.port == newcomer.port
+            if is_same or self.state.phase is Phase.OPEN:
+                return True
+        return await super()._is_abandoned(newcomer)
+
+    async def _start_to_join(self, action: JoinGroup) -> None:
+        """Waits for the trainer to listen: a process that connects too early blocks in its store."""
+        if action.is_stock and action.host:
+            limit_s = min(LISTEN_TIMEOUT_S, self._timeout_s)
+            end = time.monotonic() + limit_s
+            while not await is_listening(action.host, action.port):
+                if time.monotonic() > end:
+                    raise InvalidRequest(
+                        "master_address, master_port: expected an address at which workers reach "
+                        f"the trainer, got {action.host}:{action.port}, where nothing answered for "
+                        f"{limit_s:g} s; give an address of the trainer's machine that the workers "
+                        "can resolve, and allow their connections",
+                        param="master_address",
+                    )
+                await asyncio.sleep(LISTEN_POLL_S)
+        await super()._start_to_join(action)
+
+    async def _run_join(self, action: JoinGroup) -> Result:
+        result = await super()._run_join(action)
+        if action.is_stock and action.host:
+            self._trainer_listens = await is_listening(action.host, action.port)
+        return result
+
+    async def leave_stock_group(self, action: LeaveStockGroup) -> Result:
+        """Leaves the group of vLLM's routes, if there is one."""
+        async with self._accepting:
+            if not self._has_session:
+                return {}
+            if not action.reason and self._is_started:
+                raise self.state.conflict("shutdown_weight_transfer_engine", "no update")
+            if action.reason and self.state.phase is Phase.RECEIVING:
+                await self.end(action.reason, keeps_group=action.keeps_group)
+            elif not action.keeps_group:
+                self.state.leave(self.state.session)
+                await self._release()
+            self._forget_lists()
+        return {}
+
+    @property
+    def _has_session(self) -> bool:
+        """Whether the session is one of vLLM's routes."""
+        return self._group is not None and self._group.is_stock and bool(self.state.session)
+
+    @property
+    def _stock_update(self) -> PoolWeights | None:
+        """The update of vLLM's routes that is being received; not an update from a folder."""
+        is_stock = self._has_session and self.state.is_receiving_tensors
+        return self.state.update if is_stock else None
+
+    @property
+    def _is_started(self) -> bool:
+        """Whether the update of vLLM's routes has started and not ended."""
+        update = self._stock_update
+        return update is not None and update.update_id == self._started
+
+    @property
+    def _is_receiving_list(self) -> bool:
+        return self._last is not None and self.steps.is_running("receive", self._last[1])
+
+    def _keeps_group(self) -> bool:
+        """Between two lists no broadcast is half done, so that the next update can use the group."""
+        has_formed = self.state.phase not in (Phase.CLOSED, Phase.JOINING)
+        return self._has_session and has_formed and not self._is_receiving_list
+
+    # ---- an update -------------------------------------------------------------------
+
+    async def start(self, action: StartUpdate) -> Result:
+        """Opens an update, or continues one that lacks parts of layers; touches nothing."""
+        what = "start_weight_update"
+        async with self._accepting:
+            is_mine = action.session in (None, self.state.session)
+            if not self._has_session or not is_mine:
+                raise self.state.conflict(
+                    what, "a group of this worker; call init_weight_transfer_engine first"
+                )
+            update = self._stock_update
+            if update is None:
+                self.state.check_session(what, self.state.session)
+                update = self._new_update(action)
+                self.state.begin(self.state.session, update, time.monotonic())
+                self._forget_lists()
+            elif self._is_started or (action.session and action.update_id != update.update_id):
+                raise self.state.conflict(what, "no update; call finish_weight_update first")
+            self.state.touch(time.monotonic())
+            # The same list again, after a start, is another one.
+            self._started, self._last = update.update_id, None
+            self._pauses.renew()
+        return {
+            "session": self.state.session,
+            "update_id": update.update_id,
+            "version": update.version,
+            "clock": update.clock - 1,
+            "base_clock": self._base_clock,
+        }
+
+    def _started_update(self, what: str, update_id: str | None) -> PoolWeights:
+        """The update that has started and not ended.
+
+        Raises:
+            Conflict: there is none, or another worker means another update.
+        """
+        update = self._stock_update
+        if update is None or not self._is_started:
+            raise self.state.conflict(what, "an update; call start_weight_update first")
+        if update_id not in (None, update.update_id):
+            raise self.state.conflict(what, f"update {update_id}")
+        return update
+
+    async def receive_tensors(self, action: ReceiveTensors) -> Result:
+        """Checks a list and starts to receive it; `AwaitStep("receive", list_id)` waits for the end.
+
+        Raises:
+            InvalidRequest: a name, shape or dtype does not fit. The update and the group end,
+                because the trainer is in its first broadcast already.
+        """
+        async with self._accepting:
+            update = self._started_update("update_weights", action.update_id)
+            wanted = self._wanted(action)
+            if self._last is not None and wanted == self._last[0]:
+                return self._accepted(update, self._last[1])
+            if self._is_receiving_list:
+                raise self.state.conflict("update_weights", "the end of the list before")
+            self._pauses.renew()
+            self.state.touch(time.monotonic())
+            encoded = msgspec.msgpack.encode(wanted.tensors)
+            async with self._ends_on_failure("the tensors were refused", keeps_group=False):
+                await self._check_first(wanted.tensors, encoded)
+                await self._take(encoded, wanted.chunk_bytes)
+                if self.state.update is not update:
+                    raise WeightUpdateFailed(f"the update ended; {self.state.describe()}")
+            self._told |= {one.name: one for one in wanted.tensors}
+            self._last, self._last_tensors = (wanted, action.list_id), wanted.tensors
+            self.steps.start("receive", action.list_id, self._run_receive(update))
+        return self._accepted(update, action.list_id)
+
+    def _accepted(self, update: PoolWeights, list_id: str) -> Result:
+        return {"update_id": update.update_id, "list_id": list_id}
+
+    def _wanted(self, action: ReceiveTensors) -> TensorList:
+        assert self._group is not None
+        tensors = action.tensors or self._last_tensors
+        if not tensors:
+            raise InvalidRequest(
+                "update_info.names: expected at least one tensor, as this session has had no list "
+                "that an empty one could repeat; send the names",
+                param="update_info",
+            )
+        group = self._group
+        is_packed = group.packed if action.packed is None else action.packed
+        size = group.packed_bytes if action.packed_bytes is None else action.packed_bytes
+        return TensorList(tensors, size if is_packed else 0)
+
+    async def _check_first(self, tensors: list[TensorInfo], encoded: bytes) -> None:
+        """Checks the first list of an update as a whole, before anything is received.
+
+        If it is all of the model, that finds parameters that would stay old. A later list, or one
+        tensor, is checked by itself, and with all others at the end.
+        """
+        if self._told or len(tensors) == 1 or encoded == self._incomplete:
+            return
+        (fit, *_) = await self._call("check", encoded, True)
+        if fit["missing"]:
+            self._incomplete = encoded
+
+    async def _run_receive(self, update: PoolWeights) -> Result:
+        async with self._ends_on_failure("the tensors were not received", keeps_group=False):
+            await self._call.wait_for_receivers(
+                lambda status: bool(status["num_received"] >= status["num_announced"])
+            )
+            if self.state.update is update and self.state.phase is Phase.RECEIVING:
+                self.state.touch(time.monotonic())
+            self._pauses.renew()
+        return {}
+
+    async def end_tensors(self, action: EndTensors) -> Result:
+        """Ends an update: answers whether whole layers have come, so that it can be committed.
+
+        An update without tensors ends here. One that lacks parts of layers stays.
+        """
+        what = "finish_weight_update"
+        async with self._accepting:
+            waiting = self._stock_update
+            if action.is_last_call and waiting is not None and not self._is_started:
+                # Its end has come before.
+                self._started = waiting.update_id
+            elif action.is_last_call and action.update_id is None:
+                return {"update_id": None, "is_ready": False, "split_layers": ""}
+            update = self._started_update(what, action.update_id)
+            if self._is_receiving_list:
+                raise self.state.conflict(what, "the end of update_weights")
+            self._started = ""
+            if not self._told:
+                self.state.end("", keeps_group=True)
+                return {"update_id": None, "is_ready": False, "split_layers": ""}
+            self.state.touch(time.monotonic())
+            self._pauses.renew()
+            async with self._ends_on_failure("the tensors were refused"):
+                fit = await self._fit_of_told()
+                if action.is_last_call:
+                    check_whole_layers(fit["split_layers"])
+        split = fit["split_layers"]
+        return {"update_id": update.update_id, "is_ready": not split, "split_layers": split}
+
+    async def _fit_of_told(self) -> dict[str, Any]:
+        encoded = msgspec.msgpack.encode(list(self._told.values()))
+        (fit, *_) = await self._call("check", encoded, True)
+        return dict(fit)
+
+    async def prepare(self, action: PrepareUpdate) -> Result:
+        """As `Updates.prepare`; an update of vLLM's routes must have ended."""
+        if self._is_started and action.update_id == self._started:
+            raise self.state.conflict("commit", "a call of finish_weight_update first")
+        return await super().prepare(action)
+
+    async def _check_received(self) -> None:
+        update = self.state.update
+        if update is None or not self._has_session:
+            await super()._check_received()
+            return
+        self._pauses.renew()
+        fit = await self._fit_of_told()
+        check_whole_layers(fit["split_layers"])
+        if fit["missing"]:
+            self._check_base(self._base_clock)
+
+    def _forget_lists(self) -> None:
+        self._started, self._told, self._last = "", {}, None
+
+    # ---- deadlines and failures ------------------------------------------------------
+
+    def _has_step_with_deadline(self) -> bool:
+        return self._is_receiving_list
+
+    async def _check_receiving(self) -> None:
+        if not self._has_session:
+            await super()._check_receiving()
+            return
+        group, update = self._group, self.state.update
+        if not self._is_receiving_list:
+            # The step that receives a list asks for itself.
+            await self._call.receiver_statuses()
+        if group is None or not self._trainer_listens:
+            return
+        if await is_listening(group.host, group.port):
+            return
+        # The attempt to connect takes up to 2 s: in that time, the update may have ended.
+        if self._stock_update is not None and self._stock_update is update:
+            await self.end("the trainer is gone", keeps_group=False)
+
+    # ---- caches ----------------------------------------------------------------------
+
+    async def clear_caches(self, action: ClearCaches) -> Result:
+        """Starts to empty the caches; `AwaitStep("clear", name)` waits for the end."""
+        self.steps.start("clear", action.name, self._clear_caches())
+        return {}
+
+    # ---- what is asked for -----------------------------------------------------------
+
+    async def parameter_digests(self) -> dict[str, str]:
+        """A digest of each parameter, under the names of vLLM's `compute_weight_checksums`.
+
+        Raises:
+            InvalidRequest: this version of vLLM has none.
+            DeadlinePassed: the digests took longer than the timeout of a step.
+        """
+        try:
+            return {
+                name: digest
+                for digests in await self._call("digests")
+                for name, digest in digests.items()
+            }
+        except TimeoutError:
+            raise DeadlinePassed(
+                f"the parameters were not read within {self._timeout_s:g} s "
+                "(weight_update_timeout_s); raise it"
+            ) from None
+
+    # ---- what `GET /weights` shows ---------------------------------------------------
+
+    @property
+    def awaited(self) -> Result | None:
+        """The process that waits for the trainer longest, and the tensor; None: none waits."""
+        statuses = self._call.last_statuses
+        if self._last is None or not self._is_receiving_list or not statuses:
+            return None
+        tensors = self._last[0].tensors
+        left = [one["num_announced"] - one["num_received"] for one in statuses]
+        most = max(left)
+        if not 0 < most <= len(tensors):
+            return None
+        return {
+            # Of the process in its worker.
+            "rank": left.index(most),
+            "tensor": tensors[-most].name,
+            "num_received": len(tensors) - most,
+            "num_announced": len(tensors),
+        }
