@@ -159,6 +159,36 @@ def test_generation_is_paused_and_caches_are_cleared_before_weights_change():
     assert worker.control.weights.clock == 2
 
 
+def test_generation_is_paused_before_weights_arrive_in_the_kv_cache():
+    async def story(worker: Worker) -> None:
+        worker.engine.staging = "kv"
+        await worker.begin()
+        await worker.good(PrepareUpdate("u", "abort"))
+        await worker.good(AwaitStep("prepare", "u"))
+        await worker.good(ApplyUpdate("u"))
+        result = await worker.good(AwaitStep("apply", "u"))
+        assert result["staging"] == "kv"
+        assert 0 < result["paused_s"] < 20
+
+    worker = run(story)
+    calls = ["begin", "pause keep", "clear", "receive", "apply", "resume"]
+    assert worker.engine.calls[-len(calls) :] == calls
+
+
+@pytest.mark.parametrize("lost", [{"num_received": 0}, {"error": "the peer is gone"}])
+def test_generation_resumes_when_weights_do_not_arrive_in_the_kv_cache(lost: dict[str, Any]):
+    async def story(worker: Worker) -> None:
+        worker.engine.staging = "kv"
+        await worker.begin()
+        worker.engine.status.update(lost)
+        while await worker.state() != "closed":
+            await asyncio.sleep(0.05)
+
+    worker = run(story)
+    assert worker.engine.calls[-2:] == ["drop", "resume"]
+    assert "apply" not in worker.engine.calls
+
+
 @pytest.mark.parametrize(
     "error, state", [(InvalidRequest("staged"), "open"), (WeightUpdateFailed("staged"), "closed")]
 )

@@ -21,6 +21,7 @@ from titopool.wire.weight_plan import checksum, plan_chunks
 from workers.in_model.receiving import group as workers_group
 from workers.in_model.receiving.group import Group, GroupArgs
 from workers.in_model.receiving.receiver import Receiver
+from workers.in_model.receiving.staging import Beside
 from workers.in_model.weight_extension import WeightExtension
 
 CPU = torch.device("cpu")
@@ -115,7 +116,7 @@ def test_a_stock_trainer_joins_and_sends(receivers):
         tensors = random_tensors(seed)
         for receiver in ranks:
             receiver.drop()
-            receiver.announce(infos_of(tensors), chunk_bytes)
+            receiver.announce(plan_chunks(infos_of(tensors), chunk_bytes), Beside(CPU))
         stock_trainer.send(communicator, tensors, chunk_bytes)
         for receiver in ranks:
             assert_received(receiver, tensors)
@@ -131,7 +132,7 @@ def test_the_client_s_group_joins_the_same_receivers(receivers):
         ("b", torch.ones(3, dtype=torch.bool)),
     ]
     for receiver in ranks:
-        receiver.announce(infos_of(tensors), 0)
+        receiver.announce(plan_chunks(infos_of(tensors), 0), Beside(CPU))
     for _, tensor in tensors:
         trainer.broadcast(tensor, check_workers=lambda: None)()
     for receiver in ranks:

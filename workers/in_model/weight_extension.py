@@ -168,6 +168,19 @@ class WeightExtension:
         return {"staging": self._titopool_plan_to_receive(infos, chunk_bytes, setting)}
 
     @answer
+    def titopool_weights_set_aside(self) -> bool:
+        """Moves received tensors out of the KV cache, so that generation can go on before the rest
+        comes; returns whether there was room."""
+        receiver, room = self._titopool_receiver, self._titopool_room
+        assert receiver is not None
+        assert room is not None
+        if sum(tensor.nbytes for tensor in receiver.staged.values()) > room.num_free():
+            return False
+        receiver.staged = {name: tensor.clone() for name, tensor in receiver.staged.items()}
+        self._titopool_release()
+        return True
+
+    @answer
     def titopool_weights_digests(self) -> dict[str, str]:
         """vLLM's own digests of the parameters; the model must not change meanwhile."""
         compute = getattr(self, "compute_weight_checksums", None)
@@ -345,21 +358,20 @@ class WeightExtension:
 
     def _titopool_forget(self) -> None:
         self._titopool_fit = self._titopool_coverage = self._titopool_folder = None
-        stagings, self._titopool_stagings, self._titopool_planned = (
-            self._titopool_stagings,
-            (),
-            None,
-        )
         receiver = self._titopool_receiver
         if receiver is not None and not receiver.is_idle:
             # Nothing may be written to the KV cache after this.
             receiver.close()
-            if any(isinstance(one, InKvCache) for one in stagings):
+            if any(isinstance(one, InKvCache) for one in self._titopool_stagings):
                 _check_has_ended(receiver)
-        for staging in stagings:
-            staging.release()
+        self._titopool_release()
         if receiver is not None:
             receiver.drop()
+
+    def _titopool_release(self) -> None:
+        for staging in self._titopool_stagings:
+            staging.release()
+        self._titopool_stagings, self._titopool_planned = (), None
 
     def _titopool_leave(self) -> None:
         receiver, self._titopool_receiver = self._titopool_receiver, None

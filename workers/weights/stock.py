@@ -283,6 +283,8 @@ class StockUpdates(TrlUpdates):
                 fit = await self._fit_of_told()
                 if action.is_last_call:
                     check_whole_layers(fit["split_layers"])
+                if fit["split_layers"]:
+                    await self._set_aside()
         split = fit["split_layers"]
         return {"update_id": update.update_id, "is_ready": not split, "split_layers": split}
 

@@ -234,6 +234,11 @@ class Updates:
             await self._pauses.begin_commit(self._engine, policy)
         await self._engine.clear_caches()
 
+    async def _set_aside(self) -> None:
+        """Resumes generation while the trainer may take its time for the rest of a layer."""
+        if self.staging == IN_KV_CACHE and all(await self._call("set_aside")):
+            await self._pauses.end_commit(self._engine)
+
     async def _take(self, tensors: bytes, chunk_bytes: int) -> None:
         """Checks tensors of an update and starts to receive them."""
         answers = await self._call("take", tensors, chunk_bytes, self._config.weight_staging)

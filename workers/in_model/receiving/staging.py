@@ -229,7 +229,7 @@ class StagingRoom:
             logger.warning("weights wait in the host's memory (weight_staging=host), which is slow")
             return InHost(self._device)
         num_bytes = sum(chunk.num_bytes for chunk in chunks)
-        room = self._room() - extra_bytes
+        room = self.num_free() - extra_bytes
         if self._setting != "kv" and num_bytes < room:
             return Beside(self._device)
         kv_bytes = 0
@@ -244,7 +244,7 @@ class StagingRoom:
             "weight_staging to host"
         )
 
-    def _room(self) -> int:
+    def num_free(self) -> int:
         """Free bytes beside the model, less those that vLLM's temporary tensors may need."""
         import torch
 
