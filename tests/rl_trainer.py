@@ -9,6 +9,7 @@ import requests
 import torch
 
 from tests.servers import Server
+from tests.stock_trainer import packed_chunks
 from tests.trainer import DEVICE
 from titopool.client.trainer_group import TrainerGroup
 
@@ -23,6 +24,8 @@ class StockTrainer:
     def __init__(self, server: Server, **init_info: Any):
         """Forms the group; `init_info` are further fields of the call."""
         self.server = server
+        # Bytes of a chunk; 0: each tensor has a broadcast of its own.
+        self._chunk_bytes = init_info["packed_buffer_size_bytes"] if init_info.get("packed") else 0
         world_size = server.get("/get_world_size").json()["world_size"] + 1
         self.group = TrainerGroup(torch.device(DEVICE), world_size, timeout_s=TIMEOUT_S)
         info = {
@@ -41,15 +44,19 @@ class StockTrainer:
         return result
 
     def send(self, tensors: Tensors, *, num_sent: int | None = None) -> requests.Response:
-        """Announces tensors and broadcasts them, one by one, or only the first `num_sent`."""
+        """Announces tensors and broadcasts them as vLLM's trainer does, or only the first `num_sent`."""
         info = {
             "names": [name for name, _ in tensors],
             "dtype_names": [str(one.dtype).removeprefix("torch.") for _, one in tensors],
             "shapes": [list(one.shape) for _, one in tensors],
         }
         call = InThread(self.server, "/update_weights", {"update_info": info})
-        for _, tensor in tensors[:num_sent]:
-            self.group.broadcast(tensor.detach().contiguous(), check_workers=lambda: None)()
+        sent = [(name, tensor.detach().contiguous()) for name, tensor in tensors[:num_sent]]
+        chunks = (
+            packed_chunks(sent, self._chunk_bytes) if self._chunk_bytes else dict(sent).values()
+        )
+        for chunk in chunks:
+            self.group.broadcast(chunk, check_workers=lambda: None)()
         return call.answer()
 
     def update(self, *lists: Tensors, body: Any = None) -> dict[str, Any]:

@@ -50,12 +50,18 @@ def checksums(trainer: StockTrainer) -> dict[str, str] | None:
     return result
 
 
-@pytest.mark.parametrize("size", [1000, 5, 1])
+PACKED = {"packed": True, "packed_buffer_size_bytes": 100_000}
+
+
+@pytest.mark.parametrize(
+    "size, init_info", [(1000, {}), (5, {}), (1, {}), (1000, PACKED), (7, PACKED)]
+)
 def test_an_update_is_exact_in_any_number_of_lists(
-    single_server: Server, own: Any, other: Any, tiny_model: str, other_model: str, size: int
-):
+    single_server: Server, own: Any, other: Any, tiny_model: str, other_model: str, size: int,
+    init_info: dict[str, Any],
+):  # fmt: skip
     server = single_server
-    with stock_trainer(server) as trainer:
+    with stock_trainer(server, **init_info) as trainer:
         before = checksums(trainer)
         first = trainer.update(*split(other, size), body={"weight_version": "other"})
         assert_serves(server, other_model)

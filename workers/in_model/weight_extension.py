@@ -147,8 +147,13 @@ class WeightExtension:
     @answer
     def titopool_weights_receive(self) -> None:
         """Receives into the KV cache; generation stands, and the caches are empty."""
+        import torch
+
         if self._titopool_planned is not None:
             assert self._titopool_receiver is not None
+            if self.device.type == "cuda":
+                # The last step's kernels may still read the cache.
+                torch.cuda.synchronize(self.device)
             self._titopool_receiver.announce(*self._titopool_planned)
             self._titopool_planned = None
 
@@ -174,7 +179,7 @@ class WeightExtension:
         receiver, room = self._titopool_receiver, self._titopool_room
         assert receiver is not None
         assert room is not None
-        if sum(tensor.nbytes for tensor in receiver.staged.values()) > room.num_free():
+        if not room.fits_beside(sum(tensor.nbytes for tensor in receiver.staged.values())):
             return False
         receiver.staged = {name: tensor.clone() for name, tensor in receiver.staged.items()}
         self._titopool_release()

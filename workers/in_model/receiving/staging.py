@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 # By name.
 Tensors = dict[str, Any]
 
-# GPU memory that staged weights leave free for vLLM's temporary tensors.
+# GPU memory that weights beside the model leave free for the temporary tensors of generation.
 SPARE_GPU_BYTES = 2 * 2**30
 # Tensors in the KV cache begin at multiples of this, for aligned loads.
 ALIGNMENT = 256
@@ -94,13 +94,13 @@ class InKvCache:
         Args:
             room: bytes free next to the model, for the bounce buffer and what does not fit.
         """
+        largest = max(chunk.num_bytes for chunk in chunks)
         whole = self._memory.reserve([chunk.num_bytes for chunk in chunks])
         if whole is not None:
             self._reserved.update(zip(map(id, chunks), whole, strict=True))
             return True
         sizes = [piece.num_bytes for chunk in chunks for piece in chunk.pieces]
-        largest = max(chunk.num_bytes for chunk in chunks)
-        parts = self._memory.reserve(sizes, elsewhere=room - largest)
+        parts = None if room < largest else self._memory.reserve(sizes, elsewhere=room - largest)
         if parts is None:
             return False
         remaining = iter(parts)
@@ -229,13 +229,13 @@ class StagingRoom:
             logger.warning("weights wait in the host's memory (weight_staging=host), which is slow")
             return InHost(self._device)
         num_bytes = sum(chunk.num_bytes for chunk in chunks)
-        room = self.num_free() - extra_bytes
-        if self._setting != "kv" and num_bytes < room:
+        room = self._num_free() - extra_bytes
+        if self._setting != "kv" and self.fits_beside(num_bytes + extra_bytes):
             return Beside(self._device)
         kv_bytes = 0
         if self._setting != "beside" and self._kv is not None:
             staging, kv_bytes = InKvCache(self._kv, self._device), self._kv.num_bytes
-            if room > 0 and staging.reserve(chunks, room):
+            if room >= 0 and staging.reserve(chunks, room):
                 return staging
         raise Refused(
             f"expected an update that fits into free memory, got {num_bytes / GIB:.1f} GiB: "
@@ -244,8 +244,13 @@ class StagingRoom:
             "weight_staging to host"
         )
 
-    def num_free(self) -> int:
-        """Free bytes beside the model, less those that vLLM's temporary tensors may need."""
+    def fits_beside(self, num_bytes: int) -> bool:
+        """Whether the model can generate with so much less memory beside it."""
+        spare = SPARE_GPU_BYTES if self._device.type == "cuda" else 0
+        return num_bytes + spare < self._num_free()
+
+    def _num_free(self) -> int:
+        """Free bytes beside the model."""
         import torch
 
         if self._device.type != "cuda":
@@ -257,7 +262,7 @@ class StagingRoom:
         cached = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(
             self._device
         )
-        return int(free + cached - SPARE_GPU_BYTES)
+        return int(free + cached)
 
 
 def new_buffer(num_bytes: int, device: Any) -> Any:
