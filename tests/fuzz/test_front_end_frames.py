@@ -262,7 +262,8 @@ FACTS = WorkerFacts(
     model="stub", tokenizer="none", tokenizer_revision=None, trust_remote_code=False,
     vllm_version="0.0-stub", sampling_fields=list(SamplingOptions.__struct_fields__), max_model_len=4096, vocab_size=50_000,
     max_num_seqs=256, max_logprobs=20, world_size=1, num_cache_tokens=100_000,
-    max_loras=8,
+    max_loras=8, dtype="torch.float32", logprobs_mode="processed_logprobs", weight_backend="gloo",
+    max_lora_rank=16,
 )  # fmt: skip
 _facts = st.just(msgspec.to_builtins(FACTS))
 # Makes the fake worker eligible for jobs.
