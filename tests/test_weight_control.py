@@ -52,6 +52,7 @@ class RecordingEngine:
         self.is_stuck = self.has_stuck_caches = False
         self.begin_error: Exception | None = None
         self.staging = "beside"
+        self.drop_error: Exception | None = None
         self.status: dict[str, Any] = {
             "is_joined": True, "error": "", "num_announced": 1, "num_received": 1,
         }  # fmt: skip
@@ -61,6 +62,8 @@ class RecordingEngine:
             self.calls.append(method)
         if method == "join":
             self.join_args = args[0]
+        if method == "drop" and self.drop_error is not None:
+            raise self.drop_error
         if method in ("begin", "check_folder") and self.begin_error is not None:
             raise self.begin_error
         fit = {
@@ -188,6 +191,22 @@ def test_generation_resumes_when_weights_do_not_arrive_in_the_kv_cache(lost: dic
     worker = run(story)
     assert worker.engine.calls[-2:] == ["drop", "resume"]
     assert "apply" not in worker.engine.calls
+
+
+@pytest.mark.parametrize("staging, is_safe", [("kv", False), ("beside", True)])
+def test_a_kv_cache_that_is_not_cleared_ends_the_worker(staging: str, is_safe: bool):
+    async def story(worker: Worker) -> None:
+        worker.engine.staging = staging
+        await worker.begin()
+        while not is_safe and "receive" not in worker.engine.calls:
+            await asyncio.sleep(0.01)
+        worker.engine.drop_error = WeightUpdateFailed("staged: the receiver does not end")
+        await worker.ask(AbortUpdate("u", "the trainer gave up"))
+        assert "resume" not in worker.engine.calls
+        assert bool(worker.broken) is not is_safe
+
+    worker = run(story)
+    assert ("pause keep" in worker.engine.calls) is not is_safe
 
 
 @pytest.mark.parametrize(

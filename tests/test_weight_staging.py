@@ -86,8 +86,19 @@ def test_a_released_cache_is_used_again():
     memory = KvCacheMemory(layers(1))
     assert memory.reserve([LAYER]) is not None
     assert memory.reserve([1]) is None
-    memory.clear()
+    memory.free()
     assert memory.reserve([LAYER]) is not None
+
+
+def test_a_cache_into_which_nothing_came_stays_as_it_is():
+    """An update may end while requests in flight, which read the cache, still drain."""
+    kv = layers(2)
+    memory = KvCacheMemory(kv)
+    staging = InKvCache(memory, CPU)
+    assert staging.reserve(plan_chunks(tensors(1000, 1000), 0), 0)
+    staging.release()
+    assert all(set(layer.tolist()) == {7.0} for layer in kv)
+    assert memory.reserve([LAYER, LAYER]) is not None
 
 
 def test_what_does_not_fit_reserves_nothing():

@@ -483,8 +483,15 @@ class Updates:
         self.steps.cancel()
         try:
             await self._call("drop", self.state.phase is Phase.CLOSED)
-        finally:
+        except BaseException as error:
+            in_kv_cache = self.staging == IN_KV_CACHE and self._pauses.is_committing
+            if in_kv_cache and isinstance(error, Exception):
+                # The trainer's bytes may still arrive there: only a new process may generate.
+                self._on_broken(f"the KV cache could not be cleared: {error!r}")
+                raise
             await self._pauses.end_commit(self._engine)
+            raise
+        await self._pauses.end_commit(self._engine)
 
 
 def stop_step(update_id: str) -> tuple[str, str]:

@@ -87,6 +87,7 @@ class InKvCache:
         # By the identity of a reserved chunk: its buffer, or those of its tensors.
         self._reserved: dict[int, Any] = {}
         self._bounce: Any = None
+        self._has_received = False
 
     def reserve(self, chunks: Sequence[Chunk], room: int) -> bool:
         """Reserves memory for `chunks`, which `receive` then takes; returns whether they fit.
@@ -109,6 +110,7 @@ class InKvCache:
         return True
 
     def receive(self, channel: Channel, chunk: Chunk, deadline: float) -> Tensors:
+        self._has_received = True
         reserved = self._reserved.pop(id(chunk))
         if not isinstance(reserved, list):
             return begin_to_receive(channel, reserved, chunk, deadline)
@@ -124,10 +126,15 @@ class InKvCache:
         return kept
 
     def release(self) -> None:
-        """Clears what was written: a bit pattern of weights may be NaN as a key or value."""
+        """Clears what was written: a bit pattern of weights may be NaN as a key or value.
+
+        If nothing came, generation may not have stopped yet: the cache stays as it is.
+        """
         self._bounce = None
         self._reserved = {}
-        self._memory.clear()
+        if self._has_received:
+            self._memory.clear()
+        self._memory.free()
 
 
 class KvCacheMemory:
@@ -183,9 +190,12 @@ class KvCacheMemory:
         return [parts[index] for index in range(len(sizes))]
 
     def clear(self) -> None:
-        """Fills the reserved parts with zeros and frees them."""
+        """Fills the reserved parts with zeros."""
         for buffer, end in zip(self._buffers, self._ends, strict=True):
             buffer[:end].zero_()
+
+    def free(self) -> None:
+        """Ends all reservations."""
         self._ends = [0] * len(self._buffers)
 
 
