@@ -27,11 +27,17 @@ def own(tiny_model: str) -> list[tuple[str, Any]]:
 
 @pytest.fixture(autouse=True)
 def own_weights(single_server: Server, own: Any, tiny_model: str) -> Iterator[None]:
-    """The model's own weights serve afterwards."""
+    """The model's own weights serve before and afterwards; another module's tests may end with
+    others."""
+
+    def load_own() -> None:
+        with stock_trainer(single_server) as trainer:
+            trainer.update(own)
+        assert_serves(single_server, tiny_model)
+
+    load_own()
     yield
-    with stock_trainer(single_server) as trainer:
-        trainer.update(own)
-    assert_serves(single_server, tiny_model)
+    load_own()
 
 
 def split(tensors: list[Any], size: int) -> list[list[Any]]:
