@@ -102,7 +102,7 @@ bench-streams: tools  ## compares concurrent streams with vLLM's server (BENCH=o
 	$(BIN)/python -m benchmarks.streams --out $(OUT)-streams $(BENCH)
 
 bench-weights: tools  ## compares a weight update with a bare broadcast and TRL's client (BENCH=options, OUT=name); needs two GPUs
-	$(BIN)/python -m benchmarks.weight_update --trl $(VENV)/trl/1.9.2 --out $(OUT)-weights $(BENCH)
+	$(BIN)/python -m benchmarks.weights --trl $(VENV)/trl/trl-1.9.2 $(VENV)/trl/trl-1.16.0 --out benchmarks/results/weights.jsonl $(BENCH)
 
 bench-placement: tools  ## compares routing policies on simulated pools (BENCH=options, OUT=name)
 	$(BIN)/python -m benchmarks.placement --out $(OUT)-placement.json $(BENCH)

@@ -1,0 +1,254 @@
+"""Measures weight updates and appends rows to a table.
+
+    python -m benchmarks.weights --shape qwen3-8b                    # two GPUs: worker, trainer
+    python -m benchmarks.weights --shape qwen3-8b --num-workers 2    # three
+    python -m benchmarks.weights --shape qwen3-8b --trl FOLDER…      # and TRL's clients
+    python -m benchmarks.weights --shape tiny --repeats 2            # no GPU: gloo, titopool only
+
+This process is the trainer, on the GPU after the workers'. Servers start with dummy weights, vLLM's
+default options and `--serve-options`; the trainer sends two sets of random weights in turn. After each
+update the server's log-probabilities are compared with transformers', for prompts that were asked
+before the update too. All rows of a call are of the same GPUs, one server after the other.
+
+Loads: `idle`; `keep`, `drain`, `abort`: NUM_REQUESTS requests in flight, updates with that pause mode.
+With `keep`, prompts are so long that they fill 82 % of the KV cache; the check after each update waits
+until all of them are in it again.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.machine import describe_machine
+from benchmarks.models import SHAPES, make_model
+from benchmarks.weights.bare import bare_seconds
+from benchmarks.weights.memory import GpuMemory
+from benchmarks.weights.table import Row, add, row_of
+from benchmarks.weights.trainer import Trainer
+from benchmarks.weights.updaters import (
+    Titopool,
+    TrlTrainer,
+    Updater,
+    Vllm,
+    kv_tokens,
+    titopool_server,
+    vllm_server,
+)
+from tests.servers import Server
+from titopool.settings.gpus import visible_gpus
+
+# Share of the KV cache that the requests of the load `keep` fill with their prompts.
+KV_IN_USE = 0.82
+# Of the other loads.
+SHORT_LEN = 64
+NUM_REQUESTS = 256
+LOADS = ("idle", "keep", "drain", "abort")
+SERVERS = ("titopool", "vllm")
+
+
+def main() -> None:
+    options = parse_arguments()
+    gpus = visible_gpus()
+    num_served = options.num_workers * options.tp
+    assert not gpus or len(gpus) > num_served, f"expected {num_served + 1} GPUs, got {len(gpus)}"
+    device = torch.device("cuda", num_served) if gpus else torch.device("cpu")
+    with tempfile.TemporaryDirectory() as name:
+        folder = make_model(options.shape, Path(name) / "model", with_weights=False)
+        trainer = Trainer(folder, device, options.dtype, options.tolerance)
+        facts = facts_of(options)
+        write(bare_rows(trainer, num_served + 1, options, facts), options)
+        for which in options.servers:
+            with server_of(which, folder, gpus[:num_served], options) as server:
+                for row in rows_of(which, server, folder, trainer, gpus[:1], options):
+                    write([facts | row], options)
+
+
+def write(rows: list[Row], options: argparse.Namespace) -> None:
+    for row in rows:
+        print({key: value for key, value in row.items() if key != "runs"}, flush=True)
+    add(rows, Path(options.out))
+
+
+def facts_of(options: argparse.Namespace) -> Row:
+    """What all rows of this call have in common."""
+    machine = describe_machine()
+    gpus = machine["gpus"]
+    model = options.shape
+    if options.num_workers > 1:
+        model += f", {options.num_workers} workers"
+    if options.tp > 1:
+        model += f", TP {options.tp}"
+    if options.serve_options:
+        model += f", `{options.serve_options}`"
+    host = f"{len(gpus)} × {gpus[0]}" if gpus else f"{machine['num_cores']} cores"
+    return {"model": model, "date": machine["date"], "host": host, "machine": machine}
+
+
+def bare_rows(trainer: Trainer, size: int, options: argparse.Namespace, facts: Row) -> list[Row]:
+    """The bare broadcast of as many bytes, before the engines take the memory."""
+    seconds = bare_seconds(
+        trainer.num_bytes, size=size, on_gpu=trainer.device.type == "cuda", repeats=options.repeats
+    )
+    runs = [{"total_s": one} for one in seconds]
+    gigabytes = trainer.num_bytes / 1e9
+    return [facts | row_of(runs, server="bare broadcast", load=f"{gigabytes:.1f} GB")]
+
+
+@contextmanager
+def server_of(
+    which: str, folder: str, gpus: list[str], options: argparse.Namespace
+) -> Iterator[Server]:
+    """A running server, `titopool` or `vllm`."""
+    log = Path(options.out).with_name(f"{options.shape}-{which}.log")
+    if which == "titopool":
+        words = [
+            "--num-workers", str(options.num_workers), "--tensor-parallel-size", str(options.tp),
+            "--max-model-len", str(options.max_model_len), "--dtype", options.dtype,
+            "--load-format", "dummy", *options.serve_options.split(),
+        ]  # fmt: skip
+        with titopool_server(folder, words, log, ",".join(gpus)) as server:
+            yield server
+        return
+    engine = {
+        "tensor_parallel_size": options.tp, "max_model_len": options.max_model_len,
+        "dtype": options.dtype, "load_format": "dummy", **vllm_options(options.serve_options),
+    }  # fmt: skip
+    with vllm_server(folder, engine, log, ",".join(gpus)) as server:
+        yield server
+
+
+def vllm_options(text: str) -> dict[str, Any]:
+    """Options as a mapping, e.g. of `--quantization fp8 --enable-lora`."""
+    found: dict[str, Any] = {}
+    name = ""
+    for word in text.split():
+        if word.startswith("--"):
+            name = word[2:].replace("-", "_")
+            found[name] = True
+        else:
+            found[name] = word
+    return found
+
+
+def rows_of(
+    which: str,
+    server: Server,
+    folder: str,
+    trainer: Trainer,
+    gpus: list[str],
+    options: argparse.Namespace,
+) -> Iterator[Row]:
+    """The rows of one server."""
+    with ExitStack() as stack:
+        memory = GpuMemory(gpus[0] if gpus else "")
+        stack.callback(memory.close)
+        # The first requests take memory of their own.
+        for _ in range(2):
+            server.post("/v1/completions", {"prompt": [1, 2, 3], "max_tokens": 8})
+        time.sleep(1)
+        at_rest = memory.peak()
+        updater: Updater = (
+            Titopool(server, trainer) if which == "titopool" else Vllm(server, trainer)
+        )
+        for load in options.loads:
+            repeats = options.repeats if load in ("idle", "keep") else min(3, options.repeats)
+            with requests_in_flight(load, server, options):
+                runs = measure(updater, trainer, load, repeats)
+            row = row_of(runs, server=updater.name, load=describe(load))
+            taken = memory.peak() - at_rest if gpus else None
+            yield {**row, "gpu_bytes": taken, "difference": trainer.largest_difference}
+        updater.close()
+        for package in map(Path, options.trl):
+            if which == "vllm" and not package.name.startswith("trl-1.16"):
+                # Earlier clients speak the wire of TRL's own server.
+                continue
+            client = TrlTrainer(server, trainer, package, folder, options.dtype)
+            stack.callback(client.close)
+            runs = measure(client, trainer, "idle", min(5, options.repeats))
+            name = f"{which}, client of {package.name.replace('-', ' ')}"
+            yield row_of(runs, server=name, load="idle")
+
+
+def describe(load: str) -> str:
+    return load if load == "idle" else f"{NUM_REQUESTS}, {load}"
+
+
+def measure(updater: Updater, trainer: Trainer, load: str, repeats: int) -> list[Row]:
+    """One update, then `repeats` more, with the two models in turn, each checked."""
+    runs: list[Row] = []
+    firsts: dict[int, list[int]] = {}
+    policy = "keep" if load == "idle" else load
+    for turn in range(repeats + 1):
+        model = trainer.models[turn % 2]
+        trainer.synchronize()
+        began = time.monotonic()
+        with trainer.peak_bytes() as peak:
+            figures = updater.update(model, policy)
+        runs.append({"total_s": time.monotonic() - began, **figures, "trainer_bytes": sum(peak)})
+        ids = trainer.check(updater.server, model)
+        if load == "idle":
+            assert ids == firsts.setdefault(turn % 2, ids), "old weights gave other tokens"
+    return runs
+
+
+@contextmanager
+def requests_in_flight(load: str, server: Server, options: argparse.Namespace) -> Iterator[None]:
+    """Keeps requests in flight during the block, unless `load` is idle."""
+    if load == "idle":
+        yield
+        return
+    lengths = [SHORT_LEN, SHORT_LEN]
+    if load == "keep":
+        num_tokens = int(KV_IN_USE * kv_tokens(server) / NUM_REQUESTS)
+        assert num_tokens < options.max_model_len, f"--max-model-len: expected over {num_tokens}"
+        lengths = [num_tokens, options.max_model_len - num_tokens - 1]
+    model = server.get("/v1/models").json()["data"][0]["id"]
+    words = [server.url, model, str(NUM_REQUESTS), *map(str, lengths)]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "benchmarks.weights.load", *words],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert process.stdout is not None
+    process.stdout.readline()
+    time.sleep(3)
+    try:
+        yield
+    finally:
+        statuses = json.loads(process.communicate(timeout=60)[0].splitlines()[-1])
+        print(f"{load}: statuses {statuses}", flush=True)
+    assert set(statuses) <= {"200"}, statuses
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--shape", choices=sorted(SHAPES), default="qwen3-0.6b")
+    parser.add_argument("--num-workers", type=int, default=1)
+    parser.add_argument("--tp", type=int, default=1, help="tensor-parallel size of each worker")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--max-model-len", type=int, default=4096)
+    parser.add_argument("--servers", nargs="+", choices=SERVERS, default=list(SERVERS))
+    parser.add_argument("--loads", nargs="+", choices=LOADS, default=["idle"])
+    parser.add_argument("--trl", nargs="*", default=[], help="folders with trl, named trl-VERSION")
+    parser.add_argument("--repeats", type=int, default=10, help="updates after the first")
+    parser.add_argument("--tolerance", type=float, default=0.5, help="of a log-probability")
+    parser.add_argument("--serve-options", default="", help="further options of both servers")
+    parser.add_argument("--out", default="weights.jsonl", help="rows are appended here")
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        options.servers = ["titopool"]
+    return options
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    main()

@@ -1,0 +1,45 @@
+"""Keeps requests in flight while weights are updated.
+
+    python -m benchmarks.weights.load URL MODEL NUM_REQUESTS INPUT_LEN OUTPUT_LEN
+
+A process of its own, so that the trainer's times have no other work in them. Each of NUM_REQUESTS
+threads sends one request after another with random ids, until the input ends. Prints, at the end, how
+many ended with 200 and with other statuses.
+"""
+
+import collections
+import json
+import random
+import sys
+import threading
+
+import requests
+
+from benchmarks.models import PROMPT_IDS
+
+
+def main() -> None:
+    url, model, *numbers = sys.argv[1:]
+    num_requests, input_len, output_len = map(int, numbers)
+    statuses: collections.Counter[str] = collections.Counter()
+    stops = threading.Event()
+
+    def send() -> None:
+        while not stops.is_set():
+            ids = random.choices(PROMPT_IDS, k=input_len)
+            body = {"model": model, "prompt": ids, "max_tokens": output_len, "ignore_eos": True}
+            try:
+                status = str(requests.post(f"{url}/v1/completions", json=body).status_code)
+            except requests.RequestException as error:
+                status = type(error).__name__
+            statuses[status] += not stops.is_set()
+
+    for _ in range(num_requests):
+        threading.Thread(target=send, daemon=True).start()
+    print("{}", flush=True)
+    sys.stdin.read()
+    stops.set()
+    print(json.dumps(statuses), flush=True)
+
+
+main()

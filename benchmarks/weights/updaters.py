@@ -1,0 +1,176 @@
+"""The servers under test, each with the calls of one weight update."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+from benchmarks.processes import engine_environment, running
+from benchmarks.targets import Engine, VllmServe
+from benchmarks.weights.trainer import Trainer, checkpoint_tensors
+from tests.servers import Server, free_port, running_server
+from titopool.client.weights_client import WeightsClient
+
+
+class Updater(Protocol):
+    """A trainer's connection to one server."""
+
+    # In the table.
+    name: str
+    server: Server
+
+    def update(self, model: Any, policy: str) -> dict[str, Any]:
+        """Sends all parameters; returns when the new weights serve, with further figures."""
+
+    def close(self) -> None:
+        """Leaves the group."""
+
+
+class Titopool:
+    """titopool with its own client."""
+
+    name = "titopool"
+
+    def __init__(self, server: Server, trainer: Trainer):
+        self.server = server
+        self._client = WeightsClient(server.url, device=trainer.device, timeout_s=120)
+        self._client.open()
+
+    def update(self, model: Any, policy: str) -> dict[str, Any]:
+        answer = self._client.update(model, policy=policy)
+        parts = {key: answer[key] for key in ("prepare_s", "apply_s", "paused_s")}
+        return {"staging": answer["staging"], **parts}
+
+    def close(self) -> None:
+        self._client.close()
+
+
+class Vllm:
+    """vLLM's own server with vLLM's own trainer, in vLLM's chunks."""
+
+    name = "vllm serve"
+
+    def __init__(self, server: Server, trainer: Trainer):
+        from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
+
+        self.server = server
+        world_size = server.get("/get_world_size").json()["world_size"] + 1
+        info = {
+            "master_address": "127.0.0.1", "master_port": free_port(), "rank_offset": 1,
+            "world_size": world_size,
+        }  # fmt: skip
+        with ThreadPoolExecutor(1) as executor:
+            call = executor.submit(self._call, "/init_weight_transfer_engine", {"init_info": info})
+            self._group = NCCLWeightTransferEngine.trainer_init(info)
+            call.result()
+
+    def _call(self, path: str, body: Any = None) -> None:
+        answer = self.server.post(path, body)
+        assert answer.status_code == 200, f"{path}: {answer.text}"
+
+    def update(self, model: Any, policy: str) -> dict[str, Any]:
+        from vllm.distributed.weight_transfer.nccl_engine import (
+            NCCLTrainerSendWeightsArgs,
+            NCCLWeightTransferEngine,
+        )
+
+        tensors = list(checkpoint_tensors(dict(model.named_parameters())))
+        info = {
+            "names": [name for name, _ in tensors],
+            "dtype_names": [str(one.dtype).removeprefix("torch.") for _, one in tensors],
+            "shapes": [list(one.shape) for _, one in tensors],
+            "packed": True,
+        }
+        mode = {"drain": "wait"}.get(policy, policy)
+        self._call(f"/pause?mode={mode}")
+        paused = time.monotonic()
+        self._call("/start_weight_update", {})
+        with ThreadPoolExecutor(1) as executor:
+            call = executor.submit(self._call, "/update_weights", {"update_info": info})
+            NCCLWeightTransferEngine.trainer_send_weights(
+                iter(tensors), NCCLTrainerSendWeightsArgs(group=self._group, packed=True)
+            )
+            call.result()
+        self._call("/finish_weight_update", {})
+        self._call("/reset_prefix_cache")
+        self._call("/resume")
+        return {"staging": "in place", "paused_s": time.monotonic() - paused}
+
+    def close(self) -> None:
+        self._group.group.store = None
+
+
+TRL_SCRIPT = Path(__file__).with_name("trl_trainer.py")
+
+
+class TrlTrainer:
+    """A process with TRL's unchanged client and a model of its own on the trainer's device."""
+
+    def __init__(self, server: Server, trainer: Trainer, package: Path, folder: str, dtype: str):
+        self.name = f"{package.name} on {server.log_file.stem}"
+        self.server = server
+        words = [server.url, folder, dtype, str(trainer.device.index), str(free_port())]
+        path = os.pathsep.join((str(package), os.environ.get("PYTHONPATH", "")))
+        self._process = subprocess.Popen(
+            [sys.executable, str(TRL_SCRIPT), *words],
+            env={**os.environ, "PYTHONPATH": path}, text=True, stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE, stderr=server.log_file.with_name(f"{package.name}.log").open("w"),
+        )  # fmt: skip
+        self._read()
+
+    def update(self, model: Any, policy: str) -> dict[str, Any]:
+        """`update_model_params` and `reset_prefix_cache`, timed in the process; `model`'s weights."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{int(model.number)}\n")
+        self._process.stdin.flush()
+        return self._read()
+
+    def _read(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.startswith("{"):
+                found: dict[str, Any] = json.loads(line)
+                return found
+        raise AssertionError(f"{self.name} ended with {self._process.wait(10)}")
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(60)
+
+
+@contextmanager
+def titopool_server(folder: str, words: Sequence[str], log: Path, gpus: str) -> Iterator[Server]:
+    """titopool with dummy weights on the GPUs `gpus`."""
+    visible = {"CUDA_VISIBLE_DEVICES": gpus} if gpus else {}
+    num_workers = int(words[words.index("--num-workers") + 1])
+    with running_server(folder, *words, log=log, num_workers=num_workers, **visible) as server:
+        yield server
+
+
+@contextmanager
+def vllm_server(folder: str, options: dict[str, Any], log: Path, gpus: str) -> Iterator[Server]:
+    """vLLM's own server with dummy weights on the GPUs `gpus`."""
+    environ = engine_environment(on_cpu=False) | {
+        "CUDA_VISIBLE_DEVICES": gpus, "VLLM_SERVER_DEV_MODE": "1", "VLLM_LOGGING_LEVEL": "INFO",
+    }  # fmt: skip
+    transfer = {"weight_transfer_config": '{"backend": "nccl"}'}
+    with running(VllmServe(), Engine(folder, options | transfer), environ, log) as found:
+        yield Server(found.process, found.url, log)  # type: ignore[arg-type]
+
+
+def kv_tokens(server: Server) -> int:
+    """Tokens that fit into the KV caches of all workers."""
+    # titopool writes vLLM's log to a file that it names.
+    named = re.search(r"vLLM's log goes to (.+);", server.log)
+    log = Path(named[1]).read_text() if named else server.log
+    found = re.search(r"KV cache size: ([\d,]+) tokens", log)
+    assert found, "expected the size of the KV cache in vLLM's log"
+    return int(found[1].replace(",", "")) * server.num_workers
