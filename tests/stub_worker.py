@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Awaitable, Callable, Collection
 from enum import IntEnum
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -141,6 +142,7 @@ class StubEngine:
         *,
         delay_s: float,
         load_s: float,
+        load_until: Path | None,
         max_num_seqs: int,
         max_model_len: int,
         vocab_size: int,
@@ -153,6 +155,7 @@ class StubEngine:
         self._model, self._vocab_size = model, vocab_size
         self._delay_s = delay_s
         self._load_s = load_s
+        self._load_until = load_until
         self._max_model_len = max_model_len
         self._max_num_seqs = max_num_seqs
 
@@ -160,6 +163,8 @@ class StubEngine:
         report("importing")
         report("loading")
         time.sleep(self._load_s)
+        while self._load_until is not None and not self._load_until.exists():
+            time.sleep(0.02)
         return WorkerFacts(
             model=self._model,
             tokenizer="none",
@@ -255,6 +260,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--model", default="stub")
     made.add_argument("--vocab-size", type=int, default=VOCAB_SIZE)
     made.add_argument("--load-s", type=float, default=0.0)
+    made.add_argument("--load-until", type=Path, help="loads until this file exists")
     made.add_argument("--max-model-len", type=int, default=4096)
     return made
 
@@ -263,6 +269,7 @@ def engine_of(arguments: argparse.Namespace) -> StubEngine:
     return StubEngine(
         delay_s=arguments.delay_s,
         load_s=arguments.load_s,
+        load_until=arguments.load_until,
         max_num_seqs=arguments.max_num_seqs,
         max_model_len=arguments.max_model_len,
         vocab_size=arguments.vocab_size,

@@ -241,11 +241,13 @@ def test_a_pause_reaches_a_worker_once_it_has_loaded(cluster: Cluster):
     cluster.start(1)
     server = cluster.serve(2)
     cluster.processes[1].kill()
-    cluster.start(1, "--load-s", "8")
+    loaded = cluster.root / "loaded"
+    cluster.start(1, "--load-until", str(loaded))
     cluster.wait_for("ready", "loading")
     answer = server.post("/pause", {"mode": "keep", "lease_s": 60})
     assert answer.json() == {"status": "paused", "is_paused": True, "lease_s": 60}
     # The loading worker learns of the pause once it is ready.
+    loaded.touch()
     cluster.wait_for("ready", "ready")
     leases = lambda: [one["lease_left_s"] for one in server.get("/weights").json()["workers"]]  # noqa: E731
     wait_until(lambda: all(leases()), 5)

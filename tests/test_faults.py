@@ -3,6 +3,7 @@
 import concurrent.futures
 import signal
 import socket
+from pathlib import Path
 
 import pytest
 import requests
@@ -198,8 +199,9 @@ def test_an_admin_key_alone_leaves_generation_open(start_stub, stub_server):
     assert error_of(server.post("/pause", {})) == (401, "invalid_api_key")
 
 
-def test_health_distinguishes_starting_from_ready(start_stub, stub_server):
-    start_stub(0, "--load-s", "3")
+def test_health_distinguishes_starting_from_ready(start_stub, stub_server, tmp_path: Path):
+    loaded = tmp_path / "loaded"
+    start_stub(0, "--load-until", str(loaded))
     server = stub_server(1, num_ready=0)
     assert server.get("/live/").status_code == 200
     wait_until(lambda: server.get("/ready").json()["workers"][0]["phase"] == "loading", 5)
@@ -207,6 +209,7 @@ def test_health_distinguishes_starting_from_ready(start_stub, stub_server):
     for answer in (server.get("/health/"), server.post("/generate/", {"prompts": [[1]]})):
         assert error_of(answer) == (503, "no_ready_worker")
         assert "0 is loading" in answer.json()["error"]["message"]
+    loaded.touch()
     server.wait_until_ready()
     for path in ("/health", "/health/", "/ready", "/live"):
         assert server.get(path).status_code == 200, path

@@ -55,7 +55,7 @@ def exit_code_of(server: Server, within_s: float) -> int:
 )  # fmt: skip
 def test_a_failed_start_prints_the_cause(start_server, arguments, variables, parts):
     server = start_server(*arguments, **variables)
-    assert exit_code_of(server, 90) == 1
+    assert exit_code_of(server, START_TIMEOUT_S) == 1
     conclusion = server.log.rpartition("\ntitopool: ")[2]
     for part in parts:
         assert part in conclusion

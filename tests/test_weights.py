@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests import stock_trainer
-from tests.servers import Server, free_port, wait_until
+from tests.servers import START_TIMEOUT_S, Server, free_port, wait_until
 from tests.trainer import CHUNK_BYTES, DEVICE, tensors_of
 from tests.weights import (
     TOLERANCE,
@@ -339,7 +339,7 @@ def test_a_worker_killed_during_an_update_waits_for_the_next(
     if server.num_workers == 2:
         assert_serves(server, tiny_model, times=2)
     # Its weights came from a trainer and are lost.
-    wait_until(lambda: "waiting_for_weights" in phases(server), 120)
+    wait_until(lambda: "waiting_for_weights" in phases(server), START_TIMEOUT_S)
     client.update(tensors_of(other_model), policy="keep")
     assert_serves(server, other_model, times=4)
 
@@ -354,7 +354,7 @@ def test_sigterm_to_an_engine_fails_no_request(server: Server):
     answer = generation.join()
     assert answer["finish_reasons"] == ["length", "length"]
     assert [len(ids) for ids in answer["completion_ids"]] == [400, 400]
-    wait_until(lambda: "waiting_for_weights" in phases(server), 120)
+    wait_until(lambda: "waiting_for_weights" in phases(server), START_TIMEOUT_S)
 
 
 def test_a_restarted_worker_serves_only_the_pool_s_weights(
@@ -362,7 +362,7 @@ def test_a_restarted_worker_serves_only_the_pool_s_weights(
 ):
     client.update(tensors_of(other_model), policy="keep", version=4)
     psutil.Process(worker_pids(server)[-1]).kill()
-    wait_until(lambda: "waiting_for_weights" in phases(server), 120)
+    wait_until(lambda: "waiting_for_weights" in phases(server), START_TIMEOUT_S)
     if server.num_workers == 2:
         assert_serves(server, other_model, times=4)
     else:

@@ -173,8 +173,10 @@ def rows_of(
                 # Earlier clients speak the wire of TRL's own server.
                 continue
             client = TrlTrainer(server, trainer, package, folder, options.dtype)
-            stack.callback(client.close)
-            runs = measure(client, trainer, "idle", min(5, options.repeats))
+            try:
+                runs = measure(client, trainer, "idle", min(5, options.repeats))
+            finally:
+                client.close()
             name = f"{which}, client of {package.name.replace('-', ' ')}"
             yield row_of(runs, server=name, load="idle")
 

@@ -5,14 +5,31 @@
 Prints `{}` when the group has formed, then the seconds of each update.
 """
 
+import importlib
+import importlib.util
 import inspect
 import json
 import sys
 import time
+import types
+from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
-from trl.generation.vllm_client import VLLMClient
+
+
+def client_class() -> Any:
+    """`VLLMClient`, without TRL's package initializers, which import TRL's trainers and datasets."""
+    found = importlib.util.find_spec("trl")
+    assert found is not None
+    assert found.origin is not None
+    folder = Path(found.origin).parent
+    for name in ("trl", "trl.generation"):
+        package = types.ModuleType(name)
+        package.__path__ = [str(folder.parent.joinpath(*name.split(".")))]
+        sys.modules[name] = package
+    return importlib.import_module("trl.generation.vllm_client").VLLMClient
 
 
 def main() -> None:
@@ -24,6 +41,7 @@ def main() -> None:
         with torch.device("cuda", int(device)):
             config = AutoConfig.from_pretrained(folder)
             models.append(AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype)))
+    VLLMClient = client_class()
     accepted = inspect.signature(VLLMClient).parameters
     options = {"connection_timeout": 20} if "connection_timeout" in accepted else {}
     client = VLLMClient(base_url=url, group_port=int(port), **options)

@@ -351,8 +351,10 @@ class Updates:
         """Loads the tensors into the model and resumes generation."""
         try:
             async with asyncio.timeout(self._timeout_s):
-                progress = await self._engine.progress()
-                (result, *_) = await self._call("apply")
+                # Outputs from before the pause may still arrive while the tensors are loaded.
+                progress, (result, *_) = await asyncio.gather(
+                    self._engine.progress(), self._call("apply")
+                )
         except Exception as error:
             reason = f"weights were left half loaded: {type(error).__name__} {error}".strip()
             logger.exception("version %d could not be loaded", update.version)
