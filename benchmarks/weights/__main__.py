@@ -32,6 +32,7 @@ import torch
 from benchmarks.machine import describe_machine
 from benchmarks.models import SHAPES, make_model
 from benchmarks.weights.bare import bare_seconds
+from benchmarks.weights.lost_worker import lose_worker
 from benchmarks.weights.memory import GpuMemory
 from benchmarks.weights.table import Row, add, row_of
 from benchmarks.weights.trainer import Trainer
@@ -179,6 +180,9 @@ def rows_of(
                 client.close()
             name = f"{which}, client of {package.name.replace('-', ' ')}"
             yield row_of(runs, server=name, load="idle")
+        if options.lose_worker and which == "titopool":
+            client = TrlTrainer(server, trainer, Path(options.trl[0]), folder, options.dtype)
+            print("a worker was lost:", lose_worker(client), flush=True)
 
 
 def describe(load: str) -> str:
@@ -241,6 +245,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--servers", nargs="+", choices=SERVERS, default=list(SERVERS))
     parser.add_argument("--loads", nargs="+", choices=LOADS, default=["idle"])
     parser.add_argument("--trl", nargs="*", default=[], help="folders with trl, named trl-VERSION")
+    parser.add_argument(
+        "--lose-worker", action="store_true", help="at the end, in a broadcast of TRL's client"
+    )
     parser.add_argument("--repeats", type=int, default=10, help="updates after the first")
     parser.add_argument("--tolerance", type=float, default=0.5, help="of a log-probability")
     parser.add_argument("--serve-options", default="", help="further options of both servers")

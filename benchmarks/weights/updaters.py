@@ -117,32 +117,42 @@ class TrlTrainer:
         self.name = f"{package.name} on {server.log_file.stem}"
         self.server = server
         words = [server.url, folder, dtype, str(trainer.device.index), str(free_port())]
+        self._log = server.log_file.with_name(f"{server.log_file.stem}-{package.name}.log")
         path = os.pathsep.join((str(package), os.environ.get("PYTHONPATH", "")))
         self._process = subprocess.Popen(
             [sys.executable, str(TRL_SCRIPT), *words],
             env={**os.environ, "PYTHONPATH": path}, text=True, stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE, stderr=server.log_file.with_name(f"{package.name}.log").open("w"),
+            stdout=subprocess.PIPE, stderr=self._log.open("w"),
         )  # fmt: skip
-        self._read()
+        self.read()
 
     def update(self, model: Any, policy: str) -> dict[str, Any]:
         """`update_model_params` and `reset_prefix_cache`, timed in the process; `model`'s weights."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(f"{int(model.number)}\n")
-        self._process.stdin.flush()
-        return self._read()
+        self.begin(model.number)
+        return self.read()
 
-    def _read(self) -> dict[str, Any]:
+    def begin(self, number: int) -> None:
+        """Begins to send the model `number`, 0 or 1; `read` waits for the end."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{number}\n")
+        self._process.stdin.flush()
+
+    def read(self) -> dict[str, Any]:
         assert self._process.stdout is not None
         for line in self._process.stdout:
             if line.startswith("{"):
                 found: dict[str, Any] = json.loads(line)
                 return found
-        raise AssertionError(f"{self.name} ended with {self._process.wait(10)}")
+        raise AssertionError(f"{self.name} ended; see {self._log}")
 
     def close(self) -> None:
         assert self._process.stdin is not None
         self._process.stdin.close()
+        self._process.wait(60)
+
+    def kill(self) -> None:
+        """Ends the process, also in a broadcast."""
+        self._process.kill()
         self._process.wait(60)
 
 
