@@ -132,6 +132,8 @@ class EndTensors(msgspec.Struct, frozen=True, tag="end_tensors"):
     # Whether an update counts that was ended before and lacked parts of layers; without an update
     # the command does nothing.
     is_last_call: bool = False
+    # The trainer's own name for the version that the update makes, now or with a later end.
+    label: str = ""
 
 
 class PrepareUpdate(msgspec.Struct, frozen=True, tag="prepare_update"):
@@ -142,8 +144,6 @@ class PrepareUpdate(msgspec.Struct, frozen=True, tag="prepare_update"):
     policy: PauseMode | None
     with_checksum: bool = False
     checksum: str | None = None
-    # The trainer's own name for the version.
-    label: str = ""
 
 
 class ApplyUpdate(msgspec.Struct, frozen=True, tag="apply_update"):

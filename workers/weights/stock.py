@@ -278,6 +278,8 @@ class StockUpdates(TrlUpdates):
                 self.state.end("", keeps_group=True)
                 return {"update_id": None, "is_ready": False, "split_layers": ""}
             self.state.touch(time.monotonic())
+            if action.label:
+                self.state.set_label(action.label)
             self._pauses.renew()
             async with self._ends_on_failure("the tensors were refused"):
                 fit = await self._fit_of_told()

@@ -295,7 +295,7 @@ class Updates:
         """Accepts a commit; `AwaitStep("prepare", update)` waits until it can be applied."""
         async with self._accepting:
             self._check_pause_mode(action.policy or self.default_pause_mode)
-            update = self.state.prepare(action.update_id, time.monotonic(), action.label)
+            update = self.state.prepare(action.update_id, time.monotonic())
             self.steps.start("prepare", action.update_id, self._run_prepare(action, update))
         return {}
 

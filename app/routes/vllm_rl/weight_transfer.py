@@ -236,11 +236,10 @@ def finish_weight_update() -> Response:
     body = decode_body(request.get_data() or b"{}", FINISH_BODY)
     commands, workers = whole_pool()
     label = body.weight_version or ""
-    ended = end_tensors(commands, workers, EndTensors())
+    ended = end_tensors(commands, workers, EndTensors(label=label))
     answer: Result = {"message": "Weight update finished"}
     if ended.get("is_ready"):
-        action = PrepareUpdate(ended["update_id"], None, label=label)
-        answer |= commit_update(commands, workers, action)
+        answer |= commit_update(commands, workers, PrepareUpdate(ended["update_id"], None))
     elif ended.get("split_layers"):
         answer["waits_for"] = ended["split_layers"]
     elif label:
@@ -258,7 +257,7 @@ def end_tensors(commands: CommandSender, workers: list[Worker], action: EndTenso
     """
 
     def action_for(index: int, first: Result) -> EndTensors:
-        return EndTensors(first.get("update_id"), action.is_last_call)
+        return EndTensors(first.get("update_id"), action.is_last_call, action.label)
 
     undo = LeaveStockGroup("another worker refused the tensors", keeps_group=True)
     try:
