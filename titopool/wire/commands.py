@@ -71,6 +71,8 @@ class BeginUpdate(msgspec.Struct, frozen=True, tag="begin_update"):
     policy: PauseMode | None = None
     # The clock of the weights that a part of a model is added to; None: `clock`.
     base_clock: Clock | None = None
+    # Whether the commit will ask for a checksum.
+    with_checksum: bool = False
 
 
 class BeginFolder(msgspec.Struct, frozen=True, tag="begin_folder"):

@@ -1,7 +1,8 @@
 """A weight update through vLLM's routes: a group, a start, lists of tensors, a finish.
 
 Where vLLM loads each chunk into the running model, workers stage the tensors, and the finish commits
-them in two phases. So a failure at any point leaves the old weights everywhere.
+them in two phases. So a failure at any point leaves the old weights everywhere, unless the tensors
+went in place (`weight_staging`): then the worker restarts.
 """
 
 import base64
@@ -20,6 +21,7 @@ from app.routes.weights.updates import update_from_folder
 from app.routes.weights.workers import (
     check_world_size,
     commit_timeout_s,
+    names_restarting_workers,
     reachable_workers,
     step_timeout_s,
     whole_pool,
@@ -185,13 +187,16 @@ def _receive() -> Response:
         # The first worker's group has ended.
         commands.gather_outcomes(workers, undo)
         raise
-    try:
-        results_of(
-            commands.await_step(workers, "receive", first["list_id"], timeout_s=step_timeout_s())
-        )
-    except TitopoolError:
-        commands.gather_outcomes(workers, undo)
-        raise
+    with names_restarting_workers(commands, workers):
+        try:
+            results_of(
+                commands.await_step(
+                    workers, "receive", first["list_id"], timeout_s=step_timeout_s()
+                )
+            )
+        except TitopoolError:
+            commands.gather_outcomes(workers, undo)
+            raise
     return json_response({"message": "Weights updated"})
 
 
