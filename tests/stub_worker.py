@@ -54,8 +54,9 @@ class StubWeights:
 
     can_keep = True
 
-    def __init__(self, *, is_bad: bool, dies_at: str, slow: dict[str, float]):
+    def __init__(self, *, is_bad: bool, dies_at: str, slow: dict[str, float], staging: str):
         """`slow`: delays in seconds, by the name of a method."""
+        self._staging = staging
         self._is_bad = is_bad
         self._dies_at = dies_at
         self._slow = slow
@@ -69,15 +70,15 @@ class StubWeights:
         await asyncio.sleep(self._slow.get(method, 0))
         if method == self._dies_at:
             os.kill(os.getpid(), signal.SIGKILL)
-        if method == "apply" and self._is_bad:
+        if method == ("load" if self._staging == "in_place" else "apply") and self._is_bad:
             raise WeightUpdateFailed("staged failure")
         fit = {
-            "missing": [], "ignored": [], "kept": [], "split_layers": "", "staging": "beside",
+            "missing": [], "ignored": [], "kept": [], "split_layers": "", "staging": self._staging,
         }  # fmt: skip
         status = {"is_joined": True, "error": "", "num_announced": 1, "num_received": 1}
         answers = {
             "begin": fit, "check": fit, "check_folder": fit, "status": status, "device": "",
-            "apply": {"loaded": 1}, "checksum": "0" * 16, "take": {"staging": "beside"},
+            "apply": {"loaded": 1}, "checksum": "0" * 16, "take": {"staging": self._staging},
             "digests": {"dp0:pp0:pcp0:tp0:w": "0" * 64},
         }  # fmt: skip
         return [answers.get(method)]
@@ -255,6 +256,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--delay-s", type=float, default=0.0)
     made.add_argument("--max-num-seqs", type=int, default=256)
     made.add_argument("--bad-weights", action="store_true")
+    made.add_argument("--staging", default="beside")
     made.add_argument("--die-at", default="", help="a method of weight updates, e.g. apply")
     made.add_argument("--slow", default=[], action="append", help="METHOD=SECONDS")
     made.add_argument("--model", default="stub")
@@ -277,6 +279,7 @@ def engine_of(arguments: argparse.Namespace) -> StubEngine:
         weights=StubWeights(
             is_bad=arguments.bad_weights,
             dies_at=arguments.die_at,
+            staging=arguments.staging,
             slow={name: float(one) for name, one in (word.split("=") for word in arguments.slow)},
         ),
     )

@@ -102,11 +102,11 @@ class StockWorker(Worker):
         accepted = await self.good(ReceiveTensors(name, tensors, **fields))
         await self.good(AwaitStep("receive", accepted["list_id"]))
 
-    async def end(self) -> dict[str, Any]:
-        return await self.good(EndTensors())
+    async def end(self, label: str = "") -> dict[str, Any]:
+        return await self.good(EndTensors(label=label))
 
-    async def commit(self, update_id: str = "u", **fields: Any) -> None:
-        await self.good(PrepareUpdate(update_id, None, **fields))
+    async def commit(self, update_id: str = "u") -> None:
+        await self.good(PrepareUpdate(update_id, None))
         await self.good(AwaitStep("prepare", update_id))
         await self.good(ApplyUpdate(update_id))
         await self.good(AwaitStep("apply", update_id))
@@ -127,9 +127,9 @@ def test_an_update_is_staged_at_each_list_and_applied_at_the_commit(port: int):
         await worker.send([V, NORM], "two", packed=True, packed_bytes=64)
         assert "apply" not in worker.engine.calls
         assert "pause keep" not in worker.engine.calls
-        ended = await worker.end()
+        ended = await worker.end("step-7")
         assert ended == {"update_id": "u", "is_ready": True, "split_layers": ""}
-        await worker.commit(label="step-7")
+        await worker.commit()
         assert await worker.state() == "open"
         # The next update of the same session.
         await worker.start("u2")
@@ -631,9 +631,17 @@ def test_a_label_belongs_to_one_version_and_can_be_changed(port: int):
         for update_id, given in (("u", "step-7"), ("u2", "")):
             await worker.start(update_id)
             await worker.send(MODEL)
-            await worker.end()
-            await worker.commit(update_id, label=given)
+            await worker.end(given)
+            await worker.commit(update_id)
             assert label() == (given or "2")
+        # Parts of a layer make no version yet: the label waits with them.
+        for part, given in ((Q, "first"), (K, "last"), (V, "")):
+            await worker.start(f"u-{part.name}")
+            await worker.send([part])
+            assert label() == "2"
+            ended = await worker.end(given)
+        await worker.commit(ended["update_id"])
+        assert label() == "last"
         await worker.good(SetLabel("later"))
         assert label() == "later"
         # The weights are the same: the worker still serves.

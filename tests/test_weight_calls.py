@@ -177,6 +177,35 @@ def test_a_worker_that_fails_to_apply_ends_and_the_others_serve(
     assert len(set(versions(server))) == 1
 
 
+@pytest.mark.parametrize("bad", [True, False], ids=["load-fails", "trainer-aborts"])
+def test_workers_that_were_written_in_place_restart_and_the_others_keep_their_weights(
+    start_stub: StartStub, stub_server: StartServer, port: int, bad: bool
+):
+    options = ["--staging", "in_place", *(["--bad-weights"] if bad else [])]
+    good, written = start_stub(0), start_stub(1, *options)
+    server = stub_server(2)
+    server.post("/weights/init", init_body(port))
+    update = begin(server).json()["update"]
+    if bad:
+        answer = server.post("/weights/commit", {"update": update, "policy": "keep"})
+        status, text = error_of(answer)
+        # The worker may have ended before the call came.
+        assert status in (409, 500, 503), text
+        assert "worker-1" in text
+    else:
+        written_now = lambda: server.get("/weights").json()["workers"][1]["is_written_in_place"]  # noqa: E731
+        wait_until(written_now, 10)
+        answer = server.post("/weights/abort", {"update": update, "reason": "staged"})
+        assert [one[-8:] for one in answer.json()["restarting"]] == ["worker-1"]
+    assert written.wait(10) == EXIT_WEIGHTS_UNKNOWN
+    assert good.poll() is None
+    # One version serves: that of before.
+    assert server.generate([[1, 2]], max_tokens=2)["weight_versions"] == [[[0, 0]]]
+    start_stub(1)
+    wait_until(lambda: phases(server) == ["ready", "ready"], 30)
+    assert versions(server) == [0, 0]
+
+
 def phases(server: Server) -> list[str]:
     return sorted(one["phase"] for one in server.get("/ready").json()["workers"])
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, get_args
 
+import msgspec
 import pytest
 
 from titopool.errors import InvalidRequest, TitopoolError, WeightUpdateFailed
@@ -53,6 +54,9 @@ class RecordingEngine:
         self.begin_error: Exception | None = None
         self.staging = "beside"
         self.drop_error: Exception | None = None
+        self.load_error: Exception | None = None
+        # Whether the call that loads in place waits for the trainer.
+        self.load_waits = False
         self.status: dict[str, Any] = {
             "is_joined": True, "error": "", "num_announced": 1, "num_received": 1,
         }  # fmt: skip
@@ -64,6 +68,11 @@ class RecordingEngine:
             self.join_args = args[0]
         if method == "drop" and self.drop_error is not None:
             raise self.drop_error
+        if method == "load":
+            if self.load_waits:
+                await asyncio.sleep(3600)
+            if self.load_error is not None:
+                raise self.load_error
         if method in ("begin", "check_folder") and self.begin_error is not None:
             raise self.begin_error
         fit = {
@@ -193,6 +202,22 @@ def test_generation_resumes_when_weights_do_not_arrive_in_the_kv_cache(lost: dic
     assert "apply" not in worker.engine.calls
 
 
+def test_a_trainer_that_takes_over_resumes_generation_after_the_kv_cache_is_cleared():
+    async def story(worker: Worker) -> None:
+        worker.engine.staging = "kv"
+        join = JoinGroup("s", "trl", "gloo", "127.0.0.1", 1, 0, 2, "gpu")
+        await worker.good(join)
+        await worker.good(AwaitStep("join", "s"))
+        worker.engine.status["num_received"] = 0
+        await worker.good(BeginUpdate("s", "u", 7, 1, TENSORS, 100, False))
+        while "receive" not in worker.engine.calls:
+            await asyncio.sleep(0.01)
+        await worker.good(msgspec.structs.replace(join, session="s2"))
+
+    calls = run(story).engine.calls
+    assert calls[calls.index("receive") + 1 :][:3] == ["drop", "resume", "join"]
+
+
 @pytest.mark.parametrize("staging, is_safe", [("kv", False), ("beside", True)])
 def test_a_kv_cache_that_is_not_cleared_ends_the_worker(staging: str, is_safe: bool):
     async def story(worker: Worker) -> None:
@@ -207,6 +232,78 @@ def test_a_kv_cache_that_is_not_cleared_ends_the_worker(staging: str, is_safe: b
 
     worker = run(story)
     assert ("pause keep" in worker.engine.calls) is not is_safe
+
+
+def test_weights_in_place_are_loaded_while_generation_stands_and_then_committed():
+    async def story(worker: Worker) -> None:
+        worker.engine.staging = "in_place"
+        await worker.begin()
+        done = await worker.ask(PrepareUpdate("u", "abort", with_checksum=True))
+        assert (done.code, "checksum: expected none" in done.message) == ("invalid_request", True)
+        await worker.good(PrepareUpdate("u", "abort"))
+        await worker.good(AwaitStep("prepare", "u"))
+        assert worker.engine.calls[-2:] == ["load", "check"]
+        await worker.good(ApplyUpdate("u"))
+        assert (await worker.good(AwaitStep("apply", "u")))["staging"] == "in_place"
+        totals = worker.control.update_totals["in_place"]
+        assert (totals.num_applied, totals.num_failed) == (1, 0)
+        assert 0 < totals.paused_s <= totals.update_s < 20
+        # The next one may end without harm before its first byte.
+        worker.engine.status["num_received"] = 0
+        await worker.good(BeginUpdate("s", "u2", 8, 1, TENSORS, 100, False))
+        while worker.engine.calls.count("receive") < 2:
+            await asyncio.sleep(0.01)
+        await worker.good(AbortUpdate("u2", "the trainer gave up"))
+        assert not worker.broken
+        assert worker.control.update_totals["in_place"].num_failed == 1
+
+    worker = run(story)
+    assert worker.engine.calls[:8] == [
+        "join", "begin", "pause keep", "clear", "receive", "load", "check", "apply",
+    ]  # fmt: skip
+    assert worker.engine.calls.count("load") == 1
+    assert worker.engine.calls.count("resume") == 2
+
+
+@pytest.mark.parametrize(
+    "stage, end",
+    [
+        # The trainer is gone, or the deadline passes.
+        ({"load_error": WeightUpdateFailed("a chunk did not come")}, None),
+        ({"load_waits": True}, None),
+        ({"load_waits": True}, AbortUpdate("u", "the trainer gave up")),
+        ({"load_waits": True}, LeaveGroup("s")),
+        ({"load_waits": True}, JoinGroup("s2", "trl", "gloo", "127.0.0.1", 1, 0, 2, "gpu")),
+        # All tensors are in the model, but another worker has failed.
+        ({}, AbortUpdate("u", "another worker failed to prepare the update")),
+    ],
+    ids=["error", "deadline", "abort", "leave", "takeover", "after-the-load"],
+)
+def test_an_update_in_place_that_ends_ends_the_worker(stage: dict[str, Any], end: Action | None):
+    async def story(worker: Worker) -> None:
+        worker.engine.staging = "in_place"
+        vars(worker.engine).update(stage)
+        await worker.good(JoinGroup("s", "trl", "gloo", "127.0.0.1", 1, 0, 2, "gpu"))
+        await worker.good(AwaitStep("join", "s"))
+        await worker.good(BeginUpdate("s", "u", 7, 1, TENSORS, 100, False))
+        while "load" not in worker.engine.calls:
+            await asyncio.sleep(0.01)
+        if end is not None:
+            await worker.ask(end)
+        while not worker.broken:
+            await asyncio.sleep(0.01)
+        assert "an update in place has ended: " in worker.broken[0]
+        # Nothing resumes until the process ends.
+        done = await worker.ask(JoinGroup("s3", "trl", "gloo", "127.0.0.1", 1, 0, 2, "gpu"))
+        assert (done.code, "this worker restarts" in done.message) == ("weight_update_failed", True)
+        assert (await worker.good(GetStatus()))["is_restarting"]
+        assert worker.control.phase == "catching_up"
+        await asyncio.sleep(0.6)
+
+    worker = run(story)
+    assert "resume" not in worker.engine.calls
+    assert worker.control.weights.is_initial
+    assert worker.control.update_totals["in_place"].num_failed == 1
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,19 @@
 """Copies learned from a model's loaders, on a model with loaders like vLLM's."""
 
+import threading
+import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from titopool.wire.commands import TensorInfo
+from titopool.wire.weight_plan import plan_chunks
+from workers.in_model.catalogue import Fit
 from workers.in_model.copies import CopyPlan, Tensors, learn, within_layers
+from workers.in_model.receiving.staging import InPlace
+from workers.in_model.weight_extension import WeightExtension
 
 
 class Fused(torch.nn.Module):
@@ -205,3 +213,41 @@ def test_layers_of_parameters_are_found():
     assert scope("model.layers.1.self_attn.attn")
     assert not scope("model.layers.11.mlp")
     assert scope("model.norm")
+
+
+def test_an_update_in_place_uses_learned_copies_chunk_by_chunk(monkeypatch: pytest.MonkeyPatch):
+    model, first, second = Fused(), tensors(1), tensors(2)
+    worker: Any = WeightExtension()
+    worker.device, worker.get_model = torch.device("cpu"), lambda: model
+    worker._titopool_plan = learned(model, first)
+    monkeypatch.setattr(worker, "_titopool_in_model", torch.no_grad)
+    sent = {**second, "head": torch.ones(2)}
+    infos = [TensorInfo(name, "float32", list(one.shape)) for name, one in sent.items()]
+    # Chunks of two tensors.
+    chunks = plan_chunks(infos, 60)
+    assert len(chunks) == 3
+    staging = InPlace(worker.device, chunks)
+    worker._titopool_stagings = [staging]
+    worker._titopool_fit = Fit(ignored=["head"])
+    worker._titopool_receiver = SimpleNamespace(timeout_s=10.0)
+    messages = [
+        torch.cat([sent[piece.tensor.name].flatten() for piece in chunk.pieces]) for chunk in chunks
+    ]
+    channel: Any = SimpleNamespace(
+        start=lambda buffer: buffer.copy_(messages.pop(0).view(torch.uint8)),
+        wait=lambda deadline: None,
+    )
+
+    def receive() -> None:
+        for chunk in chunks:
+            staging.receive(channel, chunk, time.monotonic() + 10)
+
+    thread = threading.Thread(target=receive)
+    thread.start()
+    assert worker.titopool_weights_load() == ["ok", None]
+    thread.join(10)
+    assert worker._titopool_num_loaded == 4
+    expected = Fused()
+    with torch.no_grad():
+        expected.load_weights(second.items())
+    assert same(model, expected)

@@ -1,6 +1,8 @@
 """Where received weights wait: parts of a KV cache, and the choice between the places."""
 
 import itertools
+import threading
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +12,7 @@ import torch
 from titopool.wire.commands import TensorInfo
 from titopool.wire.weight_plan import Chunk, plan_chunks
 from workers.in_model.checkpoint_files import Refused
-from workers.in_model.receiving.staging import InKvCache, KvCacheMemory, StagingRoom
+from workers.in_model.receiving.staging import InKvCache, InPlace, KvCacheMemory, StagingRoom
 
 CPU = torch.device("cpu")
 # Bytes of a layer's KV cache.
@@ -125,7 +127,7 @@ def room(setting: str, kv: Any, free: int, monkeypatch: pytest.MonkeyPatch) -> S
     "setting, free, expected",
     [
         ("auto", 9000, "beside"), ("auto", 7000, "kv"), ("kv", 9000, "kv"), ("beside", 9000, "beside"),
-        ("host", 0, "host"),
+        ("host", 0, "host"), ("in_place", 9000, "beside"), ("in_place", 7000, "kv"),
     ],
 )  # fmt: skip
 def test_weights_wait_beside_the_model_or_in_the_kv_cache(
@@ -150,3 +152,96 @@ def test_an_update_that_fits_nowhere_is_refused(
     kv = layers(num_layers) if num_layers else None
     with pytest.raises(Refused, match=rf"weight_staging={setting}.*lower gpu_memory_utilization"):
         room(setting, kv, free, monkeypatch).choose(chunks, extra)
+    # What else the setting may be, and what that costs.
+    with pytest.raises(Refused, match=r"in_place \(.*\) or to host"):
+        room("auto", None, 0, monkeypatch).choose(chunks, 0)
+
+
+# ---- in place ------------------------------------------------------------------------
+
+# Of four bytes each; chunks of one tensor.
+IN_PLACE = [1000, 600, 200, 400, 800]
+
+
+@pytest.mark.parametrize(
+    "free, not_in_place, refused",
+    [
+        (8000, "", ""),
+        (7999, "", "two chunks, 0.0 GiB, cannot go in place.*in smaller chunks"),
+        (8000, "a checksum", "a checksum cannot go in place.*without a checksum"),
+    ],
+)
+def test_in_place_needs_room_for_two_chunks(
+    free: int, not_in_place: str, refused: str, monkeypatch: pytest.MonkeyPatch
+):
+    chunks = plan_chunks(tensors(*IN_PLACE), 0)
+    # The KV cache cannot hold 12,000 bytes either.
+    staging = room("in_place", layers(1), free, monkeypatch)
+    if refused:
+        with pytest.raises(Refused, match=refused):
+            staging.choose(chunks, 0, not_in_place)
+    else:
+        assert staging.choose(chunks, 0, not_in_place).name == "in_place"
+
+
+def received_in_thread(staging: InPlace, chunks: list[Chunk], channel: Any) -> threading.Thread:
+    def receive() -> None:
+        try:
+            for chunk in chunks:
+                staging.receive(channel, chunk, time.monotonic() + 10.0)
+        except RuntimeError:
+            # The test reads it where the model is loaded.
+            pass
+
+    thread = threading.Thread(target=receive, daemon=True)
+    thread.start()
+    return thread
+
+
+class CountingSender(Sender):
+    """Counts the broadcasts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_started = 0
+
+    def start(self, buffer: Any) -> None:
+        self.num_started += 1
+        if self.num_started == 4:
+            raise RuntimeError("the trainer is gone")
+        super().start(buffer)
+
+
+def test_chunks_are_handed_on_one_by_one_and_at_most_two_are_in_memory():
+    chunks = plan_chunks(tensors(*IN_PLACE[:3]), 0)
+    staging, sender = InPlace(CPU, chunks), CountingSender()
+    thread = received_in_thread(staging, chunks, sender)
+    found: list[int] = []
+    for number, chunk in enumerate(staging.chunks(10.0), start=1):
+        # While this one is loaded, only the next one comes.
+        assert sender.num_started <= number + 1
+        found += [int(one) for tensor in chunk.values() for one in tensor.view(torch.uint8)]
+    thread.join(10)
+    assert found == [one % 251 for one in range(4 * sum(IN_PLACE[:3]))]
+
+
+def test_a_chunk_that_does_not_come_fails_the_load():
+    chunks = plan_chunks(tensors(*IN_PLACE), 0)
+    staging = InPlace(CPU, chunks)
+    received_in_thread(staging, chunks, CountingSender())
+    loaded = staging.chunks(10.0)
+    assert [list(next(loaded)) for _ in range(3)] == [["t0"], ["t1"], ["t2"]]
+    with pytest.raises(RuntimeError, match="the trainer is gone"):
+        next(loaded)
+    # A trainer that hangs.
+    with pytest.raises(TimeoutError, match="did not send in time"):
+        next(InPlace(CPU, chunks).chunks(0.05))
+
+
+def test_the_end_of_an_update_wakes_a_receiver_that_waits_for_the_model():
+    chunks = plan_chunks(tensors(*IN_PLACE), 0)
+    staging = InPlace(CPU, chunks)
+    thread = received_in_thread(staging, chunks, Sender())
+    staging.release()
+    thread.join(10)
+    assert not thread.is_alive()

@@ -38,8 +38,10 @@ class BeginBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     version: Version | None = None
     chunk_bytes: Annotated[int, Meta(ge=0, le=2**34)] = DEFAULT_CHUNK_BYTES
     partial: bool = False
-    # Where weights wait in the KV cache, generation stands from the beginning on.
+    # Where weights wait in the KV cache or go in place, generation stands from the beginning on.
     policy: PauseMode | None = None
+    # Whether the commit will ask for a checksum.
+    checksum: bool = False
 
 
 class CommitBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):

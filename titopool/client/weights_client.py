@@ -8,6 +8,7 @@ raises `WeightsError`, with the server's message if the server sent one. After a
 `update` forms a new group.
 """
 
+import contextlib
 import functools
 import itertools
 import uuid
@@ -253,8 +254,8 @@ class WeightsClient:
 
         Returns:
             `version`, `loaded` (number of tensors), `checksum`, `staging` (where the first worker
-            kept the tensors: "beside" the model, "kv" cache or "host"), `paused_s` (how long it
-            stopped generation), and lists of names: `missing`, `ignored` (sent, but not in the
+            kept the tensors: "beside" the model, "kv" cache, "in_place" or "host"), `paused_s` (how
+            long it stopped generation), and lists of names: `missing`, `ignored` (sent, but not in the
             model) and `kept` (buffers that were not sent).
 
         Raises:
@@ -321,6 +322,7 @@ class WeightsClient:
             "chunk_bytes": self._chunk_bytes,
             "partial": partial,
             "policy": policy,
+            "checksum": digest is not None,
         }
         answer = run_in_thread(lambda: self.call("/weights/begin", body, fields=BEGIN_FIELDS))
         messages = messages_of(source, self._chunk_bytes, self._device(), digest)
@@ -336,16 +338,19 @@ class WeightsClient:
 
     def _fail(self, update: str, error: Exception) -> NoReturn:
         """Aborts an update that has begun and raises `error` as a WeightsError."""
+        restarting: list[str] = []
         if not isinstance(error, NoResponse):
-            reason = str(error)[:500]
+            body = {"update": update, "reason": str(error)[:500]}
             # If this call fails, the update has ended already or ends at its deadline.
-            _error_of(lambda: self.call("/weights/abort", {"update": update, "reason": reason}))
+            with contextlib.suppress(Exception):
+                restarting = self.call("/weights/abort", body).get("restarting", [])
         self._drop_group()
         if isinstance(error, WeightsError):
             raise error
+        restarts = f"these workers restart: {', '.join(restarting)}, " if restarting else ""
         raise WeightsError(
             f"expected to send all tensors, got {type(error).__name__}: {error}; the old weights "
-            "serve, and the next update forms a new group"
+            f"serve, {restarts}and the next update forms a new group"
         ) from error
 
     def _send(self, messages: Iterable[Any]) -> None:

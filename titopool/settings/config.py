@@ -19,7 +19,7 @@ ENV_PREFIX = "TITOPOOL_"
 # A file in `run_dir`. A supervisor that gives up writes the cause; gunicorn's master reads it.
 FAILURE_FILE = "failure"
 PLACEMENTS = ("prefix", "least_loaded", "round_robin")
-WEIGHT_STAGINGS = ("auto", "beside", "kv", "host")
+WEIGHT_STAGINGS = ("auto", "beside", "kv", "in_place", "host")
 # Headings of `--help` and docs/settings.md, each by the name of its first setting.
 GROUPS = {
     "model": "Model and engines",
@@ -175,8 +175,8 @@ class ServerConfig:
     )
     weight_staging: str = setting(
         "auto",
-        "Where new weights wait: beside the model, in the kv cache while generation stands, in the host's "
-        "memory (slow), or auto: beside where there is room, else kv.",
+        "Where new weights wait: beside the model, in the kv cache, in the host's memory (slow). auto: "
+        "beside, else kv; in_place: as auto, else in the model.",
     )
 
     log_level: str = setting(

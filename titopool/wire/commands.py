@@ -71,6 +71,8 @@ class BeginUpdate(msgspec.Struct, frozen=True, tag="begin_update"):
     policy: PauseMode | None = None
     # The clock of the weights that a part of a model is added to; None: `clock`.
     base_clock: Clock | None = None
+    # Whether the commit will ask for a checksum.
+    with_checksum: bool = False
 
 
 class BeginFolder(msgspec.Struct, frozen=True, tag="begin_folder"):
@@ -132,6 +134,8 @@ class EndTensors(msgspec.Struct, frozen=True, tag="end_tensors"):
     # Whether an update counts that was ended before and lacked parts of layers; without an update
     # the command does nothing.
     is_last_call: bool = False
+    # The trainer's own name for the version that the update makes, now or with a later end.
+    label: str = ""
 
 
 class PrepareUpdate(msgspec.Struct, frozen=True, tag="prepare_update"):
@@ -142,8 +146,6 @@ class PrepareUpdate(msgspec.Struct, frozen=True, tag="prepare_update"):
     policy: PauseMode | None
     with_checksum: bool = False
     checksum: str | None = None
-    # The trainer's own name for the version.
-    label: str = ""
 
 
 class ApplyUpdate(msgspec.Struct, frozen=True, tag="apply_update"):

@@ -116,6 +116,17 @@ class WorkerCounters(msgspec.Struct):
     num_drifted_prompts: int = 0
 
 
+class UpdateTotals(msgspec.Struct):
+    """Weight updates of one staging since the start of a worker process."""
+
+    num_applied: int = 0
+    num_failed: int = 0
+    # Of the last one that was applied, in seconds: from its begin until the new weights served, and
+    # how long generation was paused.
+    update_s: float = 0.0
+    paused_s: float = 0.0
+
+
 class Image(msgspec.Struct, frozen=True, array_like=True):
     """An image file, unchanged."""
 
@@ -222,6 +233,8 @@ class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
     # Digests of prefixes that jobs of other front ends have added to the prefix cache since the
     # last heartbeat; some are left out if there are too many.
     prefixes: bytes = b""
+    # By staging (`workers/in_model/receiving/staging.py`); "folder", and "none" before any tensor.
+    updates: dict[str, UpdateTotals] = {}
     # LoRA adapters of this worker: version by name.
     adapters: dict[str, int] = {}
     # As this worker knows it.

@@ -7,6 +7,7 @@ would return the other processes' answers as the result of the next call.
 """
 
 import functools
+import itertools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -25,7 +26,7 @@ from workers.in_model.coverage import Coverage, HalfLoaded, renew_sinks
 from workers.in_model.dry_runs import DryRuns
 from workers.in_model.receiving.group import GroupArgs
 from workers.in_model.receiving.receiver import Receiver
-from workers.in_model.receiving.staging import InKvCache, Staging, StagingRoom
+from workers.in_model.receiving.staging import InKvCache, InPlace, Staging, StagingRoom
 from workers.in_model.reload import reload
 
 logger = logging.getLogger(__name__)
@@ -78,6 +79,8 @@ class WeightExtension:
     _titopool_stagings: Sequence[Staging] = ()
     # What `titopool_weights_receive` begins to receive.
     _titopool_planned: tuple[list[Chunk], Staging] | None = None
+    # Number of tensors that `titopool_weights_load` has loaded; None: none yet.
+    _titopool_num_loaded: int | None = None
     # The last list of tensors, whether it was partial, how it fits and what it writes.
     _titopool_checked: tuple[bytes, bool, Fit, Coverage | None] | None = None
     # Attributes of vLLM's worker.
@@ -127,26 +130,34 @@ class WeightExtension:
 
     @answer
     def titopool_weights_begin(
-        self, tensors: bytes, is_partial: bool, chunk_bytes: int, setting: str
+        self,
+        tensors: bytes,
+        is_partial: bool,
+        chunk_bytes: int,
+        setting: str,
+        not_in_place: str,
     ) -> dict[str, Any]:
         """Checks names, shapes and dtypes, and plans where the tensors will wait.
 
         Args:
             tensors: MessagePack of a list of `TensorInfo`, here and below: vLLM takes 5 ms to
                 send as many lists as a model has tensors.
+            not_in_place: see `StagingRoom.choose`, here and below.
 
         Returns:
-            How the tensors fit, and the `staging`. Unless that is the KV cache or a layer is split,
-            this process receives already; else `titopool_weights_receive` begins.
+            How the tensors fit, and the `staging`. If that needs generation to stand, or a layer is
+            split, `titopool_weights_receive` begins to receive; else this process receives already.
         """
         infos, report = self._titopool_check(tensors, is_partial)
         if not report["split_layers"]:
-            report["staging"] = self._titopool_plan_to_receive(infos, chunk_bytes, setting)
+            report["staging"] = self._titopool_plan_to_receive(
+                infos, chunk_bytes, setting, not_in_place
+            )
         return report
 
     @answer
     def titopool_weights_receive(self) -> None:
-        """Receives into the KV cache; generation stands, and the caches are empty."""
+        """Receives what was planned; generation stands, and the caches are empty."""
         import torch
 
         if self._titopool_planned is not None:
@@ -158,19 +169,46 @@ class WeightExtension:
             self._titopool_planned = None
 
     @answer
+    def titopool_weights_load(self) -> None:
+        """Loads the tensors of an update in place as they come; does nothing for other stagings.
+
+        After an error the model has old and new weights: the process must end.
+        """
+        receiver, fit = self._titopool_receiver, self._titopool_fit
+        in_place = [one for one in self._titopool_stagings if isinstance(one, InPlace)]
+        if not in_place:
+            return
+        assert receiver is not None
+        assert fit is not None
+        (staging,) = in_place
+        chunks, loaded = staging.chunks(receiver.timeout_s), list[str]()
+        plan, ignored = self._titopool_copies(), set(fit.ignored)
+        if plan.fits(set(staging.names) - ignored):
+            with self._titopool_in_model():
+                for chunk in chunks:
+                    wanted = {name: one for name, one in chunk.items() if name not in ignored}
+                    plan.run(wanted)
+                    loaded += wanted
+        else:
+            tensors = itertools.chain.from_iterable(chunk.items() for chunk in chunks)
+            self._titopool_reload(self._titopool_as_in_checkpoint(tensors, fit, loaded))
+        self._titopool_num_loaded = len(loaded)
+
+    @answer
     def titopool_weights_check(self, tensors: bytes, is_partial: bool) -> dict[str, Any]:
         """Checks names, shapes and dtypes, and remembers how they fit; receives nothing."""
         return self._titopool_check(tensors, is_partial)[1]
 
     @answer
     def titopool_weights_take(
-        self, tensors: bytes, chunk_bytes: int, setting: str
+        self, tensors: bytes, chunk_bytes: int, setting: str, not_in_place: str
     ) -> dict[str, Any]:
         """As `titopool_weights_begin`, tensor by tensor, where more may follow."""
         infos = TENSORS.decode(tensors)
         for info in infos:
             self._titopool_known().check(info)
-        return {"staging": self._titopool_plan_to_receive(infos, chunk_bytes, setting)}
+        staging = self._titopool_plan_to_receive(infos, chunk_bytes, setting, not_in_place)
+        return {"staging": staging}
 
     @answer
     def titopool_weights_set_aside(self) -> bool:
@@ -197,15 +235,16 @@ class WeightExtension:
         return dict(compute())
 
     def _titopool_plan_to_receive(
-        self, infos: list[TensorInfo], chunk_bytes: int, setting: str
+        self, infos: list[TensorInfo], chunk_bytes: int, setting: str, not_in_place: str
     ) -> str:
         assert self._titopool_receiver is not None
         chunks = plan_chunks(infos, chunk_bytes)
         if self._titopool_room is None:
             self._titopool_room = StagingRoom(setting, self.device, self._titopool_kv_caches())
-        staging = self._titopool_room.choose(chunks, self._titopool_extra_bytes(infos))
+        extra = self._titopool_extra_bytes(infos)
+        staging = self._titopool_room.choose(chunks, extra, not_in_place)
         self._titopool_stagings = [*self._titopool_stagings, staging]
-        if isinstance(staging, InKvCache):
+        if isinstance(staging, InKvCache | InPlace):
             self._titopool_planned = (chunks, staging)
         else:
             self._titopool_receiver.announce(chunks, staging)
@@ -256,13 +295,15 @@ class WeightExtension:
 
     @answer
     def titopool_weights_apply(self) -> dict[str, Any]:
-        """Loads the staged tensors, or the folder's, into the model.
+        """Loads the staged tensors, or the folder's, into the model, unless these are there already.
 
         After an error the model has old and new weights: the process must end.
         """
         fit = self._titopool_fit
         assert fit is not None
-        if self._titopool_folder is None:
+        if self._titopool_num_loaded is not None:
+            num_loaded = self._titopool_num_loaded
+        elif self._titopool_folder is None:
             ignored = set(fit.ignored)
             assert self._titopool_receiver is not None
             staged = self._titopool_receiver.staged
@@ -363,6 +404,7 @@ class WeightExtension:
 
     def _titopool_forget(self) -> None:
         self._titopool_fit = self._titopool_coverage = self._titopool_folder = None
+        self._titopool_num_loaded = None
         receiver = self._titopool_receiver
         if receiver is not None and not receiver.is_idle:
             # Nothing may be written to the KV cache after this.

@@ -42,6 +42,7 @@ from titopool.wire.commands import (
     SwitchAdapter,
     UnloadAdapter,
 )
+from titopool.wire.messages import UpdateTotals
 from titopool.wire.pool_state import PoolState, PoolWeights
 from workers.engine.base import Engine
 from workers.engine.weights import WeightEngine
@@ -58,6 +59,13 @@ logger = logging.getLogger(__name__)
 
 # Between two looks at leases and deadlines.
 WATCH_S = 0.25
+# What some values of the setting `weight_staging` cost.
+STAGING_COSTS = {
+    "host": "every update takes ten times as long as on the GPU, and generation is paused for half "
+    "of it; prefer auto with a lower gpu_memory_utilization",
+    "in_place": "an update that fits neither beside the model nor into the KV cache is written into "
+    "the model as it comes; if it fails, the worker restarts without its weights",
+}
 
 
 class Control:
@@ -129,6 +137,9 @@ class Control:
     @property
     def phase(self) -> str:
         """`ready`, or why this worker gets no jobs although its engine is loaded."""
+        if self._pauses.is_last:
+            # Not "stale": if the pool has such workers only, requests fail instead of waiting.
+            return "catching_up"
         if not self._updates.is_behind_pool:
             return "ready"
         if self._catch_up.is_loading:
@@ -144,6 +155,11 @@ class Control:
     def weights(self) -> PoolWeights:
         """The weights that this worker serves."""
         return self._updates.state.weights
+
+    @property
+    def update_totals(self) -> dict[str, UpdateTotals]:
+        """What weight updates took, by staging."""
+        return self._updates.totals
 
     @property
     def adapters(self) -> dict[str, int]:
@@ -253,6 +269,8 @@ class Control:
             "is_paused": self._pauses.lease_left_s is not None,
             "lease_left_s": self._pauses.lease_left_s,
             "last_end": state.last_end or None,
+            "is_written_in_place": self._updates.is_in_model,
+            "is_restarting": self._pauses.is_last,
             "last_staging": self._updates.staging or None,
             "last_paused_s": round(self._pauses.last_commit_s, 4),
             "adapters": self.adapters,
@@ -263,6 +281,8 @@ class Control:
 
     async def start(self, model: str) -> None:
         """Called when the engine has loaded `model`: reaches the pool's state before any job."""
+        if cost := STAGING_COSTS.get(self._config.weight_staging):
+            logger.warning("weight_staging=%s: %s", self._config.weight_staging, cost)
         self._pool.start(model)
         await self._catch_up.catch_up()
 
@@ -293,7 +313,7 @@ class Control:
             await self._pauses.expire(self._engine)
         updates = self._updates
         is_idle = updates.state.is_resting and not updates.steps.is_any_running
-        if self._pauses.is_committing and is_idle:
+        if self._pauses.is_committing and is_idle and not self._pauses.is_last:
             logger.error("generation was still paused after a commit; resuming generation")
             await self._pauses.end_commit(self._engine)
 

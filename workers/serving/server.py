@@ -391,6 +391,7 @@ class WorkerServer:
             other_tokens=others.other_tokens,
             num_sequences=sum(one.num_sequences for one in self._front_ends.values()),
             counters=self._counters,
+            updates=self._control.update_totals,
             prefixes=prefixes,
         )
 

@@ -30,6 +30,8 @@ class Pauses:
         # When the commit in progress stopped generation, and how long the last one did (seconds).
         self._commit_begin = 0.0
         self.last_commit_s = 0.0
+        # Whether the commit in progress ends with the process, because the model is broken.
+        self.is_last = False
 
     @property
     def is_committing(self) -> bool:
@@ -160,7 +162,7 @@ class Pauses:
 
     async def end_commit(self, engine: WeightEngine) -> None:
         """Resumes generation after a commit, unless a client has paused it."""
-        if self.is_committing:
+        if self.is_committing and not self.is_last:
             self._no_commit.set()
             if self._lease_end is None:
                 await _resume(engine)

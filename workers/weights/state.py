@@ -160,12 +160,14 @@ class WeightState:
             raise self.conflict("update_named_param", "an update that is receiving")
         self._enter(Phase.RECEIVING, now)
 
-    def prepare(self, update_id: str, now: float, label: str = "") -> PoolWeights:
-        """Begins a commit; `label` is the trainer's own name for the version."""
-        update = self._advance(update_id, "commit", Phase.RECEIVING, Phase.PREPARING, now)
-        if label:
-            self.update = update = msgspec.structs.replace(update, label=label)
-        return update
+    def set_label(self, label: str) -> None:
+        """Gives the update's version the trainer's own name."""
+        assert self.update is not None
+        self.update = msgspec.structs.replace(self.update, label=label)
+
+    def prepare(self, update_id: str, now: float) -> PoolWeights:
+        """Begins a commit."""
+        return self._advance(update_id, "commit", Phase.RECEIVING, Phase.PREPARING, now)
 
     def prepared(self, update_id: str, now: float) -> PoolWeights:
         """All tensors are received, generation is paused and the caches are empty."""

@@ -28,6 +28,7 @@ from workers.weights.checks import check_whole_layers, is_listening
 from workers.weights.state import Phase
 from workers.weights.steps import Result
 from workers.weights.trl import TrlUpdates
+from workers.weights.updates import IN_PLACE
 
 # How long a trainer may take to listen, from its call on: it does both at the same time.
 LISTEN_TIMEOUT_S = 30.0
@@ -205,12 +206,17 @@ class StockUpdates(TrlUpdates):
                 return self._accepted(update, self._last[1])
             if self._is_receiving_list:
                 raise self.state.conflict("update_weights", "the end of the list before")
+            if self.staging == IN_PLACE:
+                raise self.state.conflict(
+                    "update_weights", "finish_weight_update, as all tensors went in place"
+                )
             self._pauses.renew()
             self.state.touch(time.monotonic())
             encoded = msgspec.msgpack.encode(wanted.tensors)
             async with self._ends_on_failure("the tensors were refused", keeps_group=False):
-                await self._check_first(wanted.tensors, encoded)
-                await self._take(encoded, wanted.chunk_bytes)
+                is_whole = await self._check_first(wanted.tensors, encoded)
+                not_in_place = "" if is_whole else "a list without all tensors of the model"
+                await self._take(encoded, wanted.chunk_bytes, not_in_place)
                 if self.state.update is not update:
                     raise WeightUpdateFailed(f"the update ended; {self.state.describe()}")
             self._told |= {one.name: one for one in wanted.tensors}
@@ -235,20 +241,25 @@ class StockUpdates(TrlUpdates):
         size = group.packed_bytes if action.packed_bytes is None else action.packed_bytes
         return TensorList(tensors, size if is_packed else 0)
 
-    async def _check_first(self, tensors: list[TensorInfo], encoded: bytes) -> None:
+    async def _check_first(self, tensors: list[TensorInfo], encoded: bytes) -> bool:
         """Checks the first list of an update as a whole, before anything is received.
 
         If it is all of the model, that finds parameters that would stay old. A later list, or one
         tensor, is checked by itself, and with all others at the end.
+
+        Returns:
+            Whether it is all of the model.
         """
         if self._told or len(tensors) == 1 or encoded == self._incomplete:
-            return
+            return False
         (fit, *_) = await self._call("check", encoded, True)
         if fit["missing"]:
             self._incomplete = encoded
+        return not fit["missing"]
 
     async def _run_receive(self, update: PoolWeights) -> Result:
         async with self._ends_on_failure("the tensors were not received", keeps_group=False):
+            await self._load_in_place()
             await self._call.wait_for_receivers(
                 lambda status: bool(status["num_received"] >= status["num_announced"])
             )
@@ -276,8 +287,11 @@ class StockUpdates(TrlUpdates):
             self._started = ""
             if not self._told:
                 self.state.end("", keeps_group=True)
+                self._began = None
                 return {"update_id": None, "is_ready": False, "split_layers": ""}
             self.state.touch(time.monotonic())
+            if action.label:
+                self.state.set_label(action.label)
             self._pauses.renew()
             async with self._ends_on_failure("the tensors were refused"):
                 fit = await self._fit_of_told()
@@ -368,7 +382,7 @@ class StockUpdates(TrlUpdates):
     def awaited(self) -> Result | None:
         """The process that waits for the trainer longest, and the tensor; None: none waits."""
         statuses = self._call.last_statuses
-        if self._last is None or not self._is_receiving_list or not statuses:
+        if self._last is None or not self._is_receiving_list or not statuses or self.is_in_model:
             return None
         tensors = self._last[0].tensors
         left = [one["num_announced"] - one["num_received"] for one in statuses]

@@ -66,7 +66,7 @@ class TrlUpdates(Updates):
             update = self._begin_or_continue(action)
             # A refused tensor ends the update, which would be incomplete without it.
             async with self._ends_on_failure(f"{tensor.name} was refused"):
-                await self._take(msgspec.msgpack.encode([tensor]), 0)
+                await self._take(msgspec.msgpack.encode([tensor]), 0, "one tensor at a time")
             if self.state.update is not update:
                 raise WeightUpdateFailed(
                     f"the update ended while {tensor.name} was received; {self.state.describe()}"

@@ -34,6 +34,7 @@ from titopool.wire.commands import (
     ReceiveTensor,
     StartUpdate,
 )
+from titopool.wire.messages import UpdateTotals
 from titopool.wire.pool_state import PauseMode, PoolWeights, next_clock
 from workers.engine.versions import Versions
 from workers.engine.weights import WeightEngine
@@ -53,8 +54,10 @@ from workers.weights.steps import Result, Steps
 
 logger = logging.getLogger(__name__)
 
-# The staging for which generation stands.
-IN_KV_CACHE = "kv"
+IN_KV_CACHE, IN_PLACE = "kv", "in_place"
+# The stagings (`workers/in_model/receiving/staging.py`) for which generation stands. That of a worker
+# is the first one that a process of it has.
+STANDING = (IN_PLACE, IN_KV_CACHE)
 # Phases in which the worker waits for others and no step runs that would notice a deadline.
 WAITING = (Phase.RECEIVING, Phase.PREPARED)
 
@@ -91,8 +94,14 @@ class Updates:
         self._base_clock = 0
         # The last group that was joined.
         self._group: JoinGroup | None = None
-        # Where the last update's tensors waited (`workers/in_model/receiving/staging.py`).
+        # Where the last update's tensors waited; "folder", or "" before the first tensor.
         self.staging = ""
+        # Whether the update in progress is being written into the model, or has been.
+        self.is_in_model = False
+        # When the update in progress began (monotonic); None: there is none.
+        self._began: float | None = None
+        # What updates took, by staging.
+        self.totals: dict[str, UpdateTotals] = {}
 
     @property
     def _engine(self) -> WeightEngine:
@@ -129,10 +138,11 @@ class Updates:
             )
             if takes_over:
                 logger.warning("session %s replaces a session without a trainer", action.session)
-            self.steps.cancel()
             self._group = action
             try:
-                await self._pauses.end_commit(self._engine)
+                if takes_over:
+                    await self._release()
+                self._check_not_broken()
                 if action.protocol == "vllm" and action.host and not action.is_stock:
                     await check_trainer_reachable(action.host, action.port)
                 check_trainer_device(action.device_uuid, await self._call("device"))
@@ -202,13 +212,13 @@ class Updates:
             async with self._ends_on_failure("the update did not begin", but_for=InvalidRequest):
                 fits = await self._call(
                     "begin", tensors, action.is_partial, action.chunk_bytes,
-                    self._config.weight_staging,
+                    self._config.weight_staging, "a checksum" if action.with_checksum else "",
                 )  # fmt: skip
             check_whole_layers(fits[0]["split_layers"])
             update = self._new_update(action)
             self.state.begin(action.session, update, time.monotonic())
             self.staging = staging_of(fits)
-            if self.staging == IN_KV_CACHE:
+            if self.staging in STANDING:
                 policy = action.policy or self.default_pause_mode
                 self.steps.start(*stop_step(update.update_id), self._run_stop(policy))
         kept = {name: fits[0][name] for name in ("missing", "ignored", "kept")}
@@ -218,11 +228,21 @@ class Updates:
         }  # fmt: skip
 
     async def _run_stop(self, policy: PauseMode) -> Result:
-        """Stops generation, so that the tensors can arrive in the KV cache's memory."""
+        """Stops generation, so that the tensors can arrive in the KV cache's memory or the model."""
         async with self._ends_on_failure("generation did not stop for the update"):
             await self._stop_generation(policy)
             await self._call("receive")
+        async with self._ends_on_failure("the weights were not loaded"):
+            await self._load_in_place()
         return {}
+
+    async def _load_in_place(self) -> None:
+        """Loads the tensors as they come, if they are to go in place."""
+        if self.staging == IN_PLACE:
+            # Until then the model is as it was.
+            await self._call.wait_for_receivers(lambda status: status["num_received"] > 0)
+            self.is_in_model = True
+            await self._call("load")
 
     async def _stop_generation(self, policy: PauseMode) -> None:
         """Pauses generation and clears the caches, unless that was done for this update."""
@@ -239,11 +259,13 @@ class Updates:
         if self.staging == IN_KV_CACHE and all(await self._call("set_aside")):
             await self._pauses.end_commit(self._engine)
 
-    async def _take(self, tensors: bytes, chunk_bytes: int) -> None:
+    async def _take(self, tensors: bytes, chunk_bytes: int, not_in_place: str) -> None:
         """Checks tensors of an update and starts to receive them."""
-        answers = await self._call("take", tensors, chunk_bytes, self._config.weight_staging)
+        answers = await self._call(
+            "take", tensors, chunk_bytes, self._config.weight_staging, not_in_place
+        )
         self.staging = staging_of(answers)
-        if self.staging == IN_KV_CACHE:
+        if self.staging in STANDING:
             await self._stop_generation(self.default_pause_mode)
             await self._call("receive")
 
@@ -265,6 +287,8 @@ class Updates:
         files: str = "",
         clock: int | None = None,
     ) -> PoolWeights:
+        self._began = time.monotonic()
+        self.staging = "folder" if folder else ""
         if not isinstance(action, BeginFolder):
             self._base_clock = self._base_of(action)
         if clock is None:
@@ -295,7 +319,13 @@ class Updates:
         """Accepts a commit; `AwaitStep("prepare", update)` waits until it can be applied."""
         async with self._accepting:
             self._check_pause_mode(action.policy or self.default_pause_mode)
-            update = self.state.prepare(action.update_id, time.monotonic(), action.label)
+            if self.staging == IN_PLACE and (action.with_checksum or action.checksum is not None):
+                raise InvalidRequest(
+                    "checksum: expected none for an update in place, which keeps no tensors; commit "
+                    "without it, or announce it to /weights/begin, which then refuses the update",
+                    param="checksum",
+                )
+            update = self.state.prepare(action.update_id, time.monotonic())
             self.steps.start("prepare", action.update_id, self._run_prepare(action, update))
         return {}
 
@@ -358,17 +388,34 @@ class Updates:
         except Exception as error:
             reason = f"weights were left half loaded: {type(error).__name__} {error}".strip()
             logger.exception("version %d could not be loaded", update.version)
+            self._count(is_applied=False)
             self._on_broken(reason)
             raise WeightUpdateFailed(f"{reason}; the worker restarts") from error
         self.state.applied(update.update_id, time.monotonic())
         self._pool.record_weights(update)
         logger.info("serving weights of version %d", update.version)
         self._versions.switch(update.version, progress)
+        self.is_in_model = False
         await self._pauses.end_commit(self._engine)
+        self._count(is_applied=True)
         self._on_applied()
-        staging = "folder" if update.folder else self.staging
         paused_s = round(self._pauses.last_commit_s, 4)
-        return {"version": update.version, **result, "staging": staging, "paused_s": paused_s}
+        return {
+            "version": update.version, **result, "staging": self.staging, "paused_s": paused_s,
+        }  # fmt: skip
+
+    def _count(self, *, is_applied: bool) -> None:
+        """Counts the end of the update in progress, if there is one."""
+        began, self._began = self._began, None
+        if began is None:
+            return
+        totals = self.totals.setdefault(self.staging or "none", UpdateTotals())
+        if is_applied:
+            totals.num_applied += 1
+            totals.update_s = time.monotonic() - began
+            totals.paused_s = self._pauses.last_commit_s
+        else:
+            totals.num_failed += 1
 
     async def abort(self, action: AbortUpdate) -> Result:
         """Aborts an update, unless it is applied or being applied: the result says which."""
@@ -423,7 +470,9 @@ class Updates:
         return False
 
     async def _check_receiving(self) -> None:
-        await self._call.receiver_statuses()
+        if not self.is_in_model:
+            # Else the call would wait for the model to load.
+            await self._call.receiver_statuses()
         update, group = self.state.update, self._group
         if group is None or not group.host or await is_listening(group.host, group.port):
             return
@@ -483,17 +532,32 @@ class Updates:
     async def _release(self) -> None:
         """After the end of an update or a group: releases receivers and steps, and resumes."""
         self.steps.cancel()
+        self._count(is_applied=False)
+        if self.is_in_model:
+            # A part of the model may be new; or all of it, and other workers have older weights.
+            self._break(f"an update in place has ended: {self.state.last_end}")
+            return
         try:
             await self._call("drop", self.state.phase is Phase.CLOSED)
         except BaseException as error:
-            in_kv_cache = self.staging == IN_KV_CACHE and self._pauses.is_committing
-            if in_kv_cache and isinstance(error, Exception):
+            stands = self.staging in STANDING and self._pauses.is_committing
+            if stands and isinstance(error, Exception):
                 # The trainer's bytes may still arrive there: only a new process may generate.
-                self._on_broken(f"the KV cache could not be cleared: {error!r}")
+                self._break(f"the KV cache could not be cleared: {error!r}")
                 raise
             await self._pauses.end_commit(self._engine)
             raise
         await self._pauses.end_commit(self._engine)
+
+    def _break(self, reason: str) -> None:
+        """Ends the worker; generation stands until then."""
+        self._pauses.is_last = True
+        self._on_broken(reason)
+
+    def _check_not_broken(self) -> None:
+        """Raises WeightUpdateFailed while the worker ends."""
+        if self._pauses.is_last:
+            raise WeightUpdateFailed("this worker restarts; ask /ready and try again")
 
 
 def stop_step(update_id: str) -> tuple[str, str]:
@@ -504,4 +568,4 @@ def stop_step(update_id: str) -> tuple[str, str]:
 def staging_of(answers: list[dict[str, Any]]) -> str:
     """The staging of a worker from those of its processes."""
     names = {one["staging"] for one in answers}
-    return IN_KV_CACHE if IN_KV_CACHE in names else min(names)
+    return next((one for one in STANDING if one in names), min(names))

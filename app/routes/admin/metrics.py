@@ -13,7 +13,7 @@ from prometheus_client.registry import Collector
 
 from app.pool.link import WorkerView
 from app.service import current_service
-from titopool.wire.messages import WorkerCounters
+from titopool.wire.messages import Heartbeat, WorkerCounters
 
 blueprint = Blueprint("metrics", __name__)
 
@@ -53,6 +53,34 @@ class PoolCollector(Collector):
             for _, beat in answering:
                 family.add_metric([beat.worker_id], getattr(beat.counters, name))
             yield family
+        yield from self._update_metrics([beat for _, beat in answering])
+
+    def _update_metrics(self, beats: list[Heartbeat]) -> Iterable[Metric]:
+        labels = ["worker", "staging"]
+        ended = CounterMetricFamily(
+            "titopool_worker_weight_updates",
+            "weight updates since the worker's start",
+            labels=[*labels, "outcome"],
+        )
+        lasted = GaugeMetricFamily(
+            "titopool_worker_weight_update_seconds",
+            "from the begin of the last applied update until the new weights served",
+            labels=labels,
+        )
+        paused = GaugeMetricFamily(
+            "titopool_worker_weight_paused_seconds",
+            "how long the last applied update paused generation",
+            labels=labels,
+        )
+        for beat in beats:
+            for staging, totals in beat.updates.items():
+                names = [beat.worker_id, staging]
+                ended.add_metric([*names, "applied"], totals.num_applied)
+                ended.add_metric([*names, "failed"], totals.num_failed)
+                if totals.num_applied:
+                    lasted.add_metric(names, totals.update_s)
+                    paused.add_metric(names, totals.paused_s)
+        yield from (ended, lasted, paused)
 
 
 @blueprint.get("/metrics/")

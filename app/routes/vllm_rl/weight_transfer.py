@@ -1,7 +1,8 @@
 """A weight update through vLLM's routes: a group, a start, lists of tensors, a finish.
 
 Where vLLM loads each chunk into the running model, workers stage the tensors, and the finish commits
-them in two phases. So a failure at any point leaves the old weights everywhere.
+them in two phases. So a failure at any point leaves the old weights everywhere, unless the tensors
+went in place (`weight_staging`): then the worker restarts.
 """
 
 import base64
@@ -20,6 +21,7 @@ from app.routes.weights.updates import update_from_folder
 from app.routes.weights.workers import (
     check_world_size,
     commit_timeout_s,
+    names_restarting_workers,
     reachable_workers,
     step_timeout_s,
     whole_pool,
@@ -185,13 +187,16 @@ def _receive() -> Response:
         # The first worker's group has ended.
         commands.gather_outcomes(workers, undo)
         raise
-    try:
-        results_of(
-            commands.await_step(workers, "receive", first["list_id"], timeout_s=step_timeout_s())
-        )
-    except TitopoolError:
-        commands.gather_outcomes(workers, undo)
-        raise
+    with names_restarting_workers(commands, workers):
+        try:
+            results_of(
+                commands.await_step(
+                    workers, "receive", first["list_id"], timeout_s=step_timeout_s()
+                )
+            )
+        except TitopoolError:
+            commands.gather_outcomes(workers, undo)
+            raise
     return json_response({"message": "Weights updated"})
 
 
@@ -236,11 +241,10 @@ def finish_weight_update() -> Response:
     body = decode_body(request.get_data() or b"{}", FINISH_BODY)
     commands, workers = whole_pool()
     label = body.weight_version or ""
-    ended = end_tensors(commands, workers, EndTensors())
+    ended = end_tensors(commands, workers, EndTensors(label=label))
     answer: Result = {"message": "Weight update finished"}
     if ended.get("is_ready"):
-        action = PrepareUpdate(ended["update_id"], None, label=label)
-        answer |= commit_update(commands, workers, action)
+        answer |= commit_update(commands, workers, PrepareUpdate(ended["update_id"], None))
     elif ended.get("split_layers"):
         answer["waits_for"] = ended["split_layers"]
     elif label:
@@ -258,7 +262,7 @@ def end_tensors(commands: CommandSender, workers: list[Worker], action: EndTenso
     """
 
     def action_for(index: int, first: Result) -> EndTensors:
-        return EndTensors(first.get("update_id"), action.is_last_call)
+        return EndTensors(first.get("update_id"), action.is_last_call, action.label)
 
     undo = LeaveStockGroup("another worker refused the tensors", keeps_group=True)
     try:

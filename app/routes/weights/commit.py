@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from app.pool.command_sender import CommandSender, Result
 from app.pool.records import Worker
-from app.routes.weights.workers import step_timeout_s
+from app.routes.weights.workers import names_restarting_workers, step_timeout_s
 from titopool.errors import Conflict, DeadlinePassed, WeightUpdateFailed
 from titopool.wire.commands import AbortUpdate, ApplyUpdate, PrepareUpdate
 
@@ -19,8 +19,8 @@ def commit_update(
     it has the update or a later one. The result lists such workers as `lost`.
 
     Raises:
-        TitopoolError: a worker failed to prepare, and all workers keep the old weights; or no
-            worker applied the update.
+        TitopoolError: a worker failed to prepare, and all workers keep the old weights, but for
+            those that got the new ones in place and restart; or no worker applied the update.
     """
     start = time.monotonic()
     prepared = _prepare(commands, workers, action)
@@ -39,10 +39,11 @@ def _prepare(
     commands: CommandSender, workers: Sequence[Worker], action: PrepareUpdate
 ) -> list[Result]:
     undo = AbortUpdate(action.update_id, "another worker failed to prepare the update")
-    results = commands.run_step(
-        workers, lambda index, first: action,
-        "prepare", action.update_id, undo=undo, timeout_s=step_timeout_s(),
-    )  # fmt: skip
+    with names_restarting_workers(commands, workers):
+        results = commands.run_step(
+            workers, lambda index, first: action,
+            "prepare", action.update_id, undo=undo, timeout_s=step_timeout_s(),
+        )  # fmt: skip
     if len({one.get("checksum") for one in results}) > 1:
         commands.gather_outcomes(workers, undo)
         raise WeightUpdateFailed(

@@ -2,7 +2,8 @@
 
 The trainer (`titopool/client/weights_client.py`) begins an update, sends it, and commits it in two
 phases: first every worker has received all tensors and stops generating, then all workers change.
-Before the second phase, any failure leaves the old weights serving at all workers.
+Before the second phase, any failure leaves the old weights serving at all workers, but for those
+that the update reached in place: they restart.
 """
 
 import uuid
@@ -16,6 +17,7 @@ from app.routes.weights.workers import (
     all_workers,
     check_world_size,
     reachable_workers,
+    restarting_workers,
     step_timeout_s,
 )
 from app.schemas.decoding import decode_body
@@ -78,7 +80,7 @@ def begin() -> Response:
         clock = first.get("clock", commands.pool_state.weights.clock)
         return BeginUpdate(
             body.session, update_id, version, clock, tensors, body.chunk_bytes, body.partial,
-            body.policy, first.get("base_clock"),
+            body.policy, first.get("base_clock"), body.checksum,
         )  # fmt: skip
 
     undo = AbortUpdate(update_id, BEGIN_FAILED)
@@ -129,7 +131,8 @@ def abort() -> Response:
             f"at {', '.join(applied_at)}; send another update"
         )
     successful_results(outcomes)
-    return json_response({"update": body.update})
+    restarting = restarting_workers(commands, workers)
+    return json_response({"update": body.update, "restarting": restarting})
 
 
 @blueprint.post("/weights/close/")

@@ -1,11 +1,12 @@
 """The workers that a call needs, and what all calls about weights check."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from app.pool.command_sender import STEP_MARGIN_S, CommandSender, Outcome
 from app.pool.records import Worker
 from app.service import current_service
-from titopool.errors import InvalidRequest, NoReadyWorker
+from titopool.errors import InvalidRequest, NoReadyWorker, TitopoolError
 from titopool.wire.commands import GetStatus
 
 
@@ -52,6 +53,29 @@ def worker_statuses() -> list[Outcome]:
     except NoReadyWorker:
         return []
     return commands.gather_outcomes(workers, GetStatus())
+
+
+def restarting_workers(commands: CommandSender, workers: Sequence[Worker]) -> list[str]:
+    """Endpoints of workers that restart, e.g. after an update in place that did not end well."""
+    outcomes = commands.gather_outcomes(workers, GetStatus())
+    return [
+        one.endpoint
+        for one in outcomes
+        if one.was_unreachable or (one.result and one.result["is_restarting"])
+    ]
+
+
+@contextmanager
+def names_restarting_workers(commands: CommandSender, workers: Sequence[Worker]) -> Iterator[None]:
+    """Adds to an error which workers restart."""
+    try:
+        yield
+    except TitopoolError as error:
+        if endpoints := restarting_workers(commands, workers):
+            error.message += (
+                f"; restarting until they have the pool's weights: {', '.join(endpoints)}"
+            )
+        raise
 
 
 def step_timeout_s() -> float:

@@ -13,7 +13,7 @@ from typing import Any
 
 from titopool.wire.weight_plan import Chunk
 from workers.in_model.receiving.group import Group, GroupArgs, listen
-from workers.in_model.receiving.staging import Staging, Tensors
+from workers.in_model.receiving.staging import InPlace, Staging, Tensors
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +28,7 @@ class Receiver:
             OSError: the port is taken.
         """
         self._args = args
+        self.timeout_s = args.timeout_s
         self._device = device
         self._listening = listen(args)
         self._group: Group | None = None
@@ -108,6 +109,10 @@ class Receiver:
 
     def _receive(self, group: Group, chunks: list[Chunk], staging: Staging) -> None:
         deadline = time.monotonic() + self._args.timeout_s
+        if isinstance(staging, InPlace):
+            for chunk in chunks:
+                self.num_received += len(staging.receive(group.channel, chunk, deadline))
+            return
         # The views are made while the bytes are in flight.
         received = [staging.receive(group.channel, chunk, deadline) for chunk in chunks]
         group.channel.wait(deadline)

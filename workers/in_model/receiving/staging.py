@@ -1,24 +1,27 @@
 """Where received weights wait until they are applied.
 
-Runs in: vLLM's processes that hold the model. `Beside` is tried first, then `InKvCache`:
+Runs in: vLLM's processes that hold the model. `Beside` is tried first, then `InKvCache`; the other
+two are used only if the setting `weight_staging` says so:
 
 - Beside: memory next to the model. Generation goes on while weights arrive.
 - InKvCache: the KV cache's memory. Generation must stand and all caches must be empty before the
   first byte arrives. A commit stops generation and empties the caches in any case, so this adds only
   the transfer to the stop.
-- InHost: the host's memory, at a tenth of the speed; only if the setting `weight_staging` says so.
+- InPlace: nowhere. Chunks are loaded into the model as they come, while generation stands. An update
+  that fails then leaves old and new weights.
+- InHost: the host's memory, at a tenth of the speed.
 """
 
-import logging
+import queue
+import time
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from titopool.wire.weight_plan import Chunk, message_of, views_of
 from workers.in_model.checkpoint_files import Refused
 from workers.in_model.receiving.group import Channel
 
-logger = logging.getLogger(__name__)
-
+Item = TypeVar("Item")
 # By name.
 Tensors = dict[str, Any]
 
@@ -26,6 +29,8 @@ Tensors = dict[str, Any]
 SPARE_GPU_BYTES = 2 * 2**30
 # Tensors in the KV cache begin at multiples of this, for aligned loads.
 ALIGNMENT = 256
+# Chunks next to the model during an update in place: one is loaded while the other comes.
+NUM_IN_PLACE = 2
 GIB = 2**30
 
 
@@ -74,6 +79,64 @@ class InHost:
 
     def release(self) -> None:
         pass
+
+
+class InPlace:
+    """Hands each chunk to the model's thread, which loads it; keeps nothing."""
+
+    name = "in_place"
+
+    def __init__(self, device: Any, chunks: Sequence[Chunk]):
+        self._device = device
+        self._num_chunks = len(chunks)
+        self.names = [piece.tensor.name for chunk in chunks for piece in chunk.pieces]
+        # True: a chunk may come; False: the update has ended.
+        self._places: queue.SimpleQueue[bool] = queue.SimpleQueue()
+        for _ in range(NUM_IN_PLACE):
+            self._places.put(True)
+        # Complete chunks; an error in place of one that did not come.
+        self._complete: queue.SimpleQueue[Tensors | Exception] = queue.SimpleQueue()
+
+    def receive(self, channel: Channel, chunk: Chunk, deadline: float) -> Tensors:
+        """Receives a chunk once there is a place for it; its tensors are complete."""
+        try:
+            if not take(self._places, deadline, "the model did not load in time"):
+                raise RuntimeError("the update has ended")
+            buffer = new_buffer(chunk.num_bytes, self._device)
+            received = begin_to_receive(channel, buffer, chunk, deadline)
+            channel.wait(deadline)
+        except Exception as error:
+            self._complete.put(error)
+            raise
+        self._complete.put(received)
+        return received
+
+    def chunks(self, timeout_s: float) -> Iterator[Tensors]:
+        """The tensors of each chunk as it comes, for the model's thread.
+
+        Raises:
+            Exception: a chunk did not come within `timeout_s` from the first one on.
+        """
+        import torch
+
+        deadline = time.monotonic() + timeout_s
+        for number in range(self._num_chunks):
+            tensors = take(self._complete, deadline, "the trainer did not send in time")
+            if isinstance(tensors, Exception):
+                raise tensors
+            if number:
+                # The chunk before this one is loaded.
+                self._places.put(True)
+            if self._device.type == "cuda":
+                # The receiver's thread has allocated the memory, and copied tensors, for its stream.
+                stream = torch.cuda.current_stream(self._device)
+                stream.wait_stream(torch.cuda.default_stream(self._device))
+                for tensor in tensors.values():
+                    tensor.record_stream(stream)
+            yield tensors
+
+    def release(self) -> None:
+        self._places.put(False)
 
 
 class InKvCache:
@@ -229,14 +292,16 @@ class StagingRoom:
         self._device = device
         self._kv = None if kv_caches is None else KvCacheMemory(kv_caches)
 
-    def choose(self, chunks: Sequence[Chunk], extra_bytes: int) -> Staging:
+    def choose(self, chunks: Sequence[Chunk], extra_bytes: int, not_in_place: str = "") -> Staging:
         """The staging for `chunks`; loading them takes `extra_bytes` of GPU memory in addition.
+
+        Args:
+            not_in_place: what about the update cannot be loaded in place; empty: it can.
 
         Raises:
             Refused: the setting allows no memory that is large enough.
         """
         if self._setting == "host":
-            logger.warning("weights wait in the host's memory (weight_staging=host), which is slow")
             return InHost(self._device)
         num_bytes = sum(chunk.num_bytes for chunk in chunks)
         room = self._num_free() - extra_bytes
@@ -247,11 +312,24 @@ class StagingRoom:
             staging, kv_bytes = InKvCache(self._kv, self._device), self._kv.num_bytes
             if room >= 0 and staging.reserve(chunks, room):
                 return staging
+        advice = (
+            "set weight_staging to in_place (an update that fails then restarts the worker, which "
+            "has lost its weights) or to host (ten times as slow)"
+        )
+        if self._setting == "in_place":
+            needed = NUM_IN_PLACE * max(chunk.num_bytes for chunk in chunks)
+            if not not_in_place and needed <= room:
+                return InPlace(self._device, chunks)
+            advice = (
+                f"{not_in_place or f'two chunks, {needed / GIB:.1f} GiB,'} cannot go in place; send "
+                "all tensors at once, without a checksum and in smaller chunks, or set "
+                "weight_staging to host (ten times as slow)"
+            )
         raise Refused(
             f"expected an update that fits into free memory, got {num_bytes / GIB:.1f} GiB: "
             f"{max(0, room) / GIB:.1f} GiB are free beside the model and {kv_bytes / GIB:.1f} GiB are "
-            f"in the KV cache (weight_staging={self._setting}); lower gpu_memory_utilization, or set "
-            "weight_staging to host"
+            f"in the KV cache (weight_staging={self._setting}); lower gpu_memory_utilization; or "
+            f"{advice}"
         )
 
     def fits_beside(self, num_bytes: int) -> bool:
@@ -273,6 +351,18 @@ class StagingRoom:
             self._device
         )
         return int(free + cached)
+
+
+def take(items: "queue.SimpleQueue[Item]", deadline: float, why: str) -> Item:
+    """The next of `items`.
+
+    Raises:
+        TimeoutError: none came before `deadline` (monotonic), because of `why`.
+    """
+    try:
+        return items.get(timeout=max(0.0, deadline - time.monotonic()))
+    except queue.Empty:
+        raise TimeoutError(why) from None
 
 
 def new_buffer(num_bytes: int, device: Any) -> Any:
