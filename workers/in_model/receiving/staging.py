@@ -9,7 +9,7 @@ two are used only if the setting `weight_staging` says so:
   the transfer to the stop.
 - InPlace: nowhere. Chunks are loaded into the model as they come, while generation stands. An update
   that fails then leaves old and new weights.
-- InHost: the host's memory, at a tenth of the speed.
+- InHost: the host's memory, at a hundredth of the speed.
 """
 
 import queue
@@ -314,7 +314,7 @@ class StagingRoom:
                 return staging
         advice = (
             "set weight_staging to in_place (an update that fails then restarts the worker, which "
-            "has lost its weights) or to host (ten times as slow)"
+            "has lost its weights) or to host (a hundred times as slow)"
         )
         if self._setting == "in_place":
             needed = NUM_IN_PLACE * max(chunk.num_bytes for chunk in chunks)
@@ -323,7 +323,7 @@ class StagingRoom:
             advice = (
                 f"{not_in_place or f'two chunks, {needed / GIB:.1f} GiB,'} cannot go in place; send "
                 "all tensors at once, without a checksum and in smaller chunks, or set "
-                "weight_staging to host (ten times as slow)"
+                "weight_staging to host (a hundred times as slow)"
             )
         raise Refused(
             f"expected an update that fits into free memory, got {num_bytes / GIB:.1f} GiB: "
