@@ -25,6 +25,9 @@ class Trainer:
         from transformers import AutoConfig, AutoModelForCausalLM
 
         self.device = device
+        if device.type == "cuda":
+            # vLLM's trainer sends from the current device.
+            torch.cuda.set_device(device)
         self._tolerance = tolerance
         # The greatest difference that was accepted.
         self.largest_difference = 0.0
