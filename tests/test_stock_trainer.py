@@ -180,4 +180,11 @@ def test_requests_are_aborted_by_their_ids_or_all(single_server: Server):
         result = call.answer().json()
         assert result["finish_reasons"] == ["abort", "abort"]
         assert all(len(one) < 900 for one in result["completion_ids"])
+    # More than the engine takes: the rest waits in the front end.
+    body |= {"prompts": [[1, 2, 3]] * 200, "n": 1}
+    many = ask("many")
+    wait_until(lambda: sum(single_server.metrics("sequences").values()) == 160, 20)
+    answer = single_server.post("/abort_requests", {"request_ids": ["many"]})
+    assert answer.json() == {"status": "aborted", "aborted": 200}, answer.text
+    assert many.answer().json()["finish_reasons"] == ["abort"] * 200
     assert single_server.generate([[1, 2]], max_tokens=2)["finish_reasons"] != ["abort"]

@@ -1,19 +1,25 @@
 """vLLM's routes for reinforcement learning over HTTP, with stub engines: bodies, orders, statuses."""
 
+import json
 import random
+import select
 import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from http.client import HTTPConnection
 from typing import Any
 
+import psutil
 import pytest
 import requests
 
 from tests.conftest import StartStub
 from tests.servers import REPOSITORY, Server, environment, running_server, wait_until
+from tests.stub_worker import Fault
 
 StartServer = Callable[..., Server]
 TENSORS = {"names": ["w"], "dtype_names": ["torch.float32"], "shapes": [[2, 2]]}
@@ -468,6 +474,95 @@ def test_requests_are_aborted_by_id_or_all(start_stub: StartStub, stub_server: S
         thread.join(10)
     assert {one["finish_reasons"][0] for one in answers.values()} == {"abort"}
     assert len(answers) == 4
+
+
+def test_aborts_reach_prompts_that_wait_in_any_front_end(
+    start_stub: StartStub, stub_server: StartServer
+):
+    start_stub(0, "--delay-s", "60", "--max-num-seqs", "1")
+    server = stub_server(1, "--num-front-ends", "2")
+    sides = connections_by_front_end(server, 4)
+
+    def send(name: str, connection: HTTPConnection, path: str = "/generate/", **body: Any) -> None:
+        headers = {"X-Request-Id": name, "Content-Type": "application/json"}
+        connection.request("POST", path, json.dumps(body), headers)
+
+    def abort(*names: str) -> int:
+        return int(good(server, "/abort_requests", {"request_ids": names})["aborted"])
+
+    # A job of each front end is at the worker; the others wait.
+    for number, side in enumerate(sides):
+        send(f"running-{number}", side[0], prompts=[[1, 2]])
+    wait_until(lambda: sum(server.metrics("sequences").values()) == 2, 20)
+    for number, side in enumerate(sides):
+        send(f"one-{number}", side[1], prompts=[[1, 2], [3, 4]], n=2)
+        send(f"stream-{number}", side[2], "/v1/completions", prompt=[1, 2], stream=True)
+        send(f"last-{number}", side[3], prompts=[[1, 2]])
+    for number, side in enumerate(sides):
+        # 0 until the request has arrived.
+        wait_until(lambda name=f"one-{number}": abort(name) == 2, 20)  # type: ignore[misc]
+        assert abort(f"one-{number}") == 0
+        answer = json.loads(side[1].getresponse().read())
+        assert answer["finish_reasons"] == ["abort"] * 4
+        assert answer["completion_ids"] == [[]] * 4
+        wait_until(lambda name=f"cmpl-stream-{number}": abort(name) == 1, 20)  # type: ignore[misc]
+        *events, done = side[2].getresponse().read().decode().strip().split("\n\n")
+        assert done == "data: [DONE]"
+        (choice,) = [json.loads(one.removeprefix("data: "))["choices"][0] for one in events]
+        assert choice["finish_reason"] == "abort"
+    assert sum(server.metrics("sequences").values()) == 2
+    rest = [connection for side in sides for connection in (side[0], side[3])]
+    wait_until(lambda: abort() >= 0 and all(map(has_answer, rest)), 20)
+    for connection in rest:
+        answer = connection.getresponse()
+        assert answer.status == 200
+        assert json.loads(answer.read())["finish_reasons"] == ["abort"]
+    wait_until(lambda: sum(server.metrics("sequences").values()) == 0, 20)
+    for side in sides:
+        for connection in side:
+            connection.close()
+
+
+def connections_by_front_end(server: Server, num: int) -> list[list[HTTPConnection]]:
+    """`num` open connections to each gunicorn process."""
+    host, port = server.url.removeprefix("http://").split(":")
+    found: dict[int, list[HTTPConnection]] = {}
+    deadline = time.monotonic() + 20
+    while len(found) < 2 or min(map(len, found.values())) < num:
+        assert time.monotonic() < deadline, "the connections go to one process"
+        connection = HTTPConnection(host, int(port), timeout=30)
+        connection.request("GET", "/live")
+        connection.getresponse().read()
+        own = connection.sock.getsockname()
+        (pid,) = [
+            process.pid
+            for process in psutil.Process(server.process.pid).children()
+            if any(one.raddr == own for one in process.net_connections("tcp"))
+        ]
+        found.setdefault(pid, []).append(connection)
+    return list(found.values())
+
+
+def has_answer(connection: HTTPConnection) -> bool:
+    return bool(select.select([connection.sock], [], [], 0)[0])
+
+
+def test_aborts_reach_prompts_that_wait_while_no_worker_is_ready(
+    start_stub: StartStub, stub_server: StartServer
+):
+    first = start_stub(0)
+    server = stub_server(1, "--num-front-ends", "2")
+    body = {"prompts": [[Fault.HANG, 2]]}
+    with ThreadPoolExecutor() as threads:
+        waiting = threads.submit(server.post, "/generate/", body, headers={"X-Request-Id": "waits"})
+        wait_until(lambda: sum(server.metrics("sequences").values()) == 1, 20)
+        first.kill()
+        first.wait()
+        start_stub(0, "--load-s", "60")
+        wait_until(lambda: states(server) == ["loading"], 20, lambda: str(states(server)))
+        aborting = {"request_ids": ["waits"]}
+        wait_until(lambda: good(server, "/abort_requests", aborting)["aborted"] == 1, 20)
+        assert waiting.result().json()["finish_reasons"] == ["abort"]
 
 
 # ---- versions ----------------------------------------------------------------------------

@@ -104,6 +104,11 @@ class RecordingEngine:
         return {}
 
 
+async def no_queues(client_ids: list[str] | None) -> int:
+    """Stands in for `FrontEndQueues.end_waiting`, with no front end."""
+    return 0
+
+
 class Worker:
     """A worker's weight control, with the errors it reported."""
 
@@ -113,7 +118,7 @@ class Worker:
         self.broken: list[str] = []
         self.control = Control(
             self.engine, config, worker_id="0",  # type: ignore[arg-type]
-            on_changed=lambda: None, on_broken=self.broken.append,
+            on_changed=lambda: None, on_broken=self.broken.append, end_waiting=no_queues,
         )  # fmt: skip
 
     async def ask(self, action: Action) -> CommandDone:

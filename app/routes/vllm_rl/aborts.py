@@ -1,4 +1,4 @@
-"""`POST /abort_requests`: ends requests in flight with the tokens that they have."""
+"""`POST /abort_requests`: ends requests with the tokens that they have."""
 
 from flask import Blueprint, Response, request
 
@@ -17,10 +17,10 @@ PREFIXES = ("chatcmpl-", "cmpl-")
 
 @blueprint.post("/abort_requests/")
 def abort_requests() -> Response:
-    """Ends the requests with these ids at all workers; without ids, all requests.
+    """Ends the requests with these ids; without ids, all requests.
 
     An id is the header X-Request-Id of the request, or the id that OpenAI's routes answer with.
-    Prompts that wait in a front end's queue are not in flight.
+    Workers also end prompts that wait in the queue of any front end.
     """
     body = decode_body(request.get_data(), ABORT_REQUESTS_BODY)
     # As in vLLM, no id means all requests.
