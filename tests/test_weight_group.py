@@ -21,7 +21,7 @@ from titopool.wire.weight_plan import checksum, plan_chunks
 from workers.in_model.receiving import group as workers_group
 from workers.in_model.receiving.group import Group, GroupArgs
 from workers.in_model.receiving.receiver import Receiver
-from workers.in_model.receiving.staging import Beside, InHost
+from workers.in_model.receiving.staging import Beside, InHost, InKvCache, KvCacheMemory
 from workers.in_model.weight_extension import WeightExtension
 
 CPU = torch.device("cpu")
@@ -216,6 +216,26 @@ def test_a_receiver_that_waits_for_the_trainer_can_be_closed():
     receiver.close()
     assert receiver.has_ended(SOON_S)
     assert not receiver.is_joined
+    trainer.abort()
+
+
+def test_a_receiver_can_be_closed_in_a_broadcast_and_writes_nothing_afterwards(receivers):
+    trainer = TrainerGroup(CPU, 2, timeout_s=TIMEOUT_S)
+    (receiver,) = receivers(trainer.port, 1)
+    trainer.form(should_stop=lambda: False)
+    kv_cache = [torch.full((256,), 7.0)]
+    chunks = plan_chunks([TensorInfo("a", "float32", [4]), TensorInfo("b", "float32", [4])], 0)
+    staging = InKvCache(KvCacheMemory(kv_cache), CPU)
+    assert staging.reserve(chunks, 0)
+    receiver.announce(chunks, staging)
+    wait_until(lambda: awaited(receiver)["tensor"] == "a", SOON_S)
+    # Both are being received.
+    wait_until(lambda: not staging._reserved, SOON_S)
+    receiver.close()
+    assert receiver.has_ended(SOON_S)
+    for _ in range(2):
+        trainer.broadcast(torch.ones(4), check_workers=lambda: None)()
+    assert set(kv_cache[0].tolist()) == {7.0}
     trainer.abort()
 
 

@@ -12,10 +12,11 @@ Runs in: vLLM's processes that hold the model, in the receiver's thread
 import contextlib
 import ctypes
 import socket
+import threading
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any, Protocol
@@ -391,7 +392,11 @@ class NcclChannel:
 
 
 class GlooChannel:
-    """gloo, for CPUs."""
+    """gloo, for CPUs.
+
+    gloo cannot stop a receive that has begun. So bytes arrive in memory of their own, and what has
+    begun outlives the channel.
+    """
 
     def __init__(self, store: Any, args: GroupArgs):
         from torch.distributed import BroadcastOptions, ProcessGroupGloo
@@ -402,7 +407,9 @@ class GlooChannel:
         self._options = BroadcastOptions()
         self._options.rootRank = args.source
         self._timeout_s = args.timeout_s
-        self._started: list[Any] = []
+        self._is_cancelled = False
+        # Of each receive: the work, the buffer to fill, and the bytes that come.
+        self._started: deque[tuple[Any, Any, Any]] = deque()
 
     def start(self, buffer: Any) -> None:
         import torch
@@ -411,8 +418,10 @@ class GlooChannel:
             self.filled.add(lambda: True)
             return
         # As bytes, because gloo does not know all dtypes.
-        work = self._group.broadcast([buffer.view(torch.uint8)], self._options)
-        self._started.append(work)
+        flat = buffer.view(torch.uint8)
+        received = torch.empty_like(flat)
+        work = self._group.broadcast([received], self._options)
+        self._started.append((work, flat, received))
         self.filled.add(work.is_completed)
 
     def copy(self, targets: list[Any], sources: list[Any]) -> None:
@@ -422,13 +431,28 @@ class GlooChannel:
         torch._foreach_copy_(targets, sources)
 
     def wait(self, deadline: float) -> None:
-        started, self._started = self._started, []
-        for work in started:
-            work.wait(timedelta(seconds=max(0.001, deadline - time.monotonic())))
+        while self._started:
+            work, buffer, received = self._started[0]
+            while not work.is_completed():
+                if self._is_cancelled or time.monotonic() > deadline:
+                    raise TimeoutError("the trainer did not send in time")
+                time.sleep(POLL_S)
+            # Raises the error of a receive that failed.
+            work.wait()
+            buffer.copy_(received)
+            self._started.popleft()
 
     def cancel(self) -> None:
-        with contextlib.suppress(Exception):
-            self._group.abort()
+        self._is_cancelled = True
 
     def close(self) -> None:
-        self.cancel()
+        # The end of the group's last reference would wait for them, and stop the process.
+        works = [work for work, *_ in self._started]
+        threading.Thread(target=_outlive, args=(self._group, works), daemon=True).start()
+
+
+def _outlive(group: Any, works: Sequence[Any]) -> None:
+    """Keeps `group` until its works have ended, at the latest at their timeout."""
+    for work in works:
+        with contextlib.suppress(Exception):
+            work.wait()
