@@ -556,8 +556,9 @@ def test_a_group_by_nccl_s_id_has_no_address():
 
 def test_calls_for_weights_renew_the_lease_of_vllm_s_pause(port: int):
     async def story(worker: StockWorker) -> None:
-        await worker.init()
         await worker.good(Pause("keep", 0.5, is_renewed=True))
+        await asyncio.sleep(0.3)
+        await worker.init()
         for turn in range(3):
             await asyncio.sleep(0.3)
             await worker.start(f"u{turn}")

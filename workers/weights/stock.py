@@ -71,6 +71,7 @@ class StockUpdates(TrlUpdates):
             if is_repeated:
                 return {"session": group.session}
         await super().join(action)
+        self._pauses.renew()
         self._forget_lists()
         self._last_tensors, self._trainer_listens = [], False
         return {"session": action.session}

@@ -24,14 +24,13 @@ def abort_requests() -> Response:
     """
     body = decode_body(request.get_data(), ABORT_REQUESTS_BODY)
     # As in vLLM, no id means all requests.
-    wanted = [_bare(one) for one in body.request_ids] if body.request_ids else None
+    wanted = [one for given in body.request_ids or () for one in _meanings(given)] or None
     commands, workers = reachable_workers()
     results = successful_results(commands.gather_outcomes(workers, AbortRequests(wanted)))
     aborted = sum(one["num_aborted"] for one in results)
     return json_response({"status": "aborted", "aborted": aborted})
 
 
-def _bare(request_id: str) -> str:
-    for prefix in PREFIXES:
-        request_id = request_id.removeprefix(prefix)
-    return request_id
+def _meanings(given: str) -> list[str]:
+    """The clients' ids that `given` may mean: a header may begin with a prefix too."""
+    return [given, *(given.removeprefix(one) for one in PREFIXES if given.startswith(one))]
