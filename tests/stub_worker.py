@@ -75,7 +75,9 @@ class StubWeights:
         fit = {
             "missing": [], "ignored": [], "kept": [], "split_layers": "", "staging": self._staging,
         }  # fmt: skip
-        status = {"is_joined": True, "error": "", "num_announced": 1, "num_received": 1}
+        status = {
+            "is_joined": True, "error": "", "num_announced": 1, "num_received": 1, "awaited": None,
+        }  # fmt: skip
         answers = {
             "begin": fit, "check": fit, "check_folder": fit, "status": status, "device": "",
             "apply": {"loaded": 1}, "checksum": "0" * 16, "take": {"staging": self._staging},

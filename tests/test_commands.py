@@ -10,7 +10,15 @@ from app.pool.command_sender import CommandSender, results_of
 from app.pool.state import Pool
 from tests.test_pool import beat
 from titopool.errors import DeadlinePassed, NoReadyWorker, TitopoolError, WeightUpdateFailed
-from titopool.wire.commands import Action, ApplyUpdate, Command, CommandDone, GetStatus
+from titopool.wire.commands import (
+    AbortUpdate,
+    Action,
+    ApplyUpdate,
+    AwaitStep,
+    Command,
+    CommandDone,
+    GetStatus,
+)
 
 
 class FakePool:
@@ -97,6 +105,35 @@ def test_waiting_ends_when_the_worker_is_lost(lose: Callable[[Pool], None]):
     with pytest.raises(WeightUpdateFailed):
         results_of(fake.commands.gather_outcomes(workers, GetStatus(), timeout_s=30))
     assert time.monotonic() - begin < 5
+
+
+def test_a_step_that_fails_at_one_worker_is_undone_at_once_at_those_that_wait():
+    def on_command(fake: FakePool, index: int, command: Command) -> None:
+        if not isinstance(command.action, AwaitStep) or index == 0:
+            fake.answer(index, command)
+        elif index == 2:
+            gevent.spawn_later(0.05, fake.pool.mark_worker_lost, "w2", "killed")
+
+    fake = FakePool(3, on_command)
+    workers, undo = fake.commands.all_workers(), AbortUpdate("u", "staged")
+    begin = time.monotonic()
+    with pytest.raises(WeightUpdateFailed, match="the worker at w2 is lost: killed"):
+        fake.commands.finish_step(workers, "receive", "u", undo=undo, timeout_s=30)
+    assert time.monotonic() - begin < 5
+    assert [endpoint for endpoint, action in fake.sent if action == undo] == ["w0", "w1"]
+    assert fake.commands.num_pending == 0
+
+
+def test_a_step_has_the_results_of_all_workers_or_a_deadline():
+    fake = FakePool(2, always_answer)
+    workers, undo = fake.commands.all_workers(), AbortUpdate("u", "staged")
+    results = fake.commands.finish_step(workers, "receive", "u", undo=undo, timeout_s=30)
+    assert results == [{"w": 0}, {"w": 1}]
+    fake._on_command = never_answer
+    outcomes = fake.commands.gather_outcomes(
+        workers, GetStatus(), timeout_s=0.2, stops_at_failure=True
+    )
+    assert [one.error.code for one in outcomes if one.error] == ["deadline_passed"] * 2
 
 
 def test_a_refusal_of_the_first_worker_stops_a_command():

@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from app.pool.request import Request
+from app.pool.result_checks import defect_of
 from app.pool.state import Pool
 from titopool.errors import (
     GenerationFailed,
@@ -15,6 +16,7 @@ from titopool.errors import (
     NoReadyWorker,
     WeightsLost,
 )
+from titopool.settings.sampling import SamplingOptions, encode_options
 from titopool.wire.messages import (
     Chunk,
     Completed,
@@ -63,6 +65,22 @@ def request_of(*costs: int, first_id: int = 1, n: int = 1) -> Request:
 
 def assigned(pool: Pool) -> dict[str, list[int]]:
     return {one.worker.endpoint: [job.job_id for job in one.jobs] for one in pool.assign()}
+
+
+def request_named(
+    client_id: str, num_jobs: int, first_id: int, *, is_streamed: bool = False, **options: Any
+) -> Request:
+    """Jobs with `n` 2."""
+    sampling = msgspec.Raw(encode_options(SamplingOptions(n=2, **options)))
+    return Request(
+        [
+            Job(
+                first_id + index, 1, b"", 2, 9, sampling,
+                is_streamed=is_streamed, client_id=client_id,
+            )
+            for index in range(num_jobs)
+        ]
+    )  # fmt: skip
 
 
 def completed(job_id: int, attempt: int = 1) -> Completed:
@@ -499,3 +517,47 @@ def test_a_malformed_chunk_fails_its_request_and_aborts_its_jobs():
     ((worker, keys),) = pool.withdraw(request)
     assert (worker.endpoint, keys) == ("a", [(1, 1), (2, 1)])
     assert pool.num_open_jobs == 0
+
+
+# ---- aborts --------------------------------------------------------------------------
+
+
+def test_waiting_jobs_end_as_aborted_and_those_at_workers_do_not():
+    pool = pool_of("a")
+    weights = PoolWeights(5, "u", 3)
+    state = PoolState(model="m", weights=weights)
+    pool.on_heartbeat("a", msgspec.structs.replace(beat("a"), pool=state, weights=weights), now=1)
+    first, other = request_named("first", 3, 1), request_named("other", 1, 11)
+    pool.submit(first)
+    pool.submit(other)
+    # Four slots and one ahead.
+    assert assigned(pool) == {"a": [1, 2]}
+    assert pool.end_waiting(["first", "none"]) == 1
+    assert not first.is_done
+    assert pool.end_waiting(["first"]) == 0
+    expected = Completion(b"", "abort", None, [(3, 0)])
+    assert first.results[2] == Completed(3, 1, [expected, expected], 0)
+    assert defect_of(first.jobs[2], first.results[2]) == ""
+    for job_id in (1, 2):
+        pool.on_results("a", [Completed(job_id, 1, [expected, expected], 0)])
+    assert first.is_done
+    assert assigned(pool) == {"a": [11]}
+    assert pool.end_waiting(None) == 0
+    assert not other.is_done
+
+
+def test_a_waiting_stream_ends_with_one_chunk_and_a_scored_prompt_goes_on():
+    pool = Pool(no_worker_timeout_s=10)
+    stream = request_named("s", 1, 1, is_streamed=True)
+    scored = request_named("p", 1, 2, prompt_logprobs=0)
+    for request in (stream, scored):
+        pool.submit(request)
+    assert pool.end_waiting(None) == 1
+    ((index, chunk),) = stream.take_chunks()
+    assert (index, [number for number, _ in chunk.pieces]) == (0, [0, 1])
+    assert {one.finish_reason for _, one in chunk.pieces} == {"abort"}
+    assert defect_of(stream.jobs[0], chunk) == ""
+    assert stream.is_done
+    assert stream.error is None
+    assert not scored.is_done
+    assert len(pool.waiting) == 1

@@ -1,15 +1,18 @@
 """Updates through vLLM's routes with a real engine: exact weights, or the old ones."""
 
+import uuid
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 from packaging.version import Version
 
-from tests.rl_trainer import InThread, StockTrainer, stock_trainer
+from tests.rl_trainer import TIMEOUT_S, InThread, StockTrainer, stock_trainer
 from tests.servers import Server, wait_until
-from tests.trainer import tensors_of
+from tests.trainer import DEVICE, tensors_of
 from tests.weights import assert_serves, states
+from titopool.client.trainer_group import TrainerGroup
 from workers.vllm_internals import installed_version
 
 LAYER = "model.layers.0.self_attn."
@@ -136,15 +139,57 @@ def test_a_trainer_that_dies_in_a_list_leaves_the_old_weights(
             "shapes": [list(one.shape) for _, one in other],
         }
         call = InThread(single_server, "/update_weights", {"update_info": info})
-        wait_until(lambda: awaited(single_server) is not None, 10)
+        for _, tensor in other[:5]:
+            trainer.group.broadcast(tensor, check_workers=lambda: None)()
+        sizes = [tensor.nbytes for _, tensor in other]
+        expected = {
+            "ranks": [1], "tensor": info["names"][5], "num_received": 5,
+            "num_announced": len(other), "bytes_received": sum(sizes[:5]),
+            "bytes_announced": sum(sizes),
+        }  # fmt: skip
+        wait_until(lambda: without_message(awaited(single_server)) == expected, 10)
         found = awaited(single_server)
         assert found is not None
-        assert found["tensor"] in info["names"]
+        # Once, however often it is asked for.
+        line = f"nothing has come for 5 s: {found['message']}"
+        wait_until(lambda: line in single_server.log and awaited(single_server), 10)
+        assert single_server.log.count(line) == 1
         trainer.group.abort()
         answer = call.answer()
         assert answer.status_code == 409, answer.text
         wait_until(lambda: states(single_server) == ["closed"], 20)
     assert_serves(single_server, tiny_model)
+
+
+def test_what_titopool_s_own_client_has_not_sent_is_named(single_server: Server, other: Any):
+    size = single_server.get("/get_world_size").json()["world_size"] + 1
+    group = TrainerGroup(torch.device(DEVICE), size, timeout_s=TIMEOUT_S)
+    session = {
+        "session": uuid.uuid4().hex, "backend": group.backend, "host": "127.0.0.1",
+        "port": group.port, "world_size": size,
+    }  # fmt: skip
+    call = InThread(single_server, "/weights/init", session)
+    wait_until(lambda: (awaited(single_server) or {}).get("missing_ranks") == [0], 10)
+    group.form(should_stop=lambda: call.has_failed)
+    assert call.answer().ok
+    begun = {
+        "session": session["session"], "names": [name for name, _ in other], "chunk_bytes": 0,
+        "dtypes": [str(one.dtype) for _, one in other], "shapes": [list(one.shape) for _, one in other],
+    }  # fmt: skip
+    update = single_server.post("/weights/begin", begun).json()["update"]
+    for number, (name, tensor) in enumerate(other[:3]):
+        wait_until(lambda n=name: (awaited(single_server) or {}).get("tensor") == n, 10)  # type: ignore[misc]
+        found = awaited(single_server)
+        assert found is not None
+        assert (found["ranks"], found["num_received"]) == ([1], number)
+        group.broadcast(tensor, check_workers=lambda: None)()
+    assert single_server.post("/weights/abort", {"update": update}).ok
+    assert awaited(single_server) is None
+    group.abort()
+
+
+def without_message(found: dict[str, Any] | None) -> dict[str, Any] | None:
+    return found and {name: one for name, one in found.items() if name != "message"}
 
 
 def awaited(server: Server) -> dict[str, Any] | None:
@@ -180,4 +225,11 @@ def test_requests_are_aborted_by_their_ids_or_all(single_server: Server):
         result = call.answer().json()
         assert result["finish_reasons"] == ["abort", "abort"]
         assert all(len(one) < 900 for one in result["completion_ids"])
+    # More than the engine takes: the rest waits in the front end.
+    body |= {"prompts": [[1, 2, 3]] * 200, "n": 1}
+    many = ask("many")
+    wait_until(lambda: sum(single_server.metrics("sequences").values()) == 160, 20)
+    answer = single_server.post("/abort_requests", {"request_ids": ["many"]})
+    assert answer.json() == {"status": "aborted", "aborted": 200}, answer.text
+    assert many.answer().json()["finish_reasons"] == ["abort"] * 200
     assert single_server.generate([[1, 2]], max_tokens=2)["finish_reasons"] != ["abort"]

@@ -66,7 +66,10 @@ class ModelEngine(RecordingEngine):
         elif method == "status":
             num_received = 0 if self.waits else self.num_announced
             counts = {"num_announced": self.num_announced, "num_received": num_received}
-            answers = [{**answers[0], **counts}]
+            awaited = {"rank": 1, "tensor": "q", "bytes_received": 0, "bytes_announced": 64}
+            answers = [
+                {**answers[0], **counts, "awaited": {**awaited, **counts} if self.waits else None}
+            ]
         elif method == "digests":
             answers = [{"dp0:tp0:w": "a" * 64}]
         return answers
@@ -205,9 +208,14 @@ def test_a_repeated_list_joins_its_step_and_is_not_received_twice(port: int):
         assert (await worker.ask(EndTensors())).code == "conflict"
         while not (awaited := (await worker.good(GetStatus()))["awaited"]):
             await asyncio.sleep(0.01)
-        assert awaited == {"rank": 0, "tensor": "q", "num_received": 0, "num_announced": 4}
+        message = "rank 1 waits for q: 0 of 4 tensors have come, 0 of 64 bytes"
+        assert awaited == {
+            "ranks": [1], "tensor": "q", "num_received": 0, "num_announced": 4,
+            "bytes_received": 0, "bytes_announced": 64, "message": message,
+        }  # fmt: skip
         worker.engine.waits = False
         await worker.good(AwaitStep("receive", "one"))
+        assert (await worker.good(GetStatus()))["awaited"] is None
         # The connection may have been cut just before the answer.
         assert await worker.good(ReceiveTensors("four", MODEL)) == first
         await worker.end()
@@ -382,6 +390,7 @@ def test_tensors_that_do_not_come_end_the_update_and_the_group_at_the_deadline(p
         await worker.good(ReceiveTensors("l", MODEL))
         done = await worker.ask(AwaitStep("receive", "l"))
         assert (done.code, "not within 0.8 s" in done.message) == ("deadline_passed", True)
+        assert "rank 1 waits for q" in done.message
         assert await worker.state() == "closed"
 
     assert "apply" not in run(story, StockWorker(port)).engine.calls  # type: ignore[arg-type]
@@ -468,6 +477,8 @@ def test_the_worker_waits_for_a_trainer_that_begins_to_listen_after_its_call():
             await worker.good(worker.group())
             await asyncio.sleep(0.2)
             assert "join" not in worker.engine.calls
+            awaited = (await worker.good(GetStatus()))["awaited"]
+            assert awaited["message"] == "rank 1 waits for rank 0 to join the group"
             # The same call, as a client repeats it after its connection was cut.
             assert await worker.good(worker.group("repeated")) == {"session": "s"}
             late.listen()
@@ -545,8 +556,9 @@ def test_a_group_by_nccl_s_id_has_no_address():
 
 def test_calls_for_weights_renew_the_lease_of_vllm_s_pause(port: int):
     async def story(worker: StockWorker) -> None:
-        await worker.init()
         await worker.good(Pause("keep", 0.5, is_renewed=True))
+        await asyncio.sleep(0.3)
+        await worker.init()
         for turn in range(3):
             await asyncio.sleep(0.3)
             await worker.start(f"u{turn}")

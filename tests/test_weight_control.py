@@ -35,6 +35,7 @@ from titopool.wire.pool_state import PoolPause, PoolState, PoolWeights
 from workers.engine.versions import Versions
 from workers.ledger import Ledger, clear_ledgers, digest_of_files
 from workers.serving.control import Control
+from workers.weights import awaited
 from workers.weights.steps import Steps
 
 TIMEOUT_S = 0.8
@@ -58,12 +59,14 @@ class RecordingEngine:
         # Whether the call that loads in place waits for the trainer.
         self.load_waits = False
         self.status: dict[str, Any] = {
-            "is_joined": True, "error": "", "num_announced": 1, "num_received": 1,
+            "is_joined": True, "error": "", "num_announced": 1, "num_received": 1, "awaited": None,
         }  # fmt: skip
 
     async def call(self, method: str, *args: Any) -> list[Any]:
         if method not in ("status", "device"):
             self.calls.append(method)
+        if method == "status":
+            self.status["num_looks"] = self.status.get("num_looks", 0) + 1
         if method == "join":
             self.join_args = args[0]
         if method == "drop" and self.drop_error is not None:
@@ -101,6 +104,11 @@ class RecordingEngine:
         return {}
 
 
+async def no_queues(client_ids: list[str] | None) -> int:
+    """Stands in for `FrontEndQueues.end_waiting`, with no front end."""
+    return 0
+
+
 class Worker:
     """A worker's weight control, with the errors it reported."""
 
@@ -110,7 +118,7 @@ class Worker:
         self.broken: list[str] = []
         self.control = Control(
             self.engine, config, worker_id="0",  # type: ignore[arg-type]
-            on_changed=lambda: None, on_broken=self.broken.append,
+            on_changed=lambda: None, on_broken=self.broken.append, end_waiting=no_queues,
         )  # fmt: skip
 
     async def ask(self, action: Action) -> CommandDone:
@@ -336,6 +344,64 @@ def test_a_trainer_with_an_nccl_id_need_not_listen():
         assert await worker.state() == "receiving"
 
     run(story, Worker(timeout_s=30))
+
+
+def test_what_an_update_waits_for_is_shown_and_logged_once_a_stall(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    monkeypatch.setattr(awaited, "STALL_S", 0.3)
+
+    async def until(condition: Callable[[], object]) -> None:
+        while not condition():
+            await asyncio.sleep(0.02)
+
+    async def shown(worker: Worker) -> Any:
+        return (await worker.good(GetStatus()))["awaited"]
+
+    async def story(worker: Worker) -> None:
+        status = worker.engine.status
+        status.update(is_joined=False, awaited={"rank": 1, "missing_ranks": [2, 3]})
+        await worker.good(JoinGroup("s", "trl", "gloo", "127.0.0.1", 1, 0, 2))
+        await until(lambda: "rank 2, 3 to join the group" in caplog.text)
+        found = {"ranks": [1], "missing_ranks": [2, 3]}
+        assert await shown(worker) == {
+            **found, "message": "rank 1 waits for rank 2, 3 to join the group"
+        }  # fmt: skip
+        status.update(is_joined=True, awaited=None)
+        await worker.good(AwaitStep("join", "s"))
+        assert await shown(worker) is None
+        await worker.good(BeginUpdate("s", "u", 7, 1, TENSORS, 100, False))
+        counts = {"num_received": 3, "num_announced": 9, "bytes_announced": 900}
+        for num_bytes in (300, 600):
+            waiting = {"rank": 1, "tensor": "w", **counts, "bytes_received": num_bytes}
+            status.update(num_received=0, awaited=waiting)
+            text = f"rank 1 waits for w: 3 of 9 tensors have come, {num_bytes} of 900 bytes"
+            await until(lambda text=text: text in caplog.text)  # type: ignore[misc]
+            assert (await shown(worker))["message"] == text
+        # Several more looks.
+        status["num_looks"] = 0
+        await until(lambda: status["num_looks"] > 3)
+        status.update(num_received=1, awaited=None)
+        await worker.good(PrepareUpdate("u", "keep"))
+        await worker.good(AwaitStep("prepare", "u"))
+        assert await shown(worker) is None
+
+    run(story, Worker(timeout_s=30))
+    stalls = [one.getMessage() for one in caplog.records if "nothing has come" in one.getMessage()]
+    assert len(stalls) == 3, stalls
+
+
+def test_the_slowest_of_a_worker_s_processes_decides_what_is_awaited():
+    def process(rank: int, name: str, num_bytes: int) -> dict[str, Any]:
+        return {"rank": rank, "tensor": name, "num_received": 1, "num_announced": 2,
+                "bytes_received": num_bytes, "bytes_announced": 64}  # fmt: skip
+
+    found = awaited.awaited_by([process(4, "late", 32), process(3, "early", 16)])
+    assert (found["ranks"], found["tensor"], found["bytes_received"]) == ([3, 4], "early", 16)
+    joining = [{"rank": 2, "missing_ranks": [0]}, {"rank": 1, "missing_ranks": [3]}]
+    assert awaited.awaited_by(joining)["missing_ranks"] == [0, 3]
+    unknown = awaited.awaited_by([*joining, {"rank": 4, "missing_ranks": None}])
+    assert (unknown["missing_ranks"], "in NCCL" in unknown["message"]) == (None, True)
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from titopool.wire.weight_plan import checksum, plan_chunks
 from workers.in_model.receiving import group as workers_group
 from workers.in_model.receiving.group import Group, GroupArgs
 from workers.in_model.receiving.receiver import Receiver
-from workers.in_model.receiving.staging import Beside
+from workers.in_model.receiving.staging import Beside, InHost, InKvCache, KvCacheMemory
 from workers.in_model.weight_extension import WeightExtension
 
 CPU = torch.device("cpu")
@@ -151,6 +151,61 @@ def test_the_client_s_group_names_the_ranks_that_are_missing(receivers):
     assert receiver.error
 
 
+# ---- what is awaited -----------------------------------------------------------------
+
+
+def test_a_rank_that_joins_names_those_that_are_missing(receivers):
+    trainer = TrainerGroup(CPU, 4, timeout_s=TIMEOUT_S)
+    first = receiver_of(trainer.port, 2, 4)
+    wait_until(lambda: awaited(first) == {"rank": 2, "missing_ranks": [1, 3]}, SOON_S)
+    others = [receiver_of(trainer.port, rank, 4) for rank in (1, 3)]
+    # The trainer has not begun to form the group.
+    wait_until(lambda: awaited(first)["missing_ranks"] == [0], SOON_S)
+    trainer.form(should_stop=lambda: False)
+    wait_until(lambda: awaited(first) is None, SOON_S)
+    for receiver in (first, *others):
+        receiver.close()
+    trainer.abort()
+
+
+@pytest.mark.parametrize("staging", [Beside, InHost])
+def test_a_rank_names_the_first_tensor_of_the_first_chunk_that_has_not_come(receivers, staging):
+    trainer = TrainerGroup(CPU, 2, timeout_s=TIMEOUT_S)
+    (receiver,) = receivers(trainer.port, 1)
+    trainer.form(should_stop=lambda: False)
+    sent = [
+        ("a", torch.ones(3)),
+        ("none", torch.empty(0)),
+        ("b", torch.ones(2)),
+        ("c", torch.ones(5)),
+    ]
+    # Of a second update too, which counts anew.
+    for _ in range(2):
+        wait_until(lambda: awaited(receiver) is None, SOON_S)
+        receiver.drop()
+        # Chunks of a, of none and b, and of c.
+        receiver.announce(plan_chunks(infos_of(sent), 4), staging(CPU))
+        for tensor, num_tensors, num_bytes in (("a", 0, 0), ("none", 1, 12), ("c", 3, 20)):
+            expected = {
+                "rank": 1, "tensor": tensor, "num_received": num_tensors, "num_announced": 4,
+                "bytes_received": num_bytes, "bytes_announced": 40,
+            }  # fmt: skip
+            wait_until(
+                lambda e=expected: awaited(receiver) == e, SOON_S, lambda: str(awaited(receiver))
+            )  # type: ignore[misc]
+            size = {"a": 12, "none": 8, "c": 20}[tensor]
+            trainer.broadcast(torch.ones(size, dtype=torch.uint8), check_workers=lambda: None)()
+        wait_until(lambda: receiver.num_received == 4, SOON_S)
+        assert awaited(receiver) is None
+    trainer.abort()
+
+
+def awaited(receiver: Receiver) -> Any:
+    status = receiver.status()
+    assert status["error"] == ""
+    return status["awaited"]
+
+
 # ---- waits end -----------------------------------------------------------------------
 
 
@@ -161,6 +216,26 @@ def test_a_receiver_that_waits_for_the_trainer_can_be_closed():
     receiver.close()
     assert receiver.has_ended(SOON_S)
     assert not receiver.is_joined
+    trainer.abort()
+
+
+def test_a_receiver_can_be_closed_in_a_broadcast_and_writes_nothing_afterwards(receivers):
+    trainer = TrainerGroup(CPU, 2, timeout_s=TIMEOUT_S)
+    (receiver,) = receivers(trainer.port, 1)
+    trainer.form(should_stop=lambda: False)
+    kv_cache = [torch.full((256,), 7.0)]
+    chunks = plan_chunks([TensorInfo("a", "float32", [4]), TensorInfo("b", "float32", [4])], 0)
+    staging = InKvCache(KvCacheMemory(kv_cache), CPU)
+    assert staging.reserve(chunks, 0)
+    receiver.announce(chunks, staging)
+    wait_until(lambda: awaited(receiver)["tensor"] == "a", SOON_S)
+    # Both are being received.
+    wait_until(lambda: not staging._reserved, SOON_S)
+    receiver.close()
+    assert receiver.has_ended(SOON_S)
+    for _ in range(2):
+        trainer.broadcast(torch.ones(4), check_workers=lambda: None)()
+    assert set(kv_cache[0].tolist()) == {7.0}
     trainer.abort()
 
 

@@ -117,9 +117,11 @@ def test_messages_round_trip():
     for message in (
         messages.Results([Completed(1, 2, [completion], 3), messages.Failed(1, 2, "c", "m")]),
         messages.Stopping("why"),
+        messages.EndWaiting("call", ["id"]),
     ):
         assert messages.decode_from_worker(messages.encode(message)) == message
-    for message in (messages.Hello(), messages.Abort([(1, 2)])):
+    ended = messages.EndedWaiting("call", 3)
+    for message in (messages.Hello(), messages.Abort([(1, 2)]), ended):
         assert messages.decode_to_worker(messages.encode(message)) == message
 
 

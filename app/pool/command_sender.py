@@ -177,6 +177,7 @@ class CommandSender:
         action: Action | Callable[[int], Action],
         *,
         timeout_s: float = ACCEPT_TIMEOUT_S,
+        stops_at_failure: bool = False,
     ) -> list[Outcome]:
         """Sends an action to all workers and returns each worker's outcome, in order.
 
@@ -184,6 +185,8 @@ class CommandSender:
             action: the action, or a function that makes it for worker `index`.
             timeout_s: limit for all workers together; a worker without a reply by then has the
                 error `DeadlinePassed`.
+            stops_at_failure: return once a worker has failed, without the workers that have not
+                replied by then.
         """
         deadline = Deadline.after(timeout_s)
         sent: list[PendingCommand] = []
@@ -192,7 +195,10 @@ class CommandSender:
                 pending = PendingCommand(next(self._ids), worker.endpoint, AsyncResult(), Event())
                 sent.append(pending)
                 self._start(worker, pending, action(index) if callable(action) else action)
-            return [self._await_outcome(one, deadline, timeout_s) for one in sent]
+            replied = sent
+            if stops_at_failure and _has_failure(sent, deadline):
+                replied = [one for one in sent if one.reply.ready()]
+            return [self._await_outcome(one, deadline, timeout_s) for one in replied]
         finally:
             for one in sent:
                 self._pending.pop(one.command_id, None)
@@ -204,6 +210,27 @@ class CommandSender:
         return self.gather_outcomes(
             workers, AwaitStep(step, of), timeout_s=timeout_s + STEP_MARGIN_S
         )
+
+    def finish_step(
+        self, workers: Sequence[Worker], step: Any, of: str, *, undo: Action, timeout_s: float
+    ) -> list[Result]:
+        """The results of an accepted step; `undo` is sent to all workers as soon as one fails.
+
+        The others would wait in the group for the one that has failed, or is lost.
+
+        Raises:
+            TitopoolError: the first error of any worker.
+        """
+        try:
+            return results_of(
+                self.gather_outcomes(
+                    workers, AwaitStep(step, of), timeout_s=timeout_s + STEP_MARGIN_S,
+                    stops_at_failure=True,
+                )
+            )  # fmt: skip
+        except TitopoolError:
+            self.gather_outcomes(workers, undo)
+            raise
 
     def run_step(
         self,
@@ -225,11 +252,7 @@ class CommandSender:
             TitopoolError: the first error of any worker.
         """
         self.send_first_then_others(workers, action_for, undo=undo)
-        try:
-            return results_of(self.await_step(workers, step, of, timeout_s=timeout_s))
-        except TitopoolError:
-            self.gather_outcomes(workers, undo)
-            raise
+        return self.finish_step(workers, step, of, undo=undo, timeout_s=timeout_s)
 
     def _start(self, worker: Worker, pending: PendingCommand, action: Action) -> None:
         """Sends an action; the command fails at once if the worker is unreachable."""
@@ -276,6 +299,17 @@ class CommandSender:
         for pending in self._pending.values():
             if pending.endpoint == endpoint:
                 pending.mark_lost(reason)
+
+
+def _has_failure(sent: Sequence[PendingCommand], deadline: Deadline) -> bool:
+    """Returns once a worker has failed, or (False) all have replied or the deadline has passed."""
+    waiting = [one.reply for one in sent]
+    while waiting and not deadline.has_passed:
+        done = gevent.wait(waiting, timeout=deadline.left_s, count=1)
+        if not all(one.successful() for one in done):
+            return True
+        waiting = [one for one in waiting if not one.ready()]
+    return False
 
 
 def is_reachable(worker: Worker) -> bool:

@@ -28,7 +28,15 @@ from titopool.errors import NoReadyWorker, QueueFull, TitopoolError
 from titopool.settings.config import ServerConfig
 from titopool.wire import messages
 from titopool.wire.commands import CommandDone
-from titopool.wire.messages import Failed, Heartbeat, Load, Results, Stopping, WorkerFacts
+from titopool.wire.messages import (
+    EndWaiting,
+    Failed,
+    Heartbeat,
+    Load,
+    Results,
+    Stopping,
+    WorkerFacts,
+)
 from titopool.wire.pool_state import PoolWeights
 
 logger = logging.getLogger(__name__)
@@ -308,6 +316,9 @@ class Link:
                 self.commands.on_done(endpoint, message)
             case Load():
                 self._pool.on_load(endpoint, message)
+            case EndWaiting(name=name, client_ids=client_ids):
+                num_ended = self._pool.end_waiting(client_ids)
+                self._send(endpoint, messages.EndedWaiting(name, num_ended))
             case Stopping(reason=reason, blames_jobs=blames_jobs):
                 self._lose(endpoint, reason or "it was stopped", blames_jobs=blames_jobs)
 

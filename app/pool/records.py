@@ -11,7 +11,16 @@ import msgspec
 
 from app.pool.prefix_index import PrefixIndex, as_integers
 from app.pool.request import Request
-from titopool.wire.messages import NO_LOAD, Heartbeat, Job, Load, WorkerFacts
+from titopool.wire.messages import (
+    NO_LOAD,
+    Chunk,
+    Completed,
+    Completion,
+    Heartbeat,
+    Job,
+    Load,
+    WorkerFacts,
+)
 
 # Jobs sent per slot of the engine, so that a free slot never waits for the next job.
 WINDOW_FACTOR = 1.25
@@ -139,6 +148,20 @@ class OpenJob:
     def location(self) -> str:
         """Where the prompt stood in the client's body."""
         return self.request.locations[self.index]
+
+    def end_as_aborted(self, version: int, adapter_version: int | None) -> None:
+        """Completes the job without a token; `version` is that of the weights that serve."""
+        job = self.job
+        completion = Completion(b"", "abort", None, [(version, 0)])
+        if job.is_streamed:
+            pieces = [(index, completion) for index in range(job.num_sequences)]
+            chunk = Chunk(job.job_id, job.attempt, pieces, adapter_version=adapter_version)
+            self.request.add_chunk(self.index, chunk)
+        result = Completed(
+            job.job_id, job.attempt, [completion] * job.num_sequences, 0,
+            adapter_version=adapter_version,
+        )  # fmt: skip
+        self.request.complete(self.index, result)
 
     def next_attempt(self, num_deaths: int) -> "OpenJob":
         """The same job with a new attempt number: results of earlier attempts are dropped."""

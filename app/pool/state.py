@@ -7,7 +7,7 @@ Every job ends exactly once: its request is completed or failed, and later resul
 """
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import NamedTuple
 
 from app.pool.placement import (
@@ -30,6 +30,7 @@ from titopool.errors import (
     TitopoolError,
     WeightsLost,
 )
+from titopool.settings.sampling import decode_options
 from titopool.wire.messages import Chunk, Completed, Failed, Heartbeat, Job, Load
 
 logger = logging.getLogger(__name__)
@@ -317,6 +318,25 @@ class Pool:
         for job in request.jobs:
             self.waiting.remove(job.job_id)
         return aborts
+
+    def end_waiting(self, client_ids: Collection[str] | None) -> int:
+        """Ends waiting jobs as aborted before their first token; returns how many there were.
+
+        A job whose prompt is scored goes on, as it would at a worker.
+
+        Args:
+            client_ids: the clients' ids of the requests; None: all.
+        """
+        found = [
+            one
+            for one in self.waiting
+            if client_ids is None or one.job.client_id in client_ids
+            if decode_options(one.job.sampling).prompt_logprobs is None
+        ]
+        for one in found:
+            self.waiting.remove(one.job.job_id)
+            one.end_as_aborted(self.view.state.weights.version, self.adapters.get(one.job.adapter))
+        return len(found)
 
     def open_requests(self) -> list[Request]:
         """The request of every job in flight or waiting; a request may occur several times."""

@@ -130,7 +130,9 @@ async def clients_disconnected(scene: Scene, member: Member) -> None:
 
 
 async def second_trainer(scene: Scene, member: Member) -> None:
-    update = scene.chance.choice([Trainer.folder_update, Trainer.group_update])
+    update = scene.chance.choice(
+        [Trainer.folder_update, Trainer.group_update, Trainer.stock_update]
+    )
     try:
         await update(scene.trainer)
     except Refused:

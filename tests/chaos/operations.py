@@ -14,8 +14,11 @@ from tests.chaos.cluster import NUM_WORKERS, Cluster
 
 LEASE_S = 3.0
 TENSORS = {"names": ["w"], "dtypes": ["float32"], "shapes": [[2, 2]]}
+LIST = {"names": ["w"], "dtype_names": ["float32"], "shapes": [[2, 2]]}
 # Statuses of errors that calls may get during faults.
 REFUSALS = {400, 404, 409, 500, 503, 504}
+# Of vLLM's routes: TRL's client repeats a call after 429, 500, 502 and 503.
+STOCK_REFUSALS = {400, 409, 504}
 
 
 class Refused(Exception):
@@ -31,11 +34,13 @@ class Trainer:
     # Responses that a server must never give.
     wrong: list[str]
 
-    async def call(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+    async def call(
+        self, path: str, body: dict[str, Any], refusals: set[int] = REFUSALS
+    ) -> dict[str, Any]:
         status, answer = await self.cluster.request(path, body)
         if status == 200:
             return answer
-        if status not in REFUSALS or answer["error"]["code"] == "internal_error":
+        if status not in refusals or answer["error"]["code"] == "internal_error":
             self.wrong.append(f"{path}: {status} {answer}")
         raise Refused(f"{path}: {answer['error']['message']}")
 
@@ -84,6 +89,33 @@ class Trainer:
         await self.call("/reset_prefix_cache", {})
         await self.call("/close_communicator", {})
 
+    async def stock_update(self) -> None:
+        # vLLM's routes name no version: it is the pool's version plus one.
+        self.versions.begin()
+        with listening() as port:
+            await self._send_list(port)
+            finished = await self._stock_call("finish_weight_update", {"weight_version": "step"})
+            # The call may have ended the update of another trainer, without tensors.
+            if "version" in finished:
+                self.versions.committed(finished["version"])
+            await self._stock_call("shutdown_weight_transfer_engine")
+
+    async def vanish(self) -> None:
+        """A trainer of vLLM's routes that ends before it has finished its update."""
+        with listening() as port:
+            await self._send_list(port)
+
+    async def _send_list(self, port: int) -> None:
+        await self._stock_call("init_weight_transfer_engine", {"init_info": {
+            "master_address": "127.0.0.1", "master_port": port, "rank_offset": 1,
+            "world_size": NUM_WORKERS + 1, "backend": "gloo",
+        }})  # fmt: skip
+        await self._stock_call("start_weight_update")
+        await self._stock_call("update_weights", {"update_info": LIST})
+
+    async def _stock_call(self, name: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+        return await self.call(f"/{name}", body or {}, STOCK_REFUSALS)
+
     async def pause(self) -> None:
         await self.call("/pause", {"mode": "keep", "lease_s": LEASE_S})
         await self.call("/pause", {"mode": "keep", "lease_s": LEASE_S})
@@ -128,6 +160,17 @@ ROUND_TRIPS: dict[str, tuple[Operation, tuple[str, ...]]] = {
     ),
     "TRL's update": (
         Trainer.trl_update, ("JoinGroup", "ReceiveTensor", "FinishTensors", "AwaitStep(finish)"),
+    ),
+    "vLLM's update": (
+        Trainer.stock_update,
+        (
+            "JoinGroup", "AwaitStep(join)", "StartUpdate", "ReceiveTensors", "AwaitStep(receive)",
+            "EndTensors", "PrepareUpdate", "AwaitStep(prepare)", "ApplyUpdate", "AwaitStep(apply)",
+            "LeaveStockGroup",
+        ),
+    ),
+    "trainer vanishes": (
+        Trainer.vanish, ("JoinGroup", "StartUpdate", "ReceiveTensors", "AwaitStep(receive)"),
     ),
     "pause": (Trainer.pause, ("Pause", "Resume")),
     "adapter": (Trainer.adapter, ("LoadAdapter", "SwitchAdapter", "UnloadAdapter")),

@@ -30,6 +30,7 @@ from titopool.wire import messages
 from titopool.wire.messages import (
     Chunk,
     Completed,
+    EndWaiting,
     Failed,
     Generate,
     Heartbeat,
@@ -170,6 +171,7 @@ class Target:
             return
         is_right = answer.status_code == 200 and answer.json()["completion_ids"] == [[2, first_id]]
         is_refused = self.has_lied and answer.status_code in (400, 404, 503, 504)
+        is_refused |= self.has_lied and answer.ok and answer.json()["finish_reasons"] == ["abort"]
         assert is_right or is_refused, f"{answer.status_code} {answer.text}"
 
     def send(self, parts: Parts) -> None:
@@ -181,6 +183,8 @@ class Target:
     def _is_lie(self, frame: bytes) -> bool:
         try:
             beat = messages.decode_from_worker(frame)
+            if isinstance(beat, EndWaiting):
+                return True
         except messages.UNREADABLE:
             return False
         return isinstance(beat, Heartbeat) and (
@@ -290,7 +294,7 @@ _results = st.fixed_dictionaries(
     }
 )  # fmt: skip
 _done = message_of(messages.CommandDone, _hints)
-_others = [message_of(one, _hints) for one in (Load, Stopping)]
+_others = [message_of(one, _hints) for one in (Load, Stopping, EndWaiting)]
 scripts = st.lists(
     parts_of(st.one_of(_beat, _beat, _results, _results, _done, *_others)), min_size=1, max_size=8
 )

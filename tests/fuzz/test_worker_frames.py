@@ -176,7 +176,7 @@ _command = st.one_of([message_of(one, HINTS) for one in ACTIONS]).flatmap(
     )
 )  # fmt: skip
 _messages = st.one_of(
-    _command, _command, *[message_of(one, HINTS) for one in (Hello, Generate, Generate, Abort, messages.Drift)],
+    _command, _command, *[message_of(one, HINTS) for one in (Hello, Generate, Generate, Abort, messages.Drift, messages.EndedWaiting)],
 )  # fmt: skip
 scripts = st.lists(st.tuples(st.booleans(), parts_of(_messages)), min_size=1, max_size=10)
 

@@ -178,7 +178,7 @@ class ReadChecksums(msgspec.Struct, frozen=True, tag="read_checksums"):
 
 
 class AbortRequests(msgspec.Struct, frozen=True, tag="abort_requests"):
-    """End requests in flight with the tokens that they have."""
+    """End requests with the tokens that they have, also those that wait in front ends' queues."""
 
     # The clients' ids; None: all requests.
     request_ids: list[str] | None

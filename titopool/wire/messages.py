@@ -207,6 +207,13 @@ class Drift(msgspec.Struct, frozen=True, tag="drift"):
     num_drifted: Count
 
 
+class EndedWaiting(msgspec.Struct, frozen=True, tag="ended_waiting"):
+    """The answer to `EndWaiting`. Jobs that were sent to the worker before arrive before it."""
+
+    name: str
+    num_ended: Count
+
+
 # ---- worker → front end -------------------------------------------------------------
 
 
@@ -305,6 +312,18 @@ class Results(msgspec.Struct, frozen=True, tag="results"):
     results: list[Completed | Failed | Chunk]
 
 
+class EndWaiting(msgspec.Struct, frozen=True, tag="end_waiting"):
+    """End the jobs that wait for a worker, as aborted before their first token.
+
+    Sent to every front end for a client's call, which only one front end has received.
+    """
+
+    # Of this call, for the answer.
+    name: str
+    # The clients' ids; None: all jobs.
+    client_ids: list[str] | None
+
+
 class Stopping(msgspec.Struct, frozen=True, tag="stopping"):
     """The worker stops. It accepts no more jobs and drops its jobs."""
 
@@ -314,8 +333,8 @@ class Stopping(msgspec.Struct, frozen=True, tag="stopping"):
     blames_jobs: bool = False
 
 
-ToWorker = Hello | Generate | Abort | Drift | Command
-FromWorker = Heartbeat | Load | Results | Stopping | CommandDone
+ToWorker = Hello | Generate | Abort | Drift | EndedWaiting | Command
+FromWorker = Heartbeat | Load | Results | EndWaiting | Stopping | CommandDone
 
 encode = msgspec.msgpack.Encoder().encode
 decode_chat_parsing = msgspec.msgpack.Decoder(ChatParsing).decode

@@ -79,14 +79,17 @@ class Control:
         worker_id: str,
         on_changed: Callable[[], None],
         on_broken: Callable[[str], None],
+        end_waiting: Callable[[list[str] | None], Awaitable[int]],
     ):
         """`on_changed` is called when other weights or adapters serve.
 
-        `on_broken` gets the reason when the model's weights are in an unknown state.
+        `on_broken` gets the reason when the model's weights are in an unknown state. `end_waiting`
+        is `FrontEndQueues.end_waiting`.
         """
         self._model = engine
         self._config = config
         self._on_changed = on_changed
+        self._end_waiting = end_waiting
         self._worker_id = worker_id
         self._pool = PoolCopy(Ledger(config.run_dir, worker_id), self._on_pool_changed)
         self._pauses = Pauses(self._pool)
@@ -196,7 +199,8 @@ class Control:
             return CommandDone(command.command_id, {}, TitopoolError.code, text)
 
     async def _execute(self, action: Action) -> Result:
-        if not self._pool.is_started:
+        # A worker that loads has no requests, but prompts may wait for it.
+        if not self._pool.is_started and not isinstance(action, AbortRequests):
             raise NoReadyWorker(
                 f"worker {self._worker_id} is not ready yet; ask /ready and try again",
                 retry_after_s=2,
@@ -227,7 +231,12 @@ class Control:
         return {"checksums": await self._updates.parameter_digests()}
 
     async def _abort_requests(self, action: AbortRequests) -> Result:
-        return {"num_aborted": await self._engine.abort_requests(action.request_ids)}
+        # First, so that a job on its way from a queue to this worker has arrived.
+        num_waiting = await self._end_waiting(action.request_ids)
+        num_running = 0
+        if self._pool.is_started:
+            num_running = await self._engine.abort_requests(action.request_ids)
+        return {"num_aborted": num_waiting + num_running}
 
     async def _load_adapter(self, action: LoadAdapter) -> Result:
         folder = checked_folder(action.folder, self._config.weights_root, "lora_path")

@@ -10,7 +10,7 @@ import logging
 import os
 import time
 import uuid
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Collection, Coroutine
 from typing import Any
 
 import zmq
@@ -34,6 +34,7 @@ from titopool.wire.sockets import bind_router
 from workers.engine.base import Engine, EngineDead, OnChunk
 from workers.process import EXIT_FAILED, EXIT_WEIGHTS_UNKNOWN, in_daemon_thread, kill_children
 from workers.serving.control import Control
+from workers.serving.front_end_queues import FrontEndQueues
 from workers.serving.jobs import FrontEnd, JobKey, count_job, prefix_of
 
 logger = logging.getLogger(__name__)
@@ -77,12 +78,14 @@ class WorkerServer:
         self._front_ends: dict[bytes, FrontEnd] = {}
         self._flush_planned = self._report_planned = False
         self._counters = WorkerCounters()
+        self._queues = FrontEndQueues(self._send_to_all)
         self._control = Control(
             engine,
             config,
             worker_id=worker_id,
             on_changed=self._send_heartbeats,
             on_broken=self._stop_with_unknown_weights,
+            end_waiting=self._queues.end_waiting,
         )
         self._blames_jobs = False
         self._background: set[asyncio.Task[None]] = set()
@@ -208,6 +211,8 @@ class WorkerServer:
             case messages.Drift(num_compared=num_compared, num_drifted=num_drifted):
                 self._counters.num_compared_prompts += num_compared
                 self._counters.num_drifted_prompts += num_drifted
+            case messages.EndedWaiting():
+                self._queues.on_ended(identity, message)
             case Command(incarnation=self._incarnation):
                 self._spawn(self._answer(identity, message))
 
@@ -334,6 +339,11 @@ class WorkerServer:
         # Sending may clear the descriptor's signal for a message that has arrived.
         if int(self._router.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
             self._loop.call_soon(self._receive)
+
+    def _send_to_all(self, message: messages.FromWorker) -> Collection[bytes]:
+        for identity in self._front_ends:
+            self._send(identity, message)
+        return self._front_ends.keys()
 
     def _plan_load_report(self) -> None:
         if len(self._front_ends) > 1 and not self._report_planned:

@@ -6,6 +6,7 @@ from typing import Any
 
 from titopool.errors import WeightUpdateFailed
 from workers.engine.weights import EngineBroken, WeightEngine
+from workers.weights.awaited import Awaited
 
 # The pause between two polls of the receivers: it doubles from the first to the last value.
 FIRST_POLL_S = 0.0005
@@ -23,8 +24,8 @@ class EngineCalls:
         self._timeout_s = timeout_s
         self._on_broken = on_broken
         self.num_in_flight = 0
-        # As last asked for.
-        self.last_statuses: list[dict[str, Any]] = []
+        # What the receivers waited for when they were last asked.
+        self.awaited = Awaited()
 
     async def __call__(self, method: str, *args: Any) -> list[Any]:
         """The answer of each vLLM process.
@@ -53,8 +54,8 @@ class EngineCalls:
         for status in statuses:
             if status is None or status["error"]:
                 reason = status["error"] if status else "a process has no receiver"
-                raise WeightUpdateFailed(f"the group failed: {reason}")
-        self.last_statuses = statuses
+                raise WeightUpdateFailed(f"the group failed: {reason}{self.awaited.reason}")
+        self.awaited.observe([one["awaited"] for one in statuses if one["awaited"]])
         return statuses
 
     async def wait_for_receivers(self, is_done: Callable[[dict[str, Any]], bool]) -> None:

@@ -71,6 +71,7 @@ class StockUpdates(TrlUpdates):
             if is_repeated:
                 return {"session": group.session}
         await super().join(action)
+        self._pauses.renew()
         self._forget_lists()
         self._last_tensors, self._trainer_listens = [], False
         return {"session": action.session}
@@ -98,6 +99,7 @@ class StockUpdates(TrlUpdates):
                         "can resolve, and allow their connections",
                         param="master_address",
                     )
+                self._call.awaited.observe([{"rank": action.rank, "missing_ranks": [0]}])
                 await asyncio.sleep(LISTEN_POLL_S)
         await super()._start_to_join(action)
 
@@ -375,24 +377,3 @@ class StockUpdates(TrlUpdates):
                 f"the parameters were not read within {self._timeout_s:g} s "
                 "(weight_update_timeout_s); raise it"
             ) from None
-
-    # ---- what `GET /weights` shows ---------------------------------------------------
-
-    @property
-    def awaited(self) -> Result | None:
-        """The process that waits for the trainer longest, and the tensor; None: none waits."""
-        statuses = self._call.last_statuses
-        if self._last is None or not self._is_receiving_list or not statuses or self.is_in_model:
-            return None
-        tensors = self._last[0].tensors
-        left = [one["num_announced"] - one["num_received"] for one in statuses]
-        most = max(left)
-        if not 0 < most <= len(tensors):
-            return None
-        return {
-            # Of the process in its worker.
-            "rank": left.index(most),
-            "tensor": tensors[-most].name,
-            "num_received": len(tensors) - most,
-            "num_announced": len(tensors),
-        }

@@ -60,6 +60,8 @@ IN_KV_CACHE, IN_PLACE = "kv", "in_place"
 STANDING = (IN_PLACE, IN_KV_CACHE)
 # Phases in which the worker waits for others and no step runs that would notice a deadline.
 WAITING = (Phase.RECEIVING, Phase.PREPARED)
+# Phases in which the worker waits for the trainer or for other ranks.
+IN_GROUP = (Phase.JOINING, Phase.RECEIVING, Phase.PREPARING)
 
 
 class Updates:
@@ -123,6 +125,13 @@ class Updates:
         return "keep" if self._engine.can_keep else "drain"
 
     @property
+    def awaited(self) -> Result | None:
+        """What this worker's processes wait for in the group; None: nothing."""
+        # While tensors are loaded in place, the processes cannot be asked.
+        is_asked = self.state.phase in IN_GROUP and not self.is_in_model
+        return self._call.awaited.shown if is_asked else None
+
+    @property
     def _timeout_s(self) -> float:
         """The timeout of each step."""
         return self._config.weight_update_timeout_s
@@ -138,6 +147,7 @@ class Updates:
             )
             if takes_over:
                 logger.warning("session %s replaces a session without a trainer", action.session)
+            self._call.awaited.observe([])
             self._group = action
             try:
                 if takes_over:
@@ -453,7 +463,7 @@ class Updates:
             if waits and self.state.has_expired(time.monotonic()):
                 await self.end(
                     f"{self.state.phase} for more than {self._timeout_s:g} s "
-                    "(weight_update_timeout_s)"
+                    f"(weight_update_timeout_s){self._call.awaited.reason}"
                 )
             elif self.state.is_receiving_tensors:
                 await self._check_receiving()
@@ -504,6 +514,7 @@ class Updates:
             raise
         except TimeoutError:
             reason = f"{what}: not within {self._timeout_s:g} s (weight_update_timeout_s)"
+            reason += self._call.awaited.reason
             await self.end(reason, keeps_group=keeps_group)
             raise DeadlinePassed(reason) from None
         except TitopoolError as error:
@@ -532,6 +543,7 @@ class Updates:
     async def _release(self) -> None:
         """After the end of an update or a group: releases receivers and steps, and resumes."""
         self.steps.cancel()
+        self._call.awaited.observe([])
         self._count(is_applied=False)
         if self.is_in_model:
             # A part of the model may be new; or all of it, and other workers have older weights.

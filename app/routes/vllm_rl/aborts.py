@@ -1,4 +1,4 @@
-"""`POST /abort_requests`: ends requests in flight with the tokens that they have."""
+"""`POST /abort_requests`: ends requests with the tokens that they have."""
 
 from flask import Blueprint, Response, request
 
@@ -17,21 +17,20 @@ PREFIXES = ("chatcmpl-", "cmpl-")
 
 @blueprint.post("/abort_requests/")
 def abort_requests() -> Response:
-    """Ends the requests with these ids at all workers; without ids, all requests.
+    """Ends the requests with these ids; without ids, all requests.
 
     An id is the header X-Request-Id of the request, or the id that OpenAI's routes answer with.
-    Prompts that wait in a front end's queue are not in flight.
+    Workers also end prompts that wait in the queue of any front end.
     """
     body = decode_body(request.get_data(), ABORT_REQUESTS_BODY)
     # As in vLLM, no id means all requests.
-    wanted = [_bare(one) for one in body.request_ids] if body.request_ids else None
+    wanted = [one for given in body.request_ids or () for one in _meanings(given)] or None
     commands, workers = reachable_workers()
     results = successful_results(commands.gather_outcomes(workers, AbortRequests(wanted)))
     aborted = sum(one["num_aborted"] for one in results)
     return json_response({"status": "aborted", "aborted": aborted})
 
 
-def _bare(request_id: str) -> str:
-    for prefix in PREFIXES:
-        request_id = request_id.removeprefix(prefix)
-    return request_id
+def _meanings(given: str) -> list[str]:
+    """The clients' ids that `given` may mean: a header may begin with a prefix too."""
+    return [given, *(given.removeprefix(one) for one in PREFIXES if given.startswith(one))]

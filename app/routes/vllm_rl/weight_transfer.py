@@ -70,11 +70,9 @@ def init_weight_transfer_engine() -> Response:
     first, *_ = commands.send_first_then_others(workers, join, undo=LeaveGroup(session))
     # A repeated call joins the step of the first one.
     joined = first.get("session", session)
-    try:
-        results_of(commands.await_step(workers, "join", joined, timeout_s=step_timeout_s()))
-    except TitopoolError:
-        commands.gather_outcomes(workers, LeaveGroup(joined))
-        raise
+    commands.finish_step(
+        workers, "join", joined, undo=LeaveGroup(joined), timeout_s=step_timeout_s()
+    )
     return json_response({"message": "Weight transfer initialized"})
 
 
@@ -188,15 +186,9 @@ def _receive() -> Response:
         commands.gather_outcomes(workers, undo)
         raise
     with names_restarting_workers(commands, workers):
-        try:
-            results_of(
-                commands.await_step(
-                    workers, "receive", first["list_id"], timeout_s=step_timeout_s()
-                )
-            )
-        except TitopoolError:
-            commands.gather_outcomes(workers, undo)
-            raise
+        commands.finish_step(
+            workers, "receive", first["list_id"], undo=undo, timeout_s=step_timeout_s()
+        )
     return json_response({"message": "Weights updated"})
 
 

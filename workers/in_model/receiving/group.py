@@ -12,9 +12,11 @@ Runs in: vLLM's processes that hold the model, in the receiver's thread
 import contextlib
 import ctypes
 import socket
+import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any, Protocol
@@ -27,6 +29,8 @@ from titopool.wire.rendezvous import GLOO_PREFIX, ID_KEY, nccl_id_in, rank_key
 POLL_S = 0.0005
 # Interval at which a store is polled.
 STORE_POLL_S = 0.0005
+# Interval at which a rank looks which others are missing.
+MISSING_EVERY_S = 0.5
 # How long a former group may keep its port.
 PORT_TIMEOUT_S = 2.0
 # TRL's rank 0 sets this key when all ranks have joined.
@@ -63,8 +67,31 @@ class GroupArgs(msgspec.Struct, frozen=True):
         return self.protocol == "trl" and self.rank == 0
 
 
+class Filled:
+    """Which buffers of a channel are filled; they are filled in the order of their start."""
+
+    def __init__(self) -> None:
+        # Of each buffer that was not filled at the last look: whether it is.
+        self._waiting: deque[Callable[[], bool]] = deque()
+
+    def add(self, is_filled: Callable[[], bool]) -> None:
+        """Adds the next buffer; `is_filled` may be called from any thread and returns at once."""
+        self._waiting.append(is_filled)
+
+    def take(self) -> int:
+        """How many buffers were filled since the last call; also while another thread adds."""
+        num = 0
+        while self._waiting and self._waiting[0]():
+            self._waiting.popleft()
+            num += 1
+        return num
+
+
 class Channel(Protocol):
     """Broadcasts from the trainer."""
+
+    # Of the buffers that were started.
+    filled: Filled
 
     def start(self, buffer: Any) -> None:
         """Begins to receive into `buffer`, of shape (elements,), in the dtype of the broadcast.
@@ -125,13 +152,18 @@ class Group:
         device: Any,
         listening: socket.socket | None,
         is_closed: Callable[[], bool],
+        on_missing: Callable[[list[int]], None] = lambda ranks: None,
     ):
         """Blocks until all ranks have joined.
+
+        Args:
+            on_missing: gets the ranks that are missing, every `MISSING_EVERY_S` until there are none.
 
         Raises:
             Exception: a rank did not join within `args.timeout_s`, or `is_closed()` is true.
         """
         self._is_closed = is_closed
+        self._on_missing = on_missing
         self._deadline = time.monotonic() + args.timeout_s
         self._stateless: Any = None
         self.channel: Channel
@@ -146,6 +178,22 @@ class Group:
             if self._is_closed() or time.monotonic() > deadline:
                 raise TimeoutError("the other ranks did not join in time")
             time.sleep(STORE_POLL_S)
+
+    def _wait_to_join(self, condition: Callable[[], bool], store: Any, args: GroupArgs) -> None:
+        """As `_wait_until`, and reports which ranks are missing."""
+        next_look = 0.0
+
+        def has_all() -> bool:
+            nonlocal next_look
+            if condition():
+                self._on_missing([])
+                return True
+            if time.monotonic() >= next_look:
+                self._on_missing(_missing_ranks(store, args))
+                next_look = time.monotonic() + MISSING_EVERY_S
+            return False
+
+        self._wait_until(has_all, self._deadline)
 
     def _join_trl(self, args: GroupArgs, device: Any, listening: socket.socket | None) -> None:
         from torch.distributed import PrefixStore, TCPStore
@@ -168,13 +216,14 @@ class Group:
         """Waits for all ranks before NCCL does, because a wait in NCCL cannot be interrupted."""
         if not args.listens:
             store.set(rank_key(args.rank), b"1")
-            self._wait_until(lambda: bool(store.check([START_KEY])), self._deadline)
+            self._wait_to_join(lambda: bool(store.check([START_KEY])), store, args)
             return
         others = [rank_key(rank) for rank in range(1, args.source)]
         # When TRL's client connects, its store adds a key whose name is not known here.
-        self._wait_until(
+        self._wait_to_join(
             lambda: store.num_keys() > len(others) and (not others or store.check(others)),
-            self._deadline,
+            store,
+            args,
         )
         store.set(START_KEY, b"1")
 
@@ -190,7 +239,7 @@ class Group:
         store = TCPStore(args.host, args.port, args.world_size, False, timeout=limit)
         store.set(rank_key(args.rank), b"1")
         # Rank 0 sets the key when all ranks are registered.
-        self._wait_until(lambda: bool(store.check([ID_KEY])), self._deadline)
+        self._wait_to_join(lambda: bool(store.check([ID_KEY])), store, args)
         if args.backend == "nccl":
             group = _id_group(args, nccl_id_in(store.get(ID_KEY)))
             self.channel = NcclChannel(group, device, args.source)
@@ -223,6 +272,13 @@ class Group:
             name_key = message_key(group.broadcast_send_counter - 1)
             for key in (*arrivals, *departures, name_key):
                 store.delete_key(key)
+
+
+def _missing_ranks(store: Any, args: GroupArgs) -> list[int]:
+    """The workers' ranks that have not come to the store; if all have, the trainer's."""
+    # TRL's rank 0 has the store.
+    ranks = range(1, args.source if args.protocol == "trl" else args.world_size)
+    return [rank for rank in ranks if not store.check([rank_key(rank)])] or [args.source]
 
 
 def _raw_group(store: Any, args: GroupArgs) -> Any:
@@ -289,6 +345,7 @@ class NcclChannel:
         from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
 
         torch.cuda.set_device(device)
+        self.filled = Filled()
         self._source = source
         self._is_cancelled = False
         self._stream = torch.cuda.Stream(device)
@@ -306,10 +363,12 @@ class NcclChannel:
 
         if buffer.numel() == 0:
             # Sends nothing, at the trainer too.
+            self.filled.add(lambda: True)
             return
         # Work in flight on the current stream may still use the buffer's memory.
         self._stream.wait_stream(torch.cuda.current_stream(buffer.device))
         self._communicator.broadcast(buffer, src=self._source, stream=self._stream)
+        self.filled.add(self._stream.record_event().query)
 
     def copy(self, targets: list[Any], sources: list[Any]) -> None:
         import torch
@@ -333,25 +392,37 @@ class NcclChannel:
 
 
 class GlooChannel:
-    """gloo, for CPUs."""
+    """gloo, for CPUs.
+
+    gloo cannot stop a receive that has begun. So bytes arrive in memory of their own, and what has
+    begun outlives the channel.
+    """
 
     def __init__(self, store: Any, args: GroupArgs):
         from torch.distributed import BroadcastOptions, ProcessGroupGloo
 
         limit = timedelta(seconds=args.timeout_s)
+        self.filled = Filled()
         self._group = ProcessGroupGloo(store, args.rank, args.world_size, limit)
         self._options = BroadcastOptions()
         self._options.rootRank = args.source
         self._timeout_s = args.timeout_s
-        self._started: list[Any] = []
+        self._is_cancelled = False
+        # Of each receive: the work, the buffer to fill, and the bytes that come.
+        self._started: deque[tuple[Any, Any, Any]] = deque()
 
     def start(self, buffer: Any) -> None:
         import torch
 
-        if buffer.numel():
-            # As bytes, because gloo does not know all dtypes.
-            flat = buffer.view(torch.uint8)
-            self._started.append(self._group.broadcast([flat], self._options))
+        if buffer.numel() == 0:
+            self.filled.add(lambda: True)
+            return
+        # As bytes, because gloo does not know all dtypes.
+        flat = buffer.view(torch.uint8)
+        received = torch.empty_like(flat)
+        work = self._group.broadcast([received], self._options)
+        self._started.append((work, flat, received))
+        self.filled.add(work.is_completed)
 
     def copy(self, targets: list[Any], sources: list[Any]) -> None:
         import torch
@@ -360,13 +431,28 @@ class GlooChannel:
         torch._foreach_copy_(targets, sources)
 
     def wait(self, deadline: float) -> None:
-        started, self._started = self._started, []
-        for work in started:
-            work.wait(timedelta(seconds=max(0.001, deadline - time.monotonic())))
+        while self._started:
+            work, buffer, received = self._started[0]
+            while not work.is_completed():
+                if self._is_cancelled or time.monotonic() > deadline:
+                    raise TimeoutError("the trainer did not send in time")
+                time.sleep(POLL_S)
+            # Raises the error of a receive that failed.
+            work.wait()
+            buffer.copy_(received)
+            self._started.popleft()
 
     def cancel(self) -> None:
-        with contextlib.suppress(Exception):
-            self._group.abort()
+        self._is_cancelled = True
 
     def close(self) -> None:
-        self.cancel()
+        # The end of the group's last reference would wait for them, and stop the process.
+        works = [work for work, *_ in self._started]
+        threading.Thread(target=_outlive, args=(self._group, works), daemon=True).start()
+
+
+def _outlive(group: Any, works: Sequence[Any]) -> None:
+    """Keeps `group` until its works have ended, at the latest at their timeout."""
+    for work in works:
+        with contextlib.suppress(Exception):
+            work.wait()

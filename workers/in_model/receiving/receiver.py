@@ -9,6 +9,8 @@ import logging
 import queue
 import threading
 import time
+from collections import deque
+from collections.abc import Iterable
 from typing import Any
 
 from titopool.wire.weight_plan import Chunk
@@ -38,6 +40,12 @@ class Receiver:
         self.error = ""
         self.num_announced = self.num_received = 0
         self.staged: Tensors = {}
+        # Ranks that have not joined; None: NCCL does not tell.
+        self._missing_ranks: list[int] | None = None if args.nccl_id else [args.source]
+        self._bytes_announced = 0
+        # Announced chunks that had not come at the last look, in order, and their totals.
+        self._expected: deque[Chunk] = deque()
+        self._num_expected = self._bytes_expected = 0
         self._thread = threading.Thread(target=self._run, name="titopool-receive", daemon=True)
         self._thread.start()
 
@@ -50,7 +58,37 @@ class Receiver:
             "error": self.error,
             "num_announced": self.num_announced,
             "num_received": self.num_received,
+            "awaited": self._awaited(),
         }
+
+    def _awaited(self) -> dict[str, Any] | None:
+        """What this rank waits for: other ranks, or the first tensor that has not come."""
+        waiting = {"rank": self._args.rank}
+        if not self.is_joined:
+            return {**waiting, "missing_ranks": self._missing_ranks}
+        self._count_arrivals()
+        if not self._expected:
+            return None
+        return {
+            **waiting,
+            "tensor": self._expected[0].pieces[0].tensor.name,
+            "num_received": self.num_announced - self._num_expected,
+            "num_announced": self.num_announced,
+            "bytes_received": self._bytes_announced - self._bytes_expected,
+            "bytes_announced": self._bytes_announced,
+        }
+
+    def _count_arrivals(self) -> None:
+        # The receiver's thread may set it to None at any time.
+        group = self._group
+        num_filled = 0 if group is None else group.channel.filled.take()
+        for _ in range(min(num_filled, len(self._expected))):
+            self._count_expected([self._expected.popleft()], -1)
+
+    def _count_expected(self, chunks: Iterable[Chunk], sign: int) -> None:
+        for chunk in chunks:
+            self._num_expected += sign * len(chunk.pieces)
+            self._bytes_expected += sign * chunk.num_bytes
 
     @property
     def is_idle(self) -> bool:
@@ -60,12 +98,15 @@ class Receiver:
     def announce(self, chunks: list[Chunk], staging: Staging) -> None:
         """Receives `chunks` next, into `staging`."""
         self.num_announced += sum(len(chunk.pieces) for chunk in chunks)
+        self._bytes_announced += sum(chunk.num_bytes for chunk in chunks)
+        self._expected.extend(chunks)
+        self._count_expected(chunks, 1)
         self._work.put((chunks, staging))
 
     def drop(self) -> None:
         """Drops the tensors of an update that has ended."""
         self.staged = {}
-        self.num_announced = self.num_received = 0
+        self.num_announced = self.num_received = self._bytes_announced = 0
 
     def close(self) -> None:
         """Leaves the group, also during a broadcast; returns at once."""
@@ -87,7 +128,9 @@ class Receiver:
     def _run(self) -> None:
         try:
             args, listening = self._args, self._listening
-            self._group = Group(args, self._device, listening, lambda: self._is_closed)
+            self._group = Group(
+                args, self._device, listening, lambda: self._is_closed, self._set_missing
+            )
             self._listening = None
             self.is_joined = True
             while (work := self._work.get()) is not None:
@@ -99,6 +142,9 @@ class Receiver:
                 self.error = f"{type(error).__name__}: {lines[0][:300]}"
         finally:
             self._leave()
+
+    def _set_missing(self, ranks: list[int]) -> None:
+        self._missing_ranks = ranks
 
     def _leave(self) -> None:
         if self._listening is not None:
