@@ -170,8 +170,9 @@ def rows_of(
             yield {**row, "gpu_bytes": taken, "difference": trainer.largest_difference}
         updater.close()
         for package in map(Path, options.trl):
-            if which == "vllm" and not package.name.startswith("trl-1.16"):
-                # Earlier clients speak the wire of TRL's own server.
+            if which == "vllm":
+                # Earlier clients speak the wire of TRL's own server, and later ones need
+                # `/server_info` as newer versions of vLLM have it.
                 continue
             client = TrlTrainer(server, trainer, package, folder, options.dtype)
             try:
