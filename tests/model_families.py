@@ -26,7 +26,7 @@ YARN = {
     "rope_type": "yarn", "rope_theta": 10000.0, "factor": 2.0, "beta_fast": 32.0, "beta_slow": 1.0,
     "original_max_position_embeddings": 256, "truncate": False,
 }  # fmt: skip
-# As vLLM has it where a config has other names for it.
+# What vLLM assumes where a config does not name it at its top level.
 MIMO_ROPE = {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 1.0}
 # Of the tensors of a layer that predicts a further token, which vLLM does not load.
 FURTHER_TOKEN = "model.layers.2."
