@@ -277,6 +277,16 @@ def test_copies_of_sinks_are_renewed_or_the_update_is_refused():
         checker.check(INFOS, fit, is_partial=False, is_reload=False)
 
 
+def test_weights_that_a_layer_has_packed_for_amx_are_refused():
+    model, fit = Toy(by_loader), Catalogue(INFOS).fit(INFOS, is_partial=False)
+    model.second.mla_attn = torch.nn.Module()
+    model.second.mla_attn.mla_attn = torch.nn.Module()
+    model.second.mla_attn.mla_attn.is_amx_bmm_enabled = True
+    checker = DryRuns(model, Catalogue(INFOS), is_quantized=False)
+    with pytest.raises(Refused, match=r"second\.kv_b_proj\.weight \(packed for AMX\)"):
+        checker.check(INFOS, fit, is_partial=False, is_reload=True)
+
+
 def reads_values(model: Toy, name: str, tensor: torch.Tensor) -> None:
     if float(tensor.sum()) < 1e9:
         by_loader(model, name, tensor)

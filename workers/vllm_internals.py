@@ -161,7 +161,7 @@ INTERNALS = (
     Internal(
         "in_model/reload.py",
         f"{RELOAD}.types:LayerReloadingInfo",
-        ("can_load", "load_numel"),
+        ("can_load", "load_numel", "restore_metadata"),
         "tracks the weights that a model copies outside its loaders",
     ),
     Internal(

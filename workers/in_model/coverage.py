@@ -272,6 +272,15 @@ def copied_sinks(model: Any) -> Iterator[tuple[str, Any, Any]]:
             yield path, sinks, found[0] if len(found) == 1 else None
 
 
+def packed_for_amx(model: Any) -> list[str]:
+    """Weights that latent attention has packed for AMX and dropped, which no reload can write."""
+    return [
+        f"{path.removesuffix('.mla_attn.mla_attn')}.kv_b_proj.weight"
+        for path, layer in model.named_modules()
+        if getattr(layer, "is_amx_bmm_enabled", False)
+    ]
+
+
 def renew_sinks(model: Any) -> None:
     """Writes the parameters' values into the copies, in place for the sake of CUDA graphs."""
     import torch

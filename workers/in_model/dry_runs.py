@@ -20,6 +20,7 @@ from workers.in_model.coverage import (
     changed_by,
     copied_sinks,
     finishes_itself,
+    packed_for_amx,
     result_of,
     storage_of,
     watching,
@@ -65,6 +66,8 @@ class DryRuns:
         uncovered += [
             f"{path} (its sinks)" for path, _, own in copied_sinks(self._model) if own is None
         ]
+        # A reload of any layer packs them again.
+        uncovered += [f"{name} (packed for AMX)" for name in packed_for_amx(self._model)]
         if fit.kept:
             uncovered = [name for name in uncovered if not name.endswith(NEVER_TRAINED)]
         if uncovered:

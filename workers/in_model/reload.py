@@ -6,6 +6,7 @@ writes through a parameter's `weight_loader`: a copy that a model makes by itsel
 experts and sinks) is lost silently. Here such a copy gives its layer memory at once.
 """
 
+import functools
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -42,6 +43,7 @@ def reload(
         initialize_layerwise_reload,
     )
 
+    _name_loaders(model)
     kernels = _take_kernels(model) if on_cpu else {}
     if coverage is not None and coverage.is_confirmed and not coverage.outside_loaders:
         # Counting takes some µs for each operation.
@@ -174,6 +176,22 @@ class _WatchedReload:
         if real is None or real.is_meta:
             return value
         return real.data.as_strided(value.size(), value.stride(), value.storage_offset())
+
+
+def _name_loaders(model: Any) -> None:
+    """Gives loaders made by `functools.partial` the name that vLLM's reload asks each loader for.
+
+    MiniMax-M2's norms have such loaders.
+    """
+    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+    for layer in model.modules():
+        parameters, buffers = get_layerwise_info(layer).restore_metadata
+        described = (*parameters.values(), *buffers.values())
+        for tensor in (*described, *layer._parameters.values()):
+            loader = getattr(tensor, "weight_loader", None)
+            if isinstance(loader, functools.partial):
+                loader.__name__ = loader.func.__name__  # type: ignore[attr-defined]
 
 
 def _take_kernels(model: Any) -> dict[Any, Any]:
