@@ -52,6 +52,9 @@ class RecordingEngine:
         self.calls: list[str] = []
         self.can_keep = True
         self.is_stuck = self.has_stuck_caches = False
+        # Set: the caches can be cleared.
+        self.may_clear = asyncio.Event()
+        self.may_clear.set()
         self.begin_error: Exception | None = None
         self.staging = "beside"
         self.drop_error: Exception | None = None
@@ -97,6 +100,7 @@ class RecordingEngine:
 
     async def clear_caches(self) -> None:
         self.calls.append("clear")
+        await self.may_clear.wait()
         if self.has_stuck_caches:
             raise WeightUpdateFailed("staged: the cache is in use")
 
@@ -192,7 +196,7 @@ def test_generation_is_paused_before_weights_arrive_in_the_kv_cache():
 
     worker = run(story)
     assert worker.engine.calls == [
-        "join", "begin", "pause keep", "clear", "receive", "check", "apply", "resume",
+        "join", "begin", "pause keep", "receive", "clear", "check", "apply", "resume",
     ]  # fmt: skip
 
 
@@ -218,12 +222,30 @@ def test_a_trainer_that_takes_over_resumes_generation_after_the_kv_cache_is_clea
         await worker.good(AwaitStep("join", "s"))
         worker.engine.status["num_received"] = 0
         await worker.good(BeginUpdate("s", "u", 7, 1, TENSORS, 100, False))
-        while "receive" not in worker.engine.calls:
+        while "clear" not in worker.engine.calls:
             await asyncio.sleep(0.01)
         await worker.good(msgspec.structs.replace(join, session="s2"))
 
     calls = run(story).engine.calls
-    assert calls[calls.index("receive") + 1 :][:3] == ["drop", "resume", "join"]
+    assert calls[calls.index("clear") + 1 :][:3] == ["drop", "resume", "join"]
+
+
+@pytest.mark.parametrize("is_clear", [True, False])
+def test_generation_resumes_only_after_the_caches_that_weights_overwrite_are_clear(is_clear: bool):
+    async def story(worker: Worker) -> None:
+        worker.engine.staging = "kv"
+        worker.engine.may_clear.clear()
+        await worker.begin()
+        while "clear" not in worker.engine.calls:
+            await asyncio.sleep(0.01)
+        worker.engine.may_clear.set()
+        worker.engine.has_stuck_caches = not is_clear
+        await worker.ask(AbortUpdate("u", "the trainer gave up"))
+
+    worker = run(story)
+    calls = worker.engine.calls
+    assert calls[calls.index("receive") + 1 :][:3] == ["clear", "drop", "clear"]
+    assert ("resume" in calls, bool(worker.broken)) == (is_clear, not is_clear)
 
 
 @pytest.mark.parametrize("staging, is_safe", [("kv", False), ("beside", True)])
@@ -267,7 +289,7 @@ def test_weights_in_place_are_loaded_while_generation_stands_and_then_committed(
 
     worker = run(story)
     assert worker.engine.calls[:8] == [
-        "join", "begin", "pause keep", "clear", "receive", "load", "check", "apply",
+        "join", "begin", "pause keep", "receive", "clear", "load", "check", "apply",
     ]  # fmt: skip
     assert worker.engine.calls.count("load") == 1
     assert worker.engine.calls.count("resume") == 2

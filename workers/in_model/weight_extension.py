@@ -157,7 +157,7 @@ class WeightExtension:
 
     @answer
     def titopool_weights_receive(self) -> None:
-        """Receives what was planned; generation stands, and the caches are empty."""
+        """Receives what was planned; generation stands until the caches are empty."""
         import torch
 
         if self._titopool_planned is not None:

@@ -89,6 +89,8 @@ class Updates:
         self.state = WeightState(timeout_s=config.weight_update_timeout_s)
         self.steps = Steps()
         self._accepting = asyncio.Lock()
+        # Whether tensors may have overwritten keys and values that the caches still name.
+        self._must_clear = False
         # Held while a step outside an update empties the caches.
         self._clearing = asyncio.Lock()
         self._call = EngineCalls(engine, config.weight_update_timeout_s, on_broken)
@@ -240,8 +242,7 @@ class Updates:
     async def _run_stop(self, policy: PauseMode) -> Result:
         """Stops generation, so that the tensors can arrive in the KV cache's memory or the model."""
         async with self._ends_on_failure("generation did not stop for the update"):
-            await self._stop_generation(policy)
-            await self._call("receive")
+            await self._stop_generation(policy, receives=True)
         async with self._ends_on_failure("the weights were not loaded"):
             await self._load_in_place()
         return {}
@@ -254,15 +255,26 @@ class Updates:
             self.is_in_model = True
             await self._call("load")
 
-    async def _stop_generation(self, policy: PauseMode) -> None:
-        """Pauses generation and clears the caches, unless that was done for this update."""
+    async def _stop_generation(self, policy: PauseMode, *, receives: bool = False) -> None:
+        """Pauses generation and clears the caches, unless that was done for this update.
+
+        Args:
+            receives: begins to receive planned tensors once generation stands. They may overwrite
+                what the caches name, so until these are clear generation must not resume.
+        """
         # Generation resumes at the end of another step that empties the caches.
         async with self._clearing:
-            if self._pauses.is_committing:
-                return
-            self._check_pause_mode(policy)
-            await self._pauses.begin_commit(self._engine, policy)
-        await self._engine.clear_caches()
+            is_new = not self._pauses.is_committing
+            if is_new:
+                self._check_pause_mode(policy)
+                await self._pauses.begin_commit(self._engine, policy)
+        if receives:
+            self._must_clear |= is_new
+            # With requests in flight the caches take as long as the first tensors.
+            await self._call("receive")
+        if is_new:
+            await self._engine.clear_caches()
+            self._must_clear = False
 
     async def _set_aside(self) -> None:
         """Resumes generation while the trainer may take its time for the rest of a layer."""
@@ -276,8 +288,7 @@ class Updates:
         )
         self.staging = staging_of(answers)
         if self.staging in STANDING:
-            await self._stop_generation(self.default_pause_mode)
-            await self._call("receive")
+            await self._stop_generation(self.default_pause_mode, receives=True)
 
     async def begin_folder(self, action: BeginFolder, *, clock: int | None = None) -> Result:
         """Checks the folder's tensors; `clock` is given for weights that the pool has already."""
@@ -551,6 +562,10 @@ class Updates:
             return
         try:
             await self._call("drop", self.state.phase is Phase.CLOSED)
+            if self._must_clear:
+                async with asyncio.timeout(self._timeout_s):
+                    await self._engine.clear_caches()
+                self._must_clear = False
         except BaseException as error:
             stands = self.staging in STANDING and self._pauses.is_committing
             if stands and isinstance(error, Exception):

@@ -4,8 +4,8 @@ Runs in: vLLM's processes that hold the model. `Beside` is tried first, then `In
 two are used only if the setting `weight_staging` says so:
 
 - Beside: memory next to the model. Generation goes on while weights arrive.
-- InKvCache: the KV cache's memory. Generation must stand and all caches must be empty before the
-  first byte arrives. A commit stops generation and empties the caches in any case, so this adds only
+- InKvCache: the KV cache's memory. Generation must stand before the first byte arrives, and until all
+  caches are empty. A commit stops generation and empties the caches in any case, so this adds only
   the transfer to the stop.
 - InPlace: nowhere. Chunks are loaded into the model as they come, while generation stands. An update
   that fails then leaves old and new weights.
