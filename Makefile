@@ -45,12 +45,12 @@ $(VENV)/.installed-gpu: setup.cfg constraints/gpu.txt | $(VENV)/bin/python
 	$(FASTER)
 	touch $@
 
-# Clients that tests run unchanged: two versions of TRL, and verifiers. Each has a folder of its own
-# and no dependencies. verifiers imports openai-agents, which imports griffe; all other imports come
-# with vLLM or the test extra.
+# Clients that tests and benchmarks run unchanged: three versions of TRL, and verifiers. Each has a
+# folder of its own and no dependencies. verifiers imports openai-agents, which imports griffe; all
+# other imports come with vLLM or the test extra.
 $(TOOLS): $(INSTALLED) Makefile
 	$(INSTALL) --quiet $(CONSTRAINTS) -e '.[test]'
-	for version in 0.29.1 1.9.2; do \
+	for version in 0.29.1 1.9.2 1.16.0; do \
 	  $(INSTALL) --quiet --no-deps --upgrade --target $(VENV)/trl/$$version trl==$$version || exit 1; \
 	done
 	$(INSTALL) --quiet --no-deps --upgrade --target $(VENV)/verifiers \
@@ -102,7 +102,7 @@ bench-streams: tools  ## compares concurrent streams with vLLM's server (BENCH=o
 	$(BIN)/python -m benchmarks.streams --out $(OUT)-streams $(BENCH)
 
 bench-weights: tools  ## compares a weight update with a bare broadcast and TRL's client (BENCH=options, OUT=name); needs two GPUs
-	$(BIN)/python -m benchmarks.weights --trl $(VENV)/trl/trl-1.9.2 $(VENV)/trl/trl-1.16.0 --out benchmarks/results/weights.jsonl $(BENCH)
+	$(BIN)/python -m benchmarks.weights --trl $(VENV)/trl/1.16.0 $(VENV)/trl/1.9.2 --out benchmarks/results/weights.jsonl $(BENCH)
 
 bench-placement: tools  ## compares routing policies on simulated pools (BENCH=options, OUT=name)
 	$(BIN)/python -m benchmarks.placement --out $(OUT)-placement.json $(BENCH)

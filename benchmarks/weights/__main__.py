@@ -16,6 +16,7 @@ until all of them are in it again.
 """
 
 import argparse
+import datetime
 import json
 import os
 import subprocess
@@ -92,7 +93,9 @@ def facts_of(options: argparse.Namespace) -> Row:
     if options.serve_options:
         model += f", `{options.serve_options}`"
     host = f"{len(gpus)} × {gpus[0]}" if gpus else f"{machine['num_cores']} cores"
-    return {"model": model, "date": machine["date"], "host": host, "machine": machine}
+    # Tells calls apart.
+    began = datetime.datetime.now().strftime("%Y-%m-%d %H:%M")
+    return {"model": model, "call": began, "host": host, "machine": machine}
 
 
 def bare_rows(trainer: Trainer, size: int, options: argparse.Namespace, facts: Row) -> list[Row]:
@@ -157,17 +160,16 @@ def rows_of(
         for _ in range(2):
             server.post("/v1/completions", {"prompt": [1, 2, 3], "max_tokens": 8})
         time.sleep(1)
-        at_rest = memory.peak()
+        memory.begin()
         updater: Updater = (
             Titopool(server, trainer) if which == "titopool" else Vllm(server, trainer)
         )
         for load in options.loads:
             repeats = options.repeats if load in ("idle", "keep") else min(3, options.repeats)
             with requests_in_flight(load, server, options):
-                runs = measure(updater, trainer, load, repeats)
+                runs = measure(updater, trainer, load, repeats, memory)
             row = row_of(runs, server=updater.name, load=describe(load))
-            taken = memory.peak() - at_rest if gpus else None
-            yield {**row, "gpu_bytes": taken, "difference": trainer.largest_difference}
+            yield {**row, "difference": trainer.largest_difference}
         updater.close()
         for package in map(Path, options.trl):
             if which == "vllm":
@@ -176,10 +178,10 @@ def rows_of(
                 continue
             client = TrlTrainer(server, trainer, package, folder, options.dtype)
             try:
-                runs = measure(client, trainer, "idle", min(5, options.repeats))
+                runs = measure(client, trainer, "idle", min(5, options.repeats), memory)
             finally:
                 client.close()
-            name = f"{which}, client of {package.name.replace('-', ' ')}"
+            name = f"{which}, client of TRL {package.name}"
             yield row_of(runs, server=name, load="idle")
         if options.lose_worker and which == "titopool":
             client = TrlTrainer(server, trainer, Path(options.trl[0]), folder, options.dtype)
@@ -190,7 +192,9 @@ def describe(load: str) -> str:
     return load if load == "idle" else f"{NUM_REQUESTS}, {load}"
 
 
-def measure(updater: Updater, trainer: Trainer, load: str, repeats: int) -> list[Row]:
+def measure(
+    updater: Updater, trainer: Trainer, load: str, repeats: int, memory: GpuMemory
+) -> list[Row]:
     """One update, then `repeats` more, with the two models in turn, each checked."""
     runs: list[Row] = []
     firsts: dict[int, list[int]] = {}
@@ -201,7 +205,8 @@ def measure(updater: Updater, trainer: Trainer, load: str, repeats: int) -> list
         began = time.monotonic()
         with trainer.peak_bytes() as peak:
             figures = updater.update(model, policy)
-        runs.append({"total_s": time.monotonic() - began, **figures, "trainer_bytes": sum(peak)})
+        run = {"total_s": time.monotonic() - began, **figures, "trainer_bytes": sum(peak)}
+        runs.append({**run, "gpu_bytes": memory.peak()})
         ids = trainer.check(updater.server, model)
         if load == "idle":
             assert ids == firsts.setdefault(turn % 2, ids), "old weights gave other tokens"
@@ -245,7 +250,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--max-model-len", type=int, default=4096)
     parser.add_argument("--servers", nargs="+", choices=SERVERS, default=list(SERVERS))
     parser.add_argument("--loads", nargs="+", choices=LOADS, default=["idle"])
-    parser.add_argument("--trl", nargs="*", default=[], help="folders with trl, named trl-VERSION")
+    parser.add_argument(
+        "--trl", nargs="*", default=[], help="folders with trl, named by its version"
+    )
     parser.add_argument(
         "--lose-worker", action="store_true", help="at the end, in a broadcast of TRL's client"
     )

@@ -7,11 +7,11 @@ INTERVAL_MS = 20
 
 
 class GpuMemory:
-    """Watches one GPU by `nvidia-smi`; without GPUs all figures are 0."""
+    """Watches one GPU by `nvidia-smi`."""
 
     def __init__(self, gpu: str):
         """`gpu`: as nvidia-smi numbers it; empty: none."""
-        self._peak = 0
+        self._peak = self._at_rest = 0
         self._process = None
         if gpu:
             self._process = subprocess.Popen(
@@ -29,10 +29,14 @@ class GpuMemory:
         for line in self._process.stdout:
             self._peak = max(self._peak, int(line) * 2**20)
 
-    def peak(self) -> int:
-        """The greatest number of bytes in use since the last call."""
+    def begin(self) -> None:
+        """What was in use until now does not count any more."""
+        self._at_rest, self._peak = self._peak, 0
+
+    def peak(self) -> int | None:
+        """The greatest number of bytes in use since the last call, beyond those at `begin`."""
         peak, self._peak = self._peak, 0
-        return peak
+        return None if self._process is None else peak - self._at_rest
 
     def close(self) -> None:
         """Ends the watch."""

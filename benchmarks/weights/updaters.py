@@ -114,10 +114,10 @@ class TrlTrainer:
     """A process with TRL's unchanged client and a model of its own on the trainer's device."""
 
     def __init__(self, server: Server, trainer: Trainer, package: Path, folder: str, dtype: str):
-        self.name = f"{package.name} on {server.log_file.stem}"
+        self.name = f"TRL {package.name} on {server.log_file.stem}"
         self.server = server
         words = [server.url, folder, dtype, str(trainer.device.index), str(free_port())]
-        self._log = server.log_file.with_name(f"{server.log_file.stem}-{package.name}.log")
+        self._log = server.log_file.with_name(f"{server.log_file.stem}-trl-{package.name}.log")
         path = os.pathsep.join((str(package), os.environ.get("PYTHONPATH", "")))
         self._process = subprocess.Popen(
             [sys.executable, str(TRL_SCRIPT), *words],

@@ -328,6 +328,8 @@ class WeightExtension:
 
     def _titopool_load(self, tensors: dict[str, Any], fit: Fit) -> None:
         """Loads staged tensors by learned copies; where there are none, by vLLM's reload."""
+        import torch
+
         plan = self._titopool_copies()
         if plan.fits(tensors):
             with self._titopool_in_model():
@@ -350,6 +352,8 @@ class WeightExtension:
                 reload=lambda: self._titopool_reload(in_checkpoint()),
                 scope=within_layers(touched) if fit.missing and touched else lambda path: True,
             )  # fmt: skip
+        # Learning takes memory for a layer or two. Later updates take none.
+        torch.cuda.empty_cache()
 
     def _titopool_as_in_checkpoint(
         self, tensors: Iterable[tuple[str, Any]], fit: Fit, loaded: list[str]
