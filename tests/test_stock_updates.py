@@ -24,6 +24,7 @@ from titopool.wire.commands import (
     Pause,
     PrepareUpdate,
     ReceiveTensors,
+    Resume,
     SetLabel,
     StartUpdate,
     TensorInfo,
@@ -70,6 +71,8 @@ class ModelEngine(RecordingEngine):
             answers = [
                 {**answers[0], **counts, "awaited": {**awaited, **counts} if self.waits else None}
             ]
+        elif method == "set_aside":
+            answers = [True]
         elif method == "digests":
             answers = [{"dp0:tp0:w": "a" * 64}]
         return answers
@@ -447,6 +450,63 @@ def test_an_abort_at_another_worker_keeps_the_group_between_lists(port: int):
 
     worker = run(story, StockWorker(port))  # type: ignore[arg-type]
     assert worker.engine.calls.count("resume") == 1
+
+
+def test_an_undo_of_an_earlier_trainer_s_call_leaves_the_next_trainer_s_group(port: int):
+    async def story(worker: StockWorker) -> None:
+        await worker.init()
+        await worker.start()
+        worker.engine.waits = True
+        await worker.good(ReceiveTensors("l", MODEL))
+        # The same trainer, which has given up its call.
+        await worker.init("s2")
+        undo = LeaveStockGroup("another worker could not receive the tensors", "u")
+        await worker.good(undo)
+        assert (await worker.good(GetStatus()))["session"] == "s2"
+        worker.engine.waits = False
+        await worker.start("u2")
+        await worker.good(undo)
+        await worker.send(MODEL)
+        await worker.end()
+        await worker.commit("u2")
+
+    run(story, StockWorker(port))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("later", ["beside", "kv"])
+def test_generation_resumes_between_lists_if_any_of_them_has_stopped_it(port: int, later: str):
+    async def story(worker: StockWorker) -> None:
+        await worker.init()
+        await worker.start()
+        worker.engine.staging = "kv"
+        await worker.send([Q], "one")
+        worker.engine.staging = later
+        await worker.send([K], "two")
+        assert "resume" not in worker.engine.calls
+        await worker.end()
+        assert worker.engine.calls[-2:] == ["set_aside", "resume"]
+        assert (await worker.good(GetStatus()))["last_staging"] == "kv"
+
+    run(story, StockWorker(port))  # type: ignore[arg-type]
+
+
+def test_generation_does_not_resume_between_the_pause_and_the_end_of_an_update(port: int):
+    async def story(worker: StockWorker) -> None:
+        await worker.init()
+        await worker.start()
+        await worker.good(Pause("keep", 60.0))
+        worker.engine.staging = "kv"
+        # Both in one turn of the loop.
+        await asyncio.gather(
+            worker.good(Resume()), worker.good(ReceiveTensors("l", MODEL)), worker.good(Resume())
+        )
+        calls = worker.engine.calls
+        assert "resume" not in calls[calls.index("receive") :]
+        await worker.good(AwaitStep("receive", "l"))
+        await worker.end()
+        await worker.commit()
+
+    assert run(story, StockWorker(port)).engine.calls[-1] == "resume"  # type: ignore[arg-type]
 
 
 def test_an_update_that_nobody_continues_ends_at_its_deadline(port: int):

@@ -230,6 +230,18 @@ def test_a_trainer_that_takes_over_resumes_generation_after_the_kv_cache_is_clea
     assert calls[calls.index("clear") + 1 :][:3] == ["drop", "resume", "join"]
 
 
+def test_a_policy_that_cannot_be_followed_is_refused_before_anything_is_sent():
+    async def story(worker: Worker) -> None:
+        worker.engine.staging, worker.engine.can_keep = "kv", False
+        await worker.good(JoinGroup("s", "trl", "gloo", "127.0.0.1", 1, 0, 2))
+        await worker.good(AwaitStep("join", "s"))
+        done = await worker.ask(BeginUpdate("s", "u", 7, 1, TENSORS, 100, False, "keep"))
+        assert (done.code, "policy" in done.message) == ("invalid_request", True)
+        assert await worker.state() == "open"
+
+    assert run(story).engine.calls == ["join"]
+
+
 @pytest.mark.parametrize("is_clear", [True, False])
 def test_generation_resumes_only_after_the_caches_that_weights_overwrite_are_clear(is_clear: bool):
     async def story(worker: Worker) -> None:

@@ -166,16 +166,16 @@ IN_PLACE = [1000, 600, 200, 400, 800]
 @pytest.mark.parametrize(
     "free, not_in_place, refused",
     [
-        (8000, "", ""),
-        (7999, "", "two chunks, 0.0 GiB, cannot go in place.*in smaller chunks"),
-        (8000, "a checksum", "a checksum cannot go in place.*without a checksum"),
+        (12_000, "", ""),
+        (11_999, "", "three chunks, 0.0 GiB, cannot go in place.*in smaller chunks"),
+        (12_000, "a checksum", "a checksum cannot go in place.*without a checksum"),
     ],
 )
-def test_in_place_needs_room_for_two_chunks(
+def test_in_place_needs_room_for_three_chunks(
     free: int, not_in_place: str, refused: str, monkeypatch: pytest.MonkeyPatch
 ):
-    chunks = plan_chunks(tensors(*IN_PLACE), 0)
-    # The KV cache cannot hold 12,000 bytes either.
+    chunks = plan_chunks(tensors(*IN_PLACE, *IN_PLACE), 0)
+    # The KV cache cannot hold 24,000 bytes either.
     staging = room("in_place", layers(1), free, monkeypatch)
     if refused:
         with pytest.raises(Refused, match=refused):

@@ -135,7 +135,7 @@ class CommandSender:
         workers: Sequence[Worker],
         action_for: Callable[[int, Result], Action],
         *,
-        undo: Action | None = None,
+        undo: Action | Callable[[Result], Action] | None = None,
         timeout_s: float = ACCEPT_TIMEOUT_S,
     ) -> list[Result]:
         """Sends an action to the first worker and, once the first has accepted it, to the others.
@@ -145,19 +145,24 @@ class CommandSender:
         Args:
             action_for: makes the action for worker `index` from the first worker's result,
                 which is empty for the first worker itself.
-            undo: sent to all workers if the first accepts the action and another worker fails.
+            undo: sent to all workers if the first accepts the action and another worker fails; a
+                function makes it from the first worker's result, as `action_for`.
 
         Raises:
             TitopoolError: the first worker refused, or another worker failed.
         """
+
+        def undo_at(which: Sequence[Worker], first: Result) -> None:
+            if undo is not None:
+                self.gather_outcomes(which, undo(first) if callable(undo) else undo)
+
         try:
             (first,) = results_of(
                 self.gather_outcomes(workers[:1], action_for(0, {}), timeout_s=timeout_s)
             )
         except DeadlinePassed:
             # The first worker may still accept the action later.
-            if undo is not None:
-                self.gather_outcomes(workers[:1], undo)
+            undo_at(workers[:1], {})
             raise
         try:
             others = results_of(
@@ -166,8 +171,7 @@ class CommandSender:
                 )
             )
         except TitopoolError:
-            if undo is not None:
-                self.gather_outcomes(workers, undo)
+            undo_at(workers, first)
             raise
         return [first, *others]
 

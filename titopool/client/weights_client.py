@@ -345,12 +345,18 @@ class WeightsClient:
             with contextlib.suppress(Exception):
                 restarting = self.call("/weights/abort", body).get("restarting", [])
         self._drop_group()
+        restarts = (
+            f"; these workers restart and wait for weights: {', '.join(restarting)}"
+            if restarting
+            else ""
+        )
         if isinstance(error, WeightsError):
+            error.args = (f"{error}{restarts}",)
             raise error
-        restarts = f"these workers restart: {', '.join(restarting)}, " if restarting else ""
         raise WeightsError(
-            f"expected to send all tensors, got {type(error).__name__}: {error}; the old weights "
-            f"serve, {restarts}and the next update forms a new group"
+            f"expected to send all tensors, got {type(error).__name__}: {error}; "
+            f"{'' if restarting else 'the old weights serve, and '}the next update forms a new group"
+            f"{restarts}"
         ) from error
 
     def _send(self, messages: Iterable[Any]) -> None:
@@ -368,11 +374,16 @@ class WeightsClient:
             wait_for_end()
 
     def _check_workers(self) -> None:
-        for worker in self.call("/weights", fields={"workers": list})["workers"]:
+        workers = self.call("/weights", fields={"workers": list})["workers"]
+        in_place = any(
+            one.get("is_written_in_place") or one.get("is_restarting") for one in workers
+        )
+        for worker in workers:
             if worker.get("session") != self._session:
                 raise WeightsError(
                     f"expected all workers in the group, got worker {worker.get('worker')} outside: "
-                    f"{worker.get('last_end')}; the old weights serve, send the update again"
+                    f"{worker.get('last_end')}; {'' if in_place else 'the old weights serve, '}send "
+                    "the update again"
                 )
 
     def _device(self) -> Any:

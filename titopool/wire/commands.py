@@ -204,6 +204,9 @@ class LeaveStockGroup(msgspec.Struct, frozen=True, tag="leave_stock_group"):
 
     # Why an update in progress ends; empty: the command is refused during an update.
     reason: str = ""
+    # The update in progress; with None any. Without an update that has a reason to end, and with
+    # another update, the command does nothing.
+    update_id: str | None = None
     # Whether only the update ends.
     keeps_group: bool = False
 

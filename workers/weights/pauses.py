@@ -143,8 +143,8 @@ class Pauses:
     async def _clear_lease(self, engine: WeightEngine) -> bool:
         was_paused = self._lease_end is not None
         self._lease_mode = self._lease_end = self._renewed_s = None
-        if was_paused and not self.is_committing:
-            await _resume(engine)
+        if was_paused:
+            await self._resume(engine)
         return was_paused
 
     # ---- a commit ----------------------------------------------------------------------
@@ -164,11 +164,18 @@ class Pauses:
         """Resumes generation after a commit, unless a client has paused it."""
         if self.is_committing and not self.is_last:
             self._no_commit.set()
-            if self._lease_end is None:
-                await _resume(engine)
+            await self._resume(engine)
             self.last_commit_s = time.monotonic() - self._commit_begin
 
+    async def _resume(self, engine: WeightEngine) -> None:
+        """Resumes generation unless a commit or a client pauses it.
 
-async def _resume(engine: WeightEngine) -> None:
-    """Resumes generation even if the calling task is cancelled: no other task would resume it."""
-    await asyncio.shield(engine.resume())
+        Also if the calling task is cancelled: no other task would resume generation.
+        """
+
+        async def resume() -> None:
+            # Asked again in the step that sends it: a pause may have been sent in between.
+            if not self.is_committing and self._lease_end is None:
+                await engine.resume()
+
+        await asyncio.shield(resume())

@@ -116,11 +116,15 @@ class StockUpdates(TrlUpdates):
                 return {}
             if not action.reason and self._is_started:
                 raise self.state.conflict("shutdown_weight_transfer_engine", "no update")
-            if action.reason and self.state.phase is Phase.RECEIVING:
-                await self.end(action.reason, keeps_group=action.keeps_group)
-            elif not action.keeps_group:
+            if not action.reason:
                 self.state.leave(self.state.session)
                 await self._release()
+            else:
+                update = self._stock_update
+                if update is None or action.update_id not in (None, update.update_id):
+                    # Another trainer's: that update has ended already.
+                    return {}
+                await self.end(action.reason, keeps_group=action.keeps_group)
             self._forget_lists()
         return {}
 

@@ -211,11 +211,9 @@ class TrlUpdates(Updates):
     async def _clear_caches(self) -> Result:
         try:
             async with asyncio.timeout(self._timeout_s):
-                if self._pauses.is_committing:
-                    # The commit empties the caches before the model changes.
-                    await self._pauses.wait_for_commit()
-                else:
-                    await self._pause_and_clear()
+                await self._pause_and_clear()
+                # A commit in progress empties the caches before the model changes.
+                await self._pauses.wait_for_commit()
         except TimeoutError:
             raise DeadlinePassed(
                 f"the caches were not emptied within {self._timeout_s:g} s "
@@ -225,6 +223,8 @@ class TrlUpdates(Updates):
 
     async def _pause_and_clear(self) -> None:
         async with self._clearing:
+            if self._pauses.is_committing:
+                return
             # Generation is paused, as a step in between could use an entry that is being cleared.
             await self._pauses.begin_commit(self._engine, self.default_pause_mode)
             try:

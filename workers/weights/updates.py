@@ -218,6 +218,7 @@ class Updates:
         """Checks the announced tensors and starts to receive them."""
         async with self._accepting:
             self.state.check_session("begin", action.session)
+            self._check_pause_mode(action.policy or self.default_pause_mode)
             if action.is_partial:
                 self._check_base(self._base_of(action))
             tensors = msgspec.msgpack.encode(action.tensors)
@@ -286,8 +287,10 @@ class Updates:
         answers = await self._call(
             "take", tensors, chunk_bytes, self._config.weight_staging, not_in_place
         )
-        self.staging = staging_of(answers)
-        if self.staging in STANDING:
+        # One list may fit beside the model and another one not.
+        before = [{"staging": self.staging}] if self.staging else []
+        self.staging = staging_of([*answers, *before])
+        if staging_of(answers) in STANDING:
             await self._stop_generation(self.default_pause_mode, receives=True)
 
     async def begin_folder(self, action: BeginFolder, *, clock: int | None = None) -> Result:
@@ -417,9 +420,12 @@ class Updates:
         logger.info("serving weights of version %d", update.version)
         self._versions.switch(update.version, progress)
         self.is_in_model = False
-        await self._pauses.end_commit(self._engine)
-        self._count(is_applied=True)
-        self._on_applied()
+        try:
+            await self._pauses.end_commit(self._engine)
+        finally:
+            # A new group may cancel this step once the weights are applied.
+            self._count(is_applied=True)
+            self._on_applied()
         paused_s = round(self._pauses.last_commit_s, 4)
         return {
             "version": update.version, **result, "staging": self.staging, "paused_s": paused_s,
@@ -568,7 +574,7 @@ class Updates:
                 self._must_clear = False
         except BaseException as error:
             stands = self.staging in STANDING and self._pauses.is_committing
-            if stands and isinstance(error, Exception):
+            if stands and (self._must_clear or isinstance(error, Exception)):
                 # The trainer's bytes may still arrive there: only a new process may generate.
                 self._break(f"the KV cache could not be cleared: {error!r}")
                 raise

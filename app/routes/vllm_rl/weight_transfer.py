@@ -146,7 +146,10 @@ def start_weight_update() -> Response:
             first.get("base_clock"),
         )  # fmt: skip
 
-    undo = AbortUpdate(update_id, "another worker failed to start the update")
+    def undo(first: Result) -> AbortUpdate:
+        reason = "another worker failed to start the update"
+        return AbortUpdate(first.get("update_id", update_id), reason)
+
     commands.send_first_then_others(workers, action, undo=undo)
     return json_response({"message": "Weight update started"})
 
@@ -174,8 +177,12 @@ def _receive() -> Response:
             first.get("update_id"),
         )  # fmt: skip
 
-    # The trainer broadcasts to all ranks: without one of them the broadcast cannot end.
-    undo = LeaveStockGroup("another worker could not receive the tensors")
+    def undo(first: Result) -> LeaveStockGroup:
+        # The trainer broadcasts to all ranks: without one of them the broadcast cannot end.
+        return LeaveStockGroup(
+            "another worker could not receive the tensors", first.get("update_id")
+        )
+
     try:
         first, *_ = commands.send_first_then_others(workers, action, undo=undo)
     except Conflict:
@@ -183,11 +190,11 @@ def _receive() -> Response:
         raise
     except TitopoolError:
         # The first worker's group has ended.
-        commands.gather_outcomes(workers, undo)
+        commands.gather_outcomes(workers, undo({}))
         raise
     with names_restarting_workers(commands, workers):
         commands.finish_step(
-            workers, "receive", first["list_id"], undo=undo, timeout_s=step_timeout_s()
+            workers, "receive", first["list_id"], undo=undo(first), timeout_s=step_timeout_s()
         )
     return json_response({"message": "Weights updated"})
 
@@ -249,20 +256,27 @@ def end_tensors(commands: CommandSender, workers: list[Worker], action: EndTenso
     """Ends the update that has started, at all workers; the first worker's result.
 
     Raises:
-        InvalidRequest: the tensors do not fit the model. All workers drop the update.
         Conflict: there is no such update.
+        TitopoolError: the tensors do not fit the model, or a worker failed. All workers drop the
+            update.
     """
 
     def action_for(index: int, first: Result) -> EndTensors:
         return EndTensors(first.get("update_id"), action.is_last_call, action.label)
 
-    undo = LeaveStockGroup("another worker refused the tensors", keeps_group=True)
+    def undo(first: Result) -> LeaveStockGroup:
+        reason = "another worker could not end the update"
+        return LeaveStockGroup(reason, first.get("update_id"), keeps_group=True)
+
     try:
         first, *_ = commands.send_first_then_others(
             workers, action_for, undo=undo, timeout_s=commit_timeout_s()
         )
-    except InvalidRequest:
+    except Conflict:
+        # The first worker has changed nothing, or `undo` was sent.
+        raise
+    except TitopoolError:
         # The first worker has dropped the update.
-        commands.gather_outcomes(workers, undo)
+        commands.gather_outcomes(workers, undo({}))
         raise
     return first

@@ -9,6 +9,9 @@ from app.service import current_service
 from titopool.errors import InvalidRequest, NoReadyWorker, TitopoolError
 from titopool.wire.commands import GetStatus
 
+# For statuses that an error message names.
+STATUS_TIMEOUT_S = 5.0
+
 
 def all_workers() -> tuple[CommandSender, list[Worker]]:
     """The command sender of this process, and all workers in order.
@@ -56,8 +59,11 @@ def worker_statuses() -> list[Outcome]:
 
 
 def restarting_workers(commands: CommandSender, workers: Sequence[Worker]) -> list[str]:
-    """Endpoints of workers that restart, e.g. after an update in place that did not end well."""
-    outcomes = commands.gather_outcomes(workers, GetStatus())
+    """Endpoints of workers that restart, e.g. after an update in place that did not end well.
+
+    Workers that do not answer count too.
+    """
+    outcomes = commands.gather_outcomes(workers, GetStatus(), timeout_s=STATUS_TIMEOUT_S)
     return [
         one.endpoint
         for one in outcomes
@@ -72,9 +78,7 @@ def names_restarting_workers(commands: CommandSender, workers: Sequence[Worker])
         yield
     except TitopoolError as error:
         if endpoints := restarting_workers(commands, workers):
-            error.message += (
-                f"; restarting until they have the pool's weights: {', '.join(endpoints)}"
-            )
+            error.message += f"; these workers restart or do not answer: {', '.join(endpoints)}"
         raise
 
 

@@ -317,11 +317,12 @@ class StagingRoom:
             "has lost its weights) or to host (a hundred times as slow)"
         )
         if self._setting == "in_place":
-            needed = NUM_IN_PLACE * max(chunk.num_bytes for chunk in chunks)
+            # The next chunk may come before the model's thread has let go of the last one.
+            needed = (NUM_IN_PLACE + 1) * max(chunk.num_bytes for chunk in chunks)
             if not not_in_place and needed <= room:
                 return InPlace(self._device, chunks)
             advice = (
-                f"{not_in_place or f'two chunks, {needed / GIB:.1f} GiB,'} cannot go in place; send "
+                f"{not_in_place or f'three chunks, {needed / GIB:.1f} GiB,'} cannot go in place; send "
                 "all tensors at once, without a checksum and in smaller chunks, or set "
                 "weight_staging to host (a hundred times as slow)"
             )
