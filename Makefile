@@ -101,7 +101,7 @@ bench-images: tools  ## measures images a second on one worker, alone and with t
 bench-streams: tools  ## compares concurrent streams with vLLM's server (BENCH=options, OUT=name)
 	$(BIN)/python -m benchmarks.streams --out $(OUT)-streams $(BENCH)
 
-bench-weights: tools  ## compares a weight update with a bare broadcast and TRL's client (BENCH=options, OUT=name); needs two GPUs
+bench-weights: tools  ## compares a weight update with vLLM's server, TRL's clients and a bare broadcast (BENCH=options); needs two GPUs
 	$(BIN)/python -m benchmarks.weights --trl $(VENV)/trl/1.16.0 $(VENV)/trl/1.9.2 --out benchmarks/results/weights.jsonl $(BENCH)
 
 bench-placement: tools  ## compares routing policies on simulated pools (BENCH=options, OUT=name)
