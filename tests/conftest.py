@@ -25,7 +25,7 @@ from titopool.settings.gpus import visible_gpus
 SHARED_SERVERS = ("weights_server", "server", "single_server")
 # What starts processes of a server: fixtures, and functions that a module imports.
 STARTING_FIXTURES = {"start_server", "stub_server", "start_stub", "start_stub_at"}
-STARTING_FUNCTIONS = {"running_server", "serve_process", "environment"}
+STARTING_FUNCTIONS = {"running_server", "serve_process", "environment", "engine_in_process"}
 ENGINE_OPTIONS = ("--dtype", "float32", "--max-model-len", "512", "--max-num-seqs", "128")
 if visible_gpus():
     # Two servers of the tests may share a GPU.
