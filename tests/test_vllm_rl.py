@@ -573,8 +573,14 @@ def test_aborts_reach_prompts_that_wait_while_no_worker_is_ready(
         first.wait()
         start_stub(0, "--load-s", "60")
         wait_until(lambda: states(server) == ["loading"], 20, lambda: str(states(server)))
-        aborting = {"request_ids": ["waits"]}
-        wait_until(lambda: good(server, "/abort_requests", aborting)["aborted"] == 1, 20)
+
+        def is_aborted() -> bool:
+            answer = server.post("/abort_requests", {"request_ids": ["waits"]})
+            # The other front end may not have heard of the worker yet.
+            assert answer.status_code in (200, 503), answer.text
+            return answer.json().get("aborted") == 1
+
+        wait_until(is_aborted, 20)
         assert waiting.result().json()["finish_reasons"] == ["abort"]
 
 
