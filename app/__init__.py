@@ -6,11 +6,14 @@ results. Only this package imports Flask.
 
 from flask import Flask
 
-from app.http import auth, connections, errors
-from app.routes import vllm_rl, weights
+from app.http import auth, bodies, browsers, connections, errors, request_ids
+from app.http.keys import Keys
+from app.routes import sglang, vllm_rl, weights
 from app.routes.admin import health, metrics
 from app.routes.generation import chat, generate, sequence_logprobs, tokenize
-from app.routes.openai import models
+from app.routes.inference import generate as inference
+from app.routes.inference import render
+from app.routes.openai import models, refused
 from app.routes.openai import routes as openai
 from app.routes.vllm_rl import server_info
 from app.service import Service
@@ -25,15 +28,20 @@ def create_app(config: ServerConfig | None = None) -> Flask:
         config: the settings; None: those of the environment.
 
     Raises:
-        ConfigError: a setting is unknown or impossible.
+        ConfigError: a setting is unknown or impossible, or the file of keys cannot be used.
     """
     config = config or from_environment()
     app = Flask(__name__, static_folder=None)
     app.url_map.strict_slashes = False
     app.config["MAX_CONTENT_LENGTH"] = config.max_body_bytes
     app.extensions["titopool"] = Service(config)
+    request_ids.init_app(app)
     connections.init_app(app, config.client_timeout_s)
-    auth.init_app(app, config.api_key, config.admin_key)
+    bodies.init_app(app, config)
+    keys = Keys(config)
+    if not keys.guard_generation:
+        browsers.init_app(app, config.host, config.allowed_hosts)
+    auth.init_app(app, keys)
     errors.init_app(app)
     for module in (
         health,
@@ -42,10 +50,14 @@ def create_app(config: ServerConfig | None = None) -> Flask:
         generate,
         chat,
         openai,
+        inference,
+        render,
+        refused,
         sequence_logprobs,
         tokenize,
         weights,
         vllm_rl,
+        sglang,
         server_info,
     ):
         app.register_blueprint(module.blueprint)

@@ -1,12 +1,12 @@
 """From checked prompts to results: the steps that all generating routes share.
 
 A route makes `Prompt`s and calls `run_prompts`, which makes one job for each prompt, submits
-them to the workers as one `Request` and waits. A streamed route calls `make_request` and
-`submitted` itself and reads chunks while the request runs.
+them to the workers as one `Request` and waits. A route that streams calls `make_request` itself,
+then `run_request` or `app.streams.stream`.
 """
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -16,20 +16,26 @@ from flask import Response
 from flask import request as http_request
 from gevent.event import Event
 
-from app.http.connections import watching
+from app.http.connections import current_client, watching
 from app.http.responses import respond
 from app.inputs.admission import Admission
 from app.inputs.images import NO_IMAGES, PromptImages, check_placeholders
 from app.inputs.token_ids import check_length, checked_ids
 from app.outputs.token_arrays import JSON, MSGPACK, binary_reply, is_binary, json_reply
 from app.pool.request import Request
+from app.time_slices import sharing_time
 from titopool.errors import ClientGone, Conflict, DeadlinePassed, InvalidRequest
 from titopool.settings.sampling import SamplingOptions, encode_options
 from titopool.wire.messages import ChatParsing, Completed, Job, WorkerFacts, encode
 from titopool.wire.prefixes import prompt_hashes
 
+# vLLM's parsers read tools on the event loop of the worker, which sends heartbeats.
+MAX_PARSING_BYTES = 1024 * 1024
 # Unique in this process; workers distinguish front ends by their sockets.
 _job_ids = itertools.count(1)
+# Bytes of memory for a job without its ids, and for each byte of a result's arrays with its text.
+JOB_BYTES = 1024
+BYTES_PER_ARRAY_BYTE = 6
 
 
 class Prompt(NamedTuple):
@@ -43,6 +49,10 @@ class Prompt(NamedTuple):
     cache_salt: str | None = None
     # Whether the client sent exactly `token_ids`; only /generate/ sets it.
     sent_as_ids: bool = False
+    # The job's own ones; None: as the request's.
+    options: SamplingOptions | None = None
+    adapter: str | None = None
+    client_id: str | None = None
 
 
 def check_prompt(
@@ -58,8 +68,9 @@ def check_prompt(
         InvalidRequest: `ids` is empty, or an id is outside the vocabulary.
         PromptTooLong: the prompt leaves no room for a token.
     """
+    # Before the ids are visited: there may be millions.
+    check_length(len(ids), location, facts.max_model_len)
     token_ids = checked_ids(ids, location, facts.vocab_size)
-    check_length(len(token_ids), location, facts.max_model_len)
     return Prompt(token_ids, location, images, cache_salt)
 
 
@@ -86,10 +97,21 @@ def run_prompts(
         admission, prompts, options,
         adapter=adapter, chat=chat, min_weight_version=min_weight_version,
     )  # fmt: skip
+    return run_request(admission, request)
+
+
+def run_request(admission: Admission, request: Request) -> list[Completed]:
+    """Runs the jobs of a request at the workers and returns their results, in order.
+
+    Raises:
+        TitopoolError: why the request failed.
+    """
     with submitted(admission, request):
         if not request.wait(admission.deadline.left_s):
             cancel_overdue(admission, request)
-    return request.completed()
+    results = request.completed()
+    admission.keep_memory(_bytes_of_jobs(request.jobs) + _bytes_of_results(results))
+    return results
 
 
 def make_request(
@@ -124,15 +146,17 @@ def make_request(
         adapter=adapter,
         chat=chat,
         client_id=admission.client_id,
+        key_name=admission.key_name,
     )  # fmt: skip
+    admission.keep_memory(_bytes_of_jobs(jobs))
     if min_weight_version is not None:
         wait_for_version(admission, min_weight_version)
     link.check_ready()
-    return Request(jobs, locations, facts=facts)
+    return Request(jobs, locations, facts=facts, session=admission.session)
 
 
 def make_jobs(
-    prompts: Iterable[Prompt],
+    prompts: Sequence[Prompt],
     options: SamplingOptions,
     facts: WorkerFacts,
     *,
@@ -141,19 +165,32 @@ def make_jobs(
     adapter: str = "",
     chat: ChatParsing | None = None,
     client_id: str = "",
+    key_name: str = "",
 ) -> list[Job]:
     """One job for each prompt, in order.
 
     Args:
         with_prefixes: whether jobs carry the digests of their prompts' blocks for routing.
     """
-    sampling = _encode(encode_options, options, "sampling options", None)
+    # By identity: prompts may share long grammars.
+    by_id = {id(one): one for one in (prompt.options or options for prompt in prompts)}
+    sampling = {
+        name: msgspec.Raw(_encode(encode_options, one, "sampling options", None))
+        for name, one in by_id.items()
+    }
     parsing = b"" if chat is None else _encode(encode, chat, "tools, chat_template_kwargs", "tools")
+    if len(parsing) > MAX_PARSING_BYTES:
+        raise InvalidRequest(
+            f"tools, chat_template_kwargs: expected at most {MAX_PARSING_BYTES} bytes together, got "
+            f"{len(parsing)}; send fewer or shorter tools",
+            param="tools",
+        )
     jobs = []
-    for prompt in prompts:
+    for prompt in sharing_time(prompts):
         images, num_prompt = prompt.images, len(prompt.token_ids)
         room = facts.max_model_len - num_prompt
-        max_new = room if options.max_tokens is None else min(room, options.max_tokens)
+        own = prompt.options or options
+        max_new = room if own.max_tokens is None else min(room, own.max_tokens)
         token_ids = prompt.token_ids.tobytes()
         prefix = None
         if with_prefixes:
@@ -163,20 +200,40 @@ def make_jobs(
                 job_id=next(_job_ids),
                 attempt=1,
                 prompt_token_ids=token_ids,
-                num_sequences=options.n,
-                num_tokens=num_prompt + options.n * max_new,
-                sampling=msgspec.Raw(sampling),
+                num_sequences=own.n,
+                num_tokens=num_prompt + own.n * max_new,
+                sampling=sampling[id(own)],
                 cache_salt=prompt.cache_salt,
                 prefix=prefix,
                 images=images.images,
                 mm_processor_kwargs=images.mm_processor_kwargs,
+                image_ranges=images.ranges,
                 is_streamed=is_streamed,
                 chat=parsing,
-                adapter=adapter,
-                client_id=client_id,
+                adapter=adapter if prompt.adapter is None else prompt.adapter,
+                client_id=client_id if prompt.client_id is None else prompt.client_id,
+                key_name=key_name,
             )
         )
     return jobs
+
+
+def _bytes_of_jobs(jobs: Sequence[Job]) -> int:
+    """Memory of jobs in a front end: ids and files, and their copies in messages."""
+    return sum(
+        JOB_BYTES + 3 * len(job.prompt_token_ids) + 2 * sum(len(image.data) for image in job.images)
+        for job in jobs
+    )
+
+
+def _bytes_of_results(results: Sequence[Completed]) -> int:
+    """Memory of results and of the answer that is written from them."""
+    arrays = sum(
+        len(one.token_ids) + (len(one.logprobs.values) if one.logprobs else 0)
+        for result in results
+        for one in result.completions
+    )
+    return BYTES_PER_ARRAY_BYTE * arrays
 
 
 def wait_for_version(admission: Admission, version: int) -> None:
@@ -187,7 +244,7 @@ def wait_for_version(admission: Admission, version: int) -> None:
         ClientGone: the client closed its connection.
     """
     left = Event()
-    with watching(http_request.environ.get("gunicorn.socket"), left.set):
+    with watching(current_client(), left.set):
         while admission.link.weights.version < version:
             if admission.deadline.has_passed:
                 raise Conflict(
@@ -219,7 +276,7 @@ def submitted(admission: Admission, request: Request) -> Iterator[None]:
     def on_client_gone() -> None:
         admission.link.cancel(request, ClientGone("the client closed its connection"))
 
-    with watching(http_request.environ.get("gunicorn.socket"), on_client_gone):
+    with watching(current_client(), on_client_gone):
         admission.link.submit(request)
         yield
 

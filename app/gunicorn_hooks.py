@@ -5,10 +5,12 @@ so it must hold no thread, ZeroMQ socket or engine. `gunicorn.conf.py` and `tito
 use this module.
 """
 
+import ctypes
 import faulthandler
 import gc
 import logging
 import os
+import re
 import resource
 import select
 import shutil
@@ -23,12 +25,16 @@ from typing import Any
 import gevent
 from gevent.monkey import get_original
 
+from app.http.browsers import is_loopback
 from app.http.connections import limits_within
+from app.http.keys import Keys
+from app.http.tls import ssl_context  # noqa: F401
 from titopool.errors import ConfigError
 from titopool.launch import child_environment
-from titopool.settings.config import ENV_PREFIX, FAILURE_FILE
+from titopool.secret_files import read_secret_file
+from titopool.settings.config import ENV_PREFIX, FAILURE_FILE, SECRET_VARIABLES
 from titopool.settings.gpus import number_of_workers
-from titopool.settings.logs import configure_logging
+from titopool.settings.logs import configure_logging, show
 from titopool.settings.sources import check_engine_options, from_environment, ignored_variables
 from titopool.wire.sockets import read_curve_key
 
@@ -37,6 +43,13 @@ try:
     check_engine_options(_config)
     if any(endpoint.startswith("tcp://") for endpoint in _config.endpoints):
         read_curve_key(_config.curve_key_file)
+    _keys = Keys(_config)
+    if _config.tls_key_file:
+        read_secret_file(_config.tls_key_file, "tls_key_file")
+        if not os.access(_config.tls_cert_file, os.R_OK):
+            raise ConfigError(
+                f"tls_cert_file: expected a file that can be read, got {_config.tls_cert_file}"
+            )
 except ConfigError as error:
     sys.exit(f"titopool: {error}")
 
@@ -63,6 +76,10 @@ worker_class = "gevent"
 worker_connections = _num_connections
 backlog = 4096
 keepalive = 75
+# No header of a client chooses a route: gunicorn would take these from every client on this host.
+forwarder_headers = ""
+certfile = _config.tls_cert_file or None
+keyfile = _config.tls_key_file or None
 loglevel = _config.log_level
 # Seconds. A front end reports to the master each second; one that is silent for this long hangs.
 timeout = 120
@@ -70,6 +87,9 @@ timeout = 120
 graceful_timeout = 3
 control_socket_disable = True
 
+# glibc's number of the option.
+M_MMAP_THRESHOLD = -3
+LARGE_BLOCK_BYTES = 2**20
 # A worker needs less than this to stop its engine.
 SUPERVISOR_STOP_TIMEOUT_S = 6.0
 # Addresses at which a client on this host reaches a server that listens on all of them.
@@ -85,6 +105,8 @@ _own_run_dir: str | None = None
 def when_ready(server: Any) -> None:
     """In the master, with the port bound and before any front end: starts the supervisor."""
     global _supervisor, _supervisor_fd, _own_run_dir
+    if warning := _open_to_the_network(server):
+        show(f"\ntitopool: {warning}\n")
     if ignored := ignored_variables():
         server.log.info("Ignored variables of a Kubernetes Service: %s", ", ".join(ignored))
     if _num_open < _config.max_open_requests:
@@ -110,8 +132,11 @@ def when_ready(server: Any) -> None:
     _supervisor = subprocess.Popen(
         [sys.executable, "-m", "workers.supervisor", "--parent-pid", str(os.getpid())]
         + [word for url in _urls(server) for word in ("--url", url)]
+        + (["--requires-key"] if _keys.guard_generation else [])
         + (["--remove-run-dir"] if _own_run_dir else []),
-        env=child_environment(os.environ),
+        env=child_environment(
+            {name: value for name, value in os.environ.items() if name not in SECRET_VARIABLES}
+        ),
         stdin=subprocess.DEVNULL,
         # Signals from the terminal must reach only the master, which stops the front ends first.
         start_new_session=True,
@@ -120,10 +145,33 @@ def when_ready(server: Any) -> None:
     _supervisor_fd = os.pidfd_open(_supervisor.pid)
 
 
+def _open_to_the_network(server: Any) -> str:
+    """What other machines may do without a key, and the settings against it; "" if nothing."""
+    addresses = [listener.sock.getsockname() for listener in server.LISTENERS]
+    # The address of a Unix socket is a string.
+    hosts = [str(one[0]) for one in addresses if isinstance(one, tuple)]
+    exposed = [host for host in hosts if not is_loopback(host)]
+    if not exposed or _keys.guard_generation:
+        return ""
+    what = (
+        "generate"
+        if _keys.guard_administration
+        else "generate, pause it and replace the model's weights"
+    )
+    return (
+        f"WARNING: NO KEY IS SET, and this server listens at {', '.join(exposed)}. Everybody who "
+        f"reaches this address may {what}. Set TITOPOOL_API_KEY or api_key_file, or host to "
+        "127.0.0.1."
+    )
+
+
 def post_worker_init(worker: Any) -> None:
     """In each front end, before its first request: connects to the workers."""
     configure_logging(_config.log_level)
+    if _config.log_level != "debug":
+        worker.log.error_log.addFilter(leave_out_sent_bytes)
     give_logging_native_locks()
+    return_large_blocks()
     # After a crash in native code, the log has each thread's traceback.
     faulthandler.enable()
     service = worker.wsgi.extensions["titopool"]
@@ -141,6 +189,26 @@ def post_worker_init(worker: Any) -> None:
         stop_accepting(number, frame)
 
     signal.signal(signal.SIGTERM, end_in_time)
+
+
+def return_large_blocks() -> None:
+    """Returns the memory of large bodies to the system as soon as they are freed.
+
+    glibc keeps such blocks otherwise: each one that is freed raises its threshold, up to 32 MiB.
+    """
+    # Other C libraries have no such function.
+    if (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)) is not None:
+        mallopt(M_MMAP_THRESHOLD, LARGE_BLOCK_BYTES)
+
+
+def leave_out_sent_bytes(record: logging.LogRecord) -> bool:
+    """A filter for gunicorn's log: a line on malformed HTTP keeps the client's address only.
+
+    gunicorn repeats what it could not parse, which may be the end of a body.
+    """
+    if found := re.match(r"Invalid request from ip=[^ ]*(?=: )", record.msg):
+        record.msg = found[0]
+    return True
 
 
 def give_logging_native_locks() -> None:
@@ -242,5 +310,6 @@ def _urls(server: Any) -> list[str]:
         address = listener.sock.getsockname()
         # The address of a Unix socket is a string.
         if isinstance(address, tuple):
-            return [f"http://{_address(LOOPBACK.get(address[0], str(address[0])), address[1])}"]
+            scheme = "https" if _config.tls_cert_file else "http"
+            return [f"{scheme}://{_address(LOOPBACK.get(address[0], str(address[0])), address[1])}"]
     return []

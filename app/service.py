@@ -1,6 +1,5 @@
 """What all handlers of a front end share: settings, link, tokenizer, drift watch."""
 
-import uuid
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
@@ -8,7 +7,11 @@ from flask import current_app
 from flask import request as http_request
 from gevent.monkey import is_module_patched
 
-from app.inputs.admission import Admission
+from app.http.auth import key_name
+from app.http.bodies import current_reservation
+from app.http.connections import current_client
+from app.http.request_ids import request_id
+from app.inputs.admission import Admission, session_key
 from app.inputs.drift import DriftWatch
 from app.inputs.tokenizer import TokenizerLoader
 from app.pool.link import Link
@@ -17,9 +20,6 @@ from titopool.deadline import Deadline
 from titopool.errors import ConfigError, QueueFull
 from titopool.settings.config import ServerConfig
 from titopool.wire.sockets import worker_endpoint
-
-# Of a client's id of a request.
-MAX_ID_LENGTH = 256
 
 
 class Service:
@@ -47,13 +47,16 @@ class Service:
 
     @contextmanager
     def admit(self, decoder: Decoder[Body]) -> Iterator[tuple[Admission, Body]]:
-        """Admits the current HTTP request, sets its deadline and decodes its body.
+        """Reads the body of the current HTTP request, admits it, sets its deadline and decodes it.
 
         Raises:
+            TitopoolError: as `app.http.bodies.read_body`.
             QueueFull: `max_open_requests` requests are open in this process.
             NoReadyWorker: no worker has reported its model yet.
             InvalidRequest: as `decode_body`.
         """
+        # Before it takes a place: a client may send slowly.
+        sent = http_request.get_data(cache=False)
         limit = self.config.max_open_requests
         if self._num_open >= limit:
             raise QueueFull(
@@ -67,9 +70,12 @@ class Service:
             deadline = Deadline.after(self.config.request_timeout_s)
             admission = Admission(
                 self.config, self.link, self.tokenizer, self.link.facts, deadline, at_end,
-                http_request.headers.get("X-Request-Id", "")[:MAX_ID_LENGTH] or uuid.uuid4().hex,
+                request_id(), session_key(http_request.headers.get("X-Session-ID")),
+                current_client(), current_reservation(), key_name(),
             )  # fmt: skip
-            yield admission, decode_body(http_request.get_data(cache=False), decoder)
+            body = decode_body(sent, decoder)
+            del sent
+            yield admission, body
 
     def _count_end(self) -> None:
         self._num_open -= 1

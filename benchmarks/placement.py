@@ -177,8 +177,10 @@ class Simulation:
         *,
         max_num_seqs: int,
         with_prefixes: bool,
+        with_sessions: bool = False,
     ):
         self.workload, self.with_prefixes = workload, with_prefixes
+        self.with_sessions = with_sessions
         self.engines = {str(index): Engine() for index in range(num_workers)}
         self.pools = [Pool(no_worker_timeout_s=1, policy=policy) for policy in policies]
         self.facts = WorkerFacts(
@@ -245,11 +247,12 @@ class Simulation:
         prefix = turn.prefix[: turn.num_prompt_bytes] if self.with_prefixes else None
         num_tokens = turn.num_prompt_tokens + turn.max_tokens
         job = Job(job_id, 1, turn.prompt, 1, num_tokens, b"", None, prefix)
-        self.pools[front_end].submit(Request([job]))
+        session = str(conversation) if self.with_sessions else ""
+        self.pools[front_end].submit(Request([job], session=session))
 
     def send(self, now: float) -> None:
         for pool in self.pools:
-            for worker, jobs in pool.assign():
+            for worker, jobs, _ in pool.assign():
                 engine = self.engines[worker.endpoint]
                 engine.advance(now)
                 engine.queue.extend(job.job_id for job in jobs)
@@ -295,10 +298,11 @@ def simulate(
         simulation = Simulation(
             workload,
             num_workers,
-            [ROUTING_POLICIES[name]() for _ in range(num_front_ends)],
+            [ROUTING_POLICIES[POLICIES.get(name, name)]() for _ in range(num_front_ends)],
             # Round robin as in other servers: every job is sent at once.
             max_num_seqs=UNLIMITED if name == "round_robin" else MAX_NUM_SEQS,
-            with_prefixes=name == "prefix",
+            with_prefixes=name in ("prefix", "prefix+sessions"),
+            with_sessions=name in POLICIES,
         )
         return simulation.run()
 
@@ -316,7 +320,9 @@ def simulate(
     return simulation.run()
 
 
-NAMES = ("prefix", "least_loaded", "round_robin", "even_split")
+# Policies with sessions: each conversation names itself. `sessions` sends no digests.
+POLICIES = {"prefix+sessions": "prefix", "sessions": "prefix"}
+NAMES = ("prefix", *POLICIES, "least_loaded", "round_robin", "even_split")
 
 
 def main() -> None:

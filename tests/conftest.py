@@ -19,6 +19,7 @@ from tests.servers import (
     running_server,
     serve_process,
 )
+from tests.trainers.published import AGAINST_VLLM
 from titopool.settings.gpus import visible_gpus
 
 # Fixtures whose servers tests of several modules share; the longest first.
@@ -94,6 +95,22 @@ def other_model(weights_root: Path) -> str:
 
 
 @pytest.fixture(scope="session")
+def own(tiny_model: str) -> list[tuple[str, Any]]:
+    """The tensors of `tiny_model` by name, as a trainer sends them."""
+    from tests.trainer import tensors_of
+
+    return tensors_of(tiny_model)
+
+
+@pytest.fixture(scope="session")
+def other(other_model: str) -> list[tuple[str, Any]]:
+    """The tensors of `other_model`."""
+    from tests.trainer import tensors_of
+
+    return tensors_of(other_model)
+
+
+@pytest.fixture(scope="session")
 def server(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """Two vLLM workers behind two gunicorn processes."""
     log = tmp_path_factory.mktemp("server") / "log"
@@ -128,7 +145,7 @@ def single_server(
         *ENGINE_OPTIONS, "--max-model-len", "1024", "--num-workers", "1", "--num-front-ends", "2",
         "--tool-call-parser", "hermes", "--weights-root", str(weights_root),
         "--weight-update-timeout-s", "15", "--weight-staging", "kv",
-        "--host", "::" if socket.has_dualstack_ipv6() else "127.0.0.1",
+        "--host", "::" if socket.has_dualstack_ipv6() else "127.0.0.1", "--grammar-timeout-s", "2",
     )  # fmt: skip
     with running_server(tiny_model, *options, log=log) as running:
         yield running
@@ -206,3 +223,7 @@ def start_server(tmp_path: Path) -> Iterator[Callable[..., Server]]:
             kill_all(psutil.Process(process.pid).children(recursive=True))
             process.kill()
             process.wait()
+
+
+if AGAINST_VLLM:
+    from tests.vllm_instead import server, single_server  # noqa: F401

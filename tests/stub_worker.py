@@ -24,7 +24,7 @@ from titopool.errors import GenerationFailed, WeightUpdateFailed
 from titopool.settings.logs import configure_logging
 from titopool.settings.sampling import SamplingOptions, decode_options
 from titopool.settings.sources import from_environment
-from titopool.wire.messages import Chunk, Completion, Job, Logprobs, WorkerFacts
+from titopool.wire.messages import Chunk, Completion, Job, JobProgress, Logprobs, WorkerFacts
 from titopool.wire.pool_state import PauseMode
 from workers.engine.base import EngineDead, Generated, OnChunk, ReportPhase
 from workers.engine.lora import Adapter, Adapters
@@ -47,6 +47,7 @@ class Fault(IntEnum):
     KILL = 40_004  # the process is killed
     HANG = 40_005  # the job never ends
     DIE_MID_STREAM = 40_006  # anywhere in a streamed prompt: the engine dies before sending it
+    FREEZE = 40_007  # the engine's step never ends: no job goes on, and no probe is answered
 
 
 class StubWeights:
@@ -161,6 +162,7 @@ class StubEngine:
         self._load_until = load_until
         self._max_model_len = max_model_len
         self._max_num_seqs = max_num_seqs
+        self._is_frozen = False
 
     def load(self, report: ReportPhase) -> WorkerFacts:
         report("importing")
@@ -201,6 +203,7 @@ class StubEngine:
     async def _run(self, job: Job, on_chunk: OnChunk) -> Generated:
         ids = np.frombuffer(job.prompt_token_ids, dtype=np.int32)
         await self._stage_fault(int(ids[0]))
+        on_chunk(JobProgress(job.job_id, job.attempt, has_token=True))
         options = decode_options(job.sampling)
         if await self.weights.run_until_aborted(job.client_id, self._wait()):
             completion = Completion(b"", "abort", None, [(self.versions.current, 0)])
@@ -219,6 +222,11 @@ class StubEngine:
     async def _wait(self) -> None:
         await asyncio.sleep(self._delay_s)
         await self.weights.runs.wait()
+        await self._wait_while_frozen()
+
+    async def _wait_while_frozen(self) -> None:
+        while self._is_frozen:
+            await asyncio.sleep(1)
 
     async def _stream(self, job: Job, ids: np.ndarray, on_chunk: OnChunk) -> None:
         """Sends one id every `delay_s` seconds."""
@@ -243,9 +251,12 @@ class StubEngine:
                 os.kill(os.getpid(), signal.SIGKILL)
             case Fault.HANG:
                 await asyncio.sleep(3600)
+            case Fault.FREEZE:
+                self._is_frozen = True
+        await self._wait_while_frozen()
 
     async def probe(self) -> None:
-        return None
+        await self._wait_while_frozen()
 
     def close(self) -> None:
         return None

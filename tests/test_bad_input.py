@@ -16,6 +16,13 @@ def kwargs(**options):
     return {"prompts": OK, "generation_kwargs": options}
 
 
+def nested(num_levels: int):
+    inner: dict = {}
+    for _ in range(num_levels):
+        inner = {"a": inner}
+    return inner
+
+
 CASES = {
     # name of the case: (body, texts that the message must contain, …)
     "bool-id": ({"prompts": [[1], [1, True]]}, "prompts[1][1]", "got `bool`"),
@@ -89,6 +96,7 @@ CASES = {
     "bad-words-65": (kwargs(bad_words=["a"] * 65), "bad_words"),
     "bad-words-long": (kwargs(bad_words=["word" * 200]), "bad_words", "1024"),
     "extra-args-huge": (kwargs(extra_args={"a": 2**70}), "64 bits"),
+    "extra-args-deep": (kwargs(extra_args=nested(300)), "extra_args", "64 levels"),
     "structured-json-object-false": (
         kwargs(structured_outputs={"json_object": False}),
         "json_object",

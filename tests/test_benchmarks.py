@@ -6,11 +6,17 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from benchmarks.bench import check_lengths
 from benchmarks.report import rows_of
 from benchmarks.targets import Titopool
+from benchmarks.weights.table import row_of
+from benchmarks.weights.trainer import checkpoint_tensors
 from benchmarks.workload import Sizes, make_pattern
+from tests.model_families import make_family
 from tests.servers import REPOSITORY
 
 SIZES = Sizes(num_prompts=2, input_len=4, output_len=3)
@@ -54,6 +60,31 @@ def test_a_run_with_failures_has_no_rate():
     assert rows["bare engine"]["rate"] == 3
     assert rows["server"]["rate"] is None
     assert rows["server"]["num_failures"] == 1
+
+
+def test_a_row_keeps_the_first_update_apart():
+    runs = [
+        {"total_s": total, "paused_s": total / 2, "staging": "kv", "gpu_bytes": size, "trainer_bytes": 7}
+        for total, size in ((9.0, 90), (1.0, 10), (3.0, 30), (2.0, 20))
+    ]  # fmt: skip
+    row = row_of(runs, server="one")
+    assert (row["first_s"], row["median_s"], row["worst_s"], row["paused_s"]) == (
+        9.0,
+        2.0,
+        3.0,
+        1.0,
+    )
+    assert (row["first_gpu_bytes"], row["gpu_bytes"], row["trainer_bytes"]) == (90, 30, 7)
+    assert row_of([{"total_s": 1.0}], server="bare")["gpu_bytes"] is None
+
+
+def test_fused_experts_are_sent_as_the_checkpoint_has_them(tmp_path: Path):
+    folder = make_family("qwen3_moe", tmp_path / "model", 0)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    sent = dict(checkpoint_tensors(dict(model.named_parameters())))
+    expected = load_file(Path(folder) / "model.safetensors")
+    assert sent.keys() == expected.keys()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in sent.items())
 
 
 @pytest.mark.server

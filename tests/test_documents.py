@@ -48,6 +48,12 @@ def test_named_files_exist(path: Path):
 
 
 @every_document
+def test_named_tests_exist(path: Path):
+    for file, test in re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", prose_of(path)):
+        assert f"\ndef {test}(" in (REPOSITORY / file).read_text(), test
+
+
+@every_document
 def test_links_resolve(path: Path):
     for target in re.findall(r"\]\(([^)\s]+)\)", prose_of(path)):
         if target.startswith(("http://", "https://")):

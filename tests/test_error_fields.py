@@ -18,6 +18,7 @@ from titopool.wire.messages import ImageFacts
     [
         (b"{}", "missing required field `prompts`", "prompts"),
         (b'{"prompts": [], "x": 1}', "unknown field `x`", "x"),
+        (b'{"prompt": []}', "unknown field `prompt`; did you mean `prompts`?", "prompt"),
         (b'{"prompts": [], "a b": 1}', "unknown field `a b`", None),
         (b'{"prompts": [[1.5]]}', "prompts[0][0]: expected `int`", "prompts"),
         (b'{"prompts": [{"prompt_token_ids": [], "x": 1}]}', "prompts[0]: object contains", "prompts"),
@@ -63,6 +64,16 @@ def test_param_of_an_image(place: str, param: str, takes_images: bool):
         read_images(encoded, SamplingBody(), facts, ServerConfig())
     assert caught.value.message.startswith(place)
     assert caught.value.param == param
+
+
+def test_a_long_name_is_not_repeated_whole():
+    body = b'{"prompts": [], "%s": 1}' % (b"x" * 100_000)
+    with pytest.raises(InvalidRequest) as caught:
+        decode_body(body, GENERATE_BODY)
+    message = caught.value.message
+    assert message.startswith("object contains unknown field `xxx")
+    assert "characters …] xxx" in message
+    assert len(message) < 5_000
 
 
 def _fields() -> dict[str, object]:

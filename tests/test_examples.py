@@ -31,6 +31,8 @@ NOT_RUN = {
     "make install": "installs; tests/test_command.py starts the server",
     "docker compose": "needs a Docker engine; tests/compose runs it",
     "python -P -m workers": "needs several hosts; tests/test_standalone_worker.py runs one worker",
+    "AREAL_LLM_SERVER_ADDRS": "a setting of AReaL; tests/trainers/test_areal.py calls its client",
+    "rllm-model-gateway": "needs rLLM",
     "load_lora_adapter": "needs an engine with adapters; tests/test_adapters.py loads them",
 }
 BLOCK = re.compile(r"^```(\w+)( [\w-]+)?\n(.*?)^```$", re.M | re.S)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import requests
 
-from tests.servers import Server, wait_until
+from tests.servers import START_TIMEOUT_S, Server, wait_until
 from tests.stub_worker import Fault
 
 # Short heartbeats, so that a silent worker is lost within a test.
@@ -69,7 +69,28 @@ def test_a_prompt_that_killed_two_workers_is_not_sent_to_a_third(start_stub, stu
     answer = server.post("/generate/", {"prompts": [[fault]]})
     assert error_of(answer) == (500, "generation_failed")
     assert "2 workers died" in answer.json()["error"]["message"]
-    wait_until(lambda: server.get("/ready").json()["num_ready"] == 1, 20)
+    wait_until(lambda: server.get("/ready").json()["num_ready"] == 1, START_TIMEOUT_S)
+    assert server.generate([[5, 6]])["completion_ids"] == [[6, 5]]
+
+
+@pytest.mark.parametrize("fault", [Fault.KILL, Fault.FREEZE], ids=str)
+def test_a_deadly_prompt_fails_alone_among_those_of_two_front_ends(
+    start_stub, stub_server, threads, fault
+):
+    probes = {"TITOPOOL_ENGINE_PROBE_TIMEOUT_S": "1"}
+    for index in range(3):
+        start_stub(index, "--delay-s", "0.5", **QUICK, **probes)
+    server = stub_server(3, TITOPOOL_NUM_FRONT_ENDS="2", **QUICK)
+    good = [in_background(threads, server, [[index, 7, index]]) for index in range(1, 31)]
+    bad = in_background(threads, server, [[8, 8], [fault]])
+    good += [in_background(threads, server, [[index, 7, index]]) for index in range(31, 61)]
+    for index, answer in enumerate(good, start=1):
+        body = answer.result(timeout=30).json()
+        assert body.get("completion_ids") == [[index, 7, index]], body
+    answer = bad.result(timeout=30)
+    assert error_of(answer) == (500, "generation_failed")
+    assert "prompts[1]: 2 workers died" in answer.json()["error"]["message"]
+    wait_until(lambda: server.get("/ready").json()["num_ready"] == 1, START_TIMEOUT_S)
     assert server.generate([[5, 6]])["completion_ids"] == [[6, 5]]
 
 
@@ -95,7 +116,7 @@ def test_late_results_of_a_stopped_worker_are_dropped(start_stub, stub_server, t
     for index, answer in enumerate(answers, start=1):
         assert answer.result(timeout=30).json()["completion_ids"] == [[1, index]]
     workers[0].send_signal(signal.SIGCONT)
-    wait_until(lambda: server.get("/ready").json()["num_ready"] == 2, 30)
+    wait_until(lambda: server.get("/ready").json()["num_ready"] == 2, START_TIMEOUT_S)
     assert server.generate([[9, 8]] * 8)["completion_ids"] == [[8, 9]] * 8
 
 
@@ -137,7 +158,7 @@ def test_a_client_that_disconnects_frees_its_slots(start_stub, stub_server):
     body = f'{{"prompts": [[{int(Fault.HANG)}], [{int(Fault.HANG)}]]}}'
     with socket.create_connection((host, int(port))) as client:
         client.sendall(
-            f"POST /generate/ HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode()
+            f"POST /generate/ HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode()
         )
         wait_for_jobs(server, 1)
     assert server.generate([[1, 2]])["completion_ids"] == [[2, 1]]
@@ -262,7 +283,9 @@ def test_a_client_that_stalls_during_its_request_is_disconnected(start_stub, stu
     server = stub_server(1, TITOPOOL_CLIENT_TIMEOUT_S="1")
     host, port = server.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), timeout=10) as client:
-        client.sendall(b"POST /generate/ HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+        client.sendall(
+            b"POST /generate/ HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{"
+        )
         # With or without a response, the server closes the connection.
         while client.recv(1000):
             pass
@@ -295,6 +318,19 @@ def test_open_requests_get_an_answer_at_shutdown(start_stub, stub_server, thread
     server.process.wait(10)
 
 
+def test_small_requests_pass_a_large_one_at_either_front_end(start_stub, stub_server, threads):
+    for index in range(2):
+        start_stub(index, "--delay-s", "0.3", "--max-num-seqs", "64", **QUICK)
+    server = stub_server(2, TITOPOOL_NUM_FRONT_ENDS="2", **QUICK)
+    # 17 rounds of the slots that are not kept.
+    large = in_background(threads, server, [[1, 2]] * 2000, max_tokens=1000)
+    wait_for_jobs(server, 2 * 63)
+    for number in range(3, 9):
+        assert server.generate([[number, 1]], max_tokens=1000)["completion_ids"] == [[1, number]]
+    assert not large.done()
+    assert large.result(timeout=30).json()["completion_ids"] == [[2, 1]] * 2000
+
+
 def test_both_workers_share_the_jobs_of_one_request(start_stub, stub_server):
     # Two slots each: neither worker can take more than two jobs before the other has two.
     for index in range(2):
@@ -322,3 +358,47 @@ def test_any_front_end_has_the_metrics_of_the_whole_pool(start_stub, stub_server
         "completion_tokens_total": 40, "ready": 2, "sequences": 0,
     }.items():  # fmt: skip
         wait_until(lambda name=name, value=value: sum(server.metrics(name).values()) == value, 20)
+
+
+def test_a_file_of_keys_is_followed_and_its_names_are_in_log_and_metrics(
+    start_stub, stub_server, tmp_path: Path
+):
+    start_stub(0, **QUICK)
+    keys = tmp_path / "keys"
+    keys.touch(0o600)
+    keys.write_text("alice a-marked-key\nroot root-key admin\n")
+    server = stub_server(
+        1, "--api-key-file", str(keys), "--host", "0.0.0.0", "--log-level", "debug", **QUICK
+    )
+    assert "NO KEY IS SET" not in server.log
+
+    def post(path: str, key: str, **body: object) -> requests.Response:
+        return server.post(path, body, headers={"Authorization": f"Bearer {key}"})
+
+    assert post("/generate/", "a-marked-key", prompts=[[1, 2, 3]] * 2).status_code == 200
+    assert post("/generate/", "a-marked-key", prompts=[[Fault.FAIL]]).status_code == 500
+    assert error_of(post("/pause", "a-marked-key")) == (401, "invalid_api_key")
+    assert post("/pause", "root-key").status_code == 400
+    assert "(key alice)" in server.log
+    metric = 'titopool_worker_key_prompt_tokens_total{key="alice",worker="0"} 6.0'
+    key = {"Authorization": "Bearer root-key"}
+    wait_until(lambda: metric in server.get("/metrics", headers=key).text, 10)
+    keys.write_text("bob b-marked-key\n")
+    wait_until(lambda: post("/is_paused", "a-marked-key").status_code == 401, 10)
+    wait_until(lambda: post("/generate/", "b-marked-key", prompts=[[1]]).status_code == 200, 10)
+    assert "-marked-key" not in server.log
+
+
+def test_a_server_without_a_key_says_who_may_use_it(start_stub, stub_server):
+    start_stub(0)
+    server = stub_server(1, "--host", "0.0.0.0", "--num-front-ends", "1", "--log-level", "error")
+    assert "NO KEY IS SET, and this server listens at 0.0.0.0" in server.log
+    assert "api_key_file" in server.log
+    # No header of a client moves a route.
+    moved = {"SCRIPT_NAME": "/x", "Script-Name": "/x"}
+    assert server.get("/live", headers=moved).status_code == 200
+    for refused in (
+        {"Sec-Fetch-Site": "cross-site"}, {"Origin": "http://evil.example"},
+    ):  # fmt: skip
+        answer = server.post("/generate/", {"prompts": [[1]]}, headers=refused)
+        assert error_of(answer) == (403, "foreign_page")

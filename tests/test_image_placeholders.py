@@ -1,12 +1,16 @@
-"""vLLM's image processor with one method replaced, without an engine."""
+"""vLLM's image processor with one method replaced, and the threads around it, without an engine."""
 
+import asyncio
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from tests.images import picture
+from tests.images import file_of, picture
 from tests.vision_models import make_qwen_vl
+from titopool.wire.messages import Image, Job
 from workers.images.placeholders import PlacingProcessor
+from workers.images.preparer import ImagePreparer
 
 
 @pytest.fixture(scope="module")
@@ -64,3 +68,43 @@ def test_an_image_with_another_token_count_has_another_hash(processor: PlacingPr
     ]
     assert names[0] == ["name-12"]
     assert names[1] != names[0]
+
+
+def test_a_render_waits_for_no_room_of_tensors(model_config):
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model_config.model)
+    ids = tokenizer.encode("<|vision_start|><|image_pad|><|vision_end|>")
+    prompt_ids = np.array(ids, np.int32).tobytes()
+    image = Image(file_of(picture(168, 56, 1)), b"digest")
+
+    def job_of(num_sequences: int) -> Job:
+        return Job(1, 1, prompt_ids, num_sequences, len(ids), b"", images=[image])
+
+    async def run(job: Job) -> int:
+        async with preparer.prepared(job) as prompt:
+            return prompt.num_images
+
+    async def renders_beside_generations() -> None:
+        # As a pause does, which holds generations with their tensors.
+        async with preparer.prepared(job_of(1)):
+            held = preparer._num_bytes
+            assert held > 1
+            # More than there are threads.
+            waiting = [asyncio.create_task(run(job_of(1))) for _ in range(3)]
+            async with asyncio.timeout(60):
+                while not preparer._turns.locked():
+                    await asyncio.sleep(0)
+                async with preparer.prepared(job_of(0)) as prompt:
+                    assert prompt.image_ranges == [(1, 12)]
+                    assert preparer._num_bytes == held
+            assert not any(one.done() for one in waiting)
+        async with asyncio.timeout(60):
+            assert await asyncio.gather(*waiting) == [1, 1, 1]
+        assert preparer._num_bytes == 0
+
+    preparer = ImagePreparer(model_config, tokenizer, num_threads=2, max_bytes=1)
+    try:
+        asyncio.run(renders_beside_generations())
+    finally:
+        preparer.close()

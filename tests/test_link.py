@@ -141,7 +141,9 @@ def test_a_wrong_curve_key_is_reported_once(start_stub_at, stub_server, tmp_path
     (worker,) = server.get("/ready").json()["workers"]
     assert worker["phase"] == "unreachable"
     assert "curve_key_file" in worker["reason"]
+    assert server.log.count("closes connections") == 1
     answer = server.post("/generate/", {"prompts": [[1]]})
     assert answer.status_code == 503
     assert "curve_key_file" in answer.json()["error"]["message"]
-    assert server.log.count("closes connections") == 1
+    # The log has the reason of the failed request, too.
+    assert server.log.count("closes connections") == 2

@@ -1,15 +1,15 @@
 """OpenAI's routes with the unmodified openai package, over real vLLM."""
 
+import json
+
 import openai
 import pytest
 from transformers import AutoTokenizer
 
-from app.schemas import openai as openai_bodies
 from tests import reference
 from tests.servers import Server
 from tests.test_chat import HELLO, rendered
 from tests.test_generate import TOLERANCE
-from titopool.settings.sampling import SERVER_SET_FIELDS, UNSUPPORTED_FIELDS, SamplingOptions
 
 GREEDY = {"temperature": 0, "max_tokens": 8}
 IDS = [42, 1393, 14]
@@ -152,24 +152,62 @@ def test_prompt_logprobs_equal_transformers(client, model, tiny_model, tokenizer
         assert best <= entries.keys() <= best | {str(token_id)}
 
 
-def test_every_field_of_vllm_is_accepted_or_refused_by_name():
-    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
-    from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+@pytest.mark.parametrize("prompt", [IDS, "Hello, world!"])
+def test_an_echo_begins_with_the_prompt_s_text_and_logprobs(
+    client, model, tiny_model, tokenizer, prompt
+):
+    ids = prompt if isinstance(prompt, list) else tokenizer(prompt)["input_ids"]
+    text, n = tokenizer.decode(ids), len(ids)
+    fields = {"model": model, "prompt": prompt, "logprobs": 2, **GREEDY}
+    (plain,) = client.completions.create(**fields).choices
+    rows = reference.logprobs(tiny_model, ids[:1], ids[1:])
+    for choice in client.completions.create(**fields, echo=True).choices:
+        assert choice.text == text + plain.text
+        found, own = choice.logprobs, plain.logprobs
+        assert found.tokens == [*(tokenizer.decode([one]) for one in ids), *own.tokens]
+        assert found.text_offset[n:] == [len(text) + one for one in own.text_offset]
+        assert found.token_logprobs[0] is found.top_logprobs[0] is None
+        expected = [*rows[range(n - 1), ids[1:]].tolist(), *own.token_logprobs]
+        assert found.token_logprobs[1:] == pytest.approx(expected, abs=TOLERANCE)
+        for row, best in zip(rows, found.top_logprobs[1:n], strict=True):
+            greatest = tokenizer.decode([row.argmax().item()])
+            assert best[greatest] == pytest.approx(row.max().item(), abs=TOLERANCE)
 
-    for theirs, ours in (
-        (ChatCompletionRequest, openai_bodies.ChatFields),
-        (CompletionRequest, openai_bodies.CompletionsFields),
+
+def test_completions_take_the_body_of_a_chat_that_was_turned_into_ids(server: Server, model):
+    body = {"model": model, "prompt": IDS, "temperature": 0, "return_token_ids": True}
+    expected = server.post("/v1/completions", {**body, "logprobs": 2, "max_tokens": 4}).json()
+    answer = server.post(
+        "/v1/completions",
+        {
+            **body, "logprobs": True, "top_logprobs": 2, "max_completion_tokens": 4,
+            "parallel_tool_calls": True, "tool_choice": "auto", "add_special_tokens": False,
+            "chat_template_kwargs": {}, "use_beam_search": False, "nvext": {"a": 1},
+        },
+    ).json()  # fmt: skip
+    assert answer["choices"] == expected["choices"]
+    (choice,) = server.post("/v1/completions", {**body, "logprobs": False}).json()["choices"]
+    assert choice["logprobs"] is None
+
+
+@pytest.mark.parametrize("others", [{}, {"return_token_ids": True}])
+def test_weight_versions_in_vllms_form(server: Server, model, others):
+    version = server.get("/ready").json()["workers"][0]["weight_version"]
+    options = {"max_tokens": 3, "ignore_eos": True, "return_weight_versions": True, **others}
+    spans = [{"version": str(version), "start": 0, "end": 3}]
+    for path, prompt in (
+        ("completions", {"prompt": IDS}),
+        ("chat/completions", {"messages": HELLO}),
     ):
-        known = {
-            *ours.__struct_fields__, *SamplingOptions.__struct_fields__, *SERVER_SET_FIELDS,
-            *UNSUPPORTED_FIELDS, *openai_bodies.IGNORED, *openai_bodies.REFUSED,
-        }  # fmt: skip
-        assert theirs.model_fields.keys() <= known
+        body = {"model": model, **prompt, **options}
+        (choice,) = server.post(f"/v1/{path}", body).json()["choices"]
+        assert choice["weight_versions"] == spans
+        lines = server.post(f"/v1/{path}", body | {"stream": True}).text.splitlines()
+        events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+        assert events[-1]["choices"][0]["weight_versions"] == spans
 
 
 def test_a_json_schema_guides_the_answer(client, model):
-    import json
-
     schema = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"],
               "additionalProperties": False}  # fmt: skip
     answer = client.chat.completions.create(

@@ -6,7 +6,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from app.pool.placement import MAX_PASSED_OVER, ROUTING_POLICIES
+from app.pool.placement import MAX_PASSED_OVER, ROUTING_POLICIES, session_worker
 from app.pool.prefix_index import PrefixIndex, as_integers
 from app.pool.request import Request
 from app.pool.state import Pool
@@ -40,8 +40,8 @@ def pool_of(*names: str, policy: str = "prefix") -> Pool:
     return pool
 
 
-def submit(pool: Pool, *jobs: Job) -> dict[str, list[int]]:
-    pool.submit(Request(list(jobs)))
+def submit(pool: Pool, *jobs: Job, session: str = "") -> dict[str, list[int]]:
+    pool.submit(Request(list(jobs), session=session))
     return assigned(pool)
 
 
@@ -217,7 +217,8 @@ def full_pool(prompt_a: bytes, prompt_b: bytes) -> Pool:
     for name, prompt in (("a", prompt_a), ("b", prompt_b)):
         pool.workers[name].prefixes.record(as_integers(prompt_hashes(prompt, None)))
     for job_id in range(1, NUM_SLOTS + 1):
-        submit(pool, job_of(job_id, prompt_a), job_of(100 + job_id, prompt_b))
+        submit(pool, job_of(job_id, prompt_a))
+        submit(pool, job_of(100 + job_id, prompt_b))
     return pool
 
 
@@ -228,7 +229,7 @@ def test_a_free_slot_goes_first_to_a_job_with_its_prefix_there():
     complete(pool, "b", 101)
     assert assigned(pool) == {"b": [203]}
     # Next come jobs without a cached prefix, then jobs whose prefix another worker has.
-    complete(pool, "b", 102, 103)
+    complete(pool, "b", 102, 103, 104)
     assert assigned(pool) == {"b": [202, 201]}
 
 
@@ -253,10 +254,11 @@ def test_the_first_job_is_passed_over_a_limited_number_of_times():
     assert assigned(pool) == {"b": [1000]}
 
 
-def test_the_last_waiting_jobs_are_kept_for_the_first_free_slots():
+def test_waiting_jobs_are_held_back_for_the_first_free_slots():
     pool = pool_of("a", "b")
     submit(pool, *(job_of(job_id, ids(job_id, 1)) for job_id in range(1, 3 * NUM_SLOTS)))
-    assert [worker.num_sequences for worker in pool.workers.values()] == [NUM_SLOTS] * 2
+    # One slot of each worker is kept for new requests.
+    assert [worker.num_sequences for worker in pool.workers.values()] == [NUM_SLOTS - 1] * 2
 
 
 def test_round_robin_takes_the_workers_in_turn():
@@ -298,3 +300,93 @@ def test_the_index_is_cleared_with_the_workers_cache(event):
     assert pool.workers["b"].prefixes.num_found(as_integers(digests)) == 4
     event(pool)
     assert pool.workers["b"].prefixes.num_found(as_integers(digests)) == 0
+
+
+# ---- sessions ----------------------------------------------------------------------------
+
+
+def session_at(pool: Pool, endpoint: str) -> str:
+    """A session that belongs to this worker."""
+    ready = list(pool.workers.values())
+    names = map(str, range(1000))
+    return next(one for one in names if session_worker(one, ready).endpoint == endpoint)
+
+
+@pytest.mark.parametrize("num_blocks", [0.5, 4])
+def test_a_session_stays_at_its_worker_without_a_common_prefix(num_blocks):
+    pool = pool_of("a", "b")
+    for job_id, endpoint in enumerate("bab", 1):
+        session = session_at(pool, endpoint)
+        assert submit(pool, job_of(job_id, ids(job_id, num_blocks)), session=session) == {
+            endpoint: [job_id]
+        }
+        complete(pool, endpoint, job_id)
+
+
+@pytest.mark.parametrize("load_of_home, expected", [(1100, "b"), (2000, "a")])
+def test_a_session_leaves_a_worker_whose_load_is_too_high(load_of_home, expected):
+    pool = pool_of("a", "b")
+    session = session_at(pool, "b")
+    for name, load in (("a", 1000), ("b", load_of_home)):
+        pool.on_heartbeat(name, ready_beat(name, other_tokens=load), now=1)
+    assert submit(pool, job_of(3, ids(3, 4)), session=session) == {expected: [3]}
+    for name in ("a", "b"):
+        pool.on_heartbeat(name, ready_beat(name), now=2)
+    complete(pool, expected, 3)
+    # A prompt that goes on is cached there; another one goes to the session's worker.
+    assert submit(pool, job_of(4, ids(3, 4) + ids(4, 1)), session=session) == {expected: [4]}
+    complete(pool, expected, 4)
+    assert submit(pool, job_of(5, ids(5, 4)), session=session) == {"b": [5]}
+
+
+def test_a_longer_prefix_elsewhere_wins_over_the_session():
+    pool = pool_of("a", "b")
+    prompt = ids(5, 4)
+    # Another front end has sent a turn of the session to "a".
+    pool.on_heartbeat("a", ready_beat("a", prefixes=prompt_hashes(prompt, None)), now=1)
+    assert submit(pool, job_of(3, prompt + ids(6, 1)), session=session_at(pool, "b")) == {"a": [3]}
+
+
+def test_a_session_goes_elsewhere_while_its_worker_is_full_or_lost():
+    pool = pool_of("a", "b")
+    session = session_at(pool, "b")
+    job_ids = range(10, 10 + NUM_SLOTS + 2)
+    jobs = [job_of(job_id, ids(job_id, 1), cost=0) for job_id in job_ids]
+    # One slot is kept for new requests.
+    assert list(submit(pool, *jobs, session=session)["a"]) == list(job_ids[NUM_SLOTS - 1 :])
+    pool = pool_of("a", "b")
+    pool.mark_worker_lost("b", "it died")
+    assert submit(pool, job_of(3, ids(3, 1)), session=session) == {"a": [3]}
+
+
+def test_front_ends_agree_on_sessions_and_a_loss_moves_only_the_lost_workers():
+    # Front ends that know the workers in another order.
+    pools = [pool_of(*"abcd"), pool_of(*"dbca")]
+
+    def placed(pool: Pool) -> list[str]:
+        found = []
+        for session in range(200):
+            (endpoint,) = submit(pool, job_of(1, ids(session, 0.5)), session=str(session))
+            complete(pool, endpoint, 1)
+            found.append(endpoint)
+        return found
+
+    before, same = map(placed, pools)
+    assert before == same
+    assert min(map(before.count, "abcd")) > 30
+    pools[0].mark_worker_lost("b", "it died")
+    after = placed(pools[0])
+    moved = [new for old, new in zip(before, after, strict=True) if new != old]
+    assert len(moved) == before.count("b")
+    assert set(moved) == set("acd")
+    # A worker that is back has its sessions again.
+    pools[0].on_heartbeat("b", ready_beat("b", incarnation="second"), now=1)
+    assert placed(pools[0]) == before
+
+
+@pytest.mark.parametrize("policy", ["least_loaded", "round_robin"])
+def test_other_policies_ignore_sessions(policy):
+    pools = [pool_of("a", "b", policy=policy) for _ in range(2)]
+    for job_id in range(1, 20):
+        job = job_of(job_id, ids(job_id, 1), cost=job_id)
+        assert submit(pools[0], job, session="s") == submit(pools[1], job)

@@ -6,6 +6,8 @@ from typing import Any
 
 import msgspec
 
+from app.pool.pool_view import MAX_LABELS
+from app.pool.records import MAX_RENDERS
 from app.pool.request import Request
 from app.pool.result_checks import defect_of
 from app.pool.state import Pool
@@ -24,6 +26,7 @@ from titopool.wire.messages import (
     Failed,
     Heartbeat,
     Job,
+    JobProgress,
     Load,
     WorkerCounters,
     WorkerFacts,
@@ -138,21 +141,22 @@ def test_load_by_other_front_ends_counts():
     assert assigned(pool) == {"b": [1, 2]}
 
 
-def test_jobs_beyond_the_window_wait_in_order():
+def test_jobs_beyond_the_slots_wait_in_order():
     pool = pool_of("a")
     request = request_of(*[10] * 8)
     pool.submit(request)
-    assert assigned(pool) == {"a": [1, 2, 3, 4, 5]}
+    assert assigned(pool) == {"a": [1, 2, 3, 4]}
     assert assigned(pool) == {}
     pool.on_results("a", [completed(3)])
-    assert assigned(pool) == {"a": [6]}
+    assert assigned(pool) == {"a": [5]}
 
 
-def test_a_backlog_of_another_front_end_leaves_half_of_the_window():
+def test_a_backlog_of_another_front_end_leaves_a_fair_share_to_new_requests():
     pool = pool_of("a")
     pool.on_heartbeat("a", beat("a", others=100), now=1)
-    pool.submit(request_of(*[10] * 8))
-    # Half of the window of five.
+    for first_id in range(1, 9):
+        pool.submit(request_of(10, first_id=first_id))
+    # Half of the four slots.
     assert assigned(pool) == {"a": [1, 2]}
 
 
@@ -204,6 +208,7 @@ def test_a_job_that_killed_two_workers_fails_alone():
     assert assigned(pool) == {"a": [1]}
     pool.mark_worker_lost("a", "killed")
     assert assigned(pool) == {"b": [1]}
+    pool.on_results("b", [JobProgress(1, 2, has_token=False)])
     pool.submit(good)
     pool.assign()
     pool.mark_worker_lost("b", "killed")
@@ -273,6 +278,32 @@ def phases(pool: Pool) -> dict[str, str]:
 def with_weights(name: str, served: PoolWeights, pool: PoolWeights, **changes: Any) -> Heartbeat:
     known = PoolState(model="m", weights=pool)
     return msgspec.structs.replace(beat(name, **changes), weights=served, pool=known)
+
+
+def test_labels_of_earlier_versions_are_kept():
+    pool = pool_of("a")
+
+    def serve(clock: int, version: int, label: str, label_clock: int = 0) -> None:
+        weights = PoolWeights(
+            clock, f"u{clock}", version, is_initial=False, label=label, label_clock=label_clock
+        )
+        pool.on_heartbeat("a", with_weights("a", weights, weights), now=clock)
+
+    assert pool.view.label_of(0) == "0"
+    serve(1, 1, "step-1")
+    serve(2, 2, "")
+    serve(3, 3, "step-3")
+    assert [pool.view.label_of(one) for one in range(5)] == ["0", "step-1", "2", "step-3", "4"]
+    # The same version with another label, and other weights with the number of earlier ones.
+    serve(3, 3, "last", label_clock=1)
+    serve(4, 1, "")
+    assert [pool.view.label_of(one) for one in (1, 3)] == ["1", "last"]
+    for number in range(5, 5 + MAX_LABELS):
+        serve(number, number, f"step-{number}")
+    assert [pool.view.label_of(one) for one in (3, 5)] == ["3", "step-5"]
+    # Labels are those of one model.
+    pool.on_heartbeat("a", loaded("a", 9.0, OTHER_FACTS), now=99)
+    assert pool.view.label_of(5) == "5"
 
 
 def test_the_engine_loaded_first_decides_the_model_in_any_order_of_heartbeats():
@@ -530,20 +561,68 @@ def test_waiting_jobs_end_as_aborted_and_those_at_workers_do_not():
     first, other = request_named("first", 3, 1), request_named("other", 1, 11)
     pool.submit(first)
     pool.submit(other)
-    # Four slots and one ahead.
-    assert assigned(pool) == {"a": [1, 2]}
-    assert pool.end_waiting(["first", "none"]) == 1
+    # Four slots.
+    assert assigned(pool) == {"a": [1, 11]}
+    assert pool.end_waiting(["first", "none"]) == 2
     assert not first.is_done
     assert pool.end_waiting(["first"]) == 0
     expected = Completion(b"", "abort", None, [(3, 0)])
     assert first.results[2] == Completed(3, 1, [expected, expected], 0)
     assert defect_of(first.jobs[2], first.results[2]) == ""
-    for job_id in (1, 2):
-        pool.on_results("a", [Completed(job_id, 1, [expected, expected], 0)])
+    pool.on_results("a", [Completed(1, 1, [expected, expected], 0)])
     assert first.is_done
-    assert assigned(pool) == {"a": [11]}
     assert pool.end_waiting(None) == 0
     assert not other.is_done
+
+
+def test_a_job_without_completions_needs_no_slot_and_no_turn():
+    pool = pool_of("a")
+    pool.submit(request_of(9, 9, 9, 9, 9, 9, 9, 9))
+    assert assigned(pool) == {"a": [1, 2, 3, 4]}
+    pool.submit(request_of(0, first_id=20, n=0))
+    assert pool.end_waiting(["other"]) == 0
+    assert assigned(pool) == {"a": [20]}
+    # Nor is it ended as aborted while it waits for a worker.
+    waiting = Pool(no_worker_timeout_s=10)
+    only = request_of(0, n=0)
+    waiting.submit(only)
+    assert waiting.end_waiting(None) == 0
+    assert not only.is_done
+
+
+def test_renders_spread_over_the_workers_and_hold_up_nothing():
+    pool = pool_of(*"abcdefgh")
+    # Renders load a worker's threads, not its engine: tokens in flight do not count.
+    pool.submit(request_of(10_000))
+    assert assigned(pool) == {"a": [1]}
+    pool.submit(request_of(*[10] * 64, first_id=100, n=0))
+    assert {name: len(jobs) for name, jobs in assigned(pool).items()} == dict.fromkeys(
+        "abcdefgh", 8
+    )
+    renders = request_of(*[10] * 8 * MAX_RENDERS, first_id=200, n=0)
+    pool.submit(renders)
+    pool.assign()
+    assert {worker.num_renders for worker in pool.workers.values()} == {MAX_RENDERS}
+    assert len(pool.renders) == 64
+    # Waiting renders hold up no generation, and no abort ends them.
+    pool.submit(request_of(10, first_id=2))
+    assert list(assigned(pool).values()) == [[2]]
+    assert pool.end_waiting(None) == 0
+    # They go to a worker that has ended one, and those of a lost worker wait ahead of the others.
+    pool.on_results("c", [Completed(next(iter(pool.workers["c"].jobs)), 1, [], 0)])
+    assert assigned(pool) == {"c": [392]}
+    lost = list(pool.workers["d"].jobs)
+    pool.mark_worker_lost("d", "stopped", blames_jobs=False)
+    assert [one.job.job_id for one in pool.renders][: len(lost)] == lost
+    pool.withdraw(renders)
+    assert [one.job.job_id for one in pool.renders] == lost[:8]
+
+
+def test_front_ends_share_the_renders_of_a_worker():
+    pool = pool_of("a")
+    pool.on_heartbeat("a", msgspec.structs.replace(beat("a"), num_front_ends=4), now=1)
+    pool.submit(request_of(*[10] * MAX_RENDERS, n=0))
+    assert len(assigned(pool)["a"]) == MAX_RENDERS // 4
 
 
 def test_a_waiting_stream_ends_with_one_chunk_and_a_scored_prompt_goes_on():

@@ -1,11 +1,20 @@
 """Results that do not fit their job fail it; later results are still read."""
 
+import msgspec
 import numpy as np
 import pytest
 
 from app.pool.result_checks import defect_of
 from tests.test_pool import assigned, pool_of, request_of
-from titopool.wire.messages import Chunk, Completed, Completion, Logprobs
+from titopool.wire.messages import (
+    Chunk,
+    Completed,
+    Completion,
+    Image,
+    Logprobs,
+    RoutedExperts,
+    SamplingMask,
+)
 
 
 def floats(num: int) -> bytes:
@@ -20,14 +29,23 @@ def one(token_ids: bytes = b"", logprobs: Logprobs | None = None) -> Completion:
     return Completion(token_ids, "stop", logprobs, [])
 
 
+def replayed(num_bytes: int, *counts: int, num_ids: int = 0) -> Completion:
+    """A completion with two rows of routed experts for three layers."""
+    experts = RoutedExperts(b"\0" * num_bytes, (2, 3, 2), "uint16", 0)
+    mask = SamplingMask(ids(*range(num_ids)), ids(*counts))
+    return Completion(ids(1), "stop", None, [], routed_experts=experts, sampling_mask=mask)
+
+
 GOOD = [
     Completed(1, 1, [one(), one(ids(1, 2))], 0),
     Completed(1, 1, [one(ids(1, 2), Logprobs(floats(2)))] * 2, 0),
     Completed(1, 1, [one(ids(1, 2), Logprobs(floats(2), ids(1, 2)))] * 2, 0),
     Completed(1, 1, [one(ids(1, 2), Logprobs(floats(3), ids(1, 2, 3), ids(2, 1)))] * 2, 0),
+    Completed(1, 1, [one(ids(1, 2), Logprobs(floats(2), ranks=ids(1, 9)))] * 2, 0),
     Completed(1, 1, [one()] * 2, 0, prompt_logprobs=Logprobs(floats(4), ids(1, 2, 3, 4))),
     Chunk(1, 1, [(1, one(ids(1)))]),
     Chunk(1, 1, []),
+    Completed(1, 1, [replayed(24, 2, 0, 1, num_ids=3)] * 2, 0),
 ]
 BAD = [
     Completed(1, 1, [], 0),
@@ -40,11 +58,16 @@ BAD = [
     Completed(1, 1, [one(), one(ids(1, 2), Logprobs(floats(2), ids(1, 2), ids(3, -1)))], 0),
     Completed(1, 1, [one(), one(ids(1, 2), Logprobs(floats(2), ids(1, 2), ids(2)))], 0),
     Completed(1, 1, [one(), one(ids(1), Logprobs(floats(1), counts=b"\1"))], 0),
+    Completed(1, 1, [one(), one(ids(1, 2), Logprobs(floats(2), ranks=ids(1)))], 0),
     Completed(1, 1, [one()] * 2, 0, prompt_token_ids=b"\0"),
     Completed(1, 1, [one()] * 2, 0, prompt_logprobs=Logprobs(b"\0")),
     Chunk(1, 1, [(2, one())]),
     Chunk(1, 1, [(-1, one())]),
     Chunk(1, 1, [(0, one(b"\0"))]),
+    Chunk(1, 1, [(0, replayed(12))]),
+    Chunk(1, 1, [(0, replayed(24, 2, num_ids=1))]),
+    Chunk(1, 1, [(0, replayed(24, 2, -1, num_ids=1))]),
+    Chunk(1, 1, [(0, Completion(b"", "", None, [], sampling_mask=SamplingMask(b"", b"\0")))]),
 ]
 
 
@@ -78,3 +101,10 @@ def test_truncated_digests_do_not_fail_the_result():
     pool.on_results("a", [Completed(1, 1, [one()], 0, b"\0" * 11)])
     assert len(request.completed()) == 1
     assert pool.num_open_jobs == 0
+
+
+def test_a_result_without_completions_has_the_place_of_each_image():
+    (job,) = request_of(0, n=0).jobs
+    job = msgspec.structs.replace(job, images=[Image(b"", b"")])
+    assert defect_of(job, Completed(1, 1, [], 0, image_ranges=[(2, 3)])) == ""
+    assert "1 images, got 0" in defect_of(job, Completed(1, 1, [], 0))

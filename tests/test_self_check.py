@@ -27,10 +27,12 @@ HOLDERS = {
     "vllm": {
         "workers/engine/lora.py",
         "workers/engine/facts.py",
+        "workers/engine/grammars/process.py",
         "workers/engine/vllm.py",
         "workers/engine/sampling.py",
         "workers/engine/parsing.py",
         "workers/in_model/logprobs_patch.py",
+        "workers/in_model/vllm_fixes.py",
         "workers/images/placeholders.py",
         "workers/engine/weights.py",
         "workers/in_model/weight_extension.py",
@@ -95,9 +97,10 @@ def test_forbidden_packages_are_not_imported(path: Path):
 # folders below. A module outside these folders counts as a folder of its own; one that is not
 # listed stands above all.
 LADDERS = {
-    "titopool": ["client", "settings", "wire", "deadline", "errors"],
+    "titopool": ["client", "settings", "wire", "deadline", "secret_files", "errors"],
     "app": [
-        "generation", "service", "outputs", "inputs", "http", "schemas", "pool",
+        "streams", "generation", "service", "outputs", "inputs", "http", "schemas", "pool",
+        "time_slices",
     ],
     "workers": [
         "serving", "weights", "engine", "in_model", "images", "supervisor", "process",

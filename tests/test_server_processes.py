@@ -8,7 +8,7 @@ import sys
 import pytest
 import requests
 
-from tests.servers import REPOSITORY, environment, wait_until
+from tests.servers import REPOSITORY, START_TIMEOUT_S, environment, wait_until
 from tests.stub_worker import Fault
 
 
@@ -17,7 +17,9 @@ def test_front_ends_stop_without_a_traceback(start_server, tmp_path, number):
     server = start_server(
         "--num-front-ends", "2", "--endpoints", f"ipc://{tmp_path}/worker-0"
     )  # fmt: skip
-    wait_until(lambda: server.log.count("Booting worker") == 2 and server.is_listening(), 30)
+    wait_until(
+        lambda: server.log.count("Booting worker") == 2 and server.is_listening(), START_TIMEOUT_S
+    )
     server.process.send_signal(number)
     assert server.process.wait(30) == 0
     assert "Traceback" not in server.log
@@ -60,7 +62,7 @@ def test_variables_of_a_kubernetes_service_titopool_do_not_stop_the_start(start_
         "--num-front-ends", "1", "--endpoints", f"ipc://{tmp_path}/worker-0",
         TITOPOOL_WORKER_PORT="tcp://10.96.0.12:5555", TITOPOOL_SERVICE_HOST="10.96.0.12",
     )  # fmt: skip
-    wait_until(server.is_listening, 30, lambda: server.log)
+    wait_until(server.is_listening, START_TIMEOUT_S, lambda: server.log)
     assert "TITOPOOL_SERVICE_HOST, TITOPOOL_WORKER_PORT" in server.log
 
 

@@ -123,7 +123,9 @@ def test_workers_of_one_host_have_different_names(start_worker, log):
         start_worker(f"tcp://{address}")
     host = os.uname().nodename
     for name in (addresses[0].removeprefix("0.0.0.0:"), addresses[1].replace(":", "-")):
-        wait_until(lambda name=name: f"worker {host}-{name}: importing" in log.read_text(), 30)
+        wait_until(
+            lambda name=name: f"worker {host}-{name}: importing" in log.read_text(), START_TIMEOUT_S
+        )
 
 
 @pytest.mark.parametrize(

@@ -40,6 +40,33 @@ def exit_code_of(server: Server, within_s: float) -> int:
     return server.process.returncode
 
 
+def fail_and_generate(server: Server, prompt: str, key: str) -> list[str]:
+    """Sends a prompt in requests that succeed and fail; returns texts of the completions."""
+    headers = {"Authorization": f"Bearer {key}"}
+    model = server.get("/v1/models", headers=headers).json()["data"][0]["id"]
+    messages = [{"role": "user", "content": prompt}]
+    chat = {"model": model, "messages": messages, "max_tokens": 16}
+    texts = []
+    for path, body, status in [
+        ("/v1/chat/completions", chat, 200),
+        ("/v1/chat/completions", chat | {"stream": True}, 200),
+        ("/v1/chat/completions", chat | {"max_tokens": -1}, 400),
+        ("/generate/", {"prompts": [prompt], "max_tokens": 16}, 200),
+        ("/generate/", {"prompts": [prompt * 1000]}, 400),
+        ("/generate/", {"prompts": [prompt], prompt: 1}, 400),
+        ("/generate/", {"prompts": [prompt], "structured_outputs_regex": f"({prompt}"}, 400),
+    ]:
+        answer = server.post(path, body, headers=headers)
+        assert answer.status_code == status, answer.text
+        if status == 200 and path.startswith("/v1") and "stream" not in body:
+            texts.append(answer.json()["choices"][0]["message"]["content"])
+    assert server.get("/live", headers={"Authorization": f"{key}"}).status_code == 200
+    assert (
+        server.post("/generate/", {}, headers={"Authorization": f"Basic {key}"}).status_code == 401
+    )
+    return texts
+
+
 @pytest.mark.parametrize(
     "arguments, variables, parts",
     [
@@ -86,27 +113,35 @@ def test_an_unusable_run_dir_ends_the_start(start_server):
 
 
 def test_the_server_ends_with_its_supervisor(start_server):
-    server = start_server("--host", "::1")
+    keys = {"TITOPOOL_API_KEY": "a-marked-key", "TITOPOOL_ADMIN_KEY": "a-marked-key"}
+    server = start_server("--host", "::1", **keys)
     find = lambda: [one for one in descendants(server) if "workers.supervisor" in one.cmdline()]  # noqa: E731
     wait_until(find, 20)
     (supervisor,) = find()
-    wait_until(lambda: "importing" in server.log, 30)
+    wait_until(lambda: "importing" in server.log, START_TIMEOUT_S)
     children = descendants(server)
+    # Front ends need the keys; processes that run a model's code do not get them.
+    for child in [supervisor, *supervisor.children(recursive=True)]:
+        assert "a-marked-key" not in child.environ().values()
     supervisor.kill()
     assert server.process.wait(STOP_TIMEOUT_S) == 1
     wait_until_ended(children)
 
 
 def test_the_screen_shows_phases_and_greeting_until_ctrl_c(start_server, tiny_model, tmp_path):
-    server = start_server(tiny_model, *ENGINE_OPTIONS, "--run-dir", str(tmp_path / "run"))
+    key = {"TITOPOOL_API_KEY": "a-marked-key"}
+    server = start_server(tiny_model, *ENGINE_OPTIONS, "--run-dir", str(tmp_path / "run"), **key)
     wait_until(lambda: "Try it" in server.log, START_TIMEOUT_S, lambda: server.log[-3000:])
     log = server.log
     for text in ("importing", "loading (importing took", "warming (loading took", "ready (warming"):
         assert f"worker 0: {text}" in log
     # The command on the screen works when pasted into a shell.
     command = log.partition("Try it:")[2].strip()
-    pasted = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=60)
+    pasted = subprocess.run(
+        command, shell=True, capture_output=True, text=True, timeout=60, env=environment(**key)
+    )
     assert '"completion_ids":[[' in pasted.stdout
+    completions = fail_and_generate(server, "a-marked-prompt", "a-marked-key")
     children = descendants(server)
     server.process.send_signal(signal.SIGINT)
     assert server.process.wait(STOP_TIMEOUT_S) == 0
@@ -114,7 +149,11 @@ def test_the_screen_shows_phases_and_greeting_until_ctrl_c(start_server, tiny_mo
     # vLLM's own output goes to a file, not to the screen.
     assert "worker 0 | " not in server.log
     assert "Traceback" not in server.log
-    assert "INFO" in (tmp_path / "run" / "worker-0.log").read_text()
+    logs = "".join(path.read_text() for path in (tmp_path / "run").glob("worker-0.log*"))
+    assert "INFO" in logs
+    # No log has a prompt, a completion or a key.
+    for text in ("a-marked-prompt", "a-marked-key", *completions):
+        assert text not in server.log + logs
 
 
 def test_gunicorn_restarts_a_dead_worker_and_leaves_no_process_when_killed(tiny_model, tmp_path):

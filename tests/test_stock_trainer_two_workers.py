@@ -8,18 +8,7 @@ import pytest
 from tests.rl_trainer import InThread, StockTrainer, stock_trainer
 from tests.servers import START_TIMEOUT_S, Server, wait_until
 from tests.test_weights import phases, worker_pids
-from tests.trainer import tensors_of
 from tests.weights import assert_serves, states
-
-
-@pytest.fixture(scope="module")
-def own(tiny_model: str) -> list[tuple[str, Any]]:
-    return tensors_of(tiny_model)
-
-
-@pytest.fixture(scope="module")
-def other(other_model: str) -> list[tuple[str, Any]]:
-    return tensors_of(other_model)
 
 
 @pytest.fixture(autouse=True)

@@ -85,7 +85,7 @@ class Peer:
     def generate(self, job_id: int) -> None:
         ids = np.array([1, 2, job_id], np.int32).tobytes()
         job = Job(job_id, 1, ids, 1, 19, msgspec.Raw(encode_options(SamplingOptions())))
-        self.send(Generate(self.beats[-1].incarnation, [job]))
+        self.send(Generate.of_jobs(self.beats[-1].incarnation, [job]))
 
 
 @pytest.fixture
@@ -113,7 +113,7 @@ def test_a_worker_continues_after_numbers_that_it_cannot_encode(peer: Peer):
     for number in (2**64 - 1, 2**63, -1):
         peer.send(Drift(number, number))
         peer.send(Drift(1, 1))
-    peer.send(Generate(peer.beats[-1].incarnation, [
+    peer.send(Generate.of_jobs(peer.beats[-1].incarnation, [
         Job(job_id, 1, b"\1\0\0\0", 2**63, 2**64 - 1, msgspec.Raw(encode_options(SamplingOptions())))
         for job_id in (1, 2)
     ]))  # fmt: skip

@@ -11,7 +11,11 @@ from transformers import AutoTokenizer
 from tests.conftest import ENGINE_OPTIONS
 from tests.scripted_model import CALL, TALK, THOUGHT, make_scripted_model
 from tests.servers import START_TIMEOUT_S, Server, running_server, serve_process, wait_until
+from tests.trainers.published import AGAINST_VLLM, run_client
+from tests.trainers.test_verifiers import ROLLOUT
 from tests.trl_client import run_trl
+from tests.vllm_instead import instead
+from tests.vllm_serve import vllm_server
 
 QUESTION = [{"role": "user", "content": "What is tito?"}]
 SCHEMA = {
@@ -50,6 +54,14 @@ def scripted(tmp_path_factory: pytest.TempPathFactory):
     ids = make_scripted_model(folder)
     options = ("--tool-call-parser", "hermes", "--reasoning-parser", "qwen3", "--num-workers", "1")
     log = tmp_path_factory.mktemp("scripted-server") / "log"
+    if AGAINST_VLLM:
+        parsers = {"tool_call_parser": "hermes", "reasoning_parser": "qwen3"}
+        with vllm_server(
+            str(folder), log, enable_auto_tool_choice=True, enable_scale_out=True, **parsers
+        ) as url:
+            client = openai.OpenAI(base_url=url + "/v1", api_key="none", max_retries=0)
+            yield Scripted(instead(url), client, str(folder), ids)
+        return
     with running_server(
         str(folder), *options, *ENGINE_OPTIONS, "--num-front-ends", "1", log=log
     ) as server:
@@ -227,7 +239,9 @@ def test_a_conversation_continues_after_a_call(scripted: Scripted):
 
 
 # trl 0.29's client raises NotImplementedError for tools.
-@pytest.mark.parametrize("version, tools", [("0.29.1", None), ("1.9.2", [LOOK_UP])])
+@pytest.mark.parametrize(
+    "version, tools", [("0.29.1", None), ("1.9.2", [LOOK_UP]), ("1.16.0", [LOOK_UP])]
+)
 def test_trl_client_chats_with_tools(scripted: Scripted, version: str, tools):
     tokenizer = AutoTokenizer.from_pretrained(scripted.model)
     script = f"""
@@ -237,6 +251,11 @@ answer(client.chat(
 ))
 """
     answer = run_trl(version, scripted.server.url, script)
+    if version == "1.16.0":
+        # It calls OpenAI's route, whose tools templates get in vLLM's order.
+        function = LOOK_UP["function"]
+        in_order = {key: function[key] for key in ("name", "description", "parameters")}
+        tools = [{"type": "function", "function": in_order}]
     text = tokenizer.apply_chat_template(
         QUESTION, tools=tools, add_generation_prompt=True, tokenize=False
     )
@@ -244,6 +263,26 @@ answer(client.chat(
     assert answer["prompt_ids"] == [ids, ids]
     assert answer["completion_ids"] == [scripted.ids] * 4
     assert [len(one) for one in answer["logprobs"]] == [len(scripted.ids)] * 4
+
+
+def test_verifiers_training_client_calls_tools_between_turns(scripted: Scripted):
+    sampling = {"temperature": 0.1, "max_tokens": 20}
+    script = f"""
+answer(asyncio.run(rollouts(2, {sampling}, 3, tools=[{LOOK_UP}], renderer="Qwen3")))
+"""
+    for turns in run_client("verifiers", scripted.server.url, ROLLOUT + script, scripted.model):
+        assert [turn["bridged"] for turn in turns] == [False, True, True]
+        seen: list[int] = []
+        for turn in turns:
+            assert turn["prompt_ids"][: len(seen)] == seen
+            assert turn["completion_ids"] == scripted.ids
+            assert len(turn["logprobs"]) == len(scripted.ids)
+            assert turn["finish_reason"] == "tool_calls"
+            assert turn["message"]["reasoning_content"].strip() == THOUGHT
+            (call,) = turn["message"]["tool_calls"]
+            assert call["function"]["name"] == "look_up"
+            assert json.loads(call["function"]["arguments"]) == ARGUMENTS
+            seen = turn["prompt_ids"] + turn["completion_ids"]
 
 
 @pytest.mark.parametrize(

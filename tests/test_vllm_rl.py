@@ -305,7 +305,11 @@ def test_two_workers_receive_or_none(start_stub: StartStub, stub_server: StartSe
     good(server, "/start_weight_update")
     answer = server.post("/update_weights", {"update_info": TENSORS})
     assert answer.status_code == 504, answer.text
-    wait_until(lambda: set(states(server)) == {"closed"}, 20, lambda: str(states(server)))
+    # A worker that had not begun to receive keeps its side of the group.
+    wait_until(
+        lambda: "closed" in states(server) and set(states(server)) <= {"closed", "open"},
+        20, lambda: str(states(server)),
+    )  # fmt: skip
     assert label(server) == "0"
     assert server.generate([[1, 2]], max_tokens=2)["completion_ids"] == [[2, 1]]
 

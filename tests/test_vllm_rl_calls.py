@@ -7,7 +7,7 @@ import pytest
 from flask import Flask
 
 from app import create_app
-from app.http import auth, errors
+from app.http import auth, errors, request_ids
 from app.http.query import query_choice, query_flag
 from app.http.responses import json_response
 from app.routes.vllm_rl.statuses import never_repeated
@@ -24,6 +24,7 @@ from titopool.settings.config import ServerConfig
 
 def answer_of(handler: Callable[[], Any]) -> Any:
     app = Flask(__name__)
+    request_ids.init_app(app)
     errors.init_app(app)
     app.post("/x")(never_repeated(handler))
     return app.test_client().post("/x")
@@ -58,6 +59,9 @@ def test_all_routes_that_change_something_need_the_admin_key():
     open_posts = {
         "/generate/", "/chat/", "/get_sequence_logprobs/", "/tokenize/", "/detokenize/",
         "/v1/completions/", "/v1/chat/completions/", "/v1/chat/completions/tokens/",
+        "/inference/v1/generate/", "/inference/v1/abort_requests/",
+        "/v1/responses/", "/v1/messages/", "/v1/messages/count_tokens/",
+        "/v1/completions/render/", "/v1/chat/completions/render/",
     }  # fmt: skip
     for rule in app.url_map.iter_rules():
         if "POST" in (rule.methods or ()) and rule.rule not in open_posts:

@@ -396,10 +396,10 @@ def test_what_an_update_waits_for_is_shown_and_logged_once_a_stall(
         status = worker.engine.status
         status.update(is_joined=False, awaited={"rank": 1, "missing_ranks": [2, 3]})
         await worker.good(JoinGroup("s", "trl", "gloo", "127.0.0.1", 1, 0, 2))
-        await until(lambda: "rank 2, 3 to join the group" in caplog.text)
+        await until(lambda: "ranks 2, 3 to join the group" in caplog.text)
         found = {"ranks": [1], "missing_ranks": [2, 3]}
         assert await shown(worker) == {
-            **found, "message": "rank 1 waits for rank 2, 3 to join the group"
+            **found, "message": "rank 1 waits for ranks 2, 3 to join the group"
         }  # fmt: skip
         status.update(is_joined=True, awaited=None)
         await worker.good(AwaitStep("join", "s"))
@@ -777,3 +777,26 @@ def test_a_repeated_finish_step_outlives_many_pauses():
         assert await steps.wait("finish", "trl") == {"is": "there"}
 
     run(story)
+
+
+def test_an_update_from_a_folder_renews_a_pause_and_brings_its_label(tmp_path: Path):
+    folder = tmp_path / "root" / "weights"
+    folder.mkdir(parents=True)
+    steps = [
+        BeginFolder("f", 9, 1, str(folder), "step-9"), PrepareUpdate("f", "keep"), ApplyUpdate("f"),
+    ]  # fmt: skip
+
+    async def story(worker: Worker) -> None:
+        await worker.good(Pause("keep", 1000, is_renewed=True))
+        for step in steps:
+            # As if the rest of the lease had passed.
+            worker.control._pauses._set_lease("keep", 500)
+            await worker.good(step)
+            assert (await worker.good(GetStatus()))["lease_left_s"] > 500, step
+            if isinstance(step, PrepareUpdate):
+                await worker.good(AwaitStep("prepare", "f"))
+        assert (await worker.good(AwaitStep("apply", "f")))["version"] == 9
+        assert worker.control.weights.shown_label == "step-9"
+        assert "resume" not in worker.engine.calls
+
+    run(story, Worker(root=str(tmp_path / "root")))

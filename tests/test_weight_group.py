@@ -1,7 +1,9 @@
 """The rendezvous and the chunks, between workers' receivers and both kinds of trainers, over gloo."""
 
+import contextlib
 import pickle
 import random
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,7 +24,7 @@ from workers.in_model.receiving import group as workers_group
 from workers.in_model.receiving.group import Group, GroupArgs
 from workers.in_model.receiving.receiver import Receiver
 from workers.in_model.receiving.staging import Beside, InHost, InKvCache, KvCacheMemory
-from workers.in_model.weight_extension import WeightExtension
+from workers.in_model.weight_extension import LEAVE_TIMEOUT_S, WeightExtension
 
 CPU = torch.device("cpu")
 TIMEOUT_S = 60.0
@@ -62,6 +64,28 @@ def in_thread(do: Callable[[], Any]) -> Callable[[], Any]:
         return done[0]
 
     return result
+
+
+@pytest.mark.parametrize("answer", [b"", b"HTTP/1.1 400 Bad Request\r\n\r\n"])
+def test_a_receiver_leaves_an_address_that_is_no_store(
+    monkeypatch: pytest.MonkeyPatch, answer: bytes
+):
+    monkeypatch.setattr(workers_group, "ATTEMPT_S", 0.5)
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def refuse_all() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    connection, _ = listening.accept()
+                    connection.sendall(answer)
+                    connection.close()
+
+        threading.Thread(target=refuse_all, daemon=True).start()
+        receiver = receiver_of(listening.getsockname()[1], 1, 2)
+        assert not receiver.has_ended(0.1)
+        receiver.close()
+        # Before `CannotLeave`, with which the worker would restart.
+        assert receiver.has_ended(LEAVE_TIMEOUT_S)
 
 
 def random_tensors(seed: int) -> list[tuple[str, Any]]:
@@ -228,7 +252,7 @@ def test_a_receiver_can_be_closed_in_a_broadcast_and_writes_nothing_afterwards(r
     staging = InKvCache(KvCacheMemory(kv_cache), CPU)
     assert staging.reserve(chunks, 0)
     receiver.announce(chunks, staging)
-    wait_until(lambda: awaited(receiver)["tensor"] == "a", SOON_S)
+    wait_until(lambda: awaited(receiver).get("tensor") == "a", SOON_S)
     # Both are being received.
     wait_until(lambda: not staging._reserved, SOON_S)
     receiver.close()

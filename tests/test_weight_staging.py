@@ -212,7 +212,7 @@ class CountingSender(Sender):
         super().start(buffer)
 
 
-def test_chunks_are_handed_on_one_by_one_and_at_most_two_are_in_memory():
+def test_chunks_are_handed_on_one_by_one_and_only_the_next_one_comes_during_a_load():
     chunks = plan_chunks(tensors(*IN_PLACE[:3]), 0)
     staging, sender = InPlace(CPU, chunks), CountingSender()
     thread = received_in_thread(staging, chunks, sender)

@@ -13,8 +13,9 @@ import zmq
 from app.outputs.token_arrays import json_reply, nested_logprobs
 from app.pool.discovery import is_named, look_up
 from titopool.errors import ConfigError
+from titopool.settings.sampling import SamplingOptions, encode_options
 from titopool.wire import messages
-from titopool.wire.messages import Completed, Completion, Logprobs
+from titopool.wire.messages import Completed, Completion, Job, Logprobs
 from titopool.wire.sockets import MAX_IPC_PATH_BYTES, read_curve_key, worker_endpoint
 from workers.engine.packing import pack_logprobs
 
@@ -54,7 +55,9 @@ def test_the_sampled_token_is_sorted_in_and_appears_once():
     flat = Flat()
     flat.add((7, -0.5, 2), (3, -0.25, 1), (7, -0.5, 2))
     flat.add((9, -4.0, 40), (3, -0.5, 1), (2, -1.0, 2))
-    values, ids = unpacked(pack_logprobs(flat, int32(7, 9)))
+    packed = pack_logprobs(flat, int32(7, 9))
+    assert packed.ranks == int32(2, 40)
+    values, ids = unpacked(packed)
     assert ids == [[3, 7], [3, 2, 9]]
     assert values == [[-0.25, -0.5], [-0.5, -1.0, -4.0]]
 
@@ -67,7 +70,7 @@ def test_one_entry_per_token_needs_no_counts_and_sampled_tokens_no_ids(sent, ids
     flat.add((7, -0.5, 1))
     flat.add((8, float("nan"), 1))
     packed = pack_logprobs(flat, int32(*sent))
-    assert (packed.token_ids, packed.counts) == (ids, b"")
+    assert (packed.token_ids, packed.counts, packed.ranks) == (ids, b"", int32(1, 1))
     assert unpacked(packed, int32(*sent))[1] == [[7], [8]]
 
 
@@ -75,7 +78,8 @@ def test_a_sampled_token_that_is_always_the_top_one_needs_no_ids():
     flat = Flat()
     flat.add((7, -0.5, 1), (7, -0.5, 1))
     flat.add((8, -0.25, 1), (8, -0.25, 1))
-    assert pack_logprobs(flat, int32(7, 8)) == Logprobs(np.float32([-0.5, -0.25]).tobytes())
+    values = np.float32([-0.5, -0.25]).tobytes()
+    assert pack_logprobs(flat, int32(7, 8)) == Logprobs(values, ranks=int32(1, 1))
 
 
 def test_packing_agrees_with_a_plain_sort_on_random_positions():
@@ -151,3 +155,23 @@ def test_host_names_are_resolved_and_addresses_are_not():
     assert not is_named("tcp://[::1]:5555")
     assert not is_named("ipc:///tmp/x")
     assert "tcp://127.0.0.1:5555" in look_up("tcp://localhost:5555")
+
+
+def test_options_travel_once_for_all_jobs():
+    options = [
+        msgspec.Raw(encode_options(SamplingOptions(extra_args={"a": letter * 10_000})))
+        for letter in "ab"
+    ]
+    jobs = [Job(number, 1, b"\1\0\0\0", 1, 2, options[number % 2]) for number in range(100)]
+    frame = messages.encode(messages.Generate.of_jobs("x", jobs))
+    assert len(frame) < 40_000
+    # The front end's jobs keep their options: another worker may need them.
+    assert all(job.sampling is options[number % 2] for number, job in enumerate(jobs))
+    message = messages.decode_to_worker(frame)
+    assert isinstance(message, messages.Generate)
+    received = message.whole_jobs()
+    assert [bytes(job.sampling) for job in received] == [bytes(job.sampling) for job in jobs]
+    assert len({id(job.sampling) for job in received}) == 2
+    broken = messages.Generate("x", jobs[:1], [])
+    with pytest.raises((IndexError, msgspec.DecodeError)):
+        broken.whole_jobs()

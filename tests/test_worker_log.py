@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.servers import REPOSITORY, environment, kill_all, wait_until
+from tests.servers import REPOSITORY, START_TIMEOUT_S, environment, kill_all, wait_until
 from workers.supervisor import worker_log
 from workers.supervisor.worker_log import WorkerLog, error_text
 
@@ -34,7 +34,7 @@ class Supervised:
         return path.read_text() if path.exists() else ""
 
     def wait_for(self, text: str) -> None:
-        wait_until(lambda: text in self.screen, 60, lambda: self.screen + self.log())
+        wait_until(lambda: text in self.screen, START_TIMEOUT_S, lambda: self.screen + self.log())
 
     def stop(self) -> None:
         """Stops the supervisor, and with it its parent."""

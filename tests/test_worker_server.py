@@ -12,6 +12,7 @@ from titopool.settings.config import ServerConfig
 from titopool.wire.messages import Completed, Failed, Job
 from workers.engine.base import Generated
 from workers.engine.versions import Versions
+from workers.serving.apart import ApartGroups
 from workers.serving.jobs import FrontEnd
 from workers.serving.server import WorkerServer
 
@@ -107,3 +108,26 @@ def test_a_worker_that_was_blocked_drops_no_front_end(monkeypatch: pytest.Monkey
         return was_known[0]
 
     assert asyncio.run(story())
+
+
+def test_jobs_that_run_apart_take_turns():
+    async def story() -> None:
+        groups = ApartGroups()
+        first = groups.add(2, b"a", "token")
+        (second,) = groups.add(1, b"b", "end")
+        waiting = asyncio.ensure_future(second.wait())
+        await asyncio.wait_for(first[1].wait(), 1)
+        assert (groups.of_others(b"a"), groups.of_others(b"b")) == ("", "token")
+        first[0].has_token()
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        for _ in range(2):
+            first[1].end()
+        await asyncio.wait_for(waiting, 1)
+        # The second group runs until its end.
+        second.has_token()
+        assert (groups.of_others(b"a"), groups.of_others(b"b")) == ("end", "")
+        second.end()
+        assert groups.of_others(b"a") == ""
+
+    asyncio.run(story())

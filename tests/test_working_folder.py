@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import ENGINE_OPTIONS
-from tests.servers import wait_until
+from tests.servers import START_TIMEOUT_S, wait_until
 from titopool import launch
 
 NAMES = ["app.py", "app/__init__.py", "workers/__init__.py", "titopool/__init__.py", "json.py"]
@@ -24,8 +24,8 @@ def fill(folder: Path, names: list[str]) -> Path:
 @pytest.mark.parametrize("name", NAMES)
 def test_a_module_of_the_working_folder_is_not_imported(start_server, tmp_path, name):
     server = start_server(folder=fill(tmp_path / "user", [name]))
-    wait_until(lambda: "worker 0: importing" in server.log, 60, lambda: server.log)
-    wait_until(server.is_listening, 30, lambda: server.log)
+    wait_until(lambda: "worker 0: importing" in server.log, START_TIMEOUT_S, lambda: server.log)
+    wait_until(server.is_listening, START_TIMEOUT_S, lambda: server.log)
     server.process.terminate()
     assert server.process.wait(30) == 0
     assert "was imported" not in server.log
@@ -35,8 +35,8 @@ def test_packages_in_pythonpath_do_not_replace_titopool_s(start_server, tmp_path
     user = fill(tmp_path / "user", ["app.py", "workers/__init__.py"])
     # Placed first. An empty entry, as `PYTHONPATH=$PYTHONPATH:…` leaves, means the working folder.
     server = start_server(folder=fill(tmp_path, ["json.py"]), PYTHONPATH=f"{user}:")
-    wait_until(lambda: "worker 0: importing" in server.log, 60, lambda: server.log)
-    wait_until(server.is_listening, 30, lambda: server.log)
+    wait_until(lambda: "worker 0: importing" in server.log, START_TIMEOUT_S, lambda: server.log)
+    wait_until(server.is_listening, START_TIMEOUT_S, lambda: server.log)
     server.process.terminate()
     assert server.process.wait(30) == 0
     assert "was imported" not in server.log
@@ -80,7 +80,7 @@ def test_a_relative_endpoint_and_key_file_are_in_the_working_folder(
     server = start_server(
         "--endpoints", "tcp://127.0.0.1:9", "--curve-key-file", "key", folder=tmp_path
     )  # fmt: skip
-    wait_until(server.is_listening, 30, lambda: server.log)
+    wait_until(server.is_listening, START_TIMEOUT_S, lambda: server.log)
     assert (tmp_path / "key").is_file()
 
 

@@ -33,7 +33,10 @@ def forks(version: str) -> Forks:
     return Forks(*MODULES, PYTHONPATH=str(folder), HF_HUB_OFFLINE="1")
 
 
-def run_trl(version: str, url: str, script: str) -> Any:
-    """The value that `script` passes to `answer(…)`; its `client` is connected to `url`."""
-    printed = forks(version).run(PREAMBLE + script, url, version)
+def run_trl(version: str, url: str, script: str, *arguments: str) -> Any:
+    """The value that `script` passes to `answer(…)`.
+
+    It has `client`, connected to `url`, and `arguments` in `sys.argv[3:]`.
+    """
+    printed = forks(version).run(PREAMBLE + script, url, version, *arguments)
     return json.loads(printed.splitlines()[-1])

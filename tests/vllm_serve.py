@@ -27,13 +27,16 @@ CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{
 
 
 @contextmanager
-def vllm_server(model: str, log: Path) -> Iterator[str]:
-    """Starts vLLM's server of `model` with titopool's engine settings; yields its URL."""
+def vllm_server(model: str, log: Path, **more: Any) -> Iterator[str]:
+    """Starts vLLM's server of `model` with titopool's engine settings; yields its URL.
+
+    `more`: further options of vLLM.
+    """
     options: dict[str, Any] = {
         "dtype": "float32", "max_model_len": 512, "max_num_seqs": 16, "enforce_eager": True,
         "gpu_memory_utilization": 0.3, "max_logprobs": 128,
         # As titopool's default; vLLM's default ignores temperature and penalties.
-        "logprobs_mode": "processed_logprobs",
+        "logprobs_mode": "processed_logprobs", **more,
     }  # fmt: skip
     environ = engine_environment(on_cpu=not visible_gpus())
     with running(VllmServe(), Engine(model, options), environ, log) as server:
@@ -174,6 +177,15 @@ WHOLE_BODIES: dict[str, tuple[str, dict[str, Any]]] = {
         COMPLETIONS, {"prompt": IDS, "prompt_logprobs": 1, "return_tokens_as_token_ids": True},
     ),
     "prompt-logprobs-of-several": (COMPLETIONS, {"prompt": [IDS, [7]], "prompt_logprobs": 1}),
+    "echo": (COMPLETIONS, {"prompt": IDS, "echo": True, "return_token_ids": False}),
+    "echo-logprobs": (
+        COMPLETIONS,
+        {"prompt": f"A {BIRDS}.", "echo": True, "return_token_ids": False, "logprobs": 2},
+    ),
+    "echo-logprobs-of-several": (
+        COMPLETIONS,
+        {"prompt": [IDS, [7]], "echo": True, "return_token_ids": False, "logprobs": 1},
+    ),
     "prompt-logprobs-of-a-chat": (CHATS, {"prompt_logprobs": 1}),
 }  # fmt: skip
 

@@ -7,7 +7,9 @@
     │   ├── InvalidImage                  400  invalid_image
     │   └── ImageMismatch                 400  image_mismatch
     ├── Unauthorized                      401  invalid_api_key
+    ├── ForeignPage                       403  foreign_page
     ├── ModelNotFound                     404  model_not_found
+    ├── BodyTooSlow                       408  body_too_slow
     ├── Conflict                          409  conflict
     ├── BodyTooLarge                      413  body_too_large
     ├── QueueFull                         429  queue_full
@@ -25,12 +27,15 @@ the client. An unexpected exception becomes an `internal_error` without its text
 
 from typing import ClassVar
 
+# Characters. A message may repeat what a client sent; its remedy stands at the end.
+MAX_MESSAGE = 4_000
+
 
 class TitopoolError(Exception):
     """Base of all errors that are sent to a client.
 
     Args:
-        message: what was expected, what came and what to do.
+        message: what was expected, what came and what to do; the middle of a long one is left out.
         param: the field of the body that is wrong.
         retry_after_s: seconds for the header Retry-After.
     """
@@ -41,6 +46,11 @@ class TitopoolError(Exception):
     type: ClassVar[str] = "server_error"
 
     def __init__(self, message: str, *, param: str | None = None, retry_after_s: int | None = None):
+        if len(message) > MAX_MESSAGE:
+            half = MAX_MESSAGE // 2
+            message = (
+                f"{message[:half]} [… {len(message) - 2 * half} characters …] {message[-half:]}"
+            )
         super().__init__(message)
         self.message = message
         self.param = param
@@ -98,11 +108,27 @@ class Unauthorized(TitopoolError):
     type = "authentication_error"
 
 
+class ForeignPage(TitopoolError):
+    """A web page of another site made the request, and the server requires no key."""
+
+    status = 403
+    code = "foreign_page"
+    type = "permission_error"
+
+
 class ModelNotFound(TitopoolError):
     """The body names a model that this server does not serve."""
 
     status = 404
     code = "model_not_found"
+    type = "invalid_request_error"
+
+
+class BodyTooSlow(TitopoolError):
+    """The client sends its body more slowly than the server waits for it."""
+
+    status = 408
+    code = "body_too_slow"
     type = "invalid_request_error"
 
 

@@ -1,7 +1,8 @@
 """Environment variables and default options of vLLM, set before vLLM is imported.
 
 The user's own settings of vLLM have precedence. Variables of other distributed launchers are
-removed: with them, vLLM would try to join a process group that does not exist.
+removed: with them, vLLM would try to join a process group that does not exist. Clients' keys are
+removed too, so that a model's code does not find them.
 """
 
 import os
@@ -9,7 +10,7 @@ import sys
 from collections.abc import MutableMapping
 from typing import Any
 
-from titopool.settings.config import ServerConfig
+from titopool.settings.config import SECRET_VARIABLES, ServerConfig
 
 # Set by torchrun, accelerate or a trainer that starts the server.
 LAUNCHER_VARIABLES = (
@@ -24,7 +25,7 @@ def prepare_environment(environ: MutableMapping[str, str], *, on_cpu: bool) -> N
     if sys.flags.safe_path:
         # Also for the processes that vLLM starts with `python -m` to inspect a model.
         environ["PYTHONSAFEPATH"] = "1"
-    for name in LAUNCHER_VARIABLES:
+    for name in (*LAUNCHER_VARIABLES, *SECRET_VARIABLES):
         environ.pop(name, None)
     environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     # On CPUs, vLLM logs many warnings about missing GPU features.

@@ -59,10 +59,57 @@ INTERNALS = (
         "names the request and the completion of each count",
     ),
     Internal(
+        "engine/first_tokens.py",
+        "vllm.v1.engine.output_processor:RequestState",
+        ("external_req_id", "parent_req", "is_prefilling"),
+        "tells which requests have their first token, for blame when an engine dies",
+    ),
+    Internal(
         "engine/weights.py",
         "vllm.v1.engine.detokenizer:IncrementalDetokenizer",
         ("num_output_tokens",),
         "counts a completion's tokens",
+    ),
+    Internal(
+        "engine/sampling.py",
+        "vllm.sampling_params:SamplingParams",
+        ("_validate_structured_outputs(model_config, structured_outputs_config, tokenizer)",),
+        "replaced: a grammar is not checked again for each request",
+    ),
+    Internal(
+        "engine/grammars/process.py",
+        "vllm.sampling_params:SamplingParams",
+        ("_validate_structured_outputs(model_config, structured_outputs_config, tokenizer)",),
+        "checks a grammar in its trial",
+    ),
+    Internal(
+        "engine/grammars/trials.py",
+        "vllm.sampling_params:StructuredOutputsParams",
+        ("_backend",),
+        "tells that a grammar has passed",
+    ),
+    Internal(
+        "engine/grammars/process.py",
+        "vllm.v1.structured_output:StructuredOutputManager",
+        ("(vllm_config)", "grammar_init(request)", "backend", "_use_async_grammar_compilation"),
+        "compiles a grammar in its trial as the engine does",
+    ),
+    Internal(
+        "engine/grammars/process.py",
+        "vllm.v1.structured_output.request:StructuredOutputRequest",
+        ("from_sampling_params(sampling_params)", "grammar"),
+        "compiles a grammar in its trial as the engine does",
+    ),
+    Internal(
+        "engine/grammars/process.py",
+        "vllm.v1.structured_output.backend_types:StructuredOutputGrammar",
+        (
+            "fill_bitmask",
+            "accept_tokens(request_id, tokens)",
+            "is_terminated",
+            "reset",
+        ),
+        "computes masks in a grammar's trial",
     ),
     Internal(
         "engine/parsing.py",
@@ -127,6 +174,23 @@ INTERNALS = (
         "vllm.logprobs:FlatLogprobs",
         ("start_indices", "end_indices", "token_ids", "logprobs", "ranks"),
         "filled and read in place",
+    ),
+    Internal(
+        "in_model/vllm_fixes.py",
+        "vllm.v1.worker.gpu_input_batch:InputBatch",
+        (
+            "add_request(request)",
+            "swap_states(i1, i2)",
+            "allowed_token_ids_mask_cpu_tensor",
+            "has_allowed_token_ids",
+        ),
+        "repaired: masks of allowed ids stay with their requests",
+    ),
+    Internal(
+        "in_model/vllm_fixes.py",
+        "vllm.lora.layers.base:BaseLayerWithLoRA",
+        (),
+        "extended where it cannot load weights",
     ),
     Internal(
         "engine/packing.py",

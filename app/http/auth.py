@@ -1,37 +1,50 @@
 """Checks the header `Authorization: Bearer KEY`, as the openai package sends it."""
 
-import hmac
+from flask import Flask, g, request
 
-from flask import Flask, request
-
+from app.http.keys import Keys
 from titopool.errors import Unauthorized
 
 # Probes of container platforms send no key.
 OPEN_ENDPOINTS = {"health.health", "health.live", "health.ready"}
 # The blueprints of all routes that change the model or pause generation.
-ADMIN_BLUEPRINTS = {"weights", "vllm_rl"}
+ADMIN_BLUEPRINTS = {"weights", "vllm_rl", "sglang"}
+_SCHEME = b"Bearer "
 
 
-def init_app(app: Flask, api_key: str, admin_key: str) -> None:
-    """Requires `admin_key` on administrative routes and `api_key` on all others but health.
+def init_app(app: Flask, keys: Keys) -> None:
+    """Requires a key on all routes but health; an administrator's on administrative routes.
 
-    An empty `api_key` protects no route. An empty `admin_key` means that `api_key` protects the
-    administrative routes too. The `admin_key` opens all routes.
+    Without `api_key` and `api_key_file`, no key is required but on administrative routes. Without
+    `admin_key` and `api_key_file`, `api_key` opens these. An administrator's key opens all routes.
     """
 
     @app.before_request
     def check_key() -> None:
-        endpoint = request.endpoint or ""
-        is_admin = bool(admin_key) and endpoint.partition(".")[0] in ADMIN_BLUEPRINTS
-        expected = admin_key if is_admin else api_key
-        if not expected or endpoint in OPEN_ENDPOINTS:
-            return
         given = request.headers.get("Authorization", "").encode("latin-1", "replace")
-        keys = [f"Bearer {key}".encode() for key in (expected, admin_key) if key]
-        if not any(hmac.compare_digest(given, key) for key in keys):
-            name = "admin_key" if is_admin else "key"
+        key = keys.find(given.removeprefix(_SCHEME)) if given.startswith(_SCHEME) else None
+        g.key_name = key.name if key else ""
+        endpoint = request.endpoint or ""
+        needs_admin = keys.guard_administration and endpoint.partition(".")[0] in ADMIN_BLUEPRINTS
+        g.sees_details = bool(key) or not keys.guard_generation
+        if endpoint in OPEN_ENDPOINTS or not (needs_admin or keys.guard_generation):
+            return
+        if key is None or (needs_admin and not key.is_admin):
+            name = "admin_key" if needs_admin else "key"
+            which = "admin_key, or one marked `admin` in api_key_file" if needs_admin else "its key"
             came = "another key" if given else "no Authorization header"
             raise Unauthorized(
-                f"expected the header 'Authorization: Bearer <{name}>', got {came}; send the key "
-                "that the server was started with"
+                f"expected the header 'Authorization: Bearer <{name}>', got {came}; ask "
+                f"the server's operator for {which}"
             )
+
+
+def key_name() -> str:
+    """The name of the current request's key; "" if it has none or an unknown one."""
+    name: str = g.get("key_name", "")
+    return name
+
+
+def sees_details() -> bool:
+    """Whether the current request may see addresses and processes of the server."""
+    return bool(g.get("sees_details", False))

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import gevent
-from flask import Flask, Response, request
+from flask import Flask, Response, has_request_context, request
 from gevent.monkey import get_original
 
 # File descriptors for sockets to the workers, logs and libraries.
@@ -50,6 +50,11 @@ def init_app(app: Flask, timeout_s: float) -> None:
             # Between two requests, gunicorn's `keepalive` applies.
             response.call_on_close(lambda: client.settimeout(None))
         return response
+
+
+def current_client() -> socket.socket | None:
+    """The connection of the current request; None outside of one and under Flask's test client."""
+    return request.environ.get("gunicorn.socket") if has_request_context() else None
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from typing import Any
 
 import gunicorn.util
 import orjson
-from flask import Flask, Response, request
+from flask import Flask, Response, g, request
 from gunicorn.http.errors import ParseException
 from werkzeug.exceptions import HTTPException, RequestEntityTooLarge
 
@@ -24,6 +24,7 @@ def init_app(app: Flask) -> None:
     app.register_error_handler(RequestEntityTooLarge, _too_large)
     app.register_error_handler(HTTPException, _http_error)
     app.register_error_handler(ParseException, _unreadable_body)
+    app.register_error_handler(RecursionError, _too_deep)
     app.register_error_handler(Exception, _unexpected)
     gunicorn.util.write_error = write_parser_error
 
@@ -68,6 +69,14 @@ def _unreadable_body(error: Exception) -> Response:
     )
 
 
+def _too_deep(error: Exception) -> Response:
+    # The handlers' own calls are few: only what a client nested can be this deep. Where that begins
+    # depends on the calls that a field passes.
+    return _error_response(
+        InvalidRequest("expected JSON with fewer levels, got more than this server can read")
+    )
+
+
 def write_parser_error(client: Any, status: int, reason: str, message: str) -> None:
     """Answers a request whose head gunicorn cannot parse; replaces gunicorn's HTML page.
 
@@ -84,7 +93,7 @@ def write_parser_error(client: Any, status: int, reason: str, message: str) -> N
 
 
 def _unexpected(error: Exception) -> Response:
-    logger.exception("%s %s failed", request.method, request.path)
+    logger.exception("%s %s failed, request %s", request.method, request.path, g.get("request_id"))
     return _error_response(
         TitopoolError("the front end failed on this request; its log has the reason")
     )

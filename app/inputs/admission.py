@@ -1,11 +1,15 @@
 """An admitted request: what its checks and its generation need."""
 
-from collections.abc import Callable
+import socket
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from app.inputs.tokenizer import TokenizerLoader
+from app.http.budget import Reservation
+from app.http.request_ids import adopt
+from app.inputs.chat_template import Chat, length_of, render_all
+from app.inputs.tokenizer import TokenizerLoader, batches_of, encode_all
 from app.pool.link import Link
 from titopool.deadline import Deadline
 from titopool.errors import ModelNotFound
@@ -14,6 +18,13 @@ from titopool.wire.commands import GetStatus
 from titopool.wire.messages import WorkerFacts
 
 Result = TypeVar("Result")
+# Characters of a session's id that count, which bounds the time to hash it.
+SESSION_LENGTH = 256
+
+
+def session_key(session_id: str | None) -> str:
+    """What routing uses of a session's id; "" for none."""
+    return (session_id or "")[:SESSION_LENGTH]
 
 
 @dataclass(frozen=True)
@@ -30,12 +41,68 @@ class Admission:
     at_end: ExitStack
     # The client's id of the request, else one that is made here.
     client_id: str = ""
+    # The client's session; "": none. Requests of a session prefer the same worker.
+    session: str = ""
+    # The client's connection; None under Flask's test client.
+    client: socket.socket | None = None
+    # What the request has taken of the front end's memory budget.
+    reservation: Reservation | None = None
+    # The name of the client's key; "": none.
+    key_name: str = ""
 
-    def use_tokenizer(self, function: Callable[..., Result], *arguments: Any) -> Result:
-        """Runs `function(tokenizer, *arguments)` in the tokenizer's thread."""
+    def identified(self, request_id: str | None, session_id: str | None) -> "Admission":
+        """The admission with the ids of a body: a header's request id wins over the body's, the
+        body's session over a header's."""
+        session = session_key(session_id) or self.session
+        return replace(self, client_id=adopt(request_id), session=session)
+
+    def keep_memory(self, num_bytes: int) -> None:
+        """Sets what the request takes, beside the text of its body, to `num_bytes`."""
+        if self.reservation is not None:
+            self.reservation.keep(self.reservation.num_body_bytes + num_bytes)
+
+    def use_tokenizer(
+        self, function: Callable[..., Result], *arguments: Any, size: int = 0
+    ) -> Result:
+        """Runs `function(tokenizer, *arguments)` in the tokenizer's thread.
+
+        Args:
+            size: characters or tokens of the arguments.
+
+        Raises:
+            TitopoolError: as `TokenizerLoader.use`.
+        """
         return self.tokenizer.use(
-            function, *arguments, facts=self.facts, timeout_s=self.deadline.left_s
-        )
+            function, *arguments,
+            facts=self.facts, timeout_s=self.deadline.left_s, size=size,
+            client=self.client,
+        )  # fmt: skip
+
+    def encode(
+        self,
+        texts: Sequence[str],
+        locations: Sequence[str],
+        *,
+        with_special_tokens: bool = True,
+        is_truncated: bool = False,
+    ) -> list[list[int]]:
+        """The token ids of each text, as `encode_all`; long lists in several turns."""
+        ids = []
+        for batch, size in batches_of([len(text) for text in texts]):
+            ids += self.use_tokenizer(
+                encode_all, texts[batch], locations[batch], self.facts.max_model_len,
+                with_special_tokens, is_truncated, size=size,
+            )  # fmt: skip
+        return ids
+
+    def render(self, chats: Sequence[Chat], *, is_truncated: bool = False) -> list[list[int]]:
+        """The token ids of each conversation, as `render_all`; long lists in several turns."""
+        ids = []
+        for batch, size in batches_of([length_of(chat) for chat in chats]):
+            ids += self.use_tokenizer(
+                render_all, chats[batch], self.facts.max_model_len, is_truncated, size=size
+            )
+        return ids
 
     def adapter_named(self, name: str | None, param: str = "model") -> str:
         """The LoRA adapter that a body requests by `name`; "" for the base model.

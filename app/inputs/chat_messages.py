@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from app.schemas.generation import Message
+from app.time_slices import sharing_time
 from titopool.errors import InvalidRequest
 
 logger = logging.getLogger(__name__)
@@ -45,10 +46,18 @@ def read_conversation(
                 if isinstance(part, dict) and str(part.get("type")).startswith("image"):
                     _read_part(part, location, images)
         return Conversation(messages, images)
+    # Locations of tool calls whose arguments are malformed.
+    malformed: list[str] = []
     read = [
-        _read_message(message, f"{location}[{index}]", images)
-        for index, message in enumerate(messages)
+        _read_message(message, f"{location}[{index}]", images, malformed)
+        for index, message in enumerate(sharing_time(messages))
     ]
+    if malformed:
+        # One line: a body may have a million of them.
+        logger.warning(
+            "arguments of %d tool calls are no JSON objects; rendered as {}; the first is %s",
+            len(malformed), malformed[0],
+        )  # fmt: skip
     return Conversation(read, images)
 
 
@@ -96,7 +105,9 @@ def _text_of(content: Any) -> str:
     return content or ""
 
 
-def _read_message(message: Message, location: str, images: list[str]) -> Message:
+def _read_message(
+    message: Message, location: str, images: list[str], malformed: list[str]
+) -> Message:
     if not isinstance(message.get("role"), str):
         raise _wrong(f"{location}.role", "a string", message.get("role"))
     read = dict(message)
@@ -106,7 +117,7 @@ def _read_message(message: Message, location: str, images: list[str]) -> Message
     elif isinstance(content, list):
         read["content"] = [
             _read_part(part, f"{location}.content[{index}]", images)
-            for index, part in enumerate(content)
+            for index, part in enumerate(sharing_time(content))
         ]
     elif content is not None:
         raise _wrong(f"{location}.content", "a string or a list of parts", content)
@@ -115,7 +126,9 @@ def _read_message(message: Message, location: str, images: list[str]) -> Message
     elif message["role"] == "tool":
         _join_tool_result(read)
     if message.get("tool_calls"):
-        read["tool_calls"] = _read_tool_calls(message["tool_calls"], f"{location}.tool_calls")
+        read["tool_calls"] = _read_tool_calls(
+            message["tool_calls"], f"{location}.tool_calls", malformed
+        )
     return read
 
 
@@ -161,12 +174,16 @@ def _read_part(part: Any, location: str, images: list[str]) -> dict[str, str]:
     )
 
 
-def _read_tool_calls(calls: Any, location: str) -> list[dict[str, Any]]:
-    """Tool calls with `arguments` as an object, which templates expect; clients send JSON text."""
+def _read_tool_calls(calls: Any, location: str, malformed: list[str]) -> list[dict[str, Any]]:
+    """Tool calls with `arguments` as an object, which templates expect; clients send JSON text.
+
+    Args:
+        malformed: gets the location of each call whose arguments are no object.
+    """
     if not isinstance(calls, list):
         raise _wrong(location, "a list", calls)
     read = []
-    for index, call in enumerate(calls):
+    for index, call in enumerate(sharing_time(calls)):
         function = call.get("function") if isinstance(call, dict) else None
         if not isinstance(function, dict):
             raise _wrong(f"{location}[{index}].function", "an object", function)
@@ -178,9 +195,7 @@ def _read_tool_calls(calls: Any, location: str) -> list[dict[str, Any]]:
                 arguments = None
             if not isinstance(arguments, dict):
                 # The model wrote invalid JSON. The conversation must be able to continue.
-                logger.warning(
-                    "%s[%d]: arguments are no JSON object; rendered as {}", location, index
-                )
+                malformed.append(f"{location}[{index}]")
         is_object = isinstance(arguments, dict)
         read.append({**call, "function": {**function, "arguments": arguments if is_object else {}}})
     return read

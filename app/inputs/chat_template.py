@@ -1,10 +1,12 @@
 """Renders messages with the model's chat template, in the tokenizer's thread."""
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from app.inputs.chat_messages import join_text_parts, merge_developer_into_system
+from app.inputs.tokenizer import encode_all
 from app.schemas.generation import Message
 from titopool.errors import InvalidRequest, TitopoolError
 
@@ -53,10 +55,27 @@ class Chat:
             )
 
 
-def render_all(tokenizer: Any, chats: list[Chat]) -> list[list[int]]:
+def length_of(chat: Chat) -> int:
+    """Characters of a conversation's texts."""
+    contents = [message.get("content") for message in chat.messages]
+    return len(contents) + sum(
+        len(content)
+        if isinstance(content, str)
+        else sum(len(part.get("text", "")) for part in content or ())
+        for content in contents
+    )
+
+
+def render_all(
+    tokenizer: Any, chats: Sequence[Chat], max_model_len: int, is_truncated: bool = False
+) -> list[list[int]]:
     """The token ids of each conversation, with the special tokens that the template writes.
 
+    Args:
+        is_truncated: as in `encode_all`.
+
     Raises:
+        PromptTooLong: as `encode_all`.
         InvalidRequest: the model has no chat template, or the template refuses a conversation.
     """
     if not getattr(tokenizer, "chat_template", None):
@@ -66,8 +85,8 @@ def render_all(tokenizer: Any, chats: list[Chat]) -> list[list[int]]:
         )
     reads_parts = _accepts_parts(tokenizer)
     texts = [_render(tokenizer, chat, reads_parts) for chat in chats]
-    ids: list[list[int]] = tokenizer(texts, add_special_tokens=False)["input_ids"]
-    return ids
+    locations = [chat.location for chat in chats]
+    return encode_all(tokenizer, texts, locations, max_model_len, False, is_truncated)
 
 
 def _render(tokenizer: Any, chat: Chat, reads_parts: bool) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 import gevent
 
 from app.inputs.chat_messages import read_conversation
-from app.inputs.chat_template import Chat, render_all
+from app.inputs.chat_template import Chat, length_of, render_all
 from app.inputs.tokenizer import TokenizerLoader
 from app.inputs.tools import Tools, make_chat
 from app.pool.link import Link
@@ -59,16 +59,23 @@ class DriftWatch:
         placeholders = frozenset(facts.images.placeholder_ids if facts.images else ())
         try:
             messages = read_conversation(fields.messages, "messages").messages
+            chat = make_chat(fields, messages, tools)
             return self._tokenizer.use(
-                _compare, make_chat(fields, messages, tools), fields.tokens or [], placeholders,
-                facts=facts, timeout_s=TIMEOUT_S,
+                _compare, chat, fields.tokens or [], placeholders, facts.max_model_len,
+                facts=facts, timeout_s=TIMEOUT_S, size=length_of(chat),
             )  # fmt: skip
         except InvalidRequest as error:
             return f"the messages cannot be rendered: {error}"
 
 
-def _compare(tokenizer: Any, chat: Chat, tokens: list[int], placeholders: frozenset[int]) -> str:
-    (rendered,) = render_all(tokenizer, [chat])
+def _compare(
+    tokenizer: Any,
+    chat: Chat,
+    tokens: list[int],
+    placeholders: frozenset[int],
+    max_model_len: int,
+) -> str:
+    (rendered,) = render_all(tokenizer, [chat], max_model_len)
     ours, sent = ([one for one in ids if one not in placeholders] for ids in (rendered, tokens))
     if ours == sent:
         return ""

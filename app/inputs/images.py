@@ -2,22 +2,25 @@
 
 Base64, file type, size and number are checked here, before any prompt of the request generates.
 The worker decodes a prompt's images and matches them to the placeholders, because only workers
-have the model's processor (`workers/images/preparer.py`).
+have the model's processor (`workers/images/preparer.py`). The checks run in a thread of their own,
+one image after the other, so that other requests wait for none of them.
 """
 
 import binascii
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from typing import Any
+from typing import Any, TypeVar
 
 import gevent
 import msgspec
 import numpy as np
 
+from app.http.connections import current_client
+from app.inputs.turns import Turns
 from app.schemas.generation import GenerateBody, SamplingBody, TokensPrompt
-from titopool.errors import ImageMismatch, InvalidImage, InvalidRequest
+from titopool.errors import ImageMismatch, InvalidImage, InvalidRequest, NoReadyWorker
 from titopool.settings.config import ServerConfig
 from titopool.wire.image_files import check_file
 from titopool.wire.messages import Image, ImageFacts, WorkerFacts
@@ -26,6 +29,12 @@ from titopool.wire.messages import Image, ImageFacts, WorkerFacts
 MIN_IMAGE_PIXELS = 256 * 256
 _DATA_URL = re.compile(r"data:[\w.+-]*/[\w.+-]*;base64,")
 _encode_sorted = msgspec.json.Encoder(order="sorted").encode
+Result = TypeVar("Result")
+# Bytes of a file that take as long as a character of a text in the tokenizer.
+BYTES_PER_SIZE = 100
+# How long an image waits for the thread.
+TURN_TIMEOUT_S = 60.0
+_turns = Turns()
 
 
 @dataclass(frozen=True)
@@ -34,6 +43,8 @@ class PromptImages:
 
     images: list[Image] = field(default_factory=list)
     mm_processor_kwargs: dict[str, Any] = field(default_factory=dict)
+    # As `titopool.wire.messages.Job.image_ranges`.
+    ranges: list[tuple[int, int]] = field(default_factory=list)
 
     @property
     def digests(self) -> list[bytes]:
@@ -90,11 +101,7 @@ def _read(encoded: EncodedImages, max_pixels: int) -> list[Image]:
     images, num_pixels = [], 0
     for number, text in enumerate(encoded.files):
         location = f"{encoded.location}[{number}]" if encoded.is_list else encoded.location
-        data = _decode_base64(text, location)
-        try:
-            width, height = check_file(data)
-        except ValueError as error:
-            raise InvalidImage(f"{location}: {error}", param=_field_at(location)) from None
+        image, (width, height) = in_image_thread(_check, text, location, salt, size=len(text))
         num_pixels += max(min_pixels, width * height)
         if num_pixels > max_pixels:
             raise InvalidImage(
@@ -103,10 +110,35 @@ def _read(encoded: EncodedImages, max_pixels: int) -> list[Image]:
                 f"scale the images down (each counts as {min_pixels} pixels at least)",
                 param=_field_at(location),
             )
-        images.append(Image(data, blake2b(data, digest_size=16, salt=salt).digest()))
-        # An image takes milliseconds; other requests run in between.
-        gevent.sleep(0)
+        images.append(image)
     return images
+
+
+def in_image_thread(function: Callable[..., Result], *arguments: Any, size: int) -> Result:
+    """What `function(*arguments)` returns or raises.
+
+    Args:
+        size: bytes of the arguments.
+
+    Raises:
+        ClientGone: the client of the current request has hung up.
+        NoReadyWorker: the images of other requests took `TURN_TIMEOUT_S`.
+    """
+    busy = NoReadyWorker("the images of other requests are still being checked; try again later")
+    with gevent.Timeout(TURN_TIMEOUT_S, busy):
+        return _turns.call(
+            function, *arguments, size=size // BYTES_PER_SIZE, client=current_client()
+        )
+
+
+def _check(text: str, location: str, salt: bytes) -> tuple[Image, tuple[int, int]]:
+    """An image with its digest, and its width and height."""
+    data = _decode_base64(text, location)
+    try:
+        shape = check_file(data)
+    except ValueError as error:
+        raise InvalidImage(f"{location}: {error}", param=_field_at(location)) from None
+    return Image(data, blake2b(data, digest_size=16, salt=salt).digest()), shape
 
 
 def check_placeholders(
@@ -265,7 +297,7 @@ def _decode_base64(text: str, location: str) -> bytes:
 
 
 def _field_at(location: str) -> str:
-    """The top-level field of a location: images are in `images`, `prompts` or `messages`."""
+    """The top-level field of a location, e.g. `images` or `messages`."""
     return re.split(r"\W", location, maxsplit=1)[0]
 
 

@@ -26,7 +26,9 @@ def sampling_options(body: SamplingBody, facts: WorkerFacts) -> SamplingOptions:
     merged: dict[str, Any] = {name: getattr(body, name) for name in SAMPLING_FIELDS}
     for name, value in body.generation_kwargs.items():
         if reason := SERVER_SET_FIELDS.get(name) or UNSUPPORTED_FIELDS.get(name):
-            raise InvalidRequest(f"generation_kwargs.{name}: {reason}; leave it out", param=name)
+            raise InvalidRequest(
+                f"generation_kwargs.{name}: expected no value, got one: {reason}", param=name
+            )
         merged[name] = value
     if body.structured_outputs_regex is not None:
         if merged.get("structured_outputs") is not None:

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from app.inputs.admission import Admission
-from app.inputs.tokenizer import encode_all
 from app.schemas.generation import GenerateBody, SamplingBody, TokensPrompt
+from app.time_slices import sharing_time
 from titopool.errors import InvalidRequest, PromptTooLong
 from titopool.settings.sampling import check_token_ids
 from titopool.wire.messages import WorkerFacts
@@ -24,14 +24,16 @@ def prompt_ids_of(body: GenerateBody, admission: Admission) -> list[np.ndarray]:
         PromptTooLong: a prompt leaves no room for a generated token.
     """
     _check_kinds(body.prompts)
-    token_ids, facts = _token_ids(body.prompts, admission), admission.facts
+    facts = admission.facts
     keep = tokens_to_keep(body, facts)
+    token_ids = _token_ids(body.prompts, admission, is_truncated=keep is not None)
     checked = []
-    for index, ids in enumerate(token_ids):
-        array = checked_ids(ids, f"prompts[{index}]", facts.vocab_size)
-        array = array if keep is None else array[-keep:]
-        check_length(len(array), f"prompts[{index}]", facts.max_model_len)
-        checked.append(array)
+    for index, ids in enumerate(sharing_time(token_ids)):
+        location = f"prompts[{index}]"
+        # Before the ids are visited: there may be millions.
+        check_length(min(len(ids), keep or len(ids)), location, facts.max_model_len)
+        array = checked_ids(ids, location, facts.vocab_size)
+        checked.append(array if keep is None else array[-keep:])
     return checked
 
 
@@ -57,11 +59,12 @@ def _check_kinds(prompts: Sequence[object]) -> None:
 
 
 def _token_ids(
-    prompts: Sequence[str | list[int] | TokensPrompt], admission: Admission
+    prompts: Sequence[str | list[int] | TokensPrompt], admission: Admission, *, is_truncated: bool
 ) -> list[list[int]]:
     texts = [prompt for prompt in prompts if isinstance(prompt, str)]
     if texts:
-        return admission.use_tokenizer(encode_all, texts)
+        locations = [f"prompts[{index}]" for index in range(len(texts))]
+        return admission.encode(texts, locations, is_truncated=is_truncated)
     return [ids for ids in map(_ids_in, prompts) if ids is not None]
 
 

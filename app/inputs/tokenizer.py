@@ -2,18 +2,21 @@
 
 Loaded for the first such prompt: importing transformers imports torch (seconds, 0.4 GB), and
 trainers send ids. It runs in a thread, so that it does not block the other requests.
+
+A text takes the tokenizer about a second per million characters, so texts that cannot fit the model
+are refused before.
 """
 
 import logging
-from collections.abc import Callable
-from typing import Any, TypeVar, cast
+import socket
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import gevent
 from gevent.event import AsyncResult
-from gevent.lock import Semaphore
-from gevent.threadpool import ThreadPool
 
-from titopool.errors import NoReadyWorker, TitopoolError
+from app.inputs.turns import Turns
+from titopool.errors import NoReadyWorker, PromptTooLong
 from titopool.wire.messages import WorkerFacts
 
 logger = logging.getLogger(__name__)
@@ -22,6 +25,8 @@ Result = TypeVar("Result")
 
 # How long a request waits while the tokenizer is loaded.
 LOADING_TIMEOUT_S = 60.0
+# Characters of the texts that are tokenized in one turn, unless one text has more.
+TURN_LENGTH = 65_536
 TokenizerKey = tuple[str, str | None, bool, str]
 
 
@@ -37,8 +42,7 @@ class TokenizerLoader:
 
     def __init__(self) -> None:
         # A fast tokenizer's settings are not safe to share, so calls run one at a time.
-        self._lock = Semaphore()
-        self._thread: ThreadPool | None = None
+        self._turns = Turns()
         # The tokenizer, or its loading, and the key that it was loaded for.
         self._loaded: AsyncResult | None = None
         self._loaded_for: TokenizerKey | None = None
@@ -46,22 +50,29 @@ class TokenizerLoader:
         self.token_texts: dict[int, str] = {}
 
     def use(
-        self, function: Callable[..., Result], *arguments: Any, facts: WorkerFacts, timeout_s: float
+        self,
+        function: Callable[..., Result],
+        *arguments: Any,
+        facts: WorkerFacts,
+        timeout_s: float,
+        size: int = 0,
+        client: socket.socket | None = None,
     ) -> Result:
         """Calls `function(tokenizer, *arguments)` in the tokenizer's thread.
 
+        Args:
+            size: characters or tokens of the arguments. Short calls come before long ones.
+            client: the connection of the request; None: it is not watched.
+
         Raises:
             NoReadyWorker: the tokenizer cannot be loaded, or `timeout_s` has passed.
+            ClientGone: the client has hung up.
             TitopoolError: what `function` raised.
         """
         busy = NoReadyWorker("the tokenizer is busy with other requests; try again later")
         with gevent.Timeout(max(0.001, timeout_s), busy):
             tokenizer = self._get(facts)
-            with self._lock:
-                result, error = self._spawn(_caught, function, tokenizer, *arguments).get()
-        if error is not None:
-            raise error
-        return cast("Result", result)
+            return self._turns.call(function, tokenizer, *arguments, size=size, client=client)
 
     def prepare(self, facts: WorkerFacts, *, timeout_s: float) -> None:
         """Loads the tokenizer unless it is loaded.
@@ -76,7 +87,7 @@ class TokenizerLoader:
     def _get(self, facts: WorkerFacts) -> Any:
         if self._loaded is None or self._loaded_for != key_of(facts):
             # Workers that run elsewhere may restart with another model.
-            self._loaded, self._loaded_for = self._spawn(load, facts), key_of(facts)
+            self._loaded, self._loaded_for = self._turns.submit(load, facts), key_of(facts)
             self.token_texts = {}
         loaded = self._loaded
         try:
@@ -100,11 +111,6 @@ class TokenizerLoader:
                 retry_after_s=2,
             ) from error
 
-    def _spawn(self, function: Callable[..., Any], *arguments: Any) -> AsyncResult:
-        if self._thread is None:
-            self._thread = ThreadPool(1)
-        return self._thread.spawn(function, *arguments)
-
 
 def load(facts: WorkerFacts) -> Any:
     """transformers' tokenizer of the model that the workers serve."""
@@ -118,16 +124,85 @@ def load(facts: WorkerFacts) -> Any:
 
 
 def encode_all(
-    tokenizer: Any, texts: list[str], with_special_tokens: bool = True
+    tokenizer: Any,
+    texts: Sequence[str],
+    locations: Sequence[str],
+    max_model_len: int,
+    with_special_tokens: bool = True,
+    is_truncated: bool = False,
 ) -> list[list[int]]:
-    """Token ids of each text; by default with the special tokens that vLLM adds to a prompt."""
-    ids: list[list[int]] = tokenizer(texts, add_special_tokens=with_special_tokens)["input_ids"]
+    """Token ids of each text; by default with the special tokens that vLLM adds to a prompt.
+
+    Args:
+        locations: where each text stands in the client's body.
+        is_truncated: whether only a prompt's last ids are used: a text that is too long loses its
+            beginning.
+
+    Raises:
+        PromptTooLong: a text has so many characters that its tokens exceed `max_model_len`.
+    """
+    if is_truncated:
+        # As vLLM's server does.
+        most = max_model_len * longest_token(tokenizer)
+        texts = [text[-most:] for text in texts]
+    else:
+        for text, location in zip(texts, locations, strict=True):
+            check_text(tokenizer, text, location, max_model_len)
+    ids: list[list[int]] = tokenizer(list(texts), add_special_tokens=with_special_tokens)[
+        "input_ids"
+    ]
     return ids
 
 
-def _caught(function: Callable[..., Any], *arguments: Any) -> tuple[Any, TitopoolError | None]:
-    """The result or the TitopoolError of `function`: gevent logs exceptions that leave a thread."""
-    try:
-        return function(*arguments), None
-    except TitopoolError as error:
-        return None, error
+def decode_all(tokenizer: Any, prompts: Iterable[Sequence[int]]) -> list[str]:
+    """The text of each list of ids, with special tokens."""
+    return [tokenizer.decode(ids) for ids in prompts]
+
+
+def check_text(tokenizer: Any, text: str, location: str, max_model_len: int) -> None:
+    """Refuses a text that is far too long, in much less time than it takes to tokenize it.
+
+    A text of several times the usual length of a token for each of the model's tokens is judged by
+    its beginning, as one of them may be a hundred characters long.
+
+    Raises:
+        PromptTooLong: the text has more than `max_model_len` tokens.
+    """
+    if len(text) <= 8 * max_model_len:
+        return
+    most = max_model_len * longest_token(tokenizer)
+    if len(text) <= most:
+        beginning = tokenizer(text[: 4 * max_model_len], add_special_tokens=False)["input_ids"]
+        if len(beginning) <= 2 * max_model_len:
+            return
+        most = 4 * max_model_len
+    raise PromptTooLong(
+        f"{location}: expected a text of at most {max_model_len} tokens (max_model_len), got one of "
+        f"{len(text)} characters, of which the first {most} alone are more tokens, which exceeds the "
+        "model's context length; shorten the text",
+        param=location.partition("[")[0],
+    )
+
+
+def longest_token(tokenizer: Any) -> int:
+    """Characters of the longest token; vLLM's `max_chars_per_token`."""
+    known = getattr(tokenizer, "titopool_longest_token", None)
+    if known is None:
+        known = tokenizer.titopool_longest_token = max(map(len, tokenizer.get_vocab()))
+    return int(known)
+
+
+def batches_of(lengths: Sequence[int]) -> Iterator[tuple[slice, int]]:
+    """The texts that are tokenized in each turn, and their characters together.
+
+    Args:
+        lengths: characters of each text.
+    """
+    start = total = 0
+    for index, length in enumerate(lengths):
+        if total and total + length > TURN_LENGTH:
+            yield slice(start, index), total
+            start, total = index, 0
+        # An empty text takes time too.
+        total += length + 1
+    yield slice(start, len(lengths)), total

@@ -9,7 +9,12 @@ from app.schemas.decoding import convert
 from app.schemas.generation import Message
 from app.schemas.openai import ChatFields
 from titopool.errors import InvalidRequest
-from titopool.settings.sampling import MAX_JSON_DEPTH, NonEmptyStr, is_deeper_than
+from titopool.settings.grammars import (
+    MAX_JSON_DEPTH,
+    NonEmptyStr,
+    exceeded_by_schema,
+    is_deeper_than,
+)
 from titopool.wire.messages import ChatParsing, WorkerFacts
 
 
@@ -85,6 +90,10 @@ def normalized_tools(given: list[dict[str, Any]] | None) -> list[dict[str, Any]]
                 f"{location}.function.parameters: expected a JSON schema with at most "
                 f"{MAX_JSON_DEPTH} levels, got a deeper one; flatten it",
                 param="tools",
+            )
+        if problem := exceeded_by_schema(tool.function.parameters):
+            raise InvalidRequest(
+                f"{location}.function.parameters: expected {problem}", param="tools"
             )
         function = msgspec.to_builtins(tool.function)
         if function.get("strict") is None:

@@ -3,7 +3,7 @@
 Both formats list the n completions of prompt 0 first, then those of prompt 1, and so on.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -11,6 +11,7 @@ import numpy as np
 import orjson
 from werkzeug.datastructures import MIMEAccept
 
+from app.time_slices import sharing_time
 from titopool.errors import GenerationFailed
 from titopool.wire.messages import Completed, Completion, Logprobs
 
@@ -35,10 +36,14 @@ def json_reply(
     are null without `with_logprobs`. A value that is not finite is null.
     """
     completions = _completions(results)
-    nested = [nested_logprobs(one) for one in completions] if with_logprobs else None
+    nested = None
+    if with_logprobs:
+        nested = [nested_logprobs(one) for one in sharing_time(completions)]
     reply = {
         "prompt_ids": list(prompt_ids),
-        "completion_ids": [np.frombuffer(one.token_ids, np.int32) for one in completions],
+        "completion_ids": [
+            np.frombuffer(one.token_ids, np.int32) for one in sharing_time(completions)
+        ],
         "logprobs": None if nested is None else [values for values, _ in nested],
         "logprob_token_ids": None if nested is None else [ids for _, ids in nested],
         **_without_tokens(results),
@@ -78,6 +83,24 @@ def nested_logprobs(completion: Completion) -> tuple[Any, Any]:
     if not packed.counts:
         return values.reshape(-1, 1), ids.reshape(-1, 1)
     return _split(values, packed), _split(ids, packed)
+
+
+def weight_spans(
+    completion: Completion, num_tokens: int, label_of: Callable[[int], str]
+) -> list[dict[str, Any]]:
+    """vLLM's `weight_versions`: the tokens in [start, end) were sampled by weights `version`.
+
+    Args:
+        num_tokens: the completion's tokens so far, with those of earlier chunks.
+        label_of: the label of a version, as `app.pool.link.Link.label_of`.
+    """
+    spans = completion.weight_versions
+    ends = [*(start for _, start in spans[1:]), num_tokens]
+    return [
+        {"version": label_of(version), "start": start, "end": end}
+        for (version, start), end in zip(spans, ends, strict=False)
+        if start < end
+    ]
 
 
 class PromptRows(NamedTuple):

@@ -160,6 +160,10 @@ class Link:
         """The weights that the pool serves, as last reported."""
         return self._pool.view.state.weights
 
+    def label_of(self, version: int) -> str:
+        """The trainer's name for a version; the version as text if none is known."""
+        return self._pool.view.label_of(version)
+
     def wait_for_weights(self, other: Event, timeout_s: float) -> None:
         """Returns when the pool serves other weights, `other` is set, or `timeout_s` has passed."""
         gevent.wait([self._new_weights, other], timeout=timeout_s, count=1)
@@ -323,10 +327,11 @@ class Link:
                 self._lose(endpoint, reason or "it was stopped", blames_jobs=blames_jobs)
 
     def _send_assignments(self) -> None:
-        for worker, jobs in self._pool.assign():
+        for worker, jobs, apart in self._pool.assign():
             assert worker.heartbeat is not None
             try:
-                self._send(worker.endpoint, messages.Generate(worker.heartbeat.incarnation, jobs))
+                generate = messages.Generate.of_jobs(worker.heartbeat.incarnation, jobs, apart)
+                self._send(worker.endpoint, generate)
             except (UnicodeEncodeError, OverflowError, TypeError, RecursionError):
                 # Handlers encode what clients send; if they missed a value, only these jobs fail.
                 logger.exception("jobs cannot be encoded")

@@ -6,6 +6,7 @@ To add a policy: a class here, an entry in `ROUTING_POLICIES`, and the name in
 """
 
 from collections.abc import Sequence
+from hashlib import blake2b
 from itertools import islice
 from typing import ClassVar, NamedTuple, Protocol
 
@@ -74,12 +75,13 @@ class RoundRobin:
 
 
 class PrefixAffinity:
-    """Sends prompts to workers that have their prefixes cached, within limits of load.
+    """Sends prompts to workers that have their prefixes cached or their sessions, within limits of
+    load.
 
     While all workers have room, the first job goes to `best_worker`. Once some workers are full
     and the first job's home is one of them, the first job is passed over: a free slot elsewhere
     goes to a job that has its home there, or to a job without a home. Otherwise jobs would
-    follow free slots instead of cached prefixes. Without cache hits the policy equals
+    follow free slots instead of cached prefixes. Without cache hits and sessions the policy equals
     `LeastLoaded`.
     """
 
@@ -115,21 +117,9 @@ ROUTING_POLICIES: dict[str, type[RoutingPolicy]] = {
 }
 
 
-def workers_with_room(waiting: WaitingJobs, ready: Sequence[Worker]) -> list[Worker]:
-    """The workers that can start the first job now or soon."""
-    ahead = sends_ahead(waiting, ready)
-    return [worker for worker in ready if worker.has_room_for(waiting.first.job, ahead=ahead)]
-
-
-def sends_ahead(waiting: WaitingJobs, ready: Sequence[Worker]) -> bool:
-    """Whether so many jobs wait that workers may get more than they have slots for.
-
-    The last jobs of a batch are held back until a slot is free: otherwise one engine would
-    queue jobs while another engine has free slots.
-    """
-    # The slots of all workers but one; workers are alike.
-    num_slots_elsewhere = sum(worker.num_slots for worker in ready[1:])
-    return len(waiting) * waiting.first.job.num_sequences > num_slots_elsewhere
+def workers_with_room(open_job: OpenJob, ready: Sequence[Worker], *, is_new: bool) -> list[Worker]:
+    """The workers that can start a job now; `is_new`: no job of its request was sent."""
+    return [worker for worker in ready if worker.has_room_for(open_job.job, is_new=is_new)]
 
 
 def best_worker(open_job: OpenJob, candidates: Sequence[Worker], ready: Sequence[Worker]) -> Worker:
@@ -138,21 +128,53 @@ def best_worker(open_job: OpenJob, candidates: Sequence[Worker], ready: Sequence
     Its load may exceed the least load by `AFFINITY_SLACK` times the mean load, times the share
     of the prompt that it holds. So a short prefix counts little, a prefix that all prompts share
     spreads over all workers, and an idle worker gets work. Ties go to the least loaded worker.
+
+    The worker of the job's session counts as one that holds the whole prompt, unless another
+    candidate holds more of it: then the session has been there while its own worker was too busy.
     """
     least = min(candidates, key=lambda worker: worker.load)
-    digests = open_job.digests
-    if not digests or len(candidates) == 1:
+    digests, session = open_job.digests, open_job.request.session
+    if len(candidates) == 1 or not (digests or session):
         return least
     mean_load = sum(worker.load for worker in ready) / len(ready)
-    slack = AFFINITY_SLACK * mean_load / len(digests)
-    best, most_found = least, least.prefixes.num_found(digests)
+    # A prompt shorter than a block counts as one block.
+    num_blocks = len(digests) or 1
+    slack = AFFINITY_SLACK * mean_load / num_blocks
+    found = {worker.endpoint: worker.prefixes.num_found(digests) for worker in candidates}
+    if session:
+        own = session_worker(session, ready).endpoint
+        if found.get(own) == max(found.values()):
+            found[own] = num_blocks
+    best, most_found = least, found[least.endpoint]
     for worker in candidates:
-        num_found = worker.prefixes.num_found(digests)
+        num_found = found[worker.endpoint]
         if worker.load - least.load > slack * num_found:
             continue
         if num_found > most_found or (num_found == most_found and worker.load < best.load):
             best, most_found = worker, num_found
     return best
+
+
+def place_render(renders: WaitingJobs, candidates: Sequence[Worker]) -> Choice:
+    """Sends the first render to the worker that has the fewest: a render loads its threads only."""
+    worker = min(candidates, key=lambda worker: (worker.num_renders, worker.load))
+    return Choice(worker, renders.first)
+
+
+def place_new(open_job: OpenJob, candidates: Sequence[Worker], ready: Sequence[Worker]) -> Choice:
+    """Sends the job of a new request to one of the slots that are kept for such."""
+    return Choice(best_worker(open_job, candidates, ready), open_job)
+
+
+def session_worker(session: str, ready: Sequence[Worker]) -> Worker:
+    """The worker that a session belongs to, by rendezvous hashing.
+
+    It is the same in every front end. When a worker is lost or returns, only its sessions move.
+    """
+    return max(
+        ready,
+        key=lambda worker: blake2b(f"{worker.endpoint} {session}".encode(), digest_size=8).digest(),
+    )
 
 
 def is_home(worker: Worker, open_job: OpenJob) -> bool:
@@ -172,13 +194,12 @@ def _job_for(worker: Worker, waiting: WaitingJobs, ready: Sequence[Worker]) -> O
 
     The first job with its home at `worker`, else the first job without a home, else the first.
     """
-    ahead = sends_ahead(waiting, ready)
     without_home = None
     for open_job in islice(waiting, MAX_LOOKED_AT):
         is_home_here = is_home(worker, open_job)
         if not is_home_here and (without_home or has_home(open_job, ready)):
             continue
-        if worker.has_room_for(open_job.job, ahead=ahead):
+        if worker.has_room_for(open_job.job, is_new=waiting.is_new(open_job)):
             if is_home_here:
                 return open_job
             without_home = open_job

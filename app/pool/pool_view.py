@@ -20,6 +20,10 @@ COMPARED_FACTS = (
 )  # fmt: skip
 
 
+# Versions whose labels are kept. A request rarely spans more.
+MAX_LABELS = 64
+
+
 class PoolView:
     """Like `Pool` without a clock: callers pass the monotonic time `now`."""
 
@@ -29,6 +33,8 @@ class PoolView:
         # As last merged; `snapshot` has the time that the pause has left.
         self.state = PoolState()
         self._pause_end = 0.0
+        # Of the last versions that served, by version.
+        self._labels: dict[int, str] = {}
 
     def adopt_model(self, facts: WorkerFacts) -> ModelChanged | None:
         """Sets the pool's model; a new model starts with an empty state.
@@ -41,7 +47,7 @@ class PoolView:
         if changed is not None:
             logger.warning("the pool's model has changed: %s", changed)
         if changed is not None or self.state.model != facts.model:
-            self.state = PoolState(model=facts.model)
+            self.state, self._labels = PoolState(model=facts.model), {}
         return changed
 
     def model_change_since(self, checked: WorkerFacts | None) -> ModelChanged | None:
@@ -65,6 +71,17 @@ class PoolView:
         before, self.state = self.state, self.state.merged(beat.pool)
         if self.state.pause is not before.pause:
             self._pause_end = now + self.state.pause.lease_left_s
+        weights = self.state.weights
+        if weights is not before.weights:
+            # Last in the order, so that the oldest is dropped first.
+            self._labels.pop(weights.version, None)
+            self._labels[weights.version] = weights.shown_label
+            if len(self._labels) > MAX_LABELS:
+                del self._labels[next(iter(self._labels))]
+
+    def label_of(self, version: int) -> str:
+        """The trainer's name for a version; the version as text if none is known."""
+        return self._labels.get(version, str(version))
 
     def snapshot(self, now: float) -> PoolState:
         """The state as of `now`, as messages carry it; an expired pause has no mode."""

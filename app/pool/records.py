@@ -1,6 +1,8 @@
 """What the pool keeps of each worker, and of each job until the job ends."""
 
+import bisect
 import dataclasses
+import itertools
 import re
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
@@ -22,8 +24,16 @@ from titopool.wire.messages import (
     WorkerFacts,
 )
 
-# Jobs sent per slot of the engine, so that a free slot never waits for the next job.
-WINDOW_FACTOR = 1.25
+# The share of an engine's slots that is kept for requests of which no job was sent, at least one
+# slot. An engine with fewer slots than the second number keeps none.
+KEPT_SHARE, LEAST_SLOTS = 0.02, 8
+# Jobs of at most so many engine steps are sent ahead of free slots: as many as end within two steps,
+# and at most a quarter of the slots. So the engine does not wait for them, and a new request that
+# comes behind them waits two steps.
+SHORT_STEPS, STEPS_AHEAD, MAX_AHEAD = 32, 2, 0.25
+# Renders (jobs without completions) of all front ends at a worker. Their files wait in the front
+# ends, and a thread for images (8 by default at most) never waits for the next one.
+MAX_RENDERS = 32
 
 
 @dataclass
@@ -41,12 +51,19 @@ class Worker:
     reason: str = ""
     # Open jobs that this front end has sent here, by job id, and their totals.
     jobs: dict[int, "OpenJob"] = field(default_factory=dict)
+    # Ids of `jobs`: those that are known to have a token, and suspects whose turn has come.
+    with_token: set[int] = field(default_factory=set)
+    started: set[int] = field(default_factory=set)
     num_sequences: int = 0
     num_tokens: int = 0
+    # Of `jobs`, those without completions.
+    num_renders: int = 0
     # What other front ends have in flight here, as last reported.
     load_of_others: Load = NO_LOAD
     # Tokens of the jobs that this front end has sent since that report.
     num_tokens_since_report: int = 0
+    # `num_sequences` at the time of that report.
+    num_sequences_at_report: int = 0
     prefixes: PrefixIndex = field(default_factory=PrefixIndex)
     # Names of the LoRA adapters that the worker has in the pool's version.
     adapters: set[str] = field(default_factory=set)
@@ -69,54 +86,71 @@ class Worker:
         unreported = max(0, num_others) * self.num_tokens_since_report
         return self.num_tokens + self.load_of_others.other_tokens + unreported
 
-    @property
-    def num_slots(self) -> float:
-        """This front end's share of the engine's slots."""
-        beat = self.heartbeat
-        return self.facts.max_num_seqs / max(1, beat.num_front_ends) if beat and self.facts else 0
-
     def has_adapter_of(self, job: Job) -> bool:
         """Whether the worker serves the LoRA adapter of `job`, if `job` has one."""
         return not job.adapter or job.adapter in self.adapters
 
-    def has_room_for(self, job: Job, *, ahead: bool) -> bool:
-        """Whether the engine can start `job` now or, if `ahead`, soon.
+    def has_room_for(self, job: Job, *, is_new: bool) -> bool:
+        """Whether the engine can start `job` now, or soon if it is short.
 
-        A front end may use all slots that other front ends leave free, and always its fair
-        share, so that a backlog of others does not block it. A job with more completions than
-        that is sent when this front end has no other job here.
+        A front end may use all slots that other front ends leave free, without those that are kept
+        for new requests. Below its fair share it may have one job more at the worker than slots
+        are free: the others send no more until it has its share. New requests of a front end may
+        have its fair share in any case. A job with more completions than that is sent when this
+        front end has no other job here. A render takes no slot, and counts against this front end's
+        share of `MAX_RENDERS`.
+
+        Args:
+            is_new: whether no job of the request was sent.
         """
         facts, beat = self.facts, self.heartbeat
         if facts is None or beat is None or not self.has_adapter_of(job):
             return False
-        window = facts.max_num_seqs * (WINDOW_FACTOR if ahead else 1)
-        fair_share = window / max(1, beat.num_front_ends)
-        limit = max(window - self.load_of_others.other_sequences, fair_share)
-        return self.num_sequences == 0 or self.num_sequences + job.num_sequences <= limit
+        num_front_ends = max(1, beat.num_front_ends)
+        if not job.num_sequences:
+            return self.num_renders < max(1, MAX_RENDERS // num_front_ends)
+        num_slots = facts.max_num_seqs
+        if not is_new:
+            num_slots += num_ahead(job, num_slots) - num_kept(num_slots)
+        # As in `load`: the others are assumed to have sent as much as this front end.
+        num_sent = max(0, self.num_sequences - self.num_sequences_at_report)
+        num_others = self.load_of_others.other_sequences + (num_front_ends - 1) * num_sent
+        wanted, fair_share = self.num_sequences + job.num_sequences, num_slots / num_front_ends
+        if self.num_sequences == 0 or wanted + num_others <= num_slots:
+            return True
+        is_full = self.num_sequences + num_others > num_slots
+        return wanted <= fair_share and (is_new or not is_full)
 
     def add(self, open_job: "OpenJob") -> None:
         """Counts a job that is sent to this worker."""
         self.jobs[open_job.job.job_id] = open_job
         self.num_sequences += open_job.job.num_sequences
         self.num_tokens += open_job.job.num_tokens
+        self.num_renders += not open_job.job.num_sequences
         self.num_tokens_since_report += open_job.job.num_tokens
         self.prefixes.record(open_job.digests)
 
     def remove(self, job_id: int) -> "OpenJob":
         """Removes a job that has ended here."""
         open_job = self.jobs.pop(job_id)
+        self.with_token.discard(job_id)
+        self.started.discard(job_id)
         self.num_sequences -= open_job.job.num_sequences
         self.num_tokens -= open_job.job.num_tokens
+        self.num_renders -= not open_job.job.num_sequences
         return open_job
 
     def record_load_of_others(self, load: Load) -> None:
         self.load_of_others, self.num_tokens_since_report = load, 0
+        self.num_sequences_at_report = self.num_sequences
 
     def record_heartbeat(self, beat: Heartbeat, now: float) -> None:
         """Records a heartbeat of the present process, or the first one of a new process."""
         last = self.heartbeat
         self.heartbeat, self.last_seen = beat, now
-        self.record_load_of_others(Load(beat.other_sequences, beat.other_tokens))
+        self.record_load_of_others(
+            Load(beat.other_sequences, beat.other_tokens, beat.other_new, beat.apart)
+        )
         if last is not None and last.weights.order != beat.weights.order:
             # The cached blocks were computed with other weights.
             self.prefixes.clear()
@@ -141,8 +175,12 @@ class OpenJob:
     index: int
     # Of the prompt's blocks (`titopool/wire/prefixes.py`).
     digests: Sequence[int] = ()
-    # How many workers died while they ran this job.
+    # How many workers died while they ran this job, and it may have been the cause.
     num_deaths: int = 0
+    # Of a suspect (`app/pool/suspects.py`): how many may run apart together, and whether until
+    # their end or their first token. 0: not a suspect.
+    group_size: int = 0
+    until_end: bool = False
 
     @property
     def location(self) -> str:
@@ -163,47 +201,150 @@ class OpenJob:
         )  # fmt: skip
         self.request.complete(self.index, result)
 
-    def next_attempt(self, num_deaths: int) -> "OpenJob":
+    def with_death(self) -> "OpenJob":
+        return dataclasses.replace(self, num_deaths=self.num_deaths + 1)
+
+    def next_attempt(self, *, group_size: int = 0, until_end: bool = False) -> "OpenJob":
         """The same job with a new attempt number: results of earlier attempts are dropped."""
         job = msgspec.structs.replace(self.job, attempt=self.job.attempt + 1)
-        return dataclasses.replace(self, job=job, num_deaths=num_deaths)
+        return dataclasses.replace(self, job=job, group_size=group_size, until_end=until_end)
+
+
+@dataclass(eq=False)
+class Lane:
+    """The waiting jobs of one request."""
+
+    jobs: OrderedDict[int, OpenJob]
+    # Order of the request's arrival or of its last turn, whichever was later.
+    since: int
+    # Of its jobs that were sent, plus what the request with the fewest had at the first of them.
+    num_tokens: int = 0
 
 
 class WaitingJobs:
-    """The queue of jobs that wait for a worker. Any job can be removed in constant time."""
+    """The queue of jobs that wait for a worker: requests have turns.
+
+    Next is the request that had the fewest tokens, unless one without a turn has waited longer. So
+    a new request waits for at most one job of each other one, and no request waits for ever. Each
+    operation takes as long however many jobs wait.
+    """
 
     def __init__(self) -> None:
-        # By job id, first to last.
-        self._jobs: OrderedDict[int, OpenJob] = OrderedDict()
+        # Jobs of lost workers had their turns: they come first.
+        self._returned: OrderedDict[int, OpenJob] = OrderedDict()
+        # Requests without a turn, first to last.
+        self._new: OrderedDict[Request, Lane] = OrderedDict()
+        self._served: dict[Request, Lane] = {}
+        # (num_tokens, since, lane) of `_served`, sorted.
+        self._order: list[tuple[int, int, Lane]] = []
+        self._requests: dict[int, Request] = {}
+        self._turns = itertools.count()
 
     def __len__(self) -> int:
-        return len(self._jobs)
+        return len(self._requests) + len(self._returned)
 
     def __iter__(self) -> Iterator[OpenJob]:
-        return iter(self._jobs.values())
+        """The first jobs of all requests in the order of their turns, then the second ones, …"""
+        yield from self._returned.values()
+        served = (lane for *_, lane in self._order)
+        first = [next(served)] if self._is_served_next() else []
+        begun = []
+        for lane in itertools.chain(first, self._new.values(), served):
+            begun.append(iter(lane.jobs.values()))
+            yield next(begun[-1])
+        while begun:
+            for jobs in list(begun):
+                if (open_job := next(jobs, None)) is None:
+                    begun.remove(jobs)
+                else:
+                    yield open_job
+
+    def _is_served_next(self) -> bool:
+        if not self._order or not self._new:
+            return bool(self._order)
+        return self._order[0][1] < next(iter(self._new.values())).since
 
     @property
     def first(self) -> OpenJob:
         return next(iter(self))
 
+    @property
+    def first_new(self) -> OpenJob | None:
+        """The first job of the first request of which no job was sent; None if there is none."""
+        lane = next(iter(self._new.values()), None)
+        return next(iter(lane.jobs.values())) if lane else None
+
+    def is_new(self, open_job: OpenJob) -> bool:
+        """Whether no job of the request was sent."""
+        return open_job.request in self._new
+
     def append(self, open_job: OpenJob) -> None:
-        self._jobs[open_job.job.job_id] = open_job
+        request = open_job.request
+        lane = self._new.get(request) or self._served.get(request)
+        if lane is None:
+            lane = self._new[request] = Lane(OrderedDict(), next(self._turns))
+        lane.jobs[open_job.job.job_id] = open_job
+        self._requests[open_job.job.job_id] = request
 
     def prepend(self, open_jobs: Sequence[OpenJob]) -> None:
         """Puts jobs before all others, in their order."""
         for open_job in reversed(open_jobs):
-            self._jobs[open_job.job.job_id] = open_job
-            self._jobs.move_to_end(open_job.job.job_id, last=False)
+            self._returned[open_job.job.job_id] = open_job
+            self._returned.move_to_end(open_job.job.job_id, last=False)
+
+    def take(self, open_job: OpenJob) -> None:
+        """Removes a job that is sent, which was its request's turn."""
+        request, job_id = open_job.request, open_job.job.job_id
+        was_new = request in self._new
+        least = self._order[0][0] if self._order else 0
+        lane = self._drop(request) if job_id in self._requests else None
+        if lane is None:
+            self._returned.pop(job_id)
+            return
+        del lane.jobs[job_id], self._requests[job_id]
+        if lane.jobs:
+            lane.num_tokens = (least if was_new else lane.num_tokens) + open_job.job.num_tokens
+            lane.since = next(self._turns)
+            self._served[request] = lane
+            bisect.insort(self._order, (lane.num_tokens, lane.since, lane))
 
     def remove(self, job_id: int) -> OpenJob | None:
         """Removes a job and returns it; None if it does not wait."""
-        return self._jobs.pop(job_id, None)
+        request = self._requests.pop(job_id, None)
+        if request is None:
+            return self._returned.pop(job_id, None)
+        lane = self._new.get(request) or self._served[request]
+        open_job = lane.jobs.pop(job_id)
+        if not lane.jobs:
+            self._drop(request)
+        return open_job
+
+    def _drop(self, request: Request) -> Lane:
+        """Takes a request's lane out of the order."""
+        if request in self._new:
+            return self._new.pop(request)
+        lane = self._served.pop(request)
+        del self._order[bisect.bisect_left(self._order, (lane.num_tokens, lane.since))]
+        return lane
 
     def remove_all(self) -> list[OpenJob]:
         """Empties the queue and returns its jobs in order."""
         removed = list(self)
-        self._jobs.clear()
+        self.__init__()  # type: ignore[misc]
         return removed
+
+
+def num_kept(num_slots: int) -> int:
+    """How many of an engine's slots are kept for new requests."""
+    return max(1, int(KEPT_SHARE * num_slots)) if num_slots >= LEAST_SLOTS else 0
+
+
+def num_ahead(job: Job, num_slots: int) -> int:
+    """How many sequences like those of `job` are sent ahead of free slots."""
+    num_steps = (job.num_tokens - len(job.prompt_token_ids) // 4) // job.num_sequences
+    if not 0 < num_steps <= SHORT_STEPS:
+        return 0
+    return int(num_slots * min(MAX_AHEAD, STEPS_AHEAD / num_steps))
 
 
 @lru_cache(maxsize=1024)

@@ -31,15 +31,18 @@ class Request:
         locations: Sequence[str] = (),
         *,
         facts: WorkerFacts | None = None,
+        session: str = "",
     ):
         """A request without results.
 
         Args:
             locations: where each prompt stood in the client's body; default `prompts[0]`, ….
             facts: the model that the jobs were checked for; None: any model may run them.
+            session: jobs of one session prefer the same worker; "": no session.
         """
         self.jobs = jobs
         self.facts = facts
+        self.session = session
         self.locations = locations or [f"prompts[{index}]" for index in range(len(jobs))]
         self.results: list[Completed | None] = [None] * len(jobs)
         self.error: TitopoolError | None = None

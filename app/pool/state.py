@@ -15,6 +15,8 @@ from app.pool.placement import (
     LeastLoaded,
     PrefixAffinity,
     RoutingPolicy,
+    place_new,
+    place_render,
     workers_with_room,
 )
 from app.pool.pool_view import PoolView
@@ -22,6 +24,7 @@ from app.pool.prefix_index import as_integers
 from app.pool.records import OpenJob, WaitingJobs, Worker, natural_order
 from app.pool.request import Request
 from app.pool.result_checks import defect_of
+from app.pool.suspects import Suspects
 from titopool.errors import (
     ERRORS_BY_CODE,
     GenerationFailed,
@@ -31,13 +34,18 @@ from titopool.errors import (
     WeightsLost,
 )
 from titopool.settings.sampling import decode_options
-from titopool.wire.messages import Chunk, Completed, Failed, Heartbeat, Job, Load
+from titopool.wire.messages import (
+    Apart,
+    Chunk,
+    Failed,
+    Heartbeat,
+    Job,
+    JobProgress,
+    Load,
+    Result,
+)
 
 logger = logging.getLogger(__name__)
-
-# How many workers may die while they run a job; then the job fails. A worker that was stopped on
-# purpose does not count.
-MAX_DEATHS = 2
 
 
 class Assignment(NamedTuple):
@@ -45,6 +53,8 @@ class Assignment(NamedTuple):
 
     worker: Worker
     jobs: list[Job]
+    # As in `Generate`.
+    apart: Apart = ""
 
 
 class Pool:
@@ -62,6 +72,10 @@ class Pool:
         self._on_lost = on_lost
         self.workers: dict[str, Worker] = {}
         self.waiting = WaitingJobs()
+        # Waiting jobs without completions: they take no slot, so neither queue holds up the other.
+        self.renders = WaitingJobs()
+        # Jobs that may have ended a worker.
+        self.suspects = Suspects()
         self.view = PoolView()
         self._failed: list[Request] = []
         self._no_worker_timeout_s = no_worker_timeout_s
@@ -140,34 +154,39 @@ class Pool:
                 "worker %s at %s is lost with %d open jobs: %s",
                 worker.heartbeat.worker_id, endpoint, len(worker.jobs), reason,
             )  # fmt: skip
+        verdict = self.suspects.judge(worker, blames_jobs=blames_jobs)
         worker.forget_process()
-        requeued = []
         for job_id in list(worker.jobs):
-            open_job = worker.remove(job_id)
-            num_deaths = open_job.num_deaths + blames_jobs
-            error = self._why_not_requeued(open_job, num_deaths, reason)
+            worker.remove(job_id)
+        if verdict.cause is not None:
+            self._fail(verdict.cause.request, _ended_workers(verdict.cause, reason))
+        requeued = []
+        for open_job in verdict.others:
+            error = self._why_not_requeued(open_job, reason)
             if error is None:
-                requeued.append(open_job.next_attempt(num_deaths))
+                requeued.append(open_job)
             else:
                 self._fail(open_job.request, error)
+        suspects = [one for one in requeued if one.group_size]
+        if suspects:
+            logger.warning(
+                "%d jobs may have ended the worker at %s; they run apart from all others",
+                len(suspects), endpoint,
+            )  # fmt: skip
+        self.suspects.add(suspects)
         # These jobs have waited longest.
-        self.waiting.prepend(requeued)
+        for open_job in reversed(requeued):
+            if not open_job.group_size:
+                self._queue_of(open_job.job).prepend([open_job])
         self._on_lost(endpoint, reason)
 
-    def _why_not_requeued(
-        self, open_job: OpenJob, num_deaths: int, reason: str
-    ) -> TitopoolError | None:
+    def _why_not_requeued(self, open_job: OpenJob, reason: str) -> TitopoolError | None:
         """The error of a job that lost its worker; None if another worker may run the job."""
-        if num_deaths >= MAX_DEATHS:
-            return GenerationFailed(
-                f"{open_job.location}: {num_deaths} workers died while they ran this prompt (the "
-                f"last one: {reason}); the prompt is not retried"
-            )
         if open_job.request.has_chunks(open_job.index):
             # Another worker would sample other tokens than those that the client has received.
             return GenerationFailed(
-                f"{open_job.location}: its worker was lost during the stream ({reason}); send the "
-                "request again"
+                f"{open_job.location}: its worker was lost during the stream ({reason}), which is not "
+                "known to be this request's fault; send the request again"
             )
         return self.view.model_change_since(open_job.request.facts)
 
@@ -209,40 +228,72 @@ class Pool:
     @property
     def num_open_jobs(self) -> int:
         """Jobs in flight and waiting."""
-        return len(self.waiting) + sum(len(worker.jobs) for worker in self.workers.values())
+        num_waiting = len(self.waiting) + len(self.renders) + len(self.suspects)
+        return num_waiting + sum(len(worker.jobs) for worker in self.workers.values())
 
     def submit(self, request: Request) -> None:
         """Queues all jobs of `request`; fails it if the model has changed since its checks."""
         error = self.view.model_change_since(request.facts)
         for index, job in enumerate(request.jobs):
             open_job = OpenJob(job, request, index, as_integers(job.prefix))
-            if error is None:
-                self.waiting.append(open_job)
-            else:
+            if error is not None:
                 self._fail(open_job.request, error)
+            else:
+                self._queue_of(job).append(open_job)
+
+    def _queue_of(self, job: Job) -> WaitingJobs:
+        return self.waiting if job.num_sequences else self.renders
 
     def assign(self) -> list[Assignment]:
         """Moves waiting jobs to ready workers with room, as the routing policy chooses."""
-        ready = [worker for worker in self.workers.values() if worker.facts is not None]
+        apart, ready = self._assign_suspects()
         assignments: dict[str, Assignment] = {}
-        while self.waiting and ready:
-            if not any(worker.has_adapter_of(self.waiting.first.job) for worker in ready):
-                self._fail_without_adapter(self.waiting.first)
-                continue
-            choice = self._choose(ready)
-            if choice is None:
-                break
+        while ready and (choice := self._choose_render(ready) or self._choose(ready)):
             worker, open_job = choice
-            self.waiting.remove(open_job.job.job_id)
+            self._queue_of(open_job.job).take(open_job)
             worker.add(open_job)
             assignment = assignments.setdefault(worker.endpoint, Assignment(worker, []))
             assignment.jobs.append(open_job.job)
-        return list(assignments.values())
+        return [*apart, *assignments.values()]
+
+    def _assign_suspects(self) -> tuple[list[Assignment], list[Worker]]:
+        """Moves suspects to the worker that is kept for them.
+
+        Returns:
+            The assignment, if any, and the ready workers for all other jobs.
+        """
+        ready = [worker for worker in self.workers.values() if worker.facts is not None]
+        while ready and self.suspects and not self._is_adapter_served(self.suspects.first.job):
+            self._fail_without_adapter(self.suspects.first)
+        worker = self.suspects.worker_of(self.workers.values())
+        group = self.suspects.take_group(worker) if worker else []
+        apart, kept = [], {one.endpoint: one.load_of_others.apart for one in ready}
+        if worker is not None:
+            for open_job in group:
+                worker.add(open_job)
+            until = kept[worker.endpoint] = self.suspects.until_of(worker) or "token"
+            if group:
+                apart = [Assignment(worker, [one.job for one in group], until)]
+        # Where all run suspects until their end, they serve on.
+        usable = [one for one in ready if not kept[one.endpoint]]
+        return apart, usable or [one for one in ready if kept[one.endpoint] == "end"]
+
+    def _choose_render(self, ready: list[Worker]) -> Choice | None:
+        if not self.renders:
+            return None
+        candidates = workers_with_room(self.renders.first, ready, is_new=False)
+        return place_render(self.renders, candidates) if candidates else None
 
     def _choose(self, ready: list[Worker]) -> Choice | None:
-        candidates = workers_with_room(self.waiting, ready)
-        if not candidates:
+        while self.waiting and not self._is_adapter_served(self.waiting.first.job):
+            self._fail_without_adapter(self.waiting.first)
+        if not self.waiting:
             return None
+        first, new = self.waiting.first, self.waiting.first_new
+        candidates = workers_with_room(first, ready, is_new=self.waiting.is_new(first))
+        if not candidates:
+            candidates = workers_with_room(new, ready, is_new=True) if new else []
+            return place_new(new, candidates, ready) if new and candidates else None
         try:
             return self.policy.choose(self.waiting, candidates, ready)
         except Exception:
@@ -251,8 +302,12 @@ class Pool:
             self.policy = LeastLoaded()
             return self.policy.choose(self.waiting, candidates, ready)
 
+    def _is_adapter_served(self, job: Job) -> bool:
+        return any(one.facts and one.has_adapter_of(job) for one in self.workers.values())
+
     def _fail_without_adapter(self, open_job: OpenJob) -> None:
         self.waiting.remove(open_job.job.job_id)
+        self.suspects.remove(open_job.job.job_id)
         name = open_job.job.adapter
         if name in self.view.state.adapters.by_name:
             text = f"no ready worker has the adapter {name!r}; send the request again"
@@ -261,7 +316,7 @@ class Pool:
             text = f"the adapter {name!r} has been unloaded; load it or choose another model"
             self._fail(open_job.request, ModelNotFound(text, param="model"))
 
-    def on_results(self, endpoint: str, results: Iterable[Completed | Failed | Chunk]) -> None:
+    def on_results(self, endpoint: str, results: Iterable[Result]) -> None:
         """Passes results to their requests; drops results of an earlier attempt."""
         worker = self.workers[endpoint]
         for result in results:
@@ -269,10 +324,10 @@ class Pool:
             if open_job is not None and open_job.job.attempt == result.attempt:
                 self._on_result(worker, open_job, result)
 
-    def _on_result(
-        self, worker: Worker, open_job: OpenJob, result: Completed | Failed | Chunk
-    ) -> None:
-        if isinstance(result, Failed):
+    def _on_result(self, worker: Worker, open_job: OpenJob, result: Result) -> None:
+        if isinstance(result, JobProgress):
+            (worker.with_token if result.has_token else worker.started).add(result.job_id)
+        elif isinstance(result, Failed):
             error_type = ERRORS_BY_CODE.get(result.code, GenerationFailed)
             worker.remove(result.job_id)
             self._fail(
@@ -286,6 +341,7 @@ class Pool:
             # The worker may still run the job: `withdraw` removes it, and the link aborts it.
             self._fail(open_job.request, error)
         elif isinstance(result, Chunk):
+            worker.with_token.add(result.job_id)
             open_job.request.add_chunk(open_job.index, result)
         else:
             worker.remove(result.job_id)
@@ -316,32 +372,34 @@ class Pool:
                 keys = [(job_id, worker.remove(job_id).job.attempt) for job_id in job_ids]
                 aborts.append((worker, keys))
         for job in request.jobs:
-            self.waiting.remove(job.job_id)
+            self._queue_of(job).remove(job.job_id)
+            self.suspects.remove(job.job_id)
         return aborts
 
     def end_waiting(self, client_ids: Collection[str] | None) -> int:
         """Ends waiting jobs as aborted before their first token; returns how many there were.
 
-        A job whose prompt is scored goes on, as it would at a worker.
+        A job whose prompt is scored goes on, as it would at a worker; so does a render.
 
         Args:
             client_ids: the clients' ids of the requests; None: all.
         """
         found = [
             one
-            for one in self.waiting
+            for one in (*self.waiting, *self.suspects)
             if client_ids is None or one.job.client_id in client_ids
             if decode_options(one.job.sampling).prompt_logprobs is None
         ]
         for one in found:
             self.waiting.remove(one.job.job_id)
+            self.suspects.remove(one.job.job_id)
             one.end_as_aborted(self.view.state.weights.version, self.adapters.get(one.job.adapter))
         return len(found)
 
     def open_requests(self) -> list[Request]:
         """The request of every job in flight or waiting; a request may occur several times."""
         in_flight = [job for worker in self.workers.values() for job in worker.jobs.values()]
-        return [job.request for job in (*in_flight, *self.waiting)]
+        return [job.request for job in (*in_flight, *self.waiting, *self.renders, *self.suspects)]
 
     # ---- time ------------------------------------------------------------------------
 
@@ -379,5 +437,15 @@ class Pool:
             )
 
     def _fail_waiting(self, error: TitopoolError) -> None:
-        for open_job in self.waiting.remove_all():
+        queues = (self.renders, self.waiting, self.suspects)
+        for open_job in (one for queue in queues for one in queue.remove_all()):
             self._fail(open_job.request, error)
+
+
+def _ended_workers(open_job: OpenJob, reason: str) -> GenerationFailed:
+    """The error of a job that is known to have ended workers."""
+    return GenerationFailed(
+        f"{open_job.location}: {open_job.num_deaths} workers died while they ran this prompt, and at "
+        f"the last one it ran apart from all others ({reason}); the prompt is not retried, and "
+        "sending it again ends another worker"
+    )

@@ -1,16 +1,29 @@
 """Turns a body into its struct, and msgspec's errors into refusals that a client understands."""
 
+import difflib
+import gc
 import re
+import time
 from typing import Any, Protocol, TypeVar
 
+import gevent
 import msgspec
+from gevent.lock import Semaphore
 
+from app.time_slices import YIELD_S
 from titopool.errors import InvalidRequest
 
 # Matches errors that carry no path: of a missing or unknown field, and of a `__post_init__`.
 _NAMED_FIELD = re.compile(
     r"Object (?:missing required|contains unknown) field `(\w{1,64})`$|(\w+): expected "
 )
+_UNKNOWN_FIELD = re.compile(r"Object contains unknown field `(\w{1,64})`")
+decode_object = msgspec.json.Decoder(dict[str, Any]).decode
+# Longer bodies are decoded one at a time, and as long as it took belongs to the other greenlets.
+LONG_BYTES = 2**20
+_long_bodies = Semaphore()
+# On the monotonic clock, in seconds.
+_next_long_body = 0.0
 Body = TypeVar("Body", covariant=True)
 Converted = TypeVar("Converted")
 
@@ -29,11 +42,27 @@ def decode_body(body: bytes, decoder: Decoder[Body]) -> Body:
             the message gives the location, e.g. `prompts[3][17]`.
     """
     try:
-        return decoder.decode(body)
+        if len(body) <= LONG_BYTES:
+            return decoder.decode(body)
+        with _long_bodies:
+            return _decode_long(body, decoder)
     except msgspec.ValidationError as error:
-        raise _refusal(error) from None
+        raise _refusal(error, getattr(decoder, "type", None)) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InvalidRequest(f"expected a JSON body, got something else: {error}") from None
+
+
+def _decode_long(body: bytes, decoder: Decoder[Body]) -> Body:
+    global _next_long_body
+    gevent.sleep(max(YIELD_S, _next_long_body - time.monotonic()))
+    began_s = time.monotonic()
+    # Each collection would visit all objects made so far.
+    gc.disable()
+    try:
+        return decoder.decode(body)
+    finally:
+        gc.enable()
+        _next_long_body = 2 * time.monotonic() - began_s
 
 
 def convert(value: Any, wanted: type[Converted], location: str = "") -> Converted:
@@ -49,16 +78,23 @@ def convert(value: Any, wanted: type[Converted], location: str = "") -> Converte
         # JSON object keys are strings; the keys of `logit_bias` are token ids.
         return msgspec.convert(value, wanted, str_keys=True)
     except msgspec.ValidationError as error:
-        raise _refusal(error, location) from None
+        raise _refusal(error, wanted, location) from None
 
 
-def _refusal(error: msgspec.ValidationError, within: str = "") -> InvalidRequest:
-    """`error` with its location first, `prompts[3][17]: expected …`, and its top-level field."""
+def _refusal(error: msgspec.ValidationError, wanted: Any, within: str = "") -> InvalidRequest:
+    """`error` with its location first, `prompts[3][17]: expected …`, and its top-level field.
+
+    An unknown field of `wanted` gets a similar one that exists.
+    """
     text, _, path = str(error).partition(" - at `")
     # msgspec writes the path of an object's key as "`key` in `$.logit_bias`".
     path = path.rpartition("`$")[2].removeprefix("$").rstrip("`")
     location = (within + path).removeprefix(".")
     message = text[:1].lower() + text[1:]
+    if not path and (unknown := _UNKNOWN_FIELD.fullmatch(text)):
+        known = getattr(wanted, "__struct_fields__", ())
+        if close := difflib.get_close_matches(unknown[1], known, n=1):
+            message += f"; did you mean `{close[0]}`?"
     if location:
         field = re.split(r"[.\[]", location, maxsplit=1)[0]
         return InvalidRequest(f"{location}: {message}", param=field or None)

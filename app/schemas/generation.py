@@ -5,8 +5,8 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-# vLLM refuses an empty salt.
-CacheSalt = Annotated[str, Meta(min_length=1)]
+# vLLM refuses an empty salt. A request's salt is a part of each of its jobs.
+CacheSalt = Annotated[str, Meta(min_length=1, max_length=1024)]
 WeightVersion = Annotated[int, Meta(ge=0, le=2**62)]
 
 

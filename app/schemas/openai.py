@@ -5,22 +5,14 @@ from typing import Annotated, Any, Generic, Literal, TypeVar
 import msgspec
 from msgspec import Meta
 
-from app.schemas.decoding import convert
+from app.schemas.decoding import convert, decode_object
 from app.schemas.generation import CacheSalt, Message, WeightVersion
+from app.schemas.unused_fields import CHAT_ONLY, UNUSED, check_chat_only, check_unused
 from titopool.errors import InvalidRequest
-from titopool.settings.sampling import (
-    SERVER_SET_FIELDS,
-    UNSUPPORTED_FIELDS,
-    PositiveCount,
-    SamplingOptions,
-)
+from titopool.settings.sampling import PositiveCount, SamplingOptions
 
-# Accepted and ignored: they describe the client or the request, not the generation.
-IGNORED = frozenset(("user", "metadata", "store", "service_tier", "safety_identifier",
-                     "prompt_cache_key", "request_id", "session_id"))  # fmt: skip
 # How many alternatives get a log-probability at each token.
 NumLogprobs = Annotated[int, Meta(ge=0, le=2**31 - 1)]
-_decode_object = msgspec.json.Decoder(dict[str, Any]).decode
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -32,20 +24,30 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     continuous_usage_stats: bool = False
 
 
-class RouteFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """Fields that both routes take, apart from sampling options."""
+class StreamedFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """Fields of all routes that stream, apart from sampling options."""
 
     model: str | None = None
+    # The headers X-Request-Id and X-Session-ID as fields of the body.
+    request_id: str | None = None
+    session_id: str | None = None
     cache_salt: CacheSalt | None = None
-    mm_processor_kwargs: dict[str, Any] | None = None
     return_token_ids: bool = False
-    return_tokens_as_token_ids: bool = False
-    response_format: dict[str, Any] | None = None
-    prompt_logprobs: NumLogprobs | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
     # Wait until the pool serves this version of the weights, or a later one.
     min_weight_version: WeightVersion | None = None
+
+
+class RouteFields(StreamedFields, forbid_unknown_fields=True, kw_only=True):
+    """Fields that both routes take, apart from sampling options."""
+
+    mm_processor_kwargs: dict[str, Any] | None = None
+    return_tokens_as_token_ids: bool = False
+    # Each choice has the spans of weight versions in vLLM's form.
+    return_weight_versions: bool = False
+    response_format: dict[str, Any] | None = None
+    prompt_logprobs: NumLogprobs | None = None
 
 
 class CompletionsFields(RouteFields, forbid_unknown_fields=True, kw_only=True):
@@ -54,7 +56,30 @@ class CompletionsFields(RouteFields, forbid_unknown_fields=True, kw_only=True):
     # One text, the ids of one prompt, a list of texts, or a list of lists of ids.
     prompt: str | list[str | int | list[int]]
     add_special_tokens: bool = True
-    logprobs: NumLogprobs | None = None
+    # The number of alternatives. Gateways that turn chats into ids send a chat's fields: true, with
+    # `top_logprobs`, by default 1 as in vLLM's server, and `max_completion_tokens`.
+    logprobs: NumLogprobs | bool | None = None
+    top_logprobs: NumLogprobs = 0
+    max_completion_tokens: PositiveCount | None = None
+    # Each choice's text, and its log-probabilities if requested, begin with the prompt's.
+    echo: bool = False
+
+    def __post_init__(self) -> None:
+        if self.top_logprobs and self.logprobs is not True:
+            raise ValueError(
+                "top_logprobs: expected 0 unless logprobs is true; send the number as logprobs"
+            )
+        if self.echo and self.stream:
+            raise ValueError(
+                "echo: expected false with stream, whose events do not repeat the prompt"
+            )
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """The number of alternatives at each token; None: no log-probabilities."""
+        if self.logprobs is True:
+            return self.top_logprobs or 1
+        return None if self.logprobs is False else self.logprobs
 
 
 class ChatFields(RouteFields, forbid_unknown_fields=True, kw_only=True):
@@ -83,22 +108,6 @@ class ChatFields(RouteFields, forbid_unknown_fields=True, kw_only=True):
             raise ValueError("top_logprobs: expected 0 without logprobs; set logprobs to true")
 
 
-# Fields that this server does not support, each with the values that request nothing: those are
-# accepted.
-REFUSED: dict[str, tuple[Any, ...]] = {
-    # OpenAI's.
-    "audio": (), "best_of": (1,), "echo": (False,), "function_call": (), "functions": (),
-    "modalities": (["text"],), "prediction": (), "suffix": ("",), "verbosity": (),
-    "web_search_options": (),
-    # vLLM's. A client's `chat_template` would run as code in this process.
-    "add_special_tokens": (False,), "chat_template": (), "documents": (), "ec_transfer_params": (),
-    "kv_transfer_params": (), "length_penalty": (1.0,), "logprob_token_ids": (),
-    "media_io_kwargs": (), "mm_payload": ("tensors",), "priority": (0,), "prompt_embeds": (),
-    "return_assistant_tokens_mask": (False,), "return_mm_kwargs": (),
-    "return_prompt_text": (False,), "return_token_offsets": (False,),
-    "truncate_prompt_tokens": (), "truncation_side": (), "use_beam_search": (False,),
-    "vllm_xargs": (),
-}  # fmt: skip
 Fields = TypeVar("Fields", bound=RouteFields)
 
 
@@ -115,42 +124,47 @@ class OpenAIDecoder(Generic[Fields]):
             InvalidRequest: a field is unknown, not supported, or of another type or range.
             msgspec.DecodeError: the body is not a JSON object.
         """
+        values = decode_object(body)
         route_values, sampling_values = {}, {}
-        for name, value in _decode_object(body).items():
-            if value is None or name in IGNORED:
+        for name, value in values.items():
+            if value is None:
                 continue
             if name in self._fields_type.__struct_fields__:
                 route_values[name] = value
-            elif name not in REFUSED:
-                if reason := SERVER_SET_FIELDS.get(name) or UNSUPPORTED_FIELDS.get(name):
-                    raise InvalidRequest(f"{name}: {reason}; leave it out", param=name)
+            elif name in UNUSED:
+                check_unused(name, value, UNUSED[name])
+            elif name in CHAT_ONLY:
+                check_chat_only(name, values.get("prompt"))
+            else:
                 sampling_values[name] = value
-            elif value not in REFUSED[name]:
-                raise InvalidRequest(
-                    f"{name}: this server does not support it; leave it out", param=name
-                )
         fields = convert(route_values, self._fields_type)
         if fields.response_format is not None:
             sampling_values |= _structured_outputs(fields.response_format, sampling_values)
         options = convert(sampling_values, SamplingOptions)
         options.detokenize = True
         options.prompt_logprobs = fields.prompt_logprobs
-        _check_stream(fields)
+        check_stream(fields, options)
         return fields, options
+
+    @property
+    def honoured(self) -> set[str]:
+        """The fields that have an effect."""
+        return {*self._fields_type.__struct_fields__, *SamplingOptions.__struct_fields__}
 
 
 COMPLETIONS_BODY = OpenAIDecoder(CompletionsFields)
 CHAT_COMPLETIONS_BODY = OpenAIDecoder(ChatFields)
 
 
-def _check_stream(fields: RouteFields) -> None:
+def check_stream(fields: StreamedFields, options: SamplingOptions) -> None:
+    """Raises InvalidRequest for fields that contradict `stream`."""
     if fields.stream_options is not None and not fields.stream:
         raise InvalidRequest(
             "stream_options: expected none without stream; set stream to true or leave "
             "stream_options out",
             param="stream_options",
         )
-    if fields.stream and fields.prompt_logprobs is not None:
+    if fields.stream and options.prompt_logprobs is not None:
         raise InvalidRequest(
             "prompt_logprobs: expected none with stream, whose events cannot carry them; leave "
             "one of the two out",

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from app.schemas.weights import Port, Size
+from app.schemas.weights import Names, Port, Shapes
 from titopool.wire.commands import PACKED_BYTES, Backend
 
 ChunkBytes = Annotated[int, Meta(ge=1, le=2**36)]
@@ -42,9 +42,9 @@ class InitEngineBody(msgspec.Struct, kw_only=True):
 class UpdateInfo(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """`update_info` of `POST /update_weights`: tensors in the order in which they are sent."""
 
-    names: list[str]
-    dtype_names: list[str]
-    shapes: list[list[Size]]
+    names: Names
+    dtype_names: Names
+    shapes: Shapes
     # Before vLLM 0.28 these are here, later in `init_info`. None: as `init_info` says.
     packed: bool | None = None
     packed_buffer_size_bytes: ChunkBytes | None = None

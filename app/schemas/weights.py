@@ -12,6 +12,10 @@ from titopool.wire.weight_plan import DEFAULT_CHUNK_BYTES
 Port = Annotated[int, Meta(ge=1, le=65_535)]
 Size = Annotated[int, Meta(ge=0, le=2**40)]
 Version = Annotated[int, Meta(ge=0, le=2**62)]
+# Of an update's tensors. The largest models have 150,000, with a matrix for each expert.
+MAX_TENSORS = 2**18
+Names = Annotated[list[Annotated[str, Meta(max_length=1024)]], Meta(max_length=MAX_TENSORS)]
+Shapes = Annotated[list[Annotated[list[Size], Meta(max_length=16)]], Meta(max_length=MAX_TENSORS)]
 MAX_LEASE_S = 86_400
 # The id of a session (chosen by the trainer) or of an update (chosen by the server).
 Name = Annotated[str, Meta(min_length=1, max_length=128)]
@@ -32,9 +36,9 @@ class BeginBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """`POST /weights/begin`: the tensors of an update, in the order in which they are sent."""
 
     session: Name
-    names: list[str]
-    dtypes: list[str]
-    shapes: list[list[Size]]
+    names: Names
+    dtypes: Names
+    shapes: Shapes
     version: Version | None = None
     chunk_bytes: Annotated[int, Meta(ge=0, le=2**34)] = DEFAULT_CHUNK_BYTES
     partial: bool = False

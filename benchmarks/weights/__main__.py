@@ -32,11 +32,11 @@ import torch
 
 from benchmarks.machine import describe_machine
 from benchmarks.models import SHAPES, make_model
+from benchmarks.weights.adapter import RANK, Adapter
 from benchmarks.weights.bare import bare_seconds
-from benchmarks.weights.lost_worker import lose_worker
 from benchmarks.weights.memory import GpuMemory
 from benchmarks.weights.table import Row, add, row_of
-from benchmarks.weights.trainer import Trainer
+from benchmarks.weights.trainer import PROMPT, Trainer, greedy, num_bytes_of
 from benchmarks.weights.updaters import (
     Titopool,
     TrlTrainer,
@@ -66,9 +66,16 @@ def main() -> None:
     device = torch.device("cuda", num_served) if gpus else torch.device("cpu")
     with tempfile.TemporaryDirectory() as name:
         folder = make_model(options.shape, Path(name) / "model", with_weights=False)
-        trainer = Trainer(folder, device, options.dtype, options.tolerance)
+        config = json.loads((Path(folder) / "config.json").read_text())
+        options.max_model_len = min(options.max_model_len, config["max_position_embeddings"])
         facts = facts_of(options)
-        write(bare_rows(trainer, num_served + 1, options, facts), options)
+        write(
+            bare_rows(num_bytes_of(folder, options.dtype), num_served + 1, options, facts), options
+        )
+        trainer = Trainer(folder, device, options.dtype, options.tolerance)
+        if options.lora:
+            trainer.adapter = Adapter(trainer.models[0], Path(name) / "adapter")
+            options.serve_options += f" --enable-lora --max-lora-rank {RANK}"
         for which in options.servers:
             with server_of(which, folder, gpus[:num_served], options) as server:
                 for row in rows_of(which, server, folder, trainer, gpus[:1], options):
@@ -91,20 +98,20 @@ def facts_of(options: argparse.Namespace) -> Row:
     if options.tp > 1:
         model += f", TP {options.tp}"
     if options.serve_options:
-        model += f", `{options.serve_options}`"
+        model += f", `{options.serve_options.strip()}`"
     host = f"{len(gpus)} × {gpus[0]}" if gpus else f"{machine['num_cores']} cores"
     # Tells calls apart.
     began = datetime.datetime.now().strftime("%Y-%m-%d %H:%M")
     return {"model": model, "call": began, "host": host, "machine": machine}
 
 
-def bare_rows(trainer: Trainer, size: int, options: argparse.Namespace, facts: Row) -> list[Row]:
-    """The bare broadcast of as many bytes, before the engines take the memory."""
+def bare_rows(num_bytes: int, size: int, options: argparse.Namespace, facts: Row) -> list[Row]:
+    """The bare broadcast of as many bytes, before models and engines take the memory."""
     seconds = bare_seconds(
-        trainer.num_bytes, size=size, on_gpu=trainer.device.type == "cuda", repeats=options.repeats
+        num_bytes, size=size, on_gpu=torch.cuda.is_available(), repeats=options.repeats
     )
     runs = [{"total_s": one} for one in seconds]
-    gigabytes = trainer.num_bytes / 1e9
+    gigabytes = num_bytes / 1e9
     return [facts | row_of(runs, server="bare broadcast", load=f"{gigabytes:.1f} GB")]
 
 
@@ -118,7 +125,8 @@ def server_of(
         words = [
             "--num-workers", str(options.num_workers), "--tensor-parallel-size", str(options.tp),
             "--max-model-len", str(options.max_model_len), "--dtype", options.dtype,
-            "--load-format", "dummy", *options.serve_options.split(),
+            "--load-format", "dummy", "--weights-root", str(Path(folder).parent),
+            *options.serve_options.split(),
         ]  # fmt: skip
         with titopool_server(folder, words, log, ",".join(gpus)) as server:
             yield server
@@ -159,7 +167,8 @@ def rows_of(
         # The first requests take memory of their own.
         for _ in range(2):
             server.post("/v1/completions", {"prompt": [1, 2, 3], "max_tokens": 8})
-        time.sleep(1)
+        if trainer.adapter:
+            trainer.adapter.load(server)
         memory.begin()
         updater: Updater = (
             Titopool(server, trainer) if which == "titopool" else Vllm(server, trainer)
@@ -183,9 +192,6 @@ def rows_of(
                 client.close()
             name = f"{which}, client of TRL {package.name}"
             yield row_of(runs, server=name, load="idle")
-        if options.lose_worker and which == "titopool":
-            client = TrlTrainer(server, trainer, Path(options.trl[0]), folder, options.dtype)
-            print("a worker was lost:", lose_worker(client), flush=True)
 
 
 def describe(load: str) -> str:
@@ -232,7 +238,8 @@ def requests_in_flight(load: str, server: Server, options: argparse.Namespace) -
     )  # fmt: skip
     assert process.stdout is not None
     process.stdout.readline()
-    time.sleep(3)
+    # The engine takes requests in their order: this one ends when those before it have begun.
+    greedy(server, [PROMPT])
     try:
         yield
     finally:
@@ -253,16 +260,15 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--trl", nargs="*", default=[], help="folders with trl, named by its version"
     )
-    parser.add_argument(
-        "--lose-worker", action="store_true", help="at the end, in a broadcast of TRL's client"
-    )
+    parser.add_argument("--lora", action="store_true", help="an adapter is loaded, and checked")
     parser.add_argument("--repeats", type=int, default=10, help="updates after the first")
     parser.add_argument("--tolerance", type=float, default=0.5, help="of a log-probability")
     parser.add_argument("--serve-options", default="", help="further options of both servers")
     parser.add_argument("--out", default="weights.jsonl", help="rows are appended here")
     options = parser.parse_args()
     if not torch.cuda.is_available():
-        options.servers = ["titopool"]
+        # The others send over NCCL only.
+        options.servers, options.trl = ["titopool"], []
     return options
 
 

@@ -4,6 +4,7 @@ import subprocess
 import threading
 
 INTERVAL_MS = 20
+SAMPLE_TIMEOUT_S = 10.0
 
 
 class GpuMemory:
@@ -12,6 +13,7 @@ class GpuMemory:
     def __init__(self, gpu: str):
         """`gpu`: as nvidia-smi numbers it; empty: none."""
         self._peak = self._at_rest = 0
+        self._has_sample = threading.Event()
         self._process = None
         if gpu:
             self._process = subprocess.Popen(
@@ -28,10 +30,15 @@ class GpuMemory:
         assert self._process.stdout is not None
         for line in self._process.stdout:
             self._peak = max(self._peak, int(line) * 2**20)
+            self._has_sample.set()
 
     def begin(self) -> None:
-        """What was in use until now does not count any more."""
-        self._at_rest, self._peak = self._peak, 0
+        """What is in use now does not count any more."""
+        if self._process is not None:
+            self._peak = 0
+            self._has_sample.clear()
+            assert self._has_sample.wait(SAMPLE_TIMEOUT_S), "nvidia-smi reports no memory"
+            self._at_rest, self._peak = self._peak, 0
 
     def peak(self) -> int | None:
         """The greatest number of bytes in use since the last call, beyond those at `begin`."""

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.weights.adapter import NAME, Adapter
 from tests.servers import Server
 
 PROMPT = list(range(50, 82))
@@ -29,6 +30,8 @@ class Trainer:
             # vLLM's trainer sends from the current device.
             torch.cuda.set_device(device)
         self._tolerance = tolerance
+        # Loaded at the server, and checked with the models.
+        self.adapter: Adapter | None = None
         # The greatest difference that was accepted.
         self.largest_difference = 0.0
         self.models = []
@@ -42,11 +45,6 @@ class Trainer:
             model.number = len(self.models)
             self.models.append(model.eval())
 
-    @property
-    def num_bytes(self) -> int:
-        """Of the parameters of one model."""
-        return sum(one.nbytes for one in self.models[0].parameters())
-
     @torch.inference_mode()
     def check(self, server: Server, model: Any) -> list[int]:
         """Compares the server's log-probabilities of its greedy ids with the model's.
@@ -55,18 +53,43 @@ class Trainer:
             The greedy ids of one prompt in a request of its own. In a batch bfloat16 can give
             others.
         """
-        # The same prompts after each update: the prefix cache has known them from the second on.
-        for ids, logprobs in greedy(server, [PROMPT] * NUM_PROMPTS):
-            input_ids = torch.tensor([PROMPT + ids], device=self.device)
-            rows = torch.log_softmax(model(input_ids).logits[0].float(), dim=-1)
-            for index, (token_id, logprob) in enumerate(zip(ids, logprobs, strict=True)):
-                expected = float(rows[len(PROMPT) + index - 1, token_id])
-                difference = abs(expected - logprob)
-                assert difference < self._tolerance, (index, expected, logprob)
-                self.largest_difference = max(self.largest_difference, difference)
+        self._compare(server, model)
+        if self.adapter:
+            self._check_adapter(server, model, self.adapter)
         # Another prompt: the cache has keys and values of `PROMPT` that a batch has computed.
         ((alone, _),) = greedy(server, [PROMPT[::-1]])
         return alone
+
+    def _check_adapter(self, server: Server, model: Any, adapter: Adapter) -> None:
+        """Compares the adapter's greedy ids with the model's in which it is merged."""
+        with adapter.merged(model):
+            merged = self._compare(server, model, NAME)
+        alone = [self._logprobs(model, ids) for ids, _ in merged]
+        changes = [
+            abs(a - b) for (_, with_adapter), row in zip(merged, alone, strict=True)
+            for a, b in zip(with_adapter, row, strict=True)
+        ]  # fmt: skip
+        assert max(changes) > self._tolerance, "the adapter changes nothing"
+
+    def _compare(
+        self, server: Server, model: Any, name: str = ""
+    ) -> list[tuple[list[int], list[float]]]:
+        """Compares `name`'s greedy log-probabilities, by default the base model's, with `model`'s."""
+        # The same prompts after each update: the prefix cache has known them from the second on.
+        answers = greedy(server, [PROMPT] * NUM_PROMPTS, name)
+        for ids, logprobs in answers:
+            expected = self._logprobs(model, ids)
+            difference = max(abs(a - b) for a, b in zip(expected, logprobs, strict=True))
+            assert difference < self._tolerance, (ids, expected, logprobs)
+            self.largest_difference = max(self.largest_difference, difference)
+        return answers
+
+    def _logprobs(self, model: Any, ids: list[int]) -> list[float]:
+        """The log-probabilities of `ids` after `PROMPT`."""
+        input_ids = torch.tensor([PROMPT + ids], device=self.device)
+        rows = torch.log_softmax(model(input_ids).logits[0, len(PROMPT) - 1 : -1].float(), dim=-1)
+        chosen: list[float] = rows.gather(1, input_ids[0, len(PROMPT) :, None])[:, 0].tolist()
+        return chosen
 
     def synchronize(self) -> None:
         """Waits for the GPU."""
@@ -85,12 +108,18 @@ class Trainer:
             peak.append(torch.cuda.max_memory_allocated(self.device) - before)
 
 
-def greedy(server: Server, prompts: list[list[int]]) -> list[tuple[list[int], list[float]]]:
-    """Greedy ids of each prompt and their log-probabilities, by the route that both servers have."""
+def greedy(
+    server: Server, prompts: list[list[int]], model: str = ""
+) -> list[tuple[list[int], list[float]]]:
+    """Greedy ids of each prompt and their log-probabilities, by the route that both servers have.
+
+    Args:
+        model: the name of an adapter; empty: the base model.
+    """
     answer = server.post(
         "/v1/completions",
         {
-            "model": server.get("/v1/models").json()["data"][0]["id"], "prompt": prompts,
+            "model": model or server.get("/v1/models").json()["data"][0]["id"], "prompt": prompts,
             "temperature": 0.0, "max_tokens": NUM_TOKENS, "ignore_eos": True, "logprobs": 0,
             "return_token_ids": True,
         },
@@ -119,3 +148,14 @@ def checkpoint_tensors(parameters: Mapping[str, Any]) -> Iterator[tuple[str, Any
                 parts = {"gate_proj": gate, "up_proj": up}
             for part, tensor in parts.items():
                 yield f"{head}.experts.{number}.{part}.weight", tensor
+
+
+def num_bytes_of(folder: str, dtype: str) -> int:
+    """Bytes of the parameters of one model."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(
+            AutoConfig.from_pretrained(folder), dtype=getattr(torch, dtype)
+        )
+    return sum(one.nbytes for one in model.parameters())

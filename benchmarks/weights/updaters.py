@@ -124,20 +124,16 @@ class TrlTrainer:
             env={**os.environ, "PYTHONPATH": path}, text=True, stdin=subprocess.PIPE,
             stdout=subprocess.PIPE, stderr=self._log.open("w"),
         )  # fmt: skip
-        self.read()
+        self._read()
 
     def update(self, model: Any, policy: str) -> dict[str, Any]:
         """`update_model_params` and `reset_prefix_cache`, timed in the process; `model`'s weights."""
-        self.begin(model.number)
-        return self.read()
-
-    def begin(self, number: int) -> None:
-        """Begins to send the model `number`, 0 or 1; `read` waits for the end."""
         assert self._process.stdin is not None
-        self._process.stdin.write(f"{number}\n")
+        self._process.stdin.write(f"{model.number}\n")
         self._process.stdin.flush()
+        return self._read()
 
-    def read(self) -> dict[str, Any]:
+    def _read(self) -> dict[str, Any]:
         assert self._process.stdout is not None
         for line in self._process.stdout:
             if line.startswith("{"):
@@ -148,11 +144,6 @@ class TrlTrainer:
     def close(self) -> None:
         assert self._process.stdin is not None
         self._process.stdin.close()
-        self._process.wait(60)
-
-    def kill(self) -> None:
-        """Ends the process, also in a broadcast."""
-        self._process.kill()
         self._process.wait(60)
 
 
@@ -170,6 +161,7 @@ def vllm_server(folder: str, options: dict[str, Any], log: Path, gpus: str) -> I
     """vLLM's own server with dummy weights on the GPUs `gpus`."""
     environ = engine_environment(on_cpu=False) | {
         "CUDA_VISIBLE_DEVICES": gpus, "VLLM_SERVER_DEV_MODE": "1", "VLLM_LOGGING_LEVEL": "INFO",
+        "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
     }  # fmt: skip
     transfer = {"weight_transfer_config": '{"backend": "nccl"}'}
     with running(VllmServe(), Engine(folder, options | transfer), environ, log) as found:

@@ -15,7 +15,7 @@ from typing import Any
 from tests import stub_worker
 from tests.stub_worker import StubEngine
 from titopool.wire.commands import AwaitStep, Command, CommandDone
-from titopool.wire.messages import Chunk, Job
+from titopool.wire.messages import Chunk, Job, JobProgress
 from workers.engine.base import Generated, OnChunk
 from workers.serving.server import WorkerServer
 
@@ -93,9 +93,9 @@ class Points:
     async def _run(self, job: Job, on_chunk: OnChunk) -> Generated:
         await self._reach("Generate:before")
 
-        def forward(chunk: Chunk) -> None:
+        def forward(chunk: Chunk | JobProgress) -> None:
             on_chunk(chunk)
-            if self._armed == "Chunk:after":
+            if isinstance(chunk, Chunk) and self._armed == "Chunk:after":
                 # `on_chunk` is synchronous, so this point does not wait for the release.
                 self._armed = ""
                 self._send(reached="Chunk:after")

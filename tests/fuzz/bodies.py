@@ -10,10 +10,16 @@ from hypothesis import strategies as st
 
 from app import create_app
 from app.schemas import generation as schemas
+from app.schemas import inference, sglang, sglang_fields, vllm_rl
 from app.schemas import openai as openai_bodies
-from app.schemas import vllm_rl
 from app.schemas import weights as weight_bodies
-from app.schemas.openai import IGNORED, REFUSED
+from app.schemas.unused_fields import (
+    CHAT_ONLY,
+    UNUSED,
+    UNUSED_OF_GENERATE,
+    UNUSED_SAMPLING,
+    Unused,
+)
 from tests.fuzz.hints import (
     ADAPTER_HINTS,
     ALONE_HINTS,
@@ -21,6 +27,7 @@ from tests.fuzz.hints import (
     INIT_INFOS,
     ROOT,
     SAMPLING_HINTS,
+    SGLANG_HINTS,
     UPDATE_INFOS,
     kind_of,
     messages,
@@ -75,6 +82,15 @@ def _with_equal_lists(body: dict[str, Any]) -> dict[str, Any]:
     return {**body, **cut}
 
 
+def _maybe_unused(draw: Callable[[Strategy], Any], unused: dict[str, Unused]) -> dict[str, Any]:
+    """Rarely, one of the fields that have no effect."""
+    if draw(st.integers(0, 9)):
+        return {}
+    name = draw(st.sampled_from(sorted(unused)))
+    accepted = unused[name].accepted or (None,)
+    return {name: draw(st.one_of(st.sampled_from(accepted), small_json))}
+
+
 @st.composite
 def _openai_body(
     draw: Callable[[Strategy], Any],
@@ -85,10 +101,7 @@ def _openai_body(
     body = draw(objects_of(kind_of(struct), hints))
     if draw(st.booleans()):
         body = {**draw(objects_of(kind_of(SamplingOptions), SAMPLING_HINTS)), **body}
-    if not draw(st.integers(0, 9)):
-        name = draw(st.sampled_from(sorted((*IGNORED, *REFUSED))))
-        refused_values = REFUSED.get(name) or (None,)
-        body[name] = draw(st.one_of(st.sampled_from(refused_values), small_json))
+    body |= _maybe_unused(draw, {**UNUSED, **dict.fromkeys(CHAT_ONLY, Unused(""))})
     return body | {name: draw(hints[name]) for name in always if name not in body}
 
 
@@ -96,13 +109,42 @@ def _openai_route(
     path: str, struct: type[msgspec.Struct], *always: str, **hints: Strategy
 ) -> Route:
     """A route of OpenAI's API; every body has the fields in `always`."""
-    fields = {*struct.__struct_fields__, *SamplingOptions.__struct_fields__, *REFUSED, *IGNORED}
+    fields = {*struct.__struct_fields__, *SamplingOptions.__struct_fields__, *UNUSED, *CHAT_ONLY}
     bodies = _openai_body(struct, {**HINTS, **hints}, ("max_tokens", *always))
     return Route(path, bodies, frozenset(fields))
 
 
+@st.composite
+def _generate_body(draw: Callable[[Strategy], Any]) -> Any:
+    body = draw(objects_of(kind_of(inference.GenerateFields), HINTS))
+    options = {"max_tokens": 2, **body["sampling_params"], **_maybe_unused(draw, UNUSED_SAMPLING)}
+    return {**body, "sampling_params": options, **_maybe_unused(draw, UNUSED_OF_GENERATE)}
+
+
+@st.composite
+def _sglang_body(draw: Callable[[Strategy], Any]) -> Any:
+    """A body of one prompt, or of two with a value for both or one for each."""
+    of_prompt = objects_of(kind_of(sglang.PromptFields), SGLANG_HINTS)
+    bodies = [draw(of_prompt) for _ in range(draw(st.integers(1, 2)))]
+    body = bodies[0]
+    source = draw(st.sampled_from(sglang.SOURCES))
+    prompts = [draw(SGLANG_HINTS[source]) for _ in bodies]
+    if len(bodies) > 1:
+        both = {name: [one.get(name) for one in bodies] for name in {*bodies[0], *bodies[1]}}
+        body = {name: one[0] if draw(st.booleans()) else one for name, one in both.items()}
+    body = {name: one for name, one in body.items() if name not in sglang.SOURCES}
+    body[source] = prompts if len(prompts) > 1 else prompts[0]
+    of_all = draw(objects_of(kind_of(sglang.RequestFields), HINTS))
+    return of_all | body | _maybe_unused(draw, sglang_fields.UNUSED)
+
+
 GENERATING = (
-    _route("/generate/", schemas.GenerateBody),
+    Route(
+        "/generate/",
+        st.one_of(objects_of(kind_of(schemas.GenerateBody), HINTS), _sglang_body()),
+        frozenset((*schemas.GenerateBody.__struct_fields__, *sglang.RequestFields.__struct_fields__,
+                   *sglang.PromptFields.__struct_fields__, *sglang_fields.UNUSED)),
+    ),
     _route("/chat/", schemas.ChatBody, {**HINTS, "messages": st.lists(messages, min_size=1, max_size=2)}),
     _route("/get_sequence_logprobs/", schemas.SequencesBody, adjust=_with_lengths),
     _route("/tokenize/", schemas.TokenizeBody, {**HINTS, "prompt": st.one_of(st.none(), words), "messages": st.one_of(st.none(), messages)}),
@@ -110,6 +152,9 @@ GENERATING = (
     _openai_route("/v1/completions/", openai_bodies.CompletionsFields),
     _openai_route("/v1/chat/completions/", openai_bodies.ChatFields, tokens=st.none(), logprobs=st.booleans()),
     _openai_route("/v1/chat/completions/tokens/", openai_bodies.ChatFields, "tokens", logprobs=st.booleans()),
+    Route("/inference/v1/generate/", _generate_body(), frozenset((*inference.GenerateFields.__struct_fields__, *UNUSED_OF_GENERATE))),
+    _openai_route("/v1/completions/render/", openai_bodies.CompletionsFields),
+    _openai_route("/v1/chat/completions/render/", openai_bodies.ChatFields, tokens=st.none(), logprobs=st.booleans()),
 )  # fmt: skip
 ADMINISTRATIVE = (
     _route("/v1/load_lora_adapter/", weight_bodies.LoadAdapterBody, ADAPTER_HINTS),
@@ -133,6 +178,11 @@ ADMINISTRATIVE = (
     _route("/update_weight_version/", vllm_rl.VersionBody),
     _route("/weight_checker/", vllm_rl.CheckerBody),
     _route("/abort_requests/", vllm_rl.AbortRequestsBody),
+    _route("/inference/v1/abort_requests/", inference.AbortBody),
+    _route("/pause_generation/", sglang.PauseGenerationBody, {**HINTS, "mode": st.sampled_from(("abort", "retract", "in_place"))}),
+    _route("/continue_generation/", sglang.ContinueGenerationBody),
+    _route("/update_weights_from_disk/", sglang.DiskBody, {**HINTS, "model_path": HINTS["path"].map(lambda one: one or "")}),
+    _route("/abort_request/", sglang.AbortBody),
     _route("/load_lora_adapter/", weight_bodies.LoadAdapterBody, ADAPTER_HINTS),
     _route("/unload_lora_adapter/", weight_bodies.UnloadAdapterBody, ADAPTER_HINTS),
     _route("/pause/", weight_bodies.PauseBody),
@@ -144,6 +194,9 @@ ADMINISTRATIVE = (
         for name in (
             "start_weight_update", "shutdown_weight_transfer_engine", "start_draft_weight_update",
             "reset_mm_cache", "reset_encoder_cache", "sleep", "wake_up", "collective_rpc",
+            "init_weights_update_group", "update_weights_from_distributed",
+            "update_weights_from_tensor", "release_memory_occupation", "resume_memory_occupation",
+            "flush_cache", "v1/responses", "v1/messages", "v1/messages/count_tokens",
         )
     ),
     Route("/resume/", small_json, frozenset()),
@@ -177,6 +230,7 @@ _headers = st.one_of(
         (JSON_HEADER, ("Accept-Encoding", "gzip, br;q=nan")), (JSON_HEADER, ("Expect", "100-continue")),
         (JSON_HEADER, ("X-Forwarded-For", "x"), ("Forwarded", "for=;;")), (JSON_HEADER, ("Range", "bytes=5-1")),
         (JSON_HEADER, ("Cookie", "a=\xff; ; =")), (JSON_HEADER, ("X-HTTP-Method-Override", "DELETE")),
+        (JSON_HEADER, ("X-Request-Id", "a"), ("X-Session-ID", "s" * 300)), (JSON_HEADER, ("X-Request-Id", "\xff;\t")),
     )),
 )  # fmt: skip
 

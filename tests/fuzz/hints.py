@@ -108,6 +108,8 @@ SAMPLING_HINTS = {
 HINTS: dict[str, Strategy] = {
     **SAMPLING_HINTS,
     "generation_kwargs": objects_of(kind_of(SamplingOptions), SAMPLING_HINTS),
+    "sampling_params": objects_of(kind_of(SamplingOptions), SAMPLING_HINTS),
+    "token_ids": _ids, "request_id": one_of(None, "a", "cmpl-a"),
     "prompts": st.one_of(
         st.lists(_ids, min_size=1, max_size=3),
         st.lists(words, min_size=1, max_size=2),
@@ -124,6 +126,11 @@ HINTS: dict[str, Strategy] = {
     ),
     "prompt": st.one_of(words, _ids, st.lists(_ids, min_size=1, max_size=2), st.lists(words, min_size=1, max_size=2)),
     "images": one_of(None, None, [], [None], ["aGVsbG8="], [["", "x"]], [None, "data:image/png;base64,AA=="]),
+    "content_parts": one_of(None, None, [], [{"type": "image_url", "url": "data:image/png;base64,AA=="}]),
+    "features": one_of(
+        None, None, {"mm_hashes": {"image": []}, "mm_placeholders": {"image": []}, "kwargs_data": {"image": []}},
+        {"mm_hashes": {"image": ["a"]}, "mm_placeholders": {"image": [{"offset": 0, "length": 1}]}, "kwargs_data": {"image": ["titopool-image:1:aGk="]}},
+    ),
     "messages": messages, "tools": st.one_of(st.none(), st.lists(_tool, max_size=2)),
     "tool_choice": st.one_of(st.none(), one_of("none", "auto", "required", "x"), _named),
     "chat_template_kwargs": _template_kwargs, "model": one_of(None, None, MODEL, ADAPTER, "none"),
@@ -168,5 +175,28 @@ UPDATE_INFOS = st.one_of(
     one_of([], [{}], None, {}),
 )  # fmt: skip
 ADAPTER_HINTS = {**HINTS, "lora_name": one_of(ADAPTER, ADAPTER, "other", "x" * 200)}
+_sglang_sampling = {
+    name: SAMPLING_HINTS[one]
+    for name, one in (
+        ("min_new_tokens", "min_tokens"), ("sampling_seed", "seed"), ("n", "n"), ("temperature", "temperature"),
+        ("top_p", "top_p"), ("top_k", "top_k"), ("min_p", "min_p"), ("repetition_penalty", "repetition_penalty"),
+        ("stop", "stop"), ("stop_token_ids", "stop_token_ids"), ("ignore_eos", "ignore_eos"), ("logit_bias", "logit_bias"),
+        ("no_stop_trim", "ignore_eos"),
+    )
+}  # fmt: skip
+# A prompt of SGLang's /generate.
+SGLANG_HINTS = {
+    **HINTS,
+    "input_ids": _ids, "text": words, "rid": one_of(None, "a"), "top_logprobs_num": one_of(0, 0, 1, 128, 129),
+    "return_logprob": st.booleans(), "logprob_start_len": one_of(-1, 0, 1, 9), "lora_path": one_of(None, ADAPTER, "none"),
+    "token_ids_logprob": one_of(None, [5], [1, 2, 3], [9999]), "image_data": one_of(None, [], "aGVsbG8=", ["", "x"]),
+    "sampling_params": st.fixed_dictionaries(
+        {"max_new_tokens": one_of(0, 1, 2, 4)},
+        optional={
+            **_sglang_sampling, "regex": _regexes, "json_schema": st.one_of(_schemas, _schemas.map(lambda one: dump(one).decode())),
+            "ebnf": one_of('root ::= "a" | "b"', "root ::= x", ""), "stop_regex": one_of(None, "a"), "beam_width": one_of(1, 2),
+        },
+    ),
+}  # fmt: skip
 # TRL's communicator would wait for its rank, so only other world sizes are sent: they are refused.
 ALONE_HINTS = {**HINTS, "world_size": one_of(1, 2, 4)}

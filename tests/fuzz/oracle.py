@@ -15,6 +15,8 @@ from tests.fuzz.wire_http import Answer, Sent
 # Statuses that a request may get. 501 and 505 refuse the method and the HTTP version; other 5xx
 # would mean a lost engine or worker, and none is lost here.
 STATUSES = {200, 400, 404, 405, 408, 409, 413, 414, 415, 417, 431, 501, 505}
+# Its errors have SGLang's fields too.
+DISK = "/update_weights_from_disk/"
 # Matches the location in a message: `prompts[3][17]: expected …`.
 _LOCATION = re.compile(r"(\w+)((?:\[\d+\]|\.\w+)*): ")
 
@@ -40,7 +42,8 @@ def check_error(sent: Sent, answer: Answer) -> None:
     """An error is `{"error": {…}}`; its `param` is a field of the body or of the route's schema."""
     assert answer.kind == "application/json", str(answer)
     body = answer.json()
-    assert set(body) == {"error"}, str(answer)
+    others = {"success", "message", "num_paused_requests"} if path_of(sent) == DISK else set()
+    assert set(body) - others == {"error"}, str(answer)
     error = body["error"]
     assert set(error) == {"message", "type", "code", "param"}, str(answer)
     for name in ("message", "type", "code"):
@@ -93,8 +96,14 @@ def check_good(sent: Sent, answer: Answer) -> None:
     path = path_of(sent)
     if answer.kind == "text/event-stream":
         _check_stream(answer)
+    elif path == "/generate/" and sent.json().get("prompts") is None:
+        _check_sglang(answer)
     elif path in ("/generate/", "/chat/"):
         _check_completions(sent, answer)
+    elif path == "/inference/v1/abort_requests/":
+        assert not answer.body, str(answer)
+    elif path == "/v1/completions/render/":
+        assert all(one["token_ids"] for one in answer.json()), str(answer)
     else:
         body = answer.json()
         assert isinstance(body, dict), str(answer)
@@ -125,11 +134,22 @@ def _check_completions(sent: Sent, answer: Answer) -> None:
             assert all(size >= 1 for one in sizes for size in one), str(answer)
 
 
+def _check_sglang(answer: Answer) -> None:
+    found = answer.json()
+    for one in found if isinstance(found, list) else [found]:
+        meta = one["meta_info"]
+        assert len(one["output_ids"]) == meta["completion_tokens"], str(answer)
+        assert meta["finish_reason"]["type"] in ("stop", "length"), str(answer)
+        rows = meta.get("output_token_logprobs")
+        assert rows is None or [row[1] for row in rows] == one["output_ids"], str(answer)
+
+
 def _check_choices(body: dict[str, Any], shown: str) -> None:
     for index, choice in enumerate(body["choices"]):
         assert choice["index"] == index, shown
         assert choice["finish_reason"] in ("stop", "length", "tool_calls", "repetition"), shown
-        assert isinstance(choice.get("text", choice.get("message")), str | dict), shown
+        if "output_mode" not in body:
+            assert isinstance(choice.get("text", choice.get("message")), str | dict), shown
     assert body["usage"]["total_tokens"] >= 1, shown
 
 

@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.fuzz, pytest.mark.timeout(TIMEOUT_S)]
 def undo(fuzzed: Fuzzed, sent: Sent) -> None:
     """Undoes what a successful request has changed."""
     path = sent.path.strip("/")
-    if path == "pause":
+    if path in ("pause", "pause_generation"):
         fuzzed.server.post("/resume", None)
     elif path == "v1/load_lora_adapter":
         name = sent.json()["lora_name"]

@@ -71,7 +71,9 @@ class Peer:
         self._num_jobs += 1
         job_id, ids = self._num_jobs, np.array([1, 2, self._num_jobs], np.int32)
         sampling = msgspec.Raw(encode_options(SamplingOptions()))
-        self.send(Generate(self.incarnation, [Job(job_id, 1, ids.tobytes(), 1, 19, sampling)]))
+        self.send(
+            Generate.of_jobs(self.incarnation, [Job(job_id, 1, ids.tobytes(), 1, 19, sampling)])
+        )
         self.wait(lambda: job_id in self.done, "answer")
         assert self.done.pop(job_id).completions[0].token_ids == ids[::-1].tobytes()
 
@@ -159,7 +161,7 @@ _ids = st.lists(st.integers(0, 30_000), min_size=1, max_size=4)
 HINTS = {
     "incarnation": st.just(INCARNATION), "job_id": st.integers(1, 5), "attempt": st.just(1),
     "prompt_token_ids": _ids.map(lambda ids: np.array(ids, np.int32).tobytes()),
-    "sampling": _options, "num_sequences": st.just(1), "num_tokens": st.just(20),
+    "num_sequences": st.just(1), "num_tokens": st.just(20),
     "adapter": st.sampled_from(("", "", "a")), "session": st.sampled_from(("s", None)),
     "world_size": st.just(2), "host": st.just("127.0.0.1"), "protocol": st.just("trl"),
     "update_id": st.sampled_from(("u", "v")), "model": st.sampled_from(("", "stub", "other")),
@@ -175,8 +177,15 @@ _command = st.one_of([message_of(one, HINTS) for one in ACTIONS]).flatmap(
         }
     )
 )  # fmt: skip
+# A job's options are an index.
+_generate = st.builds(
+    lambda message, sampling: {**message, "sampling": sampling},
+    message_of(Generate, {**HINTS, "sampling": st.sampled_from((0, 0, 0, 1, -1))}),
+    st.lists(_options, min_size=1, max_size=2),
+)
 _messages = st.one_of(
-    _command, _command, *[message_of(one, HINTS) for one in (Hello, Generate, Generate, Abort, messages.Drift, messages.EndedWaiting)],
+    _command, _command, *[message_of(one, HINTS) for one in (Hello, Abort, messages.Drift, messages.EndedWaiting)],
+    _generate, _generate,
 )  # fmt: skip
 scripts = st.lists(st.tuples(st.booleans(), parts_of(_messages)), min_size=1, max_size=10)
 

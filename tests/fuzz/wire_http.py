@@ -31,7 +31,7 @@ class Sent(NamedTuple):
 
     def encoded(self) -> bytes:
         """The bytes sent over the socket."""
-        lines = [f"{self.method} {self.path} HTTP/1.1", "Host: fuzz", "Connection: close"]
+        lines = [f"{self.method} {self.path} HTTP/1.1", "Host: localhost", "Connection: close"]
         lines += [f"{name}: {value}" for name, value in self.headers]
         body = self.body
         if self.chunks is not None:

@@ -92,6 +92,20 @@ class ServerConfig:
         "Key for weight updates, pauses and adapters, in place of `api_key`. Empty: `api_key`.",
         secret=True,
     )
+    api_key_file: str = setting(
+        "",
+        "File of keys with names, one `NAME KEY` or `NAME KEY admin` a line. It is read again when "
+        "it changes.",
+    )
+    allowed_hosts: tuple[str, ...] = setting(
+        (),
+        "Names, comma-separated, by which browsers may reach a server without a key, for example "
+        "behind a tunnel.",
+    )
+    tls_cert_file: str = setting(
+        "", "PEM file of the certificate, with its chain, to serve HTTPS. Empty: HTTP."
+    )
+    tls_key_file: str = setting("", "PEM file of the certificate's private key.")
 
     max_open_requests: int = setting(
         16_384,
@@ -104,6 +118,12 @@ class ServerConfig:
         at_least=1,
     )
     max_body_bytes: int = setting(256 * 2**20, "Size of the largest request body.", at_least=1)
+    memory_budget_bytes: int = setting(
+        2**30,
+        "Memory for bodies, and for what is made of them, in one front end. A request beyond it gets "
+        "a 429, unless all others are small.",
+        at_least=1,
+    )
     max_completions_per_request: int = setting(
         65_536, "Largest number of prompts times n in one request.", at_least=1
     )
@@ -114,6 +134,11 @@ class ServerConfig:
         at_least=1,
     )
     request_timeout_s: float = setting(3600.0, "Deadline of a request.", at_least=0.001)
+    grammar_timeout_s: float = setting(
+        60.0,
+        "CPU time in which a grammar of structured outputs must compile. 0: grammars are refused.",
+        at_least=0,
+    )
 
     max_image_pixels: int = setting(
         33_554_432, "Largest number of pixels in one prompt, all images together.", at_least=1
@@ -199,6 +224,8 @@ class ServerConfig:
                 "heartbeat_timeout_s: expected at least twice heartbeat_interval_s "
                 f"({self.heartbeat_interval_s}), got {self.heartbeat_timeout_s}"
             )
+        if bool(self.tls_cert_file) != bool(self.tls_key_file):
+            raise ConfigError("tls_cert_file: expected tls_key_file with it, got only one of them")
         for endpoint in self.endpoints:
             self._check_endpoint(endpoint)
         self._split_engine_args()
@@ -256,6 +283,12 @@ TYPES: dict[str, Any] = get_type_hints(ServerConfig)
 def variable_of(name: str) -> str:
     """The environment variable of a setting."""
     return ENV_PREFIX + name.upper()
+
+
+# Only front ends need them: processes that run a model's code must not have them.
+SECRET_VARIABLES = frozenset(
+    variable_of(name) for name, item in SETTINGS.items() if item.metadata["secret"]
+)
 
 
 def option_of(name: str) -> str:

@@ -12,6 +12,14 @@ import msgspec
 from msgspec import Meta
 
 from titopool.errors import InvalidRequest
+from titopool.settings.grammars import (
+    MAX_JSON_DEPTH,
+    NonEmptyStr,
+    StructuredOutputs,
+    check_grammar,
+    encoded_size,
+    is_deeper_than,
+)
 from titopool.wire.messages import WorkerFacts
 
 # Below this temperature vLLM samples greedily (vllm/sampling_params.py, _SAMPLING_EPS).
@@ -20,7 +28,6 @@ GREEDY_BELOW = 1e-5
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 Count = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 PositiveCount = Annotated[int, Meta(ge=1, le=2**31 - 1)]
-NonEmptyStr = Annotated[str, Meta(min_length=1)]
 # vLLM's GPU sampler keeps these in tables of fixed width (vllm/v1/worker/gpu/sample/). A request
 # with more entries raises an error that ends the engine. Stop tokens share a table of 128 with the
 # model's own stop tokens. A bad word takes two entries, with and without a leading space.
@@ -29,13 +36,14 @@ StopTokenIds = Annotated[list[int], Meta(max_length=96)]
 LogprobTokenIds = Annotated[list[int], Meta(max_length=128)]
 BadWords = Annotated[list[NonEmptyStr], Meta(max_length=64)]
 MAX_BAD_WORDS_BYTES = 1024
-# vLLM 0.32 refuses deeper schemas. Older versions walk a schema recursively.
-MAX_JSON_DEPTH = 64
+# Of the options without the grammar, as they are encoded.
+MAX_OPTIONS_BYTES = 64 * 1024
 
 # Fields of SamplingParams that a client may not set, with the reason for the error message.
 SERVER_SET_FIELDS = {
     "detokenize": "the server sets it: completions are detokenized only where text is needed",
     "flat_logprobs": "the server sets it: the format of log-probabilities is fixed",
+    "output_text_buffer_length": "the server sets it: it depends on the stop strings",
     "output_kind": "the server sets it: it depends on the route and on `stream`",
     "skip_clone": "the server sets it",
     "stream_interval": "the server sets it: it depends on the route and on `stream`",
@@ -44,23 +52,9 @@ UNSUPPORTED_FIELDS = {
     "prompt_logprobs": "this route does not return them; use /get_sequence_logprobs/",
     "prompt_logprob_start": "this route does not return prompt log-probabilities",
     "prompt_logprob_token_ids": "this route does not return prompt log-probabilities",
-    "routed_experts_prompt_start": "this server does not return routed experts",
+    "routed_experts_prompt_start": "this route does not return them; use /inference/v1/generate",
     "trace_decode_token_ids": "it would replace sampling",
 }
-
-
-class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
-    """vLLM's StructuredOutputsParams. Exactly one of the first six fields is set."""
-
-    json: NonEmptyStr | dict[str, Any] | None = None
-    regex: str | None = None
-    choice: Annotated[list[str], Meta(min_length=1)] | None = None
-    grammar: NonEmptyStr | None = None
-    json_object: bool | None = None
-    structural_tag: NonEmptyStr | None = None
-    disable_any_whitespace: bool = False
-    disable_additional_properties: bool = False
-    whitespace_pattern: str | None = None
 
 
 class RepetitionDetection(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
@@ -104,6 +98,9 @@ class SamplingOptions(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=
     thinking_token_budget: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
     repetition_detection: RepetitionDetection | None = None
     watermarking: bool | None = None
+    # The first prompt token whose routed experts are returned, at /inference/v1/generate. None:
+    # neither routed experts nor sampling masks are.
+    routed_experts_prompt_start: Count | None = None
     # Set by routes, not by clients: /get_sequence_logprobs/, and routes that return text.
     prompt_logprobs: Count | None = None
     detokenize: bool = False
@@ -124,8 +121,14 @@ def check_sampling(options: SamplingOptions, facts: WorkerFacts) -> None:
     """
     _check_names(options, facts)
     _check_combinations(options, facts)
+    _check_size(options)
     if options.structured_outputs is not None:
-        _check_structured_outputs(options.structured_outputs)
+        check_grammar(options.structured_outputs)
+    if is_deeper_than(MAX_JSON_DEPTH, options.extra_args):
+        raise InvalidRequest(
+            f"extra_args: expected at most {MAX_JSON_DEPTH} levels, got a deeper object; send a flat one",
+            param="extra_args",
+        )
     _check_logprobs(options, facts)
     for name in ("stop_token_ids", "allowed_token_ids", "logprob_token_ids", "logit_bias"):
         ids = getattr(options, name)
@@ -148,6 +151,23 @@ def _check_names(options: SamplingOptions, facts: WorkerFacts) -> None:
                 "out",
                 param=name,
             )
+
+
+def _check_size(options: SamplingOptions) -> None:
+    """The options are kept for as long as a job is open, and vLLM compares stop strings at each token."""
+    sizes = {
+        name: encoded_size(getattr(options, name))
+        for name in SamplingOptions.__struct_fields__
+        if name != "structured_outputs"
+    }
+    if sum(sizes.values()) > MAX_OPTIONS_BYTES:
+        largest = max(sizes, key=sizes.__getitem__)
+        raise InvalidRequest(
+            f"{largest}: expected at most {MAX_OPTIONS_BYTES} bytes of sampling options besides "
+            f"structured_outputs, got {sum(sizes.values())}, of which {largest} has {sizes[largest]}; "
+            "send less",
+            param=largest,
+        )
 
 
 def _check_combinations(options: SamplingOptions, facts: WorkerFacts) -> None:
@@ -181,43 +201,6 @@ def _check_combinations(options: SamplingOptions, facts: WorkerFacts) -> None:
             f"without a leading space, got {num_bytes}; send fewer or shorter words",
             param="bad_words",
         )
-
-
-def _check_structured_outputs(structured: StructuredOutputs) -> None:
-    kinds = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
-    given = [kind for kind in kinds if getattr(structured, kind) is not None]
-    problem = ""
-    if len(given) != 1:
-        problem = f"exactly one of {', '.join(kinds)}, got {', '.join(given) or 'none'}"
-    elif structured.json_object is False:
-        problem = "json_object to be true, got false"
-    elif "\0" in (structured.regex or ""):
-        problem = "a regex without NUL characters, got a regex with NUL"
-    elif is_deeper_than(MAX_JSON_DEPTH, structured.json):
-        problem = f"a JSON schema of at most {MAX_JSON_DEPTH} levels, got a deeper schema"
-    if problem:
-        raise InvalidRequest(f"structured_outputs: expected {problem}", param="structured_outputs")
-
-
-def is_deeper_than(limit: int, schema: str | dict[str, Any] | None) -> bool:
-    """Whether a JSON schema has more than `limit` levels. vLLM refuses a text that is not JSON."""
-    if isinstance(schema, str):
-        try:
-            level = [msgspec.json.decode(schema)]
-        except msgspec.DecodeError:
-            return False
-        except RecursionError:
-            return True
-    else:
-        level = [schema]
-    for _ in range(limit):
-        level = [
-            child
-            for node in level
-            if isinstance(node, dict | list)
-            for child in (node.values() if isinstance(node, dict) else node)
-        ]
-    return any(isinstance(node, dict | list) for node in level)
 
 
 def _check_logprobs(options: SamplingOptions, facts: WorkerFacts) -> None:

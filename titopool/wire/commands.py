@@ -82,6 +82,8 @@ class BeginFolder(msgspec.Struct, frozen=True, tag="begin_folder"):
     version: Version | None
     clock: Clock
     folder: str
+    # The trainer's own name for the version; "": the version.
+    label: str = ""
 
 
 class ReceiveTensor(msgspec.Struct, frozen=True, tag="receive_tensor"):
@@ -204,8 +206,8 @@ class LeaveStockGroup(msgspec.Struct, frozen=True, tag="leave_stock_group"):
 
     # Why an update in progress ends; empty: the command is refused during an update.
     reason: str = ""
-    # The update in progress; with None any. Without an update that has a reason to end, and with
-    # another update, the command does nothing.
+    # With a reason: the update to end; None: the one in progress. If none is in progress, or another
+    # one, the command does nothing.
     update_id: str | None = None
     # Whether only the update ends.
     keeps_group: bool = False
@@ -228,7 +230,7 @@ class Pause(msgspec.Struct, frozen=True, tag="pause"):
     lease_s: LeaseSeconds
     # The next clock of the pool's pause, as far as the front end knows.
     clock: Clock = 0
-    # Whether calls of vLLM's routes for weights renew the lease.
+    # Whether calls of vLLM's routes for weights, folders and commits renew the lease.
     is_renewed: bool = False
 
 

@@ -6,6 +6,7 @@ Front ends check every file before generation. Workers open files with the same 
 from io import BytesIO
 
 import PIL.Image
+import PIL.PngImagePlugin
 
 # Pillow's other formats are old or rare, or start other programs.
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
@@ -15,6 +16,9 @@ MAX_ASPECT_RATIO = 200
 
 # Pillow's own limit is off: `app/inputs/images.py` compares the size with `max_image_pixels`.
 PIL.Image.MAX_IMAGE_PIXELS = None
+# Bytes of text in one PNG once decompressed, which costs seconds for each hundred million. Pillow
+# reads all of it, and nobody uses it.
+PIL.PngImagePlugin.MAX_TEXT_MEMORY = 4 * 2**20
 
 
 def open_image(data: bytes) -> PIL.Image.Image:

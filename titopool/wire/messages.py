@@ -5,7 +5,7 @@ messages. Arrays travel as little-endian bytes: `int32` for token ids, counts an
 for log-probabilities.
 """
 
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -27,8 +27,30 @@ class Logprobs(msgspec.Struct, frozen=True, array_like=True):
     token_ids: bytes = b""
     # Number of entries at each position; empty if each position has one entry.
     counts: bytes = b""
-    # For a prompt only: the rank of each entry in the vocabulary, from 1.
+    # Ranks in the vocabulary, from 1: of a prompt those of all entries, of a completion those of the
+    # sampled tokens. Empty if they are not known.
     ranks: bytes = b""
+
+
+class RoutedExperts(msgspec.Struct, frozen=True, array_like=True):
+    """The experts that a mixture of experts used for each token of prompt and completion.
+
+    The last token has no row: the model did not run on it.
+    """
+
+    # [rows, layers, experts of a token], in C order; row 0 belongs to token `start` of the prompt.
+    data: bytes
+    shape: tuple[Count, Count, Count]
+    dtype: Literal["uint8", "uint16", "int32"]
+    start: Count
+
+
+class SamplingMask(msgspec.Struct, frozen=True, array_like=True):
+    """The token ids that top-k, top-p and min-p left to sample from, position after position."""
+
+    token_ids: bytes
+    # Number of ids at each position.
+    counts: bytes
 
 
 class Completion(msgspec.Struct, frozen=True, array_like=True):
@@ -47,6 +69,10 @@ class Completion(msgspec.Struct, frozen=True, array_like=True):
     # The output of vLLM's parsers in OpenAI's format (`content`, `reasoning`, `tool_calls`); in a
     # `Chunk` the delta. None without parsers.
     message: dict[str, Any] | None = None
+    # Of the whole completion, in a stream with its last piece. None if the server runs without the
+    # option of vLLM, or the route does not return them.
+    routed_experts: RoutedExperts | None = None
+    sampling_mask: SamplingMask | None = None
 
 
 class ImageFacts(msgspec.Struct, frozen=True):
@@ -96,6 +122,8 @@ class WorkerFacts(msgspec.Struct, frozen=True):
     weight_backend: str = "nccl"
     # Of a LoRA adapter; 0: adapters are off.
     max_lora_rank: int = 0
+    # vLLM's `--enable-return-routed-experts`.
+    has_routed_experts: bool = False
 
 
 class WorkerCounters(msgspec.Struct):
@@ -114,6 +142,14 @@ class WorkerCounters(msgspec.Struct):
     # to other ids.
     num_compared_prompts: int = 0
     num_drifted_prompts: int = 0
+
+
+class KeyTotals(msgspec.Struct):
+    """What clients with keys of one name have generated since the start of a worker process."""
+
+    num_completed_jobs: int = 0
+    num_prompt_tokens: int = 0
+    num_completion_tokens: int = 0
 
 
 class UpdateTotals(msgspec.Struct):
@@ -154,10 +190,12 @@ class Job(msgspec.Struct, frozen=True):
     job_id: JobId
     attempt: int
     prompt_token_ids: bytes
-    # The job's load: its completions, and the most tokens of prompt and completions together.
+    # The job's load: its completions, and the most tokens of prompt and completions together. A job
+    # without completions only expands the placeholders of its images; the engine does not run it.
     num_sequences: Count
     num_tokens: Count
-    # `titopool.settings.sampling.SamplingOptions`, encoded once for all jobs of a request.
+    # `titopool.settings.sampling.SamplingOptions`, encoded once for all jobs of a request. On the wire
+    # the index in `Generate.sampling`.
     sampling: msgspec.Raw
     cache_salt: str | None = None
     # Digests of the prompt's blocks (`titopool/wire/prefixes.py`); None if the routing policy does
@@ -166,6 +204,9 @@ class Job(msgspec.Struct, frozen=True):
     images: list[Image] = []
     # Arguments of the model's image processor.
     mm_processor_kwargs: dict[str, Any] = {}
+    # Offset and length of each image's placeholders in `prompt_token_ids`, as the client sent them:
+    # the placeholders are expanded. Empty: the worker finds them, expanded or single.
+    image_ranges: list[tuple[Count, Count]] = []
     # Whether the worker sends `Chunk`s before `Completed`.
     is_streamed: bool = False
     # `ChatParsing`, encoded; empty: no parsers run.
@@ -174,9 +215,15 @@ class Job(msgspec.Struct, frozen=True):
     adapter: str = ""
     # The client's id of the request; empty: none. Several requests may have the same.
     client_id: str = ""
+    # The name of the client's key; empty: none.
+    key_name: str = ""
 
 
 # ---- front end → worker -------------------------------------------------------------
+
+
+# Until when jobs run apart, because they may end the engine; "": they do not.
+Apart = Literal["", "token", "end"]
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
@@ -191,7 +238,34 @@ class Generate(msgspec.Struct, frozen=True, tag="generate"):
 
     # A worker process with another incarnation ignores the message.
     incarnation: str
+    # Made by `of_jobs`; read by `whole_jobs`.
     jobs: list[Job]
+    # Each of the jobs' sampling options once: a grammar of 64 KiB may go with thousands of prompts.
+    sampling: list[msgspec.Raw]
+    # The jobs start, each with a `JobProgress`, once those that other front ends sent apart have
+    # their first tokens or have ended.
+    apart: Apart = ""
+
+    @classmethod
+    def of_jobs(cls, incarnation: str, jobs: list[Job], apart: Apart = "") -> "Generate":
+        """The message for `jobs`, which share their options as objects."""
+        distinct = {id(job.sampling): job.sampling for job in jobs}
+        indices = {name: msgspec.Raw(encode(index)) for index, name in enumerate(distinct)}
+        packed = [msgspec.structs.replace(job, sampling=indices[id(job.sampling)]) for job in jobs]
+        return cls(incarnation, packed, list(distinct.values()), apart)
+
+    def whole_jobs(self) -> list[Job]:
+        """The jobs with their sampling options, as objects that they share.
+
+        Raises:
+            msgspec.DecodeError, IndexError: a job has no index of sampling options.
+        """
+        # Copies: the decoder's values keep the whole frame in memory.
+        sampling = [one.copy() for one in self.sampling]
+        return [
+            msgspec.structs.replace(job, sampling=sampling[_decode_index(job.sampling)])
+            for job in self.jobs
+        ]
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):
@@ -242,10 +316,15 @@ class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
     prefixes: bytes = b""
     # By staging (`workers/in_model/receiving/staging.py`); "folder", and "none" before any tensor.
     updates: dict[str, UpdateTotals] = {}
+    # By name of the clients' keys.
+    keys: dict[str, KeyTotals] = {}
     # LoRA adapters of this worker: version by name.
     adapters: dict[str, int] = {}
     # As this worker knows it.
     pool: PoolState = PoolState()
+    # As in `Load`.
+    other_new: int = 0
+    apart: Apart = ""
 
 
 class Load(msgspec.Struct, frozen=True, tag="load"):
@@ -257,6 +336,10 @@ class Load(msgspec.Struct, frozen=True, tag="load"):
 
     other_sequences: int
     other_tokens: int
+    # Jobs of the others that have started and have no token.
+    other_new: int = 0
+    # Of the jobs of another front end that run apart now.
+    apart: Apart = ""
 
 
 NO_LOAD = Load(0, 0)
@@ -274,6 +357,8 @@ class Chunk(msgspec.Struct, frozen=True, tag="chunk"):
     prompt_token_ids: bytes = b""
     # Of the job's LoRA adapter.
     adapter_version: int | None = None
+    # As in `Completed`; in the first chunk only.
+    image_ranges: list[tuple[Count, Count]] = []
 
 
 class Completed(msgspec.Struct, frozen=True, tag="completed"):
@@ -293,6 +378,8 @@ class Completed(msgspec.Struct, frozen=True, tag="completed"):
     prompt_logprobs: Logprobs | None = None
     # Of the job's LoRA adapter.
     adapter_version: int | None = None
+    # Offset and length of each image in `prompt_token_ids`.
+    image_ranges: list[tuple[Count, Count]] = []
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
@@ -306,10 +393,25 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
     param: str | None = None
 
 
-class Results(msgspec.Struct, frozen=True, tag="results"):
-    """Results and chunks since the last such message, in order."""
+class JobProgress(msgspec.Struct, frozen=True, tag="progress"):
+    """How far a job has come, for the question which job ended an engine.
 
-    results: list[Completed | Failed | Chunk]
+    Sent for a job that runs apart when it starts, and for every job that is not streamed some time
+    after its first token.
+    """
+
+    job_id: JobId
+    attempt: int
+    has_token: bool
+
+
+Result = Completed | Failed | Chunk | JobProgress
+
+
+class Results(msgspec.Struct, frozen=True, tag="results"):
+    """Results, chunks and progress since the last such message, in order."""
+
+    results: list[Result]
 
 
 class EndWaiting(msgspec.Struct, frozen=True, tag="end_waiting"):
@@ -337,6 +439,7 @@ ToWorker = Hello | Generate | Abort | Drift | EndedWaiting | Command
 FromWorker = Heartbeat | Load | Results | EndWaiting | Stopping | CommandDone
 
 encode = msgspec.msgpack.Encoder().encode
+_decode_index = msgspec.msgpack.Decoder(Count).decode
 decode_chat_parsing = msgspec.msgpack.Decoder(ChatParsing).decode
 # What the decoders raise for an undecodable frame, also for invalid UTF-8 and deep nesting.
 UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)

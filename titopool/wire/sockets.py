@@ -11,6 +11,7 @@ from pathlib import Path
 import zmq
 
 from titopool.errors import ConfigError
+from titopool.secret_files import read_secret_file
 
 # Longest path of a Unix socket: the size of `sun_path` without the final zero.
 MAX_IPC_PATH_BYTES = 107
@@ -91,7 +92,7 @@ def read_curve_key(key_file: str) -> tuple[bytes, bytes]:
     """The (public, secret) CURVE key of `key_file`, Z85-encoded. Creates a missing file.
 
     Raises:
-        ConfigError: the file name is empty, or the file holds no key.
+        ConfigError: the file name is empty, the file holds no key, or other users may read it.
     """
     if not key_file:
         raise ConfigError(
@@ -100,7 +101,7 @@ def read_curve_key(key_file: str) -> tuple[bytes, bytes]:
     path = Path(key_file)
     if not path.exists():
         _make_curve_key(path)
-    secret = path.read_bytes().strip()
+    secret = read_secret_file(key_file, "curve_key_file").strip()
     try:
         return zmq.curve_public(secret), secret
     except (ValueError, zmq.ZMQError):

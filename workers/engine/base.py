@@ -3,16 +3,16 @@
 Runs in: each worker process, on its event loop.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
-from titopool.wire.messages import Chunk, Completion, Job, Logprobs, WorkerFacts
+from titopool.wire.messages import Chunk, Completion, Job, JobProgress, Logprobs, WorkerFacts
 from workers.engine.lora import Adapters
 from workers.engine.versions import Versions
 from workers.engine.weights import WeightEngine
 
 ReportPhase = Callable[[str], None]
-OnChunk = Callable[[Chunk], None]
+OnChunk = Callable[[Chunk | JobProgress], None]
 
 
 class Generated(NamedTuple):
@@ -21,9 +21,10 @@ class Generated(NamedTuple):
     completions: list[Completion]
     # Prompt tokens found in the prefix cache.
     num_cached_tokens: int = 0
-    # With images: the prompt with all placeholders expanded, the number of processed images, and
-    # the seconds of processing.
+    # With images: the prompt with all placeholders expanded, offset and length of each image in it,
+    # the number of processed images, and the seconds of processing.
     prompt_token_ids: bytes = b""
+    image_ranges: Sequence[tuple[int, int]] = ()
     num_images: int = 0
     image_s: float = 0.0
     prompt_logprobs: Logprobs | None = None
@@ -56,7 +57,9 @@ class Engine(Protocol):
         """Generates once, so that no request waits for code that is compiled on first use."""
 
     async def run(self, job: Job, on_chunk: OnChunk) -> Generated:
-        """Generates all completions of `job`; `on_chunk` gets the chunks of a streamed job.
+        """Generates all completions of `job`.
+
+        `on_chunk` gets the chunks of a streamed job, and of another one that it has its first token.
 
         Cancelling the call stops the generation.
 

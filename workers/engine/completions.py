@@ -1,14 +1,14 @@
 """vLLM's outputs of a job as completions: whole at its end, or in chunks while it is streamed."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from titopool.wire.messages import Chunk, Completion, Job
-from workers.engine.packing import flat_since, pack_logprobs
+from workers.engine.packing import flat_since, pack_experts, pack_logprobs, pack_mask
 from workers.engine.parsing import Parsing
 from workers.engine.sampling import failed_inside
 from workers.engine.versions import History
@@ -30,18 +30,28 @@ class Stream:
         parsing: Parsing | None,
         on_chunk: Callable[[Chunk], None],
         adapter_version: int | None,
+        replay_start: int | None,
     ):
+        """`replay_start`: as in `RunContext`."""
         self._job = job
+        self._replay_start = replay_start
         self._parsing = parsing
         self._on_chunk = on_chunk
         self._adapter_version = adapter_version
         self._sent: dict[int, Sent] = {}
 
-    def send_new(self, output: Any, prompt_token_ids: bytes, history: History) -> None:
+    def send_new(
+        self,
+        output: Any,
+        prompt_token_ids: bytes,
+        image_ranges: Sequence[tuple[int, int]],
+        history: History,
+    ) -> None:
         """Sends what `output`, a vLLM RequestOutput, has in addition to the previous one.
 
         Args:
             prompt_token_ids: with images, the expanded prompt, which goes with the first chunk.
+            image_ranges: with images, offset and length of each, which go with the first chunk.
             history: the request's weights up to now.
         """
         is_first = not self._sent
@@ -60,6 +70,7 @@ class Stream:
                     output.num_cached_tokens or 0,
                     prompt_token_ids if is_first else b"",
                     adapter_version=self._adapter_version,
+                    image_ranges=list(image_ranges) if is_first else [],
                 )
             )
 
@@ -84,6 +95,7 @@ class Stream:
             text=text,
             stop_reason=one.stop_reason,
             message=message,
+            **replay_fields(one, self._replay_start),
         )
 
 
@@ -96,8 +108,11 @@ class RunContext:
     stream: Stream | None = None
     # Further arguments of AsyncLLM.generate.
     arguments: dict[str, Any] = field(default_factory=dict)
-    # With images: the expanded prompt, once they are processed.
+    # With images: the expanded prompt and the images' ranges in it, once they are processed.
     prompt_token_ids: bytes = b""
+    image_ranges: Sequence[tuple[int, int]] = ()
+    # The prompt token from which on routed experts are sent; None: neither they nor masks are.
+    replay_start: int | None = None
 
     async def completions(self, output: Any, history: History) -> list[Completion]:
         """The completions of `output`, vLLM's last RequestOutput.
@@ -127,6 +142,21 @@ class RunContext:
                     text="" if self.stream else item.text,
                     stop_reason=item.stop_reason,
                     message=message,
+                    **replay_fields(item, None if self.stream else self.replay_start),
                 )
             )
         return completions
+
+
+def replay_fields(one: Any, start: int | None) -> dict[str, Any]:
+    """What a trainer needs to replay `one`, a vLLM CompletionOutput, as fields of `Completion`.
+
+    vLLM has it for completions that have ended.
+    """
+    if start is None:
+        return {}
+    return {
+        "routed_experts": pack_experts(one.routed_experts, start),
+        # vLLM 0.25.1 has no sampling masks.
+        "sampling_mask": pack_mask(getattr(one, "sampling_mask", None)),
+    }

@@ -23,6 +23,8 @@ def facts_of(
 
     engine, model = llm.vllm_config, llm.model_config
     cache = engine.cache_config
+    # Up to vLLM 0.31 the model's option.
+    captured = getattr(engine, "aux_output_config", model)
     num_cache_tokens = cache.kv_cache_size_tokens if cache.enable_prefix_caching else 0
     return WorkerFacts(
         model=str(config.model or model.model),
@@ -48,6 +50,7 @@ def facts_of(
         logprobs_mode=str(model.logprobs_mode),
         weight_backend="gloo" if engine.device_config.device_type == "cpu" else "nccl",
         max_lora_rank=engine.lora_config.max_lora_rank if engine.lora_config else 0,
+        has_routed_experts=captured.enable_return_routed_experts,
     )
 
 

@@ -1,10 +1,11 @@
-"""Packs vLLM's log-probabilities into the arrays that travel to front ends."""
+"""Packs vLLM's log-probabilities, routed experts and sampling masks for front ends."""
 
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from titopool.wire.messages import Logprobs
+from titopool.wire.messages import Logprobs, RoutedExperts, SamplingMask
 
 
 class FlatPart(NamedTuple):
@@ -39,14 +40,18 @@ def pack_logprobs(flat: Any, completion_ids: bytes) -> Logprobs:
     values = np.array(flat.logprobs, dtype=np.float32)
     token_ids = np.array(flat.token_ids, dtype=np.int32)
     num_positions = len(flat.start_indices)
+    ranks = np.array(flat.ranks, dtype=np.int32)
     counts = b""
     if len(values) > num_positions:
+        # vLLM's first entry of a position is the sampled token.
+        ranks = ranks[np.array(flat.start_indices)]
         values, token_ids, counts = _best_first(flat, values, token_ids)
     ids = token_ids.tobytes()
     if len(values) == num_positions:
         # One entry a position, also with k = 1 where each sampled token was the best one.
-        return Logprobs(values.tobytes(), b"" if ids == completion_ids else ids)
-    return Logprobs(values.tobytes(), ids, counts)
+        counts = b""
+        ids = b"" if ids == completion_ids else ids
+    return Logprobs(values.tobytes(), ids, counts, ranks.tobytes())
 
 
 def pack_prompt_logprobs(flat: Any) -> Logprobs:
@@ -54,6 +59,22 @@ def pack_prompt_logprobs(flat: Any) -> Logprobs:
     values = np.array(flat.logprobs, dtype=np.float32)
     ids, ranks = (np.array(one, dtype=np.int32) for one in (flat.token_ids, flat.ranks))
     return Logprobs(values.tobytes(), ids.tobytes(), ranks=ranks.tobytes())
+
+
+def pack_experts(rows: np.ndarray | None, start: int) -> RoutedExperts | None:
+    """vLLM's routed experts from prompt token `start` on; None where vLLM gives none."""
+    if rows is None:
+        return None
+    return RoutedExperts(rows.tobytes(), rows.shape, rows.dtype.name, start)  # type: ignore[arg-type]
+
+
+def pack_mask(mask: Any) -> SamplingMask | None:
+    """vLLM's SamplingMask as arrays; None for None."""
+    if mask is None:
+        return None
+    ids = np.fromiter(chain.from_iterable(mask.token_ids), dtype=np.int32)
+    counts = np.fromiter(map(len, mask.token_ids), dtype=np.int32)
+    return SamplingMask(ids.tobytes(), counts.tobytes())
 
 
 def _best_first(

@@ -1,5 +1,6 @@
 """Converts sampling options to vLLM's SamplingParams, and vLLM's errors to titopool's."""
 
+from functools import cache
 from typing import Any
 
 import msgspec
@@ -18,7 +19,6 @@ def to_vllm_params(options: SamplingOptions, *, is_streamed: bool = False) -> An
     Raises:
         InvalidRequest: vLLM refuses the options.
     """
-    from vllm import SamplingParams
     from vllm.sampling_params import (
         RepetitionDetectionParams,
         RequestOutputKind,
@@ -41,7 +41,7 @@ def to_vllm_params(options: SamplingOptions, *, is_streamed: bool = False) -> An
     if options.logprob_token_ids is not None:
         values["logprobs"] = len(options.logprob_token_ids)
     try:
-        return SamplingParams(
+        return params_class()(
             **values,
             flat_logprobs=True,
             output_kind=RequestOutputKind.CUMULATIVE
@@ -50,6 +50,35 @@ def to_vllm_params(options: SamplingOptions, *, is_streamed: bool = False) -> An
         )
     except client_errors() as error:
         raise InvalidRequest(f"sampling options: {error}") from error
+
+
+@cache
+def params_class() -> Any:
+    """vLLM's SamplingParams, whose grammar vLLM does not check.
+
+    vLLM parses the grammar of each request anew, on the worker's event loop; here a trial has passed
+    (`workers/engine/grammars/`).
+    """
+    from vllm import SamplingParams
+
+    class TriedParams(SamplingParams):  # type: ignore[misc]
+        def _validate_structured_outputs(self, *arguments: Any) -> None:
+            assert self.structured_outputs is None or self.structured_outputs._backend
+
+    return TriedParams
+
+
+def check_replay_start(start: int | None, num_prompt_tokens: int) -> None:
+    """Raises InvalidRequest for routed experts from a token on that the prompt does not have.
+
+    The engine of vLLM 0.25 dies of it.
+    """
+    if start is not None and start >= num_prompt_tokens:
+        raise InvalidRequest(
+            "sampling_params.routed_experts_prompt_start: expected less than the prompt's "
+            f"{num_prompt_tokens} tokens, got {start}",
+            param="sampling_params",
+        )
 
 
 def client_errors() -> tuple[type[Exception], ...]:

@@ -7,9 +7,10 @@ the import takes seconds, and the environment must be prepared before.
 import argparse
 import copy
 import gc
+import hashlib
 import importlib
 import os
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NoReturn
 
 import msgspec
@@ -19,14 +20,21 @@ from titopool import demo_model
 from titopool.errors import ConfigError, InvalidRequest
 from titopool.settings.config import ServerConfig
 from titopool.settings.sampling import SamplingOptions, decode_options, encode_options
-from titopool.wire.messages import Job, WorkerFacts, decode_chat_parsing
+from titopool.wire.messages import Job, JobProgress, WorkerFacts, decode_chat_parsing
 from workers.engine.base import EngineDead, Generated, OnChunk, ReportPhase
 from workers.engine.completions import RunContext, Stream
 from workers.engine.facts import facts_of
+from workers.engine.first_tokens import FirstTokens
+from workers.engine.grammars.trials import GrammarTrials
 from workers.engine.lora import Adapter, Adapters
 from workers.engine.packing import pack_prompt_logprobs
 from workers.engine.parsing import Parsers, check_parsers, load_parsers
-from workers.engine.sampling import client_errors, refusal_or_failure, to_vllm_params
+from workers.engine.sampling import (
+    check_replay_start,
+    client_errors,
+    refusal_or_failure,
+    to_vllm_params,
+)
 from workers.engine.scoring import check_scored, until_scored
 from workers.engine.versions import History, Versions
 from workers.engine.weights import VllmWeights, WeightEngine
@@ -36,7 +44,9 @@ from workers.in_model.logprobs_patch import receive_lists
 from workers.process import without_collector
 from workers.vllm_internals import check_internals
 
-MAX_CACHED_PARAMS = 256
+# Of the encoded options whose parameters are kept, each with what vLLM's object takes besides.
+MAX_PARAMS_BYTES = 16 * 2**20
+PARAMS_BYTES = 4096
 
 
 class VllmEngine:
@@ -49,7 +59,10 @@ class VllmEngine:
         self._llm: Any = None
         self._images: ImagePreparer | None = None
         self._parsers: Parsers | None = None
-        self._params_by_options: dict[bytes, Any] = {}
+        self._grammars: GrammarTrials | None = None
+        self._params_by_digest: dict[bytes, tuple[Any, int | None]] = {}
+        self._params_bytes = 0
+        self._first_tokens = FirstTokens(lambda: self._llm.output_processor.request_states)
 
     @property
     def weights(self) -> WeightEngine:
@@ -90,6 +103,7 @@ class VllmEngine:
             )
             self._images = images if images.facts else None
         self._parsers = load_parsers(self._config, self._llm)
+        self._grammars = GrammarTrials(self._llm.vllm_config, self._config.grammar_timeout_s)
         self.adapters = Adapters(self._llm)
         return facts_of(
             self._llm, self._config,
@@ -124,7 +138,9 @@ class VllmEngine:
 
     async def warm_up(self) -> None:
         # The first request for log-probabilities compiles code (13 s on a CPU).
-        sampling = SamplingOptions(max_tokens=2, logprobs=0, ignore_eos=True)
+        # With --return-sampling-mask (vLLM 0.32) vLLM refuses a request without top_k.
+        top_k = int(getattr(self._llm.model_config, "return_sampling_mask", False))
+        sampling = SamplingOptions(max_tokens=2, logprobs=0, ignore_eos=True, top_k=top_k)
         job = Job(
             job_id=0,
             attempt=0,
@@ -149,6 +165,8 @@ class VllmEngine:
     async def _run_once(self, job: Job, on_chunk: OnChunk, adapter: Adapter | None) -> Generated:
         """Raises NotScored if an abort left the prompt without its log-probabilities."""
         context = self._context_of(job, on_chunk, adapter)
+        if self._grammars is not None:
+            await self._grammars.check(context.params)
         needs_scores = context.params.prompt_logprobs is not None
         if needs_scores and self._on_cpu and self.adapters.limit:
             # vLLM's LoRA code for CPUs counts rows wrong when the prompt shares a step with other
@@ -158,15 +176,19 @@ class VllmEngine:
                 "CPU build cannot compute them with LoRA; start a server without it"
             )
         if not job.images:
-            generated = await self._generate(job, _tokens_input(job), context)
+            generated = await self._generate(job, _tokens_input(job), context, on_chunk)
         elif self._images is None:
             raise InvalidRequest("images: expected none, as the model takes token ids only")
         else:
             async with self._images.prepared(job) as prompt:
                 context.prompt_token_ids = prompt.token_ids
-                generated = await self._generate(job, prompt.engine_input, context)
+                context.image_ranges = prompt.image_ranges
+                generated = Generated([])
+                if job.num_sequences:
+                    generated = await self._generate(job, prompt.engine_input, context, on_chunk)
             generated = generated._replace(
                 prompt_token_ids=prompt.token_ids,
+                image_ranges=prompt.image_ranges,
                 num_images=prompt.num_images,
                 image_s=prompt.elapsed_s,
             )
@@ -175,19 +197,26 @@ class VllmEngine:
     def _context_of(self, job: Job, on_chunk: OnChunk, adapter: Adapter | None) -> RunContext:
         arguments = {"lora_request": adapter.request()} if adapter else {}
         if not job.chat and not job.is_streamed:
-            return RunContext(self._sampling_params(job.sampling), arguments=arguments)
-        params = to_vllm_params(decode_options(bytes(job.sampling)), is_streamed=job.is_streamed)
+            params, start = self._shared_params(job.sampling)
+            return RunContext(params, arguments=arguments, replay_start=start)
+        options = decode_options(bytes(job.sampling))
+        start = options.routed_experts_prompt_start
+        params = to_vllm_params(options, is_streamed=job.is_streamed)
         parsing = stream = None
         if job.chat and self._parsers is not None:
             chat = decode_chat_parsing(job.chat)
             parsing = self._parsers.begin(chat, params, job.prompt_token_ids)
             arguments |= parsing.engine_arguments
         if job.is_streamed:
-            stream = Stream(job, parsing, on_chunk, adapter.version if adapter else None)
-        return RunContext(params, parsing, stream, arguments)
+            stream = Stream(job, parsing, on_chunk, adapter.version if adapter else None, start)
+        return RunContext(params, parsing, stream, arguments, replay_start=start)
 
-    async def _generate(self, job: Job, prompt: Any, context: RunContext) -> Generated:
-        output, history = await self._last_output(job, prompt, context)
+    async def _generate(
+        self, job: Job, prompt: Any, context: RunContext, on_chunk: OnChunk
+    ) -> Generated:
+        num_prompt = len(context.prompt_token_ids or job.prompt_token_ids) // 4
+        check_replay_start(context.replay_start, num_prompt)
+        output, history = await self._last_output(job, prompt, context, on_chunk)
         completions, prompt_logprobs = await context.completions(output, history), None
         if context.params.prompt_logprobs is not None:
             check_scored(output)
@@ -196,7 +225,9 @@ class VllmEngine:
             completions, output.num_cached_tokens or 0, prompt_logprobs=prompt_logprobs
         )
 
-    async def _last_output(self, job: Job, prompt: Any, context: RunContext) -> tuple[Any, History]:
+    async def _last_output(
+        self, job: Job, prompt: Any, context: RunContext, on_chunk: OnChunk
+    ) -> tuple[Any, History]:
         """vLLM's last RequestOutput, with all completions, and the weights that made them.
 
         Cancelling the task makes vLLM abort the request in the engine.
@@ -206,7 +237,10 @@ class VllmEngine:
         latest: dict[int, Any] = {}
         num_aborts = self.versions.num_aborts
         try:
-            with self.versions.request(job.job_id, job.client_id) as request_id:
+            with (
+                self.versions.request(job.job_id, job.client_id) as request_id,
+                self._watched(request_id, job, on_chunk),
+            ):
                 # One output with all completions; of a stream, many with those that have new tokens.
                 async for output in self._llm.generate(
                     prompt, context.params, request_id, **context.arguments
@@ -216,7 +250,9 @@ class VllmEngine:
                     latest |= {one.index: one for one in output.outputs}
                     if context.stream is not None:
                         history = self.versions.history(request_id)
-                        context.stream.send_new(output, context.prompt_token_ids, history)
+                        context.stream.send_new(
+                            output, context.prompt_token_ids, context.image_ranges, history
+                        )
                 # Without an await in between: an update may be about to change the version.
                 history = self.versions.take(request_id)
         except EngineDeadError as error:
@@ -228,16 +264,31 @@ class VllmEngine:
         output.outputs = [latest[index] for index in sorted(latest)]
         return output, history
 
-    def _sampling_params(self, encoded: msgspec.Raw) -> Any:
+    def _shared_params(self, encoded: msgspec.Raw) -> tuple[Any, int | None]:
+        """vLLM's parameters and `routed_experts_prompt_start`."""
         # The jobs of a request share their options; vLLM clones the parameters before it changes them.
-        key = bytes(encoded)
-        params = self._params_by_options.get(key)
-        if params is None:
-            params = to_vllm_params(decode_options(key))
-            if len(self._params_by_options) >= MAX_CACHED_PARAMS:
-                self._params_by_options.clear()
-            self._params_by_options[key] = params
-        return params
+        key = hashlib.sha256(encoded).digest()
+        shared = self._params_by_digest.get(key)
+        if shared is None:
+            options = decode_options(encoded)
+            shared = to_vllm_params(options), options.routed_experts_prompt_start
+            num_bytes = memoryview(encoded).nbytes + PARAMS_BYTES
+            if self._params_bytes + num_bytes > MAX_PARAMS_BYTES:
+                self._params_by_digest.clear()
+                self._params_bytes = 0
+            self._params_bytes += num_bytes
+            self._params_by_digest[key] = shared
+        return shared
+
+    def _watched(
+        self, request_id: str, job: Job, on_chunk: OnChunk
+    ) -> AbstractContextManager[None]:
+        """Within the block, `on_chunk` is told when the job has its first token."""
+        if job.is_streamed:
+            # Its first chunk says so.
+            return nullcontext()
+        progress = JobProgress(job.job_id, job.attempt, has_token=True)
+        return self._first_tokens.watched(request_id, lambda: on_chunk(progress))
 
     async def probe(self) -> None:
         # The engine core's loop answers. vLLM's `timeout` argument must not be used: the next call
@@ -245,6 +296,8 @@ class VllmEngine:
         await self._llm.collective_rpc("check_health")
 
     def close(self) -> None:
+        if self._grammars is not None:
+            self._grammars.close()
         if self._images is not None:
             self._images.close()
         if self._llm is not None:

@@ -20,6 +20,7 @@ from titopool.errors import InvalidImage, PromptTooLong
 from titopool.wire.image_files import open_image
 from titopool.wire.messages import ImageFacts, Job
 from workers.images.placeholders import PlacingProcessor
+from workers.images.ranges import check_ranges
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +32,8 @@ class Prepared(NamedTuple):
     engine_input: Any
     # With all placeholders expanded; int32, little-endian.
     token_ids: bytes
+    # Offset and length of each image in the ids.
+    image_ranges: list[tuple[int, int]]
     # The number of images, and the seconds that a thread took for them.
     num_images: int
     elapsed_s: float
@@ -45,7 +48,7 @@ class ImagePreparer:
         """
         Args:
             model_config: vLLM's.
-            max_bytes: of tensors in flight; at this limit, further prompts wait.
+            max_bytes: of tensors in flight; at this limit, further prompts wait, but no renders.
         """
         import torch
 
@@ -55,7 +58,8 @@ class ImagePreparer:
         self._max_bytes = max_bytes
         self._num_bytes = 0
         self._has_room = asyncio.Condition()
-        self._free_threads = asyncio.Semaphore(num_threads)
+        # As many prompts may pass the limit at once; those that wait for room hold no thread.
+        self._turns = asyncio.Semaphore(num_threads)
         # A tokenizer is not thread-safe: each thread has a processor with a copy.
         self._free: queue.SimpleQueue[PlacingProcessor] = queue.SimpleQueue()
         self.facts: ImageFacts | None = None
@@ -70,16 +74,20 @@ class ImagePreparer:
     async def prepared(self, job: Job) -> AsyncIterator[Prepared]:
         """`job` as vLLM takes it; its tensors count as in flight until the context ends.
 
+        A job without completions drops its tensors at once: it waits for a thread only.
+
         Raises:
             InvalidImage: an image cannot be decoded, or the model's processor refuses it.
-            ImageMismatch: the images do not fit the placeholders.
+            ImageMismatch: the images do not fit the placeholders, or the ranges in the job.
             PromptTooLong: the prompt is too long once the placeholders are expanded.
         """
-        async with self._free_threads:
+        if not job.num_sequences:
+            yield await self._in_thread(job)
+            return
+        async with self._turns:
             async with self._has_room:
                 await self._has_room.wait_for(lambda: self._num_bytes < self._max_bytes)
-            loop = asyncio.get_running_loop()
-            prompt = await loop.run_in_executor(self._threads, self._prepare, job)
+            prompt = await self._in_thread(job)
             self._num_bytes += prompt.num_bytes
         try:
             yield prompt
@@ -87,6 +95,10 @@ class ImagePreparer:
             self._num_bytes -= prompt.num_bytes
             async with self._has_room:
                 self._has_room.notify_all()
+
+    async def _in_thread(self, job: Job) -> Prepared:
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._threads, self._prepare, job)
 
     def _prepare(self, job: Job) -> Prepared:
         begin = time.monotonic()
@@ -101,13 +113,17 @@ class ImagePreparer:
             )
         finally:
             self._free.put(processor)
-        token_ids = engine_input["prompt_token_ids"]
-        self._check_length(len(token_ids))
+        token_ids = np.array(engine_input["prompt_token_ids"], dtype=np.int32).tobytes()
+        places = engine_input["mm_placeholders"].get("image", ())
+        if job.image_ranges:
+            check_ranges(job, token_ids, places)
+        self._check_length(len(engine_input["prompt_token_ids"]))
         if job.cache_salt:
             engine_input["cache_salt"] = job.cache_salt
         return Prepared(
             engine_input,
-            np.array(token_ids, dtype=np.int32).tobytes(),
+            token_ids,
+            [(one.offset, one.length) for one in places],
             num_images=len(images),
             elapsed_s=time.monotonic() - begin,
             num_bytes=_num_bytes(engine_input),

@@ -140,7 +140,7 @@ class Control:
     @property
     def phase(self) -> str:
         """`ready`, or why this worker gets no jobs although its engine is loaded."""
-        if self._pauses.is_last:
+        if self._pauses.never_resumes:
             # Not "stale": if the pool has such workers only, requests fail instead of waiting.
             return "catching_up"
         if not self._updates.is_behind_pool:
@@ -279,7 +279,7 @@ class Control:
             "lease_left_s": self._pauses.lease_left_s,
             "last_end": state.last_end or None,
             "is_written_in_place": self._updates.is_in_model,
-            "is_restarting": self._pauses.is_last,
+            "is_restarting": self._pauses.never_resumes,
             "last_staging": self._updates.staging or None,
             "last_paused_s": round(self._pauses.last_commit_s, 4),
             "adapters": self.adapters,
@@ -322,7 +322,7 @@ class Control:
             await self._pauses.expire(self._engine)
         updates = self._updates
         is_idle = updates.state.is_resting and not updates.steps.is_any_running
-        if self._pauses.is_committing and is_idle and not self._pauses.is_last:
+        if self._pauses.is_committing and is_idle and not self._pauses.never_resumes:
             logger.error("generation was still paused after a commit; resuming generation")
             await self._pauses.end_commit(self._engine)
 

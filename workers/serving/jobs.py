@@ -6,11 +6,12 @@ from dataclasses import dataclass, field
 import msgspec
 
 from titopool.wire.messages import (
-    Chunk,
     Completed,
     Failed,
     Job,
     JobId,
+    KeyTotals,
+    Result,
     WorkerCounters,
     WorkerFacts,
 )
@@ -33,7 +34,11 @@ class FrontEnd:
     # Totals of the jobs in flight: completions, and at most so many tokens.
     num_sequences: int = 0
     num_tokens: int = 0
-    outbox: list[Completed | Failed | Chunk] = field(default_factory=list)
+    outbox: list[Result] = field(default_factory=list)
+    # Jobs that run apart and have not started; they are no load.
+    held: set[JobKey] = field(default_factory=set)
+    # Jobs that have started and have no token.
+    new: set[JobKey] = field(default_factory=set)
     # For the next heartbeat: prefix digests of other front ends' jobs, which are in the cache.
     prefixes: bytearray = field(default_factory=bytearray)
 
@@ -49,20 +54,34 @@ class FrontEnd:
         job = self.jobs.pop(key)
         self.num_sequences -= job.num_sequences
         self.num_tokens -= job.num_tokens
+        self.held.discard(key)
+        self.new.discard(key)
+
+    @property
+    def num_started(self) -> int:
+        """Completions in flight without those of `held`."""
+        return self.num_sequences - sum(self.jobs[key].num_sequences for key in self.held)
 
 
-def count_job(counters: WorkerCounters, job: Job, result: Completed | Failed) -> None:
-    """Counts a job that has ended."""
+def count_job(
+    counters: WorkerCounters, keys: dict[str, KeyTotals], job: Job, result: Completed | Failed
+) -> None:
+    """Counts a job that has ended, also for its key; one without completions has used no token."""
     if isinstance(result, Failed):
         counters.num_failed_jobs += 1
         return
-    counters.num_completed_jobs += 1
-    prompt_ids = result.prompt_token_ids or job.prompt_token_ids
-    counters.num_prompt_tokens += len(prompt_ids) // ID_BYTES
+    if not job.num_sequences:
+        return
     counters.num_cached_tokens += result.num_cached_tokens
-    counters.num_completion_tokens += sum(
-        len(completion.token_ids) // ID_BYTES for completion in result.completions
-    )
+    num_prompt = len(result.prompt_token_ids or job.prompt_token_ids) // ID_BYTES
+    num_completion = sum(len(one.token_ids) // ID_BYTES for one in result.completions)
+    totals: list[WorkerCounters | KeyTotals] = [counters]
+    if job.key_name:
+        totals.append(keys.setdefault(job.key_name, KeyTotals()))
+    for each in totals:
+        each.num_completed_jobs += 1
+        each.num_prompt_tokens += num_prompt
+        each.num_completion_tokens += num_completion
 
 
 def prefix_of(job: Job, generated: Generated, facts: WorkerFacts | None) -> bytes:

@@ -6,6 +6,7 @@ loads in a thread, so that the worker can report its phase while it loads.
 """
 
 import asyncio
+import itertools
 import logging
 import os
 import time
@@ -28,11 +29,14 @@ from titopool.wire.messages import (
     Heartbeat,
     Hello,
     Job,
+    JobProgress,
+    Result,
     WorkerCounters,
 )
 from titopool.wire.sockets import bind_router
 from workers.engine.base import Engine, EngineDead, OnChunk
 from workers.process import EXIT_FAILED, EXIT_WEIGHTS_UNKNOWN, in_daemon_thread, kill_children
+from workers.serving.apart import ApartGroups, Turn
 from workers.serving.control import Control
 from workers.serving.front_end_queues import FrontEndQueues
 from workers.serving.jobs import FrontEnd, JobKey, count_job, prefix_of
@@ -45,6 +49,8 @@ CLOSE_TIMEOUT_S = 3.0
 STOP_DELAY_S = 0.1
 # Changes of load within this time are sent in one message.
 LOAD_REPORT_S = 0.01
+# Before a job starts that may end this process: front ends must learn that it started.
+APART_LEAD_S = 0.02
 # Of one heartbeat; 128 KiB hold the digests of a million tokens.
 MAX_PREFIX_BYTES = 128 * 1024
 
@@ -78,6 +84,7 @@ class WorkerServer:
         self._front_ends: dict[bytes, FrontEnd] = {}
         self._flush_planned = self._report_planned = False
         self._counters = WorkerCounters()
+        self._key_totals: dict[str, messages.KeyTotals] = {}
         self._queues = FrontEndQueues(self._send_to_all)
         self._control = Control(
             engine,
@@ -88,6 +95,7 @@ class WorkerServer:
             end_waiting=self._queues.end_waiting,
         )
         self._blames_jobs = False
+        self._apart = ApartGroups()
         self._background: set[asyncio.Task[None]] = set()
 
     async def run(self) -> str:
@@ -129,8 +137,7 @@ class WorkerServer:
     def stop(self, reason: str = "", *, blames_jobs: bool = False) -> None:
         """Makes `run` return; a second call does nothing.
 
-        `blames_jobs`: a job in flight may be the cause. Front ends fail a job after it was in
-        flight at the end of several workers.
+        `blames_jobs`: a job in flight may be the cause, which front ends then find.
         """
         if not self._stop_reason.done():
             self._blames_jobs = blames_jobs
@@ -202,9 +209,11 @@ class WorkerServer:
             case Hello(pool=pool):
                 self._control.merge_pool_state(pool)
                 self._on_hello(identity)
-            case Generate(incarnation=self._incarnation, jobs=jobs):
-                for job in jobs:
-                    self._start_job(identity, job)
+            case Generate(incarnation=self._incarnation, apart=apart):
+                jobs = message.whole_jobs()
+                turns = self._apart.add(len(jobs), identity, apart) if apart and jobs else ()
+                for job, turn in itertools.zip_longest(jobs, turns):
+                    self._start_job(identity, job, turn)
             case Abort(jobs=keys):
                 for job_id, attempt in keys:
                     self._abort(identity, (job_id, attempt))
@@ -228,11 +237,11 @@ class WorkerServer:
         front_end = self._front_ends.get(identity)
         if front_end is None:
             self._front_ends[identity] = FrontEnd(last_hello=time.monotonic())
-            self._send(identity, self._heartbeat(self._front_ends[identity]))
+            self._send(identity, self._heartbeat(identity, self._front_ends[identity]))
         else:
             front_end.last_hello = time.monotonic()
 
-    def _start_job(self, identity: bytes, job: Job) -> None:
+    def _start_job(self, identity: bytes, job: Job, turn: Turn | None) -> None:
         front_end = self._front_ends.get(identity)
         key = (job.job_id, job.attempt)
         if front_end is None or self._facts is None or key in front_end.jobs:
@@ -240,15 +249,21 @@ class WorkerServer:
                 "ignored job %s: no Hello came first, the engine is not ready, or it is a repeat",
                 key,
             )
+            if turn is not None:
+                turn.end()
             return
-        task = self._loop.create_task(self._run_job(front_end, job))
+        task = self._loop.create_task(self._run_job(front_end, job, turn))
         front_end.add(key, job, task)
+        if turn is not None:
+            front_end.held.add(key)
         # Not in the task: a task that is cancelled before its first step runs no `finally`.
-        task.add_done_callback(lambda _: self._remove_job(front_end, key))
+        task.add_done_callback(lambda _: self._remove_job(front_end, key, turn))
         self._plan_load_report()
 
-    def _remove_job(self, front_end: FrontEnd, key: JobKey) -> None:
+    def _remove_job(self, front_end: FrontEnd, key: JobKey, turn: Turn | None) -> None:
         front_end.remove(key)
+        if turn is not None:
+            turn.end()
         self._plan_load_report()
 
     def _abort(self, identity: bytes, key: JobKey) -> None:
@@ -259,10 +274,23 @@ class WorkerServer:
 
     # ---- running ---------------------------------------------------------------------
 
-    async def _run_job(self, front_end: FrontEnd, job: Job) -> None:
+    async def _run_job(self, front_end: FrontEnd, job: Job, turn: Turn | None = None) -> None:
+        def on_chunk(chunk: Chunk | JobProgress) -> None:
+            if key in front_end.new:
+                front_end.new.discard(key)
+                self._plan_load_report()
+                if turn is not None:
+                    turn.has_token()
+            self._post(front_end, chunk)
+
+        key = (job.job_id, job.attempt)
+
         try:
-            result = await self._generate(job, lambda chunk: self._post(front_end, chunk))
-            count_job(self._counters, job, result)
+            if turn is not None:
+                await self._start_apart(front_end, job, turn)
+            front_end.new.add(key)
+            result = await self._generate(job, on_chunk)
+            count_job(self._counters, self._key_totals, job, result)
         except EngineDead as error:
             # Without a result, the front end requeues the job for another worker.
             self.stop(str(error), blames_jobs=True)
@@ -273,11 +301,18 @@ class WorkerServer:
         self._post(front_end, result)
         self._share_prefix(front_end, job, result)
 
-    def _failed(self, of: Job | Completed | Failed | Chunk, what: str) -> Failed:
+    async def _start_apart(self, front_end: FrontEnd, job: Job, turn: Turn) -> None:
+        await turn.wait()
+        front_end.held.discard((job.job_id, job.attempt))
+        self._plan_load_report()
+        self._post(front_end, JobProgress(job.job_id, job.attempt, has_token=False))
+        await asyncio.sleep(APART_LEAD_S)
+
+    def _failed(self, of: Job | Result, what: str) -> Failed:
         text = f"worker {self._worker_id} {what}; its log has the reason"
         return Failed(of.job_id, of.attempt, GenerationFailed.code, text)
 
-    def _post(self, front_end: FrontEnd, result: Completed | Failed | Chunk) -> None:
+    def _post(self, front_end: FrontEnd, result: Result) -> None:
         front_end.outbox.append(result)
         if not self._flush_planned:
             # All results of one engine step are sent in one message.
@@ -310,6 +345,7 @@ class WorkerServer:
             generated.prompt_token_ids,
             generated.prompt_logprobs,
             generated.adapter_version,
+            list(generated.image_ranges),
         )
 
     # ---- sending ---------------------------------------------------------------------
@@ -321,7 +357,7 @@ class WorkerServer:
             if results:
                 self._send_results(identity, results)
 
-    def _send_results(self, identity: bytes, results: list[Completed | Failed | Chunk]) -> None:
+    def _send_results(self, identity: bytes, results: list[Result]) -> None:
         try:
             self._send(identity, messages.Results(results))
         except (UnicodeEncodeError, OverflowError, TypeError):
@@ -354,13 +390,14 @@ class WorkerServer:
         self._report_planned = False
         # To every front end, also without a change: a front end estimates what it has not received.
         for identity, front_end in self._front_ends.items():
-            self._send(identity, self._load_of_others(front_end))
+            self._send(identity, self._load_of_others(identity, front_end))
 
-    def _load_of_others(self, receiver: FrontEnd) -> messages.Load:
+    def _load_of_others(self, identity: bytes, receiver: FrontEnd) -> messages.Load:
         others = [one for one in self._front_ends.values() if one is not receiver]
         return messages.Load(
-            sum(one.num_sequences for one in others), sum(one.num_tokens for one in others)
-        )
+            sum(one.num_started for one in others), sum(one.num_tokens for one in others),
+            sum(len(one.new) for one in others), self._apart.of_others(identity),
+        )  # fmt: skip
 
     async def _heartbeat_loop(self) -> None:
         expected = time.monotonic()
@@ -381,10 +418,10 @@ class WorkerServer:
 
     def _send_heartbeats(self) -> None:
         for identity, front_end in self._front_ends.items():
-            self._send(identity, self._heartbeat(front_end))
+            self._send(identity, self._heartbeat(identity, front_end))
 
-    def _heartbeat(self, receiver: FrontEnd) -> Heartbeat:
-        others = self._load_of_others(receiver)
+    def _heartbeat(self, identity: bytes, receiver: FrontEnd) -> Heartbeat:
+        others = self._load_of_others(identity, receiver)
         prefixes, receiver.prefixes = bytes(receiver.prefixes), bytearray()
         return Heartbeat(
             worker_id=self._worker_id,
@@ -399,8 +436,11 @@ class WorkerServer:
             num_front_ends=len(self._front_ends),
             other_sequences=others.other_sequences,
             other_tokens=others.other_tokens,
+            other_new=others.other_new,
+            apart=others.apart,
             num_sequences=sum(one.num_sequences for one in self._front_ends.values()),
             counters=self._counters,
+            keys=self._key_totals,
             updates=self._control.update_totals,
             prefixes=prefixes,
         )

@@ -6,6 +6,10 @@ from dataclasses import dataclass
 
 from titopool.settings.config import ServerConfig
 
+# Ranges of ports for vLLM's own use, below those that Linux gives to clients (from 32,768 on).
+FIRST_PORT, PORTS, NUM_RANGES = 20_000, 200, 61
+RANGES_PER_SERVER = 8
+
 
 @dataclass(frozen=True)
 class Resources:
@@ -22,8 +26,10 @@ def resources_of_worker(
 ) -> Resources:
     """The GPUs of worker `index`, or its share of the cores on a machine without GPUs."""
     # vLLM 0.25 chooses a free port and binds it later: engines that start at the same time must
-    # not search the same range.
-    port = {"VLLM_PORT": str(20_000 + 200 * index)}
+    # not search the same range. Servers on one machine seldom do: process ids follow each other, so
+    # each moves the ranges by several.
+    number = (RANGES_PER_SERVER * os.getpid() + index) % NUM_RANGES
+    port = {"VLLM_PORT": str(FIRST_PORT + PORTS * number)}
     if gpus:
         size = config.gpus_per_worker
         own_gpus = ",".join(gpus[index * size : (index + 1) * size])

@@ -13,6 +13,7 @@ import os
 import selectors
 import shutil
 import signal
+import ssl
 import subprocess
 import sys
 import time
@@ -90,6 +91,7 @@ class Supervisor:
         *,
         parent_pid: int,
         url: str | None,
+        requires_key: bool = False,
         keeps_run_dir: bool = True,
         worker_command: Sequence[str] = WORKER_COMMAND,
     ):
@@ -100,6 +102,7 @@ class Supervisor:
         self._config = config
         self._parent_pid = parent_pid
         self._url = url
+        self._requires_key = requires_key
         self._worker_command = worker_command
         self._gpus = visible_gpus()
         self._workers = [
@@ -298,7 +301,7 @@ class Supervisor:
         if self._url is not None and not is_healthy(self._url):
             return
         self._has_greeted = True
-        show(greeting(self._config, self._url))
+        show(greeting(self._config, self._url, requires_key=self._requires_key))
 
 
 def kill_group(process: subprocess.Popen[bytes]) -> None:
@@ -316,20 +319,22 @@ def restart_delay_s(num_failures: int) -> float:
 def is_healthy(url: str) -> bool:
     """Whether `/health` of the server at `url` answers with 200 within a second."""
     try:
-        with urllib.request.urlopen(url + "/health", timeout=1) as response:
+        # The certificate is for the names that clients use, not for this address.
+        context = ssl._create_unverified_context() if url.startswith("https:") else None
+        with urllib.request.urlopen(url + "/health", timeout=1, context=context) as response:
             return bool(response.status == 200)
     except OSError:
         return False
 
 
-def greeting(config: ServerConfig, url: str | None) -> str:
+def greeting(config: ServerConfig, url: str | None, *, requires_key: bool = False) -> str:
     """The last lines of a start: the model, the server's address and a command to try."""
     model = (
         config.model or "a tiny random demo model, which writes nonsense (name yours with MODEL)"
     )
     if url is None:
         return f"\ntitopool serves {model}."
-    key = ' -H "Authorization: Bearer $TITOPOOL_API_KEY"' if config.api_key else ""
+    key = ' -H "Authorization: Bearer $TITOPOOL_API_KEY"' if requires_key else ""
     return (
         f"\ntitopool serves {model} at {url}. Try it:\n\n"
         f"  curl -s {url}/generate/{key} -H 'Content-Type: application/json' \\\n"
@@ -353,6 +358,7 @@ def main(argv: Sequence[str] | None = None, worker_command: Sequence[str] = WORK
     parser = argparse.ArgumentParser(prog="python -m workers.supervisor")
     parser.add_argument("--parent-pid", type=int, required=True)
     parser.add_argument("--url")
+    parser.add_argument("--requires-key", action="store_true")
     parser.add_argument("--remove-run-dir", action="store_true")
     arguments = parser.parse_args(argv)
     config = from_environment()
@@ -361,6 +367,7 @@ def main(argv: Sequence[str] | None = None, worker_command: Sequence[str] = WORK
         config,
         parent_pid=arguments.parent_pid,
         url=arguments.url,
+        requires_key=arguments.requires_key,
         keeps_run_dir=not arguments.remove_run_dir,
         worker_command=worker_command,
     )

@@ -39,21 +39,26 @@ class Awaited:
 def awaited_by(waiting: Sequence[Result]) -> Result:
     """What at least one process waits for, which is what the slowest of them waits for."""
     ranks = sorted(one["rank"] for one in waiting)
-    who = f"rank {', '.join(map(str, ranks))}"
+    who = f"{_named(ranks)} wait{'s' * (len(ranks) == 1)} for"
     joining = [one["missing_ranks"] for one in waiting if "missing_ranks" in one]
     if joining:
         missing = None if None in joining else sorted({rank for one in joining for rank in one})
         if missing is None:
             text = "the group, in NCCL, which does not tell the missing ranks"
         elif missing:
-            text = f"rank {', '.join(map(str, missing))} to join the group"
+            text = f"{_named(missing)} to join the group"
         else:
             text = "the group, which all ranks have joined"
-        return {"ranks": ranks, "missing_ranks": missing, "message": f"{who} waits for {text}"}
+        return {"ranks": ranks, "missing_ranks": missing, "message": f"{who} {text}"}
     least = min(waiting, key=lambda one: one["bytes_received"])
     counts = {name: one for name, one in least.items() if name != "rank"}
     text = (
-        f"{who} waits for {least['tensor']}: {least['num_received']} of {least['num_announced']} "
+        f"{who} {least['tensor']}: {least['num_received']} of {least['num_announced']} "
         f"tensors have come, {least['bytes_received']} of {least['bytes_announced']} bytes"
     )
     return {"ranks": ranks, **counts, "message": text}
+
+
+def _named(ranks: Sequence[int]) -> str:
+    """E.g. `rank 1`, or `ranks 1, 2`."""
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"

@@ -30,8 +30,8 @@ class Pauses:
         # When the commit in progress stopped generation, and how long the last one did (seconds).
         self._commit_begin = 0.0
         self.last_commit_s = 0.0
-        # Whether the commit in progress ends with the process, because the model is broken.
-        self.is_last = False
+        # Whether generation stays paused until the process ends, because the model is broken.
+        self.never_resumes = False
 
     @property
     def is_committing(self) -> bool:
@@ -162,7 +162,7 @@ class Pauses:
 
     async def end_commit(self, engine: WeightEngine) -> None:
         """Resumes generation after a commit, unless a client has paused it."""
-        if self.is_committing and not self.is_last:
+        if self.is_committing and not self.never_resumes:
             self._no_commit.set()
             await self._resume(engine)
             self.last_commit_s = time.monotonic() - self._commit_begin

@@ -271,7 +271,7 @@ class Updates:
                 await self._pauses.begin_commit(self._engine, policy)
         if receives:
             self._must_clear |= is_new
-            # With requests in flight the caches take as long as the first tensors.
+            # With many requests in flight, clearing the caches takes as long as a transfer.
             await self._call("receive")
         if is_new:
             await self._engine.clear_caches()
@@ -302,6 +302,9 @@ class Updates:
             (fit, *_) = await self._call("check_folder", folder)
             update = self._new_update(action, folder, files, clock)
             self.state.begin_folder(update, time.monotonic())
+            if action.label:
+                self.state.set_label(action.label)
+            self._pauses.renew()
         return {"version": update.version, "clock": update.clock - 1, **fit}
 
     def _new_update(
@@ -350,6 +353,7 @@ class Updates:
                     param="checksum",
                 )
             update = self.state.prepare(action.update_id, time.monotonic())
+            self._pauses.renew()
             self.steps.start("prepare", action.update_id, self._run_prepare(action, update))
         return {}
 
@@ -398,6 +402,7 @@ class Updates:
         async with self._accepting:
             if not self.steps.has_started("apply", action.update_id):
                 update = self.state.apply(action.update_id, time.monotonic())
+                self._pauses.renew()
                 self.steps.start("apply", action.update_id, self._run_apply(update))
         return {}
 
@@ -584,12 +589,12 @@ class Updates:
 
     def _break(self, reason: str) -> None:
         """Ends the worker; generation stands until then."""
-        self._pauses.is_last = True
+        self._pauses.never_resumes = True
         self._on_broken(reason)
 
     def _check_not_broken(self) -> None:
         """Raises WeightUpdateFailed while the worker ends."""
-        if self._pauses.is_last:
+        if self._pauses.never_resumes:
             raise WeightUpdateFailed("this worker restarts; ask /ready and try again")
 
 

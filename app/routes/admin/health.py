@@ -4,6 +4,7 @@ import os
 
 from flask import Blueprint, Response
 
+from app.http.auth import sees_details
 from app.http.query import query_flag
 from app.http.responses import json_response
 from app.service import current_service
@@ -21,13 +22,17 @@ def health() -> Response:
 @blueprint.get("/liveness/")
 @blueprint.get("/live/")
 def live() -> Response:
-    """200 whenever this process answers."""
-    return json_response({"status": "ok", "pid": os.getpid()})
+    """200 whenever this process answers; the process id is for clients with a key, if one is set."""
+    return json_response({"status": "ok"} | ({"pid": os.getpid()} if sees_details() else {}))
 
 
 @blueprint.get("/ready/")
 def ready() -> Response:
-    """Each worker's phase and weight version; 503 while no worker is ready."""
+    """Each worker's phase and weight version; 503 while no worker is ready.
+
+    Addresses of workers, and reasons, which may hold them, are for clients with a key, if one is
+    set.
+    """
     link = current_service().link
     link.wait_for_heartbeats()
     views = link.workers
@@ -43,6 +48,9 @@ def ready() -> Response:
         }
         for view in views
     ]
+    if not sees_details():
+        for worker in workers:
+            del worker["endpoint"], worker["reason"]
     num_ready = sum(view.phase == "ready" for view in views)
     body = {"ready": num_ready > 0, "num_ready": num_ready, "workers": workers}
     return json_response(body, 200 if num_ready else 503)

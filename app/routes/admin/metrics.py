@@ -13,7 +13,7 @@ from prometheus_client.registry import Collector
 
 from app.pool.link import WorkerView
 from app.service import current_service
-from titopool.wire.messages import Heartbeat, WorkerCounters
+from titopool.wire.messages import Heartbeat, KeyTotals, WorkerCounters
 
 blueprint = Blueprint("metrics", __name__)
 
@@ -52,6 +52,17 @@ class PoolCollector(Collector):
             )
             for _, beat in answering:
                 family.add_metric([beat.worker_id], getattr(beat.counters, name))
+            yield family
+        for name in KeyTotals.__struct_fields__:
+            what = name.removeprefix("num_")
+            family = CounterMetricFamily(
+                f"titopool_worker_key_{what}",
+                f"{what.replace('_', ' ')} of a key's clients since the worker's start",
+                labels=["worker", "key"],
+            )
+            for _, beat in answering:
+                for key, totals in beat.keys.items():
+                    family.add_metric([beat.worker_id, key], getattr(totals, name))
             yield family
         yield from self._update_metrics([beat for _, beat in answering])
 

@@ -9,7 +9,7 @@ from flask import Blueprint, Response
 from app.generation import Prompt, check_prompt, run_prompts, token_response
 from app.inputs.admission import Admission
 from app.inputs.chat_messages import read_conversation
-from app.inputs.chat_template import Chat, render_all
+from app.inputs.chat_template import Chat
 from app.inputs.images import EncodedImages, check_one_per_prompt, processor_kwargs_of, read_images
 from app.inputs.sampling import check_num_completions, sampling_options
 from app.inputs.token_ids import tokens_to_keep
@@ -55,8 +55,10 @@ def _render_prompts(admission: Admission, body: ChatBody) -> list[Prompt]:
             processor_kwargs_of(body, index),
         )
         images.append(read_images(encoded, body, facts, admission.config))
-    rendered = admission.use_tokenizer(render_all, chats)
+    # The objects of a message take ten times the memory of the prompt.
+    body.messages = []
     keep = tokens_to_keep(body, facts)
+    rendered = admission.render(chats, is_truncated=keep is not None)
     return [
         check_prompt(ids if keep is None else ids[-keep:], chat.location, facts, prompt_images)
         for chat, ids, prompt_images in zip(chats, rendered, images, strict=True)

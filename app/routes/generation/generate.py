@@ -1,6 +1,7 @@
 """`POST /generate/`: token ids or text in, token ids and log-probabilities out.
 
-Follows `trl.generation.vllm_client.VLLMClient` (trl 0.29 to 1.10).
+Follows `trl.generation.vllm_client.VLLMClient` (trl 0.29 to 1.10). A body with `input_ids` or `text`
+is SGLang's (`app/routes/sglang/generate.py`).
 """
 
 from flask import Blueprint, Response
@@ -9,7 +10,9 @@ from app.generation import Prompt, run_prompts, token_response
 from app.inputs.images import images_of
 from app.inputs.sampling import check_num_completions, sampling_options
 from app.inputs.token_ids import prompt_ids_of, was_sent_as_ids
-from app.schemas.generation import GENERATE_BODY, TokensPrompt
+from app.routes.sglang.generate import generate_as_sglang
+from app.schemas.generation import TokensPrompt
+from app.schemas.sglang import GENERATE_BODY, SGLangBody
 from app.service import current_service
 
 blueprint = Blueprint("generate", __name__)
@@ -19,6 +22,8 @@ blueprint = Blueprint("generate", __name__)
 def generate() -> Response:
     """Checks the whole body before it generates anything."""
     with current_service().admit(GENERATE_BODY) as (admission, body):
+        if isinstance(body, SGLangBody):
+            return generate_as_sglang(admission, body)
         options = sampling_options(body, admission.facts)
         limit = admission.config.max_completions_per_request
         check_num_completions(len(body.prompts), options.n, limit)
@@ -34,6 +39,8 @@ def generate() -> Response:
             )
             for index, (token_ids, sent) in enumerate(zip(prompt_ids, body.prompts, strict=True))
         ]
+        # A list of ids takes ten times the memory of the prompt.
+        body.prompts, body.images = [], None
         adapter = admission.adapter_named(body.lora_name, "lora_name")
         results = run_prompts(
             admission, prompts, options,

@@ -7,7 +7,6 @@ from base64 import b64encode
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import gevent
 import numpy as np
 import orjson
 from flask import Blueprint, Response
@@ -19,6 +18,7 @@ from app.inputs.sampling import check_num_completions
 from app.outputs.token_arrays import JSON, prompt_rows
 from app.schemas.generation import SEQUENCES_BODY, SequencesBody
 from app.service import current_service
+from app.time_slices import sharing_time
 from titopool.errors import InvalidRequest
 from titopool.settings.sampling import SamplingOptions, check_sampling
 from titopool.wire.messages import Completed
@@ -45,6 +45,8 @@ def get_sequence_logprobs() -> Response:
     """Scores all sequences and returns no generated tokens."""
     with current_service().admit(SEQUENCES_BODY) as (admission, body):
         prompts = _check_sequences(admission, body)
+        # A list of ids takes ten times the memory of the prompt.
+        body.sequences = []
         # vLLM generates at least one token.
         options = SamplingOptions(max_tokens=1, prompt_logprobs=body.top_logprobs)
         results = run_prompts(
@@ -73,7 +75,8 @@ def _check_sequences(admission: Admission, body: SequencesBody) -> list[Prompt]:
     except InvalidRequest as error:
         raise InvalidRequest(f"top_{error.message}", param="top_logprobs") from None
     prompts = []
-    for index, (ids, length) in enumerate(zip(body.sequences, body.prompt_lengths, strict=True)):
+    pairs = zip(body.sequences, body.prompt_lengths, strict=True)
+    for index, (ids, length) in enumerate(sharing_time(pairs)):
         prompts.append(check_prompt(ids, f"sequences[{index}]", admission.facts))
         if not 0 <= length <= len(ids):
             raise InvalidRequest(
@@ -101,7 +104,7 @@ def _json_reply(scored: Sequence[Scored]) -> dict[str, Any]:
     them. A token without a log-probability has none.
     """
     logprobs, token_ids = [], []
-    for one in scored:
+    for one in sharing_time(scored):
         values, ids = list(one.best), list(one.best_ids)
         is_among_best = (one.best_ids == one.own_ids[:, None]).any(axis=1)
         for position in np.flatnonzero(~is_among_best | np.isnan(one.own)):
@@ -110,8 +113,6 @@ def _json_reply(scored: Sequence[Scored]) -> dict[str, Any]:
             else:
                 values[position] = np.append(values[position], one.own[position])
                 ids[position] = np.append(ids[position], one.own_ids[position])
-        # Let other greenlets run between long sequences.
-        gevent.sleep(0)
         logprobs.append(values)
         token_ids.append(ids)
     return {"logprobs": logprobs, "logprob_token_ids": token_ids}

@@ -7,8 +7,8 @@ from flask import Blueprint, Response
 from app.http.responses import json_response
 from app.inputs.admission import Admission
 from app.inputs.chat_messages import read_conversation
-from app.inputs.chat_template import Chat, render_all
-from app.inputs.tokenizer import encode_all
+from app.inputs.chat_template import Chat
+from app.inputs.tokenizer import decode_all
 from app.inputs.tools import normalized_tools
 from app.schemas.generation import DETOKENIZE_BODY, TOKENIZE_BODY, TokenizeBody
 from app.service import current_service
@@ -23,7 +23,9 @@ def tokenize() -> Response:
     """The token ids that a generating route would make of a text or of messages."""
     with current_service().admit(TOKENIZE_BODY) as (admission, body):
         ids = _encode_body(admission, body)
-        strings = admission.use_tokenizer(_token_strings, ids) if body.return_token_strs else None
+        strings = None
+        if body.return_token_strs:
+            strings = admission.use_tokenizer(_token_strings, ids, size=len(ids))
     return json_response(
         {
             "count": len(ids),
@@ -39,8 +41,16 @@ def detokenize() -> Response:
     """The text of token ids, including special tokens."""
     with current_service().admit(DETOKENIZE_BODY) as (admission, body):
         admission.adapter_named(body.model)
+        num_tokens, most = len(body.tokens), admission.facts.max_model_len
+        if num_tokens > most:
+            raise InvalidRequest(
+                f"tokens: expected at most {most} ids (max_model_len), got {num_tokens}; send them "
+                "in several requests",
+                param="tokens",
+            )
         check_token_ids("tokens", body.tokens, admission.facts.vocab_size)
-        return json_response({"prompt": admission.use_tokenizer(_decode, body.tokens)})
+        (text,) = admission.use_tokenizer(decode_all, [body.tokens], size=num_tokens)
+        return json_response({"prompt": text})
 
 
 def _encode_body(admission: Admission, body: TokenizeBody) -> list[int]:
@@ -49,8 +59,9 @@ def _encode_body(admission: Admission, body: TokenizeBody) -> list[int]:
         came = "neither" if body.prompt is None else "both"
         raise InvalidRequest(f"expected either prompt or messages, got {came}", param="prompt")
     if body.prompt is not None:
-        with_special_tokens = body.add_special_tokens is not False
-        (ids,) = admission.use_tokenizer(encode_all, [body.prompt], with_special_tokens)
+        (ids,) = admission.encode(
+            [body.prompt], ["prompt"], with_special_tokens=body.add_special_tokens is not False
+        )
         return ids
     if body.add_special_tokens:
         raise InvalidRequest(
@@ -66,7 +77,7 @@ def _encode_body(admission: Admission, body: TokenizeBody) -> list[int]:
         body.add_generation_prompt,
         body.continue_final_message,
     )
-    (ids,) = admission.use_tokenizer(render_all, [chat])
+    (ids,) = admission.render([chat])
     return ids
 
 
@@ -74,8 +85,3 @@ def _token_strings(tokenizer: Any, ids: list[int]) -> list[str]:
     """Each token as the vocabulary writes it, e.g. `Ġthe`."""
     strings: list[str] = tokenizer.convert_ids_to_tokens(ids)
     return strings
-
-
-def _decode(tokenizer: Any, ids: list[int]) -> str:
-    text: str = tokenizer.decode(ids)
-    return text

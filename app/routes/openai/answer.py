@@ -4,14 +4,16 @@ import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import gevent
 import numpy as np
 
 from app.generation import Prompt, expanded_ids
 from app.inputs.admission import Admission
 from app.outputs import openai_logprobs
-from app.outputs.token_texts import TokenTexts
+from app.outputs.token_arrays import weight_spans
+from app.outputs.token_texts import MAX_BEFORE, TokenTexts
+from app.outputs.usage import usage
 from app.schemas.openai import ChatFields, CompletionsFields
+from app.time_slices import sharing_time
 from titopool.settings.sampling import SamplingOptions
 from titopool.wire.messages import ChatParsing, Completed, Completion
 
@@ -31,6 +33,8 @@ class OpenAIRequest(NamedTuple):
     adapter: str
     # What vLLM's parsers need; None: the text is not parsed.
     chat: ChatParsing | None = None
+    # The prompts' texts, which choices repeat (`echo`); empty: they do not.
+    echoed: Sequence[str] = ()
 
     @property
     def is_chat(self) -> bool:
@@ -64,6 +68,7 @@ class OpenAIRequest(NamedTuple):
         *,
         before: Sequence[int] = (),
         offset: int = 0,
+        num_before: int = 0,
     ) -> dict[str, Any]:
         """A choice without its text or message.
 
@@ -71,6 +76,7 @@ class OpenAIRequest(NamedTuple):
             adapter_version: the version of the LoRA adapter that the job ran with.
             before: in a stream, the choice's last ids before this chunk.
             offset: in a stream, the number of characters before this chunk.
+            num_before: in a stream, the number of tokens before this chunk.
         """
         logprobs = None
         if self.texts is not None and self.options.logprobs is not None:
@@ -90,36 +96,38 @@ class OpenAIRequest(NamedTuple):
             choice["weight_versions"] = completion.weight_versions
             if self.adapter:
                 choice["lora_version"] = adapter_version
+        if self.fields.return_weight_versions:
+            num_tokens = num_before + len(completion.token_ids) // 4
+            label_of = self.admission.link.label_of
+            choice["weight_versions"] = weight_spans(completion, num_tokens, label_of)
         return choice
-
-
-def usage(num_prompt: int, num_generated: int, num_cached: int) -> dict[str, Any]:
-    """OpenAI's `usage`, in tokens."""
-    return {
-        "prompt_tokens": num_prompt,
-        "completion_tokens": num_generated,
-        "total_tokens": num_prompt + num_generated,
-        "prompt_tokens_details": {"cached_tokens": num_cached},
-    }
 
 
 def whole_answer(request: OpenAIRequest, results: Sequence[Completed]) -> dict[str, Any]:
     """The response body of a request that is not streamed."""
     all_ids = expanded_ids(request.prompts, results)
     answer = request.head(is_stream=False) | {"choices": []}
-    for prompt, ids, result in zip(request.prompts, all_ids, results, strict=True):
+    texts = request.echoed or [""] * len(results)
+    for prompt, text, ids, result in sharing_time(
+        zip(request.prompts, texts, all_ids, results, strict=True)
+    ):
         prompt_fields = _prompt_fields(request, prompt.location, ids, result)
-        for completion in result.completions:
-            choice = request.choice(len(answer["choices"]), completion, result.adapter_version)
+        repeated = _echoed_logprobs(request, prompt.location, ids, result)
+        before = ids[-MAX_BEFORE:].tolist() if repeated else ()
+        for completion in sharing_time(result.completions):
+            choice = request.choice(
+                len(answer["choices"]), completion, result.adapter_version,
+                before=before, offset=sum(map(len, repeated.get("tokens", ()))),
+            )  # fmt: skip
             if request.is_chat:
                 message = completion.message
                 message = {"content": completion.text} if message is None else message
                 choice["message"] = {"role": request.role, **message}
             else:
-                choice |= {"text": completion.text, **prompt_fields}
+                choice |= {"text": text + completion.text, **prompt_fields}
+                for name, values in repeated.items():
+                    choice["logprobs"][name] = values + choice["logprobs"][name]
             answer["choices"].append(choice)
-            # Let other greenlets run between long lists of log-probabilities.
-            gevent.sleep(0)
         if request.is_chat:
             answer |= prompt_fields
     answer["usage"] = usage(
@@ -128,6 +136,16 @@ def whole_answer(request: OpenAIRequest, results: Sequence[Completed]) -> dict[s
         sum(result.num_cached_tokens for result in results),
     )
     return answer
+
+
+def _echoed_logprobs(
+    request: OpenAIRequest, location: str, ids: np.ndarray, result: Completed
+) -> dict[str, list[Any]]:
+    """What of a prompt's `logprobs` each choice repeats before its own; {}: nothing."""
+    k = request.options.prompt_logprobs
+    if not request.echoed or request.options.logprobs is None or request.texts is None or k is None:
+        return {}
+    return openai_logprobs.of_echo(result, ids, location, k, request.texts)
 
 
 def _prompt_fields(

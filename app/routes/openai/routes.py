@@ -5,22 +5,22 @@ route runs exactly the ids in `tokens`; `messages` only describe them (prime-rl,
 and 0.1.9).
 """
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from flask import Blueprint, Response
 
-from app.generation import Prompt, check_prompt, run_prompts
+from app.generation import Prompt, check_prompt, make_request, run_request
 from app.http.responses import json_response
 from app.inputs.admission import Admission
 from app.inputs.chat_messages import read_conversation
-from app.inputs.chat_template import render_all
 from app.inputs.images import EncodedImages, read_images
 from app.inputs.sampling import check_num_completions
-from app.inputs.tokenizer import encode_all
+from app.inputs.tokenizer import decode_all
 from app.inputs.tools import Tools, make_chat, read_tools
 from app.outputs.token_texts import TokenTexts
 from app.routes.openai.answer import OpenAIRequest, whole_answer
-from app.routes.openai.stream import stream
+from app.routes.openai.stream import OpenAIEvents
 from app.schemas.generation import SamplingBody
 from app.schemas.openai import (
     CHAT_COMPLETIONS_BODY,
@@ -30,28 +30,43 @@ from app.schemas.openai import (
     RouteFields,
 )
 from app.service import current_service
+from app.streams import stream
+from app.time_slices import sharing_time
 from titopool.errors import InvalidRequest
 from titopool.settings.sampling import SamplingOptions, check_sampling
 
+# Makes a response of a checked request.
+Answer = Callable[[OpenAIRequest], Response]
 blueprint = Blueprint("openai", __name__)
 
 
 @blueprint.post("/v1/completions/")
 def completions() -> Response:
     """Text or ids in, text out."""
+    return complete_text(_respond)
+
+
+def complete_text(respond: Answer) -> Response:
+    """Checks a body of /v1/completions and answers it by `respond`."""
     with current_service().admit(COMPLETIONS_BODY) as (admission, (fields, options)):
+        admission = admission.identified(fields.request_id, fields.session_id)
         adapter = admission.adapter_named(fields.model)
-        options.logprobs = fields.logprobs
+        options.logprobs = fields.num_logprobs
+        if fields.echo and options.prompt_logprobs is None:
+            options.prompt_logprobs = options.logprobs
+        options.max_tokens = fields.max_completion_tokens or options.max_tokens
         check_sampling(options, admission.facts)
-        return _respond(
+        prompts = _completions_prompts(admission, fields, options.n)
+        return respond(
             OpenAIRequest(
                 admission,
                 fields,
                 options,
-                prompts=_completions_prompts(admission, fields, options.n),
+                prompts=prompts,
                 texts=_token_texts(admission, fields, options),
                 shows_prompt_ids=fields.return_token_ids,
                 adapter=adapter,
+                echoed=_texts_of(admission, fields, prompts) if fields.echo else (),
             )
         )
 
@@ -59,17 +74,19 @@ def completions() -> Response:
 @blueprint.post("/v1/chat/completions/")
 def chat_completions() -> Response:
     """Messages in, a message out."""
-    return _complete_chat(takes_tokens=False)
+    return complete_chat(_respond)
 
 
 @blueprint.post("/v1/chat/completions/tokens/")
 def chat_completions_of_tokens() -> Response:
     """The prompt's ids and messages in, a message out."""
-    return _complete_chat(takes_tokens=True)
+    return complete_chat(_respond, takes_tokens=True)
 
 
-def _complete_chat(*, takes_tokens: bool) -> Response:
+def complete_chat(respond: Answer, *, takes_tokens: bool = False) -> Response:
+    """Checks a chat's body and answers it by `respond`."""
     with current_service().admit(CHAT_COMPLETIONS_BODY) as (admission, (fields, options)):
+        admission = admission.identified(fields.request_id, fields.session_id)
         adapter = admission.adapter_named(fields.model)
         if takes_tokens != (fields.tokens is not None):
             raise InvalidRequest(
@@ -83,7 +100,7 @@ def _complete_chat(*, takes_tokens: bool) -> Response:
         check_sampling(options, admission.facts)
         check_num_completions(1, options.n, admission.config.max_completions_per_request, "n")
         tools = read_tools(fields, admission.facts)
-        return _respond(
+        return respond(
             OpenAIRequest(
                 admission,
                 fields,
@@ -98,17 +115,19 @@ def _complete_chat(*, takes_tokens: bool) -> Response:
 
 
 def _respond(request: OpenAIRequest) -> Response:
-    if request.fields.stream:
-        return stream(request)
-    results = run_prompts(
-        request.admission,
+    admission, fields = request.admission, request.fields
+    pending = make_request(
+        admission,
         request.prompts,
         request.options,
+        is_streamed=fields.stream,
         adapter=request.adapter,
         chat=request.chat,
-        min_weight_version=request.fields.min_weight_version,
+        min_weight_version=fields.min_weight_version,
     )
-    return json_response(whole_answer(request, results))
+    if fields.stream:
+        return stream(admission, pending, OpenAIEvents(request))
+    return json_response(whole_answer(request, run_request(admission, pending)))
 
 
 def _token_texts(
@@ -132,17 +151,29 @@ def _completions_prompts(admission: Admission, fields: CompletionsFields, n: int
         )
     prompts, is_single = _split_prompts(fields.prompt)
     check_num_completions(len(prompts), n, admission.config.max_completions_per_request, "prompt")
+    locations = ["prompt" if is_single else f"prompt[{index}]" for index in range(len(prompts))]
     if isinstance(prompts[0], str):
-        prompts = admission.use_tokenizer(encode_all, prompts, fields.add_special_tokens)
-    return [
-        check_prompt(
-            ids,
-            "prompt" if is_single else f"prompt[{index}]",
-            admission.facts,
-            cache_salt=fields.cache_salt,
+        prompts = admission.encode(
+            prompts, locations, with_special_tokens=fields.add_special_tokens
         )
-        for index, ids in enumerate(prompts)
+    else:
+        # Lists of ids take ten times the memory of the prompts. That they were lists still shows.
+        fields.prompt = [[]]
+    return [
+        check_prompt(ids, location, admission.facts, cache_salt=fields.cache_salt)
+        for ids, location in sharing_time(zip(prompts, locations, strict=True))
     ]
+
+
+def _texts_of(
+    admission: Admission, fields: CompletionsFields, prompts: Sequence[Prompt]
+) -> list[str]:
+    """The text of each prompt: as the client sent it, else of its ids."""
+    sent, _ = _split_prompts(fields.prompt)
+    if isinstance(sent[0], str):
+        return sent
+    all_ids = [prompt.token_ids.tolist() for prompt in prompts]
+    return admission.use_tokenizer(decode_all, all_ids, size=sum(map(len, all_ids)))
 
 
 def _split_prompts(prompt: str | list[Any]) -> tuple[list[Any], bool]:
@@ -169,7 +200,9 @@ def _chat_prompt(admission: Admission, fields: ChatFields, tools: Tools) -> Prom
     images = read_images(encoded, SamplingBody(), facts, admission.config)
     if fields.tokens is None:
         chat = make_chat(fields, conversation.messages, tools)
-        (ids,) = admission.use_tokenizer(render_all, [chat])
+        # The objects of a message take ten times the memory of the prompt.
+        fields.messages = []
+        (ids,) = admission.render([chat])
         return check_prompt(ids, "messages", facts, images, fields.cache_salt)
     prompt = check_prompt(fields.tokens, "tokens", facts, images, fields.cache_salt)
     current_service().drift.compare(fields, tools)

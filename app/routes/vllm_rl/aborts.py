@@ -1,4 +1,4 @@
-"""`POST /abort_requests`: ends requests with the tokens that they have."""
+"""Ends requests with the tokens that they have: `POST /abort_requests`."""
 
 from flask import Blueprint, Response, request
 
@@ -11,8 +11,8 @@ from titopool.wire.commands import AbortRequests
 
 blueprint = Blueprint("aborts", __name__)
 
-# How the ids begin that OpenAI's routes answer with.
-PREFIXES = ("chatcmpl-", "cmpl-")
+# How the ids begin that OpenAI's routes answer with, and vLLM's /inference/v1/generate.
+PREFIXES = ("chatcmpl-", "cmpl-", "generate-tokens-")
 
 
 @blueprint.post("/abort_requests/")
@@ -24,11 +24,19 @@ def abort_requests() -> Response:
     """
     body = decode_body(request.get_data(), ABORT_REQUESTS_BODY)
     # As in vLLM, no id means all requests.
-    wanted = [one for given in body.request_ids or () for one in _meanings(given)] or None
+    return json_response({"status": "aborted", "aborted": abort(body.request_ids or None)})
+
+
+def abort(request_ids: list[str] | None) -> int:
+    """Ends the requests with these ids, None: all, at every worker and front end.
+
+    Returns:
+        The number of jobs that were ended.
+    """
+    wanted = request_ids and [one for given in request_ids for one in _meanings(given)]
     commands, workers = reachable_workers()
     results = successful_results(commands.gather_outcomes(workers, AbortRequests(wanted)))
-    aborted = sum(one["num_aborted"] for one in results)
-    return json_response({"status": "aborted", "aborted": aborted})
+    return sum(one["num_aborted"] for one in results)
 
 
 def _meanings(given: str) -> list[str]:

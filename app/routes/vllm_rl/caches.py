@@ -44,17 +44,17 @@ def reset_prefix_cache() -> Response:
 @never_repeated
 def reset_mm_cache() -> Response:
     """Empties the caches of processed images."""
-    return _clear_caches()
+    return clear_caches()
 
 
 @blueprint.post("/reset_encoder_cache/")
 @never_repeated
 def reset_encoder_cache() -> Response:
     """Empties the caches of encoded images."""
-    return _clear_caches()
+    return clear_caches()
 
 
-def _clear_caches() -> Response:
+def clear_caches() -> Response:
     """Empties all caches: to empty more than was asked for costs time only."""
     commands, workers = whole_pool()
     name = uuid.uuid4().hex

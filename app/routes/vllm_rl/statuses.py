@@ -14,6 +14,7 @@ from flask import Response, request
 from gunicorn.http.errors import ParseException
 from werkzeug.exceptions import HTTPException
 
+from app.http.request_ids import request_id
 from app.http.responses import json_response
 from titopool.errors import TitopoolError
 
@@ -39,7 +40,7 @@ def never_repeated(handler: Handler) -> Handler:
             # A body that is too large or cannot be read.
             raise
         except Exception:
-            logger.exception("%s %s failed", request.method, request.path)
+            logger.exception("%s %s failed, request %s", request.method, request.path, request_id())
             found = TitopoolError("the front end failed on this request; its log has the reason")
         return json_response(found.to_dict(), HTTPStatus.CONFLICT)
 

@@ -8,6 +8,7 @@ went in place (`weight_staging`): then the worker restarts.
 import base64
 import binascii
 import uuid
+from collections import Counter
 
 from flask import Blueprint, Response, request
 
@@ -221,8 +222,8 @@ def _tensors_of(info: UpdateInfo) -> list[TensorInfo]:
             f"{len(info.names)}, {len(info.dtype_names)} and {len(info.shapes)}",
             param="update_info",
         )
-    if len(set(info.names)) != len(info.names):
-        repeated = next(name for name in info.names if info.names.count(name) > 1)
+    (repeated, times), *_ = Counter(info.names).most_common(1) or [("", 0)]
+    if times > 1:
         raise InvalidRequest(
             f"update_info.names: expected each name once, got {repeated!r} twice",
             param="update_info",

@@ -157,15 +157,29 @@ def update_from_folder(body: FolderBody) -> Response:
     policy: PauseMode | None = body.policy or ("keep" if body.weight_dir else None)
     if policy is None:
         raise InvalidRequest("policy: expected keep, drain or abort, got nothing", param="policy")
+    return json_response(load_folder(folder, policy, body.version))
+
+
+def load_folder(
+    folder: str, policy: PauseMode, version: int | None = None, label: str = ""
+) -> Result:
+    """Loads a folder below `weights_root` into every worker.
+
+    Args:
+        version: None: one more than the version that serves.
+        label: the trainer's own name for the version; "": the version.
+
+    Raises:
+        TitopoolError: as `commit_update`; or the folder is not there or does not fit the model.
+    """
     commands, workers = all_workers()
     update_id = uuid.uuid4().hex
 
     def action(index: int, first: Result) -> BeginFolder:
-        version = first.get("version", body.version)
         clock = first.get("clock", commands.pool_state.weights.clock)
-        return BeginFolder(update_id, version, clock, folder)
+        return BeginFolder(update_id, first.get("version", version), clock, folder, label)
 
     undo = AbortUpdate(update_id, BEGIN_FAILED)
     first, *_ = commands.send_first_then_others(workers, action, undo=undo)
     result = commit_update(commands, workers, PrepareUpdate(update_id, policy))
-    return json_response({**result, "ignored": first["ignored"]})
+    return {**result, "ignored": first["ignored"]}

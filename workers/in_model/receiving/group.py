@@ -31,6 +31,8 @@ POLL_S = 0.0005
 STORE_POLL_S = 0.0005
 # Interval at which a rank looks which others are missing.
 MISSING_EVERY_S = 0.5
+# Seconds of one attempt to reach a store: an attempt cannot be interrupted.
+ATTEMPT_S = 2.0
 # How long a former group may keep its port.
 PORT_TIMEOUT_S = 2.0
 # TRL's rank 0 sets this key when all ranks have joined.
@@ -179,6 +181,25 @@ class Group:
                 raise TimeoutError("the other ranks did not join in time")
             time.sleep(STORE_POLL_S)
 
+    def _reach(self, connect: Callable[[timedelta], Any], limit: timedelta) -> Any:
+        """The store that `connect` returns, by attempts of `ATTEMPT_S`; `limit` is its timeout then.
+
+        What listens at the address may be no store: it closes, or answers in another protocol.
+
+        Raises:
+            RuntimeError: of torch, when the group is closed or the deadline has passed.
+        """
+        while True:
+            try:
+                store = connect(min(limit, timedelta(seconds=ATTEMPT_S)))
+            except RuntimeError:
+                if self._is_closed() or time.monotonic() > self._deadline:
+                    raise
+                time.sleep(MISSING_EVERY_S)
+            else:
+                store.set_timeout(limit)
+                return store
+
     def _wait_to_join(self, condition: Callable[[], bool], store: Any, args: GroupArgs) -> None:
         """As `_wait_until`, and reports which ranks are missing."""
         next_look = 0.0
@@ -201,10 +222,11 @@ class Group:
         limit = timedelta(seconds=args.timeout_s)
         given = {} if listening is None else {"master_listen_fd": listening.detach()}
         # As in vLLM's StatelessProcessGroup.create, which would block in the store.
-        store = TCPStore(
+        connect: Callable[[timedelta], Any] = lambda timeout: TCPStore(  # noqa: E731
             args.host, args.port, None, args.listens,
-            timeout=limit, wait_for_workers=False, use_libuv=False, **given,
+            timeout=timeout, wait_for_workers=False, use_libuv=False, **given,
         )  # fmt: skip
+        store = connect(limit) if args.listens else self._reach(connect, limit)
         self._wait_for_ranks(store, args)
         self._stateless = _raw_group(store, args)
         if args.backend == "nccl":
@@ -236,7 +258,10 @@ class Group:
             return
         limit = timedelta(seconds=args.timeout_s)
         # `world_size` registers this rank, for which vLLM's trainers wait. It does not block.
-        store = TCPStore(args.host, args.port, args.world_size, False, timeout=limit)
+        connect: Callable[[timedelta], Any] = lambda timeout: TCPStore(  # noqa: E731
+            args.host, args.port, args.world_size, False, timeout=timeout
+        )
+        store = self._reach(connect, limit)
         store.set(rank_key(args.rank), b"1")
         # Rank 0 sets the key when all ranks are registered.
         self._wait_to_join(lambda: bool(store.check([ID_KEY])), store, args)

@@ -1,0 +1,191 @@
+"""Which job ended a worker: suspects run apart until one of them does it again.
+
+A worker that dies does not say which job was the cause. Suspects are the jobs without a token, those
+with a grammar, which is read at every token, and those that were at two deaths. They go apart to a
+worker without other jobs of this front end, and front ends take turns there. A job that had no token
+when its worker died runs alone until it has one. The others run in groups until their end, and a
+group whose worker dies is split. So the cause fails alone, after it has ended two workers if it ends
+them before its first token. No other job fails for it.
+"""
+
+from collections import OrderedDict
+from collections.abc import Collection, Iterator
+from typing import NamedTuple
+
+from app.pool.records import OpenJob, Worker
+from titopool.settings.sampling import decode_options
+from titopool.wire.messages import Apart, Job, decode_chat_parsing
+
+# A group of suspects that is split has so many parts.
+NUM_PARTS = 8
+# A job that was alone at so many deaths fails, whatever other front ends had there.
+MAX_DEATHS = 4
+
+
+class Verdict(NamedTuple):
+    """What becomes of the jobs of a lost worker."""
+
+    # The job that ended the worker, if that is known.
+    cause: OpenJob | None
+    # The other jobs, in order; a suspect has a `group_size`.
+    others: list[OpenJob]
+
+
+class Suspects:
+    """Suspects that wait, and the group of them that runs apart."""
+
+    def __init__(self) -> None:
+        # By job id, first to last.
+        self._waiting: OrderedDict[int, OpenJob] = OrderedDict()
+        # The worker of the present group, and its job ids.
+        self._endpoint = ""
+        self._group: set[int] = set()
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def __iter__(self) -> Iterator[OpenJob]:
+        return iter(self._waiting.values())
+
+    @property
+    def first(self) -> OpenJob:
+        return next(iter(self))
+
+    def remove(self, job_id: int) -> OpenJob | None:
+        """Removes a job and returns it; None if it does not wait."""
+        return self._waiting.pop(job_id, None)
+
+    def remove_all(self) -> list[OpenJob]:
+        removed = list(self)
+        self._waiting.clear()
+        return removed
+
+    def add(self, suspects: list[OpenJob]) -> None:
+        """Puts suspects before all others; the likely ones first."""
+        likely = sorted(suspects, key=lambda one: (one.until_end, not has_grammar(one.job)))
+        for open_job in reversed(likely):
+            self._waiting[open_job.job.job_id] = open_job
+            self._waiting.move_to_end(open_job.job.job_id, last=False)
+
+    # ---- running apart ---------------------------------------------------------------
+
+    def running(self, worker: Worker) -> list[OpenJob]:
+        """The suspects that run apart at `worker` and are not cleared yet."""
+        if worker.endpoint != self._endpoint:
+            return []
+        jobs = [worker.jobs[job_id] for job_id in self._group if job_id in worker.jobs]
+        return [one for one in jobs if one.until_end or one.job.job_id not in worker.with_token]
+
+    def until_of(self, worker: Worker) -> Apart:
+        """Until when the suspects at `worker` run apart; "" if none do."""
+        running = self.running(worker)
+        return "" if not running else "end" if running[0].until_end else "token"
+
+    def worker_of(self, workers: Collection[Worker]) -> Worker | None:
+        """The worker that is kept for suspects now.
+
+        A worker without jobs of this front end; while none is, and none loads its engine, the one
+        with the fewest, which then gets no more of them.
+        """
+        present = next((one for one in workers if one.endpoint == self._endpoint), None)
+        if present is not None and self.running(present):
+            return present
+        if not self._waiting:
+            self._endpoint = ""
+            return None
+        job = self.first.job
+        ready = [one for one in workers if one.facts and one.has_adapter_of(job)]
+        if present in ready:
+            return present
+        best = min(
+            ready,
+            key=lambda one: (bool(one.jobs), one.load_of_others.other_sequences, one.num_sequences),
+            default=None,
+        )
+        is_any_loading = any(one.heartbeat and one.heartbeat.facts is None for one in workers)
+        return None if best is not None and best.jobs and is_any_loading else best
+
+    def take_group(self, worker: Worker) -> list[OpenJob]:
+        """The next group for `worker`, which `worker_of` returned; empty if it is not its turn."""
+        is_present = worker.endpoint == self._endpoint
+        if self.running(worker) or (worker.jobs and not is_present):
+            return []
+        first = self.first
+        alike = [
+            one
+            for one in self
+            if one.until_end == first.until_end and one.job.adapter == first.job.adapter
+        ]
+        group = alike[: first.group_size]
+        for open_job in group:
+            del self._waiting[open_job.job.job_id]
+        self._endpoint, self._group = worker.endpoint, {one.job.job_id for one in group}
+        return group
+
+    # ---- judging ---------------------------------------------------------------------
+
+    def judge(self, worker: Worker, *, blames_jobs: bool) -> Verdict:
+        """Finds the cause of a worker's end, or the suspects; ends the group's run there.
+
+        Args:
+            worker: with its jobs, as it was when it was lost.
+            blames_jobs: False if the worker was stopped on purpose, so that no job is the cause.
+        """
+        jobs, group = list(worker.jobs.values()), self.running(worker)
+        if worker.endpoint == self._endpoint:
+            self._endpoint, self._group = "", set()
+        is_apart = all(one in group or one.job.job_id in worker.with_token for one in jobs)
+        if not blames_jobs or (is_apart and not all(_has_started(one, worker) for one in group)):
+            # No job is the cause, or one of another front end, whose turn came before.
+            return Verdict(None, [_as_before(one, is_suspect=one in group) for one in jobs])
+        if not group or not is_apart:
+            charged = [one.with_death() for one in jobs]
+            suspects = [one for one in charged if _may_be_cause(one, worker)]
+        elif len(group) == 1 and _is_proved(group[0].with_death(), worker):
+            others = [one.next_attempt() for one in jobs if one not in group]
+            return Verdict(group[0].with_death(), others)
+        else:
+            suspects = [one.with_death() for one in group]
+            charged = [*suspects, *(one for one in jobs if one not in group)]
+        num_with_token = sum(one.job.job_id in worker.with_token for one in suspects)
+        size = max(1, num_with_token // NUM_PARTS)
+        ids = {one.job.job_id for one in suspects}
+        return Verdict(None, [
+            _suspected(one, worker, size) if one.job.job_id in ids else one.next_attempt()
+            for one in charged
+        ])  # fmt: skip
+
+
+def _may_be_cause(open_job: OpenJob, worker: Worker) -> bool:
+    """Whether a job that did not run apart may have ended `worker`; its death is counted."""
+    has_token = open_job.job.job_id in worker.with_token
+    return not has_token or open_job.num_deaths > 1 or has_grammar(open_job.job)
+
+
+def _is_proved(open_job: OpenJob, worker: Worker) -> bool:
+    """Whether a job that ran alone has ended `worker`; its death is counted."""
+    return not worker.load_of_others.other_new or open_job.num_deaths >= MAX_DEATHS
+
+
+def _has_started(open_job: OpenJob, worker: Worker) -> bool:
+    return open_job.job.job_id in worker.started
+
+
+def _suspected(open_job: OpenJob, worker: Worker, group_size: int) -> OpenJob:
+    """`open_job` as a suspect: alone until its first token if it had none."""
+    has_token = open_job.job.job_id in worker.with_token
+    group_size = group_size if has_token else 1
+    return open_job.next_attempt(group_size=group_size, until_end=has_token)
+
+
+def _as_before(open_job: OpenJob, *, is_suspect: bool) -> OpenJob:
+    if not is_suspect:
+        return open_job.next_attempt()
+    return open_job.next_attempt(group_size=open_job.group_size, until_end=open_job.until_end)
+
+
+def has_grammar(job: Job) -> bool:
+    """Whether the engine reads a grammar at each token of `job`."""
+    if job.chat and decode_chat_parsing(job.chat).tools:
+        return True
+    return bool(job.sampling) and decode_options(job.sampling).structured_outputs is not None

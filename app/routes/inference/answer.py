@@ -1,0 +1,114 @@
+"""The checked request of /inference/v1/generate, and the objects of its response."""
+
+import time
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from app.generation import Prompt, expanded_ids
+from app.inputs.admission import Admission
+from app.outputs import openai_logprobs, replay
+from app.outputs.token_arrays import weight_spans
+from app.outputs.usage import usage
+from app.schemas.features import placeholders_object
+from app.schemas.inference import GenerateFields
+from app.time_slices import sharing_time
+from titopool.errors import InvalidRequest
+from titopool.settings.sampling import SamplingOptions
+from titopool.wire.messages import Completed, Completion, WorkerFacts
+
+
+class TokensRequest(NamedTuple):
+    """A checked request for the completions of one prompt."""
+
+    admission: Admission
+    fields: GenerateFields
+    options: SamplingOptions
+    prompt: Prompt
+    # The name of a LoRA adapter; "": the base model.
+    adapter: str
+
+    def head(self) -> dict[str, Any]:
+        """The first fields of a whole response and of each event of a stream."""
+        return {"request_id": self.admission.client_id, "output_mode": "tokens"}
+
+    def prompt_fields(self, ids: np.ndarray, image_ranges: list[tuple[int, int]]) -> dict[str, Any]:
+        """The expanded prompt and the places of its images, null unless the client requests them.
+
+        Null too if the job was aborted before a worker placed the images.
+        """
+        num_images = len(self.prompt.images.images)
+        if not self.fields.shows_prompt or len(image_ranges) != num_images:
+            return {"prompt_token_ids": None, "mm_placeholders": None}
+        return {
+            "prompt_token_ids": ids.tolist(),
+            "mm_placeholders": placeholders_object(image_ranges) if num_images else None,
+        }
+
+    def choice(
+        self,
+        index: int,
+        completion: Completion,
+        adapter_version: int | None,
+        num_tokens: int,
+    ) -> dict[str, Any]:
+        """A choice of a response, or what a choice has gained.
+
+        Args:
+            adapter_version: the version of the LoRA adapter that the job ran with.
+            num_tokens: of the choice so far.
+        """
+        choice = {
+            "index": index,
+            "token_ids": np.frombuffer(completion.token_ids, np.int32).tolist(),
+            "finish_reason": completion.finish_reason or None,
+            "stop_reason": completion.stop_reason,
+            "logprobs": self._logprobs(completion),
+            "weight_versions": weight_spans(completion, num_tokens, self.admission.link.label_of),
+            "routed_experts": replay.experts_json(
+                completion.routed_experts, self.fields.routed_experts_format
+            ),
+            "sampling_mask": replay.mask_lists(completion.sampling_mask),
+        }
+        if self.adapter:
+            choice["lora_version"] = adapter_version
+        return choice
+
+    def _logprobs(self, completion: Completion) -> dict[str, Any] | None:
+        options = self.options
+        if options.logprob_token_ids is not None:
+            return openai_logprobs.of_ids(completion, None)
+        if options.logprobs is not None:
+            return openai_logprobs.of_ids(completion, options.logprobs)
+        return None
+
+
+def check_format(fields: GenerateFields, facts: WorkerFacts) -> None:
+    """Raises InvalidRequest for a form of routed experts if the server does not return them."""
+    if fields.routed_experts_format and not facts.has_routed_experts:
+        raise InvalidRequest(
+            "routed_experts_format: this server does not return routed experts; start it with a "
+            "mixture of experts and --enable-return-routed-experts, or leave the field out",
+            param="routed_experts_format",
+        )
+
+
+def whole_answer(request: TokensRequest, result: Completed) -> dict[str, Any]:
+    """The response body of a request that is not streamed."""
+    (ids,) = expanded_ids([request.prompt], [result])
+    choices, num_generated = [], 0
+    for index, completion in enumerate(sharing_time(result.completions)):
+        num_tokens = len(completion.token_ids) // 4
+        choices.append(request.choice(index, completion, result.adapter_version, num_tokens))
+        num_generated += num_tokens
+    k = request.options.prompt_logprobs
+    return request.head() | {
+        "model": request.adapter or request.admission.facts.model,
+        "created": int(time.time()),
+        "choices": choices,
+        "usage": usage(len(ids), num_generated, result.num_cached_tokens),
+        **request.prompt_fields(ids, result.image_ranges),
+        "prompt_logprobs": None
+        if k is None
+        else openai_logprobs.of_prompt(result, ids, request.prompt.location, k, None),
+    }

@@ -1,0 +1,63 @@
+"""`POST /inference/v1/generate`: the ids of one prompt in, ids and log-probabilities out.
+
+`POST /inference/v1/abort_requests` ends such requests.
+"""
+
+import orjson
+from flask import Blueprint, Response
+from flask import request as http_request
+
+from app.generation import check_prompt, make_request, run_request
+from app.http.responses import respond
+from app.inputs.features import images_of_tokens
+from app.inputs.sampling import check_num_completions
+from app.outputs.token_arrays import JSON
+from app.routes.inference.answer import TokensRequest, check_format, whole_answer
+from app.routes.inference.stream import TokensEvents
+from app.routes.vllm_rl.aborts import abort
+from app.schemas.decoding import decode_body
+from app.schemas.inference import ABORT_BODY, GENERATE_BODY
+from app.service import current_service
+from app.streams import stream
+from titopool.settings.sampling import check_sampling
+
+blueprint = Blueprint("inference", __name__)
+
+
+@blueprint.post("/inference/v1/generate/")
+def generate() -> Response:
+    """Runs exactly the ids that the client sends."""
+    with current_service().admit(GENERATE_BODY) as (admission, (fields, options)):
+        admission = admission.identified(fields.request_id, fields.session_id)
+        adapter = admission.adapter_named(fields.model)
+        check_sampling(options, admission.facts)
+        check_format(fields, admission.facts)
+        check_num_completions(1, options.n, admission.config.max_completions_per_request, "n")
+        images = images_of_tokens(fields, admission.facts, admission.config)
+        prompt = check_prompt(
+            fields.token_ids, "token_ids", admission.facts, images, fields.cache_salt
+        )
+        # A list of ids takes ten times the memory of the prompt.
+        fields.token_ids = []
+        request = TokensRequest(admission, fields, options, prompt, adapter)
+        pending = make_request(
+            admission,
+            [prompt],
+            options,
+            is_streamed=fields.stream,
+            adapter=adapter,
+            min_weight_version=fields.min_weight_version,
+        )
+        if fields.stream:
+            return stream(admission, pending, TokensEvents(request))
+        (result,) = run_request(admission, pending)
+        return respond(orjson.dumps(whole_answer(request, result)), JSON)
+
+
+@blueprint.post("/inference/v1/abort_requests/")
+def abort_requests() -> Response:
+    """Ends the requests with these ids; without an id, none."""
+    body = decode_body(http_request.get_data(), ABORT_BODY)
+    if body.request_ids:
+        abort(body.request_ids)
+    return Response()

@@ -1,0 +1,97 @@
+"""`POST /v1/chat/completions/render` and `/v1/completions/render`: bodies for /inference/v1/generate.
+
+Bodies of OpenAI's routes are checked and tokenized as there. Nothing is generated: a worker only
+expands the placeholders of images, which needs the model's processor.
+"""
+
+from typing import Any
+
+import msgspec
+import orjson
+from flask import Blueprint, Response
+
+from app.generation import expanded_ids, make_request, run_request
+from app.http.responses import respond
+from app.inputs.features import features_of
+from app.outputs.token_arrays import JSON
+from app.routes.openai.answer import OpenAIRequest
+from app.routes.openai.routes import complete_chat, complete_text
+from titopool.errors import InvalidRequest
+
+blueprint = Blueprint("render", __name__)
+
+# Fields that a body for /inference/v1/generate takes over from the client's.
+TAKEN_OVER = (
+    "stream", "stream_options", "cache_salt", "session_id", "return_token_ids",
+    "mm_processor_kwargs", "min_weight_version",
+)  # fmt: skip
+
+
+@blueprint.post("/v1/chat/completions/render/")
+def render_chat() -> Response:
+    """Messages in, a body out."""
+    return complete_chat(_render_chat)
+
+
+@blueprint.post("/v1/completions/render/")
+def render_completions() -> Response:
+    """Text or ids in, a list of bodies out: one for each prompt."""
+    return complete_text(lambda request: respond(orjson.dumps(_bodies(request)), JSON))
+
+
+def _render_chat(request: OpenAIRequest) -> Response:
+    choice = "none" if request.chat is None else request.chat.tool_choice
+    if choice not in ("auto", "none"):
+        raise InvalidRequest(
+            f"tool_choice: expected auto or none in a render, got {str(choice)[:60]!r}, for which the "
+            "tool call parser adds a grammar; use /v1/chat/completions",
+            param="tool_choice",
+        )
+    (body,) = _bodies(request)
+    return respond(orjson.dumps(body), JSON)
+
+
+def _bodies(request: OpenAIRequest) -> list[dict[str, Any]]:
+    admission, prompts = request.admission, request.prompts
+    pending = make_request(admission, prompts, request.options)
+    all_ids, features = [prompt.token_ids for prompt in prompts], None
+    # Only a chat has images, and it has one prompt.
+    if images := prompts[0].images.images:
+        pending.jobs = [
+            msgspec.structs.replace(
+                job, num_sequences=0, num_tokens=len(prompts[0].token_ids), prefix=None
+            )
+            for job in pending.jobs
+        ]
+        (result,) = results = run_request(admission, pending)
+        all_ids = expanded_ids(prompts, results)
+        features = features_of(images, result.image_ranges)
+    shared = _shared_fields(request)
+    name, is_one = admission.client_id, len(prompts) == 1
+    return [
+        {
+            **shared,
+            "request_id": name if is_one else f"{name[:240]}-{index}",
+            "token_ids": ids.tolist(),
+            "features": features,
+            "sampling_params": _sampling_params(request, len(ids)),
+        }
+        for index, ids in enumerate(all_ids)
+    ]
+
+
+def _shared_fields(request: OpenAIRequest) -> dict[str, Any]:
+    """The fields that the bodies of all prompts have in common."""
+    sent = {name: getattr(request.fields, name) for name in TAKEN_OVER}
+    return {
+        "model": request.adapter or request.admission.facts.model,
+        **{name: msgspec.to_builtins(value) for name, value in sent.items() if value},
+    }
+
+
+def _sampling_params(request: OpenAIRequest, num_tokens: int) -> dict[str, Any]:
+    """The options that are not default, and the limit for a prompt of `num_tokens`."""
+    options, room = request.options, request.admission.facts.max_model_len - num_tokens
+    params: dict[str, Any] = msgspec.to_builtins(options, str_keys=True)
+    params.pop("detokenize", None)
+    return params | {"max_tokens": min(room, options.max_tokens or room)}

@@ -1,0 +1,92 @@
+"""Streamed responses: server-sent events, one for each chunk of a choice.
+
+As in vLLM's server, `[DONE]` ends the stream. The first chunk decides the HTTP status, so a later
+error is an event with the `error` object of other responses.
+"""
+
+import logging
+from collections.abc import Iterable, Iterator
+from typing import Any, Protocol
+
+import orjson
+from flask import Response
+
+from app.generation import cancel_overdue, submitted
+from app.http.request_ids import log_failure
+from app.http.responses import in_pieces
+from app.inputs.admission import Admission
+from app.pool.request import ChunkOfJob, Request
+from titopool.errors import ClientGone, TitopoolError
+
+logger = logging.getLogger(__name__)
+
+DONE = b"data: [DONE]\n\n"
+MIMETYPE = "text/event-stream"
+
+
+class EventWriter(Protocol):
+    """Turns the chunks of one request into a route's event objects."""
+
+    def write_chunks(self, chunks: Iterable[ChunkOfJob]) -> Iterator[dict[str, Any]]:
+        """The events of the chunks since the last call."""
+
+    def write_end(self) -> Iterator[dict[str, Any]]:
+        """The events after the last chunk of a request that has not failed."""
+
+
+def stream(admission: Admission, pending: Request, writer: EventWriter) -> Response:
+    """Submits a streamed request, waits for its first chunk and returns the streamed response.
+
+    Raises:
+        TitopoolError: why the request failed before its first chunk.
+    """
+    at_end = admission.at_end
+    at_end.callback(
+        lambda: admission.link.cancel(pending, ClientGone("the client did not read the response"))
+    )
+    at_end.enter_context(submitted(admission, pending))
+    _wait(admission, pending)
+    pending.raise_if_failed()
+    response = Response(_events(admission, pending, writer), mimetype=MIMETYPE)
+    # Keep proxies, nginx among them, from buffering the stream.
+    response.headers |= {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+    response.call_on_close(at_end.pop_all().close)
+    return response
+
+
+def _wait(admission: Admission, pending: Request) -> None:
+    if not pending.wait_for_progress(admission.deadline.left_s):
+        cancel_overdue(admission, pending)
+
+
+def _events(admission: Admission, pending: Request, writer: EventWriter) -> Iterator[bytes]:
+    try:
+        while True:
+            # Read before the chunks: a chunk that comes in between is taken in the next round.
+            is_done = pending.is_done
+            if chunks := pending.take_chunks():
+                yield from in_pieces(b"".join(map(_encode, writer.write_chunks(chunks))))
+            elif is_done:
+                break
+            _wait(admission, pending)
+        if pending.error is None:
+            yield b"".join(map(_encode, writer.write_end()))
+        else:
+            yield _failure(admission, pending.error)
+    except TitopoolError as error:
+        # The tokenizer failed to decode tokens for log-probabilities.
+        yield _failure(admission, error)
+    except Exception:
+        logger.exception("the stream of request %s failed", admission.client_id)
+        yield _encode(TitopoolError("the front end failed during the stream").to_dict())
+    yield DONE
+
+
+def _failure(admission: Admission, error: TitopoolError) -> bytes:
+    body = error.to_dict()
+    log_failure(admission.client_id, error.status, body["error"], admission.key_name)
+    return _encode(body)
+
+
+def _encode(event: dict[str, Any]) -> bytes:
+    return b"data: " + orjson.dumps(event) + b"\n\n"

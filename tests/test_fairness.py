@@ -1,0 +1,260 @@
+"""Requests have turns, and new ones find a free slot: pools beside simulated engines, in steps."""
+
+import random
+import time
+from collections import deque
+
+import msgspec
+import pytest
+
+from app.pool.records import OpenJob, WaitingJobs
+from app.pool.request import Request
+from app.pool.state import Pool
+from tests.test_pool import FACTS, beat
+from titopool.wire.messages import Completed, Completion, Job, Load
+
+NUM_SLOTS = 256
+COMPLETION = Completion(b"", "stop", None, [])
+
+
+def request_of(first_id: int, num_jobs: int, num_tokens: int = 1000, n: int = 1) -> Request:
+    return Request([Job(first_id + index, 1, b"", n, num_tokens, b"") for index in range(num_jobs)])
+
+
+def append(waiting: WaitingJobs, request: Request) -> None:
+    for index, job in enumerate(request.jobs):
+        waiting.append(OpenJob(job, request, index))
+
+
+def take(waiting: WaitingJobs, number: int) -> list[int]:
+    """Takes jobs; returns the ids of their requests' first jobs."""
+    taken = []
+    for _ in range(number):
+        open_job = waiting.first
+        waiting.take(open_job)
+        taken.append(open_job.request.jobs[0].job_id)
+    return taken
+
+
+# ---- turns -------------------------------------------------------------------------------
+
+
+def test_requests_are_served_in_turn_by_tokens():
+    waiting = WaitingJobs()
+    append(waiting, request_of(1000, 500, num_tokens=10))
+    append(waiting, request_of(2000, 500, num_tokens=40))
+    taken = take(waiting, 250)
+    assert taken.count(1000) == pytest.approx(200, abs=2)
+
+
+def test_a_new_request_waits_for_one_job_of_each_other_request():
+    waiting = WaitingJobs()
+    for first_id in (1000, 2000, 3000):
+        append(waiting, request_of(first_id, 100, num_tokens=first_id))
+    take(waiting, 50)
+    append(waiting, request_of(1, 1, num_tokens=10**6))
+    assert 1 in take(waiting, 4)
+    assert len(waiting) == 247
+
+
+def test_new_requests_do_not_starve_an_old_one():
+    waiting = WaitingJobs()
+    append(waiting, request_of(1000, 100))
+    for number in range(60):
+        append(waiting, request_of(number, 1))
+        append(waiting, request_of(100 + number, 1))
+        take(waiting, 2)
+    # Between two of its turns are those that came before: two at first, then ever more.
+    assert sum(one.request.jobs[0].job_id == 1000 for one in waiting) <= 90
+
+
+def test_a_request_that_comes_late_gets_no_credit():
+    waiting = WaitingJobs()
+    append(waiting, request_of(1000, 100))
+    take(waiting, 50)
+    append(waiting, request_of(2000, 100))
+    assert take(waiting, 20).count(2000) == pytest.approx(10, abs=1)
+
+
+def test_the_queue_is_the_same_whatever_is_removed():
+    rng, waiting = random.Random(1), WaitingJobs()
+    inside: dict[int, Request] = {}
+    for number in range(500):
+        choice = rng.random()
+        if choice < 0.4:
+            request = request_of(10 * number, rng.randint(1, 5), rng.randint(1, 50))
+            append(waiting, request)
+            inside |= {job.job_id: request for job in request.jobs}
+        elif choice < 0.6 and inside:
+            assert waiting.remove(rng.choice(list(inside))).job.job_id in inside  # type: ignore[union-attr]
+        elif choice < 0.7 and inside:
+            one = waiting.remove(next(iter(inside)))
+            assert one is not None
+            waiting.prepend([one])
+        elif inside:
+            waiting.take(waiting.first)
+        inside = {one.job.job_id: one.request for one in waiting}
+        assert len(waiting) == len(inside)
+        assert not waiting or next(iter(inside)) == waiting.first.job.job_id
+    waiting.remove_all()
+    assert (len(waiting), list(waiting), waiting.first_new) == (0, [], None)
+
+
+def test_a_turn_takes_as_long_however_much_waits():
+    def seconds(num_jobs: int, num_requests: int) -> float:
+        waiting = WaitingJobs()
+        for number in range(num_requests):
+            append(waiting, request_of(number * num_jobs, num_jobs))
+        begin = time.perf_counter()
+        take(waiting, 500)
+        return time.perf_counter() - begin
+
+    few = min(seconds(250, 2) for _ in range(3))
+    for sizes in ((65_536, 1), (2, 16_000)):
+        assert min(seconds(*sizes) for _ in range(2)) < 20 * few
+
+
+# ---- slots -------------------------------------------------------------------------------
+
+
+class Engines:
+    """Front ends' pools, and engines that start waiting sequences first come, first served."""
+
+    def __init__(self, num_workers: int, num_pools: int, lengths: tuple[int, int]):
+        """`lengths`: of completions, in steps."""
+        self.rng, self.lengths, self.step_number = random.Random(0), lengths, 0
+        self.pools = [Pool(no_worker_timeout_s=10) for _ in range(num_pools)]
+        self.names = [f"w{index}" for index in range(num_workers)]
+        self.queues: dict[str, deque[tuple[Pool, Job]]] = {name: deque() for name in self.names}
+        self.running: dict[str, list[tuple[int, Pool, Job]]] = {name: [] for name in self.names}
+        # By job id: the steps of its submission and its start.
+        self.submitted: dict[int, int] = {}
+        self.started: dict[int, int] = {}
+        self.num_idle = 0
+        facts = msgspec.structs.replace(FACTS, max_num_seqs=NUM_SLOTS)
+        for pool in self.pools:
+            for name in self.names:
+                pool.add_worker(name, now=0)
+                one = msgspec.structs.replace(beat(name), facts=facts, num_front_ends=num_pools)
+                pool.on_heartbeat(name, one, now=0)
+
+    def submit(self, pool: Pool, request: Request) -> None:
+        pool.submit(request)
+        self.submitted |= {job.job_id: self.step_number for job in request.jobs}
+
+    def step(self) -> None:
+        self.step_number += 1
+        # Reports of load come several times within a step.
+        for _ in range(2):
+            for pool in self.pools:
+                for worker, jobs, _apart in pool.assign():
+                    self.queues[worker.endpoint].extend((pool, job) for job in jobs)
+            self.report()
+        for name in self.names:
+            self.step_of(name)
+
+    def step_of(self, name: str) -> None:
+        queue, running = self.queues[name], self.running[name]
+        while queue and len(running) < NUM_SLOTS:
+            pool, job = queue.popleft()
+            self.started[job.job_id] = self.step_number
+            running.append((self.step_number + self.rng.randint(*self.lengths), pool, job))
+        self.num_idle += NUM_SLOTS - len(running)
+        self.running[name] = [one for one in running if one[0] > self.step_number]
+        for end, pool, job in running:
+            if end <= self.step_number:
+                result = Completed(job.job_id, 1, [COMPLETION] * job.num_sequences, 0)
+                pool.on_results(name, [result])
+
+    def report(self) -> None:
+        for name in self.names:
+            for pool in self.pools:
+                others = [one.workers[name] for one in self.pools if one is not pool]
+                pool.on_load(name, Load(sum(one.num_sequences for one in others), 0))
+
+    def waited(self, job_id: int) -> int:
+        """Steps from the submission until the start; an idle engine has 1."""
+        return self.started[job_id] - self.submitted[job_id]
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_a_small_request_starts_within_3_steps_beside_one_of_65536_prompts(num_workers):
+    engines = Engines(num_workers, num_pools=2, lengths=(50, 250))
+    engines.submit(engines.pools[0], request_of(1_000_000, 65_536))
+    # All jobs of the batch that begin together have not ended before.
+    for _ in range(250):
+        engines.step()
+    small: list[int] = []
+    for number in range(400):
+        engines.step()
+        for pool in engines.pools if number % 5 == 0 else ():
+            small.append(len(small) + 1)
+            engines.submit(pool, request_of(small[-1], 1))
+    for _ in range(4):
+        engines.step()
+    waits = sorted(engines.waited(one) for one in small)
+    assert waits[int(0.99 * len(waits))] <= 3, waits[-10:]
+
+
+@pytest.mark.parametrize("num_pools", [1, 2, 4])
+def test_one_batch_uses_all_slots_but_those_kept(num_pools):
+    engines = Engines(2, num_pools, lengths=(50, 250))
+    engines.submit(engines.pools[0], request_of(1, 65_536))
+    for _ in range(20):
+        engines.step()
+    engines.num_idle = 0
+    for _ in range(200):
+        engines.step()
+    # The simulated engine leaves the slot of a job that ends empty until the next step.
+    assert engines.num_idle / (2 * 200 * NUM_SLOTS) <= 0.021
+
+
+def test_short_jobs_are_sent_ahead_and_a_small_request_starts_within_3_steps():
+    engines = Engines(1, num_pools=2, lengths=(1, 16))
+    engines.submit(engines.pools[0], request_of(1_000_000, 65_536, num_tokens=16))
+    for number in range(300):
+        engines.step()
+        engines.submit(engines.pools[number % 2], request_of(number, 1))
+    # The kept slots are used, too.
+    assert engines.num_idle / (300 * NUM_SLOTS) <= 0.01
+    engines.step()
+    waits = sorted(engines.waited(number) for number in range(295))
+    assert waits[int(0.99 * len(waits))] <= 3, waits[-10:]
+
+
+@pytest.mark.parametrize("n", [1, 8])
+def test_two_batches_at_two_front_ends_share_the_slots_and_do_not_queue_in_the_engine(n):
+    engines = Engines(1, num_pools=2, lengths=(20, 100))
+    first, second = engines.pools
+    engines.submit(first, request_of(1, 20_000, n=n))
+    for _ in range(20):
+        engines.step()
+    engines.submit(second, request_of(100_000, 20_000, n=n))
+    for _ in range(300):
+        engines.step()
+        # A job of the simulated engine takes one slot, whatever its width.
+        assert sum(pool.workers["w0"].num_sequences for pool in engines.pools) <= NUM_SLOTS + n
+    shares = [pool.workers["w0"].num_sequences for pool in engines.pools]
+    assert min(shares) >= 0.45 * NUM_SLOTS, shares
+
+
+def test_two_batches_at_once_do_not_queue_in_the_engine():
+    engines = Engines(1, num_pools=2, lengths=(50, 250))
+    for number, pool in enumerate(engines.pools):
+        engines.submit(pool, request_of(number * 100_000, 20_000))
+    for _ in range(20):
+        engines.step()
+        assert len(engines.queues["w0"]) == 0
+
+
+@pytest.mark.parametrize("num_slots, num_kept", [(1, 0), (2, 0), (7, 0), (8, 1), (256, 5)])
+def test_few_slots_are_all_used(num_slots, num_kept):
+    pool = Pool(no_worker_timeout_s=10)
+    pool.add_worker("a", now=0)
+    facts = msgspec.structs.replace(FACTS, max_num_seqs=num_slots)
+    pool.on_heartbeat("a", msgspec.structs.replace(beat("a"), facts=facts), now=0)
+    pool.submit(request_of(1, 1000))
+    pool.assign()
+    assert pool.workers["a"].num_sequences == num_slots - num_kept
+    pool.submit(request_of(5000, 1))
+    assert sum(len(one.jobs) for one in pool.assign()) == bool(num_kept)

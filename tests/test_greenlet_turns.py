@@ -1,0 +1,43 @@
+"""Long lists of log-probabilities leave other greenlets their turns."""
+
+import gevent
+import numpy as np
+import pytest
+
+from app import time_slices
+from app.outputs.openai_logprobs import of_ids, of_prompt, positions
+from titopool.wire.messages import Completed, Completion, Logprobs
+
+NUM_TOKENS = 2001
+IDS = np.arange(NUM_TOKENS, dtype=np.int32)
+
+
+def completion() -> Completion:
+    values = np.zeros(NUM_TOKENS, np.float32).tobytes()
+    return Completion(IDS.tobytes(), "length", Logprobs(values), [])
+
+
+def prompt() -> Completed:
+    number = NUM_TOKENS - 1
+    values, ones = np.zeros(number, np.float32).tobytes(), np.ones(number, np.int32).tobytes()
+    return Completed(1, 1, [], 0, prompt_logprobs=Logprobs(values, ones, ranks=ones))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: list(positions(completion())),
+        lambda: of_ids(completion(), 0)["content"],
+        lambda: of_prompt(prompt(), IDS, "prompt", 0, None),
+    ],
+    ids=["positions", "of_ids", "of_prompt"],
+)
+def test_other_greenlets_may_run_after_each_position(make, monkeypatch: pytest.MonkeyPatch):
+    sleeps: list[float] = []
+    monkeypatch.setattr(gevent, "sleep", sleeps.append)
+    monkeypatch.setattr(time_slices, "SLICE_S", -1.0)
+    assert len(make()) == NUM_TOKENS
+    # The first token of a prompt has no log-probabilities.
+    assert len(sleeps) >= NUM_TOKENS - 1
+    # After a sleep of 0 s, no socket is read.
+    assert all(one > 0 for one in sleeps)

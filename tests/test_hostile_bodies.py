@@ -1,0 +1,91 @@
+"""Bodies that are slow, large or wasteful, against a front end with a small budget."""
+
+import concurrent.futures
+import socket
+import threading
+from collections import Counter
+from urllib.parse import urlsplit
+
+import psutil
+import pytest
+import requests
+
+from tests.servers import Server, wait_until
+
+MIB = 2**20
+BUDGET = 32 * MIB
+# Each 8 MiB, and what they would take: up to 24 times as much.
+BODIES = {
+    "lists": ("/generate/", b'{"prompts": [' + b"[]," * (8 * MIB // 3) + b"[1]]}"),
+    "objects": ("/v1/chat/completions", b'{"messages": [' + b"{}," * (8 * MIB // 3) + b"{}]}"),
+    "ids": ("/detokenize", b'{"tokens": [' + b"1234," * (8 * MIB // 5) + b"1]}"),
+    "wide text": ("/generate/", b'{"prompts": ["' + "\u20ac".encode() * (8 * MIB // 3) + b'"]}'),
+    "names": ("/weights/begin", b'{"names": [' + b'"",' * (8 * MIB // 3) + b'""]}'),
+}
+
+
+def front_end(server: Server) -> psutil.Process:
+    (found,) = psutil.Process(server.process.pid).children()
+    return found
+
+
+def begin_slowly(server: Server) -> socket.socket:
+    """A connection that has sent the head of a request and one byte of its body."""
+    address = urlsplit(server.url)
+    client = socket.create_connection((address.hostname, address.port), timeout=30)
+    client.sendall(b"POST /generate/ HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000\r\n\r\n{")
+    return client
+
+
+@pytest.fixture
+def server(stub_server, start_stub, monkeypatch: pytest.MonkeyPatch) -> Server:
+    # The stub's model has no tokenizer, which nobody should look for in the network.
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    start_stub(0)
+    return stub_server(
+        1, "--num-front-ends", "1", "--memory-budget-bytes", str(BUDGET),
+        "--max-open-requests", "2", "--client-timeout-s", "2",
+    )  # fmt: skip
+
+
+def test_slow_and_wasteful_bodies_hurt_nobody(server: Server):
+    slow = [begin_slowly(server) for _ in range(8)]
+    # Eight unfinished bodies, and two places.
+    assert server.generate([[1, 2]], max_tokens=1)["completion_ids"] == [[2]]
+    for one in slow:
+        # The byte every so often that keeps a connection alive does not help.
+        one.sendall(b" ")
+    answers = [one.recv(4096) for one in slow]
+    assert all(answer.startswith(b"HTTP/1.1 408 ") for answer in answers), answers
+
+    process = front_end(server)
+    before = peak = process.memory_info().rss
+    has_ended = threading.Event()
+
+    def watch() -> None:
+        nonlocal peak
+        while not has_ended.wait(0.01):
+            peak = max(peak, process.memory_info().rss)
+
+    def send(name: str) -> int:
+        path, body = BODIES[name]
+        try:
+            return requests.post(server.url + path, data=body, timeout=60).status_code
+        except requests.ConnectionError:
+            # The server closed before the whole body was sent.
+            return 0
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    with concurrent.futures.ThreadPoolExecutor(16) as threads:
+        statuses = Counter(threads.map(send, list(BODIES) * 6))
+        wait_until(lambda: server.generate([[1]], max_tokens=1), 30)
+    has_ended.set()
+    watcher.join()
+    # 503: a text got as far as the tokenizer, which the stub's model does not have.
+    assert set(statuses) <= {0, 400, 413, 429, 503}, statuses
+    # One of them may take more than the budget; unbounded, eight objects alone take 1.5 GiB.
+    assert peak - before < 12 * BUDGET, f"{(peak - before) // MIB} MiB, {statuses}"
+    assert front_end(server).pid == process.pid
+    # What `app/http/errors.py` logs of an exception that no handler expected.
+    assert " failed, request " not in server.log, server.log[-3000:]

@@ -1,0 +1,202 @@
+"""Bodies that today's clients send to OpenAI's routes, without workers."""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import anthropic
+import openai
+import pytest
+from flask.testing import FlaskClient
+
+from app import create_app
+from app.outputs.token_arrays import weight_spans
+from app.schemas.decoding import decode_body
+from app.schemas.inference import GENERATE_BODY, GenerateFields
+from app.schemas.openai import (
+    CHAT_COMPLETIONS_BODY,
+    COMPLETIONS_BODY,
+    ChatFields,
+    CompletionsFields,
+)
+from app.schemas.unused_fields import (
+    CHAT_ONLY,
+    UNUSED,
+    UNUSED_OF_GENERATE,
+    UNUSED_SAMPLING,
+    Unused,
+)
+from app.schemas.weights import LOAD_ADAPTER_BODY
+from titopool.errors import InvalidRequest
+from titopool.settings.config import ServerConfig
+from titopool.wire.messages import Completion
+
+CHAT = {"messages": [{"role": "user", "content": "a"}]}
+IDS: dict[str, Any] = {"prompt": [1, 2]}
+
+
+def decoded(body: dict[str, Any]) -> Any:
+    decoder = CHAT_COMPLETIONS_BODY if "messages" in body else COMPLETIONS_BODY
+    return decode_body(json.dumps(body).encode(), decoder)  # type: ignore[type-var]
+
+
+@pytest.mark.parametrize(
+    "fields, num_logprobs",
+    [
+        ({}, None),
+        ({"logprobs": None}, None),
+        ({"logprobs": False}, None),
+        ({"logprobs": 0}, 0),
+        ({"logprobs": True}, 1),
+        ({"logprobs": True, "top_logprobs": 0}, 1),
+        ({"logprobs": True, "top_logprobs": 5}, 5),
+        ({"logprobs": 3}, 3),
+    ],
+)
+def test_logprobs_of_completions_may_be_a_chats(fields, num_logprobs):
+    body, _ = decoded(IDS | fields)
+    assert body.num_logprobs == num_logprobs
+
+
+@pytest.mark.parametrize(
+    "body, field",
+    [
+        (IDS | {"top_logprobs": 2}, "top_logprobs"),
+        (IDS | {"logprobs": 2, "top_logprobs": 2}, "top_logprobs"),
+        (IDS | {"logprobs": "true"}, "logprobs"),
+        (IDS | {"max_completion_tokens": 0}, "max_completion_tokens"),
+        (IDS | {"use_beam_search": True}, "use_beam_search"),
+        (IDS | {"echo": True, "stream": True}, "echo"),
+        (CHAT | {"echo": True}, "echo"),
+        (IDS | {"request_id": 3}, "request_id"),
+        (CHAT | {"add_special_tokens": True}, "add_special_tokens"),
+        (CHAT | {"session_id": []}, "session_id"),
+        ({"prompt": "a", "tool_choice": "none"}, "tool_choice"),
+        ({"prompt": ["a"], "reasoning_effort": "low"}, "reasoning_effort"),
+    ],
+)
+def test_what_has_no_effect_here_is_refused_by_name(body, field):
+    with pytest.raises(InvalidRequest) as caught:
+        decoded(body)
+    assert caught.value.param == field
+    assert caught.value.message.startswith(field)
+
+
+def decoded_ids(**fields: Any) -> Any:
+    body = {"token_ids": [1], "sampling_params": {}, **fields}
+    return decode_body(json.dumps(body).encode(), GENERATE_BODY)
+
+
+# By route: its struct, whose fields have an effect, the table of others, and a body with one of them.
+WITH_FIELD: dict[str, tuple[Any, dict[str, Unused], Callable[[str, Any], Any]]] = {
+    "chat": (ChatFields, UNUSED, lambda name, value: decoded(CHAT | {name: value})),
+    "completions": (CompletionsFields, UNUSED, lambda name, value: decoded(IDS | {name: value})),
+    "generate": (
+        GenerateFields, UNUSED_OF_GENERATE, lambda name, value: decoded_ids(**{name: value}),
+    ),
+    "sampling_params": (
+        GenerateFields, UNUSED_SAMPLING,
+        lambda name, value: decoded_ids(sampling_params={name: value}),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "route, name",
+    [
+        (route, name)
+        for route, (struct, unused, _) in WITH_FIELD.items()
+        for name in sorted(unused.keys() - struct.__struct_fields__)
+    ],
+)
+def test_an_unused_field_has_values_that_pass(route, name):
+    _, table, decode = WITH_FIELD[route]
+    reason, accepted = table[name]
+    for value in ({"a": [1]}, "x", 7) if accepted is None else (*accepted, None):
+        decode(name, value)
+    if accepted is not None:
+        with pytest.raises(InvalidRequest) as caught:
+            decode(name, {"a": [1]})
+        expected = " or ".join([*map(json.dumps, accepted), "no value"])
+        assert caught.value.message.endswith(
+            f'{name}: expected {expected}, got {{"a": [1]}}: {reason}'
+        )
+        assert caught.value.param == ("sampling_params" if route == "sampling_params" else name)
+
+
+def test_an_adapter_may_say_that_it_has_no_3d_weights():
+    body = {"lora_name": "a", "lora_path": "/a", "is_3d_lora_weight": False, "load_inplace": False}
+    assert decode_body(json.dumps(body).encode(), LOAD_ADAPTER_BODY).lora_name == "a"
+    body["is_3d_lora_weight"] = True
+    with pytest.raises(InvalidRequest, match="is_3d_lora_weight"):
+        decode_body(json.dumps(body).encode(), LOAD_ADAPTER_BODY)
+
+
+@pytest.mark.parametrize("prompt", [[1, 2], [[1], [2, 3]]])
+def test_completions_of_ids_take_the_fields_of_the_chat_that_they_were_made_of(prompt):
+    body = {"prompt": prompt, **dict.fromkeys(CHAT_ONLY, "any"), "nvext": {"a": 1}}
+    decoded(body)
+    assert decoded(body | {"max_completion_tokens": 7})[0].max_completion_tokens == 7
+
+
+@pytest.mark.parametrize(
+    "versions, num_tokens, spans",
+    [
+        ([(3, 0)], 4, [("v3", 0, 4)]),
+        ([(3, 0), (4, 2)], 5, [("v3", 0, 2), ("v4", 2, 5)]),
+        ([(3, 0)], 0, []),
+        ([], 0, []),
+    ],
+)
+def test_weight_versions_in_vllms_form(versions, num_tokens, spans):
+    found = weight_spans(Completion(b"", "stop", None, versions), num_tokens, "v{}".format)
+    assert found == [dict(zip(("version", "start", "end"), one, strict=True)) for one in spans]
+
+
+# ---- routes that are refused ---------------------------------------------------------------
+
+
+@pytest.fixture
+def flask_client() -> FlaskClient:
+    return create_app(ServerConfig()).test_client()
+
+
+def transport(module: Any, flask_client: FlaskClient) -> Any:
+    """The HTTP client of a package, whose requests go to the application in this process."""
+    http = module._base_client.httpx if hasattr(module._base_client, "httpx") else None
+    http = http or module._base_client.httpx2
+    return http.Client(transport=http.WSGITransport(app=flask_client.application))
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda client: client.responses.create(model="m", input="a"),
+        lambda client: client.responses.create(model="m", input="a", stream=True),
+    ],
+)
+def test_openais_client_raises_not_found_for_responses(flask_client, call: Callable[[Any], Any]):
+    http = transport(openai, flask_client)
+    client = openai.OpenAI(base_url="http://localhost/v1", api_key="none", http_client=http)
+    with pytest.raises(openai.NotFoundError) as caught:
+        call(client)
+    assert "/v1/responses" in caught.value.message
+    assert "use /v1/chat/completions" in caught.value.message
+    assert caught.value.code == "not_found"
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda messages, body: messages.create(max_tokens=3, **body),
+        lambda messages, body: messages.create(max_tokens=3, stream=True, **body),
+        lambda messages, body: messages.count_tokens(**body),
+    ],
+)
+def test_anthropics_client_raises_not_found_for_messages(flask_client, call: Callable[..., Any]):
+    http = transport(anthropic, flask_client)
+    client = anthropic.Anthropic(base_url="http://localhost", api_key="none", http_client=http)
+    with pytest.raises(anthropic.NotFoundError) as caught:
+        call(client.messages, {"model": "m", **CHAT})
+    assert caught.value.type == "not_found_error"
+    assert "use /v1/chat/completions" in str(caught.value)

@@ -1,0 +1,147 @@
+"""Calls in the tokenizer's thread: their order, clients that leave, and texts that are too long."""
+
+import socket
+import threading
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import gevent
+import pytest
+
+from app.inputs import images
+from app.inputs import tokenizer as tokenizers
+from app.inputs.tokenizer import TURN_LENGTH, batches_of, check_text, encode_all
+from app.inputs.turns import Turns
+from titopool.errors import ClientGone, NoReadyWorker, PromptTooLong
+
+
+class Held:
+    """A `Turns` whose thread is busy until `release`; the calls behind it are in `done`."""
+
+    def __init__(self) -> None:
+        self.turns = Turns()
+        self.done: list[str] = []
+        self._started, self._may_end = threading.Event(), threading.Event()
+        self._greenlets = [gevent.spawn(self.turns.call, self._hold)]
+        self._pass_until(self._started.is_set)
+
+    def _hold(self) -> None:
+        self._started.set()
+        self._may_end.wait(30)
+
+    def add(self, name: str, size: int, client: socket.socket | None = None) -> gevent.Greenlet:
+        one = gevent.spawn(self.turns.call, self.done.append, name, size=size, client=client)
+        gevent.sleep(0)
+        self._greenlets.append(one)
+        return one
+
+    def _pass_until(self, condition: Any) -> None:
+        deadline = time.monotonic() + 10
+        while not condition():
+            assert time.monotonic() < deadline
+            gevent.sleep(0.005)
+
+    def release(self) -> list[str]:
+        self._may_end.set()
+        gevent.joinall(self._greenlets, timeout=10)
+        return self.done
+
+
+def test_short_calls_come_first_but_a_long_one_waits_a_bounded_time():
+    held = Held()
+    held.add("long", 1_000_000)
+    held.add("short", 100)
+    # 0.01 s of precedence: it would have to wait behind shorter ones that came within it only.
+    held.add("medium", 1000)
+    gevent.sleep(0.05)
+    held.add("late", 500)
+    assert held.release() == ["short", "medium", "late", "long"]
+
+
+def test_what_a_client_has_left_is_skipped():
+    held = Held()
+    near, far = socket.socketpair()
+    with near:
+        gone = held.add("gone", 0, near)
+        held.add("stays", 0)
+        far.close()
+        gone.join(timeout=10)
+        assert isinstance(gone.exception, ClientGone)
+        assert held.release() == ["stays"]
+
+
+def test_a_call_whose_caller_gave_up_is_skipped():
+    held = Held()
+
+    def give_up() -> None:
+        with gevent.Timeout(0.01, False):
+            held.turns.call(held.done.append, "late")
+
+    gevent.spawn(give_up).join(timeout=10)
+    held.add("stays", 0)
+    assert held.release() == ["stays"]
+
+
+def test_an_image_waits_a_bounded_time(monkeypatch: pytest.MonkeyPatch):
+    held = Held()
+    monkeypatch.setattr(images, "_turns", held.turns)
+    monkeypatch.setattr(images, "TURN_TIMEOUT_S", 0.01)
+    with pytest.raises(NoReadyWorker, match="still being checked"):
+        images.in_image_thread(held.done.append, "late", size=0)
+    assert held.release() == []
+
+
+def test_errors_reach_the_caller_and_the_next_call_runs():
+    turns = Turns()
+    with pytest.raises(ValueError, match="invalid literal"):
+        turns.call(int, "x")
+    assert turns.call(int, "3") == 3
+
+
+class Letters(SimpleNamespace):
+    """A tokenizer with one token for each letter and one for eight blanks; counts what it reads."""
+
+    num_read = 0
+
+    def get_vocab(self) -> dict[str, int]:
+        return {"a": 0, " " * 8: 1}
+
+    def __call__(self, texts: Any, add_special_tokens: bool) -> dict[str, Any]:
+        one, many = isinstance(texts, str), [texts] if isinstance(texts, str) else texts
+        self.num_read += sum(map(len, many))
+        ids = [[0] * len(text.replace(" " * 8, "b")) for text in many]
+        return {"input_ids": ids[0] if one else ids}
+
+
+def test_a_text_that_cannot_fit_is_refused_unread():
+    letters = Letters()
+    with pytest.raises(PromptTooLong, match=r"prompts\[1\].* exceeds the model's context length"):
+        encode_all(letters, ["a", "a" * 100_000], ["prompts[0]", "prompts[1]"], 100)
+    assert letters.num_read == 0
+
+
+def test_a_long_text_is_judged_by_its_beginning(monkeypatch: pytest.MonkeyPatch):
+    letters = Letters()
+    monkeypatch.setattr(tokenizers, "longest_token", lambda _: 1000)
+    with pytest.raises(PromptTooLong):
+        check_text(letters, "a" * 90_000, "prompt", 100)
+    assert letters.num_read == 400
+    # 750 blanks are 94 tokens, and 8,000 are 1,000 tokens: only their number tells.
+    check_text(letters, " " * 90_000, "prompt", 100)
+
+
+def test_a_truncated_text_loses_what_it_cannot_use():
+    letters = Letters()
+    ids = encode_all(letters, ["a" * 100_000], ["prompts[0]"], 100, True, is_truncated=True)
+    assert letters.num_read == 800
+    assert len(ids[0]) == 800
+
+
+def test_long_lists_are_cut_into_turns_of_whole_texts():
+    lengths = [1] * 10 + [2 * TURN_LENGTH] + [TURN_LENGTH // 2] * 4
+    batches = list(batches_of(lengths))
+    covered = [length for one, _ in batches for length in lengths[one]]
+    assert covered == lengths
+    assert all(total <= TURN_LENGTH + 2 for one, total in batches if len(lengths[one]) > 1)
+    assert len(batches) == 6

@@ -1,0 +1,108 @@
+"""AReaL 1.0.4's remote engine with its vLLM and its SGLang backend."""
+
+import pytest
+
+from tests import reference
+from tests.servers import Server
+from tests.test_generate import TOLERANCE
+from tests.trainers.published import run_client
+from tests.weights import weights_client
+
+PROMPT = [42, 1393, 14]
+SEQUENCE = [*PROMPT, 535, 78]
+# The part of the engine that sends requests; `initialize` would also start a thread for workflows.
+ENGINE = (
+    f"PROMPT = {PROMPT}"
+    + """
+import types
+from areal.api.cli_args import GenerationHyperparameters, InferenceEngineConfig
+from areal.api.io_struct import ModelRequest
+from areal.infra import workflow_context
+from areal.infra.remote_inf_engine import RemoteInfEngine
+
+def engine_of(backend):
+    engine = RemoteInfEngine(InferenceEngineConfig(request_retries=1), backend)
+    engine.addresses = [url.removeprefix("http://")]
+    engine._workflow_executor = types.SimpleNamespace(is_paused=lambda: False)
+    engine._wait_for_server(engine.addresses[0])
+    return engine
+
+async def generated(engine, **options):
+    requests = [
+        ModelRequest(input_ids=PROMPT, gconfig=GenerationHyperparameters(**options)) for _ in range(3)
+    ]
+    keys = ("input_tokens", "output_tokens", "output_logprobs", "stop_reason")
+    try:
+        found = await asyncio.gather(*map(engine.agenerate, requests))
+        return [{key: getattr(one, key) for key in keys} for one in found]
+    finally:
+        await (await workflow_context.get_aiohttp_session()).close()
+"""
+)
+
+# A teacher's task: the log-probabilities of the last three tokens.
+SCORED = f"""
+import torch
+
+sequence = {{"input_ids": torch.tensor([{SEQUENCE}]), "loss_mask": torch.tensor([[0, 0, 1, 1, 1]])}}
+"""
+
+
+def assert_generated(found: list[dict], folder: str) -> None:
+    assert len(found) == 3
+    for one in found:
+        ids = one["output_tokens"]
+        assert one["input_tokens"] == PROMPT
+        assert 1 <= len(ids) <= 6
+        assert one["stop_reason"] in ("stop", "length")
+        expected = reference.logprobs(folder, PROMPT, ids)[range(len(ids)), ids].tolist()
+        assert one["output_logprobs"] == pytest.approx(expected, abs=TOLERANCE)
+
+
+def assert_scored(scores: list[float], folder: str) -> None:
+    rows = reference.logprobs(folder, SEQUENCE[:2], SEQUENCE[2:])
+    expected = rows[range(3), SEQUENCE[2:]].tolist()
+    assert scores == [0, 0, *(pytest.approx(one, abs=TOLERANCE) for one in expected)]
+
+
+def test_generation_and_scores_by_the_vllm_backend(single_server: Server, tiny_model: str):
+    script = """
+from areal.engine.vllm_remote import VLLMBackend
+
+engine = engine_of(VLLMBackend())
+(scores,) = engine.compute_logp([sequence])
+answer([asyncio.run(generated(engine, max_new_tokens=6, stop_token_ids=[0])), scores.tolist()])
+"""
+    found, (scores,) = run_client("areal", single_server.url, ENGINE + SCORED + script)
+    assert_generated(found, tiny_model)
+    assert_scored(scores, tiny_model)
+
+
+def test_the_sglang_backend_with_weights_from_a_folder(
+    single_server: Server, tiny_model: str, other_model: str
+):
+    script = f"""
+from areal.api.io_struct import WeightUpdateMeta
+from areal.engine.sglang_remote import SGLangBackend
+
+options = dict(max_new_tokens=6, stop_token_ids=[0])
+engine = engine_of(SGLangBackend())
+before = asyncio.run(generated(engine, **options))
+(scores,) = engine.compute_logp([sequence])
+engine.pause_generation()
+# `update_weights_from_disk` would send these from a process of its own, after a file of the trainer.
+update = WeightUpdateMeta(type="disk", path={other_model!r})
+for request in engine.backend.build_disk_weight_update_requests(update).requests:
+    engine._run_request_on_all_servers(request)
+engine.continue_generation()
+answer([before, scores.tolist(), asyncio.run(generated(engine, **options))])
+"""
+    try:
+        before, (scores,), after = run_client("areal", single_server.url, ENGINE + SCORED + script)
+    finally:
+        client = weights_client(single_server)
+        client.update_from_folder(tiny_model, version=0, policy="abort")
+        client.close()
+    assert_generated(before, tiny_model)
+    assert_scored(scores, tiny_model)
+    assert_generated(after, other_model)

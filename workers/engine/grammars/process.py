@@ -1,0 +1,247 @@
+"""A process that tries grammars: each in a child of its own that ends by its limits.
+
+Runs in: a child of each worker process, forked after the engine is loaded: vLLM need not be imported
+again, and the memory is shared. One mask of a hostile grammar can take minutes inside xgrammar, which
+only the end of a process stops.
+"""
+
+import gc
+import json
+import os
+import resource
+import select
+import signal
+import socket
+import time
+from contextlib import suppress
+from types import SimpleNamespace
+from typing import Any, NoReturn
+
+import msgspec
+import numpy as np
+
+# Of one trial, beyond what the worker has.
+MAX_MEMORY_BYTES = 2 * 2**30
+# CPU time of one token and the next mask. A grammar of honest use takes at most 20 ms with 150,000
+# tokens in the vocabulary.
+MAX_STEP_S = 0.1
+# Of walks through a grammar: their number, the tokens of each, and the CPU time of all. Masks may
+# become slow after some tokens only.
+NUM_WALKS, NUM_STEPS, WALKS_S = 4, 48, 0.5
+# A trial that waits for a core may take so many times its CPU time.
+WALL_FACTOR = 3
+NICENESS = 10
+
+
+class Passed(msgspec.Struct, tag="passed"):
+    """The grammar passed; `fields` are vLLM's StructuredOutputsParams as vLLM's checks left them."""
+
+    fields: dict[str, Any]
+
+
+class Refused(msgspec.Struct, tag="refused"):
+    """The grammar is refused, with the reason."""
+
+    reason: str
+
+
+Outcome = Passed | Refused
+decode_outcome = msgspec.msgpack.Decoder(Outcome).decode
+
+
+def fork_process(vllm_config: Any, limit_s: float) -> tuple[int, socket.socket]:
+    """Starts the process; returns its pid, also its group's, and a socket that takes those of trials.
+
+    A trial reads the fields of vLLM's StructuredOutputsParams from its socket until the end, and
+    writes its outcome. If it ends without, the grammar exceeded a limit.
+
+    Args:
+        limit_s: CPU time of each trial.
+    """
+    worker = os.pidfd_open(os.getpid())
+    ours, theirs = socket.socketpair()
+    pid = os.fork()
+    # On both sides: whichever is first.
+    os.setpgid(pid, 0)
+    if pid == 0:
+        _run(theirs, worker, vllm_config, limit_s)
+    theirs.close()
+    os.close(worker)
+    return pid, ours
+
+
+def _run(control: socket.socket, worker: int, vllm_config: Any, limit_s: float) -> NoReturn:
+    """Forks a child for each socket that arrives on `control`, until the worker has ended.
+
+    Args:
+        worker: the worker's pidfd.
+    """
+    try:
+        _become_a_process_of_its_own({control.fileno(), worker})
+        # Not select(), which takes descriptors up to 1,023.
+        events = select.poll()
+        events.register(control, select.POLLIN)
+        events.register(worker, select.POLLIN)
+        manager = None
+        while worker not in dict(events.poll()):
+            _, descriptors, _, _ = socket.recv_fds(control, 1, 1)
+            if not descriptors:
+                break
+            # Not at the start: most servers never get a grammar.
+            manager = manager or _manager(vllm_config)
+            with socket.socket(fileno=descriptors[0]) as trial:
+                if os.fork() == 0:
+                    _try(trial, manager, vllm_config, limit_s)
+    finally:
+        # With the trials.
+        os.killpg(0, signal.SIGKILL)
+        os._exit(0)
+
+
+def _become_a_process_of_its_own(kept: set[int]) -> None:
+    """Drops what belongs to the worker: signal handlers, sockets, GPUs and the garbage collector.
+
+    The worker's objects must never be finalised here. `kept`: descriptors that stay open.
+    """
+    gc.disable()
+    with suppress(ImportError):
+        # vLLM names its processes with it. Else this one has the worker's command line.
+        from setproctitle import setproctitle
+
+        setproctitle("titopool::grammars")
+    signal.set_wakeup_fd(-1)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGPROF, signal.SIGALRM):
+        signal.signal(number, signal.SIG_DFL)
+    # The kernel then reaps the trials.
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    for descriptor in map(int, os.listdir("/proc/self/fd")):
+        if descriptor > 2 and descriptor not in kept:
+            with suppress(OSError):
+                os.close(descriptor)
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    os.nice(NICENESS)
+
+
+def _manager(vllm_config: Any) -> Any:
+    """vLLM's StructuredOutputManager with a backend, which reads the tokenizer's vocabulary once."""
+    from vllm.v1.structured_output import StructuredOutputManager
+
+    manager = StructuredOutputManager(vllm_config)
+    # Threads do not survive a fork.
+    manager._use_async_grammar_compilation = False
+    with suppress(Exception):
+        # If the model takes no grammars, each trial tells why.
+        _compiled(manager, _checked({"json_object": True}, manager, vllm_config))
+    return manager
+
+
+def _try(trial: socket.socket, manager: Any, vllm_config: Any, limit_s: float) -> NoReturn:
+    try:
+        # Both end the process, also within C++.
+        signal.setitimer(signal.ITIMER_PROF, limit_s)
+        signal.setitimer(signal.ITIMER_REAL, WALL_FACTOR * limit_s)
+        _limit_memory()
+        with trial.makefile("rwb") as stream:
+            fields = msgspec.msgpack.decode(stream.read())
+            stream.write(msgspec.msgpack.encode(_outcome(fields, manager, vllm_config)))
+    finally:
+        os._exit(0)
+
+
+def _limit_memory() -> None:
+    with open("/proc/self/statm") as statm:
+        used = int(statm.read().split()[0]) * resource.getpagesize()
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    limit = used + MAX_MEMORY_BYTES
+    resource.setrlimit(resource.RLIMIT_AS, (limit if hard < 0 else min(limit, hard), hard))
+
+
+def _outcome(fields: dict[str, Any], manager: Any, vllm_config: Any) -> Outcome:
+    try:
+        params = _checked(fields, manager, vllm_config)
+        grammar = _compiled(manager, params)
+    except Exception as error:
+        return Refused(f"vLLM refused the grammar: {error}"[:500])
+    step_s = slowest_step(grammar, manager.backend.allocate_token_bitmask(1))
+    if step_s > MAX_STEP_S:
+        return Refused(
+            f"expected a grammar that takes at most {MAX_STEP_S:g} s for each token, got {step_s:.2g} s "
+            "within a few tokens; repeat less inside repetitions"
+        )
+    fields = vars(params.structured_outputs)
+    if isinstance(fields["json"], dict):
+        # As the engine reads it. vLLM copies a tree anew for each request.
+        fields["json"] = json.dumps(fields["json"])
+    return Passed(fields)
+
+
+def _checked(fields: dict[str, Any], manager: Any, vllm_config: Any) -> Any:
+    """vLLM's SamplingParams with a grammar that has passed vLLM's own checks."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import StructuredOutputsParams
+
+    params = SamplingParams(structured_outputs=StructuredOutputsParams(**fields))
+    params._validate_structured_outputs(
+        vllm_config.model_config,
+        vllm_config.structured_outputs_config,
+        getattr(manager, "tokenizer", None),
+    )
+    return params
+
+
+def _compiled(manager: Any, params: Any) -> Any:
+    """The grammar as the engine compiles it."""
+    from vllm.v1.structured_output.request import StructuredOutputRequest
+
+    request = SimpleNamespace(
+        request_id="trial",
+        sampling_params=params,
+        structured_output_request=StructuredOutputRequest.from_sampling_params(params),
+    )
+    manager.grammar_init(request)
+    grammar = request.structured_output_request.grammar
+    if isinstance(grammar, Exception):
+        raise grammar
+    return grammar
+
+
+def slowest_step(grammar: Any, bitmask: Any) -> float:
+    """CPU seconds of the slowest step, a token and the next mask, on walks through a grammar.
+
+    Args:
+        grammar: vLLM's StructuredOutputGrammar.
+        bitmask: int32 [1, vocabulary / 32], written by the call.
+    """
+    slowest, end_s = 0.0, time.process_time() + WALKS_S
+    for walk in range(NUM_WALKS):
+        grammar.reset()
+        # The first mask fills caches.
+        grammar.fill_bitmask(bitmask, 0)
+        for step in range(NUM_STEPS):
+            token_id = _allowed_token(bitmask[0].numpy(), walk, step)
+            began_s = time.process_time()
+            if token_id is None or not grammar.accept_tokens("trial", [token_id]):
+                break
+            is_over = grammar.is_terminated()
+            if not is_over:
+                grammar.fill_bitmask(bitmask, 0)
+            now_s = time.process_time()
+            slowest = max(slowest, now_s - began_s)
+            if slowest > MAX_STEP_S or now_s > end_s:
+                return slowest
+            if is_over:
+                break
+    return slowest
+
+
+def _allowed_token(mask: np.ndarray, walk: int, step: int) -> int | None:
+    """An id whose bit is set in `mask`, int32 [vocabulary / 32]; None if there is none."""
+    words = np.flatnonzero(mask)
+    if not len(words):
+        return None
+    # The first walk takes similar tokens; the others hop, the same way each time.
+    place = len(words) // 2 if walk == 0 else (walk * 104_729 + step * 7_919) % len(words)
+    word = int(mask[words[place]]) & 0xFFFF_FFFF
+    lowest = (word & -word).bit_length() - 1
+    return int(words[place]) * 32 + lowest

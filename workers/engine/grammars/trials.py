@@ -1,0 +1,180 @@
+"""Passes a grammar on to the engine only after a trial; keeps the outcomes.
+
+Runs in: each worker process, on its event loop.
+"""
+
+import asyncio
+import hashlib
+import logging
+import os
+import signal
+import socket
+from collections import OrderedDict
+from contextlib import suppress
+from typing import Any
+
+import msgspec
+
+from titopool.errors import InvalidRequest
+from workers.engine.grammars.process import (
+    MAX_MEMORY_BYTES,
+    WALL_FACTOR,
+    Outcome,
+    Refused,
+    decode_outcome,
+    fork_process,
+)
+
+logger = logging.getLogger(__name__)
+
+# Trials at once, at low priority; xgrammar compiles with up to 8 threads.
+NUM_TRIALS = 4
+# Of one grammar. Clients' have 64 KiB; vLLM's parsers make larger ones from the tools of a chat.
+MAX_BYTES = 1024 * 1024
+# Of the outcomes that are kept, each with what its objects take besides the grammar.
+MAX_CACHED_BYTES = 16 * 2**20
+ENTRY_BYTES = 4096
+# From a worker's start of the process until it has read the tokenizer.
+START_S = 60.0
+
+
+class GrammarTrials:
+    """The process that tries grammars, and the outcomes of past trials."""
+
+    def __init__(self, vllm_config: Any, limit_s: float):
+        """`limit_s`: CPU time of each trial; 0: grammars are refused."""
+        self._vllm_config = vllm_config
+        self._limit_s = limit_s
+        self._process: tuple[int, socket.socket] | None = None
+        self._free = asyncio.Semaphore(NUM_TRIALS)
+        # By digest, the oldest first: the trial and the bytes that it counts for.
+        self._trials: OrderedDict[bytes, tuple[asyncio.Task[Outcome], int]] = OrderedDict()
+        self._num_bytes = 0
+        if limit_s:
+            self._process = fork_process(vllm_config, limit_s)
+
+    async def check(self, params: Any) -> None:
+        """Tries the grammar of `params`, vLLM's SamplingParams, unless it has passed before.
+
+        Then its `structured_outputs` are what vLLM's checks made of them.
+
+        Raises:
+            InvalidRequest: vLLM refuses the grammar, it exceeds a limit, or this server takes none.
+            OSError: the process that tries grammars has ended, also after a new start.
+        """
+        structured = params.structured_outputs
+        # vLLM's checks set the backend.
+        if structured is None or structured._backend:
+            return
+        if not self._limit_s:
+            raise refused(
+                "expected none, as this server takes no grammars (grammar_timeout_s is 0)"
+            )
+        fields = {name: value for name, value in vars(structured).items() if name[0] != "_"}
+        encoded = msgspec.msgpack.encode(fields)
+        if len(encoded) > MAX_BYTES:
+            raise refused(
+                f"expected at most {MAX_BYTES} bytes, got {len(encoded)}; send fewer tools"
+            )
+        # A job that is cancelled does not end a trial that others wait for.
+        outcome = await asyncio.shield(self._trial(encoded))
+        if isinstance(outcome, Refused):
+            raise refused(outcome.reason)
+        params.structured_outputs = _restored(type(structured), outcome.fields)
+
+    def _trial(self, encoded: bytes) -> asyncio.Task[Outcome]:
+        digest = hashlib.sha256(encoded).digest()
+        if digest in self._trials:
+            self._trials.move_to_end(digest)
+            return self._trials[digest][0]
+        task = asyncio.get_running_loop().create_task(self._try(encoded))
+        num_bytes = len(encoded) + ENTRY_BYTES
+        self._trials[digest] = task, num_bytes
+        self._num_bytes += num_bytes
+        task.add_done_callback(lambda task: self._forget(digest) if _has_failed(task) else None)
+        while self._num_bytes > MAX_CACHED_BYTES and len(self._trials) > 1:
+            self._forget(next(iter(self._trials)))
+        return task
+
+    def _forget(self, digest: bytes) -> None:
+        _, num_bytes = self._trials.pop(digest, (None, 0))
+        self._num_bytes -= num_bytes
+
+    async def _try(self, encoded: bytes) -> Outcome:
+        async with self._free:
+            process = self._process
+            try:
+                reply = await self._ask(encoded)
+            except OSError as error:
+                if self._process is process:
+                    logger.warning("the process that tries grammars is started again: %s", error)
+                    self.close()
+                    self._process = fork_process(self._vllm_config, self._limit_s)
+                reply = await self._ask(encoded)
+        if reply:
+            outcome: Outcome = decode_outcome(reply)
+            return outcome
+        return Refused(
+            f"expected a grammar that is compiled within {self._limit_s:g} s of CPU time "
+            f"(grammar_timeout_s) and {MAX_MEMORY_BYTES // 2**30} GiB of memory, got one that "
+            "takes more; send a smaller grammar, or one with smaller counts"
+        )
+
+    async def _ask(self, encoded: bytes) -> bytes:
+        """The outcome of a trial, encoded; empty if it exceeded a limit.
+
+        Raises:
+            OSError: the process has ended, or does not answer (a TimeoutError).
+        """
+        process = self._process
+        assert process is not None
+        ours, theirs = socket.socketpair()
+        with theirs:
+            socket.send_fds(process[1], [b"t"], [theirs.fileno()])
+        reader, writer = await asyncio.open_connection(sock=ours)
+        try:
+            writer.write(encoded)
+            writer.write_eof()
+            timeout_s = START_S + (WALL_FACTOR + 1) * self._limit_s
+            reply = await asyncio.wait_for(reader.read(), timeout_s)
+        finally:
+            writer.close()
+        if not reply and (self._process is not process or _has_ended(process[0])):
+            raise ConnectionResetError("it ended during a trial")
+        return reply
+
+    def close(self) -> None:
+        """Ends the process and its trials."""
+        if self._process is not None:
+            pid, control = self._process
+            self._process = None
+            control.close()
+            with suppress(ProcessLookupError, ChildProcessError):
+                os.killpg(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+
+
+def refused(reason: str) -> InvalidRequest:
+    """The error for a grammar."""
+    return InvalidRequest(f"structured_outputs: {reason}", param="structured_outputs")
+
+
+def _has_ended(pid: int) -> bool:
+    """Whether this child has ended; its exit code is read."""
+    try:
+        return os.waitpid(pid, os.WNOHANG) != (0, 0)
+    except ChildProcessError:
+        return True
+
+
+def _has_failed(task: asyncio.Task[Outcome]) -> bool:
+    return task.cancelled() or task.exception() is not None
+
+
+def _restored(kind: Any, fields: dict[str, Any]) -> Any:
+    """vLLM's StructuredOutputsParams with `fields`, also those that its constructor does not take."""
+    public = {name: value for name, value in fields.items() if name[0] != "_"}
+    structured = kind(**public)
+    for name in fields.keys() - public.keys():
+        setattr(structured, name, fields[name])
+    return structured
