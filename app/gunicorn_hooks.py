@@ -72,7 +72,7 @@ bind = _address(_config.host, _config.port)
 # Half of the cores stay free for the engines.
 workers = _config.num_front_ends or min(4, max(1, len(os.sched_getaffinity(0)) // 2))
 # One greenlet for each connection: switching threads would cost more than the rest of a request.
-worker_class = "gevent"
+worker_class = "app.gunicorn_worker.FrontEnd"
 worker_connections = _num_connections
 backlog = 4096
 keepalive = 75

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 import requests
 
@@ -75,8 +76,17 @@ def test_https(server: Server, tmp_path: Path):
 
     before = ssl.get_server_certificate(("127.0.0.1", port))
     make_certificate(tmp_path)
-    server.process.send_signal(signal.SIGHUP)
-    wait_until(lambda: ssl.get_server_certificate(("127.0.0.1", port)) != before, 20)
+    with socket.create_connection(("127.0.0.1", port), timeout=10) as slow:
+        # A later connection is served, so the front end has accepted this one.
+        assert ssl.get_server_certificate(("127.0.0.1", port)) == before
+        [front_end] = psutil.Process(server.process.pid).children()
+        server.process.send_signal(signal.SIGHUP)
+        # Until the old front end has closed its listener, it may serve a new connection.
+        wait_until(lambda: "LISTEN" not in {one.status for one in front_end.net_connections()}, 20)
+        with trusting.wrap_socket(slow, server_hostname="127.0.0.1") as client:
+            client.sendall(b"GET /live HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            assert client.recv(100).startswith(b"HTTP/1.1 200 ")
+    assert ssl.get_server_certificate(("127.0.0.1", port)) != before
     assert server.generate([[1, 2]])["completion_ids"] == [[2, 1]]
     assert "Traceback" not in server.log
 
