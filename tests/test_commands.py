@@ -81,9 +81,9 @@ def test_one_timeout_covers_the_commands_to_all_workers():
     fake = FakePool(4, never_answer)
     begin = time.monotonic()
     outcomes = fake.commands.gather_outcomes(
-        fake.commands.all_workers(), GetStatus(), timeout_s=0.3
+        fake.commands.all_workers(), GetStatus(), timeout_s=1
     )
-    assert 0.3 <= time.monotonic() - begin < 1.0
+    assert 1 <= time.monotonic() - begin < 3
     assert [one.error.code for one in outcomes if one.error] == ["deadline_passed"] * 4
     assert fake.commands.num_pending == 0
 
@@ -104,7 +104,7 @@ def test_waiting_ends_when_the_worker_is_lost(lose: Callable[[Pool], None]):
     begin = time.monotonic()
     with pytest.raises(WeightUpdateFailed):
         results_of(fake.commands.gather_outcomes(workers, GetStatus(), timeout_s=30))
-    assert time.monotonic() - begin < 5
+    assert time.monotonic() - begin < 15
 
 
 def test_a_step_that_fails_at_one_worker_is_undone_at_once_at_those_that_wait():
@@ -119,7 +119,7 @@ def test_a_step_that_fails_at_one_worker_is_undone_at_once_at_those_that_wait():
     begin = time.monotonic()
     with pytest.raises(WeightUpdateFailed, match="the worker at w2 is lost: killed"):
         fake.commands.finish_step(workers, "receive", "u", undo=undo, timeout_s=30)
-    assert time.monotonic() - begin < 5
+    assert time.monotonic() - begin < 15
     assert [endpoint for endpoint, action in fake.sent if action == undo] == ["w0", "w1"]
     assert fake.commands.num_pending == 0
 

@@ -85,7 +85,7 @@ def test_a_worker_that_dies_in_apply_does_not_keep_the_others_from_the_new_weigh
     cluster.serve()
     begin = time.monotonic()
     answer = cluster.update().json()
-    assert time.monotonic() - begin < 10
+    assert time.monotonic() - begin < 30
     assert answer["version"] == 1
     assert [one["endpoint"][-1] for one in answer["lost"]] == [str(victim)]
     phases = ["ready"] * 3

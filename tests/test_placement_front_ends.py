@@ -90,7 +90,7 @@ def test_another_front_end_routes_the_next_turn(front_ends, placement, expected)
 
 
 def test_loads_are_reported_long_before_the_next_heartbeat(start_stub, tmp_path):
-    slow = {"heartbeat_interval_s": 4.0, "heartbeat_timeout_s": 30.0}
+    slow = {"heartbeat_interval_s": 20.0, "heartbeat_timeout_s": 120.0}
     variables = {f"TITOPOOL_{name.upper()}": str(value) for name, value in slow.items()}
     for index in range(2):
         start_stub(index, "--delay-s", "0.5", **variables)
@@ -99,10 +99,10 @@ def test_loads_are_reported_long_before_the_next_heartbeat(start_stub, tmp_path)
     prompts = [np.arange(n, n + 64, dtype=np.int32).tobytes() for n in range(1, 9)]
     begin = time.monotonic()
     batch = gevent.spawn(first.generate, *prompts)
-    let_links_work_until(lambda: min(second.loads) > 0 and second.loads[0] == second.loads[1], 1.5)
+    let_links_work_until(lambda: min(second.loads) > 0 and second.loads[0] == second.loads[1], 9)
     batch.get(timeout=20)
-    let_links_work_until(lambda: second.loads == [0, 0], 1.5)
-    assert time.monotonic() - begin < 3.5
+    let_links_work_until(lambda: second.loads == [0, 0], 9)
+    assert time.monotonic() - begin < 18
     for one in (first, second):
         one.link.close()
 

@@ -627,7 +627,7 @@ def test_a_version_that_does_not_come_is_a_conflict(
     body = {"prompts": [[1, 2]], "min_weight_version": 5}
     status, text = error_of(server.post("/generate/", body))
     assert (status, "version 5 within 1 s" in text) == (409, True)
-    assert 0.9 < time.monotonic() - began < 4
+    assert 0.9 < time.monotonic() - began < 30
     assert error_of(server.post("/generate/", {**body, "min_weight_version": -1}))[0] == 400
 
 
