@@ -19,7 +19,7 @@ import requests
 from titopool.settings.gpus import visible_gpus
 
 START_TIMEOUT_S = 240.0
-STOP_TIMEOUT_S = 20.0
+STOP_TIMEOUT_S = 50.0
 # The CI machine stands still for as long at times.
 STALL_S = 30.0
 REPOSITORY = Path(__file__).resolve().parent.parent
