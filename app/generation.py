@@ -20,7 +20,7 @@ from app.http.connections import current_client, watching
 from app.http.responses import respond
 from app.inputs.admission import Admission
 from app.inputs.images import NO_IMAGES, PromptImages, check_placeholders
-from app.inputs.token_ids import check_length, checked_ids
+from app.inputs.token_ids import TokenIds, check_length, checked_ids
 from app.outputs.token_arrays import JSON, MSGPACK, binary_reply, is_binary, json_reply
 from app.pool.request import Request
 from app.time_slices import sharing_time
@@ -56,7 +56,7 @@ class Prompt(NamedTuple):
 
 
 def check_prompt(
-    ids: list[int],
+    ids: TokenIds,
     location: str,
     facts: WorkerFacts,
     images: PromptImages = NO_IMAGES,

@@ -9,6 +9,7 @@ from collections.abc import Collection
 from typing import Annotated, Any
 
 import msgspec
+import numpy as np
 from msgspec import Meta
 
 from titopool.errors import InvalidRequest
@@ -222,9 +223,12 @@ def _check_logprobs(options: SamplingOptions, facts: WorkerFacts) -> None:
         )
 
 
-def check_token_ids(location: str, ids: Collection[int], vocab_size: int) -> None:
+def check_token_ids(location: str, ids: Collection[int] | np.ndarray, vocab_size: int) -> None:
     """Raises InvalidRequest for an id outside the vocabulary; `location` is that of `ids`."""
-    if not ids or (min(ids) >= 0 and max(ids) < vocab_size):
+    if not len(ids):
+        return
+    least, most = (ids.min(), ids.max()) if isinstance(ids, np.ndarray) else (min(ids), max(ids))
+    if least >= 0 and most < vocab_size:
         return
     for index, token_id in enumerate(ids):
         if not 0 <= token_id < vocab_size:
