@@ -149,7 +149,7 @@ class Worker:
         last = self.heartbeat
         self.heartbeat, self.last_seen = beat, now
         self.record_load_of_others(
-            Load(beat.other_sequences, beat.other_tokens, beat.other_new, beat.apart)
+            Load(beat.other_sequences, beat.other_tokens, beat.other_risks, beat.apart)
         )
         if last is not None and last.weights.order != beat.weights.order:
             # The cached blocks were computed with other weights.
