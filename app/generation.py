@@ -146,13 +146,16 @@ def make_request(
         adapter=adapter,
         chat=chat,
         client_id=admission.client_id,
-        key_name=admission.key_name,
+        key_name=admission.key.name,
     )  # fmt: skip
     admission.keep_memory(_bytes_of_jobs(jobs))
     if min_weight_version is not None:
         wait_for_version(admission, min_weight_version)
     link.check_ready()
-    return Request(jobs, locations, facts=facts, session=admission.session)
+    return Request(
+        jobs, locations,
+        facts=facts, session=admission.session, weight=admission.key.weight,
+    )  # fmt: skip
 
 
 def make_jobs(

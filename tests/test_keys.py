@@ -70,9 +70,30 @@ def test_keys_of_settings_and_of_the_file_work_together(tmp_path: Path):
     assert keys.guard_administration
 
 
+def test_a_key_has_the_weight_of_its_line(tmp_path: Path):
+    text = f"a {ALICE}\nb {BOB}  weight=3\nroot {ROOT} admin weight=20\nb other weight=3\n"
+    keys = Keys(ServerConfig(api_key_file=write(tmp_path / "keys", text), api_key="of-settings"))
+    found = [keys.find(one.encode()) for one in (ALICE, BOB, ROOT, "other", "of-settings")]
+    assert [one and (one.weight, one.is_admin) for one in found] == [
+        (1, False), (3, False), (20, True), (3, False), (1, False),
+    ]  # fmt: skip
+
+
 @pytest.mark.parametrize(
     "text, part",
     [
+        *(
+            (f"alice {ALICE} {word}", "line 1")
+            for word in (
+                "weight=0",
+                "weight=-1",
+                "weight=1.5",
+                "weight=1000",
+                "weight",
+                "weight=2 admin",
+            )
+        ),
+        (f"alice {ALICE} weight=2\nalice {BOB}", "one weight"),
         ("", "at least one key"),
         ("# alice key\n", "at least one key"),
         (ALICE, "line 1"),
