@@ -15,8 +15,7 @@ import gevent
 from gevent.event import AsyncResult
 from gevent.threadpool import ThreadPool
 
-from app.http.connections import watching
-from titopool.errors import ClientGone
+from app.http.connections import client_gone, watching
 
 Result = TypeVar("Result")
 
@@ -56,7 +55,7 @@ class Turns:
             ClientGone: the client has hung up before the end of the call.
         """
         outcome = self.submit(function, *arguments, size=size)
-        gone = ClientGone("the client closed its connection")
+        gone = client_gone()
         try:
             with watching(client, lambda: outcome.set_exception(gone)):
                 return cast("Result", outcome.get())
