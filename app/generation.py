@@ -16,7 +16,7 @@ from flask import Response
 from flask import request as http_request
 from gevent.event import Event
 
-from app.http.connections import current_client, watching
+from app.http.connections import client_gone, current_client, watching
 from app.http.responses import respond
 from app.inputs.admission import Admission
 from app.inputs.images import NO_IMAGES, PromptImages, check_placeholders
@@ -24,7 +24,7 @@ from app.inputs.token_ids import TokenIds, check_length, checked_ids
 from app.outputs.token_arrays import JSON, MSGPACK, binary_reply, is_binary, json_reply
 from app.pool.request import Request
 from app.time_slices import sharing_time
-from titopool.errors import ClientGone, Conflict, DeadlinePassed, InvalidRequest
+from titopool.errors import Conflict, DeadlinePassed, InvalidRequest
 from titopool.settings.sampling import SamplingOptions, encode_options
 from titopool.wire.messages import ChatParsing, Completed, Job, WorkerFacts, encode
 from titopool.wire.prefixes import prompt_hashes
@@ -146,13 +146,16 @@ def make_request(
         adapter=adapter,
         chat=chat,
         client_id=admission.client_id,
-        key_name=admission.key_name,
+        key_name=admission.key.name,
     )  # fmt: skip
     admission.keep_memory(_bytes_of_jobs(jobs))
     if min_weight_version is not None:
         wait_for_version(admission, min_weight_version)
     link.check_ready()
-    return Request(jobs, locations, facts=facts, session=admission.session)
+    return Request(
+        jobs, locations,
+        facts=facts, session=admission.session, weight=admission.key.weight,
+    )  # fmt: skip
 
 
 def make_jobs(
@@ -255,7 +258,7 @@ def wait_for_version(admission: Admission, version: int) -> None:
                 )
             admission.link.wait_for_weights(left, admission.deadline.left_s)
             if left.is_set():
-                raise ClientGone("the client closed its connection")
+                raise client_gone()
 
 
 def _encode(encoder: Callable[[Any], bytes], value: Any, fields: str, param: str | None) -> bytes:
@@ -274,7 +277,7 @@ def submitted(admission: Admission, request: Request) -> Iterator[None]:
     """Submits `request`; within the block, a client that hangs up cancels it."""
 
     def on_client_gone() -> None:
-        admission.link.cancel(request, ClientGone("the client closed its connection"))
+        admission.link.cancel(request, client_gone())
 
     with watching(current_client(), on_client_gone):
         admission.link.submit(request)

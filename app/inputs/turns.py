@@ -17,8 +17,7 @@ from gevent.event import AsyncResult
 from gevent.monkey import get_original
 from gevent.threadpool import ThreadPool
 
-from app.http.connections import watching
-from titopool.errors import ClientGone
+from app.http.connections import client_gone, watching
 
 Result = TypeVar("Result")
 
@@ -64,7 +63,7 @@ class Turns:
             ClientGone: the client has hung up before the end of the call.
         """
         outcome = self.submit(function, *arguments, size=size)
-        gone = ClientGone("the client closed its connection")
+        gone = client_gone()
         try:
             with watching(client, lambda: outcome.set_exception(gone)):
                 return cast("Result", outcome.get())

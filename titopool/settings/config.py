@@ -94,7 +94,7 @@ class ServerConfig:
     )
     api_key_file: str = setting(
         "",
-        "File of keys with names, one `NAME KEY` or `NAME KEY admin` a line. It is read again when "
+        "File of keys with names, one `NAME KEY [admin] [weight=3]` a line. It is read again when "
         "it changes.",
     )
     allowed_hosts: tuple[str, ...] = setting(
