@@ -1,8 +1,44 @@
 """titopool: a token-in/token-out generation server for reinforcement-learning post-training.
 
+    from titopool import Client, AsyncClient
+
 Trainers import this package, and both sides of the server share it: `app` (the HTTP front end) and
 `workers` (one process for each engine). It imports neither side, nor Flask, vLLM or torch, at the
-top of a module.
+top of a module. The names above are imported at their first use.
 """
 
-__version__ = "0.1.0"
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from titopool.release import RELEASE as __version__
+
+if TYPE_CHECKING:
+    from titopool.client.async_client import AsyncClient
+    from titopool.client.results import Completion, PromptResult, Score
+    from titopool.client.sync_client import Client
+    from titopool.errors import TitopoolError
+
+__all__ = [
+    "AsyncClient",
+    "Client",
+    "Completion",
+    "PromptResult",
+    "Score",
+    "TitopoolError",
+    "__version__",
+]
+
+_MODULES = {
+    "AsyncClient": "titopool.client.async_client",
+    "Client": "titopool.client.sync_client",
+    "Completion": "titopool.client.results",
+    "PromptResult": "titopool.client.results",
+    "Score": "titopool.client.results",
+    "TitopoolError": "titopool.errors",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_MODULES[name]), name)
