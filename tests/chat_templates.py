@@ -12,7 +12,7 @@ _TOOLS = (
 _TOOL_ANSWERS = (
     "{% if m.role == 'tool' %}"
     "{% if loop.index0 == 0 or messages[loop.index0 - 1].role != 'tool' %}<|im_start|>user{% endif %}"
-    "\n<tool_response>\n{{ m.content }}\n</tool_response>"
+    "{{ '\n<tool_response>\n' + m.content + '\n</tool_response>' }}"
     "{% if loop.last or messages[loop.index0 + 1].role != 'tool' %}<|im_end|>\n{% endif %}"
 )  # fmt: skip
 # A system message by default; answers of tools that follow each other are one turn of a user.

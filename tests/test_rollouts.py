@@ -270,7 +270,7 @@ def test_a_full_context_is_refused_and_nothing_is_cut():
     assert rollout.ids.tolist() == before
     assert rollout.messages[-1]["role"] == "assistant"
     with pytest.raises(ContextFull):
-        start("llama3", max_context=length)
+        start("llama3", "x", max_context=length)[0].generate()
 
 
 def test_a_prompt_that_the_server_changed_is_an_error():

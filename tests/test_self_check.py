@@ -62,6 +62,7 @@ HOLDERS = {
     },
     "transformers": {
         "titopool/demo_model.py",
+        "titopool/rollouts/tools.py",
         "app/inputs/tokenizer.py",
         "workers/images/preparer.py",
         "workers/in_model/conversion.py",

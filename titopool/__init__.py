@@ -13,6 +13,7 @@ __version__ = "0.1.0"
 # Public names and their modules, which are imported at the first use.
 _EXPORTS = {
     "Rollout": "titopool.rollouts.rollout",
+    "run_rollouts": "titopool.rollouts.runner",
 }
 
 

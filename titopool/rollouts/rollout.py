@@ -71,7 +71,6 @@ class Rollout:
 
     Raises:
         ValueError: neither messages nor ids, or images that do not fit.
-        ContextFull: the prompt has `max_context` tokens or more.
     """
 
     def __init__(
@@ -101,19 +100,27 @@ class Rollout:
         # Why a runner ended the rollout, and the error that did.
         self.stop_reason: str | None = None
         self.error: Exception | None = None
+        self.last_turn: Turn | None = None
         self._end_of_turn_ids = frozenset(end_of_turn_ids)
         self._renderer = renderer or make_renderer(client, tokenizer, tools, chat_template_kwargs)
         # Sequences that a rewrite has ended.
         self._ended: tuple[State, ...] = ()
         if ids is None:
-            read, found = read_messages(messages or (), images)
-            state = self._rendered(read, found)
+            # Rendered when the ids are needed.
+            self._begin = read_messages(messages or (), images)
+            self._current: State | None = None
         else:
             read, found = read_messages(messages or (UNKNOWN_PROMPT,))
             files = (*found, *(image_file(image) for image in images or ()))
-            state = State(segments=(written(ids),), images=files, history=read)
-        self._check_room(state)
-        self._state = state
+            self._current = State(segments=(written(ids),), images=files, history=read)
+
+    @property
+    def _state(self) -> State:
+        if self._current is None:
+            state = self._rendered(*self._begin)
+            self._check_room(state)
+            self._current = state
+        return self._current
 
     @property
     def ids(self) -> Ids:
@@ -143,7 +150,7 @@ class Rollout:
             sampling: further options of `Client.generate`.
 
         Raises:
-            ContextFull: the conversation has `max_context` tokens.
+            ContextFull: the conversation has `max_context` tokens or more.
             PromptChanged: the engine got other ids than those of the turns before.
         """
         left = self._room(max_tokens)
@@ -157,13 +164,14 @@ class Rollout:
                 break
             _, result = self._sample(left, _with_other_seed(sampling, len(parts)))
         joined = arrays_of(tuple(parts))
-        return Turn(
+        self.last_turn = Turn(
             ids=joined.ids,
             logprobs=joined.logprobs,
             weight_versions=joined.weight_versions,
             finish_reason=completion.finish_reason,
             prompt_ids=prompt_ids,
         )
+        return self.last_turn
 
     def add(
         self,
@@ -197,7 +205,7 @@ class Rollout:
                 history=(UNKNOWN_PROMPT,),
             )  # fmt: skip
             self._check_room(state)
-            self._state = state
+            self._current = state
             return segment.ids
         new, files = read_messages(
             [messages] if isinstance(messages, Mapping) else messages, images
@@ -214,7 +222,7 @@ class Rollout:
         self._check_room(after)
         if after.num_sent < state.num_sent:
             self._ended = (*self._ended, state)
-        self._state = after
+        self._current = after
         return after.segments[-1].ids
 
     def branch(self) -> "Rollout":
@@ -252,7 +260,7 @@ class Rollout:
         got = np.asarray(result.prompt_ids, np.int32)
         segments = placed_segments(state, sent, got)
         part = sampled(result.completions[0])
-        self._state = replace(
+        self._current = replace(
             state,
             segments=(*segments, part),
             ranges=image_ranges(result, len(state.images)),
