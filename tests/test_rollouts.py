@@ -5,8 +5,10 @@ import sys
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from tests.chat_templates import END_OF_TURN, TEMPLATES, tokenizer_of
+from tests.chat_templates import ADDED, END_OF_TURN, TEMPLATES, tokenizer_of
 from tests.rollout_client import WritingClient, Written, written
 from tests.servers import REPOSITORY, environment
 from titopool.rollouts.interface import ContextFull, HistoryRewritten, PromptChanged
@@ -15,7 +17,7 @@ from titopool.rollouts.rollout import Rollout
 USER = {"role": "user", "content": " Why?\n"}
 TOOL = {"role": "tool", "content": "42"}
 NEXT = {"role": "user", "content": "And then?"}
-FAMILIES = list(TEMPLATES)
+TOKENIZERS = {family: tokenizer_of(family) for family in TEMPLATES}
 
 
 def encode(tokenizer, text: str) -> list[int]:
@@ -307,3 +309,33 @@ def test_rollouts_need_neither_torch_nor_the_server():
     subprocess.run(
         [sys.executable, "-c", code], check=True, env=environment(), cwd=REPOSITORY, timeout=60
     )
+
+
+IDS = st.lists(st.integers(0, 2047 + len(ADDED)), max_size=12)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    family=st.sampled_from(["qwen2.5", "llama3", "phi3"]),
+    turns=st.lists(st.tuples(IDS, st.sampled_from(["", *END_OF_TURN.values()])), min_size=1, max_size=4),
+    contents=st.lists(st.text(max_size=12), min_size=4, max_size=4),
+)
+def test_any_sampled_ids_stay_and_are_no_rewrite(family, turns, contents):
+    """Also special tokens and pieces of characters, whose text is tokenized to other ids."""
+    tokenizer = TOKENIZERS[family]
+    client = WritingClient(
+        [Written(np.array(ids + encode(tokenizer, end), np.int32)) for ids, end in turns]
+    )
+    rollout = Rollout(client, messages=[USER], tokenizer=tokenizer)
+    before: list[int] = []
+    for (ids, end), content in zip(turns, contents, strict=False):
+        rollout.generate()
+        assert client.prompts[-1][: len(before)] == before
+        before = rollout.ids.tolist()
+        written_ids = ids + encode(tokenizer, end)
+        assert before == client.prompts[-1] + written_ids
+        new = rollout.add({"role": "user", "content": content})
+        # One end of a turn, which the model or the template has written.
+        (closing,) = encode(tokenizer, END_OF_TURN[family])
+        is_closed = written_ids[-1:] == [closing] or written_ids[-2:-1] == [closing]
+        assert (new[0] == closing) != is_closed or len(new) == 0

@@ -10,11 +10,13 @@ import numpy as np
 from titopool.rollouts.interface import GenerationClient, Ids, Message
 from titopool.rollouts.messages import with_images
 
-# Stands at the end of a sampled turn's text. No text has this word, and no tokenizer merges it with
-# the space before it or with what a template writes after a turn.
+# Ends a sampled turn's text. No text has this word, and no tokenizer merges it with the space before
+# it or with what a template writes after a turn.
 SENTINEL = " titopoolsentinel"
 # Ends in another token than the sentinel.
 OTHER_SENTINEL = " titopool7"
+# Stands before the sentinel, whose space a template would otherwise trim in an empty turn.
+FILLER = " ."
 _QUESTION = {"role": "user", "content": "a"}
 _PROBE = "titopool"
 _PROBE_IN_REPR = re.compile(r"""['"]text['"]\s*:\s*['"]""" + _PROBE)
@@ -156,7 +158,7 @@ class TurnRenderer:
             raise ValueError(
                 f"messages: expected no word {SENTINEL.strip()!r}, which marks a turn's end"
             )
-        assistant = {"role": "assistant", "content": turn + SENTINEL}
+        assistant = {"role": "assistant", "content": turn + FILLER + SENTINEL}
         ids = self.template.render([*history, assistant, *new], images)
         sentinel, closing = self._marks
         end = _end_of(sentinel, ids)
@@ -164,6 +166,7 @@ class TurnRenderer:
             return None
         text_before, _, text = self.template.decode(ids).rpartition(SENTINEL)
         after = ids[end:]
+        text_before = text_before.rstrip().removesuffix(FILLER.strip())
         return Answer(text_before, after, text, _num_equal(after, closing))
 
     @property

@@ -260,11 +260,13 @@ class Rollout:
         got = np.asarray(result.prompt_ids, np.int32)
         segments = placed_segments(state, sent, got)
         part = sampled(result.completions[0])
+        # An abort may come before the engine has placed the images.
+        has_begun = len(part.ids) > 0 or len(got) != len(sent)
         self._current = replace(
             state,
             segments=(*segments, part),
             ranges=image_ranges(result, len(state.images)),
-            num_sent=len(got) + len(part.ids),
+            num_sent=len(got) + len(part.ids) if has_begun else state.num_sent,
             turn=(*(state.turn or ()), part.ids),
             before=None, added=(), added_images=(),
         )  # fmt: skip
