@@ -106,3 +106,6 @@ class ServerClient:
 
     def detokenize(self, ids: Any) -> str:
         return self.post("/detokenize", {"tokens": ids})["prompt"]
+
+    def tokenize(self, text: str) -> Any:
+        return self.post("/tokenize", {"prompt": text})["tokens"]

@@ -13,6 +13,8 @@ __version__ = "0.1.0"
 # Public names and their modules, which are imported at the first use.
 _EXPORTS = {
     "Rollout": "titopool.rollouts.rollout",
+    "TokenPipeline": "titopool.rollouts.pipeline",
+    "pad_rollouts": "titopool.rollouts.batches",
     "run_rollouts": "titopool.rollouts.runner",
 }
 

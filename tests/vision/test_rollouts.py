@@ -12,7 +12,7 @@ from tests import reference
 from tests.images import encoded, picture
 from tests.rollout_client import ServerClient
 from tests.vision.conftest import TOLERANCE, Vision
-from titopool import Rollout
+from titopool import Rollout, TokenPipeline
 
 SAMPLING = {"max_tokens": 8, "temperature": 1.0, "seed": 3}
 
@@ -93,6 +93,8 @@ def test_the_trainer_s_forward_pass_has_the_rollout_s_logprobs(qwen: Vision, pla
     logits = model(
         input_ids=ids, attention_mask=torch.ones_like(ids), mm_token_type_ids=kinds, **pixels
     ).logits[0, :-1]
+    # As the sampler was told.
+    logits[:, placeholder_id(qwen)] -= 100
     logprobs = torch.log_softmax(logits.double(), dim=-1).gather(1, ids[0, 1:, None])[:, 0].numpy()
     mask = arrays.loss_mask[1:] == 1
     assert np.abs(logprobs - arrays.logprobs[1:])[mask].max() < TOLERANCE
@@ -138,3 +140,27 @@ def test_an_abort_before_the_images_are_placed_loses_nothing(qwen: Vision):
     assert len(turn.ids) == 8
     assert len(rollout.ids) == short + 3 + 8
     assert rollout.arrays().image_ranges.tolist() == [[rollout.arrays().image_ranges[0][0], 4]]
+
+
+def test_text_and_images_of_one_batch(qwen: Vision):
+    """Prompts with and without images: conversations, text and ids."""
+    processor, _ = reference.vision_model(qwen.folder)
+    client = ServerClient(qwen.server.url)
+    pipeline = TokenPipeline(client, pad_id=0, tokenizer=processor.tokenizer)
+    image = picture(112, 56, 5)
+    prompts = [
+        [asking("What?", image)], "No image.", qwen.text("@ and @"),
+        processor(text=[qwen.text("Expanded: @")], images=[image])["input_ids"][0],
+    ]  # fmt: skip
+    images = [None, None, [image, picture(56, 56, 6)], [image]]
+    batch = pipeline.generate(prompts, images=images, n=2, session_id="a", **sampling_for(qwen))
+    assert [len(one) for one in batch.images[::2]] == [1, 0, 2, 1]
+    # Ids that a processor has expanded come back as they went in.
+    assert batch.prompt_ids[6][batch.prompt_mask[6] == 1].tolist() == list(prompts[3])
+    place = placeholder_id(qwen)
+    for row, ranges in enumerate(batch.image_ranges):
+        sizes = [[8], [], [8, 4], [8]][row // 2]
+        assert ranges[:, 1].tolist() == sizes
+        for offset, length in ranges:
+            assert set(batch.input_ids[row, offset : offset + length].tolist()) == {place}
+        assert (batch.input_ids[row] == place).sum() == sum(sizes)
