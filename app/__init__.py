@@ -6,7 +6,7 @@ results. Only this package imports Flask.
 
 from flask import Flask
 
-from app.http import auth, bodies, browsers, connections, errors, request_ids
+from app.http import auth, bodies, browsers, connections, errors, request_ids, responses
 from app.http.keys import Keys
 from app.routes import sglang, vllm_rl, weights
 from app.routes.admin import health, metrics
@@ -35,6 +35,7 @@ def create_app(config: ServerConfig | None = None) -> Flask:
     app.url_map.strict_slashes = False
     app.config["MAX_CONTENT_LENGTH"] = config.max_body_bytes
     app.extensions["titopool"] = Service(config)
+    responses.init_app(app)
     request_ids.init_app(app)
     connections.init_app(app, config.client_timeout_s)
     bodies.init_app(app, config)

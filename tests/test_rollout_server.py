@@ -1,6 +1,7 @@
 """Rollouts against a real server."""
 
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from app.inputs.chat_template import Chat, render_all
 from app.inputs.tools import normalized_tools
 from tests import reference
 from tests.chat_templates import TEMPLATES, tokenizer_of
-from tests.rollout_client import ServerClient
+from tests.rollout_client import RecordingClient
 from tests.servers import Server
 from titopool import Rollout, run_rollouts
 from titopool.rollouts.rendering import LocalTemplate
@@ -33,8 +34,9 @@ def tokenizer(tiny_model: str) -> Any:
 
 
 @pytest.fixture
-def client(single_server: Server) -> ServerClient:
-    return ServerClient(single_server.url)
+def client(single_server: Server) -> Iterator[RecordingClient]:
+    with RecordingClient(single_server.url) as client:
+        yield client
 
 
 def look_up(word: str, limit: int = 3) -> str:
@@ -178,7 +180,7 @@ def test_every_prompt_begins_with_the_turn_before_it(client, tokenizer, begin, s
             author.check()
 
 
-def text_path(client: ServerClient, messages: list, num_turns: int, **options: Any):
+def text_path(client: RecordingClient, messages: list, num_turns: int, **options: Any):
     """The prompts of a conversation whose turns are sent as text, and the ids of the turns."""
     turns = []
     for _ in range(num_turns):
@@ -259,7 +261,7 @@ def test_a_rollout_goes_on_after_an_abort(single_server: Server, client, tokeniz
     rollout = Rollout(client, messages=[USER], tokenizer=tokenizer)
     (played,) = run_rollouts(
         client, [[USER]], tokenizer=tokenizer, max_tokens=400, ignore_eos=True,
-        rollout_options={"session_id": "to-abort"},
+        request_id="to-abort",
     )  # fmt: skip
     is_over.set()
     aborting.join(60)

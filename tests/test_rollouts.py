@@ -317,7 +317,9 @@ IDS = st.lists(st.integers(0, 2047 + len(ADDED)), max_size=12)
 @settings(max_examples=150, deadline=None)
 @given(
     family=st.sampled_from(["qwen2.5", "llama3", "phi3"]),
-    turns=st.lists(st.tuples(IDS, st.sampled_from(["", *END_OF_TURN.values()])), min_size=1, max_size=4),
+    turns=st.lists(
+        st.tuples(IDS, st.sampled_from(["", *END_OF_TURN.values()])), min_size=1, max_size=4
+    ),
     contents=st.lists(st.text(max_size=12), min_size=4, max_size=4),
 )
 def test_any_sampled_ids_stay_and_are_no_rewrite(family, turns, contents):

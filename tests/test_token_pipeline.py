@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from tests.chat_templates import tokenizer_of
-from tests.rollout_client import Answer, ServerClient, WritingClient, Written
+from tests.rollout_client import Answer, RecordingClient, WritingClient, Written
 from tests.servers import Server
 from titopool import TokenPipeline, pad_rollouts
 from titopool.rollouts.interface import PromptChanged
@@ -124,7 +124,7 @@ def test_other_ids_than_were_sent_are_an_error():
 def test_text_chats_and_ids_of_one_batch(single_server: Server, tiny_model: str, is_local: bool):
     """They are tokenized once, and the server's answer has the same ids."""
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
-    client = ServerClient(single_server.url)
+    client = RecordingClient(single_server.url)
     pipeline = TokenPipeline(client, pad_id=PAD, tokenizer=tokenizer if is_local else None)
     chat = [{"role": "user", "content": "Hello"}]
     prompts = ["def f(x):", chat, [9, 9, 9]]

@@ -1,25 +1,58 @@
 """titopool: a token-in/token-out generation server for reinforcement-learning post-training.
 
+    from titopool import Client, AsyncClient, Rollout, run_rollouts
+
 Trainers import this package, and both sides of the server share it: `app` (the HTTP front end) and
 `workers` (one process for each engine). It imports neither side, nor Flask, vLLM or torch, at the
-top of a module.
+top of a module. The names above are imported at their first use.
 """
 
-from importlib import import_module as _import_module
-from typing import Any as _Any
+import importlib
+from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+from titopool.release import RELEASE as __version__
 
-# Public names and their modules, which are imported at the first use.
-_EXPORTS = {
+if TYPE_CHECKING:
+    from titopool.client.async_client import AsyncClient
+    from titopool.client.results import Completion, PromptResult, Score
+    from titopool.client.sync_client import Client
+    from titopool.errors import TitopoolError
+    from titopool.rollouts.batches import TokenBatch, pad_rollouts
+    from titopool.rollouts.pipeline import TokenPipeline
+    from titopool.rollouts.rollout import Rollout
+    from titopool.rollouts.runner import run_rollouts
+
+__all__ = [
+    "AsyncClient",
+    "Client",
+    "Completion",
+    "PromptResult",
+    "Rollout",
+    "Score",
+    "TitopoolError",
+    "TokenBatch",
+    "TokenPipeline",
+    "__version__",
+    "pad_rollouts",
+    "run_rollouts",
+]
+
+_MODULES = {
+    "AsyncClient": "titopool.client.async_client",
+    "Client": "titopool.client.sync_client",
+    "Completion": "titopool.client.results",
+    "PromptResult": "titopool.client.results",
     "Rollout": "titopool.rollouts.rollout",
+    "Score": "titopool.client.results",
+    "TitopoolError": "titopool.errors",
+    "TokenBatch": "titopool.rollouts.batches",
     "TokenPipeline": "titopool.rollouts.pipeline",
     "pad_rollouts": "titopool.rollouts.batches",
     "run_rollouts": "titopool.rollouts.runner",
 }
 
 
-def __getattr__(name: str) -> _Any:
-    if name in _EXPORTS:
-        return getattr(_import_module(_EXPORTS[name]), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_MODULES[name]), name)

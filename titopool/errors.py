@@ -204,9 +204,11 @@ class DeadlinePassed(TitopoolError):
 
 
 def all_error_types(base: type[TitopoolError] = TitopoolError) -> list[type[TitopoolError]]:
-    """`base` and its subclasses, depth first."""
+    """`base` and its subclasses in this module, depth first: what the server sends."""
     found = [base]
     for child in base.__subclasses__():
+        if child.__module__ != __name__:
+            continue
         found.extend(all_error_types(child))
     return found
 

@@ -14,6 +14,7 @@ from werkzeug.exceptions import HTTPException, RequestEntityTooLarge
 
 from app.http.responses import json_response
 from titopool.errors import BodyTooLarge, InvalidRequest, TitopoolError
+from titopool.release import RELEASE, VERSION_HEADER
 
 logger = logging.getLogger(__name__)
 
@@ -87,7 +88,7 @@ def write_parser_error(client: Any, status: int, reason: str, message: str) -> N
     body = orjson.dumps(_http_error_body(reason, text))
     head = (
         f"HTTP/1.1 {status} {reason}\r\nConnection: close\r\nContent-Type: application/json\r\n"
-        f"Content-Length: {len(body)}\r\n\r\n"
+        f"{VERSION_HEADER}: {RELEASE}\r\nContent-Length: {len(body)}\r\n\r\n"
     )
     gunicorn.util.write_nonblock(client, head.encode("latin-1") + body)
 

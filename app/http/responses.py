@@ -4,10 +4,21 @@ from collections.abc import Iterable
 from typing import Any
 
 import orjson
-from flask import Response
+from flask import Flask, Response
+
+from titopool.release import RELEASE, VERSION_HEADER
 
 # The timeout of a connection applies to each piece, so that a slow client is not a stalled one.
 PIECE_BYTES = 64 * 1024
+
+
+def init_app(app: Flask) -> None:
+    """Names the release on every response."""
+
+    @app.after_request
+    def name_release(response: Response) -> Response:
+        response.headers[VERSION_HEADER] = RELEASE
+        return response
 
 
 def json_response(body: dict[str, Any], status: int = 200) -> Response:

@@ -2,6 +2,7 @@
 
 import base64
 import io
+from dataclasses import replace
 
 import numpy as np
 import PIL.Image
@@ -10,7 +11,7 @@ import torch
 
 from tests import reference
 from tests.images import encoded, picture
-from tests.rollout_client import ServerClient
+from tests.rollout_client import RecordingClient
 from tests.vision.conftest import TOLERANCE, Vision
 from titopool import Rollout, TokenPipeline
 
@@ -33,9 +34,9 @@ def asking(text: str, image=None) -> dict:
     return {"role": "user", "content": [part, {"type": "text", "text": text}]}
 
 
-def play(model: Vision, is_local: bool) -> tuple[Rollout, ServerClient]:
+def play(model: Vision, is_local: bool) -> tuple[Rollout, RecordingClient]:
     """Three turns, each with an image of another size."""
-    client = ServerClient(model.server.url)
+    client = RecordingClient(model.server.url)
     tokenizer = reference.vision_model(model.folder)[0].tokenizer if is_local else None
     rollout = Rollout(
         client, messages=[asking("What is it?")], images=[picture(56, 84, 1)], tokenizer=tokenizer
@@ -51,7 +52,7 @@ def play(model: Vision, is_local: bool) -> tuple[Rollout, ServerClient]:
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["local", "server"])
-def played(qwen: Vision, request: pytest.FixtureRequest) -> tuple[Rollout, ServerClient]:
+def played(qwen: Vision, request: pytest.FixtureRequest) -> tuple[Rollout, RecordingClient]:
     return play(qwen, request.param)
 
 
@@ -102,7 +103,7 @@ def test_the_trainer_s_forward_pass_has_the_rollout_s_logprobs(qwen: Vision, pla
 
 def test_ids_with_placeholders_start_a_conversation(smol: Vision):
     """Of a model that has no chat template."""
-    client = ServerClient(smol.server.url)
+    client = RecordingClient(smol.server.url)
     rollout = Rollout(client, ids=smol.ids("Look: @ Now?"), images=[picture(30, 40)])
     turn = rollout.generate(**sampling_for(smol))
     before = rollout.ids.tolist()
@@ -120,15 +121,16 @@ def test_ids_with_placeholders_start_a_conversation(smol: Vision):
 def test_an_abort_before_the_images_are_placed_loses_nothing(qwen: Vision):
     """The prompt comes back as it was sent, and its placeholder is expanded by the next request."""
 
-    class Aborting(ServerClient):
+    class Aborting(RecordingClient):
         def generate(self, prompts, **options):
             found = super().generate(prompts, **options)
             if len(self.prompts) == 1:
                 (one,) = found
-                one.prompt_ids, one.image_ranges = np.array(prompts[0], np.int32), []
-                completion = one.completions[0]
-                completion.ids, completion.logprobs = completion.ids[:0], completion.logprobs[:0]
-                completion.finish_reason, completion.weight_versions = "abort", []
+                empty = replace(
+                    one.completions[0], ids=np.zeros(0, np.int32), logprobs=np.zeros(0, np.float32),
+                    weight_versions=(), finish_reason="abort",
+                )  # fmt: skip
+                return [replace(one, prompt_ids=prompts[0], completions=(empty,), image_ranges=())]
             return found
 
     rollout = Rollout(
@@ -145,7 +147,7 @@ def test_an_abort_before_the_images_are_placed_loses_nothing(qwen: Vision):
 def test_text_and_images_of_one_batch(qwen: Vision):
     """Prompts with and without images: conversations, text and ids."""
     processor, _ = reference.vision_model(qwen.folder)
-    client = ServerClient(qwen.server.url)
+    client = RecordingClient(qwen.server.url)
     pipeline = TokenPipeline(client, pad_id=0, tokenizer=processor.tokenizer)
     image = picture(112, 56, 5)
     prompts = [
@@ -162,5 +164,11 @@ def test_text_and_images_of_one_batch(qwen: Vision):
         sizes = [[8], [], [8, 4], [8]][row // 2]
         assert ranges[:, 1].tolist() == sizes
         for offset, length in ranges:
-            assert set(batch.input_ids[row, offset : offset + length].tolist()) == {place}
+            found = batch.input_ids[row, offset : offset + length].tolist()
+            assert set(found) == {place}, (
+                row,
+                ranges,
+                batch.prompt_mask.sum(axis=1),
+                batch.input_ids[row],
+            )
         assert (batch.input_ids[row] == place).sum() == sum(sizes)

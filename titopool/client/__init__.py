@@ -1,4 +1,4 @@
-"""The trainer's client: weight updates.
+"""The client of trainers and agents: requests, and weight updates.
 
-Runs in: the trainer's process. Imports: `wire`.
+Runs in: the client's process. Imports: `wire`, `errors`, `release`.
 """

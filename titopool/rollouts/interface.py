@@ -18,7 +18,7 @@ class Completion(Protocol):
     @property
     def ids(self) -> Ids: ...
     @property
-    def logprobs(self) -> NDArray[np.float32]:
+    def logprobs(self) -> NDArray[np.float32] | None:
         """[tokens], of the sampled tokens."""
         ...
 
@@ -40,6 +40,10 @@ class PromptResult(Protocol):
 
     @property
     def completions(self) -> Sequence[Completion]: ...
+    @property
+    def image_ranges(self) -> Sequence[tuple[int, int]]:
+        """Offset and length of each image; empty if an abort came before they were placed."""
+        ...
 
 
 class GenerationClient(Protocol):

@@ -1,11 +1,10 @@
 """Messages as chat templates take them, and the images in them."""
 
-import base64
-import io
 import json
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from titopool.client.bodies import image_base64
 from titopool.rollouts.interface import Image, Message
 
 IMAGE_PART = {"type": "image"}
@@ -51,13 +50,8 @@ def with_images(messages: Iterable[Message], images: Sequence[str]) -> list[Mess
 
 def image_file(image: Image) -> str:
     """The image as a file in base64; a PIL image becomes a PNG."""
-    if isinstance(image, str):
-        return image.partition(",")[2] if image.startswith("data:") else image
-    if isinstance(image, bytes):
-        return base64.b64encode(image).decode()
-    file = io.BytesIO()
-    image.save(file, "PNG")
-    return base64.b64encode(file.getvalue()).decode()
+    text = image_base64(image)
+    return text.partition(",")[2] if text.startswith("data:") else text
 
 
 def _read_message(message: Message, found: list[str], spare: list[Image]) -> Message:

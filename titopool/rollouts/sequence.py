@@ -89,8 +89,8 @@ class RolloutArrays:
     weight_versions: Array
     # Files in base64, in the order of their placeholders.
     images: tuple[str, ...] = ()
-    # [images, 2] int32: offset and length of each image's placeholder in `ids`. None: the client
-    # reports no places, or images were added after the last turn.
+    # [images, 2] int32: offset and length of each image's placeholder in `ids`. None: images were
+    # added after the last turn.
     image_ranges: Array | None = None
     # How many of the model's tokens another tokenization of its text would change. None: not asked
     # for.

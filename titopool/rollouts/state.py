@@ -65,11 +65,9 @@ def placed_segments(state: State, sent: Ids, got: Ids) -> tuple[Segment, ...]:
 
 
 def image_ranges(result: PromptResult, num_images: int) -> tuple[tuple[int, int], ...] | None:
-    """Offset and length of each image in the prompt; None if the client does not know them."""
-    found = getattr(result, "image_ranges", None)
-    if not num_images:
-        return ()
-    return None if found is None else tuple((int(offset), int(length)) for offset, length in found)
+    """Offset and length of each image in the prompt; None: an abort came before they were placed."""
+    found = result.image_ranges
+    return tuple((int(a), int(b)) for a, b in found) if len(found) == num_images else None
 
 
 def _num_common(first: Ids, second: Ids) -> int:

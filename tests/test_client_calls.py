@@ -1,0 +1,231 @@
+"""`titopool.Client` without a server of titopool: imports, bodies, and answers of others."""
+
+import subprocess
+import sys
+import threading
+
+import numpy as np
+import pytest
+
+from tests.canned_server import canned_server, response
+from tests.servers import environment, free_port
+from titopool import Client, TitopoolError
+from titopool.client.bodies import Options, chats_batch, pieces, prompts_batch
+from titopool.client.failures import (
+    ConnectionLost,
+    IncompatibleServer,
+    TimedOut,
+    UnexpectedAnswer,
+)
+from titopool.errors import ERRORS_BY_CODE, Conflict, InvalidRequest
+from titopool.release import RELEASE, are_compatible
+
+OPTIONS = Options(1, 16, 1.0, 0, None, None, {})
+ABSENT = (
+    "vllm", "flask", "torch", "gevent", "gunicorn", "transformers", "zmq", "psutil",
+    "prometheus_client", "orjson", "PIL", "tqdm",
+)  # fmt: skip
+
+
+def error_body(code: str, message: str = "no") -> bytes:
+    return b'{"error": {"message": "%s", "code": "%s"}}' % (message.encode(), code.encode())
+
+
+def test_the_client_works_where_the_server_s_packages_are_absent(tmp_path):
+    program = f"""
+import sys
+sys.modules.update(dict.fromkeys({ABSENT!r}))
+import titopool
+before = set(sys.modules)
+assert "aiohttp" not in before and "numpy" not in before, "not lazy"
+from titopool import AsyncClient, Client, Completion, PromptResult, Score, TitopoolError
+with Client(sys.argv[1]) as client:
+    try:
+        client.generate([[1, 2]])
+    except TitopoolError as error:
+        print(error.code)
+"""
+    with canned_server(response("429 Full", error_body("queue_full"))) as url:
+        ended = subprocess.run(
+            [sys.executable, "-c", program, url],
+            env=environment(), cwd=tmp_path, capture_output=True, text=True, timeout=120,
+        )  # fmt: skip
+    assert (ended.returncode, ended.stdout) == (0, "queue_full\n"), ended.stderr
+
+
+@pytest.mark.parametrize("code", sorted(set(ERRORS_BY_CODE) - {"config_error"}))
+def test_each_error_of_the_server_is_raised_as_its_class(code: str):
+    sent = ERRORS_BY_CODE[code]
+    answer = response(f"{sent.status} No", error_body(code), "Retry-After: 7")
+    with canned_server(answer) as url, Client(url) as client, pytest.raises(sent) as caught:
+        client.tokenize("a")
+    error = caught.value
+    assert (type(error), error.status, error.code, error.retry_after_s) == (
+        sent, sent.status, code, 7,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "status, kind",
+    [(409, Conflict), (418, InvalidRequest), (500, TitopoolError), (502, TitopoolError)],
+)
+def test_an_unknown_code_becomes_the_nearest_error(status: int, kind: type[TitopoolError]):
+    with (
+        canned_server(response(f"{status} No", error_body("brand_new", "why"))) as url,
+        Client(url) as client,
+        pytest.raises(kind, match="why") as caught,
+    ):
+        client.tokenize("a")
+    assert (caught.value.status, caught.value.code) == (status, "brand_new")
+
+
+@pytest.mark.parametrize(
+    "answer, kind, words",
+    [
+        pytest.param(response("200 OK", b"hi", release=None), UnexpectedAnswer, "X-Titopool-Version",
+                     id="no-release"),
+        pytest.param(response("502 Bad", b"<html>", release=None), UnexpectedAnswer,
+                     "status 502 with '<html>'", id="proxy"),
+        pytest.param(response("200 OK", b"{}", release="7.1.0"), IncompatibleServer,
+                     r"pip install 'titopool==7\.\*'", id="other-release"),
+        pytest.param(response("200 OK", b"[]"), UnexpectedAnswer, "TokenizeBody", id="other-json"),
+        pytest.param(response("302 Found", b"", "Location: /x"), UnexpectedAnswer, "302",
+                     id="redirect"),
+        pytest.param(b"SSH-2.0\r\n", UnexpectedAnswer, "over HTTP", id="not-http"),
+        pytest.param(b"", ConnectionLost, "connection failed", id="closed"),
+        pytest.param(response("200 OK", b'{"tokens": [1]}')[:-4], ConnectionLost, "failed",
+                     id="cut-off"),
+        pytest.param(None, TimedOut, r"within 1 s \(timeout_s\)", id="silent"),
+    ],
+)  # fmt: skip
+def test_what_is_no_answer_of_titopool_is_named(
+    answer: bytes | None, kind: type[TitopoolError], words: str
+):
+    with (
+        canned_server(answer) as url,
+        Client(url, timeout_s=60 if answer is not None else 1) as client,
+        pytest.raises(kind, match=words),
+    ):
+        client.tokenize("a")
+
+
+def test_a_server_that_is_not_there_is_named():
+    url = f"http://127.0.0.1:{free_port()}"
+    with Client(url) as client, pytest.raises(ConnectionLost, match=url):
+        client.tokenize("a")
+    with Client(url) as client, pytest.raises(TimedOut, match="connection failed"):
+        client.wait_until_ready(0.1)
+
+
+def test_binary_answers_of_another_shape_are_refused():
+    answer = response("200 OK", b"\x80", "Content-Type: application/msgpack")
+    with (
+        canned_server(answer) as url,
+        Client(url) as client,
+        pytest.raises(UnexpectedAnswer, match="binary answer to 1 prompts"),
+    ):
+        client.generate([[1, 2]])
+
+
+def test_nothing_is_repeated_without_a_key():
+    answers = (
+        response("503 No", error_body("no_ready_worker"), "Retry-After: 1"),
+        response("200 OK"),
+    )
+    for first in (answers[0], b""):
+        with canned_server(first, answers[1]) as url, Client(url) as client:
+            with pytest.raises(TitopoolError, match=r"no|failed"):
+                client.generate([[1, 2]])
+
+
+def test_closing_ends_the_calls_of_other_threads():
+    with canned_server(None) as url:
+        client = Client(url)
+        ended = threading.Event()
+
+        def call() -> None:
+            try:
+                client.tokenize("a")
+            except BaseException:
+                ended.set()
+
+        thread = threading.Thread(target=call)
+        thread.start()
+        while client._thread is None:
+            pass
+        client.close()
+        assert ended.wait(60)
+        thread.join()
+
+
+def test_releases_work_together_within_a_series():
+    assert are_compatible("0.1.0", "0.1.9")
+    assert not are_compatible("0.1.0", "0.2.0")
+    assert are_compatible("1.2", "1.10.3")
+    assert not are_compatible("1.9", "2.0")
+    assert are_compatible(RELEASE, RELEASE)
+
+
+# ---- bodies --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "prompts, items",
+    [
+        ("hello", ["hello"]),
+        ([1, 2], [[1, 2]]),
+        (np.array([1, 2]), [[1, 2]]),
+        (np.array([[1, 2], [3, 4]]), [[1, 2], [3, 4]]),
+        ([np.int32(1), np.int32(2)], [[1, 2]]),
+        (["a", "b"], ["a", "b"]),
+        ([[1], (2, 3), np.array([4])], [[1], [2, 3], [4]]),
+        ({"prompt_token_ids": np.array([1])}, [{"prompt_token_ids": [1]}]),
+        ([{"prompt_token_ids": [1], "cache_salt": "s"}],
+         [{"prompt_token_ids": [1], "cache_salt": "s"}]),
+        ([], []),
+    ],
+)  # fmt: skip
+def test_prompts_of_each_kind(prompts, items):
+    assert prompts_batch(prompts, None, OPTIONS).items == items
+
+
+def test_images_are_encoded_where_they_stand():
+    image = pytest.importorskip("PIL.Image").new("RGB", (2, 2), "red")
+    one = prompts_batch([1], image, OPTIONS)
+    assert one.images is not None
+    assert one.images[0][0].startswith("iVBOR")
+    several = prompts_batch([[1], [2], [3]], [[image, b"x"], None, "eA=="], OPTIONS)
+    assert several.images is not None
+    assert several.images[1:] == [None, ["eA=="]]
+    assert several.images[0][1] == "eA=="
+    object_prompt = {"prompt_token_ids": [1], "multi_modal_data": {"image": image}}
+    (item,) = prompts_batch(object_prompt, None, OPTIONS).items
+    assert item["multi_modal_data"]["image"] == one.images[0]
+    part = {"type": "image", "image": image}
+    message = {"role": "user", "content": [part, {"type": "text", "text": "what?"}]}
+    (chat,) = chats_batch([message], None, None, OPTIONS).items
+    assert chat[0]["content"][0] == {"type": "image", "image": one.images[0][0]}
+    assert part["image"] is image
+    with pytest.raises(InvalidRequest, match="one entry for each of 2 prompts, got 1"):
+        prompts_batch([[1], [2]], [image], OPTIONS)
+    with pytest.raises(InvalidRequest, match="expected a PIL image"):
+        prompts_batch([1], object(), OPTIONS)
+
+
+def test_errors_of_a_part_of_a_batch_name_places_in_the_batch():
+    batch = prompts_batch([[1]] * 5, None, OPTIONS)
+    assert batch.moved("prompts[1][17]: expected …", 3) == "prompts[4][17]: expected …"
+    assert list(pieces(5, 64)) == [(0, 1), (1, 2), (2, 3), (3, 4), (4, 5)]
+    assert list(pieces(130, 64)) == [(start, min(start + 3, 130)) for start in range(0, 130, 3)]
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [({"request_id": "a b"}, "request_id"), ({"session_id": "ä"}, "session_id"),
+     ({"seed": object()}, "JSON")],
+)  # fmt: skip
+def test_arguments_that_cannot_be_sent_are_refused(arguments, words: str):
+    with Client("http://127.0.0.1:1") as client, pytest.raises(InvalidRequest, match=words):
+        client.generate([1], **arguments)
+    with pytest.raises(InvalidRequest, match="base_url"):
+        Client("localhost:8000")

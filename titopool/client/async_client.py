@@ -1,0 +1,394 @@
+"""The client for asyncio. `Client` (`titopool/client/sync_client.py`) runs it in a thread.
+
+Runs in: trainers and agents. One HTTP session for each event loop that uses it. Every call ends
+within its timeout, and a call that is cancelled closes its connection, which stops its generation.
+"""
+
+import asyncio
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Self
+
+import aiohttp
+import numpy as np
+
+from titopool.client import answers, bodies
+from titopool.client.answers import Answer, checked
+from titopool.client.bodies import Batch, Options
+from titopool.client.failures import (
+    ConnectionLost,
+    IncompatibleServer,
+    TimedOut,
+    UnexpectedAnswer,
+)
+from titopool.client.results import PromptResult, Score, ServerInfo, WorkerStatus
+from titopool.errors import InvalidRequest, TitopoolError
+from titopool.release import RELEASE
+
+CONNECT_TIMEOUT_S = 30.0
+# Less than the server keeps an idle connection (75 s), so that no request meets its end.
+KEEPALIVE_S = 60.0
+READ_BYTES = 2**20
+# Requests of a batch that shows its progress.
+MAX_PIECES = 64
+# Seconds between tries of a request with a key, and between looks at /ready.
+FIRST_DELAY_S, MAX_DELAY_S = 0.2, 5.0
+POLL_S, POLL_TIMEOUT_S = 0.5, 10.0
+REPEATED_STATUSES = (429, 503)
+
+
+class AsyncClient:
+    """One server's client. Calls may run at once; `Client` has their documentation."""
+
+    def __init__(
+        self, base_url: str, *, api_key: str = "", admin_key: str = "", timeout_s: float = 600.0
+    ):
+        """Connects to nothing yet.
+
+        Args:
+            admin_key: for pauses, weights and aborts of all requests; "": `api_key`.
+            timeout_s: of each call, with its retries.
+
+        Raises:
+            InvalidRequest: `base_url` is no URL, or `timeout_s` is not positive.
+        """
+        if not base_url.startswith(("http://", "https://")) or not timeout_s > 0:
+            raise InvalidRequest(
+                "base_url, timeout_s: expected http://host:port and a positive number, got "
+                f"{base_url!r} and {timeout_s!r}"
+            )
+        self.base_url = base_url.rstrip("/")
+        self.api_key, self.admin_key = api_key, admin_key or api_key
+        self.timeout_s = timeout_s
+        self._session: aiohttp.ClientSession | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Closes all connections; the next call opens new ones."""
+        session, self._session = self._session, None
+        if session is not None:
+            await session.close()
+
+    # ---- generation ------------------------------------------------------------------
+
+    async def generate(
+        self,
+        prompts: Any,
+        *,
+        images: Any = None,
+        n: int = 1,
+        max_tokens: int = 16,
+        temperature: float = 1.0,
+        logprobs: int | None = 0,
+        lora_name: str | None = None,
+        min_weight_version: int | None = None,
+        session_id: str | None = None,
+        request_id: str | None = None,
+        idempotent: bool | str = False,
+        progress: bool = False,
+        **sampling: Any,
+    ) -> list[PromptResult]:
+        """As `Client.generate`."""
+        options = Options(
+            n, max_tokens, temperature, logprobs, lora_name, min_weight_version, sampling
+        )
+        batch = bodies.prompts_batch(prompts, images, options)
+        return await self._run(batch, request_id, session_id, idempotent, progress)
+
+    async def chat(
+        self,
+        conversations: Any,
+        *,
+        tools: Any = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        n: int = 1,
+        max_tokens: int = 16,
+        temperature: float = 1.0,
+        logprobs: int | None = 0,
+        lora_name: str | None = None,
+        min_weight_version: int | None = None,
+        session_id: str | None = None,
+        request_id: str | None = None,
+        idempotent: bool | str = False,
+        progress: bool = False,
+        **sampling: Any,
+    ) -> list[PromptResult]:
+        """As `Client.chat`."""
+        options = Options(
+            n, max_tokens, temperature, logprobs, lora_name, min_weight_version, sampling
+        )
+        batch = bodies.chats_batch(conversations, tools, chat_template_kwargs, options)
+        return await self._run(batch, request_id, session_id, idempotent, progress)
+
+    async def _run(
+        self,
+        batch: Batch,
+        request_id: str | None,
+        session_id: str | None,
+        idempotent: bool | str,
+        progress: bool,
+    ) -> list[PromptResult]:
+        key = (
+            (idempotent if isinstance(idempotent, str) else uuid.uuid4().hex)
+            if idempotent
+            else None
+        )
+        headers = {"Accept": answers.MSGPACK, **bodies.headers_of(request_id, session_id, key)}
+        if not progress:
+            return await self._run_piece(batch, 0, len(batch), headers)
+        bar = _progress_bar(len(batch))
+
+        async def run_shown(start: int, stop: int) -> list[PromptResult]:
+            own = {**headers, "Idempotency-Key": f"{key}-{start}"} if key else headers
+            found = await self._run_piece(batch, start, stop, own)
+            bar.update(stop - start)
+            return found
+
+        tasks = [
+            asyncio.create_task(run_shown(*piece))
+            for piece in bodies.pieces(len(batch), MAX_PIECES)
+        ]
+        try:
+            return [one for part in await asyncio.gather(*tasks) for one in part]
+        finally:
+            for task in tasks:
+                task.cancel()
+            bar.close()
+
+    async def _run_piece(
+        self, batch: Batch, start: int, stop: int, headers: Mapping[str, str]
+    ) -> list[PromptResult]:
+        try:
+            answer = await self._call(batch.path, batch.body(start, stop), headers=headers)
+        except TitopoolError as error:
+            error.message = batch.moved(error.message, start)
+            error.args = (error.message,)
+            raise
+        return answers.token_results(answer, batch.sent_ids(start, stop), batch.options.n)
+
+    async def score(
+        self,
+        sequences: Sequence[Any],
+        prompt_lengths: Sequence[int],
+        *,
+        top_logprobs: int = 1,
+        min_weight_version: int | None = None,
+        request_id: str | None = None,
+    ) -> list[Score]:
+        """As `Client.score`."""
+        body = bodies.json_body(
+            {
+                "sequences": [bodies.ids_list(one) for one in sequences],
+                "prompt_lengths": list(prompt_lengths),
+                "top_logprobs": top_logprobs,
+                "min_weight_version": min_weight_version,
+                "response_format": "binary",
+            }
+        )
+        headers = bodies.headers_of(request_id, None, None)
+        return answers.scores(await self._call("/get_sequence_logprobs/", body, headers=headers))
+
+    # ---- text and ids ----------------------------------------------------------------
+
+    async def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Any = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        add_generation_prompt: bool = True,
+    ) -> np.ndarray:
+        """As `Client.render`."""
+        encoded = bodies.messages_of(messages)
+        fields = {
+            "messages": encoded,
+            "add_generation_prompt": add_generation_prompt,
+            "chat_template_kwargs": dict(chat_template_kwargs or {}),
+            **({"tools": tools} if tools else {}),
+        }
+        if not bodies.has_images(encoded):
+            answer = await self._call("/tokenize", bodies.json_body(fields))
+            return answers.int32(answers.json_answer(answer, answers.TokenizeBody).tokens)
+        # Only this route expands the placeholders of images. It parses no tool calls.
+        no_parser = {"tool_choice": "none"} if tools else {}
+        body = bodies.json_body({**fields, **no_parser})
+        answer = await self._call("/v1/chat/completions/render", body)
+        return answers.int32(answers.json_answer(answer, answers.RenderBody).token_ids)
+
+    async def tokenize(self, text: str, *, add_special_tokens: bool = True) -> np.ndarray:
+        """As `Client.tokenize`."""
+        body = bodies.json_body({"prompt": text, "add_special_tokens": add_special_tokens})
+        answer = await self._call("/tokenize", body)
+        return answers.int32(answers.json_answer(answer, answers.TokenizeBody).tokens)
+
+    async def detokenize(self, ids: Any) -> str:
+        """As `Client.detokenize`."""
+        body = bodies.json_body({"tokens": bodies.ids_list(ids)})
+        answer = await self._call("/detokenize", body)
+        return answers.json_answer(answer, answers.DetokenizeBody).prompt
+
+    # ---- control ---------------------------------------------------------------------
+
+    async def abort(self, request_ids: Sequence[str] | None = None) -> None:
+        """As `Client.abort`."""
+        if request_ids is None:
+            await self._call("/abort_requests", b"{}", key=self.admin_key)
+        else:
+            body = bodies.json_body({"request_ids": list(request_ids)})
+            await self._call("/inference/v1/abort_requests", body)
+
+    async def pause(self, mode: str = "keep", *, lease_s: float = 300.0) -> None:
+        """As `Client.pause`."""
+        body = bodies.json_body({"mode": mode, "lease_s": lease_s})
+        await self._call("/pause", body, key=self.admin_key)
+
+    async def resume(self) -> None:
+        """As `Client.resume`."""
+        await self._call("/resume", b"{}", key=self.admin_key)
+
+    async def info(self) -> ServerInfo:
+        """As `Client.info`."""
+        models = await self._call("/v1/models")
+        label = await self._call("/weight_info", key=self.admin_key)
+        return answers.info_of(models, label)
+
+    async def wait_until_ready(
+        self,
+        timeout_s: float | None = None,
+        on_progress: Callable[[tuple[WorkerStatus, ...]], None] | None = None,
+        *,
+        num_workers: int = 1,
+    ) -> tuple[WorkerStatus, ...]:
+        """As `Client.wait_until_ready`."""
+        timeout_s = self.timeout_s if timeout_s is None else timeout_s
+        deadline = asyncio.get_running_loop().time() + timeout_s
+        shown: tuple[WorkerStatus, ...] | None = None
+        while True:
+            found, why = await self._workers(deadline)
+            if found is not None and found != shown:
+                shown = found
+                if on_progress is not None:
+                    on_progress(found)
+            if found and sum(one.phase == "ready" for one in found) >= num_workers:
+                return found
+            if asyncio.get_running_loop().time() + POLL_S > deadline:
+                raise TimedOut(
+                    f"{self.base_url}: expected {num_workers} ready workers within {timeout_s:g} s, "
+                    f"got {why}; see the server's log, or wait longer"
+                )
+            await asyncio.sleep(POLL_S)
+
+    async def _workers(self, deadline: float) -> tuple[tuple[WorkerStatus, ...] | None, str]:
+        """What the workers are doing (None: the server does not answer), and the same in words."""
+        left_s = max(0.1, deadline - asyncio.get_running_loop().time())
+        try:
+            answer = await self._call(
+                "/ready", statuses=(200, 503), timeout_s=min(POLL_TIMEOUT_S, left_s)
+            )
+            workers = tuple(answers.json_answer(answer, answers.ReadyBody).workers)
+        except IncompatibleServer:
+            raise
+        except (ConnectionLost, TimedOut, UnexpectedAnswer) as error:
+            return None, str(error)
+        return workers, ", ".join(map(str, workers)) or "no workers"
+
+    # ---- calls -----------------------------------------------------------------------
+
+    async def _call(
+        self,
+        path: str,
+        body: bytes | None = None,
+        *,
+        headers: Mapping[str, str] | None = None,
+        key: str | None = None,
+        statuses: Sequence[int] = (200,),
+        timeout_s: float | None = None,
+    ) -> Answer:
+        """The answer to a POST of `body`, or to a GET without one; repeats what has a key.
+
+        Raises:
+            TitopoolError: the server's error, or why there is none.
+        """
+        timeout_s = self.timeout_s if timeout_s is None else timeout_s
+        bearer = self.api_key if key is None else key
+        sent = {"User-Agent": f"titopool/{RELEASE}", **(headers or {})}
+        if body is not None:
+            sent["Content-Type"] = "application/json"
+        if bearer:
+            sent["Authorization"] = f"Bearer {bearer}"
+        last: TitopoolError | None = None
+        try:
+            async with asyncio.timeout(timeout_s):
+                delay_s = FIRST_DELAY_S
+                while True:
+                    try:
+                        return checked(await self._once(path, body, sent), statuses=statuses)
+                    except TitopoolError as error:
+                        if "Idempotency-Key" not in sent or not _may_repeat(error):
+                            raise
+                        last = error
+                    await asyncio.sleep(last.retry_after_s or delay_s)
+                    delay_s = min(2 * delay_s, MAX_DELAY_S)
+        except TimeoutError:
+            why = f" (the last try: {last})" if last else ""
+            raise TimedOut(
+                f"{self.base_url}{path}: expected an answer within {timeout_s:g} s (timeout_s), got "
+                f"none{why}; ask for fewer tokens in one request, or raise timeout_s"
+            ) from last
+
+    async def _once(self, path: str, body: bytes | None, headers: Mapping[str, str]) -> Answer:
+        url = self.base_url + path
+        method = "GET" if body is None else "POST"
+        try:
+            async with self._open_session().request(
+                method, url, data=body, headers=headers, allow_redirects=False
+            ) as response:
+                content = await response.read()
+        except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, OSError) as error:
+            if isinstance(error, TimeoutError) and not isinstance(error, aiohttp.ClientError):
+                raise
+            raise ConnectionLost(
+                f"{url}: expected an answer, but the connection failed: {type(error).__name__}: "
+                f"{error}; check that the server runs"
+            ) from error
+        except (aiohttp.ClientError, ValueError) as error:
+            raise UnexpectedAnswer(
+                f"{url}: expected titopool's answer over HTTP, got another: {error}; check the URL"
+            ) from error
+        found = {name.lower(): value for name, value in response.headers.items()}
+        return Answer(response.status, found, content, url)
+
+    def _open_session(self) -> aiohttp.ClientSession:
+        loop = asyncio.get_running_loop()
+        if self._session is None or self._session.closed or self._loop is not loop:
+            self._loop = loop
+            self._session = aiohttp.ClientSession(
+                # The server bounds how many requests are open.
+                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S),
+                timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),
+                read_bufsize=READ_BYTES,
+                # Proxies of the environment, as all tools have it.
+                trust_env=True,
+            )
+        return self._session
+
+
+def _may_repeat(error: TitopoolError) -> bool:
+    """Whether a request with a key may be sent again after `error`."""
+    if isinstance(error, ConnectionLost):
+        return True
+    return error.status in REPEATED_STATUSES and error.retry_after_s is not None
+
+
+def _progress_bar(total: int) -> Any:
+    try:
+        from tqdm.auto import tqdm
+    except ImportError:
+        raise ImportError("progress=True: expected tqdm, got none; pip install tqdm") from None
+    return tqdm(total=total, unit="prompt")

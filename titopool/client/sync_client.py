@@ -1,0 +1,334 @@
+"""The client that blocks: `AsyncClient` in a thread of its own, so that both do the same.
+
+Runs in: trainers and agents, also within a running event loop (notebooks). Threads may share it.
+"""
+
+import asyncio
+import functools
+import os
+import threading
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any, Self, TypeVar
+
+import numpy as np
+
+from titopool.client.async_client import AsyncClient
+from titopool.client.results import PromptResult, Score, ServerInfo, WorkerStatus
+
+R = TypeVar("R")
+JOIN_TIMEOUT_S = 10.0
+
+
+class Client:
+    """One server's client.
+
+    Every call raises the server's error by its code (`titopool/errors.py`), or an error of
+    `titopool/client/failures.py`; all are `TitopoolError`s. A call that is interrupted (Ctrl-C)
+    stops its generation.
+    """
+
+    def __init__(
+        self, base_url: str, *, api_key: str = "", admin_key: str = "", timeout_s: float = 600.0
+    ):
+        """Connects to nothing yet.
+
+        Args:
+            admin_key: for pauses, weights and aborts of all requests; "": `api_key`.
+            timeout_s: of each call, with its retries.
+
+        Raises:
+            InvalidRequest: `base_url` is no URL, or `timeout_s` is not positive.
+        """
+        self._make = functools.partial(
+            AsyncClient, base_url, api_key=api_key, admin_key=admin_key, timeout_s=timeout_s
+        )
+        self._client = self._make()
+        self._lock = threading.Lock()
+        self._thread: _LoopThread | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Closes all connections; the next call opens new ones."""
+        with self._lock:
+            thread, self._thread = self._thread, None
+        if thread is not None and thread.is_alive:
+            _result_of(thread.submit(self._client.close()))
+            thread.stop()
+
+    # ---- generation ------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompts: Any,
+        *,
+        images: Any = None,
+        n: int = 1,
+        max_tokens: int = 16,
+        temperature: float = 1.0,
+        logprobs: int | None = 0,
+        lora_name: str | None = None,
+        min_weight_version: int | None = None,
+        session_id: str | None = None,
+        request_id: str | None = None,
+        idempotent: bool | str = False,
+        progress: bool = False,
+        **sampling: Any,
+    ) -> list[PromptResult]:
+        """Generates from prompts.
+
+        Args:
+            prompts: a text, token ids (a list or an array of integers), an object with
+                `prompt_token_ids` (vLLM's TokensPrompt), or a list of these; one kind in a call.
+            images: of one prompt: PIL images, bytes of files or base64; of a list of prompts: a list
+                with one entry for each, which is a list of images, an image or None.
+            n: completions of each prompt.
+            logprobs: 0: the sampled token's. k: the k best, too. None: none.
+            lora_name: a LoRA adapter of the server; None: the model alone.
+            min_weight_version: wait until the server has this version of the weights or a later one.
+            session_id: names a conversation, whose requests prefer one worker.
+            request_id: for `abort`.
+            idempotent: repeat the request, by a key, if the connection is lost or the server is
+                full. It still runs once. A text is the key itself, so that another process may repeat
+                the request within 10 minutes.
+            progress: show a bar (tqdm). The prompts go out in several requests, which are checked
+                one by one.
+            sampling: vLLM's SamplingParams (`top_p`, `seed`, `stop`, `ignore_eos`, …), and
+                `truncate_prompt_tokens`, `structured_outputs_regex` and `mm_processor_kwargs`.
+
+        Returns:
+            One result for each prompt, in order.
+
+        Raises:
+            TitopoolError: the server's error by its code, or why there was no answer.
+        """
+        return self._run(
+            lambda client: client.generate(
+                prompts, images=images, n=n, max_tokens=max_tokens, temperature=temperature,
+                logprobs=logprobs, lora_name=lora_name, min_weight_version=min_weight_version,
+                session_id=session_id, request_id=request_id, idempotent=idempotent,
+                progress=progress, **sampling,
+            )
+        )  # fmt: skip
+
+    def chat(
+        self,
+        conversations: Any,
+        *,
+        tools: Any = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        n: int = 1,
+        max_tokens: int = 16,
+        temperature: float = 1.0,
+        logprobs: int | None = 0,
+        lora_name: str | None = None,
+        min_weight_version: int | None = None,
+        session_id: str | None = None,
+        request_id: str | None = None,
+        idempotent: bool | str = False,
+        progress: bool = False,
+        **sampling: Any,
+    ) -> list[PromptResult]:
+        """Generates the next message of conversations, with the model's own chat template.
+
+        Args:
+            conversations: a conversation (a list of OpenAI's messages) or a list of them. Images are
+                parts `{"type": "image", "image": …}` with a PIL image, bytes of a file or base64.
+            tools: JSON schemas of functions, for all conversations.
+
+        The other arguments, the results and the errors are those of `generate`.
+        """
+        return self._run(
+            lambda client: client.chat(
+                conversations, tools=tools, chat_template_kwargs=chat_template_kwargs, n=n,
+                max_tokens=max_tokens, temperature=temperature, logprobs=logprobs,
+                lora_name=lora_name, min_weight_version=min_weight_version, session_id=session_id,
+                request_id=request_id, idempotent=idempotent, progress=progress, **sampling,
+            )
+        )  # fmt: skip
+
+    def score(
+        self,
+        sequences: Sequence[Any],
+        prompt_lengths: Sequence[int],
+        *,
+        top_logprobs: int = 1,
+        min_weight_version: int | None = None,
+        request_id: str | None = None,
+    ) -> list[Score]:
+        """The log-probabilities of each sequence of ids after its prompt; generates nothing.
+
+        Args:
+            prompt_lengths: [sequences]: the number of ids of each sequence's prompt.
+            top_logprobs: also those of the k best tokens, at least 1.
+
+        Raises:
+            TitopoolError: as `generate`.
+        """
+        return self._run(
+            lambda client: client.score(
+                sequences, prompt_lengths, top_logprobs=top_logprobs,
+                min_weight_version=min_weight_version, request_id=request_id,
+            )
+        )  # fmt: skip
+
+    # ---- text and ids ----------------------------------------------------------------
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Any = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        add_generation_prompt: bool = True,
+    ) -> np.ndarray:
+        """int32, [tokens]: a conversation by the model's chat template, with images expanded.
+
+        Raises:
+            TitopoolError: as `generate`.
+        """
+        return self._run(
+            lambda client: client.render(
+                messages, tools=tools, chat_template_kwargs=chat_template_kwargs,
+                add_generation_prompt=add_generation_prompt,
+            )
+        )  # fmt: skip
+
+    def tokenize(self, text: str, *, add_special_tokens: bool = True) -> np.ndarray:
+        """int32, [tokens]: the ids of a text.
+
+        Raises:
+            TitopoolError: as `generate`.
+        """
+        return self._run(
+            lambda client: client.tokenize(text, add_special_tokens=add_special_tokens)
+        )
+
+    def detokenize(self, ids: Any) -> str:
+        """The text of token ids, with special tokens.
+
+        Raises:
+            TitopoolError: as `generate`.
+        """
+        return self._run(lambda client: client.detokenize(ids))
+
+    # ---- control ---------------------------------------------------------------------
+
+    def abort(self, request_ids: Sequence[str] | None = None) -> None:
+        """Ends the requests with these ids with the tokens that they have; None: all requests.
+
+        Raises:
+            TitopoolError: as `generate`.
+        """
+        self._run(lambda client: client.abort(request_ids))
+
+    def pause(self, mode: str = "keep", *, lease_s: float = 300.0) -> None:
+        """Pauses generation for at most `lease_s` seconds, or renews the lease of a pause.
+
+        Args:
+            mode: what happens to requests in flight: `keep`, `drain` or `abort`.
+
+        Raises:
+            TitopoolError: as `generate`.
+        """
+        self._run(lambda client: client.pause(mode, lease_s=lease_s))
+
+    def resume(self) -> None:
+        """Ends a pause.
+
+        Raises:
+            TitopoolError: as `generate`.
+        """
+        self._run(lambda client: client.resume())
+
+    def info(self) -> ServerInfo:
+        """The server's release, model, adapters and weights.
+
+        Raises:
+            TitopoolError: as `generate`.
+        """
+        return self._run(lambda client: client.info())
+
+    def wait_until_ready(
+        self,
+        timeout_s: float | None = None,
+        on_progress: Callable[[tuple[WorkerStatus, ...]], None] | None = None,
+        *,
+        num_workers: int = 1,
+    ) -> tuple[WorkerStatus, ...]:
+        """Waits until `num_workers` workers can generate; returns what each worker is doing.
+
+        Args:
+            timeout_s: None: the client's.
+            on_progress: gets what each worker is doing, whenever that has changed. It runs in a
+                thread of the client and must not call the client.
+
+        Raises:
+            TimedOut: they could not in time; the message says what each worker is doing.
+            IncompatibleServer: the server is of another release.
+        """
+        return self._run(
+            lambda client: client.wait_until_ready(timeout_s, on_progress, num_workers=num_workers)
+        )
+
+    # ---- the thread ------------------------------------------------------------------
+
+    def _run(self, call: Callable[[AsyncClient], Coroutine[Any, Any, R]]) -> R:
+        with self._lock:
+            if self._thread is None or not self._thread.is_alive:
+                # The first call, or the first one after a fork: threads and sockets stay behind.
+                self._client, self._thread = self._make(), _LoopThread()
+            future = self._thread.submit(call(self._client))
+        return _result_of(future)
+
+
+class _LoopThread:
+    """An event loop in a thread, which does not keep the process alive."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._pid = os.getpid()
+        self._thread = threading.Thread(
+            target=self._loop.run_forever, name="titopool-client", daemon=True
+        )
+        self._thread.start()
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether calls can run: false in a process that was forked later."""
+        return self._pid == os.getpid() and self._thread.is_alive()
+
+    def submit(self, coroutine: Coroutine[Any, Any, R]) -> Future[R]:
+        """Starts a call."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
+    def stop(self) -> None:
+        """Cancels the calls of other threads, and ends the loop and its thread."""
+        self.submit(_cancel_others()).result(JOIN_TIMEOUT_S)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(JOIN_TIMEOUT_S)
+        if not self._thread.is_alive():
+            self._loop.close()
+
+
+def _result_of(future: Future[R]) -> R:
+    """The result of a call, which has a timeout of its own."""
+    try:
+        return future.result()
+    except BaseException:
+        # Ctrl-C: closes the connection, so that the server stops the request.
+        future.cancel()
+        raise
+
+
+async def _cancel_others() -> None:
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
+    if others:
+        await asyncio.wait(others)
