@@ -4,6 +4,7 @@ import subprocess
 import sys
 import threading
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -17,7 +18,7 @@ from titopool.client.failures import (
     TimedOut,
     UnexpectedAnswer,
 )
-from titopool.errors import ERRORS_BY_CODE, Conflict, InvalidRequest
+from titopool.errors import ERRORS_BY_CODE, Conflict, InvalidRequest, NoReadyWorker
 from titopool.release import RELEASE, are_compatible
 
 OPTIONS = Options(1, 16, 1.0, 0, None, None, {})
@@ -138,6 +139,28 @@ def test_nothing_is_repeated_without_a_key(first: bytes):
         pytest.raises(TitopoolError, match=r"no|failed"),
     ):
         client.generate([[1, 2]])
+
+
+def test_a_request_with_a_key_is_repeated_when_the_server_says_when():
+    body = {
+        "prompt_ids": [None],
+        "completion_ids": [np.array([7], "<i4").tobytes()],
+        "finish_reasons": ["length"],
+        "weight_versions": [[[3, 0]]],
+        "num_cached_tokens": [0],
+    }
+    answer = response("200 OK", msgspec.msgpack.encode(body), "Content-Type: application/msgpack")
+    with canned_server(BUSY, b"", answer) as url, Client(url) as client:
+        (result,) = client.generate([1, 2], idempotent=True)
+    assert result.prompt_ids.tolist() == [1, 2]
+    assert result.completions[0].weight_versions == ((3, 0),)
+    refusal = response("503 No", error_body("no_ready_worker"))
+    with (
+        canned_server(refusal, answer) as url,
+        Client(url) as client,
+        pytest.raises(NoReadyWorker),
+    ):
+        client.generate([1, 2], idempotent=True)
 
 
 def test_closing_ends_the_calls_of_other_threads():

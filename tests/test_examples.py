@@ -53,7 +53,8 @@ class Block(NamedTuple):
 
     @property
     def loads_weights(self) -> bool:
-        return any(word in self.code for word in ("WeightsClient", "init_communicator", FOLDER))
+        words = ("WeightsClient", "client.weights", "init_communicator", FOLDER)
+        return any(word in self.code for word in words)
 
 
 def blocks(*, run: bool) -> Iterator[Block]:
