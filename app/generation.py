@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+import gevent
 import msgspec
 import numpy as np
 from flask import Response
@@ -17,6 +18,7 @@ from flask import request as http_request
 from gevent.event import Event
 
 from app.http.connections import current_client, watching
+from app.http.idempotency import current_claim, refuse_stream
 from app.http.responses import respond
 from app.inputs.admission import Admission
 from app.inputs.images import NO_IMAGES, PromptImages, check_placeholders
@@ -36,6 +38,8 @@ _job_ids = itertools.count(1)
 # Bytes of memory for a job without its ids, and for each byte of a result's arrays with its text.
 JOB_BYTES = 1024
 BYTES_PER_ARRAY_BYTE = 6
+# How often a request whose client has gone looks whether a repeat has come.
+CHECK_REPEAT_S = 0.5
 
 
 class Prompt(NamedTuple):
@@ -133,6 +137,8 @@ def make_request(
         TitopoolError: images do not fit a prompt, no worker is ready, or the pool did not serve the
             version before the request's deadline.
     """
+    if is_streamed:
+        refuse_stream()
     link, facts = admission.link, admission.facts
     locations = [prompt.location for prompt in prompts]
     check_placeholders(
@@ -271,9 +277,17 @@ def _encode(encoder: Callable[[Any], bytes], value: Any, fields: str, param: str
 
 @contextmanager
 def submitted(admission: Admission, request: Request) -> Iterator[None]:
-    """Submits `request`; within the block, a client that hangs up cancels it."""
+    """Submits `request`; within the block, a client that hangs up cancels it.
+
+    With an Idempotency-Key the request goes on for as long as a repeat may come.
+    """
+    claim = current_claim()
 
     def on_client_gone() -> None:
+        if claim is not None and not claim.has_ended:
+            claim.touch()
+        while claim is not None and not claim.has_ended and claim.is_awaited():
+            gevent.sleep(CHECK_REPEAT_S)
         admission.link.cancel(request, ClientGone("the client closed its connection"))
 
     with watching(current_client(), on_client_gone):

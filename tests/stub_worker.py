@@ -152,6 +152,7 @@ class StubEngine:
         vocab_size: int,
         model: str,
         weights: StubWeights,
+        runs_file: Path | None = None,
     ):
         self.versions = Versions()
         self.adapters = stub_adapters()
@@ -163,6 +164,7 @@ class StubEngine:
         self._max_model_len = max_model_len
         self._max_num_seqs = max_num_seqs
         self._is_frozen = False
+        self._runs_file = runs_file
 
     def load(self, report: ReportPhase) -> WorkerFacts:
         report("importing")
@@ -202,6 +204,9 @@ class StubEngine:
 
     async def _run(self, job: Job, on_chunk: OnChunk) -> Generated:
         ids = np.frombuffer(job.prompt_token_ids, dtype=np.int32)
+        if self._runs_file is not None:
+            with self._runs_file.open("a") as file:
+                print(*ids[:1], file=file)
         await self._stage_fault(int(ids[0]))
         on_chunk(JobProgress(job.job_id, job.attempt, has_token=True))
         options = decode_options(job.sampling)
@@ -277,6 +282,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--load-s", type=float, default=0.0)
     made.add_argument("--load-until", type=Path, help="loads until this file exists")
     made.add_argument("--max-model-len", type=int, default=4096)
+    made.add_argument("--runs-file", type=Path, help="gets the first id of each job that begins")
     return made
 
 
@@ -289,6 +295,7 @@ def engine_of(arguments: argparse.Namespace) -> StubEngine:
         max_model_len=arguments.max_model_len,
         vocab_size=arguments.vocab_size,
         model=arguments.model,
+        runs_file=arguments.runs_file,
         weights=StubWeights(
             is_bad=arguments.bad_weights,
             dies_at=arguments.die_at,

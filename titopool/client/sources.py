@@ -10,7 +10,7 @@ Runs in: trainers.
 
 import contextlib
 import importlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,27 +19,35 @@ from titopool.wire.commands import TensorInfo
 from titopool.wire.weight_plan import DTYPE_BYTES
 
 Pairs = Iterator[tuple[str, Any]]
+# The server's name of each tensor, by the trainer's.
+Names = Mapping[str, str] | Callable[[str], str]
 
 
 class Source:
     """One update's tensors, in order."""
 
-    def __init__(self, tensors: Any, metadata: Iterable[tuple[str, Any, Any]] | None = None):
+    def __init__(
+        self,
+        tensors: Any,
+        metadata: Iterable[tuple[str, Any, Any]] | None = None,
+        names: Names | None = None,
+    ):
         """Reads names, shapes and dtypes.
 
         Args:
             tensors: see `WeightsClient.update`.
             metadata: (name, dtype, shape) of each tensor, so that `tensors` is iterated once only.
+            names: see `WeightsClient`.
 
         Raises:
             WeightsError: not tensors of known dtypes with names, or iterating raised.
         """
         if metadata is None:
             tensors = _repeatable(tensors)
-            self.infos = [_info(name, tensor) for name, tensor in _pairs_of(tensors)]
+            self.infos = [_info(name, tensor) for name, tensor in _pairs_of(tensors, names)]
         else:
-            self.infos = _given(metadata)
-        self._pairs = _pairs_of(tensors)
+            self.infos = _given(metadata, names)
+        self._pairs = _pairs_of(tensors, names)
         self._can_gather = True
         # Whether the last tensor's values stay after `next_tensor`. ZeRO-3 frees them.
         self.outlives = True
@@ -143,8 +151,8 @@ def _repeatable(tensors: Any) -> Any:
         raise _failed(error) from error
 
 
-def _pairs_of(tensors: Any) -> Pairs:
-    """One pass over `tensors`.
+def _pairs_of(tensors: Any, names: Names | None) -> Pairs:
+    """One pass over `tensors`, with the names that the server knows.
 
     Raises:
         WeightsError: iterating raised, or an item is not a pair of a name and a tensor.
@@ -152,7 +160,7 @@ def _pairs_of(tensors: Any) -> Pairs:
     try:
         for item in _begun(tensors):
             _check_pair(item)
-            yield item
+            yield _name_of(item[0], names), item[1]
     except WeightsError:
         raise
     except Exception as error:
@@ -166,6 +174,15 @@ def _begun(tensors: Any) -> Iterator[Any]:
     if isinstance(tensors, Mapping):
         return iter(tensors.items())
     return iter(tensors() if callable(tensors) else tensors)
+
+
+def _name_of(name: str, names: Names | None) -> str:
+    if names is None:
+        return name
+    found = names.get(name, name) if isinstance(names, Mapping) else names(name)
+    if not isinstance(found, str):
+        raise WeightsError(f"names: expected a text for {name}, got {found!r}")
+    return found
 
 
 def _check_pair(item: Any) -> None:
@@ -196,11 +213,13 @@ def _info(name: str, tensor: Any) -> TensorInfo:
     return _of_known_dtype(TensorInfo(name, _dtype_name(tensor.dtype), list(shape)))
 
 
-def _given(metadata: Iterable[tuple[str, Any, Any]]) -> list[TensorInfo]:
+def _given(metadata: Iterable[tuple[str, Any, Any]], names: Names | None) -> list[TensorInfo]:
     """The tensors of `WeightsClient.update`'s `metadata`."""
     try:
         found = [
-            TensorInfo(str(name), _dtype_name(dtype), [int(size) for size in shape])
+            TensorInfo(
+                _name_of(str(name), names), _dtype_name(dtype), [int(size) for size in shape]
+            )
             for name, dtype, shape in metadata
         ]
     except Exception as error:

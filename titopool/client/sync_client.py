@@ -9,12 +9,15 @@ import os
 import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import numpy as np
 
 from titopool.client.async_client import AsyncClient
 from titopool.client.results import PromptResult, Score, ServerInfo, WorkerStatus
+
+if TYPE_CHECKING:
+    from titopool.client.weights_client import WeightsClient
 
 R = TypeVar("R")
 JOIN_TIMEOUT_S = 10.0
@@ -275,6 +278,39 @@ class Client:
         return self._run(
             lambda client: client.wait_until_ready(timeout_s, on_progress, num_workers=num_workers)
         )
+
+    # ---- weights ---------------------------------------------------------------------
+
+    def weights(
+        self,
+        *,
+        device: Any = None,
+        host: str | None = None,
+        names: Mapping[str, str] | Callable[[str], str] | None = None,
+        timeout_s: float = 300.0,
+        chunk_bytes: int | None = None,
+    ) -> "WeightsClient":
+        """The sender of new weights, as a context manager; needs torch.
+
+            with client.weights(device="cuda:0") as weights:
+                weights.update(model, policy="keep")
+
+        At the end of the block a pause that it made ends, and its group is closed. An update that
+        did not end leaves the old weights in service.
+
+        The arguments are those of `WeightsClient` (`titopool/client/weights_client.py`).
+
+        Raises:
+            WeightsError: as `WeightsClient`.
+        """
+        from titopool.client.weights_client import WeightsClient
+        from titopool.wire.weight_plan import DEFAULT_CHUNK_BYTES
+
+        return WeightsClient(
+            self._client.base_url, api_key=self._client.admin_key, device=device, host=host,
+            names=names, timeout_s=timeout_s,
+            chunk_bytes=DEFAULT_CHUNK_BYTES if chunk_bytes is None else chunk_bytes,
+        )  # fmt: skip
 
     # ---- the thread ------------------------------------------------------------------
 

@@ -14,11 +14,11 @@ import itertools
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import wait
-from typing import Any, NoReturn, ParamSpec, TypeVar
+from typing import Any, NoReturn, ParamSpec, Self, TypeVar
 
 from titopool.client.packing import messages_of
 from titopool.client.server_calls import NoResponse, WeightsError, own_address, post_or_get
-from titopool.client.sources import Source, join_update
+from titopool.client.sources import Names, Source, join_update
 from titopool.client.trainer_group import TrainerGroup, run_in_thread
 from titopool.wire.pool_state import PauseMode
 from titopool.wire.weight_plan import DEFAULT_CHUNK_BYTES, Checksum
@@ -64,6 +64,7 @@ class WeightsClient:
         api_key: str = "",
         timeout_s: float = 300.0,
         chunk_bytes: int = DEFAULT_CHUNK_BYTES,
+        names: Names | None = None,
     ):
         """Connects to nothing yet.
 
@@ -76,6 +77,8 @@ class WeightsClient:
             chunk_bytes: a broadcast carries at least this many bytes, and at most one tensor more.
                 0: each tensor has a broadcast of its own. The device holds two chunks, and a
                 tensor that is being gathered.
+            names: the server's name of each tensor, by the trainer's: a function, or a mapping
+                whose other names stay. None: they are the same.
 
         Raises:
             WeightsError: `chunk_bytes` is negative, or `timeout_s` is not positive.
@@ -91,10 +94,24 @@ class WeightsClient:
         self._api_key = api_key
         self._timeout_s = timeout_s
         self._chunk_bytes = chunk_bytes
+        self._names = names
+        self._has_paused = False
         self._session = ""
         self._group: TrainerGroup | None = None
         # Broadcasts: (function that waits for the end, message).
         self._in_flight: list[tuple[Callable[[], Any], Any]] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Ends a pause of this client and leaves the group, so that the server can be used.
+
+        Raises nothing: a pause ends with its lease, and the group with this process.
+        """
+        if self._has_paused:
+            _error_of(self.resume)
+        _error_of(self.close)
 
     # ---- calls -----------------------------------------------------------------------
 
@@ -132,12 +149,14 @@ class WeightsClient:
     @raises_only_weights_error
     def pause(self, mode: PauseMode, *, lease_s: float) -> None:
         """Pauses generation for at most `lease_s` seconds, or renews the lease of a pause."""
+        self._has_paused = True
         self.call("/pause", {"mode": mode, "lease_s": lease_s})
 
     @raises_only_weights_error
     def resume(self) -> None:
         """Ends a pause."""
         self.call("/resume", {})
+        self._has_paused = False
 
     # ---- the group -------------------------------------------------------------------
 
@@ -261,7 +280,7 @@ class WeightsClient:
         Raises:
             WeightsError: the old weights serve, unless the text says that a worker restarts.
         """
-        source = Source(tensors, metadata)
+        source = Source(tensors, metadata, self._names)
         try:
             return self._update(source, policy, version, partial, with_checksum)
         except Exception:

@@ -124,6 +124,11 @@ class ServerConfig:
         "a 429, unless all others are small.",
         at_least=1,
     )
+    idempotency_bytes: int = setting(
+        256 * 2**20,
+        "Answers kept on disk for repeats with an Idempotency-Key, in one front end, for 10 minutes.",
+        at_least=0,
+    )
     max_completions_per_request: int = setting(
         65_536, "Largest number of prompts times n in one request.", at_least=1
     )
