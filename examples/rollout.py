@@ -25,18 +25,18 @@ def multiply(a: int, b: int) -> int:
 
 
 def main(url: str = "http://127.0.0.1:8000") -> None:
-    client = Client(url)
     question = [{"role": "user", "content": "What is 6 times 7?"}]
-    rollouts = run_rollouts(
-        client,
-        [question],
-        tools=[multiply],
-        n=4,
-        max_turns=3,
-        max_tokens=64,
-        temperature=1.0,
-        structured_outputs={"regex": CALL},
-    )
+    with Client(url) as client:
+        rollouts = run_rollouts(
+            client,
+            [question],
+            tools=[multiply],
+            n=4,
+            max_turns=3,
+            max_tokens=64,
+            temperature=1.0,
+            structured_outputs={"regex": CALL},
+        )
     for rollout in rollouts:
         if rollout.error is not None:
             sys.exit(f"a rollout failed: {rollout.error}")

@@ -1,5 +1,6 @@
 """The token pipeline: batches as GRPO takes them, with the ids that went in."""
 
+from collections.abc import Iterator
 from types import SimpleNamespace
 
 import numpy as np
@@ -120,11 +121,16 @@ def test_other_ids_than_were_sent_are_an_error():
         pipeline_of(Cutting([])).generate([[4, 5]])
 
 
+@pytest.fixture
+def client(single_server: Server) -> Iterator[RecordingClient]:
+    with RecordingClient(single_server.url) as client:
+        yield client
+
+
 @pytest.mark.parametrize("is_local", [True, False], ids=["local", "server"])
-def test_text_chats_and_ids_of_one_batch(single_server: Server, tiny_model: str, is_local: bool):
+def test_text_chats_and_ids_of_one_batch(client, tiny_model: str, is_local: bool):
     """They are tokenized once, and the server's answer has the same ids."""
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
-    client = RecordingClient(single_server.url)
     pipeline = TokenPipeline(client, pad_id=PAD, tokenizer=tokenizer if is_local else None)
     chat = [{"role": "user", "content": "Hello"}]
     prompts = ["def f(x):", chat, [9, 9, 9]]

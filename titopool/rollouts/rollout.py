@@ -62,7 +62,8 @@ class Rollout:
         end_of_turn_ids: ids besides the template's own that end a turn, as Llama's `<|eom_id|>`.
             The template's end-of-turn does not follow them.
         max_context: the most tokens that the conversation may have. `generate` lowers `max_tokens`
-            to what is left. `add` and `generate` raise `ContextFull` if no token is left.
+            to what is left. `add` and `generate` raise `ContextFull` if no token is left. An image
+            counts in full once the engine has placed it.
         on_rewrite: what `add` does if the template would render the turns so far in another way
             than they were sent or sampled, as Qwen3's drops earlier thinking: `raise`; `branch`: a
             new sequence begins with the template's ids as its prompt; `keep`: the new ids are
@@ -211,7 +212,7 @@ class Rollout:
             [messages] if isinstance(messages, Mapping) else messages, images
         )
         state = self._state
-        if state.turn is None and state.num_sent < state.num_tokens and state.before is not None:
+        if state.turn is None and state.before is not None:
             # Nothing was sampled since the last messages: they are rendered together.
             new, files = state.added + new, state.added_images + files
             state = state.before
