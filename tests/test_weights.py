@@ -1,5 +1,8 @@
 """Weight updates with real vLLM over gloo: exact, or not applied."""
 
+import contextlib
+import socket
+import threading
 import uuid
 from collections.abc import Iterator
 from typing import Any
@@ -113,6 +116,37 @@ def test_what_vllm_s_own_trainer_sends_is_exact(server: Server, other_model: str
     assert server.post("/weights/commit", commit).json()["loaded"] == len(tensors)
     assert_serves(server, other_model, times=2)
     assert server.post("/weights/close", {"session": init["session"]}).ok
+
+
+@pytest.mark.parametrize("says", [None, b"", b"HTTP/1.1 400 Bad Request\r\n\r\n"])
+def test_after_an_init_at_a_wrong_address_the_next_one_works(
+    server: Server, client: WeightsClient, other: Any, other_model: str, says: bytes | None
+):
+    """What listens there stays silent, closes, or speaks another protocol."""
+    pids = worker_pids(server)
+    world_size = server.get("/get_world_size").json()["world_size"] + 1
+    with socket.create_server(("127.0.0.1", 0)) as listening, contextlib.ExitStack() as accepted:
+
+        def accept() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    connection = accepted.enter_context(listening.accept()[0])
+                    if says is not None:
+                        connection.sendall(says)
+                        connection.close()
+
+        threading.Thread(target=accept, daemon=True).start()
+        init = {
+            "session": uuid.uuid4().hex, "backend": "gloo", "host": "127.0.0.1",
+            "port": listening.getsockname()[1], "world_size": world_size,
+        }  # fmt: skip
+        first = run_in_thread(lambda: server.post("/weights/init", init))
+        wait_until(lambda: states(server) == ["joining", "joining"], TIMEOUT_S)
+        assert server.post("/weights/close", {"session": init["session"]}).ok
+        assert first.result(TIMEOUT_S).status_code == 409
+        client.update(other, policy="keep")
+    assert_serves(server, other_model)
+    assert worker_pids(server) == pids
 
 
 def test_q_k_and_v_may_be_sent_fused(server: Server, client: WeightsClient, other_model: str):

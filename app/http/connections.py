@@ -103,7 +103,7 @@ def has_hung_up(descriptor: int) -> bool:
     """Whether the peer has closed its end of a socket.
 
     A client that was killed and one that only ended its sending side look the same until bytes are
-    sent, which HTTP has none for before an answer.
+    sent. Before the answer these could only be interim ones, which HTTP/1.0 does not know.
     """
     poller = _poll()
     poller.register(descriptor, select.POLLRDHUP)
