@@ -129,8 +129,12 @@ def test_a_long_text_is_judged_by_its_beginning(monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(PromptTooLong):
         check_text(letters, "a" * 90_000, "prompt", 100)
     assert letters.num_read == 400
-    # 750 blanks are 94 tokens, and 8,000 are 1,000 tokens: only their number tells.
-    check_text(letters, " " * 90_000, "prompt", 100)
+    # Tokens of eight blanks: such a text may be longer.
+    check_text(letters, " " * 900, "prompt", 100)
+    letters.num_read = 0
+    with pytest.raises(PromptTooLong):
+        check_text(letters, " " * 800 + "a" * 89_200, "prompt", 100)
+    assert letters.num_read == 3 * 400
 
 
 def test_a_truncated_text_loses_what_it_cannot_use():

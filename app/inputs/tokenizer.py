@@ -27,6 +27,8 @@ Result = TypeVar("Result")
 LOADING_TIMEOUT_S = 60.0
 # Characters of the texts that are tokenized in one turn, unless one text has more.
 TURN_LENGTH = 65_536
+# How many tokens a cut through a text adds at most, with room to spare.
+CUT_TOKENS = 16
 TokenizerKey = tuple[str, str | None, bool, str]
 
 
@@ -163,22 +165,27 @@ def check_text(tokenizer: Any, text: str, location: str, max_model_len: int) -> 
     """Refuses a text that is far too long, in much less time than it takes to tokenize it.
 
     A text of several times the usual length of a token for each of the model's tokens is judged by
-    its beginning, as one of them may be a hundred characters long.
+    its slices, one after the other, as one token may be a hundred characters long.
 
     Raises:
         PromptTooLong: the text has more than `max_model_len` tokens.
     """
     if len(text) <= 8 * max_model_len:
         return
-    most = max_model_len * longest_token(tokenizer)
+    most, num_tokens = max_model_len * longest_token(tokenizer), 0
     if len(text) <= most:
-        beginning = tokenizer(text[: 4 * max_model_len], add_special_tokens=False)["input_ids"]
-        if len(beginning) <= 2 * max_model_len:
+        step = 4 * max_model_len
+        for most in range(step, len(text) + step, step):
+            ids = tokenizer(text[most - step : most], add_special_tokens=False)["input_ids"]
+            # A slice may cut tokens at both ends.
+            num_tokens += len(ids) - CUT_TOKENS
+            if num_tokens > max_model_len:
+                break
+        else:
             return
-        most = 4 * max_model_len
     raise PromptTooLong(
         f"{location}: expected a text of at most {max_model_len} tokens (max_model_len), got one of "
-        f"{len(text)} characters, of which the first {most} alone are more tokens, which exceeds the "
+        f"{len(text)} characters, of which the first {min(most, len(text))} alone are more tokens, which exceeds the "
         "model's context length; shorten the text",
         param=location.partition("[")[0],
     )
