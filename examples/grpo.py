@@ -32,6 +32,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
 import torch
@@ -52,6 +53,8 @@ NUM_TRAINED, NUM_HELD_OUT = 512, 64
 
 PROMPTS_PER_STEP, GROUP_SIZE = 32, 16
 LEARNING_RATE, CLIP, ENTROPY_BONUS = 5e-3, 0.2, 0.05
+# Mean reward of five steps at which training ends.
+LEARNED = 0.96
 TIMEOUT_S, STOP_TIMEOUT_S = 300.0, 60.0
 
 
@@ -251,6 +254,8 @@ def train(
             if step % 5 == 0 or step == num_steps - 1:
                 shown = "  ".join(f"{name} {value:.3g}" for name, value in history[-1].items())
                 print(f"seed {seed}  step {step}  {shown}", flush=True)
+            if sum(one["reward"] for one in history[-5:]) / 5 >= LEARNED:
+                break
     return history
 
 
@@ -279,6 +284,18 @@ def measured(
     }
 
 
+def summary(history: list[dict[str, float]]) -> str:
+    """The reward's first and last values, and seconds per step (medians)."""
+    above = [step for step, one in enumerate(history) if one["reward"] > 0.9]
+    seconds = {
+        name: median(one[name] for one in history) for name in history[0] if name.endswith("_s")
+    }
+    shown = ", ".join(f"{name} {value:.3f}" for name, value in seconds.items())
+    first, last = history[0]["reward"], history[-1]["reward"]
+    since = f"above 0.9 from step {above[0]}" if above else "never above 0.9"
+    return f"reward {first:.3f} to {last:.3f} in {len(history)} steps, {since}; medians: {shown}"
+
+
 def draw(histories: dict[str, list[dict[str, float]]], path: str) -> None:
     """Reward, importance ratio and staleness over the steps."""
     import matplotlib
@@ -298,7 +315,7 @@ def draw(histories: dict[str, list[dict[str, float]]], path: str) -> None:
     reward.axhline(1 / len(CAPITALS), color="gray", linestyle=":", label="best constant answer")
     reward.set(title="reward on prompts not trained on", ylim=(0, 1.02))
     reward.legend(loc="center right")
-    ratio.set(title="importance ratio, 5th to 95th percentile")
+    ratio.set(title="importance ratio, 5th to 95th percentile", ylim=(0, 3))
     staleness.set(title="mean staleness of tokens, in versions", ylim=(0, None))
     for axes in (reward, ratio, staleness):
         axes.set_xlabel("step")
@@ -312,11 +329,11 @@ def main(arguments: list[str] | None = None) -> dict[str, list[dict[str, float]]
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--url", help="of a running server of this model; default: start one")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
-    parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--in-flight", type=int, default=2, help="batches, while weights change")
+    parser.add_argument("--steps", type=int, default=100, help="at most")
+    parser.add_argument("--in-flight", type=int, default=1, help="batches, while weights change")
     parser.add_argument("--sync", action="store_const", dest="in_flight", const=0)
     parser.add_argument("--withhold-updates", action="store_true")
-    parser.add_argument("--control", action="store_true", help="then run with updates withheld")
+    parser.add_argument("--control", action="store_true", help="then a run with updates withheld")
     parser.add_argument("--out", default="grpo.png", help="the picture")
     options = parser.parse_args(arguments)
     runs = [(seed, options.withhold_updates) for seed in options.seeds]
@@ -330,6 +347,7 @@ def main(arguments: list[str] | None = None) -> dict[str, list[dict[str, float]]
                 url, seed, num_steps=options.steps, in_flight=options.in_flight,
                 withhold_updates=withhold,
             )  # fmt: skip
+            print(f"{label}: {summary(histories[label])}", flush=True)
     draw(histories, options.out)
     return histories
 

@@ -80,9 +80,7 @@ def test_a_lost_worker_does_not_keep_a_command_from_the_others():
 def test_one_timeout_covers_the_commands_to_all_workers():
     fake = FakePool(4, never_answer)
     begin = time.monotonic()
-    outcomes = fake.commands.gather_outcomes(
-        fake.commands.all_workers(), GetStatus(), timeout_s=1
-    )
+    outcomes = fake.commands.gather_outcomes(fake.commands.all_workers(), GetStatus(), timeout_s=1)
     assert 1 <= time.monotonic() - begin < 3
     assert [one.error.code for one in outcomes if one.error] == ["deadline_passed"] * 4
     assert fake.commands.num_pending == 0
