@@ -6,7 +6,16 @@ results. Only this package imports Flask.
 
 from flask import Flask
 
-from app.http import auth, bodies, browsers, connections, errors, request_ids, responses
+from app.http import (
+    auth,
+    bodies,
+    browsers,
+    connections,
+    errors,
+    idempotency,
+    request_ids,
+    responses,
+)
 from app.http.keys import Keys
 from app.routes import sglang, vllm_rl, weights
 from app.routes.admin import health, metrics
@@ -62,4 +71,5 @@ def create_app(config: ServerConfig | None = None) -> Flask:
         server_info,
     ):
         app.register_blueprint(module.blueprint)
+    idempotency.init_app(app, config)
     return app

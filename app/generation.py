@@ -10,21 +10,23 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+import gevent
 import msgspec
 import numpy as np
 from flask import Response
 from flask import request as http_request
 from gevent.event import Event
 
-from app.http.connections import current_client, watching
+from app.http.connections import client_gone, current_client, watching
+from app.http.idempotency import current_claim, refuse_stream
 from app.http.responses import respond
 from app.inputs.admission import Admission
 from app.inputs.images import NO_IMAGES, PromptImages, check_placeholders
-from app.inputs.token_ids import check_length, checked_ids
+from app.inputs.token_ids import TokenIds, check_length, checked_ids
 from app.outputs.token_arrays import JSON, MSGPACK, binary_reply, is_binary, json_reply
 from app.pool.request import Request
 from app.time_slices import sharing_time
-from titopool.errors import ClientGone, Conflict, DeadlinePassed, InvalidRequest
+from titopool.errors import Conflict, DeadlinePassed, InvalidRequest
 from titopool.settings.sampling import SamplingOptions, encode_options
 from titopool.wire.messages import ChatParsing, Completed, Job, WorkerFacts, encode
 from titopool.wire.prefixes import prompt_hashes
@@ -36,6 +38,8 @@ _job_ids = itertools.count(1)
 # Bytes of memory for a job without its ids, and for each byte of a result's arrays with its text.
 JOB_BYTES = 1024
 BYTES_PER_ARRAY_BYTE = 6
+# How often a request whose client has gone looks whether a repeat has come.
+CHECK_REPEAT_S = 0.5
 
 
 class Prompt(NamedTuple):
@@ -56,7 +60,7 @@ class Prompt(NamedTuple):
 
 
 def check_prompt(
-    ids: list[int],
+    ids: TokenIds,
     location: str,
     facts: WorkerFacts,
     images: PromptImages = NO_IMAGES,
@@ -133,6 +137,8 @@ def make_request(
         TitopoolError: images do not fit a prompt, no worker is ready, or the pool did not serve the
             version before the request's deadline.
     """
+    if is_streamed:
+        refuse_stream()
     link, facts = admission.link, admission.facts
     locations = [prompt.location for prompt in prompts]
     check_placeholders(
@@ -146,13 +152,16 @@ def make_request(
         adapter=adapter,
         chat=chat,
         client_id=admission.client_id,
-        key_name=admission.key_name,
+        key_name=admission.key.name,
     )  # fmt: skip
     admission.keep_memory(_bytes_of_jobs(jobs))
     if min_weight_version is not None:
         wait_for_version(admission, min_weight_version)
     link.check_ready()
-    return Request(jobs, locations, facts=facts, session=admission.session)
+    return Request(
+        jobs, locations,
+        facts=facts, session=admission.session, weight=admission.key.weight,
+    )  # fmt: skip
 
 
 def make_jobs(
@@ -255,7 +264,7 @@ def wait_for_version(admission: Admission, version: int) -> None:
                 )
             admission.link.wait_for_weights(left, admission.deadline.left_s)
             if left.is_set():
-                raise ClientGone("the client closed its connection")
+                raise client_gone()
 
 
 def _encode(encoder: Callable[[Any], bytes], value: Any, fields: str, param: str | None) -> bytes:
@@ -271,10 +280,18 @@ def _encode(encoder: Callable[[Any], bytes], value: Any, fields: str, param: str
 
 @contextmanager
 def submitted(admission: Admission, request: Request) -> Iterator[None]:
-    """Submits `request`; within the block, a client that hangs up cancels it."""
+    """Submits `request`; within the block, a client that hangs up cancels it.
+
+    With an Idempotency-Key the request goes on for as long as a repeat may come.
+    """
+    claim = current_claim()
 
     def on_client_gone() -> None:
-        admission.link.cancel(request, ClientGone("the client closed its connection"))
+        if claim is not None and not claim.has_ended:
+            claim.touch()
+        while claim is not None and not claim.has_ended and claim.is_awaited():
+            gevent.sleep(CHECK_REPEAT_S)
+        admission.link.cancel(request, client_gone())
 
     with watching(current_client(), on_client_gone):
         admission.link.submit(request)

@@ -116,6 +116,9 @@ def when_ready(server: Any) -> None:
             _num_open, _config.max_open_requests, _num_descriptors,
         )  # fmt: skip
     if _config.endpoints:
+        if not _config.run_dir:
+            # For answers to repeated requests only.
+            _own_run_dir = os.environ[ENV_PREFIX + "RUN_DIR"] = tempfile.mkdtemp(prefix="titopool-")
         return
     try:
         num_workers = number_of_workers(_config)
@@ -271,6 +274,8 @@ def on_exit(server: Any) -> None:
     Exits with status 1 after a failed start, or if the supervisor ended unexpectedly.
     """
     if _supervisor is None:
+        if _own_run_dir:
+            shutil.rmtree(_own_run_dir, ignore_errors=True)
         return
     was_alive = _is_alive(_supervisor.pid)
     _stop_process(_supervisor.pid)

@@ -7,7 +7,7 @@ from flask import current_app
 from flask import request as http_request
 from gevent.monkey import is_module_patched
 
-from app.http.auth import key_name
+from app.http.auth import current_key
 from app.http.bodies import current_reservation
 from app.http.connections import current_client
 from app.http.request_ids import request_id
@@ -71,7 +71,7 @@ class Service:
             admission = Admission(
                 self.config, self.link, self.tokenizer, self.link.facts, deadline, at_end,
                 request_id(), session_key(http_request.headers.get("X-Session-ID")),
-                current_client(), current_reservation(), key_name(),
+                current_client(), current_reservation(), current_key(),
             )  # fmt: skip
             body = decode_body(sent, decoder)
             del sent

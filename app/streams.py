@@ -84,7 +84,7 @@ def _events(admission: Admission, pending: Request, writer: EventWriter) -> Iter
 
 def _failure(admission: Admission, error: TitopoolError) -> bytes:
     body = error.to_dict()
-    log_failure(admission.client_id, error.status, body["error"], admission.key_name)
+    log_failure(admission.client_id, error.status, body["error"], admission.key.name)
     return _encode(body)
 
 

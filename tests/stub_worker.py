@@ -145,6 +145,7 @@ class StubEngine:
         self,
         *,
         delay_s: float,
+        in_slots: bool,
         load_s: float,
         load_until: Path | None,
         max_num_seqs: int,
@@ -152,17 +153,21 @@ class StubEngine:
         vocab_size: int,
         model: str,
         weights: StubWeights,
+        runs_file: Path | None = None,
     ):
         self.versions = Versions()
         self.adapters = stub_adapters()
         self.weights = weights
         self._model, self._vocab_size = model, vocab_size
         self._delay_s = delay_s
+        # As vLLM's: a sequence has a slot, first come, first served, and a token takes a step.
+        self._slots = asyncio.Semaphore(max_num_seqs) if in_slots else None
         self._load_s = load_s
         self._load_until = load_until
         self._max_model_len = max_model_len
         self._max_num_seqs = max_num_seqs
         self._is_frozen = False
+        self._runs_file = runs_file
 
     def load(self, report: ReportPhase) -> WorkerFacts:
         report("importing")
@@ -194,6 +199,9 @@ class StubEngine:
         return None
 
     async def run(self, job: Job, on_chunk: OnChunk) -> Generated:
+        if self._slots is not None:
+            async with self._slots:
+                return await self._run(job, on_chunk)
         if not job.adapter:
             return await self._run(job, on_chunk)
         with self.adapters.use(job.adapter) as adapter:
@@ -202,10 +210,15 @@ class StubEngine:
 
     async def _run(self, job: Job, on_chunk: OnChunk) -> Generated:
         ids = np.frombuffer(job.prompt_token_ids, dtype=np.int32)
+        if self._runs_file is not None:
+            with self._runs_file.open("a") as file:
+                print(*ids[:1], file=file)
         await self._stage_fault(int(ids[0]))
         on_chunk(JobProgress(job.job_id, job.attempt, has_token=True))
         options = decode_options(job.sampling)
-        if await self.weights.run_until_aborted(job.client_id, self._wait()):
+        num_steps = min(len(ids), options.max_tokens or len(ids)) if self._slots else 1
+        delay_s = self._delay_s * (1 if job.is_streamed else num_steps)
+        if await self.weights.run_until_aborted(job.client_id, self._wait(delay_s)):
             completion = Completion(b"", "abort", None, [(self.versions.current, 0)])
             return Generated([completion] * options.n)
         if job.is_streamed:
@@ -219,8 +232,8 @@ class StubEngine:
         completion = Completion(answer.tobytes(), "length", logprobs, versions)
         return Generated([completion] * options.n)
 
-    async def _wait(self) -> None:
-        await asyncio.sleep(self._delay_s)
+    async def _wait(self, delay_s: float) -> None:
+        await asyncio.sleep(delay_s)
         await self.weights.runs.wait()
         await self._wait_while_frozen()
 
@@ -268,6 +281,9 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--worker-id", default="stub")
     made.add_argument("--delay-s", type=float, default=0.0)
     made.add_argument("--max-num-seqs", type=int, default=256)
+    made.add_argument(
+        "--in-slots", action="store_true", help="max_num_seqs at once, steps of delay_s"
+    )
     made.add_argument("--bad-weights", action="store_true")
     made.add_argument("--staging", default="beside")
     made.add_argument("--die-at", default="", help="a method of weight updates, e.g. apply")
@@ -277,18 +293,21 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--load-s", type=float, default=0.0)
     made.add_argument("--load-until", type=Path, help="loads until this file exists")
     made.add_argument("--max-model-len", type=int, default=4096)
+    made.add_argument("--runs-file", type=Path, help="gets the first id of each job that begins")
     return made
 
 
 def engine_of(arguments: argparse.Namespace) -> StubEngine:
     return StubEngine(
         delay_s=arguments.delay_s,
+        in_slots=arguments.in_slots,
         load_s=arguments.load_s,
         load_until=arguments.load_until,
         max_num_seqs=arguments.max_num_seqs,
         max_model_len=arguments.max_model_len,
         vocab_size=arguments.vocab_size,
         model=arguments.model,
+        runs_file=arguments.runs_file,
         weights=StubWeights(
             is_bad=arguments.bad_weights,
             dies_at=arguments.die_at,

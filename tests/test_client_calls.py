@@ -31,6 +31,9 @@ def error_body(code: str, message: str = "no") -> bytes:
     return b'{"error": {"message": "%s", "code": "%s"}}' % (message.encode(), code.encode())
 
 
+BUSY = response("503 No", error_body("no_ready_worker"), "Retry-After: 1")
+
+
 def test_the_client_works_where_the_server_s_packages_are_absent(tmp_path):
     program = f"""
 import sys
@@ -127,15 +130,14 @@ def test_binary_answers_of_another_shape_are_refused():
         client.generate([[1, 2]])
 
 
-def test_nothing_is_repeated_without_a_key():
-    answers = (
-        response("503 No", error_body("no_ready_worker"), "Retry-After: 1"),
-        response("200 OK"),
-    )
-    for first in (answers[0], b""):
-        with canned_server(first, answers[1]) as url, Client(url) as client:
-            with pytest.raises(TitopoolError, match=r"no|failed"):
-                client.generate([[1, 2]])
+@pytest.mark.parametrize("first", [BUSY, b""], ids=["busy", "closed"])
+def test_nothing_is_repeated_without_a_key(first: bytes):
+    with (
+        canned_server(first, response("200 OK")) as url,
+        Client(url) as client,
+        pytest.raises(TitopoolError, match=r"no|failed"),
+    ):
+        client.generate([[1, 2]])
 
 
 def test_closing_ends_the_calls_of_other_threads():

@@ -53,6 +53,13 @@ def test_named_tests_exist(path: Path):
         assert f"\ndef {test}(" in (REPOSITORY / file).read_text(), test
 
 
+def test_every_promise_has_a_test():
+    rows = re.findall(r"^\| (.*) \| (.*) \|$", (REPOSITORY / "SECURITY.md").read_text(), re.M)
+    promises = {promise: test for promise, test in rows if promise not in ("promise", "---")}
+    assert promises
+    assert [one for one, test in promises.items() if "`tests/" not in test] == []
+
+
 @every_document
 def test_links_resolve(path: Path):
     for target in re.findall(r"\]\(([^)\s]+)\)", prose_of(path)):

@@ -162,3 +162,14 @@ def test_example_runs(example_server: Server, name: str):
     )  # fmt: skip
     assert result.returncode == 0, result.stderr
     assert result.stdout.count(" -> ") == 4
+
+
+def test_the_example_of_rollouts_runs(example_server: Server):
+    """Four rollouts of three turns; the tool answers the first two."""
+    result = subprocess.run(
+        [sys.executable, "examples/rollout.py", example_server.url],
+        env=environment(), cwd=REPOSITORY, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("assistant -> <tool_call>") == 12
+    assert len(re.findall(r"^tool -> \d+$", result.stdout, re.M)) == 8

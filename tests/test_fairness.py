@@ -1,11 +1,14 @@
 """Requests have turns, and new ones find a free slot: pools beside simulated engines, in steps."""
 
+import itertools
 import random
 import time
 from collections import deque
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from app.pool.records import OpenJob, WaitingJobs
 from app.pool.request import Request
@@ -17,8 +20,12 @@ NUM_SLOTS = 256
 COMPLETION = Completion(b"", "stop", None, [])
 
 
-def request_of(first_id: int, num_jobs: int, num_tokens: int = 1000, n: int = 1) -> Request:
-    return Request([Job(first_id + index, 1, b"", n, num_tokens, b"") for index in range(num_jobs)])
+def request_of(
+    first_id: int, num_jobs: int, num_tokens: int = 1000, n: int = 1, key: str = "", weight: int = 1
+) -> Request:
+    ids = range(first_id, first_id + num_jobs)
+    jobs = [Job(one, 1, b"", n, num_tokens, b"", key_name=key) for one in ids]
+    return Request(jobs, weight=weight)
 
 
 def append(waiting: WaitingJobs, request: Request) -> None:
@@ -82,7 +89,8 @@ def test_the_queue_is_the_same_whatever_is_removed():
     for number in range(500):
         choice = rng.random()
         if choice < 0.4:
-            request = request_of(10 * number, rng.randint(1, 5), rng.randint(1, 50))
+            num_jobs, num_tokens = rng.randint(1, 5), rng.randint(1, 50)
+            request = request_of(10 * number, num_jobs, num_tokens, key=rng.choice("abc"))
             append(waiting, request)
             inside |= {job.job_id: request for job in request.jobs}
         elif choice < 0.6 and inside:
@@ -92,7 +100,8 @@ def test_the_queue_is_the_same_whatever_is_removed():
             assert one is not None
             waiting.prepend([one])
         elif inside:
-            waiting.take(waiting.first)
+            # Policies do not always take the first.
+            waiting.take(rng.choice(list(waiting)[:3]))
         inside = {one.job.job_id: one.request for one in waiting}
         assert len(waiting) == len(inside)
         assert not waiting or next(iter(inside)) == waiting.first.job.job_id
@@ -112,6 +121,70 @@ def test_a_turn_takes_as_long_however_much_waits():
     few = min(seconds(250, 2) for _ in range(3))
     for sizes in ((65_536, 1), (2, 16_000)):
         assert min(seconds(*sizes) for _ in range(2)) < 20 * few
+
+
+# ---- keys --------------------------------------------------------------------------------
+
+
+@st.composite
+def backlogs(draw: st.DrawFn) -> dict[str, list[Request]]:
+    """Requests of up to four keys, more than `test_keys_share_…` takes."""
+    ids = itertools.count(1, 1000)
+    return {
+        name: [
+            request_of(next(ids), draw(num_jobs), draw(num_tokens), key=name, weight=weight)
+            for _ in range(draw(num_requests))
+        ]
+        for name in "abcd"[: draw(st.integers(2, 4))]
+        for weight in [draw(st.integers(1, 9))]
+        for num_requests in [st.integers(1, 20)]
+        for num_jobs, num_tokens in [(st.integers(1, 50), st.integers(1, 5000))]
+    }
+
+
+@given(backlogs(), st.randoms(use_true_random=False))
+def test_keys_share_tokens_by_weight_however_many_requests_each_has(backlogs, rng):
+    waiting = WaitingJobs()
+    requests = [request for one in backlogs.values() for request in one]
+    rng.shuffle(requests)
+    for request in requests:
+        append(waiting, request)
+    left = {name: sum(len(one.jobs) for one in sent) for name, sent in backlogs.items()}
+    had = dict.fromkeys(backlogs, 0.0)
+    while all(left.values()):
+        open_job = waiting.first
+        waiting.take(open_job)
+        name = open_job.job.key_name
+        left[name] -= 1
+        had[name] += open_job.job.num_tokens / open_job.request.weight
+        # Keys are at most a job apart: of each the largest.
+        largest = {
+            name: max(job.num_tokens / one.weight for one in sent for job in one.jobs)
+            for name, sent in backlogs.items()
+        }
+        for one, other in itertools.combinations(had, 2):
+            assert abs(had[one] - had[other]) <= largest[one] + largest[other] + 1e-6
+
+
+def test_a_key_that_comes_late_or_again_has_neither_credit_nor_debt():
+    waiting = WaitingJobs()
+    append(waiting, request_of(1000, 900, key="a"))
+    for first_id in (10_000, 20_000):
+        take(waiting, 100)
+        append(waiting, request_of(first_id, 100, key="b", weight=2))
+        assert take(waiting, 90).count(first_id) == pytest.approx(60, abs=2)
+        for one in [one for one in waiting if one.job.key_name == "b"]:
+            waiting.remove(one.job.job_id)
+
+
+def test_a_new_weight_holds_for_new_requests():
+    waiting = WaitingJobs()
+    append(waiting, request_of(1000, 500, key="a"))
+    for first_id, weight in ((10_000, 1), (20_000, 4)):
+        append(waiting, request_of(first_id, 80, key="b", weight=weight))
+        taken = take(waiting, 100)
+        assert taken.count(first_id) == pytest.approx(100 * weight / (weight + 1), abs=2)
+        take(waiting, 80)
 
 
 # ---- slots -------------------------------------------------------------------------------
@@ -245,6 +318,20 @@ def test_two_batches_at_once_do_not_queue_in_the_engine():
     for _ in range(20):
         engines.step()
         assert len(engines.queues["w0"]) == 0
+
+
+@pytest.mark.parametrize("num_pools", [1, 2])
+def test_many_small_requests_of_a_key_leave_others_their_shares(num_pools):
+    engines = Engines(2, num_pools, lengths=(20, 100))
+    ids = itertools.count(1)
+    for number, pool in enumerate(engines.pools):
+        engines.submit(pool, request_of(10**6 * (number + 1), 20_000, key="batch", weight=3))
+        for _ in range(10_000):
+            engines.submit(pool, request_of(next(ids), 1, key="small"))
+    for _ in range(400):
+        engines.step()
+    num_small = sum(one < 10**6 for one in engines.started)
+    assert 0.2 <= num_small / len(engines.started) <= 0.3
 
 
 @pytest.mark.parametrize("num_slots, num_kept", [(1, 0), (2, 0), (7, 0), (8, 1), (256, 5)])

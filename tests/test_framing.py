@@ -8,7 +8,8 @@ from collections.abc import Callable
 import pytest
 
 from tests.conftest import StartStub
-from tests.servers import Server
+from tests.servers import Server, wait_until
+from tests.stub_worker import Fault
 
 CHUNKED = b"POST /generate/ HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
 BODIES = {
@@ -47,6 +48,11 @@ def exchange(server: Server, sent: bytes) -> tuple[bytes, bytes]:
     return head, rest
 
 
+def post(body: bytes) -> bytes:
+    head = f"POST /generate/ HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n"
+    return head.encode() + b"Content-Type: application/json\r\n\r\n" + body
+
+
 @pytest.fixture
 def server(start_stub: StartStub, stub_server: Callable[..., Server]) -> Server:
     start_stub(0)
@@ -75,6 +81,14 @@ def test_malformed_requests_are_refused_in_json(server: Server):
     assert "Invalid request from ip=127.0.0.1" in server.log
     assert "nonsense" not in server.log
     assert server.generate([[1, 2]])["completion_ids"] == [[2, 1]]
+
+
+def test_a_client_that_ends_its_sending_side_is_taken_for_gone(server: Server):
+    """As of a client that was killed, whose generation must stop, nothing else can be seen."""
+    head, body = exchange(server, post(json.dumps({"prompts": [[Fault.HANG]]}).encode()))
+    assert head.startswith(b"HTTP/1.1 499 "), head
+    assert "keep the sending side open" in json.loads(body)["error"]["message"]
+    wait_until(lambda: server.metrics("sequences") == {"0": 0}, 20)
 
 
 def test_bytes_after_a_malformed_body_are_not_read_as_a_request(server: Server):

@@ -89,3 +89,15 @@ def test_slow_and_wasteful_bodies_hurt_nobody(server: Server):
     assert front_end(server).pid == process.pid
     # What `app/http/errors.py` logs of an exception that no handler expected.
     assert " failed, request " not in server.log, server.log[-3000:]
+
+
+def test_a_long_body_is_answered_as_a_short_one(server: Server):
+    rows = [list(range(index, index + 500)) for index in range(400)]
+    for prompts in (rows, [{"prompt_token_ids": row} for row in rows]):
+        answer = server.generate(prompts, max_tokens=1)
+        assert answer["completion_ids"] == [[row[-1]] for row in rows]
+        assert answer["prompt_ids"] == rows
+    refused = server.post("/generate/", {"prompts": [*rows, [1, 10**9]]})
+    assert refused.json()["error"]["message"].startswith("prompts[400][1]: expected a token id in ")
+    sent = {"token_ids": [1] * 400_000, "sampling_params": {}}
+    assert server.post("/inference/v1/generate", sent).json()["error"]["code"] == "prompt_too_long"

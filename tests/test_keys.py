@@ -2,6 +2,7 @@
 
 import logging
 import os
+import uuid
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,7 +14,7 @@ from app.http.keys import Keys
 from titopool.errors import ConfigError
 from titopool.settings.config import ServerConfig
 from titopool.wire.sockets import read_curve_key
-from workers.environment import prepare_environment
+from workers.environment import default_engine_options, prepare_environment
 
 ALICE, BOB, ROOT = "key-of-alice", "key-of-bob", "key-of-root"
 
@@ -70,9 +71,30 @@ def test_keys_of_settings_and_of_the_file_work_together(tmp_path: Path):
     assert keys.guard_administration
 
 
+def test_a_key_has_the_weight_of_its_line(tmp_path: Path):
+    text = f"a {ALICE}\nb {BOB}  weight=3\nroot {ROOT} admin weight=20\nb other weight=3\n"
+    keys = Keys(ServerConfig(api_key_file=write(tmp_path / "keys", text), api_key="of-settings"))
+    found = [keys.find(one.encode()) for one in (ALICE, BOB, ROOT, "other", "of-settings")]
+    assert [one and (one.weight, one.is_admin) for one in found] == [
+        (1, False), (3, False), (20, True), (3, False), (1, False),
+    ]  # fmt: skip
+
+
 @pytest.mark.parametrize(
     "text, part",
     [
+        *(
+            (f"alice {ALICE} {word}", "line 1")
+            for word in (
+                "weight=0",
+                "weight=-1",
+                "weight=1.5",
+                "weight=1000",
+                "weight",
+                "weight=2 admin",
+            )
+        ),
+        (f"alice {ALICE} weight=2\nalice {BOB}", "one weight"),
         ("", "at least one key"),
         ("# alice key\n", "at least one key"),
         (ALICE, "line 1"),
@@ -156,6 +178,17 @@ def test_probes_show_processes_to_clients_with_a_key_only():
     assert client.get("/live").json == {"status": "ok"}
     assert "pid" in client.get("/live", headers={"Authorization": "Bearer secret"}).json
     assert "pid" in create_app(ServerConfig()).test_client().get("/live").json
+
+
+@pytest.mark.parametrize(
+    "run_dir, is_used", [("/r", True), ("/" + "r" * 69, True), ("/" + "r" * 70, False), ("", False)]
+)
+def test_sockets_of_vllm_lie_in_the_run_dir(run_dir: str, is_used: bool):
+    environ: dict[str, str] = {}
+    default_engine_options(ServerConfig(run_dir=run_dir), environ, on_cpu=True, seed=0)
+    assert environ.get("VLLM_RPC_BASE_PATH") == (run_dir if is_used else None)
+    # As vLLM names them.
+    assert not is_used or len(f"{run_dir}/{uuid.uuid4()}") <= 107
 
 
 def test_a_process_that_runs_a_model_s_code_has_no_keys():

@@ -2,9 +2,11 @@
 
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import psutil
 import pytest
@@ -123,6 +125,9 @@ def test_the_server_ends_with_its_supervisor(start_server):
     # Front ends need the keys; processes that run a model's code do not get them.
     for child in [supervisor, *supervisor.children(recursive=True)]:
         assert "a-marked-key" not in child.environ().values()
+    run_dir = Path(supervisor.environ()["TITOPOOL_RUN_DIR"])
+    assert stat.S_IMODE(run_dir.stat().st_mode) == 0o700
+    assert {"worker-0", "worker-0.log"} <= {one.name for one in run_dir.iterdir()}
     supervisor.kill()
     assert server.process.wait(STOP_TIMEOUT_S) == 1
     wait_until_ended(children)

@@ -5,10 +5,15 @@ import pytest
 
 from app.pool.request import Request
 from app.pool.state import Pool
-from app.pool.suspects import NUM_PARTS, has_grammar
+from app.pool.suspects import NUM_PARTS, RESTART_S
 from tests.test_pool import FACTS, beat, completed
 from titopool.errors import GenerationFailed
-from titopool.settings.sampling import SamplingOptions, StructuredOutputs, encode_options
+from titopool.settings.sampling import (
+    SamplingOptions,
+    StructuredOutputs,
+    encode_options,
+    has_grammar,
+)
 from titopool.wire.messages import (
     ChatParsing,
     Chunk,
@@ -195,7 +200,7 @@ def test_a_suspect_beside_new_jobs_of_other_front_ends_is_tried_again():
             if apart:
                 started = JobProgress(jobs[0].job_id, jobs[0].attempt, has_token=False)
                 world.pool.on_results(worker.endpoint, [started])
-        world.pool.on_load("w0", Load(5, 50, other_new=5))
+        world.pool.on_load("w0", Load(5, 50, other_risks=5))
         assert request.error is None, number_of_death
         world.die("w0")
     assert isinstance(request.error, GenerationFailed)
@@ -243,6 +248,8 @@ def test_a_worker_with_a_suspect_of_another_front_end_gets_no_jobs():
 def test_without_a_restart_the_least_loaded_worker_is_kept_for_suspects():
     world = World(3, deadly=set())
     pool = world.pool
+    for name in ("w1", "w2"):
+        pool.on_heartbeat(name, big_beat(name), now=RESTART_S + 1)
     world.submit(1, 9)
     world.step()
     world.submit(20, 3)
@@ -254,6 +261,84 @@ def test_without_a_restart_the_least_loaded_worker_is_kept_for_suspects():
     assert {one.worker.endpoint for one in pool.assign()} == {"w2"}
     pool.on_results("w1", [completed(next(iter(pool.workers["w1"].jobs)))])
     assert ("w1", "token") in {(one.worker.endpoint, one.apart) for one in pool.assign()}
+
+
+def start(pool: Pool, endpoint: str, *job_ids: int) -> None:
+    jobs = [pool.workers[endpoint].jobs[one].job for one in job_ids]
+    started = [JobProgress(one.job_id, one.attempt, has_token=False) for one in jobs]
+    pool.on_results(endpoint, started)
+
+
+def test_jobs_held_beside_a_group_leave_no_doubt_and_are_not_charged():
+    """A group runs until its end at the only worker, which holds new jobs beside it."""
+    world = World(1, deadly=set())
+    pool = world.pool
+    (poison,) = world.submit(1, 1, GRAMMAR)
+    pool.assign()
+    world.give_tokens("w0")
+    world.die("w0")
+    assert [one.apart for one in pool.assign()] == ["end"]
+    held = world.submit(10, 5)
+    assert [one.apart for one in pool.assign()] == [""]
+    start(pool, "w0", 1)
+    world.die("w0")
+    assert isinstance(poison.error, GenerationFailed)
+    assert [one.error for one in held] == [None] * 5
+    assert len(pool.suspects) == 0
+    assert len(pool.waiting) == 5
+
+
+def test_a_job_that_started_beside_a_group_leaves_doubt():
+    world = World(1, deadly=set())
+    pool = world.pool
+    (first,) = world.submit(1, 1, GRAMMAR)
+    pool.assign()
+    world.give_tokens("w0")
+    world.die("w0")
+    pool.assign()
+    (later,) = world.submit(10, 1)
+    pool.assign()
+    start(pool, "w0", 1, 10)
+    world.die("w0")
+    assert (first.error, later.error) == (None, None)
+    assert {one.job.job_id for one in pool.suspects} == {1, 10}
+
+
+def test_a_suspect_beside_a_grammar_that_has_a_token_is_not_blamed():
+    """The grammar was cleared by its first token, and its mask may have ended the worker since."""
+    world = World(1, deadly=set())
+    pool = world.pool
+    world.submit(1, 1, GRAMMAR)
+    (innocent,) = world.submit(2, 1)
+    pool.assign()
+    world.die("w0")
+    for job_id in (1, 2):
+        (assignment,) = pool.assign()
+        assert [one.job_id for one in assignment.jobs] == [job_id]
+        start(pool, "w0", job_id)
+        if job_id == 1:
+            world.give_tokens("w0")
+    world.die("w0")
+    assert innocent.error is None
+    assert {one.job.job_id for one in pool.suspects} == {1, 2}
+
+
+def test_suspects_that_run_until_their_end_leave_the_last_worker_to_others():
+    world = World(2, deadly=set())
+    pool = world.pool
+    world.submit(1, 1, GRAMMAR)
+    (assignment,) = pool.assign()
+    lost = assignment.worker.endpoint
+    world.give_tokens(lost)
+    pool.mark_worker_lost(lost, "killed")
+    assert pool.assign() == []
+    world.submit(10, 1)
+    assert [one.apart for one in pool.assign()] == [""]
+    # It is not started again.
+    other = next(one for one in pool.workers if one != lost)
+    pool.on_results(other, [completed(10)])
+    pool.on_heartbeat(other, big_beat(other), now=RESTART_S + 1)
+    assert [one.apart for one in pool.assign()] == ["end"]
 
 
 def test_suspects_can_be_withdrawn_and_aborted_and_fail_without_a_worker():

@@ -8,12 +8,14 @@ from typing import Any
 
 import gevent
 import pytest
+from transformers import AutoTokenizer
 
-from app.inputs import images
+from app.inputs import chat_template, images
 from app.inputs import tokenizer as tokenizers
+from app.inputs.chat_template import Chat, render_all
 from app.inputs.tokenizer import TURN_LENGTH, batches_of, check_text, encode_all
-from app.inputs.turns import Turns
-from titopool.errors import ClientGone, NoReadyWorker, PromptTooLong
+from app.inputs.turns import Turns, within
+from titopool.errors import ClientGone, InvalidRequest, NoReadyWorker, PromptTooLong
 
 
 class Held:
@@ -145,3 +147,66 @@ def test_long_lists_are_cut_into_turns_of_whole_texts():
     assert covered == lengths
     assert all(total <= TURN_LENGTH + 2 for one, total in batches if len(lengths[one]) > 1)
     assert len(batches) == 6
+
+
+def spin() -> None:
+    while True:
+        pass
+
+
+def test_a_call_that_never_ends_is_ended_and_the_thread_goes_on():
+    turns = Turns()
+    endless = gevent.spawn(turns.call, within, 0.2, spin)
+    with pytest.raises(TimeoutError, match=r"more than 0\.2 s of CPU time"):
+        endless.get(timeout=60)
+    assert gevent.spawn(turns.call, within, 60.0, lambda: 7).get(timeout=60) == 7
+
+
+def test_a_call_that_fails_raises_its_own_error_and_one_that_waits_takes_no_time():
+    with pytest.raises(ZeroDivisionError):
+        within(60.0, lambda: 1 // 0)
+    assert within(0.05, lambda: time.sleep(0.3)) is None
+
+
+def test_nothing_is_raised_in_what_follows_a_call():
+    """Calls that end at about their limit, many times: each returns or raises TimeoutError."""
+
+    def work(until_s: float) -> str:
+        while time.thread_time() < until_s:
+            pass
+        return "done"
+
+    ends = set()
+    for index in range(40):
+        # The watching thread looks 0.1 s after the start at the earliest.
+        until_s = time.thread_time() + 0.098 + 0.004 * index / 40
+        try:
+            ends.add(within(0.05, lambda until_s=until_s: work(until_s)))
+        except TimeoutError:
+            ends.add("ended")
+        follows = sum(one for one in range(2000))
+        assert follows == 1999000
+    assert "ended" in ends
+
+
+@pytest.mark.parametrize("template", [
+    "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+    "{% macro a(n) %}{% for b in range(n) %}{{ a(n) }}{% endfor %}{% endmacro %}"
+    "{% for a in range(n) %}{% for b in range(n) %}{{ b }}{% endfor %}{% endfor %}",
+])  # fmt: skip
+def test_a_template_that_takes_too_long_is_refused(monkeypatch, tiny_model: str, template: str):
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    tokenizer.chat_template = "{% if n %}" + template + "{% endif %}{{ messages[0].content }}"
+    monkeypatch.setattr(chat_template, "MAX_RENDER_S", 0.3)
+
+    def chat(n: int) -> Chat:
+        return Chat([{"role": "user", "content": "a"}], "messages[1]", None, {"n": n})
+
+    with pytest.raises(InvalidRequest) as caught:
+        render_all(tokenizer, [chat(99_999)], 512)
+    assert caught.value.message.startswith(
+        "messages[1]: expected messages, tools and chat_template_"
+    )
+    assert "within 0.3 s of CPU time" in caught.value.message
+    monkeypatch.undo()
+    assert render_all(tokenizer, [chat(0)], 512) == tokenizer(["a"])["input_ids"]

@@ -88,6 +88,28 @@ def test_a_receiver_leaves_an_address_that_is_no_store(
         assert receiver.has_ended(LEAVE_TIMEOUT_S)
 
 
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+def test_a_receiver_leaves_an_address_that_stays_silent(host: str):
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port = listening.getsockname()[1]
+        args = GroupArgs("vllm", "gloo", host, port, 1, 2, TIMEOUT_S)
+        receiver = Receiver(args, CPU)
+        connection, _ = listening.accept()
+        with connection:
+            # The store waits for the answer to its first message.
+            assert connection.recv(1)
+            assert not receiver.has_ended(0.5)
+            receiver.close()
+            assert receiver.has_ended(LEAVE_TIMEOUT_S)
+
+
+def test_a_receiver_gives_up_at_its_deadline_when_the_address_stays_silent():
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        receiver = receiver_of(listening.getsockname()[1], 1, 2, timeout_s=1.0)
+        assert receiver.has_ended(2 * SOON_S)
+        assert receiver.error
+
+
 def random_tensors(seed: int) -> list[tuple[str, Any]]:
     """Tensors of mixed dtypes, so that some begin at odd offsets; some are empty."""
     chance = random.Random(seed)

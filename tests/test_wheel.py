@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import requests
 
-from tests.servers import REPOSITORY, START_TIMEOUT_S, free_port, wait_until
+from tests.servers import REPOSITORY, START_TIMEOUT_S, STOP_TIMEOUT_S, free_port, wait_until
 from titopool import __version__
 
 ROOTS = ("app", "titopool", "workers")
@@ -120,7 +120,7 @@ def test_the_server_runs_without_the_checkout(commands: Path, tmp_path: Path, wo
     try:
         wait_until(is_live, START_TIMEOUT_S, log.read_text)
         process.send_signal(signal.SIGTERM)
-        assert process.wait(15) == 0, log.read_text()
+        assert process.wait(STOP_TIMEOUT_S) == 0, log.read_text()
     finally:
         process.kill()
         process.wait()

@@ -9,9 +9,10 @@ import pytest
 
 from titopool.errors import InvalidRequest
 from titopool.settings.config import ServerConfig
-from titopool.wire.messages import Completed, Failed, Job
+from titopool.wire.messages import Apart, Completed, Failed, Job, JobProgress
 from workers.engine.base import Generated
 from workers.engine.versions import Versions
+from workers.serving import apart
 from workers.serving.apart import ApartGroups
 from workers.serving.jobs import FrontEnd
 from workers.serving.server import WorkerServer
@@ -112,7 +113,7 @@ def test_a_worker_that_was_blocked_drops_no_front_end(monkeypatch: pytest.Monkey
 
 def test_jobs_that_run_apart_take_turns():
     async def story() -> None:
-        groups = ApartGroups()
+        groups = ApartGroups(lambda *, with_token: False)
         first = groups.add(2, b"a", "token")
         (second,) = groups.add(1, b"b", "end")
         waiting = asyncio.ensure_future(second.wait())
@@ -131,3 +132,71 @@ def test_jobs_that_run_apart_take_turns():
         assert groups.of_others(b"a") == ""
 
     asyncio.run(story())
+
+
+@pytest.mark.parametrize("risk, hold_s", [("new", 3600.0), ("grammar", 3600.0), ("grammar", 0.1)])
+def test_a_group_waits_for_what_may_end_the_engine(
+    monkeypatch: pytest.MonkeyPatch, risk: str, hold_s: float
+):
+    """For a job without a token at any time, for one with a grammar only so long."""
+    monkeypatch.setattr(apart, "HOLD_S", hold_s)
+
+    async def story() -> None:
+        risks = {risk}
+        groups = ApartGroups(
+            lambda *, with_token: bool(risks if with_token else risks - {"grammar"})
+        )
+        (turn,) = groups.add(1, b"a", "token")
+        waiting = asyncio.ensure_future(turn.wait())
+        if hold_s > 1:
+            await asyncio.sleep(0.2)
+            assert not waiting.done()
+            risks.clear()
+            groups.start_first()
+        await asyncio.wait_for(waiting, 20)
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize("until, hold_s", [("token", 0.0), ("end", 3600.0), ("end", 0.1)])
+def test_jobs_that_come_later_are_held_beside_a_group(
+    monkeypatch: pytest.MonkeyPatch, until: Apart, hold_s: float
+):
+    """Until its token however long that takes, else only so long."""
+    monkeypatch.setattr(apart, "HOLD_S", hold_s)
+
+    async def story() -> None:
+        groups = ApartGroups(lambda *, with_token: False)
+        await asyncio.wait_for(groups.wait_beside(), 20)
+        (turn,) = groups.add(1, b"a", until)
+        waiting = asyncio.ensure_future(groups.wait_beside())
+        if until == "token" or hold_s > 1:
+            await asyncio.sleep(0.2)
+            assert not waiting.done()
+            turn.end()
+        await asyncio.wait_for(waiting, 20)
+
+    asyncio.run(story())
+
+
+def test_a_job_that_was_held_says_when_it_starts(monkeypatch: pytest.MonkeyPatch):
+    """So a front end does not take it for the cause of a death while it was held."""
+
+    async def story() -> list[Any]:
+        server = WorkerServer(
+            Engine(),  # type: ignore[arg-type]
+            endpoint="ipc://none", worker_id="0", config=ServerConfig(), report=print,
+        )  # fmt: skip
+        posted: list[Any] = []
+        monkeypatch.setattr(server, "_post", lambda front_end, result: posted.append(result))
+        (turn,) = server._apart.add(1, b"other", "token")
+        running = asyncio.create_task(server._run_job(FrontEnd(0.0), JOB))
+        await asyncio.sleep(0.1)
+        assert posted == []
+        turn.end()
+        await asyncio.wait_for(running, 20)
+        return posted
+
+    started, end = asyncio.run(story())
+    assert started == JobProgress(7, 2, has_token=False)
+    assert isinstance(end, Completed)

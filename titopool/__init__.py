@@ -1,6 +1,6 @@
 """titopool: a token-in/token-out generation server for reinforcement-learning post-training.
 
-    from titopool import Client, AsyncClient
+    from titopool import Client, AsyncClient, Rollout, run_rollouts
 
 Trainers import this package, and both sides of the server share it: `app` (the HTTP front end) and
 `workers` (one process for each engine). It imports neither side, nor Flask, vLLM or torch, at the
@@ -17,15 +17,24 @@ if TYPE_CHECKING:
     from titopool.client.results import Completion, PromptResult, Score
     from titopool.client.sync_client import Client
     from titopool.errors import TitopoolError
+    from titopool.rollouts.batches import TokenBatch, pad_rollouts
+    from titopool.rollouts.pipeline import TokenPipeline
+    from titopool.rollouts.rollout import Rollout
+    from titopool.rollouts.runner import run_rollouts
 
 __all__ = [
     "AsyncClient",
     "Client",
     "Completion",
     "PromptResult",
+    "Rollout",
     "Score",
     "TitopoolError",
+    "TokenBatch",
+    "TokenPipeline",
     "__version__",
+    "pad_rollouts",
+    "run_rollouts",
 ]
 
 _MODULES = {
@@ -33,8 +42,13 @@ _MODULES = {
     "Client": "titopool.client.sync_client",
     "Completion": "titopool.client.results",
     "PromptResult": "titopool.client.results",
+    "Rollout": "titopool.rollouts.rollout",
     "Score": "titopool.client.results",
     "TitopoolError": "titopool.errors",
+    "TokenBatch": "titopool.rollouts.batches",
+    "TokenPipeline": "titopool.rollouts.pipeline",
+    "pad_rollouts": "titopool.rollouts.batches",
+    "run_rollouts": "titopool.rollouts.runner",
 }
 
 

@@ -11,6 +11,7 @@ from collections.abc import MutableMapping
 from typing import Any
 
 from titopool.settings.config import SECRET_VARIABLES, ServerConfig
+from titopool.wire.sockets import MAX_IPC_PATH_BYTES
 
 # Set by torchrun, accelerate or a trainer that starts the server.
 LAUNCHER_VARIABLES = (
@@ -51,6 +52,9 @@ def default_engine_options(
     config: ServerConfig, environ: MutableMapping[str, str], *, on_cpu: bool, seed: int
 ) -> dict[str, Any]:
     """Defaults of vLLM's engine options, by vLLM's names; sets variables that belong to them."""
+    # The names of vLLM's sockets are UUIDs. Its default is the folder for all users' temporary files.
+    if config.run_dir and len(os.fsencode(config.run_dir)) + 37 <= MAX_IPC_PATH_BYTES:
+        environ.setdefault("VLLM_RPC_BASE_PATH", config.run_dir)
     options: dict[str, Any] = {
         "seed": seed,
         # Policy gradients need log-probabilities after temperature and penalties.

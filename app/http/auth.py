@@ -2,7 +2,7 @@
 
 from flask import Flask, g, request
 
-from app.http.keys import Keys
+from app.http.keys import NO_KEY, Key, Keys
 from titopool.errors import Unauthorized
 
 # Probes of container platforms send no key.
@@ -23,7 +23,7 @@ def init_app(app: Flask, keys: Keys) -> None:
     def check_key() -> None:
         given = request.headers.get("Authorization", "").encode("latin-1", "replace")
         key = keys.find(given.removeprefix(_SCHEME)) if given.startswith(_SCHEME) else None
-        g.key_name = key.name if key else ""
+        g.key = key or NO_KEY
         endpoint = request.endpoint or ""
         needs_admin = keys.guard_administration and endpoint.partition(".")[0] in ADMIN_BLUEPRINTS
         g.sees_details = bool(key) or not keys.guard_generation
@@ -39,10 +39,10 @@ def init_app(app: Flask, keys: Keys) -> None:
             )
 
 
-def key_name() -> str:
-    """The name of the current request's key; "" if it has none or an unknown one."""
-    name: str = g.get("key_name", "")
-    return name
+def current_key() -> Key:
+    """The current request's key; `NO_KEY` if it has none or an unknown one."""
+    key: Key = g.get("key", NO_KEY)
+    return key
 
 
 def sees_details() -> bool:

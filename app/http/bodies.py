@@ -28,7 +28,7 @@ BYTES_PER_BYTE = 3
 # The same for one byte of a body with other characters than ASCII, whose strings take four each.
 BYTES_PER_WIDE_BYTE = 6
 # A number with its place in a list, after each comma; a list or an object with copies, of which few
-# may be alive at once because a garbage collection visits each (a second for ten million).
+# may be alive at once because a garbage collection visits each (0.3 s for a million).
 BYTES_PER_COMMA = 44
 BYTES_PER_CONTAINER = 1024
 # So many in a piece count as lists and objects, wherever they stand.

@@ -12,6 +12,8 @@ import gevent
 from flask import Flask, Response, has_request_context, request
 from gevent.monkey import get_original
 
+from titopool.errors import ClientGone
+
 # File descriptors for sockets to the workers, logs and libraries.
 RESERVED = 512
 # Connections without an open request: idle, or about to get a 429.
@@ -89,8 +91,20 @@ def watching(client: socket.socket | None, on_gone: Callable[[], None]) -> Itera
             one.close()
 
 
+def client_gone() -> ClientGone:
+    """The error of a client that closed its connection, or that may have done so."""
+    return ClientGone(
+        "expected an open connection until the answer, got the end of what the client sends; keep "
+        "the sending side open too"
+    )
+
+
 def has_hung_up(descriptor: int) -> bool:
-    """Whether the peer has closed its end of a socket."""
+    """Whether the peer has closed its end of a socket.
+
+    A client that was killed and one that only ended its sending side look the same until bytes are
+    sent, which HTTP has none for before an answer.
+    """
     poller = _poll()
     poller.register(descriptor, select.POLLRDHUP)
     return bool(poller.poll(0))

@@ -15,14 +15,23 @@ from titopool.settings.config import ServerConfig
 logger = logging.getLogger(__name__)
 
 CHECK_EVERY_S = 1.0
-_NAME = re.compile(r"[\w.@-]{1,64}", re.ASCII)
+_LINE = re.compile(
+    r"(?P<name>[\w.@-]{1,64})\s+(?P<key>\S+)(?P<admin>\s+admin)?(\s+weight=(?P<weight>[1-9]\d{0,2}))?",
+    re.ASCII,
+)
 
 
 class Key(NamedTuple):
-    """A key's name, for logs and metrics, and whether it opens administrative routes."""
+    """A key's name, for logs and metrics, and what it opens."""
 
     name: str
+    # Whether it opens administrative routes.
     is_admin: bool
+    # Its share of the slots, compared with other keys that have requests waiting.
+    weight: int = 1
+
+
+NO_KEY = Key("", is_admin=False)
 
 
 class Keys:
@@ -95,31 +104,38 @@ def digest_of(key: bytes) -> bytes:
 def read_keys(path: str) -> Mapping[bytes, Key]:
     """The keys of a file, by their digests.
 
-    A line is `NAME KEY` or `NAME KEY admin`. Empty lines and lines that begin with # are skipped.
+    A line is `NAME KEY [admin] [weight=N]`. Empty lines and lines that begin with # are skipped.
     Several keys may have one name, so that a client can change its key without a gap.
 
     Raises:
-        ConfigError: the file cannot be read, has no key, or has a line of another form.
+        ConfigError: the file cannot be read, has no key, has a line of another form, or two weights
+            for one name.
     """
     keys: dict[bytes, Key] = {}
+    weights: dict[str, int] = {}
     content = read_secret_file(path, "api_key_file").decode("latin-1")
     for number, line in enumerate(content.splitlines(), start=1):
-        words = line.split()
-        if not words or words[0].startswith("#"):
+        if not line.strip() or line.lstrip().startswith("#"):
             continue
-        is_key = len(words) == 2 or (len(words) == 3 and words[2] == "admin")
+        found = _LINE.fullmatch(line.strip())
         # The line is not shown: it may hold a key.
-        if not (is_key and _NAME.fullmatch(words[0]) and words[1].isascii()):
+        if not (found and found["key"].isascii()):
             raise ConfigError(
-                f"api_key_file: expected lines `NAME KEY` or `NAME KEY admin` in {path}, names of "
-                f"letters, digits and .@_-, got another form in line {number}"
+                f"api_key_file: expected lines `NAME KEY [admin] [weight=N]` in {path}, names of "
+                f"letters, digits and .@_-, N from 1 to 999, got another form in line {number}"
             )
-        digest = digest_of(words[1].encode())
+        key = Key(found["name"], bool(found["admin"]), int(found["weight"] or 1))
+        if weights.setdefault(key.name, key.weight) != key.weight:
+            raise ConfigError(
+                f"api_key_file: expected one weight for all keys named {key.name!r} in {path}, got "
+                f"another one in line {number}"
+            )
+        digest = digest_of(found["key"].encode())
         if digest in keys:
             raise ConfigError(
                 f"api_key_file: expected each key once in {path}, got one again in line {number}"
             )
-        keys[digest] = Key(words[0], is_admin=len(words) == 3)
+        keys[digest] = key
     if not keys:
         raise ConfigError(f"api_key_file: expected at least one key in {path}, got none")
     return keys

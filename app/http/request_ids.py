@@ -11,7 +11,7 @@ from typing import Any
 
 from flask import Flask, Response, g, request
 
-from app.http.auth import OPEN_ENDPOINTS, key_name
+from app.http.auth import OPEN_ENDPOINTS, current_key
 from titopool.errors import TitopoolError
 
 logger = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ def init_app(app: Flask) -> None:
             error = body.get("error") if isinstance(body, dict) else None
             # An internal error has been logged with its traceback.
             if isinstance(error, dict) and error.get("code") != TitopoolError.code:
-                log_failure(g.request_id, response.status_code, error, key_name())
+                log_failure(g.request_id, response.status_code, error, current_key().name)
         return response
 
 

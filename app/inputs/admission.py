@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from app.http.budget import Reservation
+from app.http.keys import NO_KEY, Key
 from app.http.request_ids import adopt
 from app.inputs.chat_template import Chat, length_of, render_all
 from app.inputs.tokenizer import TokenizerLoader, batches_of, encode_all
@@ -47,8 +48,8 @@ class Admission:
     client: socket.socket | None = None
     # What the request has taken of the front end's memory budget.
     reservation: Reservation | None = None
-    # The name of the client's key; "": none.
-    key_name: str = ""
+    # The client's key.
+    key: Key = NO_KEY
 
     def identified(self, request_id: str | None, session_id: str | None) -> "Admission":
         """The admission with the ids of a body: a header's request id wins over the body's, the

@@ -3,10 +3,12 @@
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from app.inputs.chat_messages import join_text_parts, merge_developer_into_system
 from app.inputs.tokenizer import encode_all
+from app.inputs.turns import within
 from app.schemas.generation import Message
 from titopool.errors import InvalidRequest, TitopoolError
 
@@ -17,6 +19,8 @@ RESERVED = frozenset(
      "truncation", "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask",
      "tokenizer_kwargs", "add_generation_prompt", "continue_final_message")
 )  # fmt: skip
+# CPU time of the template for one conversation.
+MAX_RENDER_S = 5.0
 _PROBE = "titopool"
 _KNOWS_DEVELOPER = re.compile("""["']developer["']""")
 _PROBE_IN_REPR = re.compile(r"""['"]text['"]\s*:\s*['"]""" + _PROBE)
@@ -93,17 +97,26 @@ def _render(tokenizer: Any, chat: Chat, reads_parts: bool) -> str:
     messages = chat.messages if reads_parts else join_text_parts(chat.messages, chat.location)
     if not _KNOWS_DEVELOPER.search(str(tokenizer.chat_template)):
         messages = merge_developer_into_system(messages)
+    render = partial(
+        tokenizer.apply_chat_template,
+        messages,
+        tools=chat.tools or None,
+        add_generation_prompt=chat.add_generation_prompt,
+        continue_final_message=chat.continue_final_message,
+        tokenize=False,
+        **chat.template_kwargs,
+    )
     try:
-        text: str = tokenizer.apply_chat_template(
-            messages,
-            tools=chat.tools or None,
-            add_generation_prompt=chat.add_generation_prompt,
-            continue_final_message=chat.continue_final_message,
-            tokenize=False,
-            **chat.template_kwargs,
-        )
+        text: str = within(MAX_RENDER_S, render)
     except TitopoolError:
         raise
+    except TimeoutError as error:
+        raise InvalidRequest(
+            f"{chat.location}: expected messages, tools and chat_template_kwargs that the model's chat "
+            f"template renders within {MAX_RENDER_S:g} s of CPU time, got some that take longer; send "
+            "fewer or shorter ones",
+            param="messages",
+        ) from error
     except Exception as error:
         # Templates raise arbitrary errors, on purpose or over unexpected messages.
         raise InvalidRequest(
@@ -120,7 +133,9 @@ def _accepts_parts(tokenizer: Any) -> bool:
     if known is None:
         message = {"role": "user", "content": [{"type": "text", "text": _PROBE}]}
         try:
-            text = tokenizer.apply_chat_template([message], tokenize=False)
+            text = within(
+                MAX_RENDER_S, lambda: tokenizer.apply_chat_template([message], tokenize=False)
+            )
             # A template that prints the list itself shows its keys.
             known = _PROBE in text and not _PROBE_IN_REPR.search(text)
         except Exception:

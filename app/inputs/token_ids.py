@@ -12,7 +12,11 @@ from titopool.settings.sampling import check_token_ids
 from titopool.wire.messages import WorkerFacts
 
 # Kinds of prompts, as error messages name them.
-KINDS = {str: "text", list: "token ids", TokensPrompt: "TokensPrompt objects"}
+KINDS: dict[type, str] = {
+    str: "text", list: "token ids", np.ndarray: "token ids", TokensPrompt: "TokensPrompt objects",
+}  # fmt: skip
+# As a client sends them, and as long lists are decoded (`app/schemas/long_lists.py`).
+TokenIds = list[int] | np.ndarray
 
 
 def prompt_ids_of(body: GenerateBody, admission: Admission) -> list[np.ndarray]:
@@ -48,19 +52,19 @@ def _check_kinds(prompts: Sequence[object]) -> None:
         raise InvalidRequest(
             "prompts: expected at least one prompt, got an empty list", param="prompts"
         )
-    first = type(prompts[0])
+    first = KINDS[type(prompts[0])]
     for index, prompt in enumerate(prompts):
-        if type(prompt) is not first:
+        if (kind := KINDS[type(prompt)]) != first:
             raise InvalidRequest(
-                f"prompts[{index}]: expected {KINDS[first]} like prompts[0], got "
-                f"{KINDS[type(prompt)]}; send each kind in a separate request",
+                f"prompts[{index}]: expected {first} like prompts[0], got "
+                f"{kind}; send each kind in a separate request",
                 param="prompts",
             )
 
 
 def _token_ids(
     prompts: Sequence[str | list[int] | TokensPrompt], admission: Admission, *, is_truncated: bool
-) -> list[list[int]]:
+) -> Sequence[TokenIds]:
     texts = [prompt for prompt in prompts if isinstance(prompt, str)]
     if texts:
         locations = [f"prompts[{index}]" for index in range(len(texts))]
@@ -68,10 +72,10 @@ def _token_ids(
     return [ids for ids in map(_ids_in, prompts) if ids is not None]
 
 
-def _ids_in(prompt: str | list[int] | TokensPrompt) -> list[int] | None:
+def _ids_in(prompt: str | TokenIds | TokensPrompt) -> TokenIds | None:
     if isinstance(prompt, TokensPrompt):
         return prompt.prompt_token_ids
-    return prompt if isinstance(prompt, list) else None
+    return None if isinstance(prompt, str) else prompt
 
 
 def tokens_to_keep(body: SamplingBody, facts: WorkerFacts) -> int | None:
@@ -90,20 +94,20 @@ def tokens_to_keep(body: SamplingBody, facts: WorkerFacts) -> int | None:
     return limit
 
 
-def checked_ids(ids: list[int], location: str, vocab_size: int) -> np.ndarray:
+def checked_ids(ids: TokenIds, location: str, vocab_size: int) -> np.ndarray:
     """Token ids as int32 [tokens]; `location` is their location in the client's body.
 
     Raises:
         InvalidRequest: there are no ids, or an id is outside the vocabulary.
     """
-    if not ids:
+    if not len(ids):
         raise InvalidRequest(
             f"{location}: expected at least one token, got an empty prompt",
             param=location.partition("[")[0],
         )
     # Before the conversion, because an integer may be too large for int32.
     check_token_ids(location, ids, vocab_size)
-    return np.array(ids, dtype=np.int32)
+    return np.asarray(ids, dtype=np.int32)
 
 
 def check_length(num_tokens: int, location: str, max_model_len: int) -> None:

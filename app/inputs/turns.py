@@ -3,6 +3,7 @@
 Work that would block the other requests goes to a thread: tokenizing, rendering, images.
 """
 
+import ctypes
 import itertools
 import socket
 import time
@@ -13,13 +14,19 @@ from typing import Any, TypeVar, cast
 
 import gevent
 from gevent.event import AsyncResult
+from gevent.monkey import get_original
 from gevent.threadpool import ThreadPool
 
-from app.http.connections import watching
-from titopool.errors import ClientGone
+from app.http.connections import client_gone, watching
 
 Result = TypeVar("Result")
 
+# Between two attempts to end a call.
+END_AGAIN_S = 0.1
+# Of threads, not of greenlets.
+_allocate_lock = get_original("_thread", "allocate_lock")
+_start_new_thread = get_original("_thread", "start_new_thread")
+_get_ident = get_original("_thread", "get_ident")
 # A call of this size waits at most one second for smaller ones that came after it.
 SIZE_PER_S = 100_000
 _numbers = itertools.count()
@@ -56,7 +63,7 @@ class Turns:
             ClientGone: the client has hung up before the end of the call.
         """
         outcome = self.submit(function, *arguments, size=size)
-        gone = ClientGone("the client closed its connection")
+        gone = client_gone()
         try:
             with watching(client, lambda: outcome.set_exception(gone)):
                 return cast("Result", outcome.get())
@@ -88,6 +95,68 @@ class Turns:
                     outcome.set(result) if error is None else outcome.set_exception(error)
         finally:
             self._is_running = False
+
+
+def within(limit_s: float, function: Callable[[], Result]) -> Result:
+    """What `function` returns or raises; only Python code can be ended, native code ends first.
+
+    Args:
+        limit_s: CPU seconds of this thread.
+
+    Raises:
+        TimeoutError: the call took longer.
+    """
+    watch = _Watch(limit_s)
+    try:
+        _start_new_thread(watch.run, ())
+        result, error = _caught(function)
+        watch.stop()
+    except _Ended:
+        # No thread runs between the exception and this assignment, so no second one can come.
+        watch.is_stopped = True
+        watch.stop()
+        result, error = None, TimeoutError(f"it took more than {limit_s:g} s of CPU time")
+    if error is not None:
+        raise error
+    return cast("Result", result)
+
+
+class _Ended(BaseException):
+    """Raised in the midst of a call; no handler of `Exception` in it keeps it."""
+
+
+class _Watch:
+    """Ends what the thread that made it does, once that has taken too much CPU time."""
+
+    def __init__(self, limit_s: float) -> None:
+        thread = _get_ident()
+        self._clock = time.pthread_getcpuclockid(thread)
+        self._last_s = time.clock_gettime(self._clock) + limit_s
+        # CPython's function for it; without a class, one that waits to be raised is dropped.
+        self._raise = partial(ctypes.pythonapi.PyThreadState_SetAsyncExc, ctypes.c_ulong(thread))
+        self._lock, self._is_over = _allocate_lock(), _allocate_lock()
+        self._is_over.acquire()
+        self.is_stopped = False
+
+    def run(self) -> None:
+        """In a thread of its own, until `stop`."""
+        while not self._is_over.acquire(True, max(END_AGAIN_S, self._left_s)):
+            with self._lock:
+                # Again and again: what is raised in a finaliser is lost.
+                if not self.is_stopped and self._left_s < 0:
+                    self._raise(ctypes.py_object(_Ended))
+
+    @property
+    def _left_s(self) -> float:
+        return self._last_s - time.clock_gettime(self._clock)
+
+    def stop(self) -> None:
+        """Nothing is raised any more when it returns; a second call does nothing."""
+        with self._lock:
+            self.is_stopped = True
+            self._raise(None)
+        if self._is_over.locked():
+            self._is_over.release()
 
 
 def _caught(call: Callable[[], Any]) -> tuple[Any, Exception | None]:

@@ -149,7 +149,9 @@ def _without_tokens(results: Sequence[Completed]) -> dict[str, Any]:
     """The fields that are equal in JSON and MessagePack."""
     completions = _completions(results)
     versions = [result.adapter_version for result in results]
+    ranges = [result.image_ranges for result in results]
     return {
+        **({"image_ranges": ranges} if any(ranges) else {}),
         **({"lora_versions": versions} if any(one is not None for one in versions) else {}),
         "finish_reasons": [one.finish_reason for one in completions],
         "weight_versions": [one.weight_versions for one in completions],

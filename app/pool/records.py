@@ -5,7 +5,7 @@ import dataclasses
 import itertools
 import re
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
@@ -27,6 +27,8 @@ from titopool.wire.messages import (
 # The share of an engine's slots that is kept for requests of which no job was sent, at least one
 # slot. An engine with fewer slots than the second number keeps none.
 KEPT_SHARE, LEAST_SLOTS = 0.02, 8
+# How many jobs a key may be ahead of other keys by requests that take kept slots.
+MAX_LEAD = 8
 # Jobs of at most so many engine steps are sent ahead of free slots: as many as end within two steps,
 # and at most a quarter of the slots. So the engine does not wait for them, and a new request that
 # comes behind them waits two steps.
@@ -149,7 +151,7 @@ class Worker:
         last = self.heartbeat
         self.heartbeat, self.last_seen = beat, now
         self.record_load_of_others(
-            Load(beat.other_sequences, beat.other_tokens, beat.other_new, beat.apart)
+            Load(beat.other_sequences, beat.other_tokens, beat.other_risks, beat.apart)
         )
         if last is not None and last.weights.order != beat.weights.order:
             # The cached blocks were computed with other weights.
@@ -221,8 +223,8 @@ class Lane:
     num_tokens: int = 0
 
 
-class WaitingJobs:
-    """The queue of jobs that wait for a worker: requests have turns.
+class KeyJobs:
+    """The waiting jobs of one key: its requests have turns.
 
     Next is the request that had the fewest tokens, unless one without a turn has waited longer. So
     a new request waits for at most one job of each other one, and no request waits for ever. Each
@@ -230,13 +232,91 @@ class WaitingJobs:
     """
 
     def __init__(self) -> None:
-        # Jobs of lost workers had their turns: they come first.
-        self._returned: OrderedDict[int, OpenJob] = OrderedDict()
+        # The tokens that it had, for a weight of 1, counted from where keys that come begin; and
+        # the order of its arrival or of its last turn, whichever was later.
+        self.num_tokens = 0.0
+        self.since = 0
         # Requests without a turn, first to last.
-        self._new: OrderedDict[Request, Lane] = OrderedDict()
+        self.new: OrderedDict[Request, Lane] = OrderedDict()
         self._served: dict[Request, Lane] = {}
         # (num_tokens, since, lane) of `_served`, sorted.
         self._order: list[tuple[int, int, Lane]] = []
+        self._turns = itertools.count()
+
+    def __bool__(self) -> bool:
+        return bool(self.new or self._served)
+
+    def __iter__(self) -> Iterator[OpenJob]:
+        """The first jobs of all requests in the order of their turns, then the second ones, …"""
+        served = (lane for *_, lane in self._order)
+        first = [next(served)] if self._is_served_next() else []
+        lanes = itertools.chain(first, self.new.values(), served)
+        return in_turn(iter(lane.jobs.values()) for lane in lanes)
+
+    def _is_served_next(self) -> bool:
+        if not self._order or not self.new:
+            return bool(self._order)
+        return self._order[0][1] < next(iter(self.new.values())).since
+
+    @property
+    def first_new(self) -> OpenJob | None:
+        """The first job of the first request of which no job was sent; None if there is none."""
+        lane = next(iter(self.new.values()), None)
+        return next(iter(lane.jobs.values())) if lane else None
+
+    def append(self, open_job: OpenJob) -> None:
+        request = open_job.request
+        lane = self.new.get(request) or self._served.get(request)
+        if lane is None:
+            lane = self.new[request] = Lane(OrderedDict(), next(self._turns))
+        lane.jobs[open_job.job.job_id] = open_job
+
+    def take(self, open_job: OpenJob) -> None:
+        """Removes a job that is sent, which was its request's turn."""
+        request = open_job.request
+        was_new = request in self.new
+        least = self._order[0][0] if self._order else 0
+        lane = self._drop(request)
+        del lane.jobs[open_job.job.job_id]
+        if lane.jobs:
+            lane.num_tokens = (least if was_new else lane.num_tokens) + open_job.job.num_tokens
+            lane.since = next(self._turns)
+            self._served[request] = lane
+            bisect.insort(self._order, (lane.num_tokens, lane.since, lane))
+
+    def remove(self, request: Request, job_id: int) -> OpenJob:
+        lane = self.new.get(request) or self._served[request]
+        open_job = lane.jobs.pop(job_id)
+        if not lane.jobs:
+            self._drop(request)
+        return open_job
+
+    def _drop(self, request: Request) -> Lane:
+        """Takes a request's lane out of the order."""
+        if request in self.new:
+            return self.new.pop(request)
+        lane = self._served.pop(request)
+        del self._order[bisect.bisect_left(self._order, (lane.num_tokens, lane.since))]
+        return lane
+
+
+class WaitingJobs:
+    """The queue of jobs that wait for a worker: keys have turns, and a key's requests share them.
+
+    Next is the key that had the fewest tokens for its weight. A key without waiting jobs saves
+    nothing up: when one comes, it begins where the first key is. Requests without a key share the
+    turns of one key.
+    """
+
+    def __init__(self) -> None:
+        # Jobs of lost workers had their turns: they come first.
+        self._returned: OrderedDict[int, OpenJob] = OrderedDict()
+        # By name, all that were ever seen: they are those of the server's file.
+        self._keys: dict[str, KeyJobs] = {}
+        # (num_tokens, since, key) of those that have waiting jobs, sorted.
+        self._order: list[tuple[float, int, KeyJobs]] = []
+        # The tokens of the first key at the last turn.
+        self._least = 0.0
         self._requests: dict[int, Request] = {}
         self._turns = itertools.count()
 
@@ -244,25 +324,9 @@ class WaitingJobs:
         return len(self._requests) + len(self._returned)
 
     def __iter__(self) -> Iterator[OpenJob]:
-        """The first jobs of all requests in the order of their turns, then the second ones, …"""
+        """The first jobs of all keys in the order of their turns, then the second ones, …"""
         yield from self._returned.values()
-        served = (lane for *_, lane in self._order)
-        first = [next(served)] if self._is_served_next() else []
-        begun = []
-        for lane in itertools.chain(first, self._new.values(), served):
-            begun.append(iter(lane.jobs.values()))
-            yield next(begun[-1])
-        while begun:
-            for jobs in list(begun):
-                if (open_job := next(jobs, None)) is None:
-                    begun.remove(jobs)
-                else:
-                    yield open_job
-
-    def _is_served_next(self) -> bool:
-        if not self._order or not self._new:
-            return bool(self._order)
-        return self._order[0][1] < next(iter(self._new.values())).since
+        yield from in_turn(iter(key) for *_, key in self._order)
 
     @property
     def first(self) -> OpenJob:
@@ -270,21 +334,31 @@ class WaitingJobs:
 
     @property
     def first_new(self) -> OpenJob | None:
-        """The first job of the first request of which no job was sent; None if there is none."""
-        lane = next(iter(self._new.values()), None)
-        return next(iter(lane.jobs.values())) if lane else None
+        """The first job of a new request that may have a kept slot; None if there is none.
+
+        A key that is `MAX_LEAD` such jobs ahead of the first has to wait for its turn: many small
+        requests would else take all slots from a key with large ones.
+        """
+        for num_tokens, _, key in self._order:
+            new = key.first_new
+            if new and num_tokens - self._order[0][0] <= MAX_LEAD * tokens_by_weight(new):
+                return new
+        return None
 
     def is_new(self, open_job: OpenJob) -> bool:
         """Whether no job of the request was sent."""
-        return open_job.request in self._new
+        key = self._keys.get(open_job.job.key_name)
+        return key is not None and open_job.request in key.new
 
     def append(self, open_job: OpenJob) -> None:
-        request = open_job.request
-        lane = self._new.get(request) or self._served.get(request)
-        if lane is None:
-            lane = self._new[request] = Lane(OrderedDict(), next(self._turns))
-        lane.jobs[open_job.job.job_id] = open_job
-        self._requests[open_job.job.job_id] = request
+        name = open_job.job.key_name
+        if name not in self._keys:
+            self._keys[name] = KeyJobs()
+        if not (key := self._keys[name]):
+            key.num_tokens = max(key.num_tokens, self._least)
+            self._enter(key)
+        key.append(open_job)
+        self._requests[open_job.job.job_id] = open_job.request
 
     def prepend(self, open_jobs: Sequence[OpenJob]) -> None:
         """Puts jobs before all others, in their order."""
@@ -293,45 +367,60 @@ class WaitingJobs:
             self._returned.move_to_end(open_job.job.job_id, last=False)
 
     def take(self, open_job: OpenJob) -> None:
-        """Removes a job that is sent, which was its request's turn."""
-        request, job_id = open_job.request, open_job.job.job_id
-        was_new = request in self._new
-        least = self._order[0][0] if self._order else 0
-        lane = self._drop(request) if job_id in self._requests else None
-        if lane is None:
-            self._returned.pop(job_id)
+        """Removes a job that is sent, which was its key's and its request's turn."""
+        if self._requests.pop(open_job.job.job_id, None) is None:
+            self._returned.pop(open_job.job.job_id)
             return
-        del lane.jobs[job_id], self._requests[job_id]
-        if lane.jobs:
-            lane.num_tokens = (least if was_new else lane.num_tokens) + open_job.job.num_tokens
-            lane.since = next(self._turns)
-            self._served[request] = lane
-            bisect.insort(self._order, (lane.num_tokens, lane.since, lane))
+        self._least = self._order[0][0]
+        key = self._keys[open_job.job.key_name]
+        self._leave(key)
+        key.take(open_job)
+        key.num_tokens += tokens_by_weight(open_job)
+        if key:
+            self._enter(key)
 
     def remove(self, job_id: int) -> OpenJob | None:
         """Removes a job and returns it; None if it does not wait."""
         request = self._requests.pop(job_id, None)
         if request is None:
             return self._returned.pop(job_id, None)
-        lane = self._new.get(request) or self._served[request]
-        open_job = lane.jobs.pop(job_id)
-        if not lane.jobs:
-            self._drop(request)
+        key = self._keys[request.jobs[0].key_name]
+        open_job = key.remove(request, job_id)
+        if not key:
+            self._leave(key)
         return open_job
 
-    def _drop(self, request: Request) -> Lane:
-        """Takes a request's lane out of the order."""
-        if request in self._new:
-            return self._new.pop(request)
-        lane = self._served.pop(request)
-        del self._order[bisect.bisect_left(self._order, (lane.num_tokens, lane.since))]
-        return lane
+    def _enter(self, key: KeyJobs) -> None:
+        key.since = next(self._turns)
+        bisect.insort(self._order, (key.num_tokens, key.since, key))
+
+    def _leave(self, key: KeyJobs) -> None:
+        del self._order[bisect.bisect_left(self._order, (key.num_tokens, key.since))]
 
     def remove_all(self) -> list[OpenJob]:
         """Empties the queue and returns its jobs in order."""
         removed = list(self)
         self.__init__()  # type: ignore[misc]
         return removed
+
+
+def in_turn(queues: Iterable[Iterator[OpenJob]]) -> Iterator[OpenJob]:
+    """The first of each queue, then the second ones, …"""
+    begun = []
+    for queue in queues:
+        begun.append(queue)
+        yield from itertools.islice(queue, 1)
+    while begun:
+        for queue in list(begun):
+            if (open_job := next(queue, None)) is None:
+                begun.remove(queue)
+            else:
+                yield open_job
+
+
+def tokens_by_weight(open_job: OpenJob) -> float:
+    """What a job counts for its key."""
+    return open_job.job.num_tokens / open_job.request.weight
 
 
 def num_kept(num_slots: int) -> int:

@@ -32,6 +32,7 @@ class Request:
         *,
         facts: WorkerFacts | None = None,
         session: str = "",
+        weight: int = 1,
     ):
         """A request without results.
 
@@ -39,10 +40,12 @@ class Request:
             locations: where each prompt stood in the client's body; default `prompts[0]`, ….
             facts: the model that the jobs were checked for; None: any model may run them.
             session: jobs of one session prefer the same worker; "": no session.
+            weight: of the client's key, whose name the jobs have.
         """
         self.jobs = jobs
         self.facts = facts
         self.session = session
+        self.weight = weight
         self.locations = locations or [f"prompts[{index}]" for index in range(len(jobs))]
         self.results: list[Completed | None] = [None] * len(jobs)
         self.error: TitopoolError | None = None

@@ -9,15 +9,17 @@ them before its first token. No other job fails for it.
 """
 
 from collections import OrderedDict
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import NamedTuple
 
 from app.pool.records import OpenJob, Worker
-from titopool.settings.sampling import decode_options
-from titopool.wire.messages import Apart, Job, decode_chat_parsing
+from titopool.settings.sampling import has_grammar
+from titopool.wire.messages import Apart
 
 # A group of suspects that is split has so many parts.
 NUM_PARTS = 8
+# A worker that was lost sends heartbeats again within this time, or is not started again.
+RESTART_S = 30.0
 # A job that was alone at so many deaths fails, whatever other front ends had there.
 MAX_DEATHS = 4
 
@@ -84,8 +86,9 @@ class Suspects:
     def worker_of(self, workers: Collection[Worker]) -> Worker | None:
         """The worker that is kept for suspects now.
 
-        A worker without jobs of this front end; while none is, and none loads its engine, the one
-        with the fewest, which then gets no more of them.
+        A worker without jobs of this front end; while none is, and none starts, the one with the
+        fewest, which then gets no more of them. Suspects that run until their end wait for a worker
+        that starts rather than take the only one that serves.
         """
         present = next((one for one in workers if one.endpoint == self._endpoint), None)
         if present is not None and self.running(present):
@@ -93,17 +96,18 @@ class Suspects:
         if not self._waiting:
             self._endpoint = ""
             return None
-        job = self.first.job
-        ready = [one for one in workers if one.facts and one.has_adapter_of(job)]
-        if present in ready:
-            return present
-        best = min(
+        first = self.first
+        ready = [one for one in workers if one.facts and one.has_adapter_of(first.job)]
+        best = present if present in ready else min(
             ready,
             key=lambda one: (bool(one.jobs), one.load_of_others.other_sequences, one.num_sequences),
             default=None,
-        )
-        is_any_loading = any(one.heartbeat and one.heartbeat.facts is None for one in workers)
-        return None if best is not None and best.jobs and is_any_loading else best
+        )  # fmt: skip
+        if best is None or not _is_any_starting(workers):
+            return best
+        is_only_one = not any(one.facts and one is not best for one in workers)
+        is_busy = bool(best.jobs) and best is not present
+        return None if is_busy or (first.until_end and is_only_one) else best
 
     def take_group(self, worker: Worker) -> list[OpenJob]:
         """The next group for `worker`, which `worker_of` returned; empty if it is not its turn."""
@@ -131,29 +135,57 @@ class Suspects:
             worker: with its jobs, as it was when it was lost.
             blames_jobs: False if the worker was stopped on purpose, so that no job is the cause.
         """
-        jobs, group = list(worker.jobs.values()), self.running(worker)
+        jobs, group = list(worker.jobs.values()), _ids(self.running(worker))
         if worker.endpoint == self._endpoint:
             self._endpoint, self._group = "", set()
-        is_apart = all(one in group or one.job.job_id in worker.with_token for one in jobs)
-        if not blames_jobs or (is_apart and not all(_has_started(one, worker) for one in group)):
-            # No job is the cause, or one of another front end, whose turn came before.
-            return Verdict(None, [_as_before(one, is_suspect=one in group) for one in jobs])
-        if not group or not is_apart:
-            charged = [one.with_death() for one in jobs]
-            suspects = [one for one in charged if _may_be_cause(one, worker)]
-        elif len(group) == 1 and _is_proved(group[0].with_death(), worker):
-            others = [one.next_attempt() for one in jobs if one not in group]
-            return Verdict(group[0].with_death(), others)
-        else:
-            suspects = [one.with_death() for one in group]
-            charged = [*suspects, *(one for one in jobs if one not in group)]
-        num_with_token = sum(one.job.job_id in worker.with_token for one in suspects)
-        size = max(1, num_with_token // NUM_PARTS)
-        ids = {one.job.job_id for one in suspects}
+        if not blames_jobs:
+            return Verdict(None, [_as_before(one, is_suspect=_id(one) in group) for one in jobs])
+        ran = [one.with_death() for one in jobs if _was_in_engine(one, worker, group)]
+        suspects = [one for one in ran if _id(one) in group]
+        is_apart = bool(group) and not any(
+            _id(one) not in worker.with_token or has_grammar(one.job)
+            for one in ran
+            if _id(one) not in group
+        )
+        if is_apart and len(group) == len(suspects) == 1 and _is_proved(suspects[0], worker):
+            others = [one.next_attempt() for one in jobs if _id(one) not in group]
+            return Verdict(suspects[0], others)
+        if not is_apart:
+            suspects = [one for one in ran if _may_be_cause(one, worker)]
+        charged = {_id(one): one for one in (suspects if is_apart else ran)}
+        suspected = _ids(suspects)
+        size = max(1, len(suspected & worker.with_token) // NUM_PARTS)
         return Verdict(None, [
-            _suspected(one, worker, size) if one.job.job_id in ids else one.next_attempt()
-            for one in charged
+            _suspected(charged[_id(one)], worker, size) if _id(one) in suspected
+            else _as_before(charged.get(_id(one), one), is_suspect=_id(one) in group)
+            for one in jobs
         ])  # fmt: skip
+
+
+def _is_any_starting(workers: Collection[Worker]) -> bool:
+    """Whether a worker loads its engine, or was lost so recently that it may start again."""
+    newest_s = max(one.last_seen for one in workers)
+    return any(
+        one.heartbeat.facts is None if one.heartbeat else newest_s - one.last_seen < RESTART_S
+        for one in workers
+    )
+
+
+def _id(open_job: OpenJob) -> int:
+    return open_job.job.job_id
+
+
+def _ids(open_jobs: Iterable[OpenJob]) -> set[int]:
+    return {_id(one) for one in open_jobs}
+
+
+def _was_in_engine(open_job: OpenJob, worker: Worker, group: set[int]) -> bool:
+    """Whether a job may have been in the engine of `worker`, where `group` was to run apart."""
+    job_id = _id(open_job)
+    if job_id in worker.with_token or job_id in worker.started:
+        return True
+    # A group starts when all other jobs have a token, and those that come later are held.
+    return job_id not in group and not (group and group <= worker.started)
 
 
 def _may_be_cause(open_job: OpenJob, worker: Worker) -> bool:
@@ -164,11 +196,7 @@ def _may_be_cause(open_job: OpenJob, worker: Worker) -> bool:
 
 def _is_proved(open_job: OpenJob, worker: Worker) -> bool:
     """Whether a job that ran alone has ended `worker`; its death is counted."""
-    return not worker.load_of_others.other_new or open_job.num_deaths >= MAX_DEATHS
-
-
-def _has_started(open_job: OpenJob, worker: Worker) -> bool:
-    return open_job.job.job_id in worker.started
+    return not worker.load_of_others.other_risks or open_job.num_deaths >= MAX_DEATHS
 
 
 def _suspected(open_job: OpenJob, worker: Worker, group_size: int) -> OpenJob:
@@ -182,10 +210,3 @@ def _as_before(open_job: OpenJob, *, is_suspect: bool) -> OpenJob:
     if not is_suspect:
         return open_job.next_attempt()
     return open_job.next_attempt(group_size=open_job.group_size, until_end=open_job.until_end)
-
-
-def has_grammar(job: Job) -> bool:
-    """Whether the engine reads a grammar at each token of `job`."""
-    if job.chat and decode_chat_parsing(job.chat).tools:
-        return True
-    return bool(job.sampling) and decode_options(job.sampling).structured_outputs is not None

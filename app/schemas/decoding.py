@@ -4,12 +4,14 @@ import difflib
 import gc
 import re
 import time
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import gevent
 import msgspec
 from gevent.lock import Semaphore
 
+from app.schemas.long_lists import decode_in_pieces
 from app.time_slices import YIELD_S
 from titopool.errors import InvalidRequest
 
@@ -29,7 +31,7 @@ Converted = TypeVar("Converted")
 
 
 class Decoder(Protocol[Body]):
-    """msgspec's JSON decoder, or `app.schemas.openai.OpenAIDecoder`."""
+    """msgspec's JSON decoder, or one of a route whose `body_type` is the struct that it makes."""
 
     def decode(self, body: bytes, /) -> Body: ...
 
@@ -45,14 +47,18 @@ def decode_body(body: bytes, decoder: Decoder[Body]) -> Body:
         if len(body) <= LONG_BYTES:
             return decoder.decode(body)
         with _long_bodies:
-            return _decode_long(body, decoder)
+            body_type = getattr(decoder, "body_type", None) or getattr(decoder, "type", None)
+            if isinstance(body_type, type) and issubclass(body_type, msgspec.Struct):
+                decoded: Body = decode_in_pieces(body, partial(_decode_long, decoder), body_type)
+                return decoded
+            return _decode_long(decoder, body)
     except msgspec.ValidationError as error:
         raise _refusal(error, getattr(decoder, "type", None)) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InvalidRequest(f"expected a JSON body, got something else: {error}") from None
 
 
-def _decode_long(body: bytes, decoder: Decoder[Body]) -> Body:
+def _decode_long(decoder: Decoder[Body], body: bytes) -> Body:
     global _next_long_body
     gevent.sleep(max(YIELD_S, _next_long_body - time.monotonic()))
     began_s = time.monotonic()

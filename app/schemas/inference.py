@@ -50,6 +50,8 @@ class AbortBody(msgspec.Struct, kw_only=True):
 class GenerateDecoder:
     """Decodes a body to the route's fields and the sampling options; null means left out."""
 
+    body_type = GenerateFields
+
     def decode(self, body: bytes, /) -> tuple[GenerateFields, SamplingOptions]:
         """Called by `app.schemas.decoding.decode_body`, which explains msgspec's errors.
 

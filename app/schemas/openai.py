@@ -115,7 +115,7 @@ class OpenAIDecoder(Generic[Fields]):
     """Decodes a body to the route's fields and the sampling options; null means left out."""
 
     def __init__(self, fields_type: type[Fields]):
-        self._fields_type = fields_type
+        self.body_type = fields_type
 
     def decode(self, body: bytes, /) -> tuple[Fields, SamplingOptions]:
         """Called by `app.schemas.decoding.decode_body`, which explains msgspec's errors.
@@ -129,7 +129,7 @@ class OpenAIDecoder(Generic[Fields]):
         for name, value in values.items():
             if value is None:
                 continue
-            if name in self._fields_type.__struct_fields__:
+            if name in self.body_type.__struct_fields__:
                 route_values[name] = value
             elif name in UNUSED:
                 check_unused(name, value, UNUSED[name])
@@ -137,7 +137,7 @@ class OpenAIDecoder(Generic[Fields]):
                 check_chat_only(name, values.get("prompt"))
             else:
                 sampling_values[name] = value
-        fields = convert(route_values, self._fields_type)
+        fields = convert(route_values, self.body_type)
         if fields.response_format is not None:
             sampling_values |= _structured_outputs(fields.response_format, sampling_values)
         options = convert(sampling_values, SamplingOptions)
@@ -149,7 +149,7 @@ class OpenAIDecoder(Generic[Fields]):
     @property
     def honoured(self) -> set[str]:
         """The fields that have an effect."""
-        return {*self._fields_type.__struct_fields__, *SamplingOptions.__struct_fields__}
+        return {*self.body_type.__struct_fields__, *SamplingOptions.__struct_fields__}
 
 
 COMPLETIONS_BODY = OpenAIDecoder(CompletionsFields)

@@ -132,6 +132,8 @@ class AbortBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 class GenerateDecoder:
     """Decodes the body of `POST /generate` in TRL's form or in SGLang's."""
 
+    body_type = GenerateBody
+
     def decode(self, body: bytes, /) -> GenerateBody | SGLangBody:
         """Called by `app.schemas.decoding.decode_body`, which explains msgspec's errors.
 

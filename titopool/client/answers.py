@@ -47,6 +47,7 @@ class TokensBody(msgspec.Struct):
     logprob_token_ids: list[bytes | None] | None = None
     num_logprobs: list[bytes | None] | None = None
     lora_versions: list[int | None] | None = None
+    image_ranges: list[list[tuple[int, int]]] | None = None
 
 
 class ScoresBody(msgspec.Struct):
@@ -176,7 +177,12 @@ def token_results(answer: Answer, sent: Sequence[np.ndarray | None], n: int) -> 
         if len(completions) != n * len(prompts) or any(ids is None for ids in prompts):
             raise ValueError(f"{len(completions)} completions of {len(prompts)} prompts")
         return [
-            PromptResult(ids, tuple(completions[index * n : (index + 1) * n]), num_cached)
+            PromptResult(
+                ids,
+                tuple(completions[index * n : (index + 1) * n]),
+                num_cached,
+                tuple(body.image_ranges[index]) if body.image_ranges else (),
+            )
             for index, (ids, num_cached) in enumerate(
                 zip(prompts, body.num_cached_tokens, strict=True)
             )

@@ -71,7 +71,7 @@ class Batch:
 
     def sent_ids(self, start: int, stop: int) -> list[np.ndarray | None]:
         """int32, [tokens], of each item that is token ids."""
-        return [_ids_of(one) for one in self.items[start:stop]]
+        return [_ids_of(one) if self.name == "prompts" else None for one in self.items[start:stop]]
 
     def moved(self, text: str, start: int) -> str:
         """An error's text about items from `start` on, with the locations of the whole batch."""

@@ -36,6 +36,8 @@ class PromptResult:
     completions: tuple[Completion, ...]
     # Prompt tokens that the prefix cache had.
     num_cached_tokens: int
+    # Offset and length of each image in `prompt_ids`; empty if an abort came before they were placed.
+    image_ranges: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)

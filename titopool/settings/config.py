@@ -94,7 +94,7 @@ class ServerConfig:
     )
     api_key_file: str = setting(
         "",
-        "File of keys with names, one `NAME KEY` or `NAME KEY admin` a line. It is read again when "
+        "File of keys with names, one `NAME KEY [admin] [weight=3]` a line. It is read again when "
         "it changes.",
     )
     allowed_hosts: tuple[str, ...] = setting(
@@ -123,6 +123,11 @@ class ServerConfig:
         "Memory for bodies, and for what is made of them, in one front end. A request beyond it gets "
         "a 429, unless all others are small.",
         at_least=1,
+    )
+    idempotency_bytes: int = setting(
+        256 * 2**20,
+        "Answers kept on disk for repeats with an Idempotency-Key, in one front end, for 10 minutes.",
+        at_least=0,
     )
     max_completions_per_request: int = setting(
         65_536, "Largest number of prompts times n in one request.", at_least=1

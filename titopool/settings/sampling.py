@@ -6,9 +6,11 @@ with its type and range.
 """
 
 from collections.abc import Collection
+from functools import lru_cache
 from typing import Annotated, Any
 
 import msgspec
+import numpy as np
 from msgspec import Meta
 
 from titopool.errors import InvalidRequest
@@ -20,7 +22,7 @@ from titopool.settings.grammars import (
     encoded_size,
     is_deeper_than,
 )
-from titopool.wire.messages import WorkerFacts
+from titopool.wire.messages import Job, WorkerFacts, decode_chat_parsing
 
 # Below this temperature vLLM samples greedily (vllm/sampling_params.py, _SAMPLING_EPS).
 GREEDY_BELOW = 1e-5
@@ -222,9 +224,12 @@ def _check_logprobs(options: SamplingOptions, facts: WorkerFacts) -> None:
         )
 
 
-def check_token_ids(location: str, ids: Collection[int], vocab_size: int) -> None:
+def check_token_ids(location: str, ids: Collection[int] | np.ndarray, vocab_size: int) -> None:
     """Raises InvalidRequest for an id outside the vocabulary; `location` is that of `ids`."""
-    if not ids or (min(ids) >= 0 and max(ids) < vocab_size):
+    if not len(ids):
+        return
+    least, most = (ids.min(), ids.max()) if isinstance(ids, np.ndarray) else (min(ids), max(ids))
+    if least >= 0 and most < vocab_size:
         return
     for index, token_id in enumerate(ids):
         if not 0 <= token_id < vocab_size:
@@ -232,3 +237,16 @@ def check_token_ids(location: str, ids: Collection[int], vocab_size: int) -> Non
                 f"{location}[{index}]: expected a token id in [0, {vocab_size}), got {token_id}",
                 param=location.partition("[")[0],
             )
+
+
+def has_grammar(job: Job) -> bool:
+    """Whether the engine reads a grammar at each token of `job`."""
+    return _has_grammar(bytes(job.sampling), bytes(job.chat))
+
+
+# The jobs of a request share their options.
+@lru_cache(maxsize=256)
+def _has_grammar(sampling: bytes, chat: bytes) -> bool:
+    if chat and decode_chat_parsing(chat).tools:
+        return True
+    return bool(sampling) and decode_options(sampling).structured_outputs is not None

@@ -323,7 +323,7 @@ class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
     # As this worker knows it.
     pool: PoolState = PoolState()
     # As in `Load`.
-    other_new: int = 0
+    other_risks: int = 0
     apart: Apart = ""
 
 
@@ -336,8 +336,8 @@ class Load(msgspec.Struct, frozen=True, tag="load"):
 
     other_sequences: int
     other_tokens: int
-    # Jobs of the others that have started and have no token.
-    other_new: int = 0
+    # Jobs of the others that have started and may end the engine: without a token, or with a grammar.
+    other_risks: int = 0
     # Of the jobs of another front end that run apart now.
     apart: Apart = ""
 
@@ -396,8 +396,8 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
 class JobProgress(msgspec.Struct, frozen=True, tag="progress"):
     """How far a job has come, for the question which job ended an engine.
 
-    Sent for a job that runs apart when it starts, and for every job that is not streamed some time
-    after its first token.
+    Sent when a job starts that runs apart or was held beside such a one, and for every job that is
+    not streamed some time after its first token.
     """
 
     job_id: JobId

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from titopool.settings.sampling import has_grammar
 from titopool.wire.messages import (
     Completed,
     Failed,
@@ -39,6 +40,8 @@ class FrontEnd:
     held: set[JobKey] = field(default_factory=set)
     # Jobs that have started and have no token.
     new: set[JobKey] = field(default_factory=set)
+    # Jobs that have started and have a grammar.
+    grammars: set[JobKey] = field(default_factory=set)
     # For the next heartbeat: prefix digests of other front ends' jobs, which are in the cache.
     prefixes: bytearray = field(default_factory=bytearray)
 
@@ -56,6 +59,19 @@ class FrontEnd:
         self.num_tokens -= job.num_tokens
         self.held.discard(key)
         self.new.discard(key)
+        self.grammars.discard(key)
+
+    def start(self, key: JobKey, job: Job) -> None:
+        """Counts a job that the engine gets now."""
+        self.held.discard(key)
+        self.new.add(key)
+        if has_grammar(job):
+            self.grammars.add(key)
+
+    @property
+    def risks(self) -> set[JobKey]:
+        """Jobs that may end the engine: a grammar is read at every token."""
+        return self.new | self.grammars
 
     @property
     def num_started(self) -> int:

@@ -51,6 +51,9 @@ STOP_DELAY_S = 0.1
 LOAD_REPORT_S = 0.01
 # Before a job starts that may end this process: front ends must learn that it started.
 APART_LEAD_S = 0.02
+# From the first token of such a job with a grammar until it counts as harmless: a mask that hangs may
+# come some tokens later.
+GRAMMAR_LEAD_S = 0.5
 # Of one heartbeat; 128 KiB hold the digests of a million tokens.
 MAX_PREFIX_BYTES = 128 * 1024
 
@@ -95,7 +98,7 @@ class WorkerServer:
             end_waiting=self._queues.end_waiting,
         )
         self._blames_jobs = False
-        self._apart = ApartGroups()
+        self._apart = ApartGroups(self._has_risks)
         self._background: set[asyncio.Task[None]] = set()
 
     async def run(self) -> str:
@@ -264,6 +267,7 @@ class WorkerServer:
         front_end.remove(key)
         if turn is not None:
             turn.end()
+        self._apart.start_first()
         self._plan_load_report()
 
     def _abort(self, identity: bytes, key: JobKey) -> None:
@@ -276,19 +280,31 @@ class WorkerServer:
 
     async def _run_job(self, front_end: FrontEnd, job: Job, turn: Turn | None = None) -> None:
         def on_chunk(chunk: Chunk | JobProgress) -> None:
+            if turn is not None and isinstance(chunk, JobProgress) and key in front_end.grammars:
+                self._loop.call_later(GRAMMAR_LEAD_S, report, chunk)
+            else:
+                report(chunk)
+
+        def report(chunk: Chunk | JobProgress) -> None:
             if key in front_end.new:
                 front_end.new.discard(key)
                 self._plan_load_report()
                 if turn is not None:
                     turn.has_token()
+                self._apart.start_first()
             self._post(front_end, chunk)
 
         key = (job.job_id, job.attempt)
 
         try:
             if turn is not None:
-                await self._start_apart(front_end, job, turn)
-            front_end.new.add(key)
+                await turn.wait()
+                await self._announce(front_end, job)
+            elif self._apart:
+                await self._apart.wait_beside()
+                await self._announce(front_end, job)
+            else:
+                front_end.start(key, job)
             result = await self._generate(job, on_chunk)
             count_job(self._counters, self._key_totals, job, result)
         except EngineDead as error:
@@ -301,12 +317,17 @@ class WorkerServer:
         self._post(front_end, result)
         self._share_prefix(front_end, job, result)
 
-    async def _start_apart(self, front_end: FrontEnd, job: Job, turn: Turn) -> None:
-        await turn.wait()
-        front_end.held.discard((job.job_id, job.attempt))
+    async def _announce(self, front_end: FrontEnd, job: Job) -> None:
+        """Tells the front end that a job starts which had to wait for its turn."""
+        key = (job.job_id, job.attempt)
+        front_end.start(key, job)
         self._plan_load_report()
-        self._post(front_end, JobProgress(job.job_id, job.attempt, has_token=False))
+        self._post(front_end, JobProgress(*key, has_token=False))
         await asyncio.sleep(APART_LEAD_S)
+
+    def _has_risks(self, *, with_token: bool) -> bool:
+        """Whether a job in the engine may end it; `with_token`: also one that has a token."""
+        return any(one.risks if with_token else one.new for one in self._front_ends.values())
 
     def _failed(self, of: Job | Result, what: str) -> Failed:
         text = f"worker {self._worker_id} {what}; its log has the reason"
@@ -396,7 +417,7 @@ class WorkerServer:
         others = [one for one in self._front_ends.values() if one is not receiver]
         return messages.Load(
             sum(one.num_started for one in others), sum(one.num_tokens for one in others),
-            sum(len(one.new) for one in others), self._apart.of_others(identity),
+            sum(len(one.risks) for one in others), self._apart.of_others(identity),
         )  # fmt: skip
 
     async def _heartbeat_loop(self) -> None:
@@ -436,7 +457,7 @@ class WorkerServer:
             num_front_ends=len(self._front_ends),
             other_sequences=others.other_sequences,
             other_tokens=others.other_tokens,
-            other_new=others.other_new,
+            other_risks=others.other_risks,
             apart=others.apart,
             num_sequences=sum(one.num_sequences for one in self._front_ends.values()),
             counters=self._counters,

@@ -8,6 +8,7 @@ and 0.1.9).
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 from flask import Blueprint, Response
 
 from app.generation import Prompt, check_prompt, make_request, run_request
@@ -176,11 +177,11 @@ def _texts_of(
     return admission.use_tokenizer(decode_all, all_ids, size=sum(map(len, all_ids)))
 
 
-def _split_prompts(prompt: str | list[Any]) -> tuple[list[Any], bool]:
+def _split_prompts(prompt: str | list[Any] | np.ndarray) -> tuple[list[Any], bool]:
     """The prompts, all texts or all lists of ids, and whether the body had one outside a list."""
-    if isinstance(prompt, str):
+    if isinstance(prompt, str | np.ndarray):
         return [prompt], True
-    kinds = {type(one) for one in prompt}
+    kinds = {list if isinstance(one, np.ndarray) else type(one) for one in prompt}
     if len(kinds) != 1:
         raise InvalidRequest(
             "prompt: expected a text, ids, a list of texts or a list of lists of ids, got "

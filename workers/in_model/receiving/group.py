@@ -11,12 +11,13 @@ Runs in: vLLM's processes that hold the model, in the receiver's thread
 
 import contextlib
 import ctypes
+import os
 import socket
 import threading
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any, Protocol
@@ -31,8 +32,10 @@ POLL_S = 0.0005
 STORE_POLL_S = 0.0005
 # Interval at which a rank looks which others are missing.
 MISSING_EVERY_S = 0.5
-# Seconds of one attempt to reach a store: an attempt cannot be interrupted.
+# Seconds of one attempt to reach a store.
 ATTEMPT_S = 2.0
+# Interval at which the wait for an address that stays silent looks whether the group is closed.
+CUT_EVERY_S = 0.2
 # How long a former group may keep its port.
 PORT_TIMEOUT_S = 2.0
 # TRL's rank 0 sets this key when all ranks have joined.
@@ -169,10 +172,36 @@ class Group:
         self._deadline = time.monotonic() + args.timeout_s
         self._stateless: Any = None
         self.channel: Channel
-        if args.protocol == "trl":
-            self._join_trl(args, device, listening)
-        else:
-            self._join_vllm(args, device)
+        with self._cutting_connections(args):
+            if args.protocol == "trl":
+                self._join_trl(args, device, listening)
+            else:
+                self._join_vllm(args, device)
+
+    @contextlib.contextmanager
+    def _cutting_connections(self, args: GroupArgs) -> Iterator[None]:
+        """Ends calls of the store within the block when the group is closed or too late.
+
+        What listens at the address may stay silent, or have been stopped. torch's store waits for
+        its answer without a timeout.
+        """
+        if args.listens or args.nccl_id:
+            yield
+            return
+        is_done = threading.Event()
+
+        def watch() -> None:
+            while not is_done.wait(CUT_EVERY_S):
+                if self._is_closed() or time.monotonic() > self._deadline:
+                    cut_connections(args.host, args.port)
+
+        watcher = threading.Thread(target=watch, name="titopool-weights-watch", daemon=True)
+        watcher.start()
+        try:
+            yield
+        finally:
+            is_done.set()
+            watcher.join()
 
     def _wait_until(self, condition: Callable[[], bool], deadline: float) -> None:
         """Polls, because a wait within the store cannot be interrupted."""
@@ -297,6 +326,26 @@ class Group:
             name_key = message_key(group.broadcast_send_counter - 1)
             for key in (*arrivals, *departures, name_key):
                 store.delete_key(key)
+
+
+def cut_connections(host: str, port: int) -> None:
+    """Shuts down this process's TCP connections to an address."""
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except OSError:
+        return
+    # An IPv6 socket that is connected to an IPv4 address names it so.
+    addresses = {prefix + str(info[4][0]) for info in found for prefix in ("", "::ffff:")}
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            # The socket is the store's: it is not closed here.
+            one = socket.socket(fileno=int(name))
+            try:
+                address, its_port = one.getpeername()[:2]
+                if its_port == port and address in addresses:
+                    one.shutdown(socket.SHUT_RDWR)
+            finally:
+                one.detach()
 
 
 def _missing_ranks(store: Any, args: GroupArgs) -> list[int]:

@@ -1,0 +1,127 @@
+"""Long lists of a body are decoded in pieces: to the same values and errors, while others run."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import gevent
+import msgspec
+import numpy as np
+import pytest
+
+from app.schemas import decoding, generation, inference, openai, sglang
+from app.schemas.decoding import decode_body
+from titopool.errors import InvalidRequest
+
+ROW = list(range(100_000, 103_000))
+ROWS = [ROW] * 100
+FLAT = ROW * 100
+MESSAGES = [{"role": "user", "content": "x" * 30}] * 20_000
+# Name: decoder, body. All are longer than `decoding.LONG_BYTES`.
+BODIES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "prompts": (sglang.GENERATE_BODY, {"prompts": ROWS, "n": 2}),
+    "objects": (
+        sglang.GENERATE_BODY,
+        {"prompts": [{"prompt_token_ids": ROW, "cache_salt": "a"}] * 100},
+    ),
+    "an empty prompt": (sglang.GENERATE_BODY, {"prompts": [[], *ROWS]}),
+    "images": (
+        sglang.GENERATE_BODY,
+        {"prompts": [[1]] * 9, "images": [None, *[["x" * 200_000]] * 8]},
+    ),
+    "sequences": (generation.SEQUENCES_BODY, {"sequences": ROWS, "prompt_lengths": [1] * 100}),
+    "one list": (inference.GENERATE_BODY, {"token_ids": FLAT, "sampling_params": {"n": 2}}),
+    "prompt": (openai.COMPLETIONS_BODY, {"prompt": ROWS, "echo": True}),
+    "one prompt": (openai.COMPLETIONS_BODY, {"prompt": FLAT}),
+    "texts": (openai.COMPLETIONS_BODY, {"prompt": ["a,[b]"] * 200_000}),
+    "conversations": (generation.CHAT_BODY, {"messages": [MESSAGES[:1]] * 20_000}),
+    "messages": (openai.CHAT_COMPLETIONS_BODY, {"messages": MESSAGES, "n": 3}),
+    "tokens": (generation.DETOKENIZE_BODY, {"tokens": FLAT}),
+    "bad: id": (sglang.GENERATE_BODY, {"prompts": [*ROWS, [1, 2.5]]}),
+    "bad: prompt": (sglang.GENERATE_BODY, {"prompts": [*ROWS, 3]}),
+    "bad: object": (sglang.GENERATE_BODY, {"prompts": [*ROWS, {"prompt_ids": []}]}),
+    "bad: first": (sglang.GENERATE_BODY, {"prompts": [True, *ROWS]}),
+    "bad: field": (sglang.GENERATE_BODY, {"prompts": ROWS, "max_token": 3}),
+    "bad: other field": (sglang.GENERATE_BODY, {"prompts": ROWS, "n": "3"}),
+    "bad: number": (inference.GENERATE_BODY, {"token_ids": [*FLAT, "1"], "sampling_params": {}}),
+    "bad: nested": (openai.COMPLETIONS_BODY, {"prompt": [*ROWS, [1, {}]]}),
+    "bad: message": (openai.CHAT_COMPLETIONS_BODY, {"messages": [*MESSAGES, 3]}),
+    "bad: no object": (sglang.GENERATE_BODY, {"prompts": ROWS, "mm_processor_kwargs": 1}),
+}
+
+
+@pytest.fixture
+def in_one_piece(monkeypatch: pytest.MonkeyPatch) -> Callable[[bytes, Any], Any]:
+    def decode(body: bytes, decoder: Any) -> Any:
+        with monkeypatch.context() as patch:
+            patch.setattr(decoding, "LONG_BYTES", len(body))
+            return outcome(body, decoder)
+
+    return decode
+
+
+class Refusal(NamedTuple):
+    message: str
+    param: str | None
+
+
+def outcome(body: bytes, decoder: Any) -> Any:
+    """What a body decodes to, or why it is refused."""
+    try:
+        return plain(decode_body(body, decoder))
+    except InvalidRequest as error:
+        return Refusal(error.message, error.param)
+
+
+def plain(value: Any) -> Any:
+    """`value` with lists for arrays and dicts for structs."""
+    return msgspec.to_builtins(value, enc_hook=lambda array: array.tolist())
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_pieces_make_what_the_whole_makes(name: str, in_one_piece: Callable[[bytes, Any], Any]):
+    decoder, fields = BODIES[name]
+    # Clients may indent.
+    for body in (msgspec.json.encode(fields), msgspec.json.format(msgspec.json.encode(fields))):
+        assert len(body) > decoding.LONG_BYTES
+        whole = in_one_piece(body, decoder)
+        assert outcome(bytearray(body), decoder) == whole
+        assert isinstance(whole, Refusal) == name.startswith("bad")
+
+
+def test_ids_become_arrays_unless_they_do_not_fit():
+    rows = [*ROWS, [2**40]]
+    body = decode_body(msgspec.json.encode({"prompts": rows}), sglang.GENERATE_BODY)
+    assert all(isinstance(row, np.ndarray) for row in body.prompts[:-1])
+    # The check of the vocabulary refuses it, with its location.
+    assert body.prompts[-1] == [2**40]
+
+
+def test_a_list_with_other_values_between_its_numbers_is_refused():
+    # The comma in a text looks like the end of a piece.
+    body = msgspec.json.encode({"tokens": [*FLAT, *["1,2"] * 200_000]})
+    message, param = outcome(body, generation.DETOKENIZE_BODY)
+    assert (message.partition(":")[0], param) in {
+        ("tokens", "tokens"),
+        ("tokens[300000]", "tokens"),
+    }
+
+
+@pytest.mark.parametrize("name", ["prompts", "objects", "one list", "prompt", "conversations"])
+def test_other_requests_run_while_a_body_is_decoded(name: str):
+    num_turns = 0
+
+    def count() -> None:
+        nonlocal num_turns
+        while True:
+            gevent.sleep(0.0001)
+            num_turns += 1
+
+    decoder, fields = BODIES[name]
+    body = msgspec.json.encode(fields | {next(iter(fields)): 8 * next(iter(fields.values()))})
+    counter = gevent.spawn(count)
+    gevent.sleep(0.01)
+    num_turns = 0
+    decode_body(body, decoder)
+    counter.kill()
+    # A decoder that does not pause lets them run twice, before and after.
+    assert num_turns > 5

@@ -1,0 +1,223 @@
+"""Renders messages to ids by the model's chat template, here or by the server's render route."""
+
+import re
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from titopool.rollouts.interface import GenerationClient, Ids, Message
+from titopool.rollouts.messages import with_images
+
+# Ends a sampled turn's text. No text has this word, and no tokenizer merges it with the space before
+# it or with what a template writes after a turn.
+SENTINEL = " titopoolsentinel"
+# Ends in another token than the sentinel.
+OTHER_SENTINEL = " titopool7"
+# Stands before the sentinel, whose space a template would otherwise trim in an empty turn.
+FILLER = " ."
+_QUESTION = {"role": "user", "content": "a"}
+_PROBE = "titopool"
+_PROBE_IN_REPR = re.compile(r"""['"]text['"]\s*:\s*['"]""" + _PROBE)
+
+
+class Template(Protocol):
+    """A model's chat template with its tokenizer."""
+
+    def render(
+        self, messages: Sequence[Message], images: Sequence[str], *, is_prompt: bool = True
+    ) -> Ids:
+        """The ids of the messages, with a generation prompt at the end if `is_prompt`.
+
+        Args:
+            images: in base64, those of the messages' image parts.
+        """
+        ...
+
+    def decode(self, ids: Ids) -> str:
+        """The text of ids, with special tokens."""
+        ...
+
+
+class LocalTemplate:
+    """A transformers tokenizer's template; it renders what the server's render route does."""
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ):
+        self._tokenizer = tokenizer
+        self._tools = [_tool_in_order(tool) for tool in tools or ()] or None
+        self._kwargs = dict(template_kwargs or {})
+
+    def render(
+        self, messages: Sequence[Message], images: Sequence[str], *, is_prompt: bool = True
+    ) -> Ids:
+        text = self._tokenizer.apply_chat_template(
+            [self._with_content_as_accepted(message) for message in messages],
+            tools=self._tools,
+            add_generation_prompt=is_prompt,
+            tokenize=False,
+            **self._kwargs,
+        )
+        return np.array(self._tokenizer(text, add_special_tokens=False)["input_ids"], np.int32)
+
+    def decode(self, ids: Ids) -> str:
+        text: str = self._tokenizer.decode(ids.tolist())
+        return text
+
+    def _with_content_as_accepted(self, message: Message) -> Message:
+        content: Any = message.get("content")
+        is_list = isinstance(content, list)
+        if message["role"] == "tool":
+            if is_list and all(part.get("type") == "text" for part in content):
+                return {**message, "content": "\n".join(part["text"] for part in content)}
+            return message
+        if self._accepts_parts:
+            return message if is_list else {**message, "content": _as_parts(content)}
+        if is_list:
+            return {**message, "content": "\n".join(part["text"] for part in content)}
+        return message
+
+    @cached_property
+    def _accepts_parts(self) -> bool:
+        """Whether the template accepts a list of parts as content, not only text."""
+        message = {"role": "user", "content": [{"type": "text", "text": _PROBE}]}
+        try:
+            text = self._tokenizer.apply_chat_template([message], tokenize=False, **self._kwargs)
+        except Exception:
+            # Templates raise arbitrary errors over content that they do not expect.
+            return False
+        return _PROBE in text and not _PROBE_IN_REPR.search(text)
+
+
+class ServerTemplate:
+    """The template of the server's model."""
+
+    def __init__(
+        self,
+        client: GenerationClient,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ):
+        self._client = client
+        self._tools = list(tools or ()) or None
+        self._kwargs = dict(template_kwargs or {}) or None
+
+    def render(
+        self, messages: Sequence[Message], images: Sequence[str], *, is_prompt: bool = True
+    ) -> Ids:
+        ids = self._client.render(
+            with_images(messages, images),
+            tools=self._tools,
+            chat_template_kwargs=self._kwargs,
+            add_generation_prompt=is_prompt,
+        )
+        return np.asarray(ids, np.int32)
+
+    def decode(self, ids: Ids) -> str:
+        return self._client.detokenize(ids.tolist()) if len(ids) else ""
+
+
+class Answer(NamedTuple):
+    """A conversation rendered with new messages after a sampled turn."""
+
+    # Text of everything up to the turn's end, as the template writes it.
+    text_before: str
+    # Ids and text of what follows the turn: its end-of-turn, the new messages, a generation prompt.
+    ids: Ids
+    text: str
+    # How many of the first ids end the turn.
+    num_closing: int
+
+
+class TurnRenderer:
+    """Renders what follows a sampled turn, which stays as it was sampled.
+
+    In the rendered conversation a sentinel ends the turn's text, so the new ids are those after the
+    sentinel's. Its ids are found with three renders of a short conversation.
+    """
+
+    def __init__(self, template: Template):
+        self.template = template
+
+    def answer(
+        self, history: Sequence[Message], turn: str, new: Sequence[Message], images: Sequence[str]
+    ) -> Answer | None:
+        """What follows `turn`, the text of the assistant's message after `history`.
+
+        None: the template drops the turn's text.
+
+        Raises:
+            ValueError: the new messages contain the sentinel.
+        """
+        if SENTINEL.strip() in str(new):
+            raise ValueError(
+                f"messages: expected no word {SENTINEL.strip()!r}, which marks a turn's end"
+            )
+        assistant = {"role": "assistant", "content": turn + FILLER + SENTINEL}
+        ids = self.template.render([*history, assistant, *new], images)
+        sentinel, closing = self._marks
+        end = _end_of(sentinel, ids)
+        if end is None:
+            return None
+        text_before, _, text = self.template.decode(ids).rpartition(SENTINEL)
+        after = ids[end:]
+        text_before = text_before.rstrip().removesuffix(FILLER.strip())
+        return Answer(text_before, after, text, _num_equal(after, closing))
+
+    @property
+    def closing(self) -> Ids:
+        """The ids that the template writes after a last turn."""
+        return self._marks[1]
+
+    @cached_property
+    def _marks(self) -> tuple[Ids, Ids]:
+        """The sentinel's ids, without those that depend on the text before it, and `closing`."""
+        first, second, third = (
+            self.template.render(
+                [_QUESTION, {"role": "assistant", "content": content}], (), is_prompt=False
+            )
+            for content in ("b" + SENTINEL, "cc" + SENTINEL, "b" + OTHER_SENTINEL)
+        )
+        num_closing = _num_equal(first[::-1], third[::-1])
+        num_both = _num_equal(first[::-1], second[::-1])
+        if num_both <= num_closing:
+            raise ValueError(
+                "chat template: expected the text of an assistant's message in what it renders, got "
+                "none; add ids in place of messages"
+            )
+        start, end = len(first) - num_both, len(first) - num_closing
+        return first[start:end], first[end:]
+
+
+def _end_of(part: Ids, ids: Ids) -> int | None:
+    """The index after the last place of `part` in `ids`."""
+    for start in np.flatnonzero(ids[: len(ids) - len(part) + 1] == part[0])[::-1]:
+        if np.array_equal(ids[start : start + len(part)], part):
+            return int(start) + len(part)
+    return None
+
+
+def _num_equal(first: Ids, second: Ids) -> int:
+    """The length of the common beginning."""
+    length = min(len(first), len(second))
+    different = np.flatnonzero(first[:length] != second[:length])
+    return int(different[0]) if len(different) else length
+
+
+def _as_parts(content: Any) -> Any:
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
+
+
+def _tool_in_order(tool: Mapping[str, Any]) -> dict[str, Any]:
+    """A tool with its keys as the server gives them to the template, which may print them."""
+    function = tool["function"]
+    names = ("name", "description", "parameters")
+    ordered = {name: function.get(name) for name in names}
+    if (strict := function.get("strict")) is not None:
+        ordered["strict"] = strict
+    return {"type": "function", "function": ordered}

@@ -1,0 +1,407 @@
+"""A conversation as token ids: what was sampled is never tokenized again."""
+
+import uuid
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import numpy as np
+
+from titopool.rollouts.interface import (
+    ContextFull,
+    GenerationClient,
+    HistoryRewritten,
+    Ids,
+    Image,
+    Message,
+    PromptResult,
+)
+from titopool.rollouts.messages import image_file, read_messages
+from titopool.rollouts.rendering import LocalTemplate, ServerTemplate, TurnRenderer
+from titopool.rollouts.sequence import RolloutArrays, Segment, arrays_of, sampled, written
+from titopool.rollouts.state import State, arrays_at, image_ranges, placed_segments
+
+OnRewrite = Literal["raise", "branch", "keep"]
+# Stands for the messages of a prompt that came as ids.
+UNKNOWN_PROMPT: Message = {"role": "user", "content": "a"}
+
+
+@dataclass(frozen=True, eq=False)
+class Turn:
+    """What one call of `Rollout.generate` sampled."""
+
+    ids: Ids
+    # [tokens] float32.
+    logprobs: Any
+    # [tokens] int64.
+    weight_versions: Any
+    # `stop`, `length`, `repetition` or `abort`.
+    finish_reason: str
+    # All ids that the engine got, images expanded.
+    prompt_ids: Ids
+
+
+class Rollout:
+    """A conversation as token ids, with who wrote each token.
+
+    `generate` appends what was sampled. `add` appends the ids of new messages as the model's chat
+    template renders them after the turn. Ids that were sampled or sent never change.
+
+    Args:
+        client: `titopool.Client`.
+        messages: the conversation so far; the template is applied to it once, with a generation
+            prompt. With `ids`, what the ids were rendered from.
+        ids: the prompt's ids, in place of messages. Later messages are rendered as after
+            `messages`, or after one message of a user.
+        tokenizer: transformers' tokenizer, which renders here. None: the server's render route
+            renders.
+        tools: schemas of tools, for the template.
+        images: for image parts that hold no image, or for the placeholders in `ids`; PIL images,
+            bytes or base64 of files.
+        chat_template_kwargs: further variables of the template.
+        end_of_turn_ids: ids besides the template's own that end a turn, as Llama's `<|eom_id|>`.
+            The template's end-of-turn does not follow them.
+        max_context: the most tokens that the conversation may have. `generate` lowers `max_tokens`
+            to what is left. `add` and `generate` raise `ContextFull` if no token is left.
+        on_rewrite: what `add` does if the template would render the turns so far in another way
+            than they were sent or sampled, as Qwen3's drops earlier thinking: `raise`; `branch`: a
+            new sequence begins with the template's ids as its prompt; `keep`: the new ids are
+            appended all the same.
+        session_id: sent with each request, so that turns go to the worker with the prefix.
+
+    Raises:
+        ValueError: neither messages nor ids, or images that do not fit.
+    """
+
+    def __init__(
+        self,
+        client: GenerationClient,
+        *,
+        messages: Iterable[Message] | None = None,
+        ids: Any = None,
+        tokenizer: Any = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        images: Sequence[Image] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        end_of_turn_ids: Iterable[int] = (),
+        max_context: int | None = None,
+        on_rewrite: OnRewrite = "raise",
+        session_id: str | None = None,
+        renderer: TurnRenderer | None = None,
+    ):
+        if messages is None and ids is None:
+            raise ValueError("expected messages or ids, got neither")
+        if on_rewrite not in ("raise", "branch", "keep"):
+            raise ValueError(f"on_rewrite: expected raise, branch or keep, got {on_rewrite!r}")
+        self.client = client
+        self.session_id = session_id or uuid.uuid4().hex
+        self.max_context = max_context
+        self.on_rewrite = on_rewrite
+        # Why a runner ended the rollout, and the error that did.
+        self.stop_reason: str | None = None
+        self.error: Exception | None = None
+        self.last_turn: Turn | None = None
+        self._end_of_turn_ids = frozenset(end_of_turn_ids)
+        self._renderer = renderer or make_renderer(client, tokenizer, tools, chat_template_kwargs)
+        # Sequences that a rewrite has ended.
+        self._ended: tuple[State, ...] = ()
+        if ids is None:
+            # Rendered when the ids are needed.
+            self._begin = read_messages(messages or (), images)
+            self._current: State | None = None
+        else:
+            read, found = read_messages(messages or (UNKNOWN_PROMPT,))
+            files = (*found, *(image_file(image) for image in images or ()))
+            self._current = State(segments=(written(ids),), images=files, history=read)
+
+    @property
+    def _state(self) -> State:
+        if self._current is None:
+            state = self._rendered(*self._begin)
+            self._check_room(state)
+            self._current = state
+        return self._current
+
+    @property
+    def ids(self) -> Ids:
+        """All ids of the current sequence: the next prompt."""
+        return self.arrays().ids
+
+    @property
+    def messages(self) -> list[Message]:
+        """The conversation so far; sampled turns are decoded."""
+        state = self._state
+        if state.turn is None:
+            return list(state.history)
+        return [*state.history, {"role": "assistant", "content": self._turn_text(state)}]
+
+    @property
+    def last_text(self) -> str:
+        """The text of the turn that was sampled last, without its end-of-turn; "" if none is open."""
+        return "" if self._state.turn is None else self._turn_text(self._state)
+
+    def generate(self, *, max_tokens: int = 16, num_resumes: int = 0, **sampling: Any) -> Turn:
+        """Samples a completion and appends its ids. Without `add` between, a turn continues.
+
+        Args:
+            max_tokens: the most tokens of this call.
+            num_resumes: how often a completion that an update or a pause aborted goes on from the
+                ids so far.
+            sampling: further options of `Client.generate`.
+
+        Raises:
+            ContextFull: the conversation has `max_context` tokens or more.
+            PromptChanged: the engine got other ids than those of the turns before.
+        """
+        left = self._room(max_tokens)
+        parts: list[Segment] = []
+        prompt_ids, result = self._sample(left, sampling)
+        while True:
+            (completion,) = result.completions
+            parts.append(sampled(completion))
+            left -= len(parts[-1].ids)
+            if completion.finish_reason != "abort" or len(parts) > num_resumes or left < 1:
+                break
+            _, result = self._sample(left, _with_other_seed(sampling, len(parts)))
+        joined = arrays_of(tuple(parts))
+        self.last_turn = Turn(
+            ids=joined.ids,
+            logprobs=joined.logprobs,
+            weight_versions=joined.weight_versions,
+            finish_reason=completion.finish_reason,
+            prompt_ids=prompt_ids,
+        )
+        return self.last_turn
+
+    def add(
+        self,
+        messages: Iterable[Message] | Message = (),
+        *,
+        ids: Any = None,
+        images: Sequence[Image] | None = None,
+    ) -> Ids:
+        """Appends messages of a tool, a user or an environment, and returns their ids.
+
+        The ids end the sampled turn if it has not ended itself, and end with a generation prompt.
+        None of them counts for the loss. Before the next turn, messages may be added one by one.
+
+        Args:
+            ids: appended as they are, in place of messages; without an end-of-turn.
+            images: as for the conversation's begin.
+
+        Raises:
+            HistoryRewritten: the template changes what was sampled or sent (see `on_rewrite`).
+            ContextFull: the new ids leave no room for a token. The rollout stays as it was.
+        """
+        if ids is not None:
+            segment = written(ids)
+            files = tuple(image_file(image) for image in images or ())
+            state = replace(
+                self._state,
+                segments=(*self._state.segments, segment),
+                images=(*self._state.images, *files),
+                turn=None, before=None, added=(), text=None,
+                # The template knows nothing of these ids: later messages follow one of a user.
+                history=(UNKNOWN_PROMPT,),
+            )  # fmt: skip
+            self._check_room(state)
+            self._current = state
+            return segment.ids
+        new, files = read_messages(
+            [messages] if isinstance(messages, Mapping) else messages, images
+        )
+        state = self._state
+        if state.turn is None and state.num_sent < state.num_tokens and state.before is not None:
+            # Nothing was sampled since the last messages: they are rendered together.
+            new, files = state.added + new, state.added_images + files
+            state = state.before
+        if state.turn is None:
+            after = self._prompt_with(state, new, files)
+        else:
+            after = self._answered(state, new, files)
+        self._check_room(after)
+        if after.num_sent < state.num_sent:
+            self._ended = (*self._ended, state)
+        self._current = after
+        return after.segments[-1].ids
+
+    def branch(self) -> "Rollout":
+        """A rollout that shares everything so far and goes on by itself."""
+        other = object.__new__(type(self))
+        other.__dict__.update(self.__dict__)
+        return other
+
+    def arrays(self, tokenizer: Any = None) -> RolloutArrays:
+        """The current sequence for a trainer; may be called after any turn.
+
+        Args:
+            tokenizer: transformers' tokenizer, which counts `num_drifted`.
+        """
+        return arrays_at(self._state, tokenizer)
+
+    def sequences(self, tokenizer: Any = None) -> list[RolloutArrays]:
+        """The sequences that a rewrite has ended, in order, and the current one."""
+        return [arrays_at(one, tokenizer) for one in (*self._ended, self._state)]
+
+    # Sampling.
+
+    def _sample(self, max_tokens: int, sampling: Mapping[str, Any]) -> tuple[Ids, PromptResult]:
+        """Sends the ids and appends a completion; returns the ids that the engine got, and all."""
+        state = self._state
+        sent = arrays_at(state).ids
+        (result,) = self.client.generate(
+            [sent],
+            images=[list(state.images)] if state.images else None,
+            n=1,
+            max_tokens=max_tokens,
+            session_id=self.session_id,
+            **sampling,
+        )
+        got = np.asarray(result.prompt_ids, np.int32)
+        segments = placed_segments(state, sent, got)
+        part = sampled(result.completions[0])
+        # An abort may come before the engine has placed the images.
+        has_begun = len(part.ids) > 0 or len(got) != len(sent)
+        self._current = replace(
+            state,
+            segments=(*segments, part),
+            ranges=image_ranges(result, len(state.images)),
+            num_sent=len(got) + len(part.ids) if has_begun else state.num_sent,
+            turn=(*(state.turn or ()), part.ids),
+            before=None, added=(), added_images=(),
+        )  # fmt: skip
+        return got, result
+
+    def _room(self, max_tokens: int) -> int:
+        if self.max_context is None:
+            return max_tokens
+        self._check_room(self._state)
+        return min(max_tokens, self.max_context - self._state.num_tokens)
+
+    def _check_room(self, state: State) -> None:
+        if self.max_context is not None and state.num_tokens >= self.max_context:
+            raise ContextFull(
+                f"expected at most {self.max_context - 1} tokens, so that one can be sampled within "
+                f"max_context, got {state.num_tokens}; end the rollout, or raise max_context"
+            )
+
+    # Messages.
+
+    def _rendered(self, history: tuple[Message, ...], images: tuple[str, ...]) -> State:
+        """A sequence whose prompt is the rendered conversation."""
+        ids = self._renderer.template.render(history, images)
+        return State(
+            segments=(written(ids),),
+            images=images,
+            history=history,
+            text=ids,
+            before=State(),
+            added=history,
+            added_images=images,
+        )
+
+    def _prompt_with(
+        self, state: State, new: tuple[Message, ...], images: tuple[str, ...]
+    ) -> State:
+        if state.segments:
+            raise ValueError(
+                "add: expected a sampled turn before the messages, as the prompt came as ids; call "
+                "generate first, or add ids"
+            )
+        return self._rendered(new, images)
+
+    def _answered(self, state: State, new: tuple[Message, ...], images: tuple[str, ...]) -> State:
+        """The state after the open turn is ended and new messages follow."""
+        all_images = (*state.images, *images)
+        turn, text = np.concatenate(state.turn or ()), self._turn_text(state)
+        answer = self._renderer.answer(state.history, text, new, all_images)
+        assistant = {"role": "assistant", "content": text}
+        history = (*state.history, assistant, *new)
+        expected = self._text_of(state) + _squeezed(text)
+        if answer is None or _squeezed(answer.text_before) != expected:
+            if self.on_rewrite == "branch":
+                return self._rendered(history, all_images)
+            if self.on_rewrite == "raise" or answer is None:
+                raise HistoryRewritten(
+                    "add: expected a chat template that renders the turns so far as they were sent "
+                    f"and sampled, got {_difference(expected, answer)}; use a template that keeps "
+                    'them, or on_rewrite="branch" or "keep"'
+                )
+        ids = answer.ids[self._num_closed(turn, answer.ids[: answer.num_closing]) :]
+        return replace(
+            state,
+            segments=(*state.segments, written(ids)),
+            images=all_images,
+            history=history,
+            text=expected + _squeezed(answer.text),
+            turn=None,
+            before=state,
+            added=new,
+            added_images=images,
+        )
+
+    def _num_closed(self, turn: Ids, closing: Ids) -> int:
+        """How many of the ids that end a turn the model has written itself."""
+        num = _overlap(turn, closing)
+        if not num and len(turn) and int(turn[-1]) in self._end_of_turn_ids:
+            return min(1, len(closing))
+        return num
+
+    def _turn_text(self, state: State) -> str:
+        """The text of the open turn, without its end-of-turn."""
+        turn = np.concatenate(state.turn or ())
+        num = _overlap(turn, self._renderer.closing)
+        if not num and len(turn) and int(turn[-1]) in self._end_of_turn_ids:
+            num = 1
+        return self._renderer.template.decode(turn[: len(turn) - num])
+
+    def _text_of(self, state: State) -> str:
+        """What the template should write for `history`, without blanks."""
+        if isinstance(state.text, str):
+            return state.text
+        template = self._renderer.template
+        if state.text is None:
+            return _squeezed(template.decode(template.render(state.history, state.images)))
+        return _squeezed(template.decode(state.text))
+
+
+def make_renderer(
+    client: GenerationClient,
+    tokenizer: Any = None,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+) -> TurnRenderer:
+    """A renderer that rollouts with the same template and tools can share."""
+    if tokenizer is not None:
+        return TurnRenderer(LocalTemplate(tokenizer, tools, chat_template_kwargs))
+    return TurnRenderer(ServerTemplate(client, tools, chat_template_kwargs))
+
+
+def _overlap(turn: Ids, closing: Ids) -> int:
+    """The length of the longest end of `turn` with which `closing` begins."""
+    for length in range(min(len(turn), len(closing)), 0, -1):
+        if np.array_equal(turn[len(turn) - length :], closing[:length]):
+            return length
+    return 0
+
+
+def _squeezed(text: str) -> str:
+    """The text without blanks: templates trim, which changes no id that was sampled."""
+    return "".join(text.split())
+
+
+def _difference(expected: str, answer: Any) -> str:
+    if answer is None:
+        return "one that drops the text of the sampled turn"
+    got = _squeezed(answer.text_before)
+    start = next(
+        (i for i, (a, b) in enumerate(zip(expected, got, strict=False)) if a != b),
+        min(len(expected), len(got)),
+    )
+    return f"{got[start : start + 40]!r} where {expected[start : start + 40]!r} was"
+
+
+def _with_other_seed(sampling: Mapping[str, Any], number: int) -> dict[str, Any]:
+    """The same seed would draw the same random numbers again."""
+    seed = sampling.get("seed")
+    return {**sampling, "seed": seed + 1_000_003 * number} if seed is not None else {**sampling}

@@ -1,0 +1,155 @@
+"""Many rollouts at once, with tools or an environment between their turns."""
+
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from titopool.rollouts.interface import ContextFull, GenerationClient, Message
+from titopool.rollouts.rollout import Rollout, make_renderer
+from titopool.rollouts.tools import Tool, ToolCall, answers, hermes_calls, schemas_of
+
+logger = logging.getLogger(__name__)
+
+# Called after a turn: the messages that answer it, or None to end the rollout.
+Environment: TypeAlias = Callable[[Rollout], Iterable[Message] | Message | None]
+# How often an aborted completion goes on: a trainer may abort with every update.
+MAX_RESUMES = 100
+
+
+def run_rollouts(
+    client: GenerationClient,
+    prompts: Sequence[Any],
+    *,
+    tools: Sequence[Tool] = (),
+    environment: Environment | None = None,
+    parse_tool_calls: Callable[[str], Sequence[ToolCall]] = hermes_calls,
+    n: int = 1,
+    max_turns: int = 8,
+    concurrency: int = 64,
+    progress: bool = False,
+    tokenizer: Any = None,
+    rollout_options: Mapping[str, Any] | None = None,
+    **sampling: Any,
+) -> list[Rollout]:
+    """Plays n rollouts of each prompt to their end.
+
+    After a turn, the calls of `tools` in its text are run. A turn without calls goes to
+    `environment`. Without one, it ends the rollout.
+
+    A failure ends only its rollout, which has the exception as `error`; its tokens so far stay. A
+    completion that an update or a pause aborts goes on from its ids. `stop_reason` of a rollout is
+    `answered` (a turn called no tool), `environment` (it returned None), `max_turns`, `context`
+    (no room within `max_context`), `error`, or the finish reason of a turn that did not end itself
+    (`length`, `repetition`, `abort`): such a turn goes to `environment`, never to tools.
+
+    Args:
+        prompts: conversations (lists of messages), or lists of token ids.
+        tools: functions whose schemas the template gets; see `schemas_of`. They run in threads, up
+            to `concurrency` at once, so they must be safe to call from several threads.
+        environment: gets the rollout after a turn, and returns the messages that answer it.
+        parse_tool_calls: finds the calls in a turn's text.
+        n: rollouts of each prompt. With a `seed` they use seed, seed + 1, ….
+        max_turns: the most turns of the model in a rollout.
+        concurrency: how many rollouts play at once.
+        progress: shows a bar (tqdm).
+        tokenizer: as for `Rollout`.
+        rollout_options: further arguments of `Rollout`.
+        sampling: options of `Rollout.generate`.
+
+    Returns:
+        Prompt-major: the n rollouts of prompt 0 come first.
+
+    Raises:
+        ValueError: an argument or a prompt is not usable; nothing has run.
+    """
+    if min(n, max_turns, concurrency) < 1:
+        raise ValueError("n, max_turns, concurrency: expected at least 1")
+    options = dict(rollout_options or {})
+    schemas = [*schemas_of(tools), *options.pop("tools", ())]
+    template_kwargs = options.pop("chat_template_kwargs", None)
+    options["renderer"] = make_renderer(client, tokenizer, schemas, template_kwargs)
+    rollouts = [_begin(client, prompt, options) for prompt in prompts for _ in range(n)]
+    play = _Play(
+        tools={tool.__name__: tool for tool in tools},
+        environment=environment,
+        parse=parse_tool_calls,
+        max_turns=max_turns,
+        sampling={"num_resumes": MAX_RESUMES, **sampling},
+    )
+    _in_threads(play.run, [(one, index % n) for index, one in enumerate(rollouts)],
+                concurrency, progress)  # fmt: skip
+    return rollouts
+
+
+def _begin(client: GenerationClient, prompt: Any, options: Mapping[str, Any]) -> Rollout:
+    is_chat = len(prompt) > 0 and isinstance(prompt[0], Mapping)
+    return Rollout(client, **{"messages" if is_chat else "ids": prompt}, **options)
+
+
+@dataclass(frozen=True)
+class _Play:
+    """What the rollouts of a run have in common."""
+
+    tools: Mapping[str, Tool]
+    environment: Environment | None
+    parse: Callable[[str], Sequence[ToolCall]]
+    max_turns: int
+    sampling: Mapping[str, Any]
+
+    def run(self, rollout: Rollout, index: int) -> None:
+        """Plays a rollout to its end; `index` is its place in the group."""
+        sampling = dict(self.sampling)
+        if sampling.get("seed") is not None:
+            sampling["seed"] += index
+        try:
+            rollout.stop_reason = self._play(rollout, sampling)
+        except ContextFull:
+            rollout.stop_reason = "context"
+        except Exception as error:
+            rollout.stop_reason, rollout.error = "error", error
+            logger.warning(
+                "rollout %s ended: %s: %s", rollout.session_id, type(error).__name__, error
+            )
+
+    def _play(self, rollout: Rollout, sampling: Mapping[str, Any]) -> str:
+        for left in range(self.max_turns - 1, -1, -1):
+            finish_reason = rollout.generate(**sampling).finish_reason
+            messages, stop_reason = self._answer(rollout, finish_reason)
+            if messages is None:
+                return stop_reason
+            if left:
+                rollout.add(messages)
+        return "max_turns"
+
+    def _answer(self, rollout: Rollout, finish_reason: str) -> tuple[Any, str]:
+        """The messages that answer the last turn; None with the reason to stop."""
+        if self.tools and finish_reason == "stop" and (calls := self.parse(rollout.last_text)):
+            return list(answers(calls, self.tools)), ""
+        if self.environment is not None:
+            return self.environment(rollout), "environment"
+        return None, "answered" if finish_reason == "stop" else finish_reason
+
+
+def _in_threads(
+    run: Callable[[Rollout, int], None],
+    tasks: Sequence[tuple[Rollout, int]],
+    concurrency: int,
+    progress: bool,
+) -> None:
+    """Runs all tasks. What interrupts the caller cancels those that have not begun."""
+    pool = ThreadPoolExecutor(min(concurrency, len(tasks)) or 1, "rollout")
+    try:
+        futures = [pool.submit(run, *task) for task in tasks]
+        done: Iterable[Future[None]] = as_completed(futures)
+        if progress:
+            from tqdm import tqdm
+
+            done = tqdm(done, total=len(futures), unit="rollout")
+        for future in done:
+            future.result()
+    except BaseException:
+        pool.shutdown(wait=False, cancel_futures=True)
+        raise
+    pool.shutdown()

@@ -1,0 +1,75 @@
+"""A conversation at one moment: its tokens, its images and the messages that they were rendered from."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from titopool.rollouts.interface import Ids, Message, PromptChanged, PromptResult
+from titopool.rollouts.sequence import RolloutArrays, Segment, arrays_of, written
+
+
+@dataclass(frozen=True, eq=False)
+class State:
+    """A conversation at one moment. Branches share it, so it never changes."""
+
+    segments: tuple[Segment, ...] = ()
+    images: tuple[str, ...] = ()
+    # Offset and length of the images that the engine has placed.
+    ranges: tuple[tuple[int, int], ...] | None = ()
+    # How many tokens the engine has got or sampled; images in them are expanded.
+    num_sent: int = 0
+    # Messages of all tokens but those of the open turn.
+    history: tuple[Message, ...] = ()
+    # What the template has written for `history` without blanks, or its ids of that; None: unknown.
+    text: "str | Ids | None" = None
+    # The ids of the assistant's turn that nothing has ended yet; None: the model is to begin one.
+    turn: tuple[Ids, ...] | None = None
+    # The state before the messages that were added last, and these messages; they are rendered
+    # again with those that follow before the next turn.
+    before: "State | None" = None
+    added: tuple[Message, ...] = ()
+    added_images: tuple[str, ...] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(one.ids) for one in self.segments)
+
+
+def arrays_at(state: State, tokenizer: Any = None) -> RolloutArrays:
+    return arrays_of(state.segments, state.images, state.ranges, tokenizer)
+
+
+def placed_segments(state: State, sent: Ids, got: Ids) -> tuple[Segment, ...]:
+    """The segments of a prompt as the engine got it: new images are expanded.
+
+    Raises:
+        PromptChanged: the engine got other ids than were sent.
+    """
+    if np.array_equal(sent, got):
+        return state.segments
+    start = state.num_sent
+    if not state.images or not np.array_equal(sent[:start], got[:start]):
+        raise PromptChanged(
+            f"expected the engine to get the {len(sent)} ids that were sent, got {len(got)} ids, of "
+            f"which the first {_num_common(sent, got)} are equal; the conversation cannot go on"
+        )
+    kept: list[Segment] = []
+    length = 0
+    for one in state.segments:
+        if length >= start:
+            break
+        kept.append(one)
+        length += len(one.ids)
+    return (*kept, written(got[start:]))
+
+
+def image_ranges(result: PromptResult, num_images: int) -> tuple[tuple[int, int], ...] | None:
+    """Offset and length of each image in the prompt; None: an abort came before they were placed."""
+    found = result.image_ranges
+    return tuple((int(a), int(b)) for a, b in found) if len(found) == num_images else None
+
+
+def _num_common(first: Ids, second: Ids) -> int:
+    length = min(len(first), len(second))
+    return int(np.cumprod(first[:length] == second[:length]).sum())
