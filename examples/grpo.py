@@ -12,6 +12,8 @@ While the trainer takes a step and sends weights, the server generates for the n
 in flight continue with the new weights (policy "keep"), so one completion may have tokens of two
 versions. The server's log-probability of each token is the denominator of the importance ratio.
 
+Server and trainer run on the CPU, with vLLM's CPU build.
+
 GRPO: Shao et al. 2024, DeepSeekMath, arXiv 2402.03300. The clipped loss: Schulman et al. 2017, PPO,
 arXiv 1707.06347. Needs torch, transformers, matplotlib and titopool.
 """
@@ -97,11 +99,10 @@ def save_model(model: Qwen3ForCausalLM, folder: str) -> None:
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     words = models.WordLevel({word: index for index, word in enumerate(WORDS)}, unk_token=WORDS[0])
-    tokenizer = Tokenizer(words)
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=WORDS[END]).save_pretrained(
-        folder
-    )
+    text = Tokenizer(words)
+    text.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=text, eos_token=WORDS[END])
+    tokenizer.save_pretrained(folder)
     model.save_pretrained(folder)
 
 
@@ -229,7 +230,7 @@ def train(
     ):
         version = weights.update(model, policy="drain")["version"]
         for step in range(num_steps):
-            held = generate(client, held_out, 1)
+            held = generate(client, held_out, n=1)
             send_prompts(max(1, in_flight))
             began = time.monotonic()
             rollouts = batches.popleft().result(TIMEOUT_S)
