@@ -18,7 +18,7 @@ FASTER = $(INSTALL) --quiet $(CONSTRAINTS) -e '.[fast]' 2>/dev/null \
 	  || echo "no C compiler: gunicorn parses HTTP in Python, which is a little slower"
 INSTALLED = $(VENV)/.installed-$(PLATFORM)
 TOOLS = $(VENV)/.installed-tools
-.PHONY: help install tools serve test test-fast check format docs bench bench-front bench-images bench-streams bench-weights bench-placement test-chaos test-fuzz test-soak test-compose clean
+.PHONY: help install tools serve test test-fast check format docs example-grpo bench bench-front bench-images bench-streams bench-weights bench-placement test-chaos test-fuzz test-soak test-compose clean
 
 help:  ## lists the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -87,6 +87,9 @@ format: tools  ## formats the sources
 
 docs: tools  ## writes docs/settings.md from the settings in the code
 	$(BIN)/python -m tools.settings_page
+
+example-grpo: tools  ## trains tiny models through a server with GRPO, in minutes on a CPU (ARGS=options)
+	$(BIN)/python examples/grpo.py --seeds 0 1 2 --control $(ARGS)
 
 # OUT: path of the results without extension. BENCH: more options, e.g. BENCH='--shape qwen3-0.6b'.
 OUT ?= benchmarks/results/$(shell date +%F)-$(PLATFORM)
