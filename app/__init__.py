@@ -43,16 +43,17 @@ def create_app(config: ServerConfig | None = None) -> Flask:
     app = Flask(__name__, static_folder=None)
     app.url_map.strict_slashes = False
     app.config["MAX_CONTENT_LENGTH"] = config.max_body_bytes
-    app.extensions["titopool"] = Service(config)
+    service = Service(config)
+    app.extensions["titopool"] = service
     responses.init_app(app)
     request_ids.init_app(app)
     connections.init_app(app, config.client_timeout_s)
-    bodies.init_app(app, config)
+    bodies.init_app(app, config, service.budget)
     keys = Keys(config)
     if not keys.guard_generation:
         browsers.init_app(app, config.host, config.allowed_hosts)
     auth.init_app(app, keys)
-    errors.init_app(app)
+    errors.init_app(app, service.refused)
     for module in (
         health,
         metrics,

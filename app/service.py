@@ -1,5 +1,6 @@
 """What all handlers of a front end share: settings, link, tokenizer, drift watch."""
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
@@ -9,6 +10,7 @@ from gevent.monkey import is_module_patched
 
 from app.http.auth import current_key
 from app.http.bodies import current_reservation
+from app.http.budget import Budget
 from app.http.connections import current_client
 from app.http.request_ids import request_id
 from app.inputs.admission import Admission, session_key
@@ -17,8 +19,9 @@ from app.inputs.tokenizer import TokenizerLoader
 from app.pool.link import Link
 from app.schemas.decoding import Body, Decoder, decode_body
 from titopool.deadline import Deadline
-from titopool.errors import ConfigError, QueueFull
+from titopool.errors import BodyTooLarge, BodyTooSlow, ConfigError, QueueFull
 from titopool.settings.config import ServerConfig
+from titopool.wire.messages import FrontEndTotals
 from titopool.wire.sockets import worker_endpoint
 
 
@@ -27,7 +30,10 @@ class Service:
 
     def __init__(self, config: ServerConfig):
         self.config = config
-        self.link = Link(config, endpoints_of(config))
+        self.budget = Budget(config.memory_budget_bytes)
+        # Answers with an error of this process, by the error's code.
+        self.refused: Counter[str] = Counter()
+        self.link = Link(config, endpoints_of(config), self._totals)
         self.tokenizer = TokenizerLoader()
         self.drift = DriftWatch(self.link, self.tokenizer)
         self._num_open = 0
@@ -76,6 +82,15 @@ class Service:
             body = decode_body(sent, decoder)
             del sent
             yield admission, body
+
+    def _totals(self) -> FrontEndTotals:
+        return FrontEndTotals(
+            memory_taken=self.budget.taken,
+            memory_limit=self.budget.limit,
+            num_queue_full=self.refused[QueueFull.code],
+            num_body_too_large=self.refused[BodyTooLarge.code],
+            num_body_too_slow=self.refused[BodyTooSlow.code],
+        )
 
     def _count_end(self) -> None:
         self._num_open -= 1

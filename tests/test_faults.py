@@ -10,6 +10,7 @@ import requests
 
 from tests.servers import START_TIMEOUT_S, Server, wait_until
 from tests.stub_worker import Fault
+from titopool.settings.config import ServerConfig
 
 # Short heartbeats, so that a silent worker is lost within a test.
 QUICK = {"TITOPOOL_HEARTBEAT_INTERVAL_S": "0.1", "TITOPOOL_HEARTBEAT_TIMEOUT_S": "3"}
@@ -345,6 +346,14 @@ def test_both_workers_share_the_jobs_of_one_request(start_stub, stub_server):
     assert min(done()) >= 2
 
 
+def pool_metric(server: Server, name: str) -> float | None:
+    """A metric that has one value for all front ends."""
+    lines = server.get("/metrics").text.splitlines()
+    return next(
+        (float(line.split()[-1]) for line in lines if line.startswith(f"titopool_{name} ")), None
+    )
+
+
 def test_any_front_end_has_the_metrics_of_the_whole_pool(start_stub, stub_server):
     for index in range(2):
         start_stub(index, **QUICK)
@@ -358,6 +367,16 @@ def test_any_front_end_has_the_metrics_of_the_whole_pool(start_stub, stub_server
         "completion_tokens_total": 40, "ready": 2, "sequences": 0,
     }.items():  # fmt: skip
         wait_until(lambda name=name, value=value: sum(server.metrics(name).values()) == value, 20)
+
+    lists = b'{"prompts": [' + b"[]," * 600_000 + b"[]]}"
+    assert requests.post(server.url + "/generate/", data=lists, timeout=60).status_code == 413
+    # Sums over both front ends.
+    for name, value in {
+        "memory_budget_bytes": 2 * ServerConfig().memory_budget_bytes, "memory_taken_bytes": 0,
+        'refused_requests_total{reason="body_too_large"}': 1,
+        'refused_requests_total{reason="queue_full"}': 0,
+    }.items():  # fmt: skip
+        wait_until(lambda name=name, value=value: pool_metric(server, name) == value, 20)
 
 
 def test_a_file_of_keys_is_followed_and_its_names_are_in_log_and_metrics(

@@ -4,6 +4,8 @@ import concurrent.futures
 import socket
 import threading
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from urllib.parse import urlsplit
 
 import psutil
@@ -37,6 +39,28 @@ def begin_slowly(server: Server) -> socket.socket:
     return client
 
 
+class Growth:
+    num_bytes = 0
+
+
+@contextmanager
+def growth_of(process: psutil.Process) -> Iterator[Growth]:
+    """By how much the resident memory of a process grows at most."""
+    growth, has_ended, before = Growth(), threading.Event(), process.memory_info().rss
+
+    def watch() -> None:
+        while not has_ended.wait(0.005):
+            growth.num_bytes = max(growth.num_bytes, process.memory_info().rss - before)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        yield growth
+    finally:
+        has_ended.set()
+        watcher.join()
+
+
 @pytest.fixture
 def server(stub_server, start_stub, monkeypatch: pytest.MonkeyPatch) -> Server:
     # The stub's model has no tokenizer, which nobody should look for in the network.
@@ -59,13 +83,6 @@ def test_slow_and_wasteful_bodies_hurt_nobody(server: Server):
     assert all(answer.startswith(b"HTTP/1.1 408 ") for answer in answers), answers
 
     process = front_end(server)
-    before = peak = process.memory_info().rss
-    has_ended = threading.Event()
-
-    def watch() -> None:
-        nonlocal peak
-        while not has_ended.wait(0.01):
-            peak = max(peak, process.memory_info().rss)
 
     def send(name: str) -> int:
         path, body = BODIES[name]
@@ -75,17 +92,13 @@ def test_slow_and_wasteful_bodies_hurt_nobody(server: Server):
             # The server closed before the whole body was sent.
             return 0
 
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    with concurrent.futures.ThreadPoolExecutor(16) as threads:
+    with concurrent.futures.ThreadPoolExecutor(16) as threads, growth_of(process) as growth:
         statuses = Counter(threads.map(send, list(BODIES) * 6))
         wait_until(lambda: server.generate([[1]], max_tokens=1), 30)
-    has_ended.set()
-    watcher.join()
     # 503: a text got as far as the tokenizer, which the stub's model does not have.
     assert set(statuses) <= {0, 400, 413, 429, 503}, statuses
     # One of them may take more than the budget; unbounded, eight objects alone take 1.5 GiB.
-    assert peak - before < 12 * BUDGET, f"{(peak - before) // MIB} MiB, {statuses}"
+    assert growth.num_bytes < 12 * BUDGET, f"{growth.num_bytes // MIB} MiB, {statuses}"
     assert front_end(server).pid == process.pid
     # What `app/http/errors.py` logs of an exception that no handler expected.
     assert " failed, request " not in server.log, server.log[-3000:]
@@ -101,3 +114,18 @@ def test_a_long_body_is_answered_as_a_short_one(server: Server):
     assert refused.json()["error"]["message"].startswith("prompts[400][1]: expected a token id in ")
     sent = {"token_ids": [1] * 400_000, "sampling_params": {}}
     assert server.post("/inference/v1/generate", sent).json()["error"]["code"] == "prompt_too_long"
+
+
+def test_a_huge_prompt_is_refused_before_its_ids_are_made(server: Server):
+    """5.6 million ids would take 224 MiB as Python's integers."""
+    ids, process = b"12345," * (32 * MIB // 6) + b"1", front_end(server)
+    for body in (
+        b'{"prompts": [[' + ids + b"]]}",
+        b'{"prompts": [{"prompt_token_ids": [' + ids + b"]}]}",
+        b'{"input_ids": [[' + ids + b"]]}",
+        b'{"input_ids": [' + ids + b"]}",
+    ):
+        with growth_of(process) as growth:
+            answer = requests.post(server.url + "/generate/", data=body, timeout=120)
+        assert answer.json()["error"]["code"] == "prompt_too_long", answer.text
+        assert growth.num_bytes < 96 * MIB, f"{body[:30]!r}: {growth.num_bytes // MIB} MiB"

@@ -38,9 +38,8 @@ SHORT_BYTES = 4096
 BYTES_PER_SHORT_BYTE = 32
 
 
-def init_app(app: Flask, config: ServerConfig) -> None:
+def init_app(app: Flask, config: ServerConfig, budget: Budget) -> None:
     """Bounds every body that a route reads with `request.get_data`."""
-    budget = Budget(config.memory_budget_bytes)
 
     class BoundedRequest(Request):
         reservation: Reservation | None = None

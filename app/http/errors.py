@@ -4,6 +4,7 @@ Shape: `{"error": {"message", "type", "code", "param"}}`, as OpenAI's API has it
 """
 
 import logging
+from collections import Counter
 from typing import Any
 
 import gunicorn.util
@@ -19,10 +20,22 @@ from titopool.release import RELEASE, VERSION_HEADER
 logger = logging.getLogger(__name__)
 
 
-def init_app(app: Flask) -> None:
-    """Registers the error handlers, also with gunicorn's parser."""
-    app.register_error_handler(TitopoolError, _error_response)
-    app.register_error_handler(RequestEntityTooLarge, _too_large)
+def init_app(app: Flask, refused: Counter[str] | None = None) -> None:
+    """Registers the error handlers, also with gunicorn's parser.
+
+    Args:
+        refused: counts errors by their codes.
+    """
+    counts = Counter[str]() if refused is None else refused
+
+    def refuse(error: Exception) -> Response:
+        if isinstance(error, RequestEntityTooLarge):
+            error = _too_large()
+        counts[getattr(error, "code", "")] += 1
+        return _error_response(error)
+
+    app.register_error_handler(TitopoolError, refuse)
+    app.register_error_handler(RequestEntityTooLarge, refuse)
     app.register_error_handler(HTTPException, _http_error)
     app.register_error_handler(ParseException, _unreadable_body)
     app.register_error_handler(RecursionError, _too_deep)
@@ -38,14 +51,12 @@ def _error_response(error: Exception) -> Response:
     return response
 
 
-def _too_large(error: Exception) -> Response:
+def _too_large() -> BodyTooLarge:
     limit = request.max_content_length
     came = "more" if request.content_length is None else str(request.content_length)
-    return _error_response(
-        BodyTooLarge(
-            f"expected a body of at most {limit} bytes (max_body_bytes), got {came}; "
-            "send fewer prompts in one request"
-        )
+    return BodyTooLarge(
+        f"expected a body of at most {limit} bytes (max_body_bytes), got {came}; "
+        "send fewer prompts in one request"
     )
 
 

@@ -31,6 +31,7 @@ from titopool.wire.commands import CommandDone
 from titopool.wire.messages import (
     EndWaiting,
     Failed,
+    FrontEndTotals,
     Heartbeat,
     Load,
     Results,
@@ -79,9 +80,19 @@ class Retry:
 class Link:
     """Submits requests to the workers and delivers their results."""
 
-    def __init__(self, config: ServerConfig, endpoints: tuple[str, ...]):
-        """`endpoints` are those of the settings; host names are resolved again and again."""
+    def __init__(
+        self,
+        config: ServerConfig,
+        endpoints: tuple[str, ...],
+        totals: Callable[[], FrontEndTotals] = FrontEndTotals,
+    ):
+        """`endpoints` are those of the settings; host names are resolved again and again.
+
+        Args:
+            totals: of this front end, for the workers.
+        """
         self._config = config
+        self._totals = totals
         self._discovery = Discovery(endpoints)
         self._pool = Pool(
             no_worker_timeout_s=config.worker_start_timeout_s,
@@ -404,7 +415,8 @@ class Link:
         self._retries[endpoint] = Retry(Deadline.after(pause_s), pause_s, reason)
 
     def _send_hello(self, endpoint: str) -> None:
-        self._send(endpoint, messages.Hello(self._pool.view.snapshot(time.monotonic())))
+        pool = self._pool.view.snapshot(time.monotonic())
+        self._send(endpoint, messages.Hello(pool, self._totals()))
 
     def _disconnect(self, endpoint: str) -> None:
         worker_socket = self._sockets.pop(endpoint, None)

@@ -144,6 +144,19 @@ class WorkerCounters(msgspec.Struct):
     num_drifted_prompts: int = 0
 
 
+class FrontEndTotals(msgspec.Struct, frozen=True):
+    """Of one front end in `Hello`, of all front ends in `Heartbeat`."""
+
+    # Bytes of the memory budget.
+    memory_taken: int = 0
+    memory_limit: int = 0
+    # Requests since the start of a front end: without room (429), with a body that is too large or
+    # arrives too slowly.
+    num_queue_full: int = 0
+    num_body_too_large: int = 0
+    num_body_too_slow: int = 0
+
+
 class KeyTotals(msgspec.Struct):
     """What clients with keys of one name have generated since the start of a worker process."""
 
@@ -231,6 +244,7 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
 
     # As this front end knows it.
     pool: PoolState = PoolState()
+    front_end: FrontEndTotals = FrontEndTotals()
 
 
 class Generate(msgspec.Struct, frozen=True, tag="generate"):
@@ -322,6 +336,8 @@ class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
     adapters: dict[str, int] = {}
     # As this worker knows it.
     pool: PoolState = PoolState()
+    # Of all front ends that use this worker.
+    front_ends: FrontEndTotals = FrontEndTotals()
     # As in `Load`.
     other_risks: int = 0
     apart: Apart = ""

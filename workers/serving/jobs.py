@@ -1,6 +1,7 @@
 """A worker's records: the jobs of each front end, and counters and prefixes of finished jobs."""
 
 import asyncio
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import msgspec
@@ -9,6 +10,7 @@ from titopool.settings.sampling import has_grammar
 from titopool.wire.messages import (
     Completed,
     Failed,
+    FrontEndTotals,
     Job,
     JobId,
     KeyTotals,
@@ -30,6 +32,8 @@ class FrontEnd:
     """A front end that has sent `Hello`, and its jobs in flight."""
 
     last_hello: float
+    # As it said last.
+    totals: FrontEndTotals = field(default_factory=FrontEndTotals)
     jobs: dict[JobKey, Job] = field(default_factory=dict)
     tasks: dict[JobKey, asyncio.Task[None]] = field(default_factory=dict)
     # Totals of the jobs in flight: completions, and at most so many tokens.
@@ -116,3 +120,8 @@ def prefix_of(job: Job, generated: Generated, facts: WorkerFacts | None) -> byte
         completion_hashes(job, one.token_ids, facts.images) for one in generated.completions
     ]
     return chain + b"".join(completions)
+
+
+def sum_of(totals: Iterable[FrontEndTotals]) -> FrontEndTotals:
+    """The totals of all front ends."""
+    return FrontEndTotals(*map(sum, zip(*map(msgspec.structs.astuple, totals), strict=True)))

@@ -25,6 +25,7 @@ from titopool.wire.messages import (
     Chunk,
     Completed,
     Failed,
+    FrontEndTotals,
     Generate,
     Heartbeat,
     Hello,
@@ -39,7 +40,7 @@ from workers.process import EXIT_FAILED, EXIT_WEIGHTS_UNKNOWN, in_daemon_thread,
 from workers.serving.apart import ApartGroups, Turn
 from workers.serving.control import Control
 from workers.serving.front_end_queues import FrontEndQueues
-from workers.serving.jobs import FrontEnd, JobKey, count_job, prefix_of
+from workers.serving.jobs import FrontEnd, JobKey, count_job, prefix_of, sum_of
 
 logger = logging.getLogger(__name__)
 
@@ -209,9 +210,9 @@ class WorkerServer:
 
     def _handle(self, identity: bytes, message: messages.ToWorker) -> None:
         match message:
-            case Hello(pool=pool):
+            case Hello(pool=pool, front_end=totals):
                 self._control.merge_pool_state(pool)
-                self._on_hello(identity)
+                self._on_hello(identity, totals)
             case Generate(incarnation=self._incarnation, apart=apart):
                 jobs = message.whole_jobs()
                 turns = self._apart.add(len(jobs), identity, apart) if apart and jobs else ()
@@ -236,13 +237,13 @@ class WorkerServer:
     async def _answer(self, identity: bytes, command: Command) -> None:
         self._send(identity, await self._control.answer(command, identity))
 
-    def _on_hello(self, identity: bytes) -> None:
+    def _on_hello(self, identity: bytes, totals: FrontEndTotals) -> None:
         front_end = self._front_ends.get(identity)
         if front_end is None:
-            self._front_ends[identity] = FrontEnd(last_hello=time.monotonic())
+            self._front_ends[identity] = FrontEnd(time.monotonic(), totals)
             self._send(identity, self._heartbeat(identity, self._front_ends[identity]))
         else:
-            front_end.last_hello = time.monotonic()
+            front_end.last_hello, front_end.totals = time.monotonic(), totals
 
     def _start_job(self, identity: bytes, job: Job, turn: Turn | None) -> None:
         front_end = self._front_ends.get(identity)
@@ -460,6 +461,7 @@ class WorkerServer:
             other_risks=others.other_risks,
             apart=others.apart,
             num_sequences=sum(one.num_sequences for one in self._front_ends.values()),
+            front_ends=sum_of(one.totals for one in self._front_ends.values()),
             counters=self._counters,
             keys=self._key_totals,
             updates=self._control.update_totals,

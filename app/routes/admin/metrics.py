@@ -43,6 +43,7 @@ class PoolCollector(Collector):
             "titopool_workers", "workers in the pool", value=len(self._views)
         )
         yield from (workers, ready, version, running)
+        yield from _front_end_metrics([beat for _, beat in answering])
         for name in WorkerCounters.__struct_fields__:
             what = name.removeprefix("num_")
             family = CounterMetricFamily(
@@ -92,6 +93,31 @@ class PoolCollector(Collector):
                     lasted.add_metric(names, totals.update_s)
                     paused.add_metric(names, totals.paused_s)
         yield from (ended, lasted, paused)
+
+
+def _front_end_metrics(beats: list[Heartbeat]) -> Iterable[Metric]:
+    """Sums over all front ends, of the worker that most of them have greeted."""
+    if not beats:
+        return
+    totals = max(beats, key=lambda beat: beat.num_front_ends).front_ends
+    yield GaugeMetricFamily(
+        "titopool_memory_taken_bytes",
+        "of the memory budgets of all front ends",
+        value=totals.memory_taken,
+    )
+    yield GaugeMetricFamily(
+        "titopool_memory_budget_bytes",
+        "the memory budgets of all front ends",
+        value=totals.memory_limit,
+    )
+    refused = CounterMetricFamily(
+        "titopool_refused_requests",
+        "requests refused since the front ends' start",
+        labels=["reason"],
+    )
+    for reason in ("queue_full", "body_too_large", "body_too_slow"):
+        refused.add_metric([reason], getattr(totals, f"num_{reason}"))
+    yield refused
 
 
 @blueprint.get("/metrics/")
