@@ -24,6 +24,11 @@ BODIES: dict[str, tuple[Any, dict[str, Any]]] = {
         {"prompts": [{"prompt_token_ids": ROW, "cache_salt": "a"}] * 100},
     ),
     "an empty prompt": (sglang.GENERATE_BODY, {"prompts": [[], *ROWS]}),
+    "a long prompt": (sglang.GENERATE_BODY, {"prompts": [[1], FLAT, [2]]}),
+    "a long object": (
+        sglang.GENERATE_BODY,
+        {"prompts": [{"prompt_token_ids": [1]}, {"prompt_token_ids": FLAT, "cache_salt": "a"}]},
+    ),
     "images": (
         sglang.GENERATE_BODY,
         {"prompts": [[1]] * 9, "images": [None, *[["x" * 200_000]] * 8]},
@@ -37,6 +42,16 @@ BODIES: dict[str, tuple[Any, dict[str, Any]]] = {
     "messages": (openai.CHAT_COMPLETIONS_BODY, {"messages": MESSAGES, "n": 3}),
     "tokens": (generation.DETOKENIZE_BODY, {"tokens": FLAT}),
     "bad: id": (sglang.GENERATE_BODY, {"prompts": [*ROWS, [1, 2.5]]}),
+    "bad: id of a long prompt": (sglang.GENERATE_BODY, {"prompts": [[1], [*FLAT, "1"]]}),
+    "bad: id of a long object": (
+        sglang.GENERATE_BODY,
+        {"prompts": [{"prompt_token_ids": [*FLAT, None]}]},
+    ),
+    "bad: field of a long object": (
+        sglang.GENERATE_BODY,
+        {"prompts": [{"prompt_token_ids": FLAT, "salt": "a"}]},
+    ),
+    "bad: nested in a long prompt": (sglang.GENERATE_BODY, {"prompts": [[*FLAT, [1]]]}),
     "bad: prompt": (sglang.GENERATE_BODY, {"prompts": [*ROWS, 3]}),
     "bad: object": (sglang.GENERATE_BODY, {"prompts": [*ROWS, {"prompt_ids": []}]}),
     "bad: first": (sglang.GENERATE_BODY, {"prompts": [True, *ROWS]}),
@@ -106,7 +121,10 @@ def test_a_list_with_other_values_between_its_numbers_is_refused():
     }
 
 
-@pytest.mark.parametrize("name", ["prompts", "objects", "one list", "prompt", "conversations"])
+@pytest.mark.parametrize(
+    "name",
+    ["prompts", "objects", "one list", "prompt", "a long prompt", "a long object", "conversations"],
+)
 def test_other_requests_run_while_a_body_is_decoded(name: str):
     num_turns = 0
 

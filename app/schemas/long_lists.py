@@ -6,6 +6,7 @@ begin takes about a tenth of that.
 
 import re
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any, get_args, get_origin
 
@@ -19,13 +20,15 @@ LONG_BYTES = 2**16
 # Of a list of numbers.
 PIECE_BYTES = 2**18
 # Lists of ids, and lists of such lists, that become arrays: a list takes ten times their memory.
-COMPACT = {"prompts", "sequences", "prompt", "token_ids"}
+COMPACT = {"prompts", "sequences", "prompt", "token_ids", "prompt_token_ids"}
 _fields_of = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 _elements_of = msgspec.json.Decoder(list[msgspec.Raw]).decode
 _FIRST = re.compile(rb"\s*\[\s*(.)", re.DOTALL)
 
 
-def decode_in_pieces(body: bytes, decode: Callable[[bytes], Any], body_type: type) -> Any:
+def decode_in_pieces(
+    body: bytes | msgspec.Raw, decode: Callable[[Any], Any], body_type: type
+) -> Any:
     """As `decode(body)`, with ids of `COMPACT` as int32 [tokens] where they fit.
 
     Args:
@@ -37,7 +40,7 @@ def decode_in_pieces(body: bytes, decode: Callable[[bytes], Any], body_type: typ
     sent = _fields_of(body)
     types = _element_types(body_type)
     lists = {name: raw for name, raw in sent.items() if name in types and _is_long(raw)}
-    if 2 * sum(len(memoryview(raw)) for raw in lists.values()) < len(body):
+    if 2 * sum(len(memoryview(raw)) for raw in lists.values()) < len(memoryview(body)):
         return decode(body)
     # The lists are left out of a copy of the body.
     decoded = decode(msgspec.json.encode(sent | {name: [] for name in lists}))
@@ -66,37 +69,63 @@ def _is_long(raw: msgspec.Raw) -> bool:
 
 
 def _decode_list(raw: msgspec.Raw, wanted: Any, name: str) -> Any:
+    is_compact = name in COMPACT
     first = _FIRST.match(raw)
     if first is not None and first[1] in b"-0123456789":
-        ids = _numbers(bytes(raw), wanted, name)
-        return _compact(ids) if name in COMPACT else ids
+        with _at(f".{name}"):
+            return _numbers(raw, wanted, is_compact=is_compact)
     decoder, decoded = msgspec.json.Decoder(wanted), []
     for index, element in enumerate(sharing_time(_elements_of(raw))):
-        try:
-            value = decoder.decode(element)
-        except msgspec.ValidationError as error:
-            text, path = _split(error)
-            raise msgspec.ValidationError(f"{text} - at `$.{name}[{index}]{path}`") from None
-        decoded.append(_compact(value) if name in COMPACT else value)
+        with _at(f".{name}[{index}]"):
+            if is_compact and len(memoryview(element)) > PIECE_BYTES:
+                decoded.append(_long_prompt(element, decoder))
+            else:
+                value = decoder.decode(element)
+                decoded.append(_compact(value) if is_compact else value)
     return decoded
 
 
-def _numbers(text: bytes, wanted: Any, name: str) -> list[Any]:
+def _long_prompt(raw: msgspec.Raw, decoder: msgspec.json.Decoder[Any]) -> Any:
+    """A list of ids, or an object that has one."""
+    first = _FIRST.match(raw)
+    if first is not None and first[1] in b"-0123456789":
+        return _numbers(raw, int, is_compact=True)
+    structs = [one for one in get_args(decoder.type) if hasattr(one, "__struct_fields__")]
+    if first is None and structs and bytes(memoryview(raw)[:1]) == b"{":
+        return decode_in_pieces(raw, msgspec.json.Decoder(structs[0]).decode, structs[0])
+    return decoder.decode(raw)
+
+
+def _numbers(raw: msgspec.Raw, wanted: Any, *, is_compact: bool) -> Any:
+    """A list of numbers; as int32 [numbers] if `is_compact` and they fit."""
     decoder = msgspec.json.Decoder(list[wanted])
-    numbers: list[Any] = []
-    for piece in sharing_time(_pieces(text)):
+    pieces, num_numbers = list[Any](), 0
+    for text in sharing_time(_pieces(bytes(raw))):
         try:
-            numbers += decoder.decode(b"[" + piece + b"]")
+            piece = decoder.decode(b"[" + text + b"]")
         except msgspec.ValidationError as error:
             reason, path = _split(error)
             index, _, path = path[1:].partition("]")
-            place = f"{name}[{len(numbers) + int(index)}]{path}"
-            raise msgspec.ValidationError(f"{reason} - at `$.{place}`") from None
+            place = f"[{num_numbers + int(index)}]{path}"
+            raise msgspec.ValidationError(f"{reason} - at `${place}`") from None
         except msgspec.DecodeError:
             # A comma of something else than a list of numbers.
-            reason = "Expected a list of integers, got other values"
-            raise msgspec.ValidationError(f"{reason} - at `$.{name}`") from None
-    return numbers
+            raise msgspec.ValidationError("Expected a list of integers, got other values") from None
+        num_numbers += len(piece)
+        pieces.append(_compact(piece) if is_compact else piece)
+    if all(isinstance(piece, np.ndarray) for piece in pieces):
+        return np.concatenate(pieces)
+    return [number for piece in sharing_time(pieces) for number in piece]
+
+
+@contextmanager
+def _at(location: str) -> Iterator[None]:
+    """Puts `location` before the path of an error."""
+    try:
+        yield
+    except msgspec.ValidationError as error:
+        reason, path = _split(error)
+        raise msgspec.ValidationError(f"{reason} - at `${location}{path}`") from None
 
 
 def _split(error: msgspec.ValidationError) -> tuple[str, str]:
