@@ -6,8 +6,7 @@ begin takes about a tenth of that.
 
 import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, get_args, get_origin
 
 import msgspec
@@ -19,6 +18,8 @@ from app.time_slices import sharing_time
 LONG_BYTES = 2**16
 # Of a list of numbers.
 PIECE_BYTES = 2**18
+# Prompts of this length stay lists: an array would take as much.
+SHORT_BYTES = 256
 # Lists of ids, and lists of such lists, that become arrays: a list takes ten times their memory.
 COMPACT = {"prompts", "sequences", "prompt", "token_ids", "prompt_token_ids"}
 _fields_of = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
@@ -72,17 +73,26 @@ def _decode_list(raw: msgspec.Raw, wanted: Any, name: str) -> Any:
     is_compact = name in COMPACT
     first = _FIRST.match(raw)
     if first is not None and first[1] in b"-0123456789":
-        with _at(f".{name}"):
+        try:
             return _numbers(raw, wanted, is_compact=is_compact)
-    decoder, decoded = msgspec.json.Decoder(wanted), []
-    for index, element in enumerate(sharing_time(_elements_of(raw))):
-        with _at(f".{name}[{index}]"):
-            if is_compact and len(memoryview(element)) > PIECE_BYTES:
-                decoded.append(_long_prompt(element, decoder))
-            else:
-                value = decoder.decode(element)
-                decoded.append(_compact(value) if is_compact else value)
+        except msgspec.ValidationError as error:
+            raise _at(f".{name}", error) from None
+    decoder, decoded = msgspec.json.Decoder(wanted), list[Any]()
+    decode = partial(_decode_prompt, decoder) if is_compact else decoder.decode
+    try:
+        for element in sharing_time(_elements_of(raw)):
+            decoded.append(decode(element))
+    except msgspec.ValidationError as error:
+        raise _at(f".{name}[{len(decoded)}]", error) from None
     return decoded
+
+
+def _decode_prompt(decoder: msgspec.json.Decoder[Any], raw: msgspec.Raw) -> Any:
+    num_bytes = len(memoryview(raw))
+    if num_bytes > PIECE_BYTES:
+        return _long_prompt(raw, decoder)
+    value = decoder.decode(raw)
+    return value if num_bytes < SHORT_BYTES else _compact(value)
 
 
 def _long_prompt(raw: msgspec.Raw, decoder: msgspec.json.Decoder[Any]) -> Any:
@@ -118,14 +128,10 @@ def _numbers(raw: msgspec.Raw, wanted: Any, *, is_compact: bool) -> Any:
     return [number for piece in sharing_time(pieces) for number in piece]
 
 
-@contextmanager
-def _at(location: str) -> Iterator[None]:
-    """Puts `location` before the path of an error."""
-    try:
-        yield
-    except msgspec.ValidationError as error:
-        reason, path = _split(error)
-        raise msgspec.ValidationError(f"{reason} - at `${location}{path}`") from None
+def _at(location: str, error: msgspec.ValidationError) -> msgspec.ValidationError:
+    """`error` with `location` before its path."""
+    reason, path = _split(error)
+    return msgspec.ValidationError(f"{reason} - at `${location}{path}`")
 
 
 def _split(error: msgspec.ValidationError) -> tuple[str, str]:
