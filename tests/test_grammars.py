@@ -76,30 +76,6 @@ def test_required_tools_pass_through_a_trial(single_server: Server):
     assert answer.status_code == 200, answer.text
 
 
-NAMED = {"type": "function", "function": {"name": "slow"}}
-
-
-@pytest.mark.parametrize("choice, path", [("required", ["outer", "inner"]), (NAMED, ["inner"])])
-def test_a_slow_pattern_of_a_required_tool_is_refused(single_server: Server, choice, path):
-    """In JSON, xgrammar spends the time when it compiles the pattern, not at each token."""
-    workers = worker_pids(single_server)
-    schema = {"type": "string", "pattern": "^((.{1,17}){1,17}){1,17}$"}
-    for name in path:
-        schema = {"type": "object", "properties": {name: schema}, "required": [name]}
-    tools = [
-        {"type": "function", "function": {"name": "fast", "parameters": TOOL_SCHEMAS["weather"]}},
-        {"type": "function", "function": {"name": "slow", "parameters": schema}},
-    ]
-    body = {
-        "messages": [{"role": "user", "content": "a"}], "max_tokens": 8, "tools": tools,
-        "tool_choice": choice,
-    }  # fmt: skip
-    answer = single_server.post("/v1/chat/completions", body)
-    assert answer.status_code == 400, answer.text
-    assert "expected a grammar that is compiled within 2 s of CPU time" in answer.text
-    assert worker_pids(single_server) == workers
-
-
 def test_every_name_of_a_grammar_is_bounded(single_server: Server):
     schema = {"type": "object", "properties": {"a": {"type": "string", "pattern": NESTED}}}
     chat = {"messages": [{"role": "user", "content": "a"}]}

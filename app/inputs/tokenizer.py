@@ -185,8 +185,8 @@ def check_text(tokenizer: Any, text: str, location: str, max_model_len: int) -> 
             return
     raise PromptTooLong(
         f"{location}: expected a text of at most {max_model_len} tokens (max_model_len), got one of "
-        f"{len(text)} characters, of which the first {min(most, len(text))} alone are more tokens, which "
-        "exceeds the model's context length; shorten the text",
+        f"{len(text)} characters, of which the first {min(most, len(text))} alone are more tokens, which exceeds the "
+        "model's context length; shorten the text",
         param=location.partition("[")[0],
     )
 
