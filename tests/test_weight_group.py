@@ -90,7 +90,11 @@ def test_a_receiver_leaves_an_address_that_is_no_store(
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
 def test_a_receiver_leaves_an_address_that_stays_silent(host: str):
-    with socket.create_server(("127.0.0.1", 0)) as listening:
+    with contextlib.ExitStack() as stack:
+        listening = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        # Engines have Unix sockets too.
+        for one in socket.socketpair():
+            stack.enter_context(one)
         port = listening.getsockname()[1]
         args = GroupArgs("vllm", "gloo", host, port, 1, 2, TIMEOUT_S)
         receiver = Receiver(args, CPU)

@@ -3,6 +3,7 @@
 import random
 import stat
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -16,7 +17,12 @@ from titopool.errors import ConfigError
 from titopool.settings.sampling import SamplingOptions, encode_options
 from titopool.wire import messages
 from titopool.wire.messages import Completed, Completion, Job, Logprobs
-from titopool.wire.sockets import MAX_IPC_PATH_BYTES, read_curve_key, worker_endpoint
+from titopool.wire.sockets import (
+    MAX_IPC_PATH_BYTES,
+    connect_dealer,
+    read_curve_key,
+    worker_endpoint,
+)
 from workers.engine.packing import pack_logprobs
 
 
@@ -175,3 +181,14 @@ def test_options_travel_once_for_all_jobs():
     broken = messages.Generate("x", jobs[:1], [])
     with pytest.raises((IndexError, msgspec.DecodeError)):
         broken.whole_jobs()
+
+
+def test_only_connections_between_hosts_are_given_up_after_20_s_without_traffic(tmp_path: Path):
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    key_file = str(tmp_path / "key")
+    try:
+        for endpoint, seconds in ((f"ipc://{tmp_path}/worker-0", None), ("tcp://127.0.0.1:1", 20)):
+            socket = connect_dealer(context, endpoint, key_file)
+            assert (socket.heartbeat_timeout // 1000 if socket.heartbeat_ivl else None) == seconds
+    finally:
+        context.destroy(linger=0)

@@ -41,7 +41,7 @@ def bind_router(
         ConfigError: the address is in use or not this host's, or the key file holds no key.
     """
     socket = context.socket(zmq.ROUTER)
-    _set_options(socket)
+    _set_options(socket, endpoint)
     if endpoint.startswith("tcp://"):
         _, secret = read_curve_key(key_file)
         socket.curve_server = True
@@ -63,7 +63,7 @@ def connect_dealer(
         ConfigError: the key file holds no key.
     """
     socket = context.socket(zmq.DEALER)
-    _set_options(socket)
+    _set_options(socket, endpoint)
     socket.reconnect_ivl = 50
     socket.reconnect_ivl_max = 1000
     if endpoint.startswith("tcp://"):
@@ -77,15 +77,17 @@ def connect_dealer(
     return socket
 
 
-def _set_options(socket: zmq.Socket[bytes]) -> None:
+def _set_options(socket: zmq.Socket[bytes], endpoint: str) -> None:
     socket.linger = 0
     # ZeroMQ must not drop messages. The pool bounds the jobs in flight.
     socket.sndhwm = 0
     socket.rcvhwm = 0
     socket.ipv6 = True
-    # Milliseconds. Detects a host that vanished without closing its connection.
-    socket.heartbeat_ivl = 5_000
-    socket.heartbeat_timeout = 20_000
+    if endpoint.startswith("tcp://"):
+        # Milliseconds. Detects a host that vanished without closing its connection. On one host the
+        # kernel closes it, and a machine that stood still for a while loses no worker.
+        socket.heartbeat_ivl = 5_000
+        socket.heartbeat_timeout = 20_000
 
 
 def read_curve_key(key_file: str) -> tuple[bytes, bytes]:

@@ -341,9 +341,11 @@ def cut_connections(host: str, port: int) -> None:
             # The socket is the store's: it is not closed here.
             one = socket.socket(fileno=int(name))
             try:
-                address, its_port = one.getpeername()[:2]
-                if its_port == port and address in addresses:
-                    one.shutdown(socket.SHUT_RDWR)
+                # The address of a Unix socket is a string.
+                if one.family in (socket.AF_INET, socket.AF_INET6):
+                    address, its_port = one.getpeername()[:2]
+                    if its_port == port and address in addresses:
+                        one.shutdown(socket.SHUT_RDWR)
             finally:
                 one.detach()
 
