@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
@@ -31,20 +32,21 @@ def mixed(folder: Path, base: str, other: dict[str, Any]) -> str:
     return str(folder)
 
 
+@pytest.mark.timeout(1500)
 def test_experts_and_sinks_are_exact_after_updates_in_both_directions(tmp_path: Path):
     need_gpus(3)
     original = make_family("gpt_oss", tmp_path / "own", 0)
     other = make_family("gpt_oss", tmp_path / "other", 1)
     options = (
         "--num-workers", "1", "--num-front-ends", "1", "--weights-root", str(tmp_path),
-        "--tensor-parallel-size", "2", "--weight-update-timeout-s", "120",
+        "--tensor-parallel-size", "2", "--weight-update-timeout-s", "400",
         # Two engine processes that busy-wait for each other starve the rest of a two-core machine.
-        "--heartbeat-timeout-s", "120",
+        "--heartbeat-timeout-s", "400",
         *ENGINE_OPTIONS,
     )  # fmt: skip
     with running_server(original, *options, log=tmp_path / "log") as server:
         assert server.get("/get_world_size/").json() == {"world_size": 2}
-        client = weights_client(server, timeout_s=120)
+        client = weights_client(server, timeout_s=400)
         assert_serves(server, original)
         for folder in (other, original, other):
             result = client.update(tensors_of(folder), policy="keep", with_checksum=True)
