@@ -64,7 +64,7 @@ def make_model(folder: str) -> None:
         text_config={
             "vocab_size": len(WORDS), "hidden_size": 128, "intermediate_size": 256,
             "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2,
-            "max_position_embeddings": 512, "initializer_range": 0.1, "eos_token_id": 0,
+            "max_position_embeddings": 256, "initializer_range": 0.1, "eos_token_id": 0,
             "pad_token_id": 0, "bos_token_id": None,
             "rope_parameters": {
                 "rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [8, 12, 12],

@@ -7,7 +7,8 @@ and examples/trl_grpo_images.py; both begin with the same random model at each s
 throughout, and only one is in use at a time, with the trainer on the other GPU. TRL before 1.11
 trains beside `trl vllm-serve`, later ones beside `vllm serve`.
 
-A server that a version cannot use is a row with the error. Writes NAME.json (every step) and NAME.png.
+The package datasets must lie in the interpreter's site-packages: it pickles modules of other folders,
+and fails. A server that a version cannot use is a row with the error. Writes NAME.json (every step) and NAME.png.
 """
 
 import argparse
@@ -120,7 +121,7 @@ def train(task: str, model: str, url: str, trl: Path, gpu: int, num_steps: int) 
     except subprocess.TimeoutExpired as error:
         return {"error": f"no end within {TRAINING_TIMEOUT_S} s: {str(error.stderr)[-2000:]}"}
     if done.returncode:
-        return {"error": done.stderr[-3000:]}
+        return {"error": f"{done.stderr[:2000]}…\n{done.stderr[-3000:]}"}
     lines = [line for line in done.stdout.splitlines() if line.startswith('{"reward"')]
     return {"steps": [json.loads(line) for line in lines]}
 

@@ -45,7 +45,8 @@ def main() -> None:
         with titopool_server(folder, words, Path(name) / "log", gpu) as server:
             run_trainer(server, folder, "kill", options.wait_s)
             show("weights afterwards", **server.get("/weights").json())
-            wait_until(lambda: server.get("/ready").status_code == 200, 300)
+            # It serves only after a complete update.
+            wait_until(lambda: "unreachable" not in server.get("/weights").text, 300)
             run_trainer(server, folder, "no", options.wait_s)
             log = [line for line in server.log.splitlines() if "eight" in line]
             show("log", lines=log[-12:])
@@ -132,7 +133,7 @@ def kill_engine() -> None:
         one for one in above.children(recursive=True) if "EngineCore" in " ".join(one.cmdline())
     ]
     engine.kill()
-    show("killed", process=" ".join(engine.cmdline()) if engine.is_running() else "the engine")
+    show("killed", process=engine.pid)
 
 
 def show(what: str, **fields: Any) -> None:

@@ -1,0 +1,54 @@
+"""TRL's GRPOTrainer, as published, runs one of the examples; on CPUs gloo replaces NCCL.
+
+    python -m tests.trl_trainer TASK MODEL URL STEPS     # PYTHONPATH has the package trl
+
+Prints what benchmarks/trl_training/timed.py prints.
+"""
+
+from importlib.metadata import version
+from typing import Any
+
+import torch
+
+from benchmarks.trl_training import timed
+from tests import stock_trainer
+from tests.trl_weights_client import WITHOUT_GPU
+
+
+def replace_nccl() -> None:
+    """TRL 1.11 and later build NCCL's group through vLLM; earlier ones do it themselves."""
+    if tuple(map(int, version("trl").split(".")[:2])) < (1, 11):
+        exec(WITHOUT_GPU, {})
+        return
+    from trl.generation import vllm_client
+    from vllm.distributed.utils import StatelessProcessGroup
+    from vllm.distributed.weight_transfer import packed_tensor
+
+    client = vllm_client.VLLMClient
+    join, post = client.init_communicator, client._post
+
+    def post_with_gloo(self: Any, url: str, **options: Any) -> Any:
+        if url.endswith("/init_weight_transfer_engine"):
+            # A server on CPUs refuses a trainer that does not say so.
+            options["json"]["init_info"]["backend"] = "gloo"
+        return post(self, url, **options)
+
+    def open_endpoint(info: dict[str, Any]) -> stock_trainer.GlooCommunicator:
+        address, port, size = info["master_address"], info["master_port"], info["world_size"]
+        group = StatelessProcessGroup.create(address, port, 0, size, store_timeout=60)
+        return stock_trainer.GlooCommunicator(group)
+
+    def produce(iterator: Any, group: Any, src: int, post_iter_func: Any) -> None:
+        stock_trainer.send(group, iterator, packed_tensor.DEFAULT_PACKED_BUFFER_SIZE_BYTES)
+
+    # TRL asks for a GPU, and uses it only through what is replaced here.
+    client.init_communicator = lambda self, device: join(self, torch.device("cuda"))
+    client._post = post_with_gloo
+    vllm_client.open_trainer_endpoint = open_endpoint
+    vllm_client.packed_nccl_broadcast_producer = produce
+
+
+if __name__ == "__main__":
+    if not torch.cuda.is_available():
+        replace_nccl()
+    timed.main()
