@@ -16,10 +16,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import wait
 from typing import Any, NoReturn, ParamSpec, Self, TypeVar
 
-from titopool.client.packing import messages_of
-from titopool.client.server_calls import NoResponse, WeightsError, own_address, post_or_get
-from titopool.client.sources import Names, Source, join_update
-from titopool.client.trainer_group import TrainerGroup, run_in_thread
+from titopool.client.weights.adapters import save_lora
+from titopool.client.weights.packing import messages_of
+from titopool.client.weights.server_calls import NoResponse, WeightsError, own_address, post_or_get
+from titopool.client.weights.sources import Names, Source, join_update
+from titopool.client.weights.trainer_group import TrainerGroup, run_in_thread
 from titopool.wire.pool_state import PauseMode
 from titopool.wire.weight_plan import DEFAULT_CHUNK_BYTES, Checksum
 
@@ -147,6 +148,30 @@ class WeightsClient:
         return self.call("/update_weights", body)
 
     @raises_only_weights_error
+    def load_lora(
+        self, name: str, folder: str, *, model: Any = None, version: int | None = None
+    ) -> dict[str, Any]:
+        """Every worker loads a LoRA adapter from a folder; requests choose it by `name`.
+
+        Args:
+            folder: below the server's `weights_root`, with the same path here if there is `model`.
+                A worker that restarts reads it again, so each version has a folder of its own.
+            model: PEFT's model, whose active adapter is written to `folder` first. None: the folder
+                has the adapter already.
+            version: of the adapter. None: one more than the loaded version.
+
+        Returns:
+            `lora_name` and `version`.
+
+        Raises:
+            WeightsError: the server or the engine refused the adapter, or it cannot be written: the
+                folder is not empty, or the model's parameters are sharded.
+        """
+        path = folder if model is None else save_lora(model, folder)
+        body = {"lora_name": name, "lora_path": path, "version": version}
+        return self.call("/v1/load_lora_adapter", body)
+
+    @raises_only_weights_error
     def pause(self, mode: PauseMode, *, lease_s: float) -> None:
         """Pauses generation for at most `lease_s` seconds, or renews the lease of a pause."""
         self._has_paused = True
@@ -264,7 +289,9 @@ class WeightsClient:
                 iterator of these. It is iterated twice: for names and shapes, then to send one
                 tensor after another. An iterator can be iterated only once, so its tensors are all
                 kept meanwhile, unless there is `metadata`. Parameters of FSDP2 and ZeRO-3 are
-                gathered one at a time; the trainer's other processes call `join_update`.
+                gathered one at a time; the trainer's other processes call `join_update`. Of a model
+                with LoRA adapters of PEFT, pass the model: its active adapters are merged into the
+                base weights while these are sent, and the model itself does not change.
             policy: pause mode for requests in flight: "keep", "drain" or "abort".
             version: of the new weights. None: the present version plus one.
             partial: only some tensors of the model are sent. Each layer must be complete.
