@@ -303,14 +303,9 @@ class Client:
         Raises:
             WeightsError: as `WeightsClient`.
         """
-        from titopool.client.weights_client import WeightsClient
-        from titopool.wire.weight_plan import DEFAULT_CHUNK_BYTES
-
-        return WeightsClient(
-            self._client.base_url, api_key=self._client.admin_key, device=device, host=host,
-            names=names, timeout_s=timeout_s,
-            chunk_bytes=DEFAULT_CHUNK_BYTES if chunk_bytes is None else chunk_bytes,
-        )  # fmt: skip
+        return self._client.weights(
+            device=device, host=host, names=names, timeout_s=timeout_s, chunk_bytes=chunk_bytes
+        ).sender
 
     # ---- the thread ------------------------------------------------------------------
 

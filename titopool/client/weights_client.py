@@ -96,6 +96,8 @@ class WeightsClient:
         self._timeout_s = timeout_s
         self._chunk_bytes = chunk_bytes
         self._names = names
+        # Asked while a group forms, before each broadcast and before a commit.
+        self.should_stop: Callable[[], bool] = lambda: False
         self._has_paused = False
         self._session = ""
         self._group: TrainerGroup | None = None
@@ -231,7 +233,11 @@ class WeightsClient:
         # The server answers when all ranks have joined, so this process joins during the call.
         answer = run_in_thread(lambda: self.call("/weights/init", body))
         failure = _error_of(
-            lambda: group.form(should_stop=lambda: answer.done() and answer.exception() is not None)
+            lambda: group.form(
+                should_stop=lambda: (
+                    self.should_stop() or (answer.done() and answer.exception() is not None)
+                )
+            )
         )
         if failure is not None:
             # The closed port ends the workers' wait, so the server answers.
@@ -331,6 +337,7 @@ class WeightsClient:
         begun, messages = self._begin(source, digest, version, partial, policy)
         try:
             self._send(messages)
+            self.check_going_on()
             body: dict[str, Any] = {"update": begun["update"], "policy": policy}
             if digest is not None:
                 body["checksum"] = digest.digest()
@@ -409,9 +416,15 @@ class WeightsClient:
         """Broadcasts all messages. The last ones may be in flight at the end."""
         assert self._group is not None
         for message in messages:
+            self.check_going_on()
             sent = self._group.broadcast(message, check_workers=self._check_workers)
             self._in_flight.append((sent, message))
             self._wait_for_sent(NUM_CHUNKS - 1)
+
+    def check_going_on(self) -> None:
+        """Raises WeightsError if `should_stop()`."""
+        if self.should_stop():
+            raise WeightsError("expected a call that goes on, got its cancel; call it again")
 
     def _wait_for_sent(self, max_in_flight: int) -> None:
         """Waits until at most `max_in_flight` broadcasts are in flight."""
