@@ -8,7 +8,7 @@ import functools
 import os
 import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import numpy as np
@@ -49,6 +49,7 @@ class Client:
         self._client = self._make()
         self._lock = threading.Lock()
         self._thread: _LoopThread | None = None
+        self._is_stopped = False
 
     def __enter__(self) -> Self:
         return self
@@ -63,6 +64,15 @@ class Client:
         if thread is not None and thread.is_alive:
             _result_of(thread.submit(self._client.close()))
             thread.stop()
+
+    def stop(self) -> None:
+        """Closes for good: calls of other threads, also later ones, raise asyncio's CancelledError."""
+        with self._lock:
+            self._is_stopped = True
+            thread = self._thread
+        if thread is not None and thread.is_alive:
+            thread.cancel_calls()
+        self.close()
 
     # ---- generation ------------------------------------------------------------------
 
@@ -311,6 +321,8 @@ class Client:
 
     def _run(self, call: Callable[[AsyncClient], Coroutine[Any, Any, R]]) -> R:
         with self._lock:
+            if self._is_stopped:
+                raise asyncio.CancelledError("the client was stopped")
             if self._thread is None or not self._thread.is_alive:
                 # The first call, or the first one after a fork: threads and sockets stay behind.
                 self._client, self._thread = self._make(), _LoopThread()
@@ -338,9 +350,13 @@ class _LoopThread:
         """Starts a call."""
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
+    def cancel_calls(self) -> None:
+        """Cancels the calls of other threads."""
+        self.submit(_cancel_others()).result(JOIN_TIMEOUT_S)
+
     def stop(self) -> None:
         """Cancels the calls of other threads, and ends the loop and its thread."""
-        self.submit(_cancel_others()).result(JOIN_TIMEOUT_S)
+        self.cancel_calls()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(JOIN_TIMEOUT_S)
         if not self._thread.is_alive():
@@ -351,6 +367,9 @@ def _result_of(future: Future[R]) -> R:
     """The result of a call, which has a timeout of its own."""
     try:
         return future.result()
+    except CancelledError:
+        # No Exception: what goes on after an error must not go on here.
+        raise asyncio.CancelledError("the client was closed") from None
     except BaseException:
         # Ctrl-C: closes the connection, so that the server stops the request.
         future.cancel()
