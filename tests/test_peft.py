@@ -223,7 +223,7 @@ def test_a_quantized_base_weight_is_refused():
 
 
 def test_adapters_of_zero3_are_gathered_with_their_base_weight(monkeypatch: pytest.MonkeyPatch):
-    model = lora(base_model(), target_modules=["q_proj"])
+    model = with_two_adapters()
     expected = list(copy.deepcopy(model).merge_and_unload().named_parameters())
     whole = {}
     for index, parameter in enumerate(model.parameters()):
@@ -234,6 +234,7 @@ def test_adapters_of_zero3_are_gathered_with_their_base_weight(monkeypatch: pyte
     @contextmanager
     def gathered(parameters: list[Any]):
         for one in parameters:
+            assert one.numel() == 0
             one.data = whole[one.ds_id].clone()
         yield
         for one in parameters:

@@ -108,7 +108,8 @@ class Client:
             request_id: for `abort`.
             idempotent: repeat the request, by a key, if the connection is lost or the server is
                 full. It still runs once. A text is the key itself, so that another process may repeat
-                the request within 10 minutes.
+                the request within 10 minutes. If no repeat follows a lost connection, as after a
+                kill of this process, the server stops the request after 30 s.
             progress: show a bar (tqdm). The prompts go out in several requests, which are checked
                 one by one.
             sampling: vLLM's SamplingParams (`top_p`, `seed`, `stop`, `ignore_eos`, …), and

@@ -33,13 +33,18 @@ class Merged:
         """
         import torch
 
+        # `get_delta_weight` reads the adapters' parameters itself.
+        factors = {
+            id(one): one
+            for layer, _ in self._deltas
+            for name, one in layer.named_parameters()
+            if not name.startswith("base_layer.") and is_zero3(one)
+        }
         with torch.no_grad():
             weight = gather(self.base)
+            for one in factors.values():
+                gather(one)
             for layer, adapter in self._deltas:
-                for name, parameter in layer.named_parameters():
-                    if not name.startswith("base_layer.") and is_zero3(parameter):
-                        # `get_delta_weight` reads the parameter itself.
-                        gather(parameter)
                 delta = gather(layer.get_delta_weight(adapter)).to(weight.device)
                 weight = (weight + delta).to(self.base.dtype)
         return weight
