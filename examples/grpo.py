@@ -22,7 +22,6 @@ import argparse
 import itertools
 import os
 import random
-import shutil
 import signal
 import socket
 import subprocess
@@ -32,7 +31,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -40,8 +39,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from titopool import Client, TitopoolError
-from titopool.weights_client import WeightsClient
+from titopool import Client, TitopoolError, TokenPipeline
 
 CAPITALS = {
     "Japan": "Tokyo", "France": "Paris", "Egypt": "Cairo", "Peru": "Lima",
@@ -111,41 +109,36 @@ def running_server() -> Iterator[str]:
     """The URL of a server of the model, which is stopped at the end."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        url = f"http://127.0.0.1:{probe.getsockname()[1]}"
-    folder = tempfile.mkdtemp()
-    save_model(make_model(0), folder)
-    # In float32 the server's log-probabilities equal the trainer's.
-    options = ["--dtype", "float32", "--max-model-len", "64", "--max-num-seqs", "512"]
-    command = [sys.executable, "-m", "titopool.cli", "serve", folder, *options]
-    # A session of its own: Ctrl-C reaches this process only, which then stops the server.
-    server = subprocess.Popen(
-        [*command, "--port", url.rpartition(":")[2], "--log-level", "warning"],
-        start_new_session=True,
-    )
-    try:
-        wait_until_ready(url, server)
-        yield url
-    finally:
-        server.terminate()
+        port = str(probe.getsockname()[1])
+    with tempfile.TemporaryDirectory() as folder:
+        save_model(make_model(0), folder)
+        command = [sys.executable, "-m", "titopool.cli", "serve", folder, "--port", port]
+        # In float32 the server's log-probabilities equal the trainer's.
+        command += ["--dtype", "float32", "--max-model-len", "64", "--max-num-seqs", "512"]
+        # A session of its own: Ctrl-C reaches this process only, which then stops the server.
+        server = subprocess.Popen([*command, "--log-level", "warning"], start_new_session=True)
         try:
-            server.wait(STOP_TIMEOUT_S)
+            wait_until_ready(f"http://127.0.0.1:{port}", server)
+            yield f"http://127.0.0.1:{port}"
         finally:
-            if server.poll() is None:
-                os.killpg(server.pid, signal.SIGKILL)
-            shutil.rmtree(folder)
+            server.terminate()
+            try:
+                server.wait(STOP_TIMEOUT_S)
+            finally:
+                if server.poll() is None:
+                    os.killpg(server.pid, signal.SIGKILL)
 
 
 def wait_until_ready(url: str, server: subprocess.Popen[bytes]) -> None:
-    deadline = time.monotonic() + TIMEOUT_S
-    while server.poll() is None:
-        try:
-            with Client(url) as client:
+    deadline, error = time.monotonic() + TIMEOUT_S, None
+    with Client(url) as client:
+        while server.poll() is None and time.monotonic() < deadline:
+            try:
                 client.wait_until_ready(timeout_s=5)
-            return
-        except TitopoolError as error:
-            if time.monotonic() > deadline:
-                sys.exit(f"the server was not ready within {TIMEOUT_S:.0f} s: {error}")
-    sys.exit(f"expected a running server, got status {server.returncode}: see its log above")
+                return
+            except TitopoolError as last:
+                error = last
+    sys.exit(f"expected a ready server, got status {server.poll()}, {error}: see its log above")
 
 
 # ---- rollouts -----------------------------------------------------------------------------
@@ -153,12 +146,12 @@ def wait_until_ready(url: str, server: subprocess.Popen[bytes]) -> None:
 
 @dataclass
 class Rollouts:
-    """Completions, padded on the right to `MAX_TOKENS`."""
+    """Sequences, padded on the right: B prompts of `PROMPT_TOKENS` and their completions, C wide."""
 
-    ids: torch.Tensor  # [sequences, PROMPT_TOKENS + MAX_TOKENS]
-    rewards: torch.Tensor  # [sequences]
-    # [sequences, MAX_TOKENS]: the server's log-probability of each token, the version of the
-    # weights that sampled it, and whether there is a token.
+    ids: torch.Tensor  # [B, PROMPT_TOKENS + C]
+    rewards: torch.Tensor  # [B]
+    # [B, C]: the server's log-probability of each token, the version of the weights that sampled
+    # it, and whether there is a token.
     logprobs: torch.Tensor
     versions: torch.Tensor
     mask: torch.Tensor
@@ -168,29 +161,24 @@ class Rollouts:
 def generate(client: Client, prompts: list[list[int]], n: int) -> Rollouts:
     """Samples `n` completions of each prompt, prompt after prompt."""
     began = time.monotonic()
-    results = client.generate(prompts, n=n, max_tokens=MAX_TOKENS, temperature=1.0)
-    shape = (len(prompts) * n, MAX_TOKENS)
-    ids = torch.full((shape[0], PROMPT_TOKENS + MAX_TOKENS), END)
-    rewards, logprobs, mask = torch.zeros(shape[0]), torch.zeros(shape), torch.zeros(shape) > 0
-    versions = torch.zeros(shape, dtype=torch.long)
-    completions = [(one, completion) for one in results for completion in one.completions]
-    for row, (result, completion) in enumerate(completions):
-        num = len(completion.ids)
-        sequence = [*result.prompt_ids.tolist(), *completion.ids.tolist()]
-        ids[row, : PROMPT_TOKENS + num] = torch.tensor(sequence)
-        rewards[row] = reward_of(sequence[:PROMPT_TOKENS], sequence[PROMPT_TOKENS:])
-        logprobs[row, :num] = torch.tensor(completion.logprobs)
-        mask[row, :num] = True
-        for version, first_token in completion.weight_versions:
-            versions[row, first_token:] = version
-    return Rollouts(ids, rewards, logprobs, versions, mask, time.monotonic() - began)
+    pipeline = TokenPipeline(client, pad_id=END)
+    batch = pipeline.generate(prompts, n=n, max_tokens=MAX_TOKENS, temperature=1.0)
+    rows = [batch.ids_of(row).tolist() for row in range(len(prompts) * n)]
+    return Rollouts(
+        ids=torch.tensor(batch.input_ids).long(),
+        rewards=torch.tensor([reward_of(one[:PROMPT_TOKENS], one[PROMPT_TOKENS:]) for one in rows]),
+        logprobs=torch.tensor(batch.logprobs),
+        versions=torch.tensor(batch.weight_versions),
+        mask=torch.tensor(batch.loss_mask) > 0,
+        seconds=time.monotonic() - began,
+    )
 
 
 # ---- the trainer --------------------------------------------------------------------------
 
 
 def importance_ratio(model: Any, rollouts: Rollouts) -> tuple[torch.Tensor, torch.Tensor]:
-    """[sequences, MAX_TOKENS]: exp(trainer's - server's log-probability), and the entropy."""
+    """[B, C]: exp(trainer's - server's log-probability), and the entropy."""
     logits = model(rollouts.ids[:, :-1]).logits[:, PROMPT_TOKENS - 1 :]
     all_logprobs = torch.log_softmax(logits, -1)
     sampled = all_logprobs.gather(-1, rollouts.ids[:, PROMPT_TOKENS:, None]).squeeze(-1)
@@ -226,7 +214,7 @@ def train(
     with (
         ThreadPoolExecutor() as threads,
         Client(url, timeout_s=TIMEOUT_S) as client,
-        closing(WeightsClient(url, device="cpu", timeout_s=TIMEOUT_S)) as weights,
+        client.weights(device="cpu", timeout_s=TIMEOUT_S) as weights,
     ):
         version = weights.update(model, policy="drain")["version"]
         for step in range(num_steps):

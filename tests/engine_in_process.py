@@ -16,9 +16,9 @@ from tests import stock_trainer
 from tests.servers import free_port, wait_until
 from tests.trainer import DEVICE
 from tests.weights import NUM_TOKENS
-from titopool.client.packing import messages_of
-from titopool.client.sources import Source
-from titopool.client.trainer_group import TrainerGroup
+from titopool.client.weights.packing import messages_of
+from titopool.client.weights.sources import Source
+from titopool.client.weights.trainer_group import TrainerGroup
 from titopool.settings.config import ServerConfig
 from titopool.wire.weight_plan import Checksum
 from workers.environment import default_engine_options, prepare_environment

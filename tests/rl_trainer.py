@@ -11,7 +11,7 @@ import torch
 from tests.servers import Server
 from tests.stock_trainer import packed_chunks
 from tests.trainer import DEVICE
-from titopool.client.trainer_group import TrainerGroup
+from titopool.client.weights.trainer_group import TrainerGroup
 
 TIMEOUT_S = 30.0
 # Name and values.

@@ -3,8 +3,8 @@
     python -m tests.sharded_trainer RANK WORLD_SIZE FOLDER
 
 Rank 0 packs the model and writes the messages to FOLDER/messages.pt. Then it tries to send them to a
-server that does not exist. The other ranks take part in gathering, both times. Each rank writes
-FOLDER/done-RANK at its end.
+server that does not exist. Last it packs a model with an adapter of PEFT, for FOLDER/adapted.pt. The
+other ranks take part in gathering, each time. Each rank writes FOLDER/done-RANK at its end.
 """
 
 import sys
@@ -14,11 +14,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from peft import LoraConfig, get_peft_model
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from titopool.client.packing import messages_of
-from titopool.client.sources import Source
+from titopool.client.weights.packing import messages_of
+from titopool.client.weights.sources import Source
 from titopool.weights_client import WeightsClient, WeightsError, join_update
 from titopool.wire.weight_plan import Checksum
 
@@ -35,6 +36,23 @@ def whole_model() -> Any:
     return model
 
 
+def adapted_model() -> Any:
+    """The same with a random adapter."""
+    model = get_peft_model(whole_model(), LoraConfig(r=3, target_modules=["0", "1"]))
+    with torch.no_grad():
+        for name, one in model.named_parameters():
+            if "lora_" in name:
+                one.normal_()
+    return model
+
+
+def packed(model: Any) -> tuple[list[Any], int]:
+    """The messages of a model, and their checksum."""
+    digest = Checksum()
+    messages = list(messages_of(Source(model), CHUNK_BYTES, torch.device("cpu"), digest))
+    return messages, digest.digest()
+
+
 def main() -> None:
     rank, world_size, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
     store = dist.FileStore(str(folder / "store"), world_size)
@@ -42,20 +60,23 @@ def main() -> None:
     model = whole_model()
     mesh = dist.init_device_mesh("cpu", (world_size,))
     fully_shard(model, mesh=mesh)
-    assert all(isinstance(one, DTensor) for one in model.parameters())
+    adapted = adapted_model()
+    fully_shard(adapted, mesh=mesh)
+    for one in (*model.parameters(), *adapted.parameters()):
+        assert isinstance(one, DTensor)
     if rank == 0:
-        digest = Checksum()
-        messages = list(messages_of(Source(model), CHUNK_BYTES, torch.device("cpu"), digest))
-        torch.save((messages, digest.digest()), folder / "messages.pt")
+        torch.save(packed(model), folder / "messages.pt")
         try:
             WeightsClient("http://127.0.0.1:1", device="cpu").update(model, policy="keep")
         except WeightsError:
             pass
         else:
             raise AssertionError("expected a WeightsError")
+        torch.save(packed(adapted), folder / "adapted.pt")
     else:
         join_update(model)
         join_update(model.named_parameters)
+        join_update(adapted)
     # Both ranks are in step, so a barrier ends.
     dist.barrier()
     (folder / f"done-{rank}").touch()

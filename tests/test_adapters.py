@@ -10,6 +10,7 @@ import openai
 import psutil
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -17,6 +18,8 @@ from tests import reference
 from tests.conftest import ENGINE_OPTIONS
 from tests.servers import Server, running_server, wait_until
 from tests.test_generate import TOLERANCE
+from titopool import Client
+from titopool.client.weights_client import WeightsError
 from titopool.settings.gpus import visible_gpus
 
 IDS = [42, 139, 14, 7, 99]
@@ -202,6 +205,36 @@ def test_loading_a_known_version_or_one_adapter_too_many_is_a_conflict(adapted: 
     assert adapted.load("a", "two").json()["version"] == 2
     assert adapted.unload("a").ok
     assert adapted.unload("b").ok
+
+
+def test_a_model_of_peft_is_sent_as_an_adapter(adapted: Adapted):
+    base = AutoModelForCausalLM.from_pretrained(adapted.base, dtype=torch.float32)
+    config = LoraConfig(r=RANK, lora_alpha=RANK * SCALE, target_modules=list(TARGETS))
+    model = get_peft_model(base, config)
+    folders = [str(adapted.root / f"sent-{version}") for version in (1, 2, 3)]
+    with Client(adapted.server.url, timeout_s=120) as client, client.weights() as weights:
+        for version in (1, 2):
+            with torch.no_grad():
+                for name, one in model.named_parameters():
+                    if "lora_" in name:
+                        one.normal_(std=0.1 * version)
+            sent = weights.load_lora("sent", folders[version - 1], model=model)
+            assert sent == {"lora_name": "sent", "version": version}
+            (result,) = client.generate([IDS], lora_name="sent", max_tokens=8, ignore_eos=True)
+            (done,) = result.completions
+            ids = torch.tensor([IDS + done.ids.tolist()])
+            with torch.inference_mode():
+                rows = model(ids).logits[0, len(IDS) - 1 : -1].log_softmax(-1)
+            expected = rows[range(8), ids[0, len(IDS) :]].tolist()
+            assert done.logprobs.tolist() == pytest.approx(expected, abs=TOLERANCE)
+        with pytest.raises(WeightsError, match=r"expected a new or an empty folder, got .*sent-2"):
+            weights.load_lora("sent", folders[1], model=model)
+        with pytest.raises(WeightsError, match="expected PEFT's PeftModel, got Qwen3ForCausalLM"):
+            weights.load_lora("sent", folders[2], model=model.get_base_model())
+        # Folders that are there need no model.
+        assert weights.load_lora("again", folders[0])["version"] == 1
+    assert adapted.unload("sent").ok
+    assert adapted.unload("again").ok
 
 
 @pytest.mark.skipif(bool(visible_gpus()), reason="vLLM's CPU build only")

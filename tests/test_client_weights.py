@@ -7,7 +7,7 @@ import pytest
 from tests.servers import Server
 from tests.trainer import DEVICE
 from titopool import Client
-from titopool.client.sources import Source
+from titopool.client.weights.sources import Source
 from titopool.client.weights_client import WeightsError
 
 Tensors = list[tuple[str, Any]]

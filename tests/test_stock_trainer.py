@@ -12,7 +12,7 @@ from tests.rl_trainer import TIMEOUT_S, InThread, StockTrainer, stock_trainer
 from tests.servers import Server, wait_until
 from tests.trainer import DEVICE
 from tests.weights import assert_serves, states
-from titopool.client.trainer_group import TrainerGroup
+from titopool.client.weights.trainer_group import TrainerGroup
 from workers.vllm_internals import installed_version
 
 LAYER = "model.layers.0.self_attn."

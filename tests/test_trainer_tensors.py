@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from tests.servers import REPOSITORY, environment
-from tests.sharded_trainer import CHUNK_BYTES, whole_model
-from titopool.client import packing
-from titopool.client.packing import messages_of
-from titopool.client.sources import Source, join_update
+from tests.sharded_trainer import CHUNK_BYTES, adapted_model, whole_model
+from titopool.client.weights import packing
+from titopool.client.weights.packing import messages_of
+from titopool.client.weights.sources import Source, join_update
 from titopool.client.weights_client import WeightsClient, WeightsError
 from titopool.wire.weight_plan import Checksum, checksum, message_of, plan_chunks, views_of
 
@@ -224,8 +224,14 @@ def test_parameters_of_fsdp2_are_gathered_one_at_a_time(tmp_path: Path):
         _, errors = process.communicate(timeout=120)
         assert process.returncode == 0, errors[-3000:]
         assert (tmp_path / f"done-{rank}").exists()
-    messages, digest = torch.load(tmp_path / "messages.pt")
-    expected = [(name, one.detach()) for name, one in whole_model().named_parameters()]
+    assert_packed(tmp_path / "messages.pt", whole_model())
+    assert_packed(tmp_path / "adapted.pt", adapted_model().merge_and_unload())
+
+
+def assert_packed(file: Path, model: Any) -> None:
+    """Checks that a rank packed the parameters of the whole model."""
+    messages, digest = torch.load(file)
+    expected = [(name, one.detach()) for name, one in model.named_parameters()]
     chunks = plan_chunks(Source(expected).infos, CHUNK_BYTES)
     assert len(chunks) > 1
     found = [

@@ -16,7 +16,7 @@ import torch
 
 from tests import stock_trainer
 from tests.servers import free_port, wait_until
-from titopool.client.trainer_group import NO_ID, TrainerGroup
+from titopool.client.weights.trainer_group import NO_ID, TrainerGroup
 from titopool.wire.commands import TensorInfo
 from titopool.wire.rendezvous import ID_KEY, nccl_id_in, rank_key
 from titopool.wire.weight_plan import checksum, plan_chunks

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from titopool.client.trainer_group import within
+from titopool.client.weights.trainer_group import within
 from titopool.wire.commands import TensorInfo
 from titopool.wire.weight_plan import CHECKSUM_WORDS, checksum, message_of, plan_chunks, views_of
 from workers.engine.versions import Versions

@@ -22,7 +22,7 @@ from tests.weights import (
     trainer,
     weights_client,
 )
-from titopool.client.trainer_group import run_in_thread
+from titopool.client.weights.trainer_group import run_in_thread
 from titopool.client.weights_client import WeightsClient, WeightsError
 from titopool.wire.weight_plan import Checksum, checksum
 

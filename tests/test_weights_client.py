@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from tests.servers import wait_until
-from titopool.client.server_calls import own_address
+from titopool.client.weights.server_calls import own_address
 from titopool.client.weights_client import WeightsClient, WeightsError
 from titopool.wire.rendezvous import GLOO_PREFIX, ID_KEY, rank_key
 

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from titopool.client.results import Completion, PromptResult, Score
     from titopool.client.sync_client import Client
     from titopool.errors import TitopoolError
+    from titopool.rollouts.async_runner import run_rollouts_async
     from titopool.rollouts.batches import TokenBatch, pad_rollouts
     from titopool.rollouts.pipeline import TokenPipeline
     from titopool.rollouts.rollout import Rollout
@@ -35,6 +36,7 @@ __all__ = [
     "__version__",
     "pad_rollouts",
     "run_rollouts",
+    "run_rollouts_async",
 ]
 
 _MODULES = {
@@ -49,6 +51,7 @@ _MODULES = {
     "TokenPipeline": "titopool.rollouts.pipeline",
     "pad_rollouts": "titopool.rollouts.batches",
     "run_rollouts": "titopool.rollouts.runner",
+    "run_rollouts_async": "titopool.rollouts.async_runner",
 }
 
 

@@ -7,7 +7,7 @@ within its timeout, and a call that is cancelled closes its connection, which st
 import asyncio
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import aiohttp
 import numpy as np
@@ -24,6 +24,9 @@ from titopool.client.failures import (
 from titopool.client.results import PromptResult, Score, ServerInfo, WorkerStatus
 from titopool.errors import InvalidRequest, TitopoolError
 from titopool.release import RELEASE
+
+if TYPE_CHECKING:
+    from titopool.client.async_weights import AsyncWeightsClient
 
 CONNECT_TIMEOUT_S = 30.0
 # Less than the server keeps an idle connection (75 s), so that no request meets its end.
@@ -297,6 +300,29 @@ class AsyncClient:
         except (ConnectionLost, TimedOut, UnexpectedAnswer) as error:
             return None, str(error)
         return workers, ", ".join(map(str, workers)) or "no workers"
+
+    # ---- weights ---------------------------------------------------------------------
+
+    def weights(
+        self,
+        *,
+        device: Any = None,
+        host: str | None = None,
+        names: Mapping[str, str] | Callable[[str], str] | None = None,
+        timeout_s: float = 300.0,
+        chunk_bytes: int | None = None,
+    ) -> "AsyncWeightsClient":
+        """As `Client.weights`, for `async with` and calls to await."""
+        from titopool.client.async_weights import AsyncWeightsClient
+        from titopool.client.weights_client import WeightsClient
+        from titopool.wire.weight_plan import DEFAULT_CHUNK_BYTES
+
+        sender = WeightsClient(
+            self.base_url, api_key=self.admin_key, device=device, host=host, names=names,
+            timeout_s=timeout_s,
+            chunk_bytes=DEFAULT_CHUNK_BYTES if chunk_bytes is None else chunk_bytes,
+        )  # fmt: skip
+        return AsyncWeightsClient(sender)
 
     # ---- calls -----------------------------------------------------------------------
 

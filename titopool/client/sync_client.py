@@ -8,7 +8,7 @@ import functools
 import os
 import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import numpy as np
@@ -49,6 +49,7 @@ class Client:
         self._client = self._make()
         self._lock = threading.Lock()
         self._thread: _LoopThread | None = None
+        self._is_stopped = False
 
     def __enter__(self) -> Self:
         return self
@@ -63,6 +64,15 @@ class Client:
         if thread is not None and thread.is_alive:
             _result_of(thread.submit(self._client.close()))
             thread.stop()
+
+    def stop(self) -> None:
+        """Closes for good: calls of other threads, also later ones, raise asyncio's CancelledError."""
+        with self._lock:
+            self._is_stopped = True
+            thread = self._thread
+        if thread is not None and thread.is_alive:
+            thread.cancel_calls()
+        self.close()
 
     # ---- generation ------------------------------------------------------------------
 
@@ -98,7 +108,8 @@ class Client:
             request_id: for `abort`.
             idempotent: repeat the request, by a key, if the connection is lost or the server is
                 full. It still runs once. A text is the key itself, so that another process may repeat
-                the request within 10 minutes.
+                the request within 10 minutes. If no repeat follows a lost connection, as after a
+                kill of this process, the server stops the request after 30 s.
             progress: show a bar (tqdm). The prompts go out in several requests, which are checked
                 one by one.
             sampling: vLLM's SamplingParams (`top_p`, `seed`, `stop`, `ignore_eos`, …), and
@@ -303,19 +314,16 @@ class Client:
         Raises:
             WeightsError: as `WeightsClient`.
         """
-        from titopool.client.weights_client import WeightsClient
-        from titopool.wire.weight_plan import DEFAULT_CHUNK_BYTES
-
-        return WeightsClient(
-            self._client.base_url, api_key=self._client.admin_key, device=device, host=host,
-            names=names, timeout_s=timeout_s,
-            chunk_bytes=DEFAULT_CHUNK_BYTES if chunk_bytes is None else chunk_bytes,
-        )  # fmt: skip
+        return self._client.weights(
+            device=device, host=host, names=names, timeout_s=timeout_s, chunk_bytes=chunk_bytes
+        ).sender
 
     # ---- the thread ------------------------------------------------------------------
 
     def _run(self, call: Callable[[AsyncClient], Coroutine[Any, Any, R]]) -> R:
         with self._lock:
+            if self._is_stopped:
+                raise asyncio.CancelledError("the client was stopped")
             if self._thread is None or not self._thread.is_alive:
                 # The first call, or the first one after a fork: threads and sockets stay behind.
                 self._client, self._thread = self._make(), _LoopThread()
@@ -343,9 +351,13 @@ class _LoopThread:
         """Starts a call."""
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
+    def cancel_calls(self) -> None:
+        """Cancels the calls of other threads."""
+        self.submit(_cancel_others()).result(JOIN_TIMEOUT_S)
+
     def stop(self) -> None:
         """Cancels the calls of other threads, and ends the loop and its thread."""
-        self.submit(_cancel_others()).result(JOIN_TIMEOUT_S)
+        self.cancel_calls()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(JOIN_TIMEOUT_S)
         if not self._thread.is_alive():
@@ -356,6 +368,9 @@ def _result_of(future: Future[R]) -> R:
     """The result of a call, which has a timeout of its own."""
     try:
         return future.result()
+    except CancelledError:
+        # No Exception: what goes on after an error must not go on here.
+        raise asyncio.CancelledError("the client was closed") from None
     except BaseException:
         # Ctrl-C: closes the connection, so that the server stops the request.
         future.cancel()

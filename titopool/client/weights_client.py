@@ -16,10 +16,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import wait
 from typing import Any, NoReturn, ParamSpec, Self, TypeVar
 
-from titopool.client.packing import messages_of
-from titopool.client.server_calls import NoResponse, WeightsError, own_address, post_or_get
-from titopool.client.sources import Names, Source, join_update
-from titopool.client.trainer_group import TrainerGroup, run_in_thread
+from titopool.client.weights.adapters import save_lora
+from titopool.client.weights.packing import messages_of
+from titopool.client.weights.server_calls import NoResponse, WeightsError, own_address, post_or_get
+from titopool.client.weights.sources import Names, Source, join_update
+from titopool.client.weights.trainer_group import TrainerGroup, run_in_thread
 from titopool.wire.pool_state import PauseMode
 from titopool.wire.weight_plan import DEFAULT_CHUNK_BYTES, Checksum
 
@@ -95,6 +96,8 @@ class WeightsClient:
         self._timeout_s = timeout_s
         self._chunk_bytes = chunk_bytes
         self._names = names
+        # Asked while a group forms, before each broadcast and before a commit.
+        self.should_stop: Callable[[], bool] = lambda: False
         self._has_paused = False
         self._session = ""
         self._group: TrainerGroup | None = None
@@ -145,6 +148,30 @@ class WeightsClient:
         """Every worker loads the safetensors files in `path`, below the server's `weights_root`."""
         body = {"path": path, "policy": policy, "version": version}
         return self.call("/update_weights", body)
+
+    @raises_only_weights_error
+    def load_lora(
+        self, name: str, folder: str, *, model: Any = None, version: int | None = None
+    ) -> dict[str, Any]:
+        """Every worker loads a LoRA adapter from a folder; requests choose it by `name`.
+
+        Args:
+            folder: below the server's `weights_root`, with the same path here if there is `model`.
+                A worker that restarts reads it again, so each version has a folder of its own.
+            model: PEFT's model, whose active adapter is written to `folder` first. None: the folder
+                has the adapter already.
+            version: of the adapter. None: one more than the loaded version.
+
+        Returns:
+            `lora_name` and `version`.
+
+        Raises:
+            WeightsError: the server or the engine refused the adapter, or it cannot be written: the
+                folder is not empty, or the model's parameters are sharded.
+        """
+        path = folder if model is None else save_lora(model, folder)
+        body = {"lora_name": name, "lora_path": path, "version": version}
+        return self.call("/v1/load_lora_adapter", body)
 
     @raises_only_weights_error
     def pause(self, mode: PauseMode, *, lease_s: float) -> None:
@@ -206,7 +233,11 @@ class WeightsClient:
         # The server answers when all ranks have joined, so this process joins during the call.
         answer = run_in_thread(lambda: self.call("/weights/init", body))
         failure = _error_of(
-            lambda: group.form(should_stop=lambda: answer.done() and answer.exception() is not None)
+            lambda: group.form(
+                should_stop=lambda: (
+                    self.should_stop() or (answer.done() and answer.exception() is not None)
+                )
+            )
         )
         if failure is not None:
             # The closed port ends the workers' wait, so the server answers.
@@ -264,7 +295,9 @@ class WeightsClient:
                 iterator of these. It is iterated twice: for names and shapes, then to send one
                 tensor after another. An iterator can be iterated only once, so its tensors are all
                 kept meanwhile, unless there is `metadata`. Parameters of FSDP2 and ZeRO-3 are
-                gathered one at a time; the trainer's other processes call `join_update`.
+                gathered one at a time; the trainer's other processes call `join_update`. Of a model
+                with LoRA adapters of PEFT, pass the model: its active adapters are merged into the
+                base weights while these are sent, and the model itself does not change.
             policy: pause mode for requests in flight: "keep", "drain" or "abort".
             version: of the new weights. None: the present version plus one.
             partial: only some tensors of the model are sent. Each layer must be complete.
@@ -304,6 +337,7 @@ class WeightsClient:
         begun, messages = self._begin(source, digest, version, partial, policy)
         try:
             self._send(messages)
+            self.check_going_on()
             body: dict[str, Any] = {"update": begun["update"], "policy": policy}
             if digest is not None:
                 body["checksum"] = digest.digest()
@@ -382,9 +416,15 @@ class WeightsClient:
         """Broadcasts all messages. The last ones may be in flight at the end."""
         assert self._group is not None
         for message in messages:
+            self.check_going_on()
             sent = self._group.broadcast(message, check_workers=self._check_workers)
             self._in_flight.append((sent, message))
             self._wait_for_sent(NUM_CHUNKS - 1)
+
+    def check_going_on(self) -> None:
+        """Raises WeightsError if `should_stop()`."""
+        if self.should_stop():
+            raise WeightsError("expected a call that goes on, got its cancel; call it again")
 
     def _wait_for_sent(self, max_in_flight: int) -> None:
         """Waits until at most `max_in_flight` broadcasts are in flight."""

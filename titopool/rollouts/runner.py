@@ -63,6 +63,7 @@ def run_rollouts(
 
     Raises:
         ValueError: an argument or a prompt is not usable; nothing has run.
+        asyncio.CancelledError: the client was stopped.
     """
     if min(n, max_turns, concurrency) < 1:
         raise ValueError("n, max_turns, concurrency: expected at least 1")

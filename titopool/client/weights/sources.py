@@ -3,7 +3,8 @@
 Parameters that are sharded over the trainer's processes are gathered when their turn comes: DTensor
 (FSDP2) by `full_tensor()`, DeepSpeed's ZeRO-3 by `deepspeed.zero.GatheredParameters`. Gathering is a
 collective. So the trainer's other processes call `join_update` with the same tensors, and an update
-that fails still gathers the rest.
+that fails still gathers the rest. Adapters of PEFT are merged when their turn comes
+(`titopool/client/weights/adapters.py`).
 
 Runs in: trainers.
 """
@@ -14,7 +15,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from titopool.client.server_calls import WeightsError
+from titopool.client.weights.adapters import Merged, is_zero3, parameters_of
+from titopool.client.weights.server_calls import WeightsError
 from titopool.wire.commands import TensorInfo
 from titopool.wire.weight_plan import DTYPE_BYTES
 
@@ -66,7 +68,7 @@ class Source:
         found = _info(name, tensor)
         if found != info:
             raise WeightsError(f"tensors: {expected}, got {_shown(found)}; {SAME_AGAIN}")
-        self._can_gather, self.outlives = False, not _is_zero3(tensor)
+        self._can_gather, self.outlives = False, not is_zero3(tensor)
         with gathered(name, tensor) as whole:
             self._can_gather = True
             if list(whole.shape) != info.shape:
@@ -118,29 +120,27 @@ def gathered(name: str, tensor: Any) -> Iterator[Any]:
     """The values of a tensor; those of all shards if it is sharded. Valid within the context only.
 
     Raises:
-        WeightsError: gathering failed.
+        WeightsError: gathering or merging failed.
     """
     with contextlib.ExitStack() as stack:
-        try:
-            if _is_zero3(tensor):
+
+        def gather(part: Any) -> Any:
+            if is_zero3(part):
                 zero = importlib.import_module("deepspeed").zero
-                stack.enter_context(zero.GatheredParameters([tensor]))
-                whole = tensor.data
-            elif hasattr(tensor, "full_tensor"):
-                whole = tensor.detach().full_tensor()
-            else:
-                whole = tensor.detach()
+                stack.enter_context(zero.GatheredParameters([part]))
+                return part.data
+            whole = part.detach()
+            return whole.full_tensor() if hasattr(whole, "full_tensor") else whole
+
+        is_merged = isinstance(tensor, Merged)
+        try:
+            whole = tensor.whole(gather) if is_merged else gather(tensor)
         except Exception as error:
             raise WeightsError(
-                f"{name}: expected to gather its shards, got {type(error).__name__}: {error}; every "
+                f"{name}: expected to gather its shards{' and merge its adapters' * is_merged}, got {type(error).__name__}: {error}; every "
                 "process of the trainer must call join_update with the same tensors"
             ) from error
         yield whole
-
-
-def _is_zero3(tensor: Any) -> bool:
-    """Whether DeepSpeed has partitioned the parameter; `ds_shape` is its whole shape then."""
-    return hasattr(tensor, "ds_id")
 
 
 def _repeatable(tensors: Any) -> Any:
@@ -170,7 +170,7 @@ def _pairs_of(tensors: Any, names: Names | None) -> Pairs:
 def _begun(tensors: Any) -> Iterator[Any]:
     # Before `callable`: a module is callable too.
     if hasattr(tensors, "named_parameters"):
-        return iter(tensors.named_parameters())
+        return parameters_of(tensors)
     if isinstance(tensors, Mapping):
         return iter(tensors.items())
     return iter(tensors() if callable(tensors) else tensors)
@@ -189,7 +189,8 @@ def _check_pair(item: Any) -> None:
     import torch
 
     parts = item if isinstance(item, tuple) else (item,)
-    if len(parts) != 2 or not isinstance(parts[0], str) or not isinstance(parts[1], torch.Tensor):
+    is_pair = len(parts) == 2 and isinstance(parts[0], str)
+    if not is_pair or not isinstance(parts[1], torch.Tensor | Merged):
         kinds = ", ".join(type(one).__name__ for one in parts) or "an empty tuple"
         raise WeightsError(
             f"tensors: expected pairs of a name and a tensor, got {kinds}; pass a module, a state "
@@ -205,7 +206,9 @@ def _failed(error: Exception) -> WeightsError:
 
 
 def _info(name: str, tensor: Any) -> TensorInfo:
-    shape = tensor.ds_shape if _is_zero3(tensor) else tensor.shape
+    if isinstance(tensor, Merged):
+        tensor = tensor.base
+    shape = tensor.ds_shape if is_zero3(tensor) else tensor.shape
     if tensor.is_meta:
         raise WeightsError(
             f"{name}: expected values, got a tensor on the meta device; load it first"

@@ -9,7 +9,7 @@ Runs in: trainers.
 from collections.abc import Iterator
 from typing import Any
 
-from titopool.client.sources import Source
+from titopool.client.weights.sources import Source
 from titopool.wire.weight_plan import Checksum, Chunk, message_of, plan_chunks
 
 # Small tensors are copied together, as each copy alone takes longer to start than to run. This many

@@ -93,7 +93,7 @@ class TrainerGroup:
         return ProcessGroupGloo(PrefixStore(GLOO_PREFIX, store), 0, self._world_size, self._limit)
 
     def _form_nccl(self) -> Any:
-        from titopool.client.nccl import Nccl, new_id
+        from titopool.client.weights.nccl import Nccl, new_id
 
         nccl_id = new_id()
         self._store.set(ID_KEY, nccl_id)

@@ -1,0 +1,89 @@
+"""`run_rollouts` for asyncio. The rollouts play in threads, with a client that blocks."""
+
+import asyncio
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+from titopool.client.async_client import AsyncClient
+from titopool.client.sync_client import Client
+from titopool.rollouts.rollout import Rollout
+from titopool.rollouts.runner import run_rollouts
+
+
+async def run_rollouts_async(
+    client: AsyncClient,
+    prompts: Sequence[Any],
+    *,
+    tools: Sequence[Callable[..., Any]] = (),
+    environment: Callable[[Rollout], Any] | None = None,
+    **options: Any,
+) -> list[Rollout]:
+    """Plays n rollouts of each prompt to their end, as `run_rollouts`, while the event loop goes on.
+
+    A cancel stops the generation of all rollouts, and the coroutines of their tools. A function
+    that runs in a thread ends by itself.
+
+    Args:
+        client: names the server. The rollouts have connections of their own, and block: call their
+            methods outside of the event loop (`asyncio.to_thread`) where they call the server.
+        tools: functions as for `run_rollouts`. A coroutine function runs in the caller's event
+            loop, any other one in a thread.
+        environment: the same.
+        options: the other arguments of `run_rollouts`.
+
+    Returns:
+        Prompt-major: the n rollouts of prompt 0 come first.
+
+    Raises:
+        ValueError: an argument or a prompt is not usable; nothing has run.
+    """
+    loop = _Loop()
+    blocking = Client(
+        client.base_url, api_key=client.api_key, admin_key=client.admin_key,
+        timeout_s=client.timeout_s,
+    )  # fmt: skip
+    end = blocking.stop
+    try:
+        rollouts = await asyncio.to_thread(
+            run_rollouts,
+            blocking,
+            prompts,
+            tools=[loop.blocking(tool) for tool in tools],
+            environment=environment and loop.blocking(environment),
+            **options,
+        )
+        end = blocking.close
+    finally:
+        loop.cancel()
+        await asyncio.to_thread(end)
+    return rollouts
+
+
+class _Loop:
+    """Runs coroutine functions in the caller's event loop for threads that wait for them."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._calls: set[Future[Any]] = set()
+
+    def blocking(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """`function`; a coroutine function as one that waits."""
+        if not inspect.iscoroutinefunction(function):
+            return function
+
+        @functools.wraps(function)
+        def call(*args: Any, **named: Any) -> Any:
+            future = asyncio.run_coroutine_threadsafe(function(*args, **named), self._loop)
+            self._calls.add(future)
+            future.add_done_callback(self._calls.discard)
+            return future.result()
+
+        return call
+
+    def cancel(self) -> None:
+        """Cancels the calls that run."""
+        for call in list(self._calls):
+            call.cancel()
