@@ -104,9 +104,9 @@ def test_keys_share_the_slots_by_weight_however_many_requests_they_send(server: 
 
 
 # Jobs of few steps are sent ahead of free slots, and jobs that are all as long end together.
-@pytest.mark.parametrize("num_steps", [3, 20, 32, 40])
+@pytest.mark.parametrize("shortest, longest", [(3, 3), (20, 20), (32, 32), (40, 40), (1, 32)])
 def test_the_first_token_next_to_65536_prompts_is_within_3_steps_of_idle(
-    server: KeyedServer, num_steps: int
+    server: KeyedServer, shortest: int, longest: int
 ):
     def durations(connection: HTTPConnection) -> list[float]:
         taken = []
@@ -123,7 +123,12 @@ def test_the_first_token_next_to_65536_prompts_is_within_3_steps_of_idle(
 
     with server.connections("large", 1) as pairs, server.connections("large", 1) as of_large:
         idle = measure(pairs)
-        send(of_large[0][0], "large", "/generate/", generate(65_536, max_tokens=num_steps))
+        batch = generate(65_536, max_tokens=longest)
+        # A completion of the stub is at most as long as its prompt.
+        batch["prompts"] = [
+            PROMPT[: shortest + number % (longest - shortest + 1)] for number in range(65_536)
+        ]
+        send(of_large[0][0], "large", "/generate/", batch)
         wait_until(lambda: server.num_completed()["large"] > len(idle) + NUM_SLOTS, START_TIMEOUT_S)
         beside = measure(pairs)
     for name, one in (("idle", idle), ("beside", beside)):
