@@ -62,16 +62,20 @@ def main() -> None:
     options = parse_arguments()
     gpus = visible_gpus()
     num_served = options.num_workers * options.tp
-    assert not gpus or len(gpus) > num_served, f"expected {num_served + 1} GPUs, got {len(gpus)}"
-    device = torch.device("cuda", num_served) if gpus else torch.device("cpu")
+    place = num_served if options.trainer_gpu is None else options.trainer_gpu
+    assert not gpus or len(gpus) > place, f"expected {place + 1} GPUs, got {len(gpus)}"
+    device = torch.device("cuda", place) if gpus else torch.device("cpu")
+    if place < num_served:
+        # NCCL refuses two ranks of one host on one GPU.
+        os.environ["NCCL_HOSTID"] = "trainer"
     with tempfile.TemporaryDirectory() as name:
         folder = make_model(options.shape, Path(name) / "model", with_weights=False)
         config = json.loads((Path(folder) / "config.json").read_text())
         options.max_model_len = min(options.max_model_len, config["max_position_embeddings"])
         facts = facts_of(options)
-        write(
-            bare_rows(num_bytes_of(folder, options.dtype), num_served + 1, options, facts), options
-        )
+        if place == num_served:
+            num_bytes = num_bytes_of(folder, options.dtype)
+            write(bare_rows(num_bytes, num_served + 1, options, facts), options)
         trainer = Trainer(folder, device, options.dtype, options.tolerance)
         if options.lora:
             trainer.adapter = Adapter(trainer.models[0], Path(name) / "adapter")
@@ -97,6 +101,8 @@ def facts_of(options: argparse.Namespace) -> Row:
         model += f", {options.num_workers} workers"
     if options.tp > 1:
         model += f", TP {options.tp}"
+    if options.trainer_gpu is not None:
+        model += ", trainer on a worker's GPU"
     if options.serve_options:
         model += f", `{options.serve_options.strip()}`"
     host = f"{len(gpus)} × {gpus[0]}" if gpus else f"{machine['num_cores']} cores"
@@ -253,6 +259,10 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--shape", choices=sorted(SHAPES), default="qwen3-0.6b")
     parser.add_argument("--num-workers", type=int, default=1)
     parser.add_argument("--tp", type=int, default=1, help="tensor-parallel size of each worker")
+    parser.add_argument(
+        "--trainer-gpu", type=int,
+        help="index of a worker's GPU: shows that updates are right, over sockets, not how fast",
+    )  # fmt: skip
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--max-model-len", type=int, default=4096)
     parser.add_argument("--servers", nargs="+", choices=SERVERS, default=list(SERVERS))

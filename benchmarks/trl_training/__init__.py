@@ -1,0 +1,1 @@
+"""TRL's GRPOTrainer, unchanged, through this server and through the servers it was written for."""
