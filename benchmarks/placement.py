@@ -252,7 +252,7 @@ class Simulation:
 
     def send(self, now: float) -> None:
         for pool in self.pools:
-            for worker, jobs, _ in pool.assign():
+            for worker, jobs, *_ in pool.assign():
                 engine = self.engines[worker.endpoint]
                 engine.advance(now)
                 engine.queue.extend(job.job_id for job in jobs)

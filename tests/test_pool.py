@@ -67,7 +67,10 @@ def request_of(*costs: int, first_id: int = 1, n: int = 1) -> Request:
 
 
 def assigned(pool: Pool) -> dict[str, list[int]]:
-    return {one.worker.endpoint: [job.job_id for job in one.jobs] for one in pool.assign()}
+    sent: dict[str, list[int]] = {}
+    for one in pool.assign():
+        sent.setdefault(one.worker.endpoint, []).extend(job.job_id for job in one.jobs)
+    return sent
 
 
 def request_named(
@@ -563,16 +566,36 @@ def test_waiting_jobs_end_as_aborted_and_those_at_workers_do_not():
     pool.submit(other)
     # Four slots.
     assert assigned(pool) == {"a": [1, 11]}
-    assert pool.end_waiting(["first", "none"]) == 2
+    assert pool.end_waiting(["first", "none"]) == (2, [])
     assert not first.is_done
-    assert pool.end_waiting(["first"]) == 0
+    assert pool.end_waiting(["first"]) == (0, [])
     expected = Completion(b"", "abort", None, [(3, 0)])
     assert first.results[2] == Completed(3, 1, [expected, expected], 0)
     assert defect_of(first.jobs[2], first.results[2]) == ""
     pool.on_results("a", [Completed(1, 1, [expected, expected], 0)])
     assert first.is_done
-    assert pool.end_waiting(None) == 0
+    assert pool.end_waiting(None) == (0, [])
     assert not other.is_done
+
+
+def test_an_abort_also_ends_jobs_that_wait_at_a_worker():
+    pool = pool_of("a")
+    facts = msgspec.structs.replace(FACTS, max_num_seqs=32)
+    pool.on_heartbeat("a", msgspec.structs.replace(beat("a"), facts=facts), now=1)
+    batch = request_named("batch", 20, 1)
+    pool.submit(batch)
+    sent = {one.num_places: [job.job_id for job in one.jobs] for one in pool.assign()}
+    # The first starts at once as that of a new request, and one slot is kept.
+    assert sent == {0: [*range(2, 16)], 31: [16, 17, 18, 19]}
+    pool.on_results("a", [JobProgress(16, 1, has_token=False)])
+    num_ended, ((worker, keys),) = pool.end_waiting(None)
+    assert (num_ended, worker.endpoint) == (4, "a")
+    assert sorted(keys) == [(17, 1), (18, 1), (19, 1)]
+    assert (worker.num_sequences, worker.num_sequences_ahead) == (32, 0)
+    for job_id in (17, 18, 19, 20):
+        result = batch.results[job_id - 1]
+        assert result is not None
+        assert [one.finish_reason for one in result.completions] == ["abort"] * 2
 
 
 def test_a_job_without_completions_needs_no_slot_and_no_turn():
@@ -580,13 +603,13 @@ def test_a_job_without_completions_needs_no_slot_and_no_turn():
     pool.submit(request_of(9, 9, 9, 9, 9, 9, 9, 9))
     assert assigned(pool) == {"a": [1, 2, 3, 4]}
     pool.submit(request_of(0, first_id=20, n=0))
-    assert pool.end_waiting(["other"]) == 0
+    assert pool.end_waiting(["other"]) == (0, [])
     assert assigned(pool) == {"a": [20]}
     # Nor is it ended as aborted while it waits for a worker.
     waiting = Pool(no_worker_timeout_s=10)
     only = request_of(0, n=0)
     waiting.submit(only)
-    assert waiting.end_waiting(None) == 0
+    assert waiting.end_waiting(None) == (0, [])
     assert not only.is_done
 
 
@@ -607,7 +630,7 @@ def test_renders_spread_over_the_workers_and_hold_up_nothing():
     # Waiting renders hold up no generation, and no abort ends them.
     pool.submit(request_of(10, first_id=2))
     assert list(assigned(pool).values()) == [[2]]
-    assert pool.end_waiting(None) == 0
+    assert pool.end_waiting(None) == (0, [])
     # They go to a worker that has ended one, and those of a lost worker wait ahead of the others.
     pool.on_results("c", [Completed(next(iter(pool.workers["c"].jobs)), 1, [], 0)])
     assert assigned(pool) == {"c": [392]}
@@ -631,7 +654,7 @@ def test_a_waiting_stream_ends_with_one_chunk_and_a_scored_prompt_goes_on():
     scored = request_named("p", 1, 2, prompt_logprobs=0)
     for request in (stream, scored):
         pool.submit(request)
-    assert pool.end_waiting(None) == 1
+    assert pool.end_waiting(None) == (1, [])
     ((index, chunk),) = stream.take_chunks()
     assert (index, [number for number, _ in chunk.pieces]) == (0, [0, 1])
     assert {one.finish_reason for _, one in chunk.pieces} == {"abort"}

@@ -49,12 +49,21 @@ class KeyedServer:
             for one in [*spare, *(one for several in found.values() for one in several)]:
                 one.close()
 
-    def num_completed(self) -> dict[str, int]:
-        """Prompts by the names of their keys."""
+    def metrics(self) -> str:
         connection = HTTPConnection(self.server.url.removeprefix("http://"), timeout=30)
         text = self.call(connection, "large", "/metrics")
         connection.close()
-        found = re.findall(r'key_completed_jobs_total{.*key="(\w+)".*} (\S+)', text)
+        return text
+
+    def num_sequences(self) -> int:
+        """Completions in flight at the worker."""
+        return sum(
+            int(float(one)) for one in re.findall(r"worker_sequences{.*} (\S+)", self.metrics())
+        )
+
+    def num_completed(self) -> dict[str, int]:
+        """Prompts by the names of their keys."""
+        found = re.findall(r'key_completed_jobs_total{.*key="(\w+)".*} (\S+)', self.metrics())
         return {"large": 0, "small": 0} | {name: int(float(number)) for name, number in found}
 
 
@@ -72,7 +81,7 @@ def generate(num_prompts: int, max_tokens: int) -> dict[str, object]:
 def server(start_stub, stub_server, tmp_path: Path) -> KeyedServer:
     keys = tmp_path / "keys"
     keys.touch(0o600)
-    keys.write_text("large key-of-large weight=3\nsmall key-of-small\n")
+    keys.write_text("large key-of-large admin weight=3\nsmall key-of-small\n")
     start_stub(0, "--delay-s", str(STEP_S), "--in-slots", "--max-num-seqs", str(NUM_SLOTS))
     return KeyedServer(stub_server(1, "--num-front-ends", "2", "--api-key-file", str(keys)))
 
@@ -94,7 +103,11 @@ def test_keys_share_the_slots_by_weight_however_many_requests_they_send(server: 
     assert 2.4 < large / small < 3.6, (before, after)
 
 
-def test_the_first_token_next_to_65536_prompts_is_within_3_steps_of_idle(server: KeyedServer):
+# Jobs of few steps are sent ahead of free slots, and jobs that are all as long end together.
+@pytest.mark.parametrize("shortest, longest", [(3, 3), (20, 20), (32, 32), (40, 40), (1, 32)])
+def test_the_first_token_next_to_65536_prompts_is_within_3_steps_of_idle(
+    server: KeyedServer, shortest: int, longest: int
+):
     def durations(connection: HTTPConnection) -> list[float]:
         taken = []
         for _ in range(25):
@@ -110,7 +123,12 @@ def test_the_first_token_next_to_65536_prompts_is_within_3_steps_of_idle(server:
 
     with server.connections("large", 1) as pairs, server.connections("large", 1) as of_large:
         idle = measure(pairs)
-        send(of_large[0][0], "large", "/generate/", generate(65_536, max_tokens=40))
+        batch = generate(65_536, max_tokens=longest)
+        # A completion of the stub is at most as long as its prompt.
+        batch["prompts"] = [
+            PROMPT[: shortest + number % (longest - shortest + 1)] for number in range(65_536)
+        ]
+        send(of_large[0][0], "large", "/generate/", batch)
         wait_until(lambda: server.num_completed()["large"] > len(idle) + NUM_SLOTS, START_TIMEOUT_S)
         beside = measure(pairs)
     for name, one in (("idle", idle), ("beside", beside)):
@@ -121,3 +139,30 @@ def test_the_first_token_next_to_65536_prompts_is_within_3_steps_of_idle(server:
         )
     # Not the 99th percentile: machines of CI stand still at times.
     assert beside[45] <= idle[45] + 3 * STEP_S
+
+
+def test_an_abort_ends_jobs_in_the_engine_before_it_and_in_the_queue(server: KeyedServer):
+    with server.connections("large", 2) as pairs:
+        (batch, caller), (other, _) = pairs
+        send(batch, "large", "/generate/", generate(3 * NUM_SLOTS, max_tokens=20))
+        send(other, "large", "/generate/", generate(1, max_tokens=20))
+        wait_until(lambda: server.num_sequences() > NUM_SLOTS, 10)
+        begin = time.monotonic()
+        # One that came to another front end.
+        answer = json.loads(server.call(caller, "large", "/abort_request", {"abort_all": True}))
+        assert answer["aborted"] == 3 * NUM_SLOTS + 1
+        for one in (batch, other):
+            ended = json.loads(one.getresponse().read())
+            assert set(ended["finish_reasons"]) == {"abort"}
+        assert time.monotonic() - begin < 10 * STEP_S
+        wait_until(lambda: server.num_sequences() == 0, 10)
+
+
+def test_a_client_that_leaves_leaves_no_job_before_the_engine(server: KeyedServer):
+    with server.connections("large", 1) as pairs:
+        (batch,), (other,) = pairs
+        send(batch, "large", "/generate/", generate(3 * NUM_SLOTS, max_tokens=32))
+        wait_until(lambda: server.num_sequences() > NUM_SLOTS, 10)
+        batch.close()
+        wait_until(lambda: server.num_sequences() == 0, 5)
+        server.call(other, "large", "/generate/", generate(2 * NUM_SLOTS, max_tokens=1))

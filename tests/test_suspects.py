@@ -65,7 +65,7 @@ class World:
     def step(self) -> None:
         """Workers start what they are sent; then one dies, or all their jobs have a token."""
         self.num_steps += 1
-        for worker, jobs, apart in self.pool.assign():
+        for worker, jobs, apart, *_ in self.pool.assign():
             if apart:
                 started = [JobProgress(one.job_id, one.attempt, has_token=False) for one in jobs]
                 self.pool.on_results(worker.endpoint, started)
@@ -174,7 +174,7 @@ def test_a_suspect_stays_one_when_its_worker_is_stopped():
     world.pool.assign()
     world.die("w0")
     for _ in range(3):
-        ((_, _, apart),) = world.pool.assign()
+        ((_, _, apart, *_),) = world.pool.assign()
         assert apart == "token"
         world.pool.mark_worker_lost("w0", "stopped", blames_jobs=False)
         world.pool.on_heartbeat("w0", big_beat("w0"), now=2)
@@ -196,7 +196,7 @@ def test_a_suspect_beside_new_jobs_of_other_front_ends_is_tried_again():
     world = World(1, deadly={1})
     (request,) = world.submit(1, 1)
     for number_of_death in range(1, 5):
-        for worker, jobs, apart in world.pool.assign():
+        for worker, jobs, apart, *_ in world.pool.assign():
             if apart:
                 started = JobProgress(jobs[0].job_id, jobs[0].attempt, has_token=False)
                 world.pool.on_results(worker.endpoint, [started])
@@ -219,7 +219,7 @@ def test_suspects_wait_for_a_worker_that_restarts_while_others_are_busy():
     # Worker w1 is busy and serves on.
     assert {(one.worker.endpoint, one.apart) for one in pool.assign()} == {("w1", "")}
     pool.on_heartbeat("w0", big_beat("w0", "again"), now=2)
-    ((worker, jobs, apart),) = pool.assign()
+    ((worker, jobs, apart, *_),) = pool.assign()
     assert (worker.endpoint, len(jobs), apart) == ("w0", 1, "token")
     # A worker with a suspect gets nothing else until the suspect has a token.
     world.submit(30, 4)
@@ -304,6 +304,20 @@ def test_a_job_that_started_beside_a_group_leaves_doubt():
     assert {one.job.job_id for one in pool.suspects} == {1, 10}
 
 
+def test_a_job_that_waited_at_the_worker_for_a_slot_is_no_suspect():
+    world = World(1, deadly=set())
+    batch = Request([Job(one, 1, b"", 1, 10, PLAIN) for one in range(300)])
+    world.pool.submit(batch)
+    world.pool.assign()
+    ahead = sorted(world.pool.workers["w0"].ahead)
+    assert len(ahead) == 49
+    start(world.pool, "w0", ahead[0])
+    world.die("w0")
+    suspects = {one.job.job_id for one in world.pool.suspects}
+    assert suspects == set(range(300)) - set(range(ahead[1], 300))
+    assert [one.num_deaths for one in world.pool.waiting] == [0] * (300 - ahead[1])
+
+
 def test_a_suspect_beside_a_grammar_that_has_a_token_is_not_blamed():
     """The grammar was cleared by its first token, and its mask may have ended the worker since."""
     world = World(1, deadly=set())
@@ -350,7 +364,7 @@ def test_suspects_can_be_withdrawn_and_aborted_and_fail_without_a_worker():
     assert pool.num_open_jobs == len(pool.open_requests()) == 3
     pool.withdraw(requests[0])
     assert pool.num_open_jobs == 2
-    assert pool.end_waiting(None) == 2
+    assert pool.end_waiting(None) == (2, [])
     assert pool.num_open_jobs == 0
     last = world.submit(9, 1)
     pool.on_heartbeat("w0", big_beat("w0", "second"), now=1)

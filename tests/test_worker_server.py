@@ -15,6 +15,7 @@ from workers.engine.versions import Versions
 from workers.serving import apart
 from workers.serving.apart import ApartGroups
 from workers.serving.jobs import FrontEnd
+from workers.serving.places import Place
 from workers.serving.server import WorkerServer
 
 JOB = Job(7, 2, b"\0" * 4, 1, 1, b"")
@@ -31,6 +32,12 @@ class Engine:
 
     async def run(self, job: Job, on_part: object) -> Generated:
         return Generated([])
+
+
+def place_in(server: WorkerServer) -> Place:
+    place = Place(1, True, 0, 1, take=lambda: None)
+    server._places.enter(place)
+    return place
 
 
 async def fail(*_: object) -> Any:
@@ -72,7 +79,7 @@ def test_a_job_ends_once_whatever_raises(
             monkeypatch.setattr(getattr(server, owner), name, error)
         elif place != "nowhere":
             monkeypatch.setattr(f"workers.serving.server.{place}", error)
-        await server._run_job(FrontEnd(0.0), JOB)
+        await server._run_job(FrontEnd(0.0), JOB, place_in(server))
         return posted
 
     (end,) = asyncio.run(story())
@@ -190,7 +197,7 @@ def test_a_job_that_was_held_says_when_it_starts(monkeypatch: pytest.MonkeyPatch
         posted: list[Any] = []
         monkeypatch.setattr(server, "_post", lambda front_end, result: posted.append(result))
         (turn,) = server._apart.add(1, b"other", "token")
-        running = asyncio.create_task(server._run_job(FrontEnd(0.0), JOB))
+        running = asyncio.create_task(server._run_job(FrontEnd(0.0), JOB, place_in(server)))
         await asyncio.sleep(0.1)
         assert posted == []
         turn.end()

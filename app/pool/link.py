@@ -19,7 +19,7 @@ from gevent.event import Event
 from app.pool.command_sender import CommandSender
 from app.pool.discovery import Discovery
 from app.pool.placement import ROUTING_POLICIES
-from app.pool.records import natural_order
+from app.pool.records import Worker, natural_order
 from app.pool.request import Request
 from app.pool.state import Pool
 from app.pool.worker_socket import WorkerSocket
@@ -332,16 +332,19 @@ class Link:
             case Load():
                 self._pool.on_load(endpoint, message)
             case EndWaiting(name=name, client_ids=client_ids):
-                num_ended = self._pool.end_waiting(client_ids)
+                num_ended, aborts = self._pool.end_waiting(client_ids)
+                self._send_aborts(aborts)
                 self._send(endpoint, messages.EndedWaiting(name, num_ended))
             case Stopping(reason=reason, blames_jobs=blames_jobs):
                 self._lose(endpoint, reason or "it was stopped", blames_jobs=blames_jobs)
 
     def _send_assignments(self) -> None:
-        for worker, jobs, apart in self._pool.assign():
+        for worker, jobs, apart, num_places, is_new in self._pool.assign():
             assert worker.heartbeat is not None
             try:
-                generate = messages.Generate.of_jobs(worker.heartbeat.incarnation, jobs, apart)
+                generate = messages.Generate.of_jobs(
+                    worker.heartbeat.incarnation, jobs, apart, num_places, is_new
+                )
                 self._send(worker.endpoint, generate)
             except (UnicodeEncodeError, OverflowError, TypeError, RecursionError):
                 # Handlers encode what clients send; if they missed a value, only these jobs fail.
@@ -355,7 +358,10 @@ class Link:
             self._sockets[endpoint].send(messages.encode(message))
 
     def _abort(self, request: Request) -> None:
-        for worker, keys in self._pool.withdraw(request):
+        self._send_aborts(self._pool.withdraw(request))
+
+    def _send_aborts(self, aborts: list[tuple[Worker, list[tuple[int, int]]]]) -> None:
+        for worker, keys in aborts:
             self._send(worker.endpoint, messages.Abort(keys))
 
     def _tick(self) -> None:

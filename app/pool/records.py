@@ -20,6 +20,7 @@ from titopool.wire.messages import (
     Completion,
     Heartbeat,
     Job,
+    JobProgress,
     Load,
     WorkerFacts,
 )
@@ -30,8 +31,8 @@ KEPT_SHARE, LEAST_SLOTS = 0.02, 8
 # How many jobs a key may be ahead of other keys by requests that take kept slots.
 MAX_LEAD = 8
 # Jobs of at most so many engine steps are sent ahead of free slots: as many as end within two steps,
-# and at most a quarter of the slots. So the engine does not wait for them, and a new request that
-# comes behind them waits two steps.
+# and at most a quarter of the slots. They wait at the worker, so that the engine does not wait for a
+# message to the front end and back.
 SHORT_STEPS, STEPS_AHEAD, MAX_AHEAD = 32, 2, 0.25
 # Renders (jobs without completions) of all front ends at a worker. Their files wait in the front
 # ends, and a thread for images (8 by default at most) never waits for the next one.
@@ -53,10 +54,14 @@ class Worker:
     reason: str = ""
     # Open jobs that this front end has sent here, by job id, and their totals.
     jobs: dict[int, "OpenJob"] = field(default_factory=dict)
-    # Ids of `jobs`: those that are known to have a token, and suspects whose turn has come.
+    # Ids of `jobs`: those that are known to have a token, those that were held and have started, and
+    # those that were sent ahead and have not.
     with_token: set[int] = field(default_factory=set)
     started: set[int] = field(default_factory=set)
+    ahead: set[int] = field(default_factory=set)
     num_sequences: int = 0
+    # Of `ahead`.
+    num_sequences_ahead: int = 0
     num_tokens: int = 0
     # Of `jobs`, those without completions.
     num_renders: int = 0
@@ -95,12 +100,7 @@ class Worker:
     def has_room_for(self, job: Job, *, is_new: bool) -> bool:
         """Whether the engine can start `job` now, or soon if it is short.
 
-        A front end may use all slots that other front ends leave free, without those that are kept
-        for new requests. Below its fair share it may have one job more at the worker than slots
-        are free: the others send no more until it has its share. New requests of a front end may
-        have its fair share in any case. A job with more completions than that is sent when this
-        front end has no other job here. A render takes no slot, and counts against this front end's
-        share of `MAX_RENDERS`.
+        A render takes no slot, and counts against this front end's share of `MAX_RENDERS`.
 
         Args:
             is_new: whether no job of the request was sent.
@@ -108,24 +108,46 @@ class Worker:
         facts, beat = self.facts, self.heartbeat
         if facts is None or beat is None or not self.has_adapter_of(job):
             return False
-        num_front_ends = max(1, beat.num_front_ends)
         if not job.num_sequences:
-            return self.num_renders < max(1, MAX_RENDERS // num_front_ends)
+            return self.num_renders < max(1, MAX_RENDERS // max(1, beat.num_front_ends))
         num_slots = facts.max_num_seqs
         if not is_new:
             num_slots += num_ahead(job, num_slots) - num_kept(num_slots)
+        return self._fits(job, num_slots, is_new=is_new)
+
+    def num_places_before(self, job: Job, *, is_new: bool) -> int:
+        """`Generate.num_places` of a job for which there is room: not 0 if it is sent ahead."""
+        if is_new or not job.num_sequences or self.facts is None:
+            return 0
+        num_places = self.facts.max_num_seqs - num_kept(self.facts.max_num_seqs)
+        return 0 if self._fits(job, num_places, is_new=False) else num_places
+
+    def _fits(self, job: Job, num_slots: int, *, is_new: bool) -> bool:
+        """Whether `job` may have one of `num_slots` slots, or one of those ahead of them.
+
+        A front end may use all slots that other front ends leave free. Below its fair share it may
+        have one job more at the worker than slots are free: the others send no more until it has
+        its share. New requests of a front end may have its fair share in any case, and pass jobs
+        that were sent ahead. A job with more completions than that is sent when this front end has
+        no other job here.
+        """
+        num_front_ends = max(1, self.heartbeat.num_front_ends if self.heartbeat else 1)
         # As in `load`: the others are assumed to have sent as much as this front end.
         num_sent = max(0, self.num_sequences - self.num_sequences_at_report)
         num_others = self.load_of_others.other_sequences + (num_front_ends - 1) * num_sent
-        wanted, fair_share = self.num_sequences + job.num_sequences, num_slots / num_front_ends
-        if self.num_sequences == 0 or wanted + num_others <= num_slots:
+        num_own = self.num_sequences - (self.num_sequences_ahead if is_new else 0)
+        wanted, fair_share = num_own + job.num_sequences, num_slots / num_front_ends
+        if num_own == 0 or wanted + num_others <= num_slots:
             return True
-        is_full = self.num_sequences + num_others > num_slots
+        is_full = num_own + num_others > num_slots
         return wanted <= fair_share and (is_new or not is_full)
 
-    def add(self, open_job: "OpenJob") -> None:
-        """Counts a job that is sent to this worker."""
+    def add(self, open_job: "OpenJob", *, is_ahead: bool = False) -> None:
+        """Counts a job that is sent to this worker; `is_ahead`: ahead of free slots."""
         self.jobs[open_job.job.job_id] = open_job
+        if is_ahead:
+            self.ahead.add(open_job.job.job_id)
+            self.num_sequences_ahead += open_job.job.num_sequences
         self.num_sequences += open_job.job.num_sequences
         self.num_tokens += open_job.job.num_tokens
         self.num_renders += not open_job.job.num_sequences
@@ -134,6 +156,7 @@ class Worker:
 
     def remove(self, job_id: int) -> "OpenJob":
         """Removes a job that has ended here."""
+        self._note_start(job_id)
         open_job = self.jobs.pop(job_id)
         self.with_token.discard(job_id)
         self.started.discard(job_id)
@@ -141,6 +164,16 @@ class Worker:
         self.num_tokens -= open_job.job.num_tokens
         self.num_renders -= not open_job.job.num_sequences
         return open_job
+
+    def record_progress(self, progress: JobProgress) -> None:
+        """Records that one of `jobs` has started, or has its first token."""
+        self._note_start(progress.job_id)
+        (self.with_token if progress.has_token else self.started).add(progress.job_id)
+
+    def _note_start(self, job_id: int) -> None:
+        if job_id in self.ahead:
+            self.ahead.remove(job_id)
+            self.num_sequences_ahead -= self.jobs[job_id].job.num_sequences
 
     def record_load_of_others(self, load: Load) -> None:
         self.load_of_others, self.num_tokens_since_report = load, 0

@@ -55,6 +55,8 @@ class Assignment(NamedTuple):
     jobs: list[Job]
     # As in `Generate`.
     apart: Apart = ""
+    num_places: int = 0
+    is_new: bool = False
 
 
 class Pool:
@@ -247,13 +249,18 @@ class Pool:
     def assign(self) -> list[Assignment]:
         """Moves waiting jobs to ready workers with room, as the routing policy chooses."""
         apart, ready = self._assign_suspects()
-        assignments: dict[str, Assignment] = {}
+        assignments: dict[tuple[str, int, bool], Assignment] = {}
         while ready and (choice := self._choose_render(ready) or self._choose(ready)):
             worker, open_job = choice
-            self._queue_of(open_job.job).take(open_job)
-            worker.add(open_job)
-            assignment = assignments.setdefault(worker.endpoint, Assignment(worker, []))
-            assignment.jobs.append(open_job.job)
+            job, queue = open_job.job, self._queue_of(open_job.job)
+            is_new = queue.is_new(open_job)
+            num_places = worker.num_places_before(job, is_new=is_new)
+            queue.take(open_job)
+            worker.add(open_job, is_ahead=num_places > 0)
+            assignments.setdefault(
+                (worker.endpoint, num_places, is_new),
+                Assignment(worker, [], num_places=num_places, is_new=is_new),
+            ).jobs.append(job)
         return [*apart, *assignments.values()]
 
     def _assign_suspects(self) -> tuple[list[Assignment], list[Worker]]:
@@ -326,7 +333,7 @@ class Pool:
 
     def _on_result(self, worker: Worker, open_job: OpenJob, result: Result) -> None:
         if isinstance(result, JobProgress):
-            (worker.with_token if result.has_token else worker.started).add(result.job_id)
+            worker.record_progress(result)
         elif isinstance(result, Failed):
             error_type = ERRORS_BY_CODE.get(result.code, GenerationFailed)
             worker.remove(result.job_id)
@@ -376,25 +383,38 @@ class Pool:
             self.suspects.remove(job.job_id)
         return aborts
 
-    def end_waiting(self, client_ids: Collection[str] | None) -> int:
-        """Ends waiting jobs as aborted before their first token; returns how many there were.
+    def end_waiting(
+        self, client_ids: Collection[str] | None
+    ) -> tuple[int, list[tuple[Worker, list[tuple[int, int]]]]]:
+        """Ends waiting jobs as aborted before their first token, also those that wait at a worker.
 
         A job whose prompt is scored goes on, as it would at a worker; so does a render.
 
         Args:
             client_ids: the clients' ids of the requests; None: all.
+
+        Returns:
+            How many there were, and those to abort at workers, as from `withdraw`.
         """
-        found = [
-            one
-            for one in (*self.waiting, *self.suspects)
-            if client_ids is None or one.job.client_id in client_ids
-            if decode_options(one.job.sampling).prompt_logprobs is None
-        ]
-        for one in found:
+
+        def is_meant(one: OpenJob) -> bool:
+            if client_ids is not None and one.job.client_id not in client_ids:
+                return False
+            return decode_options(one.job.sampling).prompt_logprobs is None
+
+        ended, aborts = [one for one in (*self.waiting, *self.suspects) if is_meant(one)], []
+        for one in ended:
             self.waiting.remove(one.job.job_id)
             self.suspects.remove(one.job.job_id)
+        for worker in self.workers.values():
+            ahead = [job_id for job_id in worker.ahead if is_meant(worker.jobs[job_id])]
+            removed = [worker.remove(job_id) for job_id in ahead]
+            ended += removed
+            if removed:
+                aborts.append((worker, [(one.job.job_id, one.job.attempt) for one in removed]))
+        for one in ended:
             one.end_as_aborted(self.view.state.weights.version, self.adapters.get(one.job.adapter))
-        return len(found)
+        return len(ended), aborts
 
     def open_requests(self) -> list[Request]:
         """The request of every job in flight or waiting; a request may occur several times."""

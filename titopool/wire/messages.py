@@ -259,14 +259,26 @@ class Generate(msgspec.Struct, frozen=True, tag="generate"):
     # The jobs start, each with a `JobProgress`, once those that other front ends sent apart have
     # their first tokens or have ended.
     apart: Apart = ""
+    # The jobs were sent ahead of free slots: each starts, with a `JobProgress`, once at most so many
+    # completions run, its own included. 0: they start at once.
+    num_places: Count = 0
+    # No other job of their requests was sent.
+    is_new: bool = False
 
     @classmethod
-    def of_jobs(cls, incarnation: str, jobs: list[Job], apart: Apart = "") -> "Generate":
+    def of_jobs(
+        cls,
+        incarnation: str,
+        jobs: list[Job],
+        apart: Apart = "",
+        num_places: int = 0,
+        is_new: bool = False,
+    ) -> "Generate":
         """The message for `jobs`, which share their options as objects."""
         distinct = {id(job.sampling): job.sampling for job in jobs}
         indices = {name: msgspec.Raw(encode(index)) for index, name in enumerate(distinct)}
         packed = [msgspec.structs.replace(job, sampling=indices[id(job.sampling)]) for job in jobs]
-        return cls(incarnation, packed, list(distinct.values()), apart)
+        return cls(incarnation, packed, list(distinct.values()), apart, num_places, is_new)
 
     def whole_jobs(self) -> list[Job]:
         """The jobs with their sampling options, as objects that they share.
@@ -412,8 +424,8 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
 class JobProgress(msgspec.Struct, frozen=True, tag="progress"):
     """How far a job has come, for the question which job ended an engine.
 
-    Sent when a job starts that runs apart or was held beside such a one, and for every job that is
-    not streamed some time after its first token.
+    Sent when a job starts that was sent ahead, runs apart or was held beside such a one, and for every
+    job that is not streamed some time after its first token.
     """
 
     job_id: JobId

@@ -40,8 +40,10 @@ class FrontEnd:
     num_sequences: int = 0
     num_tokens: int = 0
     outbox: list[Result] = field(default_factory=list)
-    # Jobs that run apart and have not started; they are no load.
+    # Jobs that run apart or were sent ahead and have not started; they are no load.
     held: set[JobKey] = field(default_factory=set)
+    # Completions in flight without those of `held`.
+    num_started: int = 0
     # Jobs that have started and have no token.
     new: set[JobKey] = field(default_factory=set)
     # Jobs that have started and have a grammar.
@@ -49,25 +51,36 @@ class FrontEnd:
     # For the next heartbeat: prefix digests of other front ends' jobs, which are in the cache.
     prefixes: bytearray = field(default_factory=bytearray)
 
-    def add(self, key: JobKey, job: Job, task: asyncio.Task[None]) -> None:
-        """Adds a job in flight."""
+    def add(self, key: JobKey, job: Job, task: asyncio.Task[None], *, is_held: bool) -> None:
+        """Adds a job in flight; `is_held`: it does not start yet."""
         self.jobs[key], self.tasks[key] = job, task
         self.num_sequences += job.num_sequences
         self.num_tokens += job.num_tokens
+        if is_held:
+            self.held.add(key)
+        else:
+            self.num_started += job.num_sequences
 
     def remove(self, key: JobKey) -> None:
         """Removes a job that has ended."""
+        self.release(key)
         del self.tasks[key]
         job = self.jobs.pop(key)
         self.num_sequences -= job.num_sequences
+        self.num_started -= job.num_sequences
         self.num_tokens -= job.num_tokens
-        self.held.discard(key)
         self.new.discard(key)
         self.grammars.discard(key)
 
+    def release(self, key: JobKey) -> None:
+        """Counts a job in flight as one that takes a slot."""
+        if key in self.held:
+            self.held.remove(key)
+            self.num_started += self.jobs[key].num_sequences
+
     def start(self, key: JobKey, job: Job) -> None:
         """Counts a job that the engine gets now."""
-        self.held.discard(key)
+        self.release(key)
         self.new.add(key)
         if has_grammar(job):
             self.grammars.add(key)
@@ -76,11 +89,6 @@ class FrontEnd:
     def risks(self) -> set[JobKey]:
         """Jobs that may end the engine: a grammar is read at every token."""
         return self.new | self.grammars
-
-    @property
-    def num_started(self) -> int:
-        """Completions in flight without those of `held`."""
-        return self.num_sequences - sum(self.jobs[key].num_sequences for key in self.held)
 
 
 def count_job(
@@ -102,6 +110,11 @@ def count_job(
         each.num_completed_jobs += 1
         each.num_prompt_tokens += num_prompt
         each.num_completion_tokens += num_completion
+
+
+def num_steps_of(result: Completed) -> int:
+    """How many engine steps a job took after its prompt, at most."""
+    return max((len(one.token_ids) // ID_BYTES for one in result.completions), default=0)
 
 
 def prefix_of(job: Job, generated: Generated, facts: WorkerFacts | None) -> bytes:

@@ -12,6 +12,7 @@ import os
 import time
 import uuid
 from collections.abc import Callable, Collection, Coroutine
+from functools import partial
 from typing import Any
 
 import zmq
@@ -40,7 +41,8 @@ from workers.process import EXIT_FAILED, EXIT_WEIGHTS_UNKNOWN, in_daemon_thread,
 from workers.serving.apart import ApartGroups, Turn
 from workers.serving.control import Control
 from workers.serving.front_end_queues import FrontEndQueues
-from workers.serving.jobs import FrontEnd, JobKey, count_job, prefix_of, sum_of
+from workers.serving.jobs import FrontEnd, JobKey, count_job, num_steps_of, prefix_of, sum_of
+from workers.serving.places import Place, Places
 
 logger = logging.getLogger(__name__)
 
@@ -100,6 +102,7 @@ class WorkerServer:
         )
         self._blames_jobs = False
         self._apart = ApartGroups(self._has_risks)
+        self._places = Places(lambda: sum(one.num_started for one in self._front_ends.values()))
         self._background: set[asyncio.Task[None]] = set()
 
     async def run(self) -> str:
@@ -217,7 +220,9 @@ class WorkerServer:
                 jobs = message.whole_jobs()
                 turns = self._apart.add(len(jobs), identity, apart) if apart and jobs else ()
                 for job, turn in itertools.zip_longest(jobs, turns):
-                    self._start_job(identity, job, turn)
+                    self._start_job(
+                        identity, job, turn, num_places=message.num_places, is_new=message.is_new
+                    )
             case Abort(jobs=keys):
                 for job_id, attempt in keys:
                     self._abort(identity, (job_id, attempt))
@@ -245,7 +250,9 @@ class WorkerServer:
         else:
             front_end.last_hello, front_end.totals = time.monotonic(), totals
 
-    def _start_job(self, identity: bytes, job: Job, turn: Turn | None) -> None:
+    def _start_job(
+        self, identity: bytes, job: Job, turn: Turn | None, *, num_places: int, is_new: bool
+    ) -> None:
         front_end = self._front_ends.get(identity)
         key = (job.job_id, job.attempt)
         if front_end is None or self._facts is None or key in front_end.jobs:
@@ -256,19 +263,24 @@ class WorkerServer:
             if turn is not None:
                 turn.end()
             return
-        task = self._loop.create_task(self._run_job(front_end, job, turn))
-        front_end.add(key, job, task)
-        if turn is not None:
-            front_end.held.add(key)
+        take = partial(front_end.release, key)
+        num_slots = self._facts.max_num_seqs
+        place = Place(job.num_sequences, is_new, num_places, num_slots, take)
+        task = self._loop.create_task(self._run_job(front_end, job, place, turn))
+        front_end.add(key, job, task, is_held=turn is not None or num_places > 0)
+        self._places.enter(place)
         # Not in the task: a task that is cancelled before its first step runs no `finally`.
-        task.add_done_callback(lambda _: self._remove_job(front_end, key, turn))
+        task.add_done_callback(lambda _: self._remove_job(front_end, key, turn, place))
         self._plan_load_report()
 
-    def _remove_job(self, front_end: FrontEnd, key: JobKey, turn: Turn | None) -> None:
+    def _remove_job(
+        self, front_end: FrontEnd, key: JobKey, turn: Turn | None, place: Place
+    ) -> None:
         front_end.remove(key)
         if turn is not None:
             turn.end()
         self._apart.start_first()
+        self._places.leave(place)
         self._plan_load_report()
 
     def _abort(self, identity: bytes, key: JobKey) -> None:
@@ -279,7 +291,9 @@ class WorkerServer:
 
     # ---- running ---------------------------------------------------------------------
 
-    async def _run_job(self, front_end: FrontEnd, job: Job, turn: Turn | None = None) -> None:
+    async def _run_job(
+        self, front_end: FrontEnd, job: Job, place: Place, turn: Turn | None = None
+    ) -> None:
         def on_chunk(chunk: Chunk | JobProgress) -> None:
             if turn is not None and isinstance(chunk, JobProgress) and key in front_end.grammars:
                 self._loop.call_later(GRAMMAR_LEAD_S, report, chunk)
@@ -298,15 +312,21 @@ class WorkerServer:
         key = (job.job_id, job.attempt)
 
         try:
+            await place.is_free.wait()
             if turn is not None:
                 await turn.wait()
-                await self._announce(front_end, job)
+                await self._announce(front_end, job, APART_LEAD_S)
             elif self._apart:
                 await self._apart.wait_beside()
-                await self._announce(front_end, job)
+                await self._announce(front_end, job, APART_LEAD_S)
+            elif place.num_places:
+                await self._announce(front_end, job, 0)
             else:
                 front_end.start(key, job)
+            self._places.begin(place)
             result = await self._generate(job, on_chunk)
+            if isinstance(result, Completed):
+                self._places.record_end(place, num_steps_of(result))
             count_job(self._counters, self._key_totals, job, result)
         except EngineDead as error:
             # Without a result, the front end requeues the job for another worker.
@@ -318,13 +338,13 @@ class WorkerServer:
         self._post(front_end, result)
         self._share_prefix(front_end, job, result)
 
-    async def _announce(self, front_end: FrontEnd, job: Job) -> None:
-        """Tells the front end that a job starts which had to wait for its turn."""
+    async def _announce(self, front_end: FrontEnd, job: Job, lead_s: float) -> None:
+        """Tells the front end that a job starts which had to wait; returns `lead_s` later."""
         key = (job.job_id, job.attempt)
         front_end.start(key, job)
         self._plan_load_report()
         self._post(front_end, JobProgress(*key, has_token=False))
-        await asyncio.sleep(APART_LEAD_S)
+        await asyncio.sleep(lead_s)
 
     def _has_risks(self, *, with_token: bool) -> bool:
         """Whether a job in the engine may end it; `with_token`: also one that has a token."""
