@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from app.schemas import decoding, generation, inference, openai, sglang
+from app.schemas import decoding, generation, inference, long_lists, openai, sglang
 from app.schemas.decoding import decode_body
 from titopool.errors import InvalidRequest
 
@@ -37,6 +37,9 @@ BODIES: dict[str, tuple[Any, dict[str, Any]]] = {
     "one list": (inference.GENERATE_BODY, {"token_ids": FLAT, "sampling_params": {"n": 2}}),
     "prompt": (openai.COMPLETIONS_BODY, {"prompt": ROWS, "echo": True}),
     "one prompt": (openai.COMPLETIONS_BODY, {"prompt": FLAT}),
+    "input_ids": (sglang.GENERATE_BODY, {"input_ids": ROWS, "rid": "a"}),
+    "one list of input_ids": (sglang.GENERATE_BODY, {"input_ids": FLAT}),
+    "input_ids with others": (sglang.GENERATE_BODY, {"input_ids": [*FLAT, [1, 2], "3,4", 2.5]}),
     "texts": (openai.COMPLETIONS_BODY, {"prompt": ["a,[b]"] * 200_000}),
     "conversations": (generation.CHAT_BODY, {"messages": [MESSAGES[:1]] * 20_000}),
     "messages": (openai.CHAT_COMPLETIONS_BODY, {"messages": MESSAGES, "n": 3}),
@@ -69,6 +72,7 @@ def in_one_piece(monkeypatch: pytest.MonkeyPatch) -> Callable[[bytes, Any], Any]
     def decode(body: bytes, decoder: Any) -> Any:
         with monkeypatch.context() as patch:
             patch.setattr(decoding, "LONG_BYTES", len(body))
+            patch.setattr(long_lists, "LONG_BYTES", len(body))
             return outcome(body, decoder)
 
     return decode
@@ -123,7 +127,16 @@ def test_a_list_with_other_values_between_its_numbers_is_refused():
 
 @pytest.mark.parametrize(
     "name",
-    ["prompts", "objects", "one list", "prompt", "a long prompt", "a long object", "conversations"],
+    [
+        "prompts",
+        "objects",
+        "one list",
+        "prompt",
+        "a long prompt",
+        "a long object",
+        "conversations",
+        "input_ids",
+    ],
 )
 def test_other_requests_run_while_a_body_is_decoded(name: str):
     num_turns = 0

@@ -51,6 +51,18 @@ def decode_in_pieces(
     return decoded
 
 
+def decode_object_in_pieces(body: bytes) -> dict[str, Any]:
+    """The fields of an object, of any type.
+
+    Raises:
+        msgspec.MsgspecError: the body is not a JSON object.
+    """
+    return {
+        name: _decode_list(raw, Any, name) if _is_long(raw) else msgspec.json.decode(raw)
+        for name, raw in _fields_of(body).items()
+    }
+
+
 @lru_cache
 def _element_types(body_type: type) -> dict[str, Any]:
     """The types of the elements of each field that may be a list."""
@@ -70,7 +82,7 @@ def _is_long(raw: msgspec.Raw) -> bool:
 
 
 def _decode_list(raw: msgspec.Raw, wanted: Any, name: str) -> Any:
-    is_compact = name in COMPACT
+    is_compact = name in COMPACT and wanted is not Any
     first = _FIRST.match(raw)
     if first is not None and first[1] in b"-0123456789":
         try:
@@ -120,6 +132,8 @@ def _numbers(raw: msgspec.Raw, wanted: Any, *, is_compact: bool) -> Any:
             raise msgspec.ValidationError(f"{reason} - at `${place}`") from None
         except msgspec.DecodeError:
             # A comma of something else than a list of numbers.
+            if wanted is Any:
+                return decoder.decode(raw)
             raise msgspec.ValidationError("Expected a list of integers, got other values") from None
         num_numbers += len(piece)
         pieces.append(_compact(piece) if is_compact else piece)

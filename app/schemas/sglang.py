@@ -12,8 +12,9 @@ import msgspec
 from msgspec import Meta
 
 from app.schemas import generation
-from app.schemas.decoding import convert, decode_object
+from app.schemas.decoding import convert
 from app.schemas.generation import CacheSalt, GenerateBody, WeightVersion
+from app.schemas.long_lists import decode_object_in_pieces
 from app.schemas.openai import NumLogprobs
 from app.schemas.sglang_fields import UNUSED, UNUSED_SAMPLING
 from app.schemas.unused_fields import Unused, check_unused
@@ -146,7 +147,7 @@ class GenerateDecoder:
             return generation.GENERATE_BODY.decode(body)
         except msgspec.ValidationError:
             # SGLang's body fails at its first field.
-            values = decode_object(body)
+            values = decode_object_in_pieces(body)
             given = [one for one in ("prompts", *SOURCES) if values.get(one) is not None]
             if given == ["prompts"]:
                 raise
