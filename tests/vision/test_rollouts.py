@@ -10,6 +10,8 @@ import numpy as np
 import PIL.Image
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from tests import reference
 from tests.images import encoded, picture
@@ -109,6 +111,81 @@ def test_the_trainer_s_forward_pass_has_the_rollout_s_logprobs(qwen: Vision, pla
     logprobs = torch.log_softmax(logits.double(), dim=-1).gather(1, ids[0, 1:, None])[:, 0].numpy()
     mask = arrays.loss_mask[1:] == 1
     assert np.abs(logprobs - arrays.logprobs[1:])[mask].max() < TOLERANCE
+
+
+# Qwen's tokens of an image: one of 28 by 28 pixels each.
+SIDES = st.integers(1, 3)
+IMAGES = st.lists(st.tuples(SIDES, SIDES), max_size=2)
+MAX_IMAGES = 6
+
+
+class Play:
+    """A rollout, and what is known of it: the tokens of its images, its ids, who wrote them."""
+
+    def __init__(self, rollout: Rollout, sizes: list, known: list, num_sampled: int):
+        self.rollout, self.sizes, self.known = rollout, sizes, known
+        self.num_sampled = num_sampled
+
+    def branch(self) -> "Play":
+        return Play(self.rollout.branch(), [*self.sizes], [*self.known], self.num_sampled)
+
+    def ask(self, sizes: list) -> None:
+        is_answered = self.rollout.messages[-1]["role"] == "assistant"
+        if is_answered and len(self.sizes) + len(sizes) <= MAX_IMAGES:
+            self.rollout.add(seeing(sizes))
+            self.sizes += sizes
+
+    def generate(self, model: Vision, max_tokens: int) -> None:
+        """A turn, which may be cut: its prompt begins with all that was there before."""
+        turn = self.rollout.generate(**{**sampling_for(model), "max_tokens": max_tokens})
+        assert turn.prompt_ids[: len(self.known)].tolist() == self.known
+        self.known = [*turn.prompt_ids.tolist(), *turn.ids.tolist()]
+        self.num_sampled += len(turn.ids)
+
+    def check(self, model: Vision) -> None:
+        arrays = self.rollout.arrays()
+        assert arrays.ids.tolist() == self.known
+        assert arrays.loss_mask.sum() == self.num_sampled
+        assert arrays.image_ranges[:, 1].tolist() == [
+            rows * columns for rows, columns in self.sizes
+        ]
+        inside = np.zeros(len(arrays.ids), bool)
+        for offset, length in arrays.image_ranges:
+            inside[offset : offset + length] = True
+        assert ((arrays.ids == placeholder_id(model)) == inside).all()
+        assert not (inside & (arrays.loss_mask == 1)).any()
+
+
+def seeing(sizes: list) -> dict:
+    images = [picture(28 * columns, 28 * rows, rows) for rows, columns in sizes]
+    parts = [{"type": "image", "image": encoded(image)} for image in images]
+    return {"role": "user", "content": [*parts, {"type": "text", "text": "What is it?"}]}
+
+
+@settings(
+    max_examples=15, deadline=None, derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)  # fmt: skip
+@given(
+    first=IMAGES,
+    steps=st.lists(st.one_of(IMAGES, st.integers(1, 6), st.just("branch")), max_size=7),
+    is_local=st.booleans(),
+)
+def test_any_conversation_with_images_only_grows(qwen: Vision, opened, first, steps, is_local):
+    client = opened(RecordingClient(qwen.server.url))
+    tokenizer = reference.vision_model(qwen.folder)[0].tokenizer if is_local else None
+    rollout = Rollout(client, messages=[seeing(first)], tokenizer=tokenizer)
+    plays = [Play(rollout, list(first), [], 0)]
+    for step in steps:
+        if step == "branch":
+            plays.append(plays[-1].branch())
+        elif isinstance(step, int):
+            plays[-1].generate(qwen, step)
+        else:
+            plays[-1].ask(step)
+    for play in plays:
+        play.generate(qwen, 3)
+        play.check(qwen)
 
 
 def test_ids_with_placeholders_start_a_conversation(smol: Vision, opened):
