@@ -24,11 +24,13 @@ from benchmarks.bare_engine import FLAT
 from benchmarks.load import send
 from benchmarks.machine import describe_machine
 from benchmarks.processes import Running, engine_environment, running
-from benchmarks.targets import Engine, Target, Titopool, TrlServe, VllmServe, WrongAnswer
-from benchmarks.workload import PATTERNS, Pattern, Sizes, make_pattern
+from benchmarks.targets import Engine, Inference, Target, Titopool, TrlServe, VllmServe, WrongAnswer
+from benchmarks.workload import PATTERNS, Call, Pattern, Sizes, make_pattern
 
 BARE_TIMEOUT_S = 1200
-TARGETS = ("bare", "titopool", "binary", "vllm", "trl")
+TARGETS = ("bare", "titopool", "binary", "inference", "experts", "vllm", "trl")
+# Whose measure needs a mixture of experts, and vLLM's capture of its routing.
+DEFAULT_TARGETS = tuple(name for name in TARGETS if name not in ("inference", "experts"))
 
 
 def main() -> None:
@@ -77,7 +79,7 @@ def parse_arguments() -> argparse.Namespace:
         "--dummy-weights", action="store_true", help="write no weights; vLLM makes random ones"
     )
     parser.add_argument("--patterns", nargs="+", choices=PATTERNS, default=list(PATTERNS))
-    parser.add_argument("--targets", nargs="+", choices=TARGETS, default=list(TARGETS))
+    parser.add_argument("--targets", nargs="+", choices=TARGETS, default=list(DEFAULT_TARGETS))
     parser.add_argument(
         "--flat", action="store_true", help="also measure LLM.generate with flat_logprobs"
     )
@@ -100,6 +102,11 @@ def chosen_targets(options: argparse.Namespace) -> list[list[Target]]:
         targets.append(
             [Titopool(num_workers, binary=kind == "binary", options=words) for kind in kinds]
         )
+    targets += [
+        [Inference(num_workers, with_experts=name == "experts", options=words)]
+        for name in ("inference", "experts") if name in options.targets
+        for num_workers in options.num_workers
+    ]  # fmt: skip
     if "vllm" in options.targets:
         targets.append([VllmServe()])
     if "trl" in options.targets and options.trl:
@@ -189,7 +196,11 @@ def measure(
 
 
 def for_target(pattern: Pattern, target: Target) -> Pattern:
-    """The pattern, shortened for a server that runs one request at a time."""
+    """The pattern as the server takes it: one prompt a request, or fewer requests."""
+    if not target.takes_batches:
+        calls = [Call([one], call.n) for call in pattern.calls for one in call.prompts]
+        concurrency = pattern.concurrency * len(calls) // len(pattern.calls)
+        return Pattern(pattern.name, calls, concurrency, pattern.output_len)
     if target.max_calls is None:
         return pattern
     calls = pattern.calls[: target.max_calls]

@@ -46,6 +46,8 @@ class Target(Protocol):
     num_workers: int
     # Limit on requests, for a server that runs one request at a time.
     max_calls: int | None
+    # Whether a request may have several prompts.
+    takes_batches: bool
     headers: Mapping[str, str]
 
     def command(self, engine: Engine, port: int) -> tuple[list[str], dict[str, str]]:
@@ -77,6 +79,7 @@ class Titopool:
     ready_path = "/ready"
     path = "/generate/"
     max_calls = None
+    takes_batches = True
 
     def __init__(self, num_workers: int, *, binary: bool = False, options: Sequence[str] = ()):
         self.num_workers = num_workers
@@ -113,6 +116,32 @@ class Titopool:
         return any("workers.supervisor" in one.cmdline() for one in lineage)
 
 
+class Inference(Titopool):
+    """This server by vLLM's own route, with or without routed experts in the answers."""
+
+    path = "/inference/v1/generate"
+    takes_batches = False
+
+    def __init__(self, num_workers: int, *, with_experts: bool, options: Sequence[str] = ()):
+        more = ["--enable-return-routed-experts"] if with_experts else []
+        super().__init__(num_workers, options=[*options, *more])
+        self._with_experts = with_experts
+        self.name += f", {self.path}{', routed experts' * with_experts}"
+
+    def body(self, call: Call, output_len: int, model: str) -> bytes:
+        (prompt,) = call.prompts
+        sampling = {"n": call.n, "max_tokens": output_len, "ignore_eos": True, "temperature": 1.0}
+        return _encode(token_ids=prompt, sampling_params=sampling | {"logprobs": 0})
+
+    def lengths(self, answer: bytes) -> list[int]:
+        choices = json.loads(answer)["choices"]
+        if any((one["routed_experts"] is not None) != self._with_experts for one in choices):
+            raise WrongAnswer(f"expected routed experts: {self._with_experts}, got others")
+        lengths = [len(one["token_ids"]) for one in choices]
+        _check(lengths, [len(one["logprobs"]["content"]) for one in choices])
+        return lengths
+
+
 class VllmServe:
     """vLLM's server: OpenAI's completions route with ids in and ids out."""
 
@@ -121,6 +150,7 @@ class VllmServe:
     path = "/v1/completions"
     num_workers = 1
     max_calls = None
+    takes_batches = True
     headers = JSON_HEADERS
 
     def command(self, engine: Engine, port: int) -> tuple[list[str], dict[str, str]]:
@@ -164,6 +194,7 @@ class TrlServe:
     num_workers = 1
     # The server runs one request at a time.
     max_calls = 16
+    takes_batches = True
     headers = JSON_HEADERS
     # The engine options that the server passes on to vLLM.
     OPTIONS = ("max_model_len", "dtype", "gpu_memory_utilization", "enforce_eager")
