@@ -318,11 +318,11 @@ def main(arguments: list[str] | None = None) -> dict[str, list[dict[str, float]]
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--url", help="of a running server of this model; default: start one")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
-    parser.add_argument("--steps", type=int, default=100, help="at most")
+    parser.add_argument("--steps", type=int, default=200, help="at most")
     parser.add_argument("--in-flight", type=int, default=1, help="batches, while weights change")
     parser.add_argument("--sync", action="store_const", dest="in_flight", const=0)
     parser.add_argument("--withhold-updates", action="store_true")
-    parser.add_argument("--control", action="store_true", help="then a run with updates withheld")
+    parser.add_argument("--control", action="store_true", help="then as many steps without updates")
     parser.add_argument("--out", default="grpo.png", help="the picture")
     options = parser.parse_args(arguments)
     runs = [(seed, options.withhold_updates) for seed in options.seeds]
@@ -332,8 +332,9 @@ def main(arguments: list[str] | None = None) -> dict[str, list[dict[str, float]]
         url = options.url or stack.enter_context(running_server())
         for seed, withhold in runs:
             label = f"seed {seed}{', updates withheld' * withhold}"
+            longest = max(map(len, histories.values()), default=options.steps)
             histories[label] = train(
-                url, seed, num_steps=options.steps, in_flight=options.in_flight,
+                url, seed, num_steps=longest if withhold else options.steps, in_flight=options.in_flight,
                 withhold_updates=withhold,
             )  # fmt: skip
             print(f"{label}: {summary(histories[label])}", flush=True)
