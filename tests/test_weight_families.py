@@ -21,7 +21,8 @@ from tests.weights import NUM_TOKENS, TOLERANCE
 
 Greedy = tuple[list[int], list[float]]
 # Of an engine's start and five updates.
-TIMEOUT_S = 300
+TIMEOUT_S = 600
+pytestmark = pytest.mark.timeout(2 * TIMEOUT_S)
 BIAS = "e_score_correction_bias"
 # Ends of the names of buffers that no update changes.
 CONSTANT = ("cos_sin_cache", "_scale", "normalizer")
