@@ -36,7 +36,7 @@ from benchmarks.weights.adapter import RANK, Adapter
 from benchmarks.weights.bare import bare_seconds
 from benchmarks.weights.memory import GpuMemory
 from benchmarks.weights.table import Row, add, row_of
-from benchmarks.weights.trainer import PROMPT, Trainer, greedy, num_bytes_of
+from benchmarks.weights.trainer import PROMPT, Answers, Trainer, greedy, num_bytes_of
 from benchmarks.weights.updaters import (
     Titopool,
     TrlTrainer,
@@ -51,6 +51,8 @@ from titopool.settings.gpus import visible_gpus
 
 # Share of the KV cache that the requests of the load `keep` fill with their prompts.
 KV_IN_USE = 0.82
+# Not asked before, so that no cache has parts of it.
+UNSEEN_PROMPT = list(range(200, 232))
 # Of the other loads.
 SHORT_LEN = 64
 NUM_REQUESTS = 256
@@ -65,9 +67,6 @@ def main() -> None:
     place = num_served if options.trainer_gpu is None else options.trainer_gpu
     assert not gpus or len(gpus) > place, f"expected {place + 1} GPUs, got {len(gpus)}"
     device = torch.device("cuda", place) if gpus else torch.device("cpu")
-    if place < num_served:
-        # NCCL refuses two ranks of one host on one GPU.
-        os.environ["NCCL_HOSTID"] = "trainer"
     with tempfile.TemporaryDirectory() as name:
         folder = make_model(options.shape, Path(name) / "model", with_weights=False)
         config = json.loads((Path(folder) / "config.json").read_text())
@@ -82,8 +81,25 @@ def main() -> None:
             options.serve_options += f" --enable-lora --max-lora-rank {RANK}"
         for which in options.servers:
             with server_of(which, folder, gpus[:num_served], options) as server:
+                if place < num_served:
+                    # NCCL refuses two ranks of one host on one GPU. The server has its own name.
+                    os.environ["NCCL_HOSTID"] = "trainer"
                 for row in rows_of(which, server, folder, trainer, gpus[:1], options):
                     write([facts | row], options)
+                updated = greedy(server, [UNSEEN_PROMPT])
+            os.environ.pop("NCCL_HOSTID", None)
+            if options.fresh_start:
+                trainer.last_sent.save_pretrained(folder)
+                with server_of(which, folder, gpus[:num_served], options, "auto") as server:
+                    compare(updated, greedy(server, [UNSEEN_PROMPT]))
+
+
+def compare(updated: Answers, fresh: Answers) -> None:
+    """Prints whether a server samples after its updates what one samples that began with them."""
+    (updated_ids, updated_logprobs), (fresh_ids, fresh_logprobs) = updated[0], fresh[0]
+    differences = [abs(a - b) for a, b in zip(updated_logprobs, fresh_logprobs, strict=True)]
+    print(f"fresh start: {max(differences)} apart", flush=True)
+    assert updated_ids == fresh_ids, (updated_ids, fresh_ids)
 
 
 def write(rows: list[Row], options: argparse.Namespace) -> None:
@@ -123,7 +139,11 @@ def bare_rows(num_bytes: int, size: int, options: argparse.Namespace, facts: Row
 
 @contextmanager
 def server_of(
-    which: str, folder: str, gpus: list[str], options: argparse.Namespace
+    which: str,
+    folder: str,
+    gpus: list[str],
+    options: argparse.Namespace,
+    load_format: str = "dummy",
 ) -> Iterator[Server]:
     """A running server, `titopool` or `vllm`."""
     log = Path(options.out).with_name(f"{options.shape}-{which}.log")
@@ -131,7 +151,7 @@ def server_of(
         words = [
             "--num-workers", str(options.num_workers), "--tensor-parallel-size", str(options.tp),
             "--max-model-len", str(options.max_model_len), "--dtype", options.dtype,
-            "--load-format", "dummy", "--weights-root", str(Path(folder).parent),
+            "--load-format", load_format, "--weights-root", str(Path(folder).parent),
             *options.serve_options.split(),
         ]  # fmt: skip
         with titopool_server(folder, words, log, ",".join(gpus)) as server:
@@ -139,7 +159,7 @@ def server_of(
         return
     engine = {
         "tensor_parallel_size": options.tp, "max_model_len": options.max_model_len,
-        "dtype": options.dtype, "load_format": "dummy", **vllm_options(options.serve_options),
+        "dtype": options.dtype, "load_format": load_format, **vllm_options(options.serve_options),
     }  # fmt: skip
     with vllm_server(folder, engine, log, ",".join(gpus)) as server:
         yield server
@@ -212,7 +232,7 @@ def measure(
     firsts: dict[int, list[int]] = {}
     policy = "keep" if load == "idle" else load
     for turn in range(repeats + 1):
-        model = trainer.models[turn % 2]
+        model = trainer.last_sent = trainer.models[turn % 2]
         trainer.synchronize()
         began = time.monotonic()
         with trainer.peak_bytes() as peak:
@@ -271,6 +291,10 @@ def parse_arguments() -> argparse.Namespace:
         "--trl", nargs="*", default=[], help="folders with trl, named by its version"
     )
     parser.add_argument("--lora", action="store_true", help="an adapter is loaded, and checked")
+    parser.add_argument(
+        "--fresh-start", action="store_true",
+        help="the last update's tokens are those of a server that starts with its weights",
+    )  # fmt: skip
     parser.add_argument("--repeats", type=int, default=10, help="updates after the first")
     parser.add_argument("--tolerance", type=float, default=0.5, help="of a log-probability")
     parser.add_argument("--serve-options", default="", help="further options of both servers")

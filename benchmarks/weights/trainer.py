@@ -12,6 +12,8 @@ from tests.servers import Server
 PROMPT = list(range(50, 82))
 NUM_TOKENS = 16
 NUM_PROMPTS = 8
+# Ids and log-probabilities for each prompt.
+Answers = list[tuple[list[int], list[float]]]
 
 
 class Trainer:
@@ -34,7 +36,8 @@ class Trainer:
         self.adapter: Adapter | None = None
         # The greatest difference that was accepted.
         self.largest_difference = 0.0
-        self.models = []
+        self.models: list[Any] = []
+        self.last_sent: Any = None
         for seed in (1, 2):
             torch.manual_seed(seed)
             with device:
@@ -71,9 +74,7 @@ class Trainer:
         ]  # fmt: skip
         assert max(changes) > self._tolerance, "the adapter changes nothing"
 
-    def _compare(
-        self, server: Server, model: Any, name: str = ""
-    ) -> list[tuple[list[int], list[float]]]:
+    def _compare(self, server: Server, model: Any, name: str = "") -> Answers:
         """Compares `name`'s greedy log-probabilities, by default the base model's, with `model`'s."""
         # The same prompts after each update: the prefix cache has known them from the second on.
         answers = greedy(server, [PROMPT] * NUM_PROMPTS, name)
@@ -108,9 +109,7 @@ class Trainer:
             peak.append(torch.cuda.max_memory_allocated(self.device) - before)
 
 
-def greedy(
-    server: Server, prompts: list[list[int]], model: str = ""
-) -> list[tuple[list[int], list[float]]]:
+def greedy(server: Server, prompts: list[list[int]], model: str = "") -> Answers:
     """Greedy ids of each prompt and their log-probabilities, by the route that both servers have.
 
     Args:
