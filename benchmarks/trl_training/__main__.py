@@ -7,8 +7,8 @@ and examples/trl_grpo_images.py; both begin with the same random model at each s
 throughout, and only one is in use at a time, with the trainer on the other GPU. TRL before 1.11
 trains beside `trl vllm-serve`, later ones beside `vllm serve`.
 
-The package datasets must lie in the interpreter's site-packages: it pickles modules of other folders,
-and fails. A server that a version cannot use is a row with the error. Writes NAME.json (every step) and NAME.png.
+The package datasets must lie below a folder named site-packages: modules of other folders are pickled
+by value, which fails for it. A server that a version cannot use is a row with the error. Writes NAME.json (every step) and NAME.png.
 """
 
 import argparse
@@ -112,6 +112,9 @@ def train(task: str, model: str, url: str, trl: Path, gpu: int, num_steps: int) 
         return {"error": url}
     path = os.pathsep.join(filter(None, (str(trl), os.getcwd(), os.environ.get("PYTHONPATH"))))
     environ = {**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": str(gpu)}
+    # Accelerate's default for one process, "cuda", is another device than "cuda:0" for vLLM's
+    # communicator in TRL 1.9.2.
+    environ["ACCELERATE_TORCH_DEVICE"] = "cuda:0"
     words = [sys.executable, "-m", "benchmarks.trl_training.timed"]
     words += [task, model, url, str(num_steps)]
     try:

@@ -6,6 +6,7 @@ enters NCCL, because NCCL waits forever for a rank that is missing.
 Runs in: trainers. The workers' side is `workers/in_model/receiving/group.py`.
 """
 
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -50,7 +51,8 @@ class TrainerGroup:
         self.port: int = self._store.port
         self.backend = "nccl" if device.type == "cuda" else "gloo"
         self.device_uuid = ""
-        if device.type == "cuda":
+        # With a host's name of its own, NCCL sends to a worker on the same GPU, through sockets.
+        if device.type == "cuda" and "NCCL_HOSTID" not in os.environ:
             self.device_uuid = str(torch.cuda.get_device_properties(device).uuid)
 
     def form(self, *, should_stop: Callable[[], bool]) -> None:
