@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from app.schemas import decoding, generation, inference, long_lists, openai, sglang
+from app.schemas import decoding, generation, inference, long_lists, openai, sglang, weights
 from app.schemas.decoding import decode_body
 from titopool.errors import InvalidRequest
 
@@ -16,6 +16,7 @@ ROW = list(range(100_000, 103_000))
 ROWS = [ROW] * 100
 FLAT = ROW * 100
 MESSAGES = [{"role": "user", "content": "x" * 30}] * 20_000
+NAMES = {"session": "a", "dtypes": ["int8"], "shapes": [[1]], "names": ["a"]}
 # Name: decoder, body. All are longer than `decoding.LONG_BYTES`.
 BODIES: dict[str, tuple[Any, dict[str, Any]]] = {
     "prompts": (sglang.GENERATE_BODY, {"prompts": ROWS, "n": 2}),
@@ -41,6 +42,10 @@ BODIES: dict[str, tuple[Any, dict[str, Any]]] = {
     "one list of input_ids": (sglang.GENERATE_BODY, {"input_ids": FLAT}),
     "input_ids with others": (sglang.GENERATE_BODY, {"input_ids": [*FLAT, [1, 2], "3,4", 2.5]}),
     "texts": (openai.COMPLETIONS_BODY, {"prompt": ["a,[b]"] * 200_000}),
+    "escapes": (sglang.GENERATE_BODY, {"prompts": ['","', "\\", '\\"', "", "\n\u20ac]"] * 60_000}),
+    "long texts": (sglang.GENERATE_BODY, {"prompts": ['a, b"' * 50_000] * 9}),
+    "texts, then others": (sglang.GENERATE_BODY, {"prompts": ["a,"] * 50_000 + ROWS + ["b"]}),
+    "names": (weights.BEGIN_BODY, NAMES | {"names": ["a.b"] * 260_000}),
     "conversations": (generation.CHAT_BODY, {"messages": [MESSAGES[:1]] * 20_000}),
     "messages": (openai.CHAT_COMPLETIONS_BODY, {"messages": MESSAGES, "n": 3}),
     "tokens": (generation.DETOKENIZE_BODY, {"tokens": FLAT}),
@@ -58,6 +63,11 @@ BODIES: dict[str, tuple[Any, dict[str, Any]]] = {
     "bad: prompt": (sglang.GENERATE_BODY, {"prompts": [*ROWS, 3]}),
     "bad: object": (sglang.GENERATE_BODY, {"prompts": [*ROWS, {"prompt_ids": []}]}),
     "bad: first": (sglang.GENERATE_BODY, {"prompts": [True, *ROWS]}),
+    "bad: too many names": (weights.BEGIN_BODY, NAMES | {"names": ["a.b"] * 270_000}),
+    "bad: too many shapes": (weights.BEGIN_BODY, NAMES | {"shapes": [[1, 2]] * 270_000}),
+    "bad: name": (weights.BEGIN_BODY, NAMES | {"names": ["a.b"] * 250_000 + ["a" * 1025]}),
+    "bad: after texts": (sglang.GENERATE_BODY, {"prompts": ["a,"] * 300_000 + [3]}),
+    "bad: text": (sglang.GENERATE_BODY, {"prompts": ["a,"] * 300_000 + [{"prompt": 3}, "b"]}),
     "bad: field": (sglang.GENERATE_BODY, {"prompts": ROWS, "max_token": 3}),
     "bad: other field": (sglang.GENERATE_BODY, {"prompts": ROWS, "n": "3"}),
     "bad: number": (inference.GENERATE_BODY, {"token_ids": [*FLAT, "1"], "sampling_params": {}}),
@@ -136,6 +146,7 @@ def test_a_list_with_other_values_between_its_numbers_is_refused():
         "a long object",
         "conversations",
         "input_ids",
+        "texts",
     ],
 )
 def test_other_requests_run_while_a_body_is_decoded(name: str):

@@ -5,9 +5,11 @@ begin takes about a tenth of that.
 """
 
 import re
+import sys
 from collections.abc import Callable, Iterator
 from functools import lru_cache, partial
-from typing import Any, get_args, get_origin
+from types import UnionType
+from typing import Annotated, Any, NamedTuple, Union, get_args, get_origin
 
 import msgspec
 import numpy as np
@@ -16,8 +18,10 @@ from app.time_slices import sharing_time
 
 # Shorter lists are decoded with the rest of the body.
 LONG_BYTES = 2**16
-# Of a list of numbers.
+# Of a list of numbers or texts.
 PIECE_BYTES = 2**18
+# Texts that are longer on average are decoded with the rest of the body, which is fast.
+TEXT_BYTES = 2**15
 # Prompts of this length stay lists: an array would take as much.
 SHORT_BYTES = 256
 # Lists of ids, and lists of such lists, that become arrays: a list takes ten times their memory.
@@ -25,6 +29,8 @@ COMPACT = {"prompts", "sequences", "prompt", "token_ids", "prompt_token_ids"}
 _fields_of = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 _elements_of = msgspec.json.Decoder(list[msgspec.Raw]).decode
 _FIRST = re.compile(rb"\s*\[\s*(.)", re.DOTALL)
+# Elements of a list, with their commas. Few, since a match makes no pause.
+_TEXTS = re.compile(rb'(?:\s*+"[^"\\]*+(?:\\.[^"\\]*+)*+"\s*+,){1,16}+')
 
 
 def decode_in_pieces(
@@ -39,7 +45,7 @@ def decode_in_pieces(
         msgspec.MsgspecError: as `decode`.
     """
     sent = _fields_of(body)
-    types = _element_types(body_type)
+    types = _list_types(body_type)
     lists = {name: raw for name, raw in sent.items() if name in types and _is_long(raw)}
     if 2 * sum(len(memoryview(raw)) for raw in lists.values()) < len(memoryview(body)):
         return decode(body)
@@ -58,41 +64,60 @@ def decode_object_in_pieces(body: bytes) -> dict[str, Any]:
         msgspec.MsgspecError: the body is not a JSON object.
     """
     return {
-        name: _decode_list(raw, Any, name) if _is_long(raw) else msgspec.json.decode(raw)
+        name: _decode_list(raw, ListType(Any), name) if _is_long(raw) else msgspec.json.decode(raw)
         for name, raw in _fields_of(body).items()
     }
 
 
+class ListType(NamedTuple):
+    element: Any
+    max_length: int = sys.maxsize
+
+    def check(self, length: int) -> None:
+        if length > self.max_length:
+            raise msgspec.ValidationError(f"Expected `array` of length <= {self.max_length}")
+
+
 @lru_cache
-def _element_types(body_type: type) -> dict[str, Any]:
-    """The types of the elements of each field that may be a list."""
+def _list_types(body_type: type) -> dict[str, ListType]:
+    """The types of the fields that may be a list."""
     types = {}
     for field in msgspec.structs.fields(body_type):
-        is_list = get_origin(field.type) is list
-        for one in (field.type,) if is_list else get_args(field.type):
-            if get_origin(one) is list:
-                (types[field.name],) = get_args(one)
+        is_union = get_origin(field.type) in (Union, UnionType)
+        for one in get_args(field.type) if is_union else (field.type,):
+            of_list, *limits = get_args(one) if get_origin(one) is Annotated else (one,)
+            if get_origin(of_list) is list:
+                lengths = [limit.max_length for limit in limits]
+                types[field.name] = ListType(*get_args(of_list), *lengths)
     return types
 
 
 def _is_long(raw: msgspec.Raw) -> bool:
-    """Whether `raw` is a long list of something else than text, which is decoded fast."""
-    first = _FIRST.match(raw)
-    return len(memoryview(raw)) > LONG_BYTES and first is not None and first[1] != b'"'
+    """Whether `raw` is a list that takes long to decode."""
+    first, num_bytes = _FIRST.match(raw), len(memoryview(raw))
+    if num_bytes < LONG_BYTES or first is None:
+        return False
+    return first[1] != b'"' or bytes(raw).count(b'"') > num_bytes // TEXT_BYTES
 
 
-def _decode_list(raw: msgspec.Raw, wanted: Any, name: str) -> Any:
-    is_compact = name in COMPACT and wanted is not Any
+def _decode_list(raw: msgspec.Raw, of: ListType, name: str) -> Any:
+    is_compact = name in COMPACT and of.element is not Any
     first = _FIRST.match(raw)
-    if first is not None and first[1] in b"-0123456789":
-        try:
-            return _numbers(raw, wanted, is_compact=is_compact)
-        except msgspec.ValidationError as error:
-            raise _at(f".{name}", error) from None
-    decoder, decoded = msgspec.json.Decoder(wanted), list[Any]()
+    kind = first[1] if first is not None else b""
+    try:
+        if kind == b'"':
+            pieces = _decode_pieces(_pieces_of_texts(bytes(raw)), of)
+            return [one for piece in pieces for one in piece]
+        if kind and kind in b"-0123456789":
+            return _numbers(raw, of, is_compact=is_compact)
+        elements = _elements_of(raw)
+        of.check(len(elements))
+    except msgspec.ValidationError as error:
+        raise _at(f".{name}", error) from None
+    decoder, decoded = msgspec.json.Decoder(of.element), list[Any]()
     decode = partial(_decode_prompt, decoder) if is_compact else decoder.decode
     try:
-        for element in sharing_time(_elements_of(raw)):
+        for element in sharing_time(elements):
             decoded.append(decode(element))
     except msgspec.ValidationError as error:
         raise _at(f".{name}[{len(decoded)}]", error) from None
@@ -111,35 +136,45 @@ def _long_prompt(raw: msgspec.Raw, decoder: msgspec.json.Decoder[Any]) -> Any:
     """A list of ids, or an object that has one."""
     first = _FIRST.match(raw)
     if first is not None and first[1] in b"-0123456789":
-        return _numbers(raw, int, is_compact=True)
+        return _numbers(raw, ListType(int), is_compact=True)
     structs = [one for one in get_args(decoder.type) if hasattr(one, "__struct_fields__")]
     if first is None and structs and bytes(memoryview(raw)[:1]) == b"{":
         return decode_in_pieces(raw, msgspec.json.Decoder(structs[0]).decode, structs[0])
     return decoder.decode(raw)
 
 
-def _numbers(raw: msgspec.Raw, wanted: Any, *, is_compact: bool) -> Any:
+def _numbers(raw: msgspec.Raw, of: ListType, *, is_compact: bool) -> Any:
     """A list of numbers; as int32 [numbers] if `is_compact` and they fit."""
-    decoder = msgspec.json.Decoder(list[wanted])
-    pieces, num_numbers = list[Any](), 0
-    for text in sharing_time(_pieces(bytes(raw))):
+    decoded = _decode_pieces(_pieces_of_numbers(bytes(raw)), of)
+    try:
+        pieces = [_compact(piece) if is_compact else piece for piece in decoded]
+    except msgspec.ValidationError:
+        raise
+    except msgspec.DecodeError:
+        # A comma of something else than a list of numbers.
+        if of.element is Any:
+            return msgspec.json.decode(raw)
+        raise msgspec.ValidationError("Expected a list of integers, got other values") from None
+    if all(isinstance(piece, np.ndarray) for piece in pieces):
+        return np.concatenate(pieces)
+    return [number for piece in sharing_time(pieces) for number in piece]
+
+
+def _decode_pieces(pieces: Iterator[bytes], of: ListType) -> Iterator[list[Any]]:
+    """The elements of each piece; an error has the place in the whole list."""
+    wanted: Any = of.element
+    decoder, num_before = msgspec.json.Decoder(list[wanted]), 0
+    for text in sharing_time(pieces):
         try:
             piece = decoder.decode(b"[" + text + b"]")
         except msgspec.ValidationError as error:
             reason, path = _split(error)
             index, _, path = path[1:].partition("]")
-            place = f"[{num_numbers + int(index)}]{path}"
+            place = f"[{num_before + int(index)}]{path}"
             raise msgspec.ValidationError(f"{reason} - at `${place}`") from None
-        except msgspec.DecodeError:
-            # A comma of something else than a list of numbers.
-            if wanted is Any:
-                return decoder.decode(raw)
-            raise msgspec.ValidationError("Expected a list of integers, got other values") from None
-        num_numbers += len(piece)
-        pieces.append(_compact(piece) if is_compact else piece)
-    if all(isinstance(piece, np.ndarray) for piece in pieces):
-        return np.concatenate(pieces)
-    return [number for piece in sharing_time(pieces) for number in piece]
+        num_before += len(piece)
+        of.check(num_before)
+        yield piece
 
 
 def _at(location: str, error: msgspec.ValidationError) -> msgspec.ValidationError:
@@ -154,7 +189,7 @@ def _split(error: msgspec.ValidationError) -> tuple[str, str]:
     return text, path.rstrip("`")
 
 
-def _pieces(text: bytes) -> Iterator[bytes]:
+def _pieces_of_numbers(text: bytes) -> Iterator[bytes]:
     """The text of a list, without its brackets, cut at commas."""
     begin, last = text.index(b"[") + 1, text.rindex(b"]")
     while begin < last:
@@ -162,6 +197,19 @@ def _pieces(text: bytes) -> Iterator[bytes]:
         end = last if end < 0 else end
         yield text[begin:end]
         begin = end + 1
+
+
+def _pieces_of_texts(text: bytes) -> Iterator[bytes]:
+    """The same of a list that begins with texts; from something else on, element by element."""
+    begin = end = text.index(b"[") + 1
+    while texts := _TEXTS.match(text, end):
+        end = texts.end()
+        if end - begin > PIECE_BYTES:
+            yield text[begin : end - 1]
+            begin = end
+    if begin < end:
+        yield text[begin : end - 1]
+    yield from map(bytes, _elements_of(b"[" + text[end:]))
 
 
 def _compact(value: Any) -> Any:
