@@ -35,9 +35,9 @@ from titopool.wire.prefixes import prompt_hashes
 MAX_PARSING_BYTES = 1024 * 1024
 # Unique in this process; workers distinguish front ends by their sockets.
 _job_ids = itertools.count(1)
-# Bytes of memory for a job without its ids, and for each byte of a result's arrays with its text.
+# Memory of a job without its ids, and of the answer that is written for each byte of a result.
 JOB_BYTES = 1024
-BYTES_PER_ARRAY_BYTE = 6
+BYTES_PER_RESULT_BYTE = 5
 # How often a request whose client has gone looks whether a repeat has come.
 CHECK_REPEAT_S = 0.5
 
@@ -114,7 +114,7 @@ def run_request(admission: Admission, request: Request) -> list[Completed]:
         if not request.wait(admission.deadline.left_s):
             cancel_overdue(admission, request)
     results = request.completed()
-    admission.keep_memory(_bytes_of_jobs(request.jobs) + _bytes_of_results(results))
+    admission.count_memory(BYTES_PER_RESULT_BYTE * request.num_result_bytes)
     return results
 
 
@@ -161,6 +161,7 @@ def make_request(
     return Request(
         jobs, locations,
         facts=facts, session=admission.session, weight=admission.key.weight,
+        count_bytes=admission.count_memory,
     )  # fmt: skip
 
 
@@ -233,16 +234,6 @@ def _bytes_of_jobs(jobs: Sequence[Job]) -> int:
         JOB_BYTES + 3 * len(job.prompt_token_ids) + 2 * sum(len(image.data) for image in job.images)
         for job in jobs
     )
-
-
-def _bytes_of_results(results: Sequence[Completed]) -> int:
-    """Memory of results and of the answer that is written from them."""
-    arrays = sum(
-        len(one.token_ids) + (len(one.logprobs.values) if one.logprobs else 0)
-        for result in results
-        for one in result.completions
-    )
-    return BYTES_PER_ARRAY_BYTE * arrays
 
 
 def wait_for_version(admission: Admission, version: int) -> None:

@@ -5,10 +5,11 @@ import signal
 import socket
 from pathlib import Path
 
+import psutil
 import pytest
 import requests
 
-from tests.servers import START_TIMEOUT_S, Server, wait_until
+from tests.servers import START_TIMEOUT_S, Server, alive, wait_until
 from tests.stub_worker import Fault
 from titopool.settings.config import ServerConfig
 
@@ -370,13 +371,23 @@ def test_any_front_end_has_the_metrics_of_the_whole_pool(start_stub, stub_server
 
     lists = b'{"prompts": [' + b"[]," * 600_000 + b"[]]}"
     assert requests.post(server.url + "/generate/", data=lists, timeout=60).status_code == 413
-    # Sums over both front ends.
-    for name, value in {
-        "memory_budget_bytes": 2 * ServerConfig().memory_budget_bytes, "memory_taken_bytes": 0,
-        'refused_requests_total{reason="body_too_large"}': 1,
-        'refused_requests_total{reason="queue_full"}': 0,
-    }.items():  # fmt: skip
-        wait_until(lambda name=name, value=value: pool_metric(server, name) == value, 20)
+
+    def check_sums() -> None:
+        for name, value in {
+            "memory_budget_bytes": 2 * ServerConfig().memory_budget_bytes, "memory_taken_bytes": 0,
+            'refused_requests_total{reason="body_too_large"}': 1,
+            'refused_requests_total{reason="queue_full"}': 0,
+        }.items():  # fmt: skip
+            wait_until(lambda name=name, value=value: pool_metric(server, name) == value, 20)
+
+    # Over both front ends, and those that have ended.
+    check_sums()
+    ended = psutil.Process(server.process.pid).children()
+    for front_end in ended:
+        front_end.kill()
+    wait_until(lambda: not alive(ended), 10)
+    server.wait_until_ready(2)
+    check_sums()
 
 
 def test_a_file_of_keys_is_followed_and_its_names_are_in_log_and_metrics(

@@ -1,11 +1,14 @@
 """Bodies that are slow, large or wasteful, against a front end with a small budget."""
 
 import concurrent.futures
+import json
+import re
 import socket
 import threading
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
+from http.client import HTTPConnection
 from urllib.parse import urlsplit
 
 import psutil
@@ -13,6 +16,7 @@ import pytest
 import requests
 
 from tests.servers import Server, wait_until
+from tests.stub_worker import Fault
 
 MIB = 2**20
 BUDGET = 32 * MIB
@@ -127,3 +131,27 @@ def test_a_huge_prompt_does_not_take_the_memory_of_its_ids_as_integers(server: S
             answer = requests.post(server.url + "/generate/", data=body, timeout=120)
         assert answer.json()["error"]["code"] == "prompt_too_long", answer.text
         assert growth.num_bytes < 160 * MIB, f"{body[:30]!r}: {growth.num_bytes // MIB} MiB"
+
+
+def test_results_count_as_they_arrive(stub_server, start_stub):
+    """Those that wait for the last job of their request keep other bodies out."""
+    start_stub(0)
+    limit = 2 * MIB
+    server = stub_server(1, "--num-front-ends", "1", "--memory-budget-bytes", str(limit))
+    # Jobs of 0.5 MiB have results of 2.4 MiB. The last one never ends.
+    prompts = [[index + 1] * 1000 for index in range(40)]
+    sent = {"prompts": [*prompts, [Fault.HANG]], "max_tokens": 1000, "n": 8, "logprobs": 0}
+    address = urlsplit(server.url)
+    client = HTTPConnection(str(address.hostname), address.port, timeout=30)
+    with closing(client):
+        client.request("POST", "/generate/", json.dumps(sent))
+        wait_until(lambda: taken_by(server) > limit, 30, lambda: str(taken_by(server)))
+        refused = server.post("/generate/", {"prompts": [[1] * 100_000, [2] * 100_000]})
+        assert refused.status_code == 429
+        assert server.generate([[1, 2]], max_tokens=1)["completion_ids"] == [[2]]
+    wait_until(lambda: taken_by(server) == 0, 10, lambda: str(taken_by(server)))
+
+
+def taken_by(server: Server) -> float:
+    (found,) = re.findall(r"^titopool_memory_taken_bytes (\S+)$", server.get("/metrics").text, re.M)
+    return float(found)

@@ -25,6 +25,7 @@ class Reservation:
         self.taken = 0
         # Bytes of the request's body that have been read.
         self.num_body_bytes = 0
+        self._is_released = False
 
     def check(self, num_bytes: int) -> None:
         """Raises QueueFull unless `num_bytes` more fit into the budget.
@@ -51,7 +52,9 @@ class Reservation:
         self.keep(self.taken + num_bytes)
 
     def keep(self, num_bytes: int) -> None:
-        """Sets what is reserved to `num_bytes`, even beyond the budget."""
+        """Sets what is reserved to `num_bytes`, even beyond the budget; nothing after `release`."""
+        if self._is_released:
+            return
         for size, sign in ((self.taken, -1), (num_bytes, 1)):
             self._budget.taken += sign * size
             self._budget.taken_by_small += sign * size if size <= SMALL_BYTES else 0
@@ -60,3 +63,4 @@ class Reservation:
     def release(self) -> None:
         """Gives all back; further calls do nothing."""
         self.keep(0)
+        self._is_released = True

@@ -62,6 +62,11 @@ class Admission:
         if self.reservation is not None:
             self.reservation.keep(self.reservation.num_body_bytes + num_bytes)
 
+    def count_memory(self, num_bytes: int) -> None:
+        """Adds `num_bytes` to what the request takes, even beyond the budget."""
+        if self.reservation is not None:
+            self.reservation.keep(self.reservation.taken + num_bytes)
+
     def use_tokenizer(
         self, function: Callable[..., Result], *arguments: Any, size: int = 0
     ) -> Result:

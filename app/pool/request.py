@@ -3,13 +3,16 @@
 A handler creates the request and waits; the link completes or fails it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from gevent.event import Event
 
 from titopool.errors import TitopoolError
-from titopool.wire.messages import Chunk, Completed, Job, WorkerFacts
+from titopool.wire.messages import Chunk, Completed, Completion, Job, Logprobs, WorkerFacts
+
+# Memory of a completion without its ids, log-probabilities and text.
+COMPLETION_BYTES = 512
 
 
 class ChunkOfJob(NamedTuple):
@@ -33,6 +36,7 @@ class Request:
         facts: WorkerFacts | None = None,
         session: str = "",
         weight: int = 1,
+        count_bytes: Callable[[int], object] = lambda num_bytes: None,
     ):
         """A request without results.
 
@@ -41,6 +45,8 @@ class Request:
             facts: the model that the jobs were checked for; None: any model may run them.
             session: jobs of one session prefer the same worker; "": no session.
             weight: of the client's key, whose name the jobs have.
+            count_bytes: gets the memory that results take as they arrive, and below 0 what read
+                chunks took.
         """
         self.jobs = jobs
         self.facts = facts
@@ -50,6 +56,10 @@ class Request:
         self.results: list[Completed | None] = [None] * len(jobs)
         self.error: TitopoolError | None = None
         self._num_open = len(jobs)
+        # Memory that results take.
+        self.num_result_bytes = 0
+        self._count_bytes = count_bytes
+        self._unread_bytes = 0
         self._done = Event()
         self._chunks: list[ChunkOfJob] = []
         self._has_chunks: set[int] = set()
@@ -66,6 +76,9 @@ class Request:
         if not self.is_done:
             self._has_chunks.add(index)
             self._chunks.append(ChunkOfJob(index, chunk))
+            num_bytes = _bytes_of([piece for _, piece in chunk.pieces])
+            self._unread_bytes += num_bytes
+            self._count_bytes(num_bytes)
             self._progress.set()
 
     def has_chunks(self, index: int) -> bool:
@@ -77,6 +90,9 @@ class Request:
         if self.is_done or self.results[index] is not None:
             return
         self.results[index] = result
+        num_bytes = _bytes_of(result.completions, result.prompt_logprobs)
+        self.num_result_bytes += num_bytes
+        self._count_bytes(num_bytes)
         self._num_open -= 1
         if self._num_open == 0:
             self._end()
@@ -104,6 +120,8 @@ class Request:
     def take_chunks(self) -> list[ChunkOfJob]:
         """All chunks since the last call, in order."""
         taken, self._chunks = self._chunks, []
+        self._count_bytes(-self._unread_bytes)
+        self._unread_bytes = 0
         if not self.is_done:
             self._progress.clear()
         return taken
@@ -122,3 +140,19 @@ class Request:
         """
         self.raise_if_failed()
         return [result for result in self.results if result is not None]
+
+
+def _bytes_of(completions: Sequence[Completion], of_prompt: Logprobs | None = None) -> int:
+    """Estimate of the memory of completions and of a prompt's log-probabilities."""
+    num_bytes = COMPLETION_BYTES * len(completions) + _bytes_of_logprobs(of_prompt)
+    for one in completions:
+        num_bytes += len(one.token_ids) + len(one.text) + _bytes_of_logprobs(one.logprobs)
+        if one.routed_experts is not None:
+            num_bytes += len(one.routed_experts.data)
+        if one.sampling_mask is not None:
+            num_bytes += len(one.sampling_mask.token_ids)
+    return num_bytes
+
+
+def _bytes_of_logprobs(logprobs: Logprobs | None) -> int:
+    return 0 if logprobs is None else len(logprobs.values) + len(logprobs.token_ids)

@@ -150,11 +150,15 @@ class FrontEndTotals(msgspec.Struct, frozen=True):
     # Bytes of the memory budget.
     memory_taken: int = 0
     memory_limit: int = 0
-    # Requests since the start of a front end: without room (429), with a body that is too large or
-    # arrives too slowly.
+    # Requests, those of front ends that have ended too: without room (429), with a body that is too
+    # large or arrives too slowly.
     num_queue_full: int = 0
     num_body_too_large: int = 0
     num_body_too_slow: int = 0
+
+    @property
+    def num_refused(self) -> int:
+        return self.num_queue_full + self.num_body_too_large + self.num_body_too_slow
 
 
 class KeyTotals(msgspec.Struct):

@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Coroutine
 from functools import partial
 from typing import Any
 
+import msgspec
 import zmq
 
 from titopool.errors import GenerationFailed, TitopoolError
@@ -88,6 +89,8 @@ class WorkerServer:
         self._facts: messages.WorkerFacts | None = None
         self._loaded_at = 0.0
         self._front_ends: dict[bytes, FrontEnd] = {}
+        # Of those that have ended, or are silent.
+        self._lost_totals: dict[bytes, FrontEndTotals] = {}
         self._flush_planned = self._report_planned = False
         self._counters = WorkerCounters()
         self._key_totals: dict[str, messages.KeyTotals] = {}
@@ -245,6 +248,7 @@ class WorkerServer:
     def _on_hello(self, identity: bytes, totals: FrontEndTotals) -> None:
         front_end = self._front_ends.get(identity)
         if front_end is None:
+            self._lost_totals.pop(identity, None)
             self._front_ends[identity] = FrontEnd(time.monotonic(), totals)
             self._send(identity, self._heartbeat(identity, self._front_ends[identity]))
         else:
@@ -481,7 +485,9 @@ class WorkerServer:
             other_risks=others.other_risks,
             apart=others.apart,
             num_sequences=sum(one.num_sequences for one in self._front_ends.values()),
-            front_ends=sum_of(one.totals for one in self._front_ends.values()),
+            front_ends=sum_of(
+                [one.totals for one in self._front_ends.values()] + [*self._lost_totals.values()]
+            ),
             counters=self._counters,
             keys=self._key_totals,
             updates=self._control.update_totals,
@@ -498,6 +504,10 @@ class WorkerServer:
                 # If the front end was only slow, it requeues its jobs.
                 self._send(identity, messages.Stopping(""))
                 del self._front_ends[identity]
+                # Counters do not fall. Its memory is free.
+                self._lost_totals[identity] = msgspec.structs.replace(
+                    front_end.totals, memory_taken=0, memory_limit=0
+                )
                 self._spawn(self._control.on_front_end_lost(identity))
 
     def _shown_phase(self) -> str:

@@ -96,10 +96,11 @@ class PoolCollector(Collector):
 
 
 def _front_end_metrics(beats: list[Heartbeat]) -> Iterable[Metric]:
-    """Sums over all front ends, of the worker that most of them have greeted."""
+    """Sums over all front ends, of the worker that most of them have greeted, and for the longest."""
     if not beats:
         return
-    totals = max(beats, key=lambda beat: beat.num_front_ends).front_ends
+    best = max(beats, key=lambda beat: (beat.num_front_ends, beat.front_ends.num_refused))
+    totals = best.front_ends
     yield GaugeMetricFamily(
         "titopool_memory_taken_bytes",
         "of the memory budgets of all front ends",
@@ -112,7 +113,7 @@ def _front_end_metrics(beats: list[Heartbeat]) -> Iterable[Metric]:
     )
     refused = CounterMetricFamily(
         "titopool_refused_requests",
-        "requests refused since the front ends' start",
+        "requests refused since the worker's start",
         labels=["reason"],
     )
     for reason in ("queue_full", "body_too_large", "body_too_slow"):
