@@ -43,6 +43,7 @@ def repeated(path: str, begin: bytes, element: bytes, end: bytes) -> Callable[[i
 
 
 TURN = b'{"role":"user","content":"Hello there"}'
+PART, MANY_PARTS = b'{"type":"text","text":"a"}', b'{"messages":[{"role":"user","content":['
 KINDS = {
     "ids": repeated("/generate/", b'{"max_tokens":1,"prompts":[[', b"12345", b"]]}"),
     "prompts": repeated("/generate/", b'{"max_tokens":1,"prompts":[', b"[1,2,3]", b"]}"),
@@ -56,6 +57,14 @@ KINDS = {
     "sequences": repeated(
         "/get_sequence_logprobs/", b'{"prompt_lengths":[1],"sequences":[', b"[1,2,3]", b"]}"
     ),
+    "keys": repeated("/generate", b"{", b'"a":1', b"}"),
+    "biases": repeated("/v1/completions", b'{"logit_bias":{', b'"1":1', b"}}"),
+    "arguments": repeated(
+        "/v1/chat/completions", b'{"messages":[],"chat_template_kwargs":{"a":[', b"1", b"]}}"
+    ),
+    "parts": repeated("/v1/chat/completions", MANY_PARTS, PART, b"]}]}"),
+    "nulls": repeated("/generate/", b'{"prompts":[', b"null", b"]}"),
+    "a text, then ids": repeated("/generate", b'{"input_ids":["a",', b"1", b"]}"),
     "names": repeated("/weights/begin", b'{"names":[', b'""', b"]}"),
 }
 

@@ -9,8 +9,9 @@ from typing import Any
 import gevent
 import pytest
 
-from app.http.bodies import PIECE_BYTES, Structure, read_body
+from app.http.bodies import PIECE_BYTES, read_body
 from app.http.budget import SMALL_BYTES, Budget, Reservation
+from app.json_structure import CommasOfList, Structure
 from titopool.errors import BodyTooLarge, BodyTooSlow, QueueFull
 from titopool.settings.config import ServerConfig
 
@@ -35,33 +36,49 @@ def containers_of(value: Any) -> int:
     return 1 + sum(map(containers_of, value)) if isinstance(value, list) else 0
 
 
+def keys_of(value: Any) -> int:
+    if isinstance(value, dict):
+        return len(value) + sum(map(keys_of, value.values()))
+    return sum(map(keys_of, value)) if isinstance(value, list) else 0
+
+
 def random_value(chooser: random.Random, depth: int = 0) -> Any:
     kind = chooser.randrange(3 if depth < 5 else 1)
     if kind == 0:
-        return "".join(chooser.choices('[]{}",\\ab\n\u20ac', k=chooser.randrange(9)))
+        return "".join(chooser.choices('[]{}:",\\ab\n\u20ac', k=chooser.randrange(9)))
     inner = [random_value(chooser, depth + 1) for _ in range(chooser.randrange(5))]
     return inner if kind == 1 else {str(index): one for index, one in enumerate(inner)}
 
 
 @pytest.mark.parametrize("piece_bytes", [1, 2, 7, 100_000])
-def test_lists_and_objects_are_counted_outside_of_strings(
+def test_lists_objects_keys_and_elements_are_counted_outside_of_strings(
     piece_bytes: int, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("app.http.bodies.FEW_BRACKETS", 0)
+    monkeypatch.setattr("app.json_structure.FEW", 0)
     chooser = random.Random(piece_bytes)
     for _ in range(200):
         value = [random_value(chooser) for _ in range(3)]
         body = json.dumps(value, ensure_ascii=False).encode()
-        structure = Structure()
+        structure, commas = Structure(), CommasOfList()
         for start in range(0, len(body), piece_bytes):
             structure.add(body[start : start + piece_bytes])
-        assert structure.num_containers == containers_of(value), body
+            commas.add(body[start : start + piece_bytes])
+        found = (structure.num_containers, structure.num_keys, commas.count)
+        assert found == (containers_of(value), keys_of(value), 2), body
 
 
 def test_a_body_of_many_lists_is_refused_before_it_is_read_whole():
     stream = io.BytesIO(b'{"prompts": [' + b"[]," * 4 * MIB)
     sent: Any = SimpleNamespace(stream=stream, content_length=len(stream.getvalue()))
     with pytest.raises(BodyTooLarge, match="at most 524288 lists and objects"):
+        read_body(sent, Reservation(Budget(2**30)), ServerConfig())
+    assert stream.tell() < 3 * MIB
+
+
+def test_a_body_of_many_keys_is_refused_before_it_is_read_whole():
+    stream = io.BytesIO(b'{"a":{' + b'"b":1,' * 4 * MIB)
+    sent: Any = SimpleNamespace(stream=stream, content_length=len(stream.getvalue()))
+    with pytest.raises(BodyTooLarge, match="262144 more in a body"):
         read_body(sent, Reservation(Budget(2**30)), ServerConfig())
     assert stream.tell() < 3 * MIB
 

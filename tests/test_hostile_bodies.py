@@ -26,6 +26,12 @@ BODIES = {
     "objects": ("/v1/chat/completions", b'{"messages": [' + b"{}," * (8 * MIB // 3) + b"{}]}"),
     "ids": ("/detokenize", b'{"tokens": [' + b"1234," * (8 * MIB // 5) + b"1]}"),
     "wide text": ("/generate/", b'{"prompts": ["' + "\u20ac".encode() * (8 * MIB // 3) + b'"]}'),
+    "keys": ("/generate", b"{" + b'"a":1,' * (8 * MIB // 6) + b'"b":1}'),
+    "biases": ("/v1/completions", b'{"logit_bias": {' + b'"1":1,' * (8 * MIB // 6) + b'"1":1}}'),
+    "arguments": (
+        "/v1/chat/completions",
+        b'{"messages": [], "chat_template_kwargs": {"a": [' + b"1," * 4 * MIB + b"1]}}",
+    ),
     "names": ("/weights/begin", b'{"names": [' + b'"",' * (8 * MIB // 3) + b'""]}'),
 }
 

@@ -1,5 +1,7 @@
 """Long lists of a body are decoded in pieces: to the same values and errors, while others run."""
 
+import re
+import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -12,6 +14,7 @@ from app.schemas import decoding, generation, inference, long_lists, openai, sgl
 from app.schemas.decoding import decode_body
 from titopool.errors import InvalidRequest
 
+MIB = 2**20
 ROW = list(range(100_000, 103_000))
 ROWS = [ROW] * 100
 FLAT = ROW * 100
@@ -115,6 +118,36 @@ def test_pieces_make_what_the_whole_makes(name: str, in_one_piece: Callable[[byt
         whole = in_one_piece(body, decoder)
         assert outcome(bytearray(body), decoder) == whole
         assert isinstance(whole, Refusal) == name.startswith("bad")
+
+
+@pytest.mark.parametrize(
+    ("decoder", "body"),
+    [
+        (sglang.GENERATE_BODY, b'{"input_ids": [[],' + b"1," * MIB + b"1]}"),
+        (sglang.GENERATE_BODY, b'{"input_ids": ["a",' + b"1," * MIB + b"1]}"),
+        (sglang.GENERATE_BODY, b'{"prompts": [[1],' + b"1," * MIB + b"1]}"),
+        (sglang.GENERATE_BODY, b'{"prompts": ["a",' + b"1," * MIB + b"1]}"),
+        (openai.CHAT_COMPLETIONS_BODY, b'{"messages": [], "chat_template_kwargs": {"a": ['
+         + b"1," * MIB + b"1]}}"),
+        (sglang.GENERATE_BODY, b'{"input_ids": [1], "sampling_params": {"a": ['
+         + b"1," * MIB + b"1]}}"),
+    ],
+)  # fmt: skip
+def test_what_is_not_taken_apart_is_limited(decoder: Any, body: bytes):
+    """msgspec would make a million numbers, or of elements, without a pause."""
+    began_s = time.process_time()
+    refusal = outcome(body, decoder)
+    assert re.search("length <= 262144|at most 262144 commas|expected `str", refusal.message), (
+        refusal
+    )
+    # Where it pauses.
+    assert time.process_time() - began_s < 2
+
+
+@pytest.mark.parametrize("name", ["null", "true", "{}"])
+def test_lists_of_the_wrong_kind_are_refused(name: str):
+    body = b'{"prompts": [' + f"{name},".encode() * MIB + b"1]}"
+    assert outcome(body, sglang.GENERATE_BODY).param == "prompts"
 
 
 def test_ids_become_arrays_unless_they_do_not_fit():

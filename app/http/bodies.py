@@ -8,11 +8,11 @@ import time
 from typing import Any
 
 import gevent
-import numpy as np
 from flask import Flask, Request, Response, has_request_context, request
 from gunicorn.http.errors import ParseException
 
 from app.http.budget import Budget, Reservation
+from app.json_structure import BYTES_PER_BYTE, KEYS_PER_CONTAINER, Structure
 from app.time_slices import YIELD_S
 from titopool.errors import BodyTooLarge, BodyTooSlow
 from titopool.settings.config import ServerConfig
@@ -23,16 +23,8 @@ MIN_BYTES_PER_S = 32 * 1024
 # Lists and objects of a body for each completion that `max_completions_per_request` allows. A prompt
 # with an image has four; a chat has one, and one to three for each message.
 CONTAINERS_PER_COMPLETION = 8
-# Bytes of memory for one byte of a body: the body, its strings, and files and messages made of them.
-BYTES_PER_BYTE = 3
-# The same for one byte of a body with other characters than ASCII, whose strings take four each.
-BYTES_PER_WIDE_BYTE = 6
-# A number with its place in a list, after each comma; a list or an object with copies, of which few
-# may be alive at once because a garbage collection visits each (0.3 s for a million).
-BYTES_PER_COMMA = 44
-BYTES_PER_CONTAINER = 1024
-# So many in a piece count as lists and objects, wherever they stand.
-FEW_BRACKETS = 16
+# Keys of objects beyond KEYS_PER_CONTAINER for each list and object: of `logit_bias`, or hostile.
+MAX_MORE_KEYS = 2**18
 # Bodies of this length are not counted, but taken for the worst.
 SHORT_BYTES = 4096
 BYTES_PER_SHORT_BYTE = 32
@@ -75,7 +67,7 @@ def read_body(sent: Request, reservation: Reservation, config: ServerConfig) -> 
 
     Raises:
         QueueFull: the budget has no room for the body and what is made of it.
-        BodyTooLarge: it has too many lists and objects.
+        BodyTooLarge: it has too many lists, objects or keys.
         RequestEntityTooLarge: it is larger than `max_body_bytes`.
         BodyTooSlow: the client sends too slowly.
     """
@@ -105,6 +97,11 @@ def read_body(sent: Request, reservation: Reservation, config: ServerConfig) -> 
                 f"({CONTAINERS_PER_COMPLETION} times max_completions_per_request), got more; send "
                 "several requests"
             )
+        if structure.num_more_keys > MAX_MORE_KEYS:
+            raise BodyTooLarge(
+                f"expected objects with at most {KEYS_PER_CONTAINER} keys on average and "
+                f"{MAX_MORE_KEYS} more in a body, got more; send smaller objects"
+            )
         # Bytes may arrive faster than they are counted.
         gevent.sleep(YIELD_S)
 
@@ -121,45 +118,3 @@ def _discard(stream: Any, timeout_s: float) -> None:
         except (OSError, ParseException):
             # The client has gone, or sends another encoding.
             return
-
-
-class Structure:
-    """Counts lists and objects of JSON in pieces, without those that stand in strings."""
-
-    def __init__(self) -> None:
-        self.num_containers = 0
-        self._is_in_string = False
-        # A backslash whose escaped character is in the next piece.
-        self._cut = b""
-
-    def add(self, piece: bytes) -> int:
-        """Counts the next piece; returns the bytes of memory that it will take."""
-        before = self.num_containers
-        per_byte = BYTES_PER_BYTE if piece.isascii() else BYTES_PER_WIDE_BYTE
-        num_bytes, characters = len(piece), self._without_escapes(piece)
-        num_commas = np.count_nonzero(characters == ord(","))
-        is_quote = characters == ord('"')
-        # In ASCII, `[` and `{` differ in one bit.
-        is_opening = (characters & 0xDF) == ord("[")
-        num_containers = np.count_nonzero(is_opening)
-        if num_containers > FEW_BRACKETS:
-            # The number of quotes so far; only whether it is odd counts.
-            quotes = np.cumsum(is_quote, dtype=np.uint8)
-            is_outside = (quotes & 1) == np.uint8(self._is_in_string)
-            num_containers = np.count_nonzero(is_opening & is_outside)
-        self.num_containers += int(num_containers)
-        self._is_in_string ^= np.count_nonzero(is_quote) % 2 == 1
-        return int(
-            per_byte * num_bytes
-            + BYTES_PER_COMMA * num_commas
-            + BYTES_PER_CONTAINER * (self.num_containers - before)
-        )
-
-    def _without_escapes(self, piece: bytes) -> np.ndarray:
-        """uint8: the piece without escaped quotes and backslashes."""
-        piece, self._cut = self._cut + piece, b""
-        if b"\\" in piece:
-            piece = piece.replace(rb"\\", b"").replace(rb"\"", b"")
-            if piece.endswith(b"\\"):
-                piece, self._cut = piece[:-1], b"\\"
-        return np.frombuffer(piece, np.uint8)

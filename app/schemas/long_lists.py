@@ -14,6 +14,7 @@ from typing import Annotated, Any, NamedTuple, Union, get_args, get_origin
 import msgspec
 import numpy as np
 
+from app.json_structure import CommasOfList
 from app.time_slices import sharing_time
 
 # Shorter lists are decoded with the rest of the body.
@@ -24,8 +25,11 @@ PIECE_BYTES = 2**18
 TEXT_BYTES = 2**15
 # Prompts of this length stay lists: an array would take as much.
 SHORT_BYTES = 256
+# Elements of a list of lists or objects, and commas of an object: more are refused.
+MAX_ELEMENTS = 2**18
 # Lists of ids, and lists of such lists, that become arrays: a list takes ten times their memory.
 COMPACT = {"prompts", "sequences", "prompt", "token_ids", "prompt_token_ids"}
+MISSING = msgspec.Raw(b"")
 _fields_of = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 _elements_of = msgspec.json.Decoder(list[msgspec.Raw]).decode
 _FIRST = re.compile(rb"\s*\[\s*(.)", re.DOTALL)
@@ -44,10 +48,16 @@ def decode_in_pieces(
     Raises:
         msgspec.MsgspecError: as `decode`.
     """
-    sent = _fields_of(body)
+    try:
+        sent = _fields_of_struct(body, body_type)
+    except msgspec.ValidationError:
+        # `decode` refuses an unknown field at once, or knows another struct.
+        return decode(body)
     types = _list_types(body_type)
+    for name, raw in sent.items():
+        _check_object(name, raw)
     lists = {name: raw for name, raw in sent.items() if name in types and _is_long(raw)}
-    if 2 * sum(len(memoryview(raw)) for raw in lists.values()) < len(memoryview(body)):
+    if not lists:
         return decode(body)
     # The lists are left out of a copy of the body.
     decoded = decode(msgspec.json.encode(sent | {name: [] for name in lists}))
@@ -63,10 +73,38 @@ def decode_object_in_pieces(body: bytes) -> dict[str, Any]:
     Raises:
         msgspec.MsgspecError: the body is not a JSON object.
     """
+    fields = {}
+    for name, raw in sharing_time(_fields_of(body).items()):
+        _check_object(name, raw)
+        of = ListType(Any)
+        fields[name] = _decode_list(raw, of, name) if _is_long(raw) else msgspec.json.decode(raw)
+    return fields
+
+
+def _fields_of_struct(body: bytes | msgspec.Raw, body_type: type) -> dict[str, msgspec.Raw]:
+    """The fields that a body has. Raises msgspec.ValidationError for an unknown one."""
+    skimmed = _skimmer(body_type).decode(body)
     return {
-        name: _decode_list(raw, ListType(Any), name) if _is_long(raw) else msgspec.json.decode(raw)
-        for name, raw in _fields_of(body).items()
+        name: raw for name, raw in msgspec.structs.asdict(skimmed).items() if len(memoryview(raw))
     }
+
+
+@lru_cache
+def _skimmer(body_type: type) -> msgspec.json.Decoder[Any]:
+    names = [one.name for one in msgspec.structs.fields(body_type)]
+    forbids = body_type.__struct_config__.forbid_unknown_fields  # type: ignore[attr-defined]
+    fields = [(name, msgspec.Raw, MISSING) for name in names]
+    skimmed = msgspec.defstruct("Skimmed", fields, forbid_unknown_fields=forbids, gc=False)
+    return msgspec.json.Decoder(skimmed)
+
+
+def _check_object(name: str, raw: msgspec.Raw) -> None:
+    """An object is decoded without a pause. Files have no commas."""
+    is_object = bytes(memoryview(raw)[:1]) == b"{" and len(memoryview(raw)) > LONG_BYTES
+    if is_object and (num_commas := bytes(raw).count(b",")) > MAX_ELEMENTS:
+        raise msgspec.ValidationError(
+            f"Expected an object with at most {MAX_ELEMENTS} commas, got {num_commas} - at `$.{name}`"
+        )
 
 
 class ListType(NamedTuple):
@@ -97,7 +135,10 @@ def _is_long(raw: msgspec.Raw) -> bool:
     first, num_bytes = _FIRST.match(raw), len(memoryview(raw))
     if num_bytes < LONG_BYTES or first is None:
         return False
-    return first[1] != b'"' or bytes(raw).count(b'"') > num_bytes // TEXT_BYTES
+    if first[1] != b'"':
+        return True
+    text = bytes(raw)
+    return text.count(b'"') > num_bytes // TEXT_BYTES or text.count(b",") > MAX_ELEMENTS
 
 
 def _decode_list(raw: msgspec.Raw, of: ListType, name: str) -> Any:
@@ -110,7 +151,11 @@ def _decode_list(raw: msgspec.Raw, of: ListType, name: str) -> Any:
             return [one for piece in pieces for one in piece]
         if kind and kind in b"-0123456789":
             return _numbers(raw, of, is_compact=is_compact)
-        elements = _elements_of(raw)
+        if kind and kind in b"ntf":
+            # Refused at once, or few: null stands for the images of a prompt.
+            wanted: Any = list[of.element]  # type: ignore[name-defined]
+            return msgspec.json.Decoder(wanted).decode(raw)
+        elements = _elements(bytes(raw))
         of.check(len(elements))
     except msgspec.ValidationError as error:
         raise _at(f".{name}", error) from None
@@ -209,7 +254,18 @@ def _pieces_of_texts(text: bytes) -> Iterator[bytes]:
             begin = end
     if begin < end:
         yield text[begin : end - 1]
-    yield from map(bytes, _elements_of(b"[" + text[end:]))
+    yield from map(bytes, _elements(b"[" + text[end:]))
+
+
+def _elements(text: bytes) -> list[msgspec.Raw]:
+    """The elements of a list; refuses a long list before it is taken apart, which makes no pause."""
+    if text.count(b",") > MAX_ELEMENTS:
+        commas = CommasOfList()
+        for begin in sharing_time(range(0, len(text), LONG_BYTES)):
+            commas.add(text[begin : begin + LONG_BYTES])
+        if commas.count >= MAX_ELEMENTS:
+            raise msgspec.ValidationError(f"Expected `array` of length <= {MAX_ELEMENTS}")
+    return _elements_of(text)
 
 
 def _compact(value: Any) -> Any:
