@@ -104,7 +104,7 @@ LADDERS = {
     ],
     "app": [
         "streams", "generation", "service", "outputs", "inputs", "http", "schemas", "pool",
-        "time_slices",
+        "json_structure", "time_slices",
     ],
     "workers": [
         "serving", "weights", "engine", "in_model", "images", "supervisor", "process",
