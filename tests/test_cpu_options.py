@@ -1,0 +1,65 @@
+"""Options that titopool chooses for vLLM's CPU build, where vLLM's own choice is wrong or ends it."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.matrix import text
+from tests.matrix.row import OPTIONS
+from tests.model_families import make_family
+from tests.servers import running_server
+from titopool.errors import ConfigError
+from titopool.settings.sources import from_command_line
+from workers.engine.start.options import fit_to_cpu, parse_options
+
+ROTARY = "-rotary_embedding"
+
+
+def fitted(folder: str, *words: str) -> Any:
+    """vLLM's options for the model in `folder`, from the user's words."""
+    config = from_command_line([folder, "--dtype", "float32", *words], {})
+    options = parse_options(config, {"structured_outputs_config": {"backend": "xgrammar"}})
+    fit_to_cpu(options)
+    return options
+
+
+def test_only_models_with_a_state_lose_the_prefix_cache(tmp_path: Path):
+    with_state = make_family("granite4", tmp_path / "state", 0)
+    without = make_family("llama", tmp_path / "none", 0)
+    on, off = "--enable-prefix-caching", "--no-enable-prefix-caching"
+    assert fitted(with_state).enable_prefix_caching is False
+    assert fitted(with_state, off).enable_prefix_caching is False
+    assert fitted(without).enable_prefix_caching is None
+    assert fitted(without, on).enable_prefix_caching is True
+    with pytest.raises(ConfigError, match=r"recurrent layers on a CPU.*; leave it out"):
+        fitted(with_state, on)
+
+
+def test_latent_attention_is_computed_by_kernels_for_float32(tmp_path: Path):
+    latent = make_family("deepseek_v3", tmp_path / "latent", 0)
+    other = make_family("llama", tmp_path / "other", 0)
+    assert fitted(latent).compilation_config.custom_ops == [ROTARY]
+    assert fitted(latent).attention_config.backend.name == "CPU_MLA"
+    assert fitted(latent, "--dtype", "bfloat16").attention_config.backend is None
+    chosen = fitted(latent, "--compilation-config", '{"custom_ops": ["+rotary_embedding"]}')
+    assert chosen.compilation_config.custom_ops == ["+rotary_embedding"]
+    assert fitted(other).compilation_config.custom_ops == []
+    assert fitted(other).attention_config.backend is None
+
+
+def test_adapters_of_experts_need_a_gpu(tmp_path: Path):
+    experts = make_family("olmoe", tmp_path / "experts", 0)
+    dense = make_family("llama", tmp_path / "dense", 0)
+    assert fitted(dense, "--enable-lora").enable_lora
+    with pytest.raises(ConfigError, match=r"--enable-lora: .*mixture of experts on a CPU"):
+        fitted(experts, "--enable-lora")
+
+
+@pytest.mark.parametrize("family", ["nemotron_h", "deepseek_v3"])
+def test_such_models_are_exact(family: str, tmp_path: Path):
+    own = make_family(family, tmp_path / "own", 0)
+    with running_server(own, *OPTIONS, log=tmp_path / "log") as server:
+        row = text.Row(server, own, own)
+        for column in (text.column_cache, text.column_sampled, text.column_scoring):
+            column(row)

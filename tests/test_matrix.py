@@ -1,0 +1,34 @@
+"""What `make matrix` (90 minutes) wrote into docs/models.md, and its known limits."""
+
+import re
+
+from tests.matrix import limits
+from tests.matrix.image_families import IMAGE_FAMILIES
+from tests.matrix.table import BEGIN, DOCUMENT, END, LABELS
+from tests.model_families import FAMILIES
+from tests.servers import REPOSITORY
+
+SCRIPTS = {file.stem: file for file in (REPOSITORY / "tests/matrix/limits").glob("[a-z]*.py")}
+
+
+def test_each_limit_has_a_short_script_without_titopool():
+    assert SCRIPTS.keys() == limits.LIMITS.keys() == set(limits.CELLS.values())
+    for file in SCRIPTS.values():
+        text = file.read_text()
+        assert len(text.splitlines()) <= 30
+        assert "titopool" not in text
+        assert "running_server" not in text
+
+
+def test_at_most_eight_rows_are_limited_besides_adapters():
+    assert len({row for row, column in limits.CELLS if column != "LoRA"}) <= 8
+
+
+def test_the_document_has_every_row_and_no_open_cell():
+    text = DOCUMENT.read_text().partition(BEGIN)[2].partition(END)[0]
+    rows = re.findall(r"^\| ([^|]+) \|(.*)\|$", text, re.M)
+    expected = [LABELS[one] for one in (*FAMILIES, *IMAGE_FAMILIES)]
+    assert [name for name, _ in rows if name not in ("Text", "Images")] == expected
+    cells = {cell.strip() for name, line in rows for cell in line.split("|") if name in expected}
+    numbers = {str(one) for one in range(1, len(limits.LIMITS) + 1)}
+    assert cells <= {"✓", *numbers}

@@ -1,0 +1,113 @@
+"""vLLM's options: titopool's defaults, the user's words, and what depends on the model."""
+
+import argparse
+import copy
+from typing import Any, NoReturn
+
+from titopool import demo_model
+from titopool.errors import ConfigError
+from titopool.settings.config import ServerConfig
+
+
+def parse_options(config: ServerConfig, defaults: dict[str, Any]) -> Any:
+    """vLLM's AsyncEngineArgs.
+
+    Raises:
+        ConfigError: vLLM does not know an option, or refuses its value.
+    """
+    from vllm.config import StructuredOutputsConfig
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    # vLLM writes `reasoning_parser` into it.
+    structured_outputs = StructuredOutputsConfig(**defaults.pop("structured_outputs_config"))
+
+    def refuse(message: str) -> NoReturn:
+        raise ConfigError(f"vLLM's options: {message}")
+
+    argv = config.engine_argv
+    model = config.model
+    if not model:
+        model = demo_model.demo_model_folder()
+        given = {word.partition("=")[0] for word in argv}
+        if not given & {"--dtype", "--max-model-len"}:
+            argv = [*demo_model.ENGINE_ARGV, *argv]
+    parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser(prog="vllm", allow_abbrev=False))
+    # argparse's `error` would end the process.
+    parser.error = refuse
+    parser.set_defaults(model=model, structured_outputs_config=structured_outputs, **defaults)
+    try:
+        return AsyncEngineArgs.from_cli_args(parser.parse_args(argv))
+    except (argparse.ArgumentError, ValueError) as error:
+        raise ConfigError(f"vLLM's options: {error}") from error
+
+
+def fit_to_cpu(engine_args: Any) -> None:
+    """Avoids what vLLM 0.32 for CPUs computes wrongly, or ends its engine with.
+
+    Raises:
+        ConfigError: the user's options ask for it.
+    """
+    model = engine_args.create_model_config()
+    # Configs of hybrids may count experts that the model does not have.
+    has_experts = getattr(model, "is_moe", False) and not model.is_hybrid
+    if engine_args.enable_lora and has_experts:
+        raise ConfigError(
+            "--enable-lora: expected none for a mixture of experts on a CPU, because vLLM's kernels "
+            "for adapters of experts need Triton; leave it out, or use a GPU"
+        )
+    if model.is_hybrid or model.has_inner_state:
+        _cache_no_states(engine_args)
+    if model.use_mla:
+        _rotate_by_torch(engine_args)
+        if str(model.dtype) == "torch.float32":
+            _attend_in_float32(engine_args)
+
+
+def _cache_no_states(engine_args: Any) -> None:
+    """Turns the prefix cache off for models with a recurrent state (Mamba, linear attention).
+
+    vLLM's engine dies at the second block of such a model's cached states.
+    """
+    if engine_args.enable_prefix_caching:
+        raise ConfigError(
+            "--enable-prefix-caching: expected it off for a model with recurrent layers on a CPU, "
+            "because vLLM's engine ends at the first long prompt; leave it out, or use a GPU"
+        )
+    engine_args.enable_prefix_caching = False
+
+
+def _rotate_by_torch(engine_args: Any) -> None:
+    """Leaves out vLLM's kernel for rotary embeddings, unless the user chose it.
+
+    It is wrong for several heads of latent attention (MLA), as the bare engine shows.
+    """
+    operations = engine_args.compilation_config.custom_ops
+    if not any("rotary_embedding" in one for one in operations):
+        operations.append("-rotary_embedding")
+
+
+def _attend_in_float32(engine_args: Any) -> None:
+    """Where the CPU has AMX, vLLM takes a kernel for bfloat16 for latent attention in float32 too."""
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    backend = getattr(AttentionBackendEnum, "CPU_MLA", None)
+    chosen = (engine_args.attention_config.backend, engine_args.attention_backend)
+    if backend is not None and chosen == (None, None):
+        engine_args.attention_config.backend = backend
+
+
+def capture_graphs_for_all(engine_args: Any, usage_context: Any) -> None:
+    """Makes vLLM capture CUDA graphs for all sequences that it runs at once, unless the user chose.
+
+    vLLM captures for up to 512 sequences; a larger step launches kernel by kernel (measured on an
+    H200: with graphs, 1,024 sequences make 1.6 times the tokens).
+    """
+    for given in (engine_args, engine_args.compilation_config):
+        if given.max_cudagraph_capture_size or given.cudagraph_capture_sizes:
+            return
+    config = copy.deepcopy(engine_args).create_engine_config(usage_context)
+    limit = config.compilation_config.max_cudagraph_capture_size
+    num_seqs = config.scheduler_config.max_num_seqs
+    if limit and limit < num_seqs:
+        engine_args.max_cudagraph_capture_size = num_seqs
