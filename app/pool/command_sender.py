@@ -83,11 +83,13 @@ class CommandSender:
     def all_workers(self) -> list[Worker]:
         """All workers in the order of their endpoints, which is the same in all front ends.
 
+        Without those that join and still load: they catch up with the pool before they serve.
+
         Raises:
             NoReadyWorker: a worker is unreachable or serves another model, so that it would
                 miss a weight update.
         """
-        workers = self._pool.sorted_workers()
+        workers = self._settled_workers()
         for worker in workers:
             if not is_reachable(worker):
                 what = "does not answer" if worker.heartbeat is None else "serves another model"
@@ -101,12 +103,12 @@ class CommandSender:
         return workers
 
     def whole_pool(self) -> list[Worker]:
-        """All workers in order, for a client that must not repeat its call.
+        """As `all_workers`, for a client that must not repeat its call.
 
         Raises:
             Conflict: workers are unreachable, still load or serve another model; it names them.
         """
-        workers = self._pool.sorted_workers()
+        workers = self._settled_workers()
         absent = [
             f"the worker at {one.endpoint} {why}" for one in workers if (why := why_absent(one))
         ]
@@ -117,6 +119,13 @@ class CommandSender:
             )
         return workers
 
+    def known_workers(self) -> list[Worker]:
+        """The workers that answer and serve the pool's model, in order; none may be there."""
+        return list(filter(is_reachable, self._pool.sorted_workers()))
+
+    def _settled_workers(self) -> list[Worker]:
+        return [worker for worker in self._pool.sorted_workers() if not worker.is_joining]
+
     def reachable_workers(self) -> list[Worker]:
         """The workers that answer and serve the pool's model, in the order of their endpoints.
 
@@ -125,7 +134,7 @@ class CommandSender:
         Raises:
             NoReadyWorker: no worker is reachable.
         """
-        workers = list(filter(is_reachable, self._pool.sorted_workers()))
+        workers = self.known_workers()
         if not workers:
             raise NoReadyWorker("no worker answers; ask /ready and try again", retry_after_s=2)
         return workers

@@ -1,7 +1,8 @@
 """Resolves the endpoints in the settings to the endpoints of single workers.
 
 A host name stands for every address that it resolves to: Compose's `--scale`, a headless service
-of Kubernetes. Names are resolved again and again, in a greenlet, because each look-up blocks.
+of Kubernetes. `file:PATH` stands for the endpoints in a file. Names and files are read again and
+again, in a greenlet, because each look-up blocks.
 """
 
 import ipaddress
@@ -11,19 +12,26 @@ import socket
 import gevent
 from gevent.event import Event
 
+from titopool.wire.pool_files import FILE_SCHEME, is_endpoint, read_endpoints
+
 logger = logging.getLogger(__name__)
 
-LOOK_UP_EVERY_S = 2.0
+# Less than a second, in which a worker that appears gets its first jobs.
+LOOK_UP_EVERY_S = 0.5
 
 
 class Discovery:
     """The endpoints of all workers, as of the last look-up."""
 
     def __init__(self, endpoints: tuple[str, ...]):
+        self._files = [one for one in endpoints if one.startswith(FILE_SCHEME)]
         self._named = [endpoint for endpoint in endpoints if is_named(endpoint)]
-        self._fixed = frozenset(endpoints) - set(self._named)
-        # By the endpoint with the host name.
+        self._fixed = frozenset(endpoints) - {*self._named, *self._files}
+        # By the endpoint with the host name, or by `file:PATH`.
         self._resolved: dict[str, frozenset[str]] = {}
+        # Lines of files that are no endpoints, by file; each is logged once.
+        self._refused: set[tuple[str, str]] = set()
+        self._read_files()
         self._closing = Event()
 
     @property
@@ -32,8 +40,8 @@ class Discovery:
         return self._fixed.union(*self._resolved.values())
 
     def start(self) -> None:
-        """Starts the look-ups, if any endpoint has a host name."""
-        if self._named:
+        """Starts the look-ups, if any endpoint has a host name or is in a file."""
+        if self._named or self._files:
             gevent.spawn(self._run)
 
     def close(self) -> None:
@@ -41,13 +49,36 @@ class Discovery:
 
     def _run(self) -> None:
         while not self._closing.is_set():
-            for endpoint in self._named:
+            in_files = self._read_files()
+            named = [one for one in in_files if is_named(one)]
+            for endpoint in (*self._named, *named):
                 try:
                     self._resolved[endpoint] = look_up(endpoint)
                 except (OSError, UnicodeError) as error:
                     # The name is unknown while no worker runs; known workers may still live.
                     logger.debug("%s: %s", endpoint, error)
+            for endpoint in self._resolved.keys() - {*self._files, *self._named, *named}:
+                del self._resolved[endpoint]
             self._closing.wait(LOOK_UP_EVERY_S)
+
+    def _read_files(self) -> list[str]:
+        """Reads all files; returns their endpoints."""
+        found = []
+        for file in self._files:
+            try:
+                endpoints = read_endpoints(file.removeprefix(FILE_SCHEME))
+            except (OSError, UnicodeDecodeError) as error:
+                # As for names.
+                logger.debug("%s: %s", file, error)
+                continue
+            for one in [one for one in endpoints if not is_endpoint(one)]:
+                endpoints.remove(one)
+                if (file, one) not in self._refused:
+                    self._refused.add((file, one))
+                    logger.error("%s: expected lines tcp://host:port, got %r", file, one)
+            found += endpoints
+            self._resolved[file] = frozenset(one for one in endpoints if not is_named(one))
+        return found
 
 
 def is_named(endpoint: str) -> bool:

@@ -18,6 +18,7 @@ from gevent.event import Event
 
 from app.pool.command_sender import CommandSender
 from app.pool.discovery import Discovery
+from app.pool.peers.weights import PeerWeights
 from app.pool.placement import ROUTING_POLICIES
 from app.pool.records import Worker, natural_order
 from app.pool.request import Request
@@ -42,7 +43,8 @@ from titopool.wire.pool_state import PoolWeights
 
 logger = logging.getLogger(__name__)
 
-# How long a process that has just started waits for heartbeats before it reports no ready worker.
+# How long a process that has just started waits for heartbeats before it reports no ready worker,
+# and a request for the first worker that is ready.
 FIRST_HEARTBEATS_S = 2.0
 # Pause before connecting again to an endpoint that refuses connections: at first, and at most.
 FIRST_RETRY_S, LONGEST_RETRY_S = 0.5, 5.0
@@ -66,6 +68,8 @@ class WorkerView:
     reason: str
     # Seconds since the last heartbeat.
     silent_s: float
+    # As `Worker.is_joining`.
+    is_joining: bool = False
 
 
 @dataclass
@@ -101,6 +105,7 @@ class Link:
         )
         # For handlers that send weight updates, pauses and adapters.
         self.commands = CommandSender(self._send, self._pool)
+        self._peer_weights = PeerWeights(self.commands, self._pool)
         self._sockets: dict[str, WorkerSocket] = {}
         # By endpoint; entries stay until a heartbeat arrives.
         self._retries: dict[str, Retry] = {}
@@ -112,6 +117,8 @@ class Link:
         self._is_closing = False
         # Set once every worker has sent a heartbeat, or `_first_heartbeats` has passed.
         self._has_heartbeats = Event()
+        # Set once a worker was ready.
+        self._has_facts = Event()
         # Set when the pool serves other weights.
         self._new_weights = Event()
         self._first_heartbeats = Deadline(float("inf"))
@@ -144,7 +151,7 @@ class Link:
                 worker.endpoint, worker.heartbeat, worker.phase,
                 self._retries[worker.endpoint].reason
                 if worker.endpoint in self._retries else worker.reason,
-                now - worker.last_seen,
+                now - worker.last_seen, worker.is_joining,
             )
             for worker in self._pool.sorted_workers()
         )  # fmt: skip
@@ -157,6 +164,8 @@ class Link:
             NoReadyWorker: no worker has been ready yet.
         """
         self.wait_for_heartbeats()
+        # The client may have seen at another front end that a worker is ready.
+        self._has_facts.wait(FIRST_HEARTBEATS_S)
         if self._pool.view.facts is None:
             raise self._no_ready_worker()
         return self._pool.view.facts
@@ -242,11 +251,24 @@ class Link:
             # Waiting jobs may take the slots.
             self._wake.set()
 
-    def report_drift(self, *, has_drifted: bool) -> None:
-        """Lets a worker count a comparison of messages with ids, so that /metrics can sum them."""
+    def drain(self, worker_id: str) -> bool:
+        """Asks the worker of this name to finish its jobs and to end; whether there is one."""
+        for view in self.workers:
+            if view.heartbeat is not None and view.heartbeat.worker_id == worker_id:
+                self._send(view.endpoint, messages.Leave(view.heartbeat.incarnation))
+                return True
+        return False
+
+    @property
+    def num_waiting(self) -> int:
+        """Prompts that wait in this process for a worker."""
+        return self._pool.num_waiting
+
+    def report(self, message: messages.Drift | messages.Compared) -> None:
+        """Lets a worker count a comparison, so that /metrics can sum them."""
         for view in self.workers:
             if view.heartbeat is not None:
-                self._send(view.endpoint, messages.Drift(1, int(has_drifted)))
+                self._send(view.endpoint, message)
                 return
 
     # ---- the link's greenlet ---------------------------------------------------------
@@ -373,6 +395,7 @@ class Link:
         self._log_errors(self._pool.fail_waiting_without_worker, now)
         for endpoint in list(self._sockets):
             self._log_errors(self._send_hello, endpoint)
+        self._log_errors(self._peer_weights.tick)
         self._note_heartbeats()
 
     def _follow_discovery(self, now: float) -> None:
@@ -431,6 +454,8 @@ class Link:
             worker_socket.close()
 
     def _note_heartbeats(self) -> None:
+        if self._pool.view.facts is not None:
+            self._has_facts.set()
         workers = self._pool.workers.values()
         have_all = bool(workers) and all(worker.heartbeat for worker in workers)
         if have_all or self._first_heartbeats.has_passed:

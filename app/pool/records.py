@@ -72,6 +72,8 @@ class Worker:
     # `num_sequences` at the time of that report.
     num_sequences_at_report: int = 0
     prefixes: PrefixIndex = field(default_factory=PrefixIndex)
+    # Whether it joined a pool whose workers all had loaded, and has not loaded itself.
+    is_loading_late: bool = False
     # Names of the LoRA adapters that the worker has in the pool's version.
     adapters: set[str] = field(default_factory=set)
 
@@ -80,6 +82,12 @@ class Worker:
         """The engine's facts while the worker takes jobs, else None."""
         beat = self.heartbeat
         return beat.facts if beat is not None and self.phase == "ready" else None
+
+    @property
+    def is_joining(self) -> bool:
+        """Whether updates do not wait for it: it gets the pool's weights before it serves."""
+        is_fetching = self.heartbeat is not None and self.heartbeat.phase == "fetching_weights"
+        return self.is_loading_late or is_fetching
 
     @property
     def load(self) -> int:
@@ -183,6 +191,7 @@ class Worker:
         """Records a heartbeat of the present process, or the first one of a new process."""
         last = self.heartbeat
         self.heartbeat, self.last_seen = beat, now
+        self.is_loading_late &= beat.facts is None
         self.record_load_of_others(
             Load(beat.other_sequences, beat.other_tokens, beat.other_risks, beat.apart)
         )

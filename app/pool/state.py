@@ -90,7 +90,9 @@ class Pool:
         return sorted(self.workers.values(), key=lambda worker: natural_order(worker.endpoint))
 
     def add_worker(self, endpoint: str, now: float) -> None:
-        self.workers[endpoint] = Worker(endpoint, last_seen=now)
+        others = [worker.heartbeat for worker in self.workers.values()]
+        is_late = bool(others) and all(beat and beat.facts for beat in others)
+        self.workers[endpoint] = Worker(endpoint, last_seen=now, is_loading_late=is_late)
 
     def remove_worker(self, endpoint: str) -> None:
         """Forgets an endpoint that has left the pool."""
@@ -228,10 +230,14 @@ class Pool:
     # ---- jobs ------------------------------------------------------------------------
 
     @property
+    def num_waiting(self) -> int:
+        """Jobs that wait for a worker."""
+        return len(self.waiting) + len(self.renders) + len(self.suspects)
+
+    @property
     def num_open_jobs(self) -> int:
         """Jobs in flight and waiting."""
-        num_waiting = len(self.waiting) + len(self.renders) + len(self.suspects)
-        return num_waiting + sum(len(worker.jobs) for worker in self.workers.values())
+        return self.num_waiting + sum(len(worker.jobs) for worker in self.workers.values())
 
     def submit(self, request: Request) -> None:
         """Queues all jobs of `request`; fails it if the model has changed since its checks."""

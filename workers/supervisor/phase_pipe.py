@@ -8,18 +8,30 @@ import logging
 import os
 import threading
 import time
+from pathlib import Path
 
 import msgspec
 
 from titopool.settings.logs import show
 
 
+class Load(msgspec.Struct, array_like=True):
+    """What a worker has to do."""
+
+    # Prompts that wait in all front ends for a worker.
+    num_waiting: int
+    # Completions in flight here, and how many the engine can run at once.
+    num_running: int
+    num_slots: int
+
+
 class Report(msgspec.Struct, omit_defaults=True):
-    """A new phase, the reason for the worker's end, or lines for the screen."""
+    """A new phase, the reason for the worker's end, lines for the screen, or the load."""
 
     phase: str = ""
     failure: str = ""
     log: str = ""
+    load: Load | None = None
 
 
 class PhaseReporter:
@@ -28,10 +40,13 @@ class PhaseReporter:
     The reports go to the supervisor, or to standard error in a worker without one.
     """
 
-    def __init__(self, worker_id: str, status_fd: int | None):
+    def __init__(self, worker_id: str, status_fd: int | None, ready_file: str | None = None):
+        """`ready_file` exists while the worker takes jobs, for probes of containers and scripts."""
         self._worker_id = worker_id
         self._status_fd = status_fd
+        self._ready_file = Path(ready_file) if ready_file else None
         self._phase = ""
+        self._load: Load | None = None
         self._since = self._begin = time.monotonic()
         # Guards the pipe: several threads log.
         self._lock = threading.Lock()
@@ -44,7 +59,17 @@ class PhaseReporter:
             text += f" ({self._phase} took {now - self._since:.1f} s"
             text += f", {now - self._begin:.1f} s in all)" if phase == "ready" else ")"
         self._phase, self._since = phase, now
+        if self._ready_file is not None and phase == "ready":
+            self._ready_file.touch()
+        elif self._ready_file is not None:
+            self._ready_file.unlink(missing_ok=True)
         self._send(Report(phase=phase, log=text))
+
+    def load(self, load: Load) -> None:
+        """Reports the load if it has changed, for a supervisor that scales the pool."""
+        if self._status_fd is not None and load != self._load:
+            self._load = load
+            self._send(Report(load=load))
 
     def failed(self, reason: str) -> None:
         """Reports why the worker ends."""

@@ -38,6 +38,7 @@ def resources_of_worker(
         return Resources(port | {"CUDA_VISIBLE_DEVICES": own_gpus, "CUDA_DEVICE_ORDER": order})
     cores = sorted(os.sched_getaffinity(0))
     size = max(1, len(cores) // num_workers)
+    # A worker that joins later gets no core of its own.
     own = frozenset(cores[index * size : (index + 1) * size]) if num_workers > 1 else frozenset()
     # vLLM's own binding puts all threads of an engine, or several engines, on the same core. The
     # threads inherit the worker's affinity instead.

@@ -1,9 +1,10 @@
-"""Starts one worker process for each engine and restarts workers that die.
+"""Starts one worker process for each engine, restarts workers that die, and scales the pool.
 
 Runs in: the supervisor's process, a child of gunicorn's master, in one thread. Owns: the workers'
-processes and the pipes on which workers log and report their phase. If a worker's first start
-fails, or the last three restarts of every worker, the server stops with the cause. Otherwise a dead
-worker is restarted: at once, or after a growing delay if it died early.
+processes, the pipes on which workers log and report their phase, and the file of endpoints. If the
+first start of one of the first workers fails, or the last three restarts of every worker, the server
+stops with the cause. Otherwise a dead worker is restarted: at once, or after a growing delay if it
+died early.
 """
 
 import argparse
@@ -15,7 +16,6 @@ import shutil
 import signal
 import ssl
 import subprocess
-import sys
 import time
 import urllib.request
 from collections import deque
@@ -31,10 +31,12 @@ from titopool.settings.config import FAILURE_FILE, ServerConfig
 from titopool.settings.gpus import visible_gpus
 from titopool.settings.logs import configure_logging, show
 from titopool.settings.sources import from_environment
+from titopool.wire.pool_files import write_endpoints
 from titopool.wire.sockets import worker_endpoint
 from workers.ledger import clear_ledgers
-from workers.supervisor.phase_pipe import Report
+from workers.supervisor.phase_pipe import Load, Report
 from workers.supervisor.resources import resources_of_worker
+from workers.supervisor.scale import Scale
 from workers.supervisor.worker_log import WorkerLog, root_cause
 
 # Not __name__, in which `supervisor` comes twice.
@@ -42,11 +44,14 @@ logger = logging.getLogger("workers.supervisor")
 
 # Between two looks at the workers when no pipe is readable.
 POLL_S = 0.2
-# From SIGTERM to SIGKILL.
+# From SIGINT to SIGKILL.
 STOP_TIMEOUT_S = 4.0
+# A worker that leaves may take so much longer than its jobs.
+LEAVE_MARGIN_S = 10.0
+# Phases of a worker whose engine is loaded.
+LOADED = ("ready", "draining", "leaving")
 # Log lines that are kept for the message of a failed start.
 LAST_LINES = 300
-WORKER_COMMAND = (sys.executable, "-m", "workers")
 MAX_RESTART_DELAY_S = 60.0
 # A worker that dies sooner after it was ready has died early.
 EARLY_DEATH_S = 60.0
@@ -60,6 +65,12 @@ class WorkerProcess:
 
     index: int
     log: WorkerLog
+    # It was added to a pool that serves: a failed start does not stop the server.
+    is_added: bool = False
+    # It is not started again. The time is that of its end, if it does not end before.
+    is_leaving: bool = False
+    leave_by: float = float("inf")
+    load: Load | None = None
     process: subprocess.Popen[bytes] | None = None
     started_at: float = 0.0
     start_after: float = 0.0
@@ -93,25 +104,37 @@ class Supervisor:
         url: str | None,
         requires_key: bool = False,
         keeps_run_dir: bool = True,
-        worker_command: Sequence[str] = WORKER_COMMAND,
+        worker_command: Sequence[str] = (),
+        of_one: tuple[int, str] | None = None,
     ):
         """`parent_pid` is gunicorn's master; `url` is the server's address, for the greeting.
 
         Without `keeps_run_dir`, the log of a failed start is copied to the user's cache.
+
+        Args:
+            of_one: index and endpoint of the only worker, which is one of a larger pool's: there is
+                no greeting, and `run` returns when the worker has left.
         """
         self._config = config
         self._parent_pid = parent_pid
         self._url = url
         self._requires_key = requires_key
-        self._worker_command = worker_command
+        self._worker_command = worker_command or config.worker_argv
         self._gpus = visible_gpus()
-        self._workers = [
-            WorkerProcess(index, WorkerLog(config.run_dir, index, is_kept=keeps_run_dir))
-            for index in range(config.num_workers)
-        ]
+        self._keeps_run_dir = keeps_run_dir
+        self._of_one = of_one
+        self._scale = Scale(config, least=0 if of_one else 1)
+        self._workers: list[WorkerProcess] = []
+        for _ in range(config.num_workers):
+            self._add_worker()
         self._selector = selectors.DefaultSelector()
         self._stopping = False
-        self._has_greeted = False
+        self._has_greeted = of_one is not None
+
+    def state(self) -> tuple[str, Load | None]:
+        """Phase and load of the first worker; another thread may ask."""
+        workers = list(self._workers)
+        return (workers[0].phase, workers[0].load) if workers else ("", None)
 
     def stop(self, *_: object) -> None:
         """Makes `run` return; a signal handler."""
@@ -124,11 +147,12 @@ class Supervisor:
             StartFailed: a worker cannot start.
         """
         clear_ledgers(self._config.run_dir)
+        self._write_endpoints()
         if self._config.log_level != "debug":
             logs = ", ".join(str(worker.log.path) for worker in self._workers)
             logger.info("vLLM's log goes to %s; log_level debug shows it here", logs)
         try:
-            while not self._stopping and os.getppid() == self._parent_pid:
+            while not self._stopping and self._workers and os.getppid() == self._parent_pid:
                 self._poll()
         finally:
             self._stopping = True
@@ -137,21 +161,80 @@ class Supervisor:
     def _poll(self) -> None:
         """One turn of the loop: reads the pipes, then compares what runs with what should run."""
         self._read_pipes()
-        for worker in self._workers:
+        for worker in list(self._workers):
             self._reap(worker)
-            self._check_start_timeout(worker)
-            if worker.process is None and time.monotonic() >= worker.start_after:
+            self._check_deadlines(worker)
+            if worker.is_leaving and worker.process is None:
+                self._remove(worker)
+            elif worker.process is None and time.monotonic() >= worker.start_after:
                 self._start(worker)
         self._greet_when_ready()
+        self._follow_scale()
+
+    # ---- scaling ---------------------------------------------------------------------
+
+    def _follow_scale(self) -> None:
+        """Adds workers, or lets some leave, until there are as many as are wanted."""
+        staying = [worker for worker in self._workers if not worker.is_leaving]
+        ready = [worker for worker in staying if worker.phase == "ready"]
+        loads = [worker.load for worker in ready if worker.load is not None]
+        self._scale.follow(loads, len(staying) - len(ready), time.monotonic())
+        num_missing = self._scale.wanted - len(staying)
+        for _ in range(num_missing):
+            worker = self._add_worker(is_added=True)
+            logger.info("%s joins: %d workers are wanted", worker.name, self._scale.wanted)
+        if num_missing > 0:
+            self._write_endpoints()
+        # First those that do not serve yet, then the youngest.
+        staying.sort(key=lambda worker: (worker.phase != "ready", worker.index))
+        for worker in staying[self._scale.wanted :]:
+            logger.info("%s leaves: %d workers are wanted", worker.name, self._scale.wanted)
+            self._let_go(worker)
+
+    def _add_worker(self, *, is_added: bool = False) -> WorkerProcess:
+        # Its GPUs are free, too.
+        first = self._of_one[0] if self._of_one else 0
+        taken = {one.index for one in self._workers}
+        index = min(set(range(first, first + len(taken) + 1)) - taken)
+        log = WorkerLog(self._config.run_dir, index, is_kept=self._keeps_run_dir)
+        worker = WorkerProcess(index, log, is_added=is_added)
+        self._workers.append(worker)
+        return worker
+
+    def _let_go(self, worker: WorkerProcess) -> None:
+        worker.is_leaving = True
+        worker.leave_by = time.monotonic() + self._config.drain_timeout_s + LEAVE_MARGIN_S
+        if worker.process is not None:
+            worker.process.terminate()
+
+    def _remove(self, worker: WorkerProcess) -> None:
+        self._workers.remove(worker)
+        self._write_endpoints()
+        clear_ledgers(self._config.run_dir, str(worker.index))
+        logger.info("%s has left; %d workers stay", worker.name, len(self._workers))
+
+    def _write_endpoints(self) -> None:
+        write_endpoints(
+            self._config.run_dir, [self._endpoint_of(worker) for worker in self._workers]
+        )
+
+    def _endpoint_of(self, worker: WorkerProcess) -> str:
+        if self._of_one is not None:
+            return self._of_one[1]
+        return worker_endpoint(self._config.run_dir, worker.index)
 
     # ---- starting --------------------------------------------------------------------
 
     def _start(self, worker: WorkerProcess) -> None:
-        endpoint = worker_endpoint(self._config.run_dir, worker.index)
-        Path(endpoint.removeprefix("ipc://")).unlink(missing_ok=True)
+        endpoint = self._endpoint_of(worker)
+        if endpoint.startswith("ipc://"):
+            Path(endpoint.removeprefix("ipc://")).unlink(missing_ok=True)
         status_read, status_write = os.pipe()
         resources = resources_of_worker(
-            worker.index, len(self._workers), config=self._config, gpus=self._gpus
+            0 if self._of_one else worker.index,
+            self._config.num_workers,
+            config=self._config,
+            gpus=self._gpus,
         )
         worker.process = subprocess.Popen(
             [
@@ -173,6 +256,7 @@ class Supervisor:
             os.sched_setaffinity(worker.process.pid, resources.cores)
         worker.started_at = time.monotonic()
         worker.phase = worker.failure = ""
+        worker.load = None
         worker.last_lines.clear()
         worker.log.write(
             f"---- {worker.name} starts, process {worker.process.pid}, {time.strftime('%F %T')} ----"
@@ -219,6 +303,12 @@ class Supervisor:
     def _on_report(self, worker: WorkerProcess, report: Report) -> None:
         worker.phase = report.phase or worker.phase
         worker.failure = report.failure or worker.failure
+        worker.load = report.load or worker.load
+        if report.phase == "leaving" and not worker.is_leaving:
+            # A client has asked it to.
+            self._scale.forget_one()
+            worker.is_leaving = True
+            worker.leave_by = time.monotonic() + self._config.drain_timeout_s + LEAVE_MARGIN_S
         for line in report.log.splitlines():
             worker.last_lines.append(line)
             worker.log.write(line)
@@ -238,12 +328,16 @@ class Supervisor:
         # The pipes may still hold the worker's last lines.
         self._read_pipes()
         worker.process = None
+        if worker.is_leaving:
+            return
         cause = worker.failure or describe_exit(code)
-        if worker.phase == "ready":
-            what, delay_s = "died", self._delay_after_death(worker)
+        if worker.phase in LOADED:
+            what = "died" if worker.phase == "ready" else "was asked to end"
+            delay_s = self._delay_after_death(worker)
         else:
             worker.num_failed_starts += 1
-            if not worker.has_been_ready or self._is_hopeless():
+            is_first_start = not worker.has_been_ready and not worker.is_added
+            if is_first_start or self._is_hopeless():
                 raise StartFailed(self._describe_failed_start(worker, cause))
             what, delay_s = "did not start", restart_delay_s(worker.num_failed_starts)
         logger.error(
@@ -270,11 +364,14 @@ class Supervisor:
         phase = worker.phase or "starting"
         return f"{worker.name} could not start ({phase}): {cause}\n{worker.log.excerpt(lines)}"
 
-    def _check_start_timeout(self, worker: WorkerProcess) -> None:
+    def _check_deadlines(self, worker: WorkerProcess) -> None:
         limit_s = self._config.worker_start_timeout_s
-        if worker.process is None or worker.phase == "ready":
+        if worker.process is None:
             return
-        if time.monotonic() - worker.started_at > limit_s:
+        if worker.is_leaving:
+            if time.monotonic() > worker.leave_by:
+                kill_group(worker.process)
+        elif worker.phase not in LOADED and time.monotonic() - worker.started_at > limit_s:
             worker.failure = (
                 f"not ready after {limit_s:g} s, still {worker.phase or 'starting'}; "
                 "raise worker_start_timeout_s"
@@ -284,7 +381,7 @@ class Supervisor:
     def _stop_all(self) -> None:
         processes = [worker.process for worker in self._workers if worker.process is not None]
         for process in processes:
-            process.terminate()
+            process.send_signal(signal.SIGINT)
         deadline = time.monotonic() + STOP_TIMEOUT_S
         while any(one.poll() is None for one in processes) and time.monotonic() < deadline:
             # A worker that waits for space in a full pipe could not end.
@@ -353,7 +450,7 @@ def describe_exit(code: int) -> str:
     return f"it exited with code {code}"
 
 
-def main(argv: Sequence[str] | None = None, worker_command: Sequence[str] = WORKER_COMMAND) -> int:
+def main(argv: Sequence[str] | None = None, worker_command: Sequence[str] = ()) -> int:
     """Runs the supervisor; returns its exit code."""
     parser = argparse.ArgumentParser(prog="python -m workers.supervisor")
     parser.add_argument("--parent-pid", type=int, required=True)

@@ -51,7 +51,9 @@ _ENGINE_FAILED = ("Engine core initialization failed", _ENGINE_DIED)
 _ENGINE_DIES = "EngineCore encountered a fatal error"
 # In exceptions that vLLM raises in one process because another process has failed.
 _SUMMARY = "root cause"
-_RAISED = re.compile(r"(?:^|\s)((?:\w+\.)*\w*(?:Error|Exception): .+)")
+_RAISED = re.compile(r"(?:^|\s)((?:\w+\.)*\w*(?:Error|Exception)(?:: .+|$))")
+# The statement of a bare `assert`, some lines above.
+_ASSERTED = re.compile(r"\s(assert .+)")
 
 
 def root_cause(lines: list[str], reason: str) -> tuple[str, list[str]]:
@@ -65,8 +67,14 @@ def root_cause(lines: list[str], reason: str) -> tuple[str, list[str]]:
         for index in reversed(range(len(lines))):
             found = _RAISED.search(lines[index])
             if found and _SUMMARY not in lines[index]:
-                return found[1], lines[: index + 1]
+                return found[1] + _asserted(found[1], lines[:index]), lines[: index + 1]
     return reason, lines
+
+
+def _asserted(raised: str, lines: Sequence[str]) -> str:
+    """The statement that raised an exception without a message."""
+    found = (_ASSERTED.search(line) for line in reversed(lines[-3:]) if not raised.count(":"))
+    return next((f": {one[1]}" for one in found if one), "")
 
 
 def error_text(line: str) -> str:

@@ -32,11 +32,18 @@ class Pauses:
         self.last_commit_s = 0.0
         # Whether generation stays paused until the process ends, because the model is broken.
         self.never_resumes = False
+        # Whether it stays paused until new weights are complete: the model is half another one's.
+        self.is_held = False
 
     @property
     def is_committing(self) -> bool:
         """Whether a commit pauses generation."""
         return not self._no_commit.is_set()
+
+    @property
+    def may_resume(self) -> bool:
+        """Whether the model may generate."""
+        return not self.never_resumes and not self.is_held
 
     @property
     def lease_left_s(self) -> float | None:
@@ -86,7 +93,8 @@ class Pauses:
         self._renewed_s = lease_s if is_renewed else None
         self._set_lease(mode, lease_s)
         self._record(mode, lease_s, clock)
-        if is_new:
+        # While the model is held, generation stands, and `end_commit` will not resume it.
+        if is_new and not self.is_held:
             await self._no_commit.wait()
             if self._lease_end is not None:
                 await engine.pause(mode)
@@ -162,7 +170,7 @@ class Pauses:
 
     async def end_commit(self, engine: WeightEngine) -> None:
         """Resumes generation after a commit, unless a client has paused it."""
-        if self.is_committing and not self.never_resumes:
+        if self.is_committing and self.may_resume:
             self._no_commit.set()
             await self._resume(engine)
             self.last_commit_s = time.monotonic() - self._commit_begin

@@ -4,7 +4,8 @@
        ▲                              ▲ ▲                                                   │
        └── end (except from APPLYING) │ └──── applied ───── APPLYING ◄──apply── PREPARED ◄──┘
 
-An update from a folder begins in CLOSED or OPEN and returns there. Every other state has a deadline.
+An update without a group, from a folder or from another worker, begins in CLOSED or OPEN and returns
+there. Every other state has a deadline.
 A transition that the state does not allow raises `Conflict` with the state, and changes nothing.
 Times are monotonic, in seconds.
 """
@@ -15,6 +16,9 @@ import msgspec
 
 from titopool.errors import Conflict
 from titopool.wire.pool_state import PoolWeights
+
+# Of a model that is neither the old one nor the new one: they equal no weights of a pool.
+UNKNOWN_WEIGHTS = PoolWeights(update_id="unknown", is_initial=False)
 
 
 class Phase(StrEnum):
@@ -41,6 +45,8 @@ class WeightState:
         # The weights that the update in progress brings.
         self.update: PoolWeights | None = None
         self.deadline: float | None = None
+        # Whether `update` needs no group.
+        self._is_apart = False
         # The weights that the worker serves.
         self.weights = PoolWeights()
         # Why the last group or update ended early.
@@ -56,7 +62,17 @@ class WeightState:
     @property
     def is_receiving_tensors(self) -> bool:
         """Whether an update receives its tensors from the group."""
-        return self.phase is Phase.RECEIVING and not self._is_from_folder()
+        return self.phase is Phase.RECEIVING and not self.is_apart
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether an update without a group is in progress: from a folder or another worker."""
+        return self.update is not None and self._is_apart
+
+    @property
+    def has_unknown_weights(self) -> bool:
+        """Whether the model is neither the old one nor the new one."""
+        return self.weights is UNKNOWN_WEIGHTS
 
     def describe(self) -> str:
         """The state in words, for error messages."""
@@ -76,8 +92,8 @@ class WeightState:
 
     def _enter(self, phase: Phase, now: float) -> None:
         self.phase = phase
-        if not self._is_from_folder():
-            # An update from a folder does not show that the session's trainer is alive.
+        if not self.is_apart:
+            # An update without a group does not show that the session's trainer is alive.
             self._last_active = now
         # A prepared worker waits until the others are prepared, each within its own timeout.
         timeout_s = self._timeout_s * (2 if phase is Phase.PREPARED else 1)
@@ -98,7 +114,7 @@ class WeightState:
         if session == self.session:
             raise self.conflict("init", "a new session id")
         is_free = self.phase is Phase.CLOSED or takes_over
-        if not is_free or self._is_committing() or self._is_from_folder():
+        if not is_free or self._is_committing() or self.is_apart:
             raise self.conflict("init", "no other trainer's session")
         if self.phase is not Phase.CLOSED:
             self.end("another trainer took over")
@@ -114,18 +130,18 @@ class WeightState:
     def leave(self, session: str) -> None:
         """Ends the group because its trainer asks for that."""
         is_mine = session == self.session and self.phase is not Phase.CLOSED
-        if not is_mine or self._is_committing() or self._is_from_folder():
+        if not is_mine or self._is_committing() or self.is_apart:
             raise self.conflict("close", f"session {session}, and no commit in progress")
         self.end("the trainer left during an update" if self.update else "")
 
     def end(self, reason: str, *, keeps_group: bool = False) -> None:
         """Ends the update and, unless `keeps_group`, the group; the weights stay as they are.
 
-        The end of an update from a folder leaves the group open.
+        The end of an update without a group leaves the group open.
         """
         if self.phase is Phase.APPLYING:
             raise self.conflict("end", "an update that is not being applied")
-        if not self._is_from_folder() and not keeps_group:
+        if not self.is_apart and not keeps_group:
             self.session = self.protocol = ""
         self.update, self.last_end = None, reason
         self._enter(self._resting_phase(), self._last_active)
@@ -140,7 +156,7 @@ class WeightState:
     def begin(self, session: str, update: PoolWeights, now: float) -> None:
         """Begins an update whose tensors come from the group."""
         self.check_session("begin", session)
-        self.update, self.last_end = update, ""
+        self.update, self.last_end, self._is_apart = update, "", False
         self._enter(Phase.RECEIVING, now)
 
     def check_resting(self, what: str) -> None:
@@ -148,10 +164,10 @@ class WeightState:
         if not self.is_resting:
             raise self.conflict(what, "no update in progress")
 
-    def begin_folder(self, update: PoolWeights, now: float) -> None:
-        """Begins an update from a folder; it needs no group and leaves an open group as it is."""
-        self.check_resting("update_weights")
-        self.update, self.last_end = update, ""
+    def begin_apart(self, what: str, update: PoolWeights, now: float) -> None:
+        """Begins the update of call `what`, which needs no group and leaves an open one as it is."""
+        self.check_resting(what)
+        self.update, self.last_end, self._is_apart = update, "", True
         self._enter(Phase.RECEIVING, now)
 
     def touch(self, now: float) -> None:
@@ -184,6 +200,17 @@ class WeightState:
         self.update = None
         return self.weights
 
+    def fetch(self) -> None:
+        """Another worker's weights begin to replace the model's."""
+        self.weights = UNKNOWN_WEIGHTS
+
+    def fetched(self, update_id: str, now: float) -> PoolWeights:
+        """The model has another worker's weights."""
+        resting = self._resting_phase()
+        self.weights = self._advance(update_id, "fetched", Phase.RECEIVING, resting, now)
+        self.update = None
+        return self.weights
+
     def has_applied(self, update_id: str) -> bool:
         """Whether the update is the last one that was applied, or is being applied."""
         update = self.update if self.phase is Phase.APPLYING else None
@@ -210,9 +237,6 @@ class WeightState:
 
     def _is_committing(self) -> bool:
         return self.phase in (Phase.PREPARING, Phase.PREPARED, Phase.APPLYING)
-
-    def _is_from_folder(self) -> bool:
-        return self.update is not None and bool(self.update.folder)
 
     def _resting_phase(self) -> Phase:
         return Phase.OPEN if self.session else Phase.CLOSED

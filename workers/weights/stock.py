@@ -336,7 +336,7 @@ class StockUpdates(TrlUpdates):
     # ---- deadlines and failures ------------------------------------------------------
 
     def _has_step_with_deadline(self) -> bool:
-        return self._is_receiving_list
+        return self._is_receiving_list or super()._has_step_with_deadline()
 
     async def _check_receiving(self) -> None:
         if not self._has_session:

@@ -23,9 +23,9 @@ from titopool.wire.commands import (
 )
 from titopool.wire.pool_state import PoolWeights
 from workers.weights.checks import check_whole_layers
+from workers.weights.peers import PeerUpdates
 from workers.weights.state import Phase
 from workers.weights.steps import Result
-from workers.weights.updates import Updates
 
 logger = logging.getLogger(__name__)
 
@@ -33,11 +33,11 @@ logger = logging.getLogger(__name__)
 FINISH = ("finish", "trl")
 
 
-class TrlUpdates(Updates):
+class TrlUpdates(PeerUpdates):
     """Updates of TRL's client, besides those of `WeightsClient`."""
 
     def __init__(self, *args: Any, **options: Any):
-        """Takes what `Updates` takes."""
+        """Takes what `PeerUpdates` takes."""
         super().__init__(*args, **options)
         # By update id, then by name: the tensors that TRL's client has announced so far.
         self._announced: dict[str, dict[str, TensorInfo]] = {}
@@ -209,6 +209,9 @@ class TrlUpdates(Updates):
             self._check_base(self._base_clock)
 
     async def _clear_caches(self) -> Result:
+        if self._pauses.is_held:
+            # They are clear, and stay so until new weights are complete.
+            return {}
         try:
             async with asyncio.timeout(self._timeout_s):
                 await self._pause_and_clear()

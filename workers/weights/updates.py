@@ -36,7 +36,7 @@ from titopool.wire.commands import (
 )
 from titopool.wire.messages import UpdateTotals
 from titopool.wire.pool_state import PauseMode, PoolWeights, next_clock
-from workers.engine.versions import Versions
+from workers.engine.versions import Progress, Versions
 from workers.engine.weights import WeightEngine
 from workers.ledger import digest_of_files
 from workers.weights.checks import (
@@ -122,9 +122,21 @@ class Updates:
         return not self.state.weights.serves_as(self._pool.weights)
 
     @property
+    def group_size(self) -> int | None:
+        """Ranks of the group, with the trainer's; None: no group."""
+        return self._group.world_size if self._group and self.state.session else None
+
+    @property
     def default_pause_mode(self) -> PauseMode:
         """The mode that costs requests in flight least, for updates without a `policy`."""
         return "keep" if self._engine.can_keep else "drain"
+
+    @property
+    def catch_up_mode(self) -> PauseMode:
+        """The mode in which a worker without the pool's weights takes these."""
+        mode = self.default_pause_mode
+        # Kept requests cannot drain. A worker without the pool's weights has few requests.
+        return "abort" if mode == "drain" and self._pauses.keeps_requests else mode
 
     @property
     def awaited(self) -> Result | None:
@@ -301,7 +313,7 @@ class Updates:
             files = digest_of_files(folder)
             (fit, *_) = await self._call("check_folder", folder)
             update = self._new_update(action, folder, files, clock)
-            self.state.begin_folder(update, time.monotonic())
+            self.state.begin_apart("update_weights", update, time.monotonic())
             if action.label:
                 self.state.set_label(action.label)
             self._pauses.renew()
@@ -421,20 +433,24 @@ class Updates:
             self._on_broken(reason)
             raise WeightUpdateFailed(f"{reason}; the worker restarts") from error
         self.state.applied(update.update_id, time.monotonic())
+        await self._serve(update, progress)
+        paused_s = round(self._pauses.last_commit_s, 4)
+        return {
+            "version": update.version, **result, "staging": self.staging, "paused_s": paused_s,
+        }  # fmt: skip
+
+    async def _serve(self, update: PoolWeights, progress: Progress) -> None:
+        """Records new weights that the model has, and resumes generation."""
         self._pool.record_weights(update)
         logger.info("serving weights of version %d", update.version)
         self._versions.switch(update.version, progress)
-        self.is_in_model = False
+        self.is_in_model = self._pauses.is_held = False
         try:
             await self._pauses.end_commit(self._engine)
         finally:
             # A new group may cancel this step once the weights are applied.
             self._count(is_applied=True)
             self._on_applied()
-        paused_s = round(self._pauses.last_commit_s, 4)
-        return {
-            "version": update.version, **result, "staging": self.staging, "paused_s": paused_s,
-        }  # fmt: skip
 
     def _count(self, *, is_applied: bool) -> None:
         """Counts the end of the update in progress, if there is one."""
@@ -458,6 +474,10 @@ class Updates:
             await self._release()
         return {"is_applied": False}
 
+    def return_to_initial(self) -> None:
+        """Restarts this worker for the model's own weights, which the pool has accepted."""
+        self._on_broken("the pool returns to the model's own weights")
+
     async def accept_initial(self, action: AcceptInitialWeights) -> Result:
         """Makes the initial weights the pool's; a worker that has other weights restarts."""
         async with self._accepting:
@@ -470,10 +490,11 @@ class Updates:
             self._pool.record_weights(weights)
             restarts = not self.state.weights.is_initial
             if restarts:
-                self._on_broken("the pool returns to the model's own weights")
+                self.return_to_initial()
             else:
                 self.state.accept_initial(weights)
-                self._on_applied()
+            # Before this worker stops, too: it may be the only one that knows.
+            self._on_applied()
         return {"restarts": restarts}
 
     # ---- deadlines and failures ------------------------------------------------------

@@ -1,0 +1,97 @@
+"""Workers that leave, and the number of workers, for servers that start their own.
+
+`POST /workers/NAME/drain`, `POST /workers/scale`.
+"""
+
+from typing import Annotated
+
+import gevent
+import msgspec
+from flask import Blueprint, Response, request
+from msgspec import Meta
+
+from app.http.responses import json_response
+from app.schemas.decoding import decode_body
+from app.service import current_service
+from titopool.deadline import Deadline
+from titopool.errors import Conflict, InvalidRequest, WorkerNotFound
+from titopool.settings.gpus import most_workers
+from titopool.wire.pool_files import write_wanted
+
+blueprint = Blueprint("workers", __name__)
+
+# Until a worker shows that it drains: its next heartbeat says so.
+DRAIN_TIMEOUT_S = 5.0
+POLL_S = 0.02
+
+
+class ScaleBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """`POST /workers/scale`."""
+
+    num_workers: Annotated[int, Meta(ge=1, le=4096)]
+
+
+SCALE_BODY = msgspec.json.Decoder(ScaleBody)
+
+
+@blueprint.post("/workers/<name>/drain/")
+def drain(name: str) -> Response:
+    """The worker `name` finishes its jobs and ends; this server does not start it again.
+
+    Jobs that are in flight after `drain_timeout_s` run again at other workers. A worker that
+    something else has started (Compose, Kubernetes, Slurm) is started again by that.
+
+    Raises:
+        WorkerNotFound: no worker that answers has this name.
+        Conflict: the worker has not begun to leave within `DRAIN_TIMEOUT_S`.
+    """
+    link = current_service().link
+    link.wait_for_heartbeats()
+    if not link.drain(name):
+        names = sorted(view.heartbeat.worker_id for view in link.workers if view.heartbeat)
+        raise WorkerNotFound(
+            f"expected the name of a worker ({', '.join(names) or 'none answers'}), got {name!r}"
+        )
+    deadline = Deadline.after(DRAIN_TIMEOUT_S)
+    while (phase := _phase_of(name)) not in ("draining", "unreachable"):
+        if deadline.has_passed:
+            raise Conflict(
+                f"expected worker {name} to drain within {DRAIN_TIMEOUT_S:g} s, got phase {phase}; "
+                "ask /ready, and try again"
+            )
+        gevent.sleep(POLL_S)
+    return json_response({"worker": name, "phase": phase}, 202)
+
+
+def _phase_of(name: str) -> str:
+    for view in current_service().link.workers:
+        if view.heartbeat is not None and view.heartbeat.worker_id == name:
+            return view.phase
+    return "unreachable"
+
+
+@blueprint.post("/workers/scale/")
+def scale() -> Response:
+    """`{"num_workers": N}`: workers start, or drain and end, until there are N.
+
+    Raises:
+        InvalidRequest: this host has too few GPUs.
+        Conflict: the workers are started by something else.
+    """
+    body = decode_body(request.get_data(), SCALE_BODY)
+    config = current_service().config
+    if config.endpoints:
+        raise Conflict(
+            "expected a server that starts its own workers, got one whose workers run elsewhere "
+            "(endpoints); scale them where they run: docker compose --scale, kubectl scale"
+        )
+    most = None if config.cluster else most_workers(config)
+    if most is not None and body.num_workers > most:
+        raise InvalidRequest(
+            f"num_workers: expected at most {most}, as this host has GPUs or cores for so many, got "
+            f"{body.num_workers}",
+            param="num_workers",
+        )
+    write_wanted(config.run_dir, body.num_workers)
+    num_now = len(current_service().link.workers)
+    return json_response({"num_workers": body.num_workers, "num_before": num_now}, 202)

@@ -1,0 +1,332 @@
+"""Workers that join and leave while the pool serves, with stub engines and two front ends."""
+
+import itertools
+import signal
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Protocol
+
+import psutil
+import pytest
+import requests
+
+from tests.conftest import StartStub
+from tests.servers import Server, alive, wait_until
+
+STUB = f"{sys.executable} -m tests.stub_worker"
+
+
+def phases(server: Server) -> list[str]:
+    return [one["phase"] for one in server.get("/ready").json()["workers"]]
+
+
+def has_phases(server: Server, *expected: str) -> bool:
+    """Whether both front ends say so."""
+    return all(phases(server) == list(expected) for _ in range(8))
+
+
+class Target(Protocol):
+    """What a client sends to."""
+
+    def post(self, path: str, json: Any) -> requests.Response: ...
+
+
+class Load:
+    """Clients that ask one prompt after the other, and count how each request ended."""
+
+    def __init__(self, server: Target, num_clients: int = 8):
+        self.num_answered, self.failed = 0, list[str]()
+        self._server = server
+        self._stopping = threading.Event()
+        self._threads = [threading.Thread(target=self._run, args=(n,)) for n in range(num_clients)]
+
+    def __enter__(self) -> "Load":
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stopping.set()
+        for thread in self._threads:
+            thread.join(60)
+
+    def _run(self, number: int) -> None:
+        turn = 0
+        while not self._stopping.is_set():
+            turn += 1
+            ids = [number + 1, turn + 1]
+            answer = self._server.post("/generate/", {"prompts": [ids], "max_tokens": 2})
+            if answer.status_code == 200 and answer.json()["completion_ids"] == [ids[::-1]]:
+                self.num_answered += 1
+            else:
+                self.failed.append(f"{answer.status_code} {answer.text}")
+
+
+# ---- a worker that is asked to leave -------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["SIGTERM", "route"])
+def test_a_worker_that_leaves_finishes_its_jobs_and_gets_no_more(
+    start_stub: StartStub, stub_server, how: str
+):
+    long = {"TITOPOOL_DRAIN_TIMEOUT_S": "30"}
+    workers = [start_stub(index, "--delay-s", "4", **long) for index in range(2)]
+    server = stub_server(2, "--num-front-ends", "2")
+    answers: list[int] = []
+    prompts = [[index, 7] for index in range(1, 9)]
+    thread = threading.Thread(
+        target=lambda: answers.append(server.post("/generate/", {"prompts": prompts}).status_code)
+    )
+    thread.start()
+    running = lambda: server.metrics("sequences")  # noqa: E731
+    wait_until(lambda: all(running().values()), 5, lambda: str(running()))
+    if how == "SIGTERM":
+        workers[1].send_signal(signal.SIGTERM)
+    else:
+        answer = server.post("/workers/1/drain", {})
+        assert (answer.status_code, answer.json()) == (202, {"worker": "1", "phase": "draining"})
+    wait_until(lambda: has_phases(server, "ready", "draining"), 5, lambda: str(phases(server)))
+    # Its jobs are not run again by the other worker.
+    began = time.monotonic()
+    assert server.post("/generate/", {"prompts": [[5, 6]] * 4}).status_code == 200
+    thread.join(20)
+    assert answers == [200]
+    assert workers[1].wait(10) == 0
+    assert time.monotonic() - began < 10
+    completed = lambda: server.metrics("completed_jobs_total")  # noqa: E731
+    wait_until(lambda: completed() == {"0": 8.0}, 5, lambda: str(completed()))
+    assert "is lost with 0 open jobs: it was stopped" in server.log
+
+
+def test_jobs_that_outlast_the_drain_run_again_elsewhere(start_stub: StartStub, stub_server):
+    slow = start_stub(0, "--delay-s", "60", TITOPOOL_DRAIN_TIMEOUT_S="0.5")
+    server = stub_server(2, num_ready=1)
+    answers: list[int] = []
+    body = {"prompts": [[1, 7], [2, 7]]}
+    thread = threading.Thread(
+        target=lambda: answers.append(server.post("/generate/", body).status_code)
+    )
+    thread.start()
+    wait_until(lambda: sum(server.metrics("sequences").values()) == 2, 5)
+    start_stub(1)
+    wait_until(lambda: has_phases(server, "ready", "ready"), 10)
+    slow.send_signal(signal.SIGTERM)
+    assert slow.wait(10) == 0
+    thread.join(20)
+    assert answers == [200]
+
+
+def test_a_second_sigterm_ends_a_worker_at_once(start_stub: StartStub, stub_server):
+    slow = start_stub(0, "--delay-s", "60", TITOPOOL_DRAIN_TIMEOUT_S="30")
+    server = stub_server(1)
+    thread = threading.Thread(target=lambda: server.post("/generate/", {"prompts": [[1, 7]]}))
+    thread.daemon = True
+    thread.start()
+    wait_until(lambda: sum(server.metrics("sequences").values()) == 1, 5)
+    slow.send_signal(signal.SIGTERM)
+    wait_until(lambda: phases(server) == ["draining"], 5)
+    assert slow.poll() is None
+    slow.send_signal(signal.SIGTERM)
+    assert slow.wait(10) == 0
+
+
+def test_an_unknown_worker_is_refused_with_the_names(start_stub: StartStub, stub_server):
+    start_stub(0)
+    server = stub_server(1)
+    answer = server.post("/workers/7/drain", {})
+    assert answer.status_code == 404
+    assert answer.json()["error"]["code"] == "worker_not_found"
+    assert "expected the name of a worker (0), got '7'" in answer.text
+    answer = server.post("/workers/scale", {"num_workers": 2})
+    assert answer.status_code == 409
+    assert "scale them where they run" in answer.text
+
+
+# ---- the number of workers -----------------------------------------------------------
+
+
+def test_a_pool_grows_and_shrinks_under_load_and_loses_no_request(start_server):
+    server = start_server(
+        "--worker-command", f"{STUB} --delay-s 0.05", "--num-workers", "2", "--num-front-ends", "2"
+    )
+    server.wait_until_ready(2)
+    with Load(server) as load:
+        answer = server.post("/workers/scale", {"num_workers": 4})
+        assert (answer.status_code, answer.json()) == (202, {"num_workers": 4, "num_before": 2})
+        wait_until(lambda: has_phases(server, *["ready"] * 4), 20, lambda: server.log)
+        # The newcomers take jobs.
+        before = server.metrics("completed_jobs_total")
+        took = lambda: server.metrics("completed_jobs_total")  # noqa: E731
+        wait_until(lambda: all(took().get(name, 0) > before.get(name, 0) for name in "23"), 5)
+        server.post("/workers/scale", {"num_workers": 1})
+        wait_until(lambda: has_phases(server, "ready"), 20, lambda: server.log)
+    assert load.failed == []
+    assert load.num_answered > 50
+    assert len(engines_of(server)) == 1
+
+
+def test_a_worker_that_was_asked_to_leave_is_not_started_again(start_server):
+    server = start_server("--worker-command", STUB, "--num-workers", "2")
+    server.wait_until_ready(2)
+    assert server.post("/workers/0/drain", {}).status_code == 202
+    wait_until(lambda: has_phases(server, "ready"), 10, lambda: server.log)
+    assert "worker 0 has left; 1 workers stay" in server.log
+    # Its place is free for a worker that joins.
+    server.post("/workers/scale", {"num_workers": 2})
+    wait_until(lambda: has_phases(server, "ready", "ready"), 10, lambda: server.log)
+    assert {one["worker"] for one in server.get("/ready").json()["workers"]} == {"0", "1"}
+
+
+def test_a_worker_that_ends_by_sigterm_is_started_again(start_server):
+    server = start_server("--worker-command", STUB)
+    server.wait_until_ready()
+    (first,) = engines_of(server)
+    first.send_signal(signal.SIGTERM)
+    wait_until(lambda: engines_of(server) not in ([], [first]), 10)
+    wait_until(lambda: has_phases(server, "ready"), 10)
+    assert "worker 0 was asked to end" in server.log
+
+
+def test_prompts_that_wait_start_workers_and_idle_ones_leave(start_server):
+    server = start_server(
+        "--worker-command", f"{STUB} --delay-s 0.2 --max-num-seqs 2", "--num-workers", "1..3",
+        "--scale-up-after-s", "0.5", "--scale-down-after-s", "1", "--num-front-ends", "2",
+    )  # fmt: skip
+    server.wait_until_ready()
+    with Load(server, 12) as load:
+        wait_until(lambda: has_phases(server, *["ready"] * 3), 30, lambda: server.log)
+    wait_until(lambda: has_phases(server, "ready"), 30, lambda: server.log)
+    assert load.failed == []
+
+
+def engines_of(server: Server) -> list[psutil.Process]:
+    children = alive(psutil.Process(server.process.pid).children(recursive=True))
+    found = []
+    for one in children:
+        with suppress(psutil.NoSuchProcess):
+            if "tests.stub_worker" in one.cmdline():
+                found.append(one)
+    return found
+
+
+# ---- a front end that ends -----------------------------------------------------------
+
+
+@pytest.mark.parametrize("has_more_front_ends", [False, True])
+def test_sigterm_lets_open_requests_and_streams_finish_while_ready_says_503(
+    start_stub: StartStub, stub_server, has_more_front_ends: bool
+):
+    start_stub(0, "--delay-s", "2")
+    front_ends = "2" if has_more_front_ends else "1"
+    server = stub_server(1, "--num-front-ends", front_ends, TITOPOOL_DRAIN_TIMEOUT_S="30")
+    with ThreadPoolExecutor(16) as pool:
+        bodies = [{"prompt": [n, 7], "max_tokens": 2, "stream": n % 2 == 0} for n in range(1, 9)]
+        answers = [pool.submit(server.post, "/v1/completions", body) for body in bodies]
+        wait_until(lambda: sum(server.metrics("sequences").values()) == 8, 5)
+        server.process.send_signal(signal.SIGTERM)
+        wait_until(lambda: server.get("/ready").status_code == 503, 5)
+        body = server.get("/ready").json()
+        assert (body["ready"], body["draining"], body["num_ready"]) == (False, True, 1)
+        assert server.get("/health").status_code == 503
+        assert server.get("/live").status_code == 200
+        assert [one.result(20).status_code for one in answers] == [200] * 8
+        assert all("DONE" in one.result().text for one in answers[1::2])
+    assert server.process.wait(10) == 0
+
+
+def test_requests_that_outlast_the_drain_get_an_answer(start_stub: StartStub, stub_server):
+    start_stub(0, "--delay-s", "60")
+    server = stub_server(1, TITOPOOL_DRAIN_TIMEOUT_S="1")
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(server.post, "/generate/", {"prompts": [[1, 7]]})
+        wait_until(lambda: sum(server.metrics("sequences").values()) == 1, 5)
+        server.process.send_signal(signal.SIGTERM)
+        assert answer.result(20).status_code == 503
+        assert "the server is stopping" in answer.result().text
+    assert server.process.wait(10) == 0
+
+
+def test_a_rolling_restart_under_load_loses_no_request(
+    start_stub: StartStub, start_server, tmp_path: Path
+):
+    workers = [start_stub(index, "--delay-s", "0.05") for index in range(2)]
+    endpoints = ",".join(f"ipc://{tmp_path}/worker-{index}" for index in range(2))
+    start = lambda: start_server("--endpoints", endpoints, TITOPOOL_DRAIN_TIMEOUT_S="30")  # noqa: E731
+    pool = Balancer([start(), start()])
+    for server in pool.servers:
+        server.wait_until_ready(2)
+    with Load(pool) as load:
+        for place in range(2):
+            old, new = pool.servers[place], start()
+            new.wait_until_ready(2)
+            pool.servers[place] = new
+            old.process.send_signal(signal.SIGTERM)
+            assert old.process.wait(30) == 0
+            workers[place].send_signal(signal.SIGTERM)
+            assert workers[place].wait(30) == 0
+            workers[place] = start_stub(place, "--delay-s", "0.05")
+            for server in pool.servers:
+                if server.process.poll() is None:
+                    server.wait_until_ready(2)
+    assert load.failed == []
+    assert load.num_answered > 50
+
+
+class Balancer:
+    """Sends each request to one of the servers that are in service when it is sent."""
+
+    def __init__(self, servers: list[Server]):
+        self.servers = servers
+        self._turns = itertools.count()
+
+    def post(self, path: str, json: Any) -> requests.Response:
+        return self.servers[next(self._turns) % len(self.servers)].post(path, json)
+
+
+# ---- endpoints in a file -------------------------------------------------------------
+
+
+def test_workers_join_and_leave_with_the_lines_of_a_file(
+    start_stub_at, start_server, tmp_path: Path
+):
+    endpoints, key = tmp_path / "workers", tmp_path / "curve"
+    first, second = (f"ipc://{tmp_path}/w{index}" for index in range(2))
+    start_stub_at(first, "--worker-id", "0")
+    endpoints.write_text(f"# host-a\n{first}\nno endpoint\n")
+    server = start_server(
+        "--endpoints", f"file:{endpoints}", "--curve-key-file", str(key), "--num-front-ends", "2"
+    )
+    wait_until(lambda: server.is_listening() and has_phases(server, "ready"), 20)
+    assert "expected lines tcp://host:port, got 'no endpoint'" in server.log
+    worker = start_stub_at(second, "--worker-id", "1")
+    endpoints.write_text(f"{first}\n{second}\n")
+    wait_until(lambda: has_phases(server, "ready", "ready"), 5)
+    endpoints.write_text(f"{first}\n")
+    # It answers, so it stays.
+    assert has_phases(server, "ready", "ready")
+    worker.send_signal(signal.SIGTERM)
+    assert worker.wait(10) == 0
+    wait_until(lambda: has_phases(server, "ready"), 5)
+
+
+def test_a_request_may_come_just_before_its_front_end_knows_a_worker(
+    start_stub: StartStub, stub_server, tmp_path: Path
+):
+    endpoints, key = tmp_path / "endpoints", tmp_path / "curve"
+    endpoints.touch()
+    start_stub(0)
+    server = stub_server(
+        0, "--endpoints", f"file:{endpoints}", "--curve-key-file", str(key), "--num-front-ends", "2",
+        "--heartbeat-interval-s", "0.2", num_ready=0,
+    )  # fmt: skip
+    body = {"prompts": [[1, 2]], "max_tokens": 2}
+    with ThreadPoolExecutor() as threads:
+        send = lambda: [threads.submit(server.post, "/generate/", body) for _ in range(8)]  # noqa: E731
+        assert {one.result().status_code for one in send()} == {503}
+        pending = send()
+        endpoints.write_text(f"ipc://{tmp_path}/worker-0\n")
+        assert {one.result().status_code for one in pending} == {200}
