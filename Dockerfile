@@ -27,6 +27,9 @@ RUN useradd --create-home --uid 1000 titopool \
 # gpu or cpu: the build of vLLM to install.
 ARG PLATFORM=gpu
 
+# Further extras of setup.cfg: ray, kuberay.
+ARG EXTRAS=
+
 WORKDIR /srv/titopool
 
 # Copies only what the installation reads, so that a change of the sources does not install vLLM
@@ -36,7 +39,8 @@ COPY constraints constraints
 COPY tools tools
 COPY titopool/__init__.py titopool/
 RUN mkdir app workers && touch README.md app/__init__.py workers/__init__.py \
-    && PIP_NO_CACHE_DIR=1 make install PLATFORM=${PLATFORM} VENV=/opt/titopool
+    && PIP_NO_CACHE_DIR=1 make install PLATFORM=${PLATFORM} VENV=/opt/titopool \
+    && { [ -z "${EXTRAS}" ] || /opt/titopool/bin/pip install --no-cache-dir -e ".[${EXTRAS}]"; }
 
 COPY gunicorn.conf.py ./
 COPY titopool titopool

@@ -18,7 +18,7 @@ FASTER = $(INSTALL) --quiet $(CONSTRAINTS) -e '.[fast]' 2>/dev/null \
 	  || echo "no C compiler: gunicorn parses HTTP in Python, which is a little slower"
 INSTALLED = $(VENV)/.installed-$(PLATFORM)
 TOOLS = $(VENV)/.installed-tools
-.PHONY: help install tools serve test test-fast check format docs example-grpo bench bench-front bench-images bench-streams bench-weights bench-placement test-chaos test-fuzz test-soak test-compose clean
+.PHONY: help install tools serve test test-fast check format docs example-grpo bench bench-front bench-images bench-streams bench-weights bench-placement test-chaos test-fuzz test-soak test-compose test-system matrix clean
 
 help:  ## lists the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -73,7 +73,7 @@ test: tools  ## runs all tests, with real vLLM on tiny models (ARGS='-k …' for
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup --no-loadscope-reorder $(ARGS)
 
 test-fast: tools  ## runs the tests that start no server, in under a minute
-	$(BIN)/python -m pytest -q -m "not server and not compose and not chaos and not fuzz and not soak" $(ARGS)
+	$(BIN)/python -m pytest -q -m "not server and not compose and not chaos and not fuzz and not soak and not system" $(ARGS)
 
 check: tools  ## checks the sources: style, types, imports between rooms, docs/settings.md
 	$(BIN)/ruff format --check .
@@ -87,6 +87,10 @@ format: tools  ## formats the sources
 
 docs: tools  ## writes docs/settings.md from the settings in the code
 	$(BIN)/python -m tools.settings_page
+
+matrix: tools  ## tries all families of models (90 minutes, goes on where it stopped), and writes docs/models.md
+	$(BIN)/python -m tests.matrix $(ARGS)
+	$(BIN)/python -m tests.matrix.table
 
 example-grpo: tools  ## trains tiny models through a server with GRPO, in minutes on a CPU (ARGS=options)
 	$(BIN)/python examples/grpo.py --seeds 0 1 2 --control $(ARGS)
@@ -131,6 +135,10 @@ test-soak: tools  ## measures the memory of an engine over SOAK_UPDATES (1000) w
 
 test-compose: tools  ## builds, starts and calls docker-compose.yml's cpu profile (needs a Docker engine)
 	$(BIN)/python -m pytest -q -m compose tests/compose $(ARGS)
+
+test-system: tools  ## several hosts, Slurm and Kubernetes' manifests; as root it installs Debian's packages for them
+	$(BIN)/python -m tests.system.packages
+	$(BIN)/python -m pytest -q -rs -m system tests/system $(ARGS)
 
 clean:  ## removes the virtual environment and caches
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache

@@ -18,8 +18,8 @@ from app.http import (
 )
 from app.http.keys import Keys
 from app.routes import sglang, vllm_rl, weights
-from app.routes.admin import health, metrics
-from app.routes.generation import chat, generate, sequence_logprobs, tokenize
+from app.routes.admin import health, metrics, workers
+from app.routes.generation import chat, generate, mismatch, sequence_logprobs, tokenize
 from app.routes.inference import generate as inference
 from app.routes.inference import render
 from app.routes.openai import models, refused
@@ -57,6 +57,7 @@ def create_app(config: ServerConfig | None = None) -> Flask:
     for module in (
         health,
         metrics,
+        workers,
         models,
         generate,
         chat,
@@ -64,6 +65,7 @@ def create_app(config: ServerConfig | None = None) -> Flask:
         inference,
         render,
         refused,
+        mismatch,
         sequence_logprobs,
         tokenize,
         weights,

@@ -23,6 +23,7 @@ from app.http.responses import respond
 from app.inputs.admission import Admission
 from app.inputs.images import NO_IMAGES, PromptImages, check_placeholders
 from app.inputs.token_ids import TokenIds, check_length, checked_ids
+from app.outputs.kept_logprobs import arrays_of
 from app.outputs.token_arrays import JSON, MSGPACK, binary_reply, is_binary, json_reply
 from app.pool.request import Request
 from app.time_slices import sharing_time
@@ -114,6 +115,8 @@ def run_request(admission: Admission, request: Request) -> list[Completed]:
         if not request.wait(admission.deadline.left_s):
             cancel_overdue(admission, request)
     results = request.completed()
+    if admission.keep_logprobs is not None:
+        admission.keep_logprobs(admission.kept_name, arrays_of(results))
     admission.count_memory(BYTES_PER_RESULT_BYTE * request.num_result_bytes)
     return results
 

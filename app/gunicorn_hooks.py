@@ -1,6 +1,7 @@
 """gunicorn's settings, and the hooks with which its master starts and stops the workers.
 
-The master starts only a supervisor process (`python -m workers.supervisor`): the master forks,
+The master starts only a supervisor process (`python -m workers.supervisor`, on a Ray cluster
+`python -m workers.cluster`): the master forks,
 so it must hold no thread, ZeroMQ socket or engine. `gunicorn.conf.py` and `titopool serve` both
 use this module.
 """
@@ -25,6 +26,7 @@ from typing import Any
 import gevent
 from gevent.monkey import get_original
 
+from app.draining import END_TIMEOUT_S, Draining, wait_until_idle
 from app.http.browsers import is_loopback
 from app.http.connections import limits_within
 from app.http.keys import Keys
@@ -36,7 +38,8 @@ from titopool.settings.config import ENV_PREFIX, FAILURE_FILE, SECRET_VARIABLES
 from titopool.settings.gpus import number_of_workers
 from titopool.settings.logs import configure_logging, show
 from titopool.settings.sources import check_engine_options, from_environment, ignored_variables
-from titopool.wire.sockets import read_curve_key
+from titopool.wire.pool_files import write_endpoints
+from titopool.wire.sockets import read_curve_key, worker_endpoint
 
 try:
     _config = from_environment()
@@ -83,8 +86,8 @@ keyfile = _config.tls_key_file or None
 loglevel = _config.log_level
 # Seconds. A front end reports to the master each second; one that is silent for this long hangs.
 timeout = 120
-# Seconds for open requests after SIGTERM; together with the workers' end it stays under 10 s.
-graceful_timeout = 3
+# Seconds for open requests of a front end that a reload (SIGHUP) ends.
+graceful_timeout = max(1, round(_config.drain_timeout_s) + END_TIMEOUT_S)
 control_socket_disable = True
 
 # glibc's number of the option.
@@ -105,6 +108,7 @@ _own_run_dir: str | None = None
 def when_ready(server: Any) -> None:
     """In the master, with the port bound and before any front end: starts the supervisor."""
     global _supervisor, _supervisor_fd, _own_run_dir
+    _drain_at_sigterm(server)
     if warning := _open_to_the_network(server):
         show(f"\ntitopool: {warning}\n")
     if ignored := ignored_variables():
@@ -121,7 +125,7 @@ def when_ready(server: Any) -> None:
             _own_run_dir = os.environ[ENV_PREFIX + "RUN_DIR"] = tempfile.mkdtemp(prefix="titopool-")
         return
     try:
-        num_workers = number_of_workers(_config)
+        num_workers = _config.num_workers if _config.cluster else number_of_workers(_config)
     except ConfigError as error:
         sys.exit(f"titopool: {error}")
     run_dir: str = _config.run_dir
@@ -132,8 +136,21 @@ def when_ready(server: Any) -> None:
     # Front ends and the supervisor find the workers' sockets through these.
     os.environ[ENV_PREFIX + "RUN_DIR"] = run_dir
     os.environ[ENV_PREFIX + "NUM_WORKERS"] = str(num_workers)
+    try:
+        # The supervisor replaces it; front ends may start before.
+        if _config.cluster:
+            key_file = _config.curve_key_file or os.path.join(run_dir, "curve-key")
+            os.environ[ENV_PREFIX + "CURVE_KEY_FILE"] = key_file
+            read_curve_key(key_file)
+            write_endpoints(run_dir, [])
+        else:
+            local = [worker_endpoint(run_dir, index) for index in range(num_workers)]
+            write_endpoints(run_dir, local)
+    except ConfigError as error:
+        sys.exit(f"titopool: {error}")
     _supervisor = subprocess.Popen(
-        [sys.executable, "-m", "workers.supervisor", "--parent-pid", str(os.getpid())]
+        [sys.executable, "-m", "workers.cluster" if _config.cluster else "workers.supervisor"]
+        + ["--parent-pid", str(os.getpid())]
         + [word for url in _urls(server) for word in ("--url", url)]
         + (["--requires-key"] if _keys.guard_generation else [])
         + (["--remove-run-dir"] if _own_run_dir else []),
@@ -146,6 +163,18 @@ def when_ready(server: Any) -> None:
     )
     # The pid is still the supervisor's: Python needs milliseconds to start, before it could end.
     _supervisor_fd = os.pidfd_open(_supervisor.pid)
+
+
+def _drain_at_sigterm(server: Any) -> None:
+    stop = server.handle_term
+
+    def handle_term() -> None:
+        # Without workers, open requests end at once or never.
+        has_workers = _supervisor is None or _is_alive(_supervisor.pid)
+        wait_until_idle(server, _config.drain_timeout_s if has_workers else 0.0)
+        stop()
+
+    server.handle_term = handle_term
 
 
 def _open_to_the_network(server: Any) -> str:
@@ -178,6 +207,7 @@ def post_worker_init(worker: Any) -> None:
     # After a crash in native code, the log has each thread's traceback.
     faulthandler.enable()
     service = worker.wsgi.extensions["titopool"]
+    service.draining = Draining(worker)
     service.start()
     # Imported modules live as long as the process: exempt them from garbage collection.
     gc.freeze()

@@ -1,4 +1,4 @@
-"""gunicorn's gevent worker, which also answers connections that it accepted just before a reload."""
+"""gunicorn's gevent worker, which counts its open requests and ends without losing one."""
 
 import socket
 from types import SimpleNamespace
@@ -14,6 +14,9 @@ class FrontEnd(GeventWorker):  # type: ignore[misc]
     when it serves a connection, so one that is still shaking hands would be dropped unanswered.
     """
 
+    # HTTP requests whose answer is not completely written.
+    num_open = 0
+
     def run(self) -> None:
         """Remembers the listeners' addresses, and serves."""
         self._addresses = {one: one.getsockname() for one in self.sockets}
@@ -23,3 +26,11 @@ class FrontEnd(GeventWorker):  # type: ignore[misc]
         """Serves a connection, whether or not `listener` is still open."""
         name = self._addresses[listener]
         super().handle(SimpleNamespace(getsockname=lambda: name), client, address)
+
+    def handle_request(self, *arguments: Any) -> None:
+        """Serves one request."""
+        self.num_open += 1
+        try:
+            super().handle_request(*arguments)
+        finally:
+            self.num_open -= 1

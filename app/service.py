@@ -8,6 +8,7 @@ from flask import current_app
 from flask import request as http_request
 from gevent.monkey import is_module_patched
 
+from app.draining import Draining
 from app.http.auth import current_key
 from app.http.bodies import current_reservation
 from app.http.budget import Budget
@@ -16,13 +17,14 @@ from app.http.request_ids import request_id
 from app.inputs.admission import Admission, session_key
 from app.inputs.drift import DriftWatch
 from app.inputs.tokenizer import TokenizerLoader
+from app.outputs.kept_logprobs import KeptLogprobs
 from app.pool.link import Link
 from app.schemas.decoding import Body, Decoder, decode_body
 from titopool.deadline import Deadline
 from titopool.errors import BodyTooLarge, BodyTooSlow, ConfigError, QueueFull
 from titopool.settings.config import ServerConfig
 from titopool.wire.messages import FrontEndTotals
-from titopool.wire.sockets import worker_endpoint
+from titopool.wire.pool_files import endpoints_file
 
 
 class Service:
@@ -36,7 +38,15 @@ class Service:
         self.link = Link(config, endpoints_of(config), self._totals)
         self.tokenizer = TokenizerLoader()
         self.drift = DriftWatch(self.link, self.tokenizer)
+        self.kept = KeptLogprobs(config)
         self._num_open = 0
+        # None outside of gunicorn.
+        self.draining: Draining | None = None
+
+    @property
+    def is_draining(self) -> bool:
+        """Whether this front end only finishes what is open."""
+        return self.draining is not None and self.draining.has_begun
 
     def start(self) -> None:
         """Connects to the workers; further calls do nothing.
@@ -78,6 +88,7 @@ class Service:
                 self.config, self.link, self.tokenizer, self.link.facts, deadline, at_end,
                 request_id(), session_key(http_request.headers.get("X-Session-ID")),
                 current_client(), current_reservation(), current_key(),
+                self.kept.keep if self.kept.is_on else None,
             )  # fmt: skip
             body = decode_body(sent, decoder)
             del sent
@@ -90,6 +101,7 @@ class Service:
             num_queue_full=self.refused[QueueFull.code],
             num_body_too_large=self.refused[BodyTooLarge.code],
             num_body_too_slow=self.refused[BodyTooSlow.code],
+            num_waiting=self.link.num_waiting,
         )
 
     def _count_end(self) -> None:
@@ -101,10 +113,10 @@ class Service:
 
 
 def endpoints_of(config: ServerConfig) -> tuple[str, ...]:
-    """The configured endpoints, else the sockets of the workers on this host."""
+    """The configured endpoints, else those of the workers that this server starts."""
     if config.endpoints or not config.run_dir:
         return config.endpoints
-    return tuple(worker_endpoint(config.run_dir, index) for index in range(config.num_workers))
+    return (endpoints_file(config.run_dir),)
 
 
 def current_service() -> Service:

@@ -15,6 +15,7 @@ from app.generation import cancel_overdue, submitted
 from app.http.request_ids import log_failure
 from app.http.responses import in_pieces
 from app.inputs.admission import Admission
+from app.outputs.kept_logprobs import StreamedLogprobs
 from app.pool.request import ChunkOfJob, Request
 from titopool.errors import ClientGone, TitopoolError
 
@@ -60,16 +61,21 @@ def _wait(admission: Admission, pending: Request) -> None:
 
 
 def _events(admission: Admission, pending: Request, writer: EventWriter) -> Iterator[bytes]:
+    logprobs = StreamedLogprobs()
     try:
         while True:
             # Read before the chunks: a chunk that comes in between is taken in the next round.
             is_done = pending.is_done
             if chunks := pending.take_chunks():
+                if admission.keep_logprobs is not None:
+                    logprobs.add(chunks)
                 yield from in_pieces(b"".join(map(_encode, writer.write_chunks(chunks))))
             elif is_done:
                 break
             _wait(admission, pending)
         if pending.error is None:
+            if admission.keep_logprobs is not None:
+                admission.keep_logprobs(admission.kept_name, logprobs.arrays())
             yield b"".join(map(_encode, writer.write_end()))
         else:
             yield _failure(admission, pending.error)

@@ -71,7 +71,9 @@ class EngineInProcess:
             for name, tensor in {**module._parameters, **module._buffers}.items():
                 if tensor is not None and tensor.numel():
                     found[f"{path}.{name}"] = tensor.clone()
-            if isinstance(getattr(module, "input_size_per_partition", None), int):
+            # vLLM keeps the weights of convolutions in linear layers, which do not multiply.
+            is_linear = isinstance(getattr(module, "input_size_per_partition", None), int)
+            if is_linear and module.weight.dim() == 2:
                 size, weight = module.input_size_per_partition, next(self._model.parameters())
                 probe = torch.linspace(-1, 1, size, dtype=weight.dtype, device=weight.device)
                 found[f"{path}()"] = module.quant_method.apply(module, probe[None])

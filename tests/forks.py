@@ -42,7 +42,7 @@ class Forks:
         self._process: subprocess.Popen[bytes] | None = None
         atexit.register(self.end)
 
-    def run(self, script: str, *arguments: str, timeout_s: float = 120.0) -> str:
+    def run(self, script: str, *arguments: str, timeout_s: float = 240.0) -> str:
         """The output of `script`, run with `arguments` in sys.argv; it must exit with 0."""
         with TemporaryDirectory() as name:
             output, errors = Path(name, "output"), Path(name, "errors")

@@ -22,6 +22,7 @@ SHAPE: dict[str, Any] = {
 }  # fmt: skip
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 64}
 WINDOW = {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]}
+FOUR_LAYERS = {"num_hidden_layers": 4}
 YARN = {
     "rope_type": "yarn", "rope_theta": 10000.0, "factor": 2.0, "beta_fast": 32.0, "beta_slow": 1.0,
     "original_max_position_embeddings": 256, "truncate": False,
@@ -92,13 +93,68 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "swa_v_head_dim": 32, "add_swa_attention_sink_bias": True, "layernorm_epsilon": 1e-5,
         },
     ),
+    "qwen2": ("Qwen2Config", {}),
+    "qwen3": ("Qwen3Config", {}),
+    "mistral": ("MistralConfig", {"sliding_window": 16}),
+    "gemma2": (
+        "Gemma2Config",
+        {
+            **WINDOW, "query_pre_attn_scalar": 32, "attn_logit_softcapping": 50.0,
+            "final_logit_softcapping": 30.0,
+        },
+    ),
+    # Checkpoints and module have query, key and value in one tensor, and gate and up.
+    "phi4": ("Phi3Config", {}),
+    "olmo3": ("Olmo3Config", WINDOW),
+    # Each second layer has no positions.
+    "smollm3": ("SmolLM3Config", {**FOUR_LAYERS, "no_rope_layers": [1, 0, 1, 0]}),
+    # Linear attention with a state.
+    "qwen3_next": (
+        "Qwen3NextConfig",
+        {
+            **EXPERTS, **FOUR_LAYERS, "num_experts": 4, "shared_expert_intermediate_size": 64,
+            "layer_types": ["linear_attention", "full_attention"] * 2, "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
+            "linear_conv_kernel_dim": 4,
+        },
+    ),
+    # Mamba's layers between those of attention.
+    "granite4": (
+        "GraniteMoeHybridConfig",
+        {
+            **FOUR_LAYERS, "layer_types": ["mamba", "attention"] * 2, "num_local_experts": 4,
+            "num_experts_per_tok": 2, "shared_intermediate_size": 64, "mamba_n_heads": 8,
+            "mamba_n_groups": 1, "mamba_d_state": 16, "mamba_d_conv": 4, "mamba_expand": 2,
+            "mamba_chunk_size": 32, "position_embedding_type": "rope",
+        },
+    ),
+    "nemotron_h": (
+        "NemotronHConfig",
+        {
+            "num_hidden_layers": 6, "hybrid_override_pattern": "M*-M*-", "mamba_num_heads": 8,
+            "mamba_head_dim": 32, "ssm_state_size": 16, "n_groups": 2, "conv_kernel": 4, "expand": 2,
+            "chunk_size": 32,
+        },
+    ),
+    # Both in each layer.
+    "falcon_h1": (
+        "FalconH1Config",
+        {
+            "mamba_d_ssm": 128, "mamba_n_heads": 4, "mamba_d_head": 32, "mamba_n_groups": 1,
+            "mamba_d_state": 16, "mamba_d_conv": 4, "mamba_expand": 1, "mamba_chunk_size": 32,
+        },
+    ),
 }  # fmt: skip
 
 
 def config_of(family: str) -> Any:
     """A tiny config of `family`."""
     kind, options = FAMILIES[family]
-    return getattr(transformers, kind)(**{**SHAPE, **options})
+    fields = {**SHAPE, **options}
+    if family == "phi4":
+        # Its heads have what the hidden size leaves.
+        del fields["head_dim"]
+    return getattr(transformers, kind)(**fields)
 
 
 def make_family(family: str, folder: Path, seed: int) -> str:
@@ -110,16 +166,21 @@ def make_family(family: str, folder: Path, seed: int) -> str:
     make_tokenizer(folder)
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config_of(family), dtype=torch.float32)
-    with torch.no_grad():
-        for name, tensor in model.state_dict().items():
-            # transformers begins some with the same value everywhere: norms, biases, sinks, padding.
-            is_small = tensor.dim() == 1 or name.endswith("_bias")
-            tensor.add_(torch.randn_like(tensor), alpha=0.2 if is_small else 0.01)
+    vary(model)
     model.save_pretrained(folder)
     if family == "glm4_moe":
         extra = {f"{FURTHER_TOKEN}eh_proj.weight": torch.ones(2, 2)}
         save_file(extra, folder / "more.safetensors")
     return str(folder)
+
+
+@torch.no_grad()
+def vary(model: Any) -> None:
+    """Changes what transformers begins with one value: norms, biases, sinks, padding."""
+    for name, tensor in model.state_dict().items():
+        if tensor.is_floating_point():
+            is_small = tensor.dim() == 1 or name.endswith("_bias")
+            tensor.add_(torch.randn_like(tensor), alpha=0.2 if is_small else 0.01)
 
 
 def module_tensors(folder: str) -> list[tuple[str, Any]]:

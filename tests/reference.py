@@ -5,12 +5,21 @@ from functools import cache
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoProcessor,
+)
 
 
 @cache
 def reference_model(folder: str):
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    config = AutoConfig.from_pretrained(folder)
+    # transformers' other kernels leave out the cap on attention's scores (Gemma 2).
+    capped = getattr(config, "attn_logit_softcapping", None)
+    options = {"attn_implementation": "eager"} if capped else {}
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **options).eval()
 
 
 @torch.inference_mode()

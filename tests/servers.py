@@ -110,12 +110,15 @@ def free_port() -> int:
 
 
 def environment(**variables: str) -> dict[str, str]:
-    """This process's environment without titopool's settings, plus `variables`."""
+    """This process's environment without titopool's settings, plus `variables`.
+
+    Servers and workers end soon after SIGTERM, also with a request that never ends.
+    """
     kept = {key: value for key, value in os.environ.items() if not key.startswith("TITOPOOL_")}
     kept["PYTHONPATH"] = os.pathsep.join(
         filter(None, (variables.pop("PYTHONPATH", ""), str(REPOSITORY), kept.get("PYTHONPATH", "")))
     )
-    return kept | variables
+    return {"TITOPOOL_DRAIN_TIMEOUT_S": "1", **kept, **variables}
 
 
 def serve_process(

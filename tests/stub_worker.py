@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from titopool.errors import GenerationFailed, WeightUpdateFailed
+from titopool.errors import GenerationFailed, InvalidRequest, WeightUpdateFailed
 from titopool.settings.logs import configure_logging
 from titopool.settings.sampling import SamplingOptions, decode_options
 from titopool.settings.sources import from_environment
@@ -61,6 +61,8 @@ class StubWeights:
         self._is_bad = is_bad
         self._dies_at = dies_at
         self._slow = slow
+        # With tensors (`tests/stub_tensors.py`).
+        self.rank: Any = None
         # Of jobs in flight: set when the job is aborted, and the client's id.
         self.open: dict[asyncio.Event, str] = {}
         # Set while generation is not paused.
@@ -69,8 +71,14 @@ class StubWeights:
 
     async def call(self, method: str, *args: Any) -> list[Any]:
         await asyncio.sleep(self._slow.get(method, 0))
+        if method in ("offer", "compare", "fetch"):
+            if self.rank is None:
+                raise InvalidRequest("a stub has no tensors")
+            return await asyncio.to_thread(self.rank.call, method, *args)
         if method == self._dies_at:
             os.kill(os.getpid(), signal.SIGKILL)
+        if method == "apply" and self.rank is not None:
+            await asyncio.to_thread(self.rank.change)
         if method == ("load" if self._staging == "in_place" else "apply") and self._is_bad:
             raise WeightUpdateFailed("staged failure")
         fit = {
@@ -82,7 +90,7 @@ class StubWeights:
         answers = {
             "begin": fit, "check": fit, "check_folder": fit, "status": status, "device": "",
             "apply": {"loaded": 1}, "checksum": "0" * 16, "take": {"staging": self._staging},
-            "digests": {"dp0:pp0:pcp0:tp0:w": "0" * 64},
+            "digests": self.rank.digests() if self.rank else {"dp0:pp0:pcp0:tp0:w": "0" * 64},
         }  # fmt: skip
         return [answers.get(method)]
 
@@ -279,6 +287,10 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser()
     made.add_argument("--endpoint", required=True)
     made.add_argument("--worker-id", default="stub")
+    # Of a supervisor.
+    made.add_argument("--status-fd", type=int)
+    made.add_argument("--parent-pid", type=int)
+    made.add_argument("--ready-file")
     made.add_argument("--delay-s", type=float, default=0.0)
     made.add_argument("--max-num-seqs", type=int, default=256)
     made.add_argument(
@@ -288,6 +300,8 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--staging", default="beside")
     made.add_argument("--die-at", default="", help="a method of weight updates, e.g. apply")
     made.add_argument("--slow", default=[], action="append", help="METHOD=SECONDS")
+    made.add_argument("--tensors", type=int, default=0, help="MiB that other workers may fetch")
+    made.add_argument("--gate", type=Path, help="see tests/stub_tensors.py")
     made.add_argument("--model", default="stub")
     made.add_argument("--vocab-size", type=int, default=VOCAB_SIZE)
     made.add_argument("--load-s", type=float, default=0.0)
@@ -298,7 +312,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def engine_of(arguments: argparse.Namespace) -> StubEngine:
-    return StubEngine(
+    engine = StubEngine(
         delay_s=arguments.delay_s,
         in_slots=arguments.in_slots,
         load_s=arguments.load_s,
@@ -315,13 +329,19 @@ def engine_of(arguments: argparse.Namespace) -> StubEngine:
             slow={name: float(one) for name, one in (word.split("=") for word in arguments.slow)},
         ),
     )
+    if arguments.tensors:
+        # Importing torch takes seconds.
+        from tests.stub_tensors import StubRank
+
+        engine.weights.rank = StubRank(arguments.tensors, arguments.gate)
+    return engine
 
 
 async def serve(
     arguments: argparse.Namespace,
     prepare: Callable[[WorkerServer, StubEngine], None] = lambda server, engine: None,
 ) -> int:
-    """Serves until SIGTERM; `prepare` may change the server first. Returns the exit code."""
+    """Serves until SIGTERM, which drains, or SIGINT; `prepare` may change the server first. Returns the exit code."""
     config = from_environment()
     configure_logging(config.log_level)
     engine = engine_of(arguments)
@@ -330,9 +350,15 @@ async def serve(
         endpoint=arguments.endpoint,
         worker_id=arguments.worker_id,
         config=config,
-        report=PhaseReporter(arguments.worker_id, None),
+        report=(
+            report := PhaseReporter(arguments.worker_id, arguments.status_fd, arguments.ready_file)
+        ),
+        report_load=report.load,
+        parent_pid=arguments.parent_pid,
     )
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, server.stop)
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGTERM, server.drain)
+    loop.add_signal_handler(signal.SIGINT, server.stop)
     prepare(server, engine)
     reason = await server.run()
     if reason:

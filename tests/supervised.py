@@ -3,7 +3,7 @@
     python -m tests.supervised CODE
 
 CODE runs in each worker with the worker's phase reports and logging: `report("ready")` begins a
-phase, `wait()` returns at SIGTERM. Settings come from the environment.
+phase, `wait()` returns at SIGTERM or SIGINT. Settings come from the environment.
 """
 
 import logging
@@ -24,7 +24,8 @@ def work(code: str, argv: list[str]) -> int:
     report = PhaseReporter(worker_id or "", int(status_fd or 0))
     configure_logging("info", report.log_handler())
     stopped: list[int] = []
-    signal.signal(signal.SIGTERM, lambda number, _: stopped.append(number))
+    for one in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(one, lambda number, _: stopped.append(number))
 
     def wait() -> None:
         while not stopped:

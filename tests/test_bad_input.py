@@ -78,6 +78,15 @@ CASES = {
     "bias-outside": (kwargs(logit_bias={str(VOCAB): 1}), "logit_bias"),
     "bias-no-id": (kwargs(logit_bias={"a": 1}), "logit_bias"),
     "min-over-max": (kwargs(min_tokens=17), "min_tokens", "16"),
+    "patterns-reversed": (
+        kwargs(repetition_detection={"max_pattern_size": 1, "min_pattern_size": 3, "min_count": 2}),
+        "repetition_detection",
+        "at most max_pattern_size (1), got 3",
+    ),
+    "pattern-once": (
+        kwargs(repetition_detection={"max_pattern_size": 1, "min_count": 1}),
+        "at least 2, got 1",
+    ),
     "bad-words-empty": (kwargs(bad_words=[""]), "bad_words"),
     "presence-3": (kwargs(presence_penalty=3), "presence_penalty"),
     "seed-and-n-over-64-bits": (

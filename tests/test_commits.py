@@ -275,7 +275,7 @@ def test_a_worker_restarted_without_a_ledger_loads_the_adapters_of_the_pool(
         assert server.post("/generate/", body).json()["lora_versions"] == [1] * 9
     cluster.start(1)
     cluster.wait_for("ready", "ready", "ready")
-    adapters = lambda: [one["adapters"] for one in server.get("/weights").json()["workers"]]  # noqa: E731
+    adapters = lambda: [one.get("adapters") for one in server.get("/weights").json()["workers"]]  # noqa: E731
     wait_until(lambda: adapters() == [{"style": 1}] * 3, 5)
     # While one worker is stopped, a load fails and an unload succeeds.
     cluster.processes[2].send_signal(signal.SIGSTOP)

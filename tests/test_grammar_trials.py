@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,6 +44,8 @@ def outcome(fields, manager, log: Path) -> Passed:
         case "loop":
             while True:
                 pass
+        case "hangs-once" if log.read_text().count("hangs-once") == 1:
+            time.sleep(60)
         case "memory":
             bytearray(2 * process.MAX_MEMORY_BYTES)
         case "abort":
@@ -122,19 +125,27 @@ def test_a_process_that_has_ended_is_started_again(trials):
     assert asyncio.run(checked(trials, "a")) == "A"
 
 
-def test_a_trial_that_its_process_lost_is_no_refusal(trials):
-    async def run() -> str:
-        checking = asyncio.create_task(checked(trials, "loop"))
-        await asyncio.to_thread(wait_until, lambda: trials._vllm_config.exists(), 10)
-        first, _ = trials._process
-        trials._vllm_config.unlink()
-        os.killpg(first, signal.SIGKILL)
-        await asyncio.to_thread(wait_until, lambda: trials._vllm_config.exists(), 10)
-        assert trials._process[0] != first
-        return await checking
+def test_a_trial_that_its_process_lost_is_no_refusal(trials, tmp_path: Path):
+    # No limit ends the first trial.
+    trials.close()
+    log = tmp_path / "log"
+    trials = GrammarTrials(log, 60)
 
-    # The second trial exceeds its limit.
-    assert "grammar_timeout_s" in asyncio.run(run())
+    async def run() -> str:
+        checking = asyncio.create_task(checked(trials, "hangs-once"))
+        await asyncio.to_thread(
+            wait_until, lambda: log.exists() and "hangs-once" in log.read_text(), 10
+        )
+        first, _ = trials._process
+        os.killpg(first, signal.SIGKILL)
+        outcome = await checking
+        assert trials._process[0] != first
+        return outcome
+
+    try:
+        assert asyncio.run(run()) == "HANGS-ONCE"
+    finally:
+        trials.close()
 
 
 def test_outcomes_are_bounded_in_bytes(trials):

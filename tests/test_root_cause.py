@@ -33,6 +33,13 @@ def test_the_cause_is_the_engine_s_first_exception():
     assert lines[-1] == raised
 
 
+def test_the_cause_of_a_bare_assertion_has_its_statement():
+    lines = [CORE + "    assert kind == 2", CORE + "           ^^^^^^^^^", CORE + "AssertionError"]
+    cause, quoted = root_cause([*BEFORE, *lines, *AFTER], DEAD)
+    assert cause == "AssertionError: assert kind == 2"
+    assert quoted[-1] == lines[-1]
+
+
 def test_the_cause_is_the_process_that_failed_first():
     raised = "(Worker_TP1 pid=9) ERROR 11-21 22:58:21 [multiproc.py:9] ValueError: no kernel"
     message = CORE + (

@@ -28,6 +28,7 @@ HOLDERS = {
         "workers/engine/lora.py",
         "workers/engine/facts.py",
         "workers/engine/grammars/process.py",
+        "workers/engine/start/options.py",
         "workers/engine/vllm.py",
         "workers/engine/sampling.py",
         "workers/engine/parsing.py",
@@ -42,6 +43,7 @@ HOLDERS = {
     },
     "torch": {
         "titopool/demo_model.py",
+        "titopool/mismatch/trainer.py",
         "titopool/wire/weight_plan.py",
         "titopool/client/weights_client.py",
         "titopool/client/weights/packing.py",
@@ -57,12 +59,15 @@ HOLDERS = {
         "workers/in_model/receiving/group.py",
         "workers/in_model/coverage.py",
         "workers/in_model/dry_runs.py",
+        "workers/in_model/peers/model_bytes.py",
+        "workers/in_model/peers/offer.py",
         "workers/in_model/receiving/receiver.py",
         "workers/in_model/receiving/staging.py",
         "workers/in_model/reload.py",
     },
     "transformers": {
         "titopool/demo_model.py",
+        "titopool/mismatch/trainer.py",
         "titopool/rollouts/tools.py",
         "app/inputs/tokenizer.py",
         "workers/images/preparer.py",
@@ -103,11 +108,11 @@ LADDERS = {
         "rollouts", "client", "settings", "wire", "deadline", "secret_files", "errors", "release",
     ],
     "app": [
-        "streams", "generation", "service", "outputs", "inputs", "http", "schemas", "pool",
+        "streams", "generation", "service", "draining", "outputs", "inputs", "http", "schemas", "pool",
         "json_structure", "time_slices",
     ],
     "workers": [
-        "serving", "weights", "engine", "in_model", "images", "supervisor", "process",
+        "serving", "weights", "engine", "in_model", "images", "cluster", "supervisor", "process",
         "environment", "ledger", "vllm_internals",
     ],
 }  # fmt: skip

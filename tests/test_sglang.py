@@ -134,8 +134,12 @@ def test_chosen_ids_and_texts(single_server: Server, tiny_model: str):
         assert [one[1] for one in entries] == [7, 9]
         assert [one[0] for one in entries] == pytest.approx(row[[7, 9]].tolist(), abs=TOLERANCE)
     texts = "".join(one[2] for one in meta["output_token_logprobs"])
-    # A token that ends inside a character has no text of its own.
-    assert texts.replace("\ufffd", "") == found["text"].replace("\ufffd", "")
+    # A token that ends inside a character has no text of its own, also if it begins with a space.
+    assert letters(texts) == letters(found["text"])
+
+
+def letters(text: str) -> str:
+    return "".join(text.replace("\ufffd", "").split())
 
 
 def test_stops_by_token_and_by_text(single_server: Server, tiny_model: str):

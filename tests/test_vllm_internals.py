@@ -136,7 +136,7 @@ def test_the_doctor_lists_what_vllm_lacks(tmp_path, older_vllm):
 def test_the_doctor_works_without_vllm(monkeypatch, capsys):
     monkeypatch.setattr(doctor, "prepare_environment", lambda environ, **arguments: None)
     monkeypatch.setattr(doctor, "installed_version", lambda: "")
-    assert doctor.main() == 1
+    assert doctor.main([]) == 1
     output = capsys.readouterr().out
     assert "vllm missing" in output
     assert "missing: vLLM 0.25.1 to 0.32: pip install" in output

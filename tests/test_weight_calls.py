@@ -76,6 +76,15 @@ def test_a_complete_update_succeeds_and_every_wrong_order_is_refused(pool: Serve
     assert pool.generate([[1, 2]], max_tokens=2)["completion_ids"] == [[2, 1]]
 
 
+def test_a_group_that_a_worker_has_left_unnoticed_begins_no_update(pool: Server, port: int):
+    assert pool.post("/weights/init", init_body(port)).status_code == 200
+    assert pool.post("/workers/1/drain", {}).status_code == 202
+    # Both front ends.
+    wait_until(lambda: all(phases(pool) == ["ready", "unreachable"] for _ in range(8)), 20)
+    status, text = error_of(begin(pool))
+    assert (status, "workers have left or restarted; form a new group" in text) == (409, True)
+
+
 def test_the_first_update_of_a_pool_may_be_a_part(pool: Server, port: int):
     pool.post("/weights/init", init_body(port))
     answer = begin(pool, partial=True)

@@ -120,10 +120,14 @@ class Worker:
         config = ServerConfig(run_dir=run_dir, weights_root=root, weight_update_timeout_s=timeout_s)
         self.engine = RecordingEngine()
         self.broken: list[str] = []
+        self.num_changes = 0
         self.control = Control(
             self.engine, config, worker_id="0",  # type: ignore[arg-type]
-            on_changed=lambda: None, on_broken=self.broken.append, end_waiting=no_queues,
+            on_changed=self._on_changed, on_broken=self.broken.append, end_waiting=no_queues,
         )  # fmt: skip
+
+    def _on_changed(self) -> None:
+        self.num_changes += 1
 
     async def ask(self, action: Action) -> CommandDone:
         return await self.control.answer(Command("i", 1, action))
@@ -530,6 +534,35 @@ def test_a_restarted_worker_waits_for_weights_or_loads_its_folder(
     assert restarted().control.phase == "ready"
 
 
+def test_a_worker_that_starts_loads_the_folder_once(tmp_path: Path):
+    folder = tmp_path / "weights"
+    folder.mkdir()
+    weights = PoolWeights(3, "u", 5, False, str(folder), digest_of_files(str(folder)))
+    worker = Worker(root=str(tmp_path))
+    call = worker.engine.call
+
+    async def call_slowly(*args: Any) -> list[Any]:
+        await asyncio.sleep(0.05)
+        return await call(*args)
+
+    async def start() -> None:
+        worker.engine.call = call_slowly  # type: ignore[method-assign]
+        following = asyncio.create_task(worker.control.follow_pool())
+        worker.control.merge_pool_state(pool_state(weights))
+        starting = asyncio.create_task(worker.control.start("m"))
+        await asyncio.sleep(0.02)
+        # A front end's greeting comes while the worker starts.
+        worker.control.merge_pool_state(pool_state(weights, PoolPause(1)))
+        await asyncio.wait_for(starting, 10)
+        async with asyncio.timeout(10):
+            while worker.control.phase != "ready":
+                await asyncio.sleep(0.01)
+        following.cancel()
+
+    asyncio.run(start())
+    assert worker.engine.calls.count("check_folder") == 1
+
+
 def test_a_waiting_worker_accepts_only_complete_updates(tmp_path: Path):
     Ledger(str(tmp_path), "0").write(pool_state(PoolWeights(3, "before", 5, False)))
 
@@ -747,7 +780,10 @@ def test_a_worker_with_other_weights_restarts_to_accept_initial_ones():
         await worker.good(AwaitStep("apply", "u"))
         worker.control.merge_pool_state(pool_state(PoolWeights(4, "v", 9, False)))
         assert worker.control.phase == "stale"
+        num_before = worker.num_changes
         assert await worker.good(AcceptInitialWeights("own", 5)) == {"restarts": True}
+        # Front ends learn it before the worker ends.
+        assert worker.num_changes > num_before
 
     assert "own weights" in run(story).broken[0]
 

@@ -36,10 +36,10 @@ def test_an_update_passes_all_phases():
 def test_a_folder_update_needs_no_group_and_keeps_an_open_one():
     for state in (WeightState(timeout_s=TIMEOUT_S), opened()):
         before = state.phase
-        state.begin_folder(update(folder="/w"), 0.0)
+        state.begin_apart("update_weights", update(folder="/w"), 0.0)
         state.abort("u", "why not")
         assert state.phase is before
-        state.begin_folder(update(folder="/w"), 0.0)
+        state.begin_apart("update_weights", update(folder="/w"), 0.0)
         state.prepare("u", 0.0)
         state.prepared("u", 0.0)
         state.apply("u", 0.0)
@@ -50,7 +50,7 @@ def test_a_folder_update_needs_no_group_and_keeps_an_open_one():
 def test_folder_updates_do_not_keep_an_idle_session_alive():
     state = opened()
     for now in (50.0, 100.0):
-        state.begin_folder(update(folder="/w"), now)
+        state.begin_apart("update_weights", update(folder="/w"), now)
         state.prepare("u", now)
         state.prepared("u", now)
         state.apply("u", now)
@@ -110,7 +110,7 @@ def steps_of(state: WeightState, now: float, name: str, session: str, weights: P
         "leave": lambda: state.leave(session),
         "end": lambda: state.end("because"),
         "begin": lambda: state.begin(session, weights, now),
-        "folder": lambda: state.begin_folder(folder, now),
+        "folder": lambda: state.begin_apart("update_weights", folder, now),
         "touch": lambda: state.touch(now),
         "prepare": lambda: state.prepare(name, now),
         "prepared": lambda: state.prepared(name, now),

@@ -35,7 +35,7 @@ QWEN_TEMPLATE = (
 )
 
 
-def make_qwen_vl(folder: Path, *, shape: dict[str, Any] | None = None) -> None:
+def make_qwen_vl(folder: Path, *, shape: dict[str, Any] | None = None, seed: int = 0) -> None:
     """Writes a Qwen2.5-VL with its processor to `folder`.
 
     Args:
@@ -71,7 +71,7 @@ def make_qwen_vl(folder: Path, *, shape: dict[str, Any] | None = None) -> None:
         vision_end_token_id=ids["<|vision_end|>"], tie_word_embeddings=True,
     )  # fmt: skip
     if shape is None:
-        _save(Qwen2_5_VLForConditionalGeneration, config, folder)
+        _save(Qwen2_5_VLForConditionalGeneration, config, folder, seed)
         return
     config.architectures, config.dtype = ["Qwen2_5_VLForConditionalGeneration"], "bfloat16"
     config.save_pretrained(folder)
@@ -135,6 +135,6 @@ def _tokenizer(folder: Path, special_tokens: list[str]):
     return tokenizer
 
 
-def _save(model_class, config, folder: Path) -> None:
-    torch.manual_seed(0)
+def _save(model_class, config, folder: Path, seed: int = 0) -> None:
+    torch.manual_seed(seed)
     model_class(config).to(torch.float32).save_pretrained(folder)

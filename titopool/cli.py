@@ -1,7 +1,9 @@
 """The command `titopool`.
 
 `titopool serve [MODEL] …` is gunicorn with settings from the command line; `titopool doctor` reports
-what the server needs of this machine (`workers/doctor.py`).
+what the server needs of this machine (`workers/doctor.py`); `titopool scale N` changes the number of
+workers of a running server (`titopool/scale_command.py`); `titopool mismatch MODEL` compares its
+log-probabilities with a trainer's (`titopool/mismatch/command.py`).
 """
 
 import os
@@ -23,10 +25,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     if words[:1] == ["--version"]:
         show(__version__)
         return 0
-    if words == ["doctor"]:
-        execute("workers.doctor", environ=os.environ)
+    if words[:1] == ["doctor"]:
+        execute("workers.doctor", *words[1:], environ=os.environ)
+    if words[:1] == ["scale"]:
+        # Imports the client.
+        from titopool import scale_command
+
+        return scale_command.main(words[1:])
+    if words[:1] == ["mismatch"]:
+        # Imports the client.
+        from titopool.mismatch import command
+
+        return command.main(words[1:])
     if words[:1] != ["serve"] or "--help" in words or "-h" in words:
-        show(f"{usage()}\n\ntitopool doctor: versions, GPUs, ports and what this machine lacks")
+        show(
+            f"{usage()}\n\ntitopool doctor: versions, GPUs, ports and what this machine lacks; with "
+            "--endpoints or --url\nwhich hosts cannot connect\n"
+            "titopool scale N: how many workers a running server has (--help)\n"
+            "titopool mismatch MODEL: how far a trainer's log-probabilities are from its (--help)"
+        )
         return 0 if "--help" in words or "-h" in words else 2
     try:
         config = from_command_line(words[1:])

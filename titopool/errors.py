@@ -9,6 +9,8 @@
     ├── Unauthorized                      401  invalid_api_key
     ├── ForeignPage                       403  foreign_page
     ├── ModelNotFound                     404  model_not_found
+    ├── WorkerNotFound                    404  worker_not_found
+    ├── RequestNotFound                   404  request_not_found
     ├── BodyTooSlow                       408  body_too_slow
     ├── Conflict                          409  conflict
     ├── BodyTooLarge                      413  body_too_large
@@ -124,6 +126,22 @@ class ModelNotFound(TitopoolError):
     type = "invalid_request_error"
 
 
+class WorkerNotFound(TitopoolError):
+    """The path names a worker that does not answer."""
+
+    status = 404
+    code = "worker_not_found"
+    type = "invalid_request_error"
+
+
+class RequestNotFound(TitopoolError):
+    """The server keeps nothing of a request with this id."""
+
+    status = 404
+    code = "request_not_found"
+    type = "invalid_request_error"
+
+
 class BodyTooSlow(TitopoolError):
     """The client sends its body more slowly than the server waits for it."""
 
@@ -133,7 +151,7 @@ class BodyTooSlow(TitopoolError):
 
 
 class Conflict(TitopoolError):
-    """The state of the weights does not allow the call; the message names the state."""
+    """The state of the weights or workers does not allow the call; the message names the state."""
 
     status = 409
     code = "conflict"

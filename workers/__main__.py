@@ -16,6 +16,7 @@ import re
 import signal
 import sys
 import traceback
+from collections.abc import Callable
 from typing import NoReturn
 
 from titopool.errors import ConfigError
@@ -32,8 +33,8 @@ from workers.supervisor.phase_pipe import PhaseReporter
 logger = logging.getLogger("workers")
 
 USAGE = (
-    "usage: python -P -m workers --endpoint tcp://ADDRESS:PORT [--worker-id NAME] [MODEL] "
-    "[options of titopool serve]"
+    "usage: python -P -m workers --endpoint tcp://ADDRESS:PORT [--worker-id NAME] "
+    "[--ready-file PATH] [MODEL] [options of titopool serve]"
 )
 # Addresses that bind every interface of a host.
 ANY_ADDRESS = ("0.0.0.0", "*", "[::]", "::")
@@ -95,7 +96,8 @@ def main(argv: list[str]) -> int:
         )
         status_fd = take_option(argv, "--status-fd")
         parent_pid = take_option(argv, "--parent-pid")
-        report = PhaseReporter(worker_id, int(status_fd) if status_fd else None)
+        ready_file = take_option(argv, "--ready-file")
+        report = PhaseReporter(worker_id, int(status_fd) if status_fd else None, ready_file)
         config = from_command_line(argv)
         configure_logging(config.log_level, report.log_handler())
         if parent_pid is None and (ignored := ignored_variables()):
@@ -122,7 +124,7 @@ async def serve(
     report: PhaseReporter,
     parent_pid: int | None,
 ) -> tuple[str, int]:
-    """Serves until a signal arrives or the engine dies.
+    """Serves until a signal arrives or the engine dies. SIGTERM lets the jobs in flight finish.
 
     Returns the reason for the end ("" after a signal) and the exit code.
     """
@@ -132,17 +134,18 @@ async def serve(
         worker_id=worker_id,
         config=config,
         report=report,
+        report_load=report.load,
         parent_pid=parent_pid,
     )
 
-    def stop() -> None:
+    def end(how: Callable[[], None]) -> None:
         # vLLM logs a traceback when an engine process ends, even if vLLM itself has stopped it.
         logging.getLogger("vllm.v1.engine.async_llm").setLevel(logging.CRITICAL)
-        server.stop()
+        how()
 
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop)
+    loop.add_signal_handler(signal.SIGTERM, end, server.drain)
+    loop.add_signal_handler(signal.SIGINT, end, server.stop)
     reason = await server.run()
     return reason, server.exit_code if reason else EXIT_STOPPED
 

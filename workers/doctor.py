@@ -5,16 +5,21 @@ that a server on this machine needs. A taken port and refused images are shown o
 another port, and prompts without images work.
 """
 
+import argparse
 import os
 import platform
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 
 from titopool import __version__
+from titopool.errors import ConfigError
 from titopool.settings.config import ServerConfig
 from titopool.settings.gpus import visible_gpus
+from titopool.settings.sources import from_command_line
 from workers.environment import prepare_environment
+from workers.preflight import check_network
 from workers.vllm_internals import INTERNALS, SUPPORTED, installed_version, missing, version_of
 
 # TRL's client lets the group of a weight update meet here.
@@ -22,8 +27,19 @@ TRL_PORT = 51_216
 PACKAGES = ("torch", "transformers", "pyzmq")
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Prints the report; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="titopool doctor", description=__doc__)
+    parser.add_argument("--endpoints", help="checks the connections to these workers instead")
+    parser.add_argument("--curve-key-file", help="their key; default: TITOPOOL_CURVE_KEY_FILE")
+    parser.add_argument("--url", help="checks a trainer's connections to this front end")
+    options = parser.parse_args(argv)
+    if options.endpoints or options.url:
+        try:
+            return check_network(_network_config(options), options.url)
+        except (ConfigError, OSError) as error:
+            print(f"titopool: {error}")
+            return 2
     gpus = visible_gpus()
     prepare_environment(os.environ, on_cpu=not gpus)
     lacks = [*_report_versions(), *_report_gpus(gpus), *_report_internals()]
@@ -32,6 +48,13 @@ def main() -> int:
         print(f"missing: {lack}")
     print("all is well" if not lacks else f"{len(lacks)} missing")
     return 1 if lacks else 0
+
+
+def _network_config(options: argparse.Namespace) -> ServerConfig:
+    words = ["--endpoints", options.endpoints or ""]
+    if options.curve_key_file:
+        words += ["--curve-key-file", options.curve_key_file]
+    return from_command_line(words)
 
 
 def _report_versions() -> list[str]:

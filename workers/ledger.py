@@ -68,11 +68,11 @@ class Ledger:
         return msgspec.structs.replace(entry.state, pause=pause)
 
 
-def clear_ledgers(run_dir: str) -> None:
-    """Removes the files of an earlier server: a new server begins with the initial weights."""
+def clear_ledgers(run_dir: str, worker_id: str = "*") -> None:
+    """Removes the files of an earlier server, which begins with the initial weights, or of one worker."""
     if not run_dir:
         return
-    for path in Path(run_dir).glob(FILE_PREFIX + "*"):
+    for path in Path(run_dir).glob(FILE_PREFIX + worker_id):
         path.unlink(missing_ok=True)
 
 

@@ -7,8 +7,8 @@ from titopool.errors import Unauthorized
 
 # Probes of container platforms send no key.
 OPEN_ENDPOINTS = {"health.health", "health.live", "health.ready"}
-# The blueprints of all routes that change the model or pause generation.
-ADMIN_BLUEPRINTS = {"weights", "vllm_rl", "sglang"}
+# The blueprints of all routes that change the model or the workers, or pause generation.
+ADMIN_BLUEPRINTS = {"weights", "vllm_rl", "sglang", "workers"}
 _SCHEME = b"Bearer "
 
 

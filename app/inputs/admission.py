@@ -6,6 +6,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
+import numpy as np
+
 from app.http.budget import Reservation
 from app.http.keys import NO_KEY, Key
 from app.http.request_ids import adopt
@@ -21,6 +23,11 @@ from titopool.wire.messages import WorkerFacts
 Result = TypeVar("Result")
 # Characters of a session's id that count, which bounds the time to hash it.
 SESSION_LENGTH = 256
+
+
+def name_of(key: Key, request_id: str) -> str:
+    """The name under which a request's log-probabilities are kept."""
+    return f"{key.name}\n{request_id}"
 
 
 def session_key(session_id: str | None) -> str:
@@ -50,6 +57,13 @@ class Admission:
     reservation: Reservation | None = None
     # The client's key.
     key: Key = NO_KEY
+    # Keeps the log-probabilities of the answer under a name; None: they are not kept.
+    keep_logprobs: Callable[[str, Sequence[np.ndarray]], None] | None = None
+
+    @property
+    def kept_name(self) -> str:
+        """Another key's request of the same id has another name."""
+        return name_of(self.key, self.client_id)
 
     def identified(self, request_id: str | None, session_id: str | None) -> "Admission":
         """The admission with the ids of a body: a header's request id wins over the body's, the

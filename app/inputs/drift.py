@@ -16,6 +16,7 @@ from app.inputs.tools import Tools, make_chat
 from app.pool.link import Link
 from app.schemas.openai import ChatFields
 from titopool.errors import InvalidRequest, TitopoolError
+from titopool.wire.messages import Drift
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +51,7 @@ class DriftWatch:
             self._is_comparing = False
         if difference:
             logger.debug("drift: %s", difference)
-        self._link.report_drift(has_drifted=bool(difference))
+        self._link.report(Drift(1, int(bool(difference))))
 
     def _difference(self, fields: ChatFields, tools: Tools) -> str:
         """How the rendered messages differ from the client's ids; "" if they are equal."""

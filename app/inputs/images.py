@@ -229,6 +229,12 @@ def _check_number(num_images: int, location: str, facts: WorkerFacts) -> None:
             f"{location}: expected no images, as {facts.model} accepts no images, got {num_images}",
             param=_field_at(location),
         )
+    if facts.images.refused_because:
+        raise ImageMismatch(
+            f"{location}: expected no images, because {facts.images.refused_because}; "
+            f"got {num_images}",
+            param=_field_at(location),
+        )
     if num_images > facts.images.max_images:
         raise ImageMismatch(
             f"{location}: expected at most {facts.images.max_images} images in a prompt "

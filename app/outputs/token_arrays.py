@@ -85,6 +85,23 @@ def nested_logprobs(completion: Completion) -> tuple[Any, Any]:
     return _split(values, packed), _split(ids, packed)
 
 
+def sampled_logprobs(completion: Completion) -> np.ndarray:
+    """The sampled tokens' log-probabilities, float32 [tokens]; NaN where the worker sent none."""
+    packed = completion.logprobs or Logprobs(b"")
+    values = np.frombuffer(packed.values, np.float32)
+    ids = np.frombuffer(completion.token_ids, np.int32)
+    entry_ids = np.frombuffer(packed.token_ids, np.int32)
+    if not len(entry_ids):
+        return values
+    counts = np.frombuffer(packed.counts, np.int32) if packed.counts else np.ones_like(ids)
+    tokens = np.repeat(np.arange(len(ids)), counts)
+    own = np.flatnonzero(entry_ids == ids[tokens])
+    found, first = np.unique(tokens[own], return_index=True)
+    sampled = np.full(len(ids), np.nan, np.float32)
+    sampled[found] = values[own[first]]
+    return sampled
+
+
 def weight_spans(
     completion: Completion, num_tokens: int, label_of: Callable[[int], str]
 ) -> list[dict[str, Any]]:

@@ -98,6 +98,15 @@ class DetokenizeBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     model: str | None = None
 
 
+class MismatchBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """`POST /mismatch`: a trainer's log-probabilities of the completions of a request."""
+
+    # The header X-Request-Id of the request or of its answer.
+    request_id: Annotated[str, Meta(min_length=1, max_length=256)]
+    # One list for each completion, in the answer's order; one value for each token.
+    logprobs: list[list[float]]
+
+
 # Fields of `SamplingBody` that are sampling options of the same name.
 SAMPLING_FIELDS = (
     "n", "repetition_penalty", "temperature", "top_p", "top_k", "min_p", "max_tokens", "logprobs",
@@ -110,4 +119,5 @@ GENERATE_BODY = msgspec.json.Decoder(GenerateBody)
 CHAT_BODY = msgspec.json.Decoder(ChatBody)
 SEQUENCES_BODY = msgspec.json.Decoder(SequencesBody)
 TOKENIZE_BODY = msgspec.json.Decoder(TokenizeBody)
+MISMATCH_BODY = msgspec.json.Decoder(MismatchBody)
 DETOKENIZE_BODY = msgspec.json.Decoder(DetokenizeBody)

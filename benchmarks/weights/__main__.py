@@ -117,6 +117,8 @@ def facts_of(options: argparse.Namespace) -> Row:
         model += f", {options.num_workers} workers"
     if options.tp > 1:
         model += f", TP {options.tp}"
+    if options.lora:
+        model += ", an adapter loaded"
     if options.trainer_gpu is not None:
         model += ", trainer on a worker's GPU"
     if options.serve_options:

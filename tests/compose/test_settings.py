@@ -7,7 +7,10 @@ from tests.servers import REPOSITORY
 from titopool.settings.config import ENV_PREFIX, SETTINGS, ServerConfig
 
 # Set by the image, or meaningless where each worker is a container.
-NOT_PASSED_ON = {"host", "port", "num_workers", "run_dir"}
+NOT_PASSED_ON = {
+    "host", "port", "num_workers", "max_workers", "scale_up_after_s", "scale_down_after_s",
+    "run_dir", "cluster", "worker_port", "worker_command",
+}  # fmt: skip
 
 
 def test_every_setting_reaches_the_front_end() -> None:
@@ -21,6 +24,14 @@ def test_every_setting_reaches_the_front_end() -> None:
         secrets = {name for name, item in SETTINGS.items() if item.metadata["secret"]}
         given = services[service]["environment"].keys()
         assert not given & {ENV_PREFIX + name.upper() for name in secrets}
+
+
+def test_no_setting_is_passed_on_twice() -> None:
+    """Compose refuses a key that occurs twice; PyYAML takes the last one."""
+    node = yaml.compose((REPOSITORY / "docker-compose.yml").read_text())
+    (settings,) = [value for key, value in node.value if key.value == "x-settings"]
+    names = [key.value for key, _ in settings.value]
+    assert len(set(names)) == len(names)
 
 
 def test_front_ends_may_open_a_descriptor_for_each_request() -> None:

@@ -149,6 +149,7 @@ GENERATING = (
     _route("/get_sequence_logprobs/", schemas.SequencesBody, adjust=_with_lengths),
     _route("/tokenize/", schemas.TokenizeBody, {**HINTS, "prompt": st.one_of(st.none(), words), "messages": st.one_of(st.none(), messages)}),
     _route("/detokenize/", schemas.DetokenizeBody),
+    _route("/mismatch/", schemas.MismatchBody, {**HINTS, "request_id": words, "logprobs": st.lists(st.lists(st.floats(-9, 1), max_size=3), max_size=3)}),
     _openai_route("/v1/completions/", openai_bodies.CompletionsFields),
     _openai_route("/v1/chat/completions/", openai_bodies.ChatFields, tokens=st.none(), logprobs=st.booleans()),
     _openai_route("/v1/chat/completions/tokens/", openai_bodies.ChatFields, "tokens", logprobs=st.booleans()),
@@ -199,6 +200,9 @@ ADMINISTRATIVE = (
             "flush_cache", "v1/responses", "v1/messages", "v1/messages/count_tokens",
         )
     ),
+    # No body that scales the pool, and no worker of this name.
+    Route("/workers/scale/", small_json, frozenset({"num_workers"})),
+    Route("/workers/<name>/drain/", small_json, frozenset()),
     Route("/resume/", small_json, frozenset()),
     Route("/reset_prefix_cache/", small_json, frozenset()),
     Route("/close_communicator/", small_json, frozenset()),

@@ -8,6 +8,7 @@ import asyncio
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self
+from urllib.parse import quote
 
 import aiohttp
 import numpy as np
@@ -254,6 +255,16 @@ class AsyncClient:
     async def resume(self) -> None:
         """As `Client.resume`."""
         await self._call("/resume", b"{}", key=self.admin_key)
+
+    async def scale(self, num_workers: int) -> None:
+        """As `Client.scale`."""
+        body = bodies.json_body({"num_workers": num_workers})
+        await self._call("/workers/scale", body, key=self.admin_key, statuses=(202,))
+
+    async def drain(self, worker: str) -> None:
+        """As `Client.drain`."""
+        path = f"/workers/{quote(worker, safe='')}/drain"
+        await self._call(path, b"{}", key=self.admin_key, statuses=(202,))
 
     async def info(self) -> ServerInfo:
         """As `Client.info`."""

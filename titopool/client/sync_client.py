@@ -260,6 +260,29 @@ class Client:
         """
         self._run(lambda client: client.resume())
 
+    def scale(self, num_workers: int) -> None:
+        """Asks a server that starts its own workers for so many; returns at once.
+
+        Workers that join take jobs once they have loaded and have the pool's weights
+        (`wait_until_ready`). Those that leave finish their jobs first.
+
+        Raises:
+            InvalidRequest: the host has too few GPUs.
+            Conflict: the workers are started by something else.
+        """
+        self._run(lambda client: client.scale(num_workers))
+
+    def drain(self, worker: str) -> None:
+        """Asks a worker to finish its jobs and to end; returns once it takes no more.
+
+        Args:
+            worker: its name, as `wait_until_ready` returns it.
+
+        Raises:
+            WorkerNotFound: no worker that answers has this name.
+        """
+        self._run(lambda client: client.drain(worker))
+
     def info(self) -> ServerInfo:
         """The server's release, model, adapters and weights.
 

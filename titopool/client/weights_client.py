@@ -332,9 +332,12 @@ class WeightsClient:
         partial: bool,
         with_checksum: bool,
     ) -> dict[str, Any]:
+        had_group = self.is_open
         self.open()
         digest = Checksum() if with_checksum else None
-        begun, messages = self._begin(source, digest, version, partial, policy)
+        begun, messages = self._begin(
+            source, digest, version, partial, policy, may_reopen=had_group
+        )
         try:
             self._send(messages)
             self.check_going_on()
@@ -348,8 +351,8 @@ class WeightsClient:
         if _error_of(lambda: self._wait_for_sent(0)):
             # The new weights serve. The next update forms a new group.
             self._drop_group()
-        elif result.get("lost"):
-            # A lost worker restarts. The next update forms a group with it.
+        elif result.get("lost") or result.get("outside"):
+            # A lost worker restarts, or one has joined the pool. The next update's group has it.
             _error_of(self.close)
         return {**{name: begun[name] for name in ("missing", "ignored", "kept")}, **result}
 
@@ -360,8 +363,13 @@ class WeightsClient:
         version: int | None,
         partial: bool,
         policy: PauseMode,
+        *,
+        may_reopen: bool,
     ) -> tuple[dict[str, Any], Iterator[Any]]:
         """The response of /weights/begin, and the messages to send.
+
+        With `may_reopen`, workers may have left or restarted since the group formed: a new group
+        then takes its place.
 
         The first messages are filled during the call. Where that fails, the messages raise the
         error, so that a refusal of the server comes before it.
@@ -377,17 +385,22 @@ class WeightsClient:
             "policy": policy,
             "checksum": digest is not None,
         }
-        answer = run_in_thread(lambda: self.call("/weights/begin", body, fields=BEGIN_FIELDS))
+        begin = lambda: self.call("/weights/begin", body, fields=BEGIN_FIELDS)  # noqa: E731
+        answer = run_in_thread(begin)
         messages = messages_of(source, self._chunk_bytes, self._device(), digest)
         first: list[Any] = []
         failure = _error_of(lambda: first.extend(itertools.islice(messages, NUM_CHUNKS)))
         try:
-            return answer.result(), _chained(first, messages, failure)
+            begun = answer.result()
         except WeightsError as error:
             # A refusal of the tensors (status 400) leaves the group intact.
             if error.status != 400:
                 self._drop_group()
-            raise
+            if error.status != 409 or not may_reopen:
+                raise
+            self.open()
+            begun = self.call("/weights/begin", body | {"session": self._session})
+        return begun, _chained(first, messages, failure)
 
     def _fail(self, update: str, error: Exception) -> NoReturn:
         """Aborts an update that has begun and raises `error` as a WeightsError."""

@@ -10,10 +10,12 @@ parser reads in the worker.
 
 import dataclasses
 import shlex
+import sys
 from dataclasses import dataclass, field
 from typing import Any, get_type_hints
 
 from titopool.errors import ConfigError
+from titopool.wire.pool_files import FILE_SCHEME, is_endpoint
 
 ENV_PREFIX = "TITOPOOL_"
 # A file in `run_dir`. A supervisor that gives up writes the cause; gunicorn's master reads it.
@@ -57,6 +59,12 @@ class ServerConfig:
     num_workers: int = setting(
         0,
         "Workers; each runs one engine. 0: one for each GPU or group of GPUs, or one if there is no GPU.",
+        at_least=0,
+    )
+    max_workers: int = setting(
+        0,
+        "Workers at most, if more start while prompts wait; also --num-workers MIN..MAX. 0: no more "
+        "than num_workers.",
         at_least=0,
     )
     tensor_parallel_size: int = setting(
@@ -129,6 +137,12 @@ class ServerConfig:
         "Answers kept on disk for repeats with an Idempotency-Key, in one front end, for 10 minutes.",
         at_least=0,
     )
+    kept_logprobs_bytes: int = setting(
+        64 * 2**20,
+        "Log-probabilities kept on disk for POST /mismatch, in one front end, for 10 minutes. 0 "
+        "keeps none.",
+        at_least=0,
+    )
     max_completions_per_request: int = setting(
         65_536, "Largest number of prompts times n in one request.", at_least=1
     )
@@ -139,6 +153,11 @@ class ServerConfig:
         at_least=1,
     )
     request_timeout_s: float = setting(3600.0, "Deadline of a request.", at_least=0.001)
+    drain_timeout_s: float = setting(
+        30.0,
+        "Time after SIGTERM for open requests, in front ends, and for jobs, in workers.",
+        at_least=0,
+    )
     grammar_timeout_s: float = setting(
         60.0,
         "CPU time in which a grammar of structured outputs must compile. 0: grammars are refused.",
@@ -169,10 +188,21 @@ class ServerConfig:
         "Routing policy: prefix, least_loaded or round_robin. prefix prefers the worker that has "
         "the prompt's prefix cached, unless its load is too high.",
     )
+    cluster: str = setting(
+        "", "ray: the workers are actors of a Ray cluster. Empty: processes of this host."
+    )
+    worker_port: int = setting(
+        0, "Port of the first worker of a cluster; each further one has the next. 0: free ones."
+    )
     endpoints: tuple[str, ...] = setting(
         (),
-        "Endpoints of workers that run elsewhere, comma-separated: tcp://host:port (every address "
-        "of the host) or ipc://path. Empty: this server starts its workers.",
+        "Workers that run elsewhere, comma-separated: tcp://host:port (all its addresses), ipc://path "
+        "or file:PATH, one a line. Empty: this server starts its workers.",
+    )
+    worker_command: str = setting(
+        "",
+        "Command that starts a worker, for example 'numactl -N 0 python -m workers'. Empty: "
+        "`python -m workers`.",
     )
     curve_key_file: str = setting(
         "",
@@ -180,6 +210,12 @@ class ServerConfig:
     )
     run_dir: str = setting(
         "", "Folder for the sockets and logs of local workers. Empty: a new private folder."
+    )
+    scale_up_after_s: float = setting(
+        10.0, "How long prompts wait before more workers start, up to max_workers.", at_least=0
+    )
+    scale_down_after_s: float = setting(
+        300.0, "How long a worker is not needed before it leaves, down to num_workers.", at_least=0
     )
     worker_start_timeout_s: float = setting(
         900.0,
@@ -208,6 +244,12 @@ class ServerConfig:
         "Where new weights wait: beside the model, in the kv cache, in the host's memory (slow). auto: "
         "beside, else kv; in_place: as auto, else in the model.",
     )
+    peer_port: int = setting(
+        0,
+        "First port at which a worker gives its weights to a new one; each process of an engine takes "
+        "one. 0: any free port.",
+        at_least=0,
+    )
 
     log_level: str = setting(
         "info", "debug, info, warning or error. debug also shows the output of vLLM."
@@ -219,10 +261,16 @@ class ServerConfig:
             # `not >=` also refuses NaN.
             if least is not None and not value >= least:
                 raise ConfigError(f"{item.name}: expected at least {least}, got {value}")
-        if self.port > 65_535:
-            raise ConfigError(f"port: expected at most 65535, got {self.port}")
+        for name in ("port", "peer_port"):
+            if getattr(self, name) > 65_535:
+                raise ConfigError(f"{name}: expected at most 65535, got {getattr(self, name)}")
         _check_choice("log_level", self.log_level, ("debug", "info", "warning", "error"))
         _check_choice("placement", self.placement, PLACEMENTS)
+        _check_choice("cluster", self.cluster, ("", "ray"))
+        if self.cluster and self.endpoints:
+            raise ConfigError(
+                f"cluster: expected none where endpoints name the workers, got {self.cluster!r}"
+            )
         _check_choice("weight_staging", self.weight_staging, WEIGHT_STAGINGS)
         if self.heartbeat_timeout_s < 2 * self.heartbeat_interval_s:
             raise ConfigError(
@@ -233,33 +281,30 @@ class ServerConfig:
             raise ConfigError("tls_cert_file: expected tls_key_file with it, got only one of them")
         for endpoint in self.endpoints:
             self._check_endpoint(endpoint)
-        self._split_engine_args()
+        _split("engine_args", self.engine_args)
+        _split("worker_command", self.worker_command)
 
     def _check_endpoint(self, endpoint: str) -> None:
-        scheme, _, rest = endpoint.partition("://")
-        port = rest.rpartition(":")[2]
-        if scheme == "ipc" and rest:
-            return
-        if scheme != "tcp" or not port.isdigit() or not 0 < int(port) < 65_536:
+        if not is_endpoint(endpoint) and not endpoint.startswith(FILE_SCHEME):
             raise ConfigError(
-                f"endpoints: expected tcp://host:port or ipc://path, got {endpoint!r}"
+                f"endpoints: expected tcp://host:port, ipc://path or file:PATH, got {endpoint!r}"
             )
-        if not self.curve_key_file:
+        if not endpoint.startswith("ipc://") and not self.curve_key_file:
             raise ConfigError(
                 f"endpoints: {endpoint} is reached over the network and needs a key; set "
                 "curve_key_file to the same file, or to copies of one file, on both sides"
             )
 
-    def _split_engine_args(self) -> list[str]:
-        try:
-            return shlex.split(self.engine_args)
-        except ValueError as error:
-            raise ConfigError(f"engine_args: expected a command line, got {error}") from error
-
     @property
     def engine_argv(self) -> list[str]:
         """vLLM's options as a list of words."""
-        return self._split_engine_args()
+        return _split("engine_args", self.engine_args)
+
+    @property
+    def worker_argv(self) -> list[str]:
+        """The command that starts a worker."""
+        default = [sys.executable, "-m", "workers"]
+        return _split("worker_command", self.worker_command) or default
 
     @property
     def gpus_per_worker(self) -> int:
@@ -273,6 +318,13 @@ class ServerConfig:
             for item in dataclasses.fields(self)
             if (value := getattr(self, item.name)) != item.default
         }
+
+
+def _split(name: str, value: str) -> list[str]:
+    try:
+        return shlex.split(value)
+    except ValueError as error:
+        raise ConfigError(f"{name}: expected a command line, got {error}") from error
 
 
 def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:

@@ -6,6 +6,9 @@ import subprocess
 from titopool.errors import ConfigError
 from titopool.settings.config import ServerConfig
 
+# Workers on a host without a GPU, however few cores it has.
+LEAST_ON_CPUS = 8
+
 
 def visible_gpus() -> list[str]:
     """GPU ids for CUDA_VISIBLE_DEVICES: its present ones, or all GPUs of the host if it is unset."""
@@ -34,9 +37,18 @@ def number_of_workers(config: ServerConfig) -> int:
     if num_gpus == 0:
         return config.num_workers or 1
     num_workers = config.num_workers or max(1, num_gpus // size)
-    if num_workers * size > num_gpus:
+    most = max(num_workers, config.max_workers)
+    if most * size > num_gpus:
         raise ConfigError(
-            f"num_workers: {num_workers} workers of {size} GPUs each need {num_workers * size} "
+            f"num_workers: {most} workers of {size} GPUs each need {most * size} "
             f"GPUs, but {num_gpus} are visible; lower num_workers or tensor_parallel_size"
         )
     return num_workers
+
+
+def most_workers(config: ServerConfig) -> int:
+    """How many workers this host has GPUs for; without a GPU, one for each core, or a few."""
+    num_gpus = len(visible_gpus())
+    if num_gpus:
+        return num_gpus // config.gpus_per_worker
+    return max(LEAST_ON_CPUS, len(os.sched_getaffinity(0)))

@@ -196,12 +196,28 @@ def _check_combinations(options: SamplingOptions, facts: WorkerFacts) -> None:
             f"seed: expected at most 2**63 - n ({2**63 - options.n}), got {options.seed}",
             param="seed",
         )
+    _check_repetition(options.repetition_detection or RepetitionDetection())
     num_bytes = sum(2 * len(word.encode()) + 1 for word in options.bad_words or ())
     if num_bytes > MAX_BAD_WORDS_BYTES:
         raise InvalidRequest(
             f"bad_words: expected at most {MAX_BAD_WORDS_BYTES} bytes of words, each counted with and "
             f"without a leading space, got {num_bytes}; send fewer or shorter words",
             param="bad_words",
+        )
+
+
+def _check_repetition(options: RepetitionDetection) -> None:
+    if options.min_pattern_size > options.max_pattern_size:
+        raise InvalidRequest(
+            "repetition_detection: expected min_pattern_size of at most max_pattern_size "
+            f"({options.max_pattern_size}), got {options.min_pattern_size}",
+            param="repetition_detection",
+        )
+    if options.max_pattern_size and options.min_count < 2:
+        raise InvalidRequest(
+            f"repetition_detection: expected min_count of at least 2, got {options.min_count}; set "
+            "max_pattern_size to 0 to detect nothing",
+            param="repetition_detection",
         )
 
 

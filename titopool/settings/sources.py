@@ -48,6 +48,20 @@ def parse_value(name: str, text: str, source: str) -> Any:
         raise ConfigError(f"{source}: expected {expected}, got {text!r}") from None
 
 
+def _parse_setting(name: str, text: str, source: str) -> dict[str, Any]:
+    """As `parse_value`, by name; `num_workers` may be a range, `MIN..MAX`."""
+    least, dots, most = text.partition("..")
+    if name == "num_workers" and dots:
+        found = {
+            "num_workers": parse_value(name, least, source),
+            "max_workers": parse_value(name, most, source),
+        }
+        if not 0 < found["num_workers"] <= found["max_workers"]:
+            raise ConfigError(f"{source}: expected MIN..MAX with 0 < MIN <= MAX, got {text!r}")
+        return found
+    return {name: parse_value(name, text, source)}
+
+
 # ---- environment ---------------------------------------------------------------------
 
 
@@ -62,7 +76,7 @@ def from_environment(environ: Mapping[str, str] = os.environ) -> ServerConfig:
 
 def _environment_values(environ: Mapping[str, str]) -> dict[str, Any]:
     ignored = ignored_variables(environ)
-    values = {}
+    values: dict[str, Any] = {}
     for variable, text in environ.items():
         if not variable.startswith(ENV_PREFIX) or variable in ignored:
             continue
@@ -72,7 +86,7 @@ def _environment_values(environ: Mapping[str, str]) -> dict[str, Any]:
             close = difflib.get_close_matches(variable, known, n=1, cutoff=0.75)
             hint = f"; did you mean {close[0]}?" if close else ""
             raise ConfigError(f"{variable}: no such setting{hint}")
-        values[name] = parse_value(name, text, variable)
+        values |= _parse_setting(name, text, variable)
     return values
 
 
@@ -135,7 +149,7 @@ def from_command_line(argv: Sequence[str], environ: Mapping[str, str] = os.envir
     words = iter(argv)
     for word in words:
         if name := _setting_of(word):
-            values[name] = _option_value(name, word, words)
+            values |= _option_value(name, word, words)
         # A word without a dash behind one of vLLM's options may be the option's value.
         elif word.startswith("-") or engine_argv:
             engine_argv.append(word)
@@ -157,8 +171,8 @@ def _setting_of(word: str) -> str | None:
     return name if word.startswith("-") and name in SETTINGS else None
 
 
-def _option_value(name: str, word: str, rest: Iterator[str]) -> Any:
-    """The value of the option `word`; taken from `rest` if `word` has none."""
+def _option_value(name: str, word: str, rest: Iterator[str]) -> dict[str, Any]:
+    """What the option `word` sets; its value is taken from `rest` if `word` has none."""
     option, equals, text = word.partition("=")
     if SETTINGS[name].metadata["secret"]:
         raise ConfigError(
@@ -167,7 +181,7 @@ def _option_value(name: str, word: str, rest: Iterator[str]) -> Any:
     value = text if equals else next(rest, None)
     if value is None:
         raise ConfigError(f"{option}: expected a value, got nothing")
-    return parse_value(name, value, option)
+    return _parse_setting(name, value, option)
 
 
 def check_engine_options(config: ServerConfig) -> None:

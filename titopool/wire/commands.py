@@ -3,15 +3,15 @@
 A command that two clients may send at once goes to the pool's first worker, and to the others once
 the first worker has accepted it. So the first worker decides between two trainers, through any front
 ends. Other commands go to all workers at once. `JoinGroup`, `ReceiveTensors`, `PrepareUpdate`,
-`ApplyUpdate`, `FinishTensors` and `ClearCaches` take long and are answered on acceptance. The answer
-to `AwaitStep` comes when such a step has ended.
+`ApplyUpdate`, `FinishTensors`, `ClearCaches` and `FetchWeights` take long and are answered on
+acceptance. The answer to `AwaitStep` comes when such a step has ended.
 """
 
 from typing import Any, Literal
 
 import msgspec
 
-from titopool.wire.pool_state import Clock, LeaseSeconds, PauseMode, Version
+from titopool.wire.pool_state import Clock, LeaseSeconds, PauseMode, PoolWeights, Version
 
 Backend = Literal["nccl", "gloo"]
 # vLLM's default size of a chunk (`packed_buffer_size_bytes`).
@@ -223,6 +223,32 @@ class AcceptInitialWeights(msgspec.Struct, frozen=True, tag="accept_initial_weig
     clock: Clock
 
 
+class OfferWeights(msgspec.Struct, frozen=True, tag="offer_weights"):
+    """Let another worker read the model of these weights, if this worker serves them.
+
+    The result's `peers` has port and key of each process; the worker ends the offer.
+    """
+
+    weights: PoolWeights
+
+
+class Peer(msgspec.Struct, frozen=True, array_like=True):
+    """Where a process gives its part of the model. `address` is host:port."""
+
+    address: str
+    key: str
+
+
+class FetchWeights(msgspec.Struct, frozen=True, tag="fetch_weights"):
+    """Take the pool's weights from another worker, process by process."""
+
+    weights: PoolWeights
+    # By rank; empty: no worker offers the weights.
+    peers: list[Peer]
+    # Why there is none, for the log.
+    reason: str = ""
+
+
 class Pause(msgspec.Struct, frozen=True, tag="pause"):
     """Pause generation for at most `lease_s` seconds, or renew the lease of a pause."""
 
@@ -243,7 +269,7 @@ class Resume(msgspec.Struct, frozen=True, tag="resume"):
 class AwaitStep(msgspec.Struct, frozen=True, tag="await_step"):
     """Answer with the outcome of a step when the step has ended."""
 
-    step: Literal["join", "receive", "prepare", "apply", "finish", "clear"]
+    step: Literal["join", "receive", "prepare", "apply", "finish", "clear", "fetch"]
     # The session, list or update of the step.
     target: str
 
@@ -302,6 +328,8 @@ Action = (
     | LeaveGroup
     | LeaveStockGroup
     | AcceptInitialWeights
+    | OfferWeights
+    | FetchWeights
     | Pause
     | Resume
     | AwaitStep

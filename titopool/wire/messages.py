@@ -84,6 +84,8 @@ class ImageFacts(msgspec.Struct, frozen=True):
     placeholder_ids: list[int]
     # Whether a prompt needs a placeholder for each image. Some models insert images elsewhere.
     has_placeholders: bool
+    # Why this engine would compute something else than the model; "": it does not.
+    refused_because: str = ""
 
 
 class WorkerFacts(msgspec.Struct, frozen=True):
@@ -142,6 +144,13 @@ class WorkerCounters(msgspec.Struct):
     # to other ids.
     num_compared_prompts: int = 0
     num_drifted_prompts: int = 0
+    # Of `POST /mismatch`: tokens, and their sums of |trainer - sampler|, of the estimates of
+    # KL(sampler || trainer), of importance weights and of their squares.
+    num_mismatch_tokens: int = 0
+    mismatch_difference: float = 0.0
+    mismatch_kl: float = 0.0
+    mismatch_weights: float = 0.0
+    mismatch_squared_weights: float = 0.0
 
 
 class FrontEndTotals(msgspec.Struct, frozen=True):
@@ -155,6 +164,8 @@ class FrontEndTotals(msgspec.Struct, frozen=True):
     num_queue_full: int = 0
     num_body_too_large: int = 0
     num_body_too_slow: int = 0
+    # Prompts that wait in the front end for a worker.
+    num_waiting: int = 0
 
     @property
     def num_refused(self) -> int:
@@ -309,6 +320,25 @@ class Drift(msgspec.Struct, frozen=True, tag="drift"):
 
     num_compared: Count
     num_drifted: Count
+
+
+class Compared(msgspec.Struct, frozen=True, tag="compared"):
+    """Sums for `WorkerCounters`, of one call of `POST /mismatch`."""
+
+    num_tokens: Count
+    difference: float
+    kl: float
+    weights: float
+    squared_weights: float
+
+
+class Leave(msgspec.Struct, frozen=True, tag="leave"):
+    """Finish the jobs in flight, and end for good: the supervisor does not start this worker again.
+
+    A worker process with another incarnation ignores the message.
+    """
+
+    incarnation: str
 
 
 class EndedWaiting(msgspec.Struct, frozen=True, tag="ended_waiting"):
@@ -467,7 +497,7 @@ class Stopping(msgspec.Struct, frozen=True, tag="stopping"):
     blames_jobs: bool = False
 
 
-ToWorker = Hello | Generate | Abort | Drift | EndedWaiting | Command
+ToWorker = Hello | Generate | Abort | Drift | Compared | EndedWaiting | Leave | Command
 FromWorker = Heartbeat | Load | Results | EndWaiting | Stopping | CommandDone
 
 encode = msgspec.msgpack.Encoder().encode

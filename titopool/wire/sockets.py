@@ -32,6 +32,13 @@ def worker_endpoint(run_dir: str, index: int) -> str:
     return f"ipc://{path}"
 
 
+def listen_address(endpoint: str) -> str:
+    """The host in an endpoint, in brackets if it is IPv6; loopback for a Unix socket."""
+    if not endpoint.startswith("tcp://"):
+        return "127.0.0.1"
+    return endpoint.removeprefix("tcp://").rpartition(":")[0]
+
+
 def bind_router(
     context: zmq.Context[zmq.Socket[bytes]], endpoint: str, key_file: str
 ) -> zmq.Socket[bytes]:

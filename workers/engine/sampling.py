@@ -32,15 +32,15 @@ def to_vllm_params(options: SamplingOptions, *, is_streamed: bool = False) -> An
         if getattr(options, name) != getattr(defaults, name)
     }
     values["detokenize"] = options.detokenize or bool(options.stop)
-    for name, kind in (
-        ("structured_outputs", StructuredOutputsParams),
-        ("repetition_detection", RepetitionDetectionParams),
-    ):
-        if name in values:
-            values[name] = kind(**msgspec.to_builtins(values[name]))
     if options.logprob_token_ids is not None:
         values["logprobs"] = len(options.logprob_token_ids)
     try:
+        for name, kind in (
+            ("structured_outputs", StructuredOutputsParams),
+            ("repetition_detection", RepetitionDetectionParams),
+        ):
+            if name in values:
+                values[name] = kind(**msgspec.to_builtins(values[name]))
         return params_class()(
             **values,
             flat_logprobs=True,

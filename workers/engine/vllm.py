@@ -4,23 +4,20 @@ Runs in: each worker process, on its event loop. Everything of vLLM is imported 
 the import takes seconds, and the environment must be prepared before.
 """
 
-import argparse
-import copy
 import gc
 import hashlib
 import importlib
 import os
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NoReturn
+from typing import Any
 
 import msgspec
 import numpy as np
 
-from titopool import demo_model
-from titopool.errors import ConfigError, InvalidRequest
+from titopool.errors import InvalidRequest
 from titopool.settings.config import ServerConfig
 from titopool.settings.sampling import SamplingOptions, decode_options, encode_options
-from titopool.wire.messages import Job, JobProgress, WorkerFacts, decode_chat_parsing
+from titopool.wire.messages import ImageFacts, Job, JobProgress, WorkerFacts, decode_chat_parsing
 from workers.engine.base import EngineDead, Generated, OnChunk, ReportPhase
 from workers.engine.completions import RunContext, Stream
 from workers.engine.facts import facts_of
@@ -36,6 +33,11 @@ from workers.engine.sampling import (
     to_vllm_params,
 )
 from workers.engine.scoring import check_scored, until_scored
+from workers.engine.start.options import (
+    capture_graphs_for_all,
+    fit_to_cpu,
+    parse_options,
+)
 from workers.engine.versions import History, Versions
 from workers.engine.weights import VllmWeights, WeightEngine
 from workers.environment import default_engine_options, image_threads, prepare_environment
@@ -79,19 +81,20 @@ class VllmEngine:
         defaults = default_engine_options(self._config, os.environ, on_cpu=self._on_cpu, seed=seed)
         report("importing")
         with without_collector():
-            from vllm.engine.arg_utils import AsyncEngineArgs
             from vllm.usage.usage_lib import UsageContext
             from vllm.v1.engine.async_llm import AsyncLLM
 
             check_internals()
         check_parsers(self._config)
-        engine_args = self._engine_args(AsyncEngineArgs, defaults)
+        engine_args = parse_options(self._config, defaults)
         if _is_titopools(engine_args.worker_extension_cls):
             receive_lists()
         report("loading")
         # LLM_CLASS: the batch sizes that vLLM chooses for throughput.
         usage = UsageContext.LLM_CLASS
-        if not self._on_cpu:
+        if self._on_cpu:
+            fit_to_cpu(engine_args)
+        else:
             capture_graphs_for_all(engine_args, usage)
         self._llm = AsyncLLM.from_engine_args(engine_args, usage_context=usage)
         if self._llm.model_config.is_multimodal_model:
@@ -107,34 +110,20 @@ class VllmEngine:
         self.adapters = Adapters(self._llm)
         return facts_of(
             self._llm, self._config,
-            images=self._images.facts if self._images else None, max_loras=self.adapters.limit,
+            images=self._image_facts(), max_loras=self.adapters.limit,
         )  # fmt: skip
 
-    def _engine_args(self, args_class: Any, defaults: dict[str, Any]) -> Any:
-        from vllm.config import StructuredOutputsConfig
-        from vllm.utils.argparse_utils import FlexibleArgumentParser
-
-        # vLLM writes `reasoning_parser` into it.
-        structured_outputs = StructuredOutputsConfig(**defaults.pop("structured_outputs_config"))
-
-        def refuse(message: str) -> NoReturn:
-            raise ConfigError(f"vLLM's options: {message}")
-
-        argv = self._config.engine_argv
-        model = self._config.model
-        if not model:
-            model = demo_model.demo_model_folder()
-            given = {word.partition("=")[0] for word in argv}
-            if not given & {"--dtype", "--max-model-len"}:
-                argv = [*demo_model.ENGINE_ARGV, *argv]
-        parser = args_class.add_cli_args(FlexibleArgumentParser(prog="vllm", allow_abbrev=False))
-        # argparse's `error` would end the process.
-        parser.error = refuse
-        parser.set_defaults(model=model, structured_outputs_config=structured_outputs, **defaults)
-        try:
-            return args_class.from_cli_args(parser.parse_args(argv))
-        except (argparse.ArgumentError, ValueError) as error:
-            raise ConfigError(f"vLLM's options: {error}") from error
+    def _image_facts(self) -> ImageFacts | None:
+        if self._images is None or self._images.facts is None:
+            return None
+        sees_all = getattr(self._llm.model_config, "is_mm_prefix_lm", False)
+        if not (self._on_cpu and sees_all):
+            return self._images.facts
+        reason = (
+            "this model's images attend to all of themselves, which vLLM computes on GPUs only (on "
+            "a CPU it would give other log-probabilities than the trainer's)"
+        )
+        return msgspec.structs.replace(self._images.facts, refused_because=reason)
 
     async def warm_up(self) -> None:
         # The first request for log-probabilities compiles code (13 s on a CPU).
@@ -318,22 +307,6 @@ def _tokens_input(job: Job) -> Any:
 
     token_ids = np.frombuffer(job.prompt_token_ids, dtype=np.int32).tolist()
     return tokens_input(token_ids, cache_salt=job.cache_salt)
-
-
-def capture_graphs_for_all(engine_args: Any, usage_context: Any) -> None:
-    """Makes vLLM capture CUDA graphs for all sequences that it runs at once, unless the user chose.
-
-    vLLM captures for up to 512 sequences; a larger step launches kernel by kernel (measured on an
-    H200: with graphs, 1,024 sequences make 1.6 times the tokens).
-    """
-    for given in (engine_args, engine_args.compilation_config):
-        if given.max_cudagraph_capture_size or given.cudagraph_capture_sizes:
-            return
-    config = copy.deepcopy(engine_args).create_engine_config(usage_context)
-    limit = config.compilation_config.max_cudagraph_capture_size
-    num_seqs = config.scheduler_config.max_num_seqs
-    if limit and limit < num_seqs:
-        engine_args.max_cudagraph_capture_size = num_seqs
 
 
 def _is_titopools(extension: str) -> bool:

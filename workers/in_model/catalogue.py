@@ -269,18 +269,40 @@ def catalogue_of(model: Any, model_config: Any) -> Catalogue:
 
         # Without the renames that fuse layers: parts keep their names here.
         rename = dataclasses.replace(mapper, orig_to_new_stacked={})._map_name
-    # vLLM ties the head by the language model's config.
-    is_tied = bool(getattr(model_config.hf_text_config, "tie_word_embeddings", False))
-    conversions = Conversions(model_config.hf_config)
+    conversions = Conversions(model_config.hf_config, _towers(model))
+    stored = _from_files(model_config)
+    conversions.transpose_as(stored)
     return Catalogue(
-        _from_files(model_config) or conversions.checkpoint(),
+        stored or conversions.checkpoint(),
         rename=rename,
         packed=getattr(model, "packed_modules_mapping", None),
-        is_tied=is_tied,
+        is_tied=_is_tied(model, model_config),
         conversions=conversions,
         blocks=_blocks_of_experts(model),
         modules=[path for path, _ in model.named_modules()],
     )
+
+
+def _towers(model: Any) -> list[str]:
+    return [
+        path
+        for path, module in model.named_modules()
+        if [name for name, _ in module.named_children()] == ["vision_model"]
+    ]
+
+
+def _is_tied(model: Any, model_config: Any) -> bool:
+    """Whether the head's weights are the embedding's.
+
+    vLLM decides by the outer config, the language model's and the checkpoint, so the model is asked
+    first.
+    """
+    parameters = list(model.named_parameters(remove_duplicate=False))
+    heads = [one for name, one in parameters if name.endswith("lm_head.weight")]
+    if heads:
+        others = [one for name, one in parameters if not name.endswith("lm_head.weight")]
+        return any(head is one for head in heads for one in others)
+    return bool(getattr(model_config.hf_text_config, "tie_word_embeddings", False))
 
 
 def _blocks_of_experts(model: Any) -> set[str]:

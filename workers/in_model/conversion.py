@@ -8,7 +8,7 @@ the same conversion runs first on tensors without memory, to learn its result, a
 import copy
 import logging
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,13 +33,34 @@ class Conversion:
 class Conversions:
     """How the parameters of one of transformers' models become a checkpoint's tensors."""
 
-    def __init__(self, config: Any):
-        """Has no conversions if transformers has no model for its `config`."""
+    def __init__(self, config: Any, towers: Collection[str] = ()):
+        """Has no conversions if transformers has no model for its `config`.
+
+        Args:
+            towers: vLLM's modules that hold a `vision_model` and nothing else. Checkpoints name that
+                level too; transformers 5 has dropped it from some modules.
+        """
+        self._towers = tuple(f"{tower}." for tower in towers)
         self._model = _model_without_memory(config)
         self._by_name: dict[str, Conversion] = {}
+        # Names of stacked experts, whose checkpoint has the last two dimensions in the other order.
+        self._transposed = set[str]()
         self.parameters: list[TensorInfo] = []
         if self._model is not None:
             self._find()
+
+    def transpose_as(self, stored: Iterable[TensorInfo]) -> None:
+        """Learns from a checkpoint's tensors which experts it stores transposed (Qwen3-VL-MoE).
+
+        transformers 5 transposes them when it loads, and not when it saves.
+        """
+        shapes = {info.name: info.shape for info in stored}
+        for own in self.parameters:
+            swapped = [*own.shape[:-2], *own.shape[:-3:-1]]
+            if len(own.shape) == 3 and swapped != own.shape and shapes.get(own.name) == swapped:
+                self._transposed.add(own.name)
+                tensor = TensorInfo(own.name, own.dtype, swapped)
+                self._by_name[own.name] = Conversion((own,), (tensor,), renames=False)
 
     def of(self, name: str) -> Conversion | None:
         """The conversion of the parameter `name`; None: a checkpoint stores it unchanged."""
@@ -57,7 +78,16 @@ class Conversions:
         from transformers.core_model_loading import revert_weight_conversion
 
         converted: dict[str, Any] = revert_weight_conversion(self._model, dict(tensors))
-        return converted
+        return {
+            self._in_tower(name): tensor.mT.contiguous() if name in self._transposed else tensor
+            for name, tensor in converted.items()
+        }
+
+    def _in_tower(self, name: str) -> str:
+        for tower in self._towers:
+            if name.startswith(tower) and not name.startswith(f"{tower}vision_model."):
+                return f"{tower}vision_model.{name.removeprefix(tower)}"
+        return name
 
     def _find(self) -> None:
         parameters = self._model.state_dict(keep_vars=True)

@@ -306,7 +306,12 @@ def _within(
 
 
 def digests(model: Any, scope: Callable[[str], bool]) -> dict[str, str]:
-    """A checksum of each tensor that the model's modules hold, by the path of attributes.
+    """A checksum of each tensor that the model's modules hold (`held_tensors`)."""
+    return {name: checksum([tensor]) for name, tensor in held_tensors(model, scope).items()}
+
+
+def held_tensors(model: Any, scope: Callable[[str], bool]) -> dict[str, Any]:
+    """Every tensor that the model's modules hold, by the path of attributes.
 
     Includes buffers and what layers derive from weights and keep as attributes, of themselves or of
     objects such as attention's `impl`. The KV cache, which is no weight, is left out.
@@ -319,7 +324,7 @@ def digests(model: Any, scope: Callable[[str], bool]) -> dict[str, str]:
             for name, value in members.items():
                 if name not in ("_parameters", "_buffers", "_modules"):
                     _collect(f"{path}.{name}", value, MAX_DEPTH, found, seen)
-    return {name: checksum([tensor]) for name, tensor in found.items()}
+    return found
 
 
 def within_layers(parameters: Iterable[str]) -> Callable[[str], bool]:

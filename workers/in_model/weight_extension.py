@@ -9,6 +9,7 @@ would return the other processes' answers as the result of the next call.
 import functools
 import itertools
 import logging
+import socket
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,6 +25,9 @@ from workers.in_model.conversion import Conversions
 from workers.in_model.copies import CopyPlan, learn, within_layers
 from workers.in_model.coverage import Coverage, HalfLoaded, renew_sinks
 from workers.in_model.dry_runs import DryRuns
+from workers.in_model.peers.fetch import Fetch
+from workers.in_model.peers.model_bytes import ModelBytes, opaque_weights
+from workers.in_model.peers.offer import Offer
 from workers.in_model.receiving.group import GroupArgs
 from workers.in_model.receiving.receiver import Receiver
 from workers.in_model.receiving.staging import InKvCache, InPlace, Staging, StagingRoom
@@ -83,6 +87,9 @@ class WeightExtension:
     _titopool_num_loaded: int | None = None
     # The last list of tensors, whether it was partial, how it fits and what it writes.
     _titopool_checked: tuple[bytes, bool, Fit, Coverage | None] | None = None
+    # This model's bytes for other workers, and another worker's for this model.
+    _titopool_offer: Offer | None = None
+    _titopool_fetch: Fetch | None = None
     # Attributes of vLLM's worker.
     get_model: Any
     device: Any
@@ -180,6 +187,7 @@ class WeightExtension:
             return
         assert receiver is not None
         assert fit is not None
+        self._titopool_end_offer()
         (staging,) = in_place
         chunks, loaded = staging.chunks(receiver.timeout_s), list[str]()
         plan, ignored = self._titopool_copies(), set(fit.ignored)
@@ -301,6 +309,7 @@ class WeightExtension:
         """
         fit = self._titopool_fit
         assert fit is not None
+        self._titopool_end_offer()
         if self._titopool_num_loaded is not None:
             num_loaded = self._titopool_num_loaded
         elif self._titopool_folder is None:
@@ -325,6 +334,79 @@ class WeightExtension:
         self._titopool_forget()
         if leaves:
             self._titopool_leave()
+
+    @answer
+    def titopool_weights_offer(self, address: str, port: int, idle_s: float) -> dict[str, Any]:
+        """Gives this process's part of the model to other workers, until it changes.
+
+        Args:
+            address, port: where to listen; the processes have ports in a row, 0 is any free one.
+            idle_s: ends after this time without a reader.
+
+        Returns:
+            What a reader needs; `host` tells whether all processes are on one host.
+        """
+        if self.vllm_config.parallel_config.enable_eplb:
+            raise Refused("vLLM moves its experts between processes (--enable-eplb)")
+        if opaque := opaque_weights(self.get_model(), on_cpu=self.device.type == "cpu"):
+            raise Refused(
+                f"vLLM has packed {len(opaque)} of its layers into memory that cannot be copied, as it "
+                f"does on a CPU; the first is {opaque[0]}"
+            )
+        offer = self._titopool_offer
+        if offer is None or not offer.renew():
+            self._titopool_end_offer()
+            own_port = port + self.rank if port else 0
+            try:
+                self._titopool_offer = offer = Offer(
+                    ModelBytes(self.get_model()), self.device,
+                    address=address, port=own_port, idle_s=idle_s,
+                )  # fmt: skip
+            except OSError as error:
+                raise Refused(str(error)) from None
+        return {"port": offer.port, "key": offer.key, "host": socket.gethostname()}
+
+    @answer
+    def titopool_weights_compare(self, peers: list[tuple[str, str]], timeout_s: float) -> None:
+        """Connects to another worker's process of the same rank, and compares the models.
+
+        Args:
+            peers: (address, key) of each rank.
+        """
+        if opaque := opaque_weights(self.get_model(), on_cpu=self.device.type == "cpu"):
+            raise Refused(f"this worker has packed weights, such as {opaque[0]}")
+        if len(peers) <= self.rank:
+            raise Refused(f"expected a peer of rank {self.rank}, got {len(peers)} peers")
+        self._titopool_end_fetch()
+        self._titopool_fetch = Fetch(*peers[self.rank])
+        self._titopool_fetch.compare(ModelBytes(self.get_model()), timeout_s)
+
+    @answer
+    def titopool_weights_fetch(self, timeout_s: float) -> dict[str, Any]:
+        """Overwrites the model with the other worker's.
+
+        After an error the model is in an unknown state; another fetch can complete it.
+        """
+        assert self._titopool_fetch is not None
+        self._titopool_end_offer()
+        try:
+            with self._titopool_in_model():
+                result = self._titopool_fetch.fetch(ModelBytes(self.get_model()), timeout_s)
+        finally:
+            self._titopool_end_fetch()
+        _after_load(self)
+        return result
+
+    def _titopool_end_offer(self) -> None:
+        """Before the model changes: readers learn that it does."""
+        offer, self._titopool_offer = self._titopool_offer, None
+        if offer is not None:
+            offer.end()
+
+    def _titopool_end_fetch(self) -> None:
+        fetch, self._titopool_fetch = self._titopool_fetch, None
+        if fetch is not None:
+            fetch.close()
 
     def _titopool_load(self, tensors: dict[str, Any], fit: Fit) -> None:
         """Loads staged tensors by learned copies; where there are none, by vLLM's reload."""
@@ -409,6 +491,7 @@ class WeightExtension:
     def _titopool_forget(self) -> None:
         self._titopool_fit = self._titopool_coverage = self._titopool_folder = None
         self._titopool_num_loaded = None
+        self._titopool_end_fetch()
         receiver = self._titopool_receiver
         if receiver is not None and not receiver.is_idle:
             # Nothing may be written to the KV cache after this.

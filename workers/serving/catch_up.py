@@ -17,7 +17,7 @@ from titopool.wire.commands import (
     BeginFolder,
     PrepareUpdate,
 )
-from titopool.wire.pool_state import AdapterRecord, PauseMode, PoolWeights
+from titopool.wire.pool_state import AdapterRecord, PoolWeights
 from workers.engine.lora import Adapters
 from workers.engine.weights import WeightEngine
 from workers.ledger import digest_of_files
@@ -58,8 +58,12 @@ class CatchUp:
         self._weights_root = weights_root
         self._on_changed = on_changed
         self._has_changed = asyncio.Event()
+        # A worker that starts catches up in its own time, and when the first front end greets it.
+        self._catching_up = asyncio.Lock()
         # The order of the weights that this worker cannot load.
         self._unavailable: tuple[int, str] = (0, "")
+        # Why, and why no other worker gives them.
+        self._reason = self._no_peer = ""
         # Attempts, by the order of the weights.
         self._num_tries: Counter[tuple[int, str]] = Counter()
         # The last error of each part of the state, so that the log shows it once.
@@ -72,8 +76,22 @@ class CatchUp:
         """Whether this worker is loading the pool's weights, or will load them from their folder."""
         state, wanted = self._updates.state, self._pool.weights
         if state.update is not None and state.update.update_id == wanted.update_id:
-            return state.phase in (Phase.PREPARED, Phase.APPLYING) or bool(state.update.folder)
+            return state.phase in (Phase.PREPARED, Phase.APPLYING) or state.is_apart
         return bool(wanted.folder) and self._unavailable != wanted.order
+
+    @property
+    def why_behind(self) -> str:
+        """Why this worker lacks the pool's weights; "" if it has them, or may get them soon."""
+        if not self._updates.is_behind_pool or self._unavailable != self._pool.weights.order:
+            return ""
+        why_no_peer = self._no_peer or self._updates.state.last_end
+        return f"{self._reason}; {why_no_peer}" if why_no_peer else self._reason
+
+    def note_no_peer(self, reason: str) -> None:
+        """Called when no other worker gives the pool's weights; with "" when one does."""
+        if reason not in ("", self._no_peer):
+            logger.warning("no other worker gives the pool's weights: %s", reason)
+        self._no_peer = reason
 
     def notify(self) -> None:
         """Called when the pool's state has changed."""
@@ -90,6 +108,10 @@ class CatchUp:
 
     async def catch_up(self) -> None:
         """Tries once to reach the pool's state; errors are logged."""
+        async with self._catching_up:
+            await self._follow()
+
+    async def _follow(self) -> None:
         for follow in (self._follow_pauses, self._follow_weights, self._follow_adapters):
             text = ""
             try:
@@ -124,7 +146,9 @@ class CatchUp:
             await self._try_to_load(wanted)
 
     async def _try_to_load(self, wanted: PoolWeights) -> None:
-        if not wanted.folder:
+        if wanted.is_initial:
+            self._updates.return_to_initial()
+        elif not wanted.folder:
             self._give_up(wanted, "they were sent through a group")
         # The digest is "" while the file server is down.
         elif digest_of_files(wanted.folder) not in ("", wanted.files):
@@ -133,11 +157,11 @@ class CatchUp:
             await self._try_folder(wanted)
 
     def _give_up(self, wanted: PoolWeights, reason: str) -> None:
-        self._unavailable = wanted.order
+        self._unavailable, self._reason, self._no_peer = wanted.order, reason, ""
         self._num_tries.clear()
         logger.warning(
             "this worker lacks the pool's weights of version %d and cannot load them: %s; it waits "
-            "for the next update", wanted.version, reason,
+            "for another worker's, or for the next update", wanted.version, reason,
         )  # fmt: skip
         self._on_changed()
 
@@ -157,13 +181,9 @@ class CatchUp:
 
     async def _load_folder(self, wanted: PoolWeights) -> None:
         updates, update_id = self._updates, wanted.update_id
-        mode: PauseMode = updates.default_pause_mode
-        if mode == "drain" and self._pauses.keeps_requests:
-            # Kept requests cannot drain. A worker without the pool's weights has few requests.
-            mode = "abort"
         action = BeginFolder(update_id, wanted.version, wanted.clock, wanted.folder)
         await updates.begin_folder(action, clock=wanted.clock)
-        await updates.prepare(PrepareUpdate(update_id, mode))
+        await updates.prepare(PrepareUpdate(update_id, updates.catch_up_mode))
         await updates.steps.wait("prepare", update_id)
         await updates.apply(ApplyUpdate(update_id))
         await updates.steps.wait("apply", update_id)

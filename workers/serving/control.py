@@ -25,12 +25,14 @@ from titopool.wire.commands import (
     CommandDone,
     DropAdapter,
     EndTensors,
+    FetchWeights,
     FinishTensors,
     GetStatus,
     JoinGroup,
     LeaveGroup,
     LeaveStockGroup,
     LoadAdapter,
+    OfferWeights,
     Pause,
     PrepareUpdate,
     ReadChecksums,
@@ -77,12 +79,14 @@ class Control:
         config: ServerConfig,
         *,
         worker_id: str,
+        listen_address: str = "127.0.0.1",
         on_changed: Callable[[], None],
         on_broken: Callable[[str], None],
         end_waiting: Callable[[list[str] | None], Awaitable[int]],
     ):
         """`on_changed` is called when other weights or adapters serve.
 
+        `listen_address` is where other workers may read this one's weights.
         `on_broken` gets the reason when the model's weights are in an unknown state. `end_waiting`
         is `FrontEndQueues.end_waiting`.
         """
@@ -95,7 +99,7 @@ class Control:
         self._pauses = Pauses(self._pool)
         self._updates = updates = StockUpdates(
             lambda: self._engine, engine.versions, self._pauses, config, self._pool,
-            on_applied=on_changed, on_broken=on_broken,
+            on_applied=on_changed, on_broken=on_broken, listen_address=listen_address,
         )  # fmt: skip
         self._catch_up = CatchUp(
             self._pool, updates, self._pauses, engine=lambda: self._engine,
@@ -123,6 +127,8 @@ class Control:
             LeaveGroup: updates.leave,
             LeaveStockGroup: updates.leave_stock_group,
             AcceptInitialWeights: updates.accept_initial,
+            OfferWeights: updates.offer,
+            FetchWeights: self._fetch_weights,
             AwaitStep: self._await_step,
             Pause: self._pause,
             Resume: self._resume,
@@ -145,14 +151,22 @@ class Control:
             return "catching_up"
         if not self._updates.is_behind_pool:
             return "ready"
+        if self._updates.is_fetching:
+            return "fetching_weights"
         if self._catch_up.is_loading:
             return "catching_up"
-        return "waiting_for_weights" if self.weights.is_initial else "stale"
+        has_none = self.weights.is_initial or self._updates.state.has_unknown_weights
+        return "waiting_for_weights" if has_none else "stale"
 
     @property
     def has_call_in_flight(self) -> bool:
         """Whether the engine may be busy with a weight update, which has its own timeout."""
         return self._updates.has_call_in_flight
+
+    @property
+    def has_open_update(self) -> bool:
+        """Whether a weight update has begun and has not ended."""
+        return not self._updates.state.is_resting
 
     @property
     def weights(self) -> PoolWeights:
@@ -227,6 +241,16 @@ class Control:
         self._on_changed()
         return {}
 
+    async def _fetch_weights(self, action: FetchWeights) -> Result:
+        if action.peers:
+            result = await self._updates.fetch(action)
+            self._catch_up.note_no_peer("")
+            # Updates need not wait for this worker.
+            self._on_changed()
+            return result
+        self._catch_up.note_no_peer(action.reason)
+        return {}
+
     async def _read_checksums(self, action: ReadChecksums) -> Result:
         return {"checksums": await self._updates.parameter_digests()}
 
@@ -270,11 +294,13 @@ class Control:
             "worker": self._worker_id,
             "state": state.phase,
             "session": state.session or None,
+            "group_size": self._updates.group_size,
             "update": state.update.update_id if state.update else None,
             "weight_version": state.weights.version,
             "awaited": self._updates.awaited,
             "last_update": state.weights.update_id or None,
             "waits_for_weights": self._updates.is_behind_pool,
+            "why_behind": self._catch_up.why_behind or None,
             "is_paused": self._pauses.lease_left_s is not None,
             "lease_left_s": self._pauses.lease_left_s,
             "last_end": state.last_end or None,
@@ -322,7 +348,7 @@ class Control:
             await self._pauses.expire(self._engine)
         updates = self._updates
         is_idle = updates.state.is_resting and not updates.steps.is_any_running
-        if self._pauses.is_committing and is_idle and not self._pauses.never_resumes:
+        if self._pauses.is_committing and is_idle and self._pauses.may_resume:
             logger.error("generation was still paused after a commit; resuming generation")
             await self._pauses.end_commit(self._engine)
 

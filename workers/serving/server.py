@@ -18,6 +18,7 @@ from typing import Any
 import msgspec
 import zmq
 
+from titopool.deadline import Deadline
 from titopool.errors import GenerationFailed, TitopoolError
 from titopool.settings.config import ServerConfig
 from titopool.wire import messages
@@ -36,7 +37,7 @@ from titopool.wire.messages import (
     Result,
     WorkerCounters,
 )
-from titopool.wire.sockets import bind_router
+from titopool.wire.sockets import bind_router, listen_address
 from workers.engine.base import Engine, EngineDead, OnChunk
 from workers.process import EXIT_FAILED, EXIT_WEIGHTS_UNKNOWN, in_daemon_thread, kill_children
 from workers.serving.apart import ApartGroups, Turn
@@ -44,6 +45,7 @@ from workers.serving.control import Control
 from workers.serving.front_end_queues import FrontEndQueues
 from workers.serving.jobs import FrontEnd, JobKey, count_job, num_steps_of, prefix_of, sum_of
 from workers.serving.places import Place, Places
+from workers.supervisor.phase_pipe import Load
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +62,8 @@ APART_LEAD_S = 0.02
 GRAMMAR_LEAD_S = 0.5
 # Of one heartbeat; 128 KiB hold the digests of a million tokens.
 MAX_PREFIX_BYTES = 128 * 1024
+# Between two looks at the jobs that a worker finishes before it stops.
+DRAIN_POLL_S = 0.05
 
 
 class WorkerServer:
@@ -73,6 +77,7 @@ class WorkerServer:
         worker_id: str,
         config: ServerConfig,
         report: Callable[[str], None],
+        report_load: Callable[[Load], None] = lambda load: None,
         parent_pid: int | None = None,
     ):
         """`report` gets each phase. The worker stops when its parent is no longer `parent_pid`."""
@@ -80,7 +85,7 @@ class WorkerServer:
         self._endpoint = endpoint
         self._worker_id = worker_id
         self._config = config
-        self._report_phase = report
+        self._report_phase, self._report_load_to_supervisor = report, report_load
         self._parent_pid = parent_pid
         self._incarnation = uuid.uuid4().hex
         # The exit code of the process if `run` returns a reason.
@@ -99,6 +104,7 @@ class WorkerServer:
             engine,
             config,
             worker_id=worker_id,
+            listen_address=listen_address(endpoint),
             on_changed=self._send_heartbeats,
             on_broken=self._stop_with_unknown_weights,
             end_waiting=self._queues.end_waiting,
@@ -107,6 +113,7 @@ class WorkerServer:
         self._apart = ApartGroups(self._has_risks)
         self._places = Places(lambda: sum(one.num_started for one in self._front_ends.values()))
         self._background: set[asyncio.Task[None]] = set()
+        self._draining: asyncio.Task[None] | None = None
 
     async def run(self) -> str:
         """Serves until the end; returns the reason for it ("" after `stop()`).
@@ -152,6 +159,35 @@ class WorkerServer:
         if not self._stop_reason.done():
             self._blames_jobs = blames_jobs
             self._stop_reason.set_result(reason)
+
+    def drain(self, *, leaves: bool = False) -> None:
+        """Takes no new jobs, finishes those in flight, and stops; a second call stops at once.
+
+        Jobs that are in flight after `drain_timeout_s` go back to their front ends.
+
+        Args:
+            leaves: the supervisor does not start this worker again.
+        """
+        if self._draining is not None or self._phase != "ready":
+            self.stop()
+            return
+        self._draining = self._loop.create_task(self._drain())
+        self._draining.add_done_callback(self._stop_if_failed)
+        self._enter_phase("leaving" if leaves else "draining")
+        self._send_heartbeats()
+
+    async def _drain(self) -> None:
+        deadline = Deadline.after(self._config.drain_timeout_s)
+        while self._is_needed and not deadline.has_passed:
+            await asyncio.sleep(DRAIN_POLL_S)
+        self.stop()
+
+    @property
+    def _is_needed(self) -> bool:
+        """Whether jobs are in flight, or a weight update is open that would fail without this worker."""
+        return self._control.has_open_update or any(
+            one.tasks or one.outbox for one in self._front_ends.values()
+        )
 
     def _stop_with_unknown_weights(self, reason: str) -> None:
         """Stops after a weight update that left the model's weights in an unknown state."""
@@ -232,6 +268,15 @@ class WorkerServer:
             case messages.Drift(num_compared=num_compared, num_drifted=num_drifted):
                 self._counters.num_compared_prompts += num_compared
                 self._counters.num_drifted_prompts += num_drifted
+            case messages.Compared():
+                self._counters.num_mismatch_tokens += message.num_tokens
+                self._counters.mismatch_difference += message.difference
+                self._counters.mismatch_kl += message.kl
+                self._counters.mismatch_weights += message.weights
+                self._counters.mismatch_squared_weights += message.squared_weights
+            case messages.Leave(incarnation=self._incarnation):
+                if self._draining is None:
+                    self.drain(leaves=True)
             case messages.EndedWaiting():
                 self._queues.on_ended(identity, message)
             case Command(incarnation=self._incarnation):
@@ -460,6 +505,10 @@ class WorkerServer:
                 self.stop("vLLM's engine process has ended", blames_jobs=True)
             self._drop_lost_front_ends()
             self._send_heartbeats()
+            if self._facts is not None:
+                totals, num_running = self._front_end_totals(), self._num_sequences
+                load = Load(totals.num_waiting, num_running, self._facts.max_num_seqs)
+                self._report_load_to_supervisor(load)
             await asyncio.sleep(interval_s)
 
     def _send_heartbeats(self) -> None:
@@ -484,15 +533,21 @@ class WorkerServer:
             other_tokens=others.other_tokens,
             other_risks=others.other_risks,
             apart=others.apart,
-            num_sequences=sum(one.num_sequences for one in self._front_ends.values()),
-            front_ends=sum_of(
-                [one.totals for one in self._front_ends.values()] + [*self._lost_totals.values()]
-            ),
+            num_sequences=self._num_sequences,
+            front_ends=self._front_end_totals(),
             counters=self._counters,
             keys=self._key_totals,
             updates=self._control.update_totals,
             prefixes=prefixes,
         )
+
+    @property
+    def _num_sequences(self) -> int:
+        return sum(one.num_sequences for one in self._front_ends.values())
+
+    def _front_end_totals(self) -> FrontEndTotals:
+        totals = [one.totals for one in self._front_ends.values()]
+        return sum_of([*totals, *self._lost_totals.values()])
 
     def _drop_lost_front_ends(self) -> None:
         oldest = time.monotonic() - self._config.heartbeat_timeout_s
@@ -504,13 +559,15 @@ class WorkerServer:
                 # If the front end was only slow, it requeues its jobs.
                 self._send(identity, messages.Stopping(""))
                 del self._front_ends[identity]
-                # Counters do not fall. Its memory is free.
+                # Counters do not fall. Its memory is free, and its queue is gone.
                 self._lost_totals[identity] = msgspec.structs.replace(
-                    front_end.totals, memory_taken=0, memory_limit=0
+                    front_end.totals, memory_taken=0, memory_limit=0, num_waiting=0
                 )
                 self._spawn(self._control.on_front_end_lost(identity))
 
     def _shown_phase(self) -> str:
+        if self._draining is not None:
+            return "draining"
         return self._control.phase if self._phase == "ready" else self._phase
 
     def _stop_cause(self) -> str:

@@ -7,6 +7,7 @@ from flask import Blueprint, Response
 from app.http.auth import sees_details
 from app.http.query import query_flag
 from app.http.responses import json_response
+from app.pool.link import server_stopping
 from app.service import current_service
 
 blueprint = Blueprint("health", __name__)
@@ -14,8 +15,11 @@ blueprint = Blueprint("health", __name__)
 
 @blueprint.get("/health/")
 def health() -> Response:
-    """200 once generation is possible, 503 before (TRL's client polls it)."""
-    current_service().link.check_ready()
+    """200 once generation is possible, 503 before (TRL's client polls it) and while the server ends."""
+    service = current_service()
+    if service.is_draining:
+        raise server_stopping()
+    service.link.check_ready()
     return json_response({"status": "ok"})
 
 
@@ -28,14 +32,14 @@ def live() -> Response:
 
 @blueprint.get("/ready/")
 def ready() -> Response:
-    """Each worker's phase and weight version; 503 while no worker is ready.
+    """Each worker's phase and weight version; 503 while no worker is ready, or the server ends.
 
     Addresses of workers, and reasons, which may hold them, are for clients with a key, if one is
     set.
     """
-    link = current_service().link
-    link.wait_for_heartbeats()
-    views = link.workers
+    service = current_service()
+    service.link.wait_for_heartbeats()
+    views = service.link.workers
     workers = [
         {
             "worker": beat.worker_id if (beat := view.heartbeat) else None,
@@ -52,8 +56,12 @@ def ready() -> Response:
         for worker in workers:
             del worker["endpoint"], worker["reason"]
     num_ready = sum(view.phase == "ready" for view in views)
-    body = {"ready": num_ready > 0, "num_ready": num_ready, "workers": workers}
-    return json_response(body, 200 if num_ready else 503)
+    is_ready = num_ready > 0 and not service.is_draining
+    body = {
+        "ready": is_ready, "draining": service.is_draining, "num_ready": num_ready,
+        "workers": workers,
+    }  # fmt: skip
+    return json_response(body, 200 if is_ready else 503)
 
 
 @blueprint.get("/get_world_size/")
@@ -62,10 +70,15 @@ def get_world_size() -> Response:
 
     With `include_dp=false` in the query it is that of one worker, as in vLLM's server.
     TRL's client adds itself as the last rank of the weight-update group. Workers that are not ready
-    count too: a smaller group would exclude them from all updates.
+    count too: a smaller group would exclude them from all updates. Those that have joined a pool that
+    serves count once they have loaded.
     """
     link = current_service().link
     link.wait_for_heartbeats()
-    num_counted = len(link.workers) if query_flag("include_dp", default=True) else 1
+    num_counted = (
+        sum(not view.is_joining for view in link.workers)
+        if query_flag("include_dp", default=True)
+        else 1
+    )
     world_size = link.facts.world_size * num_counted
     return json_response({"world_size": world_size})

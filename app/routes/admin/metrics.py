@@ -35,14 +35,18 @@ class PoolCollector(Collector):
         running = GaugeMetricFamily(
             "titopool_worker_sequences", "completions in flight", labels=["worker"]
         )
+        slots = GaugeMetricFamily(
+            "titopool_worker_slots", "sequences that the engine can run at once", labels=["worker"]
+        )
         for view, beat in answering:
+            slots.add_metric([beat.worker_id], beat.facts.max_num_seqs if beat.facts else 0)
             ready.add_metric([beat.worker_id], float(view.phase == "ready"))
             version.add_metric([beat.worker_id], beat.weights.version)
             running.add_metric([beat.worker_id], beat.num_sequences)
         workers = GaugeMetricFamily(
             "titopool_workers", "workers in the pool", value=len(self._views)
         )
-        yield from (workers, ready, version, running)
+        yield from (workers, ready, version, running, slots)
         yield from _front_end_metrics([beat for _, beat in answering])
         for name in WorkerCounters.__struct_fields__:
             what = name.removeprefix("num_")
@@ -110,6 +114,11 @@ def _front_end_metrics(beats: list[Heartbeat]) -> Iterable[Metric]:
         "titopool_memory_budget_bytes",
         "the memory budgets of all front ends",
         value=totals.memory_limit,
+    )
+    yield GaugeMetricFamily(
+        "titopool_waiting_prompts",
+        "prompts that wait for a worker, in all front ends",
+        value=totals.num_waiting,
     )
     refused = CounterMetricFamily(
         "titopool_refused_requests",

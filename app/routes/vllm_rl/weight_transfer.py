@@ -22,6 +22,7 @@ from app.routes.weights.updates import update_from_folder
 from app.routes.weights.workers import (
     check_world_size,
     commit_timeout_s,
+    group_workers,
     names_restarting_workers,
     reachable_workers,
     step_timeout_s,
@@ -137,7 +138,7 @@ def shutdown_weight_transfer_engine() -> Response:
 @never_repeated
 def start_weight_update() -> Response:
     """Opens an update; the body is ignored, as in vLLM."""
-    commands, workers = whole_pool()
+    commands, workers = group_workers(whole_pool)
     update_id = uuid.uuid4().hex
 
     def action(index: int, first: Result) -> StartUpdate:
@@ -169,7 +170,7 @@ def _receive() -> Response:
     """Answers when all workers have the tensors of this call."""
     info = _update_info(decode_body(request.get_data(), OBJECT)["update_info"])
     tensors = _tensors_of(info)
-    commands, workers = whole_pool()
+    commands, workers = group_workers(whole_pool)
     list_id = uuid.uuid4().hex
 
     def action(index: int, first: Result) -> ReceiveTensors:
@@ -239,7 +240,7 @@ def _tensors_of(info: UpdateInfo) -> list[TensorInfo]:
 def finish_weight_update() -> Response:
     """Commits the update at all workers; parts of layers wait for the rest of their layer."""
     body = decode_body(request.get_data() or b"{}", FINISH_BODY)
-    commands, workers = whole_pool()
+    commands, workers = group_workers(whole_pool)
     label = body.weight_version or ""
     ended = end_tensors(commands, workers, EndTensors(label=label))
     answer: Result = {"message": "Weight update finished"}

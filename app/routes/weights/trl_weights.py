@@ -17,6 +17,7 @@ from app.routes.weights.workers import (
     all_workers,
     check_world_size,
     commit_timeout_s,
+    group_workers,
     reachable_workers,
     step_timeout_s,
 )
@@ -91,7 +92,7 @@ def host_of(endpoint: str) -> str:
 def update_named_param() -> Response:
     """Announces the tensor that the client sends after the response."""
     body = decode_body(request.get_data(), TRL_TENSOR_BODY)
-    commands, workers = all_workers()
+    commands, workers = group_workers(all_workers)
     update_id = uuid.uuid4().hex
     tensor = TensorInfo(body.name, body.dtype.removeprefix("torch."), body.shape)
 

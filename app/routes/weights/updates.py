@@ -16,6 +16,7 @@ from app.routes.weights.commit import commit_update
 from app.routes.weights.workers import (
     all_workers,
     check_world_size,
+    group_workers,
     reachable_workers,
     restarting_workers,
     step_timeout_s,
@@ -72,7 +73,7 @@ def begin() -> Response:
     """Announces the tensors of an update; the trainer sends them after the response."""
     body = decode_body(request.get_data(), BEGIN_BODY)
     tensors = tensors_of(body)
-    commands, workers = all_workers()
+    commands, workers = group_workers(all_workers, is_begin=True)
     update_id = uuid.uuid4().hex
 
     def action(index: int, first: Result) -> BeginUpdate:
@@ -112,10 +113,15 @@ def tensors_of(body: BeginBody) -> list[TensorInfo]:
 def commit() -> Response:
     """Waits until all tensors are received, and loads them into every worker's model."""
     body = decode_body(request.get_data(), COMMIT_BODY)
-    commands, workers = all_workers()
+    commands, workers = group_workers(all_workers)
     checksum = body.checksum if isinstance(body.checksum, str) else None
     action = PrepareUpdate(body.update, body.policy, bool(body.checksum), checksum)
-    return json_response(commit_update(commands, workers, action))
+    result = commit_update(commands, workers, action)
+    members = {worker.endpoint for worker in workers}
+    outside = [one for one in commands.reachable_workers() if one.endpoint not in members]
+    # They have loaded, so the next group can have them.
+    names = [one.heartbeat.worker_id for one in outside if one.heartbeat and one.heartbeat.facts]
+    return json_response({**result, "outside": names})
 
 
 @blueprint.post("/weights/abort/")

@@ -1,12 +1,12 @@
 """The workers that a call needs, and what all calls about weights check."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from app.pool.command_sender import STEP_MARGIN_S, CommandSender, Outcome
 from app.pool.records import Worker
 from app.service import current_service
-from titopool.errors import InvalidRequest, NoReadyWorker, TitopoolError
+from titopool.errors import Conflict, InvalidRequest, NoReadyWorker, TitopoolError
 from titopool.wire.commands import GetStatus
 
 # For statuses that an error message names.
@@ -31,6 +31,45 @@ def whole_pool() -> tuple[CommandSender, list[Worker]]:
     """
     commands = _commands()
     return commands, commands.whole_pool()
+
+
+def group_workers(
+    of: Callable[[], tuple[CommandSender, list[Worker]]], *, is_begin: bool = False
+) -> tuple[CommandSender, list[Worker]]:
+    """The workers of the trainer's group if it is whole, in order; else those of `of`.
+
+    Workers that have joined the pool since the group formed cannot take part in its updates. They
+    catch up with the pool before they serve.
+
+    Args:
+        of: `all_workers` or `whole_pool`, which name the workers that a broken group lacks.
+        is_begin: refuse a group that has lost a member, which need not have noticed it.
+
+    Raises:
+        Conflict: with `is_begin`, members have left the group.
+    """
+    commands = _commands()
+    workers = commands.known_workers()
+    # One worker is its group: most pools need no question.
+    if is_begin or len(workers) > 1:
+        statuses = commands.gather_outcomes(workers, GetStatus(), timeout_s=STATUS_TIMEOUT_S)
+        members = [
+            (worker, status.result)
+            for worker, status in zip(workers, statuses, strict=True)
+            if status.result and status.result["session"]
+        ]
+        groups = {(status["session"], status["group_size"]) for _, status in members}
+        # The trainer is one rank.
+        num_ranks = current_service().link.facts.world_size * len(members) + 1
+        size = groups.pop()[1] if len(groups) == 1 else None
+        if size == num_ranks:
+            return commands, [worker for worker, _ in members]
+        if is_begin and size is not None:
+            raise Conflict(
+                f"expected the {size - 1} ranks of workers with which the group was formed, got "
+                f"{num_ranks - 1}: workers have left or restarted; form a new group"
+            )
+    return of()
 
 
 def reachable_workers() -> tuple[CommandSender, list[Worker]]:

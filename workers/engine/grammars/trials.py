@@ -9,6 +9,7 @@ import logging
 import os
 import signal
 import socket
+import time
 from collections import OrderedDict
 from contextlib import suppress
 from typing import Any
@@ -36,6 +37,8 @@ MAX_CACHED_BYTES = 16 * 2**20
 ENTRY_BYTES = 4096
 # From a worker's start of the process until it has read the tokenizer.
 START_S = 60.0
+# The process and its trials are killed together; a trial may end first.
+END_S = 0.5
 
 
 class GrammarTrials:
@@ -139,7 +142,7 @@ class GrammarTrials:
             reply = await asyncio.wait_for(reader.read(), timeout_s)
         finally:
             writer.close()
-        if not reply and (self._process is not process or _has_ended(process[0])):
+        if not reply and (self._process is not process or await _ends(process[0])):
             raise ConnectionResetError("it ended during a trial")
         return reply
 
@@ -159,12 +162,18 @@ def refused(reason: str) -> InvalidRequest:
     return InvalidRequest(f"structured_outputs: {reason}", param="structured_outputs")
 
 
-def _has_ended(pid: int) -> bool:
-    """Whether this child has ended; its exit code is read."""
+async def _ends(pid: int) -> bool:
+    """Whether this child has ended or does so at once; its exit code is read."""
+    deadline = time.monotonic() + END_S
     try:
-        return os.waitpid(pid, os.WNOHANG) != (0, 0)
+        while os.waitpid(pid, os.WNOHANG) == (0, 0):
+            if time.monotonic() > deadline:
+                return False
+            await asyncio.sleep(0.02)
     except ChildProcessError:
-        return True
+        # The exit code was read by another trial's call.
+        pass
+    return True
 
 
 def _has_failed(task: asyncio.Task[Outcome]) -> bool:
