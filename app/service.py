@@ -14,6 +14,7 @@ from app.http.bodies import current_reservation
 from app.http.budget import Budget
 from app.http.connections import current_client
 from app.http.request_ids import request_id
+from app.http.responses import name_logprobs
 from app.inputs.admission import Admission, session_key
 from app.inputs.drift import DriftWatch
 from app.inputs.tokenizer import TokenizerLoader
@@ -90,6 +91,7 @@ class Service:
                 current_client(), current_reservation(), current_key(),
                 self.kept.keep if self.kept.is_on else None,
             )  # fmt: skip
+            name_logprobs(admission.facts.logprobs_mode)
             body = decode_body(sent, decoder)
             del sent
             yield admission, body

@@ -3,10 +3,9 @@
 import itertools
 import math
 import re
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import openai
@@ -15,11 +14,13 @@ import requests
 from hypothesis import given
 from hypothesis import strategies as st
 
+from app.http.responses import LOGPROBS_MODE_HEADER
 from app.outputs import kept_logprobs
 from app.outputs.kept_logprobs import KeptLogprobs
 from tests import reference
 from tests.conftest import ENGINE_OPTIONS
-from tests.servers import REPOSITORY, Server, environment, wait_until
+from tests.servers import Server, wait_until
+from titopool.mismatch import command
 from titopool.mismatch.statistics import compare
 from titopool.settings.config import ServerConfig
 
@@ -192,6 +193,22 @@ def test_an_unknown_request_is_a_404(server, request_id):
         assert refused.json()["error"]["code"] == "request_not_found"
 
 
+def test_each_answer_names_the_mode(server, tiny_model):
+    plain = {"prompts": PROMPTS[:1], "max_tokens": 2}
+    openai_s = {"model": tiny_model, "prompt": PROMPTS[0], "max_tokens": 2}
+    inference = {"token_ids": PROMPTS[0], "sampling_params": {"max_tokens": 2}}
+    for path, body, status in [
+        ("/generate/", plain, 200),
+        ("/generate/", {**plain, "n": 0}, 400),
+        ("/v1/completions", {**openai_s, "stream": True}, 200),
+        ("/inference/v1/generate", inference, 200),
+    ]:
+        answer = server.post(path, body)
+        assert answer.status_code == status, answer.text
+        assert answer.headers[LOGPROBS_MODE_HEADER] == "processed_logprobs"
+    assert LOGPROBS_MODE_HEADER not in server.get("/live").headers
+
+
 # ---- the store -----------------------------------------------------------------------
 
 
@@ -245,11 +262,24 @@ def test_a_store_without_room_keeps_nothing(tmp_path: Path):
 # ---- the command ---------------------------------------------------------------------
 
 
-def run_command(*words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "titopool.cli", "mismatch", *words]
-    return subprocess.run(
-        command, env=environment(), cwd=REPOSITORY, capture_output=True, text=True, timeout=240
-    )
+Command = Callable[..., "Ended"]
+
+
+class Ended(NamedTuple):
+    code: int
+    stdout: str
+    stderr: str
+
+
+@pytest.fixture
+def run_command(capfd: pytest.CaptureFixture[str]) -> Command:
+    """Runs the command in this process, which has imported transformers already."""
+
+    def run(*words: str) -> Ended:
+        code = command.main(words)
+        return Ended(code, *capfd.readouterr())
+
+    return run
 
 
 def values_of(printed: str) -> dict[str, float]:
@@ -260,11 +290,13 @@ def values_of(printed: str) -> dict[str, float]:
 SMALL = ("--num-prompts", "4", "--prompt-tokens", "8", "--max-tokens", "20")
 
 
-def test_the_command_measures_a_running_server(server, tiny_model, other_model, tmp_path):
+def test_the_command_measures_a_running_server(
+    server, tiny_model, other_model, tmp_path, run_command: Command
+):
     picture = tmp_path / "gap.png"
     url = ("--url", server.url, "--temperature", "0.7", *SMALL)
     exact = run_command(tiny_model, *url, "--trainer-dtype", "float32", "--picture", str(picture))
-    assert exact.returncode == 0, exact.stderr
+    assert exact.code == 0, exact.stderr
     assert values_of(exact.stdout)["difference, greatest"] < 1e-3
     assert values_of(exact.stdout)["tokens"] == 80
     assert "16 to 31 " in exact.stdout
@@ -275,14 +307,14 @@ def test_the_command_measures_a_running_server(server, tiny_model, other_model, 
     assert values_of(wrong.stdout)["KL (k3)"] > 100 * values_of(rough.stdout)["KL (k3)"]
 
 
-def test_the_command_starts_a_server_and_stops_it(tiny_model, tmp_path):
+def test_the_command_starts_a_server_and_stops_it(tiny_model, tmp_path, run_command: Command):
     prompts = tmp_path / "prompts"
     prompts.write_text("Hello, world\n\nAnother one\n")
     found = run_command(
         tiny_model, "--prompts", str(prompts), "--n", "2", *SMALL, "--trainer-dtype", "float32",
         *ENGINE_OPTIONS,
     )  # fmt: skip
-    assert found.returncode == 0, found.stderr
+    assert found.code == 0, found.stderr
     assert values_of(found.stdout)["completions"] == 4
     assert values_of(found.stdout)["difference, greatest"] < 1e-3
 
@@ -298,10 +330,10 @@ def test_the_command_starts_a_server_and_stops_it(tiny_model, tmp_path):
         (["--url", "http://127.0.0.1:9", *SMALL], 1, "127.0.0.1:9"),
         (["--prompts", "/nonexistent"], 1, "/nonexistent"),
         (["--temperature", "0"], 1, "expected a number above 0, got 0"),
+        (["--max-seq-length", "8"], 1, "the server ended with 2"),
     ],
 )
-def test_the_command_says_what_is_wrong(tiny_model, words, code, expected):
+def test_the_command_says_what_is_wrong(tiny_model, words, code, expected, run_command: Command):
     found = run_command(tiny_model, *words)
-    assert found.returncode == code
+    assert found.code == code
     assert expected in found.stderr
-    assert "Traceback" not in found.stderr

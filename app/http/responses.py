@@ -4,21 +4,31 @@ from collections.abc import Iterable
 from typing import Any
 
 import orjson
-from flask import Flask, Response
+from flask import Flask, Response, g
 
 from titopool.release import RELEASE, VERSION_HEADER
 
 # The timeout of a connection applies to each piece, so that a slow client is not a stalled one.
 PIECE_BYTES = 64 * 1024
 
+# Of vLLM's option `logprobs_mode`: whether log-probabilities are those of the model or of the sampler.
+LOGPROBS_MODE_HEADER = "X-Titopool-Logprobs-Mode"
+
 
 def init_app(app: Flask) -> None:
-    """Names the release on every response."""
+    """Names the release on every response, and the mode of log-probabilities where one applies."""
 
     @app.after_request
     def name_release(response: Response) -> Response:
         response.headers[VERSION_HEADER] = RELEASE
+        if mode := g.get("logprobs_mode"):
+            response.headers[LOGPROBS_MODE_HEADER] = mode
         return response
+
+
+def name_logprobs(mode: str) -> None:
+    """Names `mode` on the response to the current request: an answer, a stream or an error."""
+    g.logprobs_mode = mode
 
 
 def json_response(body: dict[str, Any], status: int = 200) -> Response:
