@@ -33,6 +33,17 @@ def test_the_model_may_follow_settings():
     assert (config.model, config.port) == ("some/model", 9000)
 
 
+def test_a_switch_needs_no_value():
+    assert from_command_line(["--exact", "some/model"], {}).exact
+    assert from_command_line(["--exact", "some/model"], {}).model == "some/model"
+    assert not from_command_line(["--exact=false"], {"TITOPOOL_EXACT": "1"}).exact
+    assert not from_command_line([], {}).exact
+    assert from_environment(ServerConfig(exact=True).to_environment()).exact
+    for words, environ in ([["--exact=maybe"], {}], [[], {"TITOPOOL_EXACT": "maybe"}]):
+        with pytest.raises(ConfigError, match="expected true or false, got 'maybe'"):
+            from_command_line(words, environ)
+
+
 @pytest.mark.parametrize(
     "words",
     [

@@ -303,6 +303,9 @@ def test_the_command_measures_a_running_server(
     assert picture.read_bytes().startswith(b"\x89PNG")
     rough = run_command(tiny_model, *url, "--trainer-dtype", "bfloat16")
     assert 1e-3 < values_of(rough.stdout)["difference, greatest"] < 1
+    finer = run_command(tiny_model, *url, "--trainer-head-dtype", "float32")
+    assert 1e-3 < values_of(finer.stdout)["difference, greatest"] < 1
+    assert finer.stdout != rough.stdout
     wrong = run_command(other_model, *url, "--trainer-dtype", "float32")
     assert values_of(wrong.stdout)["KL (k3)"] > 100 * values_of(rough.stdout)["KL (k3)"]
 

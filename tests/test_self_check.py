@@ -28,6 +28,7 @@ HOLDERS = {
         "workers/engine/lora.py",
         "workers/engine/facts.py",
         "workers/engine/grammars/process.py",
+        "workers/engine/start/exact.py",
         "workers/engine/start/options.py",
         "workers/engine/vllm.py",
         "workers/engine/sampling.py",

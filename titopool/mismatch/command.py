@@ -71,6 +71,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--url", help="a server that runs already; default: one is started")
     add("--trainer-dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"),
         help="the trainer's precision (default: %(default)s)")  # fmt: skip
+    add("--trainer-head-dtype", choices=("model", "float32"), default="model",
+        help="float32: the trainer computes logits in float32 (default: %(default)s)")  # fmt: skip
     add("--trainer-device", help="default: cuda if there is one, else cpu")
     add("--trainer-attention", help="attn_implementation; default: transformers' choice")
     add("--prompts", type=Path, help="a file with a prompt on each line; default: random tokens")
@@ -179,7 +181,7 @@ def _sample(client: Client, options: argparse.Namespace, prompts: list[Any]) -> 
 def _compare(options: argparse.Namespace, samples: Sequence[Sample]) -> Mismatch:
     computed = trainer.logprobs_of(
         options.model, [(one.prompt_ids, one.ids) for one in samples],
-        dtype=options.trainer_dtype, device=options.trainer_device,
+        dtype=options.trainer_dtype, head_dtype=options.trainer_head_dtype, device=options.trainer_device,
         attention=options.trainer_attention,
         temperature=options.temperature,
     )  # fmt: skip

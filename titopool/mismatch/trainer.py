@@ -24,6 +24,7 @@ def logprobs_of(
     samples: Sequence[tuple[np.ndarray, np.ndarray]],
     *,
     dtype: str,
+    head_dtype: str,
     device: str | None,
     attention: str | None,
     temperature: float,
@@ -34,6 +35,7 @@ def logprobs_of(
 
     Args:
         samples: int32 ids of prompt and completion, each of shape [tokens].
+        head_dtype: "float32" computes logits in float32, "model" in `dtype`.
 
     Returns:
         float32 of shape [tokens] for each completion.
@@ -51,6 +53,8 @@ def logprobs_of(
         model, dtype=getattr(torch, dtype), **options
     )
     module = module.to(device).eval()
+    if head_dtype == "float32":
+        _compute_logits_in_float32(module)
     vocab_size = module.get_input_embeddings().weight.shape[0]
     found = []
     with torch.inference_mode():
@@ -67,6 +71,21 @@ def logprobs_of(
             values = torch.log_softmax(rows, -1).gather(1, chosen[:, None])[:, 0]
             found.append(values.cpu().numpy())
     return found
+
+
+def _compute_logits_in_float32(module: Any) -> None:
+    """Replaces the head's product; the weights, which may be tied, keep their precision."""
+    import torch
+
+    head = module.get_output_embeddings()
+    bias = getattr(head, "bias", None)
+
+    def product(hidden: Any) -> Any:
+        return torch.nn.functional.linear(
+            hidden.float(), head.weight.float(), None if bias is None else bias.float()
+        )
+
+    head.forward = product
 
 
 def _transformers() -> Any:

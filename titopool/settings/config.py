@@ -78,6 +78,11 @@ class ServerConfig:
     engine_args: str = setting(
         "", "vLLM engine options as one string, for example '--max-model-len 4096'."
     )
+    exact: bool = setting(
+        False,
+        "Batch-invariant kernels and logits in float32: the same bits in every batch, for fewer "
+        "tokens a second. GPUs only.",
+    )
     tool_call_parser: str = setting(
         "",
         "Name of vLLM's parser for tool calls in chat completions, for example hermes. Empty: none.",
@@ -355,4 +360,6 @@ def option_of(name: str) -> str:
 
 def as_text(value: Any) -> str:
     """A setting's value as it is written in the environment."""
+    if isinstance(value, bool):
+        return str(value).lower()
     return ",".join(value) if isinstance(value, tuple) else str(value)

@@ -24,6 +24,7 @@ from titopool.settings.config import (
     variable_of,
 )
 
+SWITCHES = {"true": True, "1": True, "false": False, "0": False}
 SHORT_OPTIONS = {"-tp": "tensor_parallel_size", "-pp": "pipeline_parallel_size"}
 
 
@@ -42,9 +43,9 @@ def parse_value(name: str, text: str, source: str) -> Any:
     if kind == tuple[str, ...]:
         return tuple(part.strip() for part in text.split(",") if part.strip())
     try:
-        return kind(text)
-    except ValueError:
-        expected = "a whole number" if kind is int else "a number"
+        return SWITCHES[text.lower()] if kind is bool else kind(text)
+    except (KeyError, ValueError):
+        expected = {bool: "true or false", int: "a whole number", float: "a number"}[kind]
         raise ConfigError(f"{source}: expected {expected}, got {text!r}") from None
 
 
@@ -178,6 +179,8 @@ def _option_value(name: str, word: str, rest: Iterator[str]) -> dict[str, Any]:
         raise ConfigError(
             f"{option}: all users can see a command line; set {variable_of(name)} instead"
         )
+    if TYPES[name] is bool and not equals:
+        return {name: True}
     value = text if equals else next(rest, None)
     if value is None:
         raise ConfigError(f"{option}: expected a value, got nothing")

@@ -33,6 +33,7 @@ from workers.engine.sampling import (
     to_vllm_params,
 )
 from workers.engine.scoring import check_scored, until_scored
+from workers.engine.start.exact import choose_kernels, fit_to_exact
 from workers.engine.start.options import (
     capture_graphs_for_all,
     fit_to_cpu,
@@ -76,6 +77,8 @@ class VllmEngine:
 
     def load(self, report: ReportPhase) -> WorkerFacts:
         prepare_environment(os.environ, on_cpu=self._on_cpu)
+        if self._config.exact:
+            choose_kernels(os.environ, on_cpu=self._on_cpu)
         # A restarted worker, or another one, must not repeat this worker's samples.
         seed = int.from_bytes(os.urandom(4), "little") >> 1
         defaults = default_engine_options(self._config, os.environ, on_cpu=self._on_cpu, seed=seed)
@@ -89,6 +92,8 @@ class VllmEngine:
         engine_args = parse_options(self._config, defaults)
         if _is_titopools(engine_args.worker_extension_cls):
             receive_lists()
+        if self._config.exact:
+            fit_to_exact(engine_args)
         report("loading")
         # LLM_CLASS: the batch sizes that vLLM chooses for throughput.
         usage = UsageContext.LLM_CLASS
