@@ -315,7 +315,11 @@ def expanded_ids(prompts: Sequence[Prompt], results: Sequence[Completed]) -> lis
 
 
 def token_response(
-    prompts: Sequence[Prompt], results: Sequence[Completed], options: SamplingOptions
+    prompts: Sequence[Prompt],
+    results: Sequence[Completed],
+    options: SamplingOptions,
+    *,
+    with_raw: bool,
 ) -> Response:
     """The response of /generate/ and /chat/: MessagePack if the client prefers it, else JSON.
 
@@ -323,10 +327,11 @@ def token_response(
     """
     ids = expanded_ids(prompts, results)
     with_logprobs = options.logprobs is not None or options.logprob_token_ids is not None
+    asked = {"with_logprobs": with_logprobs, "with_raw": with_raw}
     if not is_binary(http_request.accept_mimetypes):
-        return respond(json_reply(ids, results, with_logprobs=with_logprobs), JSON)
+        return respond(json_reply(ids, results, **asked), JSON)
     unknown = [
         None if prompt.sent_as_ids and len(run) == len(prompt.token_ids) else run
         for prompt, run in zip(prompts, ids, strict=True)
     ]
-    return respond(binary_reply(unknown, results, with_logprobs=with_logprobs), MSGPACK)
+    return respond(binary_reply(unknown, results, **asked), MSGPACK)

@@ -121,9 +121,7 @@ async def _ask(server: Server, options: argparse.Namespace) -> Any:
             }
         _forget(server)
         samples = await sample(every, 1.0)
-    found["prompts_by_worker"] = sorted(
-        server.metrics("completed_jobs_total").values()
-    )
+    found["prompts_by_worker"] = sorted(server.metrics("completed_jobs_total").values())
     return found, prompts, samples
 
 

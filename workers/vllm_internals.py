@@ -159,6 +159,24 @@ INTERNALS = (
     ),
     Internal(
         "in_model/logprobs_patch.py",
+        "vllm.v1.sample.sampler:Sampler",
+        ("forward(logits, sampling_metadata)",),
+        "extended with `raw_logprobs`: adds the model's own log-probabilities",
+    ),
+    Internal(
+        "in_model/logprobs_patch.py",
+        "vllm.v1.sample.metadata:SamplingMetadata",
+        ("max_num_logprobs", "logprob_token_ids"),
+        "tells whether a step needs log-probabilities",
+    ),
+    Internal(
+        "in_model/logprobs_patch.py",
+        "vllm.v1.outputs:SamplerOutput",
+        ("sampled_token_ids", "logprobs_tensors"),
+        "read and changed with `raw_logprobs`",
+    ),
+    Internal(
+        "in_model/logprobs_patch.py",
         "vllm.v1.outputs:LogprobsLists",
         ("logprob_token_ids", "logprobs", "sampled_token_ranks"),
         "changed: its decoder takes lists",

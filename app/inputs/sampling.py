@@ -47,6 +47,22 @@ def sampling_options(body: SamplingBody, facts: WorkerFacts) -> SamplingOptions:
     return options
 
 
+def check_raw_logprobs(body: SamplingBody, options: SamplingOptions, facts: WorkerFacts) -> None:
+    """Refuses `raw_logprobs` that the answer would not have."""
+    if not body.raw_logprobs:
+        return
+    if not facts.has_raw_logprobs:
+        raise InvalidRequest(
+            "raw_logprobs: expected false, because the server does not compute them, got true; start "
+            "it with --raw-logprobs",
+            param="raw_logprobs",
+        )
+    if options.logprobs is None:
+        raise InvalidRequest(
+            "raw_logprobs: expected logprobs of 0 or more with it, got null", param="raw_logprobs"
+        )
+
+
 def check_num_completions(num_prompts: int, n: int, limit: int, field: str = "prompts") -> None:
     """Refuses a request for more completions than `limit` (`max_completions_per_request`)."""
     if num_prompts * n > limit:

@@ -28,7 +28,11 @@ def is_binary(accept: MIMEAccept) -> bool:
 
 
 def json_reply(
-    prompt_ids: Sequence[np.ndarray], results: Sequence[Completed], *, with_logprobs: bool
+    prompt_ids: Sequence[np.ndarray],
+    results: Sequence[Completed],
+    *,
+    with_logprobs: bool,
+    with_raw: bool = False,
 ) -> bytes:
     """The response of /generate/ as JSON.
 
@@ -48,12 +52,20 @@ def json_reply(
         "logprob_token_ids": None if nested is None else [ids for _, ids in nested],
         **_without_tokens(results),
     }
+    if with_raw:
+        reply["raw_logprobs"] = [
+            np.frombuffer(one, np.float32) for one in sharing_time(raw_logprobs(completions))
+        ]
     # orjson writes float32 in the fewest digits that read back as the same float32.
     return orjson.dumps(reply, option=orjson.OPT_SERIALIZE_NUMPY)
 
 
 def binary_reply(
-    prompt_ids: Sequence[np.ndarray | None], results: Sequence[Completed], *, with_logprobs: bool
+    prompt_ids: Sequence[np.ndarray | None],
+    results: Sequence[Completed],
+    *,
+    with_logprobs: bool,
+    with_raw: bool = False,
 ) -> bytes:
     """The response of /generate/ as MessagePack, with the arrays as the worker sent them.
 
@@ -70,7 +82,14 @@ def binary_reply(
         "num_logprobs": _nil_if_empty([one.counts for one in logprobs]),
         **_without_tokens(results),
     }
+    if with_raw:
+        reply["raw_logprobs"] = raw_logprobs(completions)
     return _to_msgpack(reply)
+
+
+def raw_logprobs(completions: Sequence[Completion]) -> list[bytes]:
+    """The sampled tokens' log-probabilities by the model alone, float32 [tokens] of each completion."""
+    return [b"" if one.logprobs is None else one.logprobs.raw for one in completions]
 
 
 def nested_logprobs(completion: Completion) -> tuple[Any, Any]:

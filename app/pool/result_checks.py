@@ -37,7 +37,9 @@ def _is_consistent(completion: Completion) -> bool:
     num_bytes, packed = len(completion.token_ids), completion.logprobs
     if num_bytes % ITEM_BYTES or packed is None:
         return num_bytes % ITEM_BYTES == 0
-    if not _has_whole_items(packed) or len(packed.ranks) not in (0, num_bytes):
+    if not _has_whole_items(packed):
+        return False
+    if not {len(packed.ranks), len(packed.raw)} <= {0, num_bytes}:
         return False
     if packed.counts:
         counts = np.frombuffer(packed.counts, np.int32)

@@ -41,6 +41,7 @@ class SamplingBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     min_p: float = 0.0
     max_tokens: int = 16
     logprobs: int | None = 0
+    raw_logprobs: bool = False
     truncate_prompt_tokens: int | None = None
     structured_outputs_regex: str | None = None
     generation_kwargs: dict[str, Any] = {}

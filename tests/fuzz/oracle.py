@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterator
 from typing import Any
+from urllib.parse import unquote
 
 import msgspec
 import psutil
@@ -22,8 +23,8 @@ _LOCATION = re.compile(r"(\w+)((?:\[\d+\]|\.\w+)*): ")
 
 
 def path_of(sent: Sent) -> str:
-    """The path as in `BY_PATH`: slashes may be repeated, and the last one missing."""
-    return re.sub("/+", "/", sent.path.partition("?")[0] + "/")
+    """The path as in `BY_PATH`: slashes may be repeated or encoded, and the last one missing."""
+    return re.sub("/+", "/", unquote(sent.path.partition("?")[0]) + "/")
 
 
 def check_answer(sent: Sent, answer: Answer) -> None:

@@ -46,6 +46,7 @@ class TokensBody(msgspec.Struct):
     logprobs: list[bytes] | None = None
     logprob_token_ids: list[bytes | None] | None = None
     num_logprobs: list[bytes | None] | None = None
+    raw_logprobs: list[bytes] | None = None
     lora_versions: list[int | None] | None = None
     image_ranges: list[list[tuple[int, int]]] | None = None
 
@@ -199,6 +200,7 @@ def _completion(body: TokensBody, index: int, n: int) -> Completion:
         ids, logprobs, top_ids, top_logprobs, body.finish_reasons[index],
         tuple(body.weight_versions[index]),
         body.lora_versions[index // n] if body.lora_versions else None,
+        None if body.raw_logprobs is None else np.frombuffer(body.raw_logprobs[index], "<f4"),
     )  # fmt: skip
 
 

@@ -15,7 +15,7 @@ from titopool.errors import InvalidRequest
 # Options with a field of their own; all others are SamplingParams fields in `generation_kwargs`.
 FIELDS = {
     "mm_processor_kwargs", "top_p", "top_k", "min_p", "repetition_penalty", "truncate_prompt_tokens",
-    "structured_outputs_regex",
+    "structured_outputs_regex", "raw_logprobs",
 }  # fmt: skip
 # What PNG files can hold; other images are sent in RGB, as the server reads them.
 PNG_MODES = {"1", "L", "LA", "P", "RGB", "RGBA", "I;16"}

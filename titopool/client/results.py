@@ -24,6 +24,8 @@ class Completion:
     weight_versions: tuple[tuple[int, int], ...]
     # Of the LoRA adapter; None: without one.
     lora_version: int | None
+    # float32, [tokens]: by the model's logits alone. None: `raw_logprobs` was not asked for.
+    raw_logprobs: np.ndarray | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

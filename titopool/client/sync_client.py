@@ -113,7 +113,8 @@ class Client:
             progress: show a bar (tqdm). The prompts go out in several requests, which are checked
                 one by one.
             sampling: vLLM's SamplingParams (`top_p`, `seed`, `stop`, `ignore_eos`, …), and
-                `truncate_prompt_tokens`, `structured_outputs_regex` and `mm_processor_kwargs`.
+                `truncate_prompt_tokens`, `structured_outputs_regex`, `mm_processor_kwargs` and
+                `raw_logprobs`.
 
         Returns:
             One result for each prompt, in order.

@@ -83,6 +83,11 @@ class ServerConfig:
         "Batch-invariant kernels and logits in float32: the same bits in every batch, for fewer "
         "tokens a second. GPUs only.",
     )
+    raw_logprobs: bool = setting(
+        False,
+        "Lets requests ask for the model's own log-probabilities beside the sampler's. Costs one "
+        "more pass over the logits.",
+    )
     tool_call_parser: str = setting(
         "",
         "Name of vLLM's parser for tool calls in chat completions, for example hermes. Empty: none.",

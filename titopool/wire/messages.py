@@ -30,6 +30,8 @@ class Logprobs(msgspec.Struct, frozen=True, array_like=True):
     # Ranks in the vocabulary, from 1: of a prompt those of all entries, of a completion those of the
     # sampled tokens. Empty if they are not known.
     ranks: bytes = b""
+    # Of the sampled tokens, by the model's logits alone; empty without the setting `raw_logprobs`.
+    raw: bytes = b""
 
 
 class RoutedExperts(msgspec.Struct, frozen=True, array_like=True):
@@ -126,6 +128,8 @@ class WorkerFacts(msgspec.Struct, frozen=True):
     max_lora_rank: int = 0
     # vLLM's `--enable-return-routed-experts`.
     has_routed_experts: bool = False
+    # The setting of this name.
+    has_raw_logprobs: bool = False
 
 
 class WorkerCounters(msgspec.Struct):

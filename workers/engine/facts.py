@@ -51,6 +51,7 @@ def facts_of(
         weight_backend="gloo" if engine.device_config.device_type == "cpu" else "nccl",
         max_lora_rank=engine.lora_config.max_lora_rank if engine.lora_config else 0,
         has_routed_experts=captured.enable_return_routed_experts,
+        has_raw_logprobs=config.raw_logprobs,
     )
 
 

@@ -16,6 +16,8 @@ class FlatPart(NamedTuple):
     token_ids: list[int]
     logprobs: list[float]
     ranks: list[int]
+    # One for each position, or none: `workers/in_model/logprobs_patch.py`.
+    raw: list[float]
 
 
 def flat_since(flat: Any, position: int) -> FlatPart:
@@ -27,6 +29,7 @@ def flat_since(flat: Any, position: int) -> FlatPart:
         flat.token_ids[begin:],
         flat.logprobs[begin:],
         flat.ranks[begin:],
+        _raw(flat)[position:],
     )
 
 
@@ -51,7 +54,13 @@ def pack_logprobs(flat: Any, completion_ids: bytes) -> Logprobs:
         # One entry a position, also with k = 1 where each sampled token was the best one.
         counts = b""
         ids = b"" if ids == completion_ids else ids
-    return Logprobs(values.tobytes(), ids, counts, ranks.tobytes())
+    raw = np.array(_raw(flat), dtype=np.float32)
+    return Logprobs(values.tobytes(), ids, counts, ranks.tobytes(), raw.tobytes())
+
+
+def _raw(flat: Any) -> list[float]:
+    found: list[float] = getattr(flat, "raw", [])
+    return found
 
 
 def pack_prompt_logprobs(flat: Any) -> Logprobs:

@@ -39,6 +39,7 @@ from workers.engine.start.options import (
     fit_to_cpu,
     parse_options,
 )
+from workers.engine.start.raw_logprobs import check_raw_logprobs, choose_runner
 from workers.engine.versions import History, Versions
 from workers.engine.weights import VllmWeights, WeightEngine
 from workers.environment import default_engine_options, image_threads, prepare_environment
@@ -79,6 +80,8 @@ class VllmEngine:
         prepare_environment(os.environ, on_cpu=self._on_cpu)
         if self._config.exact:
             choose_kernels(os.environ, on_cpu=self._on_cpu)
+        if self._config.raw_logprobs:
+            choose_runner(os.environ)
         # A restarted worker, or another one, must not repeat this worker's samples.
         seed = int.from_bytes(os.urandom(4), "little") >> 1
         defaults = default_engine_options(self._config, os.environ, on_cpu=self._on_cpu, seed=seed)
@@ -91,9 +94,11 @@ class VllmEngine:
         check_parsers(self._config)
         engine_args = parse_options(self._config, defaults)
         if _is_titopools(engine_args.worker_extension_cls):
-            receive_lists()
+            receive_lists(with_raw=self._config.raw_logprobs)
         if self._config.exact:
             fit_to_exact(engine_args)
+        if self._config.raw_logprobs:
+            check_raw_logprobs(engine_args)
         report("loading")
         # LLM_CLASS: the batch sizes that vLLM chooses for throughput.
         usage = UsageContext.LLM_CLASS

@@ -7,9 +7,15 @@ once, and MessagePack carries the numbers. float32 values are exact as float64.
 
 The two halves work only together: `send_lists` in the processes that hold the model, `receive_lists`
 in the worker before it creates AsyncLLM. `workers/vllm_internals.py` lists the patched names.
+
+With the setting `raw_logprobs`, the last column of each step is the sampled tokens' log-probability
+by the model's logits, before temperature, penalties, top-k and top-p.
 """
 
 from typing import Any
+
+# In the column of raw log-probabilities, in the place of a token's id.
+RAW_ID = -1
 
 
 def send_lists() -> None:
@@ -25,8 +31,49 @@ def send_lists() -> None:
     LogprobsTensors.tolists = as_lists
 
 
-def receive_lists() -> None:
-    """Patches this process to receive lists into FlatLogprobs, without decoded tokens."""
+def add_raw() -> None:
+    """Patches this process's sampler to add the column of raw log-probabilities."""
+    import torch
+    from vllm.v1.sample.sampler import Sampler
+
+    sample = Sampler.forward
+
+    def forward(
+        self: Any, logits: Any, sampling_metadata: Any, *arguments: Any, **options: Any
+    ) -> Any:
+        count = sampling_metadata.max_num_logprobs
+        if count is None and not sampling_metadata.logprob_token_ids:
+            return sample(self, logits, sampling_metadata, *arguments, **options)
+        # vLLM changes logits in place if they are float32 already.
+        raw = logits.clone() if logits.dtype == torch.float32 else logits
+        normalizer = logits.float().logsumexp(-1, keepdim=True)
+        output = sample(self, logits, sampling_metadata, *arguments, **options)
+        chosen = raw.gather(-1, output.sampled_token_ids.long()).float() - normalizer
+        tensors = output.logprobs_tensors
+        output.logprobs_tensors = tensors._replace(
+            logprob_token_ids=_with_column(
+                tensors.logprob_token_ids, torch.full_like(chosen, RAW_ID)
+            ),
+            logprobs=_with_column(tensors.logprobs, chosen),
+        )
+        return output
+
+    Sampler.forward = forward
+
+
+def _with_column(rows: Any, column: Any) -> Any:
+    import torch
+
+    return torch.cat([rows, column.to(rows.dtype)], dim=-1)
+
+
+def receive_lists(*, with_raw: bool = False) -> None:
+    """Patches this process to receive lists into FlatLogprobs, without decoded tokens.
+
+    Args:
+        with_raw: the lists have the column of `add_raw`. Its values go to `raw`, an attribute that
+            vLLM's class does not have.
+    """
     from vllm.logprobs import FlatLogprobs
     from vllm.v1.engine.logprobs import LogprobsProcessor
     from vllm.v1.outputs import LogprobsLists
@@ -48,4 +95,9 @@ def receive_lists() -> None:
             flat.end_indices.append(len(flat.logprobs))
             flat.ranks.extend(range(1, len(flat.logprobs) - len(flat.ranks) + 1))
 
-    LogprobsProcessor._update_sample_logprobs = update
+    def update_with_raw(self: Any, lists: Any) -> None:
+        update(self, lists)
+        raw = self.logprobs.__dict__.setdefault("raw", [])
+        raw.extend(values[-1] for values in lists[1])
+
+    LogprobsProcessor._update_sample_logprobs = update_with_raw if with_raw else update

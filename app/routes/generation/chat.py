@@ -11,7 +11,7 @@ from app.inputs.admission import Admission
 from app.inputs.chat_messages import read_conversation
 from app.inputs.chat_template import Chat
 from app.inputs.images import EncodedImages, check_one_per_prompt, processor_kwargs_of, read_images
-from app.inputs.sampling import check_num_completions, sampling_options
+from app.inputs.sampling import check_num_completions, check_raw_logprobs, sampling_options
 from app.inputs.token_ids import tokens_to_keep
 from app.schemas.generation import CHAT_BODY, ChatBody
 from app.service import current_service
@@ -25,6 +25,7 @@ def chat() -> Response:
     """Checks and renders all conversations before it generates anything."""
     with current_service().admit(CHAT_BODY) as (admission, body):
         options = sampling_options(body, admission.facts)
+        check_raw_logprobs(body, options, admission.facts)
         limit = admission.config.max_completions_per_request
         check_num_completions(len(body.messages), options.n, limit, "messages")
         adapter = admission.adapter_named(body.lora_name, "lora_name")
@@ -33,7 +34,7 @@ def chat() -> Response:
             admission, prompts, options,
             adapter=adapter, min_weight_version=body.min_weight_version,
         )  # fmt: skip
-        return token_response(prompts, results, options)
+        return token_response(prompts, results, options, with_raw=body.raw_logprobs)
 
 
 def _render_prompts(admission: Admission, body: ChatBody) -> list[Prompt]:

@@ -8,7 +8,7 @@ from flask import Blueprint, Response
 
 from app.generation import Prompt, run_prompts, token_response
 from app.inputs.images import images_of
-from app.inputs.sampling import check_num_completions, sampling_options
+from app.inputs.sampling import check_num_completions, check_raw_logprobs, sampling_options
 from app.inputs.token_ids import prompt_ids_of, was_sent_as_ids
 from app.routes.sglang.generate import generate_as_sglang
 from app.schemas.generation import TokensPrompt
@@ -25,6 +25,7 @@ def generate() -> Response:
         if isinstance(body, SGLangBody):
             return generate_as_sglang(admission, body)
         options = sampling_options(body, admission.facts)
+        check_raw_logprobs(body, options, admission.facts)
         limit = admission.config.max_completions_per_request
         check_num_completions(len(body.prompts), options.n, limit)
         prompt_ids = prompt_ids_of(body, admission)
@@ -46,4 +47,4 @@ def generate() -> Response:
             admission, prompts, options,
             adapter=adapter, min_weight_version=body.min_weight_version,
         )  # fmt: skip
-        return token_response(prompts, results, options)
+        return token_response(prompts, results, options, with_raw=body.raw_logprobs)
