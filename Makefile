@@ -18,7 +18,7 @@ FASTER = $(INSTALL) --quiet $(CONSTRAINTS) -e '.[fast]' 2>/dev/null \
 	  || echo "no C compiler: gunicorn parses HTTP in Python, which is a little slower"
 INSTALLED = $(VENV)/.installed-$(PLATFORM)
 TOOLS = $(VENV)/.installed-tools
-.PHONY: help install tools serve test test-fast check format docs example-grpo bench bench-front bench-images bench-streams bench-weights bench-placement test-chaos test-fuzz test-soak test-compose test-system matrix clean
+.PHONY: help install tools serve test test-fast check format docs example-grpo bench bench-front bench-images bench-streams bench-weights bench-placement test-chaos test-fuzz test-soak test-compose test-system matrix matrix-versions clean
 
 help:  ## lists the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -91,6 +91,9 @@ docs: tools  ## writes docs/settings.md from the settings in the code
 matrix: tools  ## tries all families of models (90 minutes, goes on where it stopped), and writes docs/models.md
 	$(BIN)/python -m tests.matrix $(ARGS)
 	$(BIN)/python -m tests.matrix.table
+
+matrix-versions: tools  ## tries one family of each mechanism on the older CPU builds of vLLM
+	$(BIN)/python -m tests.matrix.versions $(ARGS)
 
 example-grpo: tools  ## trains tiny models through a server with GRPO, in minutes on a CPU (ARGS=options)
 	$(BIN)/python examples/grpo.py --seeds 0 1 2 --control $(ARGS)

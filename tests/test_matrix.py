@@ -4,7 +4,7 @@ import re
 
 from tests.matrix import limits
 from tests.matrix.image_families import IMAGE_FAMILIES
-from tests.matrix.table import BEGIN, DOCUMENT, END, LABELS
+from tests.matrix.table import DOCUMENT, LABELS, marks_of
 from tests.model_families import FAMILIES
 from tests.servers import REPOSITORY
 
@@ -25,7 +25,8 @@ def test_at_most_eight_rows_are_limited_besides_adapters():
 
 
 def test_the_document_has_every_row_and_no_open_cell():
-    text = DOCUMENT.read_text().partition(BEGIN)[2].partition(END)[0]
+    begin, end = marks_of("matrix")
+    text = DOCUMENT.read_text().partition(begin)[2].partition(end)[0]
     rows = re.findall(r"^\| ([^|]+) \|(.*)\|$", text, re.M)
     expected = [LABELS[one] for one in (*FAMILIES, *IMAGE_FAMILIES)]
     assert [name for name, _ in rows if name not in ("Text", "Images")] == expected

