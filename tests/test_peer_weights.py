@@ -77,8 +77,15 @@ class Pool:
         wait_until(Path(f"{self.gate}.reached").exists, 30, lambda: str(self.status()))
 
     def digests(self) -> list[str]:
-        answer = self.server.post("/weight_checker", {"action": "checksum"})
-        assert answer.status_code == 200, answer.text
+        answers = []
+
+        def have_come() -> bool:
+            answers.append(self.server.post("/weight_checker", {"action": "checksum"}))
+            return bool(answers[-1].status_code == 200)
+
+        # All front ends must know all workers.
+        wait_until(have_come, 20, lambda: answers[-1].text)
+        answer = answers[-1]
         return [digest for _, digest in sorted(answer.json()["checksums"].items())]
 
 

@@ -20,7 +20,7 @@ PROMPTS = [[5, 6, 7, 8, 9], [9, 8, 7], [11, 12, 13, 14]]
 NUM_TOKENS = 10
 # Each of them makes the sampler's distribution another than the model's.
 PROCESSED: dict[str, Any] = {
-    "temperature": 0.7, "top_k": 20, "top_p": 0.9, "repetition_penalty": 1.3,
+    "n": 2, "temperature": 0.7, "top_k": 20, "top_p": 0.9, "repetition_penalty": 1.3,
     "generation_kwargs": {"ignore_eos": True, "presence_penalty": 0.5, "logit_bias": {"5": -20}},
 }  # fmt: skip
 
@@ -44,8 +44,7 @@ def expected_raw(folder: str, prompts: list[list[int]], completions: list[Any]) 
 
 @pytest.mark.parametrize("options", [PROCESSED, {"temperature": 0.0}], ids=["sampled", "greedy"])
 def test_raw_are_the_model_s_and_processed_the_sampler_s(raw_server, tiny_model, options):
-    body = {"n": 2, "max_tokens": NUM_TOKENS, "raw_logprobs": True, **options}
-    answer = raw_server.generate(PROMPTS, **body)
+    answer = raw_server.generate(PROMPTS, max_tokens=NUM_TOKENS, raw_logprobs=True, **options)
     expected = expected_raw(tiny_model, PROMPTS, answer["completion_ids"])
     for raw, own, entries in zip(answer["raw_logprobs"], expected, answer["logprobs"], strict=True):
         processed = np.array([one[0] for one in entries])

@@ -106,7 +106,14 @@ class VllmEngine:
             fit_to_cpu(engine_args)
         else:
             capture_graphs_for_all(engine_args, usage)
-        self._llm = AsyncLLM.from_engine_args(engine_args, usage_context=usage)
+        vllm_config = engine_args.create_engine_config(usage)
+        if self._on_cpu and vllm_config.parallel_config.world_size == 1:
+            # vLLM's CPU build chooses `spawn`, and the engine's process would import vLLM again (10 s
+            # of a core). With one rank, no thread of OpenMP runs here that a fork would lose.
+            os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
+        self._llm = AsyncLLM.from_vllm_config(
+            vllm_config, usage_context=usage, disable_log_stats=engine_args.disable_log_stats
+        )
         if self._llm.model_config.is_multimodal_model:
             images = ImagePreparer(
                 self._llm.model_config,
