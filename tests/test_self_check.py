@@ -56,6 +56,7 @@ HOLDERS = {
         "workers/images/preparer.py",
         "workers/in_model/conversion.py",
         "workers/in_model/copies.py",
+        "workers/in_model/logprobs_patch.py",
         "workers/in_model/weight_extension.py",
         "workers/in_model/receiving/group.py",
         "workers/in_model/coverage.py",
