@@ -113,7 +113,7 @@ def test_the_server_runs_without_the_checkout(commands: Path, tmp_path: Path, wo
         assert process.poll() is None, log.read_text()
         try:
             answer = requests.get(f"http://127.0.0.1:{port}/live", timeout=5)
-        except requests.ConnectionError:
+        except requests.RequestException:
             return False
         return answer.status_code == 200
 

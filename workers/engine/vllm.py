@@ -107,9 +107,9 @@ class VllmEngine:
         else:
             capture_graphs_for_all(engine_args, usage)
         vllm_config = engine_args.create_engine_config(usage)
-        if self._on_cpu and vllm_config.parallel_config.world_size == 1:
+        if self._on_cpu and _can_fork(vllm_config):
             # vLLM's CPU build chooses `spawn`, and the engine's process would import vLLM again (10 s
-            # of a core). With one rank, no thread of OpenMP runs here that a fork would lose.
+            # of a core).
             os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
         self._llm = AsyncLLM.from_vllm_config(
             vllm_config, usage_context=usage, disable_log_stats=engine_args.disable_log_stats
@@ -324,6 +324,17 @@ def _tokens_input(job: Job) -> Any:
 
     token_ids = np.frombuffer(job.prompt_token_ids, dtype=np.int32).tolist()
     return tokens_input(token_ids, cache_salt=job.cache_salt)
+
+
+def _can_fork(vllm_config: Any) -> bool:
+    """Whether no thread of OpenMP can run in this process, as a fork's child would wait for it.
+
+    The processors of images, and a model's own code, may compute here before the engine's process
+    starts.
+    """
+    model = vllm_config.model_config
+    only_text = not (model.is_multimodal_model or model.trust_remote_code)
+    return only_text and vllm_config.parallel_config.world_size == 1
 
 
 def _is_titopools(extension: str) -> bool:
