@@ -119,6 +119,8 @@ def fuzzed(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterato
         "--num-workers", str(NUM_WORKERS), "--num-front-ends", "2", "--weights-root", str(root),
         "--tool-call-parser", "hermes", "--max-body-bytes", str(2**20),
         "--max-completions-per-request", "8", "--weight-update-timeout-s", "3",
+        # A large `min_weight_version` waits so long, and is a 409 then.
+        "--request-timeout-s", "8",
         "--enable-lora", "--max-loras", "2", "--max-lora-rank", "8", "--max-cpu-loras", "3",
     )  # fmt: skip
     log = tmp_path_factory.mktemp("fuzzed") / "log"
