@@ -38,6 +38,11 @@ class Pool:
             num_workers, "--num-front-ends", "2", num_ready=num_ready, **QUICK
         )
 
+    def start_and_serve(self, num_workers: int) -> None:
+        for index in range(num_workers):
+            self.start(index)
+        self.serve(num_workers)
+
     def update(self, num_workers: int, session: str = "one") -> None:
         """A complete update of all workers, through a group."""
         server = self.server
@@ -110,9 +115,7 @@ def background() -> Iterator[Callable[[Callable[[], Any]], None]]:
 
 
 def test_restarted_workers_take_the_weights_of_one_that_serves(pool: Pool):
-    for index in range(3):
-        pool.start(index)
-    pool.serve(3)
+    pool.start_and_serve(3)
     before = pool.digests()
     pool.update(3)
     new = pool.digests()
@@ -233,9 +236,7 @@ def test_updates_of_trl_go_on_when_a_fetch_ends_meanwhile(pool: Pool, port: int)
 
 
 def test_other_tensors_are_refused_and_nothing_is_overwritten(pool: Pool):
-    for index in range(2):
-        pool.start(index)
-    pool.serve(2)
+    pool.start_and_serve(2)
     before = pool.digests()
     pool.update(2)
     pool.restart(1, "--tensors", "32")

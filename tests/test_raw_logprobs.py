@@ -7,12 +7,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from app.outputs.token_arrays import raw_logprobs
 from tests import reference
 from tests.conftest import ENGINE_OPTIONS
 from tests.servers import Server, running_server
 from titopool import Client
-from titopool.errors import ConfigError
+from titopool.errors import ConfigError, GenerationFailed
 from titopool.settings.sources import from_command_line
+from titopool.wire.messages import Completion, Logprobs
 from workers.engine.start.options import parse_options
 from workers.engine.start.raw_logprobs import RUNNER_VARIABLE, check_raw_logprobs, choose_runner
 
@@ -96,6 +98,17 @@ def test_they_are_refused_where_there_are_none(server, raw_server):
     refused = raw_server.post("/generate/", {**body, "logprobs": None})
     assert refused.status_code == 400
     assert "expected logprobs of 0 or more" in refused.json()["error"]["message"]
+
+
+def test_an_answer_without_them_is_an_error():
+    """Of a worker that was started by hand without the setting, or whose vLLM lost the patch."""
+    ids, values = np.array([5, 6], np.int32), np.array([-1, -2], np.float32)
+    whole = Completion(ids.tobytes(), "stop", Logprobs(values.tobytes(), raw=values.tobytes()), [])
+    without = Completion(ids.tobytes(), "stop", Logprobs(values.tobytes()), [])
+    ended_early = Completion(b"", "abort", None, [])
+    assert raw_logprobs([whole, ended_early]) == [values.tobytes(), b""]
+    with pytest.raises(GenerationFailed, match="expected 2 raw log-probabilities, got 0; start"):
+        raw_logprobs([whole, without])
 
 
 def test_options_that_contradict_are_refused(tiny_model):

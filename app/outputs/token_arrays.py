@@ -13,6 +13,7 @@ from werkzeug.datastructures import MIMEAccept
 
 from app.time_slices import sharing_time
 from titopool.errors import GenerationFailed
+from titopool.wire.logprob_entries import sampled_of
 from titopool.wire.messages import Completed, Completion, Logprobs
 
 JSON = "application/json"
@@ -88,8 +89,19 @@ def binary_reply(
 
 
 def raw_logprobs(completions: Sequence[Completion]) -> list[bytes]:
-    """The sampled tokens' log-probabilities by the model alone, float32 [tokens] of each completion."""
-    return [b"" if one.logprobs is None else one.logprobs.raw for one in completions]
+    """The sampled tokens' log-probabilities by the model alone, float32 [tokens] of each completion.
+
+    Raises:
+        GenerationFailed: a worker did not send them.
+    """
+    found = [b"" if one.logprobs is None else one.logprobs.raw for one in completions]
+    for raw, one in zip(found, completions, strict=True):
+        if len(raw) != len(one.token_ids):
+            raise GenerationFailed(
+                f"expected {len(one.token_ids) // 4} raw log-probabilities, got {len(raw) // 4}; start "
+                "every worker with --raw-logprobs"
+            )
+    return found
 
 
 def nested_logprobs(completion: Completion) -> tuple[Any, Any]:
@@ -113,12 +125,7 @@ def sampled_logprobs(completion: Completion) -> np.ndarray:
     if not len(entry_ids):
         return values
     counts = np.frombuffer(packed.counts, np.int32) if packed.counts else np.ones_like(ids)
-    tokens = np.repeat(np.arange(len(ids)), counts)
-    own = np.flatnonzero(entry_ids == ids[tokens])
-    found, first = np.unique(tokens[own], return_index=True)
-    sampled = np.full(len(ids), np.nan, np.float32)
-    sampled[found] = values[own[first]]
-    return sampled
+    return sampled_of(ids, values, entry_ids, counts)
 
 
 def weight_spans(

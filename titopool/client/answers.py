@@ -11,6 +11,7 @@ from titopool.client.failures import IncompatibleServer, UnexpectedAnswer
 from titopool.client.results import Completion, PromptResult, Score, ServerInfo, WorkerStatus
 from titopool.errors import ERRORS_BY_CODE, InvalidRequest, TitopoolError
 from titopool.release import RELEASE, VERSION_HEADER, are_compatible, series_of
+from titopool.wire.logprob_entries import sampled_of
 
 MAX_SHOWN_BYTES = 200
 MSGPACK = "application/msgpack"
@@ -226,12 +227,7 @@ def _logprobs(
     )
     if not len(counts) == len(ids) or not counts.sum() == len(entry_ids) == len(values):
         raise ValueError(f"{len(values)} log-probabilities of {len(ids)} tokens")
-    positions = np.repeat(np.arange(len(ids)), counts)
-    found = np.flatnonzero(entry_ids == ids[positions])
-    # The first entry of each token that is the sampled one.
-    places, first = np.unique(positions[found], return_index=True)
-    sampled = np.full(len(ids), np.nan, np.float32)
-    sampled[places] = values[found[first]]
+    sampled = sampled_of(ids, values, entry_ids, counts)
     ends = np.cumsum(counts)[:-1]
     if not len(ids):
         return sampled, (), ()

@@ -80,8 +80,7 @@ class ServerConfig:
     )
     exact: bool = setting(
         False,
-        "Batch-invariant kernels and logits in float32: the same bits in every batch, for fewer "
-        "tokens a second. GPUs only.",
+        "vLLM's batch-invariant kernels, and logits in float32, for fewer tokens a second. GPUs only.",
     )
     raw_logprobs: bool = setting(
         False,

@@ -1,19 +1,16 @@
 """`python -m workers.cluster`: gunicorn's master starts it with `--cluster ray`."""
 
-import argparse
 import logging
 import os
-import shutil
 import signal
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from titopool.errors import ConfigError
-from titopool.settings.config import FAILURE_FILE
 from titopool.settings.logs import configure_logging, show
 from titopool.settings.sources import from_environment
 from titopool.wire.sockets import read_curve_key
+from workers.supervisor.master import end_master, parser_of, remove_orphaned_run_dir
 from workers.supervisor.supervisor import StartFailed, greeting, is_healthy
 
 logger = logging.getLogger("workers.cluster")
@@ -24,12 +21,7 @@ os.environ.setdefault("RAY_DEDUP_LOGS", "0")
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the pool until a signal arrives or the parent has ended; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m workers.cluster")
-    parser.add_argument("--parent-pid", type=int, required=True)
-    parser.add_argument("--url")
-    parser.add_argument("--requires-key", action="store_true")
-    parser.add_argument("--remove-run-dir", action="store_true")
-    options = parser.parse_args(argv)
+    options = parser_of("python -m workers.cluster").parse_args(argv)
     config = from_environment()
     configure_logging(config.log_level)
     stopped: list[int] = []
@@ -63,9 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         finally:
             pool.stop()
             ray.shutdown()
-        if options.remove_run_dir and os.getppid() != options.parent_pid:
-            # The master was killed and cannot remove the folder.
-            shutil.rmtree(config.run_dir, ignore_errors=True)
+        remove_orphaned_run_dir(options, config.run_dir)
         return 0
     except (StartFailed, ConfigError, ConnectionError) as error:
         cause = str(error)
@@ -74,13 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:
         logger.exception("the pool failed")
         cause = f"the pool failed: {error}"
-    show(f"\ntitopool: {cause}\n")
-    try:
-        # The master reads the file when it stops, and then exits with an error.
-        (Path(config.run_dir) / FAILURE_FILE).write_text(cause)
-    finally:
-        if os.getppid() == options.parent_pid:
-            os.kill(options.parent_pid, signal.SIGTERM)
+    end_master(options, config.run_dir, cause)
     return 1
 
 

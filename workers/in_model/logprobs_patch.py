@@ -98,6 +98,8 @@ def receive_lists(*, with_raw: bool = False) -> None:
     def update_with_raw(self: Any, lists: Any) -> None:
         update(self, lists)
         raw = self.logprobs.__dict__.setdefault("raw", [])
-        raw.extend(values[-1] for values in lists[1])
+        columns = zip(*lists[:2], strict=True)
+        # Without the column, the front end finds too few values and says so.
+        raw.extend(values[-1] for token_ids, values in columns if token_ids[-1] == RAW_ID)
 
     LogprobsProcessor._update_sample_logprobs = update_with_raw if with_raw else update

@@ -7,12 +7,10 @@ stops with the cause. Otherwise a dead worker is restarted: at once, or after a 
 died early.
 """
 
-import argparse
 import contextlib
 import logging
 import os
 import selectors
-import shutil
 import signal
 import ssl
 import subprocess
@@ -27,13 +25,14 @@ from typing import IO
 import msgspec
 
 from titopool.errors import ConfigError
-from titopool.settings.config import FAILURE_FILE, ServerConfig
+from titopool.settings.config import ServerConfig
 from titopool.settings.gpus import visible_gpus
 from titopool.settings.logs import configure_logging, show
 from titopool.settings.sources import from_environment
 from titopool.wire.pool_files import write_endpoints
 from titopool.wire.sockets import worker_endpoint
 from workers.ledger import clear_ledgers
+from workers.supervisor.master import end_master, parser_of, remove_orphaned_run_dir
 from workers.supervisor.phase_pipe import Load, Report
 from workers.supervisor.resources import resources_of_worker
 from workers.supervisor.scale import Scale
@@ -452,12 +451,7 @@ def describe_exit(code: int) -> str:
 
 def main(argv: Sequence[str] | None = None, worker_command: Sequence[str] = ()) -> int:
     """Runs the supervisor; returns its exit code."""
-    parser = argparse.ArgumentParser(prog="python -m workers.supervisor")
-    parser.add_argument("--parent-pid", type=int, required=True)
-    parser.add_argument("--url")
-    parser.add_argument("--requires-key", action="store_true")
-    parser.add_argument("--remove-run-dir", action="store_true")
-    arguments = parser.parse_args(argv)
+    arguments = parser_of("python -m workers.supervisor").parse_args(argv)
     config = from_environment()
     configure_logging(config.log_level)
     supervisor = Supervisor(
@@ -472,20 +466,12 @@ def main(argv: Sequence[str] | None = None, worker_command: Sequence[str] = ()) 
         signal.signal(number, supervisor.stop)
     try:
         supervisor.run()
-        if arguments.remove_run_dir and os.getppid() != arguments.parent_pid:
-            # The master was killed and cannot remove the folder.
-            shutil.rmtree(config.run_dir, ignore_errors=True)
+        remove_orphaned_run_dir(arguments, config.run_dir)
         return 0
     except (StartFailed, ConfigError) as error:
         cause = str(error)
     except Exception as error:
         logger.exception("the supervisor failed")
         cause = f"the supervisor failed: {error}"
-    show(f"\ntitopool: {cause}\n")
-    try:
-        # The master reads the file when it stops, and then exits with an error.
-        (Path(config.run_dir) / FAILURE_FILE).write_text(cause)
-    finally:
-        if os.getppid() == arguments.parent_pid:
-            os.kill(arguments.parent_pid, signal.SIGTERM)
+    end_master(arguments, config.run_dir, cause)
     return 1
