@@ -9,6 +9,7 @@ import psutil
 import pytest
 import requests
 
+from app.pool.suspects import RESTART_S
 from tests.servers import START_TIMEOUT_S, Server, alive, wait_until
 from tests.stub_worker import Fault
 from titopool.settings.config import ServerConfig
@@ -83,13 +84,14 @@ def test_a_deadly_prompt_fails_alone_among_those_of_two_front_ends(
     for index in range(3):
         start_stub(index, "--delay-s", "0.5", **QUICK, **probes)
     server = stub_server(3, TITOPOOL_NUM_FRONT_ENDS="2", **QUICK)
+    # Suspects wait for a lost worker for `RESTART_S` before they go to the only one that serves.
     good = [in_background(threads, server, [[index, 7, index]]) for index in range(1, 31)]
     bad = in_background(threads, server, [[8, 8], [fault]])
     good += [in_background(threads, server, [[index, 7, index]]) for index in range(31, 61)]
     for index, answer in enumerate(good, start=1):
-        body = answer.result(timeout=30).json()
+        body = answer.result(timeout=RESTART_S + 30).json()
         assert body.get("completion_ids") == [[index, 7, index]], body
-    answer = bad.result(timeout=30)
+    answer = bad.result(timeout=RESTART_S + 30)
     assert error_of(answer) == (500, "generation_failed")
     assert "prompts[1]: 2 workers died" in answer.json()["error"]["message"]
     wait_until(lambda: server.get("/ready").json()["num_ready"] == 1, START_TIMEOUT_S)

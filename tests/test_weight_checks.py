@@ -3,6 +3,7 @@
 import asyncio
 import os
 import socket
+import struct
 import threading
 import time
 from pathlib import Path
@@ -12,7 +13,12 @@ import pytest
 from tests.servers import free_port
 from titopool.errors import InvalidRequest
 from workers.weights import checks
-from workers.weights.checks import check_trainer_reachable, checked_folder, is_listening
+from workers.weights.checks import (
+    check_trainer_reachable,
+    checked_folder,
+    is_listening,
+    wait_for_unused_port,
+)
 
 
 @pytest.mark.parametrize(
@@ -64,3 +70,22 @@ def test_a_trainer_that_does_not_listen_is_refused(monkeypatch: pytest.MonkeyPat
     with pytest.raises(InvalidRequest, match=r"nothing answers for 0\.1 s") as caught:
         asyncio.run(check_trainer_reachable("127.0.0.1", free_port()))
     assert caught.value.param == "host"
+
+
+def test_a_port_that_an_outgoing_connection_holds_is_waited_for():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        outgoing = socket.create_connection(server.getsockname())
+        # A reset, as it frees the port at once: after a usual end Linux keeps it for a minute.
+        outgoing.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        threading.Timer(0.5, outgoing.close).start()
+        began = time.monotonic()
+        asyncio.run(wait_for_unused_port("127.0.0.1", outgoing.getsockname()[1]))
+        assert 0.4 < time.monotonic() - began < 30
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "192.0.2.1"])
+def test_a_port_that_cannot_become_free_is_not_waited_for(host: str):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        began = time.monotonic()
+        asyncio.run(wait_for_unused_port(host, server.getsockname()[1]))
+        assert time.monotonic() - began < 30

@@ -1,16 +1,20 @@
 """Checks of a trainer's calls: its folder, address and GPU, and the layers that it sends."""
 
 import asyncio
+import errno
 import os
 import time
 from pathlib import Path
 
 from titopool.errors import InvalidRequest
+from workers.in_model.receiving.group import open_port
 
 CONNECT_TIMEOUT_S = 2.0
 # A trainer of vLLM's or TRL's begins to listen while its call is under way.
 LISTEN_TIMEOUT_S = 5.0
 LISTEN_POLL_S = 0.02
+# Linux keeps the port of a closed connection for 60 s (TIME_WAIT).
+UNUSED_TIMEOUT_S, UNUSED_POLL_S = 65.0, 0.2
 
 
 def checked_folder(folder: str, root: str, field: str = "path") -> str:
@@ -88,6 +92,24 @@ async def is_listening(host: str, port: int) -> bool:
         return False
     writer.close()
     return True
+
+
+async def wait_for_unused_port(host: str, port: int) -> None:
+    """Waits while an outgoing connection holds the port at which a worker is to listen.
+
+    TRL's default port, 51216, is one of those that Linux gives to outgoing connections. Returns after
+    `UNUSED_TIMEOUT_S`, if another process listens there, or for an address of another host: then listening fails with the reason.
+    """
+    deadline = time.monotonic() + UNUSED_TIMEOUT_S
+    while time.monotonic() < deadline:
+        try:
+            open_port(host, port).close()
+            return
+        except (OSError, ValueError) as error:
+            is_taken = getattr(error, "errno", None) == errno.EADDRINUSE
+            if not is_taken or await is_listening(host, port):
+                return
+        await asyncio.sleep(UNUSED_POLL_S)
 
 
 def check_whole_layers(missing: str) -> None:

@@ -45,6 +45,7 @@ from workers.weights.checks import (
     check_whole_layers,
     checked_folder,
     is_listening,
+    wait_for_unused_port,
 )
 from workers.weights.engine_calls import EngineCalls
 from workers.weights.pauses import Pauses
@@ -169,6 +170,8 @@ class Updates:
                 self._check_not_broken()
                 if action.protocol == "vllm" and action.host and not action.is_stock:
                     await check_trainer_reachable(action.host, action.port)
+                if action.protocol == "trl" and action.rank == 0:
+                    await wait_for_unused_port(action.host, action.port)
                 check_trainer_device(action.device_uuid, await self._call("device"))
                 if not action.is_stock:
                     await self._start_to_join(action)

@@ -131,21 +131,32 @@ def listen(args: GroupArgs) -> socket.socket | None:
         return None
     deadline = time.monotonic() + PORT_TIMEOUT_S
     while True:
-        is_ipv6 = ":" in args.host
-        opened = socket.socket(socket.AF_INET6 if is_ipv6 else socket.AF_INET, socket.SOCK_STREAM)
         try:
-            opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            if is_ipv6:
-                # `::` also takes connections over IPv4.
-                opened.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-            opened.bind((args.host, args.port))
-            opened.listen()
-            return opened
+            return open_port(args.host, args.port)
         except OSError:
-            opened.close()
             if time.monotonic() > deadline:
                 raise
             time.sleep(0.02)
+
+
+def open_port(host: str, port: int) -> socket.socket:
+    """A socket that listens; `::` also takes connections over IPv4.
+
+    Raises:
+        OSError: the port is taken.
+    """
+    is_ipv6 = ":" in host
+    opened = socket.socket(socket.AF_INET6 if is_ipv6 else socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if is_ipv6:
+            opened.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        opened.bind((host, port))
+        opened.listen()
+    except OSError:
+        opened.close()
+        raise
+    return opened
 
 
 class Group:
