@@ -1,6 +1,7 @@
 """Loaders that skip a tensor: the update is refused or the worker ends; no mixed weights."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,6 +23,7 @@ def test_a_skipped_tensor_is_refused_or_ends_the_worker(tiny_model: str, tmp_pat
     make_model(other, seed=1)
     options = (
         "--num-workers", "1", "--num-front-ends", "1", "--weights-root", str(tmp_path),
+        "--weight-proof", "each",
         "--worker-extension-cls", "tests.forgetful_extension.ForgetfulExtension", *ENGINE_OPTIONS,
     )  # fmt: skip
     log = tmp_path / "log"
@@ -29,7 +31,16 @@ def test_a_skipped_tensor_is_refused_or_ends_the_worker(tiny_model: str, tmp_pat
     with running_server(tiny_model, *options, log=log, FORGETS=str(forgets)) as server:
         check_update_is_refused(server, str(other), tiny_model)
         forgets.write_text("loading")
-        check_update_ends_the_worker(server, str(other), tiny_model)
+        # Another order of tensors, which has had no dry run yet.
+        check_update_ends_the_worker(server, tensors_of(other)[::-1])
+        server.wait_until_ready(server.num_workers)
+        assert_serves(server, tiny_model)
+        # Each update is proved, also one with the names of one that was right.
+        forgets.write_text("never")
+        update(server, tensors_of(other))
+        assert_serves(server, str(other))
+        forgets.write_text("loading")
+        check_update_ends_the_worker(server, tensors_of(tiny_model))
 
 
 def check_update_is_refused(server: Server, other: str, original: str) -> None:
@@ -51,14 +62,18 @@ def check_update_is_refused(server: Server, other: str, original: str) -> None:
     assert_serves(server, original)
 
 
-def check_update_ends_the_worker(server: Server, other: str, original: str) -> None:
-    """A loader that a dry run cannot check is found after loading: the worker ends and restarts."""
+def update(server: Server, tensors: list[Any]) -> None:
     client = weights_client(server, timeout_s=60)
+    try:
+        client.update(tensors, policy="keep")
+    finally:
+        client.close()
+
+
+def check_update_ends_the_worker(server: Server, tensors: list[Any]) -> None:
+    """A loader that a dry run cannot check is found after loading: the worker ends and restarts."""
     pids = worker_pids(server)
-    # Another order of tensors, which has had no dry run yet.
     with pytest.raises(WeightsError, match="half loaded") as caught:
-        client.update(tensors_of(other)[::-1], policy="keep")
+        update(server, tensors)
     assert f": {SKIPPED_TENSOR}; start the server with a folder" in str(caught.value)
     wait_until(lambda: not set(pids) & set(worker_pids(server)), 60)
-    server.wait_until_ready(server.num_workers)
-    assert_serves(server, original)

@@ -306,8 +306,8 @@ class WeightsClient:
 
         Returns:
             `version`, `loaded` (number of tensors), `checksum`, `staging` (where the first worker
-            kept the tensors: "beside" the model, "kv" cache, "in_place" or "host"), `paused_s` (how
-            long it stopped generation), and lists of names: `missing`, `ignored` (sent, but not in the
+            kept the tensors: "beside" the model, "kv" cache, "in_place" or "host"), `update_s` (from
+            its begin until the new weights served), `paused_s` (how long it stopped generation), and lists of names: `missing`, `ignored` (sent, but not in the
             model) and `kept` (buffers that were not sent).
 
         Raises:

@@ -21,6 +21,7 @@ ENV_PREFIX = "TITOPOOL_"
 # A file in `run_dir`. A supervisor that gives up writes the cause; gunicorn's master reads it.
 FAILURE_FILE = "failure"
 PLACEMENTS = ("prefix", "least_loaded", "round_robin")
+WEIGHT_PROOFS = ("first", "each")
 WEIGHT_STAGINGS = ("auto", "beside", "kv", "in_place", "host")
 # Headings of `--help` and docs/settings.md, each by the name of its first setting.
 GROUPS = {
@@ -253,6 +254,10 @@ class ServerConfig:
         "Where new weights wait: beside the model, in the kv cache, in the host's memory (slow). auto: "
         "beside, else kv; in_place: as auto, else in the model.",
     )
+    weight_proof: str = setting(
+        "first",
+        "Whether the first update with some names is proved to reach all of the model, or each (slow).",
+    )
     peer_port: int = setting(
         0,
         "First port at which a worker gives its weights to a new one; each process of an engine takes "
@@ -281,6 +286,7 @@ class ServerConfig:
                 f"cluster: expected none where endpoints name the workers, got {self.cluster!r}"
             )
         _check_choice("weight_staging", self.weight_staging, WEIGHT_STAGINGS)
+        _check_choice("weight_proof", self.weight_proof, WEIGHT_PROOFS)
         if self.heartbeat_timeout_s < 2 * self.heartbeat_interval_s:
             raise ConfigError(
                 "heartbeat_timeout_s: expected at least twice heartbeat_interval_s "

@@ -302,8 +302,11 @@ class WeightExtension:
         return checksum(list(self._titopool_receiver.staged.values()))
 
     @answer
-    def titopool_weights_apply(self) -> dict[str, Any]:
+    def titopool_weights_apply(self, forgets_proofs: bool) -> dict[str, Any]:
         """Loads the staged tensors, or the folder's, into the model, unless these are there already.
+
+        Args:
+            forgets_proofs: the next update is proved to reach all of the model, too.
 
         After an error the model has old and new weights: the process must end.
         """
@@ -325,6 +328,11 @@ class WeightExtension:
             self._titopool_reload(self._titopool_as_in_checkpoint(source, fit, loaded))
             num_loaded = len(loaded)
         _after_load(self)
+        if forgets_proofs:
+            # Now, as the next update's begin asks how much memory loading takes.
+            self._titopool_plan = None
+            if self._titopool_coverage is not None:
+                self._titopool_coverage.is_confirmed = False
         self._titopool_forget()
         return {"loaded": num_loaded}
 

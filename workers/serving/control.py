@@ -307,7 +307,8 @@ class Control:
             "is_written_in_place": self._updates.is_in_model,
             "is_restarting": self._pauses.never_resumes,
             "last_staging": self._updates.staging or None,
-            "last_paused_s": round(self._pauses.last_commit_s, 4),
+            "last_update_s": round(self._updates.last_update_s, 4),
+            "last_paused_s": round(self._updates.last_paused_s, 4),
             "adapters": self.adapters,
             "adapter_versions": self._model.adapters.latest_versions,
         }

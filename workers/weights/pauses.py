@@ -27,9 +27,9 @@ class Pauses:
         self._follow_task: asyncio.Task[None] | None = None
         self._no_commit = asyncio.Event()
         self._no_commit.set()
-        # When the commit in progress stopped generation, and how long the last one did (seconds).
+        # When the commit in progress stopped generation, and how long all that have ended did.
         self._commit_begin = 0.0
-        self.last_commit_s = 0.0
+        self.commits_s = 0.0
         # Whether generation stays paused until the process ends, because the model is broken.
         self.never_resumes = False
         # Whether it stays paused until new weights are complete: the model is half another one's.
@@ -173,7 +173,7 @@ class Pauses:
         if self.is_committing and self.may_resume:
             self._no_commit.set()
             await self._resume(engine)
-            self.last_commit_s = time.monotonic() - self._commit_begin
+            self.commits_s += time.monotonic() - self._commit_begin
 
     async def _resume(self, engine: WeightEngine) -> None:
         """Resumes generation unless a commit or a client pauses it.

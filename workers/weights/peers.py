@@ -72,7 +72,8 @@ class PeerUpdates(Updates):
                     f"{len(self._versions.open)} jobs are open"
                 )
             self.state.begin_apart("fetch", wanted, time.monotonic())
-            self._began, self.staging = time.monotonic(), "peer"
+            self._begin_clock()
+            self.staging = "peer"
             self.steps.start("fetch", wanted.update_id, self._run_fetch(wanted, action.peers))
         return {}
 

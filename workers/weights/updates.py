@@ -90,6 +90,7 @@ class Updates:
         self.state = WeightState(timeout_s=config.weight_update_timeout_s)
         self.steps = Steps()
         self._accepting = asyncio.Lock()
+        self._proves_each = config.weight_proof == "each"
         # Whether tensors may have overwritten keys and values that the caches still name.
         self._must_clear = False
         # Held while a step outside an update empties the caches.
@@ -103,8 +104,12 @@ class Updates:
         self.staging = ""
         # Whether the update in progress is being written into the model, or has been.
         self.is_in_model = False
-        # When the update in progress began (monotonic); None: there is none.
-        self._began: float | None = None
+        # When the update in progress began (monotonic), and `Pauses.commits_s` then; None: there is
+        # none.
+        self._began: tuple[float, float] | None = None
+        # Of the last update that was applied, in seconds: from its begin until the new weights served,
+        # and how long generation was paused.
+        self.last_update_s = self.last_paused_s = 0.0
         # What updates took, by staging.
         self.totals: dict[str, UpdateTotals] = {}
 
@@ -329,7 +334,7 @@ class Updates:
         files: str = "",
         clock: int | None = None,
     ) -> PoolWeights:
-        self._began = time.monotonic()
+        self._begin_clock()
         self.staging = "folder" if folder else ""
         if not isinstance(action, BeginFolder):
             self._base_clock = self._base_of(action)
@@ -427,7 +432,7 @@ class Updates:
             async with asyncio.timeout(self._timeout_s):
                 # Outputs from before the pause may still arrive while the tensors are loaded.
                 progress, (result, *_) = await asyncio.gather(
-                    self._engine.progress(), self._call("apply")
+                    self._engine.progress(), self._call("apply", self._proves_each)
                 )
         except Exception as error:
             reason = f"weights were left half loaded: {type(error).__name__} {error}".strip()
@@ -437,9 +442,9 @@ class Updates:
             raise WeightUpdateFailed(f"{reason}; the worker restarts") from error
         self.state.applied(update.update_id, time.monotonic())
         await self._serve(update, progress)
-        paused_s = round(self._pauses.last_commit_s, 4)
         return {
-            "version": update.version, **result, "staging": self.staging, "paused_s": paused_s,
+            "version": update.version, **result, "staging": self.staging,
+            "update_s": round(self.last_update_s, 4), "paused_s": round(self.last_paused_s, 4),
         }  # fmt: skip
 
     async def _serve(self, update: PoolWeights, progress: Progress) -> None:
@@ -455,6 +460,9 @@ class Updates:
             self._count(is_applied=True)
             self._on_applied()
 
+    def _begin_clock(self) -> None:
+        self._began = (time.monotonic(), self._pauses.commits_s)
+
     def _count(self, *, is_applied: bool) -> None:
         """Counts the end of the update in progress, if there is one."""
         began, self._began = self._began, None
@@ -463,8 +471,8 @@ class Updates:
         totals = self.totals.setdefault(self.staging or "none", UpdateTotals())
         if is_applied:
             totals.num_applied += 1
-            totals.update_s = time.monotonic() - began
-            totals.paused_s = self._pauses.last_commit_s
+            self.last_update_s = totals.update_s = time.monotonic() - began[0]
+            self.last_paused_s = totals.paused_s = self._pauses.commits_s - began[1]
         else:
             totals.num_failed += 1
 

@@ -4,6 +4,7 @@ from flask import Blueprint, Response, request
 
 from app.http.responses import json_response
 from app.pool.command_sender import successful_results
+from app.routes.vllm_rl.statuses import never_repeated
 from app.routes.weights.workers import reachable_workers
 from app.schemas.decoding import decode_body
 from app.schemas.vllm_rl import ABORT_REQUESTS_BODY
@@ -16,6 +17,7 @@ PREFIXES = ("chatcmpl-", "cmpl-", "generate-tokens-")
 
 
 @blueprint.post("/abort_requests/")
+@never_repeated
 def abort_requests() -> Response:
     """Ends the requests with these ids; without ids, all requests.
 

@@ -157,6 +157,7 @@ def start_weight_update() -> Response:
 
 
 @blueprint.post("/update_weights/")
+@never_repeated
 def update_weights() -> Response:
     """Receives tensors (`update_info`, vLLM's form), or loads a folder (titopool's form)."""
     body = decode_body(request.get_data(), OBJECT)
@@ -165,7 +166,6 @@ def update_weights() -> Response:
     return update_from_folder(decode_body(request.get_data(), FOLDER_BODY))
 
 
-@never_repeated
 def _receive() -> Response:
     """Answers when all workers have the tensors of this call."""
     info = _update_info(decode_body(request.get_data(), OBJECT)["update_info"])
