@@ -151,6 +151,36 @@ def test_a_trainer_that_dies_in_a_list_leaves_the_old_weights(
     assert_serves(single_server, tiny_model)
 
 
+@pytest.mark.parametrize("sent", [(), (5, 0)])
+def test_a_trainer_that_dies_between_its_calls_leaves_the_old_weights(
+    single_server: Server, other: Any, tiny_model: str, other_model: str, sent: tuple[int, ...]
+):
+    """After a start, and in a list of which nothing came after another one."""
+    with stock_trainer(single_server) as trainer:
+        trainer.call("/start_weight_update")
+        begin = 0
+        for number in filter(None, sent):
+            assert trainer.send(other[begin : begin + number]).status_code == 200
+            begin += number
+        if 0 in sent:
+            rest = other[begin:]
+            info = {
+                "names": [name for name, _ in rest],
+                "dtype_names": ["float32"] * len(rest),
+                "shapes": [list(one.shape) for _, one in rest],
+            }
+            call = InThread(single_server, "/update_weights", {"update_info": info})
+            wait_until(lambda: awaited(single_server) is not None, 20)
+        trainer.group.abort()
+        wait_until(lambda: states(single_server) == ["closed"], 40)
+        if 0 in sent:
+            assert call.answer().status_code == 409
+        assert_serves(single_server, tiny_model)
+    with stock_trainer(single_server) as trainer:
+        trainer.update(other)
+        assert_serves(single_server, other_model)
+
+
 def test_what_titopool_s_own_client_has_not_sent_is_named(single_server: Server, other: Any):
     size = single_server.get("/get_world_size").json()["world_size"] + 1
     group = TrainerGroup(torch.device(DEVICE), size, timeout_s=TIMEOUT_S)
