@@ -83,6 +83,17 @@ class PhaseReporter:
         """A handler that sends titopool's log lines to the supervisor; None without a supervisor."""
         return None if self._status_fd is None else _ReportHandler(self)
 
+    def let_go(self) -> None:
+        """In a fork: leaves the pipe to the worker, and writes log lines to standard error.
+
+        Records above 4 KiB from two processes could mix.
+        """
+        # Another thread may have held the lock when the process forked.
+        self._lock = threading.Lock()
+        if self._status_fd is not None:
+            os.close(self._status_fd)
+            self._status_fd = None
+
     def show(self, text: str) -> None:
         """Shows `text`, one or more lines."""
         self._send(Report(log=text))

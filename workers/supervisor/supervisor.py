@@ -287,7 +287,7 @@ class Supervisor:
                 if kind == "log":
                     self._on_log_line(worker, line)
                 else:
-                    self._on_report(worker, msgspec.json.decode(line, type=Report))
+                    self._on_status_line(worker, line)
 
     def _on_log_line(self, worker: WorkerProcess, line: bytes) -> None:
         # A progress bar overwrites its line: only the last state is kept.
@@ -298,6 +298,16 @@ class Supervisor:
             worker.log.show(text)
         elif worker.phase == "ready" and not self._stopping:
             worker.log.show_error(text)
+
+    def _on_status_line(self, worker: WorkerProcess, line: bytes) -> None:
+        try:
+            report = msgspec.json.decode(line, type=Report)
+        except msgspec.DecodeError as error:
+            # One worker's fault must not end the server.
+            logger.warning("%s: dropped an unreadable report: %s", worker.name, error)
+            self._on_log_line(worker, line)
+        else:
+            self._on_report(worker, report)
 
     def _on_report(self, worker: WorkerProcess, report: Report) -> None:
         worker.phase = report.phase or worker.phase
