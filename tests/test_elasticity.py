@@ -181,6 +181,21 @@ def test_a_worker_that_was_asked_to_leave_is_not_started_again(start_server):
     assert {one["worker"] for one in server.get("/ready").json()["workers"]} == {"0", "1"}
 
 
+def test_a_worker_may_be_asked_to_leave_while_it_loads(start_server, tmp_path: Path):
+    """In the first start, too."""
+    gate = tmp_path / "gate"
+    server = start_server("--worker-command", f"{STUB} --load-until {gate}", "--num-workers", "2")
+    wait_until(
+        lambda: server.is_listening() and has_phases(server, "loading", "loading"), 20,
+        lambda: server.log,
+    )  # fmt: skip
+    assert server.post("/workers/0/drain", {}).status_code == 202
+    wait_until(lambda: "worker 0 has left; 1 workers stay" in server.log, 10, lambda: server.log)
+    gate.touch()
+    wait_until(lambda: has_phases(server, "ready"), 10, lambda: server.log)
+    assert "could not start" not in server.log
+
+
 def test_a_worker_that_ends_by_sigterm_is_started_again(start_server):
     server = start_server("--worker-command", STUB)
     server.wait_until_ready()

@@ -160,20 +160,31 @@ class WorkerServer:
             self._blames_jobs = blames_jobs
             self._stop_reason.set_result(reason)
 
-    def drain(self, *, leaves: bool = False) -> None:
+    def drain(self) -> None:
         """Takes no new jobs, finishes those in flight, and stops; a second call stops at once.
 
-        Jobs that are in flight after `drain_timeout_s` go back to their front ends.
-
-        Args:
-            leaves: the supervisor does not start this worker again.
+        Jobs that are in flight after `drain_timeout_s` go back to their front ends. A worker that is
+        not ready stops at once.
         """
         if self._draining is not None or self._phase != "ready":
             self.stop()
-            return
+        else:
+            self._begin_to_drain("draining")
+
+    def leave(self) -> None:
+        """As `drain`, and the supervisor does not start this worker again; may be called again."""
+        if self._phase == "ready":
+            self._begin_to_drain("leaving")
+        elif self._phase != "leaving":
+            # Without this report, the end of a worker that loads is a failed start.
+            self._enter_phase("leaving")
+            if self._draining is None:
+                self.stop()
+
+    def _begin_to_drain(self, phase: str) -> None:
         self._draining = self._loop.create_task(self._drain())
         self._draining.add_done_callback(self._stop_if_failed)
-        self._enter_phase("leaving" if leaves else "draining")
+        self._enter_phase(phase)
         self._send_heartbeats()
 
     async def _drain(self) -> None:
@@ -275,8 +286,7 @@ class WorkerServer:
                 self._counters.mismatch_weights += message.weights
                 self._counters.mismatch_squared_weights += message.squared_weights
             case messages.Leave(incarnation=self._incarnation):
-                if self._draining is None:
-                    self.drain(leaves=True)
+                self.leave()
             case messages.EndedWaiting():
                 self._queues.on_ended(identity, message)
             case Command(incarnation=self._incarnation):
