@@ -137,6 +137,7 @@ async def serve(
         config=config,
         report=report,
         report_load=report.load,
+        report_endpoint=report.endpoint,
         parent_pid=parent_pid,
     )
 

@@ -32,6 +32,8 @@ class Report(msgspec.Struct, omit_defaults=True):
     failure: str = ""
     log: str = ""
     load: Load | None = None
+    # Of a worker that listens at a port of the kernel's choice.
+    endpoint: str = ""
 
 
 class PhaseReporter:
@@ -70,6 +72,11 @@ class PhaseReporter:
         if self._status_fd is not None and load != self._load:
             self._load = load
             self._send(Report(load=load))
+
+    def endpoint(self, endpoint: str) -> None:
+        """Reports where the worker listens."""
+        if self._status_fd is not None:
+            self._send(Report(endpoint=endpoint))
 
     def failed(self, reason: str) -> None:
         """Reports why the worker ends."""
