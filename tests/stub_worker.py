@@ -354,6 +354,7 @@ async def serve(
             report := PhaseReporter(arguments.worker_id, arguments.status_fd, arguments.ready_file)
         ),
         report_load=report.load,
+        report_endpoint=report.endpoint,
         parent_pid=arguments.parent_pid,
     )
     loop = asyncio.get_running_loop()

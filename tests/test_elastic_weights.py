@@ -1,5 +1,8 @@
 """A trainer's updates while workers join and leave, with real engines."""
 
+import sys
+from pathlib import Path
+
 import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
@@ -23,20 +26,25 @@ def logprobs(server) -> np.ndarray:
 
 
 def test_updates_reach_workers_that_join_and_do_not_wait_for_one_that_loads(
-    start_server, tiny_model
+    start_server, tiny_model, tmp_path: Path
 ):
-    server = start_server(tiny_model, "--num-workers", "1", *ENGINE_OPTIONS)
+    gate = tmp_path / "gate"
+    server = start_server(
+        tiny_model, "--num-workers", "1", *ENGINE_OPTIONS,
+        "--worker-command", f"{sys.executable} -P -m tests.gated_worker {gate}",
+    )  # fmt: skip
     server.wait_until_ready()
     model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
     with WeightsClient(server.url, device="cpu") as client:
         assert client.update(model, policy="keep")["outside"] == []
         server.post("/workers/scale", {"num_workers": 2})
         wait_until(lambda: len(versions(server)) == 2, 20, lambda: server.log)
-        # The newcomer loads meanwhile.
+        # The newcomer loads until the gate opens.
         with torch.no_grad():
             model.lm_head.weight.mul_(0.5)
         assert client.update(model, policy="keep")["version"] == 2
-        wait_until(lambda: versions(server)[1][0] == "waiting_for_weights", 60, lambda: server.log)
+        gate.touch()
+        wait_until(lambda: versions(server)[1][0] == "waiting_for_weights", 90, lambda: server.log)
         answer = client.update(model, policy="keep")
         assert (answer["version"], answer["outside"]) == (3, ["1"])
         # The next group has it.

@@ -4,7 +4,6 @@ import itertools
 import signal
 import sys
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -74,7 +73,7 @@ def test_a_worker_that_leaves_finishes_its_jobs_and_gets_no_more(
     start_stub: StartStub, stub_server, how: str
 ):
     long = {"TITOPOOL_DRAIN_TIMEOUT_S": "30"}
-    workers = [start_stub(index, "--delay-s", "4", **long) for index in range(2)]
+    workers = [start_stub(index, "--delay-s", "8", **long) for index in range(2)]
     server = stub_server(2, "--num-front-ends", "2")
     answers: list[int] = []
     prompts = [[index, 7] for index in range(1, 9)]
@@ -91,12 +90,10 @@ def test_a_worker_that_leaves_finishes_its_jobs_and_gets_no_more(
         assert (answer.status_code, answer.json()) == (202, {"worker": "1", "phase": "draining"})
     wait_until(lambda: has_phases(server, "ready", "draining"), 5, lambda: str(phases(server)))
     # Its jobs are not run again by the other worker.
-    began = time.monotonic()
     assert server.post("/generate/", {"prompts": [[5, 6]] * 4}).status_code == 200
-    thread.join(20)
+    thread.join(60)
     assert answers == [200]
-    assert workers[1].wait(10) == 0
-    assert time.monotonic() - began < 10
+    assert workers[1].wait(60) == 0
     completed = lambda: server.metrics("completed_jobs_total")  # noqa: E731
     wait_until(lambda: completed() == {"0": 8.0}, 5, lambda: str(completed()))
     assert "is lost with 0 open jobs: it was stopped" in server.log
@@ -115,8 +112,8 @@ def test_jobs_that_outlast_the_drain_run_again_elsewhere(start_stub: StartStub, 
     start_stub(1)
     wait_until(lambda: has_phases(server, "ready", "ready"), 10)
     slow.send_signal(signal.SIGTERM)
-    assert slow.wait(10) == 0
-    thread.join(20)
+    assert slow.wait(60) == 0
+    thread.join(60)
     assert answers == [200]
 
 
@@ -131,7 +128,7 @@ def test_a_second_sigterm_ends_a_worker_at_once(start_stub: StartStub, stub_serv
     wait_until(lambda: phases(server) == ["draining"], 5)
     assert slow.poll() is None
     slow.send_signal(signal.SIGTERM)
-    assert slow.wait(10) == 0
+    assert slow.wait(60) == 0
 
 
 def test_an_unknown_worker_is_refused_with_the_names(start_stub: StartStub, stub_server):
@@ -181,6 +178,21 @@ def test_a_worker_that_was_asked_to_leave_is_not_started_again(start_server):
     assert {one["worker"] for one in server.get("/ready").json()["workers"]} == {"0", "1"}
 
 
+def test_a_worker_may_be_asked_to_leave_while_it_loads(start_server, tmp_path: Path):
+    """In the first start, too."""
+    gate = tmp_path / "gate"
+    server = start_server("--worker-command", f"{STUB} --load-until {gate}", "--num-workers", "2")
+    wait_until(
+        lambda: server.is_listening() and has_phases(server, "loading", "loading"), 20,
+        lambda: server.log,
+    )  # fmt: skip
+    assert server.post("/workers/0/drain", {}).status_code == 202
+    wait_until(lambda: "worker 0 has left; 1 workers stay" in server.log, 10, lambda: server.log)
+    gate.touch()
+    wait_until(lambda: has_phases(server, "ready"), 10, lambda: server.log)
+    assert "could not start" not in server.log
+
+
 def test_a_worker_that_ends_by_sigterm_is_started_again(start_server):
     server = start_server("--worker-command", STUB)
     server.wait_until_ready()
@@ -220,7 +232,7 @@ def engines_of(server: Server) -> list[psutil.Process]:
 def test_sigterm_lets_open_requests_and_streams_finish_while_ready_says_503(
     start_stub: StartStub, stub_server, has_more_front_ends: bool
 ):
-    start_stub(0, "--delay-s", "2")
+    start_stub(0, "--delay-s", "6")
     front_ends = "2" if has_more_front_ends else "1"
     server = stub_server(1, "--num-front-ends", front_ends, TITOPOOL_DRAIN_TIMEOUT_S="30")
     with ThreadPoolExecutor(16) as pool:
@@ -233,9 +245,9 @@ def test_sigterm_lets_open_requests_and_streams_finish_while_ready_says_503(
         assert (body["ready"], body["draining"], body["num_ready"]) == (False, True, 1)
         assert server.get("/health").status_code == 503
         assert server.get("/live").status_code == 200
-        assert [one.result(20).status_code for one in answers] == [200] * 8
+        assert [one.result(60).status_code for one in answers] == [200] * 8
         assert all("DONE" in one.result().text for one in answers[1::2])
-    assert server.process.wait(10) == 0
+    assert server.process.wait(60) == 0
 
 
 def test_requests_that_outlast_the_drain_get_an_answer(start_stub: StartStub, stub_server):
@@ -245,9 +257,9 @@ def test_requests_that_outlast_the_drain_get_an_answer(start_stub: StartStub, st
         answer = pool.submit(server.post, "/generate/", {"prompts": [[1, 7]]})
         wait_until(lambda: sum(server.metrics("sequences").values()) == 1, 5)
         server.process.send_signal(signal.SIGTERM)
-        assert answer.result(20).status_code == 503
+        assert answer.result(60).status_code == 503
         assert "the server is stopping" in answer.result().text
-    assert server.process.wait(10) == 0
+    assert server.process.wait(60) == 0
 
 
 def test_a_rolling_restart_under_load_loses_no_request(
@@ -265,9 +277,9 @@ def test_a_rolling_restart_under_load_loses_no_request(
             new.wait_until_ready(2)
             pool.servers[place] = new
             old.process.send_signal(signal.SIGTERM)
-            assert old.process.wait(30) == 0
+            assert old.process.wait(60) == 0
             workers[place].send_signal(signal.SIGTERM)
-            assert workers[place].wait(30) == 0
+            assert workers[place].wait(60) == 0
             workers[place] = start_stub(place, "--delay-s", "0.05")
             for server in pool.servers:
                 if server.process.poll() is None:
@@ -309,7 +321,7 @@ def test_workers_join_and_leave_with_the_lines_of_a_file(
     # It answers, so it stays.
     assert has_phases(server, "ready", "ready")
     worker.send_signal(signal.SIGTERM)
-    assert worker.wait(10) == 0
+    assert worker.wait(60) == 0
     wait_until(lambda: has_phases(server, "ready"), 5)
 
 

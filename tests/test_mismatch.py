@@ -2,7 +2,9 @@
 
 import itertools
 import math
+import os
 import re
+import resource
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -250,6 +252,31 @@ def test_old_entries_are_forgotten_and_removed(tmp_path: Path, monkeypatch: pyte
     # As if of a front end that has ended.
     store_in(tmp_path, 2**20).keep("new", [np.zeros(1, np.float32)])
     assert size_of(tmp_path) < 10
+
+
+def test_a_full_disk_spoils_no_later_record(tmp_path: Path):
+    store = store_in(tmp_path, 2**20)
+    arrays = [np.full(50, -1.5, np.float32)]
+    store.keep("before", arrays)
+    _, hard = limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    # Of each file: a write ends after 100 of its bytes.
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size_of(tmp_path) + 100, hard))
+    try:
+        store.keep("torn", arrays)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    store.keep("after", arrays)
+    assert store.find("torn") is None
+    (found,) = store.find("after") or []
+    assert found.tolist() == [-1.5] * 50
+
+
+def test_a_record_that_cannot_be_read_is_unknown(tmp_path: Path):
+    store = store_in(tmp_path, 2**20)
+    store.keep("one", [np.zeros(50, np.float32)])
+    (data,) = tmp_path.rglob("*.data")
+    os.truncate(data, 20)
+    assert store.find("one") is None
 
 
 def test_a_store_without_room_keeps_nothing(tmp_path: Path):

@@ -109,6 +109,15 @@ def test_own_lines_are_on_the_screen_and_all_lines_in_the_file(supervise):
         assert text in server.log()
 
 
+def test_an_unreadable_report_ends_nothing(supervise):
+    code = 'os.write(report._status_fd, b\'{"phase": "rea{"log": 1}\\n\'); report("ready"); wait()'
+    server = supervise(code)
+    server.wait_for("worker 0: ready")
+    assert "worker 0: dropped an unreadable report: " in server.screen
+    assert '{"phase": "rea{"log": 1}' in server.log()
+    server.stop()
+
+
 def test_a_full_disk_behind_the_screen_stops_no_process(supervise):
     server = supervise(NOISY)
     server.wait_for("worker 0: ready")

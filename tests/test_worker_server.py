@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from titopool.errors import InvalidRequest
 from titopool.settings.config import ServerConfig
 from titopool.wire.messages import Apart, Completed, Failed, Job, JobProgress
+from titopool.wire.pool_files import is_endpoint
 from workers.engine.base import Generated
 from workers.engine.versions import Versions
 from workers.serving import apart
@@ -207,3 +209,27 @@ def test_a_job_that_was_held_says_when_it_starts(monkeypatch: pytest.MonkeyPatch
     started, end = asyncio.run(story())
     assert started == JobProgress(7, 2, has_token=False)
     assert isinstance(end, Completed)
+
+
+def test_a_worker_may_leave_its_port_to_the_kernel(tmp_path: Path):
+    """Every process of it gets a free one, so no other program can have taken it."""
+
+    async def story() -> list[str]:
+        reported: list[str] = []
+        engine: Any = Engine()
+        engine.load, engine.close = raise_at_once, lambda: None
+        for _ in range(2):
+            server = WorkerServer(
+                engine, endpoint="tcp://127.0.0.1:0", worker_id="0", report=lambda phase: None,
+                config=ServerConfig(curve_key_file=str(tmp_path / "key")),
+                report_endpoint=reported.append,
+            )  # fmt: skip
+            with pytest.raises(KeyError, match="staged"):
+                await server.run()
+        return reported
+
+    reported = asyncio.run(story())
+    assert len(reported) == 2
+    assert all(is_endpoint(one) and one.startswith("tcp://127.0.0.1:") for one in reported), (
+        reported
+    )

@@ -26,7 +26,8 @@ from titopool.errors import TitopoolError
 from titopool.launch import child_environment
 from titopool.settings.config import SECRET_VARIABLES, variable_of
 
-START_TIMEOUT_S = 60.0
+# Importing titopool on a busy node takes most of it.
+START_TIMEOUT_S = 180.0
 # linux/prctl.h
 PR_SET_PDEATHSIG = 1
 

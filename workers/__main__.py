@@ -25,6 +25,7 @@ from titopool.settings.gpus import visible_gpus
 from titopool.settings.logs import configure_logging
 from titopool.settings.sources import from_command_line, ignored_variables
 from workers.engine.vllm import VllmEngine
+from workers.forks import part_forks
 from workers.process import EXIT_FAILED, EXIT_STOPPED, kill_children
 from workers.serving.server import WorkerServer
 from workers.supervisor.phase_pipe import PhaseReporter
@@ -98,6 +99,7 @@ def main(argv: list[str]) -> int:
         parent_pid = take_option(argv, "--parent-pid")
         ready_file = take_option(argv, "--ready-file")
         report = PhaseReporter(worker_id, int(status_fd) if status_fd else None, ready_file)
+        part_forks(report.let_go)
         config = from_command_line(argv)
         configure_logging(config.log_level, report.log_handler())
         if parent_pid is None and (ignored := ignored_variables()):
@@ -135,6 +137,7 @@ async def serve(
         config=config,
         report=report,
         report_load=report.load,
+        report_endpoint=report.endpoint,
         parent_pid=parent_pid,
     )
 

@@ -47,6 +47,18 @@ INTERNALS = (
         "gives access to the pause call and to the requests in flight",
     ),
     Internal(
+        "engine/vllm.py",
+        "vllm.v1.engine.async_llm:AsyncLLM",
+        (
+            "from_vllm_config(vllm_config, usage_context, enable_log_requests, disable_log_stats)",
+            "vllm_config",
+            "model_config",
+            "renderer",
+            "errored",
+        ),
+        "starts the engine with a configuration that titopool has seen",
+    ),
+    Internal(
         "engine/weights.py",
         "vllm.v1.engine.output_processor:OutputProcessor",
         ("request_states",),

@@ -57,6 +57,9 @@ class KeptLogprobs:
             self._segment_for(len(record)).append(_number_of(name), record)
         except OSError:
             logger.exception("log-probabilities of a request could not be kept")
+            # A part of a record or of an entry would shift all that follow.
+            if self._segments:
+                self._segments.pop().remove()
 
     def _segment_for(self, num_bytes: int) -> "_Segment":
         newest = self._segments[-1] if self._segments else None
@@ -101,9 +104,10 @@ class KeptLogprobs:
             with open(index.with_suffix(".data"), "rb") as file:
                 file.seek(offset)
                 record = file.read(size)
-        except FileNotFoundError:
+            return [np.frombuffer(one, np.float32) for one in _DECODER.decode(record)]
+        except (FileNotFoundError, msgspec.DecodeError):
+            # The writer has removed the segment, or could not write all of it.
             return None
-        return [np.frombuffer(one, np.float32) for one in _DECODER.decode(record)]
 
 
 class _Segment:
@@ -127,13 +131,19 @@ class _Segment:
         return self._index.exists()
 
     def append(self, number: int, record: bytes) -> None:
-        """Writes the record before its entry, so that a reader finds it whole."""
+        """Writes the record before its entry, so that a reader finds it whole.
+
+        Raises:
+            OSError: it could not be written; the segment must not be written to again.
+        """
         data, index = self._files
-        if os.write(data, record) != len(record):
-            raise OSError("the disk is full")
-        entry = np.array([(number, time.time(), self.size, len(record))], ENTRY)
+        entry = np.array([(number, time.time(), self.size, len(record))], ENTRY).tobytes()
+        for file, part in ((data, record), (index, entry)):
+            if (num_bytes := os.write(file, part)) != len(part):
+                raise OSError(
+                    f"expected to write {len(part)} bytes, wrote {num_bytes}; the disk is full"
+                )
         self.size += len(record)
-        os.write(index, entry.tobytes())
 
     def remove(self) -> None:
         self.close()

@@ -17,7 +17,6 @@ from tests.system.packages import need, need_root
 pytestmark = pytest.mark.system
 
 HOSTS = ["front", "one", "two", "trainer"]
-QUICK = {"TITOPOOL_HEARTBEAT_TIMEOUT_S": "2", "TITOPOOL_HEARTBEAT_INTERVAL_S": "0.5"}
 
 
 @pytest.fixture
@@ -32,8 +31,19 @@ def network(tmp_path: Path) -> Iterator[Network]:
 class Pool:
     """A front end and two workers, each on its host."""
 
-    def __init__(self, network: Network, folder: Path, *, worker: list[str], ipv6: bool = False):
+    def __init__(
+        self,
+        network: Network,
+        folder: Path,
+        *,
+        worker: list[str],
+        ipv6: bool = False,
+        heartbeat_s: float = 0.5,
+    ):
         self._network = network
+        self._settings = {
+            "TITOPOOL_HEARTBEAT_TIMEOUT_S": "2", "TITOPOOL_HEARTBEAT_INTERVAL_S": str(heartbeat_s),
+        }  # fmt: skip
         self._key = str(folder / "curve-key")
         address = network.ipv6 if ipv6 else network.ipv4
         self.host = f"[{address('front')}]" if ipv6 else address("front")
@@ -50,13 +60,13 @@ class Pool:
     def start_front_end(self, host: str, key: str) -> None:
         self._network.start(
             host, TITOPOOL, "serve", "--endpoints", "tcp://workers:5555", "--host", "::",
-            "--num-front-ends", "2", TITOPOOL_CURVE_KEY_FILE=key, **QUICK,
+            "--num-front-ends", "2", TITOPOOL_CURVE_KEY_FILE=key, **self._settings,
         )  # fmt: skip
 
     def start_worker(self, host: str) -> None:
         self._network.start(
             host, *self._worker, "--endpoint", f"tcp://{self._listen}:5555", "--worker-id", host,
-            TITOPOOL_CURVE_KEY_FILE=self._key, **QUICK,
+            TITOPOOL_CURVE_KEY_FILE=self._key, **self._settings,
         )  # fmt: skip
 
     def workers(self) -> dict[str, str]:
@@ -94,7 +104,7 @@ def test_a_name_with_two_addresses_is_a_pool_of_two(network: Network, tmp_path: 
 
 
 def test_a_partition_costs_no_request_and_heals(network: Network, tmp_path: Path):
-    pool = Pool(network, tmp_path, worker=[*STUB, "--delay-s", "1"])
+    pool = Pool(network, tmp_path, worker=[*STUB, "--delay-s", "6"], heartbeat_s=0.1)
     pool.wait_for("ready 0", "ready 0")
     answers: list[requests.Response] = []
     body = {"prompts": [[n, 7] for n in range(1, 21)]}
@@ -103,7 +113,7 @@ def test_a_partition_costs_no_request_and_heals(network: Network, tmp_path: Path
     running = lambda: requests.get(f"{pool.url}/metrics").text  # noqa: E731
     wait_until(lambda: 'titopool_worker_sequences{worker="two"} 10.0' in running(), 5, running)
     network.unplug("two")
-    thread.join(30)
+    thread.join(60)
     assert answers[0].json()["completion_ids"] == [[7, n] for n in range(1, 21)]
     pool.wait_for("ready 0", "unreachable None")
     assert pool.post("/generate/", {"prompts": [[1, 7]] * 4}).status_code == 200

@@ -4,10 +4,12 @@ import getpass
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -78,11 +80,15 @@ class Slurm:
             f"--{'key' if name == 'key' else name}-file={path}" for name, path in files.items()
         ]
         options = [one.replace("--socket-file", "--socket") for one in options]
-        self._start("munged", "--foreground", "--force", *options)
-        wait_until(lambda: (munge / "socket").exists(), 10)
-        self._start("slurmctld", "-D", "-c")
-        self._start("slurmd", "-D", "-c", "-N", host)
-        wait_until(lambda: "idle" in self.run("sinfo", "-h", "-o", "%T"), 20, self.logs)
+        try:
+            self._start("munged", "--foreground", "--force", *options)
+            wait_until(lambda: (munge / "socket").exists(), 10)
+            self._start("slurmctld", "-D", "-c")
+            self._start("slurmd", "-D", "-c", "-N", host)
+            wait_until(lambda: "idle" in self.run("sinfo", "-h", "-o", "%T"), 20, self.logs)
+        except BaseException:
+            self.stop()
+            raise
 
     def _start(self, program: str, *words: str) -> None:
         with (self.folder / f"{program}.out").open("wb") as output:
@@ -95,7 +101,7 @@ class Slurm:
     def run(self, *words: str, **variables: str) -> str:
         done = subprocess.run(
             words, env=self._environ | variables, cwd=self.folder, capture_output=True, text=True,
-            timeout=30,
+            timeout=60,
         )  # fmt: skip
         return done.stdout + done.stderr
 
@@ -114,7 +120,11 @@ class Slurm:
         for daemon in reversed(self._daemons):
             daemon.terminate()
         for daemon in self._daemons:
-            daemon.wait(20)
+            try:
+                daemon.wait(60)
+            except subprocess.TimeoutExpired:
+                daemon.kill()
+                daemon.wait(60)
 
 
 class Job:
@@ -139,7 +149,7 @@ class Job:
 
     def is_over(self) -> bool:
         return not any(
-            f"JobState={one}" in self.show() for one in ("PENDING", "RUNNING", "COMPLET")
+            f"JobState={one}" in self.show() for one in ("PENDING", "RUNNING", "COMPLETING")
         )
 
     def wait_for_state(self, state: str) -> None:
@@ -164,7 +174,7 @@ def submit(slurm: Slurm) -> Iterator[Callable[..., Job]]:
     def start(*words: str, **variables: str) -> Job:
         variables = {
             "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-            "PORT": str(free_port()), "WORKER_PORT": str(free_port()), "WORKERS_PER_NODE": "2",
+            "PORT": str(free_port()), "WORKER_PORT": str(two_free_ports()), "WORKERS_PER_NODE": "2",
             "WORKER_COMMAND": STUB, "PYTHONPATH": str(REPOSITORY), "USER": getpass.getuser(),
             "TITOPOOL_DRAIN_TIMEOUT_S": "20", **variables,
         }  # fmt: skip
@@ -174,20 +184,33 @@ def submit(slurm: Slurm) -> Iterator[Callable[..., Job]]:
     yield start
     for job in jobs:
         slurm.run("scancel", job.number)
+    for job in jobs:
+        # The next job's test must not meet them.
+        wait_until(lambda job=job: job.is_over() and not processes_of(job), 30)
+
+
+def two_free_ports() -> int:
+    """The first of two neighbours that were free a moment ago."""
+    while True:
+        port = free_port()
+        with suppress(OSError, OverflowError), socket.socket() as probe:
+            probe.bind(("127.0.0.1", port + 1))
+            return port
 
 
 def processes_of(job: Job) -> list[psutil.Process]:
-    """What runs in the job's folder or listens for it."""
+    """What Slurm, or the job's script, has started for the job."""
     found = []
-    for one in psutil.process_iter(["cmdline"]):
-        words = " ".join(one.info["cmdline"] or ())
-        if "tests.stub_worker" in words or str(job.folder) in words:
-            found.append(one)
+    for one in psutil.process_iter():
+        with suppress(psutil.Error):
+            # The daemons are older than the job.
+            if one.environ().get("SLURM_JOB_ID") == job.number:
+                found.append(one)
     return alive(found)
 
 
 def test_a_job_serves_until_its_time_ends_and_loses_no_request(slurm: Slurm, submit):
-    job = submit(WORKER_COMMAND=f"{STUB} --delay-s 3")
+    job = submit(WORKER_COMMAND=f"{STUB} --delay-s 8")
     wait_until(lambda: (job.folder / "url").exists(), 40, lambda: job.log)
     assert (job.folder.stat().st_mode & 0o777) == 0o700
     wait_until(

@@ -15,6 +15,8 @@ from titopool.secret_files import read_secret_file
 
 # Longest path of a Unix socket: the size of `sun_path` without the final zero.
 MAX_IPC_PATH_BYTES = 107
+# The end of an endpoint whose port the kernel chooses.
+ANY_PORT = ":0"
 
 
 def worker_endpoint(run_dir: str, index: int) -> str:
@@ -42,7 +44,7 @@ def listen_address(endpoint: str) -> str:
 def bind_router(
     context: zmq.Context[zmq.Socket[bytes]], endpoint: str, key_file: str
 ) -> zmq.Socket[bytes]:
-    """The worker's socket, bound to `endpoint`.
+    """The worker's socket, bound to `endpoint`; its `last_endpoint` has the port that it got.
 
     Raises:
         ConfigError: the address is in use or not this host's, or the key file holds no key.

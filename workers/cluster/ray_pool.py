@@ -10,6 +10,8 @@ import functools
 import logging
 import os
 import time
+import uuid
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -42,6 +44,9 @@ NUM_CORES = 1.0
 # Ray fails the call in flight when an actor ends, and lets the next one wait for its restart. An actor
 # that fails so many in a row is not restarted.
 MAX_ERRORS = 3
+# How long Ray may fail to answer before the server ends.
+RAY_TIMEOUT_S = 120.0
+RAY_ERRORS = (RayError, ConnectionError, TimeoutError)
 
 
 @dataclass
@@ -85,6 +90,12 @@ class RayPool:
         self._scale = Scale(self._config)
         self._workers: list[RayWorker] = []
         self._endpoints: list[str] = []
+        # Servers on several hosts may have the same process number.
+        self._name = f"{os.uname().nodename}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+        # Of one node, and of all that were seen: nodes with GPUs may be lost, or be drained.
+        self._most_gpus = 0.0
+        # Since when Ray has not answered.
+        self._fails_since: float | None = None
         for _ in range(self._config.num_workers):
             self._add(is_added=False)
 
@@ -96,62 +107,100 @@ class RayPool:
     def poll(self) -> None:
         """Learns what has changed, and starts or ends workers.
 
+        Errors of Ray, whose control service (GCS) may restart, are tolerated for `RAY_TIMEOUT_S`.
+
         Raises:
             StartFailed: one of the first workers cannot start.
+            RayError, ConnectionError, TimeoutError: Ray has not answered for so long.
         """
+        try:
+            self._poll()
+        except RAY_ERRORS as error:
+            now = time.monotonic()
+            if self._fails_since is None:
+                self._fails_since = now
+                logger.warning("Ray does not answer; trying again: %s", one_line(error))
+            if now - self._fails_since > RAY_TIMEOUT_S:
+                raise
+            time.sleep(POLL_S)
+        else:
+            if self._fails_since is not None:
+                logger.info("Ray answers again")
+            self._fails_since = None
+
+    def _poll(self) -> None:
         ray.wait([one.pending for one in self._workers], timeout=POLL_S)
         for worker in list(self._workers):
             self._follow(worker)
         self._leave_draining_nodes()
         self._follow_scale()
-        endpoints = [one.state.endpoint for one in self._workers if one.state]
+        endpoints = [
+            one.state.endpoint for one in self._workers if one.state and one.state.endpoint
+        ]
         if endpoints != self._endpoints:
             self._endpoints = endpoints
             write_endpoints(self._config.run_dir, endpoints)
         time.sleep(POLL_S)
 
     def stop(self) -> None:
-        """Ends all workers."""
-        calls = [worker.actor.stop.remote() for worker in self._workers]
-        ray.wait(calls, num_returns=len(calls), timeout=STOP_TIMEOUT_S)
-        for worker in list(self._workers):
-            self._remove(worker)
+        """Ends all workers. If Ray does not answer, they end with this process, their owner."""
+        try:
+            calls = [worker.actor.stop.remote() for worker in self._workers]
+            ray.wait(calls, num_returns=len(calls), timeout=STOP_TIMEOUT_S)
+            for worker in list(self._workers):
+                self._remove(worker)
+        except RAY_ERRORS as error:
+            logger.warning("the actors could not be ended: %s", one_line(error))
 
     # ---- one worker ------------------------------------------------------------------
 
-    def _add(self, *, is_added: bool) -> None:
+    def _add(self, *, is_added: bool) -> bool:
+        """Asks Ray for one more worker; returns False if none can be placed for now."""
         index = min(set(range(len(self._workers) + 1)) - {one.index for one in self._workers})
-        group, strategy = self._reserve()
-        num_gpus = self._config.gpus_per_worker if has_gpus() and group is not None else 0
-        settings = self._settings(spans_nodes=has_gpus() and group is None)
+        nodes = [node for node in ray.nodes() if node["Alive"]]
+        self._most_gpus = max(self._most_gpus, *map(gpus_of, nodes), 0.0)
+        num_gpus = self._config.gpus_per_worker if self._most_gpus else 0
+        placed = self._reserve(nodes, num_gpus)
+        if placed is None:
+            return False
+        group, strategy = placed
+        settings = self._settings(spans_nodes=group is None)
         base = self._config.worker_port
-        actor = (
-            ray.remote(WorkerActor)
-            .options(
-                name=f"titopool worker {index} of {os.getpid()}",
-                num_cpus=NUM_CORES,
-                num_gpus=num_gpus,
-                max_restarts=-1,
-                max_concurrency=4,
-                scheduling_strategy=strategy,
-                runtime_env={"env_vars": environment_of_actors()},
+        port = base + index if base else 0
+        options = {
+            "name": f"titopool worker {index} of {self._name}", "num_cpus": NUM_CORES,
+            "num_gpus": num_gpus if group is not None else 0, "scheduling_strategy": strategy,
+            "max_restarts": -1, "max_concurrency": 4,
+            "runtime_env": {"env_vars": environment_of_actors()},
+        }  # fmt: skip
+        try:
+            actor = (
+                ray.remote(WorkerActor)
+                .options(**options)
+                .remote(index, settings, self._secret, port)
             )
-            .remote(index, settings, self._secret, base + index if base else 0)
-        )
-        self._workers.append(RayWorker(index, actor, group, actor.state.remote(), is_added))
+            self._workers.append(RayWorker(index, actor, group, actor.state.remote(), is_added))
+        except RAY_ERRORS:
+            # The next attempt reserves anew.
+            if group is not None:
+                remove_placement_group(group)
+            raise
+        return True
 
-    def _reserve(self) -> tuple[PlacementGroup | None, Any]:
+    def _reserve(
+        self, nodes: Sequence[Mapping[str, Any]], num_gpus: int
+    ) -> tuple[PlacementGroup | None, Any] | None:
         """A placement group on one node, and how Ray places the actor in it.
 
         The GPUs of an engine that needs those of several nodes are vLLM's to reserve, from a node
-        that has some.
+        that has some. Returns None if there is no such node, as all are about to leave.
+
+        Args:
+            nodes: those of `ray.nodes()` that are alive.
         """
-        num_gpus = self._config.gpus_per_worker if has_gpus() else 0
-        leaving = draining_nodes()
-        nodes = [one for one in ray.nodes() if one["Alive"] and one["NodeID"] not in leaving]
-        largest = max(nodes, key=lambda node: float(node["Resources"].get("GPU", 0)))
-        if num_gpus > largest["Resources"].get("GPU", 0):
-            return None, NodeAffinitySchedulingStrategy(largest["NodeID"], soft=False)
+        if num_gpus > self._most_gpus:
+            first = largest_node(nodes, draining_nodes())
+            return (None, NodeAffinitySchedulingStrategy(first, soft=False)) if first else None
         bundle = {"CPU": NUM_CORES} | ({"GPU": float(num_gpus)} if num_gpus else {})
         group = placement_group([bundle], strategy="STRICT_PACK")
         return group, PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0)
@@ -198,13 +247,13 @@ class RayPool:
             if not worker.is_added:
                 raise StartFailed(worker.state.failure)
             logger.error("%s; it leaves", worker.state.failure)
-            self._scale.forget_one()
             self._remove(worker)
+            self._scale.forget_one()
         elif worker.state.has_ended:
+            self._remove(worker)
             if not worker.is_leaving:
                 # A client has asked it to.
                 self._scale.forget_one()
-            self._remove(worker)
             logger.info("worker %d has left; %d workers stay", worker.index, len(self._workers))
 
     def _replace(self, worker: RayWorker, cause: str) -> None:
@@ -219,7 +268,7 @@ class RayPool:
             worker.notice_at = time.monotonic() + WAIT_NOTICE_S
             logger.warning(
                 "worker %d waits for Ray: it needs %d GPUs of one node and a core; `ray status` shows "
-                "what is free", worker.index, self._config.gpus_per_worker if has_gpus() else 0,
+                "what is free", worker.index, self._config.gpus_per_worker if self._most_gpus else 0,
             )  # fmt: skip
 
     def _let_go(self, worker: RayWorker) -> None:
@@ -230,10 +279,11 @@ class RayPool:
             self._remove(worker)
 
     def _remove(self, worker: RayWorker) -> None:
-        self._workers.remove(worker)
+        # Both calls may be repeated if Ray does not answer.
         ray.kill(worker.actor)
         if worker.group is not None:
             remove_placement_group(worker.group)
+        self._workers.remove(worker)
 
     # ---- all -------------------------------------------------------------------------
 
@@ -251,8 +301,8 @@ class RayPool:
         loads = [state.load for state in states if state.load is not None]
         self._scale.follow(loads, len(staying) - len(states), time.monotonic())
         for _ in range(self._scale.wanted - len(staying)):
-            self._add(is_added=True)
-            logger.info("a worker joins: %d are wanted", self._scale.wanted)
+            if self._add(is_added=True):
+                logger.info("a worker joins: %d are wanted", self._scale.wanted)
         # First those that do not serve yet, then the youngest.
         staying.sort(key=lambda worker: (worker.phase != "ready", worker.index))
         for worker in staying[self._scale.wanted :]:
@@ -266,8 +316,15 @@ def num_workers_of(config: ServerConfig) -> int:
     return max(1, num_gpus // config.gpus_per_worker)
 
 
-def has_gpus() -> bool:
-    return bool(ray.cluster_resources().get("GPU", 0) > 0)
+def gpus_of(node: Mapping[str, Any]) -> float:
+    """How many GPUs a node of `ray.nodes()` has."""
+    return float(node["Resources"].get("GPU", 0))
+
+
+def largest_node(nodes: Sequence[Mapping[str, Any]], draining: Container[str]) -> str | None:
+    """The id of the node with most GPUs among those that stay; None if none has a GPU."""
+    staying = [node for node in nodes if node["NodeID"] not in draining and gpus_of(node)]
+    return str(max(staying, key=gpus_of)["NodeID"]) if staying else None
 
 
 def draining_nodes() -> set[str]:

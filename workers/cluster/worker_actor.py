@@ -5,7 +5,6 @@ must, when its process or node dies.
 """
 
 import os
-import socket
 import tempfile
 import threading
 from collections.abc import Mapping
@@ -26,6 +25,7 @@ from workers.supervisor.supervisor import Supervisor
 class WorkerState:
     """What an actor reports of its worker."""
 
+    # "" before the worker's process listens.
     endpoint: str
     node_id: str
     # "" before the worker's first report.
@@ -45,15 +45,14 @@ class WorkerActor:
         Args:
             settings: `TITOPOOL_…` variables.
             secret: the CURVE key.
-            port: on which the worker listens; 0: any free one.
+            port: on which the worker listens; 0: any free one, another after a restart.
         """
         run_dir = tempfile.mkdtemp(prefix="titopool-")
         key_file = Path(run_dir) / "curve-key"
         key_file.touch(mode=0o600)
         key_file.write_text(secret)
         # `ray start --node-ip-address` chooses it.
-        address = ray.util.get_node_ip_address()
-        self._endpoint = endpoint_at(address, port or free_port(address))
+        endpoint = endpoint_at(ray.util.get_node_ip_address(), port)
         # Ray's GPUs for this actor are in CUDA_VISIBLE_DEVICES. vLLM starts its own Ray workers for an
         # engine that spans nodes.
         os.environ |= {
@@ -66,7 +65,7 @@ class WorkerActor:
         self._run_dir = run_dir
         self._failure = ""
         self._supervisor = Supervisor(
-            config, parent_pid=os.getppid(), url=None, of_one=(index, self._endpoint)
+            config, parent_pid=os.getppid(), url=None, of_one=(index, endpoint)
         )  # fmt: skip
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
@@ -79,9 +78,9 @@ class WorkerActor:
 
     def state(self) -> WorkerState:
         """The worker as of now."""
-        phase, load = self._supervisor.state()
+        endpoint, phase, load = self._supervisor.state()
         return WorkerState(
-            self._endpoint, ray.get_runtime_context().get_node_id(), phase, load, self._failure,
+            endpoint, ray.get_runtime_context().get_node_id(), phase, load, self._failure,
             not self._thread.is_alive(),
         )  # fmt: skip
 
@@ -97,11 +96,3 @@ class WorkerActor:
 
 def endpoint_at(address: str, port: int) -> str:
     return f"tcp://[{address}]:{port}" if ":" in address else f"tcp://{address}:{port}"
-
-
-def free_port(address: str) -> int:
-    """A port that was free a moment ago; the worker reports it if another process has taken it."""
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with socket.socket(family) as probe:
-        probe.bind((address, 0))
-        return int(probe.getsockname()[1])

@@ -51,6 +51,8 @@ from workers.vllm_internals import check_internals
 # Of the encoded options whose parameters are kept, each with what vLLM's object takes besides.
 MAX_PARAMS_BYTES = 16 * 2**20
 PARAMS_BYTES = 4096
+# vLLM's variable: how it starts its processes.
+START_METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
 
 
 class VllmEngine:
@@ -85,6 +87,8 @@ class VllmEngine:
         # A restarted worker, or another one, must not repeat this worker's samples.
         seed = int.from_bytes(os.urandom(4), "little") >> 1
         defaults = default_engine_options(self._config, os.environ, on_cpu=self._on_cpu, seed=seed)
+        # vLLM's CPU build overwrites it.
+        start_method = os.environ.get(START_METHOD)
         report("importing")
         with without_collector():
             from vllm.usage.usage_lib import UsageContext
@@ -107,12 +111,15 @@ class VllmEngine:
         else:
             capture_graphs_for_all(engine_args, usage)
         vllm_config = engine_args.create_engine_config(usage)
-        if self._on_cpu and _can_fork(vllm_config):
+        if self._on_cpu and start_method != "spawn" and _can_fork(vllm_config):
             # vLLM's CPU build chooses `spawn`, and the engine's process would import vLLM again (10 s
             # of a core).
-            os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
+            os.environ[START_METHOD] = "fork"
         self._llm = AsyncLLM.from_vllm_config(
-            vllm_config, usage_context=usage, disable_log_stats=engine_args.disable_log_stats
+            vllm_config,
+            usage_context=usage,
+            enable_log_requests=engine_args.enable_log_requests,
+            disable_log_stats=engine_args.disable_log_stats,
         )
         if self._llm.model_config.is_multimodal_model:
             images = ImagePreparer(
@@ -334,7 +341,7 @@ def _can_fork(vllm_config: Any) -> bool:
     """
     model = vllm_config.model_config
     only_text = not (model.is_multimodal_model or model.trust_remote_code)
-    return only_text and vllm_config.parallel_config.world_size == 1
+    return only_text and vllm_config.parallel_config.world_size_across_dp == 1
 
 
 def _is_titopools(extension: str) -> bool:

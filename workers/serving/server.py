@@ -37,7 +37,7 @@ from titopool.wire.messages import (
     Result,
     WorkerCounters,
 )
-from titopool.wire.sockets import bind_router, listen_address
+from titopool.wire.sockets import ANY_PORT, bind_router, listen_address
 from workers.engine.base import Engine, EngineDead, OnChunk
 from workers.process import EXIT_FAILED, EXIT_WEIGHTS_UNKNOWN, in_daemon_thread, kill_children
 from workers.serving.apart import ApartGroups, Turn
@@ -78,14 +78,20 @@ class WorkerServer:
         config: ServerConfig,
         report: Callable[[str], None],
         report_load: Callable[[Load], None] = lambda load: None,
+        report_endpoint: Callable[[str], None] = lambda endpoint: None,
         parent_pid: int | None = None,
     ):
-        """`report` gets each phase. The worker stops when its parent is no longer `parent_pid`."""
+        """`report` gets each phase. The worker stops when its parent is no longer `parent_pid`.
+
+        Args:
+            endpoint: with port 0, `report_endpoint` gets the endpoint with the kernel's choice.
+        """
         self._engine = engine
         self._endpoint = endpoint
         self._worker_id = worker_id
         self._config = config
         self._report_phase, self._report_load_to_supervisor = report, report_load
+        self._report_endpoint = report_endpoint
         self._parent_pid = parent_pid
         self._incarnation = uuid.uuid4().hex
         # The exit code of the process if `run` returns a reason.
@@ -125,6 +131,10 @@ class WorkerServer:
         self._stop_reason: asyncio.Future[str] = self._loop.create_future()
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._router = bind_router(context, self._endpoint, self._config.curve_key_file)
+        if self._endpoint.endswith(ANY_PORT):
+            # ZeroMQ writes an IPv4 address as one of IPv6.
+            port = self._router.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0").rpartition(":")[2]
+            self._report_endpoint(f"{self._endpoint.removesuffix(ANY_PORT)}:{port}")
         self._loop.add_reader(self._router.FD, self._receive)
         background = [
             self._loop.create_task(self._start_engine()),
@@ -160,20 +170,31 @@ class WorkerServer:
             self._blames_jobs = blames_jobs
             self._stop_reason.set_result(reason)
 
-    def drain(self, *, leaves: bool = False) -> None:
+    def drain(self) -> None:
         """Takes no new jobs, finishes those in flight, and stops; a second call stops at once.
 
-        Jobs that are in flight after `drain_timeout_s` go back to their front ends.
-
-        Args:
-            leaves: the supervisor does not start this worker again.
+        Jobs that are in flight after `drain_timeout_s` go back to their front ends. A worker that is
+        not ready stops at once.
         """
         if self._draining is not None or self._phase != "ready":
             self.stop()
-            return
+        else:
+            self._begin_to_drain("draining")
+
+    def leave(self) -> None:
+        """As `drain`, and the supervisor does not start this worker again; may be called again."""
+        if self._phase == "ready":
+            self._begin_to_drain("leaving")
+        elif self._phase != "leaving":
+            # Without this report, the end of a worker that loads is a failed start.
+            self._enter_phase("leaving")
+            if self._draining is None:
+                self.stop()
+
+    def _begin_to_drain(self, phase: str) -> None:
         self._draining = self._loop.create_task(self._drain())
         self._draining.add_done_callback(self._stop_if_failed)
-        self._enter_phase("leaving" if leaves else "draining")
+        self._enter_phase(phase)
         self._send_heartbeats()
 
     async def _drain(self) -> None:
@@ -275,8 +296,7 @@ class WorkerServer:
                 self._counters.mismatch_weights += message.weights
                 self._counters.mismatch_squared_weights += message.squared_weights
             case messages.Leave(incarnation=self._incarnation):
-                if self._draining is None:
-                    self.drain(leaves=True)
+                self.leave()
             case messages.EndedWaiting():
                 self._queues.on_ended(identity, message)
             case Command(incarnation=self._incarnation):

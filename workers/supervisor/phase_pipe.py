@@ -32,6 +32,8 @@ class Report(msgspec.Struct, omit_defaults=True):
     failure: str = ""
     log: str = ""
     load: Load | None = None
+    # Of a worker that listens at a port of the kernel's choice.
+    endpoint: str = ""
 
 
 class PhaseReporter:
@@ -71,6 +73,11 @@ class PhaseReporter:
             self._load = load
             self._send(Report(load=load))
 
+    def endpoint(self, endpoint: str) -> None:
+        """Reports where the worker listens."""
+        if self._status_fd is not None:
+            self._send(Report(endpoint=endpoint))
+
     def failed(self, reason: str) -> None:
         """Reports why the worker ends."""
         if self._status_fd is None:
@@ -82,6 +89,17 @@ class PhaseReporter:
     def log_handler(self) -> logging.Handler | None:
         """A handler that sends titopool's log lines to the supervisor; None without a supervisor."""
         return None if self._status_fd is None else _ReportHandler(self)
+
+    def let_go(self) -> None:
+        """In a fork: leaves the pipe to the worker, and writes log lines to standard error.
+
+        Records above 4 KiB from two processes could mix.
+        """
+        # Another thread may have held the lock when the process forked.
+        self._lock = threading.Lock()
+        if self._status_fd is not None:
+            os.close(self._status_fd)
+            self._status_fd = None
 
     def show(self, text: str) -> None:
         """Shows `text`, one or more lines."""

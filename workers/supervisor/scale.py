@@ -50,7 +50,8 @@ class Scale:
         elif now - self._waits_since >= self._config.scale_up_after_s:
             self._waits_since = None
             num_more = math.ceil(num_waiting / num_slots)
-            self.wanted = min(self._config.max_workers, len(loads) + num_more)
+            # A client may have asked for more than the queue may.
+            self.wanted = max(self.wanted, min(self._config.max_workers, len(loads) + num_more))
         is_spare = num_running <= MAX_SHARE * num_slots * (len(loads) - 1)
         if num_waiting or num_starting or not is_spare or len(loads) <= self._config.num_workers:
             self._spare_since = None

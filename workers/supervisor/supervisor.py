@@ -30,7 +30,7 @@ from titopool.settings.gpus import visible_gpus
 from titopool.settings.logs import configure_logging, show
 from titopool.settings.sources import from_environment
 from titopool.wire.pool_files import write_endpoints
-from titopool.wire.sockets import worker_endpoint
+from titopool.wire.sockets import ANY_PORT, worker_endpoint
 from workers.ledger import clear_ledgers
 from workers.supervisor.master import end_master, parser_of, remove_orphaned_run_dir
 from workers.supervisor.phase_pipe import Load, Report
@@ -70,6 +70,8 @@ class WorkerProcess:
     is_leaving: bool = False
     leave_by: float = float("inf")
     load: Load | None = None
+    # Where it listens, if it chose the port itself.
+    endpoint: str = ""
     process: subprocess.Popen[bytes] | None = None
     started_at: float = 0.0
     start_after: float = 0.0
@@ -112,7 +114,8 @@ class Supervisor:
 
         Args:
             of_one: index and endpoint of the only worker, which is one of a larger pool's: there is
-                no greeting, and `run` returns when the worker has left.
+                no greeting, and `run` returns when the worker has left. With port 0 each process of
+                the worker listens at a free port.
         """
         self._config = config
         self._parent_pid = parent_pid
@@ -130,10 +133,16 @@ class Supervisor:
         self._stopping = False
         self._has_greeted = of_one is not None
 
-    def state(self) -> tuple[str, Load | None]:
-        """Phase and load of the first worker; another thread may ask."""
-        workers = list(self._workers)
-        return (workers[0].phase, workers[0].load) if workers else ("", None)
+    def state(self) -> tuple[str, str, Load | None]:
+        """Endpoint ("": not known yet), phase and load of the first worker.
+
+        Another thread may ask.
+        """
+        for worker in list(self._workers):
+            endpoint = self._endpoint_of(worker)
+            known = "" if endpoint.endswith(ANY_PORT) else endpoint
+            return worker.endpoint or known, worker.phase, worker.load
+        return "", "", None
 
     def stop(self, *_: object) -> None:
         """Makes `run` return; a signal handler."""
@@ -254,7 +263,7 @@ class Supervisor:
         if resources.cores:
             os.sched_setaffinity(worker.process.pid, resources.cores)
         worker.started_at = time.monotonic()
-        worker.phase = worker.failure = ""
+        worker.phase = worker.failure = worker.endpoint = ""
         worker.load = None
         worker.last_lines.clear()
         worker.log.write(
@@ -287,7 +296,7 @@ class Supervisor:
                 if kind == "log":
                     self._on_log_line(worker, line)
                 else:
-                    self._on_report(worker, msgspec.json.decode(line, type=Report))
+                    self._on_status_line(worker, line)
 
     def _on_log_line(self, worker: WorkerProcess, line: bytes) -> None:
         # A progress bar overwrites its line: only the last state is kept.
@@ -299,10 +308,21 @@ class Supervisor:
         elif worker.phase == "ready" and not self._stopping:
             worker.log.show_error(text)
 
+    def _on_status_line(self, worker: WorkerProcess, line: bytes) -> None:
+        try:
+            report = msgspec.json.decode(line, type=Report)
+        except msgspec.DecodeError as error:
+            # One worker's fault must not end the server.
+            logger.warning("%s: dropped an unreadable report: %s", worker.name, error)
+            self._on_log_line(worker, line)
+        else:
+            self._on_report(worker, report)
+
     def _on_report(self, worker: WorkerProcess, report: Report) -> None:
         worker.phase = report.phase or worker.phase
         worker.failure = report.failure or worker.failure
         worker.load = report.load or worker.load
+        worker.endpoint = report.endpoint or worker.endpoint
         if report.phase == "leaving" and not worker.is_leaving:
             # A client has asked it to.
             self._scale.forget_one()

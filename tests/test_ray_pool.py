@@ -1,0 +1,130 @@
+"""Decisions of a pool on Ray, without a cluster: Ray's answers are staged."""
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from titopool.settings.config import ServerConfig
+
+ray = pytest.importorskip("ray", reason="needs Ray: pip install 'titopool[ray]'")
+
+from ray.exceptions import RaySystemError  # noqa: E402
+
+from workers.cluster import ray_pool  # noqa: E402
+from workers.cluster.ray_pool import RayPool  # noqa: E402
+
+# Ids of nodes.
+A, B, C = ("a" * 56, "b" * 56, "c" * 56)
+
+
+class Cluster:
+    """Stands for Ray; `added` has each actor's options."""
+
+    def __init__(self) -> None:
+        self.num_gpus: dict[str, int] = {}
+        self.draining: set[str] = set()
+        self.added: list[dict[str, Any]] = []
+        self.failure: Exception | None = None
+        self.groups: list[Any] = []
+
+    def nodes(self) -> list[dict[str, Any]]:
+        if self.failure:
+            raise self.failure
+        return [
+            {"NodeID": name, "Alive": True, "Resources": {"CPU": 1.0, "GPU": float(number)}}
+            for name, number in self.num_gpus.items()
+        ]
+
+    def actor(self, **options: Any) -> Any:
+        self.added.append(options)
+        state = SimpleNamespace(remote=lambda: "pending")
+        return SimpleNamespace(remote=lambda *_: SimpleNamespace(state=state))
+
+    def group(self, bundles: list[dict[str, float]], **_: Any) -> Any:
+        self.groups.append(bundles[0])
+        return SimpleNamespace(id=len(self.groups))
+
+    def wait(self, pending: list[Any], **_: Any) -> tuple[list[Any], list[Any]]:
+        return [], pending
+
+
+@pytest.fixture
+def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
+    made = Cluster()
+    remote = lambda _: SimpleNamespace(options=made.actor)  # noqa: E731
+    monkeypatch.setattr(
+        ray_pool, "ray", SimpleNamespace(nodes=made.nodes, remote=remote, wait=made.wait)
+    )
+    monkeypatch.setattr(ray_pool, "draining_nodes", lambda: made.draining)
+    monkeypatch.setattr(ray_pool, "placement_group", made.group)
+    monkeypatch.setattr(ray_pool, "POLL_S", 0.0)
+    return made
+
+
+@pytest.fixture
+def pool_of(cluster: Cluster, tmp_path: Any) -> Callable[..., RayPool]:
+    def make(gpus_per_worker: int = 1) -> RayPool:
+        config = ServerConfig(
+            num_workers=1, run_dir=str(tmp_path), tensor_parallel_size=gpus_per_worker
+        )
+        return RayPool(config, "secret")
+
+    return make
+
+
+def pinned(options: dict[str, Any]) -> str | None:
+    """The node that an actor is bound to; None: Ray chooses one."""
+    node: str | None = getattr(options["scheduling_strategy"], "node_id", None)
+    return node
+
+
+def test_a_worker_waits_for_a_gpu_while_all_nodes_with_gpus_drain(cluster: Cluster, pool_of):
+    cluster.num_gpus = {"head": 0, A: 2, B: 2}
+    pool = pool_of()
+    cluster.draining = {A, B}
+    pool._add(is_added=True)
+    # Also once they are gone.
+    del cluster.num_gpus[A], cluster.num_gpus[B]
+    pool._add(is_added=True)
+    cluster.draining = {"head"}
+    pool._add(is_added=True)
+    assert [pinned(one) for one in cluster.added] == [None] * 4
+    assert [one["num_gpus"] for one in cluster.added] == [1] * 4
+    assert [one["GPU"] for one in cluster.groups] == [1.0] * 4
+
+
+def test_an_engine_of_several_nodes_begins_on_one_that_stays(cluster: Cluster, pool_of):
+    cluster.num_gpus = {"head": 0, A: 2, B: 2}
+    cluster.draining = {A}
+    pool = pool_of(4)
+    assert [(pinned(one), one["num_gpus"]) for one in cluster.added] == [(B, 0)]
+    cluster.draining = {A, B}
+    assert not pool._add(is_added=True)
+    cluster.num_gpus[C] = 2
+    assert pool._add(is_added=True)
+    assert pinned(cluster.added[-1]) == C
+
+
+def test_an_error_of_ray_ends_the_pool_only_if_it_lasts(
+    cluster: Cluster, pool_of, monkeypatch: pytest.MonkeyPatch
+):
+    pool = pool_of()
+    pool._scale.wanted = 2
+    cluster.failure = RaySystemError("the GCS restarts")
+    pool.poll()
+    cluster.failure = None
+    pool.poll()
+    assert len(cluster.added) == 2
+    pool._scale.wanted = 3
+    cluster.failure = RaySystemError("the GCS restarts")
+    pool.poll()
+    monkeypatch.setattr(ray_pool, "RAY_TIMEOUT_S", -1.0)
+    with pytest.raises(RaySystemError):
+        pool.poll()
+
+
+def test_two_servers_have_actors_of_different_names(cluster: Cluster, pool_of):
+    pool_of(), pool_of()
+    assert len({one["name"] for one in cluster.added}) == 2
