@@ -2,7 +2,6 @@
 
 import base64
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -33,6 +32,30 @@ def mixtures(mixture: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     working = tmp_path_factory.mktemp("mixtures")
     with mixture_server(mixture, working) as server:
         yield server
+
+
+def test_areal_reads_the_rows(mixtures: Server, mixture: str):
+    """AReaL's SGLang backend, unchanged, with `return_routed_experts`; before a check changes weights."""
+    script = """
+from areal.engine.sglang_remote import SGLangBackend
+
+engine = engine_of(SGLangBackend())
+engine.config.return_routed_experts = True
+
+async def routed():
+    options = GenerationHyperparameters(max_new_tokens=4, top_k=50)
+    found = await engine.agenerate(ModelRequest(input_ids=PROMPT, gconfig=options))
+    await (await workflow_context.get_aiohttp_session()).close()
+    return found
+
+found = asyncio.run(routed())
+answer([found.output_tokens, found.routed_experts.tolist()])
+"""
+    ids, rows = run_client("areal", mixtures.url, ENGINE + script)
+    shape = (len(PROMPT) + len(ids) - 1, NUM_LAYERS, NUM_CHOSEN)
+    packed = RoutedExperts(np.array(rows, np.int32).tobytes(), shape, "int32", 0)
+    choice = {"token_ids": ids, "routed_experts": replay.experts_json(packed, None)}
+    assert_routed(mixture, PROMPT, choice)
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
@@ -72,31 +95,6 @@ def test_a_prompt_that_was_not_computed_has_no_rows_in_sglang_s_form():
     assert replay.experts_int32(PACKED, start=1, num_rows=4) is None
     nothing = RoutedExperts(b"", (0, 2, 2), "uint8", 0)
     assert replay.experts_int32(nothing, start=0, num_rows=2) is None
-
-
-def test_areal_reads_the_rows(mixtures: Server, mixture: str):
-    """AReaL's SGLang backend, unchanged, with `return_routed_experts`."""
-    script = """
-from areal.engine.sglang_remote import SGLangBackend
-
-engine = engine_of(SGLangBackend())
-engine.config.return_routed_experts = True
-
-async def routed():
-    options = GenerationHyperparameters(max_new_tokens=4, top_k=50)
-    found = await engine.agenerate(ModelRequest(input_ids=PROMPT, gconfig=options))
-    await (await workflow_context.get_aiohttp_session()).close()
-    return found
-
-found = asyncio.run(routed())
-answer([found.output_tokens, found.routed_experts.tolist()])
-"""
-    ids, rows = run_client("areal", mixtures.url, ENGINE + script)
-    shape = (len(PROMPT) + len(ids) - 1, NUM_LAYERS, NUM_CHOSEN)
-    packed = RoutedExperts(np.array(rows, np.int32).tobytes(), shape, "int32", 0)
-    choice = {"token_ids": ids, "routed_experts": replay.experts_json(packed, None)}
-    # The last check has given the server other weights.
-    assert_routed(str(Path(mixture).parent / "other"), PROMPT, choice)
 
 
 def test_masks_are_lists_of_ids():
