@@ -107,6 +107,28 @@ def experts_of(choice: dict[str, Any]) -> np.ndarray:
     return data.reshape(sent["shape"])
 
 
+def generate_as_sglang(server: Server, num_tokens: int = NUM_TOKENS, **fields: Any) -> Any:
+    """The response to `POST /generate` in SGLang's form; the status must be 200."""
+    options = {"top_k": 50, "ignore_eos": True, "sampling_seed": 1, "max_new_tokens": num_tokens}
+    options |= fields.pop("sampling_params", {})
+    body = {"sampling_params": options, "return_routed_experts": True, **fields}
+    answer = server.post("/generate", body)
+    assert answer.status_code == 200, answer.text
+    return answer
+
+
+def as_choice(shown: dict[str, Any], start: int = 0) -> dict[str, Any]:
+    """A completion of SGLang's form as a choice of the other route; its rows as AReaL reads them."""
+    meta = shown["meta_info"]
+    num_rows = meta["prompt_tokens"] + meta["completion_tokens"] - 1 - start
+    rows = np.frombuffer(base64.b64decode(meta["routed_experts"]), np.int32).reshape(num_rows, -1)
+    sent = {
+        "data": base64.b64encode(rows.tobytes()).decode(),
+        "shape": (num_rows, NUM_LAYERS, NUM_CHOSEN), "start": start, "dtype": "int32",
+    }  # fmt: skip
+    return {"token_ids": shown["output_ids"], "routed_experts": sent}
+
+
 def pieces_of(lines: Iterable[bytes]) -> list[dict[str, Any]]:
     """The choices in the events of a stream, in order."""
     sent = [one.removeprefix(b"data: ") for one in lines if one]
@@ -198,6 +220,30 @@ def check_forms(server: Server, folder: str) -> None:
     assert (array == expected).all()
 
 
+def check_sglang(server: Server, folder: str) -> None:
+    """SGLang's form has the rows of a batch, of n completions and of a stream in 32 bits."""
+    prompts = [PROMPT, PROMPT[::-1], PROMPT[:1]]
+    shown = generate_as_sglang(server, 2, input_ids=prompts, sampling_params={"n": 2}).json()
+    for index, one in enumerate(shown):
+        assert_routed(folder, prompts[index // 2], as_choice(one))
+    for start in (20, len(PROMPT)):
+        fields = {"input_ids": PROMPT, "routed_experts_start_len": start}
+        whole = generate_as_sglang(server, 3, **fields).json()
+        assert_routed(folder, PROMPT, as_choice(whole, start), start)
+        lines = generate_as_sglang(server, 3, stream=True, **fields).iter_lines()
+        *others, last = (json.loads(one[6:]) for one in lines if one and one != b"data: [DONE]")
+        assert not any("routed_experts" in one["meta_info"] for one in others)
+        assert_routed(folder, PROMPT, as_choice(last, start), start)
+    # A prompt that is scored only has no row for its last token.
+    assert_routed(folder, PROMPT, as_choice(generate_as_sglang(server, 0, input_ids=PROMPT).json()))
+    plain = generate_as_sglang(server, 1, input_ids=PROMPT, return_routed_experts=False).json()
+    assert "routed_experts" not in plain["meta_info"]
+    fields = {"input_ids": [PROMPT, [5]], "routed_experts_start_len": 2}
+    refused = server.post("/generate", {**fields, "return_routed_experts": True})
+    assert refused.status_code == 400
+    assert "routed_experts_start_len: expected at most 1" in refused.json()["error"]["message"]
+
+
 def check_masks(server: Server, folder: str) -> None:
     """A sampling mask has the ids with a probability, of a stream with its last piece."""
     options = {"top_k": 4, "top_p": 0.8, "logprobs": 4}
@@ -245,7 +291,7 @@ def check_new_weights(server: Server, folder: str) -> None:
 # In this order: the first finds an empty prefix cache, the last changes the model.
 CHECKS = (
     check_cached_prompts, check_several_completions, check_start, check_streams, check_forms,
-    check_masks, check_aborts, check_new_weights,
+    check_sglang, check_masks, check_aborts, check_new_weights,
 )  # fmt: skip
 
 

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tests import reference
 from tests.conftest import ENGINE_OPTIONS
 from tests.servers import Server, running_server, wait_until
+from tests.test_examples import blocks, filled_in, run_shell
 from tests.test_generate import TOLERANCE
 from titopool import Client
 from titopool.client.weights_client import WeightsError
@@ -235,6 +236,27 @@ def test_a_model_of_peft_is_sent_as_an_adapter(adapted: Adapted):
         assert weights.load_lora("again", folders[0])["version"] == 1
     assert adapted.unload("sent").ok
     assert adapted.unload("again").ok
+
+
+def test_the_examples_of_the_documents_run(adapted: Adapted):
+    """Those that tests/test_examples.py leaves out, in their order."""
+    base = AutoModelForCausalLM.from_pretrained(adapted.base, dtype=torch.float32)
+    model = get_peft_model(base, LoraConfig(r=RANK, target_modules=list(TARGETS)))
+    defined, ran = {"model": model}, []
+    for block in blocks(run=False):
+        if "lora" not in block.code:
+            continue
+        code = filled_in(block.code, adapted.server, "").replace("/weights", str(adapted.root))
+        if block.language == "sh":
+            # The version is loaded already.
+            assert adapted.unload("math").ok
+            assert json.loads(run_shell(code)) == {"lora_name": "math", "version": 7}
+        else:
+            exec(compile(code, str(block), "exec"), defined)
+        ran.append(str(block).rpartition("-")[0])
+    assert ran == ["docs/trainers.md"] * 3
+    assert adapted.server.generate([IDS], lora_name="math", **GREEDY)["lora_versions"] == [7]
+    assert adapted.unload("math").ok
 
 
 @pytest.mark.skipif(bool(visible_gpus()), reason="vLLM's CPU build only")

@@ -3,9 +3,11 @@
 All runs share the server that the example starts itself.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 import pytest
@@ -28,13 +30,37 @@ def picture(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("grpo") / "grpo.png"
 
 
+class Runs(NamedTuple):
+    # By label; the last run has its updates withheld.
+    histories: dict[str, History]
+    # Of a few steps with --sync.
+    sync: History
+
+
 @pytest.fixture(scope="module")
-def histories(picture: Path) -> dict[str, History]:
-    """Each run's measurements, by its label; the last run has its updates withheld."""
+def runs(picture: Path) -> Runs:
+    """Each run's measurements."""
+    synced: dict[str, History] = {}
+
+    @contextmanager
+    def with_sync_run() -> Iterator[str]:
+        with running_server() as url:
+            yield url
+            sync = ["--url", url, "--sync", "--steps", "4", "--seeds", "6"]
+            synced.update(grpo.main([*sync, "--out", str(picture.with_name("sync.png"))]))
+
     before = set(psutil.Process().children(recursive=True))
-    found = grpo.main(["--seeds", *SEEDS, "--control", "--out", str(picture)])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(grpo, "running_server", with_sync_run)
+        found = grpo.main(["--seeds", *SEEDS, "--control", "--out", str(picture)])
     wait_until(lambda: set(psutil.Process().children(recursive=True)) <= before, 10)
-    return found
+    (sync,) = synced.values()
+    return Runs(found, sync)
+
+
+@pytest.fixture(scope="module")
+def histories(runs: Runs) -> dict[str, History]:
+    return runs.histories
 
 
 @pytest.fixture(scope="module")
@@ -76,6 +102,16 @@ def test_rollouts_are_in_flight_while_weights_change(learned: list[History]):
         assert max(one["max_staleness"] for one in history) == 1
     # Completions with tokens of two versions.
     assert sum(one["mixed"] for history in learned for one in history) > 0
+
+
+def test_with_sync_no_rollout_is_in_flight_while_weights_change(runs: Runs):
+    assert len(runs.sync) == 4
+    for one in runs.sync:
+        assert (one["max_staleness"], one["mixed"]) == (0, 0)
+        # All tokens are of the trainer's weights.
+        assert one["new_ratio_error"] < 1e-3
+        assert one["ratio_low"] == pytest.approx(1, abs=1e-3)
+    assert all(new["version"] == old["version"] + 1 for old, new in pairwise(runs.sync))
 
 
 def test_the_picture_is_written(histories: dict[str, History], picture: Path):

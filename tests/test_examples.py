@@ -33,7 +33,7 @@ NOT_RUN = {
     "python -P -m workers": "needs several hosts; tests/test_standalone_worker.py runs one worker",
     "AREAL_LLM_SERVER_ADDRS": "a setting of AReaL; tests/trainers/test_areal.py calls its client",
     "rllm-model-gateway": "needs rLLM",
-    "load_lora": "needs an engine with adapters; tests/test_adapters.py loads them",
+    "lora": "needs an engine with adapters; tests/test_adapters.py runs it",
 }
 BLOCK = re.compile(r"^```(\w+)( [\w-]+)?\n(.*?)^```$", re.M | re.S)
 URL, GROUP, FOLDER = "http://127.0.0.1:8000", "group_port=51216", "/weights/step-7"

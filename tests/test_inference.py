@@ -1,6 +1,7 @@
 """`POST /inference/v1/generate` over real vLLM, compared with /generate/ and transformers."""
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -79,6 +80,37 @@ def test_greedy_ids_and_logprobs_equal_transformers(single_server: Server, tiny_
     expected = rows[range(24), choice["token_ids"]].tolist()
     assert values_of(choice) == pytest.approx(expected, abs=TOLERANCE)
     assert {one["rank"] for one in choice["logprobs"]["content"]} == {1}
+
+
+def test_200_requests_at_once_have_the_answers_to_their_own_prompts(
+    server: Server, tiny_model: str
+):
+    """In the order in which they were sent, at two front ends and two workers."""
+    prompts = [[index + 10, 7, index + 10] for index in range(200)]
+    options = {"temperature": 0, "max_tokens": 4, "ignore_eos": True, "n": 2}
+    with ThreadPoolExecutor(100) as threads:
+        answers = list(
+            threads.map(
+                lambda ids: answer_of(
+                    server, ids, options, request_id=f"order-{ids[0]}", return_token_ids=True
+                ),
+                prompts,
+            )
+        )
+    assert [one["prompt_token_ids"] for one in answers] == prompts
+    assert [one["request_id"] for one in answers] == [f"order-{ids[0]}" for ids in prompts]
+    for answer in answers:
+        first, second = answer["choices"]
+        assert [first["index"], second["index"]] == [0, 1]
+        assert first["token_ids"] == second["token_ids"]
+    # The same ids as those of one request with all prompts.
+    batch = server.generate(
+        prompts, temperature=0, max_tokens=4, generation_kwargs={"ignore_eos": True}
+    )
+    assert [one["choices"][0]["token_ids"] for one in answers] == batch["completion_ids"]
+    for index in (0, 57, 121, 199):
+        expected = reference.greedy(tiny_model, prompts[index], 4)
+        assert answers[index]["choices"][0]["token_ids"] == expected
 
 
 @pytest.mark.parametrize("options", [{"logprobs": 0}, {"logprobs": 2}, {"logprob_token_ids": [7]}])

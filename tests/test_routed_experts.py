@@ -1,5 +1,6 @@
 """Routed experts from vLLM to JSON: real vLLM, on CPUs with Triton's interpreter."""
 
+import base64
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -7,8 +8,17 @@ import pytest
 
 from app.outputs import replay
 from tests import routed_experts
-from tests.routed_experts import CHECKS, make_mixture, mixture_server
+from tests.routed_experts import (
+    CHECKS,
+    NUM_CHOSEN,
+    NUM_LAYERS,
+    assert_routed,
+    make_mixture,
+    mixture_server,
+)
 from tests.servers import Server
+from tests.trainers.published import run_client
+from tests.trainers.test_areal import ENGINE, PROMPT
 from titopool.wire.messages import RoutedExperts, SamplingMask
 
 
@@ -22,6 +32,30 @@ def mixtures(mixture: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     working = tmp_path_factory.mktemp("mixtures")
     with mixture_server(mixture, working) as server:
         yield server
+
+
+def test_areal_reads_the_rows(mixtures: Server, mixture: str):
+    """AReaL's SGLang backend, unchanged, with `return_routed_experts`; before a check changes weights."""
+    script = """
+from areal.engine.sglang_remote import SGLangBackend
+
+engine = engine_of(SGLangBackend())
+engine.config.return_routed_experts = True
+
+async def routed():
+    options = GenerationHyperparameters(max_new_tokens=4, top_k=50)
+    found = await engine.agenerate(ModelRequest(input_ids=PROMPT, gconfig=options))
+    await (await workflow_context.get_aiohttp_session()).close()
+    return found
+
+found = asyncio.run(routed())
+answer([found.output_tokens, found.routed_experts.tolist()])
+"""
+    ids, rows = run_client("areal", mixtures.url, ENGINE + script)
+    shape = (len(PROMPT) + len(ids) - 1, NUM_LAYERS, NUM_CHOSEN)
+    packed = RoutedExperts(np.array(rows, np.int32).tobytes(), shape, "int32", 0)
+    choice = {"token_ids": ids, "routed_experts": replay.experts_json(packed, None)}
+    assert_routed(mixture, PROMPT, choice)
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
@@ -38,6 +72,29 @@ def test_large_mixtures_have_two_bytes_an_expert():
     assert next(iter(sent)) == "data"
     assert (routed_experts.experts_of({"routed_experts": sent}) == rows).all()
     assert sent["start"] == 5
+
+
+# Made by hand: of the prompt [7, 8, 9] and 2 tokens, from token 1 on; 2 layers, 2 of 8 experts.
+PACKED = RoutedExperts(bytes([0, 0, 6, 2, 0, 0, 1, 4, 0, 0, 7, 3]), (3, 2, 2), "uint8", 1)
+
+
+@pytest.mark.parametrize(
+    ("start", "num_rows", "rows"),
+    [(1, 3, [[[0, 0], [6, 2]], [[0, 0], [1, 4]], [[0, 0], [7, 3]]]), (2, 2, [[[0, 0], [1, 4]], [[0, 0], [7, 3]]]),
+     (2, 1, [[[0, 0], [1, 4]]]), (4, 0, [])],
+    ids=["all", "later", "scored", "none"],
+)  # fmt: skip
+def test_sglang_s_form_is_int32(start: int, num_rows: int, rows: list):
+    sent = replay.experts_int32(PACKED, start=start, num_rows=num_rows)
+    assert sent is not None
+    found = np.frombuffer(base64.b64decode(sent), np.int32)
+    assert found.reshape(num_rows, 2, 2).tolist() == rows
+
+
+def test_a_prompt_that_was_not_computed_has_no_rows_in_sglang_s_form():
+    assert replay.experts_int32(PACKED, start=1, num_rows=4) is None
+    nothing = RoutedExperts(b"", (0, 2, 2), "uint8", 0)
+    assert replay.experts_int32(nothing, start=0, num_rows=2) is None
 
 
 def test_masks_are_lists_of_ids():

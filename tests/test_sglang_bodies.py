@@ -217,7 +217,8 @@ BAD = {
     "chosen-and-best": ({"text": "a", "token_ids_logprob": [1], "top_logprobs_num": 1}, "token_ids_logprob: expected none", "token_ids_logprob"),
     "embeds": ({"text": "a", "input_embeds": [[0.0]]}, "input_embeds: expected no value, got [[0.0]]: prompts are text or ids", "input_embeds"),
     "video": ({"text": "a", "video_data": "x"}, "video_data: expected [] or false or no value, got \"x\": prompts are text, ids and images", "video_data"),
-    "experts": ({"text": "a", "return_routed_experts": True}, "return_routed_experts: expected false or no value, got true: no response", "return_routed_experts"),
+    "experts": ({"text": "a", "return_routed_experts": [True]}, "return_routed_experts: expected `bool`", "return_routed_experts"),
+    "experts-start": ({"text": "a", "routed_experts_start_len": -1}, "routed_experts_start_len: expected `int` >= 0", "routed_experts_start_len"),
     "priority": ({"text": "a", "priority": 1}, "priority: expected 0 or no value, got 1: jobs are sent in", "priority"),
 }  # fmt: skip
 
@@ -229,6 +230,15 @@ def test_a_bad_field_is_refused_by_name(case: str):
         prompts_of(**fields)
     assert caught.value.message.startswith(message)
     assert caught.value.param == param
+
+
+def test_routed_experts_need_a_server_that_returns_them():
+    admission: Any = SimpleNamespace(
+        config=ServerConfig(), facts=FACTS, identified=lambda *_: admission
+    )
+    with pytest.raises(InvalidRequest, match="--enable-return-routed-experts") as caught:
+        generate_as_sglang(admission, decoded(input_ids=[1], return_routed_experts=True))
+    assert caught.value.param == "return_routed_experts"
 
 
 def test_errors_about_options_have_the_client_s_names():

@@ -15,14 +15,42 @@ from tests import stock_trainer
 from tests.trl_weights_client import WITHOUT_GPU
 
 
+def open_endpoint(info: dict[str, Any]) -> stock_trainer.GlooCommunicator:
+    """In the place of vLLM's `trainer_init`."""
+    from vllm.distributed.utils import StatelessProcessGroup
+
+    address, port, size = info["master_address"], info["master_port"], info["world_size"]
+    group = StatelessProcessGroup.create(address, port, 0, size, store_timeout=60)
+    return stock_trainer.GlooCommunicator(group)
+
+
+def produce(iterator: Any, group: Any, src: int, post_iter_func: Any) -> None:
+    """In the place of vLLM's `packed_nccl_broadcast_producer`."""
+    from vllm.distributed.weight_transfer import packed_tensor
+
+    stock_trainer.send(group, iterator, packed_tensor.DEFAULT_PACKED_BUFFER_SIZE_BYTES)
+
+
+def replace_nccl_of_async_trainer() -> None:
+    """The same for the asynchronous trainer of TRL 1.16, whose client is another."""
+    from trl.experimental.async_grpo import vllm_client, weight_transfer
+
+    join = vllm_client.VLLMClient.init_weight_transfer_engine
+
+    def join_with_gloo(self: Any, init_info: dict[str, Any], timeout: int) -> None:
+        join(self, {**init_info, "backend": "gloo"}, timeout)
+
+    vllm_client.VLLMClient.init_weight_transfer_engine = join_with_gloo
+    weight_transfer.open_trainer_endpoint = open_endpoint
+    weight_transfer.packed_nccl_broadcast_producer = produce
+
+
 def replace_nccl() -> None:
     """TRL 1.11 and later build NCCL's group through vLLM; earlier ones do it themselves."""
     if tuple(map(int, version("trl").split(".")[:2])) < (1, 11):
         exec(WITHOUT_GPU, {})
         return
     from trl.generation import vllm_client
-    from vllm.distributed.utils import StatelessProcessGroup
-    from vllm.distributed.weight_transfer import packed_tensor
 
     client = vllm_client.VLLMClient
     join, post = client.init_communicator, client._post
@@ -32,14 +60,6 @@ def replace_nccl() -> None:
             # A server on CPUs refuses a trainer that does not say so.
             options["json"]["init_info"]["backend"] = "gloo"
         return post(self, url, **options)
-
-    def open_endpoint(info: dict[str, Any]) -> stock_trainer.GlooCommunicator:
-        address, port, size = info["master_address"], info["master_port"], info["world_size"]
-        group = StatelessProcessGroup.create(address, port, 0, size, store_timeout=60)
-        return stock_trainer.GlooCommunicator(group)
-
-    def produce(iterator: Any, group: Any, src: int, post_iter_func: Any) -> None:
-        stock_trainer.send(group, iterator, packed_tensor.DEFAULT_PACKED_BUFFER_SIZE_BYTES)
 
     # TRL asks for a GPU, and uses it only through what is replaced here.
     client.init_communicator = lambda self, device: join(self, torch.device("cuda"))

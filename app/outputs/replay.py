@@ -30,6 +30,21 @@ def experts_json(experts: RoutedExperts | None, form: str | None) -> dict[str, A
     }
 
 
+def experts_int32(experts: RoutedExperts, *, start: int, num_rows: int) -> str | None:
+    """The form of SGLang's server: base64 of int32, [num_rows, layers, experts of a token].
+
+    Null if there are fewer rows: the prompt was aborted before all of it was computed.
+
+    Args:
+        start: the token of the first row, not before that of `experts`.
+    """
+    rows = np.frombuffer(experts.data, experts.dtype).reshape(experts.shape)
+    wanted = rows[start - experts.start : num_rows + start - experts.start]
+    return (
+        b64encode(wanted.astype(np.int32).tobytes()).decode() if len(wanted) == num_rows else None
+    )
+
+
 def mask_lists(mask: SamplingMask | None) -> list[list[int]] | None:
     """The form of vLLM's server: the ids at each position."""
     if mask is None:

@@ -33,6 +33,9 @@ class RequestFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     stream: bool = False
     return_text_in_logprobs: bool = False
     return_prompt_token_ids: bool = False
+    # Routed experts of the tokens from this one on, to the last but one of the completion.
+    return_routed_experts: bool = False
+    routed_experts_start_len: Annotated[int, Meta(ge=0)] = 0
     mm_processor_kwargs: dict[str, Any] = {}
     session_id: str | None = None
     # Not a field of SGLang's: wait until the pool serves this version of the weights.

@@ -54,8 +54,6 @@ UNUSED: dict[str, Unused] = {
     "return_sampling_mask": Unused("no response has it", (False,)),
     "sampling_logprobs_mode": Unused("it needs return_sampling_mask"),
     "return_hidden_states": Unused("no response has them", (False,)),
-    "return_routed_experts": Unused("no response of this route has them", (False,)),
-    "routed_experts_start_len": Unused("it needs return_routed_experts", (0,)),
     "return_indexer_topk": Unused("no response has it", (False,)),
     "return_entropy": Unused("no response has it", (False,)),
     "return_bytes": Unused("the model returns text", (False,)),

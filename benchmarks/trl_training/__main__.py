@@ -136,12 +136,19 @@ def summary(row: Row) -> str:
     rewards = [step["reward"] for step in row["steps"]]
     seconds = {
         # The first step has the rendezvous and the kernels' compilation.
-        name: median(step[name] for step in row["steps"][1:])
-        for name in ("step_s", "generate_s", "update_s")
+        name: median(seconds_of(step, name) for step in row["steps"][1:])
+        for name in ("step_s", "generate_s", "train_s", "update_s")
     }
     parts = ", ".join(f"{name} {value:.3f}" for name, value in seconds.items())
     last = sum(rewards[-5:]) / 5
     return f"{title}: reward {rewards[0]:.3f} to {last:.3f} in {len(rewards)} steps; {parts}"
+
+
+def seconds_of(step: dict[str, float], name: str) -> float:
+    """A part of a step; `train_s` is what generation and the update leave."""
+    if name == "train_s":
+        return step["step_s"] - step["generate_s"] - step["update_s"]
+    return step[name]
 
 
 def draw(rows: list[Row], path: str) -> None:

@@ -1,5 +1,7 @@
 """AReaL 1.0.4's remote engine with its vLLM and its SGLang backend."""
 
+from pathlib import Path
+
 import pytest
 
 from tests import reference
@@ -14,7 +16,7 @@ SEQUENCE = [*PROMPT, 535, 78]
 ENGINE = (
     f"PROMPT = {PROMPT}"
     + """
-import types
+import logging, types
 from areal.api.cli_args import GenerationHyperparameters, InferenceEngineConfig
 from areal.api.io_struct import ModelRequest
 from areal.infra import workflow_context
@@ -23,6 +25,7 @@ from areal.infra.remote_inf_engine import RemoteInfEngine
 def engine_of(backend):
     engine = RemoteInfEngine(InferenceEngineConfig(request_retries=1), backend)
     engine.addresses = [url.removeprefix("http://")]
+    engine.logger = logging.getLogger("areal")
     engine._workflow_executor = types.SimpleNamespace(is_paused=lambda: False)
     engine._wait_for_server(engine.addresses[0])
     return engine
@@ -79,21 +82,28 @@ answer([asyncio.run(generated(engine, max_new_tokens=6, stop_token_ids=[0])), sc
 
 
 def test_the_sglang_backend_with_weights_from_a_folder(
-    single_server: Server, tiny_model: str, other_model: str
+    single_server: Server, tiny_model: str, other_model: str, tmp_path: Path
 ):
     script = f"""
+import time
+from areal.api.cli_args import NameResolveConfig
 from areal.api.io_struct import WeightUpdateMeta
 from areal.engine.sglang_remote import SGLangBackend
+from areal.utils import name_resolve, names
 
 options = dict(max_new_tokens=6, stop_token_ids=[0])
 engine = engine_of(SGLangBackend())
 before = asyncio.run(generated(engine, **options))
 (scores,) = engine.compute_logp([sequence])
+engine.config.experiment_name = engine.config.trial_name = "test"
+name_resolve.reconfigure(NameResolveConfig(type="nfs", nfs_record_root={str(tmp_path)!r}))
 engine.pause_generation()
-# `update_weights_from_disk` would send these from a process of its own, after a file of the trainer.
-update = WeightUpdateMeta(type="disk", path={other_model!r})
-for request in engine.backend.build_disk_weight_update_requests(update).requests:
-    engine._run_request_on_all_servers(request)
+meta = WeightUpdateMeta(type="disk", path={other_model!r}, clear_checkpoint_after_load=False)
+update = engine.update_weights_from_disk(meta)
+# As the trainer says that it has saved the folder.
+saved = names.update_weights_from_disk("test", "test", engine.get_version())
+name_resolve.add(saved, str(time.time()))
+update.result(60)
 engine.continue_generation()
 answer([before, scores.tolist(), asyncio.run(generated(engine, **options))])
 """

@@ -10,6 +10,8 @@ from tests import reference
 from tests.servers import Server
 from tests.test_generate import TOLERANCE
 from tests.trl_client import run_trl
+from tests.weights import assert_serves, weights_client
+from titopool.settings.gpus import visible_gpus
 
 VERSION = "1.16.0"
 PROMPTS = [[42, 1393, 14], [5, 6]]
@@ -159,3 +161,46 @@ answer({{
         assert 1 <= len(ids) <= 6
         expected = reference.logprobs(tiny_model, prompt, ids)[range(len(ids)), ids].tolist()
         assert logprobs == pytest.approx(expected, abs=TOLERANCE)
+
+
+@pytest.mark.skipif(bool(visible_gpus()), reason="gloo stands in for NCCL on CPUs only")
+def test_the_asynchronous_trainer_s_weights(
+    single_server: Server, tiny_model: str, other_model: str
+):
+    """Two updates by its own client, with the pauses around them that its trainer makes."""
+    script = f"""
+import torch
+from accelerate import PartialState
+from transformers import AutoModelForCausalLM
+from trl.experimental.async_grpo import vllm_client, weight_transfer
+from tests.trl_trainer import replace_nccl_of_async_trainer
+
+PartialState()
+replace_nccl_of_async_trainer()
+model = AutoModelForCausalLM.from_pretrained({other_model!r}, dtype=torch.float32)
+named = list(model.named_parameters())
+info = {{
+    "names": [name for name, _ in named],
+    "dtype_names": [str(one.dtype).removeprefix("torch.") for _, one in named],
+    "shapes": [list(one.shape) for _, one in named],
+}}
+transfer = weight_transfer.WeightTransferClient(vllm_client.VLLMClient(sys.argv[1]), info, 60)
+transfer.init_weight_transfer()
+for _ in range(2):
+    transfer.pause()
+    transfer.send_weights((name, one.detach()) for name, one in named)
+    transfer.resume()
+transfer.destroy()
+answer(client.generate({PROMPTS}, **{GREEDY}))
+"""
+    try:
+        found = run_trl(VERSION, single_server.url, script)
+        assert_serves(single_server, other_model)
+    finally:
+        client = weights_client(single_server)
+        client.update_from_folder(tiny_model, version=0, policy="abort")
+        client.close()
+    for prompt, ids, logprobs in zip(
+        PROMPTS, found["completion_ids"], found["logprobs"], strict=True
+    ):
+        assert_reference(other_model, prompt, ids, logprobs)

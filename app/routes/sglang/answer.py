@@ -9,13 +9,14 @@ import numpy as np
 from app.generation import Prompt, expanded_ids
 from app.inputs.admission import Admission
 from app.outputs.openai_logprobs import finite, positions
+from app.outputs.replay import experts_int32
 from app.outputs.run_facts import RunFacts
 from app.outputs.token_arrays import prompt_rows, weight_spans
 from app.outputs.token_texts import MAX_BEFORE, TextLookup, TokenTexts
 from app.schemas.sglang import RequestFields, SGLangPrompt
 from app.time_slices import sharing_time
 from titopool.errors import InvalidRequest
-from titopool.wire.messages import Completed, Completion
+from titopool.wire.messages import Completed, Completion, WorkerFacts
 
 # [log-probability, token id, text or null]
 Entry = list[Any]
@@ -95,6 +96,12 @@ class Gained:
                 meta |= {"input_top_logprobs": [], "output_top_logprobs": self.top_logprobs}
             if fields.token_ids_logprob:
                 meta["output_token_ids_logprobs"] = self.chosen_logprobs
+        if request.fields.return_routed_experts and piece.routed_experts is not None:
+            start = request.fields.routed_experts_start_len
+            # The last token has no row.
+            num_rows = max(0, len(facts.prompt_ids) + len(self.ids) - 1 - start)
+            sent = experts_int32(piece.routed_experts, start=start, num_rows=num_rows)
+            meta |= {} if sent is None else {"routed_experts": sent}
         shown = {"text": self.text, "output_ids": self.ids, "meta_info": meta}
         if request.fields.return_prompt_token_ids:
             shown["prompt_token_ids"] = facts.prompt_ids.tolist()
@@ -167,6 +174,26 @@ def check_start(sent: SGLangPrompt, num_tokens: int) -> None:
             f"logprob_start_len: expected at most {num_tokens}, the number of tokens of "
             f"{sent.location}, got {sent.fields.logprob_start_len}",
             param="logprob_start_len",
+        )
+
+
+def check_experts(fields: RequestFields, facts: WorkerFacts) -> None:
+    """Raises InvalidRequest for routed experts if the server does not return them."""
+    if fields.return_routed_experts and not facts.has_routed_experts:
+        raise InvalidRequest(
+            "return_routed_experts: this server does not return routed experts; start it with a "
+            "mixture of experts and --enable-return-routed-experts, or leave the field out",
+            param="return_routed_experts",
+        )
+
+
+def check_experts_start(start: int, location: str, num_tokens: int) -> None:
+    """Raises InvalidRequest if `start` is after the end of a prompt of `num_tokens`."""
+    if start > num_tokens:
+        raise InvalidRequest(
+            f"routed_experts_start_len: expected at most {num_tokens}, the number of tokens of "
+            f"{location}, got {start}",
+            param="routed_experts_start_len",
         )
 
 

@@ -14,7 +14,14 @@ from app.inputs.images import EncodedImages, read_images
 from app.inputs.sampling import check_num_completions
 from app.outputs.token_arrays import JSON
 from app.outputs.token_texts import TokenTexts
-from app.routes.sglang.answer import PromptRequest, SGLangRequest, check_start, whole_answer
+from app.routes.sglang.answer import (
+    PromptRequest,
+    SGLangRequest,
+    check_experts,
+    check_experts_start,
+    check_start,
+    whole_answer,
+)
 from app.routes.sglang.stream import SGLangEvents
 from app.schemas.generation import SamplingBody
 from app.schemas.sglang import SGLangBody, SGLangPrompt, split_prompts, with_sglang_names
@@ -23,6 +30,9 @@ from app.time_slices import sharing_time
 from titopool.errors import InvalidRequest
 from titopool.settings.sampling import SamplingOptions, check_sampling
 from titopool.wire.messages import WorkerFacts
+
+# Experts of one byte each are written as int32 in base64, more than `BYTES_PER_RESULT_BYTE` counts.
+BYTES_PER_EXPERTS_BYTE = 6
 
 
 def generate_as_sglang(admission: Admission, body: SGLangBody) -> Response:
@@ -36,6 +46,7 @@ def generate_as_sglang(admission: Admission, body: SGLangBody) -> Response:
     check_num_completions(num_prompts, max(num_completions), limit, body.source)
     body.values.clear()
     admission = admission.identified(sent[0].fields.rid, fields.session_id)
+    check_experts(fields, admission.facts)
     _check_options(sent, admission.facts)
     prompts = _checked_prompts(admission, body, sent)
     starts = accumulate(num_completions, initial=0)
@@ -52,7 +63,10 @@ def generate_as_sglang(admission: Admission, body: SGLangBody) -> Response:
     )  # fmt: skip
     if fields.stream:
         return stream(admission, pending, SGLangEvents(request))
-    return respond(orjson.dumps(whole_answer(request, run_request(admission, pending))), JSON)
+    results = run_request(admission, pending)
+    if fields.return_routed_experts:
+        admission.count_memory(BYTES_PER_EXPERTS_BYTE * pending.num_result_bytes)
+    return respond(orjson.dumps(whole_answer(request, results)), JSON)
 
 
 def _check_options(sent: Sequence[SGLangPrompt], facts: WorkerFacts) -> None:
@@ -80,6 +94,8 @@ def _checked_prompts(
     kwargs, facts = body.fields.mm_processor_kwargs, admission.facts
     # By the identity of the options with them.
     without_prompts: dict[int, SamplingOptions] = {}
+    # By the identity of the options, and the token from which on the engine returns experts.
+    with_experts: dict[tuple[int, int], SamplingOptions] = {}
     prompts = []
     for one, ids in sharing_time(zip(sent, all_ids, strict=True)):
         files, options = one.fields.image_data or [], one.options
@@ -99,6 +115,15 @@ def _checked_prompts(
                 options = without_prompts.setdefault(
                     id(options), replace(options, prompt_logprobs=None)
                 )
+        if body.fields.return_routed_experts:
+            start = body.fields.routed_experts_start_len
+            if not images.images:
+                check_experts_start(start, one.location, len(ids))
+            # The engine returns at least the row of the prompt's last token.
+            start = min(start, len(ids) - 1)
+            options = with_experts.setdefault(
+                (id(options), start), replace(options, routed_experts_prompt_start=start)
+            )
         prompts.append(
             prompt._replace(
                 options=options,
