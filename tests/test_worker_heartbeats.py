@@ -47,9 +47,7 @@ JOBS = {
 @pytest.fixture
 def peer(tmp_path: Path, start_stub: StartStub) -> Iterator[Peer]:
     """A front end of a worker whose engine has a slot for each prompt."""
-    start_stub(
-        0, "--max-num-seqs", str(MAX_PROMPTS), TITOPOOL_HEARTBEAT_INTERVAL_S=str(INTERVAL_S)
-    )
+    start_stub(0, "--max-num-seqs", str(MAX_PROMPTS), TITOPOOL_HEARTBEAT_INTERVAL_S=str(INTERVAL_S))
     context: zmq.Context[Any] = zmq.Context()
     found = Peer(context, f"ipc://{tmp_path}/worker-0")
     found.send(Hello())
