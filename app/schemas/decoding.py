@@ -4,6 +4,8 @@ import difflib
 import gc
 import re
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
@@ -46,7 +48,7 @@ def decode_body(body: bytes, decoder: Decoder[Body]) -> Body:
     try:
         if len(body) <= LONG_BYTES:
             return decoder.decode(body)
-        with _long_bodies:
+        with _long_bodies, _without_collector():
             body_type = getattr(decoder, "body_type", None) or getattr(decoder, "type", None)
             if isinstance(body_type, type) and issubclass(body_type, msgspec.Struct):
                 decoded: Body = decode_in_pieces(body, partial(_decode_long, decoder), body_type)
@@ -62,13 +64,20 @@ def _decode_long(decoder: Decoder[Body], body: bytes) -> Body:
     global _next_long_body
     gevent.sleep(max(YIELD_S, _next_long_body - time.monotonic()))
     began_s = time.monotonic()
-    # Each collection would visit all objects made so far.
-    gc.disable()
     try:
         return decoder.decode(body)
     finally:
-        gc.enable()
         _next_long_body = 2 * time.monotonic() - began_s
+
+
+@contextmanager
+def _without_collector() -> Iterator[None]:
+    """Within the block no garbage is collected: each time all objects made so far are visited."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def convert(value: Any, wanted: type[Converted], location: str = "") -> Converted:

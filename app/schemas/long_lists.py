@@ -29,6 +29,8 @@ SHORT_BYTES = 256
 MAX_ELEMENTS = 2**18
 # Lists of ids, and lists of such lists, that become arrays: a list takes ten times their memory.
 COMPACT = {"prompts", "sequences", "prompt", "token_ids", "prompt_token_ids"}
+# How deep elements of elements are decoded in pieces; each level reads its text once more.
+MAX_DEPTH = 4
 MISSING = msgspec.Raw(b"")
 _fields_of = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 _elements_of = msgspec.json.Decoder(list[msgspec.Raw]).decode
@@ -67,8 +69,11 @@ def decode_in_pieces(
     return decoded
 
 
-def decode_object_in_pieces(body: bytes) -> dict[str, Any]:
+def decode_object_in_pieces(body: bytes | msgspec.Raw, depth: int = 0) -> dict[str, Any]:
     """The fields of an object, of any type.
+
+    Args:
+        depth: in how many lists that are decoded in pieces the object stands.
 
     Raises:
         msgspec.MsgspecError: the body is not a JSON object.
@@ -76,8 +81,11 @@ def decode_object_in_pieces(body: bytes) -> dict[str, Any]:
     fields = {}
     for name, raw in sharing_time(_fields_of(body).items()):
         _check_object(name, raw)
-        of = ListType(Any)
-        fields[name] = _decode_list(raw, of, name) if _is_long(raw) else msgspec.json.decode(raw)
+        fields[name] = (
+            _decode_list(raw, ListType(Any), name, depth)
+            if _is_long(raw)
+            else msgspec.json.decode(raw)
+        )
     return fields
 
 
@@ -119,15 +127,20 @@ class ListType(NamedTuple):
 @lru_cache
 def _list_types(body_type: type) -> dict[str, ListType]:
     """The types of the fields that may be a list."""
-    types = {}
-    for field in msgspec.structs.fields(body_type):
-        is_union = get_origin(field.type) in (Union, UnionType)
-        for one in get_args(field.type) if is_union else (field.type,):
-            of_list, *limits = get_args(one) if get_origin(one) is Annotated else (one,)
-            if get_origin(of_list) is list:
-                lengths = [limit.max_length for limit in limits]
-                types[field.name] = ListType(*get_args(of_list), *lengths)
-    return types
+    types = {field.name: _list_type(field.type) for field in msgspec.structs.fields(body_type)}
+    return {name: of for name, of in types.items() if of is not None}
+
+
+def _list_type(of: Any) -> ListType | None:
+    """The list that a value of type `of` may be."""
+    if of is Any:
+        return ListType(Any)
+    is_union = get_origin(of) in (Union, UnionType)
+    for one in get_args(of) if is_union else (of,):
+        of_list, *limits = get_args(one) if get_origin(one) is Annotated else (one,)
+        if get_origin(of_list) is list:
+            return ListType(*get_args(of_list), *(limit.max_length for limit in limits))
+    return None
 
 
 def _is_long(raw: msgspec.Raw) -> bool:
@@ -141,7 +154,9 @@ def _is_long(raw: msgspec.Raw) -> bool:
     return text.count(b'"') > num_bytes // TEXT_BYTES or text.count(b",") > MAX_ELEMENTS
 
 
-def _decode_list(raw: msgspec.Raw, of: ListType, name: str) -> Any:
+def _decode_list(raw: msgspec.Raw, of: ListType, name: str, depth: int = 0) -> Any:
+    """A list; `name`: of its field, "" for the element of another list."""
+    location = f".{name}" if name else ""
     is_compact = name in COMPACT and of.element is not Any
     first = _FIRST.match(raw)
     kind = first[1] if first is not None else b""
@@ -158,15 +173,32 @@ def _decode_list(raw: msgspec.Raw, of: ListType, name: str) -> Any:
         elements = _elements(bytes(raw))
         of.check(len(elements))
     except msgspec.ValidationError as error:
-        raise _at(f".{name}", error) from None
+        raise _at(location, error) from None
     decoder, decoded = msgspec.json.Decoder(of.element), list[Any]()
-    decode = partial(_decode_prompt, decoder) if is_compact else decoder.decode
+    decode = (
+        partial(_decode_prompt, decoder)
+        if is_compact
+        else partial(_decode_element, decoder, of.element, depth + 1)
+    )
     try:
         for element in sharing_time(elements):
             decoded.append(decode(element))
     except msgspec.ValidationError as error:
-        raise _at(f".{name}[{len(decoded)}]", error) from None
+        raise _at(f"{location}[{len(decoded)}]", error) from None
     return decoded
+
+
+def _decode_element(
+    decoder: msgspec.json.Decoder[Any], of: Any, depth: int, raw: msgspec.Raw
+) -> Any:
+    """An element of a list; of a long one in pieces: a message of many parts, a conversation."""
+    if len(memoryview(raw)) <= PIECE_BYTES or depth > MAX_DEPTH:
+        return decoder.decode(raw)
+    if bytes(memoryview(raw)[:1]) == b"{" and of in (Any, dict[str, Any]):
+        return decode_object_in_pieces(raw, depth)
+    if (of_list := _list_type(of)) is not None and _is_long(raw):
+        return _decode_list(raw, of_list, "", depth)
+    return decoder.decode(raw)
 
 
 def _decode_prompt(decoder: msgspec.json.Decoder[Any], raw: msgspec.Raw) -> Any:

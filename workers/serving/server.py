@@ -11,7 +11,7 @@ import logging
 import os
 import time
 import uuid
-from collections.abc import Callable, Collection, Coroutine
+from collections.abc import Callable, Collection, Coroutine, Iterator
 from functools import partial
 from typing import Any
 
@@ -45,6 +45,7 @@ from workers.serving.control import Control
 from workers.serving.front_end_queues import FrontEndQueues
 from workers.serving.jobs import FrontEnd, JobKey, count_job, num_steps_of, prefix_of, sum_of
 from workers.serving.places import Place, Places
+from workers.serving.steps import Steps
 from workers.supervisor.phase_pipe import Load
 
 logger = logging.getLogger(__name__)
@@ -118,6 +119,7 @@ class WorkerServer:
         self._blames_jobs = False
         self._apart = ApartGroups(self._has_risks)
         self._places = Places(lambda: sum(one.num_started for one in self._front_ends.values()))
+        self._steps = Steps()
         self._background: set[asyncio.Task[None]] = set()
         self._draining: asyncio.Task[None] | None = None
 
@@ -206,8 +208,10 @@ class WorkerServer:
     @property
     def _is_needed(self) -> bool:
         """Whether jobs are in flight, or a weight update is open that would fail without this worker."""
-        return self._control.has_open_update or any(
-            one.tasks or one.outbox for one in self._front_ends.values()
+        return (
+            self._control.has_open_update
+            or bool(self._steps)
+            or any(one.tasks or one.outbox for one in self._front_ends.values())
         )
 
     def _stop_with_unknown_weights(self, reason: str) -> None:
@@ -265,17 +269,20 @@ class WorkerServer:
             except messages.UNREADABLE as error:
                 logger.warning("dropped an undecodable message: %s", error)
                 continue
-            try:
-                self._handle(identity, message)
-            except Exception:
-                # Continue with the messages behind it: the descriptor will not signal them again.
-                logger.exception("a message could not be handled")
+            if isinstance(message, Hello):
+                # Not behind the jobs of other messages: a front end that is silent is dropped.
+                try:
+                    self._control.merge_pool_state(message.pool)
+                    self._on_hello(identity, message.front_end)
+                except Exception:
+                    # Continue with the messages behind it: the descriptor will not signal them again.
+                    logger.exception("a message could not be handled")
+            else:
+                self._steps.add(self._handle(identity, message))
 
-    def _handle(self, identity: bytes, message: messages.ToWorker) -> None:
+    def _handle(self, identity: bytes, message: messages.ToWorker) -> Iterator[None]:
+        """The steps of a message: one for each job that it starts, else one."""
         match message:
-            case Hello(pool=pool, front_end=totals):
-                self._control.merge_pool_state(pool)
-                self._on_hello(identity, totals)
             case Generate(incarnation=self._incarnation, apart=apart):
                 jobs = message.whole_jobs()
                 turns = self._apart.add(len(jobs), identity, apart) if apart and jobs else ()
@@ -283,6 +290,8 @@ class WorkerServer:
                     self._start_job(
                         identity, job, turn, num_places=message.num_places, is_new=message.is_new
                     )
+                    yield
+                return
             case Abort(jobs=keys):
                 for job_id, attempt in keys:
                     self._abort(identity, (job_id, attempt))
@@ -301,6 +310,7 @@ class WorkerServer:
                 self._queues.on_ended(identity, message)
             case Command(incarnation=self._incarnation):
                 self._spawn(self._answer(identity, message))
+        yield
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = self._loop.create_task(work)
