@@ -5,8 +5,6 @@ pass, so that one GPU has room for both. Prints a table.
 """
 
 import os
-import socket
-import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,16 +16,13 @@ import click
 import numpy as np
 
 from titopool.client.sync_client import Client
+from titopool.commands.connection import keys
 from titopool.commands.help import Command, Option
+from titopool.commands.own_server import own_server
 from titopool.errors import TitopoolError
-from titopool.launch import child_environment
 from titopool.mismatch import trainer
 from titopool.mismatch.report import draw, table
 from titopool.mismatch.statistics import Mismatch, compare
-from titopool.settings.config import ServerConfig, variable_of
-
-STOP_TIMEOUT_S = 60.0
-
 
 class Sample(NamedTuple):
     """A prompt, one of its completions, and what the sampler says of it."""
@@ -126,55 +121,16 @@ def _prompts(options: SimpleNamespace) -> list[Any]:
 @contextmanager
 def _server(options: SimpleNamespace, argv: Sequence[str]) -> Iterator[Client]:
     """A client of the server at `--url`, or of one that lives as long as the block."""
-    # As the server reads it; other users can see command lines.
-    key = os.environ.get(variable_of("api_key"), "")
+    key = keys().api_key
     if options.url:
         with Client(options.url, api_key=key) as client:
             yield client
         return
-    port = _free_port()
-    words = [options.model, "--port", str(port), *argv]
-    command = [sys.executable, "-m", "titopool.cli", "serve", *words]
     # The server's own lines would stand between those of the table.
-    process = subprocess.Popen(command, env=child_environment(os.environ), stdout=sys.stderr)
-    try:
-        with Client(f"http://127.0.0.1:{port}", api_key=key) as client:
-            _wait(client, process)
-            yield client
-    finally:
-        process.terminate()
-        try:
-            process.wait(STOP_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-
-
-def _free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        port: int = one.getsockname()[1]
-        return port
-
-
-def _wait(client: Client, process: subprocess.Popen[bytes]) -> None:
-    """Returns once the server generates.
-
-    Raises:
-        TitopoolError: it ended, or was not ready within `worker_start_timeout_s`.
-    """
-    left_s = ServerConfig().worker_start_timeout_s
-    while True:
-        try:
-            client.wait_until_ready(min(2.0, left_s))
-            return
-        except TitopoolError:
-            left_s -= 2.0
-            if process.poll() is not None:
-                raise TitopoolError(
-                    f"the server ended with {process.returncode}; its last lines say why"
-                ) from None
-            if left_s <= 0:
-                raise
+    with own_server(
+        [options.model, *argv], environ=os.environ, output=sys.stderr, api_key=key
+    ) as client:
+        yield client
 
 
 def _sample(client: Client, options: SimpleNamespace, prompts: list[Any]) -> list[Sample]:
