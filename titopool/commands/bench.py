@@ -43,7 +43,9 @@ def _count(name: str, default: int, text: str) -> Callable[[Any], Any]:
 @_count("--num-prompts", 256, "Requests; each has one prompt.")
 @_count("--concurrency", 64, "Requests in flight at once. The next is sent when one ends.")
 @_count("--input-len", 128, "Random token ids of each prompt. No two prompts share a prefix.")
-@_count("--output-len", 128, "Tokens of each completion; the end-of-sequence token does not end it.")
+@_count(
+    "--output-len", 128, "Tokens of each completion; the end-of-sequence token does not end it."
+)
 @click.option(
     "--stream", cls=Option, section="Load", is_flag=True,
     help="Stream the completions. Only then the first token's latency is known.",
@@ -203,8 +205,8 @@ def show(found: Mapping[str, Any]) -> None:
     console.print(f"requests/s  {found['requests_per_s']:>12,.2f}")
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("milliseconds")
-    for name in QUANTILES:
-        table.add_column(f"p{name}", justify="right")
+    for quantile in QUANTILES:
+        table.add_column(f"p{quantile}", justify="right")
     for name, key in (
         ("latency", "latency_s"), ("first token", "first_token_s"), ("per token", "per_token_s"),
     ):  # fmt: skip

@@ -63,10 +63,10 @@ def _walk(keep: bool) -> None:
         try:
             with own_server(
                 words, environ=without_settings(), output=output, on_progress=_Phases()
-            ) as client:
-                _steps(client)
+            ) as server:
+                _steps(server.client)
                 if keep:
-                    _say(f"The server goes on at {client.base_url}. Ctrl-C ends it.")
+                    _say(f"The server goes on at {server.url}. Ctrl-C ends it.")
                     _wait_for_signal()
         except TitopoolError:
             output.seek(0)

@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import IO
+from typing import IO, NamedTuple
 
 from titopool.client.results import WorkerStatus
 from titopool.client.sync_client import Client
@@ -25,6 +25,13 @@ PR_SET_PDEATHSIG = 1
 OnProgress = Callable[[tuple[WorkerStatus, ...]], None]
 
 
+class OwnServer(NamedTuple):
+    """A server that runs."""
+
+    client: Client
+    url: str
+
+
 @contextmanager
 def own_server(
     words: Sequence[str],
@@ -33,8 +40,8 @@ def own_server(
     output: IO[str] | IO[bytes],
     api_key: str = "",
     on_progress: OnProgress | None = None,
-) -> Iterator[Client]:
-    """A client of `titopool serve WORDS` on a free port, once it generates; stops it at the end.
+) -> Iterator[OwnServer]:
+    """`titopool serve WORDS` on a free port, once it generates; stops it at the end.
 
     Args:
         environ: the server's environment.
@@ -53,9 +60,10 @@ def own_server(
         preexec_fn=_end_with_parent,
     )  # fmt: skip
     try:
-        with Client(f"http://127.0.0.1:{port}", api_key=api_key) as client:
+        url = f"http://127.0.0.1:{port}"
+        with Client(url, api_key=api_key) as client:
             _wait(client, process, on_progress)
-            yield client
+            yield OwnServer(client, url)
     finally:
         process.terminate()
         try:
@@ -77,9 +85,7 @@ def _free_port() -> int:
         return port
 
 
-def _wait(
-    client: Client, process: subprocess.Popen[bytes], on_progress: OnProgress | None
-) -> None:
+def _wait(client: Client, process: subprocess.Popen[bytes], on_progress: OnProgress | None) -> None:
     deadline = time.monotonic() + ServerConfig().worker_start_timeout_s
     while True:
         try:

@@ -159,7 +159,9 @@ def show(found: Mapping[str, Any]) -> None:
     console.print(table)
     for one in found["workers"]:
         if one.get("reason"):
-            console.print(f"{one['worker'] or one.get('endpoint', '?')}: {one['reason']}", markup=False)
+            console.print(
+                f"{one['worker'] or one.get('endpoint', '?')}: {one['reason']}", markup=False
+            )
 
 
 def _cells(worker: Mapping[str, Any]) -> list[str]:

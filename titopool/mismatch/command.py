@@ -24,6 +24,7 @@ from titopool.mismatch import trainer
 from titopool.mismatch.report import draw, table
 from titopool.mismatch.statistics import Mismatch, compare
 
+
 class Sample(NamedTuple):
     """A prompt, one of its completions, and what the sampler says of it."""
 
@@ -53,7 +54,9 @@ def _count(name: str, default: int, text: str) -> Callable[[Any], Any]:
     ],
 )  # fmt: skip
 @click.argument("model")
-@_option("--url", "Sampler", metavar="URL", help="A server that runs already. Default: one is started.")
+@_option(
+    "--url", "Sampler", metavar="URL", help="A server that runs already. Default: one is started."
+)
 @_option("--prompts", "Sampler", type=click.Path(path_type=Path), metavar="FILE",
     help="A file with a prompt on each line. Default: random tokens.")  # fmt: skip
 @_count("--num-prompts", 32, "Random prompts.")
@@ -68,12 +71,14 @@ def _count(name: str, default: int, text: str) -> Callable[[Any], Any]:
     type=click.Choice(("bfloat16", "float16", "float32")), help="The trainer's precision.")  # fmt: skip
 @_option("--trainer-head-dtype", "Trainer", default="model", show_default=True,
     type=click.Choice(("model", "float32")), help="float32: logits are computed in float32.")  # fmt: skip
-@_option("--trainer-device", "Trainer", metavar="DEVICE", help="Default: cuda if there is one, else cpu.")
+@_option(
+    "--trainer-device", "Trainer", metavar="DEVICE", help="Default: cuda if there is one, else cpu."
+)
 @_option("--trainer-attention", "Trainer", metavar="NAME",
     help="attn_implementation. Default: transformers' choice.")  # fmt: skip
 @_option("--picture", "Output", type=click.Path(), metavar="FILE", help="A file for the picture.")
 @click.pass_context
-def mismatch(ctx: click.Context, **fields: Any) -> int:
+def mismatch(ctx: click.Context, /, **fields: Any) -> int:
     """Sample completions of MODEL, compute them again as a trainer does, and compare.
 
     MODEL is a folder or a name of the hub, for server and trainer. Starts a server for it, unless
@@ -129,8 +134,8 @@ def _server(options: SimpleNamespace, argv: Sequence[str]) -> Iterator[Client]:
     # The server's own lines would stand between those of the table.
     with own_server(
         [options.model, *argv], environ=os.environ, output=sys.stderr, api_key=key
-    ) as client:
-        yield client
+    ) as server:
+        yield server.client
 
 
 def _sample(client: Client, options: SimpleNamespace, prompts: list[Any]) -> list[Sample]:

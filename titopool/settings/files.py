@@ -167,10 +167,14 @@ def _text(path: str) -> str:
         with Path(path).open("rb") as file:
             data = file.read(MAX_FILE_BYTES + 1)
         if len(data) > MAX_FILE_BYTES:
-            raise ConfigError(f"{path}: expected at most {MAX_FILE_BYTES} bytes of settings, got more")
+            raise ConfigError(
+                f"{path}: expected at most {MAX_FILE_BYTES} bytes of settings, got more"
+            )
         return data.decode()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: expected a file of settings that can be read: {error}") from None
+        raise ConfigError(
+            f"{path}: expected a file of settings that can be read: {error}"
+        ) from None
 
 
 def _is_toml(path: str) -> bool:
@@ -206,7 +210,9 @@ def _refuse_repeated_keys(node: Any, path: str) -> None:
     for key, value in node.value:
         line = key.start_mark.line + 1
         if key.value in seen:
-            raise ConfigError(f"{path}, line {line}: {key.value}: line {seen[key.value]} has it too")
+            raise ConfigError(
+                f"{path}, line {line}: {key.value}: line {seen[key.value]} has it too"
+            )
         seen[key.value] = line
         if key.value == ENGINE_KEY:
             _refuse_repeated_keys(value, path)

@@ -17,11 +17,9 @@ from titopool.errors import ConfigError
 from titopool.settings import vllm_options
 from titopool.settings.config import (
     ENV_PREFIX,
-    GROUPS,
     SETTINGS,
     TYPES,
     ServerConfig,
-    as_text,
     option_of,
     variable_of,
 )
@@ -232,4 +230,3 @@ def check_engine_options(config: ServerConfig) -> None:
                 f"did you mean {close[0]}?" if close else "`titopool serve --help` lists settings"
             )
             raise ConfigError(f"{option}: neither titopool nor vLLM has such an option; {hint}")
-

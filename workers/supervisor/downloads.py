@@ -41,7 +41,7 @@ class Download:
     def __init__(self, wanted: Wanted, screen: Screen):
         # Only here: the supervisor imports what this module imports at its top.
         from huggingface_hub import HfApi, constants
-        from huggingface_hub.utils import disable_progress_bars
+        from huggingface_hub.utils.tqdm import disable_progress_bars
 
         disable_progress_bars()
         self._wanted = wanted
@@ -86,7 +86,9 @@ class Download:
         )
         sizes = {one.rfilename: one.size or 0 for one in info.siblings or ()}
         needed = needed_files(sizes, self._wanted.load_format, self._read_index)
-        missing = {name: size for name, size in needed.items() if not self._is_cached(name, info.sha)}
+        missing = {
+            name: size for name, size in needed.items() if not self._is_cached(name, info.sha)
+        }
         if not missing:
             return
         total = sum(missing.values())

@@ -139,7 +139,9 @@ def explain(error: BaseException, model: str, folder: str, similar: Callable[[],
             "model set HF_TOKEN"
         )
     if status in (401, 403):
-        return f"{model}: the hub refuses the token ({status}); set HF_TOKEN to one that may read it"
+        return (
+            f"{model}: the hub refuses the token ({status}); set HF_TOKEN to one that may read it"
+        )
     if any(type(one).__name__ == "OfflineModeIsEnabled" for one in chain):
         return (
             f"{model}: not in the cache {folder}, and HF_HUB_OFFLINE forbids its download; unset it, or "
@@ -158,7 +160,7 @@ def similar_name(api: Any, model: str) -> str:
     try:
         searches = [{"author": owner}] if slash else []
         for search in [*searches, {"search": name or owner}]:
-            names = [one.id for one in api.list_models(limit=MAX_LISTED, **search)]
+            names: list[str] = [one.id for one in api.list_models(limit=MAX_LISTED, **search)]
             if close := difflib.get_close_matches(model, names, n=1, cutoff=MIN_SIMILARITY):
                 return close[0]
     except Exception:

@@ -187,7 +187,9 @@ class Supervisor:
             process.kill()
         cause, _ = process.communicate()
         if process.returncode and self._goes_on():
-            raise StartFailed(cause.strip() or f"the download ended: {describe_exit(process.returncode)}")
+            raise StartFailed(
+                cause.strip() or f"the download ended: {describe_exit(process.returncode)}"
+            )
 
     def _poll(self) -> None:
         """One turn of the loop: reads the pipes, then compares what runs with what should run."""
