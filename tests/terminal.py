@@ -66,6 +66,13 @@ class Terminal:
             assert time.monotonic() < deadline, f"{part!r} is not on the screen:\n{self.text}"
             time.sleep(0.02)
 
+    def wait_for_last_line(self, line: str, within_s: float) -> None:
+        """Returns once the last line of the screen is `line`."""
+        deadline = time.monotonic() + within_s + STALL_S
+        while self.text.splitlines()[-1:] != [line]:
+            assert time.monotonic() < deadline, f"{line!r} is not the last line:\n{self.text}"
+            time.sleep(0.02)
+
     def wait(self, within_s: float) -> int:
         """The exit code, once the process has ended and its output is read."""
         code = self.process.wait(within_s + STALL_S)

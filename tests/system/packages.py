@@ -9,12 +9,14 @@ import pytest
 
 # By program.
 PACKAGES = {
+    "fish": "fish",
     "ip": "iproute2",
     "kubectl": "kubernetes-client",
     "slurmctld": "slurmctld",
     "slurmd": "slurmd",
     "sbatch": "slurm-client",
     "munged": "munge",
+    "zsh": "zsh",
 }
 
 

@@ -6,6 +6,9 @@ from click.shell_completion import get_completion_class
 from titopool.commands.help import Command
 
 VARIABLE = "_TITOPOOL_COMPLETE"
+# click 8.5 asks zsh whether the file is being autoloaded, which holds for the first call only: the
+# second Tab would complete nothing. Every later call has the function's name.
+AUTOLOADED, CALLED = "$zsh_eval_context[-1] == loadautofunc", "$funcstack[1] == _titopool"
 SHELLS = ("bash", "zsh", "fish")
 
 
@@ -27,4 +30,5 @@ def completion(ctx: click.Context, shell: str) -> None:
     """
     found = get_completion_class(shell)
     assert found is not None
-    click.echo(found(ctx.find_root().command, {}, "titopool", VARIABLE).source())
+    script = found(ctx.find_root().command, {}, "titopool", VARIABLE).source()
+    click.echo(script.replace(AUTOLOADED, CALLED))
