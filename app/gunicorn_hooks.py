@@ -35,6 +35,7 @@ from titopool.errors import ConfigError
 from titopool.launch import child_environment
 from titopool.secret_files import read_secret_file
 from titopool.settings.config import ENV_PREFIX, FAILURE_FILE, SECRET_VARIABLES
+from titopool.settings.files import CONFIG_VARIABLE
 from titopool.settings.gpus import number_of_workers
 from titopool.settings.logs import configure_logging, show
 from titopool.settings.sources import check_engine_options, from_environment, ignored_variables
@@ -55,6 +56,10 @@ try:
             )
 except ConfigError as error:
     sys.exit(f"titopool: {error}")
+
+# All processes of this server have the settings of its start, also if the file changes meanwhile.
+os.environ.pop(CONFIG_VARIABLE, None)
+os.environ.update(_config.to_environment())
 
 # Many systems have a soft limit of 1,024 descriptors; raise it to the hard limit.
 _num_descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)[1]

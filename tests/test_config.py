@@ -50,7 +50,7 @@ def test_a_switch_needs_no_value():
         ["--compilation-config.mode", "3"], ["--compilation_config.mode=3"], ["-cc.mode=3"],
         ["-O3"], ["-O", "3"], ["-q", "awq"], ["-qawq"], ["--no-enable-prefix-caching"],
         ["--max_model_len", "-1"], ["--gpu-memory-utilization=.5"], ["--seed", "-1"],
-        ["--hf-overrides", "{\"--a\": 1}"], ["--additional-config", "-x y"], ["--config", "f.yaml"],
+        ["--hf-overrides", "{\"--a\": 1}"], ["--additional-config", "-x y"],
     ],
     ids=" ".join,
 )  # fmt: skip

@@ -22,7 +22,7 @@ from app.outputs.kept_logprobs import KeptLogprobs
 from tests import reference
 from tests.conftest import ENGINE_OPTIONS
 from tests.servers import Server, wait_until
-from titopool.mismatch import command
+from titopool import cli
 from titopool.mismatch.statistics import compare
 from titopool.settings.config import ServerConfig
 
@@ -303,7 +303,7 @@ def run_command(capfd: pytest.CaptureFixture[str]) -> Command:
     """Runs the command in this process, which has imported transformers already."""
 
     def run(*words: str) -> Ended:
-        code = command.main(words)
+        code = cli.main(["mismatch", *words])
         return Ended(code, *capfd.readouterr())
 
     return run

@@ -43,6 +43,7 @@ HOLDERS = {
         "workers/in_model/reload.py",
     },
     "torch": {
+        "titopool/commands/demo.py",
         "titopool/demo_model.py",
         "titopool/mismatch/trainer.py",
         "titopool/wire/weight_plan.py",

@@ -1,78 +1,72 @@
-"""The command `titopool`.
+"""The command `titopool`; `titopool/commands/` has its parts.
 
-`titopool serve [MODEL] …` is gunicorn with settings from the command line; `titopool doctor` reports
-what the server needs of this machine (`workers/doctor.py`); `titopool scale N` changes the number of
-workers of a running server (`titopool/scale_command.py`); `titopool mismatch MODEL` compares its
-log-probabilities with a trainer's (`titopool/mismatch/command.py`).
+Exit codes: 0; 1 after a failure; 2 for words, settings or files that are not accepted; 130 after
+Ctrl-C. `titopool status` has 3 for a server that cannot be reached. `serve` and `doctor` replace this
+process by their own.
 """
 
 import os
 import signal
 import sys
-from collections.abc import Mapping, Sequence
-from typing import NoReturn
+from collections.abc import Sequence
 
-from titopool import __version__
-from titopool.errors import ConfigError
-from titopool.launch import child_environment
-from titopool.settings.config import ENV_PREFIX
-from titopool.settings.sources import from_command_line, ignored_variables, usage
+# Set by the scripts of `titopool completion`.
+COMPLETION = "_TITOPOOL_COMPLETE"
+EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point; `serve` and `doctor` replace this process by their own."""
+    """Runs a command; returns its exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     if words[:1] == ["--version"]:
-        show(__version__)
+        # Without click, whose import takes longer than all of this.
+        from titopool import __version__
+
+        _end_at_closed_pipes()
+        print(__version__, flush=True)
         return 0
-    if words[:1] == ["doctor"]:
-        execute("workers.doctor", *words[1:], environ=os.environ)
-    if words[:1] == ["scale"]:
-        # Imports the client.
-        from titopool import scale_command
+    if not words or {"-h", "--help"} & set(words):
+        _end_at_closed_pipes()
+    return run(words)
 
-        return scale_command.main(words[1:])
-    if words[:1] == ["mismatch"]:
-        # Imports the client.
-        from titopool.mismatch import command
 
-        return command.main(words[1:])
-    if words[:1] != ["serve"] or "--help" in words or "-h" in words:
-        show(
-            f"{usage()}\n\ntitopool doctor: versions, GPUs, ports and what this machine lacks; with "
-            "--endpoints or --url\nwhich hosts cannot connect\n"
-            "titopool scale N: how many workers a running server has (--help)\n"
-            "titopool mismatch MODEL: how far a trainer's log-probabilities are from its (--help)"
-        )
-        return 0 if "--help" in words or "-h" in words else 2
+def run(words: list[str]) -> int:
+    """Runs click's group; prints an error as one line."""
+    import click
+
+    from titopool.commands.group import NoSuchName, titopool
+    from titopool.errors import ConfigError, TitopoolError
+
+    if not words and COMPLETION not in os.environ:
+        print(titopool.get_help(click.Context(titopool, info_name="titopool")), flush=True)
+        return EXIT_USAGE
     try:
-        config = from_command_line(words[1:])
+        code = titopool.main(words, prog_name="titopool", standalone_mode=False)
+        return code if isinstance(code, int) else 0
+    except click.UsageError as error:
+        where = error.ctx.command_path if error.ctx is not None else "titopool"
+        # click may propose values on lines of their own.
+        text = " ".join(error.format_message().split())
+        print(f"{where}{' ' if isinstance(error, NoSuchName) else ': '}{text}", file=sys.stderr)
+        return EXIT_USAGE
+    except click.ClickException as error:
+        return _fail(error.format_message(), EXIT_FAILED)
     except ConfigError as error:
-        print(f"titopool: {error}", file=sys.stderr)
-        return 2
-    ignored = ignored_variables()
-    others = {
-        key: value
-        for key, value in os.environ.items()
-        # gunicorn's master warns of the ignored ones.
-        if key in ignored or not key.startswith(ENV_PREFIX)
-    }
-    execute(
-        "titopool.launch", "-c", "python:app.gunicorn_hooks", "app:create_app()",
-        environ=others | config.to_environment(),
-    )  # fmt: skip
+        return _fail(str(error), EXIT_USAGE)
+    except TitopoolError as error:
+        return _fail(str(error), EXIT_FAILED)
+    except (click.Abort, KeyboardInterrupt):
+        return EXIT_INTERRUPTED
 
 
-def execute(module: str, *arguments: str, environ: Mapping[str, str]) -> NoReturn:
-    """Replaces this process by Python that runs `module`."""
-    command = [sys.executable, "-m", module, *arguments]
-    os.execve(sys.executable, command, child_environment(environ))
+def _fail(text: str, code: int) -> int:
+    print(f"titopool: {text}", file=sys.stderr)
+    return code
 
 
-def show(text: str) -> None:
-    """Prints `text`; SIGPIPE ends the process silently if the reader has closed the pipe."""
+def _end_at_closed_pipes() -> None:
+    """SIGPIPE ends the process silently if the reader has closed the pipe."""
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-    print(text, flush=True)
 
 
 if __name__ == "__main__":

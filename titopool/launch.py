@@ -7,9 +7,11 @@ property. All processes still run in the working folder, so relative paths mean 
 """
 
 import os
+import sys
 from collections.abc import Mapping
 from importlib.machinery import PathFinder
 from pathlib import Path
+from typing import NoReturn
 
 PACKAGES = ("app", "titopool", "workers")
 # The folder that holds the three packages: a checkout, or pip's site-packages.
@@ -27,6 +29,12 @@ def child_environment(environ: Mapping[str, str]) -> dict[str, str]:
     path = {"PYTHONPATH": os.pathsep.join(folders)} if folders else {}
     rest = {name: value for name, value in environ.items() if name != "PYTHONPATH"}
     return rest | path | {"PYTHONSAFEPATH": "1"}
+
+
+def execute(module: str, *arguments: str, environ: Mapping[str, str]) -> NoReturn:
+    """Replaces this process by Python that runs `module`."""
+    command = [sys.executable, "-m", module, *arguments]
+    os.execve(sys.executable, command, child_environment(environ))
 
 
 def _hold_other_packages(folders: list[str]) -> bool:

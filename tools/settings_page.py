@@ -10,11 +10,12 @@ INTRODUCTION = """\
 
 `make docs` writes this page from `titopool/settings/config.py`.
 
-The command line wins over the environment, and the environment over the defaults. All other options
-on the command line go to vLLM's engine, like those in `engine_args`. An unknown or impossible setting
-stops the start with an error that names it.
+The command line wins over the environment, the environment over a file of settings (`--config` or
+`TITOPOOL_CONFIG`, [operators.md](operators.md#a-file-of-settings)), and the file over the defaults.
+All other options on the command line go to vLLM's engine, like those in `engine_args`. An unknown or
+impossible setting stops the start with an error that names it.
 
-Durations are in seconds, sizes in bytes. Secrets have no option: they come from the environment.
+Durations are in seconds, sizes in bytes. Secrets have no option and stand in no file: they come from the environment.
 Variables that Kubernetes makes for a Service named `titopool` (`TITOPOOL_PORT=tcp://…`) are
 ignored.
 """

@@ -5,6 +5,7 @@ import yaml
 from app.http.connections import SPARE, limits_within
 from tests.servers import REPOSITORY
 from titopool.settings.config import ENV_PREFIX, SETTINGS, ServerConfig
+from titopool.settings.files import CONFIG_VARIABLE
 
 # Set by the image, or meaningless where each worker is a container.
 NOT_PASSED_ON = {
@@ -16,6 +17,7 @@ NOT_PASSED_ON = {
 def test_every_setting_reaches_the_front_end() -> None:
     services = yaml.safe_load((REPOSITORY / "docker-compose.yml").read_text())["services"]
     wanted = {ENV_PREFIX + name.upper() for name in SETTINGS.keys() - NOT_PASSED_ON}
+    wanted.add(CONFIG_VARIABLE)
     for service in ("front", "front-cpu"):
         given = {name for name in services[service]["environment"] if name.startswith(ENV_PREFIX)}
         assert given == wanted

@@ -10,12 +10,14 @@ import pytest
 
 # By program.
 PACKAGES = {
+    "fish": "fish",
     "ip": "iproute2",
     "kubectl": "kubernetes-client",
     "slurmctld": "slurmctld",
     "slurmd": "slurmd",
     "sbatch": "slurm-client",
     "munged": "munge",
+    "zsh": "zsh",
 }
 
 # Of an installation, and the pause before the second one.

@@ -1,32 +1,28 @@
 """`titopool mismatch MODEL`: samples completions, computes them again as a trainer does, compares.
 
-    titopool mismatch MODEL [--trainer-dtype bfloat16] [--picture FILE] [options of titopool serve]
-
 Starts a server for MODEL, unless `--url` names one, samples, and stops it before the trainer's forward
 pass, so that one GPU has room for both. Prints a table.
 """
 
-import argparse
 import os
-import socket
-import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import click
 import numpy as np
 
 from titopool.client.sync_client import Client
+from titopool.commands.connection import keys
+from titopool.commands.help import Command, Option
+from titopool.commands.own_server import own_server
 from titopool.errors import TitopoolError
-from titopool.launch import child_environment
 from titopool.mismatch import trainer
 from titopool.mismatch.report import draw, table
 from titopool.mismatch.statistics import Mismatch, compare
-from titopool.settings.config import ServerConfig, variable_of
-
-STOP_TIMEOUT_S = 60.0
 
 
 class Sample(NamedTuple):
@@ -37,23 +33,72 @@ class Sample(NamedTuple):
     logprobs: np.ndarray
 
 
-def main(argv: Sequence[str]) -> int:
-    """Measures the gap; returns the exit code."""
-    options, server_argv = _parser().parse_known_args(argv)
-    if options.url and server_argv:
-        print(
-            f"titopool: expected no options of a server beside --url, got {' '.join(server_argv)}",
-            file=sys.stderr,
+def _option(name: str, section: str, **fields: Any) -> Callable[[Any], Any]:
+    return click.option(name, cls=Option, section=section, **fields)
+
+
+def _count(name: str, default: int, text: str) -> Callable[[Any], Any]:
+    return _option(
+        name, "Sampler", type=click.IntRange(min=1), default=default, show_default=True, metavar="N",
+        help=text,
+    )  # fmt: skip
+
+
+@click.command(
+    "mismatch", cls=Command,
+    context_settings={"ignore_unknown_options": True, "allow_extra_args": True},
+    examples=[
+        "titopool mismatch Qwen/Qwen3-0.6B --picture gap.png",
+        "titopool mismatch Qwen/Qwen3-0.6B --trainer-dtype float32 --max-model-len 4096",
+        "titopool mismatch Qwen/Qwen3-0.6B --url http://host-a:8000",
+    ],
+)  # fmt: skip
+@click.argument("model")
+@_option(
+    "--url", "Sampler", metavar="URL", help="A server that runs already. Default: one is started."
+)
+@_option("--prompts", "Sampler", type=click.Path(path_type=Path), metavar="FILE",
+    help="A file with a prompt on each line. Default: random tokens.")  # fmt: skip
+@_count("--num-prompts", 32, "Random prompts.")
+@_count("--prompt-tokens", 64, "Tokens of each random prompt.")
+@_count("--n", 1, "Completions of each prompt.")
+@_count("--max-tokens", 256, "Tokens of each completion.")
+@_option("--temperature", "Sampler", type=float, default=1.0, show_default=True, metavar="NUMBER",
+    help="Above 0.")  # fmt: skip
+@_option("--seed", "Sampler", type=int, default=0, show_default=True, metavar="N",
+    help="Of prompts and samples.")  # fmt: skip
+@_option("--trainer-dtype", "Trainer", default="bfloat16", show_default=True,
+    type=click.Choice(("bfloat16", "float16", "float32")), help="The trainer's precision.")  # fmt: skip
+@_option("--trainer-head-dtype", "Trainer", default="model", show_default=True,
+    type=click.Choice(("model", "float32")), help="float32: logits are computed in float32.")  # fmt: skip
+@_option(
+    "--trainer-device", "Trainer", metavar="DEVICE", help="Default: cuda if there is one, else cpu."
+)
+@_option("--trainer-attention", "Trainer", metavar="NAME",
+    help="attn_implementation. Default: transformers' choice.")  # fmt: skip
+@_option("--picture", "Output", type=click.Path(), metavar="FILE", help="A file for the picture.")
+@click.pass_context
+def mismatch(ctx: click.Context, /, **fields: Any) -> int:
+    """Sample completions of MODEL, compute them again as a trainer does, and compare.
+
+    MODEL is a folder or a name of the hub, for server and trainer. Starts a server for it, unless
+    --url names one, and stops it before the trainer's forward pass, so that one GPU has room for both.
+    Options that are not listed go to `titopool serve`.
+    """
+    options = SimpleNamespace(**fields)
+    if options.model.startswith("-"):
+        raise click.UsageError(f"expected MODEL first, got {options.model}", ctx)
+    if options.url and ctx.args:
+        raise click.UsageError(
+            f"expected no options of a server beside --url, got {' '.join(ctx.args)}", ctx
         )
-        return 2
     try:
         prompts = _prompts(options)
-        with _server(options, server_argv) as client:
+        with _server(options, ctx.args) as client:
             samples = _sample(client, options, prompts)
         found = _compare(options, samples)
     except (TitopoolError, OSError, ImportError, ValueError) as error:
-        print(f"titopool: {error}", file=sys.stderr)
-        return 1
+        raise click.ClickException(str(error)) from error
     print(table(found))
     if options.picture:
         draw(found, options.picture)
@@ -61,39 +106,7 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="titopool mismatch", description=__doc__, allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
-    add = parser.add_argument
-    add("model", metavar="MODEL", help="a folder or a name of the hub, for server and trainer")
-    add("--url", help="a server that runs already; default: one is started")
-    add("--trainer-dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"),
-        help="the trainer's precision (default: %(default)s)")  # fmt: skip
-    add("--trainer-head-dtype", choices=("model", "float32"), default="model",
-        help="float32: the trainer computes logits in float32 (default: %(default)s)")  # fmt: skip
-    add("--trainer-device", help="default: cuda if there is one, else cpu")
-    add("--trainer-attention", help="attn_implementation; default: transformers' choice")
-    add("--prompts", type=Path, help="a file with a prompt on each line; default: random tokens")
-    add("--num-prompts", type=_positive, default=32, help="random prompts (default: %(default)s)")
-    add("--prompt-tokens", type=_positive, default=64, help="of each (default: %(default)s)")
-    add("--n", type=_positive, default=1, help="completions of each prompt (default: %(default)s)")
-    add("--max-tokens", type=_positive, default=256, help="default: %(default)s")
-    add("--temperature", type=float, default=1.0, help="above 0 (default: %(default)s)")
-    add("--seed", type=int, default=0, help="of prompts and samples (default: %(default)s)")
-    add("--picture", help="a file for the picture, e.g. gap.png")
-    return parser
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"expected 1 or more, got {value}")
-    return value
-
-
-def _prompts(options: argparse.Namespace) -> list[Any]:
+def _prompts(options: SimpleNamespace) -> list[Any]:
     """Texts of the file, else random ids."""
     if not options.temperature > 0:
         raise ValueError(f"--temperature: expected a number above 0, got {options.temperature}")
@@ -111,60 +124,21 @@ def _prompts(options: argparse.Namespace) -> list[Any]:
 
 
 @contextmanager
-def _server(options: argparse.Namespace, argv: Sequence[str]) -> Iterator[Client]:
+def _server(options: SimpleNamespace, argv: Sequence[str]) -> Iterator[Client]:
     """A client of the server at `--url`, or of one that lives as long as the block."""
-    # As the server reads it; other users can see command lines.
-    key = os.environ.get(variable_of("api_key"), "")
+    key = keys().api_key
     if options.url:
         with Client(options.url, api_key=key) as client:
             yield client
         return
-    port = _free_port()
-    words = [options.model, "--port", str(port), *argv]
-    command = [sys.executable, "-m", "titopool.cli", "serve", *words]
     # The server's own lines would stand between those of the table.
-    process = subprocess.Popen(command, env=child_environment(os.environ), stdout=sys.stderr)
-    try:
-        with Client(f"http://127.0.0.1:{port}", api_key=key) as client:
-            _wait(client, process)
-            yield client
-    finally:
-        process.terminate()
-        try:
-            process.wait(STOP_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
+    with own_server(
+        [options.model, *argv], environ=os.environ, output=sys.stderr, api_key=key
+    ) as server:
+        yield server.client
 
 
-def _free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        port: int = one.getsockname()[1]
-        return port
-
-
-def _wait(client: Client, process: subprocess.Popen[bytes]) -> None:
-    """Returns once the server generates.
-
-    Raises:
-        TitopoolError: it ended, or was not ready within `worker_start_timeout_s`.
-    """
-    left_s = ServerConfig().worker_start_timeout_s
-    while True:
-        try:
-            client.wait_until_ready(min(2.0, left_s))
-            return
-        except TitopoolError:
-            left_s -= 2.0
-            if process.poll() is not None:
-                raise TitopoolError(
-                    f"the server ended with {process.returncode}; its last lines say why"
-                ) from None
-            if left_s <= 0:
-                raise
-
-
-def _sample(client: Client, options: argparse.Namespace, prompts: list[Any]) -> list[Sample]:
+def _sample(client: Client, options: SimpleNamespace, prompts: list[Any]) -> list[Sample]:
     results = client.generate(
         prompts, n=options.n, max_tokens=options.max_tokens, temperature=options.temperature,
         seed=options.seed, progress=sys.stderr.isatty(),
@@ -178,7 +152,7 @@ def _sample(client: Client, options: argparse.Namespace, prompts: list[Any]) -> 
     return samples
 
 
-def _compare(options: argparse.Namespace, samples: Sequence[Sample]) -> Mismatch:
+def _compare(options: SimpleNamespace, samples: Sequence[Sample]) -> Mismatch:
     computed = trainer.logprobs_of(
         options.model, [(one.prompt_ids, one.ids) for one in samples],
         dtype=options.trainer_dtype, head_dtype=options.trainer_head_dtype, device=options.trainer_device,

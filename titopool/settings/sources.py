@@ -1,4 +1,6 @@
-"""Reads the settings: command line over `TITOPOOL_…` variables over defaults.
+"""Reads the settings: command line over `TITOPOOL_…` variables over a file over defaults.
+
+The file is that of `--config`, else of `TITOPOOL_CONFIG` (`titopool/settings/files.py`).
 
 An unknown setting, or a value of the wrong type or out of range, raises `ConfigError`.
 """
@@ -15,14 +17,13 @@ from titopool.errors import ConfigError
 from titopool.settings import vllm_options
 from titopool.settings.config import (
     ENV_PREFIX,
-    GROUPS,
     SETTINGS,
     TYPES,
     ServerConfig,
-    as_text,
     option_of,
     variable_of,
 )
+from titopool.settings.files import CONFIG_OPTION, CONFIG_VARIABLE, values_of_file
 
 SWITCHES = {"true": True, "1": True, "false": False, "0": False}
 SHORT_OPTIONS = {"-tp": "tensor_parallel_size", "-pp": "pipeline_parallel_size"}
@@ -72,7 +73,19 @@ def from_environment(environ: Mapping[str, str] = os.environ) -> ServerConfig:
     Raises:
         ConfigError: a `TITOPOOL_…` variable names no setting, or its value is not accepted.
     """
-    return ServerConfig(**_environment_values(environ))
+    return ServerConfig(**_joined(_file_values(environ), _environment_values(environ)))
+
+
+def _file_values(environ: Mapping[str, str], path: str | None = None) -> dict[str, Any]:
+    """The settings of the file at `path`, else of the file that the environment names."""
+    path = path or environ.get(CONFIG_VARIABLE, "")
+    return values_of_file(path, _parse_setting) if path else {}
+
+
+def _joined(values: dict[str, Any], winning: dict[str, Any]) -> dict[str, Any]:
+    """Both; of a setting in both the second. vLLM's options are added, and vLLM takes the last."""
+    both = (values.get("engine_args", ""), winning.get("engine_args", ""))
+    return values | winning | {"engine_args": " ".join(filter(None, both))}
 
 
 def _environment_values(environ: Mapping[str, str]) -> dict[str, Any]:
@@ -81,9 +94,11 @@ def _environment_values(environ: Mapping[str, str]) -> dict[str, Any]:
     for variable, text in environ.items():
         if not variable.startswith(ENV_PREFIX) or variable in ignored:
             continue
+        if variable == CONFIG_VARIABLE:
+            continue
         name = variable.removeprefix(ENV_PREFIX).lower()
         if name not in SETTINGS:
-            known = [variable_of(name) for name in SETTINGS]
+            known = [CONFIG_VARIABLE, *map(variable_of, SETTINGS)]
             close = difflib.get_close_matches(variable, known, n=1, cutoff=0.75)
             hint = f"; did you mean {close[0]}?" if close else ""
             raise ConfigError(f"{variable}: no such setting{hint}")
@@ -137,20 +152,22 @@ def ignored_variables(environ: Mapping[str, str] = os.environ) -> list[str]:
 def from_command_line(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> ServerConfig:
     """The settings of `titopool serve [MODEL] [--setting value …] [vLLM options …]`.
 
-    Words that are no settings are appended to the `engine_args` of the environment, for vLLM's
-    parser.
+    Words that are no settings are appended to the `engine_args` of the file and the environment, for
+    vLLM's parser.
 
     Raises:
         ConfigError: a value is missing or not accepted, or neither this server nor vLLM has an
             option.
     """
-    values = _environment_values(environ)
-    model = ""
+    values: dict[str, Any] = {}
+    model = path = ""
     engine_argv: list[str] = []
     words = iter(argv)
     for word in words:
         if name := _setting_of(word):
             values |= _option_value(name, word, words)
+        elif word.partition("=")[0] == CONFIG_OPTION:
+            path = _value_of(word, words)
         # A word without a dash behind one of vLLM's options may be the option's value.
         elif word.startswith("-") or engine_argv:
             engine_argv.append(word)
@@ -158,9 +175,10 @@ def from_command_line(argv: Sequence[str], environ: Mapping[str, str] = os.envir
             raise ConfigError(f"expected one MODEL, got {model!r} and {word!r}")
         else:
             values["model"] = model = word
-    if engine_argv:
-        values["engine_args"] = f"{values.get('engine_args', '')} {shlex.join(engine_argv)}".strip()
-    config = ServerConfig(**values)
+    below = _joined(_file_values(environ, path), _environment_values(environ))
+    # `--engine-args` replaces those of file and environment; single options are added to them.
+    given = below | values
+    config = ServerConfig(**_joined(given, {"engine_args": shlex.join(engine_argv)}))
     check_engine_options(config)
     return config
 
@@ -174,17 +192,22 @@ def _setting_of(word: str) -> str | None:
 
 def _option_value(name: str, word: str, rest: Iterator[str]) -> dict[str, Any]:
     """What the option `word` sets; its value is taken from `rest` if `word` has none."""
-    option, equals, text = word.partition("=")
+    option, equals, _ = word.partition("=")
     if SETTINGS[name].metadata["secret"]:
         raise ConfigError(
             f"{option}: all users can see a command line; set {variable_of(name)} instead"
         )
     if TYPES[name] is bool and not equals:
         return {name: True}
+    return _parse_setting(name, _value_of(word, rest), option)
+
+
+def _value_of(word: str, rest: Iterator[str]) -> str:
+    option, equals, text = word.partition("=")
     value = text if equals else next(rest, None)
     if value is None:
         raise ConfigError(f"{option}: expected a value, got nothing")
-    return _parse_setting(name, value, option)
+    return value
 
 
 def check_engine_options(config: ServerConfig) -> None:
@@ -193,7 +216,7 @@ def check_engine_options(config: ServerConfig) -> None:
     Raises:
         ConfigError: names the first unknown option and a similar one that exists.
     """
-    ours = [option_of(name) for name in SETTINGS]
+    ours = [CONFIG_OPTION, *map(option_of, SETTINGS)]
     theirs = vllm_options.option_names()
     for word in config.engine_argv:
         option = word.partition("=")[0]
@@ -207,20 +230,3 @@ def check_engine_options(config: ServerConfig) -> None:
                 f"did you mean {close[0]}?" if close else "`titopool serve --help` lists settings"
             )
             raise ConfigError(f"{option}: neither titopool nor vLLM has such an option; {hint}")
-
-
-def usage() -> str:
-    """The text of `titopool serve --help`."""
-    lines = [
-        "usage: titopool serve [MODEL] [--setting VALUE …] [any vLLM engine option]",
-        "",
-        "Serves MODEL, a folder or a Hugging Face Hub name; by default a tiny random demo model.",
-        "Each setting can also be given in the environment as TITOPOOL_SETTING.",
-    ]
-    for name, item in SETTINGS.items():
-        if name in GROUPS:
-            lines += ["", f"{GROUPS[name]}:"]
-        flag = variable_of(name) if item.metadata["secret"] else option_of(name)
-        default = f" (default {text})" if (text := as_text(item.default)) else ""
-        lines.append(f"  {flag:32}{item.metadata['help']}{default}")
-    return "\n".join(lines)

@@ -14,11 +14,13 @@ import selectors
 import signal
 import ssl
 import subprocess
+import sys
 import time
 import urllib.request
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import IO
 
@@ -32,10 +34,12 @@ from titopool.settings.sources import from_environment
 from titopool.wire.pool_files import write_endpoints
 from titopool.wire.sockets import ANY_PORT, worker_endpoint
 from workers.ledger import clear_ledgers
+from workers.supervisor.hub import wanted_model
 from workers.supervisor.master import end_master, parser_of, remove_orphaned_run_dir
 from workers.supervisor.phase_pipe import Load, Report
 from workers.supervisor.resources import resources_of_worker
 from workers.supervisor.scale import Scale
+from workers.supervisor.screen import Screen, progress_of
 from workers.supervisor.worker_log import WorkerLog, root_cause
 
 # Not __name__, in which `supervisor` comes twice.
@@ -132,6 +136,7 @@ class Supervisor:
         self._selector = selectors.DefaultSelector()
         self._stopping = False
         self._has_greeted = of_one is not None
+        self._screen = Screen()
 
     def state(self) -> tuple[str, str, Load | None]:
         """Endpoint ("": not known yet), phase and load of the first worker.
@@ -156,15 +161,44 @@ class Supervisor:
         """
         clear_ledgers(self._config.run_dir)
         self._write_endpoints()
+        if self._of_one is None:
+            self._download()
         if self._config.log_level != "debug":
             logs = ", ".join(str(worker.log.path) for worker in self._workers)
             logger.info("vLLM's log goes to %s; log_level debug shows it here", logs)
         try:
-            while not self._stopping and self._workers and os.getppid() == self._parent_pid:
+            while self._goes_on() and self._workers:
                 self._poll()
         finally:
             self._stopping = True
+            self._screen.close()
             self._stop_all()
+
+    def _goes_on(self) -> bool:
+        return not self._stopping and os.getppid() == self._parent_pid
+
+    def _download(self) -> None:
+        """Brings the model into the cache before several workers would each download it.
+
+        Raises:
+            StartFailed: the hub does not give it.
+        """
+        if wanted_model(self._config, os.environ) is None:
+            return
+        process = subprocess.Popen(
+            [sys.executable, "-m", "workers.supervisor.downloads"],
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        # Its own deadline is that of a transfer without bytes.
+        while process.poll() is None and self._goes_on():
+            time.sleep(POLL_S)
+        if process.poll() is None:
+            process.kill()
+        cause, _ = process.communicate()
+        if process.returncode and self._goes_on():
+            raise StartFailed(
+                cause.strip() or f"the download ended: {describe_exit(process.returncode)}"
+            )
 
     def _poll(self) -> None:
         """One turn of the loop: reads the pipes, then compares what runs with what should run."""
@@ -177,6 +211,7 @@ class Supervisor:
             elif worker.process is None and time.monotonic() >= worker.start_after:
                 self._start(worker)
         self._greet_when_ready()
+        self._screen.tick()
         self._follow_scale()
 
     # ---- scaling ---------------------------------------------------------------------
@@ -291,12 +326,21 @@ class Supervisor:
                     continue
                 # A killed process leaves its last line without a line break.
                 chunk = b"\n"
-            *lines, worker.pending[kind] = (worker.pending[kind] + chunk).split(b"\n")
+            text = worker.pending[kind] + chunk
+            if kind == "log" and not self._has_greeted:
+                self._show_progress(worker, text)
+            *lines, worker.pending[kind] = text.split(b"\n")
             for line in lines:
                 if kind == "log":
                     self._on_log_line(worker, line)
                 else:
                     self._on_status_line(worker, line)
+
+    def _show_progress(self, worker: WorkerProcess, chunk: bytes) -> None:
+        """Shows what a progress bar in the worker's output says of its phase."""
+        if worker.phase not in LOADED and (found := progress_of(chunk.decode(errors="replace"))):
+            _, done, total = found
+            self._screen.set(worker.name, worker.phase or "starting", done, total)
 
     def _on_log_line(self, worker: WorkerProcess, line: bytes) -> None:
         # A progress bar overwrites its line: only the last state is kept.
@@ -304,7 +348,7 @@ class Supervisor:
         worker.last_lines.append(text)
         worker.log.write(text)
         if self._config.log_level == "debug":
-            worker.log.show(text)
+            self._screen.show(partial(worker.log.show, text))
         elif worker.phase == "ready" and not self._stopping:
             worker.log.show_error(text)
 
@@ -323,6 +367,10 @@ class Supervisor:
         worker.failure = report.failure or worker.failure
         worker.load = report.load or worker.load
         worker.endpoint = report.endpoint or worker.endpoint
+        if report.phase in LOADED:
+            self._screen.remove(worker.name)
+        elif report.phase and not self._has_greeted:
+            self._screen.set(worker.name, report.phase)
         if report.phase == "leaving" and not worker.is_leaving:
             # A client has asked it to.
             self._scale.forget_one()
@@ -331,7 +379,7 @@ class Supervisor:
         for line in report.log.splitlines():
             worker.last_lines.append(line)
             worker.log.write(line)
-            worker.log.show(line)
+            self._screen.show(partial(worker.log.show, line))
         if report.phase == "ready":
             worker.has_been_ready = True
             worker.num_failed_starts = 0
@@ -347,6 +395,7 @@ class Supervisor:
         # The pipes may still hold the worker's last lines.
         self._read_pipes()
         worker.process = None
+        self._screen.remove(worker.name)
         if worker.is_leaving:
             return
         cause = worker.failure or describe_exit(code)
@@ -417,6 +466,7 @@ class Supervisor:
         if self._url is not None and not is_healthy(self._url):
             return
         self._has_greeted = True
+        self._screen.close()
         show(greeting(self._config, self._url, requires_key=self._requires_key))
 
 

@@ -24,6 +24,7 @@ def models() -> Response:
         "root": facts.model,
         "parent": None,
         "max_model_len": facts.max_model_len,
+        "vocab_size": facts.vocab_size,
     }
     adapters = [
         {**model, "id": name, "root": name, "parent": facts.model, "version": version}

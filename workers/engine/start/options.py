@@ -23,7 +23,9 @@ def parse_options(config: ServerConfig, defaults: dict[str, Any]) -> Any:
     structured_outputs = StructuredOutputsConfig(**defaults.pop("structured_outputs_config"))
 
     def refuse(message: str) -> NoReturn:
-        raise ConfigError(f"vLLM's options: {message}")
+        passed = "; titopool has no such setting and passed it on to vLLM"
+        is_unknown = message.startswith("unrecognized arguments")
+        raise ConfigError(f"vLLM's options: {message}{passed if is_unknown else ''}")
 
     argv = config.engine_argv
     model = config.model

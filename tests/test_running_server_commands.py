@@ -1,0 +1,168 @@
+"""`titopool status` and `titopool bench` against running servers."""
+
+import json
+import subprocess
+
+import pytest
+
+from tests.servers import REPOSITORY, TITOPOOL, environment, wait_until
+from tests.terminal import on_terminal
+from titopool.commands import bench, load
+
+KEY = "a-marked-key"
+
+
+def run(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [TITOPOOL, *words],
+        env=environment(**variables), cwd=REPOSITORY, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+
+
+# ---- status --------------------------------------------------------------------------
+
+
+def test_status_shows_all_workers_whichever_front_end_answers(start_stub, stub_server):
+    start_stub(0)
+    start_stub(1)
+    server = stub_server(2, TITOPOOL_NUM_FRONT_ENDS="2")
+    server.generate([[1, 2, 3]] * 5, max_tokens=3)
+
+    def found() -> dict:
+        ended = run("status", "--url", server.url, "--json")
+        assert ended.returncode == 0, ended.stderr
+        return json.loads(ended.stdout)
+
+    # Figures are those of the last heartbeats.
+    wait_until(lambda: sum(one["completed_jobs"] for one in found()["workers"]) == 5, 20)
+    facts = found()
+    assert facts["ready"]
+    assert facts["model"] == "stub"
+    assert facts["waiting_prompts"] == 0
+    assert {one["worker"] for one in facts["workers"]} == {"0", "1"}
+    for one in facts["workers"]:
+        assert one["phase"] == "ready"
+        assert (one["sequences"], one["slots"], one["weight_version"]) == (0, 256, 0)
+        assert one["last_update"] == "none"
+    assert sum(one["completion_tokens"] for one in facts["workers"]) == 15
+    shown = run("status", "--url", server.url, COLUMNS="120")
+    assert shown.returncode == 0
+    assert shown.stdout.startswith(f"ready  {server.url}\nmodel stub, 4,096 tokens at most, ")
+    assert "0/256" in shown.stdout
+
+
+def test_status_without_a_ready_worker_and_without_a_server(stub_server):
+    server = stub_server(1, num_ready=0)
+    ended = run("status", "--url", server.url)
+    assert ended.returncode == 1
+    assert ended.stdout.startswith("not ready")
+    gone = run("status", "--url", "http://127.0.0.1:9")
+    assert (gone.returncode, gone.stdout) == (3, "")
+    assert gone.stderr.startswith("titopool: http://127.0.0.1:9: no server answers (")
+    assert json.loads(run("status", "--url", "http://127.0.0.1:9", "--json").stdout)["error"]
+
+
+def test_status_takes_the_keys_of_the_environment(start_stub, stub_server):
+    start_stub(0)
+    keys = {"TITOPOOL_API_KEY": KEY, "TITOPOOL_ADMIN_KEY": "an-admin-key"}
+    server = stub_server(1, **keys)
+    ended = run("status", "--url", server.url, "--json", **keys)
+    (worker,) = json.loads(ended.stdout)["workers"]
+    assert (worker["last_update"], worker["slots"]) == ("none", 256)
+    # Without a key it shows what /ready shows everybody.
+    without = run("status", "--url", server.url)
+    assert without.returncode == 0
+    assert "model needs the key" in without.stdout
+    only_api = run("status", "--url", server.url, "--json", TITOPOOL_API_KEY=KEY)
+    (worker,) = json.loads(only_api.stdout)["workers"]
+    assert (worker["last_update"], worker["slots"]) == (None, 256)
+    for one in (ended, without, only_api):
+        assert KEY not in one.stdout + one.stderr
+
+
+# ---- bench ---------------------------------------------------------------------------
+
+
+SMALL = ("--num-prompts", "24", "--concurrency", "4", "--input-len", "6", "--output-len", "6")
+
+
+def test_bench_counts_what_the_server_generates(start_stub, stub_server):
+    start_stub(0, "--delay-s", "0.05")
+    server = stub_server(1, TITOPOOL_NUM_FRONT_ENDS="2")
+    whole = run("bench", "--url", server.url, *SMALL, "--json")
+    assert whole.returncode == 0, whole.stderr
+    figures = json.loads(whole.stdout)
+    assert (figures["completed"], figures["completion_tokens"]) == (24, 24 * 6)
+    assert figures["errors"] == {}
+    # 24 requests of at least 0.05 s, four at once.
+    assert figures["wall_s"] >= 6 * 0.05
+    assert figures["latency_s"]["p50"] >= 0.05
+    assert figures["tokens_per_s"] == pytest.approx(24 * 6 / figures["wall_s"])
+    assert figures["first_token_s"] is None
+    streamed = run("bench", "--url", server.url, *SMALL, "--stream", "--no-logprobs", "--json")
+    figures = json.loads(streamed.stdout)
+    assert figures["completion_tokens"] == 24 * 6
+    assert 0 < figures["first_token_s"]["p50"] < figures["latency_s"]["p50"]
+    # One request more each, which is not measured.
+    wait_until(lambda: server.metrics("completed_jobs_total") == {"0": 2 * 25.0}, 20)
+    shown = run("bench", "--url", server.url, *SMALL)
+    assert "24 of 24 requests completed" in shown.stdout
+    assert "first token: not measured" in shown.stdout
+
+
+def test_bench_refuses_what_does_not_fit(start_stub, stub_server):
+    start_stub(0)
+    server = stub_server(1, TITOPOOL_API_KEY=KEY)
+    without = run("bench", "--url", server.url)
+    assert (without.returncode, without.stderr.count("\n")) == (1, 1)
+    assert "set TITOPOOL_API_KEY" in without.stderr
+    long = run("bench", "--url", server.url, "--input-len", "4090", TITOPOOL_API_KEY=KEY)
+    assert long.returncode == 1
+    assert "expected at most 4096 tokens in all" in long.stderr
+    gone = run("bench", "--url", "http://127.0.0.1:9")
+    assert gone.returncode == 1
+    assert "no server answers" in gone.stderr
+
+
+@pytest.mark.parametrize("stream", [(), ("--stream", "--no-logprobs")], ids=["whole", "stream"])
+def test_bench_counts_errors_by_code(start_stub, stub_server, stream):
+    start_stub(0, "--delay-s", "0.1")
+    server = stub_server(
+        1, TITOPOOL_MAX_QUEUED_PROMPTS="1", TITOPOOL_NUM_FRONT_ENDS="1", TITOPOOL_LOG_LEVEL="error"
+    )
+    ended = run("bench", "--url", server.url, *SMALL, *stream, "--json")
+    figures = json.loads(ended.stdout)
+    assert ended.returncode == 1
+    # Of four requests at once, one has a place.
+    assert set(figures["errors"]) == {"queue_full"}
+    assert figures["completed"] >= 1
+    assert figures["completed"] + figures["errors"]["queue_full"] == 24
+    assert figures["first_error"]
+
+
+def test_bench_shows_a_bar_on_a_terminal(start_stub, stub_server):
+    start_stub(0, "--delay-s", "0.1")
+    server = stub_server(1)
+    with on_terminal(
+        [TITOPOOL, "bench", "--url", server.url, *SMALL], env=environment(TERM="xterm"),
+        cwd=REPOSITORY,
+    ) as terminal:  # fmt: skip
+        terminal.wait_for("/24 [", 30)
+        assert terminal.wait(60) == 0
+    assert "request/s" not in terminal.text
+    assert "24 of 24 requests completed" in terminal.text
+
+
+def test_figures_of_given_outcomes():
+    shape = load.Shape(num_prompts=4, concurrency=2, input_len=1, output_len=11, streamed=True)
+    outcomes = [
+        load.Outcome(11, 1.0, 0.5), load.Outcome(11, 2.0, 1.0), load.Outcome(11, 3.0, 1.0),
+        load.Outcome(3, 9.0, 8.0, "queue_full", "full"),
+    ]  # fmt: skip
+    found = bench.report(load.Run(outcomes, wall_s=4.0, cpu_s=1.0), shape)
+    assert found["tokens_per_s"] == 33 / 4
+    assert found["requests_per_s"] == 3 / 4
+    assert found["latency_s"] == pytest.approx({"p50": 2.0, "p90": 2.8, "p99": 2.98})
+    assert found["per_token_s"]["p50"] == pytest.approx(0.1)
+    assert found["errors"] == {"queue_full": 1}
+    assert found["first_error"] == "full"
