@@ -15,6 +15,8 @@ PACKAGES = {
     "slurmd": "slurmd",
     "sbatch": "slurm-client",
     "munged": "munge",
+    "prometheus": "prometheus",
+    "promtool": "prometheus",
 }
 
 

@@ -1,8 +1,8 @@
 """What vLLM's front end counts, without its log lines.
 
 vLLM's PrometheusStatLogger fills prometheus_client's global registry in the worker's process. It
-calls a histogram for each token, which takes 1.5 µs. Here the gaps of all tokens of a step are counted
-in one go.
+calls a histogram for each token (1.5 µs) and reads an environment variable for each token (2.4 µs).
+Here the gaps of all tokens of a step are counted in one go, and the variable is read once.
 """
 
 import logging
@@ -15,11 +15,18 @@ logger = logging.getLogger(__name__)
 
 # Label sets of a metric that vLLM extends with each combination of LoRA adapters.
 MAX_LORA_SERIES = 100
+# Whether vLLM counts requests with non-finite logits.
+NANS = "VLLM_COMPUTE_NANS_IN_LOGITS"
 
 
 def make_stat_logger() -> type[Any]:
     """A class that vLLM's AsyncLLM takes in `stat_loggers`; importing vLLM takes seconds."""
+    import vllm.envs
     from vllm.v1.metrics.loggers import PrometheusStatLogger
+
+    # The module reads the environment when an attribute is not set.
+    if hasattr(vllm.envs, NANS):
+        setattr(vllm.envs, NANS, getattr(vllm.envs, NANS))
 
     class StatLogger(PrometheusStatLogger):  # type: ignore[misc]
         """vLLM's own, which counts a step's gaps between tokens together."""
