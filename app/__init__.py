@@ -6,6 +6,7 @@ results. Only this package imports Flask.
 
 from flask import Flask
 
+from app.counts import http_requests
 from app.http import (
     auth,
     bodies,
@@ -45,6 +46,8 @@ def create_app(config: ServerConfig | None = None) -> Flask:
     app.config["MAX_CONTENT_LENGTH"] = config.max_body_bytes
     service = Service(config)
     app.extensions["titopool"] = service
+    if service.counts is not None:
+        http_requests.init_app(app, service.counts)
     responses.init_app(app)
     request_ids.init_app(app)
     connections.init_app(app, config.client_timeout_s)

@@ -17,6 +17,7 @@ from flask import Response
 from flask import request as http_request
 from gevent.event import Event
 
+from app.counts.http_requests import current_record
 from app.http.connections import client_gone, current_client, watching
 from app.http.idempotency import current_claim, refuse_stream
 from app.http.responses import respond
@@ -278,7 +279,9 @@ def submitted(admission: Admission, request: Request) -> Iterator[None]:
 
     With an Idempotency-Key the request goes on for as long as a repeat may come.
     """
-    claim = current_claim()
+    claim, record = current_claim(), current_record()
+    if record is not None:
+        record.generation = request
 
     def on_client_gone() -> None:
         if claim is not None and not claim.has_ended:

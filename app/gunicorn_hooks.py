@@ -26,6 +26,7 @@ from typing import Any
 import gevent
 from gevent.monkey import get_original
 
+from app.counts.shared_file import add_ended, forget_all
 from app.draining import END_TIMEOUT_S, Draining, wait_until_idle
 from app.http.browsers import is_loopback
 from app.http.connections import limits_within
@@ -128,6 +129,8 @@ def when_ready(server: Any) -> None:
         if not _config.run_dir:
             # For answers to repeated requests only.
             _own_run_dir = os.environ[ENV_PREFIX + "RUN_DIR"] = tempfile.mkdtemp(prefix="titopool-")
+        else:
+            forget_all(_config.run_dir)
         return
     try:
         num_workers = _config.num_workers if _config.cluster else number_of_workers(_config)
@@ -136,6 +139,7 @@ def when_ready(server: Any) -> None:
     run_dir: str = _config.run_dir
     if run_dir:
         os.makedirs(run_dir, mode=0o700, exist_ok=True)
+        forget_all(run_dir)
     else:
         run_dir = _own_run_dir = tempfile.mkdtemp(prefix="titopool-")
     # Front ends and the supervisor find the workers' sockets through these.
@@ -168,6 +172,12 @@ def when_ready(server: Any) -> None:
     )
     # The pid is still the supervisor's: Python needs milliseconds to start, before it could end.
     _supervisor_fd = os.pidfd_open(_supervisor.pid)
+
+
+def child_exit(server: Any, worker: Any) -> None:
+    """In the master, after a front end has ended: keeps what it has counted."""
+    if run_dir := os.environ.get(ENV_PREFIX + "RUN_DIR"):
+        add_ended(run_dir, worker.pid)
 
 
 def _drain_at_sigterm(server: Any) -> None:

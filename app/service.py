@@ -8,6 +8,7 @@ from flask import current_app
 from flask import request as http_request
 from gevent.monkey import is_module_patched
 
+from app.counts.front_end import FrontEndCounts
 from app.draining import Draining
 from app.http.auth import current_key
 from app.http.bodies import current_reservation
@@ -36,7 +37,9 @@ class Service:
         self.budget = Budget(config.memory_budget_bytes)
         # Answers with an error of this process, by the error's code.
         self.refused: Counter[str] = Counter()
-        self.link = Link(config, endpoints_of(config), self._totals)
+        # None: the setting `metrics` is off.
+        self.counts = FrontEndCounts(config.run_dir) if config.metrics else None
+        self.link = Link(config, endpoints_of(config), self._totals, self.counts)
         self.tokenizer = TokenizerLoader()
         self.drift = DriftWatch(self.link, self.tokenizer)
         self.kept = KeptLogprobs(config)

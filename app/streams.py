@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import orjson
 from flask import Response
 
+from app.counts.http_requests import HttpRecord, current_record
 from app.generation import cancel_overdue, submitted
 from app.http.request_ids import log_failure
 from app.http.responses import in_pieces
@@ -48,7 +49,8 @@ def stream(admission: Admission, pending: Request, writer: EventWriter) -> Respo
     at_end.enter_context(submitted(admission, pending))
     _wait(admission, pending)
     pending.raise_if_failed()
-    response = Response(_events(admission, pending, writer), mimetype=MIMETYPE)
+    events = _events(admission, pending, writer, current_record())
+    response = Response(events, mimetype=MIMETYPE)
     # Keep proxies, nginx among them, from buffering the stream.
     response.headers |= {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
     response.call_on_close(at_end.pop_all().close)
@@ -60,13 +62,18 @@ def _wait(admission: Admission, pending: Request) -> None:
         cancel_overdue(admission, pending)
 
 
-def _events(admission: Admission, pending: Request, writer: EventWriter) -> Iterator[bytes]:
+def _events(
+    admission: Admission, pending: Request, writer: EventWriter, record: HttpRecord | None
+) -> Iterator[bytes]:
     logprobs = StreamedLogprobs()
+    pace = record.pace() if record is not None else None
     try:
         while True:
             # Read before the chunks: a chunk that comes in between is taken in the next round.
             is_done = pending.is_done
             if chunks := pending.take_chunks():
+                if pace is not None:
+                    pace.note()
                 if admission.keep_logprobs is not None:
                     logprobs.add(chunks)
                 yield from in_pieces(b"".join(map(_encode, writer.write_chunks(chunks))))
@@ -78,17 +85,28 @@ def _events(admission: Admission, pending: Request, writer: EventWriter) -> Iter
                 admission.keep_logprobs(admission.kept_name, logprobs.arrays())
             yield b"".join(map(_encode, writer.write_end()))
         else:
-            yield _failure(admission, pending.error)
+            yield _failure(admission, pending.error, record)
     except TitopoolError as error:
         # The tokenizer failed to decode tokens for log-probabilities.
-        yield _failure(admission, error)
+        yield _failure(admission, error, record)
     except Exception:
         logger.exception("the stream of request %s failed", admission.client_id)
-        yield _encode(TitopoolError("the front end failed during the stream").to_dict())
+        failure = TitopoolError("the front end failed during the stream")
+        _note_code(record, failure)
+        yield _encode(failure.to_dict())
+    finally:
+        if pace is not None:
+            pace.end()
     yield DONE
 
 
-def _failure(admission: Admission, error: TitopoolError) -> bytes:
+def _note_code(record: HttpRecord | None, error: TitopoolError) -> None:
+    if record is not None:
+        record.code = error.code
+
+
+def _failure(admission: Admission, error: TitopoolError, record: HttpRecord | None) -> bytes:
+    _note_code(record, error)
     body = error.to_dict()
     log_failure(admission.client_id, error.status, body["error"], admission.key.name)
     return _encode(body)

@@ -12,7 +12,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Iterable
 from enum import IntEnum
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,7 +24,15 @@ from titopool.errors import GenerationFailed, InvalidRequest, WeightUpdateFailed
 from titopool.settings.logs import configure_logging
 from titopool.settings.sampling import SamplingOptions, decode_options
 from titopool.settings.sources import from_environment
-from titopool.wire.messages import Chunk, Completion, Job, JobProgress, Logprobs, WorkerFacts
+from titopool.wire.messages import (
+    Chunk,
+    Completion,
+    Job,
+    JobProgress,
+    Logprobs,
+    MetricFamily,
+    WorkerFacts,
+)
 from titopool.wire.pool_state import PauseMode
 from workers.engine.base import EngineDead, Generated, OnChunk, ReportPhase
 from workers.engine.lora import Adapter, Adapters
@@ -34,6 +42,7 @@ from workers.supervisor.phase_pipe import PhaseReporter
 from workers.weights import checks
 
 VOCAB_SIZE = 50_000
+NUM_METRICS = 36
 # Tests name ports without a trainer.
 checks.LISTEN_TIMEOUT_S = 0.1
 
@@ -278,6 +287,17 @@ class StubEngine:
 
     async def probe(self) -> None:
         await self._wait_while_frozen()
+
+    def metrics(self, worker_id: str) -> Iterable[MetricFamily | None]:
+        """As many samples as vLLM 0.32 has for a text model, 21 for each metric."""
+        for index in range(NUM_METRICS):
+            name = f"vllm:stub_{index}_seconds"
+            head = f"# HELP {name} A metric.\n# TYPE {name} histogram\n"
+            samples = (
+                f'{name}_bucket{{engine="0",le="{le}.0",model_name="stub",worker="{worker_id}"}} 1.0\n'
+                for le in range(21)
+            )
+            yield MetricFamily(name, head.encode(), "".join(samples).encode())
 
     def close(self) -> None:
         return None

@@ -31,6 +31,7 @@ HOLDERS = {
         "workers/engine/start/exact.py",
         "workers/engine/start/options.py",
         "workers/engine/vllm.py",
+        "workers/engine/metrics/stat_logger.py",
         "workers/engine/sampling.py",
         "workers/engine/parsing.py",
         "workers/in_model/logprobs_patch.py",
@@ -111,12 +112,12 @@ LADDERS = {
         "rollouts", "client", "settings", "wire", "deadline", "secret_files", "errors", "release",
     ],
     "app": [
-        "streams", "generation", "service", "draining", "outputs", "inputs", "http", "schemas", "pool",
-        "json_structure", "time_slices",
+        "metrics", "streams", "generation", "service", "draining", "outputs", "inputs", "http",
+        "schemas", "pool", "counts", "json_structure", "time_slices",
     ],
     "workers": [
-        "serving", "weights", "engine", "in_model", "images", "cluster", "supervisor", "process",
-        "environment", "ledger", "vllm_internals",
+        "serving", "weights", "engine", "in_model", "images", "cluster", "supervisor", "restarts",
+        "process", "environment", "ledger", "vllm_internals",
     ],
 }  # fmt: skip
 # Keeps a folder's list of files readable as its table of contents.

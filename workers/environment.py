@@ -26,7 +26,8 @@ def prepare_environment(environ: MutableMapping[str, str], *, on_cpu: bool) -> N
     if sys.flags.safe_path:
         # Also for the processes that vLLM starts with `python -m` to inspect a model.
         environ["PYTHONSAFEPATH"] = "1"
-    for name in (*LAUNCHER_VARIABLES, *SECRET_VARIABLES):
+    # With the last one, vLLM's metrics of all workers would be written into one folder.
+    for name in (*LAUNCHER_VARIABLES, *SECRET_VARIABLES, "PROMETHEUS_MULTIPROC_DIR"):
         environ.pop(name, None)
     environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     # On CPUs, vLLM logs many warnings about missing GPU features.

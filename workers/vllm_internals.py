@@ -83,6 +83,28 @@ INTERNALS = (
         "counts a completion's tokens",
     ),
     Internal(
+        "engine/vllm.py",
+        "vllm.v1.engine.async_llm:AsyncLLM",
+        ("from_vllm_config(vllm_config, usage_context, disable_log_stats, stat_loggers)",),
+        "counts for /metrics without vLLM's log lines",
+    ),
+    Internal(
+        "engine/metrics/stat_logger.py",
+        "vllm.v1.metrics.loggers:PrometheusStatLogger",
+        (
+            "record(scheduler_stats, iteration_stats)",
+            "histogram_inter_token_latency",
+            "gauge_lora_info",
+        ),
+        "extended: counts the gaps between a step's tokens in one go, and few sets of adapters",
+    ),
+    Internal(
+        "engine/metrics/stat_logger.py",
+        "vllm.v1.metrics.stats:IterationStats",
+        ("inter_token_latencies_iter",),
+        "the gaps between a step's tokens",
+    ),
+    Internal(
         "engine/sampling.py",
         "vllm.sampling_params:SamplingParams",
         ("_validate_structured_outputs(model_config, structured_outputs_config, tokenizer)",),

@@ -16,11 +16,13 @@ import gevent
 import zmq
 from gevent.event import Event
 
+from app.counts.families import PLACED_JOBS, QUEUE_SECONDS, REQUEST_BOUNDS
+from app.counts.front_end import FrontEndCounts, observe
 from app.pool.command_sender import CommandSender
 from app.pool.discovery import Discovery
 from app.pool.peers.weights import PeerWeights
 from app.pool.placement import ROUTING_POLICIES
-from app.pool.records import Worker, natural_order
+from app.pool.records import OpenJob, Worker, natural_order
 from app.pool.request import Request
 from app.pool.state import Pool
 from app.pool.worker_socket import WorkerSocket
@@ -31,6 +33,7 @@ from titopool.wire import messages
 from titopool.wire.commands import CommandDone
 from titopool.wire.messages import (
     EndWaiting,
+    EngineMetrics,
     Failed,
     FrontEndTotals,
     Heartbeat,
@@ -50,6 +53,10 @@ FIRST_HEARTBEATS_S = 2.0
 FIRST_RETRY_S, LONGEST_RETRY_S = 0.5, 5.0
 # Least time between two log lines about errors of the link itself.
 LOG_ERRORS_EVERY_S = 10.0
+# After the last question for /metrics, workers send their engines' metrics for so long.
+WANT_METRICS_S = 90.0
+# How long the first question waits for them.
+FIRST_METRICS_S = 0.3
 CLOSED = "its connection is closed"
 REFUSED = (
     "it closes connections before they are set up: check that curve_key_file is the worker's, and "
@@ -70,6 +77,8 @@ class WorkerView:
     silent_s: float
     # As `Worker.is_joining`.
     is_joining: bool = False
+    # As `Worker.engine_metrics`.
+    engine_metrics: EngineMetrics | None = None
 
 
 @dataclass
@@ -89,12 +98,15 @@ class Link:
         config: ServerConfig,
         endpoints: tuple[str, ...],
         totals: Callable[[], FrontEndTotals] = FrontEndTotals,
+        counts: FrontEndCounts | None = None,
     ):
         """`endpoints` are those of the settings; host names are resolved again and again.
 
         Args:
             totals: of this front end, for the workers.
+            counts: get the placement of jobs and their time in the queue; None: nothing does.
         """
+        self._counts = counts
         self._config = config
         self._totals = totals
         self._discovery = Discovery(endpoints)
@@ -102,6 +114,7 @@ class Link:
             no_worker_timeout_s=config.worker_start_timeout_s,
             policy=ROUTING_POLICIES[config.placement](),
             on_lost=lambda endpoint, reason: self.commands.on_worker_lost(endpoint, reason),
+            on_placed=self._count_placed,
         )
         # For handlers that send weight updates, pauses and adapters.
         self.commands = CommandSender(self._send, self._pool)
@@ -122,6 +135,9 @@ class Link:
         # Set when the pool serves other weights.
         self._new_weights = Event()
         self._first_heartbeats = Deadline(float("inf"))
+        # Until when workers send the metrics of their engines, and whether new ones came.
+        self._wants_metrics = Deadline(0.0)
+        self._new_metrics = Event()
 
     # ---- for handlers ----------------------------------------------------------------
 
@@ -151,7 +167,7 @@ class Link:
                 worker.endpoint, worker.heartbeat, worker.phase,
                 self._retries[worker.endpoint].reason
                 if worker.endpoint in self._retries else worker.reason,
-                now - worker.last_seen, worker.is_joining,
+                now - worker.last_seen, worker.is_joining, worker.engine_metrics,
             )
             for worker in self._pool.sorted_workers()
         )  # fmt: skip
@@ -241,8 +257,24 @@ class Link:
         if self._is_closing:
             request.fail(server_stopping())
             return
+        request.submitted_at = time.monotonic()
         self._pool.submit(request)
         self._wake.set()
+
+    def want_engine_metrics(self) -> None:
+        """Lets workers send the metrics of their engines; the first call waits for them shortly."""
+        is_first = self._wants_metrics.has_passed
+        self._wants_metrics = Deadline.after(WANT_METRICS_S)
+        if not is_first:
+            return
+        for endpoint in list(self._sockets):
+            self._send_hello(endpoint)
+        deadline = Deadline.after(FIRST_METRICS_S)
+        while not deadline.has_passed and any(
+            one.facts and one.engine_metrics is None for one in self._pool.workers.values()
+        ):
+            self._new_metrics.clear()
+            self._new_metrics.wait(deadline.left_s)
 
     def cancel(self, request: Request, error: TitopoolError) -> None:
         """Fails the request with `error` and aborts its jobs, unless the request has ended."""
@@ -353,12 +385,24 @@ class Link:
                 self.commands.on_done(endpoint, message)
             case Load():
                 self._pool.on_load(endpoint, message)
+            case EngineMetrics():
+                self._pool.workers[endpoint].engine_metrics = message
+                self._new_metrics.set()
             case EndWaiting(name=name, client_ids=client_ids):
                 num_ended, aborts = self._pool.end_waiting(client_ids)
                 self._send_aborts(aborts)
                 self._send(endpoint, messages.EndedWaiting(name, num_ended))
             case Stopping(reason=reason, blames_jobs=blames_jobs):
                 self._lose(endpoint, reason or "it was stopped", blames_jobs=blames_jobs)
+
+    def _count_placed(self, worker: Worker, open_job: OpenJob, reason: str) -> None:
+        counts, request = self._counts, open_job.request
+        if counts is None or worker.heartbeat is None:
+            return
+        counts.values(PLACED_JOBS, worker.heartbeat.worker_id, reason)[0] += 1
+        if reason != "requeued" and request.submitted_at:
+            waited_s = time.monotonic() - request.submitted_at
+            observe(counts.values(QUEUE_SECONDS), REQUEST_BOUNDS, waited_s)
 
     def _send_assignments(self) -> None:
         for worker, jobs, apart, num_places, is_new in self._pool.assign():
@@ -393,6 +437,9 @@ class Link:
             reason = f"silent for {now - worker.last_seen:.0f} s"
             self._log_errors(self._lose, worker.endpoint, reason)
         self._log_errors(self._pool.fail_waiting_without_worker, now)
+        if self._wants_metrics.has_passed:
+            for worker in self._pool.workers.values():
+                worker.engine_metrics = None
         for endpoint in list(self._sockets):
             self._log_errors(self._send_hello, endpoint)
         self._log_errors(self._peer_weights.tick)
@@ -445,7 +492,8 @@ class Link:
 
     def _send_hello(self, endpoint: str) -> None:
         pool = self._pool.view.snapshot(time.monotonic())
-        self._send(endpoint, messages.Hello(pool, self._totals()))
+        wants_metrics = not self._wants_metrics.has_passed
+        self._send(endpoint, messages.Hello(pool, self._totals(), wants_metrics))
 
     def _disconnect(self, endpoint: str) -> None:
         worker_socket = self._sockets.pop(endpoint, None)

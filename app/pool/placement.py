@@ -36,6 +36,8 @@ class RoutingPolicy(Protocol):
 
     # Whether `choose` reads prefixes, so that jobs must bring the digests of their prompts.
     needs_prefixes: ClassVar[bool]
+    # By what it chooses among workers that are equal otherwise, for /metrics.
+    reason: ClassVar[str]
 
     def choose(
         self, waiting: WaitingJobs, candidates: Sequence[Worker], ready: Sequence[Worker]
@@ -52,6 +54,7 @@ class LeastLoaded:
     """Sends the first job to the worker with the fewest tokens in flight."""
 
     needs_prefixes: ClassVar[bool] = False
+    reason: ClassVar[str] = "least_loaded"
 
     def choose(
         self, waiting: WaitingJobs, candidates: Sequence[Worker], ready: Sequence[Worker]
@@ -63,6 +66,7 @@ class RoundRobin:
     """Sends the first job to each worker in turn."""
 
     needs_prefixes: ClassVar[bool] = False
+    reason: ClassVar[str] = "round_robin"
 
     def __init__(self) -> None:
         self._num_chosen = 0
@@ -86,6 +90,7 @@ class PrefixAffinity:
     """
 
     needs_prefixes: ClassVar[bool] = True
+    reason: ClassVar[str] = "least_loaded"
 
     def __init__(self) -> None:
         # The first job of the queue, and how often other jobs were sent before it.
@@ -115,6 +120,29 @@ ROUTING_POLICIES: dict[str, type[RoutingPolicy]] = {
     "least_loaded": LeastLoaded,
     "round_robin": RoundRobin,
 }
+
+
+def reason_of(
+    worker: Worker, open_job: OpenJob, ready: Sequence[Worker], policy: RoutingPolicy
+) -> str:
+    """Why a job goes to `worker`, before it is added there, for /metrics.
+
+    Returns:
+        "requeued" after a lost worker, "render" for a job without completions, "prefix" if the
+        worker holds the first block of the prompt, "session" at the session's own worker, else the
+        policy's reason.
+    """
+    if open_job.job.attempt > 1:
+        return "requeued"
+    if not open_job.job.num_sequences:
+        return "render"
+    if policy.needs_prefixes:
+        if open_job.digests and worker.prefixes.holds(open_job.digests[0]):
+            return "prefix"
+        session = open_job.request.session
+        if session and session_worker(session, ready) is worker:
+            return "session"
+    return policy.reason
 
 
 def workers_with_room(open_job: OpenJob, ready: Sequence[Worker], *, is_new: bool) -> list[Worker]:

@@ -18,6 +18,7 @@ from titopool.wire.messages import (
     Chunk,
     Completed,
     Completion,
+    EngineMetrics,
     Heartbeat,
     Job,
     JobProgress,
@@ -72,6 +73,8 @@ class Worker:
     # `num_sequences` at the time of that report.
     num_sequences_at_report: int = 0
     prefixes: PrefixIndex = field(default_factory=PrefixIndex)
+    # The engine's own, as last sent; None: none came since a client asked for /metrics.
+    engine_metrics: EngineMetrics | None = None
     # Whether it joined a pool whose workers all had loaded, and has not loaded itself.
     is_loading_late: bool = False
     # Names of the LoRA adapters that the worker has in the pool's version.
@@ -206,6 +209,7 @@ class Worker:
     def forget_process(self) -> None:
         """Forgets what is only true of a process that is lost; its jobs stay."""
         self.heartbeat, self.phase, self.reason = None, "unreachable", ""
+        self.engine_metrics = None
         self.record_load_of_others(NO_LOAD)
         self.prefixes.clear()
 

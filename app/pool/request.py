@@ -3,6 +3,7 @@
 A handler creates the request and waits; the link completes or fails it.
 """
 
+import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -13,6 +14,8 @@ from titopool.wire.messages import Chunk, Completed, Completion, Job, Logprobs, 
 
 # Memory of a completion without its ids, log-probabilities and text.
 COMPLETION_BYTES = 512
+# Token ids travel as int32.
+ID_BYTES = 4
 
 
 class ChunkOfJob(NamedTuple):
@@ -56,6 +59,10 @@ class Request:
         self.results: list[Completed | None] = [None] * len(jobs)
         self.error: TitopoolError | None = None
         self._num_open = len(jobs)
+        # Monotonic times of the arrival in the queue and of the first token; 0: not yet.
+        self.submitted_at = self.first_token_at = 0.0
+        # Of completed jobs.
+        self.num_prompt_tokens = self.num_completion_tokens = 0
         # Memory that results take.
         self.num_result_bytes = 0
         self._count_bytes = count_bytes
@@ -74,12 +81,18 @@ class Request:
     def add_chunk(self, index: int, chunk: Chunk) -> None:
         """Records a chunk of job `index`; does nothing after the end."""
         if not self.is_done:
+            self.note_first_token()
             self._has_chunks.add(index)
             self._chunks.append(ChunkOfJob(index, chunk))
             num_bytes = _bytes_of([piece for _, piece in chunk.pieces])
             self._unread_bytes += num_bytes
             self._count_bytes(num_bytes)
             self._progress.set()
+
+    def note_first_token(self) -> None:
+        """Records that a job has a token, if it is the request's first."""
+        if not self.first_token_at:
+            self.first_token_at = time.monotonic()
 
     def has_chunks(self, index: int) -> bool:
         """Whether the client may have received a chunk of job `index`, so that no retry is allowed."""
@@ -90,6 +103,12 @@ class Request:
         if self.is_done or self.results[index] is not None:
             return
         self.results[index] = result
+        if result.completions:
+            self.note_first_token()
+            prompt = result.prompt_token_ids or self.jobs[index].prompt_token_ids
+            self.num_prompt_tokens += len(prompt) // ID_BYTES
+            num_id_bytes = sum(len(one.token_ids) for one in result.completions)
+            self.num_completion_tokens += num_id_bytes // ID_BYTES
         num_bytes = _bytes_of(result.completions, result.prompt_logprobs)
         self.num_result_bytes += num_bytes
         self._count_bytes(num_bytes)

@@ -17,6 +17,7 @@ from app.pool.placement import (
     RoutingPolicy,
     place_new,
     place_render,
+    reason_of,
     workers_with_room,
 )
 from app.pool.pool_view import PoolView
@@ -68,10 +69,15 @@ class Pool:
         no_worker_timeout_s: float,
         policy: RoutingPolicy | None = None,
         on_lost: Callable[[str, str], None] = lambda endpoint, reason: None,
+        on_placed: Callable[[Worker, OpenJob, str], None] = lambda worker, open_job, reason: None,
     ):
-        """`on_lost(endpoint, reason)` is called for each worker process that is lost."""
+        """
+        Args:
+            on_lost: called with endpoint and reason for each worker process that is lost.
+            on_placed: called for each job that is about to be sent, with the reason of the choice.
+        """
         self.policy = policy or PrefixAffinity()
-        self._on_lost = on_lost
+        self._on_lost, self._on_placed = on_lost, on_placed
         self.workers: dict[str, Worker] = {}
         self.waiting = WaitingJobs()
         # Waiting jobs without completions: they take no slot, so neither queue holds up the other.
@@ -261,6 +267,7 @@ class Pool:
             job, queue = open_job.job, self._queue_of(open_job.job)
             is_new = queue.is_new(open_job)
             num_places = worker.num_places_before(job, is_new=is_new)
+            self._on_placed(worker, open_job, reason_of(worker, open_job, ready, self.policy))
             queue.take(open_job)
             worker.add(open_job, is_ahead=num_places > 0)
             assignments.setdefault(
@@ -283,6 +290,7 @@ class Pool:
         apart, kept = [], {one.endpoint: one.load_of_others.apart for one in ready}
         if worker is not None:
             for open_job in group:
+                self._on_placed(worker, open_job, "requeued")
                 worker.add(open_job)
             until = kept[worker.endpoint] = self.suspects.until_of(worker) or "token"
             if group:
@@ -340,6 +348,8 @@ class Pool:
     def _on_result(self, worker: Worker, open_job: OpenJob, result: Result) -> None:
         if isinstance(result, JobProgress):
             worker.record_progress(result)
+            if result.has_token:
+                open_job.request.note_first_token()
         elif isinstance(result, Failed):
             error_type = ERRORS_BY_CODE.get(result.code, GenerationFailed)
             worker.remove(result.job_id)

@@ -18,6 +18,8 @@ PACKAGES = {
     "sbatch": "slurm-client",
     "munged": "munge",
     "zsh": "zsh",
+    "prometheus": "prometheus",
+    "promtool": "prometheus",
 }
 
 # Of an installation, and the pause before the second one.

@@ -193,6 +193,11 @@ class ServerConfig:
         at_least=0,
     )
 
+    metrics: bool = setting(
+        True,
+        "Counts of each request and the engines' own metrics in GET /metrics. Without them, it has "
+        "the workers' heartbeats.",
+    )
     placement: str = setting(
         "prefix",
         "Routing policy: prefix, least_loaded or round_robin. prefix prefers the worker that has "

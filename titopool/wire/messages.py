@@ -10,6 +10,7 @@ from typing import Any, Literal
 import msgspec
 
 from titopool.wire.commands import Command, CommandDone
+from titopool.wire.distributions import Distribution, Durations
 from titopool.wire.pool_state import Count, PoolState, PoolWeights
 
 # Unique in its front end. A job that is sent again keeps its id and gets the next attempt number.
@@ -264,6 +265,8 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     # As this front end knows it.
     pool: PoolState = PoolState()
     front_end: FrontEndTotals = FrontEndTotals()
+    # Whether a client has asked this front end for /metrics lately.
+    wants_engine_metrics: bool = False
 
 
 class Generate(msgspec.Struct, frozen=True, tag="generate"):
@@ -391,6 +394,32 @@ class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
     # As in `Load`.
     other_risks: int = 0
     apart: Apart = ""
+    # How often the supervisor has started this worker again, by reason (`workers/restarts.py`).
+    restarts: dict[str, int] = {}
+    # Steps of weight updates: "receive", "prepare", "apply", "pause".
+    update_phases: dict[str, Durations] = {}
+    # Ended pauses by mode, of clients and of updates.
+    pauses: dict[str, Durations] = {}
+    # Seconds for one prompt's images, by stage: "decode", "preprocess".
+    image_stages: dict[str, Distribution] = {}
+
+
+class MetricFamily(msgspec.Struct, frozen=True, array_like=True):
+    """One metric of an engine in Prometheus' text format."""
+
+    name: str
+    # Its HELP and TYPE lines.
+    head: bytes
+    # Its samples, a line each, with the label `worker`.
+    samples: bytes
+
+
+class EngineMetrics(msgspec.Struct, frozen=True, tag="engine_metrics"):
+    """The metrics of vLLM, to front ends that want them; sent every 2 s."""
+
+    families: list[MetricFamily]
+    # Families that are too large to be sent.
+    num_left_out: int = 0
 
 
 class Load(msgspec.Struct, frozen=True, tag="load"):
@@ -502,7 +531,7 @@ class Stopping(msgspec.Struct, frozen=True, tag="stopping"):
 
 
 ToWorker = Hello | Generate | Abort | Drift | Compared | EndedWaiting | Leave | Command
-FromWorker = Heartbeat | Load | Results | EndWaiting | Stopping | CommandDone
+FromWorker = Heartbeat | EngineMetrics | Load | Results | EndWaiting | Stopping | CommandDone
 
 encode = msgspec.msgpack.Encoder().encode
 _decode_index = msgspec.msgpack.Decoder(Count).decode

@@ -3,10 +3,18 @@
 Runs in: each worker process, on its event loop.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, Protocol
 
-from titopool.wire.messages import Chunk, Completion, Job, JobProgress, Logprobs, WorkerFacts
+from titopool.wire.messages import (
+    Chunk,
+    Completion,
+    Job,
+    JobProgress,
+    Logprobs,
+    MetricFamily,
+    WorkerFacts,
+)
 from workers.engine.lora import Adapters
 from workers.engine.versions import Versions
 from workers.engine.weights import WeightEngine
@@ -22,11 +30,12 @@ class Generated(NamedTuple):
     # Prompt tokens found in the prefix cache.
     num_cached_tokens: int = 0
     # With images: the prompt with all placeholders expanded, offset and length of each image in it,
-    # the number of processed images, and the seconds of processing.
+    # the number of processed images, and the seconds of processing, and of these for decoding.
     prompt_token_ids: bytes = b""
     image_ranges: Sequence[tuple[int, int]] = ()
     num_images: int = 0
     image_s: float = 0.0
+    image_decode_s: float = 0.0
     prompt_logprobs: Logprobs | None = None
     adapter_version: int | None = None
 
@@ -71,6 +80,12 @@ class Engine(Protocol):
 
     async def probe(self) -> None:
         """Returns once the engine's loop has turned; hangs if the loop hangs."""
+
+    def metrics(self, worker_id: str) -> Iterable[MetricFamily | None]:
+        """The engine's own metrics with the label `worker`; None for one that is too large.
+
+        Each step of the iteration takes less than a millisecond.
+        """
 
     def close(self) -> None:
         """Stops the engine's processes; blocks for seconds."""

@@ -8,6 +8,7 @@ import gc
 import hashlib
 import importlib
 import os
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -17,13 +18,22 @@ import numpy as np
 from titopool.errors import InvalidRequest
 from titopool.settings.config import ServerConfig
 from titopool.settings.sampling import SamplingOptions, decode_options, encode_options
-from titopool.wire.messages import ImageFacts, Job, JobProgress, WorkerFacts, decode_chat_parsing
+from titopool.wire.messages import (
+    ImageFacts,
+    Job,
+    JobProgress,
+    MetricFamily,
+    WorkerFacts,
+    decode_chat_parsing,
+)
 from workers.engine.base import EngineDead, Generated, OnChunk, ReportPhase
 from workers.engine.completions import RunContext, Stream
 from workers.engine.facts import facts_of
 from workers.engine.first_tokens import FirstTokens
 from workers.engine.grammars.trials import GrammarTrials
 from workers.engine.lora import Adapter, Adapters
+from workers.engine.metrics.exposition import families_of
+from workers.engine.metrics.stat_logger import make_stat_logger
 from workers.engine.packing import pack_prompt_logprobs
 from workers.engine.parsing import Parsers, check_parsers, load_parsers
 from workers.engine.sampling import (
@@ -120,6 +130,7 @@ class VllmEngine:
             usage_context=usage,
             enable_log_requests=engine_args.enable_log_requests,
             disable_log_stats=engine_args.disable_log_stats,
+            stat_loggers=[make_stat_logger()] if self._config.metrics else None,
         )
         if self._llm.model_config.is_multimodal_model:
             images = ImagePreparer(
@@ -204,6 +215,7 @@ class VllmEngine:
                 image_ranges=prompt.image_ranges,
                 num_images=prompt.num_images,
                 image_s=prompt.elapsed_s,
+                image_decode_s=prompt.decode_s,
             )
         return generated._replace(adapter_version=adapter.version if adapter else None)
 
@@ -307,6 +319,9 @@ class VllmEngine:
         # The engine core's loop answers. vLLM's `timeout` argument must not be used: the next call
         # would get the late answer.
         await self._llm.collective_rpc("check_health")
+
+    def metrics(self, worker_id: str) -> Iterable[MetricFamily | None]:
+        return families_of(worker_id) if self._config.metrics else ()
 
     def close(self) -> None:
         if self._grammars is not None:

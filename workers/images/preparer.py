@@ -37,6 +37,8 @@ class Prepared(NamedTuple):
     # The number of images, and the seconds that a thread took for them.
     num_images: int
     elapsed_s: float
+    # Of these, for decoding the files.
+    decode_s: float
     # Of all tensors.
     num_bytes: int
 
@@ -103,6 +105,7 @@ class ImagePreparer:
     def _prepare(self, job: Job) -> Prepared:
         begin = time.monotonic()
         images = [_decode(image.data, number) for number, image in enumerate(job.images)]
+        decode_s = time.monotonic() - begin
         processor = self._free.get()
         try:
             engine_input = processor.apply(
@@ -126,6 +129,7 @@ class ImagePreparer:
             [(one.offset, one.length) for one in places],
             num_images=len(images),
             elapsed_s=time.monotonic() - begin,
+            decode_s=decode_s,
             num_bytes=_num_bytes(engine_input),
         )
 

@@ -44,6 +44,7 @@ from titopool.wire.commands import (
     SwitchAdapter,
     UnloadAdapter,
 )
+from titopool.wire.distributions import Durations
 from titopool.wire.messages import UpdateTotals
 from titopool.wire.pool_state import PoolState, PoolWeights
 from workers.engine.base import Engine
@@ -177,6 +178,16 @@ class Control:
     def update_totals(self) -> dict[str, UpdateTotals]:
         """What weight updates took, by staging."""
         return self._updates.totals
+
+    @property
+    def update_phases(self) -> dict[str, Durations]:
+        """Steps of weight updates, by name."""
+        return self._updates.phases
+
+    @property
+    def pauses(self) -> dict[str, Durations]:
+        """Pauses that have ended, by mode."""
+        return self._pauses.totals
 
     @property
     def adapters(self) -> dict[str, int]:

@@ -34,6 +34,8 @@ class FrontEnd:
     last_hello: float
     # As it said last.
     totals: FrontEndTotals = field(default_factory=FrontEndTotals)
+    # As in `Hello`.
+    wants_metrics: bool = False
     jobs: dict[JobKey, Job] = field(default_factory=dict)
     tasks: dict[JobKey, asyncio.Task[None]] = field(default_factory=dict)
     # Totals of the jobs in flight: completions, and at most so many tokens.

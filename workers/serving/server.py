@@ -12,6 +12,7 @@ import os
 import time
 import uuid
 from collections.abc import Callable, Collection, Coroutine, Iterator
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -23,6 +24,7 @@ from titopool.errors import GenerationFailed, TitopoolError
 from titopool.settings.config import ServerConfig
 from titopool.wire import messages
 from titopool.wire.commands import Command
+from titopool.wire.distributions import Distribution
 from titopool.wire.messages import (
     Abort,
     Chunk,
@@ -39,7 +41,9 @@ from titopool.wire.messages import (
 )
 from titopool.wire.sockets import ANY_PORT, bind_router, listen_address
 from workers.engine.base import Engine, EngineDead, OnChunk
+from workers.engine.metrics.exposition import bounded
 from workers.process import EXIT_FAILED, EXIT_WEIGHTS_UNKNOWN, in_daemon_thread, kill_children
+from workers.restarts import read_restarts
 from workers.serving.apart import ApartGroups, Turn
 from workers.serving.control import Control
 from workers.serving.front_end_queues import FrontEndQueues
@@ -63,6 +67,10 @@ APART_LEAD_S = 0.02
 GRAMMAR_LEAD_S = 0.5
 # Of one heartbeat; 128 KiB hold the digests of a million tokens.
 MAX_PREFIX_BYTES = 128 * 1024
+# Between two messages with the metrics of the engine.
+METRICS_S = 2.0
+# Seconds for the images of one prompt.
+IMAGE_BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
 # Between two looks at the jobs that a worker finishes before it stops.
 DRAIN_POLL_S = 0.05
 
@@ -106,6 +114,10 @@ class WorkerServer:
         self._flush_planned = self._report_planned = False
         self._counters = WorkerCounters()
         self._key_totals: dict[str, messages.KeyTotals] = {}
+        self._image_stages: dict[str, Distribution] = {}
+        self._restarts = read_restarts(config.run_dir, worker_id)
+        # Set when a front end wants metrics that did not want them before.
+        self._metrics_wanted = asyncio.Event()
         self._queues = FrontEndQueues(self._send_to_all)
         self._control = Control(
             engine,
@@ -141,6 +153,7 @@ class WorkerServer:
         background = [
             self._loop.create_task(self._start_engine()),
             self._loop.create_task(self._heartbeat_loop()),
+            self._loop.create_task(self._metrics_loop()),
             self._loop.create_task(self._control.watch()),
             self._loop.create_task(self._control.follow_pool()),
         ]
@@ -273,7 +286,7 @@ class WorkerServer:
                 # Not behind the jobs of other messages: a front end that is silent is dropped.
                 try:
                     self._control.merge_pool_state(message.pool)
-                    self._on_hello(identity, message.front_end)
+                    self._on_hello(identity, message)
                 except Exception:
                     # Continue with the messages behind it: the descriptor will not signal them again.
                     logger.exception("a message could not be handled")
@@ -320,14 +333,17 @@ class WorkerServer:
     async def _answer(self, identity: bytes, command: Command) -> None:
         self._send(identity, await self._control.answer(command, identity))
 
-    def _on_hello(self, identity: bytes, totals: FrontEndTotals) -> None:
-        front_end = self._front_ends.get(identity)
+    def _on_hello(self, identity: bytes, hello: Hello) -> None:
+        front_end, totals = self._front_ends.get(identity), hello.front_end
         if front_end is None:
             self._lost_totals.pop(identity, None)
             self._front_ends[identity] = FrontEnd(time.monotonic(), totals)
             self._send(identity, self._heartbeat(identity, self._front_ends[identity]))
         else:
             front_end.last_hello, front_end.totals = time.monotonic(), totals
+        if hello.wants_engine_metrics and not self._front_ends[identity].wants_metrics:
+            self._metrics_wanted.set()
+        self._front_ends[identity].wants_metrics = hello.wants_engine_metrics
 
     def _start_job(
         self, identity: bytes, job: Job, turn: Turn | None, *, num_places: int, is_new: bool
@@ -457,6 +473,8 @@ class WorkerServer:
             return Failed(job.job_id, job.attempt, error.code, error.message, error.param)
         self._counters.num_images += generated.num_images
         self._counters.image_seconds += generated.image_s
+        if generated.num_images:
+            self._count_images(generated.image_decode_s, generated.image_s)
         return Completed(
             job.job_id,
             job.attempt,
@@ -468,6 +486,10 @@ class WorkerServer:
             generated.adapter_version,
             list(generated.image_ranges),
         )
+
+    def _count_images(self, decode_s: float, all_s: float) -> None:
+        for stage, seconds in (("decode", decode_s), ("preprocess", all_s - decode_s)):
+            self._image_stages.setdefault(stage, Distribution(IMAGE_BOUNDS)).add(seconds)
 
     # ---- sending ---------------------------------------------------------------------
 
@@ -541,6 +563,25 @@ class WorkerServer:
                 self._report_load_to_supervisor(load)
             await asyncio.sleep(interval_s)
 
+    async def _metrics_loop(self) -> None:
+        """Sends the engine's metrics to front ends that want them."""
+        while True:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(METRICS_S):
+                    await self._metrics_wanted.wait()
+            self._metrics_wanted.clear()
+            if not any(one.wants_metrics for one in self._front_ends.values()):
+                continue
+            families = []
+            for family in self._engine.metrics(self._worker_id) if self._facts else ():
+                families.append(family)
+                # Other tasks run in between.
+                await asyncio.sleep(0)
+            message = bounded(families)
+            for identity, front_end in self._front_ends.items():
+                if front_end.wants_metrics:
+                    self._send(identity, message)
+
     def _send_heartbeats(self) -> None:
         for identity, front_end in self._front_ends.items():
             self._send(identity, self._heartbeat(identity, front_end))
@@ -568,6 +609,10 @@ class WorkerServer:
             counters=self._counters,
             keys=self._key_totals,
             updates=self._control.update_totals,
+            update_phases=self._control.update_phases,
+            pauses=self._control.pauses,
+            image_stages=self._image_stages,
+            restarts=self._restarts,
             prefixes=prefixes,
         )
 

@@ -34,6 +34,7 @@ from titopool.settings.sources import from_environment
 from titopool.wire.pool_files import write_endpoints
 from titopool.wire.sockets import ANY_PORT, worker_endpoint
 from workers.ledger import clear_ledgers
+from workers.restarts import clear_restarts, reason_of, write_restarts
 from workers.supervisor.hub import wanted_model
 from workers.supervisor.master import end_master, parser_of, remove_orphaned_run_dir
 from workers.supervisor.phase_pipe import Load, Report
@@ -84,6 +85,8 @@ class WorkerProcess:
     has_been_ready: bool = False
     num_failed_starts: int = 0
     ready_at: float = 0.0
+    # Ends after which it was started again, by reason.
+    restarts: dict[str, int] = field(default_factory=dict)
     num_early_deaths: int = 0
     last_lines: deque[str] = field(default_factory=lambda: deque(maxlen=LAST_LINES))
     # The unfinished last line of each pipe.
@@ -160,6 +163,7 @@ class Supervisor:
             StartFailed: a worker cannot start.
         """
         clear_ledgers(self._config.run_dir)
+        clear_restarts(self._config.run_dir)
         self._write_endpoints()
         if self._of_one is None:
             self._download()
@@ -254,6 +258,7 @@ class Supervisor:
         self._workers.remove(worker)
         self._write_endpoints()
         clear_ledgers(self._config.run_dir, str(worker.index))
+        clear_restarts(self._config.run_dir, str(worker.index))
         logger.info("%s has left; %d workers stay", worker.name, len(self._workers))
 
     def _write_endpoints(self) -> None:
@@ -399,6 +404,7 @@ class Supervisor:
         if worker.is_leaving:
             return
         cause = worker.failure or describe_exit(code)
+        self._count_restart(worker, code)
         if worker.phase in LOADED:
             what = "died" if worker.phase == "ready" else "was asked to end"
             delay_s = self._delay_after_death(worker)
@@ -413,6 +419,11 @@ class Supervisor:
             worker.name, what, cause, delay_s, worker.log.path,
         )  # fmt: skip
         worker.start_after = time.monotonic() + delay_s
+
+    def _count_restart(self, worker: WorkerProcess, code: int) -> None:
+        reason = reason_of(code, has_loaded=worker.phase in LOADED)
+        worker.restarts[reason] = worker.restarts.get(reason, 0) + 1
+        write_restarts(self._config.run_dir, str(worker.index), worker.restarts)
 
     def _delay_after_death(self, worker: WorkerProcess) -> float:
         """0 s unless the worker has died early more than once in a row; then a growing delay."""

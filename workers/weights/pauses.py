@@ -5,6 +5,7 @@ import logging
 import time
 
 from titopool.errors import Conflict
+from titopool.wire.distributions import Durations
 from titopool.wire.pool_state import PauseMode, PoolPause
 from workers.engine.weights import WeightEngine
 from workers.weights.pool_copy import PoolCopy
@@ -30,6 +31,11 @@ class Pauses:
         # When the commit in progress stopped generation, and how long all that have ended did.
         self._commit_begin = 0.0
         self.commits_s = 0.0
+        self._commit_mode: PauseMode = "keep"
+        # When the client's pause began.
+        self._lease_begin = 0.0
+        # Pauses that have ended, of clients and of commits, by mode.
+        self.totals: dict[str, Durations] = {}
         # Whether generation stays paused until the process ends, because the model is broken.
         self.never_resumes = False
         # Whether it stays paused until new weights are complete: the model is half another one's.
@@ -142,6 +148,8 @@ class Pauses:
             logger.exception("generation could not be paused as in the rest of the pool")
 
     def _set_lease(self, mode: PauseMode, lease_s: float) -> None:
+        if self._lease_end is None:
+            self._lease_begin = time.monotonic()
         self._lease_mode, self._lease_end = mode, time.monotonic() + lease_s
 
     def _record(self, mode: PauseMode | None, lease_s: float, clock: int) -> None:
@@ -150,6 +158,8 @@ class Pauses:
 
     async def _clear_lease(self, engine: WeightEngine) -> bool:
         was_paused = self._lease_end is not None
+        if was_paused and self._lease_mode is not None:
+            self._count(self._lease_mode, time.monotonic() - self._lease_begin)
         self._lease_mode = self._lease_end = self._renewed_s = None
         if was_paused:
             await self._resume(engine)
@@ -165,6 +175,7 @@ class Pauses:
         """Pauses generation for a commit."""
         self.check_mode(mode)
         self._no_commit.clear()
+        self._commit_mode = mode
         self._commit_begin = time.monotonic()
         await engine.pause(mode)
 
@@ -173,7 +184,12 @@ class Pauses:
         if self.is_committing and self.may_resume:
             self._no_commit.set()
             await self._resume(engine)
-            self.commits_s += time.monotonic() - self._commit_begin
+            seconds = time.monotonic() - self._commit_begin
+            self.commits_s += seconds
+            self._count(self._commit_mode, seconds)
+
+    def _count(self, mode: PauseMode, seconds: float) -> None:
+        self.totals.setdefault(mode, Durations()).add(seconds)
 
     async def _resume(self, engine: WeightEngine) -> None:
         """Resumes generation unless a commit or a client pauses it.

@@ -34,6 +34,7 @@ from titopool.wire.commands import (
     ReceiveTensor,
     StartUpdate,
 )
+from titopool.wire.distributions import Durations
 from titopool.wire.messages import UpdateTotals
 from titopool.wire.pool_state import PauseMode, PoolWeights, next_clock
 from workers.engine.versions import Progress, Versions
@@ -112,6 +113,9 @@ class Updates:
         self.last_update_s = self.last_paused_s = 0.0
         # What updates took, by staging.
         self.totals: dict[str, UpdateTotals] = {}
+        # Steps of updates that have ended well: "receive" (from the begin until all tensors are
+        # there), "prepare", "apply", and "pause" of generation, which overlaps with these.
+        self.phases: dict[str, Durations] = {}
 
     @property
     def _engine(self) -> WeightEngine:
@@ -390,14 +394,21 @@ class Updates:
         """Waits for all tensors, pauses generation and clears the caches."""
         async with self._ends_on_failure("the update cannot be committed"):
             result = {} if update.folder else await self._await_tensors(action)
+            begin = time.monotonic()
             await self._stop_generation(action.policy or self.default_pause_mode)
             self.state.prepared(update.update_id, time.monotonic())
+            self._count_phase("prepare", time.monotonic() - begin)
         return result
+
+    def _count_phase(self, name: str, seconds: float) -> None:
+        self.phases.setdefault(name, Durations()).add(seconds)
 
     async def _await_tensors(self, action: PrepareUpdate) -> Result:
         if self.steps.has_started(*stop_step(action.update_id)):
             await self.steps.wait(*stop_step(action.update_id))
         await self._call.wait_for_receivers(lambda s: s["num_received"] == s["num_announced"])
+        if self._began is not None:
+            self._count_phase("receive", time.monotonic() - self._began[0])
         await self._check_received()
         if not action.with_checksum and action.checksum is None:
             return {}
@@ -428,6 +439,7 @@ class Updates:
 
     async def _run_apply(self, update: PoolWeights) -> Result:
         """Loads the tensors into the model and resumes generation."""
+        begin = time.monotonic()
         try:
             async with asyncio.timeout(self._timeout_s):
                 # Outputs from before the pause may still arrive while the tensors are loaded.
@@ -441,6 +453,7 @@ class Updates:
             self._on_broken(reason)
             raise WeightUpdateFailed(f"{reason}; the worker restarts") from error
         self.state.applied(update.update_id, time.monotonic())
+        self._count_phase("apply", time.monotonic() - begin)
         await self._serve(update, progress)
         return {
             "version": update.version, **result, "staging": self.staging,
@@ -473,6 +486,7 @@ class Updates:
             totals.num_applied += 1
             self.last_update_s = totals.update_s = time.monotonic() - began[0]
             self.last_paused_s = totals.paused_s = self._pauses.commits_s - began[1]
+            self._count_phase("pause", totals.paused_s)
         else:
             totals.num_failed += 1
 
