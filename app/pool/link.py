@@ -20,7 +20,7 @@ from app.pool.command_sender import CommandSender
 from app.pool.discovery import Discovery
 from app.pool.peers.weights import PeerWeights
 from app.pool.placement import ROUTING_POLICIES
-from app.pool.records import Worker, natural_order
+from app.pool.records import LastEnd, Worker, natural_order
 from app.pool.request import Request
 from app.pool.state import Pool
 from app.pool.worker_socket import WorkerSocket
@@ -70,6 +70,8 @@ class WorkerView:
     silent_s: float
     # As `Worker.is_joining`.
     is_joining: bool = False
+    # Of the last process that was lost, as this front end saw it; None: there was none.
+    last_end: LastEnd | None = None
 
 
 @dataclass
@@ -151,7 +153,7 @@ class Link:
                 worker.endpoint, worker.heartbeat, worker.phase,
                 self._retries[worker.endpoint].reason
                 if worker.endpoint in self._retries else worker.reason,
-                now - worker.last_seen, worker.is_joining,
+                now - worker.last_seen, worker.is_joining, worker.last_end,
             )
             for worker in self._pool.sorted_workers()
         )  # fmt: skip

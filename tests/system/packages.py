@@ -9,6 +9,8 @@ import pytest
 
 # By program.
 PACKAGES = {
+    "chromedriver": "chromium-driver",
+    "chromium": "chromium",
     "ip": "iproute2",
     "kubectl": "kubernetes-client",
     "slurmctld": "slurmctld",

@@ -29,7 +29,7 @@ from titopool.settings.config import ServerConfig
 from titopool.settings.gpus import visible_gpus
 from titopool.settings.logs import configure_logging, show
 from titopool.settings.sources import from_environment
-from titopool.wire.pool_files import write_endpoints
+from titopool.wire.pool_files import WorkerEnd, write_endpoints, write_ends
 from titopool.wire.sockets import worker_endpoint
 from workers.ledger import clear_ledgers
 from workers.supervisor.master import end_master, parser_of, remove_orphaned_run_dir
@@ -124,6 +124,8 @@ class Supervisor:
         self._of_one = of_one
         self._scale = Scale(config, least=0 if of_one else 1)
         self._workers: list[WorkerProcess] = []
+        # Of the processes that ended unasked, by the worker's name.
+        self._ends: dict[str, WorkerEnd] = {}
         for _ in range(config.num_workers):
             self._add_worker()
         self._selector = selectors.DefaultSelector()
@@ -146,6 +148,7 @@ class Supervisor:
             StartFailed: a worker cannot start.
         """
         clear_ledgers(self._config.run_dir)
+        write_ends(self._config.run_dir, self._ends)
         self._write_endpoints()
         if self._config.log_level != "debug":
             logs = ", ".join(str(worker.log.path) for worker in self._workers)
@@ -344,6 +347,14 @@ class Supervisor:
             worker.name, what, cause, delay_s, worker.log.path,
         )  # fmt: skip
         worker.start_after = time.monotonic() + delay_s
+        self._note_end(worker, f"{what}: {cause}")
+
+    def _note_end(self, worker: WorkerProcess, reason: str) -> None:
+        self._ends[str(worker.index)] = WorkerEnd(reason, time.time())
+        try:
+            write_ends(self._config.run_dir, self._ends)
+        except OSError as error:
+            logger.error("how %s ended could not be written: %s", worker.name, error)
 
     def _delay_after_death(self, worker: WorkerProcess) -> float:
         """0 s unless the worker has died early more than once in a row; then a growing delay."""

@@ -1,0 +1,165 @@
+"""What the page's charts show of one moment, taken from Prometheus families by their names.
+
+A family that nobody exposes gives no figure, and its chart says so.
+"""
+
+import math
+from collections import Counter, deque
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+from prometheus_client.metrics_core import Metric
+
+TOKENS = "titopool_worker_completion_tokens_total"
+PROMPT_TOKENS = "titopool_worker_prompt_tokens_total"
+CACHED_TOKENS = "titopool_worker_cached_tokens_total"
+UPDATES = "titopool_worker_weight_updates_total"
+UPDATE_S = "titopool_worker_weight_update_seconds"
+PAUSED_S = "titopool_worker_weight_paused_seconds"
+RUNNING = "titopool_worker_sequences"
+WAITING = "titopool_waiting_prompts"
+REQUESTS = "titopool_http_requests_total"
+FIRST_TOKENS = "titopool_time_to_first_token_seconds_bucket"
+COUNTERS = {TOKENS, PROMPT_TOKENS, CACHED_TOKENS, UPDATES, REQUESTS, FIRST_TOKENS}
+WANTED = COUNTERS | {UPDATE_S, PAUSED_S, RUNNING, WAITING}
+
+# Samples after whose number a label that was never seen counts from 0. Before, it is one that this
+# process has just learned of: its total is no growth.
+NUM_LEARNING = 5
+# Samples whose first tokens the quantiles are of.
+QUANTILE_WINDOW = 5
+# Counters that are remembered, with those of workers that have left.
+MAX_COUNTERS = 20_000
+
+# A sample's name and its labels.
+Key = tuple[str, frozenset[tuple[str, str]]]
+Growth = Mapping[Key, float]
+
+
+class Sample(NamedTuple):
+    """Figures of the last interval; None where there is none."""
+
+    figures: dict[str, float | None]
+    # Requests a second that ended with an error, by its code; None: nobody counts requests.
+    errors_per_s: dict[str, float] | None
+    # Completion tokens a second, by worker.
+    worker_tokens_per_s: dict[str, float]
+
+
+class Sampler:
+    """Turns counters into rates: each call compares with the call before."""
+
+    def __init__(self) -> None:
+        self._before: dict[Key, float] = {}
+        self._num_samples = 0
+        self._first_tokens: deque[Counter[float]] = deque(maxlen=QUANTILE_WINDOW)
+
+    def sample(self, families: Iterable[Metric], elapsed_s: float) -> Sample:
+        """The figures of the last `elapsed_s` seconds."""
+        now = values_of(families)
+        growth = self._growth(now)
+        grown = {name: _sum(growth, name) for name in COUNTERS}
+        present = {name for name, _ in now}
+        figures: dict[str, float | None] = {
+            "completion_tokens_per_s": _rate(grown[TOKENS], elapsed_s, TOKENS in present),
+            "prompt_tokens_per_s": _rate(grown[PROMPT_TOKENS], elapsed_s, PROMPT_TOKENS in present),
+            "cache_hits": min(1.0, grown[CACHED_TOKENS] / grown[PROMPT_TOKENS])
+            if grown[PROMPT_TOKENS] else None,
+            "running": _sum(now, RUNNING) if RUNNING in present else None,
+            "waiting": _sum(now, WAITING) if WAITING in present else None,
+        }  # fmt: skip
+        figures |= self._quantiles(growth)
+        figures |= _updates(now, growth)
+        errors = _by_label(growth, REQUESTS, "code")
+        errors.pop("", None)
+        tokens = _by_label(growth, TOKENS, "worker")
+        return Sample(
+            figures,
+            {code: num / elapsed_s for code, num in errors.items()}
+            if REQUESTS in present
+            else None,
+            {worker: num / elapsed_s for worker, num in tokens.items()},
+        )
+
+    def _growth(self, now: Mapping[Key, float]) -> dict[Key, float]:
+        """How much each counter grew. One that is lower than before has started again at 0."""
+        self._num_samples += 1
+        counts_new = self._num_samples > NUM_LEARNING
+        growth = {}
+        for key, value in now.items():
+            if key[0] in COUNTERS:
+                before = self._before.get(key, 0.0 if counts_new else value)
+                growth[key] = value - before if value >= before else value
+        if len(self._before) > MAX_COUNTERS:
+            self._before.clear()
+        self._before |= {key: now[key] for key in growth}
+        return growth
+
+    def _quantiles(self, growth: Growth) -> dict[str, float | None]:
+        buckets = Counter[float]()
+        for (name, labels), number in growth.items():
+            if name == FIRST_TOKENS:
+                buckets[float(dict(labels)["le"])] += number  # type: ignore[assignment]
+        self._first_tokens.append(buckets)
+        total = sum(self._first_tokens, Counter[float]())
+        return {f"first_token_p{100 * q:.0f}_s": quantile(total, q) for q in (0.5, 0.95)}
+
+
+def values_of(families: Iterable[Metric]) -> dict[Key, float]:
+    """The values of the wanted samples."""
+    return {
+        (sample.name, frozenset(sample.labels.items())): sample.value
+        for family in families
+        for sample in family.samples
+        if sample.name in WANTED
+    }
+
+
+def quantile(buckets: Mapping[float, float], q: float) -> float | None:
+    """The `q`-quantile of a histogram, as Prometheus' histogram_quantile estimates it.
+
+    Args:
+        buckets: how many values are at most each bound, the last of which is infinite.
+    """
+    bounds = sorted(buckets)
+    if not bounds or not (total := buckets[bounds[-1]]):
+        return None
+    lower, num_before = 0.0, 0.0
+    for bound in bounds:
+        number = buckets[bound]
+        if number >= q * total and number > num_before:
+            if math.isinf(bound):
+                return lower
+            return lower + (bound - lower) * (q * total - num_before) / (number - num_before)
+        lower, num_before = bound, number
+    return lower
+
+
+def _updates(now: Mapping[Key, float], growth: Growth) -> dict[str, float | None]:
+    """The longest of the updates that workers applied, in seconds; None if there was none."""
+    applied = [
+        labels - {("outcome", "applied")}
+        for (name, labels), number in growth.items()
+        if name == UPDATES and number and ("outcome", "applied") in labels
+    ]
+    return {
+        figure: max((now[name, one] for one in applied if (name, one) in now), default=None)
+        for figure, name in (("update_s", UPDATE_S), ("paused_s", PAUSED_S))
+    }
+
+
+def _sum(values: Mapping[Key, float], name: str) -> float:
+    return sum(value for (other, _), value in values.items() if other == name)
+
+
+def _rate(grown: float, elapsed_s: float, is_present: bool) -> float | None:
+    return grown / elapsed_s if is_present else None
+
+
+def _by_label(growth: Growth, name: str, label: str) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for (other, labels), number in growth.items():
+        if other == name:
+            value = dict(labels).get(label, "")
+            found[value] = found.get(value, 0.0) + number
+    return found
