@@ -4,6 +4,7 @@ import resource
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import psutil
 import pytest
 
 from tests.servers import REPOSITORY, START_TIMEOUT_S, environment, kill_all, wait_until
+from titopool.wire.pool_files import read_ends
 from workers.supervisor import worker_log
 from workers.supervisor.worker_log import WorkerLog, error_text
 
@@ -107,6 +109,17 @@ def test_own_lines_are_on_the_screen_and_all_lines_in_the_file(supervise):
         assert text not in server.screen
     for text in [*library_lines, *own_lines[:3], *own_lines[4:6]]:
         assert text in server.log()
+
+
+def test_how_a_worker_ended_is_kept_for_the_front_ends(supervise):
+    begun = time.time()
+    server = supervise('report("ready"); time.sleep(0.2); os._exit(3)')
+    server.wait_for("worker 0 died: it exited with code 3")
+    wait_until(lambda: read_ends(str(server.run_dir)), 5)
+    end = read_ends(str(server.run_dir))["0"]
+    assert end.reason == "died: it exited with code 3"
+    assert begun <= end.ended_at <= time.time()
+    server.stop()
 
 
 def test_a_full_disk_behind_the_screen_stops_no_process(supervise):

@@ -38,7 +38,9 @@ class Browser:
         return self.driver.find_elements(By.CSS_SELECTOR, selector)
 
     def text(self, selector: str) -> str:
-        return str(self.run("return document.querySelector(arguments[0])?.innerText ?? ''", selector))
+        return str(
+            self.run("return document.querySelector(arguments[0])?.innerText ?? ''", selector)
+        )
 
     def run(self, script: str, *arguments: Any) -> Any:
         return self.driver.execute_script(script, *arguments)
@@ -62,7 +64,12 @@ class Browser:
 
     def set_view(self, *, width: int, height: int, scale: float = 1, dark: bool = False) -> None:
         """The size of the page in CSS pixels, and the colours that the user prefers."""
-        metrics = {"width": width, "height": height, "deviceScaleFactor": scale, "mobile": width < 600}
+        metrics = {
+            "width": width,
+            "height": height,
+            "deviceScaleFactor": scale,
+            "mobile": width < 600,
+        }
         self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
         feature = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [feature]})

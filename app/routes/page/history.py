@@ -90,7 +90,7 @@ class History:
             "span_s": SPAN_S,
             "time_s": [row.time_s for row in rows],
             "figures": {
-                name: [row.sample.figures[name] for row in rows]
+                name: [row.sample.figures.get(name) for row in rows]
                 for name in (last.figures if last else ())
             },
             "errors_per_s": {

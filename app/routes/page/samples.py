@@ -25,7 +25,7 @@ WANTED = COUNTERS | {UPDATE_S, PAUSED_S, RUNNING, WAITING}
 
 # Samples after whose number a label that was never seen counts from 0. Before, it is one that this
 # process has just learned of: its total is no growth.
-NUM_LEARNING = 5
+NUM_LEARNING = 3
 # Samples whose first tokens the quantiles are of.
 QUANTILE_WINDOW = 5
 # Counters that are remembered, with those of workers that have left.
@@ -39,6 +39,7 @@ Growth = Mapping[Key, float]
 class Sample(NamedTuple):
     """Figures of the last interval; None where there is none."""
 
+    # Without those whose family nobody exposes.
     figures: dict[str, float | None]
     # Requests a second that ended with an error, by its code; None: nobody counts requests.
     errors_per_s: dict[str, float] | None
@@ -56,27 +57,35 @@ class Sampler:
 
     def sample(self, families: Iterable[Metric], elapsed_s: float) -> Sample:
         """The figures of the last `elapsed_s` seconds."""
-        now = values_of(families)
+        now: dict[Key, float] = {}
+        present = set()
+        for family in families:
+            present.add(family.name)
+            now |= values_of(family)
         growth = self._growth(now)
         grown = {name: _sum(growth, name) for name in COUNTERS}
-        present = {name for name, _ in now}
-        figures: dict[str, float | None] = {
-            "completion_tokens_per_s": _rate(grown[TOKENS], elapsed_s, TOKENS in present),
-            "prompt_tokens_per_s": _rate(grown[PROMPT_TOKENS], elapsed_s, PROMPT_TOKENS in present),
-            "cache_hits": min(1.0, grown[CACHED_TOKENS] / grown[PROMPT_TOKENS])
-            if grown[PROMPT_TOKENS] else None,
-            "running": _sum(now, RUNNING) if RUNNING in present else None,
-            "waiting": _sum(now, WAITING) if WAITING in present else None,
-        }  # fmt: skip
-        figures |= self._quantiles(growth)
-        figures |= _updates(now, growth)
-        errors = _by_label(growth, REQUESTS, "code")
+        prompt_tokens = grown[PROMPT_TOKENS]
+        hits = min(1.0, grown[CACHED_TOKENS] / prompt_tokens) if prompt_tokens else None
+        by_family: dict[str, dict[str, float | None]] = {
+            TOKENS: {"completion_tokens_per_s": grown[TOKENS] / elapsed_s},
+            PROMPT_TOKENS: {"prompt_tokens_per_s": prompt_tokens / elapsed_s},
+            CACHED_TOKENS: {"cache_hits": hits},
+            RUNNING: {"running": _sum(now, RUNNING)},
+            WAITING: {"waiting": _sum(now, WAITING)},
+            FIRST_TOKENS: self._quantiles(growth),
+            UPDATES: _updates(now, growth),
+        }
+        errors, tokens = _by_label(growth, REQUESTS, "code"), _by_label(growth, TOKENS, "worker")
         errors.pop("", None)
-        tokens = _by_label(growth, TOKENS, "worker")
         return Sample(
-            figures,
+            {
+                name: value
+                for sample_name, figures in by_family.items()
+                if family_of(sample_name) in present
+                for name, value in figures.items()
+            },
             {code: num / elapsed_s for code, num in errors.items()}
-            if REQUESTS in present
+            if family_of(REQUESTS) in present
             else None,
             {worker: num / elapsed_s for worker, num in tokens.items()},
         )
@@ -93,7 +102,18 @@ class Sampler:
         if len(self._before) > MAX_COUNTERS:
             self._before.clear()
         self._before |= {key: now[key] for key in growth}
+        self._before |= dict.fromkeys(self._restarted(now), 0.0)
         return growth
+
+    def _restarted(self, now: Mapping[Key, float]) -> list[Key]:
+        """Counters of updates that a worker has no more: its new process has applied none."""
+        return [
+            (name, labels)
+            for name, labels in self._before
+            if name == UPDATES
+            and (name, labels) not in now
+            and (RUNNING, frozenset({("worker", dict(labels)["worker"])})) in now
+        ]
 
     def _quantiles(self, growth: Growth) -> dict[str, float | None]:
         buckets = Counter[float]()
@@ -105,11 +125,15 @@ class Sampler:
         return {f"first_token_p{100 * q:.0f}_s": quantile(total, q) for q in (0.5, 0.95)}
 
 
-def values_of(families: Iterable[Metric]) -> dict[Key, float]:
+def family_of(sample_name: str) -> str:
+    """The name of the family that has samples of this name."""
+    return sample_name.removesuffix("_total").removesuffix("_bucket")
+
+
+def values_of(family: Metric) -> dict[Key, float]:
     """The values of the wanted samples."""
     return {
         (sample.name, frozenset(sample.labels.items())): sample.value
-        for family in families
         for sample in family.samples
         if sample.name in WANTED
     }
@@ -150,10 +174,6 @@ def _updates(now: Mapping[Key, float], growth: Growth) -> dict[str, float | None
 
 def _sum(values: Mapping[Key, float], name: str) -> float:
     return sum(value for (other, _), value in values.items() if other == name)
-
-
-def _rate(grown: float, elapsed_s: float, is_present: bool) -> float | None:
-    return grown / elapsed_s if is_present else None
 
 
 def _by_label(growth: Growth, name: str, label: str) -> dict[str, float]:

@@ -28,7 +28,8 @@ export class Chart {
     parent.append(this.root);
     this.root.addEventListener("keydown", (event) => this.#onKey(event));
     this.root.addEventListener("blur", () => this.#plot?.setCursor({ left: -10, top: -10 }));
-    new ResizeObserver(() => this.#plot?.setSize({ width: this.box.clientWidth, height: HEIGHT })).observe(this.box);
+    // An empty chart is hidden and has no width.
+    new ResizeObserver(() => this.box.clientWidth && this.#plot?.setSize({ width: this.box.clientWidth, height: HEIGHT })).observe(this.box);
   }
 
   update(history) {
@@ -37,6 +38,7 @@ export class Chart {
     const hasPoints = this.#series.some(({ values }) => values.some((value) => value !== null));
     const isReported = this.kind.isReported?.(history) ?? this.#series.length > 0;
     this.none.hidden = hasPoints;
+    this.root.classList.toggle("empty", !hasPoints);
     setText(this.none, history.time.length < 2 ? "No data yet." : (isReported && this.kind.noneOf) || this.kind.none);
     // uPlot needs a series; this one has no point.
     const shown = this.#series.length ? this.#series : [{ label: "", values: history.time.map(() => null) }];
@@ -67,7 +69,7 @@ export class Chart {
       grid: { stroke: color("--grid"), width: 1 }, ticks: { show: false },
     };
     this.#plot = new uPlot({
-      width: this.box.clientWidth, height: HEIGHT, legend: { show: false }, padding: [8, 6, 0, 0],
+      width: this.box.clientWidth || 300, height: HEIGHT, legend: { show: false }, padding: [8, 14, 0, 0],
       cursor: { y: false, drag: { x: false, y: false }, sync: { key: "charts" }, points: { size: 7 } },
       scales: { x: { time: true }, y: { range: (_, __, most) => [0, this.kind.max ?? niceMost(most)] } },
       axes: [

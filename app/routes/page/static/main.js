@@ -1,6 +1,6 @@
 // Asks the server every two seconds while the page is visible, and shows what it says.
 
-import { call } from "./api.js";
+import { ApiError, call } from "./api.js";
 import { Chart } from "./chart.js";
 import { byId, setText } from "./dom.js";
 import { timeOfDay } from "./format.js";
@@ -25,13 +25,16 @@ async function poll() {
     const [overview, samples] = await Promise.all([call("workers"), call(`metrics/history?since=${history.last}`)]);
     show(overview, samples);
   } catch (error) {
+    if (!(error instanceof ApiError)) throw error;
     if (error.status === 401) {
       needKey(Boolean(key));
       return;
     }
     showLoss(error);
   }
-  if (!document.hidden) timer = setTimeout(poll, INTERVAL_MS);
+  if (document.hidden) return;
+  clearTimeout(timer);
+  timer = setTimeout(poll, INTERVAL_MS);
 }
 
 function show(overview, samples) {
