@@ -31,9 +31,9 @@ QUANTILE_WINDOW = 5
 # Counters that are remembered, with those of workers that have left.
 MAX_COUNTERS = 20_000
 
-# A sample's name and its labels.
-Key = tuple[str, frozenset[tuple[str, str]]]
-Growth = Mapping[Key, float]
+Labels = frozenset[tuple[str, str]]
+# By the name of the samples, then by their labels.
+Values = Mapping[str, Mapping[Labels, float]]
 
 
 class Sample(NamedTuple):
@@ -51,32 +51,34 @@ class Sampler:
     """Turns counters into rates: each call compares with the call before."""
 
     def __init__(self) -> None:
-        self._before: dict[Key, float] = {}
+        self._before: dict[str, dict[Labels, float]] = {name: {} for name in COUNTERS}
         self._num_samples = 0
         self._first_tokens: deque[Counter[float]] = deque(maxlen=QUANTILE_WINDOW)
 
     def sample(self, families: Iterable[Metric], elapsed_s: float) -> Sample:
         """The figures of the last `elapsed_s` seconds."""
-        now: dict[Key, float] = {}
+        now: dict[str, dict[Labels, float]] = {name: {} for name in WANTED}
         present = set()
         for family in families:
             present.add(family.name)
-            now |= values_of(family)
-        growth = self._growth(now)
-        grown = {name: _sum(growth, name) for name in COUNTERS}
-        prompt_tokens = grown[PROMPT_TOKENS]
-        hits = min(1.0, grown[CACHED_TOKENS] / prompt_tokens) if prompt_tokens else None
+            if family.name in FAMILIES:
+                _add_values(now, family)
+        growth = {name: self._growth(name, now) for name in COUNTERS}
+        self._num_samples += 1
+        prompt_tokens = _sum(growth[PROMPT_TOKENS])
+        hits = min(1.0, _sum(growth[CACHED_TOKENS]) / prompt_tokens) if prompt_tokens else None
         by_family: dict[str, dict[str, float | None]] = {
-            TOKENS: {"completion_tokens_per_s": grown[TOKENS] / elapsed_s},
+            TOKENS: {"completion_tokens_per_s": _sum(growth[TOKENS]) / elapsed_s},
             PROMPT_TOKENS: {"prompt_tokens_per_s": prompt_tokens / elapsed_s},
             CACHED_TOKENS: {"cache_hits": hits},
-            RUNNING: {"running": _sum(now, RUNNING)},
-            WAITING: {"waiting": _sum(now, WAITING)},
-            FIRST_TOKENS: self._quantiles(growth),
-            UPDATES: _updates(now, growth),
+            RUNNING: {"running": _sum(now[RUNNING])},
+            WAITING: {"waiting": _sum(now[WAITING])},
+            FIRST_TOKENS: self._quantiles(growth[FIRST_TOKENS]),
+            UPDATES: _updates(now, growth[UPDATES]),
         }
-        errors, tokens = _by_label(growth, REQUESTS, "code"), _by_label(growth, TOKENS, "worker")
+        errors = _by_label(growth[REQUESTS], "code")
         errors.pop("", None)
+        tokens = _by_label(growth[TOKENS], "worker")
         return Sample(
             {
                 name: value
@@ -90,35 +92,28 @@ class Sampler:
             {worker: num / elapsed_s for worker, num in tokens.items()},
         )
 
-    def _growth(self, now: Mapping[Key, float]) -> dict[Key, float]:
+    def _growth(self, name: str, now: Values) -> dict[Labels, float]:
         """How much each counter grew. One that is lower than before has started again at 0."""
-        self._num_samples += 1
-        counts_new = self._num_samples > NUM_LEARNING
-        growth = {}
-        for key, value in now.items():
-            if key[0] in COUNTERS:
-                before = self._before.get(key, 0.0 if counts_new else value)
-                growth[key] = value - before if value >= before else value
-        if len(self._before) > MAX_COUNTERS:
-            self._before.clear()
-        self._before |= {key: now[key] for key in growth}
-        self._before |= dict.fromkeys(self._restarted(now), 0.0)
+        counts_new = self._num_samples >= NUM_LEARNING
+        known, growth = self._before[name], {}
+        for labels, value in now[name].items():
+            before = known.get(labels, 0.0 if counts_new else value)
+            growth[labels] = value - before if value >= before else value
+        if len(known) > MAX_COUNTERS:
+            known.clear()
+        if name == UPDATES:
+            # A worker that has no such counter any more has restarted, and applied none since.
+            answering = now[RUNNING]
+            for labels in known.keys() - growth.keys():
+                if frozenset({("worker", dict(labels)["worker"])}) in answering:
+                    known[labels] = 0.0
+        known |= now[name]
         return growth
 
-    def _restarted(self, now: Mapping[Key, float]) -> list[Key]:
-        """Counters of updates that a worker has no more: its new process has applied none."""
-        return [
-            (name, labels)
-            for name, labels in self._before
-            if name == UPDATES
-            and (name, labels) not in now
-            and (RUNNING, frozenset({("worker", dict(labels)["worker"])})) in now
-        ]
-
-    def _quantiles(self, growth: Growth) -> dict[str, float | None]:
+    def _quantiles(self, growth: Mapping[Labels, float]) -> dict[str, float | None]:
         buckets = Counter[float]()
-        for (name, labels), number in growth.items():
-            if name == FIRST_TOKENS:
+        for labels, number in growth.items():
+            if number:
                 buckets[float(dict(labels)["le"])] += number  # type: ignore[assignment]
         self._first_tokens.append(buckets)
         total = sum(self._first_tokens, Counter[float]())
@@ -130,13 +125,13 @@ def family_of(sample_name: str) -> str:
     return sample_name.removesuffix("_total").removesuffix("_bucket")
 
 
-def values_of(family: Metric) -> dict[Key, float]:
-    """The values of the wanted samples."""
-    return {
-        (sample.name, frozenset(sample.labels.items())): sample.value
-        for sample in family.samples
-        if sample.name in WANTED
-    }
+FAMILIES = {family_of(name) for name in WANTED}
+
+
+def _add_values(values: dict[str, dict[Labels, float]], family: Metric) -> None:
+    for sample in family.samples:
+        if sample.name in WANTED:
+            values[sample.name][frozenset(sample.labels.items())] = sample.value
 
 
 def quantile(buckets: Mapping[float, float], q: float) -> float | None:
@@ -159,27 +154,26 @@ def quantile(buckets: Mapping[float, float], q: float) -> float | None:
     return lower
 
 
-def _updates(now: Mapping[Key, float], growth: Growth) -> dict[str, float | None]:
+def _updates(now: Values, growth: Mapping[Labels, float]) -> dict[str, float | None]:
     """The longest of the updates that workers applied, in seconds; None if there was none."""
     applied = [
         labels - {("outcome", "applied")}
-        for (name, labels), number in growth.items()
-        if name == UPDATES and number and ("outcome", "applied") in labels
+        for labels, number in growth.items()
+        if number and ("outcome", "applied") in labels
     ]
     return {
-        figure: max((now[name, one] for one in applied if (name, one) in now), default=None)
+        figure: max((now[name][one] for one in applied if one in now[name]), default=None)
         for figure, name in (("update_s", UPDATE_S), ("paused_s", PAUSED_S))
     }
 
 
-def _sum(values: Mapping[Key, float], name: str) -> float:
-    return sum(value for (other, _), value in values.items() if other == name)
+def _sum(values: Mapping[Labels, float]) -> float:
+    return sum(values.values())
 
 
-def _by_label(growth: Growth, name: str, label: str) -> dict[str, float]:
+def _by_label(growth: Mapping[Labels, float], label: str) -> dict[str, float]:
     found: dict[str, float] = {}
-    for (other, labels), number in growth.items():
-        if other == name:
-            value = dict(labels).get(label, "")
-            found[value] = found.get(value, 0.0) + number
+    for labels, number in growth.items():
+        value = dict(labels).get(label, "")
+        found[value] = found.get(value, 0.0) + number
     return found

@@ -13,6 +13,7 @@ export class Chart {
   #labels = null;
   #series = [];
   #history = null;
+  #times = [];
   #values = [];
 
   /** `kind` is one of series.js. */
@@ -34,6 +35,7 @@ export class Chart {
 
   update(history) {
     this.#history = history;
+    this.#times = this.kind.times?.(history) ?? history.time;
     this.#series = this.kind.series(history);
     const hasPoints = this.#series.some(({ values }) => values.some((value) => value !== null));
     const isReported = this.kind.isReported?.(history) ?? this.#series.length > 0;
@@ -41,10 +43,10 @@ export class Chart {
     this.root.classList.toggle("empty", !hasPoints);
     setText(this.none, history.time.length < 2 ? "No data yet." : (isReported && this.kind.noneOf) || this.kind.none);
     // uPlot needs a series; this one has no point.
-    const shown = this.#series.length ? this.#series : [{ label: "", values: history.time.map(() => null) }];
+    const shown = this.#series.length ? this.#inOrder() : [{ label: "", values: this.#times.map(() => null) }];
     const labels = shown.map(({ label }) => label).join("\n");
     if (labels !== this.#labels) this.#draw(shown, labels);
-    this.#plot.setData([history.time, ...shown.map(({ values }) => values)]);
+    this.#plot.setData([this.#times, ...shown.map(({ values, tops }) => tops ?? values)]);
     const first = Math.max(history.now - history.span, Math.min(history.time[0] ?? history.now, history.now - LEAST_SPAN_S));
     this.#plot.setScale("x", { min: first, max: history.now });
     this.#showValues(this.#plot.cursor.idx);
@@ -54,6 +56,11 @@ export class Chart {
   redraw() {
     this.#labels = null;
     if (this.#history) this.update(this.#history);
+  }
+
+  /** Stacked bars are drawn from the highest to the lowest, each in front of the one before. */
+  #inOrder() {
+    return this.kind.isStacked ? this.#series.toReversed() : this.#series;
   }
 
   #draw(shown, labels) {
@@ -76,7 +83,10 @@ export class Chart {
         { ...axis, size: 26, space: 56, values: (_, times) => times.map((time) => timeOfDay(time).slice(0, time % 60 ? 8 : 5)) },
         { ...axis, size: 54, space: 34, gap: 4, values: (_, values) => values.map(this.kind.show) },
       ],
-      series: [{}, ...shown.map((one, index) => this.#line(one, index, color(`--series-${1 + (index % COLORS)}`)))],
+      series: [{}, ...shown.map((one) => {
+        const index = Math.max(0, this.#series.indexOf(one));
+        return this.#line(one, index, color(`--series-${1 + (index % COLORS)}`));
+      })],
       hooks: { setCursor: [(plot) => this.#showValues(plot.cursor.idx)] },
     }, [[], ...shown.map(() => [])], this.box);
   }
@@ -86,8 +96,9 @@ export class Chart {
   }
 
   #line({ label }, index, stroke) {
-    const paths = this.kind.bars ? uPlot.paths.bars({ size: [1, index ? 3 : 9, index ? 3 : 5] })
-      : this.kind.steps ? uPlot.paths.stepped({ align: -1 }) : undefined;
+    // The second of two bars stands in front of the first.
+    const size = this.kind.isStacked ? [0.8, 16, 2] : index ? [1, 4, 4] : [1, 10, 10];
+    const paths = this.kind.bars ? uPlot.paths.bars({ size, align: this.kind.isStacked ? 1 : 0 }) : undefined;
     return {
       label, stroke, paths, width: this.kind.bars ? 0 : 1.75,
       dash: this.#isDashed(index) ? DASH : undefined,
@@ -98,11 +109,11 @@ export class Chart {
 
   /** The values under the cursor, or the newest ones. */
   #showValues(index) {
-    const times = this.#history?.time ?? [];
+    const times = this.#times;
     const isAtCursor = index !== null && index !== undefined && index < times.length;
     setText(this.time, isAtCursor ? timeOfDay(times[index]) : "");
     this.#series.forEach(({ values }, number) => {
-      const value = isAtCursor ? values[index] : this.kind.bars ? values.findLast((one) => one !== null) : values.at(-1);
+      const value = isAtCursor ? values[index] : this.kind.bars && !this.kind.isStacked ? values.findLast((one) => one !== null) : values.at(-1);
       if (this.#values[number]) setText(this.#values[number], this.kind.show(value ?? null));
     });
     const words = this.#series.map(({ label }, number) => `${label} ${this.#values[number]?.textContent}`);
@@ -111,7 +122,7 @@ export class Chart {
 
   #onKey(event) {
     const step = { ArrowLeft: -1, ArrowRight: 1, PageUp: -15, PageDown: 15, Home: -Infinity, End: Infinity }[event.key];
-    const times = this.#history?.time ?? [];
+    const times = this.#times;
     if (step === undefined || !times.length) return;
     event.preventDefault();
     const from = this.#plot.cursor.idx ?? times.length - 1;

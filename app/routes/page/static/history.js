@@ -11,6 +11,7 @@ export class History {
     this.countsErrors = false;
     this.now = 0;
     this.span = 600;
+    this.interval = 2;
   }
 
   get last() {
@@ -21,6 +22,7 @@ export class History {
   add(answer) {
     this.now = answer.now;
     this.span = answer.span_s;
+    this.interval = answer.interval_s;
     this.countsErrors = answer.errors_per_s !== null;
     answer.time_s.forEach((time, index) => {
       // The server's clock was set back.
@@ -50,12 +52,12 @@ export class History {
   }
 
   /** How many requests ended with an error in the last `seconds`; null if nobody counts them. */
-  numErrors(seconds, intervalS = 2) {
+  numErrors(seconds) {
     if (!this.countsErrors) return null;
     const first = this.time.findIndex((time) => time > this.now - seconds);
     if (first < 0) return 0;
     const sums = Object.values(this.errors).map((values) => values.slice(first).reduce((sum, value) => sum + (value ?? 0), 0));
-    return Math.round(sums.reduce((sum, value) => sum + value, 0) * intervalS);
+    return Math.round(sums.reduce((sum, value) => sum + value, 0) * this.interval);
   }
 
   #push(time, figure, error = figure) {

@@ -18,17 +18,34 @@ function ofFigures(title, unit, show, none, lines, options = {}) {
 
 // More codes than this are summed up.
 const MAX_CODES = 5;
+// Errors are rare: one bar for each ten seconds.
+const BIN_S = 10;
 
+/** Requests with an error in each bin, by code; `tops` are where the bars end, one on the other. */
 function errorSeries(history) {
   if (!history.countsErrors) return [];
-  const total = ([, values]) => values.reduce((sum, value) => sum + (value ?? 0), 0);
-  const codes = Object.entries(history.errors).filter((entry) => total(entry) > 0).sort();
-  const shown = codes.slice(0, MAX_CODES).map(([label, values]) => ({ label, values }));
-  const rest = codes.slice(MAX_CODES).map(([, values]) => values);
-  if (rest.length) {
-    shown.push({ label: "other", values: history.time.map((_, index) => rest.reduce((sum, values) => sum + (values[index] ?? 0), 0)) });
-  }
-  return shown;
+  const sums = Object.entries(history.errors)
+    .map(([label, values]) => ({ label, values: binned(history, values) }))
+    .filter(({ values }) => values.some((value) => value > 0))
+    .sort((one, other) => one.label.localeCompare(other.label));
+  const rest = sums.splice(MAX_CODES);
+  if (rest.length) sums.push({ label: "other", values: sums[0].values.map((_, index) => rest.reduce((sum, { values }) => sum + values[index], 0)) });
+  let below = binTimes(history.time).map(() => 0);
+  for (const one of sums) below = one.tops = one.values.map((value, index) => value + below[index]);
+  return sums;
+}
+
+const binOf = (time) => Math.floor(time / BIN_S) * BIN_S;
+
+function binTimes(times) {
+  return [...new Set(times.map(binOf))];
+}
+
+/** Rates, one for each interval, as numbers of each bin. */
+function binned({ time: times, interval }, rates) {
+  const numbers = new Map(binTimes(times).map((time) => [time, 0]));
+  times.forEach((time, index) => numbers.set(binOf(time), numbers.get(binOf(time)) + interval * (rates[index] ?? 0)));
+  return [...numbers.values()].map(Math.round);
 }
 
 export const CHARTS = [
@@ -49,9 +66,10 @@ export const CHARTS = [
     ["paused_s", "paused"],
   ], { bars: true, noneOf: "No weight update in the last minutes." }),
   {
-    title: "Errors", unit: "requests a second", show: format.number, steps: true,
+    title: "Errors", unit: "requests in 10 s, by code", show: format.number, bars: true, isStacked: true,
     none: NOT_REPORTED, noneOf: "No error in the last minutes.",
     isReported: (history) => history.countsErrors,
+    times: (history) => binTimes(history.time),
     series: errorSeries,
   },
   ofFigures("Prefix cache", "prompt tokens found", format.percent, NOT_REPORTED, [
