@@ -18,7 +18,7 @@ FASTER = $(INSTALL) --quiet $(CONSTRAINTS) -e '.[fast]' 2>/dev/null \
 	  || echo "no C compiler: gunicorn parses HTTP in Python, which is a little slower"
 INSTALLED = $(VENV)/.installed-$(PLATFORM)
 TOOLS = $(VENV)/.installed-tools
-.PHONY: help install tools serve test test-fast check format docs example-grpo bench bench-front bench-images bench-streams bench-weights bench-placement test-chaos test-fuzz test-soak test-compose test-system matrix matrix-versions clean
+.PHONY: help install tools serve test test-fast check format docs example-grpo bench bench-front bench-images bench-streams bench-weights bench-placement test-chaos test-fuzz test-soak test-compose test-system matrix matrix-versions pictures clean
 
 help:  ## lists the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -139,9 +139,12 @@ test-soak: tools  ## measures the memory of an engine over SOAK_UPDATES (1000) w
 test-compose: tools  ## builds, starts and calls docker-compose.yml's cpu profile (needs a Docker engine)
 	$(BIN)/python -m pytest -q -m compose tests/compose $(ARGS)
 
-test-system: tools  ## several hosts, Slurm and Kubernetes' manifests; as root it installs Debian's packages for them
+test-system: tools  ## several hosts, Slurm, Kubernetes' manifests and the page in a browser; as root it installs Debian's packages for them
 	$(BIN)/python -m tests.system.packages
 	$(BIN)/python -m pytest -q -rs -m system tests/system $(ARGS)
+
+pictures: tools  ## takes docs/page-*.png of a server under load, in minutes; needs Debian's chromium-driver
+	$(BIN)/python -m tests.system.page_pictures $(ARGS)
 
 clean:  ## removes the virtual environment and caches
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache

@@ -25,6 +25,7 @@ from app.routes.inference import generate as inference
 from app.routes.inference import render
 from app.routes.openai import models, refused
 from app.routes.openai import routes as openai
+from app.routes.page import history, overview, page
 from app.routes.vllm_rl import server_info
 from app.service import Service
 from titopool.settings.config import ServerConfig
@@ -75,7 +76,11 @@ def create_app(config: ServerConfig | None = None) -> Flask:
         vllm_rl,
         sglang,
         server_info,
+        page,
+        overview,
+        history,
     ):
         app.register_blueprint(module.blueprint)
+    history.init_app(app, service)
     idempotency.init_app(app, config)
     return app

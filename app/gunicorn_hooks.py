@@ -224,6 +224,7 @@ def post_worker_init(worker: Any) -> None:
     service = worker.wsgi.extensions["titopool"]
     service.draining = Draining(worker)
     service.start()
+    worker.wsgi.extensions["titopool_history"].start()
     # Imported modules live as long as the process: exempt them from garbage collection.
     gc.freeze()
     if _supervisor is not None:

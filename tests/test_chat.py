@@ -115,6 +115,9 @@ def test_detokenize_reverses_tokenize(server: Server, tokenizer):
         "token_strs": tokenizer.convert_ids_to_tokens(ids),
     }  # fmt: skip
     assert server.post("/detokenize", {"tokens": ids}).json() == {"prompt": text}
+    answer = server.post("/detokenize", {"tokens": ids, "return_token_texts": True}).json()
+    assert (answer["prompt"], "".join(answer["token_texts"])) == (text, text)
+    assert len(answer["token_texts"]) == len(ids)
 
 
 @pytest.mark.parametrize("options", [

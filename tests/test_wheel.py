@@ -17,7 +17,11 @@ from tests.servers import REPOSITORY, START_TIMEOUT_S, STOP_TIMEOUT_S, free_port
 from titopool import __version__
 
 ROOTS = ("app", "titopool", "workers")
-DATA = {"titopool/demo_tokenizer.json"}
+DATA = {"titopool/demo_tokenizer.json"} | {
+    path.relative_to(REPOSITORY).as_posix()
+    for path in (REPOSITORY / "app/routes/page/static").rglob("*")
+    if path.is_file()
+}
 PIP = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
 
 

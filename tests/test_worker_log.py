@@ -4,6 +4,7 @@ import resource
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import psutil
 import pytest
 
 from tests.servers import REPOSITORY, START_TIMEOUT_S, environment, kill_all, wait_until
+from titopool.wire.pool_files import read_ends
 from workers.supervisor import worker_log
 from workers.supervisor.worker_log import WorkerLog, error_text
 
@@ -115,6 +117,17 @@ def test_an_unreadable_report_ends_nothing(supervise):
     server.wait_for("worker 0: ready")
     assert "worker 0: dropped an unreadable report: " in server.screen
     assert '{"phase": "rea{"log": 1}' in server.log()
+    server.stop()
+
+
+def test_how_a_worker_ended_is_kept_for_the_front_ends(supervise):
+    begun = time.time()
+    server = supervise('report("ready"); time.sleep(0.2); os._exit(3)')
+    server.wait_for("worker 0 died: it exited with code 3")
+    wait_until(lambda: read_ends(str(server.run_dir)), 5)
+    end = read_ends(str(server.run_dir))["0"]
+    assert end.reason == "died: it exited with code 3"
+    assert begun <= end.ended_at <= time.time()
     server.stop()
 
 

@@ -5,15 +5,15 @@ from flask import Flask, g, request
 from app.http.keys import NO_KEY, Key, Keys
 from titopool.errors import Unauthorized
 
-# Probes of container platforms send no key.
-OPEN_ENDPOINTS = {"health.health", "health.live", "health.ready"}
+# Probes of container platforms send no key, nor does a browser for the page, which holds no data.
+OPEN_ENDPOINTS = {"health.health", "health.live", "health.ready", "page.page", "page.asset"}
 # The blueprints of all routes that change the model or the workers, or pause generation.
 ADMIN_BLUEPRINTS = {"weights", "vllm_rl", "sglang", "workers"}
 _SCHEME = b"Bearer "
 
 
 def init_app(app: Flask, keys: Keys) -> None:
-    """Requires a key on all routes but health; an administrator's on administrative routes.
+    """Requires a key on all routes but health and the page itself; an administrator's on administrative routes.
 
     Without `api_key` and `api_key_file`, no key is required but on administrative routes. Without
     `admin_key` and `api_key_file`, `api_key` opens these. An administrator's key opens all routes.

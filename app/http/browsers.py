@@ -15,6 +15,8 @@ from flask import Flask, request
 
 from titopool.errors import ForeignPage
 
+# A link on another site may lead there: it holds no data, and no frame may show it.
+LINKED_ENDPOINTS = {"page.page"}
 REMEDY = "send the request from a program, or start the server with a key (api_key_file)"
 
 
@@ -33,7 +35,11 @@ def init_app(app: Flask, host: str, allowed_hosts: Collection[str]) -> None:
     @app.before_request
     def check_page() -> None:
         site = request.headers.get("Sec-Fetch-Site", "none")
-        if site not in ("none", "same-origin"):
+        is_link = (
+            request.endpoint in LINKED_ENDPOINTS
+            and request.headers.get("Sec-Fetch-Mode") == "navigate"
+        )
+        if site not in ("none", "same-origin") and not is_link:
             raise ForeignPage(
                 f"expected a request of no other site's page, got Sec-Fetch-Site: {site[:100]}; "
                 f"{REMEDY}"

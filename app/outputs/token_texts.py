@@ -121,6 +121,17 @@ def decode_in_context(
     return {token: _added_text(tokenizer, *token) for token in tokens}
 
 
+def texts_in_order(tokenizer: Any, ids: Sequence[int]) -> list[str]:
+    """What each of `ids` adds to the text of those before it; "" if it ends within a character."""
+    alone = decode_alone(tokenizer, set(ids))
+    return [
+        _added_text(tokenizer, tuple(ids[max(0, end - MAX_BEFORE) : end]), token_id)
+        if alone[token_id].endswith(REPLACEMENT)
+        else alone[token_id]
+        for end, token_id in enumerate(ids)
+    ]
+
+
 def _added_text(tokenizer: Any, before: tuple[int, ...], token_id: int) -> str:
     for num in range(1, len(before) + 1):
         used = list(before[-num:])

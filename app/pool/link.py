@@ -22,7 +22,7 @@ from app.pool.command_sender import CommandSender
 from app.pool.discovery import Discovery
 from app.pool.peers.weights import PeerWeights
 from app.pool.placement import ROUTING_POLICIES
-from app.pool.records import OpenJob, Worker, natural_order
+from app.pool.records import LastEnd, OpenJob, Worker, natural_order
 from app.pool.request import Request
 from app.pool.state import Pool
 from app.pool.worker_socket import WorkerSocket
@@ -79,6 +79,8 @@ class WorkerView:
     is_joining: bool = False
     # As `Worker.engine_metrics`.
     engine_metrics: EngineMetrics | None = None
+    # Of the last process that was lost, as this front end saw it; None: there was none.
+    last_end: LastEnd | None = None
 
 
 @dataclass
@@ -167,7 +169,7 @@ class Link:
                 worker.endpoint, worker.heartbeat, worker.phase,
                 self._retries[worker.endpoint].reason
                 if worker.endpoint in self._retries else worker.reason,
-                now - worker.last_seen, worker.is_joining, worker.engine_metrics,
+                now - worker.last_seen, worker.is_joining, worker.engine_metrics, worker.last_end,
             )
             for worker in self._pool.sorted_workers()
         )  # fmt: skip

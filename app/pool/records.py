@@ -40,6 +40,15 @@ SHORT_STEPS, STEPS_AHEAD, MAX_AHEAD = 32, 2, 0.25
 MAX_RENDERS = 32
 
 
+@dataclass(frozen=True, slots=True)
+class LastEnd:
+    """A process that was lost: its worker's name, why, and the monotonic time of its last heartbeat."""
+
+    worker_id: str
+    reason: str
+    last_seen: float
+
+
 @dataclass
 class Worker:
     """One endpoint, and the worker process that answers there, if any."""
@@ -79,6 +88,8 @@ class Worker:
     is_loading_late: bool = False
     # Names of the LoRA adapters that the worker has in the pool's version.
     adapters: set[str] = field(default_factory=set)
+    # Of the last process that answered here and was lost; None: there was none.
+    last_end: "LastEnd | None" = None
 
     @property
     def facts(self) -> WorkerFacts | None:

@@ -22,7 +22,7 @@ from app.pool.placement import (
 )
 from app.pool.pool_view import PoolView
 from app.pool.prefix_index import as_integers
-from app.pool.records import OpenJob, WaitingJobs, Worker, natural_order
+from app.pool.records import LastEnd, OpenJob, WaitingJobs, Worker, natural_order
 from app.pool.request import Request
 from app.pool.result_checks import defect_of
 from app.pool.suspects import Suspects
@@ -164,6 +164,7 @@ class Pool:
                 "worker %s at %s is lost with %d open jobs: %s",
                 worker.heartbeat.worker_id, endpoint, len(worker.jobs), reason,
             )  # fmt: skip
+            worker.last_end = LastEnd(worker.heartbeat.worker_id, reason, worker.last_seen)
         verdict = self.suspects.judge(worker, blames_jobs=blames_jobs)
         worker.forget_process()
         for job_id in list(worker.jobs):

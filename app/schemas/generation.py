@@ -97,6 +97,8 @@ class DetokenizeBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
     tokens: list[int]
     model: str | None = None
+    # Not vLLM's: also the text of each token.
+    return_token_texts: bool = False
 
 
 class MismatchBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):

@@ -1,4 +1,4 @@
-"""Tests against programs of the system: several hosts (network namespaces), Slurm, kubectl.
+"""Tests against programs of the system: several hosts (network namespaces), Slurm, kubectl, Chromium.
 
 `make test-system` installs their Debian packages when it runs as root. Elsewhere a test whose program
 is missing is skipped, and the skip names the package.

@@ -11,6 +11,8 @@ import pytest
 # By program.
 PACKAGES = {
     "fish": "fish",
+    "chromedriver": "chromium-driver",
+    "chromium": "chromium",
     "ip": "iproute2",
     "kubectl": "kubernetes-client",
     "slurmctld": "slurmctld",

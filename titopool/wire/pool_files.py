@@ -1,17 +1,30 @@
 """How endpoints are written, and files by which the processes of one server agree on its workers.
 
-In `run_dir`: the endpoints of the workers, which their supervisor writes, and the number of workers
-that a client wants, which a front end writes. Both are replaced whole, so no process reads half of
-one. A list of endpoints may also be a file of an operator's or of a cluster's scheduler.
+In `run_dir`: the endpoints of the workers and how each last ended, which their supervisor writes,
+and the number of workers that a client wants, which a front end writes. All are replaced whole, so
+no process reads half of one. A list of endpoints may also be a file of an operator's or of a cluster's scheduler.
 """
 
 import os
 from collections.abc import Iterable
 from pathlib import Path
 
+import msgspec
+
 ENDPOINTS_FILE = "endpoints"
+ENDS_FILE = "worker-ends"
 WANTED_FILE = "num-workers"
 FILE_SCHEME = "file:"
+
+
+class WorkerEnd(msgspec.Struct, frozen=True):
+    """How and when a process of a worker ended; `ended_at` is in Unix seconds."""
+
+    reason: str
+    ended_at: float
+
+
+_decode_ends = msgspec.json.Decoder(dict[str, WorkerEnd]).decode
 
 
 def is_endpoint(text: str) -> bool:
@@ -39,6 +52,21 @@ def read_endpoints(path: str) -> list[str]:
     """
     lines = (line.partition("#")[0].strip() for line in Path(path).read_text().splitlines())
     return [line for line in lines if line]
+
+
+def write_ends(run_dir: str, ends: dict[str, WorkerEnd]) -> None:
+    """Replaces the last end of each worker, by the worker's name."""
+    _replace(Path(run_dir) / ENDS_FILE, msgspec.json.encode(ends).decode())
+
+
+def read_ends(run_dir: str) -> dict[str, WorkerEnd]:
+    """The last end of each worker whose supervisor shares `run_dir`; {} if there is none."""
+    if not run_dir:
+        return {}
+    try:
+        return _decode_ends((Path(run_dir) / ENDS_FILE).read_bytes())
+    except (OSError, msgspec.DecodeError):
+        return {}
 
 
 def write_wanted(run_dir: str, num_workers: int) -> None:

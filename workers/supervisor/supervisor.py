@@ -31,7 +31,7 @@ from titopool.settings.config import ServerConfig
 from titopool.settings.gpus import visible_gpus
 from titopool.settings.logs import configure_logging, show
 from titopool.settings.sources import from_environment
-from titopool.wire.pool_files import write_endpoints
+from titopool.wire.pool_files import WorkerEnd, write_endpoints, write_ends
 from titopool.wire.sockets import ANY_PORT, worker_endpoint
 from workers.ledger import clear_ledgers
 from workers.restarts import clear_restarts, reason_of, write_restarts
@@ -134,6 +134,8 @@ class Supervisor:
         self._of_one = of_one
         self._scale = Scale(config, least=0 if of_one else 1)
         self._workers: list[WorkerProcess] = []
+        # Of the processes that ended unasked, by the worker's name.
+        self._ends: dict[str, WorkerEnd] = {}
         for _ in range(config.num_workers):
             self._add_worker()
         self._selector = selectors.DefaultSelector()
@@ -164,6 +166,7 @@ class Supervisor:
         """
         clear_ledgers(self._config.run_dir)
         clear_restarts(self._config.run_dir)
+        write_ends(self._config.run_dir, self._ends)
         self._write_endpoints()
         if self._of_one is None:
             self._download()
@@ -419,6 +422,14 @@ class Supervisor:
             worker.name, what, cause, delay_s, worker.log.path,
         )  # fmt: skip
         worker.start_after = time.monotonic() + delay_s
+        self._note_end(worker, f"{what}: {cause}")
+
+    def _note_end(self, worker: WorkerProcess, reason: str) -> None:
+        self._ends[str(worker.index)] = WorkerEnd(reason, time.time())
+        try:
+            write_ends(self._config.run_dir, self._ends)
+        except OSError as error:
+            logger.error("how %s ended could not be written: %s", worker.name, error)
 
     def _count_restart(self, worker: WorkerProcess, code: int) -> None:
         reason = reason_of(code, has_loaded=worker.phase in LOADED)

@@ -10,6 +10,7 @@ from app.inputs.chat_messages import read_conversation
 from app.inputs.chat_template import Chat
 from app.inputs.tokenizer import decode_all
 from app.inputs.tools import normalized_tools
+from app.outputs.token_texts import texts_in_order
 from app.schemas.generation import DETOKENIZE_BODY, TOKENIZE_BODY, TokenizeBody
 from app.service import current_service
 from titopool.errors import InvalidRequest
@@ -50,7 +51,11 @@ def detokenize() -> Response:
             )
         check_token_ids("tokens", body.tokens, admission.facts.vocab_size)
         (text,) = admission.use_tokenizer(decode_all, [body.tokens], size=num_tokens)
-        return json_response({"prompt": text})
+        answer: dict[str, Any] = {"prompt": text}
+        if body.return_token_texts:
+            texts = admission.use_tokenizer(texts_in_order, body.tokens, size=num_tokens)
+            answer["token_texts"] = texts
+        return json_response(answer)
 
 
 def _encode_body(admission: Admission, body: TokenizeBody) -> list[int]:
