@@ -18,7 +18,7 @@ from app.http import (
 )
 from app.http.keys import Keys
 from app.routes import sglang, vllm_rl, weights
-from app.routes.admin import health, metrics, workers
+from app.routes.admin import description, health, metrics, workers
 from app.routes.generation import chat, generate, mismatch, sequence_logprobs, tokenize
 from app.routes.inference import generate as inference
 from app.routes.inference import render
@@ -72,6 +72,7 @@ def create_app(config: ServerConfig | None = None) -> Flask:
         vllm_rl,
         sglang,
         server_info,
+        description,
     ):
         app.register_blueprint(module.blueprint)
     idempotency.init_app(app, config)
