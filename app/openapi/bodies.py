@@ -79,7 +79,7 @@ def _openai_body(decoder: OpenAIDecoder[Any], components: Components) -> Schema:
         **_nullable(_fields(components, body_type), but=_required(components, body_type)),
     }
     about = components.struct(body_type)["description"] + " Null means left out."
-    name = body_type.__name__.replace("Fields", "Body")
+    name = f"OpenAI{body_type.__name__.replace('Fields', 'Body')}"
     return components.add(name, _object(about, fields, _required(components, body_type)))
 
 

@@ -31,8 +31,14 @@ class Components:
         return schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
 
     def add(self, name: str, schema: Schema) -> Schema:
-        """Adds a schema; returns one that refers to it."""
-        self.schemas[name] = {"title": name, **schema}
+        """Adds a schema; returns one that refers to it.
+
+        Raises:
+            ValueError: another schema has this name.
+        """
+        added = {"title": name, **schema}
+        if self.schemas.setdefault(name, added) != added:
+            raise ValueError(f"expected one schema with the name {name}, got two; rename one")
         return {"$ref": REF + name}
 
     def struct(self, type_: type[msgspec.Struct]) -> Schema:

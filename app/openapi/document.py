@@ -70,7 +70,8 @@ def encoded(app: Flask) -> bytes:
 
 def document_of(app: Flask) -> dict[str, Any]:
     """The OpenAPI 3.1 document of an application's routes; a handler without an entry is left out."""
-    routes = list(routes_of(app))
+    order = {endpoint: index for index, endpoint in enumerate(OPERATIONS)}
+    routes = sorted(routes_of(app), key=lambda route: (order[route.endpoint], route.path))
     components = Components(_types_of(routes))
     responses: dict[str, Any] = {}
     paths: dict[str, Any] = {}
@@ -83,7 +84,7 @@ def document_of(app: Flask) -> dict[str, Any]:
         "openapi": "3.1.0",
         "info": {"title": "titopool", "version": RELEASE, "description": ABOUT},
         "tags": [{"name": name, "description": text} for name, text in TAGS.items()],
-        "paths": dict(sorted(paths.items())),
+        "paths": paths,
         "components": {
             "schemas": components.used_by({"paths": paths, **parts}),
             **parts,

@@ -72,7 +72,12 @@ OPERATIONS = {
             )
         },
     ),
-    "models.models": Operation(tag=TAG, answer=Models, errors=(NoReadyWorker,)),
+    "models.models": Operation(
+        tag=TAG,
+        summary="The model and its adapters, as OpenAI's clients list them.",
+        answer=Models,
+        errors=(NoReadyWorker,),
+    ),
     "other_apis.refuse": Operation(
         tag=TAG,
         summary="Not served: a 404 with the reason, as OpenAI's and Anthropic's clients read it.",
