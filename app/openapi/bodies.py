@@ -166,11 +166,12 @@ def _nullable(fields: Mapping[str, Schema], *, but: Collection[str] = ()) -> dic
 
 def _or_null(schema: Schema) -> Schema:
     inner = _without_default(schema)
-    default = {"default": schema["default"]} if "default" in schema else {}
     options = inner.get("anyOf", [inner])
     if NULL in options or "null" in inner.get("type", ()):
         return schema
-    return {"anyOf": [*options, NULL], **default}
+    # An empty object is what null stands for here, and generators of clients refuse it as a default.
+    default = schema.get("default", {})
+    return {"anyOf": [*options, NULL], **({} if default == {} else {"default": default})}
 
 
 def _without_default(schema: Schema) -> Schema:

@@ -22,7 +22,9 @@ class Components:
         """`types`: all that `ref` and `struct` are asked for; a tuple is any of several."""
         known = list(dict.fromkeys(one for given in types for one in _forms(given)))
         refs, found = msgspec.json.schema_components(known, ref_template=REF + "{name}")
-        self.schemas: dict[str, Schema] = {_short(name): _adapted(one) for name, one in found.items()}
+        self.schemas: dict[str, Schema] = {
+            _short(name): {**_adapted(one), "title": _short(name)} for name, one in found.items()
+        }
         self._refs = dict(zip(known, map(_adapted, refs), strict=True))
 
     def ref(self, type_: Any) -> Schema:
@@ -74,7 +76,9 @@ def _short(name: str) -> str:
 def _adapted(value: Any) -> Any:
     """A schema of msgspec's with short names and JSON Schema's patterns."""
     if isinstance(value, dict):
-        return {key: _adapted_entry(key, one) for key, one in value.items()}
+        # Of a tuple: `maxItems` says the same, and generators of clients know no boolean schemas.
+        kept = {key: one for key, one in value.items() if (key, one) != ("items", False)}
+        return {key: _adapted_entry(key, one) for key, one in kept.items()}
     return [_adapted(one) for one in value] if isinstance(value, list) else value
 
 
