@@ -30,7 +30,9 @@ class Described(NamedTuple):
     @property
     def body(self) -> dict[str, Any]:
         """The schema and the examples of its body; {}: it has none."""
-        found: dict[str, Any] = self.operation.get("requestBody", {}).get("content", {}).get(JSON, {})
+        found: dict[str, Any] = (
+            self.operation.get("requestBody", {}).get("content", {}).get(JSON, {})
+        )
         return found
 
     @property

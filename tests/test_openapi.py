@@ -178,7 +178,9 @@ def fields_of_body(path: str) -> dict[str, dict[str, Any]]:
     return fields_of(document()["paths"][path]["post"]["requestBody"]["content"][JSON]["schema"])
 
 
-def fields_of_answer(path: str, method: str = "post", kind: str = JSON) -> dict[str, dict[str, Any]]:
+def fields_of_answer(
+    path: str, method: str = "post", kind: str = JSON
+) -> dict[str, dict[str, Any]]:
     responses = document()["paths"][path][method]["responses"]
     return fields_of(responses["200"]["content"][kind]["schema"])
 

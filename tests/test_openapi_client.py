@@ -17,7 +17,7 @@ from tests.servers import Server, environment
 
 GENERATOR = Path(sys.prefix) / "clients" / "openapi-python-client"
 # Prints what the generated functions return.
-SCRIPT = '''
+SCRIPT = """
 import json
 import sys
 
@@ -54,7 +54,7 @@ print(json.dumps({
     "is_paused": get_is_paused.sync(client=client).is_paused,
     "tokens": tokenized.tokens,
 }))
-'''
+"""
 
 
 @pytest.fixture(scope="module")

@@ -49,9 +49,15 @@ def test_an_example_fits_its_schema(described: Described, name: str):
 
 
 @examples(OF_ENGINE)
-def test_an_example_is_answered_as_described(single_server: Server, described: Described, name: str):
+def test_an_example_is_answered_as_described(
+    single_server: Server, described: Described, name: str
+):
     if described.path == "/mismatch":
-        asked = {"prompts": [[42, 1393]], "max_tokens": 2, "generation_kwargs": {"ignore_eos": True}}
+        asked = {
+            "prompts": [[42, 1393]],
+            "max_tokens": 2,
+            "generation_kwargs": {"ignore_eos": True},
+        }
         request_id = body_of(described, name)["request_id"]
         single_server.post("/generate", asked, headers={"X-Request-Id": request_id})
     body = body_of(described, name)

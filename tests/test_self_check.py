@@ -110,7 +110,7 @@ LADDERS = {
         "rollouts", "client", "settings", "wire", "deadline", "secret_files", "errors", "release",
     ],
     "app": [
-        "streams", "generation", "service", "draining", "outputs", "inputs", "http", "schemas", "pool",
+        "streams", "generation", "service", "draining", "openapi", "outputs", "inputs", "http", "schemas", "pool",
         "json_structure", "time_slices",
     ],
     "workers": [

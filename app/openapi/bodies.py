@@ -112,7 +112,9 @@ def _sglang_body(components: Components) -> Schema:
         **_unused(sglang_fields.UNUSED),
         **_nullable(_fields(components, RequestFields)),
         **{
-            name: {"anyOf": [_without_default(one), {"type": "array", "items": _or_null(one)}, NULL]}
+            name: {
+                "anyOf": [_without_default(one), {"type": "array", "items": _or_null(one)}, NULL]
+            }
             for name, one in prompt.items()
         },
     }

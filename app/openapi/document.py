@@ -10,6 +10,7 @@ from flask import Flask
 from werkzeug.routing import Rule
 
 from app.http.auth import ADMIN_BLUEPRINTS, OPEN_ENDPOINTS
+from app.http.responses import LOGPROBS_MODE_HEADER
 from app.openapi import bodies, parameters
 from app.openapi.components import Components, Schema
 from app.openapi.errors import Error, error_responses, errors_of
@@ -199,7 +200,7 @@ def _responses(
 
 
 def _answer(operation: Operation, components: Components) -> dict[str, Any]:
-    headers = (parameters.LOGPROBS_MODE_HEADER,) if operation.headers else ()
+    headers = (LOGPROBS_MODE_HEADER,) if operation.headers else ()
     answer: dict[str, Any] = {
         "description": "The answer.",
         "headers": parameters.answer_headers(*headers),
@@ -207,12 +208,16 @@ def _answer(operation: Operation, components: Components) -> dict[str, Any]:
     if operation.answer is not None:
         media = {operation.media_type: operation.answer, **operation.other_media}
         answer["content"] = {
-            kind: {"schema": _events(components.ref(one)) if kind == EVENTS else components.ref(one)}
+            kind: {
+                "schema": _events(components.ref(one)) if kind == EVENTS else components.ref(one)
+            }
             for kind, one in media.items()
         }
     return answer
 
 
 def _events(schema: Schema) -> Schema:
-    about = "Server-sent events: `data` is the object of an event, an error, or at the end `[DONE]`."
+    about = (
+        "Server-sent events: `data` is the object of an event, an error, or at the end `[DONE]`."
+    )
     return {"type": "string", "description": about, "x-event": schema}

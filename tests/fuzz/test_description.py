@@ -3,9 +3,13 @@
 The server has workers with stub engines: weights, pauses and aborts cost nothing there.
 """
 
+import itertools
+import random
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 import schemathesis
 from hypothesis import assume, given, settings
@@ -19,7 +23,7 @@ from schemathesis.specs.openapi.checks import (
 )
 
 from tests.api_schemas import closed_document
-from tests.fuzz.exploring import TIMEOUT_S, explore
+from tests.fuzz.exploring import SEED, TIMEOUT_S, explore
 from tests.fuzz.hints import VOCAB_SIZE
 from tests.fuzz.stub_pool import StubPool, stub_pool
 
@@ -40,13 +44,20 @@ CALL_TIMEOUT_S = 30
 PAUSES = ("/pause", "/pause_generation")
 # A deadline that has passed is no fault of the server: a request waits for a version of the weights
 # that never comes, or for a trainer.
-EXPECTED_5XX = {503, 504}
+UNAVAILABLE = {503, 504}
 
 
 @pytest.fixture
 def pool(tiny_model: str, tmp_path: Path) -> Iterator[StubPool]:
     """Two stub workers with a real tokenizer, whose ids stage no faults."""
-    arguments = ("--tokenizer", tiny_model, "--vocab-size", str(VOCAB_SIZE), "--max-model-len", "512")
+    arguments = (
+        "--tokenizer",
+        tiny_model,
+        "--vocab-size",
+        str(VOCAB_SIZE),
+        "--max-model-len",
+        "512",
+    )
     with stub_pool(tmp_path, *arguments, num_workers=NUM_WORKERS, **SETTINGS) as running:
         yield running
 
@@ -64,30 +75,40 @@ def strategies_of(described: BaseSchema) -> Iterator[st.SearchStrategy[Case]]:
 def test_the_server_answers_as_its_description_says(pool: StubPool) -> None:
     url = pool.server.url
     strategies = list(strategies_of(schemathesis.openapi.from_dict(closed_document())))
+    random.Random(SEED).shuffle(strategies)
     workers = {str(index) for index in range(NUM_WORKERS)}
-    statuses: dict[int, int] = {}
+    statuses: Counter[int] = Counter()
+    unavailable: Counter[str] = Counter()
+    numbers = itertools.count()
 
-    def check_all() -> None:
-        for strategy in strategies:
-            check(strategy)
+    def check_next() -> None:
+        number = next(numbers)
 
-    def check(cases: st.SearchStrategy[Case]) -> None:
+        @hypothesis.seed(f"{SEED}/description/{number}")
         @settings(max_examples=3)
-        @given(case=cases)
+        @given(case=strategies[number % len(strategies)])
         def check_case(case: Case) -> None:
             # A worker that drains does not come back.
             assume(not workers & set((case.path_parameters or {}).values()))
             answer = case.call(base_url=url, timeout=CALL_TIMEOUT_S)
-            statuses[answer.status_code] = statuses.get(answer.status_code, 0) + 1
+            statuses[answer.status_code] += 1
+            if answer.status_code in UNAVAILABLE:
+                unavailable[f"{case.path}: {answer.json()['error']['message'][:100]}"] += 1
             if answer.status_code == 200 and case.path in PAUSES:
                 pool.server.post("/resume", None)
-            checks = CHECKS[1:] if answer.status_code in EXPECTED_5XX else CHECKS
+            checks = CHECKS[1:] if answer.status_code in UNAVAILABLE else CHECKS
             case.validate_response(answer, checks=checks)
 
         check_case()
 
-    explore(check_all, check_all, name="description", share=0.5, between=pool.check_processes)
-    print(f"{sum(statuses.values())} requests; by status: {dict(sorted(statuses.items()))}")
-    # The seed of every batch must give requests that are served, and requests that are refused.
-    assert statuses[200] > len(strategies) / 4
-    assert statuses[400] > len(strategies) / 4
+    num_batches = explore(
+        check_next, check_next, name="description", share=0.5, between=pool.check_processes
+    )
+    print(
+        f"{sum(statuses.values())} requests, {num_batches / len(strategies):.1f} times each of "
+        f"{len(strategies)} operations and modes; by status: {dict(sorted(statuses.items()))}; "
+        f"unavailable: {dict(unavailable)}"
+    )
+    # There are requests that are served, and requests that are refused.
+    assert statuses[200] > num_batches / 4
+    assert statuses[400] > num_batches / 4

@@ -46,7 +46,7 @@ class ReadyWorker(msgspec.Struct, kw_only=True):
     weight_version: int | None
     # For clients with a key, if the server has one.
     endpoint: str | UnsetType = UNSET
-    reason: str | None | UnsetType = UNSET
+    reason: str | UnsetType | None = UNSET
 
 
 class Ready(msgspec.Struct, kw_only=True):
@@ -166,21 +166,21 @@ class WorkerWeights(msgspec.Struct, kw_only=True):
     endpoint: str
     worker: str | None
     state: str
-    session: str | None | UnsetType = UNSET
-    group_size: int | None | UnsetType = UNSET
-    update: str | None | UnsetType = UNSET
+    session: str | UnsetType | None = UNSET
+    group_size: int | UnsetType | None = UNSET
+    update: str | UnsetType | None = UNSET
     weight_version: int | UnsetType = UNSET
     # What the ranks wait for.
-    awaited: dict[str, Any] | None | UnsetType = UNSET
-    last_update: str | None | UnsetType = UNSET
+    awaited: dict[str, Any] | UnsetType | None = UNSET
+    last_update: str | UnsetType | None = UNSET
     waits_for_weights: bool | UnsetType = UNSET
-    why_behind: str | None | UnsetType = UNSET
+    why_behind: str | UnsetType | None = UNSET
     is_paused: bool | UnsetType = UNSET
-    lease_left_s: float | None | UnsetType = UNSET
-    last_end: str | None | UnsetType = UNSET
+    lease_left_s: float | UnsetType | None = UNSET
+    last_end: str | UnsetType | None = UNSET
     is_written_in_place: bool | UnsetType = UNSET
     is_restarting: bool | UnsetType = UNSET
-    last_staging: str | None | UnsetType = UNSET
+    last_staging: str | UnsetType | None = UNSET
     last_paused_s: Seconds | UnsetType = UNSET
     adapters: dict[str, Any] | UnsetType = UNSET
     adapter_versions: dict[str, int] | UnsetType = UNSET

@@ -57,7 +57,7 @@ class TokensChoice(msgspec.Struct, kw_only=True):
     routed_experts: RoutedExperts | str | None
     # [tokens][ids]
     sampling_mask: list[list[int]] | None
-    lora_version: int | None | UnsetType = UNSET
+    lora_version: int | UnsetType | None = UNSET
 
 
 class TokensEvent(msgspec.Struct, kw_only=True):
@@ -67,8 +67,8 @@ class TokensEvent(msgspec.Struct, kw_only=True):
     output_mode: Literal["tokens"]
     choices: list[TokensChoice]
     usage: Usage | None
-    prompt_token_ids: list[int] | None | UnsetType = UNSET
-    mm_placeholders: Placeholders | None | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType | None = UNSET
+    mm_placeholders: Placeholders | UnsetType | None = UNSET
 
 
 class TokensAnswer(msgspec.Struct, kw_only=True):
@@ -97,12 +97,12 @@ class SGLangFinish(msgspec.Struct, kw_only=True):
 
     type: Literal["stop", "length", "abort"]
     # Of stop: the token or the text.
-    matched: int | str | None | UnsetType = UNSET
+    matched: int | str | UnsetType | None = UNSET
     length: int | UnsetType = UNSET
     # Of abort.
     message: str | UnsetType = UNSET
-    status_code: None | UnsetType = UNSET
-    err_type: None | UnsetType = UNSET
+    status_code: UnsetType | None = UNSET
+    err_type: UnsetType | None = UNSET
 
 
 class SGLangMeta(msgspec.Struct, kw_only=True):
@@ -115,7 +115,7 @@ class SGLangMeta(msgspec.Struct, kw_only=True):
     cached_tokens: int
     weight_version: str
     weight_versions: list[WeightSpan]
-    lora_version: int | None | UnsetType = UNSET
+    lora_version: int | UnsetType | None = UNSET
     input_token_logprobs: list[Entry] | UnsetType = UNSET
     output_token_logprobs: list[Entry] | UnsetType = UNSET
     input_top_logprobs: list[list[Entry] | None] | UnsetType = UNSET

@@ -81,10 +81,10 @@ class Choice(msgspec.Struct, kw_only=True):
     index: int
     finish_reason: FinishReason | None
     # A token, a text, or null.
-    stop_reason: int | str | None | UnsetType = UNSET
+    stop_reason: int | str | UnsetType | None = UNSET
     token_ids: list[int] | UnsetType = UNSET
     weight_versions: list[VersionSpan | WeightSpan] | UnsetType = UNSET
-    lora_version: int | None | UnsetType = UNSET
+    lora_version: int | UnsetType | None = UNSET
 
 
 class CompletionChoice(Choice, kw_only=True):
@@ -99,15 +99,15 @@ class CompletionChoice(Choice, kw_only=True):
 class CalledFunction(msgspec.Struct, kw_only=True):
     """A tool's name and its arguments as JSON, or pieces of them."""
 
-    name: str | None | UnsetType = UNSET
-    arguments: str | None | UnsetType = UNSET
+    name: str | UnsetType | None = UNSET
+    arguments: str | UnsetType | None = UNSET
 
 
 class ToolCall(msgspec.Struct, kw_only=True):
     """A call of a tool, or a piece of it."""
 
     function: CalledFunction
-    id: str | None | UnsetType = UNSET
+    id: str | UnsetType | None = UNSET
     type: Literal["function"] | UnsetType = UNSET
     # In streams.
     index: int | UnsetType = UNSET
@@ -117,7 +117,7 @@ class Delta(msgspec.Struct, kw_only=True):
     """What a message has gained."""
 
     role: str | UnsetType = UNSET
-    content: str | None | UnsetType = UNSET
+    content: str | UnsetType | None = UNSET
     reasoning: str | UnsetType = UNSET
     tool_calls: list[ToolCall] | UnsetType = UNSET
 

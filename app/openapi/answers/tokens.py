@@ -90,7 +90,11 @@ class DetokenizeAnswer(msgspec.Struct, kw_only=True):
 
 MismatchAnswer = msgspec.defstruct(
     "MismatchAnswer",
-    [("request_id", str), ("logprobs_mode", str), *((one.name, one.type) for one in fields(Mismatch))],
+    [
+        ("request_id", str),
+        ("logprobs_mode", str),
+        *((one.name, one.type) for one in fields(Mismatch)),
+    ],
     namespace={"__doc__": "How far a trainer's log-probabilities are from the sampler's, in nats."},
     module=__name__,
     kw_only=True,

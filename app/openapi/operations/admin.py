@@ -39,9 +39,7 @@ OPERATIONS: dict[str, Operation] = {
         errors=(Conflict,),
         examples={"two": Example("Two workers", {"num_workers": 2})},
     ),
-    "description.document": Operation(
-        tag=TAG, summary="This document.", answer=dict[str, Any]
-    ),
+    "description.document": Operation(tag=TAG, summary="This document.", answer=dict[str, Any]),
     "description.page": Operation(
         tag=TAG, summary="A page that shows this document.", answer=str, media_type="text/html"
     ),

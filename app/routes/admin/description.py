@@ -103,4 +103,5 @@ def _cached(body: bytes, mimetype: str) -> Response:
     response = respond(body, mimetype)
     response.set_etag(hashlib.sha256(body).hexdigest()[:32])
     response.headers |= {"Cache-Control": "no-cache", "X-Content-Type-Options": "nosniff"}
-    return response.make_conditional(request)
+    response.make_conditional(request)
+    return response
