@@ -26,8 +26,7 @@ from generated.api.generate import post_detokenize, post_generate, post_tokenize
 from generated.api.openai import get_v1_models, post_v1_chat_completions
 from generated.api.weights import get_is_paused
 from generated.models import (
-    DetokenizeBody, Error, GenerateBody, GenerateBodyGenerationKwargs, OpenAIChatBody,
-    OpenAIChatBodyMessagesItem, TokenizeBody,
+    DetokenizeBody, Error, GenerateBody, OpenAIChatBody, OpenAIChatBodyMessagesItem, TokenizeBody,
 )
 
 client = Client(base_url=sys.argv[1], timeout=60)

@@ -220,4 +220,5 @@ def _events(schema: Schema) -> Schema:
     about = (
         "Server-sent events: `data` is the object of an event, an error, or at the end `[DONE]`."
     )
-    return {"type": "string", "description": about, "x-event": schema}
+    # Without a type: tools differ in what they take a stream for.
+    return {"description": about, "x-event": schema}

@@ -54,7 +54,12 @@ class Error(msgspec.Struct, kw_only=True):
 
 def errors_of(operation: Operation, *, takes_body: bool, is_open: bool) -> set[type[TitopoolError]]:
     """All errors that an operation can give, apart from those without a class."""
-    found: set[type[TitopoolError]] = {InvalidRequest, ForeignPage, TitopoolError, *operation.errors}
+    found: set[type[TitopoolError]] = {
+        InvalidRequest,
+        ForeignPage,
+        TitopoolError,
+        *operation.errors,
+    }
     if takes_body:
         found.update(BODY_ERRORS)
     if not is_open:
