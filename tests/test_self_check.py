@@ -112,8 +112,8 @@ LADDERS = {
         "rollouts", "client", "settings", "wire", "deadline", "secret_files", "errors", "release",
     ],
     "app": [
-        "metrics", "streams", "generation", "service", "draining", "outputs", "inputs", "http",
-        "schemas", "pool", "counts", "json_structure", "time_slices",
+        "metrics", "streams", "generation", "service", "draining", "openapi", "outputs", "inputs",
+        "http", "schemas", "pool", "counts", "json_structure", "time_slices",
     ],
     "workers": [
         "serving", "weights", "engine", "in_model", "images", "cluster", "supervisor", "restarts",

@@ -5,8 +5,12 @@ from flask import Flask, g, request
 from app.http.keys import NO_KEY, Key, Keys
 from titopool.errors import Unauthorized
 
-# Probes of container platforms send no key, nor does a browser for the page, which holds no data.
-OPEN_ENDPOINTS = {"health.health", "health.live", "health.ready", "page.page", "page.asset"}
+# Probes of container platforms send no key. A browser that opens a page sends none either: the page
+# holds no data, and the description of the API is the same for every server of a release.
+OPEN_ENDPOINTS = {
+    "health.health", "health.live", "health.ready", "page.page", "page.asset",
+    "description.document", "description.page", "description.asset",
+}  # fmt: skip
 # The blueprints of all routes that change the model or the workers, or pause generation.
 ADMIN_BLUEPRINTS = {"weights", "vllm_rl", "sglang", "workers"}
 _SCHEME = b"Bearer "

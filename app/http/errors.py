@@ -19,6 +19,9 @@ from titopool.release import RELEASE, VERSION_HEADER
 
 logger = logging.getLogger(__name__)
 
+# Statuses after which TRL's client (1.16) or urllib3 sends the request again.
+REPEATED = frozenset((429, 500, 502, 503))
+
 
 def init_app(app: Flask, refused: Counter[str] | None = None) -> None:
     """Registers the error handlers, also with gunicorn's parser.

@@ -10,6 +10,7 @@ join it.
 """
 
 import fcntl
+import functools
 import hashlib
 import logging
 import os
@@ -95,6 +96,7 @@ def current_claim() -> "Claim | None":
 
 
 def _once(handler: Any, store: "AnswerStore", timeout_s: float) -> Callable[[], Response]:
+    @functools.wraps(handler)
     def handle() -> Response:
         response: Response
         key = request.headers.get(HEADER)

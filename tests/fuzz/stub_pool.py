@@ -112,14 +112,19 @@ def start_worker(
 
 @contextmanager
 def stub_pool(
-    run_dir: Path, *, num_workers: int, num_endpoints: int | None = None, **settings: str
+    run_dir: Path,
+    *arguments: str,
+    num_workers: int,
+    num_endpoints: int | None = None,
+    **settings: str,
 ) -> Iterator[StubPool]:
     """Starts a pool; `settings` apply to workers and front ends.
 
     Args:
+        arguments: of the workers.
         num_endpoints: endpoints that the front ends connect to, if more than there are workers.
     """
-    workers = [start_worker(run_dir, index, **settings) for index in range(num_workers)]
+    workers = [start_worker(run_dir, index, *arguments, **settings) for index in range(num_workers)]
     endpoints = [f"ipc://{run_dir}/worker-{i}" for i in range(num_endpoints or num_workers)]
     port = free_port()
     settings |= {"endpoints": ",".join(endpoints), "port": str(port), "num_front_ends": "2"}

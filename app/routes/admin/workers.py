@@ -3,15 +3,12 @@
 `POST /workers/NAME/drain`, `POST /workers/scale`.
 """
 
-from typing import Annotated
-
 import gevent
-import msgspec
 from flask import Blueprint, Response, request
-from msgspec import Meta
 
 from app.http.responses import json_response
 from app.schemas.decoding import decode_body
+from app.schemas.workers import SCALE_BODY
 from app.service import current_service
 from titopool.deadline import Deadline
 from titopool.errors import Conflict, InvalidRequest, WorkerNotFound
@@ -23,15 +20,6 @@ blueprint = Blueprint("workers", __name__)
 # Until a worker shows that it drains: its next heartbeat says so.
 DRAIN_TIMEOUT_S = 5.0
 POLL_S = 0.02
-
-
-class ScaleBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """`POST /workers/scale`."""
-
-    num_workers: Annotated[int, Meta(ge=1, le=4096)]
-
-
-SCALE_BODY = msgspec.json.Decoder(ScaleBody)
 
 
 @blueprint.post("/workers/<name>/drain/")

@@ -14,14 +14,13 @@ from flask import Response, request
 from gunicorn.http.errors import ParseException
 from werkzeug.exceptions import HTTPException
 
+from app.http.errors import REPEATED
 from app.http.request_ids import request_id
 from app.http.responses import json_response
 from titopool.errors import TitopoolError
 
 logger = logging.getLogger(__name__)
 
-# Statuses after which TRL's client (1.16) or urllib3 sends the request again.
-REPEATED = frozenset((429, 500, 502, 503))
 Handler = Callable[[], Response]
 
 

@@ -1,0 +1,290 @@
+"""Answers of the routes for weights, pauses, adapters, caches and operators."""
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import UNSET, Meta, UnsetType
+
+Seconds = Annotated[float, Meta(ge=0)]
+
+
+class Message(msgspec.Struct, kw_only=True):
+    """The call is done."""
+
+    message: str
+
+
+class Success(msgspec.Struct, kw_only=True):
+    """The call is done."""
+
+    success: bool
+    message: str | UnsetType = UNSET
+
+
+# ---- operators ---------------------------------------------------------------------------
+
+
+class Health(msgspec.Struct, kw_only=True):
+    """The process answers."""
+
+    status: Literal["ok"]
+
+
+class Live(Health, kw_only=True):
+    """The process answers; its id is for clients with a key, if the server has one."""
+
+    pid: int | UnsetType = UNSET
+
+
+class ReadyWorker(msgspec.Struct, kw_only=True):
+    """A worker; values are null while it does not answer."""
+
+    worker: str | None
+    phase: str
+    phase_s: float | None
+    silent_s: float
+    weight_version: int | None
+    # For clients with a key, if the server has one.
+    endpoint: str | UnsetType = UNSET
+    reason: str | UnsetType | None = UNSET
+
+
+class Ready(msgspec.Struct, kw_only=True):
+    """The pool."""
+
+    ready: bool
+    draining: bool
+    num_ready: int
+    workers: list[ReadyWorker]
+
+
+class WorldSize(msgspec.Struct, kw_only=True):
+    """The number of ranks."""
+
+    world_size: int
+
+
+class Drained(msgspec.Struct, kw_only=True):
+    """The worker has begun to leave."""
+
+    worker: str
+    phase: str
+
+
+class Scaled(msgspec.Struct, kw_only=True):
+    """Workers start, or drain and end."""
+
+    num_workers: int
+    num_before: int
+
+
+# ---- weights -----------------------------------------------------------------------------
+
+
+class Joined(msgspec.Struct, kw_only=True):
+    """Every worker is in the group."""
+
+    session: str
+    num_workers: int
+
+
+class Begun(msgspec.Struct, kw_only=True):
+    """The update is open; the trainer broadcasts."""
+
+    update: str
+    version: int
+    # Names of tensors.
+    missing: list[str]
+    ignored: list[str]
+    kept: list[str]
+
+
+class LostWorker(msgspec.Struct, kw_only=True):
+    """A worker that was lost while the update was applied."""
+
+    endpoint: str
+    error: str
+
+
+class Committed(msgspec.Struct, kw_only=True):
+    """The new weights serve."""
+
+    version: int
+    # Number of tensors.
+    loaded: int
+    # Where the tensors waited.
+    staging: str
+    paused_s: Seconds
+    prepare_s: Seconds
+    apply_s: Seconds
+    lost: list[LostWorker]
+    checksum: str | UnsetType = UNSET
+    # Workers that have loaded and are not in the group.
+    outside: list[str] | UnsetType = UNSET
+    # Of a folder.
+    ignored: list[str] | UnsetType = UNSET
+
+
+class Finished(msgspec.Struct, kw_only=True):
+    """A finish: with the fields of a commit, unless parts of layers wait for the rest."""
+
+    message: str
+    waits_for: str | UnsetType = UNSET
+    version: int | UnsetType = UNSET
+    loaded: int | UnsetType = UNSET
+    staging: str | UnsetType = UNSET
+    paused_s: Seconds | UnsetType = UNSET
+    prepare_s: Seconds | UnsetType = UNSET
+    apply_s: Seconds | UnsetType = UNSET
+    lost: list[LostWorker] | UnsetType = UNSET
+    checksum: str | UnsetType = UNSET
+
+
+class Aborted(msgspec.Struct, kw_only=True):
+    """The update and its group are dropped."""
+
+    update: str
+    restarting: list[str]
+
+
+class Closed(msgspec.Struct, kw_only=True):
+    """The group is closed."""
+
+    session: str
+
+
+class Accepted(msgspec.Struct, kw_only=True):
+    """The initial weights serve."""
+
+    weight_version: int
+    restarting: list[str]
+
+
+class WorkerWeights(msgspec.Struct, kw_only=True):
+    """The state of a worker's weights; of one that does not answer its phase and endpoint only."""
+
+    endpoint: str
+    worker: str | None
+    state: str
+    session: str | UnsetType | None = UNSET
+    group_size: int | UnsetType | None = UNSET
+    update: str | UnsetType | None = UNSET
+    weight_version: int | UnsetType = UNSET
+    # What the ranks wait for.
+    awaited: dict[str, Any] | UnsetType | None = UNSET
+    last_update: str | UnsetType | None = UNSET
+    waits_for_weights: bool | UnsetType = UNSET
+    why_behind: str | UnsetType | None = UNSET
+    is_paused: bool | UnsetType = UNSET
+    lease_left_s: float | UnsetType | None = UNSET
+    last_end: str | UnsetType | None = UNSET
+    is_written_in_place: bool | UnsetType = UNSET
+    is_restarting: bool | UnsetType = UNSET
+    last_staging: str | UnsetType | None = UNSET
+    last_paused_s: Seconds | UnsetType = UNSET
+    adapters: dict[str, Any] | UnsetType = UNSET
+    adapter_versions: dict[str, int] | UnsetType = UNSET
+
+
+class Weights(msgspec.Struct, kw_only=True):
+    """The weights of all workers."""
+
+    workers: list[WorkerWeights]
+
+
+class Adapter(msgspec.Struct, kw_only=True):
+    """A LoRA adapter that was loaded or unloaded."""
+
+    lora_name: str
+    version: int
+
+
+# ---- pauses and aborts -------------------------------------------------------------------
+
+
+class Paused(msgspec.Struct, kw_only=True):
+    """All workers are paused."""
+
+    status: Literal["paused"]
+    is_paused: bool
+    lease_s: Seconds
+
+
+class Resumed(msgspec.Struct, kw_only=True):
+    """Generation goes on."""
+
+    status: Literal["resumed"]
+    is_paused: bool
+    was_paused: bool
+
+
+class PauseState(msgspec.Struct, kw_only=True):
+    """Whether a client has paused any worker."""
+
+    is_paused: bool
+    lease_left_s: float | None
+
+
+class AbortedRequests(msgspec.Struct, kw_only=True):
+    """The number of jobs that were ended."""
+
+    status: Literal["aborted"]
+    aborted: int
+
+
+class SGLangPaused(msgspec.Struct, kw_only=True):
+    """All workers are paused."""
+
+    message: str
+    status: Literal["ok"]
+    lease_s: Seconds
+
+
+class SGLangResumed(msgspec.Struct, kw_only=True):
+    """Generation goes on."""
+
+    message: str
+    status: Literal["ok"]
+
+
+class DiskAnswer(msgspec.Struct, kw_only=True):
+    """All workers serve the folder's weights."""
+
+    success: bool
+    message: str
+    num_paused_requests: int
+
+
+# ---- settings and versions ---------------------------------------------------------------
+
+
+class ServerInfo(msgspec.Struct, kw_only=True):
+    """Settings that trainers read: an object with `config_format=json`, else its JSON as a string."""
+
+    vllm_config: str | dict[str, Any]
+
+
+class WeightInfo(msgspec.Struct, kw_only=True):
+    """The label of the version that serves."""
+
+    weight_version: str
+
+
+class Labelled(msgspec.Struct, kw_only=True):
+    """The version that serves has another label."""
+
+    success: bool
+    new_version: str
+
+
+class Checksums(msgspec.Struct, kw_only=True):
+    """Digests by the name of a parameter."""
+
+    checksums: dict[str, str]
+
+
+class Compared(msgspec.Struct, kw_only=True):
+    """Whether the digests are those of the baseline."""
+
+    match: bool
+    mismatches: list[str]
