@@ -120,7 +120,9 @@ def test_every_error_of_the_server_is_in_the_document():
 # ---- docs/http.md --------------------------------------------------------------------------
 
 # A call in the page: perhaps its method, and a path. `GET` may stand alone before another method.
-CALL = re.compile(r"`(?:(GET|POST) )?(/[\w/{}.]+)`")
+CALL = re.compile(r"`(?:(GET|POST) )?(/[\w/{}.]*)`")
+# A part of a path that a client chooses.
+PART = re.compile(r"\b[A-Z]+\b")
 # Paths of other servers, and beginnings of paths.
 NO_ROUTES = {"/v1"}
 
@@ -128,7 +130,7 @@ NO_ROUTES = {"/v1"}
 def calls_of(text: str) -> set[tuple[str, str]]:
     """Paths of the text as the document writes them, with "" for a method that is not named."""
     return {
-        (method.lower(), path.replace("NAME", "{name}").rstrip("/"))
+        (method.lower(), PART.sub(lambda found: f"{{{found[0].lower()}}}", path).rstrip("/") or "/")
         for method, path in CALL.findall(text)
         if path.rstrip("/") not in NO_ROUTES
     }

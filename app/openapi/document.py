@@ -51,7 +51,7 @@ class Route(NamedTuple):
     @property
     def operation_id(self) -> str:
         """The method and the path's words: unique, and a name in every language."""
-        return "_".join([self.method.lower(), *re.findall(r"\w+", self.path)])
+        return "_".join([self.method.lower(), *(re.findall(r"\w+", self.path) or ["root"])])
 
     @property
     def is_open(self) -> bool:

@@ -99,7 +99,7 @@ def _statuses_of(error: type[TitopoolError], operation: Operation) -> set[int]:
         is_own = operation.failure is not None and error is not TitopoolError
         return {HTTPStatus.BAD_REQUEST if is_own else error.status}
     # A fault outside of the handler has its own status, and so has a body that has no room.
-    is_outside = error in (TitopoolError, QueueFull) or operation.never_repeated == "partly"
+    is_outside = error in (TitopoolError, QueueFull)
     return {HTTPStatus.CONFLICT, error.status} if is_outside else {HTTPStatus.CONFLICT}
 
 

@@ -86,7 +86,7 @@ class Operation:
     # Beyond those of every route (`app/openapi/errors.py`) and of every route with a body.
     errors: Errors = ()
     # Statuses after which TRL's client repeats a call are 409 (`app/routes/vllm_rl/statuses.py`).
-    never_repeated: Literal["no", "yes", "partly"] = "no"
+    never_repeated: Literal["no", "yes"] = "no"
     # Every error is a 400 with SGLang's fields; the type of its body.
     failure: Any = None
     # Of parts of the path: their meaning, by name.

@@ -58,6 +58,60 @@ class Ready(msgspec.Struct, kw_only=True):
     workers: list[ReadyWorker]
 
 
+class WorkerEnd(msgspec.Struct, kw_only=True):
+    """Why and when the last process of a worker ended; `ended_at` is Unix time."""
+
+    reason: str
+    ended_at: float
+    ago_s: Seconds
+
+
+class WorkerOverview(msgspec.Struct, kw_only=True):
+    """A worker; of one that does not answer only the first fields."""
+
+    worker: str | None
+    endpoint: str
+    phase: str
+    reason: str | None
+    phase_s: float | None
+    silent_s: float
+    last_end: WorkerEnd | None
+    model: str | UnsetType | None = UNSET
+    dtype: str | UnsetType | None = UNSET
+    vllm_version: str | UnsetType | None = UNSET
+    weight_version: int | UnsetType = UNSET
+    weight_label: str | UnsetType = UNSET
+    num_sequences: int | UnsetType = UNSET
+    num_slots: int | UnsetType | None = UNSET
+    num_prompt_tokens: int | UnsetType = UNSET
+    num_cached_tokens: int | UnsetType = UNSET
+    num_completion_tokens: int | UnsetType = UNSET
+    num_completed_jobs: int | UnsetType = UNSET
+    num_failed_jobs: int | UnsetType = UNSET
+
+
+class Overview(msgspec.Struct, kw_only=True):
+    """All workers, in the order of their endpoints."""
+
+    draining: bool
+    workers: list[WorkerOverview]
+
+
+class MetricsHistory(msgspec.Struct, kw_only=True):
+    """Samples of the last minutes, in columns; times are Unix times in seconds."""
+
+    now: float
+    interval_s: Seconds
+    span_s: Seconds
+    time_s: list[float]
+    # By name; null where a sample has no figure.
+    figures: dict[str, list[float | None]]
+    # By the error's code; null: nobody counts requests.
+    errors_per_s: dict[str, list[float]] | None
+    # Of the last sample, by worker.
+    worker_tokens_per_s: dict[str, float]
+
+
 class WorldSize(msgspec.Struct, kw_only=True):
     """The number of ranks."""
 
@@ -114,6 +168,7 @@ class Committed(msgspec.Struct, kw_only=True):
     loaded: int
     # Where the tensors waited.
     staging: str
+    update_s: Seconds
     paused_s: Seconds
     prepare_s: Seconds
     apply_s: Seconds
@@ -133,6 +188,7 @@ class Finished(msgspec.Struct, kw_only=True):
     version: int | UnsetType = UNSET
     loaded: int | UnsetType = UNSET
     staging: str | UnsetType = UNSET
+    update_s: Seconds | UnsetType = UNSET
     paused_s: Seconds | UnsetType = UNSET
     prepare_s: Seconds | UnsetType = UNSET
     apply_s: Seconds | UnsetType = UNSET
@@ -181,6 +237,7 @@ class WorkerWeights(msgspec.Struct, kw_only=True):
     is_written_in_place: bool | UnsetType = UNSET
     is_restarting: bool | UnsetType = UNSET
     last_staging: str | UnsetType | None = UNSET
+    last_update_s: Seconds | UnsetType = UNSET
     last_paused_s: Seconds | UnsetType = UNSET
     adapters: dict[str, Any] | UnsetType = UNSET
     adapter_versions: dict[str, int] | UnsetType = UNSET

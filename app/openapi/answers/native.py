@@ -121,6 +121,8 @@ class SGLangMeta(msgspec.Struct, kw_only=True):
     input_top_logprobs: list[list[Entry] | None] | UnsetType = UNSET
     output_top_logprobs: list[list[Entry]] | UnsetType = UNSET
     output_token_ids_logprobs: list[list[Entry]] | UnsetType = UNSET
+    # base64 of int32, [tokens, layers, experts of a token]; null without the server's option.
+    routed_experts: str | UnsetType | None = UNSET
 
 
 class SGLangCompletion(msgspec.Struct, kw_only=True):

@@ -2,7 +2,16 @@
 
 from typing import Any
 
-from app.openapi.answers.control import Drained, Health, Live, Ready, Scaled, WorldSize
+from app.openapi.answers.control import (
+    Drained,
+    Health,
+    Live,
+    MetricsHistory,
+    Overview,
+    Ready,
+    Scaled,
+    WorldSize,
+)
 from app.openapi.operation import Example, Operation, Query
 from app.openapi.operations.weights import BOOLEAN
 from app.schemas.workers import SCALE_BODY
@@ -23,6 +32,22 @@ OPERATIONS: dict[str, Operation] = {
     ),
     "metrics.metrics": Operation(
         tag=TAG, summary="The whole pool's metrics.", answer=str, media_type="text/plain"
+    ),
+    "history.history": Operation(
+        tag=TAG,
+        answer=MetricsHistory,
+        query=(Query("since", {"type": "number"}, "only later samples; Unix time"),),
+    ),
+    "overview.workers": Operation(tag=TAG, answer=Overview),
+    "page.page": Operation(
+        tag=TAG, summary="The page for a browser.", answer=str, media_type="text/html"
+    ),
+    "page.asset": Operation(
+        tag=TAG,
+        answer=str,
+        media_type="text/css",
+        other_media={"text/javascript": str, "image/svg+xml": str},
+        path_parts={"version": "as the page names it", "name": "a file that the page names"},
     ),
     "workers.drain": Operation(
         tag=TAG,

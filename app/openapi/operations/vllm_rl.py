@@ -65,13 +65,12 @@ OPERATIONS: dict[str, Operation] = {
     "vllm_rl.weight_transfer.update_weights": Operation(
         tag=TAG,
         description=(
-            "Of `path` and `weight_dir` the body has one; with `path`, `policy` is required. With "
-            "`update_info`, errors that would be 429, 500 or 503 are 409."
+            "Of `path` and `weight_dir` the body has one; with `path`, `policy` is required."
         ),
         body=(FOLDER_BODY, UPDATE_WEIGHTS_BODY),
         answer=(Message, Committed),
         errors=COMMAND_ERRORS,
-        never_repeated="partly",
+        never_repeated="yes",
         examples={
             "tensors": Example(
                 "Tensors",
@@ -142,6 +141,7 @@ OPERATIONS: dict[str, Operation] = {
         body=ABORT_REQUESTS_BODY,
         answer=AbortedRequests,
         errors=COMMAND_ERRORS,
+        never_repeated="yes",
         examples={"one": Example("One request", {"request_ids": ["rollout-17"]})},
     ),
     "vllm_rl.refused.refuse": Operation(tag=TAG, summary=REFUSED, is_refused=True),
