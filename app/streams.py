@@ -84,12 +84,13 @@ def _events(admission: Admission, pending: Request, writer: EventWriter) -> Iter
         yield _failure(admission, error)
     except Exception:
         logger.exception("the stream of request %s failed", admission.client_id)
-        yield _encode(TitopoolError("the front end failed during the stream").to_dict())
+        error = TitopoolError("the front end failed during the stream")
+        yield _encode(error.to_dict(admission.client_id))
     yield DONE
 
 
 def _failure(admission: Admission, error: TitopoolError) -> bytes:
-    body = error.to_dict()
+    body = error.to_dict(admission.client_id)
     log_failure(admission.client_id, error.status, body["error"], admission.key.name)
     return _encode(body)
 

@@ -343,7 +343,9 @@ async def serve(
 ) -> int:
     """Serves until SIGTERM, which drains, or SIGINT; `prepare` may change the server first. Returns the exit code."""
     config = from_environment()
-    configure_logging(config.log_level)
+    configure_logging(
+        config.log_level, log_format=config.log_format, worker=arguments.worker_id
+    )
     engine = engine_of(arguments)
     server = WorkerServer(
         engine,

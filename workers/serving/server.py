@@ -21,6 +21,7 @@ import zmq
 from titopool.deadline import Deadline
 from titopool.errors import GenerationFailed, TitopoolError
 from titopool.settings.config import ServerConfig
+from titopool.settings.logs import current_request
 from titopool.wire import messages
 from titopool.wire.commands import Command
 from titopool.wire.messages import (
@@ -308,6 +309,7 @@ class WorkerServer:
             logger.warning(
                 "ignored job %s: no Hello came first, the engine is not ready, or it is a repeat",
                 key,
+                extra={"request_id": job.client_id},
             )
             if turn is not None:
                 turn.end()
@@ -359,7 +361,8 @@ class WorkerServer:
             self._post(front_end, chunk)
 
         key = (job.job_id, job.attempt)
-
+        # Of this task only.
+        current_request.set(job.client_id)
         try:
             await place.is_free.wait()
             if turn is not None:
