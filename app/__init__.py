@@ -17,8 +17,9 @@ from app.http import (
     responses,
 )
 from app.http.keys import Keys
+from app.observing import open_requests
 from app.routes import sglang, vllm_rl, weights
-from app.routes.admin import health, metrics, workers
+from app.routes.admin import health, metrics, requests, workers
 from app.routes.generation import chat, generate, mismatch, sequence_logprobs, tokenize
 from app.routes.inference import generate as inference
 from app.routes.inference import render
@@ -57,6 +58,7 @@ def create_app(config: ServerConfig | None = None) -> Flask:
     for module in (
         health,
         metrics,
+        requests,
         workers,
         models,
         generate,
@@ -75,4 +77,5 @@ def create_app(config: ServerConfig | None = None) -> Flask:
     ):
         app.register_blueprint(module.blueprint)
     idempotency.init_app(app, config)
+    open_requests.init_app(app, service.requests)
     return app

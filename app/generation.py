@@ -246,7 +246,8 @@ def wait_for_version(admission: Admission, version: int) -> None:
         Conflict: it did not before the request's deadline.
         ClientGone: the client closed its connection.
     """
-    left = Event()
+    left, shown = Event(), admission.shown
+    shown.on_abort = left.set
     with watching(current_client(), left.set):
         while admission.link.weights.version < version:
             if admission.deadline.has_passed:
@@ -257,6 +258,9 @@ def wait_for_version(admission: Admission, version: int) -> None:
                     "request again after the update"
                 )
             admission.link.wait_for_weights(left, admission.deadline.left_s)
+            if shown.is_aborted:
+                # Its jobs end without a token.
+                return
             if left.is_set():
                 raise client_gone()
 
@@ -288,7 +292,11 @@ def submitted(admission: Admission, request: Request) -> Iterator[None]:
         admission.link.cancel(request, client_gone())
 
     with watching(current_client(), on_client_gone):
+        admission.shown.pending = request
         admission.link.submit(request)
+        if admission.shown.is_aborted:
+            # Before the link sends them.
+            admission.link.end_waiting(admission.shown.client_ids)
         yield
 
 

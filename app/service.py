@@ -18,6 +18,7 @@ from app.http.responses import name_logprobs
 from app.inputs.admission import Admission, session_key
 from app.inputs.drift import DriftWatch
 from app.inputs.tokenizer import TokenizerLoader
+from app.observing.open_requests import InFlight, OpenRequests
 from app.outputs.kept_logprobs import KeptLogprobs
 from app.pool.link import Link
 from app.schemas.decoding import Body, Decoder, decode_body
@@ -36,7 +37,9 @@ class Service:
         self.budget = Budget(config.memory_budget_bytes)
         # Answers with an error of this process, by the error's code.
         self.refused: Counter[str] = Counter()
-        self.link = Link(config, endpoints_of(config), self._totals)
+        self.requests = OpenRequests()
+        self.link = Link(config, endpoints_of(config), self._totals, self.requests)
+        self.requests.find = lambda pending: InFlight(*self.link.where_is(pending))
         self.tokenizer = TokenizerLoader()
         self.drift = DriftWatch(self.link, self.tokenizer)
         self.kept = KeptLogprobs(config)
@@ -84,12 +87,13 @@ class Service:
         with ExitStack() as at_end:
             self._num_open += 1
             at_end.callback(self._count_end)
+            shown = self.requests.begin(request_id(), current_key().name)
             deadline = Deadline.after(self.config.request_timeout_s)
             admission = Admission(
                 self.config, self.link, self.tokenizer, self.link.facts, deadline, at_end,
                 request_id(), session_key(http_request.headers.get("X-Session-ID")),
                 current_client(), current_reservation(), current_key(),
-                self.kept.keep if self.kept.is_on else None,
+                self.kept.keep if self.kept.is_on else None, shown,
             )  # fmt: skip
             name_logprobs(admission.facts.logprobs_mode)
             body = decode_body(sent, decoder)

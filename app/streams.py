@@ -84,8 +84,8 @@ def _events(admission: Admission, pending: Request, writer: EventWriter) -> Iter
         yield _failure(admission, error)
     except Exception:
         logger.exception("the stream of request %s failed", admission.client_id)
-        error = TitopoolError("the front end failed during the stream")
-        yield _encode(error.to_dict(admission.client_id))
+        failed = TitopoolError("the front end failed during the stream")
+        yield _encode(failed.to_dict(admission.client_id))
     yield DONE
 
 

@@ -110,8 +110,8 @@ LADDERS = {
         "rollouts", "client", "settings", "wire", "deadline", "secret_files", "errors", "release",
     ],
     "app": [
-        "streams", "generation", "service", "draining", "outputs", "inputs", "http", "schemas", "pool",
-        "json_structure", "time_slices",
+        "streams", "generation", "service", "draining", "outputs", "inputs", "http", "schemas",
+        "observing", "pool",        "json_structure", "time_slices",
     ],
     "workers": [
         "serving", "weights", "engine", "in_model", "images", "cluster", "supervisor", "process",

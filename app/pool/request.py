@@ -9,7 +9,15 @@ from typing import NamedTuple
 from gevent.event import Event
 
 from titopool.errors import TitopoolError
-from titopool.wire.messages import Chunk, Completed, Completion, Job, Logprobs, WorkerFacts
+from titopool.wire.messages import (
+    ID_BYTES,
+    Chunk,
+    Completed,
+    Completion,
+    Job,
+    Logprobs,
+    WorkerFacts,
+)
 
 # Memory of a completion without its ids, log-probabilities and text.
 COMPLETION_BYTES = 512
@@ -56,6 +64,8 @@ class Request:
         self.results: list[Completed | None] = [None] * len(jobs)
         self.error: TitopoolError | None = None
         self._num_open = len(jobs)
+        # Of chunks.
+        self.num_streamed_tokens = 0
         # Memory that results take.
         self.num_result_bytes = 0
         self._count_bytes = count_bytes
@@ -76,10 +86,27 @@ class Request:
         if not self.is_done:
             self._has_chunks.add(index)
             self._chunks.append(ChunkOfJob(index, chunk))
+            self.num_streamed_tokens += _num_tokens([piece for _, piece in chunk.pieces])
             num_bytes = _bytes_of([piece for _, piece in chunk.pieces])
             self._unread_bytes += num_bytes
             self._count_bytes(num_bytes)
             self._progress.set()
+
+    @property
+    def num_tokens(self) -> int:
+        """Sampled tokens that have come; those of a job that is not streamed come at its end."""
+        # The results of streamed jobs repeat their tokens.
+        whole = [
+            one for job, one in zip(self.jobs, self.results, strict=True)
+            if one is not None and not job.is_streamed
+        ]  # fmt: skip
+        return self.num_streamed_tokens + sum(_num_tokens(one.completions) for one in whole)
+
+    @property
+    def model(self) -> str:
+        """The name of the LoRA adapter of its first job, else of the model; "" if it is unknown."""
+        adapter = self.jobs[0].adapter if self.jobs else ""
+        return adapter or (self.facts.model if self.facts else "")
 
     def has_chunks(self, index: int) -> bool:
         """Whether the client may have received a chunk of job `index`, so that no retry is allowed."""
@@ -140,6 +167,10 @@ class Request:
         """
         self.raise_if_failed()
         return [result for result in self.results if result is not None]
+
+
+def _num_tokens(completions: Sequence[Completion]) -> int:
+    return sum(len(one.token_ids) for one in completions) // ID_BYTES
 
 
 def _bytes_of(completions: Sequence[Completion], of_prompt: Logprobs | None = None) -> int:

@@ -269,8 +269,8 @@ class ServerConfig:
 
     otlp_endpoint: str = setting(
         "",
-        "OpenTelemetry collector that gets traces, for example http://collector:4318. Empty: no "
-        "traces. Needs the extra otel.",
+        "OpenTelemetry collector that gets traces, for example http://collector:4318 (needs the extra "
+        "otel). Empty: no traces.",
     )
     trace_ratio: float = setting(
         1.0,

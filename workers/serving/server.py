@@ -108,7 +108,7 @@ class WorkerServer:
             listen_address=listen_address(endpoint),
             on_changed=self._send_heartbeats,
             on_broken=self._stop_with_unknown_weights,
-            end_waiting=self._queues.end_waiting,
+            front_ends=self._queues,
         )
         self._blames_jobs = False
         self._apart = ApartGroups(self._has_risks)
@@ -278,8 +278,8 @@ class WorkerServer:
             case messages.Leave(incarnation=self._incarnation):
                 if self._draining is None:
                     self.drain(leaves=True)
-            case messages.EndedWaiting():
-                self._queues.on_ended(identity, message)
+            case messages.EndedWaiting() | messages.ListedRequests():
+                self._queues.on_answer(identity, message)
             case Command(incarnation=self._incarnation):
                 self._spawn(self._answer(identity, message))
 
