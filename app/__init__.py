@@ -17,7 +17,7 @@ from app.http import (
     responses,
 )
 from app.http.keys import Keys
-from app.observing import open_requests
+from app.observing import open_requests, spans
 from app.routes import sglang, vllm_rl, weights
 from app.routes.admin import health, metrics, requests, workers
 from app.routes.generation import chat, generate, mismatch, sequence_logprobs, tokenize
@@ -48,6 +48,7 @@ def create_app(config: ServerConfig | None = None) -> Flask:
     app.extensions["titopool"] = service
     responses.init_app(app)
     request_ids.init_app(app)
+    service.traces = spans.init_app(app, config)
     connections.init_app(app, config.client_timeout_s)
     bodies.init_app(app, config, service.budget)
     keys = Keys(config)

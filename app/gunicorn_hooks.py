@@ -38,12 +38,14 @@ from titopool.settings.config import ENV_PREFIX, FAILURE_FILE, SECRET_VARIABLES
 from titopool.settings.gpus import number_of_workers
 from titopool.settings.logs import configure_logging, show, show_as
 from titopool.settings.sources import check_engine_options, from_environment, ignored_variables
+from titopool.tracing import check_installed
 from titopool.wire.pool_files import write_endpoints
 from titopool.wire.sockets import read_curve_key, worker_endpoint
 
 try:
     _config = from_environment()
     check_engine_options(_config)
+    check_installed(_config.otlp_endpoint)
     if any(endpoint.startswith("tcp://") for endpoint in _config.endpoints):
         read_curve_key(_config.curve_key_file)
     _keys = Keys(_config)
@@ -295,6 +297,8 @@ def worker_exit(server: Any, worker: Any) -> None:
     if worker.pid == os.getpid() and isinstance(reason, SystemExit):
         code = reason.code or 0
         if isinstance(code, int):
+            if worker.wsgi is not None and (traces := worker.wsgi.extensions["titopool"].traces):
+                traces.flush()
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(code & 0xFF)

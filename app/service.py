@@ -25,6 +25,7 @@ from app.schemas.decoding import Body, Decoder, decode_body
 from titopool.deadline import Deadline
 from titopool.errors import BodyTooLarge, BodyTooSlow, ConfigError, QueueFull
 from titopool.settings.config import ServerConfig
+from titopool.tracing import Traces
 from titopool.wire.messages import FrontEndTotals
 from titopool.wire.pool_files import endpoints_file
 
@@ -44,6 +45,8 @@ class Service:
         self.drift = DriftWatch(self.link, self.tokenizer)
         self.kept = KeptLogprobs(config)
         self._num_open = 0
+        # None without the setting `otlp_endpoint`.
+        self.traces: Traces | None = None
         # None outside of gunicorn.
         self.draining: Draining | None = None
 

@@ -104,7 +104,9 @@ def test_both_front_ends_list_and_abort_all(server, pool):
 
 @pytest.mark.parametrize("limit", ["0", "-1", "1001", "x", "1e9", ""])
 def test_another_limit_is_refused(limit):
-    answer = create_app(ServerConfig()).test_client().get("/requests", query_string={"limit": limit})
+    answer = (
+        create_app(ServerConfig()).test_client().get("/requests", query_string={"limit": limit})
+    )
     assert (answer.status_code, answer.json["error"]["code"]) == (400, "invalid_request")
 
 

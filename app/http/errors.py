@@ -47,6 +47,8 @@ def init_app(app: Flask, refused: Counter[str] | None = None) -> None:
 
 def _error_response(error: Exception) -> Response:
     assert isinstance(error, TitopoolError)
+    # For the request's span.
+    g.error_code = error.code
     response = json_response(error.to_dict(g.get("request_id", "")), error.status)
     if error.retry_after_s is not None:
         response.headers["Retry-After"] = str(error.retry_after_s)

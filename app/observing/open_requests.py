@@ -15,7 +15,7 @@ from flask import Flask, Response, g, has_request_context
 from flask import request as http_request
 
 from app.pool.request import Request
-from titopool.wire.messages import ID_BYTES, ListedRequests, RequestInfo, RequestPhase
+from titopool.wire.messages import ListedRequests, RequestInfo, RequestPhase
 
 # Names of workers and ids of jobs that one request shows.
 MAX_SHOWN = 16
@@ -35,12 +35,17 @@ class OpenRequest:
 
     __slots__ = (
         "began_s", "client", "id", "is_aborted", "is_writing", "key", "on_abort", "pending", "route",
+        "submitted_s", "traceparent",
     )  # fmt: skip
 
     def __init__(self, name: str, route: str, client: str, key: str):
         """`client` is the address that the connection comes from; `key` the name of its key."""
         self.id, self.route, self.client, self.key = name, route, client, key
+        # Monotonic: when it was admitted, and when it had jobs.
         self.began_s = time.monotonic()
+        self.submitted_s: float | None = None
+        # For its jobs; "": it is not traced.
+        self.traceparent = ""
         # Its jobs; None while the body is checked.
         self.pending: Request | None = None
         self.is_writing = False
@@ -52,6 +57,10 @@ class OpenRequest:
     def client_ids(self) -> set[str]:
         """By which workers know its jobs: its own, or those of a body's prompts."""
         return {job.client_id for job in self.pending.jobs} if self.pending else set()
+
+    def submit(self, pending: Request) -> None:
+        """It has jobs now."""
+        self.pending, self.submitted_s = pending, time.monotonic()
 
     def phase(self, where: InFlight) -> RequestPhase:
         """What it does now."""
@@ -77,9 +86,7 @@ class OpenRequest:
             phase=self.phase(where),
             num_prompts=len(pending.jobs) if pending else 0,
             num_completions=sum(job.num_sequences for job in pending.jobs) if pending else 0,
-            tokens_in=sum(len(job.prompt_token_ids) for job in pending.jobs) // ID_BYTES
-            if pending
-            else 0,
+            tokens_in=pending.num_prompt_tokens if pending else 0,
             tokens_out=pending.num_tokens if pending else 0,
             workers=where.workers[:MAX_SHOWN],
             model=pending.model if pending else "",
@@ -104,6 +111,7 @@ class OpenRequests:
         environ = http_request.environ
         client = f"{environ.get('REMOTE_ADDR', '')}:{environ.get('REMOTE_PORT', '')}".strip(":")
         one = OpenRequest(name, http_request.path.rstrip("/"), client, key)
+        one.traceparent = g.get("traceparent", "")
         self._open[id(one)] = g.open_request = one
         return one
 

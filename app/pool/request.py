@@ -3,6 +3,7 @@
 A handler creates the request and waits; the link completes or fails it.
 """
 
+import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -64,6 +65,11 @@ class Request:
         self.results: list[Completed | None] = [None] * len(jobs)
         self.error: TitopoolError | None = None
         self._num_open = len(jobs)
+        # Monotonic: when the first job was sent to a worker, and when the request ended.
+        self.placed_s: float | None = None
+        self.done_s: float | None = None
+        # Names of the workers that got jobs.
+        self.workers: set[str] = set()
         # Of chunks.
         self.num_streamed_tokens = 0
         # Memory that results take.
@@ -103,6 +109,11 @@ class Request:
         return self.num_streamed_tokens + sum(_num_tokens(one.completions) for one in whole)
 
     @property
+    def num_prompt_tokens(self) -> int:
+        """Of all prompts, with image placeholders as the client sent them."""
+        return sum(len(job.prompt_token_ids) for job in self.jobs) // ID_BYTES
+
+    @property
     def model(self) -> str:
         """The name of the LoRA adapter of its first job, else of the model; "" if it is unknown."""
         adapter = self.jobs[0].adapter if self.jobs else ""
@@ -132,7 +143,14 @@ class Request:
         self._end()
         return True
 
+    def note_placed(self, worker: str) -> None:
+        """A job is sent to `worker`."""
+        if self.placed_s is None:
+            self.placed_s = time.monotonic()
+        self.workers.add(worker)
+
     def _end(self) -> None:
+        self.done_s = time.monotonic()
         self._done.set()
         self._progress.set()
 

@@ -430,8 +430,7 @@ class Pool:
         job_ids, names, has_begun = {job.job_id for job in request.jobs}, [], False
         for worker in self.sorted_workers():
             if found := worker.jobs.keys() & job_ids:
-                beat = worker.heartbeat
-                names.append(beat.worker_id if beat else worker.endpoint)
+                names.append(worker.name)
                 has_begun |= bool(found - worker.ahead)
         return names, has_begun
 

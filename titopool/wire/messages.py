@@ -251,6 +251,8 @@ class Job(msgspec.Struct, frozen=True):
     client_id: str = ""
     # The name of the client's key; empty: none.
     key_name: str = ""
+    # W3C's header, of the front end's span; empty: the request is not traced.
+    traceparent: str = ""
 
 
 # ---- front end → worker -------------------------------------------------------------
