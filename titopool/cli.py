@@ -2,8 +2,8 @@
 
 `titopool serve [MODEL] …` is gunicorn with settings from the command line; `titopool doctor` reports
 what the server needs of this machine (`workers/doctor.py`); `titopool scale N` changes the number of
-workers of a running server (`titopool/scale_command.py`); `titopool mismatch MODEL` compares its
-log-probabilities with a trainer's (`titopool/mismatch/command.py`).
+workers of a running server (`titopool/scale_command.py`); `titopool top` shows its workers and
+requests (`titopool/top/`); `titopool mismatch MODEL` compares its log-probabilities with a trainer's (`titopool/mismatch/command.py`).
 """
 
 import os
@@ -32,6 +32,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         from titopool import scale_command
 
         return scale_command.main(words[1:])
+    if words[:1] == ["top"]:
+        from titopool.top import command as top
+
+        return top.main(words[1:])
     if words[:1] == ["mismatch"]:
         # Imports the client.
         from titopool.mismatch import command
@@ -42,6 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"{usage()}\n\ntitopool doctor: versions, GPUs, ports and what this machine lacks; with "
             "--endpoints or --url\nwhich hosts cannot connect\n"
             "titopool scale N: how many workers a running server has (--help)\n"
+            "titopool top: the workers and requests in flight of a running server, live (--help)\n"
             "titopool mismatch MODEL: how far a trainer's log-probabilities are from its (--help)"
         )
         return 0 if "--help" in words or "-h" in words else 2
