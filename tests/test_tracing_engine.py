@@ -36,7 +36,8 @@ def test_the_engines_own_span_is_in_the_trace(server, collector):
     # The tokenizer has loaded, and the engine has compiled its code.
     server.generate([MARKED], max_tokens=2)
     answer = server.post(
-        "/generate/", {"prompts": [f"{MARKED} jumps"], "max_tokens": 24, "ignore_eos": True},
+        "/generate/", {"prompts": [f"{MARKED} jumps"], "max_tokens": 24,
+              "generation_kwargs": {"ignore_eos": True}},
         headers={"traceparent": f"00-{TRACE}-b7ad6b7169203331-01"},
     )  # fmt: skip
     names = {"POST /generate", "check", "queue", "generate", "job", "engine", "prefill", "decode"}
@@ -64,7 +65,12 @@ def test_the_engines_own_span_is_in_the_trace(server, collector):
 
 def test_tokens_of_a_request_that_runs_are_counted(server):
     with ThreadPoolExecutor() as threads:
-        body = {"prompts": [[1, 2, 3]], "n": 8, "max_tokens": 2000, "ignore_eos": True}
+        body = {
+            "prompts": [[1, 2, 3]],
+            "n": 8,
+            "max_tokens": 2000,
+            "generation_kwargs": {"ignore_eos": True},
+        }
         headers = {"X-Request-Id": "long"}
         begun = threads.submit(server.post, "/generate/", body, headers=headers)
         counts = [0]
