@@ -18,8 +18,9 @@ from app.http import (
     responses,
 )
 from app.http.keys import Keys
+from app.observing import open_requests, spans
 from app.routes import sglang, vllm_rl, weights
-from app.routes.admin import description, health, metrics, workers
+from app.routes.admin import description, health, metrics, requests, workers
 from app.routes.generation import chat, generate, mismatch, sequence_logprobs, tokenize
 from app.routes.inference import generate as inference
 from app.routes.inference import render
@@ -51,6 +52,7 @@ def create_app(config: ServerConfig | None = None) -> Flask:
         http_requests.init_app(app, service.counts)
     responses.init_app(app)
     request_ids.init_app(app)
+    service.traces = spans.init_app(app, config)
     connections.init_app(app, config.client_timeout_s)
     bodies.init_app(app, config, service.budget)
     keys = Keys(config)
@@ -61,6 +63,7 @@ def create_app(config: ServerConfig | None = None) -> Flask:
     for module in (
         health,
         metrics,
+        requests,
         workers,
         models,
         generate,
@@ -84,4 +87,5 @@ def create_app(config: ServerConfig | None = None) -> Flask:
         app.register_blueprint(module.blueprint)
     history.init_app(app, service)
     idempotency.init_app(app, config)
+    open_requests.init_app(app, service.requests)
     return app

@@ -40,6 +40,8 @@ _job_ids = itertools.count(1)
 # Memory of a job without its ids, and of the answer that is written for each byte of a result.
 JOB_BYTES = 1024
 BYTES_PER_RESULT_BYTE = 5
+# A job has five spans, or more. Of a large request the first jobs are traced.
+MAX_TRACED_JOBS = 32
 # How often a request whose client has gone looks whether a repeat has come.
 CHECK_REPEAT_S = 0.5
 
@@ -157,6 +159,7 @@ def make_request(
         chat=chat,
         client_id=admission.client_id,
         key_name=admission.key.name,
+        traceparent=admission.shown.traceparent,
     )  # fmt: skip
     admission.keep_memory(_bytes_of_jobs(jobs))
     if min_weight_version is not None:
@@ -180,6 +183,7 @@ def make_jobs(
     chat: ChatParsing | None = None,
     client_id: str = "",
     key_name: str = "",
+    traceparent: str = "",
 ) -> list[Job]:
     """One job for each prompt, in order.
 
@@ -199,7 +203,7 @@ def make_jobs(
             f"{len(parsing)}; send fewer or shorter tools",
             param="tools",
         )
-    jobs = []
+    jobs: list[Job] = []
     for prompt in sharing_time(prompts):
         images, num_prompt = prompt.images, len(prompt.token_ids)
         room = facts.max_model_len - num_prompt
@@ -227,6 +231,7 @@ def make_jobs(
                 adapter=adapter if prompt.adapter is None else prompt.adapter,
                 client_id=client_id if prompt.client_id is None else prompt.client_id,
                 key_name=key_name,
+                traceparent=traceparent if len(jobs) < MAX_TRACED_JOBS else "",
             )
         )
     return jobs
@@ -247,7 +252,8 @@ def wait_for_version(admission: Admission, version: int) -> None:
         Conflict: it did not before the request's deadline.
         ClientGone: the client closed its connection.
     """
-    left = Event()
+    left, shown = Event(), admission.shown
+    shown.on_abort = left.set
     with watching(current_client(), left.set):
         while admission.link.weights.version < version:
             if admission.deadline.has_passed:
@@ -258,6 +264,9 @@ def wait_for_version(admission: Admission, version: int) -> None:
                     "request again after the update"
                 )
             admission.link.wait_for_weights(left, admission.deadline.left_s)
+            if shown.is_aborted:
+                # Its jobs end without a token.
+                return
             if left.is_set():
                 raise client_gone()
 
@@ -291,7 +300,11 @@ def submitted(admission: Admission, request: Request) -> Iterator[None]:
         admission.link.cancel(request, client_gone())
 
     with watching(current_client(), on_client_gone):
+        admission.shown.submit(request)
         admission.link.submit(request)
+        if admission.shown.is_aborted:
+            # Before the link sends them.
+            admission.link.end_waiting(admission.shown.client_ids)
         yield
 
 

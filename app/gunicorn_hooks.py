@@ -38,14 +38,16 @@ from titopool.secret_files import read_secret_file
 from titopool.settings.config import ENV_PREFIX, FAILURE_FILE, SECRET_VARIABLES
 from titopool.settings.files import CONFIG_VARIABLE
 from titopool.settings.gpus import number_of_workers
-from titopool.settings.logs import configure_logging, show
+from titopool.settings.logs import configure_logging, show, show_as
 from titopool.settings.sources import check_engine_options, from_environment, ignored_variables
+from titopool.tracing import check_installed
 from titopool.wire.pool_files import write_endpoints
 from titopool.wire.sockets import read_curve_key, worker_endpoint
 
 try:
     _config = from_environment()
     check_engine_options(_config)
+    check_installed(_config.otlp_endpoint)
     if any(endpoint.startswith("tcp://") for endpoint in _config.endpoints):
         read_curve_key(_config.curve_key_file)
     _keys = Keys(_config)
@@ -90,6 +92,8 @@ forwarder_headers = ""
 certfile = _config.tls_cert_file or None
 keyfile = _config.tls_key_file or None
 loglevel = _config.log_level
+logger_class = "app.gunicorn_log.Log"
+show_as(_config.log_format)
 # Seconds. A front end reports to the master each second; one that is silent for this long hangs.
 timeout = 120
 # Seconds for open requests of a front end that a reload (SIGHUP) ends.
@@ -214,7 +218,7 @@ def _open_to_the_network(server: Any) -> str:
 
 def post_worker_init(worker: Any) -> None:
     """In each front end, before its first request: connects to the workers."""
-    configure_logging(_config.log_level)
+    configure_logging(_config.log_level, log_format=_config.log_format)
     if _config.log_level != "debug":
         worker.log.error_log.addFilter(leave_out_sent_bytes)
     give_logging_native_locks()
@@ -309,6 +313,8 @@ def worker_exit(server: Any, worker: Any) -> None:
     if worker.pid == os.getpid() and isinstance(reason, SystemExit):
         code = reason.code or 0
         if isinstance(code, int):
+            if worker.wsgi is not None and (traces := worker.wsgi.extensions["titopool"].traces):
+                traces.flush()
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(code & 0xFF)

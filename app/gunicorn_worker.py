@@ -6,6 +6,8 @@ from typing import Any
 
 from gunicorn.workers.ggevent import GeventWorker
 
+from titopool.settings.logs import current_request
+
 
 class FrontEnd(GeventWorker):  # type: ignore[misc]
     """A front end's process.
@@ -34,3 +36,5 @@ class FrontEnd(GeventWorker):  # type: ignore[misc]
             super().handle_request(*arguments)
         finally:
             self.num_open -= 1
+            # The next request of the connection has another one.
+            current_request.set("")

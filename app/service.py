@@ -19,12 +19,14 @@ from app.http.responses import name_logprobs
 from app.inputs.admission import Admission, session_key
 from app.inputs.drift import DriftWatch
 from app.inputs.tokenizer import TokenizerLoader
+from app.observing.open_requests import InFlight, OpenRequests
 from app.outputs.kept_logprobs import KeptLogprobs
 from app.pool.link import Link
 from app.schemas.decoding import Body, Decoder, decode_body
 from titopool.deadline import Deadline
 from titopool.errors import BodyTooLarge, BodyTooSlow, ConfigError, QueueFull
 from titopool.settings.config import ServerConfig
+from titopool.tracing import Traces
 from titopool.wire.messages import FrontEndTotals
 from titopool.wire.pool_files import endpoints_file
 
@@ -39,11 +41,15 @@ class Service:
         self.refused: Counter[str] = Counter()
         # None: the setting `metrics` is off.
         self.counts = FrontEndCounts(config.run_dir) if config.metrics else None
-        self.link = Link(config, endpoints_of(config), self._totals, self.counts)
+        self.requests = OpenRequests()
+        self.link = Link(config, endpoints_of(config), self._totals, self.counts, self.requests)
+        self.requests.find = lambda pending: InFlight(*self.link.where_is(pending))
         self.tokenizer = TokenizerLoader()
         self.drift = DriftWatch(self.link, self.tokenizer)
         self.kept = KeptLogprobs(config)
         self._num_open = 0
+        # None without the setting `otlp_endpoint`.
+        self.traces: Traces | None = None
         # None outside of gunicorn.
         self.draining: Draining | None = None
 
@@ -87,12 +93,13 @@ class Service:
         with ExitStack() as at_end:
             self._num_open += 1
             at_end.callback(self._count_end)
+            shown = self.requests.begin(request_id(), current_key().name)
             deadline = Deadline.after(self.config.request_timeout_s)
             admission = Admission(
                 self.config, self.link, self.tokenizer, self.link.facts, deadline, at_end,
                 request_id(), session_key(http_request.headers.get("X-Session-ID")),
                 current_client(), current_reservation(), current_key(),
-                self.kept.keep if self.kept.is_on else None,
+                self.kept.keep if self.kept.is_on else None, shown,
             )  # fmt: skip
             name_logprobs(admission.facts.logprobs_mode)
             body = decode_body(sent, decoder)

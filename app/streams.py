@@ -93,7 +93,7 @@ def _events(
         logger.exception("the stream of request %s failed", admission.client_id)
         failure = TitopoolError("the front end failed during the stream")
         _note_code(record, failure)
-        yield _encode(failure.to_dict())
+        yield _encode(failure.to_dict(admission.client_id))
     finally:
         if pace is not None:
             pace.end()
@@ -107,7 +107,7 @@ def _note_code(record: HttpRecord | None, error: TitopoolError) -> None:
 
 def _failure(admission: Admission, error: TitopoolError, record: HttpRecord | None) -> bytes:
     _note_code(record, error)
-    body = error.to_dict()
+    body = error.to_dict(admission.client_id)
     log_failure(admission.client_id, error.status, body["error"], admission.key.name)
     return _encode(body)
 

@@ -123,6 +123,10 @@ class StubWeights:
             event.set()
         return len(found)
 
+    def count_tokens(self, request_ids: Collection[str]) -> dict[str, int]:
+        """Each job in flight has a token."""
+        return {name: 1 for name in self.open.values() if name in request_ids}
+
     async def run_until_aborted(self, client_id: str, work: Awaitable[None]) -> bool:
         """Returns whether the job was aborted before the end of `work`."""
         aborted, task = asyncio.Event(), asyncio.ensure_future(work)
@@ -392,7 +396,7 @@ async def serve(
 ) -> int:
     """Serves until SIGTERM, which drains, or SIGINT; `prepare` may change the server first. Returns the exit code."""
     config = from_environment()
-    configure_logging(config.log_level)
+    configure_logging(config.log_level, log_format=config.log_format, worker=arguments.worker_id)
     engine = engine_of(arguments)
     server = WorkerServer(
         engine,

@@ -113,7 +113,7 @@ LADDERS = {
     ],
     "app": [
         "metrics", "streams", "generation", "service", "draining", "openapi", "outputs", "inputs",
-        "http", "schemas", "pool", "counts", "json_structure", "time_slices",
+        "http", "schemas", "observing", "pool", "counts", "json_structure", "time_slices",
     ],
     "workers": [
         "serving", "weights", "engine", "in_model", "images", "cluster", "supervisor", "restarts",

@@ -35,6 +35,7 @@ from titopool.wire.pool_state import PoolPause, PoolState, PoolWeights
 from workers.engine.versions import Versions
 from workers.ledger import Ledger, clear_ledgers, digest_of_files
 from workers.serving.control import Control
+from workers.serving.front_end_queues import FrontEndQueues
 from workers.weights import awaited
 from workers.weights.steps import Steps
 
@@ -108,11 +109,6 @@ class RecordingEngine:
         return {}
 
 
-async def no_queues(client_ids: list[str] | None) -> int:
-    """Stands in for `FrontEndQueues.end_waiting`, with no front end."""
-    return 0
-
-
 class Worker:
     """A worker's weight control, with the errors it reported."""
 
@@ -123,7 +119,8 @@ class Worker:
         self.num_changes = 0
         self.control = Control(
             self.engine, config, worker_id="0",  # type: ignore[arg-type]
-            on_changed=self._on_changed, on_broken=self.broken.append, end_waiting=no_queues,
+            on_changed=self._on_changed, on_broken=self.broken.append,
+            front_ends=FrontEndQueues(lambda question: ()),
         )  # fmt: skip
 
     def _on_changed(self) -> None:

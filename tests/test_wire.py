@@ -128,10 +128,16 @@ def test_messages_round_trip():
         messages.Results([Completed(1, 2, [completion], 3), messages.Failed(1, 2, "c", "m")]),
         messages.Stopping("why"),
         messages.EndWaiting("call", ["id"]),
+        messages.ListRequests("call", 5),
     ):
         assert messages.decode_from_worker(messages.encode(message)) == message
-    ended = messages.EndedWaiting("call", 3)
-    for message in (messages.Hello(), messages.Abort([(1, 2)]), ended):
+    ended = messages.EndedWaiting("call", 3, ["rid"])
+    info = messages.RequestInfo(
+        id="a", job_ids=[], route="/generate", client="host:1", key="", age_s=0.5, phase="running",
+        num_prompts=1, num_completions=2, tokens_in=3, tokens_out=4, workers=["0"], model="m",
+    )  # fmt: skip
+    listed = messages.ListedRequests("call", "f", 1, [info])
+    for message in (messages.Hello(), messages.Abort([(1, 2)]), ended, listed):
         assert messages.decode_to_worker(messages.encode(message)) == message
 
 

@@ -58,14 +58,15 @@ class TitopoolError(Exception):
         self.param = param
         self.retry_after_s = retry_after_s
 
-    def to_dict(self) -> dict[str, dict[str, str | None]]:
-        """The JSON body of the response, in OpenAI's format."""
+    def to_dict(self, request_id: str = "") -> dict[str, dict[str, str | None]]:
+        """The JSON body of the response, in OpenAI's format, with the request's id."""
         return {
             "error": {
                 "message": self.message,
                 "type": self.type,
                 "code": self.code,
                 "param": self.param,
+                **({"request_id": request_id} if request_id else {}),
             }
         }
 

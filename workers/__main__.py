@@ -101,7 +101,10 @@ def main(argv: list[str]) -> int:
         report = PhaseReporter(worker_id, int(status_fd) if status_fd else None, ready_file)
         part_forks(report.let_go)
         config = from_command_line(argv)
-        configure_logging(config.log_level, report.log_handler())
+        configure_logging(
+            config.log_level, report.log_handler(),
+            log_format=config.log_format, worker=worker_id,
+        )  # fmt: skip
         if parent_pid is None and (ignored := ignored_variables()):
             logger.info(
                 "ignored variables that Kubernetes sets for a Service: %s", ", ".join(ignored)

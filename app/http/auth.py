@@ -31,6 +31,7 @@ def init_app(app: Flask, keys: Keys) -> None:
         endpoint = request.endpoint or ""
         needs_admin = keys.guard_administration and endpoint.partition(".")[0] in ADMIN_BLUEPRINTS
         g.sees_details = bool(key) or not keys.guard_generation
+        g.sees_all = not keys.guard_administration or (key is not None and key.is_admin)
         if endpoint in OPEN_ENDPOINTS or not (needs_admin or keys.guard_generation):
             return
         if key is None or (needs_admin and not key.is_admin):
@@ -47,6 +48,14 @@ def current_key() -> Key:
     """The current request's key; `NO_KEY` if it has none or an unknown one."""
     key: Key = g.get("key", NO_KEY)
     return key
+
+
+def sees_all_requests() -> bool:
+    """Whether the current request may see ids and addresses of requests with other keys.
+
+    Who has an id may abort its request.
+    """
+    return bool(g.get("sees_all", False))
 
 
 def sees_details() -> bool:

@@ -1,6 +1,7 @@
 """Turns every error into a JSON response of one shape, so that routes catch nothing.
 
-Shape: `{"error": {"message", "type", "code", "param"}}`, as OpenAI's API has it.
+Shape: `{"error": {"message", "type", "code", "param", "request_id"}}`; but for the id, which is that of
+the header X-Request-Id, as OpenAI's API has it.
 """
 
 import logging
@@ -13,6 +14,7 @@ from flask import Flask, Response, g, request
 from gunicorn.http.errors import ParseException
 from werkzeug.exceptions import HTTPException, RequestEntityTooLarge
 
+from app.http.request_ids import HEADER, new_id
 from app.http.responses import json_response
 from titopool.errors import BodyTooLarge, InvalidRequest, TitopoolError
 from titopool.release import RELEASE, VERSION_HEADER
@@ -48,7 +50,9 @@ def init_app(app: Flask, refused: Counter[str] | None = None) -> None:
 
 def _error_response(error: Exception) -> Response:
     assert isinstance(error, TitopoolError)
-    response = json_response(error.to_dict(), error.status)
+    # For the request's span.
+    g.error_code = error.code
+    response = json_response(error.to_dict(g.get("request_id", "")), error.status)
     if error.retry_after_s is not None:
         response.headers["Retry-After"] = str(error.retry_after_s)
     return response
@@ -67,14 +71,15 @@ def _http_error(error: Exception) -> Response:
     """Werkzeug's own errors, such as 404 and 405."""
     assert isinstance(error, HTTPException)
     message = f"{request.method} {request.path}: {error.description}"
-    return json_response(_http_error_body(error.name or "error", message), error.code or 500)
+    name = g.get("request_id", "")
+    return json_response(_http_error_body(error.name or "error", message, name), error.code or 500)
 
 
-def _http_error_body(name: str, message: str) -> dict[str, Any]:
+def _http_error_body(name: str, message: str, request_id: str) -> dict[str, Any]:
     """The body of an error whose code is the name of its HTTP status."""
     code = name.lower().replace(" ", "_")
     error = {"message": message, "type": "invalid_request_error", "code": code, "param": None}
-    return {"error": error}
+    return {"error": error | {"request_id": request_id}}
 
 
 def _unreadable_body(error: Exception) -> Response:
@@ -99,10 +104,12 @@ def write_parser_error(client: Any, status: int, reason: str, message: str) -> N
         client: the connection, which gunicorn closes afterwards.
     """
     text = f"expected an HTTP/1.1 request, got another: {message}"
-    body = orjson.dumps(_http_error_body(reason, text))
+    name = new_id()
+    logger.info("request %s could not be parsed: %d %s", name, status, reason)
+    body = orjson.dumps(_http_error_body(reason, text, name))
     head = (
         f"HTTP/1.1 {status} {reason}\r\nConnection: close\r\nContent-Type: application/json\r\n"
-        f"{VERSION_HEADER}: {RELEASE}\r\nContent-Length: {len(body)}\r\n\r\n"
+        f"{VERSION_HEADER}: {RELEASE}\r\n{HEADER}: {name}\r\nContent-Length: {len(body)}\r\n\r\n"
     )
     gunicorn.util.write_nonblock(client, head.encode("latin-1") + body)
 

@@ -24,6 +24,21 @@ def query_flag(name: str, *, default: bool) -> bool:
     return query_choice(name, FLAGS, default=default, shown="true or false")
 
 
+def query_count(name: str, *, default: int, most: int) -> int:
+    """The whole number `name` of the current request's query, from 1 to `most`.
+
+    Raises:
+        InvalidRequest: the query has another value.
+    """
+    given = request.args.get(name)
+    if given is None:
+        return default
+    number = int(given) if given.isascii() and given.isdecimal() and len(given) < 10 else 0
+    if not 1 <= number <= most:
+        raise InvalidRequest(f"{name}: expected 1 to {most} in the query, got {given[:100]!r}")
+    return number
+
+
 def query_choice(
     name: str, choices: Mapping[str, Value], *, default: Value, shown: str = ""
 ) -> Value:

@@ -13,6 +13,7 @@ from flask import Flask, Response, g, request
 
 from app.http.auth import OPEN_ENDPOINTS, current_key
 from titopool.errors import TitopoolError
+from titopool.settings.logs import current_request
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +32,7 @@ def init_app(app: Flask) -> None:
     def take() -> None:
         given = request.headers.get(HEADER, "")
         g.has_request_id = is_usable(given)
-        g.request_id = given if g.has_request_id else uuid.uuid4().hex
+        _name(given if g.has_request_id else new_id())
 
     @app.after_request
     def repeat(response: Response) -> Response:
@@ -44,6 +45,17 @@ def init_app(app: Flask) -> None:
             if isinstance(error, dict) and error.get("code") != TitopoolError.code:
                 log_failure(g.request_id, response.status_code, error, current_key().name)
         return response
+
+
+def new_id() -> str:
+    """An id for a request that brings none."""
+    return uuid.uuid4().hex
+
+
+def _name(name: str) -> None:
+    g.request_id = name
+    # For all lines that this greenlet logs.
+    current_request.set(name)
 
 
 def is_usable(given: str) -> bool:
@@ -60,7 +72,7 @@ def request_id() -> str:
 def adopt(given: str | None) -> str:
     """Uses the id of a body, unless a header has brought one; returns the current request's id."""
     if given and not g.has_request_id and is_usable(given):
-        g.request_id = given
+        _name(given)
     return request_id()
 
 

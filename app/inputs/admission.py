@@ -3,7 +3,7 @@
 import socket
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -13,6 +13,7 @@ from app.http.keys import NO_KEY, Key
 from app.http.request_ids import adopt
 from app.inputs.chat_template import Chat, length_of, render_all
 from app.inputs.tokenizer import TokenizerLoader, batches_of, encode_all
+from app.observing.open_requests import OpenRequest
 from app.pool.link import Link
 from titopool.deadline import Deadline
 from titopool.errors import ModelNotFound
@@ -59,6 +60,8 @@ class Admission:
     key: Key = NO_KEY
     # Keeps the log-probabilities of the answer under a name; None: they are not kept.
     keep_logprobs: Callable[[str, Sequence[np.ndarray]], None] | None = None
+    # For `GET /requests`.
+    shown: OpenRequest = field(default_factory=lambda: OpenRequest("", "", "", ""))
 
     @property
     def kept_name(self) -> str:
@@ -69,7 +72,8 @@ class Admission:
         """The admission with the ids of a body: a header's request id wins over the body's, the
         body's session over a header's."""
         session = session_key(session_id) or self.session
-        return replace(self, client_id=adopt(request_id), session=session)
+        self.shown.id = adopt(request_id)
+        return replace(self, client_id=self.shown.id, session=session)
 
     def keep_memory(self, num_bytes: int) -> None:
         """Sets what the request takes, beside the text of its body, to `num_bytes`."""

@@ -8,9 +8,9 @@ link's greenlet runs leave in one message to each worker.
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import gevent
 import zmq
@@ -37,6 +37,7 @@ from titopool.wire.messages import (
     Failed,
     FrontEndTotals,
     Heartbeat,
+    ListRequests,
     Load,
     Results,
     Stopping,
@@ -83,6 +84,27 @@ class WorkerView:
     last_end: LastEnd | None = None
 
 
+class OpenRequests(Protocol):
+    """What the link asks of `app.observing.open_requests.OpenRequests`, for other front ends."""
+
+    def listed(self, name: str, limit: int) -> messages.ListedRequests:
+        """The `limit` oldest requests in flight; `name` is the question's."""
+
+    def abort(self, client_ids: Collection[str]) -> tuple[int, list[str]]:
+        """Ends requests without jobs; returns how many, and other ids of those with jobs."""
+
+
+class _NoRequests:
+    def listed(self, name: str, limit: int) -> messages.ListedRequests:
+        return messages.ListedRequests(name, "", 0, [])
+
+    def abort(self, client_ids: Collection[str]) -> tuple[int, list[str]]:
+        return 0, []
+
+
+NO_REQUESTS = _NoRequests()
+
+
 @dataclass
 class Retry:
     """When to connect again to an endpoint, and why the last attempt failed."""
@@ -101,16 +123,19 @@ class Link:
         endpoints: tuple[str, ...],
         totals: Callable[[], FrontEndTotals] = FrontEndTotals,
         counts: FrontEndCounts | None = None,
+        requests: OpenRequests = NO_REQUESTS,
     ):
         """`endpoints` are those of the settings; host names are resolved again and again.
 
         Args:
             totals: of this front end, for the workers.
             counts: get the placement of jobs and their time in the queue; None: nothing does.
+            requests: those in flight.
         """
         self._counts = counts
         self._config = config
         self._totals = totals
+        self._requests = requests
         self._discovery = Discovery(endpoints)
         self._pool = Pool(
             no_worker_timeout_s=config.worker_start_timeout_s,
@@ -285,6 +310,16 @@ class Link:
             # Waiting jobs may take the slots.
             self._wake.set()
 
+    def end_waiting(self, client_ids: Collection[str] | None) -> int:
+        """Ends jobs that wait as aborted, as `Pool.end_waiting`; returns how many there were."""
+        num_ended, aborts = self._pool.end_waiting(client_ids)
+        self._send_aborts(aborts)
+        return num_ended
+
+    def where_is(self, request: Request) -> tuple[list[str], bool]:
+        """As `Pool.where_is`."""
+        return self._pool.where_is(request)
+
     def drain(self, worker_id: str) -> bool:
         """Asks the worker of this name to finish its jobs and to end; whether there is one."""
         for view in self.workers:
@@ -391,9 +426,12 @@ class Link:
                 self._pool.workers[endpoint].engine_metrics = message
                 self._new_metrics.set()
             case EndWaiting(name=name, client_ids=client_ids):
-                num_ended, aborts = self._pool.end_waiting(client_ids)
-                self._send_aborts(aborts)
-                self._send(endpoint, messages.EndedWaiting(name, num_ended))
+                num_ended, others = self._requests.abort(client_ids or ())
+                wanted = None if client_ids is None else [*client_ids, *others]
+                num_ended += self.end_waiting(wanted)
+                self._send(endpoint, messages.EndedWaiting(name, num_ended, others))
+            case ListRequests(name=name, limit=limit):
+                self._send(endpoint, self._requests.listed(name, limit))
             case Stopping(reason=reason, blames_jobs=blames_jobs):
                 self._lose(endpoint, reason or "it was stopped", blames_jobs=blames_jobs)
 

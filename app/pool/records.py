@@ -92,6 +92,11 @@ class Worker:
     last_end: "LastEnd | None" = None
 
     @property
+    def name(self) -> str:
+        """The worker's own name; while no process answers, its endpoint."""
+        return self.heartbeat.worker_id if self.heartbeat else self.endpoint
+
+    @property
     def facts(self) -> WorkerFacts | None:
         """The engine's facts while the worker takes jobs, else None."""
         beat = self.heartbeat
@@ -167,6 +172,7 @@ class Worker:
     def add(self, open_job: "OpenJob", *, is_ahead: bool = False) -> None:
         """Counts a job that is sent to this worker; `is_ahead`: ahead of free slots."""
         self.jobs[open_job.job.job_id] = open_job
+        open_job.request.note_placed(self.name)
         if is_ahead:
             self.ahead.add(open_job.job.job_id)
             self.num_sequences_ahead += open_job.job.num_sequences

@@ -10,12 +10,18 @@ from typing import NamedTuple
 from gevent.event import Event
 
 from titopool.errors import TitopoolError
-from titopool.wire.messages import Chunk, Completed, Completion, Job, Logprobs, WorkerFacts
+from titopool.wire.messages import (
+    ID_BYTES,
+    Chunk,
+    Completed,
+    Completion,
+    Job,
+    Logprobs,
+    WorkerFacts,
+)
 
 # Memory of a completion without its ids, log-probabilities and text.
 COMPLETION_BYTES = 512
-# Token ids travel as int32.
-ID_BYTES = 4
 
 
 class ChunkOfJob(NamedTuple):
@@ -63,6 +69,13 @@ class Request:
         self.submitted_at = self.first_token_at = 0.0
         # Of completed jobs.
         self.num_prompt_tokens = self.num_completion_tokens = 0
+        # Monotonic: when the first job was sent to a worker, and when the request ended.
+        self.placed_s: float | None = None
+        self.done_s: float | None = None
+        # Names of the workers that got jobs.
+        self.workers: set[str] = set()
+        # Of chunks.
+        self.num_streamed_tokens = 0
         # Memory that results take.
         self.num_result_bytes = 0
         self._count_bytes = count_bytes
@@ -84,6 +97,7 @@ class Request:
             self.note_first_token()
             self._has_chunks.add(index)
             self._chunks.append(ChunkOfJob(index, chunk))
+            self.num_streamed_tokens += _num_tokens([piece for _, piece in chunk.pieces])
             num_bytes = _bytes_of([piece for _, piece in chunk.pieces])
             self._unread_bytes += num_bytes
             self._count_bytes(num_bytes)
@@ -93,6 +107,27 @@ class Request:
         """Records that a job has a token, if it is the request's first."""
         if not self.first_token_at:
             self.first_token_at = time.monotonic()
+
+    @property
+    def num_tokens(self) -> int:
+        """Sampled tokens that have come; those of a job that is not streamed come at its end."""
+        # The results of streamed jobs repeat their tokens.
+        whole = [
+            one for job, one in zip(self.jobs, self.results, strict=True)
+            if one is not None and not job.is_streamed
+        ]  # fmt: skip
+        return self.num_streamed_tokens + sum(_num_tokens(one.completions) for one in whole)
+
+    @property
+    def num_input_tokens(self) -> int:
+        """Of all prompts, with image placeholders as the client sent them."""
+        return sum(len(job.prompt_token_ids) for job in self.jobs) // ID_BYTES
+
+    @property
+    def model(self) -> str:
+        """The name of the LoRA adapter of its first job, else of the model; "" if it is unknown."""
+        adapter = self.jobs[0].adapter if self.jobs else ""
+        return adapter or (self.facts.model if self.facts else "")
 
     def has_chunks(self, index: int) -> bool:
         """Whether the client may have received a chunk of job `index`, so that no retry is allowed."""
@@ -124,7 +159,14 @@ class Request:
         self._end()
         return True
 
+    def note_placed(self, worker: str) -> None:
+        """A job is sent to `worker`."""
+        if self.placed_s is None:
+            self.placed_s = time.monotonic()
+        self.workers.add(worker)
+
     def _end(self) -> None:
+        self.done_s = time.monotonic()
         self._done.set()
         self._progress.set()
 
@@ -159,6 +201,10 @@ class Request:
         """
         self.raise_if_failed()
         return [result for result in self.results if result is not None]
+
+
+def _num_tokens(completions: Sequence[Completion]) -> int:
+    return sum(len(one.token_ids) for one in completions) // ID_BYTES
 
 
 def _bytes_of(completions: Sequence[Completion], of_prompt: Logprobs | None = None) -> int:

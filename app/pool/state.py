@@ -433,6 +433,18 @@ class Pool:
             one.end_as_aborted(self.view.state.weights.version, self.adapters.get(one.job.adapter))
         return len(ended), aborts
 
+    def where_is(self, request: Request) -> tuple[list[str], bool]:
+        """Names of the workers that have jobs of `request`, and whether one has begun.
+
+        A job that was sent ahead of free slots waits at its worker.
+        """
+        job_ids, names, has_begun = {job.job_id for job in request.jobs}, [], False
+        for worker in self.sorted_workers():
+            if found := worker.jobs.keys() & job_ids:
+                names.append(worker.name)
+                has_begun |= bool(found - worker.ahead)
+        return names, has_begun
+
     def open_requests(self) -> list[Request]:
         """The request of every job in flight or waiting; a request may occur several times."""
         in_flight = [job for worker in self.workers.values() for job in worker.jobs.values()]

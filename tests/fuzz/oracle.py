@@ -46,8 +46,8 @@ def check_error(sent: Sent, answer: Answer) -> None:
     others = {"success", "message", "num_paused_requests"} if path_of(sent) == DISK else set()
     assert set(body) - others == {"error"}, str(answer)
     error = body["error"]
-    assert set(error) == {"message", "type", "code", "param"}, str(answer)
-    for name in ("message", "type", "code"):
+    assert set(error) == {"message", "type", "code", "param", "request_id"}, str(answer)
+    for name in ("message", "type", "code", "request_id"):
         assert isinstance(error[name], str), str(answer)
     assert error["message"], str(answer)
     assert "<html" not in error["message"].lower(), str(answer)

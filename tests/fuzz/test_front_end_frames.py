@@ -34,6 +34,7 @@ from titopool.wire.messages import (
     Failed,
     Generate,
     Heartbeat,
+    ListRequests,
     Load,
     Stopping,
     WorkerCounters,
@@ -294,7 +295,7 @@ _results = st.fixed_dictionaries(
     }
 )  # fmt: skip
 _done = message_of(messages.CommandDone, _hints)
-_others = [message_of(one, _hints) for one in (Load, Stopping, EndWaiting)]
+_others = [message_of(one, _hints) for one in (Load, Stopping, EndWaiting, ListRequests)]
 scripts = st.lists(
     parts_of(st.one_of(_beat, _beat, _results, _results, _done, *_others)), min_size=1, max_size=8
 )

@@ -184,7 +184,7 @@ _generate = st.builds(
     st.lists(_options, min_size=1, max_size=2),
 )
 _messages = st.one_of(
-    _command, _command, *[message_of(one, HINTS) for one in (Hello, Abort, messages.Drift, messages.EndedWaiting)],
+    _command, _command, *[message_of(one, HINTS) for one in (Hello, Abort, messages.Drift, messages.EndedWaiting, messages.ListedRequests)],
     _generate, _generate,
 )  # fmt: skip
 scripts = st.lists(st.tuples(st.booleans(), parts_of(_messages)), min_size=1, max_size=10)

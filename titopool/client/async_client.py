@@ -23,6 +23,7 @@ from titopool.client.failures import (
     UnexpectedAnswer,
 )
 from titopool.client.results import PromptResult, Score, ServerInfo, WorkerStatus
+from titopool.client.tracing import trace_headers
 from titopool.errors import InvalidRequest, TitopoolError
 from titopool.release import RELEASE
 
@@ -354,7 +355,7 @@ class AsyncClient:
         """
         timeout_s = self.timeout_s if timeout_s is None else timeout_s
         bearer = self.api_key if key is None else key
-        sent = {"User-Agent": f"titopool/{RELEASE}", **(headers or {})}
+        sent = {"User-Agent": f"titopool/{RELEASE}", **trace_headers(), **(headers or {})}
         if body is not None:
             sent["Content-Type"] = "application/json"
         if bearer:

@@ -26,6 +26,7 @@ COMMANDS = {
     "serve": Entry(SERVER, "titopool.commands.serve:serve", "Serve a model."),
     "demo": Entry(SERVER, "titopool.commands.demo:demo", "Show what the server does, step by step."),
     "status": Entry(RUNNING, "titopool.commands.status:status", "Show workers, load and queue."),
+    "top": Entry(RUNNING, "titopool.top.command:main", "Show workers and requests, live."),
     "scale": Entry(RUNNING, "titopool.commands.scale:scale", "Change the number of workers."),
     "bench": Entry(RUNNING, "titopool.commands.bench:bench", "Measure tokens a second and latency."),
     "doctor": Entry(CHECKS, "titopool.commands.doctor:doctor", "Check this machine, or a network."),

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, get_type_hints
 
 from titopool.errors import ConfigError
+from titopool.settings.logs import LOG_FORMATS
 from titopool.wire.pool_files import FILE_SCHEME, is_endpoint
 
 ENV_PREFIX = "TITOPOOL_"
@@ -32,6 +33,7 @@ GROUPS = {
     "placement": "Workers",
     "weights_root": "Weight updates",
     "log_level": "Logs",
+    "otlp_endpoint": "Traces",
 }
 
 
@@ -273,6 +275,18 @@ class ServerConfig:
     log_level: str = setting(
         "info", "debug, info, warning or error. debug also shows the output of vLLM."
     )
+    log_format: str = setting("text", "text, or json: each line is a JSON object.")
+
+    otlp_endpoint: str = setting(
+        "",
+        "OpenTelemetry collector that gets traces, for example http://collector:4318 (needs the extra "
+        "otel). Empty: no traces.",
+    )
+    trace_ratio: float = setting(
+        1.0,
+        "Share of the requests that are traced, of those whose clients send no traceparent.",
+        at_least=0,
+    )
 
     def __post_init__(self) -> None:
         for item in dataclasses.fields(self):
@@ -284,6 +298,13 @@ class ServerConfig:
             if getattr(self, name) > 65_535:
                 raise ConfigError(f"{name}: expected at most 65535, got {getattr(self, name)}")
         _check_choice("log_level", self.log_level, ("debug", "info", "warning", "error"))
+        _check_choice("log_format", self.log_format, LOG_FORMATS)
+        if self.trace_ratio > 1:
+            raise ConfigError(f"trace_ratio: expected at most 1, got {self.trace_ratio}")
+        if self.otlp_endpoint and not self.otlp_endpoint.startswith(("http://", "https://")):
+            raise ConfigError(
+                f"otlp_endpoint: expected http://HOST:PORT or https://, got {self.otlp_endpoint!r}"
+            )
         _check_choice("placement", self.placement, PLACEMENTS)
         _check_choice("cluster", self.cluster, ("", "ray"))
         if self.cluster and self.endpoints:

@@ -186,6 +186,20 @@ class AbortRequests(msgspec.Struct, frozen=True, tag="abort_requests"):
     request_ids: list[str] | None
 
 
+class GatherRequests(msgspec.Struct, frozen=True, tag="gather_requests"):
+    """Ask all front ends for their requests in flight, and answer with what came."""
+
+    # Of each front end.
+    limit: int
+
+
+class CountTokens(msgspec.Struct, frozen=True, tag="count_tokens"):
+    """Answer with the tokens that unfinished completions of these requests have."""
+
+    # The clients' ids.
+    request_ids: list[str]
+
+
 class AbortUpdate(msgspec.Struct, frozen=True, tag="abort_update"):
     """Drop this update. The old weights serve."""
 
@@ -324,6 +338,8 @@ Action = (
     | SetLabel
     | ReadChecksums
     | AbortRequests
+    | GatherRequests
+    | CountTokens
     | AbortUpdate
     | LeaveGroup
     | LeaveStockGroup

@@ -13,6 +13,8 @@ from titopool.wire.commands import Command, CommandDone
 from titopool.wire.distributions import Distribution, Durations
 from titopool.wire.pool_state import Count, PoolState, PoolWeights
 
+# Token ids travel as int32.
+ID_BYTES = 4
 # Unique in its front end. A job that is sent again keeps its id and gets the next attempt number.
 JobId = int
 
@@ -250,6 +252,8 @@ class Job(msgspec.Struct, frozen=True):
     client_id: str = ""
     # The name of the client's key; empty: none.
     key_name: str = ""
+    # W3C's header, of the front end's span; empty: the request is not traced.
+    traceparent: str = ""
 
 
 # ---- front end → worker -------------------------------------------------------------
@@ -353,6 +357,50 @@ class EndedWaiting(msgspec.Struct, frozen=True, tag="ended_waiting"):
 
     name: str
     num_ended: Count
+    # Other ids that jobs of the requests have, for those that run.
+    others: list[str] = []
+
+
+# "checking": the body is read, checked and tokenized, or waits for other weights. "writing": the
+# response is made and written.
+RequestPhase = Literal["checking", "waiting", "running", "streaming", "writing"]
+
+
+class RequestInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """A request in flight, as its front end knows it."""
+
+    id: str
+    # Other ids of its prompts, some if there are many.
+    job_ids: list[str]
+    route: str
+    # The address that its connection comes from, and the name of its key.
+    client: str
+    key: str
+    age_s: float
+    phase: RequestPhase
+    # Of those that are not known before the body is checked: 0.
+    num_prompts: Count
+    num_completions: Count
+    # Of prompts, and of completions so far: those that the front end has, or has sent.
+    tokens_in: Count
+    tokens_out: Count
+    # Names of those that have its jobs.
+    workers: list[str]
+    # The name of the model, or of the LoRA adapter.
+    model: str
+    # Whether a client has aborted it before it had jobs.
+    is_aborted: bool = False
+
+
+class ListedRequests(msgspec.Struct, frozen=True, tag="listed_requests"):
+    """The answer to `ListRequests`."""
+
+    name: str
+    # Of this front end; unique.
+    front_end: str
+    # In flight; `requests` has the oldest.
+    num_requests: Count
+    requests: list[RequestInfo]
 
 
 # ---- worker → front end -------------------------------------------------------------
@@ -521,6 +569,16 @@ class EndWaiting(msgspec.Struct, frozen=True, tag="end_waiting"):
     client_ids: list[str] | None
 
 
+class ListRequests(msgspec.Struct, frozen=True, tag="list_requests"):
+    """Answer with the oldest requests in flight, `limit` at most.
+
+    As `EndWaiting`, for a client's call that only one front end has received.
+    """
+
+    name: str
+    limit: Count
+
+
 class Stopping(msgspec.Struct, frozen=True, tag="stopping"):
     """The worker stops. It accepts no more jobs and drops its jobs."""
 
@@ -530,8 +588,12 @@ class Stopping(msgspec.Struct, frozen=True, tag="stopping"):
     blames_jobs: bool = False
 
 
-ToWorker = Hello | Generate | Abort | Drift | Compared | EndedWaiting | Leave | Command
-FromWorker = Heartbeat | EngineMetrics | Load | Results | EndWaiting | Stopping | CommandDone
+ToWorker = (
+    Hello | Generate | Abort | Drift | Compared | EndedWaiting | ListedRequests | Leave | Command
+)
+FromWorker = (
+    Heartbeat | EngineMetrics | Load | Results | EndWaiting | ListRequests | Stopping | CommandDone
+)
 
 encode = msgspec.msgpack.Encoder().encode
 _decode_index = msgspec.msgpack.Decoder(Count).decode

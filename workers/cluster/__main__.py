@@ -23,7 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the pool until a signal arrives or the parent has ended; returns the exit code."""
     options = parser_of("python -m workers.cluster").parse_args(argv)
     config = from_environment()
-    configure_logging(config.log_level)
+    configure_logging(config.log_level, log_format=config.log_format)
     stopped: list[int] = []
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, _: stopped.append(number))

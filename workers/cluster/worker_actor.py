@@ -61,7 +61,7 @@ class WorkerActor:
             "RAY_ADDRESS": ray.get_runtime_context().gcs_address,
         }  # fmt: skip
         config = from_environment()
-        configure_logging(config.log_level)
+        configure_logging(config.log_level, log_format=config.log_format)
         self._run_dir = run_dir
         self._failure = ""
         self._supervisor = Supervisor(

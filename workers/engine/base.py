@@ -23,6 +23,15 @@ ReportPhase = Callable[[str], None]
 OnChunk = Callable[[Chunk | JobProgress], None]
 
 
+class Timings(NamedTuple):
+    """When the engine's scheduler got a request, ran it first, and made tokens; monotonic times."""
+
+    queued_s: float
+    scheduled_s: float
+    first_token_s: float
+    last_token_s: float
+
+
 class Generated(NamedTuple):
     """The result of a job."""
 
@@ -38,6 +47,8 @@ class Generated(NamedTuple):
     image_decode_s: float = 0.0
     prompt_logprobs: Logprobs | None = None
     adapter_version: int | None = None
+    # None: the engine does not measure them.
+    timings: Timings | None = None
 
 
 class EngineDead(Exception):

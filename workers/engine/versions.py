@@ -75,8 +75,12 @@ class Versions:
 
     def named(self, client_ids: Collection[str]) -> list[str]:
         """The open requests to which clients gave one of these ids."""
+        return list(self.client_ids_of(client_ids))
+
+    def client_ids_of(self, client_ids: Collection[str]) -> dict[str, str]:
+        """The open requests to which clients gave one of these ids, each with the id."""
         wanted = set(client_ids)
-        return [request_id for request_id, name in self._client_ids.items() if name in wanted]
+        return {request_id: name for request_id, name in self._client_ids.items() if name in wanted}
 
     def history(self, request_id: str) -> History:
         """The history of a request so far."""

@@ -26,7 +26,7 @@ from titopool.wire.messages import (
     WorkerFacts,
     decode_chat_parsing,
 )
-from workers.engine.base import EngineDead, Generated, OnChunk, ReportPhase
+from workers.engine.base import EngineDead, Generated, OnChunk, ReportPhase, Timings
 from workers.engine.completions import RunContext, Stream
 from workers.engine.facts import facts_of
 from workers.engine.first_tokens import FirstTokens
@@ -50,6 +50,7 @@ from workers.engine.start.options import (
     parse_options,
 )
 from workers.engine.start.raw_logprobs import check_raw_logprobs, choose_runner
+from workers.engine.start.tracing import trace_requests
 from workers.engine.versions import History, Versions
 from workers.engine.weights import VllmWeights, WeightEngine
 from workers.environment import default_engine_options, image_threads, prepare_environment
@@ -113,6 +114,7 @@ class VllmEngine:
             fit_to_exact(engine_args)
         if self._config.raw_logprobs:
             check_raw_logprobs(engine_args)
+        trace_requests(engine_args, self._config)
         report("loading")
         # LLM_CLASS: the batch sizes that vLLM chooses for throughput.
         usage = UsageContext.LLM_CLASS
@@ -221,6 +223,8 @@ class VllmEngine:
 
     def _context_of(self, job: Job, on_chunk: OnChunk, adapter: Adapter | None) -> RunContext:
         arguments = {"lora_request": adapter.request()} if adapter else {}
+        if job.traceparent and self._config.otlp_endpoint:
+            arguments["trace_headers"] = {"traceparent": job.traceparent}
         if not job.chat and not job.is_streamed:
             params, start = self._shared_params(job.sampling)
             return RunContext(params, arguments=arguments, replay_start=start)
@@ -247,8 +251,9 @@ class VllmEngine:
             check_scored(output)
             prompt_logprobs = pack_prompt_logprobs(output.prompt_logprobs)
         return Generated(
-            completions, output.num_cached_tokens or 0, prompt_logprobs=prompt_logprobs
-        )
+            completions, output.num_cached_tokens or 0, prompt_logprobs=prompt_logprobs,
+            timings=_timings_of(output) if job.traceparent else None,
+        )  # fmt: skip
 
     async def _last_output(
         self, job: Job, prompt: Any, context: RunContext, on_chunk: OnChunk
@@ -346,6 +351,17 @@ def _tokens_input(job: Job) -> Any:
 
     token_ids = np.frombuffer(job.prompt_token_ids, dtype=np.int32).tolist()
     return tokens_input(token_ids, cache_salt=job.cache_salt)
+
+
+def _timings_of(output: Any) -> Timings | None:
+    """vLLM's times of a request; None if it has made no token, or measures nothing.
+
+    Of several completions those of the last. vLLM's processes are on one host, and share its clock.
+    """
+    found = output.metrics
+    if found is None or not (found.scheduled_ts and found.first_token_ts):
+        return None
+    return Timings(found.queued_ts, found.scheduled_ts, found.first_token_ts, found.last_token_ts)
 
 
 def _can_fork(vllm_config: Any) -> bool:

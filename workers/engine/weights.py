@@ -61,6 +61,9 @@ class WeightEngine(Protocol):
             request_ids: the clients' ids; None: all requests.
         """
 
+    def count_tokens(self, request_ids: Collection[str]) -> dict[str, int]:
+        """Tokens of the unfinished completions of requests in flight, by the clients' ids."""
+
 
 class VllmWeights:
     """`WeightEngine` of one AsyncLLM."""
@@ -126,6 +129,14 @@ class VllmWeights:
             self._versions.num_aborts += 1
             await self._llm.abort(ids)
         return len(ids)
+
+    def count_tokens(self, request_ids: Collection[str]) -> dict[str, int]:
+        names = self._versions.client_ids_of(request_ids)
+        totals: dict[str, int] = {}
+        for request_id, counts in self._count(names.keys()).items():
+            name = names[request_id]
+            totals[name] = totals.get(name, 0) + sum(counts.values())
+        return totals
 
     def _count(self, request_ids: Collection[str]) -> dict[str, dict[int, int]]:
         """Token counts of `request_ids`, as far as these requests are open."""

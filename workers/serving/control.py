@@ -9,6 +9,8 @@ import logging
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+import msgspec
+
 from titopool.errors import Conflict, NoReadyWorker, TitopoolError
 from titopool.settings.config import ServerConfig
 from titopool.wire.commands import (
@@ -23,10 +25,12 @@ from titopool.wire.commands import (
     ClearCaches,
     Command,
     CommandDone,
+    CountTokens,
     DropAdapter,
     EndTensors,
     FetchWeights,
     FinishTensors,
+    GatherRequests,
     GetStatus,
     JoinGroup,
     LeaveGroup,
@@ -51,6 +55,7 @@ from workers.engine.base import Engine
 from workers.engine.weights import WeightEngine
 from workers.ledger import Ledger
 from workers.serving.catch_up import CatchUp
+from workers.serving.front_end_queues import FrontEndQueues
 from workers.weights.checks import checked_folder
 from workers.weights.pauses import Pauses
 from workers.weights.pool_copy import PoolCopy
@@ -83,18 +88,17 @@ class Control:
         listen_address: str = "127.0.0.1",
         on_changed: Callable[[], None],
         on_broken: Callable[[str], None],
-        end_waiting: Callable[[list[str] | None], Awaitable[int]],
+        front_ends: FrontEndQueues,
     ):
         """`on_changed` is called when other weights or adapters serve.
 
         `listen_address` is where other workers may read this one's weights.
-        `on_broken` gets the reason when the model's weights are in an unknown state. `end_waiting`
-        is `FrontEndQueues.end_waiting`.
+        `on_broken` gets the reason when the model's weights are in an unknown state.
         """
         self._model = engine
         self._config = config
         self._on_changed = on_changed
-        self._end_waiting = end_waiting
+        self._front_ends = front_ends
         self._worker_id = worker_id
         self._pool = PoolCopy(Ledger(config.run_dir, worker_id), self._on_pool_changed)
         self._pauses = Pauses(self._pool)
@@ -124,6 +128,8 @@ class Control:
             SetLabel: self._set_label,
             ReadChecksums: self._read_checksums,
             AbortRequests: self._abort_requests,
+            GatherRequests: self._gather_requests,
+            CountTokens: self._count_tokens,
             AbortUpdate: updates.abort,
             LeaveGroup: updates.leave,
             LeaveStockGroup: updates.leave_stock_group,
@@ -267,11 +273,25 @@ class Control:
 
     async def _abort_requests(self, action: AbortRequests) -> Result:
         # First, so that a job on its way from a queue to this worker has arrived.
-        num_waiting = await self._end_waiting(action.request_ids)
+        ended, wanted = await self._front_ends.end_waiting(action.request_ids), action.request_ids
         num_running = 0
         if self._pool.is_started:
-            num_running = await self._engine.abort_requests(action.request_ids)
-        return {"num_aborted": num_waiting + num_running}
+            if wanted is not None:
+                wanted = [*wanted, *ended.others]
+            num_running = await self._engine.abort_requests(wanted)
+        return {"num_aborted": ended.num_jobs + num_running}
+
+    async def _gather_requests(self, action: GatherRequests) -> Result:
+        listed = await self._front_ends.list_requests(action.limit)
+        return {
+            "front_ends": [msgspec.to_builtins(one) for one in listed.front_ends],
+            "num_missing": listed.num_missing,
+        }
+
+    async def _count_tokens(self, action: CountTokens) -> Result:
+        if not self._pool.is_started:
+            return {"tokens": {}}
+        return {"tokens": self._engine.count_tokens(action.request_ids)}
 
     async def _load_adapter(self, action: LoadAdapter) -> Result:
         folder = checked_folder(action.folder, self._config.weights_root, "lora_path")

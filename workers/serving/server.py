@@ -22,6 +22,8 @@ import zmq
 from titopool.deadline import Deadline
 from titopool.errors import GenerationFailed, TitopoolError
 from titopool.settings.config import ServerConfig
+from titopool.settings.logs import current_request
+from titopool.tracing import FLUSH_TIMEOUT_S, Traces
 from titopool.wire import messages
 from titopool.wire.commands import Command
 from titopool.wire.distributions import Distribution
@@ -47,6 +49,7 @@ from workers.restarts import read_restarts
 from workers.serving.apart import ApartGroups, Turn
 from workers.serving.control import Control
 from workers.serving.front_end_queues import FrontEndQueues
+from workers.serving.job_spans import JobSpans
 from workers.serving.jobs import FrontEnd, JobKey, count_job, num_steps_of, prefix_of, sum_of
 from workers.serving.places import Place, Places
 from workers.serving.steps import Steps
@@ -126,9 +129,11 @@ class WorkerServer:
             listen_address=listen_address(endpoint),
             on_changed=self._send_heartbeats,
             on_broken=self._stop_with_unknown_weights,
-            end_waiting=self._queues.end_waiting,
+            front_ends=self._queues,
         )
         self._blames_jobs = False
+        # None without the setting `otlp_endpoint`.
+        self._traces: Traces | None = None
         self._apart = ApartGroups(self._has_risks)
         self._places = Places(lambda: sum(one.num_started for one in self._front_ends.values()))
         self._steps = Steps()
@@ -166,6 +171,9 @@ class WorkerServer:
                 task.cancel()
             self._loop.remove_reader(self._router.FD)
             await self._close(self._stop_cause())
+            if self._traces is not None:
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(in_daemon_thread(self._traces.flush), FLUSH_TIMEOUT_S)
             # Long enough to send `Stopping`.
             self._router.close(linger=500)
             context.term()
@@ -242,6 +250,9 @@ class WorkerServer:
             if not self._stop_reason.done():
                 self._stop_reason.set_exception(error)
             return
+        if self._config.otlp_endpoint:
+            # After the engine's process was forked.
+            self._traces = Traces(self._config.otlp_endpoint, "titopool-worker")
         self._facts, self._loaded_at = facts, time.time()
         self._enter_phase("ready")
         await self._probe_engine()
@@ -319,8 +330,8 @@ class WorkerServer:
                 self._counters.mismatch_squared_weights += message.squared_weights
             case messages.Leave(incarnation=self._incarnation):
                 self.leave()
-            case messages.EndedWaiting():
-                self._queues.on_ended(identity, message)
+            case messages.EndedWaiting() | messages.ListedRequests():
+                self._queues.on_answer(identity, message)
             case Command(incarnation=self._incarnation):
                 self._spawn(self._answer(identity, message))
         yield
@@ -354,6 +365,7 @@ class WorkerServer:
             logger.warning(
                 "ignored job %s: no Hello came first, the engine is not ready, or it is a repeat",
                 key,
+                extra={"request_id": job.client_id},
             )
             if turn is not None:
                 turn.end()
@@ -361,11 +373,16 @@ class WorkerServer:
         take = partial(front_end.release, key)
         num_slots = self._facts.max_num_seqs
         place = Place(job.num_sequences, is_new, num_places, num_slots, take)
-        task = self._loop.create_task(self._run_job(front_end, job, place, turn))
+        spans = None
+        if job.traceparent and self._traces is not None:
+            spans = JobSpans(self._traces, job, self._worker_id)
+        task = self._loop.create_task(self._run_job(front_end, job, place, turn, spans))
         front_end.add(key, job, task, is_held=turn is not None or num_places > 0)
         self._places.enter(place)
         # Not in the task: a task that is cancelled before its first step runs no `finally`.
         task.add_done_callback(lambda _: self._remove_job(front_end, key, turn, place))
+        if spans is not None:
+            task.add_done_callback(lambda _: spans.end())
         self._plan_load_report()
 
     def _remove_job(
@@ -387,9 +404,16 @@ class WorkerServer:
     # ---- running ---------------------------------------------------------------------
 
     async def _run_job(
-        self, front_end: FrontEnd, job: Job, place: Place, turn: Turn | None = None
+        self,
+        front_end: FrontEnd,
+        job: Job,
+        place: Place,
+        turn: Turn | None = None,
+        spans: JobSpans | None = None,
     ) -> None:
         def on_chunk(chunk: Chunk | JobProgress) -> None:
+            if spans is not None:
+                spans.note_token()
             if turn is not None and isinstance(chunk, JobProgress) and key in front_end.grammars:
                 self._loop.call_later(GRAMMAR_LEAD_S, report, chunk)
             else:
@@ -405,7 +429,8 @@ class WorkerServer:
             self._post(front_end, chunk)
 
         key = (job.job_id, job.attempt)
-
+        # Of this task only.
+        current_request.set(job.client_id)
         try:
             await place.is_free.wait()
             if turn is not None:
@@ -419,7 +444,7 @@ class WorkerServer:
             else:
                 front_end.start(key, job)
             self._places.begin(place)
-            result = await self._generate(job, on_chunk)
+            result = await self._generate(job, on_chunk, spans)
             if isinstance(result, Completed):
                 self._places.record_end(place, num_steps_of(result))
             count_job(self._counters, self._key_totals, job, result)
@@ -430,6 +455,8 @@ class WorkerServer:
         except Exception:
             logger.exception("job %d failed", job.job_id)
             result = self._failed(job, "failed on this prompt")
+        if spans is not None:
+            spans.result = result
         self._post(front_end, result)
         self._share_prefix(front_end, job, result)
 
@@ -465,10 +492,16 @@ class WorkerServer:
             if other is not front_end and len(other.prefixes) + len(prefix) <= MAX_PREFIX_BYTES:
                 other.prefixes += prefix
 
-    async def _generate(self, job: Job, on_chunk: OnChunk) -> Completed | Failed:
+    async def _generate(
+        self, job: Job, on_chunk: OnChunk, spans: JobSpans | None
+    ) -> Completed | Failed:
         try:
             await self._control.before_job()
-            generated = await self._engine.run(job, on_chunk)
+            if spans is None:
+                generated = await self._engine.run(job, on_chunk)
+            else:
+                generated = await self._engine.run(spans.enter_engine(), on_chunk)
+                spans.leave_engine(generated.timings)
         except TitopoolError as error:
             return Failed(job.job_id, job.attempt, error.code, error.message, error.param)
         self._counters.num_images += generated.num_images

@@ -246,7 +246,10 @@ class Supervisor:
         first = self._of_one[0] if self._of_one else 0
         taken = {one.index for one in self._workers}
         index = min(set(range(first, first + len(taken) + 1)) - taken)
-        log = WorkerLog(self._config.run_dir, index, is_kept=self._keeps_run_dir)
+        log = WorkerLog(
+            self._config.run_dir, index,
+            is_kept=self._keeps_run_dir, log_format=self._config.log_format,
+        )  # fmt: skip
         worker = WorkerProcess(index, log, is_added=is_added)
         self._workers.append(worker)
         return worker
@@ -545,7 +548,7 @@ def main(argv: Sequence[str] | None = None, worker_command: Sequence[str] = ()) 
     """Runs the supervisor; returns its exit code."""
     arguments = parser_of("python -m workers.supervisor").parse_args(argv)
     config = from_environment()
-    configure_logging(config.log_level)
+    configure_logging(config.log_level, log_format=config.log_format)
     supervisor = Supervisor(
         config,
         parent_pid=arguments.parent_pid,

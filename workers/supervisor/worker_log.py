@@ -4,9 +4,11 @@ The worker's own lines are always shown, those of vLLM only if they are errors (
 all).
 
 The lines come from vLLM and other libraries, in the worker and in vLLM's processes. The worker's own
-log lines arrive on another pipe (`workers/supervisor/phase_pipe.py`) and are written too.
+log lines arrive on another pipe (`workers/supervisor/phase_pipe.py`) and are written too. With
+log_format json, lines that are not JSON objects become some.
 """
 
+import json
 import logging
 import os
 import re
@@ -17,7 +19,7 @@ from collections.abc import Sequence
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
 
-from titopool.settings.logs import show
+from titopool.settings.logs import formatter_of, line_of, show_line
 
 logger = logging.getLogger(__name__)
 
@@ -79,16 +81,27 @@ def _asserted(raised: str, lines: Sequence[str]) -> str:
 
 def error_text(line: str) -> str:
     """The message of an error's log line; "" for other lines and for the lines of a traceback."""
+    if (fields := _fields_of(line)) is not None:
+        return str(fields.get("message")) if fields.get("level") in ("ERROR", "CRITICAL") else ""
     found = _ERROR.match(line)
     text = next((group for group in found.groups() if group is not None), "") if found else ""
     is_traceback = text[:1].isspace() or text.startswith("Traceback (most recent call last)")
     return "" if is_traceback else text
 
 
+def _fields_of(line: str) -> dict[str, object] | None:
+    """The fields of a line of log_format json; None for another line."""
+    try:
+        fields = json.loads(line) if line.startswith('{"level"') else None
+    except (ValueError, RecursionError):
+        return None
+    return fields if isinstance(fields, dict) else None
+
+
 class WorkerLog(RotatingFileHandler):
     """The log file of one worker, over all restarts of the worker."""
 
-    def __init__(self, run_dir: str, index: int, *, is_kept: bool):
+    def __init__(self, run_dir: str, index: int, *, is_kept: bool, log_format: str = "text"):
         """Begins a new file and keeps the file of the previous server under a name with `.1`.
 
         `is_kept` says whether the file outlives the server; the server removes a private `run_dir`.
@@ -98,6 +111,7 @@ class WorkerLog(RotatingFileHandler):
             self.path, maxBytes=MAX_FILE_BYTES, backupCount=1, encoding="utf-8", delay=True
         )
         self._worker = f"worker {index}"
+        self._as_json = None if log_format == "text" else formatter_of(log_format, str(index))
         self._is_kept = is_kept
         self._is_broken = False
         # When the last errors were shown, and whether later errors were left out.
@@ -108,7 +122,15 @@ class WorkerLog(RotatingFileHandler):
 
     def write(self, line: str) -> None:
         """Adds `line`."""
-        self.emit(logging.makeLogRecord({"msg": line.encode(errors="replace").decode()}))
+        text = self._formed(line.encode(errors="replace").decode())
+        self.emit(logging.makeLogRecord({"msg": text}))
+
+    def _formed(self, line: str) -> str:
+        """`line` as an object, with log_format json. The output of libraries has no objects."""
+        if self._as_json is None or _fields_of(line) is not None:
+            return line
+        level = logging.ERROR if error_text(line) else logging.INFO
+        return line_of(line, self._as_json, name="workers.output", level=level)
 
     def handleError(self, record: logging.LogRecord) -> None:
         """Called by logging when a line cannot be written: a full disk must not stop the workers."""
@@ -118,9 +140,12 @@ class WorkerLog(RotatingFileHandler):
 
     def show(self, line: str) -> None:
         """Writes `line` to the screen with the worker's name, unless the line is blank."""
-        if line.strip():
-            prefix = "" if line.startswith(self._worker) else f"{self._worker} | "
-            show(prefix + line)
+        if not line.strip():
+            return
+        if self._as_json is not None:
+            show_line(self._formed(line))
+        else:
+            show_line(line if line.startswith(self._worker) else f"{self._worker} | {line}")
 
     def show_error(self, line: str) -> None:
         """Shows `line` if it is an error, at most `MAX_ERRORS` lines in `ERROR_PERIOD_S`."""

@@ -2,6 +2,7 @@
 
 from flask import Blueprint, Response, request
 
+from app.http.request_ids import request_id
 from app.http.responses import json_response
 
 blueprint = Blueprint("other_apis", __name__)
@@ -26,4 +27,4 @@ def refuse() -> Response:
         "code": "not_found",
         "param": None,
     }
-    return json_response({"error": error}, 404)
+    return json_response({"error": error | {"request_id": request_id()}}, 404)

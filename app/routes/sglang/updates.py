@@ -2,6 +2,7 @@
 
 from flask import Blueprint, Response, request
 
+from app.http.request_ids import request_id
 from app.http.responses import json_response
 from app.routes.weights.pauses import lease_left_s
 from app.routes.weights.updates import load_folder
@@ -24,7 +25,7 @@ def update_weights_from_disk() -> Response:
     try:
         version = _update(decode_body(request.get_data(), DISK_BODY))
     except TitopoolError as error:
-        refused = {"success": False, "message": error.message, **error.to_dict()}
+        refused = {"success": False, "message": error.message, **error.to_dict(request_id())}
         return json_response(answer | refused, 400)
     return json_response(answer | {"message": f"All workers serve version {version}."})
 

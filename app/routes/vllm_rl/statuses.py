@@ -41,6 +41,6 @@ def never_repeated(handler: Handler) -> Handler:
         except Exception:
             logger.exception("%s %s failed, request %s", request.method, request.path, request_id())
             found = TitopoolError("the front end failed on this request; its log has the reason")
-        return json_response(found.to_dict(), HTTPStatus.CONFLICT)
+        return json_response(found.to_dict(request_id()), HTTPStatus.CONFLICT)
 
     return call

@@ -1,0 +1,196 @@
+"""`GET /requests` and aborts by its ids, over two front ends and stub workers."""
+
+import os
+import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import requests
+
+from app import create_app
+from tests.servers import Server, wait_until
+from titopool.settings.config import ServerConfig
+
+KEYS = "alice alice-key\nbob bob-key weight=2\nroot root-key admin\n"
+
+
+def bearer(name: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {name}-key"}
+
+
+@pytest.fixture
+def pool():
+    with ThreadPoolExecutor(64) as threads:
+        yield threads
+
+
+def sessions_by_pid(server: Server) -> dict[int, requests.Session]:
+    """A connection to each front end."""
+    found: dict[int, requests.Session] = {}
+    for _ in range(400):
+        session = requests.Session()
+        pid = int(session.get(server.url + "/live", timeout=10).json()["pid"])
+        found.setdefault(pid, session)
+        if len(found) == 2:
+            return found
+    raise AssertionError(f"only {list(found)} answer")
+
+
+def listed(server: Server, session: Any = requests, **options: Any) -> dict[str, Any]:
+    answer = session.get(server.url + "/requests", timeout=20, **options)
+    assert answer.status_code == 200, answer.text
+    result: dict[str, Any] = answer.json()
+    return result
+
+
+def ids_of(server: Server, session: Any = requests) -> set[str]:
+    return {one["id"] for one in listed(server, session)["requests"]}
+
+
+@pytest.fixture
+def server(start_stub, stub_server):
+    """Two front ends, a stub with two slots and one with a slow engine."""
+    start_stub(0, "--max-num-seqs", "2", "--delay-s", "60")
+    return stub_server(1, "--num-front-ends", "2")
+
+
+def post(server: Server, session: Any, name: str, body: dict[str, Any], path="/generate/"):
+    headers = {"X-Request-Id": name} if name else {}
+    return session.post(server.url + path, json=body, headers=headers, timeout=100)
+
+
+def test_both_front_ends_list_and_abort_all(server, pool):
+    fronts = list(sessions_by_pid(server).values())
+    begun = []
+    for index, session in enumerate(fronts):
+        body = {"prompts": [[5, 6, 7], [8, 9]], "n": 1, "max_tokens": 2}
+        begun.append(pool.submit(post, server, session, f"request-{index}", body))
+    # Both slots are taken. This one has no id of its own, and waits.
+    begun.append(pool.submit(post, server, requests, "", {"prompts": [[1]], "max_tokens": 1}))
+    fresh = sessions_by_pid(server)
+    wait_until(lambda: len(ids_of(server)) == 3, 10)
+    for session in fresh.values():
+        found = listed(server, session)
+        assert (found["num_requests"], found["num_front_ends"], found["num_missing"]) == (3, 2, 0)
+        first = next(one for one in found["requests"] if one["id"] == "request-0")
+        assert first["route"] == "/generate"
+        assert first["client"].startswith("127.0.0.1:")
+        assert (first["num_prompts"], first["tokens_in"], first["model"]) == (2, 5, "stub")
+        assert first["phase"] in ("running", "waiting")
+        ages = [one["age_s"] for one in found["requests"]]
+        assert ages == sorted(ages, reverse=True)
+        assert 0 < ages[-1] <= ages[0] < 60
+    running = [one for one in found["requests"] if one["phase"] == "running"]
+    assert running
+    assert all(one["workers"] == ["0"] for one in running)
+    # The stub counts a token for each job that runs.
+    assert sum(one["tokens_out"] for one in running) >= 1
+    # One entry at most, the oldest.
+    assert [one["id"] for one in listed(server, params={"limit": 1})["requests"]] == ["request-0"]
+    # Each is ended through the other front end, also by the id that the server made.
+    names = [one["id"] for one in found["requests"]]
+    for index, name in enumerate(names):
+        session = list(fresh.values())[index % 2]
+        answer = post(server, session, "", {"request_ids": [name]}, "/abort_requests")
+        assert answer.json()["aborted"] >= 1, name
+    for future in begun:
+        answer = future.result(30)
+        assert answer.status_code == 200
+        assert set(answer.json()["finish_reasons"]) == {"abort"}
+    wait_until(lambda: not ids_of(server), 10)
+
+
+@pytest.mark.parametrize("limit", ["0", "-1", "1001", "x", "1e9", ""])
+def test_another_limit_is_refused(limit):
+    answer = (
+        create_app(ServerConfig()).test_client().get("/requests", query_string={"limit": limit})
+    )
+    assert (answer.status_code, answer.json["error"]["code"]) == (400, "invalid_request")
+
+
+def test_phases_of_streams_and_checks_and_ids_of_prompts(start_stub, stub_server, pool):
+    start_stub(0, "--delay-s", "4")
+    server = stub_server(1, "--num-front-ends", "1")
+
+    def phases() -> dict[str, str]:
+        return {one["id"]: one["phase"] for one in listed(server)["requests"]}
+
+    # The first id comes after 4 s.
+    stream = pool.submit(
+        post, server, requests, "streams", {"token_ids": [1, 2, 3], "stream": True,
+        "sampling_params": {"max_tokens": 3}}, "/inference/v1/generate",
+    )  # fmt: skip
+    waits = pool.submit(
+        post, server, requests, "checks",
+        {"prompts": [[1, 2]], "max_tokens": 2, "min_weight_version": 7},
+    )  # fmt: skip
+    wait_until(lambda: phases().get("streams") == "streaming", 10)
+    batch = {"input_ids": [[4], [5]], "rid": ["rid-a", "rid-b"], "sampling_params": {}}
+    hangs = pool.submit(post, server, requests, "batch", batch, "/generate")
+
+    expected = {"streams": "streaming", "checks": "checking", "batch": "running"}
+    wait_until(lambda: phases() == expected, 20, lambda: str(listed(server)))
+    (shown,) = [one for one in listed(server)["requests"] if one["id"] == "batch"]
+    assert shown["job_ids"] == ["rid-a", "rid-b"]
+    (shown,) = [one for one in listed(server)["requests"] if one["id"] == "streams"]
+    assert 0 < shown["tokens_out"] <= 3
+    # Before it has jobs: they end without a token.
+    assert server.post("/abort_requests", {"request_ids": ["checks"]}).json()["aborted"] == 1
+    assert waits.result(10).json()["finish_reasons"] == ["abort"]
+    # By the id of the whole request.
+    server.post("/abort_requests", {"request_ids": ["batch"]})
+    assert hangs.result(10).status_code in (200, 400)
+    stream.result(60)
+    wait_until(lambda: phases() == {}, 10)
+
+
+def test_a_front_end_that_hangs_holds_nothing_up(server, pool):
+    fronts = sessions_by_pid(server)
+    (stopped, _), (_, session) = fronts.items()
+    begun = pool.submit(post, server, requests, "a", {"prompts": [[1, 2]]})
+    wait_until(lambda: ids_of(server, session) == {"a"}, 10)
+    os.kill(stopped, signal.SIGSTOP)
+    try:
+        began = time.monotonic()
+        found = listed(server, session)
+        passed_s = time.monotonic() - began
+    finally:
+        os.kill(stopped, signal.SIGCONT)
+    assert (found["num_front_ends"], found["num_missing"]) == (1, 1)
+    assert passed_s < 5
+    # And afterwards.
+    wait_until(lambda: listed(server, session)["num_missing"] == 0, 10)
+    assert ids_of(server, session) == {"a"}
+    server.post("/abort_requests", {"request_ids": ["a"]})
+    begun.result(10)
+
+
+def test_other_keys_see_no_ids(start_stub, stub_server, tmp_path, pool):
+    start_stub(0, "--delay-s", "30")
+    keys = tmp_path / "keys"
+    keys.write_text(KEYS)
+    keys.chmod(0o600)
+    server = stub_server(1, "--num-front-ends", "2", "--api-key-file", str(keys))
+    body = {"prompts": [[1, 2]], "max_tokens": 2}
+    begun = pool.submit(
+        requests.post, server.url + "/generate/", json=body, timeout=60,
+        headers={**bearer("alice"), "X-Request-Id": "of-alice"},
+    )  # fmt: skip
+    wait_until(lambda: listed(server, headers=bearer("root"))["requests"], 10)
+    (seen,) = listed(server, headers=bearer("root"))["requests"]
+    assert (seen["id"], seen["key"]) == ("of-alice", "alice")
+    assert listed(server, headers=bearer("alice"))["requests"][0]["id"] == "of-alice"
+    (hidden,) = listed(server, headers=bearer("bob"))["requests"]
+    assert {hidden[name] for name in ("id", "client", "key")} == {None}
+    assert hidden["tokens_in"] == 2
+    assert server.get("/requests").status_code == 401
+    for text in (str(seen), str(hidden)):
+        assert "alice-key" not in text
+    answer = requests.post(
+        server.url + "/abort_requests", json={"request_ids": ["of-alice"]}, timeout=10,
+        headers=bearer("root"),
+    )  # fmt: skip
+    assert answer.json()["aborted"] == 1
+    assert begun.result(10).json()["finish_reasons"] == ["abort"]
