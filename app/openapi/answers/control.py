@@ -97,6 +97,34 @@ class Overview(msgspec.Struct, kw_only=True):
     workers: list[WorkerOverview]
 
 
+class OpenRequest(msgspec.Struct, kw_only=True):
+    """A request in flight; of another key's, `id`, `client` and `key` are null."""
+
+    id: str | None
+    job_ids: list[str]
+    route: str
+    client: str | None
+    key: str | None
+    age_s: Seconds
+    phase: Literal["checking", "waiting", "running", "streaming", "writing"]
+    num_prompts: int
+    num_completions: int
+    tokens_in: int
+    tokens_out: int
+    workers: list[str]
+    model: str
+    is_aborted: bool
+
+
+class OpenRequests(msgspec.Struct, kw_only=True):
+    """The oldest requests in flight in all front ends."""
+
+    requests: list[OpenRequest]
+    num_requests: int
+    num_front_ends: int
+    num_missing: int
+
+
 class MetricsHistory(msgspec.Struct, kw_only=True):
     """Samples of the last minutes, in columns; times are Unix times in seconds."""
 

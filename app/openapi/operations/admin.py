@@ -7,6 +7,7 @@ from app.openapi.answers.control import (
     Health,
     Live,
     MetricsHistory,
+    OpenRequests,
     Overview,
     Ready,
     Scaled,
@@ -37,6 +38,17 @@ OPERATIONS: dict[str, Operation] = {
         tag=TAG,
         answer=MetricsHistory,
         query=(Query("since", {"type": "number"}, "only later samples; Unix time"),),
+    ),
+    "requests.requests": Operation(
+        tag=TAG,
+        answer=OpenRequests,
+        query=(
+            Query(
+                "limit",
+                {"type": "integer", "minimum": 1, "maximum": 1000, "default": 100},
+                "how many are listed, the oldest first",
+            ),
+        ),
     ),
     "overview.workers": Operation(tag=TAG, answer=Overview),
     "page.page": Operation(
