@@ -24,7 +24,15 @@ from titopool.errors import GenerationFailed, InvalidRequest, WeightUpdateFailed
 from titopool.settings.logs import configure_logging
 from titopool.settings.sampling import SamplingOptions, decode_options
 from titopool.settings.sources import from_environment
-from titopool.wire.messages import Chunk, Completion, Job, JobProgress, Logprobs, WorkerFacts
+from titopool.wire.messages import (
+    Chunk,
+    Completion,
+    ImageFacts,
+    Job,
+    JobProgress,
+    Logprobs,
+    WorkerFacts,
+)
 from titopool.wire.pool_state import PauseMode
 from workers.engine.base import EngineDead, Generated, OnChunk, ReportPhase
 from workers.engine.lora import Adapter, Adapters
@@ -34,6 +42,8 @@ from workers.supervisor.phase_pipe import PhaseReporter
 from workers.weights import checks
 
 VOCAB_SIZE = 50_000
+# The token that stands for an image, with --max-images.
+IMAGE_PLACEHOLDER = 40_100
 # Tests name ports without a trainer.
 checks.LISTEN_TIMEOUT_S = 0.1
 
@@ -162,6 +172,8 @@ class StubEngine:
         model: str,
         weights: StubWeights,
         runs_file: Path | None = None,
+        tokenizer: str = "none",
+        max_images: int = 0,
     ):
         self.versions = Versions()
         self.adapters = stub_adapters()
@@ -176,6 +188,8 @@ class StubEngine:
         self._max_num_seqs = max_num_seqs
         self._is_frozen = False
         self._runs_file = runs_file
+        self._tokenizer = tokenizer
+        self._images = ImageFacts(max_images, [IMAGE_PLACEHOLDER], True) if max_images else None
 
     def load(self, report: ReportPhase) -> WorkerFacts:
         report("importing")
@@ -185,7 +199,7 @@ class StubEngine:
             time.sleep(0.02)
         return WorkerFacts(
             model=self._model,
-            tokenizer="none",
+            tokenizer=self._tokenizer,
             tokenizer_revision=None,
             trust_remote_code=False,
             vllm_version="0.0-stub",
@@ -201,6 +215,7 @@ class StubEngine:
             logprobs_mode="processed_logprobs",
             weight_backend="gloo",
             max_lora_rank=16,
+            images=self._images,
         )
 
     async def warm_up(self) -> None:
@@ -303,6 +318,8 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--tensors", type=int, default=0, help="MiB that other workers may fetch")
     made.add_argument("--gate", type=Path, help="see tests/stub_tensors.py")
     made.add_argument("--model", default="stub")
+    made.add_argument("--tokenizer", default="none", help="folder")
+    made.add_argument("--max-images", type=int, default=0, help="of a prompt")
     made.add_argument("--vocab-size", type=int, default=VOCAB_SIZE)
     made.add_argument("--load-s", type=float, default=0.0)
     made.add_argument("--load-until", type=Path, help="loads until this file exists")
@@ -322,6 +339,8 @@ def engine_of(arguments: argparse.Namespace) -> StubEngine:
         vocab_size=arguments.vocab_size,
         model=arguments.model,
         runs_file=arguments.runs_file,
+        tokenizer=arguments.tokenizer,
+        max_images=arguments.max_images,
         weights=StubWeights(
             is_bad=arguments.bad_weights,
             dies_at=arguments.die_at,
