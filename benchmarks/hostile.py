@@ -4,13 +4,11 @@
 
 One front end with default settings and a stub engine. While the bodies are sent, a process of its own
 asks /live and generates one token for one prompt, every few milliseconds. Prints, for each kind, the
-statuses of the bodies, by how much the front end's resident memory grew at most, and milliseconds.
+statuses of the bodies, by how much the resident memory of the front end and of the worker grew at
+most, and milliseconds.
 """
 
 import argparse
-import json
-import subprocess
-import sys
 import tempfile
 import time
 from collections import Counter
@@ -25,11 +23,11 @@ from benchmarks.bench import quantiles, say
 from benchmarks.front import FrontEnd, stub_environment, stub_workers
 from benchmarks.processes import running
 from benchmarks.targets import Engine
+from tests.innocents import innocents
 from tests.test_hostile_bodies import growth_of
 
 MIB = 2**20
 TIMEOUT_S = 300
-PROBE_S = 0.005
 
 
 def repeated(path: str, begin: bytes, element: bytes, end: bytes) -> Callable[[int], tuple]:
@@ -74,22 +72,29 @@ def main() -> None:
     parser.add_argument("kinds", nargs="*", metavar="KIND", help=", ".join(KINDS))
     parser.add_argument("--mib", type=int, default=16, help="of each body")
     parser.add_argument("--at-once", type=int, default=64)
-    parser.add_argument("--probe", nargs=2, metavar=("HOST", "PORT"), help=argparse.SUPPRESS)
     parser.set_defaults(num_workers=1)
     options = parser.parse_args()
-    if options.probe:
-        probe(options.probe[0], int(options.probe[1]))
-        return
     with tempfile.TemporaryDirectory() as folder, stub_workers(options, Path(folder)) as found:
         for kind in options.kinds or KINDS:
             # A new server: Python's allocator keeps what it has.
             target = FrontEnd(1, found, kind="JSON")
             environ = {**stub_environment(), "HF_HUB_OFFLINE": "1"}
             with running(target, Engine("", {}), environ, Path(folder) / "log") as server:
-                measure(kind, server.url, server.process, options)
+                (worker,) = [
+                    one
+                    for one in psutil.Process().children()
+                    if "stub_worker" in str(one.cmdline())
+                ]
+                measure(kind, server.url, server.process, worker, options)
 
 
-def measure(kind: str, url: str, server: psutil.Process, options: argparse.Namespace) -> None:
+def measure(
+    kind: str,
+    url: str,
+    server: psutil.Process,
+    worker: psutil.Process,
+    options: argparse.Namespace,
+) -> None:
     host, port = url.removeprefix("http://").split(":")
     path, body = KINDS[kind](options.mib * MIB)
 
@@ -104,46 +109,27 @@ def measure(kind: str, url: str, server: psutil.Process, options: argparse.Names
         finally:
             connection.close()
 
-    words = [sys.executable, "-m", "benchmarks.hostile", "--probe", host, port]
     (front_end,) = server.children()
-    prober = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    assert prober.stdout is not None
-    prober.stdout.readline()
-    with ThreadPoolExecutor(options.at_once) as threads, growth_of(front_end) as growth:
+    with (
+        innocents(url) as waits,
+        ThreadPoolExecutor(options.at_once) as threads,
+        growth_of(front_end) as growth,
+        growth_of(worker) as of_worker,
+    ):
         began = time.monotonic()
         statuses = Counter(threads.map(send, range(options.at_once)))
         took_s = time.monotonic() - began
-    live, generated = json.loads(prober.communicate("", timeout=60)[0])
+    assert not waits.num_failed, f"{waits.num_failed} innocent requests failed"
     shown = [
         f"{name} p50 {found['p50'] * 1e3:.0f}, p99 {found['p99'] * 1e3:.0f}, "
-        f"max {found['max'] * 1e3:.0f} ms"
-        for name, found in (("/live", quantiles(live)), ("one token", quantiles(generated)))
+        f"max {found['max'] * 1e3:.0f} ms of {len(taken)}"
+        for name, taken in (("/live", waits.live), ("one token", waits.generated))
+        for found in (quantiles(taken),)
     ]
     say(
-        f"{kind}: {dict(statuses)} in {took_s:.1f} s, {growth.num_bytes // MIB} MiB; "
-        + "; ".join(shown)
+        f"{kind}: {dict(statuses)} in {took_s:.1f} s, {growth.num_bytes // MIB} MiB, "
+        f"worker {of_worker.num_bytes // MIB} MiB; " + "; ".join(shown)
     )
-
-
-def probe(host: str, port: int) -> None:
-    """Prints seconds of /live and of one token, from its first line until its input ends."""
-    connection = HTTPConnection(host, port, timeout=TIMEOUT_S)
-    body = json.dumps({"prompts": [[1, 2]], "max_tokens": 1})
-    calls = (("GET", "/live", None), ("POST", "/generate/", body))
-    seconds: tuple[list[float], list[float]] = ([], [])
-    has_ended = ThreadPoolExecutor(1).submit(sys.stdin.read)
-    while not has_ended.done():
-        for found, call in zip(seconds, calls, strict=True):
-            began = time.monotonic()
-            connection.request(*call)
-            answer = connection.getresponse()
-            answer.read()
-            assert answer.status == 200, answer.status
-            found.append(time.monotonic() - began)
-        if len(seconds[0]) == 1:
-            print("ready", flush=True)
-        time.sleep(PROBE_S)
-    print(json.dumps(seconds), flush=True)
 
 
 if __name__ == "__main__":

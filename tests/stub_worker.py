@@ -27,6 +27,7 @@ from titopool.settings.sources import from_environment
 from titopool.wire.messages import (
     Chunk,
     Completion,
+    ImageFacts,
     Job,
     JobProgress,
     Logprobs,
@@ -43,6 +44,8 @@ from workers.weights import checks
 
 VOCAB_SIZE = 50_000
 NUM_METRICS = 36
+# The token that stands for an image, with --max-images.
+IMAGE_PLACEHOLDER = 40_100
 # Tests name ports without a trainer.
 checks.LISTEN_TIMEOUT_S = 0.1
 
@@ -200,6 +203,7 @@ class StubEngine:
         tokenizer: str,
         weights: StubWeights,
         runs_file: Path | None = None,
+        max_images: int = 0,
     ):
         self.versions = Versions()
         self.adapters = stub_adapters()
@@ -215,6 +219,8 @@ class StubEngine:
         self._max_num_seqs = max_num_seqs
         self._is_frozen = False
         self._runs_file = runs_file
+        self._tokenizer = tokenizer
+        self._images = ImageFacts(max_images, [IMAGE_PLACEHOLDER], True) if max_images else None
 
     def load(self, report: ReportPhase) -> WorkerFacts:
         report("importing")
@@ -240,6 +246,7 @@ class StubEngine:
             logprobs_mode="processed_logprobs",
             weight_backend="gloo",
             max_lora_rank=16,
+            images=self._images,
         )
 
     async def warm_up(self) -> None:
@@ -355,6 +362,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--gate", type=Path, help="see tests/stub_tensors.py")
     made.add_argument("--model", default="stub")
     made.add_argument("--tokenizer", default="none", help="a folder; by default no text is read")
+    made.add_argument("--max-images", type=int, default=0, help="of a prompt")
     made.add_argument("--vocab-size", type=int, default=VOCAB_SIZE)
     made.add_argument("--load-s", type=float, default=0.0)
     made.add_argument("--load-until", type=Path, help="loads until this file exists")
@@ -375,6 +383,7 @@ def engine_of(arguments: argparse.Namespace) -> StubEngine:
         model=arguments.model,
         tokenizer=arguments.tokenizer,
         runs_file=arguments.runs_file,
+        max_images=arguments.max_images,
         weights=StubWeights(
             is_bad=arguments.bad_weights,
             dies_at=arguments.die_at,

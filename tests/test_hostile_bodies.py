@@ -5,9 +5,10 @@ import json
 import re
 import socket
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from http.client import HTTPConnection
 from urllib.parse import urlsplit
 
@@ -15,11 +16,16 @@ import psutil
 import pytest
 import requests
 
+from tests.images import encoded, picture
+from tests.innocents import Waits, innocents
 from tests.servers import Server, wait_until
-from tests.stub_worker import Fault
+from tests.stub_worker import IMAGE_PLACEHOLDER, Fault
+from titopool.settings.config import ServerConfig
 
 MIB = 2**20
 BUDGET = 32 * MIB
+# Of /live beside the bodies; idle it takes 2 ms. A body that is decoded in one piece takes seconds.
+MAX_MEDIAN_S, MAX_P90_S = 0.1, 1.0
 # Each 8 MiB, and what they would take: up to 24 times as much.
 BODIES = {
     "lists": ("/generate/", b'{"prompts": [' + b"[]," * (8 * MIB // 3) + b"[1]]}"),
@@ -82,6 +88,18 @@ def server(stub_server, start_stub, monkeypatch: pytest.MonkeyPatch) -> Server:
     )  # fmt: skip
 
 
+def check_live(waits: Waits) -> None:
+    """Asserts that /live was answered; the bounds are for a busy machine of CI."""
+    taken = sorted(waits.live)
+    median, p90 = taken[len(taken) // 2], taken[int(0.9 * len(taken))]
+    print(
+        f"/live: {len(taken)} calls, median {median:.3f} s, p90 {p90:.3f} s, max {taken[-1]:.3f} s"
+    )
+    assert not waits.num_failed
+    assert median < MAX_MEDIAN_S, median
+    assert p90 < MAX_P90_S, p90
+
+
 def test_slow_and_wasteful_bodies_hurt_nobody(server: Server):
     slow = [begin_slowly(server) for _ in range(8)]
     # Eight unfinished bodies, and two places.
@@ -104,16 +122,41 @@ def test_slow_and_wasteful_bodies_hurt_nobody(server: Server):
             # The server closed before the whole body was sent.
             return 0
 
-    with concurrent.futures.ThreadPoolExecutor(16) as threads, growth_of(process) as growth:
+    with (
+        innocents(server.url, only_live=True) as waits,
+        concurrent.futures.ThreadPoolExecutor(16) as threads,
+        growth_of(process) as growth,
+    ):
         statuses = Counter(threads.map(send, list(BODIES) * 6))
         wait_until(lambda: server.generate([[1]], max_tokens=1), 30)
     # 503: a text got as far as the tokenizer, which the stub's model does not have.
     assert set(statuses) <= {0, 400, 413, 429, 503}, statuses
     # One of them may take more than the budget; unbounded, eight objects alone take 1.5 GiB.
     assert growth.num_bytes < 8 * BUDGET, f"{growth.num_bytes // MIB} MiB, {statuses}"
+    check_live(waits)
     assert front_end(server).pid == process.pid
     # What `app/http/errors.py` logs of an exception that no handler expected.
     assert " failed, request " not in server.log, server.log[-3000:]
+
+
+def test_the_rest_of_a_refused_body_that_comes_late_stops_nobody(server: Server):
+    """gunicorn would read it without a pause: 64 GiB of copies for 64 MiB."""
+    address = urlsplit(server.url)
+    client = socket.create_connection((address.hostname, address.port), timeout=30)
+    size = 2 * ServerConfig().max_body_bytes
+    client.sendall(
+        b"POST /generate/ HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n{" % size
+    )
+    assert client.recv(4096).startswith(b"HTTP/1.1 413 ")
+    with innocents(server.url, only_live=True) as waits:
+        # The server waits for `client_timeout_s`, 2 s.
+        time.sleep(4)
+        with suppress(OSError):
+            for _ in range(64):
+                client.sendall(bytes(MIB))
+    client.close()
+    check_live(waits)
+    assert max(waits.live) < 4 * MAX_P90_S
 
 
 def test_a_long_body_is_answered_as_a_short_one(server: Server):
@@ -139,6 +182,27 @@ def test_a_huge_prompt_does_not_take_the_memory_of_its_ids_as_integers(server: S
             answer = requests.post(server.url + "/generate/", data=body, timeout=120)
         assert answer.json()["error"]["code"] == "prompt_too_long", answer.text
         assert growth.num_bytes < 160 * MIB, f"{body[:30]!r}: {growth.num_bytes // MIB} MiB"
+
+
+def test_the_largest_body_of_images_passes(stub_server, start_stub):
+    """256 MiB, `max_body_bytes`, with the default budget."""
+    start_stub(0, "--max-images", "1")
+    server = stub_server(1, "--num-front-ends", "1")
+    limit, image = ServerConfig().max_body_bytes, encoded(picture(1200, 1000), "BMP")
+    num_images = (limit - 100) // (len(image) + len("[[1,40009]],[],") + 2)
+    prompts = ",".join([f"[1,{IMAGE_PLACEHOLDER}]"] * num_images)
+    images = ",".join([f'["{image}"]'] * num_images)
+    body = f'{{"max_tokens":1,"prompts":[{prompts}],"images":[{images}]}}'.encode()
+    assert limit - len(image) - 1000 < len(body) <= limit
+    process = front_end(server)
+    before = process.memory_info().rss
+    with innocents(server.url, only_live=True) as waits, growth_of(process) as growth:
+        answer = requests.post(server.url + "/generate/", data=body, timeout=120)
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["completion_ids"] == [[IMAGE_PLACEHOLDER]] * num_images
+    print(f"{num_images} images, front end {(before + growth.num_bytes) // MIB} MiB")
+    assert before + growth.num_bytes < 1536 * MIB
+    check_live(waits)
 
 
 def test_results_count_as_they_arrive(stub_server, start_stub):

@@ -107,7 +107,11 @@ def read_body(sent: Request, reservation: Reservation, config: ServerConfig) -> 
 
 
 def _discard(stream: Any, timeout_s: float) -> None:
-    """Reads what is left of a body that was refused; gunicorn would do so without a pause."""
+    """Reads what is left of a body that was refused; closes the connection of a slower client.
+
+    gunicorn would read it without a pause, in steps of 1 KiB that each copy what has arrived, up to
+    1 MiB.
+    """
     if getattr(stream, "failed", False):
         # The client sends too slowly; gunicorn closes its connection.
         return
@@ -117,4 +121,7 @@ def _discard(stream: Any, timeout_s: float) -> None:
                 gevent.sleep(YIELD_S)
         except (OSError, ParseException):
             # The client has gone, or sends another encoding.
-            return
+            pass
+        return
+    # gunicorn then closes the connection.
+    stream.failed = True
