@@ -87,7 +87,7 @@ def test_200_requests_at_once_have_the_answers_to_their_own_prompts(
 ):
     """In the order in which they were sent, at two front ends and two workers."""
     prompts = [[index + 10, 7, index + 10] for index in range(200)]
-    options = {"temperature": 0, "max_tokens": 4, "ignore_eos": True, "n": 2}
+    options = {"temperature": 0, "max_tokens": 4, "ignore_eos": True}
     with ThreadPoolExecutor(100) as threads:
         answers = list(
             threads.map(
@@ -99,10 +99,6 @@ def test_200_requests_at_once_have_the_answers_to_their_own_prompts(
         )
     assert [one["prompt_token_ids"] for one in answers] == prompts
     assert [one["request_id"] for one in answers] == [f"order-{ids[0]}" for ids in prompts]
-    for answer in answers:
-        first, second = answer["choices"]
-        assert [first["index"], second["index"]] == [0, 1]
-        assert first["token_ids"] == second["token_ids"]
     # The same ids as those of one request with all prompts.
     batch = server.generate(
         prompts, temperature=0, max_tokens=4, generation_kwargs={"ignore_eos": True}
