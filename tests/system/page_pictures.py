@@ -90,10 +90,7 @@ def picture(page: Browser, server: Server, size: dict[str, Any]) -> bytes:
     page.wait_for(lambda: page.text("#live") == "Live")
     page.find("#max-tokens").send_keys(Keys.CONTROL, "a", Keys.NULL, "24")
     page.find("#seed").send_keys("3")
-    page.run(
-        "document.querySelector('[value=ids]').click();"
-        "document.querySelector('#prompt').value = '[42, 1393, 14, 1751, 78, 1170]'"
-    )
+    page.find("#prompt").send_keys(Keys.CONTROL, "a", Keys.NULL, "What is 6 times 7?")
     page.find("#generate").click()
     page.wait_for(lambda: page.find_all("#tokens [role=option]"))
     page.run("document.querySelectorAll('#tokens li')[5].click()")

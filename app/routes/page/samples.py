@@ -23,6 +23,8 @@ FIRST_TOKENS = "titopool_time_to_first_token_seconds_bucket"
 COUNTERS = {TOKENS, PROMPT_TOKENS, CACHED_TOKENS, UPDATES, REQUESTS, FIRST_TOKENS}
 WANTED = COUNTERS | {UPDATE_S, PAUSED_S, RUNNING, WAITING}
 
+# Routes that clients ask again and again until a server is ready: their 503 is no fault.
+PROBES = {"/health/", "/live/", "/liveness/", "/ready/"}
 # Samples after whose number a label that was never seen counts from 0. Before, it is one that this
 # process has just learned of: its total is no growth.
 NUM_LEARNING = 3
@@ -76,7 +78,14 @@ class Sampler:
             FIRST_TOKENS: self._quantiles(growth[FIRST_TOKENS]),
             UPDATES: _updates(now, growth[UPDATES]),
         }
-        errors = _by_label(growth[REQUESTS], "code")
+        errors = _by_label(
+            {
+                labels: number
+                for labels, number in growth[REQUESTS].items()
+                if dict(labels).get("route") not in PROBES
+            },
+            "code",
+        )
         errors.pop("", None)
         tokens = _by_label(growth[TOKENS], "worker")
         return Sample(
