@@ -17,7 +17,7 @@ from titopool.settings.sources import from_command_line
 
 ROOT = click.Context(titopool, info_name="titopool")
 # CPU seconds of a command that starts nothing.
-MAX_START_S = 0.3
+MAX_START_S = 0.6
 
 
 def command(name: str) -> click.Command:
