@@ -27,6 +27,7 @@ from titopool.client.weights_client import WeightsClient
 DOCUMENTS = ("README.md", "docs/trainers.md", "docs/operators.md", "docs/http.md")
 # Text of a block that does not run: the reason.
 NOT_RUN = {
+    "titopool top": "needs a server at the default port; tests/test_top.py runs it",
     "make serve": "installs; tests/test_command.py starts the server",
     "make install": "installs; tests/test_command.py starts the server",
     "docker compose": "needs a Docker engine; tests/compose runs it",

@@ -10,6 +10,7 @@ from http import HTTPStatus
 from typing import Any
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from app.http.errors import REPEATED
 from app.openapi.components import Schema
@@ -44,6 +45,8 @@ class ErrorDetail(msgspec.Struct, kw_only=True):
     code: str
     # The field of the body that is wrong.
     param: str | None
+    # That of the header; errors of a process that has no request lack it.
+    request_id: str | UnsetType = UNSET
 
 
 class Error(msgspec.Struct, kw_only=True):

@@ -192,6 +192,7 @@ class Model(msgspec.Struct, kw_only=True):
     root: str
     parent: str | None
     max_model_len: int
+    vocab_size: int
     # Of an adapter.
     version: int | UnsetType = UNSET
 
