@@ -1,12 +1,9 @@
 """gunicorn's gevent worker, which counts its open requests and ends without losing one."""
 
 import socket
-import subprocess
 from types import SimpleNamespace
 from typing import Any
 
-import gevent.subprocess
-from gevent.monkey import get_original
 from gunicorn.workers.ggevent import GeventWorker
 
 from titopool.settings.logs import current_request
@@ -21,16 +18,6 @@ class FrontEnd(GeventWorker):  # type: ignore[misc]
 
     # HTTP requests whose answer is not completely written.
     num_open = 0
-
-    def patch(self) -> None:
-        """Leaves `subprocess` as it is: gevent's starts no process in the tokenizer's thread.
-
-        Importing a package may do so: trio, which httpcore2 imports where it is installed, looks for a
-        C library by `ldconfig`.
-        """
-        super().patch()
-        for name in gevent.subprocess.__implements__:
-            setattr(subprocess, name, get_original("subprocess", name))
 
     def run(self) -> None:
         """Remembers the listeners' addresses, and serves."""

@@ -104,7 +104,7 @@ def test_a_worker_that_dies_before_apply_leaves_the_old_weights_everywhere(clust
     for index in range(3):
         cluster.start(index, *(["--die-at", "check_folder"] if index == 1 else []))
     cluster.serve()
-    assert cluster.update().status_code == 500
+    assert cluster.update().status_code == 409
     cluster.wait_for("ready", "unreachable", "ready")
     assert cluster.versions() == [0, 0]
     cluster.check_generates()
