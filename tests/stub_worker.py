@@ -59,6 +59,7 @@ class Fault(IntEnum):
     KILL = 40_004  # the process is killed
     HANG = 40_005  # the job never ends
     DIE_MID_STREAM = 40_006  # anywhere in a streamed prompt: the engine dies before sending it
+    UNSCORED = 40_008  # the job has no log-probabilities of its prompt
     FREEZE = 40_007  # the engine's step never ends: no job goes on, and no probe is answered
 
 
@@ -176,7 +177,7 @@ def logprobs_of(ids: Sequence[int], options: SamplingOptions) -> Logprobs | None
 
 def prompt_logprobs_of(ids: np.ndarray, options: SamplingOptions) -> Logprobs | None:
     """-1.5 for each id but the first, and for the first ids of the vocabulary."""
-    if options.prompt_logprobs is None:
+    if options.prompt_logprobs is None or ids[0] == Fault.UNSCORED:
         return None
     rows = [[one, *range(options.prompt_logprobs)] for one in ids[1:].tolist()]
     flat = np.int32(rows).ravel()

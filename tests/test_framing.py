@@ -62,7 +62,7 @@ def server(start_stub: StartStub, stub_server: Callable[..., Server]) -> Server:
 def check_refused(head: bytes, body: bytes, *codes: str) -> None:
     assert b"\r\nContent-Type: application/json" in head, head
     error = json.loads(body)["error"]
-    assert set(error) == {"message", "type", "code", "param"}
+    assert set(error) == {"message", "type", "code", "param", "request_id"}
     assert error["code"] in codes
     assert error["type"] == "invalid_request_error"
 

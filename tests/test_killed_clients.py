@@ -44,14 +44,14 @@ with ThreadPoolExecutor(len(calls)) as threads, Client(url, timeout_s=300) as cl
 """
 # Reads streams, which `Client` does not have; says so at each event.
 STREAMS = """
-import json, sys
+import json, os, sys
 from concurrent.futures import ThreadPoolExecutor
 import requests
 
 def read(body):
     with requests.post(sys.argv[1] + "/inference/v1/generate", json=body, stream=True) as answer:
         for _ in answer.iter_lines():
-            print("event", flush=True)
+            os.write(1, b"event\\n")
 
 bodies = json.loads(sys.stdin.read())
 with ThreadPoolExecutor(len(bodies)) as threads:
@@ -260,6 +260,7 @@ def test_killed_repeats_do_not_keep_the_request(server: Server):
     call = {"prompts": [HANGING], "idempotent": "same"}
     with client_process(GENERATES, server.url, [call]):
         wait_until(lambda: num_open(server) == 1, 20)
+        wait_until(lambda: bool(kept_keys(server)), 20)
         (path,) = kept_keys(server)
         with client_process(GENERATES, server.url, [call] * 4):
             awaited_since(server, seconds=10)

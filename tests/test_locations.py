@@ -72,11 +72,10 @@ def test_a_stream_whose_worker_dies_names_the_location(start_stub, stub_server):
 
 
 def test_missing_prompt_logprobs_name_the_location(start_stub, stub_server):
-    """The stub returns no prompt log-probabilities."""
     start_stub(0)
     server = stub_server(1)
     for form in ("json", "binary"):
-        body = scored([1, 2], [3, 4, 5]) | {"response_format": form}
+        body = scored([Fault.UNSCORED, 2], [3, 4, 5]) | {"response_format": form}
         message = message_of(server, "/get_sequence_logprobs/", body, 500)
         assert message.startswith("sequences[0]: expected 2 log-probabilities of the prompt, got 0")
 
