@@ -30,7 +30,8 @@ def test_status_shows_all_workers_whichever_front_end_answers(start_stub, stub_s
 
     def found() -> dict:
         ended = run("status", "--url", server.url, "--json")
-        assert ended.returncode == 0, ended.stderr
+        # 1 at a front end that has not heard of the workers yet.
+        assert ended.returncode in (0, 1), ended.stderr
         return json.loads(ended.stdout)
 
     # Figures are those of the last heartbeats.

@@ -41,6 +41,8 @@ def demo(keep: bool) -> None:
     """
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _end)
+    # A shell without a terminal starts commands with SIGINT ignored.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     _walk(keep)
 
 
