@@ -76,10 +76,20 @@ def _short(name: str) -> str:
 def _adapted(value: Any) -> Any:
     """A schema of msgspec's with short names and JSON Schema's patterns."""
     if isinstance(value, dict):
-        # Of a tuple: `maxItems` says the same, and generators of clients know no boolean schemas.
-        kept = {key: one for key, one in value.items() if (key, one) != ("items", False)}
-        return {key: _adapted_entry(key, one) for key, one in kept.items()}
+        if "prefixItems" in value:
+            value = _as_array(value)
+        return {key: _adapted_entry(key, one) for key, one in value.items()}
     return [_adapted(one) for one in value] if isinstance(value, list) else value
+
+
+def _as_array(schema: dict[str, Any]) -> dict[str, Any]:
+    """The schema of a tuple as that of an array of its length: many readers know no `prefixItems`."""
+    kept = {key: one for key, one in schema.items() if key != "prefixItems"}
+    kinds = [
+        one for index, one in enumerate(schema["prefixItems"])
+        if one not in schema["prefixItems"][:index]
+    ]  # fmt: skip
+    return kept | {"items": kinds[0] if len(kinds) == 1 else {"anyOf": kinds}}
 
 
 def _adapted_entry(key: str, value: Any) -> Any:

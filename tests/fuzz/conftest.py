@@ -15,7 +15,7 @@ from tests.fuzz.exploring import ServerGone
 from tests.fuzz.hints import MODEL, ROOT
 from tests.fuzz.oracle import Processes
 from tests.fuzz.wire_http import Answer, Sent, ask
-from tests.servers import Server, running_server
+from tests.servers import Server, running_server, wait_until
 from tests.test_adapters import make_adapter
 
 NUM_WORKERS = 2
@@ -42,6 +42,9 @@ class Fuzzed:
 
     def _warm_up(self) -> None:
         """Sends requests to all workers and front ends, so that each has loaded its tokenizer."""
+        body = {"prompts": ["Hello"], "max_tokens": 1}
+        # The first texts may wait for a tokenizer for longer than a request may.
+        wait_until(lambda: all(self.server.post("/generate/", body).ok for _ in range(8)), 60)
         for _ in range(2):
             with concurrent.futures.ThreadPoolExecutor(32) as pool:
                 list(pool.map(lambda _: self.server.generate(["Hello"], max_tokens=1), range(32)))
