@@ -91,7 +91,7 @@ def test_the_commands_start_without_the_checkout(commands: Path, tmp_path: Path)
     found = run(tmp_path, commands / "python", "-c", code)
     assert found.stdout.count(str(commands.parent)) == 3, found.stdout + found.stderr
     assert run(tmp_path, commands / "titopool", "--version").stdout == f"{__version__}\n"
-    assert "--num-workers" in run(tmp_path, commands / "titopool", "--help").stdout
+    assert "--num-workers" in run(tmp_path, commands / "titopool", "serve", "--help").stdout
     worker = run(tmp_path, commands / "python", "-P", "-m", "workers")
     assert worker.returncode != 0
     assert "--endpoint is missing; usage: " in worker.stdout + worker.stderr
