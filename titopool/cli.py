@@ -18,6 +18,7 @@ EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command; returns its exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
+    _leave_working_folder()
     if words[:1] == ["--version"]:
         # Without click, whose import takes longer than all of this.
         from titopool import __version__
@@ -57,6 +58,13 @@ def run(words: list[str]) -> int:
         return _fail(str(error), EXIT_FAILED)
     except (click.Abort, KeyboardInterrupt):
         return EXIT_INTERRUPTED
+
+
+def _leave_working_folder() -> None:
+    """An empty entry of PYTHONPATH means the working folder, before the standard library's modules."""
+    library = os.path.dirname(os.__file__)
+    end = sys.path.index(library) if library in sys.path else 0
+    sys.path[:end] = [folder for folder in sys.path[:end] if folder not in ("", os.getcwd())]
 
 
 def _fail(text: str, code: int) -> int:
