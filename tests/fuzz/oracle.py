@@ -22,6 +22,13 @@ DISK = "/update_weights_from_disk/"
 _LOCATION = re.compile(r"(\w+)((?:\[\d+\]|\.\w+)*): ")
 
 
+# Of what is read: data, metrics, and the pages with their files.
+KINDS = {
+    "application/json", "text/plain", "text/html", "text/css", "text/javascript", "image/svg+xml",
+    "image/png",
+}  # fmt: skip
+
+
 def path_of(sent: Sent) -> str:
     """The path as in `BY_PATH`: slashes may be repeated or encoded, and the last one missing."""
     return re.sub("/+", "/", unquote(sent.path.partition("?")[0]) + "/")
@@ -36,7 +43,7 @@ def check_answer(sent: Sent, answer: Answer) -> None:
     elif sent.method == "POST":
         check_good(sent, answer)
     elif sent.method == "GET":
-        assert answer.kind in ("application/json", "text/plain"), str(answer)
+        assert answer.kind in KINDS, str(answer)
 
 
 def check_error(sent: Sent, answer: Answer) -> None:
