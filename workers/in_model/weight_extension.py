@@ -302,7 +302,7 @@ class WeightExtension:
         return checksum(list(self._titopool_receiver.staged.values()))
 
     @answer
-    def titopool_weights_apply(self, forgets_proofs: bool) -> dict[str, Any]:
+    def titopool_weights_apply(self, forgets_proofs: bool = False) -> dict[str, Any]:
         """Loads the staged tensors, or the folder's, into the model, unless these are there already.
 
         Args:
