@@ -10,6 +10,7 @@ the largest worker's memory, the longest calls, innocent requests that failed, a
 """
 
 import argparse
+import base64
 import json
 import os
 import re
@@ -110,8 +111,6 @@ def slow_checks(target: "Target") -> Sent:
     turn = {"role": "assistant", "tool_calls": [call] * (4 * MIB // 48)}
     yield "/v1/chat/completions", {"messages": [turn], "max_tokens": 1}
     yield KINDS["names"](16 * MIB)
-    import base64
-
     image = base64.b64encode(png_with_text(60)).decode()
     prompts = [[1, IMAGE_PLACEHOLDER]] * 256
     yield "/generate/", {"prompts": prompts, "images": [[image]] * 256, "max_tokens": 1}
@@ -155,12 +154,14 @@ class Target:
 
     @property
     def workers(self) -> list[psutil.Process]:
+        """Those of this server only: the machine may run others."""
+        root = psutil.Process(self.server.process.pid if self.is_real else None)
         found = []
-        for one in psutil.process_iter():
+        for one in root.children(recursive=True):
             with suppress(psutil.Error):
-                words = " ".join(one.cmdline())
-                kind = "-m workers --" if self.is_real else "tests.stub_worker"
-                if kind in words and "multiprocessing" not in words:
+                words = one.cmdline()
+                module = words[words.index("-m") + 1] if "-m" in words else ""
+                if module == ("workers" if self.is_real else "tests.stub_worker"):
                     found.append(one)
         return found
 
@@ -229,7 +230,7 @@ def send_case(target: Target, name: str) -> Counter[str]:
         with ThreadPoolExecutor(16) as threads:
             return Counter(threads.map(lambda _: target.post("/generate/", body, 2.0), range(16)))
     if name == "unreachable trainer":
-        group = {"host": "127.0.0.1", "port": 9, "world_size": 3, "session": "a"}
+        group = {"host": "127.0.0.1", "port": 9, "world_size": 3, "session": "a", "backend": "gloo"}
         return Counter(target.post("/weights/init", group) for _ in range(2))
     sent = list(CASES[name](target))
     with ExitStack() as stack:
