@@ -66,7 +66,10 @@ def growth_of(process: psutil.Process) -> Iterator[Growth]:
 
     def watch() -> None:
         while not has_ended.wait(0.005):
-            growth.num_bytes = max(growth.num_bytes, process.memory_info().rss - before)
+            try:
+                growth.num_bytes = max(growth.num_bytes, process.memory_info().rss - before)
+            except psutil.NoSuchProcess:
+                return
 
     watcher = threading.Thread(target=watch)
     watcher.start()

@@ -13,7 +13,7 @@ from gunicorn.http.errors import ParseException
 
 from app.http.budget import Budget, Reservation
 from app.json_structure import BYTES_PER_BYTE, KEYS_PER_CONTAINER, Structure
-from app.time_slices import YIELD_S
+from app.time_slices import give_way
 from titopool.errors import BodyTooLarge, BodyTooSlow
 from titopool.settings.config import ServerConfig
 
@@ -103,7 +103,7 @@ def read_body(sent: Request, reservation: Reservation, config: ServerConfig) -> 
                 f"{MAX_MORE_KEYS} more in a body, got more; send smaller objects"
             )
         # Bytes may arrive faster than they are counted.
-        gevent.sleep(YIELD_S)
+        give_way()
 
 
 def _discard(stream: Any, timeout_s: float) -> None:
@@ -118,7 +118,7 @@ def _discard(stream: Any, timeout_s: float) -> None:
     with gevent.Timeout(timeout_s, False):
         try:
             while stream.read(PIECE_BYTES):
-                gevent.sleep(YIELD_S)
+                give_way()
         except (OSError, ParseException):
             # The client has gone, or sends another encoding.
             pass

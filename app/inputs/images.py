@@ -20,6 +20,7 @@ import numpy as np
 from app.http.connections import current_client
 from app.inputs.turns import Turns
 from app.schemas.generation import GenerateBody, SamplingBody, TokensPrompt
+from app.time_slices import sharing_time
 from titopool.errors import ImageMismatch, InvalidImage, InvalidRequest, NoReadyWorker
 from titopool.settings.config import ServerConfig
 from titopool.wire.image_files import check_file
@@ -161,7 +162,7 @@ def check_placeholders(
     """
     if facts is None:
         return
-    for ids, prompt, location in zip(prompt_ids, prompts, locations, strict=True):
+    for ids, prompt, location in sharing_time(zip(prompt_ids, prompts, locations, strict=True)):
         num_images = len(prompt.images)
         num_placeholders = int(np.isin(ids, facts.placeholder_ids).sum())
         if num_images == 0 and num_placeholders:
