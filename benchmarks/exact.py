@@ -1,14 +1,15 @@
 """`--exact` beside the default: tokens a second, and whether a prompt gives the same bits in any batch.
 
     python -m benchmarks.exact [--shape qwen3-0.6b] [--modes default exact] [--num-workers 1]
-        [--batch 512] [--max-tokens 128] [--mismatch] [--out FILE.jsonl] [--serve-options "…"]
+        [--batch 512] [--max-tokens 128] [--mismatch [--pictures FOLDER]] [--out FILE.jsonl]
+        [--serve-options "…"]
 
 Random weights. Prompts of 17 to 300 tokens, some with a prefix in common, greedy and seeded, are
 sampled alone and within one batch, in a cold prefix cache and in a warm one. With several workers the
 same request goes to each. Prints a line of JSON for each mode: tokens a second of the batch, and for
 each comparison the share of prompts whose ids and log-probabilities are equal bit by bit. With
 `--mismatch` it also compares the samples with transformers' forward pass in bfloat16, and its head in
-bfloat16 or, for `exact`, in float32.
+bfloat16 or, for `exact`, in float32; `--pictures` draws both gaps as `mismatch-MODE.png`.
 """
 
 import argparse
@@ -29,7 +30,8 @@ from tests.servers import REPOSITORY, Server, environment, running_server
 from titopool import AsyncClient
 from titopool.client.results import Completion, PromptResult
 from titopool.mismatch import trainer
-from titopool.mismatch.statistics import compare
+from titopool.mismatch.report import draw
+from titopool.mismatch.statistics import Mismatch, compare
 
 # Prompts that are also sampled alone, and sessions that spread a request over the workers.
 NUM_ALONE = 8
@@ -37,6 +39,7 @@ NUM_SESSIONS = 16
 # Shared by every fourth prompt, so that the prefix cache has something to find.
 PREFIX_LEN = 160
 TEMPERATURES = {"greedy": 0.0, "seeded": 0.7}
+GAPS = ("mean_difference", "max_difference", "kl", "token_ess", "completion_ess")
 
 
 def main() -> None:
@@ -47,6 +50,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=512)
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--mismatch", action="store_true")
+    parser.add_argument("--pictures", type=Path)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--serve-options", default="")
     options = parser.parse_args()
@@ -73,7 +77,10 @@ def measure(mode: str, model: str, options: argparse.Namespace) -> dict[str, Any
     with running_server(*words, log=log, num_workers=options.num_workers) as server:
         found, prompts, samples = asyncio.run(_ask(server, options))
     if options.mismatch:
-        found["mismatch"] = _mismatch(mode, model, prompts, samples)
+        gap = _mismatch(mode, model, prompts, samples)
+        found["mismatch"] = {name: float(getattr(gap, name)) for name in GAPS}
+        if options.pictures:
+            draw(gap, str(options.pictures / f"mismatch-{mode}.png"))
     return found
 
 
@@ -153,7 +160,7 @@ def _bits(one: Completion) -> tuple[bytes, bytes]:
 
 def _mismatch(
     mode: str, model: str, prompts: Sequence[Sequence[int]], samples: Sequence[Completion]
-) -> dict[str, float]:
+) -> Mismatch:
     """The gap to transformers of the first completions; a forward pass for each."""
     pairs = list(zip(prompts, samples, strict=True))[:64]
     computed = trainer.logprobs_of(
@@ -161,11 +168,7 @@ def _mismatch(
         dtype="bfloat16", head_dtype="float32" if mode == "exact" else "model", device=None,
         attention=None, temperature=1.0,
     )  # fmt: skip
-    gap = compare([one.logprobs for _, one in pairs], computed)
-    return {
-        name: float(getattr(gap, name))
-        for name in ("mean_difference", "max_difference", "kl", "token_ess", "completion_ess")
-    }
+    return compare([one.logprobs for _, one in pairs], computed)
 
 
 if __name__ == "__main__":

@@ -39,6 +39,8 @@ def test_a_switch_needs_no_value():
     assert not from_command_line(["--exact=false"], {"TITOPOOL_EXACT": "1"}).exact
     assert not from_command_line([], {}).exact
     assert from_environment(ServerConfig(exact=True).to_environment()).exact
+    # On by default, so it takes a value.
+    assert not from_command_line(["--metrics", "false", "some/model"], {}).metrics
     for words, environ in ([["--exact=maybe"], {}], [[], {"TITOPOOL_EXACT": "maybe"}]):
         with pytest.raises(ConfigError, match="expected true or false, got 'maybe'"):
             from_command_line(words, environ)

@@ -21,6 +21,7 @@ from titopool.settings.config import (
     TYPES,
     WEIGHT_STAGINGS,
     as_text,
+    is_switch,
     option_of,
     variable_of,
 )
@@ -34,7 +35,7 @@ CHOICES = {
     "log_level": ("debug", "info", "warning", "error"),
     "cluster": ("ray",),
 }
-METAVARS = {str: "TEXT", int: "N", float: "NUMBER"}
+METAVARS = {str: "TEXT", int: "N", float: "NUMBER", bool: "true|false"}
 
 
 def _options() -> list[click.Parameter]:
@@ -57,7 +58,7 @@ def _options() -> list[click.Parameter]:
 def _option(name: str, heading: str) -> Option:
     text = as_text(SETTINGS[name].default)
     shown = SETTINGS[name].metadata["help"] + (f" (default {text})" if text else "")
-    is_flag = TYPES[name] is bool
+    is_flag = is_switch(name)
     choices = click.Choice(CHOICES[name]) if name in CHOICES else None
     is_path = name.endswith(("_file", "_dir", "_root"))
     return Option(

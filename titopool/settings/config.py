@@ -394,6 +394,11 @@ def option_of(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
+def is_switch(name: str) -> bool:
+    """Whether the option alone turns the setting on. One that is on by default needs a value."""
+    return TYPES[name] is bool and not SETTINGS[name].default
+
+
 def as_text(value: Any) -> str:
     """A setting's value as it is written in the environment."""
     if isinstance(value, bool):

@@ -20,6 +20,7 @@ from titopool.settings.config import (
     SETTINGS,
     TYPES,
     ServerConfig,
+    is_switch,
     option_of,
     variable_of,
 )
@@ -197,7 +198,7 @@ def _option_value(name: str, word: str, rest: Iterator[str]) -> dict[str, Any]:
         raise ConfigError(
             f"{option}: all users can see a command line; set {variable_of(name)} instead"
         )
-    if TYPES[name] is bool and not equals:
+    if is_switch(name) and not equals:
         return {name: True}
     return _parse_setting(name, _value_of(word, rest), option)
 
