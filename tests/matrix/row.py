@@ -1,9 +1,9 @@
 """A part of one row of the matrix, in a process of its own.
 
-    python -m tests.matrix.row ROW PART [LOG]
+    python -m tests.matrix.row ROW PART [LOG [COLUMN …]]
 
-Prints a line of JSON for each column of the part: what it found, or `exact`. The server's log is
-written to LOG.
+Prints a line of JSON for each column of the part, or for the named ones: what it found, or `exact`.
+The server's log is written to LOG.
 """
 
 import json
@@ -11,7 +11,7 @@ import re
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +20,21 @@ from tests.matrix.image_families import IMAGE_FAMILIES, make_image_family
 from tests.model_families import make_family
 from tests.servers import running_server
 from tests.there_and_back import there_and_back
+from titopool.settings.gpus import visible_gpus
 
-OPTIONS = ("--dtype", "float32", "--max-num-seqs", "16", "--num-workers", "1")
+OPTIONS: tuple[str, ...] = ("--dtype", "float32", "--max-num-seqs", "16", "--num-workers", "1")
+if visible_gpus():
+    # Several rows may share a GPU.
+    OPTIONS += ("--gpu-memory-utilization", "0.15", "--enforce-eager")
 # One kernel for all cores is what two ranks on few cores wait for.
 TWO_RANKS = ("--tensor-parallel-size", "2", "--heartbeat-timeout-s", "400")
-Columns = Mapping[str, Callable[[Any], None]]
+Columns = dict[str, Callable[[Any], None]]
 
 
 def main() -> None:
     row, part, *rest = sys.argv[1:]
+    for column in [one for one in COLUMNS[part] if rest[1:] and one not in rest[1:]]:
+        del COLUMNS[part][column]
     with tempfile.TemporaryDirectory() as name:
         log = Path(rest[0]) if rest else Path(name, "log")
         PARTS[part](row, Path(name), log)
@@ -70,10 +76,6 @@ PARTS = {
 
 def parts_of(row: str) -> list[str]:
     return ["images"] if row in IMAGE_FAMILIES else [one for one in PARTS if one != "images"]
-
-
-def columns_of(part: str) -> list[str]:
-    return list(COLUMNS[part])
 
 
 COLUMNS: dict[str, Columns] = {
