@@ -36,13 +36,14 @@ class Terminal:
     @property
     def text(self) -> str:
         """The lines of the screen now."""
-        while True:
+        # It draws all the time, so there may be no pause to wait for.
+        deadline = time.monotonic() + 0.5
+        while time.monotonic() < deadline:
             try:
-                self._stream.feed(self.child.read_nonblocking(65_536, timeout=0.2))
-            except pexpect.TIMEOUT:
-                return "\n".join(self._screen.display)
-            except pexpect.EOF:
-                return "\n".join(self._screen.display)
+                self._stream.feed(self.child.read_nonblocking(65_536, timeout=0.1))
+            except (pexpect.TIMEOUT, pexpect.EOF):
+                break
+        return "\n".join(self._screen.display)
 
     def wait_for(self, pattern: str, within_s: float = 10) -> str:
         wait_until(lambda: re.search(pattern, self.text), within_s, lambda: self.text)

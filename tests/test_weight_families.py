@@ -5,6 +5,7 @@ Each family's engine runs in the same process, which this module starts for all 
 
 import multiprocessing
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,9 @@ MECHANISMS = (
 @pytest.fixture(scope="module")
 def in_child() -> Iterator[Callable[..., Any]]:
     """Calls a function in a process that tests of this module share."""
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        yield lambda do, *args: pool.apply_async(do, args).get(TIMEOUT_S)
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, mp_context=context) as pool:
+        yield lambda do, *args: pool.submit(do, *args).result(TIMEOUT_S)
 
 
 @pytest.mark.parametrize("family", MECHANISMS)

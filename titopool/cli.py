@@ -18,11 +18,11 @@ EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command; returns its exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
-    _leave_working_folder()
-    # A caller within a process, such as a test, keeps its signals.
-    prints_only = not words or bool({"-h", "--help", "--version"} & set(words))
-    if argv is None and prints_only:
-        _end_at_closed_pipes()
+    # A process that calls this keeps its search path and its signals.
+    if argv is None:
+        _leave_working_folder()
+        if not words or {"-h", "--help", "--version"} & set(words):
+            _end_at_closed_pipes()
     if words[:1] == ["--version"]:
         # Without click, whose import takes longer than all of this.
         from titopool import __version__
