@@ -111,6 +111,9 @@ SOAK_UPDATES ?= 1000
 bench: tools  ## compares this server, the bare engine, vLLM's server and TRL's server (BENCH=options, OUT=name)
 	$(BIN)/python -m benchmarks.bench --trl $(VENV)/trl/1.9.2 --out $(OUT) $(BENCH)
 
+bench-compare: tools  ## says what changed between the results A=FILE.json and B=FILE.json, beyond the noise
+	$(BIN)/python -m benchmarks.compare $(A) $(B)
+
 bench-front: tools  ## measures front ends and messages alone, with stub engines (BENCH=options, OUT=name)
 	$(BIN)/python -m benchmarks.front --out $(OUT)-front $(BENCH)
 

@@ -13,7 +13,6 @@ logarithms), and the seconds of a scrape of /metrics under load.
 
 import argparse
 import json
-import math
 import multiprocessing
 import random
 import statistics
@@ -27,6 +26,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+from benchmarks.intervals import paired
 from benchmarks.load import send
 from benchmarks.models import PROMPT_IDS, SHAPES
 from tests.servers import REPOSITORY, Server, environment, running_server
@@ -37,14 +37,12 @@ PROMPT_LEN, MAX_TOKENS = 256, 128
 OFF = ("--metrics", "false", "--kept-logprobs-bytes", "0")
 TRACE_RATIO = 0.01
 POLLED = ("/metrics", "/metrics/history", "/workers", "/requests")
-# Student's t for 95 %, by degrees of freedom.
-T_95 = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--shape", default="tiny", choices=SHAPES)
-    parser.add_argument("--pairs", type=int, default=10, choices=range(2, 11), metavar="2..10")
+    parser.add_argument("--pairs", type=int, default=10, choices=range(2, 31), metavar="2..30")
     parser.add_argument("--requests", type=int, default=512)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--serve-options", default="")
@@ -150,14 +148,12 @@ def measure(servers: dict[str, Server], num_pairs: int, num_requests: int) -> di
         for kind in sorted(servers, reverse=index % 2 == 1):
             rates[kind].append(tokens_per_s(servers[kind], numbers, num_requests))
     ratios = [on / off for on, off in zip(rates["on"], rates["off"], strict=True)]
-    logs = [math.log(one) for one in ratios]
-    error = T_95[num_pairs - 1] * statistics.stdev(logs) / math.sqrt(num_pairs)
-    mean = statistics.mean(logs)
+    found = paired(ratios)
     return {
         "tokens_per_s": {kind: [round(one) for one in found] for kind, found in rates.items()},
         "ratios": [round(one, 4) for one in ratios],
-        "ratio": round(math.exp(mean), 4),
-        "interval": [round(math.exp(mean + sign * error), 4) for sign in (-1, 1)],
+        "ratio": round(found.mean, 4),
+        "interval": [round(found.low, 4), round(found.high, 4)],
     }
 
 

@@ -21,8 +21,11 @@ SHAPE: dict[str, Any] = {
     "eos_token_id": 0, "bos_token_id": None, "pad_token_id": 0,
 }  # fmt: skip
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 64}
-WINDOW = {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]}
 FOUR_LAYERS = {"num_hidden_layers": 4}
+WINDOW = {
+    **FOUR_LAYERS, "sliding_window": 16,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+}  # fmt: skip
 YARN = {
     "rope_type": "yarn", "rope_theta": 10000.0, "factor": 2.0, "beta_fast": 32.0, "beta_slow": 1.0,
     "original_max_position_embeddings": 256, "truncate": False,
@@ -30,7 +33,7 @@ YARN = {
 # What vLLM assumes where a config does not name it at its top level.
 MIMO_ROPE = {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 1.0}
 # Of the tensors of a layer that predicts a further token, which vLLM does not load.
-FURTHER_TOKEN = "model.layers.2."
+FURTHER_TOKEN = "model.layers.4."
 # The class of the config, and its fields besides those of `SHAPE`.
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {}),
@@ -48,12 +51,12 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "GptOssConfig",
         {**WINDOW, "num_local_experts": 4, "num_experts_per_tok": 2, "rope_parameters": YARN},
     ),
-    # Latent attention; a dense layer, then groups of experts chosen by corrected scores.
+    # Latent attention; dense layers, then groups of experts chosen by corrected scores.
     "deepseek_v3": (
         "DeepseekV3Config",
         {
-            **EXPERTS, "n_routed_experts": 8, "n_shared_experts": 1, "first_k_dense_replace": 1,
-            "n_group": 4, "topk_group": 2, "q_lora_rank": 64, "kv_lora_rank": 512,
+            **EXPERTS, **FOUR_LAYERS, "n_routed_experts": 8, "n_shared_experts": 1,
+            "first_k_dense_replace": 2, "n_group": 4, "topk_group": 2, "q_lora_rank": 64, "kv_lora_rank": 512,
             "qk_nope_head_dim": 32, "qk_rope_head_dim": 64, "v_head_dim": 32,
             "num_key_value_heads": 4, "head_dim": 64, "topk_method": "noaux_tc", "scoring_func": "sigmoid",
         },
@@ -66,8 +69,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4_moe": (
         "Glm4MoeConfig",
         {
-            **EXPERTS, "n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1,
-            "num_nextn_predict_layers": 1,
+            **EXPERTS, **FOUR_LAYERS, "n_routed_experts": 4, "n_shared_experts": 1,
+            "first_k_dense_replace": 2, "num_nextn_predict_layers": 1,
         },
     ),
     # Checkpoints have all experts in one tensor.
@@ -80,15 +83,15 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "use_routing_bias": True, "scoring_func": "sigmoid",
         },
     ),
-    # Sinks in the layer with the window.
+    # Sinks in the layers with the window.
     "mimo_v2": (
         "MiMoV2FlashConfig",
         {
-            **EXPERTS, **WINDOW, "layer_types": ["full_attention", "sliding_attention"],
-            "n_routed_experts": 4, "v_head_dim": 32, "mlp_layer_types": ["dense", "sparse"],
+            **EXPERTS, **WINDOW, "layer_types": ["full_attention", "sliding_attention"] * 2,
+            "n_routed_experts": 4, "v_head_dim": 32, "mlp_layer_types": ["dense", "sparse"] * 2,
             "rope_parameters": dict.fromkeys(("full_attention", "sliding_attention"), MIMO_ROPE),
             # The checkpoint's names of these fields, which vLLM reads.
-            "hybrid_layer_pattern": [0, 1], "moe_layer_freq": [0, 1], "sliding_window_size": 16,
+            "hybrid_layer_pattern": [0, 1] * 2, "moe_layer_freq": [0, 1] * 2, "sliding_window_size": 16,
             "swa_num_attention_heads": 4, "swa_num_key_value_heads": 4, "swa_head_dim": 32,
             "swa_v_head_dim": 32, "add_swa_attention_sink_bias": True, "layernorm_epsilon": 1e-5,
         },

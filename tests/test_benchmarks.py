@@ -11,6 +11,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from benchmarks.bench import check_lengths
+from benchmarks.compare import compare, rates_of
+from benchmarks.intervals import paired, unpaired
 from benchmarks.report import rows_of
 from benchmarks.targets import Titopool
 from benchmarks.weights.table import row_of
@@ -40,6 +42,48 @@ def test_a_run_with_wrong_token_counts_is_not_reported(lengths, num_logprobs):
     check_lengths(Titopool(1), pattern, [answer([3, 3], [3, 3])], num_expected=1)
     with pytest.raises(SystemExit, match="not reported"):
         check_lengths(Titopool(1), pattern, [answer(lengths, num_logprobs)], num_expected=1)
+
+
+def test_intervals_are_those_of_student_and_welch():
+    """Of logarithms: 0.1, 0.2 and 0.3; and of 0.1 and 0.3 less -0.1 and 0.1."""
+    e = 2.718281828459045
+    found = paired([e**0.1, e**0.2, e**0.3])
+    assert found == pytest.approx(
+        (e**0.2, e ** (0.2 - 4.303 / 300**0.5), e ** (0.2 + 4.303 / 300**0.5))
+    )
+    found = unpaired([[e**0.1, e**0.3]], [[e**-0.1, e**0.1]])
+    reach = 4.303 * 0.02**0.5
+    assert found == pytest.approx((e**0.2, e ** (0.2 - reach), e ** (0.2 + reach)))
+    assert unpaired([[2.0, 2.0]], [[1.0, 1.0]]) == pytest.approx((2, 2, 2))
+    # Two more groups with the same noise: twice the variance, and four degrees of freedom.
+    group = [e**-0.1, e**0.1]
+    reach = 2.776 * 0.04**0.5
+    assert unpaired([group] * 2, [group] * 2) == pytest.approx((1, e**-reach, e**reach))
+
+
+def test_a_comparison_takes_out_the_machine_and_the_noise():
+    def runs(engine: tuple[float, ...], server: tuple[float, ...]) -> list[dict[str, object]]:
+        rates = [("bare engine", one) for one in engine] + [("titopool", one) for one in server]
+        return [
+            {
+                "target": target,
+                "pattern": "batch",
+                "num_tokens": rate,
+                "elapsed_s": 1,
+                "num_failures": 0,
+            }
+            for target, rate in rates
+        ]
+
+    old = rates_of(runs((100, 102), (90, 92)))
+    # A machine of half the speed.
+    same, slower = runs((50, 51), (45, 46)), runs((50, 51), (35, 36))
+    assert compare(old, rates_of(same))[1].endswith(
+        "of the engine 1.000 (0.936 to 1.069): within the noise"
+    )
+    assert compare(old, rates_of(slower))[1].endswith(": slower")
+    assert compare(rates_of(slower), rates_of(same))[1].endswith(": faster")
+    assert compare(old, rates_of(runs((50,), (45,))))[1].endswith("so its noise is unknown)")
 
 
 def test_repeats_use_different_prompts():

@@ -48,6 +48,13 @@ def test_latent_attention_is_computed_by_kernels_for_float32(tmp_path: Path):
     assert fitted(other).attention_config.backend is None
 
 
+def test_gated_linear_attention_needs_bfloat16(tmp_path: Path):
+    folder = make_family("qwen3_next", tmp_path / "linear", 0)
+    assert fitted(folder, "--dtype", "bfloat16").dtype == "bfloat16"
+    with pytest.raises(ConfigError, match=r"--dtype: expected bfloat16 .*, got float32; use"):
+        fitted(folder)
+
+
 def test_adapters_of_experts_need_a_gpu(tmp_path: Path):
     experts = make_family("olmoe", tmp_path / "experts", 0)
     dense = make_family("llama", tmp_path / "dense", 0)
@@ -56,7 +63,7 @@ def test_adapters_of_experts_need_a_gpu(tmp_path: Path):
         fitted(experts, "--enable-lora")
 
 
-@pytest.mark.parametrize("family", ["nemotron_h", "deepseek_v3"])
+@pytest.mark.parametrize("family", ["nemotron_h", "deepseek_v3", "minimax_m2"])
 def test_such_models_are_exact(family: str, tmp_path: Path):
     own = make_family(family, tmp_path / "own", 0)
     with running_server(own, *OPTIONS, log=tmp_path / "log") as server:

@@ -132,7 +132,8 @@ def gemma3_images(folder: Path) -> str:
     config = transformers.Gemma3Config(
         text_config={
             **TEXT, "vocab_size": len(tokenizer), "head_dim": 32, "query_pre_attn_scalar": 32,
-            "sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"],
+            "sliding_window": 16, "num_hidden_layers": 4,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
         },
         vision_config={**VISION, "image_size": 56, "patch_size": 14, "vision_use_head": False},
         mm_tokens_per_image=4,

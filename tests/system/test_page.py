@@ -375,3 +375,25 @@ def check_contrast(page: Any) -> None:
         """
     )
     assert poor == []
+
+
+def test_the_page_of_the_api_shows_and_calls_every_route(tab: Any, server: Server):
+    document = server.get("/openapi.json").json()
+    tab.open(server.url + "/docs/")
+    num_operations = sum(len(one) for one in document["paths"].values())
+    tab.wait_for(lambda: len(tab.find_all(".opblock")) == num_operations)
+    assert tab.find_all(".errors-wrapper") == []
+    # Swagger UI names an operation's element by its tag and id.
+    live = f"[id$='-{document['paths']['/live']['get']['operationId']}']"
+    tab.find(f"{live} .opblock-summary-control").click()
+    tab.wait_for(lambda: tab.find_all(f"{live} .try-out__btn"))
+    tab.find(f"{live} .try-out__btn").click()
+    tab.find(f"{live} .execute").click()
+    tab.wait_for(lambda: tab.text(f"{live} .live-responses-table .response-col_status") != "")
+    assert tab.text(f"{live} .live-responses-table .response .response-col_status").startswith(
+        "200"
+    )
+    # Nothing came from another host.
+    urls = tab.run("return performance.getEntriesByType('resource').map(one => one.name)")
+    assert urls
+    assert all(one.startswith((server.url, "data:")) for one in urls)

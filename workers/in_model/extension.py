@@ -14,7 +14,11 @@ import threading
 
 from titopool.settings.config import variable_of
 from workers.in_model.logprobs_patch import add_raw, send_lists
-from workers.in_model.vllm_fixes import keep_masks_apart, load_below_adapters
+from workers.in_model.vllm_fixes import (
+    keep_masks_apart,
+    load_below_adapters,
+    route_by_sigmoid_on_cpus,
+)
 from workers.in_model.weight_extension import WeightExtension
 
 # vLLM imports this module in every process that holds the model, before its first step.
@@ -23,6 +27,7 @@ if os.environ.get(variable_of("raw_logprobs")) == "true":
     add_raw()
 keep_masks_apart()
 load_below_adapters()
+route_by_sigmoid_on_cpus()
 # The garbage collection at the interpreter's exit would take 2 s: exclude all objects from it.
 atexit.register(gc.freeze)
 

@@ -1,4 +1,4 @@
-"""Repairs of vLLM's classes that later versions of vLLM have themselves.
+"""Repairs of vLLM's classes.
 
 Runs in: vLLM's processes that hold the model, from the import of `extension` on.
 """
@@ -53,3 +53,28 @@ def load_below_adapters() -> None:
         return load(weights) if load else AutoWeightsLoader(self.base_layer).load_weights(weights)
 
     BaseLayerWithLoRA.load_weights = load_weights
+
+
+def route_by_sigmoid_on_cpus() -> None:
+    """Lets vLLM's CPU build choose experts by sigmoid scores without groups (MiniMax-M2).
+
+    The router of 0.32 for CPUs asserts softmax there. It has the formula for groups of experts, and
+    one group with all experts is the same. Earlier versions have no such class, and keep theirs.
+    """
+    try:
+        from vllm.model_executor.layers.fused_moe.router import cpu_router
+    except ImportError:
+        return
+    router = cpu_router.CPURouter
+    route = router._compute_routing
+
+    def compute(self: Any, states: Any, logits: Any, *args: Any, **kwargs: Any) -> Any:
+        is_plain = not self.use_grouped_topk and self.custom_routing_function is None
+        if self.scoring_func != "sigmoid" or not is_plain:
+            return route(self, states, logits, *args, **kwargs)
+        return cpu_router._grouped_topk(
+            logits, self.top_k, self.renormalize, 1, 1, "sigmoid", self.routed_scaling_factor,
+            self.e_score_correction_bias,
+        )  # fmt: skip
+
+    router._compute_routing = compute

@@ -6,12 +6,8 @@
 # Sentences for docs/models.md, by the name of the script.
 LIMITS = {
     "linear_attention": (
-        "vLLM's CPU build computes linear attention in bfloat16 only, and the server does not start "
-        "in float32. On a CPU, use `--dtype bfloat16`; log-probabilities are then as rough as it is."
-    ),
-    "sigmoid_router": (
-        "vLLM's CPU build cannot route experts by sigmoid scores without groups, and the server does "
-        "not start. Use a GPU."
+        "vLLM's CPU build computes gated linear attention in bfloat16 only, and the server refuses "
+        "float32. On a CPU, use `--dtype bfloat16`; log-probabilities are then as rough as it is."
     ),
     "expert_adapters": (
         "vLLM's kernels for adapters of experts need Triton, so the server does not start with "
@@ -24,12 +20,11 @@ LIMITS = {
 }
 EXPERTS = (
     "olmoe", "gpt_oss", "deepseek_v3", "qwen3_moe", "mixtral", "glm4_moe", "granite", "mimo_v2",
-    "granite4",
+    "minimax_m2", "granite4",
 )  # fmt: skip
 # The script for each row and column; `*` is every column.
 CELLS = {
     ("qwen3_next", "*"): "linear_attention",
-    ("minimax_m2", "*"): "sigmoid_router",
     ("gemma3_images", "*"): "image_attention",
     **{(row, "LoRA"): "expert_adapters" for row in EXPERTS},
 }

@@ -58,12 +58,24 @@ def fit_to_cpu(engine_args: Any) -> None:
             "--enable-lora: expected none for a mixture of experts on a CPU, because vLLM's kernels "
             "for adapters of experts need Triton; leave it out, or use a GPU"
         )
+    if hasattr(model.hf_text_config, "linear_key_head_dim"):
+        _need_bfloat16(model)
     if model.is_hybrid or model.has_inner_state:
         _cache_no_states(engine_args)
     if model.use_mla:
         _rotate_by_torch(engine_args)
         if str(model.dtype) == "torch.float32":
             _attend_in_float32(engine_args)
+
+
+def _need_bfloat16(model: Any) -> None:
+    """Gated linear attention (Qwen3-Next) has a kernel for bfloat16 only, which asserts that later."""
+    dtype = str(model.dtype).removeprefix("torch.")
+    if dtype != "bfloat16":
+        raise ConfigError(
+            "--dtype: expected bfloat16 for a model with gated linear attention on a CPU, because "
+            f"vLLM's kernel there has no other, got {dtype}; use --dtype bfloat16, or a GPU"
+        )
 
 
 def _cache_no_states(engine_args: Any) -> None:
