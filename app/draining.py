@@ -34,9 +34,10 @@ def wait_until_idle(server: Any, timeout_s: float) -> None:
         timeout_s: for open requests. A second SIGTERM, SIGINT or SIGQUIT ends the wait.
     """
     deadline = time.monotonic() + timeout_s
-    for pid in list(server.WORKERS):
-        server.kill_worker(pid, SIGNAL)
     while time.monotonic() < deadline and not _are_idle(server):
+        # Again and again: one that still starts has no handler yet.
+        for pid in list(server.WORKERS):
+            server.kill_worker(pid, SIGNAL)
         try:
             number = server.SIG_QUEUE.get(timeout=_POLL_S)
         except queue.Empty:

@@ -216,6 +216,16 @@ def _open_to_the_network(server: Any) -> str:
     )
 
 
+def post_fork(server: Any, worker: Any) -> None:
+    """Lets signals end a front end until its own handlers are there, 0.3 s later.
+
+    It begins with those of gunicorn's master, which would take a signal and do nothing, and the master
+    would wait for `graceful_timeout`.
+    """
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT):
+        signal.signal(number, signal.SIG_DFL)
+
+
 def post_worker_init(worker: Any) -> None:
     """In each front end, before its first request: connects to the workers."""
     configure_logging(_config.log_level, log_format=_config.log_format)

@@ -216,8 +216,11 @@ def test_while_answers_are_on_their_way(server: Server):
     long = [1, *range(2, 30_000)]
     call = {"prompts": [long] * 4, "n": 32, "max_tokens": len(long)}
     with client_process(GENERATES, server.url, [call]) as process:
+        # A pause, so that no answer comes before the process is stopped.
+        assert server.post("/pause?mode=keep", None).status_code == 200
         wait_and_check(server, lambda now: now["worker_sequences"] > 0)
         process.send_signal(signal.SIGSTOP)
+        assert server.post("/resume", None).status_code == 200
         wait_and_check(server, lambda now: now["worker_sequences"] == 0)
         time.sleep(0.5)
         assert left_behind(server)["memory_taken_bytes"] > MIB

@@ -7,6 +7,7 @@ property. All processes still run in the working folder, so relative paths mean 
 """
 
 import os
+import signal
 import sys
 from collections.abc import Mapping
 from importlib.machinery import PathFinder
@@ -45,6 +46,8 @@ def _hold_other_packages(folders: list[str]) -> bool:
 
 
 if __name__ == "__main__":
+    # Until gunicorn has its own handler, Ctrl-C ends this process without a traceback.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     # Only here: other users of this module, such as `titopool doctor`, need no gunicorn.
     from gunicorn.app.wsgiapp import WSGIApplication
 
