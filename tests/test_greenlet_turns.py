@@ -41,3 +41,25 @@ def test_other_greenlets_may_run_after_each_position(make, monkeypatch: pytest.M
     assert len(sleeps) >= NUM_TOKENS - 1
     # After a sleep of 0 s, no socket is read.
     assert all(one > 0 for one in sleeps)
+
+
+def test_work_that_cannot_pause_takes_turns_of_its_own():
+    """Between two such pieces of work, the event loop comes round."""
+    seen: list[str] = []
+
+    def work() -> None:
+        time_slices.give_way_before(2 * time_slices.LONG_BYTES)
+        seen.append("work")
+
+    def look() -> None:
+        while seen.count("work") < 8:
+            gevent.sleep(time_slices.YIELD_S)
+            seen.append("look")
+
+    gevent.joinall([gevent.spawn(look), *(gevent.spawn(work) for _ in range(8))], timeout=10)
+    assert seen.count("work") == 8
+    assert ("work", "work") not in set(zip(seen, seen[1:], strict=False))
+    # Short work does not wait.
+    before = seen.copy()
+    time_slices.give_way_before(time_slices.LONG_BYTES)
+    assert seen == before

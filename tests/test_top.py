@@ -29,8 +29,9 @@ class Terminal:
         self._stream = pyte.Stream(self._screen)
         self.child = pexpect.spawn(
             TITOPOOL, ["top", "--interval-s", "0.2", *arguments], dimensions=(LINES, COLUMNS),
-            env=environment(TERM="xterm-256color", **variables), cwd=str(REPOSITORY),
-            encoding="utf-8",
+            # pytest-xdist's processes have COLUMNS, which wins over the terminal's size.
+            env=environment(TERM="xterm-256color", COLUMNS=str(COLUMNS), **variables),
+            cwd=str(REPOSITORY), encoding="utf-8",
         )  # fmt: skip
 
     @property

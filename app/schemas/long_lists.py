@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 
 from app.json_structure import CommasOfList
-from app.time_slices import sharing_time
+from app.time_slices import give_way_before, sharing_time
 
 # Shorter lists are decoded with the rest of the body.
 LONG_BYTES = 2**16
@@ -91,6 +91,7 @@ def decode_object_in_pieces(body: bytes | msgspec.Raw, depth: int = 0) -> dict[s
 
 def _fields_of_struct(body: bytes | msgspec.Raw, body_type: type) -> dict[str, msgspec.Raw]:
     """The fields that a body has. Raises msgspec.ValidationError for an unknown one."""
+    give_way_before(len(memoryview(body)))
     skimmed = _skimmer(body_type).decode(body)
     return {
         name: raw for name, raw in msgspec.structs.asdict(skimmed).items() if len(memoryview(raw))
@@ -297,6 +298,7 @@ def _elements(text: bytes) -> list[msgspec.Raw]:
             commas.add(text[begin : begin + LONG_BYTES])
         if commas.count >= MAX_ELEMENTS:
             raise msgspec.ValidationError(f"Expected `array` of length <= {MAX_ELEMENTS}")
+    give_way_before(len(text))
     return _elements_of(text)
 
 
