@@ -4,6 +4,7 @@ import itertools
 import signal
 import sys
 import threading
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -38,7 +39,8 @@ class Load:
     """Clients that ask one prompt after the other, and count how each request ended."""
 
     def __init__(self, server: Target, num_clients: int = 8):
-        self.num_answered, self.failed = 0, list[str]()
+        # The first id of each prompt, which no other has.
+        self.answered, self.failed = list[int](), list[str]()
         self._server = server
         self._stopping = threading.Event()
         self._threads = [threading.Thread(target=self._run, args=(n,)) for n in range(num_clients)]
@@ -57,12 +59,23 @@ class Load:
         turn = 0
         while not self._stopping.is_set():
             turn += 1
-            ids = [number + 1, turn + 1]
+            ids = [3000 * number + turn, turn + 1]
             answer = self._server.post("/generate/", {"prompts": [ids], "max_tokens": 2})
             if answer.status_code == 200 and answer.json()["completion_ids"] == [ids[::-1]]:
-                self.num_answered += 1
+                self.answered.append(ids[0])
             else:
                 self.failed.append(f"{answer.status_code} {answer.text}")
+
+    @property
+    def num_answered(self) -> int:
+        return len(self.answered)
+
+    def num_repeated(self, runs: Path) -> int:
+        """How many jobs ran more than once, by the file of stubs; asserts that each answered one did,
+        and no other."""
+        counts = Counter(map(int, runs.read_text().split()))
+        assert counts.keys() == set(self.answered)
+        return sum(one > 1 for one in counts.values())
 
 
 # ---- a worker that is asked to leave -------------------------------------------------
@@ -146,10 +159,14 @@ def test_an_unknown_worker_is_refused_with_the_names(start_stub: StartStub, stub
 # ---- the number of workers -----------------------------------------------------------
 
 
-def test_a_pool_grows_and_shrinks_under_load_and_loses_no_request(start_server):
+def test_a_pool_grows_and_shrinks_under_load_and_loses_and_repeats_no_request(
+    start_server, tmp_path: Path
+):
+    runs = tmp_path / "runs"
     server = start_server(
-        "--worker-command", f"{STUB} --delay-s 0.05", "--num-workers", "2", "--num-front-ends", "2"
-    )
+        "--worker-command", f"{STUB} --delay-s 0.05 --runs-file {runs}", "--num-workers", "2",
+        "--num-front-ends", "2",
+    )  # fmt: skip
     server.wait_until_ready(2)
     with Load(server) as load:
         answer = server.post("/workers/scale", {"num_workers": 4})
@@ -163,6 +180,7 @@ def test_a_pool_grows_and_shrinks_under_load_and_loses_no_request(start_server):
         wait_until(lambda: has_phases(server, "ready"), 20, lambda: server.log)
     assert load.failed == []
     assert load.num_answered > 50
+    assert load.num_repeated(runs) == 0
     assert len(engines_of(server)) == 1
 
 
@@ -262,10 +280,11 @@ def test_requests_that_outlast_the_drain_get_an_answer(start_stub: StartStub, st
     assert server.process.wait(60) == 0
 
 
-def test_a_rolling_restart_under_load_loses_no_request(
+def test_a_rolling_restart_under_load_loses_and_repeats_no_request(
     start_stub: StartStub, start_server, tmp_path: Path
 ):
-    workers = [start_stub(index, "--delay-s", "0.05") for index in range(2)]
+    words = ("--delay-s", "0.05", "--runs-file", str(tmp_path / "runs"))
+    workers = [start_stub(index, *words) for index in range(2)]
     endpoints = ",".join(f"ipc://{tmp_path}/worker-{index}" for index in range(2))
     start = lambda: start_server("--endpoints", endpoints, TITOPOOL_DRAIN_TIMEOUT_S="30")  # noqa: E731
     pool = Balancer([start(), start()])
@@ -280,11 +299,12 @@ def test_a_rolling_restart_under_load_loses_no_request(
             assert old.process.wait(60) == 0
             workers[place].send_signal(signal.SIGTERM)
             assert workers[place].wait(60) == 0
-            workers[place] = start_stub(place, "--delay-s", "0.05")
+            workers[place] = start_stub(place, *words)
             for server in pool.servers:
                 if server.process.poll() is None:
                     server.wait_until_ready(2)
     assert load.failed == []
+    assert load.num_repeated(tmp_path / "runs") == 0
     assert load.num_answered > 50
 
 

@@ -79,8 +79,8 @@ def test_a_pool_grows_shrinks_survives_a_node_and_takes_an_update(
     cluster: Cluster, start_server, tmp_path: Path
 ):
     server = start(
-        start_server, cluster, "--worker-command", f"{STUB} --delay-s 0.05", "--num-workers", "2",
-        "--num-front-ends", "2", "--weights-root", str(tmp_path),
+        start_server, cluster, "--worker-command", f"{STUB} --delay-s 0.05 --runs-file {tmp_path}/runs",
+        "--num-workers", "2", "--num-front-ends", "2", "--weights-root", str(tmp_path),
     )  # fmt: skip
     server.wait_until_ready(2)
     with Load(server) as load:
@@ -101,14 +101,16 @@ def test_a_pool_grows_shrinks_survives_a_node_and_takes_an_update(
         wait_until(lambda: has_phases(server, "ready"), 40, lambda: server.log)
     assert load.failed == []
     assert load.num_answered > 100
+    # Only what the killed node had: at most a request of each client.
+    assert load.num_repeated(tmp_path / "runs") <= 8
 
 
 def test_a_worker_leaves_a_node_that_ray_drains_and_loses_no_request(
-    cluster: Cluster, start_server
+    cluster: Cluster, start_server, tmp_path: Path
 ):
     server = start(
-        start_server, cluster, "--worker-command", f"{STUB} --delay-s 0.05", "--num-workers", "4",
-        "--num-front-ends", "2",
+        start_server, cluster, "--worker-command", f"{STUB} --delay-s 0.05 --runs-file {tmp_path}/runs",
+        "--num-workers", "4", "--num-front-ends", "2",
     )  # fmt: skip
     server.wait_until_ready(4)
     add_node(cluster)
@@ -125,6 +127,7 @@ def test_a_worker_leaves_a_node_that_ray_drains_and_loses_no_request(
     assert not has_a_worker(node)
     assert load.failed == []
     assert load.num_answered > 20
+    assert load.num_repeated(tmp_path / "runs") == 0
 
 
 def drain(cluster: Cluster, node_id: str) -> None:
