@@ -1,9 +1,10 @@
-"""Options that titopool chooses for vLLM's CPU build, where vLLM's own choice is wrong or ends it."""
+"""Options that titopool chooses or refuses where vLLM is wrong, or ends its engine."""
 
 from pathlib import Path
 from typing import Any
 
 import pytest
+from vllm.usage.usage_lib import UsageContext
 
 from tests.matrix import text
 from tests.matrix.row import OPTIONS
@@ -11,7 +12,7 @@ from tests.model_families import make_family
 from tests.servers import running_server
 from titopool.errors import ConfigError
 from titopool.settings.sources import from_command_line
-from workers.engine.start.options import fit_to_cpu, parse_options
+from workers.engine.start.options import check_adapters_on_gpu, fit_to_cpu, parse_options
 
 ROTARY = "-rotary_embedding"
 
@@ -61,6 +62,19 @@ def test_adapters_of_experts_need_a_gpu(tmp_path: Path):
     assert fitted(dense, "--enable-lora").enable_lora
     with pytest.raises(ConfigError, match=r"--enable-lora: .*mixture of experts on a CPU"):
         fitted(experts, "--enable-lora")
+
+
+def test_adapters_on_a_gpu_need_half_precision(tmp_path: Path):
+    folder = make_family("llama", tmp_path / "model", 0)
+
+    def check(*words: str) -> None:
+        options = fitted(folder, "--max-model-len", "64", *words)
+        check_adapters_on_gpu(options.create_engine_config(UsageContext.LLM_CLASS))
+
+    check()
+    check("--enable-lora", "--dtype", "bfloat16")
+    with pytest.raises(ConfigError, match=r"--enable-lora: .* got float32; use --dtype bfloat16"):
+        check("--enable-lora")
 
 
 @pytest.mark.parametrize("family", ["nemotron_h", "deepseek_v3", "minimax_m2"])

@@ -46,6 +46,7 @@ from workers.engine.scoring import check_scored, until_scored
 from workers.engine.start.exact import choose_kernels, fit_to_exact
 from workers.engine.start.options import (
     capture_graphs_for_all,
+    check_adapters_on_gpu,
     fit_to_cpu,
     parse_options,
 )
@@ -123,6 +124,8 @@ class VllmEngine:
         else:
             capture_graphs_for_all(engine_args, usage)
         vllm_config = engine_args.create_engine_config(usage)
+        if not self._on_cpu:
+            check_adapters_on_gpu(vllm_config)
         if self._on_cpu and start_method != "spawn" and _can_fork(vllm_config):
             # vLLM's CPU build chooses `spawn`, and the engine's process would import vLLM again (10 s
             # of a core).

@@ -111,6 +111,22 @@ def _attend_in_float32(engine_args: Any) -> None:
         engine_args.attention_config.backend = backend
 
 
+def check_adapters_on_gpu(vllm_config: Any) -> None:
+    """vLLM's kernels for adapters assert their dtype at the first request that has one.
+
+    Raises:
+        ConfigError: the model computes in float32.
+    """
+    if (
+        vllm_config.lora_config is not None
+        and str(vllm_config.model_config.dtype) == "torch.float32"
+    ):
+        raise ConfigError(
+            "--enable-lora: expected a model in bfloat16 or float16 on a GPU, because vLLM's kernels "
+            "for adapters have no other, got float32; use --dtype bfloat16"
+        )
+
+
 def capture_graphs_for_all(engine_args: Any, usage_context: Any) -> None:
     """Makes vLLM capture CUDA graphs for all sequences that it runs at once, unless the user chose.
 
