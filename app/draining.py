@@ -35,7 +35,7 @@ def wait_until_idle(server: Any, timeout_s: float) -> None:
     """
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline and not _are_idle(server):
-        # Again and again: one that still starts has no handler yet.
+        # In each round: a front end that begins has no handler of this signal yet.
         for pid in list(server.WORKERS):
             server.kill_worker(pid, SIGNAL)
         try:

@@ -217,10 +217,10 @@ def _open_to_the_network(server: Any) -> str:
 
 
 def post_fork(server: Any, worker: Any) -> None:
-    """Lets signals end a front end until its own handlers are there, 0.3 s later.
+    """Lets signals end a front end that begins.
 
-    It begins with those of gunicorn's master, which would take a signal and do nothing, and the master
-    would wait for `graceful_timeout`.
+    Its own handlers come 0.3 s later. Until then it would have those of gunicorn's master, which only
+    queue a signal, and the master would wait for `graceful_timeout`.
     """
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT):
         signal.signal(number, signal.SIG_DFL)

@@ -18,7 +18,7 @@ YIELD_S = 1e-6
 # piece of a body would make it last 0.1 s.
 MAX_IN_A_TURN = 4
 _turns = Semaphore(MAX_IN_A_TURN)
-# Work on more bytes that cannot pause takes longer than a slice: 1 to 2 ms for each MiB.
+# A scan of more bytes takes about a slice: msgspec makes no pause, and needs 1 to 2 ms for each MiB.
 LONG_BYTES = 2**22
 _alone = Semaphore(1)
 
@@ -30,8 +30,8 @@ def give_way() -> None:
 
 
 def give_way_before(num_bytes: int) -> None:
-    """The same before work on so many bytes that cannot pause: if they are many, one greenlet goes on
-    in each turn of the event loop."""
+    """Before a scan of so many bytes that makes no pause: of long ones, each turn of the event loop has
+    one."""
     if num_bytes > LONG_BYTES:
         with _alone:
             gevent.sleep(YIELD_S)

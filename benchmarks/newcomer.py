@@ -31,6 +31,7 @@ START_TIMEOUT_S = 400.0
 LOAD = {"num_requests": 64, "input_len": 128, "output_len": 256}
 # Of the measurement of the first worker alone.
 ALONE_S = 8.0
+SETTLE_S = 2
 POLL_S = 0.02
 
 
@@ -123,7 +124,8 @@ def load(server: Server) -> Iterator[None]:
 
 def tokens_per_s(server: Server) -> int:
     """Of the first worker, alone."""
-    time.sleep(2)
+    # Until all slots are taken, and a heartbeat says so.
+    time.sleep(SETTLE_S)
     begin_s, before = time.monotonic(), num_tokens(server)
     time.sleep(ALONE_S)
     return round((num_tokens(server) - before) / (time.monotonic() - begin_s))

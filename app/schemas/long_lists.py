@@ -78,6 +78,7 @@ def decode_object_in_pieces(body: bytes | msgspec.Raw, depth: int = 0) -> dict[s
     Raises:
         msgspec.MsgspecError: the body is not a JSON object.
     """
+    give_way_before(len(memoryview(body)))
     fields = {}
     for name, raw in sharing_time(_fields_of(body).items()):
         _check_object(name, raw)

@@ -59,11 +59,13 @@ def route_by_sigmoid_on_cpus() -> None:
     """Lets vLLM's CPU build choose experts by sigmoid scores without groups (MiniMax-M2).
 
     The router of 0.32 for CPUs asserts softmax there. It has the formula for groups of experts, and
-    one group with all experts is the same. Earlier versions have no such class, and keep theirs.
+    one group with all experts is the same. Versions without this class or formula keep their router.
     """
     try:
         from vllm.model_executor.layers.fused_moe.router import cpu_router
     except ImportError:
+        return
+    if not hasattr(cpu_router, "_grouped_topk"):
         return
     router = cpu_router.CPURouter
     route = router._compute_routing
