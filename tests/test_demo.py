@@ -58,8 +58,7 @@ def test_a_demo_that_is_ended_early_leaves_no_process(number):
     try:
         wait_until(has_started, 60)
         process.send_signal(getattr(signal, f"SIG{number}"))
-        # gunicorn's `graceful_timeout` is 33 s.
-        output, _ = process.communicate(timeout=25)
+        output, _ = process.communicate(timeout=STOP_TIMEOUT_S + 30)
     finally:
         process.kill()
     assert process.returncode == {"INT": 130, "TERM": 143, "KILL": -9}[number]

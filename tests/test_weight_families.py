@@ -4,11 +4,13 @@ Each family's engine runs in the same process, which this module starts for all 
 """
 
 import multiprocessing
+import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from tests.model_families import make_family
@@ -28,9 +30,13 @@ MECHANISMS = (
 @pytest.fixture(scope="module")
 def in_child() -> Iterator[Callable[..., Any]]:
     """Calls a function in a process that tests of this module share."""
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, mp_context=context) as pool:
-        yield lambda do, *args: pool.submit(do, *args).result(TIMEOUT_S)
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        child = psutil.Process(pool.submit(os.getpid).result(TIMEOUT_S))
+        try:
+            yield lambda do, *args: pool.submit(do, *args).result(TIMEOUT_S)
+        finally:
+            # The pool would wait for an engine that hangs.
+            child.kill()
 
 
 @pytest.mark.parametrize("family", MECHANISMS)

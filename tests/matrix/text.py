@@ -53,9 +53,15 @@ def flat(entries: list[list[float]]) -> list[float]:
     return [one for (one,) in entries]
 
 
-def greedy_answer(server: Server, folder: str, **fields: Any) -> None:
-    """Checks that ids and log-probabilities at temperature 0 are those of the model in `folder`."""
-    asked = prompts()
+def greedy_answer(
+    server: Server, folder: str, asked: list[list[int]] | None = None, **fields: Any
+) -> None:
+    """Checks that ids and log-probabilities at temperature 0 are those of the model in `folder`.
+
+    Args:
+        asked: prompts; default: `prompts()`.
+    """
+    asked = asked or prompts()
     answer = server.generate(
         asked, temperature=0, max_tokens=NUM_TOKENS, logprobs=0,
         generation_kwargs={"ignore_eos": True}, **fields,
@@ -96,12 +102,7 @@ def column_cache(row: Row) -> None:
     prompt = random.Random(2).choices(IDS, k=300)
     found_before = num_cached(row)
     for asked in (prompt, prompt, prompt + prompts()[1]):
-        answer = row.server.generate(
-            [asked], temperature=0, max_tokens=NUM_TOKENS, logprobs=0,
-            generation_kwargs={"ignore_eos": True},
-        )  # fmt: skip
-        ((ids,), (values,)) = answer["completion_ids"], answer["logprobs"]
-        assert_close(flat(values), chosen(reference.logprobs(row.own, asked, ids), ids))
+        greedy_answer(row.server, row.own, [asked])
     if has_prefix_cache(row.own):
         # With the worker's next heartbeat.
         wait_until(lambda: num_cached(row) > found_before, 10, lambda: "no hit in the prefix cache")
