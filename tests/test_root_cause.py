@@ -2,13 +2,8 @@
 
 from pathlib import Path
 
-import pytest
-import torch
-from transformers import AutoModelForCausalLM, Qwen3NextConfig
-
+from tests.conftest import ENGINE_OPTIONS
 from tests.servers import Server, serve_process
-from titopool.demo_model import VOCAB_SIZE, make_tokenizer
-from titopool.settings.gpus import visible_gpus
 from workers.supervisor.worker_log import root_cause
 
 DEAD = "EngineDead: vLLM's engine process has ended"
@@ -62,20 +57,10 @@ def test_a_failed_engine_start_has_the_engine_s_exception_as_cause():
     assert found == "ValueError: Available memory on node 0 is less than desired"
 
 
-@pytest.mark.skipif(bool(visible_gpus()), reason="of vLLM's kernel for CPUs")
-def test_an_engine_that_dies_while_warming_reports_the_cause(tmp_path: Path):
-    make_tokenizer(tmp_path)
-    config = Qwen3NextConfig(
-        vocab_size=VOCAB_SIZE, hidden_size=128, intermediate_size=128, num_hidden_layers=4,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=32, num_experts=4,
-        num_experts_per_tok=2, moe_intermediate_size=64, shared_expert_intermediate_size=64,
-        linear_num_value_heads=4, linear_num_key_heads=2, linear_key_head_dim=32,
-        linear_value_head_dim=32, eos_token_id=0, pad_token_id=0,
-    )  # fmt: skip
-    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(tmp_path)
+def test_an_engine_that_dies_while_warming_reports_the_cause(tiny_model: str, tmp_path: Path):
     process, url = serve_process(
-        str(tmp_path), "--dtype", "float32", "--max-model-len", "256", "--num-workers", "1",
-        "--num-front-ends", "1", log=tmp_path / "log",
+        tiny_model, *ENGINE_OPTIONS, "--num-workers", "1", "--num-front-ends", "1",
+        "--worker-extension-cls", "tests.dying_extension.DyingExtension", log=tmp_path / "log",
     )  # fmt: skip
     server = Server(process, url, tmp_path / "log")
     try:
@@ -83,6 +68,5 @@ def test_an_engine_that_dies_while_warming_reports_the_cause(tmp_path: Path):
     finally:
         process.kill()
     conclusion = server.log.rpartition("\ntitopool: ")[2].partition("\n")[0]
-    assert conclusion == (
-        "worker 0 could not start (warming): AssertionError: CPU GDN attention requires BF16."
-    )
+    cause = "AssertionError: staged: no kernel for this step"
+    assert conclusion == f"worker 0 could not start (warming): {cause}"
