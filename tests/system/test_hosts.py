@@ -1,5 +1,6 @@
 """Front end, workers and trainer on hosts of their own (`tests/system/network.py`)."""
 
+import re
 import sys
 import threading
 from collections.abc import Iterator
@@ -83,6 +84,14 @@ class Pool:
             within_s, lambda: f"{self.workers()} {self._network.logs()}",
         )  # fmt: skip
 
+    def num_running(self, workers: str) -> int:
+        """Completions in flight at the workers whose names match `workers`."""
+        metrics = requests.get(f"{self.url}/metrics", timeout=10).text
+        found = re.findall(
+            rf'^titopool_worker_sequences{{worker="{workers}"}} (\S+)', metrics, re.M
+        )
+        return int(sum(map(float, found)))
+
     def post(self, path: str, body: object) -> requests.Response:
         return requests.post(f"{self.url}{path}", json=body, timeout=60)
 
@@ -110,8 +119,7 @@ def test_a_partition_costs_no_request_and_heals(network: Network, tmp_path: Path
     body = {"prompts": [[n, 7] for n in range(1, 21)]}
     thread = threading.Thread(target=lambda: answers.append(pool.post("/generate/", body)))
     thread.start()
-    running = lambda: requests.get(f"{pool.url}/metrics").text  # noqa: E731
-    wait_until(lambda: 'titopool_worker_sequences{worker="two"} 10.0' in running(), 5, running)
+    wait_until(lambda: pool.num_running("two") > 0 and pool.num_running(r"\w+") == 20, 5)
     network.unplug("two")
     thread.join(60)
     assert answers[0].json()["completion_ids"] == [[7, n] for n in range(1, 21)]
