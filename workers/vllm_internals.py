@@ -77,6 +77,31 @@ INTERNALS = (
         "tells which requests have their first token, for blame when an engine dies",
     ),
     Internal(
+        "engine/streams.py",
+        "vllm.v1.engine.output_processor:OutputProcessor",
+        ("add_request(request)", "request_states"),
+        "extended: streamed requests send their tokens themselves",
+    ),
+    Internal(
+        "engine/streams.py",
+        "vllm.v1.engine.output_processor:RequestState",
+        (
+            "make_request_output(new_token_ids, pooling_output, finish_reason)",
+            "request_index",
+            "detokenizer",
+            "logprobs_processor",
+            "num_cached_tokens",
+            "queue",
+        ),
+        "replaced: it makes an output of a streamed completion at its end only",
+    ),
+    Internal(
+        "engine/completions.py",
+        "vllm.v1.engine.detokenizer:IncrementalDetokenizer",
+        ("output_token_ids", "get_next_output_text(finished, delta)"),
+        "reads the new tokens and the new text of a streamed completion",
+    ),
+    Internal(
         "engine/weights.py",
         "vllm.v1.engine.detokenizer:IncrementalDetokenizer",
         ("num_output_tokens",),

@@ -86,19 +86,23 @@ class Admission:
             self.reservation.keep(self.reservation.taken + num_bytes)
 
     def use_tokenizer(
-        self, function: Callable[..., Result], *arguments: Any, size: int = 0
+        self,
+        function: Callable[..., Result],
+        *arguments: Any,
+        size: int = 0,
+        is_short: bool = False,
     ) -> Result:
         """Runs `function(tokenizer, *arguments)` in the tokenizer's thread.
 
         Args:
-            size: characters or tokens of the arguments.
+            size, is_short: as of `TokenizerLoader.use`.
 
         Raises:
             TitopoolError: as `TokenizerLoader.use`.
         """
         return self.tokenizer.use(
             function, *arguments,
-            facts=self.facts, timeout_s=self.deadline.left_s, size=size,
+            facts=self.facts, timeout_s=self.deadline.left_s, size=size, is_short=is_short,
             client=self.client,
         )  # fmt: skip
 

@@ -44,6 +44,11 @@ class Turns:
         self._waiting: list[Waiting] = []
         self._is_running = False
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether no call runs or waits."""
+        return not self._is_running
+
     def call(
         self,
         function: Callable[..., Result],

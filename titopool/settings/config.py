@@ -170,6 +170,12 @@ class ServerConfig:
         "Time after SIGTERM for open requests, in front ends, and for jobs, in workers.",
         at_least=0,
     )
+    stream_interval: int = setting(
+        0,
+        "Tokens in a chunk of a stream, after its first; 0: 1, or 2 from 128 streams of a worker on, or 4 "
+        "from 512 on.",
+        at_least=0,
+    )
     grammar_timeout_s: float = setting(
         60.0,
         "CPU time in which a grammar of structured outputs must compile. 0: grammars are refused.",

@@ -1,6 +1,7 @@
 """vLLM's outputs of a job as completions: whole at its end, or in chunks while it is streamed."""
 
 import asyncio
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -8,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from titopool.wire.messages import Chunk, Completion, Job
-from workers.engine.packing import flat_since, pack_experts, pack_logprobs, pack_mask
+from workers.engine.packing import pack_experts, pack_logprobs, pack_mask, pack_since
 from workers.engine.parsing import Parsing
 from workers.engine.sampling import failed_inside
 from workers.engine.versions import History
@@ -22,7 +23,7 @@ class Sent(NamedTuple):
 
 
 class Stream:
-    """Cuts vLLM's cumulative outputs into a job's `Chunk`s."""
+    """Cuts a job's completions into `Chunk`s, as far as vLLM has made them."""
 
     def __init__(
         self,
@@ -40,62 +41,101 @@ class Stream:
         self._adapter_version = adapter_version
         self._sent: dict[int, Sent] = {}
 
-    def send_new(
+    def begin(
         self,
-        output: Any,
+        history: Callable[[], History],
         prompt_token_ids: bytes,
         image_ranges: Sequence[tuple[int, int]],
-        history: History,
     ) -> None:
-        """Sends what `output`, a vLLM RequestOutput, has in addition to the previous one.
+        """To be called before vLLM gets the request.
 
         Args:
+            history: returns the request's weights up to now.
             prompt_token_ids: with images, the expanded prompt, which goes with the first chunk.
             image_ranges: with images, offset and length of each, which go with the first chunk.
-            history: the request's weights up to now.
         """
-        is_first = not self._sent
-        pieces = [
-            (one.index, self._new_piece(one, history))
-            for one in output.outputs
-            # An error fails the whole job.
-            if one.finish_reason != "error"
-        ]
-        if pieces:
-            self._on_chunk(
-                Chunk(
-                    self._job.job_id,
-                    self._job.attempt,
-                    pieces,
-                    output.num_cached_tokens or 0,
-                    prompt_token_ids if is_first else b"",
-                    adapter_version=self._adapter_version,
-                    image_ranges=list(image_ranges) if is_first else [],
-                )
-            )
+        self._history = history
+        self._prompt_token_ids, self._image_ranges = prompt_token_ids, image_ranges
 
-    def _new_piece(self, one: Any, history: History) -> Completion:
-        sent = self._sent.get(one.index, Sent())
+    def num_sent(self, index: int) -> int:
+        """Tokens of completion `index` that were sent."""
+        sent = self._sent.get(index)
+        return sent.num_tokens if sent is not None else 0
+
+    def send_tokens(self, state: Any) -> None:
+        """Sends what a completion that goes on has in addition to what was sent.
+
+        Args:
+            state: vLLM's RequestState of the completion.
+        """
+        index, detokenizer = state.request_index, state.detokenizer
+        sent = self._sent.get(index, Sent())
+        new_ids = list(detokenizer.output_token_ids[sent.num_tokens :])
+        text = detokenizer.get_next_output_text(False, True)
+        piece = self._piece(index, sent, new_ids, text, state.logprobs_processor.logprobs)
+        self._send([(index, piece)], state.num_cached_tokens)
+
+    def send_last(self, output: Any) -> None:
+        """Sends the rest of the completions in `output`, vLLM's RequestOutput, which have ended."""
+        pieces = []
+        for one in output.outputs:
+            # An error fails the whole job.
+            if one.finish_reason == "error":
+                continue
+            sent = self._sent.get(one.index, Sent())
+            new_ids, text = list(one.token_ids[sent.num_tokens :]), one.text[sent.num_characters :]
+            piece = self._piece(
+                one.index, sent, new_ids, text, one.logprobs, one.finish_reason or "",
+                one.stop_reason, **replay_fields(one, self._replay_start),
+            )  # fmt: skip
+            pieces.append((one.index, piece))
+        if pieces:
+            self._send(pieces, output.num_cached_tokens)
+
+    def _send(self, pieces: list[tuple[int, Completion]], num_cached_tokens: int | None) -> None:
+        self._on_chunk(
+            Chunk(
+                self._job.job_id,
+                self._job.attempt,
+                pieces,
+                num_cached_tokens or 0,
+                self._prompt_token_ids,
+                adapter_version=self._adapter_version,
+                image_ranges=list(self._image_ranges),
+            )
+        )
+        # They go with the first chunk only.
+        self._prompt_token_ids, self._image_ranges = b"", ()
+
+    def _piece(
+        self,
+        index: int,
+        sent: Sent,
+        new_ids: list[int],
+        text: str,
+        flat: Any,
+        finish_reason: str = "",
+        stop_reason: Any = None,
+        **fields: Any,
+    ) -> Completion:
         # The text may lag behind the tokens: vLLM holds back what may be part of a stop string.
-        self._sent[one.index] = Sent(len(one.token_ids), max(sent.num_characters, len(one.text)))
-        new_ids = list(one.token_ids[sent.num_tokens :])
-        ids = np.array(new_ids, dtype=np.int32).tobytes()
-        text = one.text[sent.num_characters :]
-        packed, message, finish_reason = None, None, one.finish_reason or ""
-        if one.logprobs is not None:
-            packed = pack_logprobs(flat_since(one.logprobs, sent.num_tokens), ids)
+        now = Sent(sent.num_tokens + len(new_ids), sent.num_characters + len(text))
+        self._sent[index] = now
+        ids = array("i", new_ids).tobytes()
+        packed = None if flat is None else pack_since(flat, sent.num_tokens, new_ids)
+        message = None
         if self._parsing is not None:
-            message, finish_reason = self._parsing.delta(one.index, text, new_ids, finish_reason)
+            message, finish_reason = self._parsing.delta(index, text, new_ids, finish_reason)
         return Completion(
             token_ids=ids,
             finish_reason=finish_reason,
             logprobs=packed,
             # Spans of all tokens so far: a reader of the last chunk needs no earlier ones.
-            weight_versions=history.spans(one.index, len(one.token_ids)),
+            weight_versions=self._history().spans(index, now.num_tokens),
             text=text,
-            stop_reason=one.stop_reason,
+            stop_reason=stop_reason,
             message=message,
-            **replay_fields(one, self._replay_start),
+            **fields,
         )
 
 

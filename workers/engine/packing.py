@@ -1,5 +1,6 @@
 """Packs vLLM's log-probabilities, routed experts and sampling masks for front ends."""
 
+from array import array
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -20,7 +21,21 @@ class FlatPart(NamedTuple):
     raw: list[float]
 
 
-def flat_since(flat: Any, position: int) -> FlatPart:
+def pack_since(flat: Any, position: int, completion_ids: list[int]) -> Logprobs:
+    """As `pack_logprobs`, from `position` on; without numpy for a few positions of one entry."""
+    if len(flat.token_ids) > len(flat.start_indices):
+        ids = np.array(completion_ids, dtype=np.int32).tobytes()
+        return pack_logprobs(_flat_since(flat, position), ids)
+    ids = flat.token_ids[position:]
+    return Logprobs(
+        array("f", flat.logprobs[position:]).tobytes(),
+        b"" if ids == completion_ids else array("i", ids).tobytes(),
+        ranks=array("i", flat.ranks[position:]).tobytes(),
+        raw=array("f", _raw(flat)[position:]).tobytes(),
+    )
+
+
+def _flat_since(flat: Any, position: int) -> FlatPart:
     """A copy of `flat` from `position` on."""
     begin = flat.end_indices[position - 1] if position else 0
     return FlatPart(

@@ -13,8 +13,8 @@ def to_vllm_params(options: SamplingOptions, *, is_streamed: bool = False) -> An
     """vLLM's SamplingParams.
 
     Args:
-        is_streamed: asks vLLM for an output at each step. CUMULATIVE returns vLLM's growing lists
-            without a copy; DELTA slices them, and vLLM 0.25 raises on an empty slice of FlatLogprobs.
+        is_streamed: asks vLLM for an output of each completion, as CUMULATIVE does: `OpenStreams`
+            leaves out those before its end.
 
     Raises:
         InvalidRequest: vLLM refuses the options.

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from titopool.errors import InvalidRequest
+from titopool.errors import InvalidRequest, TitopoolError
 from titopool.settings.config import ServerConfig
 from titopool.settings.sampling import SamplingOptions, decode_options, encode_options
 from titopool.wire.messages import (
@@ -52,6 +52,7 @@ from workers.engine.start.options import (
 )
 from workers.engine.start.raw_logprobs import check_raw_logprobs, choose_runner
 from workers.engine.start.tracing import trace_requests
+from workers.engine.streams import OpenStreams
 from workers.engine.versions import History, Versions
 from workers.engine.weights import VllmWeights, WeightEngine
 from workers.environment import default_engine_options, image_threads, prepare_environment
@@ -80,6 +81,7 @@ class VllmEngine:
         self._grammars: GrammarTrials | None = None
         self._params_by_digest: dict[bytes, tuple[Any, int | None]] = {}
         self._params_bytes = 0
+        self._streams = OpenStreams(config.stream_interval)
         self._first_tokens = FirstTokens(lambda: self._llm.output_processor.request_states)
 
     @property
@@ -137,6 +139,7 @@ class VllmEngine:
             disable_log_stats=engine_args.disable_log_stats,
             stat_loggers=[make_stat_logger()] if self._config.metrics else None,
         )
+        self._streams.tap(self._llm.output_processor)
         if self._llm.model_config.is_multimodal_model:
             images = ImagePreparer(
                 self._llm.model_config,
@@ -273,8 +276,14 @@ class VllmEngine:
             with (
                 self.versions.request(job.job_id, job.client_id) as request_id,
                 self._watched(request_id, job, on_chunk),
+                self._streams.open(request_id, context.stream),
             ):
-                # One output with all completions; of a stream, many with those that have new tokens.
+                if context.stream is not None:
+                    context.stream.begin(
+                        lambda: self.versions.history(request_id),
+                        context.prompt_token_ids, context.image_ranges,
+                    )  # fmt: skip
+                # One output with all completions; of a stream, one for each as it ends.
                 async for output in self._llm.generate(
                     prompt, context.params, request_id, **context.arguments
                 ):
@@ -282,15 +291,15 @@ class VllmEngine:
                         check_not_stopping(output)
                     latest |= {one.index: one for one in output.outputs}
                     if context.stream is not None:
-                        history = self.versions.history(request_id)
-                        context.stream.send_new(
-                            output, context.prompt_token_ids, context.image_ranges, history
-                        )
+                        context.stream.send_last(output)
                 # Without an await in between: an update may be about to change the version.
                 history = self.versions.take(request_id)
         except EngineDeadError as error:
             raise EngineDead("vLLM's engine process has ended") from error
         except EngineGenerateError as error:
+            if isinstance(error.__cause__, TitopoolError):
+                # Of `OpenStreams`.
+                raise error.__cause__ from None
             raise refusal_or_failure(error.__cause__ or error) from error
         except client_errors() as error:
             raise refusal_or_failure(error) from error
