@@ -1,10 +1,11 @@
-"""Streams of this server and vLLM's: tokens a second, time to the first token, time between chunks.
+"""Streams of this server and vLLM's, and the same requests as whole answers.
 
     python -m benchmarks.streams                                            # tiny Qwen3, any machine
     python -m benchmarks.streams --shape qwen3-0.6b --num-streams 1 64 256
 
 `--num-streams` streams begin at once. Each is a `POST /v1/completions` with one prompt of ids, and with
-ids and log-probabilities in every chunk. Both servers get the same requests.
+ids and log-probabilities in every chunk. Both servers get the same requests. CPU time is that of all
+processes of a server, the engine's included, for each token.
 """
 
 import argparse
@@ -21,15 +22,17 @@ from typing import Any, NamedTuple
 
 import aiohttp
 import numpy as np
+import orjson
 
 from benchmarks.bench import make_engine
 from benchmarks.machine import describe_machine
 from benchmarks.models import PROMPT_IDS
-from benchmarks.processes import engine_environment, running
+from benchmarks.processes import Running, engine_environment, running
 from benchmarks.targets import Titopool, VllmServe
 from titopool.settings.gpus import visible_gpus
 
 TIMEOUT_S = 300.0
+TARGETS = ("titopool", "vllm serve")
 
 
 class Stream(NamedTuple):
@@ -46,18 +49,19 @@ def main() -> None:
     on_cpu = not visible_gpus()
     environ = engine_environment(on_cpu=on_cpu)
     result: dict[str, Any] = {"machine": describe_machine(), **vars(options), "runs": []}
-    with tempfile.TemporaryDirectory() as name:
-        engine = make_engine(options, Path(name), on_cpu=on_cpu)
-        for target in (Titopool(1), VllmServe()):
-            with running(target, engine, environ, Path(name) / "log") as server:
-                url = server.url + "/v1/completions"
-                measure(url, 4, options)
+    with tempfile.TemporaryDirectory() as folder:
+        engine = make_engine(options, Path(folder), on_cpu=on_cpu)
+        made = {"titopool": Titopool(1, options=options.serve_options.split())}
+        for target in (made.get(name) or VllmServe() for name in options.targets):
+            with running(target, engine, environ, Path(folder) / "log") as server:
+                measure(server, 4, options, is_streamed=True)
                 for num_streams in options.num_streams:
                     for _ in range(options.repeats):
-                        figures = measure(url, num_streams, options)
-                        run = {"target": target.name, "num_streams": num_streams, **figures}
-                        result["runs"].append(run)
-                        print(json.dumps(run), flush=True)
+                        for is_streamed in (False, True):
+                            figures = measure(server, num_streams, options, is_streamed)
+                            run = {"target": target.name, "num_streams": num_streams, **figures}
+                            result["runs"].append(run)
+                            print(json.dumps(run), flush=True)
     Path(options.out + ".json").write_text(json.dumps(result, indent=1) + "\n")
 
 
@@ -68,67 +72,86 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--input-len", type=int, default=32)
     parser.add_argument("--output-len", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--max-num-seqs", type=int, help="of the engines; default: their own")
+    parser.add_argument("--targets", nargs="+", choices=TARGETS, default=TARGETS)
+    parser.add_argument(
+        "--serve-options", default="", help="of this server, e.g. a stream interval"
+    )
     parser.add_argument("--num-clients", type=int, default=min(4, os.cpu_count() or 1))
     parser.add_argument(
         "--out", default="bench-streams", help="path of the result file, without extension"
     )
-    parser.set_defaults(num_prompts=128, max_num_seqs=None, dummy_weights=True)
-    return parser.parse_args()
+    parser.set_defaults(dummy_weights=True)
+    options = parser.parse_args()
+    # Engines have twice as many slots.
+    options.num_prompts = max(options.num_streams)
+    return options
 
 
-def measure(url: str, num_streams: int, options: argparse.Namespace) -> dict[str, float]:
-    """Figures of one run; in seconds except `tokens_per_s`."""
+def measure(
+    server: Running, num_streams: int, options: argparse.Namespace, is_streamed: bool
+) -> dict[str, float | bool]:
+    """Figures of one run: `_s` in seconds, `cpu_us_` in µs of CPU time a token."""
     chance = np.random.default_rng()
     prompts = chance.choice(np.array(PROMPT_IDS), (num_streams, options.input_len)).tolist()
     num_clients = min(options.num_clients, num_streams)
+    bodies = [
+        {"prompt": prompt, "max_tokens": options.output_len, "ignore_eos": True, "logprobs": 0,
+         "stream": is_streamed, "return_token_ids": True} for prompt in prompts
+    ]  # fmt: skip
+    before = server.cpu_s()
     # All streams begin at this time, when all client processes have started.
     start = time.monotonic() + 3
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(num_clients, mp_context=context) as pool:
-        shares = [prompts[index::num_clients] for index in range(num_clients)]
-        arguments = ([url] * num_clients, shares, [options.output_len] * num_clients)
-        parts = list(pool.map(_client, *arguments, [start] * num_clients))
+        shares = [bodies[index::num_clients] for index in range(num_clients)]
+        url = server.url + "/v1/completions"
+        parts = list(pool.map(_client, [url] * num_clients, shares, [start] * num_clients))
+    after = server.cpu_s()
     streams = [stream for part in parts for stream in part]
     for stream in streams:
         if sum(stream.num_tokens) != options.output_len:
             raise SystemExit(f"expected {options.output_len} tokens, got {sum(stream.num_tokens)}")
-    gaps = [b - a for one in streams for a, b in zip(one.times, one.times[1:], strict=False)]
+    num_tokens = num_streams * options.output_len
     elapsed_s = max(one.times[-1] for one in streams) - min(one.begin for one in streams)
-    return {
-        "tokens_per_s": num_streams * options.output_len / elapsed_s,
-        "first_token_s": statistics.median(one.times[0] - one.begin for one in streams),
-        "between_chunks_s": statistics.median(gaps),
-        "between_chunks_p99_s": float(np.quantile(gaps, 0.99)),
+    figures = {"is_streamed": is_streamed, "tokens_per_s": num_tokens / elapsed_s} | {
+        f"cpu_us_{role}": 1e6 * (after[role] - before[role]) / num_tokens for role in after
     }
+    if is_streamed:
+        gaps = [b - a for one in streams for a, b in zip(one.times, one.times[1:], strict=False)]
+        figures |= {
+            "tokens_per_chunk": num_tokens / sum(len(one.times) for one in streams),
+            "first_token_s": statistics.median(one.times[0] - one.begin for one in streams),
+            "between_chunks_s": statistics.median(gaps),
+            "between_chunks_p99_s": float(np.quantile(gaps, 0.99)),
+        }
+    return figures
 
 
-def _client(url: str, prompts: list[list[int]], output_len: int, start: float) -> list[Stream]:
-    return asyncio.run(_read_all(url, prompts, output_len, start))
+def _client(url: str, bodies: list[dict[str, Any]], start: float) -> list[Stream]:
+    return asyncio.run(_read_all(url, bodies, start))
 
 
-async def _read_all(
-    url: str, prompts: list[list[int]], output_len: int, start: float
-) -> list[Stream]:
+async def _read_all(url: str, bodies: list[dict[str, Any]], start: float) -> list[Stream]:
     timeout = aiohttp.ClientTimeout(total=TIMEOUT_S)
     async with aiohttp.ClientSession(
         timeout=timeout, connector=aiohttp.TCPConnector(limit=0)
     ) as session:
         await asyncio.sleep(max(0.0, start - time.monotonic()))
-        return await asyncio.gather(*(_read(session, url, one, output_len) for one in prompts))
+        return await asyncio.gather(*(_read(session, url, one) for one in bodies))
 
 
-async def _read(
-    session: aiohttp.ClientSession, url: str, prompt: list[int], output_len: int
-) -> Stream:
-    body = {
-        "prompt": prompt, "max_tokens": output_len, "ignore_eos": True, "logprobs": 0,
-        "stream": True, "return_token_ids": True,
-    }  # fmt: skip
+async def _read(session: aiohttp.ClientSession, url: str, body: dict[str, Any]) -> Stream:
     stream = Stream(time.monotonic(), [], [])
     async with session.post(url, json=body) as answer:
+        if not body["stream"]:
+            (choice,) = (await answer.json(loads=orjson.loads))["choices"]
+            stream.times.append(time.monotonic())
+            stream.num_tokens.append(len(choice["token_ids"]))
+            return stream
         async for line in answer.content:
             if line.startswith(b"data: {"):
-                (choice,) = json.loads(line[6:])["choices"]
+                (choice,) = orjson.loads(line[6:])["choices"]
                 if choice["token_ids"]:
                     stream.times.append(time.monotonic())
                     stream.num_tokens.append(len(choice["token_ids"]))
