@@ -5,10 +5,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from tests.conftest import StartStub
-from tests.servers import Server, wait_until
+from tests.servers import Server, free_port, wait_until
 from tests.test_weight_calls import begin, init_body, port  # noqa: F401
 
 StartServer = Callable[..., Server]
@@ -26,11 +27,11 @@ class Pool:
         self._start_stub, self._stub_server, self._group = start_stub, stub_server, group
         self.workers: dict[int, Any] = {}
 
-    def start(self, index: int, *options: str) -> None:
-        self.workers[index] = self._start_stub(index, *(options or TENSORS), **QUICK)
+    def start(self, index: int, *options: str, **settings: str) -> None:
+        self.workers[index] = self._start_stub(index, *(options or TENSORS), **QUICK, **settings)
 
-    def start_gated(self, index: int) -> None:
-        self.start(index, *TENSORS, "--gate", str(self.gate))
+    def start_gated(self, index: int, **settings: str) -> None:
+        self.start(index, *TENSORS, "--gate", str(self.gate), **settings)
 
     def serve(self, num_workers: int, num_ready: int | None = None) -> None:
         self.server = self._stub_server(
@@ -145,6 +146,20 @@ def test_the_giver_generates_while_its_weights_are_read(pool: Pool):
     pool.gate.touch()
     pool.wait_for("ready", "ready")
     assert len(set(pool.digests())) == 1
+
+
+def test_weights_are_given_at_the_port_that_a_firewall_lets_through(pool: Pool):
+    at = free_port()
+    pool.start_gated(0, TITOPOOL_PEER_PORT=str(at))
+    pool.start(1)
+    pool.serve(2)
+    pool.update(2)
+    pool.restart(1)
+    pool.wait_at_gate()
+    listening = [one for one in psutil.net_connections("tcp") if one.status == psutil.CONN_LISTEN]
+    assert [one.pid for one in listening if one.laddr.port == at] == [pool.workers[0].pid]
+    pool.gate.touch()
+    pool.wait_for("ready", "ready")
 
 
 def test_a_giver_that_dies_half_way_leaves_a_worker_that_does_not_serve(pool: Pool):

@@ -1,5 +1,7 @@
 """A pool on a Ray cluster: Ray's own test cluster of three nodes, stub engines, real front ends."""
 
+import random
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -151,31 +153,46 @@ def drain(cluster: Cluster, node_id: str) -> None:
 
 def test_a_trainer_s_own_program_deploys_waits_scales_and_stops(cluster: Cluster):
     script = """
-import ray, sys
+import ray, requests, sys
 from titopool.cluster import RayServer
 
 ray.init(address=sys.argv[1], log_to_driver=False)
-options = ["--worker-command", sys.argv[2]]
+options = ["--worker-command", sys.argv[2], "--worker-port", sys.argv[3]]
 with RayServer(num_workers=1, options=options, environment={"TITOPOOL_API_KEY": "k"}) as server:
     client = server.wait(180)
     assert client.generate([[1, 2]], max_tokens=2)[0].completions[0].ids.tolist() == [2, 1]
     server.scale(2)
     assert len(server.wait(180, num_workers=2).wait_until_ready()) == 2
+    answer = requests.get(server.url + "/ready", headers={"Authorization": "Bearer k"}, timeout=10)
+    found = [one["endpoint"] for one in answer.json()["workers"]]
+    print("ports", *sorted(one.rpartition(":")[2] for one in found))
     print("url", server.url, flush=True)
 print("stopped", flush=True)
 """
-    words = [sys.executable, "-c", script, cluster.address, STUB]
+    port = two_free_ports()
+    words = [sys.executable, "-c", script, cluster.address, STUB, str(port)]
     done = subprocess.run(
         words, env=environment(), capture_output=True, text=True, timeout=600, cwd=REPOSITORY
     )
     assert done.returncode == 0, done.stderr[-4000:]
     assert done.stdout.splitlines()[-1] == "stopped"
+    assert f"ports {port} {port + 1}\n" in done.stdout
     (url,) = (line.split()[1] for line in done.stdout.splitlines() if line.startswith("url"))
     with pytest.raises(requests.ConnectionError):
         requests.get(f"{url}/live", timeout=5)
     words = ["--port", url.rpartition(":")[2]]
     left = [one for one in psutil.process_iter(["cmdline"]) if has_words(one, words)]
     assert alive(left) == []
+
+
+def two_free_ports() -> int:
+    """The first of two neighbouring ports that were free a moment ago, below those that Linux chooses."""
+    while True:
+        first = random.randrange(20_000, 30_000)
+        with socket.socket() as one, socket.socket() as other, suppress(OSError):
+            one.bind(("0.0.0.0", first))
+            other.bind(("0.0.0.0", first + 1))
+            return first
 
 
 def has_words(process: psutil.Process, words: list[str]) -> bool:

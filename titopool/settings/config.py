@@ -215,7 +215,9 @@ class ServerConfig:
         "", "ray: the workers are actors of a Ray cluster. Empty: processes of this host."
     )
     worker_port: int = setting(
-        0, "Port of the first worker of a cluster; each further one has the next. 0: free ones."
+        0,
+        "Port of the first worker of a cluster; each further one has the next. 0: free ones.",
+        at_least=0,
     )
     endpoints: tuple[str, ...] = setting(
         (),
@@ -300,7 +302,7 @@ class ServerConfig:
             # `not >=` also refuses NaN.
             if least is not None and not value >= least:
                 raise ConfigError(f"{item.name}: expected at least {least}, got {value}")
-        for name in ("port", "peer_port"):
+        for name in ("port", "peer_port", "worker_port"):
             if getattr(self, name) > 65_535:
                 raise ConfigError(f"{name}: expected at most 65535, got {getattr(self, name)}")
         _check_choice("log_level", self.log_level, ("debug", "info", "warning", "error"))
