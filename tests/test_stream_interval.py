@@ -78,10 +78,12 @@ def test_each_of_n_completions_joins_to_its_own_ids(in_threes):
     client, model = in_threes
     fields = {"model": model, "prompt": IDS, "n": 3, "seed": 5, "max_tokens": 10, "logprobs": 0}
     whole = client.completions.create(**fields, extra_body=WITH_IDS)
-    streamed = gathered(client.completions.create(**fields, stream=True, extra_body=WITH_IDS))
-    assert [streamed[one.index]["ids"] for one in whole.choices] == [
-        one.token_ids for one in whole.choices
-    ]
+    chunks = list(client.completions.create(**fields, stream=True, extra_body=WITH_IDS))
+    streamed = gathered(chunks)
+    for one in whole.choices:
+        assert streamed[one.index]["ids"] == one.token_ids
+        sizes = sizes_of(chunks, one.index)
+        assert (sizes[0], max(sizes)) == (1, 3)
 
 
 class Detokenizer:
