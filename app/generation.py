@@ -20,7 +20,7 @@ from gevent.event import Event
 from app.counts.http_requests import current_record
 from app.http.connections import client_gone, current_client, watching
 from app.http.idempotency import current_claim, refuse_stream
-from app.http.responses import respond
+from app.http.responses import respond, respond_in_parts
 from app.inputs.admission import Admission
 from app.inputs.images import NO_IMAGES, PromptImages, check_placeholders
 from app.inputs.token_ids import TokenIds, check_length, checked_ids
@@ -345,7 +345,7 @@ def token_response(
     with_logprobs = options.logprobs is not None or options.logprob_token_ids is not None
     asked = {"with_logprobs": with_logprobs, "with_raw": with_raw}
     if not is_binary(http_request.accept_mimetypes):
-        return respond(json_reply(ids, results, **asked), JSON)
+        return respond_in_parts(json_reply(ids, results, **asked), JSON)
     unknown = [
         None if prompt.sent_as_ids and len(run) == len(prompt.token_ids) else run
         for prompt, run in zip(prompts, ids, strict=True)

@@ -160,7 +160,7 @@ def test_json_and_binary_replies_agree_on_mixed_completions():
     results = [Completed(1, 1, completions[:2], 3), Completed(2, 1, completions[2:], 0)]
     ids = [np.arange(3, dtype=np.int32), np.arange(9, dtype=np.int32)[-4:]]
     binary = binary_reply([None, ids[1]], results, with_logprobs=True)
-    as_json = orjson.loads(json_reply(ids, results, with_logprobs=True))
+    as_json = orjson.loads(b"".join(json_reply(ids, results, with_logprobs=True)))
     assert nested(binary, [[0, 1, 2], "text"]) == comparable(as_json)
 
 

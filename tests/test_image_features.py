@@ -7,11 +7,13 @@ from typing import Any
 import gevent
 import msgspec
 import numpy as np
+import orjson
 import pytest
 
 from app.generation import Prompt
 from app.inputs.features import features_of, images_of_tokens
 from app.inputs.images import PromptImages
+from app.outputs.json_parts import json_parts
 from app.pool.records import OpenJob
 from app.pool.request import Request
 from app.routes.inference.answer import TokensRequest, whole_answer
@@ -90,7 +92,7 @@ def ended_early(num_images: int, *, is_streamed: bool) -> tuple[TokensRequest, R
 @pytest.mark.parametrize("num_images, ids", [(2, None), (0, [7, 7, 7])])
 def test_a_prompt_whose_images_were_not_placed_is_not_shown(num_images: int, ids: list[int] | None):
     request, pending = ended_early(num_images, is_streamed=False)
-    answer = whole_answer(request, pending.completed()[0])
+    answer = orjson.loads(b"".join(json_parts(whole_answer(request, pending.completed()[0]))))
     request, pending = ended_early(num_images, is_streamed=True)
     (event,) = TokensEvents(request).write_chunks(pending.take_chunks())
     for shown in (answer, event):

@@ -108,7 +108,7 @@ def test_non_finite_values_are_null_and_floats_round_trip_as_float32():
         ids.tobytes(), "length", Logprobs(values.tobytes(), ids.tobytes()), [(0, 0)]
     )
     reply = json_reply([ids], [Completed(1, 1, [completion], 0)], with_logprobs=True)
-    read = [entry[0] for entry in orjson.loads(reply)["logprobs"][0]]
+    read = [entry[0] for entry in orjson.loads(b"".join(reply))["logprobs"][0]]
     assert read[1] is None
     assert read[2] is None
     assert np.float32(read[0]) == values[0]

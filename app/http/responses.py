@@ -1,6 +1,6 @@
 """Flask responses of JSON objects and of long bodies."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import orjson
@@ -41,6 +41,21 @@ def respond(body: bytes, mimetype: str) -> Response:
     response = Response(in_pieces(body), mimetype=mimetype)
     response.content_length = len(body)
     return response
+
+
+def respond_in_parts(parts: list[bytes], mimetype: str) -> Response:
+    """A response of a body in parts, each of which is given up once it is written."""
+    num_bytes = sum(map(len, parts))
+    parts.reverse()
+    response = Response(_pieces_of(parts), mimetype=mimetype)
+    response.content_length = num_bytes
+    return response
+
+
+def _pieces_of(parts: list[bytes]) -> Iterator[bytes]:
+    """Parts from the last to the first."""
+    while parts:
+        yield from in_pieces(parts.pop())
 
 
 def in_pieces(body: bytes) -> Iterable[bytes]:

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
-import orjson
 from werkzeug.datastructures import MIMEAccept
 
+from app.outputs.json_parts import json_parts
 from app.time_slices import sharing_time
 from titopool.errors import GenerationFailed
 from titopool.wire.logprob_entries import sampled_of
@@ -34,31 +34,30 @@ def json_reply(
     *,
     with_logprobs: bool,
     with_raw: bool = False,
-) -> bytes:
-    """The response of /generate/ as JSON.
+) -> list[bytes]:
+    """The response of /generate/ as JSON, in parts.
 
     `logprobs` and `logprob_token_ids` have the shape [completions][tokens][1 to k + 1], or
     are null without `with_logprobs`. A value that is not finite is null.
     """
     completions = _completions(results)
-    nested = None
-    if with_logprobs:
-        nested = [nested_logprobs(one) for one in sharing_time(completions)]
-    reply = {
-        "prompt_ids": list(prompt_ids),
-        "completion_ids": [
+    reply: dict[str, Any] = {
+        "prompt_ids": iter(prompt_ids),
+        "completion_ids": (
             np.frombuffer(one.token_ids, np.int32) for one in sharing_time(completions)
-        ],
-        "logprobs": None if nested is None else [values for values, _ in nested],
-        "logprob_token_ids": None if nested is None else [ids for _, ids in nested],
-        **_without_tokens(results),
+        ),
+        "logprobs": None,
+        "logprob_token_ids": None,
     }
+    if with_logprobs:
+        reply["logprobs"] = (nested_logprobs(one)[0] for one in sharing_time(completions))
+        reply["logprob_token_ids"] = (nested_logprobs(one)[1] for one in sharing_time(completions))
+    reply |= _without_tokens(results)
     if with_raw:
-        reply["raw_logprobs"] = [
+        reply["raw_logprobs"] = (
             np.frombuffer(one, np.float32) for one in sharing_time(raw_logprobs(completions))
-        ]
-    # orjson writes float32 in the fewest digits that read back as the same float32.
-    return orjson.dumps(reply, option=orjson.OPT_SERIALIZE_NUMPY)
+        )
+    return json_parts(reply)
 
 
 def binary_reply(

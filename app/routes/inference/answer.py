@@ -94,13 +94,13 @@ def check_format(fields: GenerateFields, facts: WorkerFacts) -> None:
 
 
 def whole_answer(request: TokensRequest, result: Completed) -> dict[str, Any]:
-    """The response body of a request that is not streamed."""
+    """The response body of a request that is not streamed, whose choices are made one by one."""
     (ids,) = expanded_ids([request.prompt], [result])
-    choices, num_generated = [], 0
-    for index, completion in enumerate(sharing_time(result.completions)):
-        num_tokens = len(completion.token_ids) // 4
-        choices.append(request.choice(index, completion, result.adapter_version, num_tokens))
-        num_generated += num_tokens
+    choices = (
+        request.choice(index, one, result.adapter_version, len(one.token_ids) // 4)
+        for index, one in enumerate(sharing_time(result.completions))
+    )
+    num_generated = sum(len(one.token_ids) // 4 for one in result.completions)
     k = request.options.prompt_logprobs
     return request.head() | {
         "model": request.adapter or request.admission.facts.model,

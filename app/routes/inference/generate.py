@@ -3,14 +3,14 @@
 `POST /inference/v1/abort_requests` ends such requests.
 """
 
-import orjson
 from flask import Blueprint, Response
 from flask import request as http_request
 
 from app.generation import check_prompt, make_request, run_request
-from app.http.responses import respond
+from app.http.responses import respond_in_parts
 from app.inputs.features import images_of_tokens
 from app.inputs.sampling import check_num_completions
+from app.outputs.json_parts import json_parts
 from app.outputs.token_arrays import JSON
 from app.routes.inference.answer import TokensRequest, check_format, whole_answer
 from app.routes.inference.stream import TokensEvents
@@ -51,7 +51,7 @@ def generate() -> Response:
         if fields.stream:
             return stream(admission, pending, TokensEvents(request))
         (result,) = run_request(admission, pending)
-        return respond(orjson.dumps(whole_answer(request, result)), JSON)
+        return respond_in_parts(json_parts(whole_answer(request, result)), JSON)
 
 
 @blueprint.post("/inference/v1/abort_requests/")

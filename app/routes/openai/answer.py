@@ -1,7 +1,8 @@
 """The checked request of an OpenAI route, and the objects of its response."""
 
+import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -9,6 +10,7 @@ import numpy as np
 from app.generation import Prompt, expanded_ids
 from app.inputs.admission import Admission
 from app.outputs import openai_logprobs
+from app.outputs.json_parts import json_parts
 from app.outputs.token_arrays import weight_spans
 from app.outputs.token_texts import MAX_BEFORE, TokenTexts
 from app.outputs.usage import usage
@@ -103,20 +105,37 @@ class OpenAIRequest(NamedTuple):
         return choice
 
 
-def whole_answer(request: OpenAIRequest, results: Sequence[Completed]) -> dict[str, Any]:
-    """The response body of a request that is not streamed."""
+def whole_answer(request: OpenAIRequest, results: Sequence[Completed]) -> list[bytes]:
+    """The response body of a request that is not streamed, as JSON in parts."""
     all_ids = expanded_ids(request.prompts, results)
-    answer = request.head(is_stream=False) | {"choices": []}
+    answer = request.head(is_stream=False) | {"choices": _choices(request, all_ids, results)}
+    if request.is_chat:
+        (prompt,), (ids,), (result,) = request.prompts, all_ids, results
+        answer |= _prompt_fields(request, prompt.location, ids, result)
+    answer["usage"] = usage(
+        sum(map(len, all_ids)),
+        sum(len(one.token_ids) // 4 for result in results for one in result.completions),
+        sum(result.num_cached_tokens for result in results),
+    )
+    return json_parts(answer)
+
+
+def _choices(
+    request: OpenAIRequest, all_ids: Sequence[np.ndarray], results: Sequence[Completed]
+) -> Iterator[dict[str, Any]]:
+    numbers = itertools.count()
     texts = request.echoed or [""] * len(results)
     for prompt, text, ids, result in sharing_time(
         zip(request.prompts, texts, all_ids, results, strict=True)
     ):
-        prompt_fields = _prompt_fields(request, prompt.location, ids, result)
         repeated = _echoed_logprobs(request, prompt.location, ids, result)
         before = ids[-MAX_BEFORE:].tolist() if repeated else ()
+        prompt_fields = {}
+        if not request.is_chat:
+            prompt_fields = _prompt_fields(request, prompt.location, ids, result)
         for completion in sharing_time(result.completions):
             choice = request.choice(
-                len(answer["choices"]), completion, result.adapter_version,
+                next(numbers), completion, result.adapter_version,
                 before=before, offset=sum(map(len, repeated.get("tokens", ()))),
             )  # fmt: skip
             if request.is_chat:
@@ -127,15 +146,7 @@ def whole_answer(request: OpenAIRequest, results: Sequence[Completed]) -> dict[s
                 choice |= {"text": text + completion.text, **prompt_fields}
                 for name, values in repeated.items():
                     choice["logprobs"][name] = values + choice["logprobs"][name]
-            answer["choices"].append(choice)
-        if request.is_chat:
-            answer |= prompt_fields
-    answer["usage"] = usage(
-        sum(map(len, all_ids)),
-        sum(len(one.token_ids) // 4 for result in results for one in result.completions),
-        sum(result.num_cached_tokens for result in results),
-    )
-    return answer
+            yield choice
 
 
 def _echoed_logprobs(

@@ -12,13 +12,14 @@ import numpy as np
 from flask import Blueprint, Response
 
 from app.generation import Prompt, check_prompt, make_request, run_request
-from app.http.responses import json_response
+from app.http.responses import respond_in_parts
 from app.inputs.admission import Admission
 from app.inputs.chat_messages import read_conversation
 from app.inputs.images import EncodedImages, read_images
 from app.inputs.sampling import check_num_completions
 from app.inputs.tokenizer import decode_all
 from app.inputs.tools import Tools, make_chat, read_tools
+from app.outputs.token_arrays import JSON
 from app.outputs.token_texts import TokenTexts
 from app.routes.openai.answer import OpenAIRequest, whole_answer
 from app.routes.openai.stream import OpenAIEvents
@@ -128,7 +129,7 @@ def _respond(request: OpenAIRequest) -> Response:
     )
     if fields.stream:
         return stream(admission, pending, OpenAIEvents(request))
-    return json_response(whole_answer(request, run_request(admission, pending)))
+    return respond_in_parts(whole_answer(request, run_request(admission, pending)), JSON)
 
 
 def _token_texts(
