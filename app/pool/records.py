@@ -322,6 +322,12 @@ class KeyJobs:
         return self._order[0][1] < next(iter(self.new.values())).since
 
     @property
+    def first(self) -> OpenJob:
+        """The next job; there must be one."""
+        lane = self._order[0][2] if self._is_served_next() else next(iter(self.new.values()))
+        return next(iter(lane.jobs.values()))
+
+    @property
     def first_new(self) -> OpenJob | None:
         """The first job of the first request of which no job was sent; None if there is none."""
         lane = next(iter(self.new.values()), None)
@@ -393,7 +399,10 @@ class WaitingJobs:
 
     @property
     def first(self) -> OpenJob:
-        return next(iter(self))
+        """The next job; there must be one. Without the generators of an iteration, as it is often used."""
+        if self._returned:
+            return next(iter(self._returned.values()))
+        return self._order[0][2].first
 
     @property
     def first_new(self) -> OpenJob | None:

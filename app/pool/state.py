@@ -307,13 +307,13 @@ class Pool:
         return place_render(self.renders, candidates) if candidates else None
 
     def _choose(self, ready: list[Worker]) -> Choice | None:
-        while self.waiting and not self._is_adapter_served(self.waiting.first.job):
-            self._fail_without_adapter(self.waiting.first)
+        while self.waiting and not self._is_adapter_served((first := self.waiting.first).job):
+            self._fail_without_adapter(first)
         if not self.waiting:
             return None
-        first, new = self.waiting.first, self.waiting.first_new
         candidates = workers_with_room(first, ready, is_new=self.waiting.is_new(first))
         if not candidates:
+            new = self.waiting.first_new
             candidates = workers_with_room(new, ready, is_new=True) if new else []
             return place_new(new, candidates, ready) if new and candidates else None
         try:
@@ -325,7 +325,9 @@ class Pool:
             return self.policy.choose(self.waiting, candidates, ready)
 
     def _is_adapter_served(self, job: Job) -> bool:
-        return any(one.facts and one.has_adapter_of(job) for one in self.workers.values())
+        return not job.adapter or any(
+            one.facts and one.has_adapter_of(job) for one in self.workers.values()
+        )
 
     def _fail_without_adapter(self, open_job: OpenJob) -> None:
         self.waiting.remove(open_job.job.job_id)
