@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from workers.engine.first_tokens import FirstTokens
+from workers.engine.outputs.first_tokens import FirstTokens
 
 
 @pytest.mark.parametrize("n", [1, 2])

@@ -12,8 +12,8 @@ from tests.test_generate import TOLERANCE
 from tests.test_openai import IDS
 from tests.test_streams import client_of, gathered
 from titopool.wire.messages import Job
-from workers.engine.completions import Stream
-from workers.engine.streams import OpenStreams
+from workers.engine.outputs.completions import Stream
+from workers.engine.outputs.streams import OpenStreams
 from workers.engine.versions import History
 
 WITH_IDS = {"return_token_ids": True, "ignore_eos": True}

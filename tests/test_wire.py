@@ -23,7 +23,7 @@ from titopool.wire.sockets import (
     read_curve_key,
     worker_endpoint,
 )
-from workers.engine.packing import pack_logprobs
+from workers.engine.outputs.packing import pack_logprobs
 
 
 @dataclass

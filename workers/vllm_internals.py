@@ -71,19 +71,19 @@ INTERNALS = (
         "names the request and the completion of each count",
     ),
     Internal(
-        "engine/first_tokens.py",
+        "engine/outputs/first_tokens.py",
         "vllm.v1.engine.output_processor:RequestState",
         ("external_req_id", "parent_req", "is_prefilling"),
         "tells which requests have their first token, for blame when an engine dies",
     ),
     Internal(
-        "engine/streams.py",
+        "engine/outputs/streams.py",
         "vllm.v1.engine.output_processor:OutputProcessor",
         ("add_request(request)", "request_states"),
         "extended: streamed requests send their tokens themselves",
     ),
     Internal(
-        "engine/streams.py",
+        "engine/outputs/streams.py",
         "vllm.v1.engine.output_processor:RequestState",
         (
             "make_request_output(new_token_ids, pooling_output, finish_reason)",
@@ -96,7 +96,7 @@ INTERNALS = (
         "replaced: it makes an output of a streamed completion at its end only",
     ),
     Internal(
-        "engine/completions.py",
+        "engine/outputs/completions.py",
         "vllm.v1.engine.detokenizer:IncrementalDetokenizer",
         ("output_token_ids", "get_next_output_text(finished, delta)"),
         "reads the new tokens and the new text of a streamed completion",
@@ -270,7 +270,7 @@ INTERNALS = (
         "extended where it cannot load weights",
     ),
     Internal(
-        "engine/packing.py",
+        "engine/outputs/packing.py",
         "vllm.logprobs:FlatLogprobs",
         ("start_indices", "end_indices", "token_ids", "logprobs", "ranks"),
         "copies log-probabilities into arrays",

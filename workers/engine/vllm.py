@@ -27,14 +27,15 @@ from titopool.wire.messages import (
     decode_chat_parsing,
 )
 from workers.engine.base import EngineDead, Generated, OnChunk, ReportPhase, Timings
-from workers.engine.completions import RunContext, Stream
 from workers.engine.facts import facts_of
-from workers.engine.first_tokens import FirstTokens
 from workers.engine.grammars.trials import GrammarTrials
 from workers.engine.lora import Adapter, Adapters
 from workers.engine.metrics.exposition import families_of
 from workers.engine.metrics.stat_logger import make_stat_logger
-from workers.engine.packing import pack_prompt_logprobs
+from workers.engine.outputs.completions import RunContext, Stream
+from workers.engine.outputs.first_tokens import FirstTokens
+from workers.engine.outputs.packing import pack_prompt_logprobs
+from workers.engine.outputs.streams import OpenStreams
 from workers.engine.parsing import Parsers, check_parsers, load_parsers
 from workers.engine.sampling import (
     check_replay_start,
@@ -52,7 +53,6 @@ from workers.engine.start.options import (
 )
 from workers.engine.start.raw_logprobs import check_raw_logprobs, choose_runner
 from workers.engine.start.tracing import trace_requests
-from workers.engine.streams import OpenStreams
 from workers.engine.versions import History, Versions
 from workers.engine.weights import VllmWeights, WeightEngine
 from workers.environment import default_engine_options, image_threads, prepare_environment

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from workers.engine.completions import Stream
+from workers.engine.outputs.completions import Stream
 
 # From so many streams on, the greatest number of tokens in a chunk.
 INTERVALS = ((512, 4), (128, 2), (0, 1))

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from titopool.wire.messages import Chunk, Completion, Job
-from workers.engine.packing import pack_experts, pack_logprobs, pack_mask, pack_since
+from workers.engine.outputs.packing import pack_experts, pack_logprobs, pack_mask, pack_since
 from workers.engine.parsing import Parsing
 from workers.engine.sampling import failed_inside
 from workers.engine.versions import History
