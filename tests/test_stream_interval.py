@@ -1,7 +1,10 @@
 """Chunks of several tokens: they join to the whole answer, and their size follows the number of streams."""
 
+import gc
+import weakref
 from contextlib import ExitStack
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -11,6 +14,8 @@ from tests.servers import running_server
 from tests.test_generate import TOLERANCE
 from tests.test_openai import IDS
 from tests.test_streams import client_of, gathered
+from titopool.errors import GenerationFailed
+from titopool.settings.logs import current_request
 from titopool.wire.messages import Job
 from workers.engine.outputs.completions import Stream
 from workers.engine.outputs.streams import OpenStreams
@@ -99,14 +104,18 @@ class Detokenizer:
         return ""
 
 
+class State(SimpleNamespace):
+    """vLLM's RequestState; may be referenced weakly."""
+
+
 class Processor:
     """vLLM's OutputProcessor, with one completion a request."""
 
     def __init__(self) -> None:
-        self.request_states: dict[str, SimpleNamespace] = {}
+        self.request_states: dict[str, State] = {}
 
     def add_request(self, request: SimpleNamespace) -> None:
-        self.request_states[request.request_id] = SimpleNamespace(
+        self.request_states[request.request_id] = State(
             request_index=0, detokenizer=Detokenizer(), num_cached_tokens=0,
             logprobs_processor=SimpleNamespace(logprobs=None), errors=[],
             make_request_output=lambda ids, pooled, reason: f"the output at {reason}",
@@ -121,11 +130,11 @@ class Processor:
         return state.make_request_output([7], None, None)
 
 
-def stream_to(sizes: list[int]) -> Stream:
+def stream_to(sizes: list[int], parsing: Any = None, num_sequences: int = 1) -> Stream:
     """A stream that notes the number of tokens of each chunk."""
-    job = Job(1, 1, b"\0\0\0\0", 1, 9, b"", is_streamed=True)
+    job = Job(1, 1, b"\0\0\0\0", num_sequences, 9, b"", is_streamed=True)
     made = Stream(
-        job, None, lambda chunk: sizes.append(len(chunk.pieces[0][1].token_ids) // 4), None, None
+        job, parsing, lambda chunk: sizes.append(len(chunk.pieces[0][1].token_ids) // 4), None, None
     )
     made.begin(lambda: History(0), b"", ())
     return made
@@ -179,4 +188,56 @@ def test_a_chunk_that_cannot_be_made_fails_its_own_request():
         processor.add_request(request_named("a"))
         assert processor.step("a-internal") is None
     (error,) = processor.request_states["a-internal"].errors
-    assert isinstance(error, AttributeError)
+    assert isinstance(error, GenerationFailed)
+
+
+def test_a_parser_of_vllms_gets_one_token_at_a_time():
+    streams, processor = OpenStreams(8), Processor()
+    streams.tap(processor)
+    sizes: list[int] = []
+    parsing = SimpleNamespace(delta=lambda index, text, ids, reason: (None, reason))
+    with streams.open("a", stream_to(sizes, parsing)):
+        processor.add_request(request_named("a"))
+        for _ in range(9):
+            processor.step("a-internal")
+    assert sizes == [1] * 9
+
+
+def test_completions_are_counted_not_requests():
+    streams = OpenStreams(0)
+    with streams.open("a", stream_to([], num_sequences=128)):
+        assert streams.interval == 2
+    assert streams.interval == 1
+
+
+def test_a_completion_that_has_ended_is_freed_at_once():
+    streams, processor = OpenStreams(0), Processor()
+    streams.tap(processor)
+    with streams.open("a", stream_to([])):
+        processor.add_request(request_named("a"))
+        processor.step("a-internal")
+        state = processor.request_states.pop("a-internal")
+        state.make_request_output([7], None, "length")
+    freed = weakref.ref(state)
+    gc.disable()
+    try:
+        del state
+        assert freed() is None
+    finally:
+        gc.enable()
+
+
+def test_log_lines_of_a_chunk_name_its_request():
+    streams, processor = OpenStreams(0), Processor()
+    streams.tap(processor)
+    named = []
+    parsing = SimpleNamespace(
+        delta=lambda index, text, ids, reason: (named.append(current_request.get()), reason)
+    )
+    token = current_request.set("mine")
+    stream = stream_to([], parsing)
+    current_request.reset(token)
+    with streams.open("a", stream):
+        processor.add_request(request_named("a"))
+        processor.step("a-internal")
+    assert named == ["mine"]

@@ -66,8 +66,8 @@ class TokenizerLoader:
 
         Args:
             size: characters or tokens of the arguments. Short calls come before long ones.
-            is_short: it takes less time than the change to the thread and back (0.1 ms), and needs no
-                thread if no other call is there.
+            is_short: it takes about as long as the change to the thread and back (0.1 ms), and needs
+                no thread if no other call is there.
             client: the connection of the request; None: it is not watched.
 
         Raises:

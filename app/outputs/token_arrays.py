@@ -50,8 +50,8 @@ def json_reply(
         "logprob_token_ids": None,
     }
     if with_logprobs:
-        reply["logprobs"] = (nested_logprobs(one)[0] for one in sharing_time(completions))
-        reply["logprob_token_ids"] = (nested_logprobs(one)[1] for one in sharing_time(completions))
+        reply["logprobs"] = map(nested_values, sharing_time(completions))
+        reply["logprob_token_ids"] = map(nested_ids, sharing_time(completions))
     reply |= _without_tokens(results)
     if with_raw:
         reply["raw_logprobs"] = (
@@ -105,14 +105,21 @@ def raw_logprobs(completions: Sequence[Completion]) -> list[bytes]:
 
 def nested_logprobs(completion: Completion) -> tuple[Any, Any]:
     """The log-probabilities and their token ids, each [tokens][entries at that token]."""
+    return nested_values(completion), nested_ids(completion)
+
+
+def nested_values(completion: Completion) -> Any:
+    """The log-probabilities, [tokens][entries at that token]."""
+    packed = completion.logprobs
+    return [] if packed is None else _split(np.frombuffer(packed.values, np.float32), packed)
+
+
+def nested_ids(completion: Completion) -> Any:
+    """The token ids of the log-probabilities, [tokens][entries at that token]."""
     packed = completion.logprobs
     if packed is None:
-        return [], []
-    values = np.frombuffer(packed.values, np.float32)
-    ids = np.frombuffer(packed.token_ids or completion.token_ids, np.int32)
-    if not packed.counts:
-        return values.reshape(-1, 1), ids.reshape(-1, 1)
-    return _split(values, packed), _split(ids, packed)
+        return []
+    return _split(np.frombuffer(packed.token_ids or completion.token_ids, np.int32), packed)
 
 
 def sampled_logprobs(completion: Completion) -> np.ndarray:
@@ -174,7 +181,9 @@ def prompt_rows(result: Completed, location: str, *, num_tokens: int, k: int) ->
     return PromptRows(*(one.reshape(-1, k + 1) for one in (values, token_ids, ranks)))
 
 
-def _split(array: np.ndarray, packed: Logprobs) -> list[np.ndarray]:
+def _split(array: np.ndarray, packed: Logprobs) -> Any:
+    if not packed.counts:
+        return array.reshape(-1, 1)
     ends = np.cumsum(np.frombuffer(packed.counts, np.int32))
     return np.split(array, ends[:-1])
 

@@ -17,8 +17,10 @@ from titopool.wire.messages import Completed, Completion
 REPLACEMENT = "\ufffd"
 # A character has at most four bytes, so at most this many tokens before one share its character.
 MAX_BEFORE = 4
-# Tokens whose texts are decoded without a change to the tokenizer's thread: 5 to 30 µs each.
-MAX_SHORT = 16
+# Calls of `decode`, about 10 µs each, that are made without a change to the tokenizer's thread.
+MAX_CALLS = 16
+# A token in its context takes so many at most.
+CALLS_IN_CONTEXT = 2 * MAX_BEFORE + 1
 # A token id with the ids before it, at most MAX_BEFORE, that its text may depend on.
 TokenInContext = tuple[tuple[int, ...], int]
 Token = TypeVar("Token", int, TokenInContext)
@@ -104,7 +106,7 @@ class TokenTexts:
             all_named = np.frombuffer(named, np.int32).tolist()
             unique = set(all_named)
             if new := unique.difference(known):
-                known.update(self._use_tokenizer(decode_alone, new))
+                known.update(self._use_tokenizer(decode_alone, new, 1))
             incomplete = {one for one in unique if known[one].endswith(REPLACEMENT)}
             if incomplete:
                 ends = np.repeat(np.arange(first, len(ids)), counts).tolist()
@@ -113,13 +115,16 @@ class TokenTexts:
                     for end, token_id in zip(ends, all_named, strict=True)
                     if token_id in incomplete
                 }
-                lookup.texts_in_context = self._use_tokenizer(decode_in_context, tokens)
+                lookup.texts_in_context = self._use_tokenizer(
+                    decode_in_context, tokens, CALLS_IN_CONTEXT
+                )
         return lookup
 
     def _use_tokenizer(
-        self, decode: Callable[..., dict[Token, str]], tokens: Collection[Token]
+        self, decode: Callable[..., dict[Token, str]], tokens: Collection[Token], num_calls: int
     ) -> dict[Token, str]:
-        return self._admission.use_tokenizer(decode, tokens, is_short=len(tokens) <= MAX_SHORT)
+        is_short = len(tokens) * num_calls <= MAX_CALLS
+        return self._admission.use_tokenizer(decode, tokens, is_short=is_short)
 
 
 def decode_alone(tokenizer: Any, ids: Iterable[int]) -> dict[int, str]:

@@ -36,7 +36,7 @@ _UNSUPPORTED = {name: Unused(reason) for name, reason in UNSUPPORTED_FIELDS.item
 UNUSED: dict[str, Unused] = {
     **_SERVER_SET,
     **_UNSUPPORTED,
-    "stream_interval": Unused("the server sets it, by its setting stream_interval", (1,)),
+    "stream_interval": Unused("the server sets it, by its setting stream_interval"),
     # OpenAI's.
     "user": _ABOUT_CLIENT,
     "metadata": _ABOUT_CLIENT,

@@ -1,6 +1,7 @@
 """vLLM's outputs of a job as completions: whole at its end, or in chunks while it is streamed."""
 
 import asyncio
+import contextvars
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -55,7 +56,18 @@ class Stream:
             image_ranges: with images, offset and length of each, which go with the first chunk.
         """
         self._history = history
+        # Log lines of chunks name the request.
+        self._context = contextvars.copy_context()
         self._prompt_token_ids, self._image_ranges = prompt_token_ids, image_ranges
+
+    @property
+    def num_completions(self) -> int:
+        return self._job.num_sequences
+
+    @property
+    def is_parsed(self) -> bool:
+        """Whether vLLM's parsers read the tokens."""
+        return self._parsing is not None
 
     def num_sent(self, index: int) -> int:
         """Tokens of completion `index` that were sent."""
@@ -68,6 +80,9 @@ class Stream:
         Args:
             state: vLLM's RequestState of the completion.
         """
+        self._context.run(self._send_tokens, state)
+
+    def _send_tokens(self, state: Any) -> None:
         index, detokenizer = state.request_index, state.detokenizer
         sent = self._sent.get(index, Sent())
         new_ids = list(detokenizer.output_token_ids[sent.num_tokens :])

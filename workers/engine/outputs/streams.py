@@ -6,13 +6,17 @@ completion are sent by the function that would make that output, some tokens at 
 last output, which has what only an ended completion has.
 """
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from titopool.errors import GenerationFailed
 from workers.engine.outputs.completions import Stream
 
-# From so many streams on, the greatest number of tokens in a chunk.
+logger = logging.getLogger(__name__)
+
+# From so many streamed completions on, the greatest number of tokens in a chunk.
 INTERVALS = ((512, 4), (128, 2), (0, 1))
 
 
@@ -23,6 +27,7 @@ class OpenStreams:
         """`interval`: the setting `stream_interval`."""
         self._setting = interval
         self._streams: dict[str, Stream] = {}
+        self._num_completions = 0
         # Tokens of a chunk, after the first two.
         self.interval = 1
         self._num_tapped = 0
@@ -47,31 +52,28 @@ class OpenStreams:
             yield
             return
         self._streams[request_id] = stream
-        self._choose_interval()
+        self._add(stream.num_completions)
         try:
             yield
         finally:
             del self._streams[request_id]
-            self._choose_interval()
+            self._add(-stream.num_completions)
 
-    def _choose_interval(self) -> None:
-        num_streams = len(self._streams)
+    def _add(self, num_completions: int) -> None:
+        self._num_completions += num_completions
         self.interval = self._setting or next(
-            interval for least, interval in INTERVALS if num_streams >= least
+            interval for least, interval in INTERVALS if self._num_completions >= least
         )
 
-    def _wanted(self, num_sent: int, turn: int) -> int:
+    def _wanted(self, stream: Stream, num_sent: int, turn: int) -> int:
         """The tokens of a completion's next chunk.
 
         The first one has one. The second one may be short, so that not all streams send at the same
-        steps.
+        steps. Some of vLLM's parsers take one token at a time, and lose what comes with another.
         """
-        match num_sent:
-            case 0:
-                return 1
-            case 1:
-                return 1 + turn % self.interval
-        return self.interval
+        if num_sent == 0 or stream.is_parsed:
+            return 1
+        return 1 + turn % self.interval if num_sent == 1 else self.interval
 
     def _sender(self, stream: Stream, state: Any) -> Callable[..., Any]:
         make_output = state.make_request_output
@@ -83,14 +85,18 @@ class OpenStreams:
             new_token_ids: Any, pooling_output: Any, finish_reason: Any, *rest: Any, **named: Any
         ) -> Any:
             if finish_reason is not None:
+                # Else the state would be part of a cycle, and stay until all garbage is collected.
+                del state.make_request_output
                 return make_output(new_token_ids, pooling_output, finish_reason, *rest, **named)
             num_sent = stream.num_sent(index)
-            if detokenizer.num_output_tokens() - num_sent >= self._wanted(num_sent, turn):
+            if detokenizer.num_output_tokens() - num_sent >= self._wanted(stream, num_sent, turn):
                 try:
                     stream.send_tokens(state)
-                except Exception as error:
+                except Exception:
                     # Not through vLLM's handler of outputs, which would end with it.
-                    state.queue.put(error)
+                    logger.exception("a chunk of a stream could not be made")
+                    text = "the worker could not make a chunk of the stream; its log has the reason"
+                    state.queue.put(GenerationFailed(text))
             return None
 
         return send_or_end
