@@ -107,6 +107,7 @@ def test_a_worker_that_leaves_finishes_its_jobs_and_gets_no_more(
     long = {"TITOPOOL_DRAIN_TIMEOUT_S": "30"}
     workers = [start_stub(index, "--delay-s", "8", **long) for index in range(2)]
     server = stub_server(2, "--num-front-ends", "2")
+    wait_until(lambda: has_phases(server, "ready", "ready"), 5)
     answers: list[int] = []
     prompts = [[index, 7] for index in range(1, 9)]
     thread = threading.Thread(

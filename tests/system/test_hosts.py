@@ -80,7 +80,7 @@ class Pool:
 
     def wait_for(self, *states: str, within_s: float = 20) -> None:
         wait_until(
-            lambda: all(sorted(self.workers().values()) == sorted(states) for _ in range(4)),
+            lambda: all(sorted(self.workers().values()) == sorted(states) for _ in range(8)),
             within_s, lambda: f"{self.workers()} {self._network.logs()}",
         )  # fmt: skip
 

@@ -173,7 +173,7 @@ class ServerConfig:
     stream_interval: int = setting(
         0,
         "Tokens in a chunk of a stream, after its first; 1 where tools or reasoning are parsed. 0: 1, or "
-        "2 from 128 streamed completions of a worker on, or 4 from 512 on.",
+        "2 from 128 streamed completions of a worker on, 4 from 512.",
         at_least=0,
     )
     grammar_timeout_s: float = setting(
