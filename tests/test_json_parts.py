@@ -55,5 +55,5 @@ def test_a_long_answer_takes_little_more_memory_than_its_bytes(start_stub: Start
         answer = server.post("/v1/completions", body)
     assert answer.status_code == 200, answer.text
     assert len(orjson.loads(answer.content)["choices"]) == NUM_PROMPTS
-    # With all choices as objects at once, it was 8.8 times the bytes.
+    # All choices as objects at once take 8.8 times the bytes.
     assert 0.2 < growth.num_bytes / len(answer.content) < 2.5

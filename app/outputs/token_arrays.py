@@ -103,11 +103,6 @@ def raw_logprobs(completions: Sequence[Completion]) -> list[bytes]:
     return found
 
 
-def nested_logprobs(completion: Completion) -> tuple[Any, Any]:
-    """The log-probabilities and their token ids, each [tokens][entries at that token]."""
-    return nested_values(completion), nested_ids(completion)
-
-
 def nested_values(completion: Completion) -> Any:
     """The log-probabilities, [tokens][entries at that token]."""
     packed = completion.logprobs
