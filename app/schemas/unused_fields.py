@@ -36,7 +36,8 @@ _UNSUPPORTED = {name: Unused(reason) for name, reason in UNSUPPORTED_FIELDS.item
 UNUSED: dict[str, Unused] = {
     **_SERVER_SET,
     **_UNSUPPORTED,
-    "stream_interval": Unused("the server sets it, by its setting stream_interval"),
+    # vLLM takes the greater of it and the server's own, so 1 requests nothing.
+    "stream_interval": Unused("the server sets it, by its setting stream_interval", (1,)),
     # OpenAI's.
     "user": _ABOUT_CLIENT,
     "metadata": _ABOUT_CLIENT,
