@@ -156,8 +156,8 @@ def test_outcomes_are_bounded_in_bytes(trials):
             assert await checked(trials, f"{number}-" + "a" * size)
 
     asyncio.run(run())
-    sizes = [num_bytes for _, num_bytes in trials._trials.values()]
-    assert trials._num_bytes == sum(sizes) <= MAX_CACHED_BYTES
+    sizes = trials._trials._sizes.values()
+    assert sum(sizes) <= MAX_CACHED_BYTES
     assert len(sizes) > 10
 
 

@@ -47,8 +47,9 @@ def test_a_slow_grammar_is_refused_and_holds_up_nobody(single_server: Server, na
             num_innocent += 1
     error = hostile.result().json()["error"]
     assert (hostile.result().status_code, error["param"]) == (400, "structured_outputs"), error
-    assert error["message"].startswith("prompts[0]: structured_outputs: expected a grammar")
-    assert bound in error["message"]
+    assert error["message"].startswith("prompts[0]: structured_outputs: ")
+    # vLLM gives up after 5 s, in which a busy machine may not give the trial its CPU time.
+    assert bound in error["message"] or "Regex compilation timed out" in error["message"]
     assert num_innocent > 0
     began_s = time.monotonic()
     assert generate(single_server, structured).status_code == 400

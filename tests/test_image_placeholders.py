@@ -1,4 +1,4 @@
-"""vLLM's image processor with one method replaced, and the threads around it, without an engine."""
+"""vLLM's image processor with one method replaced, and the processes around it, without an engine."""
 
 import asyncio
 from pathlib import Path
@@ -10,7 +10,7 @@ from tests.images import file_of, picture
 from tests.vision_models import make_qwen_vl
 from titopool.wire.messages import Image, Job
 from workers.images.placeholders import PlacingProcessor
-from workers.images.preparer import ImagePreparer
+from workers.images.preparer import ImagePreparer, Prepared
 
 
 @pytest.fixture(scope="module")
@@ -76,9 +76,9 @@ def test_a_render_waits_for_no_room_of_tensors(model_config):
     tokenizer = AutoTokenizer.from_pretrained(model_config.model)
     ids = tokenizer.encode("<|vision_start|><|image_pad|><|vision_end|>")
     prompt_ids = np.array(ids, np.int32).tobytes()
-    image = Image(file_of(picture(168, 56, 1)), b"digest")
 
-    def job_of(num_sequences: int) -> Job:
+    def job_of(num_sequences: int, name: bytes = b"digest") -> Job:
+        image = Image(file_of(picture(168, 56, 1)), name)
         return Job(1, 1, prompt_ids, num_sequences, len(ids), b"", images=[image])
 
     async def run(job: Job) -> int:
@@ -90,8 +90,8 @@ def test_a_render_waits_for_no_room_of_tensors(model_config):
         async with preparer.prepared(job_of(1)):
             held = preparer._num_bytes
             assert held > 1
-            # More than there are threads.
-            waiting = [asyncio.create_task(run(job_of(1))) for _ in range(3)]
+            # More than there are processes.
+            waiting = [asyncio.create_task(run(job_of(1, bytes([index])))) for index in range(3)]
             async with asyncio.timeout(60):
                 while not preparer._turns.locked():
                     await asyncio.sleep(0)
@@ -103,8 +103,84 @@ def test_a_render_waits_for_no_room_of_tensors(model_config):
             assert await asyncio.gather(*waiting) == [1, 1, 1]
         assert preparer._num_bytes == 0
 
-    preparer = ImagePreparer(model_config, tokenizer, num_threads=2, max_bytes=1)
+    preparer = ImagePreparer(model_config, tokenizer, num_processes=2, max_bytes=1, timeout_s=60)
     try:
         asyncio.run(renders_beside_generations())
     finally:
         preparer.close()
+
+
+def test_equal_prompts_are_prepared_once(model_config):
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model_config.model)
+    ids = tokenizer.encode("<|vision_start|><|image_pad|><|vision_end|>")
+    prompt_ids = np.array(ids, np.int32).tobytes()
+
+    def job_of(name: str, salt: str | None = None) -> Job:
+        image = Image(file_of(picture(56, 56, len(name))), name.encode())
+        return Job(1, 1, prompt_ids, 1, len(ids), b"", salt, images=[image])
+
+    async def prepared(job: Job) -> Prepared:
+        async with preparer.prepared(job) as prompt:
+            return prompt
+
+    async def prepare_all() -> list[Prepared]:
+        jobs = [job_of("one"), job_of("one"), job_of("one", "salt"), job_of("other")]
+        async with asyncio.timeout(60):
+            return [*await asyncio.gather(*map(prepared, jobs)), await prepared(job_of("one"))]
+
+    preparer = ImagePreparer(
+        model_config, tokenizer, num_processes=2, max_bytes=2**30, timeout_s=60
+    )
+    try:
+        *equal, other, later = asyncio.run(prepare_all())
+    finally:
+        preparer.close()
+    assert not preparer._held
+    assert not preparer._num_users
+    inputs = [one.engine_input for one in (*equal, later)]
+    assert all(one["mm_kwargs"] is inputs[0]["mm_kwargs"] for one in inputs)
+    assert other.engine_input["mm_hashes"] != inputs[0]["mm_hashes"]
+    assert [one.get("cache_salt") for one in inputs] == [None, None, "salt", None]
+    # Each counts; the time of the processes counts once.
+    assert [one.num_images for one in (*equal, other, later)] == [1] * 5
+    assert sum(one.elapsed_s > 0 for one in (*equal, later)) == 1
+
+
+def test_groups_of_equal_prompts_are_prepared_at_once(model_config):
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model_config.model)
+    running, most = 0, 0
+
+    async def slow(job: object) -> Prepared:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        await asyncio.sleep(0.2)
+        running -= 1
+        return Prepared({}, bytes(4), [], 1, 0.2, 0.0, 1)
+
+    most_held = 0
+
+    async def prepared(name: bytes) -> None:
+        nonlocal most_held
+        job = Job(1, 1, bytes(4), 1, 1, b"", images=[Image(b"", name)])
+        async with preparer.prepared(job):
+            await asyncio.sleep(0.1)
+            most_held = max(most_held, preparer._num_bytes)
+
+    async def groups() -> None:
+        async with asyncio.timeout(60):
+            await asyncio.gather(*(prepared(name) for name in [b"a"] * 8 + [b"b"] * 8))
+
+    preparer = ImagePreparer(model_config, tokenizer, num_processes=2, max_bytes=2**30)
+    preparer._in_process = slow
+    try:
+        asyncio.run(groups())
+    finally:
+        preparer.close()
+    assert most == 2
+    # Of each group once.
+    assert most_held == 2

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from titopool.errors import ImageMismatch
-from titopool.wire.messages import Job
 from workers.images.ranges import check_ranges
 
 # As for Gemma 3: a marker, two tokens that the image replaces around a line feed, a marker.
@@ -16,8 +15,7 @@ IDS = bytes(4 * 12)
 
 
 def check(*ranges: tuple[int, int], sent: bytes = IDS) -> None:
-    job = Job(1, 1, sent, 1, 1, b"", image_ranges=list(ranges))  # type: ignore[arg-type]
-    check_ranges(job, IDS, [MARKED, PLAIN])
+    check_ranges(sent, ranges, IDS, [MARKED, PLAIN])
 
 
 @pytest.mark.parametrize("first", [(1, 5), (2, 3), (1, 4), (2, 4)])

@@ -69,10 +69,6 @@ def default_engine_options(
         # With "auto", vLLM checks a grammar with one backend and may compile it with another, the
         # backend of the engine's first request: vLLM 0.25 dies then.
         "structured_outputs_config": {"backend": "xgrammar"},
-        # Each prompt carries the tensors of its images. vLLM's cache of these tensors assumes that
-        # every preprocessed prompt also runs: when a client disconnects in between, the next
-        # request with the same image fails.
-        "mm_processor_cache_gb": 0,
         # Only images are accepted; vLLM would reserve memory for videos and audio.
         "limit_mm_per_prompt": {"video": 0, "audio": 0},
         # The engine applies a grammar only after the end of the reasoning.
@@ -91,7 +87,7 @@ def default_engine_options(
     return options
 
 
-def image_threads(config: ServerConfig) -> int:
-    """The number of threads that decode and preprocess images in a worker."""
+def image_processes(config: ServerConfig) -> int:
+    """The number of processes that decode and preprocess images for a worker."""
     num_cores = len(os.sched_getaffinity(0)) // max(1, config.num_workers)
-    return config.image_threads or min(8, max(1, num_cores // 2))
+    return config.image_processes or min(8, max(1, num_cores // 2))

@@ -205,6 +205,32 @@ INTERNALS = (
         is_for_images=True,
     ),
     Internal(
+        "images/exchange.py",
+        "vllm.v1.serial_utils:MsgpackEncoder",
+        ("encode(obj)",),
+        "writes a prepared prompt, with its tensors as buffers",
+        is_for_images=True,
+    ),
+    Internal(
+        "images/exchange.py",
+        "vllm.v1.serial_utils:MsgpackDecoder",
+        ("(t)", "decode(bufs)"),
+        "reads it, with tensors that are views of the buffers",
+        is_for_images=True,
+    ),
+    Internal(
+        "engine/sent_images.py",
+        "vllm.v1.engine.core_client:AsyncMPClient",
+        ("add_request_async(request)",),
+        "extended: sends an image's tensors once",
+    ),
+    Internal(
+        "engine/sent_images.py",
+        "vllm.multimodal.inputs:MultiModalFeatureSpec",
+        ("data", "identifier", "mm_hash"),
+        "an image of a request; without data, the engine takes it from its cache",
+    ),
+    Internal(
         "in_model/weight_extension.py",
         "vllm.v1.worker.worker_base:WorkerBase",
         ("get_model", "device", "rank", "vllm_config", "model_config", "model_runner"),

@@ -192,12 +192,13 @@ class ServerConfig:
     )
     image_memory_bytes: int = setting(
         8 * 2**30,
-        "Bytes of preprocessed images in flight per worker. Further prompts with images wait.",
+        "Bytes of preprocessed images in flight per worker, beyond which prompts wait. Up to 256 MiB "
+        "more are kept for equal prompts.",
         at_least=1,
     )
-    image_threads: int = setting(
+    image_processes: int = setting(
         0,
-        "Threads of each worker that preprocess images. 0: half of the worker's cores, at most 8.",
+        "Processes of each worker that preprocess images. 0: half of the worker's cores, at most 8.",
         at_least=0,
     )
 

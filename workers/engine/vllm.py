@@ -44,6 +44,7 @@ from workers.engine.sampling import (
     to_vllm_params,
 )
 from workers.engine.scoring import check_scored, until_scored
+from workers.engine.sent_images import SentImages, send_images_once
 from workers.engine.start.exact import choose_kernels, fit_to_exact
 from workers.engine.start.options import (
     capture_graphs_for_all,
@@ -55,7 +56,7 @@ from workers.engine.start.raw_logprobs import check_raw_logprobs, choose_runner
 from workers.engine.start.tracing import trace_requests
 from workers.engine.versions import History, Versions
 from workers.engine.weights import VllmWeights, WeightEngine
-from workers.environment import default_engine_options, image_threads, prepare_environment
+from workers.environment import default_engine_options, image_processes, prepare_environment
 from workers.images.preparer import ImagePreparer
 from workers.in_model.logprobs_patch import receive_lists
 from workers.process import without_collector
@@ -77,6 +78,7 @@ class VllmEngine:
         self._on_cpu = on_cpu
         self._llm: Any = None
         self._images: ImagePreparer | None = None
+        self._sent_images: SentImages | None = None
         self._parsers: Parsers | None = None
         self._grammars: GrammarTrials | None = None
         self._params_by_digest: dict[bytes, tuple[Any, int | None]] = {}
@@ -144,10 +146,12 @@ class VllmEngine:
             images = ImagePreparer(
                 self._llm.model_config,
                 self._llm.renderer.tokenizer,
-                num_threads=image_threads(self._config),
+                num_processes=image_processes(self._config),
                 max_bytes=self._config.image_memory_bytes,
             )
-            self._images = images if images.facts else None
+            if images.facts:
+                self._images = images
+                self._sent_images = send_images_once(self._llm)
         self._parsers = load_parsers(self._config, self._llm)
         self._grammars = GrammarTrials(self._llm.vllm_config, self._config.grammar_timeout_s)
         self.adapters = Adapters(self._llm)
@@ -297,6 +301,8 @@ class VllmEngine:
         except EngineDeadError as error:
             raise EngineDead("vLLM's engine process has ended") from error
         except EngineGenerateError as error:
+            if job.images and self._sent_images is not None:
+                self._sent_images.forget()
             if isinstance(error.__cause__, TitopoolError):
                 # Of `OpenStreams`.
                 raise error.__cause__ from None

@@ -45,7 +45,7 @@ class WeightEngine(Protocol):
         """Resumes generation."""
 
     async def clear_caches(self) -> None:
-        """Empties the prefix, multimodal and encoder caches; generation must be paused.
+        """Empties the prefix and encoder caches; generation must be paused.
 
         Raises:
             WeightUpdateFailed: the prefix cache could not be cleared.
@@ -98,10 +98,10 @@ class VllmWeights:
         await self._llm.resume_generation()
 
     async def clear_caches(self) -> None:
-        # Requests that continue drop their keys and values and compute them again.
+        # Requests that continue drop their keys and values and compute them again. The engine's
+        # cache of processed images stays: it does not depend on weights, and `SentImages` counts on it.
         is_clear, *_ = await asyncio.gather(
             self._llm.reset_prefix_cache(reset_running_requests=True),
-            self._llm.reset_mm_cache(),
             self._llm.reset_encoder_cache(),
         )
         if not is_clear:

@@ -5,7 +5,6 @@ again, and the memory is shared. One mask of a hostile grammar can take minutes 
 only the end of a process stops.
 """
 
-import gc
 import json
 import os
 import resource
@@ -19,6 +18,8 @@ from typing import Any, NoReturn
 
 import msgspec
 import numpy as np
+
+from workers.forks import become_apart
 
 # Of one trial, beyond what the worker has.
 MAX_MEMORY_BYTES = 2 * 2**30
@@ -77,7 +78,10 @@ def _run(control: socket.socket, worker: int, vllm_config: Any, limit_s: float) 
         worker: the worker's pidfd.
     """
     try:
-        _become_a_process_of_its_own({control.fileno(), worker})
+        become_apart("titopool::grammars", {control.fileno(), worker})
+        # The kernel then reaps the trials.
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+        os.nice(NICENESS)
         # Not select(), which takes descriptors up to 1,023.
         events = select.poll()
         events.register(control, select.POLLIN)
@@ -96,31 +100,6 @@ def _run(control: socket.socket, worker: int, vllm_config: Any, limit_s: float) 
         # With the trials.
         os.killpg(0, signal.SIGKILL)
         os._exit(0)
-
-
-def _become_a_process_of_its_own(kept: set[int]) -> None:
-    """Drops what belongs to the worker: signal handlers, sockets, GPUs and the garbage collector.
-
-    The worker's objects must never be finalised here. `kept`: descriptors that stay open.
-    """
-    gc.disable()
-    with suppress(ImportError):
-        # vLLM names its processes with it. Else this one has the worker's command line.
-        from setproctitle import setproctitle
-
-        setproctitle("titopool::grammars")
-    signal.set_wakeup_fd(-1)
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGPROF, signal.SIGALRM):
-        signal.signal(number, signal.SIG_DFL)
-    # The kernel then reaps the trials.
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-    for descriptor in map(int, os.listdir("/proc/self/fd")):
-        if descriptor > 2 and descriptor not in kept:
-            with suppress(OSError):
-                os.close(descriptor)
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    os.nice(NICENESS)
 
 
 def _manager(vllm_config: Any) -> Any:

@@ -10,9 +10,8 @@ import os
 import signal
 import socket
 import time
-from collections import OrderedDict
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -25,6 +24,7 @@ from workers.engine.grammars.process import (
     decode_outcome,
     fork_process,
 )
+from workers.shared_calls import SharedCalls
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +41,13 @@ START_S = 60.0
 END_S = 0.5
 
 
+class Trial(NamedTuple):
+    """An outcome, and the bytes that it counts for."""
+
+    outcome: Outcome
+    num_bytes: int
+
+
 class GrammarTrials:
     """The process that tries grammars, and the outcomes of past trials."""
 
@@ -50,9 +57,10 @@ class GrammarTrials:
         self._limit_s = limit_s
         self._process: tuple[int, socket.socket] | None = None
         self._free = asyncio.Semaphore(NUM_TRIALS)
-        # By digest, the oldest first: the trial and the bytes that it counts for.
-        self._trials: OrderedDict[bytes, tuple[asyncio.Task[Outcome], int]] = OrderedDict()
-        self._num_bytes = 0
+        # By digest of the grammar.
+        self._trials: SharedCalls[Trial] = SharedCalls(
+            MAX_CACHED_BYTES, lambda trial: trial.num_bytes
+        )
         if limit_s:
             self._process = fork_process(vllm_config, limit_s)
 
@@ -79,31 +87,13 @@ class GrammarTrials:
             raise refused(
                 f"expected at most {MAX_BYTES} bytes, got {len(encoded)}; send fewer tools"
             )
-        # A job that is cancelled does not end a trial that others wait for.
-        outcome = await asyncio.shield(self._trial(encoded))
-        if isinstance(outcome, Refused):
-            raise refused(outcome.reason)
-        params.structured_outputs = _restored(type(structured), outcome.fields)
-
-    def _trial(self, encoded: bytes) -> asyncio.Task[Outcome]:
         digest = hashlib.sha256(encoded).digest()
-        if digest in self._trials:
-            self._trials.move_to_end(digest)
-            return self._trials[digest][0]
-        task = asyncio.get_running_loop().create_task(self._try(encoded))
-        num_bytes = len(encoded) + ENTRY_BYTES
-        self._trials[digest] = task, num_bytes
-        self._num_bytes += num_bytes
-        task.add_done_callback(lambda task: self._forget(digest) if _has_failed(task) else None)
-        while self._num_bytes > MAX_CACHED_BYTES and len(self._trials) > 1:
-            self._forget(next(iter(self._trials)))
-        return task
+        trial, _ = await self._trials.outcome(digest, lambda: self._try(encoded))
+        if isinstance(trial.outcome, Refused):
+            raise refused(trial.outcome.reason)
+        params.structured_outputs = _restored(type(structured), trial.outcome.fields)
 
-    def _forget(self, digest: bytes) -> None:
-        _, num_bytes = self._trials.pop(digest, (None, 0))
-        self._num_bytes -= num_bytes
-
-    async def _try(self, encoded: bytes) -> Outcome:
+    async def _try(self, encoded: bytes) -> Trial:
         async with self._free:
             process = self._process
             try:
@@ -114,9 +104,11 @@ class GrammarTrials:
                     self.close()
                     self._process = fork_process(self._vllm_config, self._limit_s)
                 reply = await self._ask(encoded)
-        if reply:
-            outcome: Outcome = decode_outcome(reply)
-            return outcome
+        return Trial(
+            decode_outcome(reply) if reply else self._exceeds(), len(encoded) + ENTRY_BYTES
+        )
+
+    def _exceeds(self) -> Refused:
         return Refused(
             f"expected a grammar that is compiled within {self._limit_s:g} s of CPU time "
             f"(grammar_timeout_s) and {MAX_MEMORY_BYTES // 2**30} GiB of memory, got one that "
@@ -174,10 +166,6 @@ async def _ends(pid: int) -> bool:
         # The exit code was read by another trial's call.
         pass
     return True
-
-
-def _has_failed(task: asyncio.Task[Outcome]) -> bool:
-    return task.cancelled() or task.exception() is not None
 
 
 def _restored(kind: Any, fields: dict[str, Any]) -> Any:
