@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 from werkzeug.datastructures import MIMEAccept
+from werkzeug.http import parse_accept_header
 
 from app.outputs.json_parts import json_parts
 from app.time_slices import sharing_time
@@ -22,10 +23,14 @@ MSGPACK = "application/msgpack"
 _to_msgpack = msgspec.msgpack.Encoder().encode
 
 
-def is_binary(accept: MIMEAccept) -> bool:
-    """Whether the client prefers MessagePack to JSON; a client that accepts neither gets JSON."""
+def is_binary(accept: str) -> bool:
+    """Whether the header Accept prefers MessagePack to JSON; a client of neither gets JSON."""
+    if accept in ("", "*/*", JSON):
+        # What most clients send; to parse it takes 2 % of a request's time.
+        return False
     # Of types with equal quality, one named without `*` wins, then the first.
-    return accept.best_match((JSON, MSGPACK, "application/x-msgpack"), default=JSON) != JSON
+    types = parse_accept_header(accept, MIMEAccept)
+    return types.best_match((JSON, MSGPACK, "application/x-msgpack"), default=JSON) != JSON
 
 
 def json_reply(
