@@ -1,6 +1,8 @@
 """Calls in the tokenizer's thread: their order, clients that leave, and texts that are too long."""
 
 import socket
+import subprocess
+import sys
 import threading
 import time
 from types import SimpleNamespace
@@ -15,6 +17,7 @@ from app.inputs import tokenizer as tokenizers
 from app.inputs.chat_template import Chat, render_all
 from app.inputs.tokenizer import TURN_LENGTH, batches_of, check_text, encode_all
 from app.inputs.turns import Turns, within
+from tests.servers import REPOSITORY
 from titopool.errors import ClientGone, InvalidRequest, NoReadyWorker, PromptTooLong
 
 
@@ -217,3 +220,21 @@ def test_a_template_that_takes_too_long_is_refused(monkeypatch, tiny_model: str,
     assert "within 0.3 s of CPU time" in caught.value.message
     monkeypatch.undo()
     assert render_all(tokenizer, [chat(0)], 512) == tokenizer(["a"])["input_ids"]
+
+
+def test_the_thread_may_import_what_starts_a_process():
+    """As transformers imports trio and torch.cuda where these, and CUDA's bindings, are installed."""
+    script = (
+        "from gevent import monkey; monkey.patch_all()\n"
+        "import ctypes.util, importlib, subprocess, sys\n"
+        "from app.inputs.turns import Turns\n"
+        "turns = Turns()\n"
+        "print(turns.call(importlib.import_module, 'trio').__name__)\n"
+        "print(turns.call(ctypes.util.find_library, 'dl'))\n"
+        "print(subprocess.run(['true']).returncode)"
+    )
+    words = [sys.executable, "-W", "ignore", "-c", script]
+    done = subprocess.run(
+        words, capture_output=True, text=True, cwd=REPOSITORY, timeout=60, check=False
+    )
+    assert (done.stdout, done.returncode) == ("trio\nNone\n0\n", 0), done.stderr

@@ -9,7 +9,6 @@ are refused before.
 
 import logging
 import socket
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -126,9 +125,6 @@ class TokenizerLoader:
 
 def load(facts: WorkerFacts) -> Any:
     """transformers' tokenizer of the model that the workers serve."""
-    # httpcore2 imports trio where it is installed. trio then starts a process (`ldconfig`), which
-    # gevent cannot in this thread. Nothing here uses trio.
-    sys.modules.setdefault("trio", None)  # type: ignore[arg-type]
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(

@@ -4,6 +4,8 @@ Work that would block the other requests goes to a thread: tokenizing, rendering
 """
 
 import ctypes
+import errno
+import functools
 import itertools
 import socket
 import time
@@ -15,6 +17,7 @@ from typing import Any, TypeVar, cast
 import gevent
 from gevent.event import AsyncResult
 from gevent.monkey import get_original
+from gevent.subprocess import Popen
 from gevent.threadpool import ThreadPool
 
 from app.http.connections import client_gone, watching
@@ -89,8 +92,10 @@ class Turns:
         return outcome
 
     def _run(self) -> None:
-        self._pool = self._pool or ThreadPool(1)
         try:
+            if self._pool is None:
+                _start_processes_in_the_main_thread_only()
+                self._pool = ThreadPool(1)
             while self._waiting:
                 *_, call, outcome = heappop(self._waiting)
                 if outcome.ready():
@@ -100,6 +105,26 @@ class Turns:
                     outcome.set(result) if error is None else outcome.set_exception(error)
         finally:
             self._is_running = False
+
+
+@functools.cache
+def _start_processes_in_the_main_thread_only() -> None:
+    """Makes a process that another thread starts fail with OSError, as if the system refused it.
+
+    gevent cannot start one there and raises TypeError. Modules that transformers imports ask
+    processes for the names of libraries (`ctypes.util.find_library`) and go on after an OSError.
+    """
+    start = Popen.__init__
+
+    @functools.wraps(start)
+    def start_or_refuse(self: Popen, *arguments: Any, **options: Any) -> None:
+        if not gevent.get_hub().loop.default:
+            raise OSError(
+                errno.EAGAIN, "expected the main thread to start a process; this is another one"
+            )
+        start(self, *arguments, **options)
+
+    Popen.__init__ = start_or_refuse
 
 
 def within(limit_s: float, function: Callable[[], Result]) -> Result:
