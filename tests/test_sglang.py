@@ -394,3 +394,15 @@ def test_a_bad_call_is_refused_by_name(single_server: Server, path, body, part):
     assert answer.status_code == 400, answer.text
     assert part in answer.json()["error"]["message"]
     assert not single_server.get("/is_paused").json()["is_paused"]
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_a_grammar_that_the_engine_refuses_is_named_as_it_was_sent(
+    single_server: Server, is_streamed: bool
+):
+    options = {"json_schema": {"type": 3}, "max_new_tokens": 4}
+    body = {"text": "Hello", "sampling_params": options, "stream": is_streamed}
+    answer = single_server.post("/generate", body)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "sampling_params"
+    assert "vLLM refused the grammar" in answer.json()["error"]["message"]

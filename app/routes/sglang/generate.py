@@ -1,6 +1,7 @@
 """`POST /generate` in SGLang's form: text or ids in, text, ids and log-probabilities out."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import accumulate
 
 import orjson
@@ -61,12 +62,24 @@ def generate_as_sglang(admission: Admission, body: SGLangBody) -> Response:
         admission, prompts, sent[0].options,
         is_streamed=fields.stream, min_weight_version=fields.min_weight_version,
     )  # fmt: skip
-    if fields.stream:
-        return stream(admission, pending, SGLangEvents(request))
-    results = run_request(admission, pending)
+    with _naming_grammars():
+        if fields.stream:
+            return stream(admission, pending, SGLangEvents(request))
+        results = run_request(admission, pending)
     if fields.return_routed_experts:
         admission.count_memory(BYTES_PER_EXPERTS_BYTE * pending.num_result_bytes)
     return respond(orjson.dumps(whole_answer(request, results)), JSON)
+
+
+@contextmanager
+def _naming_grammars() -> Iterator[None]:
+    """Names the field that the client sent where an engine refuses a grammar."""
+    try:
+        yield
+    except InvalidRequest as error:
+        if error.param != "structured_outputs":
+            raise
+        raise with_sglang_names(error, "sampling_params") from None
 
 
 def _check_options(sent: Sequence[SGLangPrompt], facts: WorkerFacts) -> None:
