@@ -4,7 +4,7 @@ import asyncio
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from typing import Any
 
 from titopool.client.async_client import AsyncClient
@@ -24,7 +24,7 @@ async def run_rollouts_async(
     """Plays n rollouts of each prompt to their end, as `run_rollouts`, while the event loop goes on.
 
     A cancel stops the generation of all rollouts, and the coroutines of their tools. A function
-    that runs in a thread ends by itself.
+    that runs in a thread ends by itself. The same goes for rollouts that `num_needed` drops.
 
     Args:
         client: names the server. The rollouts have connections of their own, and block: call their
@@ -35,7 +35,7 @@ async def run_rollouts_async(
         options: the other arguments of `run_rollouts`.
 
     Returns:
-        Prompt-major: the n rollouts of prompt 0 come first.
+        As `run_rollouts`.
 
     Raises:
         ValueError: an argument or a prompt is not usable; nothing has run.
@@ -68,6 +68,7 @@ class _Loop:
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._calls: set[Future[Any]] = set()
+        self._is_cancelled = False
 
     def blocking(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """`function`; a coroutine function as one that waits."""
@@ -76,14 +77,27 @@ class _Loop:
 
         @functools.wraps(function)
         def call(*args: Any, **named: Any) -> Any:
+            self._check()
             future = asyncio.run_coroutine_threadsafe(function(*args, **named), self._loop)
             self._calls.add(future)
             future.add_done_callback(self._calls.discard)
-            return future.result()
+            if self._is_cancelled:
+                future.cancel()
+            try:
+                return future.result()
+            except CancelledError:
+                self._check()
+                raise
 
         return call
 
+    def _check(self) -> None:
+        if self._is_cancelled:
+            # No Exception: what goes on after an error must not go on here.
+            raise asyncio.CancelledError("the run has ended")
+
     def cancel(self) -> None:
-        """Cancels the calls that run."""
+        """Cancels the calls that run, and later ones."""
+        self._is_cancelled = True
         for call in list(self._calls):
             call.cancel()

@@ -64,6 +64,10 @@ class GenerationClient(Protocol):
 
     def detokenize(self, ids: Any) -> str: ...
 
+    def abort(self, request_ids: Sequence[str] | None = None) -> None:
+        """Only where a run has more prompts than it needs."""
+        ...
+
 
 class RolloutError(Exception):
     """Base of the errors of this package.

@@ -98,7 +98,8 @@ class Rollout:
         self.session_id = session_id or uuid.uuid4().hex
         self.max_context = max_context
         self.on_rewrite = on_rewrite
-        # Why a runner ended the rollout, and the error that did.
+        # The place of its prompt among a runner's, why the runner ended it, and the error that did.
+        self.prompt_index: int | None = None
         self.stop_reason: str | None = None
         self.error: Exception | None = None
         self.last_turn: Turn | None = None

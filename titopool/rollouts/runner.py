@@ -1,11 +1,12 @@
 """Many rollouts at once, with tools or an environment between their turns."""
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+from titopool.rollouts.groups import Groups, StoppableClient, abort
 from titopool.rollouts.interface import ContextFull, GenerationClient, Message
 from titopool.rollouts.rollout import Rollout, make_renderer
 from titopool.rollouts.tools import Tool, ToolCall, answers, hermes_calls, schemas_of
@@ -26,6 +27,7 @@ def run_rollouts(
     environment: Environment | None = None,
     parse_tool_calls: Callable[[str], Sequence[ToolCall]] = hermes_calls,
     n: int = 1,
+    num_needed: int | None = None,
     max_turns: int = 8,
     concurrency: int = 64,
     progress: bool = False,
@@ -44,6 +46,11 @@ def run_rollouts(
     (no room within `max_context`), `error`, or the finish reason of a turn that did not end itself
     (`length`, `repetition`, `abort`): such a turn goes to `environment`, never to tools.
 
+    With `num_needed`, more prompts play than a batch needs, so that it need not wait for the
+    longest completions. The batch then has fewer long completions than the model writes, and a
+    policy that learns from it learns to be brief: keep the surplus small, compare lengths with those
+    of a run without `num_needed`, and play dropped prompts again, which lessens the bias.
+
     Args:
         prompts: conversations (lists of messages), or lists of token ids.
         tools: functions whose schemas the template gets; see `schemas_of`. They run in threads, up
@@ -51,6 +58,11 @@ def run_rollouts(
         environment: gets the rollout after a turn, and returns the messages that answer it.
         parse_tool_calls: finds the calls in a turn's text.
         n: rollouts of each prompt. With a `seed` they use seed, seed + 1, ….
+        num_needed: how many groups, each of a prompt's n rollouts, are returned: the first ones of
+            which all rollouts end without an `error`. One with an error is returned only if all
+            groups have ended and too few are without. The others are aborted, on the server too; a
+            tool or an environment that runs for them in a thread ends by itself, and Python waits
+            for it at its exit: give tools a timeout. None: all groups.
         max_turns: the most turns of the model in a rollout.
         concurrency: how many rollouts play at once.
         progress: shows a bar (tqdm).
@@ -59,7 +71,8 @@ def run_rollouts(
         sampling: options of `Rollout.generate`.
 
     Returns:
-        Prompt-major: the n rollouts of prompt 0 come first.
+        Prompt-major, in the order of the prompts. A rollout's `prompt_index` is the place of its
+        prompt in `prompts`.
 
     Raises:
         ValueError: an argument or a prompt is not usable; nothing has run.
@@ -67,11 +80,23 @@ def run_rollouts(
     """
     if min(n, max_turns, concurrency) < 1:
         raise ValueError("n, max_turns, concurrency: expected at least 1")
+    counts = range(1, len(prompts) + 1)
+    if num_needed is not None and (type(num_needed) is not int or num_needed not in counts):
+        raise ValueError(
+            f"num_needed: expected an integer from 1 to {len(prompts)}, the number of prompts, got "
+            f"{num_needed!r}"
+        )
     options = dict(rollout_options or {})
     schemas = [*schemas_of(tools), *options.pop("tools", ())]
     template_kwargs = options.pop("chat_template_kwargs", None)
     options["renderer"] = make_renderer(client, tokenizer, schemas, template_kwargs)
-    rollouts = [_begin(client, prompt, options) for prompt in prompts for _ in range(n)]
+    has_spare = num_needed is not None and num_needed < len(prompts)
+    rollouts = [
+        _begin(StoppableClient(client) if has_spare else client, prompt, index, options)
+        for index, prompt in enumerate(prompts)
+        for _ in range(n)
+    ]
+    groups = Groups(rollouts, n, num_needed or len(prompts))
     play = _Play(
         tools={tool.__name__: tool for tool in tools},
         environment=environment,
@@ -80,13 +105,19 @@ def run_rollouts(
         sampling={"num_resumes": MAX_RESUMES, **sampling},
     )
     _in_threads(play.run, [(one, index % n) for index, one in enumerate(rollouts)],
-                concurrency, progress)  # fmt: skip
-    return rollouts
+                concurrency, progress, groups.are_enough)  # fmt: skip
+    needed, others = groups.split()
+    abort(client, others)
+    for one in needed:
+        one.client = client
+    return needed
 
 
-def _begin(client: GenerationClient, prompt: Any, options: Mapping[str, Any]) -> Rollout:
+def _begin(client: Any, prompt: Any, index: int, options: Mapping[str, Any]) -> Rollout:
     is_chat = len(prompt) > 0 and isinstance(prompt[0], Mapping)
-    return Rollout(client, **{"messages" if is_chat else "ids": prompt}, **options)
+    rollout = Rollout(client, **{"messages" if is_chat else "ids": prompt}, **options)
+    rollout.prompt_index = index
+    return rollout
 
 
 @dataclass(frozen=True)
@@ -138,19 +169,32 @@ def _in_threads(
     tasks: Sequence[tuple[Rollout, int]],
     concurrency: int,
     progress: bool,
+    are_enough: Callable[[Rollout], bool],
 ) -> None:
-    """Runs all tasks. What interrupts the caller cancels those that have not begun."""
+    """Runs tasks until all, or enough, have ended.
+
+    That, and what interrupts the caller, cancels those that have not begun. It waits for none.
+    """
     pool = ThreadPoolExecutor(min(concurrency, len(tasks)) or 1, "rollout")
     try:
-        futures = [pool.submit(run, *task) for task in tasks]
-        done: Iterable[Future[None]] = as_completed(futures)
+        futures = {pool.submit(run, *task): task[0] for task in tasks}
+        ended: Iterable[None] = _until_enough(futures, are_enough)
         if progress:
             from tqdm import tqdm
 
-            done = tqdm(done, total=len(futures), unit="rollout")
-        for future in done:
-            future.result()
-    except BaseException:
+            ended = tqdm(ended, total=len(futures), unit="rollout")
+        for _ in ended:
+            pass
+    finally:
         pool.shutdown(wait=False, cancel_futures=True)
-        raise
-    pool.shutdown()
+
+
+def _until_enough(
+    futures: Mapping[Future[None], Rollout], are_enough: Callable[[Rollout], bool]
+) -> Iterator[None]:
+    """Yields after each future."""
+    for future in as_completed(futures):
+        future.result()
+        yield
+        if are_enough(futures[future]):
+            return

@@ -1,13 +1,13 @@
 """A sequence of token ids in segments: each was written by the model, or by template and client."""
 
 from dataclasses import dataclass
+from difflib import SequenceMatcher
 from functools import cached_property
 from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from titopool.rollouts.drift import num_changed
 from titopool.rollouts.interface import Completion, Ids
 
 Array: TypeAlias = NDArray[Any]
@@ -137,5 +137,18 @@ def arrays_of(
         image_ranges=np.array(ranges, np.int32).reshape(-1, 2) if has_ranges else None,
         num_drifted=None
         if tokenizer is None
-        else sum(num_changed(tokenizer, one.ids) for one in segments if one.is_sampled),
+        else sum(_num_changed(tokenizer, one.ids) for one in segments if one.is_sampled),
     )
+
+
+def _num_changed(tokenizer: Any, ids: Ids) -> int:
+    """How many of `ids` do not come back from `tokenizer` for their text.
+
+    The two lists are aligned as a diff aligns lines.
+    """
+    ours: list[int] = ids.tolist()
+    theirs: list[int] = tokenizer(tokenizer.decode(ours), add_special_tokens=False)["input_ids"]
+    if ours == theirs:
+        return 0
+    blocks = SequenceMatcher(None, ours, theirs, autojunk=False).get_matching_blocks()
+    return len(ours) - sum(block.size for block in blocks)
