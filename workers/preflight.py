@@ -1,19 +1,23 @@
 """`titopool doctor --endpoints …`: which pair of hosts cannot connect, before a server starts.
 
-Run it on a front end's host with the workers' endpoints, and on a trainer's host with `--url`. Workers
-need not be ready: they listen before they load.
+Run it on a front end's host with the workers' endpoints, and on a trainer's host with `--url`, which
+also lets workers try each other. Workers need not be ready: they listen before they load.
 """
 
+import json
 import os
 import socket
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from typing import Any
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from titopool.client.weights.server_calls import WeightsError, own_address
+from titopool.commands.connection import keys
 from titopool.deadline import Deadline
 from titopool.errors import ConfigError
 from titopool.settings.config import ServerConfig
@@ -21,9 +25,12 @@ from titopool.wire import messages
 from titopool.wire.messages import Heartbeat, Hello
 from titopool.wire.pool_files import FILE_SCHEME, is_endpoint, read_endpoints
 from titopool.wire.sockets import connect_dealer
+from workers.serving.connections import describe_fault
 
 # For each connection, and for a worker's first answer.
 TIMEOUT_S = 5.0
+# For the front end's answer about its workers: they have 30 s.
+WORKERS_TIMEOUT_S = 40.0
 REFUSED = (
     zmq.EVENT_DISCONNECTED
     | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
@@ -47,9 +54,15 @@ def check_network(config: ServerConfig, url: str | None) -> int:
             print(f"{here} → worker at {address}: {fault or result}", flush=True)
             faults += bool(fault)
     if url is not None:
+        is_reached = True
         for result, fault in _check_front_end(url):
             print(f"{here} → {url}: {fault or result}", flush=True)
             faults += bool(fault)
+            is_reached = not fault
+        if is_reached:
+            for pair, result, fault in _check_workers(url):
+                print(f"{pair}: {fault or result}", flush=True)
+                faults += bool(fault)
     print("all connect" if not faults else f"{faults} do not connect")
     return 1 if faults else 0
 
@@ -97,18 +110,8 @@ def _connect(family: int, address: tuple[object, ...]) -> str:
         probe.settimeout(TIMEOUT_S)
         try:
             probe.connect(address)
-        except TimeoutError:
-            return (
-                f"expected a TCP connection, got no answer within {TIMEOUT_S:g} s; a firewall drops the "
-                "packets, or the host is down: open the port from this host to that one"
-            )
-        except ConnectionRefusedError:
-            return (
-                "expected a TCP connection, got a refusal: nothing listens there; start the worker with "
-                f"--endpoint tcp://0.0.0.0:{address[1]}, or with this address"
-            )
         except OSError as error:
-            return f"expected a TCP connection, got: {error.strerror or error}; check the route"
+            return describe_fault(error, address[1], TIMEOUT_S)
     return ""
 
 
@@ -183,3 +186,52 @@ def _check_front_end(url: str) -> Iterator[tuple[str, str]]:
         ),
         "",
     )
+
+
+# ---- workers' connections to each other ----------------------------------------------
+
+
+class _NoRedirects(urllib.request.HTTPRedirectHandler):
+    """Another host must not get the key."""
+
+    def redirect_request(self, *_: Any) -> None:
+        return None
+
+
+_opener = urllib.request.build_opener(_NoRedirects)
+
+
+def _check_workers(url: str) -> Iterator[tuple[str, str, str]]:
+    """Who connects to whom, what was found, and what is wrong ("")."""
+    pair = "worker → worker"
+    # An administrator's: workers do something for the client.
+    key = keys().admin_key
+    request = urllib.request.Request(
+        f"{url.rstrip('/')}/workers/connections", data=b"",
+        headers={"Authorization": f"Bearer {key}"} if key else {},
+    )  # fmt: skip
+    try:
+        with _opener.open(request, timeout=WORKERS_TIMEOUT_S) as answer:
+            found = json.load(answer)
+        for one in found["faults"]:
+            worker = _shown(one["worker"], one["endpoint"])
+            if one["peer_endpoint"] is None:
+                yield f"front end → worker {worker}", "", one["reason"]
+            else:
+                peer = _shown(one["peer"], one["peer_endpoint"])
+                yield f"worker {worker} → worker {peer}", "", one["reason"]
+        if not found["faults"]:
+            tried = f"all {found['num_tried']} connections open" if found["num_tried"] else ""
+            yield pair, tried or "nothing to try: one worker, or all on the front end's host", ""
+    except urllib.error.HTTPError as error:
+        # No fault of a connection: a key that is missing, or a front end of an older release.
+        reason = f"status {error.code}"
+        with suppress(ValueError, LookupError, TypeError):
+            reason = json.loads(error.read())["error"]["message"]
+        yield pair, f"not checked: {reason}", ""
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        yield pair, "", f"expected the front end's answer, got: {error}; check --url, and its log"
+
+
+def _shown(name: str | None, endpoint: str) -> str:
+    return f"{name or '?'} at {endpoint.removeprefix('tcp://')}"

@@ -121,6 +121,13 @@ class Network:
         """Ends `unplug`."""
         self._ip("-n", self._switch, "link", "set", f"port{self._numbers[host]}", "up")
 
+    def cut(self, host: str, other: str) -> None:
+        """Loses every packet from a host to another one, as behind a firewall that drops them."""
+        # A card that nobody has.
+        card = ["lladdr", "02:00:00:00:00:99", "dev", INTERFACE, "nud", "permanent"]
+        for address in (self.ipv4(other), self.ipv6(other)):
+            self._ip("-n", self.namespace(host), "neighbour", "replace", address, *card)
+
     def close(self) -> None:
         """Ends all programs, and removes the network."""
         for process in self._started:

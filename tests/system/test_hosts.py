@@ -167,6 +167,16 @@ def test_the_doctor_names_the_pairs_that_cannot_connect(network: Network, tmp_pa
     assert f"worker at {one}:5555: worker one is ready" in text
     assert f"worker at {two}:5555: worker two is ready" in text
     assert f"workers connect to this host at {trainer}" in text
+    assert "worker → worker: all 2 connections open" in text
+    network.cut("one", "two")
+    code, text = report("trainer", "--url", pool.url)
+    assert code == 1
+    for pair in (
+        f"one at {one}:5555 → worker two at {two}",
+        f"two at {two}:5555 → worker one at {one}",
+    ):
+        assert f"worker {pair}:5555: expected a TCP connection, got no answer within 5 s" in text
+    assert "2 do not connect" in text
     network.unplug("two")
     faults = f"tcp://workers:5555,tcp://{one}:5557,tcp://{one}:5556,tcp://nobody:5555"
     code, text = report("trainer", "--endpoints", faults, "--url", "http://front:8001")

@@ -26,7 +26,7 @@ from titopool.launch import execute
 )  # fmt: skip
 @click.option(
     "--url", cls=Option, section="Network", metavar="URL",
-    help="Check a trainer's connections to the front end at URL.",
+    help="Check a trainer's connections to the front end at URL, and its workers' to each other.",
 )  # fmt: skip
 def doctor(**options: str | None) -> None:
     """Print versions, GPUs, NCCL, ports, and the parts of vLLM that a worker needs.

@@ -200,6 +200,17 @@ class CountTokens(msgspec.Struct, frozen=True, tag="count_tokens"):
     request_ids: list[str]
 
 
+class TryConnections(msgspec.Struct, frozen=True, tag="try_connections"):
+    """Open a TCP connection to each of these workers of the pool, and close it.
+
+    The result's `faults` has, by endpoint, why it cannot be opened.
+    """
+
+    endpoints: list[str]
+    # Of each connection.
+    timeout_s: float
+
+
 class AbortUpdate(msgspec.Struct, frozen=True, tag="abort_update"):
     """Drop this update. The old weights serve."""
 
@@ -340,6 +351,7 @@ Action = (
     | AbortRequests
     | GatherRequests
     | CountTokens
+    | TryConnections
     | AbortUpdate
     | LeaveGroup
     | LeaveStockGroup

@@ -46,6 +46,7 @@ from titopool.wire.commands import (
     SetLabel,
     StartUpdate,
     SwitchAdapter,
+    TryConnections,
     UnloadAdapter,
 )
 from titopool.wire.distributions import Durations
@@ -55,6 +56,7 @@ from workers.engine.base import Engine
 from workers.engine.weights import WeightEngine
 from workers.ledger import Ledger
 from workers.serving.catch_up import CatchUp
+from workers.serving.connections import find_faults
 from workers.serving.front_end_queues import FrontEndQueues
 from workers.weights.checks import checked_folder
 from workers.weights.pauses import Pauses
@@ -130,6 +132,7 @@ class Control:
             AbortRequests: self._abort_requests,
             GatherRequests: self._gather_requests,
             CountTokens: self._count_tokens,
+            TryConnections: self._try_connections,
             AbortUpdate: updates.abort,
             LeaveGroup: updates.leave,
             LeaveStockGroup: updates.leave_stock_group,
@@ -230,8 +233,9 @@ class Control:
             return CommandDone(command.command_id, {}, TitopoolError.code, text)
 
     async def _execute(self, action: Action) -> Result:
-        # A worker that loads has no requests, but prompts may wait for it.
-        if not self._pool.is_started and not isinstance(action, AbortRequests):
+        # A worker that loads has no requests, but prompts may wait for it. It can connect already.
+        runs_early = isinstance(action, AbortRequests | TryConnections)
+        if not self._pool.is_started and not runs_early:
             raise NoReadyWorker(
                 f"worker {self._worker_id} is not ready yet; ask /ready and try again",
                 retry_after_s=2,
@@ -292,6 +296,9 @@ class Control:
         if not self._pool.is_started:
             return {"tokens": {}}
         return {"tokens": self._engine.count_tokens(action.request_ids)}
+
+    async def _try_connections(self, action: TryConnections) -> Result:
+        return {"faults": await find_faults(action.endpoints, action.timeout_s)}
 
     async def _load_adapter(self, action: LoadAdapter) -> Result:
         folder = checked_folder(action.folder, self._config.weights_root, "lora_path")

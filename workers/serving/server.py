@@ -506,7 +506,7 @@ class WorkerServer:
             return Failed(job.job_id, job.attempt, error.code, error.message, error.param)
         self._counters.num_images += generated.num_images
         self._counters.image_seconds += generated.image_s
-        if generated.num_images:
+        if generated.image_s:
             self._count_images(generated.image_decode_s, generated.image_s)
         return Completed(
             job.job_id,

@@ -153,6 +153,23 @@ class Drained(msgspec.Struct, kw_only=True):
     phase: str
 
 
+class ConnectionFault(msgspec.Struct, kw_only=True):
+    """A worker that cannot connect to a peer; names are null where a worker never answered."""
+
+    worker: str | None
+    endpoint: str
+    peer: str | None
+    peer_endpoint: str | None
+    reason: str
+
+
+class Connections(msgspec.Struct, kw_only=True):
+    """The number of pairs of workers that were tried, and those that cannot connect."""
+
+    num_tried: int
+    faults: list[ConnectionFault]
+
+
 class Scaled(msgspec.Struct, kw_only=True):
     """Workers start, or drain and end."""
 

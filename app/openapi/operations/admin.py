@@ -3,6 +3,7 @@
 from typing import Any
 
 from app.openapi.answers.control import (
+    Connections,
     Drained,
     Health,
     Live,
@@ -76,6 +77,7 @@ OPERATIONS: dict[str, Operation] = {
         errors=(Conflict,),
         examples={"two": Example("Two workers", {"num_workers": 2})},
     ),
+    "workers.connections": Operation(tag=TAG, answer=Connections, errors=(Conflict,)),
     "description.document": Operation(tag=TAG, summary="This document.", answer=dict[str, Any]),
     "description.page": Operation(
         tag=TAG, summary="A page that shows this document.", answer=str, media_type="text/html"

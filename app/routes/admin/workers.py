@@ -1,12 +1,14 @@
-"""Workers that leave, and the number of workers, for servers that start their own.
+"""Workers that leave, the number of workers of servers that start their own, and connections.
 
-`POST /workers/NAME/drain`, `POST /workers/scale`.
+`POST /workers/NAME/drain`, `POST /workers/scale`, `POST /workers/connections`.
 """
 
 import gevent
 from flask import Blueprint, Response, request
+from gevent.lock import BoundedSemaphore
 
 from app.http.responses import json_response
+from app.pool.peers.connections import find_connection_faults
 from app.schemas.decoding import decode_body
 from app.schemas.workers import SCALE_BODY
 from app.service import current_service
@@ -20,6 +22,9 @@ blueprint = Blueprint("workers", __name__)
 # Until a worker shows that it drains: its next heartbeat says so.
 DRAIN_TIMEOUT_S = 5.0
 POLL_S = 0.02
+
+# Whoever lets the workers try their connections.
+_trying = BoundedSemaphore(1)
 
 
 @blueprint.post("/workers/<name>/drain/")
@@ -83,3 +88,27 @@ def scale() -> Response:
     write_wanted(config.run_dir, body.num_workers)
     num_now = len(current_service().link.workers)
     return json_response({"num_workers": body.num_workers, "num_before": num_now}, 202)
+
+
+@blueprint.post("/workers/connections/")
+def connections() -> Response:
+    """Every worker tries to connect to the address of every other one.
+
+    Takes up to 30 s where connections get no answer. `faults` has the pairs that cannot connect, and,
+    with `peer_endpoint` null, the workers that tried nothing.
+
+    Raises:
+        Conflict: this front end is asked already. N workers open N² connections.
+    """
+    link = current_service().link
+    link.wait_for_heartbeats()
+    if not _trying.acquire(blocking=False):
+        raise Conflict(
+            "expected no other call of this route, got one that waits for its answer; try again when "
+            "it has ended, in 30 s at most"
+        )
+    try:
+        num_tried, faults = find_connection_faults(link.commands, link.workers)
+    finally:
+        _trying.release()
+    return json_response({"num_tried": num_tried, "faults": [one._asdict() for one in faults]})
