@@ -12,12 +12,22 @@ SCRIPTS = {file.stem: file for file in (REPOSITORY / "tests/matrix/limits").glob
 
 
 def test_each_limit_has_a_short_script_without_titopool():
-    assert SCRIPTS.keys() == limits.LIMITS.keys() == set(limits.CELLS.values())
+    used = {*limits.CELLS.values(), *(one for row in limits.OLDER.values() for one in row.values())}
+    assert SCRIPTS.keys() == limits.LIMITS.keys() == used
     for file in SCRIPTS.values():
         text = file.read_text()
         assert len(text.splitlines()) <= 30
         assert "titopool" not in text
         assert "running_server" not in text
+
+
+def test_an_older_version_has_its_limit_with_its_own_error_only():
+    for version, rows in limits.OLDER.items():
+        for row, name in rows.items():
+            for error in limits.ERRORS[name]:
+                assert limits.limit_of(row, "greedy", version, f"no start: {error}") == name
+            assert limits.limit_of(row, "greedy", version, "worker 0 ended") is None
+            assert limits.limit_of(row, "greedy", "0.32.0", limits.ERRORS[name][0]) is None
 
 
 def test_at_most_eight_rows_are_limited_besides_adapters():

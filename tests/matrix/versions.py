@@ -10,10 +10,11 @@ import importlib.metadata
 import shutil
 import subprocess
 import sys
+import textwrap
 from collections.abc import Sequence
 
 from tests.matrix.cells import FOLDER, read
-from tests.matrix.limits import limit_of
+from tests.matrix.limits import LIMITS, OLDER, limit_of
 from tests.matrix.table import LABELS, replace_part
 from tests.servers import REPOSITORY
 
@@ -70,21 +71,29 @@ def write_table() -> bool:
     for version in sorted(found, key=lambda one: [int(part) for part in one.split(".")]):
         if version == pinned:
             continue
-        shown = [summary(row, found[version]) for row in MECHANISMS]
+        shown = [summary(row, found[version], version) for row in MECHANISMS]
         is_wrong |= "wrong" in " ".join(shown)
         lines.append(f"| {version} | {' | '.join(shown)} |")
-    replace_part("versions", "\n".join(lines))
+    limited = {row: name for rows in OLDER.values() for row, name in rows.items()}
+    notes = [
+        textwrap.fill(f"- {LABELS[row]}: {LIMITS[name]}", 100, subsequent_indent="  ")
+        for row, name in limited.items()
+    ]
+    replace_part("versions", "\n".join([*lines, "", *notes]))
     return is_wrong
 
 
-def summary(row: str, cells: Sequence[dict[str, str]]) -> str:
+def summary(row: str, cells: Sequence[dict[str, str]], version: str) -> str:
     """The number of a row's exact cells, and those that are not."""
     own = [one for one in cells if one["row"] == row]
     exact = sum(one["result"] == "exact" for one in own)
     if exact == len(own):
         return f"✓ ({exact})" if own else "not tried"
     others = [one for one in own if one["result"] != "exact"]
-    kind = "limit" if all(limit_of(row, one["column"]) for one in others) else "wrong"
+    limits = {limit_of(row, one["column"], version, one["result"]) for one in others}
+    kind = "wrong" if None in limits else "limit"
+    if not exact:
+        return f"{kind} ({len(own)})"
     return f"✓ ({exact}), {kind}: {', '.join(one['column'] for one in others)}"
 
 

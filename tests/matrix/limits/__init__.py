@@ -13,6 +13,14 @@ LIMITS = {
         "vLLM's kernels for adapters of experts need Triton, so the server does not start with "
         "`--enable-lora` for a mixture of experts on a CPU. Use a GPU."
     ),
+    "latent_attention": (
+        "vLLM 0.27.1 has no latent attention on a CPU, and 0.28 fails when it imports it. Neither "
+        "starts. Use a GPU, or a newer vLLM."
+    ),
+    "sinks": (
+        "vLLM 0.27.1 and 0.28 compute attention with sinks in bfloat16 only on a CPU and do not start "
+        "in float32. Use a GPU, or a newer vLLM."
+    ),
     "image_attention": (
         "Tokens of an image should see all of the image. vLLM's CPU build lets them see its start "
         "only, so the server refuses images there. Use a GPU."
@@ -28,8 +36,25 @@ CELLS = {
     ("gemma3_images", "*"): "image_attention",
     **{(row, "LoRA"): "expert_adapters" for row in EXPERTS},
 }
+# Rows that only some older versions cannot do.
+OLDER = {
+    version: {"deepseek_v3": "latent_attention", "gpt_oss": "sinks"}
+    for version in ("0.27.1", "0.28.0")
+}  # fmt: skip
+# What vLLM says there, in the script too: another error is no limit.
+ERRORS = {
+    "latent_attention": (
+        "MLA is not supported on CPU", "Unknown attention backend: 'CPU_MLA'",
+        "cannot import name 'compile_flash_attn_varlen_func_from_specs'",
+    ),
+    "sinks": ("expected scalar type BFloat16 but found Float",),
+}  # fmt: skip
 
 
-def limit_of(row: str, column: str) -> str | None:
+def limit_of(row: str, column: str, version: str = "", result: str = "") -> str | None:
     """The name of the script that shows why the cell is not exact."""
-    return CELLS.get((row, column)) or CELLS.get((row, "*"))
+    here = CELLS.get((row, column)) or CELLS.get((row, "*"))
+    older = OLDER.get(version, {}).get(row)
+    if here is None and older and any(one in result for one in ERRORS[older]):
+        return older
+    return here
