@@ -18,7 +18,8 @@ FASTER = $(INSTALL) --quiet $(CONSTRAINTS) -e '.[fast]' 2>/dev/null \
 	  || echo "no C compiler: gunicorn parses HTTP in Python, which is a little slower"
 INSTALLED = $(VENV)/.installed-$(PLATFORM)
 TOOLS = $(VENV)/.installed-tools
-.PHONY: help install tools serve test test-fast check format docs example-grpo bench bench-front bench-images bench-streams bench-weights bench-placement test-chaos test-fuzz test-soak test-compose test-system matrix matrix-versions pictures clean
+ROUTER = $(VENV)/.installed-router
+.PHONY: help install tools serve test test-fast check format docs example-grpo bench bench-answers bench-compare bench-front bench-images bench-streams bench-conversations bench-weights bench-placement test-chaos test-fuzz test-soak test-compose test-system matrix matrix-versions pictures clean
 
 help:  ## lists the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -66,6 +67,11 @@ $(TOOLS): $(INSTALLED) Makefile
 	  openapi-python-client==0.29.1 ruamel.yaml==0.19.1
 	touch $@
 
+# Only bench-conversations needs vLLM's router (70 MB). What it imports comes with vLLM.
+$(ROUTER): $(TOOLS)
+	$(INSTALL) --quiet --no-deps --upgrade --target $(VENV)/clients/vllm-router vllm-router==0.1.17
+	touch $@
+
 serve: install  ## serves MODEL=folder-or-hub-name (default: a tiny random demo model) with OPTIONS='--setting value …'
 	exec $(BIN)/titopool serve $(MODEL) $(OPTIONS)
 
@@ -108,7 +114,10 @@ BENCH ?=
 # Length of test-soak.
 SOAK_UPDATES ?= 1000
 
-bench: tools  ## compares this server, the bare engine, vLLM's server and TRL's server (BENCH=options, OUT=name)
+bench: tools $(ROUTER)  ## measures all below but weights and placement, with peers, as one table (BENCH=options, OUT=name)
+	$(BIN)/python -m benchmarks.everything --trl $(VENV)/trl/1.9.2 --out $(OUT) $(BENCH)
+
+bench-answers: tools  ## compares whole answers with the bare engine, vLLM's server and TRL's server (BENCH=options, OUT=name)
 	$(BIN)/python -m benchmarks.bench --trl $(VENV)/trl/1.9.2 --out $(OUT) $(BENCH)
 
 bench-compare: tools  ## says what changed between the results A=FILE.json and B=FILE.json, beyond the noise
@@ -122,6 +131,9 @@ bench-images: tools  ## measures images a second on one worker, alone and with t
 
 bench-streams: tools  ## compares concurrent streams with vLLM's server (BENCH=options, OUT=name)
 	$(BIN)/python -m benchmarks.streams --out $(OUT)-streams $(BENCH)
+
+bench-conversations: tools $(ROUTER)  ## compares conversations of several turns with vLLM's server, its router and bare engines (BENCH=options, OUT=name)
+	$(BIN)/python -m benchmarks.conversations --out $(OUT)-conversations $(BENCH)
 
 bench-weights: tools  ## compares a weight update with vLLM's server, TRL's clients and a bare broadcast (BENCH=options); needs two GPUs
 	$(BIN)/python -m benchmarks.weights --trl $(VENV)/trl/1.16.0 $(VENV)/trl/1.9.2 --out benchmarks/results/weights.jsonl $(BENCH)

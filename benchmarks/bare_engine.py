@@ -56,8 +56,8 @@ def _generate(llm: Any, pattern: Pattern, calls: list[Any], is_flat: bool) -> tu
     from vllm import SamplingParams
 
     params = SamplingParams(
-        n=calls[0].n, max_tokens=pattern.output_len, ignore_eos=True, logprobs=0,
-        detokenize=False, flat_logprobs=is_flat,
+        n=calls[0].n, max_tokens=pattern.output_len, ignore_eos=True, logprobs=calls[0].logprobs,
+        prompt_logprobs=calls[0].prompt_logprobs, detokenize=False, flat_logprobs=is_flat,
     )  # fmt: skip
     prompts = [{"prompt_token_ids": ids} for call in calls for ids in call.prompts]
     cpu_s, begin = _cpu_s(), time.monotonic()

@@ -15,7 +15,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from benchmarks.load import send
 from benchmarks.machine import describe_machine
 from benchmarks.processes import Running, engine_environment, running
 from benchmarks.targets import Engine, Inference, Target, Titopool, TrlServe, VllmServe, WrongAnswer
-from benchmarks.workload import PATTERNS, Call, Pattern, Sizes, make_pattern
+from benchmarks.workload import PATTERNS, Pattern, Sizes, make_pattern
 
 BARE_TIMEOUT_S = 1200
 TARGETS = ("bare", "titopool", "binary", "inference", "experts", "vllm", "trl")
@@ -38,11 +38,14 @@ def main() -> None:
     from titopool.settings.gpus import visible_gpus
 
     on_cpu = not visible_gpus()
-    sizes = Sizes(options.num_prompts, options.input_len, options.output_len)
+    sizes = Sizes(
+        options.num_prompts, options.input_len, options.output_len,
+        options.long_input_len, options.long_output_len,
+    )  # fmt: skip
     out = Path(options.out)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        engine = make_engine(options, folder, on_cpu=on_cpu)
+        engine = make_engine(options, folder, on_cpu=on_cpu, max_model_len=longest(sizes))
         result: dict[str, Any] = {
             "machine": describe_machine(),
             "shape": options.shape,
@@ -74,6 +77,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--num-prompts", type=int, default=64)
     parser.add_argument("--input-len", type=int, default=32)
     parser.add_argument("--output-len", type=int, default=32)
+    parser.add_argument("--long-input-len", type=int, default=1024, help="of long prompts")
+    parser.add_argument("--long-output-len", type=int, default=512, help="of long answers")
     parser.add_argument("--max-num-seqs", type=int, default=0, help="0: twice the prompts")
     parser.add_argument(
         "--dummy-weights", action="store_true", help="write no weights; vLLM makes random ones"
@@ -114,14 +119,21 @@ def chosen_targets(options: argparse.Namespace) -> list[list[Target]]:
     return targets
 
 
-def make_engine(options: argparse.Namespace, folder: Path, *, on_cpu: bool) -> Engine:
+def longest(sizes: Sizes) -> int:
+    """The context that all patterns need."""
+    return max(sizes.input_len, sizes.long_input_len) + max(sizes.output_len, sizes.long_output_len)
+
+
+def make_engine(
+    options: argparse.Namespace, folder: Path, *, on_cpu: bool, max_model_len: int = 2048
+) -> Engine:
     model = folder / "model"
     weights = "dummy" if options.dummy_weights else "weights"
     subprocess.run(
         [sys.executable, "-m", "benchmarks.models", options.shape, str(model), weights],
         check=True, timeout=600,
     )  # fmt: skip
-    chosen: dict[str, Any] = {"max_model_len": 2048, "logprobs_mode": "processed_logprobs"}
+    chosen: dict[str, Any] = {"max_model_len": max_model_len, "logprobs_mode": "processed_logprobs"}
     # As many as the pattern "queue" has in flight, so that the bare engine runs no more.
     chosen["max_num_seqs"] = options.max_num_seqs or 2 * options.num_prompts
     if options.shape == "tiny":
@@ -176,11 +188,10 @@ def measure(
     sizes: Sizes,
     options: argparse.Namespace,
 ) -> list[dict[str, Any]]:
-    """One run that warms up, then all patterns, `repeats` times in turn."""
+    """Runs that warm up, then all patterns, `repeats` times in turn."""
     num_prompts = sizes.num_prompts * targets[0].num_workers
-    scaled = Sizes(num_prompts, sizes.input_len, sizes.output_len)
-    warm_up = for_target(make_pattern("batch", scaled, repeat=-1), targets[0])
-    measure_once(server, targets[0], warm_up, engine)
+    scaled = replace(sizes, num_prompts=num_prompts)
+    warm_up(server, targets[0], scaled, engine)
     runs = []
     for repeat in range(options.repeats):
         for name in options.patterns:
@@ -188,6 +199,8 @@ def measure(
                 # New prompts for each target, so that the second finds none in the prefix cache.
                 number = repeat * len(targets) + index
                 pattern = for_target(make_pattern(name, scaled, repeat=number), target)
+                if target.path_of(pattern.calls[0]) is None:
+                    continue
                 run = measure_once(server, target, pattern, engine)
                 runs.append(run)
                 rate = run["num_tokens"] / run["elapsed_s"]
@@ -195,10 +208,20 @@ def measure(
     return runs
 
 
+def warm_up(server: Running, target: Target, sizes: Sizes, engine: Engine) -> None:
+    """One run of a batch, and one call to each other route: a route may load a tokenizer."""
+    patterns = [for_target(make_pattern(name, sizes, repeat=-1), target) for name in PATTERNS]
+    by_route = {target.path_of(one.calls[0]): one for one in reversed(patterns)}
+    for route, pattern in by_route.items():
+        if route and pattern.name != "batch":
+            measure_once(server, target, replace(pattern, calls=pattern.calls[:1]), engine)
+    measure_once(server, target, patterns[0], engine)
+
+
 def for_target(pattern: Pattern, target: Target) -> Pattern:
     """The pattern as the server takes it: one prompt a request, or fewer requests."""
     if not target.takes_batches:
-        calls = [Call([one], call.n) for call in pattern.calls for one in call.prompts]
+        calls = [replace(call, prompts=[one]) for call in pattern.calls for one in call.prompts]
         concurrency = pattern.concurrency * len(calls) // len(pattern.calls)
         return Pattern(pattern.name, calls, concurrency, pattern.output_len)
     if target.max_calls is None:
@@ -212,10 +235,13 @@ def measure_once(
 ) -> dict[str, Any]:
     bodies = [target.body(call, pattern.output_len, engine.model) for call in pattern.calls]
     jobs_before = server.jobs_by_worker()
+    server.forget_peak()
+    peak_before = server.peak_bytes()
     before = server.cpu_s()
     sent = send(
-        server.url + target.path, bodies, concurrency=pattern.concurrency, headers=target.headers
-    )
+        f"{server.url}{target.path_of(pattern.calls[0])}", bodies,
+        concurrency=pattern.concurrency, headers=target.headers,
+    )  # fmt: skip
     cpu_s = {role: used - before[role] for role, used in server.cpu_s().items()}
     good = [
         answer for status, answer in zip(sent.statuses, sent.answers, strict=True) if status == 200
@@ -234,6 +260,7 @@ def measure_once(
         "num_tokens": pattern.num_tokens, "elapsed_s": sent.elapsed_s,
         "latencies_s": quantiles(sent.latencies_s), "cpu_s": cpu_s,
         "num_bytes": sum(map(len, good)),
+        "front_end_bytes": server.peak_bytes() - peak_before,
         "jobs_by_worker": [
             after - before
             for after, before in zip(server.jobs_by_worker(), jobs_before, strict=True)

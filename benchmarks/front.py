@@ -136,7 +136,7 @@ def measure(server: Running, target: FrontEnd, pattern: Pattern) -> dict[str, An
 
     def send_all(some: list[bytes]) -> Any:
         return send(
-            server.url + target.path, some, concurrency=min(pattern.concurrency, len(some)),
+            f"{server.url}{target.path_of(pattern.calls[0])}", some, concurrency=min(pattern.concurrency, len(some)),
             headers=target.headers,
         )  # fmt: skip
 

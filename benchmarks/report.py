@@ -18,7 +18,7 @@ BARE = "bare engine"
 LIMIT_OF = {"single": "batch"}
 COLUMNS = (
     "tok/s", "of the engine", "p50 ms", "p99 ms", "failures", "front-end CPU s / 1,000 tok",
-    "workers' CPU s / 1,000 tok", "bytes / tok", "greatest / mean prompts of a worker",
+    "workers' CPU s / 1,000 tok", "bytes / tok", "front-end memory / answers", "greatest / mean prompts of a worker",
 )  # fmt: skip
 
 Result = dict[str, Any]
@@ -89,6 +89,7 @@ def _row(target: str, pattern: str, runs: list[dict[str, Any]], limit: float | N
         "front_end_cpu": median(lambda run: 1000 * run["cpu_s"]["front_end"] / run["num_tokens"]),
         "workers_cpu": median(lambda run: 1000 * run["cpu_s"]["workers"] / run["num_tokens"]),
         "bytes": median(lambda run: run["num_bytes"] / run["num_tokens"]),
+        "memory": median(lambda run: run.get("front_end_bytes", 0) / (run["num_bytes"] or 1)),
         "balance": median(lambda run: _greatest_over_mean(run.get("jobs_by_worker"))),
     }
 
@@ -133,7 +134,7 @@ def _line(row: Row) -> str:
     cells = [
         f"{rate} ({low:,.0f}–{high:,.0f})", ratio, f"{1e3 * row['p50_s']:,.1f}", f"{1e3 * row['p99_s']:,.1f}",
         str(row["num_failures"]), "–" if is_bare else f"{row['front_end_cpu']:.4f}",
-        f"{row['workers_cpu']:.3f}", "–" if is_bare else f"{row['bytes']:.1f}", f"{row['balance']:.2f}",
+        f"{row['workers_cpu']:.3f}", "–" if is_bare else f"{row['bytes']:.1f}", "–" if is_bare else f"{row['memory']:.1f}", f"{row['balance']:.2f}",
     ]  # fmt: skip
     return f"| {name} | {' | '.join(cells)} |"
 

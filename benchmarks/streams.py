@@ -5,7 +5,9 @@
 
 `--num-streams` streams begin at once. Each is a `POST /v1/completions` with one prompt of ids, and with
 ids and log-probabilities in every chunk. Both servers get the same requests. CPU time is that of all
-processes of a server, the engine's included, for each token.
+processes of a server, the engine's included, for each token. The time between chunks is given for all
+of a run, and for its part in which all streams have begun: before, the engine's steps also process
+prompts and take longer. A step is the time in which a stream gets a token in that part.
 """
 
 import argparse
@@ -118,7 +120,15 @@ def measure(
         f"cpu_us_{role}": 1e6 * (after[role] - before[role]) / num_tokens for role in after
     }
     if is_streamed:
-        gaps = [b - a for one in streams for a, b in zip(one.times, one.times[1:], strict=False)]
+        begun = max(one.times[0] for one in streams)
+        gaps = gaps_of(streams, since=0)
+        # Empty if the first stream ended before the last one began.
+        if decoding := gaps_of(streams, since=begun):
+            steps_s = [found for one in streams if (found := step_s(one, begun))]
+            figures |= {
+                "step_s": statistics.median(steps_s),
+                "between_chunks_p99_begun_s": float(np.quantile(decoding, 0.99)),
+            }
         figures |= {
             "tokens_per_chunk": num_tokens / sum(len(one.times) for one in streams),
             "first_token_s": statistics.median(one.times[0] - one.begin for one in streams),
@@ -126,6 +136,19 @@ def measure(
             "between_chunks_p99_s": float(np.quantile(gaps, 0.99)),
         }
     return figures
+
+
+def gaps_of(streams: list[Stream], since: float) -> list[float]:
+    """Seconds between one chunk and the next, for chunks that came after the time `since`."""
+    pairs = [pair for one in streams for pair in zip(one.times, one.times[1:], strict=False)]
+    return [after - before for before, after in pairs if before >= since]
+
+
+def step_s(stream: Stream, since: float) -> float:
+    """Seconds for each of the stream's tokens after the time `since`; 0 if there is none."""
+    index = next((at for at, time_s in enumerate(stream.times) if time_s >= since), -1)
+    num_tokens = sum(stream.num_tokens[index + 1 :]) if index >= 0 else 0
+    return (stream.times[-1] - stream.times[index]) / num_tokens if num_tokens else 0.0
 
 
 def _client(url: str, bodies: list[dict[str, Any]], start: float) -> list[Stream]:

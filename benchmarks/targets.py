@@ -57,7 +57,9 @@ class Target(Protocol):
         """Whether a response to GET `ready_path` says that all workers can generate."""
 
     ready_path: str
-    path: str
+
+    def path_of(self, call: Call) -> str | None:
+        """The route that can answer `call`; None if the server has none."""
 
     def body(self, call: Call, output_len: int, model: str) -> bytes:
         """The body of a request with log-probabilities and exactly `output_len` tokens."""
@@ -77,7 +79,6 @@ class Titopool:
     """This server."""
 
     ready_path = "/ready"
-    path = "/generate/"
     max_calls = None
     takes_batches = True
 
@@ -98,18 +99,27 @@ class Titopool:
     def is_ready(self, status: int, answer: bytes) -> bool:
         return status == 200 and json.loads(answer)["num_ready"] == self.num_workers
 
+    def path_of(self, call: Call) -> str | None:
+        if call.prompt_logprobs is None:
+            return "/generate/"
+        return None if self._is_binary else "/v1/completions"
+
     def body(self, call: Call, output_len: int, model: str) -> bytes:
+        if call.prompt_logprobs is not None:
+            return _completions_body(call, output_len, model)
         return _encode(
             prompts=call.prompts,
             n=call.n,
             max_tokens=output_len,
+            logprobs=call.logprobs,
             generation_kwargs={"ignore_eos": True},
         )
 
     def lengths(self, answer: bytes) -> list[int]:
         if self._is_binary:
             return _binary_lengths(answer)
-        return _generate_lengths(answer)
+        fields = json.loads(answer)
+        return _completions_lengths(fields) if "choices" in fields else _generate_lengths(fields)
 
     def is_worker(self, process: psutil.Process, root: psutil.Process) -> bool:
         lineage = [process, *process.parents()]
@@ -119,19 +129,22 @@ class Titopool:
 class Inference(Titopool):
     """This server by vLLM's own route, with or without routed experts in the answers."""
 
-    path = "/inference/v1/generate"
+    PATH = "/inference/v1/generate"
     takes_batches = False
 
     def __init__(self, num_workers: int, *, with_experts: bool, options: Sequence[str] = ()):
         more = ["--enable-return-routed-experts"] if with_experts else []
         super().__init__(num_workers, options=[*options, *more])
         self._with_experts = with_experts
-        self.name += f", {self.path}{', routed experts' * with_experts}"
+        self.name += f", {self.PATH}{', routed experts' * with_experts}"
+
+    def path_of(self, call: Call) -> str | None:
+        return self.PATH if call.prompt_logprobs is None else None
 
     def body(self, call: Call, output_len: int, model: str) -> bytes:
         (prompt,) = call.prompts
         sampling = {"n": call.n, "max_tokens": output_len, "ignore_eos": True, "temperature": 1.0}
-        return _encode(token_ids=prompt, sampling_params=sampling | {"logprobs": 0})
+        return _encode(token_ids=prompt, sampling_params=sampling | {"logprobs": call.logprobs})
 
     def lengths(self, answer: bytes) -> list[int]:
         choices = json.loads(answer)["choices"]
@@ -147,7 +160,6 @@ class VllmServe:
 
     name = "vllm serve"
     ready_path = "/health"
-    path = "/v1/completions"
     num_workers = 1
     max_calls = None
     takes_batches = True
@@ -162,25 +174,14 @@ class VllmServe:
     def is_ready(self, status: int, answer: bytes) -> bool:
         return status == 200
 
+    def path_of(self, call: Call) -> str | None:
+        return "/v1/completions"
+
     def body(self, call: Call, output_len: int, model: str) -> bytes:
-        return _encode(
-            model=model,
-            prompt=call.prompts,
-            n=call.n,
-            max_tokens=output_len,
-            temperature=1.0,
-            logprobs=0,
-            ignore_eos=True,
-            return_token_ids=True,
-        )
+        return _completions_body(call, output_len, model)
 
     def lengths(self, answer: bytes) -> list[int]:
-        choices = json.loads(answer)["choices"]
-        _check(
-            [len(one["token_ids"]) for one in choices],
-            [len(one["logprobs"]["token_logprobs"]) for one in choices],
-        )
-        return [len(one["token_ids"]) for one in choices]
+        return _completions_lengths(json.loads(answer))
 
     def is_worker(self, process: psutil.Process, root: psutil.Process) -> bool:
         return process != root
@@ -189,8 +190,8 @@ class VllmServe:
 class TrlServe:
     """TRL's server (`trl vllm-serve`), from a folder with the package trl."""
 
+    name = "trl vllm-serve"
     ready_path = "/health/"
-    path = "/generate/"
     num_workers = 1
     # The server runs one request at a time.
     max_calls = 16
@@ -201,7 +202,6 @@ class TrlServe:
 
     def __init__(self, folder: str):
         self._folder = folder
-        self.name = "trl vllm-serve"
 
     def command(self, engine: Engine, port: int) -> tuple[list[str], dict[str, str]]:
         words = [sys.executable, "-m", "trl.scripts.vllm_serve", "--model", engine.model]
@@ -215,11 +215,14 @@ class TrlServe:
     def is_ready(self, status: int, answer: bytes) -> bool:
         return status == 200
 
+    def path_of(self, call: Call) -> str | None:
+        return "/generate/" if call.prompt_logprobs is None else None
+
     def body(self, call: Call, output_len: int, model: str) -> bytes:
         return Titopool(1).body(call, output_len, model)
 
     def lengths(self, answer: bytes) -> list[int]:
-        return _generate_lengths(answer)
+        return _generate_lengths(json.loads(answer))
 
     def is_worker(self, process: psutil.Process, root: psutil.Process) -> bool:
         return process != root
@@ -229,8 +232,23 @@ def _encode(**fields: Any) -> bytes:
     return json.dumps(fields, separators=(",", ":")).encode()
 
 
-def _generate_lengths(answer: bytes) -> list[int]:
-    fields = json.loads(answer)
+def _completions_body(call: Call, output_len: int, model: str) -> bytes:
+    """OpenAI's completions route with ids in and ids out, as this server and vLLM's take it."""
+    more = {} if call.prompt_logprobs is None else {"prompt_logprobs": call.prompt_logprobs}
+    return _encode(
+        model=model, prompt=call.prompts, n=call.n, max_tokens=output_len, temperature=1.0,
+        logprobs=call.logprobs, ignore_eos=True, return_token_ids=True, **more,
+    )  # fmt: skip
+
+
+def _completions_lengths(fields: dict[str, Any]) -> list[int]:
+    choices = fields["choices"]
+    lengths = [len(one["token_ids"]) for one in choices]
+    _check(lengths, [len(one["logprobs"]["token_logprobs"]) for one in choices])
+    return lengths
+
+
+def _generate_lengths(fields: dict[str, Any]) -> list[int]:
     lengths = [len(ids) for ids in fields["completion_ids"]]
     _check(lengths, [len(one) for one in fields["logprobs"]])
     return lengths
@@ -241,7 +259,9 @@ def _binary_lengths(answer: bytes) -> list[int]:
 
     fields = msgspec.msgpack.decode(answer)
     lengths = [len(ids) // 4 for ids in fields["completion_ids"]]
-    _check(lengths, [len(one) // 4 for one in fields["logprobs"]])
+    # With alternatives, the number of entries at each position.
+    entries = fields["num_logprobs"] or fields["logprobs"]
+    _check(lengths, [len(one) // 4 for one in entries])
     return lengths
 
 

@@ -147,6 +147,7 @@ def measure(servers: dict[str, Server], num_pairs: int, num_requests: int) -> di
     for index in range(num_pairs):
         for kind in sorted(servers, reverse=index % 2 == 1):
             rates[kind].append(tokens_per_s(servers[kind], numbers, num_requests))
+        print(index, {kind: round(found[-1]) for kind, found in rates.items()}, file=sys.stderr)
     ratios = [on / off for on, off in zip(rates["on"], rates["off"], strict=True)]
     found = paired(ratios)
     return {

@@ -3,17 +3,23 @@
 import json
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from benchmarks import everything
 from benchmarks.bench import check_lengths
-from benchmarks.compare import compare, rates_of
+from benchmarks.compare import compare, rates_of, speeds_of
+from benchmarks.everything import bench_values, stream_values
 from benchmarks.intervals import paired, unpaired
+from benchmarks.oversubscription import PLANS, make_groups
 from benchmarks.report import rows_of
+from benchmarks.streams import Stream, gaps_of, step_s
 from benchmarks.targets import Titopool
 from benchmarks.weights.table import row_of
 from benchmarks.weights.trainer import checkpoint_tensors
@@ -86,10 +92,65 @@ def test_a_comparison_takes_out_the_machine_and_the_noise():
     assert compare(old, rates_of(runs((50,), (45,))))[1].endswith("so its noise is unknown)")
 
 
+def test_one_table_has_all_benchmarks_and_can_be_compared():
+    def values(speed: float) -> dict[str, Any]:
+        common = {"num_failures": 0, "elapsed_s": 2.0, "latencies_s": {"p50": 0.1 / speed}}
+        runs = [
+            {**common, "target": target, "pattern": pattern, "num_tokens": number * speed}
+            for target, number in (("bare engine", 200), ("titopool, 1 worker, JSON", 100))
+            for pattern in ("batch", "short")
+            for _ in range(2)
+        ]
+        streams = [
+            {"target": "titopool, 1 worker, JSON", "num_streams": 8, "is_streamed": is_streamed,
+             "tokens_per_s": rate, "first_token_s": 0.01, "between_chunks_p99_s": 0.002, "between_chunks_p99_begun_s": 0.001}
+            for is_streamed, rate in ((False, 40.0), (True, 30.0))
+        ]  # fmt: skip
+        found = [*bench_values({"sizes": asdict(SIZES), "runs": runs})]
+        found += stream_values({"runs": streams})
+        machine = {"date": "2026-11-25", "gpus": ["H100"], "num_cores": 2, "processor": ""}
+        return {"machine": machine, "shape": "tiny", "values": [one._asdict() for one in found]}
+
+    lines = everything.markdown(values(1.0)).splitlines()
+    assert lines[2] == "| | bare engine | titopool |"
+    assert "| one request with 2 prompts: tok/s | 100 | 50 (0.50) |" in lines
+    # The engine's limit of requests at once is one batch.
+    assert "| 2 one-prompt requests at once: tok/s | 100 | – |" in lines
+    assert "| 8 streams at once: of whole answers | – | 0.75 |" in lines
+    assert "| 8 streams at once: between chunks, p99, ms | – | 2 |" in lines
+    rows = compare(speeds_of(values(1.0)), speeds_of(values(2.0)))
+    # Streams have no engine to compare with.
+    first_token = "titopool", "8 streams at once: first token, ms"
+    assert any(row.startswith(", ".join(first_token)) for row in rows)
+    (slow,) = compare({first_token: [100.0, 101.0]}, {first_token: [50.0, 51.0]})
+    assert slow.endswith(": slower")
+    short = "titopool, one request at a time, 1 prompt, 8 tokens"
+    assert (
+        f"{short}: p50 ms: 2.000 (2.000 to 2.000), of the engine 1.000 (1.000 to 1.000): within the noise"
+        in rows
+    )
+
+
+def test_gaps_and_steps_of_streams_count_from_when_all_have_begun():
+    # The second stream begins at 3; a gap of 2 s comes before, where the engine processes prompts.
+    first = Stream(0.0, [1.0, 3.0, 3.5, 4.0], [1, 1, 2, 2])
+    second = Stream(0.0, [3.0, 3.5, 4.5], [1, 2, 2])
+    assert gaps_of([first, second], since=0) == [2.0, 0.5, 0.5, 0.5, 1.0]
+    assert gaps_of([first, second], since=3.0) == [0.5, 0.5, 0.5, 1.0]
+    assert (step_s(first, 3.0), step_s(second, 3.0), step_s(first, 9.0)) == (0.25, 0.375, 0.0)
+
+
 def test_repeats_use_different_prompts():
     first, second = (make_pattern("single", SIZES, repeat=number) for number in (0, 1))
     assert first.num_tokens == second.num_tokens == 6
     assert first.calls != second.calls
+
+
+def test_more_groups_begin_with_the_lengths_of_fewer():
+    plan = json.loads(PLANS.read_text())["tiny"]
+    few, many = (make_groups(plan, number, repeat=1) for number in (16, 24))
+    assert [one.lengths for one in few] == [one.lengths for one in many[:16]]
+    assert not {tuple(one.ids) for one in few} & {tuple(one.ids) for one in many}
 
 
 def test_a_run_with_failures_has_no_rate():
