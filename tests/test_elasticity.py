@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -235,7 +236,9 @@ def test_the_command_scales_a_server_and_waits_for_it(start_server):
         )
         assert (done.returncode, done.stderr) == (0, "")
         assert text in done.stdout
-        assert has_phases(server, *["ready"] * num_workers)
+        # The other front end hears of a worker within a heartbeat.
+        phases = ["ready"] * num_workers
+        wait_until(partial(has_phases, server, *phases), 10, lambda: server.log)
 
 
 def test_a_worker_that_was_asked_to_leave_is_not_started_again(start_server):

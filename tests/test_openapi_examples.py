@@ -207,6 +207,8 @@ def test_examples_for_the_pool_are_answered_as_described(pool: Pool):
     send("/abort_request", "one")
     call("/get_world_size", "get", params={"include_dp": "false"})
 
+    call("/workers/connections")
+
     drain = operation_of("post", "/workers/{name}/drain")
     check_answer(drain, pool.server.post("/workers/none/drain", None))
     drained = pool.server.post("/workers/0/drain", None)

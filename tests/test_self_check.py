@@ -36,7 +36,9 @@ HOLDERS = {
         "workers/engine/parsing.py",
         "workers/in_model/logprobs_patch.py",
         "workers/in_model/vllm_fixes.py",
+        "workers/images/exchange.py",
         "workers/images/placeholders.py",
+        "workers/engine/sent_images.py",
         "workers/engine/weights.py",
         "workers/in_model/weight_extension.py",
         "workers/in_model/receiving/group.py",
@@ -55,6 +57,7 @@ HOLDERS = {
         "titopool/client/weights/trainer_group.py",
         "titopool/client/weights/nccl.py",
         "workers/doctor.py",
+        "workers/images/exchange.py",
         "workers/images/preparer.py",
         "workers/in_model/conversion.py",
         "workers/in_model/copies.py",
@@ -74,7 +77,7 @@ HOLDERS = {
         "titopool/mismatch/trainer.py",
         "titopool/rollouts/tools.py",
         "app/inputs/tokenizer.py",
-        "workers/images/preparer.py",
+        "workers/images/preparation.py",
         "workers/in_model/conversion.py",
     },
 }
@@ -117,7 +120,7 @@ LADDERS = {
     ],
     "workers": [
         "serving", "weights", "engine", "in_model", "images", "cluster", "supervisor", "restarts",
-        "process", "environment", "ledger", "vllm_internals",
+        "process", "environment", "ledger", "vllm_internals", "forks", "shared_calls",
     ],
 }  # fmt: skip
 # Keeps a folder's list of files readable as its table of contents.

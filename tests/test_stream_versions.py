@@ -3,13 +3,16 @@
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
+from itertools import pairwise
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import openai
 import pytest
 
 from tests import reference
-from tests.servers import Server
+from tests.conftest import ENGINE_OPTIONS
+from tests.servers import Server, running_server
 from tests.weights import PROMPT, TOLERANCE
 
 NUM_TOKENS = 800
@@ -32,6 +35,10 @@ class Models(NamedTuple):
         answer = self.server.post("/update_weights", body)
         assert answer.status_code == 200, answer.text
 
+    def abort(self) -> None:
+        answer = self.server.post("/abort_requests", {"request_ids": []})
+        assert answer.status_code == 200, answer.text
+
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         assert self.server.post("/pause", {"mode": "keep", "lease_s": 120}).status_code == 200
@@ -47,6 +54,22 @@ def models(single_server: Server, tiny_model: str, other_model: str) -> Iterator
     models = Models(single_server, client, tiny_model, other_model)
     yield models
     models.update(tiny_model, version=0, policy="abort")
+
+
+@pytest.fixture(scope="module")
+def in_fours(
+    tiny_model: str, other_model: str, weights_root: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Models]:
+    """A server whose chunks have four tokens."""
+    options = (
+        *ENGINE_OPTIONS, "--max-model-len", "1024", "--num-workers", "1", "--num-front-ends", "1",
+        "--stream-interval", "4", "--weights-root", str(weights_root),
+    )  # fmt: skip
+    log = tmp_path_factory.mktemp("in-fours") / "log"
+    with running_server(tiny_model, *options, log=log) as server:
+        client = openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0)
+        assert server.post("/tokenize", {"prompt": "Hello"}).status_code == 200
+        yield Models(server, client, tiny_model, other_model)
 
 
 class Choice:
@@ -98,11 +121,56 @@ def gathered(chunks: Any, on_chunk: Callable[[dict[int, Choice]], None]) -> dict
 
 @pytest.mark.parametrize("ask", [completions, chat])
 def test_every_chunk_has_the_weight_versions_of_all_tokens_so_far(models: Models, ask: Any):
-    models.update(models.old, version=3, policy="abort")
     prompt = PROMPT
     if ask is chat:
         body = {"messages": MESSAGES}
         prompt = models.server.post("/tokenize", body).json()["tokens"]
+    choices = updated_twice(models, ask)
+    for choice in choices.values():
+        check_versions(models, prompt, choice)
+
+
+def test_updates_within_chunks_of_four(in_fours: Models):
+    for choice in updated_twice(in_fours, completions).values():
+        ends = [num_tokens for num_tokens, _ in choice.spans]
+        sizes = [end - begin for begin, end in pairwise([0, *ends])]
+        # The first token comes at once, and an update may end a chunk early.
+        assert sizes[0] == 1
+        assert max(sizes) == 4
+        assert len(sizes) < NUM_TOKENS / 3
+        check_versions(in_fours, PROMPT, choice)
+
+
+def test_an_abort_loses_no_token_of_an_unfinished_chunk(in_fours: Models):
+    in_fours.update(in_fours.old, version=1, policy="abort")
+    number, pausing = [0, 0], []
+
+    def on_chunk(choices: dict[int, Choice]) -> None:
+        if not pausing and min(len(one.token_ids) for one in choices.values()) > UPDATE_AT:
+            pausing.append(threading.Thread(target=in_fours.abort))
+            pausing[0].start()
+
+    def chunks() -> Iterator[Any]:
+        options = {"include_usage": True}
+        for chunk in completions(in_fours, stream=True, stream_options=options):
+            if chunk.usage is not None:
+                number[0] = chunk.usage.completion_tokens
+            yield chunk
+
+    choices = gathered(chunks(), on_chunk)
+    pausing[0].join()
+    assert number[0] == sum(len(one.token_ids) for one in choices.values())
+    for choice in choices.values():
+        assert choice.finish_reason == "abort"
+        assert UPDATE_AT < len(choice.token_ids) == len(choice.logprobs) < NUM_TOKENS
+        rows = reference.logprobs(in_fours.old, PROMPT, choice.token_ids)
+        for index, token_id in enumerate(choice.token_ids):
+            assert abs(float(rows[index][token_id]) - choice.logprobs[index]) < TOLERANCE, index
+
+
+def updated_twice(models: Models, ask: Any) -> dict[int, Choice]:
+    """The choices of a stream with two updates in its midst."""
+    models.update(models.old, version=3, policy="abort")
     # The second update has a lower version number.
     updates = [(models.new, 8), (models.old, 7)]
 
@@ -115,16 +183,20 @@ def test_every_chunk_has_the_weight_versions_of_all_tokens_so_far(models: Models
 
     choices = gathered(ask(models, stream=True), on_chunk)
     assert sorted(choices) == [0, 1]
-    for choice in choices.values():
-        assert (len(choice.token_ids), choice.finish_reason) == (NUM_TOKENS, "length")
-        _, spans = choice.spans[-1]
-        assert [version for version, _ in spans] == [3, 8, 7]
-        begins = [begin for _, begin in spans]
-        assert begins[0] == 0 < UPDATE_AT <= begins[1] < begins[2] < NUM_TOKENS
-        # Each chunk has the same spans for the tokens up to it.
-        for num_tokens, so_far in choice.spans:
-            assert so_far == [span for span in spans if span[1] < num_tokens]
-        assert_weights(models, prompt, choice, begins)
+    return choices
+
+
+def check_versions(models: Models, prompt: list[int], choice: Choice) -> None:
+    """Each chunk and each token is of the weights that it says."""
+    assert (len(choice.token_ids), choice.finish_reason) == (NUM_TOKENS, "length")
+    _, spans = choice.spans[-1]
+    assert [version for version, _ in spans] == [3, 8, 7]
+    begins = [begin for _, begin in spans]
+    assert begins[0] == 0 < UPDATE_AT <= begins[1] < begins[2] < NUM_TOKENS
+    # Each chunk has the same spans for the tokens up to it.
+    for num_tokens, so_far in choice.spans:
+        assert so_far == [span for span in spans if span[1] < num_tokens]
+    assert_weights(models, prompt, choice, begins)
 
 
 def assert_weights(models: Models, prompt: list[int], choice: Choice, begins: list[int]) -> None:

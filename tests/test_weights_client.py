@@ -1,5 +1,6 @@
 """The trainer's client when the server, or a proxy before it, does not respond correctly."""
 
+import errno
 import json
 import re
 import socket
@@ -479,7 +480,7 @@ def test_a_second_open_keeps_the_group(fake, stub_group):
 def test_the_trainer_s_address_is_of_the_family_that_reaches_the_server(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    listening = ipv6_listener()
+    listening, kept = ipv6_only_listener()
     port = listening.getsockname()[1]
     assert own_address(f"http://[::1]:{port}") == "::1"
     assert own_address("http://127.0.0.1:1") == "127.0.0.1"
@@ -496,6 +497,7 @@ def test_the_trainer_s_address_is_of_the_family_that_reaches_the_server(
     assert own_address(f"http://six.test:{port}") == "::1"
     assert own_address(f"http://both.test:{port}") == "::1"
     listening.close()
+    kept.close()
 
 
 def ipv6_listener() -> socket.socket:
@@ -503,4 +505,21 @@ def ipv6_listener() -> socket.socket:
     try:
         return socket.create_server(("::1", 0), family=socket.AF_INET6)
     except OSError as error:
+        if error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
+            raise
         pytest.skip(f"no IPv6 here: {error}")
+
+
+def ipv6_only_listener() -> tuple[socket.socket, socket.socket]:
+    """A socket that listens at ::1, and one that keeps other processes from listening at the same
+    port of 127.0.0.1."""
+    ipv6_listener().close()
+    while True:
+        kept = socket.socket()
+        kept.bind(("127.0.0.1", 0))
+        try:
+            address = ("::1", kept.getsockname()[1])
+            return socket.create_server(address, family=socket.AF_INET6), kept
+        except OSError:
+            # The port is in use there.
+            kept.close()

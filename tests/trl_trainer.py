@@ -1,10 +1,13 @@
 """TRL's GRPOTrainer, as published, runs one of the examples; on CPUs gloo replaces NCCL.
 
-    python -m tests.trl_trainer TASK MODEL URL STEPS     # PYTHONPATH has the package trl
+    python -m tests.trl_trainer TASK MODEL URL STEPS [GOAL]     # PYTHONPATH has the package trl
 
-Prints what benchmarks/trl_training/timed.py prints.
+Prints what benchmarks/trl_training/timed.py prints. Ends before STEPS once the mean reward of the
+last three steps is above GOAL.
 """
 
+import importlib
+import sys
 from importlib.metadata import version
 from typing import Any
 
@@ -68,7 +71,29 @@ def replace_nccl() -> None:
     vllm_client.packed_nccl_broadcast_producer = produce
 
 
+def stop_at(goal: float, task: str) -> None:
+    """Lets the trainers that the example makes stop once they have learned so much."""
+    from transformers import TrainerCallback
+
+    class StopAtGoal(TrainerCallback):  # type: ignore[misc]
+        def on_log(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            rewards = [one["reward"] for one in state.log_history if "reward" in one][-3:]
+            control.should_training_stop |= len(rewards) == 3 and sum(rewards) / 3 > goal
+
+    example = importlib.import_module(f"examples.{task}")
+    make = example.make_trainer
+
+    def make_trainer(*args: Any) -> Any:
+        trainer = make(*args)
+        trainer.add_callback(StopAtGoal())
+        return trainer
+
+    example.make_trainer = make_trainer
+
+
 if __name__ == "__main__":
+    if len(sys.argv) == 6:
+        stop_at(float(sys.argv.pop()), sys.argv[1])
     if not torch.cuda.is_available():
         replace_nccl()
     timed.main()

@@ -203,6 +203,7 @@ ADMINISTRATIVE = (
     # No body that scales the pool, and no worker of this name.
     Route("/workers/scale/", small_json, frozenset({"num_workers"})),
     Route("/workers/<name>/drain/", small_json, frozenset()),
+    Route("/workers/connections/", small_json, frozenset()),
     Route("/resume/", small_json, frozenset()),
     Route("/reset_prefix_cache/", small_json, frozenset()),
     Route("/close_communicator/", small_json, frozenset()),

@@ -4,6 +4,7 @@ Every query of the dashboard must return numbers. Grafana itself is not in Debia
 was not seen.
 """
 
+import itertools
 import json
 import math
 import re
@@ -137,10 +138,13 @@ def use_stub(server: Server, update: Path) -> list[Callable[[], object]]:
 
 
 def use_engine(server: Server) -> list[Callable[[], object]]:
-    image = encoded(picture(64, 48))
+    # A prompt that equals a recent one is not prepared again.
+    seeds = itertools.count()
     text = PLACEHOLDERS["qwen"] + " what is it"
     return [
-        lambda: server.generate([text], images=[[image]], max_tokens=8),
+        lambda: server.generate(
+            [text], images=[[encoded(picture(64, 48, next(seeds)))]], max_tokens=8
+        ),
         lambda: server.generate([[5, 6, 7, 8] * 16] * 2, max_tokens=16),
     ]
 

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from datetime import datetime
 from pathlib import Path
 
 import psutil
@@ -236,6 +237,37 @@ def test_a_job_serves_until_its_time_ends_and_loses_no_request(slurm: Slurm, sub
     job.wait_for_state("COMPLETED")
     assert "ExitCode=0:0" in job.show()
     assert not (job.folder / "url").exists()
+    wait_until(lambda: not processes_of(job), 10, lambda: str(processes_of(job)))
+
+
+def test_slurm_signals_a_job_before_its_time_limit(slurm: Slurm, submit):
+    job = submit(WORKER_COMMAND=f"{STUB} --delay-s 3")
+    wait_until(lambda: (job.folder / "url").exists(), 40, lambda: job.log)
+    url = job.url
+    ready = lambda: requests.get(f"{url}/ready", timeout=10)  # noqa: E731
+    wait_until(lambda: ready().json()["num_ready"] == 2, 20, lambda: job.log)
+    # The shortest limit that is longer than the script's 90 s: slurmctld, which looks at the limits
+    # every 30 s, finds that the signal is due.
+    assert not slurm.run("scontrol", "update", f"JobId={job.number}", "TimeLimit=2")
+    limit = datetime.fromisoformat(re.findall(r"EndTime=(\S+)", job.show())[0])
+    with ThreadPoolExecutor(100) as pool:
+        answers = []
+        send = lambda n: requests.post(  # noqa: E731
+            f"{url}/generate/", json={"prompts": [[n, 7]], "max_tokens": 2}, timeout=60
+        )
+
+        def is_draining() -> bool:
+            # Requests overlap, so that some are open when the signal comes.
+            answers.append(pool.submit(send, len(answers) + 1))
+            return ready().status_code == 503
+
+        wait_until(is_draining, 45, lambda: job.log)
+        assert ready().json()["draining"]
+        assert not answers[-2].done()
+        for n, answer in enumerate(answers, 1):
+            assert answer.result().json()["completion_ids"] == [[7, n]]
+    job.wait_for_state("COMPLETED")
+    assert datetime.now() < limit
     wait_until(lambda: not processes_of(job), 10, lambda: str(processes_of(job)))
 
 
