@@ -41,10 +41,20 @@ class Server:
         return self.log_file.read_text(errors="replace")
 
     def post(self, path: str, json: Any, **options: Any) -> requests.Response:
-        return requests.post(self.url + path, json=json, timeout=120, **options)
+        return self._call("POST", path, json=json, timeout=120, **options)
 
     def get(self, path: str, **options: Any) -> requests.Response:
-        return requests.get(self.url + path, timeout=30, **options)
+        return self._call("GET", path, timeout=30, **options)
+
+    def _call(self, method: str, path: str, **options: Any) -> requests.Response:
+        # Not at the top: a process that only needs this module and runs vLLM must not import Flask,
+        # whose proxies fail where torch inspects each module's globals.
+        from tests.api_schemas import check_json_answer
+
+        answer = requests.request(method, self.url + path, **options)
+        if not options.get("stream"):
+            check_json_answer(answer)
+        return answer
 
     def generate(self, prompts: Any, **fields: Any) -> dict[str, Any]:
         """The response of /generate/; the status must be 200."""

@@ -86,6 +86,8 @@ class DetokenizeAnswer(msgspec.Struct, kw_only=True):
     """The text of token ids."""
 
     prompt: str
+    # With `return_token_texts`: what each id adds to the text.
+    token_texts: list[str] | UnsetType = UNSET
 
 
 MismatchAnswer = msgspec.defstruct(
