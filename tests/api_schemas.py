@@ -145,9 +145,7 @@ def _validator(method: str, path: str, status: str) -> jsonschema_rs.Draft202012
     responses = closed_document()["paths"][path][method]["responses"]
     response = responses.get(status)
     if response and "$ref" in response:
-        response = closed_document()["components"]["responses"][
-            response["$ref"].rpartition("/")[2]
-        ]
+        response = closed_document()["components"]["responses"][response["$ref"].rpartition("/")[2]]
     schema = (response or {}).get("content", {}).get(JSON, {}).get("schema")
     if schema is None:
         return None
