@@ -6,10 +6,9 @@ import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-import jsonschema_rs
 import msgspec
 import requests
-from jsonschema import Draft202012Validator
+from jsonschema_rs import Draft202012Validator
 
 from app import create_app
 from app.openapi.document import document_of
@@ -86,15 +85,21 @@ def operation_of(method: str, path: str) -> Described:
 
 def problems(value: Any, schema: dict[str, Any]) -> list[str]:
     """What of `value` does not fit a schema of the closed document."""
-    whole = {**schema, "components": closed_document()["components"]}
     return [
-        f"{error.json_path}: {error.message[:500]}"
-        for error in Draft202012Validator(whole).iter_errors(value)
+        f"{error.instance_path}: {error.message[:500]}"
+        for error in _validator(msgspec.json.encode(schema)).iter_errors(value)
     ]
 
 
+@functools.cache
+def _validator(schema: bytes) -> Draft202012Validator:
+    """Made once for each schema: it takes 10 ms, and a comparison microseconds."""
+    components = closed_document()["components"]
+    return Draft202012Validator({**json.loads(schema), "components": components})
+
+
 def check_answer(described: Described, answer: requests.Response) -> None:
-    """The answer's status, media type and body are those of the document."""
+    """The answer's status, media type, headers and body are those of the document."""
     shown = f"{described}: {answer.status_code} {answer.text[:500]}"
     responses = described.operation["responses"]
     assert str(answer.status_code) in responses, shown
@@ -110,26 +115,18 @@ def check_answer(described: Described, answer: requests.Response) -> None:
     assert kind in response["content"], shown
     schema = response["content"][kind]["schema"]
     for value in _values(kind, answer):
-        assert not problems(value, schema.get("x-event", schema)), shown
+        found = problems(value, schema.get("x-event", schema))
+        assert not found, f"{found}; {shown}"
 
 
 def check_json_answer(answer: requests.Response) -> None:
-    """The status and the fields of a JSON answer are those of the document.
-
-    Unlike `check_answer` it finds the operation by the path, and takes microseconds: each answer
-    that a test gets passes through it. Other paths and other media pass.
-    """
+    """`check_answer` for JSON of any path of the document; what else a test gets passes."""
     method = str(answer.request.method).lower()
     path = answer.request.path_url.partition("?")[0].rstrip("/") or "/"
-    kind = answer.headers.get("Content-Type", "").partition(";")[0]
-    described = next((one for pattern, one in _patterns() if pattern.fullmatch(path)), "")
-    if kind != JSON or method not in document()["paths"].get(described, {}):
-        return
-    shown = f"{method} {described}: {answer.status_code} {answer.text[:500]}"
-    found = _validator(method, described, str(answer.status_code))
-    assert found is not None, f"the document has no such status; {shown}"
-    for error in found.iter_errors(answer.json()):
-        raise AssertionError(f"{error.instance_path}: {error.message[:500]}; {shown}")
+    template = next((one for pattern, one in _patterns() if pattern.fullmatch(path)), "")
+    is_json = answer.headers.get("Content-Type", "").startswith(JSON)
+    if is_json and method in document()["paths"].get(template, {}):
+        check_answer(operation_of(method, template), answer)
 
 
 @functools.cache
@@ -137,21 +134,6 @@ def _patterns() -> list[tuple[re.Pattern[str], str]]:
     """Each path of the document, those without variable parts first."""
     paths = sorted(document()["paths"], key=lambda path: path.count("{"))
     return [(re.compile(re.sub(r"\\{\w+\\}", "[^/]+", re.escape(path))), path) for path in paths]
-
-
-@functools.cache
-def _validator(method: str, path: str, status: str) -> jsonschema_rs.Draft202012Validator | None:
-    """Of the JSON answers of an operation; None: the document has none of this status."""
-    responses = closed_document()["paths"][path][method]["responses"]
-    response = responses.get(status)
-    if response and "$ref" in response:
-        response = closed_document()["components"]["responses"][response["$ref"].rpartition("/")[2]]
-    schema = (response or {}).get("content", {}).get(JSON, {}).get("schema")
-    if schema is None:
-        return None
-    return jsonschema_rs.Draft202012Validator(
-        {**schema, "components": closed_document()["components"]}
-    )
 
 
 # Where they apply: a repeat helps, a model has been asked.

@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import requests
 
+from app.http.responses import LOGPROBS_MODE_HEADER
 from tests.servers import (
     REPOSITORY,
     START_TIMEOUT_S,
@@ -251,4 +252,5 @@ def test_inference_takes_keys(server: Server):
     headers = {"Idempotency-Key": uuid.uuid4().hex}
     answers = [server.post("/inference/v1/generate", body, headers=headers) for _ in range(2)]
     assert answers[0].content == answers[1].content
+    assert answers[0].headers[LOGPROBS_MODE_HEADER] == answers[1].headers[LOGPROBS_MODE_HEADER]
     assert answers[0].json()["choices"][0]["token_ids"] == REST[::-1][:2]

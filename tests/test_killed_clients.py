@@ -246,7 +246,9 @@ def test_with_a_key_the_request_goes_on_for_a_repeat_and_then_ends(server: Serve
     calls = [{"prompts": [HANGING], "idempotent": True}] * num_calls
     with client_process(GENERATES, server.url, calls):
         wait_until(lambda: num_open(server) == num_calls, 20)
-        assert (left_behind(server)["waiting_prompts"] > 0) == (num_calls > NUM_SLOTS)
+        # A prompt waits for its turn between the request's beginning and its sending.
+        is_queued = num_calls > NUM_SLOTS
+        wait_until(lambda: (left_behind(server)["waiting_prompts"] > 0) == is_queued, 20)
         assert len(kept_keys(server)) == num_calls
         awaited_since(server, seconds=10)
     # The end of the connection begins the time anew.

@@ -25,7 +25,7 @@ from flask import Flask, Response, g, has_request_context, request
 
 from app.http.auth import current_key
 from app.http.connections import client_gone, current_client, has_hung_up
-from app.http.responses import in_pieces, respond
+from app.http.responses import in_pieces, logprobs_mode, name_logprobs, respond
 from app.time_slices import YIELD_S
 from titopool.deadline import Deadline
 from titopool.errors import Conflict, DeadlinePassed, InvalidRequest
@@ -43,8 +43,8 @@ REPEAT_WITHIN_S = 30.0
 POLL_S = 0.1
 SWEEP_EVERY_S = 60.0
 FOLDER = "answers"
-# A file: the request's digest, the state, the MIME type up to a line feed, the answer. The state is
-# written last.
+# A file: the request's digest, the state, a line with the MIME type and one with the mode of
+# log-probabilities, the answer. The state is written last.
 DIGEST_BYTES = 32
 RUNNING, KEPT, NOT_KEPT = b"R", b"K", b"N"
 
@@ -113,8 +113,9 @@ def _once(handler: Any, store: "AnswerStore", timeout_s: float) -> Callable[[], 
                 g.claim = claim
                 response = handler()
                 if response.status_code == 200:
-                    claim.keep(response.get_data(), response.mimetype or "")
+                    claim.keep(response.get_data(), response.mimetype or "", logprobs_mode())
                 return response
+            name_logprobs(claim.logprobs_mode)
             return respond(claim.answer, claim.mimetype)
 
     return handle
@@ -128,7 +129,7 @@ class Claim:
         self.descriptor = descriptor
         # What an earlier request with the key was answered; None: there is no answer yet.
         self.answer: bytes | None = None
-        self.mimetype = ""
+        self.mimetype = self.logprobs_mode = ""
         self.has_ended = False
 
     def is_awaited(self) -> bool:
@@ -139,16 +140,17 @@ class Claim:
         """Begins the time in which a repeat may come."""
         os.utime(self.descriptor)
 
-    def keep(self, answer: bytes, mimetype: str) -> None:
+    def keep(self, answer: bytes, mimetype: str, logprobs_mode: str) -> None:
         """Keeps the answer, or the fact that the budget had no room for it."""
-        is_kept = self._store.take(self._path, len(answer)) and self._write(answer, mimetype)
+        head = f"{mimetype}\n{logprobs_mode}\n".encode()
+        is_kept = self._store.take(self._path, len(answer)) and self._write(head, answer)
         os.pwrite(self.descriptor, KEPT if is_kept else NOT_KEPT, DIGEST_BYTES)
         self.answer = answer
 
-    def _write(self, answer: bytes, mimetype: str) -> bool:
+    def _write(self, head: bytes, answer: bytes) -> bool:
         try:
             place = DIGEST_BYTES + 1
-            for piece in (f"{mimetype}\n".encode(), *in_pieces(answer)):
+            for piece in (head, *in_pieces(answer)):
                 place += os.pwrite(self.descriptor, piece, place)
                 gevent.sleep(YIELD_S)
         except OSError:
@@ -272,8 +274,8 @@ def _read(claim: Claim, digest: bytes) -> None:
         )
     if state == KEPT:
         rest = os.pread(claim.descriptor, os.fstat(claim.descriptor).st_size, DIGEST_BYTES + 1)
-        mimetype, _, claim.answer = rest.partition(b"\n")
-        claim.mimetype = mimetype.decode()
+        mimetype, mode, claim.answer = rest.split(b"\n", 2)
+        claim.mimetype, claim.logprobs_mode = mimetype.decode(), mode.decode()
     else:
         os.ftruncate(claim.descriptor, 0)
         os.pwrite(claim.descriptor, digest + RUNNING, 0)

@@ -21,7 +21,7 @@ def init_app(app: Flask) -> None:
     @app.after_request
     def name_release(response: Response) -> Response:
         response.headers[VERSION_HEADER] = RELEASE
-        if mode := g.get("logprobs_mode"):
+        if mode := logprobs_mode():
             response.headers[LOGPROBS_MODE_HEADER] = mode
         return response
 
@@ -29,6 +29,12 @@ def init_app(app: Flask) -> None:
 def name_logprobs(mode: str) -> None:
     """Names `mode` on the response to the current request: an answer, a stream or an error."""
     g.logprobs_mode = mode
+
+
+def logprobs_mode() -> str:
+    """What `name_logprobs` named; "": nothing."""
+    mode: str = g.get("logprobs_mode", "")
+    return mode
 
 
 def json_response(body: dict[str, Any], status: int = 200) -> Response:
