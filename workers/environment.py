@@ -39,7 +39,11 @@ def prepare_environment(environ: MutableMapping[str, str], *, on_cpu: bool) -> N
         environ.setdefault("VLLM_TARGET_DEVICE", "cpu")
         environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
         # Engines share the cores with front ends and other engines: an OpenMP thread that spins
-        # while it waits would take the core from the threads that it waits for.
+        # for long while it waits takes the core from the threads that it waits for. One that does
+        # not spin at all is woken for each operation, which doubles the time of a small step. 1,000
+        # rounds are good alone and beside another engine (docs/performance.md).
+        if "OMP_WAIT_POLICY" not in environ:
+            environ.setdefault("GOMP_SPINCOUNT", "1000")
         environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         # oneDNN caches compiled kernels for the last 1,024 shapes, up to 2 MiB each. Weight updates
         # produce ever new batch sizes, so the cache would grow beyond 1 GiB per engine. Compiling a
