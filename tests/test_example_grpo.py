@@ -72,8 +72,7 @@ def test_three_seeds_learn_prompts_that_they_were_not_trained_on(learned: list[H
     for history in learned:
         rewards = [one["reward"] for one in history]
         assert rewards[0] < 0.2
-        # Some runs end where one kind of prompt stays wrong, at 0.875.
-        assert sum(rewards[-5:]) / 5 > 0.8, rewards
+        assert sum(rewards[-5:]) / 5 > 0.9, rewards
 
 
 def test_without_updates_nothing_is_learned(histories: dict[str, History], learned: list[History]):

@@ -140,9 +140,12 @@ class Claim:
         """Begins the time in which a repeat may come."""
         os.utime(self.descriptor)
 
-    def keep(self, answer: bytes, mimetype: str, logprobs_mode: str) -> None:
-        """Keeps the answer, or the fact that the budget had no room for it."""
-        head = f"{mimetype}\n{logprobs_mode}\n".encode()
+    def keep(self, answer: bytes, mimetype: str, mode: str) -> None:
+        """Keeps the answer, or the fact that the budget had no room for it.
+
+        `mode`: of its log-probabilities.
+        """
+        head = f"{mimetype}\n{mode}\n".encode()
         is_kept = self._store.take(self._path, len(answer)) and self._write(head, answer)
         os.pwrite(self.descriptor, KEPT if is_kept else NOT_KEPT, DIGEST_BYTES)
         self.answer = answer
