@@ -114,6 +114,9 @@ def run(
     size = max(1, len(gpus) if extent in ("all", "spanning") else len(gpus) // 2)
     num_engines = 2 if extent == "half" else 1
     served = [*words, "--tensor-parallel-size", str(size), "--num-workers", str(num_engines)]
+    if num_engines == 1:
+        # vLLM's own looks for the GPUs of another node of this host among those of its own.
+        served.append("--disable-custom-all-reduce")
     log = folder / f"{mode}.log"
     if kind == "plain":
         began = time.monotonic()

@@ -1,14 +1,15 @@
 """What it costs to watch a server: tokens a second with all of it on and off, in alternating pairs.
 
-    python -m benchmarks.watching [--shape qwen3-0.6b] [--pairs 10] [--requests 512] [--out FILE.jsonl]
-        [--serve-options "…"]
+    python -m benchmarks.watching [--shape qwen3-0.6b] [--pairs 10] [--requests 512] [--max-s SECONDS]
+        [--out FILE.jsonl] [--serve-options "…"]
 
 Two servers of one model share the GPU; one of them at a time has load. "Off" has no metrics, keeps no
 log-probabilities and writes text. "On" has the defaults, JSON logs and traces of one request in a
 hundred; a collector takes them, and everything that the page, Prometheus and `titopool top` ask for
 is asked every second. Each run is requests of one prompt of 256 ids and 128 sampled tokens, all at
-once. Prints a line of JSON: the ratios on / off, their mean with its 95 % interval (Student's t, of
-logarithms), and the seconds of a scrape of /metrics under load.
+once. No pair begins after `--max-s`, whatever the pairs before it gave. Prints a line of JSON: the
+ratios on / off, their mean with its 95 % interval (Student's t, of logarithms), and the seconds of a
+scrape of /metrics under load.
 """
 
 import argparse
@@ -42,15 +43,20 @@ POLLED = ("/metrics", "/metrics/history", "/workers", "/requests")
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--shape", default="tiny", choices=SHAPES)
-    parser.add_argument("--pairs", type=int, default=10, choices=range(2, 31), metavar="2..30")
+    parser.add_argument("--pairs", type=int, default=10, choices=range(2, 101), metavar="2..100")
     parser.add_argument("--requests", type=int, default=512)
+    parser.add_argument("--max-s", type=float, default=float("inf"))
     parser.add_argument("--out", type=Path)
     parser.add_argument("--serve-options", default="")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
         model = f"{name}/model"
-        words = [sys.executable, "-m", "benchmarks.models", options.shape, model, "weights"]
+        is_tiny = options.shape == "tiny"
+        words = [sys.executable, "-m", "benchmarks.models", options.shape, model]
+        words.append("weights" if is_tiny else "dummy")
         subprocess.run(words, check=True, env=environment(), cwd=REPOSITORY)
+        served = [model, *([] if is_tiny else ["--load-format", "dummy"])]
+        served += options.serve_options.split()
         traces = stack.enter_context(collector())
         on = (
             "--log-format",
@@ -62,14 +68,12 @@ def main() -> None:
         )
         servers = {
             kind: stack.enter_context(
-                running_server(
-                    model, *options.serve_options.split(), *chosen, log=Path(name, f"{kind}.log")
-                )
+                running_server(*served, *chosen, log=Path(name, f"{kind}.log"))
             )
             for kind, chosen in (("off", OFF), ("on", on))
         }
         end = stack.enter_context(watched(servers["on"]))
-        found = measure(servers, options.pairs, options.requests)
+        found = measure(servers, options.pairs, options.requests, options.max_s)
         scrapes = end()
         found["scrape_s"] = {"median": statistics.median(scrapes), "greatest": max(scrapes)}
     line = json.dumps({"shape": options.shape, "requests": options.requests, **found})
@@ -138,13 +142,18 @@ def _watch(server: Server, pipe: Connection) -> None:
     pipe.send(seconds)
 
 
-def measure(servers: dict[str, Server], num_pairs: int, num_requests: int) -> dict[str, object]:
-    """Alternates which of the two is first."""
+def measure(
+    servers: dict[str, Server], num_pairs: int, num_requests: int, max_s: float
+) -> dict[str, object]:
+    """Alternates which of the two is first. Makes two pairs at least, whatever `max_s`."""
+    deadline = time.monotonic() + max_s
     numbers = random.Random(0)
     for server in servers.values():
         tokens_per_s(server, numbers, num_requests)
     rates: dict[str, list[float]] = {kind: [] for kind in servers}
     for index in range(num_pairs):
+        if index >= 2 and time.monotonic() > deadline:
+            break
         for kind in sorted(servers, reverse=index % 2 == 1):
             rates[kind].append(tokens_per_s(servers[kind], numbers, num_requests))
         print(index, {kind: round(found[-1]) for kind, found in rates.items()}, file=sys.stderr)
