@@ -21,7 +21,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from tests.servers import REPOSITORY, environment
-from workers.process import without_collector
+from titopool.collector import without_collector
 
 # Seconds to import torch and vLLM on a busy machine.
 START_TIMEOUT_S = 120.0

@@ -1,5 +1,7 @@
 """The front end uses the tokenizer of the model that the workers serve now."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import msgspec
@@ -7,7 +9,9 @@ import pytest
 
 import app.inputs.tokenizer
 from app.inputs.tokenizer import TokenizerLoader
+from tests.servers import REPOSITORY
 from tests.test_pool import FACTS
+from titopool.demo_model import make_tokenizer
 from titopool.wire.messages import WorkerFacts
 from workers.engine.facts import digest_of_tokenizer
 
@@ -54,3 +58,18 @@ def test_replaced_files_in_a_folder_load_the_tokenizer_again(loaded: list[str], 
     for digest in (first, second):
         use(loader, msgspec.structs.replace(FACTS, tokenizer="t", tokenizer_digest=digest))
     assert loaded == [f"t{first}", f"t{second}"]
+
+
+def test_the_collector_visits_nothing_of_what_the_tokenizer_imported(tmp_path: Path):
+    make_tokenizer(tmp_path)
+    # In a process that has imported nothing of it, as a front end. torch alone has 300,000 objects.
+    code = (
+        "import gc, msgspec, sys; from app.inputs.tokenizer import load; from tests.test_pool import FACTS;"
+        "gc.freeze();"
+        "print('torch' in sys.modules);"
+        "kept = load(msgspec.structs.replace(FACTS, tokenizer=sys.argv[1]));"
+        "print('torch' in sys.modules, len(gc.get_objects()) < 20_000, gc.isenabled())"
+    )
+    words = [sys.executable, "-c", code, str(tmp_path)]
+    printed = subprocess.run(words, cwd=REPOSITORY, text=True, check=True, stdout=subprocess.PIPE)
+    assert printed.stdout.split() == ["False", "True", "True", "True"]

@@ -1,10 +1,9 @@
-"""What concerns a worker's whole process: exit codes, daemon threads, child processes, collector."""
+"""What concerns a worker's whole process: exit codes, daemon threads, child processes."""
 
 import asyncio
-import gc
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import psutil
@@ -45,13 +44,3 @@ def kill_children() -> None:
     for child in psutil.Process().children(recursive=True):
         with suppress(psutil.NoSuchProcess):
             child.kill()
-
-
-@contextmanager
-def without_collector() -> Iterator[None]:
-    """Turns the garbage collector off, for imports: vLLM's then take 5 s instead of 7."""
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()

@@ -1,11 +1,8 @@
 """Turns a body into its struct, and msgspec's errors into refusals that a client understands."""
 
 import difflib
-import gc
 import re
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
@@ -15,6 +12,7 @@ from gevent.lock import Semaphore
 
 from app.schemas.long_lists import decode_in_pieces
 from app.time_slices import YIELD_S
+from titopool.collector import without_collector
 from titopool.errors import InvalidRequest
 
 # Matches errors that carry no path: of a missing or unknown field, and of a `__post_init__`.
@@ -48,7 +46,8 @@ def decode_body(body: bytes, decoder: Decoder[Body]) -> Body:
     try:
         if len(body) <= LONG_BYTES:
             return decoder.decode(body)
-        with _long_bodies, _without_collector():
+        # Each collection would visit all that is decoded so far.
+        with _long_bodies, without_collector():
             body_type = getattr(decoder, "body_type", None) or getattr(decoder, "type", None)
             if isinstance(body_type, type) and issubclass(body_type, msgspec.Struct):
                 decoded: Body = decode_in_pieces(body, partial(_decode_long, decoder), body_type)
@@ -68,16 +67,6 @@ def _decode_long(decoder: Decoder[Body], body: bytes) -> Body:
         return decoder.decode(body)
     finally:
         _next_long_body = 2 * time.monotonic() - began_s
-
-
-@contextmanager
-def _without_collector() -> Iterator[None]:
-    """Within the block no garbage is collected: each time all objects made so far are visited."""
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
 
 
 def convert(value: Any, wanted: type[Converted], location: str = "") -> Converted:

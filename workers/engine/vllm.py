@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from titopool.collector import without_collector
 from titopool.errors import InvalidRequest, TitopoolError
 from titopool.settings.config import ServerConfig
 from titopool.settings.sampling import SamplingOptions, decode_options, encode_options
@@ -59,7 +60,6 @@ from workers.engine.weights import VllmWeights, WeightEngine
 from workers.environment import default_engine_options, image_processes, prepare_environment
 from workers.images.preparer import ImagePreparer
 from workers.in_model.logprobs_patch import receive_lists
-from workers.process import without_collector
 from workers.vllm_internals import check_internals
 
 # Of the encoded options whose parameters are kept, each with what vLLM's object takes besides.
