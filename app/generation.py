@@ -20,7 +20,7 @@ from gevent.event import Event
 from app.counts.http_requests import current_record
 from app.http.connections import client_gone, current_client, watching
 from app.http.idempotency import current_claim, refuse_stream
-from app.http.responses import respond, respond_in_parts
+from app.http.responses import respond_in_parts
 from app.inputs.admission import Admission
 from app.inputs.images import NO_IMAGES, PromptImages, check_placeholders
 from app.inputs.token_ids import TokenIds, check_length, checked_ids
@@ -117,7 +117,7 @@ def run_request(admission: Admission, request: Request) -> list[Completed]:
     with submitted(admission, request):
         if not request.wait(admission.deadline.left_s):
             cancel_overdue(admission, request)
-    results = request.completed()
+    results = request.take_results()
     if admission.keep_logprobs is not None:
         admission.keep_logprobs(admission.kept_name, arrays_of(results))
     admission.count_memory(BYTES_PER_RESULT_BYTE * request.num_result_bytes)
@@ -332,14 +332,14 @@ def expanded_ids(prompts: Sequence[Prompt], results: Sequence[Completed]) -> lis
 
 def token_response(
     prompts: Sequence[Prompt],
-    results: Sequence[Completed],
+    results: list[Completed],
     options: SamplingOptions,
     *,
     with_raw: bool,
 ) -> Response:
     """The response of /generate/ and /chat/: MessagePack if the client prefers it, else JSON.
 
-    MessagePack leaves out prompt ids that the client sent itself.
+    Empties `results`. MessagePack leaves out prompt ids that the client sent itself.
     """
     ids = expanded_ids(prompts, results)
     with_logprobs = options.logprobs is not None or options.logprob_token_ids is not None
@@ -350,4 +350,4 @@ def token_response(
         None if prompt.sent_as_ids and len(run) == len(prompt.token_ids) else run
         for prompt, run in zip(prompts, ids, strict=True)
     ]
-    return respond(binary_reply(unknown, results, **asked), MSGPACK)
+    return respond_in_parts(binary_reply(unknown, results, **asked), MSGPACK)

@@ -102,7 +102,7 @@ control_socket_disable = True
 
 # glibc's number of the option.
 M_MMAP_THRESHOLD = -3
-LARGE_BLOCK_BYTES = 2**20
+LARGE_BLOCK_BYTES = 2**18
 # A worker needs less than this to stop its engine.
 SUPERVISOR_STOP_TIMEOUT_S = 6.0
 # Addresses at which a client on this host reaches a server that listens on all of them.

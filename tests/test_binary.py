@@ -156,15 +156,17 @@ def test_json_and_binary_replies_agree_on_mixed_completions():
     completions = list(COMPLETIONS.values())
     results = [Completed(1, 1, completions[:2], 3), Completed(2, 1, completions[2:], 0)]
     ids = [np.arange(3, dtype=np.int32), np.arange(9, dtype=np.int32)[-4:]]
-    binary = binary_reply([None, ids[1]], results, with_logprobs=True)
+    binary = b"".join(binary_reply([None, ids[1]], results[:], with_logprobs=True))
     as_json = orjson.loads(b"".join(json_reply(ids, results, with_logprobs=True)))
+    assert results == []
     assert nested(binary, [[0, 1, 2], "text"]) == comparable(as_json)
 
 
 def test_arrays_that_repeat_the_completion_are_nil():
     def reply(*names: str, with_logprobs: bool = True) -> dict[str, Any]:
         result = Completed(1, 1, [COMPLETIONS[name] for name in names], 0)
-        return msgspec.msgpack.decode(binary_reply([None], [result], with_logprobs=with_logprobs))
+        parts = binary_reply([None], [result], with_logprobs=with_logprobs)
+        return msgspec.msgpack.decode(b"".join(parts))
 
     mixed = reply("sampled", "other ids", "two and one")
     assert mixed["logprob_token_ids"] == [None, int32(3, 3), int32(7, 9, 8)]

@@ -92,7 +92,7 @@ def ended_early(num_images: int, *, is_streamed: bool) -> tuple[TokensRequest, R
 @pytest.mark.parametrize("num_images, ids", [(2, None), (0, [7, 7, 7])])
 def test_a_prompt_whose_images_were_not_placed_is_not_shown(num_images: int, ids: list[int] | None):
     request, pending = ended_early(num_images, is_streamed=False)
-    answer = orjson.loads(b"".join(json_parts(whole_answer(request, pending.completed()[0]))))
+    answer = orjson.loads(b"".join(json_parts(whole_answer(request, pending.take_results()[0]))))
     request, pending = ended_early(num_images, is_streamed=True)
     (event,) = TokensEvents(request).write_chunks(pending.take_chunks())
     for shown in (answer, event):

@@ -45,7 +45,7 @@ class FrontEnd:
         request = Request(jobs)
         self.link.submit(request)
         assert request.wait(10)
-        return [one.completions[0].token_ids for one in request.completed()]
+        return [one.completions[0].token_ids for one in request.take_results()]
 
     @property
     def loads(self) -> list[int]:

@@ -187,7 +187,7 @@ def test_results_end_the_request_once_and_in_order():
     pool.on_results("a", [completed(2), completed(2), completed(9)])
     assert not request.is_done
     pool.on_results("a", [completed(1)])
-    assert [one.job_id for one in request.completed()] == [1, 2]
+    assert [one.job_id for one in request.take_results()] == [1, 2]
     assert pool.num_open_jobs == 0
 
 

@@ -89,7 +89,7 @@ def test_a_wrong_result_fails_only_its_own_request(result: Completed | Chunk):
     assert first.error is not None
     assert first.error.code == "generation_failed"
     assert "invalid result" in first.error.message
-    assert len(second.completed()) == 1
+    assert len(second.take_results()) == 1
     for request in pool.take_failed():
         pool.withdraw(request)
     assert pool.num_open_jobs == 0
@@ -101,7 +101,7 @@ def test_truncated_digests_do_not_fail_the_result():
     pool.submit(request)
     assert assigned(pool) == {"a": [1]}
     pool.on_results("a", [Completed(1, 1, [one()], 0, b"\0" * 11)])
-    assert len(request.completed()) == 1
+    assert len(request.take_results()) == 1
     assert pool.num_open_jobs == 0
 
 

@@ -11,7 +11,7 @@ import orjson
 import pytest
 import zmq
 
-from app.outputs.token_arrays import json_reply, nested_ids, nested_values
+from app.outputs.token_arrays import json_reply, nested
 from app.pool.discovery import is_named, look_up
 from titopool.errors import ConfigError
 from titopool.settings.sampling import SamplingOptions, encode_options
@@ -52,8 +52,8 @@ def int32(*numbers: int) -> bytes:
 def unpacked(
     packed: Logprobs, completion_ids: bytes = b""
 ) -> tuple[list[list[float]], list[list[int]]]:
-    completion = Completion(completion_ids, "stop", packed, [])
-    values, ids = nested_values(completion), nested_ids(completion)
+    values = nested(np.frombuffer(packed.values, np.float32), packed.counts)
+    ids = nested(np.frombuffer(packed.token_ids or completion_ids, np.int32), packed.counts)
     return [list(map(float, one)) for one in values], [list(map(int, one)) for one in ids]
 
 

@@ -49,6 +49,10 @@ class Reservation:
     def take(self, num_bytes: int) -> None:
         """Reserves `num_bytes` more; raises QueueFull as `check`."""
         self.check(num_bytes)
+        self.add(num_bytes)
+
+    def add(self, num_bytes: int) -> None:
+        """Reserves `num_bytes` more, even beyond the budget; below 0: gives some back."""
         self.keep(self.taken + num_bytes)
 
     def keep(self, num_bytes: int) -> None:

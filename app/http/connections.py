@@ -69,24 +69,34 @@ def watching(client: socket.socket | None, on_gone: Callable[[], None]) -> Itera
     if client is None:
         yield
         return
-    descriptor = client.fileno()
-    loop = gevent.get_hub().loop
-    watcher, timer = loop.io(descriptor, _READABLE), loop.timer(CHECK_EVERY_S, CHECK_EVERY_S)
-
-    def check() -> None:
-        watcher.stop()
-        if has_hung_up(descriptor):
-            timer.stop()
-            gevent.spawn(on_gone)
-        elif not timer.active:
-            # The client has sent bytes beyond its request: the socket stays readable, so poll it.
-            timer.start(check)
-
-    watcher.start(check)
+    watch = _Watch(client.fileno(), on_gone)
     try:
         yield
     finally:
-        for one in (watcher, timer):
+        watch.close()
+
+
+class _Watch:
+    """Looks at a connection until `close`, after which no cycle keeps what `on_gone` refers to."""
+
+    def __init__(self, descriptor: int, on_gone: Callable[[], None]):
+        self._descriptor, self._on_gone = descriptor, on_gone
+        loop = gevent.get_hub().loop
+        self._watcher = loop.io(descriptor, _READABLE)
+        self._timer = loop.timer(CHECK_EVERY_S, CHECK_EVERY_S)
+        self._watcher.start(self._check)
+
+    def _check(self) -> None:
+        self._watcher.stop()
+        if has_hung_up(self._descriptor):
+            self._timer.stop()
+            gevent.spawn(self._on_gone)
+        elif not self._timer.active:
+            # The client has sent bytes beyond its request: the socket stays readable, so poll it.
+            self._timer.start(self._check)
+
+    def close(self) -> None:
+        for one in (self._watcher, self._timer):
             one.stop()
             one.close()
 

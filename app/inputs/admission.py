@@ -80,10 +80,14 @@ class Admission:
         if self.reservation is not None:
             self.reservation.keep(self.reservation.num_body_bytes + num_bytes)
 
-    def count_memory(self, num_bytes: int) -> None:
-        """Adds `num_bytes` to what the request takes, even beyond the budget."""
-        if self.reservation is not None:
-            self.reservation.keep(self.reservation.taken + num_bytes)
+    @property
+    def count_memory(self) -> Callable[[int], None]:
+        """Adds bytes to what the request takes, even beyond the budget; below 0, gives them back.
+
+        It refers to the reservation only. The request's jobs keep it, and with the admission they would
+        be a cycle, whose results stay until garbage is collected.
+        """
+        return self.reservation.add if self.reservation is not None else lambda num_bytes: None
 
     def use_tokenizer(
         self,

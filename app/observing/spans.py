@@ -80,20 +80,13 @@ def _add_parts(
     )  # fmt: skip
     traces.add("generate", span, pending.placed_s, pending.done_s or now_s)
     traces.add("answer", span, pending.done_s, now_s)
-    reasons = {
-        one.finish_reason for result in pending.results if result for one in result.completions
-    }
-    versions = {
-        str(version) for result in pending.results if result
-        for one in result.completions for version, _ in one.weight_versions
-    }  # fmt: skip
     return {
         "gen_ai.request.model": pending.model,
         "gen_ai.usage.input_tokens": pending.num_input_tokens,
         "gen_ai.usage.output_tokens": pending.num_tokens,
-        "gen_ai.response.finish_reasons": sorted(reasons),
+        "gen_ai.response.finish_reasons": sorted(pending.finish_reasons),
         "titopool.num_prompts": len(pending.jobs),
         "titopool.workers": sorted(pending.workers),
-        "titopool.weight_versions": sorted(versions),
+        "titopool.weight_versions": sorted(map(str, pending.weight_versions)),
         **({"error.type": pending.error.code} if pending.error else {}),
     }

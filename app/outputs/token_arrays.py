@@ -3,15 +3,15 @@
 Both formats list the n completions of prompt 0 first, then those of prompt 1, and so on.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-import msgspec
 import numpy as np
 from werkzeug.datastructures import MIMEAccept
 from werkzeug.http import parse_accept_header
 
 from app.outputs.json_parts import json_parts
+from app.outputs.msgpack_parts import msgpack_parts
 from app.time_slices import sharing_time
 from titopool.errors import GenerationFailed
 from titopool.wire.logprob_entries import sampled_of
@@ -19,8 +19,6 @@ from titopool.wire.messages import Completed, Completion, Logprobs
 
 JSON = "application/json"
 MSGPACK = "application/msgpack"
-
-_to_msgpack = msgspec.msgpack.Encoder().encode
 
 
 def is_binary(accept: str) -> bool:
@@ -35,61 +33,90 @@ def is_binary(accept: str) -> bool:
 
 def json_reply(
     prompt_ids: Sequence[np.ndarray],
-    results: Sequence[Completed],
+    results: list[Completed],
     *,
     with_logprobs: bool,
     with_raw: bool = False,
 ) -> list[bytes]:
-    """The response of /generate/ as JSON, in parts.
+    """The response of /generate/ as JSON, in parts. Empties `results`.
 
     `logprobs` and `logprob_token_ids` have the shape [completions][tokens][1 to k + 1], or
     are null without `with_logprobs`. A value that is not finite is null.
     """
-    completions = _completions(results)
+    columns, rest = _Columns(results, with_raw=with_raw), _without_tokens(results)
+    # Each array is given up once it is written: so it has no other reference.
+    results.clear()
     reply: dict[str, Any] = {
         "prompt_ids": iter(prompt_ids),
-        "completion_ids": (
-            np.frombuffer(one.token_ids, np.int32) for one in sharing_time(completions)
-        ),
+        "completion_ids": _given_up(columns.token_ids, np.int32),
         "logprobs": None,
         "logprob_token_ids": None,
     }
     if with_logprobs:
-        reply["logprobs"] = map(nested_values, sharing_time(completions))
-        reply["logprob_token_ids"] = map(nested_ids, sharing_time(completions))
-    reply |= _without_tokens(results)
+        counts = columns.counts
+        values, ids = columns.values, columns.entry_ids
+        reply["logprobs"] = map(nested, _given_up(values, np.float32), counts)
+        reply["logprob_token_ids"] = map(nested, _given_up(ids, np.int32), counts)
+    reply |= rest
     if with_raw:
-        reply["raw_logprobs"] = (
-            np.frombuffer(one, np.float32) for one in sharing_time(raw_logprobs(completions))
-        )
+        reply["raw_logprobs"] = _given_up(columns.raw, np.float32)
+    del columns
     return json_parts(reply)
 
 
 def binary_reply(
     prompt_ids: Sequence[np.ndarray | None],
-    results: Sequence[Completed],
+    results: list[Completed],
     *,
     with_logprobs: bool,
     with_raw: bool = False,
-) -> bytes:
-    """The response of /generate/ as MessagePack, with the arrays as the worker sent them.
+) -> list[bytes]:
+    """The response of /generate/ as MessagePack, in parts, with the arrays as the worker sent them.
+    Empties `results`.
 
     Each array is the bytes of a little-endian array, int32 or (`logprobs`) float32. A prompt's
     ids are nil where `prompt_ids` has None.
     """
-    completions = _completions(results)
-    logprobs = [one.logprobs or Logprobs(b"") for one in completions] if with_logprobs else []
+    columns, rest = _Columns(results, with_raw=with_raw), _without_tokens(results)
+    results.clear()
     reply = {
-        "prompt_ids": [None if ids is None else ids.data for ids in prompt_ids],
-        "completion_ids": [one.token_ids for one in completions],
-        "logprobs": [one.values for one in logprobs] if with_logprobs else None,
-        "logprob_token_ids": _nil_if_empty([one.token_ids for one in logprobs]),
-        "num_logprobs": _nil_if_empty([one.counts for one in logprobs]),
-        **_without_tokens(results),
+        "prompt_ids": [None if ids is None else ids.tobytes() for ids in prompt_ids],
+        "completion_ids": columns.token_ids,
+        "logprobs": columns.values if with_logprobs else None,
+        "logprob_token_ids": _nil_if_empty(columns.named_ids) if with_logprobs else None,
+        "num_logprobs": _nil_if_empty(columns.counts) if with_logprobs else None,
+        **rest,
     }
     if with_raw:
-        reply["raw_logprobs"] = raw_logprobs(completions)
-    return _to_msgpack(reply)
+        reply["raw_logprobs"] = columns.raw
+    return msgpack_parts(reply)
+
+
+class _Columns:
+    """The arrays of all completions, in order."""
+
+    def __init__(self, results: Sequence[Completed], *, with_raw: bool):
+        completions = _completions(results)
+        packed = [one.logprobs or Logprobs(b"") for one in completions]
+        self.token_ids = [one.token_ids for one in completions]
+        self.values = [one.values for one in packed]
+        self.counts = [one.counts for one in packed]
+        # Of the log-probabilities; empty where they are the completion's own.
+        self.named_ids = [one.token_ids for one in packed]
+        self.raw = raw_logprobs(completions) if with_raw else []
+
+    @property
+    def entry_ids(self) -> list[bytes]:
+        """Of the log-probabilities; none where there are none."""
+        named = zip(self.named_ids, self.token_ids, self.values, strict=True)
+        return [ids or (own if values else b"") for ids, own, values in named]
+
+
+def _given_up(column: list[bytes], dtype: Any) -> Iterator[np.ndarray]:
+    """The arrays of `column`, which is emptied."""
+    column.reverse()
+    for _ in sharing_time(range(len(column))):
+        yield np.frombuffer(column.pop(), dtype)
 
 
 def raw_logprobs(completions: Sequence[Completion]) -> list[bytes]:
@@ -108,18 +135,16 @@ def raw_logprobs(completions: Sequence[Completion]) -> list[bytes]:
     return found
 
 
-def nested_values(completion: Completion) -> Any:
-    """The log-probabilities, [tokens][entries at that token]."""
-    packed = completion.logprobs
-    return [] if packed is None else _split(np.frombuffer(packed.values, np.float32), packed)
+def nested(array: np.ndarray, counts: bytes) -> Any:
+    """`array` as [tokens][entries at that token].
 
-
-def nested_ids(completion: Completion) -> Any:
-    """The token ids of the log-probabilities, [tokens][entries at that token]."""
-    packed = completion.logprobs
-    if packed is None:
-        return []
-    return _split(np.frombuffer(packed.token_ids or completion.token_ids, np.int32), packed)
+    Args:
+        counts: int32 [tokens], the entries; empty: each token has one.
+    """
+    if not counts:
+        return array.reshape(-1, 1)
+    ends = np.cumsum(np.frombuffer(counts, np.int32))
+    return np.split(array, ends[:-1])
 
 
 def sampled_logprobs(completion: Completion) -> np.ndarray:
@@ -179,13 +204,6 @@ def prompt_rows(result: Completed, location: str, *, num_tokens: int, k: int) ->
             "send the request again"
         )
     return PromptRows(*(one.reshape(-1, k + 1) for one in (values, token_ids, ranks)))
-
-
-def _split(array: np.ndarray, packed: Logprobs) -> Any:
-    if not packed.counts:
-        return array.reshape(-1, 1)
-    ends = np.cumsum(np.frombuffer(packed.counts, np.int32))
-    return np.split(array, ends[:-1])
 
 
 def _nil_if_empty(arrays: list[bytes]) -> list[bytes | None] | None:

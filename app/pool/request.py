@@ -74,8 +74,11 @@ class Request:
         self.done_s: float | None = None
         # Names of the workers that got jobs.
         self.workers: set[str] = set()
-        # Of chunks.
-        self.num_streamed_tokens = 0
+        # Of chunks, and of the results of jobs that are not streamed.
+        self.num_streamed_tokens = self._num_whole_tokens = 0
+        # Of completions.
+        self.finish_reasons: set[str] = set()
+        self.weight_versions: set[int] = set()
         # Memory that results take.
         self.num_result_bytes = 0
         self._count_bytes = count_bytes
@@ -111,12 +114,7 @@ class Request:
     @property
     def num_tokens(self) -> int:
         """Sampled tokens that have come; those of a job that is not streamed come at its end."""
-        # The results of streamed jobs repeat their tokens.
-        whole = [
-            one for job, one in zip(self.jobs, self.results, strict=True)
-            if one is not None and not job.is_streamed
-        ]  # fmt: skip
-        return self.num_streamed_tokens + sum(_num_tokens(one.completions) for one in whole)
+        return self.num_streamed_tokens + self._num_whole_tokens
 
     @property
     def num_input_tokens(self) -> int:
@@ -142,8 +140,13 @@ class Request:
             self.note_first_token()
             prompt = result.prompt_token_ids or self.jobs[index].prompt_token_ids
             self.num_prompt_tokens += len(prompt) // ID_BYTES
-            num_id_bytes = sum(len(one.token_ids) for one in result.completions)
-            self.num_completion_tokens += num_id_bytes // ID_BYTES
+            num_tokens = _num_tokens(result.completions)
+            self.num_completion_tokens += num_tokens
+            # The results of streamed jobs repeat their tokens.
+            self._num_whole_tokens += 0 if self.jobs[index].is_streamed else num_tokens
+            for one in result.completions:
+                self.finish_reasons.add(one.finish_reason)
+                self.weight_versions.update(version for version, _ in one.weight_versions)
         num_bytes = _bytes_of(result.completions, result.prompt_logprobs)
         self.num_result_bytes += num_bytes
         self._count_bytes(num_bytes)
@@ -193,14 +196,15 @@ class Request:
             # One error may end many requests: drop the frames of those that raised it before.
             raise self.error.with_traceback(None)
 
-    def completed(self) -> list[Completed]:
-        """The results of all jobs.
+    def take_results(self) -> list[Completed]:
+        """The results of all jobs, which it has no longer.
 
         Raises:
             TitopoolError: why the request failed.
         """
         self.raise_if_failed()
-        return [result for result in self.results if result is not None]
+        taken, self.results = self.results, []
+        return [result for result in taken if result is not None]
 
 
 def _num_tokens(completions: Sequence[Completion]) -> int:

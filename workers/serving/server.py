@@ -70,6 +70,9 @@ APART_LEAD_S = 0.02
 GRAMMAR_LEAD_S = 0.5
 # Of one heartbeat; 128 KiB hold the digests of a million tokens.
 MAX_PREFIX_BYTES = 128 * 1024
+# Results that are longer together go alone: a front end has a message in memory twice while it
+# decodes it.
+LONG_FRAME_BYTES = 2**20
 # Between two messages with the metrics of the engine.
 METRICS_S = 2.0
 # Seconds for the images of one prompt.
@@ -535,7 +538,12 @@ class WorkerServer:
 
     def _send_results(self, identity: bytes, results: list[Result]) -> None:
         try:
-            self._send(identity, messages.Results(results))
+            frame = messages.encode(messages.Results(results))
+            if len(frame) <= LONG_FRAME_BYTES or len(results) == 1:
+                self._send_frame(identity, frame)
+                return
+            for one in results:
+                self._send_results(identity, [one])
         except (UnicodeEncodeError, OverflowError, TypeError):
             # One result that cannot be encoded must not hold back the others.
             logger.exception("a result could not be encoded")
@@ -547,7 +555,10 @@ class WorkerServer:
                 self._send(identity, messages.Results([failed]))
 
     def _send(self, identity: bytes, message: messages.FromWorker) -> None:
-        self._router.send_multipart([identity, messages.encode(message)], zmq.NOBLOCK)
+        self._send_frame(identity, messages.encode(message))
+
+    def _send_frame(self, identity: bytes, frame: bytes) -> None:
+        self._router.send_multipart([identity, frame], zmq.NOBLOCK)
         # Sending may clear the descriptor's signal for a message that has arrived.
         if int(self._router.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
             self._loop.call_soon(self._receive)
