@@ -70,8 +70,8 @@ APART_LEAD_S = 0.02
 GRAMMAR_LEAD_S = 0.5
 # Of one heartbeat; 128 KiB hold the digests of a million tokens.
 MAX_PREFIX_BYTES = 128 * 1024
-# Results that are longer together go alone: a front end has a message in memory twice while it
-# decodes it.
+# Results that are longer together go in several messages: a front end has a message in memory twice
+# while it decodes it.
 LONG_FRAME_BYTES = 2**20
 # Between two messages with the metrics of the engine.
 METRICS_S = 2.0
@@ -542,8 +542,9 @@ class WorkerServer:
             if len(frame) <= LONG_FRAME_BYTES or len(results) == 1:
                 self._send_frame(identity, frame)
                 return
-            for one in results:
-                self._send_results(identity, [one])
+            num_each = max(1, len(results) * LONG_FRAME_BYTES // len(frame))
+            for start in range(0, len(results), num_each):
+                self._send_results(identity, results[start : start + num_each])
         except (UnicodeEncodeError, OverflowError, TypeError):
             # One result that cannot be encoded must not hold back the others.
             logger.exception("a result could not be encoded")
