@@ -115,7 +115,7 @@ def run(
     num_engines = 2 if extent == "half" else 1
     served = [*words, "--tensor-parallel-size", str(size), "--num-workers", str(num_engines)]
     if num_engines == 1:
-        # vLLM's own looks for the GPUs of another node of this host among those of its own.
+        # vLLM's own all-reduce looks for the GPUs of another node of this host among its own.
         served.append("--disable-custom-all-reduce")
     log = folder / f"{mode}.log"
     if kind == "plain":

@@ -7,7 +7,7 @@ Two servers of one model share the GPU; one of them at a time has load. "Off" ha
 log-probabilities and writes text. "On" has the defaults, JSON logs and traces of one request in a
 hundred; a collector takes them, and everything that the page, Prometheus and `titopool top` ask for
 is asked every second. Each run is requests of one prompt of 256 ids and 128 sampled tokens, all at
-once. No pair begins after `--max-s`, whatever the pairs before it gave. Prints a line of JSON: the
+once. After two pairs, none begins later than `--max-s`. Prints a line of JSON: the
 ratios on / off, their mean with its 95 % interval (Student's t, of logarithms), and the seconds of a
 scrape of /metrics under load.
 """

@@ -10,7 +10,16 @@ import pytest
 
 from titopool.errors import InvalidRequest
 from titopool.settings.config import ServerConfig
-from titopool.wire.messages import Apart, Completed, Failed, Job, JobProgress
+from titopool.wire.messages import (
+    Apart,
+    Chunk,
+    Completed,
+    Completion,
+    Failed,
+    Job,
+    JobProgress,
+    decode_from_worker,
+)
 from titopool.wire.pool_files import is_endpoint
 from workers.engine.base import Generated
 from workers.engine.versions import Versions
@@ -18,7 +27,7 @@ from workers.serving import apart
 from workers.serving.apart import ApartGroups
 from workers.serving.jobs import FrontEnd
 from workers.serving.places import Place
-from workers.serving.server import WorkerServer
+from workers.serving.server import WorkerServer, in_groups
 
 JOB = Job(7, 2, b"\0" * 4, 1, 1, b"")
 
@@ -233,3 +242,46 @@ def test_a_worker_may_leave_its_port_to_the_kernel(tmp_path: Path):
     assert all(is_endpoint(one) and one.startswith("tcp://127.0.0.1:") for one in reported), (
         reported
     )
+
+
+def test_long_results_go_in_groups_in_their_order(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("workers.serving.server.GROUP_BYTES", 100)
+    results: list[Any] = [
+        completed(0, 60), Failed(1, 1, "generation_failed", "x"), completed(2, 40), completed(3, 1),
+        completed(4, 500), completed(5, 99), Chunk(6, 1, []), completed(7, 1),
+    ]  # fmt: skip
+    groups = [[one.job_id for one in group] for group in in_groups(results)]
+    assert groups == [[0, 1, 2], [3], [4], [5, 6, 7]]
+    assert [*in_groups([])] == []
+
+
+def test_results_arrive_in_order_though_one_cannot_be_encoded(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("workers.serving.server.GROUP_BYTES", 100)
+
+    async def story() -> list[Any]:
+        server = WorkerServer(
+            Engine(),  # type: ignore[arg-type]
+            endpoint="ipc://none", worker_id="0", config=ServerConfig(), report=print,
+        )  # fmt: skip
+        sent: list[Any] = []
+        server._router = SimpleNamespace(  # type: ignore[assignment]
+            send_multipart=lambda frames, _: sent.extend(decode_from_worker(frames[1]).results),
+            getsockopt=lambda _: 0,
+        )
+        unpaired = completed(2, 10, text="\ud800")
+        server._front_ends[b"f"] = FrontEnd(0.0)
+        server._front_ends[b"f"].outbox = [
+            completed(0, 90), completed(1, 50), unpaired, completed(3, 10), completed(4, 90),
+        ]  # fmt: skip
+        server._flush()
+        return sent
+
+    sent = asyncio.run(story())
+    assert [(one.job_id, isinstance(one, Failed)) for one in sent] == [
+        (0, False), (1, False), (2, True), (3, False), (4, False),
+    ]  # fmt: skip
+
+
+def completed(job_id: int, num_bytes: int, text: str = "") -> Completed:
+    completion = Completion(b"a" * num_bytes, "stop", None, [], text)
+    return Completed(job_id, 1, [completion], 0)

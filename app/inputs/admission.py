@@ -84,8 +84,8 @@ class Admission:
     def count_memory(self) -> Callable[[int], None]:
         """Adds bytes to what the request takes, even beyond the budget; below 0, gives them back.
 
-        It refers to the reservation only. The request's jobs keep it, and with the admission they would
-        be a cycle, whose results stay until garbage is collected.
+        It refers to the reservation only. The admission and `app.pool.request.Request`, which keeps
+        it, would be a cycle, and the request's jobs would stay until garbage is collected.
         """
         return self.reservation.add if self.reservation is not None else lambda num_bytes: None
 

@@ -1,4 +1,4 @@
-"""MessagePack of long arrays, whose bytes are written from where they are: an answer takes no copy."""
+"""MessagePack of many arrays, of which long ones are written from where they are, without a copy."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -6,6 +6,7 @@ from typing import Any
 import msgspec
 
 from app.http.responses import PIECE_BYTES
+from app.time_slices import sharing_time
 
 _encode = msgspec.msgpack.Encoder().encode
 
@@ -24,7 +25,7 @@ def msgpack_parts(fields: Mapping[str, Any]) -> list[bytes]:
             continue
         part += _head(len(value), 0x90, 0xDC)
         value.reverse()
-        while value:
+        for _ in sharing_time(range(len(value))):
             array = value.pop()
             if array is None or len(array) < PIECE_BYTES:
                 part += _encode(array)

@@ -44,7 +44,7 @@ def json_reply(
     are null without `with_logprobs`. A value that is not finite is null.
     """
     columns, rest = _Columns(results, with_raw=with_raw), _without_tokens(results)
-    # Each array is given up once it is written: so it has no other reference.
+    # Nothing else may refer to an array, so that it is freed once it is written.
     results.clear()
     reply: dict[str, Any] = {
         "prompt_ids": iter(prompt_ids),

@@ -16,7 +16,6 @@ from titopool.wire.messages import (
     Completed,
     Completion,
     Job,
-    Logprobs,
     WorkerFacts,
 )
 
@@ -101,7 +100,7 @@ class Request:
             self._has_chunks.add(index)
             self._chunks.append(ChunkOfJob(index, chunk))
             self.num_streamed_tokens += _num_tokens([piece for _, piece in chunk.pieces])
-            num_bytes = _bytes_of([piece for _, piece in chunk.pieces])
+            num_bytes = sum(COMPLETION_BYTES + piece.num_bytes for _, piece in chunk.pieces)
             self._unread_bytes += num_bytes
             self._count_bytes(num_bytes)
             self._progress.set()
@@ -147,7 +146,7 @@ class Request:
             for one in result.completions:
                 self.finish_reasons.add(one.finish_reason)
                 self.weight_versions.update(version for version, _ in one.weight_versions)
-        num_bytes = _bytes_of(result.completions, result.prompt_logprobs)
+        num_bytes = COMPLETION_BYTES * len(result.completions) + result.num_bytes
         self.num_result_bytes += num_bytes
         self._count_bytes(num_bytes)
         self._num_open -= 1
@@ -209,19 +208,3 @@ class Request:
 
 def _num_tokens(completions: Sequence[Completion]) -> int:
     return sum(len(one.token_ids) for one in completions) // ID_BYTES
-
-
-def _bytes_of(completions: Sequence[Completion], of_prompt: Logprobs | None = None) -> int:
-    """Estimate of the memory of completions and of a prompt's log-probabilities."""
-    num_bytes = COMPLETION_BYTES * len(completions) + _bytes_of_logprobs(of_prompt)
-    for one in completions:
-        num_bytes += len(one.token_ids) + len(one.text) + _bytes_of_logprobs(one.logprobs)
-        if one.routed_experts is not None:
-            num_bytes += len(one.routed_experts.data)
-        if one.sampling_mask is not None:
-            num_bytes += len(one.sampling_mask.token_ids)
-    return num_bytes
-
-
-def _bytes_of_logprobs(logprobs: Logprobs | None) -> int:
-    return 0 if logprobs is None else len(logprobs.values) + len(logprobs.token_ids)

@@ -1,19 +1,31 @@
-"""The column of the matrix for LoRA adapters, against transformers with merged weights."""
+"""The column of the matrix for LoRA adapters, against transformers with merged weights.
+
+vLLM's kernels for adapters take no float32 on a GPU. There the server computes in bfloat16, and the
+means of the differences decide.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import peft
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.matrix.text import greedy_answer
+from tests import reference
+from tests.matrix.text import NUM_TOKENS, chosen, flat, greedy_answer, prompts
 from tests.servers import Server
 from titopool.demo_model import make_tokenizer
+from titopool.settings.gpus import visible_gpus
 
 # The projections of attention that families have, of which each adapter changes all it finds.
 TARGETS = ("q_proj", "v_proj", "qkv_proj", "o_proj")
+OPTIONS: tuple[str, ...] = ("--enable-lora", "--max-lora-rank", "8")
+if visible_gpus():
+    OPTIONS += ("--dtype", "bfloat16")
+# Of log-probabilities, where the weights are those of the reference, and where they are not.
+SAME, OTHER = 0.1, 1.0
 
 
 @dataclass
@@ -49,8 +61,33 @@ def column_adapter(row: Row) -> None:
     body = {"lora_name": "style", "lora_path": adapter}
     answer = row.server.post("/v1/load_lora_adapter", body)
     assert answer.status_code == 200, answer.text
-    greedy_answer(row.server, merged, lora_name="style")
-    greedy_answer(row.server, row.own)
+    check(row.server, merged, row.own, lora_name="style")
+    check(row.server, row.own, merged)
+
+
+def check(server: Server, folder: str, other: str, **fields: str) -> None:
+    """Checks that the server has the weights of the model in `folder`, and not those in `other`."""
+    if not visible_gpus():
+        greedy_answer(server, folder, **fields)
+        return
+    answer = server.generate(
+        prompts(), temperature=0, max_tokens=NUM_TOKENS, logprobs=0,
+        generation_kwargs={"ignore_eos": True}, **fields,
+    )  # fmt: skip
+    near, far = (mean_difference(answer, one) for one in (folder, other))
+    assert near < SAME, f"log-probabilities differ by {near:.4f} in the mean"
+    assert far > OTHER, f"only {far:.4f} from other weights, in the mean"
+
+
+def mean_difference(answer: dict[str, Any], folder: str) -> float:
+    """Between an answer's log-probabilities and those of the model in `folder`, in float32."""
+    differences: list[float] = []
+    for prompt, ids, values in zip(
+        prompts(), answer["completion_ids"], answer["logprobs"], strict=True
+    ):
+        expected = chosen(reference.logprobs(folder, prompt, ids), ids)
+        differences += [abs(one - two) for one, two in zip(flat(values), expected, strict=True)]
+    return sum(differences) / len(differences)
 
 
 COLUMNS: dict[str, Callable[[Row], None]] = {"LoRA": column_adapter}

@@ -60,7 +60,7 @@ def serve_two_ranks(row: str, root: Path, log: Path) -> None:
 def serve_adapters(row: str, root: Path, log: Path) -> None:
     own, _ = two(make_family, row, root)
     make = lambda server: adapters.Row(server, own, root)  # noqa: E731
-    with_server(row, adapters.COLUMNS, make, own, log, "--enable-lora", "--max-lora-rank", "8")
+    with_server(row, adapters.COLUMNS, make, own, log, *adapters.OPTIONS)
 
 
 def update(row: str, root: Path, log: Path) -> None:

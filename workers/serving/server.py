@@ -11,7 +11,7 @@ import logging
 import os
 import time
 import uuid
-from collections.abc import Callable, Collection, Coroutine, Iterator
+from collections.abc import Callable, Collection, Coroutine, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -70,9 +70,9 @@ APART_LEAD_S = 0.02
 GRAMMAR_LEAD_S = 0.5
 # Of one heartbeat; 128 KiB hold the digests of a million tokens.
 MAX_PREFIX_BYTES = 128 * 1024
-# Results that are longer together go in several messages: a front end has a message in memory twice
+# Of the results in one message, unless one alone has more: a front end has a message in memory twice
 # while it decodes it.
-LONG_FRAME_BYTES = 2**20
+GROUP_BYTES = 2**20
 # Between two messages with the metrics of the engine.
 METRICS_S = 2.0
 # Seconds for the images of one prompt.
@@ -482,7 +482,7 @@ class WorkerServer:
     def _post(self, front_end: FrontEnd, result: Result) -> None:
         front_end.outbox.append(result)
         if not self._flush_planned:
-            # All results of one engine step are sent in one message.
+            # Results of one engine step are sent together.
             self._flush_planned = True
             self._loop.call_soon(self._flush)
 
@@ -533,18 +533,12 @@ class WorkerServer:
         self._flush_planned = False
         for identity, front_end in self._front_ends.items():
             results, front_end.outbox = front_end.outbox, []
-            if results:
-                self._send_results(identity, results)
+            for group in in_groups(results):
+                self._send_results(identity, group)
 
     def _send_results(self, identity: bytes, results: list[Result]) -> None:
         try:
-            frame = messages.encode(messages.Results(results))
-            if len(frame) <= LONG_FRAME_BYTES or len(results) == 1:
-                self._send_frame(identity, frame)
-                return
-            num_each = max(1, len(results) * LONG_FRAME_BYTES // len(frame))
-            for start in range(0, len(results), num_each):
-                self._send_results(identity, results[start : start + num_each])
+            self._send(identity, messages.Results(results))
         except (UnicodeEncodeError, OverflowError, TypeError):
             # One result that cannot be encoded must not hold back the others.
             logger.exception("a result could not be encoded")
@@ -556,10 +550,7 @@ class WorkerServer:
                 self._send(identity, messages.Results([failed]))
 
     def _send(self, identity: bytes, message: messages.FromWorker) -> None:
-        self._send_frame(identity, messages.encode(message))
-
-    def _send_frame(self, identity: bytes, frame: bytes) -> None:
-        self._router.send_multipart([identity, frame], zmq.NOBLOCK)
+        self._router.send_multipart([identity, messages.encode(message)], zmq.NOBLOCK)
         # Sending may clear the descriptor's signal for a message that has arrived.
         if int(self._router.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
             self._loop.call_soon(self._receive)
@@ -707,3 +698,18 @@ class WorkerServer:
                 "the engine did not stop by itself and is killed: %s", type(error).__name__
             )
         kill_children()
+
+
+def in_groups(results: Sequence[Result]) -> Iterator[list[Result]]:
+    """`results` in their order, at most `GROUP_BYTES` in each group or one."""
+    group, num_bytes = list[Result](), 0
+    for one in results:
+        # Others are short.
+        size = one.num_bytes if isinstance(one, Completed) else 0
+        if group and num_bytes + size > GROUP_BYTES:
+            yield group
+            group, num_bytes = [], 0
+        group.append(one)
+        num_bytes += size
+    if group:
+        yield group
