@@ -45,6 +45,13 @@ class Engine:
         return Generated([])
 
 
+def make_server(config: ServerConfig) -> WorkerServer:
+    return WorkerServer(
+        Engine(),  # type: ignore[arg-type]
+        endpoint="ipc://none", worker_id="0", config=config, report=print,
+    )  # fmt: skip
+
+
 def place_in(server: WorkerServer) -> Place:
     place = Place(1, True, 0, 1, take=lambda: None)
     server._places.enter(place)
@@ -79,10 +86,7 @@ def test_a_job_ends_once_whatever_raises(
     monkeypatch: pytest.MonkeyPatch, place: str, error: Any, code: str
 ):
     async def story() -> list[Any]:
-        server = WorkerServer(
-            Engine(),  # type: ignore[arg-type]
-            endpoint="ipc://none", worker_id="0", config=ServerConfig(), report=print,
-        )  # fmt: skip
+        server = make_server(ServerConfig())
         posted: list[Any] = []
         monkeypatch.setattr(server, "_post", lambda front_end, result: posted.append(result))
         owner, _, name = place.rpartition(".")
@@ -107,10 +111,7 @@ def test_a_worker_that_was_blocked_drops_no_front_end(monkeypatch: pytest.Monkey
 
     async def story() -> bool:
         config = ServerConfig(heartbeat_interval_s=0.1, heartbeat_timeout_s=0.5)
-        server = WorkerServer(
-            Engine(),  # type: ignore[arg-type]
-            endpoint="ipc://none", worker_id="0", config=config, report=print,
-        )  # fmt: skip
+        server = make_server(config)
         monkeypatch.setattr(server, "_send", lambda *_: None)
         was_known: list[bool] = []
         monkeypatch.setattr(
@@ -201,10 +202,7 @@ def test_a_job_that_was_held_says_when_it_starts(monkeypatch: pytest.MonkeyPatch
     """So a front end does not take it for the cause of a death while it was held."""
 
     async def story() -> list[Any]:
-        server = WorkerServer(
-            Engine(),  # type: ignore[arg-type]
-            endpoint="ipc://none", worker_id="0", config=ServerConfig(), report=print,
-        )  # fmt: skip
+        server = make_server(ServerConfig())
         posted: list[Any] = []
         monkeypatch.setattr(server, "_post", lambda front_end, result: posted.append(result))
         (turn,) = server._apart.add(1, b"other", "token")
@@ -259,10 +257,7 @@ def test_results_arrive_in_order_though_one_cannot_be_encoded(monkeypatch: pytes
     monkeypatch.setattr("workers.serving.server.GROUP_BYTES", 100)
 
     async def story() -> list[Any]:
-        server = WorkerServer(
-            Engine(),  # type: ignore[arg-type]
-            endpoint="ipc://none", worker_id="0", config=ServerConfig(), report=print,
-        )  # fmt: skip
+        server = make_server(ServerConfig())
         sent: list[Any] = []
         server._router = SimpleNamespace(  # type: ignore[assignment]
             send_multipart=lambda frames, _: sent.extend(decode_from_worker(frames[1]).results),
