@@ -10,23 +10,23 @@ SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-0.6b": {
         "vocab_size": 151_936, "hidden_size": 1024, "intermediate_size": 3072,
         "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8,
-        "head_dim": 128, "max_position_embeddings": 4096, "tie_word_embeddings": True,
+        "head_dim": 128, "max_position_embeddings": 40_960, "tie_word_embeddings": True,
     },
     "qwen3-4b": {
         "vocab_size": 151_936, "hidden_size": 2560, "intermediate_size": 9728,
         "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8,
-        "head_dim": 128, "max_position_embeddings": 4096, "tie_word_embeddings": True,
+        "head_dim": 128, "max_position_embeddings": 40_960, "tie_word_embeddings": True,
     },
     "qwen3-8b": {
         "vocab_size": 151_936, "hidden_size": 4096, "intermediate_size": 12_288,
         "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8,
-        "head_dim": 128, "max_position_embeddings": 4096, "tie_word_embeddings": False,
+        "head_dim": 128, "max_position_embeddings": 40_960, "tie_word_embeddings": False,
     },
     "qwen3-30b-a3b": {
         "vocab_size": 151_936, "hidden_size": 2048, "intermediate_size": 6144,
         "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8,
         "norm_topk_prob": True, "num_hidden_layers": 48, "num_attention_heads": 32,
-        "num_key_value_heads": 4, "head_dim": 128, "max_position_embeddings": 4096,
+        "num_key_value_heads": 4, "head_dim": 128, "max_position_embeddings": 40_960,
         "tie_word_embeddings": False,
     },
 }  # fmt: skip

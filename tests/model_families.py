@@ -80,6 +80,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "MiniMaxM2Config",
         {
             "num_local_experts": 4, "num_experts_per_tok": 2, "rotary_dim": 16,
+            # transformers before 5.18 does not read `rotary_dim`.
+            "rope_parameters": {
+                "rope_type": "default", "rope_theta": 5e6, "partial_rotary_factor": 0.5,
+            },
             "use_routing_bias": True, "scoring_func": "sigmoid",
         },
     ),
