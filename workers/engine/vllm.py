@@ -191,6 +191,10 @@ class VllmEngine:
         # costs 10 µs a token at 512 sequences.
         gc.collect()
         gc.freeze()
+        # Requests leave no cycles. By Python's thresholds 1,024 streams had all their objects visited
+        # every 2 s, for 80 ms in which none went on.
+        young, middle, _ = gc.get_threshold()
+        gc.set_threshold(young, middle, 100)
 
     async def run(self, job: Job, on_chunk: OnChunk) -> Generated:
         with self.adapters.use(job.adapter) if job.adapter else nullcontext() as adapter:
