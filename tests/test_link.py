@@ -12,7 +12,7 @@ import app.pool.link
 from app.pool.link import Link
 from app.pool.request import Request
 from app.pool.worker_socket import ConnectionState
-from tests.test_pool import beat
+from tests.test_pool import beat, request_of
 from titopool.deadline import Deadline
 from titopool.settings.config import ServerConfig
 from titopool.wire.messages import Abort, Chunk, Hello, Job, ToWorker, decode_to_worker
@@ -126,6 +126,26 @@ def test_a_live_worker_that_dns_leaves_out_is_kept(sockets):
     link._discovery.endpoints = all_endpoints  # type: ignore[misc]
     link._tick()
     assert {view.endpoint for view in link.workers} == all_endpoints
+
+
+def test_jobs_do_not_wait_for_a_burst_of_handlers(sockets, monkeypatch):
+    link = link_to("a")
+    link._tick()
+    link._handle("a", beat("a"))
+
+    def submit(*job_ids: int) -> list[list[int]]:
+        """The jobs of each message that was sent until the link's greenlet may run."""
+        before = len(sockets.sent)
+        for one in job_ids:
+            link.submit(request_of(9, first_id=one))
+        return [[job.job_id for job in message.jobs] for _, message in sockets.sent[before:]]
+
+    monkeypatch.setattr(app.pool.link, "SEND_WITHIN_S", 0.0)
+    assert submit(1) == [[1]]
+    monkeypatch.setattr(app.pool.link, "SEND_WITHIN_S", 60.0)
+    assert submit(2, 3, 4) == [[2]]
+    link._read_and_send()
+    assert [job.job_id for job in sockets.sent[-1][1].jobs] == [3, 4]
 
 
 def test_a_wrong_curve_key_is_reported_once(start_stub_at, stub_server, tmp_path: Path):

@@ -58,6 +58,9 @@ LOG_ERRORS_EVERY_S = 10.0
 WANT_METRICS_S = 90.0
 # How long the first question waits for them.
 FIRST_METRICS_S = 0.3
+# Of handlers that run in a row before the link's greenlet, one sends the jobs of all when this has
+# passed. A handler takes about 0.7 ms: without it, 64 requests at once keep the engine idle for 45 ms.
+SEND_WITHIN_S = 0.002
 CLOSED = "its connection is closed"
 REFUSED = (
     "it closes connections before they are set up: check that curve_key_file is the worker's, and "
@@ -150,6 +153,7 @@ class Link:
         # By endpoint; entries stay until a heartbeat arrives.
         self._retries: dict[str, Retry] = {}
         self._next_error_log = Deadline(0.0)
+        self._next_send = Deadline(0.0)
         # Sockets that may have something to read.
         self._changed: set[WorkerSocket] = set()
         self._wake = Event()
@@ -287,6 +291,8 @@ class Link:
         request.submitted_at = time.monotonic()
         self._pool.submit(request)
         self._wake.set()
+        if self._next_send.has_passed:
+            self._log_errors(self._send_assignments)
 
     def want_engine_metrics(self) -> None:
         """Lets workers send the metrics of their engines; the first call waits for them shortly."""
@@ -445,6 +451,7 @@ class Link:
             observe(counts.values(QUEUE_SECONDS), REQUEST_BOUNDS, waited_s)
 
     def _send_assignments(self) -> None:
+        self._next_send = Deadline.after(SEND_WITHIN_S)
         for worker, jobs, apart, num_places, is_new in self._pool.assign():
             assert worker.heartbeat is not None
             try:
