@@ -28,6 +28,11 @@ ENGINE_OPTIONS: dict[str, dict[str, Any]] = {
     },
 }
 
+# Several models may share a GPU.
+ON_GPU: dict[str, Any] = {
+    "gpu_memory_utilization": 0.15, "kv_cache_memory_bytes": 2**30, "enforce_eager": True,
+}  # fmt: skip
+
 
 def there_and_back(family: str, own: str, other: str) -> None:
     """Serves `own`, loads `other` and `own` again, each in several forms.
@@ -40,7 +45,7 @@ def there_and_back(family: str, own: str, other: str) -> None:
     new = reference.reference_model(other)
     norm = last_norm(own)
     expected = [expected_greedy(one) for one in (own, other)]
-    options = ENGINE_OPTIONS.get(family, {}) if DEVICE == "cpu" else {}
+    options = ENGINE_OPTIONS.get(family, {}) if DEVICE == "cpu" else ON_GPU
     with engine_in_process(own, **options) as engine:
 
         def look(report: dict[str, Any] | None = None) -> tuple[dict[str, Any], dict[str, str]]:

@@ -25,8 +25,10 @@ from titopool.settings.gpus import visible_gpus
 
 OPTIONS: tuple[str, ...] = ("--dtype", "float32", "--max-num-seqs", "16", "--num-workers", "1")
 if visible_gpus():
-    # Several rows may share a GPU.
-    OPTIONS += ("--gpu-memory-utilization", "0.15", "--enforce-eager")
+    # Several rows may share a GPU, so none measures what is free beside the others.
+    OPTIONS += (
+        "--gpu-memory-utilization", "0.15", "--kv-cache-memory-bytes", str(2**30), "--enforce-eager",
+    )  # fmt: skip
     # Triton's default multiplies float32 as TF32, which is 0.001 to 0.006 off in log-probabilities.
     os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")
 # One kernel for all cores is what two ranks on few cores wait for.
