@@ -46,6 +46,8 @@ from titopool.settings.gpus import visible_gpus
 PLANS = Path(__file__).with_suffix(".json")
 TARGETS = ("bare engines", "vllm serve", "vllm router", "titopool")
 TIMEOUT_S = 1800.0
+# The first round has this fraction's conversations.
+WARM_UP = 8
 
 
 class Turn(NamedTuple):
@@ -160,8 +162,9 @@ def measure(
     target: str, engine: Engine, plan: dict[str, Any], options: argparse.Namespace, folder: Path,
     *, on_cpu: bool,
 ) -> list[dict[str, float]]:  # fmt: skip
-    """Figures of each repeat; the first one, which warms up, does not count."""
+    """Figures of each repeat; the first one, which warms up and is smaller, does not count."""
     rounds = [conversations(plan, repeat) for repeat in range(options.repeats + 1)]
+    del rounds[0][plan["conversations"] // WARM_UP :]
     found: list[tuple[float, list[Measured]]] = []
     cpu: list[dict[str, float]] = []
     if target == "bare engines":

@@ -23,7 +23,7 @@ from collections import Counter, OrderedDict, deque
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from app.pool.placement import ROUTING_POLICIES, Choice, RoutingPolicy
+from app.pool.placement import ROUTING_POLICIES, Choice, RoundRobin, RoutingPolicy
 from app.pool.prefix_index import as_integers
 from app.pool.request import Request
 from app.pool.state import Pool
@@ -33,6 +33,7 @@ from titopool.wire.messages import (
     Completion,
     Heartbeat,
     Job,
+    Load,
     WorkerCounters,
     WorkerFacts,
 )
@@ -48,7 +49,8 @@ DECODE_STEP_S_PER_SEQUENCE = 0.000_02
 MAX_NUM_SEQS = 128
 # About 100 GB at 131 kB per token (32 layers, 8 KV heads of 128, keys and values, bfloat16).
 CACHE_TOKENS = 800_000
-HEARTBEAT_S = 0.5
+# As `LOAD_REPORT_S` of workers.
+REPORT_S = 0.01
 UNLIMITED = 10**9
 
 
@@ -193,7 +195,7 @@ class Simulation:
         self.arrivals: list[tuple[float, int, int, int]] = []
         # By job id: (conversation, turn, front end).
         self.sources: dict[int, tuple[int, int, int]] = {}
-        # By front end and endpoint: prefixes for the next heartbeat.
+        # By front end and endpoint: prefixes for the next report.
         self.prefixes: dict[tuple[int, str], bytes] = {}
         self.job_ids = itertools.count(1)
         for pool in self.pools:
@@ -202,34 +204,49 @@ class Simulation:
         self.beat()
 
     def beat(self) -> None:
-        """Sends a heartbeat of each worker to each front end."""
-        for index, pool in enumerate(self.pools):
-            others = [other for other in self.pools if other is not pool]
+        """Sends the first heartbeat of each worker to each front end."""
+        for pool in self.pools:
             for endpoint in self.engines:
                 pool.on_heartbeat(
                     endpoint,
                     Heartbeat(
                         worker_id=endpoint, incarnation=endpoint, phase="ready", phase_s=0,
                         weights=PoolWeights(), facts=self.facts, loaded_at=0, num_front_ends=len(self.pools),
-                        other_sequences=sum(one.workers[endpoint].num_sequences for one in others),
-                        other_tokens=sum(one.workers[endpoint].num_tokens for one in others),
-                        num_sequences=0, counters=WorkerCounters(),
-                        prefixes=self.prefixes.pop((index, endpoint), b""),
+                        other_sequences=0, other_tokens=0, num_sequences=0, counters=WorkerCounters(),
                     ),
                     0,
                 )  # fmt: skip
 
+    def report(self) -> None:
+        """Tells each front end of the others' jobs at each worker."""
+        for index, pool in enumerate(self.pools):
+            others = [other for other in self.pools if other is not pool]
+            for endpoint in self.engines:
+                there = [other.workers[endpoint] for other in others]
+                load = Load(
+                    sum(one.num_sequences for one in there), sum(one.num_tokens for one in there),
+                    prefixes=self.prefixes.pop((index, endpoint), b""),
+                )  # fmt: skip
+                pool.on_load(endpoint, load)
+
+    def share(self, front_end: int, endpoint: str, prefix: bytes) -> None:
+        """Keeps a prefix for the next report to the front ends other than `front_end`."""
+        for other in range(len(self.pools)):
+            if other != front_end:
+                key = (other, endpoint)
+                self.prefixes[key] = self.prefixes.get(key, b"") + prefix
+
     def run(self) -> dict[str, float]:
         for index in range(len(self.workload)):
             heapq.heappush(self.arrivals, (0.0, index, 0, self.chance.randrange(len(self.pools))))
-        num_left, now, next_beat = sum(map(len, self.workload)), 0.0, HEARTBEAT_S
+        num_left, now, next_report = sum(map(len, self.workload)), 0.0, REPORT_S
         while num_left:
             ends = {endpoint: engine.next_end() for endpoint, engine in self.engines.items()}
             endpoint = min(ends, key=lambda one: ends[one])
             arrival = self.arrivals[0][0] if self.arrivals else float("inf")
-            if next_beat <= min(arrival, ends[endpoint]) and len(self.pools) > 1:
-                self.beat()
-                now, next_beat = next_beat, next_beat + HEARTBEAT_S
+            if next_report <= min(arrival, ends[endpoint]) and len(self.pools) > 1:
+                self.report()
+                now, next_report = next_report, next_report + REPORT_S
             elif arrival <= ends[endpoint]:
                 now = arrival
                 while self.arrivals and self.arrivals[0][0] <= now:
@@ -251,8 +268,10 @@ class Simulation:
         self.pools[front_end].submit(Request([job], session=session))
 
     def send(self, now: float) -> None:
-        for pool in self.pools:
+        for index, pool in enumerate(self.pools):
             for worker, jobs, *_ in pool.assign():
+                for job in jobs:
+                    self.share(index, worker.endpoint, job.prefix or b"")
                 engine = self.engines[worker.endpoint]
                 engine.advance(now)
                 engine.queue.extend(job.job_id for job in jobs)
@@ -269,10 +288,7 @@ class Simulation:
             nothing = [Completion(b"", "stop", None, [])]
             self.pools[front_end].on_results(endpoint, [Completed(job_id, 1, nothing, 0, added)])
             if self.with_prefixes:
-                for other in range(len(self.pools)):
-                    if other != front_end:
-                        key = (other, endpoint)
-                        self.prefixes[key] = self.prefixes.get(key, b"") + turn.prefix
+                self.share(front_end, endpoint, turn.prefix)
             if index + 1 < len(self.workload[conversation]):
                 at = now + self.workload[conversation][index + 1].delay_s
                 front_end = self.chance.randrange(len(self.pools))
@@ -306,7 +322,7 @@ def simulate(
         )
         return simulation.run()
 
-    class EvenSplit:
+    class EvenSplit(RoundRobin):
         """Splits the conversations, all known in advance, into contiguous parts of equal number."""
 
         def choose(self, waiting, candidates, ready):  # type: ignore[no-untyped-def]

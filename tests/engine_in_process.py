@@ -172,7 +172,9 @@ def _stock_trainer(engine: EngineInProcess) -> Iterator[Send]:
     engine.join(port)
     communicator = stock_trainer.communicator(port, 2, DEVICE)
     try:
-        yield lambda tensors: stock_trainer.send(communicator, tensors, CHUNK_BYTES)
+        yield lambda tensors: stock_trainer.send(
+            communicator, ((name, one.to(DEVICE)) for name, one in tensors), CHUNK_BYTES
+        )
     finally:
         engine.call("drop", True)
 

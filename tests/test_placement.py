@@ -12,7 +12,7 @@ from app.pool.request import Request
 from app.pool.state import Pool
 from tests.test_pool import FACTS, assigned, beat
 from titopool.settings import config
-from titopool.wire.messages import Completed, Completion, Heartbeat, Image, ImageFacts, Job
+from titopool.wire.messages import Completed, Completion, Heartbeat, Image, ImageFacts, Job, Load
 from titopool.wire.pool_state import PoolWeights
 from titopool.wire.prefixes import BLOCK_TOKENS, completion_hashes, prompt_hashes
 
@@ -281,13 +281,7 @@ def test_round_robin_takes_the_workers_in_turn():
         ),
         pytest.param(
             lambda pool: pool.on_heartbeat(
-                "b",
-                ready_beat(
-                    "b",
-                    weights=PoolWeights(1, "u", 1, False),
-                    prefixes=prompt_hashes(ids(1, 4), None),
-                ),
-                now=1,
+                "b", ready_beat("b", weights=PoolWeights(1, "u", 1, False)), now=1
             ),
             id="new-weights",
         ),
@@ -296,7 +290,7 @@ def test_round_robin_takes_the_workers_in_turn():
 def test_the_index_is_cleared_with_the_workers_cache(event):
     pool = pool_of("a", "b")
     digests = prompt_hashes(ids(1, 4), None)
-    pool.on_heartbeat("b", ready_beat("b", prefixes=digests), now=1)
+    pool.on_load("b", Load(0, 0, prefixes=digests))
     assert pool.workers["b"].prefixes.num_found(as_integers(digests)) == 4
     event(pool)
     assert pool.workers["b"].prefixes.num_found(as_integers(digests)) == 0
@@ -343,7 +337,7 @@ def test_a_longer_prefix_elsewhere_wins_over_the_session():
     pool = pool_of("a", "b")
     prompt = ids(5, 4)
     # Another front end has sent a turn of the session to "a".
-    pool.on_heartbeat("a", ready_beat("a", prefixes=prompt_hashes(prompt, None)), now=1)
+    pool.on_load("a", Load(0, 0, prefixes=prompt_hashes(prompt, None)))
     assert submit(pool, job_of(3, prompt + ids(6, 1)), session=session_at(pool, "b")) == {"a": [3]}
 
 

@@ -206,6 +206,7 @@ class Worker:
     def record_load_of_others(self, load: Load) -> None:
         self.load_of_others, self.num_tokens_since_report = load, 0
         self.num_sequences_at_report = self.num_sequences
+        self.prefixes.record(as_integers(load.prefixes))
 
     def record_heartbeat(self, beat: Heartbeat, now: float) -> None:
         """Records a heartbeat of the present process, or the first one of a new process."""
@@ -218,8 +219,6 @@ class Worker:
         if last is not None and last.weights.order != beat.weights.order:
             # The cached blocks were computed with other weights.
             self.prefixes.clear()
-        elif beat.prefixes:
-            self.prefixes.record(as_integers(beat.prefixes))
         if beat.facts is not None:
             self.prefixes.resize(beat.facts.num_cache_tokens)
 

@@ -443,9 +443,6 @@ class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
     # Completions in flight for all front ends, and totals for all front ends.
     num_sequences: int
     counters: WorkerCounters
-    # Digests of prefixes that jobs of other front ends have added to the prefix cache since the
-    # last heartbeat; some are left out if there are too many.
-    prefixes: bytes = b""
     # By staging (`workers/in_model/receiving/staging.py`); "folder", and "none" before any tensor.
     updates: dict[str, UpdateTotals] = {}
     # By name of the clients' keys.
@@ -488,10 +485,10 @@ class EngineMetrics(msgspec.Struct, frozen=True, tag="engine_metrics"):
 
 
 class Load(msgspec.Struct, frozen=True, tag="load"):
-    """The load from front ends other than the receiver; sent within 10 ms of a change.
+    """Load and prefixes of front ends other than the receiver; sent within 10 ms of a change.
 
     Heartbeats alone are too slow. When a batch ends and many requests follow, all of them would go
-    to the worker whose heartbeat came first.
+    to the worker whose heartbeat came first. The next turn of a conversation may come at once.
     """
 
     other_sequences: int
@@ -500,6 +497,9 @@ class Load(msgspec.Struct, frozen=True, tag="load"):
     other_risks: int = 0
     # Of the jobs of another front end that run apart now.
     apart: Apart = ""
+    # Digests of prompts that have come and of completions that have ended since the last report:
+    # chains, one after the other. Some are left out if there are too many.
+    prefixes: bytes = b""
 
 
 NO_LOAD = Load(0, 0)

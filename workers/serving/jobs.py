@@ -50,7 +50,7 @@ class FrontEnd:
     new: set[JobKey] = field(default_factory=set)
     # Jobs that have started and have a grammar.
     grammars: set[JobKey] = field(default_factory=set)
-    # For the next heartbeat: prefix digests of other front ends' jobs, which are in the cache.
+    # For the next report of load: prefix digests of other front ends' jobs.
     prefixes: bytearray = field(default_factory=bytearray)
 
     def add(self, key: JobKey, job: Job, task: asyncio.Task[None], *, is_held: bool) -> None:

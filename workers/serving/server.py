@@ -68,7 +68,7 @@ APART_LEAD_S = 0.02
 # From the first token of such a job with a grammar until it counts as harmless: a mask that hangs may
 # come some tokens later.
 GRAMMAR_LEAD_S = 0.5
-# Of one heartbeat; 128 KiB hold the digests of a million tokens.
+# Of one report of load; 128 KiB hold the digests of a million tokens.
 MAX_PREFIX_BYTES = 128 * 1024
 # Of the results in one message, unless one alone has more: a front end has a message in memory twice
 # while it decodes it.
@@ -386,6 +386,8 @@ class WorkerServer:
         task.add_done_callback(lambda _: self._remove_job(front_end, key, turn, place))
         if spans is not None:
             task.add_done_callback(lambda _: spans.end())
+        # Not only when it ends: the next turn may come at once, through another front end.
+        self._share_prefix(front_end, job.prefix)
         self._plan_load_report()
 
     def _remove_job(
@@ -461,7 +463,8 @@ class WorkerServer:
         if spans is not None:
             spans.result = result
         self._post(front_end, result)
-        self._share_prefix(front_end, job, result)
+        if isinstance(result, Completed) and result.prefix:
+            self._share_prefix(front_end, (job.prefix or b"") + result.prefix)
 
     async def _announce(self, front_end: FrontEnd, job: Job, lead_s: float) -> None:
         """Tells the front end that a job starts which had to wait; returns `lead_s` later."""
@@ -486,11 +489,10 @@ class WorkerServer:
             self._flush_planned = True
             self._loop.call_soon(self._flush)
 
-    def _share_prefix(self, front_end: FrontEnd, job: Job, result: Completed | Failed) -> None:
-        """Lets the other front ends route prompts with the same prefix to this worker."""
-        if job.prefix is None or isinstance(result, Failed):
+    def _share_prefix(self, front_end: FrontEnd, prefix: bytes | None) -> None:
+        """Lets the other front ends route prompts with this prefix to this worker."""
+        if not prefix:
             return
-        prefix = job.prefix + result.prefix
         for other in self._front_ends.values():
             if other is not front_end and len(other.prefixes) + len(prefix) <= MAX_PREFIX_BYTES:
                 other.prefixes += prefix
@@ -569,7 +571,9 @@ class WorkerServer:
         self._report_planned = False
         # To every front end, also without a change: a front end estimates what it has not received.
         for identity, front_end in self._front_ends.items():
-            self._send(identity, self._load_of_others(identity, front_end))
+            load = self._load_of_others(identity, front_end)
+            prefixes, front_end.prefixes = bytes(front_end.prefixes), bytearray()
+            self._send(identity, msgspec.structs.replace(load, prefixes=prefixes))
 
     def _load_of_others(self, identity: bytes, receiver: FrontEnd) -> messages.Load:
         others = [one for one in self._front_ends.values() if one is not receiver]
@@ -624,7 +628,6 @@ class WorkerServer:
 
     def _heartbeat(self, identity: bytes, receiver: FrontEnd) -> Heartbeat:
         others = self._load_of_others(identity, receiver)
-        prefixes, receiver.prefixes = bytes(receiver.prefixes), bytearray()
         return Heartbeat(
             worker_id=self._worker_id,
             incarnation=self._incarnation,
@@ -649,7 +652,6 @@ class WorkerServer:
             pauses=self._control.pauses,
             image_stages=self._image_stages,
             restarts=self._restarts,
-            prefixes=prefixes,
         )
 
     @property
