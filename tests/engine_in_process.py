@@ -51,6 +51,8 @@ class EngineInProcess:
         options |= {
             "dtype": "float32", "max_model_len": 128, "max_num_seqs": 4,
             "num_gpu_blocks_override": 64,
+            # The worker empties the cache after an update; here there is none.
+            "enable_prefix_caching": False,
         }  # fmt: skip
         self._llm = LLM(folder, **{**options, **given})
 

@@ -82,10 +82,10 @@ def write_table() -> bool:
     lines = [f"| vLLM | {' | '.join(heads)} |", "|---" * (len(heads) + 1) + "|"]
     ordered = sorted(summaries, key=lambda one: [int(part) for part in one.split(".")])
     lines += [f"| {version} | {' | '.join(summaries[version])} |" for version in ordered]
-    limited = {row: name for rows in OLDER.values() for row, name in rows.items()}
+    limited = dict.fromkeys(pair for rows in OLDER.values() for pair in rows.items())
     notes = [
         textwrap.fill(f"- {LABELS[row]}: {LIMITS[name]}", 100, subsequent_indent="  ")
-        for row, name in limited.items()
+        for row, name in limited
     ]
     replace_part("versions", "\n".join([*lines, "", *notes]))
     return any("wrong" in cell for row in summaries.values() for cell in row)

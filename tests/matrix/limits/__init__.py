@@ -17,6 +17,14 @@ LIMITS = {
         "vLLM 0.27.1 has no latent attention on a CPU, and 0.28 fails when it imports it. Neither "
         "starts. Use a GPU, or a newer vLLM."
     ),
+    "latent_attention_in_float32": (
+        "On a GPU, vLLM 0.25.1 has latent attention in bfloat16 and float16 only and does not start in "
+        "float32. Use `--dtype bfloat16`."
+    ),
+    "recurrent_layer_names": (
+        "vLLM 0.25.1 does not know the name that transformers 5.17 gives to recurrent layers, and does "
+        "not start. Use a newer vLLM."
+    ),
     "sinks": (
         "vLLM 0.27.1 to 0.30 compute attention with sinks in bfloat16 only on a CPU and do not start in "
         "float32. Use a GPU, or a newer vLLM."
@@ -42,6 +50,7 @@ CELLS = {
 }
 # Rows that only some older versions cannot do.
 OLDER = {
+    "0.25.1": {"deepseek_v3": "latent_attention_in_float32", "granite4": "recurrent_layer_names"},
     "0.27.1": {"deepseek_v3": "latent_attention", "gpt_oss": "sinks"},
     "0.28.0": {"deepseek_v3": "latent_attention", "gpt_oss": "sinks"},
     "0.29.0": {"gpt_oss": "sinks", "granite4": "causal_convolution"},
@@ -54,6 +63,8 @@ ERRORS = {
         "MLA is not supported on CPU", "Unknown attention backend: 'CPU_MLA'",
         "cannot import name 'compile_flash_attn_varlen_func_from_specs'",
     ),
+    "latent_attention_in_float32": ("No valid attention backend found for cuda",),
+    "recurrent_layer_names": ("KeyError: 'linear_attention'",),
     "sinks": ("expected scalar type BFloat16 but found Float",),
     "causal_convolution": ('"causal_conv1d_fwd_kernel_impl" not implemented for \'Float\'',),
 }  # fmt: skip

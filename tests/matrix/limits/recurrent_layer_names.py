@@ -1,0 +1,14 @@
+"""Granite 4 with vLLM 0.25.1 and transformers 5.17, which gives recurrent layers another name."""
+
+import tempfile
+from pathlib import Path
+
+from tests.model_families import make_family
+
+if __name__ == "__main__":
+    from vllm import LLM, SamplingParams
+
+    with tempfile.TemporaryDirectory() as folder:
+        model = make_family("granite4", Path(folder, "model"), 0)
+        llm = LLM(model, dtype="float32", enforce_eager=True, gpu_memory_utilization=0.3)
+        print(llm.generate([{"prompt_token_ids": [5, 6, 7]}], SamplingParams(max_tokens=4)))
