@@ -88,7 +88,7 @@ def hot_prefix(chance: random.Random, num_workers: int) -> list[Conversation]:
 
 
 def conversations(
-    chance: random.Random, num_workers: int, num_each: int = 96
+    chance: random.Random, num_workers: int, num_each: int = 96, mean_delay_s: float = 2
 ) -> list[Conversation]:
     """5 turns: 1,024 ids, then each time the completion and 256 new ids, after 2 s on average.
 
@@ -98,7 +98,7 @@ def conversations(
     for _ in range(num_each * num_workers):
         prompt, median, turns = ids(chance, 1024), long_tail(chance, 200, 1024), []
         for index in range(5):
-            delay_s = chance.expovariate(0.5) if index else 0.0
+            delay_s = chance.expovariate(1 / mean_delay_s) if index else 0.0
             completion = ids(chance, long_tail(chance, median, 1024, 0.5))
             turns.append(Turn(prompt, completion, delay_s, 1024))
             prompt = prompt + completion + ids(chance, 256)
@@ -111,6 +111,11 @@ def many_conversations(chance: random.Random, num_workers: int) -> list[Conversa
     return conversations(chance, num_workers, 256)
 
 
+def fast_conversations(chance: random.Random, num_workers: int) -> list[Conversation]:
+    """As `conversations`, but a turn follows after 5 ms."""
+    return conversations(chance, num_workers, mean_delay_s=0.005)
+
+
 # Name, conversations, front ends.
 WORKLOADS: list[tuple[str, Callable[[random.Random, int], list[Conversation]], int]] = [
     ("equal prompts", equal_prompts, 1),
@@ -120,5 +125,6 @@ WORKLOADS: list[tuple[str, Callable[[random.Random, int], list[Conversation]], i
     ("hot system prompt", hot_prefix, 1),
     ("conversations", conversations, 1),
     ("conversations, 2 front ends", conversations, 2),
+    ("fast conversations, 4 front ends", fast_conversations, 4),
     ("too many conversations", many_conversations, 1),
 ]
