@@ -13,8 +13,10 @@ from tests.servers import running_server
 from titopool.errors import ConfigError
 from titopool.settings.sources import from_command_line
 from workers.engine.start.options import check_adapters_on_gpu, fit_to_cpu, parse_options
+from workers.environment import default_engine_options
 
 ROTARY = "-rotary_embedding"
+CACHE_SPACE = "VLLM_CPU_KVCACHE_SPACE"
 
 
 def fitted(folder: str, *words: str) -> Any:
@@ -84,3 +86,24 @@ def test_such_models_are_exact(family: str, tmp_path: Path):
         row = text.Row(server, own, own)
         for column in (text.column_cache, text.column_sampled, text.column_scoring):
             column(row)
+
+
+@pytest.mark.parametrize(
+    "words, expected",
+    [
+        pytest.param([], 2**30, id="default"),
+        pytest.param(["--kv-cache-memory-bytes", str(2**28)], 2**28, id="given"),
+    ],
+)
+def test_the_key_value_cache_is_as_large_as_the_user_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], expected: int
+):
+    folder = make_family("llama", tmp_path / "model", 0)
+    config = from_command_line([folder, "--dtype", "float32", *words], {})
+    environ: dict[str, str] = {}
+    options = parse_options(config, default_engine_options(config, environ, on_cpu=True, seed=0))
+    monkeypatch.delenv(CACHE_SPACE, raising=False)
+    if CACHE_SPACE in environ:
+        monkeypatch.setenv(CACHE_SPACE, environ[CACHE_SPACE])
+    made = options.create_engine_config(UsageContext.ENGINE_CONTEXT)
+    assert made.cache_config.kv_cache_memory_bytes == expected

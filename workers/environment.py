@@ -37,7 +37,6 @@ def prepare_environment(environ: MutableMapping[str, str], *, on_cpu: bool) -> N
     environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     if on_cpu:
         environ.setdefault("VLLM_TARGET_DEVICE", "cpu")
-        environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
         # Engines share the cores with front ends and other engines: an OpenMP thread that spins
         # for long while it waits takes the core from the threads that it waits for. One that does
         # not spin at all is woken for each operation, which doubles the time of a small step. 1,000
@@ -79,9 +78,11 @@ def default_engine_options(
         "reasoning_parser": config.reasoning_parser,
     }
     if on_cpu:
-        # vLLM refuses to start unless this share of the memory is free. The size of the KV cache
-        # is VLLM_CPU_KVCACHE_SPACE.
+        # vLLM refuses to start unless this share of the memory is free.
         options["gpu_memory_utilization"] = 0.5 / max(1, config.num_workers)
+        if not any("kv-cache-memory-bytes" in word for word in config.engine_argv):
+            # In GiB. Where it is set, vLLM ignores its option.
+            environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
         if config.gpus_per_worker == 1:
             options["distributed_executor_backend"] = "uni"
         if not any("enforce-eager" in word for word in config.engine_argv):
