@@ -1,6 +1,7 @@
 """The benchmarks report correct figures or end with an error."""
 
 import json
+import random
 import subprocess
 import sys
 from dataclasses import asdict
@@ -12,12 +13,14 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from benchmarks import everything
+from benchmarks import everything, placement
 from benchmarks.bench import check_lengths
 from benchmarks.compare import compare, rates_of, speeds_of
 from benchmarks.everything import bench_values, stream_values
 from benchmarks.intervals import paired, unpaired
 from benchmarks.oversubscription import PLANS, make_groups
+from benchmarks.placement import simulate
+from benchmarks.placement_workloads import fast_conversations
 from benchmarks.report import rows_of
 from benchmarks.streams import Stream, gaps_of, step_s
 from benchmarks.targets import Titopool
@@ -202,3 +205,17 @@ def test_bench_front_runs(tmp_path: Path):
     runs = json.loads((tmp_path / "front.json").read_text())["runs"]
     assert {run["answer"] for run in runs} == {"JSON", "no logprobs", "MessagePack"}
     assert all(run["num_failures"] == 0 and run["front_end_cpu_s"] > 0 for run in runs)
+
+
+def test_in_the_simulation_fast_turns_find_their_prefixes_through_any_front_end():
+    conversed = fast_conversations(random.Random(1), 1)[:24]
+    cached = {
+        name: simulate(conversed, name, num_workers=2, num_front_ends=4)["hit_rate"]
+        for name in placement.NAMES
+    }
+    assert (
+        cached["even_split"]
+        > cached["prefix"]
+        > 0.9 * cached["even_split"]
+        > cached["least_loaded"]
+    )
