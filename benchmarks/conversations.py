@@ -46,8 +46,8 @@ from titopool.settings.gpus import visible_gpus
 PLANS = Path(__file__).with_suffix(".json")
 TARGETS = ("bare engines", "vllm serve", "vllm router", "titopool")
 TIMEOUT_S = 1800.0
-# The first round has this fraction's conversations.
-WARM_UP = 8
+# Conversations of the first round: some for each front end, which loads its tokenizer then.
+WARM_UP = 64
 
 
 class Turn(NamedTuple):
@@ -164,7 +164,7 @@ def measure(
 ) -> list[dict[str, float]]:  # fmt: skip
     """Figures of each repeat; the first one, which warms up and is smaller, does not count."""
     rounds = [conversations(plan, repeat) for repeat in range(options.repeats + 1)]
-    del rounds[0][plan["conversations"] // WARM_UP :]
+    del rounds[0][WARM_UP:]
     found: list[tuple[float, list[Measured]]] = []
     cpu: list[dict[str, float]] = []
     if target == "bare engines":
