@@ -46,7 +46,7 @@ from titopool.settings.gpus import visible_gpus
 PLANS = Path(__file__).with_suffix(".json")
 TARGETS = ("bare engines", "vllm serve", "vllm router", "titopool")
 TIMEOUT_S = 1800.0
-# Conversations of the first round: some for each front end, which loads its tokenizer then.
+# The most conversations of the first round: some for each front end, which loads its tokenizer then.
 WARM_UP = 64
 
 
@@ -162,7 +162,7 @@ def measure(
     target: str, engine: Engine, plan: dict[str, Any], options: argparse.Namespace, folder: Path,
     *, on_cpu: bool,
 ) -> list[dict[str, float]]:  # fmt: skip
-    """Figures of each repeat; the first one, which warms up and is smaller, does not count."""
+    """Figures of each repeat; a first one of at most `WARM_UP` conversations does not count."""
     rounds = [conversations(plan, repeat) for repeat in range(options.repeats + 1)]
     del rounds[0][WARM_UP:]
     found: list[tuple[float, list[Measured]]] = []

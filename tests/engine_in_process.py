@@ -51,7 +51,7 @@ class EngineInProcess:
         options |= {
             "dtype": "float32", "max_model_len": 128, "max_num_seqs": 4,
             "num_gpu_blocks_override": 64,
-            # The worker empties the cache after an update; here there is none.
+            # A worker empties the prefix cache after an update, and no worker runs here.
             "enable_prefix_caching": False,
         }  # fmt: skip
         self._llm = LLM(folder, **{**options, **given})

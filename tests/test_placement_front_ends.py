@@ -9,11 +9,15 @@ import pytest
 
 from app.generation import Prompt, make_jobs
 from app.pool.link import Link
+from app.pool.prefix_index import as_integers
 from app.pool.request import Request
 from tests.servers import START_TIMEOUT_S
 from titopool.settings.config import ServerConfig
 from titopool.settings.sampling import SamplingOptions
-from titopool.wire.prefixes import BLOCK_TOKENS
+from titopool.wire.prefixes import BLOCK_TOKENS, prompt_hashes
+
+# Seconds.
+SLOW = {"heartbeat_interval_s": 20.0, "heartbeat_timeout_s": 120.0}
 
 
 def let_links_work_until(condition: Callable[[], bool], timeout_s: float) -> None:
@@ -45,6 +49,7 @@ class FrontEnd:
         request = Request(jobs)
         self.link.submit(request)
         assert request.wait(10)
+        self.last_workers = request.workers
         return [one.completions[0].token_ids for one in request.take_results()]
 
     @property
@@ -52,21 +57,24 @@ class FrontEnd:
         """Tokens of other front ends in flight at each worker."""
         return [one.load_of_others.other_tokens for one in self.link._pool.workers.values()]
 
-    @property
-    def num_completed(self) -> list[int]:
-        beats = [view.heartbeat for view in self.link.workers]
-        return [one.counters.num_completed_jobs for one in beats if one is not None]
+    def knows(self, prompt: bytes) -> bool:
+        """Whether a worker is known to hold all whole blocks of `prompt`."""
+        digests = as_integers(prompt_hashes(prompt, None))
+        workers = self.link._pool.workers.values()
+        return max(one.prefixes.num_found(digests) for one in workers) == len(digests)
 
 
 @pytest.fixture
 def front_ends(start_stub, tmp_path):
+    """`front_ends(placement, "--delay-s", …)`: two links to two workers, with rare heartbeats."""
     started = []
 
-    def start(placement: str) -> list[FrontEnd]:
+    def start(placement: str, *arguments: str) -> list[FrontEnd]:
+        variables = {f"TITOPOOL_{name.upper()}": str(value) for name, value in SLOW.items()}
         for index in range(2):
-            start_stub(index)
+            start_stub(index, *arguments, **variables)
         endpoints = tuple(f"ipc://{tmp_path}/worker-{index}" for index in range(2))
-        started.extend(FrontEnd(endpoints, placement) for _ in range(2))
+        started.extend(FrontEnd(endpoints, placement, **SLOW) for _ in range(2))
         return started
 
     yield start
@@ -74,28 +82,31 @@ def front_ends(start_stub, tmp_path):
         one.link.close()
 
 
-@pytest.mark.parametrize(
-    "placement, expected",
-    [pytest.param("prefix", [1, 2], id="prefix"), pytest.param("least_loaded", [2, 1], id="load")],
-)
-def test_another_front_end_routes_the_next_turn_at_once(front_ends, placement, expected):
+@pytest.mark.parametrize("placement, expected", [("prefix", "1"), ("least_loaded", "0")])
+def test_another_front_end_routes_the_next_turn_before_a_heartbeat(front_ends, placement, expected):
     first, second = front_ends(placement)
     prompts = [np.arange(n, n + 4 * BLOCK_TOKENS, dtype=np.int32).tobytes() for n in (1, 500)]
+    begin = time.monotonic()
     completions = first.generate(*prompts)
-    # Much less than the 2 s between heartbeats.
-    gevent.sleep(0.1)
-    second.generate(prompts[1] + completions[1] + prompts[0])
-    let_links_work_until(lambda: sum(second.num_completed) == 3, 20)
-    assert second.num_completed == expected
+    turn = prompts[1] + completions[1]
+    if placement == "prefix":
+        let_links_work_until(lambda: second.knows(turn), 9)
+    second.generate(turn + prompts[0])
+    assert second.last_workers == {expected}
+    assert time.monotonic() - begin < SLOW["heartbeat_interval_s"]
 
 
-def test_loads_are_reported_long_before_the_next_heartbeat(start_stub, tmp_path):
-    slow = {"heartbeat_interval_s": 20.0, "heartbeat_timeout_s": 120.0}
-    variables = {f"TITOPOOL_{name.upper()}": str(value) for name, value in slow.items()}
-    for index in range(2):
-        start_stub(index, "--delay-s", "0.5", **variables)
-    endpoints = tuple(f"ipc://{tmp_path}/worker-{index}" for index in range(2))
-    first, second = (FrontEnd(endpoints, "least_loaded", **slow) for _ in range(2))
+def test_another_front_end_knows_a_prompt_that_still_runs(front_ends):
+    first, second = front_ends("prefix", "--delay-s", "5")
+    prompt = np.arange(4 * BLOCK_TOKENS, dtype=np.int32).tobytes()
+    running = gevent.spawn(first.generate, prompt)
+    let_links_work_until(lambda: second.knows(prompt), 9)
+    assert not running.ready()
+    running.get(timeout=20)
+
+
+def test_loads_are_reported_long_before_the_next_heartbeat(front_ends):
+    first, second = front_ends("least_loaded", "--delay-s", "0.5")
     prompts = [np.arange(n, n + 64, dtype=np.int32).tobytes() for n in range(1, 9)]
     begin = time.monotonic()
     batch = gevent.spawn(first.generate, *prompts)
@@ -103,8 +114,6 @@ def test_loads_are_reported_long_before_the_next_heartbeat(start_stub, tmp_path)
     batch.get(timeout=20)
     let_links_work_until(lambda: second.loads == [0, 0], 9)
     assert time.monotonic() - begin < 18
-    for one in (first, second):
-        one.link.close()
 
 
 def test_no_digests_are_needed_for_a_single_worker(start_stub, tmp_path):

@@ -18,8 +18,8 @@ LIMITS = {
         "starts. Use a GPU, or a newer vLLM."
     ),
     "latent_attention_in_float32": (
-        "On a GPU, vLLM 0.25.1 has latent attention in bfloat16 and float16 only and does not start in "
-        "float32. Use `--dtype bfloat16`."
+        "On a GPU, vLLM 0.25.1 has no latent attention in float32 and does not start. Use `--dtype "
+        "bfloat16`."
     ),
     "recurrent_layer_names": (
         "vLLM 0.25.1 does not know the name that transformers 5.17 gives to recurrent layers, and does "
