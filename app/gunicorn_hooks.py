@@ -237,6 +237,7 @@ def post_worker_init(worker: Any) -> None:
     faulthandler.enable()
     service = worker.wsgi.extensions["titopool"]
     service.draining = Draining(worker)
+    service.tokenizer.leaves_out_torch = True
     service.start()
     worker.wsgi.extensions["titopool_history"].start()
     # Imported modules live as long as the process: exempt them from garbage collection.

@@ -1,5 +1,6 @@
 """The front end uses the tokenizer of the model that the workers serve now."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -15,13 +16,22 @@ from titopool.demo_model import make_tokenizer
 from titopool.wire.messages import WorkerFacts
 from workers.engine.facts import digest_of_tokenizer
 
+OWN_TOKENIZER = """
+import torch
+from transformers import PreTrainedTokenizerFast
+
+class OwnTokenizer(PreTrainedTokenizerFast):
+    def sum_of(self, ids):
+        return int(torch.tensor(ids).sum())
+"""
+
 
 @pytest.fixture
 def loaded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the tokenizers loaded so far."""
     names: list[str] = []
 
-    def load(facts: WorkerFacts) -> str:
+    def load(facts: WorkerFacts, leaves_out_torch: bool) -> str:
         names.append(facts.tokenizer + facts.tokenizer_digest)
         return names[-1]
 
@@ -60,9 +70,10 @@ def test_replaced_files_in_a_folder_load_the_tokenizer_again(loaded: list[str], 
     assert loaded == [f"t{first}", f"t{second}"]
 
 
+@pytest.mark.parametrize("has_torch", [True, False])
 @pytest.mark.parametrize("is_there", [True, False])
 def test_the_collector_visits_nothing_of_what_the_tokenizer_imported(
-    is_there: bool, tmp_path: Path
+    is_there: bool, has_torch: bool, tmp_path: Path
 ):
     if is_there:
         make_tokenizer(tmp_path)
@@ -75,10 +86,33 @@ def test_the_collector_visits_nothing_of_what_the_tokenizer_imported(
         gc.freeze()
         print("torch" in sys.modules)
         with contextlib.suppress(Exception):
-            kept = load(msgspec.structs.replace(FACTS, tokenizer=sys.argv[1]))
+            kept = load(msgspec.structs.replace(FACTS, tokenizer=sys.argv[1]), not int(sys.argv[2]))
         is_loaded = "kept" in globals()
         print(is_loaded, "torch" in sys.modules, len(gc.get_objects()) < 20_000, gc.isenabled())
     """
+    words = [sys.executable, "-c", code, str(tmp_path), str(int(has_torch))]
+    printed = subprocess.run(words, cwd=REPOSITORY, text=True, check=True, capture_output=True)
+    assert printed.stdout.split() == ["False", str(is_there), str(has_torch), "True", "True"]
+    assert "PyTorch" not in printed.stderr
+
+
+def test_code_of_a_tokenizer_may_import_torch(tmp_path: Path):
+    make_tokenizer(tmp_path)
+    (tmp_path / "own.py").write_text(OWN_TOKENIZER)
+    config = tmp_path / "tokenizer_config.json"
+    own = {
+        "tokenizer_class": "OwnTokenizer",
+        "auto_map": {"AutoTokenizer": [None, "own.OwnTokenizer"]},
+    }
+    config.write_text(json.dumps({**json.loads(config.read_text()), **own}))
+    code = """if True:
+        import msgspec, sys
+        from app.inputs.tokenizer import load
+        from tests.test_pool import FACTS
+
+        facts = msgspec.structs.replace(FACTS, tokenizer=sys.argv[1], trust_remote_code=True)
+        print(load(facts, True).sum_of([1, 2]))
+    """
     words = [sys.executable, "-c", code, str(tmp_path)]
     printed = subprocess.run(words, cwd=REPOSITORY, text=True, check=True, stdout=subprocess.PIPE)
-    assert printed.stdout.split() == ["False", str(is_there), "True", "True", "True"]
+    assert printed.stdout == "3\n"

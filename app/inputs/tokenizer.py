@@ -1,7 +1,7 @@
 """The model's tokenizer, for prompts that are text or messages.
 
-Loaded for the first such prompt: importing transformers imports torch (seconds, 0.4 GB), and
-trainers send ids. It runs in a thread, so that it does not block the other requests.
+Loaded for the first such prompt, as trainers send ids: importing transformers takes a second, or three
+and 0.3 GB more with torch. It runs in a thread, so that it does not block the other requests.
 
 A text takes the tokenizer about a second per million characters, so texts that cannot fit the model
 are refused before.
@@ -10,7 +10,9 @@ are refused before.
 import gc
 import logging
 import socket
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any, TypeVar
 
 import gevent
@@ -45,6 +47,8 @@ class TokenizerLoader:
     """Loads the tokenizer once, and calls it for one request after the other."""
 
     def __init__(self) -> None:
+        # Whether nothing else in this process needs transformers; app/gunicorn_hooks.py sets it.
+        self.leaves_out_torch = False
         # A fast tokenizer's settings are not safe to share, so calls run one at a time.
         self._turns = Turns()
         # The tokenizer, or its loading, and the key that it was loaded for.
@@ -100,7 +104,8 @@ class TokenizerLoader:
     def _get(self, facts: WorkerFacts) -> Any:
         if self._loaded is None or self._loaded_for != key_of(facts):
             # Workers that run elsewhere may restart with another model.
-            self._loaded, self._loaded_for = self._turns.submit(load, facts), key_of(facts)
+            self._loaded = self._turns.submit(load, facts, self.leaves_out_torch)
+            self._loaded_for = key_of(facts)
             self.token_texts = {}
         loaded = self._loaded
         try:
@@ -125,9 +130,9 @@ class TokenizerLoader:
             ) from error
 
 
-def load(facts: WorkerFacts) -> Any:
+def load(facts: WorkerFacts, leaves_out_torch: bool = False) -> Any:
     """transformers' tokenizer of the model that the workers serve."""
-    with without_collector():
+    with without_torch() if leaves_out_torch else nullcontext(), without_collector():
         from transformers import AutoTokenizer
     try:
         return AutoTokenizer.from_pretrained(
@@ -140,6 +145,26 @@ def load(facts: WorkerFacts) -> Any:
         # 0.2 s in which all streams stand still. Open requests are exempt too; their end frees them.
         gc.collect()
         gc.freeze()
+
+
+@contextmanager
+def without_torch() -> Iterator[None]:
+    """Within the block torch cannot be imported, unless it is already.
+
+    transformers, imported here, never has models in this process. Code that comes with a tokenizer may
+    import torch afterwards.
+    """
+    if "torch" in sys.modules:
+        yield
+        return
+    # It would warn that there are no models.
+    logging.getLogger("transformers").addFilter(lambda record: "PyTorch" not in record.getMessage())
+    # For `import` and for `importlib.util.find_spec`, such a module does not exist.
+    sys.modules["torch"] = None  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        del sys.modules["torch"]
 
 
 def encode_all(

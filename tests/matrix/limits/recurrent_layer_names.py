@@ -1,11 +1,14 @@
 """Granite 4 with vLLM 0.25.1 and transformers 5.17, which gives recurrent layers another name."""
 
+import os
 import tempfile
 from pathlib import Path
 
 from tests.model_families import make_family
 
 if __name__ == "__main__":
+    # On a GPU vLLM would fork its engine, where torch hangs after it has made a model here.
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     from vllm import LLM, SamplingParams
 
     with tempfile.TemporaryDirectory() as folder:
