@@ -22,7 +22,8 @@ START_TIMEOUT_S = 240.0
 STOP_TIMEOUT_S = 50.0
 # The CI machine stands still for as long at times.
 STALL_S = 30.0
-# Room for 131,072 tokens of a tiny model. vLLM zeroes it, and the default of 1 GiB takes 1.6 s of a CPU.
+# Room for 65,536 tokens of the tiny model. vLLM zeroes the memory, so the default of 1 GiB takes 1 to 2 s
+# of CPU time more.
 KV_CACHE = ("--kv-cache-memory-bytes", str(2**28))
 REPOSITORY = Path(__file__).resolve().parent.parent
 # The command as pip installs it.

@@ -6,23 +6,24 @@ import sys
 from pathlib import Path
 
 import msgspec
+import psutil
 import pytest
 
 import app.inputs.tokenizer
 from app.inputs.tokenizer import TokenizerLoader
-from tests.servers import REPOSITORY
+from tests.servers import REPOSITORY, Server
 from tests.test_pool import FACTS
 from titopool.demo_model import make_tokenizer
 from titopool.wire.messages import WorkerFacts
 from workers.engine.facts import digest_of_tokenizer
 
-OWN_TOKENIZER = """
-import torch
-from transformers import PreTrainedTokenizerFast
+# As MiniCPM-o has it.
+OWN_CONFIG = """
+import transformers.modeling_utils
+from transformers import PreTrainedConfig
 
-class OwnTokenizer(PreTrainedTokenizerFast):
-    def sum_of(self, ids):
-        return int(torch.tensor(ids).sum())
+class OwnConfig(PreTrainedConfig):
+    model_type = "own"
 """
 
 
@@ -96,23 +97,31 @@ def test_the_collector_visits_nothing_of_what_the_tokenizer_imported(
     assert "PyTorch" not in printed.stderr
 
 
-def test_code_of_a_tokenizer_may_import_torch(tmp_path: Path):
+def test_a_models_own_code_may_import_transformers_models(tmp_path: Path):
     make_tokenizer(tmp_path)
-    (tmp_path / "own.py").write_text(OWN_TOKENIZER)
-    config = tmp_path / "tokenizer_config.json"
-    own = {
-        "tokenizer_class": "OwnTokenizer",
-        "auto_map": {"AutoTokenizer": [None, "own.OwnTokenizer"]},
-    }
-    config.write_text(json.dumps({**json.loads(config.read_text()), **own}))
+    (tmp_path / "own.py").write_text(OWN_CONFIG)
+    config = {"model_type": "own", "auto_map": {"AutoConfig": "own.OwnConfig"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "tokenizer_config.json").unlink()
     code = """if True:
         import msgspec, sys
         from app.inputs.tokenizer import load
         from tests.test_pool import FACTS
 
         facts = msgspec.structs.replace(FACTS, tokenizer=sys.argv[1], trust_remote_code=True)
-        print(load(facts, True).sum_of([1, 2]))
+        print(load(facts, True).decode([5]))
+        print("transformers.modeling_utils" in sys.modules)
     """
     words = [sys.executable, "-c", code, str(tmp_path)]
     printed = subprocess.run(words, cwd=REPOSITORY, text=True, check=True, stdout=subprocess.PIPE)
-    assert printed.stdout == "3\n"
+    assert printed.stdout.splitlines()[-1] == "True"
+
+
+def test_a_front_end_has_no_torch(single_server: Server):
+    answer = single_server.post("/v1/completions", {"prompt": "Hello", "max_tokens": 1})
+    assert answer.status_code == 200, answer.text
+    processes = psutil.Process(single_server.process.pid).children()
+    front_ends = [one for one in processes if "gunicorn: worker" in " ".join(one.cmdline())]
+    libraries = [Path(f"/proc/{one.pid}/maps").read_text() for one in front_ends]
+    assert any("tokenizers" in one for one in libraries)
+    assert not any("libtorch" in one for one in libraries)

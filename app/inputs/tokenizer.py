@@ -1,7 +1,8 @@
 """The model's tokenizer, for prompts that are text or messages.
 
-Loaded for the first such prompt, as trainers send ids: importing transformers takes a second, or three
-and 0.3 GB more with torch. It runs in a thread, so that it does not block the other requests.
+Loaded for the first such prompt, as trainers send ids: importing transformers takes a second and 40
+MB. With torch it takes three times as long and 0.4 GB, so a front end imports it without, unless the
+model has code of its own. It runs in a thread, so that it does not block the other requests.
 
 A text takes the tokenizer about a second per million characters, so texts that cannot fit the model
 are refused before.
@@ -131,7 +132,13 @@ class TokenizerLoader:
 
 
 def load(facts: WorkerFacts, leaves_out_torch: bool = False) -> Any:
-    """transformers' tokenizer of the model that the workers serve."""
+    """transformers' tokenizer of the model that the workers serve.
+
+    Args:
+        leaves_out_torch: nothing else in this process needs transformers' models.
+    """
+    # A model's own code may import transformers' models, also for its configuration or tokenizer.
+    leaves_out_torch = leaves_out_torch and not facts.trust_remote_code
     with without_torch() if leaves_out_torch else nullcontext(), without_collector():
         from transformers import AutoTokenizer
     try:
@@ -151,20 +158,24 @@ def load(facts: WorkerFacts, leaves_out_torch: bool = False) -> Any:
 def without_torch() -> Iterator[None]:
     """Within the block torch cannot be imported, unless it is already.
 
-    transformers, imported here, never has models in this process. Code that comes with a tokenizer may
-    import torch afterwards.
+    transformers, imported here, never has models in this process. If workers restart with a model that
+    has code of its own, that code may fail here until the server restarts.
     """
     if "torch" in sys.modules:
         yield
         return
-    # It would warn that there are no models.
-    logging.getLogger("transformers").addFilter(lambda record: "PyTorch" not in record.getMessage())
+    logging.getLogger("transformers").addFilter(_without_advice)
     # For `import` and for `importlib.util.find_spec`, such a module does not exist.
     sys.modules["torch"] = None  # type: ignore[assignment]
     try:
         yield
     finally:
         del sys.modules["torch"]
+
+
+def _without_advice(record: logging.LogRecord) -> bool:
+    """Leaves out transformers' warning that it has no models."""
+    return "PyTorch was not found" not in record.getMessage()
 
 
 def encode_all(
