@@ -256,7 +256,7 @@ def test_a_real_engine_shows_vllm_s_metrics_for_each_worker(server: Server):
     read(server)
     before = read(server)
     for _ in range(4):
-        server.generate([[5, 6, 7]] * 4, max_tokens=16)
+        server.generate([[5, 6, 7]] * 4, max_tokens=16, generation_kwargs={"ignore_eos": True})
     name = "vllm:generation_tokens_total"
     wait_until(lambda: total(read(server), name) - total(before, name) >= 16 * 16, 15)
     samples = read(server)
