@@ -7,7 +7,7 @@ from pathlib import Path
 from tests.model_families import make_family
 
 if __name__ == "__main__":
-    # On a GPU vLLM would fork its engine, where torch hangs after it has made a model here.
+    # Its own process hung on a GPU: vLLM forks it after torch has made a model here.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     from vllm import LLM, SamplingParams
 
