@@ -131,7 +131,7 @@ class TokenizerLoader:
             ) from error
 
 
-def load(facts: WorkerFacts, leaves_out_torch: bool = False) -> Any:
+def load(facts: WorkerFacts, leaves_out_torch: bool) -> Any:
     """transformers' tokenizer of the model that the workers serve.
 
     Args:

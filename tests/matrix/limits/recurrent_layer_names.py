@@ -7,7 +7,7 @@ from pathlib import Path
 from tests.model_families import make_family
 
 if __name__ == "__main__":
-    # Its own process hung on a GPU: vLLM forks it after torch has made a model here.
+    # An engine in a process of its own hung on a GPU: vLLM forks it after torch has made a model.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     from vllm import LLM, SamplingParams
 
