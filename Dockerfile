@@ -33,11 +33,12 @@ ARG EXTRAS=
 WORKDIR /srv/titopool
 
 # Copies only what the installation reads, so that a change of the sources does not install vLLM
-# again. The editable installation needs the three packages and a README.
+# again. The editable installation needs the three packages, a README and the module from which
+# setup.cfg reads the version.
 COPY Makefile pyproject.toml setup.cfg setup.py ./
 COPY constraints constraints
 COPY tools tools
-COPY titopool/__init__.py titopool/
+COPY titopool/__init__.py titopool/release.py titopool/
 RUN mkdir app workers && touch README.md app/__init__.py workers/__init__.py \
     && PIP_NO_CACHE_DIR=1 make install PLATFORM=${PLATFORM} VENV=/opt/titopool \
     && { [ -z "${EXTRAS}" ] || /opt/titopool/bin/pip install --no-cache-dir -e ".[${EXTRAS}]"; }

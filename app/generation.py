@@ -23,6 +23,7 @@ from app.http.idempotency import current_claim, refuse_stream
 from app.http.responses import respond_in_parts
 from app.inputs.admission import Admission
 from app.inputs.images import NO_IMAGES, PromptImages, check_placeholders
+from app.inputs.sampling import check_answer_size
 from app.inputs.token_ids import TokenIds, check_length, checked_ids
 from app.outputs.kept_logprobs import arrays_of
 from app.outputs.token_arrays import JSON, MSGPACK, binary_reply, is_binary, json_reply
@@ -151,6 +152,8 @@ def make_request(
         [prompt.token_ids for prompt in prompts], [prompt.images for prompt in prompts],
         locations, facts.images,
     )  # fmt: skip
+    for one in _distinct_options(prompts, options).values():
+        check_answer_size(one, facts, admission.config.memory_budget_bytes)
     jobs = make_jobs(
         prompts, options, facts,
         with_prefixes=link.needs_prefixes,
@@ -190,11 +193,9 @@ def make_jobs(
     Args:
         with_prefixes: whether jobs carry the digests of their prompts' blocks for routing.
     """
-    # By identity: prompts may share long grammars.
-    by_id = {id(one): one for one in (prompt.options or options for prompt in prompts)}
     sampling = {
         name: msgspec.Raw(_encode(encode_options, one, "sampling options", None))
-        for name, one in by_id.items()
+        for name, one in _distinct_options(prompts, options).items()
     }
     parsing = b"" if chat is None else _encode(encode, chat, "tools, chat_template_kwargs", "tools")
     if len(parsing) > MAX_PARSING_BYTES:
@@ -237,6 +238,13 @@ def make_jobs(
     return jobs
 
 
+def _distinct_options(
+    prompts: Sequence[Prompt], options: SamplingOptions
+) -> dict[int, SamplingOptions]:
+    """By identity: prompts may share long grammars."""
+    return {id(one): one for one in (prompt.options or options for prompt in prompts)}
+
+
 def _bytes_of_jobs(jobs: Sequence[Job]) -> int:
     """Memory of jobs in a front end: ids and files, and their copies in messages."""
     return sum(
@@ -249,18 +257,26 @@ def wait_for_version(admission: Admission, version: int) -> None:
     """Waits until the pool serves `version` or a later one.
 
     Raises:
-        Conflict: it did not before the request's deadline.
+        Conflict: it did not before the request's deadline; or it went back to an earlier version.
         ClientGone: the client closed its connection.
     """
     left, shown = Event(), admission.shown
     shown.on_abort = left.set
+    latest = admission.link.weights.version
     with watching(current_client(), left.set):
-        while admission.link.weights.version < version:
+        while (current := admission.link.weights.version) < version:
+            if current < latest:
+                raise Conflict(
+                    f"min_weight_version: expected that the pool goes on from version {latest} to "
+                    f"{version}, but it went back to version {current}, as a trainer does that starts "
+                    "again from an earlier checkpoint; ask for a version of its new run"
+                )
+            latest = current
             if admission.deadline.has_passed:
                 raise Conflict(
                     f"min_weight_version: expected that the pool serves version {version} within "
                     f"{admission.config.request_timeout_s:g} s (request_timeout_s), but it serves "
-                    f"version {admission.link.weights.version}; ask for a lower one, or send the "
+                    f"version {current}; ask for a lower one, or send the "
                     "request again after the update"
                 )
             admission.link.wait_for_weights(left, admission.deadline.left_s)
@@ -300,11 +316,9 @@ def submitted(admission: Admission, request: Request) -> Iterator[None]:
         admission.link.cancel(request, client_gone())
 
     with watching(current_client(), on_client_gone):
-        admission.shown.submit(request)
-        admission.link.submit(request)
-        if admission.shown.is_aborted:
-            # Before the link sends them.
-            admission.link.end_waiting(admission.shown.client_ids)
+        shown = admission.shown
+        shown.submit(request)
+        admission.link.submit(request, aborted=shown.owned_ids if shown.is_aborted else ())
         yield
 
 

@@ -18,7 +18,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -39,14 +38,20 @@ from titopool.settings.config import ENV_PREFIX, FAILURE_FILE, SECRET_VARIABLES
 from titopool.settings.files import CONFIG_VARIABLE
 from titopool.settings.gpus import number_of_workers
 from titopool.settings.logs import configure_logging, show, show_as
-from titopool.settings.sources import check_engine_options, from_environment, ignored_variables
+from titopool.settings.sources import (
+    check_engine_options,
+    check_model,
+    from_environment,
+    ignored_variables,
+)
 from titopool.tracing import check_installed
-from titopool.wire.pool_files import write_endpoints
-from titopool.wire.sockets import read_curve_key, worker_endpoint
+from titopool.wire.pool_files import make_run_dir, write_endpoints
+from titopool.wire.sockets import fault_of_listening, read_curve_key, worker_endpoint
 
 try:
     _config = from_environment()
     check_engine_options(_config)
+    check_model(_config)
     check_installed(_config.otlp_endpoint)
     if any(endpoint.startswith("tcp://") for endpoint in _config.endpoints):
         read_curve_key(_config.curve_key_file)
@@ -105,6 +110,8 @@ M_MMAP_THRESHOLD = -3
 LARGE_BLOCK_BYTES = 2**18
 # A worker needs less than this to stop its engine.
 SUPERVISOR_STOP_TIMEOUT_S = 6.0
+# The front ends of a master that was killed leave its port within a second.
+PORT_TIMEOUT_S = 2.0
 # Addresses at which a client on this host reaches a server that listens on all of them.
 LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
@@ -115,10 +122,32 @@ _supervisor_fd = -1
 _own_run_dir: str | None = None
 
 
+def on_starting(server: Any) -> None:
+    """In the master, before gunicorn binds: ends it with one line where it could not.
+
+    gunicorn itself would try for five seconds, with two lines for each try. A socket that systemd or
+    another master hands over is bound already.
+    """
+    if server.master_pid or "LISTEN_FDS" in os.environ or server.cfg.reuse_port:
+        return
+    deadline = time.monotonic() + PORT_TIMEOUT_S
+    # The address of a Unix socket is a string, and a descriptor a number.
+    for host, port in [one for one in server.cfg.address if isinstance(one, tuple)]:
+        while fault := fault_of_listening(host, port):
+            if time.monotonic() > deadline:
+                sys.exit(
+                    f"titopool: {fault}; choose another with --host and --port (TITOPOOL_HOST, "
+                    "TITOPOOL_PORT), or stop what is there"
+                )
+            time.sleep(0.1)
+
+
 def when_ready(server: Any) -> None:
     """In the master, with the port bound and before any front end: starts the supervisor."""
     global _supervisor, _supervisor_fd, _own_run_dir
     _drain_at_sigterm(server)
+    # Of gunicorn's own options too.
+    os.environ[ENV_PREFIX + "NUM_FRONT_ENDS"] = str(server.num_workers)
     if warning := _open_to_the_network(server):
         show(f"\ntitopool: {warning}\n")
     if ignored := ignored_variables():
@@ -132,7 +161,7 @@ def when_ready(server: Any) -> None:
     if _config.endpoints:
         if not _config.run_dir:
             # For answers to repeated requests only.
-            _own_run_dir = os.environ[ENV_PREFIX + "RUN_DIR"] = tempfile.mkdtemp(prefix="titopool-")
+            _own_run_dir = os.environ[ENV_PREFIX + "RUN_DIR"] = make_run_dir()
         else:
             forget_all(_config.run_dir)
         return
@@ -145,10 +174,12 @@ def when_ready(server: Any) -> None:
         os.makedirs(run_dir, mode=0o700, exist_ok=True)
         forget_all(run_dir)
     else:
-        run_dir = _own_run_dir = tempfile.mkdtemp(prefix="titopool-")
+        run_dir = _own_run_dir = make_run_dir()
     # Front ends and the supervisor find the workers' sockets through these.
     os.environ[ENV_PREFIX + "RUN_DIR"] = run_dir
     os.environ[ENV_PREFIX + "NUM_WORKERS"] = str(num_workers)
+    # A range of a file, of which a number of workers alone would win over both ends.
+    os.environ[ENV_PREFIX + "MAX_WORKERS"] = str(_config.max_workers)
     try:
         # The supervisor replaces it; front ends may start before.
         if _config.cluster:
@@ -159,7 +190,7 @@ def when_ready(server: Any) -> None:
         else:
             local = [worker_endpoint(run_dir, index) for index in range(num_workers)]
             write_endpoints(run_dir, local)
-    except ConfigError as error:
+    except (ConfigError, OSError) as error:
         sys.exit(f"titopool: {error}")
     _supervisor = subprocess.Popen(
         [sys.executable, "-m", "workers.cluster" if _config.cluster else "workers.supervisor"]

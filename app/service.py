@@ -24,7 +24,7 @@ from app.outputs.kept_logprobs import KeptLogprobs
 from app.pool.link import Link
 from app.schemas.decoding import Body, Decoder, decode_body
 from titopool.deadline import Deadline
-from titopool.errors import BodyTooLarge, BodyTooSlow, ConfigError, QueueFull
+from titopool.errors import ConfigError, QueueFull
 from titopool.settings.config import ServerConfig
 from titopool.tracing import Traces
 from titopool.wire.messages import FrontEndTotals
@@ -110,10 +110,8 @@ class Service:
         return FrontEndTotals(
             memory_taken=self.budget.taken,
             memory_limit=self.budget.limit,
-            num_queue_full=self.refused[QueueFull.code],
-            num_body_too_large=self.refused[BodyTooLarge.code],
-            num_body_too_slow=self.refused[BodyTooSlow.code],
             num_waiting=self.link.num_waiting,
+            refused=dict(self.refused),
         )
 
     def _count_end(self) -> None:

@@ -211,7 +211,7 @@ class Simulation:
                     endpoint,
                     Heartbeat(
                         worker_id=endpoint, incarnation=endpoint, phase="ready", phase_s=0,
-                        weights=PoolWeights(), facts=self.facts, loaded_at=0, num_front_ends=len(self.pools),
+                        weights=PoolWeights(), facts=self.facts, loaded_s=0, num_front_ends=len(self.pools),
                         other_sequences=0, other_tokens=0, num_sequences=0, counters=WorkerCounters(),
                     ),
                     0,
@@ -269,12 +269,14 @@ class Simulation:
 
     def send(self, now: float) -> None:
         for index, pool in enumerate(self.pools):
-            for worker, jobs, *_ in pool.assign():
-                for job in jobs:
-                    self.share(index, worker.endpoint, job.prefix or b"")
-                engine = self.engines[worker.endpoint]
+            # Each job has one completion, so none is granted later.
+            for sent in pool.assign():
+                endpoint = sent.worker.endpoint
+                for job in sent.jobs:
+                    self.share(index, endpoint, job.prefix or b"")
+                engine = self.engines[endpoint]
                 engine.advance(now)
-                engine.queue.extend(job.job_id for job in jobs)
+                engine.queue.extend(job.job_id for job in sent.jobs)
                 engine.admit(self.turns)
 
     def finish(self, endpoint: str, now: float) -> int:
@@ -325,9 +327,9 @@ def simulate(
     class EvenSplit(RoundRobin):
         """Splits the conversations, all known in advance, into contiguous parts of equal number."""
 
-        def choose(self, waiting, candidates, ready):  # type: ignore[no-untyped-def]
-            conversation = simulation.sources[waiting.first.job.job_id][0]
-            return Choice(ready[conversation * num_workers // len(workload)], waiting.first)
+        def choose(self, first, waiting, candidates, ready):  # type: ignore[no-untyped-def]
+            conversation = simulation.sources[first.job.job_id][0]
+            return Choice(ready[conversation * num_workers // len(workload)], first)
 
     simulation = Simulation(
         workload, num_workers, [EvenSplit()] * num_front_ends,

@@ -164,10 +164,10 @@ async def _read_all(url: str, bodies: list[dict[str, Any]], start: float) -> lis
         timeout=timeout, connector=aiohttp.TCPConnector(limit=0)
     ) as session:
         await asyncio.sleep(max(0.0, start - time.monotonic()))
-        return await asyncio.gather(*(_read(session, url, one) for one in bodies))
+        return await asyncio.gather(*(read_stream(session, url, one) for one in bodies))
 
 
-async def _read(session: aiohttp.ClientSession, url: str, body: dict[str, Any]) -> Stream:
+async def read_stream(session: aiohttp.ClientSession, url: str, body: dict[str, Any]) -> Stream:
     stream = Stream(time.monotonic(), [], [])
     async with session.post(url, json=body) as answer:
         if not body["stream"]:

@@ -112,7 +112,7 @@ class Titopool:
             n=call.n,
             max_tokens=output_len,
             logprobs=call.logprobs,
-            generation_kwargs={"ignore_eos": True},
+            generation_kwargs={"ignore_eos": True, **call.sampling},
         )
 
     def lengths(self, answer: bytes) -> list[int]:
@@ -144,7 +144,8 @@ class Inference(Titopool):
     def body(self, call: Call, output_len: int, model: str) -> bytes:
         (prompt,) = call.prompts
         sampling = {"n": call.n, "max_tokens": output_len, "ignore_eos": True, "temperature": 1.0}
-        return _encode(token_ids=prompt, sampling_params=sampling | {"logprobs": call.logprobs})
+        sampling |= {"logprobs": call.logprobs, **call.sampling}
+        return _encode(token_ids=prompt, sampling_params=sampling)
 
     def lengths(self, answer: bytes) -> list[int]:
         choices = json.loads(answer)["choices"]
@@ -237,7 +238,7 @@ def _completions_body(call: Call, output_len: int, model: str) -> bytes:
     more = {} if call.prompt_logprobs is None else {"prompt_logprobs": call.prompt_logprobs}
     return _encode(
         model=model, prompt=call.prompts, n=call.n, max_tokens=output_len, temperature=1.0,
-        logprobs=call.logprobs, ignore_eos=True, return_token_ids=True, **more,
+        logprobs=call.logprobs, ignore_eos=True, return_token_ids=True, **more, **call.sampling,
     )  # fmt: skip
 
 

@@ -5,7 +5,9 @@ shares on purpose.
 """
 
 import random
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 from benchmarks.models import PROMPT_IDS
 
@@ -18,12 +20,14 @@ class Call:
 
     `logprobs` and `prompt_logprobs` are numbers of alternatives to each sampled token and to each
     token of the prompt, as vLLM counts them. 0: the token's own only. None: no log-probabilities.
+    `sampling` are further fields of vLLM's SamplingParams; `max_tokens` then is a limit.
     """
 
     prompts: list[list[int]]
     n: int = 1
     logprobs: int = 0
     prompt_logprobs: int | None = None
+    sampling: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """The smallest client: token ids in, token ids and log-probabilities out.
 
-python examples/generate.py http://127.0.0.1:8000
+python examples/generate.py [http://127.0.0.1:8000]
 """
 
 import sys
@@ -8,13 +8,16 @@ import sys
 import requests
 
 
-def main(url: str) -> None:
+def main(url: str = "http://127.0.0.1:8000") -> None:
     prompts = [[42, 1393, 14], [5, 6]]
-    answer = requests.post(
-        f"{url}/generate/",
-        json={"prompts": prompts, "n": 2, "max_tokens": 8, "logprobs": 0},
-        timeout=600,
-    )
+    try:
+        answer = requests.post(
+            f"{url}/generate/",
+            json={"prompts": prompts, "n": 2, "max_tokens": 8, "logprobs": 0},
+            timeout=600,
+        )
+    except requests.ConnectionError:
+        sys.exit(f"{url}: no server answers; start one with `titopool serve`, or give its URL")
     if not answer.ok:
         sys.exit(answer.json()["error"]["message"])
     body = answer.json()

@@ -40,6 +40,7 @@ import torch
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from titopool import Client, TitopoolError, TokenPipeline
+from titopool.client.weights_client import WeightsError
 
 CAPITALS = {
     "Japan": "Tokyo", "France": "Paris", "Egypt": "Cairo", "Peru": "Lima",
@@ -345,4 +346,7 @@ def main(arguments: list[str] | None = None) -> dict[str, list[dict[str, float]]
 if __name__ == "__main__":
     # An end by SIGTERM also stops the server.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    main()
+    try:
+        main()
+    except (TitopoolError, WeightsError) as error:
+        sys.exit(str(error))

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import psutil
 import pytest
 
@@ -31,6 +32,10 @@ ENGINE_OPTIONS = ("--dtype", "float32", "--max-model-len", "512", "--max-num-seq
 if visible_gpus():
     # Two servers of the tests may share a GPU.
     ENGINE_OPTIONS += ("--gpu-memory-utilization", "0.3")
+
+# A machine of CI stands still now and then.
+hypothesis.settings.register_profile("tests", deadline=None)
+hypothesis.settings.load_profile("tests")
 
 
 def group_of(item: pytest.Function) -> str:
@@ -159,9 +164,12 @@ def start_stub_at() -> Iterator[StartStub]:
     """Starts stub workers: `start_stub_at("tcp://…", "--delay-s", "1")`."""
     started: list[subprocess.Popen[bytes]] = []
 
-    def start(endpoint: str, *arguments: str, **variables: str) -> subprocess.Popen[bytes]:
+    def start(
+        endpoint: str, *arguments: str, cwd: Path = REPOSITORY, **variables: str
+    ) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-m", "tests.stub_worker", "--endpoint", endpoint, *arguments]
-        process = subprocess.Popen(command, env=environment(**variables), cwd=REPOSITORY)
+        variables["PYTHONPATH"] = str(REPOSITORY)
+        process = subprocess.Popen(command, env=environment(**variables), cwd=cwd)
         started.append(process)
         return process
 
@@ -175,7 +183,7 @@ def start_stub_at() -> Iterator[StartStub]:
 def start_stub(tmp_path: Path, start_stub_at: StartStub) -> StartStub:
     """Starts stub workers: `start_stub(index, "--delay-s", "1")` at `ipc://…/worker-<index>`."""
 
-    def start(index: int, *arguments: str, **variables: str) -> subprocess.Popen[bytes]:
+    def start(index: int, *arguments: str, **variables: Any) -> subprocess.Popen[bytes]:
         Path(f"{tmp_path}/worker-{index}").unlink(missing_ok=True)
         endpoint = f"ipc://{tmp_path}/worker-{index}"
         return start_stub_at(endpoint, "--worker-id", str(index), *arguments, **variables)

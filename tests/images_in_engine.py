@@ -16,6 +16,7 @@ from tests.images import PLACEHOLDERS, file_of, picture
 from titopool.settings.sampling import SamplingOptions, encode_options
 from titopool.settings.sources import from_command_line
 from titopool.wire.messages import Image, Job
+from workers.engine.base import FreeSlots
 from workers.engine.vllm import VllmEngine
 
 # Seeds of the picture, and completions, of each job.
@@ -45,7 +46,7 @@ async def main(model: str) -> None:
             msgspec.Raw(encode_options(msgspec.structs.replace(sampling, n=n))),
             images=[Image(file_of(picture(56, 56, seed)), bytes([seed]))],
         )  # fmt: skip
-        generated = await engine.run(job, lambda chunk: None)
+        generated = await engine.run(job, lambda chunk: None, FreeSlots())
         completions.append(
             [np.frombuffer(one.token_ids, np.int32).tolist() for one in generated.completions]
         )

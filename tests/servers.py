@@ -1,7 +1,9 @@
 """Starts real servers for tests, and stops all of their processes."""
 
+import json
 import os
 import re
+import shlex
 import signal
 import socket
 import subprocess
@@ -94,6 +96,22 @@ class Server:
 
     def _explain(self) -> str:
         return self.log[-4000:]
+
+
+def first_request(url: str, *options: str) -> dict[str, Any]:
+    """The answer to README's first request: its command, with the server's URL and curl's `options`."""
+    found = re.search(
+        r"^```sh\n(curl .*?)^```$", (REPOSITORY / "README.md").read_text(), re.M | re.S
+    )
+    assert found is not None
+    command = found[1].replace("http://127.0.0.1:8000", url)
+    done = subprocess.run(
+        ["bash", "-euc", command.replace("curl -s", f"curl -sSf {shlex.join(options)}")],
+        timeout=120, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    answer: dict[str, Any] = json.loads(done.stdout)
+    return answer
 
 
 def wait_until(

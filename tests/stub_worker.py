@@ -25,6 +25,7 @@ from titopool.settings.logs import configure_logging
 from titopool.settings.sampling import SamplingOptions, decode_options
 from titopool.settings.sources import from_environment
 from titopool.wire.messages import (
+    ID_BYTES,
     Chunk,
     Completion,
     ImageFacts,
@@ -35,7 +36,7 @@ from titopool.wire.messages import (
     WorkerFacts,
 )
 from titopool.wire.pool_state import PauseMode
-from workers.engine.base import EngineDead, Generated, OnChunk, ReportPhase
+from workers.engine.base import EngineDead, Generated, OnChunk, ReportPhase, Slots, in_slots
 from workers.engine.lora import Adapter, Adapters
 from workers.engine.versions import Progress, Versions
 from workers.serving.server import WorkerServer
@@ -60,7 +61,12 @@ class Fault(IntEnum):
     HANG = 40_005  # the job never ends
     DIE_MID_STREAM = 40_006  # anywhere in a streamed prompt: the engine dies before sending it
     UNSCORED = 40_008  # the job has no log-probabilities of its prompt
+    PANIC = 40_009  # what the engine raises is no `Exception`
     FREEZE = 40_007  # the engine's step never ends: no job goes on, and no probe is answered
+
+
+class Panic(BaseException):
+    """As pyo3's PanicException, which libraries raise where their code in Rust fails."""
 
 
 class StubWeights:
@@ -76,8 +82,10 @@ class StubWeights:
         self._slow = slow
         # With tensors (`tests/stub_tensors.py`).
         self.rank: Any = None
-        # Of jobs in flight: set when the job is aborted, and the client's id.
-        self.open: dict[asyncio.Event, str] = {}
+        # Of completions in flight: set when the job is aborted.
+        self.open: dict[asyncio.Event, Job] = {}
+        # The engine's.
+        self.versions = Versions()
         # Set while generation is not paused.
         self.runs = asyncio.Event()
         self.runs.set()
@@ -120,21 +128,20 @@ class StubWeights:
         return {}
 
     async def abort_requests(self, request_ids: Collection[str] | None) -> int:
-        found = [
-            event for event, name in self.open.items() if request_ids is None or name in request_ids
-        ]
-        for event in found:
-            event.set()
-        return len(found)
+        for event, job in self.open.items():
+            if request_ids is None or job.is_named_in(request_ids):
+                event.set()
+        return self.versions.stop_jobs(request_ids)
 
     def count_tokens(self, request_ids: Collection[str]) -> dict[str, int]:
         """Each job in flight has a token."""
-        return {name: 1 for name in self.open.values() if name in request_ids}
+        names = (job.client_id for job in self.open.values())
+        return {name: 1 for name in names if name in request_ids}
 
-    async def run_until_aborted(self, client_id: str, work: Awaitable[None]) -> bool:
+    async def run_until_aborted(self, job: Job, work: Awaitable[None]) -> bool:
         """Returns whether the job was aborted before the end of `work`."""
         aborted, task = asyncio.Event(), asyncio.ensure_future(work)
-        self.open[aborted] = client_id
+        self.open[aborted] = job
         waiting = asyncio.create_task(aborted.wait())
         try:
             await asyncio.wait([task, waiting], return_when=asyncio.FIRST_COMPLETED)
@@ -206,7 +213,7 @@ class StubEngine:
         runs_file: Path | None = None,
         max_images: int = 0,
     ):
-        self.versions = Versions()
+        self.versions = weights.versions
         self.adapters = stub_adapters()
         self.weights = weights
         self._model, self._vocab_size = model, vocab_size
@@ -253,15 +260,33 @@ class StubEngine:
     async def warm_up(self) -> None:
         return None
 
-    async def run(self, job: Job, on_chunk: OnChunk) -> Generated:
-        if self._slots is not None:
-            async with self._slots:
+    async def run(self, job: Job, on_chunk: OnChunk, slots: Slots) -> Generated:
+        with self.versions.job(job, slots.stop):
+            if self._slots is not None:
+                return await self._run_in_slots(job, on_chunk, slots)
+            if not job.adapter:
                 return await self._run(job, on_chunk)
-        if not job.adapter:
-            return await self._run(job, on_chunk)
-        with self.adapters.use(job.adapter) as adapter:
-            generated = await self._run(job, on_chunk)
-        return generated._replace(adapter_version=adapter.version)
+            with self.adapters.use(job.adapter) as adapter:
+                generated = await self._run(job, on_chunk)
+            return generated._replace(adapter_version=adapter.version)
+
+    async def _run_in_slots(self, job: Job, on_chunk: OnChunk, slots: Slots) -> Generated:
+        """Each completion by itself, as the engine runs them."""
+
+        async def complete(index: int) -> Generated:
+            began = time.monotonic()
+            assert self._slots is not None
+            async with self._slots:
+                generated = await self._run(job, on_chunk)
+            num_steps = len(generated.completions[0].token_ids) // ID_BYTES
+            slots.give_back(num_steps, time.monotonic() - began)
+            return generated
+
+        ended = await in_slots(job.num_sequences, complete, slots)
+        completions = [one.completions[0] for one in ended]
+        # Those that an abort kept from starting.
+        completions += [self._aborted()] * (job.num_sequences - len(completions))
+        return ended[0]._replace(completions=completions)
 
     async def _run(self, job: Job, on_chunk: OnChunk) -> Generated:
         ids = np.frombuffer(job.prompt_token_ids, dtype=np.int32)
@@ -273,9 +298,8 @@ class StubEngine:
         options = decode_options(job.sampling)
         num_steps = min(len(ids), options.max_tokens or len(ids)) if self._slots else 1
         delay_s = self._delay_s * (1 if job.is_streamed else num_steps)
-        if await self.weights.run_until_aborted(job.client_id, self._wait(delay_s)):
-            completion = Completion(b"", "abort", None, [(self.versions.current, 0)])
-            return Generated([completion] * options.n)
+        if await self.weights.run_until_aborted(job, self._wait(delay_s)):
+            return Generated([self._aborted()] * options.n)
         if job.is_streamed:
             await self._stream(job, ids[::-1], on_chunk, options)
         answer = np.ascontiguousarray(ids[::-1][: options.max_tokens])
@@ -283,6 +307,9 @@ class StubEngine:
         completion = Completion(answer.tobytes(), "length", logprobs_of(answer, options), versions)
         scores = prompt_logprobs_of(ids, options)
         return Generated([completion] * options.n, prompt_logprobs=scores)
+
+    def _aborted(self) -> Completion:
+        return Completion(b"", "abort", None, [(self.versions.current, 0)])
 
     async def _wait(self, delay_s: float) -> None:
         await asyncio.sleep(delay_s)
@@ -314,6 +341,8 @@ class StubEngine:
                 raise GenerationFailed("staged failure")
             case Fault.RAISE:
                 raise RuntimeError("staged surprise")
+            case Fault.PANIC:
+                raise Panic("staged panic")
             case Fault.DIE:
                 raise EngineDead("staged death")
             case Fault.KILL:

@@ -128,32 +128,35 @@ def test_an_adapter_is_selected_by_name(adapted: Adapted):
 
 
 def test_a_new_version_takes_over_while_requests_run_on_the_old_one(adapted: Adapted):
-    assert adapted.load("style", "one").ok
-    long = {**GREEDY, "max_tokens": 400, "lora_name": "style"}
+    assert adapted.load("replaced", "one").ok
+    long = {**GREEDY, "max_tokens": 400, "lora_name": "replaced"}
     with concurrent.futures.ThreadPoolExecutor(2) as threads:
         old = [threads.submit(adapted.server.generate, [IDS] * 8, **long) for _ in range(2)]
         client = openai.OpenAI(base_url=adapted.server.url + "/v1", api_key="none", max_retries=0)
         stream = client.completions.create(
-            model="style", prompt=IDS, max_tokens=400, stream=True,
+            model="replaced", prompt=IDS, max_tokens=400, stream=True,
             extra_body={"return_token_ids": True, "ignore_eos": True},
         )  # fmt: skip
         assert next(stream).choices[0].lora_version == 1
         wait_until(lambda: sum(adapted.server.metrics("sequences").values()) > 0, 10)
-        assert adapted.load("style", "two").json()["version"] == 2
-        check(adapted, adapted.server.generate([IDS], lora_name="style", **GREEDY), "two", 2)
-        assert adapted.load("style", "three", version=7).json()["version"] == 7
-        check(adapted, adapted.server.generate([IDS], lora_name="style", **GREEDY), "three", 7)
+        assert adapted.load("replaced", "two").json()["version"] == 2
+        check(adapted, adapted.server.generate([IDS], lora_name="replaced", **GREEDY), "two", 2)
+        assert adapted.load("replaced", "three", version=7).json()["version"] == 7
+        check(adapted, adapted.server.generate([IDS], lora_name="replaced", **GREEDY), "three", 7)
         assert {chunk.choices[0].lora_version for chunk in stream} == {1}
         for answer in (one.result() for one in old):
             assert answer["lora_versions"] == [1] * 8
             expected = reference.greedy(adapted.merged("one"), IDS, 40)
             assert [ids[:40] for ids in answer["completion_ids"]] == [expected] * 8
-    assert adapted.unload("style").ok
+    assert adapted.unload("replaced").ok
 
 
 def test_an_unloaded_adapter_is_not_found(adapted: Adapted):
     assert adapted.load("brief", "one").ok
     assert adapted.unload("brief").ok
+    # A number that the server counts means one adapter.
+    assert adapted.load("brief", "two").json()["version"] == 2
+    assert adapted.unload("brief").json()["version"] == 2
     for path, body in (
         ("/generate/", {"prompts": [IDS], "lora_name": "brief"}),
         ("/v1/completions", {"prompt": IDS, "model": "brief"}),
@@ -172,7 +175,8 @@ def change_config(folder: Path, **changes) -> None:
 def test_a_bad_adapter_is_refused_and_the_old_one_still_serves(
     adapted: Adapted, tmp_path: Path, fault
 ):
-    assert adapted.load("solid", "one").ok
+    name = f"solid-{fault}"
+    assert adapted.load(name, "one").ok
     folder = (tmp_path if fault == "outside" else adapted.root) / f"bad-{fault}"
     folder.mkdir(exist_ok=True)
     for file in (adapted.root / "two").iterdir():
@@ -186,11 +190,11 @@ def test_a_bad_adapter_is_refused_and_the_old_one_still_serves(
     elif fault == "names":
         save_file({"base_model.model.nothing.lora_A.weight": torch.zeros(4, 4)},
                   folder / "adapter_model.safetensors")  # fmt: skip
-    answer = adapted.load("solid", str(folder))
+    answer = adapted.load(name, str(folder))
     assert answer.status_code == 400, answer.text
     assert "lora_path" in answer.json()["error"]["message"]
-    check(adapted, adapted.server.generate([IDS], lora_name="solid", **GREEDY), "one", 1)
-    assert adapted.unload("solid").ok
+    check(adapted, adapted.server.generate([IDS], lora_name=name, **GREEDY), "one", 1)
+    assert adapted.unload(name).ok
 
 
 def test_loading_a_known_version_or_one_adapter_too_many_is_a_conflict(adapted: Adapted):

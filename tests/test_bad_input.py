@@ -23,8 +23,14 @@ def nested(num_levels: int):
     return inner
 
 
+GRAMMAR = {"regex": "[a-z]{3}"}
 CASES = {
     # name of the case: (body, texts that the message must contain, …)
+    "no-token-left": (
+        kwargs(structured_outputs=GRAMMAR, allowed_token_ids=[5], max_tokens=4),
+        "allowed_token_ids",
+        "structured_outputs",
+    ),
     "bool-id": ({"prompts": [[1], [1, True]]}, "prompts[1][1]", "got `bool`"),
     "float-id": ({"prompts": [[1.0]]}, "prompts[0][0]", "got `float`"),
     "string-id": ({"prompts": [["1"]]}, "prompts[0][0]", "got `str`"),

@@ -1,6 +1,7 @@
 """The benchmarks report correct figures or end with an error."""
 
 import json
+import math
 import random
 import subprocess
 import sys
@@ -14,19 +15,23 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from benchmarks import everything, placement
+from benchmarks.bare_groups import BareGroups
 from benchmarks.bench import check_lengths
 from benchmarks.compare import compare, rates_of, speeds_of
+from benchmarks.engine_counts import Counts, mean_counts
 from benchmarks.everything import bench_values, stream_values
+from benchmarks.groups_tables import first_tokens_table, groups_table
 from benchmarks.intervals import paired, unpaired
 from benchmarks.oversubscription import PLANS, make_groups
 from benchmarks.placement import simulate
 from benchmarks.placement_workloads import fast_conversations
 from benchmarks.report import rows_of
+from benchmarks.stops import MOST_STOP_IDS, choose_stops
 from benchmarks.streams import Stream, gaps_of, step_s
-from benchmarks.targets import Titopool
+from benchmarks.targets import Titopool, VllmServe
 from benchmarks.weights.table import row_of
 from benchmarks.weights.trainer import checkpoint_tensors
-from benchmarks.workload import Sizes, make_pattern
+from benchmarks.workload import Call, Sizes, make_pattern
 from tests.model_families import make_family
 from tests.servers import REPOSITORY
 
@@ -193,6 +198,76 @@ def test_fused_experts_are_sent_as_the_checkpoint_has_them(tmp_path: Path):
     expected = load_file(Path(folder) / "model.safetensors")
     assert sent.keys() == expected.keys()
     assert all(torch.equal(tensor, expected[name]) for name, tensor in sent.items())
+
+
+def test_stop_ids_end_a_uniform_model_after_the_mean():
+    few, _ = choose_stops(2048, 50)
+    assert 2048 / len(set(few["stop_token_ids"])) == pytest.approx(50, rel=0.01)
+    assert all(0 <= one < 2048 for one in few["stop_token_ids"])
+    assert len(choose_stops(2048, 2048 / MOST_STOP_IDS)[0]["stop_token_ids"]) == MOST_STOP_IDS
+    biased, explained = choose_stops(151_936, 200)
+    (bias,) = biased["logit_bias"].values()
+    assert math.exp(bias) / (math.exp(bias) + 151_935) == pytest.approx(1 / 200)
+    assert "needs 760 stop ids of 151,936; 96 are allowed" in explained
+
+
+def test_all_targets_of_groups_get_the_same_stop_ids():
+    sampling, _ = choose_stops(151_936, 200)
+    call = Call([[1, 2]], n=4, sampling=sampling)
+    bodies = [
+        json.loads(Titopool(1).body(call, 9, "m"))["generation_kwargs"],
+        json.loads(VllmServe().body(call, 9, "m")),
+        json.loads(BareGroups().body_of_all([call], 0, 9))["sampling"],
+    ]
+    assert all(body[name] == sampling[name] for body in bodies for name in sampling)
+
+
+def test_running_sequences_are_those_until_four_fifths_of_the_tokens():
+    readings = [Counts(0, 100, 10), Counts(8, 140, 15), Counts(6, 180, 25), Counts(1, 199, 40)]
+    readings.append(Counts(0, 200, 50))
+    assert mean_counts(readings) == {"running": 7, "tokens_per_step": 2.5}
+    assert mean_counts([readings[0], readings[-1]])["running"] is None
+
+
+def test_tables_of_groups_have_ratios_of_one_round():
+    def run(target: str, number: int, rate: float) -> dict[str, Any]:
+        counted = {"mean_len": 50.0, "running": None, "tokens_per_step": 7.5}
+        return {"pattern": "one request", "n": 8, "target": target, "round": number,
+                "tokens_per_s": rate, **counted}  # fmt: skip
+
+    result: dict[str, Any] = {
+        "machine": {"date": "2026-11-25", "commit": "c", "gpus": ["H100"]}, "shape": "tiny", "slots": 8,
+        "completions": 16, "max_tokens": 99, "input_len": 4, "stop": "stops", "n": [8], "front_ends": 2,
+        "patterns": ["one request"],
+        # The second round runs in the other order.
+        "runs": [run("titopool", 0, 50), run("vllm serve", 0, 100), run("vllm serve", 1, 10),
+                 run("titopool", 1, 20)],
+    }  # fmt: skip
+    row = "| n=8, titopool | 35 (50, 20) | 50.0 | – | 7.5 | – | 1.25 (0.50, 2.00) |"
+    assert row in groups_table(result).splitlines()
+    common = {"target": "titopool", "p50_s": 0.01, "num_requests": 9, "step_s": 0.01}
+    result["runs"] = [
+        {**common, "beside": "nothing", "p99_s": 0.02, "num_late": 0},
+        {**common, "beside": "1 of n=8", "p99_s": 0.05, "num_late": 1},
+    ]
+    row = "| titopool beside 1 of n=8 | 10.0 | ≥ 50.0 | 9, 1 late | 10.0 | 3.0 |"
+    assert row in first_tokens_table(result).splitlines()
+
+
+@pytest.mark.server
+def test_bench_groups_runs(tmp_path: Path):
+    options = ["--targets", "bare engine", "titopool", "--n", "4", "--completions", "16", "--rounds", "1",
+               "--slots", "8", "--mean", "8", "--max-tokens", "32"]  # fmt: skip
+    subprocess.run(
+        [sys.executable, "-m", "benchmarks.groups", *options, "--out", str(tmp_path / "groups")],
+        cwd=REPOSITORY, check=True, timeout=300, stdout=subprocess.DEVNULL,
+    )  # fmt: skip
+    runs = json.loads((tmp_path / "groups.json").read_text())["runs"]
+    assert [(run["pattern"], run["target"]) for run in runs] == [
+        (pattern, target) for pattern in ("one request", "clients") for target in ("bare engine", "titopool")
+    ]  # fmt: skip
+    # Sixteen lengths of a geometric distribution have a mean of 8 with a deviation of 2.
+    assert all(2 < run["mean_len"] < 20 and run["tokens_per_step"] > 1 for run in runs)
 
 
 @pytest.mark.server

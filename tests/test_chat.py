@@ -129,7 +129,14 @@ def test_tokenize_renders_messages_as_transformers_does(server: Server, tokenize
     assert answer["tokens"] == rendered(tokenizer, HELLO, **options)
 
 
+def test_tokenize_takes_vllms_fields_that_ask_for_nothing(server: Server, tokenizer):
+    nothing = {"chat_template": None, "media_io_kwargs": {}, "add_generation_prompt": None}
+    answer = server.post("/tokenize", {"messages": HELLO, **nothing})
+    assert answer.json()["tokens"] == rendered(tokenizer, HELLO), answer.text
+
+
 @pytest.mark.parametrize("path, body, part", [
+    ("/tokenize", {"messages": HELLO, "chat_template": "{{ a }}"}, "chat_template"),
     ("/tokenize", {}, "either prompt or messages"),
     ("/tokenize", {"prompt": "a", "messages": HELLO}, "either prompt or messages"),
     ("/tokenize", {"messages": HELLO, "continue_final_message": True}, "add_generation_prompt"),

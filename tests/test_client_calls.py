@@ -1,5 +1,6 @@
 """`titopool.Client` without a server of titopool: imports, bodies, and answers of others."""
 
+import asyncio
 import subprocess
 import sys
 import threading
@@ -10,7 +11,8 @@ import pytest
 
 from tests.canned_server import canned_server, response
 from tests.servers import environment, free_port
-from titopool import Client, TitopoolError
+from titopool import AsyncClient, Client, TitopoolError
+from titopool.client.answers import Answer
 from titopool.client.bodies import Options, chats_batch, pieces, prompts_batch
 from titopool.client.failures import (
     ConnectionLost,
@@ -117,7 +119,7 @@ def test_a_server_that_is_not_there_is_named():
     url = f"http://127.0.0.1:{free_port()}"
     with Client(url) as client, pytest.raises(ConnectionLost, match=url):
         client.tokenize("a")
-    with Client(url) as client, pytest.raises(TimedOut, match="connection failed"):
+    with Client(url) as client, pytest.raises(TimedOut, match="no server answers"):
         client.wait_until_ready(0.1)
 
 
@@ -161,6 +163,50 @@ def test_a_request_with_a_key_is_repeated_when_the_server_says_when():
         pytest.raises(NoReadyWorker),
     ):
         client.generate([1, 2], idempotent=True)
+
+
+def test_the_requests_of_a_batch_have_ids_of_their_own_and_an_abort_reaches_all(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    pytest.importorskip("tqdm")
+    sent: list[tuple[str | None, str | None]] = []
+    aborted: list[list[str]] = []
+    body = {
+        "prompt_ids": [None],
+        "completion_ids": [np.array([7], "<i4").tobytes()],
+        "finish_reasons": ["length"],
+        "weight_versions": [[[0, 0]]],
+        "num_cached_tokens": [0],
+    }
+    kind = {"x-titopool-version": RELEASE, "content-type": "application/msgpack"}
+
+    async def once(self: AsyncClient, path: str, content: bytes, headers: dict[str, str]) -> Answer:
+        if path == "/generate/":
+            sent.append((headers.get("X-Request-Id"), headers.get("Idempotency-Key")))
+            while len(aborted) < 2:
+                await asyncio.sleep(0.01)
+        else:
+            aborted.append(msgspec.json.decode(content)["request_ids"])
+        return Answer(200, kind, msgspec.msgpack.encode(body), "")
+
+    async def main() -> None:
+        client = AsyncClient("http://127.0.0.1:1")
+        run = asyncio.create_task(
+            client.generate([[1]] * 3, progress=True, request_id="step", idempotent="key")
+        )
+        while len(sent) < 3:
+            await asyncio.sleep(0)
+        await client.abort(["other", "step"])
+        await client.abort(["other"])
+        assert len(await run) == 3
+        await client.abort(["step"])
+        with pytest.raises(InvalidRequest, match="request_id"):
+            await client.generate([[1]], progress=True, request_id="a" * 255)
+
+    monkeypatch.setattr(AsyncClient, "_once", once)
+    asyncio.run(main())
+    assert sent == [("step-0", "key-0"), ("step-1", "key-1"), ("step-2", "key-2")]
+    assert aborted == [["other", "step", "step-0", "step-1", "step-2"], ["other"], ["step"]]
 
 
 def test_closing_ends_the_calls_of_other_threads():
@@ -254,3 +300,39 @@ def test_arguments_that_cannot_be_sent_are_refused(arguments, words: str):
         client.generate([1], **arguments)
     with pytest.raises(InvalidRequest, match="base_url"):
         Client("localhost:8000")
+
+
+NAN, INF = float("nan"), float("inf")
+
+
+@pytest.mark.parametrize(
+    "arguments, place",
+    [
+        ({"temperature": NAN}, "temperature"),
+        ({"seed": NAN}, "seed"),
+        ({"presence_penalty": INF}, "presence_penalty"),
+        ({"min_p": np.float32(NAN)}, "min_p"),
+        ({"logit_bias": {"5": -INF}}, r"logit_bias\.5"),
+        ({"stop_token_ids": [1, NAN]}, r"stop_token_ids\[1\]"),
+        ({"mm_processor_kwargs": {"size": np.array([[1.0, INF]])}}, r"mm_processor_kwargs\.size\[0\]\[1\]"),
+        ({"prompts": [[1], [2, NAN]]}, r"prompts\[1\]\[1\]"),
+    ],
+)  # fmt: skip
+def test_numbers_that_json_lacks_are_refused_by_name(arguments, place: str):
+    with (
+        Client("http://127.0.0.1:1") as client,
+        pytest.raises(InvalidRequest, match=f"^{place}: expected a finite number") as caught,
+    ):
+        client.generate(**{"prompts": [1], **arguments})
+    assert caught.value.param == place.partition("\\")[0]
+
+
+def test_other_calls_refuse_numbers_that_json_lacks():
+    with Client("http://127.0.0.1:1") as client:
+        message = {"role": "assistant", "tool_calls": [{"function": {"arguments": {"x": NAN}}}]}
+        with pytest.raises(InvalidRequest, match=r"^messages\[0\]\[0\]\.tool_calls\[0\]\..*x: "):
+            client.chat([message])
+        with pytest.raises(InvalidRequest, match=r"^lease_s: expected a finite number"):
+            client.pause(lease_s=INF)
+        with pytest.raises(InvalidRequest, match=r"^timeout_s: expected at least 0, got nan"):
+            client.wait_until_ready(NAN)

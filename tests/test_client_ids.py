@@ -100,7 +100,9 @@ def test_a_bodys_id_is_usable_in_an_abort_at_either_front_end(
             send_json(other, abort, {"request_ids": [name]})
             aborted = other.getresponse()
             # vLLM's route answers without a body.
-            number = b"" if abort.startswith("/inference") else b'{"status":"aborted","aborted":1}'
+            number = (
+                b"" if abort.startswith("/inference") else b'{"status":"aborted","aborted":1}\n'
+            )
             assert (aborted.status, aborted.read()) == (200, number)
             answer = connection.getresponse()
             (choice,) = json.loads(answer.read())["choices"]

@@ -23,9 +23,10 @@ def run(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
         pytest.param(["--nam-workers", "2"], {}, "--num-workers?", id="our-option"),
         pytest.param(["--max-modle-len", "2"], {}, "--max-model-len?", id="vllms-option"),
         pytest.param([], {"TITOPOOL_PROT": "1"}, "TITOPOOL_PORT?", id="variable"),
+        pytest.param(["/no/such/model"], {}, "got /no/such/model; a name of the hub is OWNER/NAME", id="path"),
     ],
-)
-def test_a_misspelt_setting_stops_the_start_at_once(words, variables, part):
+)  # fmt: skip
+def test_a_wrong_setting_stops_the_start_at_once(words, variables, part):
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     result = run("serve", *words, **variables)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -47,12 +48,22 @@ def test_help_ends_quietly_on_a_closed_pipe():
         assert process.stderr.read() == b""
 
 
-def test_gunicorn_alone_refuses_a_misspelt_option():
+@pytest.mark.parametrize(
+    "variables, start",
+    [
+        ({"TITOPOOL_ENGINE_ARGS": "--max-modle-len 5"}, "--max-modle-len: "),
+        (
+            {"TITOPOOL_MODEL": "/no/such/model"},
+            "model: expected a folder that exists, got /no/such",
+        ),
+    ],
+)
+def test_gunicorn_alone_refuses_a_wrong_setting(variables, start):
     result = subprocess.run(
         [sys.executable, "-m", "gunicorn", "app:create_app()"],
-        env=environment(TITOPOOL_ENGINE_ARGS="--max-modle-len 5"),
+        env=environment(**variables),
         cwd=REPOSITORY, capture_output=True, text=True, timeout=60,
     )  # fmt: skip
     assert result.returncode == 1
-    assert result.stderr.startswith("titopool: --max-modle-len: ")
+    assert result.stderr.startswith(f"titopool: {start}")
     assert len(result.stderr.splitlines()) == 1

@@ -11,11 +11,15 @@ import pytest
 from tests.servers import REPOSITORY, TITOPOOL, environment
 from titopool import cli
 from titopool.commands.group import COMMANDS, titopool
-from titopool.commands.help import WIDTH, PassedOn
+from titopool.commands.help import WIDTH
 from titopool.settings.config import SETTINGS, option_of
 from titopool.settings.sources import from_command_line
 
 ROOT = click.Context(titopool, info_name="titopool")
+NO_SERVER = (
+    "titopool: http://127.0.0.1:9: no server answers (Connection refused); start one with `titopool "
+    "serve`, or name it with --url\n"
+)
 # CPU seconds of a command that starts nothing.
 MAX_START_S = 0.6
 
@@ -30,10 +34,7 @@ def help_of(name: str) -> str:
     return command(name).get_help(click.Context(command(name), info_name=name, parent=ROOT))
 
 
-OURS = [name for name in COMMANDS if not isinstance(command(name), PassedOn)]
-
-
-@pytest.mark.parametrize("name", OURS)
+@pytest.mark.parametrize("name", COMMANDS)
 @pytest.mark.parametrize("columns", [80, WIDTH, 200])
 def test_help_fits_and_has_groups_and_examples(name, columns, monkeypatch):
     monkeypatch.setenv("COLUMNS", str(columns))
@@ -53,8 +54,7 @@ def test_the_groups_help_names_every_command(capsys):
     for name, entry in COMMANDS.items():
         assert f"{entry.section}:" in shown
         assert any(line.split()[:1] == [name] for line in shown.splitlines())
-        if name in OURS:
-            assert help_of(name)
+        assert help_of(name)
     assert max(map(len, shown.splitlines())) <= WIDTH
 
 
@@ -65,7 +65,7 @@ def test_the_help_of_serve_has_every_setting():
         assert f"\n  {flag}" in shown, name
 
 
-@pytest.mark.parametrize("name", OURS)
+@pytest.mark.parametrize("name", COMMANDS)
 def test_examples_of_help_parse(name, monkeypatch):
     monkeypatch.chdir(REPOSITORY / "examples")
     lines = help_of(name).split("\nExamples:\n")[1].strip().splitlines()
@@ -86,13 +86,18 @@ def test_examples_of_help_parse(name, monkeypatch):
         pytest.param(["zzz"], 2, "titopool zzz: no such command; `titopool --help`", id="unknown"),
         pytest.param(["status", "--jsno"], 2, "titopool status: No such option", id="option"),
         pytest.param(["status", "--jsno"], 2, "--json", id="similar-option"),
-        pytest.param(["scale", "none"], 2, "titopool scale: ", id="no-number"),
+        pytest.param(["scale", "two"], 2, "titopool scale: Invalid value for 'N': expected a whole number of at least 1, got 'two'", id="no-number"),
+        pytest.param(["bench", "--num-prompts", "0"], 2, "a whole number of at least 1, got '0'", id="range"),
+        pytest.param(["scale", "2", "--timeout-s", "nan"], 2, "at least 0.1 seconds, got 'nan'", id="seconds"),
         pytest.param(["scale"], 2, "titopool scale: Missing argument 'N'", id="missing"),
         pytest.param(["completion", "tcsh"], 2, "'bash', 'zsh', 'fish'", id="shell"),
         pytest.param(["serve", "--prot", "1"], 2, "titopool: --prot: ", id="setting"),
         pytest.param(["serve", "--config", "no.yaml"], 2, "titopool: no.yaml: ", id="file"),
         pytest.param(["status", "--url", "host:1"], 1, "expected http://host:port", id="url"),
-        pytest.param(["scale", "2", "--url", "http://127.0.0.1:9"], 1, "check that the server runs", id="no-server"),
+        *(
+            pytest.param([*words, "--url", "http://127.0.0.1:9"], code, NO_SERVER, id=f"{words[0]}-no-server")
+            for words, code in ((["scale", "2"], 1), (["top"], 1), (["status"], 3), (["bench"], 1))
+        ),
         pytest.param(["mismatch", "--n", "2", "--max-model-len"], 2, "expected MODEL first", id="model"),
     ],
 )  # fmt: skip

@@ -5,9 +5,11 @@ from collections.abc import Callable
 
 import gevent
 import pytest
+from flask import Flask
 
 from app.pool.command_sender import CommandSender, results_of
 from app.pool.state import Pool
+from app.routes.weights import updates
 from tests.test_pool import beat
 from titopool.errors import DeadlinePassed, NoReadyWorker, TitopoolError, WeightUpdateFailed
 from titopool.wire.commands import (
@@ -171,6 +173,17 @@ def test_all_workers_raises_if_one_is_lost_and_reachable_workers_if_all_are():
     fake.pool.mark_worker_lost("w0", "killed")
     with pytest.raises(NoReadyWorker, match="no worker answers"):
         fake.commands.reachable_workers()
+
+
+def test_a_commit_that_was_applied_succeeds_though_all_workers_are_lost_then(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    fake = FakePool(1, always_answer)
+    fake.pool.mark_worker_lost("w0", "killed")
+    monkeypatch.setattr(updates, "group_workers", lambda of: (fake.commands, []))
+    monkeypatch.setattr(updates, "commit_update", lambda *_: {"version": 1})
+    with Flask(__name__).test_request_context(data='{"update": "u", "policy": "keep"}'):
+        assert updates.commit().json == {"version": 1, "outside": []}
 
 
 def test_a_command_that_times_out_at_the_first_worker_is_undone_there():

@@ -1,10 +1,17 @@
 """Commits during which a process dies: afterwards all ready workers have the same weights."""
 
+import ast
+import asyncio
+import dataclasses
+import importlib.util
+import json
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -12,6 +19,8 @@ import pytest
 
 from tests.conftest import StartStub
 from tests.servers import Server, wait_until
+from tests.stub_worker import stub_adapters
+from titopool.errors import Conflict, InvalidRequest
 
 StartServer = Callable[..., Server]
 QUICK = {
@@ -29,14 +38,14 @@ class Cluster:
         self._start_stub, self._stub_server = start_stub, stub_server
         for name in ("one", "two"):
             (self.root / name).mkdir(parents=True)
-            (self.root / name / "weights").write_text(name)
+            (self.root / name / "weights.safetensors").write_text(name)
             (self.root / name / "adapter_config.json").write_text('{"r": 8}')
             (self.root / name / "adapter_model.safetensors").write_text(name)
         self.processes: dict[int, Any] = {}
 
-    def start(self, index: int, *arguments: str) -> None:
+    def start(self, index: int, *arguments: str, **options: Any) -> None:
         self.processes[index] = self._start_stub(
-            index, *arguments, TITOPOOL_WEIGHTS_ROOT=str(self.root), **QUICK
+            index, *arguments, **options, TITOPOOL_WEIGHTS_ROOT=str(self.root), **QUICK
         )
 
     def serve(self, num_workers: int = 3) -> Server:
@@ -199,7 +208,7 @@ def test_requests_get_503_while_every_worker_has_lost_the_weights(cluster: Clust
     assert cluster.update().json()["version"] == 1
     for index in range(2):
         cluster.processes[index].kill()
-        (cluster.root / "one" / "weights").write_text("changed since")
+        (cluster.root / "one" / "weights.safetensors").write_text("changed since")
         cluster.start(index)
     cluster.wait_for("waiting_for_weights", "waiting_for_weights")
     for _ in range(4):
@@ -225,7 +234,7 @@ def test_accept_is_refused_while_a_worker_has_the_weights(cluster: Cluster):
     server = cluster.serve(2)
     assert cluster.update().json()["version"] == 1
     cluster.processes[1].kill()
-    (cluster.root / "one" / "weights").write_text("changed since")
+    (cluster.root / "one" / "weights.safetensors").write_text("changed since")
     cluster.start(1)
     cluster.wait_for("ready", "waiting_for_weights")
     refusal = server.post("/weights/accept", {})
@@ -256,7 +265,86 @@ def test_a_pause_reaches_a_worker_once_it_has_loaded(cluster: Cluster):
     cluster.check_generates()
 
 
+def test_workers_do_not_serve_different_files_of_one_folder(cluster: Cluster):
+    for index, name in enumerate(("one", "two")):
+        (cluster.root / name / "model.safetensors").write_text(name * (1 + index))
+        cluster.start(index, cwd=cluster.root / name)
+    server = cluster.serve(2)
+    # Each worker's own folder, as if two hosts had different disks at this path.
+    answers = [
+        cluster.update("/proc/self/cwd"),
+        server.post("/v1/load_lora_adapter", {"lora_name": "style", "lora_path": "/proc/self/cwd"}),
+    ]
+    for answer in answers:
+        assert (answer.status_code, answer.json()["error"]["code"]) == (409, "conflict")
+        assert "workers see different folders" in answer.json()["error"]["message"]
+    assert cluster.versions() == [0, 0]
+    assert [one["adapters"] for one in server.get("/weights").json()["workers"]] == [{}, {}]
+    assert cluster.update().json()["version"] == 1
+    cluster.check_generates()
+
+
 # ---- adapters ----------------------------------------------------------------------------
+
+
+CLIENTS = Path(sys.executable).parents[1] / "clients"
+OPTIONS = {
+    "rank_pattern": {"q_proj": 2}, "alpha_pattern": {"q_proj": 64}, "lora_bias": True,
+    "init_lora_weights": "pissa_niter_16", "alora_invocation_tokens": [1],
+    "layer_replication": [[0, 1]], "use_bdlora": {"nblocks": 2}, "use_qalora": True,
+}  # fmt: skip
+PLAIN = {
+    "rank_pattern": {}, "alpha_pattern": None, "lora_bias": False, "init_lora_weights": "Gaussian",
+}  # fmt: skip
+
+
+def peft_helper(folder: Path) -> Any:
+    """vLLM's class of an adapter's options: its fields, without importing vLLM."""
+    (found,) = [
+        one
+        for one in ast.parse((folder / "vllm/lora/peft_helper.py").read_text()).body
+        if isinstance(one, ast.ClassDef)
+    ]
+    names = [one.target.id for one in found.body if isinstance(one, ast.AnnAssign)]
+    return SimpleNamespace(PEFTHelper=dataclasses.make_dataclass("PEFTHelper", names))
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_options_of_an_adapter_that_vllm_ignores_are_refused(
+    cluster: Cluster, option: str, monkeypatch: pytest.MonkeyPatch
+):
+    folder = cluster.root / "one"
+    config = {"r": 8, "init_lora_weights": True} | PLAIN | {option: OPTIONS[option]}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    installed = Path(importlib.util.find_spec("vllm").origin).parents[1]
+    for version, is_read in ((CLIENTS / "vllm-0.31.0", False), (installed, True)):
+        monkeypatch.setitem(sys.modules, "vllm.lora.peft_helper", peft_helper(version))
+        adapters = stub_adapters()
+        if is_read:
+            asyncio.run(adapters.load("style", 1, str(folder)))
+        else:
+            with pytest.raises(InvalidRequest, match=f"got {option} in adapter_config.json"):
+                asyncio.run(adapters.load("style", 1, str(folder)))
+        assert adapters.is_loaded("style", 1) is is_read
+
+
+def test_an_adapter_whose_files_change_while_it_is_loaded_does_not_serve(cluster: Cluster):
+    adapters, folder = stub_adapters(), cluster.root / "one"
+
+    async def load_while_it_changes() -> None:
+        async def add(_: Any) -> None:
+            (folder / "adapter_model.safetensors").write_text("of step 2")
+
+        files = await adapters.load("style", 1, str(folder))
+        adapters.switch("style", 1)
+        adapters._llm.add_lora = add
+        with pytest.raises(Conflict, match="expected the files that were there"):
+            await adapters.load("style", 2, str(folder), files)
+        await asyncio.sleep(0)
+        assert adapters.versions == adapters.latest_versions == {"style": 1}
+        assert not adapters._retired
+
+    asyncio.run(load_while_it_changes())
 
 
 def test_a_worker_restarted_without_a_ledger_loads_the_adapters_of_the_pool(
@@ -286,7 +374,7 @@ def test_a_worker_restarted_without_a_ledger_loads_the_adapters_of_the_pool(
     cluster.wait_for("ready", "ready", "ready")
     wait_until(lambda: adapters() == [{}] * 3, 5)
     assert server.post("/generate/", body).status_code == 404
-    assert server.post("/v1/load_lora_adapter", load).json()["version"] == 1
+    assert server.post("/v1/load_lora_adapter", load).json()["version"] == 2
 
 
 def test_an_adapter_version_is_not_used_twice_after_a_restart(cluster: Cluster):
@@ -296,6 +384,7 @@ def test_an_adapter_version_is_not_used_twice_after_a_restart(cluster: Cluster):
     load = {"lora_name": "style", "lora_path": str(cluster.root / "one")}
     assert server.post("/v1/load_lora_adapter", load).json()["version"] == 1
     cluster.processes[0].kill()
+    cluster.wait_for("unreachable", "ready")
     cluster.start(0)
     # Whichever version the restarted worker has, the next version is new to every worker.
     cluster.wait_for("ready", "ready")

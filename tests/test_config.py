@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -9,7 +10,13 @@ from tests.servers import REPOSITORY, environment
 from titopool.errors import ConfigError
 from titopool.settings import vllm_options
 from titopool.settings.config import ServerConfig
-from titopool.settings.sources import from_command_line, from_environment, ignored_variables
+from titopool.settings.sources import (
+    check_model,
+    from_command_line,
+    from_environment,
+    ignored_variables,
+)
+from workers.supervisor.hub import wanted_model
 
 
 def test_command_line_wins_over_environment_and_defaults():
@@ -89,6 +96,47 @@ def test_without_vllms_source_only_misspelt_settings_are_refused(monkeypatch):
         from_command_line(["--num-worker", "5"], {})
 
 
+@pytest.mark.parametrize(
+    "file, environ, argv, workers",
+    [
+        ("1..8", {}, [], (1, 8)),
+        ("1..8", {}, ["--num-workers", "2"], (2, 0)),
+        ("1..8", {"TITOPOOL_NUM_WORKERS": "2"}, [], (2, 0)),
+        (None, {"TITOPOOL_NUM_WORKERS": "1..8"}, ["--num-workers=2"], (2, 0)),
+        (None, {"TITOPOOL_NUM_WORKERS": "1..2"}, ["--num-workers", "4"], (4, 0)),
+        (None, {"TITOPOOL_NUM_WORKERS": "4"}, ["--num-workers", "1..2"], (1, 2)),
+        ("1..8", {}, ["--max-workers", "4"], (1, 4)),
+        ("1..8", {}, ["--num-workers", "2", "--max-workers", "4"], (2, 4)),
+        # A maximum that was set by its own name goes on above a number.
+        (None, {"TITOPOOL_MAX_WORKERS": "8"}, ["--num-workers", "2"], (2, 8)),
+        (None, {"TITOPOOL_MAX_WORKERS": "4"}, ["--num-workers", "1..8"], (1, 8)),
+        (None, {}, ["--num-workers", "1..8", "--num-workers", "2"], (2, 0)),
+        (None, {"TITOPOOL_NUM_WORKERS": "0"}, ["--max-workers", "4"], (0, 4)),
+    ],
+)  # fmt: skip
+def test_a_number_of_workers_wins_over_a_range_below_it(
+    tmp_path: Path, file: str | None, environ, argv, workers: tuple[int, int]
+):
+    if file is not None:
+        (tmp_path / "a.yaml").write_text(f"num_workers: {file}\n")
+        argv = ["--config", str(tmp_path / "a.yaml"), *argv]
+    config = from_command_line(argv, environ)
+    assert (config.num_workers, config.max_workers) == workers
+    # As child processes read them.
+    assert from_environment(config.to_environment()) == config
+
+
+def test_a_range_beside_a_maximum_is_refused(tmp_path: Path):
+    file = tmp_path / "a.yaml"
+    for lines in ("num_workers: 1..8\nmax_workers: 4\n", "max_workers: 4\nnum_workers: 1..8\n"):
+        file.write_text(lines)
+        with pytest.raises(ConfigError, match=r"a\.yaml, line 2: .*expected max_workers once"):
+            from_command_line(["--config", str(file)], {})
+    both = {"TITOPOOL_NUM_WORKERS": "1..8", "TITOPOOL_MAX_WORKERS": "4"}
+    with pytest.raises(ConfigError, match="TITOPOOL_MAX_WORKERS: expected max_workers once"):
+        from_environment(both)
+
+
 def test_child_processes_read_the_same_settings():
     config = ServerConfig(
         model="m", curve_key_file="k", endpoints=("tcp://a:1", "ipc:///x"), request_timeout_s=1.5
@@ -112,6 +160,10 @@ def test_child_processes_read_the_same_settings():
         pytest.param(["--port", "70000"], {}, ["port", "65535"], id="no-port"),
         pytest.param(["--num-workers", "-1"], {}, ["num_workers", "-1"], id="negative"),
         pytest.param([], {"TITOPOOL_REQUEST_TIMEOUT_S": "nan"}, ["request_timeout_s"], id="nan"),
+        pytest.param(["--request-timeout-s", "inf"], {}, ["request_timeout_s", "finite", "inf"], id="infinite"),
+        pytest.param([], {"TITOPOOL_HEARTBEAT_TIMEOUT_S": "1e400"}, ["heartbeat_timeout_s", "finite"], id="overflow"),
+        pytest.param(["--num-workers", "4", "--max-workers", "2"], {}, ["max_workers", "at least num_workers (4)", "2"], id="maximum-below"),
+        pytest.param(["--num-workers", "4"], {"TITOPOOL_MAX_WORKERS": "2"}, ["max_workers", "at least num_workers (4)"], id="maximum-below-a-number"),
         pytest.param(["--api-key", "s"], {}, ["TITOPOOL_API_KEY"], id="secret-in-the-open"),
         pytest.param(["--endpoints", "tcp://a:1"], {}, ["curve_key_file"], id="tcp-without-key"),
         pytest.param(["--endpoints", "http://a:1"], {}, ["http://a:1"], id="no-endpoint"),
@@ -169,3 +221,31 @@ def test_variables_of_kubernetes_services_are_ignored():
 def test_a_variable_that_only_resembles_a_service_is_refused(key, value):
     with pytest.raises(ConfigError, match=key):
         from_environment({key: value})
+
+
+NO_MODELS = ["/no/such", "./no", "../no", "~/no", "a/b/c", "{folder}", "{folder}/none"]
+PASSED = [
+    "", "gpt2", "Qwen/Qwen3-8B", "org/name:Q4_K_M", "org/name/file.gguf", "s3://bucket/a/b", "{model}",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("model", NO_MODELS)
+def test_a_path_without_a_model_is_refused_before_a_start(model, tmp_path):
+    model = model.format(folder=tmp_path)
+    with pytest.raises(ConfigError, match="model: expected a folder") as caught:
+        check_model(ServerConfig(model=model))
+    assert f"got {model}" in str(caught.value)
+    # The disk of a worker elsewhere is not this one.
+    check_model(ServerConfig(model=model, cluster="ray"))
+    check_model(ServerConfig(model=model, endpoints=("ipc:///x",)))
+    assert wanted_model(ServerConfig(model=model), {}) is None
+
+
+@pytest.mark.parametrize("model", PASSED)
+def test_a_hubs_name_and_what_only_vllm_knows_pass(model, tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    check_model(ServerConfig(model=model.format(model=tmp_path)))
+
+
+def test_a_model_whose_config_is_elsewhere_passes(tmp_path):
+    check_model(ServerConfig(model=str(tmp_path), engine_args="--hf-config-path org/name"))

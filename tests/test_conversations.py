@@ -1,5 +1,9 @@
 """Chat messages before rendering have the fields that templates expect."""
 
+import json
+
+import pytest
+
 from app.inputs.chat_messages import merge_developer_into_system, read_conversation
 
 
@@ -19,6 +23,23 @@ def test_an_empty_assistant_message_has_empty_content_and_no_calls():
     assert read({"role": "assistant", "content": None, "tool_calls": []}) == {
         "role": "assistant", "content": [],
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "text, expected",
+    [
+        ('{"a": NaN, "b": -Infinity}', '{"a": NaN, "b": -Infinity}'),
+        ('{"a": 1e400}', '{"a": Infinity}'),
+        (r'{"a\ud83d": ["\ude00", "\ud83d\ude00"]}', r'{"a\\ud83d": ["\\ude00", "\ud83d\ude00"]}'),
+        ("{", "{}"),
+        ("[NaN]", "{}"),
+    ],
+)
+def test_arguments_of_a_call_are_what_the_model_wrote(text: str, expected: str):
+    call = {"type": "function", "function": {"name": "f", "arguments": text}}
+    (found,) = read({"role": "assistant", "tool_calls": [call]})["tool_calls"]
+    # As text: NaN is not equal to itself.
+    assert json.dumps(found["function"]["arguments"]) == expected
 
 
 def test_the_parts_of_a_tool_message_are_joined():

@@ -27,6 +27,33 @@ def fitted(folder: str, *words: str) -> Any:
     return options
 
 
+@pytest.mark.parametrize(
+    "words, expected",
+    [
+        (["--kv-offloading-size", "1"], "--kv-offloading-size: .* keys and values of old weights"),
+        (
+            ["--kv-transfer-config", '{"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}'],
+            "--kv-transfer-config: .* keys and values of old weights stay there after an update",
+        ),
+        (
+            ["--ec-transfer-config.ec_connector=ECExampleConnector", "--ec-transfer-config.ec_role=ec_both"],
+            "--ec-transfer-config: .* images encoded by old weights",
+        ),
+        (["-dp", "2"], "--data-parallel-size: .* got 2; use --num-workers"),
+        (["--data-parallel-rank", "0"], "--data-parallel-rank: .* got 0; use --num-workers"),
+        (["--data-parallel-size", "1", "--num-gpu-blocks-override", "64"], ""),
+    ],
+)  # fmt: skip
+def test_options_with_which_an_update_would_be_wrong_are_refused(words: list[str], expected: str):
+    config = from_command_line(["model", *words], {})
+    defaults = {"structured_outputs_config": {"backend": "xgrammar"}}
+    if not expected:
+        parse_options(config, defaults)
+        return
+    with pytest.raises(ConfigError, match=expected):
+        parse_options(config, defaults)
+
+
 def test_only_models_with_a_state_lose_the_prefix_cache(tmp_path: Path):
     with_state = make_family("granite4", tmp_path / "state", 0)
     without = make_family("llama", tmp_path / "none", 0)

@@ -85,12 +85,24 @@ def test_lines_are_wrapped_and_cells_are_short(path: Path):
             assert len(SENTENCE_END.findall(cell.strip())) <= MAX_SENTENCES, cell
 
 
+@every_document
+def test_named_make_targets_and_modules_exist(path: Path):
+    # In fenced blocks and in backticks; prose may say "make" too.
+    code = "\n".join(FENCED.findall(path.read_text()) + re.findall(r"`[^`]+`", prose_of(path)))
+    makefile = (REPOSITORY / "Makefile").read_text()
+    for target in re.findall(r"^`?make ([a-z][a-z-]*)", code, re.M):
+        assert re.search(rf"^{target}:", makefile, re.M), target
+    for module in re.findall(r"python (?:-P )?-m ((?:benchmarks|tests|tools|workers)[\w.]*)", code):
+        name = REPOSITORY / module.replace(".", "/")
+        assert name.with_suffix(".py").exists() or (name / "__main__.py").exists(), module
+
+
 def test_documented_log_lines_are_in_the_sources():
     text = (REPOSITORY / "docs" / "operators.md").read_text()
     lines = re.findall(r"^\| `(.*?)` \|", text[text.index("\n## Logs") :], re.M)
     sources = "\n".join(
         path.read_text()
-        for root in ("app", "workers")
+        for root in ("app", "titopool", "workers")
         for path in (REPOSITORY / root).rglob("*.py")
     )
     assert lines

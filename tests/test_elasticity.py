@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import os
 import re
 import signal
 import subprocess
@@ -21,6 +22,8 @@ import requests
 
 from tests.conftest import StartStub
 from tests.servers import Server, alive, wait_until
+from titopool.settings.config import ServerConfig
+from workers.supervisor.supervisor import StartFailed, Supervisor
 
 STUB = f"{sys.executable} -m tests.stub_worker"
 
@@ -288,6 +291,58 @@ def test_prompts_that_wait_start_workers_and_idle_ones_leave(start_server):
         wait_until(lambda: has_phases(server, *["ready"] * 3), 30, lambda: server.log)
     wait_until(lambda: has_phases(server, "ready"), 30, lambda: server.log)
     assert load.failed == []
+
+
+def supervisor_of(server: Server) -> int:
+    """Its process id."""
+    family = psutil.Process(server.process.pid).children(recursive=True)
+    (found,) = [one.pid for one in family if "workers.supervisor" in one.cmdline()]
+    return found
+
+
+def has_logged(server: Server, text: str, num_times: int) -> bool:
+    return server.log.count(text) == num_times
+
+
+def test_a_file_that_cannot_be_written_ends_nothing(start_server, tmp_path: Path):
+    """Workers join and leave once it can be; a folder in its place refuses it, as a full disk does."""
+    server = start_server(
+        "--worker-command", STUB, "--num-workers", "1", "--num-front-ends", "1",
+        "--run-dir", str(tmp_path / "run"),
+    )  # fmt: skip
+    server.wait_until_ready()
+    drafts = tmp_path / "run" / f"endpoints.{supervisor_of(server)}"
+    late = "when there is space in run_dir"
+    for num_times, num_workers in enumerate((2, 1), 1):
+        drafts.mkdir()
+        assert server.post("/workers/scale", {"num_workers": num_workers}).status_code == 202
+        wait_until(partial(has_logged, server, late, num_times), 20, lambda: server.log)
+        time.sleep(0.5)
+        assert server.generate([[1, 2]])["completion_ids"] == [[2, 1]]
+        drafts.rmdir()
+        wait_until(partial(has_phases, server, *["ready"] * num_workers), 20, lambda: server.log)
+    # The reason stands there once for each.
+    assert has_logged(server, late, 2)
+    (tmp_path / "run" / f"num-workers.{server.get('/live').json()['pid']}").mkdir()
+    answer = server.post("/workers/scale", {"num_workers": 2})
+    assert answer.status_code == 500
+    assert "make space on the server's disk" in answer.json()["error"]["message"]
+
+
+def test_a_worker_whose_process_cannot_be_started_is_tried_again(tmp_path: Path, caplog):
+    config = ServerConfig(run_dir=str(tmp_path), num_workers=1)
+    command = (str(tmp_path / "no-such-command"),)
+    supervisor = Supervisor(config, parent_pid=os.getppid(), url=None, worker_command=command)
+    num_open = len(os.listdir("/proc/self/fd"))
+    worker = supervisor._add_worker(is_added=True)
+    supervisor._start(worker)
+    assert "worker 1 did not start: its process cannot be started: " in caplog.text
+    assert worker.process is None
+    assert worker.start_after > time.monotonic()
+    assert len(os.listdir("/proc/self/fd")) == num_open
+    # One of the first workers stops the start, with the cause.
+    with pytest.raises(StartFailed, match="no-such-command"):
+        supervisor._start(supervisor._workers[0])
 
 
 def engines_of(server: Server) -> list[psutil.Process]:

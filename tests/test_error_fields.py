@@ -39,11 +39,16 @@ def test_param_of_a_generate_body(body: bytes, message: str, param: str | None):
         (b"{}", CompletionsFields, "missing required field `prompt`", "prompt"),
         (b'{"prompt": "a", "nope": 1}', CompletionsFields, "contains unknown field `nope`", "nope"),
         (b'{"prompt": "a", "logit_bias": {"a": 1}}', CompletionsFields, "logit_bias: expected `int`", "logit_bias"),
+        (b'{"prompt": "a", "logit_bias": {"5": 1e31}}', CompletionsFields, "logit_bias", "logit_bias"),
+        (b'{"prompt": "a", "repetition_penalty": 1e-39}', CompletionsFields, "repetition_penalty: expected `float` >= 1e-06", "repetition_penalty"),
+        (b'{"prompt": "a", "repetition_penalty": 1e39}', CompletionsFields, "repetition_penalty: expected `float` <= 1000000.0", "repetition_penalty"),
+        (b'{"prompt": "a", "seed": NaN}', CompletionsFields, "expected a JSON body", None),
+        (b'{"prompt": "a", "temperature": 1e400}', CompletionsFields, "[...]: number out of range", None),
         (b'{"prompt": "a", "stream_options": {"x": 1}}', CompletionsFields, "stream_options: object", "stream_options"),
         (b'{"messages": [], "top_logprobs": 1}', ChatFields, "top_logprobs: expected 0", "top_logprobs"),
     ],
 )  # fmt: skip
-def test_param_of_an_openai_body(body: bytes, fields: type, message: str, param: str):
+def test_param_of_an_openai_body(body: bytes, fields: type, message: str, param: str | None):
     with pytest.raises(InvalidRequest) as caught:
         decode_body(body, OpenAIDecoder(fields))
     assert caught.value.message.startswith((message, "object " + message))

@@ -24,13 +24,23 @@ from tests.verifiers_rollouts import forks as verifiers_forks
 from tests.weights import weights_client
 from titopool.client.weights_client import WeightsClient
 
-DOCUMENTS = ("README.md", "docs/trainers.md", "docs/operators.md", "docs/http.md")
+DOCUMENTS = (
+    "README.md",
+    *(f"docs/{path.name}" for path in sorted((REPOSITORY / "docs").glob("*.md"))),
+)
 # Text of a block that does not run: the reason.
 NOT_RUN = {
     "titopool top": "needs a server at the default port; tests/test_top.py runs it",
     "make serve": "installs; tests/test_command.py starts the server",
     "make install": "installs; tests/test_command.py starts the server",
     "docker compose": "needs a Docker engine; tests/compose runs it",
+    "kubectl": "needs a cluster; tests/system/test_kubernetes.py checks the manifests",
+    "sbatch": "needs Slurm; tests/system/test_slurm.py submits the script",
+    "--cluster ray": "needs a Ray cluster; tests/test_ray.py runs it",
+    "RayServer": "needs a Ray cluster; tests/test_ray.py runs it",
+    "titopool doctor": "needs several hosts; tests/system/test_hosts.py runs it",
+    "NCCL_SOCKET_IFNAME": "names an interface of the reader's host",
+    "titopool mismatch": "downloads a model; tests/test_mismatch.py runs it with a tiny one",
     "python -P -m workers": "needs several hosts; tests/test_standalone_worker.py runs one worker",
     "AREAL_LLM_SERVER_ADDRS": "a setting of AReaL; tests/trainers/test_areal.py calls its client",
     "rllm-model-gateway": "needs rLLM",
@@ -39,6 +49,7 @@ NOT_RUN = {
 BLOCK = re.compile(r"^```(\w+)( [\w-]+)?\n(.*?)^```$", re.M | re.S)
 URL, GROUP, FOLDER = "http://127.0.0.1:8000", "group_port=51216", "/weights/step-7"
 TRL_VERSION = "1.9.2"
+NOWHERE = "http://127.0.0.1:9"
 # `run_trl` reads the last line as JSON.
 NO_ANSWER = "print('null')"
 
@@ -153,6 +164,26 @@ def test_the_readmes_first_response_has_the_current_fields_and_ids(example_serve
     assert set(re.findall(r'"(\w+)":', shown)) <= set(answer)
     first_ids = re.findall(r"\d+", shown[: shown.index("…")])
     assert answer["prompt_ids"][0][: len(first_ids)] == [int(one) for one in first_ids]
+
+
+@pytest.mark.parametrize(
+    "words, expected",
+    [
+        pytest.param(["generate.py", NOWHERE], f"{NOWHERE}: no server answers", id="generate"),
+        pytest.param(["generate_binary.py", NOWHERE], f"{NOWHERE}: no server answers", id="binary"),
+        pytest.param(["generate_images.py"], "expected a picture, got none; python", id="no-picture"),
+        pytest.param(["generate_images.py", "/no"], "expected a picture, got /no: No such", id="no-file"),
+        pytest.param(["generate_images.py", __file__, NOWHERE], "no server answers", id="images"),
+    ],
+)  # fmt: skip
+def test_an_example_without_a_server_says_so_in_one_line(words, expected):
+    result = subprocess.run(
+        [sys.executable, f"examples/{words[0]}", *words[1:]], cwd=REPOSITORY, capture_output=True,
+        text=True, timeout=120, env=environment(),
+    )  # fmt: skip
+    assert (result.returncode, result.stdout) == (1, "")
+    assert expected in result.stderr
+    assert len(result.stderr.splitlines()) == 1
 
 
 @pytest.mark.parametrize("name", ["generate", "generate_binary"])

@@ -3,8 +3,7 @@
 import itertools
 import random
 import time
-from collections import deque
-from functools import partial
+from collections.abc import Iterable
 
 import msgspec
 import pytest
@@ -14,12 +13,12 @@ from hypothesis import strategies as st
 from app.pool.records import OpenJob, WaitingJobs
 from app.pool.request import Request
 from app.pool.state import Pool
+from tests.simulated_worker import SimulatedWorker
 from tests.test_pool import FACTS, beat
-from titopool.wire.messages import Completed, Completion, Job, JobProgress, Load
-from workers.serving.places import Place, Places
+from titopool.slots import num_kept
+from titopool.wire.messages import Job
 
 NUM_SLOTS = 256
-COMPLETION = Completion(b"", "stop", None, [])
 
 
 def request_of(
@@ -35,12 +34,17 @@ def append(waiting: WaitingJobs, request: Request) -> None:
         waiting.append(OpenJob(job, request, index))
 
 
+def take_whole(waiting: WaitingJobs, open_job: OpenJob) -> None:
+    """Counts a turn with all completions of a job."""
+    waiting.take(open_job, open_job.job.num_sequences, is_whole=True)
+
+
 def take(waiting: WaitingJobs, number: int) -> list[int]:
     """Takes jobs; returns the ids of their requests' first jobs."""
     taken = []
     for _ in range(number):
         open_job = waiting.first
-        waiting.take(open_job)
+        take_whole(waiting, open_job)
         taken.append(open_job.request.jobs[0].job_id)
     return taken
 
@@ -103,12 +107,12 @@ def test_the_queue_is_the_same_whatever_is_removed():
             waiting.prepend([one])
         elif inside:
             # Policies do not always take the first.
-            waiting.take(rng.choice(list(waiting)[:3]))
+            take_whole(waiting, rng.choice(list(waiting)[:3]))
         inside = {one.job.job_id: one.request for one in waiting}
         assert len(waiting) == len(inside)
         assert not waiting or next(iter(inside)) == waiting.first.job.job_id
     waiting.remove_all()
-    assert (len(waiting), list(waiting), waiting.first_new) == (0, [], None)
+    assert (len(waiting), list(waiting), list(waiting.new_jobs())) == (0, [], [])
 
 
 def test_a_turn_takes_as_long_however_much_waits():
@@ -155,7 +159,7 @@ def test_keys_share_tokens_by_weight_however_many_requests_each_has(backlogs, rn
     had = dict.fromkeys(backlogs, 0.0)
     while all(left.values()):
         open_job = waiting.first
-        waiting.take(open_job)
+        take_whole(waiting, open_job)
         name = open_job.job.key_name
         left[name] -= 1
         had[name] += open_job.job.num_tokens / open_job.request.weight
@@ -193,27 +197,26 @@ def test_a_new_weight_holds_for_new_requests():
 
 
 class Engines:
-    """Front ends' pools, and engines that start waiting sequences first come, first served.
+    """Front ends' pools beside simulated workers."""
 
-    Jobs that were sent ahead wait before the engine, in the worker's own `Places`.
-    """
-
-    def __init__(self, num_workers: int, num_pools: int, lengths: tuple[int, int]):
+    def __init__(
+        self, num_workers: int, num_pools: int, lengths: tuple[int, int], num_slots: int = NUM_SLOTS
+    ):
         """`lengths`: of completions, in steps."""
-        self.rng, self.lengths, self.step_number = random.Random(0), lengths, 0
+        self.step_number = 0
+        self.num_slots = num_slots
         self.pools = [Pool(no_worker_timeout_s=10) for _ in range(num_pools)]
-        self.names = [f"w{index}" for index in range(num_workers)]
-        self.queues: dict[str, deque[tuple[Pool, Job]]] = {name: deque() for name in self.names}
-        self.running: dict[str, list[tuple[int, Pool, Job]]] = {name: [] for name in self.names}
-        self.places = {name: Places(partial(self.num_in_engine, name)) for name in self.names}
-        self.places_of: dict[int, Place] = {}
-        # By job id: the steps of its submission and its start.
+        rng = random.Random(0)
+        self.workers = {
+            name: SimulatedWorker(name, num_slots, num_pools, rng, lengths)
+            for name in (f"w{index}" for index in range(num_workers))
+        }
+        # By job id: the step of its submission.
         self.submitted: dict[int, int] = {}
-        self.started: dict[int, int] = {}
         self.num_idle = 0
-        facts = msgspec.structs.replace(FACTS, max_num_seqs=NUM_SLOTS)
+        facts = msgspec.structs.replace(FACTS, max_num_seqs=num_slots)
         for pool in self.pools:
-            for name in self.names:
+            for name in self.workers:
                 pool.add_worker(name, now=0)
                 one = msgspec.structs.replace(beat(name), facts=facts, num_front_ends=num_pools)
                 pool.on_heartbeat(name, one, now=0)
@@ -226,55 +229,30 @@ class Engines:
         self.step_number += 1
         # Reports of load come several times within a step.
         for _ in range(2):
-            for pool in self.pools:
-                for worker, jobs, _, num_places, is_new in pool.assign():
-                    self.send(pool, worker.endpoint, jobs, num_places, is_new=is_new)
+            for index, pool in enumerate(self.pools):
+                for sent in pool.assign():
+                    self.workers[sent.worker.endpoint].receive(index, sent)
             self.report()
-        for name in self.names:
-            self.step_of(name)
-
-    def num_in_engine(self, name: str) -> int:
-        return len(self.queues[name]) + len(self.running[name])
-
-    def send(
-        self, pool: Pool, name: str, jobs: list[Job], num_places: int, *, is_new: bool
-    ) -> None:
-        for job in jobs:
-            take = partial(self.start, pool, name, job)
-            self.places_of[job.job_id] = Place(1, is_new, num_places, NUM_SLOTS, take)
-            if not num_places:
-                self.queues[name].append((pool, job))
-            self.places[name].enter(self.places_of[job.job_id])
-
-    def start(self, pool: Pool, name: str, job: Job) -> None:
-        """Gives the engine a job that was sent ahead."""
-        self.queues[name].append((pool, job))
-        pool.on_results(name, [JobProgress(job.job_id, 1, has_token=False)])
-
-    def step_of(self, name: str) -> None:
-        queue, running = self.queues[name], self.running[name]
-        while queue and len(running) < NUM_SLOTS:
-            pool, job = queue.popleft()
-            self.started[job.job_id] = self.step_number
-            running.append((self.step_number + self.rng.randint(*self.lengths), pool, job))
-        self.num_idle += NUM_SLOTS - len(running)
-        self.running[name] = [one for one in running if one[0] > self.step_number]
-        for end, pool, job in running:
-            if end <= self.step_number:
-                result = Completed(job.job_id, 1, [COMPLETION] * job.num_sequences, 0)
-                pool.on_results(name, [result])
-                self.places[name].leave(self.places_of.pop(job.job_id))
+        for worker in self.workers.values():
+            self.num_idle += worker.step()
+        self.report()
 
     def report(self) -> None:
-        for name in self.names:
-            for pool in self.pools:
-                others = [one.workers[name] for one in self.pools if one is not pool]
-                num_started = sum(one.num_sequences - one.num_sequences_ahead for one in others)
-                pool.on_load(name, Load(num_started, 0))
+        for name, worker in self.workers.items():
+            for index, pool in enumerate(self.pools):
+                pool.on_results(name, worker.take_results(index))
+                pool.on_load(name, worker.load_of_others(index))
 
-    def waited(self, job_id: int) -> int:
-        """Steps from the submission until the start; an idle engine has 1."""
-        return self.started[job_id] - self.submitted[job_id]
+    @property
+    def started(self) -> dict[int, int]:
+        """By job id: the step in which its first completion ran first."""
+        workers = self.workers.values()
+        return {job_id: step for one in workers for (_, job_id), step in one.started.items()}
+
+    def waits(self, job_ids: Iterable[int]) -> list[int]:
+        """Steps from the submission until the start, sorted; an idle engine has 1."""
+        started = self.started
+        return sorted(started[one] - self.submitted[one] for one in job_ids)
 
 
 @pytest.mark.parametrize("num_workers", [1, 2])
@@ -292,7 +270,7 @@ def test_a_small_request_starts_within_3_steps_beside_one_of_65536_prompts(num_w
             engines.submit(pool, request_of(small[-1], 1))
     for _ in range(4):
         engines.step()
-    waits = sorted(engines.waited(one) for one in small)
+    waits = engines.waits(small)
     assert waits[int(0.99 * len(waits))] <= 3, waits[-10:]
 
 
@@ -321,7 +299,7 @@ def test_short_jobs_are_sent_ahead_and_a_small_request_starts_within_3_steps(sho
             engines.submit(engines.pools[number // every % 2], request_of(number, 1))
     assert engines.num_idle / (300 * NUM_SLOTS) <= 0.021
     engines.step()
-    waits = sorted(engines.waited(number) for number in small if number < 295)
+    waits = engines.waits(number for number in small if number < 295)
     assert waits[int(0.99 * len(waits))] <= 3, waits[-10:]
 
 
@@ -335,8 +313,8 @@ def test_two_batches_at_two_front_ends_share_the_slots_and_do_not_queue_in_the_e
     engines.submit(second, request_of(100_000, 20_000, n=n))
     for _ in range(300):
         engines.step()
-        # A job of the simulated engine takes one slot, whatever its width.
-        assert sum(pool.workers["w0"].num_sequences for pool in engines.pools) <= NUM_SLOTS + n
+        # As many as end in two steps, and at first the second one's first jobs.
+        assert engines.workers["w0"].num_running <= NUM_SLOTS + 4 * NUM_SLOTS / 60
     shares = [pool.workers["w0"].num_sequences for pool in engines.pools]
     assert min(shares) >= 0.45 * NUM_SLOTS, shares
 
@@ -347,7 +325,7 @@ def test_two_batches_at_once_do_not_queue_in_the_engine():
         engines.submit(pool, request_of(number * 100_000, 20_000))
     for _ in range(20):
         engines.step()
-        assert len(engines.queues["w0"]) == 0
+        assert len(engines.workers["w0"].waiting) == 0
 
 
 @pytest.mark.parametrize("num_pools", [1, 2])
@@ -364,7 +342,9 @@ def test_many_small_requests_of_a_key_leave_others_their_shares(num_pools):
     assert 0.2 <= num_small / len(engines.started) <= 0.3
 
 
-@pytest.mark.parametrize("num_slots, num_kept", [(1, 0), (2, 0), (7, 0), (8, 1), (256, 5)])
+@pytest.mark.parametrize(
+    "num_slots, num_kept", [(1, 0), (2, 0), (8, 0), (15, 0), (16, 1), (256, 5)]
+)
 def test_few_slots_are_all_used(num_slots, num_kept):
     pool = Pool(no_worker_timeout_s=10)
     pool.add_worker("a", now=0)
@@ -375,3 +355,82 @@ def test_few_slots_are_all_used(num_slots, num_kept):
     assert pool.workers["a"].num_sequences == num_slots - num_kept
     pool.submit(request_of(5000, 1))
     assert sum(len(one.jobs) for one in pool.assign()) == bool(num_kept)
+
+
+@pytest.mark.parametrize("num_slots, n", [(64, 1000), (256, 4096)])
+@pytest.mark.parametrize("num_wide", [1, 4])
+def test_small_requests_start_within_3_steps_beside_wide_ones_which_end(num_wide, num_slots, n):
+    """16 clients send one after the other, of 8 tokens each."""
+    engines = Engines(1, num_pools=2, lengths=(50, 250), num_slots=num_slots)
+    wide = [request_of(10**6 * number, 1, 1000 * n, n=n) for number in range(1, num_wide + 1)]
+    small: list[Request] = []
+    clients: list[Request | None] = [None] * 16
+    while not all(one.is_done for one in wide):
+        for index, last in enumerate(clients):
+            if last is None or last.is_done:
+                small.append(request_of(len(small), 1, num_tokens=8))
+                clients[index] = small[-1]
+                engines.submit(engines.pools[index % 2], small[-1])
+        for number, one in enumerate(wide):
+            if engines.step_number == 30:
+                engines.submit(engines.pools[number % 2], one)
+        engines.step()
+        # All slots for the time of their completions, and half of that for the small ones.
+        assert engines.step_number < 250 + 150 * num_wide * n / num_slots * 1.5
+    # All completions that begin together have not ended before.
+    job_ids = [job.job_id for one in small for job in one.jobs if one.is_done]
+    waits = engines.waits(one for one in job_ids if engines.submitted[one] > 280)
+    assert waits[int(0.99 * len(waits))] <= 3, waits[-10:]
+
+
+@pytest.mark.parametrize("num_wide", [1, 4])
+def test_requests_of_nearly_all_slots_end_beside_small_ones(num_wide):
+    engines = Engines(1, num_pools=2, lengths=(50, 250), num_slots=64)
+    wide = [request_of(10**6 * number, 1, 60_000, n=60) for number in range(1, num_wide + 1)]
+    clients: list[Request | None] = [None] * 16
+    ids = itertools.count()
+    while not all(one.is_done for one in wide):
+        for index, last in enumerate(clients):
+            if last is None or last.is_done:
+                new = clients[index] = request_of(next(ids), 1, num_tokens=8)
+                engines.submit(engines.pools[index % 2], new)
+        for number, one in enumerate(wide):
+            if engines.step_number == 30:
+                engines.submit(engines.pools[number % 2], one)
+        engines.step()
+        assert engines.step_number < 30 + 250 * (num_wide + 1)
+
+
+def test_groups_take_whole_turns_beside_a_long_queue_of_single_requests():
+    """Groups of 8 came after the first 100 of 600 single ones, on 64 slots that become free singly."""
+    engines = Engines(1, num_pools=1, lengths=(50, 250), num_slots=64)
+    (pool,) = engines.pools
+    single = [request_of(number, 1) for number in range(600)]
+    groups = [request_of(1000 + number, 1, 8000, n=8) for number in range(16)]
+    for one in (*single[:100], *groups, *single[100:]):
+        engines.submit(pool, one)
+    ended: dict[int, int] = {}
+    while len(ended) < len(groups):
+        engines.step()
+        for number, one in enumerate(groups):
+            if one.is_done:
+                ended.setdefault(number, engines.step_number)
+    print("groups ended after", sorted(ended.values()))
+    # 228 completions come before their ends: 150 steps each on average, and the longest of 8.
+    assert max(ended.values()) < 1.2 * (150 * 228 / 64 + 250)
+
+
+def test_a_wide_request_that_has_begun_keeps_no_other_one_from_another_worker():
+    """Both workers are full but for a kept slot each; the first half of a group takes one."""
+    pool = Pool(no_worker_timeout_s=10)
+    facts = msgspec.structs.replace(FACTS, max_num_seqs=64)
+    for name in ("a", "b"):
+        pool.add_worker(name, now=0)
+        pool.on_heartbeat(name, msgspec.structs.replace(beat(name), facts=facts), now=0)
+    pool.submit(request_of(0, 1000))
+    assert sum(len(one.jobs) for one in pool.assign()) == 2 * (64 - num_kept(64))
+    pool.submit(request_of(2000, 1, 8000, n=16))
+    pool.submit(request_of(3000, 1))
+    sent = {job.job_id: one.worker.endpoint for one in pool.assign() for job in one.jobs}
+    assert sent.keys() == {2000, 3000}
+    assert sent[2000] != sent[3000]

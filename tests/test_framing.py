@@ -86,7 +86,7 @@ def test_malformed_requests_are_refused_in_json(server: Server):
 def test_a_client_that_ends_its_sending_side_is_taken_for_gone(server: Server):
     """As of a client that was killed, whose generation must stop, nothing else can be seen."""
     head, body = exchange(server, post(json.dumps({"prompts": [[Fault.HANG]]}).encode()))
-    assert head.startswith(b"HTTP/1.1 499 "), head
+    assert head.startswith(b"HTTP/1.1 499 "), body
     assert "keep the sending side open" in json.loads(body)["error"]["message"]
     wait_until(lambda: server.metrics("sequences") == {"0": 0}, 20)
 

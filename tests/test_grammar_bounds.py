@@ -98,7 +98,7 @@ def regexes() -> st.SearchStrategy[tuple[str, int]]:
 
 
 @given(regexes())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_products_of_nested_counts(regex):
     text, product = regex
     # A count that is not inside another one is no product.
@@ -108,7 +108,7 @@ def test_products_of_nested_counts(regex):
 
 
 @given(st.text(alphabet='a(){}[]\\1,9*"~.| \n', max_size=300), st.booleans())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_any_text_is_scanned(text, is_regex):
     assert nested_repetitions(text, is_regex=is_regex) >= 1
 

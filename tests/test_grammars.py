@@ -103,7 +103,7 @@ def test_every_name_of_a_grammar_is_bounded(single_server: Server):
 def test_any_regex_is_answered_soon(single_server: Server):
     longest_s = 0.0
 
-    @settings(max_examples=25, deadline=None)
+    @settings(max_examples=25)
     @given(regexes())
     def check(regex):
         nonlocal longest_s

@@ -213,6 +213,14 @@ def test_results_count_as_they_arrive(stub_server, start_stub):
     start_stub(0)
     limit = 2 * MIB
     server = stub_server(1, "--num-front-ends", "1", "--memory-budget-bytes", str(limit))
+    wide = {"prompts": [[1, 2]], "n": 128, "max_tokens": 1000, "logprobs": 1}
+    refused = server.post("/generate/", wide)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "n")
+    expected = (
+        f"at most {limit} bytes of completions for a prompt .* got up to {128_000 * 20}: n = 128"
+    )
+    assert re.search(expected, refused.json()["error"]["message"])
+    assert server.post("/generate/", wide | {"logprobs": 0}).status_code == 200
     # Jobs of 0.5 MiB have results of 2.4 MiB. The last one never ends.
     prompts = [[index + 1] * 1000 for index in range(40)]
     sent = {"prompts": [*prompts, [Fault.HANG]], "max_tokens": 1000, "n": 8, "logprobs": 0}

@@ -94,7 +94,7 @@ BAD = {
     "images-twice": ({"features": FEATURES, "content_parts": PARTS}, "content_parts: expected none with features", "content_parts"),
     "priority": ({"priority": 1}, "priority: expected 0 or no value, got 1", "priority"),
     "reasoning": ({"reasoning_ended": True}, "reasoning_ended: expected no value, got true", "reasoning_ended"),
-    "kv": ({"kv_transfer_params": {}}, "kv_transfer_params: expected no value, got {}", "kv_transfer_params"),
+    "kv": ({"kv_transfer_params": {"a": 1}}, "kv_transfer_params: expected no value, got {", "kv_transfer_params"),
     "text-mode": ({"output_mode": "text"}, 'output_mode: expected "tokens" or no value', "output_mode"),
     "salt": ({"cache_salt": ""}, "cache_salt: expected", "cache_salt"),
     "request-id": ({"request_id": 3}, "request_id: expected `str", "request_id"),

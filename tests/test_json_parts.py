@@ -7,7 +7,7 @@ import numpy as np
 import orjson
 import pytest
 
-from app.http.responses import PIECE_BYTES
+from app.http.responses import PIECE_BYTES, json_line, json_response
 from app.outputs.json_parts import json_parts
 from tests.conftest import StartStub
 from tests.test_hostile_bodies import front_end, growth_of
@@ -21,7 +21,7 @@ NUM_ENTRIES = 20 * 20 + 21 * (NUM_IDS - 20)
 def test_iterators_are_lists(items: list[object]):
     fields = {"first": {"x": [1]}, "items": items, "same": items, "last": None}
     made = json_parts(fields | {"items": iter(items), "same": iter(items)})
-    assert b"".join(made) == orjson.dumps(fields)
+    assert b"".join(made) == orjson.dumps(fields) + b"\n"
 
 
 def test_arrays_are_lists_and_no_fields_are_an_object():
@@ -29,7 +29,7 @@ def test_arrays_are_lists_and_no_fields_are_an_object():
     read = orjson.loads(b"".join(json_parts({"one": iter([values]), "other": values})))
     assert read["one"] == [read["other"]]
     assert (np.float32(read["other"][0]), read["other"][1:]) == (values[0], [None, None])
-    assert b"".join(json_parts({})) == b"{}"
+    assert b"".join(json_parts({})) == b"{}\n"
 
 
 def test_parts_are_no_shorter_than_a_write_and_items_are_encoded_as_they_come():
@@ -92,3 +92,8 @@ def test_arrays_are_given_up_as_they_are_written_and_with_the_request(
         assert found["completion_ids"][-1] == [*range(NUM_IDS)][::-1]
         for name in ("logprobs", "logprob_token_ids"):
             assert sum(map(len, found[name][-1])) == NUM_ENTRIES
+
+
+def test_every_json_answer_ends_its_line():
+    assert json_response({"a": 1}).get_data() == b'{"a":1}\n'
+    assert json_line({"a": np.ones(1)}) == b'{"a":[1.0]}\n'

@@ -5,21 +5,21 @@ stub; the two front ends and the sockets are real.
 """
 
 import json
-import os
 import re
 import signal
 import socket
+import sqlite3
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from pathlib import Path
+from contextlib import closing, contextmanager, suppress
 from typing import Any
 
 import pytest
 
+from app.answer_store import FILE
 from app.http.idempotency import FOLDER, REPEAT_WITHIN_S
 from tests.servers import REPOSITORY, Server, environment, running_server, wait_until
 from tests.stub_worker import Fault
@@ -99,19 +99,23 @@ def num_open(server: Server) -> float:
     return now["worker_sequences"] + now["waiting_prompts"]
 
 
-def kept_keys(server: Server) -> list[Path]:
-    """The files of keys. Since a file's time of change, its request waits for a repeat."""
-    return list((server.log_file.with_name("run") / FOLDER).glob("*"))
+def in_store(server: Server, statement: str, *values: Any) -> list[tuple[Any, ...]]:
+    """Runs a statement in the front ends' store of answers."""
+    path = server.log_file.with_name("run") / FOLDER / FILE
+    if not path.exists():
+        return []
+    with closing(sqlite3.connect(path, timeout=30)) as store, store:
+        return store.execute(statement, values).fetchall()
 
 
-def seconds_since(path: Path) -> float:
-    return time.time() - path.stat().st_mtime
+def kept_keys(server: Server) -> list[float]:
+    """Since when the request of each key waits for a repeat, in seconds."""
+    return [time.time() - at_s for (at_s,) in in_store(server, "SELECT at_s FROM names")]
 
 
 def awaited_since(server: Server, *, seconds: float) -> None:
     """Sets the time since which a repeat may come, so that no test waits for it."""
-    for path in kept_keys(server):
-        os.utime(path, (time.time() - seconds,) * 2)
+    in_store(server, "UPDATE names SET at_s = ?", time.time() - seconds)
 
 
 @contextmanager
@@ -253,8 +257,8 @@ def test_with_a_key_the_request_goes_on_for_a_repeat_and_then_ends(server: Serve
         wait_until(lambda: (left_behind(server)["waiting_prompts"] > 0) == is_queued, 20)
         awaited_since(server, seconds=10)
     # The end of the connection begins the time anew.
-    wait_until(lambda: min(map(seconds_since, kept_keys(server))) < 5, 10)
-    wait_until(lambda: max(map(seconds_since, kept_keys(server))) < 5, 10)
+    wait_until(lambda: min(kept_keys(server)) < 5, 10)
+    wait_until(lambda: max(kept_keys(server)) < 5, 10)
     assert (num_open(server), len(kept_keys(server))) == (num_calls, num_calls)
     awaited_since(server, seconds=REPEAT_WITHIN_S)
     assert_nothing_left(server)
@@ -267,12 +271,11 @@ def test_killed_repeats_do_not_keep_the_request(server: Server):
     with client_process(GENERATES, server.url, [call]):
         wait_until(lambda: num_open(server) == 1, 20)
         wait_until(lambda: bool(kept_keys(server)), 20)
-        (path,) = kept_keys(server)
         with client_process(GENERATES, server.url, [call] * 4):
             awaited_since(server, seconds=10)
             # Whoever waits begins the time anew.
-            wait_until(lambda: seconds_since(path) < 5, 20)
-    wait_until(lambda: seconds_since(path) > 1, 20)
+            wait_until(lambda: min(kept_keys(server)) < 5, 20)
+    wait_until(lambda: min(kept_keys(server)) > 1, 20)
     assert num_open(server) == 1
     awaited_since(server, seconds=REPEAT_WITHIN_S)
     assert_nothing_left(server)

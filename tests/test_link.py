@@ -7,15 +7,18 @@ from typing import ClassVar
 
 import gevent
 import pytest
+import zmq
 
 import app.pool.link
 from app.pool.link import Link
 from app.pool.request import Request
-from app.pool.worker_socket import ConnectionState
+from app.pool.worker_socket import ConnectionState, WorkerSocket
+from tests.servers import wait_until
 from tests.test_pool import beat, request_of
 from titopool.deadline import Deadline
 from titopool.settings.config import ServerConfig
 from titopool.wire.messages import Abort, Chunk, Hello, Job, ToWorker, decode_to_worker
+from titopool.wire.sockets import bind_router
 
 JOB = Job(1, 1, b"\0" * 8, 1, 9, b"", is_streamed=True)
 
@@ -29,7 +32,7 @@ class RecordingSocket:
     def __init__(self, context: object, endpoint: str, key_file: str, on_change: object):
         if endpoint in self.refuses:
             raise OSError("cannot connect")
-        self.endpoint, self.is_closed = endpoint, False
+        self.endpoint, self.is_closed, self.is_connected = endpoint, False, True
 
     def send(self, frame: bytes) -> None:
         self.sent.append((self.endpoint, decode_to_worker(frame)))
@@ -38,7 +41,7 @@ class RecordingSocket:
         return None
 
     def read_state(self) -> ConnectionState:
-        return ConnectionState.OPEN
+        return "open"
 
     def close(self) -> None:
         self.is_closed = True
@@ -69,7 +72,7 @@ def test_an_endpoint_that_cannot_be_connected_does_not_affect_the_others(sockets
     link = link_to("bad", "good")
     for _ in range(4):
         link._tick()
-    assert endpoints_sent(sockets, Hello) == ["good"] * 5
+    assert endpoints_sent(sockets, Hello) == ["good"] * 4
     (bad,) = [view for view in link.workers if view.endpoint == "bad"]
     assert "cannot connect" in bad.reason
     # Connecting is retried with backoff.
@@ -77,6 +80,26 @@ def test_an_endpoint_that_cannot_be_connected_does_not_affect_the_others(sockets
     link._retries["bad"].not_before = Deadline(0.0)
     link._tick()
     assert "bad" in endpoints_sent(sockets, Hello)
+
+
+def test_a_worker_that_was_down_gets_one_hello_and_gets_it_at_once(tmp_path: Path):
+    endpoint = f"ipc://{tmp_path}/worker-0"
+    link = Link(ServerConfig(heartbeat_interval_s=0.05, heartbeat_timeout_s=10), (endpoint,))
+    link.start()
+    try:
+        gevent.sleep(1.0)
+        with zmq.Context() as context, bind_router(context, endpoint, "") as router:
+            times: list[float] = []
+            while not times or time.monotonic() - times[0] < 0.5:
+                while router.poll(0):
+                    assert isinstance(decode_to_worker(router.recv_multipart()[1]), Hello)
+                    times.append(time.monotonic())
+                gevent.sleep(0.005)
+        # Of this half second; twenty would have waited for the worker.
+        assert sum(at - times[0] < 0.03 for at in times) <= 2
+        assert 2 <= len(times) <= 12
+    finally:
+        link.close()
 
 
 def test_a_failing_step_does_not_make_the_loop_spin(sockets, caplog):
@@ -167,3 +190,13 @@ def test_a_wrong_curve_key_is_reported_once(start_stub_at, stub_server, tmp_path
     assert "curve_key_file" in answer.json()["error"]["message"]
     # The log has the reason of the failed request, too.
     assert server.log.count("closes connections") == 2
+
+
+def test_each_connection_to_a_worker_that_listens_is_seen(tmp_path: Path):
+    """A worker whose connection is not seen gets no Hello."""
+    endpoint = f"ipc://{tmp_path}/worker"
+    with zmq.Context() as context, bind_router(context, endpoint, ""):
+        for _ in range(20):
+            found = WorkerSocket(context, endpoint, "", lambda one: None)
+            wait_until(lambda one=found: one.read_state() == "connected", 5)
+            found.close()

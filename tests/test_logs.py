@@ -40,6 +40,24 @@ def test_a_line_of_text_names_its_request_once(message, name, shown):
     assert line.partition(" ERROR app.x: ")[2] == shown
 
 
+FORGED = "x\n2026-11-21 22:15:55,123 ERROR app: forged\x1b[31m\x9b2J\r\u2028\u202e\udc80 ü"
+SHOWN = r"x\n2026-11-21 22:15:55,123 ERROR app: forged\x1b[31m\x9b2J\r\u2028\u202e\udc80 ü"
+
+
+def test_no_text_of_a_client_begins_a_line_or_moves_a_cursor():
+    try:
+        raise ValueError(FORGED)
+    except ValueError:
+        made = record(FORGED, request_id=FORGED, exc=sys.exc_info())
+    made.stack_info = FORGED
+    first, *others = formatter_of("text").format(made).split("\n")
+    assert first.endswith(f" ERROR app.x: {SHOWN}")
+    assert all(line.startswith("  ") and line.isprintable() for line in others)
+    assert others[0] == "  Traceback (most recent call last):"
+    made = record("short", request_id=FORGED)
+    assert formatter_of("text").format(made).endswith(f"short (request {SHOWN})")
+
+
 def test_the_id_of_a_line_is_that_of_its_greenlet_or_task():
     token = current_request.set("mine")
     try:
@@ -121,6 +139,16 @@ def test_front_ends_gunicorn_supervisor_and_worker_write_objects(server):
     assert any("titopool serves" in one["message"] for one in lines)
     file = server.log_file.parent / "run" / "worker-0.log"
     assert all(json.loads(line).keys() >= KEYS for line in file.read_text().splitlines())
+
+
+def test_a_path_forges_no_line(stub_server, start_stub):
+    start_stub(0)
+    server = stub_server(1, "--num-front-ends", "1")
+    path = "/x%0a2026-11-21%2022:15:55,123%20ERROR%20app:%20forged%1b%5b31m"
+    assert server.get(path).status_code == 404
+    wait_until(lambda: "forged" in server.log, 10)
+    (line,) = [one for one in server.log.splitlines() if "forged" in one]
+    assert r"/x\n2026-11-21 22:15:55,123 ERROR app: forged\x1b[31m" in line
 
 
 @pytest.mark.parametrize("head", [b"GET / HTTP/9.9\r\n\r\n", b"nonsense\r\n\r\n"])

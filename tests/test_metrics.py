@@ -1,6 +1,7 @@
 """`GET /metrics` of real servers: what it shows, who answers, and how long it takes."""
 
 import re
+import socket
 import statistics
 import sys
 import threading
@@ -119,6 +120,31 @@ def test_requests_are_counted_by_route_and_code_and_timed(pool: Server):
     assert tokens["/v1/completions/", "prompt"] == 7
     assert gain("titopool_queue_wait_seconds_count") == 9
     assert gain("titopool_placed_jobs_total") == 9
+
+
+def test_refused_requests_are_counted_by_code_over_all_front_ends(pool: Server):
+    reasons = ("invalid_request", "model_not_found", "not_found", "conflict", "bad_request")
+
+    def shown() -> list[list[float]]:
+        name = "titopool_refused_requests_total"
+        return [
+            [total(one, name, reason=reason) for reason in reasons]
+            for one in by_front_end(pool).values()
+        ]
+
+    before = list(map(max, *shown()))
+    for _ in range(4):
+        # Each time at whichever front end.
+        assert pool.post("/generate/", {"prompts": 1}).status_code == 400
+        assert pool.post("/v1/completions", {"model": "x", "prompt": [1]}).status_code == 404
+        assert pool.get("/no/such/route").status_code == 404
+        # vLLM's routes answer their errors by themselves.
+        assert pool.post("/finish_weight_update", {}).status_code == 409
+        with socket.create_connection(("127.0.0.1", int(pool.url.rpartition(":")[2]))) as client:
+            client.sendall(b"GET /live HTTP/1.1\r\nbad header\r\n\r\n")
+            assert b" 400 " in client.recv(4096)
+    wanted = [number + 4 for number in before]
+    wait_until(lambda: shown() == [wanted, wanted], 10, lambda: f"{shown()}, not {wanted}")
 
 
 def test_a_stream_that_fails_is_counted_with_its_code(pool: Server):

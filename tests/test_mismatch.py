@@ -25,6 +25,7 @@ from tests.servers import Server, wait_until
 from titopool import cli
 from titopool.mismatch.statistics import compare
 from titopool.settings.config import ServerConfig
+from titopool.wire.messages import Chunk, Completed, Completion, Logprobs
 
 PROMPTS = [[5, 6, 7, 8, 9], [9, 8, 7]]
 NUM_TOKENS = 12
@@ -103,6 +104,24 @@ def test_statistics_are_finite_and_within_their_bounds(rows: Rows, random: Any):
     assert (same.max_difference, same.kl, same.token_ess) == (0, 0, pytest.approx(1))
 
 
+def test_sums_of_many_extreme_values_are_finite():
+    low, high = [np.full(1000, -10_000.0)], [np.zeros(1000)]
+    for found in (compare(low, high), compare(high, low)):
+        for name in ("mean_difference", "kl", "mean_weight", "mean_squared_weight"):
+            assert math.isfinite(getattr(found, name) * 1e12), name
+
+
+@pytest.mark.parametrize("value", [-math.inf, math.nan])
+def test_values_that_are_not_finite_are_not_kept(value: float):
+    packed = Logprobs(np.array([-1.0, value], np.float32).tobytes())
+    ids = np.array([5, 6], np.int32).tobytes()
+    completion = Completion(ids, "length", packed, [])
+    assert kept_logprobs.arrays_of([Completed(1, 1, [completion], 0)]) == []
+    streamed = kept_logprobs.StreamedLogprobs()
+    streamed.add([(0, Chunk(1, 1, [(0, completion)]))])
+    assert streamed.arrays() == []
+
+
 # ---- the route -----------------------------------------------------------------------
 
 
@@ -171,8 +190,10 @@ def test_streams_and_openai_s_routes_are_kept(server, tiny_model, request_id):
         (lambda rows: rows[:1], "logprobs: expected 2 completions, got 1"),
         (lambda rows: [rows[0], rows[1][:-1]], "completion 1: expected 12 log-probabilities, got 11"),
         (lambda rows: [rows[0], [*rows[1][:-1], 0.5]], "completion 1, token 11: expected a finite"),
+        (lambda rows: [rows[0], [-3.4e38, *rows[1][1:]]], "from -10000 to 0, got -3.4e+38"),
+        (lambda rows: [[-1.7e308] * 12, rows[1]], "completion 0, token 0: expected a finite"),
     ],
-    ids=["completions", "tokens", "above 0"],
+    ids=["completions", "tokens", "above 0", "mask in float32", "mask in float64"],
 )  # fmt: skip
 def test_what_does_not_fit_is_refused(server, request_id, change, expected):
     answer = sampled(server, request_id)
@@ -181,6 +202,7 @@ def test_what_does_not_fit_is_refused(server, request_id, change, expected):
     assert refused.status_code == 400
     assert expected in refused.json()["error"]["message"]
     assert ask(server, request_id, rows).status_code == 200
+    assert all(map(math.isfinite, totals(server).values()))
 
 
 def test_an_unknown_request_is_a_404(server, request_id):

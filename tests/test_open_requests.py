@@ -3,7 +3,7 @@
 import os
 import signal
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -12,6 +12,8 @@ import requests
 from app import create_app
 from tests.servers import Server, wait_until
 from titopool.settings.config import ServerConfig
+from titopool.wire.messages import owned_id
+from workers.engine.versions import Versions
 
 KEYS = "alice alice-key\nbob bob-key weight=2\nroot root-key admin\n"
 
@@ -196,3 +198,60 @@ def test_other_keys_see_no_ids(start_stub, stub_server, tmp_path, pool):
     )  # fmt: skip
     assert answer.json()["aborted"] == 1
     assert begun.result(10).json()["finish_reasons"] == ["abort"]
+
+
+def test_a_key_aborts_its_own_requests_only(start_stub, stub_server, tmp_path, pool):
+    start_stub(0, "--delay-s", "60", "--max-num-seqs", "2")
+    keys = tmp_path / "keys"
+    keys.write_text(KEYS)
+    keys.chmod(0o600)
+    server = stub_server(1, "--num-front-ends", "2", "--api-key-file", str(keys))
+
+    def begin(key: str, name: str, **fields: Any) -> Future[requests.Response]:
+        return pool.submit(
+            requests.post, server.url + "/generate", json=fields, timeout=60,
+            headers={**bearer(key), "X-Request-Id": name},
+        )  # fmt: skip
+
+    def abort(key: str, *names: str) -> None:
+        path = "/inference/v1/abort_requests"
+        answer = requests.post(
+            server.url + path, json={"request_ids": names}, headers=bearer(key), timeout=20
+        )
+        assert answer.status_code == 200, answer.text
+
+    def in_flight(phase: str) -> list[tuple[str, str]]:
+        found = listed(server, headers=bearer("root"))["requests"]
+        return sorted((one["key"], one["id"]) for one in found if one["phase"] == phase)
+
+    prompts = {"prompts": [[1, 2]], "max_tokens": 2}
+    first, of_bob = begin("alice", "step-7", **prompts), begin("bob", "step-7", **prompts)
+    wait_until(lambda: in_flight("running") == [("alice", "step-7"), ("bob", "step-7")], 10)
+    waits = begin("alice", "step-8", **prompts)
+    # By the id of its prompt, as SGLang has it.
+    rid = begin("alice", "step-9", input_ids=[1, 2], rid="rid-9")
+    late = begin("alice", "step-10", **prompts, min_weight_version=1)
+    # Two of them wait, in a front end or at the worker, which then counts as running.
+    wait_until(lambda: len(in_flight("waiting")) + len(in_flight("running")) == 4, 10)
+    wait_until(lambda: len(in_flight("checking")) == 1, 10)
+    abort("bob", "step-7", "step-8", "rid-9", "step-9", "step-10", "alice\nstep-8")
+    assert of_bob.result(10).json()["finish_reasons"] == ["abort"]
+    found = listed(server, headers=bearer("root"))["requests"]
+    assert [one["key"] for one in found] == ["alice"] * 4
+    assert not any(one["is_aborted"] for one in found)
+    abort("alice", "step-8", "step-10", "rid-9")
+    for one in (waits, late):
+        assert one.result(10).json()["finish_reasons"] == ["abort"]
+    assert rid.result(10).json()["meta_info"]["finish_reason"]["type"] == "abort"
+    assert not first.done()
+    abort("root", "step-7")
+    assert first.result(10).json()["finish_reasons"] == ["abort"]
+
+
+def test_a_worker_knows_whose_id_is_meant():
+    versions = Versions()
+    with versions.request(1, "step-7", "alice") as first, versions.request(1, "step-7", "bob"):
+        assert len(versions.named(["step-7"])) == 2
+        assert versions.named([owned_id("alice", "step-7")]) == [first]
+        assert versions.named([owned_id("", "step-7")]) == []
+    assert versions.named(["step-7"]) == []

@@ -1,6 +1,7 @@
 """OpenAI's routes with the unmodified openai package, over real vLLM."""
 
 import json
+import re
 
 import openai
 import pytest
@@ -34,6 +35,17 @@ def text_of(tokenizer, ids: list[int]) -> str:
     """The text of `ids` as vLLM returns it: without an incomplete character at the end."""
     text: str = tokenizer.decode(ids, skip_special_tokens=True)
     return text.rstrip("\ufffd")
+
+
+def test_a_continued_message_keeps_its_role(server: Server):
+    for stream in (False, True):
+        for role in ("user", "assistant"):
+            body = {
+                "messages": [{"role": role, "content": "Hel"}], "max_tokens": 1, "stream": stream,
+                "add_generation_prompt": False, "continue_final_message": True,
+            }  # fmt: skip
+            text = server.post("/v1/chat/completions", body).text
+            assert re.search(rf'"role": ?"{role}"', text), text
 
 
 def test_completions_give_the_text_of_the_ids(client, model, tiny_model, tokenizer):

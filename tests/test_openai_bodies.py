@@ -12,6 +12,7 @@ from flask.testing import FlaskClient
 from app import create_app
 from app.outputs.token_arrays import weight_spans
 from app.schemas.decoding import decode_body
+from app.schemas.generation import TOKENIZE_BODY
 from app.schemas.inference import GENERATE_BODY, GenerateFields
 from app.schemas.openai import (
     CHAT_COMPLETIONS_BODY,
@@ -111,9 +112,16 @@ WITH_FIELD: dict[str, tuple[Any, dict[str, Unused], Callable[[str, Any], Any]]] 
 )
 def test_an_unused_field_has_values_that_pass(route, name):
     _, table, decode = WITH_FIELD[route]
-    reason, accepted = table[name]
+    reason, accepted, may_be_empty = table[name]
     for value in ({"a": [1]}, "x", 7) if accepted is None else (*accepted, None):
         decode(name, value)
+    if may_be_empty:
+        for value in ([], {}, ""):
+            decode(name, value)
+    elif accepted is not None:
+        for value in ([], {}, ""):
+            with pytest.raises(InvalidRequest):
+                decode(name, value)
     if accepted is not None:
         with pytest.raises(InvalidRequest) as caught:
             decode(name, {"a": [1]})
@@ -122,6 +130,19 @@ def test_an_unused_field_has_values_that_pass(route, name):
             f'{name}: expected {expected}, got {{"a": [1]}}: {reason}'
         )
         assert caught.value.param == ("sampling_params" if route == "sampling_params" else name)
+
+
+def test_tokenize_takes_null_and_what_asks_for_nothing():
+    body = {"messages": [{"role": "user", "content": "a"}]}
+    nothing = {"chat_template": None, "media_io_kwargs": {}, "documents": [], "tools": None,
+               "add_generation_prompt": None, "return_token_strs": None}  # fmt: skip
+    read = decode_body(json.dumps(body | nothing).encode(), TOKENIZE_BODY)
+    assert read == decode_body(json.dumps(body).encode(), TOKENIZE_BODY)
+    assert read.add_generation_prompt is True
+    for name, value in (("chat_template", "{{ x }}"), ("documents", [{}]), ("nobody", 1)):
+        with pytest.raises(InvalidRequest) as caught:
+            decode_body(json.dumps(body | {name: value}).encode(), TOKENIZE_BODY)
+        assert name in caught.value.message
 
 
 def test_an_adapter_may_say_that_it_has_no_3d_weights():

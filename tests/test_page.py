@@ -338,6 +338,15 @@ class DemoTokenizer:
     def encode(self, text: str) -> list[int]:
         return list(self._tokenizer.encode(text).ids)
 
+    @property
+    def all_special_ids(self) -> list[int]:
+        added = self._tokenizer.get_added_tokens_decoder()
+        return [number for number, token in added.items() if token.special]
+
+    def __call__(self, text: str, *, add_special_tokens: bool) -> dict[str, list[int]]:
+        assert not add_special_tokens
+        return {"input_ids": self.encode(text)}
+
 
 def test_the_texts_of_single_tokens_add_up():
     tokenizer, text = DemoTokenizer(), "naïve 🙂 text\n<|im_end|> 漢字 end"

@@ -1,9 +1,11 @@
 """When a worker takes another one's weights, and what a failure leaves; the engine records its calls."""
 
 import asyncio
+import socket
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from tests.test_weight_control import RecordingEngine, Worker, pool_state, run
@@ -21,6 +23,7 @@ from titopool.wire.commands import (
     Peer,
     Resume,
 )
+from titopool.wire.messages import Job
 from titopool.wire.pool_state import PoolWeights
 from workers.ledger import Ledger
 
@@ -84,7 +87,7 @@ def test_a_worker_in_a_group_or_with_jobs_fetches_nothing(worker: Worker):
         await worker.good(AwaitStep("join", "s"))
         assert "session s" in (await worker.ask(FETCH)).message
         await worker.good(LeaveGroup("s"))
-        with worker.engine.versions.request(1):
+        with worker.engine.versions.job(Job(1, 0, b"", 1, 1, msgspec.Raw()), stop=lambda: None):
             assert "1 jobs are open" in (await worker.ask(FETCH)).message
         worker.engine.may_fetch.clear()
         await worker.good(FETCH)
@@ -92,6 +95,23 @@ def test_a_worker_in_a_group_or_with_jobs_fetches_nothing(worker: Worker):
         await has_phase(worker, "fetching_weights")
 
     assert "pause keep" in run(story, worker).engine.calls
+
+
+def test_a_worker_whose_trainer_is_gone_fetches(worker: Worker):
+    async def story(worker: Worker) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as listening:
+            port = listening.getsockname()[1]
+            await worker.good(JoinGroup("s", "vllm", "gloo", "127.0.0.1", port, 1, 2))
+            await worker.good(AwaitStep("join", "s"))
+            assert "session s" in (await worker.ask(FETCH)).message
+        await worker.good(FETCH)
+        await worker.good(AwaitStep("fetch", "u"))
+        assert worker.control.phase == "ready"
+        # The next trainer replaces the session.
+        assert await worker.state() == "open"
+        await worker.good(JoinGroup("s2", "trl", "gloo", "127.0.0.1", 1, 0, 2))
+
+    assert run(story, worker).engine.versions.current == 5
 
 
 def test_a_peer_with_another_model_changes_nothing(worker: Worker):

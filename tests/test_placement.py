@@ -12,7 +12,16 @@ from app.pool.request import Request
 from app.pool.state import Pool
 from tests.test_pool import FACTS, assigned, beat
 from titopool.settings import config
-from titopool.wire.messages import Completed, Completion, Heartbeat, Image, ImageFacts, Job, Load
+from titopool.wire.messages import (
+    Completed,
+    Completion,
+    Heartbeat,
+    Image,
+    ImageFacts,
+    Job,
+    JobProgress,
+    Load,
+)
 from titopool.wire.pool_state import PoolWeights
 from titopool.wire.prefixes import BLOCK_TOKENS, completion_hashes, prompt_hashes
 
@@ -266,6 +275,21 @@ def test_round_robin_takes_the_workers_in_turn():
     for job_id in range(1, 10):
         submit(pool, job_of(job_id, ids(1, 4), cost=job_id**2))
     assert [worker.num_sequences for worker in pool.workers.values()] == [3, 3, 3]
+
+
+def test_round_robin_counts_jobs_and_not_what_is_granted_to_them_later():
+    pool = pool_of("a", "b", policy="round_robin")
+    for job_id in range(1, 9):
+        prompt = job_of(job_id, ids(1, 4), cost=30_000)
+        ((endpoint, _),) = submit(pool, msgspec.structs.replace(prompt, num_sequences=30)).items()
+        # One slot is kept for new requests.
+        granted = NUM_SLOTS - 1
+        progress = JobProgress(job_id, 1, has_token=False, num_started=granted, num_ended=granted)
+        pool.on_results(endpoint, [progress])
+        assert [list(one.more) for one in pool.assign()] == [[job_id]]
+        progress = msgspec.structs.replace(progress, num_started=30, num_ended=30)
+        pool.on_results(endpoint, [progress])
+    assert [len(worker.jobs) for worker in pool.workers.values()] == [4, 4]
 
 
 # ---- clearing the index ------------------------------------------------------------------

@@ -5,12 +5,14 @@ import time
 from typing import Any
 
 import msgspec
+import pytest
 
 from app.pool.pool_view import MAX_LABELS
 from app.pool.records import MAX_RENDERS
 from app.pool.request import Request
 from app.pool.result_checks import defect_of
 from app.pool.state import Pool
+from app.pool.suspects import RESTART_S
 from titopool.errors import (
     GenerationFailed,
     ModelChanged,
@@ -43,7 +45,7 @@ FACTS = WorkerFacts(
 def beat(name: str, *, incarnation: str = "", phase: str = "ready", others: int = 0) -> Heartbeat:
     return Heartbeat(
         worker_id=name, incarnation=incarnation or name, phase=phase, phase_s=1.0, weights=PoolWeights(),
-        facts=FACTS if phase == "ready" else None, loaded_at=0.0, other_sequences=others, other_tokens=others * 10,
+        facts=FACTS if phase == "ready" else None, loaded_s=0.0, other_sequences=others, other_tokens=others * 10,
         num_sequences=others, counters=WorkerCounters(), num_front_ends=1 + bool(others),
     )  # fmt: skip
 
@@ -74,14 +76,20 @@ def assigned(pool: Pool) -> dict[str, list[int]]:
 
 
 def request_named(
-    client_id: str, num_jobs: int, first_id: int, *, is_streamed: bool = False, **options: Any
+    client_id: str,
+    num_jobs: int,
+    first_id: int,
+    *,
+    num_tokens: int = 9,
+    is_streamed: bool = False,
+    **options: Any,
 ) -> Request:
     """Jobs with `n` 2."""
     sampling = msgspec.Raw(encode_options(SamplingOptions(n=2, **options)))
     return Request(
         [
             Job(
-                first_id + index, 1, b"", 2, 9, sampling,
+                first_id + index, 1, b"", 2, num_tokens, sampling,
                 is_streamed=is_streamed, client_id=client_id,
             )
             for index in range(num_jobs)
@@ -268,9 +276,9 @@ OTHER_FACTS = msgspec.structs.replace(FACTS, model="other", vocab_size=99)
 NEW = PoolWeights(3, "u", 8, False)
 
 
-def loaded(name: str, at: float, facts: WorkerFacts = FACTS, **changes: Any) -> Heartbeat:
+def loaded(name: str, ago_s: float, facts: WorkerFacts = FACTS, **changes: Any) -> Heartbeat:
     return msgspec.structs.replace(
-        beat(name), facts=facts, loaded_at=at, pool=PoolState(model=facts.model), **changes
+        beat(name), facts=facts, loaded_s=ago_s, pool=PoolState(model=facts.model), **changes
     )
 
 
@@ -305,12 +313,12 @@ def test_labels_of_earlier_versions_are_kept():
         serve(number, number, f"step-{number}")
     assert [pool.view.label_of(one) for one in (3, 5)] == ["3", "step-5"]
     # Labels are those of one model.
-    pool.on_heartbeat("a", loaded("a", 9.0, OTHER_FACTS), now=99)
+    pool.on_heartbeat("a", loaded("a", 0.0, OTHER_FACTS), now=99)
     assert pool.view.label_of(5) == "5"
 
 
 def test_the_engine_loaded_first_decides_the_model_in_any_order_of_heartbeats():
-    beats = [loaded("a", 20.0, OTHER_FACTS), loaded("b", 10.0), loaded("c", 30.0, OTHER_FACTS)]
+    beats = [loaded("a", 20.0, OTHER_FACTS), loaded("b", 30.0), loaded("c", 10.0, OTHER_FACTS)]
     for order in itertools.permutations(beats):
         pool = pool_of()
         for one in "abc":
@@ -322,14 +330,25 @@ def test_the_engine_loaded_first_decides_the_model_in_any_order_of_heartbeats():
         assert "vocab_size" in pool.workers["a"].reason or "model" in pool.workers["a"].reason
 
 
+def test_engines_loaded_at_the_same_time_have_one_order_however_heartbeats_travel():
+    for late_s in (0.0, 0.4):
+        pool = pool_of()
+        for name in "ab":
+            pool.add_worker(name, now=0)
+        for now in (5.0, 6.0):
+            pool.on_heartbeat("b", loaded("b", now - 1.0, OTHER_FACTS), now=now)
+            pool.on_heartbeat("a", loaded("a", now - 1.0), now=now + late_s)
+        assert pool.view.facts == FACTS
+
+
 def test_heartbeats_of_a_worker_with_another_model_do_not_change_the_facts():
     pool = pool_of("a")
-    pool.on_heartbeat("a", loaded("a", 1.0), now=1)
+    pool.on_heartbeat("a", loaded("a", 100.0), now=1)
     pool.add_worker("b", now=1)
     for now in range(2, 6):
-        pool.on_heartbeat("b", loaded("b", 2.0, OTHER_FACTS), now=now)
+        pool.on_heartbeat("b", loaded("b", now - 1.0, OTHER_FACTS), now=now)
         assert pool.view.facts == FACTS
-        pool.on_heartbeat("a", loaded("a", 1.0), now=now)
+        pool.on_heartbeat("a", loaded("a", now + 99.0), now=now)
     pool.submit(request_of(*[1] * 8))
     assert set(assigned(pool)) == {"a"}
 
@@ -342,7 +361,7 @@ def test_a_pool_that_restarts_with_another_model_forgets_the_old_one():
     pool.mark_worker_lost("a", "stopped", blames_jobs=False)
     pool.submit(waiting)
     assert pool.view.facts == FACTS
-    pool.on_heartbeat("a", loaded("a", 9.0, OTHER_FACTS), now=2)
+    pool.on_heartbeat("a", loaded("a", 0.0, OTHER_FACTS), now=2)
     assert phases(pool) == {"a": "ready"}
     assert pool.view.facts == OTHER_FACTS
     assert pool.view.snapshot(2).weights == PoolWeights()
@@ -429,7 +448,7 @@ def test_a_job_is_not_requeued_at_another_model():
     request.facts = OTHER_FACTS
     pool.submit(request)
     assert assigned(pool) == {"b": [1]}
-    pool.on_heartbeat("a", beat("a"), now=2)
+    pool.on_heartbeat("a", loaded("a", 100.0), now=2)
     assert phases(pool) == {"a": "ready", "b": "mismatched"}
     pool.mark_worker_lost("b", "killed")
     assert isinstance(request.error, ModelChanged)
@@ -553,6 +572,111 @@ def test_a_malformed_chunk_fails_its_request_and_aborts_its_jobs():
     assert pool.num_open_jobs == 0
 
 
+# ---- jobs that have begun ------------------------------------------------------------
+
+
+def begun_pool(*names: str) -> tuple[Pool, Request]:
+    """Four of the six completions of a job are granted at the first worker."""
+    pool, request = pool_of(*names), request_of(600, n=6)
+    pool.submit(request)
+    (sent,) = pool.assign()
+    assert (sent.worker.endpoint, sent.granted, sent.more) == (names[0], [4], {})
+    assert (pool.num_waiting, pool.num_open_jobs) == (0, 1)
+    return pool, request
+
+
+def end_one(pool: Pool, job_id: int, num_ended: int) -> None:
+    progress = JobProgress(job_id, 1, has_token=False, num_started=4, num_ended=num_ended)
+    pool.on_results("a", [progress])
+
+
+def granted_later(pool: Pool) -> list[tuple[int, int, int]]:
+    return [more for one in pool.assign() for more in one.more.values()]
+
+
+def test_a_group_begins_with_what_is_free_and_gets_the_rest_as_slots_become_free():
+    pool, request = begun_pool("a", "b")
+    assert granted_later(pool) == []
+    end_one(pool, 1, 1)
+    assert granted_later(pool) == [(1, 1, 5)]
+    # Late and repeated messages change nothing.
+    end_one(pool, 1, 1)
+    assert granted_later(pool) == []
+    end_one(pool, 1, 3)
+    assert granted_later(pool) == [(1, 1, 6)]
+    nothing = [Completion(b"", "stop", None, [])] * 6
+    pool.on_results("a", [Completed(1, 1, nothing, 0)])
+    assert request.is_done
+    assert (pool.workers["a"].num_sequences, pool.workers["a"].num_tokens) == (0, 0)
+
+
+def test_other_jobs_pass_a_group_whose_worker_is_full():
+    pool, _ = begun_pool("a", "b")
+    pool.submit(request_of(100, first_id=7))
+    assert assigned(pool) == {"b": [7]}
+
+
+@pytest.mark.parametrize("phase", ["draining", "leaving", "stale"])
+def test_a_group_goes_on_at_a_worker_that_gets_no_other_jobs(phase):
+    """Such a worker waits for the end of its jobs."""
+    pool, _ = begun_pool("a", "b")
+    pool.on_heartbeat("b", beat("b", phase="loading"), now=1)
+    pool.on_heartbeat("a", msgspec.structs.replace(beat("a"), phase=phase), now=1)
+    pool.submit(request_of(100, first_id=7))
+    end_one(pool, 1, 2)
+    (sent,) = pool.assign()
+    assert (sent.jobs, list(sent.more.values())) == ([], [(1, 1, 6)])
+
+
+def test_a_group_goes_on_at_a_worker_that_is_kept_for_suspects():
+    pool, _ = begun_pool("a")
+    pool.add_worker("b", now=0)
+    pool.on_heartbeat("b", beat("b"), now=0)
+    pool.submit(request_of(100, first_id=7))
+    assert assigned(pool) == {"b": [7]}
+    pool.mark_worker_lost("b", "killed")
+    # It does not start again, and the only other worker is kept for the suspect.
+    pool.on_heartbeat("a", beat("a"), now=RESTART_S + 1)
+    assert len(pool.suspects) == 1
+    end_one(pool, 1, 2)
+    assert granted_later(pool) == [(1, 1, 6)]
+    nothing = [Completion(b"", "stop", None, [])] * 6
+    pool.on_results("a", [Completed(1, 1, nothing, 0)])
+    assert [one.apart for one in pool.assign()] == ["token"]
+
+
+def test_a_group_goes_on_when_its_adapter_is_replaced_or_unloaded():
+    pool = pool_of("a")
+    job = msgspec.structs.replace(request_of(600, n=6).jobs[0], adapter="x")
+    with_x = PoolState(
+        model="m", adapters=PoolAdapters(1, {"x": AdapterRecord(1, "folder", "digest")})
+    )
+    pool.on_heartbeat(
+        "a", msgspec.structs.replace(beat("a"), pool=with_x, adapters={"x": 1}), now=1
+    )
+    request = Request([job])
+    pool.submit(request)
+    assert assigned(pool) == {"a": [1]}
+    without = PoolState(model="m", adapters=PoolAdapters(2, {}))
+    pool.on_heartbeat("a", msgspec.structs.replace(beat("a"), pool=without), now=2)
+    end_one(pool, 1, 2)
+    assert granted_later(pool) == [(1, 1, 6)]
+    assert request.error is None
+
+
+def test_a_group_of_a_lost_worker_begins_anew_and_its_old_results_are_dropped():
+    pool, request = begun_pool("a", "b")
+    end_one(pool, 1, 2)
+    pool.mark_worker_lost("a", "stopped", blames_jobs=False)
+    assert (pool.num_waiting, pool.num_open_jobs) == (1, 1)
+    (sent,) = pool.assign()
+    assert (sent.worker.endpoint, sent.jobs[0].attempt, sent.granted) == ("b", 2, [4])
+    pool.on_heartbeat("a", beat("a", incarnation="again"), now=1)
+    pool.on_results("b", [JobProgress(1, 1, has_token=False, num_started=4, num_ended=4)])
+    assert granted_later(pool) == []
+    assert not request.is_done
+
+
 # ---- aborts --------------------------------------------------------------------------
 
 
@@ -561,7 +685,9 @@ def test_waiting_jobs_end_as_aborted_and_those_at_workers_do_not():
     weights = PoolWeights(5, "u", 3)
     state = PoolState(model="m", weights=weights)
     pool.on_heartbeat("a", msgspec.structs.replace(beat("a"), pool=state, weights=weights), now=1)
-    first, other = request_named("first", 3, 1), request_named("other", 1, 11)
+    # Longer ones than those that are granted ahead of free slots.
+    first = request_named("first", 3, 1, num_tokens=100)
+    other = request_named("other", 1, 11, num_tokens=100)
     pool.submit(first)
     pool.submit(other)
     # Four slots.
@@ -584,14 +710,19 @@ def test_an_abort_also_ends_jobs_that_wait_at_a_worker():
     pool.on_heartbeat("a", msgspec.structs.replace(beat("a"), facts=facts), now=1)
     batch = request_named("batch", 20, 1)
     pool.submit(batch)
-    sent = {one.num_places: [job.job_id for job in one.jobs] for one in pool.assign()}
-    # The first starts at once as that of a new request, and one slot is kept.
-    assert sent == {0: [*range(2, 16)], 31: [16, 17, 18, 19]}
-    pool.on_results("a", [JobProgress(16, 1, has_token=False)])
+    sent = {one.is_new: (one.jobs, one.granted) for one in pool.assign()}
+    # One slot is kept, and short completions are granted ahead: a quarter of the slots.
+    assert [job.job_id for job in sent[True][0]] == [1]
+    assert [job.job_id for job in sent[False][0]] == [*range(2, 21)]
+    assert (sent[True][1], sent[False][1]) == ([2], [2] * 18 + [1])
+    # The first is that of a new request, and the worker has started the next 15 ones.
+    for job_id in range(2, 17):
+        pool.on_results("a", [JobProgress(job_id, 1, has_token=False, num_started=2)])
     num_ended, ((worker, keys),) = pool.end_waiting(None)
     assert (num_ended, worker.endpoint) == (4, "a")
-    assert sorted(keys) == [(17, 1), (18, 1), (19, 1)]
-    assert (worker.num_sequences, worker.num_sequences_ahead) == (32, 0)
+    assert sorted(keys) == [(17, 1), (18, 1), (19, 1), (20, 1)]
+    assert (worker.slots.num_running, worker.slots.num_held) == (32, 0)
+    assert pool.num_waiting == len(pool.waiting) == 0
     for job_id in (17, 18, 19, 20):
         result = batch.results[job_id - 1]
         assert result is not None
@@ -663,3 +794,25 @@ def test_a_waiting_stream_ends_with_one_chunk_and_a_scored_prompt_goes_on():
     assert stream.error is None
     assert not scored.is_done
     assert len(pool.waiting) == 1
+
+
+@pytest.mark.parametrize("are_starts_shown", [False, True])
+def test_phases_of_a_start_that_the_worker_shows_itself_are_not_repeated(are_starts_shown, caplog):
+    pool = Pool(no_worker_timeout_s=10, are_starts_shown=are_starts_shown)
+    pool.add_worker("a", now=0)
+    with caplog.at_level("INFO", logger="app.pool.state"):
+        for phase in ("importing", "loading", "ready", "catching_up", "ready"):
+            pool.on_heartbeat("a", beat("a", phase=phase), now=0)
+    shown = [record.getMessage().rpartition(": ")[2] for record in caplog.records]
+    start = [] if are_starts_shown else ["importing", "loading", "ready"]
+    assert shown == [*start, "catching_up", "ready"]
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_a_request_without_a_token_has_no_time_of_its_first(is_streamed: bool):
+    pool = Pool(no_worker_timeout_s=10)
+    request = request_named("r", 2, 1, is_streamed=is_streamed)
+    pool.submit(request)
+    assert pool.end_waiting(None) == (2, [])
+    assert request.is_done
+    assert request.first_token_at == 0.0

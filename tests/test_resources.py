@@ -4,6 +4,7 @@ import os
 
 import pytest
 
+from titopool.errors import ConfigError
 from titopool.settings.config import ServerConfig
 from workers.supervisor.resources import PORTS, resources_of_worker
 
@@ -24,3 +25,10 @@ def test_workers_of_one_machine_search_their_own_ports(monkeypatch: pytest.Monke
     assert not one & other
     # Linux gives the ports from 32,768 on to clients.
     assert max(one | other) + PORTS <= 32_768
+
+
+def test_a_worker_without_gpus_of_its_own_is_refused():
+    second = resources_of_worker(1, 2, config=ServerConfig(), gpus=("4", "6"))
+    assert second.variables["CUDA_VISIBLE_DEVICES"] == "6"
+    with pytest.raises(ConfigError, match=r"worker 2: expected 1 GPUs for it .* got 2 in all"):
+        resources_of_worker(2, 2, config=ServerConfig(), gpus=("4", "6"))

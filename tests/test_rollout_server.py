@@ -156,7 +156,7 @@ class Author:
 
 
 @settings(
-    max_examples=25, deadline=None, derandomize=True,
+    max_examples=25, derandomize=True,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )  # fmt: skip
 @given(

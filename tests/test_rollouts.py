@@ -314,7 +314,7 @@ def test_rollouts_need_neither_torch_nor_the_server():
 IDS = st.lists(st.integers(0, 2047 + len(ADDED)), max_size=12)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     family=st.sampled_from(["qwen2.5", "llama3", "phi3"]),
     turns=st.lists(

@@ -1,13 +1,18 @@
-"""`titopool status` and `titopool bench` against running servers."""
+"""`titopool status`, `scale` and `bench` against running servers."""
 
 import json
 import subprocess
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from threading import Thread
 
 import pytest
 
 from tests.servers import REPOSITORY, TITOPOOL, environment, wait_until
 from tests.terminal import on_terminal
-from titopool.commands import bench, load
+from titopool import cli
+from titopool.commands import bench, load, scale, status
+from titopool.release import RELEASE, VERSION_HEADER
 
 KEY = "a-marked-key"
 
@@ -85,6 +90,135 @@ def test_status_takes_the_keys_of_the_environment(start_stub, stub_server):
     assert (worker["last_update"], worker["slots"]) == (None, 256)
     for one in (ended, without, only_api):
         assert KEY not in one.stdout + one.stderr
+
+
+def test_status_wraps_no_sentence_through_a_pipe(capsys, monkeypatch):
+    monkeypatch.delenv("COLUMNS", raising=False)
+    names = ("phase_s", "weight_version", *status.GAUGES, *status.COUNTERS)
+    worker = {"worker": "0", "phase": "stale", "is_paused": False, **dict.fromkeys(names, 0)}
+    sentence = "they were sent through a group; " * 8
+    found = {
+        "url": "u", "ready": False, "draining": False, "model": "m" * 90, "max_model_len": 9,
+        "adapters": {}, "waiting_prompts": 0, "needs_key": False,
+        "workers": [worker | {"last_update": sentence, "reason": sentence}],
+    }  # fmt: skip
+    status.show(found)
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 5
+    assert sum(sentence.strip() in line for line in lines) == 2
+
+
+# ---- scale ---------------------------------------------------------------------------
+
+
+class Pool:
+    """A server that answers `/ready` with `phases`, by name, and `/weights` with a reason."""
+
+    def __init__(self) -> None:
+        self.phases: list[tuple[str | None, str]] = [("0", "ready")]
+        self.asked: list[str] = []
+        pool = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def do_GET(self) -> None:
+                self.send(200, pool.answer(self.path))
+
+            def do_POST(self) -> None:
+                self.rfile.read(int(self.headers["Content-Length"]))
+                self.send(202, pool.answer(self.path))
+
+            def send(self, status: int, body: dict) -> None:
+                content = json.dumps(body).encode()
+                self.send_response(status)
+                self.send_header(VERSION_HEADER, RELEASE)
+                self.send_header("Content-Length", str(len(content)))
+                self.end_headers()
+                self.wfile.write(content)
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server.server_address[1]}"
+        Thread(target=self.server.serve_forever, daemon=True).start()
+
+    def answer(self, path: str) -> dict:
+        self.asked.append(path)
+        if path == "/weights":
+            return {
+                "workers": [{"worker": "0", "why_behind": None}, {"worker": None, "error": "late"}]
+                + [{"worker": name, "why_behind": "packed on a CPU"} for name, _ in self.phases[1:]]
+            }
+        workers = [
+            {"worker": name, "phase": phase, "phase_s": 1.0, "weight_version": 1}
+            for name, phase in self.phases
+        ]
+        return {"num_ready": 1, "workers": workers, "ready": True}
+
+
+@pytest.fixture
+def pool() -> Iterator[Pool]:
+    one = Pool()
+    yield one
+    one.server.shutdown()
+    one.server.server_close()
+
+
+def test_scale_says_why_a_worker_lacks_weights_and_ends(pool, monkeypatch, capsys):
+    monkeypatch.setattr(scale, "STUCK_S", 0.5)
+    pool.phases.append(("1", "waiting_for_weights"))
+    assert cli.main(["scale", "2", "--url", pool.url]) == 1
+    shown = capsys.readouterr()
+    assert shown.out.count("worker 1: waiting_for_weights: packed on a CPU\n") == 1
+    assert "worker 1 cannot get the pool's weights: packed on a CPU. The next complete" in shown.err
+    assert "`titopool scale 1` takes it back" in shown.err
+
+
+def test_scale_ends_when_the_server_is_gone(pool, monkeypatch, capsys):
+    monkeypatch.setattr(scale, "GONE_S", 0.5)
+
+    def stop() -> None:
+        wait_until(lambda: pool.asked.count("/ready") > 2, 10)
+        pool.server.shutdown()
+        pool.server.server_close()
+
+    stopping = Thread(target=stop)
+    stopping.start()
+    # Connections that are open outlive the listening socket.
+    monkeypatch.setattr("titopool.client.sessions.KEEPALIVE_S", 0.01)
+    assert cli.main(["scale", "2", "--url", pool.url]) == 1
+    stopping.join(10)
+    assert (
+        f"titopool: {pool.url}: no server answers (Connection refused)" in capsys.readouterr().err
+    )
+
+
+def test_scale_shows_phases_of_workers_that_have_a_name(pool, capsys):
+    steps = [
+        [("0", "ready"), ("1", "ready"), (None, "unreachable")],
+        [("0", "ready"), ("1", "draining"), ("2", "loading")],
+        [("0", "ready"), ("1", "unreachable"), ("2", "ready")],
+        [("0", "ready"), ("2", "ready")],
+    ]
+
+    pool.phases = steps[0]
+
+    def step() -> None:
+        for phases in steps[1:]:
+            num_before = pool.asked.count("/ready")
+            wait_until(lambda n=num_before: pool.asked.count("/ready") > n + 2, 10)
+            pool.phases = phases
+
+    stepping = Thread(target=step)
+    stepping.start()
+    assert cli.main(["scale", "2", "--url", pool.url]) == 0
+    stepping.join(20)
+    shown = [line.split(" s  worker ")[1] for line in capsys.readouterr().out.splitlines()]
+    assert shown == [
+        "0: ready", "1: ready", "1: draining", "2: loading", "2: ready", "1: left",
+    ]  # fmt: skip
 
 
 # ---- bench ---------------------------------------------------------------------------

@@ -33,6 +33,7 @@ HOLDERS = {
         "workers/engine/vllm.py",
         "workers/engine/metrics/stat_logger.py",
         "workers/engine/sampling.py",
+        "workers/engine/thoughts.py",
         "workers/engine/parsing.py",
         "workers/in_model/logprobs_patch.py",
         "workers/in_model/vllm_fixes.py",
@@ -116,7 +117,8 @@ LADDERS = {
     ],
     "app": [
         "metrics", "streams", "generation", "service", "draining", "openapi", "outputs", "inputs",
-        "http", "schemas", "observing", "pool", "counts", "json_structure", "time_slices",
+        "http", "schemas", "observing", "pool", "counts", "json_structure", "answer_store",
+        "time_slices",
     ],
     "workers": [
         "serving", "weights", "engine", "in_model", "images", "cluster", "supervisor", "restarts",

@@ -6,16 +6,19 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
 
 from tests.hub_server import Hub, running_hub
-from tests.servers import REPOSITORY, environment, wait_until
+from tests.servers import REPOSITORY, environment, free_port, wait_until
 from tests.terminal import on_terminal
 from workers.supervisor.hub import needed_files
 from workers.supervisor.screen import progress_of
+from workers.supervisor.supervisor import is_healthy
 
 MODEL = "org/tiny"
 WEIGHTS_BYTES = 24 * 2**20
@@ -115,6 +118,25 @@ sys.exit(supervisor.main(["--parent-pid", "{os.getpid()}"],
     shown = re.findall(r"^worker 0: loading, (\d+) %, (\d) of 4$", text, re.M)
     assert 1 <= len(shown) <= 5
     assert all(int(percent) == 25 * int(done) for percent, done in shown)
+
+
+class Healthy(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def test_the_own_server_is_not_asked_through_a_proxy(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{free_port()}")
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    with HTTPServer(("127.0.0.1", 0), Healthy) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        assert is_healthy(f"http://127.0.0.1:{server.server_port}")
+        server.shutdown()
 
 
 # ---- downloads -----------------------------------------------------------------------

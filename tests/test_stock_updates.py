@@ -125,6 +125,22 @@ def port() -> Iterator[int]:
         yield listening.getsockname()[1]
 
 
+def test_a_tied_head_that_was_trained_leaves_the_old_weights(port: int):
+    async def story(worker: StockWorker) -> None:
+        await worker.init()
+        await worker.start()
+        worker.engine.ignored = ["lm_head.weight"]
+        worker.engine.head_error = InvalidRequest("lm_head.weight: staged")
+        await worker.send(MODEL)
+        await worker.end()
+        await worker.good(PrepareUpdate("u", None))
+        done = await worker.ask(AwaitStep("prepare", "u"))
+        assert (done.code, done.message) == ("invalid_request", "lm_head.weight: staged")
+
+    worker = run(story, StockWorker(port))  # type: ignore[arg-type]
+    assert worker.control.weights.version == 0
+
+
 def test_an_update_is_staged_at_each_list_and_applied_at_the_commit(port: int):
     async def story(worker: StockWorker) -> None:
         await worker.init()

@@ -17,7 +17,7 @@ from tests.test_streams import client_of, gathered
 from titopool.errors import GenerationFailed
 from titopool.settings.logs import current_request
 from titopool.wire.messages import Job
-from workers.engine.outputs.completions import Stream
+from workers.engine.outputs.completions import ChunkSender, Stream
 from workers.engine.outputs.streams import OpenStreams
 from workers.engine.versions import History
 
@@ -116,7 +116,7 @@ class Processor:
 
     def add_request(self, request: SimpleNamespace) -> None:
         self.request_states[request.request_id] = State(
-            request_index=0, detokenizer=Detokenizer(), num_cached_tokens=0,
+            detokenizer=Detokenizer(), num_cached_tokens=0,
             logprobs_processor=SimpleNamespace(logprobs=None), errors=[],
             make_request_output=lambda ids, pooled, reason: f"the output at {reason}",
         )  # fmt: skip
@@ -130,14 +130,13 @@ class Processor:
         return state.make_request_output([7], None, None)
 
 
-def stream_to(sizes: list[int], parsing: Any = None, num_sequences: int = 1) -> Stream:
+def stream_to(sizes: list[int], parsing: Any = None, history: Any = lambda: History(0)) -> Stream:
     """A stream that notes the number of tokens of each chunk."""
-    job = Job(1, 1, b"\0\0\0\0", num_sequences, 9, b"", is_streamed=True)
-    made = Stream(
-        job, parsing, lambda chunk: sizes.append(len(chunk.pieces[0][1].token_ids) // 4), None, None
+    job = Job(1, 1, b"\0\0\0\0", 1, 9, b"", is_streamed=True)
+    sender = ChunkSender(
+        job, lambda chunk: sizes.append(len(chunk.pieces[0][1].token_ids) // 4), None
     )
-    made.begin(lambda: History(0), b"", ())
-    return made
+    return Stream(0, sender, parsing, history, None)
 
 
 def request_named(name: str) -> SimpleNamespace:
@@ -182,9 +181,7 @@ def test_only_a_stream_s_last_output_is_vllms():
 def test_a_chunk_that_cannot_be_made_fails_its_own_request():
     streams, processor = OpenStreams(0), Processor()
     streams.tap(processor)
-    broken = stream_to([])
-    broken.begin(lambda: None, b"", ())  # type: ignore[arg-type,return-value]
-    with streams.open("a", broken):
+    with streams.open("a", stream_to([], history=lambda: None)):
         processor.add_request(request_named("a"))
         assert processor.step("a-internal") is None
     (error,) = processor.request_states["a-internal"].errors
@@ -201,13 +198,6 @@ def test_a_parser_of_vllms_gets_one_token_at_a_time():
         for _ in range(9):
             processor.step("a-internal")
     assert sizes == [1] * 9
-
-
-def test_completions_are_counted_not_requests():
-    streams = OpenStreams(0)
-    with streams.open("a", stream_to([], num_sequences=128)):
-        assert streams.interval == 2
-    assert streams.interval == 1
 
 
 def test_a_completion_that_has_ended_is_freed_at_once():

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
@@ -36,7 +36,6 @@ def sequence(segments, **options):
     )
 
 
-@settings(deadline=None)
 @given(SEQUENCES)
 def test_a_padded_batch_has_the_ids_and_masks_that_went_in(sequences):
     rows = [sequence(segments) for segments in sequences]

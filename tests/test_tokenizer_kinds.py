@@ -1,6 +1,7 @@
 """Tokenizers of each kind: the server's ids and texts are those of the model's tokenizer."""
 
 import json
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -26,6 +27,11 @@ class Served:
 
     def ids(self, text: str) -> list[int]:
         found: list[int] = self.tokenizer(text)["input_ids"]
+        return found
+
+    def plain_ids(self, text: str) -> list[int]:
+        """Without control tokens."""
+        found: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         return found
 
 
@@ -72,3 +78,69 @@ def test_pieces_of_a_stream_are_the_whole_text(served: Served):
     assert (ids, text) == (whole["token_ids"], whole["text"])
     assert len(ids) == 200
     assert served.server.generate([ids], max_tokens=1)["prompt_ids"] == [ids]
+
+
+WORDS = "the pool of workers, to and from the trainer"
+
+
+def logprobs_of(served: Served, allowed: list[int]) -> list[tuple[str, list[str], list[int]]]:
+    """By route: the text, the tokens' texts and their ids of a completion of `allowed` ids."""
+    server, prompt = served.server, served.ids("hello")
+    sampling = {"seed": 1, "allowed_token_ids": allowed}
+    body = {**sampling, "max_tokens": 30, "return_token_ids": True}
+    plain = server.post("/v1/completions", {**body, "prompt": prompt, "logprobs": 0})
+    (choice,) = plain.json()["choices"]
+    tokens = choice["logprobs"]["tokens"]
+    offsets = [len("".join(tokens[:end])) for end in range(len(tokens))]
+    assert choice["logprobs"]["text_offset"] == offsets
+    shown = [(choice["text"], tokens, choice["token_ids"])]
+    chat = {"messages": [], "tokens": prompt, "add_generation_prompt": False, "logprobs": True}
+    answer = server.post("/v1/chat/completions/tokens", {**body, **chat})
+    (choice,) = answer.json()["choices"]
+    tokens = [one["token"] for one in choice["logprobs"]["content"]]
+    shown.append((choice["message"]["content"], tokens, choice["token_ids"]))
+    return shown
+
+
+def test_tokens_of_log_probabilities_add_up_to_the_text(served: Served):
+    texts = (WORDS, WORDS[::-1])
+    allowed = sorted({one for text in texts for one in served.plain_ids(text)})
+    for text, tokens, ids in logprobs_of(served, allowed):
+        assert len(tokens) == 30
+        assert "".join(tokens) == text
+        found = served.server.post("/detokenize", {"tokens": ids, "return_token_texts": True})
+        assert "".join(found.json()["token_texts"]) == found.json()["prompt"]
+    ids = served.plain_ids(WORDS)
+    body = {
+        "input_ids": ids, "sampling_params": {"max_new_tokens": 1}, "return_logprob": True,
+        "logprob_start_len": 0, "return_text_in_logprobs": True,
+    }  # fmt: skip
+    rows = served.server.post("/generate", body).json()["meta_info"]["input_token_logprobs"]
+    # The first token has no value, and no text.
+    first = served.tokenizer.decode(ids[:1])
+    assert first + "".join(text for _, _, text in rows[1:]) == WORDS
+
+
+def test_two_tokens_stay_two_entries(served: Served):
+    """Two tokens may differ by a space, or be parts of characters."""
+    vocabulary = served.tokenizer.get_vocab()
+    marked = next((one for one in vocabulary if one[0] == "\u2581" and one[1:] in vocabulary), None)
+    pairs = [served.plain_ids("\U0001f642")[-4:-2]]
+    if marked is not None:
+        pairs.append([vocabulary[marked], vocabulary[marked[1:]]])
+    for pair in pairs:
+        body = {
+            "prompt": served.ids("hello"), "max_tokens": 3, "seed": 1, "allowed_token_ids": pair,
+            "logprobs": 2,
+        }  # fmt: skip
+        for as_ids in (False, True):
+            answer = served.server.post(
+                "/v1/completions", {**body, "return_tokens_as_token_ids": as_ids}
+            )
+            found = answer.json()["choices"][0]["logprobs"]
+            for token, value, best in zip(
+                found["tokens"], found["token_logprobs"], found["top_logprobs"], strict=True
+            ):
+                assert len(best) == 2, best
+                assert best[token] == value
+                assert sum(map(math.exp, best.values())) == pytest.approx(1, abs=1e-4)

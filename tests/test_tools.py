@@ -1,6 +1,7 @@
 """Tool calls and reasoning: vLLM's own parsers on a model that writes a known text."""
 
 import json
+import re
 from pathlib import Path
 from typing import NamedTuple
 
@@ -197,6 +198,16 @@ def test_earlier_calls_may_have_any_form(scripted: Scripted, call):
     check_call(scripted.chat(messages=messages).choices[0].message.tool_calls)
 
 
+def test_odd_numbers_and_halves_of_pairs_in_earlier_calls_are_rendered(scripted: Scripted):
+    arguments = r'{"word": NaN, "size": 1e400, "half": "\ud800"}'
+    call = {"type": "function", "function": {"name": "look_up", "arguments": arguments}}
+    messages = [*QUESTION, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    ids = scripted.server.post("/tokenize", {"messages": messages}).json()["tokens"]
+    text = scripted.server.post("/detokenize", {"tokens": ids}).json()["prompt"]
+    for part in ("NaN", "Infinity", "ud800"):
+        assert part in text
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_token_ids_need_no_message(scripted: Scripted, stream: bool):
     body = {
@@ -219,6 +230,95 @@ def test_a_required_call_follows_its_schema(scripted: Scripted, choice):
     assert isinstance(json.loads(call.function.arguments)["word"], bool)
     expected = "tool_calls" if choice == "required" else "stop"
     assert made.finish_reason == expected
+
+
+WORD = "[a-z]{3,6}"
+WORDS = {"max_tokens": 12, "temperature": 0, "structured_outputs": {"regex": WORD}}
+
+
+def ids_with_grammar(server: Server, route: str, prompt: list[int]) -> list[int]:
+    """What follows `prompt`, whose grammar is `WORD`, on a route without a parser."""
+    if route == "/generate/":
+        body = {"prompts": [prompt], "max_tokens": 12, "structured_outputs_regex": WORD}
+        body["temperature"] = 0
+        return server.post(route, body).json()["completion_ids"][0]
+    if route == "/v1/completions":
+        body = {"prompt": prompt, "return_token_ids": True, **WORDS}
+        return server.post(route, body).json()["choices"][0]["token_ids"]
+    if route == "/inference/v1/generate":
+        body = {"token_ids": prompt, "sampling_params": WORDS}
+        return server.post(route, body).json()["choices"][0]["token_ids"]
+    sampling = {"max_new_tokens": 12, "temperature": 0, "regex": WORD}
+    body = {"input_ids": prompt, "sampling_params": sampling}
+    return server.post("/generate", body).json()["output_ids"]
+
+
+@pytest.mark.parametrize(
+    "route", ["/generate/", "/v1/completions", "/inference/v1/generate", "/generate"]
+)
+def test_a_grammar_holds_from_the_first_token_where_no_thought_is_open(
+    scripted: Scripted, route: str
+):
+    tokenizer = AutoTokenizer.from_pretrained(scripted.model)
+    think, end, eos = scripted.ids[0], scripted.ids[2], scripted.ids[-1]
+    # The thought of an earlier turn has ended with the turn.
+    for prompt in ([42, 1393, 14], [42, think, end, 14], [42, think, 5, eos, 14]):
+        ids = ids_with_grammar(scripted.server, route, prompt)
+        assert re.fullmatch(WORD, tokenizer.decode(ids, skip_special_tokens=True)), ids
+    ids = ids_with_grammar(scripted.server, route, [42, think])
+    assert ids[:2] == scripted.ids[1:3]
+    assert re.fullmatch(WORD, tokenizer.decode(ids[2:], skip_special_tokens=True)), ids
+
+
+def test_a_grammar_of_a_conversation_holds_from_the_first_token(scripted: Scripted):
+    tokenizer = AutoTokenizer.from_pretrained(scripted.model)
+    body = {"messages": [QUESTION], "max_tokens": 12, "structured_outputs_regex": WORD}
+    (ids,) = scripted.server.post("/chat/", body).json()["completion_ids"]
+    assert re.fullmatch(WORD, tokenizer.decode(ids, skip_special_tokens=True))
+
+
+def message_of(server: Server, path: str, body: dict) -> tuple[str, str]:
+    """Content and reasoning of an answer, or of a stream's deltas together."""
+    answer = server.post(path, body)
+    assert answer.ok, answer.text
+    if not body["stream"]:
+        parts = [answer.json()["choices"][0]["message"]]
+    else:
+        events = [line[6:] for line in answer.text.splitlines() if line.startswith("data: {")]
+        choices = [one for event in events for one in json.loads(event)["choices"]]
+        parts = [one["delta"] for one in choices]
+    return tuple("".join(one.get(name) or "" for one in parts) for name in ("content", "reasoning"))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("tools", [[], [LOOK_UP]], ids=["plain", "tools"])
+def test_a_grammar_of_a_chat_holds_with_and_without_a_thought(
+    scripted: Scripted, tools, stream: bool
+):
+    think, end = scripted.ids[0], scripted.ids[2]
+    forbidden = {"bad_words": ["<think>"]}
+    path = "/v1/chat/completions"
+    body = {"messages": QUESTION, "temperature": 0, "stream": stream, "tools": tools, **WORDS}
+
+    def ask(path: str = path, **fields) -> tuple[str, str]:
+        return message_of(scripted.server, path, {**body, **fields})
+
+    # This model opens a thought, and the grammar follows it.
+    content, reasoning = ask()
+    assert reasoning.strip() == THOUGHT
+    assert re.fullmatch(WORD, content)
+    # A model that opens none, and ones that may not, or have ended theirs in the prompt.
+    for fields in (
+        {"include_reasoning": False},
+        forbidden,
+        {"path": path + "/tokens", "tokens": [42, think, 5, end], **forbidden},
+    ):
+        content, reasoning = ask(**fields)
+        assert (reasoning, bool(re.fullmatch(WORD, content))) == ("", True), (fields, content)
+    # The prompt opens it.
+    content, reasoning = ask(path + "/tokens", tokens=[42, think])
+    assert reasoning.strip() == THOUGHT
+    assert re.fullmatch(WORD, content)
 
 
 def test_a_conversation_continues_after_a_call(scripted: Scripted):

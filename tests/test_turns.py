@@ -6,7 +6,7 @@ import sys
 import threading
 import time
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 
 import gevent
 import pytest
@@ -14,10 +14,12 @@ from transformers import AutoTokenizer
 
 from app.inputs import chat_template, images
 from app.inputs import tokenizer as tokenizers
+from app.inputs import turns as turns_module
 from app.inputs.chat_template import Chat, render_all
 from app.inputs.tokenizer import TURN_LENGTH, batches_of, check_text, encode_all
 from app.inputs.turns import Turns, within
 from tests.servers import REPOSITORY
+from tests.stub_worker import Panic
 from titopool.errors import ClientGone, InvalidRequest, NoReadyWorker, PromptTooLong
 
 
@@ -102,6 +104,35 @@ def test_errors_reach_the_caller_and_the_next_call_runs():
     with pytest.raises(ValueError, match="invalid literal"):
         turns.call(int, "x")
     assert turns.call(int, "3") == 3
+
+
+@pytest.mark.parametrize("kind", [Panic, SystemExit])
+def test_what_is_no_exception_reaches_the_caller_as_one_and_those_behind_it_run(kind: type):
+    def panic() -> None:
+        raise kind("a `None` value")
+
+    turns = Turns()
+    with gevent.Timeout(5):
+        first, behind = (gevent.spawn(turns.call, one) for one in (panic, int))
+        with pytest.raises(RuntimeError, match=f"{kind.__name__}: a `None` value"):
+            first.get()
+        assert behind.get() == 0
+    with pytest.raises(RuntimeError, match=kind.__name__):
+        within(5, panic)
+
+
+def test_a_thread_that_cannot_be_started_fails_its_call_and_the_next_one_tries_again(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    def refuse(size: int) -> NoReturn:
+        raise RuntimeError("can't start new thread")
+
+    turns = Turns()
+    with monkeypatch.context() as patched, gevent.Timeout(5):
+        patched.setattr(turns_module, "ThreadPool", refuse)
+        with pytest.raises(RuntimeError, match="can't start"):
+            turns.call(int)
+    assert turns.call(int) == 0
 
 
 class Letters(SimpleNamespace):

@@ -122,9 +122,9 @@ def test_the_doctor_finds_nothing_missing_on_this_machine(tmp_path):
     for start in ("torch ", "transformers ", "pyzmq ", "port 8000 ", "port 51216 "):
         assert any(line.startswith(start) for line in lines), start
     assert any(line.startswith("GPU 0") if visible_gpus() else "no GPU" in line for line in lines)
-    rows = [line for line in lines if line.startswith("vLLM internals: ")]
-    assert len(rows) == len(INTERNALS)
-    assert all(line.endswith(": ok") for line in rows)
+    assert any(line.startswith("NCCL ") for line in lines)
+    assert f"vLLM internals: {len(INTERNALS)} of {len(INTERNALS)} ok" in lines
+    assert len(lines) < 20
 
 
 def test_the_doctor_lists_what_vllm_lacks(tmp_path, older_vllm):
@@ -165,7 +165,7 @@ def test_the_doctor_reports_a_port_in_use(monkeypatch, capsys):
         port = other.getsockname()[1]
         monkeypatch.setattr(doctor, "TRL_PORT", port)
         doctor._report_ports()
-    assert f"port {port} cannot be used" in capsys.readouterr().out
+    assert f"expected a free port, got {port}, which process" in capsys.readouterr().out
 
 
 def test_the_supported_versions_match_the_package_s_requirement():

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPConnection
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -638,6 +639,43 @@ def test_a_version_that_does_not_come_is_a_conflict(
     assert (status, "version 5 within 1 s" in text) == (409, True)
     assert 0.9 < time.monotonic() - began < 30
     assert error_of(server.post("/generate/", {**body, "min_weight_version": -1}))[0] == 400
+
+
+def test_a_request_does_not_wait_for_a_version_of_a_run_that_has_ended(
+    start_stub: StartStub, stub_server: StartServer, tmp_path: Path
+):
+    (tmp_path / "root" / "step").mkdir(parents=True)
+    start_stub(0, TITOPOOL_WEIGHTS_ROOT=str(tmp_path / "root"))
+    server = stub_server(1, "--num-front-ends", "1")
+
+    def load(number: int) -> dict[str, Any]:
+        body = {"path": str(tmp_path / "root" / "step"), "policy": "keep", "version": number}
+        answer = server.post("/update_weights", body).json()
+        return {name: answer[name] for name in ("version", "previous_version")}
+
+    def wait_for(number: int) -> HTTPConnection:
+        connection = HTTPConnection(server.url.removeprefix("http://"), timeout=30)
+        body = {"prompts": [[1, 2]], "min_weight_version": number}
+        send_json(connection, "/generate/", body)
+        phases = lambda: [one["phase"] for one in server.get("/requests").json()["requests"]]  # noqa: E731
+        wait_until(lambda: phases() == ["checking"], 20)
+        assert not has_answer(connection)
+        return connection
+
+    assert load(10) == {"version": 10, "previous_version": 0}
+    waiting = wait_for(11)
+    # A trainer that starts again from an earlier checkpoint may go back, and is told so.
+    assert load(3) == {"version": 3, "previous_version": 10}
+    answer = waiting.getresponse()
+    text = json.loads(answer.read())["error"]["message"]
+    waiting.close()
+    assert (answer.status, "went back to version 3" in text) == (409, True)
+    waiting = wait_for(4)
+    assert load(3) == {"version": 3, "previous_version": 3}
+    assert load(4) == {"version": 4, "previous_version": 3}
+    assert waiting.getresponse().status == 200
+    waiting.close()
+    assert "version 3 of the weights follows version 10" in server.log
 
 
 def test_a_client_that_leaves_while_it_waits_for_a_version_is_let_go(

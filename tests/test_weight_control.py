@@ -33,7 +33,8 @@ from titopool.wire.commands import (
 )
 from titopool.wire.pool_state import PoolPause, PoolState, PoolWeights
 from workers.engine.versions import Versions
-from workers.ledger import Ledger, clear_ledgers, digest_of_files
+from workers.in_model.checkpoint_files import digest_of_files
+from workers.ledger import Ledger, clear_ledgers
 from workers.serving.control import Control
 from workers.serving.front_end_queues import FrontEndQueues
 from workers.weights import awaited
@@ -57,6 +58,9 @@ class RecordingEngine:
         self.may_clear = asyncio.Event()
         self.may_clear.set()
         self.begin_error: Exception | None = None
+        # Names of tensors that the model does not load, and why their values do not fit.
+        self.ignored: list[str] = []
+        self.head_error: Exception | None = None
         self.staging = "beside"
         self.drop_error: Exception | None = None
         self.load_error: Exception | None = None
@@ -82,8 +86,10 @@ class RecordingEngine:
                 raise self.load_error
         if method in ("begin", "check_folder") and self.begin_error is not None:
             raise self.begin_error
+        if method == "compare_heads" and self.head_error is not None:
+            raise self.head_error
         fit = {
-            "missing": [], "ignored": [], "kept": [], "split_layers": "", "staging": self.staging,
+            "missing": [], "ignored": self.ignored, "kept": [], "split_layers": "", "staging": self.staging,
         }  # fmt: skip
         answers = {
             "begin": fit, "check": fit, "check_folder": fit, "apply": {"loaded": 1},
@@ -199,6 +205,29 @@ def test_generation_is_paused_before_weights_arrive_in_the_kv_cache():
     assert worker.engine.calls == [
         "join", "begin", "pause keep", "receive", "clear", "check", "apply", "resume",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("protocol", ["trl", "vllm"])
+def test_a_tied_head_that_was_trained_leaves_the_old_weights(protocol: Any):
+    async def story(worker: Worker) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as listening:
+            port = listening.getsockname()[1]
+            await worker.good(JoinGroup("s", protocol, "gloo", "127.0.0.1", port, 1, 2))
+            await worker.good(AwaitStep("join", "s"))
+            for update_id, ignored in (("u", []), ("v", ["lm_head.weight"])):
+                worker.engine.ignored = ignored
+                await worker.good(BeginUpdate("s", update_id, None, 1, TENSORS, 100, False))
+                await worker.good(PrepareUpdate(update_id, "keep"))
+                worker.engine.head_error = InvalidRequest("lm_head.weight: staged")
+                done = await worker.ask(AwaitStep("prepare", update_id))
+                if not ignored:
+                    await worker.good(ApplyUpdate(update_id))
+                    await worker.good(AwaitStep("apply", update_id))
+        assert (done.code, done.message) == ("invalid_request", "lm_head.weight: staged")
+
+    worker = run(story)
+    assert worker.control.weights.version == 1
+    assert worker.engine.calls.count("compare_heads") == 1
 
 
 @pytest.mark.parametrize("lost", [{"num_received": 0}, {"error": "the peer is gone"}])
@@ -529,6 +558,78 @@ def test_a_restarted_worker_waits_for_weights_or_loads_its_folder(
     assert restarted().control.phase == "waiting_for_weights"
     clear_ledgers(str(tmp_path))
     assert restarted().control.phase == "ready"
+
+
+def written_during(worker: Worker, method: str, folder: Path) -> None:
+    """Lets a trainer write to `folder` while the engine runs `method`."""
+    call = worker.engine.call
+
+    async def call_and_write(name: str, *args: Any) -> list[Any]:
+        if name == method:
+            (folder / "model.safetensors").write_text("of the next step")
+        return await call(name, *args)
+
+    worker.engine.call = call_and_write  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("method", ["check_folder", "apply"])
+def test_a_folder_that_changes_while_it_is_loaded_does_not_serve(tmp_path: Path, method: str):
+    folder = tmp_path / "weights"
+    folder.mkdir()
+    (folder / "model.safetensors").write_text("of this step")
+
+    async def story(worker: Worker) -> None:
+        written_during(worker, method, folder)
+        await worker.good(BeginFolder("f", 9, 1, str(folder)))
+        for late in ("optimizer.pt", "training_state.safetensors", "adapter_model.safetensors"):
+            (folder / late).write_text("comes after the weights, and counts for nothing")
+        await worker.good(PrepareUpdate("f", "keep"))
+        failed = await worker.ask(AwaitStep("prepare", "f"))
+        if method == "apply":
+            assert not failed.code
+            await worker.good(ApplyUpdate("f"))
+            failed = await worker.ask(AwaitStep("apply", "f"))
+        assert f"{folder}: expected the files that were there" in failed.message
+
+    worker = run(story, Worker(root=str(tmp_path)))
+    assert worker.engine.versions.current == worker.control.weights.version == 0
+    # Before the load the old weights serve on; after it the model has both.
+    assert len(worker.broken) == (method == "apply")
+    assert ("resume" in worker.engine.calls) == (method != "apply")
+
+
+def test_workers_that_see_different_folders_do_not_load_them(tmp_path: Path):
+    folder = tmp_path / "weights"
+    folder.mkdir()
+
+    async def story(worker: Worker) -> None:
+        first = await worker.good(BeginFolder("f", 9, 1, str(folder)))
+        await worker.good(AbortUpdate("f", "staged"))
+        (folder / "model.safetensors").write_text("elsewhere")
+        again = BeginFolder("g", 9, 1, str(folder), files=first["files"])
+        done = await worker.ask(again)
+        assert done.code == "conflict"
+        assert "workers see different folders" in done.message
+        assert await worker.state() == "closed"
+
+    run(story, Worker(root=str(tmp_path)))
+
+
+def test_a_folder_that_changes_while_a_worker_catches_up_does_not_serve(tmp_path: Path):
+    folder = tmp_path / "weights"
+    folder.mkdir()
+    wanted = PoolWeights(3, "u", 5, False, str(folder), digest_of_files(str(folder)))
+
+    async def story(worker: Worker) -> None:
+        written_during(worker, "check_folder", folder)
+        worker.control.merge_pool_state(pool_state(wanted))
+        while worker.control.phase != "waiting_for_weights":
+            await asyncio.sleep(0.02)
+        status = await worker.good(GetStatus())
+        assert "has changed since the update" in status["why_behind"]
+        assert "apply" not in worker.engine.calls
+
+    run(story, Worker(root=str(tmp_path)))
 
 
 def test_a_worker_that_starts_loads_the_folder_once(tmp_path: Path):

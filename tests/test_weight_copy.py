@@ -83,7 +83,7 @@ def test_learned_copies_load_the_same_as_the_loaders():
     other.load_weights(iter(tensors(0).items()))
     assert same(model, other)
     for seed in (1, 2):
-        assert plan.fits(tensors(seed))
+        assert plan.fits_tensors(tensors(seed))
         plan.run(tensors(seed))
         other.load_weights(iter(tensors(seed).items()))
         assert same(model, other)
@@ -97,7 +97,7 @@ def test_a_partial_update_copies_only_its_tensors():
     plan.run(k)
     assert torch.equal(model.qkv[4:6], k["k"])
     assert torch.equal(model.qkv[:4], before[0][:4])
-    assert not plan.fits({"unknown": torch.zeros(1)})
+    assert not plan.fits_tensors({"unknown": torch.zeros(1)})
 
 
 def test_plans_of_parts_add_up():
@@ -105,7 +105,7 @@ def test_plans_of_parts_add_up():
     sent = tensors(0)
     for name, tensor in sent.items():
         learned(model, {name: tensor}, plan)
-    assert plan.fits(sent)
+    assert plan.fits_tensors(sent)
 
 
 def test_neighbouring_copies_are_joined(monkeypatch):
@@ -144,10 +144,43 @@ def test_copies_out_of_a_conversion_s_clones_are_learned():
     model = Converted()
     plan = learned(model, {"gate_up": torch.rand(2, 4, 3)})
     sent = {"gate_up": torch.rand(2, 4, 3)}
-    assert plan.fits(sent)
-    assert [len(copies) for copies in plan._by_name.values()] == [1]
+    assert plan.fits_tensors(sent)
+    assert [len(copies) for copies in plan._by_form.values()] == [1]
     plan.run(sent)
     assert torch.equal(model.qkv, sent["gate_up"].reshape(8, 3))
+
+
+class Transposed(torch.nn.Module):
+    """Experts as vLLM keeps them. They come under one name in the module's form or transposed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = torch.nn.Parameter(torch.zeros(4, 6, 8))
+
+    def finish(self) -> None:
+        """What vLLM does after loading."""
+
+    def load_weights(self, weights):
+        for _, tensor in weights:
+            is_swapped = tensor.shape != self.experts.shape
+            self.experts.data.copy_(tensor.mT if is_swapped else tensor)
+
+
+def test_copies_are_those_of_a_tensor_s_shape_and_dtype():
+    model, plan = Transposed(), CopyPlan()
+    forms: list[Any] = [lambda one: one, lambda one: one.mT.contiguous(), lambda one: one.double()]
+    for number, form in enumerate(forms):
+        sent = {"experts": form(torch.rand(4, 6, 8))}
+        # What was learned of another form does not load this one.
+        assert not plan.fits_tensors(sent)
+        assert len(plan._by_form) == number
+        learned(model, sent, plan)
+    for form in (*forms, *forms):
+        values = torch.rand(4, 6, 8)
+        sent = {"experts": form(values)}
+        assert plan.fits_tensors(sent)
+        plan.run(sent)
+        assert torch.equal(model.experts, values)
 
 
 class Scaling(Fused):
@@ -184,7 +217,7 @@ def test_what_is_more_than_copies_goes_through_the_reload(kind: type[Fused]):
         sent = tensors(seed)
         before = {name: one.clone() for name, one in sent.items()}
         plan = learned(model, sent)
-        assert not plan.fits(sent)
+        assert not plan.fits_tensors(sent)
         assert not plan.may_learn(sent)
         # The proof has left the received values as they were.
         assert all(torch.equal(one, before[name]) for name, one in sent.items())

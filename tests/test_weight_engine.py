@@ -12,11 +12,9 @@ from workers.engine.weights import MAX_SETTLES, VllmWeights
 
 
 def state(request_id: str, num_tokens: int) -> Any:
-    """A request with one sequence, as in vLLM's output processor."""
+    """A request, as in vLLM's output processor."""
     detokenizer = SimpleNamespace(num_output_tokens=lambda: num_tokens)
-    return SimpleNamespace(
-        parent_req=None, external_req_id=request_id, detokenizer=detokenizer, request_index=0
-    )
+    return SimpleNamespace(external_req_id=request_id, detokenizer=detokenizer)
 
 
 class Requests(dict[str, Any]):
@@ -58,7 +56,7 @@ def test_new_requests_do_not_prolong_a_pause():
     with versions.request(1) as request_id:
         requests[request_id] = state(request_id, 5)
         found = asyncio.run(weights(versions, requests).progress())
-    assert found == {request_id: {0: 5}}
+    assert found == {request_id: 5}
     assert requests.num_looks == 2 < MAX_SETTLES
 
 
@@ -75,8 +73,30 @@ def test_tokens_in_flight_are_awaited():
     requests = Requests(count)
     with versions.request(1) as one, versions.request(2) as other:
         found = asyncio.run(weights(versions, requests).progress())
-    assert found == {one: {0: 4}, other: {0: 1}}
+    assert found == {one: 4, other: 1}
     assert requests.num_looks == 3
+
+
+def test_tokens_are_awaited_for_as_long_as_they_come(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("workers.engine.weights.SETTLE_S", 0.0)
+    versions, last = Versions(), 3 * MAX_SETTLES
+
+    def come(num_looks: int) -> None:
+        requests[name] = state(name, min(num_looks, last))
+
+    requests = Requests(come)
+    with versions.request(1) as name:
+        found = asyncio.run(weights(versions, requests).progress())
+    # Those that come after it would be reported as of the new weights.
+    assert found == {name: last}
+
+
+def test_a_request_that_is_never_known_is_awaited_for_a_while(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("workers.engine.weights.SETTLE_S", 0.0)
+    versions, requests = Versions(), Requests()
+    with versions.request(1):
+        assert asyncio.run(weights(versions, requests).progress()) == {}
+    assert requests.num_looks == MAX_SETTLES + 1
 
 
 def test_a_request_that_ends_is_not_awaited():

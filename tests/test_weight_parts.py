@@ -1,5 +1,7 @@
 """Parts of weight updates that need no engine: names and layers, chunks, versions, groups."""
 
+import json
+import math
 import random
 import struct
 import threading
@@ -8,16 +10,19 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from safetensors.torch import save_file
 
 from titopool.client.weights.trainer_group import within
 from titopool.wire.commands import TensorInfo
+from titopool.wire.messages import Job
 from titopool.wire.weight_plan import CHECKSUM_WORDS, checksum, message_of, plan_chunks, views_of
 from workers.engine.versions import Versions
-from workers.in_model.catalogue import Catalogue
+from workers.in_model.catalogue import Catalogue, _embedding_of_head
 from workers.in_model.checkpoint_files import Refused, folder_tensors, read_header
+from workers.in_model.weight_extension import WeightExtension
 
 PACKED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}
 
@@ -49,11 +54,137 @@ def test_all_tensors_fit():
 
 
 def test_a_tied_head_is_optional():
-    tied = catalogue(is_tied=True)
+    tied = catalogue(embedding="model.embed.weight")
     assert tied.fit(TENSORS[:-1], is_partial=False).ignored == []
     assert tied.fit(TENSORS, is_partial=False).ignored == ["lm_head.weight"]
     with pytest.raises(Refused, match="lm_head"):
         catalogue().fit(TENSORS[:-1], is_partial=False)
+
+
+EMBEDDING, HEAD = "model.embed.weight", "lm_head.weight"
+
+
+def tied_extension() -> Any:
+    """The extension of a model whose head is its embedding, without the model."""
+    made: Any = WeightExtension()
+    made._titopool_catalogue = catalogue(embedding=EMBEDDING)
+    made.device = torch.device("cpu")
+    made._titopool_dry_run = lambda *_, **__: None
+    return made
+
+
+def with_head(head: torch.Tensor) -> dict[str, torch.Tensor]:
+    sent = {one.name: torch.arange(math.prod(one.shape)).view(one.shape) for one in TENSORS}
+    return {name: one.bfloat16() for name, one in sent.items()} | {HEAD: head}
+
+
+def rank_of(embedding: torch.Tensor, first: int, last: int) -> torch.nn.Module:
+    """A model that holds some rows of the embedding, and rows that pad it."""
+    layer = torch.nn.Embedding.from_pretrained(torch.cat([embedding[first:last], embedding[:2]]))
+    layer.shard_indices = SimpleNamespace(  # type: ignore[assignment]
+        org_vocab_start_index=first, org_vocab_end_index=last, num_org_elements=last - first
+    )
+    return torch.nn.ModuleDict({"model": torch.nn.ModuleDict({"embed": layer})})
+
+
+SAME = with_head(torch.empty(0))[EMBEDDING]
+OTHER = SAME.clone()
+OTHER[9, 3] = 38.75
+NAN = SAME.clone()
+NAN[0, 0] = torch.nan
+
+
+@pytest.mark.parametrize(
+    "sent, refused",
+    [
+        (with_head(SAME), ""),
+        (with_head(SAME.float()), ""),
+        (with_head(NAN) | {EMBEDDING: NAN.clone()}, ""),
+        (with_head(OTHER), "got values other than those of model.embed.weight; leave the head"),
+        (with_head(SAME.float() + 1e-4), "got values other"),
+        (
+            with_head(SAME[:9]),
+            f"got the shape (9, {SAME.shape[1]}), where model.embed.weight has {tuple(SAME.shape)}",
+        ),
+        ({HEAD: SAME}, ""),
+        ({HEAD: SAME.float() + 1e-6}, ""),
+        ({HEAD: OTHER}, "got no embedding with it, and other values than the served one's; leave"),
+        ({HEAD: SAME[:5]}, "got no embedding with it, and other values"),
+    ],
+    ids=[
+        "same",
+        "wider",
+        "nan",
+        "other",
+        "wider-other",
+        "rows",
+        "alone",
+        "alone-wider",
+        "alone-other",
+        "alone-rows",
+    ],
+)
+def test_a_tied_head_has_the_embedding_s_values(
+    sent: dict[str, torch.Tensor], refused: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("titopool.wire.weight_plan.COMPARED_ROWS", 4)
+    extension = tied_extension()
+    extension._titopool_receiver = SimpleNamespace(staged=sent)
+    extension.get_model = lambda: rank_of(SAME, first=2, last=10)
+    answers = [extension.titopool_weights_compare_heads()]
+    if EMBEDDING in sent:
+        names = list(sent)
+        for index, some in enumerate((names[:5], names[5:])):
+            save_file({one: sent[one] for one in some}, tmp_path / f"{index}.safetensors")
+        answers.append(extension.titopool_weights_check_folder(str(tmp_path)))
+    for status, answer in answers:
+        assert status == ("refused" if refused else "ok"), answer
+        assert not refused or "lm_head.weight: expected the embedding's values" in answer
+        assert refused in str(answer)
+
+
+def test_a_tied_head_does_not_go_in_place():
+    """In place nothing is kept that could be compared."""
+    extension = tied_extension()
+    asked = []
+
+    def choose(chunks: Any, extra: int, not_in_place: str) -> Any:
+        asked.append(not_in_place)
+        return SimpleNamespace(name="in_place")
+
+    extension._titopool_room = SimpleNamespace(choose=choose)
+    extension._titopool_receiver = SimpleNamespace(announce=lambda *_: None)
+    for sent in (TENSORS, TENSORS[:-1]):
+        extension._titopool_plan_to_receive(sent, 0, "in_place", "")
+    assert asked == ["lm_head.weight, which must equal the embedding and may be left out,", ""]
+
+
+@pytest.mark.parametrize(
+    "names, config, expected",
+    [
+        (["model.embed_tokens", "lm_head"], {}, "model.embed_tokens.weight"),
+        (["model.embed_tokens.base_layer", "lm_head"], {}, "model.embed_tokens.weight"),
+        (["model.embed_tokens"], {"tie_word_embeddings": True}, "model.embed_tokens.weight"),
+        (["model.per_layer", "model.wte"], {"tie_word_embeddings": True}, "model.wte.weight"),
+        ([], {"tie_word_embeddings": True}, "embed_tokens.weight"),
+        (["model.embed_tokens"], {}, ""),
+    ],
+)
+def test_the_embedding_that_a_head_shares_is_found(
+    names: list[str], config: dict[str, Any], expected: str
+):
+    shared, modules = torch.nn.Parameter(torch.ones(4, 8)), {}
+    for name in names:
+        width = 2 if name.endswith("per_layer") else 8
+        modules[name] = SimpleNamespace(org_vocab_size=4, embedding_dim=width)
+    model = SimpleNamespace(
+        named_parameters=lambda remove_duplicate: [(f"{one}.weight", shared) for one in names],
+        named_modules=modules.items,
+    )
+    text = SimpleNamespace(hidden_size=8, **config)
+    assert _embedding_of_head(model, SimpleNamespace(hf_text_config=text)) == expected
+    found = catalogue(embedding="transformer.wte.weight").tied_heads(["wte.weight", HEAD])
+    assert found == {HEAD: "wte.weight"}
 
 
 @pytest.mark.parametrize(
@@ -120,6 +251,22 @@ def test_a_broken_file_is_refused(tmp_path: Path):
         file.write_bytes(content)
         with pytest.raises(Refused, match=r"model\.safetensors"):
             read_header(file)
+
+
+def test_a_folder_with_two_checkpoints_is_refused(tmp_path: Path):
+    """Shards with their index of one save, and the single file of another one."""
+    shard = tmp_path / "model-00001-of-00001.safetensors"
+    save_file({"a": torch.ones(3, 2)}, shard)
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": shard.name}}))
+    assert folder_tensors(tmp_path) == [info("a", 3, 2, dtype="float32")]
+    single = tmp_path / "model.safetensors"
+    save_file({"a": torch.ones(3, 2), "b": torch.ones(1)}, single)
+    with pytest.raises(Refused, match=r"expected one checkpoint in .*, got two: .* the older"):
+        folder_tensors(tmp_path)
+    # The index of a save in one file names that file.
+    index.write_text(json.dumps({"weight_map": {"a": single.name, "b": single.name}}))
+    assert len(folder_tensors(tmp_path)) == 2
 
 
 # ---- chunks --------------------------------------------------------------------------
@@ -196,23 +343,34 @@ def test_a_checksum_detects_a_changed_bit_order_or_tensor():
 def test_a_request_across_two_updates_has_three_spans():
     versions = Versions()
     with versions.request(1) as request_id:
-        versions.switch(5, {request_id: {0: 10, 1: 0}})
-        versions.switch(6, {request_id: {0: 25, 1: 3}})
+        versions.switch(5, {request_id: 10})
+        versions.switch(6, {request_id: 25})
     history = versions.take(request_id)
-    assert history.spans(0, 40) == [(0, 0), (5, 10), (6, 25)]
-    # Sequence 1 had no token yet at the first update.
-    assert history.spans(1, 40) == [(5, 0), (6, 3)]
+    assert history.spans(40) == [(0, 0), (5, 10), (6, 25)]
+    assert history.spans(25) == [(0, 0), (5, 10)]
 
 
-def test_an_ended_sequence_keeps_its_version():
+def test_a_request_without_a_token_at_an_update_has_the_next_version_only():
     versions = Versions()
     with versions.request(1) as request_id:
-        # Of two sequences, only the second is still running.
-        versions.switch(5, {request_id: {1: 4}})
-    history = versions.take(request_id)
-    assert history.spans(0, 9) == [(0, 0)]
-    assert history.spans(1, 9) == [(0, 0), (5, 4)]
-    assert history.spans(1, 4) == [(0, 0)]
+        versions.switch(5, {request_id: 0})
+    assert versions.take(request_id).spans(9) == [(5, 0)]
+
+
+def job_named(client_id: str) -> Job:
+    return Job(1, 1, b"", 1, 1, msgspec.Raw(), client_id=client_id)
+
+
+def test_jobs_are_stopped_by_their_clients_id():
+    versions, stopped = Versions(), list[str]()
+    with (
+        versions.job(job_named("one"), lambda: stopped.append("one")),
+        versions.job(job_named(""), lambda: stopped.append("")),
+    ):
+        assert versions.stop_jobs(["one", ""]) == 1
+        assert stopped == ["one"]
+        assert versions.stop_jobs(None) == versions.num_jobs == 2
+    assert versions.num_jobs == 0
 
 
 def test_requests_after_an_update_have_its_version_and_leave_no_history():
@@ -220,13 +378,13 @@ def test_requests_after_an_update_have_its_version_and_leave_no_history():
     versions.switch(3, {})
     with versions.request(1) as request_id, versions.request(1) as other:
         assert request_id != other
-        versions.switch(4, {other: {0: 1}})
-    assert versions.take(request_id).spans(0, 2) == [(4, 0)]
-    assert versions.take(request_id).spans(0, 0) == [(4, 0)]
+        versions.switch(4, {other: 1})
+    assert versions.take(request_id).spans(2) == [(4, 0)]
+    assert versions.take(request_id).spans(0) == [(4, 0)]
 
     def leave() -> None:
         with versions.request(2) as failing:
-            versions.switch(5, {failing: {0: 1}})
+            versions.switch(5, {failing: 1})
             raise RuntimeError
 
     with pytest.raises(RuntimeError):
@@ -239,11 +397,11 @@ def test_requests_after_an_update_have_its_version_and_leave_no_history():
 def test_a_request_that_ends_while_weights_are_loaded_leaves_no_history():
     versions = Versions()
     with versions.request(1) as ended, versions.request(2) as open_still:
-        progress = {ended: {0: 3}, open_still: {0: 4}}
+        progress = {ended: 3, open_still: 4}
         versions.open.discard(ended)
-        assert versions.take(ended).spans(0, 3) == [(0, 0)]
+        assert versions.take(ended).spans(3) == [(0, 0)]
         versions.switch(1, progress)
-    assert versions.take(open_still).spans(0, 6) == [(0, 0), (1, 4)]
+    assert versions.take(open_still).spans(6) == [(0, 0), (1, 4)]
     assert not versions._histories
 
 

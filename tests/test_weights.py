@@ -5,11 +5,13 @@ import socket
 import threading
 import uuid
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from tests import stock_trainer
 from tests.servers import START_TIMEOUT_S, Server, free_port, wait_until
@@ -89,6 +91,21 @@ def test_a_tied_head_may_be_sent_and_tensors_one_at_a_time(
     client.close()
     assert result["ignored"] == ["lm_head.weight"]
     assert_serves(server, other_model)
+
+
+def test_a_tied_head_that_was_trained_is_refused(
+    server: Server, client: WeightsClient, tiny_model: str, other_model: str, weights_root: Path
+):
+    tensors = dict(tensors_of(other_model))
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] + 0.01
+    text = "values other than those of model.embed_tokens.weight"
+    assert text in str(refused(client, list(tensors.items())))
+    folder = weights_root / "trained-head"
+    folder.mkdir()
+    save_file({name: one.cpu() for name, one in tensors.items()}, folder / "model.safetensors")
+    with pytest.raises(WeightsError, match=text):
+        client.update_from_folder(str(folder), policy="keep")
+    assert_serves(server, tiny_model)
 
 
 @pytest.mark.parametrize("chunk_bytes", [0, CHUNK_BYTES], ids=["single", "packed"])

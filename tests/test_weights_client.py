@@ -303,6 +303,141 @@ def test_a_group_that_lost_a_member_is_replaced_at_the_next_update(fake, stub_gr
     ]  # fmt: skip
 
 
+# ---- a commit whose answer is lost ----------------------------------------------------
+
+
+def status_of(**fields: Any) -> dict[str, Any]:
+    return {
+        "worker": "w", "endpoint": "ipc:///w", "state": "open", "update": None, "last_update": "old",
+        "weight_version": 4, "waits_for_weights": False, "is_restarting": False, "last_end": None,
+        "last_staging": "beside", "last_update_s": 0.5, "last_paused_s": 0.1, **fields,
+    }  # fmt: skip
+
+
+APPLIED = status_of(last_update="u", weight_version=5)
+APPLYING = status_of(update="u", state="applying")
+RECEIVING = status_of(update="u", state="receiving")
+DROPPED = status_of(last_end="not within 3 s")
+SILENT = {"worker": None, "endpoint": "ipc:///v", "state": "unreachable"}
+LATE = reply({"error": {"message": "late", "code": "deadline_passed"}}, "504 Gateway Timeout")
+LOST = {"lost": b"", "proxy": reply(HTML, "504 Gateway Timeout"), "late": LATE}
+
+
+def lost_commit(*looks: list[dict[str, Any]] | None, answer: bytes = b"") -> WholeServer:
+    """A server whose commit has this answer, then shows its workers so (the last look repeats)."""
+    shown = list(looks)
+
+    class Server(WholeServer):
+        def __call__(self, path: str, body: Body) -> bytes:
+            if path == "/weights/commit":
+                self.calls.append(path)
+                return answer
+            if path == "/weights":
+                now = shown.pop(0) if len(shown) > 1 else shown[0]
+                return b"" if now is None else reply({"workers": now})
+            return super().__call__(path, body)
+
+    return Server()
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("titopool.client.weights_client.POLL_S", 0.01)
+    monkeypatch.setattr("titopool.client.weights_client.REASON_TIMEOUT_S", 0.1)
+
+
+@pytest.mark.parametrize("name", LOST)
+def test_new_weights_that_serve_are_a_success_without_an_answer(fake, stub_group, quick, name: str):
+    looks = ([APPLYING, APPLYING], None, [APPLIED, APPLYING], [APPLIED, SILENT])
+    server = lost_commit(*looks, answer=LOST[name])
+    client = client_of(fake(server))
+    found = client.update(tensors(), policy="keep")
+    assert (found["version"], found["loaded"], found["update_s"]) == (5, None, 0.5)
+    assert found["lost"] == [{"endpoint": "ipc:///v", "error": "unreachable"}]
+    assert "/weights/abort" not in server.calls
+    assert not client.is_open
+
+
+@pytest.mark.parametrize(
+    "looks, words",
+    [
+        ([[DROPPED, SILENT], [DROPPED]], "not within 3 s; the old weights serve"),
+        ([[RECEIVING]] * 30 + [[DROPPED]], "the old weights serve"),
+        ([[status_of(waits_for_weights=True)]], "restart or wait for weights: w"),
+    ],
+)
+def test_an_update_that_was_dropped_is_an_error_that_says_so(
+    fake, stub_group, quick, looks: list[Any], words: str
+):
+    server = lost_commit(*looks)
+    client = client_of(fake(server))
+    with pytest.raises(WeightsError, match=words):
+        client.update(tensors(), policy="keep")
+    assert "/weights/abort" in server.calls
+    assert not client.is_open
+
+
+@pytest.mark.parametrize("look", [None, [SILENT], [3], [DROPPED, SILENT]])
+def test_a_client_says_that_it_does_not_know_which_weights_serve(
+    fake, stub_group, quick, monkeypatch: pytest.MonkeyPatch, look: Any
+):
+    monkeypatch.setattr(WeightsClient, "_call_timeout_s", 0.3)
+    with pytest.raises(WeightsError, match="not known whether the new weights serve") as caught:
+        client_of(fake(lost_commit(look))).update(tensors(), policy="keep")
+    assert "the old weights serve" not in str(caught.value)
+
+
+def test_a_refused_commit_is_final(fake, stub_group, quick):
+    refusal = {"error": {"message": "no; the old weights serve", "code": "conflict"}}
+    server = lost_commit([APPLIED], answer=reply(refusal, "409 Conflict"))
+    with pytest.raises(WeightsError, match="no; the old weights serve"):
+        client_of(fake(server)).update(tensors(), policy="keep")
+
+
+# ---- pauses --------------------------------------------------------------------------
+
+PAUSE = {"mode": "drain", "lease_s": 60}
+
+
+@pytest.mark.parametrize(
+    "answer, options, resumes",
+    [
+        (reply({"status": "paused"}), PAUSE, True),
+        (b"", PAUSE, True),
+        (LATE, PAUSE, True),
+        (reply({"error": {"message": "paused", "code": "conflict"}}, "409 Conflict"), PAUSE, False),
+        (reply({"status": "paused"}), {"mode": {1}, "lease_s": 60}, False),
+        # The lease has ended, and what is paused then is another client's.
+        (reply({"status": "paused"}), {"mode": "drain", "lease_s": 0.001}, False),
+    ],
+    ids=["paused", "lost", "late", "refused", "not-sent", "ended"],
+)
+def test_the_end_of_the_block_ends_a_pause_of_its_own_only(
+    fake, answer: bytes, options: Any, resumes: bool
+):
+    server = WholeServer()
+    respond = lambda path, body: answer if path == "/pause" else server(path, body)  # noqa: E731
+    with client_of(fake(respond)) as client:
+        try:
+            client.pause(options["mode"], lease_s=options["lease_s"])
+        except WeightsError:
+            pass
+        time.sleep(0.01)
+    assert ("/resume" in server.calls) == resumes
+
+
+def test_a_refused_renewal_keeps_the_pause(fake):
+    refusal = {"error": {"message": "drain", "code": "conflict"}}
+    answers = [reply({}), reply(refusal, "409 Conflict")]
+    server = WholeServer()
+    respond = lambda path, body: answers.pop(0) if path == "/pause" else server(path, body)  # noqa: E731
+    with client_of(fake(respond)) as client:
+        client.pause("keep", lease_s=60)
+        with pytest.raises(WeightsError, match="drain"):
+            client.pause("drain", lease_s=60)
+    assert server.calls == ["/resume"]
+
+
 # ---- only WeightsError ---------------------------------------------------------------
 
 
@@ -440,6 +575,8 @@ def test_arguments_that_json_lacks_raise_a_weights_error(fake, stub_group):
         lambda: client.update(tensors(), policy=wrong),
         lambda: client.update_from_folder(wrong, policy="keep"),
         lambda: client.pause(wrong, lease_s=1),
+        lambda: client.pause("keep", lease_s=float("nan")),
+        lambda: client.pause("keep", lease_s=float("inf")),
         lambda: client.call("/resume", {"x": {1}}),
     ):
         with pytest.raises(WeightsError, match="expected arguments that JSON has"):
@@ -451,7 +588,7 @@ def test_a_close_without_a_server_drops_the_group(fake, stub_group):
     client = client_of(server)
     client.open()
     client._url = "http://127.0.0.1:1"
-    with pytest.raises(WeightsError, match="/weights/close: no response"):
+    with pytest.raises(WeightsError, match=r"/weights/close: http.* no server answers"):
         client.close()
     assert not client.is_open
     client.close()

@@ -10,10 +10,22 @@ import venv
 import zipfile
 from pathlib import Path
 
+import psutil
 import pytest
 import requests
 
-from tests.servers import REPOSITORY, START_TIMEOUT_S, STOP_TIMEOUT_S, free_port, wait_until
+from tests.servers import (
+    KV_CACHE,
+    REPOSITORY,
+    START_TIMEOUT_S,
+    STOP_TIMEOUT_S,
+    Server,
+    first_request,
+    free_port,
+    kill_all,
+    wait_until,
+    wait_until_ended,
+)
 from titopool import __version__
 
 ROOTS = ("app", "titopool", "workers")
@@ -22,6 +34,7 @@ DATA = {"titopool/demo_tokenizer.json"} | {
     for path in (REPOSITORY / "app/routes/page/static").rglob("*")
     if path.is_file()
 }
+INSTALL_TIMEOUT_S = 900.0
 PIP = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
 
 
@@ -128,3 +141,38 @@ def test_the_server_runs_without_the_checkout(commands: Path, tmp_path: Path, wo
     finally:
         process.kill()
         process.wait()
+
+
+@pytest.mark.system
+@pytest.mark.timeout(INSTALL_TIMEOUT_S + START_TIMEOUT_S + 300)
+def test_titopool_serve_answers_in_an_environment_with_the_wheel_alone(wheel: Path, tmp_path: Path):
+    """What only the tests' environment has, the server does not need."""
+    folder = tmp_path / "installed"
+    options = [f"VENV={folder}", f"PACKAGE={wheel}", f"PYTHON={sys.executable}"]
+    # .ci/run names what installs faster than pip.
+    if installer := os.environ.get("CI_INSTALL"):
+        options.append(f"INSTALL={installer} --python {folder}/bin/python")
+    subprocess.run(
+        ["make", "install", *options], env=environment(), cwd=REPOSITORY, check=True,
+        timeout=INSTALL_TIMEOUT_S,
+    )  # fmt: skip
+    port, log = free_port(), tmp_path / "log"
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [folder / "bin" / "titopool", "serve", "--port", str(port), *KV_CACHE],
+            env=environment(), cwd=tmp_path, stdout=output, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+    server = Server(process, f"http://127.0.0.1:{port}", log)
+    descendants: list[psutil.Process] = []
+    try:
+        server.wait_until_ready()
+        descendants = psutil.Process(process.pid).children(recursive=True)
+        assert {one.cmdline()[0] for one in descendants} & {f"{folder}/bin/python"}
+        assert len(first_request(server.url)["completion_ids"][0]) == 8
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(STOP_TIMEOUT_S) == 0, server.log
+        wait_until_ended(descendants)
+    finally:
+        process.kill()
+        process.wait()
+        kill_all(descendants)

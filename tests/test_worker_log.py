@@ -1,5 +1,6 @@
 """Output of workers under a real supervisor: own lines on the screen, vLLM's in a file."""
 
+import os
 import resource
 import signal
 import subprocess
@@ -12,11 +13,34 @@ import psutil
 import pytest
 
 from tests.servers import REPOSITORY, START_TIMEOUT_S, environment, kill_all, wait_until
+from titopool.settings.config import ServerConfig
 from titopool.wire.pool_files import read_ends
 from workers.supervisor import worker_log
+from workers.supervisor.supervisor import MAX_LINE_BYTES, Supervisor
 from workers.supervisor.worker_log import WorkerLog, error_text
 
 ENGINE_ERROR = "(EngineCore pid=7) ERROR 11-21 22:15:55 [core.py:12] "
+
+
+def test_a_line_without_an_end_takes_bounded_memory(tmp_path: Path):
+    config = ServerConfig(run_dir=str(tmp_path), num_workers=1)
+    supervisor = Supervisor(config, parent_pid=os.getppid(), url=None)
+    (worker,) = supervisor._workers
+    worker.pending = {"log": b"", "status": b""}
+    (log, into_log), (status, into_status) = os.pipe(), os.pipe()
+    supervisor._watch(os.fdopen(log, "rb", buffering=0), worker, "log")
+    supervisor._watch(os.fdopen(status, "rb", buffering=0), worker, "status")
+    for _ in range(24):
+        os.write(into_log, b"x" * 60_000)
+        os.write(into_status, b"x" * 60_000)
+        supervisor._read_pipes()
+        assert len(worker.pending["log"]) <= MAX_LINE_BYTES["log"]
+        assert len(worker.pending["status"]) <= MAX_LINE_BYTES["status"]
+    os.close(into_log)
+    os.close(into_status)
+    supervisor._read_pipes()
+    # Nothing of the log is lost; what is no report is there too.
+    assert worker.log.path.read_text().count("x") >= 24 * 60_000
 
 
 class Supervised:
@@ -98,7 +122,7 @@ def test_own_lines_are_on_the_screen_and_all_lines_in_the_file(supervise):
     own_lines = [
         "worker 0: importing", "worker 0: loading (importing took", "worker 0: ready (loading took",
         "worker 0 | ", "a worker warns of \\udcff", "a job failed",
-        "worker 0 | ZeroDivisionError: division by zero", "a worker ends",
+        "worker 0 |   ZeroDivisionError: division by zero", "a worker ends",
     ]  # fmt: skip
     library_lines = ["a library speaks", "WARNING vllm.core: a library warns", "a library ends"]
     library_lines.append("half a line")

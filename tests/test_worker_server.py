@@ -6,6 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
 from titopool.errors import InvalidRequest
@@ -26,8 +27,8 @@ from workers.engine.versions import Versions
 from workers.serving import apart
 from workers.serving.apart import ApartGroups
 from workers.serving.jobs import FrontEnd
-from workers.serving.places import Place
 from workers.serving.server import WorkerServer, in_groups
+from workers.serving.slots import JobSlots
 
 JOB = Job(7, 2, b"\0" * 4, 1, 1, b"")
 
@@ -41,7 +42,7 @@ class Engine:
         self.versions = Versions()
         self.adapters: Any = SimpleNamespace(versions={}, latest_versions={})
 
-    async def run(self, job: Job, on_part: object) -> Generated:
+    async def run(self, job: Job, on_chunk: object, slots: object) -> Generated:
         return Generated([])
 
 
@@ -52,10 +53,12 @@ def make_server(config: ServerConfig) -> WorkerServer:
     )  # fmt: skip
 
 
-def place_in(server: WorkerServer) -> Place:
-    place = Place(1, True, 0, 1, take=lambda: None)
-    server._places.enter(place)
-    return place
+def front_end_with_job(server: WorkerServer) -> tuple[FrontEnd, JobSlots]:
+    """A front end, and the slots of `JOB`, which may start."""
+    front_end = server._front_ends[b"f"] = FrontEnd(0.0)
+    slots = JobSlots(server._slots, front_end.slots, (7, 2), 1, lambda num_ended: None, is_new=True)
+    slots.grant(1)
+    return front_end, slots
 
 
 async def fail(*_: object) -> Any:
@@ -94,7 +97,8 @@ def test_a_job_ends_once_whatever_raises(
             monkeypatch.setattr(getattr(server, owner), name, error)
         elif place != "nowhere":
             monkeypatch.setattr(f"workers.serving.server.{place}", error)
-        await server._run_job(FrontEnd(0.0), JOB, place_in(server))
+        front_end, slots = front_end_with_job(server)
+        await server._run_job(front_end, JOB, slots)
         return posted
 
     (end,) = asyncio.run(story())
@@ -203,19 +207,58 @@ def test_a_job_that_was_held_says_when_it_starts(monkeypatch: pytest.MonkeyPatch
 
     async def story() -> list[Any]:
         server = make_server(ServerConfig())
-        posted: list[Any] = []
-        monkeypatch.setattr(server, "_post", lambda front_end, result: posted.append(result))
+        server._loop = asyncio.get_running_loop()
+        sent: list[Any] = []
+        monkeypatch.setattr(server, "_send_results", lambda identity, results: sent.extend(results))
         (turn,) = server._apart.add(1, b"other", "token")
-        running = asyncio.create_task(server._run_job(FrontEnd(0.0), JOB, place_in(server)))
+        front_end, slots = front_end_with_job(server)
+        # It has its slot.
+        front_end.changed.add((7, 2))
+        running = asyncio.create_task(server._run_job(front_end, JOB, slots))
         await asyncio.sleep(0.1)
-        assert posted == []
+        server._flush()
+        assert sent == []
         turn.end()
         await asyncio.wait_for(running, 20)
-        return posted
+        await asyncio.sleep(0)
+        return sent
 
     started, end = asyncio.run(story())
-    assert started == JobProgress(7, 2, has_token=False)
+    assert started == JobProgress(7, 2, has_token=False, num_started=1)
     assert isinstance(end, Completed)
+
+
+def test_a_suspect_starts_though_jobs_that_wait_for_it_have_all_slots(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    async def story() -> list[int]:
+        server = make_server(ServerConfig())
+        server._loop = asyncio.get_running_loop()
+        server._slots.num_slots = 1
+        server._facts = object()  # type: ignore[assignment]
+        monkeypatch.setattr(server, "_send", lambda *_: None)
+        ended: list[int] = []
+        monkeypatch.setattr(server, "_post", lambda front_end, one: ended.append(one.job_id))
+        for name in (b"f", b"g"):
+            server._front_ends[name] = FrontEnd(0.0)
+        risk = (1, 1)
+        server._front_ends[b"f"].new.add(risk)
+        jobs = [msgspec.structs.replace(JOB, job_id=job_id) for job_id in (2, 3)]
+        (turn,) = server._apart.add(1, b"f", "token")
+        server._start_job(b"f", jobs[0], turn, 1, is_new=False)
+        server._start_job(b"g", jobs[1], None, 1, is_new=False)
+        await asyncio.sleep(0.05)
+        assert server._front_ends[b"g"].slots.num_running == 1
+        assert ended == []
+        # The last other job without a token has one.
+        server._front_ends[b"f"].new.remove(risk)
+        server._apart.start_first()
+        async with asyncio.timeout(20):
+            while len(ended) < 2:
+                await asyncio.sleep(0.01)
+        return ended
+
+    assert asyncio.run(story()) == [2, 3]
 
 
 def test_a_worker_may_leave_its_port_to_the_kernel(tmp_path: Path):

@@ -207,9 +207,21 @@ def post(url: str, path: str, body: dict[str, Any]) -> requests.Response:
     return requests.post(url + path, json=body, timeout=120)
 
 
+def as_merged(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, Any]:
+    """`ours` as vLLM's server shows it, which keeps the last of several tokens without text.
+
+    Each is an entry here, from the second one on by its id.
+    """
+    more = [key for key in ours if key.startswith("token_id:") and key not in theirs]
+    return {
+        key: ours[more[-1]] if more and not key else ours[key] for key in ours if key not in more
+    }
+
+
 def assert_same(ours: Any, theirs: Any, location: str = "") -> None:
     """Equal except for the last digits of floats."""
     if isinstance(theirs, dict) and isinstance(ours, dict):
+        ours = as_merged(ours, theirs)
         assert ours.keys() == theirs.keys(), location
         for key, value in theirs.items():
             assert_same(ours[key], value, f"{location}.{key}")

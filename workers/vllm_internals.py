@@ -67,13 +67,13 @@ INTERNALS = (
     Internal(
         "engine/weights.py",
         "vllm.v1.engine.output_processor:RequestState",
-        ("external_req_id", "parent_req", "request_index", "detokenizer"),
-        "names the request and the completion of each count",
+        ("external_req_id", "detokenizer"),
+        "names the request of each count",
     ),
     Internal(
         "engine/outputs/first_tokens.py",
         "vllm.v1.engine.output_processor:RequestState",
-        ("external_req_id", "parent_req", "is_prefilling"),
+        ("external_req_id", "is_prefilling"),
         "tells which requests have their first token, for blame when an engine dies",
     ),
     Internal(
@@ -87,7 +87,6 @@ INTERNALS = (
         "vllm.v1.engine.output_processor:RequestState",
         (
             "make_request_output(new_token_ids, pooling_output, finish_reason)",
-            "request_index",
             "detokenizer",
             "logprobs_processor",
             "num_cached_tokens",
@@ -296,6 +295,12 @@ INTERNALS = (
         "extended where it cannot load weights",
     ),
     Internal(
+        "engine/lora.py",
+        "vllm.lora.peft_helper:PEFTHelper",
+        ("(r, lora_alpha, target_modules)",),
+        "its fields are what vLLM reads of an adapter's options",
+    ),
+    Internal(
         "engine/outputs/packing.py",
         "vllm.logprobs:FlatLogprobs",
         ("start_indices", "end_indices", "token_ids", "logprobs", "ranks"),
@@ -306,6 +311,12 @@ INTERNALS = (
         "vllm.model_executor.models.utils:WeightsMapper",
         ("_map_name", "orig_to_new_stacked"),
         "maps a checkpoint's names to the model's",
+    ),
+    Internal(
+        "in_model/catalogue.py",
+        "vllm.model_executor.layers.vocab_parallel_embedding:VocabParallelEmbedding",
+        ("org_vocab_size", "embedding_dim"),
+        "finds the embedding that a model without a head computes with",
     ),
     Internal(
         "in_model/dry_runs.py",

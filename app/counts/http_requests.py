@@ -142,9 +142,17 @@ def current_record() -> HttpRecord | None:
 
 def _code_of(response: Response) -> str:
     """The code in an error's body; else the name of its status."""
+    # 499 has no name of HTTP's, but always a code.
+    if code := code_in_body(response):
+        return code
+    return HTTPStatus(response.status_code).phrase.lower().replace(" ", "_")
+
+
+def code_in_body(response: Response) -> str:
+    """The code in an error's body; "" if the body is another."""
     body = response.get_json(silent=True)
     error = body.get("error") if isinstance(body, dict) else None
     if isinstance(error, dict) and error.get("code"):
         code = str(error["code"])
         return code if _CODE.fullmatch(code) else OTHER
-    return HTTPStatus(response.status_code).phrase.lower().replace(" ", "_")
+    return ""

@@ -51,10 +51,8 @@ def current_key() -> Key:
 
 
 def sees_all_requests() -> bool:
-    """Whether the current request may see ids and addresses of requests with other keys.
-
-    Who has an id may abort its request.
-    """
+    """Whether the current request may see ids and addresses of requests with other keys, and abort
+    them."""
     return bool(g.get("sees_all", False))
 
 

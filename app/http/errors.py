@@ -6,16 +6,17 @@ the header X-Request-Id, as OpenAI's API has it.
 
 import logging
 from collections import Counter
+from functools import partial
 from typing import Any
 
 import gunicorn.util
-import orjson
 from flask import Flask, Response, g, request
 from gunicorn.http.errors import ParseException
 from werkzeug.exceptions import HTTPException, RequestEntityTooLarge
 
+from app.counts.http_requests import code_in_body
 from app.http.request_ids import HEADER, new_id
-from app.http.responses import json_response
+from app.http.responses import json_line, json_response
 from titopool.errors import BodyTooLarge, InvalidRequest, TitopoolError
 from titopool.release import RELEASE, VERSION_HEADER
 
@@ -29,23 +30,25 @@ def init_app(app: Flask, refused: Counter[str] | None = None) -> None:
     """Registers the error handlers, also with gunicorn's parser.
 
     Args:
-        refused: counts errors by their codes.
+        refused: counts requests that are answered with an error, by its code. All codes are the
+            server's own, so there are few.
     """
     counts = Counter[str]() if refused is None else refused
 
-    def refuse(error: Exception) -> Response:
-        if isinstance(error, RequestEntityTooLarge):
-            error = _too_large()
-        counts[getattr(error, "code", "")] += 1
-        return _error_response(error)
+    @app.after_request
+    def count(response: Response) -> Response:
+        # Of the answer, as some routes answer errors by themselves.
+        if response.status_code >= 400 and (code := code_in_body(response)):
+            counts[code] += 1
+        return response
 
-    app.register_error_handler(TitopoolError, refuse)
-    app.register_error_handler(RequestEntityTooLarge, refuse)
+    app.register_error_handler(TitopoolError, _error_response)
+    app.register_error_handler(RequestEntityTooLarge, _too_large)
     app.register_error_handler(HTTPException, _http_error)
     app.register_error_handler(ParseException, _unreadable_body)
     app.register_error_handler(RecursionError, _too_deep)
     app.register_error_handler(Exception, _unexpected)
-    gunicorn.util.write_error = write_parser_error
+    gunicorn.util.write_error = partial(write_parser_error, counts)
 
 
 def _error_response(error: Exception) -> Response:
@@ -58,12 +61,14 @@ def _error_response(error: Exception) -> Response:
     return response
 
 
-def _too_large() -> BodyTooLarge:
+def _too_large(error: Exception) -> Response:
     limit = request.max_content_length
     came = "more" if request.content_length is None else str(request.content_length)
-    return BodyTooLarge(
-        f"expected a body of at most {limit} bytes (max_body_bytes), got {came}; "
-        "send fewer prompts in one request"
+    return _error_response(
+        BodyTooLarge(
+            f"expected a body of at most {limit} bytes (max_body_bytes), got {came}; "
+            "send fewer prompts in one request"
+        )
     )
 
 
@@ -77,9 +82,13 @@ def _http_error(error: Exception) -> Response:
 
 def _http_error_body(name: str, message: str, request_id: str) -> dict[str, Any]:
     """The body of an error whose code is the name of its HTTP status."""
-    code = name.lower().replace(" ", "_")
+    code = _code_of(name)
     error = {"message": message, "type": "invalid_request_error", "code": code, "param": None}
     return {"error": error | {"request_id": request_id}}
+
+
+def _code_of(name: str) -> str:
+    return name.lower().replace(" ", "_")
 
 
 def _unreadable_body(error: Exception) -> Response:
@@ -97,16 +106,20 @@ def _too_deep(error: Exception) -> Response:
     )
 
 
-def write_parser_error(client: Any, status: int, reason: str, message: str) -> None:
+def write_parser_error(
+    counts: Counter[str], client: Any, status: int, reason: str, message: str
+) -> None:
     """Answers a request whose head gunicorn cannot parse; replaces gunicorn's HTML page.
 
     Args:
+        counts: of errors, by their codes.
         client: the connection, which gunicorn closes afterwards.
     """
     text = f"expected an HTTP/1.1 request, got another: {message}"
     name = new_id()
+    counts[_code_of(reason)] += 1
     logger.info("request %s could not be parsed: %d %s", name, status, reason)
-    body = orjson.dumps(_http_error_body(reason, text, name))
+    body = json_line(_http_error_body(reason, text, name))
     head = (
         f"HTTP/1.1 {status} {reason}\r\nConnection: close\r\nContent-Type: application/json\r\n"
         f"{VERSION_HEADER}: {RELEASE}\r\n{HEADER}: {name}\r\nContent-Length: {len(body)}\r\n\r\n"

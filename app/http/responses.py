@@ -39,7 +39,12 @@ def logprobs_mode() -> str:
 
 def json_response(body: dict[str, Any], status: int = 200) -> Response:
     """A JSON response for a short body."""
-    return Response(orjson.dumps(body), status=status, mimetype="application/json")
+    return Response(json_line(body), status=status, mimetype="application/json")
+
+
+def json_line(body: Any) -> bytes:
+    """JSON with a final newline, so that a terminal shows several answers on lines of their own."""
+    return orjson.dumps(body, option=orjson.OPT_APPEND_NEWLINE | orjson.OPT_SERIALIZE_NUMPY)
 
 
 def respond(body: bytes, mimetype: str) -> Response:

@@ -4,6 +4,7 @@ Follows vLLM's server: content is a list of parts for templates that accept part
 text; arguments of tool calls are objects.
 """
 
+import json
 import logging
 from typing import Any, NamedTuple
 
@@ -189,16 +190,39 @@ def _read_tool_calls(calls: Any, location: str, malformed: list[str]) -> list[di
             raise _wrong(f"{location}[{index}].function", "an object", function)
         arguments = function.get("arguments")
         if isinstance(arguments, str):
-            try:
-                arguments = msgspec.json.decode(arguments or "{}")
-            except (msgspec.DecodeError, RecursionError):
-                arguments = None
+            arguments = _arguments_of(arguments or "{}")
             if not isinstance(arguments, dict):
                 # The model wrote invalid JSON. The conversation must be able to continue.
                 malformed.append(f"{location}[{index}]")
         is_object = isinstance(arguments, dict)
         read.append({**call, "function": {**function, "arguments": arguments if is_object else {}}})
     return read
+
+
+def _arguments_of(text: str) -> Any:
+    """What JSON text of a model means; None if it is no JSON.
+
+    Models write NaN, numbers that no float holds and halves of surrogate pairs, and Python's decoder,
+    which vLLM uses, reads them. A half cannot be tokenized, and stays the escape that it was.
+    """
+    try:
+        return msgspec.json.decode(text)
+    except (msgspec.DecodeError, UnicodeEncodeError, RecursionError):
+        pass
+    try:
+        return _without_surrogates(json.loads(text))
+    except (ValueError, RecursionError):
+        return None
+
+
+def _without_surrogates(value: Any) -> Any:
+    if isinstance(value, str):
+        return value.encode("utf-8", "backslashreplace").decode()
+    if isinstance(value, dict):
+        return {_without_surrogates(key): _without_surrogates(one) for key, one in value.items()}
+    if isinstance(value, list):
+        return [_without_surrogates(one) for one in value]
+    return value
 
 
 def _wrong(location: str, expected: str, got: Any) -> InvalidRequest:

@@ -12,9 +12,12 @@ from titopool.settings.sampling import (
     SamplingOptions,
     check_sampling,
 )
-from titopool.wire.messages import WorkerFacts
+from titopool.wire.messages import ID_BYTES, WorkerFacts
 
 logger = logging.getLogger(__name__)
+
+# A log-probability in a worker's result: a float32, and the id of its token.
+ENTRY_BYTES = 4 + ID_BYTES
 
 
 def sampling_options(body: SamplingBody, facts: WorkerFacts) -> SamplingOptions:
@@ -71,4 +74,21 @@ def check_num_completions(num_prompts: int, n: int, limit: int, field: str = "pr
             f"(max_completions_per_request), got {num_prompts} prompts times n = {n}; send several "
             "requests",
             param=field,
+        )
+
+
+def check_answer_size(options: SamplingOptions, facts: WorkerFacts, limit: int) -> None:
+    """Refuses completions of a prompt that may have more than `limit` bytes (`memory_budget_bytes`).
+
+    One worker holds them until the last one ends.
+    """
+    num_tokens = min(facts.max_model_len, options.max_tokens or facts.max_model_len)
+    num_entries = options.num_logprobs(facts.vocab_size)
+    num_bytes = options.n * num_tokens * (ID_BYTES + ENTRY_BYTES * num_entries)
+    if num_bytes > limit:
+        raise InvalidRequest(
+            f"n, max_tokens, logprobs: expected at most {limit} bytes of completions for a prompt "
+            f"(memory_budget_bytes), got up to {num_bytes}: n = {options.n} times {num_tokens} tokens "
+            f"with {num_entries} log-probabilities each; ask for fewer of them",
+            param="n",
         )

@@ -93,18 +93,26 @@ class Turns:
 
     def _run(self) -> None:
         try:
-            if self._pool is None:
-                _start_processes_in_the_main_thread_only()
-                self._pool = ThreadPool(1)
             while self._waiting:
                 *_, call, outcome = heappop(self._waiting)
                 if outcome.ready():
                     continue
-                result, error = self._pool.spawn(_caught, call).get()
+                try:
+                    result, error = self._in_thread(call)
+                except Exception as failure:
+                    # No thread can be started, for example.
+                    result, error = None, failure
                 if not outcome.ready():
                     outcome.set(result) if error is None else outcome.set_exception(error)
         finally:
             self._is_running = False
+
+    def _in_thread(self, call: Callable[[], Any]) -> tuple[Any, Exception | None]:
+        if self._pool is None:
+            _start_processes_in_the_main_thread_only()
+            self._pool = ThreadPool(1)
+        outcome: tuple[Any, Exception | None] = self._pool.spawn(_caught, call).get()
+        return outcome
 
 
 @functools.cache
@@ -190,8 +198,18 @@ class _Watch:
 
 
 def _caught(call: Callable[[], Any]) -> tuple[Any, Exception | None]:
-    """The result or the error of a call: gevent logs exceptions that leave a thread."""
+    """The result or the error of a call: gevent logs exceptions that leave a thread.
+
+    What is no `Exception` (a panic of a library in Rust, SystemExit) becomes a RuntimeError: it would
+    end the greenlet that raises it for a caller, or this process.
+    """
     try:
         return call(), None
     except Exception as error:
         return None, error
+    except _Ended:
+        raise
+    except BaseException as error:
+        failure = RuntimeError(f"a call in a thread ended with {type(error).__name__}: {error}")
+        failure.__cause__ = error
+        return None, failure

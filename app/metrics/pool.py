@@ -16,7 +16,10 @@ from prometheus_client.core import (
 
 from app.metrics.front_ends import cumulative
 from app.pool.link import WorkerView
+from titopool.errors import ERRORS_BY_CODE, ConfigError
 from titopool.wire.messages import Heartbeat, KeyTotals, WorkerCounters
+
+ZERO_REFUSALS = {code: 0 for code in ERRORS_BY_CODE if code != ConfigError.code}
 
 
 def pool_families(views: Sequence[WorkerView]) -> Iterable[Metric]:
@@ -45,7 +48,7 @@ def _state_metrics(answering: Iterable[tuple[WorkerView, Heartbeat]]) -> Iterabl
         "titopool_worker_weight_version", "version of the worker's weights", labels=["worker"]
     )
     running = GaugeMetricFamily(
-        "titopool_worker_sequences", "completions in flight", labels=["worker"]
+        "titopool_worker_sequences", "completions that the engine runs or holds", labels=["worker"]
     )
     slots = GaugeMetricFamily(
         "titopool_worker_slots", "sequences that the engine can run at once", labels=["worker"]
@@ -180,9 +183,10 @@ def _front_end_metrics(beats: list[Heartbeat]) -> Iterable[Metric]:
     )
     refused = CounterMetricFamily(
         "titopool_refused_requests",
-        "requests refused since the worker's start",
+        "requests answered with an error since the worker's start; reason: the error's code",
         labels=["reason"],
     )
-    for reason in ("queue_full", "body_too_large", "body_too_slow"):
-        refused.add_metric([reason], getattr(totals, f"num_{reason}"))
+    # From zero on, so that a rate has the first ones; those named after their status come later.
+    for reason, number in sorted((ZERO_REFUSALS | totals.refused).items()):
+        refused.add_metric([reason], number)
     yield refused

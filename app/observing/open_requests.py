@@ -15,7 +15,7 @@ from flask import Flask, Response, g, has_request_context
 from flask import request as http_request
 
 from app.pool.request import Request
-from titopool.wire.messages import ListedRequests, RequestInfo, RequestPhase
+from titopool.wire.messages import ListedRequests, RequestInfo, RequestPhase, owned_id
 
 # Names of workers and ids of jobs that one request shows.
 MAX_SHOWN = 16
@@ -57,6 +57,11 @@ class OpenRequest:
     def client_ids(self) -> set[str]:
         """By which workers know its jobs: its own, or those of a body's prompts."""
         return {job.client_id for job in self.pending.jobs} if self.pending else set()
+
+    @property
+    def owned_ids(self) -> set[str]:
+        """The same, which mean no request of another key."""
+        return {owned_id(self.key, name) for name in self.client_ids}
 
     def submit(self, pending: Request) -> None:
         """It has jobs now."""
@@ -131,15 +136,18 @@ class OpenRequests:
     def abort(self, client_ids: Collection[str]) -> tuple[int, list[str]]:
         """Ends requests with these ids that have no jobs yet, once they have some.
 
+        Args:
+            client_ids: the clients' ids, of any key or as `owned_id` makes them.
+
         Returns:
             How many there were, and other ids by which workers know jobs of requests with these ids.
         """
         num_ended, others = 0, set()
         for one in self._open.values():
-            if one.id not in client_ids:
+            if one.id not in client_ids and owned_id(one.key, one.id) not in client_ids:
                 continue
             if one.pending is not None:
-                others |= one.client_ids
+                others |= one.owned_ids
             elif not (one.is_writing or one.is_aborted):
                 num_ended += 1
                 one.is_aborted = True

@@ -14,7 +14,7 @@ import msgspec
 from app.openapi.components import Components, Schema
 from app.schemas import inference, sglang, sglang_fields
 from app.schemas.decoding import Decoder
-from app.schemas.generation import GenerateBody, SamplingBody
+from app.schemas.generation import GenerateBody, SamplingBody, TokenizeDecoder
 from app.schemas.inference import GenerateFields
 from app.schemas.openai import CompletionsFields, OpenAIDecoder
 from app.schemas.sglang import GRAMMARS, NAMES, PromptFields, RequestFields
@@ -39,7 +39,9 @@ def types_of(decoder: Decoder[Any]) -> tuple[Any, ...]:
     """The type that a decoder makes, and structs that its schema is made of."""
     if isinstance(decoder, msgspec.json.Decoder):
         return (decoder.type, *PARTS)
-    return (decoder.body_type, *PARTS) if isinstance(decoder, OpenAIDecoder) else PARTS
+    if isinstance(decoder, OpenAIDecoder | TokenizeDecoder):
+        return (decoder.body_type, *PARTS)
+    return PARTS
 
 
 def schema_of(decoder: Decoder[Any], components: Components) -> Schema:
@@ -49,6 +51,8 @@ def schema_of(decoder: Decoder[Any], components: Components) -> Schema:
             if issubclass(decoder.type, SamplingBody):
                 _describe_sampling(decoder.type, components)
             return components.ref(decoder.type)
+        case TokenizeDecoder():
+            return components.ref(decoder.body_type)
         case OpenAIDecoder():
             return _openai_body(decoder, components)
         case inference.GenerateDecoder():

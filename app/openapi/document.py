@@ -5,12 +5,11 @@ import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-import orjson
 from flask import Flask
 from werkzeug.routing import Rule
 
 from app.http.auth import ADMIN_BLUEPRINTS, OPEN_ENDPOINTS
-from app.http.responses import LOGPROBS_MODE_HEADER
+from app.http.responses import LOGPROBS_MODE_HEADER, json_line
 from app.openapi import bodies, parameters
 from app.openapi.components import Components, Schema
 from app.openapi.errors import Error, error_responses, errors_of
@@ -66,7 +65,7 @@ class Route(NamedTuple):
 
 def encoded(app: Flask) -> bytes:
     """The document of an application as JSON."""
-    return orjson.dumps(document_of(app))
+    return json_line(document_of(app))
 
 
 def document_of(app: Flask) -> dict[str, Any]:

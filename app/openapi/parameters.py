@@ -25,7 +25,8 @@ HEADERS: dict[str, dict[str, Any]] = {
     ),
     IDEMPOTENCY_KEY: _text(
         "A repeat with the same key, body, path and `Accept` gets the answer of the first request, "
-        "for 10 minutes. Not with `stream`.",
+        "for 10 minutes. With another body or path, or if the answer had no room "
+        "(`idempotency_bytes`), it is a 409. Not with `stream`.",
         minLength=1,
         maxLength=idempotency.MAX_KEY_LENGTH,
     ),

@@ -32,7 +32,8 @@ def json_parts(fields: Mapping[str, Any]) -> list[bytes]:
                 parts.append(bytes(part))
                 part.clear()
         part += b"]"
-    part += b"}" if fields else b"{}"
+    # As all JSON answers have it (`json_line`).
+    part += b"}\n" if fields else b"{}\n"
     return [*parts, bytes(part)]
 
 

@@ -156,12 +156,15 @@ class _Segment:
 
 
 def arrays_of(results: Sequence[Completed]) -> list[np.ndarray]:
-    """The sampled tokens' log-probabilities of all completions, in order; empty without them all."""
+    """The sampled tokens' log-probabilities of all completions, in order.
+
+    Empty if one has none, or is not finite.
+    """
     completions = [one for result in results for one in result.completions]
     if any(one.logprobs is None for one in completions):
         return []
     arrays = [sampled_logprobs(one) for one in completions]
-    return [] if any(np.isnan(one).any() for one in arrays) else arrays
+    return arrays if all(np.isfinite(one).all() for one in arrays) else []
 
 
 class StreamedLogprobs:
@@ -181,7 +184,7 @@ class StreamedLogprobs:
         if any(one.logprobs is None for run in runs for one in run):
             return []
         arrays = [np.concatenate([_NONE, *map(sampled_logprobs, run)]) for run in runs]
-        return [] if any(np.isnan(one).any() for one in arrays) else arrays
+        return arrays if all(np.isfinite(one).all() for one in arrays) else []
 
 
 _NONE = np.array([], np.float32)

@@ -31,15 +31,25 @@ def of_completion(
         token = lookup.shown(end, token_id)
         tokens.append(token)
         values.append(finite(entries[token_id]))
-        # The sampled token comes first. Of entries with equal texts the last one wins, as in
-        # vLLM's server.
+        # The sampled token comes first.
         kept = list(({token_id: entries[token_id]} | entries).items())[: k + 1]
-        best.append({lookup.shown(end, one): finite(value) for one, value in kept})
+        best.append(_by_text(lookup, end, kept))
         offsets.append(offset)
         offset += len(token)
     return {
         "tokens": tokens, "token_logprobs": values, "top_logprobs": best, "text_offset": offsets,
     }  # fmt: skip
+
+
+def _by_text(
+    lookup: TextLookup, end: int, entries: Iterable[tuple[int, float]]
+) -> dict[str, float]:
+    """Values by the tokens' texts; of tokens with one text, those after the first have their ids."""
+    found: dict[str, float] = {}
+    for token_id, value in entries:
+        text = lookup.shown(end, token_id)
+        found[f"token_id:{token_id}" if text in found else text] = finite(value)
+    return found
 
 
 def of_echo(

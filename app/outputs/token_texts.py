@@ -2,7 +2,8 @@
 
 The bytes of one character may be spread over several tokens. As in vLLM's server, the token that
 completes the character is shown with the whole character, and the tokens before it with no text.
-So the shown tokens of a completion add up to its text.
+Decoders of SentencePiece drop the space with which a text begins, so a token is decoded after
+another one. So the shown tokens of a completion add up to its text.
 """
 
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -19,8 +20,11 @@ REPLACEMENT = "\ufffd"
 MAX_BEFORE = 4
 # Calls of `decode`, about 10 µs each, that are made without a change to the tokenizer's thread.
 MAX_CALLS = 16
-# A token in its context takes so many at most.
+# A token alone takes so many, and one in its context so many at most.
+CALLS_ALONE = 2
 CALLS_IN_CONTEXT = 2 * MAX_BEFORE + 1
+# The text of the token that others are decoded after.
+ANCHOR = "a"
 # A token id with the ids before it, at most MAX_BEFORE, that its text may depend on.
 TokenInContext = tuple[tuple[int, ...], int]
 Token = TypeVar("Token", int, TokenInContext)
@@ -30,12 +34,12 @@ class TextLookup:
     """The texts of all token ids that the log-probabilities of one sequence name."""
 
     def __init__(self, token_texts: dict[int, str], ids: Sequence[int], *, as_ids: bool):
-        # Texts of tokens decoded alone, by id.
+        # Texts of tokens decoded without their context, by id.
         self._token_texts = token_texts
         # The sequence up to its last position.
         self._ids = ids
         self._as_ids = as_ids
-        # Texts of the tokens that, decoded alone, end within a character.
+        # Texts of the tokens that, decoded without it, end within a character.
         self.texts_in_context: dict[TokenInContext, str] = {}
 
     def in_context(self, end: int, token_id: int) -> TokenInContext:
@@ -106,7 +110,7 @@ class TokenTexts:
             all_named = np.frombuffer(named, np.int32).tolist()
             unique = set(all_named)
             if new := unique.difference(known):
-                known.update(self._use_tokenizer(decode_alone, new, 1))
+                known.update(self._use_tokenizer(decode_alone, new, CALLS_ALONE))
             incomplete = {one for one in unique if known[one].endswith(REPLACEMENT)}
             if incomplete:
                 ends = np.repeat(np.arange(first, len(ids)), counts).tolist()
@@ -128,8 +132,19 @@ class TokenTexts:
 
 
 def decode_alone(tokenizer: Any, ids: Iterable[int]) -> dict[int, str]:
-    """The text of each token without its context."""
-    return {token_id: tokenizer.decode([token_id]) for token_id in ids}
+    """The text of each token without its context, with the space that begins it."""
+    anchor = tokenizer(ANCHOR, add_special_tokens=False)["input_ids"][-1:]
+    before = tokenizer.decode(anchor)
+    return {token_id: _text_after(tokenizer, anchor, before, token_id) for token_id in ids}
+
+
+def _text_after(tokenizer: Any, anchor: list[int], before: str, token_id: int) -> str:
+    alone: str = tokenizer.decode([token_id])
+    text: str = tokenizer.decode([*anchor, token_id])
+    added = text.removeprefix(before)
+    # A decoder may separate special tokens from the text before them, or compose characters.
+    only_spaces = text.startswith(before) and added.lstrip(" ") == alone.lstrip(" ")
+    return added if only_spaces and token_id not in tokenizer.all_special_ids else alone
 
 
 def decode_in_context(
@@ -142,11 +157,13 @@ def decode_in_context(
 def texts_in_order(tokenizer: Any, ids: Sequence[int]) -> list[str]:
     """What each of `ids` adds to the text of those before it; "" if it ends within a character."""
     alone = decode_alone(tokenizer, set(ids))
-    return [
+    # The text begins without the space of its first token.
+    first = [tokenizer.decode(ids[:1])] if ids and not alone[ids[0]].endswith(REPLACEMENT) else []
+    return first + [
         _added_text(tokenizer, tuple(ids[max(0, end - MAX_BEFORE) : end]), token_id)
         if alone[token_id].endswith(REPLACEMENT)
         else alone[token_id]
-        for end, token_id in enumerate(ids)
+        for end, token_id in enumerate(ids[len(first) :], len(first))
     ]
 
 

@@ -145,6 +145,8 @@ class Link:
             policy=ROUTING_POLICIES[config.placement](),
             on_lost=lambda endpoint, reason: self.commands.on_worker_lost(endpoint, reason),
             on_placed=self._count_placed,
+            # On a cluster, a worker's screen is its node's.
+            are_starts_shown=not config.endpoints and not config.cluster,
         )
         # For handlers that send weight updates, pauses and adapters.
         self.commands = CommandSender(self._send, self._pool)
@@ -272,8 +274,12 @@ class Link:
             retry_after_s=2,
         )
 
-    def submit(self, request: Request) -> None:
+    def submit(self, request: Request, *, aborted: Collection[str] = ()) -> None:
         """Queues the request's jobs; the request ends by `complete` or `fail`.
+
+        Args:
+            aborted: the clients' ids of its jobs if it was aborted before it had any: they end
+                without a token, except those whose prompts are scored.
 
         Raises:
             QueueFull: too many prompts are open in this process.
@@ -290,9 +296,13 @@ class Link:
             return
         request.submitted_at = time.monotonic()
         self._pool.submit(request)
-        self._wake.set()
-        if self._next_send.has_passed:
+        if aborted:
+            # Before they are sent.
+            self.end_waiting(aborted)
+        if self._next_send.has_passed and not request.is_done:
             self._log_errors(self._send_assignments)
+        else:
+            self._wake.set()
 
     def want_engine_metrics(self) -> None:
         """Lets workers send the metrics of their engines; the first call waits for them shortly."""
@@ -300,8 +310,9 @@ class Link:
         self._wants_metrics = Deadline.after(WANT_METRICS_S)
         if not is_first:
             return
-        for endpoint in list(self._sockets):
-            self._send_hello(endpoint)
+        for endpoint, worker_socket in list(self._sockets.items()):
+            if worker_socket.is_connected:
+                self._send_hello(endpoint)
         deadline = Deadline.after(FIRST_METRICS_S)
         while not deadline.has_passed and any(
             one.facts and one.engine_metrics is None for one in self._pool.workers.values()
@@ -320,6 +331,8 @@ class Link:
         """Ends jobs that wait as aborted, as `Pool.end_waiting`; returns how many there were."""
         num_ended, aborts = self._pool.end_waiting(client_ids)
         self._send_aborts(aborts)
+        # As in `cancel`.
+        self._wake.set()
         return num_ended
 
     def where_is(self, request: Request) -> tuple[list[str], bool]:
@@ -403,7 +416,9 @@ class Link:
         if worker_socket.is_closed:
             return
         state = worker_socket.read_state()
-        if state == "closed":
+        if state == "connected":
+            self._send_hello(endpoint)
+        elif state == "closed":
             self._lose(endpoint, CLOSED)
         elif state == "refused":
             if self._pool.workers[endpoint].heartbeat is not None:
@@ -452,13 +467,17 @@ class Link:
 
     def _send_assignments(self) -> None:
         self._next_send = Deadline.after(SEND_WITHIN_S)
-        for worker, jobs, apart, num_places, is_new in self._pool.assign():
+        for one in self._pool.assign():
+            worker, jobs = one.worker, one.jobs
             assert worker.heartbeat is not None
             try:
-                generate = messages.Generate.of_jobs(
-                    worker.heartbeat.incarnation, jobs, apart, num_places, is_new
-                )
-                self._send(worker.endpoint, generate)
+                if jobs:
+                    generate = messages.Generate.of_jobs(
+                        worker.heartbeat.incarnation, jobs, one.apart, one.is_new, one.granted
+                    )
+                    self._send(worker.endpoint, generate)
+                if one.more:
+                    self._send(worker.endpoint, messages.Grant(list(one.more.values())))
             except (UnicodeEncodeError, OverflowError, TypeError, RecursionError):
                 # Handlers encode what clients send; if they missed a value, only these jobs fail.
                 logger.exception("jobs cannot be encoded")
@@ -487,8 +506,10 @@ class Link:
         if self._wants_metrics.has_passed:
             for worker in self._pool.workers.values():
                 worker.engine_metrics = None
-        for endpoint in list(self._sockets):
-            self._log_errors(self._send_hello, endpoint)
+        for endpoint, worker_socket in list(self._sockets.items()):
+            # A worker that is down would get all of them at once, with pauses of days before.
+            if worker_socket.is_connected:
+                self._log_errors(self._send_hello, endpoint)
         self._log_errors(self._peer_weights.tick)
         self._note_heartbeats()
 
@@ -513,9 +534,12 @@ class Link:
 
         Whatever the old process still sends, and whatever is queued for it, is dropped.
         """
-        self._pool.mark_worker_lost(endpoint, reason, blames_jobs=blames_jobs)
-        self._disconnect(endpoint)
-        self._connect(endpoint)
+        try:
+            self._pool.mark_worker_lost(endpoint, reason, blames_jobs=blames_jobs)
+        finally:
+            # A worker without a connection would never be greeted again.
+            self._disconnect(endpoint)
+            self._connect(endpoint)
 
     def _connect(self, endpoint: str) -> None:
         retry = self._retries.get(endpoint)
@@ -527,8 +551,6 @@ class Link:
             )
         except (OSError, zmq.ZMQError, TitopoolError) as error:
             self._retry_later(endpoint, f"it cannot be connected: {error}")
-        else:
-            self._send_hello(endpoint)
 
     def _retry_later(self, endpoint: str, reason: str) -> None:
         last = self._retries.get(endpoint)

@@ -40,12 +40,17 @@ class RoutingPolicy(Protocol):
     reason: ClassVar[str]
 
     def choose(
-        self, waiting: WaitingJobs, candidates: Sequence[Worker], ready: Sequence[Worker]
+        self,
+        first: OpenJob,
+        waiting: WaitingJobs,
+        candidates: Sequence[Worker],
+        ready: Sequence[Worker],
     ) -> Choice:
         """The next assignment.
 
         Args:
-            candidates: the ready workers with room for the first waiting job; at least one.
+            first: the next of the waiting jobs.
+            candidates: the ready workers with room for it; at least one.
             ready: all workers that take jobs.
         """
 
@@ -57,9 +62,13 @@ class LeastLoaded:
     reason: ClassVar[str] = "least_loaded"
 
     def choose(
-        self, waiting: WaitingJobs, candidates: Sequence[Worker], ready: Sequence[Worker]
+        self,
+        first: OpenJob,
+        waiting: WaitingJobs,
+        candidates: Sequence[Worker],
+        ready: Sequence[Worker],
     ) -> Choice:
-        return Choice(min(candidates, key=lambda worker: worker.load), waiting.first)
+        return Choice(min(candidates, key=lambda worker: worker.load), first)
 
 
 class RoundRobin:
@@ -72,10 +81,14 @@ class RoundRobin:
         self._num_chosen = 0
 
     def choose(
-        self, waiting: WaitingJobs, candidates: Sequence[Worker], ready: Sequence[Worker]
+        self,
+        first: OpenJob,
+        waiting: WaitingJobs,
+        candidates: Sequence[Worker],
+        ready: Sequence[Worker],
     ) -> Choice:
         self._num_chosen += 1
-        return Choice(candidates[(self._num_chosen - 1) % len(candidates)], waiting.first)
+        return Choice(candidates[(self._num_chosen - 1) % len(candidates)], first)
 
 
 class PrefixAffinity:
@@ -98,9 +111,12 @@ class PrefixAffinity:
         self._num_passed_over = 0
 
     def choose(
-        self, waiting: WaitingJobs, candidates: Sequence[Worker], ready: Sequence[Worker]
+        self,
+        first: OpenJob,
+        waiting: WaitingJobs,
+        candidates: Sequence[Worker],
+        ready: Sequence[Worker],
     ) -> Choice:
-        first = waiting.first
         worker = best_worker(first, candidates, ready)
         is_any_full = len(candidates) < len(ready)
         if not is_any_full or is_home(worker, first) or not has_home(first, ready):
@@ -109,7 +125,7 @@ class PrefixAffinity:
             self._first, self._num_passed_over = first, 0
         if self._num_passed_over == MAX_PASSED_OVER:
             return Choice(worker, first)
-        chosen = _job_for(worker, waiting, ready)
+        chosen = _job_for(worker, first, waiting, ready)
         self._num_passed_over += chosen is not first
         return Choice(worker, chosen)
 
@@ -146,8 +162,8 @@ def reason_of(
 
 
 def workers_with_room(open_job: OpenJob, ready: Sequence[Worker], *, is_new: bool) -> list[Worker]:
-    """The workers that can start a job now; `is_new`: no job of its request was sent."""
-    return [worker for worker in ready if worker.has_room_for(open_job.job, is_new=is_new)]
+    """The workers that can start a job now; `is_new`: its request has had no whole turn."""
+    return [worker for worker in ready if worker.has_room_for(open_job, is_new=is_new)]
 
 
 def best_worker(open_job: OpenJob, candidates: Sequence[Worker], ready: Sequence[Worker]) -> Worker:
@@ -217,7 +233,9 @@ def has_home(open_job: OpenJob, ready: Sequence[Worker]) -> bool:
     return any(is_home(worker, open_job) for worker in ready)
 
 
-def _job_for(worker: Worker, waiting: WaitingJobs, ready: Sequence[Worker]) -> OpenJob:
+def _job_for(
+    worker: Worker, first: OpenJob, waiting: WaitingJobs, ready: Sequence[Worker]
+) -> OpenJob:
     """The job for a free slot of `worker` when the first job has its home elsewhere.
 
     The first job with its home at `worker`, else the first job without a home, else the first.
@@ -227,8 +245,8 @@ def _job_for(worker: Worker, waiting: WaitingJobs, ready: Sequence[Worker]) -> O
         is_home_here = is_home(worker, open_job)
         if not is_home_here and (without_home or has_home(open_job, ready)):
             continue
-        if worker.has_room_for(open_job.job, is_new=waiting.is_new(open_job)):
+        if worker.has_room_for(open_job, is_new=waiting.is_new(open_job)):
             if is_home_here:
                 return open_job
             without_home = open_job
-    return without_home or waiting.first
+    return without_home or first

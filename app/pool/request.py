@@ -96,10 +96,12 @@ class Request:
     def add_chunk(self, index: int, chunk: Chunk) -> None:
         """Records a chunk of job `index`; does nothing after the end."""
         if not self.is_done:
-            self.note_first_token()
+            num_tokens = _num_tokens([piece for _, piece in chunk.pieces])
+            if num_tokens:
+                self.note_first_token()
             self._has_chunks.add(index)
             self._chunks.append(ChunkOfJob(index, chunk))
-            self.num_streamed_tokens += _num_tokens([piece for _, piece in chunk.pieces])
+            self.num_streamed_tokens += num_tokens
             num_bytes = sum(COMPLETION_BYTES + piece.num_bytes for _, piece in chunk.pieces)
             self._unread_bytes += num_bytes
             self._count_bytes(num_bytes)
@@ -136,10 +138,12 @@ class Request:
             return
         self.results[index] = result
         if result.completions:
-            self.note_first_token()
             prompt = result.prompt_token_ids or self.jobs[index].prompt_token_ids
             self.num_prompt_tokens += len(prompt) // ID_BYTES
             num_tokens = _num_tokens(result.completions)
+            if num_tokens:
+                # One that was aborted before has none.
+                self.note_first_token()
             self.num_completion_tokens += num_tokens
             # The results of streamed jobs repeat their tokens.
             self._num_whole_tokens += 0 if self.jobs[index].is_streamed else num_tokens

@@ -8,7 +8,7 @@ Every job ends exactly once: its request is completed or failed, and later resul
 
 import logging
 from collections.abc import Callable, Collection, Iterable
-from typing import NamedTuple
+from dataclasses import dataclass, field
 
 from app.pool.placement import (
     Choice,
@@ -34,7 +34,7 @@ from titopool.errors import (
     TitopoolError,
     WeightsLost,
 )
-from titopool.settings.sampling import decode_options
+from titopool.settings.sampling import is_scored
 from titopool.wire.messages import (
     Apart,
     Chunk,
@@ -48,16 +48,26 @@ from titopool.wire.messages import (
 
 logger = logging.getLogger(__name__)
 
+# More than a heartbeat takes to a front end.
+LOADED_TOGETHER_S = 1.0
 
-class Assignment(NamedTuple):
-    """Jobs to send to one worker."""
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """Jobs to send to one worker, and how many completions of each may start."""
 
     worker: Worker
-    jobs: list[Job]
+    jobs: list[Job] = field(default_factory=list)
+    granted: list[int] = field(default_factory=list)
     # As in `Generate`.
     apart: Apart = ""
-    num_places: int = 0
     is_new: bool = False
+    # As in `Grant`, for jobs that the worker has already.
+    more: dict[int, tuple[int, int, int]] = field(default_factory=dict)
+
+
+# Phases of a worker up to its first job, from the one before its first heartbeat.
+STARTING = ("unreachable", "importing", "loading", "warming")
 
 
 class Pool:
@@ -70,14 +80,18 @@ class Pool:
         policy: RoutingPolicy | None = None,
         on_lost: Callable[[str, str], None] = lambda endpoint, reason: None,
         on_placed: Callable[[Worker, OpenJob, str], None] = lambda worker, open_job, reason: None,
+        are_starts_shown: bool = False,
     ):
         """
         Args:
+            are_starts_shown: workers show the phases of their start on this server's screen
+                themselves, so that they need no lines of every front end too.
             on_lost: called with endpoint and reason for each worker process that is lost.
             on_placed: called for each job that is about to be sent, with the reason of the choice.
         """
         self.policy = policy or PrefixAffinity()
         self._on_lost, self._on_placed = on_lost, on_placed
+        self._are_starts_shown = are_starts_shown
         self.workers: dict[str, Worker] = {}
         self.waiting = WaitingJobs()
         # Waiting jobs without completions: they take no slot, so neither queue holds up the other.
@@ -123,13 +137,16 @@ class Pool:
         nothing.
         """
         loaded = [
-            (worker.heartbeat.loaded_at, natural_order(worker.endpoint), worker.heartbeat.facts)
+            (worker.loaded_at, natural_order(worker.endpoint), worker.heartbeat.facts)
             for worker in self.workers.values()
             if worker.heartbeat is not None and worker.heartbeat.facts is not None
         ]
         if not loaded:
             return
-        *_, facts = min(loaded, key=lambda one: one[:2])
+        first = min(loaded_at for loaded_at, *_ in loaded)
+        # Front ends may see another order of those that were loaded at the same time.
+        together = [one for one in loaded if one[0] <= first + LOADED_TOGETHER_S]
+        *_, facts = min(together, key=lambda one: one[1])
         changed = self.view.adopt_model(facts)
         if changed is not None:
             self._fail_waiting(changed)
@@ -141,7 +158,9 @@ class Pool:
         worker.phase, worker.reason = self.view.phase_of(beat)
         worker.adapters = self.view.adapters_of(beat)
         if worker.phase != before:
-            level = logging.ERROR if worker.phase == "mismatched" else logging.INFO
+            is_start = before in STARTING and worker.phase in (*STARTING, "ready")
+            level = logging.DEBUG if is_start and self._are_starts_shown else logging.INFO
+            level = logging.ERROR if worker.phase == "mismatched" else level
             reason = f", gets no jobs: {worker.reason}" if worker.reason else ""
             logger.log(
                 level, "worker %s at %s: %s%s",
@@ -168,7 +187,7 @@ class Pool:
         verdict = self.suspects.judge(worker, blames_jobs=blames_jobs)
         worker.forget_process()
         for job_id in list(worker.jobs):
-            worker.remove(job_id)
+            self._end(worker, job_id)
         if verdict.cause is not None:
             self._fail(verdict.cause.request, _ended_workers(verdict.cause, reason))
         requeued = []
@@ -239,7 +258,8 @@ class Pool:
     @property
     def num_waiting(self) -> int:
         """Jobs that wait for a worker."""
-        return len(self.waiting) + len(self.renders) + len(self.suspects)
+        num_queued = len(self.waiting) - self.waiting.num_begun
+        return num_queued + len(self.renders) + len(self.suspects)
 
     @property
     def num_open_jobs(self) -> int:
@@ -260,22 +280,38 @@ class Pool:
         return self.waiting if job.num_sequences else self.renders
 
     def assign(self) -> list[Assignment]:
-        """Moves waiting jobs to ready workers with room, as the routing policy chooses."""
+        """Gives completions of waiting jobs to ready workers with room, as the routing policy chooses."""
         apart, ready = self._assign_suspects()
-        assignments: dict[tuple[str, int, bool], Assignment] = {}
-        while ready and (choice := self._choose_render(ready) or self._choose(ready)):
+        assignments: dict[tuple[str, bool], Assignment] = {}
+        others = self.workers.keys() - {worker.endpoint for worker in ready}
+        while choice := (
+            self._choose_begun(others) or self._choose_render(ready) or self._choose(ready)
+        ):
             worker, open_job = choice
             job, queue = open_job.job, self._queue_of(open_job.job)
-            is_new = queue.is_new(open_job)
-            num_places = worker.num_places_before(job, is_new=is_new)
-            self._on_placed(worker, open_job, reason_of(worker, open_job, ready, self.policy))
-            queue.take(open_job)
-            worker.add(open_job, is_ahead=num_places > 0)
-            assignments.setdefault(
-                (worker.endpoint, num_places, is_new),
-                Assignment(worker, [], num_places=num_places, is_new=is_new),
-            ).jobs.append(job)
-        return [*apart, *assignments.values()]
+            has_begun, is_new, num_new = bool(open_job.endpoint), queue.is_new(open_job), 0
+            num_room = worker.num_room_for(open_job, is_new=False)
+            if is_new and not (num_room and worker.num_idle and not worker.slots.num_held):
+                # It passes those that wait at the worker.
+                num_new = worker.num_room_for(open_job, is_new=True)
+            num_room = num_new or num_room
+            if not has_begun:
+                self._on_placed(worker, open_job, reason_of(worker, open_job, ready, self.policy))
+            num_granted = worker.slots[job.job_id].granted if has_begun else 0
+            num = min(num_room, job.num_sequences - num_granted)
+            is_whole = num_granted + num == job.num_sequences
+            queue.take(open_job, num, is_first=not has_begun, is_whole=is_whole)
+            worker.grant(open_job, num, is_new=is_new)
+            # The worker knows whether other front ends' completions wait there.
+            key = (worker.endpoint, is_new)
+            sent = assignments.setdefault(key, Assignment(worker, is_new=is_new))
+            if has_begun:
+                sent.more[job.job_id] = (job.job_id, job.attempt, num_granted + num)
+            else:
+                sent.jobs.append(job)
+                sent.granted.append(num)
+        # Jobs before what is granted to them later.
+        return [*apart, *sorted(assignments.values(), key=lambda one: bool(one.more))]
 
     def _assign_suspects(self) -> tuple[list[Assignment], list[Worker]]:
         """Moves suspects to the worker that is kept for them.
@@ -284,7 +320,7 @@ class Pool:
             The assignment, if any, and the ready workers for all other jobs.
         """
         ready = [worker for worker in self.workers.values() if worker.facts is not None]
-        while ready and self.suspects and not self._is_adapter_served(self.suspects.first.job):
+        while ready and self.suspects and not self._is_served(self.suspects.first):
             self._fail_without_adapter(self.suspects.first)
         worker = self.suspects.worker_of(self.workers.values())
         group = self.suspects.take_group(worker) if worker else []
@@ -292,13 +328,25 @@ class Pool:
         if worker is not None:
             for open_job in group:
                 self._on_placed(worker, open_job, "requeued")
-                worker.add(open_job)
+                worker.grant(open_job, open_job.job.num_sequences, is_new=False)
             until = kept[worker.endpoint] = self.suspects.until_of(worker) or "token"
             if group:
-                apart = [Assignment(worker, [one.job for one in group], until)]
+                jobs = [one.job for one in group]
+                apart = [Assignment(worker, jobs, [one.num_sequences for one in jobs], until)]
         # Where all run suspects until their end, they serve on.
         usable = [one for one in ready if not kept[one.endpoint]]
         return apart, usable or [one for one in ready if kept[one.endpoint] == "end"]
+
+    def _choose_begun(self, endpoints: Collection[str]) -> Choice | None:
+        """A job that has begun at one of the workers that get no others.
+
+        Out of turn: such a worker waits for the end of its jobs.
+        """
+        for open_job in self.waiting.begun if endpoints else ():
+            worker = self.workers[open_job.endpoint]
+            if open_job.endpoint in endpoints and worker.has_room_for(open_job, is_new=False):
+                return Choice(worker, open_job)
+        return None
 
     def _choose_render(self, ready: list[Worker]) -> Choice | None:
         if not self.renders:
@@ -307,26 +355,50 @@ class Pool:
         return place_render(self.renders, candidates) if candidates else None
 
     def _choose(self, ready: list[Worker]) -> Choice | None:
-        while self.waiting and not self._is_adapter_served((first := self.waiting.first).job):
+        if not ready:
+            return None
+        while self.waiting and not self._is_served(first := self.waiting.first):
             self._fail_without_adapter(first)
         if not self.waiting:
             return None
-        candidates = workers_with_room(first, ready, is_new=self.waiting.is_new(first))
+        first, candidates = self._first_with_room(ready)
+        if first.endpoint and candidates:
+            # No policy has a choice.
+            return Choice(candidates[0], first)
         if not candidates:
-            new = self.waiting.first_new
-            candidates = workers_with_room(new, ready, is_new=True) if new else []
-            return place_new(new, candidates, ready) if new and candidates else None
+            for new in self.waiting.new_jobs():
+                if candidates := workers_with_room(new, ready, is_new=True):
+                    return place_new(new, candidates, ready)
+            return None
         try:
-            return self.policy.choose(self.waiting, candidates, ready)
+            return self.policy.choose(first, self.waiting, candidates, ready)
         except Exception:
             # A policy only affects speed: jobs must be sent in any case.
             logger.exception("the routing policy failed; jobs now go to the least loaded worker")
             self.policy = LeastLoaded()
-            return self.policy.choose(self.waiting, candidates, ready)
+            return self.policy.choose(first, self.waiting, candidates, ready)
 
-    def _is_adapter_served(self, job: Job) -> bool:
-        return not job.adapter or any(
-            one.facts and one.has_adapter_of(job) for one in self.workers.values()
+    def _first_with_room(self, ready: list[Worker]) -> tuple[OpenJob, list[Worker]]:
+        """The next job and the workers that can take some of it.
+
+        A job that has begun at a worker without room is passed over: another worker may have room for
+        those behind it.
+        """
+        first = self.waiting.first
+        candidates = workers_with_room(first, ready, is_new=self.waiting.is_new(first))
+        if candidates or not first.endpoint:
+            return first, candidates
+        for open_job in self.waiting:
+            is_new = self.waiting.is_new(open_job)
+            candidates = workers_with_room(open_job, ready, is_new=is_new)
+            if candidates or not open_job.endpoint:
+                break
+        return open_job, candidates
+
+    def _is_served(self, open_job: OpenJob) -> bool:
+        """Whether a worker has the adapter of a job; one that has begun keeps the one that it has."""
+        return bool(open_job.endpoint) or any(
+            one.facts and one.has_adapter_of(open_job.job) for one in self.workers.values()
         )
 
     def _fail_without_adapter(self, open_job: OpenJob) -> None:
@@ -355,7 +427,7 @@ class Pool:
                 open_job.request.note_first_token()
         elif isinstance(result, Failed):
             error_type = ERRORS_BY_CODE.get(result.code, GenerationFailed)
-            worker.remove(result.job_id)
+            self._end(worker, result.job_id)
             self._fail(
                 open_job.request,
                 error_type(f"{open_job.location}: {result.message}", param=result.param),
@@ -367,13 +439,20 @@ class Pool:
             # The worker may still run the job: `withdraw` removes it, and the link aborts it.
             self._fail(open_job.request, error)
         elif isinstance(result, Chunk):
-            worker.with_token.add(result.job_id)
+            if result.job_id not in worker.with_token:
+                worker.record_progress(JobProgress(result.job_id, result.attempt, has_token=True))
             open_job.request.add_chunk(open_job.index, result)
         else:
-            worker.remove(result.job_id)
+            self._end(worker, result.job_id)
             if result.prefix:
                 worker.prefixes.record([*open_job.digests, *as_integers(result.prefix)])
             open_job.request.complete(open_job.index, result)
+
+    def _end(self, worker: Worker, job_id: int) -> OpenJob:
+        """Takes a job that has ended, or is to run elsewhere, from its worker and from the queue."""
+        open_job = worker.remove(job_id)
+        self._queue_of(open_job.job).remove(job_id)
+        return open_job
 
     def _fail(self, request: Request, error: TitopoolError) -> None:
         """Fails the request; its remaining jobs stay open until `withdraw`."""
@@ -391,11 +470,11 @@ class Pool:
         Returns:
             The jobs to abort, as (job id, attempt) pairs for each worker.
         """
-        aborts = []
+        aborts, own = [], {job.job_id for job in request.jobs}
         for worker in self.workers.values():
-            job_ids = [job.job_id for job in request.jobs if job.job_id in worker.jobs]
-            if job_ids:
-                keys = [(job_id, worker.remove(job_id).job.attempt) for job_id in job_ids]
+            # As fast as the smaller of both: a pool may have many workers, and a request many jobs.
+            if job_ids := sorted(worker.jobs.keys() & own):
+                keys = [(job_id, self._end(worker, job_id).job.attempt) for job_id in job_ids]
                 aborts.append((worker, keys))
         for job in request.jobs:
             self._queue_of(job).remove(job.job_id)
@@ -417,34 +496,40 @@ class Pool:
         """
 
         def is_meant(one: OpenJob) -> bool:
-            if client_ids is not None and one.job.client_id not in client_ids:
+            if client_ids is not None and not one.job.is_named_in(client_ids):
                 return False
-            return decode_options(one.job.sampling).prompt_logprobs is None
+            return not is_scored(one.job)
 
-        ended, aborts = [one for one in (*self.waiting, *self.suspects) if is_meant(one)], []
+        waiting = [one for one in self.waiting if not one.endpoint]
+        ended, aborts = [one for one in (*waiting, *self.suspects) if is_meant(one)], []
         for one in ended:
             self.waiting.remove(one.job.job_id)
             self.suspects.remove(one.job.job_id)
         for worker in self.workers.values():
-            ahead = [job_id for job_id in worker.ahead if is_meant(worker.jobs[job_id])]
-            removed = [worker.remove(job_id) for job_id in ahead]
+            held = [
+                job_id
+                for job_id, one in worker.jobs.items()
+                if worker.is_held(job_id) and is_meant(one)
+            ]
+            removed = [self._end(worker, job_id) for job_id in held]
             ended += removed
             if removed:
                 aborts.append((worker, [(one.job.job_id, one.job.attempt) for one in removed]))
+        version, adapters = self.view.state.weights.version, self.adapters
         for one in ended:
-            one.end_as_aborted(self.view.state.weights.version, self.adapters.get(one.job.adapter))
+            one.end_as_aborted(version, adapters.get(one.job.adapter))
         return len(ended), aborts
 
     def where_is(self, request: Request) -> tuple[list[str], bool]:
         """Names of the workers that have jobs of `request`, and whether one has begun.
 
-        A job that was sent ahead of free slots waits at its worker.
+        A job that was granted slots before they were free waits at its worker.
         """
         job_ids, names, has_begun = {job.job_id for job in request.jobs}, [], False
         for worker in self.sorted_workers():
             if found := worker.jobs.keys() & job_ids:
                 names.append(worker.name)
-                has_begun |= bool(found - worker.ahead)
+                has_begun |= not all(worker.is_held(job_id) for job_id in found)
         return names, has_begun
 
     def open_requests(self) -> list[Request]:

@@ -184,7 +184,7 @@ def _was_in_engine(open_job: OpenJob, worker: Worker, group: set[int]) -> bool:
     job_id = _id(open_job)
     if job_id in worker.with_token or job_id in worker.started:
         return True
-    if job_id in worker.ahead:
+    if worker.is_held(job_id) and job_id not in group:
         return False
     # A group starts when all other jobs have a token, and those that come later are held.
     return job_id not in group and not (group and group <= worker.started)

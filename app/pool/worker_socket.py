@@ -11,7 +11,7 @@ import gevent
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from titopool.wire.sockets import connect_dealer
+from titopool.wire.sockets import make_dealer
 
 # libev's event mask for "readable".
 READ = 1
@@ -22,9 +22,9 @@ HANDSHAKE_FAILED = (
 )
 
 
-# What the monitor reported: connected or still connecting, closed after the connection was set up, or
-# closed by the other end before.
-ConnectionState = Literal["open", "closed", "refused"]
+# What the monitor reported since it was read last: nothing, that the connection is set up, that it is
+# closed, or that the other end has closed it before it was set up.
+ConnectionState = Literal["open", "connected", "closed", "refused"]
 
 
 class WorkerSocket:
@@ -39,9 +39,14 @@ class WorkerSocket:
     ):
         self.endpoint = endpoint
         self.is_closed = False
+        # What is sent before waits in this process, for as long as nobody listens.
+        self.is_connected = False
         self._on_change = on_change
-        self._socket = connect_dealer(context, endpoint, key_file)
-        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | HANDSHAKE_FAILED)
+        self._socket = make_dealer(context, endpoint, key_file)
+        self._monitor = self._socket.get_monitor_socket(
+            zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | HANDSHAKE_FAILED
+        )
+        self._socket.connect(endpoint)
         loop = gevent.get_hub().loop
         self._watchers = [loop.io(one.FD, READ) for one in (self._socket, self._monitor)]
         for watcher in self._watchers:
@@ -69,12 +74,15 @@ class WorkerSocket:
         hosts breaks, the replies in flight are lost with it.
         """
         state: ConnectionState = "open"
+        # After an end there is nothing to read: ZeroMQ connects again, and this socket is given up.
         while int(self._monitor.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
             event = recv_monitor_message(self._monitor, zmq.NOBLOCK)["event"]
             if event & HANDSHAKE_FAILED:
                 # EVENT_DISCONNECTED follows.
                 return "refused"
-            state = "closed"
+            if event == zmq.EVENT_DISCONNECTED:
+                return "closed"
+            self.is_connected, state = True, "connected"
         return state
 
     def close(self) -> None:

@@ -5,6 +5,9 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from app.schemas.decoding import convert, decode_object
+from app.schemas.unused_fields import UNUSED_OF_TOKENIZE, check_unused
+
 # vLLM refuses an empty salt. A request's salt is a part of each of its jobs.
 CacheSalt = Annotated[str, Meta(min_length=1, max_length=1024)]
 WeightVersion = Annotated[int, Meta(ge=0, le=2**62)]
@@ -92,6 +95,24 @@ class TokenizeBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     return_token_strs: bool = False
 
 
+class TokenizeDecoder:
+    """Decodes the body of `POST /tokenize`; null means left out, as in vLLM's clients."""
+
+    body_type = TokenizeBody
+
+    def decode(self, body: bytes, /) -> TokenizeBody:
+        """Called by `app.schemas.decoding.decode_body`, which explains msgspec's errors.
+
+        Raises:
+            InvalidRequest: a field is unknown, not supported, or of another type.
+            msgspec.DecodeError: the body is not a JSON object.
+        """
+        sent = {name: one for name, one in decode_object(body).items() if one is not None}
+        for name in UNUSED_OF_TOKENIZE.keys() & sent.keys():
+            check_unused(name, sent.pop(name), UNUSED_OF_TOKENIZE[name])
+        return convert(sent, TokenizeBody)
+
+
 class DetokenizeBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """`POST /detokenize`, as vLLM's server takes it."""
 
@@ -121,6 +142,6 @@ SAMPLING_FIELDS = (
 GENERATE_BODY = msgspec.json.Decoder(GenerateBody)
 CHAT_BODY = msgspec.json.Decoder(ChatBody)
 SEQUENCES_BODY = msgspec.json.Decoder(SequencesBody)
-TOKENIZE_BODY = msgspec.json.Decoder(TokenizeBody)
+TOKENIZE_BODY = TokenizeDecoder()
 MISMATCH_BODY = msgspec.json.Decoder(MismatchBody)
 DETOKENIZE_BODY = msgspec.json.Decoder(DetokenizeBody)

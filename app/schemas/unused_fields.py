@@ -20,6 +20,8 @@ class Unused(NamedTuple):
     reason: str
     # The values that are accepted, because they request nothing; None: every value. Null always is.
     accepted: tuple[Any, ...] | None = ()
+    # Whether an empty value requests nothing either.
+    may_be_empty: bool = True
 
 
 _ABOUT_CLIENT = Unused("it describes the client, not the generation", accepted=None)
@@ -54,7 +56,8 @@ UNUSED: dict[str, Unused] = {
     "prediction": Unused("no output is predicted"),
     "suffix": Unused("a completion has no text after it", ("",)),
     "verbosity": Unused("no chat template reads it; use chat_template_kwargs"),
-    "web_search_options": Unused("the server fetches nothing"),
+    # Empty, it asks for a search with OpenAI's defaults.
+    "web_search_options": Unused("the server fetches nothing", may_be_empty=False),
     # Hints for the routers of Dynamo, which openpipe-art sends.
     "nvext": Unused("it is for Dynamo's router", accepted=None),
     # vLLM's, for prompts.
@@ -91,6 +94,10 @@ UNUSED_OF_GENERATE: dict[str, Unused] = {
     "reasoning_parser_kwargs": Unused("it is for a reasoning parser; use /v1/chat/completions"),
     "token_offsets": Unused("they describe the text of the prompt, which is ids", accepted=None),
 }
+# Of /tokenize.
+UNUSED_OF_TOKENIZE: dict[str, Unused] = {
+    name: UNUSED[name] for name in ("chat_template", "documents", "media_io_kwargs")
+} | {"mm_processor_kwargs": Unused("an image counts as its one placeholder")}
 # Options for what this route returns and others do not.
 RETURNED_BY_GENERATE = frozenset(("prompt_logprobs", "routed_experts_prompt_start"))
 # Of its `sampling_params`. Clients send vLLM's object as they have it.
@@ -114,6 +121,8 @@ def check_unused(location: str, value: Any, unused: Unused) -> None:
         InvalidRequest: the value requests something.
     """
     if unused.accepted is None or value in unused.accepted:
+        return
+    if unused.may_be_empty and value in ([], {}, ""):
         return
     accepted = " or ".join([*map(json.dumps, unused.accepted), "no value"])
     raise InvalidRequest(

@@ -9,7 +9,7 @@ from typing import Any
 
 import aiohttp
 
-from tests.chaos.cluster import Cluster
+from tests.chaos.cluster import NUM_SLOTS, Cluster
 
 NUM_CLIENTS = 64
 # Seconds; longer than the server's request timeout.
@@ -87,7 +87,8 @@ class Clients:
         connector = aiohttp.TCPConnector(force_close=index % 2 == 0)
         async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
             while self._running:
-                send = (self._single, self._batch, self._stream)[self._chance.randrange(3)]
+                sends = (self._single, self._batch, self._stream) * 5 + (self._wide,)
+                send = self._chance.choice(sends)
                 request = asyncio.create_task(self._run_request(send, session))
                 disconnecting = asyncio.create_task(self._disconnect.wait())
                 may_disconnect = index < NUM_CLIENTS // 2
@@ -131,6 +132,10 @@ class Clients:
     async def _batch(self, session: aiohttp.ClientSession) -> str:
         return await self._generate(session, [self._prompt() for _ in range(4)], 2)
 
+    async def _wide(self, session: aiohttp.ClientSession) -> str:
+        """More completions of a prompt than a worker has slots."""
+        return await self._generate(session, [self._prompt()], 2 * NUM_SLOTS)
+
     async def _generate(
         self, session: aiohttp.ClientSession, prompts: list[list[int]], n: int
     ) -> str:
@@ -156,7 +161,8 @@ class Clients:
         has_ended = False
         async with session.post(self._cluster.url + "/v1/completions", json=body) as answer:
             if answer.status != 200:
-                return self._check_error(answer.status, await answer.json())
+                # Also of a stream whose first chunk the client does not have yet.
+                return "stream: " + self._check_error(answer.status, await answer.json())
             async for line in answer.content:
                 if line.startswith(b"data: [DONE]"):
                     has_ended = True

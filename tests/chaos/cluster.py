@@ -20,6 +20,8 @@ from tests.chaos.proxy import Proxy
 from tests.servers import REPOSITORY, environment, free_port
 
 NUM_WORKERS, NUM_FRONT_ENDS = 3, 2
+# Of each worker.
+NUM_SLOTS = 64
 HEARTBEAT_TIMEOUT_S = 2.0
 UPDATE_TIMEOUT_S = 4.0
 # A prepared worker waits for the others for two update timeouts: the longest wait.
@@ -74,7 +76,8 @@ class Member:
         self.process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "tests.chaos.worker",
             "--endpoint", f"tcp://127.0.0.1:{self.port}", "--worker-id", f"w{self.index}",
-            "--control", str(self.cluster.control), "--delay-s", "0.05", "--max-num-seqs", "64",
+            "--control", str(self.cluster.control), "--delay-s", "0.05",
+            "--max-num-seqs", str(NUM_SLOTS), "--in-slots",
             "--load-s", str(RELOAD_S if self._has_run else 0), *arguments, env=environment(**variables), cwd=REPOSITORY,
             stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
         )  # fmt: skip

@@ -16,7 +16,7 @@ from tests import stub_worker
 from tests.stub_worker import StubEngine
 from titopool.wire.commands import AwaitStep, Command, CommandDone
 from titopool.wire.messages import Chunk, Job, JobProgress
-from workers.engine.base import Generated, OnChunk
+from workers.engine.base import Generated, OnChunk, Slots
 from workers.serving.server import WorkerServer
 
 # Seconds that a worker waits at a point if the harness does not release it.
@@ -58,7 +58,7 @@ class Points:
         status = self._server._control.status()
         return {
             "jobs": sum(len(one.jobs) for one in front_ends),
-            "sequences": sum(one.num_sequences for one in front_ends),
+            "sequences": sum(one.slots.num_running + one.slots.num_held for one in front_ends),
             "tokens": sum(one.num_tokens for one in front_ends),
             "front_ends": len(front_ends),
             "tasks": len(asyncio.all_tasks()),
@@ -90,7 +90,7 @@ class Points:
         await self._reach(f"{name}:after")
         return done
 
-    async def _run(self, job: Job, on_chunk: OnChunk) -> Generated:
+    async def _run(self, job: Job, on_chunk: OnChunk, slots: Slots) -> Generated:
         await self._reach("Generate:before")
 
         def forward(chunk: Chunk | JobProgress) -> None:
@@ -100,7 +100,7 @@ class Points:
                 self._armed = ""
                 self._send(reached="Chunk:after")
 
-        generated = await self._run_job(job, forward)
+        generated = await self._run_job(job, forward, slots)
         await self._reach("Generate:after")
         return generated
 

@@ -12,6 +12,7 @@ import platform
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
@@ -53,16 +54,21 @@ def make_base_image(tag: str) -> None:
         RuntimeError: a command failed; the message contains its output.
     """
     release, mirror = package_mirror()
-    with tempfile.TemporaryDirectory(prefix="titopool-base-") as folder:
-        root = Path(folder) / "root"
+    with (
+        tempfile.TemporaryDirectory(prefix="titopool-base-") as folder,
+        ThreadPoolExecutor() as threads,
+    ):
+        root, wheels = Path(folder) / "root", Path(folder) / "wheels"
+        downloaded = threads.submit(
+            run, sys.executable, "-m", "pip", "download", "--quiet", "--dest", str(wheels),
+            "-c", "constraints/cpu.txt", ".[cpu]", "torch", "setuptools>=77", "wheel",
+        )  # fmt: skip
         run("debootstrap", "--variant=minbase", f"--include={PACKAGES}", release, str(root), mirror)
         version = run("chroot", str(root), "python3", "--version").split()[1]
         if version.split(".")[:2] != platform.python_version().split(".")[:2]:
             raise RuntimeError(f"the image has Python {version}, packages are for another one")
-        run(
-            sys.executable, "-m", "pip", "download", "--quiet", "--dest", str(root / WHEELS),
-            "-c", "constraints/cpu.txt", ".[cpu]", "torch", "setuptools>=77", "wheel",
-        )  # fmt: skip
+        downloaded.result()
+        wheels.rename(root / WHEELS)
         (root / "etc/pip.conf").write_text(f"[global]\nno-index = true\nfind-links = /{WHEELS}\n")
         for archive in (root / "var/cache/apt/archives").glob("*.deb"):
             archive.unlink()

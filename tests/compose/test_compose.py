@@ -1,6 +1,6 @@
 """docker-compose.yml with a real Docker engine: the cpu profile, two workers, from build to `down`.
 
-`make test-compose` runs these tests; without a Docker engine they are skipped. The base image is
+`make test-compose` runs these tests; tests/compose/engine.py says in which engine. The base image is
 pulled, or built locally where nothing can be pulled; BASE_IMAGE in the environment names another
 image.
 """
@@ -11,7 +11,6 @@ import shutil
 import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +18,15 @@ import pytest
 import requests
 import yaml
 
-from tests.compose import make_base_image
-from tests.servers import REPOSITORY, free_port, wait_until
+from app.http.connections import limits_within
+from tests.compose import engine, make_base_image
+from tests.servers import REPOSITORY, first_request, free_port, wait_until
 from tests.trainer import tensors_of
 from tests.trl_weights_client import update_by_trl
 from tests.weights import assert_serves
 from titopool.client.weights_client import WeightsClient, WeightsError
 from titopool.demo_model import make_model
+from titopool.settings.config import ServerConfig
 
 BASE_IMAGE = "python:3.11-slim"
 BUILD_TIMEOUT_S = 1800.0
@@ -47,30 +48,6 @@ def run(
     return done.stdout
 
 
-@cache
-def compose_command() -> tuple[str, ...]:
-    """The compose plug-in if installed, else the older program; empty without either."""
-    for command in (("docker", "compose"), ("docker-compose",)):
-        if (
-            shutil.which(command[0])
-            and not subprocess.run(
-                [*command, "version"], capture_output=True, timeout=30
-            ).returncode
-        ):
-            return command
-    return ()
-
-
-@cache
-def reason_to_skip() -> str:
-    """The reason why these tests cannot run here; empty if they can."""
-    if not shutil.which("docker"):
-        return "there is no docker command"
-    if "Server:" not in run("docker", "version", timeout_s=30, check=False):
-        return "no Docker engine answers"
-    return "" if compose_command() else "Docker has no compose plug-in, nor is there docker-compose"
-
-
 pytestmark = [
     pytest.mark.compose,
     # Includes the image build.
@@ -79,17 +56,21 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _engine() -> None:
-    if reason_to_skip():
-        pytest.skip(reason_to_skip())
+def own_engine() -> Iterator[bool]:
+    """Whether the engine is the tests' own; skips the tests without one."""
+    with engine.running() as is_own:
+        if not engine.compose_command():
+            pytest.skip("Docker has no compose plug-in, nor is there docker-compose")
+        yield is_own
 
 
 @pytest.fixture(scope="module")
-def base_image() -> str:
+def base_image(own_engine: bool) -> str:
     """A base image for the build."""
     if given := os.environ.get("BASE_IMAGE"):
         return given
-    for command in (("image", "inspect"), ("pull", "--quiet")):
+    # A build in the tests' own engine reaches no network, which only the local image can do without.
+    for command in () if own_engine else (("image", "inspect"), ("pull", "--quiet")):
         if "Error" not in run("docker", *command, BASE_IMAGE, timeout_s=600, check=False):
             return BASE_IMAGE
     if os.geteuid() or not shutil.which("debootstrap"):
@@ -112,7 +93,7 @@ class ComposeProject:
     group_port: int
 
     def compose(self, *words: str, timeout_s: float = COMMAND_TIMEOUT_S) -> str:
-        command = (*compose_command(), "--profile", "cpu", "-p", self.name, *words)
+        command = (*engine.compose_command(), "--profile", "cpu", "-p", self.name, *words)
         return run(*command, timeout_s=timeout_s, **self.variables)
 
     def containers(self, service: str) -> list[str]:
@@ -219,9 +200,24 @@ def test_completions_come_in_the_order_of_the_prompts(composed: ComposeProject) 
     assert len(composed.generate(prompts, n=3)["completion_ids"]) == 24
 
 
-def test_front_end_loads_the_workers_tokenizer(composed: ComposeProject) -> None:
-    answer = composed.generate(["def main() -> int:"], **GREEDY)
+def test_the_readmes_first_request_is_answered(composed: ComposeProject) -> None:
+    """Its prompt is a text, for which the front end loads the workers' tokenizer."""
+    answer = first_request(composed.url, "-H", f"Authorization: Bearer {API_KEY}")
     assert len(answer["prompt_ids"][0]) > 1
+    assert len(answer["completion_ids"][0]) == 8
+
+
+def test_the_front_end_takes_as_many_open_files_as_the_engine_allows(
+    composed: ComposeProject,
+) -> None:
+    (front,) = composed.containers("front-cpu")
+    allowed = run("docker", "exec", front, "sh", "-c", "ulimit -Hn").strip()
+    wanted = ServerConfig().max_open_requests
+    num_open = wanted
+    if allowed != "unlimited":
+        num_open, _ = limits_within(int(allowed), max_open_requests=wanted)
+    line = f"max_open_requests is {num_open} here, not {wanted}: a process may open {allowed} files"
+    assert composed.compose("logs", "front-cpu").count(line) == (num_open < wanted)
 
 
 def test_requests_succeed_while_one_worker_is_stopped(composed: ComposeProject) -> None:

@@ -190,7 +190,7 @@ class Target:
             return False
         return isinstance(beat, Heartbeat) and (
             beat.facts not in (None, FACTS)
-            or not beat.loaded_at > self.beat.loaded_at
+            or not 0 <= beat.loaded_s <= self.beat.loaded_s
             or beat.pool != PoolState()
         )
 
@@ -274,12 +274,12 @@ _facts = st.just(msgspec.to_builtins(FACTS))
 # Makes the fake worker eligible for jobs.
 GOOD_BEAT = Heartbeat(
     worker_id="1", incarnation="a", phase="ready", phase_s=0.0, weights=PoolWeights(), facts=FACTS,
-    loaded_at=4e9, num_front_ends=2, other_sequences=0, other_tokens=0, num_sequences=0,
+    loaded_s=0.0, num_front_ends=2, other_sequences=0, other_tokens=0, num_sequences=0,
     counters=WorkerCounters(),
 )  # fmt: skip
 _hints = {
     "job_id": st.just(JOB_ID), "attempt": st.just(ATTEMPT), "incarnation": st.sampled_from(("a", "a", "b")),
-    "phase": st.just("ready"), "worker_id": st.just("1"), "loaded_at": st.just(4e9), "facts": _facts,
+    "phase": st.just("ready"), "worker_id": st.just("1"), "loaded_s": st.just(0.0), "facts": _facts,
     "num_front_ends": st.just(2), "other_sequences": st.just(0), "other_tokens": st.just(0),
     "token_ids": st.sampled_from((b"\7\0\0\0", b"", b"\1\0\0\0\2\0\0\0")), "finish_reason": st.just("length"),
     "model": st.sampled_from(("stub", "", "other")), "prefixes": st.sampled_from((b"", b"\0" * 16)),

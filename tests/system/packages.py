@@ -47,12 +47,12 @@ def path_of(program: str) -> str | None:
     return shutil.which(program, path=os.environ.get("PATH", "") + ":/usr/sbin:/sbin")
 
 
-def main() -> int:
+def install(by_program: dict[str, str]) -> int:
     """Installs what is missing, as root on Debian; returns the exit code.
 
     It is 0 also if the mirror does not answer: the skips of the tests name what is missing then.
     """
-    missing = sorted({package for name, package in PACKAGES.items() if path_of(name) is None})
+    missing = sorted({package for name, package in by_program.items() if path_of(name) is None})
     if not missing or os.geteuid() != 0 or shutil.which("apt-get") is None:
         return 0
     environ = os.environ | {"DEBIAN_FRONTEND": "noninteractive"}
@@ -71,4 +71,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(install(PACKAGES))

@@ -21,8 +21,10 @@ from titopool.client.failures import (
     IncompatibleServer,
     TimedOut,
     UnexpectedAnswer,
+    no_server,
 )
 from titopool.client.results import PromptResult, Score, ServerInfo, WorkerStatus
+from titopool.client.sessions import Sessions
 from titopool.client.tracing import trace_headers
 from titopool.errors import InvalidRequest, TitopoolError
 from titopool.release import RELEASE
@@ -30,10 +32,6 @@ from titopool.release import RELEASE
 if TYPE_CHECKING:
     from titopool.client.async_weights import AsyncWeightsClient
 
-CONNECT_TIMEOUT_S = 30.0
-# Less than the server keeps an idle connection (75 s), so that no request meets its end.
-KEEPALIVE_S = 60.0
-READ_BYTES = 2**20
 # Requests of a batch that shows its progress.
 MAX_PIECES = 64
 # Seconds between tries of a request with a key, and between looks at /ready.
@@ -65,8 +63,16 @@ class AsyncClient:
         self.base_url = base_url.rstrip("/")
         self.api_key, self.admin_key = api_key, admin_key or api_key
         self.timeout_s = timeout_s
-        self._session: aiohttp.ClientSession | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._sessions = Sessions()
+        # (id, id of a part) of the requests in flight of batches that show their progress.
+        self._parts: list[tuple[str | None, str | None]] = []
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy, also in another process, has the settings and keys, and connections of its own."""
+        return {**vars(self), "_sessions": None, "_parts": []}
+
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        vars(self).update(state, _sessions=Sessions())
 
     async def __aenter__(self) -> Self:
         return self
@@ -76,9 +82,7 @@ class AsyncClient:
 
     async def close(self) -> None:
         """Closes all connections; the next call opens new ones."""
-        session, self._session = self._session, None
-        if session is not None:
-            await session.close()
+        await self._sessions.close()
 
     # ---- generation ------------------------------------------------------------------
 
@@ -150,8 +154,14 @@ class AsyncClient:
         bar = _progress_bar(len(batch))
 
         async def run_shown(start: int, stop: int) -> list[PromptResult]:
-            own = {**headers, "Idempotency-Key": f"{key}-{start}"} if key else headers
-            found = await self._run_piece(batch, start, stop, own)
+            # What the server keeps by an id, as for POST /mismatch, is one request's.
+            own_id, own_key = (one and f"{one}-{start}" for one in (request_id, key))
+            own = {**headers, **bodies.headers_of(own_id, None, own_key)}
+            self._parts.append((request_id, own_id))
+            try:
+                found = await self._run_piece(batch, start, stop, own)
+            finally:
+                self._parts.remove((request_id, own_id))
             bar.update(stop - start)
             return found
 
@@ -245,7 +255,9 @@ class AsyncClient:
         if request_ids is None:
             await self._call("/abort_requests", b"{}", key=self.admin_key)
         else:
-            body = bodies.json_body({"request_ids": list(request_ids)})
+            whole = list(request_ids)
+            parts = [part for of, part in list(self._parts) if of in whole]
+            body = bodies.json_body({"request_ids": whole + parts})
             await self._call("/inference/v1/abort_requests", body)
 
     async def pause(self, mode: str = "keep", *, lease_s: float = 300.0) -> None:
@@ -282,6 +294,8 @@ class AsyncClient:
     ) -> tuple[WorkerStatus, ...]:
         """As `Client.wait_until_ready`."""
         timeout_s = self.timeout_s if timeout_s is None else timeout_s
+        if not timeout_s >= 0:
+            raise InvalidRequest(f"timeout_s: expected at least 0, got {timeout_s!r}")
         deadline = asyncio.get_running_loop().time() + timeout_s
         shown: tuple[WorkerStatus, ...] | None = None
         while True:
@@ -384,10 +398,15 @@ class AsyncClient:
         url = self.base_url + path
         method = "GET" if body is None else "POST"
         try:
-            async with self._open_session().request(
+            session = await self._sessions.get()
+            async with session.request(
                 method, url, data=body, headers=headers, allow_redirects=False
             ) as response:
                 content = await response.read()
+        except aiohttp.ClientConnectorError as error:
+            raise ConnectionLost(
+                no_server(self.base_url, _cause_of(error), "check the URL")
+            ) from error
         except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, OSError) as error:
             if isinstance(error, TimeoutError) and not isinstance(error, aiohttp.ClientError):
                 raise
@@ -402,19 +421,11 @@ class AsyncClient:
         found = {name.lower(): value for name, value in response.headers.items()}
         return Answer(response.status, found, content, url)
 
-    def _open_session(self) -> aiohttp.ClientSession:
-        loop = asyncio.get_running_loop()
-        if self._session is None or self._session.closed or self._loop is not loop:
-            self._loop = loop
-            self._session = aiohttp.ClientSession(
-                # The server bounds how many requests are open.
-                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S),
-                timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),
-                read_bufsize=READ_BYTES,
-                # Proxies of the environment, as all tools have it.
-                trust_env=True,
-            )
-        return self._session
+
+def _cause_of(error: aiohttp.ClientConnectorError) -> BaseException:
+    if isinstance(error, aiohttp.ClientConnectorCertificateError):
+        return error.certificate_error
+    return error.os_error
 
 
 def _may_repeat(error: TitopoolError) -> bool:

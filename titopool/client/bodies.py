@@ -1,5 +1,6 @@
 """The bodies and headers that the clients send. No IO."""
 
+import math
 import re
 from base64 import b64encode
 from collections.abc import Iterator, Mapping, Sequence
@@ -144,9 +145,17 @@ def json_body(fields: Mapping[str, Any]) -> bytes:
     """A JSON body.
 
     Raises:
-        InvalidRequest: JSON has no such value.
+        InvalidRequest: JSON has no such value. NaN and infinity are named by their place: they would
+            be null, which leaves an option out.
     """
     try:
+        place = _place_of_non_finite(fields, "")
+        if place is not None:
+            raise InvalidRequest(
+                f"{place}: expected a finite number, as JSON has no other, got NaN or infinity; "
+                "send a number, or leave the field out",
+                param=re.split(r"[.[]", place)[0],
+            )
         return msgspec.json.encode(fields, enc_hook=_plain)
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
         raise InvalidRequest(f"expected values that JSON has, got others: {error}") from None
@@ -261,6 +270,33 @@ def _plain(value: Any) -> Any:
     if hasattr(value, "tolist"):
         return value.tolist()
     raise TypeError(f"{type(value).__name__} is not of JSON")
+
+
+# NumPy's kinds of dtypes, what a list of ids, or of texts, begins with, and how many are many.
+WHOLE_KINDS, WHOLE, MANY = "iub", (int, str, np.integer), 64
+
+
+def _place_of_non_finite(value: Any, place: str) -> str | None:
+    """Where `value` has the first number that is not finite, as errors of the server name places."""
+    if hasattr(value, "tolist"):
+        if getattr(getattr(value, "dtype", None), "kind", "") in WHOLE_KINDS:
+            return None
+        value = value.tolist()
+    if isinstance(value, float):
+        return None if math.isfinite(value) else place
+    if isinstance(value, Mapping):
+        # Options of the sampler are arguments of their own here.
+        named = place + "." if place and place != "generation_kwargs" else ""
+        parts = ((f"{named}{name}", one) for name, one in value.items())
+    elif isinstance(value, list | tuple) and not (
+        # Ids are many, and the server refuses one that is null.
+        len(value) > MANY and isinstance(value[0], WHOLE)
+    ):
+        parts = ((f"{place}[{index}]", one) for index, one in enumerate(value))
+    else:
+        return None
+    found = (_place_of_non_finite(one, name) for name, one in parts)
+    return next((one for one in found if one is not None), None)
 
 
 def pieces(num_items: int, num_pieces: int) -> Iterator[tuple[int, int]]:

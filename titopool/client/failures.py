@@ -9,6 +9,11 @@
 `status` is 0 where no answer came.
 """
 
+import os
+import ssl
+from urllib.parse import urlsplit
+from urllib.request import getproxies, proxy_bypass
+
 from titopool.errors import TitopoolError
 
 
@@ -38,3 +43,23 @@ class IncompatibleServer(TitopoolError):
 
     status = 0
     code = "incompatible_server"
+
+
+def no_server(url: str, error: BaseException, remedy: str) -> str:
+    """What every command and client says where no server answers; `remedy` beside starting one."""
+    number = getattr(error, "errno", None) or 0
+    # asyncio's own text repeats the address, and OpenSSL's numbers are not the system's.
+    is_of_system = isinstance(error, OSError) and not isinstance(error, ssl.SSLError) and number > 0
+    reason = os.strerror(number) if is_of_system else str(error) or type(error).__name__
+    if isinstance(error, ssl.SSLError):
+        return f"{url}: no TLS connection ({reason}); check the certificate (SSL_CERT_FILE) and the URL"
+    parts = urlsplit(url)
+    proxy = None if proxy_bypass(parts.hostname or "") else getproxies().get(parts.scheme)
+    if proxy:
+        # Without its user and password.
+        via = urlsplit(proxy).netloc.rpartition("@")[2] or "of the environment"
+        return (
+            f"{url}: no answer through the proxy {via} ({reason}); check http_proxy and no_proxy, or "
+            "start a server with `titopool serve`"
+        )
+    return f"{url}: no server answers ({reason}); start one with `titopool serve`, or {remedy}"

@@ -4,9 +4,11 @@ Runs in: trainers and agents, also within a running event loop (notebooks). Thre
 """
 
 import asyncio
-import functools
+import atexit
+import contextlib
 import os
 import threading
+import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from typing import TYPE_CHECKING, Any, Self, TypeVar
@@ -31,6 +33,8 @@ class Client:
     stops its generation.
     """
 
+    _thread: "_LoopThread | None" = None
+
     def __init__(
         self, base_url: str, *, api_key: str = "", admin_key: str = "", timeout_s: float = 600.0
     ):
@@ -43,13 +47,18 @@ class Client:
         Raises:
             InvalidRequest: `base_url` is no URL, or `timeout_s` is not positive.
         """
-        self._make = functools.partial(
-            AsyncClient, base_url, api_key=api_key, admin_key=admin_key, timeout_s=timeout_s
+        self._client = AsyncClient(
+            base_url, api_key=api_key, admin_key=admin_key, timeout_s=timeout_s
         )
-        self._client = self._make()
-        self._lock = threading.Lock()
-        self._thread: _LoopThread | None = None
         self._is_stopped = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy, also in another process, has the settings and keys, and connections of its own."""
+        return {**vars(self), "_thread": None}
+
+    def __del__(self) -> None:
+        if self._thread is not None:
+            self._thread.end()
 
     def __enter__(self) -> Self:
         return self
@@ -59,19 +68,14 @@ class Client:
 
     def close(self) -> None:
         """Closes all connections; the next call opens new ones."""
-        with self._lock:
+        with _lock:
             thread, self._thread = self._thread, None
-        if thread is not None and thread.is_alive:
-            _result_of(thread.submit(self._client.close()))
-            thread.stop()
+        if thread is not None:
+            thread.join()
 
     def stop(self) -> None:
         """Closes for good: calls of other threads, also later ones, raise asyncio's CancelledError."""
-        with self._lock:
-            self._is_stopped = True
-            thread = self._thread
-        if thread is not None and thread.is_alive:
-            thread.cancel_calls()
+        self._is_stopped = True
         self.close()
 
     # ---- generation ------------------------------------------------------------------
@@ -111,7 +115,8 @@ class Client:
                 the request within 10 minutes. If no repeat follows a lost connection, as after a
                 kill of this process, the server stops the request after 30 s.
             progress: show a bar (tqdm). The prompts go out in several requests, which are checked
-                one by one.
+                one by one. Each has the id and the key of the whole with `-` and the index of its
+                first prompt; `abort` of this client takes the whole's id, too.
             sampling: vLLM's SamplingParams (`top_p`, `seed`, `stop`, `ignore_eos`, …), and
                 `truncate_prompt_tokens`, `structured_outputs_regex`, `mm_processor_kwargs` and
                 `raw_logprobs`.
@@ -237,6 +242,9 @@ class Client:
     def abort(self, request_ids: Sequence[str] | None = None) -> None:
         """Ends the requests with these ids with the tokens that they have; None: all requests.
 
+        The requests of a batch with `progress=True` have ids of their own: their batch's id reaches
+        them through the client that sent them only.
+
         Raises:
             TitopoolError: as `generate`.
         """
@@ -309,6 +317,7 @@ class Client:
         Raises:
             TimedOut: they could not in time; the message says what each worker is doing.
             IncompatibleServer: the server is of another release.
+            InvalidRequest: `timeout_s` is negative or NaN.
         """
         return self._run(
             lambda client: client.wait_until_ready(timeout_s, on_progress, num_workers=num_workers)
@@ -345,12 +354,12 @@ class Client:
     # ---- the thread ------------------------------------------------------------------
 
     def _run(self, call: Callable[[AsyncClient], Coroutine[Any, Any, R]]) -> R:
-        with self._lock:
+        with _lock:
             if self._is_stopped:
                 raise asyncio.CancelledError("the client was stopped")
             if self._thread is None or not self._thread.is_alive:
-                # The first call, or the first one after a fork: threads and sockets stay behind.
-                self._client, self._thread = self._make(), _LoopThread()
+                # The first call, or the first one after a fork: threads stay behind.
+                self._thread = _LoopThread()
             future = self._thread.submit(call(self._client))
         return _result_of(future)
 
@@ -360,32 +369,59 @@ class _LoopThread:
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
-        self._pid = os.getpid()
-        self._thread = threading.Thread(
-            target=self._loop.run_forever, name="titopool-client", daemon=True
-        )
+        self._end = asyncio.Event()
+        self._thread = threading.Thread(target=self._run, name="titopool-client", daemon=True)
         self._thread.start()
+        _threads.add(self)
+
+    def _run(self) -> None:
+        # At its end, the runner cancels the calls and closes the sessions.
+        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+            runner.run(self._end.wait())
+        _threads.discard(self)
 
     @property
     def is_alive(self) -> bool:
         """Whether calls can run: false in a process that was forked later."""
-        return self._pid == os.getpid() and self._thread.is_alive()
+        return self._thread.is_alive()
 
     def submit(self, coroutine: Coroutine[Any, Any, R]) -> Future[R]:
         """Starts a call."""
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
-    def cancel_calls(self) -> None:
-        """Cancels the calls of other threads."""
-        self.submit(_cancel_others()).result(JOIN_TIMEOUT_S)
+    def end(self) -> None:
+        """Lets the thread cancel all calls, close all connections and end; does not wait."""
+        # The loop may be closed meanwhile.
+        with contextlib.suppress(RuntimeError):
+            if self.is_alive:
+                self._loop.call_soon_threadsafe(self._end.set)
 
-    def stop(self) -> None:
-        """Cancels the calls of other threads, and ends the loop and its thread."""
-        self.cancel_calls()
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(JOIN_TIMEOUT_S)
-        if not self._thread.is_alive():
-            self._loop.close()
+    def join(self, timeout_s: float = JOIN_TIMEOUT_S) -> None:
+        """As `end`, and waits for it."""
+        self.end()
+        self._thread.join(timeout_s)
+
+
+# Of all clients, so that no child is forked while a thread holds it.
+_lock = threading.RLock()
+os.register_at_fork(
+    before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release
+)
+# Those that run.
+_threads: set[_LoopThread] = set()
+
+
+_is_exiting = threading.Event()
+
+
+@atexit.register
+def _join_all() -> None:
+    _is_exiting.set()
+    end, running = time.monotonic() + JOIN_TIMEOUT_S, list(_threads)
+    for one in running:
+        one.end()
+    for one in running:
+        one.join(max(0.0, end - time.monotonic()))
 
 
 def _result_of(future: Future[R]) -> R:
@@ -393,17 +429,12 @@ def _result_of(future: Future[R]) -> R:
     try:
         return future.result()
     except CancelledError:
+        if _is_exiting.is_set():
+            # A daemon thread, which ends with the process and without a traceback.
+            raise SystemExit from None
         # No Exception: what goes on after an error must not go on here.
         raise asyncio.CancelledError("the client was closed") from None
     except BaseException:
         # Ctrl-C: closes the connection, so that the server stops the request.
         future.cancel()
         raise
-
-
-async def _cancel_others() -> None:
-    others = asyncio.all_tasks() - {asyncio.current_task()}
-    for task in others:
-        task.cancel()
-    if others:
-        await asyncio.wait(others)

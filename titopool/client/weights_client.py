@@ -11,6 +11,8 @@ raises `WeightsError`, with the server's message if the server sent one. After a
 import contextlib
 import functools
 import itertools
+import logging
+import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import wait
@@ -26,6 +28,8 @@ from titopool.wire.weight_plan import DEFAULT_CHUNK_BYTES, Checksum
 
 __all__ = ["WeightsClient", "WeightsError", "join_update"]
 
+logger = logging.getLogger(__name__)
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -35,6 +39,10 @@ NUM_CHUNKS = 2
 BEGIN_FIELDS = {"update": str, "missing": list, "ignored": list, "kept": list}
 # Time for the server to give its reason after this side failed to form the group.
 REASON_TIMEOUT_S = 5.0
+# Between looks at the workers, for one look, and how long none may be answered.
+POLL_S, LOOK_TIMEOUT_S, SILENCE_S = 0.5, 10.0, 60.0
+# Of errors that leave open what became of a commit; "": the answer was lost, or is not the server's.
+UNSURE_CODES = {"", "deadline_passed", "internal_error"}
 
 
 def raises_only_weights_error(method: Callable[P, R]) -> Callable[P, R]:
@@ -98,7 +106,8 @@ class WeightsClient:
         self._names = names
         # Asked while a group forms, before each broadcast and before a commit.
         self.should_stop: Callable[[], bool] = lambda: False
-        self._has_paused = False
+        # The end of this client's pause (monotonic); later ones are others'.
+        self._paused_until = 0.0
         self._session = ""
         self._group: TrainerGroup | None = None
         # Broadcasts: (function that waits for the end, message).
@@ -112,7 +121,7 @@ class WeightsClient:
 
         Raises nothing: a pause ends with its lease, and the group with this process.
         """
-        if self._has_paused:
+        if time.monotonic() < self._paused_until:
             _error_of(self.resume)
         _error_of(self.close)
 
@@ -125,27 +134,39 @@ class WeightsClient:
         body: dict[str, Any] | None = None,
         *,
         fields: Mapping[str, type] | None = None,
+        timeout_s: float | None = None,
     ) -> dict[str, Any]:
         """The response to a POST of `body`, or to a GET if there is no body.
 
         Args:
             fields: required fields of the response, with their types.
+            timeout_s: time without progress; None: longer than the server's own deadlines.
 
         Raises:
             WeightsError: the server refused or cannot be reached, or the response is not the
                 server's.
         """
-        # The server has deadlines of its own. This timeout is for a server that is lost.
-        timeout_s = 2 * self._timeout_s + 30
         return post_or_get(
-            self._url, path, body, api_key=self._api_key, fields=fields or {}, timeout_s=timeout_s
-        )
+            self._url, path, body,
+            api_key=self._api_key, fields=fields or {},
+            timeout_s=self._call_timeout_s if timeout_s is None else timeout_s,
+        )  # fmt: skip
+
+    @property
+    def _call_timeout_s(self) -> float:
+        """The server has deadlines of its own. This timeout is for a server that is lost."""
+        return 2 * self._timeout_s + 30
 
     @raises_only_weights_error
     def update_from_folder(
         self, path: str, *, policy: PauseMode, version: int | None = None
     ) -> dict[str, Any]:
-        """Every worker loads the safetensors files in `path`, below the server's `weights_root`."""
+        """Every worker loads the safetensors files in `path`, below the server's `weights_root`.
+
+        Raises:
+            WeightsError: the old weights serve, unless the text says otherwise. With `status` 0 the
+                answer was lost, and the new ones may serve: `GET /weights` says it.
+        """
         body = {"path": path, "policy": policy, "version": version}
         return self.call("/update_weights", body)
 
@@ -167,7 +188,8 @@ class WeightsClient:
 
         Raises:
             WeightsError: the server or the engine refused the adapter, or it cannot be written: the
-                folder is not empty, or the model's parameters are sharded.
+                folder is not empty, or the model's parameters are sharded. With `status` 0 the answer
+                was lost, and the adapter may be loaded: `GET /weights` has its version.
         """
         path = folder if model is None else save_lora(model, folder)
         body = {"lora_name": name, "lora_path": path, "version": version}
@@ -175,15 +197,27 @@ class WeightsClient:
 
     @raises_only_weights_error
     def pause(self, mode: PauseMode, *, lease_s: float) -> None:
-        """Pauses generation for at most `lease_s` seconds, or renews the lease of a pause."""
-        self._has_paused = True
-        self.call("/pause", {"mode": mode, "lease_s": lease_s})
+        """Pauses generation for at most `lease_s` seconds, or renews the lease of a pause.
+
+        Raises:
+            WeightsError: the server refused, and what another client has paused stays so; or it is
+                not known whether generation is paused, and the end of the block resumes it.
+        """
+        is_refused = False
+        try:
+            self.call("/pause", {"mode": mode, "lease_s": lease_s})
+        except WeightsError as error:
+            is_refused = bool(error.code) and error.status < 500
+            raise
+        finally:
+            if not is_refused:
+                self._paused_until = time.monotonic() + lease_s
 
     @raises_only_weights_error
     def resume(self) -> None:
         """Ends a pause."""
         self.call("/resume", {})
-        self._has_paused = False
+        self._paused_until = 0.0
 
     # ---- the group -------------------------------------------------------------------
 
@@ -305,13 +339,17 @@ class WeightsClient:
             metadata: (name, dtype, shape) of each tensor. `tensors` is then iterated once.
 
         Returns:
-            `version`, `loaded` (number of tensors), `checksum`, `staging` (where the first worker
-            kept the tensors: "beside" the model, "kv" cache, "in_place" or "host"), `update_s` (from
-            its begin until the new weights served), `paused_s` (how long it stopped generation), and lists of names: `missing`, `ignored` (sent, but not in the
-            model) and `kept` (buffers that were not sent).
+            `version`, `previous_version` (not below it if the trainer has gone back), `loaded`
+            (number of tensors), `checksum`, `staging` (where the first worker kept the tensors:
+            "beside" the model, "kv" cache, "in_place" or "host"), `update_s` (from its begin until
+            the new weights served), `paused_s` (how long it stopped generation), and lists of
+            names: `missing`, `ignored` (sent, but not in the model) and `kept` (buffers that were
+            not sent). Where the commit's answer was lost and the workers say that the new weights
+            serve, `previous_version`, `loaded` and `checksum` are None.
 
         Raises:
-            WeightsError: the old weights serve, unless the text says that a worker restarts.
+            WeightsError: the old weights serve, unless the text says that a worker restarts or waits
+                for weights, or that it is not known which weights serve.
         """
         source = Source(tensors, metadata, self._names)
         try:
@@ -345,7 +383,7 @@ class WeightsClient:
             if digest is not None:
                 body["checksum"] = digest.digest()
             # The workers wait for the broadcasts in flight.
-            result = self.call("/weights/commit", body)
+            result = self._commit(begun["update"], body)
         except Exception as error:
             self._fail(begun["update"], error)
         if _error_of(lambda: self._wait_for_sent(0)):
@@ -401,6 +439,59 @@ class WeightsClient:
             self.open()
             begun = self.call("/weights/begin", body | {"session": self._session})
         return begun, _chained(first, messages, failure)
+
+    def _commit(self, update: str, body: dict[str, Any]) -> dict[str, Any]:
+        """The response of /weights/commit, or what the workers say where it is lost."""
+        try:
+            return self.call("/weights/commit", body)
+        except WeightsError as error:
+            if error.code not in UNSURE_CODES:
+                raise
+            return self._outcome(update, error)
+
+    def _outcome(self, update: str, lost: WeightsError) -> dict[str, Any]:
+        """The result of a commit without an answer, of which `lost` says why.
+
+        Raises:
+            WeightsError: the old weights serve, or nobody says what serves (`NoResponse`).
+        """
+        logger.warning("%s; asking the workers which weights serve", lost)
+        begin = answered = time.monotonic()
+        known = ""
+        while (now := time.monotonic()) - begin < self._call_timeout_s:
+            if self.should_stop() or now - answered > SILENCE_S:
+                break
+            workers: list[dict[str, Any]] = []
+            with contextlib.suppress(WeightsError):
+                found = self.call("/weights", fields={"workers": list}, timeout_s=LOOK_TIMEOUT_S)
+                workers = [one for one in found["workers"] if isinstance(one, dict)]
+                answered = time.monotonic()
+            states = {one.get("state") for one in workers if one.get("update") == update}
+            applied = [one for one in workers if one.get("last_update") == update]
+            if applied and not states:
+                return _result_of(applied[0], [one for one in workers if one not in applied])
+            if workers and not states and all("last_update" in one for one in workers):
+                if all(map(_has_dropped, workers)):
+                    raise WeightsError(
+                        f"{lost}; the workers have dropped the update: {_ends(workers)}",
+                        status=lost.status, code=lost.code or "weight_update_failed",
+                    )  # fmt: skip
+                # They have restarted since, or another update has begun.
+                versions = sorted({str(one.get("weight_version")) for one in workers})
+                known = (
+                    f", and the workers serve version {', '.join(versions)} without knowing of it"
+                )
+                break
+            if states == {"receiving"} and now - begin > REASON_TIMEOUT_S:
+                # The call has not reached the workers, and must not do so later.
+                body = {"update": update, "reason": str(lost)[:500]}
+                _error_of(functools.partial(self.call, "/weights/abort", body))
+            time.sleep(POLL_S)
+        raise NoResponse(
+            f"{lost}; it is not known whether the new weights serve{known}: `last_update` in GET "
+            f"/weights is {update} where they do; send the update again if they do not",
+            status=lost.status, code=lost.code,
+        )  # fmt: skip
 
     def _fail(self, update: str, error: Exception) -> NoReturn:
         """Aborts an update that has begun and raises `error` as a WeightsError."""
@@ -475,6 +566,46 @@ def _error_of(do: Callable[[], Any]) -> Exception | None:
     except Exception as error:
         return error
     return None
+
+
+def _result_of(applied: dict[str, Any], others: list[dict[str, Any]]) -> dict[str, Any]:
+    """The result of a commit, by a worker's status after it; `others` have not applied it."""
+    return {
+        "version": applied.get("weight_version"),
+        "previous_version": None,
+        "loaded": None,
+        "checksum": None,
+        "staging": applied.get("last_staging"),
+        "update_s": applied.get("last_update_s"),
+        "paused_s": applied.get("last_paused_s"),
+        "lost": [
+            {"endpoint": one.get("endpoint"), "error": one.get("last_end") or one.get("state")}
+            for one in others
+        ],
+    }
+
+
+def _has_dropped(worker: dict[str, Any]) -> bool:
+    """Whether a worker's status says that its last update ended without its weights."""
+    return bool(
+        worker.get("last_end") or worker.get("waits_for_weights") or worker.get("is_restarting")
+    )
+
+
+def _ends(workers: list[dict[str, Any]]) -> str:
+    """Why an update ended at the workers, and which weights serve."""
+    ends = "; ".join({str(one["last_end"]): "" for one in workers if one.get("last_end")})
+    without = [
+        str(one.get("worker"))
+        for one in workers
+        if one.get("waits_for_weights") or one.get("is_restarting")
+    ]
+    serve = (
+        f"these workers restart or wait for weights: {', '.join(without)}"
+        if without
+        else "the old weights serve"
+    )
+    return f"{ends}; {serve}" if ends else serve
 
 
 def _chained(first: list[Any], rest: Iterator[Any], failure: Exception | None) -> Iterator[Any]:

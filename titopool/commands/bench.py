@@ -13,7 +13,15 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from titopool.commands.connection import get, keys
-from titopool.commands.help import Command, Option, json_option, url_option
+from titopool.commands.help import (
+    Command,
+    Option,
+    Seconds,
+    Whole,
+    console,
+    json_option,
+    url_option,
+)
 from titopool.errors import InvalidRequest, TitopoolError
 
 if TYPE_CHECKING:
@@ -26,7 +34,7 @@ QUANTILES = (50, 90, 99)
 
 def _count(name: str, default: int, text: str) -> Callable[[Any], Any]:
     return click.option(
-        name, cls=Option, section="Load", type=click.IntRange(min=1), default=default, metavar="N",
+        name, cls=Option, section="Load", type=Whole(min=1), default=default, metavar="N",
         show_default=True, help=text,
     )  # fmt: skip
 
@@ -55,12 +63,12 @@ def _count(name: str, default: int, text: str) -> Callable[[Any], Any]:
     help="Ask for the log-probability of each sampled token, as trainers do.",
 )  # fmt: skip
 @click.option(
-    "--seed", cls=Option, section="Load", type=click.IntRange(min=0), default=0, metavar="N",
+    "--seed", cls=Option, section="Load", type=Whole(min=0), default=0, metavar="N",
     show_default=True, help="Of the ids. The same seed sends the same prompts: the server may have "
     "their prefixes cached.",
 )  # fmt: skip
 @click.option(
-    "--timeout-s", cls=Option, section="Load", type=click.FloatRange(min=0.1), default=600.0,
+    "--timeout-s", cls=Option, section="Load", type=Seconds(), default=600.0,
     metavar="SECONDS", show_default=True, help="Of one request.",
 )  # fmt: skip
 @json_option
@@ -191,18 +199,17 @@ def quantiles(values: list[float]) -> dict[str, float] | None:
 
 def show(found: Mapping[str, Any]) -> None:
     """Prints the figures as a table."""
-    from rich.console import Console
     from rich.table import Table
 
-    console = Console(highlight=False)
-    console.print(
+    screen = console()
+    screen.print(
         f"{found['completed']:,} of {found['num_prompts']:,} requests completed in "
         f"{found['wall_s']:.2f} s, {found['concurrency']:,} at once, {found['input_len']:,} ids in, "
         f"{found['output_len']:,} out",
         markup=False,
     )
-    console.print(f"tokens/s    {found['tokens_per_s']:>12,.1f}")
-    console.print(f"requests/s  {found['requests_per_s']:>12,.2f}")
+    screen.print(f"tokens/s    {found['tokens_per_s']:>12,.1f}")
+    screen.print(f"requests/s  {found['requests_per_s']:>12,.2f}")
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("milliseconds")
     for quantile in QUANTILES:
@@ -212,15 +219,15 @@ def show(found: Mapping[str, Any]) -> None:
     ):  # fmt: skip
         if values := found[key]:
             table.add_row(name, *(f"{1000 * one:,.1f}" for one in values.values()))
-    console.print(table)
+    screen.print(table)
     if not found["stream"]:
-        console.print("first token: not measured; --stream measures it")
+        screen.print("first token: not measured; --stream measures it")
     for code, count in found["errors"].items():
-        console.print(f"error {code}: {count:,}", markup=False)
+        screen.print(f"error {code}: {count:,}", markup=False)
     if found["first_error"]:
-        console.print(f"the first error: {found['first_error']}", markup=False)
+        screen.print(f"the first error: {found['first_error']}", markup=False)
     if (share := found["client_cpu_share"]) > BUSY_SHARE:
-        console.print(
+        screen.print(
             f"this client took {100 * share:.0f} % of a core: the figures may be its limit, not the "
             "server's"
         )

@@ -7,6 +7,7 @@ import urllib.error
 import urllib.request
 from typing import Any, NamedTuple
 
+from titopool.client.failures import no_server
 from titopool.errors import InvalidRequest, TitopoolError
 from titopool.settings.config import variable_of
 
@@ -71,8 +72,24 @@ def get(url: str, path: str, key: str = "") -> Answer:
     except urllib.error.HTTPError as error:
         return Answer(error.code, error.read().decode(errors="replace"))
     except (OSError, ValueError) as error:
-        reason = error.reason if isinstance(error, urllib.error.URLError) else error
-        raise Unreachable(
-            f"{url}: no server answers ({reason}); start one with `titopool serve`, or name it with "
-            "--url"
-        ) from None
+        raise unreachable(url, error) from None
+
+
+def ready_of(url: str, key: str = "") -> dict[str, Any]:
+    """The answer of `/ready`.
+
+    Raises:
+        InvalidRequest: `url` is no URL of HTTP.
+        Unreachable: no titopool server answers.
+    """
+    body = get(url, "/ready", key).json()
+    if not isinstance(body, dict) or "workers" not in body:
+        raise Unreachable(f"{url}: expected a titopool server, got {str(body)[:80]}; check --url")
+    return body
+
+
+def unreachable(url: str, error: Exception) -> Unreachable:
+    """What urllib's `error` means."""
+    reason = getattr(error, "reason", None)
+    cause = reason if isinstance(reason, BaseException) else error
+    return Unreachable(no_server(url, cause, "name it with --url"))

@@ -2,19 +2,19 @@
 
 import difflib
 import importlib
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import click
 
 from titopool import __version__
-from titopool.commands.help import CONTEXT, PassedOn
+from titopool.commands.help import CONTEXT
 
 
 class Entry(NamedTuple):
     """A command: where it is, and its line in `titopool --help`."""
 
     section: str
-    # Of a click command, `module:name`; of a function `main(argv) -> int`, `module:main`.
+    # `module:name` of a click command.
     place: str
     help: str
 
@@ -26,7 +26,7 @@ COMMANDS = {
     "serve": Entry(SERVER, "titopool.commands.serve:serve", "Serve a model."),
     "demo": Entry(SERVER, "titopool.commands.demo:demo", "Show what the server does, step by step."),
     "status": Entry(RUNNING, "titopool.commands.status:status", "Show workers, load and queue."),
-    "top": Entry(RUNNING, "titopool.top.command:main", "Show workers and requests, live."),
+    "top": Entry(RUNNING, "titopool.top.command:top", "Show workers and requests, live."),
     "scale": Entry(RUNNING, "titopool.commands.scale:scale", "Change the number of workers."),
     "bench": Entry(RUNNING, "titopool.commands.bench:bench", "Measure tokens a second and latency."),
     "doctor": Entry(CHECKS, "titopool.commands.doctor:doctor", "Check this machine, or a network."),
@@ -54,10 +54,8 @@ class TitopoolGroup(click.Group):
         if entry is None:
             return None
         module, _, name = entry.place.partition(":")
-        found: Any = getattr(importlib.import_module(module), name)
-        if isinstance(found, click.Command):
-            return found
-        return PassedOn(cmd_name, found, help=entry.help)
+        found: click.Command = getattr(importlib.import_module(module), name)
+        return found
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]

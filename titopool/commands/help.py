@@ -1,5 +1,7 @@
 """What all commands share: help in groups with examples, and options that several have."""
 
+import os
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -8,8 +10,36 @@ import click
 from titopool.settings.config import ServerConfig
 
 WIDTH = 100
+# Columns of what is no terminal.
+PIPE_WIDTH = 10_000
 Function = TypeVar("Function", bound=Callable[..., Any])
 CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": WIDTH}
+
+
+class Whole(click.IntRange):
+    """A whole number; click would name its own class in the error."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        try:
+            return super().convert(value, param, ctx)
+        except click.BadParameter:
+            self.fail(f"expected a whole number of at least {self.min}, got {value!r}", param, ctx)
+
+
+class Seconds(click.FloatRange):
+    """A time in seconds, finite."""
+
+    def __init__(self) -> None:
+        super().__init__(min=0.1, max=1e9)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        try:
+            # Every comparison with NaN is false, so that click would let it pass.
+            if (found := super().convert(value, param, ctx)) == found:
+                return found
+        except click.BadParameter:
+            pass
+        self.fail(f"expected a time of at least {self.min} seconds, got {value!r}", param, ctx)
 
 
 class Option(click.Option):
@@ -50,6 +80,15 @@ class Command(click.Command):
                 formatter.write(f"  {example}\n")
 
 
+def console() -> Any:
+    """A rich console; through a pipe it wraps nothing, because what reads it wants whole lines."""
+    # Only here: rich takes longer to import than a server to answer.
+    from rich.console import Console
+
+    is_fixed = sys.stdout.isatty() or "COLUMNS" in os.environ
+    return Console(width=None if is_fixed else PIPE_WIDTH, highlight=False)
+
+
 def url_option(function: Function) -> Function:
     """`--url`, of a server that runs."""
     defaults = ServerConfig()
@@ -65,18 +104,3 @@ def json_option(function: Function) -> Function:
     return click.option(
         "--json", "as_json", cls=Option, section="Output", is_flag=True, help="One JSON object."
     )(function)
-
-
-class PassedOn(Command):
-    """A command that reads its words itself: `main(argv)` gets them as they are."""
-
-    def __init__(self, name: str, main: Callable[[Sequence[str]], int], **fields: Any):
-        super().__init__(name, add_help_option=False, **fields)
-        self._main = main
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        ctx.args = list(args)
-        return ctx.args
-
-    def invoke(self, ctx: click.Context) -> int:
-        return self._main(ctx.args)

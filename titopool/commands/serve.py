@@ -26,7 +26,7 @@ from titopool.settings.config import (
     variable_of,
 )
 from titopool.settings.files import CONFIG_OPTION, CONFIG_VARIABLE
-from titopool.settings.sources import from_command_line, ignored_variables
+from titopool.settings.sources import check_model, from_command_line, ignored_variables
 
 # Values that the shell completes.
 CHOICES = {
@@ -126,9 +126,10 @@ def start(argv: list[str]) -> None:
     """Replaces this process by the server.
 
     Raises:
-        ConfigError: a setting or an option is not accepted.
+        ConfigError: a setting or an option is not accepted, or there is no model at its path.
     """
     config = from_command_line(argv)
+    check_model(config)
     ignored = ignored_variables()
     others = {
         key: value

@@ -7,8 +7,8 @@ from typing import Any
 
 import click
 
-from titopool.commands.connection import Keys, Unreachable, get, keys
-from titopool.commands.help import Command, json_option, url_option
+from titopool.commands.connection import Keys, Unreachable, get, keys, ready_of
+from titopool.commands.help import Command, console, json_option, url_option
 
 EXIT_READY, EXIT_NOT_READY, EXIT_UNREACHABLE = 0, 1, 3
 # Counters of `/metrics` for each worker, by the name that the JSON object has for them.
@@ -61,9 +61,7 @@ def facts_of(url: str, given: Keys) -> dict[str, Any]:
     Raises:
         Unreachable: no titopool server answers.
     """
-    body = get(url, "/ready", given.api_key).json()
-    if not isinstance(body, dict) or "workers" not in body:
-        raise Unreachable(f"{url}: expected a titopool server, got {str(body)[:80]}; check --url")
+    body = ready_of(url, given.api_key)
     models = get(url, "/v1/models", given.api_key)
     is_denied = models.status in (401, 403)
     listed = models.json()["data"] if models.status == 200 else []
@@ -133,13 +131,11 @@ def _last_update(worker: Mapping[str, Any]) -> str | None:
 
 def show(found: Mapping[str, Any]) -> None:
     """Prints the facts as a table."""
-    # Only here: rich takes longer to import than a server to answer.
-    from rich.console import Console
     from rich.table import Table
 
-    console = Console(highlight=False)
+    screen = console()
     word = "draining" if found["draining"] else "ready" if found["ready"] else "not ready"
-    console.print(f"[bold]{word}[/]  {found['url']}")
+    screen.print(f"[bold]{word}[/]  {found['url']}")
     model = found["model"] or ("needs the key" if found["needs_key"] else "none yet")
     facts = [f"model {model}"]
     if found["max_model_len"] is not None:
@@ -147,7 +143,7 @@ def show(found: Mapping[str, Any]) -> None:
     if found["waiting_prompts"] is not None:
         facts.append(f"{found['waiting_prompts']:,} prompts wait")
     facts += [f"adapter {name} {version}" for name, version in found["adapters"].items()]
-    console.print(", ".join(facts), markup=False)
+    screen.print(", ".join(facts), markup=False, soft_wrap=True)
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in ("worker", "phase", "since"):
         table.add_column(name)
@@ -156,11 +152,13 @@ def show(found: Mapping[str, Any]) -> None:
     table.add_column("last update")
     for one in found["workers"]:
         table.add_row(*_cells(one))
-    console.print(table)
+    screen.print(table)
     for one in found["workers"]:
         if one.get("reason"):
-            console.print(
-                f"{one['worker'] or one.get('endpoint', '?')}: {one['reason']}", markup=False
+            screen.print(
+                f"{one['worker'] or one.get('endpoint', '?')}: {one['reason']}",
+                markup=False,
+                soft_wrap=True,
             )
 
 

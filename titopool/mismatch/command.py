@@ -17,7 +17,7 @@ import numpy as np
 
 from titopool.client.sync_client import Client
 from titopool.commands.connection import keys
-from titopool.commands.help import Command, Option
+from titopool.commands.help import Command, Option, Whole
 from titopool.commands.own_server import own_server
 from titopool.errors import TitopoolError
 from titopool.mismatch import trainer
@@ -39,7 +39,7 @@ def _option(name: str, section: str, **fields: Any) -> Callable[[Any], Any]:
 
 def _count(name: str, default: int, text: str) -> Callable[[Any], Any]:
     return _option(
-        name, "Sampler", type=click.IntRange(min=1), default=default, show_default=True, metavar="N",
+        name, "Sampler", type=Whole(min=1), default=default, show_default=True, metavar="N",
         help=text,
     )  # fmt: skip
 

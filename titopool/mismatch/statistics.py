@@ -13,8 +13,10 @@ import numpy as np
 
 # Limits of the groups by the sampler's probability of a token, above 0.
 PROBABILITIES = (0.0, 1e-4, 1e-3, 1e-2, 0.1, 0.5, 0.9, 1.0)
-# exp of more than this is infinite in float64.
-MAX_EXPONENT = 700.0
+# exp of more than 709 is infinite in float64; sums of many tokens are finite too.
+MAX_EXPONENT = 600.0
+# Less is a mask's value, such as the least float32, and would drown all other differences.
+MIN_LOGPROB = -10_000.0
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,8 @@ def compare(
             for each completion.
 
     Raises:
-        ValueError: the lengths differ, a value is not finite or clearly above 0, or there is no token.
+        ValueError: the lengths differ, a value is not finite, below `MIN_LOGPROB` or clearly above 0,
+            or there is no token.
     """
     check_lengths(sampler, trainer)
     of_sampler = [np.asarray(one, np.float64) for one in sampler]
@@ -115,11 +118,11 @@ def check_lengths(
 def _check_values(trainer: Sequence[np.ndarray]) -> None:
     for index, values in enumerate(trainer):
         # A sum in bfloat16 may end above 0.
-        wrong = np.flatnonzero(~np.isfinite(values) | (values > 0.1))
+        wrong = np.flatnonzero(~np.isfinite(values) | (values > 0.1) | (values < MIN_LOGPROB))
         if len(wrong):
             raise ValueError(
-                f"completion {index}, token {wrong[0]}: expected a finite log-probability of at "
-                f"most 0, got {values[wrong[0]]}"
+                f"completion {index}, token {wrong[0]}: expected a finite log-probability from "
+                f"{MIN_LOGPROB:g} to 0, got {values[wrong[0]]}; send values from before a mask"
             )
 
 

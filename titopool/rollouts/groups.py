@@ -1,6 +1,7 @@
 """Groups of rollouts of which only the first to end are needed, and the end of the others."""
 
 import asyncio
+import copy
 import logging
 import threading
 import time
@@ -69,6 +70,10 @@ class StoppableClient:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._client, name)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy, or what a pickle gives, is one of the client alone: no run stops it."""
+        return copy.copy, (self._client,)
 
     def generate(
         self, prompts: Any, *, request_id: str | None = None, **options: Any

@@ -9,6 +9,7 @@ parser reads in the worker.
 """
 
 import dataclasses
+import math
 import shlex
 import sys
 from dataclasses import dataclass, field
@@ -146,7 +147,7 @@ class ServerConfig:
     )
     idempotency_bytes: int = setting(
         256 * 2**20,
-        "Answers kept on disk for repeats with an Idempotency-Key, in one front end, for 10 minutes.",
+        "Answers kept on disk for repeats with an Idempotency-Key, for each front end, for 10 minutes.",
         at_least=0,
     )
     kept_logprobs_bytes: int = setting(
@@ -303,6 +304,15 @@ class ServerConfig:
             # `not >=` also refuses NaN.
             if least is not None and not value >= least:
                 raise ConfigError(f"{item.name}: expected at least {least}, got {value}")
+            if isinstance(value, float) and not math.isfinite(value):
+                raise ConfigError(
+                    f"{item.name}: expected a finite number, got {value}; every wait has a deadline"
+                )
+        if 0 < self.max_workers < self.num_workers:
+            raise ConfigError(
+                f"max_workers: expected 0 or at least num_workers ({self.num_workers}), got "
+                f"{self.max_workers}; raise it, or leave it out"
+            )
         for name in ("port", "peer_port", "worker_port"):
             if getattr(self, name) > 65_535:
                 raise ConfigError(f"{name}: expected at most 65535, got {getattr(self, name)}")

@@ -57,10 +57,29 @@ def values_of_file(path: str, parse: Callable[[str, str, str], dict[str, Any]]) 
             words = _engine_words(entry, path)
         else:
             name = _setting_name(entry)
-            values |= parse(name, _as_setting_text(name, entry), f"{entry.place}: {entry.name}")
+            place = f"{entry.place}: {entry.name}"
+            values |= checked_apart(
+                values, parse(name, _as_setting_text(name, entry), place), place
+            )
     if words:
         values["engine_args"] = f"{values.get('engine_args', '')} {shlex.join(words)}".strip()
     return values
+
+
+def checked_apart(values: dict[str, Any], found: dict[str, Any], place: str) -> dict[str, Any]:
+    """`found` at `place`, which sets nothing of the same source's `values` a second time.
+
+    Raises:
+        ConfigError: it does: a range of workers and `max_workers` are both set.
+    """
+    if both := sorted(values.keys() & found.keys()):
+        remedy = "remove one of them"
+        if {"num_workers", "max_workers"} & set(both):
+            remedy = "write either num_workers: MIN..MAX, or num_workers and max_workers"
+        raise ConfigError(
+            f"{place}: expected {' and '.join(both)} once, got another value before; {remedy}"
+        )
+    return found
 
 
 # ---- settings ------------------------------------------------------------------------

@@ -5,9 +5,14 @@ Only entry points of processes configure it.
 
 import contextlib
 import logging
+import re
 import sys
 from contextvars import ContextVar
+from typing import Any
 
+# Control characters, line and paragraph separators, what turns the direction of text, and halves of
+# surrogate pairs, which no encoding writes.
+_UNSEEN = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 LOG_FORMATS = ("text", "json")
 
@@ -18,13 +23,34 @@ current_request: ContextVar[str] = ContextVar("current_request", default="")
 _shown_by: logging.Formatter | None = None
 
 
+def escaped(text: str) -> str:
+    """`text` as one line that moves no terminal's cursor: what is not visible as Python writes it."""
+    return _UNSEEN.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
 class TextFormatter(logging.Formatter):
-    """Adds the request's id to a line that does not name it."""
+    """Adds the request's id to a line that does not name it.
+
+    Clients choose paths, names and texts of errors, so none of them can begin a line or send a
+    terminal an escape sequence.
+    """
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         """The line without a traceback."""
         text, name = super().formatMessage(record), getattr(record, "request_id", "")
-        return text if not name or name in text else f"{text} (request {name})"
+        return escaped(text if not name or name in text else f"{text} (request {name})")
+
+    def formatException(self, ei: Any) -> str:
+        """The traceback's lines, indented, because an exception's message may have several lines."""
+        return _indented(super().formatException(ei))
+
+    def formatStack(self, stack_info: str) -> str:
+        """As `formatException`."""
+        return _indented(super().formatStack(stack_info))
+
+
+def _indented(text: str) -> str:
+    return "\n".join(f"  {escaped(line)}" for line in text.split("\n"))
 
 
 def note_request(record: logging.LogRecord) -> bool:

@@ -28,6 +28,9 @@ from titopool.wire.messages import Job, WorkerFacts, decode_chat_parsing
 GREEDY_BELOW = 1e-5
 
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
+# The engine computes in float32: a logit that these make infinite makes NaN of all probabilities.
+RepetitionPenalty = Annotated[float, Meta(ge=1e-6, le=1e6)]
+Bias = Annotated[float, Meta(ge=-1e30, le=1e30)]
 Count = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 PositiveCount = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 # vLLM's GPU sampler keeps these in tables of fixed width (vllm/v1/worker/gpu/sample/). A request
@@ -73,7 +76,7 @@ class SamplingOptions(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=
     n: PositiveCount = 1
     presence_penalty: Penalty = 0.0
     frequency_penalty: Penalty = 0.0
-    repetition_penalty: Annotated[float, Meta(gt=0)] = 1.0
+    repetition_penalty: RepetitionPenalty = 1.0
     temperature: Annotated[float, Meta(ge=0, le=2)] = 1.0
     top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
     # 0 and -1: the whole vocabulary.
@@ -92,7 +95,7 @@ class SamplingOptions(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=
     spaces_between_special_tokens: bool = True
     include_stop_str_in_output: bool = False
     structured_outputs: StructuredOutputs | None = None
-    logit_bias: Annotated[dict[int, float], Meta(max_length=1024)] | None = None
+    logit_bias: Annotated[dict[int, Bias], Meta(max_length=1024)] | None = None
     allowed_token_ids: TokenIds | None = None
     extra_args: dict[str, Any] | None = None
     bad_words: BadWords | None = None
@@ -106,6 +109,14 @@ class SamplingOptions(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=
     # Set by routes, not by clients: /get_sequence_logprobs/, and routes that return text.
     prompt_logprobs: Count | None = None
     detokenize: bool = False
+
+    def num_logprobs(self, vocab_size: int) -> int:
+        """The most log-probabilities of a sampled token: its own, and the best or chosen ones."""
+        if self.logprobs is None:
+            return 0
+        if self.logprob_token_ids is not None:
+            return 1 + len(self.logprob_token_ids)
+        return vocab_size if self.logprobs == -1 else 1 + self.logprobs
 
 
 # Created at import, so that two threads never use the Struct for the first time at once (see
@@ -255,12 +266,22 @@ def check_token_ids(location: str, ids: Collection[int] | np.ndarray, vocab_size
             )
 
 
+def is_scored(job: Job) -> bool:
+    """Whether the log-probabilities of the prompt are wanted: also after an abort."""
+    return _is_scored(bytes(job.sampling))
+
+
+# The jobs of a request share their options.
+@lru_cache(maxsize=256)
+def _is_scored(sampling: bytes) -> bool:
+    return bool(sampling) and decode_options(sampling).prompt_logprobs is not None
+
+
 def has_grammar(job: Job) -> bool:
     """Whether the engine reads a grammar at each token of `job`."""
     return _has_grammar(bytes(job.sampling), bytes(job.chat))
 
 
-# The jobs of a request share their options.
 @lru_cache(maxsize=256)
 def _has_grammar(sampling: bytes, chat: bytes) -> bool:
     if chat and decode_chat_parsing(chat).tools:

@@ -11,6 +11,7 @@ import os
 import re
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from titopool.errors import ConfigError
@@ -24,10 +25,19 @@ from titopool.settings.config import (
     option_of,
     variable_of,
 )
-from titopool.settings.files import CONFIG_OPTION, CONFIG_VARIABLE, values_of_file
+from titopool.settings.files import (
+    CONFIG_OPTION,
+    CONFIG_VARIABLE,
+    checked_apart,
+    values_of_file,
+)
 
 SWITCHES = {"true": True, "1": True, "false": False, "0": False}
 SHORT_OPTIONS = {"-tp": "tensor_parallel_size", "-pp": "pipeline_parallel_size"}
+
+
+class _MostOfRange(int):
+    """The MAX of `MIN..MAX`; a number of workers that wins over the range wins over it too."""
 
 
 def parse_value(name: str, text: str, source: str) -> Any:
@@ -57,7 +67,7 @@ def _parse_setting(name: str, text: str, source: str) -> dict[str, Any]:
     if name == "num_workers" and dots:
         found = {
             "num_workers": parse_value(name, least, source),
-            "max_workers": parse_value(name, most, source),
+            "max_workers": _MostOfRange(parse_value(name, most, source)),
         }
         if not 0 < found["num_workers"] <= found["max_workers"]:
             raise ConfigError(f"{source}: expected MIN..MAX with 0 < MIN <= MAX, got {text!r}")
@@ -86,7 +96,14 @@ def _file_values(environ: Mapping[str, str], path: str | None = None) -> dict[st
 def _joined(values: dict[str, Any], winning: dict[str, Any]) -> dict[str, Any]:
     """Both; of a setting in both the second. vLLM's options are added, and vLLM takes the last."""
     both = (values.get("engine_args", ""), winning.get("engine_args", ""))
-    return values | winning | {"engine_args": " ".join(filter(None, both))}
+    return _over(values, winning) | {"engine_args": " ".join(filter(None, both))}
+
+
+def _over(values: dict[str, Any], winning: dict[str, Any]) -> dict[str, Any]:
+    """Both; of a setting in both the second, and none of a range whose other half is in both."""
+    if "num_workers" in winning and isinstance(values.get("max_workers"), _MostOfRange):
+        values = {name: one for name, one in values.items() if name != "max_workers"}
+    return values | winning
 
 
 def _environment_values(environ: Mapping[str, str]) -> dict[str, Any]:
@@ -103,7 +120,7 @@ def _environment_values(environ: Mapping[str, str]) -> dict[str, Any]:
             close = difflib.get_close_matches(variable, known, n=1, cutoff=0.75)
             hint = f"; did you mean {close[0]}?" if close else ""
             raise ConfigError(f"{variable}: no such setting{hint}")
-        values |= _parse_setting(name, text, variable)
+        values |= checked_apart(values, _parse_setting(name, text, variable), variable)
     return values
 
 
@@ -166,7 +183,7 @@ def from_command_line(argv: Sequence[str], environ: Mapping[str, str] = os.envir
     words = iter(argv)
     for word in words:
         if name := _setting_of(word):
-            values |= _option_value(name, word, words)
+            values = _over(values, _option_value(name, word, words))
         elif word.partition("=")[0] == CONFIG_OPTION:
             path = _value_of(word, words)
         # A word without a dash behind one of vLLM's options may be the option's value.
@@ -178,7 +195,7 @@ def from_command_line(argv: Sequence[str], environ: Mapping[str, str] = os.envir
             values["model"] = model = word
     below = _joined(_file_values(environ, path), _environment_values(environ))
     # `--engine-args` replaces those of file and environment; single options are added to them.
-    given = below | values
+    given = _over(below, values)
     config = ServerConfig(**_joined(given, {"engine_args": shlex.join(engine_argv)}))
     check_engine_options(config)
     return config
@@ -231,3 +248,41 @@ def check_engine_options(config: ServerConfig) -> None:
                 f"did you mean {close[0]}?" if close else "`titopool serve --help` lists settings"
             )
             raise ConfigError(f"{option}: neither titopool nor vLLM has such an option; {hint}")
+
+
+# huggingface_hub's rule: one owner at most, and no dot or dash at either end of a name.
+HUB_NAME = re.compile(r"(?:\b[\w.-]+\b/)?\b[\w.-]+\b")
+# What a folder of a model has one of: Hugging Face's form, or Mistral's.
+MODEL_FILES = ("config.json", "params.json")
+
+
+def check_model(config: ServerConfig) -> None:
+    """Refuses the path of a model that is not there, before a worker imports vLLM.
+
+    What may be a hub's name passes, and what only vLLM knows: URLs of object stores, and
+    `owner/name:quantization` or `owner/name/file.gguf` of the hub.
+
+    Raises:
+        ConfigError: names the path.
+    """
+    model = config.model
+    # A worker elsewhere has a disk of its own.
+    if not model or config.endpoints or config.cluster:
+        return
+    path = Path(model)
+    if path.is_dir():
+        options = {word.partition("=")[0].replace("_", "-") for word in config.engine_argv}
+        has_config = any((path / name).exists() for name in MODEL_FILES)
+        if not has_config and not options & {"--hf-config-path", "--config-format", "--config"}:
+            raise ConfigError(
+                f"model: expected a folder with {' or '.join(MODEL_FILES)}, got {model}; name the "
+                "folder of a checkpoint"
+            )
+        return
+    is_path = model.startswith(("/", ".", "~")) or model.count("/") > 1
+    if is_path and "://" not in model and not model.endswith(".gguf") and not path.exists():
+        home = ", and only a shell replaces ~" if model.startswith("~") else ""
+        raise ConfigError(
+            f"model: expected a folder that exists, got {model}{home}; a name of the hub is "
+            "OWNER/NAME, for example Qwen/Qwen3-8B"
+        )

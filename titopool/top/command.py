@@ -1,14 +1,15 @@
 """`titopool top`: the workers and the requests in flight of a running server, live."""
 
-import argparse
 import os
 import sys
 import threading
-from collections.abc import Sequence
 
-from titopool.errors import ConfigError, TitopoolError
+import click
+
+from titopool.commands.help import Command, Option, Seconds, url_option
+from titopool.errors import TitopoolError
 from titopool.secret_files import read_secret_file
-from titopool.settings.config import ServerConfig, variable_of
+from titopool.settings.config import variable_of
 from titopool.top.snapshot import Poller, Server
 from titopool.top.view import SORTS, Abort, Quit, View
 
@@ -18,50 +19,51 @@ WIDTH = 180
 DRAW_S = 0.5
 
 
-def main(argv: Sequence[str]) -> int:
-    """Shows the table until `q`, or once; returns the exit code."""
-    options = parser().parse_args(argv)
-    try:
-        server = Server(options.url, key_of(options.api_key_file))
-    except ConfigError as error:
-        print(f"titopool: {error}", file=sys.stderr)
-        return 2
+@click.command(
+    "top", cls=Command,
+    examples=[
+        "titopool top",
+        "titopool top --url http://host-a:8000 --filter step-7",
+        'titopool top --once --sort "tokens out"',
+    ],
+)  # fmt: skip
+@url_option
+@click.option(
+    "--api-key-file", cls=Option, section="Server", type=click.Path(), metavar="FILE",
+    help="File with the key, instead of the environment. An administrator's key sees the ids of all "
+    "requests.",
+)  # fmt: skip
+@click.option(
+    "--interval-s", cls=Option, section="Table", type=Seconds(), default=1.0, show_default=True,
+    metavar="SECONDS", help="Between two looks.",
+)  # fmt: skip
+@click.option(
+    "--sort", cls=Option, section="Table", type=click.Choice(list(SORTS)), default="age",
+    show_default=True, help="Of requests.",
+)  # fmt: skip
+@click.option(
+    "--filter", "part", cls=Option, section="Table", default="", metavar="TEXT",
+    help="Text that a request's row must have.",
+)  # fmt: skip
+@click.option(
+    "--once", cls=Option, section="Output", is_flag=True,
+    help="Print one table, also to a pipe, and end.",
+)  # fmt: skip
+def top(
+    url: str, api_key_file: str | None, interval_s: float, sort: str, part: str, once: bool
+) -> int:
+    """Show the workers and the requests in flight of a running server, live.
+
+    Keys move, sort and filter; `a` aborts a request, `q` ends.
+    """
+    server = Server(url, key_of(api_key_file))
     view = View()
-    view.sort, view.filter = options.sort, options.filter
-    if options.once or not (sys.stdin.isatty() and sys.stdout.isatty()):
-        return show_once(server, view)
-    show_live(server, view, options.interval_s)
+    view.sort, view.filter = sort, part
+    if once or not (sys.stdin.isatty() and sys.stdout.isatty()):
+        show_once(server, view)
+    else:
+        show_live(server, view, interval_s)
     return 0
-
-
-def parser() -> argparse.ArgumentParser:
-    defaults = ServerConfig()
-    made = argparse.ArgumentParser(prog="titopool top", description=__doc__)
-    made.add_argument(
-        "--url", default=f"http://{defaults.host}:{defaults.port}", help="default: %(default)s"
-    )
-    made.add_argument(
-        "--api-key-file", metavar="FILE",
-        help=f"file with the key; default: {variable_of('admin_key')} or {variable_of('api_key')} of "
-        "the environment. An administrator's key sees the ids of all requests",
-    )  # fmt: skip
-    made.add_argument(
-        "--interval-s", type=seconds, default=1.0, help="between two looks (default: %(default)g)"
-    )
-    made.add_argument("--sort", choices=SORTS, default="age", help="of requests (default: age)")
-    made.add_argument("--filter", default="", help="text that a request's row must have")
-    made.add_argument(
-        "--once", action="store_true", help="print one table, also to a pipe, and end"
-    )
-    return made
-
-
-def seconds(text: str) -> float:
-    """A time of 0.1 s or more."""
-    value = float(text)
-    if not 0.1 <= value <= 3600:
-        raise argparse.ArgumentTypeError(f"expected 0.1 to 3600 seconds, got {text}")
-    return value
 
 
 def key_of(path: str | None) -> str:
@@ -76,20 +78,19 @@ def key_of(path: str | None) -> str:
     return next((os.environ[name] for name in names if os.environ.get(name)), "")
 
 
-def show_once(server: Server, view: View) -> int:
-    """Prints one table."""
+def show_once(server: Server, view: View) -> None:
+    """Prints one table.
+
+    Raises:
+        TitopoolError: the server does not answer, or refuses the key.
+    """
     from rich.console import Console
 
     from titopool.top.tables import once
 
-    try:
-        view.update(server.snapshot(None))
-    except TitopoolError as error:
-        print(f"titopool: {error}", file=sys.stderr)
-        return 1
+    view.update(server.snapshot(None))
     width = None if sys.stdout.isatty() or "COLUMNS" in os.environ else WIDTH
     Console(width=width, highlight=False).print(once(view, server.url))
-    return 0
 
 
 def show_live(server: Server, view: View, interval_s: float) -> None:

@@ -2,7 +2,6 @@
 
 import json
 import re
-import ssl
 import threading
 import time
 import urllib.error
@@ -11,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from titopool.commands.connection import Unreachable, unreachable
 from titopool.errors import TitopoolError
 
 TIMEOUT_S = 5.0
@@ -68,9 +68,9 @@ class Server:
         Raises:
             TitopoolError: it does not answer, or refuses the key.
         """
-        ready = json.loads(self._call("/ready", accepted=(503,)))
+        ready = self._json("/ready", "workers", accepted=(503,))
         metrics = self._call("/metrics")
-        listed = json.loads(self._call(f"/requests?limit={MAX_REQUESTS}"))
+        listed = self._json(f"/requests?limit={MAX_REQUESTS}", "requests")
         now_s = time.monotonic()
         counters = {
             (name, worker): float(value) for name, worker, value in _METRIC.findall(metrics)
@@ -91,6 +91,19 @@ class Server:
         body = json.dumps({"request_ids": [request_id]}).encode()
         self._call("/inference/v1/abort_requests", body)
 
+    def _json(self, path: str, field: str, accepted: tuple[int, ...] = ()) -> dict[str, Any]:
+        """The JSON object at `path`, which has `field`."""
+        text = self._call(path, accepted=accepted)
+        try:
+            found = json.loads(text)
+        except ValueError:
+            found = None
+        if not isinstance(found, dict) or field not in found:
+            raise Unreachable(
+                f"{self.url}: expected a titopool server, got {text[:80]!r}; check --url"
+            )
+        return found
+
     def _call(self, path: str, body: bytes | None = None, accepted: tuple[int, ...] = ()) -> str:
         headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
         if body is not None:
@@ -103,10 +116,8 @@ class Server:
             text = error.read().decode(errors="replace")
             if error.code not in accepted:
                 raise TitopoolError(f"{path}: {error.code}: {_message_of(text)}") from None
-        except (OSError, ValueError, ssl.SSLError) as error:
-            raise TitopoolError(
-                f"{self.url}: expected titopool's answer, got {getattr(error, 'reason', error)}"
-            ) from None
+        except (OSError, ValueError) as error:
+            raise unreachable(self.url, error) from None
         return text
 
 

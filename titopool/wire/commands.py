@@ -84,6 +84,8 @@ class BeginFolder(msgspec.Struct, frozen=True, tag="begin_folder"):
     folder: str
     # The trainer's own name for the version; "": the version.
     label: str = ""
+    # Digest of the files at the first worker, or in the pool's state; "": this worker's counts.
+    files: str = ""
 
 
 class ReceiveTensor(msgspec.Struct, frozen=True, tag="receive_tensor"):
@@ -182,7 +184,7 @@ class ReadChecksums(msgspec.Struct, frozen=True, tag="read_checksums"):
 class AbortRequests(msgspec.Struct, frozen=True, tag="abort_requests"):
     """End requests with the tokens that they have, also those that wait in front ends' queues."""
 
-    # The clients' ids; None: all requests.
+    # The clients' ids, of any key or as `owned_id` makes them; None: all requests.
     request_ids: list[str] | None
 
 
@@ -305,6 +307,8 @@ class LoadAdapter(msgspec.Struct, frozen=True, tag="load_adapter"):
     name: str
     version: Version
     folder: str
+    # As in `BeginFolder`.
+    files: str = ""
 
 
 class SwitchAdapter(msgspec.Struct, frozen=True, tag="switch_adapter"):

@@ -5,6 +5,7 @@ messages. Arrays travel as little-endian bytes: `int32` for token ids, counts an
 for log-probabilities.
 """
 
+from collections.abc import Collection
 from typing import Any, Literal
 
 import msgspec
@@ -128,7 +129,7 @@ class WorkerFacts(msgspec.Struct, frozen=True):
     # Tensor- times pipeline-parallel size.
     world_size: int
     # Capacity of the prefix cache; 0: prefix caching is off.
-    num_cache_tokens: int = 0
+    num_cache_tokens: Count = 0
     # None: the model does not accept images.
     images: ImageFacts | None = None
     # LoRA adapters that can be loaded at once; 0: adapters are off.
@@ -183,17 +184,14 @@ class FrontEndTotals(msgspec.Struct, frozen=True):
     # Bytes of the memory budget.
     memory_taken: int = 0
     memory_limit: int = 0
-    # Requests, those of front ends that have ended too: without room (429), with a body that is too
-    # large or arrives too slowly.
-    num_queue_full: int = 0
-    num_body_too_large: int = 0
-    num_body_too_slow: int = 0
     # Prompts that wait in the front end for a worker.
     num_waiting: int = 0
+    # Requests that were answered with an error, by its code; those of front ends that have ended too.
+    refused: dict[str, int] = {}
 
     @property
     def num_refused(self) -> int:
-        return self.num_queue_full + self.num_body_too_large + self.num_body_too_slow
+        return sum(self.refused.values())
 
 
 class KeyTotals(msgspec.Struct):
@@ -221,6 +219,11 @@ class Image(msgspec.Struct, frozen=True, array_like=True):
     data: bytes
     # Over the file and the processor's arguments. It is the image's key in all caches.
     digest: bytes
+
+
+def owned_id(key_name: str, client_id: str) -> str:
+    """An id that means requests of one key only; clients' ids have no line feed."""
+    return f"{key_name}\n{client_id}"
 
 
 class ChatParsing(msgspec.Struct, frozen=True):
@@ -272,6 +275,22 @@ class Job(msgspec.Struct, frozen=True):
     # W3C's header, of the front end's span; empty: the request is not traced.
     traceparent: str = ""
 
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Of the prompt, with image placeholders as the client sent them."""
+        return len(self.prompt_token_ids) // ID_BYTES
+
+    def num_tokens_of(self, num_sequences: int) -> int:
+        """The most tokens of the prompt and of so many of the completions."""
+        if num_sequences == self.num_sequences:
+            return self.num_tokens
+        num_sampled = self.num_tokens - self.num_prompt_tokens
+        return self.num_prompt_tokens + num_sampled * num_sequences // self.num_sequences
+
+    def is_named_in(self, ids: Collection[str]) -> bool:
+        """Whether `ids`, of any key or as `owned_id` makes them, have the id of its request."""
+        return self.client_id in ids or owned_id(self.key_name, self.client_id) in ids
+
 
 # ---- front end → worker -------------------------------------------------------------
 
@@ -302,11 +321,10 @@ class Generate(msgspec.Struct, frozen=True, tag="generate"):
     # The jobs start, each with a `JobProgress`, once those that other front ends sent apart have
     # their first tokens or have ended.
     apart: Apart = ""
-    # The jobs were sent ahead of free slots: each starts, with a `JobProgress`, once at most so many
-    # completions run, its own included. 0: they start at once.
-    num_places: Count = 0
-    # No other job of their requests was sent.
+    # No other job of their requests was sent: they pass those that wait for a slot.
     is_new: bool = False
+    # How many completions of each job may start; empty: all.
+    granted: list[Count] = []
 
     @classmethod
     def of_jobs(
@@ -314,14 +332,14 @@ class Generate(msgspec.Struct, frozen=True, tag="generate"):
         incarnation: str,
         jobs: list[Job],
         apart: Apart = "",
-        num_places: int = 0,
         is_new: bool = False,
+        granted: list[int] | None = None,
     ) -> "Generate":
         """The message for `jobs`, which share their options as objects."""
         distinct = {id(job.sampling): job.sampling for job in jobs}
         indices = {name: msgspec.Raw(encode(index)) for index, name in enumerate(distinct)}
         packed = [msgspec.structs.replace(job, sampling=indices[id(job.sampling)]) for job in jobs]
-        return cls(incarnation, packed, list(distinct.values()), apart, num_places, is_new)
+        return cls(incarnation, packed, list(distinct.values()), apart, is_new, granted or [])
 
     def whole_jobs(self) -> list[Job]:
         """The jobs with their sampling options, as objects that they share.
@@ -335,6 +353,13 @@ class Generate(msgspec.Struct, frozen=True, tag="generate"):
             msgspec.structs.replace(job, sampling=sampling[_decode_index(job.sampling)])
             for job in self.jobs
         ]
+
+
+class Grant(msgspec.Struct, frozen=True, tag="grant"):
+    """More completions of jobs that the worker has may start."""
+
+    # (job id, attempt, how many completions may start in all)
+    jobs: list[tuple[JobId, int, Count]]
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):
@@ -433,14 +458,15 @@ class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
     phase_s: float
     # The weights that this worker serves.
     weights: PoolWeights
-    # None until the engine is loaded; `loaded_at` is the Unix time of that.
+    # None until the engine is loaded; `loaded_s` is the time since then. A time of day would be that of
+    # the worker's host, whose clock another host's clock does not know.
     facts: WorkerFacts | None
-    loaded_at: float
+    loaded_s: float
     # Front ends that use this worker, and the load from front ends other than the receiver.
     num_front_ends: int
     other_sequences: int
     other_tokens: int
-    # Completions in flight for all front ends, and totals for all front ends.
+    # Completions that the engine runs or holds for all front ends, and totals for all front ends.
     num_sequences: int
     counters: WorkerCounters
     # By staging (`workers/in_model/receiving/staging.py`); "folder", and "none" before any tensor.
@@ -464,6 +490,8 @@ class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
     pauses: dict[str, Durations] = {}
     # Seconds for one prompt's images, by stage: "decode", "preprocess".
     image_stages: dict[str, Distribution] = {}
+    # As in `Load`.
+    num_wanted_ahead: Count = 0
 
 
 class MetricFamily(msgspec.Struct, frozen=True, array_like=True):
@@ -500,6 +528,8 @@ class Load(msgspec.Struct, frozen=True, tag="load"):
     # Digests of prompts that have come and of completions that have ended since the last report:
     # chains, one after the other. Some are left out if there are too many.
     prefixes: bytes = b""
+    # How many completions the worker wants ahead of free slots, so that no slot waits for a message.
+    num_wanted_ahead: Count = 0
 
 
 NO_LOAD = Load(0, 0)
@@ -560,15 +590,18 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
 
 
 class JobProgress(msgspec.Struct, frozen=True, tag="progress"):
-    """How far a job has come, for the question which job ended an engine.
+    """How far a job has come: which slots are free, and which job may have ended an engine.
 
-    Sent when a job starts that was sent ahead, runs apart or was held beside such a one, and for every
-    job that is not streamed some time after its first token.
+    Sent when completions start that may have waited, when some of a job's completions have ended, and for
+    every job that is not streamed some time after its first token.
     """
 
     job_id: JobId
     attempt: int
     has_token: bool
+    # Of its completions so far; 0 if they start without waiting.
+    num_started: Count = 0
+    num_ended: Count = 0
 
 
 Result = Completed | Failed | Chunk | JobProgress
@@ -588,7 +621,7 @@ class EndWaiting(msgspec.Struct, frozen=True, tag="end_waiting"):
 
     # Of this call, for the answer.
     name: str
-    # The clients' ids; None: all jobs.
+    # The clients' ids, of any key or as `owned_id` makes them; None: all jobs.
     client_ids: list[str] | None
 
 
@@ -612,7 +645,16 @@ class Stopping(msgspec.Struct, frozen=True, tag="stopping"):
 
 
 ToWorker = (
-    Hello | Generate | Abort | Drift | Compared | EndedWaiting | ListedRequests | Leave | Command
+    Hello
+    | Generate
+    | Grant
+    | Abort
+    | Drift
+    | Compared
+    | EndedWaiting
+    | ListedRequests
+    | Leave
+    | Command
 )
 FromWorker = (
     Heartbeat | EngineMetrics | Load | Results | EndWaiting | ListRequests | Stopping | CommandDone

@@ -4,7 +4,10 @@ A worker binds a ROUTER. Every front end connects a DEALER to each worker. Conte
 created in the process and thread that use them.
 """
 
+import errno
 import os
+import socket as sockets
+import sys
 import tempfile
 from pathlib import Path
 
@@ -15,6 +18,8 @@ from titopool.secret_files import read_secret_file
 
 # Longest path of a Unix socket: the size of `sun_path` without the final zero.
 MAX_IPC_PATH_BYTES = 107
+# Characters of a command line that are shown.
+MAX_COMMAND = 60
 # The end of an endpoint whose port the kernel chooses.
 ANY_PORT = ":0"
 
@@ -41,6 +46,39 @@ def listen_address(endpoint: str) -> str:
     return endpoint.removeprefix("tcp://").rpartition(":")[0]
 
 
+def fault_of_listening(host: str, port: int) -> str:
+    """Why no process can listen at this address, in words; "" if one can."""
+    try:
+        with sockets.socket(sockets.AF_INET6 if ":" in host else sockets.AF_INET) as probe:
+            probe.setsockopt(sockets.SOL_SOCKET, sockets.SO_REUSEADDR, 1)
+            probe.bind((host, port))
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            return f"expected a free port, got {port}, which {holder_of(port)} has"
+        return f"expected an address at which this process may listen, got {host}:{port} ({error.strerror})"
+    return ""
+
+
+def holder_of(port: int) -> str:
+    """Who has a TCP port of this host, in words."""
+    # Only here: it is imported for a message.
+    import psutil
+
+    try:
+        found = [one for one in psutil.net_connections("tcp") if one.laddr and one.laddr[1] == port]
+        # One that listens, before its connections.
+        found.sort(key=lambda one: (one.status != psutil.CONN_LISTEN, one.pid or sys.maxsize))
+        if found and found[0].pid:
+            words = " ".join(psutil.Process(found[0].pid).cmdline())[:MAX_COMMAND]
+            # Another user chose them, and a terminal shows them.
+            shown = "".join(one if one.isprintable() else "?" for one in words)
+            return f"process {found[0].pid} ({shown or 'of no name'})"
+    except (psutil.Error, OSError):
+        # Not every system shows it.
+        pass
+    return "a process of another user or container"
+
+
 def bind_router(
     context: zmq.Context[zmq.Socket[bytes]], endpoint: str, key_file: str
 ) -> zmq.Socket[bytes]:
@@ -59,14 +97,29 @@ def bind_router(
         socket.bind(endpoint)
     except zmq.ZMQError as error:
         socket.close(linger=0)
-        raise ConfigError(f"endpoint {endpoint}: cannot listen at this address: {error}") from error
+        reason = str(error)
+        if error.errno == errno.EADDRINUSE and endpoint.startswith("tcp://"):
+            holder = holder_of(int(endpoint.rpartition(":")[2]))
+            reason = f"{holder} has its port; choose another, or stop that process"
+        raise ConfigError(
+            f"endpoint {endpoint}: cannot listen at this address: {reason}"
+        ) from error
     return socket
 
 
 def connect_dealer(
     context: zmq.Context[zmq.Socket[bytes]], endpoint: str, key_file: str
 ) -> zmq.Socket[bytes]:
-    """A front end's socket to one worker, which may start later.
+    """A front end's socket to one worker, which may start later; raises as `make_dealer`."""
+    socket = make_dealer(context, endpoint, key_file)
+    socket.connect(endpoint)
+    return socket
+
+
+def make_dealer(
+    context: zmq.Context[zmq.Socket[bytes]], endpoint: str, key_file: str
+) -> zmq.Socket[bytes]:
+    """A front end's socket to one worker, not yet connected: a monitor sees what comes after it.
 
     Raises:
         ConfigError: the key file holds no key.
@@ -82,7 +135,6 @@ def connect_dealer(
         socket.curve_serverkey = public
         socket.curve_publickey = public
         socket.curve_secretkey = secret
-    socket.connect(endpoint)
     return socket
 
 
@@ -103,7 +155,8 @@ def read_curve_key(key_file: str) -> tuple[bytes, bytes]:
     """The (public, secret) CURVE key of `key_file`, Z85-encoded. Creates a missing file.
 
     Raises:
-        ConfigError: the file name is empty, the file holds no key, or other users may read it.
+        ConfigError: the file name is empty, the file holds no key or cannot be written, or other
+            users may read it.
     """
     if not key_file:
         raise ConfigError(
@@ -111,7 +164,13 @@ def read_curve_key(key_file: str) -> tuple[bytes, bytes]:
         )
     path = Path(key_file)
     if not path.exists():
-        _make_curve_key(path)
+        try:
+            _make_curve_key(path)
+        except OSError as error:
+            raise ConfigError(
+                f"curve_key_file: expected a folder with space for a new key, got {error}; make space, "
+                "or name another file"
+            ) from error
     secret = read_secret_file(key_file, "curve_key_file").strip()
     try:
         return zmq.curve_public(secret), secret

@@ -27,6 +27,8 @@ PACKED = "uint8"
 CHECKSUM_FACTOR = 2_654_435_761
 # Words of a tensor whose factors are in memory at once; these take 24 bytes a word.
 CHECKSUM_WORDS = 2**22
+# Rows of two tensors that are compared at once.
+COMPARED_ROWS = 4096
 
 
 @dataclass(frozen=True)
@@ -191,3 +193,26 @@ def checksum(tensors: Sequence[Any]) -> str:
     for tensor in tensors:
         found.add(tensor)
     return found.digest()
+
+
+def is_same(one: Any, other: Any, *, dtype: Any = None) -> bool:
+    """Whether two tensors have the same shape and, exactly, the same values.
+
+    Of one dtype they are compared as bits, so that NaN equals itself; of two, as values of `dtype`
+    (None: the one that holds both).
+    """
+    import torch
+
+    if one.shape != other.shape:
+        return False
+    common = torch.uint8
+    if one.dtype != other.dtype:
+        common = dtype or torch.promote_types(one.dtype, other.dtype)
+
+    def form(rows: Any) -> Any:
+        rows = rows.to(one.device).contiguous()
+        return rows.view(common) if one.dtype == other.dtype else rows.to(common)
+
+    # A comparison takes memory, here of some rows only.
+    parts = zip(one.split(COMPARED_ROWS), other.split(COMPARED_ROWS), strict=True)
+    return all(torch.equal(form(left), form(right)) for left, right in parts)

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from titopool.errors import ConfigError
 from titopool.settings.logs import configure_logging, show
 from titopool.settings.sources import from_environment
+from titopool.wire.pool_files import own_run_dir
 from titopool.wire.sockets import read_curve_key
 from workers.supervisor.master import end_master, parser_of, remove_orphaned_run_dir
 from workers.supervisor.supervisor import StartFailed, greeting, is_healthy
@@ -24,6 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser_of("python -m workers.cluster").parse_args(argv)
     config = from_environment()
     configure_logging(config.log_level, log_format=config.log_format)
+    own_run_dir(config.run_dir)
     stopped: list[int] = []
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, _: stopped.append(number))

@@ -25,7 +25,7 @@ from ray.util.scheduling_strategies import (
 
 from titopool.launch import child_environment
 from titopool.settings.config import ServerConfig
-from titopool.wire.pool_files import write_endpoints
+from titopool.wire.pool_files import EndpointsFile
 from workers.cluster.worker_actor import WorkerActor, WorkerState
 from workers.supervisor.scale import Scale
 from workers.supervisor.supervisor import LEAVE_MARGIN_S, StartFailed
@@ -89,7 +89,7 @@ class RayPool:
         self._secret = secret
         self._scale = Scale(self._config)
         self._workers: list[RayWorker] = []
-        self._endpoints: list[str] = []
+        self._endpoints_file = EndpointsFile(config.run_dir)
         # Servers on several hosts may have the same process number.
         self._name = f"{os.uname().nodename}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
         # Of one node, and of all that were seen: nodes with GPUs may be lost, or be drained.
@@ -137,9 +137,7 @@ class RayPool:
         endpoints = [
             one.state.endpoint for one in self._workers if one.state and one.state.endpoint
         ]
-        if endpoints != self._endpoints:
-            self._endpoints = endpoints
-            write_endpoints(self._config.run_dir, endpoints)
+        self._endpoints_file.keep(endpoints)
         time.sleep(POLL_S)
 
     def stop(self) -> None:

@@ -5,7 +5,6 @@ must, when its process or node dies.
 """
 
 import os
-import tempfile
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ import ray
 from titopool.settings.config import ENV_PREFIX
 from titopool.settings.logs import configure_logging
 from titopool.settings.sources import from_environment
-from titopool.wire.pool_files import write_wanted
+from titopool.wire.pool_files import make_run_dir, write_wanted
 from workers.supervisor.phase_pipe import Load
 from workers.supervisor.supervisor import Supervisor
 
@@ -47,7 +46,7 @@ class WorkerActor:
             secret: the CURVE key.
             port: on which the worker listens; 0: any free one, another after a restart.
         """
-        run_dir = tempfile.mkdtemp(prefix="titopool-")
+        run_dir = make_run_dir()
         key_file = Path(run_dir) / "curve-key"
         key_file.touch(mode=0o600)
         key_file.write_text(secret)

@@ -3,8 +3,9 @@
 Runs in: each worker process, on its event loop.
 """
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple, Protocol
+import asyncio
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from titopool.wire.messages import (
     Chunk,
@@ -20,6 +21,7 @@ from workers.engine.versions import Versions
 from workers.engine.weights import WeightEngine
 
 ReportPhase = Callable[[str], None]
+Ended = TypeVar("Ended")
 OnChunk = Callable[[Chunk | JobProgress], None]
 
 
@@ -51,6 +53,67 @@ class Generated(NamedTuple):
     timings: Timings | None = None
 
 
+class Slots(Protocol):
+    """The engine's slots for one job. The job has the one of its first completion when it begins."""
+
+    is_stopped: bool
+
+    async def take(self) -> bool:
+        """Returns once the next completion may start; False if none may, because of `stop`."""
+
+    def give_back(self, num_steps: int, took_s: float) -> None:
+        """A completion has ended by itself, after `num_steps` of the engine, which took so long."""
+
+    def stop(self) -> None:
+        """No further completion starts."""
+
+
+class FreeSlots:
+    """`Slots` of an engine that has nothing else to do."""
+
+    is_stopped = False
+
+    async def take(self) -> bool:
+        return True
+
+    def give_back(self, num_steps: int, took_s: float) -> None:
+        pass
+
+    def stop(self) -> None:
+        pass
+
+
+async def in_slots(
+    num: int,
+    complete: Callable[[int], Coroutine[Any, Any, Ended]],
+    slots: Slots,
+    *,
+    after: asyncio.Event | None = None,
+) -> list[Ended]:
+    """Runs `complete(index)` for `num` completions of a job, each as soon as it has a slot.
+
+    Args:
+        after: what the others wait for, besides their slots.
+
+    Returns:
+        The results in order; fewer if no further completion may start.
+    """
+    if num == 1:
+        return [await complete(0)]
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(complete(0))]
+            if after is not None:
+                await after.wait()
+            while len(tasks) < num and await slots.take():
+                tasks.append(group.create_task(complete(len(tasks))))
+    except BaseExceptionGroup as errors:
+        # The others were cancelled, as the job fails with the first.
+        error = errors.exceptions[0]
+        raise error from error.__cause__
+    return [task.result() for task in tasks]
+
+
 class EngineDead(Exception):
     """The engine can never answer again; the worker process must end."""
 
@@ -76,8 +139,8 @@ class Engine(Protocol):
     async def warm_up(self) -> None:
         """Generates once, so that no request waits for code that is compiled on first use."""
 
-    async def run(self, job: Job, on_chunk: OnChunk) -> Generated:
-        """Generates all completions of `job`.
+    async def run(self, job: Job, on_chunk: OnChunk, slots: Slots) -> Generated:
+        """Generates all completions of `job`, each in a slot.
 
         `on_chunk` gets the chunks of a streamed job, and of another one that it has its first token.
 

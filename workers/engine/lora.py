@@ -13,19 +13,48 @@ import json
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from titopool.errors import Conflict, InvalidRequest, ModelNotFound
 from titopool.wire.pool_state import AdapterRecord
-from workers.ledger import digest_of_files
+from workers.in_model.checkpoint_files import ADAPTER_FILES, check_files
 
 logger = logging.getLogger(__name__)
 
-FILES = ("adapter_config.json", "adapter_model.safetensors")
 # vLLM reads a few megabytes and copies them to each of its processes.
 LOAD_TIMEOUT_S = 50.0
+
+
+# Options of PEFT with which an adapter computes something else, or which change the base weights.
+CHANGING = (
+    "rank_pattern", "alpha_pattern", "lora_bias", "init_lora_weights", "alora_invocation_tokens",
+    "layer_replication", "use_bdlora", "use_qalora",
+)  # fmt: skip
+# Of `init_lora_weights`, as in vLLM 0.32's `PEFTHelper`: with these a saved adapter is a plain one.
+PLAIN_INITS = ("gaussian", "eva", "orthogonal", "mica", "lora_ga")
+
+
+def ignored_options(config: dict[str, Any]) -> list[str]:
+    """The options of `adapter_config.json` that the installed vLLM ignores although they count.
+
+    vLLM before 0.32 reads none of `CHANGING`; a later one supports an option or refuses it.
+    """
+    asked = [name for name in CHANGING if _is_asked(name, config.get(name))]
+    if not asked:
+        # Importing vLLM's module takes seconds where nothing else of vLLM is there.
+        return []
+    from vllm.lora.peft_helper import PEFTHelper
+
+    read = {one.name for one in fields(PEFTHelper)}
+    return [name for name in asked if name not in read]
+
+
+def _is_asked(name: str, value: Any) -> bool:
+    if name == "init_lora_weights":
+        return isinstance(value, str) and value.lower() not in PLAIN_INITS
+    return bool(value)
 
 
 @dataclass(eq=False)
@@ -65,6 +94,8 @@ class Adapters:
         self._ids = itertools.count(1)
         self._serving: dict[str, Adapter] = {}
         self._loaded: dict[tuple[str, int], Adapter] = {}
+        # The greatest version that has served under each name.
+        self._served: dict[str, int] = {}
         self._retired: set[Adapter] = set()
         self._removals: set[asyncio.Task[None]] = set()
 
@@ -80,8 +111,11 @@ class Adapters:
 
     @property
     def latest_versions(self) -> dict[str, int]:
-        """The greatest version under each name, serving or not."""
-        latest = dict(self.versions)
+        """The greatest version under each name, serving or not, also if it was unloaded.
+
+        So a version that the server counts means one adapter for as long as a worker lives.
+        """
+        latest = dict(self._served)
         for name, version in self._loaded:
             latest[name] = max(version, latest.get(name, 0))
         return latest
@@ -90,13 +124,18 @@ class Adapters:
         """Whether a version is loaded and does not serve yet."""
         return (name, version) in self._loaded
 
-    async def load(self, name: str, version: int, folder: str) -> None:
-        """Loads a version; the current one keeps serving.
+    async def load(self, name: str, version: int, folder: str, files: str = "") -> str:
+        """Loads a version; the current one keeps serving. Returns the digest of the files.
+
+        Args:
+            files: the digest that they have elsewhere; "": unknown.
 
         Raises:
             InvalidRequest: the engine cannot load an adapter from the folder.
-            Conflict: the version is loaded already, or the engine holds no further adapter.
+            Conflict: the version is loaded already, the engine holds no further adapter, or the
+                files are others than `files`, or change meanwhile.
         """
+        files = await check_files(folder, files, is_adapter=True)
         if self.is_loaded(name, version) or self.versions.get(name) == version:
             raise Conflict(f"lora_name: {name} has version {version} already; load another version")
         num = len(self._serving) + len(self._loaded) + len(self._retired)
@@ -106,7 +145,7 @@ class Adapters:
                 "that requests in flight use; unload one, or start with a greater --max-cpu-loras"
             )
         self._check(Path(folder))
-        adapter = Adapter(name, version, next(self._ids), folder, digest_of_files(folder))
+        adapter = Adapter(name, version, next(self._ids), folder, files)
         self._loaded[name, version] = adapter
         try:
             async with asyncio.timeout(LOAD_TIMEOUT_S):
@@ -117,22 +156,37 @@ class Adapters:
             raise InvalidRequest(
                 f"lora_path: the engine refused the adapter: {lines[-1][:300]}", param="lora_path"
             ) from error
+        try:
+            return await check_files(folder, files, is_adapter=True)
+        except Conflict:
+            self.drop(name, version)
+            raise
 
     def _check(self, folder: Path) -> None:
-        missing = [name for name in FILES if not (folder / name).is_file()]
+        missing = [name for name in ADAPTER_FILES if not (folder / name).is_file()]
         if missing:
             raise InvalidRequest(
-                f"lora_path: expected {' and '.join(FILES)} in the folder, {missing[0]} is missing",
+                f"lora_path: expected {' and '.join(ADAPTER_FILES)} in the folder, {missing[0]} is missing",
                 param="lora_path",
             )
         try:
-            rank = json.loads((folder / FILES[0]).read_bytes()).get("r")
-        except (ValueError, AttributeError, OSError):
-            rank = None
+            config = dict(json.loads((folder / ADAPTER_FILES[0]).read_bytes()))
+        except (ValueError, TypeError, OSError):
+            config = {}
+        rank = config.get("r")
         if not isinstance(rank, int) or not 0 < rank <= self._max_rank:
             raise InvalidRequest(
                 f"lora_path: expected a rank `r` from 1 to {self._max_rank} (--max-lora-rank) in "
                 f"adapter_config.json, got {rank}",
+                param="lora_path",
+            )
+        if ignored := ignored_options(config):
+            raise InvalidRequest(
+                "lora_path: expected options that this version of vLLM reads, got "
+                f"{', '.join(ignored)} in adapter_config.json, which it ignores: it would compute "
+                "another adapter; merge the adapter into the weights that you send (WeightsClient: "
+                "update(model), or model.merge_and_unload()), or start the server with vLLM 0.32 or "
+                "later, which knows patterns and refuses the others",
                 param="lora_path",
             )
 
@@ -147,6 +201,7 @@ class Adapters:
             )
         self._retire(self._serving.get(name))
         self._serving[name] = adapter
+        self._served[name] = max(version, self._served.get(name, 0))
         logger.info("adapter %s serves version %d", name, version)
 
     def drop(self, name: str, version: int) -> None:

@@ -7,7 +7,7 @@ or step by step.
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ from titopool.errors import ConfigError, InvalidRequest
 from titopool.settings.config import ServerConfig
 from titopool.wire.messages import ChatParsing
 from workers.engine.sampling import client_errors
+from workers.engine.thoughts import THINKING, Thoughts, find_thoughts
 
 logger = logging.getLogger(__name__)
 
@@ -62,16 +63,28 @@ class Parsers:
 
         self._tokenizer = llm.renderer.tokenizer
         self._model_config = llm.model_config
+        is_harmony = self._model_config.hf_config.model_type == "gpt_oss"
+        # None: the model does not think, or (gpt-oss) vLLM's parser makes grammars with thoughts.
+        self.thoughts: Thoughts | None = None
         try:
             self._parser_class = ParserManager.get_parser(
                 tool_parser_name=tool_call_parser or None,
                 reasoning_parser_name=reasoning_parser or None,
                 enable_auto_tools=bool(tool_call_parser),
                 model_name=self._model_config.model,
-                is_harmony=self._model_config.hf_config.model_type == "gpt_oss",
+                is_harmony=is_harmony,
             )
             # Some constructors raise if the tokenizer lacks the parser's tokens.
             self.make(None, {})
+            if reasoning_parser and not is_harmony:
+                self.thoughts = find_thoughts(reasoning_parser, llm)
+                self._answer_class = ParserManager.get_parser(
+                    tool_parser_name=tool_call_parser or None,
+                    reasoning_parser_name=None,
+                    enable_auto_tools=bool(tool_call_parser),
+                    model_name=self._model_config.model,
+                    is_harmony=False,
+                )
         except Exception as error:
             raise ConfigError(
                 f"tool_call_parser {tool_call_parser!r}, reasoning_parser {reasoning_parser!r}: expected "
@@ -80,13 +93,32 @@ class Parsers:
 
     def make(self, tools: Any, chat_template_kwargs: dict[str, Any]) -> Any:
         """A vLLM Parser for one completion: parsers are stateful."""
-        assert self._parser_class is not None
-        return self._parser_class(
+        return self._of_class(self._parser_class, tools, chat_template_kwargs)
+
+    def make_for_answer(self, tools: Any, chat_template_kwargs: dict[str, Any]) -> Any:
+        """A vLLM Parser for a completion without a thought; None: all of its text is content."""
+        if self._answer_class is None:
+            return None
+        return self._of_class(self._answer_class, tools, chat_template_kwargs)
+
+    def _of_class(self, kind: Any, tools: Any, chat_template_kwargs: dict[str, Any]) -> Any:
+        return kind(
             self._tokenizer,
             tools,
             chat_template_kwargs=chat_template_kwargs,
             model_config=self._model_config,
         )
+
+    def unparsed_arguments(self, prompt_token_ids: bytes) -> dict[str, Any]:
+        """Arguments of AsyncLLM.generate for a grammar of a job that nobody parses.
+
+        The grammar holds from the first token, or from the end of a thought that the prompt opens.
+        """
+        if self.thoughts is None:
+            return {}
+        if self.thoughts.is_open(np.frombuffer(prompt_token_ids, np.int32)):
+            return {"reasoning_ended": False, "reasoning_parser_kwargs": THINKING}
+        return {"reasoning_ended": True}
 
     def begin(self, chat: ChatParsing, params: Any, prompt_token_ids: bytes) -> "Parsing":
         """The parsing of a job; adjusts `params`, vLLM's SamplingParams, as the parsers require.
@@ -137,6 +169,9 @@ class Parsing:
         self._stream_parsers: dict[int, Any] = {}
         self._callers: set[int] = set()
         parser = parsers.make(request.tools, chat_template_kwargs)
+        # Whether completions may begin with what the grammar matches.
+        self._may_begin_with_answer = False
+        asked = params.structured_outputs
         self._has_tools = parser.tool_parser is not None and request.tool_choice != "none"
         if self._has_tools or parser.reasoning_parser is not None:
             request = parser.adjust_request(request)
@@ -144,29 +179,56 @@ class Parsing:
             params.spaces_between_special_tokens = request.spaces_between_special_tokens
             params.structured_outputs = request.structured_outputs
         self._request = request
-        self.engine_arguments = self._reasoning_arguments(parser)
+        is_clients = asked is not None and params.structured_outputs == asked
+        self.engine_arguments = self._reasoning_arguments(parser, params, is_clients)
 
-    def _reasoning_arguments(self, parser: Any) -> dict[str, Any]:
-        """Arguments of AsyncLLM.generate: whether the grammar applies from the first token on."""
+    def _reasoning_arguments(self, parser: Any, params: Any, is_clients: bool) -> dict[str, Any]:
+        """Arguments of AsyncLLM.generate: whether the grammar applies from the first token on.
+
+        Where the model may open a thought by itself, the grammar in `params` becomes one that the
+        thought may come before.
+        """
         if parser.reasoning_parser is None:
             return {}
-        request = self._request
+        request, thoughts = self._request, self._parsers.thoughts
         is_of_parser = getattr(request, "_grammar_from_parser", False) or getattr(
             request, "_grammar_from_tool_parser", False
         )
-        return {
-            "reasoning_ended": not request.include_reasoning
+        has_ended = (
+            not request.include_reasoning
             or is_of_parser
-            or parser.is_reasoning_end(self._prompt_ids),
+            or parser.is_reasoning_end(self._prompt_ids)
+        )
+        if thoughts is not None and params.structured_outputs is not None and not is_of_parser:
+            if not has_ended and not thoughts.is_open(np.array(self._prompt_ids, np.int32)):
+                has_ended = True
+                params.structured_outputs = thoughts.before_grammar(params.structured_outputs)
+            # A grammar that a tool parser made may have thoughts in its free text, which only
+            # their one token tells from an answer.
+            self._may_begin_with_answer = has_ended and (
+                is_clients or thoughts.start_id is not None
+            )
+        return {
+            "reasoning_ended": has_ended,
             "reasoning_parser_kwargs": {"chat_template_kwargs": self._kwargs},
         }
+
+    def _parser_of(self, token_ids: Sequence[int]) -> Any:
+        """The parser of a completion that begins with `token_ids`; None: its text is content."""
+        arguments, thoughts = (self._request.tools, self._kwargs), self._parsers.thoughts
+        has_thought = thoughts is None or list(token_ids[:1]) == [thoughts.start_id]
+        if self._may_begin_with_answer and not has_thought:
+            return self._parsers.make_for_answer(*arguments)
+        return self._parsers.make(*arguments)
 
     def whole(self, one: Any) -> Parsed:
         """The message of `one`, a finished vLLM CompletionOutput."""
         return _or_plain_text(lambda: self._parse(one), one.text, one.finish_reason)
 
     def _parse(self, one: Any) -> Parsed:
-        parser = self._parsers.make(self._request.tools, self._kwargs)
+        parser = self._parser_of(one.token_ids)
+        if parser is None:
+            return {"content": one.text}, one.finish_reason
         if hasattr(parser, "set_prompt_token_ids"):
             parser.set_prompt_token_ids(self._prompt_ids)
         reasoning, content, calls = parser.parse(
@@ -193,10 +255,11 @@ class Parsing:
     def _parse_delta(
         self, index: int, text: str, token_ids: list[int], finish_reason: str
     ) -> Parsed:
-        parser = self._stream_parsers.get(index)
+        if index not in self._stream_parsers:
+            self._stream_parsers[index] = self._parser_of(token_ids)
+        parser = self._stream_parsers[index]
         if parser is None:
-            parser = self._parsers.make(self._request.tools, self._kwargs)
-            self._stream_parsers[index] = parser
+            return {"content": text} if text else {}, finish_reason
         added = parser.parse_delta(
             delta_text=text,
             delta_token_ids=token_ids,

@@ -1,5 +1,6 @@
 """Converts sampling options to vLLM's SamplingParams, and vLLM's errors to titopool's."""
 
+import copy
 from functools import cache
 from typing import Any
 
@@ -10,7 +11,7 @@ from titopool.settings.sampling import SamplingOptions
 
 
 def to_vllm_params(options: SamplingOptions, *, is_streamed: bool = False) -> Any:
-    """vLLM's SamplingParams.
+    """vLLM's SamplingParams of one completion, checked for all `n` of them.
 
     Args:
         is_streamed: asks vLLM for an output of each completion, as CUMULATIVE does: `OpenStreams`
@@ -41,7 +42,7 @@ def to_vllm_params(options: SamplingOptions, *, is_streamed: bool = False) -> An
         ):
             if name in values:
                 values[name] = kind(**msgspec.to_builtins(values[name]))
-        return params_class()(
+        params = params_class()(
             **values,
             flat_logprobs=True,
             output_kind=RequestOutputKind.CUMULATIVE
@@ -50,6 +51,21 @@ def to_vllm_params(options: SamplingOptions, *, is_streamed: bool = False) -> An
         )
     except client_errors() as error:
         raise InvalidRequest(f"sampling options: {error}") from error
+    params.n = 1
+    return params
+
+
+def params_of_other(params: Any, index: int) -> Any:
+    """`params` of a job's first completion for another one, as vLLM derives them.
+
+    The prompt is scored once.
+    """
+    params = copy.copy(params)
+    if params.seed is not None:
+        params.seed += index
+    if params.prompt_logprobs is not None:
+        params.prompt_logprobs, params.skip_reading_prefix_cache = None, False
+    return params
 
 
 @cache
@@ -104,4 +120,14 @@ def failed_inside(params: Any, *, num_tokens: int) -> InvalidRequest | Generatio
         return InvalidRequest(
             "the engine could not use structured_outputs; check the grammar in it"
         )
+    if params.structured_outputs is not None:
+        # vLLM samples some token where a grammar and other options leave none, and refuses it.
+        restricting = ("allowed_token_ids", "bad_words")
+        given = [name for name in restricting if getattr(params, name)]
+        if given:
+            return InvalidRequest(
+                f"{', '.join(given)}: expected options that leave a token which the grammar of "
+                f"structured_outputs allows, got none after {num_tokens} tokens; change one of them",
+                param=given[0],
+            )
     return GenerationFailed("the engine ended this prompt with finish_reason 'error'")

@@ -1,14 +1,16 @@
-"""Which version of the weights made which tokens of a request, also across updates.
+"""Which version of the weights made which tokens of a completion, also across updates.
 
-No work is done per token. While generation is paused for an update, the tokens of each request in
-flight are counted; later tokens belong to the next version.
+Each completion is a request of vLLM's. No work is done per token. While generation is paused for an
+update, the tokens of each request in flight are counted; later tokens belong to the next version.
 """
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 
-# For each request id: the number of tokens of each unfinished completion, by index.
-Progress = Mapping[str, Mapping[int, int]]
+from titopool.wire.messages import Job, owned_id
+
+# The number of tokens of each request, by its id.
+Progress = Mapping[str, int]
 Span = tuple[int, int]
 
 
@@ -17,21 +19,20 @@ class History:
 
     def __init__(self, last_version: int):
         self._last_version = last_version
-        # For each earlier version: tokens of each unfinished completion when it was replaced.
-        self._ends: list[tuple[int, Mapping[int, int]]] = []
+        # For each earlier version: the request's tokens when it was replaced.
+        self._ends: list[tuple[int, int]] = []
 
-    def end(self, version: int, num_tokens: Mapping[int, int], next_version: int) -> None:
+    def end(self, version: int, num_tokens: int, next_version: int) -> None:
         """`next_version` replaces `version` when the request has `num_tokens`."""
         self._ends.append((version, num_tokens))
         self._last_version = next_version
 
-    def spans(self, index: int, num_tokens: int) -> list[Span]:
-        """`[(version, first token)]` of completion `index`, which has `num_tokens` in all."""
+    def spans(self, num_tokens: int) -> list[Span]:
+        """`[(version, first token)]` of the completion, which has `num_tokens` in all."""
         spans: list[Span] = []
         begin = 0
-        for version, counts in self._ends:
-            # A completion without a count had ended before.
-            end = min(counts.get(index, num_tokens), num_tokens)
+        for version, count in self._ends:
+            end = min(count, num_tokens)
             if end > begin:
                 spans.append((version, begin))
                 begin = end
@@ -49,13 +50,58 @@ class Versions:
         self.num_aborts = 0
         self._num_requests = 0
         self.open: set[str] = set()
-        # The clients' own ids of open requests that have one.
+        # The clients' own ids of open requests that have one, and the names of their keys.
         self._client_ids: dict[str, str] = {}
+        self._key_names: dict[str, str] = {}
         self._histories: dict[str, History] = {}
+        # The open jobs by the order of their coming, each with what stops its completions that have
+        # not started, and whether all of them wait.
+        self._jobs: dict[int, tuple[Job, Callable[[], None], bool]] = {}
+        self._num_jobs = 0
 
     @contextmanager
-    def request(self, job_id: int, client_id: str = "") -> Iterator[str]:
-        """A unique id for a request, which counts as open within the block.
+    def job(
+        self, job: Job, stop: Callable[[], None], *, is_waiting: bool = False
+    ) -> Iterator[None]:
+        """A job counts as open within the block; `stop` keeps its further completions from starting.
+
+        Args:
+            is_waiting: whether the engine has nothing of it yet.
+        """
+        self._num_jobs += 1
+        number = self._num_jobs
+        self._jobs[number] = (job, stop, is_waiting)
+        try:
+            yield
+        finally:
+            del self._jobs[number]
+
+    @property
+    def num_jobs(self) -> int:
+        """Open jobs."""
+        return len(self._jobs)
+
+    def stop_jobs(self, client_ids: Collection[str] | None, *, waiting: bool = True) -> int:
+        """Stops the open jobs that are named in these ids, or all; returns how many.
+
+        Args:
+            waiting: also those of which the engine has nothing yet.
+        """
+        stopped = [
+            stop
+            for job, stop, is_waiting in self._jobs.values()
+            if (waiting or not is_waiting)
+            and (client_ids is None or (job.client_id and job.is_named_in(client_ids)))
+        ]
+        for stop in stopped:
+            stop()
+        # So that completions which the engine aborts then count as aborted on purpose.
+        self.num_aborts += 1
+        return len(stopped)
+
+    @contextmanager
+    def request(self, job_id: int, client_id: str = "", key_name: str = "") -> Iterator[str]:
+        """A unique id for a completion's request, which counts as open within the block.
 
         Job ids are unique for one front end only. `client_id` need not be unique.
         """
@@ -64,6 +110,7 @@ class Versions:
         self.open.add(request_id)
         if client_id:
             self._client_ids[request_id] = client_id
+            self._key_names[request_id] = key_name
         try:
             yield request_id
         except BaseException:
@@ -72,10 +119,16 @@ class Versions:
         finally:
             self.open.discard(request_id)
             self._client_ids.pop(request_id, None)
+            self._key_names.pop(request_id, None)
 
     def named(self, client_ids: Collection[str]) -> list[str]:
-        """The open requests to which clients gave one of these ids."""
-        return list(self.client_ids_of(client_ids))
+        """The open requests to which clients gave one of these ids, or `owned_id` of one."""
+        wanted = set(client_ids)
+        return [
+            request_id
+            for request_id, name in self._client_ids.items()
+            if name in wanted or owned_id(self._key_names[request_id], name) in wanted
+        ]
 
     def client_ids_of(self, client_ids: Collection[str]) -> dict[str, str]:
         """The open requests to which clients gave one of these ids, each with the id."""
@@ -92,10 +145,10 @@ class Versions:
 
     def switch(self, version: int, progress: Progress) -> None:
         """Serves `version` from now on; `progress` was counted just before."""
-        for request_id, counts in progress.items():
+        for request_id, num_tokens in progress.items():
             if request_id not in self.open:
                 # It ended after the count, so nothing would remove its history.
                 continue
             history = self._histories.setdefault(request_id, History(self.current))
-            history.end(self.current, counts, version)
+            history.end(self.current, num_tokens, version)
         self.current = version

@@ -8,9 +8,10 @@ import gc
 import hashlib
 import importlib
 import os
+import time
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -20,20 +21,32 @@ from titopool.errors import InvalidRequest, TitopoolError
 from titopool.settings.config import ServerConfig
 from titopool.settings.sampling import SamplingOptions, decode_options, encode_options
 from titopool.wire.messages import (
+    ID_BYTES,
+    Completion,
     ImageFacts,
     Job,
     JobProgress,
+    Logprobs,
     MetricFamily,
     WorkerFacts,
     decode_chat_parsing,
 )
-from workers.engine.base import EngineDead, Generated, OnChunk, ReportPhase, Timings
+from workers.engine.base import (
+    EngineDead,
+    FreeSlots,
+    Generated,
+    OnChunk,
+    ReportPhase,
+    Slots,
+    Timings,
+    in_slots,
+)
 from workers.engine.facts import facts_of
 from workers.engine.grammars.trials import GrammarTrials
 from workers.engine.lora import Adapter, Adapters
 from workers.engine.metrics.exposition import families_of
 from workers.engine.metrics.stat_logger import make_stat_logger
-from workers.engine.outputs.completions import RunContext, Stream
+from workers.engine.outputs.completions import ChunkSender, RunContext, Stream
 from workers.engine.outputs.first_tokens import FirstTokens
 from workers.engine.outputs.packing import pack_prompt_logprobs
 from workers.engine.outputs.streams import OpenStreams
@@ -41,6 +54,7 @@ from workers.engine.parsing import Parsers, check_parsers, load_parsers
 from workers.engine.sampling import (
     check_replay_start,
     client_errors,
+    params_of_other,
     refusal_or_failure,
     to_vllm_params,
 )
@@ -55,7 +69,7 @@ from workers.engine.start.options import (
 )
 from workers.engine.start.raw_logprobs import check_raw_logprobs, choose_runner
 from workers.engine.start.tracing import trace_requests
-from workers.engine.versions import History, Versions
+from workers.engine.versions import Versions
 from workers.engine.weights import VllmWeights, WeightEngine
 from workers.environment import default_engine_options, image_processes, prepare_environment
 from workers.images.preparer import ImagePreparer
@@ -185,7 +199,7 @@ class VllmEngine:
             num_tokens=3,
             sampling=msgspec.Raw(encode_options(sampling)),
         )
-        await self.run(job, lambda chunk: None)
+        await self.run(job, lambda chunk: None, FreeSlots())
         await self._llm.collective_rpc("titopool_die_with", args=(os.getpid(),))
         # The garbage collector need not look again at what vLLM and torch have imported, which
         # costs 10 µs a token at 512 sequences.
@@ -196,19 +210,18 @@ class VllmEngine:
         young, middle, _ = gc.get_threshold()
         gc.set_threshold(young, middle, 100)
 
-    async def run(self, job: Job, on_chunk: OnChunk) -> Generated:
+    async def run(self, job: Job, on_chunk: OnChunk, slots: Slots) -> Generated:
         with self.adapters.use(job.adapter) if job.adapter else nullcontext() as adapter:
-            return await until_scored(
-                lambda: self._run_once(job, on_chunk, adapter), self._config.request_timeout_s
-            )
+            context = self._context_of(job, on_chunk, adapter)
+            # Open from here on: an abort also meets a job whose grammar is tried.
+            with self.versions.job(job, lambda: context.stop(slots)):
+                generated = await self._run(job, context, slots)
+        return generated._replace(adapter_version=adapter.version if adapter else None)
 
-    async def _run_once(self, job: Job, on_chunk: OnChunk, adapter: Adapter | None) -> Generated:
-        """Raises NotScored if an abort left the prompt without its log-probabilities."""
-        context = self._context_of(job, on_chunk, adapter)
+    async def _run(self, job: Job, context: RunContext, slots: Slots) -> Generated:
         if self._grammars is not None:
             await self._grammars.check(context.params)
-        needs_scores = context.params.prompt_logprobs is not None
-        if needs_scores and self._on_cpu and self.adapters.limit:
+        if context.needs_scores and self._on_cpu and self.adapters.limit:
             # vLLM's LoRA code for CPUs counts rows wrong when the prompt shares a step with other
             # requests, and its engine dies.
             raise InvalidRequest(
@@ -216,24 +229,21 @@ class VllmEngine:
                 "CPU build cannot compute them with LoRA; start a server without it"
             )
         if not job.images:
-            generated = await self._generate(job, _tokens_input(job), context, on_chunk)
-        elif self._images is None:
+            return await self._generate(job, _tokens_input(job), context, slots)
+        if self._images is None:
             raise InvalidRequest("images: expected none, as the model takes token ids only")
-        else:
-            async with self._images.prepared(job) as prompt:
-                context.prompt_token_ids = prompt.token_ids
-                context.image_ranges = prompt.image_ranges
-                generated = Generated([])
-                if job.num_sequences:
-                    generated = await self._generate(job, prompt.engine_input, context, on_chunk)
-            generated = generated._replace(
-                prompt_token_ids=prompt.token_ids,
-                image_ranges=prompt.image_ranges,
-                num_images=prompt.num_images,
-                image_s=prompt.elapsed_s,
-                image_decode_s=prompt.decode_s,
-            )
-        return generated._replace(adapter_version=adapter.version if adapter else None)
+        async with self._images.prepared(job) as prompt:
+            context.add_images(prompt.token_ids, prompt.image_ranges)
+            generated = Generated([])
+            if job.num_sequences:
+                generated = await self._generate(job, prompt.engine_input, context, slots)
+        return generated._replace(
+            prompt_token_ids=prompt.token_ids,
+            image_ranges=prompt.image_ranges,
+            num_images=prompt.num_images,
+            image_s=prompt.elapsed_s,
+            image_decode_s=prompt.decode_s,
+        )
 
     def _context_of(self, job: Job, on_chunk: OnChunk, adapter: Adapter | None) -> RunContext:
         arguments = {"lora_request": adapter.request()} if adapter else {}
@@ -241,65 +251,102 @@ class VllmEngine:
             arguments["trace_headers"] = {"traceparent": job.traceparent}
         if not job.chat and not job.is_streamed:
             params, start = self._shared_params(job.sampling)
-            return RunContext(params, arguments=arguments, replay_start=start)
+            arguments |= self._grammar_arguments(job, params)
+            return RunContext(params, on_chunk, arguments=arguments, replay_start=start)
         options = decode_options(bytes(job.sampling))
         start = options.routed_experts_prompt_start
         params = to_vllm_params(options, is_streamed=job.is_streamed)
-        parsing = stream = None
+        parsing = sender = None
         if job.chat and self._parsers is not None:
             chat = decode_chat_parsing(job.chat)
             parsing = self._parsers.begin(chat, params, job.prompt_token_ids)
             arguments |= parsing.engine_arguments
+        else:
+            arguments |= self._grammar_arguments(job, params)
         if job.is_streamed:
-            stream = Stream(job, parsing, on_chunk, adapter.version if adapter else None, start)
-        return RunContext(params, parsing, stream, arguments, replay_start=start)
+            sender = ChunkSender(job, on_chunk, adapter.version if adapter else None)
+        return RunContext(params, on_chunk, parsing, sender, arguments, replay_start=start)
+
+    def _grammar_arguments(self, job: Job, params: Any) -> dict[str, Any]:
+        if self._parsers is None or params.structured_outputs is None:
+            return {}
+        return self._parsers.unparsed_arguments(job.prompt_token_ids)
 
     async def _generate(
-        self, job: Job, prompt: Any, context: RunContext, on_chunk: OnChunk
+        self, job: Job, prompt: Any, context: RunContext, slots: Slots
     ) -> Generated:
-        num_prompt = len(context.prompt_token_ids or job.prompt_token_ids) // 4
+        num_prompt = len(context.prompt_token_ids or job.prompt_token_ids) // ID_BYTES
         check_replay_start(context.replay_start, num_prompt)
-        output, history = await self._last_output(job, prompt, context, on_chunk)
-        completions, prompt_logprobs = await context.completions(output, history), None
-        if context.params.prompt_logprobs is not None:
-            check_scored(output)
-            prompt_logprobs = pack_prompt_logprobs(output.prompt_logprobs)
+
+        async def complete(index: int) -> Ended:
+            began = time.monotonic()
+            if index == 0 and context.needs_scores:
+                ended = await until_scored(
+                    lambda: self._complete(index, job, prompt, context),
+                    self._config.request_timeout_s,
+                )
+                if ended.completion.finish_reason == "abort":
+                    slots.stop()
+                context.is_scored.set()
+            else:
+                ended = await self._complete(index, job, prompt, context)
+            num_tokens = len(ended.completion.token_ids) // ID_BYTES
+            slots.give_back(num_tokens, time.monotonic() - began)
+            return ended
+
+        all_ended = list[Ended]()
+        if not slots.is_stopped:
+            # The prompt's scores are made once, and alone: an abort before them repeats nothing else.
+            scored = context.is_scored if context.needs_scores else None
+            all_ended = await in_slots(job.num_sequences, complete, slots, after=scored)
+        completions = [one.completion for one in all_ended]
+        completions += self._not_started(len(all_ended), job, context)
+        if not all_ended:
+            return Generated(completions)
+        first, last = all_ended[0], max(all_ended, key=lambda one: one.ended_s)
         return Generated(
-            completions, output.num_cached_tokens or 0, prompt_logprobs=prompt_logprobs,
-            timings=_timings_of(output) if job.traceparent else None,
+            completions, first.num_cached_tokens,
+            prompt_logprobs=first.prompt_logprobs, timings=last.timings,
         )  # fmt: skip
 
-    async def _last_output(
-        self, job: Job, prompt: Any, context: RunContext, on_chunk: OnChunk
-    ) -> tuple[Any, History]:
-        """vLLM's last RequestOutput, with all completions, and the weights that made them.
+    def _not_started(self, first: int, job: Job, context: RunContext) -> list[Completion]:
+        """The completions from `first` on of a job that was aborted before they started."""
+        completion = Completion(b"", "abort", None, [(self.versions.current, 0)])
+        indices = range(first, job.num_sequences)
+        if indices and context.sender is not None:
+            context.sender.send([(index, completion) for index in indices])
+        return [completion for _ in indices]
 
-        Cancelling the task makes vLLM abort the request in the engine.
+    async def _complete(self, index: int, job: Job, prompt: Any, context: RunContext) -> "Ended":
+        """One completion of `job`. Cancelling the task makes vLLM abort it in the engine.
+
+        Raises:
+            NotScored: an abort left the prompt without its log-probabilities.
         """
         from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
-        latest: dict[int, Any] = {}
+        params, stream = context.params, None
+        if index:
+            params = params_of_other(params, index)
         num_aborts = self.versions.num_aborts
         try:
-            with (
-                self.versions.request(job.job_id, job.client_id) as request_id,
-                self._watched(request_id, job, on_chunk),
-                self._streams.open(request_id, context.stream),
-            ):
-                if context.stream is not None:
-                    context.stream.begin(
-                        lambda: self.versions.history(request_id),
-                        context.prompt_token_ids, context.image_ranges,
+            with self.versions.request(job.job_id, job.client_id, job.key_name) as request_id:
+                if context.sender is not None:
+                    stream = Stream(
+                        index, context.sender, context.parsing,
+                        lambda: self.versions.history(request_id), context.replay_start,
                     )  # fmt: skip
-                # One output with all completions; of a stream, one for each as it ends.
-                async for output in self._llm.generate(
-                    prompt, context.params, request_id, **context.arguments
+                with (
+                    self._watched(request_id, index, job, context),
+                    self._streams.open(request_id, stream),
                 ):
-                    if self.versions.num_aborts == num_aborts:
-                        check_not_stopping(output)
-                    latest |= {one.index: one for one in output.outputs}
-                    if context.stream is not None:
-                        context.stream.send_last(output)
+                    async for output in self._llm.generate(
+                        prompt, params, request_id, **context.arguments
+                    ):
+                        if self.versions.num_aborts == num_aborts:
+                            check_not_stopping(output)
+                    if stream is not None:
+                        stream.send_last(output)
                 # Without an await in between: an update may be about to change the version.
                 history = self.versions.take(request_id)
         except EngineDeadError as error:
@@ -313,8 +360,15 @@ class VllmEngine:
             raise refusal_or_failure(error.__cause__ or error) from error
         except client_errors() as error:
             raise refusal_or_failure(error) from error
-        output.outputs = [latest[index] for index in sorted(latest)]
-        return output, history
+        prompt_logprobs = None
+        if context.needs_scores and not index:
+            check_scored(output)
+            prompt_logprobs = pack_prompt_logprobs(output.prompt_logprobs)
+        return Ended(
+            await context.completion(output.outputs[0], history), time.monotonic(),
+            output.num_cached_tokens or 0, prompt_logprobs,
+            _timings_of(output) if job.traceparent else None,
+        )  # fmt: skip
 
     def _shared_params(self, encoded: msgspec.Raw) -> tuple[Any, int | None]:
         """vLLM's parameters and `routed_experts_prompt_start`."""
@@ -333,14 +387,19 @@ class VllmEngine:
         return shared
 
     def _watched(
-        self, request_id: str, job: Job, on_chunk: OnChunk
+        self, request_id: str, index: int, job: Job, context: RunContext
     ) -> AbstractContextManager[None]:
         """Within the block, `on_chunk` is told when the job has its first token."""
-        if job.is_streamed:
-            # Its first chunk says so.
+        if index or (job.is_streamed and not context.needs_scores):
+            # The first completion starts first. The first chunk of a stream says so.
             return nullcontext()
-        progress = JobProgress(job.job_id, job.attempt, has_token=True)
-        return self._first_tokens.watched(request_id, lambda: on_chunk(progress))
+
+        def note() -> None:
+            context.is_scored.set()
+            if not job.is_streamed:
+                context.on_chunk(JobProgress(job.job_id, job.attempt, has_token=True))
+
+        return self._first_tokens.watched(request_id, note)
 
     async def probe(self) -> None:
         # The engine core's loop answers. vLLM's `timeout` argument must not be used: the next call
@@ -357,6 +416,17 @@ class VllmEngine:
             self._images.close()
         if self._llm is not None:
             self._llm.shutdown()
+
+
+class Ended(NamedTuple):
+    """A completion that has ended, and what vLLM's last output of it says of its prompt."""
+
+    completion: Completion
+    # Monotonic.
+    ended_s: float
+    num_cached_tokens: int
+    prompt_logprobs: Logprobs | None
+    timings: Timings | None
 
 
 def check_not_stopping(output: Any) -> None:
@@ -378,7 +448,7 @@ def _tokens_input(job: Job) -> Any:
 def _timings_of(output: Any) -> Timings | None:
     """vLLM's times of a request; None if it has made no token, or measures nothing.
 
-    Of several completions those of the last. vLLM's processes are on one host, and share its clock.
+    vLLM's processes are on one host, and share its clock.
     """
     found = output.metrics
     if found is None or not (found.scheduled_ts and found.first_token_ts):

@@ -91,7 +91,9 @@ class VllmWeights:
     async def pause(self, mode: PauseMode) -> None:
         # AsyncLLM.pause_generation sleeps afterwards for outputs to arrive; `progress` does not need it.
         core = self._llm.engine_core
-        self._versions.num_aborts += mode == "abort"
+        if mode == "abort":
+            # Those that wait run with what comes.
+            self._versions.stop_jobs(None, waiting=False)
         await core.pause_scheduler_async(mode=VLLM_MODES[mode], clear_cache=False)
 
     async def resume(self) -> None:
@@ -111,44 +113,40 @@ class VllmWeights:
         # Requests that arrive during the pause have no tokens and must not prolong the wait.
         waiting_for = set(self._versions.open)
         # Outputs from before the pause may still be in this process's queues.
-        found, last = self._count(waiting_for), None
-        for _ in range(MAX_SETTLES):
+        found, num_equal = self._count(waiting_for), 0
+        while num_equal < MAX_SETTLES:
             still_open = waiting_for & self._versions.open
-            if not still_open or (found == last and still_open <= found.keys()):
+            if not still_open or (num_equal and still_open <= found.keys()):
                 break
             await asyncio.sleep(SETTLE_S)
             found, last = self._count(waiting_for), found
+            num_equal = num_equal + 1 if found == last else 0
         return found
 
     async def abort_requests(self, request_ids: Collection[str] | None) -> int:
         ids = list(
             self._versions.open if request_ids is None else self._versions.named(request_ids)
         )
+        num_jobs = self._versions.stop_jobs(request_ids)
         if ids:
-            # So that the completions count as aborted on purpose.
-            self._versions.num_aborts += 1
             await self._llm.abort(ids)
-        return len(ids)
+        return num_jobs
 
     def count_tokens(self, request_ids: Collection[str]) -> dict[str, int]:
         names = self._versions.client_ids_of(request_ids)
         totals: dict[str, int] = {}
-        for request_id, counts in self._count(names.keys()).items():
+        for request_id, num_tokens in self._count(names.keys()).items():
             name = names[request_id]
-            totals[name] = totals.get(name, 0) + sum(counts.values())
+            totals[name] = totals.get(name, 0) + num_tokens
         return totals
 
-    def _count(self, request_ids: Collection[str]) -> dict[str, dict[int, int]]:
-        """Token counts of `request_ids`, as far as these requests are open."""
-        found: dict[str, dict[int, int]] = {}
-        for state in self._llm.output_processor.request_states.values():
-            # Completions of one request have internal ids; the parent has the external one.
-            parent = state.parent_req
-            request_id = state.external_req_id if parent is None else parent.external_req_id
-            if request_id in request_ids and state.detokenizer is not None:
-                counts = found.setdefault(request_id, {})
-                counts[state.request_index] = state.detokenizer.num_output_tokens()
-        return found
+    def _count(self, request_ids: Collection[str]) -> dict[str, int]:
+        """Tokens of `request_ids`, as far as these requests are open."""
+        return {
+            state.external_req_id: state.detokenizer.num_output_tokens()
+            for state in self._llm.output_processor.request_states.values()
+            if state.external_req_id in request_ids and state.detokenizer is not None
+        }
 
 
 def _strips_images() -> bool:

@@ -9,14 +9,14 @@ import difflib
 import functools
 import re
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from titopool.wire.commands import TensorInfo
-from titopool.wire.weight_plan import DTYPE_BYTES, num_bytes_of
-from workers.in_model.checkpoint_files import Refused, folder_tensors
+from titopool.wire.weight_plan import DTYPE_BYTES, is_same, num_bytes_of
+from workers.in_model.checkpoint_files import Refused, folder_tensors, indexed_files
 from workers.in_model.conversion import Conversion, Conversions
 
 # A tensor may come in one of these dtypes where the checkpoint has another of them.
@@ -62,7 +62,7 @@ class Catalogue:
         *,
         rename: Any = None,
         packed: Mapping[str, Sequence[str]] | None = None,
-        is_tied: bool = False,
+        embedding: str = "",
         conversions: Conversions | None = None,
         blocks: Collection[str] = (),
         modules: Collection[str] = (),
@@ -72,7 +72,8 @@ class Catalogue:
             tensors: the checkpoint's; none: nothing is known, and only the loaders check.
             rename: maps a checkpoint's name to the model's (None: vLLM drops the tensor).
             packed: vLLM's fused layers with the names of their parts.
-            is_tied: whether the head shares the embedding's weights.
+            embedding: vLLM's name of the embedding's weights, if they are the head's too; "": they
+                are not.
             conversions: of the parameters of transformers' module, which may come instead.
             blocks: paths of vLLM's modules all of whose weights are one layer.
             modules: paths of all of vLLM's modules.
@@ -82,7 +83,7 @@ class Catalogue:
         self._modules = frozenset(modules)
         self._rename = rename or (lambda name: name)
         self._packed = {name: list(parts) for name, parts in (packed or {}).items()}
-        self._is_tied = is_tied
+        self._embedding = embedding
         self._tensors: dict[str, TensorInfo] = {}
         # Names of the checkpoint's tensors that vLLM does not load.
         self._not_loaded: set[str] = set()
@@ -97,12 +98,69 @@ class Catalogue:
             self._layers[self._layer_of(key)].append(key)
 
     def _is_ignored(self, name: str) -> bool:
-        is_head = name.startswith("lm_head.") or name.endswith(".lm_head.weight")
         return (
-            (self._is_tied and is_head)
+            self._is_tied_head(name)
             or any(part in name for part in NEVER_LOADED)
             or self._rename(name) is None
         )
+
+    def _is_tied_head(self, name: str) -> bool:
+        is_head = name.startswith("lm_head.") or name.endswith(".lm_head.weight")
+        return bool(self._embedding) and is_head
+
+    def tied_heads(self, names: Collection[str]) -> dict[str, str]:
+        """The heads in `names` that the model does not load, each with the embedding that it shares.
+
+        That is "" where `names` have no embedding.
+        """
+        heads = [one for one in names if self._is_tied_head(one) and one.endswith(".weight")]
+        if not heads:
+            return {}
+        last = ".".join(self._embedding.rsplit(".", 2)[-2:])
+        # A checkpoint may lack the prefix that vLLM gives its names.
+        found = [one for one in names if f".{one}".endswith(f".{last}")]
+        exact = [one for one in names if self._rename(one) == self._embedding]
+        return dict.fromkeys(heads, next(iter(exact + found), ""))
+
+    def check_heads(
+        self,
+        names: Collection[str],
+        values_of: Callable[[Sequence[str]], Sequence[Any]],
+        is_served: Callable[[str, Any], bool] = lambda embedding, head: False,
+    ) -> None:
+        """Checks the values of heads that are tied to the embedding.
+
+        Args:
+            names: of an update's tensors.
+            values_of: the tensors of some of `names`.
+            is_served: whether a head has the values of the embedding of this name that the model has
+                now. Asked where `names` have no embedding: TRL's client may send the head alone, after
+                an update that was complete without it.
+
+        Raises:
+            Refused: a head has other values than the embedding.
+        """
+        for head, embedding in self.tied_heads(names).items():
+            if embedding:
+                one, other = values_of([head, embedding])
+                if is_same(one, other):
+                    continue
+                what = f"values other than those of {embedding}"
+                if one.shape != other.shape:
+                    what = (
+                        f"the shape {tuple(one.shape)}, where {embedding} has {tuple(other.shape)}"
+                    )
+                elif one.dtype != other.dtype:
+                    what += f" ({one.dtype} beside {other.dtype})"
+            elif is_served(self._embedding, *values_of([head])):
+                continue
+            else:
+                what = "no embedding with it, and other values than the served one's"
+            raise Refused(
+                f"{head}: expected the embedding's values, which are the head's in this model "
+                f"(tie_word_embeddings), got {what}; leave the head out, or serve a checkpoint that "
+                "has a head of its own (tie_word_embeddings=False)"
+            )
 
     def _is_multi_token(self, key: str) -> bool:
         if found := MULTI_TOKEN.match(key):
@@ -192,10 +250,10 @@ class Catalogue:
                 f"{tensor.name}: expected one of the dtypes {', '.join(DTYPE_BYTES)}, "
                 f"got {tensor.dtype!r}"
             )
-        if not self._tensors:
-            return []
         if tensor.name in self._not_loaded or self._is_ignored(tensor.name):
             fit.ignored.append(tensor.name)
+            return []
+        if not self._tensors:
             return []
         key = self._rename(tensor.name)
         known = self._tensors.get(key)
@@ -276,7 +334,7 @@ def catalogue_of(model: Any, model_config: Any) -> Catalogue:
         stored or conversions.checkpoint(),
         rename=rename,
         packed=getattr(model, "packed_modules_mapping", None),
-        is_tied=_is_tied(model, model_config),
+        embedding=_embedding_of_head(model, model_config),
         conversions=conversions,
         blocks=_blocks_of_experts(model),
         modules=[path for path, _ in model.named_modules()],
@@ -291,8 +349,8 @@ def _towers(model: Any) -> list[str]:
     ]
 
 
-def _is_tied(model: Any, model_config: Any) -> bool:
-    """Whether the head's weights are the embedding's.
+def _embedding_of_head(model: Any, model_config: Any) -> str:
+    """The name of the embedding's weights if the head has the same; else "".
 
     vLLM decides by the outer config, the language model's and the checkpoint, so the model is asked
     first.
@@ -300,9 +358,37 @@ def _is_tied(model: Any, model_config: Any) -> bool:
     parameters = list(model.named_parameters(remove_duplicate=False))
     heads = [one for name, one in parameters if name.endswith("lm_head.weight")]
     if heads:
-        others = [one for name, one in parameters if not name.endswith("lm_head.weight")]
-        return any(head is one for head in heads for one in others)
-    return bool(getattr(model_config.hf_text_config, "tie_word_embeddings", False))
+        others = [one for one in parameters if not one[0].endswith("lm_head.weight")]
+        found = (name for name, one in others if any(one is head for head in heads))
+        # With adapters, vLLM's layer has the checkpoint's within.
+        return next(found, "").replace(".base_layer.", ".")
+    text = model_config.hf_text_config
+    if not getattr(text, "tie_word_embeddings", False):
+        return ""
+    # The model has no head, and computes with its embedding.
+    width = getattr(text, "hidden_size", 0)
+    embeddings = [
+        f"{path}.weight"
+        for path, module in model.named_modules()
+        if getattr(module, "org_vocab_size", 0) and getattr(module, "embedding_dim", 0) == width
+    ]
+    first = embeddings[0] if embeddings else "embed_tokens.weight"
+    return first.replace(".base_layer.", ".")
+
+
+def has_rows_of(model: Any, embedding: str, head: Any) -> bool:
+    """Whether `head` has the rows of an embedding's weights that this process holds, in its dtype."""
+    try:
+        layer = model.get_submodule(embedding.removesuffix(".weight"))
+    except AttributeError:
+        # Another stage of the pipeline has it, and compares.
+        return True
+    layer = getattr(layer, "base_layer", layer)
+    if not hasattr(layer, "weight"):
+        return True
+    own = layer.shard_indices
+    rows = head[own.org_vocab_start_index : own.org_vocab_end_index]
+    return is_same(rows, layer.weight.data[: own.num_org_elements], dtype=layer.weight.dtype)
 
 
 def _blocks_of_experts(model: Any) -> set[str]:
@@ -330,6 +416,7 @@ def _from_files(model_config: Any) -> list[TensorInfo]:
             return []
         folder = Path(found)
     try:
-        return folder_tensors(folder)
+        # vLLM has loaded it already, so its choice of files counts.
+        return folder_tensors(folder, indexed_files)
     except (Refused, OSError, ValueError):
         return []

@@ -1,12 +1,19 @@
 """The safetensors files of a checkpoint: which files there are, and the tensors in their headers.
 
-Runs in: vLLM's processes that hold the model.
+Runs in: vLLM's processes that hold the model, and each worker.
 """
 
+import asyncio
 import json
 import struct
+from collections.abc import Callable, Sequence
+from hashlib import blake2b
 from pathlib import Path
+from typing import Any
 
+import msgspec
+
+from titopool.errors import Conflict
 from titopool.wire.commands import TensorInfo
 from titopool.wire.weight_plan import num_bytes_of
 
@@ -15,6 +22,10 @@ DTYPES = {
     "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "I8": "int8", "U8": "uint8",
     "I16": "int16", "I32": "int32", "I64": "int64", "BOOL": "bool",
 }  # fmt: skip
+# A checkpoint is in one file, or in shards and their index.
+# Of a LoRA adapter in PEFT's form.
+ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 MAX_HEADER_BYTES = 100 * 2**20
 # Safetensors files that hold no weights in transformers' names.
 SKIPPED = ("consolidated", "adapter", "training")
@@ -56,9 +67,22 @@ def weight_files(folder: Path) -> list[Path]:
     """The files of a checkpoint in `folder`: those that its index names, or all.
 
     Raises:
-        Refused: the index is broken, or names files of other folders.
+        Refused: the index is broken, or names files of other folders; or there is a checkpoint in
+            one file besides, which transformers would load instead.
     """
-    index = folder / "model.safetensors.index.json"
+    files, single = indexed_files(folder), folder / SINGLE
+    if single.is_file() and single not in files:
+        raise Refused(
+            f"expected one checkpoint in {folder}, got two: {SINGLE}, which transformers loads, and "
+            f"the shards that {INDEX} names, which vLLM loads; remove the older one, or save each "
+            "version in a folder of its own"
+        )
+    return files
+
+
+def indexed_files(folder: Path) -> list[Path]:
+    """As `weight_files`, and as vLLM's own loading: the index has the last word."""
+    index = folder / INDEX
     if index.is_file():
         try:
             names = set(json.loads(index.read_text())["weight_map"].values())
@@ -74,13 +98,63 @@ def weight_files(folder: Path) -> list[Path]:
     )
 
 
-def folder_tensors(folder: Path) -> list[TensorInfo]:
-    """The tensors of a checkpoint in `folder`.
+def folder_tensors(
+    folder: Path, files_of: Callable[[Path], list[Path]] = weight_files
+) -> list[TensorInfo]:
+    """The tensors of a checkpoint in `folder`, whose files are `files_of(folder)`.
 
     Raises:
         Refused: there are no tensors, or a file is broken.
     """
-    tensors = [tensor for file in weight_files(folder) for tensor, _ in read_header(file)]
+    tensors = [tensor for file in files_of(folder) for tensor, _ in read_header(file)]
     if not any(num_bytes_of(tensor) for tensor in tensors):
         raise Refused(f"expected safetensors files with weights in {folder}, got none")
     return tensors
+
+
+def values_of(folder: Path, names: Sequence[str]) -> list[Any]:
+    """Tensors of a checkpoint in `folder`, in the host's memory, in the order of `names`."""
+    from safetensors import safe_open
+
+    found: dict[str, Any] = {}
+    for file in weight_files(folder):
+        with safe_open(file, framework="pt") as opened:
+            own = set(opened.keys())
+            found |= {name: opened.get_tensor(name) for name in names if name in own}
+    return [found[name] for name in names]
+
+
+def digest_of_files(folder: str, *, is_adapter: bool = False) -> str:
+    """Digest of the names, sizes and modification times of the files that a folder is loaded from.
+
+    Those are a checkpoint's, or an adapter's. Other files may still come: trainers write the state
+    of an optimizer, or an average of the weights, after the weights. Empty if they cannot be read.
+    """
+    path = Path(folder)
+    try:
+        if is_adapter:
+            found = [path / name for name in ADAPTER_FILES if (path / name).is_file()]
+        else:
+            found = [*indexed_files(path), *path.glob(INDEX)]
+        files = sorted((one.name, one.stat().st_size, one.stat().st_mtime_ns) for one in found)
+    except (OSError, Refused):
+        return ""
+    return blake2b(msgspec.json.encode(files), digest_size=16).hexdigest()
+
+
+async def check_files(folder: str, expected: str = "", *, is_adapter: bool = False) -> str:
+    """The digest of a folder's files, which is `expected` unless that is empty.
+
+    Raises:
+        Conflict: it is another one, or the folder cannot be read.
+    """
+    found = await asyncio.to_thread(digest_of_files, folder, is_adapter=is_adapter)
+    if not found:
+        raise Conflict(f"{folder}: expected a folder that can be read, got none; try again")
+    if found != (expected or found):
+        raise Conflict(
+            f"{folder}: expected the files that were there when the load began, got others by name, "
+            "size or time of change: somebody writes there, or workers see different folders at this "
+            "path; save each version in a folder of its own, and load it when it is complete"
+        )
+    return found

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+from titopool.wire.commands import TensorInfo
 from titopool.wire.weight_plan import checksum
 from workers.in_model.coverage import ModelTensors, storage_of, watching
 
@@ -37,36 +38,62 @@ class Copy(NamedTuple):
     offset: int
 
 
+class Form(NamedTuple):
+    """How a tensor comes. One name may come in several shapes, for which loading differs."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+def forms_of(infos: Iterable[TensorInfo]) -> list[Form]:
+    """The forms of announced tensors."""
+    return [Form(one.name, one.dtype, tuple(one.shape)) for one in infos]
+
+
+def _forms_in(tensors: Tensors) -> list[Form]:
+    return [
+        Form(name, str(one.dtype).removeprefix("torch."), tuple(one.shape))
+        for name, one in tensors.items()
+    ]
+
+
 class CopyPlan:
-    """The proved copies of all tensors seen so far."""
+    """The proved copies of all forms of tensors seen so far. Received tensors are contiguous."""
 
     def __init__(self) -> None:
-        self._by_name: dict[str, list[Copy]] = {}
-        # Names of tensors whose loading is more than copies.
-        self._refused = set[str]()
+        self._by_form: dict[Form, list[Copy]] = {}
+        # Forms of tensors whose loading is more than copies.
+        self._refused = set[Form]()
 
-    def fits(self, names: Iterable[str]) -> bool:
+    def fits(self, forms: Iterable[Form]) -> bool:
         """Whether the plan has copies of each of the tensors."""
-        return self._by_name.keys() >= set(names)
+        return self._by_form.keys() >= set(forms)
 
-    def may_learn(self, names: Iterable[str]) -> bool:
-        """Whether none of the tensors was refused before."""
-        return self._refused.isdisjoint(names)
+    def fits_tensors(self, tensors: Tensors) -> bool:
+        """As `fits`, for tensors that have come."""
+        return self.fits(_forms_in(tensors))
 
-    def add(self, copies: Iterable[Copy]) -> None:
-        """Adds proved copies."""
-        added: dict[str, list[Copy]] = {}
+    def may_learn(self, tensors: Tensors) -> bool:
+        """Whether none of the tensors was refused before in this form."""
+        return self._refused.isdisjoint(_forms_in(tensors))
+
+    def add(self, copies: Iterable[Copy], tensors: Tensors) -> None:
+        """Adds proved copies of `tensors`."""
+        forms = {form.name: form for form in _forms_in(tensors)}
+        added: dict[Form, list[Copy]] = {}
         for copy in copies:
-            added.setdefault(copy.name, []).append(copy)
-        self._by_name |= added
+            added.setdefault(forms[copy.name], []).append(copy)
+        self._by_form |= added
 
-    def refuse(self, names: Iterable[str]) -> None:
+    def refuse(self, tensors: Tensors) -> None:
         """Notes that loading these tensors together is more than copies."""
-        self._refused |= set(names)
+        self._refused |= set(_forms_in(tensors))
 
     def run(self, tensors: Tensors) -> None:
-        """Copies `tensors`, which have the shapes and dtypes of those that were learned."""
-        run_copies([copy for name in tensors for copy in self._by_name[name]], tensors)
+        """Copies `tensors`, of which each form was learned."""
+        copies = [copy for form in _forms_in(tensors) for copy in self._by_form[form]]
+        run_copies(copies, tensors)
 
 
 def run_copies(copies: list[Copy], tensors: Tensors) -> None:
@@ -116,7 +143,7 @@ def learn(
         differing = [name for name, one in by_reload.items() if by_copies.get(name) != one]
         is_proved = not differing and by_copies.keys() == by_reload.keys()
         if is_proved and all(memory.of(copy.target) is not None for copy in copies):
-            plan.add(copies)
+            plan.add(copies, tensors)
             plan.run(tensors)
             return
         logger.warning(

@@ -13,6 +13,7 @@ from typing import Any
 from titopool.wire.commands import TensorInfo
 from workers.in_model.catalogue import NEVER_TRAINED, Catalogue, Fit, shorten
 from workers.in_model.checkpoint_files import Refused
+from workers.in_model.copies import Form, forms_of
 from workers.in_model.coverage import (
     Coverage,
     LoaderGate,
@@ -38,7 +39,7 @@ class DryRuns:
         self._model = model
         self._catalogue = catalogue
         self._is_quantized = is_quantized
-        self._kept: dict[tuple[bool, tuple[str, ...]], Coverage | None] = {}
+        self._kept: dict[tuple[bool, tuple[Form, ...]], Coverage | None] = {}
 
     def check(
         self, tensors: Sequence[TensorInfo], fit: Fit, *, is_partial: bool, is_reload: bool
@@ -79,7 +80,7 @@ class DryRuns:
         return coverage
 
     def _cached(self, tensors: Sequence[TensorInfo], *, is_reload: bool) -> Coverage | None:
-        key = (is_reload, tuple(one.name for one in tensors))
+        key = (is_reload, tuple(forms_of(tensors)))
         if key not in self._kept:
             if len(self._kept) >= MAX_KEPT:
                 self._kept.clear()

@@ -19,10 +19,10 @@ import msgspec
 
 from titopool.wire.commands import TensorInfo
 from titopool.wire.weight_plan import Chunk, checksum, plan_chunks
-from workers.in_model.catalogue import Catalogue, Fit, catalogue_of, shorten
-from workers.in_model.checkpoint_files import Refused, folder_tensors, weight_files
+from workers.in_model.catalogue import Catalogue, Fit, catalogue_of, has_rows_of, shorten
+from workers.in_model.checkpoint_files import Refused, folder_tensors, values_of, weight_files
 from workers.in_model.conversion import Conversions
-from workers.in_model.copies import CopyPlan, learn, within_layers
+from workers.in_model.copies import CopyPlan, forms_of, learn, within_layers
 from workers.in_model.coverage import Coverage, HalfLoaded, renew_sinks
 from workers.in_model.dry_runs import DryRuns
 from workers.in_model.peers.fetch import Fetch
@@ -191,7 +191,7 @@ class WeightExtension:
         (staging,) = in_place
         chunks, loaded = staging.chunks(receiver.timeout_s), list[str]()
         plan, ignored = self._titopool_copies(), set(fit.ignored)
-        if plan.fits(set(staging.names) - ignored):
+        if plan.fits(forms_of(one for one in staging.infos if one.name not in ignored)):
             with self._titopool_in_model():
                 for chunk in chunks:
                     wanted = {name: one for name, one in chunk.items() if name not in ignored}
@@ -250,6 +250,9 @@ class WeightExtension:
         if self._titopool_room is None:
             self._titopool_room = StagingRoom(setting, self.device, self._titopool_kv_caches())
         extra = self._titopool_extra_bytes(infos)
+        heads = self._titopool_known().tied_heads([one.name for one in infos])
+        for head in heads if not not_in_place else ():
+            not_in_place = f"{head}, which must equal the embedding and may be left out,"
         staging = self._titopool_room.choose(chunks, extra, not_in_place)
         self._titopool_stagings = [*self._titopool_stagings, staging]
         if isinstance(staging, InKvCache | InPlace):
@@ -259,9 +262,7 @@ class WeightExtension:
         return staging.name
 
     def _titopool_kv_caches(self) -> Any:
-        """vLLM's KV caches; None if another process may read or write them at any time."""
-        if self.vllm_config.kv_transfer_config is not None:
-            return None
+        """vLLM's KV caches, which no other process reads or writes: options for that are refused."""
         return getattr(self.model_runner, "kv_caches", None) or None
 
     def _titopool_check(
@@ -292,8 +293,21 @@ class WeightExtension:
         tensors = folder_tensors(Path(folder))
         fit = self._titopool_known().fit(tensors, is_partial=False)
         self._titopool_coverage = self._titopool_dry_run(tensors, fit, is_partial=False)
+        names = [one.name for one in tensors]
+        self._titopool_known().check_heads(names, lambda some: values_of(Path(folder), some))
         self._titopool_fit, self._titopool_folder = fit, Path(folder)
         return {"ignored": fit.ignored, "num_tensors": len(tensors)}
+
+    @answer
+    def titopool_weights_compare_heads(self) -> None:
+        """Refuses staged tensors of which a head that is tied has not the embedding's values."""
+        assert self._titopool_receiver is not None
+        staged, model = self._titopool_receiver.staged, self.get_model()
+        self._titopool_known().check_heads(
+            staged,
+            lambda some: [staged[one] for one in some],
+            lambda embedding, head: has_rows_of(model, embedding, head),
+        )
 
     @answer
     def titopool_weights_checksum(self) -> str:
@@ -421,7 +435,7 @@ class WeightExtension:
         import torch
 
         plan = self._titopool_copies()
-        if plan.fits(tensors):
+        if plan.fits_tensors(tensors):
             with self._titopool_in_model():
                 plan.run(tensors)
             return
@@ -457,8 +471,7 @@ class WeightExtension:
 
     def _titopool_extra_bytes(self, infos: Sequence[TensorInfo]) -> int:
         """GPU memory that a reload needs in addition: for a new layer and its converted tensors."""
-        names = {one.name for one in infos}
-        if self.device.type != "cuda" or self._titopool_copies().fits(names):
+        if self.device.type != "cuda" or self._titopool_copies().fits(forms_of(infos)):
             return 0
         return 2 * self._titopool_known().largest_layer_bytes
 

@@ -10,7 +10,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable
 
-from titopool.errors import InvalidRequest, TitopoolError
+from titopool.errors import TitopoolError
 from titopool.wire.commands import (
     AbortUpdate,
     ApplyUpdate,
@@ -20,7 +20,7 @@ from titopool.wire.commands import (
 from titopool.wire.pool_state import AdapterRecord, PoolWeights
 from workers.engine.lora import Adapters
 from workers.engine.weights import WeightEngine
-from workers.ledger import digest_of_files
+from workers.in_model.checkpoint_files import digest_of_files
 from workers.weights.checks import checked_folder
 from workers.weights.pauses import Pauses
 from workers.weights.pool_copy import PoolCopy
@@ -181,7 +181,9 @@ class CatchUp:
 
     async def _load_folder(self, wanted: PoolWeights) -> None:
         updates, update_id = self._updates, wanted.update_id
-        action = BeginFolder(update_id, wanted.version, wanted.clock, wanted.folder)
+        action = BeginFolder(
+            update_id, wanted.version, wanted.clock, wanted.folder, files=wanted.files
+        )
         await updates.begin_folder(action, clock=wanted.clock)
         await updates.prepare(PrepareUpdate(update_id, updates.catch_up_mode))
         await updates.steps.wait("prepare", update_id)
@@ -211,7 +213,5 @@ class CatchUp:
         adapters = self._adapters()
         if not adapters.is_loaded(name, record.version):
             folder = checked_folder(record.folder, self._weights_root, "lora_path")
-            if digest_of_files(folder) != record.files:
-                raise InvalidRequest(f"{folder} has changed since the adapter was loaded")
-            await adapters.load(name, record.version, folder)
+            await adapters.load(name, record.version, folder, record.files)
         adapters.switch(name, record.version)

@@ -302,8 +302,9 @@ class Control:
 
     async def _load_adapter(self, action: LoadAdapter) -> Result:
         folder = checked_folder(action.folder, self._config.weights_root, "lora_path")
-        await self._model.adapters.load(action.name, action.version, folder)
-        return {}
+        adapters = self._model.adapters
+        files = await adapters.load(action.name, action.version, folder, action.files)
+        return {"files": files}
 
     async def _switch_adapter(self, action: SwitchAdapter) -> Result:
         adapters = self._model.adapters

@@ -1,18 +1,21 @@
 """A worker's records: the jobs of each front end, and counters and prefixes of finished jobs."""
 
 import asyncio
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import msgspec
 
 from titopool.settings.sampling import has_grammar
+from titopool.slots import SlotTable
 from titopool.wire.messages import (
     Completed,
     Failed,
     FrontEndTotals,
     Job,
     JobId,
+    JobProgress,
     KeyTotals,
     Result,
     WorkerCounters,
@@ -20,6 +23,7 @@ from titopool.wire.messages import (
 )
 from titopool.wire.prefixes import completion_hashes, prompt_hashes
 from workers.engine.base import Generated
+from workers.serving.slots import JobSlots
 
 # Job id and attempt.
 JobKey = tuple[JobId, int]
@@ -38,51 +42,58 @@ class FrontEnd:
     wants_metrics: bool = False
     jobs: dict[JobKey, Job] = field(default_factory=dict)
     tasks: dict[JobKey, asyncio.Task[None]] = field(default_factory=dict)
-    # Totals of the jobs in flight: completions, and at most so many tokens.
-    num_sequences: int = 0
+    # How far the completions of the jobs in flight are.
+    slots: SlotTable[JobKey] = field(default_factory=SlotTable)
+    job_slots: dict[JobKey, JobSlots] = field(default_factory=dict)
+    # Upper estimate of the tokens of the jobs in flight.
     num_tokens: int = 0
+    # Jobs whose progress has changed since the last message.
+    changed: set[JobKey] = field(default_factory=set)
     outbox: list[Result] = field(default_factory=list)
-    # Jobs that run apart or were sent ahead and have not started; they are no load.
-    held: set[JobKey] = field(default_factory=set)
-    # Completions in flight without those of `held`.
-    num_started: int = 0
-    # Jobs that have started and have no token.
+    # Jobs that the engine has got, and those of them that have no token.
+    begun: set[JobKey] = field(default_factory=set)
     new: set[JobKey] = field(default_factory=set)
     # Jobs that have started and have a grammar.
     grammars: set[JobKey] = field(default_factory=set)
     # For the next report of load: prefix digests of other front ends' jobs.
     prefixes: bytearray = field(default_factory=bytearray)
 
-    def add(self, key: JobKey, job: Job, task: asyncio.Task[None], *, is_held: bool) -> None:
-        """Adds a job in flight; `is_held`: it does not start yet."""
-        self.jobs[key], self.tasks[key] = job, task
-        self.num_sequences += job.num_sequences
+    def add(self, key: JobKey, job: Job, task: asyncio.Task[None], slots: JobSlots) -> None:
+        """Adds a job in flight."""
+        self.jobs[key], self.tasks[key], self.job_slots[key] = job, task, slots
         self.num_tokens += job.num_tokens
-        if is_held:
-            self.held.add(key)
-        else:
-            self.num_started += job.num_sequences
+
+    def note_end(self, key: JobKey) -> None:
+        """One more completion of a job has ended."""
+        job, num_left = self.jobs[key], self.slots[key].num_left
+        self.num_tokens -= job.num_tokens_of(num_left + 1) - job.num_tokens_of(num_left)
+
+    def take_results(self) -> list[Result]:
+        """What is to be sent now: results, and the progress of other jobs."""
+        for key in self.changed:
+            at = self.slots[key]
+            # One with a slot may be held beside jobs that run apart. One whose last completion has
+            # ended is about to send its result.
+            if key in self.begun and (at.num_left or not at.num):
+                self.outbox.append(
+                    JobProgress(*key, has_token=False, num_started=at.started, num_ended=at.ended)
+                )
+        self.changed.clear()
+        results, self.outbox = self.outbox, []
+        return results
 
     def remove(self, key: JobKey) -> None:
         """Removes a job that has ended."""
-        self.release(key)
-        del self.tasks[key]
-        job = self.jobs.pop(key)
-        self.num_sequences -= job.num_sequences
-        self.num_started -= job.num_sequences
-        self.num_tokens -= job.num_tokens
+        self.num_tokens -= self.jobs[key].num_tokens_of(self.slots[key].num_left)
+        del self.jobs[key], self.tasks[key], self.job_slots[key]
+        self.begun.discard(key)
         self.new.discard(key)
         self.grammars.discard(key)
-
-    def release(self, key: JobKey) -> None:
-        """Counts a job in flight as one that takes a slot."""
-        if key in self.held:
-            self.held.remove(key)
-            self.num_started += self.jobs[key].num_sequences
+        self.changed.discard(key)
 
     def start(self, key: JobKey, job: Job) -> None:
         """Counts a job that the engine gets now."""
-        self.release(key)
+        self.begun.add(key)
         self.new.add(key)
         if has_grammar(job):
             self.grammars.add(key)
@@ -114,11 +125,6 @@ def count_job(
         each.num_completion_tokens += num_completion
 
 
-def num_steps_of(result: Completed) -> int:
-    """How many engine steps a job took after its prompt, at most."""
-    return max((len(one.token_ids) // ID_BYTES for one in result.completions), default=0)
-
-
 def prefix_of(job: Job, generated: Generated, facts: WorkerFacts | None) -> bytes:
     """`Completed.prefix`: prefix digests that follow-up prompts can hit in the cache."""
     if job.prefix is None or facts is None:
@@ -139,4 +145,11 @@ def prefix_of(job: Job, generated: Generated, facts: WorkerFacts | None) -> byte
 
 def sum_of(totals: Iterable[FrontEndTotals]) -> FrontEndTotals:
     """The totals of all front ends."""
-    return FrontEndTotals(*map(sum, zip(*map(msgspec.structs.astuple, totals), strict=True)))
+    memory_taken = memory_limit = num_waiting = 0
+    refused = Counter[str]()
+    for one in totals:
+        memory_taken += one.memory_taken
+        memory_limit += one.memory_limit
+        num_waiting += one.num_waiting
+        refused.update(one.refused)
+    return FrontEndTotals(memory_taken, memory_limit, num_waiting, dict(refused))

@@ -12,8 +12,7 @@ import os
 import time
 import uuid
 from collections.abc import Callable, Collection, Coroutine, Iterator, Sequence
-from contextlib import suppress
-from functools import partial
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import msgspec
@@ -23,6 +22,7 @@ from titopool.deadline import Deadline
 from titopool.errors import GenerationFailed, TitopoolError
 from titopool.settings.config import ServerConfig
 from titopool.settings.logs import current_request
+from titopool.settings.sampling import is_scored
 from titopool.tracing import FLUSH_TIMEOUT_S, Traces
 from titopool.wire import messages
 from titopool.wire.commands import Command
@@ -31,6 +31,7 @@ from titopool.wire.messages import (
     Abort,
     Chunk,
     Completed,
+    Completion,
     Failed,
     FrontEndTotals,
     Generate,
@@ -50,8 +51,8 @@ from workers.serving.apart import ApartGroups, Turn
 from workers.serving.control import Control
 from workers.serving.front_end_queues import FrontEndQueues
 from workers.serving.job_spans import JobSpans
-from workers.serving.jobs import FrontEnd, JobKey, count_job, num_steps_of, prefix_of, sum_of
-from workers.serving.places import Place, Places
+from workers.serving.jobs import FrontEnd, JobKey, count_job, prefix_of, sum_of
+from workers.serving.slots import EngineSlots, JobSlots
 from workers.serving.steps import Steps
 from workers.supervisor.phase_pipe import Load
 
@@ -138,7 +139,9 @@ class WorkerServer:
         # None without the setting `otlp_endpoint`.
         self._traces: Traces | None = None
         self._apart = ApartGroups(self._has_risks)
-        self._places = Places(lambda: sum(one.num_started for one in self._front_ends.values()))
+        self._slots = EngineSlots(lambda: self._num_running)
+        # What was last reported of it.
+        self._num_wanted_ahead = 0
         self._steps = Steps()
         self._background: set[asyncio.Task[None]] = set()
         self._draining: asyncio.Task[None] | None = None
@@ -256,7 +259,8 @@ class WorkerServer:
         if self._config.otlp_endpoint:
             # After the engine's process was forked.
             self._traces = Traces(self._config.otlp_endpoint, "titopool-worker")
-        self._facts, self._loaded_at = facts, time.time()
+        self._facts, self._loaded_at = facts, time.monotonic()
+        self._slots.num_slots = facts.max_num_seqs
         self._enter_phase("ready")
         await self._probe_engine()
 
@@ -313,12 +317,15 @@ class WorkerServer:
             case Generate(incarnation=self._incarnation, apart=apart):
                 jobs = message.whole_jobs()
                 turns = self._apart.add(len(jobs), identity, apart) if apart and jobs else ()
-                for job, turn in itertools.zip_longest(jobs, turns):
-                    self._start_job(
-                        identity, job, turn, num_places=message.num_places, is_new=message.is_new
-                    )
+                granted = message.granted[: len(jobs)]
+                for job, turn, num in itertools.zip_longest(jobs, turns, granted):
+                    num_granted = job.num_sequences if num is None else num
+                    self._start_job(identity, job, turn, num_granted, is_new=message.is_new)
                     yield
                 return
+            case messages.Grant(jobs=more):
+                for job_id, attempt, num in more:
+                    self._grant(identity, (job_id, attempt), num)
             case Abort(jobs=keys):
                 for job_id, attempt in keys:
                     self._abort(identity, (job_id, attempt))
@@ -360,7 +367,7 @@ class WorkerServer:
         self._front_ends[identity].wants_metrics = hello.wants_engine_metrics
 
     def _start_job(
-        self, identity: bytes, job: Job, turn: Turn | None, *, num_places: int, is_new: bool
+        self, identity: bytes, job: Job, turn: Turn | None, num_granted: int, *, is_new: bool
     ) -> None:
         front_end = self._front_ends.get(identity)
         key = (job.job_id, job.attempt)
@@ -373,31 +380,48 @@ class WorkerServer:
             if turn is not None:
                 turn.end()
             return
-        take = partial(front_end.release, key)
-        num_slots = self._facts.max_num_seqs
-        place = Place(job.num_sequences, is_new, num_places, num_slots, take)
+
+        def on_progress(num_ended: int) -> None:
+            if num_ended:
+                front_end.note_end(key)
+            front_end.changed.add(key)
+            self._plan_flush()
+            # The slots of one job become free, or are taken, while no job comes or ends.
+            self._plan_load_report()
+
+        slots = JobSlots(
+            self._slots, front_end.slots, key, job.num_sequences, on_progress, is_new=is_new
+        )
         spans = None
         if job.traceparent and self._traces is not None:
             spans = JobSpans(self._traces, job, self._worker_id)
-        task = self._loop.create_task(self._run_job(front_end, job, place, turn, spans))
-        front_end.add(key, job, task, is_held=turn is not None or num_places > 0)
-        self._places.enter(place)
+        task = self._loop.create_task(self._run_job(front_end, job, slots, turn, spans))
+        front_end.add(key, job, task, slots)
+        if turn is None:
+            slots.grant(num_granted)
         # Not in the task: a task that is cancelled before its first step runs no `finally`.
-        task.add_done_callback(lambda _: self._remove_job(front_end, key, turn, place))
+        task.add_done_callback(lambda _: self._remove_job(front_end, key, turn, slots))
         if spans is not None:
             task.add_done_callback(lambda _: spans.end())
         # Not only when it ends: the next turn may come at once, through another front end.
         self._share_prefix(front_end, job.prefix)
         self._plan_load_report()
 
+    def _grant(self, identity: bytes, key: JobKey, num: int) -> None:
+        front_end = self._front_ends.get(identity)
+        slots = front_end.job_slots.get(key) if front_end else None
+        if slots is not None:
+            slots.grant(num)
+            self._plan_load_report()
+
     def _remove_job(
-        self, front_end: FrontEnd, key: JobKey, turn: Turn | None, place: Place
+        self, front_end: FrontEnd, key: JobKey, turn: Turn | None, slots: JobSlots
     ) -> None:
         front_end.remove(key)
         if turn is not None:
             turn.end()
         self._apart.start_first()
-        self._places.leave(place)
+        slots.leave()
         self._plan_load_report()
 
     def _abort(self, identity: bytes, key: JobKey) -> None:
@@ -412,7 +436,7 @@ class WorkerServer:
         self,
         front_end: FrontEnd,
         job: Job,
-        place: Place,
+        slots: JobSlots,
         turn: Turn | None = None,
         spans: JobSpans | None = None,
     ) -> None:
@@ -434,30 +458,36 @@ class WorkerServer:
             self._post(front_end, chunk)
 
         key = (job.job_id, job.attempt)
+        result: Completed | Failed
         # Of this task only.
         current_request.set(job.client_id)
         try:
-            await place.is_free.wait()
-            if turn is not None:
-                await turn.wait()
-                await self._announce(front_end, job, APART_LEAD_S)
-            elif self._apart:
-                await self._apart.wait_beside()
-                await self._announce(front_end, job, APART_LEAD_S)
-            elif place.num_places:
-                await self._announce(front_end, job, 0)
-            else:
-                front_end.start(key, job)
-            self._places.begin(place)
-            result = await self._generate(job, on_chunk, spans)
-            if isinstance(result, Completed):
-                self._places.record_end(place, num_steps_of(result))
+            # A front end ends the jobs that it knows to wait here by itself. It takes others for begun,
+            # for example where another front end's job got the slot that was free. Prompts are also
+            # scored, and rendered, after an abort.
+            ends_early = job.num_sequences and not is_scored(job)
+            with (
+                self._engine.versions.job(job, slots.stop, is_waiting=True)
+                if ends_early
+                else nullcontext()
+            ):
+                await self._wait_to_begin(front_end, job, slots, turn)
+            if slots.is_stopped:
+                self._post_aborted(front_end, job)
+                return
+            result = await self._generate(job, on_chunk, slots, spans)
+            count_job(self._counters, self._key_totals, job, result)
+        except TitopoolError as error:
+            result = Failed(job.job_id, job.attempt, error.code, error.message, error.param)
             count_job(self._counters, self._key_totals, job, result)
         except EngineDead as error:
             # Without a result, the front end requeues the job for another worker.
             self.stop(str(error), blames_jobs=True)
             return
-        except Exception:
+        except (asyncio.CancelledError, KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException:
+            # A panic of a library in Rust is no `Exception`.
             logger.exception("job %d failed", job.job_id)
             result = self._failed(job, "failed on this prompt")
         if spans is not None:
@@ -466,12 +496,46 @@ class WorkerServer:
         if isinstance(result, Completed) and result.prefix:
             self._share_prefix(front_end, (job.prefix or b"") + result.prefix)
 
+    async def _wait_to_begin(
+        self, front_end: FrontEnd, job: Job, slots: JobSlots, turn: Turn | None
+    ) -> None:
+        """Returns once the engine may have a job, or `slots` are stopped."""
+        if turn is not None:
+            await turn.wait()
+            slots.grant_apart()
+        if job.num_sequences and not await slots.take():
+            return
+        if turn is not None:
+            await self._announce(front_end, job, APART_LEAD_S)
+        elif self._apart:
+            await self._apart.wait_beside()
+            await self._announce(front_end, job, APART_LEAD_S)
+        else:
+            front_end.start((job.job_id, job.attempt), job)
+            if slots.tells_starts:
+                front_end.changed.add((job.job_id, job.attempt))
+                self._plan_flush()
+        await self._control.before_job()
+
+    def _post_aborted(self, front_end: FrontEnd, job: Job) -> None:
+        """Completes a job without a token."""
+        version = self._control.adapters.get(job.adapter)
+        completion = Completion(b"", "abort", None, [(self._engine.versions.current, 0)])
+        if job.is_streamed:
+            pieces = [(index, completion) for index in range(job.num_sequences)]
+            chunk = Chunk(job.job_id, job.attempt, pieces, adapter_version=version)
+            self._post(front_end, chunk)
+        completions = [completion] * job.num_sequences
+        result = Completed(job.job_id, job.attempt, completions, 0, adapter_version=version)
+        self._post(front_end, result)
+
     async def _announce(self, front_end: FrontEnd, job: Job, lead_s: float) -> None:
         """Tells the front end that a job starts which had to wait; returns `lead_s` later."""
         key = (job.job_id, job.attempt)
         front_end.start(key, job)
         self._plan_load_report()
-        self._post(front_end, JobProgress(*key, has_token=False))
+        front_end.changed.add(key)
+        self._plan_flush()
         await asyncio.sleep(lead_s)
 
     def _has_risks(self, *, with_token: bool) -> bool:
@@ -484,6 +548,9 @@ class WorkerServer:
 
     def _post(self, front_end: FrontEnd, result: Result) -> None:
         front_end.outbox.append(result)
+        self._plan_flush()
+
+    def _plan_flush(self) -> None:
         if not self._flush_planned:
             # Results of one engine step are sent together.
             self._flush_planned = True
@@ -498,17 +565,13 @@ class WorkerServer:
                 other.prefixes += prefix
 
     async def _generate(
-        self, job: Job, on_chunk: OnChunk, spans: JobSpans | None
-    ) -> Completed | Failed:
-        try:
-            await self._control.before_job()
-            if spans is None:
-                generated = await self._engine.run(job, on_chunk)
-            else:
-                generated = await self._engine.run(spans.enter_engine(), on_chunk)
-                spans.leave_engine(generated.timings)
-        except TitopoolError as error:
-            return Failed(job.job_id, job.attempt, error.code, error.message, error.param)
+        self, job: Job, on_chunk: OnChunk, slots: JobSlots, spans: JobSpans | None
+    ) -> Completed:
+        if spans is None:
+            generated = await self._engine.run(job, on_chunk, slots)
+        else:
+            generated = await self._engine.run(spans.enter_engine(), on_chunk, slots)
+            spans.leave_engine(generated.timings)
         self._counters.num_images += generated.num_images
         self._counters.image_seconds += generated.image_s
         if generated.image_s:
@@ -533,8 +596,9 @@ class WorkerServer:
 
     def _flush(self) -> None:
         self._flush_planned = False
+        self._report_wanted_ahead()
         for identity, front_end in self._front_ends.items():
-            results, front_end.outbox = front_end.outbox, []
+            results = front_end.take_results()
             for group in in_groups(results):
                 self._send_results(identity, group)
 
@@ -562,8 +626,16 @@ class WorkerServer:
             self._send(identity, message)
         return self._front_ends.keys()
 
-    def _plan_load_report(self) -> None:
-        if len(self._front_ends) > 1 and not self._report_planned:
+    def _report_wanted_ahead(self) -> None:
+        """Tells front ends how much work to keep here, unless it has hardly changed."""
+        wanted, last = self._slots.num_wanted_ahead, self._num_wanted_ahead
+        if abs(wanted - last) > last // 2:
+            self._num_wanted_ahead = wanted
+            self._plan_load_report(is_for_one=True)
+
+    def _plan_load_report(self, *, is_for_one: bool = False) -> None:
+        """Plans a report of load to the front ends; `is_for_one`: also if there is only one."""
+        if (is_for_one or len(self._front_ends) > 1) and not self._report_planned:
             self._report_planned = True
             self._loop.call_later(LOAD_REPORT_S, self._report_load)
 
@@ -578,8 +650,9 @@ class WorkerServer:
     def _load_of_others(self, identity: bytes, receiver: FrontEnd) -> messages.Load:
         others = [one for one in self._front_ends.values() if one is not receiver]
         return messages.Load(
-            sum(one.num_started for one in others), sum(one.num_tokens for one in others),
+            sum(one.slots.num_running for one in others), sum(one.num_tokens for one in others),
             sum(len(one.risks) for one in others), self._apart.of_others(identity),
+            num_wanted_ahead=self._num_wanted_ahead,
         )  # fmt: skip
 
     async def _heartbeat_loop(self) -> None:
@@ -596,9 +669,11 @@ class WorkerServer:
             if self._engine.has_died:
                 self.stop("vLLM's engine process has ended", blames_jobs=True)
             self._drop_lost_front_ends()
+            # Slots that were kept for new requests may be free without an end.
+            self._slots.fill()
             self._send_heartbeats()
             if self._facts is not None:
-                totals, num_running = self._front_end_totals(), self._num_sequences
+                totals, num_running = self._front_end_totals(), self._num_running
                 load = Load(totals.num_waiting, num_running, self._facts.max_num_seqs)
                 self._report_load_to_supervisor(load)
             await asyncio.sleep(interval_s)
@@ -637,13 +712,14 @@ class WorkerServer:
             adapters=self._control.adapters,
             pool=self._control.pool,
             facts=self._facts,
-            loaded_at=self._loaded_at,
+            loaded_s=time.monotonic() - self._loaded_at if self._facts else 0.0,
             num_front_ends=len(self._front_ends),
             other_sequences=others.other_sequences,
             other_tokens=others.other_tokens,
             other_risks=others.other_risks,
             apart=others.apart,
-            num_sequences=self._num_sequences,
+            num_sequences=self._num_running,
+            num_wanted_ahead=others.num_wanted_ahead,
             front_ends=self._front_end_totals(),
             counters=self._counters,
             keys=self._key_totals,
@@ -655,8 +731,9 @@ class WorkerServer:
         )
 
     @property
-    def _num_sequences(self) -> int:
-        return sum(one.num_sequences for one in self._front_ends.values())
+    def _num_running(self) -> int:
+        """Completions that the engine has."""
+        return sum(one.slots.num_running for one in self._front_ends.values())
 
     def _front_end_totals(self) -> FrontEndTotals:
         totals = [one.totals for one in self._front_ends.values()]

@@ -7,13 +7,13 @@ is missing here is downloaded by the worker that needs it.
 import difflib
 import errno
 import json
-import re
 from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from titopool.settings.config import ServerConfig
+from titopool.settings.sources import HUB_NAME
 
 # vLLM's values of --load-format whose files are chosen here, with their patterns in order.
 WEIGHTS = {
@@ -32,7 +32,6 @@ INDEX = "model.safetensors.index.json"
 OTHERS = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "*.py", "*.spm")
 # Other forms of the same model.
 LEFT_OUT = ("onnx/*", "openvino/*", "*.index.json.*")
-HUB_NAME = re.compile(r"[\w.-]+(?:/[\w.-]+)?")
 MIN_SIMILARITY = 0.6
 # Models of an owner that are looked through for a similar name.
 MAX_LISTED = 500

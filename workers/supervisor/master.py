@@ -31,6 +31,8 @@ def end_master(options: argparse.Namespace, run_dir: str, cause: str) -> None:
     show(f"\ntitopool: {cause}\n")
     try:
         (Path(run_dir) / FAILURE_FILE).write_text(cause)
-    finally:
-        if os.getppid() == options.parent_pid:
-            os.kill(options.parent_pid, signal.SIGTERM)
+    except OSError as error:
+        # The master sees then that this process has ended by itself, which is an error too.
+        show(f"titopool: the cause is not in run_dir: {error}\n")
+    if os.getppid() == options.parent_pid:
+        os.kill(options.parent_pid, signal.SIGTERM)

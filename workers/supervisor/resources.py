@@ -4,6 +4,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from titopool.errors import ConfigError
 from titopool.settings.config import ServerConfig
 
 # Ranges of ports for vLLM's own use, below those that Linux gives to clients (from 32,768 on).
@@ -24,7 +25,11 @@ class Resources:
 def resources_of_worker(
     index: int, num_workers: int, *, config: ServerConfig, gpus: Sequence[str]
 ) -> Resources:
-    """The GPUs of worker `index`, or its share of the cores on a machine without GPUs."""
+    """The GPUs of worker `index`, or its share of the cores on a machine without GPUs.
+
+    Raises:
+        ConfigError: too few GPUs are left for this worker.
+    """
     # vLLM 0.25 chooses a free port and binds it later: engines that start at the same time must
     # not search the same range. Servers on one machine seldom do: process ids follow each other, so
     # each moves the ranges by several.
@@ -32,10 +37,17 @@ def resources_of_worker(
     port = {"VLLM_PORT": str(FIRST_PORT + PORTS * number)}
     if gpus:
         size = config.gpus_per_worker
-        own_gpus = ",".join(gpus[index * size : (index + 1) * size])
+        own_gpus = gpus[index * size : (index + 1) * size]
+        if len(own_gpus) < size:
+            raise ConfigError(
+                f"worker {index}: expected {size} GPUs for it besides those of the workers before it, "
+                f"got {len(gpus)} in all; start fewer workers"
+            )
         # nvidia-smi's numbering; CUDA's default is by speed.
         order = os.environ.get("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
-        return Resources(port | {"CUDA_VISIBLE_DEVICES": own_gpus, "CUDA_DEVICE_ORDER": order})
+        return Resources(
+            port | {"CUDA_VISIBLE_DEVICES": ",".join(own_gpus), "CUDA_DEVICE_ORDER": order}
+        )
     cores = sorted(os.sched_getaffinity(0))
     size = max(1, len(cores) // num_workers)
     # A worker that joins later gets no core of its own.

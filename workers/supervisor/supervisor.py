@@ -8,6 +8,7 @@ died early.
 """
 
 import contextlib
+import http.client
 import logging
 import os
 import selectors
@@ -31,7 +32,13 @@ from titopool.settings.config import ServerConfig
 from titopool.settings.gpus import visible_gpus
 from titopool.settings.logs import configure_logging, show
 from titopool.settings.sources import from_environment
-from titopool.wire.pool_files import WorkerEnd, write_endpoints, write_ends
+from titopool.wire.pool_files import (
+    EndpointsFile,
+    WorkerEnd,
+    own_run_dir,
+    write_endpoints,
+    write_ends,
+)
 from titopool.wire.sockets import ANY_PORT, worker_endpoint
 from workers.ledger import clear_ledgers
 from workers.restarts import clear_restarts, reason_of, write_restarts
@@ -54,6 +61,8 @@ STOP_TIMEOUT_S = 4.0
 LEAVE_MARGIN_S = 10.0
 # Phases of a worker whose engine is loaded.
 LOADED = ("ready", "draining", "leaving")
+# Of the longest line of each pipe; the rest of a longer one becomes another line.
+MAX_LINE_BYTES = {"log": 2**16, "status": 2**20}
 # Log lines that are kept for the message of a failed start.
 LAST_LINES = 300
 MAX_RESTART_DELAY_S = 60.0
@@ -134,6 +143,7 @@ class Supervisor:
         self._of_one = of_one
         self._scale = Scale(config, least=0 if of_one else 1)
         self._workers: list[WorkerProcess] = []
+        self._endpoints_file = EndpointsFile(config.run_dir)
         # Of the processes that ended unasked, by the worker's name.
         self._ends: dict[str, WorkerEnd] = {}
         for _ in range(config.num_workers):
@@ -163,11 +173,12 @@ class Supervisor:
 
         Raises:
             StartFailed: a worker cannot start.
+            OSError: `run_dir` cannot be written at the start.
         """
         clear_ledgers(self._config.run_dir)
         clear_restarts(self._config.run_dir)
         write_ends(self._config.run_dir, self._ends)
-        self._write_endpoints()
+        write_endpoints(self._config.run_dir, self._endpoints())
         if self._of_one is None:
             self._download()
         if self._config.log_level != "debug":
@@ -220,6 +231,7 @@ class Supervisor:
         self._greet_when_ready()
         self._screen.tick()
         self._follow_scale()
+        self._endpoints_file.keep(self._endpoints())
 
     # ---- scaling ---------------------------------------------------------------------
 
@@ -230,11 +242,13 @@ class Supervisor:
         loads = [worker.load for worker in ready if worker.load is not None]
         self._scale.follow(loads, len(staying) - len(ready), time.monotonic())
         num_missing = self._scale.wanted - len(staying)
+        if self._gpus and not self._of_one:
+            # A worker that leaves has its GPUs until it is gone.
+            num_shares = len(self._gpus) // self._config.gpus_per_worker
+            num_missing = min(num_missing, num_shares - len(self._workers))
         for _ in range(num_missing):
             worker = self._add_worker(is_added=True)
             logger.info("%s joins: %d workers are wanted", worker.name, self._scale.wanted)
-        if num_missing > 0:
-            self._write_endpoints()
         # First those that do not serve yet, then the youngest.
         staying.sort(key=lambda worker: (worker.phase != "ready", worker.index))
         for worker in staying[self._scale.wanted :]:
@@ -262,15 +276,15 @@ class Supervisor:
 
     def _remove(self, worker: WorkerProcess) -> None:
         self._workers.remove(worker)
-        self._write_endpoints()
-        clear_ledgers(self._config.run_dir, str(worker.index))
-        clear_restarts(self._config.run_dir, str(worker.index))
+        try:
+            clear_ledgers(self._config.run_dir, str(worker.index))
+            clear_restarts(self._config.run_dir, str(worker.index))
+        except OSError as error:
+            logger.error("the files of %s stay in run_dir: %s", worker.name, error)
         logger.info("%s has left; %d workers stay", worker.name, len(self._workers))
 
-    def _write_endpoints(self) -> None:
-        write_endpoints(
-            self._config.run_dir, [self._endpoint_of(worker) for worker in self._workers]
-        )
+    def _endpoints(self) -> list[str]:
+        return [self._endpoint_of(worker) for worker in self._workers]
 
     def _endpoint_of(self, worker: WorkerProcess) -> str:
         if self._of_one is not None:
@@ -280,38 +294,55 @@ class Supervisor:
     # ---- starting --------------------------------------------------------------------
 
     def _start(self, worker: WorkerProcess) -> None:
+        worker.started_at = time.monotonic()
+        worker.phase = worker.failure = worker.endpoint = ""
+        worker.load = None
+        worker.last_lines.clear()
+        try:
+            self._start_process(worker)
+        except OSError as error:
+            # The system has no memory, process or descriptor for it, or the command is not there.
+            self._count_restart(worker, 0)
+            self._on_failed_start(worker, f"its process cannot be started: {error}")
+
+    def _start_process(self, worker: WorkerProcess) -> None:
         endpoint = self._endpoint_of(worker)
         if endpoint.startswith("ipc://"):
             Path(endpoint.removeprefix("ipc://")).unlink(missing_ok=True)
-        status_read, status_write = os.pipe()
         resources = resources_of_worker(
             0 if self._of_one else worker.index,
             self._config.num_workers,
             config=self._config,
             gpus=self._gpus,
         )
-        worker.process = subprocess.Popen(
-            [
-                *self._worker_command, "--endpoint", endpoint,
-                "--worker-id", str(worker.index), "--parent-pid", str(os.getpid()),
-                "--status-fd", str(status_write),
-            ],
-            # INFO, because vLLM's log goes to a file.
-            env={"VLLM_LOGGING_LEVEL": "INFO"} | os.environ | resources.variables,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            pass_fds=(status_write,),
-            # A new process group: killing the group also kills vLLM's processes.
-            start_new_session=True,
-        )  # fmt: skip
-        os.close(status_write)
+        status_read, status_write = os.pipe()
+        try:
+            worker.process = subprocess.Popen(
+                [
+                    *self._worker_command, "--endpoint", endpoint,
+                    "--worker-id", str(worker.index), "--parent-pid", str(os.getpid()),
+                    "--status-fd", str(status_write),
+                ],
+                # INFO, because vLLM's log goes to a file.
+                env={"VLLM_LOGGING_LEVEL": "INFO"} | os.environ | resources.variables,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                pass_fds=(status_write,),
+                # A new process group: killing the group also kills vLLM's processes.
+                start_new_session=True,
+            )  # fmt: skip
+        except OSError:
+            os.close(status_read)
+            raise
+        finally:
+            os.close(status_write)
         if resources.cores:
-            os.sched_setaffinity(worker.process.pid, resources.cores)
-        worker.started_at = time.monotonic()
-        worker.phase = worker.failure = worker.endpoint = ""
-        worker.load = None
-        worker.last_lines.clear()
+            try:
+                os.sched_setaffinity(worker.process.pid, resources.cores)
+            except OSError as error:
+                # It has ended already, or cores were taken from this server meanwhile.
+                logger.warning("%s runs on any core: %s", worker.name, error)
         worker.log.write(
             f"---- {worker.name} starts, process {worker.process.pid}, {time.strftime('%F %T')} ----"
         )
@@ -341,6 +372,9 @@ class Supervisor:
             if kind == "log" and not self._has_greeted:
                 self._show_progress(worker, text)
             *lines, worker.pending[kind] = text.split(b"\n")
+            if len(worker.pending[kind]) > MAX_LINE_BYTES[kind]:
+                lines.append(worker.pending[kind])
+                worker.pending[kind] = b""
             for line in lines:
                 if kind == "log":
                     self._on_log_line(worker, line)
@@ -413,13 +447,20 @@ class Supervisor:
         self._count_restart(worker, code)
         if worker.phase in LOADED:
             what = "died" if worker.phase == "ready" else "was asked to end"
-            delay_s = self._delay_after_death(worker)
+            self._restart_later(worker, what, cause, self._delay_after_death(worker))
         else:
-            worker.num_failed_starts += 1
-            is_first_start = not worker.has_been_ready and not worker.is_added
-            if is_first_start or self._is_hopeless():
-                raise StartFailed(self._describe_failed_start(worker, cause))
-            what, delay_s = "did not start", restart_delay_s(worker.num_failed_starts)
+            self._on_failed_start(worker, cause)
+
+    def _on_failed_start(self, worker: WorkerProcess, cause: str) -> None:
+        worker.num_failed_starts += 1
+        is_first_start = not worker.has_been_ready and not worker.is_added
+        if is_first_start or self._is_hopeless():
+            raise StartFailed(self._describe_failed_start(worker, cause))
+        self._restart_later(
+            worker, "did not start", cause, restart_delay_s(worker.num_failed_starts)
+        )
+
+    def _restart_later(self, worker: WorkerProcess, what: str, cause: str, delay_s: float) -> None:
         logger.error(
             "%s %s: %s; restarting it in %g s; its log is %s",
             worker.name, what, cause, delay_s, worker.log.path,
@@ -509,12 +550,17 @@ def restart_delay_s(num_failures: int) -> float:
 
 def is_healthy(url: str) -> bool:
     """Whether `/health` of the server at `url` answers with 200 within a second."""
-    try:
+    handlers: list[urllib.request.BaseHandler] = [
+        # A proxy of the environment does not reach this host.
+        urllib.request.ProxyHandler({}),
         # The certificate is for the names that clients use, not for this address.
-        context = ssl._create_unverified_context() if url.startswith("https:") else None
-        with urllib.request.urlopen(url + "/health", timeout=1, context=context) as response:
+        urllib.request.HTTPSHandler(context=ssl._create_unverified_context()),
+    ]
+    try:
+        opener = urllib.request.build_opener(*handlers)
+        with opener.open(url + "/health", timeout=1) as response:
             return bool(response.status == 200)
-    except OSError:
+    except (OSError, http.client.HTTPException):
         return False
 
 
@@ -549,6 +595,7 @@ def main(argv: Sequence[str] | None = None, worker_command: Sequence[str] = ()) 
     arguments = parser_of("python -m workers.supervisor").parse_args(argv)
     config = from_environment()
     configure_logging(config.log_level, log_format=config.log_format)
+    own_run_dir(config.run_dir)
     supervisor = Supervisor(
         config,
         parent_pid=arguments.parent_pid,

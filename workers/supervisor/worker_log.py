@@ -118,7 +118,10 @@ class WorkerLog(RotatingFileHandler):
         self._shown_at: deque[float] = deque(maxlen=MAX_ERRORS)
         self._has_skipped = False
         if self.path.exists():
-            self.doRollover()
+            try:
+                self.doRollover()
+            except OSError:
+                self.handleError(logging.makeLogRecord({}))
 
     def write(self, line: str) -> None:
         """Adds `line`."""

@@ -61,15 +61,16 @@ class PeerUpdates(Updates):
         """
         async with self._accepting:
             self._check_not_broken()
+            # A member of a group gets its next update, unless its trainer is gone: then none comes.
+            waits = bool(self.state.session) and not await self._is_abandoned()
             wanted = self._pool.weights
             is_lacking = self.is_behind_pool and wanted.order == action.weights.order
-            # A member of a group gets its next update. Jobs of the old weights end first: if a fetch
-            # fails half-way, they could not go on.
-            if not is_lacking or self.state.session or self._versions.open:
+            # Jobs of the old weights end first: if a fetch fails half-way, they could not go on.
+            if not is_lacking or waits or self._versions.num_jobs:
                 raise Conflict(
                     f"fetch: expected weights of version {wanted.version} at a worker that lacks them, "
-                    f"without a group and without jobs; {self.state.describe()}, and "
-                    f"{len(self._versions.open)} jobs are open"
+                    f"without a trainer's group and without jobs; {self.state.describe()}, and "
+                    f"{self._versions.num_jobs} jobs are open"
                 )
             self.state.begin_apart("fetch", wanted, time.monotonic())
             self._begin_clock()

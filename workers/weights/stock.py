@@ -76,13 +76,18 @@ class StockUpdates(TrlUpdates):
         self._last_tensors, self._trainer_listens = [], False
         return {"session": action.session}
 
-    async def _is_abandoned(self, newcomer: JoinGroup) -> bool:
-        """A trainer that closes nothing is replaced between its updates, and by its own address."""
+    async def _is_abandoned(self, newcomer: JoinGroup | None = None) -> bool:
+        """A trainer that closes nothing is replaced between its updates, and by its own address.
+
+        One whose store took no connection after the join is not gone because it takes none.
+        """
         group = self._group
-        if group is not None and group.is_stock and newcomer.is_stock:
+        if group is not None and newcomer is not None and group.is_stock and newcomer.is_stock:
             is_same = group.host == newcomer.host != "" and group.port == newcomer.port
             if is_same or self.state.phase is Phase.OPEN:
                 return True
+        if newcomer is None and group is not None and group.is_stock and not self._trainer_listens:
+            return self.state.idle_s(time.monotonic()) > self._timeout_s
         return await super()._is_abandoned(newcomer)
 
     async def _start_to_join(self, action: JoinGroup) -> None:
@@ -319,16 +324,16 @@ class StockUpdates(TrlUpdates):
             raise self.state.conflict("commit", "a call of finish_weight_update first")
         return await super().prepare(action)
 
-    async def _check_received(self) -> None:
+    async def _check_received(self) -> list[str]:
         update = self.state.update
         if update is None or not self._has_session:
-            await super()._check_received()
-            return
+            return await super()._check_received()
         self._pauses.renew()
         fit = await self._fit_of_told()
         check_whole_layers(fit["split_layers"])
         if fit["missing"]:
             self._check_base(self._base_clock)
+        return list(fit["ignored"])
 
     def _forget_lists(self) -> None:
         self._started, self._told, self._last = "", {}, None

@@ -199,14 +199,15 @@ class TrlUpdates(PeerUpdates):
         self.state.apply(update.update_id, time.monotonic())
         return await self._run_apply(update)
 
-    async def _check_received(self) -> None:
+    async def _check_received(self) -> list[str]:
         update = self.state.update
         if update is None or self.state.protocol != "trl":
-            return
+            return await super()._check_received()
         fit = await self._fit_of(update)
         check_whole_layers(fit["split_layers"])
         if fit["missing"]:
             self._check_base(self._base_clock)
+        return list(fit["ignored"])
 
     async def _clear_caches(self) -> Result:
         if self._pauses.is_held:

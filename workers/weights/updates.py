@@ -39,7 +39,7 @@ from titopool.wire.messages import UpdateTotals
 from titopool.wire.pool_state import PauseMode, PoolWeights, next_clock
 from workers.engine.versions import Progress, Versions
 from workers.engine.weights import WeightEngine
-from workers.ledger import digest_of_files
+from workers.in_model.checkpoint_files import check_files
 from workers.weights.checks import (
     check_trainer_device,
     check_trainer_reachable,
@@ -99,8 +99,12 @@ class Updates:
         self._call = EngineCalls(engine, config.weight_update_timeout_s, on_broken)
         # The clock of the weights that the update in progress may be a part of.
         self._base_clock = 0
+        # The version of the pool's weights when that update began.
+        self._base_version = 0
         # The last group that was joined.
         self._group: JoinGroup | None = None
+        # Names of the update's tensors that will not be loaded.
+        self._ignored: list[str] = []
         # Where the last update's tensors waited; "folder", or "" before the first tensor.
         self.staging = ""
         # Whether the update in progress is being written into the model, or has been.
@@ -200,8 +204,8 @@ class Updates:
             "timeout_s": self._timeout_s, "nccl_id": action.nccl_id,
         }  # fmt: skip
 
-    async def _is_abandoned(self, newcomer: JoinGroup) -> bool:
-        """Whether the current session has lost its trainer."""
+    async def _is_abandoned(self, newcomer: JoinGroup | None = None) -> bool:
+        """Whether the current session has lost its trainer, as far as `newcomer` may tell."""
         group = self._group
         if group is None:
             return True
@@ -210,7 +214,7 @@ class Updates:
         # A trainer with an NCCL id and TRL's client do not listen. A new one on the same GPU
         # replaces the old one at once, any other one only after the old one was idle for the
         # timeout of a step.
-        is_same_gpu = group.device_uuid == newcomer.device_uuid != ""
+        is_same_gpu = newcomer is not None and group.device_uuid == newcomer.device_uuid != ""
         return is_same_gpu or self.state.idle_s(time.monotonic()) > self._timeout_s
 
     async def _run_join(self, action: JoinGroup) -> Result:
@@ -259,6 +263,7 @@ class Updates:
                 policy = action.policy or self.default_pause_mode
                 self.steps.start(*stop_step(update.update_id), self._run_stop(policy))
         kept = {name: fits[0][name] for name in ("missing", "ignored", "kept")}
+        self._ignored = kept["ignored"]
         return {
             "version": update.version, "clock": update.clock - 1, "base_clock": self._base_clock,
             "staging": self.staging, **kept,
@@ -318,18 +323,23 @@ class Updates:
             await self._stop_generation(self.default_pause_mode, receives=True)
 
     async def begin_folder(self, action: BeginFolder, *, clock: int | None = None) -> Result:
-        """Checks the folder's tensors; `clock` is given for weights that the pool has already."""
+        """Checks the folder's tensors; `clock` is given for weights that the pool has already.
+
+        Raises:
+            Conflict: an update is in progress, or the folder has other files than `action` says.
+            InvalidRequest: the folder is not below `weights_root`, or does not fit the model.
+        """
         folder = checked_folder(action.folder, self._config.weights_root)
         async with self._accepting:
             self.state.check_resting("update_weights")
-            files = digest_of_files(folder)
+            files = await check_files(folder, action.files)
             (fit, *_) = await self._call("check_folder", folder)
             update = self._new_update(action, folder, files, clock)
             self.state.begin_apart("update_weights", update, time.monotonic())
             if action.label:
                 self.state.set_label(action.label)
             self._pauses.renew()
-        return {"version": update.version, "clock": update.clock - 1, **fit}
+        return {"version": update.version, "clock": update.clock - 1, "files": files, **fit}
 
     def _new_update(
         self,
@@ -339,6 +349,7 @@ class Updates:
         clock: int | None = None,
     ) -> PoolWeights:
         self._begin_clock()
+        self._base_version = self._pool.weights.version
         self.staging = "folder" if folder else ""
         if not isinstance(action, BeginFolder):
             self._base_clock = self._base_of(action)
@@ -396,6 +407,9 @@ class Updates:
             result = {} if update.folder else await self._await_tensors(action)
             begin = time.monotonic()
             await self._stop_generation(action.policy or self.default_pause_mode)
+            if update.folder:
+                # The last look at which the model has the old weights.
+                await check_files(update.folder, update.files)
             self.state.prepared(update.update_id, time.monotonic())
             self._count_phase("prepare", time.monotonic() - begin)
         return result
@@ -409,7 +423,9 @@ class Updates:
         await self._call.wait_for_receivers(lambda s: s["num_received"] == s["num_announced"])
         if self._began is not None:
             self._count_phase("receive", time.monotonic() - self._began[0])
-        await self._check_received()
+        if await self._check_received():
+            # A head that is tied to the embedding is not loaded.
+            await self._call("compare_heads")
         if not action.with_checksum and action.checksum is None:
             return {}
         found: set[str] = set(await self._call("checksum"))
@@ -420,8 +436,13 @@ class Updates:
             )
         return {"checksum": found.pop()}
 
-    async def _check_received(self) -> None:
-        """Checks the received tensors if `begin` could not; see `TrlUpdates`."""
+    async def _check_received(self) -> list[str]:
+        """Checks the received tensors if `begin` could not; see `TrlUpdates`.
+
+        Returns:
+            The names of those that will not be loaded.
+        """
+        return self._ignored
 
     # ---- an update: apply or abort ---------------------------------------------------
 
@@ -446,6 +467,9 @@ class Updates:
                 progress, (result, *_) = await asyncio.gather(
                     self._engine.progress(), self._call("apply", self._proves_each)
                 )
+                if update.folder:
+                    # What was read while somebody wrote is of two checkpoints.
+                    await check_files(update.folder, update.files)
         except Exception as error:
             reason = f"weights were left half loaded: {type(error).__name__} {error}".strip()
             logger.exception("version %d could not be loaded", update.version)
@@ -456,7 +480,8 @@ class Updates:
         self._count_phase("apply", time.monotonic() - begin)
         await self._serve(update, progress)
         return {
-            "version": update.version, **result, "staging": self.staging,
+            "version": update.version, "previous_version": self._base_version, **result,
+            "staging": self.staging,
             "update_s": round(self.last_update_s, 4), "paused_s": round(self.last_paused_s, 4),
         }  # fmt: skip
 

@@ -209,6 +209,8 @@ class Committed(msgspec.Struct, kw_only=True):
     """The new weights serve."""
 
     version: int
+    # Not above `version`, but for a trainer that goes back or repeats a version.
+    previous_version: int
     # Number of tensors.
     loaded: int
     # Where the tensors waited.
@@ -231,6 +233,7 @@ class Finished(msgspec.Struct, kw_only=True):
     message: str
     waits_for: str | UnsetType = UNSET
     version: int | UnsetType = UNSET
+    previous_version: int | UnsetType = UNSET
     loaded: int | UnsetType = UNSET
     staging: str | UnsetType = UNSET
     update_s: Seconds | UnsetType = UNSET

@@ -123,6 +123,7 @@ OPERATIONS = {
     ),
     "tokenize.detokenize": Operation(
         tag=TAG,
+        description="At most `max_model_len` ids.",
         body=DETOKENIZE_BODY,
         answer=DetokenizeAnswer,
         errors=(*MODEL_ERRORS, DeadlinePassed),
@@ -131,6 +132,7 @@ OPERATIONS = {
     "mismatch.mismatch": Operation(
         tag=TAG,
         summary="Compare a trainer's log-probabilities with those that a request was answered with.",
+        description="Values are from -10000 to 0: less is a mask's value.",
         body=MISMATCH_BODY,
         answer=MismatchAnswer,
         errors=(*MODEL_ERRORS, RequestNotFound),

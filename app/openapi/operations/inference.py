@@ -43,6 +43,7 @@ OPERATIONS = {
     ),
     "inference.abort_requests": Operation(
         tag=TAG,
+        description="A key that is no administrator's ends its own requests only.",
         body=ABORT_BODY,
         answer=None,
         errors=COMMAND_ERRORS,

@@ -13,7 +13,7 @@ from app.schemas.decoding import decode_body
 from app.schemas.workers import SCALE_BODY
 from app.service import current_service
 from titopool.deadline import Deadline
-from titopool.errors import Conflict, InvalidRequest, WorkerNotFound
+from titopool.errors import Conflict, InvalidRequest, TitopoolError, WorkerNotFound
 from titopool.settings.gpus import most_workers
 from titopool.wire.pool_files import write_wanted
 
@@ -70,6 +70,7 @@ def scale() -> Response:
     Raises:
         InvalidRequest: this host has too few GPUs.
         Conflict: the workers are started by something else.
+        TitopoolError: `run_dir` cannot be written.
     """
     body = decode_body(request.get_data(), SCALE_BODY)
     config = current_service().config
@@ -85,7 +86,13 @@ def scale() -> Response:
             f"{body.num_workers}",
             param="num_workers",
         )
-    write_wanted(config.run_dir, body.num_workers)
+    try:
+        write_wanted(config.run_dir, body.num_workers)
+    except OSError as error:
+        raise TitopoolError(
+            f"expected space in run_dir for the number of workers, got: {error}; make space on the "
+            "server's disk, and send the call again"
+        ) from error
     num_now = len(current_service().link.workers)
     return json_response({"num_workers": body.num_workers, "num_before": num_now}, 202)
 

@@ -8,11 +8,10 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-import orjson
 from flask import Blueprint, Response
 
 from app.generation import Prompt, check_prompt, run_prompts
-from app.http.responses import respond
+from app.http.responses import json_line, respond
 from app.inputs.admission import Admission
 from app.inputs.sampling import check_num_completions
 from app.outputs.token_arrays import JSON, prompt_rows
@@ -57,7 +56,7 @@ def get_sequence_logprobs() -> Response:
             for result, prompt, length in zip(results, prompts, body.prompt_lengths, strict=True)
         ]
         reply = _binary_reply if body.response_format == "binary" else _json_reply
-        return respond(orjson.dumps(reply(scored), option=orjson.OPT_SERIALIZE_NUMPY), JSON)
+        return respond(json_line(reply(scored)), JSON)
 
 
 def _check_sequences(admission: Admission, body: SequencesBody) -> list[Prompt]:

@@ -7,11 +7,10 @@ expands the placeholders of images, which needs the model's processor.
 from typing import Any
 
 import msgspec
-import orjson
 from flask import Blueprint, Response
 
 from app.generation import expanded_ids, make_request, run_request
-from app.http.responses import respond
+from app.http.responses import json_line, respond
 from app.inputs.features import features_of
 from app.outputs.token_arrays import JSON
 from app.routes.openai.answer import OpenAIRequest
@@ -36,7 +35,7 @@ def render_chat() -> Response:
 @blueprint.post("/v1/completions/render/")
 def render_completions() -> Response:
     """Text or ids in, a list of bodies out: one for each prompt."""
-    return complete_text(lambda request: respond(orjson.dumps(_bodies(request)), JSON))
+    return complete_text(lambda request: respond(json_line(_bodies(request)), JSON))
 
 
 def _render_chat(request: OpenAIRequest) -> Response:
@@ -48,7 +47,7 @@ def _render_chat(request: OpenAIRequest) -> Response:
             param="tool_choice",
         )
     (body,) = _bodies(request)
-    return respond(orjson.dumps(body), JSON)
+    return respond(json_line(body), JSON)
 
 
 def _bodies(request: OpenAIRequest) -> list[dict[str, Any]]:

@@ -203,7 +203,8 @@ def _chat_prompt(admission: Admission, fields: ChatFields, tools: Tools) -> Prom
     if fields.tokens is None:
         chat = make_chat(fields, conversation.messages, tools)
         # The objects of a message take ten times the memory of the prompt.
-        fields.messages = []
+        # Answers need the last one's role.
+        fields.messages = [{"role": one["role"]} for one in fields.messages[-1:]]
         (ids,) = admission.render([chat])
         return check_prompt(ids, "messages", facts, images, fields.cache_salt)
     prompt = check_prompt(fields.tokens, "tokens", facts, images, fields.cache_salt)

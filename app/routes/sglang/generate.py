@@ -4,12 +4,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
 
-import orjson
 from flask import Response
 from msgspec.structs import replace
 
 from app.generation import Prompt, check_prompt, make_request, run_request
-from app.http.responses import respond
+from app.http.responses import json_line, respond
 from app.inputs.admission import Admission
 from app.inputs.images import EncodedImages, read_images
 from app.inputs.sampling import check_num_completions
@@ -68,7 +67,7 @@ def generate_as_sglang(admission: Admission, body: SGLangBody) -> Response:
         results = run_request(admission, pending)
     if fields.return_routed_experts:
         admission.count_memory(BYTES_PER_EXPERTS_BYTE * pending.num_result_bytes)
-    return respond(orjson.dumps(whole_answer(request, results)), JSON)
+    return respond(json_line(whole_answer(request, results)), JSON)
 
 
 @contextmanager

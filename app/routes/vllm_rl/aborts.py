@@ -2,6 +2,7 @@
 
 from flask import Blueprint, Response, request
 
+from app.http.auth import current_key, sees_all_requests
 from app.http.responses import json_response
 from app.pool.command_sender import successful_results
 from app.routes.vllm_rl.statuses import never_repeated
@@ -9,6 +10,7 @@ from app.routes.weights.workers import reachable_workers
 from app.schemas.decoding import decode_body
 from app.schemas.vllm_rl import ABORT_REQUESTS_BODY
 from titopool.wire.commands import AbortRequests
+from titopool.wire.messages import owned_id
 
 blueprint = Blueprint("aborts", __name__)
 
@@ -32,10 +34,14 @@ def abort_requests() -> Response:
 def abort(request_ids: list[str] | None) -> int:
     """Ends the requests with these ids, None: all, at every worker and front end.
 
+    A key that is no administrator's means its own requests: ids are easy to guess.
+
     Returns:
         The number of jobs that were ended.
     """
     wanted = request_ids and [one for given in request_ids for one in _meanings(given)]
+    if wanted and not sees_all_requests():
+        wanted = [owned_id(current_key().name, one) for one in wanted]
     commands, workers = reachable_workers()
     results = successful_results(commands.gather_outcomes(workers, AbortRequests(wanted)))
     return sum(one["num_aborted"] for one in results)

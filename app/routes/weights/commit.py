@@ -1,5 +1,6 @@
 """The two-phase commit of a weight update: all workers prepare it, then all workers apply it."""
 
+import logging
 import time
 from collections.abc import Sequence
 
@@ -8,6 +9,8 @@ from app.pool.records import Worker
 from app.routes.weights.workers import names_restarting_workers, step_timeout_s
 from titopool.errors import Conflict, DeadlinePassed, WeightUpdateFailed
 from titopool.wire.commands import AbortUpdate, ApplyUpdate, PrepareUpdate
+
+logger = logging.getLogger(__name__)
 
 
 def commit_update(
@@ -26,6 +29,13 @@ def commit_update(
     prepared = _prepare(commands, workers, action)
     prepared_at = time.monotonic()
     applied, lost = _apply(commands, workers, action.update_id)
+    version, previous = applied[0]["version"], applied[0].get("previous_version")
+    if previous is not None and version <= previous:
+        # As a trainer does that starts again from an earlier checkpoint.
+        logger.warning(
+            "version %d of the weights follows version %d: min_weight_version and weight_versions "
+            "do not tell them apart", version, previous,
+        )  # fmt: skip
     return {
         **applied[0],
         **prepared[0],

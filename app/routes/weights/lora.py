@@ -9,7 +9,7 @@ requests keep the old version.
 from flask import Blueprint, Response, request
 
 from app.http.responses import json_response
-from app.pool.command_sender import results_of, successful_results
+from app.pool.command_sender import Result, results_of, successful_results
 from app.routes.weights.workers import all_workers, reachable_workers
 from app.schemas.decoding import decode_body
 from app.schemas.weights import LOAD_ADAPTER_BODY, UNLOAD_ADAPTER_BODY
@@ -45,8 +45,11 @@ def load_adapter() -> Response:
         statuses = results_of(commands.gather_outcomes(workers, GetStatus()))
         version = max(one["adapter_versions"].get(body.lora_name, 0) for one in statuses) + 1
     drop = DropAdapter(body.lora_name, version)
-    load = LoadAdapter(body.lora_name, version, body.lora_path)
-    commands.send_first_then_others(workers, lambda index, first: load, undo=drop)
+
+    def load(index: int, first: Result) -> LoadAdapter:
+        return LoadAdapter(body.lora_name, version, body.lora_path, first.get("files", ""))
+
+    commands.send_first_then_others(workers, load, undo=drop)
     # All workers have loaded the version; a worker that misses the switch learns of it from Hello.
     switch = SwitchAdapter(body.lora_name, version, next_clock(commands.pool_state.adapters.clock))
     successful_results(commands.gather_outcomes(workers, switch))

@@ -118,8 +118,8 @@ def commit() -> Response:
     action = PrepareUpdate(body.update, body.policy, bool(body.checksum), checksum)
     result = commit_update(commands, workers, action)
     members = {worker.endpoint for worker in workers}
-    outside = [one for one in commands.reachable_workers() if one.endpoint not in members]
-    # They have loaded, so the next group can have them.
+    # Those that have loaded can be in the next group. No error here: the new weights serve.
+    outside = [one for one in commands.known_workers() if one.endpoint not in members]
     names = [one.heartbeat.worker_id for one in outside if one.heartbeat and one.heartbeat.facts]
     return json_response({**result, "outside": names})
 
@@ -183,7 +183,9 @@ def load_folder(
 
     def action(index: int, first: Result) -> BeginFolder:
         clock = first.get("clock", commands.pool_state.weights.clock)
-        return BeginFolder(update_id, first.get("version", version), clock, folder, label)
+        return BeginFolder(
+            update_id, first.get("version", version), clock, folder, label, first.get("files", "")
+        )
 
     undo = AbortUpdate(update_id, BEGIN_FAILED)
     first, *_ = commands.send_first_then_others(workers, action, undo=undo)

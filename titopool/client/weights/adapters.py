@@ -14,7 +14,7 @@ from typing import Any
 
 from titopool.client.weights.server_calls import WeightsError
 
-INSTEAD = "send model.merge_and_unload(), or save the adapter and call load_lora"
+INSTEAD = "send model.merge_and_unload()"
 
 
 class Merged:
@@ -75,7 +75,8 @@ def parameters_of(module: Any) -> Iterator[tuple[str, Any]]:
         elif sent[id(base)] is not tensor:
             raise WeightsError(
                 f"{name}: expected weights that are tied to stay equal, got an adapter of one of "
-                "them; untie them (tie_word_embeddings=False), or target other modules"
+                "them; target other modules, or train and serve a checkpoint whose head is its own "
+                "(saved with tie_word_embeddings=False)"
             )
 
 

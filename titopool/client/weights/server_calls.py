@@ -1,6 +1,6 @@
 """A trainer's HTTP calls to the server, and the address from which it reaches the server.
 
-Runs in: trainers. Imports only the standard library. A proxy may answer, and either side may close
+Runs in: trainers. Imports the standard library and the words of the other client's errors. A proxy may answer, and either side may close
 the connection: a call always returns the server's response or raises `WeightsError`.
 """
 
@@ -12,6 +12,8 @@ import urllib.parse
 import urllib.request
 from collections.abc import Mapping
 from typing import Any
+
+from titopool.client.failures import no_server
 
 # How much of a response that is not the server's is shown in an error message.
 MAX_SHOWN_BYTES = 200
@@ -28,7 +30,10 @@ class WeightsError(Exception):
     """The server refused a call, or an update failed."""
 
     def __init__(self, message: str, *, status: int = 0, code: str = ""):
-        """`status` (0) and `code` ("") are the server's, if the server sent a response."""
+        """`status` (0) and `code` ("") are the server's, if it sent a response.
+
+        A call that could not be sent has status 0 and the code `invalid_request`.
+        """
         super().__init__(message)
         self.status = status
         self.code = code
@@ -60,10 +65,10 @@ def post_or_get(
     if api_key:
         headers["Authorization"] = f"Bearer {api_key}"
     try:
-        data = None if body is None else json.dumps(body).encode()
+        data = None if body is None else json.dumps(body, allow_nan=False).encode()
     except (TypeError, ValueError, RecursionError) as error:
         raise WeightsError(
-            f"{path}: expected arguments that JSON has, got others: {error}"
+            f"{path}: expected arguments that JSON has, got others: {error}", code="invalid_request"
         ) from error
     try:
         request = urllib.request.Request(url + path, data=data, headers=headers)
@@ -73,6 +78,9 @@ def post_or_get(
         with error:
             raise _refusal_of(path, error) from None
     except CALL_ERRORS as error:
+        if isinstance(error, urllib.error.URLError) and isinstance(error.reason, OSError):
+            text = no_server(url, error.reason, "check the URL")
+            raise NoResponse(f"{path}: {text}") from error
         text = f"{path}: no response from the server: {type(error).__name__}: {error}"
         raise NoResponse(text) from error
     return _decoded(path, content, fields)

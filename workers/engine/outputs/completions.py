@@ -1,81 +1,83 @@
-"""vLLM's outputs of a job as completions: whole at its end, or in chunks while it is streamed."""
+"""vLLM's outputs as completions: whole at the end, or in chunks while the job is streamed."""
 
 import asyncio
 import contextvars
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from titopool.wire.messages import Chunk, Completion, Job
+from workers.engine.base import OnChunk, Slots
 from workers.engine.outputs.packing import pack_experts, pack_logprobs, pack_mask, pack_since
 from workers.engine.parsing import Parsing
 from workers.engine.sampling import failed_inside
 from workers.engine.versions import History
 
 
-class Sent(NamedTuple):
-    """How much of a completion has been sent."""
+class ChunkSender:
+    """Sends the chunks of a job; what the client gets once goes with the first one."""
 
-    num_tokens: int = 0
-    num_characters: int = 0
+    def __init__(
+        self, job: Job, on_chunk: Callable[[Chunk], None], adapter_version: int | None
+    ) -> None:
+        self._job, self._on_chunk, self._adapter_version = job, on_chunk, adapter_version
+        # With images, until the first chunk: the expanded prompt, and offset and length of each.
+        self.prompt_token_ids = b""
+        self.image_ranges: Sequence[tuple[int, int]] = ()
+
+    def send(self, pieces: list[tuple[int, Completion]], num_cached_tokens: int = 0) -> None:
+        """Sends pieces of the job's completions, each with its index."""
+        self._on_chunk(
+            Chunk(
+                self._job.job_id,
+                self._job.attempt,
+                pieces,
+                num_cached_tokens,
+                self.prompt_token_ids,
+                adapter_version=self._adapter_version,
+                image_ranges=list(self.image_ranges),
+            )
+        )
+        self.prompt_token_ids, self.image_ranges = b"", ()
 
 
 class Stream:
-    """Cuts a job's completions into `Chunk`s, as far as vLLM has made them."""
+    """Cuts a streamed completion into `Chunk`s, as far as vLLM has made it."""
 
     def __init__(
         self,
-        job: Job,
+        index: int,
+        sender: ChunkSender,
         parsing: Parsing | None,
-        on_chunk: Callable[[Chunk], None],
-        adapter_version: int | None,
+        history: Callable[[], History],
         replay_start: int | None,
     ):
-        """`replay_start`: as in `RunContext`."""
-        self._job = job
-        self._replay_start = replay_start
-        self._parsing = parsing
-        self._on_chunk = on_chunk
-        self._adapter_version = adapter_version
-        self._sent: dict[int, Sent] = {}
-
-    def begin(
-        self,
-        history: Callable[[], History],
-        prompt_token_ids: bytes,
-        image_ranges: Sequence[tuple[int, int]],
-    ) -> None:
-        """To be called before vLLM gets the request.
+        """To be made before vLLM gets the request, in the context of the job's task.
 
         Args:
             history: returns the request's weights up to now.
-            prompt_token_ids: with images, the expanded prompt, which goes with the first chunk.
-            image_ranges: with images, offset and length of each, which go with the first chunk.
+            replay_start: as in `RunContext`.
         """
+        self._index, self._sender = index, sender
+        self._replay_start = replay_start
+        self._parsing = parsing
         self._history = history
         # Log lines of chunks name the request.
         self._context = contextvars.copy_context()
-        self._prompt_token_ids, self._image_ranges = prompt_token_ids, image_ranges
-
-    @property
-    def num_completions(self) -> int:
-        return self._job.num_sequences
+        self._num_characters = 0
+        # Tokens that were sent.
+        self.num_sent = 0
 
     @property
     def is_parsed(self) -> bool:
         """Whether vLLM's parsers read the tokens."""
         return self._parsing is not None
 
-    def num_sent(self, index: int) -> int:
-        """Tokens of completion `index` that were sent."""
-        sent = self._sent.get(index)
-        return sent.num_tokens if sent is not None else 0
-
     def send_tokens(self, state: Any) -> None:
-        """Sends what a completion that goes on has in addition to what was sent.
+        """Sends what the completion, which goes on, has in addition to what was sent.
 
         Args:
             state: vLLM's RequestState of the completion.
@@ -83,49 +85,27 @@ class Stream:
         self._context.run(self._send_tokens, state)
 
     def _send_tokens(self, state: Any) -> None:
-        index, detokenizer = state.request_index, state.detokenizer
-        sent = self._sent.get(index, Sent())
-        new_ids = list(detokenizer.output_token_ids[sent.num_tokens :])
+        detokenizer = state.detokenizer
+        new_ids = list(detokenizer.output_token_ids[self.num_sent :])
         text = detokenizer.get_next_output_text(False, True)
-        piece = self._piece(index, sent, new_ids, text, state.logprobs_processor.logprobs)
-        self._send([(index, piece)], state.num_cached_tokens)
+        piece = self._piece(new_ids, text, state.logprobs_processor.logprobs)
+        self._sender.send([(self._index, piece)], state.num_cached_tokens or 0)
 
     def send_last(self, output: Any) -> None:
-        """Sends the rest of the completions in `output`, vLLM's RequestOutput, which have ended."""
-        pieces = []
-        for one in output.outputs:
-            # An error fails the whole job.
-            if one.finish_reason == "error":
-                continue
-            sent = self._sent.get(one.index, Sent())
-            new_ids, text = list(one.token_ids[sent.num_tokens :]), one.text[sent.num_characters :]
-            piece = self._piece(
-                one.index, sent, new_ids, text, one.logprobs, one.finish_reason or "",
-                one.stop_reason, **replay_fields(one, self._replay_start),
-            )  # fmt: skip
-            pieces.append((one.index, piece))
-        if pieces:
-            self._send(pieces, output.num_cached_tokens)
-
-    def _send(self, pieces: list[tuple[int, Completion]], num_cached_tokens: int | None) -> None:
-        self._on_chunk(
-            Chunk(
-                self._job.job_id,
-                self._job.attempt,
-                pieces,
-                num_cached_tokens or 0,
-                self._prompt_token_ids,
-                adapter_version=self._adapter_version,
-                image_ranges=list(self._image_ranges),
-            )
-        )
-        # They go with the first chunk only.
-        self._prompt_token_ids, self._image_ranges = b"", ()
+        """Sends the rest of the completion, with vLLM's last RequestOutput of it."""
+        (one,) = output.outputs
+        # An error fails the whole job.
+        if one.finish_reason == "error":
+            return
+        new_ids, text = list(one.token_ids[self.num_sent :]), one.text[self._num_characters :]
+        piece = self._piece(
+            new_ids, text, one.logprobs, one.finish_reason or "", one.stop_reason,
+            **replay_fields(one, self._replay_start),
+        )  # fmt: skip
+        self._sender.send([(self._index, piece)], output.num_cached_tokens or 0)
 
     def _piece(
         self,
-        index: int,
-        sent: Sent,
         new_ids: list[int],
         text: str,
         flat: Any,
@@ -134,10 +114,11 @@ class Stream:
         **fields: Any,
     ) -> Completion:
         # The text may lag behind the tokens: vLLM holds back what may be part of a stop string.
-        now = Sent(sent.num_tokens + len(new_ids), sent.num_characters + len(text))
-        self._sent[index] = now
+        num_before, index = self.num_sent, self._index
+        self.num_sent += len(new_ids)
+        self._num_characters += len(text)
         ids = array("i", new_ids).tobytes()
-        packed = None if flat is None else pack_since(flat, sent.num_tokens, new_ids)
+        packed = None if flat is None else pack_since(flat, num_before, new_ids)
         message = None
         if self._parsing is not None:
             message, finish_reason = self._parsing.delta(index, text, new_ids, finish_reason)
@@ -146,7 +127,7 @@ class Stream:
             finish_reason=finish_reason,
             logprobs=packed,
             # Spans of all tokens so far: a reader of the last chunk needs no earlier ones.
-            weight_versions=self._history().spans(index, now.num_tokens),
+            weight_versions=self._history().spans(self.num_sent),
             text=text,
             stop_reason=stop_reason,
             message=message,
@@ -158,49 +139,65 @@ class Stream:
 class RunContext:
     """How one job runs: vLLM's parameters, and what reads its outputs."""
 
+    # Of the first completion.
     params: Any
+    on_chunk: OnChunk
     parsing: Parsing | None = None
-    stream: Stream | None = None
+    # None: the job is not streamed.
+    sender: ChunkSender | None = None
     # Further arguments of AsyncLLM.generate.
     arguments: dict[str, Any] = field(default_factory=dict)
-    # With images: the expanded prompt and the images' ranges in it, once they are processed.
+    # With images: the expanded prompt, once they are processed.
     prompt_token_ids: bytes = b""
-    image_ranges: Sequence[tuple[int, int]] = ()
     # The prompt token from which on routed experts are sent; None: neither they nor masks are.
     replay_start: int | None = None
+    # Set once the prompt's log-probabilities are complete.
+    is_scored: asyncio.Event = field(default_factory=asyncio.Event)
 
-    async def completions(self, output: Any, history: History) -> list[Completion]:
-        """The completions of `output`, vLLM's last RequestOutput.
+    @property
+    def needs_scores(self) -> bool:
+        """Whether the first completion brings the prompt's log-probabilities."""
+        return self.params.prompt_logprobs is not None
+
+    def stop(self, slots: Slots) -> None:
+        """An abort: no further completion starts, but a prompt is scored first, and then goes on."""
+        if self.is_scored.is_set() or not self.needs_scores:
+            slots.stop()
+
+    def add_images(self, prompt_token_ids: bytes, image_ranges: Sequence[tuple[int, int]]) -> None:
+        """Takes the prompt whose images are processed."""
+        self.prompt_token_ids = prompt_token_ids
+        if self.sender is not None:
+            self.sender.prompt_token_ids = prompt_token_ids
+            self.sender.image_ranges = image_ranges
+
+    async def completion(self, item: Any, history: History) -> Completion:
+        """`item`, vLLM's CompletionOutput of a completion that has ended.
 
         Raises:
-            TitopoolError: one failed inside the engine.
+            TitopoolError: it failed inside the engine.
         """
-        completions = []
-        for item in output.outputs:
-            if item.finish_reason == "error":
-                raise failed_inside(self.params, num_tokens=len(item.token_ids))
-            ids = np.array(item.token_ids, dtype=np.int32).tobytes()
-            message, finish_reason, packed = None, item.finish_reason, None
-            if self.stream is None:
-                if self.parsing is not None:
-                    message, finish_reason = self.parsing.whole(item)
-                    # Parsing a long text blocks the loop: let other tasks run in between.
-                    await asyncio.sleep(0)
-                if item.logprobs is not None:
-                    packed = pack_logprobs(item.logprobs, ids)
-            completions.append(
-                Completion(
-                    token_ids=ids,
-                    finish_reason=finish_reason,
-                    logprobs=packed,
-                    weight_versions=history.spans(item.index, len(item.token_ids)),
-                    text="" if self.stream else item.text,
-                    stop_reason=item.stop_reason,
-                    message=message,
-                    **replay_fields(item, None if self.stream else self.replay_start),
-                )
-            )
-        return completions
+        if item.finish_reason == "error":
+            raise failed_inside(self.params, num_tokens=len(item.token_ids))
+        ids = np.array(item.token_ids, dtype=np.int32).tobytes()
+        message, finish_reason, packed = None, item.finish_reason, None
+        if self.sender is None:
+            if self.parsing is not None:
+                message, finish_reason = self.parsing.whole(item)
+                # Parsing a long text blocks the loop: let other tasks run in between.
+                await asyncio.sleep(0)
+            if item.logprobs is not None:
+                packed = pack_logprobs(item.logprobs, ids)
+        return Completion(
+            token_ids=ids,
+            finish_reason=finish_reason,
+            logprobs=packed,
+            weight_versions=history.spans(len(item.token_ids)),
+            text="" if self.sender else item.text,
+            stop_reason=item.stop_reason,
+            message=message,
+            **replay_fields(item, None if self.sender else self.replay_start),
+        )
 
 
 def replay_fields(one: Any, start: int | None) -> dict[str, Any]:

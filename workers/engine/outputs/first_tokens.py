@@ -38,7 +38,5 @@ class FirstTokens:
         while self._waiting:
             await asyncio.sleep(INTERVAL_S)
             for state in list(self._states().values()):
-                # Completions of one request have internal ids; the parent has the external one.
-                named = state if state.parent_req is None else state.parent_req
-                if not state.is_prefilling and named.external_req_id in self._waiting:
-                    self._waiting.pop(named.external_req_id)()
+                if not state.is_prefilling and state.external_req_id in self._waiting:
+                    self._waiting.pop(state.external_req_id)()

@@ -52,12 +52,12 @@ class OpenStreams:
             yield
             return
         self._streams[request_id] = stream
-        self._add(stream.num_completions)
+        self._add(1)
         try:
             yield
         finally:
             del self._streams[request_id]
-            self._add(-stream.num_completions)
+            self._add(-1)
 
     def _add(self, num_completions: int) -> None:
         self._num_completions += num_completions
@@ -76,8 +76,7 @@ class OpenStreams:
         return 1 + turn % self.interval if num_sent == 1 else self.interval
 
     def _sender(self, stream: Stream, state: Any) -> Callable[..., Any]:
-        make_output = state.make_request_output
-        detokenizer, index = state.detokenizer, state.request_index
+        make_output, detokenizer = state.make_request_output, state.detokenizer
         self._num_tapped += 1
         turn = self._num_tapped
 
@@ -88,7 +87,7 @@ class OpenStreams:
                 # Else the state would be part of a cycle, and stay until all garbage is collected.
                 del state.make_request_output
                 return make_output(new_token_ids, pooling_output, finish_reason, *rest, **named)
-            num_sent = stream.num_sent(index)
+            num_sent = stream.num_sent
             if detokenizer.num_output_tokens() - num_sent >= self._wanted(stream, num_sent, turn):
                 try:
                     stream.send_tokens(state)

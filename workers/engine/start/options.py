@@ -8,12 +8,26 @@ from titopool import demo_model
 from titopool.errors import ConfigError
 from titopool.settings.config import ServerConfig
 
+# Options of vLLM for caches outside the engine, with what they keep.
+OUTLIVING = {
+    "kv_offloading_size": "keys and values of old weights",
+    "kv_transfer_config": "keys and values of old weights",
+    "ec_transfer_config": "images encoded by old weights",
+}
+# Options of vLLM for several replicas in one engine, with the values that mean one.
+DATA_PARALLEL = {
+    "data_parallel_size": 1, "data_parallel_size_local": 1, "data_parallel_rank": None,
+    "data_parallel_start_rank": None, "data_parallel_hybrid_lb": False,
+    "data_parallel_external_lb": False, "data_parallel_multi_port_external_lb": False,
+}  # fmt: skip
+
 
 def parse_options(config: ServerConfig, defaults: dict[str, Any]) -> Any:
     """vLLM's AsyncEngineArgs.
 
     Raises:
-        ConfigError: vLLM does not know an option, or refuses its value.
+        ConfigError: vLLM does not know an option, or refuses its value; or the pool's weights would
+            not be right with it.
     """
     from vllm.config import StructuredOutputsConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
@@ -39,9 +53,36 @@ def parse_options(config: ServerConfig, defaults: dict[str, Any]) -> Any:
     parser.error = refuse
     parser.set_defaults(model=model, structured_outputs_config=structured_outputs, **defaults)
     try:
-        return AsyncEngineArgs.from_cli_args(parser.parse_args(argv))
+        engine_args = AsyncEngineArgs.from_cli_args(parser.parse_args(argv))
     except (argparse.ArgumentError, ValueError) as error:
         raise ConfigError(f"vLLM's options: {error}") from error
+    _check_weights_can_change(engine_args)
+    return engine_args
+
+
+def _check_weights_can_change(engine_args: Any) -> None:
+    """Refuses caches that outlive an update of the weights, and ranks that a group does not count.
+
+    Keys of cached blocks do not name the weights, and what is on disks or in other processes stays
+    when vLLM clears its caches (`TieringOffloadingManager.reset_cache`).
+
+    Raises:
+        ConfigError: names the option.
+    """
+    for option, what in OUTLIVING.items():
+        if getattr(engine_args, option, None):
+            raise ConfigError(
+                f"--{option.replace('_', '-')}: expected none, because {what} stay there after an "
+                "update of the weights, and requests would use them; leave it out"
+            )
+    for option in DATA_PARALLEL:
+        value = getattr(engine_args, option, None)
+        if value is not None and value is not False and value != DATA_PARALLEL[option]:
+            raise ConfigError(
+                f"--{option.replace('_', '-')}: expected none, because each of titopool's workers is "
+                "one replica, and several in one would have the same ranks in a trainer's group, got "
+                f"{value}; use --num-workers for more replicas"
+            )
 
 
 def fit_to_cpu(engine_args: Any) -> None:

@@ -89,7 +89,7 @@ class InPlace:
     def __init__(self, device: Any, chunks: Sequence[Chunk]):
         self._device = device
         self._num_chunks = len(chunks)
-        self.names = [piece.tensor.name for chunk in chunks for piece in chunk.pieces]
+        self.infos = [piece.tensor for chunk in chunks for piece in chunk.pieces]
         # True: a chunk may come; False: the update has ended.
         self._places: queue.SimpleQueue[bool] = queue.SimpleQueue()
         for _ in range(NUM_IN_PLACE):
