@@ -186,8 +186,14 @@ in_a_cycle = Client(url)
 in_a_cycle.me = in_a_cycle
 in_a_cycle.tokenize("a")
 del in_a_cycle
+gc.collect()
 
 async def main():
+    in_a_cycle = AsyncClient(url)
+    in_a_cycle.me = in_a_cycle
+    await in_a_cycle.tokenize("a")
+    del in_a_cycle
+    gc.collect()
     await AsyncClient(url).tokenize("a")
     await asyncio.sleep(0.1)
 asyncio.run(main())

@@ -12,6 +12,7 @@ from tests.servers import (
     START_TIMEOUT_S,
     STOP_TIMEOUT_S,
     TITOPOOL,
+    alive,
     environment,
     wait_until,
     wait_until_ended,
@@ -53,7 +54,7 @@ def test_a_demo_that_is_ended_early_leaves_no_process(number):
         children.update(
             {one.pid: one for one in psutil.Process(process.pid).children(recursive=True)}
         )
-        return any("workers.supervisor" in one.cmdline() for one in children.values())
+        return any("workers.supervisor" in one.cmdline() for one in alive(list(children.values())))
 
     try:
         wait_until(has_started, 60)

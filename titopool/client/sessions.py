@@ -10,7 +10,7 @@ import os
 import socket
 from collections.abc import AsyncGenerator
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakSet, finalize
 
 import aiohttp
 
@@ -24,10 +24,16 @@ class Sessions:
     """The sessions of one client. Loops of several threads may share it."""
 
     def __init__(self) -> None:
+        self._begin()
+        _all.add(self)
+
+    def _begin(self) -> None:
         self._open: dict[
             asyncio.AbstractEventLoop, tuple[aiohttp.ClientSession, AsyncGenerator[Any, None]]
         ] = {}
-        _all.add(self)
+        # What a collected cycle held may be destroyed in any order, and a connector that is destroyed
+        # before its session has closed logs. So the sessions are no part of the client's cycle.
+        self._end = finalize(self, self._open.clear)
 
     async def get(self) -> aiohttp.ClientSession:
         """The session of the running loop."""
@@ -52,7 +58,8 @@ class Sessions:
         """Forgets the sessions, which are the parent's, in a forked child."""
         # A reference that nobody drops, not even at the interpreter's end: destructors would log.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._open))
-        self._open = {}
+        self._end.detach()
+        self._begin()
 
 
 async def _session() -> AsyncGenerator[aiohttp.ClientSession, None]:
