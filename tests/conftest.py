@@ -2,8 +2,8 @@
 
 import socket
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +11,12 @@ import hypothesis
 import psutil
 import pytest
 
+from tests.fork_server import Forked, fork_server
 from tests.servers import (
     REPOSITORY,
     Server,
     environment,
+    forked_server,
     kill_all,
     need_gpus,
     running_server,
@@ -156,34 +158,33 @@ def single_server(
         yield running
 
 
-StartStub = Callable[..., subprocess.Popen[bytes]]
+StartStub = Callable[..., Forked]
 
 
 @pytest.fixture
 def start_stub_at() -> Iterator[StartStub]:
     """Starts stub workers: `start_stub_at("tcp://…", "--delay-s", "1")`."""
-    started: list[subprocess.Popen[bytes]] = []
+    started: list[Forked] = []
 
-    def start(
-        endpoint: str, *arguments: str, cwd: Path = REPOSITORY, **variables: str
-    ) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", "tests.stub_worker", "--endpoint", endpoint, *arguments]
+    def start(endpoint: str, *arguments: str, cwd: Path = REPOSITORY, **variables: str) -> Forked:
         variables["PYTHONPATH"] = str(REPOSITORY)
-        process = subprocess.Popen(command, env=environment(**variables), cwd=cwd)
+        process = fork_server.start(
+            "tests.stub_worker", ["--endpoint", endpoint, *arguments],
+            environ=environment(**variables), folder=cwd,
+        )  # fmt: skip
         started.append(process)
         return process
 
     yield start
     for process in started:
-        process.kill()
-        process.wait()
+        process.kill_group()
 
 
 @pytest.fixture
 def start_stub(tmp_path: Path, start_stub_at: StartStub) -> StartStub:
     """Starts stub workers: `start_stub(index, "--delay-s", "1")` at `ipc://…/worker-<index>`."""
 
-    def start(index: int, *arguments: str, **variables: Any) -> subprocess.Popen[bytes]:
+    def start(index: int, *arguments: str, **variables: Any) -> Forked:
         Path(f"{tmp_path}/worker-{index}").unlink(missing_ok=True)
         endpoint = f"ipc://{tmp_path}/worker-{index}"
         return start_stub_at(endpoint, "--worker-id", str(index), *arguments, **variables)
@@ -195,23 +196,21 @@ def start_stub(tmp_path: Path, start_stub_at: StartStub) -> StartStub:
 def stub_server(tmp_path: Path) -> Iterator[Callable[..., Server]]:
     """`stub_server(num_workers, …)`: gunicorn before workers that `start_stub` starts; with 0
     workers `--endpoints` is among the arguments."""
-    stack = []
+    with ExitStack() as stack:
 
-    def start(
-        num_workers: int, *arguments: str, num_ready: int | None = None, **variables: str
-    ) -> Server:
-        endpoints = ",".join(f"ipc://{tmp_path}/worker-{index}" for index in range(num_workers))
-        local = ("--endpoints", endpoints) if num_workers else ()
-        context = running_server(
-            *local, *arguments, log=tmp_path / "server-log",
-            num_workers=num_workers if num_ready is None else num_ready, **variables,
-        )  # fmt: skip
-        stack.append(context)
-        return context.__enter__()
+        def start(
+            num_workers: int, *arguments: str, num_ready: int | None = None, **variables: str
+        ) -> Server:
+            endpoints = ",".join(f"ipc://{tmp_path}/worker-{index}" for index in range(num_workers))
+            local = ("--endpoints", endpoints) if num_workers else ()
+            return stack.enter_context(
+                forked_server(
+                    *local, *arguments, log=tmp_path / "server-log",
+                    num_workers=num_workers if num_ready is None else num_ready, **variables,
+                )
+            )  # fmt: skip
 
-    yield start
-    for context in stack:
-        context.__exit__(None, None, None)
+        yield start
 
 
 @pytest.fixture

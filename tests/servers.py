@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ import psutil
 import pytest
 import requests
 
+from tests.fork_server import Forked, fork_server
 from titopool.settings.gpus import visible_gpus
 
 START_TIMEOUT_S = 240.0
@@ -35,7 +36,9 @@ TITOPOOL = str(Path(sys.executable).with_name("titopool"))
 class Server:
     """A running server, with the calls that tests make."""
 
-    def __init__(self, process: subprocess.Popen[bytes], url: str, log: Path, num_workers: int = 1):
+    def __init__(
+        self, process: subprocess.Popen[bytes] | Forked, url: str, log: Path, num_workers: int = 1
+    ):
         self.process = process
         self.url = url
         self.log_file = log
@@ -161,28 +164,33 @@ def serve_process(
     **variables: str,
 ) -> tuple[subprocess.Popen[bytes], str]:
     """Starts `titopool serve` in `folder` without waiting; returns the process and the URL."""
-    port = port or free_port()
+    words, url = _words(arguments, port or free_port())
     limit = f"ulimit -n {num_descriptors}; " if num_descriptors else ""
     with log.open("wb") as output:
         process = subprocess.Popen(
-            [
-                "bash",
-                "-c",
-                limit + 'exec "$@"',
-                "-",
-                TITOPOOL,
-                "serve",
-                *arguments,
-                "--port",
-                str(port),
-                *(() if KV_CACHE[0] in arguments else KV_CACHE),
-            ],
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env=environment(**variables),
-            cwd=folder,
-        )
-    return process, f"http://127.0.0.1:{port}"
+            ["bash", "-c", limit + 'exec "$@"', "-", TITOPOOL, "serve", *words],
+            stdout=output, stderr=subprocess.STDOUT, env=environment(**variables), cwd=folder,
+        )  # fmt: skip
+    return process, url
+
+
+def fork_server_process(
+    *arguments: str, log: Path, port: int | None = None, **variables: str
+) -> tuple[Forked, str]:
+    """As `serve_process`, as a fork of a process that has imported what a server needs."""
+    words, url = _words(arguments, port or free_port())
+    with log.open("wb") as output:
+        process = fork_server.start(
+            "titopool serve", words, environ=environment(**variables), folder=REPOSITORY,
+            output=output.fileno(),
+        )  # fmt: skip
+    return process, url
+
+
+def _words(arguments: Sequence[str], port: int) -> tuple[list[str], str]:
+    """The words after `titopool serve`, and the URL."""
+    memory = () if KV_CACHE[0] in arguments else KV_CACHE
+    return [*arguments, "--port", str(port), *memory], f"http://127.0.0.1:{port}"
 
 
 @contextmanager
@@ -206,6 +214,20 @@ def running_server(
         finally:
             process.kill()
             kill_all(descendants)
+
+
+@contextmanager
+def forked_server(
+    *arguments: str, log: Path, num_workers: int = 1, **variables: str
+) -> Iterator[Server]:
+    """A server with workers of their own, in a fork; it is killed afterwards."""
+    process, url = fork_server_process(*arguments, log=log, **variables)
+    try:
+        server = Server(process, url, log, num_workers)
+        server.wait_until_ready(num_workers)
+        yield server
+    finally:
+        process.kill_group()
 
 
 def kill_all(processes: list[psutil.Process]) -> None:

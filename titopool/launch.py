@@ -45,7 +45,8 @@ def _hold_other_packages(folders: list[str]) -> bool:
     return any(spec is not None and spec.origin is not None for spec in found)
 
 
-if __name__ == "__main__":
+def run_gunicorn() -> None:
+    """gunicorn's command with the arguments of this process."""
     # Until gunicorn has its own handler, Ctrl-C ends this process without a traceback.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     # Only here: other users of this module, such as `titopool doctor`, need no gunicorn.
@@ -59,3 +60,7 @@ if __name__ == "__main__":
             os.chdir(self.cfg.chdir)
 
     GunicornServer("%(prog)s [OPTIONS] [APP_MODULE]").run()
+
+
+if __name__ == "__main__":
+    run_gunicorn()
