@@ -84,7 +84,7 @@ test: tools  ## runs all tests, with real vLLM on tiny models (ARGS='-k …' for
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup --no-loadscope-reorder $(ARGS)
 
 test-fast: tools  ## runs the tests that start no server, in under a minute
-	$(BIN)/python -m pytest -q -m "not server and not compose and not chaos and not fuzz and not soak and not system" $(ARGS)
+	$(BIN)/python -m pytest -q -m "not server" $(ARGS)
 
 check: tools  ## checks the sources: style, types, imports between rooms, docs/settings.md
 	$(BIN)/ruff format --check .
@@ -100,11 +100,11 @@ docs: tools  ## writes docs/settings.md from the settings in the code
 	$(BIN)/python -m tools.settings_page
 
 matrix: tools  ## tries all families of models (90 minutes, goes on where it stopped), and writes docs/models.md
-	$(BIN)/python -m tests.matrix $(ARGS)
-	$(BIN)/python -m tests.matrix.table
+	$(BIN)/python -m tests.all.matrix $(ARGS)
+	$(BIN)/python -m tests.all.matrix.table
 
 matrix-versions: tools  ## tries one family of each mechanism on the older CPU builds of vLLM
-	$(BIN)/python -m tests.matrix.versions $(ARGS)
+	$(BIN)/python -m tests.all.matrix.versions $(ARGS)
 
 example-grpo: tools  ## trains tiny models through a server with GRPO, in minutes on a CPU (ARGS=options)
 	$(BIN)/python examples/grpo.py --seeds 0 1 2 --control $(ARGS)
@@ -112,9 +112,6 @@ example-grpo: tools  ## trains tiny models through a server with GRPO, in minute
 # OUT: path of the results without extension. BENCH: more options, e.g. BENCH='--shape qwen3-0.6b'.
 OUT ?= benchmarks/results/$(shell date +%F)-$(PLATFORM)
 BENCH ?=
-
-# Length of test-soak.
-SOAK_UPDATES ?= 1000
 
 bench: tools $(ROUTER)  ## measures all below but weights and placement, with peers, as one table (BENCH=options, OUT=name)
 	$(BIN)/python -m benchmarks.everything --trl $(VENV)/trl/1.9.2 --out $(OUT) $(BENCH)
@@ -146,29 +143,28 @@ bench-weights: tools  ## compares a weight update with vLLM's server, TRL's clie
 bench-placement: tools  ## compares routing policies on simulated pools (BENCH=options, OUT=name)
 	$(BIN)/python -m benchmarks.placement --out $(OUT)-placement.json $(BENCH)
 
-# Length and seed of test-chaos and test-fuzz.
+PART ?= families
+# Length and seed of the parts chaos and fuzz.
 SECONDS ?= 60
 SEED ?= 0
+# Updates of the part soak.
+SOAK_UPDATES ?= 1000
 
-test-chaos: tools  ## kills, stops and disconnects processes of a pool of stub workers under load (SECONDS=60, SEED=0)
-	CHAOS_SECONDS=$(SECONDS) CHAOS_SEED=$(SEED) $(BIN)/python -m pytest -q -s --timeout=0 -m chaos tests/chaos $(ARGS)
+test-all: tools  ## runs a part of what `make test` leaves out, PART=chaos|compose|families|faults|fuzz|ray|soak|speed|system|trainers|vllm_serve (ARGS, SECONDS=60, SEED=0, SOAK_UPDATES=1000)
+	@test -d tests/all/$(PART) || { echo "PART: expected a folder of tests/all, got $(PART)"; exit 2; }
+	$(if $(wildcard tests/all/$(PART)/packages.py),$(BIN)/python -m tests.all.$(PART).packages)
+	CHAOS_SECONDS=$(SECONDS) CHAOS_SEED=$(SEED) FUZZ_SECONDS=$(SECONDS) FUZZ_SEED=$(SEED) SOAK_UPDATES=$(SOAK_UPDATES) \
+	  $(BIN)/python -m pytest $(PART_$(PART)) tests/all/$(PART) $(ARGS)
 
-test-fuzz: tools  ## sends generated bodies, frames and orders of calls to real servers and stubs (SECONDS=60, SEED=0)
-	FUZZ_SECONDS=$(SECONDS) FUZZ_SEED=$(SEED) $(BIN)/python -m pytest -q -rP --timeout=0 -n $(JOBS) -m fuzz tests/fuzz $(ARGS)
-
-test-soak: tools  ## measures the memory of an engine over SOAK_UPDATES (1000) weight updates under load
-	SOAK_UPDATES=$(SOAK_UPDATES) $(BIN)/python -m pytest -s --timeout=0 -m soak tests/test_weights_soak.py $(ARGS)
-
-test-compose: tools  ## builds, starts and calls docker-compose.yml's cpu profile; as root it installs and starts Debian's Docker where no engine answers
-	$(BIN)/python -m tests.compose.engine
-	$(BIN)/python -m pytest -q -rs -m compose tests/compose $(ARGS)
-
-test-system: tools  ## several hosts, Slurm, Kubernetes' manifests, the page in a browser and the wheel in an environment of its own; as root it installs Debian's packages for them
-	$(BIN)/python -m tests.system.packages
-	$(BIN)/python -m pytest -q -rs -m system tests/system tests/test_wheel.py $(ARGS)
+# Options of single parts. One process runs the others: each of their engines takes all cores.
+PART_chaos = -q -s --timeout=0
+PART_fuzz = -q -rP --timeout=0 -n $(JOBS)
+PART_soak = -s --timeout=0
+PART_system = -q -rs
+PART_compose = -q -rs
 
 pictures: tools  ## takes docs/page-*.png of a server under load, in minutes; needs Debian's chromium-driver
-	$(BIN)/python -m tests.system.page_pictures $(ARGS)
+	$(BIN)/python -m tests.all.system.page_pictures $(ARGS)
 
 clean:  ## removes the virtual environment and caches
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache

@@ -25,6 +25,8 @@ from tests.servers import (
 from tests.trainers.published import AGAINST_VLLM
 from titopool.settings.gpus import visible_gpus
 
+HERE = Path(__file__).resolve().parent
+ALL = HERE / "all"
 # Fixtures whose servers tests of several modules share; the longest first.
 SHARED_SERVERS = ("weights_server", "server", "single_server")
 # What starts processes of a server: fixtures, and functions that a module imports.
@@ -40,15 +42,27 @@ hypothesis.settings.register_profile("tests", deadline=None)
 hypothesis.settings.load_profile("tests")
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leaves tests/all out unless an argument names a part of it."""
+    named = (Path(one.partition("::")[0]).resolve() for one in config.args)
+    return (
+        True
+        if collection_path == ALL and not any(one.is_relative_to(ALL) for one in named)
+        else None
+    )
+
+
 def group_of(item: pytest.Function) -> str:
-    """Tests of one group run in one process and share servers: a fixture's, a folder's or a
-    module's tests."""
+    """Tests of one group run in one process and share servers: a fixture's, those of a folder that has
+    a conftest.py, or a module's."""
     fixtures = item._fixtureinfo.name2fixturedefs
     for name in SHARED_SERVERS:
         if name in fixtures and fixtures[name][-1].scope == "session":
             return name
-    module = item.nodeid.partition("::")[0]
-    return module.rpartition("/")[0] if module.count("/") > 1 else module
+    folder = item.path.parent
+    if folder != HERE and (folder / "conftest.py").exists():
+        return folder.relative_to(HERE).as_posix()
+    return item.nodeid.partition("::")[0]
 
 
 @pytest.hookimpl(tryfirst=True)

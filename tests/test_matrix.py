@@ -2,13 +2,13 @@
 
 import re
 
-from tests.matrix import limits
-from tests.matrix.image_families import IMAGE_FAMILIES
-from tests.matrix.table import DOCUMENT, LABELS, marks_of
+from tests.all.matrix import limits
+from tests.all.matrix.image_families import IMAGE_FAMILIES
+from tests.all.matrix.table import DOCUMENT, LABELS, marks_of
 from tests.model_families import FAMILIES
 from tests.servers import REPOSITORY
 
-SCRIPTS = {file.stem: file for file in (REPOSITORY / "tests/matrix/limits").glob("[a-z]*.py")}
+SCRIPTS = {file.stem: file for file in (REPOSITORY / "tests/all/matrix/limits").glob("[a-z]*.py")}
 
 
 def test_each_limit_has_a_short_script_without_titopool():

@@ -9,7 +9,7 @@ import pytest
 import requests
 from transformers import AutoTokenizer
 
-from tests.matrix.row import OPTIONS
+from tests.all.matrix.row import OPTIONS
 from tests.servers import Server, running_server
 from tests.tokenizer_kinds import KINDS, make_model
 

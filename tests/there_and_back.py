@@ -3,9 +3,15 @@
 Runs in a process of its own, because an engine of vLLM changes its process.
 """
 
+import multiprocessing
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from safetensors.torch import load_file
 
@@ -32,6 +38,21 @@ ENGINE_OPTIONS: dict[str, dict[str, Any]] = {
 ON_GPU: dict[str, Any] = {
     "gpu_memory_utilization": 0.15, "kv_cache_memory_bytes": 2**30, "enforce_eager": True,
 }  # fmt: skip
+
+# Of an engine's start and five updates.
+TIMEOUT_S = 600
+
+
+@contextmanager
+def one_child() -> Iterator[Callable[..., Any]]:
+    """Calls a function in a process, which starts with the first call and serves all others."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        child = psutil.Process(pool.submit(os.getpid).result(TIMEOUT_S))
+        try:
+            yield lambda do, *args: pool.submit(do, *args).result(TIMEOUT_S)
+        finally:
+            # The pool would wait for an engine that hangs.
+            child.kill()
 
 
 def there_and_back(family: str, own: str, other: str) -> None:

@@ -1,0 +1,143 @@
+"""The supervisor or the gunicorn master of a server is killed during an operation.
+
+All processes of the server must end, and every request must end.
+"""
+
+import asyncio
+import contextlib
+import json
+import signal
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import aiohttp
+import psutil
+import pytest
+
+from tests.all.chaos.cluster import SETTINGS
+from tests.servers import REPOSITORY, environment, free_port
+
+NUM_CLIENTS = 32
+# The supervisor gives its workers 4 s to end, gunicorn's master gives the front ends 3 s.
+END_TIMEOUT_S = 20.0
+
+
+class Pool:
+    """`titopool serve` with stub engines."""
+
+    def __init__(self, folder: Path):
+        self.folder, self.port = folder, free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self._lines: dict[str, asyncio.StreamWriter] = {}
+        self.reached = asyncio.Event()
+        self.outcomes: Counter[str] = Counter()
+        (folder / "root" / "one").mkdir(parents=True)
+        (folder / "root" / "one" / "weights").write_text("one")
+
+    async def start(self) -> None:
+        control = str(self.folder / "control")
+        self._listening = await asyncio.start_unix_server(self._connect, control)
+        variables = {
+            **SETTINGS,
+            "CHAOS_CONTROL": control,
+            "PYTHONPATH": str(REPOSITORY / "tests" / "chaos" / "site"),
+            "TITOPOOL_WEIGHTS_ROOT": str(self.folder / "root"),
+        }
+        self._log = (self.folder / "log").open("wb")
+        self.process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "titopool.cli", "serve", "--port", str(self.port),
+            "--num-workers", "2", "--num-front-ends", "2",
+            env=environment(**variables), cwd=REPOSITORY, stdout=self._log, stderr=self._log,
+        )  # fmt: skip
+        deadline = time.monotonic() + 60
+        while await self._num_ready() < 2:
+            assert time.monotonic() < deadline, self.tail()
+            await asyncio.sleep(0.2)
+        self.family = psutil.Process(self.process.pid).children(recursive=True)
+
+    def tail(self) -> str:
+        return (self.folder / "log").read_text(errors="replace")[-4000:]
+
+    async def _num_ready(self) -> int:
+        with contextlib.suppress(aiohttp.ClientError, OSError):
+            async with (
+                aiohttp.ClientSession() as session,
+                session.get(self.url + "/ready") as answer,
+            ):
+                return int((await answer.json())["num_ready"])
+        return -1
+
+    async def _connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        hello = json.loads(await reader.readline())
+        self._lines[hello["worker"]] = writer
+        with contextlib.suppress(OSError):
+            while line := await reader.readline():
+                if "reached" in json.loads(line):
+                    self.reached.set()
+
+    def arm(self, worker: str, point: str) -> None:
+        self._lines[worker].write(json.dumps({"arm": point}).encode() + b"\n")
+
+    def supervisor(self) -> psutil.Process:
+        (found,) = [one for one in self.family if "workers.supervisor" in " ".join(one.cmdline())]
+        return found
+
+    async def client(self, index: int) -> None:
+        """Generates until the server is gone; every request must end."""
+        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=40)) as session:
+            while True:
+                try:
+                    body = {"prompts": [[index + 1, 7]]}
+                    async with session.post(self.url + "/generate/", json=body) as answer:
+                        reply = await answer.json()
+                except aiohttp.ClientConnectorError:
+                    return
+                except (aiohttp.ClientError, OSError):
+                    self.outcomes["connection broken"] += 1
+                    continue
+                if answer.status == 200:
+                    assert reply["completion_ids"] == [[7, index + 1]]
+                    self.outcomes["answered"] += 1
+                else:
+                    self.outcomes[reply["error"]["code"]] += 1
+
+    async def update(self) -> None:
+        body = {"path": str(self.folder / "root" / "one"), "policy": "keep"}
+        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=40)) as session:
+            with contextlib.suppress(aiohttp.ClientError, OSError):
+                async with session.post(self.url + "/update_weights", json=body) as answer:
+                    await answer.read()
+
+
+@pytest.mark.parametrize("point", ["PrepareUpdate:after", "ApplyUpdate:before", "Generate:before"])
+@pytest.mark.parametrize("victim", ["supervisor", "master"])
+def test_all_processes_end_when_the_supervisor_or_master_is_killed(
+    tmp_path: Path, victim: str, point: str
+):
+    async def scenario() -> None:
+        pool = Pool(tmp_path)
+        await pool.start()
+        clients = [asyncio.create_task(pool.client(index)) for index in range(NUM_CLIENTS)]
+        await asyncio.sleep(0.5)
+        pool.arm("1", point)
+        updating = asyncio.create_task(pool.update())
+        async with asyncio.timeout(10):
+            await pool.reached.wait()
+        killed = pool.supervisor() if victim == "supervisor" else psutil.Process(pool.process.pid)
+        killed.send_signal(signal.SIGKILL)
+        async with asyncio.timeout(END_TIMEOUT_S + 45):
+            await pool.process.wait()
+            await asyncio.gather(*clients, updating)
+        _, alive = psutil.wait_procs(pool.family, timeout=END_TIMEOUT_S)
+        for one in alive:
+            one.kill()
+        assert not alive, f"{alive}\n{pool.tail()}"
+        assert "Traceback" not in pool.tail(), pool.tail()
+        assert pool.outcomes["answered"] > 0
+        # No job is blamed for the death.
+        assert "generation_failed" not in pool.outcomes
+        print(victim, point, dict(pool.outcomes))
+
+    asyncio.run(scenario())

@@ -1,0 +1,1 @@
+"""Models of further families, and of mechanisms that are dear to try: exactness after updates."""

@@ -1,0 +1,1 @@
+"""Faults of real engines that take half a minute each to stage."""

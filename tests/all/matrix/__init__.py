@@ -1,0 +1,1 @@
+"""What works with which family of models: `make matrix` (tests/all/matrix/__main__.py)."""

@@ -1,0 +1,1 @@
+"""Pools on a Ray cluster of this machine."""

@@ -1,0 +1,1 @@
+"""Measurements: times beside load, and the commands of benchmarks/."""
