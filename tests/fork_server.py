@@ -25,8 +25,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
-# Seconds to import the modules on a busy machine.
-START_TIMEOUT_S = 120.0
+import psutil
+
+# Seconds to import the modules, and for what was killed to end, on a busy machine.
+START_TIMEOUT_S, END_TIMEOUT_S = 120.0, 30.0
 MAX_MESSAGE = 2**20
 MODULES = ("app", "gunicorn.app.wsgiapp", "titopool.commands.serve", "tests.stub_worker")
 
@@ -38,6 +40,9 @@ class Forked:
         self.pid, self.args = pid, list(args)
         self.returncode: int | None = None
         self._status = status
+
+    def __del__(self) -> None:
+        self._status.close()
 
     def poll(self) -> int | None:
         with suppress(TimeoutError, subprocess.TimeoutExpired):
@@ -73,12 +78,27 @@ class Forked:
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
 
-    def kill_group(self) -> None:
-        """Kills the process and the children that it has not given a session of their own."""
+    def descendants(self) -> list[psutil.Process]:
+        with suppress(psutil.NoSuchProcess):
+            return psutil.Process(self.pid).children(recursive=True)
+        return []
+
+    def kill_group(self, within_s: float = END_TIMEOUT_S) -> None:
+        """Kills the process and its children.
+
+        Raises:
+            AssertionError: a child in a session of its own was left, or one does not end; it is named.
+        """
+        left = self.descendants()
         # The group outlives its first process.
         with suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
-        self.wait(10)
+        _, alive = psutil.wait_procs(left, within_s)
+        named = [f"{one.pid} {one.cmdline()}" for one in alive]
+        for one in alive:
+            one.kill()
+        self.wait(END_TIMEOUT_S)
+        assert not named, f"processes outlived {self.args}: {named}"
 
 
 class ForkServer:
@@ -121,6 +141,7 @@ class ForkServer:
             pid = self._socket.recv(16)
             assert pid, "the process that forks servers has ended; its log is above"
         except BaseException:
+            ours.close()
             # The next test begins with a new one.
             self.end()
             raise
@@ -191,6 +212,9 @@ class _Parent:
             self._leave()
             os.close(status)
             _run(output=output, **job)
+        # Here too: the test may kill the group before the fork runs.
+        with suppress(PermissionError, ProcessLookupError):
+            os.setpgid(pid, pid)
         os.close(output)
         self._status[pid] = socket.socket(fileno=status)
         self._jobs.send(str(pid).encode())
@@ -225,7 +249,7 @@ def _run(
     """In a fork: becomes what `python -m module arguments` is, and ends with it."""
     code: Any = 1
     try:
-        os.setsid()
+        os.setpgid(0, 0)
         for descriptor in (1, 2):
             os.dup2(output, descriptor)
         os.close(output)
