@@ -143,6 +143,9 @@ bench-weights: tools  ## compares a weight update with vLLM's server, TRL's clie
 bench-placement: tools  ## compares routing policies on simulated pools (BENCH=options, OUT=name)
 	$(BIN)/python -m benchmarks.placement --out $(OUT)-placement.json $(BENCH)
 
+golden: tools  ## writes tests/golden/answers after a change of what routes answer
+	$(BIN)/python -m tests.golden
+
 PART ?= families
 # Length and seed of the parts chaos and fuzz.
 SECONDS ?= 60

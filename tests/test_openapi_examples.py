@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import requests
 
+from tests.adapters import make_adapter
 from tests.api_schemas import (
     EVENTS,
     MSGPACK,
@@ -23,7 +24,6 @@ from tests.api_schemas import (
 )
 from tests.conftest import StartStub
 from tests.servers import Server
-from tests.test_adapters import make_adapter
 
 # Families whose examples a real engine answers.
 GENERATING = {"generate", "openai", "inference"}

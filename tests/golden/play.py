@@ -1,0 +1,98 @@
+"""Sends the exchanges to a server and keeps the answers: `make golden` writes what they are now."""
+
+import json
+import re
+import socket
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import requests
+
+from tests.golden.exchanges import MODEL, PORT, ROOT, UPDATE, Exchange
+from tests.golden.masks import Masks
+
+FOLDER = Path(__file__).parent / "answers"
+# /openapi.json without a server.
+DOCUMENT = Path(__file__).parent / "openapi.json"
+TIMEOUT_S = 30.0
+
+
+def play(
+    exchanges: Iterable[Exchange], url: str, model: str, root: str
+) -> dict[str, dict[str, Any]]:
+    """The answers by rule and name, in order.
+
+    Args:
+        model: the folder of the served model.
+        root: a folder with the adapter `math-1`.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    with (
+        socket.create_server(("127.0.0.1", 0), backlog=64) as trainer,
+        requests.Session() as session,
+    ):
+        port = trainer.getsockname()[1]
+        names = {url: "URL", model: MODEL, root: ROOT, str(port): PORT}
+        here: dict[str, Any] = {MODEL: model, ROOT: root, PORT: port, UPDATE: "none"}
+        masks = Masks({**names, url.partition("//")[2]: "HOST"})
+        for one in exchanges:
+            answer = _send(session, url, one, here)
+            if one.rule == "/weights/begin/" and answer.status_code == 200:
+                here[UPDATE] = answer.json()["update"]
+            answers = found.setdefault(one.rule, {})
+            assert one.name not in answers, f"two requests of {one.rule} have the name {one.name}"
+            answers[one.name] = {"request": _shown(one), **masks.answer(answer)}
+    return found
+
+
+def _send(
+    session: requests.Session, url: str, one: Exchange, here: Mapping[str, Any]
+) -> requests.Response:
+    body = _filled(one.body, here)
+    headers = dict(one.headers)
+    if one.key:
+        headers["Authorization"] = f"Bearer {one.key}"
+    sent: dict[str, Any] = {"data": body} if isinstance(body, bytes) else {"json": body}
+    # A connection for each request, so that both front ends get some.
+    headers["Connection"] = "close"
+    return session.request(one.method, url + one.path, headers=headers, timeout=TIMEOUT_S, **sent)
+
+
+def _filled(value: Any, here: Mapping[str, Any]) -> Any:
+    if isinstance(value, dict):
+        return {key: _filled(one, here) for key, one in value.items()}
+    if isinstance(value, list):
+        return [_filled(one, here) for one in value]
+    if isinstance(value, str):
+        if value in here:
+            return here[value]
+        for name, one in here.items():
+            value = value.replace(name, str(one))
+    return value
+
+
+def _shown(one: Exchange) -> dict[str, Any]:
+    body = one.body
+    if isinstance(body, bytes):
+        body = body[:40].decode()
+    return {"method": one.method, "path": one.path, "body": body}
+
+
+def file_of(rule: str) -> Path:
+    """The file with the answers of a rule."""
+    name = re.sub(r"\W+", "_", rule).strip("_") or "root"
+    return FOLDER / f"{name}.json"
+
+
+def read(rule: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(file_of(rule).read_text())
+    return found
+
+
+def write(answers: Mapping[str, Any]) -> None:
+    FOLDER.mkdir(exist_ok=True)
+    for old in FOLDER.glob("*.json"):
+        old.unlink()
+    for rule, one in answers.items():
+        file_of(rule).write_text(json.dumps(one, indent=1, ensure_ascii=False) + "\n")
