@@ -1,5 +1,7 @@
 """The tests of tests/test_weights.py about transfers, with one worker."""
 
+from collections.abc import Iterator
+
 import pytest
 
 from tests.servers import Server
@@ -11,6 +13,17 @@ from tests.test_weights import (  # noqa: F401
     test_new_weights_are_exact_and_old_ones_can_be_restored,
     test_q_k_and_v_may_be_sent_fused,
 )
+from tests.trainer import tensors_of
+from tests.weights import weights_client
+
+
+@pytest.fixture(scope="module", autouse=True)
+def own_weights_at_the_end(single_server: Server, tiny_model: str) -> Iterator[None]:
+    """For the other tests of this server."""
+    yield
+    last = weights_client(single_server, timeout_s=15.0)
+    last.update(tensors_of(tiny_model), policy="abort", version=0)
+    last.close()
 
 
 @pytest.fixture
