@@ -39,7 +39,7 @@ SIZES = {
     "workers.cluster": 302,
     "workers.engine": 1697,
     "workers.images": 472,
-    "workers.in_model": 2387,
+    "workers.in_model": 2394,
     "workers.serving": 1301,
     "workers.supervisor": 972,
     "workers.weights": 1292,

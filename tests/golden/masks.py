@@ -100,7 +100,8 @@ def joined(events: Iterable[Any]) -> list[Any]:
             and isinstance(found[-1], dict)
             and _alike(found[-1], one)
         ):
-            found[-1] = _added(found[-1], one)
+            # Each event of SGLang's has all so far.
+            found[-1] = one if "meta_info" in one else _added(found[-1], one)
         else:
             found.append(one)
     return found
@@ -113,16 +114,28 @@ def _alike(first: Any, second: Any) -> bool:
         )
     if isinstance(first, list) and isinstance(second, list) and len(first) == len(second) == 1:
         return _alike(first[0], second[0])
-    return type(first) is type(second)
+    # A field that only the last of them has, such as the reason why it ended.
+    return first is None or second is None or type(first) is type(second)
 
 
 # Parts of a text and of a list of tokens; other fields repeat.
-PARTS = {"text", "content", "tokens", "token_ids", "token_logprobs", "top_logprobs", "text_offset"}
+PARTS = {
+    "text",
+    "content",
+    "tokens",
+    "token_ids",
+    "output_ids",
+    "token_logprobs",
+    "top_logprobs",
+    "text_offset",
+}
 
 
 def _added(first: Any, second: Any, name: str = "") -> Any:
     if isinstance(first, dict):
         return {key: _added(first[key], second[key], key) for key in first}
+    if second is None:
+        return first
     if name in PARTS and isinstance(first, str | list):
         return first + second
     if isinstance(first, list) and len(first) == len(second) == 1:

@@ -216,8 +216,19 @@ class Group:
 
     def _wait_until(self, condition: Callable[[], bool], deadline: float) -> None:
         """Polls, because a wait within the store cannot be interrupted."""
-        while not condition():
-            if self._is_closed() or time.monotonic() > deadline:
+
+        def is_over() -> bool:
+            return self._is_closed() or time.monotonic() > deadline
+
+        while True:
+            try:
+                if condition():
+                    return
+            except RuntimeError:
+                # At the deadline the store's connection is cut as well.
+                if not is_over():
+                    raise
+            if is_over():
                 raise TimeoutError("the other ranks did not join in time")
             time.sleep(STORE_POLL_S)
 
