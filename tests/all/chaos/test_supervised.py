@@ -42,7 +42,7 @@ class Pool:
         variables = {
             **SETTINGS,
             "CHAOS_CONTROL": control,
-            "PYTHONPATH": str(REPOSITORY / "tests" / "chaos" / "site"),
+            "PYTHONPATH": str(Path(__file__).with_name("site")),
             "TITOPOOL_WEIGHTS_ROOT": str(self.folder / "root"),
         }
         self._log = (self.folder / "log").open("wb")
