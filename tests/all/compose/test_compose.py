@@ -254,11 +254,13 @@ def test_gpu_workers_take_different_gpus(composed: ComposeProject, tmp_path: Pat
     def start(*options: str) -> str:
         # With compose's label, so that leftovers() finds the container.
         label = f"com.docker.compose.project={composed.name}"
-        container = run(
+        output = run(
             "docker", "run", "--detach", "--label", label, "--volume", volume, *options,
             "--volume", f"{tmp_path}:/stand-ins:ro", "--env", "PATH=/stand-ins:/usr/bin:/bin",
             "titopool:cpu", *command,
-        ).strip()  # fmt: skip
+        )  # fmt: skip
+        # Warnings of the engine may stand before the id.
+        container = output.split()[-1]
         started.append(container)
         wait_until(lambda: run("docker", "logs", container).strip(), 30)
         return run("docker", "logs", container).strip()
