@@ -254,3 +254,16 @@ def test_inference_takes_keys(server: Server):
     assert answers[0].content == answers[1].content
     assert answers[0].headers[LOGPROBS_MODE_HEADER] == answers[1].headers[LOGPROBS_MODE_HEADER]
     assert answers[0].json()["choices"][0]["token_ids"] == REST[::-1][:2]
+
+
+def test_two_clients_may_choose_the_same_key(start_stub, stub_server, tmp_path):
+    keys = tmp_path / "keys"
+    keys.touch(0o600)
+    keys.write_text("one key-of-one\ntwo key-of-two\n")
+    start_stub(0, "--runs-file", str(tmp_path / "runs"))
+    server = stub_server(1, "--api-key-file", str(keys))
+    for name in ("one", "two"):
+        headers = {"Authorization": f"Bearer key-of-{name}", "Idempotency-Key": "same"}
+        answer = server.post("/generate/", {"prompts": [[5, 6]]}, headers=headers)
+        assert answer.status_code == 200
+    assert (tmp_path / "runs").read_text().split().count("5") == 2

@@ -248,3 +248,11 @@ def test_errors_about_options_have_the_client_s_names():
     error = InvalidRequest("logprobs: at most 2; or a greater --max-logprobs", param="logprobs")
     found = sglang.with_sglang_names(error, "sampling_params")
     assert (found.message, found.param) == ("top_logprobs_num: at most 2; or a greater --max-logprobs", "top_logprobs_num")  # fmt: skip
+
+
+def test_prompts_with_the_same_options_have_their_own_number_of_log_probabilities():
+    options = {"temperature": 0.5}
+    found = prompts_of(
+        text=["a", "b"], sampling_params=options, return_logprob=True, top_logprobs_num=[0, 2]
+    )
+    assert [one.options.logprobs for one in found] == [0, 2]
