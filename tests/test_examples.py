@@ -40,7 +40,7 @@ NOT_RUN = {
     "RayServer": "needs a Ray cluster; tests/all/ray/test_ray.py runs it",
     "titopool doctor": "needs several hosts; tests/all/system/test_hosts.py runs it",
     "NCCL_SOCKET_IFNAME": "names an interface of the reader's host",
-    "titopool mismatch": "downloads a model; tests/all/speed/test_mismatch.py runs it with a tiny one",
+    "titopool mismatch": "downloads a model; tests/test_mismatch.py runs it with a tiny one",
     "python -P -m workers": "needs several hosts; tests/test_standalone_worker.py runs one worker",
     "AREAL_LLM_SERVER_ADDRS": "a setting of AReaL; tests/trainers/test_areal.py calls its client",
     "rllm-model-gateway": "needs rLLM",

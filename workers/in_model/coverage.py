@@ -138,17 +138,6 @@ class Coverage:
             ]
         return sorted({*short, *self.lost})
 
-    def confirm(self, written: Mapping[str, int]) -> None:
-        """Compares with what a real load has written.
-
-        Raises:
-            HalfLoaded: the load wrote less.
-        """
-        refuse_half_loaded(
-            [name for name, num in self.written.items() if written.get(name, 0) < num]
-        )
-        self.is_confirmed = True
-
 
 class LoaderGate:
     """Distinguishes writes within parameters' loaders from writes that a model makes by itself."""
