@@ -7,7 +7,6 @@ import multiprocessing
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,8 @@ from safetensors.torch import load_file
 
 from tests import reference
 from tests.engine_in_process import PROMPT, engine_in_process
-from tests.model_families import FURTHER_TOKEN
+from tests.model_families import FURTHER_TOKEN, make_family
+from tests.servers import need_gpus
 from tests.trainer import DEVICE
 from tests.weights import NUM_TOKENS, TOLERANCE
 
@@ -43,9 +43,9 @@ ON_GPU: dict[str, Any] = {
 TIMEOUT_S = 600
 
 
-@contextmanager
-def one_child() -> Iterator[Callable[..., Any]]:
-    """Calls a function in a process, which starts with the first call and serves all others."""
+@pytest.fixture(scope="module")
+def in_child() -> Iterator[Callable[..., Any]]:
+    """Calls a function in a process that the tests of a module share."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         child = psutil.Process(pool.submit(os.getpid).result(TIMEOUT_S))
         try:
@@ -53,6 +53,14 @@ def one_child() -> Iterator[Callable[..., Any]]:
         finally:
             # The pool would wait for an engine that hangs.
             child.kill()
+
+
+def check_family(family: str, folder: Path, in_child: Callable[..., Any]) -> None:
+    """Makes two models of a family, and updates one by the other and back."""
+    need_gpus(2)
+    own = make_family(family, folder / "own", 0)
+    other = make_family(family, folder / "other", 1)
+    in_child(there_and_back, family, own, other)
 
 
 def there_and_back(family: str, own: str, other: str) -> None:
