@@ -72,6 +72,8 @@ class SimulatedWorker:
         num_front_ends: int,
         rng: random.Random,
         lengths: tuple[int, int],
+        *,
+        bunches: bool = False,
     ):
         """`lengths`: of completions, in steps, as far as their jobs allow so many tokens."""
         self.name, self.num_slots, self.rng, self.lengths = name, num_slots, rng, lengths
@@ -85,8 +87,17 @@ class SimulatedWorker:
         self.started: dict[tuple[int, int], int] = {}
         # Jobs that began without a slot, as suspects do.
         self.num_apart = 0
-        self.slots = EngineSlots(lambda: self.num_running, lambda: self.step_number * STEP_S)
-        self.slots.num_slots = num_slots
+        # Calls that are planned, each with its time.
+        self.planned: list[tuple[float, Callable[[], None]]] = []
+        self.slots = EngineSlots(
+            lambda: self.num_running, lambda: self.now,
+            lambda seconds, call: self.planned.append((self.now + seconds, call)),
+        )  # fmt: skip
+        self.slots.num_slots, self.slots.bunches = num_slots, bunches
+
+    @property
+    def now(self) -> float:
+        return self.step_number * STEP_S
 
     @property
     def num_running(self) -> int:
@@ -163,6 +174,10 @@ class SimulatedWorker:
     def step(self) -> int:
         """Runs a step; returns how many slots were idle."""
         self.step_number += 1
+        due = [call for at, call in self.planned if at <= self.now]
+        self.planned = [one for one in self.planned if one[0] > self.now]
+        for call in due:
+            call()
         while self.waiting and len(self.running) < self.num_slots:
             entry = self.waiting.popleft()
             longest = entry.job.num_tokens // entry.job.num_sequences

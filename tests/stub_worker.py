@@ -196,6 +196,7 @@ class StubEngine:
     """Implements `workers.engine.base.Engine`."""
 
     has_died = False
+    has_decode_graphs = False
 
     def __init__(
         self,

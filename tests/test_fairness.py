@@ -200,7 +200,13 @@ class Engines:
     """Front ends' pools beside simulated workers."""
 
     def __init__(
-        self, num_workers: int, num_pools: int, lengths: tuple[int, int], num_slots: int = NUM_SLOTS
+        self,
+        num_workers: int,
+        num_pools: int,
+        lengths: tuple[int, int],
+        num_slots: int = NUM_SLOTS,
+        *,
+        bunches: bool = False,
     ):
         """`lengths`: of completions, in steps."""
         self.step_number = 0
@@ -208,7 +214,7 @@ class Engines:
         self.pools = [Pool(no_worker_timeout_s=10) for _ in range(num_pools)]
         rng = random.Random(0)
         self.workers = {
-            name: SimulatedWorker(name, num_slots, num_pools, rng, lengths)
+            name: SimulatedWorker(name, num_slots, num_pools, rng, lengths, bunches=bunches)
             for name in (f"w{index}" for index in range(num_workers))
         }
         # By job id: the step of its submission.
@@ -255,9 +261,10 @@ class Engines:
         return sorted(started[one] - self.submitted[one] for one in job_ids)
 
 
+@pytest.mark.parametrize("bunches", [False, True])
 @pytest.mark.parametrize("num_workers", [1, 2])
-def test_a_small_request_starts_within_3_steps_beside_one_of_65536_prompts(num_workers):
-    engines = Engines(num_workers, num_pools=2, lengths=(50, 250))
+def test_a_small_request_starts_within_3_steps_beside_one_of_65536_prompts(num_workers, bunches):
+    engines = Engines(num_workers, num_pools=2, lengths=(50, 250), bunches=bunches)
     engines.submit(engines.pools[0], request_of(1_000_000, 65_536))
     # All jobs of the batch that begin together have not ended before.
     for _ in range(250):
@@ -285,6 +292,22 @@ def test_one_batch_uses_all_slots_but_those_kept(num_pools):
         engines.step()
     # The simulated engine leaves the slot of a job that ends empty until the next step.
     assert engines.num_idle / (2 * 200 * NUM_SLOTS) <= 0.021
+
+
+def test_completions_that_begin_together_do_so_in_one_step_of_eight_and_slots_stay_busy():
+    engines = Engines(1, num_pools=2, lengths=(50, 250), bunches=True)
+    for number, pool in enumerate(engines.pools):
+        engines.submit(pool, request_of(10**6 * number, 2000, 8000, n=8))
+    for _ in range(250):
+        engines.step()
+    engines.num_idle, num_steps_with_begins = 0, 0
+    worker = engines.workers["w0"]
+    for _ in range(400):
+        engines.step()
+        num_steps_with_begins += any(one.first == worker.step_number for one in worker.running)
+    assert num_steps_with_begins <= 400 / 8 + 5
+    # The slots that are kept, and those of half a bunch.
+    assert engines.num_idle / (400 * NUM_SLOTS) <= 0.021 + 0.035
 
 
 # Jobs that are all as long end together; then the kept slots are enough for fewer small requests.

@@ -37,10 +37,10 @@ SIZES = {
     "titopool.wire": 918,
     "workers": 611,
     "workers.cluster": 302,
-    "workers.engine": 1697,
+    "workers.engine": 1703,
     "workers.images": 472,
     "workers.in_model": 2394,
-    "workers.serving": 1301,
+    "workers.serving": 1324,
     "workers.supervisor": 972,
     "workers.weights": 1292,
 }

@@ -56,8 +56,9 @@ class Process:
     def __init__(self, history: "History", name: str, number: int):
         self.incarnation, self.phase, self.is_dead = f"{name}-{number}", "ready", False
         self.worker = SimulatedWorker(
-            name, history.num_slots, len(history.pools), history.rng, history.lengths
-        )
+            name, history.num_slots, len(history.pools), history.rng, history.lengths,
+            bunches=history.bunches,
+        )  # fmt: skip
         self.to_worker: list[deque[Message]] = [deque() for _ in history.pools]
         self.to_pool: list[deque[Result]] = [deque() for _ in history.pools]
 
@@ -67,7 +68,7 @@ class History:
 
     def __init__(self, seed: int):
         rng = self.rng = random.Random(seed)
-        self.num_slots = rng.randint(1, 16)
+        self.num_slots, self.bunches = rng.randint(1, 16), rng.random() < 0.5
         shortest = rng.choice((1, 1, 3))
         self.lengths = shortest, shortest + rng.choice((0, 2, 9))
         self.step_number = 0

@@ -1,9 +1,11 @@
 """Completions that wait at the worker, and those of new requests, which pass them."""
 
+from collections.abc import Callable
+
 import pytest
 
 from titopool.slots import MAX_NEW, SlotTable
-from workers.serving.slots import KEEP_S, NEW_STEPS, EngineSlots, JobSlots
+from workers.serving.slots import BUNCH_STEPS, KEEP_S, NEW_STEPS, EngineSlots, JobSlots
 
 NUM_SLOTS, NUM_PLACES = 16, 15
 
@@ -14,7 +16,11 @@ class Worker:
     def __init__(self, num_slots: int = NUM_SLOTS) -> None:
         self.now = 0.0
         self.table: SlotTable[int] = SlotTable()
-        self.slots = EngineSlots(lambda: self.table.num_running, lambda: self.now)
+        self.planned: list[tuple[float, Callable[[], None]]] = []
+        self.slots = EngineSlots(
+            lambda: self.table.num_running, lambda: self.now,
+            lambda seconds, call: self.planned.append((self.now + seconds, call)),
+        )  # fmt: skip
         self.slots.num_slots = num_slots
         self.num_jobs = 0
         self.told: list[int] = []
@@ -132,6 +138,34 @@ def test_while_slots_become_free_in_each_step_the_engine_gets_what_ends_within_t
     assert worker.slots.num_wanted_ahead == 0
     worker.end([running.pop(0) for _ in range(2)], num_steps=20)
     assert num_started(held) == 2
+
+
+def test_completions_begin_together_where_a_begin_makes_a_step_dear():
+    worker = Worker(num_slots=64)
+    worker.slots.bunches = True
+    running, held = worker.send(63), worker.send(30)
+    worker.now = 20
+    worker.end([running.pop()], num_steps=20)
+    assert num_started(held) == 1
+    worker.now = 21
+    worker.end([running.pop() for _ in range(3)], num_steps=20)
+    worker.now = 22
+    worker.end([running.pop()], num_steps=20)
+    # A new request does not wait.
+    assert num_started(worker.send(1, is_new=True)) == 1
+    ((at, start),) = worker.planned
+    assert (num_started(held), at) == (1, 20 + BUNCH_STEPS)
+    worker.now = at
+    start()
+    # One slot is the new request's.
+    assert num_started(held) == 4
+    worker.now += 1
+    # An eighth of the slots is enough.
+    worker.end([running.pop() for _ in range(8)], num_steps=20)
+    assert num_started(held) == 12
+    # The engine is idle.
+    worker.end([*running, *held[:12]], num_steps=20)
+    assert num_started(held) == 30
 
 
 def test_new_requests_pass_what_is_held_until_they_have_half_of_the_slots():

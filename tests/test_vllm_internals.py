@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -15,6 +16,7 @@ from titopool import __version__
 from titopool.errors import ConfigError
 from titopool.settings.gpus import visible_gpus
 from workers import doctor
+from workers.engine.start.options import has_decode_graphs
 from workers.process import EXIT_FAILED
 from workers.vllm_internals import (
     INTERNALS,
@@ -188,3 +190,17 @@ def test_the_document_shows_the_table():
         + f" | {row.purpose}{' (images only)' * row.is_for_images} |"
         for row in INTERNALS
     ]
+
+
+@pytest.mark.parametrize(
+    "mode, expected",
+    [
+        ("FULL_AND_PIECEWISE", True), ("FULL_DECODE_ONLY", True), ("FULL", False),
+        ("PIECEWISE", False), ("NONE", False),
+    ],
+)  # fmt: skip
+def test_steps_that_only_decode_have_graphs_of_their_own_in_two_modes(mode, expected):
+    from vllm.config.compilation import CUDAGraphMode
+
+    graphs = SimpleNamespace(cudagraph_mode=CUDAGraphMode[mode])
+    assert has_decode_graphs(SimpleNamespace(compilation_config=graphs)) is expected

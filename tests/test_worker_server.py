@@ -37,6 +37,7 @@ class Engine:
     """Completes every job at once."""
 
     has_died = False
+    has_decode_graphs = False
 
     def __init__(self) -> None:
         self.versions = Versions()

@@ -59,6 +59,12 @@ INTERNALS = (
         "starts the engine with a configuration that titopool has seen",
     ),
     Internal(
+        "engine/start/options.py",
+        "vllm.config.compilation:CUDAGraphMode",
+        ("FULL_AND_PIECEWISE", "FULL_DECODE_ONLY"),
+        "tells whether steps that only decode have CUDA graphs of their own",
+    ),
+    Internal(
         "engine/weights.py",
         "vllm.v1.engine.output_processor:OutputProcessor",
         ("request_states",),

@@ -124,6 +124,8 @@ class Engine(Protocol):
     versions: Versions
     # LoRA adapters; set once the model is loaded.
     adapters: Adapters
+    # Whether steps that only decode run as CUDA graphs of their own; set once the model is loaded.
+    has_decode_graphs: bool
 
     @property
     def weights(self) -> WeightEngine:

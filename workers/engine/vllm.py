@@ -65,6 +65,7 @@ from workers.engine.start.options import (
     capture_graphs_for_all,
     check_adapters_on_gpu,
     fit_to_cpu,
+    has_decode_graphs,
     parse_options,
 )
 from workers.engine.start.raw_logprobs import check_raw_logprobs, choose_runner
@@ -90,6 +91,7 @@ class VllmEngine:
         self.versions = Versions()
         self._config = config
         self._on_cpu = on_cpu
+        self.has_decode_graphs = False
         self._llm: Any = None
         self._images: ImagePreparer | None = None
         self._sent_images: SentImages | None = None
@@ -155,6 +157,7 @@ class VllmEngine:
             disable_log_stats=engine_args.disable_log_stats,
             stat_loggers=[make_stat_logger()] if self._config.metrics else None,
         )
+        self.has_decode_graphs = has_decode_graphs(vllm_config)
         self._streams.tap(self._llm.output_processor)
         if self._llm.model_config.is_multimodal_model:
             images = ImagePreparer(

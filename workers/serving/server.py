@@ -261,6 +261,7 @@ class WorkerServer:
             self._traces = Traces(self._config.otlp_endpoint, "titopool-worker")
         self._facts, self._loaded_at = facts, time.monotonic()
         self._slots.num_slots = facts.max_num_seqs
+        self._slots.bunches = self._engine.has_decode_graphs
         self._enter_phase("ready")
         await self._probe_engine()
 

@@ -20,6 +20,8 @@ DATA_PARALLEL = {
     "data_parallel_start_rank": None, "data_parallel_hybrid_lb": False,
     "data_parallel_external_lb": False, "data_parallel_multi_port_external_lb": False,
 }  # fmt: skip
+# Modes of vLLM in which steps that only decode run as CUDA graphs of their own.
+DECODE_GRAPHS = ("FULL_AND_PIECEWISE", "FULL_DECODE_ONLY")
 
 
 def parse_options(config: ServerConfig, defaults: dict[str, Any]) -> Any:
@@ -182,3 +184,11 @@ def capture_graphs_for_all(engine_args: Any, usage_context: Any) -> None:
     num_seqs = config.scheduler_config.max_num_seqs
     if limit and limit < num_seqs:
         engine_args.max_cudagraph_capture_size = num_seqs
+
+
+def has_decode_graphs(config: Any) -> bool:
+    """Whether steps that only decode run as CUDA graphs of their own, as on a GPU by default.
+
+    There are no graphs on the CPU and with `--enforce-eager`. `config`: a VllmConfig.
+    """
+    return config.compilation_config.cudagraph_mode.name in DECODE_GRAPHS
