@@ -187,7 +187,7 @@ def test_without_the_setting_nothing_is_counted():
     ("code", "has_loaded", "reason"),
     [
         (1, False, "not_started"), (0, True, "asked"), (75, True, "weights_unknown"),
-        (1, True, "failed"), (-9, True, "killed"), (-11, True, "signal"),
+        (70, True, "hung"), (1, True, "failed"), (-9, True, "killed"), (-11, True, "signal"),
     ],
 )  # fmt: skip
 def test_restarts_have_a_class_and_are_read_by_the_next_process(
