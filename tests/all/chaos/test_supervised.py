@@ -159,8 +159,14 @@ def test_all_processes_end_when_the_supervisor_or_master_is_killed(
     asyncio.run(scenario())
 
 
-@pytest.mark.parametrize("point", ["PrepareUpdate:after", "ApplyUpdate:before", "Generate:before"])
-@pytest.mark.parametrize("number", [signal.SIGSTOP, BLOCK_SIGNAL], ids=["stopped", "loop-stands"])
+@pytest.mark.parametrize(
+    "number, point",
+    [
+        pytest.param(signal.SIGSTOP, "PrepareUpdate:after", id="stopped-prepared"),
+        pytest.param(signal.SIGSTOP, "Generate:before", id="stopped-generating"),
+        pytest.param(BLOCK_SIGNAL, "ApplyUpdate:before", id="loop-stands-applying"),
+    ],
+)
 def test_a_worker_that_hangs_is_started_again_and_updates_go_on(
     tmp_path: Path, number: int, point: str
 ):
