@@ -263,6 +263,20 @@ def test_waiting_jobs_fail_when_no_worker_comes():
     assert isinstance(request.error, NoReadyWorker)
 
 
+def test_the_time_without_a_worker_is_that_of_the_last_outage():
+    pool = pool_of("a")
+    for lost_at in (100, 200):
+        pool.mark_worker_lost("a", "killed")
+        pool.fail_waiting_without_worker(now=lost_at)
+        request = request_of(1)
+        pool.submit(request)
+        pool.fail_waiting_without_worker(now=lost_at + 9)
+        assert not request.is_done
+        pool.withdraw(request)
+        pool.on_heartbeat("a", beat("a"), now=lost_at + 9.5)
+        pool.fail_waiting_without_worker(now=lost_at + 9.5)
+
+
 def test_a_worker_is_silent_after_the_heartbeat_timeout():
     pool = pool_of("a")
     assert pool.silent_workers(now=9, timeout_s=10) == []
