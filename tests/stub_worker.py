@@ -8,6 +8,7 @@ The first id of a prompt can stage a fault (see `Fault`).
 
 import argparse
 import asyncio
+import ctypes
 import os
 import signal
 import sys
@@ -39,6 +40,7 @@ from titopool.wire.pool_state import PauseMode
 from workers.engine.base import EngineDead, Generated, OnChunk, ReportPhase, Slots, in_slots
 from workers.engine.lora import Adapter, Adapters
 from workers.engine.versions import Progress, Versions
+from workers.process import write_stacks_on_signal
 from workers.serving.server import WorkerServer
 from workers.supervisor.phase_pipe import PhaseReporter
 from workers.weights import checks
@@ -47,6 +49,8 @@ VOCAB_SIZE = 50_000
 NUM_METRICS = 36
 # The token that stands for an image, with --max-images.
 IMAGE_PLACEHOLDER = 40_100
+# Make the event loop of a stub worker stand: it, or all threads.
+BLOCK_SIGNAL, HOLD_SIGNAL = signal.SIGUSR2, signal.SIGRTMIN
 # Tests name ports without a trainer.
 checks.LISTEN_TIMEOUT_S = 0.1
 
@@ -63,10 +67,23 @@ class Fault(IntEnum):
     UNSCORED = 40_008  # the job has no log-probabilities of its prompt
     PANIC = 40_009  # what the engine raises is no `Exception`
     FREEZE = 40_007  # the engine's step never ends: no job goes on, and no probe is answered
+    BLOCK = 40_010  # the event loop stands, in `stand_still`
+    STAND = 40_011  # it stands for a second
 
 
 class Panic(BaseException):
     """As pyo3's PanicException, which libraries raise where their code in Rust fails."""
+
+
+def stand_still(*_: object) -> None:
+    while True:
+        time.sleep(3600)
+
+
+def hold_python(*_: object) -> None:
+    """As an extension that never returns, and never releases Python's lock."""
+    while True:
+        ctypes.PyDLL(None).sleep(3600)
 
 
 class StubWeights:
@@ -204,6 +221,7 @@ class StubEngine:
         delay_s: float,
         in_slots: bool,
         load_s: float,
+        warm_s: float,
         load_until: Path | None,
         max_num_seqs: int,
         max_model_len: int,
@@ -222,7 +240,7 @@ class StubEngine:
         self._delay_s = delay_s
         # As vLLM's: a sequence has a slot, first come, first served, and a token takes a step.
         self._slots = asyncio.Semaphore(max_num_seqs) if in_slots else None
-        self._load_s = load_s
+        self._load_s, self._warm_s = load_s, warm_s
         self._load_until = load_until
         self._max_model_len = max_model_len
         self._max_num_seqs = max_num_seqs
@@ -259,7 +277,7 @@ class StubEngine:
         )
 
     async def warm_up(self) -> None:
-        return None
+        time.sleep(self._warm_s)
 
     async def run(self, job: Job, on_chunk: OnChunk, slots: Slots) -> Generated:
         with self.versions.job(job, slots.stop):
@@ -352,6 +370,10 @@ class StubEngine:
                 await asyncio.sleep(3600)
             case Fault.FREEZE:
                 self._is_frozen = True
+            case Fault.BLOCK:
+                stand_still()
+            case Fault.STAND:
+                time.sleep(1)
         await self._wait_while_frozen()
 
     async def probe(self) -> None:
@@ -396,6 +418,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--max-images", type=int, default=0, help="of a prompt")
     made.add_argument("--vocab-size", type=int, default=VOCAB_SIZE)
     made.add_argument("--load-s", type=float, default=0.0)
+    made.add_argument("--warm-s", type=float, default=0.0, help="the loop stands in the warm-up")
     made.add_argument("--load-until", type=Path, help="loads until this file exists")
     made.add_argument("--max-model-len", type=int, default=4096)
     made.add_argument("--runs-file", type=Path, help="gets the first id of each job that begins")
@@ -407,6 +430,7 @@ def engine_of(arguments: argparse.Namespace) -> StubEngine:
         delay_s=arguments.delay_s,
         in_slots=arguments.in_slots,
         load_s=arguments.load_s,
+        warm_s=arguments.warm_s,
         load_until=arguments.load_until,
         max_num_seqs=arguments.max_num_seqs,
         max_model_len=arguments.max_model_len,
@@ -436,18 +460,24 @@ async def serve(
 ) -> int:
     """Serves until SIGTERM, which drains, or SIGINT; `prepare` may change the server first. Returns the exit code."""
     config = from_environment()
-    configure_logging(config.log_level, log_format=config.log_format, worker=arguments.worker_id)
+    report = PhaseReporter(arguments.worker_id, arguments.status_fd, arguments.ready_file)
+    configure_logging(
+        config.log_level, report.log_handler(),
+        log_format=config.log_format, worker=arguments.worker_id,
+    )  # fmt: skip
+    write_stacks_on_signal()
+    signal.signal(BLOCK_SIGNAL, stand_still)
+    signal.signal(HOLD_SIGNAL, hold_python)
     engine = engine_of(arguments)
     server = WorkerServer(
         engine,
         endpoint=arguments.endpoint,
         worker_id=arguments.worker_id,
         config=config,
-        report=(
-            report := PhaseReporter(arguments.worker_id, arguments.status_fd, arguments.ready_file)
-        ),
+        report=report,
         report_load=report.load,
         report_endpoint=report.endpoint,
+        report_alive=report.alive,
         parent_pid=arguments.parent_pid,
     )
     loop = asyncio.get_running_loop()

@@ -229,6 +229,18 @@ def test_closing_ends_the_calls_of_other_threads():
         thread.join()
 
 
+def test_the_end_of_an_async_client_s_block_has_closed_its_connections():
+    async def story() -> bool:
+        async with AsyncClient(f"http://127.0.0.1:{free_port()}", timeout_s=5) as client:
+            with pytest.raises(TitopoolError):
+                await client.generate([[1]])
+            ((session, _),) = client._sessions._open.values()
+            assert not session.closed
+        return bool(session.closed)
+
+    assert asyncio.run(story())
+
+
 def test_releases_work_together_within_a_series():
     assert are_compatible("0.1.0", "0.1.9")
     assert not are_compatible("0.1.0", "0.2.0")

@@ -20,9 +20,13 @@ from app.counts.front_end import FrontEndCounts, observe
 from app.counts.http_requests import Pace
 from app.counts.shared_file import FILE_BYTES, FOLDER, SharedFile, add_ended, forget_all, parse
 from app.metrics.exposition import families
+from app.metrics.pool import pool_families
+from app.pool.link import WorkerView
 from app.service import Service
 from tests.servers import REPOSITORY
 from titopool.settings.config import ServerConfig
+from titopool.wire.messages import Heartbeat, UpdateTotals, WorkerCounters
+from titopool.wire.pool_state import PoolWeights
 from workers.engine.metrics.exposition import MAX_BYTES, MAX_SAMPLES, bounded, families_of
 from workers.engine.metrics.stat_logger import observe_all
 from workers.environment import prepare_environment
@@ -187,7 +191,7 @@ def test_without_the_setting_nothing_is_counted():
     ("code", "has_loaded", "reason"),
     [
         (1, False, "not_started"), (0, True, "asked"), (75, True, "weights_unknown"),
-        (1, True, "failed"), (-9, True, "killed"), (-11, True, "signal"),
+        (70, True, "hung"), (1, True, "failed"), (-9, True, "killed"), (-11, True, "signal"),
     ],
 )  # fmt: skip
 def test_restarts_have_a_class_and_are_read_by_the_next_process(
@@ -199,3 +203,18 @@ def test_restarts_have_a_class_and_are_read_by_the_next_process(
     assert read_restarts(str(tmp_path), "0") == {reason: 2}
     (tmp_path / "restarts-0").write_bytes(b"{")
     assert read_restarts(str(tmp_path), "0") == {}
+
+
+def test_an_update_s_time_is_not_its_pause_and_the_longest_stand_is_shown():
+    beat = Heartbeat(
+        "w", "i", "ready", 1.0, PoolWeights(), None, 0.0, 1, 0, 0, 0, WorkerCounters(),
+        updates={"beside": UpdateTotals(2, 1, 1.5, 0.25)}, longest_stand_s=3.0,
+    )  # fmt: skip
+    shown = {
+        sample.name.removeprefix("titopool_worker_"): sample.value
+        for family in pool_families([WorkerView("e", beat, "ready", "", 0.0)])
+        for sample in family.samples
+    }
+    assert shown["weight_update_seconds"] == 1.5
+    assert shown["weight_paused_seconds"] == 0.25
+    assert shown["loop_longest_stand_seconds"] == 3.0

@@ -263,10 +263,40 @@ def test_waiting_jobs_fail_when_no_worker_comes():
     assert isinstance(request.error, NoReadyWorker)
 
 
+def test_the_time_without_a_worker_is_that_of_the_last_outage():
+    pool = pool_of("a")
+    for lost_at in (100, 200):
+        pool.mark_worker_lost("a", "killed")
+        pool.fail_waiting_without_worker(now=lost_at)
+        request = request_of(1)
+        pool.submit(request)
+        pool.fail_waiting_without_worker(now=lost_at + 9)
+        assert not request.is_done
+        pool.withdraw(request)
+        pool.on_heartbeat("a", beat("a"), now=lost_at + 9.5)
+        pool.fail_waiting_without_worker(now=lost_at + 9.5)
+
+
 def test_a_worker_is_silent_after_the_heartbeat_timeout():
     pool = pool_of("a")
     assert pool.silent_workers(now=9, timeout_s=10) == []
     assert [worker.endpoint for worker in pool.silent_workers(now=11, timeout_s=10)] == ["a"]
+    (worker,) = pool.workers.values()
+    assert worker.silence(now=11) == "silent for 11 s"
+
+
+def test_a_worker_whose_loop_stands_is_lost_as_a_silent_one():
+    """Its heartbeats come from a thread; jobs and commands would wait for the loop."""
+    pool = pool_of("a")
+    standing = msgspec.structs.replace(beat("a"), loop_stood_s=8.0)
+    pool.on_heartbeat("a", standing, now=9)
+    assert pool.workers["a"].reason == "its event loop has stood for 8 s"
+    assert pool.silent_workers(now=10, timeout_s=10) == []
+    assert [worker.endpoint for worker in pool.silent_workers(now=11.5, timeout_s=10)] == ["a"]
+    assert pool.workers["a"].silence(now=11.5) == "its event loop has stood for 10 s"
+    pool.on_heartbeat("a", beat("a"), now=11.6)
+    assert pool.workers["a"].reason == ""
+    assert pool.silent_workers(now=20, timeout_s=10) == []
 
 
 # ---- one model, one set of weights -------------------------------------------------------

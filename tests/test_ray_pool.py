@@ -14,6 +14,7 @@ from ray.exceptions import RaySystemError  # noqa: E402
 
 from workers.cluster import ray_pool  # noqa: E402
 from workers.cluster.ray_pool import RayPool  # noqa: E402
+from workers.cluster.worker_actor import WorkerState  # noqa: E402
 
 # Ids of nodes.
 A, B, C = ("a" * 56, "b" * 56, "c" * 56)
@@ -28,6 +29,8 @@ class Cluster:
         self.added: list[dict[str, Any]] = []
         self.failure: Exception | None = None
         self.groups: list[Any] = []
+        # What each actor says of its worker; None: nothing yet.
+        self.state: WorkerState | None = None
 
     def nodes(self) -> list[dict[str, Any]]:
         if self.failure:
@@ -39,15 +42,18 @@ class Cluster:
 
     def actor(self, **options: Any) -> Any:
         self.added.append(options)
-        state = SimpleNamespace(remote=lambda: "pending")
-        return SimpleNamespace(remote=lambda *_: SimpleNamespace(state=state))
+        state, leave = (SimpleNamespace(remote=lambda: "pending") for _ in range(2))
+        return SimpleNamespace(remote=lambda *_: SimpleNamespace(state=state, leave=leave))
 
     def group(self, bundles: list[dict[str, float]], **_: Any) -> Any:
         self.groups.append(bundles[0])
         return SimpleNamespace(id=len(self.groups))
 
     def wait(self, pending: list[Any], **_: Any) -> tuple[list[Any], list[Any]]:
-        return [], pending
+        return (pending, []) if self.state else ([], pending)
+
+    def get(self, pending: Any) -> Any:
+        return self.state
 
 
 @pytest.fixture
@@ -55,8 +61,12 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
     made = Cluster()
     remote = lambda _: SimpleNamespace(options=made.actor)  # noqa: E731
     monkeypatch.setattr(
-        ray_pool, "ray", SimpleNamespace(nodes=made.nodes, remote=remote, wait=made.wait)
-    )
+        ray_pool, "ray",
+        SimpleNamespace(
+            nodes=made.nodes, remote=remote, wait=made.wait, get=made.get, kill=lambda actor: None
+        ),
+    )  # fmt: skip
+    monkeypatch.setattr(ray_pool, "remove_placement_group", lambda group: None)
     monkeypatch.setattr(ray_pool, "draining_nodes", lambda: made.draining)
     monkeypatch.setattr(ray_pool, "placement_group", made.group)
     monkeypatch.setattr(ray_pool, "POLL_S", 0.0)
@@ -128,3 +138,22 @@ def test_an_error_of_ray_ends_the_pool_only_if_it_lasts(
 def test_two_servers_have_actors_of_different_names(cluster: Cluster, pool_of):
     pool_of(), pool_of()
     assert len({one["name"] for one in cluster.added}) == 2
+
+
+@pytest.mark.parametrize("who, num_wanted", [("the pool", 2), ("a client", 1)])
+def test_a_worker_that_the_pool_lets_go_is_replaced(
+    cluster: Cluster, pool_of, who: str, num_wanted: int
+):
+    """As on a node that drains; one that a client has asked to leave is not."""
+    pool = pool_of()
+    pool._scale.wanted = 2
+    pool._add(is_added=True)
+    cluster.state = WorkerState("tcp://a:1", A, "ready", None, "", has_ended=False)
+    pool.poll()
+    first = pool._workers[0]
+    if who == "the pool":
+        pool._let_go(first)
+    cluster.state = WorkerState("tcp://a:1", A, "leaving", None, "", has_ended=True)
+    pool._follow(first)
+    assert first not in pool._workers
+    assert pool._scale.wanted == num_wanted

@@ -45,3 +45,15 @@ def test_idle_workers_leave_one_by_one(tmp_path: Path):
         scale.follow([IDLE] * scale.wanted, 0, now)
         wanted.append(scale.wanted)
     assert wanted == [3, 3, 2, 2, 2]
+
+
+def test_a_worker_that_the_others_cannot_stand_in_for_stays(tmp_path: Path):
+    """Three workers run what would take more than seven tenths of two."""
+    scale = scale_of(tmp_path, least=1, most=4)
+    write_wanted(str(tmp_path), 3)
+    for now in (0.0, 2.0, 4.0):
+        scale.follow([Load(0, 5, 10)] * 3, 0, now)
+        assert scale.wanted == 3
+    for now in (5.0, 7.0):
+        scale.follow([Load(0, 4, 10)] * 3, 0, now)
+    assert scale.wanted == 2

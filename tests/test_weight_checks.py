@@ -22,7 +22,7 @@ from workers.weights.checks import (
 
 
 @pytest.mark.parametrize(
-    "name", ["loop", "in/loop", "x" * 300, "missing", "file", "\0", "..", "in/out"]
+    "name", ["loop", "in/loop", "x" * 300, "missing", "file", "\0", "..", "in/out", "in/mixed"]
 )
 def test_a_path_that_is_no_folder_below_the_root_is_refused(tmp_path: Path, name: str):
     root = tmp_path / "root"
@@ -31,6 +31,12 @@ def test_a_path_that_is_no_folder_below_the_root_is_refused(tmp_path: Path, name
     os.symlink(root / "loop", root / "loop")
     os.symlink(root / "in" / "loop", root / "in" / "loop")
     os.symlink(tmp_path, root / "in" / "out")
+    # Good files beside one that is elsewhere.
+    (root / "in" / "mixed").mkdir()
+    for inside in ("a", "z"):
+        (root / "in" / "mixed" / inside).write_text("")
+    (tmp_path / "elsewhere").write_text("")
+    os.symlink(tmp_path / "elsewhere", root / "in" / "mixed" / "m")
     with pytest.raises(InvalidRequest, match="path: expected a") as caught:
         checked_folder(f"{root}/{name}", str(root))
     assert caught.value.param == "path"

@@ -1,4 +1,4 @@
-"""A worker sends heartbeats whatever it parses: the largest frames of jobs."""
+"""A worker sends heartbeats whatever it parses, and from a thread while its event loop stands."""
 
 import subprocess
 import time
@@ -93,6 +93,11 @@ def peer(tmp_path: Path, worker: subprocess.Popen[bytes]) -> Iterator[Peer]:
     context.destroy(linger=0)
 
 
+def num_of_loop(peer: Peer) -> int:
+    """Heartbeats that the worker's event loop has sent."""
+    return sum(not one.loop_stood_s for one in peer.beats)
+
+
 @pytest.mark.parametrize("name", JOBS)
 def test_heartbeats_go_on_while_the_largest_request_arrives(
     worker: subprocess.Popen[bytes], peer: Peer, name: str
@@ -100,7 +105,7 @@ def test_heartbeats_go_on_while_the_largest_request_arrives(
     # Encoded before: this takes a while, and is not the worker's.
     frame = messages.encode(Generate.of_jobs(peer.beats[-1].incarnation, JOBS[name]))
     peer.read()
-    clock, num_beats = WorkerTime(worker), len(peer.beats)
+    clock, num_beats = WorkerTime(worker), num_of_loop(peer)
     longest_s = last_beat = 0.0
     peer.socket.send(frame)
     while peer.beats[-1].num_sequences < MAX_PROMPTS - num_kept(MAX_PROMPTS):
@@ -109,10 +114,40 @@ def test_heartbeats_go_on_while_the_largest_request_arrives(
         peer.send(Hello())
         peer.socket.poll(50)
         peer.read()
-        if len(peer.beats) > num_beats:
+        if num_of_loop(peer) > num_beats:
             # Only now: a wait for a CPU counts when it has ended.
             now = clock.turn()
             longest_s = max(longest_s, now - last_beat)
-            num_beats, last_beat = len(peer.beats), now
+            num_beats, last_beat = num_of_loop(peer), now
     print(f"longest pause of heartbeats: {longest_s:.2f} s")
     assert longest_s < MAX_PAUSE_S
+
+
+def test_a_thread_sends_heartbeats_while_the_loop_stands(
+    worker: subprocess.Popen[bytes], peer: Peer
+):
+    """As the loop last stated them, on the same connection; what comes meanwhile is read afterwards."""
+    options = msgspec.Raw(encode_options(SamplingOptions()))
+
+    def jobs(first: int, *job_ids: int) -> Generate:
+        ids = np.array([first, 5], dtype=np.int32).tobytes()
+        made = [Job(one, 1, ids, 1, 18, options) for one in job_ids]
+        return Generate.of_jobs(peer.beats[-1].incarnation, made)
+
+    peer.send(jobs(Fault.HANG, 1, 2, 3))
+    peer.wait(lambda: peer.beats[-1].num_sequences == 3)
+    del peer.beats[:-1]
+    peer.send(jobs(Fault.STAND, 4))
+    for job_id in range(5, 45):
+        peer.send(Hello())
+        peer.send(jobs(7, job_id))
+        time.sleep(0.02)
+    peer.wait(lambda: peer.done.keys() >= {*range(4, 45)})
+    stood = [one for one in peer.beats if one.loop_stood_s]
+    assert len(stood) >= 3
+    assert {one.num_sequences for one in stood} <= {3, 4}
+    assert len({one.incarnation for one in peer.beats}) == 1
+    assert [one.loop_stood_s for one in stood] == sorted(one.loop_stood_s for one in stood)
+    assert 0.2 < stood[-1].loop_stood_s < 1.5
+    peer.wait(lambda: not peer.beats[-1].loop_stood_s)
+    assert stood[-1].loop_stood_s <= peer.beats[-1].longest_stand_s < 1.5

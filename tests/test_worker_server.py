@@ -11,6 +11,8 @@ import pytest
 
 from titopool.errors import InvalidRequest
 from titopool.settings.config import ServerConfig
+from titopool.settings.grammars import StructuredOutputs
+from titopool.settings.sampling import SamplingOptions, encode_options
 from titopool.wire.messages import (
     Apart,
     Chunk,
@@ -133,6 +135,18 @@ def test_a_worker_that_was_blocked_drops_no_front_end(monkeypatch: pytest.Monkey
         return was_known[0]
 
     assert asyncio.run(story())
+
+
+def test_a_job_with_a_grammar_is_a_risk_until_it_has_ended():
+    options = SamplingOptions(structured_outputs=StructuredOutputs(regex="a"))
+    job = msgspec.structs.replace(JOB, sampling=msgspec.Raw(encode_options(options)))
+    front_end, slots = front_end_with_job(make_server(ServerConfig()))
+    front_end.add((7, 2), job, asyncio.Future, slots)  # type: ignore[arg-type]
+    front_end.start((7, 2), job)
+    front_end.new.discard((7, 2))
+    assert front_end.risks == {(7, 2)}
+    front_end.remove((7, 2))
+    assert front_end.risks == set()
 
 
 def test_jobs_that_run_apart_take_turns():

@@ -27,7 +27,7 @@ from titopool.settings.sources import check_model, from_command_line, ignored_va
 from titopool.wire.pool_files import own_run_dir
 from workers.engine.vllm import VllmEngine
 from workers.forks import part_forks
-from workers.process import EXIT_FAILED, EXIT_STOPPED, kill_children
+from workers.process import EXIT_FAILED, EXIT_STOPPED, kill_children, write_stacks_on_signal
 from workers.serving.server import WorkerServer
 from workers.supervisor.phase_pipe import PhaseReporter
 
@@ -101,6 +101,7 @@ def main(argv: list[str]) -> int:
         ready_file = take_option(argv, "--ready-file")
         report = PhaseReporter(worker_id, int(status_fd) if status_fd else None, ready_file)
         part_forks(report.let_go)
+        write_stacks_on_signal()
         config = from_command_line(argv)
         check_model(config)
         if config.run_dir:
@@ -145,6 +146,7 @@ async def serve(
         report=report,
         report_load=report.load,
         report_endpoint=report.endpoint,
+        report_alive=report.alive,
         parent_pid=parent_pid,
     )
 

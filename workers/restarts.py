@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 
-from workers.process import EXIT_STOPPED, EXIT_WEIGHTS_UNKNOWN
+from workers.process import EXIT_HUNG, EXIT_STOPPED, EXIT_WEIGHTS_UNKNOWN
 
 logger = logging.getLogger(__name__)
 
@@ -22,13 +22,14 @@ def reason_of(code: int, *, has_loaded: bool) -> str:
 
     Returns:
         "not_started" before it was ready, "killed" by SIGKILL (out of memory, perhaps), "signal",
-        "asked" to end, "weights_unknown" after an update that failed half-way, else "failed".
+        "asked" to end, "weights_unknown" after an update that failed half-way, "hung", else
+        "failed".
     """
     if not has_loaded:
         return "not_started"
     if code < 0:
         return "killed" if code == -signal.SIGKILL else "signal"
-    known = {EXIT_STOPPED: "asked", EXIT_WEIGHTS_UNKNOWN: "weights_unknown"}
+    known = {EXIT_STOPPED: "asked", EXIT_WEIGHTS_UNKNOWN: "weights_unknown", EXIT_HUNG: "hung"}
     return known.get(code, "failed")
 
 

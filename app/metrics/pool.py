@@ -53,13 +53,19 @@ def _state_metrics(answering: Iterable[tuple[WorkerView, Heartbeat]]) -> Iterabl
     slots = GaugeMetricFamily(
         "titopool_worker_slots", "sequences that the engine can run at once", labels=["worker"]
     )
+    stood = GaugeMetricFamily(
+        "titopool_worker_loop_longest_stand_seconds",
+        "the longest that the worker's event loop has stood since its engine was loaded",
+        labels=["worker"],
+    )
     for view, beat in answering:
+        stood.add_metric([beat.worker_id], beat.longest_stand_s)
         slots.add_metric([beat.worker_id], beat.facts.max_num_seqs if beat.facts else 0)
         ready.add_metric([beat.worker_id], float(view.phase == "ready"))
         phase.add_metric([beat.worker_id, view.phase], 1)
         version.add_metric([beat.worker_id], beat.weights.version)
         running.add_metric([beat.worker_id], beat.num_sequences)
-    yield from (ready, phase, version, running, slots)
+    yield from (ready, phase, version, running, slots, stood)
 
 
 def _counter_metrics(beats: Iterable[Heartbeat]) -> Iterable[Metric]:

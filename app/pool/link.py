@@ -75,9 +75,9 @@ class WorkerView:
     endpoint: str
     heartbeat: Heartbeat | None
     phase: str
-    # Why the worker gets no jobs; "" if the phase says it.
+    # Why the worker gets no jobs, or for how long its event loop has stood; "" if the phase says it all.
     reason: str
-    # Seconds since the last heartbeat.
+    # Seconds since the last heartbeat of its event loop.
     silent_s: float
     # As `Worker.is_joining`.
     is_joining: bool = False
@@ -424,7 +424,8 @@ class Link:
             if self._pool.workers[endpoint].heartbeat is not None:
                 self._pool.mark_worker_lost(endpoint, CLOSED)
             self._disconnect(endpoint)
-            self._retry_later(endpoint, REFUSED)
+            # A local socket has no key: its process ended before it took the connection.
+            self._retry_later(endpoint, REFUSED if endpoint.startswith("tcp://") else CLOSED)
 
     def _handle(self, endpoint: str, message: messages.FromWorker) -> None:
         match message:
@@ -500,8 +501,7 @@ class Link:
         now = time.monotonic()
         self._log_errors(self._follow_discovery, now)
         for worker in self._pool.silent_workers(now, self._config.heartbeat_timeout_s):
-            reason = f"silent for {now - worker.last_seen:.0f} s"
-            self._log_errors(self._lose, worker.endpoint, reason)
+            self._log_errors(self._lose, worker.endpoint, worker.silence(now))
         self._log_errors(self._pool.fail_waiting_without_worker, now)
         if self._wants_metrics.has_passed:
             for worker in self._pool.workers.values():

@@ -101,7 +101,8 @@ class PoolView:
         if beat.phase == "ready" and not beat.weights.serves_as(self.state.weights):
             # The worker learns of the update from the next Hello.
             return "stale", ""
-        return beat.phase, ""
+        stood_s = beat.loop_stood_s
+        return beat.phase, f"its event loop has stood for {stood_s:.0f} s" if stood_s else ""
 
     def adapters_of(self, beat: Heartbeat) -> set[str]:
         """Names of the LoRA adapters that a worker has in the pool's version."""

@@ -53,7 +53,7 @@ class Worker:
     """One endpoint, and the worker process that answers there, if any."""
 
     endpoint: str
-    # Monotonic time of the last heartbeat, or of the addition to the pool.
+    # Monotonic time of the last heartbeat of the worker's event loop, or of the addition to the pool.
     last_seen: float
     # Last heartbeat of the present process; None while no process answers.
     heartbeat: Heartbeat | None = None
@@ -61,7 +61,7 @@ class Worker:
     loaded_at: float = float("inf")
     # The phase in the heartbeat, unless the pool excludes the worker (`app/pool/pool_view.py`).
     phase: str = "unreachable"
-    # Why the pool excludes the worker; "" if the phase says it all.
+    # Why the pool excludes the worker, or that it may soon; "" if the phase says it all.
     reason: str = ""
     # Open jobs that this front end has sent here, by job id, and how far their completions are.
     jobs: dict[int, "OpenJob"] = field(default_factory=dict)
@@ -102,6 +102,12 @@ class Worker:
         """The engine's facts while the worker takes jobs, else None."""
         beat = self.heartbeat
         return beat.facts if beat is not None and self.phase == "ready" else None
+
+    def silence(self, now: float) -> str:
+        """For how long its loop has sent nothing, in words."""
+        has_thread = self.heartbeat is not None and self.heartbeat.loop_stood_s
+        what = "its event loop has stood" if has_thread else "silent"
+        return f"{what} for {now - self.last_seen:.0f} s"
 
     @property
     def is_joining(self) -> bool:
@@ -253,7 +259,8 @@ class Worker:
     def record_heartbeat(self, beat: Heartbeat, now: float) -> None:
         """Records a heartbeat of the present process, or the first one of a new process."""
         last = self.heartbeat
-        self.heartbeat, self.last_seen = beat, now
+        # What a loop that stands has not read and not sent is lost as that of a silent process.
+        self.heartbeat, self.last_seen = beat, now - beat.loop_stood_s
         if beat.facts is not None:
             self.loaded_at = min(self.loaded_at, now - beat.loaded_s)
         self.is_loading_late &= beat.facts is None

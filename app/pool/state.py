@@ -161,7 +161,8 @@ class Pool:
             is_start = before in STARTING and worker.phase in (*STARTING, "ready")
             level = logging.DEBUG if is_start and self._are_starts_shown else logging.INFO
             level = logging.ERROR if worker.phase == "mismatched" else level
-            reason = f", gets no jobs: {worker.reason}" if worker.reason else ""
+            is_out = worker.reason and worker.phase != "ready"
+            reason = f", gets no jobs: {worker.reason}" if is_out else ""
             logger.log(
                 level, "worker %s at %s: %s%s",
                 beat.worker_id, worker.endpoint, worker.phase, reason,

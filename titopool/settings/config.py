@@ -259,6 +259,12 @@ class ServerConfig:
     engine_probe_timeout_s: float = setting(
         120.0, "Time without an answer to a probe after which an engine is restarted.", at_least=1
     )
+    worker_hang_timeout_s: float = setting(
+        30.0,
+        "Time for which a worker's event loop may stand, or its process be silent, until it is "
+        "restarted. 0: for ever.",
+        at_least=0,
+    )
 
     weights_root: str = setting(
         "", "Folder below which /update_weights may read. Empty: the route refuses every call."

@@ -449,7 +449,10 @@ class ListedRequests(msgspec.Struct, frozen=True, tag="listed_requests"):
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
-    """Sent every `heartbeat_interval_s` to every front end that sent a `Hello` recently."""
+    """Sent every `heartbeat_interval_s` to every front end that sent a `Hello` recently.
+
+    A thread sends it where the worker's event loop stands.
+    """
 
     worker_id: str
     # New for each process, so that front ends notice a restart.
@@ -492,6 +495,10 @@ class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
     image_stages: dict[str, Distribution] = {}
     # As in `Load`.
     num_wanted_ahead: Count = 0
+    # For how long the worker's event loop has stood; then the rest is as the loop last stated it. And
+    # the longest that it has stood since the engine was loaded.
+    loop_stood_s: float = 0.0
+    longest_stand_s: float = 0.0
 
 
 class MetricFamily(msgspec.Struct, frozen=True, array_like=True):

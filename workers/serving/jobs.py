@@ -13,6 +13,7 @@ from titopool.wire.messages import (
     Completed,
     Failed,
     FrontEndTotals,
+    Heartbeat,
     Job,
     JobId,
     JobProgress,
@@ -40,6 +41,8 @@ class FrontEnd:
     totals: FrontEndTotals = field(default_factory=FrontEndTotals)
     # As in `Hello`.
     wants_metrics: bool = False
+    # The last one to it.
+    heartbeat: Heartbeat | None = None
     jobs: dict[JobKey, Job] = field(default_factory=dict)
     tasks: dict[JobKey, asyncio.Task[None]] = field(default_factory=dict)
     # How far the completions of the jobs in flight are.

@@ -1,6 +1,7 @@
 """A worker's server: receives jobs and commands on a ZeroMQ socket and sends the results.
 
-Runs in: each worker process, on its event loop. Owns: the ROUTER socket and the jobs in flight.
+Runs in: each worker process, on its event loop. Owns: the ROUTER socket, which the watchdog's thread
+uses too, each call under a lock, and the jobs in flight.
 Talks to: `app/pool/link.py` of every front end that has sent `Hello`, and the engine. The engine
 loads in a thread, so that the worker can report its phase while it loads.
 """
@@ -8,7 +9,9 @@ loads in a thread, so that the worker can report its phase while it loads.
 import asyncio
 import itertools
 import logging
+import math
 import os
+import threading
 import time
 import uuid
 from collections.abc import Callable, Collection, Coroutine, Iterator, Sequence
@@ -54,6 +57,7 @@ from workers.serving.job_spans import JobSpans
 from workers.serving.jobs import FrontEnd, JobKey, count_job, prefix_of, sum_of
 from workers.serving.slots import EngineSlots, JobSlots
 from workers.serving.steps import Steps
+from workers.serving.watchdog import Watchdog
 from workers.supervisor.phase_pipe import Load
 
 logger = logging.getLogger(__name__)
@@ -78,6 +82,8 @@ GROUP_BYTES = 2**20
 METRICS_S = 2.0
 # Seconds for the images of one prompt.
 IMAGE_BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
+# For the socket that the event loop has, in the watchdog's thread.
+LOCK_WAIT_S = 0.05
 # Between two looks at the jobs that a worker finishes before it stops.
 DRAIN_POLL_S = 0.05
 
@@ -95,19 +101,21 @@ class WorkerServer:
         report: Callable[[str], None],
         report_load: Callable[[Load], None] = lambda load: None,
         report_endpoint: Callable[[str], None] = lambda endpoint: None,
+        report_alive: Callable[[], None] = lambda: None,
         parent_pid: int | None = None,
     ):
         """`report` gets each phase. The worker stops when its parent is no longer `parent_pid`.
 
         Args:
             endpoint: with port 0, `report_endpoint` gets the endpoint with the kernel's choice.
+            report_alive: called every `heartbeat_interval_s`, in a thread.
         """
         self._engine = engine
         self._endpoint = endpoint
         self._worker_id = worker_id
         self._config = config
         self._report_phase, self._report_load_to_supervisor = report, report_load
-        self._report_endpoint = report_endpoint
+        self._report_endpoint, self._report_alive = report_endpoint, report_alive
         self._parent_pid = parent_pid
         self._incarnation = uuid.uuid4().hex
         # The exit code of the process if `run` returns a reason.
@@ -142,6 +150,11 @@ class WorkerServer:
         self._slots = EngineSlots(lambda: self._num_running)
         # What was last reported of it.
         self._num_wanted_ahead = 0
+        # A ZeroMQ socket may go from thread to thread, as a lock makes it.
+        self._router_lock = threading.Lock()
+        self._watchdog = Watchdog(
+            config.heartbeat_interval_s, on_turn=self._speak_for_loop, limit_s=self._hang_limit_s
+        )
         self._steps = Steps()
         self._background: set[asyncio.Task[None]] = set()
         self._draining: asyncio.Task[None] | None = None
@@ -161,6 +174,7 @@ class WorkerServer:
             port = self._router.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0").rpartition(":")[2]
             self._report_endpoint(f"{self._endpoint.removesuffix(ANY_PORT)}:{port}")
         self._loop.add_reader(self._router.FD, self._receive)
+        self._watchdog.start()
         background = [
             self._loop.create_task(self._start_engine()),
             self._loop.create_task(self._heartbeat_loop()),
@@ -180,6 +194,7 @@ class WorkerServer:
             if self._traces is not None:
                 with suppress(TimeoutError):
                     await asyncio.wait_for(in_daemon_thread(self._traces.flush), FLUSH_TIMEOUT_S)
+            self._watchdog.stop()
             # Long enough to send `Stopping`.
             self._router.close(linger=500)
             context.term()
@@ -262,6 +277,8 @@ class WorkerServer:
         self._facts, self._loaded_at = facts, time.monotonic()
         self._slots.num_slots = facts.max_num_seqs
         self._slots.bunches = self._engine.has_decode_graphs
+        # Imports hold the loop up.
+        self._watchdog.longest_s = 0.0
         self._enter_phase("ready")
         await self._probe_engine()
 
@@ -290,7 +307,8 @@ class WorkerServer:
         # ZeroMQ's descriptor is edge-triggered: all messages must be read now.
         while True:
             try:
-                identity, frame = self._router.recv_multipart(zmq.NOBLOCK)
+                with self._router_lock:
+                    identity, frame = self._router.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
             except ValueError:
@@ -360,7 +378,7 @@ class WorkerServer:
         if front_end is None:
             self._lost_totals.pop(identity, None)
             self._front_ends[identity] = FrontEnd(time.monotonic(), totals)
-            self._send(identity, self._heartbeat(identity, self._front_ends[identity]))
+            self._send_heartbeat(identity, self._front_ends[identity])
         else:
             front_end.last_hello, front_end.totals = time.monotonic(), totals
         if hello.wants_engine_metrics and not self._front_ends[identity].wants_metrics:
@@ -617,10 +635,24 @@ class WorkerServer:
                 self._send(identity, messages.Results([failed]))
 
     def _send(self, identity: bytes, message: messages.FromWorker) -> None:
-        self._router.send_multipart([identity, messages.encode(message)], zmq.NOBLOCK)
-        # Sending may clear the descriptor's signal for a message that has arrived.
-        if int(self._router.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+        if self._transmit(identity, message):
             self._loop.call_soon(self._receive)
+
+    def _transmit(
+        self, identity: bytes, message: messages.FromWorker, *, wait_s: float = -1
+    ) -> bool:
+        """Sends, unless another thread has the socket for `wait_s`; whether the loop must then read.
+
+        Sending may clear the descriptor's signal for a message that has arrived.
+        """
+        frame = messages.encode(message)
+        if not self._router_lock.acquire(timeout=wait_s):
+            return False
+        try:
+            self._router.send_multipart([identity, frame], zmq.NOBLOCK)
+            return bool(int(self._router.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
+        finally:
+            self._router_lock.release()
 
     def _send_to_all(self, message: messages.FromWorker) -> Collection[bytes]:
         for identity in self._front_ends:
@@ -657,14 +689,12 @@ class WorkerServer:
         )  # fmt: skip
 
     async def _heartbeat_loop(self) -> None:
-        expected = time.monotonic()
+        interval_s = self._config.heartbeat_interval_s
         while True:
-            interval_s = self._config.heartbeat_interval_s
-            if time.monotonic() - expected > interval_s:
-                # This process was suspended: the Hello messages of that time are not read yet.
+            if self._watchdog.loop_runs() > interval_s:
+                # The Hello messages of the time in which this loop stood are not read yet.
                 for front_end in self._front_ends.values():
                     front_end.last_hello = time.monotonic()
-            expected = time.monotonic() + interval_s
             if self._parent_pid is not None and os.getppid() != self._parent_pid:
                 self.stop("the supervisor has ended")
             if self._engine.has_died:
@@ -700,7 +730,35 @@ class WorkerServer:
 
     def _send_heartbeats(self) -> None:
         for identity, front_end in self._front_ends.items():
-            self._send(identity, self._heartbeat(identity, front_end))
+            self._send_heartbeat(identity, front_end)
+
+    def _send_heartbeat(self, identity: bytes, front_end: FrontEnd) -> None:
+        front_end.heartbeat = self._heartbeat(identity, front_end)
+        self._send(identity, front_end.heartbeat)
+
+    def _speak_for_loop(self, stood_s: float) -> None:
+        """In the watchdog's thread: reports that the process runs, and sends heartbeats if the loop stands."""
+        self._report_alive()
+        for identity, front_end in list(self._front_ends.items()) if stood_s else ():
+            if (last := front_end.heartbeat) is not None and self._phase != "stopping":
+                beat = msgspec.structs.replace(
+                    last, loop_stood_s=stood_s, longest_stand_s=max(stood_s, last.longest_stand_s)
+                )
+                # The loop may stand where it has the socket.
+                if self._transmit(identity, beat, wait_s=LOCK_WAIT_S):
+                    self._loop.call_soon_threadsafe(self._receive)
+
+    def _hang_limit_s(self) -> float:
+        """For how long the loop may stand now: other limits hold while it loads, and while it stops.
+
+        A call to vLLM's processes for weights has its own timeout, which a loop that stands cannot keep.
+        """
+        limit_s = self._config.worker_hang_timeout_s
+        if not limit_s or self._facts is None or self._phase == "stopping":
+            return math.inf
+        if self._control.has_open_update or self._control.has_call_in_flight:
+            limit_s += self._config.weight_update_timeout_s
+        return limit_s
 
     def _heartbeat(self, identity: bytes, receiver: FrontEnd) -> Heartbeat:
         others = self._load_of_others(identity, receiver)
@@ -729,6 +787,7 @@ class WorkerServer:
             pauses=self._control.pauses,
             image_stages=self._image_stages,
             restarts=self._restarts,
+            longest_stand_s=self._watchdog.longest_s,
         )
 
     @property

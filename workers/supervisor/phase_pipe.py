@@ -6,8 +6,10 @@ lines that vLLM writes to standard error.
 
 import logging
 import os
+import select
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -26,7 +28,7 @@ class Load(msgspec.Struct, array_like=True):
 
 
 class Report(msgspec.Struct, omit_defaults=True):
-    """A new phase, the reason for the worker's end, lines for the screen, or the load."""
+    """A new phase, the reason for the worker's end, lines for the screen, the load, or a sign of life."""
 
     phase: str = ""
     failure: str = ""
@@ -34,6 +36,8 @@ class Report(msgspec.Struct, omit_defaults=True):
     load: Load | None = None
     # Of a worker that listens at a port of the kernel's choice.
     endpoint: str = ""
+    # A sign of life, and nothing else.
+    is_alive: bool = False
 
 
 class PhaseReporter:
@@ -72,6 +76,19 @@ class PhaseReporter:
         if self._status_fd is not None and load != self._load:
             self._load = load
             self._send(Report(load=load))
+
+    def alive(self) -> None:
+        """Reports that the process runs: in its place a ready file grows old. Waits for nobody."""
+        if self._status_fd is not None:
+            pipe = select.poll()
+            pipe.register(self._status_fd, select.POLLOUT)
+            # A supervisor that stands reads nothing. One that has ended is the loop's to notice.
+            if pipe.poll(0) == [(self._status_fd, select.POLLOUT)]:
+                self._send(Report(is_alive=True))
+        if self._ready_file is not None:
+            # It exists only while the worker takes jobs.
+            with suppress(OSError):
+                os.utime(self._ready_file)
 
     def endpoint(self, endpoint: str) -> None:
         """Reports where the worker listens."""

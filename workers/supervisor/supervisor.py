@@ -41,6 +41,7 @@ from titopool.wire.pool_files import (
 )
 from titopool.wire.sockets import ANY_PORT, worker_endpoint
 from workers.ledger import clear_ledgers
+from workers.process import EXIT_HUNG, STACKS_SIGNAL
 from workers.restarts import clear_restarts, reason_of, write_restarts
 from workers.supervisor.hub import wanted_model
 from workers.supervisor.master import end_master, parser_of, remove_orphaned_run_dir
@@ -68,6 +69,11 @@ LAST_LINES = 300
 MAX_RESTART_DELAY_S = 60.0
 # A worker that dies sooner after it was ready has died early.
 EARLY_DEATH_S = 60.0
+# What a turn of the supervisor's loop takes longer is no silence of its workers: the process was
+# suspended, as they may have been.
+MAX_TURN_S = 1.5
+# For the stacks of a worker that hangs, before it is killed.
+STACKS_S = 0.2
 # Failed restarts in a row of every worker, after which the server stops.
 MAX_FAILED_STARTS = 3
 
@@ -89,6 +95,9 @@ class WorkerProcess:
     process: subprocess.Popen[bytes] | None = None
     started_at: float = 0.0
     start_after: float = 0.0
+    # When it last reported that it runs; 0: it has not yet.
+    alive_at: float = 0.0
+    is_hung: bool = False
     phase: str = ""
     failure: str = ""
     has_been_ready: bool = False
@@ -150,6 +159,7 @@ class Supervisor:
             self._add_worker()
         self._selector = selectors.DefaultSelector()
         self._stopping = False
+        self._polled_at = 0.0
         self._has_greeted = of_one is not None
         self._screen = Screen()
 
@@ -221,7 +231,12 @@ class Supervisor:
     def _poll(self) -> None:
         """One turn of the loop: reads the pipes, then compares what runs with what should run."""
         self._read_pipes()
+        now = time.monotonic()
+        suspended_s = max(0.0, now - self._polled_at - MAX_TURN_S)
+        self._polled_at = now
         for worker in list(self._workers):
+            if worker.alive_at:
+                worker.alive_at = min(now, worker.alive_at + suspended_s)
             self._reap(worker)
             self._check_deadlines(worker)
             if worker.is_leaving and worker.process is None:
@@ -297,6 +312,7 @@ class Supervisor:
         worker.started_at = time.monotonic()
         worker.phase = worker.failure = worker.endpoint = ""
         worker.load = None
+        worker.alive_at, worker.is_hung = 0.0, False
         worker.last_lines.clear()
         try:
             self._start_process(worker)
@@ -412,6 +428,8 @@ class Supervisor:
         worker.failure = report.failure or worker.failure
         worker.load = report.load or worker.load
         worker.endpoint = report.endpoint or worker.endpoint
+        if report.is_alive:
+            worker.alive_at = time.monotonic()
         if report.phase in LOADED:
             self._screen.remove(worker.name)
         elif report.phase and not self._has_greeted:
@@ -435,7 +453,7 @@ class Supervisor:
     def _reap(self, worker: WorkerProcess) -> None:
         if worker.process is None or worker.process.poll() is None:
             return
-        code = worker.process.returncode
+        code = EXIT_HUNG if worker.is_hung else worker.process.returncode
         kill_group(worker.process)
         # The pipes may still hold the worker's last lines.
         self._read_pipes()
@@ -499,13 +517,25 @@ class Supervisor:
         return f"{worker.name} could not start ({phase}): {cause}\n{worker.log.excerpt(lines)}"
 
     def _check_deadlines(self, worker: WorkerProcess) -> None:
-        limit_s = self._config.worker_start_timeout_s
+        limit_s, hang_s = self._config.worker_start_timeout_s, self._config.worker_hang_timeout_s
         if worker.process is None:
             return
+        now = time.monotonic()
         if worker.is_leaving:
-            if time.monotonic() > worker.leave_by:
+            if now > worker.leave_by:
                 kill_group(worker.process)
-        elif worker.phase not in LOADED and time.monotonic() - worker.started_at > limit_s:
+        elif worker.phase in LOADED:
+            # Signs of life come as often as heartbeats.
+            silent_s = now - worker.alive_at - 2 * self._config.heartbeat_interval_s
+            if hang_s and worker.alive_at and silent_s > hang_s:
+                worker.is_hung = True
+                worker.failure = (
+                    f"it hangs: no sign of life for {hang_s:g} s (worker_hang_timeout_s)"
+                )
+                worker.process.send_signal(STACKS_SIGNAL)
+                time.sleep(STACKS_S)
+                kill_group(worker.process)
+        elif now - worker.started_at > limit_s:
             worker.failure = (
                 f"not ready after {limit_s:g} s, still {worker.phase or 'starting'}; "
                 "raise worker_start_timeout_s"
@@ -581,6 +611,8 @@ def greeting(config: ServerConfig, url: str | None, *, requires_key: bool = Fals
 
 def describe_exit(code: int) -> str:
     """An exit code in words."""
+    if code == EXIT_HUNG:
+        return "its event loop stood for longer than worker_hang_timeout_s; the log has the stack"
     if code == -signal.SIGKILL:
         return "it was killed (SIGKILL); the machine is perhaps out of memory"
     if code < 0:

@@ -81,6 +81,7 @@ class WorkerOverview(msgspec.Struct, kw_only=True):
     vllm_version: str | UnsetType | None = UNSET
     weight_version: int | UnsetType = UNSET
     weight_label: str | UnsetType = UNSET
+    loop_stood_s: float | UnsetType = UNSET
     num_sequences: int | UnsetType = UNSET
     num_slots: int | UnsetType | None = UNSET
     num_prompt_tokens: int | UnsetType = UNSET

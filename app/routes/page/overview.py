@@ -59,6 +59,7 @@ def _of_engine(service: Service, beat: Heartbeat) -> dict[str, Any]:
         "vllm_version": facts.vllm_version if facts else None,
         "weight_version": beat.weights.version,
         "weight_label": service.link.label_of(beat.weights.version),
+        "loop_stood_s": round(beat.loop_stood_s, 1),
         "num_sequences": beat.num_sequences,
         "num_slots": facts.max_num_seqs if facts else None,
         "num_prompt_tokens": counters.num_prompt_tokens,

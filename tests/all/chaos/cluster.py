@@ -23,12 +23,14 @@ NUM_WORKERS, NUM_FRONT_ENDS = 3, 2
 # Of each worker.
 NUM_SLOTS = 64
 HEARTBEAT_TIMEOUT_S = 2.0
+HANG_TIMEOUT_S = 3.0
 UPDATE_TIMEOUT_S = 4.0
 # A prepared worker waits for the others for two update timeouts: the longest wait.
 LONGEST_TIMEOUT_S = 2 * UPDATE_TIMEOUT_S
 SETTINGS = {
     "TITOPOOL_HEARTBEAT_INTERVAL_S": "0.2",
     "TITOPOOL_HEARTBEAT_TIMEOUT_S": str(HEARTBEAT_TIMEOUT_S),
+    "TITOPOOL_WORKER_HANG_TIMEOUT_S": str(HANG_TIMEOUT_S),
     "TITOPOOL_REQUEST_TIMEOUT_S": "30",
     "TITOPOOL_WORKER_START_TIMEOUT_S": "20",
     "TITOPOOL_LOG_LEVEL": "info",
@@ -177,6 +179,7 @@ class Cluster:
     """The pool and its front ends."""
 
     def __init__(self, folder: Path, *, update_timeout_s: float = UPDATE_TIMEOUT_S):
+        self.update_timeout_s = update_timeout_s
         self.settings = SETTINGS | {"TITOPOOL_WEIGHT_UPDATE_TIMEOUT_S": str(update_timeout_s)}
         self.folder = folder
         self.root = folder / "root"

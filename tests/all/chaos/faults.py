@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tests.all.chaos.clients import Clients, Versions
-from tests.all.chaos.cluster import HEARTBEAT_TIMEOUT_S, Cluster, Member
+from tests.all.chaos.cluster import HANG_TIMEOUT_S, HEARTBEAT_TIMEOUT_S, Cluster, Member
 from tests.all.chaos.operations import Refused, Trainer
+from tests.stub_worker import BLOCK_SIGNAL
 
 # Longer than the heartbeat timeout.
 LONG_S = HEARTBEAT_TIMEOUT_S + 1.0
@@ -68,6 +69,23 @@ async def stopped(scene: Scene, member: Member) -> None:
     member.signal(signal.SIGSTOP)
     await asyncio.sleep(scene.chance.choice([SHORT_S, LONG_S]))
     member.signal(signal.SIGCONT)
+
+
+async def hung(scene: Scene, member: Member) -> None:
+    """The process is stopped until a supervisor would end it."""
+    member.signal(signal.SIGSTOP)
+    await asyncio.sleep(HANG_TIMEOUT_S)
+    await member.restart()
+
+
+async def loop_stands(scene: Scene, member: Member) -> None:
+    """The worker ends itself, also where an update is open, and is started again."""
+    process = member.process
+    assert process is not None
+    member.signal(BLOCK_SIGNAL)
+    async with asyncio.timeout(HANG_TIMEOUT_S + scene.cluster.update_timeout_s + LONG_S):
+        await process.wait()
+    await member.revive()
 
 
 async def partitioned(scene: Scene, member: Member) -> None:
@@ -152,6 +170,8 @@ FAULTS: dict[str, Fault] = {
     "killed, fewer updates": killed_with_fewer_updates,
     "another model": restarted_with_another_model,
     "stopped": stopped,
+    "hung": hung,
+    "loop stands": loop_stands,
     "partitioned": partitioned,
     "cut": cut,
     "late": delayed,

@@ -1,6 +1,6 @@
-"""The supervisor or the gunicorn master of a server is killed during an operation.
+"""The supervisor or the gunicorn master of a server is killed during an operation, or a worker hangs.
 
-All processes of the server must end, and every request must end.
+All processes of the server must end, or the worker must be started again, and every request must end.
 """
 
 import asyncio
@@ -16,12 +16,15 @@ import aiohttp
 import psutil
 import pytest
 
-from tests.all.chaos.cluster import SETTINGS
+from tests.all.chaos.cluster import HANG_TIMEOUT_S, SETTINGS, UPDATE_TIMEOUT_S
 from tests.servers import REPOSITORY, environment, free_port
+from tests.stub_worker import BLOCK_SIGNAL
 
 NUM_CLIENTS = 32
 # The supervisor gives its workers 4 s to end, gunicorn's master gives the front ends 3 s.
 END_TIMEOUT_S = 20.0
+# For a worker to start again, on a busy machine.
+SLACK_S = 20.0
 
 
 class Pool:
@@ -44,6 +47,7 @@ class Pool:
             "CHAOS_CONTROL": control,
             "PYTHONPATH": str(Path(__file__).with_name("site")),
             "TITOPOOL_WEIGHTS_ROOT": str(self.folder / "root"),
+            "TITOPOOL_WEIGHT_UPDATE_TIMEOUT_S": str(UPDATE_TIMEOUT_S),
         }
         self._log = (self.folder / "log").open("wb")
         self.process = await asyncio.create_subprocess_exec(
@@ -57,8 +61,8 @@ class Pool:
             await asyncio.sleep(0.2)
         self.family = psutil.Process(self.process.pid).children(recursive=True)
 
-    def tail(self) -> str:
-        return (self.folder / "log").read_text(errors="replace")[-4000:]
+    def tail(self, num_chars: int = 4000) -> str:
+        return (self.folder / "log").read_text(errors="replace")[-num_chars:]
 
     async def _num_ready(self) -> int:
         with contextlib.suppress(aiohttp.ClientError, OSError):
@@ -103,12 +107,24 @@ class Pool:
                 else:
                     self.outcomes[reply["error"]["code"]] += 1
 
-    async def update(self) -> None:
+    def worker(self, name: str) -> psutil.Process:
+        family = psutil.Process(self.process.pid).children(recursive=True)
+        words = {one: one.cmdline() for one in family}
+        (found,) = [
+            one for one, has in words.items()
+            if has[1:3] == ["-m", "workers"] and has[has.index("--worker-id") + 1] == name
+        ]  # fmt: skip
+        return found
+
+    async def update(self) -> int:
+        """Loads a folder; returns the status, or 0 if the server is gone."""
         body = {"path": str(self.folder / "root" / "one"), "policy": "keep"}
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=40)) as session:
             with contextlib.suppress(aiohttp.ClientError, OSError):
                 async with session.post(self.url + "/update_weights", json=body) as answer:
                     await answer.read()
+                    return answer.status
+        return 0
 
 
 @pytest.mark.parametrize("point", ["PrepareUpdate:after", "ApplyUpdate:before", "Generate:before"])
@@ -139,5 +155,47 @@ def test_all_processes_end_when_the_supervisor_or_master_is_killed(
         # No job is blamed for the death.
         assert "generation_failed" not in pool.outcomes
         print(victim, point, dict(pool.outcomes))
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    "number, point",
+    [
+        pytest.param(signal.SIGSTOP, "PrepareUpdate:after", id="stopped-prepared"),
+        pytest.param(signal.SIGSTOP, "Generate:before", id="stopped-generating"),
+        pytest.param(BLOCK_SIGNAL, "ApplyUpdate:before", id="loop-stands-applying"),
+    ],
+)
+def test_a_worker_that_hangs_is_started_again_and_updates_go_on(
+    tmp_path: Path, number: int, point: str
+):
+    async def scenario() -> None:
+        pool = Pool(tmp_path)
+        await pool.start()
+        clients = [asyncio.create_task(pool.client(index)) for index in range(NUM_CLIENTS)]
+        await asyncio.sleep(0.5)
+        pool.arm("1", point)
+        updating = asyncio.create_task(pool.update())
+        async with asyncio.timeout(10):
+            await pool.reached.wait()
+        hung = pool.worker("1")
+        hung.send_signal(number)
+        async with asyncio.timeout(HANG_TIMEOUT_S + UPDATE_TIMEOUT_S + SLACK_S):
+            while hung.is_running() and hung.status() != psutil.STATUS_ZOMBIE:
+                await asyncio.sleep(0.1)
+            await updating
+            while await pool._num_ready() < 2:
+                await asyncio.sleep(0.1)
+        assert await pool.update() == 200, pool.tail()
+        pool.process.send_signal(signal.SIGTERM)
+        async with asyncio.timeout(END_TIMEOUT_S + 45):
+            await pool.process.wait()
+            await asyncio.gather(*clients)
+        assert "worker 1 died" in pool.tail(2**20)
+        assert pool.outcomes["answered"] > 0
+        # No job is blamed, as each runs again at the other worker.
+        assert "generation_failed" not in pool.outcomes
+        print(signal.Signals(number).name, point, dict(pool.outcomes))
 
     asyncio.run(scenario())

@@ -9,6 +9,7 @@ answered), or of a job: `Generate:before`, `Generate:after`, `Chunk:after`.
 import asyncio
 import json
 import os
+import signal
 import sys
 from typing import Any
 
@@ -114,6 +115,7 @@ def replace_engine(control: str) -> None:
     workers.engine.vllm.VllmEngine = (  # type: ignore[assignment,misc]
         lambda config, on_cpu: stub_worker.engine_of(arguments)
     )
+    signal.signal(stub_worker.BLOCK_SIGNAL, stub_worker.stand_still)
     run = workers.serving.server.WorkerServer.run
 
     async def with_points(server: WorkerServer) -> str:

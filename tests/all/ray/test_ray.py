@@ -107,6 +107,22 @@ def test_a_pool_grows_shrinks_survives_a_node_and_takes_an_update(
     assert load.num_repeated(tmp_path / "runs") <= 8
 
 
+def test_a_worker_that_hangs_is_ended_and_started_again(cluster: Cluster, start_server):
+    """By the supervisor in its actor."""
+    server = start(
+        start_server, cluster, "--worker-command", STUB, "--num-workers", "2",
+        "--heartbeat-timeout-s", "2", "--worker-hang-timeout-s", "3",
+    )  # fmt: skip
+    server.wait_until_ready(2)
+    (raylet,) = node_with_a_worker(cluster).all_processes["raylet"]
+    below = psutil.Process(raylet.process.pid).children(recursive=True)
+    hung = next(one for one in below if "tests.stub_worker" in one.cmdline())
+    hung.suspend()
+    wait_until(lambda: not alive([hung]), 20, lambda: server.log)
+    wait_until(lambda: has_phases(server, "ready", "ready"), 40, lambda: server.log)
+    assert "no sign of life for 3 s (worker_hang_timeout_s)" in server.log
+
+
 def test_a_worker_leaves_a_node_that_ray_drains_and_loses_no_request(
     cluster: Cluster, start_server, tmp_path: Path
 ):
