@@ -38,7 +38,7 @@ SIZES = {
     "titopool.wire": 918,
     "workers": 595,
     "workers.cluster": 302,
-    "workers.engine": 2033,
+    "workers.engine": 2037,
     "workers.images": 411,
     "workers.in_model": 2394,
     "workers.serving": 1301,

@@ -28,6 +28,8 @@ from workers.engine.sampling import to_vllm_params
 ROUND_S, ONE_S = 0.01, 0.0005
 # CPU seconds after which the rest of a batch waits for the next one, with pieces of other jobs.
 BATCH_S = 0.02
+# The weight of the last step in the average.
+NEWEST = 1 / 16
 # Of one step, at most.
 MAX_HELD = 64
 # What parsers look for. Some of them take it one token at a time, and lose what comes with another.
@@ -44,13 +46,13 @@ class Completion:
         # Pieces that wait for the next step.
         self.held: list[tuple[str, bytes]] = []
         self.spent_s, self.num_tokens = 0.0, 0
-        # CPU seconds of the last two steps.
-        self.last_s = (0.0, 0.0)
+        # CPU seconds of a step, on average: some kernels count in ticks of 4 ms.
+        self.step_s = 0.0
 
     def holds(self, piece: Piece, num_streams: int) -> bool:
         """Whether the piece may wait: one token of each stream takes `ROUND_S` at most."""
         allowed_s = min(ONE_S, ROUND_S / num_streams)
-        num_tokens = min(MAX_HELD, min(self.last_s) / allowed_s)
+        num_tokens = min(MAX_HELD, self.step_s / allowed_s)
         return len(self.held) + 1 < num_tokens and is_ordinary(piece)
 
     def take_held(self) -> list[tuple[str, bytes]]:
@@ -61,14 +63,17 @@ class Completion:
 
 def is_ordinary(piece: Piece) -> bool:
     """Whether a parser may take the piece together with others."""
-    return not piece.finish_reason and MARKUP.isdisjoint(piece.text)
+    # A token without text may be a marker that is not shown.
+    return bool(piece.text) and not piece.finish_reason and MARKUP.isdisjoint(piece.text)
 
 
 class Job:
-    """A job whose completions are parsed; `parsing` is None if `failure` says why."""
+    """A job whose completions are parsed; its parsers are made for the first piece."""
 
-    def __init__(self, begin: Begin, parsing: Parsing | None, failure: str = ""):
-        self.begin, self.parsing, self.failure = begin, parsing, failure
+    def __init__(self, begin: Begin):
+        self.begin = begin
+        # The reason, if its parsers cannot be made.
+        self.parsing: Parsing | str | None = None
         # Those that go on, of a streamed job.
         self.completions: dict[int, Completion] = {}
 
@@ -88,7 +93,7 @@ class ParserHelper:
         num_streams = sum(len(job.completions) for job in self._jobs.values())
         for one in decode_batch(request):
             if isinstance(one, Begin):
-                self._jobs[one.job] = self._begun(one)
+                self._jobs[one.job] = Job(one)
             elif isinstance(one, Past):
                 completion = Completion()
                 completion.steps, completion.is_over = one.steps, one.is_over
@@ -100,29 +105,33 @@ class ParserHelper:
                 outcomes.append(self._outcome(self._jobs[one.job], one, max(1, num_streams)))
         return encode(outcomes)
 
-    def _begun(self, begin: Begin) -> Job:
-        current_request.set(begin.request)
+    def _begun(self, begin: Begin) -> Parsing | str:
         options = decode_options(begin.sampling)
         params = to_vllm_params(options, is_streamed=begin.is_streamed)
         chat = decode_chat_parsing(begin.chat)
         try:
             with self._limit.of(COMPLETION_S):
-                return Job(begin, self._parsers.begin(chat, params, begin.prompt_token_ids))
+                return self._parsers.begin(chat, params, begin.prompt_token_ids)
         except TooDear:
-            return Job(begin, None, too_dear(COMPLETION_S))
+            return too_dear(COMPLETION_S)
 
     def _outcome(self, job: Job, piece: Piece, num_streams: int) -> Outcome:
         # Log lines name the request.
         current_request.set(job.begin.request)
         if job.parsing is None:
-            return over(piece.text, piece.finish_reason, job.failure)
-        if not job.begin.is_streamed:
-            return self._whole(job.parsing, piece)
+            job.parsing = self._begun(job.begin)
         completion = job.completions.setdefault(piece.index, Completion())
-        outcome = self._delta(job.parsing, completion, piece, num_streams)
-        completion.is_over = completion.is_over or outcome.is_over
         if piece.finish_reason:
             del job.completions[piece.index]
+        if completion.is_over:
+            return Outcome({"content": piece.text} if piece.text else {}, piece.finish_reason)
+        if isinstance(job.parsing, str):
+            outcome = over(piece.text, piece.finish_reason, job.parsing)
+        elif job.begin.is_streamed:
+            outcome = self._delta(job.parsing, completion, piece, num_streams)
+        else:
+            outcome = self._whole(job.parsing, piece)
+        completion.is_over = outcome.is_over
         return outcome
 
     def _whole(self, parsing: Parsing, piece: Piece) -> Outcome:
@@ -138,8 +147,6 @@ class ParserHelper:
         self, parsing: Parsing, completion: Completion, piece: Piece, num_streams: int
     ) -> Outcome:
         index, text, finish_reason = piece.index, piece.text, ""
-        if completion.is_over:
-            return Outcome({"content": text} if text else {}, piece.finish_reason)
         if completion.holds(piece, num_streams):
             completion.held.append((text, piece.token_ids))
             return Outcome({}, "", num_steps=0)
@@ -183,7 +190,7 @@ class ParserHelper:
         except TooDear:
             raise TooDear(too_dear(STEP_S, " for what one step added")) from None
         completion.spent_s += self._limit.took_s
-        completion.last_s = completion.last_s[1], self._limit.took_s
+        completion.step_s += (self._limit.took_s - completion.step_s) * NEWEST
         return parsed
 
 

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from titopool.errors import TitopoolError
-from titopool.helpers.fork_server import ForkServer
+from titopool.helpers.fork_server import ForkServer, Limits
 from titopool.helpers.helper import Helper
 from titopool.settings.logs import current_request
 from titopool.settings.sampling import SamplingOptions
@@ -44,6 +44,8 @@ logger = logging.getLogger(__name__)
 MAX_BATCH = 256
 # Of a batch: its CPU time is limited by the piece.
 TIMEOUT_S = 60.0
+# Of a helper, beyond what the worker has.
+MAX_MEMORY_BYTES = 4 * 2**30
 # Helpers for streams, on a machine with so many cores for each.
 MAX_HELPERS, CORES_OF_ONE = 4, 4
 
@@ -81,7 +83,11 @@ class ParserProcesses:
         with suppress(TitopoolError):
             # Imports what the first job needs, so that the forks have it.
             parsers.begin(ChatParsing(), to_vllm_params(SamplingOptions()), bytes(ID_BYTES))
-        self._server = ForkServer("titopool::parsing", lambda: ParserHelper(parsers).answer)
+        self._server = ForkServer(
+            "titopool::parsing",
+            lambda: ParserHelper(parsers).answer,
+            Limits(memory_bytes=MAX_MEMORY_BYTES),
+        )
         num_cores = len(os.sched_getaffinity(0))
         number = min(MAX_HELPERS, max(1, num_cores // CORES_OF_ONE))
         self._for_streams = [_Lane(Helper(self._server)) for _ in range(number)]
@@ -188,8 +194,8 @@ class _Lane:
                     await self._parse(batch)
         except Exception:
             logger.exception("text is sent unparsed")
-            for one in self._next_batch():
-                self._end_parsing(one, "the worker could not parse; its log has the reason")
+            while batch := self._next_batch():
+                self._end_parsing(batch[0], "the worker could not parse; its log has the reason")
         finally:
             self._task = None
 
