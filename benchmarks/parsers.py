@@ -151,26 +151,28 @@ def row_of(name: str, alone: Alone) -> str:
         if last <= 4 * KIB:
             marks["4"] = spent_s
     stream = "none" if last >= MAX_BYTES - 5 else f"{last // KIB} KiB"
-    dearest, part = min(
-        (largest_bytes(alone, start, part), start + part)
-        for start in ("", head)
-        for part in (*PARTS, head)
-    )
-    hostile = "none" if dearest > MAX_BYTES else f"{dearest // KIB} KiB"
+    hostile = dearest(alone, head)
     num_tokens = 4 * KIB // len(WORD)
     cells = [
         f"`{name}`", f"{1e3 * whole_s:.0f} ms", f"{1e6 * marks['4'] / num_tokens:.0f} µs",
-        whole, stream, hostile + ("" if hostile == "none" else f", {part[-24:]!r}"),
+        whole, stream, hostile,
     ]  # fmt: skip
     return "| " + " | ".join(cells) + " |"
 
 
-def largest_bytes(alone: Alone, start: str, part: str) -> int:
-    """The largest of `SIZES` at which `part`, repeated, is parsed; more than the last: all are."""
-    for size in SIZES:
-        if not alone.whole(start + part * (size // len(part)))[0]:
-            return size // 2
-    return MAX_BYTES + 1
+def dearest(alone: Alone, head: str) -> str:
+    """The markup that is too dear at the smallest of `SIZES`, and the size before."""
+    found, sizes = "none", SIZES
+    for start in ("", head):
+        for part in (*PARTS, head):
+
+            def passes(size: int, start: str = start, part: str = part) -> bool:
+                return alone.whole(start + part * (size // len(part)))[0]
+
+            while sizes and not passes(sizes[-1]):
+                sizes = sizes[:-1]
+                found = f"{(sizes or [0])[-1] // KIB} KiB: `{(start + part)[-24:]!r}`"
+    return found
 
 
 def main() -> None:
