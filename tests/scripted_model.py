@@ -6,6 +6,7 @@ twice in the script.
 """
 
 import itertools
+from collections.abc import Sequence
 from pathlib import Path
 
 from titopool.demo_model import VOCAB_SIZE, make_model
@@ -29,18 +30,18 @@ TEMPLATE = (
 )
 
 
-def make_scripted_model(folder: Path) -> list[int]:
+def make_scripted_model(folder: Path, script: Sequence[str] = SCRIPT) -> list[int]:
     """Writes the model to `folder`; returns the script's ids and the end-of-text id."""
     import torch
     from transformers import AutoTokenizer, Qwen3ForCausalLM
 
-    added = [CUE, *SCRIPT, *RESPONSE]
+    added = [CUE, *script, *RESPONSE]
     make_model(folder, vocab_size=VOCAB_SIZE + len(added), tie_word_embeddings=False)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer.add_tokens(added)
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(folder)
-    ids = [*tokenizer.convert_tokens_to_ids([CUE, *SCRIPT]), tokenizer.eos_token_id]
+    ids = [*tokenizer.convert_tokens_to_ids([CUE, *script]), tokenizer.eos_token_id]
     (new_line,) = tokenizer(NEW_LINE, add_special_tokens=False)["input_ids"]
     model = Qwen3ForCausalLM.from_pretrained(folder, dtype=torch.float32)
     with torch.no_grad():

@@ -62,8 +62,9 @@ def trials(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     made.close()
 
 
-def tried(trials: GrammarTrials) -> list[str]:
-    return trials._vllm_config.read_text().split()
+@pytest.fixture
+def log(tmp_path: Path) -> Path:
+    return tmp_path / "log"
 
 
 async def checked(trials: GrammarTrials, regex: str) -> str:
@@ -78,13 +79,13 @@ async def checked(trials: GrammarTrials, regex: str) -> str:
     return params.structured_outputs.regex
 
 
-def test_a_grammar_is_tried_once(trials):
+def test_a_grammar_is_tried_once(trials, log):
     async def run() -> list[str]:
         found = await asyncio.gather(*(checked(trials, "a") for _ in range(5)))
         return [*found, await checked(trials, "a")]
 
     assert asyncio.run(run()) == ["A"] * 6
-    assert tried(trials) == ["a"]
+    assert log.read_text().split() == ["a"]
 
 
 @pytest.mark.parametrize("kind", ["loop", "memory", "abort"])
@@ -105,7 +106,7 @@ def test_a_trial_beyond_its_limits_is_a_refusal(trials, kind):
     assert longest_s < 5
 
 
-def test_a_cancelled_job_does_not_end_the_trial_of_another(trials):
+def test_a_cancelled_job_does_not_end_the_trial_of_another(trials, log):
     async def run() -> str:
         first = asyncio.create_task(checked(trials, "a"))
         second = asyncio.create_task(checked(trials, "a"))
@@ -116,19 +117,18 @@ def test_a_cancelled_job_does_not_end_the_trial_of_another(trials):
         return await second
 
     assert asyncio.run(run()) == "A"
-    assert tried(trials) == ["a"]
+    assert log.read_text().split() == ["a"]
 
 
 def test_a_process_that_has_ended_is_started_again(trials):
-    os.kill(trials._process[0], signal.SIGKILL)
-    wait_until(lambda: psutil.Process(trials._process[0]).status() == psutil.STATUS_ZOMBIE, 10)
+    os.kill(trials._server.pid, signal.SIGKILL)
+    wait_until(lambda: psutil.Process(trials._server.pid).status() == psutil.STATUS_ZOMBIE, 10)
     assert asyncio.run(checked(trials, "a")) == "A"
 
 
-def test_a_trial_that_its_process_lost_is_no_refusal(trials, tmp_path: Path):
+def test_a_trial_that_its_process_lost_is_no_refusal(trials, log):
     # No limit ends the first trial.
     trials.close()
-    log = tmp_path / "log"
     trials = GrammarTrials(log, 60)
 
     async def run() -> str:
@@ -136,10 +136,10 @@ def test_a_trial_that_its_process_lost_is_no_refusal(trials, tmp_path: Path):
         await asyncio.to_thread(
             wait_until, lambda: log.exists() and "hangs-once" in log.read_text(), 10
         )
-        first, _ = trials._process
+        first = trials._server.pid
         os.killpg(first, signal.SIGKILL)
         outcome = await checking
-        assert trials._process[0] != first
+        assert trials._server.pid != first
         return outcome
 
     try:
@@ -170,7 +170,7 @@ def test_no_grammars(trials):
 def test_the_process_ends_with_its_worker():
     code = (
         "import time; from workers.engine.grammars.trials import GrammarTrials;"
-        "trials = GrammarTrials(None, 1.0); print(trials._process[0], flush=True); time.sleep(60)"
+        "trials = GrammarTrials(None, 1.0); print(trials._server.pid, flush=True); time.sleep(60)"
     )
     with subprocess.Popen(
         [sys.executable, "-c", code], stdout=subprocess.PIPE, cwd=REPOSITORY

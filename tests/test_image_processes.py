@@ -134,7 +134,7 @@ def test_what_is_refused_leaves_the_process_as_it_is(
     processor: PlacingProcessor, processes: ImageProcesses
 ):
     good = file_of(picture(56, 56, 1))
-    pids = [one._pid for one in processes._processes]
+    pids = [one.pid for one in processes._helpers]
     cases = [
         (request(processor, good[:-40]), InvalidImage, "image 0: expected a complete image file"),
         (request(processor, good, num_placeholders=2), ImageMismatch, "for each of 1 images"),
@@ -144,15 +144,15 @@ def test_what_is_refused_leaves_the_process_as_it_is(
         with pytest.raises(kind, match=words):
             processes.prepare(asked)
     assert processes.prepare(request(processor, good))[0].token_ids
-    assert [one._pid for one in processes._processes] == pids
+    assert [one.pid for one in processes._helpers] == pids
 
 
 def test_a_process_that_ended_while_idle_costs_nobody_anything(
     processor: PlacingProcessor, processes: ImageProcesses
 ):
     asked = request(processor, file_of(picture(56, 56, 1)))
-    for process in processes._processes:
-        os.kill(process._pid, signal.SIGKILL)
+    for helper in processes._helpers:
+        os.kill(helper.pid, signal.SIGKILL)
     for _ in range(3):
         assert processes.prepare(asked)[0].token_ids
 
@@ -187,13 +187,13 @@ def test_a_prompt_that_ends_its_process_fails_alone(processor: PlacingProcessor)
 def test_a_process_that_hangs_is_replaced(processor: PlacingProcessor):
     processes = ImageProcesses(processor, max_model_len=MAX_MODEL_LEN, number=1, timeout_s=1)
     asked = request(processor, file_of(picture(56, 56, 1)))
-    hung = processes._processes[0]._pid
+    hung = processes._helpers[0].pid
     os.kill(hung, signal.SIGSTOP)
     try:
         with pytest.raises(GenerationFailed, match="had no answer in time"):
             processes.prepare(asked)
-        assert not psutil.pid_exists(hung)
-        processes._processes[0]._timeout_s = 60
+        wait_until(lambda: not psutil.pid_exists(hung), 10)
+        processes._timeout_s = 60
         assert processes.prepare(asked)[0].token_ids
     finally:
         processes.close()
@@ -201,7 +201,7 @@ def test_a_process_that_hangs_is_replaced(processor: PlacingProcessor):
 
 def test_closing_ends_a_call_that_waits(processor: PlacingProcessor):
     processes = ImageProcesses(processor, max_model_len=MAX_MODEL_LEN, number=1, timeout_s=60)
-    os.kill(processes._processes[0]._pid, signal.SIGSTOP)
+    os.kill(processes._helpers[0].pid, signal.SIGSTOP)
     failures: list[Exception] = []
 
     def ask() -> None:
@@ -229,7 +229,7 @@ def test_the_processes_end_with_their_worker(processor: PlacingProcessor):
         endless = Request(bytes(8), [], {}, [])
         threading.Thread(target=made.prepare, args=(endless,), daemon=True).start()
         time.sleep(1)
-        os.write(write, " ".join(str(one._pid) for one in made._processes).encode())
+        os.write(write, " ".join(str(one.pid) for one in made._helpers).encode())
         signal.pause()
     pids = list(map(int, os.read(read, 100).split()))
     for pid in pids:

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from titopool.demo_model import make_tokenizer
-from workers.engine.parsing import Parsing
-from workers.engine.thoughts import Thoughts
+from workers.engine.parsing.parsers import Parsing
+from workers.engine.parsing.thoughts import Thoughts
 
 
 class Raising:
@@ -30,8 +30,7 @@ def test_a_failing_parser_returns_the_plain_text():
     parsers: Any = SimpleNamespace(make=lambda tools, kwargs: Raising())
     request = SimpleNamespace(tools=None, tool_choice="none", include_reasoning=True)
     parsing = Parsing(parsers, request, SimpleNamespace(structured_outputs=None), {}, [1])
-    one = SimpleNamespace(text="odd", token_ids=[5], finish_reason="stop")
-    assert parsing.whole(one) == ({"content": "odd"}, "stop")
+    assert parsing.whole("odd", [5], "stop") == ({"content": "odd"}, "stop")
     assert parsing.delta(0, "od", [5], "") == ({"content": "od"}, "")
     assert parsing.delta(0, "d", [], "stop") == ({"content": "d"}, "stop")
 

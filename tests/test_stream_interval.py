@@ -192,7 +192,7 @@ def test_a_parser_of_vllms_gets_one_token_at_a_time():
     streams, processor = OpenStreams(8), Processor()
     streams.tap(processor)
     sizes: list[int] = []
-    parsing = SimpleNamespace(delta=lambda index, text, ids, reason: (None, reason))
+    parsing = SimpleNamespace(parse=lambda index, text, ids, reason, deliver: deliver(({}, reason)))
     with streams.open("a", stream_to(sizes, parsing)):
         processor.add_request(request_named("a"))
         for _ in range(9):
@@ -221,9 +221,7 @@ def test_log_lines_of_a_chunk_name_its_request():
     streams, processor = OpenStreams(0), Processor()
     streams.tap(processor)
     named = []
-    parsing = SimpleNamespace(
-        delta=lambda index, text, ids, reason: (named.append(current_request.get()), reason)
-    )
+    parsing = SimpleNamespace(parse=lambda *_: named.append(current_request.get()))
     token = current_request.set("mine")
     stream = stream_to([], parsing)
     current_request.reset(token)

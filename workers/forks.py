@@ -1,12 +1,10 @@
 """What a fork of a worker does not share with it: signals, connections, and the pipe of its reports.
 
-Forks are vLLM's engine process on CPUs (`workers/engine/vllm.py`), and the processes that try grammars
-and prepare images. Python runs the functions of `part_forks` in the child before anything else.
+Forks are vLLM's engine process on CPUs (`workers/engine/vllm.py`), and the fork servers of helpers
+(`titopool/helpers/`). Python runs the functions of `part_forks` in the child before anything else.
 """
 
-import gc
 import os
-import resource
 import signal
 import socket
 import stat
@@ -59,28 +57,3 @@ def _has_address(descriptor: int) -> bool:
         # Of other families, e.g. netlink, nobody waits for the end.
         is_known = same.family in (socket.AF_INET, socket.AF_INET6, socket.AF_UNIX)
         return is_known and bool(same.getsockname() or same.getpeername())
-
-
-def become_apart(title: str, kept: set[int]) -> None:
-    """Drops in a fork what else is the worker's: descriptors, GPUs, and objects to finalise.
-
-    Args:
-        title: the command line that `ps` shows.
-        kept: descriptors that stay open besides the standard ones.
-    """
-    # The collector never visits, and never finalises, the worker's objects here.
-    gc.freeze()
-    with suppress(ImportError):
-        # vLLM names its processes with it.
-        from setproctitle import setproctitle
-
-        setproctitle(title)
-    signal.set_wakeup_fd(-1)
-    for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGPROF", "SIGALRM", "SIGCHLD"):
-        signal.signal(getattr(signal, name), signal.SIG_DFL)
-    for descriptor in map(int, os.listdir("/proc/self/fd")):
-        if descriptor > 2 and descriptor not in kept:
-            with suppress(OSError):
-                os.close(descriptor)
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

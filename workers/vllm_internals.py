@@ -176,7 +176,7 @@ INTERNALS = (
         "computes masks in a grammar's trial",
     ),
     Internal(
-        "engine/parsing.py",
+        "engine/parsing/parsers.py",
         "vllm.parser:ParserManager",
         (
             "get_parser(tool_parser_name, reasoning_parser_name, enable_auto_tools, model_name, "
@@ -185,7 +185,7 @@ INTERNALS = (
         "makes the parsers of tool calls and reasoning",
     ),
     Internal(
-        "engine/parsing.py",
+        "engine/parsing/parsers.py",
         "vllm.parser.abstract_parser:Parser",
         (
             "tool_parser",

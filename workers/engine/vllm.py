@@ -10,7 +10,7 @@ import importlib
 import os
 import time
 from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, closing, nullcontext
 from typing import Any, NamedTuple
 
 import msgspec
@@ -50,7 +50,8 @@ from workers.engine.outputs.completions import ChunkSender, RunContext, Stream
 from workers.engine.outputs.first_tokens import FirstTokens
 from workers.engine.outputs.packing import pack_prompt_logprobs
 from workers.engine.outputs.streams import OpenStreams
-from workers.engine.parsing import Parsers, check_parsers, load_parsers
+from workers.engine.parsing.parsers import Parsers, check_parsers, load_parsers
+from workers.engine.parsing.processes import ParserProcesses
 from workers.engine.sampling import (
     check_replay_start,
     client_errors,
@@ -96,6 +97,7 @@ class VllmEngine:
         self._images: ImagePreparer | None = None
         self._sent_images: SentImages | None = None
         self._parsers: Parsers | None = None
+        self._parsing: ParserProcesses | None = None
         self._grammars: GrammarTrials | None = None
         self._params_by_digest: dict[bytes, tuple[Any, int | None]] = {}
         self._params_bytes = 0
@@ -170,6 +172,8 @@ class VllmEngine:
                 self._images = images
                 self._sent_images = send_images_once(self._llm)
         self._parsers = load_parsers(self._config, self._llm)
+        if self._parsers is not None:
+            self._parsing = ParserProcesses(self._parsers)
         self._grammars = GrammarTrials(self._llm.vllm_config, self._config.grammar_timeout_s)
         self.adapters = Adapters(self._llm)
         return facts_of(
@@ -217,7 +221,7 @@ class VllmEngine:
         with self.adapters.use(job.adapter) if job.adapter else nullcontext() as adapter:
             context = self._context_of(job, on_chunk, adapter)
             # Open from here on: an abort also meets a job whose grammar is tried.
-            with self.versions.job(job, lambda: context.stop(slots)):
+            with closing(context), self.versions.job(job, lambda: context.stop(slots)):
                 generated = await self._run(job, context, slots)
         return generated._replace(adapter_version=adapter.version if adapter else None)
 
@@ -260,10 +264,11 @@ class VllmEngine:
         start = options.routed_experts_prompt_start
         params = to_vllm_params(options, is_streamed=job.is_streamed)
         parsing = sender = None
-        if job.chat and self._parsers is not None:
+        if job.chat and self._parsers is not None and self._parsing is not None:
             chat = decode_chat_parsing(job.chat)
-            parsing = self._parsers.begin(chat, params, job.prompt_token_ids)
-            arguments |= parsing.engine_arguments
+            begun = self._parsers.begin(chat, params, job.prompt_token_ids)
+            arguments |= begun.engine_arguments
+            parsing = self._parsing.job(job)
         else:
             arguments |= self._grammar_arguments(job, params)
         if job.is_streamed:
@@ -352,6 +357,8 @@ class VllmEngine:
                         stream.send_last(output)
                 # Without an await in between: an update may be about to change the version.
                 history = self.versions.take(request_id)
+            if stream is not None:
+                await stream.sent()
         except EngineDeadError as error:
             raise EngineDead("vLLM's engine process has ended") from error
         except EngineGenerateError as error:
@@ -413,6 +420,8 @@ class VllmEngine:
         return families_of(worker_id) if self._config.metrics else ()
 
     def close(self) -> None:
+        if self._parsing is not None:
+            self._parsing.close()
         if self._grammars is not None:
             self._grammars.close()
         if self._images is not None:

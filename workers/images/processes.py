@@ -1,34 +1,23 @@
-"""Processes that prepare prompts with images: Python's lock would let threads do so one at a time.
+"""Helpers that prepare prompts with images: Python's lock would let threads do so one at a time.
 
-Each is a fork of the worker, so it has the model's processor at once and shares its memory. It ends
-with the worker, even if the worker is killed in the midst of a prompt.
+They are forks of the worker, so each has the model's processor at once and shares its memory.
 """
 
 import logging
 import os
 import queue
-import select
-import signal
-import socket
-import struct
-import threading
-from contextlib import suppress
-from typing import Any, NoReturn
+from typing import Any
 
 import msgspec
 
 from titopool.errors import ERRORS_BY_CODE, GenerationFailed, TitopoolError
-from workers.forks import become_apart
+from titopool.helpers.fork_server import ForkServer
+from titopool.helpers.helper import Helper
 from workers.images.exchange import Refused, read_shared, write_shared
 from workers.images.placeholders import PlacingProcessor
 from workers.images.preparation import Request, prepare
 
 logger = logging.getLogger(__name__)
-
-# Before a request: its bytes.
-LENGTH = struct.Struct("<Q")
-# Comes with the descriptor of an answer.
-MARK = b"a"
 
 
 class ImageProcesses:
@@ -37,10 +26,17 @@ class ImageProcesses:
     def __init__(
         self, processor: PlacingProcessor, *, max_model_len: int, number: int, timeout_s: float
     ):
-        self._free: queue.SimpleQueue[_Process] = queue.SimpleQueue()
-        self._processes = [_Process(processor, max_model_len, timeout_s) for _ in range(number)]
-        for process in self._processes:
-            self._free.put(process)
+        self._timeout_s = timeout_s
+
+        def answer(body: bytes) -> int:
+            return write_shared(_answer(body, processor, max_model_len))
+
+        self._server = ForkServer("titopool::images", lambda: answer)
+        self._free: queue.SimpleQueue[Helper] = queue.SimpleQueue()
+        self._helpers = [Helper(self._server) for _ in range(number)]
+        for helper in self._helpers:
+            helper.start()
+            self._free.put(helper)
 
     def prepare(self, request: Request) -> tuple[Any, int]:
         """The prepared prompt and the bytes of its tensors. Waits for a free process.
@@ -49,126 +45,39 @@ class ImageProcesses:
             TitopoolError: of `preparation.prepare`.
             GenerationFailed: the process ended twice, or had no answer in time.
         """
-        process = self._free.get()
+        helper = self._free.get()
         try:
-            answer, num_bytes = process.ask(msgspec.msgpack.encode(request))
+            answer, num_bytes = self._ask(helper, msgspec.msgpack.encode(request))
         finally:
-            self._free.put(process)
+            self._free.put(helper)
         if isinstance(answer, Refused):
             raise ERRORS_BY_CODE[answer.code](answer.message, param=answer.param)
         return answer, num_bytes
 
-    def close(self) -> None:
-        """Kills the processes; a call that waits for one fails."""
-        for process in self._processes:
-            process.close()
-
-
-class _Process:
-    """One process; one thread at a time may ask it."""
-
-    def __init__(self, processor: PlacingProcessor, max_model_len: int, timeout_s: float):
-        self._processor, self._max_model_len = processor, max_model_len
-        self._timeout_s = timeout_s
-        self._is_closed = False
-        # None: it has ended.
-        self._pid: int | None = None
-        self._start()
-
-    def _start(self) -> None:
-        worker = os.pidfd_open(os.getpid())
-        self._socket, theirs = socket.socketpair()
-        with theirs:
-            pid = os.fork()
-            if pid == 0:
-                _run(theirs, worker, self._processor, self._max_model_len)
-        os.close(worker)
-        self._pid = pid
-        self._socket.settimeout(self._timeout_s)
-
-    def ask(self, request: bytes) -> tuple[Any, int]:
+    def _ask(self, helper: Helper, request: bytes) -> tuple[Any, int]:
         try:
             try:
-                return self._ask(request)
-            except ConnectionError:
+                descriptor = helper.call(request, self._timeout_s)
+            except ConnectionError as error:
                 # It may have ended before, for want of memory. If it ends again, the prompt is
                 # the cause.
-                return self._ask(request)
+                logger.warning("a process that prepares images is started again: %s", error)
+                descriptor = helper.call(request, self._timeout_s)
         except OSError as error:
             why = "had no answer in time" if isinstance(error, TimeoutError) else "ended twice"
             raise GenerationFailed(
                 f"the process that prepared the prompt's images {why}; the worker's log may have "
                 "the reason; send smaller images, or other ones"
             ) from error
-
-    def _ask(self, request: bytes) -> tuple[Any, int]:
-        """Raises ConnectionError if the process has ended, TimeoutError if it was killed."""
+        assert isinstance(descriptor, int)
         try:
-            if self._pid is None and not self._is_closed:
-                self._start()
-            self._socket.sendall(LENGTH.pack(len(request)))
-            self._socket.sendall(request)
-            mark, descriptors, _, _ = socket.recv_fds(self._socket, len(MARK), 1)
-            if not mark:
-                raise ConnectionResetError("it ended")
-        except OSError as error:
-            logger.warning("a process that prepares images is started again: %s", error)
-            self._end()
-            raise
-        try:
-            return read_shared(descriptors[0])
+            return read_shared(descriptor)
         finally:
-            os.close(descriptors[0])
+            os.close(descriptor)
 
     def close(self) -> None:
-        self._is_closed = True
-        if self._pid is not None:
-            with suppress(ProcessLookupError):
-                os.kill(self._pid, signal.SIGKILL)
-
-    def _end(self) -> None:
-        self._socket.close()
-        if self._pid is not None:
-            with suppress(ProcessLookupError, ChildProcessError):
-                os.kill(self._pid, signal.SIGKILL)
-                os.waitpid(self._pid, 0)
-            self._pid = None
-
-
-def _run(
-    requests: socket.socket, worker: int, processor: PlacingProcessor, max_model_len: int
-) -> NoReturn:
-    """Answers requests until the worker has ended.
-
-    Args:
-        worker: the worker's pidfd.
-    """
-    try:
-        become_apart("titopool::images", {requests.fileno(), worker})
-        threading.Thread(target=_end_with, args=(worker,), daemon=True).start()
-        # The threads of tokenizers did not survive the fork.
-        os.environ["TOKENIZERS_PARALLELISM"] = "false"
-        with requests.makefile("rb") as stream:
-            while head := stream.read(LENGTH.size):
-                body = stream.read(*LENGTH.unpack(head))
-                descriptor = write_shared(_answer(body, processor, max_model_len))
-                socket.send_fds(requests, [MARK], [descriptor])
-                os.close(descriptor)
-    except ConnectionError:
-        # The worker has ended.
-        pass
-    except BaseException:
-        logger.exception("a process that prepares images ends")
-    finally:
-        os._exit(0)
-
-
-def _end_with(worker: int) -> None:
-    """Ends this process with the worker, also in the midst of a request."""
-    events = select.poll()
-    events.register(worker, select.POLLIN)
-    events.poll()
-    os._exit(0)
+        """Kills the processes; a call that waits for one fails."""
+        self._server.close()
 
 
 def _answer(body: bytes, processor: PlacingProcessor, max_model_len: int) -> Any:

@@ -120,6 +120,8 @@ class Delta(msgspec.Struct, kw_only=True):
     content: str | UnsetType | None = UNSET
     reasoning: str | UnsetType = UNSET
     tool_calls: list[ToolCall] | UnsetType = UNSET
+    # Why the text from here on is not parsed.
+    parsing_error: str | UnsetType = UNSET
 
 
 class ChatMessage(msgspec.Struct, kw_only=True):
@@ -129,6 +131,8 @@ class ChatMessage(msgspec.Struct, kw_only=True):
     content: str | None
     reasoning: str | UnsetType = UNSET
     tool_calls: list[ToolCall] | UnsetType = UNSET
+    # Why the text from here on is not parsed.
+    parsing_error: str | UnsetType = UNSET
 
 
 class ChatChoice(Choice, kw_only=True):

@@ -1,25 +1,20 @@
-"""A process that tries grammars: each in a child of its own that ends by its limits.
+"""What tries a grammar: each is tried by a helper of its own, which ends by its limits.
 
-Runs in: a child of each worker process, forked after the engine is loaded: vLLM need not be imported
-again, and the memory is shared. One mask of a hostile grammar can take minutes inside xgrammar, which
-only the end of a process stops.
+Runs in: helpers of each worker process, whose fork server is forked after the engine is loaded: vLLM need
+not be imported again, and the memory is shared. One mask of a hostile grammar can take minutes inside
+xgrammar, which only the end of a process stops.
 """
 
 import json
-import os
-import resource
-import select
-import signal
-import socket
 import time
 from contextlib import suppress
 from types import SimpleNamespace
-from typing import Any, NoReturn
+from typing import Any
 
 import msgspec
 import numpy as np
 
-from workers.forks import become_apart
+from titopool.helpers.fork_server import Limits, Work
 
 # Of one trial, beyond what the worker has.
 MAX_MEMORY_BYTES = 2 * 2**30
@@ -29,8 +24,6 @@ MAX_STEP_S = 0.1
 # Of walks through a grammar: their number, the tokens of each, and the CPU time of all. Masks may
 # become slow after some tokens only.
 NUM_WALKS, NUM_STEPS, WALKS_S = 4, 48, 0.5
-# A trial that waits for a core may take so many times its CPU time.
-WALL_FACTOR = 3
 NICENESS = 10
 
 
@@ -50,56 +43,23 @@ Outcome = Passed | Refused
 decode_outcome = msgspec.msgpack.Decoder(Outcome).decode
 
 
-def fork_process(vllm_config: Any, limit_s: float) -> tuple[int, socket.socket]:
-    """Starts the process; returns its pid, also its group's, and a socket that takes those of trials.
+def limits_of(limit_s: float) -> Limits:
+    """Of a trial; `limit_s`: its CPU time."""
+    return Limits(limit_s, MAX_MEMORY_BYTES, NICENESS)
 
-    A trial reads the fields of vLLM's StructuredOutputsParams from its socket until the end, and
-    writes its outcome. If it ends without, the grammar exceeded a limit.
 
-    Args:
-        limit_s: CPU time of each trial.
+def work_of(vllm_config: Any) -> Work:
+    """What a helper does, for the one trial that it is started for.
+
+    A trial gets the fields of vLLM's StructuredOutputsParams, encoded, and answers with its outcome.
     """
-    worker = os.pidfd_open(os.getpid())
-    ours, theirs = socket.socketpair()
-    pid = os.fork()
-    # On both sides: whichever is first.
-    os.setpgid(pid, 0)
-    if pid == 0:
-        _run(theirs, worker, vllm_config, limit_s)
-    theirs.close()
-    os.close(worker)
-    return pid, ours
+    manager = _manager(vllm_config)
 
+    def work(request: bytes) -> bytes:
+        outcome = _outcome(msgspec.msgpack.decode(request), manager, vllm_config)
+        return msgspec.msgpack.encode(outcome)
 
-def _run(control: socket.socket, worker: int, vllm_config: Any, limit_s: float) -> NoReturn:
-    """Forks a child for each socket that arrives on `control`, until the worker has ended.
-
-    Args:
-        worker: the worker's pidfd.
-    """
-    try:
-        become_apart("titopool::grammars", {control.fileno(), worker})
-        # The kernel then reaps the trials.
-        signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-        os.nice(NICENESS)
-        # Not select(), which takes descriptors up to 1,023.
-        events = select.poll()
-        events.register(control, select.POLLIN)
-        events.register(worker, select.POLLIN)
-        manager = None
-        while worker not in dict(events.poll()):
-            _, descriptors, _, _ = socket.recv_fds(control, 1, 1)
-            if not descriptors:
-                break
-            # Not at the start: most servers never get a grammar.
-            manager = manager or _manager(vllm_config)
-            with socket.socket(fileno=descriptors[0]) as trial:
-                if os.fork() == 0:
-                    _try(trial, manager, vllm_config, limit_s)
-    finally:
-        # With the trials.
-        os.killpg(0, signal.SIGKILL)
-        os._exit(0)
+    return work
 
 
 def _manager(vllm_config: Any) -> Any:
@@ -113,27 +73,6 @@ def _manager(vllm_config: Any) -> Any:
         # If the model takes no grammars, each trial tells why.
         _compiled(manager, _checked({"json_object": True}, manager, vllm_config))
     return manager
-
-
-def _try(trial: socket.socket, manager: Any, vllm_config: Any, limit_s: float) -> NoReturn:
-    try:
-        # Both end the process, also within C++.
-        signal.setitimer(signal.ITIMER_PROF, limit_s)
-        signal.setitimer(signal.ITIMER_REAL, WALL_FACTOR * limit_s)
-        _limit_memory()
-        with trial.makefile("rwb") as stream:
-            fields = msgspec.msgpack.decode(stream.read())
-            stream.write(msgspec.msgpack.encode(_outcome(fields, manager, vllm_config)))
-    finally:
-        os._exit(0)
-
-
-def _limit_memory() -> None:
-    with open("/proc/self/statm") as statm:
-        used = int(statm.read().split()[0]) * resource.getpagesize()
-    _, hard = resource.getrlimit(resource.RLIMIT_AS)
-    limit = used + MAX_MEMORY_BYTES
-    resource.setrlimit(resource.RLIMIT_AS, (limit if hard < 0 else min(limit, hard), hard))
 
 
 def _outcome(fields: dict[str, Any], manager: Any, vllm_config: Any) -> Outcome:

@@ -6,23 +6,20 @@ Runs in: each worker process, on its event loop.
 import asyncio
 import hashlib
 import logging
-import os
-import signal
-import socket
-import time
-from contextlib import suppress
 from typing import Any, NamedTuple
 
 import msgspec
 
 from titopool.errors import InvalidRequest
+from titopool.helpers.fork_server import ForkServer
+from titopool.helpers.helper import Helper
 from workers.engine.grammars.process import (
     MAX_MEMORY_BYTES,
-    WALL_FACTOR,
     Outcome,
     Refused,
     decode_outcome,
-    fork_process,
+    limits_of,
+    work_of,
 )
 from workers.shared_calls import SharedCalls
 
@@ -35,10 +32,8 @@ MAX_BYTES = 1024 * 1024
 # Of the outcomes that are kept, each with what its objects take besides the grammar.
 MAX_CACHED_BYTES = 16 * 2**20
 ENTRY_BYTES = 4096
-# From a worker's start of the process until it has read the tokenizer.
-START_S = 60.0
-# The process and its trials are killed together; a trial may end first.
-END_S = 0.5
+# A trial that waits for a core may take so many times its CPU time.
+WALL_FACTOR = 3
 
 
 class Trial(NamedTuple):
@@ -53,16 +48,17 @@ class GrammarTrials:
 
     def __init__(self, vllm_config: Any, limit_s: float):
         """`limit_s`: CPU time of each trial; 0: grammars are refused."""
-        self._vllm_config = vllm_config
         self._limit_s = limit_s
-        self._process: tuple[int, socket.socket] | None = None
+        self._server: ForkServer | None = None
         self._free = asyncio.Semaphore(NUM_TRIALS)
         # By digest of the grammar.
         self._trials: SharedCalls[Trial] = SharedCalls(
             MAX_CACHED_BYTES, lambda trial: trial.num_bytes
         )
         if limit_s:
-            self._process = fork_process(vllm_config, limit_s)
+            self._server = ForkServer(
+                "titopool::grammars", lambda: work_of(vllm_config), limits_of(limit_s)
+            )
 
     async def check(self, params: Any) -> None:
         """Tries the grammar of `params`, vLLM's SamplingParams, unless it has passed before.
@@ -95,15 +91,11 @@ class GrammarTrials:
 
     async def _try(self, encoded: bytes) -> Trial:
         async with self._free:
-            process = self._process
-            try:
+            reply = await self._ask(encoded)
+            if reply is None:
                 reply = await self._ask(encoded)
-            except OSError as error:
-                if self._process is process:
-                    logger.warning("the process that tries grammars is started again: %s", error)
-                    self.close()
-                    self._process = fork_process(self._vllm_config, self._limit_s)
-                reply = await self._ask(encoded)
+        if reply is None:
+            raise ConnectionResetError("the process that tries grammars ended during two trials")
         return Trial(
             decode_outcome(reply) if reply else self._exceeds(), len(encoded) + ENTRY_BYTES
         )
@@ -115,57 +107,31 @@ class GrammarTrials:
             "takes more; send a smaller grammar, or one with smaller counts"
         )
 
-    async def _ask(self, encoded: bytes) -> bytes:
-        """The outcome of a trial, encoded; empty if it exceeded a limit.
-
-        Raises:
-            OSError: the process has ended, or does not answer (a TimeoutError).
-        """
-        process = self._process
-        assert process is not None
-        ours, theirs = socket.socketpair()
-        with theirs:
-            socket.send_fds(process[1], [b"t"], [theirs.fileno()])
-        reader, writer = await asyncio.open_connection(sock=ours)
+    async def _ask(self, encoded: bytes) -> bytes | None:
+        """The outcome of a trial, encoded; empty if it exceeded a limit, None if it was lost."""
+        server = self._server
+        assert server is not None
+        helper, pid = Helper(server), server.pid
         try:
-            writer.write(encoded)
-            writer.write_eof()
-            timeout_s = START_S + (WALL_FACTOR + 1) * self._limit_s
-            reply = await asyncio.wait_for(reader.read(), timeout_s)
+            reply = await helper.call_async(encoded, WALL_FACTOR * self._limit_s)
+        except TimeoutError:
+            return b""
+        except ConnectionError:
+            return None if await server.ends(pid) else b""
         finally:
-            writer.close()
-        if not reply and (self._process is not process or await _ends(process[0])):
-            raise ConnectionResetError("it ended during a trial")
+            helper.end()
+        assert isinstance(reply, bytes)
         return reply
 
     def close(self) -> None:
         """Ends the process and its trials."""
-        if self._process is not None:
-            pid, control = self._process
-            self._process = None
-            control.close()
-            with suppress(ProcessLookupError, ChildProcessError):
-                os.killpg(pid, signal.SIGKILL)
-                os.waitpid(pid, 0)
+        if self._server is not None:
+            self._server.close()
 
 
 def refused(reason: str) -> InvalidRequest:
     """The error for a grammar."""
     return InvalidRequest(f"structured_outputs: {reason}", param="structured_outputs")
-
-
-async def _ends(pid: int) -> bool:
-    """Whether this child has ended or does so at once; its exit code is read."""
-    deadline = time.monotonic() + END_S
-    try:
-        while os.waitpid(pid, os.WNOHANG) == (0, 0):
-            if time.monotonic() > deadline:
-                return False
-            await asyncio.sleep(0.02)
-    except ChildProcessError:
-        # The exit code was read by another trial's call.
-        pass
-    return True
 
 
 def _restored(kind: Any, fields: dict[str, Any]) -> Any:

@@ -7,12 +7,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from titopool.wire.messages import Chunk, Completion, Job
 from workers.engine.base import OnChunk, Slots
 from workers.engine.outputs.packing import pack_experts, pack_logprobs, pack_mask, pack_since
-from workers.engine.parsing import Parsing
+from workers.engine.parsing.parsers import Parsed
+from workers.engine.parsing.processes import ParsedJob
 from workers.engine.sampling import failed_inside
 from workers.engine.versions import History
 
@@ -51,7 +53,7 @@ class Stream:
         self,
         index: int,
         sender: ChunkSender,
-        parsing: Parsing | None,
+        parsing: ParsedJob | None,
         history: Callable[[], History],
         replay_start: int | None,
     ):
@@ -68,8 +70,9 @@ class Stream:
         # Log lines of chunks name the request.
         self._context = contextvars.copy_context()
         self._num_characters = 0
-        # Tokens that were sent.
+        # Tokens that were sent, or are parsed before.
         self.num_sent = 0
+        self._has_sent_last = asyncio.Event()
 
     @property
     def is_parsed(self) -> bool:
@@ -89,20 +92,42 @@ class Stream:
         new_ids = list(detokenizer.output_token_ids[self.num_sent :])
         text = detokenizer.get_next_output_text(False, True)
         piece = self._piece(new_ids, text, state.logprobs_processor.logprobs)
-        self._sender.send([(self._index, piece)], state.num_cached_tokens or 0)
+        self._send(piece, state.num_cached_tokens or 0)
 
     def send_last(self, output: Any) -> None:
         """Sends the rest of the completion, with vLLM's last RequestOutput of it."""
         (one,) = output.outputs
         # An error fails the whole job.
         if one.finish_reason == "error":
+            self._has_sent_last.set()
             return
         new_ids, text = list(one.token_ids[self.num_sent :]), one.text[self._num_characters :]
         piece = self._piece(
             new_ids, text, one.logprobs, one.finish_reason or "", one.stop_reason,
             **replay_fields(one, self._replay_start),
         )  # fmt: skip
-        self._sender.send([(self._index, piece)], output.num_cached_tokens or 0)
+        self._send(piece, output.num_cached_tokens or 0)
+
+    async def sent(self) -> None:
+        """Returns once the last piece is sent, which may be parsed before."""
+        await self._has_sent_last.wait()
+
+    def _send(self, piece: Completion, num_cached_tokens: int) -> None:
+        if self._parsing is None:
+            self._sender.send([(self._index, piece)], num_cached_tokens)
+            self._has_sent_last.set()
+            return
+
+        def send(parsed: Parsed) -> None:
+            message, finish_reason = parsed
+            one = msgspec.structs.replace(piece, message=message, finish_reason=finish_reason)
+            try:
+                self._sender.send([(self._index, one)], num_cached_tokens)
+            finally:
+                if finish_reason:
+                    self._has_sent_last.set()
+
+        self._parsing.parse(self._index, piece.text, piece.token_ids, piece.finish_reason, send)
 
     def _piece(
         self,
@@ -114,14 +139,11 @@ class Stream:
         **fields: Any,
     ) -> Completion:
         # The text may lag behind the tokens: vLLM holds back what may be part of a stop string.
-        num_before, index = self.num_sent, self._index
+        num_before = self.num_sent
         self.num_sent += len(new_ids)
         self._num_characters += len(text)
         ids = array("i", new_ids).tobytes()
         packed = None if flat is None else pack_since(flat, num_before, new_ids)
-        message = None
-        if self._parsing is not None:
-            message, finish_reason = self._parsing.delta(index, text, new_ids, finish_reason)
         return Completion(
             token_ids=ids,
             finish_reason=finish_reason,
@@ -130,7 +152,6 @@ class Stream:
             weight_versions=self._history().spans(self.num_sent),
             text=text,
             stop_reason=stop_reason,
-            message=message,
             **fields,
         )
 
@@ -142,7 +163,7 @@ class RunContext:
     # Of the first completion.
     params: Any
     on_chunk: OnChunk
-    parsing: Parsing | None = None
+    parsing: ParsedJob | None = None
     # None: the job is not streamed.
     sender: ChunkSender | None = None
     # Further arguments of AsyncLLM.generate.
@@ -171,6 +192,11 @@ class RunContext:
             self.sender.prompt_token_ids = prompt_token_ids
             self.sender.image_ranges = image_ranges
 
+    def close(self) -> None:
+        """The job has ended: nothing more is parsed."""
+        if self.parsing is not None:
+            self.parsing.close()
+
     async def completion(self, item: Any, history: History) -> Completion:
         """`item`, vLLM's CompletionOutput of a completion that has ended.
 
@@ -183,9 +209,9 @@ class RunContext:
         message, finish_reason, packed = None, item.finish_reason, None
         if self.sender is None:
             if self.parsing is not None:
-                message, finish_reason = self.parsing.whole(item)
-                # Parsing a long text blocks the loop: let other tasks run in between.
-                await asyncio.sleep(0)
+                message, finish_reason = await self.parsing.whole(
+                    item.text, item.token_ids, finish_reason
+                )
             if item.logprobs is not None:
                 packed = pack_logprobs(item.logprobs, ids)
         return Completion(

@@ -1,7 +1,8 @@
 """vLLM's parsers of tool calls and reasoning, by vLLM's names.
 
-Runs in: each worker process. They do not run in front ends, because importing them takes seconds and
-they need vLLM's tokenizer. The parsers are used as in vLLM's chat server (0.25.1 to 0.32,
+Runs in: each worker process, which makes parsers and lets them adjust sampling parameters, and the helpers,
+which parse. They do not run in front ends, because importing them takes seconds and they need vLLM's
+tokenizer. The parsers are used as in vLLM's chat server (0.25.1 to 0.32,
 openai/chat_completion/serving.py): they adjust the sampling parameters, then parse a completion whole
 or step by step.
 """
@@ -15,8 +16,8 @@ import numpy as np
 from titopool.errors import ConfigError, InvalidRequest
 from titopool.settings.config import ServerConfig
 from titopool.wire.messages import ChatParsing
+from workers.engine.parsing.thoughts import THINKING, Thoughts, find_thoughts
 from workers.engine.sampling import client_errors
-from workers.engine.thoughts import THINKING, Thoughts, find_thoughts
 
 logger = logging.getLogger(__name__)
 
@@ -221,26 +222,27 @@ class Parsing:
             return self._parsers.make_for_answer(*arguments)
         return self._parsers.make(*arguments)
 
-    def whole(self, one: Any) -> Parsed:
-        """The message of `one`, a finished vLLM CompletionOutput."""
-        return _or_plain_text(lambda: self._parse(one), one.text, one.finish_reason)
+    def whole(self, text: str, token_ids: list[int], finish_reason: str) -> Parsed:
+        """The message of a completion that has ended."""
+        return _or_plain_text(
+            lambda: self._parse(text, token_ids, finish_reason), text, finish_reason
+        )
 
-    def _parse(self, one: Any) -> Parsed:
-        parser = self._parser_of(one.token_ids)
+    def _parse(self, text: str, token_ids: list[int], finish_reason: str) -> Parsed:
+        parser = self._parser_of(token_ids)
         if parser is None:
-            return {"content": one.text}, one.finish_reason
+            return {"content": text}, finish_reason
         if hasattr(parser, "set_prompt_token_ids"):
             parser.set_prompt_token_ids(self._prompt_ids)
         reasoning, content, calls = parser.parse(
-            one.text,
+            text,
             self._request,
             enable_auto_tools=self._has_tools,
-            model_output_token_ids=list(one.token_ids),
+            model_output_token_ids=token_ids,
         )
         message: dict[str, Any] = {"content": content}
         if reasoning and self._request.include_reasoning:
             message["reasoning"] = reasoning
-        finish_reason = one.finish_reason
         if calls and self._has_tools:
             message["tool_calls"] = [_tool_call(call) for call in self._allowed(calls)]
             finish_reason = self._finish_reason(finish_reason, has_called=True)

@@ -1,0 +1,241 @@
+"""The helpers that parse tool calls: what ends a text's parsing ends no other's, with vLLM's parsers."""
+
+import asyncio
+import json
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from titopool.demo_model import make_tokenizer
+from titopool.settings.sampling import SamplingOptions, encode_options
+from titopool.wire.messages import ChatParsing, Job
+from workers.engine.parsing.helper import joined
+from workers.engine.parsing.parsers import Parsed, Parsers
+from workers.engine.parsing.processes import ParsedJob, ParserProcesses
+
+PARAMETERS = {"type": "object", "properties": {"a": {"type": "string"}}}
+TOOL = {"type": "function", "function": {"name": "f", "parameters": PARAMETERS}}
+CHAT = msgspec.msgpack.encode(ChatParsing(tools=[TOOL], tool_choice="auto"))
+WORDS = ["word ", "and (", "more", ") ", "still "] * 40
+CALLS = {
+    "hermes": ["<tool_call>", "\n", '{"name": "f", ', '"arguments": {"a": "', *WORDS, '"}}', "\n</tool_call>"],
+    "qwen3_coder": ["<tool_call>", "\n<function=f>", "\n<parameter=a>", *WORDS, "</parameter>", "\n</function>", "\n</tool_call>"],
+}  # fmt: skip
+# 3 s of a core for qwen3_coder, at once or in any pieces.
+HOSTILE = "<tool_call>\n<function=f>" + "<parameter=a>" * 1250
+TIMEOUT_S = 30.0
+
+
+class Started:
+    """The helpers of a parser, with what tests ask of them."""
+
+    def __init__(self, parsers: Any):
+        self.processes = ParserProcesses(parsers)
+
+    def job(self, *, is_streamed: bool = True) -> ParsedJob:
+        options = msgspec.Raw(encode_options(SamplingOptions()))
+        ids = np.int32([5, 6]).tobytes()
+        return self.processes.job(
+            Job(1, 1, ids, 1, 9, options, is_streamed=is_streamed, chat=msgspec.Raw(CHAT))
+        )
+
+    def pid(self) -> int:
+        return self.processes._for_streams[0]._helper.pid
+
+
+# With the name of a parser of vLLM's, or with parsers.
+Start = Callable[[Any], Started]
+
+
+@pytest.fixture(scope="module")
+def parsers_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Parsers]:
+    from transformers import AutoTokenizer
+
+    folder: Path = tmp_path_factory.mktemp("tokenizer")
+    make_tokenizer(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    # What the parsers ask for.
+    tokenizer.add_tokens(["<tool_call>", "</tool_call>", "<think>", "</think>"])
+    config = SimpleNamespace(
+        model="m", hf_config=SimpleNamespace(model_type="qwen3"), max_model_len=131072
+    )
+    llm = SimpleNamespace(renderer=SimpleNamespace(tokenizer=tokenizer), model_config=config)
+    return lambda name: Parsers(name, "", llm)
+
+
+@pytest.fixture
+def start(parsers_of: Callable[[str], Parsers]) -> Iterator[Start]:
+    made: list[Started] = []
+
+    def run(parsers: Any) -> Started:
+        made.append(Started(parsers_of(parsers) if isinstance(parsers, str) else parsers))
+        return made[-1]
+
+    yield run
+    for one in made:
+        one.processes.close()
+
+
+async def stream(job: ParsedJob, pieces: list[str], pause_s: float = 0.0) -> tuple[Any, float]:
+    """The joined message of a completion that comes in pieces, and the longest wait for an outcome."""
+    outcomes: asyncio.Queue[tuple[Parsed, float]] = asyncio.Queue()
+    for number, text in enumerate(pieces):
+        end = "stop" if number == len(pieces) - 1 else ""
+        began = time.monotonic()
+        job.parse(
+            0, text, np.int32([7]).tobytes(), end,
+            lambda parsed, began=began: outcomes.put_nowait((parsed, time.monotonic() - began)),
+        )  # fmt: skip
+        if pause_s:
+            await asyncio.sleep(pause_s)
+    message: dict[str, Any] = {}
+    longest_s = 0.0
+    for number in range(len(pieces)):
+        (added, end), took_s = await asyncio.wait_for(outcomes.get(), TIMEOUT_S)
+        assert bool(end) == (number == len(pieces) - 1)
+        message = joined(message, added)
+        longest_s = max(longest_s, took_s)
+    await asyncio.sleep(0.05)
+    # Each piece has one outcome.
+    assert outcomes.empty()
+    job.close()
+    return message, longest_s
+
+
+def check_call(message: dict[str, Any]) -> None:
+    (call,) = message["tool_calls"]
+    assert call["function"]["name"] == "f"
+    assert json.loads(call["function"]["arguments"]) == {"a": "".join(WORDS)}
+    assert "parsing_error" not in message
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_streams_side_by_side_each_have_their_call(start: Start, name: str):
+    started = start(name)
+
+    async def run() -> list[tuple[Any, float]]:
+        jobs = [stream(started.job(), CALLS[name]) for _ in range(4)]
+        return await asyncio.gather(*jobs)
+
+    for message, _ in asyncio.run(run()):
+        check_call(message)
+
+
+def test_a_whole_text_that_is_too_dear_comes_as_content(start: Start):
+    started = start("qwen3_coder")
+
+    async def run() -> tuple[Parsed, Parsed, float]:
+        longest_s = 0.0
+
+        async def turn() -> None:
+            nonlocal longest_s
+            while True:
+                began = time.monotonic()
+                await asyncio.sleep(0.01)
+                longest_s = max(longest_s, time.monotonic() - began)
+
+        turning = asyncio.create_task(turn())
+        jobs = [started.job(is_streamed=False) for _ in range(2)]
+        both = await asyncio.gather(
+            jobs[0].whole(HOSTILE, [7], "length"), jobs[1].whole("plain", [7], "stop")
+        )
+        turning.cancel()
+        return *both, longest_s
+
+    (message, end), honest, longest_s = asyncio.run(run())
+    assert (message["content"], end) == (HOSTILE, "length")
+    assert "within 1 s of CPU time" in message["parsing_error"]
+    assert honest == ({"content": "plain"}, "stop")
+    # The worker's loop goes on, and with it heartbeats.
+    assert longest_s < 0.5
+
+
+def test_a_stream_that_is_too_dear_ends_alone(start: Start):
+    started = start("qwen3_coder")
+    pieces = ["so ", HOSTILE, "rest"]
+
+    async def run() -> list[tuple[Any, float]]:
+        hostile = asyncio.create_task(stream(started.job(), pieces))
+        await asyncio.sleep(0)
+        honest = stream(started.job(), ["plain "] * 100, pause_s=0.01)
+        return list(await asyncio.gather(hostile, honest))
+
+    pid = started.pid()
+    (dear, _), (honest, longest_s) = asyncio.run(run())
+    assert "CPU time for what one step added" in dear["parsing_error"]
+    assert dear["content"] == "".join(pieces)
+    assert honest == {"content": "plain " * 100}
+    # One step of the other.
+    assert longest_s < 2
+    assert started.pid() == pid
+
+
+def test_a_helper_that_is_killed_is_started_again_and_streams_go_on(start: Start):
+    started = start("qwen3_coder")
+
+    async def run() -> list[tuple[Any, float]]:
+        jobs = [
+            asyncio.create_task(stream(started.job(), CALLS["qwen3_coder"], pause_s=0.005))
+            for _ in range(3)
+        ]
+        await asyncio.sleep(0.3)
+        os.kill(started.pid(), signal.SIGKILL)
+        return await asyncio.gather(*jobs)
+
+    for message, _ in asyncio.run(run()):
+        check_call(message)
+
+
+class Deadly:
+    """Parsers of which one word ends the process, and another one raises."""
+
+    def begin(self, *_: Any) -> "Deadly":
+        return self
+
+    def delta(self, index: int, text: str, ids: list[int], finish_reason: str) -> Parsed:
+        if text == "end":
+            os.abort()
+        return {"content": text.upper()}, finish_reason
+
+
+def test_a_text_that_ends_its_helper_twice_ends_alone(start: Start):
+    started = start(Deadly())
+
+    async def run() -> list[tuple[Any, float]]:
+        streams = [["a"] * 20, ["a", "a", "end", "b", "b"], ["b"] * 20]
+        return await asyncio.gather(*(stream(started.job(), one) for one in streams))
+
+    first, deadly, last = (message for message, _ in asyncio.run(run()))
+    assert (first, last) == ({"content": "A" * 20}, {"content": "B" * 20})
+    assert deadly["content"] == "AAendbb"
+    assert "ended twice" in deadly["parsing_error"]
+
+
+def test_tokens_wait_where_a_step_of_the_parser_is_dear(start: Start):
+    class Dear:
+        """A step takes 5 ms."""
+
+        def begin(self, *_: Any) -> "Dear":
+            return self
+
+        def delta(self, index: int, text: str, ids: list[int], finish_reason: str) -> Parsed:
+            began = time.process_time()
+            while time.process_time() < began + 0.005:
+                pass
+            return {"content": f"[{text}]"}, finish_reason
+
+    started = start(Dear())
+    message, _ = asyncio.run(stream(started.job(), ["a"] * 50 + ["<"] + ["b"] * 50))
+    steps = message["content"].strip("[]").split("][")
+    assert "".join(steps) == "a" * 50 + "<" + "b" * 50
+    assert len(steps) < 30
+    # What parsers look for comes alone.
+    assert "<" in steps

@@ -1,0 +1,54 @@
+"""The CPU time of a parser: vLLM's run on text that a client can force, some in cubic time.
+
+Runs in: the helpers that parse.
+"""
+
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+# CPU seconds of a completion's parsing: so many, and as many more for each token.
+COMPLETION_S, TOKEN_S = 1.0, 0.001
+# In place of the latter for a completion that is parsed at once.
+WHOLE_TOKEN_S = 0.00005
+# Of one step of a stream's parser: the other streams of the helper wait for it.
+STEP_S = 0.25
+# A step that does not end by an exception ends its process, so much later.
+GRACE_S = 1.0
+# A parser may catch an exception, so it is raised again.
+REPEAT_S = 0.05
+
+
+class TooDear(BaseException):
+    """A parser takes more CPU time than it may. No `Exception`, which parsers catch."""
+
+
+class CpuLimit:
+    """Ends a call by an exception, or this process if the call does not return to Python."""
+
+    def __init__(self) -> None:
+        self._is_running = False
+        # Of the last call.
+        self.took_s = 0.0
+        signal.signal(signal.SIGVTALRM, self._raise)
+
+    def _raise(self, *_: Any) -> None:
+        if self._is_running:
+            raise TooDear
+
+    @contextmanager
+    def of(self, limit_s: float) -> Iterator[None]:
+        """Raises TooDear within the block after `limit_s` seconds of CPU time."""
+        began_s = time.process_time()
+        signal.setitimer(signal.ITIMER_PROF, limit_s + GRACE_S)
+        self._is_running = True
+        try:
+            signal.setitimer(signal.ITIMER_VIRTUAL, limit_s, REPEAT_S)
+            yield
+        finally:
+            self._is_running = False
+            signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+            signal.setitimer(signal.ITIMER_PROF, 0)
+            self.took_s = time.process_time() - began_s

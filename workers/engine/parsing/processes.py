@@ -1,0 +1,271 @@
+"""Sends what completions gain to the helpers that parse, and gives back what the parsers make of it.
+
+Runs in: each worker process, on its event loop. A streamed job stays with one helper, which has its
+parsers' state. What a helper is sent at once is all that has come since its last answer. If a helper
+ends, its streams are parsed again by the next one, from their text so far.
+"""
+
+import asyncio
+import contextvars
+import itertools
+import logging
+import os
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from titopool.errors import TitopoolError
+from titopool.helpers.fork_server import ForkServer, Limits
+from titopool.helpers.helper import Helper
+from titopool.settings.logs import current_request
+from titopool.settings.sampling import SamplingOptions
+from titopool.wire.messages import ID_BYTES, ChatParsing, Job
+from workers.engine.parsing.helper import ParserHelper, over
+from workers.engine.parsing.messages import (
+    Batch,
+    Begin,
+    End,
+    Outcome,
+    Past,
+    Piece,
+    decode_outcomes,
+    encode,
+)
+from workers.engine.parsing.parsers import Parsed, Parsers
+from workers.engine.sampling import to_vllm_params
+
+logger = logging.getLogger(__name__)
+
+# Pieces that a helper is sent at once; it may leave the last ones for the next time.
+MAX_BATCH = 256
+# Of a batch: its CPU time is limited by the piece.
+TIMEOUT_S = 60.0
+# Of a helper, beyond what the worker has.
+MAX_MEMORY_BYTES = 4 * 2**30
+# Helpers for streams, on a machine with so many cores for each.
+MAX_HELPERS, CORES_OF_ONE = 4, 4
+
+Deliver = Callable[[Parsed], None]
+
+
+@dataclass
+class _History:
+    """Of a streamed completion; the fields are those of `Past`."""
+
+    steps: list[tuple[str, bytes]] = field(default_factory=list)
+    held: list[tuple[str, bytes]] = field(default_factory=list)
+    is_over: bool = False
+
+    def add(self, piece: Piece, outcome: Outcome) -> None:
+        self.held.append((piece.text, piece.token_ids))
+        self.is_over = outcome.is_over or self.is_over
+        if self.is_over:
+            self.steps, self.held = [], []
+        elif outcome.num_steps:
+            last = self.held[-1:] if outcome.num_steps == 2 else []
+            first = self.held[:-1] if last else self.held
+            self.steps += [_joined(first), *last]
+            self.held = []
+
+
+def _joined(pieces: list[tuple[str, bytes]]) -> tuple[str, bytes]:
+    return "".join(text for text, _ in pieces), b"".join(ids for _, ids in pieces)
+
+
+class ParserProcesses:
+    """The helpers of a worker: some parse streams, one parses whole completions."""
+
+    def __init__(self, parsers: Parsers):
+        with suppress(TitopoolError):
+            # Imports what the first job needs, so that the forks have it.
+            parsers.begin(ChatParsing(), to_vllm_params(SamplingOptions()), bytes(ID_BYTES))
+        self._server = ForkServer(
+            "titopool::parsing",
+            lambda: ParserHelper(parsers).answer,
+            Limits(memory_bytes=MAX_MEMORY_BYTES),
+        )
+        num_cores = len(os.sched_getaffinity(0))
+        number = min(MAX_HELPERS, max(1, num_cores // CORES_OF_ONE))
+        self._for_streams = [_Lane(Helper(self._server)) for _ in range(number)]
+        self._for_wholes = _Lane(Helper(self._server))
+        self._numbers = itertools.count()
+
+    def job(self, job: Job) -> "ParsedJob":
+        """To be closed. `job` has a chat."""
+        lane = self._for_wholes
+        if job.is_streamed:
+            lane = min(self._for_streams, key=lambda one: len(one.jobs))
+        begin = Begin(
+            next(self._numbers), bytes(job.chat), bytes(job.sampling), job.is_streamed,
+            job.prompt_token_ids, current_request.get(),
+        )  # fmt: skip
+        return ParsedJob(lane, begin)
+
+    def close(self) -> None:
+        """Ends the helpers."""
+        self._server.close()
+
+
+class ParsedJob:
+    """A job whose completions are parsed."""
+
+    def __init__(self, lane: "_Lane", begin: Begin):
+        self._lane, self.begin = lane, begin
+        self.histories: dict[int, _History] = {}
+        self.is_closed = False
+        lane.jobs[begin.job] = self
+
+    def parse(
+        self, index: int, text: str, token_ids: bytes, finish_reason: str, deliver: Deliver
+    ) -> None:
+        """Has a piece of completion `index` parsed; `deliver` is called later, in the order of calls.
+
+        Args:
+            token_ids: int32.
+        """
+        piece = Piece(self.begin.job, index, text, token_ids, finish_reason)
+        self._lane.put(_Waiting(self, piece, deliver, contextvars.copy_context()))
+
+    async def whole(self, text: str, token_ids: Any, finish_reason: str) -> Parsed:
+        """The message of a completion that has ended."""
+        parsed: asyncio.Future[Parsed] = asyncio.get_running_loop().create_future()
+
+        def deliver(outcome: Parsed) -> None:
+            if not parsed.done():
+                parsed.set_result(outcome)
+
+        self.parse(0, text, np.array(token_ids, np.int32).tobytes(), finish_reason, deliver)
+        return await parsed
+
+    def close(self) -> None:
+        """Nothing more is parsed or delivered."""
+        self.is_closed = True
+        self._lane.forget(self.begin.job)
+
+
+@dataclass
+class _Waiting:
+    """A piece that waits for its outcome."""
+
+    job: ParsedJob
+    piece: Piece
+    deliver: Deliver
+    context: contextvars.Context
+    # Ends of the helper in which it was under way.
+    num_ends: int = 0
+
+
+class _Lane:
+    """A helper, and the pieces that wait for it."""
+
+    def __init__(self, helper: Helper):
+        self._helper = helper
+        helper.start()
+        self.jobs: dict[int, ParsedJob] = {}
+        # By job, each in order; none is empty.
+        self._waiting: dict[int, deque[_Waiting]] = {}
+        self._task: asyncio.Task[None] | None = None
+        # Jobs that the helper has, and those of them that have ended.
+        self._begun: set[int] = set()
+        self._ended: list[int] = []
+
+    def put(self, waiting: _Waiting) -> None:
+        self._waiting.setdefault(waiting.piece.job, deque()).append(waiting)
+        if self._task is None:
+            self._task = asyncio.get_running_loop().create_task(self._run())
+
+    def forget(self, job: int) -> None:
+        del self.jobs[job]
+        self._waiting.pop(job, None)
+        if job in self._begun:
+            self._begun.remove(job)
+            self._ended.append(job)
+
+    async def _run(self) -> None:
+        try:
+            while self._waiting:
+                # What else this turn of the loop brings.
+                await asyncio.sleep(0)
+                if batch := self._next_batch():
+                    await self._parse(batch)
+        except Exception:
+            logger.exception("text is sent unparsed")
+            while batch := self._next_batch():
+                self._end_parsing(batch[0], "the worker could not parse; its log has the reason")
+        finally:
+            self._task = None
+
+    def _next_batch(self) -> list[_Waiting]:
+        """Pieces of all jobs in turn, so that none waits for all that another one has."""
+        batch: list[_Waiting] = []
+        for queue in self._waiting.values():
+            # It may have been the cause of its helper's end.
+            if queue[0].num_ends:
+                return [queue[0]]
+        for turn in range(max(map(len, self._waiting.values()), default=0)):
+            batch += [queue[turn] for queue in self._waiting.values() if turn < len(queue)]
+            if len(batch) >= MAX_BATCH:
+                break
+        return batch[:MAX_BATCH]
+
+    async def _parse(self, batch: list[_Waiting]) -> None:
+        request = encode(self._request(batch))
+        try:
+            answer = await self._helper.call_async(request, TIMEOUT_S)
+        except OSError as error:
+            logger.warning("a process that parses is started again: %r", error)
+            self._begun.clear()
+            for one in batch:
+                one.num_ends += 1
+            if len(batch) == 1 and batch[0].num_ends > 1:
+                self._end_parsing(batch[0], "the process that parsed the text ended twice with it")
+            return
+        assert isinstance(answer, bytes)
+        for one, outcome in zip(batch, decode_outcomes(answer), strict=False):
+            self._deliver(one, outcome)
+
+    def _request(self, batch: list[_Waiting]) -> Batch:
+        parts: Batch = [End(job) for job in self._ended]
+        self._ended.clear()
+        for one in batch:
+            job, index = one.job, one.piece.index
+            if job.begin.job not in self._begun:
+                self._begun.add(job.begin.job)
+                parts.append(job.begin)
+                parts += [
+                    Past(job.begin.job, number, past.steps, past.held, past.is_over)
+                    for number, past in job.histories.items()
+                ]
+            if job.begin.is_streamed:
+                job.histories.setdefault(index, _History())
+            parts.append(one.piece)
+        return parts
+
+    def _deliver(self, one: _Waiting, outcome: Outcome) -> None:
+        if one.job.is_closed:
+            return
+        queue = self._waiting[one.piece.job]
+        queue.popleft()
+        if not queue:
+            del self._waiting[one.piece.job]
+        history = one.job.histories.get(one.piece.index)
+        if history is not None:
+            history.add(one.piece, outcome)
+        if one.piece.finish_reason:
+            one.job.histories.pop(one.piece.index, None)
+        try:
+            one.context.run(self._report, one, outcome)
+        except Exception:
+            logger.exception("what was parsed could not be sent")
+
+    def _report(self, one: _Waiting, outcome: Outcome) -> None:
+        if outcome.is_over:
+            logger.warning("%s", outcome.message["parsing_error"])
+        one.deliver((outcome.message, outcome.finish_reason))
+
+    def _end_parsing(self, one: _Waiting, reason: str) -> None:
+        self._deliver(one, over(one.piece.text, one.piece.finish_reason, reason))
