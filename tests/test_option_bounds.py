@@ -9,8 +9,7 @@ import pytest
 from tests.fork_server import fork_server
 from tests.servers import REPOSITORY, Server, environment, forked_server, wait_until
 from tests.tool_schemas import TOOL_SCHEMAS
-from titopool.settings.sampling import MAX_ENTRIES, MAX_TEXT_BYTES, SamplingOptions
-from workers.engine.sampling import params_of_other, to_vllm_params
+from titopool.settings.sampling import MAX_ENTRIES, MAX_TEXT_BYTES
 
 MESSAGES = [{"role": "user", "content": "a"}]
 
@@ -123,25 +122,3 @@ def test_long_searches_for_repetitions_are_refused(server: Server):
         assert answer.json()["error"]["param"] == "repetition_detection"
     passes = {"repetition_detection": {"max_pattern_size": 256, "min_count": 8}}
     assert server.post("/generate/", ROUTES["/generate/"](passes)).status_code == 200
-
-
-def test_bad_words_are_tokenized_once_for_all_completions():
-    class Tokenizer:
-        max_token_id = 1000
-        calls = 0
-
-        def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-            self.calls += 1
-            return [len(text), ord(text[-1])]
-
-    tokenizer = Tokenizer()
-    params = to_vllm_params(SamplingOptions(bad_words=["ab", "cde"], stop_token_ids=[3]))
-    found = []
-    for index in range(4):
-        one = params_of_other(params, index).clone()
-        one.update_from_tokenizer(tokenizer)
-        one.max_tokens = index
-        found.append(one.bad_words_token_ids)
-    assert found == [[[2, 98], [3, 98], [3, 101], [4, 101]]] * 4
-    assert tokenizer.calls == 4
-    assert params.max_tokens == 16

@@ -45,7 +45,6 @@ MAX_ENTRIES = {
     "bad_words": 32,
     "logit_bias": 512,
     "allowed_token_ids": 1024,
-    "logprob_token_ids": 128,
 }
 # Of the text of these options. A long stop string takes 0.7 µs a token for each KiB.
 MAX_TEXT_BYTES = {"stop": 8 * 1024, "bad_words": 512}
@@ -63,7 +62,7 @@ def _at_most(name: str) -> Meta:
     return Meta(extra_json_schema={kind: MAX_ENTRIES[name]})
 
 
-LogprobTokenIds = Annotated[list[int], _at_most("logprob_token_ids")]
+LogprobTokenIds = Annotated[list[int], Meta(max_length=128)]
 
 # Fields of SamplingParams that a client may not set, with the reason for the error message.
 SERVER_SET_FIELDS = {
