@@ -16,14 +16,14 @@ SOURCES = sorted(
 )
 # Statements of each folder at most.
 SIZES = {
-    "app": 1045,
+    "app": 1049,
     "app.counts": 265,
-    "app.http": 760,
+    "app.http": 771,
     "app.inputs": 935,
     "app.metrics": 168,
     "app.observing": 131,
     "app.openapi": 908,
-    "app.outputs": 553,
+    "app.outputs": 560,
     "app.pool": 1889,
     "app.routes": 2169,
     "app.schemas": 866,

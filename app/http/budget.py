@@ -11,10 +11,11 @@ An answer that its client does not read is given up as soon as somebody waits fo
 import logging
 import socket
 import time
+from collections import deque
 from collections.abc import Callable
 
 import gevent
-from gevent.lock import Semaphore
+from gevent.event import Event
 
 from titopool.errors import AnswerTooLarge, QueueFull, TitopoolError
 
@@ -29,6 +30,10 @@ EXPECTED_SHARE = 4
 # How long a client may take for a piece of an answer (64 KiB) while others wait for memory.
 UNREAD_S = 2.0
 POLL_S = 0.02
+# How often who waits looks whether its client has gone.
+CHECK_CLIENT_S = 1.0
+# How long an answer that is kept for repeats may wait for room while it is made.
+GROW_S = 10.0
 
 
 class Budget:
@@ -41,7 +46,7 @@ class Budget:
         self.taken_by_small = 0
         # What requests ask for that wait for room; the first of them looks for it.
         self.waiting_bytes = 0
-        self.turn = Semaphore()
+        self.queue: deque[Event] = deque()
         # Those whose answer is being written.
         self.writing: set[Reservation] = set()
         self._count_unread = count_unread
@@ -146,21 +151,35 @@ class Reservation:
         if budget.waiting_bytes + num_bytes > budget.limit:
             budget.end_unread()
             raise self._refusal(num_bytes)
-        ends_s = time.monotonic() + left_s
+        ends_s, turn = time.monotonic() + left_s, Event()
         budget.waiting_bytes += num_bytes
+        budget.queue.append(turn)
         try:
-            while not budget.turn.acquire(timeout=1.0):
+            while budget.queue[0] is not turn:
                 self._check_waiting(ends_s, num_bytes, check_client)
-            try:
-                while not self._fits(num_bytes):
-                    self._check_waiting(ends_s, num_bytes, check_client)
-                    budget.end_unread()
-                    gevent.sleep(POLL_S)
-                self.add(num_bytes)
-            finally:
-                budget.turn.release()
+                turn.wait(CHECK_CLIENT_S)
+            self._poll(num_bytes, ends_s, check_client)
         finally:
             budget.waiting_bytes -= num_bytes
+            budget.queue.remove(turn)
+            if budget.queue:
+                budget.queue[0].set()
+
+    def grow(self, num_bytes: int, left_s: float, check_client: Callable[[], object]) -> None:
+        """Reserves `num_bytes` more of an answer once there is room, before those who wait: they may
+        wait for what this request has.
+
+        Raises:
+            QueueFull: there was no room in time; others that grow may wait for what this one has.
+        """
+        self._poll(num_bytes, time.monotonic() + min(left_s, GROW_S), check_client)
+
+    def _poll(self, num_bytes: int, ends_s: float, check_client: Callable[[], object]) -> None:
+        while not self._fits(num_bytes):
+            self._check_waiting(ends_s, num_bytes, check_client)
+            self._budget.end_unread()
+            gevent.sleep(POLL_S)
+        self.add(num_bytes)
 
     def _check_waiting(
         self, ends_s: float, num_bytes: int, check_client: Callable[[], object]

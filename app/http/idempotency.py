@@ -14,6 +14,7 @@ import hashlib
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -123,24 +124,15 @@ def _whole(response: Response, deadline: Deadline) -> bytearray:
     """The body of a response, which takes memory of the front end's budget.
 
     Raises:
-        TitopoolError: as `Reservation.wait_for`.
+        TitopoolError: as `Reservation.grow`.
     """
+    reservation, check = current_reservation(), partial(check_client, current_client())
     answer = bytearray()
     for part in response.iter_encoded():
-        wait_for_memory(len(part), deadline)
+        if reservation is not None:
+            reservation.grow(len(part), deadline.left_s, check)
         answer += part
     return answer
-
-
-def wait_for_memory(num_bytes: int, deadline: Deadline) -> None:
-    """Waits until the current request may take `num_bytes` more.
-
-    Raises:
-        TitopoolError: as `Reservation.wait_for`.
-    """
-    reservation, client = current_reservation(), current_client()
-    if reservation is not None:
-        reservation.wait_for(num_bytes, deadline.left_s, lambda: check_client(client))
 
 
 class Claim:
@@ -160,7 +152,7 @@ class Claim:
 
         Raises:
             Conflict: as `Claims.claimed`.
-            TitopoolError: as `wait_for_memory`.
+            TitopoolError: as `Reservation.wait_for`.
         """
         known = self._store.begin(self._name, self._digest)
         if known is None:
@@ -174,7 +166,9 @@ class Claim:
                 "what idempotency_bytes left; the request ran, send it again with another key to run "
                 "it again"
             )
-        wait_for_memory(known.num_bytes or 0, self.deadline)
+        if (reservation := current_reservation()) is not None:
+            check = partial(check_client, current_client())
+            reservation.wait_for(known.num_bytes or 0, self.deadline.left_s, check)
         self.answer = self._store.read(self._name, known)
         if self.answer is None:
             self._is_answered = False

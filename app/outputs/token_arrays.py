@@ -12,7 +12,7 @@ from werkzeug.http import parse_accept_header
 
 from app.outputs.json_parts import Rows, json_parts
 from app.outputs.msgpack_parts import msgpack_parts
-from app.time_slices import sharing_time
+from app.time_slices import give_way_after, sharing_time
 from titopool.errors import GenerationFailed
 from titopool.wire.logprob_entries import sampled_of
 from titopool.wire.messages import Completed, Completion, Logprobs
@@ -44,7 +44,10 @@ def json_reply(
     `logprobs` and `logprob_token_ids` have the shape [completions][tokens][1 to k + 1], or
     are null without `with_logprobs`. A value that is not finite is null.
     """
-    columns, rest = _Columns(results, with_raw=with_raw), _without_tokens(results)
+    columns = _Columns(results, with_raw=with_raw)
+    give_way_after(len(columns.token_ids))
+    rest = _without_tokens(results)
+    give_way_after(len(columns.token_ids))
     # Nothing else may refer to an array, so that it is freed once it is written.
     results.clear()
     reply: dict[str, Any] = {
@@ -77,7 +80,10 @@ def binary_reply(
     Each array is the bytes of a little-endian array, int32 or (`logprobs`) float32. A prompt's
     ids are nil where `prompt_ids` has None.
     """
-    columns, rest = _Columns(results, with_raw=with_raw), _without_tokens(results)
+    columns = _Columns(results, with_raw=with_raw)
+    give_way_after(len(columns.token_ids))
+    rest = _without_tokens(results)
+    give_way_after(len(columns.token_ids))
     results.clear()
     reply = {
         "prompt_ids": [None if ids is None else ids.tobytes() for ids in prompt_ids],

@@ -27,10 +27,10 @@ def pack_since(flat: Any, position: int, completion_ids: list[int]) -> Logprobs:
     if len(flat.token_ids) > len(flat.start_indices):
         ids = np.array(completion_ids, dtype=np.int32).tobytes()
         return pack_logprobs(_flat_since(flat, position), ids)
-    ids = array("i", flat.token_ids[position:])
+    named = array("i", flat.token_ids[position:])
     return Logprobs(
         array("f", flat.logprobs[position:]).tobytes(),
-        b"" if ids == array("i", completion_ids) else ids.tobytes(),
+        b"" if named == array("i", completion_ids) else named.tobytes(),
         ranks=array("i", flat.ranks[position:]).tobytes(),
         raw=array("f", _raw(flat)[position:]).tobytes(),
     )
