@@ -129,13 +129,13 @@ class AnswerStore:
             _insert(connection, name, digest, None)
         return known, _used_bytes(connection) + self._spare_bytes <= self._max_bytes
 
-    def keep(self, name: bytes, digest: bytes, head: bytes, answer: bytes) -> None:
+    def keep(self, name: bytes, digest: bytes, head: bytes, answer: bytes | bytearray) -> None:
         """Keeps an answer, or the fact that there was no room for it."""
         if not self._write_pieces(name, head, answer):
             self.remove([name])
             self._run(lambda connection: _insert(connection, name, digest, NOT_KEPT), None)
 
-    def _write_pieces(self, name: bytes, head: bytes, answer: bytes) -> bool:
+    def _write_pieces(self, name: bytes, head: bytes, answer: bytes | bytearray) -> bool:
         num_bytes, crc = len(answer), 0
         if num_bytes > PIECE_BYTES and not self._has_room(num_bytes):
             return False

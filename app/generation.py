@@ -23,11 +23,11 @@ from app.http.idempotency import current_claim, refuse_stream
 from app.http.responses import respond_in_parts
 from app.inputs.admission import Admission
 from app.inputs.images import NO_IMAGES, PromptImages, check_placeholders
-from app.inputs.sampling import check_answer_size
+from app.inputs.sampling import ENTRY_BYTES, RANK_BYTES, bytes_of_token, check_answer_size
 from app.inputs.token_ids import TokenIds, check_length, checked_ids
 from app.outputs.kept_logprobs import arrays_of
 from app.outputs.token_arrays import JSON, MSGPACK, binary_reply, is_binary, json_reply
-from app.pool.request import Request
+from app.pool.request import COMPLETION_BYTES, Request
 from app.time_slices import sharing_time
 from titopool.errors import Conflict, DeadlinePassed, InvalidRequest
 from titopool.settings.sampling import SamplingOptions, encode_options
@@ -38,9 +38,8 @@ from titopool.wire.prefixes import prompt_hashes
 MAX_PARSING_BYTES = 1024 * 1024
 # Unique in this process; workers distinguish front ends by their sockets.
 _job_ids = itertools.count(1)
-# Memory of a job without its ids, and of the answer that is written for each byte of a result.
+# Memory of a job without its ids.
 JOB_BYTES = 1024
-BYTES_PER_RESULT_BYTE = 5
 # A job has five spans, or more. Of a large request the first jobs are traced.
 MAX_TRACED_JOBS = 32
 # How often a request whose client has gone looks whether a repeat has come.
@@ -115,13 +114,14 @@ def run_request(admission: Admission, request: Request) -> list[Completed]:
     Raises:
         TitopoolError: why the request failed.
     """
+    admission.expect_results(request.bounds)
     with submitted(admission, request):
         if not request.wait(admission.deadline.left_s):
             cancel_overdue(admission, request)
     results = request.take_results()
+    admission.settle_results()
     if admission.keep_logprobs is not None:
         admission.keep_logprobs(admission.kept_name, arrays_of(results))
-    admission.count_memory(BYTES_PER_RESULT_BYTE * request.num_result_bytes)
     return results
 
 
@@ -171,7 +171,9 @@ def make_request(
     return Request(
         jobs, locations,
         facts=facts, session=admission.session, weight=admission.key.weight,
-        count_bytes=admission.count_memory,
+        count_bytes=admission.count_results,
+        # A stream holds what its client has not read yet.
+        bounds=[] if is_streamed else bounds_of_results(prompts, options, facts),
     )  # fmt: skip
 
 
@@ -243,6 +245,24 @@ def _distinct_options(
 ) -> dict[int, SamplingOptions]:
     """By identity: prompts may share long grammars."""
     return {id(one): one for one in (prompt.options or options for prompt in prompts)}
+
+
+def bounds_of_results(
+    prompts: Sequence[Prompt], options: SamplingOptions, facts: WorkerFacts
+) -> list[int]:
+    """The most memory that the result of each prompt takes in a front end."""
+    found = []
+    for prompt in sharing_time(prompts):
+        own, num_prompt = prompt.options or options, len(prompt.token_ids)
+        room = max(0, facts.max_model_len - num_prompt)
+        num_tokens = room if own.max_tokens is None else min(room, own.max_tokens)
+        of_prompt = 0
+        if own.prompt_logprobs is not None:
+            k = facts.vocab_size if own.prompt_logprobs == -1 else own.prompt_logprobs
+            of_prompt = num_prompt * (k + 1) * (ENTRY_BYTES + RANK_BYTES)
+        of_token = bytes_of_token(own, facts)
+        found.append(of_prompt + own.n * (COMPLETION_BYTES + num_tokens * of_token))
+    return found
 
 
 def _bytes_of_jobs(jobs: Sequence[Job]) -> int:

@@ -36,9 +36,11 @@ class Service:
 
     def __init__(self, config: ServerConfig):
         self.config = config
-        self.budget = Budget(config.memory_budget_bytes)
-        # Answers with an error of this process, by the error's code.
+        # Answers with an error of this process, by the error's code, and answers that nobody read.
         self.refused: Counter[str] = Counter()
+        self.budget = Budget(
+            config.memory_budget_bytes, lambda: self.refused.update(["answer_unread"])
+        )
         # None: the setting `metrics` is off.
         self.counts = FrontEndCounts(config.run_dir) if config.metrics else None
         self.requests = OpenRequests()

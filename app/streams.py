@@ -14,8 +14,9 @@ from flask import Response
 from app.counts.http_requests import HttpRecord, current_record
 from app.generation import cancel_overdue, submitted
 from app.http.request_ids import log_failure
-from app.http.responses import in_pieces
+from app.http.responses import in_pieces, watched
 from app.inputs.admission import Admission
+from app.outputs.json_parts import encode_rows
 from app.outputs.kept_logprobs import StreamedLogprobs
 from app.pool.request import ChunkOfJob, Request
 from titopool.errors import ClientGone, TitopoolError
@@ -50,7 +51,7 @@ def stream(admission: Admission, pending: Request, writer: EventWriter) -> Respo
     _wait(admission, pending)
     pending.raise_if_failed()
     events = _events(admission, pending, writer, current_record())
-    response = Response(events, mimetype=MIMETYPE)
+    response = Response(watched(events, admission.reservation), mimetype=MIMETYPE)
     # Keep proxies, nginx among them, from buffering the stream.
     response.headers |= {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
     response.call_on_close(at_end.pop_all().close)
@@ -113,4 +114,8 @@ def _failure(admission: Admission, error: TitopoolError, record: HttpRecord | No
 
 
 def _encode(event: dict[str, Any]) -> bytes:
-    return b"data: " + orjson.dumps(event) + b"\n\n"
+    return (
+        b"data: "
+        + orjson.dumps(event, default=encode_rows, option=orjson.OPT_SERIALIZE_NUMPY)
+        + b"\n\n"
+    )

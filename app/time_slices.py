@@ -21,6 +21,8 @@ _turns = Semaphore(MAX_IN_A_TURN)
 # A scan of more bytes takes about a slice: msgspec makes no pause, and needs 1 to 2 ms for each MiB.
 LONG_BYTES = 2**22
 _alone = Semaphore(1)
+# Some loops over more take about a slice.
+MANY_ITEMS = 8192
 
 
 def give_way() -> None:
@@ -35,6 +37,12 @@ def give_way_before(num_bytes: int) -> None:
     if num_bytes > LONG_BYTES:
         with _alone:
             gevent.sleep(YIELD_S)
+
+
+def give_way_after(num_items: int) -> None:
+    """Lets other greenlets run after some loops over so many items, if these took long."""
+    if num_items > MANY_ITEMS:
+        give_way()
 
 
 def sharing_time(items: Iterable[Item]) -> Iterator[Item]:

@@ -43,12 +43,20 @@ from tests.test_grammars import NESTED, SLOW
 from tests.test_hostile_bodies import growth_of
 from titopool.demo_model import demo_model_folder
 from titopool.settings.grammars import MAX_GRAMMAR_BYTES
+from titopool.settings.sampling import MAX_ENTRIES
 
 MIB = 2**20
 TIMEOUT_S = 300
 TWO_WORKERS = ("--num-front-ends", "1", "--engine-probe-timeout-s", "4")
 # How long clients drip, or wait before they leave.
 HOLD_S = 10.0
+# At the bounds of docs/http.md, with strings that the demo model does not write.
+DEAREST = {
+    "stop": [f"{number:060}" for number in range(MAX_ENTRIES["stop"])],
+    "bad_words": [chr(0x4E00 + number) for number in range(MAX_ENTRIES["bad_words"])],
+    "logit_bias": {str(number): 0.5 for number in range(MAX_ENTRIES["logit_bias"])},
+    "repetition_detection": {"max_pattern_size": 256, "min_pattern_size": 200, "min_count": 8},
+}
 Sent = Iterator[tuple[str, object]]
 
 
@@ -121,6 +129,16 @@ def many_prompts(target: "Target") -> Sent:
     yield "/generate/", {"prompts": [[1, 2, 3]] * 65_536, "max_tokens": 16}
 
 
+def dear_options(target: "Target") -> Sent:
+    """64 completions with the dearest options that pass, and 10,000 stop strings, which do not."""
+    for options in (DEAREST, {"stop": [f"{number:04}" for number in range(10_000)]}):
+        kwargs = {"ignore_eos": True, **options}
+        yield (
+            "/generate/",
+            {"prompts": [[5, 6]], "n": 64, "max_tokens": 400, "generation_kwargs": kwargs},
+        )
+
+
 def foreign_page(target: "Target") -> Sent:
     """A request that a page of another site sends."""
     yield "/pause", b"{}"
@@ -138,6 +156,7 @@ CASES: dict[str, Case] = {
     "slow checks": slow_checks,
     "many prompts": many_prompts,
     "foreign page": foreign_page,
+    "dear options": dear_options,
 }  # fmt: skip
 
 
@@ -243,7 +262,7 @@ def send_case(target: Target, name: str) -> Counter[str]:
 
 NAMES = [
     *list(CASES)[:8], "texts of clients that left", "dripping bodies", "unreachable trainer",
-    "foreign page", "malformed chunks",
+    "foreign page", "malformed chunks", "dear options",
 ]  # fmt: skip
 
 

@@ -3,10 +3,10 @@
 import math
 from typing import Any
 
-from titopool.settings.sampling import StopTokenIds
+from titopool.settings.sampling import MAX_ENTRIES
 
 # This server's limit. vLLM's sampler on GPUs has a table of 128, with the model's own stop ids.
-MOST_STOP_IDS: int = StopTokenIds.__metadata__[0].max_length
+MOST_STOP_IDS = MAX_ENTRIES["stop_token_ids"]
 
 
 def choose_stops(vocab_size: int, mean: float) -> tuple[dict[str, Any], str]:

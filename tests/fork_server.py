@@ -276,6 +276,7 @@ def _run(
 
 
 def _serve(arguments: list[str]) -> int:
+    from tests import loop_turns
     from titopool import cli, launch
     from titopool.commands import serve
 
@@ -287,6 +288,8 @@ def _serve(arguments: list[str]) -> int:
         launch.run_gunicorn()
 
     serve.execute = execute  # type: ignore[assignment]
+    if path := os.environ.get(loop_turns.VARIABLE):
+        loop_turns.note_at(path)
     return cli.main(["serve", *arguments])
 
 

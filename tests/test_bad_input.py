@@ -106,10 +106,10 @@ CASES = {
         str(MAX_LEN),
     ),
     "allowed-1025": (kwargs(allowed_token_ids=list(range(1025))), "allowed_token_ids"),
-    "bias-1025": (kwargs(logit_bias={str(i): 1 for i in range(1025)}), "logit_bias"),
+    "bias-513": (kwargs(logit_bias={str(i): 1 for i in range(513)}), "logit_bias"),
     "stop-tokens-97": (kwargs(stop_token_ids=list(range(97)), min_tokens=1), "stop_token_ids"),
-    "bad-words-65": (kwargs(bad_words=["a"] * 65), "bad_words"),
-    "bad-words-long": (kwargs(bad_words=["word" * 200]), "bad_words", "1024"),
+    "bad-words-33": (kwargs(bad_words=["a"] * 33), "bad_words"),
+    "bad-words-long": (kwargs(bad_words=["word" * 200]), "bad_words", "512"),
     "extra-args-huge": (kwargs(extra_args={"a": 2**70}), "64 bits"),
     "extra-args-deep": (kwargs(extra_args=nested(300)), "extra_args", "64 levels"),
     "structured-json-object-false": (

@@ -29,8 +29,8 @@ def prompt() -> Completed:
     "make",
     [
         lambda: list(positions(completion())),
-        lambda: of_ids(completion(), 0)["content"],
-        lambda: of_prompt(prompt(), IDS, "prompt", 0, None),
+        lambda: list(of_ids(completion(), 0)["content"]),
+        lambda: list(of_prompt(prompt(), IDS, "prompt", 0, None)),
     ],
     ids=["positions", "of_ids", "of_prompt"],
 )

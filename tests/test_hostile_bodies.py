@@ -215,24 +215,27 @@ def test_results_count_as_they_arrive(stub_server, start_stub):
     server = stub_server(1, "--num-front-ends", "1", "--memory-budget-bytes", str(limit))
     wide = {"prompts": [[1, 2]], "n": 128, "max_tokens": 1000, "logprobs": 1}
     refused = server.post("/generate/", wide)
-    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "n")
+    assert (refused.status_code, refused.json()["error"]["param"]) == (413, "n")
     expected = (
-        f"at most {limit} bytes of completions for a prompt .* got up to {128_000 * 20}: n = 128"
+        f"at most {limit} bytes of completions for a prompt .* got up to {128_000 * 28}: n = 128"
     )
     assert re.search(expected, refused.json()["error"]["message"])
     assert server.post("/generate/", wide | {"logprobs": 0}).status_code == 200
-    # Jobs of 0.5 MiB have results of 2.4 MiB. The last one never ends.
-    prompts = [[index + 1] * 1000 for index in range(40)]
+    # Jobs of 0.4 MiB have results of 1.6 MiB. The last one never ends.
+    prompts = [[index + 1] * 1000 for index in range(24)]
     sent = {"prompts": [*prompts, [Fault.HANG]], "max_tokens": 1000, "n": 8, "logprobs": 0}
     address = urlsplit(server.url)
     client = HTTPConnection(str(address.hostname), address.port, timeout=30)
     with closing(client):
         client.request("POST", "/generate/", json.dumps(sent))
-        wait_until(lambda: taken_by(server) > limit, 30, lambda: str(taken_by(server)))
+        wait_until(lambda: taken_by(server) > 0.9 * limit, 30, lambda: str(taken_by(server)))
         refused = server.post("/generate/", {"prompts": [[1] * 100_000, [2] * 100_000]})
         assert refused.status_code == 429
         assert server.generate([[1, 2]], max_tokens=1)["completion_ids"] == [[2]]
     wait_until(lambda: taken_by(server) == 0, 10, lambda: str(taken_by(server)))
+    refused = server.post("/generate/", sent | {"prompts": prompts * 2})
+    assert (refused.status_code, refused.json()["error"]["code"]) == (413, "answer_too_large")
+    assert f"at most {limit} bytes" in refused.json()["error"]["message"]
 
 
 def taken_by(server: Server) -> float:

@@ -15,6 +15,7 @@ import pytest
 from pydantic import TypeAdapter
 
 from app.outputs import openai_logprobs
+from app.outputs.json_parts import as_lists
 from app.schemas import inference
 from app.schemas.decoding import decode_body
 from tests.conftest import StartStub
@@ -156,7 +157,7 @@ def test_log_probabilities_are_in_both_of_vllm_s_forms():
         {**entry(5, -0.5, 1), "top_logprobs": best[0]},
         {**entry(6, -4, 40), "top_logprobs": best[1]},
     ]
-    found = openai_logprobs.of_ids(SAMPLED, 2)
+    found = as_lists(openai_logprobs.of_ids(SAMPLED, 2))
     assert found == {"content": content}
     # Up to vLLM 0.31 the route had the shape of a chat.
     protocol = importlib.import_module("vllm.entrypoints.openai.chat_completion.protocol")
@@ -185,7 +186,7 @@ def test_sampled_log_probabilities_alone():
 def test_the_prompt_s_own_token_comes_first():
     packed = Logprobs(array("<f4", -3, -1, -2), array("<i4", 8, 9, 5), ranks=array("<i4", 7, 1, 2))
     result = Completed(1, 1, [], 0, prompt_logprobs=packed)
-    rows = openai_logprobs.of_prompt(result, np.array([7, 8], np.int32), "token_ids", 2, None)
+    rows = list(openai_logprobs.of_prompt(result, np.array([7, 8], np.int32), "token_ids", 2, None))
     assert rows[0] is None
     assert next(iter(rows[1].items())) == ("8", {"logprob": -3, "rank": 7, "decoded_token": None})
     assert list(rows[1]) == ["8", "9", "5"]

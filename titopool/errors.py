@@ -14,6 +14,7 @@
     ├── BodyTooSlow                       408  body_too_slow
     ├── Conflict                          409  conflict
     ├── BodyTooLarge                      413  body_too_large
+    ├── AnswerTooLarge                    413  answer_too_large
     ├── QueueFull                         429  queue_full
     ├── ClientGone                        499  client_gone
     ├── GenerationFailed                  500  generation_failed
@@ -164,6 +165,14 @@ class BodyTooLarge(TitopoolError):
 
     status = 413
     code = "body_too_large"
+    type = "invalid_request_error"
+
+
+class AnswerTooLarge(TitopoolError):
+    """The answer may take more memory than the front end has for all."""
+
+    status = 413
+    code = "answer_too_large"
     type = "invalid_request_error"
 
 

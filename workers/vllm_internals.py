@@ -137,8 +137,14 @@ INTERNALS = (
     Internal(
         "engine/sampling.py",
         "vllm.sampling_params:SamplingParams",
-        ("_validate_structured_outputs(model_config, structured_outputs_config, tokenizer)",),
-        "replaced: a grammar is not checked again for each request",
+        (
+            "_validate_structured_outputs(model_config, structured_outputs_config, tokenizer)",
+            "clone()",
+            "update_from_tokenizer(tokenizer)",
+            "_bad_words_token_ids",
+            "bad_words_token_ids",
+        ),
+        "replaced: options are not copied, nor grammars and bad words read, for each completion",
     ),
     Internal(
         "engine/grammars/process.py",

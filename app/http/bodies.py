@@ -40,7 +40,8 @@ def init_app(app: Flask, config: ServerConfig, budget: Budget) -> None:
             known = getattr(self, "_cached_data", None)
             if known is not None:
                 return known
-            self.reservation = self.reservation or Reservation(budget)
+            client = self.environ.get("gunicorn.socket")
+            self.reservation = self.reservation or Reservation(budget, client)
             body: Any = read_body(self, self.reservation, config)
             if cache:
                 self._cached_data = body

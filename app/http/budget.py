@@ -1,48 +1,107 @@
-"""The memory that the requests of a front end may take together, estimated before it is taken."""
+"""The memory that the requests of a front end may take together, counted before it is taken.
 
-from titopool.errors import QueueFull
+A request takes memory three times. Its body is refused where it does not fit. Before its jobs are
+sent, it waits until what it expects of results fits: as many bytes as they may have at most, but no
+more than a share of the budget, as most completions are much shorter than they may be. As results
+arrive, they take what was expected, then what is free. If nothing is free, the request fails.
+
+An answer that its client does not read is given up as soon as somebody waits for its memory.
+"""
+
+import logging
+import socket
+import time
+from collections import deque
+from collections.abc import Callable
+
+import gevent
+from gevent.event import Event
+
+from titopool.errors import AnswerTooLarge, QueueFull, TitopoolError
+
+logger = logging.getLogger(__name__)
 
 # A request that takes less than this is small. An eighth of the budget is for small ones only, so
 # that large bodies do not keep them out.
 SMALL_BYTES = 2**20
 SMALL_SHARE = 8
+# Of the budget, what one request may expect of results: three wide ones run at once.
+EXPECTED_SHARE = 4
+# How long a client may take for a piece of an answer (64 KiB) while others wait for memory.
+UNREAD_S = 2.0
+POLL_S = 0.02
+# How often who waits looks whether its client has gone.
+CHECK_CLIENT_S = 1.0
+# How long an answer that is kept for repeats may wait for room while it is made.
+GROW_S = 10.0
 
 
 class Budget:
     """Bytes that requests have reserved in one front end."""
 
-    def __init__(self, limit: int):
+    def __init__(self, limit: int, count_unread: Callable[[], object] = lambda: None):
+        """`count_unread` is called for each answer that is given up because nobody reads it."""
         self.limit = limit
         self.taken = 0
         self.taken_by_small = 0
+        # What requests ask for that wait for room; the first of them looks for it.
+        self.waiting_bytes = 0
+        self.queue: deque[Event] = deque()
+        # Those whose answer is being written.
+        self.writing: set[Reservation] = set()
+        self._count_unread = count_unread
+
+    def end_unread(self) -> None:
+        """Closes the connections of clients that do not read their answers."""
+        for one in list(self.writing):
+            if one.unread_s > UNREAD_S:
+                logger.warning(
+                    "a client has not read its answer for %.1f s, and %d bytes of it are wanted: its "
+                    "connection is closed", one.unread_s, one.taken,
+                )  # fmt: skip
+                self.writing.discard(one)
+                self._count_unread()
+                one.end_client()
 
 
 class Reservation:
     """The share of one request; `release` gives it back."""
 
-    def __init__(self, budget: Budget):
-        self._budget = budget
+    def __init__(self, budget: Budget, client: socket.socket | None = None):
+        self._budget, self._client = budget, client
         self.taken = 0
         # Bytes of the request's body that have been read.
         self.num_body_bytes = 0
         self._is_released = False
+        # Of results: what they may still have at most, and what has arrived.
+        self._bound = self._arrived = 0
+        self._expected = 0
+        # Monotonic; None: no piece of the answer waits for the client.
+        self._write_began_s: float | None = None
 
     def check(self, num_bytes: int) -> None:
         """Raises QueueFull unless `num_bytes` more fit into the budget.
 
         A request may take more than the budget while all others are small.
         """
+        if not self._fits(num_bytes):
+            self._budget.end_unread()
+            raise self._refusal(num_bytes)
+
+    def _fits(self, num_bytes: int) -> bool:
         budget, wanted = self._budget, self.taken + num_bytes
         others = budget.taken - self.taken
         small = budget.taken_by_small - (self.taken if self.taken <= SMALL_BYTES else 0)
         if others == small or others + wanted <= budget.limit - budget.limit // SMALL_SHARE:
-            return
-        if wanted <= SMALL_BYTES and small + wanted <= budget.limit // SMALL_SHARE:
-            return
-        raise QueueFull(
-            f"expected requests that take at most {budget.limit} bytes of this front end together "
-            f"(memory_budget_bytes), got one that takes {wanted} while others have {others}; retry "
-            "later, or send fewer prompts in one request",
+            return True
+        return wanted <= SMALL_BYTES and small + wanted <= budget.limit // SMALL_SHARE
+
+    def _refusal(self, num_bytes: int) -> QueueFull:
+        wanted, others = self.taken + num_bytes, self._budget.taken - self.taken
+        return QueueFull(
+            f"expected requests that take at most {self._budget.limit} bytes of this front end "
+            f"together (memory_budget_bytes), got one that takes {wanted} while others have {others}; "
+            "retry later, or send fewer prompts in one request",
             retry_after_s=1,
         )
 
@@ -53,18 +112,144 @@ class Reservation:
 
     def add(self, num_bytes: int) -> None:
         """Reserves `num_bytes` more, even beyond the budget; below 0: gives some back."""
-        self.keep(self.taken + num_bytes)
+        if self._is_released:
+            return
+        for size, sign in ((self.taken, -1), (self.taken + num_bytes, 1)):
+            self._budget.taken += sign * size
+            self._budget.taken_by_small += sign * size if size <= SMALL_BYTES else 0
+        self.taken += num_bytes
 
     def keep(self, num_bytes: int) -> None:
         """Sets what is reserved to `num_bytes`, even beyond the budget; nothing after `release`."""
-        if self._is_released:
-            return
-        for size, sign in ((self.taken, -1), (num_bytes, 1)):
-            self._budget.taken += sign * size
-            self._budget.taken_by_small += sign * size if size <= SMALL_BYTES else 0
-        self.taken = num_bytes
+        self.add(num_bytes - self.taken)
 
     def release(self) -> None:
         """Gives all back; further calls do nothing."""
         self.keep(0)
         self._is_released = True
+        self._budget.writing.discard(self)
+
+    # ---- answers -----------------------------------------------------------------------
+
+    def wait_for(self, num_bytes: int, left_s: float, check_client: Callable[[], object]) -> None:
+        """Reserves `num_bytes` more, first come, first served, once there is room.
+
+        Args:
+            check_client: raises an error if the client has gone.
+
+        Raises:
+            AnswerTooLarge: they never fit.
+            QueueFull: others wait for as much as the budget, or there was no room for `left_s`.
+        """
+        budget = self._budget
+        if num_bytes > budget.limit:
+            raise self._too_large(num_bytes)
+        if self._fits(num_bytes) and not budget.waiting_bytes:
+            return self.add(num_bytes)
+        if self.taken + num_bytes <= SMALL_BYTES and self._fits(num_bytes):
+            return self.add(num_bytes)
+        if budget.waiting_bytes + num_bytes > budget.limit:
+            budget.end_unread()
+            raise self._refusal(num_bytes)
+        ends_s, turn = time.monotonic() + left_s, Event()
+        budget.waiting_bytes += num_bytes
+        budget.queue.append(turn)
+        try:
+            while budget.queue[0] is not turn:
+                self._check_waiting(ends_s, num_bytes, check_client)
+                turn.wait(CHECK_CLIENT_S)
+            self._poll(num_bytes, ends_s, check_client)
+        finally:
+            budget.waiting_bytes -= num_bytes
+            budget.queue.remove(turn)
+            if budget.queue:
+                budget.queue[0].set()
+
+    def grow(self, num_bytes: int, left_s: float, check_client: Callable[[], object]) -> None:
+        """Reserves `num_bytes` more of an answer once there is room, before those who wait: they may
+        wait for what this request has.
+
+        Raises:
+            QueueFull: there was no room in time; others that grow may wait for what this one has.
+        """
+        self._poll(num_bytes, time.monotonic() + min(left_s, GROW_S), check_client)
+
+    def _poll(self, num_bytes: int, ends_s: float, check_client: Callable[[], object]) -> None:
+        while not self._fits(num_bytes):
+            self._check_waiting(ends_s, num_bytes, check_client)
+            self._budget.end_unread()
+            gevent.sleep(POLL_S)
+        self.add(num_bytes)
+
+    def _check_waiting(
+        self, ends_s: float, num_bytes: int, check_client: Callable[[], object]
+    ) -> None:
+        check_client()
+        if time.monotonic() > ends_s:
+            raise self._refusal(num_bytes)
+
+    def expect(self, bound: int, left_s: float, check_client: Callable[[], object]) -> None:
+        """Waits for room for results that have at most `bound` bytes; arguments as of `wait_for`."""
+        expected = min(bound, self._budget.limit // EXPECTED_SHARE)
+        self.wait_for(expected, left_s, check_client)
+        self._bound, self._expected = bound, expected
+
+    def settle(self) -> None:
+        """All results have arrived."""
+        self.add(-self._expected)
+        self._bound = self._expected = 0
+
+    def receive(self, num_bytes: int, bound: int = 0) -> TitopoolError | None:
+        """Takes a result of `num_bytes` that arrived; below 0: one that was read.
+
+        Args:
+            bound: of this result, a part of what `expect` got.
+
+        Returns:
+            Why the result has no room.
+        """
+        share = self._budget.limit // EXPECTED_SHARE
+        self._bound = max(0, self._bound - bound)
+        self._arrived += num_bytes
+        expected = min(self._bound, max(0, share - self._arrived), self._expected)
+        more = num_bytes + expected - self._expected
+        if self._arrived > self._budget.limit:
+            return self._too_large(self._arrived)
+        if more > 0 and not self._fits(more):
+            self._budget.end_unread()
+            return self._refusal(more)
+        self._expected = expected
+        self.add(more)
+        return None
+
+    def _too_large(self, num_bytes: int) -> AnswerTooLarge:
+        return AnswerTooLarge(
+            f"expected an answer of at most {self._budget.limit} bytes (memory_budget_bytes), got "
+            f"{num_bytes} or more; ask for fewer prompts, completions, tokens or log-probabilities in "
+            "one request"
+        )
+
+    def begin_write(self) -> None:
+        """The connection gets a piece of the answer."""
+        self._write_began_s = time.monotonic()
+        if not self._is_released:
+            self._budget.writing.add(self)
+
+    def end_write(self) -> None:
+        """The client, or the system for it, has taken the piece."""
+        self._write_began_s = None
+
+    @property
+    def unread_s(self) -> float:
+        """For how long the client has not taken a piece of the answer."""
+        began_s = self._write_began_s
+        return 0.0 if began_s is None else time.monotonic() - began_s
+
+    def end_client(self) -> None:
+        """Ends the connection, and with it the write that waits."""
+        if self._client is not None:
+            try:
+                self._client.shutdown(socket.SHUT_RDWR)
+            except OSError:
+                # The client was faster.
+                pass

@@ -101,6 +101,13 @@ class _Watch:
             one.close()
 
 
+def check_client(client: socket.socket | None) -> None:
+    """Raises ClientGone if the client has closed its connection; None, as under Flask's test client,
+    never has."""
+    if client is not None and has_hung_up(client.fileno()):
+        raise client_gone()
+
+
 def client_gone() -> ClientGone:
     """The error of a client that closed its connection, or that may have done so."""
     return ClientGone(

@@ -14,6 +14,7 @@ import hashlib
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,8 @@ from flask import Flask, Response, g, has_request_context, request
 
 from app.answer_store import NOT_KEPT, AnswerStore
 from app.http.auth import current_key
-from app.http.connections import client_gone, current_client, has_hung_up
+from app.http.bodies import current_reservation
+from app.http.connections import check_client, client_gone, current_client, has_hung_up
 from app.http.responses import logprobs_mode, name_logprobs, respond_in_parts
 from titopool.deadline import Deadline
 from titopool.errors import Conflict, DeadlinePassed, InvalidRequest
@@ -107,7 +109,10 @@ def _once(handler: Any, claims: "Claims", timeout_s: float) -> Callable[[], Resp
                 g.claim = claim
                 response = handler()
                 if response.status_code == 200:
-                    claim.keep(response.get_data(), response.mimetype or "", logprobs_mode())
+                    answer = _whole(response, claim.deadline)
+                    claim.keep(answer, response.mimetype or "", logprobs_mode())
+                    whole = respond_in_parts([answer], response.mimetype or "")
+                    response.response, response.content_length = whole.response, len(answer)
                 return response
             name_logprobs(claim.logprobs_mode)
             return respond_in_parts(claim.answer, claim.mimetype)
@@ -115,11 +120,27 @@ def _once(handler: Any, claims: "Claims", timeout_s: float) -> Callable[[], Resp
     return handle
 
 
+def _whole(response: Response, deadline: Deadline) -> bytearray:
+    """The body of a response, which takes memory of the front end's budget.
+
+    Raises:
+        TitopoolError: as `Reservation.grow`.
+    """
+    reservation, check = current_reservation(), partial(check_client, current_client())
+    answer = bytearray()
+    for part in response.iter_encoded():
+        if reservation is not None:
+            reservation.grow(len(part), deadline.left_s, check)
+        answer += part
+    return answer
+
+
 class Claim:
     """A key whose lock this request holds."""
 
-    def __init__(self, store: AnswerStore, name: bytes, digest: bytes):
+    def __init__(self, store: AnswerStore, name: bytes, digest: bytes, deadline: Deadline):
         self._store, self._name, self._digest = store, name, digest
+        self.deadline = deadline
         self._touched_s = time.time()
         # The pieces that an earlier request with the key was answered; None: there is no answer yet.
         self.answer: list[bytes] | None = None
@@ -131,6 +152,7 @@ class Claim:
 
         Raises:
             Conflict: as `Claims.claimed`.
+            TitopoolError: as `Reservation.wait_for`.
         """
         known = self._store.begin(self._name, self._digest)
         if known is None:
@@ -144,6 +166,9 @@ class Claim:
                 "what idempotency_bytes left; the request ran, send it again with another key to run "
                 "it again"
             )
+        if (reservation := current_reservation()) is not None:
+            check = partial(check_client, current_client())
+            reservation.wait_for(known.num_bytes or 0, self.deadline.left_s, check)
         self.answer = self._store.read(self._name, known)
         if self.answer is None:
             self._is_answered = False
@@ -163,7 +188,7 @@ class Claim:
         self._touched_s = time.time()
         self._store.touch(self._name)
 
-    def keep(self, answer: bytes, mimetype: str, mode: str) -> None:
+    def keep(self, answer: bytearray, mimetype: str, mode: str) -> None:
         """Keeps the answer, or the fact that there was no room for it.
 
         `mode`: of its log-probabilities.
@@ -201,7 +226,7 @@ class Claims:
             self._next_sweep = Deadline.after(SWEEP_EVERY_S)
             gevent.spawn(self._store.remove_old)
         self._lock(name, digest, deadline)
-        claim = Claim(self._store, name, digest)
+        claim = Claim(self._store, name, digest, deadline)
         try:
             claim.find()
             yield claim

@@ -6,10 +6,14 @@ from typing import Any
 import orjson
 from flask import Flask, Response, g
 
+from app.http.bodies import current_reservation
+from app.http.budget import Reservation
 from titopool.release import RELEASE, VERSION_HEADER
 
 # The timeout of a connection applies to each piece, so that a slow client is not a stalled one.
 PIECE_BYTES = 64 * 1024
+# An answer of at most so many bytes is made before its head is sent, which then has its length.
+WHOLE_BYTES = 256 * 1024
 
 # Of vLLM's option `logprobs_mode`: whether log-probabilities are those of the model or of the sampler.
 LOGPROBS_MODE_HEADER = "X-Titopool-Logprobs-Mode"
@@ -47,30 +51,52 @@ def json_line(body: Any) -> bytes:
     return orjson.dumps(body, option=orjson.OPT_APPEND_NEWLINE | orjson.OPT_SERIALIZE_NUMPY)
 
 
-def respond(body: bytes, mimetype: str) -> Response:
-    """A response that is written in pieces if `body` is long."""
-    response = Response(in_pieces(body), mimetype=mimetype)
-    response.content_length = len(body)
+def respond_in_parts(parts: Iterable[bytes | bytearray], mimetype: str) -> Response:
+    """A response of a body in parts, each of which is made as the client reads, and given up once it
+    is written.
+
+    A list is emptied. The length of a body that is made meanwhile is known if it is short.
+    """
+    begun: list[bytes | bytearray] = []
+    rest: Iterator[bytes | bytearray] = iter(())
+    if isinstance(parts, list):
+        begun, length, is_whole = parts, sum(map(len, parts)), True
+    else:
+        rest, length = iter(parts), 0
+        while length <= WHOLE_BYTES and (part := next(rest, None)) is not None:
+            begun.append(part)
+            length += len(part)
+        is_whole = length <= WHOLE_BYTES
+    begun.reverse()
+    response = Response(_pieces_of(begun, rest, current_reservation()), mimetype=mimetype)
+    if is_whole:
+        response.content_length = length
     return response
 
 
-def respond_in_parts(parts: list[bytes], mimetype: str) -> Response:
-    """A response of a body in parts, each of which is given up once it is written."""
-    num_bytes = sum(map(len, parts))
-    parts.reverse()
-    response = Response(_pieces_of(parts), mimetype=mimetype)
-    response.content_length = num_bytes
-    return response
+def _pieces_of(
+    begun: list[bytes | bytearray],
+    parts: Iterator[bytes | bytearray],
+    reservation: Reservation | None,
+) -> Iterator[bytes]:
+    """Pieces of the parts in `begun`, the last one first, and of those that follow."""
+    while begun:
+        yield from watched(in_pieces(begun.pop()), reservation)
+    for part in parts:
+        yield from watched(in_pieces(part), reservation)
 
 
-def _pieces_of(parts: list[bytes]) -> Iterator[bytes]:
-    """Parts from the last to the first."""
-    while parts:
-        yield from in_pieces(parts.pop())
+def watched(pieces: Iterable[bytes], reservation: Reservation | None) -> Iterator[bytes]:
+    """`pieces`, while the reservation knows since when the client has not read one."""
+    for piece in pieces:
+        if reservation is not None:
+            reservation.begin_write()
+        yield piece
+        if reservation is not None:
+            reservation.end_write()
 
 
-def in_pieces(body: bytes) -> Iterable[bytes]:
+def in_pieces(body: bytes | bytearray) -> Iterable[bytes]:
     """`body` in pieces of at most `PIECE_BYTES`."""
-    if len(body) <= PIECE_BYTES:
-        return (body,)
-    return (body[start : start + PIECE_BYTES] for start in range(0, len(body), PIECE_BYTES))
+    starts = range(0, len(body), PIECE_BYTES) or (0,)
+    return (bytes(body[start : start + PIECE_BYTES]) for start in starts)

@@ -4,17 +4,20 @@ import socket
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
 
 from app.http.budget import Reservation
+from app.http.connections import check_client
 from app.http.keys import NO_KEY, Key
 from app.http.request_ids import adopt
 from app.inputs.chat_template import Chat, length_of, render_all
 from app.inputs.tokenizer import TokenizerLoader, batches_of, encode_all
 from app.observing.open_requests import OpenRequest
 from app.pool.link import Link
+from app.pool.request import CountBytes
 from titopool.deadline import Deadline
 from titopool.errors import ModelNotFound
 from titopool.settings.config import ServerConfig
@@ -80,14 +83,33 @@ class Admission:
         if self.reservation is not None:
             self.reservation.keep(self.reservation.num_body_bytes + num_bytes)
 
+    def expect_results(self, bounds: Sequence[int]) -> None:
+        """Waits for room for results that have at most `bounds` bytes each.
+
+        Raises:
+            TitopoolError: as `Reservation.wait_for`.
+        """
+        if self.reservation is not None:
+            check = partial(check_client, self.client)
+            # A result is there twice while it is taken out of its message.
+            most = sum(bounds) + max(bounds, default=0)
+            self.reservation.expect(most, self.deadline.left_s, check)
+
+    def settle_results(self) -> None:
+        """All results have arrived."""
+        if self.reservation is not None:
+            self.reservation.settle()
+
     @property
-    def count_memory(self) -> Callable[[int], None]:
-        """Adds bytes to what the request takes, even beyond the budget; below 0, gives them back.
+    def count_results(self) -> CountBytes:
+        """Counts the memory of results.
 
         It refers to the reservation only. The admission and `app.pool.request.Request`, which keeps
         it, would be a cycle, and the request's jobs would stay until garbage is collected.
         """
-        return self.reservation.add if self.reservation is not None else lambda num_bytes: None
+        if self.reservation is None:
+            return lambda num_bytes, bound=0: None
+        return self.reservation.receive
 
     def use_tokenizer(
         self,

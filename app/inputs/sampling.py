@@ -5,7 +5,7 @@ from typing import Any
 
 from app.schemas.decoding import convert
 from app.schemas.generation import SAMPLING_FIELDS, SamplingBody
-from titopool.errors import InvalidRequest
+from titopool.errors import AnswerTooLarge, InvalidRequest
 from titopool.settings.sampling import (
     SERVER_SET_FIELDS,
     UNSUPPORTED_FIELDS,
@@ -18,6 +18,11 @@ logger = logging.getLogger(__name__)
 
 # A log-probability in a worker's result: a float32, and the id of its token.
 ENTRY_BYTES = 4 + ID_BYTES
+RANK_BYTES = 4
+# In the worker, while the completion runs: value, id and rank.
+WORKER_ENTRY_BYTES = ENTRY_BYTES + RANK_BYTES
+# Four characters of a token, on average, two bytes each.
+TEXT_BYTES = 8
 
 
 def sampling_options(body: SamplingBody, facts: WorkerFacts) -> SamplingOptions:
@@ -77,16 +82,31 @@ def check_num_completions(num_prompts: int, n: int, limit: int, field: str = "pr
         )
 
 
+def bytes_of_token(options: SamplingOptions, facts: WorkerFacts) -> int:
+    """The most bytes that a sampled token has in a result."""
+    num_bytes = ID_BYTES
+    if options.detokenize or options.stop:
+        num_bytes += TEXT_BYTES
+    if num_entries := options.num_logprobs(facts.vocab_size):
+        # Entries, the sampled token's rank, and the number of entries.
+        num_bytes += ENTRY_BYTES * num_entries + 2 * RANK_BYTES
+        num_bytes += 4 if facts.has_raw_logprobs else 0
+    return num_bytes
+
+
 def check_answer_size(options: SamplingOptions, facts: WorkerFacts, limit: int) -> None:
-    """Refuses completions of a prompt that may have more than `limit` bytes (`memory_budget_bytes`).
+    """Refuses completions of a prompt that may take more than `limit` bytes (`memory_budget_bytes`).
 
     One worker holds them until the last one ends.
+
+    Raises:
+        AnswerTooLarge: they may take more.
     """
     num_tokens = min(facts.max_model_len, options.max_tokens or facts.max_model_len)
     num_entries = options.num_logprobs(facts.vocab_size)
-    num_bytes = options.n * num_tokens * (ID_BYTES + ENTRY_BYTES * num_entries)
+    num_bytes = options.n * num_tokens * (ID_BYTES + WORKER_ENTRY_BYTES * num_entries)
     if num_bytes > limit:
-        raise InvalidRequest(
+        raise AnswerTooLarge(
             f"n, max_tokens, logprobs: expected at most {limit} bytes of completions for a prompt "
             f"(memory_budget_bytes), got up to {num_bytes}: n = {options.n} times {num_tokens} tokens "
             f"with {num_entries} log-probabilities each; ask for fewer of them",

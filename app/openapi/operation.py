@@ -6,6 +6,7 @@ from typing import Any, Literal, NamedTuple
 
 from app.schemas.decoding import Decoder
 from titopool.errors import (
+    AnswerTooLarge,
     BodyTooLarge,
     BodyTooSlow,
     ClientGone,
@@ -35,7 +36,7 @@ MODEL_ERRORS: Errors = (NoReadyWorker, ModelNotFound)
 # Of every route that runs jobs at workers.
 GENERATION_ERRORS: Errors = (
     *MODEL_ERRORS, PromptTooLong, Conflict, ClientGone, GenerationFailed, WeightsLost, ModelChanged,
-    DeadlinePassed,
+    DeadlinePassed, AnswerTooLarge,
 )  # fmt: skip
 IMAGE_ERRORS: Errors = (InvalidImage, ImageMismatch)
 # Of every route that sends commands to workers.

@@ -1,40 +1,101 @@
-"""JSON of long lists, written item by item: an answer takes little more memory than its bytes."""
+"""JSON of long lists, written item by item: an answer takes little more memory than its arrays."""
 
-from collections.abc import Iterator, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
+from itertools import islice
 from typing import Any
 
 import orjson
 
 from app.http.responses import PIECE_BYTES
+from app.time_slices import sharing_time
+
+# Items of `Rows` that are encoded at once.
+ROWS_AT_ONCE = 64
 
 
-def json_parts(fields: Mapping[str, Any]) -> list[bytes]:
-    """A JSON object in parts of at least `PIECE_BYTES`, but for the last.
+class Rows:
+    """A list whose items have no lists of unknown length inside; it can be read once."""
 
-    An iterator among the values is a list: each of its items is encoded before the next one is
-    made. Arrays of numpy are lists too. Numbers that are not finite are null.
+    def __init__(self, items: Iterable[Any]):
+        self._items = iter(items)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._items
+
+
+class Text(ABC):
+    """A long text without characters that JSON escapes, made piece by piece."""
+
+    @abstractmethod
+    def pieces(self) -> Iterator[bytes]:
+        """The text, in ASCII."""
+
+
+def json_parts(value: Any) -> Iterator[bytes]:
+    """JSON of `value` in parts of at least `PIECE_BYTES`, but for the last; other greenlets run meanwhile.
+
+    An iterator, or `Rows`, is a list: its items are encoded as they are made. It may be a value of an
+    object in such a list, or in an object in it. Arrays of numpy are lists too. Numbers that are not
+    finite are null.
     """
-    parts, part = list[bytes](), bytearray()
-    before = b"{"
-    for name, value in fields.items():
-        part += before + orjson.dumps(name) + b":"
-        before = b","
-        if not isinstance(value, Iterator):
-            part += _encoded(value)
-            continue
-        part += b"["
-        is_first = True
-        for item in value:
-            part += b"" if is_first else b","
-            part += _encoded(item)
-            is_first = False
-            if len(part) >= PIECE_BYTES:
-                parts.append(bytes(part))
-                part.clear()
-        part += b"]"
+    part = bytearray()
+    for token in sharing_time(_tokens(value)):
+        part += token
+        if len(part) >= PIECE_BYTES:
+            yield bytes(part)
+            part.clear()
     # As all JSON answers have it (`json_line`).
-    part += b"}\n" if fields else b"{}\n"
-    return [*parts, bytes(part)]
+    yield bytes(part + b"\n")
+
+
+def as_lists(fields: dict[str, Any]) -> dict[str, Any]:
+    """A short object with lists for its `Rows`."""
+    return {name: list(one) if isinstance(one, Rows) else one for name, one in fields.items()}
+
+
+def encode_rows(value: Any) -> list[Any]:
+    """For orjson, which calls it for `Rows` in a short object."""
+    if isinstance(value, Rows):
+        return list(value)
+    raise TypeError(f"expected a value that JSON has, got {type(value).__name__}")
+
+
+def _tokens(value: Any) -> Iterator[bytes]:
+    if isinstance(value, Rows):
+        yield b"["
+        before = b""
+        while batch := list(islice(iter(value), ROWS_AT_ONCE)):
+            yield before + _encoded(batch)[1:-1]
+            before = b","
+        yield b"]"
+    elif isinstance(value, Text):
+        yield b'"'
+        yield from value.pieces()
+        yield b'"'
+    elif isinstance(value, Iterator):
+        before = b"["
+        for item in value:
+            yield before
+            yield from _tokens(item)
+            before = b","
+        yield b"]" if before == b"," else b"[]"
+    elif isinstance(value, dict) and not _is_short(value):
+        before = b"{"
+        for name, field in value.items():
+            yield before + orjson.dumps(name) + b":"
+            yield from _tokens(field)
+            before = b","
+        yield b"}"
+    else:
+        yield _encoded(value)
+
+
+def _is_short(value: Any) -> bool:
+    """Whether no list of unknown length stands in it."""
+    if isinstance(value, dict):
+        return all(map(_is_short, value.values()))
+    return not isinstance(value, Iterator | Rows | Text)
 
 
 def _encoded(value: Any) -> bytes:

@@ -18,6 +18,7 @@ import numpy as np
 
 from app.outputs.token_arrays import sampled_logprobs
 from app.pool.request import ChunkOfJob
+from app.time_slices import sharing_time
 from titopool.settings.config import ServerConfig
 from titopool.wire.messages import Completed, Completion
 
@@ -163,8 +164,8 @@ def arrays_of(results: Sequence[Completed]) -> list[np.ndarray]:
     completions = [one for result in results for one in result.completions]
     if any(one.logprobs is None for one in completions):
         return []
-    arrays = [sampled_logprobs(one) for one in completions]
-    return arrays if all(np.isfinite(one).all() for one in arrays) else []
+    arrays = [sampled_logprobs(one) for one in sharing_time(completions)]
+    return arrays if all(np.isfinite(one).all() for one in sharing_time(arrays)) else []
 
 
 class StreamedLogprobs:

@@ -1,18 +1,21 @@
 """Log-probabilities in OpenAI's shapes for completions and chats, and vLLM's for ids and prompts."""
 
-from collections.abc import Iterable, Sequence
-from itertools import islice
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate, islice, repeat
 from typing import Any
 
 import numpy as np
 
-from app.outputs.token_arrays import prompt_rows
+from app.outputs.json_parts import Rows, as_lists
+from app.outputs.token_arrays import prompt_rows, sampled_logprobs
 from app.outputs.token_texts import TextLookup, TokenTexts
 from app.time_slices import sharing_time
-from titopool.wire.messages import Completed, Completion, Logprobs
+from titopool.wire.messages import ID_BYTES, Completed, Completion, Logprobs
 
 # vLLM's server writes this for -inf, which JSON does not have.
 LEAST = -9999.0
+# As Python's objects they take 36 bytes each.
+NUMBERS_AT_ONCE = 8192
 
 
 def of_completion(
@@ -25,20 +28,26 @@ def of_completion(
         before: in a stream, the choice's last ids before this chunk.
         offset: in a stream, the number of characters before this chunk.
     """
-    lookup = texts.of_completion(completion, before)
-    tokens, values, best, offsets = [], [], [], []
-    for end, (token_id, entries) in enumerate(positions(completion), len(before)):
-        token = lookup.shown(end, token_id)
-        tokens.append(token)
-        values.append(finite(entries[token_id]))
-        # The sampled token comes first.
-        kept = list(({token_id: entries[token_id]} | entries).items())[: k + 1]
-        best.append(_by_text(lookup, end, kept))
-        offsets.append(offset)
-        offset += len(token)
+    lookup, begin = texts.of_completion(completion, before), len(before)
+
+    def shown() -> Iterator[str]:
+        ids = np.frombuffer(completion.token_ids, np.int32)
+        return (lookup.shown(end, one) for end, one in enumerate(numbers(ids), begin))
+
+    def best() -> Iterator[dict[str, float]]:
+        for end, (token_id, entries) in enumerate(positions(completion), begin):
+            # The sampled token comes first.
+            kept = list(({token_id: entries[token_id]} | entries).items())[: k + 1]
+            yield _by_text(lookup, end, kept)
+
+    sampled = numbers(sampled_logprobs(completion))
+    lengths = map(len, shown())
     return {
-        "tokens": tokens, "token_logprobs": values, "top_logprobs": best, "text_offset": offsets,
-    }  # fmt: skip
+        "tokens": Rows(shown()),
+        "token_logprobs": Rows(map(finite, sampled)),
+        "top_logprobs": Rows(best()),
+        "text_offset": Rows(islice(accumulate(lengths, initial=offset), num_tokens_of(completion))),
+    }
 
 
 def _by_text(
@@ -65,11 +74,11 @@ def of_echo(
     packed = Logprobs(rows.values.tobytes(), rows.token_ids.tobytes(), counts.tobytes())
     # The first token has no value; 0 stands for it until here.
     zero = Logprobs(np.zeros(1, np.float32).tobytes())
-    first = of_completion(Completion(prompt_ids[:1].tobytes(), "", zero, []), texts, 0)
+    first = as_lists(of_completion(Completion(prompt_ids[:1].tobytes(), "", zero, []), texts, 0))
     first |= {"token_logprobs": [None], "top_logprobs": [None]}
     others = Completion(prompt_ids[1:].tobytes(), "", packed, [])
     offset = len(first["tokens"][0])
-    rest = of_completion(others, texts, k, prompt_ids[:1].tolist(), offset)
+    rest = as_lists(of_completion(others, texts, k, prompt_ids[:1].tolist(), offset))
     return {name: first[name] + rest[name] for name in first}
 
 
@@ -78,14 +87,16 @@ def of_chat(
 ) -> dict[str, Any]:
     """`logprobs` of a choice of /v1/chat/completions; arguments as of `of_completion`."""
     lookup = texts.of_completion(completion, before)
-    content = []
-    for end, (token_id, entries) in enumerate(positions(completion), len(before)):
-        sampled = _entry(lookup, end, token_id, entries[token_id])
-        # The bytes of the text, also where `token` is `token_id:<id>`.
-        sampled["bytes"] = list(lookup.text(end, token_id).encode())
-        best = [_entry(lookup, end, one, value) for one, value in list(entries.items())[:k]]
-        content.append(sampled | {"top_logprobs": best})
-    return {"content": content}
+
+    def content() -> Iterator[dict[str, Any]]:
+        for end, (token_id, entries) in enumerate(positions(completion), len(before)):
+            sampled = _entry(lookup, end, token_id, entries[token_id])
+            # The bytes of the text, also where `token` is `token_id:<id>`.
+            sampled["bytes"] = list(lookup.text(end, token_id).encode())
+            best = [_entry(lookup, end, one, value) for one, value in list(entries.items())[:k]]
+            yield sampled | {"top_logprobs": best}
+
+    return {"content": Rows(content())}
 
 
 def of_ids(completion: Completion, k: int | None) -> dict[str, Any]:
@@ -98,25 +109,26 @@ def of_ids(completion: Completion, k: int | None) -> dict[str, Any]:
         k: the number of best tokens in `top_logprobs`, -1: all. None: all entries, those of
             `logprob_token_ids`, whose ranks are not known.
     """
-    content = []
     end = None if k == -1 else k
-    num_tokens = len(completion.token_ids) // 4
     packed = completion.logprobs or Logprobs(b"")
-    ranks = np.frombuffer(packed.ranks, np.int32).tolist() or [None] * num_tokens
-    for (token_id, entries), own_rank in zip(positions(completion), ranks, strict=True):
-        best = [
-            _id_entry(one, value, None if k is None else rank)
-            for rank, (one, value) in enumerate(islice(entries.items(), end), 1)
-        ]
-        sampled = _id_entry(token_id, entries[token_id], own_rank)
-        sampled["top_logprobs"] = best
-        content.append(sampled)
-    return {"content": content}
+    ranks: Iterable[int | None] = numbers(np.frombuffer(packed.ranks, np.int32))
+    if not packed.ranks:
+        ranks = repeat(None, num_tokens_of(completion))
+
+    def content() -> Iterator[dict[str, Any]]:
+        for (token_id, entries), own_rank in zip(positions(completion), ranks, strict=True):
+            best = [
+                _id_entry(one, value, None if k is None else rank)
+                for rank, (one, value) in enumerate(islice(entries.items(), end), 1)
+            ]
+            yield _id_entry(token_id, entries[token_id], own_rank) | {"top_logprobs": best}
+
+    return {"content": Rows(content())}
 
 
 def of_prompt(
     result: Completed, prompt_ids: np.ndarray, location: str, k: int, texts: TokenTexts | None
-) -> list[Any]:
+) -> Rows:
     """vLLM's `prompt_logprobs`: at each token, itself and the best `k`; null at the first token.
 
     Clients take the first entry for the token itself. Without `texts`, `decoded_token` is null.
@@ -125,20 +137,35 @@ def of_prompt(
         GenerationFailed: as `prompt_rows`.
     """
     rows = prompt_rows(result, location, num_tokens=len(prompt_ids), k=k)
-    values, ids, ranks = (array.tolist() for array in rows)
     lookup = texts and texts.of_prompt(result, prompt_ids, k + 1)
-    shown: list[Any] = [
-        {
-            str(token_id): {
-                "logprob": finite(value),
-                "rank": rank,
-                "decoded_token": lookup and lookup.text(end, int(token_id)),
+
+    def shown() -> Iterator[dict[str, Any] | None]:
+        if len(prompt_ids):
+            yield None
+        columns = zip(*map(numbers, (rows.token_ids, rows.values, rows.ranks)), strict=True)
+        for end, (ids, values, ranks) in enumerate(sharing_time(columns), 1):
+            yield {
+                str(token_id): {
+                    "logprob": finite(value),
+                    "rank": rank,
+                    "decoded_token": lookup and lookup.text(end, token_id),
+                }
+                for token_id, value, rank in zip(ids, values, ranks, strict=True)
             }
-            for token_id, value, rank in zip(*row, strict=True)
-        }
-        for end, row in enumerate(sharing_time(zip(ids, values, ranks, strict=True)), 1)
-    ]
-    return [None, *shown] if len(prompt_ids) else []
+
+    return Rows(shown())
+
+
+def numbers(array: np.ndarray) -> Iterator[Any]:
+    """The rows of an array as Python's numbers or lists of them, not all of them at once."""
+    num_rows = max(1, NUMBERS_AT_ONCE // max(1, array[:1].size))
+    for begin in sharing_time(range(0, len(array), num_rows)):
+        yield from array[begin : begin + num_rows].tolist()
+
+
+def num_tokens_of(completion: Completion) -> int:
+    """The number of a completion's tokens."""
+    return len(completion.token_ids) // ID_BYTES
 
 
 def positions(completion: Completion) -> Iterable[tuple[int, dict[int, float]]]:
@@ -147,16 +174,13 @@ def positions(completion: Completion) -> Iterable[tuple[int, dict[int, float]]]:
     Other greenlets run in between.
     """
     packed = completion.logprobs or Logprobs(b"")
-    sampled = np.frombuffer(completion.token_ids, np.int32).tolist()
-    # All of Python's numbers at once: an array for each position takes twice as long.
-    ids = np.frombuffer(packed.token_ids, np.int32).tolist() or sampled
-    values = np.frombuffer(packed.values, np.float32).tolist()
-    counts = np.frombuffer(packed.counts, np.int32).tolist() or [1] * len(sampled)
-    begin = 0
-    for token_id, count in sharing_time(zip(sampled, counts, strict=True)):
-        end = begin + count
-        yield token_id, dict(zip(ids[begin:end], values[begin:end], strict=True))
-        begin = end
+    sampled = np.frombuffer(completion.token_ids, np.int32)
+    # All of Python's numbers of many positions at once: an array for each position takes twice as long.
+    ids = numbers(np.frombuffer(packed.token_ids, np.int32) if packed.token_ids else sampled)
+    values = numbers(np.frombuffer(packed.values, np.float32))
+    counts = numbers(np.frombuffer(packed.counts, np.int32)) if packed.counts else repeat(1)
+    for token_id, count in sharing_time(zip(numbers(sampled), counts, strict=False)):
+        yield token_id, dict(zip(islice(ids, count), islice(values, count), strict=True))
 
 
 def _entry(lookup: TextLookup, end: int, token_id: int, value: float) -> dict[str, Any]:

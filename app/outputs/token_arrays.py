@@ -4,19 +4,20 @@ Both formats list the n completions of prompt 0 first, then those of prompt 1, a
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from werkzeug.datastructures import MIMEAccept
 from werkzeug.http import parse_accept_header
 
-from app.outputs.json_parts import json_parts
+from app.outputs.json_parts import Rows, json_parts
 from app.outputs.msgpack_parts import msgpack_parts
-from app.time_slices import sharing_time
+from app.time_slices import give_way_after, sharing_time
 from titopool.errors import GenerationFailed
 from titopool.wire.logprob_entries import sampled_of
 from titopool.wire.messages import Completed, Completion, Logprobs
 
+Item = TypeVar("Item")
 JSON = "application/json"
 MSGPACK = "application/msgpack"
 
@@ -37,13 +38,16 @@ def json_reply(
     *,
     with_logprobs: bool,
     with_raw: bool = False,
-) -> list[bytes]:
+) -> Iterator[bytes]:
     """The response of /generate/ as JSON, in parts. Empties `results`.
 
     `logprobs` and `logprob_token_ids` have the shape [completions][tokens][1 to k + 1], or
     are null without `with_logprobs`. A value that is not finite is null.
     """
-    columns, rest = _Columns(results, with_raw=with_raw), _without_tokens(results)
+    columns = _Columns(results, with_raw=with_raw)
+    give_way_after(len(columns.token_ids))
+    rest = _without_tokens(results)
+    give_way_after(len(columns.token_ids))
     # Nothing else may refer to an array, so that it is freed once it is written.
     results.clear()
     reply: dict[str, Any] = {
@@ -60,7 +64,6 @@ def json_reply(
     reply |= rest
     if with_raw:
         reply["raw_logprobs"] = _given_up(columns.raw, np.float32)
-    del columns
     return json_parts(reply)
 
 
@@ -77,7 +80,10 @@ def binary_reply(
     Each array is the bytes of a little-endian array, int32 or (`logprobs`) float32. A prompt's
     ids are nil where `prompt_ids` has None.
     """
-    columns, rest = _Columns(results, with_raw=with_raw), _without_tokens(results)
+    columns = _Columns(results, with_raw=with_raw)
+    give_way_after(len(columns.token_ids))
+    rest = _without_tokens(results)
+    give_way_after(len(columns.token_ids))
     results.clear()
     reply = {
         "prompt_ids": [None if ids is None else ids.tobytes() for ids in prompt_ids],
@@ -112,11 +118,16 @@ class _Columns:
         return [ids or (own if values else b"") for ids, own, values in named]
 
 
+def given_up(items: list[Item]) -> Iterator[Item]:
+    """The items of a list, which is emptied: each is freed once the next one is asked for."""
+    items.reverse()
+    for _ in sharing_time(range(len(items))):
+        yield items.pop()
+
+
 def _given_up(column: list[bytes], dtype: Any) -> Iterator[np.ndarray]:
     """The arrays of `column`, which is emptied."""
-    column.reverse()
-    for _ in sharing_time(range(len(column))):
-        yield np.frombuffer(column.pop(), dtype)
+    return (np.frombuffer(one, dtype) for one in given_up(column))
 
 
 def raw_logprobs(completions: Sequence[Completion]) -> list[bytes]:
@@ -135,16 +146,20 @@ def raw_logprobs(completions: Sequence[Completion]) -> list[bytes]:
     return found
 
 
-def nested(array: np.ndarray, counts: bytes) -> Any:
+def nested(array: np.ndarray, counts: bytes) -> np.ndarray | Rows:
     """`array` as [tokens][entries at that token].
 
     Args:
         counts: int32 [tokens], the entries; empty: each token has one.
     """
-    if not counts:
-        return array.reshape(-1, 1)
-    ends = np.cumsum(np.frombuffer(counts, np.int32))
-    return np.split(array, ends[:-1])
+    return Rows(_split(array, counts)) if counts else array.reshape(-1, 1)
+
+
+def _split(array: np.ndarray, counts: bytes) -> Iterator[np.ndarray]:
+    begin = 0
+    for end in np.cumsum(np.frombuffer(counts, np.int32)).tolist():
+        yield array[begin:end]
+        begin = end
 
 
 def sampled_logprobs(completion: Completion) -> np.ndarray:

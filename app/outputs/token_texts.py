@@ -7,11 +7,13 @@ another one. So the shown tokens of a completion add up to its text.
 """
 
 from collections.abc import Callable, Collection, Iterable, Sequence
+from itertools import starmap
 from typing import Any, TypeVar
 
 import numpy as np
 
 from app.inputs.admission import Admission
+from app.time_slices import sharing_time
 from titopool.wire.messages import Completed, Completion
 
 # What a tokenizer decodes an incomplete character to.
@@ -20,6 +22,8 @@ REPLACEMENT = "\ufffd"
 MAX_BEFORE = 4
 # Calls of `decode`, about 10 µs each, that are made without a change to the tokenizer's thread.
 MAX_CALLS = 16
+# Ids that are looked through without a pause.
+NAMED_AT_ONCE = 2**15
 # A token alone takes so many, and one in its context so many at most.
 CALLS_ALONE = 2
 CALLS_IN_CONTEXT = 2 * MAX_BEFORE + 1
@@ -106,22 +110,26 @@ class TokenTexts:
         """
         known = self._admission.tokenizer.token_texts
         lookup = TextLookup(known, ids, as_ids=self._as_ids)
-        if self._needs_texts:
-            all_named = np.frombuffer(named, np.int32).tolist()
-            unique = set(all_named)
-            if new := unique.difference(known):
-                known.update(self._use_tokenizer(decode_alone, new, CALLS_ALONE))
-            incomplete = {one for one in unique if known[one].endswith(REPLACEMENT)}
-            if incomplete:
-                ends = np.repeat(np.arange(first, len(ids)), counts).tolist()
-                tokens = {
-                    lookup.in_context(end, token_id)
-                    for end, token_id in zip(ends, all_named, strict=True)
-                    if token_id in incomplete
-                }
-                lookup.texts_in_context = self._use_tokenizer(
-                    decode_in_context, tokens, CALLS_IN_CONTEXT
-                )
+        if not self._needs_texts:
+            return lookup
+        all_named = np.frombuffer(named, np.int32)
+        parts = [slice(at, at + NAMED_AT_ONCE) for at in range(0, len(all_named), NAMED_AT_ONCE)]
+        unique = set[int]()
+        for part in sharing_time(parts):
+            unique.update(np.unique(all_named[part]).tolist())
+        if new := unique.difference(known):
+            known.update(self._use_tokenizer(decode_alone, new, CALLS_ALONE))
+        incomplete = [one for one in unique if known[one].endswith(REPLACEMENT)]
+        if incomplete:
+            ends = np.repeat(np.arange(first, len(ids)), counts)
+            tokens = set[TokenInContext]()
+            for part in sharing_time(parts):
+                is_incomplete = np.isin(all_named[part], incomplete)
+                found = ends[part][is_incomplete].tolist(), all_named[part][is_incomplete].tolist()
+                tokens.update(starmap(lookup.in_context, zip(*found, strict=True)))
+            lookup.texts_in_context = self._use_tokenizer(
+                decode_in_context, tokens, CALLS_IN_CONTEXT
+            )
         return lookup
 
     def _use_tokenizer(

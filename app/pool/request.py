@@ -4,8 +4,8 @@ A handler creates the request and waits; the link completes or fails it.
 """
 
 import time
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
 
 from gevent.event import Event
 
@@ -21,6 +21,13 @@ from titopool.wire.messages import (
 
 # Memory of a completion without its ids, log-probabilities and text.
 COMPLETION_BYTES = 512
+
+
+class CountBytes(Protocol):
+    """Counts the memory of results."""
+
+    def __call__(self, num_bytes: int, bound: int = 0) -> TitopoolError | None:
+        """As `app.http.budget.Reservation.receive`."""
 
 
 class ChunkOfJob(NamedTuple):
@@ -44,7 +51,8 @@ class Request:
         facts: WorkerFacts | None = None,
         session: str = "",
         weight: int = 1,
-        count_bytes: Callable[[int], object] = lambda num_bytes: None,
+        count_bytes: CountBytes = lambda num_bytes, bound=0: None,
+        bounds: Sequence[int] = (),
     ):
         """A request without results.
 
@@ -53,8 +61,9 @@ class Request:
             facts: the model that the jobs were checked for; None: any model may run them.
             session: jobs of one session prefer the same worker; "": no session.
             weight: of the client's key, whose name the jobs have.
-            count_bytes: gets the memory that results take as they arrive, and below 0 what read
-                chunks took.
+            count_bytes: gets the memory that a result takes as it arrives, below 0 what read chunks
+                took, and the result's bound; returns why there is no room for it.
+            bounds: the most memory that each job's result takes; empty: it is not known.
         """
         self.jobs = jobs
         self.facts = facts
@@ -80,7 +89,7 @@ class Request:
         self.weight_versions: set[int] = set()
         # Memory that results take.
         self.num_result_bytes = 0
-        self._count_bytes = count_bytes
+        self._count_bytes, self.bounds = count_bytes, bounds
         self._unread_bytes = 0
         self._done = Event()
         self._chunks: list[ChunkOfJob] = []
@@ -93,19 +102,21 @@ class Request:
         """Whether the request has ended: all jobs are complete, or one has failed."""
         return bool(self._done.is_set())
 
-    def add_chunk(self, index: int, chunk: Chunk) -> None:
-        """Records a chunk of job `index`; does nothing after the end."""
+    def add_chunk(self, index: int, chunk: Chunk) -> TitopoolError | None:
+        """Records a chunk of job `index`; does nothing after the end. Returns why it has no room."""
         if not self.is_done:
+            num_bytes = sum(COMPLETION_BYTES + piece.num_bytes for _, piece in chunk.pieces)
+            if error := self._count_bytes(num_bytes):
+                return error
             num_tokens = _num_tokens([piece for _, piece in chunk.pieces])
             if num_tokens:
                 self.note_first_token()
             self._has_chunks.add(index)
             self._chunks.append(ChunkOfJob(index, chunk))
             self.num_streamed_tokens += num_tokens
-            num_bytes = sum(COMPLETION_BYTES + piece.num_bytes for _, piece in chunk.pieces)
             self._unread_bytes += num_bytes
-            self._count_bytes(num_bytes)
             self._progress.set()
+        return None
 
     def note_first_token(self) -> None:
         """Records that a job has a token, if it is the request's first."""
@@ -132,10 +143,13 @@ class Request:
         """Whether the client may have received a chunk of job `index`, so that no retry is allowed."""
         return index in self._has_chunks
 
-    def complete(self, index: int, result: Completed) -> None:
-        """Records the result of job `index`; does nothing after the end."""
+    def complete(self, index: int, result: Completed) -> TitopoolError | None:
+        """Records the result of job `index`; does nothing after the end. Returns why it has no room."""
         if self.is_done or self.results[index] is not None:
-            return
+            return None
+        num_bytes = COMPLETION_BYTES * len(result.completions) + result.num_bytes
+        if error := self._count_bytes(num_bytes, self.bounds[index] if self.bounds else 0):
+            return error
         self.results[index] = result
         if result.completions:
             prompt = result.prompt_token_ids or self.jobs[index].prompt_token_ids
@@ -150,12 +164,11 @@ class Request:
             for one in result.completions:
                 self.finish_reasons.add(one.finish_reason)
                 self.weight_versions.update(version for version, _ in one.weight_versions)
-        num_bytes = COMPLETION_BYTES * len(result.completions) + result.num_bytes
         self.num_result_bytes += num_bytes
-        self._count_bytes(num_bytes)
         self._num_open -= 1
         if self._num_open == 0:
             self._end()
+        return None
 
     def fail(self, error: TitopoolError) -> bool:
         """Ends the request with `error`; returns False if the request had already ended."""

@@ -442,12 +442,14 @@ class Pool:
         elif isinstance(result, Chunk):
             if result.job_id not in worker.with_token:
                 worker.record_progress(JobProgress(result.job_id, result.attempt, has_token=True))
-            open_job.request.add_chunk(open_job.index, result)
+            if refusal := open_job.request.add_chunk(open_job.index, result):
+                self._fail(open_job.request, refusal)
         else:
             self._end(worker, result.job_id)
             if result.prefix:
                 worker.prefixes.record([*open_job.digests, *as_integers(result.prefix)])
-            open_job.request.complete(open_job.index, result)
+            if refusal := open_job.request.complete(open_job.index, result):
+                self._fail(open_job.request, refusal)
 
     def _end(self, worker: Worker, job_id: int) -> OpenJob:
         """Takes a job that has ended, or is to run elsewhere, from its worker and from the queue."""

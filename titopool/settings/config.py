@@ -141,8 +141,8 @@ class ServerConfig:
     max_body_bytes: int = setting(256 * 2**20, "Size of the largest request body.", at_least=1)
     memory_budget_bytes: int = setting(
         2**30,
-        "Memory for bodies, and for what is made of them, in one front end. A request beyond it gets "
-        "a 429, unless all others are small.",
+        "Memory for bodies, for what is made of them, and for results, in one front end. A request "
+        "beyond it waits, or gets a 429.",
         at_least=1,
     )
     idempotency_bytes: int = setting(

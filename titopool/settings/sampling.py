@@ -33,16 +33,36 @@ RepetitionPenalty = Annotated[float, Meta(ge=1e-6, le=1e6)]
 Bias = Annotated[float, Meta(ge=-1e30, le=1e30)]
 Count = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 PositiveCount = Annotated[int, Meta(ge=1, le=2**31 - 1)]
-# vLLM's GPU sampler keeps these in tables of fixed width (vllm/v1/worker/gpu/sample/). A request
-# with more entries raises an error that ends the engine. Stop tokens share a table of 128 with the
-# model's own stop tokens. A bad word takes two entries, with and without a leading space.
-TokenIds = Annotated[list[int], Meta(max_length=1024)]
-StopTokenIds = Annotated[list[int], Meta(max_length=96)]
-LogprobTokenIds = Annotated[list[int], Meta(max_length=128)]
-BadWords = Annotated[list[NonEmptyStr], Meta(max_length=64)]
-MAX_BAD_WORDS_BYTES = 1024
+# Entries that an option may have. vLLM reads the options of all completions at each of their tokens,
+# so one request's options hold up all others: 128 stop strings take 15 µs a token of the worker's
+# event loop, 32 bad words 170 µs and 512 biases 100 µs of the engine's step (`benchmarks/options.py`). vLLM's
+# GPU sampler keeps ids in tables of fixed width (vllm/v1/worker/gpu/sample/), and a request with
+# more entries ends its engine: 1,024 allowed ids, 128 bad words (each with and without a leading
+# space), and 128 stop tokens with the model's own.
+MAX_ENTRIES = {
+    "stop": 128,
+    "stop_token_ids": 96,
+    "bad_words": 32,
+    "logit_bias": 512,
+    "allowed_token_ids": 1024,
+}
+# Of the text of these options. A long stop string takes 0.7 µs a token for each KiB.
+MAX_TEXT_BYTES = {"stop": 8 * 1024, "bad_words": 512}
+# vLLM compares the last tokens with each other for each size of a pattern: 0.5 µs a size.
+MAX_PATTERN_SIZE = 256
+# Of the longest pattern in all its repetitions.
+MAX_PATTERN_TOKENS = 2048
 # Of the options without the grammar, as they are encoded.
 MAX_OPTIONS_BYTES = 64 * 1024
+
+
+def _at_most(name: str) -> Meta:
+    """Shows the bound of an option in the API's description; `check_sampling` says what came."""
+    kind = "maxProperties" if name == "logit_bias" else "maxItems"
+    return Meta(extra_json_schema={kind: MAX_ENTRIES[name]})
+
+
+LogprobTokenIds = Annotated[list[int], Meta(max_length=128)]
 
 # Fields of SamplingParams that a client may not set, with the reason for the error message.
 SERVER_SET_FIELDS = {
@@ -83,8 +103,8 @@ class SamplingOptions(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=
     top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] = 0
     min_p: Annotated[float, Meta(ge=0, le=1)] = 0.0
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
-    stop: NonEmptyStr | list[NonEmptyStr] | None = None
-    stop_token_ids: StopTokenIds | None = None
+    stop: NonEmptyStr | Annotated[list[NonEmptyStr], _at_most("stop")] | None = None
+    stop_token_ids: Annotated[list[int], _at_most("stop_token_ids")] | None = None
     ignore_eos: bool = False
     max_tokens: PositiveCount | None = 16
     min_tokens: Count = 0
@@ -95,10 +115,10 @@ class SamplingOptions(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=
     spaces_between_special_tokens: bool = True
     include_stop_str_in_output: bool = False
     structured_outputs: StructuredOutputs | None = None
-    logit_bias: Annotated[dict[int, Bias], Meta(max_length=1024)] | None = None
-    allowed_token_ids: TokenIds | None = None
+    logit_bias: Annotated[dict[int, Bias], _at_most("logit_bias")] | None = None
+    allowed_token_ids: Annotated[list[int], _at_most("allowed_token_ids")] | None = None
     extra_args: dict[str, Any] | None = None
-    bad_words: BadWords | None = None
+    bad_words: Annotated[list[NonEmptyStr], _at_most("bad_words")] | None = None
     skip_reading_prefix_cache: bool | None = None
     thinking_token_budget: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
     repetition_detection: RepetitionDetection | None = None
@@ -134,6 +154,7 @@ def check_sampling(options: SamplingOptions, facts: WorkerFacts) -> None:
     """
     _check_names(options, facts)
     _check_combinations(options, facts)
+    _check_entries(options)
     _check_size(options)
     if options.structured_outputs is not None:
         check_grammar(options.structured_outputs)
@@ -166,8 +187,26 @@ def _check_names(options: SamplingOptions, facts: WorkerFacts) -> None:
             )
 
 
+def _check_entries(options: SamplingOptions) -> None:
+    for name, most in MAX_ENTRIES.items():
+        value = getattr(options, name) or ()
+        entries = [value] if isinstance(value, str) else value
+        if len(entries) > most:
+            raise InvalidRequest(
+                f"{name}: expected at most {most} entries, as the engine reads all of them at each "
+                f"token, got {len(entries)}; send fewer",
+                param=name,
+            )
+        if name in MAX_TEXT_BYTES and (num_bytes := encoded_size(entries)) > MAX_TEXT_BYTES[name]:
+            raise InvalidRequest(
+                f"{name}: expected at most {MAX_TEXT_BYTES[name]} bytes together, as the engine "
+                f"reads all of them at each token, got {num_bytes}; send fewer or shorter ones",
+                param=name,
+            )
+
+
 def _check_size(options: SamplingOptions) -> None:
-    """The options are kept for as long as a job is open, and vLLM compares stop strings at each token."""
+    """The options are kept for as long as a job is open, and sent with each completion."""
     sizes = {
         name: encoded_size(getattr(options, name))
         for name in SamplingOptions.__struct_fields__
@@ -208,13 +247,6 @@ def _check_combinations(options: SamplingOptions, facts: WorkerFacts) -> None:
             param="seed",
         )
     _check_repetition(options.repetition_detection or RepetitionDetection())
-    num_bytes = sum(2 * len(word.encode()) + 1 for word in options.bad_words or ())
-    if num_bytes > MAX_BAD_WORDS_BYTES:
-        raise InvalidRequest(
-            f"bad_words: expected at most {MAX_BAD_WORDS_BYTES} bytes of words, each counted with and "
-            f"without a leading space, got {num_bytes}; send fewer or shorter words",
-            param="bad_words",
-        )
 
 
 def _check_repetition(options: RepetitionDetection) -> None:
@@ -228,6 +260,15 @@ def _check_repetition(options: RepetitionDetection) -> None:
         raise InvalidRequest(
             f"repetition_detection: expected min_count of at least 2, got {options.min_count}; set "
             "max_pattern_size to 0 to detect nothing",
+            param="repetition_detection",
+        )
+    size, num_tokens = options.max_pattern_size, options.max_pattern_size * options.min_count
+    if size > MAX_PATTERN_SIZE or num_tokens > MAX_PATTERN_TOKENS:
+        raise InvalidRequest(
+            f"repetition_detection: expected max_pattern_size of at most {MAX_PATTERN_SIZE}, and at "
+            f"most {MAX_PATTERN_TOKENS} with min_count times as many, as the engine compares so many "
+            f"tokens at each token, got {size} and {num_tokens}; look for shorter patterns, or fewer "
+            "repetitions",
             param="repetition_detection",
         )
 

@@ -11,7 +11,7 @@ from importlib.resources import files
 
 from flask import Blueprint, Response, abort, current_app, request, url_for
 
-from app.http.responses import respond
+from app.http.responses import respond_in_parts
 from app.openapi.document import encoded
 
 blueprint = Blueprint("description", __name__)
@@ -100,7 +100,7 @@ def _ui_file(name: str) -> bytes:
 
 def _cached(body: bytes, mimetype: str) -> Response:
     """A response that a client may keep, but asks for again: a 304 if nothing has changed."""
-    response = respond(body, mimetype)
+    response = respond_in_parts([body], mimetype)
     response.set_etag(hashlib.sha256(body).hexdigest()[:32])
     response.headers |= {"Cache-Control": "no-cache", "X-Content-Type-Options": "nosniff"}
     response.make_conditional(request)

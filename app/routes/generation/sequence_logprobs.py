@@ -4,17 +4,18 @@ Follows `trl.generation.vllm_client.VLLMClient.get_sequence_logprobs` (trl 1.9 a
 """
 
 from base64 import b64encode
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
 from flask import Blueprint, Response
 
 from app.generation import Prompt, check_prompt, run_prompts
-from app.http.responses import json_line, respond
+from app.http.responses import respond_in_parts
 from app.inputs.admission import Admission
 from app.inputs.sampling import check_num_completions
-from app.outputs.token_arrays import JSON, prompt_rows
+from app.outputs.json_parts import Rows, Text, json_parts
+from app.outputs.token_arrays import JSON, PromptRows, prompt_rows
 from app.schemas.generation import SEQUENCES_BODY, SequencesBody
 from app.service import current_service
 from app.time_slices import sharing_time
@@ -23,6 +24,10 @@ from titopool.settings.sampling import SamplingOptions, check_sampling
 from titopool.wire.messages import Completed
 
 blueprint = Blueprint("sequence_logprobs", __name__)
+
+
+# Rows of an array that are encoded without a pause.
+ROWS_AT_ONCE = 1024
 
 
 class Scored(NamedTuple):
@@ -39,6 +44,10 @@ class Scored(NamedTuple):
     own_ids: np.ndarray
 
 
+# Makes the scores of all sequences, one by one: an answer has each several times.
+AllScored = Callable[[], Iterator[Scored]]
+
+
 @blueprint.post("/get_sequence_logprobs/")
 def get_sequence_logprobs() -> Response:
     """Scores all sequences and returns no generated tokens."""
@@ -51,12 +60,16 @@ def get_sequence_logprobs() -> Response:
         results = run_prompts(
             admission, prompts, options, min_weight_version=body.min_weight_version
         )
-        scored = [
-            _score(result, prompt, length, body.top_logprobs)
-            for result, prompt, length in zip(results, prompts, body.prompt_lengths, strict=True)
-        ]
+        for result, prompt in sharing_time(zip(results, prompts, strict=True)):
+            # Before the head is sent: afterwards, an error would cut the answer.
+            _rows(result, prompt, body.top_logprobs)
+        sent = list(zip(results, prompts, body.prompt_lengths, strict=True))
+
+        def scored() -> Iterator[Scored]:
+            return (_score(*one, body.top_logprobs) for one in sent)
+
         reply = _binary_reply if body.response_format == "binary" else _json_reply
-        return respond(json_line(reply(scored)), JSON)
+        return respond_in_parts(json_parts(reply(scored)), JSON)
 
 
 def _check_sequences(admission: Admission, body: SequencesBody) -> list[Prompt]:
@@ -86,60 +99,89 @@ def _check_sequences(admission: Admission, body: SequencesBody) -> list[Prompt]:
     return prompts
 
 
+def _rows(result: Completed, sequence: Prompt, k: int) -> PromptRows:
+    """As `prompt_rows`."""
+    return prompt_rows(result, sequence.location, num_tokens=len(sequence.token_ids), k=k)
+
+
 def _score(result: Completed, sequence: Prompt, prompt_length: int, k: int) -> Scored:
     token_ids = sequence.token_ids
-    values, ids, _ = prompt_rows(result, sequence.location, num_tokens=len(token_ids), k=k)
-    # The engine's rows begin at the second token.
-    first = np.full((1, k + 1), np.nan, dtype=np.float32)
-    values = np.concatenate([first, values])[prompt_length:]
-    ids = np.concatenate([np.zeros((1, k + 1), dtype=np.int32), ids])[prompt_length:]
+    values, ids, _ = _rows(result, sequence, k)
+    if prompt_length:
+        # The engine's rows begin at the second token.
+        values, ids = values[prompt_length - 1 :], ids[prompt_length - 1 :]
+    else:
+        first = np.full((1, k + 1), np.nan, dtype=np.float32)
+        values = np.concatenate([first, values])
+        ids = np.concatenate([np.zeros((1, k + 1), dtype=np.int32), ids])
     return Scored(values[:, 1:], ids[:, 1:], values[:, 0], token_ids[prompt_length:])
 
 
-def _json_reply(scored: Sequence[Scored]) -> dict[str, Any]:
+def _json_reply(scored: AllScored) -> dict[str, Any]:
     """TRL's JSON format: nested lists in the shape [sequences][tokens][entries].
 
     A token has k entries, best first, and one more if the sequence's own token is not among
     them. A token without a log-probability has none.
     """
-    logprobs, token_ids = [], []
-    for one in sharing_time(scored):
-        values, ids = list(one.best), list(one.best_ids)
-        is_among_best = (one.best_ids == one.own_ids[:, None]).any(axis=1)
-        for position in np.flatnonzero(~is_among_best | np.isnan(one.own)):
-            if np.isnan(one.own[position]):
-                values[position], ids[position] = values[position][:0], ids[position][:0]
-            else:
-                values[position] = np.append(values[position], one.own[position])
-                ids[position] = np.append(ids[position], one.own_ids[position])
-        logprobs.append(values)
-        token_ids.append(ids)
-    return {"logprobs": logprobs, "logprob_token_ids": token_ids}
+    return {
+        "logprobs": (Rows(_entries(one.best, one.own, one)) for one in scored()),
+        "logprob_token_ids": (Rows(_entries(one.best_ids, one.own_ids, one)) for one in scored()),
+    }
 
 
-def _binary_reply(scored: Sequence[Scored]) -> dict[str, Any]:
+def _entries(best: np.ndarray, own: np.ndarray, one: Scored) -> Iterator[np.ndarray]:
+    """The entries of `best` at each token, and of `own` where the token is not among the best."""
+    for begin in range(0, len(best), ROWS_AT_ONCE):
+        part = slice(begin, begin + ROWS_AT_ONCE)
+        is_among_best = (one.best_ids[part] == one.own_ids[part, None]).any(axis=1)
+        is_nan = np.isnan(one.own[part])
+        rows = zip(best[part], own[part], is_among_best.tolist(), is_nan.tolist(), strict=True)
+        for row, itself, has_own, has_none in rows:
+            yield row[:0] if has_none else row if has_own else np.append(row, itself)
+
+
+def _binary_reply(scored: AllScored) -> dict[str, Any]:
     """TRL's binary format: little-endian arrays in base64.
 
     Shape [sequences, tokens, k], and [sequences, tokens, 1] for the sequences' own tokens;
     shorter sequences are padded with -inf and 0.
     """
-    lengths = [len(one.own_ids) for one in scored]
-    shape = [len(scored), max(lengths), scored[0].best.shape[1]]
+    shapes = [one.best.shape for one in scored()]
+    lengths = [length for length, _ in shapes]
+    longest = max(lengths)
     return {
-        "logprobs_b64": _padded([one.best for one in scored], shape, -np.inf),
-        "token_ids_b64": _padded([one.best_ids for one in scored], shape, 0),
-        "actual_logprobs_b64": _padded([one.own[:, None] for one in scored], shape, -np.inf),
-        "actual_token_ids_b64": _padded([one.own_ids[:, None] for one in scored], shape, 0),
-        "shape": shape,
+        "logprobs_b64": Padded(lambda: (one.best for one in scored()), longest, -np.inf),
+        "token_ids_b64": Padded(lambda: (one.best_ids for one in scored()), longest, 0),
+        "actual_logprobs_b64": Padded(
+            lambda: (one.own[:, None] for one in scored()), longest, -np.inf
+        ),
+        "actual_token_ids_b64": Padded(
+            lambda: (one.own_ids[:, None] for one in scored()), longest, 0
+        ),
+        "shape": [len(shapes), longest, shapes[0][1]],
         "completion_lengths": lengths,
     }
 
 
-def _padded(arrays: Sequence[np.ndarray], shape: Sequence[int], padding: float) -> str:
-    width = arrays[0].shape[1]
-    padded = np.full((shape[0], shape[1], width), padding, dtype=arrays[0].dtype)
-    for index, array in enumerate(arrays):
-        padded[index, : len(array)] = array
-    if padded.dtype == np.float32:
-        padded[np.isnan(padded)] = padding
-    return b64encode(padded.tobytes()).decode()
+class Padded(Text):
+    """Arrays in base64, one after the other, each padded to `longest` rows."""
+
+    def __init__(self, arrays: Callable[[], Iterable[np.ndarray]], longest: int, padding: float):
+        self._arrays, self._longest, self._padding = arrays, longest, padding
+
+    def pieces(self) -> Iterator[bytes]:
+        # Base64 takes three bytes at a time.
+        left = b""
+        for array in self._arrays():
+            for begin in range(0, max(1, self._longest), ROWS_AT_ONCE):
+                rows = min(ROWS_AT_ONCE, self._longest - begin)
+                padded = np.full((rows, array.shape[1]), self._padding, dtype=array.dtype)
+                part = array[begin : begin + rows]
+                padded[: len(part)] = part
+                if padded.dtype == np.float32:
+                    padded[np.isnan(padded)] = self._padding
+                left += padded.tobytes()
+                end = len(left) - len(left) % 3
+                yield b64encode(left[:end])
+                left = left[end:]
+        yield b64encode(left)

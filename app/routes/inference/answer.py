@@ -8,11 +8,10 @@ import numpy as np
 from app.generation import Prompt, expanded_ids
 from app.inputs.admission import Admission
 from app.outputs import openai_logprobs, replay
-from app.outputs.token_arrays import weight_spans
+from app.outputs.token_arrays import given_up, weight_spans
 from app.outputs.usage import usage
 from app.schemas.features import placeholders_object
 from app.schemas.inference import GenerateFields
-from app.time_slices import sharing_time
 from titopool.errors import InvalidRequest
 from titopool.settings.sampling import SamplingOptions
 from titopool.wire.messages import Completed, Completion, WorkerFacts
@@ -60,7 +59,7 @@ class TokensRequest(NamedTuple):
         """
         choice = {
             "index": index,
-            "token_ids": np.frombuffer(completion.token_ids, np.int32).tolist(),
+            "token_ids": np.frombuffer(completion.token_ids, np.int32),
             "finish_reason": completion.finish_reason or None,
             "stop_reason": completion.stop_reason,
             "logprobs": self._logprobs(completion),
@@ -94,13 +93,16 @@ def check_format(fields: GenerateFields, facts: WorkerFacts) -> None:
 
 
 def whole_answer(request: TokensRequest, result: Completed) -> dict[str, Any]:
-    """The response body of a request that is not streamed, whose choices are made one by one."""
+    """The response body of a request that is not streamed, whose choices are made one by one.
+
+    Empties the result's completions.
+    """
     (ids,) = expanded_ids([request.prompt], [result])
+    num_generated = sum(len(one.token_ids) // 4 for one in result.completions)
     choices = (
         request.choice(index, one, result.adapter_version, len(one.token_ids) // 4)
-        for index, one in enumerate(sharing_time(result.completions))
+        for index, one in enumerate(given_up(result.completions))
     )
-    num_generated = sum(len(one.token_ids) // 4 for one in result.completions)
     k = request.options.prompt_logprobs
     return request.head() | {
         "model": request.adapter or request.admission.facts.model,

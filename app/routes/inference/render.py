@@ -4,18 +4,22 @@ Bodies of OpenAI's routes are checked and tokenized as there. Nothing is generat
 expands the placeholders of images, which needs the model's processor.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
+import orjson
 from flask import Blueprint, Response
 
 from app.generation import expanded_ids, make_request, run_request
-from app.http.responses import json_line, respond
+from app.http.responses import respond_in_parts
+from app.inputs.admission import session_key
 from app.inputs.features import features_of
+from app.outputs.json_parts import json_parts
 from app.outputs.token_arrays import JSON
 from app.routes.openai.answer import OpenAIRequest
 from app.routes.openai.routes import complete_chat, complete_text
-from titopool.errors import InvalidRequest
+from titopool.errors import AnswerTooLarge, InvalidRequest
 
 blueprint = Blueprint("render", __name__)
 
@@ -35,7 +39,7 @@ def render_chat() -> Response:
 @blueprint.post("/v1/completions/render/")
 def render_completions() -> Response:
     """Text or ids in, a list of bodies out: one for each prompt."""
-    return complete_text(lambda request: respond(json_line(_bodies(request)), JSON))
+    return complete_text(lambda request: respond_in_parts(json_parts(_bodies(request)), JSON))
 
 
 def _render_chat(request: OpenAIRequest) -> Response:
@@ -46,12 +50,25 @@ def _render_chat(request: OpenAIRequest) -> Response:
             "tool call parser adds a grammar; use /v1/chat/completions",
             param="tool_choice",
         )
-    (body,) = _bodies(request)
-    return respond(json_line(body), JSON)
+    return respond_in_parts(json_parts(next(_bodies(request))), JSON)
 
 
-def _bodies(request: OpenAIRequest) -> list[dict[str, Any]]:
+def _bodies(request: OpenAIRequest) -> Iterator[dict[str, Any]]:
+    """The bodies of all prompts, each made as it is written.
+
+    Raises:
+        AnswerTooLarge: what they have in common takes more than the front end's budget.
+    """
     admission, prompts = request.admission, request.prompts
+    shared, options = _shared_fields(request), _options(request)
+    limit = admission.config.memory_budget_bytes
+    size = len(prompts) * len(orjson.dumps([shared, options]))
+    if size > limit:
+        raise AnswerTooLarge(
+            f"expected an answer of at most {limit} bytes (memory_budget_bytes), got {size}: "
+            f"{len(prompts)} bodies that each repeat the request's options; send fewer prompts, or "
+            "shorter options"
+        )
     pending = make_request(admission, prompts, request.options)
     all_ids, features = [prompt.token_ids for prompt in prompts], None
     # Only a chat has images, and it has one prompt.
@@ -62,35 +79,38 @@ def _bodies(request: OpenAIRequest) -> list[dict[str, Any]]:
             )
             for job in pending.jobs
         ]
+        pending.bounds = [0]
         (result,) = results = run_request(admission, pending)
         all_ids = expanded_ids(prompts, results)
         features = features_of(images, result.image_ranges)
-    shared = _shared_fields(request)
     name, is_one = admission.client_id, len(prompts) == 1
-    return [
+    max_model_len, max_tokens = admission.facts.max_model_len, request.options.max_tokens
+    return (
         {
             **shared,
             "request_id": name if is_one else f"{name[:240]}-{index}",
-            "token_ids": ids.tolist(),
+            "token_ids": ids,
             "features": features,
-            "sampling_params": _sampling_params(request, len(ids)),
+            "sampling_params": options
+            | {"max_tokens": min(max_model_len - len(ids), max_tokens or max_model_len)},
         }
         for index, ids in enumerate(all_ids)
-    ]
+    )
 
 
 def _shared_fields(request: OpenAIRequest) -> dict[str, Any]:
     """The fields that the bodies of all prompts have in common."""
     sent = {name: getattr(request.fields, name) for name in TAKEN_OVER}
+    # No more of it counts.
+    sent["session_id"] = session_key(sent["session_id"])
     return {
         "model": request.adapter or request.admission.facts.model,
         **{name: msgspec.to_builtins(value) for name, value in sent.items() if value},
     }
 
 
-def _sampling_params(request: OpenAIRequest, num_tokens: int) -> dict[str, Any]:
-    """The options that are not default, and the limit for a prompt of `num_tokens`."""
-    options, room = request.options, request.admission.facts.max_model_len - num_tokens
-    params: dict[str, Any] = msgspec.to_builtins(options, str_keys=True)
+def _options(request: OpenAIRequest) -> dict[str, Any]:
+    """The options that are not default, without the limit of tokens."""
+    params: dict[str, Any] = msgspec.to_builtins(request.options, str_keys=True)
     params.pop("detokenize", None)
-    return params | {"max_tokens": min(room, options.max_tokens or room)}
+    return params

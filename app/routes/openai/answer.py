@@ -10,12 +10,11 @@ import numpy as np
 from app.generation import Prompt, expanded_ids
 from app.inputs.admission import Admission
 from app.outputs import openai_logprobs
-from app.outputs.json_parts import json_parts
-from app.outputs.token_arrays import weight_spans
+from app.outputs.json_parts import Rows, json_parts
+from app.outputs.token_arrays import given_up, prompt_rows, weight_spans
 from app.outputs.token_texts import MAX_BEFORE, TokenTexts
 from app.outputs.usage import usage
 from app.schemas.openai import ChatFields, CompletionsFields
-from app.time_slices import sharing_time
 from titopool.settings.sampling import SamplingOptions
 from titopool.wire.messages import ChatParsing, Completed, Completion
 
@@ -94,7 +93,7 @@ class OpenAIRequest(NamedTuple):
             "stop_reason": completion.stop_reason,
         }
         if self.fields.return_token_ids:
-            choice["token_ids"] = np.frombuffer(completion.token_ids, np.int32).tolist()
+            choice["token_ids"] = np.frombuffer(completion.token_ids, np.int32)
             choice["weight_versions"] = completion.weight_versions
             if self.adapter:
                 choice["lora_version"] = adapter_version
@@ -105,35 +104,42 @@ class OpenAIRequest(NamedTuple):
         return choice
 
 
-def whole_answer(request: OpenAIRequest, results: Sequence[Completed]) -> list[bytes]:
-    """The response body of a request that is not streamed, as JSON in parts."""
+def whole_answer(request: OpenAIRequest, results: list[Completed]) -> Iterator[bytes]:
+    """The response body of a request that is not streamed, as JSON in parts. Empties `results`.
+
+    Raises:
+        GenerationFailed: as `prompt_rows`.
+    """
     all_ids = expanded_ids(request.prompts, results)
-    answer = request.head(is_stream=False) | {"choices": _choices(request, all_ids, results)}
-    if request.is_chat:
-        (prompt,), (ids,), (result,) = request.prompts, all_ids, results
-        answer |= _prompt_fields(request, prompt.location, ids, result)
-    answer["usage"] = usage(
+    total = usage(
         sum(map(len, all_ids)),
         sum(len(one.token_ids) // 4 for result in results for one in result.completions),
         sum(result.num_cached_tokens for result in results),
     )
-    return json_parts(answer)
+    if (k := request.options.prompt_logprobs) is not None:
+        # Before the head is sent: afterwards, an error would cut the answer.
+        for prompt, ids, result in zip(request.prompts, all_ids, results, strict=True):
+            prompt_rows(result, prompt.location, num_tokens=len(ids), k=k)
+    at_top = {}
+    if request.is_chat:
+        at_top = _prompt_fields(request, request.prompts[0].location, all_ids[0], results[0])
+    answer = request.head(is_stream=False)
+    return json_parts(
+        answer | {"choices": _choices(request, all_ids, results), **at_top, "usage": total}
+    )
 
 
 def _choices(
-    request: OpenAIRequest, all_ids: Sequence[np.ndarray], results: Sequence[Completed]
+    request: OpenAIRequest, all_ids: Sequence[np.ndarray], results: list[Completed]
 ) -> Iterator[dict[str, Any]]:
     numbers = itertools.count()
     texts = request.echoed or [""] * len(results)
-    for prompt, text, ids, result in sharing_time(
-        zip(request.prompts, texts, all_ids, results, strict=True)
-    ):
+    results.reverse()
+    for prompt, text, ids in zip(request.prompts, texts, all_ids, strict=True):
+        result = results.pop()
         repeated = _echoed_logprobs(request, prompt.location, ids, result)
         before = ids[-MAX_BEFORE:].tolist() if repeated else ()
-        prompt_fields = {}
-        if not request.is_chat:
-            prompt_fields = _prompt_fields(request, prompt.location, ids, result)
-        for completion in sharing_time(result.completions):
+        for completion in given_up(result.completions):
             choice = request.choice(
                 next(numbers), completion, result.adapter_version,
                 before=before, offset=sum(map(len, repeated.get("tokens", ()))),
@@ -143,9 +149,12 @@ def _choices(
                 message = {"content": completion.text} if message is None else message
                 choice["message"] = {"role": request.role, **message}
             else:
-                choice |= {"text": text + completion.text, **prompt_fields}
+                choice["text"] = text + completion.text
+                choice |= _prompt_fields(request, prompt.location, ids, result)
                 for name, values in repeated.items():
-                    choice["logprobs"][name] = values + choice["logprobs"][name]
+                    choice["logprobs"][name] = Rows(
+                        itertools.chain(values, choice["logprobs"][name])
+                    )
             yield choice
 
 
@@ -165,7 +174,7 @@ def _prompt_fields(
     """Fields about a prompt: a chat has them at the top, completions in each choice."""
     found: dict[str, Any] = {}
     if request.shows_prompt_ids:
-        found["prompt_token_ids"] = ids.tolist()
+        found["prompt_token_ids"] = ids
     k = request.options.prompt_logprobs
     if k is not None and request.texts is not None:
         found["prompt_logprobs"] = openai_logprobs.of_prompt(

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from app.outputs.json_parts import as_lists
 from app.outputs.run_facts import RunFacts
 from app.outputs.token_texts import MAX_BEFORE
 from app.outputs.usage import usage
@@ -91,6 +92,7 @@ class OpenAIEvents:
             has_content = choice["delta"] or piece.finish_reason or choice["logprobs"]
             return choice if has_content or request.fields.return_token_ids else None
         if choice["logprobs"]:
+            choice["logprobs"] = as_lists(choice["logprobs"])
             # The tokens' texts count, not `piece.text`: a stop string may hold some of it back.
             progress.num_characters += sum(map(len, choice["logprobs"]["tokens"]))
         if is_first and request.shows_prompt_ids:

@@ -1,17 +1,25 @@
 """The checked request of `POST /generate` in SGLang's form, and the objects of its response."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from app.generation import Prompt, expanded_ids
 from app.inputs.admission import Admission
-from app.outputs.openai_logprobs import finite, positions
+from app.outputs.json_parts import Rows, json_parts
+from app.outputs.openai_logprobs import finite, numbers, positions
 from app.outputs.replay import experts_int32
 from app.outputs.run_facts import RunFacts
-from app.outputs.token_arrays import prompt_rows, weight_spans
+from app.outputs.token_arrays import (
+    PromptRows,
+    given_up,
+    prompt_rows,
+    sampled_logprobs,
+    weight_spans,
+)
 from app.outputs.token_texts import MAX_BEFORE, TextLookup, TokenTexts
 from app.schemas.sglang import RequestFields, SGLangPrompt
 from app.time_slices import sharing_time
@@ -46,14 +54,16 @@ class SGLangRequest(NamedTuple):
 
 @dataclass
 class Gained:
-    """A completion as far as it has come."""
+    """A completion as far as it has come; of a whole one, `Rows` that are made as they are written."""
 
-    ids: list[int] = field(default_factory=list)
+    # list[int], or int32.
+    ids: Any = field(default_factory=list)
     text: str = ""
-    token_logprobs: list[Entry] = field(default_factory=list)
-    # By position.
-    top_logprobs: list[list[Entry]] = field(default_factory=list)
-    chosen_logprobs: list[list[Entry]] = field(default_factory=list)
+    # list[Entry]
+    token_logprobs: Any = field(default_factory=list)
+    # list[list[Entry]], by position.
+    top_logprobs: Any = field(default_factory=list)
+    chosen_logprobs: Any = field(default_factory=list)
 
     def add(self, request: SGLangRequest, one: PromptRequest, piece: Completion) -> None:
         """Adds a chunk of a completion, or a whole one."""
@@ -112,30 +122,88 @@ class Gained:
             return None
         if piece.finish_reason == "abort":
             # AReaL looks for the words that say that there is no token.
-            message = "Aborted" if self.ids else "Abort before prefill"
+            message = "Aborted" if len(self.ids) else "Abort before prefill"
             return {"type": "abort", "message": message, "status_code": None, "err_type": None}
         if piece.finish_reason == "length" or one.sent.is_scored_only:
             return {"type": "length", "length": len(self.ids)}
         # Without a stop reason, the end-of-text token has ended the completion.
-        last = self.ids[-1] if self.ids else None
+        last = int(self.ids[-1]) if len(self.ids) else None
         return {"type": "stop", "matched": last if piece.stop_reason is None else piece.stop_reason}
 
 
-def whole_answer(
-    request: SGLangRequest, results: Sequence[Completed]
-) -> dict[str, Any] | list[dict[str, Any]]:
-    """The response body of a request that is not streamed: the n completions of prompt 0 first."""
-    shown = []
+def whole_answer(request: SGLangRequest, results: list[Completed]) -> Iterator[bytes]:
+    """The response body of a request that is not streamed, as JSON in parts: the n completions of
+    prompt 0 first. Empties `results`.
+
+    Raises:
+        TitopoolError: as `_check_inputs`.
+    """
     all_ids = expanded_ids([one.prompt for one in request.prompts], results)
     for one, ids, result in sharing_time(zip(request.prompts, all_ids, results, strict=True)):
+        # Before the head is sent: afterwards, an error would cut the answer.
+        _rows_of_prompt(one, ids, result)
+    shown = _completions(request, all_ids, results)
+    return json_parts(shown if request.is_list else next(shown))
+
+
+def _completions(
+    request: SGLangRequest, all_ids: Sequence[np.ndarray], results: list[Completed]
+) -> Iterator[dict[str, Any]]:
+    results.reverse()
+    for one, ids in zip(request.prompts, all_ids, strict=True):
+        result = results.pop()
         facts = RunFacts(ids, result.image_ranges, result.num_cached_tokens, result.adapter_version)
-        inputs = _inputs(request, one, ids, result)
-        for completion in sharing_time(result.completions):
-            gained = Gained()
-            gained.add(request, one, completion)
-            shown.append(gained.shown(request, one, facts, completion))
-            shown[-1]["meta_info"] |= inputs
-    return shown if request.is_list else shown[0]
+        for completion in given_up(result.completions):
+            shown = _whole(request, one, completion).shown(request, one, facts, completion)
+            shown["meta_info"] |= _inputs(request, one, ids, result)
+            yield shown
+
+
+def _whole(request: SGLangRequest, one: PromptRequest, completion: Completion) -> "Gained":
+    """A whole completion, whose log-probabilities are made as they are written."""
+    fields = one.sent.fields
+    if one.sent.is_scored_only:
+        return Gained()
+    gained = Gained(np.frombuffer(completion.token_ids, np.int32), completion.text)
+    if fields.return_logprob:
+        lookup = request.texts.of_completion(completion) if request.texts else None
+        values = numbers(sampled_logprobs(completion))
+        own = enumerate(zip(numbers(gained.ids), values, strict=True))
+        gained.token_logprobs = Rows(_entry(lookup, end, *entry) for end, entry in own)
+        if fields.top_logprobs_num:
+            gained.top_logprobs = Rows(_best(lookup, completion, fields.top_logprobs_num))
+        if fields.token_ids_logprob:
+            gained.chosen_logprobs = Rows(_chosen(lookup, completion, fields.token_ids_logprob))
+    return gained
+
+
+def _best(
+    lookup: TextLookup | None, completion: Completion, k: int, before: int = 0
+) -> Iterator[list[Entry]]:
+    for end, (_, found) in enumerate(positions(completion), before):
+        yield [_entry(lookup, end, *entry) for entry in islice(found.items(), k)]
+
+
+def _chosen(
+    lookup: TextLookup | None, completion: Completion, chosen: Sequence[int], before: int = 0
+) -> Iterator[list[Entry]]:
+    for end, (_, found) in enumerate(positions(completion), before):
+        yield [_entry(lookup, end, name, found[name]) for name in chosen]
+
+
+def _rows_of_prompt(one: PromptRequest, ids: np.ndarray, result: Completed) -> PromptRows | None:
+    """The prompt's log-probabilities; None if the client wants none.
+
+    Raises:
+        InvalidRequest: as `check_start`.
+        GenerationFailed: as `prompt_rows`.
+    """
+    options = one.prompt.options
+    if options is None or options.prompt_logprobs is None:
+        return None
+    check_start(one.sent, len(ids))
+    k = options.prompt_logprobs
+    return prompt_rows(result, one.prompt.location, num_tokens=len(ids), k=k)
 
 
 def _inputs(
@@ -145,26 +213,38 @@ def _inputs(
 
     SGLang itself answers null at the first one that was asked for, although it has a value.
     """
-    options, start = one.prompt.options, one.sent.fields.logprob_start_len
-    if options is None or options.prompt_logprobs is None:
+    rows, start = _rows_of_prompt(one, ids, result), one.sent.fields.logprob_start_len
+    if rows is None:
         return {}
-    k = options.prompt_logprobs
-    check_start(one.sent, len(ids))
-    rows = prompt_rows(result, one.prompt.location, num_tokens=len(ids), k=k)
+    k = rows.values.shape[1] - 1
     lookup = request.texts.of_prompt(result, ids, k + 1) if request.texts else None
-    values, token_ids = rows.values.tolist(), rows.token_ids.tolist()
-    own: list[Entry] = []
-    best: list[list[Entry] | None] = []
-    for end in sharing_time(range(start, len(ids))):
-        if end == 0:
-            own.append([None, int(ids[0]), None])
-            best.append(None)
-            continue
-        row = zip(token_ids[end - 1], values[end - 1], strict=True)
-        (itself, *others) = (_entry(lookup, end, name, value) for name, value in row)
-        own.append(itself)
-        best.append(others)
-    return {"input_token_logprobs": own} | ({"input_top_logprobs": best} if k else {})
+    # The engine's rows begin at the second token.
+    first = max(1, start)
+
+    def own() -> Iterator[Entry]:
+        if start == 0 and len(ids):
+            yield [None, int(ids[0]), None]
+        entries = zip(
+            numbers(rows.token_ids[first - 1 :, 0]),
+            numbers(rows.values[first - 1 :, 0]),
+            strict=True,
+        )
+        for end, entry in enumerate(entries, first):
+            yield _entry(lookup, end, *entry)
+
+    def best() -> Iterator[list[Entry] | None]:
+        if start == 0 and len(ids):
+            yield None
+        pairs = zip(
+            numbers(rows.token_ids[first - 1 :, 1:]),
+            numbers(rows.values[first - 1 :, 1:]),
+            strict=True,
+        )
+        for end, (names, values) in enumerate(pairs, first):
+            yield [_entry(lookup, end, *entry) for entry in zip(names, values, strict=True)]
+
+    found = {"input_token_logprobs": Rows(own())}
+    return found | ({"input_top_logprobs": Rows(best())} if k else {})
 
 
 def check_start(sent: SGLangPrompt, num_tokens: int) -> None:

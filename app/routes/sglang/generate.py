@@ -8,7 +8,7 @@ from flask import Response
 from msgspec.structs import replace
 
 from app.generation import Prompt, check_prompt, make_request, run_request
-from app.http.responses import json_line, respond
+from app.http.responses import respond_in_parts
 from app.inputs.admission import Admission
 from app.inputs.images import EncodedImages, read_images
 from app.inputs.sampling import check_num_completions
@@ -30,9 +30,6 @@ from app.time_slices import sharing_time
 from titopool.errors import InvalidRequest
 from titopool.settings.sampling import SamplingOptions, check_sampling
 from titopool.wire.messages import WorkerFacts
-
-# Experts of one byte each are written as int32 in base64, more than `BYTES_PER_RESULT_BYTE` counts.
-BYTES_PER_EXPERTS_BYTE = 6
 
 
 def generate_as_sglang(admission: Admission, body: SGLangBody) -> Response:
@@ -65,9 +62,7 @@ def generate_as_sglang(admission: Admission, body: SGLangBody) -> Response:
         if fields.stream:
             return stream(admission, pending, SGLangEvents(request))
         results = run_request(admission, pending)
-    if fields.return_routed_experts:
-        admission.count_memory(BYTES_PER_EXPERTS_BYTE * pending.num_result_bytes)
-    return respond(json_line(whole_answer(request, results)), JSON)
+    return respond_in_parts(whole_answer(request, results), JSON)
 
 
 @contextmanager

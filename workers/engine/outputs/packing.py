@@ -1,6 +1,7 @@
 """Packs vLLM's log-probabilities, routed experts and sampling masks for front ends."""
 
 from array import array
+from collections.abc import Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -12,13 +13,13 @@ from titopool.wire.messages import Logprobs, RoutedExperts, SamplingMask
 class FlatPart(NamedTuple):
     """The last positions of a FlatLogprobs, copied."""
 
-    start_indices: list[int]
-    end_indices: list[int]
-    token_ids: list[int]
-    logprobs: list[float]
-    ranks: list[int]
+    start_indices: Sequence[int]
+    end_indices: Sequence[int]
+    token_ids: Sequence[int]
+    logprobs: Sequence[float]
+    ranks: Sequence[int]
     # One for each position, or none: `workers/in_model/logprobs_patch.py`.
-    raw: list[float]
+    raw: Sequence[float]
 
 
 def pack_since(flat: Any, position: int, completion_ids: list[int]) -> Logprobs:
@@ -26,10 +27,10 @@ def pack_since(flat: Any, position: int, completion_ids: list[int]) -> Logprobs:
     if len(flat.token_ids) > len(flat.start_indices):
         ids = np.array(completion_ids, dtype=np.int32).tobytes()
         return pack_logprobs(_flat_since(flat, position), ids)
-    ids = flat.token_ids[position:]
+    named = array("i", flat.token_ids[position:])
     return Logprobs(
         array("f", flat.logprobs[position:]).tobytes(),
-        b"" if ids == completion_ids else array("i", ids).tobytes(),
+        b"" if named == array("i", completion_ids) else named.tobytes(),
         ranks=array("i", flat.ranks[position:]).tobytes(),
         raw=array("f", _raw(flat)[position:]).tobytes(),
     )
@@ -73,8 +74,8 @@ def pack_logprobs(flat: Any, completion_ids: bytes) -> Logprobs:
     return Logprobs(values.tobytes(), ids, counts, ranks.tobytes(), raw.tobytes())
 
 
-def _raw(flat: Any) -> list[float]:
-    found: list[float] = getattr(flat, "raw", [])
+def _raw(flat: Any) -> Sequence[float]:
+    found: Sequence[float] = getattr(flat, "raw", [])
     return found
 
 

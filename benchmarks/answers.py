@@ -1,0 +1,244 @@
+"""What large answers take of a front end: memory, its loop's time, and the waits of /live.
+
+    python -m benchmarks.answers [NAME…] [--mib 1024]
+
+One front end before a stub worker, whose completions repeat their prompts. Clients read their
+answers, do not read them, or repeat a request under an Idempotency-Key and do not read. A row has the
+statuses, the answers' bytes, the growth of the front end's memory with what its budget said at most,
+the longest turn of its event loop by the CPU clock of that thread, and /live.
+"""
+
+import argparse
+import json
+import re
+import socket
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import requests
+
+from benchmarks.bench import quantiles, say
+from tests.fork_server import fork_server
+from tests.innocents import innocents
+from tests.loop_turns import VARIABLE, longest_since
+from tests.servers import REPOSITORY, Server, environment, forked_server
+from tests.test_hostile_bodies import front_end, growth_of
+from titopool.demo_model import demo_model_folder
+
+MIB = 2**20
+TIMEOUT_S = 300
+NUM_IDS, MAX_LEN = 4000, 110_000
+IDS = [*range(1, NUM_IDS + 1)]
+LONG = IDS * 25
+# How long clients do not read; a front end gives their answers up after 2 s.
+UNREAD_S = 8.0
+
+
+def prompts(num: int) -> list[list[int]]:
+    return [IDS] * num
+
+
+def sglang(num: int, **fields: Any) -> dict[str, Any]:
+    scored = {"return_logprob": True, "top_logprobs_num": 20, "logprob_start_len": 0}
+    return (
+        {"input_ids": prompts(num), "sampling_params": {"max_new_tokens": NUM_IDS}}
+        | scored
+        | fields
+    )
+
+
+AS_IDS = {"return_tokens_as_token_ids": True, "return_token_ids": True}
+# By name: route, body, headers.
+ANSWERS: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
+    "/generate/ 512 × 4,000, logprobs 0": (
+        "/generate/", {"prompts": prompts(512), "max_tokens": NUM_IDS, "logprobs": 0}, {},
+    ),
+    "/generate/ 64 × 4,000, logprobs 20": (
+        "/generate/", {"prompts": prompts(64), "max_tokens": NUM_IDS, "logprobs": 20}, {},
+    ),
+    "the same, MessagePack": (
+        "/generate/", {"prompts": prompts(64), "max_tokens": NUM_IDS, "logprobs": 20},
+        {"Accept": "application/msgpack"},
+    ),
+    "/generate/ 65,536 × 2": (
+        "/generate/", {"prompts": [[1, 2]] * 65_536, "max_tokens": 2, "logprobs": 0}, {},
+    ),
+    "SGLang 32 × 4,000, top 20 of prompt and completion": ("/generate", sglang(32), {}),
+    "SGLang 128 × 4,000, top 20 of prompt and completion": ("/generate", sglang(128), {}),
+    "/v1/completions 32 × 4,000, logprobs 20": (
+        "/v1/completions",
+        {"prompt": prompts(32), "max_tokens": NUM_IDS, "logprobs": 20, **AS_IDS}, {},
+    ),
+    "/inference/v1/generate 100,000, logprobs 20": (
+        "/inference/v1/generate",
+        {"token_ids": LONG, "sampling_params": {"max_tokens": 100_000, "logprobs": 20}}, {},
+    ),
+    "/inference/v1/generate 100,000, prompt_logprobs 20": (
+        "/inference/v1/generate",
+        {"token_ids": LONG, "sampling_params": {"max_tokens": 1, "prompt_logprobs": 20}}, {},
+    ),
+    "/get_sequence_logprobs/ 64 × 4,000, top 20": (
+        "/get_sequence_logprobs/",
+        {"sequences": prompts(64), "prompt_lengths": [0] * 64, "top_logprobs": 20}, {},
+    ),
+    "the same, binary": (
+        "/get_sequence_logprobs/",
+        {"sequences": prompts(64), "prompt_lengths": [0] * 64, "top_logprobs": 20,
+         "response_format": "binary"}, {},
+    ),
+    "/v1/completions/render, a session of 0.5 MB × 2,000": (
+        "/v1/completions/render",
+        {"prompt": [[5]] * 2000, "max_tokens": 1, "session_id": "s" * 500_000}, {},
+    ),
+    "/v1/completions/render, a regex of 60 KB × 2,000": (
+        "/v1/completions/render",
+        {"prompt": [[5]] * 2000, "max_tokens": 1, "structured_outputs": {"regex": "a" * 60_000}}, {},
+    ),
+    "/v1/completions/render, a regex of 60 KB × 65,536": (
+        "/v1/completions/render",
+        {"prompt": [[5]] * 65_536, "max_tokens": 1, "structured_outputs": {"regex": "a" * 60_000}}, {},
+    ),
+}  # fmt: skip
+# Of 150 clients at once.
+SMALL = {"prompts": [IDS[:64]], "n": 1000, "max_tokens": 64, "logprobs": 20}
+UNREAD: dict[str, tuple[int, dict[str, Any], dict[str, str]]] = {
+    "150 × /generate/ n=1,000 × 64, logprobs 20, unread": (150, SMALL, {}),
+    "150 repeats of one, unread": (150, SMALL, {"Idempotency-Key": "one"}),
+    "8 × /generate/ 64 × 4,000, logprobs 20, unread": (
+        8, {"prompts": prompts(64), "max_tokens": NUM_IDS, "logprobs": 20}, {},
+    ),
+}  # fmt: skip
+
+
+class Target:
+    """A server, and what its front end notes."""
+
+    def __init__(self, server: Server, turns: Path):
+        self.server, self.turns = server, turns
+        self.process = front_end(server)
+
+    @contextmanager
+    def most_taken(self) -> Iterator[list[float]]:
+        """The most that the budget says within the block."""
+        found, is_over = [0.0], threading.Event()
+
+        def watch() -> None:
+            session = requests.Session()
+            while not is_over.wait(0.2):
+                shown = session.get(self.server.url + "/metrics", timeout=60).text
+                taken = re.search(r"^titopool_memory_taken_bytes (\S+)", shown, re.M)
+                found[0] = max(found[0], float(taken[1]) if taken else 0.0)
+
+        thread = threading.Thread(target=watch)
+        thread.start()
+        try:
+            yield found
+        finally:
+            is_over.set()
+            thread.join()
+
+    def read(self, name: str) -> tuple[Counter[str], int]:
+        path, body, headers = ANSWERS[name]
+        with requests.post(
+            self.server.url + path, json=body, headers=headers, stream=True, timeout=TIMEOUT_S
+        ) as answer:
+            size = sum(map(len, answer.iter_content(MIB)))
+            return Counter({str(answer.status_code): 1}), size
+
+    def leave_unread(self, name: str) -> tuple[Counter[str], int]:
+        num, body, headers = UNREAD[name]
+        data, address = json.dumps(body).encode(), urlsplit(self.server.url)
+        head = f"POST /generate/ HTTP/1.1\r\nHost: localhost\r\nAccept: */*\r\nContent-Length: {len(data)}\r\n"
+        head += "".join(f"{key}: {value}\r\n" for key, value in headers.items()) + "\r\n"
+
+        def send(_: int) -> str:
+            with socket.create_connection((address.hostname, address.port)) as client:
+                client.settimeout(60)
+                client.sendall(head.encode() + data)
+                try:
+                    status = client.recv(12)[9:12].decode()
+                except TimeoutError:
+                    return "waits"
+                if status == "200":
+                    time.sleep(UNREAD_S)
+                return status or "closed"
+
+        if headers:
+            requests.post(
+                self.server.url + "/generate/", json=body, headers=headers, timeout=TIMEOUT_S
+            )
+        with ThreadPoolExecutor(num) as threads:
+            return Counter(threads.map(send, range(num))), 0
+
+
+def measure(target: Target, name: str) -> None:
+    with ExitStack() as stack:
+        waits = stack.enter_context(innocents(target.server.url, only_live=True))
+        taken = stack.enter_context(target.most_taken())
+        growth = stack.enter_context(growth_of(target.process))
+        began_s = time.time()
+        statuses, size = target.leave_unread(name) if name in UNREAD else target.read(name)
+        took_s = time.time() - began_s
+    live = quantiles(waits.live)
+    cells = (
+        name,
+        ", ".join(f"{num} × {status}" for status, num in statuses.items()),
+        f"{size / MIB:.0f} MiB",
+        f"{took_s:.1f} s",
+        f"{growth.num_bytes / MIB:.0f} of {taken[0] / MIB:.0f} MiB",
+        f"{1000 * longest_since(target.turns, began_s):.0f} ms",
+        f"{1000 * live['p99']:.0f}, {1000 * live['max']:.0f} ms",
+    )
+    say(f"| {' | '.join(cells)} |")
+
+
+@contextmanager
+def started(folder: Path, limit: int) -> Iterator[Target]:
+    endpoint, turns = f"ipc://{folder}/worker-0", folder / "turns"
+    for name in ("worker-0", "turns"):
+        (folder / name).unlink(missing_ok=True)
+    words = ["--endpoint", endpoint, "--max-model-len", str(MAX_LEN)]
+    worker = fork_server.start(
+        "tests.stub_worker", [*words, "--tokenizer", demo_model_folder()],
+        environ=environment(), folder=REPOSITORY,
+    )  # fmt: skip
+    options = (
+        "--endpoints",
+        endpoint,
+        "--num-front-ends",
+        "1",
+        "--memory-budget-bytes",
+        str(limit),
+    )
+    try:
+        with forked_server(*options, log=folder / "log", **{VARIABLE: str(turns)}) as server:
+            yield Target(server, turns)
+    finally:
+        worker.kill_group()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("names", nargs="*", metavar="NAME", help="; ".join([*ANSWERS, *UNREAD]))
+    parser.add_argument("--mib", type=int, default=1024, help="memory_budget_bytes")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        say("| answer | statuses | bytes | in | front end, budget | turn | /live p99, max |")
+        say("|---" * 7 + "|")
+        for name in options.names or [*ANSWERS, *UNREAD]:
+            # A new front end: Python's allocator keeps what it has.
+            with started(Path(folder), options.mib * MIB) as target:
+                target.server.generate([[1, 2]], max_tokens=1)
+                measure(target, name)
+
+
+if __name__ == "__main__":
+    main()
