@@ -2,8 +2,6 @@
 
 import importlib
 import json
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -18,7 +16,7 @@ from app.outputs import openai_logprobs
 from app.schemas import inference
 from app.schemas.decoding import decode_body
 from tests.conftest import StartStub
-from tests.servers import REPOSITORY, Server, environment, running_server, wait_until
+from tests.servers import Server, forked_server, stub_worker, wait_until
 from tests.stub_worker import Fault
 from tests.test_bad_input import nested
 from tests.test_pool import FACTS
@@ -199,16 +197,11 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A stub worker behind a gunicorn process."""
     folder = tmp_path_factory.mktemp("pool")
     endpoint = f"ipc://{folder}/worker-0"
-    worker = subprocess.Popen(
-        [sys.executable, "-m", "tests.stub_worker", "--endpoint", endpoint],
-        env=environment(), cwd=REPOSITORY,
-    )  # fmt: skip
-    try:
-        with running_server("--endpoints", endpoint, log=folder / "log") as server:
-            yield server
-    finally:
-        worker.kill()
-        worker.wait()
+    with (
+        stub_worker(endpoint),
+        forked_server("--endpoints", endpoint, log=folder / "log") as server,
+    ):
+        yield server
 
 
 def good(server: Server, headers: dict[str, str] | None = None, **fields: Any) -> dict[str, Any]:

@@ -4,12 +4,11 @@ import json
 import random
 import select
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ import pytest
 import requests
 
 from tests.conftest import StartStub
-from tests.servers import REPOSITORY, Server, environment, running_server, wait_until
+from tests.servers import Server, forked_server, stub_worker, wait_until
 from tests.stub_worker import Fault
 
 StartServer = Callable[..., Server]
@@ -31,24 +30,16 @@ def shared_pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """Two stub workers behind two gunicorn processes."""
     folder = tmp_path_factory.mktemp("pool")
     endpoints = [f"ipc://{folder}/worker-{index}" for index in range(2)]
-    workers = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.stub_worker", "--endpoint", one, "--worker-id", one[-1]],
-            env=environment(TITOPOOL_WEIGHT_UPDATE_TIMEOUT_S="3"),
-            cwd=REPOSITORY,
-        )
-        for one in endpoints
-    ]
-    options = ("--num-front-ends", "2", "--weight-update-timeout-s", "3")
-    try:
-        with running_server(
-            "--endpoints", ",".join(endpoints), *options, log=folder / "log", num_workers=2
-        ) as server:
-            yield server
-    finally:
-        for worker in workers:
-            worker.kill()
-            worker.wait()
+    with ExitStack() as stack:
+        for one in endpoints:
+            timeout = {"TITOPOOL_WEIGHT_UPDATE_TIMEOUT_S": "3"}
+            stack.enter_context(stub_worker(one, "--worker-id", one[-1], **timeout))
+        yield stack.enter_context(
+            forked_server(
+                "--endpoints", ",".join(endpoints), "--num-front-ends", "2",
+                "--weight-update-timeout-s", "3", log=folder / "log", num_workers=2,
+            )
+        )  # fmt: skip
 
 
 @pytest.fixture
