@@ -172,7 +172,15 @@ def single_server(
         yield running
 
 
+@pytest.fixture
+def port() -> Iterator[int]:
+    """A trainer's port with a listener."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        yield listening.getsockname()[1]
+
+
 StartStub = Callable[..., Forked]
+StartServer = Callable[..., Server]
 
 
 @pytest.fixture

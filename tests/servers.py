@@ -1,5 +1,6 @@
 """Starts real servers for tests, and stops all of their processes."""
 
+import errno
 import json
 import os
 import re
@@ -274,3 +275,30 @@ def alive(processes: list[psutil.Process]) -> list[psutil.Process]:
         except psutil.NoSuchProcess:
             pass
     return found
+
+
+def ipv6_listener() -> socket.socket:
+    """A socket that listens at ::1; skips the test where IPv6 is missing."""
+    try:
+        return socket.create_server(("::1", 0), family=socket.AF_INET6)
+    except OSError as error:
+        if error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
+            raise
+        pytest.skip(f"no IPv6 here: {error}")
+
+
+def phases(server: Server) -> list[str]:
+    return [one["phase"] for one in server.get("/ready").json()["workers"]]
+
+
+def worker_pids(server: Server) -> list[int]:
+    """Worker processes by index."""
+    found = {}
+    for process in psutil.Process(server.process.pid).children(recursive=True):
+        try:
+            words = process.cmdline()
+        except psutil.Error:
+            continue
+        if "--worker-id" in words and words[1:3] == ["-m", "workers"]:
+            found[int(words[words.index("--worker-id") + 1])] = process.pid
+    return [found[index] for index in sorted(found)]

@@ -7,44 +7,19 @@ import gevent
 import pytest
 from flask import Flask
 
-from app.pool.command_sender import CommandSender, results_of
+from app.pool.command_sender import results_of
 from app.pool.state import Pool
 from app.routes.weights import updates
-from tests.test_pool import beat
+from tests.pools import FakePool, beat
 from titopool.errors import DeadlinePassed, NoReadyWorker, TitopoolError, WeightUpdateFailed
 from titopool.wire.commands import (
     AbortUpdate,
-    Action,
     ApplyUpdate,
     AwaitStep,
     Command,
     CommandDone,
     GetStatus,
 )
-
-
-class FakePool:
-    """A pool whose workers run `on_command` for each command; `sent` records the commands."""
-
-    def __init__(self, num_workers: int, on_command: Callable[["FakePool", int, Command], None]):
-        self.sent: list[tuple[str, Action]] = []
-        self._on_command = on_command
-        self.pool = Pool(
-            no_worker_timeout_s=1, on_lost=lambda *lost: self.commands.on_worker_lost(*lost)
-        )
-        self.commands = CommandSender(self._send, self.pool)
-        for index in range(num_workers):
-            self.pool.add_worker(f"w{index}", 0)
-            self.pool.on_heartbeat(f"w{index}", beat(f"w{index}"), 0)
-
-    def _send(self, endpoint: str, command: Command) -> None:
-        self.sent.append((endpoint, command.action))
-        self._on_command(self, int(endpoint[1:]), command)
-
-    def answer(self, index: int, command: Command) -> None:
-        gevent.spawn(
-            self.commands.on_done, f"w{index}", CommandDone(command.command_id, {"w": index})
-        )
 
 
 def always_answer(fake: FakePool, index: int, command: Command) -> None:

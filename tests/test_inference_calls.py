@@ -2,7 +2,7 @@
 
 import importlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from typing import Any
@@ -15,32 +15,17 @@ from pydantic import TypeAdapter
 from app.outputs import openai_logprobs
 from app.schemas import inference
 from app.schemas.decoding import decode_body
-from tests.conftest import StartStub
+from tests.conftest import StartServer, StartStub
+from tests.hostile_requests import nested
+from tests.pools import FACTS
 from tests.servers import Server, forked_server, stub_worker, wait_until
 from tests.stub_worker import Fault
-from tests.test_bad_input import nested
-from tests.test_pool import FACTS
+from tests.vllm_protocol import ABORT, GENERATE, read_by_vllm, vllm_protocol
 from titopool.errors import InvalidRequest
 from titopool.settings.sampling import SamplingOptions, check_sampling
 from titopool.wire.messages import Completed, Completion, Logprobs
 
-StartServer = Callable[..., Server]
-GENERATE, ABORT = "/inference/v1/generate", "/inference/v1/abort_requests"
 IDS = [7, 8, 9, 10]
-
-
-def vllm_protocol() -> Any:
-    """The models of the installed vLLM for /inference/v1/generate."""
-    try:
-        return importlib.import_module("vllm.entrypoints.scale_out.token_in_token_out.protocol")
-    except ImportError:
-        # Before vLLM 0.30.
-        return importlib.import_module("vllm.entrypoints.serve.disagg.protocol")
-
-
-def read_by_vllm(model: str, data: bytes) -> Any:
-    """`data` as vLLM's own client would read it; raises ValidationError."""
-    return TypeAdapter(getattr(vllm_protocol(), model)).validate_json(data)
 
 
 def decoded(**fields: Any) -> tuple[inference.GenerateFields, SamplingOptions]:

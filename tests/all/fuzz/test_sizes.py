@@ -13,8 +13,8 @@ import requests
 
 from tests.all.fuzz.exploring import TIMEOUT_S
 from tests.conftest import ENGINE_OPTIONS
+from tests.memory_growth import MIB, growth_of
 from tests.servers import Server, running_server, wait_until
-from tests.test_hostile_bodies import MIB, growth_of
 
 pytestmark = pytest.mark.timeout(TIMEOUT_S)
 
