@@ -3,6 +3,8 @@
 import json
 import threading
 from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -78,3 +80,23 @@ class Load:
         counts = Counter(map(int, runs.read_text().split()))
         assert counts.keys() == set(self.answered)
         return sum(one > 1 for one in counts.values())
+
+
+@contextmanager
+def load_on(*calls: Callable[[], object]) -> Iterator[None]:
+    """Repeats each call in a thread."""
+    ends = threading.Event()
+
+    def repeat(call: Callable[[], object]) -> None:
+        while not ends.is_set():
+            call()
+
+    threads = [threading.Thread(target=repeat, args=(call,)) for call in calls]
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        ends.set()
+        for thread in threads:
+            thread.join()
