@@ -8,7 +8,7 @@ from typing import Any
 
 import psutil
 
-from tests.servers import Server
+from tests.servers import STALL_S, Server
 
 
 def send_json(
@@ -22,7 +22,7 @@ def send_json(
 def connections_by_front_end(server: Server, num: int) -> list[list[HTTPConnection]]:
     """`num` open connections to each gunicorn process."""
     found: dict[int, list[HTTPConnection]] = {}
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 20 + STALL_S
     while len(found) < 2 or min(map(len, found.values())) < num:
         assert time.monotonic() < deadline, "the connections go to one process"
         connection = HTTPConnection(server.url.removeprefix("http://"), timeout=30)

@@ -11,6 +11,7 @@ from app.pool.command_sender import results_of
 from app.pool.state import Pool
 from app.routes.weights import updates
 from tests.pools import FakePool, beat
+from tests.servers import STALL_S
 from titopool.errors import DeadlinePassed, NoReadyWorker, TitopoolError, WeightUpdateFailed
 from titopool.wire.commands import (
     AbortUpdate,
@@ -55,11 +56,13 @@ def test_a_lost_worker_does_not_keep_a_command_from_the_others():
 
 
 def test_one_timeout_covers_the_commands_to_all_workers():
-    fake = FakePool(4, never_answer)
+    # One after the other they would take longer than a machine stands still.
+    num_workers = 2 * int(STALL_S)
+    fake = FakePool(num_workers, never_answer)
     begin = time.monotonic()
     outcomes = fake.commands.gather_outcomes(fake.commands.all_workers(), GetStatus(), timeout_s=1)
-    assert 1 <= time.monotonic() - begin < 3
-    assert [one.error.code for one in outcomes if one.error] == ["deadline_passed"] * 4
+    assert 1 <= time.monotonic() - begin < 1 + STALL_S
+    assert [one.error.code for one in outcomes if one.error] == ["deadline_passed"] * num_workers
     assert fake.commands.num_pending == 0
 
 
