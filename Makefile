@@ -163,7 +163,8 @@ test-all: tools  ## runs a part of what `make test` leaves out, PART=chaos|compo
 PART_chaos = -q -s --timeout=0
 PART_fuzz = -q -rP --timeout=0 -n $(JOBS)
 PART_soak = -s --timeout=0
-PART_system = -q -rs
+# Its tests wait for programs to install, to start and to end.
+PART_system = -q -rs -n $(JOBS) --dist loadgroup --no-loadscope-reorder
 PART_compose = -q -rs
 
 pictures: tools  ## takes docs/page-*.png of a server under load, in minutes; needs Debian's chromium-driver
