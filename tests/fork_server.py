@@ -262,6 +262,8 @@ def main() -> None:
     # Else each fork's first collection would copy the memory of all imported objects.
     gc.freeze()
     _Parent(socket.socket(fileno=int(sys.argv[1]))).run()
+    # As its forks: without the interpreter's end, at which libraries of vLLM write what they leaked.
+    os._exit(0)
 
 
 if __name__ == "__main__":
