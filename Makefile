@@ -79,9 +79,10 @@ serve: install  ## serves MODEL=folder-or-hub-name (default: a tiny random demo 
 
 # Processes that run tests. Groups of tests share servers, so more than two start more servers.
 JOBS ?= $(if $(filter gpu,$(PLATFORM)),1,2)
+GROUPED = -n $(JOBS) --dist loadgroup --no-loadscope-reorder
 
 test: tools  ## runs all tests, with real vLLM on tiny models (ARGS='-k …' for some)
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup --no-loadscope-reorder $(ARGS)
+	$(BIN)/python -m pytest $(GROUPED) $(ARGS)
 
 test-fast: tools  ## runs the tests that start no server, in under a minute
 	$(BIN)/python -m pytest -q -m "not server" $(ARGS)
@@ -161,9 +162,10 @@ test-all: tools  ## runs a part of what `make test` leaves out, PART=chaos|compo
 
 # Options of single parts. One process runs the others: each of their engines takes all cores.
 PART_chaos = -q -s --timeout=0
-PART_fuzz = -q -rP --timeout=0 -n $(JOBS)
+PART_fuzz = -q -rP --timeout=0 $(GROUPED)
 PART_soak = -s --timeout=0
-PART_system = -q -rs
+# Its tests wait for programs to install, to start and to end.
+PART_system = -q -rs $(GROUPED)
 PART_compose = -q -rs
 
 pictures: tools  ## takes docs/page-*.png of a server under load, in minutes; needs Debian's chromium-driver

@@ -33,14 +33,13 @@ import requests
 from benchmarks.bench import say
 from benchmarks.front import stub_environment
 from benchmarks.hostile import KINDS
+from tests.hostile_grammars import NESTED, SLOW
+from tests.hostile_requests import BODIES as MALFORMED
+from tests.hostile_requests import CHUNKED, png_with_text
 from tests.innocents import innocents
+from tests.memory_growth import growth_of
 from tests.servers import Server, running_server
 from tests.stub_worker import IMAGE_PLACEHOLDER, Fault
-from tests.test_framing import BODIES as MALFORMED
-from tests.test_framing import CHUNKED
-from tests.test_front_end_limits import png_with_text
-from tests.test_grammars import NESTED, SLOW
-from tests.test_hostile_bodies import growth_of
 from titopool.demo_model import demo_model_folder
 from titopool.settings.grammars import MAX_GRAMMAR_BYTES
 from titopool.settings.sampling import MAX_ENTRIES

@@ -24,7 +24,7 @@ from benchmarks.front import FrontEnd, stub_environment, stub_workers
 from benchmarks.processes import running
 from benchmarks.targets import Engine
 from tests.innocents import innocents
-from tests.test_hostile_bodies import growth_of
+from tests.memory_growth import growth_of
 
 MIB = 2**20
 TIMEOUT_S = 300

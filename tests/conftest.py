@@ -16,6 +16,7 @@ from tests.servers import (
     REPOSITORY,
     Server,
     environment,
+    fork_server_process,
     forked_server,
     kill_all,
     need_gpus,
@@ -30,7 +31,7 @@ ALL = HERE / "all"
 # Fixtures whose servers tests of several modules share; the longest first.
 SHARED_SERVERS = ("weights_server", "server", "single_server")
 # What starts processes of a server: fixtures, and functions that a module imports.
-STARTING_FIXTURES = {"start_server", "stub_server", "start_stub", "start_stub_at"}
+STARTING_FIXTURES = {"start_server", "start_forked", "stub_server", "start_stub", "start_stub_at"}
 STARTING_FUNCTIONS = {"running_server", "serve_process", "environment", "engine_in_process"}
 ENGINE_OPTIONS = ("--dtype", "float32", "--max-model-len", "512", "--max-num-seqs", "128")
 if visible_gpus():
@@ -172,7 +173,15 @@ def single_server(
         yield running
 
 
+@pytest.fixture
+def port() -> Iterator[int]:
+    """A trainer's port with a listener."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        yield listening.getsockname()[1]
+
+
 StartStub = Callable[..., Forked]
+StartServer = Callable[..., Server]
 
 
 @pytest.fixture
@@ -230,11 +239,21 @@ def stub_server(tmp_path: Path) -> Iterator[Callable[..., Server]]:
 @pytest.fixture
 def start_server(tmp_path: Path) -> Iterator[Callable[..., Server]]:
     """Starts servers that the test ends itself; kills what is left of them."""
-    started: list[subprocess.Popen[bytes]] = []
+    yield from _starting(serve_process, tmp_path)
+
+
+@pytest.fixture
+def start_forked(tmp_path: Path) -> Iterator[Callable[..., Server]]:
+    """As `start_server`, where the start itself is not tested: forks, as are their stub workers."""
+    yield from _starting(fork_server_process, tmp_path)
+
+
+def _starting(start_process: Callable[..., Any], folder: Path) -> Iterator[Callable[..., Server]]:
+    started: list[subprocess.Popen[bytes] | Forked] = []
 
     def start(*arguments: str, **options: Any) -> Server:
-        log = tmp_path / f"server-log-{len(started)}"
-        process, url = serve_process(*arguments, log=log, **options)
+        log = folder / f"server-log-{len(started)}"
+        process, url = start_process(*arguments, log=log, **options)
         started.append(process)
         return Server(process, url, log)
 

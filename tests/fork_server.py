@@ -1,12 +1,12 @@
-"""Servers and stub workers as forks of one process that has imported their modules.
+"""Servers and workers as forks of one process that has imported their modules.
 
-Importing what `titopool serve` and `python -m tests.stub_worker` need takes seconds of a core; a fork of a
-process that has it takes 20 ms. What runs afterwards is the same code, with the same settings.
-`python -m tests.fork_server FD` is that process: it reads jobs from a socket, and ends, with all that it
-has started, as soon as the test process has closed the socket.
+Importing what `titopool serve` and `python -m tests.stub_worker` need takes seconds of a core, and vLLM
+several more; a fork of a process that has it takes 20 ms. What runs afterwards is the same code, with
+the same settings (`tests/forked_modules.py`). `python -m tests.fork_server FD` is that process: it reads
+jobs from a socket, and ends, with all that it has started, as soon as the test process has closed the
+socket.
 """
 
-import asyncio
 import atexit
 import gc
 import importlib
@@ -18,19 +18,22 @@ import signal
 import socket
 import subprocess
 import sys
-import time
-import traceback
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import psutil
+
+from tests.forked_modules import import_engine, run_module
 
 # Seconds to import the modules, and for what was killed to end, on a busy machine.
 START_TIMEOUT_S, END_TIMEOUT_S = 120.0, 30.0
 MAX_MESSAGE = 2**20
-MODULES = ("app", "gunicorn.app.wsgiapp", "titopool.commands.serve", "tests.stub_worker")
+MODULES = (
+    "app", "gunicorn.app.wsgiapp", "titopool.commands.serve", "workers.supervisor.supervisor",
+    "tests.stub_worker",
+)  # fmt: skip
 
 
 class Forked:
@@ -104,7 +107,9 @@ class Forked:
 class ForkServer:
     """Starts processes as forks; itself started with the first, and again after it has died."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, with_engine: bool = False):
+        """`with_engine`: the process has imported vLLM too, so that real workers are forks as well."""
+        self._with_engine = with_engine
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
         atexit.register(self.end)
@@ -156,7 +161,7 @@ class ForkServer:
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, MAX_MESSAGE)
         with its:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "tests.fork_server", str(its.fileno())],
+                [sys.executable, "-m", "tests.fork_server", str(its.fileno()), *["engine"] * self._with_engine],
                 env=environment(), cwd=REPOSITORY, pass_fds=[its.fileno()],
                 stdin=subprocess.DEVNULL, start_new_session=True,
             )  # fmt: skip
@@ -172,6 +177,7 @@ class ForkServer:
 
 
 fork_server = ForkServer()
+engine_fork_server = ForkServer(with_engine=True)
 
 
 # ---- the process ---------------------------------------------------------------------
@@ -209,9 +215,10 @@ class _Parent:
     def _fork(self, job: dict[str, Any], status: int, output: int) -> None:
         pid = os.fork()
         if pid == 0:
-            self._leave()
-            os.close(status)
-            _run(output=output, **job)
+            run_module(
+                job["module"], job["arguments"], job["environ"],
+                lambda: self._leave(status, output, job["folder"], job["num_descriptors"]),
+            )  # fmt: skip
         # Here too: the test may kill the group before the fork runs.
         with suppress(PermissionError, ProcessLookupError):
             os.setpgid(pid, pid)
@@ -219,12 +226,20 @@ class _Parent:
         self._status[pid] = socket.socket(fileno=status)
         self._jobs.send(str(pid).encode())
 
-    def _leave(self) -> None:
+    def _leave(self, status: int, output: int, folder: str, num_descriptors: int | None) -> None:
         """Drops in a fork what is the parent's."""
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         for one in (self._jobs, self._woken, self._wake, *self._status.values()):
             one.close()
+        os.close(status)
+        os.setpgid(0, 0)
+        for descriptor in (1, 2):
+            os.dup2(output, descriptor)
+        os.close(output)
+        os.chdir(folder)
+        if num_descriptors is not None:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (num_descriptors, num_descriptors))
 
     def _reap(self) -> None:
         with suppress(ChildProcessError):
@@ -238,76 +253,17 @@ class _Parent:
                 os.killpg(pid, signal.SIGKILL)
 
 
-def _run(
-    output: int,
-    module: str,
-    arguments: list[str],
-    environ: dict[str, str],
-    folder: str,
-    num_descriptors: int | None,
-) -> NoReturn:
-    """In a fork: becomes what `python -m module arguments` is, and ends with it."""
-    code: Any = 1
-    try:
-        os.setpgid(0, 0)
-        for descriptor in (1, 2):
-            os.dup2(output, descriptor)
-        os.close(output)
-        os.chdir(folder)
-        os.environ.clear()
-        os.environ.update(environ)
-        time.tzset()
-        if num_descriptors is not None:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (num_descriptors, num_descriptors))
-        sys.argv = [module, *arguments]
-        code = RUNS[module](arguments)
-    except SystemExit as error:
-        code = error.code or 0
-        if not isinstance(code, int):
-            print(code, file=sys.stderr)
-            code = 1
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        # Without the interpreter's end, which visits all imported objects.
-        os._exit(code or 0)
-
-
-def _serve(arguments: list[str]) -> int:
-    from tests import loop_turns
-    from titopool import cli, launch
-    from titopool.commands import serve
-
-    def execute(module: str, *words: str, environ: Mapping[str, str]) -> None:
-        assert module == "titopool.launch"
-        os.environ.clear()
-        os.environ.update(launch.child_environment(environ))
-        sys.argv = [module, *words]
-        launch.run_gunicorn()
-
-    serve.execute = execute  # type: ignore[assignment]
-    if path := os.environ.get(loop_turns.VARIABLE):
-        loop_turns.note_at(path)
-    return cli.main(["serve", *arguments])
-
-
-def _work(arguments: list[str]) -> int:
-    from tests import stub_worker
-
-    return asyncio.run(stub_worker.serve(stub_worker.parser().parse_args(arguments)))
-
-
-RUNS = {"titopool serve": _serve, "tests.stub_worker": _work}
-
-
 def main() -> None:
+    if "engine" in sys.argv:
+        # Before Flask: see `WITH_PROXIES`.
+        import_engine()
     for name in MODULES:
         importlib.import_module(name)
     # Else each fork's first collection would copy the memory of all imported objects.
     gc.freeze()
     _Parent(socket.socket(fileno=int(sys.argv[1]))).run()
+    # As its forks: without the interpreter's end, at which libraries of vLLM write what they leaked.
+    os._exit(0)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """Starts real servers for tests, and stops all of their processes."""
 
+import errno
 import json
 import os
 import re
@@ -18,7 +19,7 @@ import psutil
 import pytest
 import requests
 
-from tests.fork_server import Forked, fork_server
+from tests.fork_server import Forked, engine_fork_server, fork_server
 from titopool.settings.gpus import visible_gpus
 
 START_TIMEOUT_S = 240.0
@@ -177,10 +178,14 @@ def serve_process(
 def fork_server_process(
     *arguments: str, log: Path, port: int | None = None, **variables: str
 ) -> tuple[Forked, str]:
-    """As `serve_process`, as a fork of a process that has imported what a server needs."""
+    """As `serve_process`, as a fork of a process that has imported what a server needs.
+
+    With a model, the first of `arguments`, that process has imported vLLM too.
+    """
     words, url = _words(arguments, port or free_port())
+    forks = fork_server if arguments[0].startswith("--") else engine_fork_server
     with log.open("wb") as output:
-        process = fork_server.start(
+        process = forks.start(
             "titopool serve", words, environ=environment(**variables), folder=REPOSITORY,
             output=output.fileno(),
         )  # fmt: skip
@@ -197,8 +202,12 @@ def _words(arguments: Sequence[str], port: int) -> tuple[list[str], str]:
 def running_server(
     *arguments: str, log: Path, num_workers: int = 1, **variables: str
 ) -> Iterator[Server]:
-    """A server whose workers are ready; asserts afterwards that all its processes have ended."""
-    process, url = serve_process(*arguments, log=log, **variables)
+    """A server whose workers are ready; asserts afterwards that all its processes have ended.
+
+    It is a fork, except on GPUs, where each worker's process chooses its own before it imports vLLM.
+    """
+    start = serve_process if visible_gpus() else fork_server_process
+    process, url = start(*arguments, log=log, **variables)
     server = Server(process, url, log, num_workers)
     descendants: list[psutil.Process] = []
     try:
@@ -214,6 +223,19 @@ def running_server(
         finally:
             process.kill()
             kill_all(descendants)
+
+
+@contextmanager
+def stub_worker(endpoint: str, *arguments: str, **variables: str) -> Iterator[Forked]:
+    """A worker with a stub engine, in a fork; it is killed afterwards."""
+    process = fork_server.start(
+        "tests.stub_worker", ["--endpoint", endpoint, *arguments],
+        environ=environment(**variables), folder=REPOSITORY,
+    )  # fmt: skip
+    try:
+        yield process
+    finally:
+        process.kill_group()
 
 
 @contextmanager
@@ -253,3 +275,30 @@ def alive(processes: list[psutil.Process]) -> list[psutil.Process]:
         except psutil.NoSuchProcess:
             pass
     return found
+
+
+def ipv6_listener() -> socket.socket:
+    """A socket that listens at ::1; skips the test where IPv6 is missing."""
+    try:
+        return socket.create_server(("::1", 0), family=socket.AF_INET6)
+    except OSError as error:
+        if error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
+            raise
+        pytest.skip(f"no IPv6 here: {error}")
+
+
+def phases(server: Server) -> list[str]:
+    return [one["phase"] for one in server.get("/ready").json()["workers"]]
+
+
+def worker_pids(server: Server) -> list[int]:
+    """Worker processes by index."""
+    found = {}
+    for process in psutil.Process(server.process.pid).children(recursive=True):
+        try:
+            words = process.cmdline()
+        except psutil.Error:
+            continue
+        if "--worker-id" in words and words[1:3] == ["-m", "workers"]:
+            found[int(words[words.index("--worker-id") + 1])] = process.pid
+    return [found[index] for index in sorted(found)]

@@ -18,13 +18,13 @@ import pytest
 import requests
 
 from tests import reference
+from tests.openai_calls import HELLO
 from tests.servers import Server, running_server, wait_until
-from tests.test_binary import BINARY
-from tests.test_chat import HELLO
 from tests.weights import TOLERANCE
 from titopool.errors import DeadlinePassed
 from workers.engine.scoring import NotScored, until_scored
 
+BINARY = {"Accept": "application/msgpack"}
 # Tokens per engine step: prefilling all prompts takes 375 steps.
 STEP = 16
 LENGTH = 1200

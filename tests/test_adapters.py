@@ -17,9 +17,9 @@ from transformers import AutoModelForCausalLM
 from tests import reference
 from tests.adapters import RANK, SCALE, TARGETS, make_adapter
 from tests.conftest import ENGINE_OPTIONS
+from tests.document_examples import blocks, filled_in, run_shell
+from tests.reference import TOLERANCE
 from tests.servers import Server, running_server, wait_until
-from tests.test_examples import blocks, filled_in, run_shell
-from tests.test_generate import TOLERANCE
 from titopool import Client
 from titopool.client.weights_client import WeightsError
 from titopool.settings.gpus import visible_gpus

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from tests.fake_server import FakeServer
 from tests.servers import Server, wait_until
-from tests.test_weights_client import FakeServer
 from titopool import AsyncClient, Client, Rollout, run_rollouts, run_rollouts_async
 
 QUESTION = [{"role": "user", "content": "What is 6 times 7?"}]

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from tests.fake_server import FakeServer, reply
 from tests.servers import Server
-from tests.test_weights_client import FakeServer, reply
 from tests.trainer import DEVICE
 from tests.weights import states
 from titopool import AsyncClient

@@ -5,6 +5,7 @@ import time
 import pytest
 import requests
 
+from tests.hostile_requests import nested
 from tests.images import encoded, picture
 from tests.servers import Server
 
@@ -14,13 +15,6 @@ OK = [[1, 2, 3]]
 
 def kwargs(**options):
     return {"prompts": OK, "generation_kwargs": options}
-
-
-def nested(num_levels: int):
-    inner: dict = {}
-    for _ in range(num_levels):
-        inner = {"a": inner}
-    return inner
 
 
 GRAMMAR = {"regex": "[a-z]{3}"}

@@ -6,18 +6,9 @@ import pytest
 
 from app import create_app
 from app.http.browsers import is_loopback
+from tests.hostile_requests import FOREIGN
 from titopool.settings.config import ServerConfig
 
-FOREIGN = {
-    "form": {"Sec-Fetch-Site": "cross-site", "Content-Type": "text/plain"},
-    "another-port-of-the-host": {"Sec-Fetch-Site": "same-site"},
-    "origin": {"Origin": "https://evil.example"},
-    "sandbox": {"Origin": "null"},
-    "origin-of-another-port": {"Origin": "http://localhost:3000"},
-    "rebinding": {"Host": "evil.example:8000", "Origin": "http://evil.example:8000"},
-    "rebinding-read": {"Host": "evil.example", "Sec-Fetch-Site": "same-origin"},
-    "lookalike": {"Host": "localhost.evil.example"},
-}
 OWN = {
     "no-browser": {},
     "typed": {"Sec-Fetch-Site": "none"},

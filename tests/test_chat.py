@@ -4,10 +4,10 @@ import pytest
 from transformers import AutoTokenizer
 
 from tests import reference
+from tests.openai_calls import HELLO, rendered
 from tests.servers import Server
 from tests.trl_client import run_trl
 
-HELLO = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello, ü!"}]
 TURNS = [
     {"role": "user", "content": [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]},
     {"role": "assistant", "content": "three"},
@@ -19,12 +19,6 @@ GREEDY = {"temperature": 0, "max_tokens": 6, "generation_kwargs": {"ignore_eos":
 @pytest.fixture(scope="module")
 def tokenizer(tiny_model: str):
     return AutoTokenizer.from_pretrained(tiny_model)
-
-
-def rendered(tokenizer, messages: list[dict], **options) -> list[int]:
-    options = {"add_generation_prompt": True, **options}
-    text = tokenizer.apply_chat_template(messages, tokenize=False, **options)
-    return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
 def test_conversations_are_rendered_as_by_transformers(server: Server, tiny_model, tokenizer):

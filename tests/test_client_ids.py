@@ -12,10 +12,10 @@ import pytest
 
 from app.pool.placement import session_worker
 from app.pool.records import Worker
-from tests.conftest import StartStub
+from tests.conftest import StartServer, StartStub
+from tests.connections import connections_by_front_end, send_json
 from tests.servers import Server, wait_until
 from tests.stub_worker import Fault
-from tests.test_vllm_rl import StartServer, connections_by_front_end, send_json
 
 COMPLETIONS = {"prompt": [1, 2], "max_tokens": 2}
 GENERATE = {"token_ids": [1, 2], "sampling_params": {"max_tokens": 2}}

@@ -17,12 +17,11 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.conftest import StartStub
+from tests.conftest import StartServer, StartStub
 from tests.servers import Server, wait_until
 from tests.stub_worker import stub_adapters
 from titopool.errors import Conflict, InvalidRequest
 
-StartServer = Callable[..., Server]
 QUICK = {
     "TITOPOOL_HEARTBEAT_INTERVAL_S": "0.1",
     "TITOPOOL_HEARTBEAT_TIMEOUT_S": "2",

@@ -6,8 +6,8 @@ from app.inputs.images import EncodedImages, read_images
 from app.schemas.decoding import decode_body
 from app.schemas.generation import GENERATE_BODY, SamplingBody
 from app.schemas.openai import ChatFields, CompletionsFields, OpenAIDecoder
+from tests.pools import FACTS
 from tests.servers import Server
-from tests.test_pool import FACTS
 from titopool.errors import InvalidRequest
 from titopool.settings.config import ServerConfig
 from titopool.wire.messages import ImageFacts

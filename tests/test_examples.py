@@ -11,23 +11,27 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 from transformers import AutoModelForCausalLM
 
+from tests.document_examples import (
+    BLOCK,
+    DOCUMENTS,
+    Block,
+    blocks,
+    filled_in,
+    run_shell,
+)
 from tests.servers import REPOSITORY, Server, environment, need_gpus
 from tests.trainer import DEVICE, tensors_of
 from tests.trl_client import run_trl
-from tests.trl_weights_client import GROUP_PORT, run_trl_weights
+from tests.trl_weights_client import run_trl_weights
 from tests.verifiers_rollouts import forks as verifiers_forks
 from tests.weights import weights_client
 from titopool.client.weights_client import WeightsClient
 
-DOCUMENTS = (
-    "README.md",
-    *(f"docs/{path.name}" for path in sorted((REPOSITORY / "docs").glob("*.md"))),
-)
 # Text of a block that does not run: the reason.
 NOT_RUN = {
     "titopool top": "needs a server at the default port; tests/test_top.py runs it",
@@ -46,37 +50,10 @@ NOT_RUN = {
     "rllm-model-gateway": "needs rLLM",
     "lora": "needs an engine with adapters; tests/test_adapters.py runs it",
 }
-BLOCK = re.compile(r"^```(\w+)( [\w-]+)?\n(.*?)^```$", re.M | re.S)
-URL, GROUP, FOLDER = "http://127.0.0.1:8000", "group_port=51216", "/weights/step-7"
 TRL_VERSION = "1.9.2"
 NOWHERE = "http://127.0.0.1:9"
 # `run_trl` reads the last line as JSON.
 NO_ANSWER = "print('null')"
-
-
-class Block(NamedTuple):
-    document: str
-    number: int
-    language: str
-    code: str
-
-    def __str__(self) -> str:
-        return f"{self.document}-{self.number}"
-
-    @property
-    def loads_weights(self) -> bool:
-        words = ("WeightsClient", "client.weights", "init_communicator", FOLDER)
-        return any(word in self.code for word in words)
-
-
-def blocks(*, run: bool) -> Iterator[Block]:
-    for document in DOCUMENTS:
-        text = (REPOSITORY / document).read_text()
-        for number, match in enumerate(BLOCK.finditer(text), 1):
-            language, word, code = match.groups()
-            assert word in (None, " not-run"), f"{document}: {word}"
-            if language in ("python", "sh") and run == (word is None):
-                yield Block(document, number, language, code)
 
 
 @pytest.fixture(scope="module")
@@ -100,21 +77,6 @@ def trained(tiny_model: str) -> dict[str, Any]:
     """Names that an example expects from the training loop around it."""
     model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype="float32").to(DEVICE)
     return {"model": model, "step": 0, "rank": 0}
-
-
-def filled_in(code: str, server: Server, folder: str) -> str:
-    code = code.replace(URL, server.url).replace(FOLDER, folder)
-    return code.replace(GROUP, f"group_port={GROUP_PORT}")
-
-
-def run_shell(code: str) -> str:
-    """The output of the commands; curl fails on an HTTP error."""
-    result = subprocess.run(
-        ["bash", "-euo", "pipefail", "-c", code.replace("curl -s", "curl -sSf")],
-        cwd=REPOSITORY, capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
-    assert result.returncode == 0, result.stderr
-    return result.stdout
 
 
 @pytest.mark.parametrize("block", list(blocks(run=True)), ids=str)

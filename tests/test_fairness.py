@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from app.pool.records import OpenJob, WaitingJobs
 from app.pool.request import Request
 from app.pool.state import Pool
+from tests.pools import FACTS, beat
 from tests.simulated_worker import SimulatedWorker
-from tests.test_pool import FACTS, beat
 from titopool.slots import num_kept
 from titopool.wire.messages import Job
 

@@ -3,13 +3,14 @@
 import os
 import signal
 import subprocess
+import sys
 import time
 
 import psutil
 import pytest
 
 from tests.fork_server import Forked, ForkServer
-from tests.servers import REPOSITORY, alive, environment, wait_until
+from tests.servers import REPOSITORY, alive, environment, running_server, wait_until
 
 BAD_WORDS = ["--endpoint", "ipc:///tmp/never", "--no-such-option"]
 
@@ -86,3 +87,20 @@ def test_a_child_that_outlives_the_group_is_named_and_ends(forks, tmp_path):
     with pytest.raises(AssertionError, match="sleep"):
         one.kill_group(0.2)
     assert away.wait(30) == -signal.SIGKILL
+
+
+def test_a_server_s_processes_have_the_parents_and_the_sessions_of_production(tmp_path):
+    command = f"{sys.executable} -m tests.stub_worker"
+    options = ("--worker-command", command, "--num-workers", "1", "--num-front-ends", "1")
+    with running_server(*options, log=tmp_path / "log") as server:
+        children = psutil.Process(server.process.pid).children()
+        (supervisor,) = (one for one in children if "workers.supervisor" in one.cmdline())
+        (worker,) = supervisor.children()
+        assert worker.cmdline()[:3] == command.split()
+        for one in (supervisor, worker):
+            assert os.getsid(one.pid) == one.pid
+            assert psutil.CONN_LISTEN not in {at.status for at in one.net_connections("tcp")}
+        worker.kill()
+        wait_until(lambda: "it was killed (SIGKILL)" in server.log, 20)
+        wait_until(lambda: supervisor.children() not in ([], [worker]), 20)
+        server.wait_until_ready()

@@ -8,19 +8,10 @@ from collections.abc import Callable
 import pytest
 
 from tests.conftest import StartStub
+from tests.hostile_requests import BODIES, CHUNKED
 from tests.servers import Server, wait_until
 from tests.stub_worker import Fault
 
-CHUNKED = b"POST /generate/ HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
-BODIES = {
-    "no-size": b"x\r\n{}\r\n0\r\n\r\n",
-    "negative-size": b"-1\r\n{}\r\n0\r\n\r\n",
-    "size-with-prefix": b"0x2\r\n{}\r\n0\r\n\r\n",
-    "size-with-space": b"2 \r\n{}\r\n0\r\n\r\n",
-    "longer-than-its-size": b"2\r\n{}x\r\n0\r\n\r\n",
-    "extension": b"2;\r\n{}\r\n0\r\n\r\n",
-    "trailer-with-nul": b"2\r\n{}\r\n0\r\nA: \0\r\n\r\n",
-}
 HEADS = {
     "length-no-number": b"POST /generate/ HTTP/1.1\r\nHost: localhost\r\nContent-Length: abc\r\n\r\n",
     "two-lengths": b"POST /generate/ HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\n",

@@ -1,12 +1,11 @@
 """What one request may cost a front end: lines of its log, and time for its images."""
 
-import binascii
 import logging
-import zlib
 
 import pytest
 
 from app.inputs.chat_messages import read_conversation
+from tests.hostile_requests import png_with_text
 from titopool.wire.image_files import check_file
 
 
@@ -19,23 +18,6 @@ def test_malformed_tool_calls_are_one_line_of_the_log(caplog: pytest.LogCaptureF
     (line,) = [record.getMessage() for record in caplog.records]
     assert "300 tool calls" in line
     assert "messages[0].tool_calls[0]" in line
-
-
-def png_chunk(kind: bytes, data: bytes) -> bytes:
-    checksum = binascii.crc32(kind + data).to_bytes(4)
-    return len(data).to_bytes(4) + kind + data + checksum
-
-
-def png_with_text(num_mebibytes: int) -> bytes:
-    """A PNG of one pixel with compressed texts of 1 MiB each."""
-    text = png_chunk(b"zTXt", b"k\0\0" + zlib.compress(bytes(2**20 - 100)))
-    return (
-        b"\x89PNG\r\n\x1a\n"
-        + png_chunk(b"IHDR", bytes.fromhex("00000001 00000001 08 02 00 00 00"))
-        + text * num_mebibytes
-        + png_chunk(b"IDAT", zlib.compress(bytes(4)))
-        + png_chunk(b"IEND", b"")
-    )
 
 
 def test_a_png_with_much_text_is_refused_before_it_is_read():

@@ -6,12 +6,8 @@ import time
 import pytest
 
 from tests import reference
+from tests.reference import PROMPT, TOLERANCE
 from tests.servers import Server, wait_until
-from titopool.settings.gpus import visible_gpus
-
-# On a GPU, attention kernels multiply float32 with 10 bits of mantissa (tf32).
-TOLERANCE = 5e-3 if visible_gpus() else 1e-3
-PROMPT = [42, 1393, 14, 535, 78, 70]
 
 
 def flat(nested: list[list[float]]) -> list[float]:

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.test_pool import FACTS
+from tests.hostile_grammars import regexes
+from tests.pools import FACTS
 from tests.tool_schemas import TOOL_SCHEMAS
 from titopool.errors import InvalidRequest
 from titopool.settings.grammars import (
@@ -80,21 +81,6 @@ def test_honest_grammars_pass(structured):
 @pytest.mark.parametrize("name", TOOL_SCHEMAS)
 def test_tool_definitions_pass(name):
     assert exceeded_by_schema(TOOL_SCHEMAS[name]) == ""
-
-
-def regexes() -> st.SearchStrategy[tuple[str, int]]:
-    """Regexes, each with the greatest product of its nested counts."""
-
-    def grown(inner):
-        count = st.integers(2, 99)
-        return st.one_of(
-            st.tuples(inner, count).map(lambda one: (f"({one[0][0]}){{1,{one[1]}}}", one[0][1] * one[1])),
-            st.tuples(inner, inner).map(lambda one: ("".join(part[0] for part in one), max(part[1] for part in one))),
-            inner.map(lambda one: (f"(?:{one[0]})*|[({{]", one[1])),
-        )  # fmt: skip
-
-    leaves = st.sampled_from(["a", ".", r"\(", r"\{", "[(]", "[^)]", r"[\]{9}]", '"', ""])
-    return st.recursive(leaves.map(lambda text: (text, 1)), grown, max_leaves=8)
 
 
 @given(regexes())

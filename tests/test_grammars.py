@@ -7,24 +7,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from hypothesis import given, settings
 
-from tests.servers import Server
-from tests.test_grammar_bounds import regexes
-from tests.test_weights import worker_pids
+from tests.hostile_grammars import NESTED, SLOW, regexes
+from tests.servers import Server, worker_pids
 from tests.tool_schemas import TOOL_SCHEMAS
-
-NESTED = "((a{1,60}){1,60}){1,60}"
-# Harmless by the front end's bounds. The rules and the first regex compile in milliseconds, and each
-# token takes longer than the one before it.
-CHAIN = (
-    "root ::= r0\n"
-    + "\n".join(f"r{i} ::= r{i + 1} r{i + 1}" for i in range(40))
-    + '\nr40 ::= "a" | ""'
-)
-SLOW = {
-    "mask": ({"grammar": CHAIN}, ""),
-    "later-mask": ({"regex": "((a+)+)+b|(.{1,15}){1,15}"}, "takes at most 0.1 s for each token"),
-    "compile": ({"regex": ".?" * 3000}, "grammar_timeout_s"),
-}  # fmt: skip
 
 
 def generate(server: Server, structured: dict, num: int = 1):

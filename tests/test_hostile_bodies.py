@@ -4,25 +4,22 @@ import concurrent.futures
 import json
 import re
 import socket
-import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, suppress
 from http.client import HTTPConnection
 from urllib.parse import urlsplit
 
-import psutil
 import pytest
 import requests
 
 from tests.images import encoded, picture
 from tests.innocents import Waits, innocents
+from tests.memory_growth import MIB, front_end, growth_of
 from tests.servers import Server, wait_until
 from tests.stub_worker import IMAGE_PLACEHOLDER, Fault
 from titopool.settings.config import ServerConfig
 
-MIB = 2**20
 BUDGET = 32 * MIB
 # Of /live beside the bodies; idle it takes 2 ms. A body that is decoded in one piece takes seconds.
 MAX_MEDIAN_S, MAX_P90_S = 0.1, 1.0
@@ -42,42 +39,12 @@ BODIES = {
 }
 
 
-def front_end(server: Server) -> psutil.Process:
-    (found,) = psutil.Process(server.process.pid).children()
-    return found
-
-
 def begin_slowly(server: Server) -> socket.socket:
     """A connection that has sent the head of a request and one byte of its body."""
     address = urlsplit(server.url)
     client = socket.create_connection((address.hostname, address.port), timeout=30)
     client.sendall(b"POST /generate/ HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000\r\n\r\n{")
     return client
-
-
-class Growth:
-    num_bytes = 0
-
-
-@contextmanager
-def growth_of(process: psutil.Process) -> Iterator[Growth]:
-    """By how much the resident memory of a process grows at most."""
-    growth, has_ended, before = Growth(), threading.Event(), process.memory_info().rss
-
-    def watch() -> None:
-        while not has_ended.wait(0.005):
-            try:
-                growth.num_bytes = max(growth.num_bytes, process.memory_info().rss - before)
-            except psutil.NoSuchProcess:
-                return
-
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    try:
-        yield growth
-    finally:
-        has_ended.set()
-        watcher.join()
 
 
 @pytest.fixture

@@ -8,8 +8,6 @@ import os
 import re
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import uuid
 from collections.abc import Callable, Iterator
@@ -20,14 +18,7 @@ import pytest
 import requests
 
 from app.http.responses import LOGPROBS_MODE_HEADER
-from tests.servers import (
-    REPOSITORY,
-    START_TIMEOUT_S,
-    Server,
-    environment,
-    running_server,
-    wait_until,
-)
+from tests.servers import START_TIMEOUT_S, Server, forked_server, stub_worker, wait_until
 from titopool import Client
 from titopool.errors import Conflict, InvalidRequest
 
@@ -42,25 +33,12 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A slow stub worker behind two front ends."""
     folder = tmp_path_factory.mktemp("keys")
     endpoint = f"ipc://{folder}/worker-0"
-    command = [
-        sys.executable, "-m", "tests.stub_worker", "--endpoint", endpoint,
-        "--delay-s", str(DELAY_S), "--runs-file", str(folder / "runs"),
-    ]  # fmt: skip
-    worker = subprocess.Popen(command, env=environment(), cwd=REPOSITORY)
-    arguments = (
-        "--endpoints",
-        endpoint,
-        "--num-front-ends",
-        "2",
-        "--idempotency-bytes",
-        str(BUDGET),
-    )
-    try:
-        with running_server(*arguments, log=folder / "log") as running:
-            yield running
-    finally:
-        worker.kill()
-        worker.wait()
+    words = ("--delay-s", str(DELAY_S), "--runs-file", str(folder / "runs"))
+    with stub_worker(endpoint, *words), forked_server(
+        "--endpoints", endpoint, "--num-front-ends", "2", "--idempotency-bytes", str(BUDGET),
+        log=folder / "log",
+    ) as running:  # fmt: skip
+        yield running
 
 
 _first_ids = itertools.count(100)

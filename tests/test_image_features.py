@@ -21,7 +21,7 @@ from app.routes.inference.stream import TokensEvents
 from app.schemas.decoding import decode_body
 from app.schemas.inference import GENERATE_BODY
 from tests.images import file_of, picture
-from tests.test_pool import FACTS
+from tests.pools import FACTS
 from titopool.errors import InvalidRequest
 from titopool.settings.config import ServerConfig
 from titopool.settings.sampling import SamplingOptions, encode_options

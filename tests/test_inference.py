@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from tests import reference
+from tests.reference import PROMPT, TOLERANCE
 from tests.servers import Server
-from tests.test_generate import PROMPT, TOLERANCE
-from tests.test_inference_calls import GENERATE, read_by_vllm
+from tests.vllm_protocol import GENERATE, read_by_vllm
 
 MAX_LEN = 1024
 # Shorter than a block of the prefix cache, so that /generate/ finds nothing there.

@@ -2,9 +2,7 @@
 
 import importlib
 import json
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from typing import Any
@@ -18,32 +16,17 @@ from app.outputs import openai_logprobs
 from app.outputs.json_parts import as_lists
 from app.schemas import inference
 from app.schemas.decoding import decode_body
-from tests.conftest import StartStub
-from tests.servers import REPOSITORY, Server, environment, running_server, wait_until
+from tests.conftest import StartServer, StartStub
+from tests.hostile_requests import nested
+from tests.pools import FACTS
+from tests.servers import Server, forked_server, stub_worker, wait_until
 from tests.stub_worker import Fault
-from tests.test_bad_input import nested
-from tests.test_pool import FACTS
+from tests.vllm_protocol import ABORT, GENERATE, read_by_vllm, vllm_protocol
 from titopool.errors import InvalidRequest
 from titopool.settings.sampling import SamplingOptions, check_sampling
 from titopool.wire.messages import Completed, Completion, Logprobs
 
-StartServer = Callable[..., Server]
-GENERATE, ABORT = "/inference/v1/generate", "/inference/v1/abort_requests"
 IDS = [7, 8, 9, 10]
-
-
-def vllm_protocol() -> Any:
-    """The models of the installed vLLM for /inference/v1/generate."""
-    try:
-        return importlib.import_module("vllm.entrypoints.scale_out.token_in_token_out.protocol")
-    except ImportError:
-        # Before vLLM 0.30.
-        return importlib.import_module("vllm.entrypoints.serve.disagg.protocol")
-
-
-def read_by_vllm(model: str, data: bytes) -> Any:
-    """`data` as vLLM's own client would read it; raises ValidationError."""
-    return TypeAdapter(getattr(vllm_protocol(), model)).validate_json(data)
 
 
 def decoded(**fields: Any) -> tuple[inference.GenerateFields, SamplingOptions]:
@@ -200,16 +183,11 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A stub worker behind a gunicorn process."""
     folder = tmp_path_factory.mktemp("pool")
     endpoint = f"ipc://{folder}/worker-0"
-    worker = subprocess.Popen(
-        [sys.executable, "-m", "tests.stub_worker", "--endpoint", endpoint],
-        env=environment(), cwd=REPOSITORY,
-    )  # fmt: skip
-    try:
-        with running_server("--endpoints", endpoint, log=folder / "log") as server:
-            yield server
-    finally:
-        worker.kill()
-        worker.wait()
+    with (
+        stub_worker(endpoint),
+        forked_server("--endpoints", endpoint, log=folder / "log") as server,
+    ):
+        yield server
 
 
 def good(server: Server, headers: dict[str, str] | None = None, **fields: Any) -> dict[str, Any]:

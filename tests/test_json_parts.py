@@ -10,7 +10,7 @@ import pytest
 from app.http.responses import PIECE_BYTES, json_line, json_response
 from app.outputs.json_parts import json_parts
 from tests.conftest import StartStub
-from tests.test_hostile_bodies import front_end, growth_of
+from tests.memory_growth import front_end, growth_of
 
 NUM_PROMPTS, NUM_IDS = 64, 8192
 # Of 20 log-probabilities of the ids from 0 to NUM_IDS: the best 20, and the sampled one if it is another.

@@ -21,7 +21,14 @@ import pytest
 
 from app.answer_store import FILE
 from app.http.idempotency import FOLDER, REPEAT_WITHIN_S
-from tests.servers import REPOSITORY, Server, environment, running_server, wait_until
+from tests.servers import (
+    REPOSITORY,
+    Server,
+    environment,
+    forked_server,
+    stub_worker,
+    wait_until,
+)
 from tests.stub_worker import Fault
 
 # The stub generates so many completions at once; further jobs wait in the front ends.
@@ -64,19 +71,15 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("killed")
     endpoint, run_dir = f"ipc://{folder}/worker-0", folder / "run"
     run_dir.mkdir()
-    command = [
-        sys.executable, "-m", "tests.stub_worker", "--endpoint", endpoint, "--delay-s", "0.05",
-        "--max-num-seqs", str(NUM_SLOTS), "--max-model-len", "100000",
-    ]  # fmt: skip
+    words = (
+        "--delay-s", "0.05", "--max-num-seqs", str(NUM_SLOTS), "--max-model-len", "100000",
+    )  # fmt: skip
     quick = {"TITOPOOL_HEARTBEAT_INTERVAL_S": "0.1"}
-    arguments = ("--endpoints", endpoint, "--num-front-ends", "2", "--run-dir", str(run_dir))
-    worker = subprocess.Popen(command, env=environment(**quick), cwd=REPOSITORY)
-    try:
-        with running_server(*arguments, log=folder / "log", **quick) as running:
-            yield running
-    finally:
-        worker.kill()
-        worker.wait()
+    with stub_worker(endpoint, *words, **quick), forked_server(
+        "--endpoints", endpoint, "--num-front-ends", "2", "--run-dir", str(run_dir),
+        log=folder / "log", **quick,
+    ) as running:  # fmt: skip
+        yield running
 
 
 def left_behind(server: Server) -> dict[str, float]:

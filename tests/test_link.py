@@ -13,8 +13,8 @@ import app.pool.link
 from app.pool.link import Link
 from app.pool.request import Request
 from app.pool.worker_socket import ConnectionState, WorkerSocket
+from tests.pools import beat, request_of
 from tests.servers import wait_until
-from tests.test_pool import beat, request_of
 from titopool.deadline import Deadline
 from titopool.settings.config import ServerConfig
 from titopool.wire.messages import Abort, Chunk, Hello, Job, ToWorker, decode_to_worker

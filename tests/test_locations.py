@@ -7,9 +7,9 @@ import pytest
 
 from app.inputs.images import PromptImages, check_placeholders
 from app.pool.request import Request
+from tests.openai_calls import HELLO
 from tests.servers import Server
 from tests.stub_worker import Fault
-from tests.test_chat import HELLO
 from titopool.errors import ImageMismatch
 from titopool.wire.messages import Image, ImageFacts, Job
 

@@ -4,10 +4,8 @@ import re
 import socket
 import statistics
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +14,7 @@ import pytest
 import requests
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests.load import load_on
 from tests.servers import REPOSITORY, Server, running_server, wait_until
 from tests.stub_worker import Fault
 
@@ -237,26 +236,6 @@ def test_the_document_lists_every_metric_and_label(pool: Server):
     for name, labels in shown.items():
         if labels:
             assert set(re.findall(r"`(\w+)`", documented()[name])) == labels, name
-
-
-@contextmanager
-def load_on(*calls: Callable[[], object]) -> Iterator[None]:
-    """Repeats each call in a thread."""
-    ends = threading.Event()
-
-    def repeat(call: Callable[[], object]) -> None:
-        while not ends.is_set():
-            call()
-
-    threads = [threading.Thread(target=repeat, args=(call,)) for call in calls]
-    for thread in threads:
-        thread.start()
-    try:
-        yield
-    finally:
-        ends.set()
-        for thread in threads:
-            thread.join()
 
 
 def test_a_scrape_of_eight_workers_under_load_takes_less_than_20_ms(

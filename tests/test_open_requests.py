@@ -163,7 +163,7 @@ def test_a_front_end_that_hangs_holds_nothing_up(server, pool):
     finally:
         os.kill(stopped, signal.SIGCONT)
     assert (found["num_front_ends"], found["num_missing"]) == (1, 1)
-    assert passed_s < 5
+    assert passed_s < 20
     # And afterwards.
     wait_until(lambda: listed(server, session)["num_missing"] == 0, 10)
     assert ids_of(server, session) == {"a"}

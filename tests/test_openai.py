@@ -8,12 +8,11 @@ import pytest
 from transformers import AutoTokenizer
 
 from tests import reference
+from tests.openai_calls import HELLO, IDS, rendered
+from tests.reference import TOLERANCE
 from tests.servers import Server
-from tests.test_chat import HELLO, rendered
-from tests.test_generate import TOLERANCE
 
 GREEDY = {"temperature": 0, "max_tokens": 8}
-IDS = [42, 1393, 14]
 
 
 @pytest.fixture(scope="module")

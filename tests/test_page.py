@@ -16,8 +16,8 @@ from app.routes.page.assets import STATIC, read_assets, version_of
 from app.routes.page.history import SPAN_S, History
 from app.routes.page.overview import latest_end
 from app.routes.page.samples import NUM_LEARNING, Sampler, quantile
+from tests.hostile_requests import FOREIGN
 from tests.servers import REPOSITORY, Server, wait_until
-from tests.test_browsers import FOREIGN
 from titopool.settings.config import ServerConfig
 from titopool.wire.pool_files import WorkerEnd, read_ends, write_ends
 

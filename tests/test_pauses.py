@@ -3,7 +3,7 @@
 import asyncio
 from typing import Any
 
-from tests.test_weight_control import Worker
+from tests.recording_engine import Worker
 from titopool.wire.commands import AwaitStep, FinishTensors, JoinGroup, Pause, Resume
 
 

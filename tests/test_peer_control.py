@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from tests.test_weight_control import RecordingEngine, Worker, pool_state, run
+from tests.recording_engine import RecordingEngine, Worker, pool_state, run
 from titopool.errors import InvalidRequest, WeightUpdateFailed
 from titopool.wire.commands import (
     AbortUpdate,

@@ -8,11 +8,10 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.conftest import StartStub
-from tests.servers import Server, free_port, wait_until
-from tests.test_weight_calls import begin, init_body, port  # noqa: F401
+from tests.conftest import StartServer, StartStub
+from tests.servers import free_port, wait_until
+from tests.weight_calls import begin, init_body
 
-StartServer = Callable[..., Server]
 QUICK = {"TITOPOOL_HEARTBEAT_INTERVAL_S": "0.2", "TITOPOOL_WEIGHT_UPDATE_TIMEOUT_S": "60"}
 # The bytes of 48 MiB go in three answers; a gate stands before the last ones.
 TENSORS = ("--tensors", "48")
@@ -95,7 +94,7 @@ class Pool:
 
 
 @pytest.fixture
-def pool(tmp_path: Path, start_stub: StartStub, stub_server: StartServer, port: int) -> Pool:  # noqa: F811
+def pool(tmp_path: Path, start_stub: StartStub, stub_server: StartServer, port: int) -> Pool:
     return Pool(tmp_path, start_stub, stub_server, port)
 
 
@@ -218,7 +217,7 @@ def test_an_update_does_not_wait_for_a_worker_that_fetches(
     assert len(set(pool.digests())) == 1
 
 
-def test_updates_of_trl_go_on_when_a_fetch_ends_meanwhile(pool: Pool, port: int):  # noqa: F811
+def test_updates_of_trl_go_on_when_a_fetch_ends_meanwhile(pool: Pool, port: int):
     pool.start_gated(0)
     pool.start(1)
     pool.serve(2)

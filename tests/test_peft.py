@@ -29,8 +29,8 @@ from transformers import (
 )
 
 from tests.servers import Server
-from tests.test_trainer_tensors import assert_same, sent
 from tests.trainer import DEVICE
+from tests.trainer_messages import assert_same, sent
 from tests.weights import TOLERANCE
 from titopool import Client
 from titopool.client.weights.sources import Source

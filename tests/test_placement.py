@@ -10,7 +10,7 @@ from app.pool.placement import MAX_PASSED_OVER, ROUTING_POLICIES, session_worker
 from app.pool.prefix_index import PrefixIndex, as_integers
 from app.pool.request import Request
 from app.pool.state import Pool
-from tests.test_pool import FACTS, assigned, beat
+from tests.pools import FACTS, assigned, beat
 from titopool.settings import config
 from titopool.wire.messages import (
     Completed,

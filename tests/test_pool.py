@@ -13,6 +13,7 @@ from app.pool.request import Request
 from app.pool.result_checks import defect_of
 from app.pool.state import Pool
 from app.pool.suspects import RESTART_S
+from tests.pools import FACTS, assigned, beat, completed, pool_of, request_of
 from titopool.errors import (
     GenerationFailed,
     ModelChanged,
@@ -30,49 +31,9 @@ from titopool.wire.messages import (
     Job,
     JobProgress,
     Load,
-    WorkerCounters,
     WorkerFacts,
 )
 from titopool.wire.pool_state import AdapterRecord, PoolAdapters, PoolPause, PoolState, PoolWeights
-
-FACTS = WorkerFacts(
-    model="m", tokenizer="m", tokenizer_revision=None, trust_remote_code=False, vllm_version="0",
-    sampling_fields=[], max_model_len=100, vocab_size=10, max_num_seqs=4, max_logprobs=20,
-    world_size=1,
-)  # fmt: skip
-
-
-def beat(name: str, *, incarnation: str = "", phase: str = "ready", others: int = 0) -> Heartbeat:
-    return Heartbeat(
-        worker_id=name, incarnation=incarnation or name, phase=phase, phase_s=1.0, weights=PoolWeights(),
-        facts=FACTS if phase == "ready" else None, loaded_s=0.0, other_sequences=others, other_tokens=others * 10,
-        num_sequences=others, counters=WorkerCounters(), num_front_ends=1 + bool(others),
-    )  # fmt: skip
-
-
-def pool_of(*names: str) -> Pool:
-    pool = Pool(no_worker_timeout_s=10)
-    for name in names:
-        pool.add_worker(name, now=0)
-        pool.on_heartbeat(name, beat(name), now=0)
-    return pool
-
-
-def request_of(*costs: int, first_id: int = 1, n: int = 1) -> Request:
-    return Request(
-        [
-            Job(job_id=first_id + index, attempt=1, prompt_token_ids=b"", num_sequences=n,
-                num_tokens=cost, sampling=b"")
-            for index, cost in enumerate(costs)
-        ]
-    )  # fmt: skip
-
-
-def assigned(pool: Pool) -> dict[str, list[int]]:
-    sent: dict[str, list[int]] = {}
-    for one in pool.assign():
-        sent.setdefault(one.worker.endpoint, []).extend(job.job_id for job in one.jobs)
-    return sent
 
 
 def request_named(
@@ -95,10 +56,6 @@ def request_named(
             for index in range(num_jobs)
         ]
     )  # fmt: skip
-
-
-def completed(job_id: int, attempt: int = 1) -> Completed:
-    return Completed(job_id, attempt, [Completion(b"", "stop", None, [])], 0)
 
 
 def test_jobs_go_to_the_worker_with_the_fewest_outstanding_tokens():

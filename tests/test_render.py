@@ -8,9 +8,9 @@ import pytest
 from app.schemas.decoding import decode_body
 from app.schemas.inference import GENERATE_BODY
 from app.schemas.openai import CHAT_COMPLETIONS_BODY
+from tests.hostile_requests import nested
 from tests.servers import Server
-from tests.test_bad_input import nested
-from tests.test_inference_calls import GENERATE, read_by_vllm
+from tests.vllm_protocol import GENERATE, read_by_vllm
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 QUESTION = [{"role": "user", "content": "What is it?"}]

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from app.pool.result_checks import defect_of
-from tests.test_pool import assigned, pool_of, request_of
+from tests.pools import assigned, pool_of, request_of
 from titopool.wire.messages import (
     Chunk,
     Completed,

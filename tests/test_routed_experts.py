@@ -18,7 +18,7 @@ from tests.routed_experts import (
 )
 from tests.servers import Server
 from tests.trainers.published import run_client
-from tests.trainers.test_areal import ENGINE, PROMPT
+from tests.trainers.scripts import ENGINE, PROMPT
 from titopool.wire.messages import RoutedExperts, SamplingMask
 
 

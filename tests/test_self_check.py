@@ -245,6 +245,21 @@ def test_no_room_grows_unseen():
     assert found == {name: min(found.get(name, 0), bound) for name, bound in SIZES.items()}
 
 
+def test_nothing_imports_from_a_module_of_tests():
+    """What two modules share has a module beside both, named for what it is."""
+    found = []
+    for path in (
+        path
+        for root in ("tests", "benchmarks", "tools")
+        for path in (REPOSITORY / root).rglob("*.py")
+    ):
+        for node in ast.walk(ast.parse(path.read_text())):
+            is_from = isinstance(node, ast.ImportFrom) and bool(node.module)
+            if is_from and node.module.rpartition(".")[2].startswith("test_"):
+                found.append(f"{name_of(path)}:{node.lineno} imports from {node.module}")
+    assert not found
+
+
 def test_every_module_has_a_docstring_and_none_pickles():
     found = []
     for path, tree in TREES.items():

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from tests import reference
+from tests.reference import TOLERANCE
 from tests.servers import Server
-from tests.test_generate import TOLERANCE
 from tests.trl_client import run_trl
 
 SEQUENCES = [[42, 1393, 14, 535, 78], list(range(100, 160)), [7, 8]]

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from tests import reference
+from tests.reference import PROMPT, TOLERANCE
 from tests.rl_trainer import InThread
 from tests.servers import Server, wait_until
-from tests.test_generate import PROMPT, TOLERANCE
 
 IDS = PROMPT
 OTHER = list(range(100, 140))

@@ -15,7 +15,7 @@ from app.routes.sglang.stream import SGLangEvents
 from app.schemas import sglang, sglang_fields
 from app.schemas.decoding import decode_body
 from app.schemas.generation import GenerateBody
-from tests.test_pool import FACTS
+from tests.pools import FACTS
 from titopool.errors import InvalidRequest
 from titopool.settings.config import ServerConfig
 from titopool.settings.sampling import SamplingOptions

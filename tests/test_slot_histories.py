@@ -18,8 +18,8 @@ from app.pool.placement import ROUTING_POLICIES
 from app.pool.records import Worker
 from app.pool.request import Request
 from app.pool.state import Assignment, Pool
+from tests.pools import FACTS, beat
 from tests.simulated_worker import SimulatedWorker
-from tests.test_pool import FACTS, beat
 from titopool.errors import GenerationFailed
 from titopool.settings.sampling import SamplingOptions, StructuredOutputs, encode_options
 from titopool.slots import MAX_NEW, SlotTable

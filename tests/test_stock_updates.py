@@ -2,13 +2,12 @@
 
 import asyncio
 import socket
-from collections.abc import Iterator
 from typing import Any
 
 import msgspec
 import pytest
 
-from tests.test_weight_control import TIMEOUT_S, RecordingEngine, Worker, run
+from tests.recording_engine import TIMEOUT_S, RecordingEngine, Worker, run
 from titopool.errors import InvalidRequest, WeightUpdateFailed
 from titopool.wire.commands import (
     AbortUpdate,
@@ -116,13 +115,6 @@ class StockWorker(Worker):
         await self.good(AwaitStep("prepare", update_id))
         await self.good(ApplyUpdate(update_id))
         await self.good(AwaitStep("apply", update_id))
-
-
-@pytest.fixture
-def port() -> Iterator[int]:
-    """The port of a trainer that listens."""
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        yield listening.getsockname()[1]
 
 
 def test_a_tied_head_that_was_trained_leaves_the_old_weights(port: int):

@@ -6,17 +6,17 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 import pytest
 import zmq
 
 from tests.conftest import StartStub
 from tests.servers import Server, wait_until
+from tests.worker_peer import Peer
 from titopool.settings.sampling import SamplingOptions, encode_options
 from titopool.wire import messages
-from titopool.wire.messages import Completed, Drift, Generate, Heartbeat, Hello, Job, Results
+from titopool.wire.messages import Drift, Generate, Heartbeat, Hello, Job
 from titopool.wire.pool_state import PoolAdapters, PoolPause, PoolState, PoolWeights
-from titopool.wire.sockets import bind_router, connect_dealer
+from titopool.wire.sockets import bind_router
 
 QUICK = {"TITOPOOL_HEARTBEAT_INTERVAL_S": "0.1"}
 DEEP = b"\x91" * 100_000 + b"\x01"
@@ -58,34 +58,6 @@ def test_no_decoder_accepts_an_unreadable_frame(name: str):
 def test_absurd_pool_states_are_not_decoded(pool: PoolState):
     with pytest.raises(msgspec.ValidationError):
         messages.decode_to_worker(messages.encode(Hello(pool)))
-
-
-class Peer:
-    """A front end's socket, and the messages from its worker."""
-
-    def __init__(self, context: zmq.Context[Any], endpoint: str):
-        self.socket = connect_dealer(context, endpoint, "")
-        self.beats: list[Heartbeat] = []
-        self.done: dict[int, Completed] = {}
-
-    def send(self, message: Any) -> None:
-        self.socket.send(messages.encode(message))
-
-    def read(self) -> None:
-        while self.socket.poll(0):
-            match messages.decode_from_worker(self.socket.recv()):
-                case Heartbeat() as beat:
-                    self.beats.append(beat)
-                case Results(results=results):
-                    self.done |= {one.job_id: one for one in results if isinstance(one, Completed)}
-
-    def wait(self, condition: Callable[[], object]) -> None:
-        wait_until(lambda: (self.read(), condition())[1], 10)
-
-    def generate(self, job_id: int) -> None:
-        ids = np.array([1, 2, job_id], np.int32).tobytes()
-        job = Job(job_id, 1, ids, 1, 19, msgspec.Raw(encode_options(SamplingOptions())))
-        self.send(Generate.of_jobs(self.beats[-1].incarnation, [job]))
 
 
 @pytest.fixture

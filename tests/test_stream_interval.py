@@ -10,10 +10,9 @@ import pytest
 
 from tests import reference
 from tests.conftest import ENGINE_OPTIONS
+from tests.openai_calls import IDS, client_of, gathered
+from tests.reference import TOLERANCE
 from tests.servers import running_server
-from tests.test_generate import TOLERANCE
-from tests.test_openai import IDS
-from tests.test_streams import client_of, gathered
 from titopool.errors import GenerationFailed
 from titopool.settings.logs import current_request
 from titopool.wire.messages import Job

@@ -9,18 +9,13 @@ import pytest
 from transformers import AutoTokenizer
 
 from tests import reference
+from tests.openai_calls import HELLO, IDS, client_of, gathered
+from tests.reference import TOLERANCE
 from tests.servers import Server, wait_until
 from tests.stub_worker import Fault
-from tests.test_chat import HELLO
-from tests.test_generate import TOLERANCE
-from tests.test_openai import IDS
 
 GREEDY = {"temperature": 0, "max_tokens": 12}
 WITH_IDS = {"return_token_ids": True, "ignore_eos": True}
-
-
-def client_of(server: Server, key: str = "none") -> openai.OpenAI:
-    return openai.OpenAI(base_url=server.url + "/v1", api_key=key, max_retries=0)
 
 
 @pytest.fixture(scope="module")
@@ -31,24 +26,6 @@ def client(server: Server) -> openai.OpenAI:
 @pytest.fixture(scope="module")
 def model(client: openai.OpenAI) -> str:
     return client.models.list().data[0].id
-
-
-def gathered(chunks) -> dict[int, dict]:
-    """The joined chunks of a completion stream, by choice."""
-    found: dict[int, dict] = {}
-    for chunk in chunks:
-        for choice in chunk.choices:
-            one = found.setdefault(
-                choice.index, {"text": [], "ids": [], "values": [], "end": None, "offsets": []}
-            )
-            one["text"].append(choice.text)
-            one["ids"] += getattr(choice, "token_ids", None) or []
-            if choice.logprobs:
-                one["values"] += choice.logprobs.token_logprobs
-                one["offsets"] += choice.logprobs.text_offset
-            assert one["end"] is None, "a choice went on after its end"
-            one["end"] = choice.finish_reason
-    return found
 
 
 def test_a_completion_stream_equals_the_unstreamed_answer(client, model, tiny_model):

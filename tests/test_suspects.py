@@ -6,7 +6,7 @@ import pytest
 from app.pool.request import Request
 from app.pool.state import Pool
 from app.pool.suspects import NUM_PARTS, RESTART_S
-from tests.test_pool import FACTS, beat, completed
+from tests.pools import FACTS, beat, completed
 from titopool.errors import GenerationFailed
 from titopool.settings.sampling import (
     SamplingOptions,

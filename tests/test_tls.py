@@ -31,14 +31,14 @@ def make_certificate(folder: Path) -> None:
 @pytest.fixture
 def server(
     start_stub: StartStub,
-    start_server: Callable[..., Server],
+    start_forked: Callable[..., Server],
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> Server:
     make_certificate(tmp_path)
     monkeypatch.setenv("REQUESTS_CA_BUNDLE", str(tmp_path / "cert.pem"))
     start_stub(0, "--max-num-seqs", "1")
-    server = start_server(
+    server = start_forked(
         "--endpoints", f"ipc://{tmp_path}/worker-0", "--num-front-ends", "1",
         "--tls-cert-file", str(tmp_path / "cert.pem"), "--tls-key-file", str(tmp_path / "key.pem"),
     )  # fmt: skip

@@ -11,8 +11,8 @@ import pytest
 
 import app.inputs.tokenizer
 from app.inputs.tokenizer import TokenizerLoader
+from tests.pools import FACTS
 from tests.servers import REPOSITORY, Server
-from tests.test_pool import FACTS
 from titopool.demo_model import make_tokenizer
 from titopool.wire.messages import WorkerFacts
 from workers.engine.facts import digest_of_tokenizer

@@ -13,7 +13,7 @@ from tests.conftest import ENGINE_OPTIONS
 from tests.scripted_model import CALL, SCRIPT, TALK, THOUGHT, make_scripted_model
 from tests.servers import START_TIMEOUT_S, Server, running_server, serve_process, wait_until
 from tests.trainers.published import AGAINST_VLLM, run_client
-from tests.trainers.test_verifiers import ROLLOUT
+from tests.trainers.scripts import ROLLOUT
 from tests.trl_client import run_trl
 from tests.vllm_instead import instead
 from tests.vllm_serve import vllm_server

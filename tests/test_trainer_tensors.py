@@ -14,14 +14,12 @@ import torch
 
 from tests.servers import REPOSITORY, environment
 from tests.sharded_trainer import CHUNK_BYTES, adapted_model, whole_model
+from tests.trainer_messages import CPU, Pairs, assert_same, sent
 from titopool.client.weights import packing
 from titopool.client.weights.packing import messages_of
 from titopool.client.weights.sources import Source, join_update
 from titopool.client.weights_client import WeightsClient, WeightsError
 from titopool.wire.weight_plan import Checksum, checksum, message_of, plan_chunks, views_of
-
-CPU = torch.device("cpu")
-Pairs = list[tuple[str, Any]]
 
 
 def pairs() -> Pairs:
@@ -34,23 +32,6 @@ def pairs() -> Pairs:
         ("e", torch.zeros(0, 2)),
         ("f", torch.randn(30, 5)[::2]),
     ]
-
-
-def sent(source: Source, chunk_bytes: int, digest: Checksum | None = None) -> Pairs:
-    """The tensors that workers find in the messages."""
-    messages = messages_of(source, chunk_bytes, CPU, digest)
-    found: Pairs = []
-    for chunk, message in zip(plan_chunks(source.infos, chunk_bytes), messages, strict=True):
-        names = [piece.tensor.name for piece in chunk.pieces]
-        found += zip(names, views_of(message.view(torch.uint8), chunk), strict=True)
-    return found
-
-
-def assert_same(found: Pairs, expected: Pairs) -> None:
-    assert [name for name, _ in found] == [name for name, _ in expected]
-    for (_, one), (_, two) in zip(found, expected, strict=True):
-        assert one.dtype == two.dtype
-        assert torch.equal(one, two)
 
 
 # ---- forms ---------------------------------------------------------------------------

@@ -12,8 +12,7 @@ from flask.testing import FlaskClient
 from app.pool.command_sender import ACCEPT_TIMEOUT_S, CommandSender
 from app.routes.vllm_rl import caches
 from app.routes.weights import trl_weights
-from tests.test_commands import FakePool
-from tests.test_pool import FACTS, beat
+from tests.pools import FACTS, FakePool, beat
 from titopool.settings.config import ServerConfig
 from titopool.wire.commands import Command, CommandDone
 

@@ -11,7 +11,7 @@ from app.schemas.decoding import decode_body
 from app.schemas.inference import GENERATE_BODY, GenerateFields
 from app.schemas.openai import CHAT_COMPLETIONS_BODY, COMPLETIONS_BODY
 from app.schemas.unused_fields import CHAT_ONLY, UNUSED, UNUSED_OF_GENERATE, UNUSED_SAMPLING
-from tests.test_inference_calls import vllm_protocol
+from tests.vllm_protocol import vllm_protocol
 from titopool.errors import InvalidRequest
 from titopool.settings.sampling import SamplingOptions
 

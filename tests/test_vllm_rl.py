@@ -3,26 +3,23 @@
 import json
 import random
 import select
-import socket
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import requests
 
-from tests.conftest import StartStub
-from tests.servers import REPOSITORY, Server, environment, running_server, wait_until
+from tests.conftest import StartServer, StartStub
+from tests.connections import connections_by_front_end, send_json
+from tests.servers import Server, forked_server, stub_worker, wait_until
 from tests.stub_worker import Fault
 
-StartServer = Callable[..., Server]
 TENSORS = {"names": ["w"], "dtype_names": ["torch.float32"], "shapes": [[2, 2]]}
 
 
@@ -31,24 +28,16 @@ def shared_pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """Two stub workers behind two gunicorn processes."""
     folder = tmp_path_factory.mktemp("pool")
     endpoints = [f"ipc://{folder}/worker-{index}" for index in range(2)]
-    workers = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.stub_worker", "--endpoint", one, "--worker-id", one[-1]],
-            env=environment(TITOPOOL_WEIGHT_UPDATE_TIMEOUT_S="3"),
-            cwd=REPOSITORY,
-        )
-        for one in endpoints
-    ]
-    options = ("--num-front-ends", "2", "--weight-update-timeout-s", "3")
-    try:
-        with running_server(
-            "--endpoints", ",".join(endpoints), *options, log=folder / "log", num_workers=2
-        ) as server:
-            yield server
-    finally:
-        for worker in workers:
-            worker.kill()
-            worker.wait()
+    with ExitStack() as stack:
+        for one in endpoints:
+            timeout = {"TITOPOOL_WEIGHT_UPDATE_TIMEOUT_S": "3"}
+            stack.enter_context(stub_worker(one, "--worker-id", one[-1], **timeout))
+        yield stack.enter_context(
+            forked_server(
+                "--endpoints", ",".join(endpoints), "--num-front-ends", "2",
+                "--weight-update-timeout-s", "3", log=folder / "log", num_workers=2,
+            )
+        )  # fmt: skip
 
 
 @pytest.fixture
@@ -60,13 +49,6 @@ def pool(shared_pool: Server) -> Server:
     shared_pool.post("/close_communicator", {})
     wait_until(lambda: states(shared_pool) == ["closed", "closed"], 10)
     return shared_pool
-
-
-@pytest.fixture
-def port() -> Iterator[int]:
-    """A trainer's port with a listener."""
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        yield listening.getsockname()[1]
 
 
 def init_info(port: int, **fields: Any) -> dict[str, Any]:
@@ -538,33 +520,6 @@ def test_aborts_reach_prompts_that_wait_in_any_front_end(
     for side in sides:
         for connection in side:
             connection.close()
-
-
-def send_json(
-    connection: HTTPConnection, path: str, body: Any, headers: Mapping[str, str] | None = None
-) -> None:
-    """Sends a POST; the caller reads the answer."""
-    kind = {"Content-Type": "application/json"}
-    connection.request("POST", path, json.dumps(body), {**kind, **(headers or {})})
-
-
-def connections_by_front_end(server: Server, num: int) -> list[list[HTTPConnection]]:
-    """`num` open connections to each gunicorn process."""
-    found: dict[int, list[HTTPConnection]] = {}
-    deadline = time.monotonic() + 20
-    while len(found) < 2 or min(map(len, found.values())) < num:
-        assert time.monotonic() < deadline, "the connections go to one process"
-        connection = HTTPConnection(server.url.removeprefix("http://"), timeout=30)
-        connection.request("GET", "/live")
-        connection.getresponse().read()
-        own = connection.sock.getsockname()
-        (pid,) = [
-            process.pid
-            for process in psutil.Process(server.process.pid).children()
-            if any(one.raddr == own for one in process.net_connections("tcp"))
-        ]
-        found.setdefault(pid, []).append(connection)
-    return list(found.values())
 
 
 def has_answer(connection: HTTPConnection) -> bool:

@@ -2,18 +2,14 @@
 
 import random
 import threading
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import requests
 
-from tests.conftest import StartStub
+from tests.conftest import StartServer, StartStub
 from tests.servers import Server, free_port, wait_until
+from tests.weight_calls import TENSORS, begin, init_body
 from workers.process import EXIT_WEIGHTS_UNKNOWN
-
-StartServer = Callable[..., Server]
-TENSORS = {"names": ["w"], "dtypes": ["torch.float32"], "shapes": [[2, 2]]}
 
 
 @pytest.fixture
@@ -24,28 +20,8 @@ def pool(start_stub: StartStub, stub_server: StartServer) -> Server:
     return stub_server(2, "--num-front-ends", "2", "--weight-update-timeout-s", "3")
 
 
-@pytest.fixture
-def port() -> Any:
-    """A trainer's port with a listener."""
-    import socket
-
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        yield listening.getsockname()[1]
-
-
-def init_body(port: int, session: str = "one", world_size: int = 3) -> dict[str, Any]:
-    return {
-        "session": session, "backend": "gloo", "host": "127.0.0.1", "port": port,
-        "world_size": world_size,
-    }  # fmt: skip
-
-
 def error_of(answer: requests.Response) -> tuple[int, str]:
     return answer.status_code, answer.json()["error"]["message"]
-
-
-def begin(server: Server, session: str = "one", **fields: Any) -> requests.Response:
-    return server.post("/weights/begin", {"session": session, **TENSORS, **fields})
 
 
 def versions(server: Server) -> list[int]:

@@ -1,10 +1,7 @@
 """The trainer's client when the server, or a proxy before it, does not respond correctly."""
 
-import errno
-import json
 import re
 import socket
-import threading
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -13,7 +10,8 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.servers import wait_until
+from tests.fake_server import Answer, Body, FakeServer, reply
+from tests.servers import ipv6_listener, wait_until
 from titopool.client.weights.server_calls import own_address
 from titopool.client.weights_client import WeightsClient, WeightsError
 from titopool.wire.rendezvous import GLOO_PREFIX, ID_KEY, rank_key
@@ -21,16 +19,6 @@ from titopool.wire.rendezvous import GLOO_PREFIX, ID_KEY, rank_key
 # The client's timeout; a test that runs into it has failed.
 TIMEOUT_S = 60.0
 SOON_S = 20.0
-
-Body = dict[str, Any]
-# Maps a path and a body to the bytes of the response.
-Answer = Callable[[str, Body], bytes]
-
-
-def reply(body: Any, status: str = "200 OK", length: int | None = None) -> bytes:
-    raw = body if isinstance(body, bytes) else json.dumps(body).encode()
-    head = f"HTTP/1.1 {status}\r\nContent-Length: {len(raw) if length is None else length}\r\n\r\n"
-    return head.encode() + raw
 
 
 HTML = b"<html><title>Please log in</title></html>"
@@ -52,40 +40,6 @@ ODD_ANSWERS = {
     "cut-head": (b"HTTP/1.1 200 OK\r\nContent-Le", "/get_world_size"),
     "nothing": (b"", "RemoteDisconnected"),
 }
-
-
-class FakeServer:
-    """Answers each connection once with the given bytes, then hangs up."""
-
-    def __init__(self, answer: Answer):
-        self._answer = answer
-        self._listening = socket.create_server(("127.0.0.1", 0))
-        self.url = f"http://127.0.0.1:{self._listening.getsockname()[1]}"
-        threading.Thread(target=self._serve, daemon=True).start()
-
-    def _serve(self) -> None:
-        while True:
-            try:
-                connection, _ = self._listening.accept()
-            except OSError:
-                return
-            threading.Thread(target=self._handle, args=(connection,), daemon=True).start()
-
-    def _handle(self, connection: socket.socket) -> None:
-        with connection, connection.makefile("rb") as lines:
-            asked = lines.readline()
-            if not asked:
-                # The client connects once to find its own address.
-                return
-            length = 0
-            while (line := lines.readline().strip().lower()) != b"":
-                if line.startswith(b"content-length:"):
-                    length = int(line.partition(b":")[2])
-            body = json.loads(lines.read(length) or b"{}")
-            connection.sendall(self._answer(asked.split()[1].decode(), body))
-
-    def close(self) -> None:
-        self._listening.close()
 
 
 @pytest.fixture
@@ -635,16 +589,6 @@ def test_the_trainer_s_address_is_of_the_family_that_reaches_the_server(
     assert own_address(f"http://both.test:{port}") == "::1"
     listening.close()
     kept.close()
-
-
-def ipv6_listener() -> socket.socket:
-    """A socket that listens at ::1; skips the test where IPv6 is missing."""
-    try:
-        return socket.create_server(("::1", 0), family=socket.AF_INET6)
-    except OSError as error:
-        if error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
-            raise
-        pytest.skip(f"no IPv6 here: {error}")
 
 
 def ipv6_only_listener() -> tuple[socket.socket, socket.socket]:

@@ -7,10 +7,17 @@ import pytest
 
 from tests.conftest import ENGINE_OPTIONS
 from tests.rl_trainer import stock_trainer
-from tests.servers import START_TIMEOUT_S, Server, need_gpus, running_server, wait_until
-from tests.test_weights import begun, phases, worker_pids
+from tests.servers import (
+    START_TIMEOUT_S,
+    Server,
+    need_gpus,
+    phases,
+    running_server,
+    wait_until,
+    worker_pids,
+)
 from tests.trainer import CHUNK_BYTES, tensors_of
-from tests.weights import Generation, assert_serves, states, trainer, weights_client
+from tests.weights import Generation, assert_serves, begun, states, trainer, weights_client
 from titopool.client.weights_client import WeightsClient, WeightsError
 
 TIMEOUT_S = 30.0

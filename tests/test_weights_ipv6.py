@@ -4,8 +4,7 @@ import socket
 
 import pytest
 
-from tests.servers import Server, need_gpus
-from tests.test_weights_client import ipv6_listener
+from tests.servers import Server, ipv6_listener, need_gpus
 from tests.trainer import DEVICE, tensors_of
 from tests.weights import assert_serves
 from titopool.client.weights_client import WeightsClient

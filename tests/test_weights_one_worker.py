@@ -5,7 +5,8 @@ from collections.abc import Iterator
 import pytest
 
 from tests.servers import Server
-from tests.test_weights import (  # noqa: F401
+from tests.trainer import tensors_of
+from tests.weight_transfers import (  # noqa: F401
     client,
     own_weights,
     test_a_restarted_worker_serves_only_the_pool_s_weights,
@@ -13,7 +14,6 @@ from tests.test_weights import (  # noqa: F401
     test_new_weights_are_exact_and_old_ones_can_be_restored,
     test_q_k_and_v_may_be_sent_fused,
 )
-from tests.trainer import tensors_of
 from tests.weights import weights_client
 
 

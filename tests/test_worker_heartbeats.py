@@ -13,7 +13,7 @@ import zmq
 
 from tests.conftest import StartStub
 from tests.stub_worker import Fault
-from tests.test_strange_frames import Peer
+from tests.worker_peer import Peer
 from titopool.settings.config import ServerConfig
 from titopool.settings.grammars import MAX_GRAMMAR_BYTES, StructuredOutputs
 from titopool.settings.sampling import SamplingOptions, encode_options

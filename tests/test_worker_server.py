@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from tests.servers import STALL_S
 from titopool.errors import InvalidRequest
 from titopool.settings.config import ServerConfig
 from titopool.settings.grammars import StructuredOutputs
@@ -155,14 +156,14 @@ def test_jobs_that_run_apart_take_turns():
         first = groups.add(2, b"a", "token")
         (second,) = groups.add(1, b"b", "end")
         waiting = asyncio.ensure_future(second.wait())
-        await asyncio.wait_for(first[1].wait(), 1)
+        await asyncio.wait_for(first[1].wait(), STALL_S)
         assert (groups.of_others(b"a"), groups.of_others(b"b")) == ("", "token")
         first[0].has_token()
         await asyncio.sleep(0)
         assert not waiting.done()
         for _ in range(2):
             first[1].end()
-        await asyncio.wait_for(waiting, 1)
+        await asyncio.wait_for(waiting, STALL_S)
         # The second group runs until its end.
         second.has_token()
         assert (groups.of_others(b"a"), groups.of_others(b"b")) == ("end", "")

@@ -8,14 +8,13 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 from tests import reference
+from tests.reference import TOLERANCE
 from tests.servers import REPOSITORY, Server, environment
 from tests.trainer import DEVICE
 from titopool.client.weights_client import WeightsClient
 
 PROMPT = [5, 6, 7, 8, 9, 10, 11]
 NUM_TOKENS = 10
-# On a GPU, attention kernels multiply float32 with a mantissa of 10 bits (TF32).
-TOLERANCE = 1e-3 if DEVICE == "cpu" else 5e-3
 
 
 def weights_client(server: Server, **options: Any) -> WeightsClient:
@@ -87,3 +86,7 @@ def trainer(server: Server, folder: str, stop_at: str) -> Iterator[subprocess.Po
         process.kill()
         process.wait()
         process.stdout.close()
+
+
+def begun(server: Server, num_sequences: int) -> bool:
+    return sum(server.metrics("sequences").values()) >= num_sequences

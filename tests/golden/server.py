@@ -5,9 +5,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from tests.adapters import make_adapter
-from tests.fork_server import fork_server
 from tests.golden.exchanges import ADMIN, MAX_BODY_BYTES, TEXT, USER
-from tests.servers import REPOSITORY, Server, environment, forked_server, wait_until
+from tests.servers import Server, forked_server, stub_worker, wait_until
 
 
 @contextmanager
@@ -16,22 +15,15 @@ def golden_server(model: str, root: Path) -> Iterator[str]:
     make_adapter(model, root, "math-1", 1)
     endpoint = f"ipc://{root}/worker-0"
     settings = {"TITOPOOL_WEIGHTS_ROOT": "/", "TITOPOOL_WEIGHT_UPDATE_TIMEOUT_S": "20"}
-    words = ["--endpoint", endpoint, "--worker-id", "0", "--model", "tiny", "--tokenizer", model]
-    worker = fork_server.start(
-        "tests.stub_worker", [*words, "--max-model-len", "512"], environ=environment(**settings),
-        folder=REPOSITORY,
-    )  # fmt: skip
-    try:
-        with forked_server(
-            "--endpoints", endpoint, "--num-front-ends", "2", "--request-timeout-s", "2",
-            "--max-body-bytes", str(MAX_BODY_BYTES), "--memory-budget-bytes", str(2**27), log=root / "log",
-            TITOPOOL_API_KEY=USER, TITOPOOL_ADMIN_KEY=ADMIN, **settings,
-        ) as server:  # fmt: skip
-            # Each front end loads its tokenizer with its first text.
-            wait_until(lambda: all(_reads_text(server) for _ in range(8)), 60)
-            yield server.url
-    finally:
-        worker.kill_group()
+    words = ("--worker-id", "0", "--model", "tiny", "--tokenizer", model, "--max-model-len", "512")
+    with stub_worker(endpoint, *words, **settings), forked_server(
+        "--endpoints", endpoint, "--num-front-ends", "2", "--request-timeout-s", "2",
+        "--max-body-bytes", str(MAX_BODY_BYTES), "--memory-budget-bytes", str(2**27), log=root / "log",
+        TITOPOOL_API_KEY=USER, TITOPOOL_ADMIN_KEY=ADMIN, **settings,
+    ) as server:  # fmt: skip
+        # Each front end loads its tokenizer with its first text.
+        wait_until(lambda: all(_reads_text(server) for _ in range(8)), 60)
+        yield server.url
 
 
 def _reads_text(server: Server) -> bool:

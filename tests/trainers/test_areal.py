@@ -5,43 +5,13 @@ from pathlib import Path
 import pytest
 
 from tests import reference
+from tests.reference import TOLERANCE
 from tests.servers import Server
-from tests.test_generate import TOLERANCE
 from tests.trainers.published import run_client
+from tests.trainers.scripts import ENGINE, PROMPT
 from tests.weights import weights_client
 
-PROMPT = [42, 1393, 14]
 SEQUENCE = [*PROMPT, 535, 78]
-# The part of the engine that sends requests; `initialize` would also start a thread for workflows.
-ENGINE = (
-    f"PROMPT = {PROMPT}"
-    + """
-import logging, types
-from areal.api.cli_args import GenerationHyperparameters, InferenceEngineConfig
-from areal.api.io_struct import ModelRequest
-from areal.infra import workflow_context
-from areal.infra.remote_inf_engine import RemoteInfEngine
-
-def engine_of(backend):
-    engine = RemoteInfEngine(InferenceEngineConfig(request_retries=1), backend)
-    engine.addresses = [url.removeprefix("http://")]
-    engine.logger = logging.getLogger("areal")
-    engine._workflow_executor = types.SimpleNamespace(is_paused=lambda: False)
-    engine._wait_for_server(engine.addresses[0])
-    return engine
-
-async def generated(engine, **options):
-    requests = [
-        ModelRequest(input_ids=PROMPT, gconfig=GenerationHyperparameters(**options)) for _ in range(3)
-    ]
-    keys = ("input_tokens", "output_tokens", "output_logprobs", "stop_reason")
-    try:
-        found = await asyncio.gather(*map(engine.agenerate, requests))
-        return [{key: getattr(one, key) for key in keys} for one in found]
-    finally:
-        await (await workflow_context.get_aiohttp_session()).close()
-"""
-)
 
 # A teacher's task: the log-probabilities of the last three tokens.
 SCORED = f"""

@@ -4,27 +4,12 @@ import pytest
 from transformers import AutoTokenizer
 
 from tests import reference
+from tests.reference import TOLERANCE
 from tests.servers import Server
-from tests.test_generate import TOLERANCE
 from tests.trainers.published import run_client
+from tests.trainers.scripts import CLIENT
 
 PROMPTS = [[42, 1393, 14], [5, 6]]
-CLIENT = """
-from skyrl.backends.skyrl_train.inference_servers.remote_inference_client import (
-    RemoteInferenceClient,
-)
-
-async def call():
-    import requests
-
-    model = requests.get(url + "/v1/models", timeout=20).json()["data"][0]["id"]
-    async with RemoteInferenceClient(
-        proxy_url=url, server_urls=[url], data_parallel_size=1, model_name=model
-    ) as client:
-        return await calls(client)
-
-answer(asyncio.run(call()))
-"""
 
 
 def test_generation_from_ids(single_server: Server, tiny_model: str):

@@ -7,8 +7,8 @@ import pytest
 from transformers import AutoTokenizer
 
 from tests import reference
+from tests.reference import TOLERANCE
 from tests.servers import Server
-from tests.test_generate import TOLERANCE
 from tests.trl_client import run_trl
 from tests.weights import assert_serves, weights_client
 from titopool.settings.gpus import visible_gpus

@@ -6,61 +6,10 @@ Rollouts with tools need a model that calls them: they are in tests/test_tools.p
 import pytest
 
 from tests import reference
+from tests.reference import TOLERANCE
 from tests.servers import Server
-from tests.test_generate import TOLERANCE
 from tests.trainers.published import run_client
-
-ROLLOUT = """
-from verifiers.v1.clients.train import TrainClient
-from verifiers.v1.configs.agent import AgentConfig
-from verifiers.v1.configs.client import TrainClientConfig
-from verifiers.v1.dialects import ChatDialect
-from verifiers.v1.graph import prepare_turn
-from verifiers.v1.task import TaskData
-from verifiers.v1.trace import AgentInfo, Trace, TraceTask
-from verifiers.v1.types import SamplingConfig
-import renderers
-
-async def rollout(client, model, sampling, turns, question, tools):
-    # What verifiers' interception server does with each request of an agent.
-    dialect = ChatDialect()
-    trace = Trace(task=TraceTask(type="T", data=TaskData()), agent=AgentInfo(config=AgentConfig()))
-    messages, found = [{"role": "user", "content": question}], []
-    for index in range(turns):
-        body = {"model": model, "messages": messages, "tools": tools}
-        asked = dialect.parse_request(body)
-        turn = prepare_turn(trace, asked.messages, asked.tools)
-        response = await client.get_response(
-            dialect, body, SamplingConfig(**sampling), session_id=trace.id, turn=turn
-        )
-        turn.commit(response)
-        (choice,) = response.raw["choices"]
-        tokens = response.tokens
-        found.append({
-            "prompt_ids": tokens.prompt_ids, "completion_ids": tokens.completion_ids,
-            "logprobs": tokens.completion_logprobs, "bridged": tokens.bridged,
-            "message": choice["message"], "finish_reason": choice["finish_reason"],
-        })
-        messages.append(choice["message"])
-        calls = choice["message"].get("tool_calls") or []
-        messages += [
-            {"role": "tool", "tool_call_id": one["id"], "content": f"Seen {index}"} for one in calls
-        ] or [{"role": "user", "content": f"Go on {index}"}]
-    return found
-
-async def rollouts(num, sampling, turns, question="Hello", tools=None, renderer="Default"):
-    client = TrainClient(TrainClientConfig(
-        base_url=url + "/v1", api_key_var="NO_KEY", renderer_model_name=sys.argv[2],
-        renderer=getattr(renderers, renderer + "RendererConfig")(),
-    ))
-    try:
-        model = (await client.client.models.list()).data[0].id
-        return await asyncio.gather(
-            *(rollout(client, model, sampling, turns, question, tools) for _ in range(num))
-        )
-    finally:
-        await client.close()
-"""
+from tests.trainers.scripts import ROLLOUT
 
 
 def assert_reference(folder: str, turn: dict) -> None:

@@ -3,8 +3,8 @@
 import json
 
 from tests.servers import Server
-from tests.test_inference_calls import GENERATE, read_by_vllm
 from tests.trainers.published import run_client
+from tests.vllm_protocol import GENERATE, read_by_vllm
 
 BODY = {
     "token_ids": [42, 1393, 14], "return_token_ids": True,

@@ -11,8 +11,8 @@ import PIL.Image
 import pytest
 
 from tests.images import encoded, file_of, picture
-from tests.test_inference_calls import GENERATE, read_by_vllm
 from tests.vision.conftest import NUM_TOKENS, TOLERANCE, Vision
+from tests.vllm_protocol import GENERATE, read_by_vllm
 
 RENDER = "/v1/chat/completions/render"
 PREFIX = "titopool-image:1:"

@@ -11,8 +11,7 @@ import pytest
 
 from tests.images import encoded, picture
 from tests.trainers.published import AGAINST_VLLM, run_client
-from tests.trainers.test_skyrl import CLIENT
-from tests.trainers.test_verifiers import ROLLOUT
+from tests.trainers.scripts import CLIENT, ROLLOUT
 from tests.trl_client import run_trl
 from tests.vision.conftest import NUM_TOKENS, Vision
 from tests.vllm_serve import vllm_server

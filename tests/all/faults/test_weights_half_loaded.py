@@ -7,8 +7,7 @@ import pytest
 
 from tests.conftest import ENGINE_OPTIONS
 from tests.forgetful_extension import SKIPPED_TENSOR
-from tests.servers import Server, need_gpus, running_server, wait_until
-from tests.test_weights import worker_pids
+from tests.servers import Server, need_gpus, running_server, wait_until, worker_pids
 from tests.trainer import tensors_of
 from tests.trl_weights_client import update_by_trl
 from tests.weights import assert_serves, weights_client

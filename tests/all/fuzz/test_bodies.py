@@ -1,16 +1,25 @@
 """Any HTTP body: a response in time, never a 500, and an unchanged server."""
 
+from collections.abc import Iterator
+
 import pytest
 from hypothesis import example, given, settings
 
 from tests.all.fuzz.bodies import requests
-from tests.all.fuzz.conftest import Fuzzed
 from tests.all.fuzz.exploring import TIMEOUT_S, explore
+from tests.all.fuzz.fuzzed_server import Fuzzed, fuzzed_server
 from tests.all.fuzz.hints import ADAPTER
 from tests.all.fuzz.oracle import check_answer
 from tests.all.fuzz.wire_http import Sent
 
 pytestmark = pytest.mark.timeout(TIMEOUT_S)
+
+
+@pytest.fixture(scope="module")
+def fuzzed(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fuzzed]:
+    root, log = tmp_path_factory.mktemp("root"), tmp_path_factory.mktemp("fuzzed") / "log"
+    with fuzzed_server(tiny_model, root, log) as found:
+        yield found
 
 
 def undo(fuzzed: Fuzzed, sent: Sent) -> None:

@@ -7,14 +7,13 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import msgspec
-import psutil
 import pytest
 import requests
 
 from tests.all.fuzz.exploring import TIMEOUT_S
-from tests.conftest import ENGINE_OPTIONS
-from tests.servers import Server, running_server, wait_until
-from tests.test_hostile_bodies import MIB, growth_of
+from tests.all.fuzz.hints import VOCAB_SIZE
+from tests.memory_growth import MIB, front_end, growth_of
+from tests.servers import Server, forked_server, stub_worker, wait_until
 
 pytestmark = pytest.mark.timeout(TIMEOUT_S)
 
@@ -120,29 +119,27 @@ FIELDS: dict[str, Callable[[int], tuple[str, Any]]] = {
 
 @pytest.fixture(scope="module")
 def server(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """One front end with a small budget, of which another request holds a part.
+    """One front end with a small budget, of which another request holds a part; its engine is a stub.
 
     A request may take more than the budget only while all others are small.
     """
-    log = tmp_path_factory.mktemp("sizes") / "log"
+    folder = tmp_path_factory.mktemp("sizes")
+    endpoint = f"ipc://{folder}/worker-0"
+    words = ("--tokenizer", tiny_model, "--vocab-size", str(VOCAB_SIZE), "--max-model-len", "512")
     limits = (
         "--memory-budget-bytes", str(BUDGET), "--max-completions-per-request", "4096",
         "--client-timeout-s", "900",
     )  # fmt: skip
-    arguments = ("--num-workers", "1", "--num-front-ends", "1", *limits, *ENGINE_OPTIONS)
-    with running_server(tiny_model, *arguments, log=log) as running:
+    arguments = ("--endpoints", endpoint, "--num-front-ends", "1", *limits)
+    with (
+        stub_worker(endpoint, *words),
+        forked_server(*arguments, log=folder / "log") as running,
+    ):
         # Loads the tokenizer.
-        running.generate(["Hello"], max_tokens=1)
+        wait_until(lambda: running.post("/tokenize", {"prompt": "Hello"}).ok, 60)
         with held_body(running):
             wait_until(lambda: memory_taken(running) > MIB, 30)
             yield running
-
-
-def front_end(server: Server) -> psutil.Process:
-    children = psutil.Process(server.process.pid).children()
-    # The other one is the supervisor.
-    (found,) = [one for one in children if "workers.supervisor" not in one.cmdline()]
-    return found
 
 
 def memory_taken(server: Server) -> float:

@@ -13,8 +13,8 @@ import psutil
 import pytest
 import requests
 
+from tests.load import Load, has_phases
 from tests.servers import REPOSITORY, Server, alive, environment, kill_all, wait_until
-from tests.test_elasticity import Load, has_phases
 
 ray = pytest.importorskip("ray", reason="needs Ray: pip install 'titopool[ray]'")
 

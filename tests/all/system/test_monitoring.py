@@ -10,7 +10,6 @@ import math
 import re
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -25,6 +24,7 @@ import yaml
 from tests import vision_models
 from tests.all.system.packages import need
 from tests.images import PLACEHOLDERS, encoded, picture
+from tests.load import load_on
 from tests.servers import REPOSITORY, Server, free_port, running_server, wait_until
 from tests.stub_worker import Fault
 
@@ -147,25 +147,6 @@ def use_engine(server: Server) -> list[Callable[[], object]]:
     ]
 
 
-@contextmanager
-def repeated(calls: list[Callable[[], object]]) -> Iterator[None]:
-    ends = threading.Event()
-
-    def repeat(call: Callable[[], object]) -> None:
-        while not ends.is_set():
-            call()
-
-    threads = [threading.Thread(target=repeat, args=(call,)) for call in calls]
-    for thread in threads:
-        thread.start()
-    try:
-        yield
-    finally:
-        ends.set()
-        for thread in threads:
-            thread.join()
-
-
 @pytest.fixture(scope="module")
 def scraped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
     """A Prometheus that has watched both servers under load, while a stub was killed."""
@@ -189,7 +170,7 @@ def scraped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
         running_prometheus(folder, [one.url.removeprefix("http://") for one in (stub, engine)])
         as prometheus,
     ):  # fmt: skip
-        with repeated([*use_stub(stub, update), *use_engine(engine)]):
+        with load_on(*use_stub(stub, update), *use_engine(engine)):
             time.sleep(LOAD_S / 2)
             worker = next(
                 one for one in psutil.Process(stub.process.pid).children(recursive=True)

@@ -6,8 +6,7 @@ import psutil
 import pytest
 
 from tests.rl_trainer import InThread, StockTrainer, stock_trainer
-from tests.servers import START_TIMEOUT_S, Server, wait_until
-from tests.test_weights import phases, worker_pids
+from tests.servers import START_TIMEOUT_S, Server, phases, wait_until, worker_pids
 from tests.weights import assert_serves, states
 
 

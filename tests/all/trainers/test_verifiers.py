@@ -7,8 +7,8 @@ import pytest
 from transformers import AutoTokenizer
 
 from tests import reference
+from tests.reference import TOLERANCE
 from tests.servers import Server
-from tests.test_generate import TOLERANCE
 from tests.verifiers_rollouts import rollouts
 
 END_OF_TEXT, END_OF_MESSAGE = 0, 2

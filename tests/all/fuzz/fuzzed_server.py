@@ -1,10 +1,11 @@
-"""The server that receives fuzzed bodies: real vLLM, started once."""
+"""The server that receives fuzzed bodies, with real vLLM."""
 
 import concurrent.futures
 import json
 import os
 import shutil
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -106,12 +107,11 @@ class Fuzzed:
                 assert current["logprobs"] == pytest.approx(before["logprobs"], abs=TOLERANCE)
 
 
-@pytest.fixture(scope="session")
-def fuzzed(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fuzzed]:
-    """Two vLLM workers behind two gunicorn processes, with adapters, tools and a weights root."""
-    root = tmp_path_factory.mktemp("root")
-    make_adapter(tiny_model, root, "adapter", 1)
-    shutil.copytree(tiny_model, root / "weights")
+@contextmanager
+def fuzzed_server(model: str, root: Path, log: Path) -> Iterator[Fuzzed]:
+    """Two vLLM workers behind two gunicorn processes, with adapters, tools and `root` for weights."""
+    make_adapter(model, root, "adapter", 1)
+    shutil.copytree(model, root / "weights")
     (root / "file").write_text("no folder")
     (root / "broken").mkdir()
     (root / "broken" / "model.safetensors").write_bytes(b"\xff" * 20)
@@ -126,9 +126,8 @@ def fuzzed(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterato
         "--request-timeout-s", "8",
         "--enable-lora", "--max-loras", "2", "--max-lora-rank", "8", "--max-cpu-loras", "3",
     )  # fmt: skip
-    log = tmp_path_factory.mktemp("fuzzed") / "log"
     engine_options = (*ENGINE_OPTIONS, "--max-model-len", "192")
     with running_server(
-        tiny_model, *options, *engine_options, log=log, num_workers=NUM_WORKERS
+        model, *options, *engine_options, log=log, num_workers=NUM_WORKERS
     ) as server:
-        yield Fuzzed(server, model=tiny_model, root=root)
+        yield Fuzzed(server, model=model, root=root)
