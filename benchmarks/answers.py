@@ -29,8 +29,8 @@ from benchmarks.bench import quantiles, say
 from tests.fork_server import fork_server
 from tests.innocents import innocents
 from tests.loop_turns import VARIABLE, longest_since
+from tests.memory_growth import front_end, growth_of
 from tests.servers import REPOSITORY, Server, environment, forked_server
-from tests.test_hostile_bodies import front_end, growth_of
 from titopool.demo_model import demo_model_folder
 
 MIB = 2**20

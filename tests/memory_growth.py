@@ -1,5 +1,6 @@
 """By how much a front end's memory grows."""
 
+import re
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -39,3 +40,9 @@ def growth_of(process: psutil.Process) -> Iterator[Growth]:
     finally:
         has_ended.set()
         watcher.join()
+
+
+def taken_by(server: Server) -> float:
+    """What all front ends count against their budgets, in bytes."""
+    (found,) = re.findall(r"^titopool_memory_taken_bytes (\S+)$", server.get("/metrics").text, re.M)
+    return float(found)

@@ -20,8 +20,8 @@ import requests
 
 from tests.conftest import StartStub
 from tests.loop_turns import VARIABLE, longest_since
+from tests.memory_growth import MIB, front_end, growth_of, taken_by
 from tests.servers import Server, wait_until
-from tests.test_hostile_bodies import MIB, front_end, growth_of, taken_by
 
 NUM_IDS = 4000
 IDS = [*range(1, NUM_IDS + 1)]

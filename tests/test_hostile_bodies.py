@@ -15,7 +15,7 @@ import requests
 
 from tests.images import encoded, picture
 from tests.innocents import Waits, innocents
-from tests.memory_growth import MIB, front_end, growth_of
+from tests.memory_growth import MIB, front_end, growth_of, taken_by
 from tests.servers import Server, wait_until
 from tests.stub_worker import IMAGE_PLACEHOLDER, Fault
 from titopool.settings.config import ServerConfig
@@ -203,8 +203,3 @@ def test_results_count_as_they_arrive(stub_server, start_stub):
     refused = server.post("/generate/", sent | {"prompts": prompts * 2})
     assert (refused.status_code, refused.json()["error"]["code"]) == (413, "answer_too_large")
     assert f"at most {limit} bytes" in refused.json()["error"]["message"]
-
-
-def taken_by(server: Server) -> float:
-    (found,) = re.findall(r"^titopool_memory_taken_bytes (\S+)$", server.get("/metrics").text, re.M)
-    return float(found)

@@ -12,6 +12,8 @@ import psutil
 import pytest
 
 from tests.conftest import StartStub
+from tests.idle_worker import make_server
+from tests.load import Load, has_phases
 from tests.servers import (
     REPOSITORY,
     Server,
@@ -22,11 +24,10 @@ from tests.servers import (
     wait_until,
 )
 from tests.stub_worker import BLOCK_SIGNAL, HOLD_SIGNAL, Fault
-from tests.test_elasticity import STUB, Load, has_phases
-from tests.test_worker_server import make_server
 from titopool.settings.config import ServerConfig
 from workers.process import EXIT_HUNG, STACKS_SIGNAL
 
+STUB = f"{sys.executable} -m tests.stub_worker"
 HANG_TIMEOUT_S = 2.5
 QUICK = {
     "TITOPOOL_HEARTBEAT_INTERVAL_S": "0.2", "TITOPOOL_HEARTBEAT_TIMEOUT_S": "1.5",

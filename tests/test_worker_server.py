@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from tests.idle_worker import Engine, make_server
 from tests.servers import STALL_S
 from titopool.errors import InvalidRequest
 from titopool.settings.config import ServerConfig
@@ -25,8 +26,6 @@ from titopool.wire.messages import (
     decode_from_worker,
 )
 from titopool.wire.pool_files import is_endpoint
-from workers.engine.base import Generated
-from workers.engine.versions import Versions
 from workers.serving import apart
 from workers.serving.apart import ApartGroups
 from workers.serving.jobs import FrontEnd
@@ -34,27 +33,6 @@ from workers.serving.server import WorkerServer, in_groups
 from workers.serving.slots import JobSlots
 
 JOB = Job(7, 2, b"\0" * 4, 1, 1, b"")
-
-
-class Engine:
-    """Completes every job at once."""
-
-    has_died = False
-    has_decode_graphs = False
-
-    def __init__(self) -> None:
-        self.versions = Versions()
-        self.adapters: Any = SimpleNamespace(versions={}, latest_versions={})
-
-    async def run(self, job: Job, on_chunk: object, slots: object) -> Generated:
-        return Generated([])
-
-
-def make_server(config: ServerConfig) -> WorkerServer:
-    return WorkerServer(
-        Engine(),  # type: ignore[arg-type]
-        endpoint="ipc://none", worker_id="0", config=config, report=print,
-    )  # fmt: skip
 
 
 def front_end_with_job(server: WorkerServer) -> tuple[FrontEnd, JobSlots]:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from titopool.wire.pool_state import Clock, LeaseSeconds, PauseMode, PoolWeights, Version
+from titopool.wire.pool_state import Clock, Count, LeaseSeconds, PauseMode, PoolWeights, Version
 
 Backend = Literal["nccl", "gloo"]
 # vLLM's default size of a chunk (`packed_buffer_size_bytes`).
@@ -191,8 +191,8 @@ class AbortRequests(msgspec.Struct, frozen=True, tag="abort_requests"):
 class GatherRequests(msgspec.Struct, frozen=True, tag="gather_requests"):
     """Ask all front ends for their requests in flight, and answer with what came."""
 
-    # Of each front end.
-    limit: int
+    # Of each front end; goes on to them.
+    limit: Count
 
 
 class CountTokens(msgspec.Struct, frozen=True, tag="count_tokens"):
