@@ -24,7 +24,7 @@ from app.pool.discovery import is_named, look_up
 from tests.servers import REPOSITORY
 from titopool.errors import ConfigError
 from titopool.settings.sampling import SamplingOptions, encode_options
-from titopool.wire import messages
+from titopool.wire import commands, messages
 from titopool.wire.messages import Completed, Completion, Job, Logprobs
 from titopool.wire.pool_files import OWNERS_FILE, make_run_dir, own_run_dir
 from titopool.wire.sockets import (
@@ -132,6 +132,16 @@ def test_undecodable_frames_are_refused(frame):
     for decode in (messages.decode_to_worker, messages.decode_from_worker):
         with pytest.raises(msgspec.MsgspecError):
             decode(frame)
+
+
+def test_a_number_that_a_worker_could_not_pass_on_is_refused():
+    def command(limit: int) -> bytes:
+        action = commands.GatherRequests(limit)
+        return msgspec.msgpack.encode(commands.Command("incarnation", 1, action))
+
+    messages.decode_to_worker(command(2**40))
+    with pytest.raises(msgspec.ValidationError, match=r"\.limit"):
+        messages.decode_to_worker(command(2**40 + 1))
 
 
 def test_messages_round_trip():
