@@ -16,10 +16,11 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from typing import Any, NoReturn
 
 from setproctitle import setproctitle
+
+from titopool.helpers.fork_server import drop_descriptors
 
 # Proxies of Flask raise where torch inspects the globals of all modules.
 WITH_PROXIES = ("flask", "app")
@@ -57,10 +58,7 @@ def _part(given: Mapping[str, Any]) -> None:
     for target, name in enumerate(("p2cread", "c2pwrite", "errwrite")):
         if given[name] != -1:
             os.dup2(given[name], target)
-    for descriptor in map(int, os.listdir("/proc/self/fd")):
-        if descriptor > 2 and descriptor not in given["pass_fds"]:
-            with suppress(OSError):
-                os.close(descriptor)
+    drop_descriptors(given["pass_fds"])
     signal.set_wakeup_fd(-1)
     for number in signal.valid_signals():
         if callable(signal.getsignal(number)):

@@ -18,7 +18,7 @@ import signal
 import socket
 import struct
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from typing import NamedTuple, NoReturn
 
@@ -214,6 +214,19 @@ def _limit_memory(num_bytes: int) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (limit if hard < 0 else min(limit, hard), hard))
 
 
+def drop_descriptors(kept: Collection[int]) -> None:
+    """Lets go of the owner's descriptors in a fork, but for the standard ones and those in `kept`."""
+    # Not closed: an object of the owner may close its number later, and must not meet a new one there.
+    nothing = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+    for descriptor in map(int, os.listdir("/proc/self/fd")):
+        if descriptor > 2 and descriptor not in (nothing, *kept):
+            # The one with which the folder was listed is closed.
+            with suppress(OSError):
+                os.fstat(descriptor)
+                os.dup2(nothing, descriptor, inheritable=False)
+    os.close(nothing)
+
+
 def become_apart(title: str, kept: set[int]) -> None:
     """Drops in a fork what is its owner's: signals, descriptors, GPUs, and objects to finalise.
 
@@ -231,9 +244,6 @@ def become_apart(title: str, kept: set[int]) -> None:
     signal.set_wakeup_fd(-1)
     for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGPROF", "SIGALRM", "SIGCHLD"):
         signal.signal(getattr(signal, name), signal.SIG_DFL)
-    for descriptor in map(int, os.listdir("/proc/self/fd")):
-        if descriptor > 2 and descriptor not in kept:
-            with suppress(OSError):
-                os.close(descriptor)
+    drop_descriptors(kept)
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
