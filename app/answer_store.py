@@ -132,8 +132,12 @@ class AnswerStore:
     def keep(self, name: bytes, digest: bytes, head: bytes, answer: bytes | bytearray) -> None:
         """Keeps an answer, or the fact that there was no room for it."""
         if not self._write_pieces(name, head, answer):
-            self.remove([name])
-            self._run(lambda connection: _insert(connection, name, digest, NOT_KEPT), None)
+            self.keep_nothing(name, digest)
+
+    def keep_nothing(self, name: bytes, digest: bytes) -> None:
+        """Keeps that there was no room for an answer; needs the name's lock."""
+        self.remove([name])
+        self._run(lambda connection: _insert(connection, name, digest, NOT_KEPT), None)
 
     def _write_pieces(self, name: bytes, head: bytes, answer: bytes | bytearray) -> bool:
         num_bytes, crc = len(answer), 0

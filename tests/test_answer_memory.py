@@ -144,10 +144,11 @@ def test_answers_that_nobody_reads_stay_within_the_budget(start):
     server = start()
     body = {"prompts": [IDS[:64]], "n": 500, "max_tokens": 64, "logprobs": 20}
     with growth_of(front_end(server)) as growth, ExitStack() as stack:
-        clients = [stack.enter_context(unread(server, body)) for _ in range(40)]
-        statuses = [client.recv(12)[9:12] for client in clients]
-        assert set(statuses) == {b"200", b"429"}, statuses
-        assert taken_by(server) > BUDGET / 2
+        clients = [stack.enter_context(unread(server, body)) for _ in range(24)]
+        assert {client.recv(12)[9:12] for client in clients[:3]} == {b"200"}
+        wait_until(lambda: taken_by(server) > BUDGET / 4, 10)
+        # The others wait, and get the memory of those who do not read.
+        assert {client.recv(12)[9:12] for client in clients[3:]} == {b"200"}
         # Somebody who reads gets the memory of those who do not.
         wait_until(lambda: server.post("/generate/", body).status_code == 200, 20)
         assert "a client has not read its answer" in server.log
@@ -178,11 +179,7 @@ def test_wide_honest_requests_pass_and_wait(start):
     body = {"prompts": [[1, 2]] * 512, "max_tokens": 100_000, "logprobs": 1}
     with ThreadPoolExecutor(6) as threads:
         answers = list(threads.map(lambda _: server.post("/generate/", body), range(6)))
-    assert {one.status_code for one in answers} <= {200, 429}
-    assert [one.status_code for one in answers].count(200) >= 3
-    for refused in (one for one in answers if one.status_code == 429):
-        assert refused.headers["Retry-After"] == "1"
-        assert "memory_budget_bytes" in refused.json()["error"]["message"]
+    assert {one.status_code for one in answers} == {200}
 
 
 def test_log_probabilities_that_a_worker_cannot_hold_are_refused(start):

@@ -16,9 +16,9 @@ SOURCES = sorted(
 )
 # Statements of each folder at most.
 SIZES = {
-    "app": 1049,
+    "app": 1051,
     "app.counts": 265,
-    "app.http": 771,
+    "app.http": 813,
     "app.inputs": 935,
     "app.metrics": 170,
     "app.observing": 131,

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -11,6 +12,7 @@ import pytest
 
 import app.inputs.tokenizer
 from app.inputs.tokenizer import TokenizerLoader
+from tests.conftest import StartStub
 from tests.pools import FACTS
 from tests.servers import REPOSITORY, Server
 from titopool.demo_model import make_tokenizer
@@ -117,10 +119,16 @@ def test_a_models_own_code_may_import_transformers_models(tmp_path: Path):
     assert printed.stdout.splitlines()[-1] == "True"
 
 
-def test_a_front_end_has_no_torch(single_server: Server):
-    answer = single_server.post("/v1/completions", {"prompt": "Hello", "max_tokens": 1})
+def test_a_front_end_has_no_torch(
+    start_stub: StartStub, start_server: Callable[..., Server], tiny_model: str, tmp_path: Path
+):
+    """Not of a fork, which has what its parent imported."""
+    start_stub(0, "--tokenizer", tiny_model)
+    server = start_server("--endpoints", f"ipc://{tmp_path}/worker-0")
+    server.wait_until_ready(1)
+    answer = server.post("/v1/completions", {"prompt": "Hello", "max_tokens": 1})
     assert answer.status_code == 200, answer.text
-    processes = psutil.Process(single_server.process.pid).children()
+    processes = psutil.Process(server.process.pid).children()
     front_ends = [one for one in processes if "gunicorn: worker" in " ".join(one.cmdline())]
     libraries = [Path(f"/proc/{one.pid}/maps").read_text() for one in front_ends]
     assert any("tokenizers" in one for one in libraries)

@@ -1,18 +1,25 @@
 """The memory that the requests of a front end may take together, counted before it is taken.
 
 A request takes memory three times. Its body is refused where it does not fit. Before its jobs are
-sent, it waits until what it expects of results fits: as many bytes as they may have at most, but no
-more than a share of the budget, as most completions are much shorter than they may be. As results
-arrive, they take what was expected, then what is free. If nothing is free, the request fails.
+sent, it waits until what it expects of results fits: the bytes that they may have at most, but no more
+than a share of the budget, as most completions are much shorter than they may be. As results arrive,
+they take what was expected, then what is free. If nothing is free, the request fails.
 
-An answer that its client does not read is given up as soon as somebody waits for its memory.
+Requests wait in order, but an eighth of the budget is for those that pass a wider one. The first one
+goes on in any case once nobody else runs or is answered. An answer that its client does not read is
+given up as soon as somebody waits for its memory.
 """
 
+import fcntl
 import logging
+import os
 import socket
+import sys
+import termios
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 
 import gevent
 from gevent.event import Event
@@ -25,10 +32,13 @@ logger = logging.getLogger(__name__)
 # that large bodies do not keep them out.
 SMALL_BYTES = 2**20
 SMALL_SHARE = 8
-# Of the budget, what one request may expect of results: three wide ones run at once.
-EXPECTED_SHARE = 4
-# How long a client may take for a piece of an answer (64 KiB) while others wait for memory.
-UNREAD_S = 2.0
+# Of the budget, what one request may expect of results: three wide ones run at once; and what is for
+# those that pass others, so that a wide one that waits needs the end of one wide one at most.
+EXPECTED_SHARE, PASSING_SHARE = 4, 8
+# A stream has less at once, and ends for no memory.
+STREAM_BYTES = 64 * 1024
+# How long a client may read nothing of its answer while others wait for memory.
+UNREAD_S = 5.0
 POLL_S = 0.02
 # How often who waits looks whether its client has gone.
 CHECK_CLIENT_S = 1.0
@@ -44,17 +54,20 @@ class Budget:
         self.limit = limit
         self.taken = 0
         self.taken_by_small = 0
-        # What requests ask for that wait for room; the first of them looks for it.
-        self.waiting_bytes = 0
+        # Requests that wait for room; the first of them looks for it.
         self.queue: deque[Event] = deque()
+        # What those that passed them expected.
+        self.passing_bytes = 0
+        # Those that have waited, until they are released.
+        self.running: set[Reservation] = set()
         # Those whose answer is being written.
         self.writing: set[Reservation] = set()
         self._count_unread = count_unread
 
     def end_unread(self) -> None:
-        """Closes the connections of clients that do not read their answers."""
-        for one in list(self.writing):
-            if one.unread_s > UNREAD_S:
+        """Closes the connection of the client that does not read the largest answer, if there is one."""
+        for one in sorted(self.writing, key=lambda one: -one.taken):
+            if one.taken > SMALL_BYTES and one.unread_s > UNREAD_S:
                 logger.warning(
                     "a client has not read its answer for %.1f s, and %d bytes of it are wanted: its "
                     "connection is closed", one.unread_s, one.taken,
@@ -62,6 +75,7 @@ class Budget:
                 self.writing.discard(one)
                 self._count_unread()
                 one.end_client()
+                return
 
 
 class Reservation:
@@ -73,11 +87,14 @@ class Reservation:
         # Bytes of the request's body that have been read.
         self.num_body_bytes = 0
         self._is_released = False
+        self._passing_bytes = 0
         # Of results: what they may still have at most, and what has arrived.
         self._bound = self._arrived = 0
         self._expected = 0
-        # Monotonic; None: no piece of the answer waits for the client.
-        self._write_began_s: float | None = None
+        # Since when the client has read nothing (monotonic), and what it had not read then; None: no
+        # piece of the answer waits for it.
+        self._unread_since_s: float | None = None
+        self._num_unread = 0
 
     def check(self, num_bytes: int) -> None:
         """Raises QueueFull unless `num_bytes` more fit into the budget.
@@ -85,7 +102,6 @@ class Reservation:
         A request may take more than the budget while all others are small.
         """
         if not self._fits(num_bytes):
-            self._budget.end_unread()
             raise self._refusal(num_bytes)
 
     def _fits(self, num_bytes: int) -> bool:
@@ -127,59 +143,74 @@ class Reservation:
         """Gives all back; further calls do nothing."""
         self.keep(0)
         self._is_released = True
+        self._budget.passing_bytes -= self._passing_bytes
+        self._passing_bytes = 0
         self._budget.writing.discard(self)
+        self._budget.running.discard(self)
 
     # ---- answers -----------------------------------------------------------------------
 
     def wait_for(self, num_bytes: int, left_s: float, check_client: Callable[[], object]) -> None:
-        """Reserves `num_bytes` more, first come, first served, once there is room.
+        """Reserves `num_bytes` more, first come, first served, once there is room or nobody else runs.
 
         Args:
             check_client: raises an error if the client has gone.
 
         Raises:
             AnswerTooLarge: they never fit.
-            QueueFull: others wait for as much as the budget, or there was no room for `left_s`.
+            QueueFull: there was no room for `left_s`.
         """
         budget = self._budget
         if num_bytes > budget.limit:
             raise self._too_large(num_bytes)
-        if self._fits(num_bytes) and not budget.waiting_bytes:
-            return self.add(num_bytes)
-        if self.taken + num_bytes <= SMALL_BYTES and self._fits(num_bytes):
-            return self.add(num_bytes)
-        if budget.waiting_bytes + num_bytes > budget.limit:
-            budget.end_unread()
-            raise self._refusal(num_bytes)
+        if num_bytes > 0 and not (self._fits(num_bytes) and self._may_pass(num_bytes)):
+            self._wait_in_turn(num_bytes, left_s, check_client)
+        self.add(num_bytes)
+        budget.running.add(self)
+
+    def _wait_in_turn(
+        self, num_bytes: int, left_s: float, check_client: Callable[[], object]
+    ) -> None:
+        budget = self._budget
         ends_s, turn = time.monotonic() + left_s, Event()
-        budget.waiting_bytes += num_bytes
         budget.queue.append(turn)
         try:
             while budget.queue[0] is not turn:
                 self._check_waiting(ends_s, num_bytes, check_client)
                 turn.wait(CHECK_CLIENT_S)
-            self._poll(num_bytes, ends_s, check_client)
+            while budget.running and not self._fits(num_bytes):
+                self._check_waiting(ends_s, num_bytes, check_client)
+                budget.end_unread()
+                gevent.sleep(POLL_S)
+            # With nobody that runs, all that is taken may be that of requests behind this one.
         finally:
-            budget.waiting_bytes -= num_bytes
             budget.queue.remove(turn)
             if budget.queue:
                 budget.queue[0].set()
 
-    def grow(self, num_bytes: int, left_s: float, check_client: Callable[[], object]) -> None:
+    def _may_pass(self, num_bytes: int) -> bool:
+        """Whether the request goes on before those that wait, and counts what it takes by that."""
+        budget = self._budget
+        if not budget.queue or self.taken + num_bytes <= SMALL_BYTES:
+            return True
+        if budget.passing_bytes + num_bytes > budget.limit // PASSING_SHARE:
+            return False
+        self._passing_bytes += num_bytes
+        budget.passing_bytes += num_bytes
+        return True
+
+    def grow(self, num_bytes: int, left_s: float) -> bool:
         """Reserves `num_bytes` more of an answer once there is room, before those who wait: they may
-        wait for what this request has.
-
-        Raises:
-            QueueFull: there was no room in time; others that grow may wait for what this one has.
+        wait for what this request has. False: there was no room within `left_s`.
         """
-        self._poll(num_bytes, time.monotonic() + min(left_s, GROW_S), check_client)
-
-    def _poll(self, num_bytes: int, ends_s: float, check_client: Callable[[], object]) -> None:
+        ends_s = time.monotonic() + min(left_s, GROW_S)
         while not self._fits(num_bytes):
-            self._check_waiting(ends_s, num_bytes, check_client)
+            if time.monotonic() > ends_s:
+                return False
             self._budget.end_unread()
             gevent.sleep(POLL_S)
         self.add(num_bytes)
+        return True
 
     def _check_waiting(
         self, ends_s: float, num_bytes: int, check_client: Callable[[], object]
@@ -215,8 +246,7 @@ class Reservation:
         more = num_bytes + expected - self._expected
         if self._arrived > self._budget.limit:
             return self._too_large(self._arrived)
-        if more > 0 and not self._fits(more):
-            self._budget.end_unread()
+        if more > 0 and self._arrived > STREAM_BYTES and not self._fits(more):
             return self._refusal(more)
         self._expected = expected
         self.add(more)
@@ -231,25 +261,41 @@ class Reservation:
 
     def begin_write(self) -> None:
         """The connection gets a piece of the answer."""
-        self._write_began_s = time.monotonic()
+        self._unread_since_s, self._num_unread = time.monotonic(), sys.maxsize
         if not self._is_released:
             self._budget.writing.add(self)
 
     def end_write(self) -> None:
         """The client, or the system for it, has taken the piece."""
-        self._write_began_s = None
+        self._unread_since_s = None
 
     @property
     def unread_s(self) -> float:
-        """For how long the client has not taken a piece of the answer."""
-        began_s = self._write_began_s
-        return 0.0 if began_s is None else time.monotonic() - began_s
+        """For how long the client has read nothing of its answer, as far as anybody has looked."""
+        if self._unread_since_s is None:
+            return 0.0
+        # The system wakes who writes only once a third of its buffer is free: seconds, of a slow reader.
+        num_unread = _num_unsent(self._client)
+        if num_unread < self._num_unread:
+            self._unread_since_s, self._num_unread = time.monotonic(), num_unread
+        return time.monotonic() - self._unread_since_s
 
     def end_client(self) -> None:
         """Ends the connection, and with it the write that waits."""
-        if self._client is not None:
-            try:
-                self._client.shutdown(socket.SHUT_RDWR)
-            except OSError:
-                # The client was faster.
-                pass
+        # The client may have been faster.
+        with suppress(OSError):
+            if self._client is not None:
+                # Not of TLS's object, which who writes uses.
+                with socket.socket(fileno=os.dup(self._client.fileno())) as same:
+                    same.shutdown(socket.SHUT_RDWR)
+
+
+def _num_unsent(client: socket.socket | None) -> int:
+    """Bytes that the system has for a client that has not got them."""
+    if client is None:
+        return 0
+    try:
+        found = fcntl.ioctl(client.fileno(), termios.TIOCOUTQ, bytes(4))
+    except OSError:
+        return 0
+    return int.from_bytes(found, sys.byteorder)

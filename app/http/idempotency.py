@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -109,10 +110,15 @@ def _once(handler: Any, claims: "Claims", timeout_s: float) -> Callable[[], Resp
                 g.claim = claim
                 response = handler()
                 if response.status_code == 200:
-                    answer = _whole(response, claim.deadline)
-                    claim.keep(answer, response.mimetype or "", logprobs_mode())
-                    whole = respond_in_parts([answer], response.mimetype or "")
-                    response.response, response.content_length = whole.response, len(answer)
+                    answer, rest = _collect(response, claim.deadline)
+                    if rest is None:
+                        claim.keep(answer, response.mimetype or "", logprobs_mode())
+                        whole = respond_in_parts([answer], response.mimetype or "")
+                        response.response, response.content_length = whole.response, len(answer)
+                    else:
+                        claim.keep_nothing()
+                        parts = respond_in_parts(chain([answer], rest), response.mimetype or "")
+                        response.response = parts.response
                 return response
             name_logprobs(claim.logprobs_mode)
             return respond_in_parts(claim.answer, claim.mimetype)
@@ -120,19 +126,22 @@ def _once(handler: Any, claims: "Claims", timeout_s: float) -> Callable[[], Resp
     return handle
 
 
-def _whole(response: Response, deadline: Deadline) -> bytearray:
-    """The body of a response, which takes memory of the front end's budget.
+def _collect(response: Response, deadline: Deadline) -> tuple[bytearray, Iterator[bytes] | None]:
+    """The body of a response, in memory of the front end's budget.
 
-    Raises:
-        TitopoolError: as `Reservation.grow`.
+    Returns:
+        The body and None; or, where there is no room for all of it, what was made and the rest.
     """
-    reservation, check = current_reservation(), partial(check_client, current_client())
-    answer = bytearray()
-    for part in response.iter_encoded():
-        if reservation is not None:
-            reservation.grow(len(part), deadline.left_s, check)
+    reservation, answer = current_reservation(), bytearray()
+    parts = iter(response.iter_encoded())
+    for part in parts:
         answer += part
-    return answer
+        if reservation is not None:
+            # The client is sent nothing yet.
+            reservation.end_write()
+            if not reservation.grow(len(part), deadline.left_s):
+                return answer, parts
+    return answer, None
 
 
 class Claim:
@@ -163,7 +172,7 @@ class Claim:
         if known.num_bytes == NOT_KEPT:
             raise Conflict(
                 f"{HEADER}: expected to have kept the answer of this key, but it was larger than "
-                "what idempotency_bytes left; the request ran, send it again with another key to run "
+                "what idempotency_bytes or memory_budget_bytes left; the request ran, send it again with another key to run "
                 "it again"
             )
         if (reservation := current_reservation()) is not None:
@@ -195,6 +204,11 @@ class Claim:
         """
         self._is_answered = True
         self._store.keep(self._name, self._digest, f"{mimetype}\n{mode}".encode(), answer)
+
+    def keep_nothing(self) -> None:
+        """Keeps that the request ran, but that the front end had no room to make its answer whole."""
+        self._is_answered = True
+        self._store.keep_nothing(self._name, self._digest)
 
     def release(self) -> None:
         """Frees the lock; forgets the key if there is no answer."""
