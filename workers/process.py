@@ -67,13 +67,18 @@ def write_stacks_on_signal() -> None:
 
 def end_hung(reason: str, thread_id: int) -> NoReturn:
     """Logs where the thread of the event loop stands, and ends this process and its descendants."""
-    # The loop may hold a lock that logging waits for.
+    # The last resort, for what waits below: it ends the process with the exit code 1.
     faulthandler.dump_traceback_later(END_TIMEOUT_S, exit=True)
     stack = "".join(traceback.format_stack(sys._current_frames()[thread_id])).rstrip()
     record = logger.makeRecord(
         logger.name, logging.CRITICAL, __file__, 0, "%s; the worker ends. The loop stands in:",
         (reason,), None, sinfo=stack,
     )  # fmt: skip
-    logger.handle(record)
+    log = threading.Thread(target=logger.handle, args=(record,), daemon=True)
+    log.start()
+    log.join(END_TIMEOUT_S / 2)
+    if log.is_alive():
+        # The loop holds a lock that logging waits for.
+        faulthandler.dump_traceback()
     kill_children()
     os._exit(EXIT_HUNG)
