@@ -41,7 +41,7 @@ SIZES = {
     "workers.engine": 2056,
     "workers.images": 472,
     "workers.in_model": 2395,
-    "workers.serving": 1403,
+    "workers.serving": 1420,
     "workers.supervisor": 1009,
     "workers.weights": 1292,
 }

@@ -12,6 +12,7 @@ import pytest
 import zmq
 
 from tests.conftest import StartStub
+from tests.idle_worker import make_server
 from tests.stub_worker import Fault
 from tests.worker_peer import Peer
 from titopool.settings.config import ServerConfig
@@ -20,6 +21,8 @@ from titopool.settings.sampling import SamplingOptions, encode_options
 from titopool.slots import num_kept
 from titopool.wire import messages
 from titopool.wire.messages import Generate, Hello, Job
+from titopool.wire.sockets import bind_router
+from workers.serving.jobs import FrontEnd
 
 MAX_PROMPTS = ServerConfig().max_completions_per_request
 INTERVAL_S = 0.1
@@ -151,3 +154,38 @@ def test_a_thread_sends_heartbeats_while_the_loop_stands(
     assert 0.2 < stood[-1].loop_stood_s < 1.5
     peer.wait(lambda: not peer.beats[-1].loop_stood_s)
     assert stood[-1].loop_stood_s <= peer.beats[-1].longest_stand_s < 1.5
+
+
+@pytest.mark.parametrize("meanwhile, num_sent", [("nothing", 1), ("heartbeat", 0), ("stopping", 0)])
+def test_the_thread_sends_no_state_behind_a_newer_one(
+    meanwhile: str, num_sent: int, tmp_path: Path
+):
+    """The loop goes on, and sends, while the thread waits for the socket."""
+    server, context = make_server(ServerConfig()), zmq.Context[Any]()
+    endpoint = f"ipc://{tmp_path}/socket"
+    server._router = bind_router(context, endpoint, "")
+    peer = Peer(context, endpoint)
+    peer.send(Hello())
+    identity, _ = server._router.recv_multipart()
+    front_end = server._front_ends[identity] = FrontEnd(time.monotonic())
+    front_end.heartbeat = server._heartbeat(identity, front_end)
+
+    class Lock:
+        """Is had once the loop has sent."""
+
+        def acquire(self, timeout: float) -> bool:
+            if meanwhile == "heartbeat":
+                front_end.heartbeat = server._heartbeat(identity, front_end)
+            elif meanwhile == "stopping":
+                server._phase = "stopping"
+            return True
+
+        def release(self) -> None:
+            return None
+
+    server._router_lock = Lock()  # type: ignore[assignment]
+    server._speak_for_loop(3.0)
+    peer.socket.poll(2000 if num_sent else 200)
+    peer.read()
+    context.destroy(linger=0)
+    assert [one.loop_stood_s for one in peer.beats] == [3.0] * num_sent

@@ -27,8 +27,10 @@ EXIT_WEIGHTS_UNKNOWN = 75
 EXIT_HUNG = 70
 # With this signal a process writes the stacks of its threads to standard error, whatever they do.
 STACKS_SIGNAL = signal.SIGUSR1
-# From the decision to end a process that hangs to its end, at most.
+# For each step in which a process that hangs ends: it logs where, and then ends its descendants.
 END_TIMEOUT_S = 5.0
+# Of Python: ends a process that hung, and its descendants.
+END_PROGRAM = "from workers import process; process.kill_children(); exit(process.EXIT_HUNG)"
 
 
 async def in_daemon_thread(call: Callable[[], Result]) -> Result:
@@ -67,13 +69,24 @@ def write_stacks_on_signal() -> None:
 
 def end_hung(reason: str, thread_id: int) -> NoReturn:
     """Logs where the thread of the event loop stands, and ends this process and its descendants."""
-    # The loop may hold a lock that logging waits for.
+    # The last resort, for what waits for the loop: it ends the process with the exit code 1.
     faulthandler.dump_traceback_later(END_TIMEOUT_S, exit=True)
+    log = threading.Thread(target=_log_hang, args=(reason, thread_id), daemon=True)
+    log.start()
+    log.join(END_TIMEOUT_S / 4)
+    if log.is_alive():
+        # The loop holds a lock that logging waits for, or Python's in one long call after another.
+        faulthandler.dump_traceback()
+    # This thread would need Python's lock hundreds of times to find the descendants. The same process
+    # with a new program has no loop; the timer ends it if that program hangs.
+    signal.setitimer(signal.ITIMER_REAL, END_TIMEOUT_S)
+    os.execv(sys.executable, [sys.executable, "-P", "-c", END_PROGRAM])
+
+
+def _log_hang(reason: str, thread_id: int) -> None:
     stack = "".join(traceback.format_stack(sys._current_frames()[thread_id])).rstrip()
     record = logger.makeRecord(
         logger.name, logging.CRITICAL, __file__, 0, "%s; the worker ends. The loop stands in:",
         (reason,), None, sinfo=stack,
     )  # fmt: skip
     logger.handle(record)
-    kill_children()
-    os._exit(EXIT_HUNG)

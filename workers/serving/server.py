@@ -16,6 +16,7 @@ import time
 import uuid
 from collections.abc import Callable, Collection, Coroutine, Iterator, Sequence
 from contextlib import nullcontext, suppress
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -639,16 +640,26 @@ class WorkerServer:
             self._loop.call_soon(self._receive)
 
     def _transmit(
-        self, identity: bytes, message: messages.FromWorker, *, wait_s: float = -1
+        self,
+        identity: bytes,
+        message: messages.FromWorker,
+        *,
+        wait_s: float = -1,
+        still: Callable[[], bool] = lambda: True,
     ) -> bool:
         """Sends, unless another thread has the socket for `wait_s`; whether the loop must then read.
 
         Sending may clear the descriptor's signal for a message that has arrived.
+
+        Args:
+            still: whether the message is to be sent, once this thread has the socket.
         """
         frame = messages.encode(message)
         if not self._router_lock.acquire(timeout=wait_s):
             return False
         try:
+            if not still():
+                return False
             self._router.send_multipart([identity, frame], zmq.NOBLOCK)
             return bool(int(self._router.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
         finally:
@@ -740,22 +751,30 @@ class WorkerServer:
         """In the watchdog's thread: reports that the process runs, and sends heartbeats if the loop stands."""
         self._report_alive()
         for identity, front_end in list(self._front_ends.items()) if stood_s else ():
-            if (last := front_end.heartbeat) is not None and self._phase != "stopping":
+            if (last := front_end.heartbeat) is not None:
                 beat = msgspec.structs.replace(
                     last, loop_stood_s=stood_s, longest_stand_s=max(stood_s, last.longest_stand_s)
                 )
                 # The loop may stand where it has the socket.
-                if self._transmit(identity, beat, wait_s=LOCK_WAIT_S):
+                still = partial(self._is_newest, front_end, last)
+                if self._transmit(identity, beat, wait_s=LOCK_WAIT_S, still=still):
                     self._loop.call_soon_threadsafe(self._receive)
 
-    def _hang_limit_s(self) -> float:
-        """For how long the loop may stand now: other limits hold while it loads, and while it stops.
+    def _is_newest(self, front_end: FrontEnd, beat: Heartbeat) -> bool:
+        """Whether the loop has sent no later state since `beat`, nor that the worker stops."""
+        return front_end.heartbeat is beat and self._phase != "stopping"
 
+    def _hang_limit_s(self) -> float:
+        """For how long the loop may stand now: for ever while it loads, as imports and the warm-up do.
+
+        While the worker stops, the loop no longer shows itself, and waits for the engine and traces.
         A call to vLLM's processes for weights has its own timeout, which a loop that stands cannot keep.
         """
         limit_s = self._config.worker_hang_timeout_s
-        if not limit_s or self._facts is None or self._phase == "stopping":
+        if not limit_s or self._facts is None:
             return math.inf
+        if self._phase == "stopping":
+            return limit_s + CLOSE_TIMEOUT_S + FLUSH_TIMEOUT_S
         if self._control.has_open_update or self._control.has_call_in_flight:
             limit_s += self._config.weight_update_timeout_s
         return limit_s

@@ -38,9 +38,9 @@ class Watchdog:
         self._on_turn, self._limit_s, self._end = on_turn, limit_s, end
         # The longest that the loop has stood, in seconds.
         self.longest_s = 0.0
-        # When the loop should show itself next; and until when it could not, as the process was
-        # suspended. Each is written by one thread: the loop's, and this one.
-        self._due = self._excused_until = time.monotonic()
+        # When the loop should show itself next; and of a value of that, the seconds since then in
+        # which the process could not run. Each is written by one thread: the loop's, and this one.
+        self._due, self._excused = time.monotonic(), (0.0, 0.0)
         self._allowed_s = 0.0
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="titopool-watchdog", daemon=True)
@@ -56,36 +56,47 @@ class Watchdog:
 
     def loop_runs(self) -> float:
         """To be called by the loop every `interval_s`; returns how many seconds late it is."""
-        self.longest_s = max(self.longest_s, self._stood_s)
-        late_s = time.monotonic() - self._due
-        self._due = time.monotonic() + self._interval_s
+        now = time.monotonic()
+        self.longest_s = max(self.longest_s, self._stood_s(now))
+        late_s = now - self._due
+        self._due = now + self._interval_s
         return late_s
 
-    @property
-    def _stood_s(self) -> float:
-        late_s = time.monotonic() - max(self._due, self._excused_until)
+    def _stood_s(self, now: float) -> float:
+        due, (excused_due, excused_s) = self._due, self._excused
+        late_s = now - due - (excused_s if excused_due == due else 0.0)
         return late_s if late_s > self._interval_s else 0.0
 
     def _run(self) -> None:
-        wakes_at = time.monotonic() + self._interval_s
+        wakes_at, cpu_s = time.monotonic() + self._interval_s, time.process_time()
         while not self._stopped.wait(self._interval_s):
-            if time.monotonic() - wakes_at > self._interval_s:
-                # This thread did not run either.
-                self._excused_until = time.monotonic()
-            wakes_at = time.monotonic() + self._interval_s
+            # A turn has one value of the time: whenever the process is suspended, `late_s` has it.
+            now, last_cpu_s, cpu_s = time.monotonic(), cpu_s, time.process_time()
+            late_s = now - wakes_at
+            wakes_at = now + self._interval_s
+            # This thread did not run either. On a CPU, the process did: the loop kept Python's lock.
+            if late_s > self._interval_s and cpu_s - last_cpu_s < late_s / 2:
+                self._excuse(late_s, now)
             try:
-                self._look()
+                self._look(now)
             except Exception:
                 logger.exception("the watchdog goes on after an error")
 
-    def _look(self) -> None:
-        stood_s, limit_s = self._stood_s, self._limit_s()
+    def _excuse(self, late_s: float, now: float) -> None:
+        due, (excused_due, excused_s) = self._due, self._excused
+        lost_s = min(late_s, max(0.0, now - due))
+        self._excused = due, lost_s + (excused_s if excused_due == due else 0.0)
+
+    def _look(self, now: float) -> None:
+        stood_s, limit_s = self._stood_s(now), self._limit_s()
         # What the loop does when it goes on, such as to end an update, may lower the limit at once.
         self._allowed_s = max(limit_s, self._allowed_s) if stood_s else limit_s
-        self._on_turn(stood_s)
-        if stood_s > self._allowed_s:
-            self._end(
-                f"the event loop has stood for {stood_s:.1f} s, expected {self._allowed_s:g} s at most "
-                "(worker_hang_timeout_s)",
-                self._loop_thread,
-            )
+        try:
+            self._on_turn(stood_s)
+        finally:
+            if stood_s > self._allowed_s:
+                self._end(
+                    f"the event loop has stood for {stood_s:.1f} s, "
+                    f"expected {self._allowed_s:g} s at most (worker_hang_timeout_s)",
+                    self._loop_thread,
+                )
