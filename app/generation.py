@@ -114,7 +114,7 @@ def run_request(admission: Admission, request: Request) -> list[Completed]:
     Raises:
         TitopoolError: why the request failed.
     """
-    admission.expect_results(request.bounds)
+    admission.expect_results(request)
     with submitted(admission, request):
         if not request.wait(admission.deadline.left_s):
             cancel_overdue(admission, request)
@@ -338,7 +338,7 @@ def submitted(admission: Admission, request: Request) -> Iterator[None]:
     with watching(current_client(), on_client_gone):
         shown = admission.shown
         shown.submit(request)
-        admission.link.submit(request, aborted=shown.owned_ids if shown.is_aborted else ())
+        admission.link.submit(request, aborted=shown.ended_ids)
         yield
 
 

@@ -189,6 +189,10 @@ def test_log_probabilities_that_a_worker_cannot_hold_are_refused(start):
     refused = server.post("/generate/", body)
     assert (refused.status_code, refused.json()["error"]["code"]) == (413, "answer_too_large")
     assert "got up to" in refused.json()["error"]["message"]
+    chosen = {"generation_kwargs": {"logprob_token_ids": [*range(128)]}, "logprobs": None}
+    refused = server.post("/generate/", body | chosen)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (413, "answer_too_large")
+    assert "5000 tokens with 129 log-probabilities" in refused.json()["error"]["message"]
     # What GRPO asks for.
     for honest in (
         {"prompts": [[5, 7]] * 512, "max_tokens": 4096, "logprobs": 1},

@@ -150,6 +150,47 @@ def test_phases_of_streams_and_checks_and_ids_of_prompts(start_stub, stub_server
     wait_until(lambda: phases() == {}, 10)
 
 
+def test_a_request_that_waits_for_memory_is_aborted(start_stub, stub_server, pool):
+    """It waited on, for up to an hour, and all that waited behind it did too."""
+    start_stub(0, "--delay-s", "40")
+    server = stub_server(1, "--num-front-ends", "1", "--memory-budget-bytes", str(16 * 2**20))
+    # Each expects a quarter of the budget, and an eighth is for small ones: three of them run.
+    wide = {"prompts": [[1, 2]], "n": 128, "max_tokens": 1700}
+    rids = {
+        "input_ids": [[4], [5]], "rid": ["rid-a", "rid-b"],
+        "sampling_params": {"n": 128, "max_new_tokens": 4000},
+    }  # fmt: skip
+
+    def begin(name: str, body: dict[str, Any], path: str = "/generate/"):
+        begun = pool.submit(post, server, requests, name, body, path)
+        wait_until(lambda: begun.done() or name in ids_of(server), 10)
+        assert not begun.done(), begun.result().text[:1000]
+        return begun
+
+    def end(*names: str) -> int:
+        return server.post("/abort_requests", {"request_ids": names}).json()["aborted"]
+
+    begun = [begin(f"has-memory-{index}", wide) for index in range(3)]
+    wait_until(lambda: all(one["workers"] for one in listed(server)["requests"]), 10)
+    first, of_rids, last = begin("first", wide), begin("rids", rids, "/generate"), begin("l", wide)
+    for one in listed(server)["requests"][3:]:
+        assert (one["phase"], one["workers"]) == ("waiting", []), one
+    assert end("another") == 0
+    assert end("first") == 1
+    assert first.result(10).json()["finish_reasons"] == ["abort"] * 128
+    # One prompt of two.
+    assert end("rid-a") == 1
+    assert end("rid-a") == 0
+    assert end("rids") == 1
+    types = {one["meta_info"]["finish_reason"]["type"] for one in of_rids.result(10).json()}
+    assert types == {"abort"}
+    assert not last.done()
+    # All requests.
+    assert end() == 4
+    for future in (*begun, last):
+        assert set(future.result(10).json()["finish_reasons"]) == {"abort"}
+
+
 def test_a_front_end_that_hangs_holds_nothing_up(server, pool):
     fronts = sessions_by_pid(server)
     (stopped, _), (_, session) = fronts.items()

@@ -110,3 +110,13 @@ def test_a_result_without_completions_has_the_place_of_each_image():
     job = msgspec.structs.replace(job, images=[Image(b"", b"")])
     assert defect_of(job, Completed(1, 1, [], 0, image_ranges=[(2, 3)])) == ""
     assert "1 images, got 0" in defect_of(job, Completed(1, 1, [], 0))
+
+
+def test_all_arrays_of_a_result_count_against_the_budget():
+    packed = Logprobs(floats(3), ids(1, 2, 3), ids(2, 1), ids(1, 9), floats(2))
+    completion = msgspec.structs.replace(replayed(12, 2, 1, num_ids=3), logprobs=packed)
+    # Log-probabilities; the completion's id; routed experts; a mask's ids and their counts.
+    assert completion.num_bytes == 4 * (3 + 3 + 2 + 2 + 2) + 4 + 12 + 4 * (3 + 2)
+    scores = Logprobs(floats(4), ids(1, 2, 3, 4), ranks=ids(1, 2, 3, 4))
+    result = Completed(1, 1, [completion], 0, prompt_logprobs=scores)
+    assert result.num_bytes == completion.num_bytes + 4 * 12

@@ -1,9 +1,22 @@
 """Texts of single tokens: a character spread over several tokens is shown at its last token."""
 
+import json
+import socket
+import time
+from contextlib import closing
+from http.client import HTTPConnection
+from pathlib import Path
+from urllib.parse import urlsplit
+
 import pytest
 from transformers import AutoTokenizer
 
 from app.outputs.token_texts import MAX_BEFORE, TextLookup, decode_alone, decode_in_context
+from tests.servers import wait_until
+from titopool.demo_model import make_tokenizer
+
+# Of a request, in seconds.
+TIMEOUT_S = 3.0
 
 
 @pytest.mark.parametrize("text", ["é\U0001f99c…\u0436a", "Hello, \U0001f99c!", "no such letters"])
@@ -32,3 +45,29 @@ def test_the_context_of_the_first_tokens_begins_with_the_sequence():
     for end in range(MAX_BEFORE + 1):
         assert lookup.in_context(end, 7) == (tuple(ids[:end]), 7)
     assert lookup.in_context(MAX_BEFORE + 2, 7) == (tuple(ids[2 : MAX_BEFORE + 2]), 7)
+
+
+# Of the answer each prompt has 1 MiB, and texts of its own: sockets hold half of the answer.
+NUM_PROMPTS, NUM_IDS = 8, 4000
+PROMPTS = [[*range(start, start + 1000)] * 4 for start in range(100, 8_100, 1000)]
+
+
+def test_an_answer_that_is_read_after_its_deadline_is_whole(
+    start_stub, stub_server, tmp_path: Path
+):
+    """The texts of each choice are looked up when it is written: the request's time was over."""
+    make_tokenizer(tmp_path)
+    start_stub(0, "--tokenizer", str(tmp_path), "--max-model-len", str(2 * NUM_IDS + 1))
+    server = stub_server(1, "--num-front-ends", "1", "--request-timeout-s", str(TIMEOUT_S))
+    # Other requests have the time to load the tokenizer.
+    wait_until(lambda: server.post("/tokenize", {"prompt": "a"}).status_code == 200, 30)
+    address, body = urlsplit(server.url), {"prompt": PROMPTS, "max_tokens": NUM_IDS, "logprobs": 20}
+    with closing(HTTPConnection(str(address.hostname), address.port, timeout=60)) as client:
+        client.connect()
+        client.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 65_536)
+        client.request("POST", "/v1/completions", json.dumps(body))
+        answer = client.getresponse()
+        assert answer.status == 200
+        time.sleep(TIMEOUT_S + 0.2)
+        client.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**22)
+        assert len(json.loads(answer.read())["choices"]) == NUM_PROMPTS

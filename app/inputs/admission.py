@@ -4,7 +4,6 @@ import socket
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -17,7 +16,7 @@ from app.inputs.chat_template import Chat, length_of, render_all
 from app.inputs.tokenizer import TokenizerLoader, batches_of, encode_all
 from app.observing.open_requests import OpenRequest
 from app.pool.link import Link
-from app.pool.request import CountBytes
+from app.pool.request import CountBytes, Request, count_nothing
 from titopool.deadline import Deadline
 from titopool.errors import ModelNotFound
 from titopool.settings.config import ServerConfig
@@ -27,6 +26,10 @@ from titopool.wire.messages import WorkerFacts
 Result = TypeVar("Result")
 # Characters of a session's id that count, which bounds the time to hash it.
 SESSION_LENGTH = 256
+
+
+class _AllEnded(Exception):
+    """Ends a wait for memory that the request no longer needs."""
 
 
 def name_of(key: Key, request_id: str) -> str:
@@ -83,17 +86,30 @@ class Admission:
         if self.reservation is not None:
             self.reservation.keep(self.reservation.num_body_bytes + num_bytes)
 
-    def expect_results(self, bounds: Sequence[int]) -> None:
-        """Waits for room for results that have at most `bounds` bytes each.
+    def expect_results(self, request: Request) -> None:
+        """Waits for room for the results of `request`, or until a client has ended all of its jobs.
 
         Raises:
             TitopoolError: as `Reservation.wait_for`.
         """
-        if self.reservation is not None:
-            check = partial(check_client, self.client)
-            # A result is there twice while it is taken out of its message.
-            most = sum(bounds) + max(bounds, default=0)
+        shown, bounds = self.shown, request.bounds
+        shown.hold(request)
+
+        def check() -> None:
+            check_client(self.client)
+            if shown.has_ended:
+                raise _AllEnded
+
+        if self.reservation is None:
+            return
+        # A result is there twice while it is taken out of its message.
+        most = sum(bounds) + max(bounds, default=0)
+        try:
+            check()
             self.reservation.expect(most, self.deadline.left_s, check)
+        except _AllEnded:
+            # Such jobs end without a token, and without room for one.
+            request.count_bytes = count_nothing
 
     def settle_results(self) -> None:
         """All results have arrived."""
@@ -108,7 +124,7 @@ class Admission:
         it, would be a cycle, and the request's jobs would stay until garbage is collected.
         """
         if self.reservation is None:
-            return lambda num_bytes, bound=0: None
+            return count_nothing
         return self.reservation.receive
 
     def use_tokenizer(

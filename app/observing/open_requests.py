@@ -15,6 +15,7 @@ from flask import Flask, Response, g, has_request_context
 from flask import request as http_request
 
 from app.pool.request import Request
+from titopool.settings.sampling import is_scored
 from titopool.wire.messages import ListedRequests, RequestInfo, RequestPhase, owned_id
 
 # Names of workers and ids of jobs that one request shows.
@@ -34,8 +35,8 @@ class OpenRequest:
     """One HTTP request that was admitted, until its response is written."""
 
     __slots__ = (
-        "began_s", "client", "id", "is_aborted", "is_writing", "key", "on_abort", "pending", "route",
-        "submitted_s", "traceparent",
+        "began_s", "client", "ended_ids", "id", "is_aborted", "is_writing", "key", "num_ended",
+        "on_abort", "pending", "route", "submitted_s", "traceparent",
     )  # fmt: skip
 
     def __init__(self, name: str, route: str, client: str, key: str):
@@ -46,8 +47,12 @@ class OpenRequest:
         self.submitted_s: float | None = None
         # For its jobs; "": it is not traced.
         self.traceparent = ""
-        # Its jobs; None while the body is checked.
+        # Its jobs; None while the body is checked. They may wait for memory before they are submitted.
         self.pending: Request | None = None
+        # Jobs that a client has ended before they were submitted: how many, and their ids, which mean
+        # no request of another key.
+        self.num_ended = 0
+        self.ended_ids: set[str] = set()
         self.is_writing = False
         # Whether a client has ended it before it had jobs, and what is called then.
         self.is_aborted = False
@@ -63,15 +68,51 @@ class OpenRequest:
         """The same, which mean no request of another key."""
         return {owned_id(self.key, name) for name in self.client_ids}
 
+    @property
+    def is_held(self) -> bool:
+        """Whether its jobs wait for memory."""
+        return self.pending is not None and self.submitted_s is None and not self.is_writing
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether a client has ended all of its jobs before they were submitted."""
+        return self.pending is not None and self.num_ended == len(self.pending.jobs)
+
+    def hold(self, pending: Request) -> None:
+        """It has jobs now, which are not submitted yet."""
+        self.pending = pending
+        if self.is_aborted:
+            self.end_jobs(None)
+
+    def end_jobs(self, client_ids: Collection[str] | None) -> int:
+        """Lets jobs with these ids, None: all, end when they are submitted; returns their number.
+
+        A job whose prompt is scored goes on, as `Pool.end_waiting` has it.
+        """
+        assert self.pending is not None
+        ended = [
+            job
+            for job in self.pending.jobs
+            if (client_ids is None or job.is_named_in(client_ids))
+            and not job.is_named_in(self.ended_ids)
+            and not is_scored(job)
+        ]
+        self.ended_ids.update(owned_id(job.key_name, job.client_id) for job in ended)
+        self.num_ended += len(ended)
+        return len(ended)
+
     def submit(self, pending: Request) -> None:
-        """It has jobs now."""
-        self.pending, self.submitted_s = pending, time.monotonic()
+        """Its jobs are submitted."""
+        self.hold(pending)
+        self.submitted_s = time.monotonic()
 
     def phase(self, where: InFlight) -> RequestPhase:
         """What it does now."""
         pending = self.pending
-        if pending is None:
-            return "writing" if self.is_writing else "checking"
+        if pending is None or self.submitted_s is None:
+            if self.is_writing:
+                return "writing"
+            return "checking" if pending is None else "waiting"
         if pending.is_done:
             return "writing"
         if pending.num_streamed_tokens:
@@ -133,26 +174,31 @@ class OpenRequests:
         ]
         return ListedRequests(name, self.front_end, len(self._open), infos)
 
-    def abort(self, client_ids: Collection[str]) -> tuple[int, list[str]]:
-        """Ends requests with these ids that have no jobs yet, once they have some.
+    def abort(self, client_ids: Collection[str] | None) -> tuple[int, list[str]]:
+        """Ends requests with these ids whose jobs are not submitted yet, once they are.
 
         Args:
-            client_ids: the clients' ids, of any key or as `owned_id` makes them.
+            client_ids: the clients' ids, of any key or as `owned_id` makes them; None: those of all
+                requests that have jobs.
 
         Returns:
             How many there were, and other ids by which workers know jobs of requests with these ids.
         """
         num_ended, others = 0, set()
+        ids = client_ids or ()
         for one in self._open.values():
-            if one.id not in client_ids and owned_id(one.key, one.id) not in client_ids:
+            is_meant = one.id in ids or owned_id(one.key, one.id) in ids
+            if one.is_held:
+                num_ended += one.end_jobs(None if is_meant else client_ids)
+            elif not is_meant:
                 continue
-            if one.pending is not None:
+            elif one.pending is not None:
                 others |= one.owned_ids
             elif not (one.is_writing or one.is_aborted):
                 num_ended += 1
                 one.is_aborted = True
                 one.on_abort()
-        return num_ended, sorted(others.difference(client_ids))
+        return num_ended, sorted(others.difference(ids))
 
 
 def init_app(app: Flask, requests: OpenRequests) -> None:

@@ -70,7 +70,7 @@ def _add_parts(
     """Adds the parts of a generating request; returns the attributes of the whole."""
     now_s, pending = monotonic(), shown.pending
     traces.add("read body", span, began_s, shown.began_s)
-    if pending is None:
+    if pending is None or shown.submitted_s is None:
         traces.add("check", span, shown.began_s, answered_s)
         return {}
     traces.add("check", span, shown.began_s, shown.submitted_s)

@@ -135,8 +135,15 @@ class TokenTexts:
     def _use_tokenizer(
         self, decode: Callable[..., dict[Token, str]], tokens: Collection[Token], num_calls: int
     ) -> dict[Token, str]:
-        is_short = len(tokens) * num_calls <= MAX_CALLS
-        return self._admission.use_tokenizer(decode, tokens, is_short=is_short)
+        admission = self._admission
+        # The results are there. An answer whose client reads slowly is written after the request's
+        # deadline too, and its writer notices a client that has left.
+        return admission.tokenizer.use(
+            decode, tokens,
+            facts=admission.facts,
+            timeout_s=max(admission.deadline.left_s, admission.config.client_timeout_s),
+            is_short=len(tokens) * num_calls <= MAX_CALLS,
+        )  # fmt: skip
 
 
 def decode_alone(tokenizer: Any, ids: Iterable[int]) -> dict[int, str]:

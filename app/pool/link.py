@@ -93,15 +93,15 @@ class OpenRequests(Protocol):
     def listed(self, name: str, limit: int) -> messages.ListedRequests:
         """The `limit` oldest requests in flight; `name` is the question's."""
 
-    def abort(self, client_ids: Collection[str]) -> tuple[int, list[str]]:
-        """Ends requests without jobs; returns how many, and other ids of those with jobs."""
+    def abort(self, client_ids: Collection[str] | None) -> tuple[int, list[str]]:
+        """Ends what is not submitted; returns how many, and other ids of those that are."""
 
 
 class _NoRequests:
     def listed(self, name: str, limit: int) -> messages.ListedRequests:
         return messages.ListedRequests(name, "", 0, [])
 
-    def abort(self, client_ids: Collection[str]) -> tuple[int, list[str]]:
+    def abort(self, client_ids: Collection[str] | None) -> tuple[int, list[str]]:
         return 0, []
 
 
@@ -448,7 +448,7 @@ class Link:
                 self._pool.workers[endpoint].engine_metrics = message
                 self._new_metrics.set()
             case EndWaiting(name=name, client_ids=client_ids):
-                num_ended, others = self._requests.abort(client_ids or ())
+                num_ended, others = self._requests.abort(client_ids)
                 wanted = None if client_ids is None else [*client_ids, *others]
                 num_ended += self.end_waiting(wanted)
                 self._send(endpoint, messages.EndedWaiting(name, num_ended, others))

@@ -30,6 +30,11 @@ class CountBytes(Protocol):
         """As `app.http.budget.Reservation.receive`."""
 
 
+def count_nothing(num_bytes: int, bound: int = 0) -> TitopoolError | None:
+    """A `CountBytes` without a bound."""
+    return None
+
+
 class ChunkOfJob(NamedTuple):
     """A chunk and the index of its job in the request."""
 
@@ -51,7 +56,7 @@ class Request:
         facts: WorkerFacts | None = None,
         session: str = "",
         weight: int = 1,
-        count_bytes: CountBytes = lambda num_bytes, bound=0: None,
+        count_bytes: CountBytes = count_nothing,
         bounds: Sequence[int] = (),
     ):
         """A request without results.
@@ -89,7 +94,7 @@ class Request:
         self.weight_versions: set[int] = set()
         # Memory that results take.
         self.num_result_bytes = 0
-        self._count_bytes, self.bounds = count_bytes, bounds
+        self.count_bytes, self.bounds = count_bytes, bounds
         self._unread_bytes = 0
         self._done = Event()
         self._chunks: list[ChunkOfJob] = []
@@ -106,7 +111,7 @@ class Request:
         """Records a chunk of job `index`; does nothing after the end. Returns why it has no room."""
         if not self.is_done:
             num_bytes = sum(COMPLETION_BYTES + piece.num_bytes for _, piece in chunk.pieces)
-            if error := self._count_bytes(num_bytes):
+            if error := self.count_bytes(num_bytes):
                 return error
             num_tokens = _num_tokens([piece for _, piece in chunk.pieces])
             if num_tokens:
@@ -148,7 +153,7 @@ class Request:
         if self.is_done or self.results[index] is not None:
             return None
         num_bytes = COMPLETION_BYTES * len(result.completions) + result.num_bytes
-        if error := self._count_bytes(num_bytes, self.bounds[index] if self.bounds else 0):
+        if error := self.count_bytes(num_bytes, self.bounds[index] if self.bounds else 0):
             return error
         self.results[index] = result
         if result.completions:
@@ -200,7 +205,7 @@ class Request:
     def take_chunks(self) -> list[ChunkOfJob]:
         """All chunks since the last call, in order."""
         taken, self._chunks = self._chunks, []
-        self._count_bytes(-self._unread_bytes)
+        self.count_bytes(-self._unread_bytes)
         self._unread_bytes = 0
         if not self.is_done:
             self._progress.clear()

@@ -132,10 +132,11 @@ class SamplingOptions(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=
 
     def num_logprobs(self, vocab_size: int) -> int:
         """The most log-probabilities of a sampled token: its own, and the best or chosen ones."""
+        if self.logprob_token_ids is not None:
+            # Also where `logprobs` is null.
+            return 1 + len(self.logprob_token_ids)
         if self.logprobs is None:
             return 0
-        if self.logprob_token_ids is not None:
-            return 1 + len(self.logprob_token_ids)
         return vocab_size if self.logprobs == -1 else 1 + self.logprobs
 
 

@@ -39,8 +39,8 @@ class Logprobs(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def num_bytes(self) -> int:
-        """Of the arrays with all entries."""
-        return len(self.values) + len(self.token_ids)
+        """Of all arrays."""
+        return sum(map(len, (self.values, self.token_ids, self.counts, self.ranks, self.raw)))
 
 
 class RoutedExperts(msgspec.Struct, frozen=True, array_like=True):
@@ -94,7 +94,7 @@ class Completion(msgspec.Struct, frozen=True, array_like=True):
         if self.routed_experts is not None:
             num_bytes += len(self.routed_experts.data)
         if self.sampling_mask is not None:
-            num_bytes += len(self.sampling_mask.token_ids)
+            num_bytes += len(self.sampling_mask.token_ids) + len(self.sampling_mask.counts)
         return num_bytes
 
 
