@@ -30,7 +30,7 @@ SIZES = {
     "titopool": 491,
     "titopool.client": 1542,
     "titopool.commands": 742,
-    "titopool.helpers": 270,
+    "titopool.helpers": 273,
     "titopool.mismatch": 224,
     "titopool.rollouts": 832,
     "titopool.settings": 842,
