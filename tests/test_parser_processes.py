@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,6 +19,7 @@ from titopool.demo_model import make_tokenizer
 from titopool.settings.sampling import SamplingOptions, encode_options
 from titopool.wire.messages import ChatParsing, Job
 from workers.engine.parsing.helper import joined
+from workers.engine.parsing.limits import CpuLimit, TooDear
 from workers.engine.parsing.parsers import Parsed, Parsers
 from workers.engine.parsing.processes import ParsedJob, ParserProcesses
 
@@ -239,3 +241,46 @@ def test_tokens_wait_where_a_step_of_the_parser_is_dear(start: Start):
     assert len(steps) < 30
     # What parsers look for comes alone.
     assert "<" in steps
+
+
+def test_a_limit_ends_with_its_call_wherever_the_signal_comes():
+    """Before each of the instructions of the call in turn, as signals do."""
+    handler, trace = signal.getsignal(signal.SIGVTALRM), sys.gettrace()
+    limit, num_raised, is_struck = CpuLimit(), 0, True
+    own = {CpuLimit.call.__code__, CpuLimit._stop.__code__}
+    left = 0
+
+    def strike(frame: Any, event: str, _: Any) -> Any:
+        nonlocal left, is_struck
+        frame.f_trace_opcodes = True
+        if event == "opcode":
+            left -= 1
+            if left == 0:
+                is_struck = True
+                limit._raise()
+        return strike
+
+    try:
+        for number in range(1, 1000):
+            left, is_struck = number, False
+            sys.settrace(
+                lambda frame, *_: strike(frame, "call", None) if frame.f_code in own else None
+            )
+            try:
+                limit.call(1000, lambda: None)
+            except TooDear:
+                num_raised += 1
+            finally:
+                sys.settrace(None)
+            assert not limit._is_running
+            assert signal.getitimer(signal.ITIMER_VIRTUAL) == (0, 0)
+            assert signal.getitimer(signal.ITIMER_PROF) == (0, 0)
+            if not is_struck:
+                break
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGVTALRM, handler)
+        sys.settrace(trace)
+    assert not is_struck
+    assert num_raised > 5
