@@ -5,6 +5,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import psutil
 import pytest
@@ -112,3 +113,38 @@ def test_after_the_end_nothing_starts(server: ForkServer):
     server.close()
     with pytest.raises(ConnectionError, match="closed"):
         helper.call(b"abc", 10)
+
+
+def test_a_server_that_has_ended_is_not_signalled_again(
+    server: ForkServer, monkeypatch: pytest.MonkeyPatch
+):
+    """Its number may be that of another process, whose group would end."""
+    signalled, killpg = [], os.killpg
+    monkeypatch.setattr(
+        os, "killpg", lambda pid, number: (signalled.append(pid), killpg(pid, number))
+    )
+    first = server.pid
+    server.kill()
+    server.kill()
+    server.close()
+    assert signalled == [first]
+
+
+def test_a_fork_that_fails_leaves_no_descriptor(
+    server: ForkServer, monkeypatch: pytest.MonkeyPatch
+):
+    def fails() -> int:
+        raise BlockingIOError("no more processes")
+
+    def num_pidfds() -> int:
+        links = (os.readlink(one) for one in Path("/proc/self/fd").iterdir() if one.is_symlink())
+        return sum("pidfd" in one for one in links)
+
+    server.kill()
+    before = num_pidfds()
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fork", fails)
+        with pytest.raises(BlockingIOError):
+            Helper(server).start()
+    assert num_pidfds() == before
+    assert Helper(server).call(b"abc", 10) == b"cba"

@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,7 +18,9 @@ import pytest
 from titopool.demo_model import make_tokenizer
 from titopool.settings.sampling import SamplingOptions, encode_options
 from titopool.wire.messages import ChatParsing, Job
+from workers.engine.parsing import processes
 from workers.engine.parsing.helper import joined
+from workers.engine.parsing.limits import TOKEN_S, CpuLimit, TooDear
 from workers.engine.parsing.parsers import Parsed, Parsers
 from workers.engine.parsing.processes import ParsedJob, ParserProcesses
 
@@ -195,7 +198,7 @@ def test_a_helper_that_is_killed_is_started_again_and_streams_go_on(start: Start
 
 
 class Deadly:
-    """Parsers of which one word ends the process, and another one raises."""
+    """Parsers of which one word ends the process, and another one sleeps."""
 
     def begin(self, *_: Any) -> "Deadly":
         return self
@@ -203,7 +206,12 @@ class Deadly:
     def delta(self, index: int, text: str, ids: list[int], finish_reason: str) -> Parsed:
         if text == "end":
             os.abort()
+        if text == "sleep":
+            time.sleep(60)
         return {"content": text.upper()}, finish_reason
+
+    def whole(self, text: str, ids: list[int], finish_reason: str) -> Parsed:
+        return self.delta(0, text, ids, finish_reason)
 
 
 def test_a_text_that_ends_its_helper_twice_ends_alone(start: Start):
@@ -239,3 +247,190 @@ def test_tokens_wait_where_a_step_of_the_parser_is_dear(start: Start):
     assert len(steps) < 30
     # What parsers look for comes alone.
     assert "<" in steps
+
+
+def test_a_text_with_which_its_helper_hangs_ends_for_that_reason(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(processes, "TIMEOUT_S", 1.0)
+    message, _ = asyncio.run(stream(start(Deadly()).job(), ["sleep", "a"]))
+    assert message["content"] == "sleepa"
+    assert "ended twice with it: it timed out after 1 s" in message["parsing_error"]
+
+
+def test_another_job_s_text_waits_for_one_of_many_dear_ones(start: Start):
+    class Dear(Deadly):
+        """A text takes more than a batch may."""
+
+        def whole(self, text: str, ids: list[int], finish_reason: str) -> Parsed:
+            began = time.process_time()
+            while text == "dear" and time.process_time() < began + 0.04:
+                pass
+            return super().whole(text, ids, finish_reason)
+
+    started = start(Dear())
+
+    async def run() -> int:
+        hostile, honest = started.job(is_streamed=False), started.job(is_streamed=False)
+        dear = [asyncio.create_task(hostile.whole("dear", [7], "stop")) for _ in range(16)]
+        await asyncio.sleep(0)
+        await asyncio.wait_for(honest.whole("plain", [7], "stop"), TIMEOUT_S)
+        before = sum(one.done() for one in dear)
+        await asyncio.wait_for(asyncio.gather(*dear), TIMEOUT_S)
+        return before
+
+    assert asyncio.run(run()) <= 2
+
+
+def test_another_job_s_text_waits_for_one_of_many_that_end_their_helper(start: Start):
+    started = start(Deadly())
+    waiting = started.processes._for_wholes._waiting
+
+    async def run() -> int:
+        hostile, honest = started.job(is_streamed=False), started.job(is_streamed=False)
+        deadly = [asyncio.create_task(hostile.whole("end", [7], "stop")) for _ in range(8)]
+        await asyncio.sleep(0)
+        # All of them are suspects then, and the other one is not.
+        while not waiting[hostile.begin.job][-1].num_ends:
+            await asyncio.sleep(0.001)
+        await asyncio.wait_for(honest.whole("plain", [7], "stop"), TIMEOUT_S)
+        before = sum(one.done() for one in deadly)
+        await asyncio.wait_for(asyncio.gather(*deadly), TIMEOUT_S)
+        return before
+
+    assert asyncio.run(run()) <= 2
+
+
+def test_a_batch_has_time_for_the_tokens_that_are_parsed_again(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+):
+    started = start(Deadly())
+    helper, timeouts = started.processes._for_streams[0]._helper, list[float]()
+    call_async = helper.call_async
+
+    def noted(request: bytes, timeout_s: float) -> Any:
+        timeouts.append(timeout_s)
+        return call_async(request, timeout_s)
+
+    monkeypatch.setattr(helper, "call_async", noted)
+    ids = np.zeros(1000, np.int32).tobytes()
+
+    async def run() -> None:
+        job, outcomes = started.job(), asyncio.Queue[Parsed]()
+
+        async def parse(index: int) -> None:
+            job.parse(index, "(", ids, "", outcomes.put_nowait)
+            await asyncio.wait_for(outcomes.get(), TIMEOUT_S)
+
+        await parse(0)
+        await parse(1)
+        os.kill(started.pid(), signal.SIGKILL)
+        # The second one's past comes with the first one's piece, and is parsed with its own.
+        await parse(0)
+        await parse(1)
+        await parse(1)
+
+    asyncio.run(run())
+    usual, longer = processes.TIMEOUT_S, processes.TIMEOUT_S + 1000 * 3 * TOKEN_S
+    assert timeouts[:2] == [usual, usual]
+    assert timeouts[-3:] == [longer, longer, usual]
+
+
+def test_an_error_of_the_worker_leaves_no_parser_behind(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+):
+    started = start(Deadly())
+    before = started.pid()
+
+    def fails(_: bytes) -> Any:
+        raise ValueError("not an answer")
+
+    async def run() -> tuple[Any, Any]:
+        with monkeypatch.context() as patched:
+            patched.setattr(processes, "decode_outcomes", fails)
+            first, _ = await stream(started.job(), ["a", "b"])
+        return first, (await stream(started.job(), ["a", "b"]))[0]
+
+    first, second = asyncio.run(run())
+    assert first["content"] == "ab"
+    assert "the worker could not parse" in first["parsing_error"]
+    assert second == {"content": "AB"}
+    assert started.pid() != before
+
+
+def test_a_closed_job_s_text_is_not_queued(start: Start):
+    started = start(Deadly())
+
+    async def run() -> None:
+        job = started.job()
+        job.close()
+        job.parse(0, "a", b"", "", lambda _: None)
+        assert started.processes._for_streams[0]._task is None
+
+    asyncio.run(run())
+
+
+def test_parsers_that_refuse_a_plain_chat_end_no_start(start: Start):
+    class Refusing(Deadly):
+        def begin(self, chat: ChatParsing, *_: Any) -> Deadly:
+            if not chat.tools:
+                raise AssertionError("tools, please")
+            return self
+
+    assert asyncio.run(stream(start(Refusing()).job(), ["a"]))[0] == {"content": "A"}
+
+
+def test_the_end_of_a_worker_is_no_new_start(start: Start, caplog: pytest.LogCaptureFixture):
+    started = start(Deadly())
+
+    async def run() -> Any:
+        job = asyncio.create_task(stream(started.job(), ["sleep"]))
+        await asyncio.sleep(0.2)
+        await asyncio.to_thread(started.processes.close)
+        return (await job)[0]
+
+    assert "the worker ended" in asyncio.run(run())["parsing_error"]
+    assert "started again" not in caplog.text
+
+
+def test_a_limit_ends_with_its_call_wherever_the_signal_comes():
+    """Before each of the instructions of the call in turn, as signals do."""
+    handler, trace = signal.getsignal(signal.SIGVTALRM), sys.gettrace()
+    limit, num_raised, is_struck = CpuLimit(), 0, True
+    own = {CpuLimit.call.__code__, CpuLimit._stop.__code__}
+    left = 0
+
+    def strike(frame: Any, event: str, _: Any) -> Any:
+        nonlocal left, is_struck
+        frame.f_trace_opcodes = True
+        if event == "opcode":
+            left -= 1
+            if left == 0:
+                is_struck = True
+                limit._raise()
+        return strike
+
+    try:
+        for number in range(1, 1000):
+            left, is_struck = number, False
+            sys.settrace(
+                lambda frame, *_: strike(frame, "call", None) if frame.f_code in own else None
+            )
+            try:
+                limit.call(1000, lambda: None)
+            except TooDear:
+                num_raised += 1
+            finally:
+                sys.settrace(None)
+            assert not limit._is_running
+            assert signal.getitimer(signal.ITIMER_VIRTUAL) == (0, 0)
+            assert signal.getitimer(signal.ITIMER_PROF) == (0, 0)
+            if not is_struck:
+                break
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGVTALRM, handler)
+        sys.settrace(trace)
+    assert not is_struck
+    assert num_raised > 5

@@ -61,20 +61,22 @@ class ForkServer:
         self._limits = limits or Limits()
         self._lock = threading.Lock()
         self._is_closed = False
-        # Also its process group.
+        # Also its process group; 0: it has ended, and another process may have its number.
         self.pid = 0
         self._start()
 
     def _start(self) -> None:
         owner = os.pidfd_open(os.getpid())
-        self._control, theirs = socket.socketpair()
-        with theirs:
-            pid = os.fork()
-            # On both sides: whichever is first.
-            os.setpgid(pid, 0)
-            if pid == 0:
-                _fork_helpers(theirs, owner, self._title, self._prepare, self._limits)
-        os.close(owner)
+        try:
+            self._control, theirs = socket.socketpair()
+            with theirs:
+                pid = os.fork()
+                # On both sides: whichever is first.
+                os.setpgid(pid, 0)
+                if pid == 0:
+                    _fork_helpers(theirs, owner, self._title, self._prepare, self._limits)
+        finally:
+            os.close(owner)
         self.pid = pid
 
     def connect(self) -> socket.socket:
@@ -101,7 +103,7 @@ class ForkServer:
     async def ends(self, pid: int) -> bool:
         """Whether the server that had this pid has ended, or does so at once."""
         deadline = Deadline.after(END_S)
-        while pid == self.pid and not self._is_closed:
+        while pid and pid == self.pid and not self._is_closed:
             with suppress(ChildProcessError):
                 if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
                     if deadline.has_passed:
@@ -124,9 +126,11 @@ class ForkServer:
 
     def _kill(self) -> None:
         self._control.close()
-        with suppress(ProcessLookupError, ChildProcessError):
-            os.killpg(self.pid, signal.SIGKILL)
-            os.waitpid(self.pid, 0)
+        pid, self.pid = self.pid, 0
+        if pid:
+            with suppress(ProcessLookupError, ChildProcessError):
+                os.killpg(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
 
 
 def _fork_helpers(

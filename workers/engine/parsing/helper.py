@@ -110,8 +110,9 @@ class ParserHelper:
         params = to_vllm_params(options, is_streamed=begin.is_streamed)
         chat = decode_chat_parsing(begin.chat)
         try:
-            with self._limit.of(COMPLETION_S):
-                return self._parsers.begin(chat, params, begin.prompt_token_ids)
+            return self._limit.call(
+                COMPLETION_S, lambda: self._parsers.begin(chat, params, begin.prompt_token_ids)
+            )
         except TooDear:
             return too_dear(COMPLETION_S)
 
@@ -138,10 +139,12 @@ class ParserHelper:
         token_ids = ids_of(piece.token_ids)
         limit_s = COMPLETION_S + WHOLE_TOKEN_S * len(token_ids)
         try:
-            with self._limit.of(limit_s):
-                return Outcome(*parsing.whole(piece.text, token_ids, piece.finish_reason))
+            parsed = self._limit.call(
+                limit_s, lambda: parsing.whole(piece.text, token_ids, piece.finish_reason)
+            )
         except TooDear:
             return over(piece.text, piece.finish_reason, too_dear(limit_s))
+        return Outcome(*parsed)
 
     def _delta(
         self, parsing: Parsing, completion: Completion, piece: Piece, num_streams: int
@@ -185,8 +188,9 @@ class ParserHelper:
         if completion.spent_s > limit_s:
             raise TooDear(too_dear(limit_s))
         try:
-            with self._limit.of(STEP_S):
-                parsed = parsing.delta(index, text, ids, finish_reason)
+            parsed = self._limit.call(
+                STEP_S, lambda: parsing.delta(index, text, ids, finish_reason)
+            )
         except TooDear:
             raise TooDear(too_dear(STEP_S, " for what one step added")) from None
         completion.spent_s += self._limit.took_s

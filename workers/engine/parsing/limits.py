@@ -5,9 +5,8 @@ Runs in: the helpers that parse.
 
 import signal
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 # CPU seconds of a completion's parsing: so many, and as many more for each token.
 COMPLETION_S, TOKEN_S = 1.0, 0.001
@@ -19,6 +18,8 @@ STEP_S = 0.25
 GRACE_S = 1.0
 # A parser may catch an exception, so it is raised again.
 REPEAT_S = 0.05
+
+Result = TypeVar("Result")
 
 
 class TooDear(BaseException):
@@ -38,17 +39,23 @@ class CpuLimit:
         if self._is_running:
             raise TooDear
 
-    @contextmanager
-    def of(self, limit_s: float) -> Iterator[None]:
-        """Raises TooDear within the block after `limit_s` seconds of CPU time."""
+    def call(self, limit_s: float, parse: Callable[[], Result]) -> Result:
+        """The result of `parse`; raises TooDear after `limit_s` seconds of CPU time, not once it is back."""
         began_s = time.process_time()
         signal.setitimer(signal.ITIMER_PROF, limit_s + GRACE_S)
-        self._is_running = True
         try:
-            signal.setitimer(signal.ITIMER_VIRTUAL, limit_s, REPEAT_S)
-            yield
+            try:
+                self._is_running = True
+                signal.setitimer(signal.ITIMER_VIRTUAL, limit_s, REPEAT_S)
+                return parse()
+            finally:
+                self._stop()
         finally:
-            self._is_running = False
-            signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-            signal.setitimer(signal.ITIMER_PROF, 0)
+            # The signal may have come within the line above; the next one is `REPEAT_S` away.
+            self._stop()
             self.took_s = time.process_time() - began_s
+
+    def _stop(self) -> None:
+        self._is_running = False
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.setitimer(signal.ITIMER_PROF, 0)

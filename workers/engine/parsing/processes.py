@@ -12,19 +12,18 @@ import logging
 import os
 from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from titopool.errors import TitopoolError
 from titopool.helpers.fork_server import ForkServer, Limits
 from titopool.helpers.helper import Helper
 from titopool.settings.logs import current_request
 from titopool.settings.sampling import SamplingOptions
 from titopool.wire.messages import ID_BYTES, ChatParsing, Job
 from workers.engine.parsing.helper import ParserHelper, over
+from workers.engine.parsing.limits import TOKEN_S, WHOLE_TOKEN_S
 from workers.engine.parsing.messages import (
     Batch,
     Begin,
@@ -42,8 +41,10 @@ logger = logging.getLogger(__name__)
 
 # Pieces that a helper is sent at once; it may leave the last ones for the next time.
 MAX_BATCH = 256
-# Of a batch: its CPU time is limited by the piece.
+# Of a batch, beside what the number of tokens allows: a helper ends a batch soon after a dear piece.
 TIMEOUT_S = 60.0
+# Seconds of a busy machine for a second of CPU time.
+WALL_FACTOR = 3
 # Of a helper, beyond what the worker has.
 MAX_MEMORY_BYTES = 4 * 2**30
 # Helpers for streams, on a machine with so many cores for each.
@@ -59,8 +60,17 @@ class _History:
     steps: list[tuple[str, bytes]] = field(default_factory=list)
     held: list[tuple[str, bytes]] = field(default_factory=list)
     is_over: bool = False
+    # Which the helper parses again with the next piece.
+    num_replayed: int = 0
+
+    def past(self, job: int, index: int) -> Past:
+        """For a new helper."""
+        parts = (*self.steps, *self.held)
+        self.num_replayed = sum(len(ids) for _, ids in parts) // ID_BYTES
+        return Past(job, index, self.steps, self.held, self.is_over)
 
     def add(self, piece: Piece, outcome: Outcome) -> None:
+        self.num_replayed = 0
         self.held.append((piece.text, piece.token_ids))
         self.is_over = outcome.is_over or self.is_over
         if self.is_over:
@@ -80,9 +90,11 @@ class ParserProcesses:
     """The helpers of a worker: some parse streams, one parses whole completions."""
 
     def __init__(self, parsers: Parsers):
-        with suppress(TitopoolError):
+        try:
             # Imports what the first job needs, so that the forks have it.
             parsers.begin(ChatParsing(), to_vllm_params(SamplingOptions()), bytes(ID_BYTES))
+        except Exception as error:
+            logger.warning("the parsers do not take a chat without tools: %r", error)
         self._server = ForkServer(
             "titopool::parsing",
             lambda: ParserHelper(parsers).answer,
@@ -106,7 +118,9 @@ class ParserProcesses:
         return ParsedJob(lane, begin)
 
     def close(self) -> None:
-        """Ends the helpers."""
+        """Ends the helpers; from any thread."""
+        for lane in (*self._for_streams, self._for_wholes):
+            lane.is_closed = True
         self._server.close()
 
 
@@ -127,6 +141,8 @@ class ParsedJob:
         Args:
             token_ids: int32.
         """
+        if self.is_closed:
+            return
         piece = Piece(self.begin.job, index, text, token_ids, finish_reason)
         self._lane.put(_Waiting(self, piece, deliver, contextvars.copy_context()))
 
@@ -158,6 +174,15 @@ class _Waiting:
     # Ends of the helper in which it was under way.
     num_ends: int = 0
 
+    def timeout_s(self) -> float:
+        """Of a batch whose dearest piece it is."""
+        if self.job.begin.is_streamed:
+            history = self.job.histories.get(self.piece.index, _History())
+            cpu_s = TOKEN_S * history.num_replayed
+        else:
+            cpu_s = WHOLE_TOKEN_S * len(self.piece.token_ids) / ID_BYTES
+        return TIMEOUT_S + WALL_FACTOR * cpu_s
+
 
 class _Lane:
     """A helper, and the pieces that wait for it."""
@@ -165,8 +190,10 @@ class _Lane:
     def __init__(self, helper: Helper):
         self._helper = helper
         helper.start()
+        # Its helper does not start again.
+        self.is_closed = False
         self.jobs: dict[int, ParsedJob] = {}
-        # By job, each in order; none is empty.
+        # By job, each in order; none is empty. The job that has had an outcome last comes last.
         self._waiting: dict[int, deque[_Waiting]] = {}
         self._task: asyncio.Task[None] | None = None
         # Jobs that the helper has, and those of them that have ended.
@@ -194,6 +221,9 @@ class _Lane:
                     await self._parse(batch)
         except Exception:
             logger.exception("text is sent unparsed")
+            # Its parsers may have taken text whose outcomes never came.
+            self._helper.end()
+            self._begun.clear()
             while batch := self._next_batch():
                 self._end_parsing(batch[0], "the worker could not parse; its log has the reason")
         finally:
@@ -202,27 +232,37 @@ class _Lane:
     def _next_batch(self) -> list[_Waiting]:
         """Pieces of all jobs in turn, so that none waits for all that another one has."""
         batch: list[_Waiting] = []
-        for queue in self._waiting.values():
-            # It may have been the cause of its helper's end.
-            if queue[0].num_ends:
-                return [queue[0]]
-        for turn in range(max(map(len, self._waiting.values()), default=0)):
-            batch += [queue[turn] for queue in self._waiting.values() if turn < len(queue)]
+        queues = list(self._waiting.values())
+        # What may have been the cause of a helper's end comes alone, in its job's turn.
+        if queues and queues[0][0].num_ends:
+            return [queues[0][0]]
+        queues = [queue for queue in queues if not queue[0].num_ends]
+        for turn in range(max(map(len, queues), default=0)):
+            batch += [queue[turn] for queue in queues if turn < len(queue)]
             if len(batch) >= MAX_BATCH:
                 break
         return batch[:MAX_BATCH]
 
     async def _parse(self, batch: list[_Waiting]) -> None:
         request = encode(self._request(batch))
+        timeout_s = max(one.timeout_s() for one in batch)
         try:
-            answer = await self._helper.call_async(request, TIMEOUT_S)
+            answer = await self._helper.call_async(request, timeout_s)
         except OSError as error:
-            logger.warning("a process that parses is started again: %r", error)
             self._begun.clear()
+            if self.is_closed:
+                for one in batch:
+                    self._end_parsing(one, "the worker ended before the text was parsed")
+                return
+            has_timed_out = isinstance(error, TimeoutError)
+            cause = f"it timed out after {timeout_s:.3g} s" if has_timed_out else repr(error)
+            logger.warning("a process that parses is started again: %s", cause)
             for one in batch:
                 one.num_ends += 1
             if len(batch) == 1 and batch[0].num_ends > 1:
-                self._end_parsing(batch[0], "the process that parsed the text ended twice with it")
+                reason = "the process that parsed the text ended twice with it"
+                reason += f": {cause}" if has_timed_out else ""
+                self._end_parsing(batch[0], reason)
             return
         assert isinstance(answer, bytes)
         for one, outcome in zip(batch, decode_outcomes(answer), strict=False):
@@ -232,29 +272,23 @@ class _Lane:
         parts: Batch = [End(job) for job in self._ended]
         self._ended.clear()
         for one in batch:
-            job, index = one.job, one.piece.index
+            job = one.job
             if job.begin.job not in self._begun:
                 self._begun.add(job.begin.job)
                 parts.append(job.begin)
-                parts += [
-                    Past(job.begin.job, number, past.steps, past.held, past.is_over)
-                    for number, past in job.histories.items()
-                ]
-            if job.begin.is_streamed:
-                job.histories.setdefault(index, _History())
+                parts += [past.past(job.begin.job, index) for index, past in job.histories.items()]
             parts.append(one.piece)
         return parts
 
     def _deliver(self, one: _Waiting, outcome: Outcome) -> None:
         if one.job.is_closed:
             return
-        queue = self._waiting[one.piece.job]
+        queue = self._waiting.pop(one.piece.job)
         queue.popleft()
-        if not queue:
-            del self._waiting[one.piece.job]
-        history = one.job.histories.get(one.piece.index)
-        if history is not None:
-            history.add(one.piece, outcome)
+        if queue:
+            self._waiting[one.piece.job] = queue
+        if one.job.begin.is_streamed:
+            one.job.histories.setdefault(one.piece.index, _History()).add(one.piece, outcome)
         if one.piece.finish_reason:
             one.job.histories.pop(one.piece.index, None)
         try:
