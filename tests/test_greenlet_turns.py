@@ -60,7 +60,8 @@ def test_work_that_cannot_pause_takes_turns_of_its_own():
 
     gevent.joinall([gevent.spawn(look), *(gevent.spawn(work) for _ in range(8))], timeout=60)
     assert seen.count("work") == 8
-    assert ("work", "work") not in set(itertools.pairwise(seen))
+    # The two who sleep for as long may wake in either order: once, not seven times.
+    assert list(itertools.pairwise(seen)).count(("work", "work")) <= 1
     # Short work does not wait.
     before = seen.copy()
     time_slices.give_way_before(time_slices.LONG_BYTES)

@@ -53,7 +53,7 @@ class Engine(RecordingEngine):
 @pytest.fixture
 def worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Worker:
     """A worker that has restarted, and lacks the pool's weights."""
-    monkeypatch.setattr("tests.test_weight_control.RecordingEngine", Engine)
+    monkeypatch.setattr("tests.recording_engine.RecordingEngine", Engine)
     Ledger(str(tmp_path), "0").write(pool_state(WEIGHTS))
     return Worker(str(tmp_path), timeout_s=10)
 
