@@ -101,8 +101,9 @@ class EngineInProcess:
         )  # fmt: skip
         (answer,) = self._llm.generate([{"prompt_token_ids": PROMPT}], params, use_tqdm=False)
         (output,) = answer.outputs
-        assert output.logprobs.token_ids == list(output.token_ids)
-        return output.logprobs.token_ids, output.logprobs.logprobs
+        # Arrays, or lists before vLLM is patched.
+        assert list(output.logprobs.token_ids) == list(output.token_ids)
+        return list(output.logprobs.token_ids), list(output.logprobs.logprobs)
 
     def update(self, tensors: Tensors, *, is_stock: bool, partial: bool = False) -> dict[str, Any]:
         """Sends `tensors` and applies them.

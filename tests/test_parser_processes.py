@@ -4,7 +4,6 @@ import asyncio
 import json
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,7 +19,7 @@ from titopool.settings.sampling import SamplingOptions, encode_options
 from titopool.wire.messages import ChatParsing, Job
 from workers.engine.parsing import processes
 from workers.engine.parsing.helper import joined
-from workers.engine.parsing.limits import TOKEN_S, CpuLimit, TooDear
+from workers.engine.parsing.limits import TOKEN_S
 from workers.engine.parsing.parsers import Parsed, Parsers
 from workers.engine.parsing.processes import ParsedJob, ParserProcesses
 
@@ -391,46 +390,3 @@ def test_the_end_of_a_worker_is_no_new_start(start: Start, caplog: pytest.LogCap
 
     assert "the worker ended" in asyncio.run(run())["parsing_error"]
     assert "started again" not in caplog.text
-
-
-def test_a_limit_ends_with_its_call_wherever_the_signal_comes():
-    """Before each of the instructions of the call in turn, as signals do."""
-    handler, trace = signal.getsignal(signal.SIGVTALRM), sys.gettrace()
-    limit, num_raised, is_struck = CpuLimit(), 0, True
-    own = {CpuLimit.call.__code__, CpuLimit._stop.__code__}
-    left = 0
-
-    def strike(frame: Any, event: str, _: Any) -> Any:
-        nonlocal left, is_struck
-        frame.f_trace_opcodes = True
-        if event == "opcode":
-            left -= 1
-            if left == 0:
-                is_struck = True
-                limit._raise()
-        return strike
-
-    try:
-        for number in range(1, 1000):
-            left, is_struck = number, False
-            sys.settrace(
-                lambda frame, *_: strike(frame, "call", None) if frame.f_code in own else None
-            )
-            try:
-                limit.call(1000, lambda: None)
-            except TooDear:
-                num_raised += 1
-            finally:
-                sys.settrace(None)
-            assert not limit._is_running
-            assert signal.getitimer(signal.ITIMER_VIRTUAL) == (0, 0)
-            assert signal.getitimer(signal.ITIMER_PROF) == (0, 0)
-            if not is_struck:
-                break
-    finally:
-        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        signal.signal(signal.SIGVTALRM, handler)
-        sys.settrace(trace)
-    assert not is_struck
-    assert num_raised > 5
