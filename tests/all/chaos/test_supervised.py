@@ -187,7 +187,9 @@ def test_a_worker_that_hangs_is_started_again_and_updates_go_on(
             await updating
             while await pool._num_ready() < 2:
                 await asyncio.sleep(0.1)
-        assert await pool.update() == 200, pool.tail()
+            # The other front end may not have learned yet that the worker is ready.
+            while await pool.update() != 200:
+                await asyncio.sleep(0.1)
         pool.process.send_signal(signal.SIGTERM)
         async with asyncio.timeout(END_TIMEOUT_S + 45):
             await pool.process.wait()
