@@ -126,6 +126,17 @@ class Pool:
                     return answer.status
         return 0
 
+    async def reach(self, point: str) -> tuple[list[asyncio.Task[None]], asyncio.Task[int]]:
+        """Starts the server, its clients and an update; returns them once worker 1 is at `point`."""
+        await self.start()
+        clients = [asyncio.create_task(self.client(index)) for index in range(NUM_CLIENTS)]
+        await asyncio.sleep(0.5)
+        self.arm("1", point)
+        updating = asyncio.create_task(self.update())
+        async with asyncio.timeout(10):
+            await self.reached.wait()
+        return clients, updating
+
 
 @pytest.mark.parametrize("point", ["PrepareUpdate:after", "ApplyUpdate:before", "Generate:before"])
 @pytest.mark.parametrize("victim", ["supervisor", "master"])
@@ -134,13 +145,7 @@ def test_all_processes_end_when_the_supervisor_or_master_is_killed(
 ):
     async def scenario() -> None:
         pool = Pool(tmp_path)
-        await pool.start()
-        clients = [asyncio.create_task(pool.client(index)) for index in range(NUM_CLIENTS)]
-        await asyncio.sleep(0.5)
-        pool.arm("1", point)
-        updating = asyncio.create_task(pool.update())
-        async with asyncio.timeout(10):
-            await pool.reached.wait()
+        clients, updating = await pool.reach(point)
         killed = pool.supervisor() if victim == "supervisor" else psutil.Process(pool.process.pid)
         killed.send_signal(signal.SIGKILL)
         async with asyncio.timeout(END_TIMEOUT_S + 45):
@@ -172,13 +177,7 @@ def test_a_worker_that_hangs_is_started_again_and_updates_go_on(
 ):
     async def scenario() -> None:
         pool = Pool(tmp_path)
-        await pool.start()
-        clients = [asyncio.create_task(pool.client(index)) for index in range(NUM_CLIENTS)]
-        await asyncio.sleep(0.5)
-        pool.arm("1", point)
-        updating = asyncio.create_task(pool.update())
-        async with asyncio.timeout(10):
-            await pool.reached.wait()
+        clients, updating = await pool.reach(point)
         hung = pool.worker("1")
         hung.send_signal(number)
         async with asyncio.timeout(HANG_TIMEOUT_S + UPDATE_TIMEOUT_S + SLACK_S):
