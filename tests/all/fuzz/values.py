@@ -90,6 +90,8 @@ def nested(depth: int, *, in_objects: bool) -> Raw:
 def values_of(kind: inspect.Type, hints: Hints) -> Strategy:
     """Values that msgspec accepts for a type, limits included."""
     match kind:
+        case inspect.Metadata(type=described):
+            return values_of(described, hints)
         case inspect.StructType():
             return objects_of(kind, hints)
         case inspect.UnionType(types=types):
