@@ -3,6 +3,7 @@
 import asyncio
 import json
 import random
+import socket
 import time
 from collections import Counter
 from typing import Any
@@ -14,6 +15,8 @@ from tests.all.chaos.cluster import NUM_SLOTS, Cluster
 NUM_CLIENTS = 64
 # Seconds; longer than the server's request timeout.
 ANSWER_TIMEOUT_S = 45.0
+# An answer larger than what sockets hold: prompts, tokens of each, and log-probabilities of each token.
+NUM_LONG_PROMPTS, NUM_LONG_IDS, NUM_LONG_TOP = 8, 3000, 20
 # Errors that requests may get during faults.
 ALLOWED_ERRORS = {
     (500, "generation_failed"), (503, "no_ready_worker"), (503, "weights_lost"),
@@ -178,6 +181,55 @@ class Clients:
         if not has_ended or seen != prompt[::-1]:
             self._add_error(f"stream: expected {prompt[::-1]}, got {seen}, ended: {has_ended}")
         return "streamed"
+
+    async def leave_unread(self, seconds: float, *, reads_then: bool) -> None:
+        """Asks for a large answer, reads nothing of it for some time, then the rest or nothing.
+
+        A front end cuts a connection whose client does not read while others wait for memory.
+        """
+        receiving = socket.socket()
+        receiving.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        receiving.setblocking(False)
+        loop = asyncio.get_running_loop()
+        prompt = list(range(1, NUM_LONG_IDS + 1))
+        body = json.dumps({
+            "input_ids": [prompt] * NUM_LONG_PROMPTS, "sampling_params": {"max_new_tokens": 1},
+            "return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": NUM_LONG_TOP,
+        }).encode()  # fmt: skip
+        head = f"POST /generate HTTP/1.0\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+        with receiving:
+            try:
+                await loop.sock_connect(receiving, ("127.0.0.1", self._cluster.port))
+                await loop.sock_sendall(receiving, head + body)
+                await asyncio.sleep(seconds)
+                if not reads_then:
+                    self.outcomes["unread"] += 1
+                    return
+                parts = []
+                async with asyncio.timeout(ANSWER_TIMEOUT_S):
+                    while part := await loop.sock_recv(receiving, 2**20):
+                        parts.append(part)
+            except TimeoutError:
+                self._add_error(f"unread: no end within {ANSWER_TIMEOUT_S:g} s")
+                return
+            except OSError:
+                self.outcomes["unread: cut"] += 1
+                return
+        self.outcomes["unread: " + self._check_late(b"".join(parts))] += 1
+
+    def _check_late(self, answer: bytes) -> str:
+        head, _, text = answer.partition(b"\r\n\r\n")
+        try:
+            reply = json.loads(text)
+        except ValueError:
+            return "cut"
+        status = int(head.split()[1])
+        if status != 200:
+            return self._check_error(status, reply)
+        ends = [one["meta_info"]["output_token_logprobs"][0][1] for one in reply]
+        if ends != [NUM_LONG_IDS] * NUM_LONG_PROMPTS:
+            self._add_error(f"unread: expected {NUM_LONG_PROMPTS} times {NUM_LONG_IDS}, got {ends}")
+        return "read late"
 
     def _check_error(self, status: int, reply: dict[str, Any]) -> str:
         code = reply["error"]["code"]

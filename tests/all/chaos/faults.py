@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from app.http.budget import UNREAD_S
 from tests.all.chaos.clients import Clients, Versions
 from tests.all.chaos.cluster import HANG_TIMEOUT_S, HEARTBEAT_TIMEOUT_S, Cluster, Member
 from tests.all.chaos.operations import Refused, Trainer
@@ -16,6 +17,8 @@ from tests.stub_worker import BLOCK_SIGNAL
 # Longer than the heartbeat timeout.
 LONG_S = HEARTBEAT_TIMEOUT_S + 1.0
 SHORT_S = 0.5
+# Their answers together exceed the budget of the front ends.
+NUM_UNREAD = 12
 
 
 @dataclass
@@ -147,6 +150,14 @@ async def clients_disconnected(scene: Scene, member: Member) -> None:
     scene.clients.disconnect()
 
 
+async def answers_unread(scene: Scene, member: Member) -> None:
+    """Clients ask for large answers and do not read them, for longer than a front end allows or not."""
+    wait_s = scene.chance.choice([LONG_S, UNREAD_S + LONG_S])
+    await asyncio.gather(*[
+        scene.clients.leave_unread(wait_s, reads_then=index % 2 == 0) for index in range(NUM_UNREAD)
+    ])  # fmt: skip
+
+
 async def second_trainer(scene: Scene, member: Member) -> None:
     update = scene.chance.choice(
         [Trainer.folder_update, Trainer.group_update, Trainer.stock_update]
@@ -182,6 +193,7 @@ FAULTS: dict[str, Fault] = {
     "front end stopped": front_end_stopped,
     "trainer left": trainer_cancelled,
     "clients left": clients_disconnected,
+    "answers unread": answers_unread,
     "second trainer": second_trainer,
     "all killed": all_killed_without_ledger,
 }

@@ -44,6 +44,7 @@ def create_app() -> Flask:
                 "places": service._num_open,
                 "jobs": pool.num_open_jobs,
                 "waiting": len(pool.waiting),
+                "memory": service.budget.taken,
                 "commands": service.link.commands.num_pending,
                 "failed": len(pool._failed),
                 "of_workers": {
