@@ -18,6 +18,7 @@ import numpy as np
 import orjson
 import pytest
 import zmq
+from msgspec import inspect
 
 from app.outputs.token_arrays import json_reply, nested
 from app.pool.discovery import is_named, look_up
@@ -142,6 +143,33 @@ def test_a_number_that_a_worker_could_not_pass_on_is_refused():
     messages.decode_to_worker(command(2**40))
     with pytest.raises(msgspec.ValidationError, match=r"\.limit"):
         messages.decode_to_worker(command(2**40 + 1))
+
+
+def floats_of(
+    kind: inspect.Type, where: str, seen: set[type]
+) -> Iterator[tuple[str, inspect.FloatType]]:
+    """Each number of seconds, and of others, in a type, with the field that has it."""
+    if isinstance(kind, inspect.FloatType):
+        yield where, kind
+    inner = [getattr(kind, name, None) for name in ("type", "item_type", "key_type", "value_type")]
+    for one in (*inner, *getattr(kind, "types", ()), *getattr(kind, "item_types", ())):
+        if one is not None:
+            yield from floats_of(one, where, seen)
+    if isinstance(kind, inspect.StructType) and kind.cls not in seen:
+        seen.add(kind.cls)
+        for one in kind.fields:
+            yield from floats_of(one.type, f"{kind.cls.__name__}.{one.name}", seen)
+
+
+@pytest.mark.parametrize("kind", [messages.ToWorker, messages.FromWorker], ids=["to", "from"])
+def test_no_message_has_a_number_that_is_none(kind: object):
+    """A NaN in a timer would stop the heartbeats: asyncio's timers are a heap, which NaN has no place in."""
+    found = dict(floats_of(inspect.type_info(kind), "", set()))
+    assert len(found) > 2
+    assert [where for where, one in found.items() if one.ge is None or one.le is None] == []
+    action = commands.TryConnections(["tcp://127.0.0.1:1"], float("nan"))
+    with pytest.raises(messages.UNREADABLE, match="timeout_s"):
+        messages.decode_to_worker(messages.encode(commands.Command("a", 1, action)))
 
 
 def test_messages_round_trip():

@@ -11,7 +11,15 @@ from typing import Any, Literal
 
 import msgspec
 
-from titopool.wire.pool_state import Clock, Count, LeaseSeconds, PauseMode, PoolWeights, Version
+from titopool.wire.pool_state import (
+    Clock,
+    Count,
+    Finite,
+    LeaseSeconds,
+    PauseMode,
+    PoolWeights,
+    Version,
+)
 
 Backend = Literal["nccl", "gloo"]
 # vLLM's default size of a chunk (`packed_buffer_size_bytes`).
@@ -210,7 +218,7 @@ class TryConnections(msgspec.Struct, frozen=True, tag="try_connections"):
 
     endpoints: list[str]
     # Of each connection.
-    timeout_s: float
+    timeout_s: Finite
 
 
 class AbortUpdate(msgspec.Struct, frozen=True, tag="abort_update"):

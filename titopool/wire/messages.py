@@ -12,7 +12,7 @@ import msgspec
 
 from titopool.wire.commands import Command, CommandDone
 from titopool.wire.distributions import Distribution, Durations
-from titopool.wire.pool_state import Count, PoolState, PoolWeights
+from titopool.wire.pool_state import Count, Finite, PoolState, PoolWeights
 
 # Token ids travel as int32.
 ID_BYTES = 4
@@ -164,7 +164,7 @@ class WorkerCounters(msgspec.Struct):
     num_completion_tokens: int = 0
     num_images: int = 0
     # Seconds that threads spent on preprocessing images.
-    image_seconds: float = 0.0
+    image_seconds: Finite = 0.0
     # Prompts that were sent as ids and as messages, and how many of these the chat template renders
     # to other ids.
     num_compared_prompts: int = 0
@@ -172,10 +172,10 @@ class WorkerCounters(msgspec.Struct):
     # Of `POST /mismatch`: tokens, and their sums of |trainer - sampler|, of the estimates of
     # KL(sampler || trainer), of importance weights and of their squares.
     num_mismatch_tokens: int = 0
-    mismatch_difference: float = 0.0
-    mismatch_kl: float = 0.0
-    mismatch_weights: float = 0.0
-    mismatch_squared_weights: float = 0.0
+    mismatch_difference: Finite = 0.0
+    mismatch_kl: Finite = 0.0
+    mismatch_weights: Finite = 0.0
+    mismatch_squared_weights: Finite = 0.0
 
 
 class FrontEndTotals(msgspec.Struct, frozen=True):
@@ -209,8 +209,8 @@ class UpdateTotals(msgspec.Struct):
     num_failed: int = 0
     # Of the last one that was applied, in seconds: from its begin until the new weights served, and
     # how long generation was paused.
-    update_s: float = 0.0
-    paused_s: float = 0.0
+    update_s: Finite = 0.0
+    paused_s: Finite = 0.0
 
 
 class Image(msgspec.Struct, frozen=True, array_like=True):
@@ -379,10 +379,10 @@ class Compared(msgspec.Struct, frozen=True, tag="compared"):
     """Sums for `WorkerCounters`, of one call of `POST /mismatch`."""
 
     num_tokens: Count
-    difference: float
-    kl: float
-    weights: float
-    squared_weights: float
+    difference: Finite
+    kl: Finite
+    weights: Finite
+    squared_weights: Finite
 
 
 class Leave(msgspec.Struct, frozen=True, tag="leave"):
@@ -418,7 +418,7 @@ class RequestInfo(msgspec.Struct, frozen=True, kw_only=True):
     # The address that its connection comes from, and the name of its key.
     client: str
     key: str
-    age_s: float
+    age_s: Finite
     phase: RequestPhase
     # Of those that are not known before the body is checked: 0.
     num_prompts: Count
@@ -458,13 +458,13 @@ class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
     # New for each process, so that front ends notice a restart.
     incarnation: str
     phase: str
-    phase_s: float
+    phase_s: Finite
     # The weights that this worker serves.
     weights: PoolWeights
     # None until the engine is loaded; `loaded_s` is the time since then. A time of day would be that of
     # the worker's host, whose clock another host's clock does not know.
     facts: WorkerFacts | None
-    loaded_s: float
+    loaded_s: Finite
     # Front ends that use this worker, and the load from front ends other than the receiver.
     num_front_ends: int
     other_sequences: int
@@ -497,8 +497,8 @@ class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
     num_wanted_ahead: Count = 0
     # For how long the worker's event loop has stood; then the rest is as the loop last stated it. And
     # the longest that it has stood since the engine was loaded.
-    loop_stood_s: float = 0.0
-    longest_stand_s: float = 0.0
+    loop_stood_s: Finite = 0.0
+    longest_stand_s: Finite = 0.0
 
 
 class MetricFamily(msgspec.Struct, frozen=True, array_like=True):

@@ -19,6 +19,8 @@ Count = Annotated[int, Meta(ge=0, le=2**40)]
 Clock = Count
 # The trainer's number of weights. Over HTTP at most 2**62; an update without a version adds one.
 Version = Annotated[int, Meta(ge=0, le=2**62 + 2**40)]
+# A timer that is no number would hold up the event loop's others, and JSON has none.
+Finite = Annotated[float, Meta(ge=-1e300, le=1e300)]
 # Over HTTP at most one day; the rest is a margin for rounding.
 LeaseSeconds = Annotated[float, Meta(ge=0, le=100_000)]
 
