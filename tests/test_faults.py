@@ -178,6 +178,10 @@ def test_a_full_queue_is_429_with_retry_after(start_stub, stub_server, threads):
     assert error_of(answer) == (429, "queue_full")
     assert int(answer.headers["Retry-After"]) >= 1
     assert first.result(timeout=20).status_code == 200
+    # Time does not help a request that alone has more.
+    alone = server.post("/generate/", {"prompts": [[1]] * 9})
+    assert error_of(alone) == (400, "invalid_request")
+    assert "expected at most 8 prompts in one request (max_queued_prompts), got 9" in alone.text
 
 
 def test_a_too_large_body_is_413(start_stub, stub_server):

@@ -27,7 +27,7 @@ from app.pool.request import Request
 from app.pool.state import Pool
 from app.pool.worker_socket import WorkerSocket
 from titopool.deadline import Deadline
-from titopool.errors import NoReadyWorker, QueueFull, TitopoolError
+from titopool.errors import InvalidRequest, NoReadyWorker, QueueFull, TitopoolError
 from titopool.settings.config import ServerConfig
 from titopool.wire import messages
 from titopool.wire.commands import CommandDone
@@ -282,9 +282,15 @@ class Link:
                 without a token, except those whose prompts are scored.
 
         Raises:
+            InvalidRequest: the request alone has more prompts than may be open.
             QueueFull: too many prompts are open in this process.
         """
         limit = self._config.max_queued_prompts
+        if len(request.jobs) > limit:
+            raise InvalidRequest(
+                f"expected at most {limit} prompts in one request (max_queued_prompts), got "
+                f"{len(request.jobs)}; send several requests, one after another"
+            )
         if self._pool.num_open_jobs + len(request.jobs) > limit:
             raise QueueFull(
                 f"expected at most {limit} open prompts in this process (max_queued_prompts), got "
