@@ -1,7 +1,7 @@
 """The requests, in their order: what any client may do wrong at each rule, then what each rule is for."""
 
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from app import create_app
 from tests.api_schemas import operation_of
@@ -16,10 +16,15 @@ PORT, ROOT, MODEL, UPDATE = "{PORT}", "{ROOT}", "{MODEL}", "{UPDATE}"
 # Parts of a rule, as a client may fill them.
 PARTS = {"<name>": "none", "<version>": "0", "<path:name>": "none.js"}
 MAX_BODY_BYTES = 100_000
+# Of each of the two front ends.
+MAX_OPEN_REQUESTS = 4
+# "half": of a body that never ends; "shut": the client ends its sending side; "crowd": one more at once
+# than both front ends take, of which one that is refused counts.
+Way = Literal["as always", "half", "shut", "crowd"]
 
 
 class Exchange(NamedTuple):
-    """A request. `body`: JSON; bytes are sent as they are, with `headers`."""
+    """A request. `body`: JSON; bytes are sent as they are, with `headers`. `way`: how it is sent."""
 
     rule: str
     name: str
@@ -28,6 +33,7 @@ class Exchange(NamedTuple):
     body: Any = None
     headers: Mapping[str, str] = {}
     key: str = ADMIN
+    way: Way = "as always"
 
 
 def rules() -> dict[str, set[str]]:
@@ -89,6 +95,18 @@ def _get(path: str) -> dict[str, Any]:
 
 IDS = [5, 6, 7]
 RAW = {"logprobs": 0, "max_tokens": 3}
+HANGS = [int(Fault.HANG)]
+# Requests that do not end before their deadline.
+ENDLESS: dict[str, Any] = {
+    "/generate/": {"prompts": [HANGS]},
+    "/v1/completions/": {"prompt": HANGS},
+    "/v1/chat/completions/tokens/": {"messages": [], "tokens": HANGS},
+    "/inference/v1/generate/": {"token_ids": HANGS, "sampling_params": {"max_tokens": 2}},
+}
+WAYS: dict[str, Way] = {
+    "a body that does not come": "half", "a client that leaves": "shut",
+    "more than are open at once": "crowd",
+}  # fmt: skip
 GOOD: list[tuple[Any, ...]] = [
     ("/live/", "alive", None, _get("/live")),
     ("/liveness/", "alive", None, _get("/liveness")),
@@ -122,7 +140,8 @@ GOOD: list[tuple[Any, ...]] = [
     ("/generate/", "an answer that is too large", {"prompts": [IDS], "n": 4096, "max_tokens": 500, "logprobs": 20}),
     ("/generate/", "a job that fails", {"prompts": [[int(Fault.FAIL)]]}),
     ("/generate/", "a surprise of the engine", {"prompts": [[int(Fault.RAISE)]]}),
-    ("/generate/", "a job that never ends", {"prompts": [[int(Fault.HANG)]]}),
+    ("/generate/", "a job that never ends", {"prompts": [HANGS]}),
+    *((rule, name, body, {"way": way}) for rule, body in ENDLESS.items() for name, way in WAYS.items()),
     ("/chat/", "a question", {"messages": [[{"role": "user", "content": TEXT}]], "max_tokens": 2}),
     ("/chat/", "no message", {"messages": [[]]}),
     ("/v1/completions/", "ids", {"prompt": IDS, "max_tokens": 2, "logprobs": 1}),

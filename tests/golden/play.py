@@ -1,21 +1,27 @@
 """Sends the exchanges to a server and keeps the answers: `make golden` writes what they are now."""
 
+import concurrent.futures
+import http.client
 import json
 import re
 import socket
-from collections.abc import Iterable, Mapping
+import time
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import requests
 
-from tests.golden.exchanges import MODEL, PORT, ROOT, UPDATE, Exchange
+from tests.golden.exchanges import MAX_OPEN_REQUESTS, MODEL, PORT, ROOT, UPDATE, Exchange
 from tests.golden.masks import Masks
 
 FOLDER = Path(__file__).parent / "answers"
 # /openapi.json without a server.
 DOCUMENT = Path(__file__).parent / "openapi.json"
 TIMEOUT_S = 30.0
+RUNS_AFTER_S = 0.2
 
 
 def play(
@@ -56,7 +62,42 @@ def _send(
     sent: dict[str, Any] = {"data": body} if isinstance(body, bytes) else {"json": body}
     # A connection for each request, so that both front ends get some.
     headers["Connection"] = "close"
-    return session.request(one.method, url + one.path, headers=headers, timeout=TIMEOUT_S, **sent)
+    send = partial(
+        session.request, one.method, url + one.path, headers=headers, timeout=TIMEOUT_S, **sent
+    )
+    match one.way:
+        case "as always":
+            return send()
+        case "crowd":
+            return _refused(send)
+        case "half" | "shut":
+            return _in_part(url, one, json.dumps(body).encode(), headers)
+
+
+def _refused(send: Callable[[], requests.Response]) -> requests.Response:
+    """The first answer of a refusal, when both front ends together get one more than they take."""
+    num = 2 * MAX_OPEN_REQUESTS + 1
+    with concurrent.futures.ThreadPoolExecutor(num) as threads:
+        answers = [one.result() for one in [threads.submit(send) for _ in range(num)]]
+    return next(one for one in answers if one.status_code == 429)
+
+
+def _in_part(url: str, one: Exchange, body: bytes, headers: Mapping[str, str]) -> requests.Response:
+    host = url.partition("//")[2]
+    with closing(http.client.HTTPConnection(host, timeout=TIMEOUT_S)) as connection:
+        connection.putrequest(one.method, one.path)
+        for name, value in {**headers, "Content-Length": str(len(body))}.items():
+            connection.putheader(name, value)
+        connection.endheaders(body[: len(body) // 2] if one.way == "half" else body)
+        if one.way == "shut":
+            # Once its job runs: a client that leaves before it is another case.
+            time.sleep(RUNS_AFTER_S)
+            connection.sock.shutdown(socket.SHUT_WR)
+        got = connection.getresponse()
+        answer = requests.Response()
+        answer.status_code, answer._content = got.status, got.read()
+        answer.headers.update(got.headers.items())
+        return answer
 
 
 def _filled(value: Any, here: Mapping[str, Any]) -> Any:
@@ -76,7 +117,8 @@ def _shown(one: Exchange) -> dict[str, Any]:
     body = one.body
     if isinstance(body, bytes):
         body = body[:40].decode()
-    return {"method": one.method, "path": one.path, "body": body}
+    way = {} if one.way == "as always" else {"way": one.way}
+    return {"method": one.method, "path": one.path, "body": body, **way}
 
 
 def file_of(rule: str) -> Path:

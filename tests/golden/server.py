@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from tests.adapters import make_adapter
-from tests.golden.exchanges import ADMIN, MAX_BODY_BYTES, TEXT, USER
+from tests.golden.exchanges import ADMIN, MAX_BODY_BYTES, MAX_OPEN_REQUESTS, TEXT, USER
 from tests.servers import Server, forked_server, stub_worker, wait_until
 
 
@@ -18,7 +18,7 @@ def golden_server(model: str, root: Path) -> Iterator[str]:
     words = ("--worker-id", "0", "--model", "tiny", "--tokenizer", model, "--max-model-len", "512")
     with stub_worker(endpoint, *words, **settings), forked_server(
         "--endpoints", endpoint, "--num-front-ends", "2", "--request-timeout-s", "2",
-        "--max-body-bytes", str(MAX_BODY_BYTES), "--memory-budget-bytes", str(2**27), log=root / "log",
+        "--client-timeout-s", "1", "--max-open-requests", str(MAX_OPEN_REQUESTS), "--max-body-bytes", str(MAX_BODY_BYTES), "--memory-budget-bytes", str(2**27), log=root / "log",
         TITOPOOL_API_KEY=USER, TITOPOOL_ADMIN_KEY=ADMIN, **settings,
     ) as server:  # fmt: skip
         # Each front end loads its tokenizer with its first text.
