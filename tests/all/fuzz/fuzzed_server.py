@@ -99,7 +99,7 @@ class Fuzzed:
             ready = self.server.get("/ready").json()
             assert ready["num_ready"] == NUM_WORKERS, ready
             paused = self.server.get("/is_paused").json()
-            assert not paused["is_paused"], paused
+            assert not paused["is_paused"], self._diagnosis(str(paused))
             weights = self.server.get("/weights").json()["workers"]
             assert {one["state"] for one in weights} == {"closed"}, weights
             for current, before in zip(self.greedy(), self._greedy, strict=True):

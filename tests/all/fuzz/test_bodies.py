@@ -9,7 +9,7 @@ from tests.all.fuzz.bodies import requests
 from tests.all.fuzz.exploring import TIMEOUT_S, explore
 from tests.all.fuzz.fuzzed_server import Fuzzed, fuzzed_server
 from tests.all.fuzz.hints import ADAPTER
-from tests.all.fuzz.oracle import check_answer
+from tests.all.fuzz.oracle import check_answer, path_of
 from tests.all.fuzz.wire_http import Sent
 
 pytestmark = pytest.mark.timeout(TIMEOUT_S)
@@ -24,7 +24,7 @@ def fuzzed(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 def undo(fuzzed: Fuzzed, sent: Sent) -> None:
     """Undoes what a successful request has changed."""
-    path = sent.path.strip("/")
+    path = path_of(sent).strip("/")
     if path in ("pause", "pause_generation"):
         fuzzed.server.post("/resume", None)
     elif path == "v1/load_lora_adapter":

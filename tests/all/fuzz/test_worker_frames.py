@@ -32,6 +32,8 @@ SETTINGS = {
 }  # fmt: skip
 # Seconds within which a well-behaved front end gets an answer.
 ANSWER_S = 5.0
+# Jobs in a row that commands of earlier examples may abort.
+MAX_ABORTS = 20
 # Allowed growth of memory over all examples: lists and tables of a few examples.
 MAX_GROWTH_BYTES = 64 * 2**20
 
@@ -67,7 +69,11 @@ class Peer:
         wait_until(is_met, ANSWER_S, lambda: f"the worker gives no {what}")
 
     def check_job(self) -> None:
-        """Sends a job and checks its result."""
+        """Sends a job and checks its result; sends another one where an earlier command aborts it."""
+        results = (self._result() for _ in range(MAX_ABORTS))
+        assert any(one.finish_reason != "abort" for one in results)
+
+    def _result(self) -> messages.Completion:
         self._num_jobs += 1
         job_id, ids = self._num_jobs, np.array([1, 2, self._num_jobs], np.int32)
         sampling = msgspec.Raw(encode_options(SamplingOptions()))
@@ -75,7 +81,10 @@ class Peer:
             Generate.of_jobs(self.incarnation, [Job(job_id, 1, ids.tobytes(), 1, 19, sampling)])
         )
         self.wait(lambda: job_id in self.done, "answer")
-        assert self.done.pop(job_id).completions[0].token_ids == ids[::-1].tobytes()
+        completion = self.done.pop(job_id).completions[0]
+        if completion.finish_reason != "abort":
+            assert completion.token_ids == ids[::-1].tobytes()
+        return completion
 
     def clean_up(self) -> None:
         """Ends sessions and pauses that valid fuzzed commands have begun."""
