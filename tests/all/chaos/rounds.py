@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import os
 import random
 import shutil
 import time
@@ -16,6 +17,8 @@ from tests.all.chaos.cluster import LONGEST_TIMEOUT_S, NUM_WORKERS, Cluster
 from tests.all.chaos.faults import FAULTS, Scene
 from tests.all.chaos.operations import ROUND_TRIPS, Refused, Trainer
 
+SECONDS = float(os.environ.get("CHAOS_SECONDS", "60"))
+SEED = int(os.environ.get("CHAOS_SEED", "0"))
 # Seconds until a point is reached. An operation that is refused earlier never reaches it.
 REACH_TIMEOUT_S = 4.0
 # Seconds from the end of the faults until all live workers serve.

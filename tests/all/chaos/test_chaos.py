@@ -7,7 +7,6 @@ make test-all PART=chaos SECONDS=1800 SEED=7   longer, from another seed; prints
 import asyncio
 import itertools
 import json
-import os
 import random
 import time
 from collections import Counter
@@ -15,10 +14,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from tests.all.chaos.cluster import Cluster
-from tests.all.chaos.rounds import Cell, Harness, Report, all_cells
+from tests.all.chaos.rounds import SECONDS, SEED, Cell, Harness, Report, all_cells
 
-SECONDS = float(os.environ.get("CHAOS_SECONDS", "60"))
-SEED = int(os.environ.get("CHAOS_SEED", "0"))
 # Failures that longer runs have found, with their seeds.
 FAILED_ONCE = [
     # A front end that reached no worker undid a commit while all workers lost their state.
