@@ -39,8 +39,8 @@ from workers.engine.sampling import to_vllm_params
 
 logger = logging.getLogger(__name__)
 
-# Pieces that a helper is sent at once; it may leave the last ones for the next time.
-MAX_BATCH = 256
+# Pieces that a helper is sent at once; it may leave some for the next time.
+MAX_BATCH = 1024
 # Of a batch, beside what the number of tokens allows: a helper ends a batch soon after a dear piece.
 TIMEOUT_S = 60.0
 # Seconds of a busy machine for a second of CPU time.
@@ -60,7 +60,7 @@ class _History:
     steps: list[tuple[str, bytes]] = field(default_factory=list)
     held: list[tuple[str, bytes]] = field(default_factory=list)
     is_over: bool = False
-    # Which the helper parses again with the next piece.
+    # Which the helper parses again with its next step.
     num_replayed: int = 0
 
     def past(self, job: int, index: int) -> Past:
@@ -70,7 +70,8 @@ class _History:
         return Past(job, index, self.steps, self.held, self.is_over)
 
     def add(self, piece: Piece, outcome: Outcome) -> None:
-        self.num_replayed = 0
+        if outcome.num_steps:
+            self.num_replayed = 0
         self.held.append((piece.text, piece.token_ids))
         self.is_over = outcome.is_over or self.is_over
         if self.is_over:
@@ -265,8 +266,9 @@ class _Lane:
                 self._end_parsing(batch[0], reason)
             return
         assert isinstance(answer, bytes)
-        for one, outcome in zip(batch, decode_outcomes(answer), strict=False):
-            self._deliver(one, outcome)
+        for one, outcome in zip(batch, decode_outcomes(answer), strict=True):
+            if outcome is not None:
+                self._deliver(one, outcome)
 
     def _request(self, batch: list[_Waiting]) -> Batch:
         parts: Batch = [End(job) for job in self._ended]
