@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.parser_calls import Calls, Tokens, called, parsed_job
+from titopool.wire.messages import WorkerCounters
 from workers.engine.parsing.helper import joined
 from workers.engine.parsing.parsers import Parsed, Parsers
 from workers.engine.parsing.processes import ParsedJob, ParserProcesses
@@ -106,7 +107,7 @@ def p99(values: list[float]) -> float:
 
 def pace(parsers: Parsers, tokens: Tokens, num_streams: int, step_s: float) -> Pace:
     """The pace of so many streams that each have `tokens`, one in `step_s` seconds."""
-    processes = ParserProcesses(parsers)
+    processes = ParserProcesses(parsers, WorkerCounters())
     try:
         return asyncio.run(run_streams(processes, tokens, num_streams, step_s))
     finally:

@@ -13,7 +13,7 @@ import pytest
 
 from benchmarks.parser_calls import CHAT, OPTIONS, PROMPT_IDS, Calls, parsed_job
 from benchmarks.parser_pace import pace
-from titopool.wire.messages import ChatParsing
+from titopool.wire.messages import ChatParsing, WorkerCounters
 from workers.engine.parsing import processes
 from workers.engine.parsing.helper import ParserHelper, joined
 from workers.engine.parsing.limits import TOKEN_S
@@ -35,7 +35,8 @@ class Started:
     """The helpers of a parser, with what tests ask of them."""
 
     def __init__(self, parsers: Any):
-        self.processes = ParserProcesses(parsers)
+        self.counters = WorkerCounters()
+        self.processes = ParserProcesses(parsers, self.counters)
 
     def job(self, *, is_streamed: bool = True) -> ParsedJob:
         return self.processes.job(parsed_job(is_streamed=is_streamed))
@@ -158,6 +159,7 @@ def test_a_stream_that_is_too_dear_ends_alone(start: Start):
     # One step of the other.
     assert longest_s < 2
     assert started.pid() == pid
+    assert started.counters == WorkerCounters(num_unparsed_completions=1)
 
 
 def test_a_helper_that_is_killed_is_started_again_and_streams_go_on(start: Start):
@@ -174,6 +176,7 @@ def test_a_helper_that_is_killed_is_started_again_and_streams_go_on(start: Start
 
     for message, _ in asyncio.run(run()):
         check_call(message)
+    assert started.counters == WorkerCounters(num_parser_restarts=1)
 
 
 class Deadly:
@@ -204,6 +207,8 @@ def test_a_text_that_ends_its_helper_twice_ends_alone(start: Start):
     assert (first, last) == ({"content": "A" * 20}, {"content": "B" * 20})
     assert deadly["content"] == "AAendbb"
     assert "ended twice" in deadly["parsing_error"]
+    # Once with the others, and once alone.
+    assert started.counters == WorkerCounters(num_unparsed_completions=1, num_parser_restarts=2)
 
 
 class Burning:
