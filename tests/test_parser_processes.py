@@ -6,26 +6,21 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 
-from titopool.demo_model import make_tokenizer
-from titopool.settings.sampling import SamplingOptions, encode_options
-from titopool.wire.messages import ChatParsing, Job
+from benchmarks.parser_calls import CHAT, OPTIONS, PROMPT_IDS, Calls, parsed_job
+from benchmarks.parser_pace import pace
+from titopool.wire.messages import ChatParsing, WorkerCounters
 from workers.engine.parsing import processes
-from workers.engine.parsing.helper import joined
+from workers.engine.parsing.helper import ParserHelper, joined
 from workers.engine.parsing.limits import TOKEN_S
-from workers.engine.parsing.parsers import Parsed, Parsers
+from workers.engine.parsing.messages import Begin, Outcome, Piece, decode_outcomes, encode
+from workers.engine.parsing.parsers import Parsed
 from workers.engine.parsing.processes import ParsedJob, ParserProcesses
 
-PARAMETERS = {"type": "object", "properties": {"a": {"type": "string"}}}
-TOOL = {"type": "function", "function": {"name": "f", "parameters": PARAMETERS}}
-CHAT = msgspec.msgpack.encode(ChatParsing(tools=[TOOL], tool_choice="auto"))
 WORDS = ["word ", "and (", "more", ") ", "still "] * 40
 CALLS = {
     "hermes": ["<tool_call>", "\n", '{"name": "f", ', '"arguments": {"a": "', *WORDS, '"}}', "\n</tool_call>"],
@@ -40,14 +35,11 @@ class Started:
     """The helpers of a parser, with what tests ask of them."""
 
     def __init__(self, parsers: Any):
-        self.processes = ParserProcesses(parsers)
+        self.counters = WorkerCounters()
+        self.processes = ParserProcesses(parsers, self.counters)
 
     def job(self, *, is_streamed: bool = True) -> ParsedJob:
-        options = msgspec.Raw(encode_options(SamplingOptions()))
-        ids = np.int32([5, 6]).tobytes()
-        return self.processes.job(
-            Job(1, 1, ids, 1, 9, options, is_streamed=is_streamed, chat=msgspec.Raw(CHAT))
-        )
+        return self.processes.job(parsed_job(is_streamed=is_streamed))
 
     def pid(self) -> int:
         return self.processes._for_streams[0]._helper.pid
@@ -58,27 +50,16 @@ Start = Callable[[Any], Started]
 
 
 @pytest.fixture(scope="module")
-def parsers_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Parsers]:
-    from transformers import AutoTokenizer
-
-    folder: Path = tmp_path_factory.mktemp("tokenizer")
-    make_tokenizer(folder)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    # What the parsers ask for.
-    tokenizer.add_tokens(["<tool_call>", "</tool_call>", "<think>", "</think>"])
-    config = SimpleNamespace(
-        model="m", hf_config=SimpleNamespace(model_type="qwen3"), max_model_len=131072
-    )
-    llm = SimpleNamespace(renderer=SimpleNamespace(tokenizer=tokenizer), model_config=config)
-    return lambda name: Parsers(name, "", llm)
+def calls() -> Calls:
+    return Calls()
 
 
 @pytest.fixture
-def start(parsers_of: Callable[[str], Parsers]) -> Iterator[Start]:
+def start(calls: Calls) -> Iterator[Start]:
     made: list[Started] = []
 
     def run(parsers: Any) -> Started:
-        made.append(Started(parsers_of(parsers) if isinstance(parsers, str) else parsers))
+        made.append(Started(calls.parsers(parsers) if isinstance(parsers, str) else parsers))
         return made[-1]
 
     yield run
@@ -178,6 +159,7 @@ def test_a_stream_that_is_too_dear_ends_alone(start: Start):
     # One step of the other.
     assert longest_s < 2
     assert started.pid() == pid
+    assert started.counters == WorkerCounters(num_unparsed_completions=1)
 
 
 def test_a_helper_that_is_killed_is_started_again_and_streams_go_on(start: Start):
@@ -194,6 +176,7 @@ def test_a_helper_that_is_killed_is_started_again_and_streams_go_on(start: Start
 
     for message, _ in asyncio.run(run()):
         check_call(message)
+    assert started.counters == WorkerCounters(num_parser_restarts=1)
 
 
 class Deadly:
@@ -224,28 +207,80 @@ def test_a_text_that_ends_its_helper_twice_ends_alone(start: Start):
     assert (first, last) == ({"content": "A" * 20}, {"content": "B" * 20})
     assert deadly["content"] == "AAendbb"
     assert "ended twice" in deadly["parsing_error"]
+    # Once with the others, and once alone.
+    assert started.counters == WorkerCounters(num_unparsed_completions=1, num_parser_restarts=2)
+
+
+class Burning:
+    """A step of these parsers takes 5 ms of a core."""
+
+    def begin(self, *_: Any) -> "Burning":
+        return self
+
+    def delta(self, index: int, text: str, ids: list[int], finish_reason: str) -> Parsed:
+        began = time.process_time()
+        while time.process_time() < began + 0.005:
+            pass
+        return {"content": f"[{text}]"}, finish_reason
 
 
 def test_tokens_wait_where_a_step_of_the_parser_is_dear(start: Start):
-    class Dear:
-        """A step takes 5 ms."""
-
-        def begin(self, *_: Any) -> "Dear":
-            return self
-
-        def delta(self, index: int, text: str, ids: list[int], finish_reason: str) -> Parsed:
-            began = time.process_time()
-            while time.process_time() < began + 0.005:
-                pass
-            return {"content": f"[{text}]"}, finish_reason
-
-    started = start(Dear())
+    started = start(Burning())
     message, _ = asyncio.run(stream(started.job(), ["a"] * 50 + ["<"] + ["b"] * 50))
     steps = message["content"].strip("[]").split("][")
     assert "".join(steps) == "a" * 50 + "<" + "b" * 50
     assert len(steps) < 30
     # What parsers look for comes alone.
     assert "<" in steps
+
+
+def answered(helper: ParserHelper, texts: list[str]) -> list[Outcome | None]:
+    """The outcomes of one batch, a piece for each of as many jobs."""
+    ids = np.int32([7]).tobytes()
+    pieces = [Piece(number, 0, text, ids, "") for number, text in enumerate(texts)]
+    return decode_outcomes(helper.answer(encode(pieces)))
+
+
+def begun(number: int) -> ParserHelper:
+    """A helper's code in this process, with so many streams that have had a step each."""
+    helper = ParserHelper(Burning())
+    begins = [Begin(one, CHAT, OPTIONS, True, PROMPT_IDS, "-") for one in range(number)]
+    helper.answer(encode(begins))
+    for one in range(number):
+        helper.answer(encode([Piece(one, 0, "a", np.int32([7]).tobytes(), "")]))
+    return helper
+
+
+def test_streams_that_are_due_at_once_take_turns():
+    helper, num_steps = begun(20), list[int]()
+    for _ in range(30):
+        outcomes = answered(helper, ["b"] * 20)
+        # Every chunk comes at once, whoever's step it is.
+        assert None not in outcomes
+        num_steps.append(sum(one.num_steps for one in outcomes))
+    assert max(num_steps) <= 4
+    assert sum(num_steps) >= 20
+
+
+def test_plain_text_does_not_wait_for_others_markup():
+    helper = begun(20)
+    outcomes = answered(helper, ["<"] * 10 + ["b"] * 10)
+    late = outcomes.index(None)
+    # What there is time for comes first, and one step may go beyond.
+    assert 1 <= late <= 6
+    assert outcomes[late:10] == [None] * (10 - late)
+    assert outcomes[10:] == [Outcome({}, "", num_steps=0)] * 10
+
+
+def test_what_a_batch_has_no_time_for_keeps_its_order(start: Start):
+    started = start(Burning())
+
+    async def run() -> list[tuple[Any, float]]:
+        pieces = ["<", "a", ">", "b", "|"] * 4
+        return await asyncio.gather(*(stream(started.job(), pieces) for _ in range(12)))
+
+    for message, _ in asyncio.run(run()):
+        assert message["content"].replace("[", "").replace("]", "") == "<a>b|" * 4
 
 
 def test_a_text_with_which_its_helper_hangs_ends_for_that_reason(
@@ -390,3 +425,12 @@ def test_the_end_of_a_worker_is_no_new_start(start: Start, caplog: pytest.LogCap
 
     assert "the worker ended" in asyncio.run(run())["parsing_error"]
     assert "started again" not in caplog.text
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_streams_with_calls_keep_the_pace_of_streams_without(calls: Calls, name: str):
+    """A machine that does other work slows both: on two quiet cores the ratio is 1.1."""
+    tokens = calls.tokens(name, 512)
+    found = pace(calls.parsers(name), tokens, num_streams=16, step_s=0.02)
+    assert found.num_calls == 16
+    assert found.ratio < 5, found

@@ -176,6 +176,10 @@ class WorkerCounters(msgspec.Struct):
     mismatch_kl: Finite = 0.0
     mismatch_weights: Finite = 0.0
     mismatch_squared_weights: Finite = 0.0
+    # Completions whose tool calls and reasoning were parsed in part or not at all (`parsing_error`),
+    # and ends of the helpers that parse.
+    num_unparsed_completions: int = 0
+    num_parser_restarts: int = 0
 
 
 class FrontEndTotals(msgspec.Struct, frozen=True):

@@ -14,6 +14,7 @@ from titopool.wire.messages import (
     JobProgress,
     Logprobs,
     MetricFamily,
+    WorkerCounters,
     WorkerFacts,
 )
 from workers.engine.lora import Adapters
@@ -126,6 +127,8 @@ class Engine(Protocol):
     adapters: Adapters
     # Whether steps that only decode run as CUDA graphs of their own; set once the model is loaded.
     has_decode_graphs: bool
+    # The worker's, which an engine that parses adds to; set before `load`.
+    counters: WorkerCounters
 
     @property
     def weights(self) -> WeightEngine:

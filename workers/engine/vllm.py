@@ -28,6 +28,7 @@ from titopool.wire.messages import (
     JobProgress,
     Logprobs,
     MetricFamily,
+    WorkerCounters,
     WorkerFacts,
     decode_chat_parsing,
 )
@@ -93,6 +94,7 @@ class VllmEngine:
         self._config = config
         self._on_cpu = on_cpu
         self.has_decode_graphs = False
+        self.counters = WorkerCounters()
         self._llm: Any = None
         self._images: ImagePreparer | None = None
         self._sent_images: SentImages | None = None
@@ -173,7 +175,7 @@ class VllmEngine:
                 self._sent_images = send_images_once(self._llm)
         self._parsers = load_parsers(self._config, self._llm)
         if self._parsers is not None:
-            self._parsing = ParserProcesses(self._parsers)
+            self._parsing = ParserProcesses(self._parsers, self.counters)
         self._grammars = GrammarTrials(self._llm.vllm_config, self._config.grammar_timeout_s)
         self.adapters = Adapters(self._llm)
         return facts_of(

@@ -128,7 +128,7 @@ class WorkerServer:
         # Of those that have ended, or are silent.
         self._lost_totals: dict[bytes, FrontEndTotals] = {}
         self._flush_planned = self._report_planned = False
-        self._counters = WorkerCounters()
+        self._counters = engine.counters = WorkerCounters()
         self._key_totals: dict[str, messages.KeyTotals] = {}
         self._image_stages: dict[str, Distribution] = {}
         self._restarts = read_restarts(config.run_dir, worker_id)

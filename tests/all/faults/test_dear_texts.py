@@ -13,7 +13,7 @@ import pytest
 
 from tests.conftest import ENGINE_OPTIONS
 from tests.scripted_model import make_scripted_model
-from tests.servers import Server, running_server
+from tests.servers import Server, running_server, wait_until
 
 # 3 s of a core for qwen3_coder, of which one completion may take 1.
 DEAR = ["<tool_call>", "\n<function=f>", "<parameter=a>" * 1250, "</tool_call>"]
@@ -94,6 +94,8 @@ def test_a_dear_text_comes_as_content_and_a_neighbour_is_parsed(server: Server):
     (worker,) = server.get("/ready").json()["workers"]
     assert worker["phase"] == "ready"
     assert helpers_of(server) == before
+    counted = re.compile(r"^titopool_worker_unparsed_completions_total{.*} 2.0$", re.MULTILINE)
+    wait_until(lambda: counted.search(server.get("/metrics").text), within_s=30)
     assert "is lost" not in server.log
 
 
@@ -108,5 +110,7 @@ def test_a_killed_helper_is_started_again_and_each_stream_ends_once(server: Serv
         for one in streams:
             one.result(120)
     assert not set(helpers_of(server)) & set(before)
+    counted = re.compile(r"^titopool_worker_parser_restarts_total{.*} [1-9].*$", re.MULTILINE)
+    wait_until(lambda: counted.search(server.get("/metrics").text), within_s=30)
     (choice,) = server.post(PATH, CHAT | {"max_tokens": 8}).json()["choices"]
     check_dear(choice["message"])

@@ -3,7 +3,6 @@
 Runs in: the helpers that parse. They are forks of the worker, so they have vLLM's parsers.
 """
 
-import time
 from typing import Any
 
 import msgspec
@@ -26,12 +25,12 @@ from workers.engine.sampling import to_vllm_params
 
 # CPU seconds that all streams of a helper may take for a token of each, and that one may take.
 ROUND_S, ONE_S = 0.01, 0.0005
-# CPU seconds after which the rest of a batch waits for the next one, with pieces of other jobs.
+# CPU seconds of parsers after which what no parser may hold waits for the next batch.
 BATCH_S = 0.02
 # The weight of the last step in the average.
 NEWEST = 1 / 16
 # Of one step, at most.
-MAX_HELD = 64
+MAX_HELD = 256
 # What parsers look for. Some of them take it one token at a time, and lose what comes with another.
 MARKUP = frozenset("<>{}[]()|｜\"'\n")
 
@@ -49,10 +48,14 @@ class Completion:
         # CPU seconds of a step, on average: some kernels count in ticks of 4 ms.
         self.step_s = 0.0
 
-    def holds(self, piece: Piece, num_streams: int) -> bool:
-        """Whether the piece may wait: one token of each stream takes `ROUND_S` at most."""
+    def holds(self, piece: Piece, num_streams: int, spent_s: float) -> bool:
+        """Whether the piece may wait: one token of each stream takes `ROUND_S` at most.
+
+        Where several streams are due at once, those wait that come after `spent_s`, CPU seconds of
+        their batch, is as much.
+        """
         allowed_s = min(ONE_S, ROUND_S / num_streams)
-        num_tokens = min(MAX_HELD, self.step_s / allowed_s)
+        num_tokens = MAX_HELD if spent_s > ROUND_S else min(MAX_HELD, self.step_s / allowed_s)
         return len(self.held) + 1 < num_tokens and is_ordinary(piece)
 
     def take_held(self) -> list[tuple[str, bytes]]:
@@ -87,9 +90,12 @@ class ParserHelper:
         self._jobs: dict[int, Job] = {}
 
     def answer(self, request: bytes) -> bytes:
-        """The outcomes of a batch's first pieces, one at least; both are encoded."""
-        outcomes: list[Outcome] = []
-        end_s = time.process_time() + BATCH_S
+        """The outcomes of a batch's pieces; both are encoded.
+
+        One at least has an outcome. A piece without one comes again, with what its job has after it.
+        """
+        outcomes: list[Outcome | None] = []
+        self._limit.spent_s, late_jobs = 0.0, set[int]()
         num_streams = sum(len(job.completions) for job in self._jobs.values())
         for one in decode_batch(request):
             if isinstance(one, Begin):
@@ -101,8 +107,12 @@ class ParserHelper:
                 self._jobs[one.job].completions[one.index] = completion
             elif isinstance(one, End):
                 self._jobs.pop(one.job, None)
-            elif not outcomes or time.process_time() < end_s:
+            elif one.job in late_jobs:
+                outcomes.append(None)
+            else:
                 outcomes.append(self._outcome(self._jobs[one.job], one, max(1, num_streams)))
+                if outcomes[-1] is None:
+                    late_jobs.add(one.job)
         return encode(outcomes)
 
     def _begun(self, begin: Begin) -> Parsing | str:
@@ -116,12 +126,22 @@ class ParserHelper:
         except TooDear:
             return too_dear(COMPLETION_S)
 
-    def _outcome(self, job: Job, piece: Piece, num_streams: int) -> Outcome:
+    def _outcome(self, job: Job, piece: Piece, num_streams: int) -> Outcome | None:
+        """None: the batch has no time for it."""
         # Log lines name the request.
         current_request.set(job.begin.request)
+        has_time = self._limit.spent_s < BATCH_S
         if job.parsing is None:
+            if not has_time:
+                return None
             job.parsing = self._begun(job.begin)
         completion = job.completions.setdefault(piece.index, Completion())
+        if not completion.is_over and not isinstance(job.parsing, str):
+            if completion.holds(piece, num_streams, self._limit.spent_s):
+                completion.held.append((piece.text, piece.token_ids))
+                return Outcome({}, "", num_steps=0)
+            if not has_time:
+                return None
         if piece.finish_reason:
             del job.completions[piece.index]
         if completion.is_over:
@@ -129,7 +149,7 @@ class ParserHelper:
         if isinstance(job.parsing, str):
             outcome = over(piece.text, piece.finish_reason, job.parsing)
         elif job.begin.is_streamed:
-            outcome = self._delta(job.parsing, completion, piece, num_streams)
+            outcome = self._delta(job.parsing, completion, piece)
         else:
             outcome = self._whole(job.parsing, piece)
         completion.is_over = outcome.is_over
@@ -146,13 +166,8 @@ class ParserHelper:
             return over(piece.text, piece.finish_reason, too_dear(limit_s))
         return Outcome(*parsed)
 
-    def _delta(
-        self, parsing: Parsing, completion: Completion, piece: Piece, num_streams: int
-    ) -> Outcome:
+    def _delta(self, parsing: Parsing, completion: Completion, piece: Piece) -> Outcome:
         index, text, finish_reason = piece.index, piece.text, ""
-        if completion.holds(piece, num_streams):
-            completion.held.append((text, piece.token_ids))
-            return Outcome({}, "", num_steps=0)
         if is_ordinary(piece):
             completion.held.append((text, piece.token_ids))
             steps = completion.take_held()

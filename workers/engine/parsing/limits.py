@@ -31,8 +31,8 @@ class CpuLimit:
 
     def __init__(self) -> None:
         self._is_running = False
-        # Of the last call.
-        self.took_s = 0.0
+        # CPU seconds of the last call, and of all since the user set it to 0.
+        self.took_s = self.spent_s = 0.0
         signal.signal(signal.SIGVTALRM, self._raise)
 
     def _raise(self, *_: Any) -> None:
@@ -54,6 +54,7 @@ class CpuLimit:
             # The signal may have come within the line above; the next one is `REPEAT_S` away.
             self._stop()
             self.took_s = time.process_time() - began_s
+            self.spent_s += self.took_s
 
     def _stop(self) -> None:
         self._is_running = False

@@ -64,5 +64,6 @@ class Outcome(msgspec.Struct, frozen=True, array_like=True):
 
 Batch = list[Begin | Past | Piece | End]
 decode_batch = msgspec.msgpack.Decoder(Batch).decode
-decode_outcomes = msgspec.msgpack.Decoder(list[Outcome]).decode
+# None: the helper had no time for the piece.
+decode_outcomes = msgspec.msgpack.Decoder(list[Outcome | None]).decode
 encode = msgspec.msgpack.Encoder().encode

@@ -21,7 +21,7 @@ from titopool.helpers.fork_server import ForkServer, Limits
 from titopool.helpers.helper import Helper
 from titopool.settings.logs import current_request
 from titopool.settings.sampling import SamplingOptions
-from titopool.wire.messages import ID_BYTES, ChatParsing, Job
+from titopool.wire.messages import ID_BYTES, ChatParsing, Job, WorkerCounters
 from workers.engine.parsing.helper import ParserHelper, over
 from workers.engine.parsing.limits import TOKEN_S, WHOLE_TOKEN_S
 from workers.engine.parsing.messages import (
@@ -39,8 +39,8 @@ from workers.engine.sampling import to_vllm_params
 
 logger = logging.getLogger(__name__)
 
-# Pieces that a helper is sent at once; it may leave the last ones for the next time.
-MAX_BATCH = 256
+# Pieces that a helper is sent at once; it may leave some for the next time.
+MAX_BATCH = 1024
 # Of a batch, beside what the number of tokens allows: a helper ends a batch soon after a dear piece.
 TIMEOUT_S = 60.0
 # Seconds of a busy machine for a second of CPU time.
@@ -60,7 +60,7 @@ class _History:
     steps: list[tuple[str, bytes]] = field(default_factory=list)
     held: list[tuple[str, bytes]] = field(default_factory=list)
     is_over: bool = False
-    # Which the helper parses again with the next piece.
+    # Which the helper parses again with its next step.
     num_replayed: int = 0
 
     def past(self, job: int, index: int) -> Past:
@@ -70,7 +70,8 @@ class _History:
         return Past(job, index, self.steps, self.held, self.is_over)
 
     def add(self, piece: Piece, outcome: Outcome) -> None:
-        self.num_replayed = 0
+        if outcome.num_steps:
+            self.num_replayed = 0
         self.held.append((piece.text, piece.token_ids))
         self.is_over = outcome.is_over or self.is_over
         if self.is_over:
@@ -89,7 +90,7 @@ def _joined(pieces: list[tuple[str, bytes]]) -> tuple[str, bytes]:
 class ParserProcesses:
     """The helpers of a worker: some parse streams, one parses whole completions."""
 
-    def __init__(self, parsers: Parsers):
+    def __init__(self, parsers: Parsers, counters: WorkerCounters):
         try:
             # Imports what the first job needs, so that the forks have it.
             parsers.begin(ChatParsing(), to_vllm_params(SamplingOptions()), bytes(ID_BYTES))
@@ -102,8 +103,8 @@ class ParserProcesses:
         )
         num_cores = len(os.sched_getaffinity(0))
         number = min(MAX_HELPERS, max(1, num_cores // CORES_OF_ONE))
-        self._for_streams = [_Lane(Helper(self._server)) for _ in range(number)]
-        self._for_wholes = _Lane(Helper(self._server))
+        self._for_streams = [_Lane(Helper(self._server), counters) for _ in range(number)]
+        self._for_wholes = _Lane(Helper(self._server), counters)
         self._numbers = itertools.count()
 
     def job(self, job: Job) -> "ParsedJob":
@@ -187,8 +188,8 @@ class _Waiting:
 class _Lane:
     """A helper, and the pieces that wait for it."""
 
-    def __init__(self, helper: Helper):
-        self._helper = helper
+    def __init__(self, helper: Helper, counters: WorkerCounters):
+        self._helper, self._counters = helper, counters
         helper.start()
         # Its helper does not start again.
         self.is_closed = False
@@ -257,6 +258,7 @@ class _Lane:
             has_timed_out = isinstance(error, TimeoutError)
             cause = f"it timed out after {timeout_s:.3g} s" if has_timed_out else repr(error)
             logger.warning("a process that parses is started again: %s", cause)
+            self._counters.num_parser_restarts += 1
             for one in batch:
                 one.num_ends += 1
             if len(batch) == 1 and batch[0].num_ends > 1:
@@ -265,8 +267,9 @@ class _Lane:
                 self._end_parsing(batch[0], reason)
             return
         assert isinstance(answer, bytes)
-        for one, outcome in zip(batch, decode_outcomes(answer), strict=False):
-            self._deliver(one, outcome)
+        for one, outcome in zip(batch, decode_outcomes(answer), strict=True):
+            if outcome is not None:
+                self._deliver(one, outcome)
 
     def _request(self, batch: list[_Waiting]) -> Batch:
         parts: Batch = [End(job) for job in self._ended]
@@ -298,6 +301,7 @@ class _Lane:
 
     def _report(self, one: _Waiting, outcome: Outcome) -> None:
         if outcome.is_over:
+            self._counters.num_unparsed_completions += 1
             logger.warning("%s", outcome.message["parsing_error"])
         one.deliver((outcome.message, outcome.finish_reason))
 
