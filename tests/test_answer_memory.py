@@ -35,7 +35,7 @@ MAX_TURN_S = 0.15
 @pytest.fixture
 def start(stub_server, start_stub: StartStub, tmp_path: Path):
     def start_with(limit: int = BUDGET, *options: str) -> Server:
-        start_stub(0, "--max-model-len", "110000")
+        start_stub(0, "--max-model-len", "110000", "--layers-with-experts", "61")
         words = ("--num-front-ends", "1", "--memory-budget-bytes", str(limit), *options)
         server: Server = stub_server(1, *words, **{VARIABLE: str(tmp_path / "turns")})
         server.generate([[1, 2]], max_tokens=1, logprobs=1)
@@ -79,6 +79,19 @@ ROUTES: dict[str, tuple[str, dict[str, Any]]] = {
         "/inference/v1/generate",
         {"token_ids": IDS * 4, "sampling_params": {"max_tokens": 16_000, "logprobs": 20}},
     ),
+    "routed experts": (
+        "/inference/v1/generate",
+        {"token_ids": IDS * 4, "sampling_params": {"max_tokens": 16_000, "n": 3}},
+    ),
+    "routed experts of SGLang": (
+        "/generate",
+        {"input_ids": [IDS] * 5, "return_routed_experts": True,
+         "sampling_params": {"max_new_tokens": NUM_IDS}},
+    ),
+    "a stream's routed experts": (
+        "/inference/v1/generate",
+        {"token_ids": IDS, "sampling_params": {"max_tokens": 4000}, "stream": True},
+    ),
     "a prompt's ids": (
         "/inference/v1/generate",
         {"token_ids": IDS * 4, "sampling_params": {"max_tokens": 1, "prompt_logprobs": 20}},
@@ -106,7 +119,8 @@ def test_a_long_answer_takes_what_the_budget_says_and_stops_nobody(
     is_over.set()
     watcher.join()
     assert answer.status_code == 200
-    answer.json()
+    if not body.get("stream"):
+        answer.json()
     print(f"{len(answer.content) // MIB} MiB; {growth.num_bytes // MIB} of {most[0] / MIB:.0f} MiB")
     assert growth.num_bytes < 1.3 * most[0] + BESIDE
     assert longest_since(tmp_path / "turns", began_s) < MAX_TURN_S
@@ -200,3 +214,15 @@ def test_log_probabilities_that_a_worker_cannot_hold_are_refused(start):
         {"prompts": [[5, 7]] * 8192, "max_tokens": 16, "logprobs": 0},
     ):
         assert requests.post(server.url + "/generate/", json=honest, timeout=120).status_code == 200
+
+
+def test_routed_experts_that_can_never_fit_are_refused(start):
+    server = start()
+    body = {"token_ids": IDS, "sampling_params": {"max_tokens": 1, "n": 40}}
+    refused = server.post("/inference/v1/generate", body)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (413, "answer_too_large")
+    # 61 layers with 8 experts a token; the last token has none.
+    assert f"at most {BUDGET} bytes" in refused.json()["error"]["message"]
+    assert f"got {40 * (NUM_IDS - 1) * 61 * 8} of the prompts" in refused.json()["error"]["message"]
+    body["sampling_params"]["routed_experts_prompt_start"] = NUM_IDS - 1
+    assert server.post("/inference/v1/generate", body).status_code == 200

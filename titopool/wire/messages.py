@@ -147,8 +147,10 @@ class WorkerFacts(msgspec.Struct, frozen=True):
     weight_backend: str = "nccl"
     # Of a LoRA adapter; 0: adapters are off.
     max_lora_rank: int = 0
-    # vLLM's `--enable-return-routed-experts`.
-    has_routed_experts: bool = False
+    # Bytes of a token's routed experts; 0: vLLM runs without `--enable-return-routed-experts`.
+    routed_expert_bytes: Count = 0
+    # vLLM's `--return-sampling-mask`.
+    has_sampling_masks: bool = False
     # The setting of this name.
     has_raw_logprobs: bool = False
 
