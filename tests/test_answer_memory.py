@@ -92,6 +92,7 @@ ROUTES: dict[str, tuple[str, dict[str, Any]]] = {
         "/inference/v1/generate",
         {"token_ids": IDS, "sampling_params": {"max_tokens": 4000}, "stream": True},
     ),
+    "kept for repeats": ("/generate/", wide(32, logprobs=20)),
     "a prompt's ids": (
         "/inference/v1/generate",
         {"token_ids": IDS * 4, "sampling_params": {"max_tokens": 1, "prompt_logprobs": 20}},
@@ -115,7 +116,8 @@ def test_a_long_answer_takes_what_the_budget_says_and_stops_nobody(
     watcher = threading.Thread(target=watch)
     watcher.start()
     with growth_of(front_end(server)) as growth:
-        answer = requests.post(server.url + path, json=body, timeout=120)
+        headers = {"Idempotency-Key": "one"} if name == "kept for repeats" else {}
+        answer = requests.post(server.url + path, json=body, headers=headers, timeout=120)
     is_over.set()
     watcher.join()
     assert answer.status_code == 200

@@ -327,6 +327,11 @@ class Link:
             # Waiting jobs may take the slots.
             self._wake.set()
 
+    def fail(self, request: Request, error: TitopoolError) -> None:
+        """Fails the request with `error`; its jobs are aborted in the link's next turn."""
+        self._pool.fail(request, error)
+        self._wake.set()
+
     def end_waiting(self, client_ids: Collection[str] | None) -> int:
         """Ends jobs that wait as aborted, as `Pool.end_waiting`; returns how many there were."""
         num_ended, aborts = self._pool.end_waiting(client_ids)

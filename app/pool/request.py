@@ -180,6 +180,8 @@ class Request:
         if self.is_done:
             return False
         self.error = error
+        # Another request may need their memory before a handler runs.
+        self.results = []
         self._end()
         return True
 
