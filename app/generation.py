@@ -33,11 +33,18 @@ from app.inputs.sampling import (
 from app.inputs.token_ids import TokenIds, check_length, checked_ids
 from app.outputs.kept_logprobs import arrays_of
 from app.outputs.token_arrays import JSON, MSGPACK, binary_reply, is_binary, json_reply
-from app.pool.request import COMPLETION_BYTES, Request
+from app.pool.request import Request
 from app.time_slices import sharing_time
 from titopool.errors import AnswerTooLarge, Conflict, DeadlinePassed, InvalidRequest
 from titopool.settings.sampling import SamplingOptions, encode_options
-from titopool.wire.messages import ChatParsing, Completed, Job, WorkerFacts, encode
+from titopool.wire.messages import (
+    COMPLETION_BYTES,
+    ChatParsing,
+    Completed,
+    Job,
+    WorkerFacts,
+    encode,
+)
 from titopool.wire.prefixes import prompt_hashes
 
 # vLLM's parsers read tools on the event loop of the worker, which sends heartbeats.

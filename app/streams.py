@@ -14,11 +14,12 @@ from flask import Response
 from app.counts.http_requests import HttpRecord, current_record
 from app.generation import cancel_overdue, submitted
 from app.http.request_ids import log_failure
-from app.http.responses import in_pieces, watched
+from app.http.responses import PIECE_BYTES, in_pieces, watched
 from app.inputs.admission import Admission
 from app.outputs.json_parts import encode_rows, json_parts
 from app.outputs.kept_logprobs import StreamedLogprobs
 from app.pool.request import ChunkOfJob, Request
+from app.time_slices import give_way
 from titopool.errors import ClientGone, TitopoolError
 
 logger = logging.getLogger(__name__)
@@ -78,6 +79,8 @@ def _events(
                 if admission.keep_logprobs is not None:
                     logprobs.add(chunks)
                 yield from _pieces(writer.write_chunks(chunks))
+                if pending.is_behind:
+                    give_way()
             elif is_done:
                 break
             _wait(admission, pending)
@@ -127,6 +130,9 @@ def _pieces(events: Iterable[dict[str, Any]]) -> Iterator[bytes]:
                 yield from in_pieces(part)
             # JSON's own final newline comes before.
             yield b"\n"
+        if len(short) >= PIECE_BYTES:
+            yield from in_pieces(short)
+            short.clear()
     yield from in_pieces(short)
 
 

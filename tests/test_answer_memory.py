@@ -45,14 +45,16 @@ def start(stub_server, start_stub: StartStub, tmp_path: Path):
 
 
 @contextmanager
-def unread(server: Server, body: dict[str, Any], **headers: str) -> Iterator[socket.socket]:
+def unread(
+    server: Server, body: dict[str, Any], path: str = "/generate/", **headers: str
+) -> Iterator[socket.socket]:
     """A connection that has sent a request and does not read the answer."""
     address, data = urlsplit(server.url), json.dumps(body).encode()
     lines = {"Host": "localhost", "Accept": "*/*", "Content-Length": str(len(data)), **headers}
     head = "".join(f"{name}: {value}\r\n" for name, value in lines.items())
     with socket.create_connection((address.hostname, address.port), timeout=60) as client:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        client.sendall(b"POST /generate/ HTTP/1.1\r\n" + head.encode() + b"\r\n" + data)
+        client.sendall(f"POST {path} HTTP/1.1\r\n{head}\r\n".encode() + data)
         yield client
 
 
@@ -171,6 +173,22 @@ def test_answers_that_nobody_reads_stay_within_the_budget(start):
     assert growth.num_bytes < 1.3 * BUDGET, growth.num_bytes // MIB
     wait_until(lambda: taken_by(server) == 0, 10)
     assert 'reason="answer_unread"' in server.get("/metrics").text
+
+
+def test_streams_that_come_faster_than_they_are_read_stop_nobody(start, tmp_path: Path):
+    """The loop stood for 8 s, in more memory than any budget said."""
+    server = start(256 * MIB)
+    sampling = {"max_tokens": 8 * NUM_IDS, "logprobs": 20}
+    body = {"token_ids": IDS * 8, "sampling_params": sampling, "stream": True}
+    began_s = time.time()
+    with growth_of(front_end(server)) as growth, ExitStack() as stack:
+        for _ in range(8):
+            client = stack.enter_context(unread(server, body, "/inference/v1/generate"))
+            assert client.recv(12)[9:12] == b"200"
+        wait_until(lambda: taken_by(server) > 16 * MIB, 60)
+        taken = taken_by(server)
+    assert growth.num_bytes < 1.3 * max(taken, taken_by(server)) + 2 * BESIDE
+    assert longest_since(tmp_path / "turns", began_s) < MAX_TURN_S
 
 
 def test_repeats_that_nobody_reads_are_counted(start):

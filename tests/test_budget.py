@@ -13,11 +13,19 @@ from hypothesis import strategies as st
 
 from app.generation import Prompt, bounds_of_results
 from app.http.budget import Budget, Reservation
-from app.pool.request import COMPLETION_BYTES
-from tests.pools import FACTS
+from tests.pools import FACTS, request_of
 from titopool.errors import QueueFull, TitopoolError
 from titopool.settings.sampling import SamplingOptions
-from titopool.wire.messages import Completed, Completion, RoutedExperts, SamplingMask
+from titopool.wire.messages import (
+    COMPLETION_BYTES,
+    Chunk,
+    Completed,
+    Completion,
+    Logprobs,
+    RoutedExperts,
+    SamplingMask,
+    encode,
+)
 
 MIB = 2**20
 LIMIT = 64 * MIB
@@ -205,3 +213,27 @@ def test_whatever_comes_the_oldest_that_runs_ends_well(
                 one.end()
     assert num_well or not num_all
     assert (budget.taken, budget.taken_by_small) == (0, 0)
+
+
+def test_chunks_that_wait_are_encoded_and_count_until_they_are_written():
+    counted = [0]
+
+    def count(num_bytes: int, bound: int = 0) -> None:
+        counted[0] += num_bytes
+
+    request = request_of(100)
+    request.count_bytes = count
+    ids, logprobs = np.ones(64, np.int32).tobytes(), Logprobs(np.ones(64, np.float32).tobytes())
+    sent = [
+        Chunk(1, 1, [(0, Completion(ids, "", logprobs, [(number, 0)]))]) for number in range(100)
+    ]
+    for chunk in sent:
+        request.add_chunk(0, chunk)
+    all_bytes, taken = counted[0], []
+    assert all_bytes < sum(chunk.num_bytes for chunk in sent) * 2 // 3
+    while chunks := request.take_chunks():
+        taken += [chunk for _, chunk in chunks]
+        assert counted[0] >= sum(len(encode(chunk)) for _, chunk in chunks)
+        assert len(chunks) < 50
+    assert taken == sent
+    assert counted[0] == 0

@@ -26,6 +26,7 @@ from app.pool.records import LastEnd, OpenJob, Worker, natural_order
 from app.pool.request import Request
 from app.pool.state import Pool
 from app.pool.worker_socket import WorkerSocket
+from app.time_slices import SLICE_S, YIELD_S
 from titopool.deadline import Deadline
 from titopool.errors import NoReadyWorker, QueueFull, TitopoolError
 from titopool.settings.config import ServerConfig
@@ -373,6 +374,9 @@ class Link:
             self._wake.wait(next_tick.left_s)
             self._wake.clear()
             self._log_errors(self._read_and_send)
+            if self._changed:
+                # Workers may send faster than this greenlet reads: others run in between.
+                gevent.sleep(YIELD_S)
             if next_tick.has_passed:
                 was_blocked = time.monotonic() - next_tick.at_s > interval_s
                 # Set before the tick, so that a tick that fails is not repeated at once.
@@ -396,9 +400,11 @@ class Link:
                 logger.exception("the link goes on after an error")
 
     def _read_and_send(self) -> None:
-        """Reads all messages, aborts failed requests and sends assigned jobs."""
-        while self._changed:
-            self._log_errors(self._read, self._changed.pop())
+        """Reads messages, aborts failed requests and sends assigned jobs."""
+        changed, self._changed = self._changed, set()
+        ends_s = time.monotonic() + SLICE_S
+        for worker_socket in changed:
+            self._log_errors(self._read, worker_socket, ends_s)
         for request in self._pool.take_failed():
             self._log_errors(self._abort, request)
         self._log_errors(self._send_assignments)
@@ -407,10 +413,20 @@ class Link:
         self._changed.add(worker_socket)
         self._wake.set()
 
-    def _read(self, worker_socket: WorkerSocket) -> None:
-        """Reads a socket until it is empty, then the state of its connection."""
-        endpoint = worker_socket.endpoint
-        while not worker_socket.is_closed and (frame := worker_socket.receive()) is not None:
+    def _read(self, worker_socket: WorkerSocket, ends_s: float) -> None:
+        """Reads a socket until it is empty, then the state of its connection.
+
+        Args:
+            ends_s: monotonic; from then on, one message is read, and the rest in the next turn.
+        """
+        endpoint, has_read = worker_socket.endpoint, False
+        while not worker_socket.is_closed:
+            if has_read and time.monotonic() > ends_s:
+                self._on_change(worker_socket)
+                return
+            if (frame := worker_socket.receive()) is None:
+                break
+            has_read = True
             try:
                 message = messages.decode_from_worker(frame)
             except messages.UNREADABLE as error:
