@@ -33,7 +33,7 @@ SIZES = {
     "titopool.helpers": 273,
     "titopool.mismatch": 224,
     "titopool.rollouts": 832,
-    "titopool.settings": 842,
+    "titopool.settings": 844,
     "titopool.top": 389,
     "titopool.wire": 928,
     "workers": 631,
