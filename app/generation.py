@@ -259,7 +259,7 @@ def _distinct_options(
     prompts: Sequence[Prompt], options: SamplingOptions
 ) -> dict[int, SamplingOptions]:
     """By identity: prompts may share long grammars."""
-    return {id(one): one for one in (prompt.options or options for prompt in prompts)}
+    return {id(one): one for one in (prompt.options or options for prompt in sharing_time(prompts))}
 
 
 def bounds_of_results(

@@ -3,9 +3,9 @@
     python -m benchmarks.answers [NAME…] [--mib 1024]
 
 One front end before a stub worker, whose completions repeat their prompts. Clients read their
-answers, read them slowly or not at all, or repeat a request under an Idempotency-Key and do not read. A row has the
-statuses, the answers' bytes, the growth of the front end's memory with what its budget said at most,
-the longest turn of its event loop by the CPU clock of that thread, and /live.
+answers, read them slowly or not at all, or repeat a request under an Idempotency-Key and do not
+read. A row has the statuses, the bytes that were read, the growth of the front end's memory with what
+its budget said at most, the longest turn of its event loop by the CPU clock of that thread, and /live.
 """
 
 import argparse
@@ -144,6 +144,10 @@ SLOW = {
 }  # fmt: skip
 
 
+# With the first, nothing is sent.
+NAMES = ["nothing", *ANSWERS, *SLOW]
+
+
 class Target:
     """A server, and what its front end notes."""
 
@@ -210,13 +214,22 @@ class Target:
         return Counter(status for status, _ in found), sum(num for _, num in found)
 
 
+def send(target: Target, name: str) -> tuple[Counter[str], int]:
+    if name in SLOW:
+        return target.read_slowly(name)
+    if name in ANSWERS:
+        return target.read(name)
+    time.sleep(UNREAD_S)
+    return Counter(), 0
+
+
 def measure(target: Target, name: str) -> None:
     with ExitStack() as stack:
         waits = stack.enter_context(innocents(target.server.url, only_live=True))
         taken = stack.enter_context(target.most_taken())
         growth = stack.enter_context(growth_of(target.process))
         began_s = time.time()
-        statuses, size = target.read_slowly(name) if name in SLOW else target.read(name)
+        statuses, size = send(target, name)
         took_s = time.time() - began_s
     live = quantiles(waits.live)
     cells = (
@@ -258,13 +271,13 @@ def started(folder: Path, limit: int) -> Iterator[Target]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("names", nargs="*", metavar="NAME", help="; ".join([*ANSWERS, *SLOW]))
+    parser.add_argument("names", nargs="*", metavar="NAME", help="; ".join(NAMES))
     parser.add_argument("--mib", type=int, default=1024, help="memory_budget_bytes")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         say("| answer | statuses | bytes | in | front end, budget | turn | /live p99, max |")
         say("|---" * 7 + "|")
-        for name in options.names or [*ANSWERS, *SLOW]:
+        for name in options.names or NAMES:
             # A new front end: Python's allocator keeps what it has.
             with started(Path(folder), options.mib * MIB) as target:
                 target.server.generate([[1, 2]], max_tokens=1)

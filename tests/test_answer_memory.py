@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import psutil
 import pytest
 import requests
 
@@ -191,6 +192,32 @@ def test_streams_that_come_faster_than_they_are_read_stop_nobody(start, tmp_path
     assert longest_since(tmp_path / "turns", began_s) < MAX_TURN_S
 
 
+def test_a_worker_ends_the_jobs_of_a_front_end_that_takes_nothing(start_stub, stub_server):
+    """What they have sampled waits in the worker: no more than in the time until the front end is lost."""
+    words = ("--max-model-len", "110000", "--delay-s", "0.002")
+    worker = psutil.Process(start_stub(0, *words, TITOPOOL_HEARTBEAT_TIMEOUT_S="2").pid)
+    server = stub_server(1, "--num-front-ends", "1")
+    body = {"token_ids": IDS * 25, "sampling_params": {"max_tokens": 100_000}, "stream": True}
+
+    def share_of_core() -> float:
+        return float(worker.cpu_percent(interval=1.0)) / 100
+
+    with ExitStack() as stack:
+        for _ in range(6):
+            client = stack.enter_context(unread(server, body, "/inference/v1/generate"))
+            assert client.recv(12)[9:12] == b"200"
+        at_work = share_of_core()
+        with growth_of(worker) as growth:
+            front_end(server).suspend()
+            wait_until(lambda: share_of_core() < at_work / 4, 20)
+            left = worker.memory_info().rss
+            assert share_of_core() < at_work / 4
+        assert growth.num_bytes < 32 * MIB
+        assert worker.memory_info().rss <= left + MIB
+        front_end(server).resume()
+        wait_until(lambda: server.post("/generate/", wide(1)).status_code == 200, 20)
+
+
 def test_repeats_that_nobody_reads_are_counted(start):
     server = start()
     body, key = wide(8, logprobs=20), {"Idempotency-Key": "one"}
@@ -214,6 +241,18 @@ def test_wide_honest_requests_pass_and_wait(start):
     with ThreadPoolExecutor(6) as threads:
         answers = list(threads.map(lambda _: server.post("/generate/", body), range(6)))
     assert {one.status_code for one in answers} == {200}
+
+
+def test_of_wide_requests_whose_results_come_at_once_the_oldest_ends_well(start):
+    server = start(16 * MIB)
+    body = wide(16, logprobs=20)
+    with ThreadPoolExecutor(4) as threads:
+        for _ in range(3):
+            answers = list(threads.map(lambda _: server.post("/generate/", body), range(4)))
+            found = {one.status_code for one in answers}
+            assert 200 in found
+            assert found <= {200, 429}
+    wait_until(lambda: taken_by(server) == 0, 10)
 
 
 def test_log_probabilities_that_a_worker_cannot_hold_are_refused(start):

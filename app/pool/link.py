@@ -27,6 +27,7 @@ from app.pool.request import Request
 from app.pool.state import Pool
 from app.pool.worker_socket import WorkerSocket
 from app.time_slices import SLICE_S, YIELD_S
+from titopool.collector import without_collector
 from titopool.deadline import Deadline
 from titopool.errors import NoReadyWorker, QueueFull, TitopoolError
 from titopool.settings.config import ServerConfig
@@ -296,7 +297,9 @@ class Link:
             request.fail(server_stopping())
             return
         request.submitted_at = time.monotonic()
-        self._pool.submit(request)
+        # Collections would visit the request's jobs again and again.
+        with without_collector():
+            self._pool.submit(request)
         if aborted:
             # Before they are sent.
             self.end_waiting(aborted)
@@ -422,6 +425,8 @@ class Link:
         endpoint, has_read = worker_socket.endpoint, False
         while not worker_socket.is_closed:
             if has_read and time.monotonic() > ends_s:
+                # Its heartbeats may stand behind what is not read.
+                self._pool.workers[endpoint].last_seen = time.monotonic()
                 self._on_change(worker_socket)
                 return
             if (frame := worker_socket.receive()) is None:

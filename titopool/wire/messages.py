@@ -245,7 +245,7 @@ class ChatParsing(msgspec.Struct, frozen=True):
     num_past_calls: int = 0
 
 
-class Job(msgspec.Struct, frozen=True):
+class Job(msgspec.Struct, frozen=True, gc=False):
     """One prompt with its n completions. One worker runs all of them."""
 
     job_id: JobId
