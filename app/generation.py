@@ -23,15 +23,28 @@ from app.http.idempotency import current_claim, refuse_stream
 from app.http.responses import respond_in_parts
 from app.inputs.admission import Admission
 from app.inputs.images import NO_IMAGES, PromptImages, check_placeholders
-from app.inputs.sampling import ENTRY_BYTES, RANK_BYTES, bytes_of_token, check_answer_size
+from app.inputs.sampling import (
+    ENTRY_BYTES,
+    RANK_BYTES,
+    bytes_of_replay,
+    bytes_of_token,
+    check_answer_size,
+)
 from app.inputs.token_ids import TokenIds, check_length, checked_ids
 from app.outputs.kept_logprobs import arrays_of
 from app.outputs.token_arrays import JSON, MSGPACK, binary_reply, is_binary, json_reply
-from app.pool.request import COMPLETION_BYTES, Request
+from app.pool.request import Request
 from app.time_slices import sharing_time
-from titopool.errors import Conflict, DeadlinePassed, InvalidRequest
+from titopool.errors import AnswerTooLarge, Conflict, DeadlinePassed, InvalidRequest
 from titopool.settings.sampling import SamplingOptions, encode_options
-from titopool.wire.messages import ChatParsing, Completed, Job, WorkerFacts, encode
+from titopool.wire.messages import (
+    COMPLETION_BYTES,
+    ChatParsing,
+    Completed,
+    Job,
+    WorkerFacts,
+    encode,
+)
 from titopool.wire.prefixes import prompt_hashes
 
 # vLLM's parsers read tools on the event loop of the worker, which sends heartbeats.
@@ -154,6 +167,8 @@ def make_request(
     )  # fmt: skip
     for one in _distinct_options(prompts, options).values():
         check_answer_size(one, facts, admission.config.memory_budget_bytes)
+    if not is_streamed:
+        _check_experts(prompts, options, facts, admission.config.memory_budget_bytes)
     jobs = make_jobs(
         prompts, options, facts,
         with_prefixes=link.needs_prefixes,
@@ -244,7 +259,7 @@ def _distinct_options(
     prompts: Sequence[Prompt], options: SamplingOptions
 ) -> dict[int, SamplingOptions]:
     """By identity: prompts may share long grammars."""
-    return {id(one): one for one in (prompt.options or options for prompt in prompts)}
+    return {id(one): one for one in (prompt.options or options for prompt in sharing_time(prompts))}
 
 
 def bounds_of_results(
@@ -261,8 +276,32 @@ def bounds_of_results(
             k = facts.vocab_size if own.prompt_logprobs == -1 else own.prompt_logprobs
             of_prompt = num_prompt * (k + 1) * (ENTRY_BYTES + RANK_BYTES)
         of_token = bytes_of_token(own, facts)
-        found.append(of_prompt + own.n * (COMPLETION_BYTES + num_tokens * of_token))
+        # With images, the engine's prompt is longer.
+        num_run = facts.max_model_len - num_tokens if prompt.images.images else num_prompt
+        of_replay = bytes_of_replay(own, facts, num_run, num_tokens)
+        found.append(of_prompt + own.n * (COMPLETION_BYTES + num_tokens * of_token + of_replay))
     return found
+
+
+def _check_experts(
+    prompts: Sequence[Prompt], options: SamplingOptions, facts: WorkerFacts, limit: int
+) -> None:
+    """Refuses prompts whose own routed experts take more than `limit` bytes (`memory_budget_bytes`).
+
+    Raises:
+        AnswerTooLarge: they do, however few tokens are sampled.
+    """
+    least = 0
+    for prompt in sharing_time(prompts if facts.routed_expert_bytes else ()):
+        own = prompt.options or options
+        least += own.n * bytes_of_replay(own, facts, len(prompt.token_ids), 0)
+    if least > limit:
+        raise AnswerTooLarge(
+            f"expected routed experts of at most {limit} bytes (memory_budget_bytes), got {least} of "
+            f"the prompts alone, {facts.routed_expert_bytes} for a token of each completion; ask for "
+            "fewer completions in one request, or for those of later tokens only",
+            param="n",
+        )
 
 
 def _bytes_of_jobs(jobs: Sequence[Job]) -> int:

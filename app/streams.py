@@ -14,11 +14,12 @@ from flask import Response
 from app.counts.http_requests import HttpRecord, current_record
 from app.generation import cancel_overdue, submitted
 from app.http.request_ids import log_failure
-from app.http.responses import in_pieces, watched
+from app.http.responses import PIECE_BYTES, in_pieces, watched
 from app.inputs.admission import Admission
-from app.outputs.json_parts import encode_rows
+from app.outputs.json_parts import encode_rows, json_parts
 from app.outputs.kept_logprobs import StreamedLogprobs
 from app.pool.request import ChunkOfJob, Request
+from app.time_slices import give_way
 from titopool.errors import ClientGone, TitopoolError
 
 logger = logging.getLogger(__name__)
@@ -77,14 +78,16 @@ def _events(
                     pace.note()
                 if admission.keep_logprobs is not None:
                     logprobs.add(chunks)
-                yield from in_pieces(b"".join(map(_encode, writer.write_chunks(chunks))))
+                yield from _pieces(writer.write_chunks(chunks))
+                if pending.is_behind:
+                    give_way()
             elif is_done:
                 break
             _wait(admission, pending)
         if pending.error is None:
             if admission.keep_logprobs is not None:
                 admission.keep_logprobs(admission.kept_name, logprobs.arrays())
-            yield b"".join(map(_encode, writer.write_end()))
+            yield from _pieces(writer.write_end())
         else:
             yield _failure(admission, pending.error, record)
     except TitopoolError as error:
@@ -111,6 +114,26 @@ def _failure(admission: Admission, error: TitopoolError, record: HttpRecord | No
     body = error.to_dict(admission.client_id)
     log_failure(admission.client_id, error.status, body["error"], admission.key.name)
     return _encode(body)
+
+
+def _pieces(events: Iterable[dict[str, Any]]) -> Iterator[bytes]:
+    """The events as bytes. One with what orjson does not know is made as the client reads."""
+    short = bytearray()
+    for event in events:
+        try:
+            short += _encode(event)
+        except TypeError:
+            yield from in_pieces(short)
+            short.clear()
+            yield b"data: "
+            for part in json_parts(event):
+                yield from in_pieces(part)
+            # JSON's own final newline comes before.
+            yield b"\n"
+        if len(short) >= PIECE_BYTES:
+            yield from in_pieces(short)
+            short.clear()
+    yield from in_pieces(short)
 
 
 def _encode(event: dict[str, Any]) -> bytes:

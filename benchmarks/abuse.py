@@ -6,7 +6,8 @@ Without a model: one front end before two stub workers. With one: real vLLM in t
 extension (`tests/hanging_extension.py`) hangs at one grammar that its trial lets pass. While the
 requests of a case are sent, a process of its own asks /live and generates one token for one prompt
 again and again. A table has a row for each case: the statuses, the growth of the front end's and of
-the largest worker's memory, the longest calls, innocent requests that failed, and workers lost.
+the largest worker's memory, the longest calls, the 99th percentile of one token with that of the
+idle server before, innocent requests that failed, and workers lost.
 """
 
 import argparse
@@ -30,7 +31,7 @@ from urllib.parse import urlsplit
 import psutil
 import requests
 
-from benchmarks.bench import say
+from benchmarks.bench import quantiles, say
 from benchmarks.front import stub_environment
 from benchmarks.hostile import KINDS
 from tests.hostile_grammars import NESTED, SLOW
@@ -49,6 +50,7 @@ TIMEOUT_S = 300
 TWO_WORKERS = ("--num-front-ends", "1", "--engine-probe-timeout-s", "4")
 # How long clients drip, or wait before they leave.
 HOLD_S = 10.0
+IDLE_S = 5.0
 # At the bounds of docs/http.md, with strings that the demo model does not write.
 DEAREST = {
     "stop": [f"{number:060}" for number in range(MAX_ENTRIES["stop"])],
@@ -128,14 +130,22 @@ def many_prompts(target: "Target") -> Sent:
     yield "/generate/", {"prompts": [[1, 2, 3]] * 65_536, "max_tokens": 16}
 
 
+def completions(**options: object) -> tuple[str, object]:
+    """64 completions, of which two workers of 128 slots have all at once."""
+    kwargs = {"ignore_eos": True, **options}
+    body = {"prompts": [[5, 6]], "n": 64, "max_tokens": 400, "generation_kwargs": kwargs}
+    return "/generate/", body
+
+
+def plain_completions(target: "Target") -> Sent:
+    """What `dear_options` is to be compared with."""
+    yield completions()
+
+
 def dear_options(target: "Target") -> Sent:
-    """64 completions with the dearest options that pass, and 10,000 stop strings, which do not."""
-    for options in (DEAREST, {"stop": [f"{number:04}" for number in range(10_000)]}):
-        kwargs = {"ignore_eos": True, **options}
-        yield (
-            "/generate/",
-            {"prompts": [[5, 6]], "n": 64, "max_tokens": 400, "generation_kwargs": kwargs},
-        )
+    """The dearest options that pass, and 10,000 stop strings, which do not."""
+    yield completions(**DEAREST)
+    yield completions(stop=[f"{number:04}" for number in range(10_000)])
 
 
 def foreign_page(target: "Target") -> Sent:
@@ -155,6 +165,7 @@ CASES: dict[str, Case] = {
     "slow checks": slow_checks,
     "many prompts": many_prompts,
     "foreign page": foreign_page,
+    "plain completions": plain_completions,
     "dear options": dear_options,
 }  # fmt: skip
 
@@ -261,7 +272,7 @@ def send_case(target: Target, name: str) -> Counter[str]:
 
 NAMES = [
     *list(CASES)[:8], "texts of clients that left", "dripping bodies", "unreachable trainer",
-    "foreign page", "malformed chunks", "dear options",
+    "foreign page", "malformed chunks", "plain completions", "dear options",
 ]  # fmt: skip
 
 
@@ -269,6 +280,8 @@ def measure(target: Target, name: str) -> None:
     target.server.wait_until_ready(2)
     lost_before = target.num_lost
     prompt = '"a b"' if name == "texts of clients that left" else "[1, 2]"
+    with innocents(target.server.url, prompt=prompt) as idle:
+        time.sleep(IDLE_S)
     with ExitStack() as stack:
         waits = stack.enter_context(innocents(target.server.url, prompt=prompt))
         growth = stack.enter_context(growth_of(target.front_end))
@@ -284,6 +297,8 @@ def measure(target: Target, name: str) -> None:
         f"{max((one.num_bytes for one in of_workers), default=0) // MIB} MiB",
         f"{1000 * max(waits.live):.0f} ms",
         f"{1000 * max(waits.generated):.0f} ms of {len(waits.generated)}",
+        " of ".join(f"{1000 * quantiles(one.generated)['p99']:.0f}" for one in (waits, idle))
+        + " ms",
         waits.num_failed,
         target.num_lost - lost_before,
     )
@@ -342,8 +357,10 @@ def main() -> None:
     options = parser.parse_args()
     os.environ["HF_HUB_OFFLINE"] = "1"
     with tempfile.TemporaryDirectory() as folder, started(options.model, Path(folder)) as target:
-        say("| sent | answers | in | front end | worker | /live | one token | failed | lost |")
-        say("|---" * 9 + "|")
+        say(
+            "| sent | answers | in | front end | worker | /live | one token | p99, idle | failed | lost |"
+        )
+        say("|---" * 10 + "|")
         for name in options.names or NAMES:
             measure(target, name)
 

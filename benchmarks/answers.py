@@ -3,9 +3,9 @@
     python -m benchmarks.answers [NAME…] [--mib 1024]
 
 One front end before a stub worker, whose completions repeat their prompts. Clients read their
-answers, do not read them, or repeat a request under an Idempotency-Key and do not read. A row has the
-statuses, the answers' bytes, the growth of the front end's memory with what its budget said at most,
-the longest turn of its event loop by the CPU clock of that thread, and /live.
+answers, read them slowly or not at all, or repeat a request under an Idempotency-Key and do not
+read. A row has the statuses, the bytes that were read, the growth of the front end's memory with what
+its budget said at most, the longest turn of its event loop by the CPU clock of that thread, and /live.
 """
 
 import argparse
@@ -16,11 +16,12 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 import requests
@@ -38,8 +39,9 @@ TIMEOUT_S = 300
 NUM_IDS, MAX_LEN = 4000, 110_000
 IDS = [*range(1, NUM_IDS + 1)]
 LONG = IDS * 25
-# How long clients do not read; a front end gives their answers up after 2 s.
-UNREAD_S = 8.0
+# How long slow clients read, or do not, and how often. A front end gives unread answers up after 5 s,
+# if somebody waits for their memory.
+UNREAD_S, READ_EVERY_S = 8.0, 0.1
 
 
 def prompts(num: int) -> list[list[int]]:
@@ -55,6 +57,7 @@ def sglang(num: int, **fields: Any) -> dict[str, Any]:
     )
 
 
+AS_STREAM = {"stream": True, "logprob_start_len": -1, "top_logprobs_num": 0}
 AS_IDS = {"return_tokens_as_token_ids": True, "return_token_ids": True}
 # By name: route, body, headers.
 ANSWERS: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
@@ -109,13 +112,40 @@ ANSWERS: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
 }  # fmt: skip
 # Of 150 clients at once.
 SMALL = {"prompts": [IDS[:64]], "n": 1000, "max_tokens": 64, "logprobs": 20}
-UNREAD: dict[str, tuple[int, dict[str, Any], dict[str, str]]] = {
-    "150 × /generate/ n=1,000 × 64, logprobs 20, unread": (150, SMALL, {}),
-    "150 repeats of one, unread": (150, SMALL, {"Idempotency-Key": "one"}),
-    "8 × /generate/ 64 × 4,000, logprobs 20, unread": (
-        8, {"prompts": prompts(64), "max_tokens": NUM_IDS, "logprobs": 20}, {},
+WIDE = {"prompts": prompts(64), "max_tokens": NUM_IDS, "logprobs": 20}
+OPENAI = {"prompt": prompts(16), "max_tokens": NUM_IDS, "logprobs": 20, **AS_IDS}
+
+
+class Slow(NamedTuple):
+    """Clients that read slowly."""
+
+    num: int
+    path: str
+    body: dict[str, Any]
+    bytes_per_s: int = 0
+    headers: Mapping[str, str] = MappingProxyType({})
+
+
+SLOW = {
+    "150 × /generate/ n=1,000 × 64, logprobs 20, unread": Slow(150, "/generate/", SMALL),
+    "150 repeats of one, unread": Slow(
+        150, "/generate/", SMALL, headers={"Idempotency-Key": "one"}
     ),
+    "8 × /generate/ 64 × 4,000, logprobs 20, unread": Slow(8, "/generate/", WIDE),
+    "8 × /generate/ 64 × 4,000, logprobs 20, 100 KiB/s": Slow(8, "/generate/", WIDE, 102_400),
+    "8 × /v1/completions 16 × 4,000, logprobs 20, unread": Slow(8, "/v1/completions", OPENAI),
+    "8 × /v1/completions 16 × 4,000, logprobs 20, 100 KiB/s": Slow(8, "/v1/completions", OPENAI, 102_400),
+    "8 × /v1/completions as streams, unread": Slow(8, "/v1/completions", OPENAI | {"stream": True}),
+    "8 × /v1/completions as streams, 100 KiB/s": Slow(
+        8, "/v1/completions", OPENAI | {"stream": True}, 102_400
+    ),
+    "8 × SGLang 4 × 4,000 as streams, unread": Slow(8, "/generate", sglang(4, **AS_STREAM)),
+    "8 × SGLang 4 × 4,000 as streams, 100 KiB/s": Slow(8, "/generate", sglang(4, **AS_STREAM), 102_400),
 }  # fmt: skip
+
+
+# With the first, nothing is sent.
+NAMES = ["nothing", *ANSWERS, *SLOW]
 
 
 class Target:
@@ -153,30 +183,44 @@ class Target:
             size = sum(map(len, answer.iter_content(MIB)))
             return Counter({str(answer.status_code): 1}), size
 
-    def leave_unread(self, name: str) -> tuple[Counter[str], int]:
-        num, body, headers = UNREAD[name]
-        data, address = json.dumps(body).encode(), urlsplit(self.server.url)
-        head = f"POST /generate/ HTTP/1.1\r\nHost: localhost\r\nAccept: */*\r\nContent-Length: {len(data)}\r\n"
-        head += "".join(f"{key}: {value}\r\n" for key, value in headers.items()) + "\r\n"
+    def read_slowly(self, name: str) -> tuple[Counter[str], int]:
+        slow = SLOW[name]
+        data, address = json.dumps(slow.body).encode(), urlsplit(self.server.url)
+        head = f"POST {slow.path} HTTP/1.1\r\nHost: localhost\r\nAccept: */*\r\n"
+        head += f"Content-Length: {len(data)}\r\n"
+        head += "".join(f"{key}: {value}\r\n" for key, value in slow.headers.items()) + "\r\n"
 
-        def send(_: int) -> str:
+        def send(_: int) -> tuple[str, int]:
             with socket.create_connection((address.hostname, address.port)) as client:
                 client.settimeout(60)
                 client.sendall(head.encode() + data)
                 try:
                     status = client.recv(12)[9:12].decode()
                 except TimeoutError:
-                    return "waits"
-                if status == "200":
-                    time.sleep(UNREAD_S)
-                return status or "closed"
+                    return "waits", 0
+                num_read, ends_s = 0, time.monotonic() + UNREAD_S
+                while status == "200" and time.monotonic() < ends_s:
+                    time.sleep(READ_EVERY_S)
+                    if slow.bytes_per_s:
+                        num_read += len(client.recv(int(slow.bytes_per_s * READ_EVERY_S)))
+                return status or "closed", num_read
 
-        if headers:
+        if slow.headers:
             requests.post(
-                self.server.url + "/generate/", json=body, headers=headers, timeout=TIMEOUT_S
+                self.server.url + slow.path, json=slow.body, headers=slow.headers, timeout=TIMEOUT_S
             )
-        with ThreadPoolExecutor(num) as threads:
-            return Counter(threads.map(send, range(num))), 0
+        with ThreadPoolExecutor(slow.num) as threads:
+            found = list(threads.map(send, range(slow.num)))
+        return Counter(status for status, _ in found), sum(num for _, num in found)
+
+
+def send(target: Target, name: str) -> tuple[Counter[str], int]:
+    if name in SLOW:
+        return target.read_slowly(name)
+    if name in ANSWERS:
+        return target.read(name)
+    time.sleep(UNREAD_S)
+    return Counter(), 0
 
 
 def measure(target: Target, name: str) -> None:
@@ -185,7 +229,7 @@ def measure(target: Target, name: str) -> None:
         taken = stack.enter_context(target.most_taken())
         growth = stack.enter_context(growth_of(target.process))
         began_s = time.time()
-        statuses, size = target.leave_unread(name) if name in UNREAD else target.read(name)
+        statuses, size = send(target, name)
         took_s = time.time() - began_s
     live = quantiles(waits.live)
     cells = (
@@ -227,13 +271,13 @@ def started(folder: Path, limit: int) -> Iterator[Target]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("names", nargs="*", metavar="NAME", help="; ".join([*ANSWERS, *UNREAD]))
+    parser.add_argument("names", nargs="*", metavar="NAME", help="; ".join(NAMES))
     parser.add_argument("--mib", type=int, default=1024, help="memory_budget_bytes")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         say("| answer | statuses | bytes | in | front end, budget | turn | /live p99, max |")
         say("|---" * 7 + "|")
-        for name in options.names or [*ANSWERS, *UNREAD]:
+        for name in options.names or NAMES:
             # A new front end: Python's allocator keeps what it has.
             with started(Path(folder), options.mib * MIB) as target:
                 target.server.generate([[1, 2]], max_tokens=1)

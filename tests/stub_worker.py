@@ -34,6 +34,7 @@ from titopool.wire.messages import (
     JobProgress,
     Logprobs,
     MetricFamily,
+    RoutedExperts,
     WorkerFacts,
 )
 from titopool.wire.pool_state import PauseMode
@@ -47,6 +48,8 @@ from workers.weights import checks
 
 VOCAB_SIZE = 50_000
 NUM_METRICS = 36
+# Experts of a token in a layer, with --layers-with-experts.
+NUM_CHOSEN = 8
 # The token that stands for an image, with --max-images.
 IMAGE_PLACEHOLDER = 40_100
 # Make the event loop of a stub worker stand: it, or all threads.
@@ -231,6 +234,7 @@ class StubEngine:
         weights: StubWeights,
         runs_file: Path | None = None,
         max_images: int = 0,
+        num_layers: int = 0,
     ):
         self.versions = weights.versions
         self.adapters = stub_adapters()
@@ -247,6 +251,7 @@ class StubEngine:
         self._is_frozen = False
         self._runs_file = runs_file
         self._tokenizer = tokenizer
+        self._num_layers = num_layers
         self._images = ImageFacts(max_images, [IMAGE_PLACEHOLDER], True) if max_images else None
 
     def load(self, report: ReportPhase) -> WorkerFacts:
@@ -274,6 +279,7 @@ class StubEngine:
             weight_backend="gloo",
             max_lora_rank=16,
             images=self._images,
+            routed_expert_bytes=self._num_layers * NUM_CHOSEN,
         )
 
     async def warm_up(self) -> None:
@@ -323,9 +329,20 @@ class StubEngine:
             await self._stream(job, ids[::-1], on_chunk, options)
         answer = np.ascontiguousarray(ids[::-1][: options.max_tokens])
         versions = [(self.versions.current, 0)]
-        completion = Completion(answer.tobytes(), "length", logprobs_of(answer, options), versions)
+        completion = Completion(
+            answer.tobytes(), "length", logprobs_of(answer, options), versions,
+            routed_experts=None if job.is_streamed else self._experts(len(ids) + len(answer), options),
+        )  # fmt: skip
         scores = prompt_logprobs_of(ids, options)
         return Generated([completion] * options.n, prompt_logprobs=scores)
+
+    def _experts(self, num_tokens: int, options: SamplingOptions) -> RoutedExperts | None:
+        """The first expert everywhere; None without layers that have any."""
+        start = options.routed_experts_prompt_start
+        if start is None or not self._num_layers:
+            return None
+        shape = (num_tokens - 1 - start, self._num_layers, NUM_CHOSEN)
+        return RoutedExperts(bytes(shape[0] * shape[1] * shape[2]), shape, "uint8", start)
 
     def _aborted(self) -> Completion:
         return Completion(b"", "abort", None, [(self.versions.current, 0)])
@@ -350,7 +367,10 @@ class StubEngine:
             text = f"{token_id} "
             logprobs = logprobs_of([token_id], options)
             token = np.int32(token_id).tobytes()
-            completion = Completion(token, end, logprobs, [(0, 0)], text=text)
+            completion = Completion(
+                token, end, logprobs, [(0, 0)], text=text,
+                routed_experts=self._experts(2 * len(ids), options) if end else None,
+            )  # fmt: skip
             on_chunk(Chunk(job.job_id, job.attempt, [(0, completion)]))
             await asyncio.sleep(self._delay_s)
 
@@ -416,6 +436,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--model", default="stub")
     made.add_argument("--tokenizer", default="none", help="a folder; by default no text is read")
     made.add_argument("--max-images", type=int, default=0, help="of a prompt")
+    made.add_argument("--layers-with-experts", type=int, default=0)
     made.add_argument("--vocab-size", type=int, default=VOCAB_SIZE)
     made.add_argument("--load-s", type=float, default=0.0)
     made.add_argument("--warm-s", type=float, default=0.0, help="the loop stands in the warm-up")
@@ -439,6 +460,7 @@ def engine_of(arguments: argparse.Namespace) -> StubEngine:
         tokenizer=arguments.tokenizer,
         runs_file=arguments.runs_file,
         max_images=arguments.max_images,
+        num_layers=arguments.layers_with_experts,
         weights=StubWeights(
             is_bad=arguments.bad_weights,
             dies_at=arguments.die_at,

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import psutil
 import pytest
 import requests
 
@@ -35,7 +36,7 @@ MAX_TURN_S = 0.15
 @pytest.fixture
 def start(stub_server, start_stub: StartStub, tmp_path: Path):
     def start_with(limit: int = BUDGET, *options: str) -> Server:
-        start_stub(0, "--max-model-len", "110000")
+        start_stub(0, "--max-model-len", "110000", "--layers-with-experts", "61")
         words = ("--num-front-ends", "1", "--memory-budget-bytes", str(limit), *options)
         server: Server = stub_server(1, *words, **{VARIABLE: str(tmp_path / "turns")})
         server.generate([[1, 2]], max_tokens=1, logprobs=1)
@@ -45,14 +46,16 @@ def start(stub_server, start_stub: StartStub, tmp_path: Path):
 
 
 @contextmanager
-def unread(server: Server, body: dict[str, Any], **headers: str) -> Iterator[socket.socket]:
+def unread(
+    server: Server, body: dict[str, Any], path: str = "/generate/", **headers: str
+) -> Iterator[socket.socket]:
     """A connection that has sent a request and does not read the answer."""
     address, data = urlsplit(server.url), json.dumps(body).encode()
     lines = {"Host": "localhost", "Accept": "*/*", "Content-Length": str(len(data)), **headers}
     head = "".join(f"{name}: {value}\r\n" for name, value in lines.items())
     with socket.create_connection((address.hostname, address.port), timeout=60) as client:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        client.sendall(b"POST /generate/ HTTP/1.1\r\n" + head.encode() + b"\r\n" + data)
+        client.sendall(f"POST {path} HTTP/1.1\r\n{head}\r\n".encode() + data)
         yield client
 
 
@@ -79,6 +82,20 @@ ROUTES: dict[str, tuple[str, dict[str, Any]]] = {
         "/inference/v1/generate",
         {"token_ids": IDS * 4, "sampling_params": {"max_tokens": 16_000, "logprobs": 20}},
     ),
+    "routed experts": (
+        "/inference/v1/generate",
+        {"token_ids": IDS * 4, "sampling_params": {"max_tokens": 16_000, "n": 3}},
+    ),
+    "routed experts of SGLang": (
+        "/generate",
+        {"input_ids": [IDS] * 5, "return_routed_experts": True,
+         "sampling_params": {"max_new_tokens": NUM_IDS}},
+    ),
+    "a stream's routed experts": (
+        "/inference/v1/generate",
+        {"token_ids": IDS, "sampling_params": {"max_tokens": 4000}, "stream": True},
+    ),
+    "kept for repeats": ("/generate/", wide(32, logprobs=20)),
     "a prompt's ids": (
         "/inference/v1/generate",
         {"token_ids": IDS * 4, "sampling_params": {"max_tokens": 1, "prompt_logprobs": 20}},
@@ -102,11 +119,13 @@ def test_a_long_answer_takes_what_the_budget_says_and_stops_nobody(
     watcher = threading.Thread(target=watch)
     watcher.start()
     with growth_of(front_end(server)) as growth:
-        answer = requests.post(server.url + path, json=body, timeout=120)
+        headers = {"Idempotency-Key": "one"} if name == "kept for repeats" else {}
+        answer = requests.post(server.url + path, json=body, headers=headers, timeout=120)
     is_over.set()
     watcher.join()
     assert answer.status_code == 200
-    answer.json()
+    if not body.get("stream"):
+        answer.json()
     print(f"{len(answer.content) // MIB} MiB; {growth.num_bytes // MIB} of {most[0] / MIB:.0f} MiB")
     assert growth.num_bytes < 1.3 * most[0] + BESIDE
     assert longest_since(tmp_path / "turns", began_s) < MAX_TURN_S
@@ -157,6 +176,48 @@ def test_answers_that_nobody_reads_stay_within_the_budget(start):
     assert 'reason="answer_unread"' in server.get("/metrics").text
 
 
+def test_streams_that_come_faster_than_they_are_read_stop_nobody(start, tmp_path: Path):
+    """The loop stood for 8 s, in more memory than any budget said."""
+    server = start(256 * MIB)
+    sampling = {"max_tokens": 8 * NUM_IDS, "logprobs": 20}
+    body = {"token_ids": IDS * 8, "sampling_params": sampling, "stream": True}
+    began_s = time.time()
+    with growth_of(front_end(server)) as growth, ExitStack() as stack:
+        for _ in range(8):
+            client = stack.enter_context(unread(server, body, "/inference/v1/generate"))
+            assert client.recv(12)[9:12] == b"200"
+        wait_until(lambda: taken_by(server) > 16 * MIB, 60)
+        taken = taken_by(server)
+    assert growth.num_bytes < 1.3 * max(taken, taken_by(server)) + 2 * BESIDE
+    assert longest_since(tmp_path / "turns", began_s) < MAX_TURN_S
+
+
+def test_a_worker_ends_the_jobs_of_a_front_end_that_takes_nothing(start_stub, stub_server):
+    """What they have sampled waits in the worker: no more than in the time until the front end is lost."""
+    words = ("--max-model-len", "110000", "--delay-s", "0.002")
+    worker = psutil.Process(start_stub(0, *words, TITOPOOL_HEARTBEAT_TIMEOUT_S="2").pid)
+    server = stub_server(1, "--num-front-ends", "1")
+    body = {"token_ids": IDS * 25, "sampling_params": {"max_tokens": 100_000}, "stream": True}
+
+    def share_of_core() -> float:
+        return float(worker.cpu_percent(interval=1.0)) / 100
+
+    with ExitStack() as stack:
+        for _ in range(6):
+            client = stack.enter_context(unread(server, body, "/inference/v1/generate"))
+            assert client.recv(12)[9:12] == b"200"
+        at_work = share_of_core()
+        with growth_of(worker) as growth:
+            front_end(server).suspend()
+            wait_until(lambda: share_of_core() < at_work / 4, 20)
+            left = worker.memory_info().rss
+            assert share_of_core() < at_work / 4
+        assert growth.num_bytes < 32 * MIB
+        assert worker.memory_info().rss <= left + MIB
+        front_end(server).resume()
+        wait_until(lambda: server.post("/generate/", wide(1)).status_code == 200, 20)
+
+
 def test_repeats_that_nobody_reads_are_counted(start):
     server = start()
     body, key = wide(8, logprobs=20), {"Idempotency-Key": "one"}
@@ -182,6 +243,18 @@ def test_wide_honest_requests_pass_and_wait(start):
     assert {one.status_code for one in answers} == {200}
 
 
+def test_of_wide_requests_whose_results_come_at_once_the_oldest_ends_well(start):
+    server = start(16 * MIB)
+    body = wide(16, logprobs=20)
+    with ThreadPoolExecutor(4) as threads:
+        for _ in range(3):
+            answers = list(threads.map(lambda _: server.post("/generate/", body), range(4)))
+            found = {one.status_code for one in answers}
+            assert 200 in found
+            assert found <= {200, 429}
+    wait_until(lambda: taken_by(server) == 0, 10)
+
+
 def test_log_probabilities_that_a_worker_cannot_hold_are_refused(start):
     """Finding A19: a request of 100 bytes for 12.7 GiB of log-probabilities in a worker."""
     server = start(2**30)
@@ -200,3 +273,15 @@ def test_log_probabilities_that_a_worker_cannot_hold_are_refused(start):
         {"prompts": [[5, 7]] * 8192, "max_tokens": 16, "logprobs": 0},
     ):
         assert requests.post(server.url + "/generate/", json=honest, timeout=120).status_code == 200
+
+
+def test_routed_experts_that_can_never_fit_are_refused(start):
+    server = start()
+    body = {"token_ids": IDS, "sampling_params": {"max_tokens": 1, "n": 40}}
+    refused = server.post("/inference/v1/generate", body)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (413, "answer_too_large")
+    # 61 layers with 8 experts a token; the last token has none.
+    assert f"at most {BUDGET} bytes" in refused.json()["error"]["message"]
+    assert f"got {40 * (NUM_IDS - 1) * 61 * 8} of the prompts" in refused.json()["error"]["message"]
+    body["sampling_params"]["routed_experts_prompt_start"] = NUM_IDS - 1
+    assert server.post("/inference/v1/generate", body).status_code == 200

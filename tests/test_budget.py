@@ -1,10 +1,31 @@
-"""Who waits for memory of a front end: none for ever, and narrow requests not for wide ones."""
+"""What a request expects of results, and who waits for memory of a front end: none for ever, and narrow
+requests not for wide ones."""
+
+import random
+from contextlib import suppress
 
 import gevent
+import msgspec
+import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from app.generation import Prompt, bounds_of_results
 from app.http.budget import Budget, Reservation
-from titopool.errors import QueueFull
+from tests.pools import FACTS, request_of
+from titopool.errors import QueueFull, TitopoolError
+from titopool.settings.sampling import SamplingOptions
+from titopool.wire.messages import (
+    COMPLETION_BYTES,
+    Chunk,
+    Completed,
+    Completion,
+    Logprobs,
+    RoutedExperts,
+    SamplingMask,
+    encode,
+)
 
 MIB = 2**20
 LIMIT = 64 * MIB
@@ -14,15 +35,21 @@ def here() -> None:
     """A client that has not gone."""
 
 
+def never(error: TitopoolError) -> None:
+    raise AssertionError(f"expected that the request goes on, got {error}")
+
+
 def answered(one: Reservation, bound: int, took_s: float = 0.01) -> None:
     """A request from its wait for results until it is answered."""
-    one.expect(bound, 5, here)
+    one.expect(bound, 5, here, never)
     gevent.sleep(took_s)
     one.settle()
     one.release()
 
 
 def all_end(*greenlets: gevent.Greenlet) -> None:
+    # The loop's time is that of its last turn, perhaps before the tests of other modules.
+    gevent.get_hub().loop.update_now()
     gevent.joinall(greenlets, timeout=5)
     for one in greenlets:
         assert one.ready()
@@ -45,10 +72,10 @@ def test_a_narrow_request_passes_a_wide_one_that_waits_and_does_not_starve_it():
     assert len(budget.queue) == 1
     narrow = [Reservation(budget) for _ in range(5)]
     for one in narrow[:4]:
-        one.expect(2 * MIB, 0, here)
+        one.expect(2 * MIB, 0, here, never)
     # What may pass is taken.
     with pytest.raises(QueueFull):
-        narrow[4].expect(2 * MIB, 0, here)
+        narrow[4].expect(2 * MIB, 0, here, never)
     # The wide one does not need theirs.
     all_end(*wide)
     for one in narrow:
@@ -66,3 +93,147 @@ def test_a_stream_s_next_chunk_is_taken_although_nothing_is_free():
         assert stream.receive(-600) is None
     # Unless nobody reads them.
     assert isinstance(stream.receive(100_000), QueueFull)
+
+
+def test_routed_experts_and_masks_are_expected_with_the_tokens():
+    num_prompt, num_tokens, start, top_k = 40, 50, 10, 3
+    facts = msgspec.structs.replace(FACTS, routed_expert_bytes=6, has_sampling_masks=True)
+    options = SamplingOptions(
+        n=2, max_tokens=num_tokens, top_k=top_k, routed_experts_prompt_start=start
+    )
+    ids, num_rows = np.ones(num_tokens, np.int32).tobytes(), num_prompt + num_tokens - 1 - start
+    experts = RoutedExperts(bytes(num_rows * 6), (num_rows, 3, 2), "uint8", start)
+    mask = SamplingMask(ids * top_k, ids)
+    one = Completion(ids, "stop", None, [], routed_experts=experts, sampling_mask=mask)
+    widest = Completed(1, 1, [one, one], 0)
+    prompt = Prompt(np.ones(num_prompt, np.int32), "prompts[0]")
+    (bound,) = bounds_of_results([prompt], options, facts)
+    assert bound == widest.num_bytes + 2 * COMPLETION_BYTES
+    # Routes that do not return them.
+    plain = msgspec.structs.replace(options, routed_experts_prompt_start=None)
+    (without,) = bounds_of_results([prompt], plain, facts)
+    assert without == 2 * (COMPLETION_BYTES + len(ids))
+
+
+class Running:
+    """A request between its wait for results and its end; results that have no room fail it."""
+
+    def __init__(self, budget: Budget, bound: int):
+        self.reservation, self.error = Reservation(budget), None
+        # No time to wait.
+        self.reservation.expect(bound, 0, here, self.fail)
+
+    def fail(self, error: TitopoolError) -> None:
+        self.error = error
+
+    def receive(self, num_bytes: int) -> None:
+        if self.error is None:
+            self.error = self.reservation.receive(num_bytes, num_bytes)
+
+    def end(self) -> None:
+        self.reservation.settle()
+        self.reservation.release()
+
+
+def test_of_two_that_get_more_than_they_expected_the_older_ends_well():
+    budget = Budget(LIMIT)
+    older, younger, narrow = (Running(budget, num * MIB) for num in (60, 60, 1))
+    for _ in range(6):
+        # Before any handler runs.
+        older.receive(9 * MIB)
+        younger.receive(9 * MIB)
+    assert older.error is None
+    assert narrow.error is None
+    assert isinstance(younger.error, QueueFull)
+    assert budget.taken <= LIMIT
+    for one in (older, younger, narrow):
+        one.end()
+    assert (budget.taken, budget.taken_by_small, len(budget.running)) == (0, 0, 0)
+
+
+def test_one_that_keeps_to_what_it_expected_gives_way_to_the_oldest_only():
+    budget = Budget(LIMIT)
+    oldest, modest, wide = (Running(budget, 60 * MIB) for _ in range(3))
+    modest.receive(15 * MIB)
+    wide.receive(30 * MIB)
+    # Not the oldest: it fails before one that keeps to its share.
+    assert wide.error is not None
+    assert modest.error is None
+    oldest.receive(30 * MIB)
+    assert oldest.error is None
+    assert modest.error is None
+    oldest.receive(25 * MIB)
+    assert oldest.error is None
+    assert isinstance(modest.error, QueueFull)
+
+
+def test_nobody_gives_way_where_that_is_not_enough():
+    budget = Budget(LIMIT)
+    body = Reservation(budget)
+    body.take(30 * MIB)
+    oldest, modest = (Running(budget, 10 * MIB) for _ in range(2))
+    modest.receive(9 * MIB)
+    oldest.receive(30 * MIB)
+    assert isinstance(oldest.error, QueueFull)
+    assert modest.error is None
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.integers(1, 100), st.lists(st.integers(1, 20), min_size=1, max_size=6)),
+        min_size=1, max_size=12,
+    ),
+    st.randoms(use_true_random=False),
+)  # fmt: skip
+def test_whatever_comes_the_oldest_that_runs_ends_well(
+    drawn: list[tuple[int, list[int]]], chance: random.Random
+):
+    """`drawn`: for each request by how much its bound exceeds its results, and their sizes in MiB."""
+    budget, running, num_well = Budget(LIMIT), list[Running](), 0
+    waiting = [(more, sizes) for more, sizes in drawn if sum(sizes) <= LIMIT // MIB * 7 // 8]
+    left: dict[Running, list[int]] = {}
+    num_all = len(waiting)
+    while waiting or running:
+        if waiting and chance.random() < 0.5:
+            more, sizes = waiting[0]
+            with suppress(QueueFull):
+                one = Running(budget, (sum(sizes) + more) * MIB)
+                left[one] = waiting.pop(0)[1].copy()
+                running.append(one)
+        if running:
+            one = chance.choice(running)
+            one.receive(left[one].pop() * MIB)
+            assert budget.taken <= LIMIT
+            assert running[0].error is None
+        for one in list(running):
+            if one.error is not None or not left[one]:
+                num_well += one.error is None
+                running.remove(one)
+                one.end()
+    assert num_well or not num_all
+    assert (budget.taken, budget.taken_by_small) == (0, 0)
+
+
+def test_chunks_that_wait_are_encoded_and_count_until_they_are_written():
+    counted = [0]
+
+    def count(num_bytes: int, bound: int = 0) -> None:
+        counted[0] += num_bytes
+
+    request = request_of(100)
+    request.count_bytes = count
+    ids, logprobs = np.ones(64, np.int32).tobytes(), Logprobs(np.ones(64, np.float32).tobytes())
+    sent = [
+        Chunk(1, 1, [(0, Completion(ids, "", logprobs, [(number, 0)]))]) for number in range(100)
+    ]
+    for chunk in sent:
+        request.add_chunk(0, chunk)
+    all_bytes, taken = counted[0], []
+    assert all_bytes < sum(chunk.num_bytes for chunk in sent) * 2 // 3
+    while chunks := request.take_chunks():
+        taken += [chunk for _, chunk in chunks]
+        assert counted[0] >= sum(len(encode(chunk)) for _, chunk in chunks)
+        assert len(chunks) < 50
+    assert taken == sent
+    assert counted[0] == 0

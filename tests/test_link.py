@@ -17,7 +17,16 @@ from tests.pools import beat, request_of
 from tests.servers import wait_until
 from titopool.deadline import Deadline
 from titopool.settings.config import ServerConfig
-from titopool.wire.messages import Abort, Chunk, Hello, Job, ToWorker, decode_to_worker
+from titopool.wire.messages import (
+    Abort,
+    Chunk,
+    Hello,
+    Job,
+    Results,
+    ToWorker,
+    decode_to_worker,
+    encode,
+)
 from titopool.wire.sockets import bind_router
 
 JOB = Job(1, 1, b"\0" * 8, 1, 9, b"", is_streamed=True)
@@ -124,6 +133,29 @@ def test_a_failing_step_does_not_make_the_loop_spin(sockets, caplog):
     assert len(endpoints_sent(sockets, Hello)) >= 5
     assert num_sleeps >= 10
     assert caplog.text.count("goes on after an error") == 1
+
+
+def test_a_worker_that_sends_faster_than_it_is_read_holds_up_nobody(sockets, monkeypatch):
+    link, frame, num_turns = link_to("good"), encode(Results([])), 0
+    link._tick()
+    worker = link._pool.workers["good"]
+    worker.heartbeat, worker.last_seen = beat("good"), time.monotonic()
+    ends_s = time.monotonic() + 1.0
+    monkeypatch.setattr(
+        sockets, "receive", lambda _: frame if time.monotonic() < ends_s else None, raising=True
+    )
+    link._on_change(link._sockets["good"])
+    link.start()
+    try:
+        while time.monotonic() < ends_s:
+            gevent.sleep(0.001)
+            num_turns += 1
+        assert num_turns > 5
+        # Its heartbeats are behind what was not read, and it gets those of this process.
+        assert time.monotonic() - worker.last_seen < 0.5
+        assert endpoints_sent(sockets, Hello).count("good") > 3
+    finally:
+        link.close()
 
 
 def test_a_live_worker_that_dns_leaves_out_is_kept(sockets):

@@ -2,11 +2,14 @@
 
 import base64
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
+import orjson
 import pytest
 
 from app.outputs import replay
+from app.outputs.json_parts import json_parts
 from tests import routed_experts
 from tests.routed_experts import (
     CHECKS,
@@ -20,6 +23,11 @@ from tests.servers import Server
 from tests.trainers.published import run_client
 from tests.trainers.scripts import ENGINE, PROMPT
 from titopool.wire.messages import RoutedExperts, SamplingMask
+
+
+def written(value: Any) -> Any:
+    """What a client reads of a value in an answer."""
+    return orjson.loads(b"".join(json_parts(value)))
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +62,7 @@ answer([found.output_tokens, found.routed_experts.tolist()])
     ids, rows = run_client("areal", mixtures.url, ENGINE + script)
     shape = (len(PROMPT) + len(ids) - 1, NUM_LAYERS, NUM_CHOSEN)
     packed = RoutedExperts(np.array(rows, np.int32).tobytes(), shape, "int32", 0)
-    choice = {"token_ids": ids, "routed_experts": replay.experts_json(packed, None)}
+    choice = {"token_ids": ids, "routed_experts": written(replay.experts_json(packed, None))}
     assert_routed(mixture, PROMPT, choice)
 
 
@@ -68,7 +76,7 @@ def test_experts_are_those_of_the_router(
 def test_large_mixtures_have_two_bytes_an_expert():
     rows = np.arange(12, dtype=np.uint16).reshape(2, 3, 2) * 300
     packed = RoutedExperts(rows.tobytes(), rows.shape, "uint16", 5)
-    sent = replay.experts_json(packed, None)
+    sent = written(replay.experts_json(packed, None))
     assert next(iter(sent)) == "data"
     assert (routed_experts.experts_of({"routed_experts": sent}) == rows).all()
     assert sent["start"] == 5
@@ -85,7 +93,7 @@ PACKED = RoutedExperts(bytes([0, 0, 6, 2, 0, 0, 1, 4, 0, 0, 7, 3]), (3, 2, 2), "
     ids=["all", "later", "scored", "none"],
 )  # fmt: skip
 def test_sglang_s_form_is_int32(start: int, num_rows: int, rows: list):
-    sent = replay.experts_int32(PACKED, start=start, num_rows=num_rows)
+    sent = written(replay.experts_int32(PACKED, start=start, num_rows=num_rows))
     assert sent is not None
     found = np.frombuffer(base64.b64decode(sent), np.int32)
     assert found.reshape(num_rows, 2, 2).tolist() == rows
@@ -99,4 +107,5 @@ def test_a_prompt_that_was_not_computed_has_no_rows_in_sglang_s_form():
 
 def test_masks_are_lists_of_ids():
     ids, counts = np.array([4, 5, 6], np.int32), np.array([2, 0, 1], np.int32)
-    assert replay.mask_lists(SamplingMask(ids.tobytes(), counts.tobytes())) == [[4, 5], [], [6]]
+    mask = SamplingMask(ids.tobytes(), counts.tobytes())
+    assert written(replay.mask_lists(mask)) == [[4, 5], [], [6]]

@@ -3,7 +3,9 @@
 A request takes memory three times. Its body is refused where it does not fit. Before its jobs are
 sent, it waits until what it expects of results fits: the bytes that they may have at most, but no more
 than a share of the budget, as most completions are much shorter than they may be. As results arrive,
-they take what was expected, then what is free. If nothing is free, the request fails.
+they take what was expected, then what is free, then what younger requests have that got more than
+they expected. The oldest request that runs takes what any younger wide one has, so that one of them
+always goes on. Who gives way fails, and its client asks again.
 
 Requests wait in order, but an eighth of the budget is for those that pass a wider one. The first one
 goes on in any case once nobody else runs or is answered. An answer that its client does not read is
@@ -27,6 +29,8 @@ from gevent.event import Event
 from titopool.errors import AnswerTooLarge, QueueFull, TitopoolError
 
 logger = logging.getLogger(__name__)
+
+Fail = Callable[[TitopoolError], object]
 
 # A request that takes less than this is small. An eighth of the budget is for small ones only, so
 # that large bodies do not keep them out.
@@ -58,8 +62,8 @@ class Budget:
         self.queue: deque[Event] = deque()
         # What those that passed them expected.
         self.passing_bytes = 0
-        # Those that have waited, until they are released.
-        self.running: set[Reservation] = set()
+        # Those that have waited, until they are released, the oldest first.
+        self.running: dict[Reservation, None] = {}
         # Those whose answer is being written.
         self.writing: set[Reservation] = set()
         self._count_unread = count_unread
@@ -90,7 +94,10 @@ class Reservation:
         self._passing_bytes = 0
         # Of results: what they may still have at most, and what has arrived.
         self._bound = self._arrived = 0
-        self._expected = 0
+        # Of that, what is reserved; and what was at first.
+        self._expected = self._share = 0
+        # Fails the request and frees its results at once; None: it does not wait for results.
+        self._fail: Fail | None = None
         # Since when the client has read nothing (monotonic), and what it had not read then; None: no
         # piece of the answer waits for it.
         self._unread_since_s: float | None = None
@@ -146,7 +153,8 @@ class Reservation:
         self._budget.passing_bytes -= self._passing_bytes
         self._passing_bytes = 0
         self._budget.writing.discard(self)
-        self._budget.running.discard(self)
+        self._budget.running.pop(self, None)
+        self._fail = None
 
     # ---- answers -----------------------------------------------------------------------
 
@@ -166,7 +174,7 @@ class Reservation:
         if num_bytes > 0 and not (self._fits(num_bytes) and self._may_pass(num_bytes)):
             self._wait_in_turn(num_bytes, left_s, check_client)
         self.add(num_bytes)
-        budget.running.add(self)
+        budget.running[self] = None
 
     def _wait_in_turn(
         self, num_bytes: int, left_s: float, check_client: Callable[[], object]
@@ -202,7 +210,12 @@ class Reservation:
     def grow(self, num_bytes: int, left_s: float) -> bool:
         """Reserves `num_bytes` more of an answer once there is room, before those who wait: they may
         wait for what this request has. False: there was no room within `left_s`.
+
+        The answer takes the place of the results, which are given up as it is made.
         """
+        replaced = min(num_bytes, self._arrived)
+        self._arrived -= replaced
+        num_bytes -= replaced
         ends_s = time.monotonic() + min(left_s, GROW_S)
         while not self._fits(num_bytes):
             if time.monotonic() > ends_s:
@@ -219,16 +232,24 @@ class Reservation:
         if time.monotonic() > ends_s:
             raise self._refusal(num_bytes)
 
-    def expect(self, bound: int, left_s: float, check_client: Callable[[], object]) -> None:
-        """Waits for room for results that have at most `bound` bytes; arguments as of `wait_for`."""
+    def expect(
+        self, bound: int, left_s: float, check_client: Callable[[], object], fail: Fail
+    ) -> None:
+        """Waits for room for results that have at most `bound` bytes; arguments as of `wait_for`.
+
+        Args:
+            fail: fails the request and frees its results at once.
+        """
         expected = min(bound, self._budget.limit // EXPECTED_SHARE)
         self.wait_for(expected, left_s, check_client)
-        self._bound, self._expected = bound, expected
+        self._bound, self._expected, self._share = bound, expected, expected
+        self._fail = fail
 
     def settle(self) -> None:
         """All results have arrived."""
         self.add(-self._expected)
         self._bound = self._expected = 0
+        self._fail = None
 
     def receive(self, num_bytes: int, bound: int = 0) -> TitopoolError | None:
         """Takes a result of `num_bytes` that arrived; below 0: one that was read.
@@ -244,13 +265,52 @@ class Reservation:
         self._arrived += num_bytes
         expected = min(self._bound, max(0, share - self._arrived), self._expected)
         more = num_bytes + expected - self._expected
+        error: TitopoolError | None = None
         if self._arrived > self._budget.limit:
-            return self._too_large(self._arrived)
-        if more > 0 and self._arrived > STREAM_BYTES and not self._fits(more):
-            return self._refusal(more)
-        self._expected = expected
-        self.add(more)
-        return None
+            error = self._too_large(self._arrived)
+        elif more > 0 and self._arrived > STREAM_BYTES and not self._has_room(more):
+            error = self._refusal(more)
+        if error is None:
+            self._expected = expected
+            self.add(more)
+        elif self._fail is not None:
+            # The results that came before are freed with the request.
+            self._forget(self._arrived - num_bytes)
+        return error
+
+    def _has_room(self, num_bytes: int) -> bool:
+        """Whether `num_bytes` more fit, once younger requests have given way where that is enough."""
+        if self._fits(num_bytes):
+            return True
+        budget = self._budget
+        waiting = [one for one in budget.running if one._fail is not None]
+        if self not in waiting:
+            return False
+        younger = waiting[: waiting.index(self) : -1]
+        given = [one for one in younger if one._arrived > one._share]
+        if waiting[0] is self:
+            given += [one for one in younger if one not in given and one.taken > SMALL_BYTES]
+        lacking = budget.taken + num_bytes - (budget.limit - budget.limit // SMALL_SHARE)
+        for num, one in enumerate(given, 1):
+            lacking -= one._arrived + one._expected
+            if lacking <= 0:
+                for other in given[:num]:
+                    other._give_way()
+                return True
+        return False
+
+    def _give_way(self) -> None:
+        """Fails the request, whose results another one needs the room of."""
+        fail, error = self._fail, self._refusal(0)
+        assert fail is not None
+        self._forget(self._arrived)
+        fail(error)
+
+    def _forget(self, num_bytes: int) -> None:
+        """Gives results of `num_bytes` back, and those that were expected."""
+        self.settle()
+        self.add(-num_bytes)
+        self._arrived = 0
 
     def _too_large(self, num_bytes: int) -> AnswerTooLarge:
         return AnswerTooLarge(

@@ -4,6 +4,7 @@ import socket
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -106,7 +107,9 @@ class Admission:
         most = sum(bounds) + max(bounds, default=0)
         try:
             check()
-            self.reservation.expect(most, self.deadline.left_s, check)
+            self.reservation.expect(
+                most, self.deadline.left_s, check, partial(self.link.fail, request)
+            )
         except _AllEnded:
             # Such jobs end without a token, and without room for one.
             request.count_bytes = count_nothing

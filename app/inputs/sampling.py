@@ -94,6 +94,28 @@ def bytes_of_token(options: SamplingOptions, facts: WorkerFacts) -> int:
     return num_bytes
 
 
+def bytes_of_replay(
+    options: SamplingOptions, facts: WorkerFacts, num_prompt: int, num_tokens: int
+) -> int:
+    """The most bytes of routed experts and of the sampling mask that a completion has in a result.
+
+    A mask has more ids where several have the `top_k`-th logit.
+
+    Args:
+        num_prompt, num_tokens: of the prompt, and of the completion at most.
+    """
+    start = options.routed_experts_prompt_start
+    if start is None:
+        return 0
+    # The last token has no row.
+    num_bytes = max(0, num_prompt + num_tokens - 1 - start) * facts.routed_expert_bytes
+    if facts.has_sampling_masks:
+        num_ids = min(options.top_k if options.top_k > 0 else facts.vocab_size, facts.vocab_size)
+        # The ids at each position, and their number.
+        num_bytes += num_tokens * ID_BYTES * (num_ids + 1)
+    return num_bytes
+
+
 def check_answer_size(options: SamplingOptions, facts: WorkerFacts, limit: int) -> None:
     """Refuses completions of a prompt that may take more than `limit` bytes (`memory_budget_bytes`).
 

@@ -1,6 +1,7 @@
 """JSON of long lists, written item by item: an answer takes little more memory than its arrays."""
 
 from abc import ABC, abstractmethod
+from base64 import b64encode
 from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import Any
@@ -30,6 +31,23 @@ class Text(ABC):
     @abstractmethod
     def pieces(self) -> Iterator[bytes]:
         """The text, in ASCII."""
+
+
+class Base64(Text):
+    """Bytes in base64, made of their parts as these are read; it can be read once."""
+
+    def __init__(self, parts: Iterable[bytes]):
+        self._parts = parts
+
+    def pieces(self) -> Iterator[bytes]:
+        # Base64 takes three bytes at a time.
+        left = b""
+        for part in self._parts:
+            left += part
+            end = len(left) - len(left) % 3
+            yield b64encode(left[:end])
+            left = left[end:]
+        yield b64encode(left)
 
 
 def json_parts(value: Any) -> Iterator[bytes]:

@@ -26,6 +26,8 @@ from app.pool.records import LastEnd, OpenJob, Worker, natural_order
 from app.pool.request import Request
 from app.pool.state import Pool
 from app.pool.worker_socket import WorkerSocket
+from app.time_slices import SLICE_S, YIELD_S
+from titopool.collector import without_collector
 from titopool.deadline import Deadline
 from titopool.errors import InvalidRequest, NoReadyWorker, QueueFull, TitopoolError
 from titopool.settings.config import ServerConfig
@@ -301,7 +303,9 @@ class Link:
             request.fail(server_stopping())
             return
         request.submitted_at = time.monotonic()
-        self._pool.submit(request)
+        # Collections would visit the request's jobs again and again.
+        with without_collector():
+            self._pool.submit(request)
         if aborted:
             # Before they are sent.
             self.end_waiting(aborted)
@@ -332,6 +336,11 @@ class Link:
             self._abort(request)
             # Waiting jobs may take the slots.
             self._wake.set()
+
+    def fail(self, request: Request, error: TitopoolError) -> None:
+        """Fails the request with `error`; its jobs are aborted in the link's next turn."""
+        self._pool.fail(request, error)
+        self._wake.set()
 
     def end_waiting(self, client_ids: Collection[str] | None) -> int:
         """Ends jobs that wait as aborted, as `Pool.end_waiting`; returns how many there were."""
@@ -374,6 +383,9 @@ class Link:
             self._wake.wait(next_tick.left_s)
             self._wake.clear()
             self._log_errors(self._read_and_send)
+            if self._changed:
+                # Workers may send faster than this greenlet reads: others run in between.
+                gevent.sleep(YIELD_S)
             if next_tick.has_passed:
                 was_blocked = time.monotonic() - next_tick.at_s > interval_s
                 # Set before the tick, so that a tick that fails is not repeated at once.
@@ -397,9 +409,11 @@ class Link:
                 logger.exception("the link goes on after an error")
 
     def _read_and_send(self) -> None:
-        """Reads all messages, aborts failed requests and sends assigned jobs."""
-        while self._changed:
-            self._log_errors(self._read, self._changed.pop())
+        """Reads messages, aborts failed requests and sends assigned jobs."""
+        changed, self._changed = self._changed, set()
+        ends_s = time.monotonic() + SLICE_S
+        for worker_socket in changed:
+            self._log_errors(self._read, worker_socket, ends_s)
         for request in self._pool.take_failed():
             self._log_errors(self._abort, request)
         self._log_errors(self._send_assignments)
@@ -408,10 +422,22 @@ class Link:
         self._changed.add(worker_socket)
         self._wake.set()
 
-    def _read(self, worker_socket: WorkerSocket) -> None:
-        """Reads a socket until it is empty, then the state of its connection."""
-        endpoint = worker_socket.endpoint
-        while not worker_socket.is_closed and (frame := worker_socket.receive()) is not None:
+    def _read(self, worker_socket: WorkerSocket, ends_s: float) -> None:
+        """Reads a socket until it is empty, then the state of its connection.
+
+        Args:
+            ends_s: monotonic; from then on, one message is read, and the rest in the next turn.
+        """
+        endpoint, has_read = worker_socket.endpoint, False
+        while not worker_socket.is_closed:
+            if has_read and time.monotonic() > ends_s:
+                # Its heartbeats may stand behind what is not read.
+                self._pool.workers[endpoint].last_seen = time.monotonic()
+                self._on_change(worker_socket)
+                return
+            if (frame := worker_socket.receive()) is None:
+                break
+            has_read = True
             try:
                 message = messages.decode_from_worker(frame)
             except messages.UNREADABLE as error:

@@ -4,6 +4,7 @@ A handler creates the request and waits; the link completes or fails it.
 """
 
 import time
+from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
@@ -11,16 +12,21 @@ from gevent.event import Event
 
 from titopool.errors import TitopoolError
 from titopool.wire.messages import (
+    COMPLETION_BYTES,
     ID_BYTES,
     Chunk,
     Completed,
     Completion,
     Job,
     WorkerFacts,
+    decode_chunk,
+    encode,
 )
 
-# Memory of a completion without its ids, log-probabilities and text.
-COMPLETION_BYTES = 512
+# Of an encoded chunk, beside its bytes.
+FRAME_BYTES = 200
+# Of chunks, what is taken at once, or one chunk: their text takes some times as much.
+TAKEN_BYTES = 16 * 1024
 
 
 class CountBytes(Protocol):
@@ -95,9 +101,11 @@ class Request:
         # Memory that results take.
         self.num_result_bytes = 0
         self.count_bytes, self.bounds = count_bytes, bounds
-        self._unread_bytes = 0
         self._done = Event()
-        self._chunks: list[ChunkOfJob] = []
+        # Those that are not taken: the index of the job, the chunk, of all but the first encoded, and its
+        # memory. And the memory of those that were taken last.
+        self._chunks: deque[tuple[int, Chunk | bytes, int]] = deque()
+        self._taken_bytes = 0
         self._has_chunks: set[int] = set()
         # Set while there are unread chunks, and from the end on.
         self._progress = Event()
@@ -110,18 +118,28 @@ class Request:
     def add_chunk(self, index: int, chunk: Chunk) -> TitopoolError | None:
         """Records a chunk of job `index`; does nothing after the end. Returns why it has no room."""
         if not self.is_done:
-            num_bytes = sum(COMPLETION_BYTES + piece.num_bytes for _, piece in chunk.pieces)
+            kept, num_bytes = self._kept(chunk)
             if error := self.count_bytes(num_bytes):
                 return error
             num_tokens = _num_tokens([piece for _, piece in chunk.pieces])
             if num_tokens:
                 self.note_first_token()
             self._has_chunks.add(index)
-            self._chunks.append(ChunkOfJob(index, chunk))
+            self._chunks.append((index, kept, num_bytes))
             self.num_streamed_tokens += num_tokens
-            self._unread_bytes += num_bytes
             self._progress.set()
         return None
+
+    def _kept(self, chunk: Chunk) -> tuple[Chunk | bytes, int]:
+        """A chunk as it waits to be taken, and its memory.
+
+        Behind another one, which its client has not read, it is encoded: that takes two fifths of the
+        memory, and the garbage collector need not visit the chunks of slow clients.
+        """
+        if not self._chunks:
+            return chunk, chunk.num_bytes
+        kept = encode(chunk)
+        return kept, len(kept) + FRAME_BYTES
 
     def note_first_token(self) -> None:
         """Records that a job has a token, if it is the request's first."""
@@ -180,6 +198,8 @@ class Request:
         if self.is_done:
             return False
         self.error = error
+        # Another request may need their memory before a handler runs.
+        self.results = []
         self._end()
         return True
 
@@ -202,12 +222,24 @@ class Request:
         """Blocks until there are unread chunks or the end has come; returns False on timeout."""
         return bool(self._progress.wait(timeout_s))
 
+    @property
+    def is_behind(self) -> bool:
+        """Whether there are chunks that were not taken."""
+        return bool(self._chunks)
+
     def take_chunks(self) -> list[ChunkOfJob]:
-        """All chunks since the last call, in order."""
-        taken, self._chunks = self._chunks, []
-        self.count_bytes(-self._unread_bytes)
-        self._unread_bytes = 0
-        if not self.is_done:
+        """The next chunks, in order; none: there are none yet, or no more.
+
+        They count until the next call, as who takes them writes them before.
+        """
+        self.count_bytes(-self._taken_bytes)
+        taken, self._taken_bytes = [], 0
+        while self._chunks and self._taken_bytes < TAKEN_BYTES:
+            index, kept, num_bytes = self._chunks.popleft()
+            chunk = decode_chunk(kept) if isinstance(kept, bytes) else kept
+            taken.append(ChunkOfJob(index, chunk))
+            self._taken_bytes += num_bytes
+        if not (self._chunks or self.is_done):
             self._progress.clear()
         return taken
 

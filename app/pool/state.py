@@ -190,14 +190,14 @@ class Pool:
         for job_id in list(worker.jobs):
             self._end(worker, job_id)
         if verdict.cause is not None:
-            self._fail(verdict.cause.request, _ended_workers(verdict.cause, reason))
+            self.fail(verdict.cause.request, _ended_workers(verdict.cause, reason))
         requeued = []
         for open_job in verdict.others:
             error = self._why_not_requeued(open_job, reason)
             if error is None:
                 requeued.append(open_job)
             else:
-                self._fail(open_job.request, error)
+                self.fail(open_job.request, error)
         suspects = [one for one in requeued if one.group_size]
         if suspects:
             logger.warning(
@@ -273,7 +273,7 @@ class Pool:
         for index, job in enumerate(request.jobs):
             open_job = OpenJob(job, request, index, as_integers(job.prefix))
             if error is not None:
-                self._fail(open_job.request, error)
+                self.fail(open_job.request, error)
             else:
                 self._queue_of(job).append(open_job)
 
@@ -408,10 +408,10 @@ class Pool:
         name = open_job.job.adapter
         if name in self.view.state.adapters.by_name:
             text = f"no ready worker has the adapter {name!r}; send the request again"
-            self._fail(open_job.request, NoReadyWorker(text, retry_after_s=2))
+            self.fail(open_job.request, NoReadyWorker(text, retry_after_s=2))
         else:
             text = f"the adapter {name!r} has been unloaded; load it or choose another model"
-            self._fail(open_job.request, ModelNotFound(text, param="model"))
+            self.fail(open_job.request, ModelNotFound(text, param="model"))
 
     def on_results(self, endpoint: str, results: Iterable[Result]) -> None:
         """Passes results to their requests; drops results of an earlier attempt."""
@@ -429,7 +429,7 @@ class Pool:
         elif isinstance(result, Failed):
             error_type = ERRORS_BY_CODE.get(result.code, GenerationFailed)
             self._end(worker, result.job_id)
-            self._fail(
+            self.fail(
                 open_job.request,
                 error_type(f"{open_job.location}: {result.message}", param=result.param),
             )
@@ -438,18 +438,18 @@ class Pool:
                 f"{open_job.location}: the worker sent an invalid result: {defect}"
             )
             # The worker may still run the job: `withdraw` removes it, and the link aborts it.
-            self._fail(open_job.request, error)
+            self.fail(open_job.request, error)
         elif isinstance(result, Chunk):
             if result.job_id not in worker.with_token:
                 worker.record_progress(JobProgress(result.job_id, result.attempt, has_token=True))
             if refusal := open_job.request.add_chunk(open_job.index, result):
-                self._fail(open_job.request, refusal)
+                self.fail(open_job.request, refusal)
         else:
             self._end(worker, result.job_id)
             if result.prefix:
                 worker.prefixes.record([*open_job.digests, *as_integers(result.prefix)])
             if refusal := open_job.request.complete(open_job.index, result):
-                self._fail(open_job.request, refusal)
+                self.fail(open_job.request, refusal)
 
     def _end(self, worker: Worker, job_id: int) -> OpenJob:
         """Takes a job that has ended, or is to run elsewhere, from its worker and from the queue."""
@@ -457,7 +457,7 @@ class Pool:
         self._queue_of(open_job.job).remove(job_id)
         return open_job
 
-    def _fail(self, request: Request, error: TitopoolError) -> None:
+    def fail(self, request: Request, error: TitopoolError) -> None:
         """Fails the request; its remaining jobs stay open until `withdraw`."""
         if request.fail(error):
             self._failed.append(request)
@@ -578,7 +578,7 @@ class Pool:
     def _fail_waiting(self, error: TitopoolError) -> None:
         queues = (self.renders, self.waiting, self.suspects)
         for open_job in (one for queue in queues for one in queue.remove_all()):
-            self._fail(open_job.request, error)
+            self.fail(open_job.request, error)
 
 
 def _ended_workers(open_job: OpenJob, reason: str) -> GenerationFailed:

@@ -22,7 +22,7 @@ _NAMED_FIELD = re.compile(
 _UNKNOWN_FIELD = re.compile(r"Object contains unknown field `(\w{1,64})`")
 decode_object = msgspec.json.Decoder(dict[str, Any]).decode
 # Longer bodies are decoded one at a time, and as long as it took belongs to the other greenlets.
-LONG_BYTES = 2**20
+LONG_BYTES = 2**18
 _long_bodies = Semaphore()
 # On the monotonic clock, in seconds.
 _next_long_body = 0.0

@@ -118,7 +118,7 @@ _TOKENS = re.compile(
     | (?P<open>\() | (?P<close>\))
     | \{\s*(?P<least>\d*)\s*(?:,\s*(?P<most>\d*)\s*)?\}          # {2}, {1,20}, {1,}
     | ~\s*(?P<lark_least>\d+)(?:\s*\.\.\s*(?P<lark_most>\d+))?   # Lark's ~ 1..20
-    | (?P<same>[*+?\s]) | .
+    | (?P<same>[*+?\s]) | [^\\\[\]"(){}~*+?\s]+ | .           # plain text, or one character
     """,
     re.VERBOSE | re.DOTALL,
 )
@@ -139,17 +139,20 @@ def nested_repetitions(text: str, *, is_regex: bool) -> int:
     # The greatest product in each open group.
     groups = [1]
     for token in _TOKENS.finditer(text):
-        if token["open"]:
+        kind = token.lastgroup
+        if kind == "open":
             groups.append(1)
             last = 1
-        elif token["close"]:
+        elif kind == "close":
             last = groups.pop() if len(groups) > 1 else 1
-        elif count := _count(token):
+        elif kind is None:
+            last = 1
+        elif kind != "same":
+            # Without a number, it is no repetition.
+            count = _count(token)
             if last > 1:
                 largest = max(largest, last * count)
-            last = min(last * count, _MANY)
-        elif not token["same"]:
-            last = 1
+            last = min(last * count, _MANY) if count else 1
         groups[-1] = max(groups[-1], last)
     return min(largest, _MANY)
 

@@ -16,11 +16,15 @@ from titopool.wire.pool_state import Count, Finite, PoolState, PoolWeights
 
 # Token ids travel as int32.
 ID_BYTES = 4
+# Messages are trees. Without `gc=False` for what comes in thousands, a collection that visits all of them
+# stops the front end's loop for 0.1 s.
+# Memory of a completion without its ids, log-probabilities and text, and of a chunk without its pieces.
+COMPLETION_BYTES = CHUNK_BYTES = 512
 # Unique in its front end. A job that is sent again keeps its id and gets the next attempt number.
 JobId = int
 
 
-class Logprobs(msgspec.Struct, frozen=True, array_like=True):
+class Logprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Log-probabilities of one sequence, position after position.
 
     The entries of each position include the sampled token and are sorted, best first.
@@ -64,7 +68,7 @@ class SamplingMask(msgspec.Struct, frozen=True, array_like=True):
     counts: bytes
 
 
-class Completion(msgspec.Struct, frozen=True, array_like=True):
+class Completion(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One completion of a job, or in a `Chunk` what a streamed completion has gained."""
 
     token_ids: bytes
@@ -147,8 +151,10 @@ class WorkerFacts(msgspec.Struct, frozen=True):
     weight_backend: str = "nccl"
     # Of a LoRA adapter; 0: adapters are off.
     max_lora_rank: int = 0
-    # vLLM's `--enable-return-routed-experts`.
-    has_routed_experts: bool = False
+    # Bytes of a token's routed experts; 0: vLLM runs without `--enable-return-routed-experts`.
+    routed_expert_bytes: Count = 0
+    # vLLM's `--return-sampling-mask`.
+    has_sampling_masks: bool = False
     # The setting of this name.
     has_raw_logprobs: bool = False
 
@@ -243,7 +249,7 @@ class ChatParsing(msgspec.Struct, frozen=True):
     num_past_calls: int = 0
 
 
-class Job(msgspec.Struct, frozen=True):
+class Job(msgspec.Struct, frozen=True, gc=False):
     """One prompt with its n completions. One worker runs all of them."""
 
     job_id: JobId
@@ -546,7 +552,7 @@ class Load(msgspec.Struct, frozen=True, tag="load"):
 NO_LOAD = Load(0, 0)
 
 
-class Chunk(msgspec.Struct, frozen=True, tag="chunk"):
+class Chunk(msgspec.Struct, frozen=True, tag="chunk", gc=False):
     """What a streamed job has sampled since its last chunk. Its `Completed` repeats only the ids."""
 
     job_id: JobId
@@ -560,6 +566,12 @@ class Chunk(msgspec.Struct, frozen=True, tag="chunk"):
     adapter_version: int | None = None
     # As in `Completed`; in the first chunk only.
     image_ranges: list[tuple[Count, Count]] = []
+
+    @property
+    def num_bytes(self) -> int:
+        """As decoded, with what it has besides arrays and texts."""
+        of_pieces = sum(COMPLETION_BYTES + piece.num_bytes for _, piece in self.pieces)
+        return CHUNK_BYTES + of_pieces
 
 
 class Completed(msgspec.Struct, frozen=True, tag="completed"):
@@ -672,6 +684,7 @@ FromWorker = (
 )
 
 encode = msgspec.msgpack.Encoder().encode
+decode_chunk = msgspec.msgpack.Decoder(Chunk).decode
 _decode_index = msgspec.msgpack.Decoder(Count).decode
 decode_chat_parsing = msgspec.msgpack.Decoder(ChatParsing).decode
 # What the decoders raise for an undecodable frame, also for invalid UTF-8 and deep nesting.

@@ -18,6 +18,8 @@ from titopool.secret_files import read_secret_file
 
 # Longest path of a Unix socket: the size of `sun_path` without the final zero.
 MAX_IPC_PATH_BYTES = 107
+# Messages in a front end that it has not read, of each worker.
+MAX_UNREAD = 32
 # Characters of a command line that are shown.
 MAX_COMMAND = 60
 # The end of an endpoint whose port the kernel chooses.
@@ -126,6 +128,9 @@ def make_dealer(
     """
     socket = context.socket(zmq.DEALER)
     _set_options(socket, endpoint)
+    # Messages of up to 1 MiB that are not read count against no budget: the others wait in the worker,
+    # which has no more of them than results of jobs in flight.
+    socket.rcvhwm = MAX_UNREAD
     socket.reconnect_ivl = 50
     socket.reconnect_ivl_max = 1000
     if endpoint.startswith("tcp://"):

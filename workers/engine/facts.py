@@ -50,9 +50,26 @@ def facts_of(
         logprobs_mode=str(model.logprobs_mode),
         weight_backend="gloo" if engine.device_config.device_type == "cpu" else "nccl",
         max_lora_rank=engine.lora_config.max_lora_rank if engine.lora_config else 0,
-        has_routed_experts=captured.enable_return_routed_experts,
+        routed_expert_bytes=bytes_of_experts(model) if captured.enable_return_routed_experts else 0,
+        # vLLM 0.25.1 has no sampling masks.
+        has_sampling_masks=getattr(model, "return_sampling_mask", False),
         has_raw_logprobs=config.raw_logprobs,
     )
+
+
+def bytes_of_experts(model: Any) -> int:
+    """Bytes of a token's routed experts: an id for each layer and each expert that is chosen in it.
+
+    Args:
+        model: vLLM's ModelConfig.
+    """
+    if not hasattr(model, "get_num_experts_per_tok"):
+        # vLLM 0.25.1's ids have 32 bits at most.
+        shape = model.hf_text_config
+        return int(4 * shape.num_hidden_layers * shape.num_experts_per_tok)
+    num_ids = model.get_total_num_hidden_layers() * model.get_num_experts_per_tok()
+    # As vLLM's RoutedExpertsCapturer chooses the dtype.
+    return int(num_ids * (1 if model.get_num_experts() <= 256 else 2))
 
 
 def digest_of_tokenizer(tokenizer: str) -> str:

@@ -863,7 +863,7 @@ def in_groups(results: Sequence[Result]) -> Iterator[list[Result]]:
     group, num_bytes = list[Result](), 0
     for one in results:
         # Others are short.
-        size = one.num_bytes if isinstance(one, Completed) else 0
+        size = one.num_bytes if isinstance(one, Completed | Chunk) else 0
         if group and num_bytes + size > GROUP_BYTES:
             yield group
             group, num_bytes = [], 0

@@ -14,6 +14,7 @@ from app.routes.sglang.generate import generate_as_sglang
 from app.schemas.generation import TokensPrompt
 from app.schemas.sglang import GENERATE_BODY, SGLangBody
 from app.service import current_service
+from app.time_slices import sharing_time
 
 blueprint = Blueprint("generate", __name__)
 
@@ -38,7 +39,9 @@ def generate() -> Response:
                 sent.cache_salt if isinstance(sent, TokensPrompt) else None,
                 was_sent_as_ids(token_ids, sent),
             )
-            for index, (token_ids, sent) in enumerate(zip(prompt_ids, body.prompts, strict=True))
+            for index, (token_ids, sent) in enumerate(
+                sharing_time(zip(prompt_ids, body.prompts, strict=True))
+            )
         ]
         # A list of ids takes ten times the memory of the prompt.
         body.prompts, body.images = [], None

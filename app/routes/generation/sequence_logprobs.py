@@ -3,7 +3,6 @@
 Follows `trl.generation.vllm_client.VLLMClient.get_sequence_logprobs` (trl 1.9 and 1.10).
 """
 
-from base64 import b64encode
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -14,7 +13,7 @@ from app.generation import Prompt, check_prompt, run_prompts
 from app.http.responses import respond_in_parts
 from app.inputs.admission import Admission
 from app.inputs.sampling import check_num_completions
-from app.outputs.json_parts import Rows, Text, json_parts
+from app.outputs.json_parts import Base64, Rows, json_parts
 from app.outputs.token_arrays import JSON, PromptRows, prompt_rows
 from app.schemas.generation import SEQUENCES_BODY, SequencesBody
 from app.service import current_service
@@ -150,38 +149,27 @@ def _binary_reply(scored: AllScored) -> dict[str, Any]:
     lengths = [length for length, _ in shapes]
     longest = max(lengths)
     return {
-        "logprobs_b64": Padded(lambda: (one.best for one in scored()), longest, -np.inf),
-        "token_ids_b64": Padded(lambda: (one.best_ids for one in scored()), longest, 0),
-        "actual_logprobs_b64": Padded(
-            lambda: (one.own[:, None] for one in scored()), longest, -np.inf
-        ),
-        "actual_token_ids_b64": Padded(
-            lambda: (one.own_ids[:, None] for one in scored()), longest, 0
-        ),
+        "logprobs_b64": _padded((one.best for one in scored()), longest, -np.inf),
+        "token_ids_b64": _padded((one.best_ids for one in scored()), longest, 0),
+        "actual_logprobs_b64": _padded((one.own[:, None] for one in scored()), longest, -np.inf),
+        "actual_token_ids_b64": _padded((one.own_ids[:, None] for one in scored()), longest, 0),
         "shape": [len(shapes), longest, shapes[0][1]],
         "completion_lengths": lengths,
     }
 
 
-class Padded(Text):
+def _padded(arrays: Iterable[np.ndarray], longest: int, padding: float) -> Base64:
     """Arrays in base64, one after the other, each padded to `longest` rows."""
 
-    def __init__(self, arrays: Callable[[], Iterable[np.ndarray]], longest: int, padding: float):
-        self._arrays, self._longest, self._padding = arrays, longest, padding
-
-    def pieces(self) -> Iterator[bytes]:
-        # Base64 takes three bytes at a time.
-        left = b""
-        for array in self._arrays():
-            for begin in range(0, max(1, self._longest), ROWS_AT_ONCE):
-                rows = min(ROWS_AT_ONCE, self._longest - begin)
-                padded = np.full((rows, array.shape[1]), self._padding, dtype=array.dtype)
+    def parts() -> Iterator[bytes]:
+        for array in arrays:
+            for begin in range(0, max(1, longest), ROWS_AT_ONCE):
+                rows = min(ROWS_AT_ONCE, longest - begin)
+                padded = np.full((rows, array.shape[1]), padding, dtype=array.dtype)
                 part = array[begin : begin + rows]
                 padded[: len(part)] = part
                 if padded.dtype == np.float32:
-                    padded[np.isnan(padded)] = self._padding
-                left += padded.tobytes()
-                end = len(left) - len(left) % 3
-                yield b64encode(left[:end])
-                left = left[end:]
-        yield b64encode(left)
+                    padded[np.isnan(padded)] = padding
+                yield padded.tobytes()
+
+    return Base64(parts())

@@ -84,7 +84,7 @@ class TokensRequest(NamedTuple):
 
 def check_format(fields: GenerateFields, facts: WorkerFacts) -> None:
     """Raises InvalidRequest for a form of routed experts if the server does not return them."""
-    if fields.routed_experts_format and not facts.has_routed_experts:
+    if fields.routed_experts_format and not facts.routed_expert_bytes:
         raise InvalidRequest(
             "routed_experts_format: this server does not return routed experts; start it with a "
             "mixture of experts and --enable-return-routed-experts, or leave the field out",

@@ -39,7 +39,10 @@ class TokensEvents:
         num_tokens = self._num_tokens[index]
         choice = self._request.choice(index, piece, self._facts.adapter_version, num_tokens)
         total = self._usage(num_tokens) if self._has_running_usage else None
-        event = self._request.head() | {"choices": [choice], "usage": total}
+        # A trainer's part of the last piece is long, and is written in parts.
+        is_long = piece.routed_experts is not None or piece.sampling_mask is not None
+        choices = iter([choice]) if is_long else [choice]
+        event = self._request.head() | {"choices": choices, "usage": total}
         if self._shows_prompt:
             self._shows_prompt = False
             event |= self._request.prompt_fields(self._facts.prompt_ids, self._facts.image_ranges)

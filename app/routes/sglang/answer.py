@@ -259,7 +259,7 @@ def check_start(sent: SGLangPrompt, num_tokens: int) -> None:
 
 def check_experts(fields: RequestFields, facts: WorkerFacts) -> None:
     """Raises InvalidRequest for routed experts if the server does not return them."""
-    if fields.return_routed_experts and not facts.has_routed_experts:
+    if fields.return_routed_experts and not facts.routed_expert_bytes:
         raise InvalidRequest(
             "return_routed_experts: this server does not return routed experts; start it with a "
             "mixture of experts and --enable-return-routed-experts, or leave the field out",
