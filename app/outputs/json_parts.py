@@ -57,8 +57,12 @@ def json_parts(value: Any) -> Iterator[bytes]:
     object in such a list, or in an object in it. Arrays of numpy are lists too. Numbers that are not
     finite are null.
     """
+    return sharing_time(_parts(value))
+
+
+def _parts(value: Any) -> Iterator[bytes]:
     part = bytearray()
-    for token in sharing_time(_tokens(value)):
+    for token in _tokens(value):
         part += token
         if len(part) >= PIECE_BYTES:
             yield bytes(part)

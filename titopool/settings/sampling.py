@@ -208,9 +208,10 @@ def _check_entries(options: SamplingOptions) -> None:
 
 def _check_size(options: SamplingOptions) -> None:
     """The options are kept for as long as a job is open, and sent with each completion."""
+    is_large = encoded_size(options) > MAX_OPTIONS_BYTES
     sizes = {
         name: encoded_size(getattr(options, name))
-        for name in SamplingOptions.__struct_fields__
+        for name in (SamplingOptions.__struct_fields__ if is_large else ())
         if name != "structured_outputs"
     }
     if sum(sizes.values()) > MAX_OPTIONS_BYTES:
