@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import psutil
 
 from benchmarks.parser_calls import Calls, Tokens, called, parsed_job
 from titopool.wire.messages import WorkerCounters
@@ -64,6 +65,8 @@ class Pace:
     # From a token to its outcome, at most.
     late_s: float
     num_calls: int
+    # CPU seconds of the helpers for a token.
+    token_s: float
 
     @property
     def ratio(self) -> float:
@@ -78,7 +81,7 @@ async def run_streams(
         Stream(processes.job(parsed_job(is_streamed=True)), number * spread // num_streams)
         for number in range(num_streams)
     ]
-    begun_s = time.monotonic()
+    begun_s, cpu_before_s = time.monotonic(), cpu_s()
     for step in range(spread + len(tokens)):
         await asyncio.sleep(max(0.0, begun_s + step * step_s - time.monotonic()))
         for one in streams:
@@ -98,7 +101,14 @@ async def run_streams(
         p99([gap for one in streams for gap in np.diff(one.added_s)]),
         max(float(np.subtract(one.parsed_s, one.made_s).max()) for one in streams),
         sum(called(one.message) for one in streams),
+        (cpu_s() - cpu_before_s) / (num_streams * len(tokens)),
     )
+
+
+def cpu_s() -> float:
+    """CPU seconds of the helpers: no other process was started here."""
+    times = [one.cpu_times() for one in psutil.Process().children(recursive=True)]
+    return sum(one.user + one.system for one in times)
 
 
 def p99(values: list[float]) -> float:
@@ -127,8 +137,10 @@ def main() -> None:
     options = parser.parse_args()
     logging.disable(logging.CRITICAL)
     calls = Calls()
-    print("| parser | streams | p99 unparsed, parsed | ratio | pieces, p99 | latest | calls |")
-    print("|---|---|---|---|---|---|---|")
+    print(
+        "| parser | streams | p99 unparsed, parsed | ratio | pieces, p99 | latest | calls | a token |"
+    )
+    print("|---|---|---|---|---|---|---|---|")
     for name in options.parsers:
         for num_streams in options.streams:
             try:
@@ -144,7 +156,7 @@ def main() -> None:
             print(
                 f"| `{name}` | {num_streams} | {1e3 * found.made_s:.0f}, {1e3 * found.parsed_s:.0f} ms | "
                 f"{found.ratio:.2f} | {1e3 * found.added_s:.0f} ms | {1e3 * found.late_s:.0f} ms | "
-                f"{found.num_calls} |",
+                f"{found.num_calls} | {1e6 * found.token_s:.0f} µs |",
                 flush=True,
             )
 

@@ -272,6 +272,27 @@ def test_plain_text_does_not_wait_for_others_markup():
     assert outcomes[10:] == [Outcome({}, "", num_steps=0)] * 10
 
 
+def test_no_more_text_waits_than_one_step_has_time_for():
+    class ByLetters(Burning):
+        """A letter takes 10 ms: a step of 25 is too dear."""
+
+        def delta(self, index: int, text: str, ids: list[int], finish_reason: str) -> Parsed:
+            for _ in text:
+                super().delta(index, text, ids, finish_reason)
+                super().delta(index, text, ids, finish_reason)
+            return {"content": text}, finish_reason
+
+    helper, message = ParserHelper(ByLetters()), dict[str, Any]()
+    helper.answer(encode([Begin(0, CHAT, OPTIONS, True, PROMPT_IDS, "-")]))
+    piece = Piece(0, 0, "a", np.int32([7]).tobytes(), "")
+    for _ in range(60):
+        for one in decode_outcomes(helper.answer(encode([piece]))):
+            assert one is not None
+            message = joined(message, one.message)
+    assert "parsing_error" not in message
+    assert 20 < len(message["content"]) < 60
+
+
 def test_what_a_batch_has_no_time_for_keeps_its_order(start: Start):
     started = start(Burning())
 

@@ -29,8 +29,8 @@ ROUND_S, ONE_S = 0.01, 0.0005
 BATCH_S = 0.02
 # The weight of the last step in the average.
 NEWEST = 1 / 16
-# Of one step, at most.
-MAX_HELD = 256
+# Tokens of one step, at most, and the CPU seconds that it may be expected to take.
+MAX_HELD, HELD_S = 256, STEP_S / 4
 # What parsers look for. Some of them take it one token at a time, and lose what comes with another.
 MARKUP = frozenset("<>{}[]()|｜\"'\n")
 
@@ -45,8 +45,8 @@ class Completion:
         # Pieces that wait for the next step.
         self.held: list[tuple[str, bytes]] = []
         self.spent_s, self.num_tokens = 0.0, 0
-        # CPU seconds of a step, on average: some kernels count in ticks of 4 ms.
-        self.step_s = 0.0
+        # CPU seconds of a step and of a token, on average: some kernels count in ticks of 4 ms.
+        self.step_s = self.token_s = 0.0
 
     def holds(self, piece: Piece, num_streams: int, spent_s: float) -> bool:
         """Whether the piece may wait: one token of each stream takes `ROUND_S` at most.
@@ -55,7 +55,10 @@ class Completion:
         their batch, is as much.
         """
         allowed_s = min(ONE_S, ROUND_S / num_streams)
-        num_tokens = MAX_HELD if spent_s > ROUND_S else min(MAX_HELD, self.step_s / allowed_s)
+        # Some parsers take a text by letters: for them a step of many tokens saves nothing.
+        num_tokens = min(MAX_HELD, HELD_S / self.token_s) if self.token_s else 1
+        if spent_s <= ROUND_S:
+            num_tokens = min(num_tokens, self.step_s / allowed_s)
         return len(self.held) + 1 < num_tokens and is_ordinary(piece)
 
     def take_held(self) -> list[tuple[str, bytes]]:
@@ -210,6 +213,8 @@ class ParserHelper:
             raise TooDear(too_dear(STEP_S, " for what one step added")) from None
         completion.spent_s += self._limit.took_s
         completion.step_s += (self._limit.took_s - completion.step_s) * NEWEST
+        token_s = self._limit.took_s / max(1, len(ids))
+        completion.token_s += (token_s - completion.token_s) * NEWEST
         return parsed
 
 
