@@ -90,8 +90,12 @@ def bind_router(
         ConfigError: the address is in use or not this host's, or the key file holds no key.
     """
     socket = context.socket(zmq.ROUTER)
-    _set_options(socket, endpoint)
+    _set_options(socket)
     if endpoint.startswith("tcp://"):
+        # Milliseconds. Detects a host that vanished without closing its connection. On one host the
+        # kernel closes it, and a machine that stood still for a while loses no worker.
+        socket.heartbeat_ivl = 5_000
+        socket.heartbeat_timeout = 20_000
         _, secret = read_curve_key(key_file)
         socket.curve_server = True
         socket.curve_secretkey = secret
@@ -127,9 +131,10 @@ def make_dealer(
         ConfigError: the key file holds no key.
     """
     socket = context.socket(zmq.DEALER)
-    _set_options(socket, endpoint)
+    _set_options(socket)
     # Messages of up to 1 MiB that are not read count against no budget: the others wait in the worker,
-    # which has no more of them than results of jobs in flight.
+    # which has no more of them than results of jobs in flight. With heartbeats of its own, libzmq 4.3.5
+    # would end the process when such a worker dies (its issue 4841); the pool's find a vanished host.
     socket.rcvhwm = MAX_UNREAD
     socket.reconnect_ivl = 50
     socket.reconnect_ivl_max = 1000
@@ -143,17 +148,12 @@ def make_dealer(
     return socket
 
 
-def _set_options(socket: zmq.Socket[bytes], endpoint: str) -> None:
+def _set_options(socket: zmq.Socket[bytes]) -> None:
     socket.linger = 0
     # ZeroMQ must not drop messages. The pool bounds the jobs in flight.
     socket.sndhwm = 0
     socket.rcvhwm = 0
     socket.ipv6 = True
-    if endpoint.startswith("tcp://"):
-        # Milliseconds. Detects a host that vanished without closing its connection. On one host the
-        # kernel closes it, and a machine that stood still for a while loses no worker.
-        socket.heartbeat_ivl = 5_000
-        socket.heartbeat_timeout = 20_000
 
 
 def read_curve_key(key_file: str) -> tuple[bytes, bytes]:
