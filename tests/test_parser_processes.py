@@ -156,8 +156,8 @@ def test_a_stream_that_is_too_dear_ends_alone(start: Start):
     assert "CPU time for what one step added" in dear["parsing_error"]
     assert dear["content"] == "".join(pieces)
     assert honest == {"content": "plain " * 100}
-    # One step of the other.
-    assert longest_s < 2
+    # One step of the other, on a busy machine.
+    assert longest_s < 10
     assert started.pid() == pid
     assert started.counters == WorkerCounters(num_unparsed_completions=1)
 

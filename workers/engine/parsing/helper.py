@@ -15,9 +15,9 @@ from workers.engine.parsing.limits import (
     COMPLETION_S,
     STEP_S,
     TOKEN_S,
-    WHOLE_TOKEN_S,
     CpuLimit,
     TooDear,
+    limit_of_whole_s,
 )
 from workers.engine.parsing.messages import Begin, End, Outcome, Past, Piece, decode_batch, encode
 from workers.engine.parsing.parsers import Parsed, Parsers, Parsing
@@ -160,7 +160,7 @@ class ParserHelper:
 
     def _whole(self, parsing: Parsing, piece: Piece) -> Outcome:
         token_ids = ids_of(piece.token_ids)
-        limit_s = COMPLETION_S + WHOLE_TOKEN_S * len(token_ids)
+        limit_s = limit_of_whole_s(len(token_ids))
         try:
             parsed = self._limit.call(
                 limit_s, lambda: parsing.whole(piece.text, token_ids, piece.finish_reason)

@@ -8,10 +8,11 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-# CPU seconds of a completion's parsing: so many, and as many more for each token.
-COMPLETION_S, TOKEN_S = 1.0, 0.001
-# In place of the latter for a completion that is parsed at once.
-WHOLE_TOKEN_S = 0.00005
+# CPU seconds of a completion's parsing: so many, and as many more for each token. Some of vLLM's parsers
+# read a call again from its start at each letter: an honest one of 4 KiB takes them 2 s.
+COMPLETION_S, TOKEN_S = 1.0, 0.002
+# What the tokens of a completion that is parsed at once add is at most the first, and for each token.
+SHORT_S, WHOLE_TOKEN_S = 2.0, 0.00005
 # Of one step of a stream's parser: the other streams of the helper wait for it.
 STEP_S = 0.25
 # A step that does not end by an exception ends its process, so much later.
@@ -24,6 +25,11 @@ Result = TypeVar("Result")
 
 class TooDear(BaseException):
     """A parser takes more CPU time than it may. No `Exception`, which parsers catch."""
+
+
+def limit_of_whole_s(num_tokens: int) -> float:
+    """CPU seconds in which a completion that is parsed at once must be."""
+    return COMPLETION_S + min(SHORT_S, TOKEN_S * num_tokens) + WHOLE_TOKEN_S * num_tokens
 
 
 class CpuLimit:
