@@ -33,7 +33,7 @@ SETTINGS = {
     "TITOPOOL_WORKER_HANG_TIMEOUT_S": str(HANG_TIMEOUT_S),
     "TITOPOOL_REQUEST_TIMEOUT_S": "30",
     # Less than the answers of `answers_unread` take.
-    "TITOPOOL_MEMORY_BUDGET_BYTES": str(64 * 2**20),
+    "TITOPOOL_MEMORY_BUDGET_BYTES": str(32 * 2**20),
     "TITOPOOL_WORKER_START_TIMEOUT_S": "20",
     "TITOPOOL_LOG_LEVEL": "info",
 }
