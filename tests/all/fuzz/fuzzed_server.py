@@ -122,8 +122,9 @@ def fuzzed_server(model: str, root: Path, log: Path) -> Iterator[Fuzzed]:
         "--num-workers", str(NUM_WORKERS), "--num-front-ends", "2", "--weights-root", str(root),
         "--tool-call-parser", "hermes", "--max-body-bytes", str(2**20),
         "--max-completions-per-request", "8", "--weight-update-timeout-s", "3",
-        # A large `min_weight_version` waits so long, and is a 409 then.
-        "--request-timeout-s", "8",
+        # A large `min_weight_version` waits so long, and is a 409 then; 192 tokens of several prompts take
+        # a busy machine longer than 8 s.
+        "--request-timeout-s", "20",
         "--enable-lora", "--max-loras", "2", "--max-lora-rank", "8", "--max-cpu-loras", "3",
     )  # fmt: skip
     engine_options = (*ENGINE_OPTIONS, "--max-model-len", "192")

@@ -45,6 +45,8 @@ PAUSES = ("/pause", "/pause_generation")
 # A deadline that has passed is no fault of the server: a request waits for a version of the weights
 # that never comes, or for a trainer.
 UNAVAILABLE = {503, 504}
+# Of a line or a header that is too long: gunicorn answers before a route is known.
+BEFORE_ROUTES = {414, 431}
 
 
 @pytest.fixture
@@ -92,6 +94,8 @@ def test_the_server_answers_as_its_description_says(pool: StubPool) -> None:
             assume(not workers & set((case.path_parameters or {}).values()))
             answer = case.call(base_url=url, timeout=CALL_TIMEOUT_S)
             statuses[answer.status_code] += 1
+            if answer.status_code in BEFORE_ROUTES:
+                return
             if answer.status_code in UNAVAILABLE:
                 unavailable[f"{case.path}: {answer.json()['error']['message'][:100]}"] += 1
             if answer.status_code == 200 and case.path in PAUSES:
