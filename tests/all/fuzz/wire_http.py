@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 # Seconds within which every request must be answered.
-ANSWER_S = 20.0
+ANSWER_S = 30.0
 
 
 class Sent(NamedTuple):
