@@ -182,6 +182,8 @@ def test_a_helper_that_is_killed_is_started_again_and_streams_go_on(start: Start
 class Deadly:
     """Parsers of which one word ends the process, and another one sleeps."""
 
+    by_token = False
+
     def begin(self, *_: Any) -> "Deadly":
         return self
 
@@ -213,6 +215,8 @@ def test_a_text_that_ends_its_helper_twice_ends_alone(start: Start):
 
 class Burning:
     """A step of these parsers takes 5 ms of a core."""
+
+    by_token = False
 
     def begin(self, *_: Any) -> "Burning":
         return self

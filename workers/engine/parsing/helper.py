@@ -31,8 +31,9 @@ BATCH_S = 0.02
 NEWEST = 1 / 16
 # Tokens of one step, at most, and the CPU seconds that it may be expected to take.
 MAX_HELD, HELD_S = 256, STEP_S / 4
-# What parsers look for. Some of them take it one token at a time, and lose what comes with another.
-MARKUP = frozenset("<>{}[]()|｜\"'\n")
+# What parsers look for, a colon in granite's reasoning. Some of them take it one token at a time, and
+# lose what comes with another.
+MARKUP = frozenset("<>{}[]()|｜\"':\n")
 
 
 class Completion:
@@ -140,7 +141,8 @@ class ParserHelper:
             job.parsing = self._begun(job.begin)
         completion = job.completions.setdefault(piece.index, Completion())
         if not completion.is_over and not isinstance(job.parsing, str):
-            if completion.holds(piece, num_streams, self._limit.spent_s):
+            may_wait = not self._parsers.by_token
+            if may_wait and completion.holds(piece, num_streams, self._limit.spent_s):
                 completion.held.append((piece.text, piece.token_ids))
                 return Outcome({}, "", num_steps=0)
             if not has_time:
