@@ -16,8 +16,8 @@ from benchmarks.parser_pace import pace
 from titopool.wire.messages import ChatParsing, WorkerCounters
 from workers.engine.parsing import processes
 from workers.engine.parsing.helper import ParserHelper, joined
-from workers.engine.parsing.limits import TOKEN_S
-from workers.engine.parsing.messages import Begin, Outcome, Piece, decode_outcomes, encode
+from workers.engine.parsing.limits import TOKEN_S, TooDear
+from workers.engine.parsing.messages import Begin, Outcome, Past, Piece, decode_outcomes, encode
 from workers.engine.parsing.parsers import Parsed
 from workers.engine.parsing.processes import ParsedJob, ParserProcesses
 
@@ -236,6 +236,32 @@ def test_tokens_wait_where_a_step_of_the_parser_is_dear(start: Start):
     assert len(steps) < 30
     # What parsers look for comes alone.
     assert "<" in steps
+
+
+def test_text_that_waits_for_a_step_comes_though_its_helper_ends(start: Start):
+    class Both(Burning):
+        def delta(self, index: int, text: str, ids: list[int], finish_reason: str) -> Parsed:
+            if text == "<end>":
+                os.abort()
+            return super().delta(index, text, ids, finish_reason)
+
+    pieces = [*(f"{number} " for number in range(40)), "<end>", "rest"]
+    message, _ = asyncio.run(stream(start(Both()).job(), pieces, pause_s=0.02))
+    assert message["content"].replace("[", "").replace("]", "") == "".join(pieces)
+    assert "ended twice" in message["parsing_error"]
+
+
+def test_text_that_waits_for_a_step_comes_though_no_parser_is_made_again():
+    class TooDearToBegin(Burning):
+        def begin(self, *_: Any) -> Burning:
+            raise TooDear
+
+    begin = Begin(0, CHAT, OPTIONS, True, PROMPT_IDS, "-")
+    past = Past(0, 0, [], [("so ", b"")], is_over=False)
+    batch = [begin, past, Piece(0, 0, "on", b"", "stop")]
+    (outcome,) = decode_outcomes(ParserHelper(TooDearToBegin()).answer(encode(batch)))
+    assert outcome is not None
+    assert outcome.message["content"] == "so on"
 
 
 def answered(helper: ParserHelper, texts: list[str]) -> list[Outcome | None]:

@@ -152,7 +152,8 @@ class ParserHelper:
         if completion.is_over:
             return Outcome({"content": piece.text} if piece.text else {}, piece.finish_reason)
         if isinstance(job.parsing, str):
-            outcome = over(piece.text, piece.finish_reason, job.parsing)
+            held = "".join(text for text, _ in completion.take_held())
+            outcome = over(held + piece.text, piece.finish_reason, job.parsing)
         elif job.begin.is_streamed:
             outcome = self._delta(job.parsing, completion, piece)
         else:

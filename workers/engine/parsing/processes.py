@@ -306,4 +306,6 @@ class _Lane:
         one.deliver((outcome.message, outcome.finish_reason))
 
     def _end_parsing(self, one: _Waiting, reason: str) -> None:
-        self._deliver(one, over(one.piece.text, one.piece.finish_reason, reason))
+        history = one.job.histories.get(one.piece.index, _History())
+        text, _ = _joined([*history.held, (one.piece.text, b"")])
+        self._deliver(one, over(text, one.piece.finish_reason, reason))
