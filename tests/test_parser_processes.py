@@ -441,6 +441,21 @@ def test_an_error_of_the_worker_leaves_no_parser_behind(
     assert "the worker could not parse" in first["parsing_error"]
     assert second == {"content": "AB"}
     assert started.pid() != before
+    # By completion, not by piece.
+    assert started.counters.num_unparsed_completions == 1
+
+
+def test_a_job_whose_parsers_end_their_helper_ends_it_twice(start: Start):
+    class DeadlyToBegin(Deadly):
+        def begin(self, chat: ChatParsing, *_: Any) -> Deadly:
+            if chat.tools:
+                os.abort()
+            return self
+
+    started = start(DeadlyToBegin())
+    message, _ = asyncio.run(stream(started.job(), ["a", "b", "c", "d"], pause_s=0.5))
+    assert message["content"] == "abcd"
+    assert started.counters == WorkerCounters(num_unparsed_completions=1, num_parser_restarts=2)
 
 
 def test_a_closed_job_s_text_is_not_queued(start: Start):

@@ -135,11 +135,12 @@ class ParserHelper:
         # Log lines name the request.
         current_request.set(job.begin.request)
         has_time = self._limit.spent_s < BATCH_S
-        if job.parsing is None:
+        completion = job.completions.setdefault(piece.index, Completion())
+        # What has ended its helper while they were made does not again.
+        if job.parsing is None and not completion.is_over:
             if not has_time:
                 return None
             job.parsing = self._begun(job.begin)
-        completion = job.completions.setdefault(piece.index, Completion())
         if not completion.is_over and not isinstance(job.parsing, str):
             may_wait = not self._parsers.by_token
             if may_wait and completion.holds(piece, num_streams, self._limit.spent_s):
@@ -150,7 +151,8 @@ class ParserHelper:
         if piece.finish_reason:
             del job.completions[piece.index]
         if completion.is_over:
-            return Outcome({"content": piece.text} if piece.text else {}, piece.finish_reason)
+            return plain(piece)
+        assert job.parsing is not None
         if isinstance(job.parsing, str):
             held = "".join(text for text, _ in completion.take_held())
             outcome = over(held + piece.text, piece.finish_reason, job.parsing)
@@ -237,6 +239,11 @@ def over(text: str, finish_reason: str, reason: str) -> Outcome:
     """The end of a completion's parsing: the text as it is, and the reason."""
     message = {"content": text, "parsing_error": reason}
     return Outcome(message, finish_reason, is_over=True)
+
+
+def plain(piece: Piece) -> Outcome:
+    """The outcome of a piece whose completion's parsing has ended before."""
+    return Outcome({"content": piece.text} if piece.text else {}, piece.finish_reason)
 
 
 def joined(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:

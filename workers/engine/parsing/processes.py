@@ -22,7 +22,7 @@ from titopool.helpers.helper import Helper
 from titopool.settings.logs import current_request
 from titopool.settings.sampling import SamplingOptions
 from titopool.wire.messages import ID_BYTES, ChatParsing, Job, WorkerCounters
-from workers.engine.parsing.helper import ParserHelper, over
+from workers.engine.parsing.helper import ParserHelper, over, plain
 from workers.engine.parsing.limits import TOKEN_S, WHOLE_TOKEN_S
 from workers.engine.parsing.messages import (
     Batch,
@@ -308,4 +308,5 @@ class _Lane:
     def _end_parsing(self, one: _Waiting, reason: str) -> None:
         history = one.job.histories.get(one.piece.index, _History())
         text, _ = _joined([*history.held, (one.piece.text, b"")])
-        self._deliver(one, over(text, one.piece.finish_reason, reason))
+        ended = over(text, one.piece.finish_reason, reason)
+        self._deliver(one, plain(one.piece) if history.is_over else ended)
