@@ -386,6 +386,28 @@ def test_another_job_s_text_waits_for_one_of_many_that_end_their_helper(start: S
     assert asyncio.run(run()) <= 2
 
 
+def test_a_batch_has_no_more_than_a_bound_of_text(start: Start, monkeypatch: pytest.MonkeyPatch):
+    started, sizes = start(Deadly()), list[int]()
+    number, text, ids = 64, "abcd " * 4096, [7] * 4096
+
+    async def run() -> list[Parsed]:
+        job = started.job(is_streamed=False)
+        helper = job._lane._helper
+        call_async = helper.call_async
+
+        def noted(request: bytes, timeout_s: float) -> Any:
+            sizes.append(len(request))
+            return call_async(request, timeout_s)
+
+        monkeypatch.setattr(helper, "call_async", noted)
+        return await asyncio.gather(*(job.whole(text, ids, "stop") for _ in range(number)))
+
+    assert asyncio.run(run()) == [({"content": text.upper()}, "stop")] * number
+    assert max(sizes) < processes.MAX_BATCH_BYTES + 2**16
+    # A bit more than one piece each.
+    assert len(sizes) <= number // 4
+
+
 def test_a_batch_has_time_for_the_tokens_that_are_parsed_again(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ):

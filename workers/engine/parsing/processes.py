@@ -39,8 +39,9 @@ from workers.engine.sampling import to_vllm_params
 
 logger = logging.getLogger(__name__)
 
-# Pieces that a helper is sent at once; it may leave some for the next time.
-MAX_BATCH = 1024
+# Pieces that a helper is sent at once, and bytes of text and ids after which no further one is: it may
+# leave some for the next time, which are sent again.
+MAX_BATCH, MAX_BATCH_BYTES = 1024, 2**18
 # Of a batch, beside what the number of tokens allows: a helper ends a batch soon after a dear piece.
 TIMEOUT_S = 60.0
 # Seconds of a busy machine for a second of CPU time.
@@ -232,17 +233,19 @@ class _Lane:
 
     def _next_batch(self) -> list[_Waiting]:
         """Pieces of all jobs in turn, so that none waits for all that another one has."""
-        batch: list[_Waiting] = []
         queues = list(self._waiting.values())
         # What may have been the cause of a helper's end comes alone, in its job's turn.
         if queues and queues[0][0].num_ends:
             return [queues[0][0]]
-        queues = [queue for queue in queues if not queue[0].num_ends]
-        for turn in range(max(map(len, queues), default=0)):
-            batch += [queue[turn] for queue in queues if turn < len(queue)]
-            if len(batch) >= MAX_BATCH:
-                break
-        return batch[:MAX_BATCH]
+        batch, num_bytes = list[_Waiting](), 0
+        turns = deque(iter(queue) for queue in queues if not queue[0].num_ends)
+        while turns and len(batch) < MAX_BATCH and num_bytes < MAX_BATCH_BYTES:
+            pieces = turns.popleft()
+            if (one := next(pieces, None)) is not None:
+                batch.append(one)
+                num_bytes += len(one.piece.text) + len(one.piece.token_ids)
+                turns.append(pieces)
+        return batch
 
     async def _parse(self, batch: list[_Waiting]) -> None:
         request = encode(self._request(batch))
