@@ -55,8 +55,10 @@ def calls() -> Calls:
 
 
 @pytest.fixture
-def start(calls: Calls) -> Iterator[Start]:
+def start(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
     made: list[Started] = []
+    # Jobs share one, whatever the machine.
+    monkeypatch.setattr(processes, "MAX_HELPERS", 1)
 
     def run(parsers: Any) -> Started:
         made.append(Started(calls.parsers(parsers) if isinstance(parsers, str) else parsers))
@@ -369,10 +371,10 @@ def test_another_job_s_text_waits_for_one_of_many_dear_ones(start: Start):
 
 def test_another_job_s_text_waits_for_one_of_many_that_end_their_helper(start: Start):
     started = start(Deadly())
-    waiting = started.processes._for_wholes._waiting
 
     async def run() -> int:
         hostile, honest = started.job(is_streamed=False), started.job(is_streamed=False)
+        waiting = hostile._lane._waiting
         deadly = [asyncio.create_task(hostile.whole("end", [7], "stop")) for _ in range(8)]
         await asyncio.sleep(0)
         # All of them are suspects then, and the other one is not.
@@ -384,6 +386,21 @@ def test_another_job_s_text_waits_for_one_of_many_that_end_their_helper(start: S
         return before
 
     assert asyncio.run(run()) <= 2
+
+
+@pytest.mark.parametrize("is_streamed", [True, False])
+def test_jobs_are_shared_out_among_helpers(
+    start: Start, monkeypatch: pytest.MonkeyPatch, is_streamed: bool
+):
+    monkeypatch.setattr(processes, "MAX_HELPERS", 3)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(64))
+    started = start(Deadly())
+
+    async def run() -> list[ParsedJob]:
+        return [started.job(is_streamed=is_streamed) for _ in range(6)]
+
+    lanes = {id(job._lane): len(job._lane.jobs) for job in asyncio.run(run())}
+    assert list(lanes.values()) == [2, 2, 2]
 
 
 def test_a_batch_has_no_more_than_a_bound_of_text(start: Start, monkeypatch: pytest.MonkeyPatch):

@@ -48,7 +48,7 @@ TIMEOUT_S = 60.0
 WALL_FACTOR = 3
 # Of a helper, beyond what the worker has.
 MAX_MEMORY_BYTES = 4 * 2**30
-# Helpers for streams, on a machine with so many cores for each.
+# Helpers for streams, and as many for whole completions, on a machine with so many cores for each.
 MAX_HELPERS, CORES_OF_ONE = 4, 4
 
 Deliver = Callable[[Parsed], None]
@@ -89,7 +89,7 @@ def _joined(pieces: list[tuple[str, bytes]]) -> tuple[str, bytes]:
 
 
 class ParserProcesses:
-    """The helpers of a worker: some parse streams, one parses whole completions."""
+    """The helpers of a worker: some parse streams, as many parse whole completions."""
 
     def __init__(self, parsers: Parsers, counters: WorkerCounters):
         try:
@@ -104,15 +104,15 @@ class ParserProcesses:
         )
         num_cores = len(os.sched_getaffinity(0))
         number = min(MAX_HELPERS, max(1, num_cores // CORES_OF_ONE))
-        self._for_streams = [_Lane(Helper(self._server), counters) for _ in range(number)]
-        self._for_wholes = _Lane(Helper(self._server), counters)
+        self._for_streams, self._for_wholes = (
+            [_Lane(Helper(self._server), counters) for _ in range(number)] for _ in range(2)
+        )
         self._numbers = itertools.count()
 
     def job(self, job: Job) -> "ParsedJob":
         """To be closed. `job` has a chat."""
-        lane = self._for_wholes
-        if job.is_streamed:
-            lane = min(self._for_streams, key=lambda one: len(one.jobs))
+        lanes = self._for_streams if job.is_streamed else self._for_wholes
+        lane = min(lanes, key=lambda one: len(one.jobs))
         begin = Begin(
             next(self._numbers), bytes(job.chat), bytes(job.sampling), job.is_streamed,
             job.prompt_token_ids, current_request.get(),
@@ -121,7 +121,7 @@ class ParserProcesses:
 
     def close(self) -> None:
         """Ends the helpers; from any thread."""
-        for lane in (*self._for_streams, self._for_wholes):
+        for lane in (*self._for_streams, *self._for_wholes):
             lane.is_closed = True
         self._server.close()
 
