@@ -41,7 +41,7 @@ SIZES = {
     "workers.engine": 2121,
     "workers.images": 472,
     "workers.in_model": 2395,
-    "workers.serving": 1420,
+    "workers.serving": 1434,
     "workers.supervisor": 1009,
     "workers.weights": 1292,
 }
