@@ -5,6 +5,7 @@ import json
 import os
 import signal
 import time
+import tracemalloc
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -386,6 +387,25 @@ def test_another_job_s_text_waits_for_one_of_many_that_end_their_helper(start: S
         return before
 
     assert asyncio.run(run()) <= 2
+
+
+def test_what_a_stream_keeps_for_a_new_helper_is_small():
+    history, ids = processes._History(), np.int32([7]).tobytes()
+    texts = [f"w{number} ü" for number in range(10_000)]
+    tracemalloc.start()
+    before, _ = tracemalloc.get_traced_memory()
+    for text in texts:
+        history.add(Piece(0, 0, text, ids, ""), Outcome({}, ""))
+    after, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    # Text, ids and their lengths: 20 bytes, and what buffers have in reserve.
+    assert (after - before) / len(texts) < 30
+    history.add(Piece(0, 0, "held ", ids, ""), Outcome({}, "", num_steps=0))
+    history.add(Piece(0, 0, "held", ids, ""), Outcome({}, "", num_steps=0))
+    history.add(Piece(0, 0, "<", ids, ""), Outcome({}, "", num_steps=2))
+    history.add(Piece(0, 0, "more", ids, ""), Outcome({}, "", num_steps=0))
+    steps = [*((text, ids) for text in texts), ("held held", ids * 2), ("<", ids)]
+    assert history.past(3, 4) == Past(3, 4, steps, [("more", ids)], is_over=False)
 
 
 @pytest.mark.parametrize("is_streamed", [True, False])

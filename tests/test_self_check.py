@@ -38,7 +38,7 @@ SIZES = {
     "titopool.wire": 932,
     "workers": 631,
     "workers.cluster": 302,
-    "workers.engine": 2121,
+    "workers.engine": 2132,
     "workers.images": 472,
     "workers.in_model": 2395,
     "workers.serving": 1434,

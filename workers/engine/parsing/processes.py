@@ -10,6 +10,7 @@ import contextvars
 import itertools
 import logging
 import os
+from array import array
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -56,9 +57,13 @@ Deliver = Callable[[Parsed], None]
 
 @dataclass
 class _History:
-    """Of a streamed completion; the fields are those of `Past`."""
+    """Of a streamed completion: what `past` needs."""
 
-    steps: list[tuple[str, bytes]] = field(default_factory=list)
+    # Of all steps, text in UTF-8 and ids; and of each, where its text and its ids end: a token may
+    # have a step of its own.
+    texts: bytearray = field(default_factory=bytearray)
+    ids: bytearray = field(default_factory=bytearray)
+    ends: "array[int]" = field(default_factory=lambda: array("I"))
     held: list[tuple[str, bytes]] = field(default_factory=list)
     is_over: bool = False
     # Which the helper parses again with its next step.
@@ -66,9 +71,14 @@ class _History:
 
     def past(self, job: int, index: int) -> Past:
         """For a new helper."""
-        parts = (*self.steps, *self.held)
-        self.num_replayed = sum(len(ids) for _, ids in parts) // ID_BYTES
-        return Past(job, index, self.steps, self.held, self.is_over)
+        held_ids = sum(len(ids) for _, ids in self.held)
+        self.num_replayed = (len(self.ids) + held_ids) // ID_BYTES
+        steps, text_from, ids_from = list[tuple[str, bytes]](), 0, 0
+        for text_end, ids_end in zip(self.ends[::2], self.ends[1::2], strict=True):
+            text, ids = self.texts[text_from:text_end], self.ids[ids_from:ids_end]
+            steps.append((text.decode(), bytes(ids)))
+            text_from, ids_from = text_end, ids_end
+        return Past(job, index, steps, self.held, self.is_over)
 
     def add(self, piece: Piece, outcome: Outcome) -> None:
         if outcome.num_steps:
@@ -76,11 +86,14 @@ class _History:
         self.held.append((piece.text, piece.token_ids))
         self.is_over = outcome.is_over or self.is_over
         if self.is_over:
-            self.steps, self.held = [], []
+            self.texts, self.ids, self.ends, self.held = bytearray(), bytearray(), array("I"), []
         elif outcome.num_steps:
             last = self.held[-1:] if outcome.num_steps == 2 else []
             first = self.held[:-1] if last else self.held
-            self.steps += [_joined(first), *last]
+            for text, ids in (_joined(first), *last):
+                self.texts += text.encode()
+                self.ids += ids
+                self.ends.extend((len(self.texts), len(self.ids)))
             self.held = []
 
 
