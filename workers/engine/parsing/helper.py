@@ -136,7 +136,7 @@ class ParserHelper:
         current_request.set(job.begin.request)
         has_time = self._limit.spent_s < BATCH_S
         completion = job.completions.setdefault(piece.index, Completion())
-        # What has ended its helper while they were made does not again.
+        # Parsers that have ended a helper while they were made are not made again.
         if job.parsing is None and not completion.is_over:
             if not has_time:
                 return None
