@@ -114,6 +114,8 @@ TEMPLATE = {
     },
 }  # fmt: skip
 MARKUP = re.compile(r"""["'](<[^"'\s{}()\\]{1,40}>|\[[A-Z_]{3,20}\])["']""")
+# Parts of markup that the reasoning parser olmo3 asks of the vocabulary.
+PARTS = ["Ġ</", "</", "think", ">"]
 
 # Text and id of each token.
 Tokens = list[tuple[str, int]]
@@ -144,7 +146,7 @@ class Calls:
             make_tokenizer(Path(folder))
             tokenizer = AutoTokenizer.from_pretrained(folder)
         markup = sorted(all_markup(), key=len, reverse=True)
-        tokenizer.add_tokens(markup)
+        tokenizer.add_tokens(markup + PARTS)
         tokenizer.response_template = TEMPLATE
         self._vocabulary = tokenizer.get_vocab()
         self._split = re.compile(f"({'|'.join(map(re.escape, markup))})").split
@@ -153,14 +155,26 @@ class Calls:
             architecture="Cohere2ForCausalLM",
             max_model_len=2**17,
             hf_config=SimpleNamespace(model_type="qwen3"),
+            try_get_generation_config=dict,
         )
+        outputs = SimpleNamespace(backend="xgrammar", disable_any_whitespace=False)
         self._llm = SimpleNamespace(
-            renderer=SimpleNamespace(tokenizer=tokenizer), model_config=config
+            renderer=SimpleNamespace(tokenizer=tokenizer),
+            model_config=config,
+            vllm_config=SimpleNamespace(structured_outputs_config=outputs),
         )
 
-    def parsers(self, name: str) -> Parsers:
-        """Raises ConfigError where the parser needs more than a tokenizer with its tokens."""
-        return Parsers(name, "", self._llm)
+    def parsers(self, name: str, reasoning: str = "") -> Parsers:
+        """Raises ConfigError where a parser needs more than a tokenizer with its tokens."""
+        return Parsers(name, reasoning, self._llm)
+
+    def words(self, text: str) -> Tokens:
+        """Tokens of a text that is not only a call: its markup, words, and other characters."""
+        parts = (one for part in self._split(text) for one in self._words(part))
+        return [(part, self._vocabulary.get(part, WORD_ID)) for part in parts]
+
+    def _words(self, part: str) -> list[str]:
+        return [part] if part in self._vocabulary else re.findall(r" ?\w+|\W", part)
 
     def tokens(self, name: str, num_bytes: int) -> Tokens:
         """A call with a string of so many bytes; markup is one token, as in a model's vocabulary."""

@@ -5,6 +5,7 @@ import json
 import os
 import signal
 import time
+import tracemalloc
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,8 +17,8 @@ from benchmarks.parser_pace import pace
 from titopool.wire.messages import ChatParsing, WorkerCounters
 from workers.engine.parsing import processes
 from workers.engine.parsing.helper import ParserHelper, joined
-from workers.engine.parsing.limits import TOKEN_S
-from workers.engine.parsing.messages import Begin, Outcome, Piece, decode_outcomes, encode
+from workers.engine.parsing.limits import TOKEN_S, TooDear
+from workers.engine.parsing.messages import Begin, Outcome, Past, Piece, decode_outcomes, encode
 from workers.engine.parsing.parsers import Parsed
 from workers.engine.parsing.processes import ParsedJob, ParserProcesses
 
@@ -55,8 +56,10 @@ def calls() -> Calls:
 
 
 @pytest.fixture
-def start(calls: Calls) -> Iterator[Start]:
+def start(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
     made: list[Started] = []
+    # Jobs share one, whatever the machine.
+    monkeypatch.setattr(processes, "MAX_HELPERS", 1)
 
     def run(parsers: Any) -> Started:
         made.append(Started(calls.parsers(parsers) if isinstance(parsers, str) else parsers))
@@ -182,6 +185,8 @@ def test_a_helper_that_is_killed_is_started_again_and_streams_go_on(start: Start
 class Deadly:
     """Parsers of which one word ends the process, and another one sleeps."""
 
+    by_token = False
+
     def begin(self, *_: Any) -> "Deadly":
         return self
 
@@ -214,6 +219,8 @@ def test_a_text_that_ends_its_helper_twice_ends_alone(start: Start):
 class Burning:
     """A step of these parsers takes 5 ms of a core."""
 
+    by_token = False
+
     def begin(self, *_: Any) -> "Burning":
         return self
 
@@ -232,6 +239,32 @@ def test_tokens_wait_where_a_step_of_the_parser_is_dear(start: Start):
     assert len(steps) < 30
     # What parsers look for comes alone.
     assert "<" in steps
+
+
+def test_text_that_waits_for_a_step_comes_though_its_helper_ends(start: Start):
+    class Both(Burning):
+        def delta(self, index: int, text: str, ids: list[int], finish_reason: str) -> Parsed:
+            if text == "<end>":
+                os.abort()
+            return super().delta(index, text, ids, finish_reason)
+
+    pieces = [*(f"{number} " for number in range(40)), "<end>", "rest"]
+    message, _ = asyncio.run(stream(start(Both()).job(), pieces, pause_s=0.02))
+    assert message["content"].replace("[", "").replace("]", "") == "".join(pieces)
+    assert "ended twice" in message["parsing_error"]
+
+
+def test_text_that_waits_for_a_step_comes_though_no_parser_is_made_again():
+    class TooDearToBegin(Burning):
+        def begin(self, *_: Any) -> Burning:
+            raise TooDear
+
+    begin = Begin(0, CHAT, OPTIONS, True, PROMPT_IDS, "-")
+    past = Past(0, 0, [], [("so ", b"")], is_over=False)
+    batch = [begin, past, Piece(0, 0, "on", b"", "stop")]
+    (outcome,) = decode_outcomes(ParserHelper(TooDearToBegin()).answer(encode(batch)))
+    assert outcome is not None
+    assert outcome.message["content"] == "so on"
 
 
 def answered(helper: ParserHelper, texts: list[str]) -> list[Outcome | None]:
@@ -339,10 +372,10 @@ def test_another_job_s_text_waits_for_one_of_many_dear_ones(start: Start):
 
 def test_another_job_s_text_waits_for_one_of_many_that_end_their_helper(start: Start):
     started = start(Deadly())
-    waiting = started.processes._for_wholes._waiting
 
     async def run() -> int:
         hostile, honest = started.job(is_streamed=False), started.job(is_streamed=False)
+        waiting = hostile._lane._waiting
         deadly = [asyncio.create_task(hostile.whole("end", [7], "stop")) for _ in range(8)]
         await asyncio.sleep(0)
         # All of them are suspects then, and the other one is not.
@@ -354,6 +387,62 @@ def test_another_job_s_text_waits_for_one_of_many_that_end_their_helper(start: S
         return before
 
     assert asyncio.run(run()) <= 2
+
+
+def test_what_a_stream_keeps_for_a_new_helper_is_small():
+    history, ids = processes._History(), np.int32([7]).tobytes()
+    texts = [f"w{number} ü" for number in range(10_000)]
+    tracemalloc.start()
+    before, _ = tracemalloc.get_traced_memory()
+    for text in texts:
+        history.add(Piece(0, 0, text, ids, ""), Outcome({}, ""))
+    after, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    # Text, ids and their lengths: 20 bytes, and what buffers have in reserve.
+    assert (after - before) / len(texts) < 30
+    history.add(Piece(0, 0, "held ", ids, ""), Outcome({}, "", num_steps=0))
+    history.add(Piece(0, 0, "held", ids, ""), Outcome({}, "", num_steps=0))
+    history.add(Piece(0, 0, "<", ids, ""), Outcome({}, "", num_steps=2))
+    history.add(Piece(0, 0, "more", ids, ""), Outcome({}, "", num_steps=0))
+    steps = [*((text, ids) for text in texts), ("held held", ids * 2), ("<", ids)]
+    assert history.past(3, 4) == Past(3, 4, steps, [("more", ids)], is_over=False)
+
+
+@pytest.mark.parametrize("is_streamed", [True, False])
+def test_jobs_are_shared_out_among_helpers(
+    start: Start, monkeypatch: pytest.MonkeyPatch, is_streamed: bool
+):
+    monkeypatch.setattr(processes, "MAX_HELPERS", 3)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(64))
+    started = start(Deadly())
+
+    async def run() -> list[ParsedJob]:
+        return [started.job(is_streamed=is_streamed) for _ in range(6)]
+
+    lanes = {id(job._lane): len(job._lane.jobs) for job in asyncio.run(run())}
+    assert list(lanes.values()) == [2, 2, 2]
+
+
+def test_a_batch_has_no_more_than_a_bound_of_text(start: Start, monkeypatch: pytest.MonkeyPatch):
+    started, sizes = start(Deadly()), list[int]()
+    number, text, ids = 64, "abcd " * 4096, [7] * 4096
+
+    async def run() -> list[Parsed]:
+        job = started.job(is_streamed=False)
+        helper = job._lane._helper
+        call_async = helper.call_async
+
+        def noted(request: bytes, timeout_s: float) -> Any:
+            sizes.append(len(request))
+            return call_async(request, timeout_s)
+
+        monkeypatch.setattr(helper, "call_async", noted)
+        return await asyncio.gather(*(job.whole(text, ids, "stop") for _ in range(number)))
+
+    assert asyncio.run(run()) == [({"content": text.upper()}, "stop")] * number
+    assert max(sizes) < processes.MAX_BATCH_BYTES + 2**16
+    # A bit more than one piece each.
+    assert len(sizes) <= number // 4
 
 
 def test_a_batch_has_time_for_the_tokens_that_are_parsed_again(
@@ -411,6 +500,21 @@ def test_an_error_of_the_worker_leaves_no_parser_behind(
     assert "the worker could not parse" in first["parsing_error"]
     assert second == {"content": "AB"}
     assert started.pid() != before
+    # By completion, not by piece.
+    assert started.counters.num_unparsed_completions == 1
+
+
+def test_a_job_whose_parsers_end_their_helper_ends_it_twice(start: Start):
+    class DeadlyToBegin(Deadly):
+        def begin(self, chat: ChatParsing, *_: Any) -> Deadly:
+            if chat.tools:
+                os.abort()
+            return self
+
+    started = start(DeadlyToBegin())
+    message, _ = asyncio.run(stream(started.job(), ["a", "b", "c", "d"], pause_s=0.5))
+    assert message["content"] == "abcd"
+    assert started.counters == WorkerCounters(num_unparsed_completions=1, num_parser_restarts=2)
 
 
 def test_a_closed_job_s_text_is_not_queued(start: Start):

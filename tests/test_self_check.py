@@ -38,10 +38,10 @@ SIZES = {
     "titopool.wire": 932,
     "workers": 631,
     "workers.cluster": 302,
-    "workers.engine": 2112,
+    "workers.engine": 2132,
     "workers.images": 472,
     "workers.in_model": 2395,
-    "workers.serving": 1420,
+    "workers.serving": 1434,
     "workers.supervisor": 1009,
     "workers.weights": 1292,
 }

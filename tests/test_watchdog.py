@@ -69,6 +69,41 @@ def test_a_process_that_was_suspended_is_not_ended(
     assert end_of(monkeypatch, turns) is None
 
 
+@pytest.mark.parametrize("turns, longest_s", [
+    # After a suspension, the loop's thread or the watchdog's runs first.
+    ([(*SUSPENDED, True)], 0.0),
+    ([(*SUSPENDED, False), (*PROMPT, True)], 0.0),
+    # So much before it, or after it, is held against the loop.
+    ([*[(*PROMPT, False)] * 10, (*SUSPENDED, True)], 4.5),
+    ([(*SUSPENDED, False), *[(*PROMPT, False)] * 9, (*PROMPT, True)], 4.5),
+    ([*[(*PROMPT, False)] * 10, (*PROMPT, True)], 5.0),
+    ([(*KEPT_OUT, True)], 1.0),
+])  # fmt: skip
+def test_the_longest_that_a_loop_has_stood_is_without_suspensions(
+    monkeypatch: pytest.MonkeyPatch, turns: list[tuple[float, float, bool]], longest_s: float
+):
+    now = cpu_s = 0.0
+    clock = SimpleNamespace(monotonic=lambda: now, process_time=lambda: cpu_s)
+    monkeypatch.setattr(watchdog, "time", clock)
+    found = Watchdog(INTERVAL_S, on_turn=lambda stood_s: None, limit_s=lambda: 600.0)
+    found.loop_runs()
+    coming = iter([*turns, (*PROMPT, True)])
+
+    def wait(timeout_s: float) -> bool:
+        nonlocal now, cpu_s
+        turn_s, turn_cpu_s, loop_runs = next(coming, (0.0, 0.0, False))
+        now, cpu_s = now + turn_s, cpu_s + turn_cpu_s
+        if loop_runs:
+            found.loop_runs()
+        return not turn_s
+
+    found._stopped = SimpleNamespace(wait=wait)  # type: ignore[assignment]
+    found._run()
+    assert found.longest_s == pytest.approx(longest_s, abs=0.6)
+    found.start_over()
+    assert found.longest_s == 0.0
+
+
 def test_a_loop_that_stands_is_ended_though_a_turn_fails():
     ended = threading.Event()
 

@@ -63,7 +63,7 @@ class Slots(Protocol):
         """Returns once the next completion may start; False if none may, because of `stop`."""
 
     def give_back(self, num_steps: int, took_s: float) -> None:
-        """A completion has ended by itself, after `num_steps` of the engine, which took so long."""
+        """The engine has ended a completion after `num_steps`, which took so long."""
 
     def stop(self) -> None:
         """No further completion starts."""

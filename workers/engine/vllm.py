@@ -289,19 +289,15 @@ class VllmEngine:
         check_replay_start(context.replay_start, num_prompt)
 
         async def complete(index: int) -> Ended:
-            began = time.monotonic()
-            if index == 0 and context.needs_scores:
-                ended = await until_scored(
-                    lambda: self._complete(index, job, prompt, context),
-                    self._config.request_timeout_s,
-                )
-                if ended.completion.finish_reason == "abort":
-                    slots.stop()
-                context.is_scored.set()
-            else:
-                ended = await self._complete(index, job, prompt, context)
-            num_tokens = len(ended.completion.token_ids) // ID_BYTES
-            slots.give_back(num_tokens, time.monotonic() - began)
+            if index or not context.needs_scores:
+                return await self._complete(index, job, prompt, context, slots)
+            ended = await until_scored(
+                lambda: self._complete(index, job, prompt, context, slots),
+                self._config.request_timeout_s,
+            )
+            if ended.completion.finish_reason == "abort":
+                slots.stop()
+            context.is_scored.set()
             return ended
 
         all_ended = list[Ended]()
@@ -327,7 +323,9 @@ class VllmEngine:
             context.sender.send([(index, completion) for index in indices])
         return [completion for _ in indices]
 
-    async def _complete(self, index: int, job: Job, prompt: Any, context: RunContext) -> "Ended":
+    async def _complete(
+        self, index: int, job: Job, prompt: Any, context: RunContext, slots: Slots
+    ) -> "Ended":
         """One completion of `job`. Cancelling the task makes vLLM abort it in the engine.
 
         Raises:
@@ -335,7 +333,7 @@ class VllmEngine:
         """
         from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
-        params, stream = context.params, None
+        params, stream, began = context.params, None, time.monotonic()
         if index:
             params = params_of_other(params, index)
         num_aborts = self.versions.num_aborts
@@ -355,10 +353,15 @@ class VllmEngine:
                     ):
                         if self.versions.num_aborts == num_aborts:
                             check_not_stopping(output)
+                    if context.needs_scores and not index:
+                        check_scored(output)
                     if stream is not None:
                         stream.send_last(output)
                 # Without an await in between: an update may be about to change the version.
                 history = self.versions.take(request_id)
+            # Its text may still be parsed, which takes none of the engine's time. A job that fails
+            # gives back all of its slots.
+            slots.give_back(len(output.outputs[0].token_ids), time.monotonic() - began)
             if stream is not None:
                 await stream.sent()
         except EngineDeadError as error:
@@ -374,7 +377,6 @@ class VllmEngine:
             raise refusal_or_failure(error) from error
         prompt_logprobs = None
         if context.needs_scores and not index:
-            check_scored(output)
             prompt_logprobs = pack_prompt_logprobs(output.prompt_logprobs)
         return Ended(
             await context.completion(output.outputs[0], history), time.monotonic(),

@@ -279,7 +279,7 @@ class WorkerServer:
         self._slots.num_slots = facts.max_num_seqs
         self._slots.bunches = self._engine.has_decode_graphs
         # Imports hold the loop up.
-        self._watchdog.longest_s = 0.0
+        self._watchdog.start_over()
         self._enter_phase("ready")
         await self._probe_engine()
 

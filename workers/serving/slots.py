@@ -134,7 +134,7 @@ class JobSlots:
         return True
 
     def give_back(self, num_steps: int, took_s: float) -> None:
-        """A completion has ended by itself, after `num_steps` of the engine, which took so long."""
+        """The engine has ended a completion after `num_steps`, which took so long."""
         self._table.advance(self.key, ended=self.progress.ended + 1)
         self._slots.on_end(self, num_steps, took_s)
         self._on_progress(1)

@@ -36,11 +36,14 @@ class Watchdog:
         """
         self._interval_s = interval_s
         self._on_turn, self._limit_s, self._end = on_turn, limit_s, end
-        # The longest that the loop has stood, in seconds.
+        # The longest that the loop has stood, in seconds; the thread notes it.
         self.longest_s = 0.0
-        # When the loop should show itself next; and of a value of that, the seconds since then in
-        # which the process could not run. Each is written by one thread: the loop's, and this one.
-        self._due, self._excused = time.monotonic(), (0.0, 0.0)
+        # When the loop should show itself next, the seconds since then in which the process could not
+        # run, and how often the loop came too late since the thread's last turn: when it was due, when
+        # it came, and the seconds for which it stood. Both threads have them, under the lock.
+        self._due, self._excused_s = time.monotonic(), 0.0
+        self._stands = list[tuple[float, float, float]]()
+        self._lock = threading.Lock()
         self._allowed_s = 0.0
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="titopool-watchdog", daemon=True)
@@ -57,14 +60,22 @@ class Watchdog:
     def loop_runs(self) -> float:
         """To be called by the loop every `interval_s`; returns how many seconds late it is."""
         now = time.monotonic()
-        self.longest_s = max(self.longest_s, self._stood_s(now))
-        late_s = now - self._due
-        self._due = now + self._interval_s
+        with self._lock:
+            if stood_s := self._stood_s(now):
+                self._stands.append((self._due, now, stood_s))
+            late_s = now - self._due
+            self._due, self._excused_s = now + self._interval_s, 0.0
         return late_s
 
+    def start_over(self) -> None:
+        """To be called by the loop: how long it has stood up to now is forgotten."""
+        self.loop_runs()
+        with self._lock:
+            self._stands.clear()
+            self.longest_s = 0.0
+
     def _stood_s(self, now: float) -> float:
-        due, (excused_due, excused_s) = self._due, self._excused
-        late_s = now - due - (excused_s if excused_due == due else 0.0)
+        late_s = now - self._due - self._excused_s
         return late_s if late_s > self._interval_s else 0.0
 
     def _run(self) -> None:
@@ -75,20 +86,28 @@ class Watchdog:
             late_s = now - wakes_at
             wakes_at = now + self._interval_s
             # This thread did not run either. On a CPU, the process did: the loop kept Python's lock.
-            if late_s > self._interval_s and cpu_s - last_cpu_s < late_s / 2:
-                self._excuse(late_s, now)
+            is_lost = late_s > self._interval_s and cpu_s - last_cpu_s < late_s / 2
+            self._note(now - late_s if is_lost else now, now)
             try:
                 self._look(now)
             except Exception:
                 logger.exception("the watchdog goes on after an error")
 
-    def _excuse(self, late_s: float, now: float) -> None:
-        due, (excused_due, excused_s) = self._due, self._excused
-        lost_s = min(late_s, max(0.0, now - due))
-        self._excused = due, lost_s + (excused_s if excused_due == due else 0.0)
+    def _note(self, lost_from: float, now: float) -> None:
+        """Notes how long the loop has stood, without the time from `lost_from` on."""
+        with self._lock:
+            # After a suspension either thread runs first.
+            for due, came, stood_s in self._stands:
+                stood_s -= max(0.0, min(came, now) - max(due, lost_from))
+                if stood_s > self._interval_s:
+                    self.longest_s = max(self.longest_s, stood_s)
+            self._stands.clear()
+            self._excused_s += max(0.0, now - max(self._due, lost_from))
 
     def _look(self, now: float) -> None:
-        stood_s, limit_s = self._stood_s(now), self._limit_s()
+        with self._lock:
+            stood_s = self._stood_s(now)
+        limit_s = self._limit_s()
         # What the loop does when it goes on, such as to end an update, may lower the limit at once.
         self._allowed_s = max(limit_s, self._allowed_s) if stood_s else limit_s
         try:

@@ -31,8 +31,9 @@ BATCH_S = 0.02
 NEWEST = 1 / 16
 # Tokens of one step, at most, and the CPU seconds that it may be expected to take.
 MAX_HELD, HELD_S = 256, STEP_S / 4
-# What parsers look for. Some of them take it one token at a time, and lose what comes with another.
-MARKUP = frozenset("<>{}[]()|｜\"'\n")
+# What parsers look for, a colon in granite's reasoning. Some of them take it one token at a time, and
+# lose what comes with another.
+MARKUP = frozenset("<>{}[]()|｜\"':\n")
 
 
 class Completion:
@@ -134,13 +135,15 @@ class ParserHelper:
         # Log lines name the request.
         current_request.set(job.begin.request)
         has_time = self._limit.spent_s < BATCH_S
-        if job.parsing is None:
+        completion = job.completions.setdefault(piece.index, Completion())
+        # Parsers that have ended a helper while they were made are not made again.
+        if job.parsing is None and not completion.is_over:
             if not has_time:
                 return None
             job.parsing = self._begun(job.begin)
-        completion = job.completions.setdefault(piece.index, Completion())
         if not completion.is_over and not isinstance(job.parsing, str):
-            if completion.holds(piece, num_streams, self._limit.spent_s):
+            may_wait = not self._parsers.by_token
+            if may_wait and completion.holds(piece, num_streams, self._limit.spent_s):
                 completion.held.append((piece.text, piece.token_ids))
                 return Outcome({}, "", num_steps=0)
             if not has_time:
@@ -148,9 +151,11 @@ class ParserHelper:
         if piece.finish_reason:
             del job.completions[piece.index]
         if completion.is_over:
-            return Outcome({"content": piece.text} if piece.text else {}, piece.finish_reason)
+            return plain(piece)
+        assert job.parsing is not None
         if isinstance(job.parsing, str):
-            outcome = over(piece.text, piece.finish_reason, job.parsing)
+            held = "".join(text for text, _ in completion.take_held())
+            outcome = over(held + piece.text, piece.finish_reason, job.parsing)
         elif job.begin.is_streamed:
             outcome = self._delta(job.parsing, completion, piece)
         else:
@@ -234,6 +239,11 @@ def over(text: str, finish_reason: str, reason: str) -> Outcome:
     """The end of a completion's parsing: the text as it is, and the reason."""
     message = {"content": text, "parsing_error": reason}
     return Outcome(message, finish_reason, is_over=True)
+
+
+def plain(piece: Piece) -> Outcome:
+    """The outcome of a piece whose completion's parsing has ended before."""
+    return Outcome({"content": piece.text} if piece.text else {}, piece.finish_reason)
 
 
 def joined(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:

@@ -21,6 +21,9 @@ from workers.engine.sampling import client_errors
 
 logger = logging.getLogger(__name__)
 
+# Parsers of reasoning that take one token a step: this one asserts it.
+BY_TOKEN = frozenset({"hunyuan_a13b"})
+
 # A message in OpenAI's nesting, and the finish_reason.
 Parsed = tuple[dict[str, Any], str]
 
@@ -64,6 +67,8 @@ class Parsers:
 
         self._tokenizer = llm.renderer.tokenizer
         self._model_config = llm.model_config
+        # Whether a step of the parsers must be one token.
+        self.by_token = reasoning_parser in BY_TOKEN
         is_harmony = self._model_config.hf_config.model_type == "gpt_oss"
         # None: the model does not think, or (gpt-oss) vLLM's parser makes grammars with thoughts.
         self.thoughts: Thoughts | None = None

@@ -10,6 +10,7 @@ import contextvars
 import itertools
 import logging
 import os
+from array import array
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -22,7 +23,7 @@ from titopool.helpers.helper import Helper
 from titopool.settings.logs import current_request
 from titopool.settings.sampling import SamplingOptions
 from titopool.wire.messages import ID_BYTES, ChatParsing, Job, WorkerCounters
-from workers.engine.parsing.helper import ParserHelper, over
+from workers.engine.parsing.helper import ParserHelper, over, plain
 from workers.engine.parsing.limits import TOKEN_S, WHOLE_TOKEN_S
 from workers.engine.parsing.messages import (
     Batch,
@@ -39,15 +40,16 @@ from workers.engine.sampling import to_vllm_params
 
 logger = logging.getLogger(__name__)
 
-# Pieces that a helper is sent at once; it may leave some for the next time.
-MAX_BATCH = 1024
+# Pieces that a helper is sent at once, and bytes of text and ids after which no further one is: it may
+# leave some for the next time, which are sent again.
+MAX_BATCH, MAX_BATCH_BYTES = 1024, 2**18
 # Of a batch, beside what the number of tokens allows: a helper ends a batch soon after a dear piece.
 TIMEOUT_S = 60.0
 # Seconds of a busy machine for a second of CPU time.
 WALL_FACTOR = 3
 # Of a helper, beyond what the worker has.
 MAX_MEMORY_BYTES = 4 * 2**30
-# Helpers for streams, on a machine with so many cores for each.
+# Helpers for streams, and as many for whole completions, on a machine with so many cores for each.
 MAX_HELPERS, CORES_OF_ONE = 4, 4
 
 Deliver = Callable[[Parsed], None]
@@ -55,9 +57,13 @@ Deliver = Callable[[Parsed], None]
 
 @dataclass
 class _History:
-    """Of a streamed completion; the fields are those of `Past`."""
+    """Of a streamed completion: what `past` needs."""
 
-    steps: list[tuple[str, bytes]] = field(default_factory=list)
+    # Of all steps, text in UTF-8 and ids; and of each, where its text and its ids end: a token may
+    # have a step of its own.
+    texts: bytearray = field(default_factory=bytearray)
+    ids: bytearray = field(default_factory=bytearray)
+    ends: "array[int]" = field(default_factory=lambda: array("I"))
     held: list[tuple[str, bytes]] = field(default_factory=list)
     is_over: bool = False
     # Which the helper parses again with its next step.
@@ -65,9 +71,14 @@ class _History:
 
     def past(self, job: int, index: int) -> Past:
         """For a new helper."""
-        parts = (*self.steps, *self.held)
-        self.num_replayed = sum(len(ids) for _, ids in parts) // ID_BYTES
-        return Past(job, index, self.steps, self.held, self.is_over)
+        held_ids = sum(len(ids) for _, ids in self.held)
+        self.num_replayed = (len(self.ids) + held_ids) // ID_BYTES
+        steps, text_from, ids_from = list[tuple[str, bytes]](), 0, 0
+        for text_end, ids_end in zip(self.ends[::2], self.ends[1::2], strict=True):
+            text, ids = self.texts[text_from:text_end], self.ids[ids_from:ids_end]
+            steps.append((text.decode(), bytes(ids)))
+            text_from, ids_from = text_end, ids_end
+        return Past(job, index, steps, self.held, self.is_over)
 
     def add(self, piece: Piece, outcome: Outcome) -> None:
         if outcome.num_steps:
@@ -75,11 +86,14 @@ class _History:
         self.held.append((piece.text, piece.token_ids))
         self.is_over = outcome.is_over or self.is_over
         if self.is_over:
-            self.steps, self.held = [], []
+            self.texts, self.ids, self.ends, self.held = bytearray(), bytearray(), array("I"), []
         elif outcome.num_steps:
             last = self.held[-1:] if outcome.num_steps == 2 else []
             first = self.held[:-1] if last else self.held
-            self.steps += [_joined(first), *last]
+            for text, ids in (_joined(first), *last):
+                self.texts += text.encode()
+                self.ids += ids
+                self.ends.extend((len(self.texts), len(self.ids)))
             self.held = []
 
 
@@ -88,7 +102,7 @@ def _joined(pieces: list[tuple[str, bytes]]) -> tuple[str, bytes]:
 
 
 class ParserProcesses:
-    """The helpers of a worker: some parse streams, one parses whole completions."""
+    """The helpers of a worker: some parse streams, as many parse whole completions."""
 
     def __init__(self, parsers: Parsers, counters: WorkerCounters):
         try:
@@ -103,15 +117,15 @@ class ParserProcesses:
         )
         num_cores = len(os.sched_getaffinity(0))
         number = min(MAX_HELPERS, max(1, num_cores // CORES_OF_ONE))
-        self._for_streams = [_Lane(Helper(self._server), counters) for _ in range(number)]
-        self._for_wholes = _Lane(Helper(self._server), counters)
+        self._for_streams, self._for_wholes = (
+            [_Lane(Helper(self._server), counters) for _ in range(number)] for _ in range(2)
+        )
         self._numbers = itertools.count()
 
     def job(self, job: Job) -> "ParsedJob":
         """To be closed. `job` has a chat."""
-        lane = self._for_wholes
-        if job.is_streamed:
-            lane = min(self._for_streams, key=lambda one: len(one.jobs))
+        lanes = self._for_streams if job.is_streamed else self._for_wholes
+        lane = min(lanes, key=lambda one: len(one.jobs))
         begin = Begin(
             next(self._numbers), bytes(job.chat), bytes(job.sampling), job.is_streamed,
             job.prompt_token_ids, current_request.get(),
@@ -120,7 +134,7 @@ class ParserProcesses:
 
     def close(self) -> None:
         """Ends the helpers; from any thread."""
-        for lane in (*self._for_streams, self._for_wholes):
+        for lane in (*self._for_streams, *self._for_wholes):
             lane.is_closed = True
         self._server.close()
 
@@ -232,17 +246,19 @@ class _Lane:
 
     def _next_batch(self) -> list[_Waiting]:
         """Pieces of all jobs in turn, so that none waits for all that another one has."""
-        batch: list[_Waiting] = []
         queues = list(self._waiting.values())
         # What may have been the cause of a helper's end comes alone, in its job's turn.
         if queues and queues[0][0].num_ends:
             return [queues[0][0]]
-        queues = [queue for queue in queues if not queue[0].num_ends]
-        for turn in range(max(map(len, queues), default=0)):
-            batch += [queue[turn] for queue in queues if turn < len(queue)]
-            if len(batch) >= MAX_BATCH:
-                break
-        return batch[:MAX_BATCH]
+        batch, num_bytes = list[_Waiting](), 0
+        turns = deque(iter(queue) for queue in queues if not queue[0].num_ends)
+        while turns and len(batch) < MAX_BATCH and num_bytes < MAX_BATCH_BYTES:
+            pieces = turns.popleft()
+            if (one := next(pieces, None)) is not None:
+                batch.append(one)
+                num_bytes += len(one.piece.text) + len(one.piece.token_ids)
+                turns.append(pieces)
+        return batch
 
     async def _parse(self, batch: list[_Waiting]) -> None:
         request = encode(self._request(batch))
@@ -306,4 +322,7 @@ class _Lane:
         one.deliver((outcome.message, outcome.finish_reason))
 
     def _end_parsing(self, one: _Waiting, reason: str) -> None:
-        self._deliver(one, over(one.piece.text, one.piece.finish_reason, reason))
+        history = one.job.histories.get(one.piece.index, _History())
+        text, _ = _joined([*history.held, (one.piece.text, b"")])
+        ended = over(text, one.piece.finish_reason, reason)
+        self._deliver(one, plain(one.piece) if history.is_over else ended)
