@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from app.generation import Prompt, bounds_of_results
 from app.http.budget import Budget, Reservation
-from tests.pools import FACTS, request_of
+from tests.pools import FACTS, pool_of, request_of
 from titopool.errors import QueueFull, TitopoolError
 from titopool.settings.sampling import SamplingOptions
 from titopool.wire.messages import (
@@ -165,6 +165,27 @@ def test_one_that_keeps_to_what_it_expected_gives_way_to_the_oldest_only():
     oldest.receive(25 * MIB)
     assert oldest.error is None
     assert isinstance(modest.error, QueueFull)
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_an_aborted_job_ends_although_its_result_has_no_room(is_streamed: bool):
+    budget, pool, request = Budget(LIMIT), pool_of("a"), request_of(*[100] * 8)
+    one, body = Reservation(budget), Reservation(budget)
+    request.jobs = [msgspec.structs.replace(job, is_streamed=is_streamed) for job in request.jobs]
+    request.count_bytes = one.receive
+    one.expect(20 * MIB, 0, here, never)
+    pool.submit(request)
+    pool.assign()
+    ids = np.ones(7 * MIB // 4, np.int32).tobytes()
+    for job_id in (1, 2, 3):
+        pool.on_results("a", [Completed(job_id, 1, [Completion(ids, "stop", None, [])], 0)])
+    body.take(LIMIT - LIMIT // 8 - one.taken)
+    pool.end_waiting(None)
+    assert request.is_done == is_streamed
+    pool.on_results("a", [Completed(4, 1, [Completion(b"", "abort", None, [])], 0)])
+    assert request.is_done
+    # A stream whose client reads nothing.
+    assert isinstance(request.error, QueueFull) == is_streamed
 
 
 def test_nobody_gives_way_where_that_is_not_enough():

@@ -520,7 +520,8 @@ class Pool:
                 aborts.append((worker, [(one.job.job_id, one.job.attempt) for one in removed]))
         version, adapters = self.view.state.weights.version, self.adapters
         for one in ended:
-            one.end_as_aborted(version, adapters.get(one.job.adapter))
+            if refusal := one.end_as_aborted(version, adapters.get(one.job.adapter)):
+                self.fail(one.request, refusal)
         return len(ended), aborts
 
     def where_is(self, request: Request) -> tuple[list[str], bool]:
