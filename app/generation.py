@@ -53,6 +53,8 @@ MAX_PARSING_BYTES = 1024 * 1024
 _job_ids = itertools.count(1)
 # Memory of a job without its ids.
 JOB_BYTES = 1024
+# Of a completion, what is expected at most: most completions end long before `max_tokens`.
+EXPECTED_TOKENS = 8192
 # A job has five spans, or more. Of a large request the first jobs are traced.
 MAX_TRACED_JOBS = 32
 # How often a request whose client has gone looks whether a repeat has come.
@@ -265,7 +267,10 @@ def _distinct_options(
 def bounds_of_results(
     prompts: Sequence[Prompt], options: SamplingOptions, facts: WorkerFacts
 ) -> list[int]:
-    """The most memory that the result of each prompt takes in a front end."""
+    """The memory that is expected of the result of each prompt in a front end.
+
+    It is the most that the result takes where completions have at most `EXPECTED_TOKENS`.
+    """
     found = []
     for prompt in sharing_time(prompts):
         own, num_prompt = prompt.options or options, len(prompt.token_ids)
@@ -278,6 +283,7 @@ def bounds_of_results(
         of_token = bytes_of_token(own, facts)
         # With images, the engine's prompt is longer.
         num_run = facts.max_model_len - num_tokens if prompt.images.images else num_prompt
+        num_tokens = min(num_tokens, EXPECTED_TOKENS)
         of_replay = bytes_of_replay(own, facts, num_run, num_tokens)
         found.append(of_prompt + own.n * (COMPLETION_BYTES + num_tokens * of_token + of_replay))
     return found

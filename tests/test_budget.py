@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from app.generation import Prompt, bounds_of_results
+from app.generation import EXPECTED_TOKENS, Prompt, bounds_of_results
 from app.http.budget import Budget, Reservation
 from tests.pools import FACTS, pool_of, request_of
 from titopool.errors import QueueFull, TitopoolError
@@ -115,6 +115,29 @@ def test_routed_experts_and_masks_are_expected_with_the_tokens():
     assert without == 2 * (COMPLETION_BYTES + len(ids))
 
 
+def test_of_long_completions_a_part_is_expected():
+    """One by one they took the budget at a small part of an engine's slots."""
+    prompt = Prompt(np.ones(40, np.int32), "prompts[0]")
+    facts = msgspec.structs.replace(FACTS, max_model_len=131_072)
+    options = SamplingOptions(n=2, logprobs=1, max_tokens=None)
+    (bound,) = bounds_of_results([prompt], options, facts)
+    # The id, two entries, a rank and a number.
+    assert bound == 2 * (COMPLETION_BYTES + EXPECTED_TOKENS * (4 + 2 * 8 + 8))
+
+
+def test_the_oldest_takes_what_small_ones_only_expect():
+    budget = Budget(LIMIT)
+    oldest, body = Running(budget, MIB // 2), Reservation(budget)
+    body.take(2 * MIB)
+    small = [Running(budget, MIB // 2) for _ in range(107)]
+    oldest.receive(30 * MIB)
+    assert oldest.error is None
+    assert [one.error for one in small] == [None] * 107
+    assert budget.taken <= LIMIT - LIMIT // 8
+    small[-1].receive(MIB // 4)
+    assert small[-1].error is not None
+
+
 class Running:
     """A request between its wait for results and its end; results that have no room fail it."""
 
@@ -202,7 +225,7 @@ def test_nobody_gives_way_where_that_is_not_enough():
 @settings(max_examples=100, deadline=None)
 @given(
     st.lists(
-        st.tuples(st.integers(1, 100), st.lists(st.integers(1, 20), min_size=1, max_size=6)),
+        st.tuples(st.integers(-100, 100), st.lists(st.integers(1, 20), min_size=1, max_size=6)),
         min_size=1, max_size=12,
     ),
     st.randoms(use_true_random=False),
@@ -210,7 +233,7 @@ def test_nobody_gives_way_where_that_is_not_enough():
 def test_whatever_comes_the_oldest_that_runs_ends_well(
     drawn: list[tuple[int, list[int]]], chance: random.Random
 ):
-    """`drawn`: for each request by how much its bound exceeds its results, and their sizes in MiB."""
+    """`drawn`: for each request by how much what is expected exceeds its results, and their sizes in MiB."""
     budget, running, num_well = Budget(LIMIT), list[Running](), 0
     waiting = [(more, sizes) for more, sizes in drawn if sum(sizes) <= LIMIT // MIB * 7 // 8]
     left: dict[Running, list[int]] = {}
@@ -219,7 +242,7 @@ def test_whatever_comes_the_oldest_that_runs_ends_well(
         if waiting and chance.random() < 0.5:
             more, sizes = waiting[0]
             with suppress(QueueFull):
-                one = Running(budget, (sum(sizes) + more) * MIB)
+                one = Running(budget, max(1, sum(sizes) + more) * MIB)
                 left[one] = waiting.pop(0)[1].copy()
                 running.append(one)
         if running:

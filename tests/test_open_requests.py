@@ -175,6 +175,8 @@ def test_a_request_that_waits_for_memory_is_aborted(start_stub, stub_server, poo
     first, of_rids, last = begin("first", wide), begin("rids", rids, "/generate"), begin("l", wide)
     for one in listed(server)["requests"][3:]:
         assert (one["phase"], one["workers"]) == ("waiting", []), one
+    # An autoscaler adds workers for them, as for those that wait in the queue.
+    wait_until(lambda: "titopool_waiting_prompts 4.0" in server.get("/metrics").text, 10)
     assert end("another") == 0
     assert end("first") == 1
     assert first.result(10).json()["finish_reasons"] == ["abort"] * 128

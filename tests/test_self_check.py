@@ -16,12 +16,12 @@ SOURCES = sorted(
 )
 # Statements of each folder at most.
 SIZES = {
-    "app": 1080,
+    "app": 1082,
     "app.counts": 265,
-    "app.http": 853,
+    "app.http": 860,
     "app.inputs": 953,
     "app.metrics": 170,
-    "app.observing": 155,
+    "app.observing": 157,
     "app.openapi": 911,
     "app.outputs": 583,
     "app.pool": 1931,

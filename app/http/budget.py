@@ -1,11 +1,11 @@
 """The memory that the requests of a front end may take together, counted before it is taken.
 
 A request takes memory three times. Its body is refused where it does not fit. Before its jobs are
-sent, it waits until what it expects of results fits: the bytes that they may have at most, but no more
-than a share of the budget, as most completions are much shorter than they may be. As results arrive,
-they take what was expected, then what is free, then what younger requests have that got more than
-they expected. The oldest request that runs takes what any younger wide one has, so that one of them
-always goes on. Who gives way fails, and its client asks again.
+sent, it waits until what it expects of results fits: a part of the bytes that they may have at most, and
+no more than a share of the budget, as most completions are much shorter than they may be. As results
+arrive, they take what was expected, then what is free, then what younger requests have that got more
+than they expected. The oldest request that runs takes what younger ones only expect, and what any wide
+one of them has, so that one always goes on. Who gives way fails, and its client asks again.
 
 Requests wait in order, but an eighth of the budget is for those that pass a wider one. The first one
 goes on in any case once nobody else runs or is answered. An answer that its client does not read is
@@ -288,9 +288,17 @@ class Reservation:
             return False
         younger = waiting[: waiting.index(self) : -1]
         given = [one for one in younger if one._arrived > one._share]
+        lacking = budget.taken + num_bytes - (budget.limit - budget.limit // SMALL_SHARE)
         if waiting[0] is self:
             given += [one for one in younger if one not in given and one.taken > SMALL_BYTES]
-        lacking = budget.taken + num_bytes - (budget.limit - budget.limit // SMALL_SHARE)
+            for one in younger:
+                # What they only expect, small ones too: they take what is free once it comes.
+                part = min(one._expected, max(0, lacking))
+                one._expected -= part
+                one.add(-part)
+                lacking -= part
+        if lacking <= 0:
+            return True
         for num, one in enumerate(given, 1):
             lacking -= one._arrived + one._expected
             if lacking <= 0:

@@ -152,6 +152,13 @@ class OpenRequests:
     def __len__(self) -> int:
         return len(self._open)
 
+    @property
+    def num_held(self) -> int:
+        """Prompts that wait for memory."""
+        return sum(
+            len(one.pending.jobs) for one in self._open.values() if one.pending and one.is_held
+        )
+
     def begin(self, name: str, key: str) -> OpenRequest:
         """Adds the current HTTP request; `end_with_response` removes it."""
         environ = http_request.environ

@@ -74,7 +74,7 @@ class Request:
             weight: of the client's key, whose name the jobs have.
             count_bytes: gets the memory that a result takes as it arrives, below 0 what read chunks
                 took, and the result's bound; returns why there is no room for it.
-            bounds: the most memory that each job's result takes; empty: it is not known.
+            bounds: the memory that is expected of each job's result; empty: it is not known.
         """
         self.jobs = jobs
         self.facts = facts

@@ -194,7 +194,7 @@ class FrontEndTotals(msgspec.Struct, frozen=True):
     # Bytes of the memory budget.
     memory_taken: int = 0
     memory_limit: int = 0
-    # Prompts that wait in the front end for a worker.
+    # Prompts that wait in the front end for a worker or for memory.
     num_waiting: int = 0
     # Requests that were answered with an error, by its code; those of front ends that have ended too.
     refused: dict[str, int] = {}
