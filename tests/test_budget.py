@@ -8,6 +8,7 @@ import gevent
 import msgspec
 import numpy as np
 import pytest
+from gevent.event import Event
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -81,6 +82,37 @@ def test_a_narrow_request_passes_a_wide_one_that_waits_and_does_not_starve_it():
     for one in narrow:
         one.release()
     assert (budget.taken, budget.passing_bytes) == (0, 0)
+
+
+def test_narrow_ones_that_come_again_and_again_do_not_starve_a_wide_one():
+    """It waited out its time, while thousands of small ones came and went."""
+    budget, ended = Budget(LIMIT), Event()
+
+    def go_on(bound: int, took_s: float) -> None:
+        while not ended.is_set():
+            answered(Reservation(budget), bound, took_s)
+
+    bounds = [MIB * 9 // 10] * 48 + [MIB * 6 // 5] * 4
+    # Never many at once.
+    loops = [gevent.spawn(go_on, one, 0.01 + num / 2000) for num, one in enumerate(bounds)]
+    gevent.sleep(0.1)
+    wide = gevent.spawn(answered, Reservation(budget), 16 * MIB)
+    wide.join()
+    ended.set()
+    all_end(wide, *loops)
+    assert (budget.taken, budget.passing_bytes) == (0, 0)
+
+
+def test_an_answer_in_the_place_of_its_results_needs_no_room():
+    budget = Budget(LIMIT)
+    one, body = Reservation(budget), Reservation(budget)
+    one.expect(16 * MIB, 0, here, never)
+    assert one.receive(16 * MIB, 16 * MIB) is None
+    body.take(40 * MIB)
+    # What does not wait goes beyond what others leave.
+    body.add(4 * MIB)
+    assert one.grow(16 * MIB, 0)
+    assert not one.grow(1, 0)
 
 
 def test_a_stream_s_next_chunk_is_taken_although_nothing_is_free():

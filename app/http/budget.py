@@ -199,7 +199,10 @@ class Reservation:
     def _may_pass(self, num_bytes: int) -> bool:
         """Whether the request goes on before those that wait, and counts what it takes by that."""
         budget = self._budget
-        if not budget.queue or self.taken + num_bytes <= SMALL_BYTES:
+        # Small ones have a share of their own.
+        is_small = self.taken + num_bytes <= SMALL_BYTES
+        has_share = budget.taken_by_small + num_bytes <= budget.limit // SMALL_SHARE
+        if not budget.queue or (is_small and has_share):
             return True
         if budget.passing_bytes + num_bytes > budget.limit // PASSING_SHARE:
             return False
@@ -217,7 +220,7 @@ class Reservation:
         self._arrived -= replaced
         num_bytes -= replaced
         ends_s = time.monotonic() + min(left_s, GROW_S)
-        while not self._fits(num_bytes):
+        while num_bytes > 0 and not self._fits(num_bytes):
             if time.monotonic() > ends_s:
                 return False
             self._budget.end_unread()
