@@ -213,10 +213,12 @@ def make_jobs(
         with_prefixes: whether jobs carry the digests of their prompts' blocks for routing.
     """
     sampling = {
-        name: msgspec.Raw(_encode(encode_options, one, "sampling options", None))
+        name: msgspec.Raw(encode_sent(encode_options, one, "sampling options", None))
         for name, one in _distinct_options(prompts, options).items()
     }
-    parsing = b"" if chat is None else _encode(encode, chat, "tools, chat_template_kwargs", "tools")
+    parsing = (
+        b"" if chat is None else encode_sent(encode, chat, "tools, chat_template_kwargs", "tools")
+    )
     if len(parsing) > MAX_PARSING_BYTES:
         raise InvalidRequest(
             f"tools, chat_template_kwargs: expected at most {MAX_PARSING_BYTES} bytes together, got "
@@ -352,10 +354,17 @@ def wait_for_version(admission: Admission, version: int) -> None:
                 raise client_gone()
 
 
-def _encode(encoder: Callable[[Any], bytes], value: Any, fields: str, param: str | None) -> bytes:
+def encode_sent(
+    encoder: Callable[[Any], bytes], value: Any, fields: str, param: str | None
+) -> bytes:
+    """What a client has sent, encoded.
+
+    Raises:
+        InvalidRequest: JSON has such values, and `encoder` does not take them.
+    """
     try:
         return encoder(value)
-    except (OverflowError, RecursionError, UnicodeEncodeError) as error:
+    except (OverflowError, RecursionError, TypeError, UnicodeEncodeError) as error:
         raise InvalidRequest(
             f"{fields}: expected numbers of 64 bits at most, valid Unicode and no deep nesting, "
             f"got others ({error}); send other values",
