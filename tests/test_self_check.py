@@ -16,14 +16,14 @@ SOURCES = sorted(
 )
 # Statements of each folder at most.
 SIZES = {
-    "app": 1082,
+    "app": 1084,
     "app.counts": 265,
     "app.http": 862,
     "app.inputs": 953,
     "app.metrics": 170,
     "app.observing": 157,
     "app.openapi": 911,
-    "app.outputs": 583,
+    "app.outputs": 584,
     "app.pool": 1931,
     "app.routes": 2172,
     "app.schemas": 866,
