@@ -34,7 +34,7 @@ from titopool.errors import (
     TitopoolError,
     WeightsLost,
 )
-from titopool.settings.sampling import is_scored
+from titopool.settings.sampling import scored_once
 from titopool.wire.messages import (
     Apart,
     Chunk,
@@ -497,6 +497,8 @@ class Pool:
         Returns:
             How many there were, and those to abort at workers, as from `withdraw`.
         """
+
+        is_scored = scored_once()
 
         def is_meant(one: OpenJob) -> bool:
             if client_ids is not None and not one.job.is_named_in(client_ids):
