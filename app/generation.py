@@ -156,12 +156,13 @@ def make_request(
         min_weight_version: wait until the pool serves this version or a later one.
 
     Raises:
-        TitopoolError: images do not fit a prompt, no worker is ready, or the pool did not serve the
-            version before the request's deadline.
+        TitopoolError: there are too many prompts, images do not fit one, no worker is ready, or the
+            pool did not serve the version before the request's deadline.
     """
     if is_streamed:
         refuse_stream()
     link, facts = admission.link, admission.facts
+    link.check_num_prompts(len(prompts))
     locations = [prompt.location for prompt in prompts]
     check_placeholders(
         [prompt.token_ids for prompt in prompts], [prompt.images for prompt in prompts],

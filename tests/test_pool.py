@@ -692,6 +692,15 @@ def test_waiting_jobs_end_as_aborted_and_those_at_workers_do_not():
     assert not other.is_done
 
 
+def test_an_abort_of_a_request_that_is_submitted_later_ends_no_other_of_its_id():
+    pool = pool_of()
+    aborted, again = request_named("same", 2, 1), request_named("same", 2, 11)
+    pool.submit(again)
+    pool.submit(aborted)
+    assert pool.end_waiting(["same"], aborted) == (2, [])
+    assert (aborted.is_done, again.is_done) == (True, False)
+
+
 def test_an_abort_reads_a_grammar_that_jobs_share_once():
     """Of 20,000 jobs it was copied and hashed 20,000 times, in 0.8 s."""
     request = request_named("long", 5000, 1, stop=["a" * 10**6])

@@ -16,7 +16,7 @@ SOURCES = sorted(
 )
 # Statements of each folder at most.
 SIZES = {
-    "app": 1084,
+    "app": 1085,
     "app.counts": 265,
     "app.http": 862,
     "app.inputs": 953,
@@ -24,7 +24,7 @@ SIZES = {
     "app.observing": 158,
     "app.openapi": 911,
     "app.outputs": 584,
-    "app.pool": 1932,
+    "app.pool": 1936,
     "app.routes": 2172,
     "app.schemas": 866,
     "titopool": 491,

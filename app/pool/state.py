@@ -485,7 +485,7 @@ class Pool:
         return aborts
 
     def end_waiting(
-        self, client_ids: Collection[str] | None
+        self, client_ids: Collection[str] | None, only: Request | None = None
     ) -> tuple[int, list[tuple[Worker, list[tuple[int, int]]]]]:
         """Ends waiting jobs as aborted before their first token, also those that wait at a worker.
 
@@ -493,6 +493,7 @@ class Pool:
 
         Args:
             client_ids: the clients' ids of the requests; None: all.
+            only: others of the same id go on; None: they do not.
 
         Returns:
             How many there were, and those to abort at workers, as from `withdraw`.
@@ -502,6 +503,8 @@ class Pool:
 
         def is_meant(one: OpenJob) -> bool:
             if client_ids is not None and not one.job.is_named_in(client_ids):
+                return False
+            if only is not None and one.request is not only:
                 return False
             return not is_scored(one.job)
 
