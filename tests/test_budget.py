@@ -170,6 +170,14 @@ def test_the_oldest_takes_what_small_ones_only_expect():
     assert small[-1].error is not None
 
 
+@pytest.mark.parametrize(("letter", "num_bytes"), [("a", 1), ("漢", 2), ("😀", 4)])
+def test_a_text_counts_as_it_is_kept_and_twice_in_a_message(letter: str, num_bytes: int):
+    plain = Completion(b"", "stop", None, [], letter * 10_000)
+    parsed = msgspec.structs.replace(plain, message={"content": plain.text})
+    assert 0 <= plain.num_bytes - num_bytes * 10_000 < 100
+    assert parsed.num_bytes == 2 * plain.num_bytes
+
+
 class Running:
     """A request between its wait for results and its end; results that have no room fail it."""
 

@@ -35,7 +35,7 @@ SIZES = {
     "titopool.rollouts": 832,
     "titopool.settings": 853,
     "titopool.top": 389,
-    "titopool.wire": 931,
+    "titopool.wire": 934,
     "workers": 631,
     "workers.cluster": 302,
     "workers.engine": 2112,
