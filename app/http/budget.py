@@ -7,9 +7,9 @@ arrive, they take what was expected, then what is free, then what younger reques
 than they expected. The oldest request that runs takes what younger ones only expect, and what any wide
 one of them has, so that one always goes on. Who gives way fails, and its client asks again.
 
-Requests wait in order, but an eighth of the budget is for those that pass a wider one. The first one
-goes on in any case once nobody else runs or is answered. An answer that its client does not read is
-given up as soon as somebody waits for its memory.
+Requests wait in order, but two eighths of the budget are for those that pass a wider one, one of them
+for small ones. The first one goes on in any case once nobody else runs or is answered. An answer that
+its client does not read is given up as soon as somebody waits for its memory.
 """
 
 import fcntl
@@ -37,7 +37,7 @@ Fail = Callable[[TitopoolError], object]
 SMALL_BYTES = 2**20
 SMALL_SHARE = 8
 # Of the budget, what one request may expect of results: three wide ones run at once; and what is for
-# those that pass others, so that a wide one that waits needs the end of one wide one at most.
+# those that pass others, so that a wide one that waits needs the end of two wide ones at most.
 EXPECTED_SHARE, PASSING_SHARE = 4, 8
 # A stream has less at once, and ends for no memory.
 STREAM_BYTES = 64 * 1024
