@@ -53,6 +53,8 @@ MAX_PARSING_BYTES = 1024 * 1024
 _job_ids = itertools.count(1)
 # Memory of a job without its ids.
 JOB_BYTES = 1024
+# Of a completion, what is expected at most: most completions end long before `max_tokens`.
+EXPECTED_TOKENS = 8192
 # A job has five spans, or more. Of a large request the first jobs are traced.
 MAX_TRACED_JOBS = 32
 # How often a request whose client has gone looks whether a repeat has come.
@@ -154,12 +156,13 @@ def make_request(
         min_weight_version: wait until the pool serves this version or a later one.
 
     Raises:
-        TitopoolError: images do not fit a prompt, no worker is ready, or the pool did not serve the
-            version before the request's deadline.
+        TitopoolError: there are too many prompts, images do not fit one, no worker is ready, or the
+            pool did not serve the version before the request's deadline.
     """
     if is_streamed:
         refuse_stream()
     link, facts = admission.link, admission.facts
+    link.check_num_prompts(len(prompts))
     locations = [prompt.location for prompt in prompts]
     check_placeholders(
         [prompt.token_ids for prompt in prompts], [prompt.images for prompt in prompts],
@@ -211,10 +214,12 @@ def make_jobs(
         with_prefixes: whether jobs carry the digests of their prompts' blocks for routing.
     """
     sampling = {
-        name: msgspec.Raw(_encode(encode_options, one, "sampling options", None))
+        name: msgspec.Raw(encode_sent(encode_options, one, "sampling options", None))
         for name, one in _distinct_options(prompts, options).items()
     }
-    parsing = b"" if chat is None else _encode(encode, chat, "tools, chat_template_kwargs", "tools")
+    parsing = (
+        b"" if chat is None else encode_sent(encode, chat, "tools, chat_template_kwargs", "tools")
+    )
     if len(parsing) > MAX_PARSING_BYTES:
         raise InvalidRequest(
             f"tools, chat_template_kwargs: expected at most {MAX_PARSING_BYTES} bytes together, got "
@@ -265,7 +270,10 @@ def _distinct_options(
 def bounds_of_results(
     prompts: Sequence[Prompt], options: SamplingOptions, facts: WorkerFacts
 ) -> list[int]:
-    """The most memory that the result of each prompt takes in a front end."""
+    """The memory that is expected of the result of each prompt in a front end.
+
+    It is the most that the result takes where completions have at most `EXPECTED_TOKENS`.
+    """
     found = []
     for prompt in sharing_time(prompts):
         own, num_prompt = prompt.options or options, len(prompt.token_ids)
@@ -278,6 +286,7 @@ def bounds_of_results(
         of_token = bytes_of_token(own, facts)
         # With images, the engine's prompt is longer.
         num_run = facts.max_model_len - num_tokens if prompt.images.images else num_prompt
+        num_tokens = min(num_tokens, EXPECTED_TOKENS)
         of_replay = bytes_of_replay(own, facts, num_run, num_tokens)
         found.append(of_prompt + own.n * (COMPLETION_BYTES + num_tokens * of_token + of_replay))
     return found
@@ -346,10 +355,17 @@ def wait_for_version(admission: Admission, version: int) -> None:
                 raise client_gone()
 
 
-def _encode(encoder: Callable[[Any], bytes], value: Any, fields: str, param: str | None) -> bytes:
+def encode_sent(
+    encoder: Callable[[Any], bytes], value: Any, fields: str, param: str | None
+) -> bytes:
+    """What a client has sent, encoded.
+
+    Raises:
+        InvalidRequest: JSON has such values, and `encoder` does not take them.
+    """
     try:
         return encoder(value)
-    except (OverflowError, RecursionError, UnicodeEncodeError) as error:
+    except (OverflowError, RecursionError, TypeError, UnicodeEncodeError) as error:
         raise InvalidRequest(
             f"{fields}: expected numbers of 64 bits at most, valid Unicode and no deep nesting, "
             f"got others ({error}); send other values",

@@ -112,7 +112,7 @@ class Service:
         return FrontEndTotals(
             memory_taken=self.budget.taken,
             memory_limit=self.budget.limit,
-            num_waiting=self.link.num_waiting,
+            num_waiting=self.link.num_waiting + self.requests.num_held,
             refused=dict(self.refused),
         )
 

@@ -16,7 +16,7 @@ from app.generation import cancel_overdue, submitted
 from app.http.request_ids import log_failure
 from app.http.responses import PIECE_BYTES, in_pieces, watched
 from app.inputs.admission import Admission
-from app.outputs.json_parts import encode_rows, json_parts
+from app.outputs.json_parts import UnknownValue, encode_rows, json_parts
 from app.outputs.kept_logprobs import StreamedLogprobs
 from app.pool.request import ChunkOfJob, Request
 from app.time_slices import give_way
@@ -122,9 +122,12 @@ def _pieces(events: Iterable[dict[str, Any]]) -> Iterator[bytes]:
     for event in events:
         try:
             short += _encode(event)
-        except TypeError:
+        except TypeError as error:
             yield from in_pieces(short)
             short.clear()
+            if not isinstance(error.__cause__, UnknownValue):
+                # orjson has this type for all errors, also for one while rows were made.
+                raise error.__cause__ or error from None
             yield b"data: "
             for part in json_parts(event):
                 yield from in_pieces(part)

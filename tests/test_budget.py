@@ -8,12 +8,13 @@ import gevent
 import msgspec
 import numpy as np
 import pytest
+from gevent.event import Event
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from app.generation import Prompt, bounds_of_results
+from app.generation import EXPECTED_TOKENS, Prompt, bounds_of_results
 from app.http.budget import Budget, Reservation
-from tests.pools import FACTS, request_of
+from tests.pools import FACTS, pool_of, request_of
 from titopool.errors import QueueFull, TitopoolError
 from titopool.settings.sampling import SamplingOptions
 from titopool.wire.messages import (
@@ -83,6 +84,37 @@ def test_a_narrow_request_passes_a_wide_one_that_waits_and_does_not_starve_it():
     assert (budget.taken, budget.passing_bytes) == (0, 0)
 
 
+def test_narrow_ones_that_come_again_and_again_do_not_starve_a_wide_one():
+    """It waited out its time, while thousands of small ones came and went."""
+    budget, ended = Budget(LIMIT), Event()
+
+    def go_on(bound: int, took_s: float) -> None:
+        while not ended.is_set():
+            answered(Reservation(budget), bound, took_s)
+
+    bounds = [MIB * 9 // 10] * 48 + [MIB * 6 // 5] * 4
+    # Never many at once.
+    loops = [gevent.spawn(go_on, one, 0.01 + num / 2000) for num, one in enumerate(bounds)]
+    gevent.sleep(0.1)
+    wide = gevent.spawn(answered, Reservation(budget), 16 * MIB)
+    wide.join()
+    ended.set()
+    all_end(wide, *loops)
+    assert (budget.taken, budget.passing_bytes) == (0, 0)
+
+
+def test_an_answer_in_the_place_of_its_results_needs_no_room():
+    budget = Budget(LIMIT)
+    one, body = Reservation(budget), Reservation(budget)
+    one.expect(16 * MIB, 0, here, never)
+    assert one.receive(16 * MIB, 16 * MIB) is None
+    body.take(40 * MIB)
+    # What does not wait goes beyond what others leave.
+    body.add(4 * MIB)
+    assert one.grow(16 * MIB, 0)
+    assert not one.grow(1, 0)
+
+
 def test_a_stream_s_next_chunk_is_taken_although_nothing_is_free():
     budget = Budget(LIMIT)
     stream, other = Reservation(budget), Reservation(budget)
@@ -113,6 +145,37 @@ def test_routed_experts_and_masks_are_expected_with_the_tokens():
     plain = msgspec.structs.replace(options, routed_experts_prompt_start=None)
     (without,) = bounds_of_results([prompt], plain, facts)
     assert without == 2 * (COMPLETION_BYTES + len(ids))
+
+
+def test_of_long_completions_a_part_is_expected():
+    """One by one they took the budget at a small part of an engine's slots."""
+    prompt = Prompt(np.ones(40, np.int32), "prompts[0]")
+    facts = msgspec.structs.replace(FACTS, max_model_len=131_072)
+    options = SamplingOptions(n=2, logprobs=1, max_tokens=None)
+    (bound,) = bounds_of_results([prompt], options, facts)
+    # The id, two entries, a rank and a number.
+    assert bound == 2 * (COMPLETION_BYTES + EXPECTED_TOKENS * (4 + 2 * 8 + 8))
+
+
+def test_the_oldest_takes_what_small_ones_only_expect():
+    budget = Budget(LIMIT)
+    oldest, body = Running(budget, MIB // 2), Reservation(budget)
+    body.take(2 * MIB)
+    small = [Running(budget, MIB // 2) for _ in range(107)]
+    oldest.receive(30 * MIB)
+    assert oldest.error is None
+    assert [one.error for one in small] == [None] * 107
+    assert budget.taken <= LIMIT - LIMIT // 8
+    small[-1].receive(MIB // 4)
+    assert small[-1].error is not None
+
+
+@pytest.mark.parametrize(("letter", "num_bytes"), [("a", 1), ("漢", 2), ("😀", 4)])
+def test_a_text_counts_as_it_is_kept_and_twice_in_a_message(letter: str, num_bytes: int):
+    plain = Completion(b"", "stop", None, [], letter * 10_000)
+    parsed = msgspec.structs.replace(plain, message={"content": plain.text})
+    assert 0 <= plain.num_bytes - num_bytes * 10_000 < 100
+    assert parsed.num_bytes == 2 * plain.num_bytes
 
 
 class Running:
@@ -167,6 +230,27 @@ def test_one_that_keeps_to_what_it_expected_gives_way_to_the_oldest_only():
     assert isinstance(modest.error, QueueFull)
 
 
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_an_aborted_job_ends_although_its_result_has_no_room(is_streamed: bool):
+    budget, pool, request = Budget(LIMIT), pool_of("a"), request_of(*[100] * 8)
+    one, body = Reservation(budget), Reservation(budget)
+    request.jobs = [msgspec.structs.replace(job, is_streamed=is_streamed) for job in request.jobs]
+    request.count_bytes = one.receive
+    one.expect(20 * MIB, 0, here, never)
+    pool.submit(request)
+    pool.assign()
+    ids = np.ones(7 * MIB // 4, np.int32).tobytes()
+    for job_id in (1, 2, 3):
+        pool.on_results("a", [Completed(job_id, 1, [Completion(ids, "stop", None, [])], 0)])
+    body.take(LIMIT - LIMIT // 8 - one.taken)
+    pool.end_waiting(None)
+    assert request.is_done == is_streamed
+    pool.on_results("a", [Completed(4, 1, [Completion(b"", "abort", None, [])], 0)])
+    assert request.is_done
+    # A stream whose client reads nothing.
+    assert isinstance(request.error, QueueFull) == is_streamed
+
+
 def test_nobody_gives_way_where_that_is_not_enough():
     budget = Budget(LIMIT)
     body = Reservation(budget)
@@ -181,7 +265,7 @@ def test_nobody_gives_way_where_that_is_not_enough():
 @settings(max_examples=100, deadline=None)
 @given(
     st.lists(
-        st.tuples(st.integers(1, 100), st.lists(st.integers(1, 20), min_size=1, max_size=6)),
+        st.tuples(st.integers(-100, 100), st.lists(st.integers(1, 20), min_size=1, max_size=6)),
         min_size=1, max_size=12,
     ),
     st.randoms(use_true_random=False),
@@ -189,7 +273,7 @@ def test_nobody_gives_way_where_that_is_not_enough():
 def test_whatever_comes_the_oldest_that_runs_ends_well(
     drawn: list[tuple[int, list[int]]], chance: random.Random
 ):
-    """`drawn`: for each request by how much its bound exceeds its results, and their sizes in MiB."""
+    """`drawn`: for each request by how much what is expected exceeds its results, and their sizes in MiB."""
     budget, running, num_well = Budget(LIMIT), list[Running](), 0
     waiting = [(more, sizes) for more, sizes in drawn if sum(sizes) <= LIMIT // MIB * 7 // 8]
     left: dict[Running, list[int]] = {}
@@ -198,7 +282,7 @@ def test_whatever_comes_the_oldest_that_runs_ends_well(
         if waiting and chance.random() < 0.5:
             more, sizes = waiting[0]
             with suppress(QueueFull):
-                one = Running(budget, (sum(sizes) + more) * MIB)
+                one = Running(budget, max(1, sum(sizes) + more) * MIB)
                 left[one] = waiting.pop(0)[1].copy()
                 running.append(one)
         if running:

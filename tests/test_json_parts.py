@@ -1,6 +1,7 @@
 """Long answers are written item by item, and take little more memory than their bytes."""
 
 import tracemalloc
+from collections.abc import Iterator
 
 import msgspec
 import numpy as np
@@ -8,7 +9,7 @@ import orjson
 import pytest
 
 from app.http.responses import PIECE_BYTES, json_line, json_response
-from app.outputs.json_parts import json_parts
+from app.outputs.json_parts import Rows, json_parts
 from tests.conftest import StartStub
 from tests.memory_growth import front_end, growth_of
 
@@ -43,6 +44,25 @@ def test_parts_are_no_shorter_than_a_write_and_items_are_encoded_as_they_come():
     assert all(length >= PIECE_BYTES for length in lengths[:-1])
     # A part, and the item that ends it.
     assert peak < 16 * PIECE_BYTES
+
+
+def test_wide_rows_are_encoded_one_at_a_time():
+    """64 of 20,000 log-probabilities each took 805 MiB."""
+    made = []
+
+    def rows() -> Iterator[list[dict[str, float]] | None]:
+        # As the first token of a prompt.
+        yield None
+        for number in range(20):
+            made.append(number)
+            yield [{"logprob": -1.5}] * 20_000
+
+    parts = json_parts({"items": Rows(rows())})
+    assert next(parts)
+    assert len(made) <= 2
+    assert len(orjson.loads(b"".join(json_parts({"items": Rows(rows())})))["items"]) == 21
+    narrow = Rows([number] for number in range(1000))
+    assert orjson.loads(b"".join(json_parts(narrow))) == [[number] for number in range(1000)]
 
 
 def test_a_long_answer_takes_little_more_memory_than_its_bytes(start_stub: StartStub, stub_server):

@@ -5,10 +5,12 @@ import math
 import os
 import re
 import resource
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 import openai
 import pytest
@@ -19,6 +21,7 @@ from hypothesis import strategies as st
 from app.http.responses import LOGPROBS_MODE_HEADER
 from app.outputs import kept_logprobs
 from app.outputs.kept_logprobs import KeptLogprobs
+from app.pool.request import ChunkOfJob
 from tests import reference
 from tests.conftest import ENGINE_OPTIONS
 from tests.servers import Server, wait_until
@@ -119,6 +122,33 @@ def test_values_that_are_not_finite_are_not_kept(value: float):
     assert kept_logprobs.arrays_of([Completed(1, 1, [completion], 0)]) == []
     streamed = kept_logprobs.StreamedLogprobs()
     streamed.add([(0, Chunk(1, 1, [(0, completion)]))])
+    assert streamed.arrays() == []
+
+
+def test_of_a_stream_s_chunks_only_the_kept_values_stay():
+    """Streams kept all chunks until their end: gigabytes that no budget counted."""
+    ids, values = np.array([5, 6], np.int32).tobytes(), np.array([-1.0, -2.0], np.float32)
+    best = Logprobs(values.repeat(2).tobytes(), np.array([5, 1, 6, 1], np.int32).tobytes())
+    best = msgspec.structs.replace(best, counts=np.array([2, 2], np.int32).tobytes())
+    streamed = kept_logprobs.StreamedLogprobs()
+
+    def add(index: int, ids: bytes, logprobs: Logprobs | None) -> None:
+        streamed.add([ChunkOfJob(0, Chunk(1, 1, [(index, Completion(ids, "", logprobs, []))]))])
+
+    tracemalloc.start()
+    for _ in range(1000):
+        add(1, ids, best)
+    num_bytes, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert num_bytes < 16_000
+    # The last chunk of a completion has no tokens, and of one that was aborted it is the only one.
+    add(1, b"", None)
+    add(0, b"", None)
+    first, second = streamed.arrays()
+    assert not len(first)
+    assert np.array_equal(second, np.tile(values, 1000))
+    add(0, ids, None)
+    add(1, ids, best)
     assert streamed.arrays() == []
 
 

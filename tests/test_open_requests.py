@@ -153,7 +153,8 @@ def test_phases_of_streams_and_checks_and_ids_of_prompts(start_stub, stub_server
 def test_a_request_that_waits_for_memory_is_aborted(start_stub, stub_server, pool):
     """It waited on, for up to an hour, and all that waited behind it did too."""
     start_stub(0, "--delay-s", "40")
-    server = stub_server(1, "--num-front-ends", "1", "--memory-budget-bytes", str(16 * 2**20))
+    options = {"num-front-ends": 1, "memory-budget-bytes": 16 * 2**20, "max-queued-prompts": 8}
+    server = stub_server(1, *(f"--{name}={value}" for name, value in options.items()))
     # Each expects a quarter of the budget, and an eighth is for small ones: three of them run.
     wide = {"prompts": [[1, 2]], "n": 128, "max_tokens": 1700}
     rids = {
@@ -175,7 +176,12 @@ def test_a_request_that_waits_for_memory_is_aborted(start_stub, stub_server, poo
     first, of_rids, last = begin("first", wide), begin("rids", rids, "/generate"), begin("l", wide)
     for one in listed(server)["requests"][3:]:
         assert (one["phase"], one["workers"]) == ("waiting", []), one
+    # An autoscaler adds workers for them, as for those that wait in the queue.
+    wait_until(lambda: "titopool_waiting_prompts 4.0" in server.get("/metrics").text, 10)
     assert end("another") == 0
+    # One that alone has too many prompts does not wait.
+    alone = server.post("/generate/", wide | {"prompts": [[1]] * 9})
+    assert "max_queued_prompts" in alone.json()["error"]["message"]
     assert end("first") == 1
     assert first.result(10).json()["finish_reasons"] == ["abort"] * 128
     # One prompt of two.

@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from app.observing.open_requests import OpenRequest
 from app.pool.pool_view import MAX_LABELS
 from app.pool.records import MAX_RENDERS
 from app.pool.request import Request
@@ -689,6 +690,27 @@ def test_waiting_jobs_end_as_aborted_and_those_at_workers_do_not():
     assert first.is_done
     assert pool.end_waiting(None) == (0, [])
     assert not other.is_done
+
+
+def test_an_abort_of_a_request_that_is_submitted_later_ends_no_other_of_its_id():
+    pool = pool_of()
+    aborted, again = request_named("same", 2, 1), request_named("same", 2, 11)
+    pool.submit(again)
+    pool.submit(aborted)
+    assert pool.end_waiting(["same"], aborted) == (2, [])
+    assert (aborted.is_done, again.is_done) == (True, False)
+
+
+def test_an_abort_reads_a_grammar_that_jobs_share_once():
+    """Of 20,000 jobs it was copied and hashed 20,000 times, in 0.8 s."""
+    request = request_named("long", 5000, 1, stop=["a" * 10**6])
+    pool, shown = pool_of(), OpenRequest("long", "", "", "")
+    pool.submit(request)
+    shown.hold(request)
+    began_s = time.process_time()
+    assert shown.end_jobs(["long"]) == 5000
+    assert pool.end_waiting(["long"]) == (5000, [])
+    assert time.process_time() - began_s < 0.5
 
 
 def test_an_abort_also_ends_jobs_that_wait_at_a_worker():

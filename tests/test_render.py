@@ -115,6 +115,9 @@ def test_without_a_limit_the_context_is_one(single_server: Server):
     assert found["sampling_params"] == {"max_tokens": MAX_LEN - len(found["token_ids"])}
 
 
+HUGE = {
+    "type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "integer", "maximum": 2**70}},
+}  # fmt: skip
 BAD = {
     CHAT: [
         {"messages": []},
@@ -127,6 +130,7 @@ BAD = {
         {"messages": QUESTION, "top_logprobs": 3},
         {"messages": QUESTION, "n": 10**6},
         {"messages": QUESTION, "extra_args": nested(300)},
+        {"messages": QUESTION, "response_format": HUGE},
         {"messages": QUESTION, "temperature": 0, "n": 2},
         {"messages": QUESTION, "logit_bias": {"999999": 1}},
         {"messages": [{"role": "user", "content": "a " * 2000}]},
@@ -138,6 +142,7 @@ BAD = {
         {"prompt": [[5], "a"]},
         {"prompt": [10**6]},
         {"prompt": "a", "echo": True, "stream": True},
+        {"prompt": "a", "extra_args": {"a": 2**70}},
         {"prompt": "a", "mm_processor_kwargs": {"max_pixels": 1}},
     ],
 }

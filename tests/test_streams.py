@@ -3,16 +3,20 @@
 import http.client
 import itertools
 import json
+from collections.abc import Iterator
 
 import openai
 import pytest
 from transformers import AutoTokenizer
 
+from app.outputs.json_parts import Rows
+from app.streams import _pieces
 from tests import reference
 from tests.openai_calls import HELLO, IDS, client_of, gathered
 from tests.reference import TOLERANCE
 from tests.servers import Server, wait_until
 from tests.stub_worker import Fault
+from titopool.errors import GenerationFailed
 
 GREEDY = {"temperature": 0, "max_tokens": 12}
 WITH_IDS = {"return_token_ids": True, "ignore_eos": True}
@@ -102,6 +106,24 @@ def test_each_of_n_completions_ends_once_and_usage_grows(client, model):
         assert all(a < b for a, b in itertools.pairwise(counts))
         assert counts[-1] == len(streamed[index]["ids"])
     assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
+
+
+def test_an_event_that_cannot_be_made_leaves_no_part_of_it():
+    """Any error of its rows was taken for a long event, which began and broke."""
+
+    def rows() -> Iterator[object]:
+        yield 1
+        raise GenerationFailed("no such token")
+
+    pieces = _pieces([{"a": 1}, {"a": Rows(rows())}])
+    assert next(pieces) == b'data: {"a":1}\n\n'
+    with pytest.raises(GenerationFailed):
+        next(pieces)
+    with pytest.raises(TypeError, match="64-bit"):
+        list(_pieces([{"a": 2**70}]))
+    assert b"".join(_pieces([{"a": iter([1, 2])}, {"a": Rows([3])}])) == (
+        b'data: {"a":[1,2]}\n\ndata: {"a":[3]}\n\n'
+    )
 
 
 def test_text_after_a_stop_string_is_never_sent(client, model, tiny_model):

@@ -1,15 +1,15 @@
 """The memory that the requests of a front end may take together, counted before it is taken.
 
 A request takes memory three times. Its body is refused where it does not fit. Before its jobs are
-sent, it waits until what it expects of results fits: the bytes that they may have at most, but no more
-than a share of the budget, as most completions are much shorter than they may be. As results arrive,
-they take what was expected, then what is free, then what younger requests have that got more than
-they expected. The oldest request that runs takes what any younger wide one has, so that one of them
-always goes on. Who gives way fails, and its client asks again.
+sent, it waits until what it expects of results fits: a part of the bytes that they may have at most, and
+no more than a share of the budget, as most completions are much shorter than they may be. As results
+arrive, they take what was expected, then what is free, then what younger requests have that got more
+than they expected. The oldest request that runs takes what younger ones only expect, and what any wide
+one of them has, so that one always goes on. Who gives way fails, and its client asks again.
 
-Requests wait in order, but an eighth of the budget is for those that pass a wider one. The first one
-goes on in any case once nobody else runs or is answered. An answer that its client does not read is
-given up as soon as somebody waits for its memory.
+Requests wait in order, but two eighths of the budget are for those that pass a wider one, one of them
+for small ones. The first one goes on in any case once nobody else runs or is answered. An answer that
+its client does not read is given up as soon as somebody waits for its memory.
 """
 
 import fcntl
@@ -37,7 +37,7 @@ Fail = Callable[[TitopoolError], object]
 SMALL_BYTES = 2**20
 SMALL_SHARE = 8
 # Of the budget, what one request may expect of results: three wide ones run at once; and what is for
-# those that pass others, so that a wide one that waits needs the end of one wide one at most.
+# those that pass others, so that a wide one that waits needs the end of two wide ones at most.
 EXPECTED_SHARE, PASSING_SHARE = 4, 8
 # A stream has less at once, and ends for no memory.
 STREAM_BYTES = 64 * 1024
@@ -199,7 +199,10 @@ class Reservation:
     def _may_pass(self, num_bytes: int) -> bool:
         """Whether the request goes on before those that wait, and counts what it takes by that."""
         budget = self._budget
-        if not budget.queue or self.taken + num_bytes <= SMALL_BYTES:
+        # Small ones have a share of their own.
+        is_small = self.taken + num_bytes <= SMALL_BYTES
+        has_share = budget.taken_by_small + num_bytes <= budget.limit // SMALL_SHARE
+        if not budget.queue or (is_small and has_share):
             return True
         if budget.passing_bytes + num_bytes > budget.limit // PASSING_SHARE:
             return False
@@ -217,7 +220,7 @@ class Reservation:
         self._arrived -= replaced
         num_bytes -= replaced
         ends_s = time.monotonic() + min(left_s, GROW_S)
-        while not self._fits(num_bytes):
+        while num_bytes > 0 and not self._fits(num_bytes):
             if time.monotonic() > ends_s:
                 return False
             self._budget.end_unread()
@@ -288,9 +291,17 @@ class Reservation:
             return False
         younger = waiting[: waiting.index(self) : -1]
         given = [one for one in younger if one._arrived > one._share]
+        lacking = budget.taken + num_bytes - (budget.limit - budget.limit // SMALL_SHARE)
         if waiting[0] is self:
             given += [one for one in younger if one not in given and one.taken > SMALL_BYTES]
-        lacking = budget.taken + num_bytes - (budget.limit - budget.limit // SMALL_SHARE)
+            for one in younger:
+                # What they only expect, small ones too: they take what is free once it comes.
+                part = min(one._expected, max(0, lacking))
+                one._expected -= part
+                one.add(-part)
+                lacking -= part
+        if lacking <= 0:
+            return True
         for num, one in enumerate(given, 1):
             lacking -= one._arrived + one._expected
             if lacking <= 0:

@@ -184,7 +184,7 @@ def _front_end_metrics(beats: list[Heartbeat]) -> Iterable[Metric]:
     )
     yield GaugeMetricFamily(
         "titopool_waiting_prompts",
-        "prompts that wait for a worker, in all front ends",
+        "prompts that wait for a worker or for memory, in all front ends",
         value=totals.num_waiting,
     )
     refused = CounterMetricFamily(

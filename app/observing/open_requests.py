@@ -15,7 +15,7 @@ from flask import Flask, Response, g, has_request_context
 from flask import request as http_request
 
 from app.pool.request import Request
-from titopool.settings.sampling import is_scored
+from titopool.settings.sampling import scored_once
 from titopool.wire.messages import ListedRequests, RequestInfo, RequestPhase, owned_id
 
 # Names of workers and ids of jobs that one request shows.
@@ -90,6 +90,7 @@ class OpenRequest:
         A job whose prompt is scored goes on, as `Pool.end_waiting` has it.
         """
         assert self.pending is not None
+        is_scored = scored_once()
         ended = [
             job
             for job in self.pending.jobs
@@ -151,6 +152,13 @@ class OpenRequests:
 
     def __len__(self) -> int:
         return len(self._open)
+
+    @property
+    def num_held(self) -> int:
+        """Prompts that wait for memory."""
+        return sum(
+            len(one.pending.jobs) for one in self._open.values() if one.pending and one.is_held
+        )
 
     def begin(self, name: str, key: str) -> OpenRequest:
         """Adds the current HTTP request; `end_with_response` removes it."""

@@ -11,8 +11,13 @@ import orjson
 from app.http.responses import PIECE_BYTES
 from app.time_slices import sharing_time
 
-# Items of `Rows` that are encoded at once.
+# Items of `Rows` that are encoded at once, fewer if that makes more than `PIECE_BYTES`: a row may have an
+# object for each entry of the vocabulary.
 ROWS_AT_ONCE = 64
+
+
+class UnknownValue(TypeError):
+    """JSON does not have the value."""
 
 
 class Rows:
@@ -80,16 +85,16 @@ def encode_rows(value: Any) -> list[Any]:
     """For orjson, which calls it for `Rows` in a short object."""
     if isinstance(value, Rows):
         return list(value)
-    raise TypeError(f"expected a value that JSON has, got {type(value).__name__}")
+    raise UnknownValue(f"expected a value that JSON has, got {type(value).__name__}")
 
 
 def _tokens(value: Any) -> Iterator[bytes]:
     if isinstance(value, Rows):
         yield b"["
-        before = b""
-        while batch := list(islice(iter(value), ROWS_AT_ONCE)):
-            yield before + _encoded(batch)[1:-1]
-            before = b","
+        before, num = b"", 1
+        while batch := list(islice(iter(value), num)):
+            yield before + (made := _encoded(batch)[1:-1])
+            before, num = b",", min(2 * num, ROWS_AT_ONCE, max(1, num * PIECE_BYTES // len(made)))
         yield b"]"
     elif isinstance(value, Text):
         yield b'"'

@@ -20,7 +20,7 @@ from app.outputs.token_arrays import sampled_logprobs
 from app.pool.request import ChunkOfJob
 from app.time_slices import sharing_time
 from titopool.settings.config import ServerConfig
-from titopool.wire.messages import Completed, Completion
+from titopool.wire.messages import Completed
 
 logger = logging.getLogger(__name__)
 
@@ -169,26 +169,25 @@ def arrays_of(results: Sequence[Completed]) -> list[np.ndarray]:
 
 
 class StreamedLogprobs:
-    """Gathers the pieces of a stream's completions."""
+    """Gathers those of a stream's completions, 4 bytes for each token."""
 
     def __init__(self) -> None:
-        self._pieces: dict[tuple[int, int], list[Completion]] = defaultdict(list)
+        # Float32, by the indices of job and completion.
+        self._values: dict[tuple[int, int], bytearray] = defaultdict(bytearray)
+        self._has_all = True
 
     def add(self, chunks: Iterable[ChunkOfJob]) -> None:
-        for job_index, chunk in chunks:
+        for job_index, chunk in chunks if self._has_all else ():
             for index, piece in chunk.pieces:
-                self._pieces[job_index, index].append(piece)
+                self._values[job_index, index] += sampled_logprobs(piece).tobytes()
+                self._has_all &= piece.logprobs is not None or not piece.token_ids
+        if not self._has_all:
+            self._values.clear()
 
     def arrays(self) -> list[np.ndarray]:
         """As `arrays_of`, of all chunks so far."""
-        runs = [[one for one in self._pieces[key] if one.token_ids] for key in sorted(self._pieces)]
-        if any(one.logprobs is None for run in runs for one in run):
-            return []
-        arrays = [np.concatenate([_NONE, *map(sampled_logprobs, run)]) for run in runs]
+        arrays = [np.frombuffer(self._values[key], np.float32) for key in sorted(self._values)]
         return arrays if all(np.isfinite(one).all() for one in arrays) else []
-
-
-_NONE = np.array([], np.float32)
 
 
 def _number_of(name: str) -> int:

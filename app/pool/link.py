@@ -276,6 +276,15 @@ class Link:
             retry_after_s=2,
         )
 
+    def check_num_prompts(self, num: int) -> None:
+        """Raises InvalidRequest if a request of `num` prompts alone has more than may be open."""
+        limit = self._config.max_queued_prompts
+        if num > limit:
+            raise InvalidRequest(
+                f"expected at most {limit} prompts in one request (max_queued_prompts), got {num}; send "
+                "several requests, one after another"
+            )
+
     def submit(self, request: Request, *, aborted: Collection[str] = ()) -> None:
         """Queues the request's jobs; the request ends by `complete` or `fail`.
 
@@ -284,15 +293,9 @@ class Link:
                 without a token, except those whose prompts are scored.
 
         Raises:
-            InvalidRequest: the request alone has more prompts than may be open.
             QueueFull: too many prompts are open in this process.
         """
         limit = self._config.max_queued_prompts
-        if len(request.jobs) > limit:
-            raise InvalidRequest(
-                f"expected at most {limit} prompts in one request (max_queued_prompts), got "
-                f"{len(request.jobs)}; send several requests, one after another"
-            )
         if self._pool.num_open_jobs + len(request.jobs) > limit:
             raise QueueFull(
                 f"expected at most {limit} open prompts in this process (max_queued_prompts), got "
@@ -308,7 +311,7 @@ class Link:
             self._pool.submit(request)
         if aborted:
             # Before they are sent.
-            self.end_waiting(aborted)
+            self.end_waiting(aborted, request)
         if self._next_send.has_passed and not request.is_done:
             self._log_errors(self._send_assignments)
         else:
@@ -342,9 +345,9 @@ class Link:
         self._pool.fail(request, error)
         self._wake.set()
 
-    def end_waiting(self, client_ids: Collection[str] | None) -> int:
+    def end_waiting(self, client_ids: Collection[str] | None, only: Request | None = None) -> int:
         """Ends jobs that wait as aborted, as `Pool.end_waiting`; returns how many there were."""
-        num_ended, aborts = self._pool.end_waiting(client_ids)
+        num_ended, aborts = self._pool.end_waiting(client_ids, only)
         self._send_aborts(aborts)
         # As in `cancel`.
         self._wake.set()

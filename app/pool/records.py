@@ -15,6 +15,7 @@ import msgspec
 
 from app.pool.prefix_index import PrefixIndex, as_integers
 from app.pool.request import Request
+from titopool.errors import TitopoolError
 from titopool.slots import MAX_NEW, SlotTable, num_kept
 from titopool.wire.messages import (
     NO_LOAD,
@@ -315,19 +316,24 @@ class OpenJob:
         """Where the prompt stood in the client's body."""
         return self.request.locations[self.index]
 
-    def end_as_aborted(self, version: int, adapter_version: int | None) -> None:
-        """Completes the job without a token; `version` is that of the weights that serve."""
+    def end_as_aborted(self, version: int, adapter_version: int | None) -> TitopoolError | None:
+        """Completes the job without a token; `version` is that of the weights that serve.
+
+        Returns:
+            Why a stream has no room for its last chunk.
+        """
         job = self.job
         completion = Completion(b"", "abort", None, [(version, 0)])
         if job.is_streamed:
             pieces = [(index, completion) for index in range(job.num_sequences)]
             chunk = Chunk(job.job_id, job.attempt, pieces, adapter_version=adapter_version)
-            self.request.add_chunk(self.index, chunk)
+            if refusal := self.request.add_chunk(self.index, chunk):
+                return refusal
         result = Completed(
             job.job_id, job.attempt, [completion] * job.num_sequences, 0,
             adapter_version=adapter_version,
         )  # fmt: skip
-        self.request.complete(self.index, result)
+        return self.request.complete(self.index, result)
 
     def with_death(self) -> "OpenJob":
         return dataclasses.replace(self, num_deaths=self.num_deaths + 1)

@@ -74,7 +74,7 @@ class Request:
             weight: of the client's key, whose name the jobs have.
             count_bytes: gets the memory that a result takes as it arrives, below 0 what read chunks
                 took, and the result's bound; returns why there is no room for it.
-            bounds: the most memory that each job's result takes; empty: it is not known.
+            bounds: the memory that is expected of each job's result; empty: it is not known.
         """
         self.jobs = jobs
         self.facts = facts
@@ -170,7 +170,10 @@ class Request:
         """Records the result of job `index`; does nothing after the end. Returns why it has no room."""
         if self.is_done or self.results[index] is not None:
             return None
-        num_bytes = COMPLETION_BYTES * len(result.completions) + result.num_bytes
+        # Without a token, as after an abort, it is never refused.
+        num_bytes = (
+            result.num_bytes and COMPLETION_BYTES * len(result.completions) + result.num_bytes
+        )
         if error := self.count_bytes(num_bytes, self.bounds[index] if self.bounds else 0):
             return error
         self.results[index] = result

@@ -34,7 +34,7 @@ from titopool.errors import (
     TitopoolError,
     WeightsLost,
 )
-from titopool.settings.sampling import is_scored
+from titopool.settings.sampling import scored_once
 from titopool.wire.messages import (
     Apart,
     Chunk,
@@ -485,7 +485,7 @@ class Pool:
         return aborts
 
     def end_waiting(
-        self, client_ids: Collection[str] | None
+        self, client_ids: Collection[str] | None, only: Request | None = None
     ) -> tuple[int, list[tuple[Worker, list[tuple[int, int]]]]]:
         """Ends waiting jobs as aborted before their first token, also those that wait at a worker.
 
@@ -493,13 +493,18 @@ class Pool:
 
         Args:
             client_ids: the clients' ids of the requests; None: all.
+            only: others of the same id go on; None: they do not.
 
         Returns:
             How many there were, and those to abort at workers, as from `withdraw`.
         """
 
+        is_scored = scored_once()
+
         def is_meant(one: OpenJob) -> bool:
             if client_ids is not None and not one.job.is_named_in(client_ids):
+                return False
+            if only is not None and one.request is not only:
                 return False
             return not is_scored(one.job)
 
@@ -520,7 +525,8 @@ class Pool:
                 aborts.append((worker, [(one.job.job_id, one.job.attempt) for one in removed]))
         version, adapters = self.view.state.weights.version, self.adapters
         for one in ended:
-            one.end_as_aborted(version, adapters.get(one.job.adapter))
+            if refusal := one.end_as_aborted(version, adapters.get(one.job.adapter)):
+                self.fail(one.request, refusal)
         return len(ended), aborts
 
     def where_is(self, request: Request) -> tuple[list[str], bool]:

@@ -5,7 +5,7 @@ them into vLLM's SamplingParams by name (`workers/engine/sampling.py`). To add a
 with its type and range.
 """
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from functools import lru_cache
 from typing import Annotated, Any
 
@@ -312,6 +312,19 @@ def check_token_ids(location: str, ids: Collection[int] | np.ndarray, vocab_size
 def is_scored(job: Job) -> bool:
     """Whether the log-probabilities of the prompt are wanted: also after an abort."""
     return _is_scored(bytes(job.sampling))
+
+
+def scored_once() -> Callable[[Job], bool]:
+    """`is_scored` for jobs that stay meanwhile: options that they share, as objects, are read once."""
+    known: dict[int, bool] = {}
+
+    def find(job: Job) -> bool:
+        options = id(job.sampling)
+        if options not in known:
+            known[options] = is_scored(job)
+        return known[options]
+
+    return find
 
 
 # The jobs of a request share their options.

@@ -5,6 +5,7 @@ messages. Arrays travel as little-endian bytes: `int32` for token ids, counts an
 for log-probabilities.
 """
 
+import sys
 from collections.abc import Collection
 from typing import Any, Literal
 
@@ -92,7 +93,10 @@ class Completion(msgspec.Struct, frozen=True, array_like=True, gc=False):
     @property
     def num_bytes(self) -> int:
         """Of its text and of what it has for each token."""
-        num_bytes = len(self.token_ids) + len(self.text)
+        num_bytes = len(self.token_ids)
+        if self.text:
+            # A message repeats it.
+            num_bytes += sys.getsizeof(self.text) * (1 if self.message is None else 2)
         if self.logprobs is not None:
             num_bytes += self.logprobs.num_bytes
         if self.routed_experts is not None:
@@ -194,7 +198,7 @@ class FrontEndTotals(msgspec.Struct, frozen=True):
     # Bytes of the memory budget.
     memory_taken: int = 0
     memory_limit: int = 0
-    # Prompts that wait in the front end for a worker.
+    # Prompts that wait in the front end for a worker or for memory.
     num_waiting: int = 0
     # Requests that were answered with an error, by its code; those of front ends that have ended too.
     refused: dict[str, int] = {}

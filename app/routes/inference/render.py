@@ -11,7 +11,7 @@ import msgspec
 import orjson
 from flask import Blueprint, Response
 
-from app.generation import expanded_ids, make_request, run_request
+from app.generation import encode_sent, expanded_ids, make_request, run_request
 from app.http.responses import respond_in_parts
 from app.inputs.admission import session_key
 from app.inputs.features import features_of
@@ -57,19 +57,24 @@ def _bodies(request: OpenAIRequest) -> Iterator[dict[str, Any]]:
     """The bodies of all prompts, each made as it is written.
 
     Raises:
+        InvalidRequest: JSON would not have a field as it was sent.
         AnswerTooLarge: what they have in common takes more than the front end's budget.
     """
     admission, prompts = request.admission, request.prompts
+    # It refuses options that JSON does not have, as where they generate.
+    pending = make_request(admission, prompts, request.options)
     shared, options = _shared_fields(request), _options(request)
     limit = admission.config.memory_budget_bytes
-    size = len(prompts) * len(orjson.dumps([shared, options]))
+    size = len(prompts) * sum(
+        len(encode_sent(orjson.dumps, {name: value}, name, name))
+        for name, value in (shared | options).items()
+    )
     if size > limit:
         raise AnswerTooLarge(
             f"expected an answer of at most {limit} bytes (memory_budget_bytes), got {size}: "
             f"{len(prompts)} bodies that each repeat the request's options; send fewer prompts, or "
             "shorter options"
         )
-    pending = make_request(admission, prompts, request.options)
     all_ids, features = [prompt.token_ids for prompt in prompts], None
     # Only a chat has images, and it has one prompt.
     if images := prompts[0].images.images:
