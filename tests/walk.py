@@ -17,8 +17,8 @@ from tests.servers import REPOSITORY, wait_until
 from titopool.settings.config import ServerConfig
 
 BODY = {"prompts": [[5, 6, 7]], "max_tokens": 3}
-# The first requests import and fill caches.
-NUM_REQUESTS = 8
+# The first ones import and fill caches, and how messages fall into turns of the link differs.
+NUM_REQUESTS = 50
 ROOMS = tuple(str(REPOSITORY / one) + "/" for one in ("app", "titopool"))
 
 
