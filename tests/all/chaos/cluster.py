@@ -87,8 +87,14 @@ class Member:
         )  # fmt: skip
         self._has_run = True
         self._logging = asyncio.create_task(self._log(self.process))
-        async with asyncio.timeout(START_TIMEOUT_S):
-            await self._connected.wait()
+        # Another fault may end it before; then that one starts it again.
+        waits = [asyncio.create_task(one) for one in (self._connected.wait(), self.process.wait())]
+        ended, others = await asyncio.wait(
+            waits, timeout=START_TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED
+        )
+        for one in others:
+            one.cancel()
+        assert ended, f"worker {self.index} does not start\n{self.cluster.tail()}"
 
     async def _log(self, process: asyncio.subprocess.Process) -> None:
         # The process writes to a pipe, because `fill_disk` keeps it from writing to files.

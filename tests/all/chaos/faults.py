@@ -78,6 +78,8 @@ async def hung(scene: Scene, member: Member) -> None:
     """The process is stopped until a supervisor would end it."""
     member.signal(signal.SIGSTOP)
     await asyncio.sleep(HANG_TIMEOUT_S)
+    # Also one that another fault starts, and waits for.
+    member.signal(signal.SIGKILL)
     await member.restart()
 
 
