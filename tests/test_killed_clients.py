@@ -112,8 +112,10 @@ def in_store(server: Server, statement: str, *values: Any) -> list[tuple[Any, ..
 
 
 def kept_keys(server: Server) -> list[float]:
-    """Since when the request of each key waits for a repeat, in seconds."""
-    return [time.time() - at_s for (at_s,) in in_store(server, "SELECT at_s FROM names")]
+    """Since when the request of each key waits for a repeat, in seconds; none before there is a store."""
+    with suppress(sqlite3.OperationalError):
+        return [time.time() - at_s for (at_s,) in in_store(server, "SELECT at_s FROM names")]
+    return []
 
 
 def awaited_since(server: Server, *, seconds: float) -> None:

@@ -323,7 +323,8 @@ def test_no_more_text_waits_than_one_step_has_time_for():
             assert one is not None
             message = joined(message, one.message)
     assert "parsing_error" not in message
-    assert 20 < len(message["content"]) < 60
+    # The last ones wait, unless the machine was slow.
+    assert 20 < len(message["content"]) <= 60
 
 
 def test_what_a_batch_has_no_time_for_keeps_its_order(start: Start):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from app.generation import Prompt, make_jobs
-from app.pool.request import ChunkOfJob
+from app.pool.request import ChunkOfJob, count_nothing
 from app.routes.sglang.answer import PromptRequest, SGLangRequest
 from app.routes.sglang.generate import generate_as_sglang
 from app.routes.sglang.stream import SGLangEvents
@@ -172,7 +172,7 @@ def test_chunks_that_wait_are_one_event_for_each_completion():
     (sent,) = prompts_of(text="a", sampling_params={"n": 2})
     prompt = Prompt(np.array([1], np.int32), "text", client_id="r")
     link = SimpleNamespace(weights=PoolWeights(), label_of=str)
-    admission: Any = SimpleNamespace(link=link)
+    admission: Any = SimpleNamespace(link=link, count_results=count_nothing)
     request = SGLangRequest(admission, decoded(text="a").fields, [PromptRequest(sent, prompt, 0)], True, None)  # fmt: skip
     chunks = [
         ChunkOfJob(0, Chunk(1, 1, [(index, Completion(ids.tobytes(), end, None, [(0, 0)], text))]))
