@@ -31,6 +31,8 @@ CHAT = {
 PATH = "/v1/chat/completions"
 # What a stream may end with whose worker is killed.
 ALLOWED = {"generation_failed", "no_ready_worker"}
+# For how long a helper is stopped: the fault itself, and no wait for something.
+STOPPED_S = 1.0
 # Seconds for a killed worker to start again, on a busy machine.
 RESTART_S = 120.0
 
@@ -127,7 +129,7 @@ def kill_helper(server: Server, chance: random.Random) -> None:
 def stop_helper(server: Server, chance: random.Random) -> None:
     helper = chance.choice(family(server, "titopool::parsing"))
     helper.send_signal(signal.SIGSTOP)
-    time.sleep(1)
+    time.sleep(STOPPED_S)
     helper.send_signal(signal.SIGCONT)
 
 

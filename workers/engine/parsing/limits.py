@@ -11,7 +11,8 @@ from typing import Any, TypeVar
 # CPU seconds of a completion's parsing: so many, and as many more for each token. Some of vLLM's parsers
 # read a call again from its start at each letter: an honest one of 4 KiB takes them 2 s.
 COMPLETION_S, TOKEN_S = 1.0, 0.002
-# What the tokens of a completion that is parsed at once add is at most the first, and for each token.
+# A completion that is parsed at once has `TOKEN_S` for each token up to `SHORT_S`, and then this much for
+# each token besides: its helper takes nothing else meanwhile.
 SHORT_S, WHOLE_TOKEN_S = 2.0, 0.00005
 # Of one step of a stream's parser: the other streams of the helper wait for it.
 STEP_S = 0.25
