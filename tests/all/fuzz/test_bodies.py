@@ -42,7 +42,8 @@ def test_any_body_gets_a_valid_response(fuzzed: Fuzzed) -> None:
         if answer is None:
             assert not sent.is_whole, "no answer to a whole request"
             return
-        if answer.status == 200:
+        # An OPTIONS of the same path changes nothing.
+        if sent.method == "POST" and answer.status == 200:
             undo(fuzzed, sent)
         check_answer(sent, answer)
 
