@@ -91,7 +91,7 @@ check: tools  ## checks the sources: style, types, imports between rooms, docs/s
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -q tests/test_self_check.py tests/test_documents.py
+	$(BIN)/python -m pytest -q tests/project/test_self_check.py tests/project/test_documents.py
 
 format: tools  ## formats the sources
 	$(BIN)/ruff format .

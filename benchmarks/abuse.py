@@ -3,7 +3,7 @@
     python -m benchmarks.abuse [NAME…] [--model FOLDER]
 
 Without a model: one front end before two stub workers. With one: real vLLM in two workers, whose
-extension (`tests/hanging_extension.py`) hangs at one grammar that its trial lets pass. While the
+extension (`tests/kit/extensions/hanging_extension.py`) hangs at one grammar that its trial lets pass. While the
 requests of a case are sent, a process of its own asks /live and generates one token for one prompt
 again and again. A table has a row for each case: the statuses, the growth of the front end's and of
 the largest worker's memory, the longest calls, the 99th percentile of one token with that of the
@@ -34,13 +34,13 @@ import requests
 from benchmarks.bench import quantiles, say
 from benchmarks.front import stub_environment
 from benchmarks.hostile import KINDS
-from tests.hostile_grammars import NESTED, SLOW
-from tests.hostile_requests import BODIES as MALFORMED
-from tests.hostile_requests import CHUNKED, png_with_text
-from tests.innocents import innocents
-from tests.memory_growth import growth_of
-from tests.servers import Server, running_server
-from tests.stub_worker import IMAGE_PLACEHOLDER, Fault
+from harness.hostile_grammars import NESTED, SLOW
+from harness.hostile_requests import BODIES as MALFORMED
+from harness.hostile_requests import CHUNKED, png_with_text
+from harness.innocents import innocents
+from harness.memory_growth import growth_of
+from harness.servers import Server, running_server
+from harness.stub_worker import IMAGE_PLACEHOLDER, Fault
 from titopool.demo_model import demo_model_folder
 from titopool.settings.grammars import MAX_GRAMMAR_BYTES
 from titopool.settings.sampling import MAX_ENTRIES
@@ -190,7 +190,7 @@ class Target:
             with suppress(psutil.Error):
                 words = one.cmdline()
                 module = words[words.index("-m") + 1] if "-m" in words else ""
-                if module == ("workers" if self.is_real else "tests.stub_worker"):
+                if module == ("workers" if self.is_real else "harness.stub_worker"):
                     found.append(one)
         return found
 
@@ -312,7 +312,7 @@ def stub_pool(folder: Path) -> Iterator[list[str]]:
     is_over = threading.Event()
 
     def keep(endpoint: str) -> None:
-        words = [sys.executable, "-m", "tests.stub_worker", "--endpoint", endpoint]
+        words = [sys.executable, "-m", "harness.stub_worker", "--endpoint", endpoint]
         words += ["--worker-id", endpoint[-1], "--max-num-seqs", "128", "--in-slots"]
         words += ["--delay-s", "0.02", "--tokenizer", demo_model_folder(), "--max-images", "1"]
         while not is_over.is_set():
@@ -339,7 +339,10 @@ def started(model: str, folder: Path) -> Iterator[Target]:
     log = folder / "log"
     if model:
         options = ("--dtype", "float32", "--max-model-len", "512", "--max-num-seqs", "128")
-        extension = ("--worker-extension-cls", "tests.hanging_extension.HangingExtension")
+        extension = (
+            "--worker-extension-cls",
+            "tests.kit.extensions.hanging_extension.HangingExtension",
+        )
         words = (model, *options, *extension, "--num-workers", "2", *TWO_WORKERS)
         with running_server(*words, log=log, num_workers=2) as server:
             yield Target(server, is_real=True)

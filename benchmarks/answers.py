@@ -27,11 +27,11 @@ from urllib.parse import urlsplit
 import requests
 
 from benchmarks.bench import quantiles, say
-from tests.fork_server import fork_server
-from tests.innocents import innocents
-from tests.loop_turns import VARIABLE, longest_since
-from tests.memory_growth import front_end, growth_of
-from tests.servers import REPOSITORY, Server, environment, forked_server
+from harness.fork_server import fork_server
+from harness.innocents import innocents
+from harness.loop_turns import VARIABLE, longest_since
+from harness.memory_growth import front_end, growth_of
+from harness.servers import REPOSITORY, Server, environment, forked_server
 from titopool.demo_model import demo_model_folder
 
 MIB = 2**20
@@ -251,7 +251,7 @@ def started(folder: Path, limit: int) -> Iterator[Target]:
         (folder / name).unlink(missing_ok=True)
     words = ["--endpoint", endpoint, "--max-model-len", str(MAX_LEN)]
     worker = fork_server.start(
-        "tests.stub_worker", [*words, "--tokenizer", demo_model_folder()],
+        "harness.stub_worker", [*words, "--tokenizer", demo_model_folder()],
         environ=environment(), folder=REPOSITORY,
     )  # fmt: skip
     options = (

@@ -40,7 +40,7 @@ from benchmarks.machine import describe_machine
 from benchmarks.models import PROMPT_IDS
 from benchmarks.processes import Running, engine_environment, running, share_of
 from benchmarks.targets import Engine, Target, Titopool, VllmServe
-from tests.servers import free_port
+from harness.servers import free_port
 from titopool.settings.gpus import visible_gpus
 
 PLANS = Path(__file__).with_suffix(".json")

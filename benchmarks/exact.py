@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.models import PROMPT_IDS
-from tests.servers import REPOSITORY, Server, environment, running_server
+from harness.servers import REPOSITORY, Server, environment, running_server
 from titopool import AsyncClient
 from titopool.client.results import Completion, PromptResult
 from titopool.mismatch import trainer

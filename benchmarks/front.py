@@ -100,7 +100,7 @@ def stub_workers(options: argparse.Namespace, folder: Path) -> Iterator[list[str
     endpoints = [f"ipc://{folder}/worker-{index}" for index in range(options.num_workers)]
     processes = [
         subprocess.Popen(
-            [sys.executable, "-m", "tests.stub_worker", "--endpoint", endpoint, "--worker-id",
+            [sys.executable, "-m", "harness.stub_worker", "--endpoint", endpoint, "--worker-id",
              f"stub-{index}", "--max-num-seqs", "4096"], env=stub_environment()
         )
         for index, endpoint in enumerate(endpoints)

@@ -13,7 +13,7 @@ import uuid
 from typing import Any
 from urllib.request import Request, urlopen
 
-from tests.tool_schemas import TOOL_SCHEMAS
+from harness.tool_schemas import TOOL_SCHEMAS
 
 TIMEOUT_S = 600
 

@@ -18,7 +18,7 @@ from pathlib import Path
 import psutil
 from flask import Flask, Response, request
 
-from tests.servers import environment, free_port, wait_until
+from harness.servers import environment, free_port, wait_until
 
 KINDS = {
     "gevent": ["-k", "gevent"],

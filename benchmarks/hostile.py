@@ -23,8 +23,8 @@ from benchmarks.bench import quantiles, say
 from benchmarks.front import FrontEnd, stub_environment, stub_workers
 from benchmarks.processes import running
 from benchmarks.targets import Engine
-from tests.innocents import innocents
-from tests.memory_growth import growth_of
+from harness.innocents import innocents
+from harness.memory_growth import growth_of
 
 MIB = 2**20
 TIMEOUT_S = 300

@@ -30,9 +30,9 @@ import PIL.Image
 import requests
 
 from benchmarks.machine import describe_machine
-from tests.images import PLACEHOLDERS
-from tests.servers import REPOSITORY, Server, environment, running_server
-from tests.vision_models import QWEN_3B, make_qwen_vl
+from harness.images import PLACEHOLDERS
+from harness.servers import REPOSITORY, Server, environment, running_server
+from harness.vision_models import QWEN_3B, make_qwen_vl
 
 SHAPES: dict[str, dict[str, Any] | None] = {"tiny": None, "qwen2.5-vl-3b": QWEN_3B}
 # Of text requests without images beside them.

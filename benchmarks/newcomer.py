@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.models import make_model
-from tests.servers import REPOSITORY, Server, environment, running_server, wait_until
+from harness.servers import REPOSITORY, Server, environment, running_server, wait_until
 
 START_TIMEOUT_S = 400.0
 LOAD = {"num_requests": 64, "input_len": 128, "output_len": 256}

@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 
 from benchmarks.targets import Engine, Target
-from tests.servers import free_port
+from harness.servers import free_port
 from titopool.settings.config import ServerConfig
 from titopool.settings.gpus import visible_gpus
 from workers.environment import default_engine_options, prepare_environment

@@ -39,7 +39,7 @@ import numpy as np
 import psutil
 
 from benchmarks.models import PROMPT_IDS
-from tests.servers import (
+from harness.servers import (
     REPOSITORY,
     Server,
     environment,

@@ -30,7 +30,7 @@ from pathlib import Path
 from benchmarks.intervals import paired
 from benchmarks.load import send
 from benchmarks.models import PROMPT_IDS, SHAPES
-from tests.servers import REPOSITORY, Server, environment, running_server
+from harness.servers import REPOSITORY, Server, environment, running_server
 
 # Before this process has threads.
 FORK = multiprocessing.get_context("fork")

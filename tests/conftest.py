@@ -11,8 +11,9 @@ import hypothesis
 import psutil
 import pytest
 
-from tests.fork_server import Forked, fork_server
-from tests.servers import (
+from harness.fork_server import Forked, fork_server
+from harness.servers import (
+    KV_CACHE,
     REPOSITORY,
     Server,
     environment,
@@ -23,7 +24,7 @@ from tests.servers import (
     running_server,
     serve_process,
 )
-from tests.trainers.published import AGAINST_VLLM
+from tests.clients.published import AGAINST_VLLM
 from titopool.settings.gpus import visible_gpus
 
 HERE = Path(__file__).resolve().parent
@@ -33,7 +34,9 @@ SHARED_SERVERS = ("weights_server", "server", "single_server")
 # What starts processes of a server: fixtures, and functions that a module imports.
 STARTING_FIXTURES = {"start_server", "start_forked", "stub_server", "start_stub", "start_stub_at"}
 STARTING_FUNCTIONS = {"running_server", "serve_process", "environment", "engine_in_process"}
-ENGINE_OPTIONS = ("--dtype", "float32", "--max-model-len", "512", "--max-num-seqs", "128")
+ENGINE_OPTIONS = (
+    *KV_CACHE, "--dtype", "float32", "--max-model-len", "512", "--max-num-seqs", "128",
+)  # fmt: skip
 if visible_gpus():
     # Two servers of the tests may share a GPU.
     ENGINE_OPTIONS += ("--gpu-memory-utilization", "0.3")
@@ -119,7 +122,7 @@ def other_model(weights_root: Path) -> str:
 @pytest.fixture(scope="session")
 def own(tiny_model: str) -> list[tuple[str, Any]]:
     """The tensors of `tiny_model` by name, as a trainer sends them."""
-    from tests.trainer import tensors_of
+    from tests.kit.trainers.trainer import tensors_of
 
     return tensors_of(tiny_model)
 
@@ -127,7 +130,7 @@ def own(tiny_model: str) -> list[tuple[str, Any]]:
 @pytest.fixture(scope="session")
 def other(other_model: str) -> list[tuple[str, Any]]:
     """The tensors of `other_model`."""
-    from tests.trainer import tensors_of
+    from tests.kit.trainers.trainer import tensors_of
 
     return tensors_of(other_model)
 
@@ -192,7 +195,7 @@ def start_stub_at() -> Iterator[StartStub]:
     def start(endpoint: str, *arguments: str, cwd: Path = REPOSITORY, **variables: str) -> Forked:
         variables["PYTHONPATH"] = str(REPOSITORY)
         process = fork_server.start(
-            "tests.stub_worker", ["--endpoint", endpoint, *arguments],
+            "harness.stub_worker", ["--endpoint", endpoint, *arguments],
             environ=environment(**variables), folder=cwd,
         )  # fmt: skip
         started.append(process)
@@ -266,4 +269,4 @@ def _starting(start_process: Callable[..., Any], folder: Path) -> Iterator[Calla
 
 
 if AGAINST_VLLM:
-    from tests.vllm_instead import server, single_server  # noqa: F401
+    from tests.kit.peers.vllm_instead import server, single_server  # noqa: F401

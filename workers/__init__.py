@@ -2,5 +2,5 @@
 
 Each sub-package says in which process it runs. Workers and front ends exchange ZeroMQ messages
 (`titopool/wire/messages.py`). Modules import vLLM, torch and transformers only inside functions;
-`tests/test_self_check.py` lists the modules that do so.
+`tests/project/test_self_check.py` lists the modules that do so.
 """

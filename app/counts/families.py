@@ -1,6 +1,6 @@
 """The metrics that front ends count, with their labels and bounds.
 
-docs/operators.md lists them; `tests/test_metrics.py` compares.
+docs/operators.md lists them; `tests/engine/text/test_metrics.py` compares.
 """
 
 from collections.abc import Sequence

@@ -1,6 +1,6 @@
 """Bodies of vLLM's routes for token ids, `/inference/v1/…`, with the fields of vLLM 0.27 to 0.32.
 
-`tests/test_vllm_fields.py` compares them with the installed vLLM.
+`tests/engine/text/test_vllm_fields.py` compares them with the installed vLLM.
 """
 
 from typing import Any, Literal

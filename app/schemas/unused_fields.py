@@ -2,7 +2,7 @@
 
 A field of vLLM's models is honoured if it is a field of the route's struct (`app/schemas/openai.py`,
 `app/schemas/inference.py`) or of `SamplingOptions`. Every other field is here.
-`tests/test_vllm_fields.py` compares the three with the installed vLLM.
+`tests/engine/text/test_vllm_fields.py` compares the three with the installed vLLM.
 """
 
 import json

@@ -46,7 +46,7 @@ from benchmarks.weights.updaters import (
     titopool_server,
     vllm_server,
 )
-from tests.servers import Server
+from harness.servers import Server
 from titopool.settings.gpus import visible_gpus
 
 # Share of the KV cache that the requests of the load `keep` fill with their prompts.

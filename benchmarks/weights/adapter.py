@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from tests.servers import Server
+from harness.servers import Server
 
 NAME = "adapter"
 TARGETS = ("v_proj", "o_proj")

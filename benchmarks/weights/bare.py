@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import torch
 
-from tests.servers import REPOSITORY, environment, free_port
+from harness.servers import REPOSITORY, environment, free_port
 
 
 def bare_seconds(num_bytes: int, *, size: int, on_gpu: bool, repeats: int) -> list[float]:

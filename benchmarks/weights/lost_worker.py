@@ -22,7 +22,7 @@ from typing import Any
 import psutil
 
 from benchmarks.models import make_model
-from tests.servers import Server, free_port, wait_until
+from harness.servers import Server, free_port, wait_until
 
 KILL_DELAY_S = 1.0
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from benchmarks.weights.adapter import NAME, Adapter
-from tests.servers import Server
+from harness.servers import Server
 
 PROMPT = list(range(50, 82))
 NUM_TOKENS = 16

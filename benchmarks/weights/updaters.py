@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from benchmarks.processes import engine_environment, running
 from benchmarks.targets import Engine, VllmServe
 from benchmarks.weights.trainer import Trainer, checkpoint_tensors
-from tests.servers import Server, free_port, running_server
+from harness.servers import Server, free_port, running_server
 from titopool.client.weights_client import WeightsClient
 
 

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from tests.api_schemas import document
+from harness.api_schemas import document
 from tests.golden.exchanges import all_exchanges
 from tests.golden.play import DOCUMENT, play, write
 from tests.golden.server import golden_server

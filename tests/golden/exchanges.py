@@ -4,8 +4,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Literal, NamedTuple
 
 from app import create_app
-from tests.api_schemas import operation_of
-from tests.stub_worker import Fault
+from harness.api_schemas import operation_of
+from harness.stub_worker import Fault
 from titopool.settings.config import ServerConfig
 
 USER, ADMIN = "a-user", "a-trainer"

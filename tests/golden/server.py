@@ -4,9 +4,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tests.adapters import make_adapter
+from harness.servers import Server, forked_server, stub_worker, wait_until
 from tests.golden.exchanges import ADMIN, MAX_BODY_BYTES, MAX_OPEN_REQUESTS, TEXT, USER
-from tests.servers import Server, forked_server, stub_worker, wait_until
+from tests.kit.models.adapters import make_adapter
 
 
 @contextmanager

@@ -15,9 +15,9 @@ from typing import Any
 import aiohttp
 import psutil
 
+from harness.servers import REPOSITORY, environment, free_port
 from tests.all.chaos.front import NAME
 from tests.all.chaos.proxy import Proxy
-from tests.servers import REPOSITORY, environment, free_port
 
 NUM_WORKERS, NUM_FRONT_ENDS = 3, 2
 # Of each worker.

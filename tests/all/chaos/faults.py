@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from app.http.budget import UNREAD_S
+from harness.stub_worker import BLOCK_SIGNAL
 from tests.all.chaos.clients import Clients, Versions
 from tests.all.chaos.cluster import HANG_TIMEOUT_S, HEARTBEAT_TIMEOUT_S, Cluster, Member
 from tests.all.chaos.operations import Refused, Trainer
-from tests.stub_worker import BLOCK_SIGNAL
 
 # Longer than the heartbeat timeout.
 LONG_S = HEARTBEAT_TIMEOUT_S + 1.0

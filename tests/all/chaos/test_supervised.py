@@ -16,9 +16,9 @@ import aiohttp
 import psutil
 import pytest
 
+from harness.servers import REPOSITORY, environment, free_port
+from harness.stub_worker import BLOCK_SIGNAL
 from tests.all.chaos.cluster import HANG_TIMEOUT_S, SETTINGS, UPDATE_TIMEOUT_S
-from tests.servers import REPOSITORY, environment, free_port
-from tests.stub_worker import BLOCK_SIGNAL
 
 NUM_CLIENTS = 32
 # The supervisor gives its workers 4 s to end, gunicorn's master gives the front ends 3 s.

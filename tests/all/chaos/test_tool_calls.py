@@ -14,10 +14,10 @@ import psutil
 import pytest
 import requests
 
+from harness.servers import Server, running_server, wait_until
 from tests.all.chaos.rounds import SECONDS, SEED
 from tests.conftest import ENGINE_OPTIONS
-from tests.scripted_model import make_scripted_model
-from tests.servers import Server, running_server, wait_until
+from tests.kit.models.scripted_model import make_scripted_model
 
 NUM_CLIENTS = 16
 # A model of tests says each token once. Of the call's one argument: about 10 KiB.

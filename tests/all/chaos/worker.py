@@ -1,6 +1,6 @@
 """A stub worker that the harness can hold at a chosen point.
 
-    python -m tests.all.chaos.worker --control PATH … (options of tests.stub_worker)
+    python -m tests.all.chaos.worker --control PATH … (options of harness.stub_worker)
 
 A point is the name of a command with `:before` (received, not yet run) or `:after` (run, not yet
 answered), or of a job: `Generate:before`, `Generate:after`, `Chunk:after`.
@@ -13,8 +13,8 @@ import signal
 import sys
 from typing import Any
 
-from tests import stub_worker
-from tests.stub_worker import StubEngine
+from harness import stub_worker
+from harness.stub_worker import StubEngine
 from titopool.wire.commands import AwaitStep, Command, CommandDone
 from titopool.wire.messages import Chunk, Job, JobProgress
 from workers.engine.base import Generated, OnChunk, Slots

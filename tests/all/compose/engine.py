@@ -18,8 +18,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from harness.servers import kill_all, wait_until, wait_until_ended
 from tests.all.system import packages
-from tests.servers import kill_all, wait_until, wait_until_ended
 
 # As on a host with few open files: soft and hard limit of the containers' processes.
 NUM_DESCRIPTORS = (1024, 4096)

@@ -19,11 +19,11 @@ import requests
 import yaml
 
 from app.http.connections import limits_within
+from harness.servers import REPOSITORY, first_request, free_port, wait_until
 from tests.all.compose import engine, make_base_image
-from tests.servers import REPOSITORY, first_request, free_port, wait_until
-from tests.trainer import tensors_of
-from tests.trl_weights_client import update_by_trl
-from tests.weights import assert_serves
+from tests.kit.models.weights import assert_serves
+from tests.kit.trainers.trainer import tensors_of
+from tests.kit.trainers.trl_weights_client import update_by_trl
 from titopool.client.weights_client import WeightsClient, WeightsError
 from titopool.demo_model import make_model
 from titopool.settings.config import ServerConfig

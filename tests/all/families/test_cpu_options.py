@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 from vllm.usage.usage_lib import UsageContext
 
+from harness.servers import running_server
 from tests.all.matrix import text
 from tests.all.matrix.row import OPTIONS
-from tests.model_families import make_family
-from tests.servers import running_server
+from tests.kit.models.model_families import make_family
 from titopool.errors import ConfigError
 from titopool.settings.sources import from_command_line
 from workers.engine.start.options import check_adapters_on_gpu, fit_to_cpu, parse_options

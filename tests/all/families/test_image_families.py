@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from tests import reference
+from harness.servers import running_server
 from tests.all.matrix import images
 from tests.all.matrix.image_families import make_image_family
 from tests.all.matrix.row import OPTIONS
-from tests.servers import running_server
-from tests.trainer import DEVICE
+from tests.kit.models import reference
+from tests.kit.trainers.trainer import DEVICE
 
 # Tiles and the whole image; tiles without padding; rows with breaks.
 FAMILIES = ("internvl", "llava_onevision", "mistral3")

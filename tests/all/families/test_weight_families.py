@@ -5,7 +5,7 @@ Each family's engine runs in the same process, which this module starts for all 
 
 import pytest
 
-from tests.there_and_back import TIMEOUT_S, check_family, in_child  # noqa: F401
+from tests.kit.workers.there_and_back import TIMEOUT_S, check_family, in_child  # noqa: F401
 
 pytestmark = pytest.mark.timeout(2 * TIMEOUT_S)
 # One for each further way in which vLLM keeps or loads weights; `make matrix` tries all families.

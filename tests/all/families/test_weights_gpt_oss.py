@@ -11,12 +11,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from harness.servers import need_gpus, running_server, wait_until_ended
 from tests.conftest import ENGINE_OPTIONS
-from tests.model_families import make_family
-from tests.servers import need_gpus, running_server, wait_until_ended
-from tests.trainer import tensors_of
-from tests.trl_weights_client import update_by_trl
-from tests.weights import assert_serves, weights_client
+from tests.kit.models.model_families import make_family
+from tests.kit.models.weights import assert_serves, weights_client
+from tests.kit.trainers.trainer import tensors_of
+from tests.kit.trainers.trl_weights_client import update_by_trl
 from titopool.demo_model import make_tokenizer
 
 EXPERTS = "model.layers.1.mlp."

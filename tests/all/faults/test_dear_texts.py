@@ -11,9 +11,9 @@ from typing import Any
 import psutil
 import pytest
 
+from harness.servers import Server, running_server, wait_until
 from tests.conftest import ENGINE_OPTIONS
-from tests.scripted_model import make_scripted_model
-from tests.servers import Server, running_server, wait_until
+from tests.kit.models.scripted_model import make_scripted_model
 
 # 3 s of a core for qwen3_coder, of which one completion may take 1.
 DEAR = ["<tool_call>", "\n<function=f>", "<parameter=a>" * 1250, "</tool_call>"]

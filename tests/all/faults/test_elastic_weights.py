@@ -7,8 +7,8 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
+from harness.servers import wait_until
 from tests.conftest import ENGINE_OPTIONS
-from tests.servers import wait_until
 from titopool.client.weights_client import WeightsClient
 
 PROMPTS = [[1, 2, 3], [4, 5, 6, 7], [8, 9]]
@@ -31,7 +31,7 @@ def test_updates_reach_workers_that_join_and_do_not_wait_for_one_that_loads(
     gate = tmp_path / "gate"
     server = start_server(
         tiny_model, "--num-workers", "1", *ENGINE_OPTIONS,
-        "--worker-command", f"{sys.executable} -P -m tests.gated_worker {gate}",
+        "--worker-command", f"{sys.executable} -P -m tests.kit.workers.gated_worker {gate}",
     )  # fmt: skip
     server.wait_until_ready()
     model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)

@@ -10,10 +10,10 @@ from typing import Any
 
 import requests
 
+from harness.servers import START_TIMEOUT_S, Server, need_gpus, running_server, wait_until
 from tests.conftest import ENGINE_OPTIONS
-from tests.servers import START_TIMEOUT_S, Server, need_gpus, running_server, wait_until
 
-EXTENSION = "tests.hanging_extension.HangingExtension"
+EXTENSION = "tests.kit.extensions.hanging_extension.HangingExtension"
 # Short, as a worker with a hung engine is found by it.
 PROBE_TIMEOUT_S = "4"
 

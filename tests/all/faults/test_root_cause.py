@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
+from harness.servers import Server, serve_process
 from tests.conftest import ENGINE_OPTIONS
-from tests.servers import Server, serve_process
 from workers.supervisor.worker_log import root_cause
 
 DEAD = "EngineDead: vLLM's engine process has ended"
@@ -60,7 +60,7 @@ def test_a_failed_engine_start_has_the_engine_s_exception_as_cause():
 def test_an_engine_that_dies_while_warming_reports_the_cause(tiny_model: str, tmp_path: Path):
     process, url = serve_process(
         tiny_model, *ENGINE_OPTIONS, "--num-workers", "1", "--num-front-ends", "1",
-        "--worker-extension-cls", "tests.dying_extension.DyingExtension", log=tmp_path / "log",
+        "--worker-extension-cls", "tests.kit.extensions.dying_extension.DyingExtension", log=tmp_path / "log",
     )  # fmt: skip
     server = Server(process, url, tmp_path / "log")
     try:

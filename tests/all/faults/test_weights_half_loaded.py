@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 
+from harness.servers import Server, need_gpus, running_server, wait_until, worker_pids
 from tests.conftest import ENGINE_OPTIONS
-from tests.forgetful_extension import SKIPPED_TENSOR
-from tests.servers import Server, need_gpus, running_server, wait_until, worker_pids
-from tests.trainer import tensors_of
-from tests.trl_weights_client import update_by_trl
-from tests.weights import assert_serves, weights_client
+from tests.kit.extensions.forgetful_extension import SKIPPED_TENSOR
+from tests.kit.models.weights import assert_serves, weights_client
+from tests.kit.trainers.trainer import tensors_of
+from tests.kit.trainers.trl_weights_client import update_by_trl
 from titopool.client.weights_client import WeightsError
 from titopool.demo_model import make_model
 
@@ -23,7 +23,7 @@ def test_a_skipped_tensor_is_refused_or_ends_the_worker(tiny_model: str, tmp_pat
     options = (
         "--num-workers", "1", "--num-front-ends", "1", "--weights-root", str(tmp_path),
         "--weight-proof", "each",
-        "--worker-extension-cls", "tests.forgetful_extension.ForgetfulExtension", *ENGINE_OPTIONS,
+        "--worker-extension-cls", "tests.kit.extensions.forgetful_extension.ForgetfulExtension", *ENGINE_OPTIONS,
     )  # fmt: skip
     log = tmp_path / "log"
     forgets.write_text("always")

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from tests.adapters import make_adapter
+from harness.servers import Server, running_server, wait_until
 from tests.all.fuzz.exploring import ServerGone
 from tests.all.fuzz.hints import MODEL, ROOT
 from tests.all.fuzz.oracle import Processes
 from tests.all.fuzz.wire_http import Answer, Sent, ask
 from tests.conftest import ENGINE_OPTIONS
-from tests.servers import Server, running_server, wait_until
+from tests.kit.models.adapters import make_adapter
 
 NUM_WORKERS = 2
 PROMPT = [5, 6, 7, 8, 9, 10, 11]

@@ -1,4 +1,4 @@
-"""A stub worker (`tests/stub_worker.py`) that reports whether its engine is paused.
+"""A stub worker (`harness/stub_worker.py`) that reports whether its engine is paused.
 
 An update is complete only with the tensor `LAST`.
 
@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from tests import stub_worker
+from harness import stub_worker
 from titopool.errors import InvalidRequest
 from titopool.wire.pool_state import PauseMode
 

@@ -11,9 +11,9 @@ from typing import Any
 import psutil
 import requests
 
+from harness.servers import REPOSITORY, Server, environment, free_port, kill_all, wait_until
 from tests.all.fuzz.exploring import ServerGone
 from tests.all.fuzz.stub import RUNNING
-from tests.servers import REPOSITORY, Server, environment, free_port, kill_all, wait_until
 from titopool.settings.config import ENV_PREFIX
 
 # Connections to each front end, and so the most calls in flight there.

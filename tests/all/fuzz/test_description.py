@@ -22,10 +22,10 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
+from harness.api_schemas import closed_document
 from tests.all.fuzz.exploring import SEED, TIMEOUT_S, explore
 from tests.all.fuzz.hints import VOCAB_SIZE
 from tests.all.fuzz.stub_pool import StubPool, stub_pool
-from tests.api_schemas import closed_document
 
 pytestmark = pytest.mark.timeout(TIMEOUT_S)
 

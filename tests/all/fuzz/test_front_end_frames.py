@@ -21,10 +21,10 @@ import zmq
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from harness.servers import wait_until
 from tests.all.fuzz.exploring import TIMEOUT_S, ServerGone, explore
 from tests.all.fuzz.frames import Parts, encode, message_of, parts_of
 from tests.all.fuzz.stub_pool import stub_pool
-from tests.servers import wait_until
 from titopool.settings.sampling import SamplingOptions
 from titopool.wire import messages
 from titopool.wire.messages import (

@@ -12,10 +12,10 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_as_test
 
+from harness.servers import wait_until
 from tests.all.fuzz.calls import KINDS, NEXT, Call, HttpCall, Trainer, calls, make_folders
 from tests.all.fuzz.exploring import TIMEOUT_S, ServerGone, explore
 from tests.all.fuzz.stub_pool import StubPool, stub_pool
-from tests.servers import wait_until
 
 pytestmark = pytest.mark.timeout(TIMEOUT_S)
 

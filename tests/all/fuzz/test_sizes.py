@@ -10,10 +10,10 @@ import msgspec
 import pytest
 import requests
 
+from harness.memory_growth import MIB, front_end, growth_of
+from harness.servers import Server, forked_server, stub_worker, wait_until
 from tests.all.fuzz.exploring import TIMEOUT_S
 from tests.all.fuzz.hints import VOCAB_SIZE
-from tests.memory_growth import MIB, front_end, growth_of
-from tests.servers import Server, forked_server, stub_worker, wait_until
 
 pytestmark = pytest.mark.timeout(TIMEOUT_S)
 

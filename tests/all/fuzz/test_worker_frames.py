@@ -14,10 +14,10 @@ import zmq
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from harness.servers import wait_until
 from tests.all.fuzz.exploring import TIMEOUT_S, explore
 from tests.all.fuzz.frames import Parts, encode, message_of, parts_of
 from tests.all.fuzz.stub_pool import start_worker
-from tests.servers import wait_until
 from titopool.settings.sampling import SamplingOptions, encode_options
 from titopool.wire import commands, messages
 from titopool.wire.commands import Command, LeaveGroup, Resume

@@ -13,11 +13,11 @@ import sys
 import time
 from pathlib import Path
 
+from harness.servers import REPOSITORY
 from tests.all.matrix.cells import FOLDER, read, results_file
 from tests.all.matrix.image_families import IMAGE_FAMILIES
 from tests.all.matrix.row import COLUMNS, PARTS, parts_of
-from tests.model_families import FAMILIES
-from tests.servers import REPOSITORY
+from tests.kit.models.model_families import FAMILIES
 
 PART_TIMEOUT_S = 900
 

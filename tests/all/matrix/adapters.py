@@ -13,9 +13,9 @@ import peft
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests import reference
+from harness.servers import Server
 from tests.all.matrix.text import NUM_TOKENS, chosen, flat, greedy_answer, prompts
-from tests.servers import Server
+from tests.kit.models import reference
 from titopool.demo_model import make_tokenizer
 from titopool.settings.gpus import visible_gpus
 

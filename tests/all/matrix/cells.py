@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tests.servers import REPOSITORY
+from harness.servers import REPOSITORY
 
 FOLDER = REPOSITORY / "build" / "matrix"
 

@@ -13,8 +13,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
-from tests.model_families import vary
-from tests.vision_models import (
+from harness.vision_models import (
     QWEN_TEMPLATE,
     QWEN_TOKENS,
     SMOL_TOKENS,
@@ -22,6 +21,7 @@ from tests.vision_models import (
     _tokenizer,
     make_qwen_vl,
 )
+from tests.kit.models.model_families import vary
 
 TEXT: dict[str, Any] = {
     "hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,

@@ -12,10 +12,10 @@ import torch
 from PIL import Image
 from transformers import AutoModelForImageTextToText
 
-from tests import reference
+from harness.servers import Server
 from tests.all.matrix.text import NUM_TOKENS, assert_close, flat
-from tests.servers import Server
-from tests.weights import weights_client
+from tests.kit.models import reference
+from tests.kit.models.weights import weights_client
 
 # Width and height: one tile or several, and sizes that no patch divides.
 SIZES = ((90, 60), (56, 56), (130, 45))

@@ -16,11 +16,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from harness.servers import running_server
 from tests.all.matrix import adapters, images, text
 from tests.all.matrix.image_families import IMAGE_FAMILIES, make_image_family
-from tests.model_families import make_family
-from tests.servers import running_server
-from tests.there_and_back import there_and_back
+from tests.kit.models.model_families import make_family
+from tests.kit.workers.there_and_back import there_and_back
 from titopool.settings.gpus import visible_gpus
 
 OPTIONS: tuple[str, ...] = ("--dtype", "float32", "--max-num-seqs", "16", "--num-workers", "1")

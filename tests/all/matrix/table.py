@@ -9,12 +9,12 @@ import textwrap
 from collections.abc import Iterable
 from typing import Any
 
+from harness.servers import REPOSITORY
 from tests.all.matrix.cells import read, results_file, vllm_version
 from tests.all.matrix.image_families import IMAGE_FAMILIES
 from tests.all.matrix.limits import LIMITS, limit_of
 from tests.all.matrix.row import COLUMNS, PARTS
-from tests.model_families import FAMILIES
-from tests.servers import REPOSITORY
+from tests.kit.models.model_families import FAMILIES
 
 DOCUMENT = REPOSITORY / "docs" / "models.md"
 # What a row stands for, where its name does not say it.

@@ -14,11 +14,11 @@ import requests
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tests import reference
-from tests.model_families import module_tensors
-from tests.servers import Server, wait_until
-from tests.trl_weights_client import update_by_trl
-from tests.weights import TOLERANCE, weights_client
+from harness.servers import Server, wait_until
+from tests.kit.models import reference
+from tests.kit.models.model_families import module_tensors
+from tests.kit.models.weights import TOLERANCE, weights_client
+from tests.kit.trainers.trl_weights_client import update_by_trl
 
 # Ids of normal tokens of the small tokenizer. Random ones are no merges of a text.
 IDS = range(5, 2000)

@@ -14,10 +14,10 @@ import sys
 import textwrap
 from collections.abc import Sequence
 
+from harness.servers import REPOSITORY
 from tests.all.matrix.cells import FOLDER, read
 from tests.all.matrix.limits import LIMITS, OLDER, limit_of
 from tests.all.matrix.table import LABELS, read_part, replace_part
-from tests.servers import REPOSITORY
 
 # The pinned version has the whole matrix.
 VERSIONS = ("0.27.1", "0.28.0", "0.29.0", "0.30.0", "0.31.0")

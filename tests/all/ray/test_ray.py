@@ -13,14 +13,14 @@ import psutil
 import pytest
 import requests
 
-from tests.load import Load, has_phases
-from tests.servers import REPOSITORY, Server, alive, environment, kill_all, wait_until
+from harness.servers import REPOSITORY, Server, alive, environment, kill_all, wait_until
+from tests.kit.peers.load import Load, has_phases
 
 ray = pytest.importorskip("ray", reason="needs Ray: pip install 'titopool[ray]'")
 
 from ray.cluster_utils import Cluster  # noqa: E402
 
-STUB = f"{sys.executable} -m tests.stub_worker"
+STUB = f"{sys.executable} -m harness.stub_worker"
 # The store of objects, in shared memory, is for nothing here.
 STORE_BYTES = 80 * 2**20
 
@@ -73,7 +73,7 @@ def has_a_worker(node: Any) -> bool:
     (raylet,) = node.all_processes["raylet"]
     with suppress(psutil.NoSuchProcess):
         below = psutil.Process(raylet.process.pid).children(recursive=True)
-        return any("tests.stub_worker" in one.cmdline() for one in below)
+        return any("harness.stub_worker" in one.cmdline() for one in below)
     return False
 
 
@@ -116,7 +116,7 @@ def test_a_worker_that_hangs_is_ended_and_started_again(cluster: Cluster, start_
     server.wait_until_ready(2)
     (raylet,) = node_with_a_worker(cluster).all_processes["raylet"]
     below = psutil.Process(raylet.process.pid).children(recursive=True)
-    hung = next(one for one in below if "tests.stub_worker" in one.cmdline())
+    hung = next(one for one in below if "harness.stub_worker" in one.cmdline())
     hung.suspend()
     wait_until(lambda: not alive([hung]), 20, lambda: server.log)
     wait_until(lambda: has_phases(server, "ready", "ready"), 40, lambda: server.log)

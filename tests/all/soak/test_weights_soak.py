@@ -12,9 +12,9 @@ from contextlib import contextmanager
 import psutil
 import pytest
 
-from tests.servers import Server, need_gpus
-from tests.trainer import tensors_of
-from tests.weights import assert_serves, weights_client
+from harness.servers import Server, need_gpus
+from tests.kit.models.weights import assert_serves, weights_client
+from tests.kit.trainers.trainer import tensors_of
 
 SOAK_UPDATES = int(os.environ.get("SOAK_UPDATES", "1000"))
 NUM_CLIENTS = 24

@@ -32,8 +32,8 @@ from benchmarks.targets import Titopool, VllmServe
 from benchmarks.weights.table import row_of
 from benchmarks.weights.trainer import checkpoint_tensors
 from benchmarks.workload import Call, Sizes, make_pattern
-from tests.model_families import make_family
-from tests.servers import REPOSITORY
+from harness.servers import REPOSITORY
+from tests.kit.models.model_families import make_family
 
 SIZES = Sizes(num_prompts=2, input_len=4, output_len=3)
 

@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks.parser_calls import Calls
 from benchmarks.parser_pace import NUM_BYTES, pace
-from tests.servers import Server
+from harness.servers import Server
 
 NUM_PROMPTS, NUM_TOKENS = 64, 32
 # A shared machine may stand still in one of them.

@@ -11,8 +11,8 @@ from selenium import webdriver
 from selenium.webdriver.common.by import By
 from selenium.webdriver.remote.webelement import WebElement
 
+from harness.servers import wait_until
 from tests.all.system.packages import path_of
-from tests.servers import wait_until
 
 WITHIN_S = 20
 OPTIONS = (

@@ -9,8 +9,8 @@ import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 
+from harness.servers import REPOSITORY, environment
 from tests.all.system.packages import path_of
-from tests.servers import REPOSITORY, environment
 
 # Documentation's ranges (RFC 5737, RFC 3849): no route of the machine leads there.
 IPV4, IPV6 = "198.51.100", "2001:db8:77:"

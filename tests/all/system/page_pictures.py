@@ -19,9 +19,9 @@ import psutil
 from PIL import Image
 from selenium.webdriver.common.keys import Keys
 
+from harness.servers import REPOSITORY, Server, running_server, wait_until
 from tests.all.system.browser import Browser, browser
 from tests.all.system.page_server import load, update_weights
-from tests.servers import REPOSITORY, Server, running_server, wait_until
 from titopool.demo_model import make_model
 
 VIEWS: dict[str, dict[str, Any]] = {

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import requests
 
-from tests.servers import REPOSITORY, Server, environment, running_server
+from harness.servers import REPOSITORY, Server, environment, running_server
 
 # A file of safetensors without a tensor: stubs do not read it.
 EMPTY_WEIGHTS = b"\x02\0\0\0\0\0\0\0{}"
@@ -31,7 +31,7 @@ class StubWorkers:
     def _start(self, index: int) -> subprocess.Popen[bytes]:
         words = ["--endpoint", self.endpoints[index], "--worker-id", str(index), *self._arguments]
         return subprocess.Popen(
-            [sys.executable, "-m", "tests.stub_worker", *words],
+            [sys.executable, "-m", "harness.stub_worker", *words],
             env=environment(TITOPOOL_WEIGHTS_ROOT=str(self.root)), cwd=REPOSITORY,
             stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
         )  # fmt: skip

@@ -1,11 +1,11 @@
-"""The completion scripts of `titopool` in zsh and fish, as users load them; bash is in tests/test_command_help.py."""
+"""The completion scripts of `titopool` in zsh and fish, as users load them; bash is in tests/commands/test_command_help.py."""
 
 import subprocess
 from pathlib import Path
 
+from harness.servers import REPOSITORY, TITOPOOL, environment
 from tests.all.system.packages import need
-from tests.servers import REPOSITORY, TITOPOOL, environment
-from tests.terminal import on_terminal
+from tests.kit.terminal import on_terminal
 
 PATH = f"{Path(TITOPOOL).parent}:/usr/bin:/bin"
 

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import requests
 
+from harness.servers import TITOPOOL, wait_until
 from tests.all.system.network import Network
 from tests.all.system.packages import need, need_root
 from tests.conftest import ENGINE_OPTIONS
-from tests.servers import TITOPOOL, wait_until
 
 HOSTS = ["front", "one", "two", "trainer"]
 
@@ -94,7 +94,7 @@ class Pool:
         return requests.post(f"{self.url}{path}", json=body, timeout=60)
 
 
-STUB = [sys.executable, "-m", "tests.stub_worker"]
+STUB = [sys.executable, "-m", "harness.stub_worker"]
 
 
 @pytest.mark.parametrize("ipv6", [False, True], ids=["IPv4", "IPv6"])
@@ -196,14 +196,14 @@ def test_the_doctor_names_the_pairs_that_cannot_connect(network: Network, tmp_pa
 TRAINERS = {
     "titopool": """
 from titopool.client.weights_client import WeightsClient
-from tests.trainer import tensors_of
+from tests.kit.trainers.trainer import tensors_of
 with WeightsClient(url, device="cpu") as client:
     client.update(tensors_of(folder), policy="keep")
 """,
     "vLLM": """
-from tests.rl_trainer import stock_trainer
-from tests.servers import Server
-from tests.trainer import tensors_of
+from tests.kit.trainers.rl_trainer import stock_trainer
+from harness.servers import Server
+from tests.kit.trainers.trainer import tensors_of
 server = Server(None, url, None)
 server.post("/pause?mode=keep", None)
 with stock_trainer(server, master_address=host) as trainer:
@@ -211,7 +211,7 @@ with stock_trainer(server, master_address=host) as trainer:
 server.post("/resume", {})
 """,
     "TRL": """
-from tests.trl_weights_client import update_by_trl
+from tests.kit.trainers.trl_weights_client import update_by_trl
 update_by_trl(url, folder)
 """,
 }

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import yaml
 
+from harness.servers import REPOSITORY
 from tests.all.system.packages import need
-from tests.servers import REPOSITORY
 from titopool.settings.config import ENV_PREFIX, SETTINGS
 from titopool.settings.sources import from_command_line, parse_value
 

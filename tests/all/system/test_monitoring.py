@@ -21,19 +21,19 @@ import pytest
 import requests
 import yaml
 
-from tests import vision_models
+from harness import vision_models
+from harness.images import PLACEHOLDERS, encoded, picture
+from harness.servers import REPOSITORY, Server, free_port, running_server, wait_until
+from harness.stub_worker import Fault
 from tests.all.system.packages import need
-from tests.images import PLACEHOLDERS, encoded, picture
-from tests.load import load_on
-from tests.servers import REPOSITORY, Server, free_port, running_server, wait_until
-from tests.stub_worker import Fault
+from tests.kit.peers.load import load_on
 
 FOLDER = REPOSITORY / "deploy" / "monitoring"
 DASHBOARD = json.loads((FOLDER / "grafana/dashboards/titopool.json").read_text())
 RULES = yaml.safe_load((FOLDER / "rules.yml").read_text())["groups"][0]["rules"]
 KEY = "a-key-of-the-test"
 HEADERS = {"Authorization": f"Bearer {KEY}"}
-STUB = f"{sys.executable} -m tests.stub_worker --delay-s 0.01 --in-slots --max-num-seqs 4"
+STUB = f"{sys.executable} -m harness.stub_worker --delay-s 0.01 --in-slots --max-num-seqs 4"
 LOAD_S = 20.0
 # At four scrapes; Grafana's $__rate_interval would be 20 s.
 RATE_INTERVAL = "5s"
@@ -174,7 +174,7 @@ def scraped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
             time.sleep(LOAD_S / 2)
             worker = next(
                 one for one in psutil.Process(stub.process.pid).children(recursive=True)
-                if "tests.stub_worker" in one.cmdline()
+                if "harness.stub_worker" in one.cmdline()
             )  # fmt: skip
             worker.kill()
             time.sleep(LOAD_S / 2)

@@ -11,9 +11,9 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 
 from app.routes.page.samples import NUM_LEARNING
+from harness.servers import Server, running_server
 from tests.all.system.packages import need
 from tests.all.system.page_server import StubWorkers, load, update_weights
-from tests.servers import Server, running_server
 
 KEY = "a-secret-key"
 DESKTOP, PHONE, SMALL_PHONE = (1280, 900), (390, 844), (320, 640)

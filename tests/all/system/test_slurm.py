@@ -17,11 +17,11 @@ import psutil
 import pytest
 import requests
 
+from harness.servers import REPOSITORY, alive, environment, free_port, wait_until
 from tests.all.system.packages import need, need_root, path_of
-from tests.servers import REPOSITORY, alive, environment, free_port, wait_until
 
 SCRIPT = REPOSITORY / "deploy" / "slurm" / "serve.sbatch"
-STUB = f"{sys.executable} -m tests.stub_worker"
+STUB = f"{sys.executable} -m harness.stub_worker"
 CONFIG = """
 ClusterName=test
 SlurmctldHost={host}(127.0.0.1)

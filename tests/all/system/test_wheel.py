@@ -14,7 +14,7 @@ import psutil
 import pytest
 import requests
 
-from tests.servers import (
+from harness.servers import (
     KV_CACHE,
     REPOSITORY,
     START_TIMEOUT_S,

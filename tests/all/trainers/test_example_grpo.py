@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from examples import grpo
-from tests.servers import wait_until
+from harness.servers import wait_until
 
 # Starts a server: tests/conftest.py groups and marks the module by this name.
 running_server = grpo.running_server

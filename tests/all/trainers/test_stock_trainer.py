@@ -8,10 +8,10 @@ import pytest
 import torch
 from packaging.version import Version
 
-from tests.rl_trainer import TIMEOUT_S, InThread, StockTrainer, stock_trainer
-from tests.servers import Server, wait_until
-from tests.trainer import DEVICE
-from tests.weights import assert_serves, states
+from harness.servers import Server, wait_until
+from tests.kit.models.weights import assert_serves, states
+from tests.kit.trainers.rl_trainer import TIMEOUT_S, InThread, StockTrainer, stock_trainer
+from tests.kit.trainers.trainer import DEVICE
 from titopool.client.weights.trainer_group import TrainerGroup
 from workers.vllm_internals import installed_version
 

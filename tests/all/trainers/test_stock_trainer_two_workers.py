@@ -5,9 +5,9 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.rl_trainer import InThread, StockTrainer, stock_trainer
-from tests.servers import START_TIMEOUT_S, Server, phases, wait_until, worker_pids
-from tests.weights import assert_serves, states
+from harness.servers import START_TIMEOUT_S, Server, phases, wait_until, worker_pids
+from tests.kit.models.weights import assert_serves, states
+from tests.kit.trainers.rl_trainer import InThread, StockTrainer, stock_trainer
 
 
 @pytest.fixture(autouse=True)

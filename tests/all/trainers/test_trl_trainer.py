@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from tests.servers import REPOSITORY, Server, environment, need_gpus, running_server
-from tests.trl_client import TRL_FOLDER
+from harness.servers import REPOSITORY, Server, environment, need_gpus, running_server
+from tests.kit.peers.trl_client import TRL_FOLDER
 from titopool.settings.gpus import visible_gpus
 
 # Of one training; on two cores 40 steps of words take 25 s.
@@ -43,7 +43,15 @@ def train(
         PYTHONPATH=str(TRL_FOLDER / version), HF_HUB_OFFLINE="1", VLLM_LOGGING_LEVEL="ERROR",
         **({"CUDA_VISIBLE_DEVICES": gpu[0]} if gpu else {}),
     )  # fmt: skip
-    words = [sys.executable, "-m", "tests.trl_trainer", task, model, server.url, str(num_steps)]
+    words = [
+        sys.executable,
+        "-m",
+        "tests.kit.trainers.trl_trainer",
+        task,
+        model,
+        server.url,
+        str(num_steps),
+    ]
     words += map(str, goal)
     done = subprocess.run(
         words, env=environ, cwd=REPOSITORY, capture_output=True, text=True, timeout=TIMEOUT_S

@@ -6,10 +6,10 @@ import json
 import pytest
 from transformers import AutoTokenizer
 
-from tests import reference
-from tests.reference import TOLERANCE
-from tests.servers import Server
-from tests.verifiers_rollouts import rollouts
+from harness.servers import Server
+from tests.kit.models import reference
+from tests.kit.models.reference import TOLERANCE
+from tests.kit.peers.verifiers_rollouts import rollouts
 
 END_OF_TEXT, END_OF_MESSAGE = 0, 2
 # The random model seldom ends a message; this bias makes about half of the turns end by themselves.

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.vllm_serve import Greedy, vllm_server
+from tests.kit.peers.vllm_serve import Greedy, vllm_server
 
 
 @pytest.fixture(scope="package")

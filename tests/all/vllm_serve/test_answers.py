@@ -3,8 +3,8 @@
 import pytest
 from transformers import AutoTokenizer
 
-from tests.servers import Server
-from tests.vllm_serve import (
+from harness.servers import Server
+from tests.kit.peers.vllm_serve import (
     CHAT,
     CHAT_BODIES,
     CHATS,

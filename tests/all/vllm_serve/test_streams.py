@@ -8,8 +8,8 @@ import pytest
 import requests
 from transformers import AutoTokenizer
 
-from tests.servers import Server
-from tests.vllm_serve import (
+from harness.servers import Server
+from tests.kit.peers.vllm_serve import (
     CHAT_BODIES,
     CHATS,
     COMPLETION_BODIES,

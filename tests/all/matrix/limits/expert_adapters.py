@@ -4,7 +4,7 @@ import os
 import tempfile
 from pathlib import Path
 
-from tests.model_families import make_family
+from tests.kit.models.model_families import make_family
 
 if __name__ == "__main__":
     os.environ["VLLM_CPU_KVCACHE_SPACE"] = "1"

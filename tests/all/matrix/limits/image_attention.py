@@ -4,9 +4,9 @@ import os
 import tempfile
 from pathlib import Path
 
-from tests import reference
 from tests.all.matrix.image_families import make_image_family
 from tests.all.matrix.images import picture
+from tests.kit.models import reference
 
 if __name__ == "__main__":
     os.environ["VLLM_CPU_KVCACHE_SPACE"] = "1"

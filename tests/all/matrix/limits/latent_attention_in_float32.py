@@ -4,7 +4,7 @@ import os
 import tempfile
 from pathlib import Path
 
-from tests.model_families import make_family
+from tests.kit.models.model_families import make_family
 
 if __name__ == "__main__":
     # An engine in a process of its own hung on a GPU: vLLM forks it after torch has made a model.

@@ -1,0 +1,1 @@
+"""The command `titopool`, and servers as users start and end them."""

@@ -1,0 +1,1 @@
+"""Servers with real vLLM on tiny models."""

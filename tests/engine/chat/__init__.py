@@ -1,0 +1,1 @@
+"""Chats, tools and other protocols' routes."""

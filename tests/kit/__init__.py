@@ -1,0 +1,1 @@
+"""What several modules of tests need, and no benchmark."""

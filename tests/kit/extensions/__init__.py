@@ -1,0 +1,1 @@
+"""Extensions of vLLM's worker that fail in the ways that tests need."""

@@ -1,0 +1,1 @@
+"""Tiny models, and what transformers says of them."""

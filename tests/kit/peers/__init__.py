@@ -1,0 +1,1 @@
+"""Clients and servers of other projects, and stand-ins for both."""

@@ -1,0 +1,1 @@
+"""Workers, engines and pools without a server."""

@@ -1,0 +1,1 @@
+"""Real front ends before workers with a stub engine."""

@@ -1,0 +1,1 @@
+"""Requests and answers of a server with a stub engine."""

@@ -1,0 +1,1 @@
+"""Workers that come, fail, hang and go."""

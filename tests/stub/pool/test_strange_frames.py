@@ -1,0 +1,129 @@
+"""Undecodable frames and absurd values: workers and front ends read every other message."""
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+
+from harness.servers import Server, wait_until
+from tests.conftest import StartStub
+from tests.kit.workers.worker_peer import Peer
+from titopool.settings.sampling import SamplingOptions, encode_options
+from titopool.wire import messages
+from titopool.wire.messages import Drift, Generate, Heartbeat, Hello, Job
+from titopool.wire.pool_state import PoolAdapters, PoolPause, PoolState, PoolWeights
+from titopool.wire.sockets import bind_router
+
+QUICK = {"TITOPOOL_HEARTBEAT_INTERVAL_S": "0.1"}
+DEEP = b"\x91" * 100_000 + b"\x01"
+encode = msgspec.msgpack.encode
+# None of these frames may be read as a message, or keep a later frame from being read.
+UNREADABLE = {
+    "text-no-utf8": encode({"type": "stopping", "failure": "@"}).replace(b"\xa1@", b"\xa1\xff"),
+    "deep-result": encode({"type": "command_done", "command_id": 1, "result": {"a": 0}}).replace(
+        b"\xa1a\x00", b"\xa1a" + DEEP
+    ),
+    "session-no-utf8": encode(
+        {"type": "command", "incarnation": "@", "command_id": 1, "action": {"type": "get_status"}}
+    ).replace(b"\xa1@", b"\xa1\xff"),
+    "deep-kwargs": encode(
+        {"type": "generate", "incarnation": "", "jobs": [{"mm_processor_kwargs": {"a": 0}}]}
+    ).replace(b"\xa1a\x00", b"\xa1a" + DEEP),
+    "no-messagepack": b"\xc1",
+    "nothing": b"",
+}
+# Values that fit the types but that no pool can reach.
+ABSURD = [
+    PoolState("stub", PoolWeights(clock=2**64 - 1)),
+    PoolState("stub", PoolWeights(clock=1, version=2**64 - 1)),
+    PoolState("stub", PoolWeights(clock=-1)),
+    PoolState("stub", pause=PoolPause(2**64 - 1, "keep", 1.0)),
+    PoolState("stub", pause=PoolPause(1, "keep", float("inf"))),
+    PoolState("stub", adapters=PoolAdapters(2**64 - 1)),
+]
+
+
+@pytest.mark.parametrize("name", UNREADABLE)
+def test_no_decoder_accepts_an_unreadable_frame(name: str):
+    for decode in (messages.decode_to_worker, messages.decode_from_worker):
+        with pytest.raises(messages.UNREADABLE):
+            decode(UNREADABLE[name])
+
+
+@pytest.mark.parametrize("pool", ABSURD, ids=repr)
+def test_absurd_pool_states_are_not_decoded(pool: PoolState):
+    with pytest.raises(msgspec.ValidationError):
+        messages.decode_to_worker(messages.encode(Hello(pool)))
+
+
+@pytest.fixture
+def peer(tmp_path: Path, start_stub: StartStub) -> Iterator[Peer]:
+    """A front end of a ready stub worker."""
+    start_stub(0, **QUICK)
+    context: zmq.Context[Any] = zmq.Context()
+    found = Peer(context, f"ipc://{tmp_path}/worker-0")
+    found.send(Hello())
+    found.wait(lambda: found.beats and found.beats[-1].phase == "ready")
+    yield found
+    context.destroy(linger=0)
+
+
+def test_a_worker_reads_messages_after_unreadable_frames(peer: Peer):
+    # A worker that stopped at a bad frame would resume only at its next heartbeat, 100 ms later.
+    for frame in [*UNREADABLE.values()] * 100:
+        peer.socket.send(frame)
+    peer.socket.send_multipart([b"a", b"b"])
+    peer.generate(7)
+    peer.wait(lambda: 7 in peer.done)
+
+
+def test_a_worker_continues_after_numbers_that_it_cannot_encode(peer: Peer):
+    for number in (2**64 - 1, 2**63, -1):
+        peer.send(Drift(number, number))
+        peer.send(Drift(1, 1))
+    peer.send(Generate.of_jobs(peer.beats[-1].incarnation, [
+        Job(job_id, 1, b"\1\0\0\0", 2**63, 2**64 - 1, msgspec.Raw(encode_options(SamplingOptions())))
+        for job_id in (1, 2)
+    ]))  # fmt: skip
+    for pool in ABSURD:
+        peer.send(Hello(pool))
+    num_beats = len(peer.beats)
+    peer.wait(lambda: len(peer.beats) > num_beats + 3)
+    peer.generate(7)
+    peer.wait(lambda: 7 in peer.done)
+    assert peer.beats[-1].counters.num_compared_prompts == 3
+    assert peer.beats[-1].pool == PoolState("stub")
+
+
+def test_a_front_end_reads_messages_after_unreadable_frames(
+    tmp_path: Path, start_stub: StartStub, stub_server: Callable[..., Server]
+):
+    start_stub(0, **QUICK)
+    context: zmq.Context[Any] = zmq.Context()
+    router = bind_router(context, f"ipc://{tmp_path}/worker-1", "")
+    server = stub_server(2, "--num-front-ends", "1", num_ready=1, **QUICK)
+    assert router.poll(5000)
+    front_end, _ = router.recv_multipart()
+    beat = Heartbeat(
+        "odd", "a", "loading", 0.0, PoolWeights(), None, 0.0, 1, 0, 0, 0, messages.WorkerCounters()
+    )
+    for frame in [*UNREADABLE.values()] * 100:
+        router.send_multipart([front_end, frame])
+    for pool in ABSURD:
+        router.send_multipart(
+            [front_end, messages.encode(msgspec.structs.replace(beat, pool=pool))]
+        )
+    # Only this last heartbeat is readable.
+    router.send_multipart([front_end, messages.encode(beat)])
+    phases = lambda: [one["phase"] for one in server.get("/ready").json()["workers"]]  # noqa: E731
+    try:
+        wait_until(lambda: phases() == ["ready", "loading"], 5, lambda: str(phases()))
+        began = time.monotonic()
+        assert server.generate([[1, 2]])["completion_ids"] == [[2, 1]]
+        assert time.monotonic() - began < 5
+    finally:
+        context.destroy(linger=0)

@@ -1,0 +1,1 @@
+"""No server starts here."""

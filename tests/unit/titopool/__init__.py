@@ -1,0 +1,1 @@
+"""The client, and what front ends and workers share."""
