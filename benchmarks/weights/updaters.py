@@ -165,7 +165,7 @@ def vllm_server(folder: str, options: dict[str, Any], log: Path, gpus: str) -> I
     }  # fmt: skip
     transfer = {"weight_transfer_config": '{"backend": "nccl"}'}
     with running(VllmServe(), Engine(folder, options | transfer), environ, log) as found:
-        yield Server(found.process, found.url, log)  # type: ignore[arg-type]
+        yield Server(found.process, found.url, log, is_peer=True)  # type: ignore[arg-type]
 
 
 def kv_tokens(server: Server) -> int:

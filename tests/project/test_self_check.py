@@ -4,6 +4,7 @@ import ast
 import re
 from pathlib import Path
 
+from tests.conftest import SHARED_SERVERS, STARTING_FIXTURES, STARTING_FUNCTIONS
 from titopool import errors
 from titopool.settings.config import SETTINGS
 from tools.settings_page import PAGE, settings_page
@@ -257,6 +258,21 @@ def test_nothing_imports_from_a_module_of_tests():
             is_from = isinstance(node, ast.ImportFrom) and bool(node.module)
             if is_from and node.module.rpartition(".")[2].startswith("test_"):
                 found.append(f"{name_of(path)}:{node.lineno} imports from {node.module}")
+    assert not found
+
+
+def test_unit_tests_start_no_server():
+    starting = STARTING_FUNCTIONS | STARTING_FIXTURES | set(SHARED_SERVERS)
+    found = []
+    for path in (REPOSITORY / "tests" / "unit").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom):
+                names = {alias.name for alias in node.names}
+            elif isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
+                names = {one.arg for one in node.args.args}
+            else:
+                continue
+            found += [f"{name_of(path)}:{node.lineno} has {one}" for one in names & starting]
     assert not found
 
 
