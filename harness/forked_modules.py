@@ -132,18 +132,31 @@ def _work_as_stub(arguments: list[str]) -> int:
     return asyncio.run(stub_worker.serve(stub_worker.parser().parse_args(arguments)))
 
 
-def _work(arguments: list[str]) -> NoReturn:
+def _be_new() -> None:
+    """What the import of torch would do in a new process, which has no Flask."""
     import torch
 
-    # A new process would read it as torch is loaded.
+    # It is read as torch is loaded.
     if threads := os.environ.get("OMP_NUM_THREADS"):
         torch.set_num_threads(int(threads))
     for name in list(sys.modules):
         if name.partition(".")[0] in WITH_PROXIES:
             del sys.modules[name]
+
+
+def _work(arguments: list[str]) -> NoReturn:
+    _be_new()
     from workers.__main__ import run
 
     run()
+
+
+def _be_template(arguments: list[str]) -> int:
+    _be_new()
+    from workers import template
+
+    template.main()
+    return 0
 
 
 RUNS: dict[str, Callable[[list[str]], int]] = {
@@ -166,9 +179,9 @@ def import_engine() -> None:
     with without_collector():
         import vllm.v1.engine.async_llm  # noqa: F401
 
-        import workers.__main__  # noqa: F401
+        import workers.template  # noqa: F401
         from workers.vllm_internals import check_internals
 
         # It imports all modules that titopool uses.
         check_internals()
-    RUNS["workers"] = _work
+    RUNS.update({"workers": _work, "workers.template": _be_template})

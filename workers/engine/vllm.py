@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
-from titopool.collector import without_collector
 from titopool.errors import InvalidRequest, TitopoolError
 from titopool.settings.config import ServerConfig
 from titopool.settings.sampling import SamplingOptions, decode_options, encode_options
@@ -62,7 +61,8 @@ from workers.engine.sampling import (
 )
 from workers.engine.scoring import check_scored, until_scored
 from workers.engine.sent_images import SentImages, send_images_once
-from workers.engine.start.exact import choose_kernels, fit_to_exact
+from workers.engine.start.exact import fit_to_exact
+from workers.engine.start.importing import import_vllm
 from workers.engine.start.options import (
     capture_graphs_for_all,
     check_adapters_on_gpu,
@@ -70,14 +70,13 @@ from workers.engine.start.options import (
     has_decode_graphs,
     parse_options,
 )
-from workers.engine.start.raw_logprobs import check_raw_logprobs, choose_runner
+from workers.engine.start.raw_logprobs import check_raw_logprobs
 from workers.engine.start.tracing import trace_requests
 from workers.engine.versions import Versions
 from workers.engine.weights import VllmWeights, WeightEngine
-from workers.environment import default_engine_options, image_processes, prepare_environment
+from workers.environment import image_processes
 from workers.images.preparer import ImagePreparer
 from workers.in_model.logprobs_patch import receive_lists
-from workers.vllm_internals import check_internals
 
 # Of the encoded options whose parameters are kept, each with what vLLM's object takes besides.
 MAX_PARAMS_BYTES = 16 * 2**20
@@ -115,22 +114,13 @@ class VllmEngine:
         return self._llm is not None and bool(self._llm.errored)
 
     def load(self, report: ReportPhase) -> WorkerFacts:
-        prepare_environment(os.environ, on_cpu=self._on_cpu)
-        if self._config.exact:
-            choose_kernels(os.environ, on_cpu=self._on_cpu)
-        if self._config.raw_logprobs:
-            choose_runner(os.environ)
-        # A restarted worker, or another one, must not repeat this worker's samples.
-        seed = int.from_bytes(os.urandom(4), "little") >> 1
-        defaults = default_engine_options(self._config, os.environ, on_cpu=self._on_cpu, seed=seed)
         # vLLM's CPU build overwrites it.
         start_method = os.environ.get(START_METHOD)
         report("importing")
-        with without_collector():
-            from vllm.usage.usage_lib import UsageContext
-            from vllm.v1.engine.async_llm import AsyncLLM
+        defaults = import_vllm(self._config, on_cpu=self._on_cpu)
+        from vllm.usage.usage_lib import UsageContext
+        from vllm.v1.engine.async_llm import AsyncLLM
 
-            check_internals()
         check_parsers(self._config)
         engine_args = parse_options(self._config, defaults)
         if _is_titopools(engine_args.worker_extension_cls):

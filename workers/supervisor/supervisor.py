@@ -19,7 +19,7 @@ import sys
 import time
 import urllib.request
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -43,6 +43,7 @@ from titopool.wire.sockets import ANY_PORT, worker_endpoint
 from workers.ledger import clear_ledgers
 from workers.process import EXIT_HUNG, STACKS_SIGNAL
 from workers.restarts import clear_restarts, reason_of, write_restarts
+from workers.supervisor.forking import ForkedWorker, Template, why_not
 from workers.supervisor.hub import wanted_model
 from workers.supervisor.master import end_master, parser_of, remove_orphaned_run_dir
 from workers.supervisor.phase_pipe import Load, Report
@@ -92,7 +93,7 @@ class WorkerProcess:
     load: Load | None = None
     # Where it listens, if it chose the port itself.
     endpoint: str = ""
-    process: subprocess.Popen[bytes] | None = None
+    process: subprocess.Popen[bytes] | ForkedWorker | None = None
     started_at: float = 0.0
     start_after: float = 0.0
     # When it last reported that it runs; 0: it has not yet.
@@ -162,6 +163,9 @@ class Supervisor:
         self._polled_at = 0.0
         self._has_greeted = of_one is not None
         self._screen = Screen()
+        # INFO, because vLLM's log goes to a file.
+        self._environ = {"VLLM_LOGGING_LEVEL": "INFO", **os.environ}
+        self._template: Template | None = None
 
     def state(self) -> tuple[str, str, Load | None]:
         """Endpoint ("": not known yet), phase and load of the first worker.
@@ -185,6 +189,7 @@ class Supervisor:
             StartFailed: a worker cannot start.
             OSError: `run_dir` cannot be written at the start.
         """
+        self._template = self._make_template()
         clear_ledgers(self._config.run_dir)
         clear_restarts(self._config.run_dir)
         write_ends(self._config.run_dir, self._ends)
@@ -231,6 +236,8 @@ class Supervisor:
     def _poll(self) -> None:
         """One turn of the loop: reads the pipes, then compares what runs with what should run."""
         self._read_pipes()
+        if self._template is not None:
+            self._template.follow()
         now = time.monotonic()
         suspended_s = max(0.0, now - self._polled_at - MAX_TURN_S)
         self._polled_at = now
@@ -241,7 +248,7 @@ class Supervisor:
             self._check_deadlines(worker)
             if worker.is_leaving and worker.process is None:
                 self._remove(worker)
-            elif worker.process is None and time.monotonic() >= worker.start_after:
+            elif worker.process is None and self._may_start(worker):
                 self._start(worker)
         self._greet_when_ready()
         self._screen.tick()
@@ -308,6 +315,23 @@ class Supervisor:
 
     # ---- starting --------------------------------------------------------------------
 
+    def _make_template(self) -> Template | None:
+        """The process that workers are forks of, where they are."""
+        reason = why_not(
+            self._gpus,
+            has_own_command=self._worker_command != [sys.executable, "-m", "workers"],
+            is_one_of_a_pool=self._of_one is not None,
+        )  # fmt: skip
+        if reason:
+            logger.info("each worker starts a new interpreter: %s", reason)
+            return None
+        first = resources_of_worker(0, self._config.num_workers, config=self._config, gpus=())
+        return Template(self._environ | first.variables, self._config.worker_start_timeout_s)
+
+    def _may_start(self, worker: WorkerProcess) -> bool:
+        is_waiting = self._template is not None and self._template.is_importing
+        return not is_waiting and time.monotonic() >= worker.start_after
+
     def _start(self, worker: WorkerProcess) -> None:
         worker.started_at = time.monotonic()
         worker.phase = worker.failure = worker.endpoint = ""
@@ -332,22 +356,11 @@ class Supervisor:
             gpus=self._gpus,
         )
         status_read, status_write = os.pipe()
+        words = [
+            "--endpoint", endpoint, "--worker-id", str(worker.index), "--parent-pid", str(os.getpid()),
+        ]  # fmt: skip
         try:
-            worker.process = subprocess.Popen(
-                [
-                    *self._worker_command, "--endpoint", endpoint,
-                    "--worker-id", str(worker.index), "--parent-pid", str(os.getpid()),
-                    "--status-fd", str(status_write),
-                ],
-                # INFO, because vLLM's log goes to a file.
-                env={"VLLM_LOGGING_LEVEL": "INFO"} | os.environ | resources.variables,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                pass_fds=(status_write,),
-                # A new process group: killing the group also kills vLLM's processes.
-                start_new_session=True,
-            )  # fmt: skip
+            worker.process = self._new_process(words, resources.variables, status_write)
         except OSError:
             os.close(status_read)
             raise
@@ -366,6 +379,23 @@ class Supervisor:
         assert worker.process.stdout is not None
         self._watch(worker.process.stdout, worker, "log")
         self._watch(os.fdopen(status_read, "rb", buffering=0), worker, "status")
+
+    def _new_process(
+        self, words: Sequence[str], variables: Mapping[str, str], status: int
+    ) -> subprocess.Popen[bytes] | ForkedWorker:
+        forked = None
+        if self._template is not None and self._template.forks(variables):
+            forked = self._template.fork(words, variables, status)
+        return forked or subprocess.Popen(
+            [*self._worker_command, *words, "--status-fd", str(status)],
+            env={**self._environ, **variables},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            pass_fds=(status,),
+            # A new process group: killing the group also kills vLLM's processes.
+            start_new_session=True,
+        )
 
     def _watch(self, pipe: IO[bytes], worker: WorkerProcess, kind: str) -> None:
         os.set_blocking(pipe.fileno(), False)
@@ -451,9 +481,9 @@ class Supervisor:
     # ---- ending ----------------------------------------------------------------------
 
     def _reap(self, worker: WorkerProcess) -> None:
-        if worker.process is None or worker.process.poll() is None:
+        if worker.process is None or (code := worker.process.poll()) is None:
             return
-        code = EXIT_HUNG if worker.is_hung else worker.process.returncode
+        code = EXIT_HUNG if worker.is_hung else code
         kill_group(worker.process)
         # The pipes may still hold the worker's last lines.
         self._read_pipes()
@@ -543,6 +573,8 @@ class Supervisor:
             kill_group(worker.process)
 
     def _stop_all(self) -> None:
+        if self._template is not None:
+            self._template.close()
         processes = [worker.process for worker in self._workers if worker.process is not None]
         for process in processes:
             process.send_signal(signal.SIGINT)
@@ -566,7 +598,7 @@ class Supervisor:
         show(greeting(self._config, self._url, requires_key=self._requires_key))
 
 
-def kill_group(process: subprocess.Popen[bytes]) -> None:
+def kill_group(process: subprocess.Popen[bytes] | ForkedWorker) -> None:
     """Kills a worker and its engine processes."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)

@@ -1,0 +1,152 @@
+"""Workers are forks of a process that has imported vLLM; what a fork cannot be is a new interpreter."""
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from harness.servers import (
+    Server,
+    alive,
+    environment,
+    serve_process,
+    wait_until,
+    wait_until_ended,
+    worker_pids,
+)
+from tests.conftest import ENGINE_OPTIONS
+from titopool.settings.gpus import visible_gpus
+from workers.supervisor.forking import Template, why_not
+
+KEY = "not-for-the-template"
+pytestmark = pytest.mark.skipif(bool(visible_gpus()), reason="with GPUs workers are no forks")
+
+
+@pytest.fixture(scope="module")
+def server(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A worker whose supervisor's process is no fork."""
+    log = tmp_path_factory.mktemp("template") / "log"
+    process, url = serve_process(tiny_model, *ENGINE_OPTIONS, log=log, TITOPOOL_API_KEY=KEY)
+    found = Server(process, url, log)
+    try:
+        wait_until(lambda: "titopool serves" in found.log, 120, lambda: found.log)
+        yield found
+    finally:
+        process.kill()
+        process.wait()
+
+
+def template_of(server: Server) -> psutil.Process:
+    (found,) = (
+        one
+        for one in psutil.Process(server.process.pid).children(recursive=True)
+        if one.cmdline()[1:3] == ["-m", "workers.template"]
+    )
+    return found
+
+
+def start_s(server: Server, number: int) -> float:
+    """Seconds of the worker's start of that number, as the log has them."""
+    lines = [line for line in server.log.splitlines() if "s in all)" in line]
+    return float(lines[number].split()[-4])
+
+
+def kill_worker(server: Server) -> None:
+    """Kills the worker, and waits until its successor is ready."""
+    num_ready = server.log.count("s in all)")
+    os.kill(worker_pids(server)[0], signal.SIGKILL)
+    wait_until(lambda: server.log.count("s in all)") > num_ready, 60, lambda: server.log)
+
+
+def test_a_worker_is_a_fork_and_a_child_of_the_supervisor(server: Server):
+    template = template_of(server)
+    worker = psutil.Process(worker_pids(server)[0])
+    assert worker.parent() == template.parent()
+    began = time.monotonic()
+    kill_worker(server)
+    took_s = time.monotonic() - began
+    # The import of vLLM is most of a new interpreter's start, and the template's only work.
+    assert took_s < sum(template.cpu_times()[:2])
+    assert template_of(server) == template
+    assert psutil.Process(worker_pids(server)[0]).parent() == template.parent()
+
+
+def test_the_template_has_no_key_and_no_connection(server: Server):
+    template = template_of(server)
+    assert KEY not in " ".join(template.environ().values())
+    assert KEY not in " ".join(psutil.Process(worker_pids(server)[0]).environ().values())
+    # Its standard ones, and the socket to the supervisor.
+    assert template.num_fds() == 4
+    assert not template.net_connections("inet")
+
+
+def test_a_dead_template_is_started_again(server: Server):
+    template = template_of(server)
+    template.kill()
+    text = "the process that forks workers is started again: it ended with -9"
+    wait_until(lambda: text in server.log, 30, lambda: server.log)
+    kill_worker(server)
+    assert template_of(server) != template
+    assert psutil.Process(worker_pids(server)[0]).parent() == template_of(server).parent()
+
+
+def test_nothing_outlives_a_killed_supervisor(server: Server):
+    template = template_of(server)
+    supervisor = template.parent()
+    assert supervisor is not None
+    left = [template, *supervisor.children(recursive=True)]
+    supervisor.kill()
+    wait_until_ended(left)
+    assert not alive(left)
+
+
+def test_the_reasons_for_a_new_interpreter():
+    assert not why_not([], has_own_command=False, is_one_of_a_pool=False)
+    assert "worker_command" in why_not([], has_own_command=True, is_one_of_a_pool=False)
+    assert "several hosts" in why_not([], has_own_command=False, is_one_of_a_pool=True)
+    assert "GPUs" in why_not(["0"], has_own_command=False, is_one_of_a_pool=False)
+
+
+@pytest.fixture
+def broken(tmp_path: Path) -> Iterator[Callable[[], Template]]:
+    """A template that cannot import vLLM."""
+    (tmp_path / "vllm.py").write_text("raise ImportError('no vLLM')")
+    made: list[Template] = []
+
+    def make() -> Template:
+        made.append(Template(environment(PYTHONPATH=str(tmp_path), OMP_NUM_THREADS="1"), 60.0))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def test_a_template_that_fails_twice_is_given_up(broken: Callable[[], Template], caplog):
+    template = broken()
+    assert template.is_importing
+    deadline = time.monotonic() + 60
+    while template.is_importing:
+        assert time.monotonic() < deadline
+        template.follow()
+        time.sleep(0.01)
+    assert not template.forks({})
+    assert "started again: it ended with 1" in caplog.text
+    assert "new interpreter: the process that forks workers failed, it ended with 1" in caplog.text
+
+
+def test_other_variables_of_the_import_need_a_new_interpreter(
+    broken: Callable[[], Template], caplog
+):
+    template = broken()
+    caplog.set_level("INFO")
+    template._is_ready = True
+    assert template.forks(
+        {"VLLM_PORT": "20000", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    )
+    assert not template.forks({"OMP_NUM_THREADS": "2"})
+    assert "a new interpreter: OMP_NUM_THREADS differ" in caplog.text

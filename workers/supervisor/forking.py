@@ -1,0 +1,215 @@
+"""Workers as forks of a process that has imported vLLM: a start takes a third of a new interpreter's.
+
+Owns: the template process (`workers/template.py`). It is started with the supervisor and again when it
+has ended; after `MAX_FAILURES` in a row, and where a fork would not be what a new interpreter is
+(`why_not`), each worker is started as `python -m workers`.
+"""
+
+import ctypes
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from typing import IO
+
+import msgspec
+
+from titopool.deadline import Deadline
+from titopool.settings.config import SECRET_VARIABLES
+
+# Not __name__, in which `supervisor` comes twice.
+logger = logging.getLogger("workers.supervisor")
+
+READY = b"ready"
+# A message holds a worker's words and variables.
+MAX_MESSAGE = 2**20
+# Seconds for a fork to become a child of the supervisor, and for its pid to come.
+ADOPTED_S, FORK_TIMEOUT_S = 5.0, 15.0
+MAX_FAILURES = 2
+# What torch, libgomp, oneDNN and vLLM read as they are loaded. vLLM reads VLLM_PORT when it needs a port.
+READ_AT_IMPORT = ("OMP_", "GOMP_", "KMP_", "MKL_", "ONEDNN_", "TORCH", "VLLM_", "LD_PRELOAD")
+READ_LATER = {"VLLM_PORT"}
+# linux/prctl.h
+PR_SET_CHILD_SUBREAPER = 36
+
+
+class Fork(msgspec.Struct):
+    """What the template needs to fork a worker, besides the descriptors of its output and status."""
+
+    # After `python -m workers`.
+    words: list[str]
+    # That the template does not have.
+    variables: dict[str, str]
+    parent_pid: int
+
+
+class ForkedWorker:
+    """A worker that the template has forked: a child, with what the supervisor uses of `Popen`."""
+
+    def __init__(self, pid: int, stdout: IO[bytes]):
+        self.pid, self.stdout = pid, stdout
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        return self._reap(os.WNOHANG)
+
+    def wait(self) -> int | None:
+        return self._reap(0)
+
+    def _reap(self, options: int) -> int | None:
+        if self.returncode is None:
+            pid, status = os.waitpid(self.pid, options)
+            if pid:
+                self.returncode = os.waitstatus_to_exitcode(status)
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+
+def why_not(gpus: Sequence[str], *, has_own_command: bool, is_one_of_a_pool: bool) -> str:
+    """Why workers are no forks; "": they are."""
+    if has_own_command:
+        return "worker_command is set"
+    if is_one_of_a_pool:
+        return "it is one of a pool on several hosts"
+    if gpus:
+        return "its GPUs are chosen before torch is imported"
+    return ""
+
+
+class Template:
+    """The process that workers are forks of."""
+
+    def __init__(self, environ: Mapping[str, str], timeout_s: float):
+        """
+        Args:
+            environ: of the workers; keys are left out.
+            timeout_s: for the import of vLLM.
+        """
+        self._environ = {k: v for k, v in environ.items() if k not in SECRET_VARIABLES}
+        self._timeout_s = timeout_s
+        self._num_failures = 0
+        self._process: subprocess.Popen[bytes] | None = None
+        self._deadline = Deadline.after(0)
+        self._is_ready = False
+        self._start()
+
+    @property
+    def is_importing(self) -> bool:
+        """Whether it will be ready to fork, but is not yet."""
+        return self._process is not None and not self._is_ready
+
+    def forks(self, variables: Mapping[str, str]) -> bool:
+        """Whether a worker with these variables can be a fork, now."""
+        differing = [
+            name
+            for name, value in variables.items()
+            if name.startswith(READ_AT_IMPORT)
+            and name not in READ_LATER
+            and self._environ.get(name) != value
+        ]
+        if differing:
+            logger.info("a worker starts a new interpreter: %s differ", ", ".join(differing))
+        return self._is_ready and not differing
+
+    def follow(self) -> None:
+        """Notes whether the process is ready; starts it again if it has ended."""
+        if self._process is None:
+            return
+        if not self._is_ready:
+            with suppress(BlockingIOError):
+                self._is_ready = self._control.recv(len(READY), socket.MSG_DONTWAIT) == READY
+                self._num_failures *= not self._is_ready
+        if (code := self._process.poll()) is not None:
+            self._fail(f"it ended with {code}")
+        elif not self._is_ready and self._deadline.has_passed:
+            self._fail(f"it was not ready after {self._timeout_s:g} s")
+
+    def fork(
+        self, words: Sequence[str], variables: Mapping[str, str], status: int
+    ) -> ForkedWorker | None:
+        """A new worker, a child of this process; None: it did not come, and the template begins anew.
+
+        Args:
+            words: after `python -m workers`, without `--status-fd`.
+            status: the descriptor of its reports, a copy of which it gets.
+        """
+        fork = Fork(list(words), dict(variables), os.getpid())
+        output, its_output = os.pipe()
+        try:
+            with _subreaper():
+                message = msgspec.msgpack.encode(fork)
+                socket.send_fds(self._control, [message], [its_output, status])
+                self._control.settimeout(FORK_TIMEOUT_S)
+                if not (answer := self._control.recv(16)):
+                    raise ConnectionResetError("it has ended")
+        except OSError as error:
+            os.close(output)
+            self._fail(str(error))
+            return None
+        finally:
+            os.close(its_output)
+        return ForkedWorker(int(answer), os.fdopen(output, "rb", buffering=0))
+
+    def close(self) -> None:
+        """Ends the process; workers go on."""
+        if self._process is not None:
+            self._control.close()
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+        self._is_ready = False
+
+    def _start(self) -> None:
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._control.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, MAX_MESSAGE)
+        self._deadline = Deadline.after(self._timeout_s)
+        with theirs:
+            try:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-m", "workers.template", str(theirs.fileno())],
+                    env=self._environ,
+                    stdin=subprocess.DEVNULL,
+                    # What it cannot import, a new interpreter cannot either, and says so.
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.DEVNULL,
+                    pass_fds=(theirs.fileno(),),
+                    # Ctrl-C is for the supervisor.
+                    start_new_session=True,
+                )
+            except OSError as error:
+                self._num_failures = MAX_FAILURES
+                logger.warning("each worker starts a new interpreter: %s", error)
+
+    def _fail(self, why: str) -> None:
+        self.close()
+        self._num_failures += 1
+        if self._num_failures >= MAX_FAILURES:
+            logger.warning(
+                "each worker starts a new interpreter: the process that forks workers failed, %s",
+                why,
+            )
+        else:
+            logger.warning("the process that forks workers is started again: %s", why)
+            self._start()
+
+
+@contextmanager
+def _subreaper() -> Iterator[None]:
+    """Within the block, this process adopts the orphans of its descendants."""
+    prctl = ctypes.CDLL(None).prctl
+    prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    try:
+        yield
+    finally:
+        # Those of vLLM are the init process's to reap.
+        prctl(PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
