@@ -18,6 +18,7 @@ import sys
 import threading
 import time
 import traceback
+from contextlib import suppress
 from typing import NoReturn
 
 import msgspec
@@ -25,10 +26,11 @@ from setproctitle import getproctitle, setproctitle
 
 from titopool.deadline import Deadline
 from titopool.helpers.fork_server import PR_SET_PDEATHSIG, drop_descriptors
+from titopool.settings.config import ServerConfig
 from titopool.settings.sources import from_environment
 from workers import __main__ as worker
 from workers.engine.start.importing import import_vllm
-from workers.supervisor.forking import ADOPTED_S, MAX_MESSAGE, READY, Fork
+from workers.supervisor.forking import ADOPTED_S, MAX_MESSAGE, NO_FORK, READY, Fork
 
 
 def main() -> None:
@@ -39,10 +41,9 @@ def main() -> None:
     getproctitle()
     control = socket.socket(fileno=int(sys.argv[1]))
     environ = dict(os.environ)
-    import_vllm(from_environment(), on_cpu=True)
-    if threading.active_count() > 1:
-        # A lock that another thread holds would stay locked in a fork.
-        sys.exit(f"vLLM's import has left threads: {threading.enumerate()}")
+    if reason := _import(from_environment()):
+        control.send(reason.encode())
+        return
     # Else each worker's first collection would copy the memory of all imported objects.
     gc.collect()
     gc.freeze()
@@ -51,21 +52,56 @@ def main() -> None:
         message, descriptors, *_ = socket.recv_fds(control, MAX_MESSAGE, 2)
         if not message:
             return
-        pid = os.fork()
+        pid = _fork(control)
         if pid == 0:
-            if os.fork():
+            if _fork(control):
                 os._exit(0)
             # Without what vLLM's import has set: a new process begins with the user's variables.
             _become(control, msgspec.msgpack.decode(message, type=Fork), environ, *descriptors)
-        os.waitpid(pid, 0)
+        if pid > 0:
+            os.waitpid(pid, 0)
         for one in descriptors:
             os.close(one)
+
+
+def _import(config: ServerConfig) -> str:
+    """Imports vLLM; returns why this process cannot be forked then, or ""."""
+    before = _descriptors()
+    try:
+        import_vllm(config, on_cpu=True)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    if threading.active_count() > 1:
+        # A lock that another thread holds would stay locked in a fork.
+        return f"vLLM's import has left threads: {threading.enumerate()}"
+    # A fork drops them.
+    opened = [file for number, file in _descriptors().items() if number not in before]
+    return f"vLLM's import has left open: {', '.join(opened)}" if opened else ""
+
+
+def _descriptors() -> dict[str, str]:
+    """The file of each descriptor, but for the one with which they are listed."""
+    found = {}
+    for number in os.listdir("/proc/self/fd"):
+        with suppress(OSError):
+            found[number] = os.readlink(f"/proc/self/fd/{number}")
+    return found
+
+
+def _fork(control: socket.socket) -> int:
+    """As `os.fork`; -1: there is no memory or process for it, and the supervisor knows."""
+    try:
+        return os.fork()
+    except OSError:
+        control.send(NO_FORK)
+        return -1
 
 
 def _become(
     control: socket.socket, fork: Fork, environ: dict[str, str], output: int, status: int
 ) -> NoReturn:
     """Becomes what `python -m workers …` is."""
+    code = 1
     try:
         # A new process group: killing the group also kills vLLM's processes.
         os.setsid()
@@ -74,6 +110,10 @@ def _become(
             if deadline.has_passed:
                 os._exit(1)
             time.sleep(0.001)
+        if fork.cores:
+            # Before there are threads, which inherit it. The supervisor warns if it cannot be set.
+            with suppress(OSError):
+                os.sched_setaffinity(0, fork.cores)
         control.send(str(os.getpid()).encode())
         for target in (1, 2):
             os.dup2(output, target)
@@ -85,10 +125,12 @@ def _become(
         setproctitle(" ".join([sys.executable, "-m", "workers", *words]))
         sys.argv = [worker.__file__, *words]
         worker.run()
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else 1
     except BaseException:
         traceback.print_exc()
     finally:
-        os._exit(1)
+        os._exit(code)
 
 
 if __name__ == "__main__":

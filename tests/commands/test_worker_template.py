@@ -2,6 +2,8 @@
 
 import os
 import signal
+import socket
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,6 +22,7 @@ from harness.servers import (
 )
 from tests.conftest import ENGINE_OPTIONS
 from titopool.settings.gpus import visible_gpus
+from workers.supervisor import forking
 from workers.supervisor.forking import Template, why_not
 
 KEY = "not-for-the-template"
@@ -87,7 +90,7 @@ def test_the_template_has_no_key_and_no_connection(server: Server):
 def test_a_dead_template_is_started_again(server: Server):
     template = template_of(server)
     template.kill()
-    text = "the process that forks workers is started again: it ended with -9"
+    text = "the process that forks workers is started again: it ended with code -9"
     wait_until(lambda: text in server.log, 30, lambda: server.log)
     kill_worker(server)
     assert template_of(server) != template
@@ -105,10 +108,12 @@ def test_nothing_outlives_a_killed_supervisor(server: Server):
 
 
 def test_the_reasons_for_a_new_interpreter():
-    assert not why_not([], has_own_command=False, is_one_of_a_pool=False)
-    assert "worker_command" in why_not([], has_own_command=True, is_one_of_a_pool=False)
-    assert "several hosts" in why_not([], has_own_command=False, is_one_of_a_pool=True)
-    assert "GPUs" in why_not(["0"], has_own_command=False, is_one_of_a_pool=False)
+    assert not why_not({}, [], has_own_command=False, is_one_of_a_pool=False)
+    assert "worker_command" in why_not({}, [], has_own_command=True, is_one_of_a_pool=False)
+    assert "several hosts" in why_not({}, [], has_own_command=False, is_one_of_a_pool=True)
+    assert "GPUs" in why_not({}, ["0"], has_own_command=False, is_one_of_a_pool=False)
+    bound = {"OMP_PLACES": "cores"}
+    assert "OMP_PLACES" in why_not(bound, [], has_own_command=False, is_one_of_a_pool=False)
 
 
 @pytest.fixture
@@ -126,17 +131,59 @@ def broken(tmp_path: Path) -> Iterator[Callable[[], Template]]:
         one.close()
 
 
-def test_a_template_that_fails_twice_is_given_up(broken: Callable[[], Template], caplog):
-    template = broken()
-    assert template.is_importing
+def until_it_has_begun(template: Template) -> None:
     deadline = time.monotonic() + 60
     while template.is_importing:
         assert time.monotonic() < deadline
         template.follow()
         time.sleep(0.01)
+
+
+def test_a_template_that_cannot_import_says_why_and_is_given_up(
+    broken: Callable[[], Template], caplog
+):
+    template = broken()
+    assert template.is_importing
+    until_it_has_begun(template)
     assert not template.forks({})
-    assert "started again: it ended with 1" in caplog.text
-    assert "new interpreter: the process that forks workers failed, it ended with 1" in caplog.text
+    (line,) = caplog.messages
+    assert line == "from here on each worker starts a new interpreter: ImportError: no vLLM"
+
+
+def test_a_template_that_does_not_fork_is_begun_again_once(
+    broken: Callable[[], Template], caplog, monkeypatch
+):
+    """It is stopped, so its answer is late. The caller starts a new interpreter instead."""
+    monkeypatch.setattr(forking, "FORK_TIMEOUT_S", 0.1)
+    template = broken()
+    status_read, status = os.pipe()
+    for _ in range(2):
+        assert template._process is not None
+        template._process.send_signal(signal.SIGSTOP)
+        template._is_ready = True
+        assert template.fork(["--endpoint", "ipc://x"], {}, [], status) is None
+        assert not template.forks({})
+    assert not template.is_importing
+    assert [one.partition(": no fork")[0] for one in caplog.messages] == [
+        "the process that forks workers is started again",
+        "from here on each worker starts a new interpreter",
+    ]
+    os.close(status)
+    os.close(status_read)
+
+
+def test_a_fork_whose_pid_came_too_late_is_ended(broken: Callable[[], Template]):
+    template = broken()
+    late = subprocess.Popen(["sleep", "1000"])
+    template._control.close()
+    template._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with theirs:
+        theirs.send(str(late.pid).encode())
+        template.close()
+        assert not psutil.pid_exists(late.pid)
+        with pytest.raises(BrokenPipeError):
+            theirs.send(b"1")
+    late.wait()
 
 
 def test_other_variables_of_the_import_need_a_new_interpreter(

@@ -1,8 +1,8 @@
-"""Workers as forks of a process that has imported vLLM: a start takes a third of a new interpreter's.
+"""Workers as forks of a process that has imported vLLM: a start takes a fraction of a new interpreter's.
 
-Owns: the template process (`workers/template.py`). It is started with the supervisor and again when it
-has ended; after `MAX_FAILURES` in a row, and where a fork would not be what a new interpreter is
-(`why_not`), each worker is started as `python -m workers`.
+Owns: the template process (`workers/template.py`). It is started with the supervisor, and again when it
+was killed or did not fork. When it cannot import vLLM or fork, after `MAX_FAILURES` in a row, and where a
+fork would not be what a new interpreter is (`why_not`), each worker is started as `python -m workers`.
 """
 
 import ctypes
@@ -12,7 +12,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import IO
 
@@ -27,12 +27,17 @@ logger = logging.getLogger("workers.supervisor")
 READY = b"ready"
 # A message holds a worker's words and variables.
 MAX_MESSAGE = 2**20
-# Seconds for a fork to become a child of the supervisor, and for its pid to come.
-ADOPTED_S, FORK_TIMEOUT_S = 5.0, 15.0
+# What the template answers when the system has no memory or process for a fork.
+NO_FORK = b"0"
+# Seconds for a fork to become a child of the supervisor, for its pid to come, and for the template's end.
+ADOPTED_S, FORK_TIMEOUT_S, END_TIMEOUT_S = 2.0, 5.0, 1.0
+# Of forks, in a row.
 MAX_FAILURES = 2
 # What torch, libgomp, oneDNN and vLLM read as they are loaded. vLLM reads VLLM_PORT when it needs a port.
 READ_AT_IMPORT = ("OMP_", "GOMP_", "KMP_", "MKL_", "ONEDNN_", "TORCH", "VLLM_", "LD_PRELOAD")
 READ_LATER = {"VLLM_PORT"}
+# With these, libgomp binds the thread that loads it, and chooses places for others, at its import.
+BINDING = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
 # linux/prctl.h
 PR_SET_CHILD_SUBREAPER = 36
 
@@ -45,6 +50,8 @@ class Fork(msgspec.Struct):
     # That the template does not have.
     variables: dict[str, str]
     parent_pid: int
+    # Empty: any core.
+    cores: list[int]
 
 
 class ForkedWorker:
@@ -75,7 +82,13 @@ class ForkedWorker:
         self.send_signal(signal.SIGTERM)
 
 
-def why_not(gpus: Sequence[str], *, has_own_command: bool, is_one_of_a_pool: bool) -> str:
+def why_not(
+    environ: Mapping[str, str],
+    gpus: Sequence[str],
+    *,
+    has_own_command: bool,
+    is_one_of_a_pool: bool,
+) -> str:
     """Why workers are no forks; "": they are."""
     if has_own_command:
         return "worker_command is set"
@@ -83,6 +96,8 @@ def why_not(gpus: Sequence[str], *, has_own_command: bool, is_one_of_a_pool: boo
         return "it is one of a pool on several hosts"
     if gpus:
         return "its GPUs are chosen before torch is imported"
+    if binding := [name for name in BINDING if name in environ]:
+        return f"{binding[0]} is set, and binds the thread that imports torch"
     return ""
 
 
@@ -122,92 +137,112 @@ class Template:
         return self._is_ready and not differing
 
     def follow(self) -> None:
-        """Notes whether the process is ready; starts it again if it has ended."""
+        """Notes whether the process is ready; starts it again if it was killed."""
         if self._process is None:
             return
+        reason = ""
         if not self._is_ready:
-            with suppress(BlockingIOError):
-                self._is_ready = self._control.recv(len(READY), socket.MSG_DONTWAIT) == READY
-                self._num_failures *= not self._is_ready
-        if (code := self._process.poll()) is not None:
-            self._fail(f"it ended with {code}")
+            with suppress(OSError):
+                answer = self._control.recv(MAX_MESSAGE, socket.MSG_DONTWAIT)
+                self._is_ready = answer == READY
+                reason = "" if self._is_ready else answer.decode(errors="replace")
+        code = self._process.poll()
+        if reason or (code or 0) > 0:
+            # It would fail again.
+            self._give_up(reason or f"it exited with code {code}")
+        elif code is not None:
+            self._begin_again(f"it ended with code {code}")
         elif not self._is_ready and self._deadline.has_passed:
-            self._fail(f"it was not ready after {self._timeout_s:g} s")
+            self._give_up(f"not ready after {self._timeout_s:g} s (worker_start_timeout_s)")
 
     def fork(
-        self, words: Sequence[str], variables: Mapping[str, str], status: int
+        self, words: Sequence[str], variables: Mapping[str, str], cores: Iterable[int], status: int
     ) -> ForkedWorker | None:
-        """A new worker, a child of this process; None: it did not come, and the template begins anew.
+        """A new worker, a child of this process; None: there is none, and none will come.
 
         Args:
             words: after `python -m workers`, without `--status-fd`.
+            cores: that it may run on; empty: any.
             status: the descriptor of its reports, a copy of which it gets.
         """
-        fork = Fork(list(words), dict(variables), os.getpid())
+        fork = Fork(list(words), dict(variables), os.getpid(), list(cores))
         output, its_output = os.pipe()
         try:
             with _subreaper():
                 message = msgspec.msgpack.encode(fork)
                 socket.send_fds(self._control, [message], [its_output, status])
                 self._control.settimeout(FORK_TIMEOUT_S)
-                if not (answer := self._control.recv(16)):
-                    raise ConnectionResetError("it has ended")
+                if (pid := int(self._control.recv(16) or NO_FORK)) == 0:
+                    raise OSError("the system has no memory or process for a fork, or it has ended")
         except OSError as error:
             os.close(output)
-            self._fail(str(error))
+            self._begin_again(f"no fork: {error}")
             return None
         finally:
             os.close(its_output)
-        return ForkedWorker(int(answer), os.fdopen(output, "rb", buffering=0))
+        self._num_failures = 0
+        return ForkedWorker(pid, os.fdopen(output, "rb", buffering=0))
 
     def close(self) -> None:
-        """Ends the process; workers go on."""
-        if self._process is not None:
-            self._control.close()
-            self._process.kill()
-            self._process.wait()
-            self._process = None
-        self._is_ready = False
+        """Ends the process; workers go on, but for one whose pid was not waited for."""
+        process, self._process, self._is_ready = self._process, None, False
+        if process is None:
+            return
+        with self._control, suppress(OSError, ValueError):
+            # From here on a fork that is late cannot answer, and ends.
+            self._control.shutdown(socket.SHUT_RDWR)
+            if pid := int(self._control.recv(16, socket.MSG_DONTWAIT)):
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+        process.kill()
+        # Not for ever: it may read a file of a host that is gone.
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(END_TIMEOUT_S)
 
     def _start(self) -> None:
-        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._control.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, MAX_MESSAGE)
         self._deadline = Deadline.after(self._timeout_s)
-        with theirs:
-            try:
+        try:
+            self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            with theirs:
+                self._control.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, MAX_MESSAGE)
                 self._process = subprocess.Popen(
                     [sys.executable, "-m", "workers.template", str(theirs.fileno())],
                     env=self._environ,
                     stdin=subprocess.DEVNULL,
-                    # What it cannot import, a new interpreter cannot either, and says so.
+                    # It says itself why it cannot fork. A new interpreter has the details.
                     stdout=subprocess.DEVNULL,
                     stderr=subprocess.DEVNULL,
                     pass_fds=(theirs.fileno(),),
                     # Ctrl-C is for the supervisor.
                     start_new_session=True,
                 )
-            except OSError as error:
-                self._num_failures = MAX_FAILURES
-                logger.warning("each worker starts a new interpreter: %s", error)
+        except OSError as error:
+            self._give_up(str(error))
 
-    def _fail(self, why: str) -> None:
-        self.close()
+    def _begin_again(self, why: str) -> None:
         self._num_failures += 1
         if self._num_failures >= MAX_FAILURES:
-            logger.warning(
-                "each worker starts a new interpreter: the process that forks workers failed, %s",
-                why,
-            )
-        else:
-            logger.warning("the process that forks workers is started again: %s", why)
-            self._start()
+            self._give_up(why)
+            return
+        logger.warning("the process that forks workers is started again: %s", why)
+        self.close()
+        self._start()
+
+    def _give_up(self, why: str) -> None:
+        self.close()
+        logger.warning("from here on each worker starts a new interpreter: %s", why)
 
 
 @contextmanager
 def _subreaper() -> Iterator[None]:
-    """Within the block, this process adopts the orphans of its descendants."""
+    """Within the block, this process adopts the orphans of its descendants.
+
+    Raises:
+        OSError: the system refuses it.
+    """
     prctl = ctypes.CDLL(None).prctl
-    prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    if prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0):
+        raise OSError("this system lets no process adopt orphans")
     try:
         yield
     finally:

@@ -19,7 +19,7 @@ import sys
 import time
 import urllib.request
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -47,7 +47,7 @@ from workers.supervisor.forking import ForkedWorker, Template, why_not
 from workers.supervisor.hub import wanted_model
 from workers.supervisor.master import end_master, parser_of, remove_orphaned_run_dir
 from workers.supervisor.phase_pipe import Load, Report
-from workers.supervisor.resources import resources_of_worker
+from workers.supervisor.resources import Resources, resources_of_worker
 from workers.supervisor.scale import Scale
 from workers.supervisor.screen import Screen, progress_of
 from workers.supervisor.worker_log import WorkerLog, root_cause
@@ -318,7 +318,7 @@ class Supervisor:
     def _make_template(self) -> Template | None:
         """The process that workers are forks of, where they are."""
         reason = why_not(
-            self._gpus,
+            self._environ, self._gpus,
             has_own_command=self._worker_command != [sys.executable, "-m", "workers"],
             is_one_of_a_pool=self._of_one is not None,
         )  # fmt: skip
@@ -360,7 +360,7 @@ class Supervisor:
             "--endpoint", endpoint, "--worker-id", str(worker.index), "--parent-pid", str(os.getpid()),
         ]  # fmt: skip
         try:
-            worker.process = self._new_process(words, resources.variables, status_write)
+            worker.process = self._new_process(words, resources, status_write)
         except OSError:
             os.close(status_read)
             raise
@@ -381,14 +381,14 @@ class Supervisor:
         self._watch(os.fdopen(status_read, "rb", buffering=0), worker, "status")
 
     def _new_process(
-        self, words: Sequence[str], variables: Mapping[str, str], status: int
+        self, words: Sequence[str], resources: Resources, status: int
     ) -> subprocess.Popen[bytes] | ForkedWorker:
         forked = None
-        if self._template is not None and self._template.forks(variables):
-            forked = self._template.fork(words, variables, status)
+        if self._template is not None and self._template.forks(resources.variables):
+            forked = self._template.fork(words, resources.variables, resources.cores, status)
         return forked or subprocess.Popen(
             [*self._worker_command, *words, "--status-fd", str(status)],
-            env={**self._environ, **variables},
+            env=self._environ | resources.variables,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
