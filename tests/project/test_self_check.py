@@ -37,13 +37,13 @@ SIZES = {
     "titopool.settings": 853,
     "titopool.top": 389,
     "titopool.wire": 934,
-    "workers": 687,
+    "workers": 715,
     "workers.cluster": 302,
     "workers.engine": 2143,
     "workers.images": 472,
     "workers.in_model": 2395,
     "workers.serving": 1434,
-    "workers.supervisor": 1156,
+    "workers.supervisor": 1182,
     "workers.weights": 1292,
 }
 TREES = {path: ast.parse(path.read_text()) for path in SOURCES}

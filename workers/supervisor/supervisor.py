@@ -236,8 +236,7 @@ class Supervisor:
     def _poll(self) -> None:
         """One turn of the loop: reads the pipes, then compares what runs with what should run."""
         self._read_pipes()
-        if self._template is not None:
-            self._template.follow()
+        self._follow_template()
         now = time.monotonic()
         suspended_s = max(0.0, now - self._polled_at - MAX_TURN_S)
         self._polled_at = now
@@ -327,6 +326,15 @@ class Supervisor:
             return None
         first = resources_of_worker(0, self._config.num_workers, config=self._config, gpus=())
         return Template(self._environ | first.variables, self._config.worker_start_timeout_s)
+
+    def _follow_template(self) -> None:
+        if self._template is None:
+            return
+        self._template.follow()
+        if self._template.is_importing and not self._has_greeted:
+            self._screen.set("workers", "importing")
+        else:
+            self._screen.remove("workers")
 
     def _may_start(self, worker: WorkerProcess) -> bool:
         is_waiting = self._template is not None and self._template.is_importing
