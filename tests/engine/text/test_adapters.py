@@ -2,19 +2,19 @@
 
 import concurrent.futures
 import json
+import os
 import signal
 from pathlib import Path
 from typing import NamedTuple
 
 import openai
-import psutil
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
-from harness.servers import Server, running_server, wait_until
+from harness.servers import Server, running_server, wait_until, worker_pids
 from tests.conftest import ENGINE_OPTIONS
 from tests.kit.document_examples import blocks, filled_in, run_shell
 from tests.kit.models import reference
@@ -260,13 +260,7 @@ def test_a_server_without_lora_refuses_to_load_an_adapter(server: Server):
 def test_a_restarted_worker_loads_the_adapters_again(adapted: Adapted):
     assert adapted.load("lasting", "one").ok
     assert adapted.load("lasting", "two").ok
-    (victim, *_) = [
-        process
-        for process in psutil.Process(adapted.server.process.pid).children(recursive=True)
-        if any("workers" in word for word in process.cmdline())
-        and "supervisor" not in " ".join(process.cmdline())
-    ]
-    victim.send_signal(signal.SIGKILL)
+    os.kill(worker_pids(adapted.server)[0], signal.SIGKILL)
     wait_until(lambda: adapted.server.get("/ready").json()["num_ready"] == 1, 20)
     adapted.server.wait_until_ready(2)
     for _ in range(4):
