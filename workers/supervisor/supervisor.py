@@ -147,6 +147,7 @@ class Supervisor:
         self._parent_pid = parent_pid
         self._url = url
         self._requires_key = requires_key
+        self._has_own_command = bool(worker_command or config.worker_command)
         self._worker_command = worker_command or config.worker_argv
         self._gpus = visible_gpus()
         self._keeps_run_dir = keeps_run_dir
@@ -318,7 +319,7 @@ class Supervisor:
         """The process that workers are forks of, where they are."""
         reason = why_not(
             self._environ, self._gpus,
-            has_own_command=self._worker_command != [sys.executable, "-m", "workers"],
+            has_own_command=self._has_own_command,
             is_one_of_a_pool=self._of_one is not None,
         )  # fmt: skip
         if reason:

@@ -53,6 +53,8 @@ class Pool:
         self.process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "titopool.cli", "serve", "--port", str(self.port),
             "--num-workers", "2", "--num-front-ends", "2",
+            # New interpreters, which read `site`.
+            "--worker-command", f"{sys.executable} -m workers",
             env=environment(**variables), cwd=REPOSITORY, stdout=self._log, stderr=self._log,
         )  # fmt: skip
         deadline = time.monotonic() + 60

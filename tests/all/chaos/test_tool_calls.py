@@ -138,7 +138,14 @@ def kill_worker(server: Server, chance: random.Random) -> None:
     wait_until(lambda: server.get("/ready").json()["num_ready"] == 2, RESTART_S, lambda: server.log)
 
 
-FAULTS: list[Callable[[Server, random.Random], None]] = [kill_helper, stop_helper, kill_worker]
+def kill_template(server: Server, chance: random.Random) -> None:
+    """The process that workers are forks of; the next worker waits for another one."""
+    chance.choice(family(server, "workers.template")).kill()
+
+
+FAULTS: list[Callable[[Server, random.Random], None]] = [
+    kill_helper, stop_helper, kill_worker, kill_template,
+]  # fmt: skip
 
 
 def test_each_call_is_whole_or_ends_with_an_error(server: Server):
@@ -150,7 +157,7 @@ def test_each_call_is_whole_or_ends_with_an_error(server: Server):
         while time.monotonic() < end or not faults.total():
             time.sleep(chance.uniform(0.5, 2))
             # A killed worker takes longer than the others.
-            fault = chance.choices(FAULTS, [20, 10, 1])[0]
+            fault = chance.choices(FAULTS, [20, 10, 1, 2])[0]
             with suppress(psutil.NoSuchProcess, IndexError):
                 fault(server, chance)
                 faults[fault.__name__] += 1
