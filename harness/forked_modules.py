@@ -132,27 +132,15 @@ def _work_as_stub(arguments: list[str]) -> int:
     return asyncio.run(stub_worker.serve(stub_worker.parser().parse_args(arguments)))
 
 
-def _be_new() -> None:
-    """What the import of torch would do in a new process, which has no Flask."""
+def _be_template(arguments: list[str]) -> int:
     import torch
 
-    # It is read as torch is loaded.
+    # A new process would read it as torch is loaded, and has no Flask.
     if threads := os.environ.get("OMP_NUM_THREADS"):
         torch.set_num_threads(int(threads))
     for name in list(sys.modules):
         if name.partition(".")[0] in WITH_PROXIES:
             del sys.modules[name]
-
-
-def _work(arguments: list[str]) -> NoReturn:
-    _be_new()
-    from workers.__main__ import run
-
-    run()
-
-
-def _be_template(arguments: list[str]) -> int:
-    _be_new()
     from workers import template
 
     template.main()
@@ -184,4 +172,4 @@ def import_engine() -> None:
 
         # It imports all modules that titopool uses.
         check_internals()
-    RUNS.update({"workers": _work, "workers.template": _be_template})
+    RUNS["workers.template"] = _be_template

@@ -23,7 +23,7 @@ from harness.servers import (
 from tests.conftest import ENGINE_OPTIONS
 from titopool.settings.gpus import visible_gpus
 from workers.supervisor import forking
-from workers.supervisor.forking import Template, why_not
+from workers.supervisor.forking import Template, reason_for_new_interpreters
 
 KEY = "not-for-the-template"
 pytestmark = pytest.mark.skipif(bool(visible_gpus()), reason="with GPUs workers are no forks")
@@ -52,10 +52,10 @@ def template_of(server: Server) -> psutil.Process:
     return found
 
 
-def start_s(server: Server, number: int) -> float:
-    """Seconds of the worker's start of that number, as the log has them."""
-    lines = [line for line in server.log.splitlines() if "s in all)" in line]
-    return float(lines[number].split()[-4])
+def cpu_s(process: psutil.Process) -> float:
+    """CPU seconds of a process and its descendants."""
+    family = [process, *process.children(recursive=True)]
+    return sum(sum(one.cpu_times()[:2]) for one in family)
 
 
 def kill_worker(server: Server) -> None:
@@ -69,13 +69,12 @@ def test_a_worker_is_a_fork_and_a_child_of_the_supervisor(server: Server):
     template = template_of(server)
     worker = psutil.Process(worker_pids(server)[0])
     assert worker.parent() == template.parent()
-    began = time.monotonic()
     kill_worker(server)
-    took_s = time.monotonic() - began
-    # The import of vLLM is most of a new interpreter's start, and the template's only work.
-    assert took_s < sum(template.cpu_times()[:2])
+    successor = psutil.Process(worker_pids(server)[0])
+    assert successor.parent() == template.parent()
     assert template_of(server) == template
-    assert psutil.Process(worker_pids(server)[0]).parent() == template.parent()
+    # The import of vLLM is most of a new interpreter's start, and the template's only work.
+    assert cpu_s(successor) < 0.6 * cpu_s(template)
 
 
 def test_the_template_has_no_key_and_no_connection(server: Server):
@@ -108,12 +107,20 @@ def test_nothing_outlives_a_killed_supervisor(server: Server):
 
 
 def test_the_reasons_for_a_new_interpreter():
-    assert not why_not({}, [], has_own_command=False, is_one_of_a_pool=False)
-    assert "worker_command" in why_not({}, [], has_own_command=True, is_one_of_a_pool=False)
-    assert "several hosts" in why_not({}, [], has_own_command=False, is_one_of_a_pool=True)
-    assert "GPUs" in why_not({}, ["0"], has_own_command=False, is_one_of_a_pool=False)
+    assert not reason_for_new_interpreters({}, [], has_own_command=False, is_one_of_a_pool=False)
+    assert "worker_command" in reason_for_new_interpreters(
+        {}, [], has_own_command=True, is_one_of_a_pool=False
+    )
+    assert "several hosts" in reason_for_new_interpreters(
+        {}, [], has_own_command=False, is_one_of_a_pool=True
+    )
+    assert "GPUs" in reason_for_new_interpreters(
+        {}, ["0"], has_own_command=False, is_one_of_a_pool=False
+    )
     bound = {"OMP_PLACES": "cores"}
-    assert "OMP_PLACES" in why_not(bound, [], has_own_command=False, is_one_of_a_pool=False)
+    assert "OMP_PLACES" in reason_for_new_interpreters(
+        bound, [], has_own_command=False, is_one_of_a_pool=False
+    )
 
 
 @pytest.fixture
@@ -131,7 +138,7 @@ def broken(tmp_path: Path) -> Iterator[Callable[[], Template]]:
         one.close()
 
 
-def until_it_has_begun(template: Template) -> None:
+def until_it_is_ready_or_given_up(template: Template) -> None:
     deadline = time.monotonic() + 60
     while template.is_importing:
         assert time.monotonic() < deadline
@@ -144,7 +151,7 @@ def test_a_template_that_cannot_import_says_why_and_is_given_up(
 ):
     template = broken()
     assert template.is_importing
-    until_it_has_begun(template)
+    until_it_is_ready_or_given_up(template)
     assert not template.forks({})
     (line,) = caplog.messages
     assert line == "from here on each worker starts a new interpreter: ImportError: no vLLM"

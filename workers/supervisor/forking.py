@@ -2,7 +2,7 @@
 
 Owns: the template process (`workers/template.py`). It is started with the supervisor, and again when it
 was killed or did not fork. When it cannot import vLLM or fork, after `MAX_FAILURES` in a row, and where a
-fork would not be what a new interpreter is (`why_not`), each worker is started as `python -m workers`.
+fork would not be what a new interpreter is (`reason_for_new_interpreters`), each worker is started as `python -m workers`.
 """
 
 import ctypes
@@ -82,14 +82,14 @@ class ForkedWorker:
         self.send_signal(signal.SIGTERM)
 
 
-def why_not(
+def reason_for_new_interpreters(
     environ: Mapping[str, str],
     gpus: Sequence[str],
     *,
     has_own_command: bool,
     is_one_of_a_pool: bool,
 ) -> str:
-    """Why workers are no forks; "": they are."""
+    """Why workers cannot be forks; "": they can."""
     if has_own_command:
         return "worker_command is set"
     if is_one_of_a_pool:
@@ -98,7 +98,11 @@ def why_not(
         return "its GPUs are chosen before torch is imported"
     if binding := [name for name in BINDING if name in environ]:
         return f"{binding[0]} is set, and binds the thread that imports torch"
-    return ""
+    try:
+        with _subreaper():
+            return ""
+    except OSError as error:
+        return str(error)
 
 
 class Template:
@@ -172,8 +176,8 @@ class Template:
                 message = msgspec.msgpack.encode(fork)
                 socket.send_fds(self._control, [message], [its_output, status])
                 self._control.settimeout(FORK_TIMEOUT_S)
-                if (pid := int(self._control.recv(16) or NO_FORK)) == 0:
-                    raise OSError("the system has no memory or process for a fork, or it has ended")
+                if not (answer := self._control.recv(16)):
+                    raise ConnectionResetError("it has ended")
         except OSError as error:
             os.close(output)
             self._begin_again(f"no fork: {error}")
@@ -181,7 +185,11 @@ class Template:
         finally:
             os.close(its_output)
         self._num_failures = 0
-        return ForkedWorker(pid, os.fdopen(output, "rb", buffering=0))
+        if answer == NO_FORK:
+            os.close(output)
+            logger.warning("a worker starts a new interpreter: no memory or process for a fork")
+            return None
+        return ForkedWorker(int(answer), os.fdopen(output, "rb", buffering=0))
 
     def close(self) -> None:
         """Ends the process; workers go on, but for one whose pid was not waited for."""

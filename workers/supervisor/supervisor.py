@@ -1,10 +1,10 @@
 """Starts one worker process for each engine, restarts workers that die, and scales the pool.
 
 Runs in: the supervisor's process, a child of gunicorn's master, in one thread. Owns: the workers'
-processes, the pipes on which workers log and report their phase, and the file of endpoints. If the
-first start of one of the first workers fails, or the last three restarts of every worker, the server
-stops with the cause. Otherwise a dead worker is restarted: at once, or after a growing delay if it
-died early.
+processes, the template of which they are forks (`forking.py`), the pipes on which they log and report
+their phase, and the file of endpoints. If the first start of one of the first workers fails, or the last
+three restarts of every worker, the server stops with the cause. Otherwise a dead worker is restarted: at
+once, or after a growing delay if it died early.
 """
 
 import contextlib
@@ -43,7 +43,7 @@ from titopool.wire.sockets import ANY_PORT, worker_endpoint
 from workers.ledger import clear_ledgers
 from workers.process import EXIT_HUNG, STACKS_SIGNAL
 from workers.restarts import clear_restarts, reason_of, write_restarts
-from workers.supervisor.forking import ForkedWorker, Template, why_not
+from workers.supervisor.forking import ForkedWorker, Template, reason_for_new_interpreters
 from workers.supervisor.hub import wanted_model
 from workers.supervisor.master import end_master, parser_of, remove_orphaned_run_dir
 from workers.supervisor.phase_pipe import Load, Report
@@ -317,7 +317,7 @@ class Supervisor:
 
     def _make_template(self) -> Template | None:
         """The process that workers are forks of, where they are."""
-        reason = why_not(
+        reason = reason_for_new_interpreters(
             self._environ, self._gpus,
             has_own_command=self._has_own_command,
             is_one_of_a_pool=self._of_one is not None,
