@@ -1,6 +1,8 @@
-"""Seconds until a server and a killed worker are ready, tiny model, CPUs.
+"""Seconds until a server and a killed worker are ready.
 
     python -m benchmarks.restarts [--num-workers 1 2] [--serve-options '--worker-command "python -m workers"']
+    CUDA_VISIBLE_DEVICES=0,0 python -m benchmarks.restarts --shape qwen3-0.6b --serve-options \
+        '--kv-cache-memory-bytes 8589934592'        # one and two engines on one GPU
 
 The option makes each worker a new interpreter; by default workers are forks of a process that has imported
 vLLM. CPU seconds are those of all processes until ready, memory is proportional (PSS).
@@ -10,14 +12,17 @@ import argparse
 import os
 import shlex
 import signal
+import subprocess
+import sys
 import tempfile
 import time
 from pathlib import Path
 
 import psutil
 
+from benchmarks.models import SHAPES
 from harness.servers import Server, serve_process, wait_until, worker_pids
-from titopool.demo_model import make_model
+from titopool.settings.gpus import visible_gpus
 
 READY_S = 300.0
 
@@ -26,21 +31,26 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
+    parser.add_argument("--shape", choices=SHAPES, default="tiny")
     parser.add_argument("--num-workers", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--serve-options", default="")
     options = parser.parse_args()
     print("| workers | server ready | worker ready again | CPU | memory |")
     print("|---|---|---|---|---|")
     with tempfile.TemporaryDirectory() as folder:
-        make_model(Path(folder))
+        model = f"{folder}/model"
+        words = [sys.executable, "-m", "benchmarks.models", options.shape, model, "weights"]
+        subprocess.run(words, check=True, timeout=600)
         for number in options.num_workers:
-            print(row(folder, number, shlex.split(options.serve_options)), flush=True)
+            print(row(model, number, shlex.split(options.serve_options)), flush=True)
 
 
 def row(model: str, num_workers: int, options: list[str]) -> str:
     began_s = time.monotonic()
-    log = Path(model) / "log"
-    words = ("--kv-cache-memory-bytes", str(2**28), "--num-workers", str(num_workers), *options)
+    log = Path(model).with_name("log")
+    words = ("--num-workers", str(num_workers), *options)
+    if not visible_gpus():
+        words = ("--kv-cache-memory-bytes", str(2**28), *words)
     process, url = serve_process(model, *words, log=log)
     server = Server(process, url, log, num_workers)
     try:
@@ -54,6 +64,10 @@ def row(model: str, num_workers: int, options: list[str]) -> str:
         for wanted in (num_workers - 1, num_workers):
             wait_until(lambda wanted=wanted: is_ready(server, wanted), READY_S)
         again_s = time.monotonic() - began_s
+        # Why it did not fork, if it did not.
+        for line in server.log.splitlines():
+            if "new interpreter" in line:
+                print(line, file=sys.stderr)
     finally:
         process.terminate()
         process.wait(60)

@@ -444,6 +444,9 @@ class Link:
             try:
                 message = messages.decode_from_worker(frame)
             except messages.UNREADABLE as error:
+                if reason := messages.other_wire(frame):
+                    self._leave_alone(endpoint, reason)
+                    return
                 logger.error("dropped an undecodable message from %s: %s", endpoint, error)
                 continue
             # After an error the rest must still be read: the socket does not signal it again.
@@ -456,11 +459,8 @@ class Link:
         elif state == "closed":
             self._lose(endpoint, CLOSED)
         elif state == "refused":
-            if self._pool.workers[endpoint].heartbeat is not None:
-                self._pool.mark_worker_lost(endpoint, CLOSED)
-            self._disconnect(endpoint)
             # A local socket has no key: its process ended before it took the connection.
-            self._retry_later(endpoint, REFUSED if endpoint.startswith("tcp://") else CLOSED)
+            self._leave_alone(endpoint, REFUSED if endpoint.startswith("tcp://") else CLOSED)
 
     def _handle(self, endpoint: str, message: messages.FromWorker) -> None:
         match message:
@@ -575,6 +575,13 @@ class Link:
             # A worker without a connection would never be greeted again.
             self._disconnect(endpoint)
             self._connect(endpoint)
+
+    def _leave_alone(self, endpoint: str, reason: str) -> None:
+        """Drops the connection to a worker that cannot be used as it is, until `_retry_later` ends."""
+        if self._pool.workers[endpoint].heartbeat is not None:
+            self._pool.mark_worker_lost(endpoint, reason)
+        self._disconnect(endpoint)
+        self._retry_later(endpoint, reason)
 
     def _connect(self, endpoint: str) -> None:
         retry = self._retries.get(endpoint)

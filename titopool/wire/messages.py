@@ -7,7 +7,7 @@ for log-probabilities.
 
 import sys
 from collections.abc import Collection
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -15,6 +15,10 @@ from titopool.wire.commands import Command, CommandDone
 from titopool.wire.distributions import Distribution, Durations
 from titopool.wire.pool_state import Count, Finite, PoolState, PoolWeights
 
+# Of all messages, and of what they contain: it grows with each change of them. In every version `Hello`
+# and `Heartbeat` are maps with the key `wire`, so that processes of different versions know each other.
+WIRE_VERSION = 1
+Wire = Annotated[int, msgspec.Meta(ge=WIRE_VERSION, le=WIRE_VERSION)]
 # Token ids travel as int32.
 ID_BYTES = 4
 # Messages are trees. Without `gc=False` for what comes in thousands, a collection that visits all of them
@@ -321,6 +325,7 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     front_end: FrontEndTotals = FrontEndTotals()
     # Whether a client has asked this front end for /metrics lately.
     wants_engine_metrics: bool = False
+    wire: Wire = WIRE_VERSION
 
 
 class Generate(msgspec.Struct, frozen=True, tag="generate"):
@@ -513,6 +518,7 @@ class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
     # the longest that it has stood since the engine was loaded.
     loop_stood_s: Finite = 0.0
     longest_stand_s: Finite = 0.0
+    wire: Wire = WIRE_VERSION
 
 
 class MetricFamily(msgspec.Struct, frozen=True, array_like=True):
@@ -695,3 +701,26 @@ decode_chat_parsing = msgspec.msgpack.Decoder(ChatParsing).decode
 UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 decode_to_worker = msgspec.msgpack.Decoder(ToWorker).decode
 decode_from_worker = msgspec.msgpack.Decoder(FromWorker).decode
+
+
+class _Greeting(msgspec.Struct):
+    """What `Hello` and `Heartbeat` are in every version."""
+
+    wire: int = WIRE_VERSION
+
+
+_decode_greeting = msgspec.msgpack.Decoder(_Greeting).decode
+
+
+def other_wire(frame: bytes) -> str:
+    """Why this process understands nothing of the sender of `frame`; "": `frame` does not say so."""
+    try:
+        wire = _decode_greeting(frame).wire
+    except UNREADABLE:
+        return ""
+    if wire == WIRE_VERSION:
+        return ""
+    return (
+        f"its messages have version {wire}, this process's {WIRE_VERSION}; "
+        "run releases of titopool whose messages have one version"
+    )

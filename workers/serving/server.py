@@ -127,6 +127,8 @@ class WorkerServer:
         self._front_ends: dict[bytes, FrontEnd] = {}
         # Of those that have ended, or are silent.
         self._lost_totals: dict[bytes, FrontEndTotals] = {}
+        # What was logged last of a front end whose messages have another version.
+        self._other_wire = ""
         self._flush_planned = self._report_planned = False
         self._counters = engine.counters = WorkerCounters()
         self._key_totals: dict[str, messages.KeyTotals] = {}
@@ -318,7 +320,10 @@ class WorkerServer:
             try:
                 message = messages.decode_to_worker(frame)
             except messages.UNREADABLE as error:
-                logger.warning("dropped an undecodable message: %s", error)
+                if reason := messages.other_wire(frame):
+                    self._answer_other_wire(identity, reason)
+                else:
+                    logger.warning("dropped an undecodable message: %s", error)
                 continue
             if isinstance(message, Hello):
                 # Not behind the jobs of other messages: a front end that is silent is dropped.
@@ -385,6 +390,13 @@ class WorkerServer:
         if hello.wants_engine_metrics and not self._front_ends[identity].wants_metrics:
             self._metrics_wanted.set()
         self._front_ends[identity].wants_metrics = hello.wants_engine_metrics
+
+    def _answer_other_wire(self, identity: bytes, reason: str) -> None:
+        """A heartbeat, for a front end that says hello in another version of the messages."""
+        if reason != self._other_wire:
+            self._other_wire = reason
+            logger.error("a front end is left alone: %s", reason)
+        self._send(identity, self._heartbeat(identity, FrontEnd(time.monotonic())))
 
     def _start_job(
         self, identity: bytes, job: Job, turn: Turn | None, num_granted: int, *, is_new: bool

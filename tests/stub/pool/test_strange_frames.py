@@ -46,6 +46,10 @@ ABSURD = [
     PoolState("stub", adapters=PoolAdapters(2**64 - 1)),
 ]
 
+BEAT = Heartbeat(
+    "odd", "a", "loading", 0.0, PoolWeights(), None, 0.0, 1, 0, 0, 0, messages.WorkerCounters()
+)
+
 
 @pytest.mark.parametrize("name", UNREADABLE)
 def test_no_decoder_accepts_an_unreadable_frame(name: str):
@@ -108,22 +112,76 @@ def test_a_front_end_reads_messages_after_unreadable_frames(
     server = stub_server(2, "--num-front-ends", "1", num_ready=1, **QUICK)
     assert router.poll(5000)
     front_end, _ = router.recv_multipart()
-    beat = Heartbeat(
-        "odd", "a", "loading", 0.0, PoolWeights(), None, 0.0, 1, 0, 0, 0, messages.WorkerCounters()
-    )
     for frame in [*UNREADABLE.values()] * 100:
         router.send_multipart([front_end, frame])
     for pool in ABSURD:
         router.send_multipart(
-            [front_end, messages.encode(msgspec.structs.replace(beat, pool=pool))]
+            [front_end, messages.encode(msgspec.structs.replace(BEAT, pool=pool))]
         )
     # Only this last heartbeat is readable.
-    router.send_multipart([front_end, messages.encode(beat)])
+    router.send_multipart([front_end, messages.encode(BEAT)])
     phases = lambda: [one["phase"] for one in server.get("/ready").json()["workers"]]  # noqa: E731
     try:
         wait_until(lambda: phases() == ["ready", "loading"], 5, lambda: str(phases()))
         began = time.monotonic()
         assert server.generate([[1, 2]])["completion_ids"] == [[2, 1]]
         assert time.monotonic() - began < 5
+    finally:
+        context.destroy(linger=0)
+
+
+def of_other_wire(message: Hello | Heartbeat) -> bytes:
+    """As a release says it whose messages have another version, with fields that this one has not."""
+    packed = msgspec.msgpack.decode(messages.encode(message))
+    return messages.encode({**packed, "wire": messages.WIRE_VERSION + 1, "later": [1]})
+
+
+def test_a_worker_answers_a_front_end_of_another_wire_and_does_nothing_else_for_it(
+    tmp_path: Path, peer: Peer
+):
+    with zmq.Context() as context:
+        stranger = Peer(context, f"ipc://{tmp_path}/worker-0")
+        stranger.socket.send(of_other_wire(Hello()))
+        stranger.wait(lambda: stranger.beats)
+        stranger.generate(3)
+        num_beats = len(peer.beats)
+        peer.wait(lambda: len(peer.beats) > num_beats + 3)
+        assert peer.beats[-1].num_front_ends == 1
+        stranger.read()
+        assert len(stranger.beats) == 1
+        assert not stranger.done
+        stranger.socket.close(linger=0)
+
+
+def test_a_front_end_leaves_a_worker_of_another_wire_alone_and_says_so(
+    tmp_path: Path, start_stub: StartStub, stub_server: Callable[..., Server]
+):
+    start_stub(0, **QUICK)
+    context: zmq.Context[Any] = zmq.Context()
+    router = bind_router(context, f"ipc://{tmp_path}/worker-1", "")
+    server = stub_server(2, "--num-front-ends", "1", num_ready=1, **QUICK)
+
+    def shown() -> list[tuple[str, str | None]]:
+        """What /ready says, once the strange worker has answered all that it has got."""
+        while router.poll(0):
+            front_end, frame = router.recv_multipart()
+            if isinstance(messages.decode_to_worker(frame), Hello):
+                router.send_multipart([front_end, answer])
+        return [(one["phase"], one["reason"]) for one in server.get("/ready").json()["workers"]]
+
+    answer = of_other_wire(BEAT)
+    try:
+        wait_until(lambda: shown()[1][1] is not None, 10, lambda: str(shown()))
+        text = f"its messages have version {messages.WIRE_VERSION + 1}, this process's"
+        phase, reason = shown()[1]
+        assert phase == "unreachable"
+        assert text in str(reason)
+        assert server.log.count(text) == 1
+        assert server.generate([[1, 2]])["completion_ids"] == [[2, 1]]
+        # It is replaced by a worker of this wire.
+        answer = messages.encode(BEAT)
+        wait_until(
+            lambda: shown() == [("ready", None), ("loading", None)], 20, lambda: str(shown())
+        )
     finally:
         context.destroy(linger=0)
