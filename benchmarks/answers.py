@@ -10,10 +10,8 @@ its budget said at most, the longest turn of its event loop by the CPU clock of 
 
 import argparse
 import json
-import re
 import socket
 import tempfile
-import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -28,8 +26,8 @@ import requests
 
 from benchmarks.bench import quantiles, say
 from harness.fork_server import fork_server
+from harness.front_end_notes import VARIABLE, longest_since, most_taken_since
 from harness.innocents import innocents
-from harness.loop_turns import VARIABLE, longest_since
 from harness.memory_growth import front_end, growth_of
 from harness.servers import REPOSITORY, Server, environment, forked_server
 from titopool.demo_model import demo_model_folder
@@ -151,29 +149,9 @@ NAMES = ["nothing", *ANSWERS, *SLOW]
 class Target:
     """A server, and what its front end notes."""
 
-    def __init__(self, server: Server, turns: Path):
-        self.server, self.turns = server, turns
+    def __init__(self, server: Server, notes: Path):
+        self.server, self.notes = server, notes
         self.process = front_end(server)
-
-    @contextmanager
-    def most_taken(self) -> Iterator[list[float]]:
-        """The most that the budget says within the block."""
-        found, is_over = [0.0], threading.Event()
-
-        def watch() -> None:
-            session = requests.Session()
-            while not is_over.wait(0.2):
-                shown = session.get(self.server.url + "/metrics", timeout=60).text
-                taken = re.search(r"^titopool_memory_taken_bytes (\S+)", shown, re.M)
-                found[0] = max(found[0], float(taken[1]) if taken else 0.0)
-
-        thread = threading.Thread(target=watch)
-        thread.start()
-        try:
-            yield found
-        finally:
-            is_over.set()
-            thread.join()
 
     def read(self, name: str) -> tuple[Counter[str], int]:
         path, body, headers = ANSWERS[name]
@@ -226,19 +204,19 @@ def send(target: Target, name: str) -> tuple[Counter[str], int]:
 def measure(target: Target, name: str) -> None:
     with ExitStack() as stack:
         waits = stack.enter_context(innocents(target.server.url, only_live=True))
-        taken = stack.enter_context(target.most_taken())
         growth = stack.enter_context(growth_of(target.process))
         began_s = time.time()
         statuses, size = send(target, name)
         took_s = time.time() - began_s
     live = quantiles(waits.live)
+    taken = most_taken_since(target.notes, began_s)
     cells = (
         name,
         ", ".join(f"{num} × {status}" for status, num in statuses.items()),
         f"{size / MIB:.0f} MiB",
         f"{took_s:.1f} s",
-        f"{growth.num_bytes / MIB:.0f} of {taken[0] / MIB:.0f} MiB",
-        f"{1000 * longest_since(target.turns, began_s):.0f} ms",
+        f"{growth.num_bytes / MIB:.0f} of {taken / MIB:.0f} MiB",
+        f"{1000 * longest_since(target.notes, began_s):.0f} ms",
         f"{1000 * live['p99']:.0f}, {1000 * live['max']:.0f} ms",
     )
     say(f"| {' | '.join(cells)} |")
@@ -246,8 +224,8 @@ def measure(target: Target, name: str) -> None:
 
 @contextmanager
 def started(folder: Path, limit: int) -> Iterator[Target]:
-    endpoint, turns = f"ipc://{folder}/worker-0", folder / "turns"
-    for name in ("worker-0", "turns"):
+    endpoint, notes = f"ipc://{folder}/worker-0", folder / "notes"
+    for name in ("worker-0", "notes"):
         (folder / name).unlink(missing_ok=True)
     words = ["--endpoint", endpoint, "--max-model-len", str(MAX_LEN)]
     worker = fork_server.start(
@@ -263,8 +241,8 @@ def started(folder: Path, limit: int) -> Iterator[Target]:
         str(limit),
     )
     try:
-        with forked_server(*options, log=folder / "log", **{VARIABLE: str(turns)}) as server:
-            yield Target(server, turns)
+        with forked_server(*options, log=folder / "log", **{VARIABLE: str(notes)}) as server:
+            yield Target(server, notes)
     finally:
         worker.kill_group()
 

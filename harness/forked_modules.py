@@ -102,7 +102,7 @@ def run_module(
 
 
 def _serve(arguments: list[str]) -> int:
-    from harness import loop_turns
+    from harness import front_end_notes
     from titopool import cli, launch
     from titopool.commands import serve
 
@@ -115,8 +115,8 @@ def _serve(arguments: list[str]) -> int:
 
     serve.execute = execute  # type: ignore[assignment]
     subprocess.Popen = ForkingPopen  # type: ignore[misc]
-    if path := os.environ.get(loop_turns.VARIABLE):
-        loop_turns.note_at(path)
+    if path := os.environ.get(front_end_notes.VARIABLE):
+        front_end_notes.note_at(path)
     return cli.main(["serve", *arguments])
 
 

@@ -256,16 +256,18 @@ def test_tables_of_groups_have_ratios_of_one_round():
 
 @pytest.mark.server
 def test_bench_groups_runs(tmp_path: Path):
-    options = ["--targets", "bare engine", "titopool", "--n", "4", "--completions", "16", "--rounds", "1",
-               "--slots", "8", "--mean", "8", "--max-tokens", "32"]  # fmt: skip
+    options = ["--n", "4", "--completions", "16", "--rounds", "1", "--slots", "8", "--mean", "8",
+               "--max-tokens", "32"]  # fmt: skip
     subprocess.run(
         [sys.executable, "-m", "benchmarks.groups", *options, "--out", str(tmp_path / "groups")],
         cwd=REPOSITORY, check=True, timeout=300, stdout=subprocess.DEVNULL,
     )  # fmt: skip
     runs = json.loads((tmp_path / "groups.json").read_text())["runs"]
     assert [(run["pattern"], run["target"]) for run in runs] == [
-        (pattern, target) for pattern in ("one request", "clients") for target in ("bare engine", "titopool")
-    ]  # fmt: skip
+        (pattern, target)
+        for pattern in ("one request", "clients")
+        for target in ("bare engine", "titopool", "vllm serve")
+    ]
     # Sixteen lengths of a geometric distribution have a mean of 8 with a deviation of 2.
     assert all(2 < run["mean_len"] < 20 and run["tokens_per_step"] > 1 for run in runs)
 
