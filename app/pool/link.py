@@ -596,7 +596,7 @@ class Link:
 
     def _retry_later(self, endpoint: str, reason: str) -> None:
         last = self._retries.get(endpoint)
-        if last is None:
+        if last is None or last.reason != reason:
             logger.warning("the worker at %s: %s", endpoint, reason)
         pause_s = min(2 * last.pause_s, LONGEST_RETRY_S) if last else FIRST_RETRY_S
         self._retries[endpoint] = Retry(Deadline.after(pause_s), pause_s, reason)

@@ -36,7 +36,7 @@ SIZES = {
     "titopool.rollouts": 832,
     "titopool.settings": 853,
     "titopool.top": 389,
-    "titopool.wire": 948,
+    "titopool.wire": 949,
     "workers": 715,
     "workers.cluster": 302,
     "workers.engine": 2143,

@@ -15,8 +15,9 @@ from titopool.wire.commands import Command, CommandDone
 from titopool.wire.distributions import Distribution, Durations
 from titopool.wire.pool_state import Count, Finite, PoolState, PoolWeights
 
-# Of all messages, and of what they contain: it grows with each change of them. In every version `Hello`
-# and `Heartbeat` are maps with the key `wire`, so that processes of different versions know each other.
+# Of all messages, and of what they contain, the keys of `CommandDone.result` too: it grows with each
+# change of them. In every version `Hello` and `Heartbeat` are maps with the keys `type` and `wire`, so that
+# processes of different versions know each other. Before the first one they had no `wire`.
 WIRE_VERSION = 1
 Wire = Annotated[int, msgspec.Meta(ge=WIRE_VERSION, le=WIRE_VERSION)]
 # Token ids travel as int32.
@@ -706,7 +707,8 @@ decode_from_worker = msgspec.msgpack.Decoder(FromWorker).decode
 class _Greeting(msgspec.Struct):
     """What `Hello` and `Heartbeat` are in every version."""
 
-    wire: int = WIRE_VERSION
+    type: Literal["hello", "heartbeat"]
+    wire: int = 0
 
 
 _decode_greeting = msgspec.msgpack.Decoder(_Greeting).decode

@@ -127,8 +127,8 @@ class WorkerServer:
         self._front_ends: dict[bytes, FrontEnd] = {}
         # Of those that have ended, or are silent.
         self._lost_totals: dict[bytes, FrontEndTotals] = {}
-        # What was logged last of a front end whose messages have another version.
-        self._other_wire = ""
+        # What was logged of front ends whose messages have another version.
+        self._other_wires: set[str] = set()
         self._flush_planned = self._report_planned = False
         self._counters = engine.counters = WorkerCounters()
         self._key_totals: dict[str, messages.KeyTotals] = {}
@@ -321,7 +321,7 @@ class WorkerServer:
                 message = messages.decode_to_worker(frame)
             except messages.UNREADABLE as error:
                 if reason := messages.other_wire(frame):
-                    self._answer_other_wire(identity, reason)
+                    self._loop.call_soon(self._answer_other_wire, identity, reason)
                 else:
                     logger.warning("dropped an undecodable message: %s", error)
                 continue
@@ -393,8 +393,8 @@ class WorkerServer:
 
     def _answer_other_wire(self, identity: bytes, reason: str) -> None:
         """A heartbeat, for a front end that says hello in another version of the messages."""
-        if reason != self._other_wire:
-            self._other_wire = reason
+        if reason not in self._other_wires:
+            self._other_wires.add(reason)
             logger.error("a front end is left alone: %s", reason)
         self._send(identity, self._heartbeat(identity, FrontEnd(time.monotonic())))
 

@@ -2,27 +2,50 @@
 
 import hashlib
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 import pytest
+from msgspec import inspect
 
 from titopool.settings.sampling import SamplingOptions
 from titopool.wire import messages
-from titopool.wire.messages import ChatParsing, Chunk, FromWorker, Hello, ToWorker
+from titopool.wire.messages import ChatParsing, Chunk, FromWorker, Hello, Logprobs, ToWorker
+from workers.in_model.peers.model_bytes import Plan
+from workers.in_model.peers.offer import Question
 
+# Chat parsing and sampling options travel as bytes in a job, the last two between workers.
+ROOTS = [ToWorker, FromWorker, Chunk, ChatParsing, SamplingOptions, Question, Plan]
 # Of what messages consist of, by version. A new version gets a new line; the last line changes only
 # before a release has it.
-DIGESTS = {1: "ae8393eee1f7c599"}
+DIGESTS = {1: "6069d70799ab3bd1"}
 
 
-def schema() -> dict[str, Any]:
-    """All messages, with fields and types; of structs that travel as arrays, in their order."""
-    # The last two travel as bytes in a job.
-    _, components = msgspec.json.schema_components(
-        [ToWorker, FromWorker, Chunk, ChatParsing, SamplingOptions]
-    )
-    return {name: without_texts(one) for name, one in components.items()}
+def schema(roots: Sequence[Any] = ROOTS) -> dict[str, Any]:
+    """All messages, with fields and types. A schema of a struct that travels as an array has no names."""
+    _, components = msgspec.json.schema_components(roots)
+    found = {name: without_texts(one) for name, one in components.items()}
+    return found | {f"fields of {one.__name__}": fields_of(one) for one in structs_in(roots)}
+
+
+def fields_of(struct: type[msgspec.Struct]) -> list[str]:
+    return [name for name in struct.__struct_encode_fields__ if name != "wire"]
+
+
+def structs_in(roots: Sequence[Any]) -> set[type[msgspec.Struct]]:
+    found, left = set(), [*inspect.multi_type_info(roots)]
+    while left:
+        match left.pop():
+            case inspect.StructType(cls=struct, fields=fields):
+                if struct not in found:
+                    found.add(struct)
+                    left += [one.type for one in fields]
+            case inspect.Type() as one:
+                left += [getattr(one, name) for name in one.__struct_fields__]
+            case tuple() as several:
+                left += several
+    return found
 
 
 def without_texts(value: Any) -> Any:
@@ -65,6 +88,17 @@ def test_a_change_of_a_message_changes_the_digest(change: str):
     assert digest_of(found) != digest_of(schema())
 
 
+def test_two_fields_of_one_type_that_change_places_change_the_digest():
+    """In an array they are told apart by their places only."""
+    names = list(Logprobs.__struct_fields__)
+    names[2:4] = reversed(names[2:4])
+    swapped = msgspec.defstruct("Logprobs", [(name, bytes, b"") for name in names], array_like=True)
+    plain = msgspec.defstruct(
+        "Logprobs", [(name, bytes, b"") for name in Logprobs.__struct_fields__], array_like=True
+    )
+    assert digest_of(schema([swapped])) != digest_of(schema([plain]))
+
+
 def test_another_version_is_told_from_what_is_no_greeting():
     packed = msgspec.msgpack.decode(messages.encode(Hello()))
     for wire in (0, messages.WIRE_VERSION + 1):
@@ -72,6 +106,9 @@ def test_another_version_is_told_from_what_is_no_greeting():
         with pytest.raises(messages.UNREADABLE):
             messages.decode_to_worker(frame)
         assert f"have version {wire}, this process's" in messages.other_wire(frame)
+    # A release without versions, whose heartbeats this one cannot read.
+    old = messages.encode({"type": "heartbeat", "worker_id": "one", "loaded_at": 1.0})
+    assert "have version 0, this process's" in messages.other_wire(old)
     broken = [b"", b"\xc1", messages.encode({**packed, "wire": "2"}), messages.encode(Hello())]
     broken.append(messages.encode({**packed, "front_end": 1}))
     assert not any(messages.other_wire(frame) for frame in broken)
