@@ -244,7 +244,10 @@ class _Parent:
     def _reap(self) -> None:
         with suppress(ChildProcessError):
             while (found := os.waitpid(-1, os.WNOHANG))[0]:
-                with self._status.pop(found[0]) as status, suppress(OSError):
+                if (status := self._status.pop(found[0], None)) is None:
+                    # Of a package that was imported, e.g. multiprocessing's tracker.
+                    continue
+                with status, suppress(OSError):
                     status.send(str(os.waitstatus_to_exitcode(found[1])).encode())
 
     def _kill_all(self) -> None:
