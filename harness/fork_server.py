@@ -130,6 +130,10 @@ class ForkServer:
             output: the descriptor for stdout and stderr; None: those of this process.
             num_descriptors: soft and hard limit of open files.
         """
+        if self._process is not None and (code := self._process.poll()) is not None:
+            # Tests whose servers ended with it have failed. This one begins clean.
+            print(f"the process that forks servers had ended with code {code}", file=sys.stderr)
+            self.end()
         if self._socket is None:
             self._begin()
         assert self._socket is not None
