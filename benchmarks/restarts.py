@@ -1,8 +1,6 @@
 """Seconds until a server and a killed worker are ready.
 
     python -m benchmarks.restarts [--num-workers 1 2] [--serve-options '--worker-command "python -m workers"']
-    CUDA_VISIBLE_DEVICES=0,0 python -m benchmarks.restarts --shape qwen3-0.6b --serve-options \
-        '--kv-cache-memory-bytes 8589934592'        # one and two engines on one GPU
 
 The option makes each worker a new interpreter; by default workers are forks of a process that has imported
 vLLM. CPU seconds are those of all processes until ready, memory is proportional (PSS).

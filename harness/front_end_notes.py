@@ -57,7 +57,7 @@ def longest_since(path: Path, at_s: float) -> float:
 
 
 def most_taken_since(path: Path, at_s: float) -> float:
-    """The most bytes that the budget has said since a time, if it had never said more before."""
+    """The most bytes of the budget since a time. Lower peaks than earlier ones are not noted."""
     return max((taken for _, taken in _since(path, at_s)), default=0.0)
 
 

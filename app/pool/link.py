@@ -444,7 +444,7 @@ class Link:
             try:
                 message = messages.decode_from_worker(frame)
             except messages.UNREADABLE as error:
-                if reason := messages.other_wire(frame):
+                if reason := messages.explain_other_wire(frame):
                     self._leave_alone(endpoint, reason)
                     return
                 logger.error("dropped an undecodable message from %s: %s", endpoint, error)

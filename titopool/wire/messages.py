@@ -714,8 +714,8 @@ class _Greeting(msgspec.Struct):
 _decode_greeting = msgspec.msgpack.Decoder(_Greeting).decode
 
 
-def other_wire(frame: bytes) -> str:
-    """Why this process understands nothing of the sender of `frame`; "": `frame` does not say so."""
+def explain_other_wire(frame: bytes) -> str:
+    """For logs: the version of an unreadable `Hello` or `Heartbeat`; "" if it is not the cause."""
     try:
         wire = _decode_greeting(frame).wire
     except UNREADABLE:

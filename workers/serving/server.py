@@ -320,7 +320,7 @@ class WorkerServer:
             try:
                 message = messages.decode_to_worker(frame)
             except messages.UNREADABLE as error:
-                if reason := messages.other_wire(frame):
+                if reason := messages.explain_other_wire(frame):
                     self._loop.call_soon(self._answer_other_wire, identity, reason)
                 else:
                     logger.warning("dropped an undecodable message: %s", error)

@@ -2,7 +2,8 @@
 
 Owns: the template process (`workers/template.py`). It is started with the supervisor, and again when it
 was killed or did not fork. When it cannot import vLLM or fork, after `MAX_FAILURES` in a row, and where a
-fork would not be what a new interpreter is (`reason_for_new_interpreters`), each worker is started as `python -m workers`.
+fork would not be what a new interpreter is (`reason_for_new_interpreters`), each worker is started as
+`python -m workers`.
 """
 
 import ctypes

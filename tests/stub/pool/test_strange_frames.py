@@ -65,15 +65,33 @@ def test_absurd_pool_states_are_not_decoded(pool: PoolState):
 
 
 @pytest.fixture
-def peer(tmp_path: Path, start_stub: StartStub) -> Iterator[Peer]:
+def context() -> Iterator[zmq.Context[Any]]:
+    made: zmq.Context[Any] = zmq.Context()
+    yield made
+    made.destroy(linger=0)
+
+
+@pytest.fixture
+def peer(tmp_path: Path, start_stub: StartStub, context: zmq.Context[Any]) -> Peer:
     """A front end of a ready stub worker."""
     start_stub(0, **QUICK)
-    context: zmq.Context[Any] = zmq.Context()
     found = Peer(context, f"ipc://{tmp_path}/worker-0")
     found.send(Hello())
     found.wait(lambda: found.beats and found.beats[-1].phase == "ready")
-    yield found
-    context.destroy(linger=0)
+    return found
+
+
+@pytest.fixture
+def pool(
+    tmp_path: Path,
+    start_stub: StartStub,
+    stub_server: Callable[..., Server],
+    context: zmq.Context[Any],
+) -> tuple[Server, zmq.Socket[bytes]]:
+    """A front end with a stub worker, and what stands for its second worker."""
+    start_stub(0, **QUICK)
+    router = bind_router(context, f"ipc://{tmp_path}/worker-1", "")
+    return stub_server(2, "--num-front-ends", "1", num_ready=1, **QUICK), router
 
 
 def test_a_worker_reads_messages_after_unreadable_frames(peer: Peer):
@@ -104,30 +122,24 @@ def test_a_worker_continues_after_numbers_that_it_cannot_encode(peer: Peer):
 
 
 def test_a_front_end_reads_messages_after_unreadable_frames(
-    tmp_path: Path, start_stub: StartStub, stub_server: Callable[..., Server]
+    pool: tuple[Server, zmq.Socket[bytes]],
 ):
-    start_stub(0, **QUICK)
-    context: zmq.Context[Any] = zmq.Context()
-    router = bind_router(context, f"ipc://{tmp_path}/worker-1", "")
-    server = stub_server(2, "--num-front-ends", "1", num_ready=1, **QUICK)
+    server, router = pool
     assert router.poll(5000)
     front_end, _ = router.recv_multipart()
     for frame in [*UNREADABLE.values()] * 100:
         router.send_multipart([front_end, frame])
-    for pool in ABSURD:
+    for state in ABSURD:
         router.send_multipart(
-            [front_end, messages.encode(msgspec.structs.replace(BEAT, pool=pool))]
+            [front_end, messages.encode(msgspec.structs.replace(BEAT, pool=state))]
         )
     # Only this last heartbeat is readable.
     router.send_multipart([front_end, messages.encode(BEAT)])
     phases = lambda: [one["phase"] for one in server.get("/ready").json()["workers"]]  # noqa: E731
-    try:
-        wait_until(lambda: phases() == ["ready", "loading"], 5, lambda: str(phases()))
-        began = time.monotonic()
-        assert server.generate([[1, 2]])["completion_ids"] == [[2, 1]]
-        assert time.monotonic() - began < 5
-    finally:
-        context.destroy(linger=0)
+    wait_until(lambda: phases() == ["ready", "loading"], 5, lambda: str(phases()))
+    began = time.monotonic()
+    assert server.generate([[1, 2]])["completion_ids"] == [[2, 1]]
+    assert time.monotonic() - began < 5
 
 
 def of_other_wire(message: Hello | Heartbeat) -> bytes:
@@ -137,29 +149,25 @@ def of_other_wire(message: Hello | Heartbeat) -> bytes:
 
 
 def test_a_worker_answers_a_front_end_of_another_wire_and_does_nothing_else_for_it(
-    tmp_path: Path, peer: Peer
+    tmp_path: Path, peer: Peer, context: zmq.Context[Any]
 ):
-    with zmq.Context() as context:
-        stranger = Peer(context, f"ipc://{tmp_path}/worker-0")
-        stranger.socket.send(of_other_wire(Hello()))
-        stranger.wait(lambda: stranger.beats)
-        stranger.generate(3)
-        num_beats = len(peer.beats)
-        peer.wait(lambda: len(peer.beats) > num_beats + 3)
-        assert peer.beats[-1].num_front_ends == 1
-        stranger.read()
-        assert len(stranger.beats) == 1
-        assert not stranger.done
-        stranger.socket.close(linger=0)
+    stranger = Peer(context, f"ipc://{tmp_path}/worker-0")
+    stranger.socket.send(of_other_wire(Hello()))
+    stranger.wait(lambda: stranger.beats)
+    stranger.generate(3)
+    num_beats = len(peer.beats)
+    peer.wait(lambda: len(peer.beats) > num_beats + 3)
+    assert peer.beats[-1].num_front_ends == 1
+    stranger.read()
+    assert len(stranger.beats) == 1
+    assert not stranger.done
 
 
 def test_a_front_end_leaves_a_worker_of_another_wire_alone_and_says_so(
-    tmp_path: Path, start_stub: StartStub, stub_server: Callable[..., Server]
+    pool: tuple[Server, zmq.Socket[bytes]],
 ):
-    start_stub(0, **QUICK)
-    context: zmq.Context[Any] = zmq.Context()
-    router = bind_router(context, f"ipc://{tmp_path}/worker-1", "")
-    server = stub_server(2, "--num-front-ends", "1", num_ready=1, **QUICK)
+    server, router = pool
+    answer = of_other_wire(BEAT)
 
     def shown() -> list[tuple[str, str | None]]:
         """What /ready says, once the strange worker has answered all that it has got."""
@@ -169,19 +177,13 @@ def test_a_front_end_leaves_a_worker_of_another_wire_alone_and_says_so(
                 router.send_multipart([front_end, answer])
         return [(one["phase"], one["reason"]) for one in server.get("/ready").json()["workers"]]
 
-    answer = of_other_wire(BEAT)
-    try:
-        wait_until(lambda: shown()[1][1] is not None, 10, lambda: str(shown()))
-        text = f"its messages have version {messages.WIRE_VERSION + 1}, this process's"
-        phase, reason = shown()[1]
-        assert phase == "unreachable"
-        assert text in str(reason)
-        assert server.log.count(text) == 1
-        assert server.generate([[1, 2]])["completion_ids"] == [[2, 1]]
-        # It is replaced by a worker of this wire.
-        answer = messages.encode(BEAT)
-        wait_until(
-            lambda: shown() == [("ready", None), ("loading", None)], 20, lambda: str(shown())
-        )
-    finally:
-        context.destroy(linger=0)
+    wait_until(lambda: shown()[1][1] is not None, 10, lambda: str(shown()))
+    text = f"its messages have version {messages.WIRE_VERSION + 1}, this process's"
+    phase, reason = shown()[1]
+    assert phase == "unreachable"
+    assert text in str(reason)
+    assert server.log.count(text) == 1
+    assert server.generate([[1, 2]])["completion_ids"] == [[2, 1]]
+    # It is replaced by a worker of this wire.
+    answer = messages.encode(BEAT)
+    wait_until(lambda: shown() == [("ready", None), ("loading", None)], 20, lambda: str(shown()))

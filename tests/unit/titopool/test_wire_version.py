@@ -105,10 +105,10 @@ def test_another_version_is_told_from_what_is_no_greeting():
         frame = messages.encode({**packed, "wire": wire})
         with pytest.raises(messages.UNREADABLE):
             messages.decode_to_worker(frame)
-        assert f"have version {wire}, this process's" in messages.other_wire(frame)
+        assert f"have version {wire}, this process's" in messages.explain_other_wire(frame)
     # A release without versions, whose heartbeats this one cannot read.
     old = messages.encode({"type": "heartbeat", "worker_id": "one", "loaded_at": 1.0})
-    assert "have version 0, this process's" in messages.other_wire(old)
+    assert "have version 0, this process's" in messages.explain_other_wire(old)
     broken = [b"", b"\xc1", messages.encode({**packed, "wire": "2"}), messages.encode(Hello())]
     broken.append(messages.encode({**packed, "front_end": 1}))
-    assert not any(messages.other_wire(frame) for frame in broken)
+    assert not any(messages.explain_other_wire(frame) for frame in broken)
