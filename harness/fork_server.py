@@ -18,6 +18,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -40,8 +41,10 @@ MODULES = (
 class Forked:
     """A fork, with what tests use of `subprocess.Popen`."""
 
-    def __init__(self, pid: int, status: socket.socket, args: Sequence[str]):
-        self.pid, self.args = pid, list(args)
+    def __init__(
+        self, pid: int, status: socket.socket, args: Sequence[str], parent: subprocess.Popen[bytes]
+    ):
+        self.pid, self.args, self._parent = pid, list(args), parent
         self.returncode: int | None = None
         self._status = status
 
@@ -66,7 +69,9 @@ class Forked:
                     raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
             code = self._status.recv(16)
             assert code, (
-                f"the process that forks servers has ended (fork {self.pid}); its log is above"
+                f"the process that forks servers has ended with code {self._parent.poll()} "
+                f"(fork {self.pid}, which {'lives' if psutil.pid_exists(self.pid) else 'ended'}); "
+                "its log is above"
             )
             self.returncode = int(code)
             self._status.close()
@@ -100,12 +105,27 @@ class Forked:
         # The group outlives its first process.
         with suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
-        _, alive = psutil.wait_procs(left, within_s)
-        named = [f"{one.pid} {one.cmdline()}" for one in alive]
-        for one in alive:
+        deadline = time.monotonic() + within_s
+        while (left := alive(left)) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        named = [f"{one.pid} {one.cmdline()}" for one in left]
+        for one in left:
             one.kill()
         self.wait(END_TIMEOUT_S)
         assert not named, f"processes outlived {self.args}: {named}"
+
+
+def alive(processes: Sequence[psutil.Process]) -> list[psutil.Process]:
+    """The processes that still run.
+
+    Zombies do not count: some machines' first process reaps them only every other second.
+    """
+    found = []
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            if process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+    return found
 
 
 class ForkServer:
@@ -143,6 +163,7 @@ class ForkServer:
         if self._socket is None:
             self._begin()
         assert self._socket is not None
+        assert self._process is not None
         job = {
             "module": module, "arguments": list(arguments), "environ": dict(environ),
             "folder": str(folder), "num_descriptors": num_descriptors,
@@ -160,7 +181,7 @@ class ForkServer:
             # The next test begins with a new one.
             self.end()
             raise
-        return Forked(int(pid), ours, [module, *arguments])
+        return Forked(int(pid), ours, [module, *arguments], self._process)
 
     def _begin(self) -> None:
         # Only here: `harness.servers` imports this module.
@@ -233,6 +254,8 @@ class _Parent:
         with suppress(PermissionError, ProcessLookupError):
             os.setpgid(pid, pid)
         os.close(output)
+        # A descriptor that arrives over a socket would outlive exec.
+        os.set_inheritable(status, False)
         self._status[pid] = socket.socket(fileno=status)
         self._jobs.send(str(pid).encode())
 

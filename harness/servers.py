@@ -19,7 +19,7 @@ import psutil
 import pytest
 import requests
 
-from harness.fork_server import Forked, engine_fork_server, fork_server
+from harness.fork_server import Forked, alive, engine_fork_server, fork_server
 from titopool.settings.gpus import visible_gpus
 
 START_TIMEOUT_S = 240.0
@@ -156,15 +156,12 @@ def free_port() -> int:
 
 
 def environment(**variables: str) -> dict[str, str]:
-    """This process's environment without titopool's settings, plus `variables`.
-
-    Servers and workers end soon after SIGTERM, also with a request that never ends.
-    """
+    """This process's environment without titopool's settings, plus `variables`."""
     kept = {key: value for key, value in os.environ.items() if not key.startswith("TITOPOOL_")}
     kept["PYTHONPATH"] = os.pathsep.join(
         filter(None, (variables.pop("PYTHONPATH", ""), str(REPOSITORY), kept.get("PYTHONPATH", "")))
     )
-    return {"TITOPOOL_DRAIN_TIMEOUT_S": "1", **kept, **variables}
+    return {**kept, **variables}
 
 
 def serve_process(
@@ -273,18 +270,6 @@ def kill_all(processes: list[psutil.Process]) -> None:
 def wait_until_ended(processes: list[psutil.Process]) -> None:
     """Returns once none of the processes runs; fails the test when one still runs after 10 s."""
     wait_until(lambda: not alive(processes), 10, lambda: str(alive(processes)))
-
-
-def alive(processes: list[psutil.Process]) -> list[psutil.Process]:
-    """The processes that still run; zombies do not count."""
-    found = []
-    for process in processes:
-        try:
-            if process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
-        except psutil.NoSuchProcess:
-            pass
-    return found
 
 
 def ipv6_listener() -> socket.socket:

@@ -1,5 +1,6 @@
 """Fixtures: a tiny model, real servers with real vLLM, and servers with stub workers."""
 
+import os
 import socket
 import subprocess
 from collections.abc import Callable, Iterator
@@ -27,6 +28,9 @@ from harness.servers import (
 from tests.clients.published import AGAINST_VLLM
 from titopool.settings.gpus import visible_gpus
 
+# Threads of OpenMP that spin cost many times the work where other processes use the cores, too. libgomp
+# reads it as torch is imported; workers set it themselves.
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 HERE = Path(__file__).resolve().parent
 ALL = HERE / "all"
 # Fixtures whose servers tests of several modules share; the longest first.

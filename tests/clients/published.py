@@ -17,11 +17,15 @@ CLIENTS_FOLDER = Path(os.environ.get("CLIENTS_FOLDER", Path(sys.prefix) / "clien
 AGAINST_VLLM = os.environ.get("TRAINERS_AGAINST") == "vllm"
 # What a script imports, by the package's folder.
 MODULES = {
-    "verifiers": ("verifiers.v1.clients.train",),
+    # With what its first request imports, for seconds.
+    "verifiers": (
+        "verifiers.v1.clients.train", "httpcore", "transformers.generation",
+        "transformers.models.auto.tokenization_auto", "renderers.default", "renderers.gpt_oss",
+    ),
     "skyrl": ("skyrl.backends.skyrl_train.inference_servers.remote_inference_client",),
     "areal": ("areal.engine.vllm_remote", "areal.engine.sglang_remote"),
     "vllm-0.31.0": ("vllm.entrypoints.scale_out.token_in_token_out.protocol",),
-}
+}  # fmt: skip
 PREAMBLE = """
 import asyncio, json, sys
 

@@ -192,19 +192,34 @@ def test_a_second_pass_must_give_the_announced_tensors(name: str, chunk_bytes: i
 # ---- sharded parameters --------------------------------------------------------------
 
 
+# Two ranks as forks of a process that has imported torch and PEFT once.
+RANKS = """if True:
+    import multiprocessing, sys
+    from tests.kit.trainers import sharded_trainer
+
+    def run(rank):
+        sys.argv[1:] = [str(rank), "2", folder]
+        sharded_trainer.main()
+
+    folder = sys.argv[1]
+    context = multiprocessing.get_context("fork")
+    ranks = [context.Process(target=run, args=(rank,)) for rank in range(2)]
+    for one in ranks:
+        one.start()
+    for one in ranks:
+        one.join()
+    sys.exit(str([one.exitcode for one in ranks]) if any(one.exitcode for one in ranks) else 0)
+"""
+
+
 def test_parameters_of_fsdp2_are_gathered_one_at_a_time(tmp_path: Path):
     """Two processes; the other one keeps in step, also when nothing can be sent."""
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.kit.trainers.sharded_trainer", str(rank), "2", str(tmp_path)],
-            env=environment(), cwd=REPOSITORY, stderr=subprocess.PIPE, text=True,
-        )
-        for rank in range(2)
-    ]  # fmt: skip
-    for rank, process in enumerate(processes):
-        _, errors = process.communicate(timeout=120)
-        assert process.returncode == 0, errors[-3000:]
-        assert (tmp_path / f"done-{rank}").exists()
+    ran = subprocess.run(
+        [sys.executable, "-c", RANKS, str(tmp_path)],
+        env=environment(), cwd=REPOSITORY, timeout=240, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    assert all((tmp_path / f"done-{rank}").exists() for rank in range(2))
     assert_packed(tmp_path / "messages.pt", whole_model())
     assert_packed(tmp_path / "adapted.pt", adapted_model().merge_and_unload())
 

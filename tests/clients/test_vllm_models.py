@@ -2,6 +2,8 @@
 
 import json
 
+import pytest
+
 from harness.servers import Server
 from tests.clients.published import run_client
 from tests.kit.peers.vllm_protocol import GENERATE, read_by_vllm
@@ -13,6 +15,7 @@ BODY = {
 OLD = "vllm-0.31.0"
 
 
+@pytest.mark.variant
 def test_the_models_of_0_31_and_0_32_read_the_same_bytes(single_server: Server, tmp_path):
     answer = single_server.post(GENERATE, BODY)
     assert answer.status_code == 200, answer.text

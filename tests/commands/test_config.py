@@ -1,12 +1,9 @@
 """Settings: the command line overrides the environment, the environment overrides defaults."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from harness.servers import REPOSITORY, environment
 from titopool.errors import ConfigError
 from titopool.settings import vllm_options
 from titopool.settings.config import ServerConfig
@@ -65,28 +62,6 @@ def test_a_switch_needs_no_value():
 )  # fmt: skip
 def test_every_form_of_vllm_option_goes_to_vllm(words):
     assert from_command_line(words, {}).engine_argv == words
-
-
-def test_option_names_match_vllms_parser():
-    """For the installed vLLM: `option_names` reads its source, which may change with a version."""
-    code = """
-from vllm.engine.arg_utils import AsyncEngineArgs
-from vllm.utils.argparse_utils import FlexibleArgumentParser
-
-from titopool.settings.vllm_options import is_unknown, option_names
-
-parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
-names = set(parser._option_string_actions)
-assert len(names) > 200 and option_names() is not None
-print("unknown:", [name for name in names if is_unknown(name)])
-print("spurious:", sorted(option_names() - names))
-"""
-    command = [sys.executable, "-c", code]
-    result = subprocess.run(
-        command, env=environment(), cwd=REPOSITORY, capture_output=True, text=True, timeout=120
-    )
-    # The parser handles these two before argparse sees them.
-    assert result.stdout.endswith("unknown: []\nspurious: ['--config', '-O']\n"), result.stderr
 
 
 def test_without_vllms_source_only_misspelt_settings_are_refused(monkeypatch):

@@ -5,13 +5,16 @@ import subprocess
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
+from types import SimpleNamespace
 
 import pytest
 
 from harness.servers import REPOSITORY, TITOPOOL, environment, wait_until
 from tests.kit.terminal import on_terminal
 from titopool import cli
+from titopool.client.results import WorkerStatus
 from titopool.commands import bench, load, scale, status
+from titopool.errors import TitopoolError
 from titopool.release import RELEASE, VERSION_HEADER
 
 KEY = "a-marked-key"
@@ -174,6 +177,24 @@ def test_scale_says_why_a_worker_lacks_weights_and_ends(pool, monkeypatch, capsy
     assert shown.out.count("worker 1: waiting_for_weights: packed on a CPU\n") == 1
     assert "worker 1 cannot get the pool's weights: packed on a CPU. The next complete" in shown.err
     assert "`titopool scale 1` takes it back" in shown.err
+
+
+def test_scale_waits_as_long_for_a_worker_that_lacks_weights_again(monkeypatch):
+    now = 0.0
+    monkeypatch.setattr(scale, "time", SimpleNamespace(monotonic=lambda: now))
+    waiting = scale.Waiting(None, "", None, 1)
+
+    def check(at_s: float, phase: str) -> None:
+        nonlocal now
+        now = at_s
+        waiting._check_stuck([WorkerStatus("1", phase, 1.0, 1, "packed on a CPU")])
+
+    check(0.0, "waiting_for_weights")
+    check(5.0, "ready")
+    check(100.0, "waiting_for_weights")
+    check(100.0 + scale.STUCK_S, "waiting_for_weights")
+    with pytest.raises(TitopoolError, match="packed on a CPU"):
+        check(101.0 + scale.STUCK_S, "waiting_for_weights")
 
 
 def test_scale_ends_when_the_server_is_gone(pool, monkeypatch, capsys):

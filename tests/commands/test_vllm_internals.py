@@ -5,17 +5,19 @@ import platform
 import socket
 import subprocess
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from harness.forked_modules import RUNS, run_module
 from harness.servers import REPOSITORY, TITOPOOL, environment
 from tests.conftest import ENGINE_OPTIONS
 from titopool import __version__
 from titopool.errors import ConfigError
 from titopool.settings.gpus import visible_gpus
+from titopool.settings.vllm_options import is_unknown, option_names
 from workers import doctor
+from workers.__main__ import main
 from workers.engine.start.options import has_decode_graphs
 from workers.process import EXIT_FAILED
 from workers.vllm_internals import (
@@ -28,22 +30,17 @@ from workers.vllm_internals import (
     missing_for_images,
 )
 
-# Runs before `python -m workers` and `python -m workers.doctor`.
-WITHOUT_TOLISTS = """
-import sys
-if sys.orig_argv[1:2] == ["-m"] and sys.orig_argv[2] in ("workers", "workers.doctor"):
-    import vllm.v1.outputs
-    del vllm.v1.outputs.LogprobsTensors.tolists
-"""
 MISSING_METHOD = "vllm.v1.outputs:LogprobsTensors tolists"
 
 
 @pytest.fixture
-def older_vllm(tmp_path: Path) -> dict[str, str]:
-    """Environment variables for processes in which a method of vLLM is missing."""
-    (tmp_path / "sitecustomize.py").write_text(WITHOUT_TOLISTS)
-    variables = {} if visible_gpus() else {"VLLM_TARGET_DEVICE": "cpu"}
-    return environment(PYTHONPATH=str(tmp_path), **variables)
+def older_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A vLLM that lacks a method."""
+    from vllm.v1.outputs import LogprobsTensors
+
+    # It imports all modules that titopool uses.
+    check_internals()
+    monkeypatch.delattr(LogprobsTensors, "tolists")
 
 
 @pytest.mark.parametrize("row", INTERNALS, ids=lambda row: f"{row.used_by}:{row.name}")
@@ -73,11 +70,7 @@ def test_a_missing_name_is_found(name: str, need: str):
     assert missing(row) == [f"{name} {need}".strip()]
 
 
-def test_a_missing_name_refuses_the_start(monkeypatch):
-    from vllm.v1.outputs import LogprobsTensors
-
-    check_internals()
-    monkeypatch.delattr(LogprobsTensors, "tolists")
+def test_a_missing_name_refuses_the_start(older_vllm):
     with pytest.raises(ConfigError, match=f"vLLM {installed_version()} has no {MISSING_METHOD}"):
         check_internals()
 
@@ -92,27 +85,35 @@ def test_a_missing_name_that_only_images_need_allows_the_start(monkeypatch):
     assert missing.endswith(" _find_mm_placeholders")
 
 
-def test_a_worker_does_not_start_with_an_incomplete_vllm(tiny_model, tmp_path, older_vllm):
-    command = [sys.executable, "-m", "workers", "--endpoint", f"ipc://{tmp_path}/socket"]
-    ended = subprocess.run(
-        [*command, tiny_model, *ENGINE_OPTIONS],
-        env=older_vllm, cwd=tmp_path, capture_output=True, text=True, timeout=200,
-    )  # fmt: skip
-    assert ended.returncode == EXIT_FAILED
-    (line,) = [line for line in ended.stderr.splitlines() if MISSING_METHOD in line]
+def test_a_worker_does_not_start_with_an_incomplete_vllm(
+    tiny_model, tmp_path, older_vllm, monkeypatch
+):
+    """In a fork of this process, which has imported vLLM."""
+    monkeypatch.setitem(RUNS, "workers", main)
+    words = ["--endpoint", f"ipc://{tmp_path}/socket", tiny_model, *ENGINE_OPTIONS]
+    errors = tmp_path / "errors"
+
+    def part() -> None:
+        os.chdir(tmp_path)
+        with errors.open("wb") as file:
+            os.dup2(file.fileno(), 2)
+        sys.stderr = sys.__stderr__
+
+    pid = os.fork()
+    if pid == 0:
+        run_module("workers", words, environment(), part)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == EXIT_FAILED
+    (line,) = [line for line in errors.read_text().splitlines() if MISSING_METHOD in line]
     assert "in_model/logprobs_patch.py" in line
     assert "titopool doctor" in line
-    assert "Traceback" not in ended.stderr
-
-
-def run_doctor(environ: dict[str, str], folder: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [TITOPOOL, "doctor"], env=environ, cwd=folder, capture_output=True, text=True, timeout=200
-    )
+    assert "Traceback" not in errors.read_text()
 
 
 def test_the_doctor_finds_nothing_missing_on_this_machine(tmp_path):
-    ended = run_doctor(environment(), tmp_path)
+    ended = subprocess.run(
+        [TITOPOOL, "doctor"], env=environment(), cwd=tmp_path, capture_output=True, text=True,
+        timeout=200,
+    )  # fmt: skip
     assert ended.returncode == 0, ended.stdout + ended.stderr
     lines = ended.stdout.splitlines()
     assert {
@@ -134,10 +135,10 @@ def test_the_doctor_finds_nothing_missing_on_this_machine(tmp_path):
     assert len(lines) < 20
 
 
-def test_the_doctor_lists_what_vllm_lacks(tmp_path, older_vllm):
-    ended = run_doctor(older_vllm, tmp_path)
-    assert ended.returncode == 1
-    assert f"missing: {MISSING_METHOD}" in ended.stdout.splitlines()
+def test_the_doctor_lists_what_vllm_lacks(older_vllm, monkeypatch, capsys):
+    monkeypatch.setattr(doctor, "prepare_environment", lambda environ, **arguments: None)
+    assert doctor.main([]) == 1
+    assert f"missing: {MISSING_METHOD}" in capsys.readouterr().out.splitlines()
 
 
 def test_the_doctor_works_without_vllm(monkeypatch, capsys):
@@ -204,3 +205,18 @@ def test_steps_that_only_decode_have_graphs_of_their_own_in_two_modes(mode, expe
 
     graphs = SimpleNamespace(cudagraph_mode=CUDAGraphMode[mode])
     assert has_decode_graphs(SimpleNamespace(compilation_config=graphs)) is expected
+
+
+def test_option_names_match_vllms_parser():
+    """For the installed vLLM: `option_names` reads its source, which may change with a version."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
+    names = set(parser._option_string_actions)
+    found = option_names()
+    assert len(names) > 200
+    assert found is not None
+    assert [name for name in names if is_unknown(name)] == []
+    # The parser handles these two before argparse sees them.
+    assert sorted(found - names) == ["--config", "-O"]

@@ -3,7 +3,9 @@
 import os
 import signal
 import socket
+import stat
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,10 +14,13 @@ import psutil
 import pytest
 
 from harness.servers import (
+    REPOSITORY,
+    STOP_TIMEOUT_S,
     Server,
     alive,
     environment,
-    serve_process,
+    first_request,
+    free_port,
     wait_until,
     wait_until_ended,
     worker_pids,
@@ -26,15 +31,28 @@ from workers.supervisor import forking
 from workers.supervisor.forking import Template, reason_for_new_interpreters
 
 KEY = "not-for-the-template"
+HEADERS = {"Authorization": f"Bearer {KEY}"}
 pytestmark = pytest.mark.skipif(bool(visible_gpus()), reason="with GPUs workers are no forks")
 
 
 @pytest.fixture(scope="module")
 def server(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A worker whose supervisor's process is no fork."""
-    log = tmp_path_factory.mktemp("template") / "log"
-    process, url = serve_process(tiny_model, *ENGINE_OPTIONS, log=log, TITOPOOL_API_KEY=KEY)
-    found = Server(process, url, log)
+    """A worker whose supervisor's process is no fork.
+
+    By README's command in the checkout, which finds the sources without PYTHONPATH.
+    """
+    port, log = free_port(), tmp_path_factory.mktemp("template") / "log"
+    variables = environment(
+        TITOPOOL_MODEL=tiny_model, TITOPOOL_PORT=str(port), TITOPOOL_NUM_WORKERS="1",
+        TITOPOOL_ENGINE_ARGS=" ".join(ENGINE_OPTIONS), TITOPOOL_API_KEY=KEY, TITOPOOL_ADMIN_KEY=KEY,
+    )  # fmt: skip
+    del variables["PYTHONPATH"]
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [Path(sys.executable).with_name("gunicorn"), "app:create_app()"],
+            env=variables, cwd=REPOSITORY, stdout=output, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+    found = Server(process, f"http://127.0.0.1:{port}", log)
     try:
         wait_until(lambda: "titopool serves" in found.log, 120, lambda: found.log)
         yield found
@@ -58,19 +76,41 @@ def cpu_s(process: psutil.Process) -> float:
     return sum(sum(one.cpu_times()[:2]) for one in family)
 
 
-def kill_worker(server: Server) -> None:
-    """Kills the worker, and waits until its successor is ready."""
+def kill(server: Server, process: psutil.Process) -> None:
+    """Kills the worker or its engine, and waits until a new worker is ready."""
     num_ready = server.log.count("s in all)")
-    os.kill(worker_pids(server)[0], signal.SIGKILL)
+    process.kill()
+    wait_until(lambda: server.get("/health").status_code == 503, 10)
     wait_until(lambda: server.log.count("s in all)") > num_ready, 60, lambda: server.log)
+    server.wait_until_ready()
+
+
+def greedy(server: Server) -> list[list[int]]:
+    body = {"prompts": [[1, 2, 3]], "temperature": 0}
+    answer = server.post("/generate/", body, headers=HEADERS)
+    assert answer.status_code == 200, answer.text
+    return answer.json()["completion_ids"]
+
+
+def test_the_output_of_vllm_s_import_is_not_on_the_screen(server: Server):
+    assert "worker 0: importing" in server.log
+    assert "worker 0 | " not in server.log
 
 
 def test_a_worker_is_a_fork_and_a_child_of_the_supervisor(server: Server):
+    assert (
+        len(first_request(server.url, "-H", f"Authorization: Bearer {KEY}")["completion_ids"][0])
+        == 8
+    )
+    before = greedy(server)
     template = template_of(server)
     worker = psutil.Process(worker_pids(server)[0])
     assert worker.parent() == template.parent()
-    kill_worker(server)
+    kill(server, next(one for one in worker.children() if "EngineCore" in " ".join(one.cmdline())))
+    assert "restarting it" in server.log
+    assert greedy(server) == before
     successor = psutil.Process(worker_pids(server)[0])
+    assert successor != worker
     assert successor.parent() == template.parent()
     assert template_of(server) == template
     # The import of vLLM is most of a new interpreter's start, and the template's only work.
@@ -79,19 +119,27 @@ def test_a_worker_is_a_fork_and_a_child_of_the_supervisor(server: Server):
 
 def test_the_template_has_no_key_and_no_connection(server: Server):
     template = template_of(server)
-    assert KEY not in " ".join(template.environ().values())
-    assert KEY not in " ".join(psutil.Process(worker_pids(server)[0]).environ().values())
+    supervisor = template.parent()
+    assert supervisor is not None
+    # Front ends need the keys; processes that run a model's code do not get them.
+    for one in [supervisor, *supervisor.children(recursive=True)]:
+        assert KEY not in " ".join(one.environ().values())
+    run_dir = Path(supervisor.environ()["TITOPOOL_RUN_DIR"])
+    assert stat.S_IMODE(run_dir.stat().st_mode) == 0o700
+    assert {"worker-0", "worker-0.log"} <= {one.name for one in run_dir.iterdir()}
     # Its standard ones, and the socket to the supervisor.
     assert template.num_fds() == 4
     assert not template.net_connections("inet")
 
 
+# `test_a_template_that_is_killed_is_begun_again` has its part of the supervisor.
+@pytest.mark.variant
 def test_a_dead_template_is_started_again(server: Server):
     template = template_of(server)
     template.kill()
     text = "the process that forks workers is started again: it ended with code -9"
     wait_until(lambda: text in server.log, 30, lambda: server.log)
-    kill_worker(server)
+    kill(server, psutil.Process(worker_pids(server)[0]))
     assert template_of(server) != template
     assert psutil.Process(worker_pids(server)[0]).parent() == template_of(server).parent()
 
@@ -104,6 +152,7 @@ def test_nothing_outlives_a_killed_supervisor(server: Server):
     supervisor.kill()
     wait_until_ended(left)
     assert not alive(left)
+    assert server.process.wait(STOP_TIMEOUT_S) == 1
 
 
 def test_the_reasons_for_a_new_interpreter():
@@ -155,6 +204,20 @@ def test_a_template_that_cannot_import_says_why_and_is_given_up(
     assert not template.forks({})
     (line,) = caplog.messages
     assert line == "from here on each worker starts a new interpreter: ImportError: no vLLM"
+
+
+def test_a_template_that_is_killed_is_begun_again(broken: Callable[[], Template], caplog):
+    template = broken()
+    first = template._process
+    assert first is not None
+    template._is_ready = True
+    first.kill()
+    wait_until(lambda: template.follow() or template._process is not first, 30)
+    text = "the process that forks workers is started again: it ended with code -9"
+    assert caplog.messages == [text]
+    # It forks once it has imported vLLM.
+    assert template.is_importing
+    assert not template.forks({})
 
 
 def test_a_template_that_does_not_fork_is_begun_again_once(

@@ -73,7 +73,7 @@ def test_a_dead_process_that_forks_fails_the_test_that_has_a_fork_by_name(forks,
     forks._process.kill()
     with pytest.raises(AssertionError, match="the process that forks servers has ended"):
         one.kill_group()
-    wait_until(lambda: not alive([psutil.Process(forks._process.pid)]), 10)
+    forks._process.wait(30)
     # The next one begins clean, and the suite lists why.
     with pytest.warns(RuntimeWarning, match="had ended with code -9"):
         other = worker(forks, tmp_path)

@@ -47,6 +47,11 @@ def call_async(helper: Helper, request: bytes, timeout_s: float) -> Answer:
     return asyncio.run(helper.call_async(request, timeout_s))
 
 
+def num_pidfds() -> int:
+    links = (os.readlink(one) for one in Path("/proc/self/fd").iterdir() if one.is_symlink())
+    return sum("pidfd" in one for one in links)
+
+
 CALLS = pytest.mark.parametrize("call", [Helper.call, call_async])
 
 
@@ -130,15 +135,21 @@ def test_a_server_that_has_ended_is_not_signalled_again(
     assert signalled == [first]
 
 
+def test_a_helper_that_has_ended_leaves_no_descriptor(server: ForkServer):
+    before = num_pidfds()
+    helper = Helper(server)
+    for _ in range(3):
+        assert helper.call(b"abc", 10) == b"cba"
+        assert num_pidfds() == before + 1
+        helper.end()
+    assert num_pidfds() == before
+
+
 def test_a_fork_that_fails_leaves_no_descriptor(
     server: ForkServer, monkeypatch: pytest.MonkeyPatch
 ):
     def fails() -> int:
         raise BlockingIOError("no more processes")
-
-    def num_pidfds() -> int:
-        links = (os.readlink(one) for one in Path("/proc/self/fd").iterdir() if one.is_symlink())
-        return sum("pidfd" in one for one in links)
 
     server.kill()
     before = num_pidfds()

@@ -2,14 +2,13 @@
 
 import json
 import re
-from pathlib import Path
 from typing import NamedTuple
 
 import openai
 import pytest
 from transformers import AutoTokenizer
 
-from harness.servers import START_TIMEOUT_S, Server, running_server, serve_process, wait_until
+from harness.servers import START_TIMEOUT_S, Server, running_server, wait_until
 from tests.clients.published import AGAINST_VLLM, run_client
 from tests.clients.scripts import ROLLOUT
 from tests.conftest import ENGINE_OPTIONS
@@ -342,7 +341,12 @@ def test_a_conversation_continues_after_a_call(scripted: Scripted):
 
 # trl 0.29's client raises NotImplementedError for tools.
 @pytest.mark.parametrize(
-    "version, tools", [("0.29.1", None), ("1.9.2", [LOOK_UP]), ("1.16.0", [LOOK_UP])]
+    "version, tools",
+    [
+        pytest.param("0.29.1", None, marks=pytest.mark.variant),
+        pytest.param("1.9.2", [LOOK_UP], marks=pytest.mark.variant),
+        ("1.16.0", [LOOK_UP]),
+    ],
 )
 def test_trl_client_chats_with_tools(scripted: Scripted, version: str, tools):
     tokenizer = AutoTokenizer.from_pretrained(scripted.model)
@@ -435,16 +439,12 @@ def test_a_server_without_parsers_refuses_tools(server: Server):
 @pytest.mark.parametrize(
     "option, value", [("tool_call_parser", "nobody"), ("reasoning_parser", "nobody")]
 )
-def test_an_unknown_parser_ends_the_start(tiny_model: str, tmp_path: Path, option, value):
-    log = tmp_path / "log"
+def test_an_unknown_parser_ends_the_start(tiny_model: str, start_forked, option, value):
     flag = "--" + option.replace("_", "-")
-    process, _ = serve_process(tiny_model, flag, value, *ENGINE_OPTIONS, log=log)
-    try:
-        wait_until(lambda: process.poll() is not None, START_TIMEOUT_S, log.read_text)
-    finally:
-        process.kill()
-    assert process.returncode != 0
-    assert f"{option}: expected one of" in log.read_text()
+    server = start_forked(tiny_model, flag, value, *ENGINE_OPTIONS)
+    wait_until(lambda: server.process.poll() is not None, START_TIMEOUT_S, lambda: server.log)
+    assert server.process.returncode != 0
+    assert f"{option}: expected one of" in server.log
 
 
 def test_drift_is_counted_but_ids_are_unchanged(scripted: Scripted):

@@ -319,7 +319,7 @@ def test_a_client_that_hangs_up_does_not_delay_the_next(qwen: Vision):
     assert answer["finish_reasons"] == ["length"]
 
 
-@pytest.mark.parametrize("version", ["0.29.1", "1.9.2"])
+@pytest.mark.parametrize("version", [pytest.param("0.29.1", marks=pytest.mark.variant), "1.9.2"])
 def test_trl_client_sends_images(qwen: Vision, tmp_path: Path, version: str):
     from tests.kit.peers.trl_client import run_trl
 

@@ -1,5 +1,6 @@
 """An image's tensors go to the engine process once: which requests carry them."""
 
+import asyncio
 import dataclasses
 import json
 import random
@@ -13,6 +14,7 @@ import torch
 
 from harness import vision_models
 from harness.servers import REPOSITORY, environment
+from workers.engine import sent_images
 from workers.engine.sent_images import SentImages, num_bytes
 
 
@@ -118,6 +120,32 @@ def test_the_engine_has_every_image_that_is_sent_without_tensors(seed: int):
     assert num_slim > 20
 
 
+def test_what_vllm_s_client_sends_has_the_tensors_once(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(sent_images, "_capacity", lambda vllm_config: 1000.0)
+    received: list[bool] = []
+
+    async def send(request: SimpleNamespace) -> None:
+        received.extend(item.data is None for item in request.mm_features)
+        if request.is_bad:
+            raise OSError("the engine is gone")
+
+    core = SimpleNamespace(add_request_async=send)
+    sent_images.send_images_once(SimpleNamespace(vllm_config=None, engine_core=core))
+
+    def ask(*, is_bad: bool = False) -> None:
+        features = [feature("one", 60)]
+        asyncio.run(core.add_request_async(SimpleNamespace(mm_features=features, is_bad=is_bad)))
+
+    for _ in range(3):
+        ask()
+    with pytest.raises(OSError, match="gone"):
+        ask(is_bad=True)
+    ask()
+    # The engine may have lost what it had.
+    assert received == [False, True, True, True, False]
+
+
+@pytest.mark.variant
 def test_an_image_is_seen_by_requests_that_do_not_carry_it(tmp_path):
     """Real vLLM: n completions, and later requests of the same image."""
     folder = tmp_path / "model"

@@ -142,7 +142,12 @@ def scoring_body(form: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    "form, policy", [("binary", "abort"), ("json", "abort"), ("binary", "keep")]
+    "form, policy",
+    [
+        ("binary", "abort"),
+        pytest.param("json", "abort", marks=pytest.mark.variant),
+        ("binary", "keep"),
+    ],
 )
 def test_sequences_interrupted_by_an_update_are_scored_with_the_new_weights(
     models, start_request, form, policy

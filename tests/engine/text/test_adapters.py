@@ -102,12 +102,12 @@ def test_an_adapter_is_selected_by_name(adapted: Adapted):
 
 def test_a_new_version_takes_over_while_requests_run_on_the_old_one(adapted: Adapted):
     assert adapted.load("replaced", "one").ok
-    long = {**GREEDY, "max_tokens": 400, "lora_name": "replaced"}
+    long = {**GREEDY, "max_tokens": 250, "lora_name": "replaced"}
     with concurrent.futures.ThreadPoolExecutor(2) as threads:
         old = [threads.submit(adapted.server.generate, [IDS] * 8, **long) for _ in range(2)]
         client = openai.OpenAI(base_url=adapted.server.url + "/v1", api_key="none", max_retries=0)
         stream = client.completions.create(
-            model="replaced", prompt=IDS, max_tokens=400, stream=True,
+            model="replaced", prompt=IDS, max_tokens=250, stream=True,
             extra_body={"return_token_ids": True, "ignore_eos": True},
         )  # fmt: skip
         assert next(stream).choices[0].lora_version == 1
@@ -117,9 +117,9 @@ def test_a_new_version_takes_over_while_requests_run_on_the_old_one(adapted: Ada
         assert adapted.load("replaced", "three", version=7).json()["version"] == 7
         check(adapted, adapted.server.generate([IDS], lora_name="replaced", **GREEDY), "three", 7)
         assert {chunk.choices[0].lora_version for chunk in stream} == {1}
+        expected = reference.greedy(adapted.merged("one"), IDS, 40)
         for answer in (one.result() for one in old):
             assert answer["lora_versions"] == [1] * 8
-            expected = reference.greedy(adapted.merged("one"), IDS, 40)
             assert [ids[:40] for ids in answer["completion_ids"]] == [expected] * 8
     assert adapted.unload("replaced").ok
 

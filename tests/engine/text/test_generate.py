@@ -1,6 +1,7 @@
 """/generate/ over real vLLM: two workers behind two gunicorn processes, tiny random model."""
 
 import concurrent.futures
+import math
 import time
 
 import pytest
@@ -112,14 +113,12 @@ def test_completions_of_equal_prompts_differ_without_a_seed(server: Server):
     assert len({tuple(ids) for ids in completions}) == 16
 
 
-def test_a_seed_gives_the_same_ids_with_one_worker_and_with_two(
-    server: Server, single_server: Server
-):
+def test_a_seed_gives_the_same_ids_at_any_worker_and_in_any_batch(server: Server):
     prompts = [[index, index + 1] for index in range(20, 36)]
     options = {"max_tokens": 12, "n": 2, "generation_kwargs": {"seed": 1234}}
     first = server.generate(prompts, **options)["completion_ids"]
     again = server.generate(prompts, **options)["completion_ids"]
-    alone = single_server.generate(prompts, **options)["completion_ids"]
+    alone = [ids for one in prompts for ids in server.generate([one], **options)["completion_ids"]]
     assert first == again == alone
     # The n completions of a prompt still differ.
     assert first[0] != first[1]
@@ -231,7 +230,11 @@ def test_concurrent_requests_are_batched(server: Server):
 
     one_s = min(time_request(prompts[index]) for index in range(3))
     batch_s = min(time_request(*prompts) for _ in range(3))
-    all_s = min(time_concurrent_requests() for _ in range(3))
+    all_s = math.inf
+    for _ in range(3):
+        all_s = min(all_s, time_concurrent_requests())
+        if all_s < min(8 * one_s, 2.5 * batch_s):
+            break
     print(f"one prompt: {one_s:.2f} s; 64 in one request: {batch_s:.2f} s; in 64: {all_s:.2f} s")
     # One after the other, 64 requests would take 64 times as long as one. On a GPU, a batch of 64
     # takes little longer than one request. On two cores, the time grows with the batch.

@@ -5,9 +5,11 @@ import math
 import os
 import re
 import resource
+import subprocess
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import msgspec
@@ -22,12 +24,15 @@ from app.http.responses import LOGPROBS_MODE_HEADER
 from app.outputs import kept_logprobs
 from app.outputs.kept_logprobs import KeptLogprobs
 from app.pool.request import ChunkOfJob
-from harness.servers import Server, wait_until
+from harness.fork_server import Forked, engine_fork_server
+from harness.servers import REPOSITORY, Server, wait_until
 from tests.conftest import ENGINE_OPTIONS
 from tests.kit.models import reference
 from titopool import cli
+from titopool.commands import own_server
 from titopool.mismatch.statistics import compare
 from titopool.settings.config import ServerConfig
+from titopool.settings.gpus import visible_gpus
 from titopool.wire.messages import Chunk, Completed, Completion, Logprobs
 
 PROMPTS = [[5, 6, 7, 8, 9], [9, 8, 7]]
@@ -389,7 +394,26 @@ def test_the_command_measures_a_running_server(
     assert values_of(wrong.stdout)["KL (k3)"] > 100 * values_of(rough.stdout)["KL (k3)"]
 
 
-def test_the_command_starts_a_server_and_stops_it(tiny_model, tmp_path, run_command: Command):
+def test_the_command_starts_a_server_and_stops_it(
+    tiny_model, tmp_path, run_command: Command, monkeypatch: pytest.MonkeyPatch
+):
+    started: list[Forked] = []
+
+    def fork(command: list[str], *, env: dict[str, str], stdout: Any, **_: Any) -> Forked:
+        assert command[1:4] == ["-m", "titopool.cli", "serve"]
+        started.append(
+            engine_fork_server.start(
+                "titopool serve", command[4:], environ=env, folder=REPOSITORY,
+                output=stdout.fileno(),
+            )
+        )  # fmt: skip
+        return started[0]
+
+    if not visible_gpus():
+        # A process of its own would import vLLM for 15 s.
+        monkeypatch.setattr(
+            own_server, "subprocess", SimpleNamespace(**vars(subprocess) | {"Popen": fork})
+        )
     prompts = tmp_path / "prompts"
     prompts.write_text("Hello, world\n\nAnother one\n")
     found = run_command(
@@ -397,6 +421,7 @@ def test_the_command_starts_a_server_and_stops_it(tiny_model, tmp_path, run_comm
         *ENGINE_OPTIONS,
     )  # fmt: skip
     assert found.code == 0, found.stderr
+    assert all(one.returncode == 0 for one in started)
     assert values_of(found.stdout)["completions"] == 4
     assert values_of(found.stdout)["difference, greatest"] < 1e-3
 

@@ -297,7 +297,7 @@ def test_a_killed_trainer_keeps_the_old_weights_and_may_be_replaced(
         # The trainer is alive, so no other trainer replaces it.
         assert caught.value.status == 409
         process.kill()
-        process.wait()
+        process.join()
         assert_serves(server, tiny_model)
         client.update(tensors_of(other_model), policy="keep")
         assert_serves(server, other_model, times=2)

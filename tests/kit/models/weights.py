@@ -1,16 +1,16 @@
 """Helpers for tests of weight updates: other weights, and the completions they give."""
 
-import subprocess
-import sys
+import multiprocessing
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from multiprocessing.process import BaseProcess
 from typing import Any, Protocol
 
-from harness.servers import REPOSITORY, Server, environment
+from harness.servers import START_TIMEOUT_S, Server
 from tests.kit.models import reference
 from tests.kit.models.reference import TOLERANCE
-from tests.kit.trainers.trainer import DEVICE
+from tests.kit.trainers.trainer import DEVICE, train
 from titopool.client.weights_client import WeightsClient
 
 PROMPT = [5, 6, 7, 8, 9, 10, 11]
@@ -72,20 +72,25 @@ class Generation:
 
 
 @contextmanager
-def trainer(server: Server, folder: str, stop_at: str) -> Iterator[subprocess.Popen[str]]:
-    """A trainer process (`tests/kit/trainers/trainer.py`) that has reached `stop_at`; killed at the end."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "tests.kit.trainers.trainer", server.url, folder, stop_at],
-        env=environment(), cwd=REPOSITORY, stdout=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    assert process.stdout is not None
-    try:
-        assert process.stdout.readline().strip() == stop_at
-        yield process
-    finally:
-        process.kill()
-        process.wait()
-        process.stdout.close()
+def trainer(server: Server, folder: str, stop_at: str) -> Iterator[BaseProcess]:
+    """A trainer process (`tests/kit/trainers/trainer.py`) that has reached `stop_at`; killed at the end.
+
+    It is a fork of a process that has imported torch and transformers, which takes 5 s.
+    """
+    forks = multiprocessing.get_context("forkserver")
+    forks.set_forkserver_preload(["tests.kit.trainers.trainer"])
+    ours, theirs = forks.Pipe(duplex=False)
+    process = forks.Process(target=train, args=(server.url, folder, stop_at, theirs), daemon=True)
+    with ours:
+        with theirs:
+            process.start()
+        try:
+            assert ours.poll(START_TIMEOUT_S), f"the trainer has not {stop_at}"
+            assert ours.recv() == stop_at
+            yield process
+        finally:
+            process.kill()
+            process.join()
 
 
 def begun(server: Server, num_sequences: int) -> bool:

@@ -1,13 +1,7 @@
-"""A trainer that stops at a given step, for tests that kill it.
+"""A trainer that stops at a given step, for tests that kill it: `train` in a process of its own."""
 
-    python -m tests.kit.trainers.trainer URL FOLDER joined|begun|sending|sent
-
-It prints the word when it has reached the step, and waits to be killed. With `sending`, it has sent
-only the first chunk.
-"""
-
-import sys
 import time
+from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
@@ -27,40 +21,39 @@ def tensors_of(folder: str) -> list[tuple[str, Any]]:
     return [(name, parameter.detach()) for name, parameter in model.named_parameters()]
 
 
-def stop(word: str) -> None:
-    print(word, flush=True)
-    time.sleep(3600)
-
-
 class StoppingClient(WeightsClient):
     """Waits to be killed at `stop_at`."""
 
     stop_at = ""
+    reached: Connection
+
+    def stop_if_at(self, step: str) -> None:
+        if self.stop_at == step:
+            self.reached.send(step)
+            time.sleep(3600)
 
     def _send(self, messages: Any) -> None:
-        if self.stop_at == "begun":
-            stop("begun")
+        self.stop_if_at("begun")
         super()._send(self._stop_after_one(messages))
         self._wait_for_sent(0)
-        stop("sent")
+        self.stop_if_at("sent")
 
     def _stop_after_one(self, messages: Any) -> Any:
         for number, message in enumerate(messages):
-            if number and self.stop_at == "sending":
-                stop("sending")
+            if number:
+                self.stop_if_at("sending")
             yield message
 
 
-def main() -> None:
-    url, folder, stop_at = sys.argv[1:]
+def train(url: str, folder: str, stop_at: str, reached: Connection) -> None:
+    """Sends the weights in `folder`; at `stop_at` it says so to `reached`, and waits to be killed.
+
+    Args:
+        stop_at: joined, begun, sending (only the first chunk is sent) or sent.
+    """
     tensors = tensors_of(folder)
     client = StoppingClient(url, device=DEVICE, chunk_bytes=CHUNK_BYTES)
-    client.stop_at = stop_at
+    client.stop_at, client.reached = stop_at, reached
     client.open()
-    if stop_at == "joined":
-        stop("joined")
+    client.stop_if_at("joined")
     client.update(tensors, policy="keep")
-
-
-if __name__ == "__main__":
-    main()

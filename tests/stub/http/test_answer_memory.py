@@ -58,6 +58,11 @@ def unread(
         yield client
 
 
+def status_of(server: Server, body: dict[str, Any]) -> int:
+    """The status of an answer that is too long to be checked against the document, as `post` does."""
+    return requests.post(server.url + "/generate/", json=body, timeout=120).status_code
+
+
 def wide(num: int, **fields: Any) -> dict[str, Any]:
     return {"prompts": [IDS] * num, "max_tokens": NUM_IDS, **fields}
 
@@ -160,7 +165,7 @@ def test_answers_that_nobody_reads_stay_within_the_budget(start):
         # The others wait, and get the memory of those who do not read.
         assert {client.recv(12)[9:12] for client in clients[3:]} == {b"200"}
         # Somebody who reads gets the memory of those who do not.
-        wait_until(lambda: server.post("/generate/", body).status_code == 200, 20)
+        wait_until(lambda: status_of(server, body) == 200, 20)
         assert "a client has not read its answer" in server.log
     assert growth.num_bytes < 1.3 * BUDGET, growth.num_bytes // MIB
     wait_until(lambda: taken_by(server) == 0, 10)
@@ -206,7 +211,7 @@ def test_a_worker_ends_the_jobs_of_a_front_end_that_takes_nothing(start_stub, st
         assert growth.num_bytes < 32 * MIB
         assert worker.memory_info().rss <= left + MIB
         front_end(server).resume()
-        wait_until(lambda: server.post("/generate/", wide(1)).status_code == 200, 20)
+        wait_until(lambda: status_of(server, wide(1)) == 200, 20)
 
 
 def test_repeats_that_nobody_reads_are_counted(start):
@@ -230,8 +235,7 @@ def test_wide_honest_requests_pass_and_wait(start):
     server = start(16 * MIB)
     body = {"prompts": [[1, 2]] * 512, "max_tokens": 100_000, "logprobs": 1}
     with ThreadPoolExecutor(6) as threads:
-        answers = list(threads.map(lambda _: server.post("/generate/", body), range(6)))
-    assert {one.status_code for one in answers} == {200}
+        assert set(threads.map(lambda _: status_of(server, body), range(6))) == {200}
 
 
 def test_of_wide_requests_whose_results_come_at_once_the_oldest_ends_well(start):
@@ -239,8 +243,7 @@ def test_of_wide_requests_whose_results_come_at_once_the_oldest_ends_well(start)
     body = wide(16, logprobs=20)
     with ThreadPoolExecutor(4) as threads:
         for _ in range(3):
-            answers = list(threads.map(lambda _: server.post("/generate/", body), range(4)))
-            found = {one.status_code for one in answers}
+            found = set(threads.map(lambda _: status_of(server, body), range(4)))
             assert 200 in found
             assert found <= {200, 429}
     wait_until(lambda: taken_by(server) == 0, 10)

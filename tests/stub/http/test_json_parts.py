@@ -1,15 +1,18 @@
 """Long answers are written item by item, and take little more memory than their bytes."""
 
 import tracemalloc
+from base64 import b64decode
 from collections.abc import Iterator
 
 import msgspec
 import numpy as np
 import orjson
 import pytest
+import requests
 
 from app.http.responses import PIECE_BYTES, json_line, json_response
 from app.outputs.json_parts import Rows, json_parts
+from app.routes.generation.sequence_logprobs import ROWS_AT_ONCE, _padded
 from harness.memory_growth import front_end, growth_of
 from tests.conftest import StartStub
 
@@ -65,6 +68,15 @@ def test_wide_rows_are_encoded_one_at_a_time():
     assert orjson.loads(b"".join(json_parts(narrow))) == [[number] for number in range(1000)]
 
 
+@pytest.mark.parametrize("num_padded", [0, ROWS_AT_ONCE])
+def test_an_array_in_base64_has_all_its_rows_and_those_that_it_lacks(num_padded: int):
+    array = np.arange(2 * (ROWS_AT_ONCE + 5), dtype=np.int32).reshape(-1, 2)
+    made = _padded([array], len(array) + num_padded, -1)
+    read = np.frombuffer(b64decode(b"".join(made.pieces())), np.int32).reshape(-1, 2)
+    expected = np.pad(array, ((0, num_padded), (0, 0)), constant_values=-1)
+    assert np.array_equal(read, expected)
+
+
 def test_a_long_answer_takes_little_more_memory_than_its_bytes(start_stub: StartStub, stub_server):
     start_stub(0, "--max-model-len", str(2 * NUM_IDS))
     server = stub_server(1, "--num-front-ends", "1")
@@ -75,7 +87,8 @@ def test_a_long_answer_takes_little_more_memory_than_its_bytes(start_stub: Start
     }  # fmt: skip
     assert server.post("/v1/completions", body | {"prompt": [[1, 2]]}).status_code == 200
     with growth_of(front_end(server)) as growth:
-        answer = server.post("/v1/completions", body)
+        # Without `Server.post`, which takes seconds to check so long an answer against the document.
+        answer = requests.post(server.url + "/v1/completions", json=body, timeout=120)
     assert answer.status_code == 200, answer.text
     assert len(orjson.loads(answer.content)["choices"]) == NUM_PROMPTS
     # All choices as objects at once take 8.8 times the bytes.
@@ -95,7 +108,9 @@ def test_arrays_are_given_up_as_they_are_written_and_with_the_request(
     before = process.memory_info().rss
     for _ in range(3):
         with growth_of(process) as growth:
-            answer = server.post("/generate/", body, headers={"Accept": accept})
+            answer = requests.post(
+                server.url + "/generate/", json=body, headers={"Accept": accept}, timeout=120
+            )
         assert answer.status_code == 200, answer.text
         # The arrays alone take 1.0 times the bytes of either answer; all at once with JSON 2.1.
         assert 0.5 < growth.num_bytes / len(answer.content) < 1.6

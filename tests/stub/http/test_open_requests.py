@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 import requests
+from flask import Flask
 
 from app import create_app
+from app.observing.open_requests import OpenRequests
 from harness.servers import Server, wait_until
 from titopool.settings.config import ServerConfig
 from titopool.wire.messages import owned_id
@@ -293,6 +295,16 @@ def test_a_key_aborts_its_own_requests_only(start_stub, stub_server, tmp_path, p
     assert not first.done()
     abort("root", "step-7")
     assert first.result(10).json()["finish_reasons"] == ["abort"]
+
+
+def test_a_request_whose_body_is_checked_is_aborted_once():
+    open_requests, ended = OpenRequests(), list[str]()
+    with Flask(__name__).test_request_context("/generate/"):
+        one = open_requests.begin("checks", "alice")
+    one.on_abort = lambda: ended.append("checks")
+    assert open_requests.abort(["checks"]) == (1, [])
+    assert open_requests.abort(["checks"]) == (0, [])
+    assert ended == ["checks"]
 
 
 def test_a_worker_knows_whose_id_is_meant():

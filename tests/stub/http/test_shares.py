@@ -112,7 +112,9 @@ def test_keys_share_the_slots_by_weight_however_many_requests_they_send(server: 
 
 
 # Jobs of few steps are sent ahead of free slots, and jobs that are all as long end together.
-@pytest.mark.parametrize("shortest, longest", [(40, 40), (1, 32)])
+@pytest.mark.parametrize(
+    "shortest, longest", [pytest.param(40, 40, marks=pytest.mark.variant), (1, 32)]
+)
 def test_nine_of_ten_first_tokens_next_to_65536_prompts_are_within_3_steps_of_idle(
     server: KeyedServer, shortest: int, longest: int
 ):

@@ -289,11 +289,11 @@ def engines_of(server: Server) -> list[psutil.Process]:
 def test_sigterm_lets_open_requests_and_streams_finish_while_ready_says_503(
     start_stub: StartStub, stub_server, has_more_front_ends: bool
 ):
-    start_stub(0, "--delay-s", "6")
+    start_stub(0, "--delay-s", "4")
     front_ends = "2" if has_more_front_ends else "1"
     server = stub_server(1, "--num-front-ends", front_ends, TITOPOOL_DRAIN_TIMEOUT_S="30")
     with ThreadPoolExecutor(16) as pool:
-        bodies = [{"prompt": [n, 7], "max_tokens": 2, "stream": n % 2 == 0} for n in range(1, 9)]
+        bodies = [{"prompt": [n], "max_tokens": 1, "stream": n % 2 == 0} for n in range(1, 9)]
         answers = [pool.submit(server.post, "/v1/completions", body) for body in bodies]
         wait_until(lambda: sum(server.metrics("sequences").values()) == 8, 5)
         server.process.send_signal(signal.SIGTERM)

@@ -100,7 +100,10 @@ def test_a_deadly_prompt_fails_alone_among_those_of_two_front_ends(
 
 
 def test_workers_stopped_by_sigterm_do_not_count_against_a_job(start_stub, stub_server, threads):
-    workers = [start_stub(index, "--delay-s", "6", **QUICK) for index in range(2)]
+    words = ("--delay-s", "6")
+    workers = [
+        start_stub(index, *words, TITOPOOL_DRAIN_TIMEOUT_S="1", **QUICK) for index in range(2)
+    ]
     server = stub_server(2)
     answer = in_background(threads, server, [[1, 2]])
     for worker in workers:
@@ -319,7 +322,7 @@ def test_1000_requests_at_once_all_succeed_while_health_answers(start_stub, stub
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])
 def test_open_requests_get_an_answer_at_shutdown(start_stub, stub_server, threads, number):
     start_stub(0)
-    server = stub_server(1)
+    server = stub_server(1, TITOPOOL_DRAIN_TIMEOUT_S="1")
     answer = in_background(threads, server, [[Fault.HANG]])
     wait_for_jobs(server, 1)
     server.process.send_signal(number)

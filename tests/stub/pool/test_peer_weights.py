@@ -8,13 +8,39 @@ from typing import Any
 import psutil
 import pytest
 
-from harness.servers import free_port, wait_until
+from harness.fork_server import Forked, engine_fork_server, fork_server
+from harness.servers import REPOSITORY, environment, free_port, wait_until
 from tests.conftest import StartServer, StartStub
 from tests.kit.trainers.weight_calls import begin, init_body
+from titopool.settings.gpus import visible_gpus
 
 QUICK = {"TITOPOOL_HEARTBEAT_INTERVAL_S": "0.2", "TITOPOOL_WEIGHT_UPDATE_TIMEOUT_S": "60"}
-# The bytes of 48 MiB go in three answers; a gate stands before the last ones.
-TENSORS = ("--tensors", "48")
+# The bytes of 32 MiB go in two answers; a gate stands before the second one.
+TENSORS = ("--tensors", "32")
+
+
+@pytest.fixture
+def start_stub(tmp_path: Path) -> Iterator[StartStub]:
+    """As conftest's, with forks of a process that has imported torch, which takes a stub seconds.
+
+    On GPUs that process must not have imported vLLM (see `running_server`).
+    """
+    forks = fork_server if visible_gpus() else engine_fork_server
+    started: list[Forked] = []
+
+    def start(index: int, *arguments: str, **variables: str) -> Forked:
+        path = tmp_path / f"worker-{index}"
+        path.unlink(missing_ok=True)
+        words = ["--endpoint", f"ipc://{path}", "--worker-id", str(index), *arguments]
+        process = forks.start(
+            "harness.stub_worker", words, environ=environment(**variables), folder=REPOSITORY
+        )
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        process.kill_group()
 
 
 class Pool:
@@ -250,7 +276,7 @@ def test_other_tensors_are_refused_and_nothing_is_overwritten(pool: Pool):
     pool.start_and_serve(2)
     before = pool.digests()
     pool.update(2)
-    pool.restart(1, "--tensors", "32")
+    pool.restart(1, "--tensors", "16")
     pool.wait_for_reason(1, "has other tensors: expected .low", "last_end")
     pool.wait_for("ready", "waiting_for_weights")
     assert before[0] != pool.digests()[0]

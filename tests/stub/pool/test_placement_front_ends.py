@@ -11,7 +11,7 @@ from app.generation import Prompt, make_jobs
 from app.pool.link import Link
 from app.pool.prefix_index import as_integers
 from app.pool.request import Request
-from harness.servers import START_TIMEOUT_S
+from harness.servers import START_TIMEOUT_S, wait_until
 from titopool.settings.config import ServerConfig
 from titopool.settings.sampling import SamplingOptions
 from titopool.wire.prefixes import BLOCK_TOKENS, prompt_hashes
@@ -71,8 +71,11 @@ def front_ends(start_stub, tmp_path):
 
     def start(placement: str, *arguments: str) -> list[FrontEnd]:
         variables = {f"TITOPOOL_{name.upper()}": str(value) for name, value in SLOW.items()}
-        for index in range(2):
-            start_stub(index, *arguments, **variables)
+        ready = [tmp_path / f"ready-{index}" for index in range(2)]
+        for index, file in enumerate(ready):
+            start_stub(index, *arguments, "--ready-file", str(file), **variables)
+        # A link that comes earlier learns that they are ready from the second heartbeat.
+        wait_until(lambda: all(file.exists() for file in ready), START_TIMEOUT_S)
         endpoints = tuple(f"ipc://{tmp_path}/worker-{index}" for index in range(2))
         started.extend(FrontEnd(endpoints, placement, **SLOW) for _ in range(2))
         return started

@@ -205,16 +205,16 @@ def test_restarts_have_a_class_and_are_read_by_the_next_process(
     assert read_restarts(str(tmp_path), "0") == {}
 
 
-def test_an_update_s_time_is_not_its_pause_and_the_longest_stand_is_shown():
+def test_updates_by_outcome_their_time_without_its_pause_and_the_longest_stand_are_shown():
     beat = Heartbeat(
         "w", "i", "ready", 1.0, PoolWeights(), None, 0.0, 1, 0, 0, 0, WorkerCounters(),
         updates={"beside": UpdateTotals(2, 1, 1.5, 0.25)}, longest_stand_s=3.0,
     )  # fmt: skip
-    shown = {
-        sample.name.removeprefix("titopool_worker_"): sample.value
-        for family in pool_families([WorkerView("e", beat, "ready", "", 0.0)])
-        for sample in family.samples
-    }
+    views = [WorkerView("e", beat, "ready", "", 0.0)]
+    samples = [one for family in pool_families(views) for one in family.samples]
+    shown = {one.name.removeprefix("titopool_worker_"): one.value for one in samples}
     assert shown["weight_update_seconds"] == 1.5
     assert shown["weight_paused_seconds"] == 0.25
     assert shown["loop_longest_stand_seconds"] == 3.0
+    ended = {one.labels["outcome"]: one.value for one in samples if "outcome" in one.labels}
+    assert ended == {"applied": 2.0, "failed": 1.0}

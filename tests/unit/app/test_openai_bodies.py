@@ -4,7 +4,6 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-import anthropic
 import openai
 import pytest
 from flask.testing import FlaskClient
@@ -206,6 +205,8 @@ def test_openais_client_raises_not_found_for_responses(flask_client, call: Calla
     assert caught.value.code == "not_found"
 
 
+# Its import takes 8 s; the answers of /v1/messages are in tests/golden.
+@pytest.mark.variant
 @pytest.mark.parametrize(
     "call",
     [
@@ -215,6 +216,8 @@ def test_openais_client_raises_not_found_for_responses(flask_client, call: Calla
     ],
 )
 def test_anthropics_client_raises_not_found_for_messages(flask_client, call: Callable[..., Any]):
+    import anthropic
+
     http = transport(anthropic, flask_client)
     client = anthropic.Anthropic(base_url="http://localhost", api_key="none", http_client=http)
     with pytest.raises(anthropic.NotFoundError) as caught:

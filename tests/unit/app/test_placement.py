@@ -250,17 +250,21 @@ def test_a_job_without_a_cached_prefix_is_not_passed_over():
     assert assigned(pool) == {"b": [201]}
 
 
-def test_the_first_job_is_passed_over_a_limited_number_of_times():
-    prompt_a, prompt_b = ids(1, 4), ids(2, 4)
+def test_each_first_job_is_passed_over_a_limited_number_of_times():
+    prompt_a, prompt_b, later = ids(1, 4), ids(2, 4), ids(3, 4)
     pool = full_pool(prompt_a, prompt_b)
-    assert submit(pool, job_of(1000, prompt_a)) == {}
-    for job_id in range(2000, 2000 + MAX_PASSED_OVER):
-        assert submit(pool, job_of(job_id, prompt_b)) == {}
-        complete(pool, "b", next(iter(pool.workers["b"].jobs)))
-        assert assigned(pool) == {"b": [job_id]}
-    assert submit(pool, job_of(3000, prompt_b)) == {}
-    complete(pool, "b", next(iter(pool.workers["b"].jobs)))
-    assert assigned(pool) == {"b": [1000]}
+    pool.workers["a"].prefixes.record(as_integers(prompt_hashes(later, None)))
+    for first, prompt in ((1000, prompt_a), (3000, later)):
+        assert submit(pool, job_of(first, prompt)) == {}
+        for job_id in range(first + 1, first + 1 + MAX_PASSED_OVER):
+            assert submit(pool, job_of(job_id, prompt_b)) == {}
+            complete(pool, "b", next(iter(pool.workers["b"].jobs)))
+            assert assigned(pool) == {"b": [job_id]}
+        last = first + 1 + MAX_PASSED_OVER
+        assert submit(pool, job_of(last, prompt_b)) == {}
+        for expected in (first, last):
+            complete(pool, "b", next(iter(pool.workers["b"].jobs)))
+            assert assigned(pool) == {"b": [expected]}
 
 
 def test_waiting_jobs_are_held_back_for_the_first_free_slots():

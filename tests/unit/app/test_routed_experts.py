@@ -42,6 +42,8 @@ def mixtures(mixture: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator
         yield server
 
 
+# `check_sglang` reads the same answer; tests/clients/test_areal.py has AReaL's other calls.
+@pytest.mark.variant
 def test_areal_reads_the_rows(mixtures: Server, mixture: str):
     """AReaL's SGLang backend, unchanged, with `return_routed_experts`; before a check changes weights."""
     script = """

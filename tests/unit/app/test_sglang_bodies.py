@@ -256,3 +256,7 @@ def test_prompts_with_the_same_options_have_their_own_number_of_log_probabilitie
         text=["a", "b"], sampling_params=options, return_logprob=True, top_logprobs_num=[0, 2]
     )
     assert [one.options.logprobs for one in found] == [0, 2]
+    found = prompts_of(
+        text=["a", "b"], sampling_params=options, return_logprob=True, logprob_start_len=[-1, 0]
+    )
+    assert [one.options.prompt_logprobs for one in found] == [None, 0]

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import gevent
 import pytest
 from flask import Flask
 
@@ -10,7 +11,9 @@ from app import create_app
 from app.http import auth, errors, request_ids
 from app.http.query import query_choice, query_flag
 from app.http.responses import json_response
+from app.routes.vllm_rl import weight_transfer
 from app.routes.vllm_rl.statuses import never_repeated
+from tests.kit.workers.pools import FakePool
 from titopool.errors import (
     Conflict,
     DeadlinePassed,
@@ -20,6 +23,7 @@ from titopool.errors import (
     WeightUpdateFailed,
 )
 from titopool.settings.config import ServerConfig
+from titopool.wire.commands import Command, CommandDone, EndTensors, LeaveStockGroup
 
 
 def answer_of(handler: Callable[[], Any]) -> Any:
@@ -51,6 +55,22 @@ def test_an_error_never_asks_for_another_call(error: Exception, status: int, cod
     assert (answer.status_code, answer.json["error"]["code"]) == (status, code)
     assert "Retry-After" not in answer.headers
     assert "a fault" not in answer.text
+
+
+def test_an_end_that_another_worker_refuses_leaves_the_trainer_s_group(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    def on_command(fake: FakePool, index: int, command: Command) -> None:
+        code = "invalid_request" if index and isinstance(command.action, EndTensors) else ""
+        done = CommandDone(command.command_id, {"update_id": "u"}, code, "they do not fit")
+        gevent.spawn(fake.commands.on_done, f"w{index}", done)
+
+    fake = FakePool(2, on_command)
+    monkeypatch.setattr(weight_transfer, "commit_timeout_s", lambda: 10.0)
+    with pytest.raises(InvalidRequest, match="they do not fit"):
+        weight_transfer.end_tensors(fake.commands, fake.commands.all_workers(), EndTensors())
+    undone = [(one, action) for one, action in fake.sent if isinstance(action, LeaveStockGroup)]
+    assert {(one, action.keeps_group) for one, action in undone} == {("w0", True), ("w1", True)}
 
 
 def test_all_routes_that_change_something_need_the_admin_key():

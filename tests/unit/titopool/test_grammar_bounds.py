@@ -41,6 +41,7 @@ def properties(num: int, **more) -> dict:
         ({"json": {"type": "string", "pattern": f"^{NESTED}$"}}, MAX_REPETITIONS),
         ({"json": json.dumps({"items": [{"pattern": NESTED}]})}, MAX_REPETITIONS),
         ({"json": {"patternProperties": {NESTED: {}}}}, MAX_REPETITIONS),
+        ({"json": {}, "whitespace_pattern": NESTED}, MAX_REPETITIONS),
         ({"structural_tag": json.dumps({"a": [{"pattern": NESTED}]})}, MAX_REPETITIONS),
         ({"structural_tag": json.dumps({"grammar": f"root ::= {NESTED}"})}, MAX_REPETITIONS),
         ({"json": properties(400, minProperties=200)}, "minProperties"),

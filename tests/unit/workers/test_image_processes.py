@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import psutil
 import pytest
@@ -16,10 +17,11 @@ from harness.images import file_of, picture
 from harness.servers import wait_until
 from harness.vision_models import make_qwen_vl
 from titopool.errors import GenerationFailed, ImageMismatch, InvalidImage, PromptTooLong
-from titopool.wire.messages import Image
+from titopool.wire.messages import Image, Job
 from workers.images.exchange import Refused, prepared_type, read_shared, write_shared
 from workers.images.placeholders import PlacingProcessor
 from workers.images.preparation import Request, prepare
+from workers.images.preparer import _digest
 from workers.images.processes import ImageProcesses
 
 MAX_MODEL_LEN = 64
@@ -155,6 +157,19 @@ def test_a_process_that_ended_while_idle_costs_nobody_anything(
         os.kill(helper.pid, signal.SIGKILL)
     for _ in range(3):
         assert processes.prepare(asked)[0].token_ids
+
+
+OTHER = {
+    "prompt_token_ids": bytes(8), "images": [Image(b"", b"other")],
+    "mm_processor_kwargs": {"max_pixels": 1}, "image_ranges": [(0, 1)],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", Request.__struct_fields__)
+def test_prompts_that_are_prepared_otherwise_share_no_preparation(name: str):
+    job = Job(1, 1, bytes(4), 1, 8, msgspec.Raw(), images=[Image(b"", b"one")])
+    other = msgspec.structs.replace(job, **{name: OTHER[name]})
+    assert _digest(other) != _digest(job) == _digest(msgspec.structs.replace(job, job_id=2))
 
 
 class Deadly:

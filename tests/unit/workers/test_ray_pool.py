@@ -21,12 +21,13 @@ A, B, C = ("a" * 56, "b" * 56, "c" * 56)
 
 
 class Cluster:
-    """Stands for Ray; `added` has each actor's options."""
+    """Stands for Ray; `added` has each actor's options, `ports` the ports of their workers."""
 
     def __init__(self) -> None:
         self.num_gpus: dict[str, int] = {}
         self.draining: set[str] = set()
         self.added: list[dict[str, Any]] = []
+        self.ports: list[int] = []
         self.failure: Exception | None = None
         self.groups: list[Any] = []
         # What each actor says of its worker; None: nothing yet.
@@ -43,7 +44,12 @@ class Cluster:
     def actor(self, **options: Any) -> Any:
         self.added.append(options)
         state, leave = (SimpleNamespace(remote=lambda: "pending") for _ in range(2))
-        return SimpleNamespace(remote=lambda *_: SimpleNamespace(state=state, leave=leave))
+
+        def start(index: int, settings: dict[str, str], secret: str, port: int) -> Any:
+            self.ports.append(port)
+            return SimpleNamespace(state=state, leave=leave)
+
+        return SimpleNamespace(remote=start)
 
     def group(self, bundles: list[dict[str, float]], **_: Any) -> Any:
         self.groups.append(bundles[0])
@@ -75,9 +81,9 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
 
 @pytest.fixture
 def pool_of(cluster: Cluster, tmp_path: Any) -> Callable[..., RayPool]:
-    def make(gpus_per_worker: int = 1) -> RayPool:
+    def make(gpus_per_worker: int = 1, **settings: Any) -> RayPool:
         config = ServerConfig(
-            num_workers=1, run_dir=str(tmp_path), tensor_parallel_size=gpus_per_worker
+            num_workers=1, run_dir=str(tmp_path), tensor_parallel_size=gpus_per_worker, **settings
         )
         return RayPool(config, "secret")
 
@@ -138,6 +144,17 @@ def test_an_error_of_ray_ends_the_pool_only_if_it_lasts(
 def test_two_servers_have_actors_of_different_names(cluster: Cluster, pool_of):
     pool_of(), pool_of()
     assert len({one["name"] for one in cluster.added}) == 2
+
+
+def test_a_new_worker_has_the_index_name_and_port_of_none_that_lives(cluster: Cluster, pool_of):
+    pool = pool_of(worker_port=7000)
+    pool._add(is_added=True)
+    pool._add(is_added=True)
+    pool._remove(pool._workers[0])
+    pool._add(is_added=True)
+    assert [one.index for one in pool._workers] == [1, 2, 0]
+    assert len({one["name"] for one in cluster.added[1:]}) == 3
+    assert cluster.ports == [7000, 7001, 7002, 7000]
 
 
 @pytest.mark.parametrize("who, num_wanted", [("the pool", 2), ("a client", 1)])

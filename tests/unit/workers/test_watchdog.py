@@ -12,12 +12,13 @@ from workers.serving.watchdog import Watchdog
 
 INTERVAL_S, LIMIT_S = 0.5, 30.0
 # A turn of the watchdog's thread: seconds from its start to the next, and of the process on CPUs.
-Turn = tuple[float, float]
+# With a third value, the loop shows itself at the turn's end.
+Turn = tuple[float, float] | tuple[float, float, bool]
 PROMPT, STALLED, KEPT_OUT, SUSPENDED = (0.5, 0.0), (1.6, 0.1), (1.5, 1.4), (60.0, 0.1)
 
 
 def end_of(monkeypatch: pytest.MonkeyPatch, turns: Iterable[Turn]) -> float | None:
-    """After how many seconds a loop that never shows itself is ended, within `turns`."""
+    """After how many seconds a loop that shows itself in few of `turns` is ended, within them."""
     now = cpu_s = 0.0
     ends = list[float]()
     clock = SimpleNamespace(monotonic=lambda: now, process_time=lambda: cpu_s)
@@ -34,8 +35,10 @@ def end_of(monkeypatch: pytest.MonkeyPatch, turns: Iterable[Turn]) -> float | No
 
     def wait(timeout_s: float) -> bool:
         nonlocal now, cpu_s
-        turn_s, turn_cpu_s = next(coming, (0.0, 0.0))
+        turn_s, turn_cpu_s, *shows = next(coming, (0.0, 0.0))
         now, cpu_s = now + turn_s, cpu_s + turn_cpu_s
+        if shows:
+            found.loop_runs()
         return bool(ends) or not turn_s or now > 5 * LIMIT_S
 
     found._stopped = SimpleNamespace(wait=wait)  # type: ignore[assignment]
@@ -51,7 +54,9 @@ def end_of(monkeypatch: pytest.MonkeyPatch, turns: Iterable[Turn]) -> float | No
     (cycle([PROMPT] * 16 + [STALLED]), 35.0),
     # A process that was suspended while its loop stood.
     (chain(repeat(PROMPT, 30), [SUSPENDED], repeat(PROMPT)), 91.5),
-], ids=["stands", "calls", "stalls", "suspended"])  # fmt: skip
+    # A loop that went on after a suspension: the time that was lost then does not count later.
+    (chain([SUSPENDED, (*PROMPT, True)], repeat(PROMPT)), 92.0),
+], ids=["stands", "calls", "stalls", "suspended", "stands-later"])  # fmt: skip
 def test_a_loop_that_stands_is_ended_but_for_the_time_that_was_lost(
     monkeypatch: pytest.MonkeyPatch, turns: Iterable[Turn], at_most_s: float
 ):

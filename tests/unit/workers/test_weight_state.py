@@ -68,6 +68,11 @@ def test_every_step_has_a_deadline_and_open_phases_have_none():
     assert state.has_expired(100.1 + TIMEOUT_S)
     state.prepare("u", 105.0)
     assert not state.has_expired(100.1 + TIMEOUT_S)
+    assert state.has_expired(105.1 + TIMEOUT_S)
+    # It waits until the others are prepared, each within its own timeout.
+    state.prepared("u", 110.0)
+    assert not state.has_expired(110.0 + 2 * TIMEOUT_S)
+    assert state.has_expired(110.1 + 2 * TIMEOUT_S)
 
 
 def test_the_refusal_of_a_second_trainer_names_the_state():
