@@ -190,7 +190,7 @@ def test_scale_waits_as_long_for_a_worker_that_lacks_weights_again(monkeypatch):
         waiting._check_stuck([WorkerStatus("1", phase, 1.0, 1, "packed on a CPU")])
 
     check(0.0, "waiting_for_weights")
-    check(5.0, "ready")
+    check(5.0, "fetching_weights")
     check(100.0, "waiting_for_weights")
     check(100.0 + scale.STUCK_S, "waiting_for_weights")
     with pytest.raises(TitopoolError, match="packed on a CPU"):
