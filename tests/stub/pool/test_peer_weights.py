@@ -253,6 +253,8 @@ def test_updates_of_trl_go_on_when_a_fetch_ends_meanwhile(pool: Pool, port: int)
     server = pool.server
     server.post("/weights/close", {"session": "one"})
     pool.wait_for("ready", "fetching_weights")
+    # TRL's client asks first; a rank that never comes would keep the group from forming.
+    assert server.get("/get_world_size/").json() == {"world_size": 1}
     group = {"host": "127.0.0.1", "port": port, "world_size": 2, "client_device_uuid": ""}
     answer = server.post("/init_communicator/", group)
     assert answer.status_code == 200, answer.text
