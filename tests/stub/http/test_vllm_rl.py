@@ -429,7 +429,7 @@ def test_vllm_s_pause_has_a_lease_and_waits_for_no_body(pool: Server):
     wait_until(lambda: not pool.get("/is_paused").json()["is_paused"], 10)
 
 
-def test_an_update_within_a_pause_leaves_it_and_renews_its_lease(pool: Server, port: int):
+def test_an_update_within_a_pause_leaves_it_and_renews_vllm_s_lease(pool: Server, port: int):
     def left_s() -> float:
         return float(pool.get("/is_paused").json()["lease_left_s"])
 
@@ -440,6 +440,11 @@ def test_an_update_within_a_pause_leaves_it_and_renews_its_lease(pool: Server, p
         wait_until(lambda: left_s() < 1.5, 10)
         update(pool)
         assert left_s() > 1.5
+    # A client that knows leases has asked for this one.
+    good(pool, "/pause", {"mode": "keep", "lease_s": 20})
+    before_s = left_s()
+    update(pool)
+    assert left_s() < before_s
     good(pool, "/resume")
     assert pool.get("/is_paused").json()["is_paused"] is False
 
