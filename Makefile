@@ -77,7 +77,7 @@ $(ROUTER): $(TOOLS)
 serve: install  ## serves MODEL=folder-or-hub-name (default: a tiny random demo model) with OPTIONS='--setting value …'
 	exec $(BIN)/titopool serve $(MODEL) $(OPTIONS)
 
-# Processes that run tests: many tests wait for a process, so that three use two cores.
+# Processes that run tests. Many tests wait for other processes, so three keep two cores busy.
 JOBS ?= $(if $(filter gpu,$(PLATFORM)),1,3)
 GROUPED = -n $(JOBS) --dist loadgroup --no-loadscope-reorder
 
@@ -85,7 +85,7 @@ test: tools  ## runs the tests, with real vLLM on tiny models (ARGS='-k …' for
 	$(BIN)/python -m pytest $(GROUPED) -m "not variant" $(ARGS)
 
 test-fast: tools  ## runs the tests that start no server, in under a minute
-	$(BIN)/python -m pytest -q -m "not server" $(ARGS)
+	$(BIN)/python -m pytest -q -m "not server and not variant" $(ARGS)
 
 check: tools  ## checks the sources: style, types, imports between rooms, docs/settings.md
 	$(BIN)/ruff format --check .
@@ -155,14 +155,13 @@ SEED ?= 0
 SOAK_UPDATES ?= 1000
 
 test-all: tools  ## runs a part of what `make test` leaves out, PART=chaos|compose|families|faults|fuzz|ray|soak|speed|system|trainers|variants|vllm_serve (ARGS, SECONDS=60, SEED=0, SOAK_UPDATES=1000)
-	@test -d $(FOLDER) || { echo "PART: expected a folder of tests/all, got $(PART)"; exit 2; }
+	@test -d $(FOLDER) || { echo "PART: expected a folder of tests/all or variants, got $(PART)"; exit 2; }
 	$(if $(wildcard tests/all/$(PART)/packages.py),$(BIN)/python -m tests.all.$(PART).packages)
 	CHAOS_SECONDS=$(SECONDS) CHAOS_SEED=$(SEED) FUZZ_SECONDS=$(SECONDS) FUZZ_SEED=$(SEED) SOAK_UPDATES=$(SOAK_UPDATES) \
 	  $(BIN)/python -m pytest $(PART_$(PART)) $(FOLDER) $(ARGS)
 
 # Variants stand beside the tests of `make test`.
 FOLDER = $(if $(filter variants,$(PART)),tests,tests/all/$(PART))
-PART_variants = -q -m variant $(GROUPED)
 # Options of single parts. One process runs the others: each of their engines takes all cores.
 PART_chaos = -q -s --timeout=0
 PART_fuzz = -q -rP --timeout=0 $(GROUPED)
@@ -170,6 +169,7 @@ PART_soak = -s --timeout=0
 # Its tests wait for programs to install, to start and to end.
 PART_system = -q -rs $(GROUPED)
 PART_compose = -q -rs
+PART_variants = -q -m variant $(GROUPED)
 
 pictures: tools  ## takes docs/page-*.png of a server under load, in minutes; needs Debian's chromium-driver
 	$(BIN)/python -m tests.all.system.page_pictures $(ARGS)

@@ -321,7 +321,7 @@ def stub_pool(folder: Path) -> Iterator[list[str]]:
             while process.poll() is None and not is_over.wait(0.1):
                 pass
         process.terminate()
-        process.wait(20)
+        process.wait(60)
 
     threads = [threading.Thread(target=keep, args=(one,)) for one in endpoints]
     for one in threads:

@@ -111,7 +111,7 @@ def stub_workers(options: argparse.Namespace, folder: Path) -> Iterator[list[str
         for process in processes:
             process.terminate()
         for process in processes:
-            process.wait(20)
+            process.wait(60)
 
 
 def stub_environment() -> dict[str, str]:

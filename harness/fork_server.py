@@ -105,6 +105,7 @@ class Forked:
         # The group outlives its first process.
         with suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
+        # `psutil.wait_procs` would wait for zombies, too.
         deadline = time.monotonic() + within_s
         while (left := alive(left)) and time.monotonic() < deadline:
             time.sleep(0.01)

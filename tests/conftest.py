@@ -12,7 +12,7 @@ import hypothesis
 import psutil
 import pytest
 
-from harness.fork_server import Forked, fork_server
+from harness.fork_server import Forked, ForkServer, fork_server
 from harness.servers import (
     KV_CACHE,
     REPOSITORY,
@@ -192,13 +192,19 @@ StartServer = Callable[..., Server]
 
 
 @pytest.fixture
-def start_stub_at() -> Iterator[StartStub]:
+def stub_forks() -> ForkServer:
+    """What forks stub workers; a module whose stubs need torch has another."""
+    return fork_server
+
+
+@pytest.fixture
+def start_stub_at(stub_forks: ForkServer) -> Iterator[StartStub]:
     """Starts stub workers: `start_stub_at("tcp://…", "--delay-s", "1")`."""
     started: list[Forked] = []
 
     def start(endpoint: str, *arguments: str, cwd: Path = REPOSITORY, **variables: str) -> Forked:
         variables["PYTHONPATH"] = str(REPOSITORY)
-        process = fork_server.start(
+        process = stub_forks.start(
             "harness.stub_worker", ["--endpoint", endpoint, *arguments],
             environ=environment(**variables), folder=cwd,
         )  # fmt: skip

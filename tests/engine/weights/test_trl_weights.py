@@ -22,7 +22,7 @@ def server(weights_server: Server, tiny_model: str) -> Server:
     return weights_server
 
 
-# Both send the same.
+# Both versions send the same calls.
 @pytest.mark.parametrize("version", [pytest.param("0.29.1", marks=pytest.mark.variant), "1.9.2"])
 def test_an_update_ends_at_reset_prefix_cache(
     server: Server, tiny_model: str, other_model: str, version: str

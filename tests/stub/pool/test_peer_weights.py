@@ -8,8 +8,8 @@ from typing import Any
 import psutil
 import pytest
 
-from harness.fork_server import Forked, engine_fork_server, fork_server
-from harness.servers import REPOSITORY, environment, free_port, wait_until
+from harness.fork_server import ForkServer, engine_fork_server, fork_server
+from harness.servers import free_port, wait_until
 from tests.conftest import StartServer, StartStub
 from tests.kit.trainers.weight_calls import begin, init_body
 from titopool.settings.gpus import visible_gpus
@@ -20,27 +20,12 @@ TENSORS = ("--tensors", "32")
 
 
 @pytest.fixture
-def start_stub(tmp_path: Path) -> Iterator[StartStub]:
-    """As conftest's, with forks of a process that has imported torch, which takes a stub seconds.
+def stub_forks() -> ForkServer:
+    """A process that has imported torch, which takes a stub seconds.
 
-    On GPUs that process must not have imported vLLM (see `running_server`).
+    On GPUs a fork must not have imported vLLM (see `running_server`).
     """
-    forks = fork_server if visible_gpus() else engine_fork_server
-    started: list[Forked] = []
-
-    def start(index: int, *arguments: str, **variables: str) -> Forked:
-        path = tmp_path / f"worker-{index}"
-        path.unlink(missing_ok=True)
-        words = ["--endpoint", f"ipc://{path}", "--worker-id", str(index), *arguments]
-        process = forks.start(
-            "harness.stub_worker", words, environ=environment(**variables), folder=REPOSITORY
-        )
-        started.append(process)
-        return process
-
-    yield start
-    for process in started:
-        process.kill_group()
+    return fork_server if visible_gpus() else engine_fork_server
 
 
 class Pool:

@@ -156,13 +156,13 @@ def test_pieces_make_what_the_whole_makes(name: str, in_one_piece: Callable[[byt
 )  # fmt: skip
 def test_what_is_not_taken_apart_is_limited(decoder: Any, body: bytes):
     """msgspec would make a million numbers, or of elements, without a pause."""
-    began_s = time.process_time()
+    began_s = time.thread_time()
     refusal = outcome(body, decoder)
     assert re.search("length <= 262144|at most 262144 commas|expected `str", refusal.message), (
         refusal
     )
     # Where it pauses.
-    assert time.process_time() - began_s < 2
+    assert time.thread_time() - began_s < 2
 
 
 @pytest.mark.parametrize("name", ["null", "true", "{}"])

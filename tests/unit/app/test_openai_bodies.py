@@ -205,7 +205,7 @@ def test_openais_client_raises_not_found_for_responses(flask_client, call: Calla
     assert caught.value.code == "not_found"
 
 
-# Its import takes 8 s; the answers of /v1/messages are in tests/golden.
+# The client takes 8 s to import; tests/golden has the answers of /v1/messages.
 @pytest.mark.variant
 @pytest.mark.parametrize(
     "call",

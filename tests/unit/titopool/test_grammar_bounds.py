@@ -105,9 +105,9 @@ def test_any_text_is_scanned(text, is_regex):
 )
 def test_a_long_text_is_scanned_fast(piece):
     text = (piece * MAX_GRAMMAR_BYTES)[:MAX_GRAMMAR_BYTES]
-    began_s = time.process_time()
+    began_s = time.thread_time()
     nested_repetitions(text, is_regex=False)
-    assert time.process_time() - began_s < 2
+    assert time.thread_time() - began_s < 2
 
 
 def test_other_options_are_bounded():
