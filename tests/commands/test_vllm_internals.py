@@ -9,7 +9,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from harness.forked_modules import RUNS, run_module
 from harness.servers import REPOSITORY, TITOPOOL, environment
 from tests.conftest import ENGINE_OPTIONS
 from titopool import __version__
@@ -17,7 +16,6 @@ from titopool.errors import ConfigError
 from titopool.settings.gpus import visible_gpus
 from titopool.settings.vllm_options import is_unknown, option_names
 from workers import doctor
-from workers.__main__ import main
 from workers.engine.start.options import has_decode_graphs
 from workers.process import EXIT_FAILED
 from workers.vllm_internals import (
@@ -30,6 +28,14 @@ from workers.vllm_internals import (
     missing_for_images,
 )
 
+# `python -m workers` with an older vLLM.
+WORKER_WITHOUT_TOLISTS = """
+import sys
+from vllm.v1.outputs import LogprobsTensors
+from workers.__main__ import main
+del LogprobsTensors.tolists
+sys.exit(main(sys.argv[1:]))
+"""
 MISSING_METHOD = "vllm.v1.outputs:LogprobsTensors tolists"
 
 
@@ -85,28 +91,18 @@ def test_a_missing_name_that_only_images_need_allows_the_start(monkeypatch):
     assert missing.endswith(" _find_mm_placeholders")
 
 
-def test_a_worker_does_not_start_with_an_incomplete_vllm(
-    tiny_model, tmp_path, older_vllm, monkeypatch
-):
-    """In a fork of this process, which has imported vLLM."""
-    monkeypatch.setitem(RUNS, "workers", main)
+def test_a_worker_does_not_start_with_an_incomplete_vllm(tiny_model, tmp_path):
     words = ["--endpoint", f"ipc://{tmp_path}/socket", tiny_model, *ENGINE_OPTIONS]
-    errors = tmp_path / "errors"
-
-    def part() -> None:
-        os.chdir(tmp_path)
-        with errors.open("wb") as file:
-            os.dup2(file.fileno(), 2)
-        sys.stderr = sys.__stderr__
-
-    pid = os.fork()
-    if pid == 0:
-        run_module("workers", words, environment(), part)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == EXIT_FAILED
-    (line,) = [line for line in errors.read_text().splitlines() if MISSING_METHOD in line]
+    variables = {} if visible_gpus() else {"VLLM_TARGET_DEVICE": "cpu"}
+    ended = subprocess.run(
+        [sys.executable, "-c", WORKER_WITHOUT_TOLISTS, *words],
+        env=environment(**variables), cwd=tmp_path, capture_output=True, text=True, timeout=200,
+    )  # fmt: skip
+    assert ended.returncode == EXIT_FAILED
+    (line,) = [line for line in ended.stderr.splitlines() if MISSING_METHOD in line]
     assert "in_model/logprobs_patch.py" in line
     assert "titopool doctor" in line
-    assert "Traceback" not in errors.read_text()
+    assert "Traceback" not in ended.stderr
 
 
 def test_the_doctor_finds_nothing_missing_on_this_machine(tmp_path):
