@@ -84,8 +84,8 @@ GROUPED = -n $(JOBS) --dist loadgroup --no-loadscope-reorder
 test: tools  ## runs the tests, with real vLLM on tiny models (ARGS='-k …' for some)
 	$(BIN)/python -m pytest $(GROUPED) -m "not variant" $(ARGS)
 
-test-fast: tools  ## runs the tests that start no server, in under a minute
-	$(BIN)/python -m pytest -q -m "not server and not variant" $(ARGS)
+test-fast: tools  ## runs the tests of single rooms, in two minutes
+	$(BIN)/python -m pytest -q $(GROUPED) -m "not variant" tests/unit $(ARGS)
 
 check: tools  ## checks the sources: style, types, imports between rooms, docs/settings.md
 	$(BIN)/ruff format --check .

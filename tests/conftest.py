@@ -35,8 +35,10 @@ HERE = Path(__file__).resolve().parent
 ALL = HERE / "all"
 # Fixtures whose servers tests of several modules share; the longest first.
 SHARED_SERVERS = ("weights_server", "server", "single_server")
-# What starts processes of a server: fixtures, and functions that a module imports.
-STARTING_FIXTURES = {"start_server", "start_forked", "stub_server", "start_stub", "start_stub_at"}
+# What starts servers or engines: fixtures, and functions that a module imports.
+STARTING_FIXTURES = {
+    "start_server", "start_forked", "stub_server", "start_stub", "start_stub_at", "in_child",
+}  # fmt: skip
 STARTING_FUNCTIONS = {"running_server", "serve_process", "environment", "engine_in_process"}
 ENGINE_OPTIONS = (
     *KV_CACHE, "--dtype", "float32", "--max-model-len", "512", "--max-num-seqs", "128",
