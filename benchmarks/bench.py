@@ -24,13 +24,21 @@ from benchmarks.bare_engine import FLAT
 from benchmarks.load import send
 from benchmarks.machine import describe_machine
 from benchmarks.processes import Running, engine_environment, running
-from benchmarks.targets import Engine, Inference, Target, Titopool, TrlServe, VllmServe, WrongAnswer
+from benchmarks.targets import (
+    VLLM_SERVERS,
+    Engine,
+    Inference,
+    Target,
+    Titopool,
+    TrlServe,
+    WrongAnswer,
+)
 from benchmarks.workload import PATTERNS, Pattern, Sizes, make_pattern
 
 BARE_TIMEOUT_S = 1200
-TARGETS = ("bare", "titopool", "binary", "inference", "experts", "vllm", "trl")
-# Whose measure needs a mixture of experts, and vLLM's capture of its routing.
-DEFAULT_TARGETS = tuple(name for name in TARGETS if name not in ("inference", "experts"))
+TARGETS = ("bare", "titopool", "binary", "inference", "experts", *VLLM_SERVERS, "trl")
+# The others need a mixture of experts and vLLM's capture of its routing, or a GPU.
+DEFAULT_TARGETS = ("bare", "titopool", "binary", "vllm", "trl")
 
 
 def main() -> None:
@@ -112,8 +120,7 @@ def chosen_targets(options: argparse.Namespace) -> list[list[Target]]:
         for name in ("inference", "experts") if name in options.targets
         for num_workers in options.num_workers
     ]  # fmt: skip
-    if "vllm" in options.targets:
-        targets.append([VllmServe()])
+    targets += [[server] for name, server in VLLM_SERVERS.items() if name in options.targets]
     if "trl" in options.targets and options.trl:
         targets.append([TrlServe(options.trl)])
     return targets

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from benchmarks.machine import describe_machine
 from benchmarks.report import BARE, LIMIT_OF
-from benchmarks.targets import TrlServe
+from benchmarks.targets import VLLM_SERVERS, TrlServe
 from benchmarks.workload import Sizes, describe
 
 # Of one benchmark with all its servers.
@@ -78,14 +78,21 @@ def has_succeeded(command: Sequence[str]) -> bool:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--shape", choices=WORDS_OF_SHAPE, default="tiny")
-    parser.add_argument("--parts", nargs="+", choices=VALUES, default=list(VALUES))
+    parser.add_argument("--parts", nargs="+", choices=VALUES, help="default: those of the shape")
     parser.add_argument("--trl", metavar="FOLDER", help="folder with the package trl 1.9.2")
     parser.add_argument("--out", default="bench", help="path of the files, without extension")
-    return parser.parse_args()
+    options = parser.parse_args()
+    known = {**VALUES} if options.shape == "tiny" else {**WORDS, **WORDS_OF_SHAPE[options.shape]}
+    options.parts = options.parts or [name for name in VALUES if name in known]
+    return options
 
 
 WORDS = {"front": ["--num-front-ends", "1", "--num-clients", "16", "256", "--answers", "JSON"]}
 SIZES_06B = ["--shape", "qwen3-0.6b", "--input-len", "256", "--output-len", "256"]
+SIZES_8B = [*SIZES_06B[2:], "--shape", "qwen3-8b", "--dummy-weights"]
+# Peers in each of their forms, some of which need a GPU.
+PEERS = ["--targets", "bare", "titopool", "binary", *VLLM_SERVERS, "trl"]
+STREAM_PEERS = ["--targets", "titopool", *VLLM_SERVERS]
 # Options of each benchmark: what a machine without a GPU does in half an hour, and one H200.
 WORDS_OF_SHAPE: dict[str, dict[str, list[str]]] = {
     "tiny": {
@@ -94,10 +101,15 @@ WORDS_OF_SHAPE: dict[str, dict[str, list[str]]] = {
     },
     "qwen3-0.6b": {
         "bench": [*SIZES_06B, "--num-prompts", "512", "--long-input-len", "32768",
-                  "--long-output-len", "8192"],
-        "streams": [*SIZES_06B, "--num-streams", "1", "256", "1024"],
+                  "--long-output-len", "8192", *PEERS],
+        "streams": [*SIZES_06B, "--num-streams", "1", "64", "256", "1024", *STREAM_PEERS],
         "conversations": ["--shape", "qwen3-0.6b", "--repeats", "3"],
         "images": ["--shape", "qwen2.5-vl-3b", "--num-images", "128", "--image-processes", "8"],
+    },
+    "qwen3-8b": {
+        "bench": [*SIZES_8B, "--num-prompts", "256", *PEERS,
+                  "--patterns", "batch", "single", "queue", "groups", "short"],
+        "streams": [*SIZES_8B[:-1], "--num-streams", "64", "256", *STREAM_PEERS],
     },
 }  # fmt: skip
 

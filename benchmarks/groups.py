@@ -33,7 +33,7 @@ from benchmarks import first_tokens
 from benchmarks.bare_groups import BareGroups
 from benchmarks.bench import make_engine, say
 from benchmarks.engine_counts import mean_counts, watched
-from benchmarks.groups_tables import BARE, TARGETS, TITOPOOL, VLLM, groups_table
+from benchmarks.groups_tables import BARE, TARGETS, TITOPOOL, VLLM, VLLM_4, groups_table
 from benchmarks.load import send
 from benchmarks.machine import describe_machine
 from benchmarks.models import PROMPT_IDS, SHAPES
@@ -102,7 +102,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--input-len", type=int, default=32 if on_cpu else 256)
     parser.add_argument("--clients", type=int, default=64)
     parser.add_argument("--patterns", nargs="+", choices=(ONE, CLIENTS), default=[ONE, CLIENTS])
-    parser.add_argument("--targets", nargs="+", choices=TARGETS, help="default: all")
+    parser.add_argument(
+        "--targets", nargs="+", choices=TARGETS, help="default: without the last, which needs a GPU"
+    )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument(
         "--apart", action="store_true",
@@ -127,7 +129,7 @@ def parse_arguments() -> argparse.Namespace:
         options.front_ends = options.front_ends or 2
         # One front end may get all four requests of many prompts.
         options.serve_options += " --max-queued-prompts 1048576"
-    options.targets = options.targets or list(TARGETS)
+    options.targets = options.targets or [BARE, TITOPOOL, VLLM]
     # What `make_engine` reads.
     options.dummy_weights, options.num_prompts = options.shape != "tiny", options.slots
     options.max_num_seqs = options.slots
@@ -185,6 +187,8 @@ class Servers:
             return BareGroups()
         if name == VLLM:
             return CountedVllmServe()
+        if name == VLLM_4:
+            return CountedVllmServe(num_api_servers=4)
         words = self.options.serve_options.split()
         if self.options.front_ends:
             words += ["--num-front-ends", str(self.options.front_ends)]

@@ -4,8 +4,8 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-BARE, TITOPOOL, VLLM = "bare engine", "titopool", "vllm serve"
-TARGETS = (BARE, TITOPOOL, VLLM)
+BARE, TITOPOOL, VLLM, VLLM_4 = "bare engine", "titopool", "vllm serve", "vllm serve, 4 API servers"
+TARGETS = (BARE, TITOPOOL, VLLM, VLLM_4)
 GROUPS = (
     "", "tok/s, median (all)", "mean length", "running until 80 %", "tokens a step",
     "of the engine", f"of {VLLM}",

@@ -31,11 +31,11 @@ from benchmarks.bench import make_engine
 from benchmarks.machine import describe_machine
 from benchmarks.models import PROMPT_IDS
 from benchmarks.processes import Running, engine_environment, running
-from benchmarks.targets import Titopool, VllmServe
+from benchmarks.targets import VLLM_SERVERS, Titopool
 from titopool.settings.gpus import visible_gpus
 
 TIMEOUT_S = 300.0
-TARGETS = ("titopool", "vllm serve")
+TARGETS = ("titopool", *VLLM_SERVERS)
 
 
 class Stream(NamedTuple):
@@ -54,8 +54,8 @@ def main() -> None:
     result: dict[str, Any] = {"machine": describe_machine(), **vars(options), "runs": []}
     with tempfile.TemporaryDirectory() as folder:
         engine = make_engine(options, Path(folder), on_cpu=on_cpu)
-        made = {"titopool": Titopool(1, options=options.serve_options.split())}
-        for target in (made.get(name) or VllmServe() for name in options.targets):
+        made = {"titopool": Titopool(1, options=options.serve_options.split()), **VLLM_SERVERS}
+        for target in (made[name] for name in options.targets):
             with running(target, engine, environ, Path(folder) / "log") as server:
                 measure(server, 4, options, is_streamed=True)
                 for num_streams in options.num_streams:
@@ -76,7 +76,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--output-len", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--max-num-seqs", type=int, help="of the engines; default: their own")
-    parser.add_argument("--targets", nargs="+", choices=TARGETS, default=TARGETS)
+    parser.add_argument("--targets", nargs="+", choices=TARGETS, default=TARGETS[:2])
     parser.add_argument(
         "--serve-options", default="", help="of this server, e.g. a stream interval"
     )

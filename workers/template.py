@@ -18,6 +18,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Set
 from contextlib import suppress
 from typing import NoReturn
 
@@ -27,9 +28,10 @@ from setproctitle import getproctitle, setproctitle
 from titopool.deadline import Deadline
 from titopool.helpers.fork_server import PR_SET_PDEATHSIG, drop_descriptors
 from titopool.settings.config import ServerConfig
+from titopool.settings.gpus import visible_gpus
 from titopool.settings.sources import from_environment
 from workers import __main__ as worker
-from workers.engine.start.importing import import_vllm
+from workers.engine.start.importing import import_vllm, kinds_of_gpus
 from workers.supervisor.forking import ADOPTED_S, MAX_MESSAGE, NO_FORK, READY, Fork
 
 
@@ -40,10 +42,12 @@ def main() -> None:
     # It finds the title's memory by the variables, which a worker replaces.
     getproctitle()
     control = socket.socket(fileno=int(sys.argv[1]))
-    environ = dict(os.environ)
-    if reason := _import(from_environment()):
+    environ, before = dict(os.environ), _descriptors().keys()
+    if reason := _import(from_environment(), before):
         control.send(reason.encode())
         return
+    # NVML's, with which it goes on in forks; on a CPU none.
+    kept = _descriptors().keys() - before
     # Else each worker's first collection would copy the memory of all imported objects.
     gc.collect()
     gc.freeze()
@@ -57,34 +61,57 @@ def main() -> None:
             if _fork(control):
                 os._exit(0)
             # Without what vLLM's import has set: a new process begins with the user's variables.
-            _become(control, msgspec.msgpack.decode(message, type=Fork), environ, *descriptors)
+            fork = msgspec.msgpack.decode(message, type=Fork)
+            _become(control, fork, environ, kept, *descriptors)
         if pid > 0:
             os.waitpid(pid, 0)
         for one in descriptors:
             os.close(one)
 
 
-def _import(config: ServerConfig) -> str:
-    """Imports vLLM; returns why this process cannot be forked then, or ""."""
-    before = _descriptors()
+def _import(config: ServerConfig, before: Set[int]) -> str:
+    """Imports vLLM; returns why this process cannot be forked then, or "".
+
+    Args:
+        before: the descriptors that were open.
+    """
+    on_cpu = not visible_gpus()
     try:
-        import_vllm(config, on_cpu=True)
+        import_vllm(config, on_cpu=on_cpu)
+        kinds = set() if on_cpu else kinds_of_gpus()
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     if threading.active_count() > 1:
         # A lock that another thread holds would stay locked in a fork.
         return f"vLLM's import has left threads: {threading.enumerate()}"
-    # A fork drops them.
+    if len(kinds) > 1:
+        # vLLM's import reads what its first GPU can do, and keeps it.
+        return f"the GPUs are of several kinds: {', '.join(sorted(kinds))}"
     opened = [file for number, file in _descriptors().items() if number not in before]
-    return f"vLLM's import has left open: {', '.join(opened)}" if opened else ""
+    if on_cpu:
+        return f"vLLM's import has left open: {', '.join(opened)}" if opened else ""
+    return "" if _can_use_gpus() else f"a fork cannot use GPUs with what is open: {opened}"
 
 
-def _descriptors() -> dict[str, str]:
+def _can_use_gpus() -> bool:
+    """Whether NVML and CUDA begin in a fork: CUDA does not where this process has begun it."""
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            kinds_of_gpus()
+            code = ctypes.CDLL("libcuda.so.1").cuInit(0) and 1
+        finally:
+            os._exit(code)
+    return os.waitpid(pid, 0)[1] == 0
+
+
+def _descriptors() -> dict[int, str]:
     """The file of each descriptor, but for the one with which they are listed."""
     found = {}
     for number in os.listdir("/proc/self/fd"):
         with suppress(OSError):
-            found[number] = os.readlink(f"/proc/self/fd/{number}")
+            found[int(number)] = os.readlink(f"/proc/self/fd/{number}")
     return found
 
 
@@ -98,9 +125,14 @@ def _fork(control: socket.socket) -> int:
 
 
 def _become(
-    control: socket.socket, fork: Fork, environ: dict[str, str], output: int, status: int
+    control: socket.socket,
+    fork: Fork,
+    environ: dict[str, str],
+    kept: Set[int],
+    output: int,
+    status: int,
 ) -> NoReturn:
-    """Becomes what `python -m workers …` is."""
+    """Becomes what `python -m workers …` is, with the descriptors in `kept`."""
     code = 1
     try:
         # A new process group: killing the group also kills vLLM's processes.
@@ -117,7 +149,7 @@ def _become(
         control.send(str(os.getpid()).encode())
         for target in (1, 2):
             os.dup2(output, target)
-        drop_descriptors({status})
+        drop_descriptors({status, *kept})
         signal.signal(signal.SIGINT, signal.default_int_handler)
         os.environ.clear()
         os.environ.update(environ | fork.variables)

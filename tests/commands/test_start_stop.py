@@ -5,6 +5,7 @@ import signal
 import socket
 import subprocess
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -24,7 +25,9 @@ from tests.conftest import ENGINE_OPTIONS
 
 
 def descendants(server: Server) -> list[psutil.Process]:
-    return psutil.Process(server.process.pid).children(recursive=True)
+    with suppress(psutil.NoSuchProcess):
+        return psutil.Process(server.process.pid).children(recursive=True)
+    return []
 
 
 def exit_code_of(server: Server, within_s: float) -> int:

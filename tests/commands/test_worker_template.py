@@ -156,19 +156,16 @@ def test_nothing_outlives_a_killed_supervisor(server: Server):
 
 
 def test_the_reasons_for_a_new_interpreter():
-    assert not reason_for_new_interpreters({}, [], has_own_command=False, is_one_of_a_pool=False)
+    assert not reason_for_new_interpreters({}, has_own_command=False, is_one_of_a_pool=False)
     assert "worker_command" in reason_for_new_interpreters(
-        {}, [], has_own_command=True, is_one_of_a_pool=False
+        {}, has_own_command=True, is_one_of_a_pool=False
     )
     assert "several hosts" in reason_for_new_interpreters(
-        {}, [], has_own_command=False, is_one_of_a_pool=True
-    )
-    assert "GPUs" in reason_for_new_interpreters(
-        {}, ["0"], has_own_command=False, is_one_of_a_pool=False
+        {}, has_own_command=False, is_one_of_a_pool=True
     )
     bound = {"OMP_PLACES": "cores"}
     assert "OMP_PLACES" in reason_for_new_interpreters(
-        bound, [], has_own_command=False, is_one_of_a_pool=False
+        bound, has_own_command=False, is_one_of_a_pool=False
     )
 
 

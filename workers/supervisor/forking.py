@@ -35,7 +35,9 @@ ADOPTED_S, FORK_TIMEOUT_S, END_TIMEOUT_S = 2.0, 5.0, 1.0
 # Of forks, in a row.
 MAX_FAILURES = 2
 # What torch, libgomp, oneDNN and vLLM read as they are loaded. vLLM reads VLLM_PORT when it needs a port.
-READ_AT_IMPORT = ("OMP_", "GOMP_", "KMP_", "MKL_", "ONEDNN_", "TORCH", "VLLM_", "LD_PRELOAD")
+READ_AT_IMPORT = (
+    "OMP_", "GOMP_", "KMP_", "MKL_", "ONEDNN_", "TORCH", "PYTORCH_", "VLLM_", "LD_PRELOAD",
+)  # fmt: skip
 READ_LATER = {"VLLM_PORT"}
 # With these, libgomp binds the thread that loads it, and chooses places for others, at its import.
 BINDING = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
@@ -84,19 +86,13 @@ class ForkedWorker:
 
 
 def reason_for_new_interpreters(
-    environ: Mapping[str, str],
-    gpus: Sequence[str],
-    *,
-    has_own_command: bool,
-    is_one_of_a_pool: bool,
+    environ: Mapping[str, str], *, has_own_command: bool, is_one_of_a_pool: bool
 ) -> str:
     """Why workers cannot be forks; "": they can."""
     if has_own_command:
         return "worker_command is set"
     if is_one_of_a_pool:
         return "it is one of a pool on several hosts"
-    if gpus:
-        return "its GPUs are chosen before torch is imported"
     if binding := [name for name in BINDING if name in environ]:
         return f"{binding[0]} is set, and binds the thread that imports torch"
     try:

@@ -318,15 +318,19 @@ class Supervisor:
     def _make_template(self) -> Template | None:
         """The process that workers are forks of, where they are."""
         reason = reason_for_new_interpreters(
-            self._environ, self._gpus,
+            self._environ,
             has_own_command=self._has_own_command,
             is_one_of_a_pool=self._of_one is not None,
-        )  # fmt: skip
+        )
         if reason:
             logger.info("each worker starts a new interpreter: %s", reason)
             return None
-        first = resources_of_worker(0, self._config.num_workers, config=self._config, gpus=())
-        return Template(self._environ | first.variables, self._config.worker_start_timeout_s)
+        first = resources_of_worker(
+            0, self._config.num_workers, config=self._config, gpus=self._gpus
+        ).variables
+        # It sees the GPUs of all workers.
+        environ = self._environ | {k: v for k, v in first.items() if k != "CUDA_VISIBLE_DEVICES"}
+        return Template(environ, self._config.worker_start_timeout_s)
 
     def _follow_template(self) -> None:
         if self._template is None:

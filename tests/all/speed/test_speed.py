@@ -1,6 +1,7 @@
 """Ratios of tokens a second, far below what benchmarks measure: only a real regression breaks them."""
 
 import asyncio
+import statistics
 import time
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 from benchmarks.parser_calls import Calls
 from benchmarks.parser_pace import NUM_BYTES, pace
 from harness.servers import Server
+from tests.kit.peers.load import load_on
 
 NUM_PROMPTS, NUM_TOKENS = 64, 32
 # A shared machine may stand still in one of them.
@@ -106,3 +108,26 @@ def test_streams_with_long_calls_keep_the_pace_of_streams_without(num_streams: i
         if rounds[-1].ratio < 2 and rounds[-1].late_s < 2:
             return
     pytest.fail(f"expected a ratio below 2 and chunks within 2 s, got {rounds}")
+
+
+def test_a_scrape_of_eight_workers_under_load_takes_less_than_20_ms(
+    start_stub, stub_server: Callable[..., Server]
+):
+    for index in range(8):
+        start_stub(index, "--delay-s", "0.05", "--in-slots", "--max-num-seqs", "16")
+    server = stub_server(8, "--num-front-ends", "2")
+
+    def scrape_s() -> float:
+        begin = time.perf_counter()
+        answer = server.get("/metrics")
+        assert answer.text.count("vllm:stub_0_seconds_bucket") == 8 * 21
+        return time.perf_counter() - begin
+
+    def read_stream() -> None:
+        body = {"model": "stub", "prompt": [1, 2, 3, 4, 5, 6], "stream": True, "max_tokens": 6}
+        assert server.post("/v1/completions", body).text.endswith("data: [DONE]\n\n")
+
+    with load_on(lambda: server.generate([[1, 2, 3]] * 8, max_tokens=8), read_stream):
+        time.sleep(1)
+        medians = [statistics.median(scrape_s() for _ in range(15)) for _ in range(NUM_ROUNDS)]
+    assert min(medians) < 0.02, medians

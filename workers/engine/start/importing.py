@@ -31,3 +31,10 @@ def import_vllm(config: ServerConfig, *, on_cpu: bool) -> dict[str, Any]:
 
         check_internals()
     return defaults
+
+
+def kinds_of_gpus() -> set[str]:
+    """The names of the visible GPUs, by NVML: asking CUDA would begin it. vLLM has been imported."""
+    from vllm.platforms import current_platform
+
+    return {current_platform.get_device_name(i) for i in range(current_platform.device_count())}
