@@ -1,8 +1,9 @@
-"""Makes the document: the application's routes, with what `operations/` says about their handlers."""
+"""Makes the document: the application's routes, with what their handlers say (`Operation`)."""
 
 import inspect
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from flask import Flask
@@ -13,9 +14,7 @@ from app.http.responses import LOGPROBS_MODE_HEADER, json_line
 from app.openapi import bodies, parameters
 from app.openapi.components import Components, Schema
 from app.openapi.errors import Error, error_responses, errors_of
-from app.openapi.operation import JSON, Operation
-from app.openapi.operations import OPERATIONS, TAGS
-from app.openapi.operations.generation import EVENTS
+from app.openapi.operation import EVENTS, JSON, Operation
 from titopool.release import RELEASE
 
 ABOUT = """\
@@ -26,6 +25,42 @@ a schema allows them. Answers may get further fields in later releases. A reques
 gets a 400, 405, 414, 417, 431 or 501 in the shape of all errors. `docs/http.md` is the reference in
 prose.
 """
+
+
+class Tag(NamedTuple):
+    """A family of routes."""
+
+    description: str
+    blueprints: tuple[str, ...]
+
+
+# In the order in which the page shows them.
+TAGS = {
+    "generate": Tag(
+        "Token ids in, token ids out, as TRL's client calls it; scores and tokenization.",
+        ("generate", "chat", "sequence_logprobs", "tokenize", "mismatch"),
+    ),
+    "openai": Tag("OpenAI's routes with vLLM's extensions.", ("openai", "models", "other_apis")),
+    "inference": Tag(
+        "vLLM's native routes for token ids, and render, which makes their bodies.",
+        ("inference", "render"),
+    ),
+    "sglang": Tag(
+        "SGLang's native routes. Its `/generate` is the one of the first family.", ("sglang",)
+    ),
+    "weights": Tag(
+        "Updates of weights, pauses and adapters. They need an administrator's key.", ("weights",)
+    ),
+    "vllm_rl": Tag(
+        "vLLM's routes for weights and caches. They need an administrator's key.",
+        ("vllm_rl", "server_info"),
+    ),
+    "admin": Tag(
+        "Probes, metrics and workers.",
+        ("health", "metrics", "history", "requests", "overview", "page", "workers", "description"),
+    ),
+}
+TAG_OF = {blueprint: name for name, tag in TAGS.items() for blueprint in tag.blueprints}
 # Werkzeug answers these itself.
 OWN_METHODS = {"HEAD", "OPTIONS"}
 # Werkzeug's variable part of a path: `<name>`, or `<converter(…):name>`.
@@ -40,12 +75,16 @@ SCHEMES = {
 
 
 class Route(NamedTuple):
-    """A method of a path, and the handler's entry."""
+    """A method of a path, and what the handler says of it."""
 
     method: str
     path: str
     endpoint: str
     operation: Operation
+
+    @property
+    def tag(self) -> str:
+        return TAG_OF[self.endpoint.partition(".")[0]]
 
     @property
     def operation_id(self) -> str:
@@ -69,9 +108,9 @@ def encoded(app: Flask) -> bytes:
 
 
 def document_of(app: Flask) -> dict[str, Any]:
-    """The OpenAPI 3.1 document of an application's routes; a handler without an entry is left out."""
-    order = {endpoint: index for index, endpoint in enumerate(OPERATIONS)}
-    routes = sorted(routes_of(app), key=lambda route: (order[route.endpoint], route.path))
+    """The OpenAPI 3.1 document of an application's routes."""
+    order = {name: index for index, name in enumerate(TAGS)}
+    routes = sorted(routes_of(app), key=lambda route: order[route.tag])
     components = Components(_types_of(routes))
     responses: dict[str, Any] = {}
     paths: dict[str, Any] = {}
@@ -83,7 +122,7 @@ def document_of(app: Flask) -> dict[str, Any]:
     return {
         "openapi": "3.1.0",
         "info": {"title": "titopool", "version": RELEASE, "description": ABOUT},
-        "tags": [{"name": name, "description": text} for name, text in TAGS.items()],
+        "tags": [{"name": name, "description": tag.description} for name, tag in TAGS.items()],
         "paths": paths,
         "components": {
             "schemas": components.used_by({"paths": paths, **parts}),
@@ -97,12 +136,17 @@ def document_of(app: Flask) -> dict[str, Any]:
 
 
 def routes_of(app: Flask) -> Iterator[Route]:
-    """Every method of every path whose handler has an entry."""
+    """Every method of every path.
+
+    Raises:
+        KeyError: a handler has no `Operation`.
+    """
     for rule in app.url_map.iter_rules():
-        operation = OPERATIONS.get(rule.endpoint)
-        if operation is not None:
-            for method in sorted(methods_of(rule)):
-                yield Route(method, path_of(rule), rule.endpoint, operation)
+        marks = vars(app.view_functions[rule.endpoint])
+        is_never_repeated = "is_never_repeated" in marks
+        operation = replace(marks["operation"], is_never_repeated=is_never_repeated)
+        for method in sorted(methods_of(rule)):
+            yield Route(method, path_of(rule), rule.endpoint, operation)
 
 
 def methods_of(rule: Rule) -> set[str]:
@@ -140,7 +184,7 @@ def _described(
         security = [{ADMIN_KEY if route.is_admin else KEY: []}, {}]
     described = {
         "operationId": route.operation_id,
-        "tags": [operation.tag],
+        "tags": [route.tag],
         "summary": (operation.summary or summary).rstrip("."),
         "description": "\n\n".join(filter(None, (details, operation.description))),
         "security": security,

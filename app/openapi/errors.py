@@ -98,7 +98,7 @@ def _statuses_of(error: type[TitopoolError], operation: Operation) -> set[int]:
     # Refused before the handler runs.
     if error in (Unauthorized, ForeignPage):
         return {error.status}
-    if operation.never_repeated == "no" or error.status not in REPEATED:
+    if not operation.is_never_repeated or error.status not in REPEATED:
         is_own = operation.failure is not None and error is not TitopoolError
         return {HTTPStatus.BAD_REQUEST if is_own else error.status}
     # A fault outside of the handler has its own status, and so has a body that has no room.

@@ -1,10 +1,15 @@
-"""What the description of a route says beyond its path, its methods and its handler's docstring."""
+"""What a handler says of its route, beside its paths, its methods and its docstring."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, TypeVar
 
-from app.schemas.decoding import Decoder
+import msgspec
+from flask import request
+
+from app.schemas.decoding import Decoder, decode_body
 from titopool.errors import (
     AnswerTooLarge,
     BodyTooLarge,
@@ -27,6 +32,13 @@ from titopool.errors import (
 )
 
 JSON = "application/json"
+MSGPACK = "application/msgpack"
+EVENTS = "text/event-stream"
+STREAMS = "With `stream`, the answer is events; `[DONE]` ends them."
+# A JSON Schema.
+BOOLEAN = {"type": "boolean"}
+# Of examples.
+QUESTION = [{"role": "user", "content": "What is 6 times 7?"}]
 
 Errors = tuple[type[TitopoolError], ...]
 # Of every route with a body.
@@ -53,20 +65,29 @@ class Query(NamedTuple):
 
 
 class Example(NamedTuple):
-    """A request that works, and is sent by a test (`tests/openapi/test_examples.py`)."""
+    """A request that works, and is sent by a test (`tests/stub/http/test_openapi_examples.py`)."""
 
     summary: str
     body: Any = None
 
 
+Handler = TypeVar("Handler", bound=Callable[..., Any])
+
+
 @dataclass(frozen=True, kw_only=True)
 class Operation:
-    """The description of one handler, at all of its paths and methods."""
+    """The description of one handler, at all of its paths and methods; decorates the handler.
 
-    tag: str
+    The first line of the handler's docstring is the summary, and what follows, up to `Args`, `Returns`
+    or `Raises`, begins the description. A handler with the parameter `body` gets the body, decoded to
+    the parameter's type. Others decode it when they are admitted (`Service.admit`), or have several
+    forms of it.
+    """
+
     # The type of the answer, or a tuple of several; None: the answer has no body.
     answer: Any = None
-    # The decoder that the handler uses, or several for different forms; None: a body is ignored.
+    # The decoder that the handler uses, or several for different forms; None: that of the type of the
+    # handler's parameter `body`, or a body is ignored.
     body: Decoder[Any] | tuple[Decoder[Any], ...] | None = None
     # Whether the handler accepts a request without a body.
     is_body_optional: bool = False
@@ -87,7 +108,7 @@ class Operation:
     # Beyond those of every route (`app/openapi/errors.py`) and of every route with a body.
     errors: Errors = ()
     # Statuses after which TRL's client repeats a call are 409 (`app/routes/vllm_rl/statuses.py`).
-    never_repeated: Literal["no", "yes"] = "no"
+    is_never_repeated: bool = False
     # Every error is a 400 with SGLang's fields; the type of its body.
     failure: Any = None
     # Of parts of the path: their meaning, by name.
@@ -97,6 +118,22 @@ class Operation:
     headers: tuple[str, ...] = ()
     # By name.
     examples: Mapping[str, Example] = field(default_factory=dict)
+
+    def __call__(self, handler: Handler) -> Handler:
+        """`handler` with this description; if it has a parameter `body`, with the decoded body."""
+        body_type = inspect.get_annotations(handler).get("body")
+        if body_type is None:
+            vars(handler)["operation"] = self
+            return handler
+        decoder = msgspec.json.Decoder(body_type)
+        missing = b"{}" if self.is_body_optional else b""
+
+        @functools.wraps(handler)
+        def call(**parts: str) -> Any:
+            return handler(body=decode_body(request.get_data() or missing, decoder), **parts)
+
+        vars(call)["operation"] = replace(self, body=decoder)
+        return call  # type: ignore[return-value]
 
     @property
     def decoders(self) -> tuple[Decoder[Any], ...]:

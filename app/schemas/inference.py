@@ -74,7 +74,6 @@ class GenerateDecoder:
 
 
 GENERATE_BODY = GenerateDecoder()
-ABORT_BODY = msgspec.json.Decoder(AbortBody)
 
 
 def _sampling_options(sent: dict[str, Any]) -> SamplingOptions:

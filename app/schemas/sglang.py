@@ -166,10 +166,7 @@ class GenerateDecoder:
 SOURCES = ("input_ids", "text")
 PROMPT_TYPES = {one.name: one.type for one in msgspec.structs.fields(PromptFields)}
 GENERATE_BODY = GenerateDecoder()
-PAUSE_GENERATION_BODY = msgspec.json.Decoder(PauseGenerationBody)
-CONTINUE_GENERATION_BODY = msgspec.json.Decoder(ContinueGenerationBody)
 DISK_BODY = msgspec.json.Decoder(DiskBody)
-ABORT_BODY = msgspec.json.Decoder(AbortBody)
 
 
 def _sglang_body(values: dict[str, Any], source: str) -> SGLangBody:

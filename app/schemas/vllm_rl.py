@@ -79,8 +79,12 @@ class AbortRequestsBody(msgspec.Struct, kw_only=True):
 
 # Decides between the forms of a body.
 OBJECT = msgspec.json.Decoder(dict[str, Any])
-INIT_ENGINE_BODY = msgspec.json.Decoder(InitEngineBody)
-FINISH_BODY = msgspec.json.Decoder(FinishBody)
-VERSION_BODY = msgspec.json.Decoder(VersionBody)
-CHECKER_BODY = msgspec.json.Decoder(CheckerBody)
-ABORT_REQUESTS_BODY = msgspec.json.Decoder(AbortRequestsBody)
+
+
+class UpdateWeightsBody(msgspec.Struct, kw_only=True):
+    """`POST /update_weights`, vLLM's form: tensors that the trainer broadcasts."""
+
+    update_info: UpdateInfo
+
+
+UPDATE_WEIGHTS_BODY = msgspec.json.Decoder(UpdateWeightsBody)

@@ -134,15 +134,5 @@ class UnloadAdapterBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True
     model: str | None = None
 
 
-INIT_BODY = msgspec.json.Decoder(InitBody)
-BEGIN_BODY = msgspec.json.Decoder(BeginBody)
-COMMIT_BODY = msgspec.json.Decoder(CommitBody)
-ABORT_BODY = msgspec.json.Decoder(AbortBody)
-ACCEPT_BODY = msgspec.json.Decoder(AcceptBody)
-CLOSE_BODY = msgspec.json.Decoder(CloseBody)
 FOLDER_BODY = msgspec.json.Decoder(FolderBody)
 PAUSE_BODY = msgspec.json.Decoder(PauseBody)
-TRL_INIT_BODY = msgspec.json.Decoder(TrlInitBody)
-TRL_TENSOR_BODY = msgspec.json.Decoder(TrlTensorBody)
-LOAD_ADAPTER_BODY = msgspec.json.Decoder(LoadAdapterBody)
-UNLOAD_ADAPTER_BODY = msgspec.json.Decoder(UnloadAdapterBody)

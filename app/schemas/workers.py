@@ -10,6 +10,3 @@ class ScaleBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """`POST /workers/scale`."""
 
     num_workers: Annotated[int, Meta(ge=1, le=4096)]
-
-
-SCALE_BODY = msgspec.json.Decoder(ScaleBody)

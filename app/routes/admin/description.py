@@ -8,11 +8,13 @@ import functools
 import hashlib
 from http import HTTPStatus
 from importlib.resources import files
+from typing import Any
 
 from flask import Blueprint, Response, abort, current_app, request, url_for
 
 from app.http.responses import respond_in_parts
 from app.openapi.document import encoded
+from app.openapi.operation import Operation
 
 blueprint = Blueprint("description", __name__)
 
@@ -63,6 +65,7 @@ POLICY = (
 
 
 @blueprint.get("/openapi.json")
+@Operation(summary="This document.", answer=dict[str, Any])
 def document() -> Response:
     """The routes of this server as an OpenAPI 3.1 document."""
     known = current_app.extensions
@@ -72,6 +75,7 @@ def document() -> Response:
 
 
 @blueprint.get("/docs/")
+@Operation(summary="A page that shows this document.", answer=str, media_type="text/html")
 def page() -> Response:
     """The document, for people."""
     style, library, icon = (url_for(".asset", name=name) for name in UI_FILES)
@@ -85,6 +89,13 @@ def page() -> Response:
 
 
 @blueprint.get("/docs/<name>")
+@Operation(
+    summary="A file of that page.",
+    answer=str,
+    media_type="text/css",
+    other_media={"text/javascript": str, "image/png": str},
+    path_parts={"name": "a file that the page names"},
+)
 def asset(name: str) -> Response:
     """A file of the page."""
     if name not in (*UI_FILES, START):

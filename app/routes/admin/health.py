@@ -7,13 +7,17 @@ from flask import Blueprint, Response
 from app.http.auth import sees_details
 from app.http.query import query_flag
 from app.http.responses import json_response
+from app.openapi.answers.control import Health, Live, Ready, WorldSize
+from app.openapi.operation import BOOLEAN, Operation, Query
 from app.pool.link import server_stopping
 from app.service import current_service
+from titopool.errors import NoReadyWorker, WeightsLost
 
 blueprint = Blueprint("health", __name__)
 
 
 @blueprint.get("/health/")
+@Operation(answer=Health, errors=(NoReadyWorker, WeightsLost))
 def health() -> Response:
     """200 once generation is possible, 503 before (TRL's client polls it) and while the server ends."""
     service = current_service()
@@ -25,12 +29,17 @@ def health() -> Response:
 
 @blueprint.get("/liveness/")
 @blueprint.get("/live/")
+@Operation(answer=Live)
 def live() -> Response:
     """200 whenever this process answers; the process id is for clients with a key, if one is set."""
     return json_response({"status": "ok"} | ({"pid": os.getpid()} if sees_details() else {}))
 
 
 @blueprint.get("/ready/")
+@Operation(
+    answer=Ready,
+    other_answers={503: Ready},
+)
 def ready() -> Response:
     """Each worker's phase and weight version; 503 while no worker is ready, or the server ends.
 
@@ -65,6 +74,12 @@ def ready() -> Response:
 
 
 @blueprint.get("/get_world_size/")
+@Operation(
+    summary="The number of ranks of all workers.",
+    answer=WorldSize,
+    errors=(NoReadyWorker,),
+    query=(Query("include_dp", {**BOOLEAN, "default": True}, "false: of one worker"),),
+)
 def get_world_size() -> Response:
     """`{"world_size": …}`: tensor-parallel times pipeline-parallel size, summed over all workers.
 

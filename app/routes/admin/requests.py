@@ -10,6 +10,8 @@ from app.http.auth import current_key, sees_all_requests
 from app.http.query import query_count
 from app.http.responses import json_response
 from app.observing.open_requests import encode_info
+from app.openapi.answers.control import OpenRequests
+from app.openapi.operation import Operation, Query
 from app.pool.command_sender import CommandSender
 from app.pool.records import Worker
 from app.service import current_service
@@ -24,6 +26,16 @@ GATHER_TIMEOUT_S, COUNT_TIMEOUT_S = 2.0, 0.5
 
 
 @blueprint.get("/requests/")
+@Operation(
+    answer=OpenRequests,
+    query=(
+        Query(
+            "limit",
+            {"type": "integer", "minimum": 1, "maximum": 1000, "default": 100},
+            "how many are listed, the oldest first",
+        ),
+    ),
+)
 def requests() -> Response:
     """The oldest requests in flight, at most `limit` of the query.
 

@@ -4,13 +4,14 @@
 """
 
 import gevent
-from flask import Blueprint, Response, request
+from flask import Blueprint, Response
 from gevent.lock import BoundedSemaphore
 
 from app.http.responses import json_response
+from app.openapi.answers.control import Connections, Drained, Scaled
+from app.openapi.operation import Example, Operation
 from app.pool.peers.connections import find_connection_faults
-from app.schemas.decoding import decode_body
-from app.schemas.workers import SCALE_BODY
+from app.schemas.workers import ScaleBody
 from app.service import current_service
 from titopool.deadline import Deadline
 from titopool.errors import Conflict, InvalidRequest, TitopoolError, WorkerNotFound
@@ -28,6 +29,12 @@ _trying = BoundedSemaphore(1)
 
 
 @blueprint.post("/workers/<name>/drain/")
+@Operation(
+    answer=Drained,
+    status=202,
+    errors=(WorkerNotFound, Conflict),
+    path_parts={"name": "a worker, as `/ready` names it"},
+)
 def drain(name: str) -> Response:
     """The worker `name` finishes its jobs and ends; this server does not start it again.
 
@@ -64,7 +71,13 @@ def _phase_of(name: str) -> str:
 
 
 @blueprint.post("/workers/scale/")
-def scale() -> Response:
+@Operation(
+    answer=Scaled,
+    status=202,
+    errors=(Conflict,),
+    examples={"two": Example("Two workers", {"num_workers": 2})},
+)
+def scale(body: ScaleBody) -> Response:
     """`{"num_workers": N}`: workers start, or drain and end, until there are N.
 
     Raises:
@@ -72,7 +85,6 @@ def scale() -> Response:
         Conflict: the workers are started by something else.
         TitopoolError: `run_dir` cannot be written.
     """
-    body = decode_body(request.get_data(), SCALE_BODY)
     config = current_service().config
     if config.endpoints:
         raise Conflict(
@@ -98,6 +110,7 @@ def scale() -> Response:
 
 
 @blueprint.post("/workers/connections/")
+@Operation(answer=Connections, errors=(Conflict,))
 def connections() -> Response:
     """Every worker tries to connect to the address of every other one.
 

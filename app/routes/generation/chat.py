@@ -13,6 +13,16 @@ from app.inputs.chat_template import Chat
 from app.inputs.images import EncodedImages, check_one_per_prompt, processor_kwargs_of, read_images
 from app.inputs.sampling import check_num_completions, check_raw_logprobs, sampling_options
 from app.inputs.token_ids import tokens_to_keep
+from app.openapi.answers.tokens import BinaryGenerateAnswer, GenerateAnswer
+from app.openapi.operation import (
+    GENERATION_ERRORS,
+    IMAGE_ERRORS,
+    MSGPACK,
+    QUESTION,
+    Example,
+    Operation,
+)
+from app.openapi.parameters import IDEMPOTENCY_KEY, SESSION_ID
 from app.schemas.generation import CHAT_BODY, ChatBody
 from app.service import current_service
 from titopool.errors import InvalidRequest
@@ -21,6 +31,15 @@ blueprint = Blueprint("chat", __name__)
 
 
 @blueprint.post("/chat/")
+@Operation(
+    summary="Generate from conversations, as TRL's client does.",
+    body=CHAT_BODY,
+    answer=GenerateAnswer,
+    other_media={MSGPACK: BinaryGenerateAnswer},
+    errors=(*GENERATION_ERRORS, *IMAGE_ERRORS),
+    headers=(SESSION_ID, IDEMPOTENCY_KEY),
+    examples={"question": Example("A question", {"messages": [QUESTION], "max_tokens": 8})},
+)
 def chat() -> Response:
     """Checks and renders all conversations before it generates anything."""
     with current_service().admit(CHAT_BODY) as (admission, body):

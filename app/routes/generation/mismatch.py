@@ -7,6 +7,8 @@ from flask import Blueprint, Response
 
 from app.http.responses import json_response
 from app.inputs.admission import name_of
+from app.openapi.answers.tokens import MismatchAnswer
+from app.openapi.operation import MODEL_ERRORS, Example, Operation
 from app.schemas.generation import MISMATCH_BODY
 from app.service import current_service
 from titopool.errors import InvalidRequest, RequestNotFound
@@ -17,6 +19,19 @@ blueprint = Blueprint("mismatch", __name__)
 
 
 @blueprint.post("/mismatch/")
+@Operation(
+    summary="Compare a trainer's log-probabilities with those that a request was answered with.",
+    description="Values are from -10000 to 0: less is a mask's value.",
+    body=MISMATCH_BODY,
+    answer=MismatchAnswer,
+    errors=(*MODEL_ERRORS, RequestNotFound),
+    examples={
+        "one": Example(
+            "A request with one completion of two tokens",
+            {"request_id": "rollout-17", "logprobs": [[-7.66, -9.08]]},
+        )
+    },
+)
 def mismatch() -> Response:
     """Statistics of one request, which also enter the metrics."""
     service = current_service()

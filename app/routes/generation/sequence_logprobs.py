@@ -13,6 +13,9 @@ from app.generation import Prompt, check_prompt, run_prompts
 from app.http.responses import respond_in_parts
 from app.inputs.admission import Admission
 from app.inputs.sampling import check_num_completions
+from app.openapi.answers.tokens import BinarySequencesAnswer, SequencesAnswer
+from app.openapi.operation import GENERATION_ERRORS, Example, Operation
+from app.openapi.parameters import SESSION_ID
 from app.outputs.json_parts import Base64, Rows, json_parts
 from app.outputs.token_arrays import JSON, PromptRows, prompt_rows
 from app.schemas.generation import SEQUENCES_BODY, SequencesBody
@@ -48,6 +51,32 @@ AllScored = Callable[[], Iterator[Scored]]
 
 
 @blueprint.post("/get_sequence_logprobs/")
+@Operation(
+    summary="Score sequences: nothing is generated.",
+    body=SEQUENCES_BODY,
+    answer=(SequencesAnswer, BinarySequencesAnswer),
+    errors=GENERATION_ERRORS,
+    headers=(SESSION_ID,),
+    examples={
+        "json": Example(
+            "Two sequences",
+            {
+                "sequences": [[42, 1393, 14, 9], [5, 6, 7]],
+                "prompt_lengths": [2, 0],
+                "top_logprobs": 2,
+            },
+        ),
+        "binary": Example(
+            "The same as arrays",
+            {
+                "sequences": [[42, 1393, 14, 9]],
+                "prompt_lengths": [2],
+                "top_logprobs": 2,
+                "response_format": "binary",
+            },
+        ),
+    },
+)
 def get_sequence_logprobs() -> Response:
     """Scores all sequences and returns no generated tokens."""
     with current_service().admit(SEQUENCES_BODY) as (admission, body):

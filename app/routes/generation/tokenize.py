@@ -10,16 +10,28 @@ from app.inputs.chat_messages import read_conversation
 from app.inputs.chat_template import Chat
 from app.inputs.tokenizer import decode_all
 from app.inputs.tools import normalized_tools
+from app.openapi.answers.tokens import DetokenizeAnswer, TokenizeAnswer
+from app.openapi.operation import MODEL_ERRORS, QUESTION, Example, Operation
 from app.outputs.token_texts import texts_in_order
 from app.schemas.generation import DETOKENIZE_BODY, TOKENIZE_BODY, TokenizeBody
 from app.service import current_service
-from titopool.errors import InvalidRequest
+from titopool.errors import DeadlinePassed, InvalidRequest, PromptTooLong
 from titopool.settings.sampling import check_token_ids
 
 blueprint = Blueprint("tokenize", __name__)
 
 
 @blueprint.post("/tokenize/")
+@Operation(
+    description="The body has either `prompt` or `messages`.",
+    body=TOKENIZE_BODY,
+    answer=TokenizeAnswer,
+    errors=(*MODEL_ERRORS, PromptTooLong, DeadlinePassed),
+    examples={
+        "text": Example("A text", {"prompt": "Hello, world", "return_token_strs": True}),
+        "messages": Example("Messages", {"messages": QUESTION}),
+    },
+)
 def tokenize() -> Response:
     """The token ids that a generating route would make of a text or of messages."""
     with current_service().admit(TOKENIZE_BODY) as (admission, body):
@@ -38,6 +50,13 @@ def tokenize() -> Response:
 
 
 @blueprint.post("/detokenize/")
+@Operation(
+    description="At most `max_model_len` ids.",
+    body=DETOKENIZE_BODY,
+    answer=DetokenizeAnswer,
+    errors=(*MODEL_ERRORS, DeadlinePassed),
+    examples={"ids": Example("Ids", {"tokens": [42, 1393, 14]})},
+)
 def detokenize() -> Response:
     """The text of token ids, including special tokens."""
     with current_service().admit(DETOKENIZE_BODY) as (admission, body):

@@ -4,19 +4,28 @@
 """
 
 from flask import Blueprint, Response
-from flask import request as http_request
 
 from app.generation import check_prompt, make_request, run_request
 from app.http.responses import respond_in_parts
 from app.inputs.features import images_of_tokens
 from app.inputs.sampling import check_num_completions
+from app.openapi.answers.native import TokensAnswer, TokensEvent
+from app.openapi.operation import (
+    COMMAND_ERRORS,
+    EVENTS,
+    GENERATION_ERRORS,
+    IMAGE_ERRORS,
+    STREAMS,
+    Example,
+    Operation,
+)
+from app.openapi.parameters import IDEMPOTENCY_KEY, SESSION_ID
 from app.outputs.json_parts import json_parts
 from app.outputs.token_arrays import JSON
 from app.routes.inference.answer import TokensRequest, check_format, whole_answer
 from app.routes.inference.stream import TokensEvents
 from app.routes.vllm_rl.aborts import abort
-from app.schemas.decoding import decode_body
-from app.schemas.inference import ABORT_BODY, GENERATE_BODY
+from app.schemas.inference import GENERATE_BODY, AbortBody
 from app.service import current_service
 from app.streams import stream
 from titopool.settings.sampling import check_sampling
@@ -25,6 +34,29 @@ blueprint = Blueprint("inference", __name__)
 
 
 @blueprint.post("/inference/v1/generate/")
+@Operation(
+    summary="The ids of one prompt in, the ids of its completions out.",
+    description=STREAMS,
+    body=GENERATE_BODY,
+    answer=TokensAnswer,
+    other_media={EVENTS: TokensEvent},
+    errors=(*GENERATION_ERRORS, *IMAGE_ERRORS),
+    headers=(SESSION_ID, IDEMPOTENCY_KEY),
+    examples={
+        "ids": Example(
+            "Two completions",
+            {
+                "token_ids": [42, 1393, 14],
+                "return_token_ids": True,
+                "sampling_params": {"max_tokens": 8, "n": 2, "logprobs": 2},
+            },
+        ),
+        "stream": Example(
+            "A stream",
+            {"token_ids": [42, 1393, 14], "sampling_params": {"max_tokens": 4}, "stream": True},
+        ),
+    },
+)
 def generate() -> Response:
     """Runs exactly the ids that the client sends."""
     with current_service().admit(GENERATE_BODY) as (admission, (fields, options)):
@@ -55,9 +87,14 @@ def generate() -> Response:
 
 
 @blueprint.post("/inference/v1/abort_requests/")
-def abort_requests() -> Response:
+@Operation(
+    description="A key that is no administrator's ends its own requests only.",
+    answer=None,
+    errors=COMMAND_ERRORS,
+    examples={"one": Example("One request", {"request_ids": ["rollout-17"]})},
+)
+def abort_requests(body: AbortBody) -> Response:
     """Ends the requests with these ids; without an id, none."""
-    body = decode_body(http_request.get_data(), ABORT_BODY)
     if body.request_ids:
         abort(body.request_ids)
     return Response()

@@ -15,10 +15,13 @@ from app.generation import encode_sent, expanded_ids, make_request, run_request
 from app.http.responses import respond_in_parts
 from app.inputs.admission import session_key
 from app.inputs.features import features_of
+from app.openapi.answers.openai import Render
+from app.openapi.operation import GENERATION_ERRORS, IMAGE_ERRORS, QUESTION, Example, Operation
 from app.outputs.json_parts import json_parts
 from app.outputs.token_arrays import JSON
 from app.routes.openai.answer import OpenAIRequest
 from app.routes.openai.routes import complete_chat, complete_text
+from app.schemas.openai import CHAT_COMPLETIONS_BODY, COMPLETIONS_BODY
 from titopool.errors import AnswerTooLarge, InvalidRequest
 
 blueprint = Blueprint("render", __name__)
@@ -31,12 +34,26 @@ TAKEN_OVER = (
 
 
 @blueprint.post("/v1/chat/completions/render/")
+@Operation(
+    summary="Messages in, a body for /inference/v1/generate out.",
+    body=CHAT_COMPLETIONS_BODY,
+    answer=Render,
+    errors=(*GENERATION_ERRORS, *IMAGE_ERRORS),
+    examples={"question": Example("A question", {"messages": QUESTION, "max_tokens": 8})},
+)
 def render_chat() -> Response:
     """Messages in, a body out."""
     return complete_chat(_render_chat)
 
 
 @blueprint.post("/v1/completions/render/")
+@Operation(
+    summary="Text or ids in, a body for /inference/v1/generate for each prompt out.",
+    body=COMPLETIONS_BODY,
+    answer=list[Render],
+    errors=GENERATION_ERRORS,
+    examples={"texts": Example("Two texts", {"prompt": ["Hello", "world"], "max_tokens": 8})},
+)
 def render_completions() -> Response:
     """Text or ids in, a list of bodies out: one for each prompt."""
     return complete_text(lambda request: respond_in_parts(json_parts(_bodies(request)), JSON))

@@ -5,13 +5,21 @@ import time
 from flask import Blueprint, Response
 
 from app.http.responses import json_response
+from app.openapi.answers.openai import Models
+from app.openapi.operation import Operation
 from app.service import current_service
+from titopool.errors import NoReadyWorker
 
 blueprint = Blueprint("models", __name__)
 _started = int(time.time())
 
 
 @blueprint.get("/v1/models/")
+@Operation(
+    summary="The model and its adapters, as OpenAI's clients list them.",
+    answer=Models,
+    errors=(NoReadyWorker,),
+)
 def models() -> Response:
     """The base model and its LoRA adapters; `root`, `parent` and `max_model_len` are vLLM's."""
     link = current_service().link

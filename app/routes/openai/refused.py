@@ -4,6 +4,8 @@ from flask import Blueprint, Response, request
 
 from app.http.request_ids import request_id
 from app.http.responses import json_response
+from app.openapi.errors import Error
+from app.openapi.operation import Operation
 
 blueprint = Blueprint("other_apis", __name__)
 
@@ -17,6 +19,11 @@ REASONS = {
 @blueprint.post("/v1/responses/")
 @blueprint.post("/v1/messages/")
 @blueprint.post("/v1/messages/count_tokens/")
+@Operation(
+    summary="Not served: a 404 with the reason, as OpenAI's and Anthropic's clients read it.",
+    answer=Error,
+    status=404,
+)
 def refuse() -> Response:
     """A 404, which no client repeats, with the fields that OpenAI's and Anthropic's clients read."""
     path = request.path.rstrip("/")

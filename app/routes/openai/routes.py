@@ -19,6 +19,17 @@ from app.inputs.images import EncodedImages, read_images
 from app.inputs.sampling import check_num_completions
 from app.inputs.tokenizer import decode_all
 from app.inputs.tools import Tools, make_chat, read_tools
+from app.openapi.answers.openai import ChatAnswer, ChatEvent, CompletionsAnswer
+from app.openapi.operation import (
+    EVENTS,
+    GENERATION_ERRORS,
+    IMAGE_ERRORS,
+    QUESTION,
+    STREAMS,
+    Example,
+    Operation,
+)
+from app.openapi.parameters import SESSION_ID
 from app.outputs.token_arrays import JSON
 from app.outputs.token_texts import TokenTexts
 from app.routes.openai.answer import OpenAIRequest, whole_answer
@@ -43,6 +54,30 @@ blueprint = Blueprint("openai", __name__)
 
 
 @blueprint.post("/v1/completions/")
+@Operation(
+    description=STREAMS,
+    body=COMPLETIONS_BODY,
+    answer=CompletionsAnswer,
+    other_media={EVENTS: CompletionsAnswer},
+    errors=GENERATION_ERRORS,
+    headers=(SESSION_ID,),
+    examples={
+        "text": Example("A text", {"prompt": "Hello, world", "max_tokens": 8, "logprobs": 1}),
+        "ids": Example(
+            "Ids, with the ids of the completion",
+            {"prompt": [42, 1393, 14], "max_tokens": 8, "return_token_ids": True},
+        ),
+        "stream": Example(
+            "A stream",
+            {
+                "prompt": "Hello",
+                "max_tokens": 4,
+                "stream": True,
+                "stream_options": {"include_usage": True},
+            },
+        ),
+    },
+)
 def completions() -> Response:
     """Text or ids in, text out."""
     return complete_text(_respond)
@@ -74,12 +109,48 @@ def complete_text(respond: Answer) -> Response:
 
 
 @blueprint.post("/v1/chat/completions/")
+@Operation(
+    description=STREAMS,
+    body=CHAT_COMPLETIONS_BODY,
+    answer=ChatAnswer,
+    other_media={EVENTS: ChatEvent},
+    errors=(*GENERATION_ERRORS, *IMAGE_ERRORS),
+    headers=(SESSION_ID,),
+    examples={
+        "question": Example(
+            "A question, with ids and log-probabilities",
+            {
+                "messages": QUESTION,
+                "max_tokens": 8,
+                "logprobs": True,
+                "top_logprobs": 2,
+                "return_token_ids": True,
+                "return_weight_versions": True,
+            },
+        ),
+        "stream": Example("A stream", {"messages": QUESTION, "max_tokens": 4, "stream": True}),
+    },
+)
 def chat_completions() -> Response:
     """Messages in, a message out."""
     return complete_chat(_respond)
 
 
 @blueprint.post("/v1/chat/completions/tokens/")
+@Operation(
+    description=f"The engine gets exactly `tokens`. {STREAMS}",
+    body=CHAT_COMPLETIONS_BODY,
+    answer=ChatAnswer,
+    other_media={EVENTS: ChatEvent},
+    errors=(*GENERATION_ERRORS, *IMAGE_ERRORS),
+    headers=(SESSION_ID,),
+    examples={
+        "ids": Example(
+            "Ids with the messages that they stand for",
+            {"messages": QUESTION, "tokens": [42, 1393, 14], "max_tokens": 8},
+        )
+    },
+)
 def chat_completions_of_tokens() -> Response:
     """The prompt's ids and messages in, a message out."""
     return complete_chat(_respond, takes_tokens=True)

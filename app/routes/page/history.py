@@ -17,6 +17,8 @@ from prometheus_client.metrics_core import Metric
 
 from app.http.responses import json_response
 from app.metrics.exposition import families
+from app.openapi.answers.control import MetricsHistory
+from app.openapi.operation import Operation, Query
 from app.routes.page.samples import Sample, Sampler
 from app.service import Service, current_service
 from app.time_slices import sharing_time
@@ -108,6 +110,10 @@ def init_app(app: Flask, service: Service) -> None:
 
 
 @blueprint.get("/metrics/history/")
+@Operation(
+    answer=MetricsHistory,
+    query=(Query("since", {"type": "number"}, "only later samples; Unix time"),),
+)
 def history() -> Response:
     """Figures at intervals of two seconds; with `since` in the query only later ones.
 

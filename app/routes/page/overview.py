@@ -6,6 +6,8 @@ from typing import Any
 from flask import Blueprint, Response
 
 from app.http.responses import json_response
+from app.openapi.answers.control import Overview
+from app.openapi.operation import Operation
 from app.pool.link import WorkerView
 from app.pool.records import LastEnd
 from app.service import Service, current_service
@@ -16,6 +18,7 @@ blueprint = Blueprint("overview", __name__)
 
 
 @blueprint.get("/workers/")
+@Operation(answer=Overview)
 def workers() -> Response:
     """The workers in the order of their endpoints; 200 also while none is ready."""
     service = current_service()

@@ -5,6 +5,7 @@ Whatever the page shows comes from routes that ask for the key, if the server ha
 
 from flask import Blueprint, Response, abort, request
 
+from app.openapi.operation import Operation
 from app.routes.page.assets import digest_of, read_assets, version_of
 
 blueprint = Blueprint("page", __name__)
@@ -28,12 +29,19 @@ A_YEAR_S = 31_536_000
 
 
 @blueprint.get("/")
+@Operation(summary="The page for a browser.", answer=str, media_type="text/html")
 def page() -> Response:
     """The HTML; a browser asks again each time whether it has changed."""
     return _respond(HTML, "text/html", digest_of(HTML), "no-cache")
 
 
 @blueprint.get("/page/<version>/<path:name>")
+@Operation(
+    answer=str,
+    media_type="text/css",
+    other_media={"text/javascript": str, "image/svg+xml": str},
+    path_parts={"version": "as the page names it", "name": "a file that the page names"},
+)
 def asset(version: str, name: str) -> Response:
     """A script, a style or the icon.
 

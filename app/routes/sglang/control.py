@@ -1,13 +1,18 @@
 """SGLang's pauses, aborts and caches, for the whole pool."""
 
-from flask import Blueprint, Response, request
+from flask import Blueprint, Response
 
 from app.http.responses import json_response
+from app.openapi.answers.control import AbortedRequests, SGLangPaused, SGLangResumed, Success
+from app.openapi.operation import COMMAND_ERRORS, Example, Operation
 from app.routes.vllm_rl.aborts import abort
 from app.routes.vllm_rl.caches import clear_caches
 from app.routes.weights import pauses
-from app.schemas.decoding import decode_body
-from app.schemas.sglang import ABORT_BODY, CONTINUE_GENERATION_BODY, PAUSE_GENERATION_BODY
+from app.schemas.sglang import (
+    AbortBody,
+    ContinueGenerationBody,
+    PauseGenerationBody,
+)
 from titopool.wire.pool_state import PauseMode
 
 blueprint = Blueprint("control", __name__)
@@ -17,31 +22,47 @@ SGLANG_MODES: dict[str, PauseMode] = {"abort": "abort", "retract": "keep", "in_p
 
 
 @blueprint.post("/pause_generation/")
-def pause_generation() -> Response:
+@Operation(
+    is_body_optional=True,
+    answer=SGLangPaused,
+    errors=COMMAND_ERRORS,
+    examples={"in_place": Example("Requests go on later", {"mode": "in_place"})},
+)
+def pause_generation(body: PauseGenerationBody) -> Response:
     """Stops generation at every worker until `/continue_generation`, or for a lease at most."""
-    body = decode_body(request.get_data() or b"{}", PAUSE_GENERATION_BODY)
     lease_s = pauses.pause_until_step(SGLANG_MODES[body.mode])
     message = "Generation paused successfully."
     return json_response({"message": message, "status": "ok", "lease_s": lease_s})
 
 
 @blueprint.post("/continue_generation/")
-def continue_generation() -> Response:
+@Operation(
+    is_body_optional=True,
+    answer=SGLangResumed,
+    errors=COMMAND_ERRORS,
+    examples={"plain": Example("No options", {})},
+)
+def continue_generation(body: ContinueGenerationBody) -> Response:
     """Ends a pause."""
-    decode_body(request.get_data() or b"{}", CONTINUE_GENERATION_BODY)
     pauses.resume()
     return json_response({"message": "Generation continued successfully.", "status": "ok"})
 
 
 @blueprint.route("/flush_cache/", methods=["GET", "POST"])
+@Operation(answer=Success, errors=COMMAND_ERRORS)
 def flush_cache() -> Response:
     """Empties all caches; requests in flight go on, so that there is nothing to wait for."""
     return clear_caches()
 
 
 @blueprint.post("/abort_request/")
-def abort_request() -> Response:
+@Operation(
+    description="The body has either `rid` or `abort_all`.",
+    answer=AbortedRequests,
+    errors=COMMAND_ERRORS,
+    examples={"one": Example("One request", {"rid": "rollout-17"})},
+)
+def abort_request(body: AbortBody) -> Response:
     """Ends the requests with this id, or all, with the tokens that they have."""
-    body = decode_body(request.get_data(), ABORT_BODY)
     num_aborted = abort(None if body.rid is None else [body.rid])
     return json_response({"status": "aborted", "aborted": num_aborted})

@@ -4,17 +4,38 @@ from flask import Blueprint, Response, request
 
 from app.http.request_ids import request_id
 from app.http.responses import json_response
+from app.openapi.answers.control import DiskAnswer
+from app.openapi.errors import ErrorDetail
+from app.openapi.operation import COMMAND_ERRORS, Example, Operation
 from app.routes.weights.pauses import lease_left_s
 from app.routes.weights.updates import load_folder
 from app.schemas.decoding import decode_body
 from app.schemas.sglang import DISK_BODY, DiskBody
-from titopool.errors import TitopoolError
+from titopool.errors import TitopoolError, WeightsLost
 from titopool.wire.pool_state import PauseMode
 
 blueprint = Blueprint("updates", __name__)
 
 
+class DiskFailure(DiskAnswer, kw_only=True):
+    """Every failure of /update_weights_from_disk, in SGLang's shape and the server's own."""
+
+    error: ErrorDetail
+
+
 @blueprint.post("/update_weights_from_disk/")
+@Operation(
+    body=DISK_BODY,
+    answer=DiskAnswer,
+    failure=DiskFailure,
+    errors=(*COMMAND_ERRORS, WeightsLost),
+    examples={
+        "folder": Example(
+            "A folder below weights_root",
+            {"model_path": "/weights/step-7", "weight_version": "step-7"},
+        )
+    },
+)
 def update_weights_from_disk() -> Response:
     """Loads a folder that every worker can read, below `weights_root`.
 

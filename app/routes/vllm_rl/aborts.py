@@ -1,14 +1,15 @@
 """Ends requests with the tokens that they have: `POST /abort_requests`."""
 
-from flask import Blueprint, Response, request
+from flask import Blueprint, Response
 
 from app.http.auth import current_key, sees_all_requests
 from app.http.responses import json_response
+from app.openapi.answers.control import AbortedRequests
+from app.openapi.operation import COMMAND_ERRORS, Example, Operation
 from app.pool.command_sender import successful_results
 from app.routes.vllm_rl.statuses import never_repeated
 from app.routes.weights.workers import reachable_workers
-from app.schemas.decoding import decode_body
-from app.schemas.vllm_rl import ABORT_REQUESTS_BODY
+from app.schemas.vllm_rl import AbortRequestsBody
 from titopool.wire.commands import AbortRequests
 from titopool.wire.messages import owned_id
 
@@ -20,13 +21,17 @@ PREFIXES = ("chatcmpl-", "cmpl-", "generate-tokens-")
 
 @blueprint.post("/abort_requests/")
 @never_repeated
-def abort_requests() -> Response:
+@Operation(
+    answer=AbortedRequests,
+    errors=COMMAND_ERRORS,
+    examples={"one": Example("One request", {"request_ids": ["rollout-17"]})},
+)
+def abort_requests(body: AbortRequestsBody) -> Response:
     """Ends the requests with these ids; without ids, all requests.
 
     An id is the header X-Request-Id of the request, or the id that OpenAI's routes answer with.
     Workers also end prompts that wait in the queue of any front end.
     """
-    body = decode_body(request.get_data(), ABORT_REQUESTS_BODY)
     # As in vLLM, no id means all requests.
     return json_response({"status": "aborted", "aborted": abort(body.request_ids or None)})
 

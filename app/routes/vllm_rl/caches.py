@@ -6,6 +6,8 @@ from flask import Blueprint, Response
 
 from app.http.query import query_flag
 from app.http.responses import json_response
+from app.openapi.answers.control import Success
+from app.openapi.operation import BOOLEAN, COMMAND_ERRORS, Operation, Query
 from app.pool.command_sender import results_of
 from app.routes.vllm_rl.statuses import never_repeated
 from app.routes.vllm_rl.weight_transfer import end_tensors
@@ -18,6 +20,14 @@ blueprint = Blueprint("caches", __name__)
 
 @blueprint.post("/reset_prefix_cache/")
 @never_repeated
+@Operation(
+    answer=Success,
+    errors=COMMAND_ERRORS,
+    query=(
+        Query("reset_running_requests", BOOLEAN, "Without effect: requests go on."),
+        Query("reset_external", BOOLEAN, "Without effect: there is no external cache."),
+    ),
+)
 def reset_prefix_cache() -> Response:
     """Commits what is staged, and empties the caches; a body is ignored.
 
@@ -42,6 +52,7 @@ def reset_prefix_cache() -> Response:
 
 @blueprint.post("/reset_mm_cache/")
 @never_repeated
+@Operation(answer=Success, errors=COMMAND_ERRORS)
 def reset_mm_cache() -> Response:
     """Empties the caches of processed images."""
     return clear_caches()
@@ -49,6 +60,7 @@ def reset_mm_cache() -> Response:
 
 @blueprint.post("/reset_encoder_cache/")
 @never_repeated
+@Operation(answer=Success, errors=COMMAND_ERRORS)
 def reset_encoder_cache() -> Response:
     """Empties the caches of encoded images."""
     return clear_caches()

@@ -2,14 +2,15 @@
 
 from typing import Any
 
-from flask import Blueprint, Response, request
+from flask import Blueprint, Response
 
 from app.http.responses import json_response
+from app.openapi.answers.control import Checksums, Compared
+from app.openapi.operation import COMMAND_ERRORS, Example, Operation
 from app.pool.command_sender import results_of
 from app.routes.vllm_rl.statuses import never_repeated
 from app.routes.weights.workers import step_timeout_s, whole_pool
-from app.schemas.decoding import decode_body
-from app.schemas.vllm_rl import CHECKER_BODY
+from app.schemas.vllm_rl import CheckerBody
 from titopool.errors import InvalidRequest
 from titopool.wire.commands import ReadChecksums
 
@@ -21,12 +22,22 @@ OWN_PREFIX = "dp0:"
 
 @blueprint.post("/weight_checker/")
 @never_repeated
-def weight_checker() -> Response:
+@Operation(
+    description="`compare` needs `baseline`; `reset` is refused.",
+    answer=(Checksums, Compared),
+    errors=COMMAND_ERRORS,
+    examples={
+        "checksum": Example("Digests", {"action": "checksum"}),
+        "compare": Example(
+            "A comparison", {"action": "compare", "baseline": {"dp0:lm_head.weight": "0"}}
+        ),
+    },
+)
+def weight_checker(body: CheckerBody) -> Response:
     """Digests by name (`checksum`), or their differences from a baseline (`compare`).
 
     Generation stops while an engine reads its parameters.
     """
-    body = decode_body(request.get_data(), CHECKER_BODY)
     if body.action == "reset":
         raise InvalidRequest(
             "action: expected checksum or compare, got reset, which writes zeros into the model that "

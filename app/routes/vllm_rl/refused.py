@@ -4,6 +4,7 @@ from typing import NoReturn
 
 from flask import Blueprint, request
 
+from app.openapi.operation import Operation
 from titopool.errors import InvalidRequest
 
 blueprint = Blueprint("refused", __name__)
@@ -33,6 +34,7 @@ REASONS = {
 @blueprint.post("/update_weights_from_tensor/")
 @blueprint.post("/release_memory_occupation/")
 @blueprint.post("/resume_memory_occupation/")
+@Operation(summary="Not served: a 400 that says what to do.", is_refused=True)
 def refuse() -> NoReturn:
     """Raises InvalidRequest with the reason."""
     name = request.path.strip("/")

@@ -10,9 +10,12 @@ from flask import Blueprint, Response
 
 from app.http.query import query_choice
 from app.http.responses import json_response
+from app.openapi.answers.control import ServerInfo, WeightInfo
+from app.openapi.operation import COMMAND_ERRORS, Operation, Query
 from app.routes.vllm_rl.statuses import never_repeated
 from app.routes.weights.workers import worker_statuses
 from app.service import current_service
+from titopool.errors import NoReadyWorker
 from titopool.wire.messages import WorkerFacts
 
 blueprint = Blueprint("server_info", __name__)
@@ -22,6 +25,17 @@ FORMATS = {"text": False, "json": True}
 
 @blueprint.get("/server_info/")
 @never_repeated
+@Operation(
+    answer=ServerInfo,
+    errors=(NoReadyWorker,),
+    query=(
+        Query(
+            "config_format",
+            {"enum": ["text", "json"], "default": "text"},
+            "Whether `vllm_config` is an object or its JSON as a string.",
+        ),
+    ),
+)
 def server_info() -> Response:
     """The settings that TRL's clients read (1.16), and no others: no environment, no paths."""
     is_json = query_choice("config_format", FORMATS, default=False)
@@ -43,6 +57,7 @@ def shown_config(facts: WorkerFacts) -> dict[str, Any]:
 
 @blueprint.get("/weight_info/")
 @never_repeated
+@Operation(answer=WeightInfo, errors=COMMAND_ERRORS)
 def weight_info() -> Response:
     """The label of the version that serves."""
     # Workers send what they know of the pool before they answer.

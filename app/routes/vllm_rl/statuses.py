@@ -21,7 +21,7 @@ from titopool.errors import TitopoolError
 
 logger = logging.getLogger(__name__)
 
-Handler = Callable[[], Response]
+Handler = Callable[..., Response]
 
 
 def never_repeated(handler: Handler) -> Handler:
@@ -43,4 +43,6 @@ def never_repeated(handler: Handler) -> Handler:
             found = TitopoolError("the front end failed on this request; its log has the reason")
         return json_response(found.to_dict(request_id()), HTTPStatus.CONFLICT)
 
+    # The route's description reads it (`app/openapi/document.py`).
+    vars(call)["is_never_repeated"] = True
     return call

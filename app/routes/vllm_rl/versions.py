@@ -4,14 +4,15 @@ The pool's version is an integer that grows with each update. vLLM's routes show
 place, which is the integer as text unless the trainer gave another one.
 """
 
-from flask import Blueprint, Response, request
+from flask import Blueprint, Response
 
 from app.http.responses import json_response
+from app.openapi.answers.control import Labelled
+from app.openapi.operation import COMMAND_ERRORS, Example, Operation
 from app.pool.command_sender import successful_results
 from app.routes.vllm_rl.statuses import never_repeated
 from app.routes.weights.workers import reachable_workers
-from app.schemas.decoding import decode_body
-from app.schemas.vllm_rl import VERSION_BODY
+from app.schemas.vllm_rl import VersionBody
 from titopool.wire.commands import SetLabel
 from titopool.wire.pool_state import next_clock
 
@@ -20,9 +21,13 @@ blueprint = Blueprint("versions", __name__)
 
 @blueprint.post("/update_weight_version/")
 @never_repeated
-def update_weight_version() -> Response:
+@Operation(
+    answer=Labelled,
+    errors=COMMAND_ERRORS,
+    examples={"label": Example("A label", {"new_version": "step-7"})},
+)
+def update_weight_version(body: VersionBody) -> Response:
     """Gives the version that serves another label; the weights stay."""
-    body = decode_body(request.get_data(), VERSION_BODY)
     set_label(body.new_version)
     return json_response({"success": True, "new_version": body.new_version})
 

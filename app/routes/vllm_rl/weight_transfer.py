@@ -13,6 +13,8 @@ from collections import Counter
 from flask import Blueprint, Response, request
 
 from app.http.responses import json_response
+from app.openapi.answers.control import Committed, Finished, Message
+from app.openapi.operation import COMMAND_ERRORS, Example, Operation
 from app.pool.command_sender import CommandSender, Result, results_of
 from app.pool.records import Worker
 from app.routes.vllm_rl.statuses import never_repeated
@@ -29,7 +31,14 @@ from app.routes.weights.workers import (
     whole_pool,
 )
 from app.schemas.decoding import convert, decode_body
-from app.schemas.vllm_rl import FINISH_BODY, INIT_ENGINE_BODY, OBJECT, InitInfo, UpdateInfo
+from app.schemas.vllm_rl import (
+    OBJECT,
+    UPDATE_WEIGHTS_BODY,
+    FinishBody,
+    InitEngineBody,
+    InitInfo,
+    UpdateInfo,
+)
 from app.schemas.weights import FOLDER_BODY
 from app.service import current_service
 from titopool.errors import Conflict, InvalidRequest, TitopoolError
@@ -52,9 +61,28 @@ NCCL_ID_BYTES = 128
 
 @blueprint.post("/init_weight_transfer_engine/")
 @never_repeated
-def init_weight_transfer_engine() -> Response:
+@Operation(
+    description="Either `master_address` with `master_port`, or `nccl_unique_id_b64`.",
+    answer=Message,
+    errors=COMMAND_ERRORS,
+    examples={
+        "gloo": Example(
+            "A trainer that listens on this host, workers on CPUs",
+            {
+                "init_info": {
+                    "master_address": "127.0.0.1",
+                    "master_port": 29500,
+                    "rank_offset": 1,
+                    "world_size": 2,
+                    "backend": "gloo",
+                }
+            },
+        )
+    },
+)
+def init_weight_transfer_engine(body: InitEngineBody) -> Response:
     """Forms the group; the trainer, rank 0, joins during the call. Replaces an earlier group."""
-    info = decode_body(request.get_data(), INIT_ENGINE_BODY).init_info
+    info = body.init_info
     commands, workers = whole_pool()
     _check_backend(info)
     nccl_id = _nccl_id(info)
@@ -127,6 +155,7 @@ def _nccl_id(info: InitInfo) -> bytes:
 
 @blueprint.post("/shutdown_weight_transfer_engine/")
 @never_repeated
+@Operation(answer=Message, errors=COMMAND_ERRORS)
 def shutdown_weight_transfer_engine() -> Response:
     """Closes the group, if there is one; a 409 during an update."""
     commands, workers = reachable_workers()
@@ -136,6 +165,7 @@ def shutdown_weight_transfer_engine() -> Response:
 
 @blueprint.post("/start_weight_update/")
 @never_repeated
+@Operation(answer=Message, errors=COMMAND_ERRORS)
 def start_weight_update() -> Response:
     """Opens an update; the body is ignored, as in vLLM."""
     commands, workers = group_workers(whole_pool)
@@ -158,6 +188,27 @@ def start_weight_update() -> Response:
 
 @blueprint.post("/update_weights/")
 @never_repeated
+@Operation(
+    description="Of `path` and `weight_dir` the body has one; with `path`, `policy` is required.",
+    body=(FOLDER_BODY, UPDATE_WEIGHTS_BODY),
+    answer=(Message, Committed),
+    errors=COMMAND_ERRORS,
+    examples={
+        "tensors": Example(
+            "Tensors",
+            {
+                "update_info": {
+                    "names": ["lm_head.weight"],
+                    "dtype_names": ["float32"],
+                    "shapes": [[2048, 64]],
+                }
+            },
+        ),
+        "folder": Example(
+            "A folder below weights_root", {"path": "/weights/step-7", "policy": "keep"}
+        ),
+    },
+)
 def update_weights() -> Response:
     """Receives tensors (`update_info`, vLLM's form), or loads a folder (titopool's form)."""
     body = decode_body(request.get_data(), OBJECT)
@@ -237,9 +288,14 @@ def _tensors_of(info: UpdateInfo) -> list[TensorInfo]:
 
 @blueprint.post("/finish_weight_update/")
 @never_repeated
-def finish_weight_update() -> Response:
+@Operation(
+    is_body_optional=True,
+    answer=Finished,
+    errors=COMMAND_ERRORS,
+    examples={"label": Example("With a label", {"weight_version": "step-7"})},
+)
+def finish_weight_update(body: FinishBody) -> Response:
     """Commits the update at all workers; parts of layers wait for the rest of their layer."""
-    body = decode_body(request.get_data() or b"{}", FINISH_BODY)
     commands, workers = group_workers(whole_pool)
     label = body.weight_version or ""
     ended = end_tensors(commands, workers, EndTensors(label=label))

@@ -6,15 +6,19 @@ Unlike in vLLM, loading a name again replaces its version, at all workers or at 
 requests keep the old version.
 """
 
-from flask import Blueprint, Response, request
+from flask import Blueprint, Response
 
 from app.http.responses import json_response
+from app.openapi.answers.control import Adapter
+from app.openapi.operation import COMMAND_ERRORS, Example, Operation
 from app.pool.command_sender import Result, results_of, successful_results
 from app.routes.weights.workers import all_workers, reachable_workers
-from app.schemas.decoding import decode_body
-from app.schemas.weights import LOAD_ADAPTER_BODY, UNLOAD_ADAPTER_BODY
+from app.schemas.weights import (
+    LoadAdapterBody,
+    UnloadAdapterBody,
+)
 from app.service import current_service
-from titopool.errors import InvalidRequest
+from titopool.errors import InvalidRequest, ModelNotFound
 from titopool.wire.commands import DropAdapter, GetStatus, LoadAdapter, SwitchAdapter, UnloadAdapter
 from titopool.wire.pool_state import next_clock
 
@@ -23,9 +27,18 @@ blueprint = Blueprint("adapters", __name__)
 
 @blueprint.post("/load_lora_adapter/")
 @blueprint.post("/v1/load_lora_adapter/")
-def load_adapter() -> Response:
+@Operation(
+    answer=Adapter,
+    errors=COMMAND_ERRORS,
+    examples={
+        "folder": Example(
+            "A folder below weights_root",
+            {"lora_name": "math", "lora_path": "/weights/math-1"},
+        )
+    },
+)
+def load_adapter(body: LoadAdapterBody) -> Response:
     """Loads an adapter, or a new version of an adapter, from a folder."""
-    body = decode_body(request.get_data(), LOAD_ADAPTER_BODY)
     service = current_service()
     facts = service.link.facts
     if not facts.max_loras:
@@ -58,9 +71,13 @@ def load_adapter() -> Response:
 
 @blueprint.post("/unload_lora_adapter/")
 @blueprint.post("/v1/unload_lora_adapter/")
-def unload_adapter() -> Response:
+@Operation(
+    answer=Adapter,
+    errors=(*COMMAND_ERRORS, ModelNotFound),
+    examples={"name": Example("An adapter", {"lora_name": "math"})},
+)
+def unload_adapter(body: UnloadAdapterBody) -> Response:
     """Unloads an adapter; requests that still run finish with it."""
-    body = decode_body(request.get_data(), UNLOAD_ADAPTER_BODY)
     commands, workers = reachable_workers()
     action = UnloadAdapter(body.lora_name, next_clock(commands.pool_state.adapters.clock))
     outcomes = commands.gather_outcomes(workers, action)

@@ -4,6 +4,8 @@ from flask import Blueprint, Response, request
 
 from app.http.query import query_choice, query_flag
 from app.http.responses import json_response
+from app.openapi.answers.control import Paused, PauseState, Resumed
+from app.openapi.operation import BOOLEAN, COMMAND_ERRORS, Example, Operation, Query
 from app.pool.command_sender import results_of, successful_results
 from app.routes.weights.workers import reachable_workers, step_timeout_s, worker_statuses
 from app.schemas.decoding import decode_body
@@ -20,6 +22,22 @@ VLLM_MODES: dict[str, PauseMode] = {"abort": "abort", "wait": "drain", "keep": "
 
 
 @blueprint.post("/pause/")
+@Operation(
+    description="Without a body, or with a query, it is vLLM's form.",
+    body=PAUSE_BODY,
+    is_body_optional=True,
+    answer=Paused,
+    errors=COMMAND_ERRORS,
+    query=(
+        Query(
+            "mode",
+            {"enum": ["abort", "wait", "keep"], "default": "abort"},
+            "vLLM's pause mode; `wait` is `drain`.",
+        ),
+        Query("clear_cache", BOOLEAN, "Without effect: each commit empties the caches."),
+    ),
+    examples={"minute": Example("For a minute at most", {"mode": "keep", "lease_s": 60.0})},
+)
 def pause() -> Response:
     """Stops generation at every worker for a lease; a second call renews the lease.
 
@@ -63,6 +81,7 @@ def _pause(mode: PauseMode, lease_s: float, *, is_renewed: bool) -> None:
 
 
 @blueprint.post("/resume/")
+@Operation(answer=Resumed, errors=COMMAND_ERRORS)
 def resume() -> Response:
     """Ends a pause."""
     commands, workers = reachable_workers()
@@ -73,6 +92,7 @@ def resume() -> Response:
 
 
 @blueprint.get("/is_paused/")
+@Operation(answer=PauseState, errors=COMMAND_ERRORS)
 def is_paused() -> Response:
     """Whether a client has paused any worker, and the seconds until the last lease expires."""
     left_s = lease_left_s()

@@ -2,13 +2,14 @@
 
 import uuid
 
-from flask import Blueprint, Response, request
+from flask import Blueprint, Response
 
 from app.http.responses import json_response
+from app.openapi.answers.control import Accepted, Weights
+from app.openapi.operation import COMMAND_ERRORS, Operation
 from app.pool.command_sender import successful_results
 from app.routes.weights.workers import reachable_workers, worker_statuses
-from app.schemas.decoding import decode_body
-from app.schemas.weights import ACCEPT_BODY
+from app.schemas.weights import AcceptBody
 from app.service import current_service
 from titopool.errors import Conflict
 from titopool.wire.commands import AcceptInitialWeights, GetStatus
@@ -18,6 +19,7 @@ blueprint = Blueprint("status", __name__)
 
 
 @blueprint.get("/weights/")
+@Operation(answer=Weights, errors=COMMAND_ERRORS)
 def status() -> Response:
     """Each worker's state; for a worker that does not answer, its phase."""
     statuses = {one.endpoint: one.result for one in worker_statuses() if one.result}
@@ -35,9 +37,9 @@ def status() -> Response:
 
 
 @blueprint.post("/weights/accept/")
-def accept() -> Response:
+@Operation(is_body_optional=True, answer=Accepted, errors=COMMAND_ERRORS)
+def accept(body: AcceptBody) -> Response:
     """Lets the pool continue with the initial weights when all workers lost the last update."""
-    decode_body(request.get_data() or b"{}", ACCEPT_BODY)
     commands, workers = reachable_workers()
     for one in commands.gather_outcomes(workers, GetStatus()):
         if one.result and not one.result["waits_for_weights"]:

@@ -8,9 +8,11 @@ once every worker has accepted it. An update ends at `/reset_prefix_cache/`
 import re
 import uuid
 
-from flask import Blueprint, Response, request
+from flask import Blueprint, Response
 
 from app.http.responses import json_response
+from app.openapi.answers.control import Message
+from app.openapi.operation import COMMAND_ERRORS, Example, Operation
 from app.pool.command_sender import Result, successful_results
 from app.routes.weights.trl_relay import is_of_this_host, start_relay
 from app.routes.weights.workers import (
@@ -21,8 +23,7 @@ from app.routes.weights.workers import (
     reachable_workers,
     step_timeout_s,
 )
-from app.schemas.decoding import decode_body
-from app.schemas.weights import TRL_INIT_BODY, TRL_TENSOR_BODY
+from app.schemas.weights import TrlInitBody, TrlTensorBody
 from app.service import current_service
 from titopool.errors import InvalidRequest, TitopoolError
 from titopool.wire.commands import (
@@ -39,9 +40,15 @@ WILDCARDS = ("0.0.0.0", "::")
 
 
 @blueprint.post("/init_communicator/")
-def init_communicator() -> Response:
+@Operation(
+    answer=Message,
+    errors=COMMAND_ERRORS,
+    examples={
+        "client": Example("TRL's client", {"host": "127.0.0.1", "port": 51216, "world_size": 2})
+    },
+)
+def init_communicator(body: TrlInitBody) -> Response:
     """Forms the group; its ranks are those of the workers in order, and the client is last."""
-    body = decode_body(request.get_data(), TRL_INIT_BODY)
     commands, workers = all_workers()
     num_ranks = check_world_size(body.world_size, workers)
     session = f"trl-{uuid.uuid4().hex[:12]}"
@@ -89,9 +96,18 @@ def host_of(endpoint: str) -> str:
 
 
 @blueprint.post("/update_named_param/")
-def update_named_param() -> Response:
+@Operation(
+    answer=Message,
+    errors=COMMAND_ERRORS,
+    examples={
+        "tensor": Example(
+            "A tensor",
+            {"name": "lm_head.weight", "dtype": "torch.float32", "shape": [2048, 64]},
+        )
+    },
+)
+def update_named_param(body: TrlTensorBody) -> Response:
     """Announces the tensor that the client sends after the response."""
-    body = decode_body(request.get_data(), TRL_TENSOR_BODY)
     commands, workers = group_workers(all_workers)
     update_id = uuid.uuid4().hex
     tensor = TensorInfo(body.name, body.dtype.removeprefix("torch."), body.shape)
@@ -115,6 +131,7 @@ def update_named_param() -> Response:
 
 
 @blueprint.post("/close_communicator/")
+@Operation(answer=Message, errors=COMMAND_ERRORS)
 def close_communicator() -> Response:
     """Closes the communicator, if TRL's client has one."""
     commands, workers = reachable_workers()

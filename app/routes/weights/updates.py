@@ -8,9 +8,11 @@ that the update reached in place: they restart.
 
 import uuid
 
-from flask import Blueprint, Response, request
+from flask import Blueprint, Response
 
 from app.http.responses import json_response
+from app.openapi.answers.control import Aborted, Begun, Closed, Committed, Joined
+from app.openapi.operation import COMMAND_ERRORS, Example, Operation
 from app.pool.command_sender import Result, successful_results
 from app.routes.weights.commit import commit_update
 from app.routes.weights.workers import (
@@ -21,15 +23,13 @@ from app.routes.weights.workers import (
     restarting_workers,
     step_timeout_s,
 )
-from app.schemas.decoding import decode_body
 from app.schemas.weights import (
-    ABORT_BODY,
-    BEGIN_BODY,
-    CLOSE_BODY,
-    COMMIT_BODY,
-    INIT_BODY,
+    AbortBody,
     BeginBody,
+    CloseBody,
+    CommitBody,
     FolderBody,
+    InitBody,
 )
 from titopool.errors import Conflict, InvalidRequest
 from titopool.wire.commands import (
@@ -45,13 +45,31 @@ from titopool.wire.pool_state import PauseMode
 
 blueprint = Blueprint("updates", __name__)
 
+# Of examples.
+UPDATE = "5f0c4c2e9a3b4f5e8d7c6b5a49382716"
+
 BEGIN_FAILED = "another worker failed to begin the update"
 
 
 @blueprint.post("/weights/init/")
-def init() -> Response:
+@Operation(
+    answer=Joined,
+    errors=COMMAND_ERRORS,
+    examples={
+        "gloo": Example(
+            "A trainer that listens on this host",
+            {
+                "session": "trainer-1",
+                "backend": "gloo",
+                "host": "127.0.0.1",
+                "port": 29500,
+                "world_size": 2,
+            },
+        )
+    },
+)
+def init(body: InitBody) -> Response:
     """Forms the communicator; the trainer joins during the call, as rank 0."""
-    body = decode_body(request.get_data(), INIT_BODY)
     commands, workers = all_workers()
     size = check_world_size(body.world_size, workers)
 
@@ -69,9 +87,24 @@ def init() -> Response:
 
 
 @blueprint.post("/weights/begin/")
-def begin() -> Response:
+@Operation(
+    answer=Begun,
+    errors=COMMAND_ERRORS,
+    examples={
+        "partial": Example(
+            "Some of the model's tensors",
+            {
+                "session": "trainer-1",
+                "partial": True,
+                "names": ["lm_head.weight"],
+                "dtypes": ["float32"],
+                "shapes": [[2048, 64]],
+            },
+        )
+    },
+)
+def begin(body: BeginBody) -> Response:
     """Announces the tensors of an update; the trainer sends them after the response."""
-    body = decode_body(request.get_data(), BEGIN_BODY)
     tensors = tensors_of(body)
     commands, workers = group_workers(all_workers, is_begin=True)
     update_id = uuid.uuid4().hex
@@ -110,9 +143,15 @@ def tensors_of(body: BeginBody) -> list[TensorInfo]:
 
 
 @blueprint.post("/weights/commit/")
-def commit() -> Response:
+@Operation(
+    answer=Committed,
+    errors=COMMAND_ERRORS,
+    examples={
+        "keep": Example("Requests go on with the new weights", {"update": UPDATE, "policy": "keep"})
+    },
+)
+def commit(body: CommitBody) -> Response:
     """Waits until all tensors are received, and loads them into every worker's model."""
-    body = decode_body(request.get_data(), COMMIT_BODY)
     commands, workers = group_workers(all_workers)
     checksum = body.checksum if isinstance(body.checksum, str) else None
     action = PrepareUpdate(body.update, body.policy, bool(body.checksum), checksum)
@@ -125,9 +164,13 @@ def commit() -> Response:
 
 
 @blueprint.post("/weights/abort/")
-def abort() -> Response:
+@Operation(
+    answer=Aborted,
+    errors=COMMAND_ERRORS,
+    examples={"one": Example("An update", {"update": UPDATE, "reason": "a loss of NaN"})},
+)
+def abort(body: AbortBody) -> Response:
     """Aborts an update and closes the communicator."""
-    body = decode_body(request.get_data(), ABORT_BODY)
     commands, workers = reachable_workers()
     outcomes = commands.gather_outcomes(workers, AbortUpdate(body.update, body.reason))
     applied_at = [one.endpoint for one in outcomes if one.result and one.result["is_applied"]]
@@ -142,9 +185,13 @@ def abort() -> Response:
 
 
 @blueprint.post("/weights/close/")
-def close() -> Response:
+@Operation(
+    answer=Closed,
+    errors=COMMAND_ERRORS,
+    examples={"one": Example("A group", {"session": "trainer-1"})},
+)
+def close(body: CloseBody) -> Response:
     """Closes the communicator."""
-    body = decode_body(request.get_data(), CLOSE_BODY)
     commands, workers = reachable_workers()
     successful_results(commands.gather_outcomes(workers, LeaveGroup(body.session)))
     return json_response({"session": body.session})

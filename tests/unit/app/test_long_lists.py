@@ -21,6 +21,7 @@ ROWS = [ROW] * 100
 FLAT = ROW * 100
 MESSAGES = [{"role": "user", "content": "x" * 30}] * 20_000
 PARTS = [{"type": "text", "text": "a,[b]"}] * 40_000
+BEGIN_BODY = msgspec.json.Decoder(weights.BeginBody)
 NAMES = {"session": "a", "dtypes": ["int8"], "shapes": [[1]], "names": ["a"]}
 # Name: decoder, body. All are longer than `decoding.LONG_BYTES`.
 BODIES: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -50,7 +51,7 @@ BODIES: dict[str, tuple[Any, dict[str, Any]]] = {
     "escapes": (sglang.GENERATE_BODY, {"prompts": ['","', "\\", '\\"', "", "\n\u20ac]"] * 60_000}),
     "long texts": (sglang.GENERATE_BODY, {"prompts": ['a, b"' * 50_000] * 9}),
     "texts, then others": (sglang.GENERATE_BODY, {"prompts": ["a,"] * 50_000 + ROWS + ["b"]}),
-    "names": (weights.BEGIN_BODY, NAMES | {"names": ["a.b"] * 260_000}),
+    "names": (BEGIN_BODY, NAMES | {"names": ["a.b"] * 260_000}),
     "conversations": (generation.CHAT_BODY, {"messages": [MESSAGES[:1]] * 20_000}),
     "messages": (openai.CHAT_COMPLETIONS_BODY, {"messages": MESSAGES, "n": 3}),
     "parts": (openai.CHAT_COMPLETIONS_BODY, {"messages": [{"role": "user", "content": PARTS}]}),
@@ -81,9 +82,9 @@ BODIES: dict[str, tuple[Any, dict[str, Any]]] = {
     "bad: prompt": (sglang.GENERATE_BODY, {"prompts": [*ROWS, 3]}),
     "bad: object": (sglang.GENERATE_BODY, {"prompts": [*ROWS, {"prompt_ids": []}]}),
     "bad: first": (sglang.GENERATE_BODY, {"prompts": [True, *ROWS]}),
-    "bad: too many names": (weights.BEGIN_BODY, NAMES | {"names": ["a.b"] * 270_000}),
-    "bad: too many shapes": (weights.BEGIN_BODY, NAMES | {"shapes": [[1, 2]] * 270_000}),
-    "bad: name": (weights.BEGIN_BODY, NAMES | {"names": ["a.b"] * 250_000 + ["a" * 1025]}),
+    "bad: too many names": (BEGIN_BODY, NAMES | {"names": ["a.b"] * 270_000}),
+    "bad: too many shapes": (BEGIN_BODY, NAMES | {"shapes": [[1, 2]] * 270_000}),
+    "bad: name": (BEGIN_BODY, NAMES | {"names": ["a.b"] * 250_000 + ["a" * 1025]}),
     "bad: after texts": (sglang.GENERATE_BODY, {"prompts": ["a,"] * 300_000 + [3]}),
     "bad: text": (sglang.GENERATE_BODY, {"prompts": ["a,"] * 300_000 + [{"prompt": 3}, "b"]}),
     "bad: field": (sglang.GENERATE_BODY, {"prompts": ROWS, "max_token": 3}),
@@ -96,7 +97,7 @@ BODIES: dict[str, tuple[Any, dict[str, Any]]] = {
         generation.MISMATCH_BODY,
         {"request_id": "a", "logprobs": [[1], [*FLAT, "1"]]},
     ),
-    "bad: one shape": (weights.BEGIN_BODY, NAMES | {"shapes": [[1], FLAT]}),
+    "bad: one shape": (BEGIN_BODY, NAMES | {"shapes": [[1], FLAT]}),
     "bad: no object": (sglang.GENERATE_BODY, {"prompts": ROWS, "mm_processor_kwargs": 1}),
 }
 

@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import openai
 import pytest
 from flask.testing import FlaskClient
@@ -26,7 +27,7 @@ from app.schemas.unused_fields import (
     UNUSED_SAMPLING,
     Unused,
 )
-from app.schemas.weights import LOAD_ADAPTER_BODY
+from app.schemas.weights import LoadAdapterBody
 from titopool.errors import InvalidRequest
 from titopool.settings.config import ServerConfig
 from titopool.wire.messages import Completion
@@ -145,11 +146,12 @@ def test_tokenize_takes_null_and_what_asks_for_nothing():
 
 
 def test_an_adapter_may_say_that_it_has_no_3d_weights():
+    decoder = msgspec.json.Decoder(LoadAdapterBody)
     body = {"lora_name": "a", "lora_path": "/a", "is_3d_lora_weight": False, "load_inplace": False}
-    assert decode_body(json.dumps(body).encode(), LOAD_ADAPTER_BODY).lora_name == "a"
+    assert decode_body(json.dumps(body).encode(), decoder).lora_name == "a"
     body["is_3d_lora_weight"] = True
     with pytest.raises(InvalidRequest, match="is_3d_lora_weight"):
-        decode_body(json.dumps(body).encode(), LOAD_ADAPTER_BODY)
+        decode_body(json.dumps(body).encode(), decoder)
 
 
 @pytest.mark.parametrize("prompt", [[1, 2], [[1], [2, 3]]])

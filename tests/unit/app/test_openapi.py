@@ -14,15 +14,14 @@ from openapi_spec_validator import validate
 from app import create_app
 from app.http.auth import ADMIN_BLUEPRINTS, OPEN_ENDPOINTS
 from app.openapi import bodies
-from app.openapi.document import SCHEMES, Route, methods_of, path_of, routes_of
-from app.openapi.operations import OPERATIONS, TAGS
+from app.openapi.document import SCHEMES, TAGS, Route, methods_of, path_of, routes_of
 from app.schemas.decoding import Decoder
 from harness.api_schemas import document, operations
 from harness.servers import REPOSITORY
 from titopool.errors import ERRORS_BY_CODE
 from titopool.settings.config import ServerConfig
 
-HOW = "add an entry to app/openapi/operations/ (CONTRIBUTING.md, `a route`)"
+HOW = "decorate the handler with an Operation (CONTRIBUTING.md, `a route`)"
 HTTP_PAGE = (REPOSITORY / "docs" / "http.md").read_text()
 JSON = "application/json"
 
@@ -43,8 +42,20 @@ def test_every_route_has_an_operation(application: Flask):
         for rule in application.url_map.iter_rules()
         for method in methods_of(rule)
     }
-    assert {(one.method, one.path) for one in operations()} == served, HOW
-    assert OPERATIONS.keys() == {rule.endpoint for rule in application.url_map.iter_rules()}, HOW
+    assert {(one.method, one.path) for one in operations()} == served
+
+
+def test_every_handler_has_an_operation_and_every_blueprint_a_tag(application: Flask):
+    without = [
+        name
+        for name, handler in application.view_functions.items()
+        if "operation" not in vars(handler)
+    ]
+    assert not without, HOW
+    blueprints = [name for tag in TAGS.values() for name in tag.blueprints]
+    assert len(blueprints) == len(set(blueprints))
+    # A blueprint within another one has its tag.
+    assert {name.partition(".")[0] for name in application.blueprints} == set(blueprints)
 
 
 def test_the_document_is_valid():
@@ -77,10 +88,15 @@ def test_keys_are_those_that_the_server_asks_for(routes: list[Route]):
     assert SCHEMES.keys() == {"key", "adminKey"}
 
 
-def test_a_body_is_described_by_the_decoder_that_its_handler_uses(application: Flask):
-    """A handler's module, or one that it imports the handling from, has the decoder."""
-    for endpoint, operation in OPERATIONS.items():
+def test_a_body_is_described_by_the_decoder_that_its_handler_uses(
+    routes: list[Route], application: Flask
+):
+    """A handler's module, or one that it imports the handling from, has the decoder, if the handler
+    has no parameter `body`."""
+    for _, _, endpoint, operation in routes:
         handler = inspect.unwrap(application.view_functions[endpoint])
+        if "body" in inspect.get_annotations(handler):
+            continue
         known = [one for module in modules_of(handler) for one in vars(module).values()]
         for decoder in operation.decoders:
             # /update_weights converts a part of its body.
@@ -103,11 +119,13 @@ def parts_of(decoder: Decoder[Any]) -> list[Any]:
     return list(getattr(struct, "__annotations__", {}).values())
 
 
-def test_handlers_whose_errors_no_client_repeats_are_marked(application: Flask):
-    for endpoint, operation in OPERATIONS.items():
+def test_handlers_whose_errors_no_client_repeats_are_marked(
+    routes: list[Route], application: Flask
+):
+    for _, _, endpoint, operation in routes:
         handler = application.view_functions[endpoint]
         is_wrapped = "never_repeated" in handler.__code__.co_qualname
-        assert (operation.never_repeated == "yes") == is_wrapped, endpoint
+        assert operation.is_never_repeated == is_wrapped, endpoint
 
 
 def test_every_error_of_the_server_is_in_the_document():
