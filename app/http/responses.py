@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+import msgspec
 import orjson
 from flask import Flask, Response, g
 
@@ -44,6 +45,11 @@ def logprobs_mode() -> str:
 def json_response(body: dict[str, Any], status: int = 200) -> Response:
     """A JSON response for a short body."""
     return Response(json_line(body), status=status, mimetype="application/json")
+
+
+def struct_response(body: msgspec.Struct, status: int = 200) -> Response:
+    """As `json_response`, of a struct."""
+    return Response(msgspec.json.encode(body) + b"\n", status=status, mimetype="application/json")
 
 
 def json_line(body: Any) -> bytes:

@@ -4,11 +4,12 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import msgspec
 from flask import request
 
+from app.http.responses import struct_response
 from app.schemas.decoding import Decoder, decode_body
 from titopool.errors import (
     AnswerTooLarge,
@@ -71,7 +72,7 @@ class Example(NamedTuple):
     body: Any = None
 
 
-Handler = TypeVar("Handler", bound=Callable[..., Any])
+Handler = Callable[..., Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,11 +81,12 @@ class Operation:
 
     The first line of the handler's docstring is the summary, and what follows, up to `Args`, `Returns`
     or `Raises`, begins the description. A handler with the parameter `body` gets the body, decoded to
-    the parameter's type. Others decode it when they are admitted (`Service.admit`), or have several
-    forms of it.
+    the parameter's type; others decode it when they are admitted (`Service.admit`), or have several
+    forms of it. A struct that a handler returns is the answer, encoded.
     """
 
-    # The type of the answer, or a tuple of several; None: the answer has no body.
+    # The type of the answer, or a tuple of several; None: the type that the handler returns, if that is
+    # a struct, or the answer has no body.
     answer: Any = None
     # The decoder that the handler uses, or several for different forms; None: that of the type of the
     # handler's parameter `body`, or a body is ignored.
@@ -120,20 +122,26 @@ class Operation:
     examples: Mapping[str, Example] = field(default_factory=dict)
 
     def __call__(self, handler: Handler) -> Handler:
-        """`handler` with this description; if it has a parameter `body`, with the decoded body."""
-        body_type = inspect.get_annotations(handler).get("body")
-        if body_type is None:
-            vars(handler)["operation"] = self
-            return handler
-        decoder = msgspec.json.Decoder(body_type)
-        missing = b"{}" if self.is_body_optional else b""
+        """`handler` with this description, and with its body decoded and its answer encoded."""
+        types = inspect.get_annotations(handler)
+        decoder = msgspec.json.Decoder(types["body"]) if "body" in types else None
+        answer = types["return"]
+        is_encoded = inspect.isclass(answer) and issubclass(answer, msgspec.Struct)
+        described = handler
+        if decoder or is_encoded:
+            missing = b"{}" if self.is_body_optional else b""
 
-        @functools.wraps(handler)
-        def call(**parts: str) -> Any:
-            return handler(body=decode_body(request.get_data() or missing, decoder), **parts)
+            @functools.wraps(handler)
+            def described(**parts: Any) -> Any:
+                if decoder:
+                    parts["body"] = decode_body(request.get_data() or missing, decoder)
+                found = handler(**parts)
+                return struct_response(found, self.status) if is_encoded else found
 
-        vars(call)["operation"] = replace(self, body=decoder)
-        return call  # type: ignore[return-value]
+        vars(described)["operation"] = replace(
+            self, body=decoder or self.body, answer=answer if is_encoded else self.answer
+        )
+        return described
 
     @property
     def decoders(self) -> tuple[Decoder[Any], ...]:

@@ -31,7 +31,7 @@ class Discovery:
         self._resolved: dict[str, frozenset[str]] = {}
         # Lines of files that are no endpoints, by file; each is logged once.
         self._refused: set[tuple[str, str]] = set()
-        self._read_files()
+        self.read_files()
         self._closing = Event()
 
     @property
@@ -49,7 +49,7 @@ class Discovery:
 
     def _run(self) -> None:
         while not self._closing.is_set():
-            in_files = self._read_files()
+            in_files = self.read_files()
             named = [one for one in in_files if is_named(one)]
             for endpoint in (*self._named, *named):
                 try:
@@ -61,7 +61,7 @@ class Discovery:
                 del self._resolved[endpoint]
             self._closing.wait(LOOK_UP_EVERY_S)
 
-    def _read_files(self) -> list[str]:
+    def read_files(self) -> list[str]:
         """Reads all files; returns their endpoints."""
         found = []
         for file in self._files:

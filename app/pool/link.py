@@ -251,6 +251,11 @@ class Link:
         has_choice = self._pool.policy.needs_prefixes and len(self._pool.workers) > 1
         return has_choice and self.facts.num_cache_tokens > 0
 
+    def look_up_workers(self) -> None:
+        """Knows the workers that files name now: another front end may have been seen with them."""
+        self._discovery.read_files()
+        self._follow_discovery(time.monotonic())
+
     def wait_for_heartbeats(self) -> None:
         """Returns once every worker has sent a heartbeat, or has had the time to send one."""
         self._has_heartbeats.wait(FIRST_HEARTBEATS_S)

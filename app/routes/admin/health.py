@@ -3,6 +3,7 @@
 import os
 
 from flask import Blueprint, Response
+from msgspec import UNSET
 
 from app.http.auth import sees_details
 from app.http.query import query_flag
@@ -17,22 +18,22 @@ blueprint = Blueprint("health", __name__)
 
 
 @blueprint.get("/health/")
-@Operation(answer=Health, errors=(NoReadyWorker, WeightsLost))
-def health() -> Response:
+@Operation(errors=(NoReadyWorker, WeightsLost))
+def health() -> Health:
     """200 once generation is possible, 503 before (TRL's client polls it) and while the server ends."""
     service = current_service()
     if service.is_draining:
         raise server_stopping()
     service.link.check_ready()
-    return json_response({"status": "ok"})
+    return Health(status="ok")
 
 
 @blueprint.get("/liveness/")
 @blueprint.get("/live/")
-@Operation(answer=Live)
-def live() -> Response:
+@Operation()
+def live() -> Live:
     """200 whenever this process answers; the process id is for clients with a key, if one is set."""
-    return json_response({"status": "ok"} | ({"pid": os.getpid()} if sees_details() else {}))
+    return Live(status="ok", pid=os.getpid() if sees_details() else UNSET)
 
 
 @blueprint.get("/ready/")
@@ -47,6 +48,7 @@ def ready() -> Response:
     set.
     """
     service = current_service()
+    service.link.look_up_workers()
     service.link.wait_for_heartbeats()
     views = service.link.workers
     workers = [
@@ -76,11 +78,10 @@ def ready() -> Response:
 @blueprint.get("/get_world_size/")
 @Operation(
     summary="The number of ranks of all workers.",
-    answer=WorldSize,
     errors=(NoReadyWorker,),
     query=(Query("include_dp", {**BOOLEAN, "default": True}, "false: of one worker"),),
 )
-def get_world_size() -> Response:
+def get_world_size() -> WorldSize:
     """`{"world_size": …}`: tensor-parallel times pipeline-parallel size, summed over all workers.
 
     With `include_dp=false` in the query it is that of one worker, as in vLLM's server.
@@ -96,4 +97,4 @@ def get_world_size() -> Response:
         else 1
     )
     world_size = link.facts.world_size * num_counted
-    return json_response({"world_size": world_size})
+    return WorldSize(world_size=world_size)

@@ -4,11 +4,10 @@
 """
 
 import gevent
-from flask import Blueprint, Response
+from flask import Blueprint
 from gevent.lock import BoundedSemaphore
 
-from app.http.responses import json_response
-from app.openapi.answers.control import Connections, Drained, Scaled
+from app.openapi.answers.control import ConnectionFault, Connections, Drained, Scaled
 from app.openapi.operation import Example, Operation
 from app.pool.peers.connections import find_connection_faults
 from app.schemas.workers import ScaleBody
@@ -30,12 +29,11 @@ _trying = BoundedSemaphore(1)
 
 @blueprint.post("/workers/<name>/drain/")
 @Operation(
-    answer=Drained,
     status=202,
     errors=(WorkerNotFound, Conflict),
     path_parts={"name": "a worker, as `/ready` names it"},
 )
-def drain(name: str) -> Response:
+def drain(name: str) -> Drained:
     """The worker `name` finishes its jobs and ends; this server does not start it again.
 
     Jobs that are in flight after `drain_timeout_s` run again at other workers. A worker that
@@ -60,7 +58,7 @@ def drain(name: str) -> Response:
                 "ask /ready, and try again"
             )
         gevent.sleep(POLL_S)
-    return json_response({"worker": name, "phase": phase}, 202)
+    return Drained(worker=name, phase=phase)
 
 
 def _phase_of(name: str) -> str:
@@ -72,12 +70,11 @@ def _phase_of(name: str) -> str:
 
 @blueprint.post("/workers/scale/")
 @Operation(
-    answer=Scaled,
     status=202,
     errors=(Conflict,),
     examples={"two": Example("Two workers", {"num_workers": 2})},
 )
-def scale(body: ScaleBody) -> Response:
+def scale(body: ScaleBody) -> Scaled:
     """`{"num_workers": N}`: workers start, or drain and end, until there are N.
 
     Raises:
@@ -106,12 +103,12 @@ def scale(body: ScaleBody) -> Response:
             "server's disk, and send the call again"
         ) from error
     num_now = len(current_service().link.workers)
-    return json_response({"num_workers": body.num_workers, "num_before": num_now}, 202)
+    return Scaled(num_workers=body.num_workers, num_before=num_now)
 
 
 @blueprint.post("/workers/connections/")
-@Operation(answer=Connections, errors=(Conflict,))
-def connections() -> Response:
+@Operation(errors=(Conflict,))
+def connections() -> Connections:
     """Every worker tries to connect to the address of every other one.
 
     Takes up to 30 s where connections get no answer. `faults` has the pairs that cannot connect, and,
@@ -131,4 +128,6 @@ def connections() -> Response:
         num_tried, faults = find_connection_faults(link.commands, link.workers)
     finally:
         _trying.release()
-    return json_response({"num_tried": num_tried, "faults": [one._asdict() for one in faults]})
+    return Connections(
+        num_tried=num_tried, faults=[ConnectionFault(**one._asdict()) for one in faults]
+    )

@@ -25,27 +25,21 @@ blueprint = Blueprint("tokenize", __name__)
 @Operation(
     description="The body has either `prompt` or `messages`.",
     body=TOKENIZE_BODY,
-    answer=TokenizeAnswer,
     errors=(*MODEL_ERRORS, PromptTooLong, DeadlinePassed),
     examples={
         "text": Example("A text", {"prompt": "Hello, world", "return_token_strs": True}),
         "messages": Example("Messages", {"messages": QUESTION}),
     },
 )
-def tokenize() -> Response:
+def tokenize() -> TokenizeAnswer:
     """The token ids that a generating route would make of a text or of messages."""
     with current_service().admit(TOKENIZE_BODY) as (admission, body):
         ids = _encode_body(admission, body)
         strings = None
         if body.return_token_strs:
             strings = admission.use_tokenizer(_token_strings, ids, size=len(ids))
-    return json_response(
-        {
-            "count": len(ids),
-            "max_model_len": admission.facts.max_model_len,
-            "tokens": ids,
-            "token_strs": strings,
-        }
+    return TokenizeAnswer(
+        count=len(ids), max_model_len=admission.facts.max_model_len, tokens=ids, token_strs=strings
     )
 
 

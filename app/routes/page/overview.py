@@ -22,6 +22,7 @@ blueprint = Blueprint("overview", __name__)
 def workers() -> Response:
     """The workers in the order of their endpoints; 200 also while none is ready."""
     service = current_service()
+    service.link.look_up_workers()
     service.link.wait_for_heartbeats()
     ends = read_ends(service.config.run_dir)
     listed = [describe(service, view, ends) for view in service.link.workers]

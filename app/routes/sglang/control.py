@@ -2,7 +2,6 @@
 
 from flask import Blueprint, Response
 
-from app.http.responses import json_response
 from app.openapi.answers.control import AbortedRequests, SGLangPaused, SGLangResumed, Success
 from app.openapi.operation import COMMAND_ERRORS, Example, Operation
 from app.routes.vllm_rl.aborts import abort
@@ -24,28 +23,26 @@ SGLANG_MODES: dict[str, PauseMode] = {"abort": "abort", "retract": "keep", "in_p
 @blueprint.post("/pause_generation/")
 @Operation(
     is_body_optional=True,
-    answer=SGLangPaused,
     errors=COMMAND_ERRORS,
     examples={"in_place": Example("Requests go on later", {"mode": "in_place"})},
 )
-def pause_generation(body: PauseGenerationBody) -> Response:
+def pause_generation(body: PauseGenerationBody) -> SGLangPaused:
     """Stops generation at every worker until `/continue_generation`, or for a lease at most."""
     lease_s = pauses.pause_until_step(SGLANG_MODES[body.mode])
     message = "Generation paused successfully."
-    return json_response({"message": message, "status": "ok", "lease_s": lease_s})
+    return SGLangPaused(message=message, status="ok", lease_s=lease_s)
 
 
 @blueprint.post("/continue_generation/")
 @Operation(
     is_body_optional=True,
-    answer=SGLangResumed,
     errors=COMMAND_ERRORS,
     examples={"plain": Example("No options", {})},
 )
-def continue_generation(body: ContinueGenerationBody) -> Response:
+def continue_generation(body: ContinueGenerationBody) -> SGLangResumed:
     """Ends a pause."""
     pauses.resume()
-    return json_response({"message": "Generation continued successfully.", "status": "ok"})
+    return SGLangResumed(message="Generation continued successfully.", status="ok")
 
 
 @blueprint.route("/flush_cache/", methods=["GET", "POST"])
@@ -58,11 +55,10 @@ def flush_cache() -> Response:
 @blueprint.post("/abort_request/")
 @Operation(
     description="The body has either `rid` or `abort_all`.",
-    answer=AbortedRequests,
     errors=COMMAND_ERRORS,
     examples={"one": Example("One request", {"rid": "rollout-17"})},
 )
-def abort_request(body: AbortBody) -> Response:
+def abort_request(body: AbortBody) -> AbortedRequests:
     """Ends the requests with this id, or all, with the tokens that they have."""
     num_aborted = abort(None if body.rid is None else [body.rid])
-    return json_response({"status": "aborted", "aborted": num_aborted})
+    return AbortedRequests(status="aborted", aborted=num_aborted)

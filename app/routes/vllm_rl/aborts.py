@@ -1,9 +1,8 @@
 """Ends requests with the tokens that they have: `POST /abort_requests`."""
 
-from flask import Blueprint, Response
+from flask import Blueprint
 
 from app.http.auth import current_key, sees_all_requests
-from app.http.responses import json_response
 from app.openapi.answers.control import AbortedRequests
 from app.openapi.operation import COMMAND_ERRORS, Example, Operation
 from app.pool.command_sender import successful_results
@@ -22,18 +21,17 @@ PREFIXES = ("chatcmpl-", "cmpl-", "generate-tokens-")
 @blueprint.post("/abort_requests/")
 @never_repeated
 @Operation(
-    answer=AbortedRequests,
     errors=COMMAND_ERRORS,
     examples={"one": Example("One request", {"request_ids": ["rollout-17"]})},
 )
-def abort_requests(body: AbortRequestsBody) -> Response:
+def abort_requests(body: AbortRequestsBody) -> AbortedRequests:
     """Ends the requests with these ids; without ids, all requests.
 
     An id is the header X-Request-Id of the request, or the id that OpenAI's routes answer with.
     Workers also end prompts that wait in the queue of any front end.
     """
     # As in vLLM, no id means all requests.
-    return json_response({"status": "aborted", "aborted": abort(body.request_ids or None)})
+    return AbortedRequests(status="aborted", aborted=abort(body.request_ids or None))
 
 
 def abort(request_ids: list[str] | None) -> int:

@@ -21,14 +21,13 @@ blueprint = Blueprint("caches", __name__)
 @blueprint.post("/reset_prefix_cache/")
 @never_repeated
 @Operation(
-    answer=Success,
     errors=COMMAND_ERRORS,
     query=(
         Query("reset_running_requests", BOOLEAN, "Without effect: requests go on."),
         Query("reset_external", BOOLEAN, "Without effect: there is no external cache."),
     ),
 )
-def reset_prefix_cache() -> Response:
+def reset_prefix_cache() -> Success:
     """Commits what is staged, and empties the caches; a body is ignored.
 
     Requests in flight always continue, and there is no external cache, so that the two flags of
@@ -47,7 +46,7 @@ def reset_prefix_cache() -> Response:
         )
         timeout_s = 3 * step_timeout_s()
         results_of(commands.await_step(workers, "finish", "trl", timeout_s=timeout_s))
-    return json_response({"success": True, "message": "Request received, resetting prefix cache"})
+    return Success(success=True, message="Request received, resetting prefix cache")
 
 
 @blueprint.post("/reset_mm_cache/")

@@ -6,10 +6,9 @@ These routes change nothing and need no admin key.
 from typing import Any
 
 import orjson
-from flask import Blueprint, Response
+from flask import Blueprint
 
 from app.http.query import query_choice
-from app.http.responses import json_response
 from app.openapi.answers.control import ServerInfo, WeightInfo
 from app.openapi.operation import COMMAND_ERRORS, Operation, Query
 from app.routes.vllm_rl.statuses import never_repeated
@@ -26,7 +25,6 @@ FORMATS = {"text": False, "json": True}
 @blueprint.get("/server_info/")
 @never_repeated
 @Operation(
-    answer=ServerInfo,
     errors=(NoReadyWorker,),
     query=(
         Query(
@@ -36,11 +34,11 @@ FORMATS = {"text": False, "json": True}
         ),
     ),
 )
-def server_info() -> Response:
+def server_info() -> ServerInfo:
     """The settings that TRL's clients read (1.16), and no others: no environment, no paths."""
     is_json = query_choice("config_format", FORMATS, default=False)
     config = shown_config(current_service().link.facts)
-    return json_response({"vllm_config": config if is_json else orjson.dumps(config).decode()})
+    return ServerInfo(vllm_config=config if is_json else orjson.dumps(config).decode())
 
 
 def shown_config(facts: WorkerFacts) -> dict[str, Any]:
@@ -57,10 +55,10 @@ def shown_config(facts: WorkerFacts) -> dict[str, Any]:
 
 @blueprint.get("/weight_info/")
 @never_repeated
-@Operation(answer=WeightInfo, errors=COMMAND_ERRORS)
-def weight_info() -> Response:
+@Operation(errors=COMMAND_ERRORS)
+def weight_info() -> WeightInfo:
     """The label of the version that serves."""
     # Workers send what they know of the pool before they answer.
     worker_statuses()
     weights = current_service().link.commands.pool_state.weights
-    return json_response({"weight_version": weights.shown_label})
+    return WeightInfo(weight_version=weights.shown_label)

@@ -9,6 +9,7 @@ import functools
 import logging
 from collections.abc import Callable
 from http import HTTPStatus
+from typing import Any
 
 from flask import Response, request
 from gunicorn.http.errors import ParseException
@@ -21,7 +22,7 @@ from titopool.errors import TitopoolError
 
 logger = logging.getLogger(__name__)
 
-Handler = Callable[..., Response]
+Handler = Callable[..., Any]
 
 
 def never_repeated(handler: Handler) -> Handler:
@@ -30,7 +31,8 @@ def never_repeated(handler: Handler) -> Handler:
     @functools.wraps(handler)
     def call() -> Response:
         try:
-            return handler()
+            answer: Response = handler()
+            return answer
         except TitopoolError as error:
             if error.status not in REPEATED:
                 raise

@@ -4,9 +4,8 @@ The pool's version is an integer that grows with each update. vLLM's routes show
 place, which is the integer as text unless the trainer gave another one.
 """
 
-from flask import Blueprint, Response
+from flask import Blueprint
 
-from app.http.responses import json_response
 from app.openapi.answers.control import Labelled
 from app.openapi.operation import COMMAND_ERRORS, Example, Operation
 from app.pool.command_sender import successful_results
@@ -22,14 +21,13 @@ blueprint = Blueprint("versions", __name__)
 @blueprint.post("/update_weight_version/")
 @never_repeated
 @Operation(
-    answer=Labelled,
     errors=COMMAND_ERRORS,
     examples={"label": Example("A label", {"new_version": "step-7"})},
 )
-def update_weight_version(body: VersionBody) -> Response:
+def update_weight_version(body: VersionBody) -> Labelled:
     """Gives the version that serves another label; the weights stay."""
     set_label(body.new_version)
-    return json_response({"success": True, "new_version": body.new_version})
+    return Labelled(success=True, new_version=body.new_version)
 
 
 def set_label(label: str) -> None:

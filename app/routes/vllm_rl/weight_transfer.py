@@ -63,7 +63,6 @@ NCCL_ID_BYTES = 128
 @never_repeated
 @Operation(
     description="Either `master_address` with `master_port`, or `nccl_unique_id_b64`.",
-    answer=Message,
     errors=COMMAND_ERRORS,
     examples={
         "gloo": Example(
@@ -80,7 +79,7 @@ NCCL_ID_BYTES = 128
         )
     },
 )
-def init_weight_transfer_engine(body: InitEngineBody) -> Response:
+def init_weight_transfer_engine(body: InitEngineBody) -> Message:
     """Forms the group; the trainer, rank 0, joins during the call. Replaces an earlier group."""
     info = body.init_info
     commands, workers = whole_pool()
@@ -103,7 +102,7 @@ def init_weight_transfer_engine(body: InitEngineBody) -> Response:
     commands.finish_step(
         workers, "join", joined, undo=LeaveGroup(joined), timeout_s=step_timeout_s()
     )
-    return json_response({"message": "Weight transfer initialized"})
+    return Message(message="Weight transfer initialized")
 
 
 def _check_backend(info: InitInfo) -> None:
@@ -155,18 +154,18 @@ def _nccl_id(info: InitInfo) -> bytes:
 
 @blueprint.post("/shutdown_weight_transfer_engine/")
 @never_repeated
-@Operation(answer=Message, errors=COMMAND_ERRORS)
-def shutdown_weight_transfer_engine() -> Response:
+@Operation(errors=COMMAND_ERRORS)
+def shutdown_weight_transfer_engine() -> Message:
     """Closes the group, if there is one; a 409 during an update."""
     commands, workers = reachable_workers()
     results_of(commands.gather_outcomes(workers, LeaveStockGroup()))
-    return json_response({"message": "Weight transfer shut down"})
+    return Message(message="Weight transfer shut down")
 
 
 @blueprint.post("/start_weight_update/")
 @never_repeated
-@Operation(answer=Message, errors=COMMAND_ERRORS)
-def start_weight_update() -> Response:
+@Operation(errors=COMMAND_ERRORS)
+def start_weight_update() -> Message:
     """Opens an update; the body is ignored, as in vLLM."""
     commands, workers = group_workers(whole_pool)
     update_id = uuid.uuid4().hex
@@ -183,7 +182,7 @@ def start_weight_update() -> Response:
         return AbortUpdate(first.get("update_id", update_id), reason)
 
     commands.send_first_then_others(workers, action, undo=undo)
-    return json_response({"message": "Weight update started"})
+    return Message(message="Weight update started")
 
 
 @blueprint.post("/update_weights/")

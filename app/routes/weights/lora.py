@@ -6,9 +6,8 @@ Unlike in vLLM, loading a name again replaces its version, at all workers or at 
 requests keep the old version.
 """
 
-from flask import Blueprint, Response
+from flask import Blueprint
 
-from app.http.responses import json_response
 from app.openapi.answers.control import Adapter
 from app.openapi.operation import COMMAND_ERRORS, Example, Operation
 from app.pool.command_sender import Result, results_of, successful_results
@@ -28,7 +27,6 @@ blueprint = Blueprint("adapters", __name__)
 @blueprint.post("/load_lora_adapter/")
 @blueprint.post("/v1/load_lora_adapter/")
 @Operation(
-    answer=Adapter,
     errors=COMMAND_ERRORS,
     examples={
         "folder": Example(
@@ -37,7 +35,7 @@ blueprint = Blueprint("adapters", __name__)
         )
     },
 )
-def load_adapter(body: LoadAdapterBody) -> Response:
+def load_adapter(body: LoadAdapterBody) -> Adapter:
     """Loads an adapter, or a new version of an adapter, from a folder."""
     service = current_service()
     facts = service.link.facts
@@ -66,21 +64,20 @@ def load_adapter(body: LoadAdapterBody) -> Response:
     # All workers have loaded the version; a worker that misses the switch learns of it from Hello.
     switch = SwitchAdapter(body.lora_name, version, next_clock(commands.pool_state.adapters.clock))
     successful_results(commands.gather_outcomes(workers, switch))
-    return json_response({"lora_name": body.lora_name, "version": version})
+    return Adapter(lora_name=body.lora_name, version=version)
 
 
 @blueprint.post("/unload_lora_adapter/")
 @blueprint.post("/v1/unload_lora_adapter/")
 @Operation(
-    answer=Adapter,
     errors=(*COMMAND_ERRORS, ModelNotFound),
     examples={"name": Example("An adapter", {"lora_name": "math"})},
 )
-def unload_adapter(body: UnloadAdapterBody) -> Response:
+def unload_adapter(body: UnloadAdapterBody) -> Adapter:
     """Unloads an adapter; requests that still run finish with it."""
     commands, workers = reachable_workers()
     action = UnloadAdapter(body.lora_name, next_clock(commands.pool_state.adapters.clock))
     outcomes = commands.gather_outcomes(workers, action)
     # A worker that learned of the removal from a front end has already unloaded the adapter.
     version = max(result["version"] for result in successful_results(outcomes))
-    return json_response({"lora_name": body.lora_name, "version": version})
+    return Adapter(lora_name=body.lora_name, version=version)

@@ -1,9 +1,8 @@
 """Pauses: a client stops generation at all workers, for the time of a lease."""
 
-from flask import Blueprint, Response, request
+from flask import Blueprint, request
 
 from app.http.query import query_choice, query_flag
-from app.http.responses import json_response
 from app.openapi.answers.control import Paused, PauseState, Resumed
 from app.openapi.operation import BOOLEAN, COMMAND_ERRORS, Example, Operation, Query
 from app.pool.command_sender import results_of, successful_results
@@ -26,7 +25,6 @@ VLLM_MODES: dict[str, PauseMode] = {"abort": "abort", "wait": "drain", "keep": "
     description="Without a body, or with a query, it is vLLM's form.",
     body=PAUSE_BODY,
     is_body_optional=True,
-    answer=Paused,
     errors=COMMAND_ERRORS,
     query=(
         Query(
@@ -38,7 +36,7 @@ VLLM_MODES: dict[str, PauseMode] = {"abort": "abort", "wait": "drain", "keep": "
     ),
     examples={"minute": Example("For a minute at most", {"mode": "keep", "lease_s": 60.0})},
 )
-def pause() -> Response:
+def pause() -> Paused:
     """Stops generation at every worker for a lease; a second call renews the lease.
 
     A query or an empty body is vLLM's form. Its lease is that of a step of an update; calls of
@@ -54,7 +52,7 @@ def pause() -> Response:
         body = decode_body(request.get_data(), PAUSE_BODY)
         lease_s = body.lease_s
         _pause(body.mode, lease_s, is_renewed=False)
-    return json_response({"status": "paused", "is_paused": True, "lease_s": lease_s})
+    return Paused(status="paused", is_paused=True, lease_s=lease_s)
 
 
 def pause_until_step(mode: PauseMode) -> float:
@@ -81,22 +79,22 @@ def _pause(mode: PauseMode, lease_s: float, *, is_renewed: bool) -> None:
 
 
 @blueprint.post("/resume/")
-@Operation(answer=Resumed, errors=COMMAND_ERRORS)
-def resume() -> Response:
+@Operation(errors=COMMAND_ERRORS)
+def resume() -> Resumed:
     """Ends a pause."""
     commands, workers = reachable_workers()
     action = Resume(next_clock(commands.pool_state.pause.clock))
     results = successful_results(commands.gather_outcomes(workers, action))
     was_paused = any(result["was_paused"] for result in results)
-    return json_response({"status": "resumed", "is_paused": False, "was_paused": was_paused})
+    return Resumed(status="resumed", is_paused=False, was_paused=was_paused)
 
 
 @blueprint.get("/is_paused/")
-@Operation(answer=PauseState, errors=COMMAND_ERRORS)
-def is_paused() -> Response:
+@Operation(errors=COMMAND_ERRORS)
+def is_paused() -> PauseState:
     """Whether a client has paused any worker, and the seconds until the last lease expires."""
     left_s = lease_left_s()
-    return json_response({"is_paused": left_s is not None, "lease_left_s": left_s})
+    return PauseState(is_paused=left_s is not None, lease_left_s=left_s)
 
 
 def lease_left_s() -> float | None:

@@ -37,8 +37,8 @@ def status() -> Response:
 
 
 @blueprint.post("/weights/accept/")
-@Operation(is_body_optional=True, answer=Accepted, errors=COMMAND_ERRORS)
-def accept(body: AcceptBody) -> Response:
+@Operation(is_body_optional=True, errors=COMMAND_ERRORS)
+def accept(body: AcceptBody) -> Accepted:
     """Lets the pool continue with the initial weights when all workers lost the last update."""
     commands, workers = reachable_workers()
     for one in commands.gather_outcomes(workers, GetStatus()):
@@ -53,4 +53,4 @@ def accept(body: AcceptBody) -> Response:
     outcomes = commands.gather_outcomes(workers, action)
     successful_results(outcomes)
     restarting = [one.endpoint for one in outcomes if one.result and one.result["restarts"]]
-    return json_response({"weight_version": 0, "restarting": restarting})
+    return Accepted(weight_version=0, restarting=restarting)

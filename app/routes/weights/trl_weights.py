@@ -8,9 +8,8 @@ once every worker has accepted it. An update ends at `/reset_prefix_cache/`
 import re
 import uuid
 
-from flask import Blueprint, Response
+from flask import Blueprint
 
-from app.http.responses import json_response
 from app.openapi.answers.control import Message
 from app.openapi.operation import COMMAND_ERRORS, Example, Operation
 from app.pool.command_sender import Result, successful_results
@@ -41,13 +40,12 @@ WILDCARDS = ("0.0.0.0", "::")
 
 @blueprint.post("/init_communicator/")
 @Operation(
-    answer=Message,
     errors=COMMAND_ERRORS,
     examples={
         "client": Example("TRL's client", {"host": "127.0.0.1", "port": 51216, "world_size": 2})
     },
 )
-def init_communicator(body: TrlInitBody) -> Response:
+def init_communicator(body: TrlInitBody) -> Message:
     """Forms the group; its ranks are those of the workers in order, and the client is last."""
     commands, workers = all_workers()
     num_ranks = check_world_size(body.world_size, workers)
@@ -81,7 +79,7 @@ def init_communicator(body: TrlInitBody) -> Response:
         if relay is not None:
             relay.close()
         raise
-    return json_response({"message": "Request received, initializing communicator"})
+    return Message(message="Request received, initializing communicator")
 
 
 def listening_address() -> str:
@@ -97,7 +95,6 @@ def host_of(endpoint: str) -> str:
 
 @blueprint.post("/update_named_param/")
 @Operation(
-    answer=Message,
     errors=COMMAND_ERRORS,
     examples={
         "tensor": Example(
@@ -106,7 +103,7 @@ def host_of(endpoint: str) -> str:
         )
     },
 )
-def update_named_param(body: TrlTensorBody) -> Response:
+def update_named_param(body: TrlTensorBody) -> Message:
     """Announces the tensor that the client sends after the response."""
     commands, workers = group_workers(all_workers)
     update_id = uuid.uuid4().hex
@@ -127,14 +124,14 @@ def update_named_param(body: TrlTensorBody) -> Response:
         # The first worker has aborted the update.
         commands.gather_outcomes(workers, undo)
         raise
-    return json_response({"message": "Request received, updating named parameter"})
+    return Message(message="Request received, updating named parameter")
 
 
 @blueprint.post("/close_communicator/")
-@Operation(answer=Message, errors=COMMAND_ERRORS)
-def close_communicator() -> Response:
+@Operation(errors=COMMAND_ERRORS)
+def close_communicator() -> Message:
     """Closes the communicator, if TRL's client has one."""
     commands, workers = reachable_workers()
     action = LeaveGroup(None, finishes=True)
     successful_results(commands.gather_outcomes(workers, action, timeout_s=commit_timeout_s()))
-    return json_response({"message": "Request received, closing communicator"})
+    return Message(message="Request received, closing communicator")

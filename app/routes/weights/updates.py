@@ -53,7 +53,6 @@ BEGIN_FAILED = "another worker failed to begin the update"
 
 @blueprint.post("/weights/init/")
 @Operation(
-    answer=Joined,
     errors=COMMAND_ERRORS,
     examples={
         "gloo": Example(
@@ -68,7 +67,7 @@ BEGIN_FAILED = "another worker failed to begin the update"
         )
     },
 )
-def init(body: InitBody) -> Response:
+def init(body: InitBody) -> Joined:
     """Forms the communicator; the trainer joins during the call, as rank 0."""
     commands, workers = all_workers()
     size = check_world_size(body.world_size, workers)
@@ -83,7 +82,7 @@ def init(body: InitBody) -> Response:
         workers, join, "join", body.session,
         undo=LeaveGroup(body.session), timeout_s=step_timeout_s(),
     )  # fmt: skip
-    return json_response({"session": body.session, "num_workers": len(workers)})
+    return Joined(session=body.session, num_workers=len(workers))
 
 
 @blueprint.post("/weights/begin/")
@@ -165,11 +164,10 @@ def commit(body: CommitBody) -> Response:
 
 @blueprint.post("/weights/abort/")
 @Operation(
-    answer=Aborted,
     errors=COMMAND_ERRORS,
     examples={"one": Example("An update", {"update": UPDATE, "reason": "a loss of NaN"})},
 )
-def abort(body: AbortBody) -> Response:
+def abort(body: AbortBody) -> Aborted:
     """Aborts an update and closes the communicator."""
     commands, workers = reachable_workers()
     outcomes = commands.gather_outcomes(workers, AbortUpdate(body.update, body.reason))
@@ -181,20 +179,19 @@ def abort(body: AbortBody) -> Response:
         )
     successful_results(outcomes)
     restarting = restarting_workers(commands, workers)
-    return json_response({"update": body.update, "restarting": restarting})
+    return Aborted(update=body.update, restarting=restarting)
 
 
 @blueprint.post("/weights/close/")
 @Operation(
-    answer=Closed,
     errors=COMMAND_ERRORS,
     examples={"one": Example("A group", {"session": "trainer-1"})},
 )
-def close(body: CloseBody) -> Response:
+def close(body: CloseBody) -> Closed:
     """Closes the communicator."""
     commands, workers = reachable_workers()
     successful_results(commands.gather_outcomes(workers, LeaveGroup(body.session)))
-    return json_response({"session": body.session})
+    return Closed(session=body.session)
 
 
 def update_from_folder(body: FolderBody) -> Response:
