@@ -190,6 +190,8 @@ class VllmServe:
         if self._is_rust:
             # vLLM 0.25 reads the second alone.
             binary = str(Path(find_spec("vllm").origin).parent / "vllm-rs")  # type: ignore[union-attr, arg-type]
+            if not Path(binary).is_file():
+                sys.exit(f"{self.name}: expected {binary}, which vLLM's package for GPUs has")
             return words, {"VLLM_USE_RUST_FRONTEND": "1", "VLLM_RUST_FRONTEND_PATH": binary}
         return [*words, "--api-server-count", str(self._num_api_servers)], {}
 

@@ -211,7 +211,7 @@ def running_server(
 ) -> Iterator[Server]:
     """A server whose workers are ready; asserts afterwards that all its processes have ended.
 
-    It is a fork, except on GPUs, where each worker's process chooses its own before it imports vLLM.
+    It is a fork, except on GPUs, where the process of the tests may have begun CUDA.
     """
     start = serve_process if visible_gpus() else fork_server_process
     process, url = start(*arguments, log=log, **variables)

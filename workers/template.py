@@ -34,6 +34,9 @@ from workers import __main__ as worker
 from workers.engine.start.importing import import_vllm, kinds_of_gpus
 from workers.supervisor.forking import ADOPTED_S, MAX_MESSAGE, NO_FORK, READY, Fork
 
+# What NVML leaves open, and goes on with in forks.
+OF_NVML = ("/dev/nvidia", "anon_inode:[eventfd]", "pipe:")
+
 
 def main() -> None:
     """Forks workers until the supervisor has ended."""
@@ -46,7 +49,6 @@ def main() -> None:
     if reason := _import(from_environment(), before):
         control.send(reason.encode())
         return
-    # NVML's, with which it goes on in forks; on a CPU none.
     kept = _descriptors().keys() - before
     # Else each worker's first collection would copy the memory of all imported objects.
     gc.collect()
@@ -87,10 +89,10 @@ def _import(config: ServerConfig, before: Set[int]) -> str:
     if len(kinds) > 1:
         # vLLM's import reads what its first GPU can do, and keeps it.
         return f"the GPUs are of several kinds: {', '.join(sorted(kinds))}"
-    opened = [file for number, file in _descriptors().items() if number not in before]
-    if on_cpu:
-        return f"vLLM's import has left open: {', '.join(opened)}" if opened else ""
-    return "" if _can_use_gpus() else f"a fork cannot use GPUs with what is open: {opened}"
+    opened = {file for number, file in _descriptors().items() if number not in before}
+    if foreign := [one for one in opened if on_cpu or not one.startswith(OF_NVML)]:
+        return f"vLLM's import has left open: {', '.join(foreign)}"
+    return "" if on_cpu or _can_use_gpus() else "NVML or CUDA does not begin in a fork of it"
 
 
 def _can_use_gpus() -> bool:
@@ -99,6 +101,8 @@ def _can_use_gpus() -> bool:
     if pid == 0:
         code = 1
         try:
+            # It is not inherited, and NVML or CUDA may hang.
+            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
             kinds_of_gpus()
             code = ctypes.CDLL("libcuda.so.1").cuInit(0) and 1
         finally:

@@ -3,7 +3,6 @@
 import inspect
 import re
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 from flask import Flask
@@ -142,9 +141,7 @@ def routes_of(app: Flask) -> Iterator[Route]:
         KeyError: a handler has no `Operation`.
     """
     for rule in app.url_map.iter_rules():
-        marks = vars(app.view_functions[rule.endpoint])
-        is_never_repeated = "is_never_repeated" in marks
-        operation = replace(marks["operation"], is_never_repeated=is_never_repeated)
+        operation = vars(app.view_functions[rule.endpoint])["operation"]
         for method in sorted(methods_of(rule)):
             yield Route(method, path_of(rule), rule.endpoint, operation)
 

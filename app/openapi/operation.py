@@ -81,8 +81,8 @@ class Operation:
 
     The first line of the handler's docstring is the summary, and what follows, up to `Args`, `Returns`
     or `Raises`, begins the description. A handler with the parameter `body` gets the body, decoded to
-    the parameter's type; others decode it when they are admitted (`Service.admit`), or have several
-    forms of it. A struct that a handler returns is the answer, encoded.
+    the parameter's type; others decode it themselves: when they are admitted (`Service.admit`), or
+    because it has several forms or its errors another shape. A struct that a handler returns is the answer, encoded.
     """
 
     # The type of the answer, or a tuple of several; None: the type that the handler returns, if that is
@@ -127,6 +127,10 @@ class Operation:
         decoder = msgspec.json.Decoder(types["body"]) if "body" in types else None
         answer = types["return"]
         is_encoded = inspect.isclass(answer) and issubclass(answer, msgspec.Struct)
+        if (decoder and self.body) or (is_encoded and self.answer):
+            raise TypeError(
+                f"{handler.__name__}: expected a type of the body and of the answer, got two of one"
+            )
         described = handler
         if decoder or is_encoded:
             missing = b"{}" if self.is_body_optional else b""

@@ -2,7 +2,7 @@
 
 A host name stands for every address that it resolves to: Compose's `--scale`, a headless service
 of Kubernetes. `file:PATH` stands for the endpoints in a file. Names and files are read again and
-again, in a greenlet, because each look-up blocks.
+again in a greenlet, because looking up a name blocks; handlers read files, too.
 """
 
 import ipaddress

@@ -252,7 +252,9 @@ class Link:
         return has_choice and self.facts.num_cache_tokens > 0
 
     def look_up_workers(self) -> None:
-        """Knows the workers that files name now: another front end may have been seen with them."""
+        """Knows the addresses that files have now: a client may have seen them at another front end."""
+        if self._greenlet is None or self._is_closing:
+            return
         self._discovery.read_files()
         self._follow_discovery(time.monotonic())
 

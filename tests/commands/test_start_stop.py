@@ -25,9 +25,7 @@ from tests.conftest import ENGINE_OPTIONS
 
 
 def descendants(server: Server) -> list[psutil.Process]:
-    with suppress(psutil.NoSuchProcess):
-        return psutil.Process(server.process.pid).children(recursive=True)
-    return []
+    return psutil.Process(server.process.pid).children(recursive=True)
 
 
 def exit_code_of(server: Server, within_s: float) -> int:
@@ -36,7 +34,9 @@ def exit_code_of(server: Server, within_s: float) -> int:
     deadline = time.monotonic() + within_s
     while server.process.poll() is None:
         assert time.monotonic() < deadline, server.log[-3000:]
-        children |= {child.pid: child for child in descendants(server)}
+        # It may end meanwhile.
+        with suppress(psutil.NoSuchProcess):
+            children |= {child.pid: child for child in descendants(server)}
         time.sleep(0.05)
     assert alive(list(children.values())) == []
     return server.process.returncode

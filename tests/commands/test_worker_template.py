@@ -6,8 +6,10 @@ import socket
 import stat
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import psutil
@@ -26,13 +28,14 @@ from harness.servers import (
     worker_pids,
 )
 from tests.conftest import ENGINE_OPTIONS
+from titopool.settings.config import ServerConfig
 from titopool.settings.gpus import visible_gpus
+from workers import template as worker_template
 from workers.supervisor import forking
 from workers.supervisor.forking import Template, reason_for_new_interpreters
 
 KEY = "not-for-the-template"
 HEADERS = {"Authorization": f"Bearer {KEY}"}
-pytestmark = pytest.mark.skipif(bool(visible_gpus()), reason="with GPUs workers are no forks")
 
 
 @pytest.fixture(scope="module")
@@ -127,8 +130,8 @@ def test_the_template_has_no_key_and_no_connection(server: Server):
     run_dir = Path(supervisor.environ()["TITOPOOL_RUN_DIR"])
     assert stat.S_IMODE(run_dir.stat().st_mode) == 0o700
     assert {"worker-0", "worker-0.log"} <= {one.name for one in run_dir.iterdir()}
-    # Its standard ones, and the socket to the supervisor.
-    assert template.num_fds() == 4
+    # Its standard ones, and the socket to the supervisor; on GPUs also what NVML leaves open.
+    assert visible_gpus() or template.num_fds() == 4
     assert not template.net_connections("inet")
 
 
@@ -167,6 +170,33 @@ def test_the_reasons_for_a_new_interpreter():
     assert "OMP_PLACES" in reason_for_new_interpreters(
         bound, has_own_command=False, is_one_of_a_pool=False
     )
+
+
+@pytest.mark.parametrize(
+    "kinds, left_open, reason",
+    [
+        ({"A", "B"}, "", "of several kinds: A, B"),
+        ({"A"}, "", "NVML or CUDA does not begin in a fork"),
+        ({"A"}, "a-file", "left open: "),
+    ],
+)
+def test_the_reasons_of_a_template_on_gpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kinds: set[str], left_open: str, reason: str
+):
+    """As on a host with two GPUs, whose driver's library is not there."""
+    with ExitStack() as stack:
+
+        def imported(config: ServerConfig, *, on_cpu: bool) -> None:
+            assert not on_cpu
+            if left_open:
+                stack.enter_context((tmp_path / left_open).open("w"))
+
+        monkeypatch.setattr(worker_template, "visible_gpus", lambda: ["0", "1"])
+        monkeypatch.setattr(worker_template, "import_vllm", imported)
+        monkeypatch.setattr(worker_template, "kinds_of_gpus", lambda: kinds)
+        monkeypatch.setattr(threading, "active_count", lambda: 1)
+        before = worker_template._descriptors().keys()
+        assert reason in worker_template._import(ServerConfig(), before)
 
 
 @pytest.fixture

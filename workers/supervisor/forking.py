@@ -35,9 +35,7 @@ ADOPTED_S, FORK_TIMEOUT_S, END_TIMEOUT_S = 2.0, 5.0, 1.0
 # Of forks, in a row.
 MAX_FAILURES = 2
 # What torch, libgomp, oneDNN and vLLM read as they are loaded. vLLM reads VLLM_PORT when it needs a port.
-READ_AT_IMPORT = (
-    "OMP_", "GOMP_", "KMP_", "MKL_", "ONEDNN_", "TORCH", "PYTORCH_", "VLLM_", "LD_PRELOAD",
-)  # fmt: skip
+READ_AT_IMPORT = ("OMP_", "GOMP_", "KMP_", "MKL_", "ONEDNN_", "TORCH", "VLLM_", "LD_PRELOAD")
 READ_LATER = {"VLLM_PORT"}
 # With these, libgomp binds the thread that loads it, and chooses places for others, at its import.
 BINDING = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")

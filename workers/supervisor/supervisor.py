@@ -328,9 +328,8 @@ class Supervisor:
         first = resources_of_worker(
             0, self._config.num_workers, config=self._config, gpus=self._gpus
         ).variables
-        # It sees the GPUs of all workers.
-        environ = self._environ | {k: v for k, v in first.items() if k != "CUDA_VISIBLE_DEVICES"}
-        return Template(environ, self._config.worker_start_timeout_s)
+        all_gpus = {"CUDA_VISIBLE_DEVICES": ",".join(self._gpus)} if self._gpus else {}
+        return Template(self._environ | first | all_gpus, self._config.worker_start_timeout_s)
 
     def _follow_template(self) -> None:
         if self._template is None:

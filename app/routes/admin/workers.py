@@ -95,6 +95,9 @@ def scale(body: ScaleBody) -> Scaled:
             f"{body.num_workers}",
             param="num_workers",
         )
+    link = current_service().link
+    link.look_up_workers()
+    num_now = len(link.workers)
     try:
         write_wanted(config.run_dir, body.num_workers)
     except OSError as error:
@@ -102,7 +105,6 @@ def scale(body: ScaleBody) -> Scaled:
             f"expected space in run_dir for the number of workers, got: {error}; make space on the "
             "server's disk, and send the call again"
         ) from error
-    num_now = len(current_service().link.workers)
     return Scaled(num_workers=body.num_workers, num_before=num_now)
 
 

@@ -89,7 +89,6 @@ def generate() -> Response:
 @blueprint.post("/inference/v1/abort_requests/")
 @Operation(
     description="A key that is no administrator's ends its own requests only.",
-    answer=None,
     errors=COMMAND_ERRORS,
     examples={"one": Example("One request", {"request_ids": ["rollout-17"]})},
 )

@@ -8,6 +8,7 @@ with the same code and message, and every answer is JSON.
 import functools
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from http import HTTPStatus
 from typing import Any
 
@@ -26,7 +27,10 @@ Handler = Callable[..., Any]
 
 
 def never_repeated(handler: Handler) -> Handler:
-    """Answers with 409 where the handler's error has a status after which a client calls again."""
+    """Answers with 409 where the handler's error has a status after which a client calls again.
+
+    It stands above the handler's `Operation`, whose errors it changes, those of decoding too.
+    """
 
     @functools.wraps(handler)
     def call() -> Response:
@@ -45,6 +49,6 @@ def never_repeated(handler: Handler) -> Handler:
             found = TitopoolError("the front end failed on this request; its log has the reason")
         return json_response(found.to_dict(request_id()), HTTPStatus.CONFLICT)
 
-    # The route's description reads it (`app/openapi/document.py`).
-    vars(call)["is_never_repeated"] = True
+    if operation := vars(handler).get("operation"):
+        vars(call)["operation"] = replace(operation, is_never_repeated=True)
     return call

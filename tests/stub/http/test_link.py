@@ -9,6 +9,7 @@ import gevent
 import pytest
 import zmq
 
+import app.pool.discovery
 import app.pool.link
 from app.pool.link import Link
 from app.pool.request import Request
@@ -27,6 +28,7 @@ from titopool.wire.messages import (
     decode_to_worker,
     encode,
 )
+from titopool.wire.pool_files import endpoints_file, write_endpoints
 from titopool.wire.sockets import bind_router
 
 JOB = Job(1, 1, b"\0" * 8, 1, 9, b"", is_streamed=True)
@@ -109,6 +111,30 @@ def test_a_worker_that_was_down_gets_one_hello_and_gets_it_at_once(tmp_path: Pat
         assert 2 <= len(times) <= 12
     finally:
         link.close()
+
+
+def test_a_look_up_knows_what_a_file_has_now(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Without a wait, before the link's own look-ups do; a link that is closed stays as it is."""
+    monkeypatch.setattr(app.pool.discovery, "LOOK_UP_EVERY_S", 60.0)
+    names = [f"ipc://{tmp_path}/worker-{index}" for index in range(3)]
+
+    def known_of(link: Link) -> list[str]:
+        link.look_up_workers()
+        return [view.endpoint for view in link.workers]
+
+    write_endpoints(str(tmp_path), names[:1])
+    link = Link(ServerConfig(), (endpoints_file(str(tmp_path)),))
+    assert known_of(link) == []
+    link.start()
+    try:
+        gevent.sleep(0.1)
+        assert known_of(link) == names[:1]
+        write_endpoints(str(tmp_path), names[:2])
+        assert known_of(link) == names[:2]
+    finally:
+        link.close()
+    write_endpoints(str(tmp_path), names)
+    assert known_of(link) == names[:2]
 
 
 def test_a_failing_step_does_not_make_the_loop_spin(sockets, caplog):
