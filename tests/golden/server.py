@@ -21,11 +21,13 @@ def golden_server(model: str, root: Path) -> Iterator[str]:
         "--client-timeout-s", "1", "--max-open-requests", str(MAX_OPEN_REQUESTS), "--max-body-bytes", str(MAX_BODY_BYTES), "--memory-budget-bytes", str(2**27), log=root / "log",
         TITOPOOL_API_KEY=USER, TITOPOOL_ADMIN_KEY=ADMIN, **settings,
     ) as server:  # fmt: skip
-        # Each front end loads its tokenizer with its first text.
+        # Each front end loads its tokenizer with its first text, and compiles the chat template.
         wait_until(lambda: all(_reads_text(server) for _ in range(8)), 60)
         yield server.url
 
 
 def _reads_text(server: Server) -> bool:
     key = {"Authorization": f"Bearer {USER}"}
-    return server.post("/tokenize", {"prompt": TEXT}, headers=key).status_code == 200
+    chat = {"messages": [{"role": "user", "content": TEXT}]}
+    answers = [server.post("/tokenize", body, headers=key) for body in ({"prompt": TEXT}, chat)]
+    return all(one.status_code == 200 for one in answers)

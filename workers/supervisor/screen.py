@@ -104,9 +104,10 @@ class Screen:
         lines = [_meter(name, bar, now, width) for name, bar in self._bars.items()]
         if len(lines) > MAX_BARS:
             lines[MAX_BARS:] = [f"… and {len(lines) - MAX_BARS} more"]
-        # The empty line stands first; the cursor goes back to it.
-        self._write("\r\x1b[J" + "".join(f"\n{line[:width]}" for line in lines))
-        self._write(f"\r\x1b[{len(lines)}A")
+        # The empty line stands first; the cursor goes back to it in the same write: another process's
+        # line in between would stand below the bars, and be erased.
+        bars = "".join(f"\n{line[:width]}" for line in lines)
+        self._write(f"\r\x1b[J{bars}\r\x1b[{len(lines)}A")
         self._num_drawn = len(lines)
 
     def _erase(self) -> None:
