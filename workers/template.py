@@ -101,7 +101,7 @@ def _can_use_gpus() -> bool:
     if pid == 0:
         code = 1
         try:
-            # It is not inherited, and NVML or CUDA may hang.
+            # A fork does not inherit this signal, and must not outlive the template in a call that hangs.
             ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
             kinds_of_gpus()
             code = ctypes.CDLL("libcuda.so.1").cuInit(0) and 1

@@ -22,7 +22,6 @@ from app.openapi.operation import (
 )
 from app.openapi.parameters import IDEMPOTENCY_KEY, SESSION_ID
 from app.routes.sglang.generate import generate_as_sglang
-from app.schemas import sglang
 from app.schemas.generation import TokensPrompt
 from app.schemas.sglang import GENERATE_BODY, SGLangBody
 from app.service import current_service
@@ -37,7 +36,7 @@ blueprint = Blueprint("generate", __name__)
     description="A body with `prompts` is TRL's and gets its answer, in MessagePack if `Accept` prefers "
     "it. A body with `input_ids` or `text` is SGLang's and gets an object, or a list for "
     "several completions, or with `stream` events.",
-    body=sglang.GENERATE_BODY,
+    body=GENERATE_BODY,
     answer=(GenerateAnswer, SGLangCompletion, list[SGLangCompletion]),
     other_media={MSGPACK: BinaryGenerateAnswer, EVENTS: SGLangCompletion},
     errors=(*GENERATION_ERRORS, *IMAGE_ERRORS),
