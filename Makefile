@@ -164,7 +164,7 @@ test-all: tools  ## runs a part of what `make test` leaves out, PART=chaos|compo
 FOLDER = $(if $(filter variants,$(PART)),tests,tests/all/$(PART))
 # Options of single parts. One process runs the others: each of their engines takes all cores.
 PART_chaos = -q -s --timeout=0
-PART_fuzz = -q -rP --timeout=0 $(GROUPED)
+PART_fuzz = -q -rfEP --timeout=0 $(GROUPED)
 PART_soak = -s --timeout=0
 # Its tests wait for programs to install, to start and to end.
 PART_system = -q -rs $(GROUPED)

@@ -282,6 +282,20 @@ def ipv6_listener() -> socket.socket:
         pytest.skip(f"no IPv6 here: {error}")
 
 
+def front_ends(server: Server, num: int = 2) -> dict[int, requests.Session]:
+    """An open connection, which stays with one process, to each of `num` front ends, by process id."""
+    found: dict[int, requests.Session] = {}
+
+    def has_all() -> bool:
+        session = requests.Session()
+        pid = session.get(server.url + "/live", timeout=10).json()["pid"]
+        found.setdefault(pid, session)
+        return len(found) >= num
+
+    wait_until(has_all, 20, lambda: f"only {list(found)} answer")
+    return found
+
+
 def phases(server: Server) -> list[str]:
     return [one["phase"] for one in server.get("/ready").json()["workers"]]
 

@@ -34,6 +34,9 @@ class Sessions:
         # What a collected cycle held may be destroyed in any order, and a connector that is destroyed
         # before its session has closed logs. So the sessions are no part of the client's cycle.
         self._end = finalize(self, self._open.clear)
+        # At the interpreter's end `_join_all` cancels the calls first; a session that closes before
+        # would end them with an error.
+        self._end.atexit = False
 
     async def get(self) -> aiohttp.ClientSession:
         """The session of the running loop."""

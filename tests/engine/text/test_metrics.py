@@ -13,7 +13,7 @@ import pytest
 import requests
 from prometheus_client.parser import text_string_to_metric_families
 
-from harness.servers import REPOSITORY, Server, running_server, wait_until
+from harness.servers import REPOSITORY, Server, front_ends, running_server, wait_until
 from harness.stub_worker import Fault
 
 STUB = f"{sys.executable} -m harness.stub_worker --delay-s 0.01"
@@ -53,15 +53,10 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 def by_front_end(server: Server) -> dict[int, Samples]:
     """The samples of each front end, by its process."""
-    found: dict[int, Samples] = {}
-    deadline = time.monotonic() + 30
-    while len(found) < 2 and time.monotonic() < deadline:
-        # One connection stays with one process.
-        with requests.Session() as session:
-            pid = session.get(server.url + "/live").json()["pid"]
-            found[pid] = samples_of(session.get(server.url + "/metrics").text)
-    assert len(found) == 2
-    return found
+    return {
+        pid: samples_of(session.get(server.url + "/metrics").text)
+        for pid, session in front_ends(server).items()
+    }
 
 
 def read(server: Server) -> Samples:

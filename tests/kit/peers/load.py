@@ -10,12 +10,13 @@ from typing import Any, Protocol
 
 import requests
 
-from harness.servers import Server, phases
+from harness.servers import Server, front_ends
 
 
 def has_phases(server: Server, *expected: str) -> bool:
     """Whether both front ends say so."""
-    return all(phases(server) == list(expected) for _ in range(8))
+    answers = [one.get(server.url + "/ready") for one in front_ends(server).values()]
+    return all([one["phase"] for one in it.json()["workers"]] == list(expected) for it in answers)
 
 
 class Target(Protocol):

@@ -18,7 +18,7 @@ import pytest
 import requests
 
 from app.http.responses import LOGPROBS_MODE_HEADER
-from harness.servers import START_TIMEOUT_S, Server, forked_server, stub_worker, wait_until
+from harness.servers import Server, forked_server, front_ends, stub_worker, wait_until
 from titopool import Client
 from titopool.errors import Conflict, InvalidRequest
 
@@ -56,19 +56,6 @@ def num_runs(server: Server, prompt: list[int]) -> int:
     return runs.read_text().split().count(str(prompt[0])) if runs.exists() else 0
 
 
-def sessions(server: Server) -> dict[int, requests.Session]:
-    """A connection to each front end, by its process id."""
-    found: dict[int, requests.Session] = {}
-
-    def has_both() -> bool:
-        session = requests.Session()
-        found.setdefault(session.get(server.url + "/live", timeout=30).json()["pid"], session)
-        return len(found) == 2
-
-    wait_until(has_both, START_TIMEOUT_S)
-    return found
-
-
 def post(
     session: requests.Session, server: Server, key: str, prompt: list[int], **fields: Any
 ) -> requests.Response:
@@ -96,7 +83,7 @@ def in_thread(function, *arguments, **options) -> Iterator[list[Any]]:
 
 
 def test_a_repeat_at_another_front_end_joins_the_request(server: Server, prompt: list[int]):
-    first, second = sessions(server).values()
+    first, second = front_ends(server).values()
     key = uuid.uuid4().hex
     with in_thread(post, first, server, key, prompt) as results:
         wait_until(lambda: num_runs(server, prompt) == 1, 60)
@@ -186,7 +173,7 @@ def test_the_client_repeats_after_a_cut_and_the_engine_runs_once(
 
 
 def test_a_repeat_runs_the_request_of_a_front_end_that_died(server: Server, prompt: list[int]):
-    (pid, first), (_, second) = sessions(server).items()
+    (pid, first), (_, second) = front_ends(server).items()
     key = uuid.uuid4().hex
     with in_thread(post, first, server, key, prompt) as results:
         wait_until(lambda: num_runs(server, prompt) == 1, 60)

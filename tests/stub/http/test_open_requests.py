@@ -12,7 +12,7 @@ from flask import Flask
 
 from app import create_app
 from app.observing.open_requests import OpenRequests
-from harness.servers import Server, wait_until
+from harness.servers import Server, front_ends, wait_until
 from titopool.settings.config import ServerConfig
 from titopool.wire.messages import owned_id
 from workers.engine.versions import Versions
@@ -28,18 +28,6 @@ def bearer(name: str) -> dict[str, str]:
 def pool():
     with ThreadPoolExecutor(64) as threads:
         yield threads
-
-
-def sessions_by_pid(server: Server) -> dict[int, requests.Session]:
-    """A connection to each front end."""
-    found: dict[int, requests.Session] = {}
-    for _ in range(400):
-        session = requests.Session()
-        pid = int(session.get(server.url + "/live", timeout=10).json()["pid"])
-        found.setdefault(pid, session)
-        if len(found) == 2:
-            return found
-    raise AssertionError(f"only {list(found)} answer")
 
 
 def listed(server: Server, session: Any = requests, **options: Any) -> dict[str, Any]:
@@ -66,7 +54,7 @@ def post(server: Server, session: Any, name: str, body: dict[str, Any], path="/g
 
 
 def test_both_front_ends_list_and_abort_all(server, pool):
-    fronts = list(sessions_by_pid(server).values())
+    fronts = list(front_ends(server).values())
     begun = []
     for index, session in enumerate(fronts):
         body = {"prompts": [[5, 6, 7], [8, 9]], "n": 1, "max_tokens": 2}
@@ -75,7 +63,7 @@ def test_both_front_ends_list_and_abort_all(server, pool):
         time.sleep(0.5)
     # Both slots are taken. This one has no id of its own, and waits.
     begun.append(pool.submit(post, server, requests, "", {"prompts": [[1]], "max_tokens": 1}))
-    fresh = sessions_by_pid(server)
+    fresh = front_ends(server)
     wait_until(lambda: len(ids_of(server)) == 3, 10)
     for session in fresh.values():
         found = listed(server, session)
@@ -200,7 +188,7 @@ def test_a_request_that_waits_for_memory_is_aborted(start_stub, stub_server, poo
 
 
 def test_a_front_end_that_hangs_holds_nothing_up(server, pool):
-    fronts = sessions_by_pid(server)
+    fronts = front_ends(server)
     (stopped, _), (_, session) = fronts.items()
     begun = pool.submit(post, server, requests, "a", {"prompts": [[1, 2]]})
     wait_until(lambda: ids_of(server, session) == {"a"}, 10)

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import requests
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from tokenizers import Tokenizer
 
@@ -17,7 +16,7 @@ from app.routes.page.history import SPAN_S, History
 from app.routes.page.overview import latest_end
 from app.routes.page.samples import NUM_LEARNING, Sampler, quantile
 from harness.hostile_requests import FOREIGN
-from harness.servers import REPOSITORY, Server, wait_until
+from harness.servers import REPOSITORY, Server, front_ends, wait_until
 from titopool.settings.config import ServerConfig
 from titopool.wire.pool_files import WorkerEnd, read_ends, write_ends
 
@@ -270,19 +269,9 @@ def test_ends_are_read_back(tmp_path: Path):
 # ---- a server with two front ends ----------------------------------------------------
 
 
-def front_ends_of(
-    server: Server, path: str, num_calls: int = 40
-) -> dict[str, list[requests.Response]]:
-    """Answers to `path` by the process that gave them; each call has a connection of its own."""
-    found: dict[str, list[requests.Response]] = {}
-    for _ in range(num_calls):
-        with requests.Session() as session:
-            pid = session.get(f"{server.url}/live", timeout=30).json()["pid"]
-            found.setdefault(pid, []).append(session.get(server.url + path, timeout=30))
-        if len(found) == 2:
-            break
-    assert len(found) == 2, "one front end never answered"
-    return found
+def from_each_front_end(server: Server, path: str) -> list[Any]:
+    found = front_ends(server).values()
+    return [session.get(server.url + path, timeout=30).json() for session in found]
 
 
 def test_every_front_end_has_the_pool_s_history_and_ends(start_stub, stub_server):
@@ -293,7 +282,7 @@ def test_every_front_end_has_the_pool_s_history_and_ends(start_stub, stub_server
         server.generate([TEN_IDS] * 10, max_tokens=10)
     time.sleep(4)
 
-    histories = [one[0].json() for one in front_ends_of(server, "/metrics/history").values()]
+    histories = from_each_front_end(server, "/metrics/history")
     totals = []
     for history in histories:
         assert {"completion_tokens_per_s", "running", "waiting"} <= history["figures"].keys()
@@ -314,8 +303,8 @@ def test_every_front_end_has_the_pool_s_history_and_ends(start_stub, stub_server
     workers[1].wait()
     wait_until(lambda: server.get("/ready").json()["num_ready"] == 1, 15)
     time.sleep(1)
-    for answers in front_ends_of(server, "/workers").values():
-        first, second = answers[0].json()["workers"]
+    for answer in from_each_front_end(server, "/workers"):
+        first, second = answer["workers"]
         assert (first["phase"], first["last_end"], first["model"]) == ("ready", None, "stub")
         assert first["num_completion_tokens"] + first["num_prompt_tokens"] > 0
         assert (second["worker"], second["phase"]) == ("1", "unreachable")

@@ -79,7 +79,7 @@ def test_jobs_that_outlast_the_drain_run_again_elsewhere(start_stub: StartStub, 
     thread.start()
     wait_until(lambda: sum(server.metrics("sequences").values()) == 2, 5)
     start_stub(1)
-    wait_until(lambda: has_phases(server, "ready", "ready"), 10)
+    wait_until(lambda: phases(server) == ["ready", "ready"], 10)
     slow.send_signal(signal.SIGTERM)
     assert slow.wait(60) == 0
     thread.join(60)
@@ -175,11 +175,11 @@ def test_a_worker_that_was_asked_to_leave_is_not_started_again(start_forked):
     server = start_forked("--worker-command", STUB, "--num-workers", "2")
     server.wait_until_ready(2)
     assert server.post("/workers/0/drain", {}).status_code == 202
-    wait_until(lambda: has_phases(server, "ready"), 10, lambda: server.log)
+    wait_until(lambda: phases(server) == ["ready"], 10, lambda: server.log)
     assert "worker 0 has left; 1 workers stay" in server.log
     # Its place is free for a worker that joins.
     server.post("/workers/scale", {"num_workers": 2})
-    wait_until(lambda: has_phases(server, "ready", "ready"), 10, lambda: server.log)
+    wait_until(lambda: phases(server) == ["ready", "ready"], 10, lambda: server.log)
     assert {one["worker"] for one in server.get("/ready").json()["workers"]} == {"0", "1"}
 
 
@@ -188,13 +188,13 @@ def test_a_worker_may_be_asked_to_leave_while_it_loads(start_forked, tmp_path: P
     gate = tmp_path / "gate"
     server = start_forked("--worker-command", f"{STUB} --load-until {gate}", "--num-workers", "2")
     wait_until(
-        lambda: server.is_listening() and has_phases(server, "loading", "loading"), 20,
+        lambda: server.is_listening() and phases(server) == ["loading", "loading"], 20,
         lambda: server.log,
     )  # fmt: skip
     assert server.post("/workers/0/drain", {}).status_code == 202
     wait_until(lambda: "worker 0 has left; 1 workers stay" in server.log, 10, lambda: server.log)
     gate.touch()
-    wait_until(lambda: has_phases(server, "ready"), 10, lambda: server.log)
+    wait_until(lambda: phases(server) == ["ready"], 10, lambda: server.log)
     assert "could not start" not in server.log
 
 
@@ -204,7 +204,7 @@ def test_a_worker_that_ends_by_sigterm_is_started_again(start_forked):
     (first,) = engines_of(server)
     first.send_signal(signal.SIGTERM)
     wait_until(lambda: engines_of(server) not in ([], [first]), 10)
-    wait_until(lambda: has_phases(server, "ready"), 10)
+    wait_until(lambda: phases(server) == ["ready"], 10)
     assert "worker 0 was asked to end" in server.log
 
 
@@ -247,7 +247,8 @@ def test_a_file_that_cannot_be_written_ends_nothing(start_forked, tmp_path: Path
         time.sleep(0.5)
         assert server.generate([[1, 2]])["completion_ids"] == [[2, 1]]
         drafts.rmdir()
-        wait_until(partial(has_phases, server, *["ready"] * num_workers), 20, lambda: server.log)
+        expected = ["ready"] * num_workers
+        wait_until(lambda expected=expected: phases(server) == expected, 20, lambda: server.log)
     # The reason stands there once for each.
     assert has_logged(server, late, 2)
     (tmp_path / "run" / f"num-workers.{server.get('/live').json()['pid']}").mkdir()
