@@ -6,29 +6,23 @@ results. Only this package imports Flask.
 
 from flask import Flask
 
+from app import generate, openai, operators, sglang, trl, vllm, vllm_rl, weights
+from app.call import open_requests
+from app.call.service import Service
 from app.counts import http_requests
 from app.http import (
     auth,
-    bodies,
     browsers,
     connections,
     errors,
     idempotency,
+    request_bodies,
     request_ids,
     responses,
 )
 from app.http.keys import Keys
-from app.observing import open_requests, spans
-from app.routes import sglang, vllm_rl, weights
-from app.routes.admin import description, health, metrics, requests, workers
-from app.routes.generation import chat, generate, mismatch, sequence_logprobs, tokenize
-from app.routes.inference import generate as inference
-from app.routes.inference import render
-from app.routes.openai import models, refused
-from app.routes.openai import routes as openai
-from app.routes.page import history, overview, page
-from app.routes.vllm_rl import server_info
-from app.service import Service
+from app.operators import spans
+from app.operators.page import history
 from titopool.settings.config import ServerConfig
 from titopool.settings.sources import from_environment
 
@@ -54,37 +48,16 @@ def create_app(config: ServerConfig | None = None) -> Flask:
     request_ids.init_app(app)
     service.traces = spans.init_app(app, config)
     connections.init_app(app, config.client_timeout_s)
-    bodies.init_app(app, config, service.budget)
+    request_bodies.init_app(app, config, service.budget)
     keys = Keys(config)
     if not keys.guard_generation:
         browsers.init_app(app, config.host, config.allowed_hosts)
     auth.init_app(app, keys)
     errors.init_app(app, service.refused)
-    for module in (
-        health,
-        metrics,
-        requests,
-        workers,
-        models,
-        generate,
-        chat,
-        openai,
-        inference,
-        render,
-        refused,
-        mismatch,
-        sequence_logprobs,
-        tokenize,
-        weights,
-        vllm_rl,
-        sglang,
-        server_info,
-        page,
-        overview,
-        history,
-        description,
-    ):
-        app.register_blueprint(module.blueprint)
+    app.register_blueprint(generate.blueprint)
+    for protocol in (trl, openai, vllm, vllm_rl, sglang, weights, operators):
+        for blueprint in protocol.BLUEPRINTS:
+            app.register_blueprint(blueprint)
     history.init_app(app, service)
     idempotency.init_app(app, config)
     open_requests.init_app(app, service.requests)

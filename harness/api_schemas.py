@@ -11,7 +11,7 @@ import requests
 from jsonschema_rs import Draft202012Validator
 
 from app import create_app
-from app.openapi.document import document_of
+from app.route.document import document_of
 from titopool.settings.config import ServerConfig
 
 JSON, MSGPACK, EVENTS = "application/json", "application/msgpack", "text/event-stream"

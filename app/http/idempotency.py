@@ -1,6 +1,6 @@
 """The header Idempotency-Key: a request that a client repeats runs once, at whichever front end.
 
-Front ends of a server share a store of answers (`app/answer_store.py`). Who holds a key's lock runs
+Front ends of a server share a store of answers (`app/http/answer_store.py`). Who holds a key's lock runs
 the request; the kernel frees the lock if that process dies. Everybody else with the key waits for
 the lock, and then finds the answer. If there is none, because the request failed or its front end
 died, the next one runs the request. Errors are not kept: nothing was answered.
@@ -22,10 +22,10 @@ from typing import Any
 import gevent
 from flask import Flask, Response, g, has_request_context, request
 
-from app.answer_store import NOT_KEPT, AnswerStore
+from app.http.answer_store import NOT_KEPT, AnswerStore
 from app.http.auth import current_key
-from app.http.bodies import current_reservation
 from app.http.connections import check_client, client_gone, current_client, has_hung_up
+from app.http.request_bodies import current_reservation
 from app.http.responses import logprobs_mode, name_logprobs, respond_in_parts
 from titopool.deadline import Deadline
 from titopool.errors import Conflict, DeadlinePassed, InvalidRequest

@@ -7,8 +7,8 @@ import msgspec
 import orjson
 from flask import Flask, Response, g
 
-from app.http.bodies import current_reservation
 from app.http.budget import Reservation
+from app.http.request_bodies import current_reservation
 from titopool.release import RELEASE, VERSION_HEADER
 
 # The timeout of a connection applies to each piece, so that a slow client is not a stalled one.

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from app.schemas.generation import Message
+from app.route.fields import Message
 from app.time_slices import sharing_time
 from titopool.errors import InvalidRequest
 

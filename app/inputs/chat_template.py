@@ -9,7 +9,7 @@ from typing import Any
 from app.inputs.chat_messages import join_text_parts, merge_developer_into_system
 from app.inputs.tokenizer import encode_all
 from app.inputs.turns import within
-from app.schemas.generation import Message
+from app.route.fields import Message
 from titopool.errors import InvalidRequest, TitopoolError
 
 # Arguments of transformers' `apply_chat_template` that only the server sets. A client's template is

@@ -1,56 +1,85 @@
-"""Turns `features` and `content_parts` of a body into checked image files, and files into features.
+"""vLLM's features of images: the fields of bodies and answers, and files as features.
 
 vLLM's features are tensors. Here they are the file that the client sent, so that no tensor from
 outside reaches the model, and the images take the way of all others.
 """
 
-import dataclasses
 from base64 import b64encode
 from hashlib import sha256
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from app.inputs.images import EncodedImages, PromptImages, in_image_thread, read_images
-from app.schemas.features import IMAGE_PREFIX, PlaceholderRange, features_object
-from app.schemas.generation import SamplingBody
-from app.schemas.inference import GenerateFields
-from titopool.errors import InvalidImage, InvalidRequest
-from titopool.settings.config import ServerConfig
-from titopool.wire.messages import Image, WorkerFacts
+import msgspec
+from msgspec import Meta
 
-LISTS = ("mm_hashes", "mm_placeholders", "kwargs_data")
+from app.inputs.images import in_image_thread
+from titopool.wire.messages import Image
+
+# Begins an entry of `kwargs_data`; the image's file in base64 follows.
+IMAGE_PREFIX = "titopool-image:1:"
+Position = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+Length = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 
 
-def images_of_tokens(
-    fields: GenerateFields, facts: WorkerFacts, config: ServerConfig
-) -> PromptImages:
-    """The images of a body with token ids; those of `features` with their ranges in the prompt.
+class PlaceholderRange(msgspec.Struct, forbid_unknown_fields=True):
+    """Where an image's placeholders stand in `token_ids`, in tokens."""
 
-    A worker checks whether a range is as long as its image needs.
+    offset: Position
+    length: Length
 
-    Raises:
-        InvalidRequest: the features are not those that a render returns, their lists are not
-            parallel, or a range is outside the prompt or overlaps another one.
-        TitopoolError: as `read_images`.
-    """
-    features = fields.features
-    if features is None:
-        urls = [part.url for part in fields.content_parts or ()]
-        return _read(urls, "content_parts", fields, facts, config)
-    hashes, ranges = features.mm_hashes.image, features.mm_placeholders.image
-    data = features.kwargs_data.image if features.kwargs_data else [None] * len(hashes)
-    _check_lengths(len(hashes), len(ranges), len(data))
-    _check_ranges(ranges, len(fields.token_ids))
-    location = "features.kwargs_data.image"
-    files = [_file_in(one, f"{location}[{index}]") for index, one in enumerate(data)]
-    images = _read(files, location, fields, facts, config)
-    for index, (given, image) in enumerate(zip(hashes, images.images, strict=True)):
-        expected = in_image_thread(hash_of, image.data, size=len(image.data))
-        if given != expected:
-            raise _wrong(
-                f"features.mm_hashes.image[{index}]: expected {expected}, the sha256 of the file in "
-                f"kwargs_data, got {given[:64]!r}; send both lists as the render returned them"
-            )
-    return dataclasses.replace(images, ranges=[(one.offset, one.length) for one in ranges])
+
+class Hashes(msgspec.Struct, forbid_unknown_fields=True):
+    """sha256 of each file, as hexadecimal digits."""
+
+    image: list[str]
+
+
+class Placeholders(msgspec.Struct, forbid_unknown_fields=True):
+    """The place of each image."""
+
+    image: list[PlaceholderRange]
+
+
+class Data(msgspec.Struct, forbid_unknown_fields=True):
+    """The file of each image. In vLLM's server tensors; null: an image in the server's cache."""
+
+    image: list[str | None]
+
+
+class Features(msgspec.Struct, forbid_unknown_fields=True):
+    """vLLM's MultiModalFeatures of images: lists with an entry for each image."""
+
+    mm_hashes: Hashes
+    mm_placeholders: Placeholders
+    kwargs_data: Data | None = None
+    # Of vLLM's transfers between servers.
+    mm_metadata: None = None
+
+
+class ContentPart(msgspec.Struct, forbid_unknown_fields=True):
+    """An image that belongs to the next placeholder in `token_ids`."""
+
+    type: Literal["image_url"]
+    # A data: URL.
+    url: str
+    # The client's name of the image. The server names an image by its file.
+    uuid: str | None = None
+
+
+def features_object(
+    hashes: list[str], ranges: list[tuple[int, int]], files: list[str]
+) -> dict[str, Any]:
+    """`Features` of images, for an answer; `files` are in base64."""
+    return {
+        "mm_hashes": {"image": hashes},
+        "mm_placeholders": placeholders_object(ranges),
+        "kwargs_data": {"image": [IMAGE_PREFIX + one for one in files]},
+        "mm_metadata": None,
+    }
+
+
+def placeholders_object(ranges: list[tuple[int, int]]) -> dict[str, Any]:
+    """`mm_placeholders` of images, for an answer."""
+    return {"image": [{"offset": offset, "length": length} for offset, length in ranges]}
 
 
 def features_of(images: list[Image], ranges: list[tuple[int, int]]) -> dict[str, Any]:
@@ -69,56 +98,3 @@ def features_of(images: list[Image], ranges: list[tuple[int, int]]) -> dict[str,
 def hash_of(file: bytes) -> str:
     """An image's entry in `mm_hashes`."""
     return sha256(file).hexdigest()
-
-
-def _read(
-    files: list[str],
-    location: str,
-    fields: GenerateFields,
-    facts: WorkerFacts,
-    config: ServerConfig,
-) -> PromptImages:
-    kwargs = fields.mm_processor_kwargs or {}
-    encoded = EncodedImages("token_ids", location, files, True, kwargs)
-    return read_images(encoded, SamplingBody(), facts, config)
-
-
-def _check_lengths(*lengths: int) -> None:
-    if len(set(lengths)) > 1:
-        got = ", ".join(f"{n} in {name}" for n, name in zip(lengths, LISTS, strict=True))
-        raise _wrong(f"features: expected an entry for each image in every list, got {got}")
-
-
-def _check_ranges(ranges: list[PlaceholderRange], num_tokens: int) -> None:
-    end = 0
-    for index, one in enumerate(ranges):
-        location = f"features.mm_placeholders.image[{index}]"
-        shown = f"got offset {one.offset} and length {one.length}"
-        if one.offset < end:
-            raise _wrong(
-                f"{location}: expected an offset of at least {end}, where the range before ends, {shown}; "
-                "send the images in the prompt's order, each with its own placeholders"
-            )
-        end = one.offset + one.length
-        if end > num_tokens:
-            raise _wrong(
-                f"{location}: expected a range within the {num_tokens} tokens of token_ids, {shown}; "
-                "send the ids with expanded placeholders"
-            )
-
-
-def _file_in(data: str | None, location: str) -> str:
-    """The file in base64."""
-    if data is None or not data.startswith(IMAGE_PREFIX):
-        got = "null" if data is None else repr(data[:40])
-        raise InvalidImage(
-            f"{location}: expected {IMAGE_PREFIX} and an image's file in base64, as this server's "
-            f"/v1/chat/completions/render returns it, got {got}; this server takes no tensors and keeps "
-            "no images: render the message here, or send content_parts",
-            param="features",
-        )
-    return data.removeprefix(IMAGE_PREFIX)
-
-
-def _wrong(message: str) -> InvalidRequest:
-    return InvalidRequest(message, param="features")

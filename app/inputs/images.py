@@ -19,7 +19,6 @@ import numpy as np
 
 from app.http.connections import current_client
 from app.inputs.turns import Turns
-from app.schemas.generation import GenerateBody, SamplingBody, TokensPrompt
 from app.time_slices import sharing_time
 from titopool.errors import ImageMismatch, InvalidImage, InvalidRequest, NoReadyWorker
 from titopool.settings.config import ServerConfig
@@ -68,18 +67,17 @@ class EncodedImages:
     mm_processor_kwargs: dict[str, Any]
 
 
-def images_of(body: GenerateBody, facts: WorkerFacts, config: ServerConfig) -> list[PromptImages]:
-    """The images of each prompt of `POST /generate/`; raises the errors of `read_images`."""
-    has_objects = isinstance(body.prompts[0], TokensPrompt)
-    if not has_objects and not body.images and not body.mm_processor_kwargs:
-        return [NO_IMAGES] * len(body.prompts)
-    return [read_images(one, body, facts, config) for one in _encoded(body)]
-
-
 def read_images(
-    encoded: EncodedImages, body: SamplingBody, facts: WorkerFacts, config: ServerConfig
+    encoded: EncodedImages,
+    facts: WorkerFacts,
+    config: ServerConfig,
+    *,
+    truncated_to: int | None = None,
 ) -> PromptImages:
     """The images of one prompt.
+
+    Args:
+        truncated_to: the body's `truncate_prompt_tokens`.
 
     Raises:
         InvalidImage: an image is no image file, or the images are too large.
@@ -90,7 +88,7 @@ def read_images(
     if not encoded.files:
         return NO_IMAGES
     _check_number(len(encoded.files), encoded.location, facts)
-    _refuse_truncation(body)
+    _refuse_truncation(truncated_to)
     images = _read(encoded, config.max_image_pixels)
     return PromptImages(images, encoded.mm_processor_kwargs)
 
@@ -179,51 +177,6 @@ def check_placeholders(
             )
 
 
-def _encoded(body: GenerateBody) -> Iterator[EncodedImages]:
-    for name in ("images", "mm_processor_kwargs"):
-        check_one_per_prompt(getattr(body, name), len(body.prompts), name)
-    for index, prompt in enumerate(body.prompts):
-        tokens_prompt = prompt if isinstance(prompt, TokensPrompt) else TokensPrompt([])
-        data = tokens_prompt.multi_modal_data
-        in_prompt = data.image if data else None
-        in_body = body.images[index] if body.images else None
-        if in_prompt and in_body:
-            raise InvalidRequest(
-                f"images[{index}]: expected null, as prompts[{index}].multi_modal_data has images",
-                param="images",
-            )
-        files = in_prompt or in_body or []
-        yield EncodedImages(
-            prompt=f"prompts[{index}]",
-            location=f"prompts[{index}].multi_modal_data.image"
-            if in_prompt
-            else f"images[{index}]",
-            files=[files] if isinstance(files, str) else files,
-            is_list=not isinstance(files, str),
-            mm_processor_kwargs=processor_kwargs_of(body, index, tokens_prompt.mm_processor_kwargs),
-        )
-
-
-def check_one_per_prompt(value: object, num_prompts: int, name: str) -> None:
-    """Raises ImageMismatch for a list without exactly one entry for each prompt."""
-    if isinstance(value, list) and len(value) != num_prompts:
-        raise ImageMismatch(
-            f"{name}: expected one entry for each of the {num_prompts} prompts (null for a prompt "
-            f"without images), got {len(value)}",
-            param=name,
-        )
-
-
-def processor_kwargs_of(
-    body: SamplingBody, index: int, of_prompt: dict[str, Any] | None = None
-) -> dict[str, Any]:
-    """The processor's arguments for prompt `index`; `of_prompt` replaces those of the body."""
-    of_body = body.mm_processor_kwargs
-    if isinstance(of_body, list):
-        of_body = of_body[index]
-    return (of_body if of_prompt is None else of_prompt) or {}
-
-
 def _check_number(num_images: int, location: str, facts: WorkerFacts) -> None:
     if facts.images is None:
         raise ImageMismatch(
@@ -244,11 +197,11 @@ def _check_number(num_images: int, location: str, facts: WorkerFacts) -> None:
         )
 
 
-def _refuse_truncation(body: SamplingBody) -> None:
-    if body.truncate_prompt_tokens is not None:
+def _refuse_truncation(truncated_to: int | None) -> None:
+    if truncated_to is not None:
         raise InvalidRequest(
             "truncate_prompt_tokens: expected null in a request with images, as truncation "
-            f"could cut placeholders off, got {body.truncate_prompt_tokens}",
+            f"could cut placeholders off, got {truncated_to}",
             param="truncate_prompt_tokens",
         )
 

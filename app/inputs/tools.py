@@ -1,13 +1,12 @@
 """Checks a chat's tools and prepares them for the chat template and for vLLM's parsers."""
 
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 import msgspec
 
 from app.inputs.chat_template import Chat
-from app.schemas.decoding import convert
-from app.schemas.generation import Message
-from app.schemas.openai import ChatFields
+from app.route.decoding import convert
+from app.route.fields import Message
 from titopool.errors import InvalidRequest
 from titopool.settings.grammars import (
     MAX_JSON_DEPTH,
@@ -48,6 +47,23 @@ class NamedTool(msgspec.Struct, forbid_unknown_fields=True):
     type: Literal["function"] = "function"
 
 
+class ChatRequest(Protocol):
+    """What is read of a chat's body here; OpenAI's fields."""
+
+    messages: list[Message]
+    tokens: list[int] | None
+    tools: list[dict[str, Any]] | None
+    chat_template_kwargs: dict[str, Any]
+    add_generation_prompt: bool
+    continue_final_message: bool
+    tool_choice: str | dict[str, Any] | None
+    parallel_tool_calls: bool
+    include_reasoning: bool
+
+    @property
+    def reasoning_effort(self) -> str | None: ...
+
+
 class Tools(NamedTuple):
     """A chat's tools for each of their readers."""
 
@@ -57,7 +73,7 @@ class Tools(NamedTuple):
     parsing: ChatParsing | None
 
 
-def read_tools(fields: ChatFields, facts: WorkerFacts) -> Tools:
+def read_tools(fields: ChatRequest, facts: WorkerFacts) -> Tools:
     """The tools and the tool choice of a body.
 
     Raises:
@@ -102,7 +118,7 @@ def normalized_tools(given: list[dict[str, Any]] | None) -> list[dict[str, Any]]
     return tools
 
 
-def make_chat(fields: ChatFields, messages: list[Message], tools: Tools) -> Chat:
+def make_chat(fields: ChatRequest, messages: list[Message], tools: Tools) -> Chat:
     """The chat to render; `messages` are the body's, with uniform content.
 
     `Chat` checks the arguments of the template.
@@ -113,7 +129,7 @@ def make_chat(fields: ChatFields, messages: list[Message], tools: Tools) -> Chat
     )  # fmt: skip
 
 
-def _choice(fields: ChatFields, names: list[str]) -> str | dict[str, Any]:
+def _choice(fields: ChatRequest, names: list[str]) -> str | dict[str, Any]:
     choice = fields.tool_choice
     if choice is None:
         return "auto" if names else "none"
@@ -143,7 +159,7 @@ def _choice(fields: ChatFields, names: list[str]) -> str | dict[str, Any]:
 
 
 def _parsing(
-    fields: ChatFields,
+    fields: ChatRequest,
     facts: WorkerFacts,
     tools: list[dict[str, Any]],
     choice: str | dict[str, Any],
@@ -161,7 +177,7 @@ def _parsing(
     )
 
 
-def template_kwargs(fields: ChatFields) -> dict[str, Any]:
+def template_kwargs(fields: ChatRequest) -> dict[str, Any]:
     """The template's variables; `reasoning_effort` becomes two of them, as in vLLM."""
     if fields.reasoning_effort is None:
         return fields.chat_template_kwargs

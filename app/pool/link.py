@@ -20,7 +20,7 @@ from app.counts.families import PLACED_JOBS, QUEUE_SECONDS, REQUEST_BOUNDS
 from app.counts.front_end import FrontEndCounts, observe
 from app.pool.command_sender import CommandSender
 from app.pool.discovery import Discovery
-from app.pool.peers.weights import PeerWeights
+from app.pool.peers.peer_weights import PeerWeights
 from app.pool.placement import ROUTING_POLICIES
 from app.pool.records import LastEnd, OpenJob, Worker, natural_order
 from app.pool.request import Request
@@ -89,8 +89,8 @@ class WorkerView:
     last_end: LastEnd | None = None
 
 
-class OpenRequests(Protocol):
-    """What the link asks of `app.observing.open_requests.OpenRequests`, for other front ends."""
+class ListsRequests(Protocol):
+    """What the link asks of `app.call.open_requests.OpenRequests`, for other front ends."""
 
     def listed(self, name: str, limit: int) -> messages.ListedRequests:
         """The `limit` oldest requests in flight; `name` is the question's."""
@@ -128,7 +128,7 @@ class Link:
         endpoints: tuple[str, ...],
         totals: Callable[[], FrontEndTotals] = FrontEndTotals,
         counts: FrontEndCounts | None = None,
-        requests: OpenRequests = NO_REQUESTS,
+        requests: ListsRequests = NO_REQUESTS,
     ):
         """`endpoints` are those of the settings; host names are resolved again and again.
 

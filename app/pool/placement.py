@@ -24,7 +24,7 @@ MAX_LOOKED_AT = 64
 MAX_PASSED_OVER = 32
 
 
-class Choice(NamedTuple):
+class Placed(NamedTuple):
     """A waiting job and the worker that it is sent to."""
 
     worker: Worker
@@ -45,7 +45,7 @@ class RoutingPolicy(Protocol):
         waiting: WaitingJobs,
         candidates: Sequence[Worker],
         ready: Sequence[Worker],
-    ) -> Choice:
+    ) -> Placed:
         """The next assignment.
 
         Args:
@@ -67,8 +67,8 @@ class LeastLoaded:
         waiting: WaitingJobs,
         candidates: Sequence[Worker],
         ready: Sequence[Worker],
-    ) -> Choice:
-        return Choice(min(candidates, key=lambda worker: worker.load), first)
+    ) -> Placed:
+        return Placed(min(candidates, key=lambda worker: worker.load), first)
 
 
 class RoundRobin:
@@ -86,9 +86,9 @@ class RoundRobin:
         waiting: WaitingJobs,
         candidates: Sequence[Worker],
         ready: Sequence[Worker],
-    ) -> Choice:
+    ) -> Placed:
         self._num_chosen += 1
-        return Choice(candidates[(self._num_chosen - 1) % len(candidates)], first)
+        return Placed(candidates[(self._num_chosen - 1) % len(candidates)], first)
 
 
 class PrefixAffinity:
@@ -116,18 +116,18 @@ class PrefixAffinity:
         waiting: WaitingJobs,
         candidates: Sequence[Worker],
         ready: Sequence[Worker],
-    ) -> Choice:
+    ) -> Placed:
         worker = best_worker(first, candidates, ready)
         is_any_full = len(candidates) < len(ready)
         if not is_any_full or is_home(worker, first) or not has_home(first, ready):
-            return Choice(worker, first)
+            return Placed(worker, first)
         if first is not self._first:
             self._first, self._num_passed_over = first, 0
         if self._num_passed_over == MAX_PASSED_OVER:
-            return Choice(worker, first)
+            return Placed(worker, first)
         chosen = _job_for(worker, first, waiting, ready)
         self._num_passed_over += chosen is not first
-        return Choice(worker, chosen)
+        return Placed(worker, chosen)
 
 
 # By the values of the setting `placement`.
@@ -199,15 +199,15 @@ def best_worker(open_job: OpenJob, candidates: Sequence[Worker], ready: Sequence
     return best
 
 
-def place_render(renders: WaitingJobs, candidates: Sequence[Worker]) -> Choice:
+def place_render(renders: WaitingJobs, candidates: Sequence[Worker]) -> Placed:
     """Sends the first render to the worker that has the fewest: a render loads its threads only."""
     worker = min(candidates, key=lambda worker: (worker.num_renders, worker.load))
-    return Choice(worker, renders.first)
+    return Placed(worker, renders.first)
 
 
-def place_new(open_job: OpenJob, candidates: Sequence[Worker], ready: Sequence[Worker]) -> Choice:
+def place_new(open_job: OpenJob, candidates: Sequence[Worker], ready: Sequence[Worker]) -> Placed:
     """Sends the job of a new request to one of the slots that are kept for such."""
-    return Choice(best_worker(open_job, candidates, ready), open_job)
+    return Placed(best_worker(open_job, candidates, ready), open_job)
 
 
 def session_worker(session: str, ready: Sequence[Worker]) -> Worker:

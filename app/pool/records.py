@@ -356,7 +356,7 @@ class HasTurns(Protocol):
 Taker = TypeVar("Taker", bound=HasTurns)
 
 
-class Turns(Generic[Taker]):
+class FairTurns(Generic[Taker]):
     """Those that wait for a turn: next is the one with the fewest tokens, of equal ones the first."""
 
     def __init__(self) -> None:
@@ -419,7 +419,7 @@ class KeyJobs:
         # Requests that had no whole turn, first to last.
         self.new: OrderedDict[Request, Lane] = OrderedDict()
         self._served: dict[Request, Lane] = {}
-        self._turns = Turns[Lane]()
+        self._turns = FairTurns[Lane]()
 
     def __bool__(self) -> bool:
         return bool(self.new or self._served)
@@ -509,7 +509,7 @@ class WaitingJobs:
         # By name, all that were ever seen: they are those of the server's file.
         self._keys: dict[str, KeyJobs] = {}
         # Of those that have waiting jobs.
-        self._turns = Turns[KeyJobs]()
+        self._turns = FairTurns[KeyJobs]()
         # The tokens of the first key at the last turn.
         self._least = 0.0
         self._requests: dict[int, Request] = {}

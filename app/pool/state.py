@@ -11,8 +11,8 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 
 from app.pool.placement import (
-    Choice,
     LeastLoaded,
+    Placed,
     PrefixAffinity,
     RoutingPolicy,
     place_new,
@@ -35,16 +35,7 @@ from titopool.errors import (
     WeightsLost,
 )
 from titopool.settings.sampling import scored_once
-from titopool.wire.messages import (
-    Apart,
-    Chunk,
-    Failed,
-    Heartbeat,
-    Job,
-    JobProgress,
-    Load,
-    Result,
-)
+from titopool.wire.messages import Apart, Chunk, Failed, Heartbeat, Job, JobProgress, Load, Result
 
 logger = logging.getLogger(__name__)
 
@@ -338,7 +329,7 @@ class Pool:
         usable = [one for one in ready if not kept[one.endpoint]]
         return apart, usable or [one for one in ready if kept[one.endpoint] == "end"]
 
-    def _choose_begun(self, endpoints: Collection[str]) -> Choice | None:
+    def _choose_begun(self, endpoints: Collection[str]) -> Placed | None:
         """A job that has begun at one of the workers that get no others.
 
         Out of turn: such a worker waits for the end of its jobs.
@@ -346,16 +337,16 @@ class Pool:
         for open_job in self.waiting.begun if endpoints else ():
             worker = self.workers[open_job.endpoint]
             if open_job.endpoint in endpoints and worker.has_room_for(open_job, is_new=False):
-                return Choice(worker, open_job)
+                return Placed(worker, open_job)
         return None
 
-    def _choose_render(self, ready: list[Worker]) -> Choice | None:
+    def _choose_render(self, ready: list[Worker]) -> Placed | None:
         if not self.renders:
             return None
         candidates = workers_with_room(self.renders.first, ready, is_new=False)
         return place_render(self.renders, candidates) if candidates else None
 
-    def _choose(self, ready: list[Worker]) -> Choice | None:
+    def _choose(self, ready: list[Worker]) -> Placed | None:
         if not ready:
             return None
         while self.waiting and not self._is_served(first := self.waiting.first):
@@ -365,7 +356,7 @@ class Pool:
         first, candidates = self._first_with_room(ready)
         if first.endpoint and candidates:
             # No policy has a choice.
-            return Choice(candidates[0], first)
+            return Placed(candidates[0], first)
         if not candidates:
             for new in self.waiting.new_jobs():
                 if candidates := workers_with_room(new, ready, is_new=True):

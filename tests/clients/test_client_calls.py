@@ -14,19 +14,8 @@ from tests.kit.peers.canned_server import canned_server, response
 from titopool import AsyncClient, Client, TitopoolError
 from titopool.client.answers import Answer
 from titopool.client.bodies import Options, chats_batch, pieces, prompts_batch
-from titopool.client.failures import (
-    ConnectionLost,
-    IncompatibleServer,
-    TimedOut,
-    UnexpectedAnswer,
-)
-from titopool.errors import (
-    ERRORS_BY_CODE,
-    Conflict,
-    InvalidRequest,
-    ModelNotFound,
-    NoReadyWorker,
-)
+from titopool.client.failures import ConnectionLost, IncompatibleServer, TimedOut, UnexpectedAnswer
+from titopool.errors import ERRORS_BY_CODE, Conflict, InvalidRequest, ModelNotFound, NoReadyWorker
 from titopool.release import RELEASE, are_compatible
 
 OPTIONS = Options(1, 16, 1.0, 0, None, None, {})

@@ -19,16 +19,9 @@ from typing import Any
 
 import pytest
 
-from app.answer_store import FILE
+from app.http.answer_store import FILE
 from app.http.idempotency import FOLDER, REPEAT_WITHIN_S
-from harness.servers import (
-    REPOSITORY,
-    Server,
-    environment,
-    forked_server,
-    stub_worker,
-    wait_until,
-)
+from harness.servers import REPOSITORY, Server, environment, forked_server, stub_worker, wait_until
 from harness.stub_worker import Fault
 
 # The stub generates so many completions at once; further jobs wait in the front ends.

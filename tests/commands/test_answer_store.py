@@ -18,9 +18,8 @@ import gevent
 import pytest
 from flask import Flask, Response, request
 
-from app import answer_store
-from app.answer_store import FILE, AnswerStore
-from app.http import idempotency
+from app.http import answer_store, idempotency
+from app.http.answer_store import FILE, AnswerStore
 from app.http.idempotency import FOLDER, HEADER, SUPPORTED
 from harness.servers import REPOSITORY, environment
 from titopool.errors import Conflict

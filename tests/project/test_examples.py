@@ -18,14 +18,7 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from harness.servers import REPOSITORY, Server, environment, need_gpus
-from tests.kit.document_examples import (
-    BLOCK,
-    DOCUMENTS,
-    Block,
-    blocks,
-    filled_in,
-    run_shell,
-)
+from tests.kit.document_examples import BLOCK, DOCUMENTS, Block, blocks, filled_in, run_shell
 from tests.kit.models.weights import weights_client
 from tests.kit.peers.trl_client import run_trl
 from tests.kit.peers.verifiers_rollouts import forks as verifiers_forks

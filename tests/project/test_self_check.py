@@ -17,19 +17,25 @@ SOURCES = sorted(
 )
 # Statements of each folder at most.
 SIZES = {
-    "app": 1085,
+    "app": 501,
+    "app.call": 894,
+    "app.control": 195,
     "app.counts": 265,
-    "app.http": 865,
-    "app.inputs": 953,
-    "app.metrics": 170,
-    "app.observing": 158,
-    "app.openapi": 867,
-    "app.outputs": 584,
+    "app.http": 1123,
+    "app.inputs": 698,
+    "app.openai": 552,
+    "app.operators": 700,
+    "app.outputs": 291,
     "app.pool": 1946,
-    "app.routes": 2220,
-    "app.schemas": 849,
+    "app.route": 714,
+    "app.sglang": 563,
+    "app.trl": 369,
+    "app.vllm": 367,
+    "app.vllm_rl": 345,
+    "app.weights": 318,
     "titopool": 491,
-    "titopool.client": 1542,
+    "titopool.answers": 209,
+    "titopool.client": 1543,
     "titopool.commands": 742,
     "titopool.helpers": 273,
     "titopool.mismatch": 224,
@@ -148,18 +154,21 @@ def test_forbidden_packages_are_not_imported():
 # listed stands above all.
 LADDERS = {
     "titopool": [
-        "rollouts", "client", "settings", "wire", "helpers", "deadline", "secret_files", "errors", "release",
+        "rollouts", "client", "settings", "wire", "answers", "helpers", "deadline", "secret_files",
+        "errors", "release",
     ],
     "app": [
-        "metrics", "streams", "generation", "service", "draining", "openapi", "outputs", "inputs",
-        "http", "schemas", "observing", "pool", "counts", "json_structure", "answer_store",
-        "time_slices",
+        "control", "call", "inputs", "outputs", "pool", "route", "http",
+        "counts", "draining", "json_structure", "time_slices",
     ],
     "workers": [
         "serving", "weights", "engine", "in_model", "images", "cluster", "supervisor", "restarts",
         "process", "environment", "ledger", "vllm_internals", "forks", "shared_calls",
     ],
 }  # fmt: skip
+# Folders of `app` that each know one protocol. They stand beside each other, below `generate`, which
+# is the one path of two of them, and above what they share.
+PROTOCOLS = ("trl", "openai", "vllm", "vllm_rl", "sglang", "weights", "operators")
 # Keeps a folder's list of files readable as its table of contents.
 MAX_MODULES = 12
 
@@ -213,6 +222,39 @@ def test_no_import_cycle():
 
     for module in imports:
         visit(module, ())
+
+
+def test_protocols_know_nothing_of_each_other():
+    found = []
+    for path in SOURCES:
+        room = module_of(path).partition("app.")[2].partition(".")[0]
+        for name in modules_imported_by(path):
+            used = name.partition("app.")[2].partition(".")[0]
+            is_above = room in ("", "generate", *PROTOCOLS)
+            if used in PROTOCOLS and used != room and (room in PROTOCOLS or not is_above):
+                found.append(f"{name_of(path)} imports {name}")
+    assert not found
+
+
+def test_a_name_means_one_class():
+    """Components of `/openapi.json` have the names of their classes."""
+    found: dict[str, list[str]] = {}
+    for path, tree in TREES.items():
+        if path.is_relative_to(REPOSITORY / "app"):
+            for node in tree.body:
+                if isinstance(node, ast.ClassDef):
+                    found.setdefault(node.name, []).append(name_of(path))
+    assert not {name: paths for name, paths in found.items() if len(paths) > 1}
+
+
+# Every protocol may have modules of these names.
+SHARED_STEMS = {"__init__", "bodies", "answers", "routes", "stream"}
+
+
+def test_a_module_of_the_front_end_has_a_name_of_its_own():
+    stems = [path.stem for path in SOURCES if path.is_relative_to(REPOSITORY / "app")]
+    repeated = {one for one in stems if stems.count(one) > 1} - SHARED_STEMS
+    assert not repeated
 
 
 def test_packages_are_small_and_say_where_they_run():

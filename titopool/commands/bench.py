@@ -13,15 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from titopool.commands.connection import get, keys
-from titopool.commands.help import (
-    Command,
-    Option,
-    Seconds,
-    Whole,
-    console,
-    json_option,
-    url_option,
-)
+from titopool.commands.help import Command, Option, Seconds, Whole, console, json_option, url_option
 from titopool.errors import InvalidRequest, TitopoolError
 
 if TYPE_CHECKING:

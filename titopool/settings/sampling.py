@@ -141,7 +141,7 @@ class SamplingOptions(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=
 
 
 # Created at import, so that two threads never use the Struct for the first time at once (see
-# app/schemas/generation.py).
+# app/trl/bodies.py).
 encode_options = msgspec.msgpack.Encoder().encode
 decode_options = msgspec.msgpack.Decoder(SamplingOptions).decode
 

@@ -25,12 +25,7 @@ from titopool.settings.config import (
     option_of,
     variable_of,
 )
-from titopool.settings.files import (
-    CONFIG_OPTION,
-    CONFIG_VARIABLE,
-    checked_apart,
-    values_of_file,
-)
+from titopool.settings.files import CONFIG_OPTION, CONFIG_VARIABLE, checked_apart, values_of_file
 
 SWITCHES = {"true": True, "1": True, "false": False, "0": False}
 SHORT_OPTIONS = {"-tp": "tensor_parallel_size", "-pp": "pipeline_parallel_size"}

@@ -1,7 +1,7 @@
 """Weights from another worker: gives them, and takes them before this worker serves.
 
 Runs in: each worker process, on its event loop. A front end asks a worker that serves the pool's
-weights for an offer, and then this one to fetch them (`app/pool/peers/weights.py`). A fetch is an
+weights for an offer, and then this one to fetch them (`app/pool/peers/peer_weights.py`). A fetch is an
 update without a group. Until its first byte a failure leaves the old weights; after that the model is
 unknown: generation stands until another fetch or a complete update has succeeded.
 """

@@ -11,7 +11,7 @@ from flask import Flask
 
 import app
 import app.pool.discovery
-from app.service import Service
+from app.call.service import Service
 
 # Resolves to the list of addresses in the file of `CHAOS_HOSTS`.
 NAME = "pool.test"

@@ -9,17 +9,14 @@ import msgspec
 from hypothesis import strategies as st
 
 from app import create_app
-from app.schemas import generation as schemas
-from app.schemas import inference, sglang, sglang_fields, vllm_rl
-from app.schemas import openai as openai_bodies
-from app.schemas import weights as weight_bodies
-from app.schemas.unused_fields import (
-    CHAT_ONLY,
-    UNUSED,
-    UNUSED_OF_GENERATE,
-    UNUSED_SAMPLING,
-    Unused,
-)
+from app.openai import bodies as openai_bodies
+from app.route.unused_fields import CHAT_ONLY, UNUSED, UNUSED_OF_GENERATE, UNUSED_SAMPLING, Unused
+from app.sglang import bodies as sglang
+from app.sglang import sglang_fields
+from app.trl import bodies as schemas
+from app.vllm import bodies as inference
+from app.vllm_rl import bodies as vllm_rl
+from app.weights import bodies as weight_bodies
 from tests.all.fuzz.hints import (
     ADAPTER_HINTS,
     ALONE_HINTS,
@@ -163,7 +160,7 @@ ADMINISTRATIVE = (
     _route("/weights/init/", weight_bodies.InitBody),
     _route("/weights/begin/", weight_bodies.BeginBody, adjust=_with_equal_lists),
     _route("/weights/commit/", weight_bodies.CommitBody),
-    _route("/weights/abort/", weight_bodies.AbortBody),
+    _route("/weights/abort/", weight_bodies.WeightsAbortBody),
     _route("/weights/close/", weight_bodies.CloseBody),
     _route("/weights/accept/", weight_bodies.AcceptBody),
     Route(
@@ -179,11 +176,11 @@ ADMINISTRATIVE = (
     _route("/update_weight_version/", vllm_rl.VersionBody),
     _route("/weight_checker/", vllm_rl.CheckerBody),
     _route("/abort_requests/", vllm_rl.AbortRequestsBody),
-    _route("/inference/v1/abort_requests/", inference.AbortBody),
+    _route("/inference/v1/abort_requests/", inference.InferenceAbortBody),
     _route("/pause_generation/", sglang.PauseGenerationBody, {**HINTS, "mode": st.sampled_from(("abort", "retract", "in_place"))}),
     _route("/continue_generation/", sglang.ContinueGenerationBody),
     _route("/update_weights_from_disk/", sglang.DiskBody, {**HINTS, "model_path": HINTS["path"].map(lambda one: one or "")}),
-    _route("/abort_request/", sglang.AbortBody),
+    _route("/abort_request/", sglang.SglangAbortBody),
     _route("/load_lora_adapter/", weight_bodies.LoadAdapterBody, ADAPTER_HINTS),
     _route("/unload_lora_adapter/", weight_bodies.UnloadAdapterBody, ADAPTER_HINTS),
     _route("/pause/", weight_bodies.PauseBody),

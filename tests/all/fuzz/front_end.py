@@ -5,8 +5,8 @@ import os
 from flask import Flask, Response
 
 from app import create_app as create_real_app
+from app.call.service import Service
 from app.http.responses import json_response
-from app.service import Service
 
 
 def create_app() -> Flask:

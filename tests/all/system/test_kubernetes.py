@@ -237,7 +237,7 @@ def test_the_autoscaler_s_metric_is_the_rule_s():
     (rule,) = rules["rules"]["external"]
     metric = of_kind(rendered("autoscale"), "HorizontalPodAutoscaler")["spec"]["metrics"][0]
     assert metric["external"]["metric"]["name"] == rule["name"]["as"]
-    source = Path(REPOSITORY / "app/metrics/pool.py").read_text()
+    source = Path(REPOSITORY / "app/operators/metrics/pool_totals.py").read_text()
     for name in ("titopool_worker_sequences", "titopool_waiting_prompts"):
         assert name in rule["metricsQuery"]
         assert f'"{name}"' in source

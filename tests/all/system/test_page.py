@@ -10,7 +10,7 @@ import pytest
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 
-from app.routes.page.samples import NUM_LEARNING
+from app.operators.page.samples import NUM_LEARNING
 from harness.servers import Server, running_server
 from tests.all.system.packages import need
 from tests.all.system.page_server import StubWorkers, load, update_weights

@@ -31,7 +31,7 @@ from titopool import __version__
 ROOTS = ("app", "titopool", "workers")
 DATA = {"titopool/demo_tokenizer.json"} | {
     path.relative_to(REPOSITORY).as_posix()
-    for path in (REPOSITORY / "app/routes/page/static").rglob("*")
+    for path in (REPOSITORY / "app/operators/page/static").rglob("*")
     if path.is_file()
 }
 INSTALL_TIMEOUT_S = 900.0

@@ -3,9 +3,9 @@
 import pytest
 
 from app.inputs.images import EncodedImages, read_images
-from app.schemas.decoding import decode_body
-from app.schemas.generation import GENERATE_BODY, SamplingBody
-from app.schemas.openai import ChatFields, CompletionsFields, OpenAIDecoder
+from app.openai.bodies import ChatFields, CompletionsFields, OpenAIDecoder
+from app.route.decoding import decode_body
+from app.trl.bodies import GENERATE_BODY
 from harness.servers import Server
 from tests.kit.workers.pools import FACTS
 from titopool.errors import InvalidRequest
@@ -66,7 +66,7 @@ def test_param_of_an_image(place: str, param: str, takes_images: bool):
     facts = FACTS if not takes_images else type(FACTS)(**{**_fields(), "images": images})
     encoded = EncodedImages("prompt", place, ["no base64"], True, {})
     with pytest.raises(InvalidRequest) as caught:
-        read_images(encoded, SamplingBody(), facts, ServerConfig())
+        read_images(encoded, facts, ServerConfig())
     assert caught.value.message.startswith(place)
     assert caught.value.param == param
 

@@ -20,9 +20,9 @@ import requests
 from hypothesis import given
 from hypothesis import strategies as st
 
+from app.call import kept_logprobs
+from app.call.kept_logprobs import KeptLogprobs
 from app.http.responses import LOGPROBS_MODE_HEADER
-from app.outputs import kept_logprobs
-from app.outputs.kept_logprobs import KeptLogprobs
 from app.pool.request import ChunkOfJob
 from harness.fork_server import Forked, engine_fork_server
 from harness.servers import REPOSITORY, Server, wait_until

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from app.schemas.decoding import decode_body
-from app.schemas.inference import GENERATE_BODY
-from app.schemas.openai import CHAT_COMPLETIONS_BODY
+from app.openai.bodies import CHAT_COMPLETIONS_BODY
+from app.route.decoding import decode_body
+from app.vllm.bodies import GENERATE_BODY
 from harness.hostile_requests import nested
 from harness.servers import Server
 from tests.kit.peers.vllm_protocol import GENERATE, read_by_vllm

@@ -9,8 +9,8 @@ import openai
 import pytest
 from transformers import AutoTokenizer
 
+from app.call.streams import _pieces
 from app.outputs.json_parts import Rows
-from app.streams import _pieces
 from harness.servers import Server, wait_until
 from harness.stub_worker import Fault
 from tests.kit.models import reference

@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 import msgspec
 import pytest
 
-from app.schemas.decoding import decode_body
-from app.schemas.inference import GENERATE_BODY, GenerateFields
-from app.schemas.openai import CHAT_COMPLETIONS_BODY, COMPLETIONS_BODY
-from app.schemas.unused_fields import CHAT_ONLY, UNUSED, UNUSED_OF_GENERATE, UNUSED_SAMPLING
+from app.openai.bodies import CHAT_COMPLETIONS_BODY, COMPLETIONS_BODY
+from app.route.decoding import decode_body
+from app.route.unused_fields import CHAT_ONLY, UNUSED, UNUSED_OF_GENERATE, UNUSED_SAMPLING
+from app.vllm.bodies import GENERATE_BODY, GenerateFields
 from tests.kit.peers.vllm_protocol import vllm_protocol
 from titopool.errors import InvalidRequest
 from titopool.settings.sampling import SamplingOptions

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
-from app.outputs.openai_logprobs import LEAST
+from app.call.openai_logprobs import LEAST
 from harness.servers import REPOSITORY, Server, environment, free_port
 from tests.kit.models.model_families import EXPERTS, SHAPE
 from tests.kit.models.reference import reference_model

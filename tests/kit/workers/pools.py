@@ -7,11 +7,7 @@ import gevent
 from app.pool.command_sender import CommandSender
 from app.pool.request import Request
 from app.pool.state import Pool
-from titopool.wire.commands import (
-    Action,
-    Command,
-    CommandDone,
-)
+from titopool.wire.commands import Action, Command, CommandDone
 from titopool.wire.messages import (
     Completed,
     Completion,

@@ -8,15 +8,7 @@ from typing import Any
 
 from app.pool.state import Assignment
 from titopool.slots import SlotTable
-from titopool.wire.messages import (
-    Completed,
-    Completion,
-    Failed,
-    Job,
-    JobProgress,
-    Load,
-    Result,
-)
+from titopool.wire.messages import Completed, Completion, Failed, Job, JobProgress, Load, Result
 from workers.serving.slots import EngineSlots, JobSlots
 
 STEP_S = 0.02

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 from pydantic import TypeAdapter
 
-from app.outputs import openai_logprobs
+from app.call import openai_logprobs
 from app.outputs.json_parts import as_lists
-from app.schemas import inference
-from app.schemas.decoding import decode_body
+from app.route.decoding import decode_body
+from app.vllm import bodies as inference
 from harness.hostile_requests import nested
 from harness.servers import Server, forked_server, stub_worker, wait_until
 from harness.stub_worker import Fault

@@ -12,7 +12,7 @@ import requests
 
 from app.http.responses import PIECE_BYTES, json_line, json_response
 from app.outputs.json_parts import Rows, json_parts
-from app.routes.generation.sequence_logprobs import ROWS_AT_ONCE, _padded
+from app.trl.sequence_logprobs import ROWS_AT_ONCE, _padded
 from harness.memory_growth import front_end, growth_of
 from tests.conftest import StartStub
 

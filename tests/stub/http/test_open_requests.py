@@ -11,7 +11,7 @@ import requests
 from flask import Flask
 
 from app import create_app
-from app.observing.open_requests import OpenRequests
+from app.call.open_requests import OpenRequests
 from harness.servers import Server, front_ends, wait_until
 from titopool.settings.config import ServerConfig
 from titopool.wire.messages import owned_id

@@ -10,11 +10,11 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from tokenizers import Tokenizer
 
 from app import create_app
-from app.outputs.token_texts import texts_in_order
-from app.routes.page.assets import STATIC, read_assets, version_of
-from app.routes.page.history import SPAN_S, History
-from app.routes.page.overview import latest_end
-from app.routes.page.samples import NUM_LEARNING, Sampler, quantile
+from app.call.token_texts import texts_in_order
+from app.operators.page.assets import STATIC, read_assets, version_of
+from app.operators.page.history import SPAN_S, History
+from app.operators.page.overview import latest_end
+from app.operators.page.samples import NUM_LEARNING, Sampler, quantile
 from harness.hostile_requests import FOREIGN
 from harness.servers import REPOSITORY, Server, front_ends, wait_until
 from titopool.settings.config import ServerConfig

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from app.routes.weights.trl_relay import is_of_this_host, start_relay
+from app.weights.trl_relay import is_of_this_host, start_relay
 from harness.servers import REPOSITORY, environment, free_port, wait_until
 from titopool.errors import InvalidRequest
 
@@ -18,7 +18,7 @@ SCRIPT = """
 from gevent import monkey
 monkey.patch_all()
 import sys, time
-from app.routes.weights.trl_relay import start_relay
+from app.weights.trl_relay import start_relay
 start_relay(int(sys.argv[1]), "127.0.0.2", lease_s=float(sys.argv[2]), listen_at="127.0.0.1")
 print("relays", flush=True)
 time.sleep(600)

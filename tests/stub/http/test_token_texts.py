@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 import pytest
 from transformers import AutoTokenizer
 
-from app.outputs.token_texts import MAX_BEFORE, TextLookup, decode_alone, decode_in_context
+from app.call.token_texts import MAX_BEFORE, TextLookup, decode_alone, decode_in_context
 from harness.servers import wait_until
 from titopool.demo_model import make_tokenizer
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from app.pool.command_sender import Outcome
-from app.pool.peers.connections import find_connection_faults
+from app.pool.peers.connection_faults import find_connection_faults
 from app.pool.records import Worker
 from harness.servers import Server, free_port, wait_until
 from titopool.errors import DeadlinePassed

@@ -9,8 +9,8 @@ from typing import Any
 import gevent
 import pytest
 
-from app.http.bodies import PIECE_BYTES, read_body
 from app.http.budget import SMALL_BYTES, Budget, Reservation
+from app.http.request_bodies import PIECE_BYTES, read_body
 from app.json_structure import CommasOfList, Structure
 from titopool.errors import BodyTooLarge, BodyTooSlow, QueueFull
 from titopool.settings.config import ServerConfig
@@ -155,7 +155,7 @@ class Dripping:
 
 
 def test_a_body_that_drips_is_cut_off(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("app.http.bodies.MIN_BYTES_PER_S", PIECE_BYTES * 100)
+    monkeypatch.setattr("app.http.request_bodies.MIN_BYTES_PER_S", PIECE_BYTES * 100)
     sent: Any = SimpleNamespace(stream=Dripping(), content_length=100 * MIB)
     reservation = Reservation(Budget(2**30))
     with gevent.Timeout(10), pytest.raises(BodyTooSlow, match="client_timeout_s"):

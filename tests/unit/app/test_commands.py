@@ -9,9 +9,10 @@ from flask import Flask
 
 from app.pool.command_sender import results_of
 from app.pool.state import Pool
-from app.routes.weights import updates
+from app.weights import updates
 from harness.servers import STALL_S
 from tests.kit.workers.pools import FakePool, beat
+from titopool.answers.weights import Committed
 from titopool.errors import DeadlinePassed, NoReadyWorker, TitopoolError, WeightUpdateFailed
 from titopool.wire.commands import (
     AbortUpdate,
@@ -159,9 +160,14 @@ def test_a_commit_that_was_applied_succeeds_though_all_workers_are_lost_then(
     fake = FakePool(1, always_answer)
     fake.pool.mark_worker_lost("w0", "killed")
     monkeypatch.setattr(updates, "group_workers", lambda of: (fake.commands, []))
-    monkeypatch.setattr(updates, "commit_update", lambda *_: {"version": 1})
+    done = Committed(
+        version=1, previous_version=0, loaded=1, staging="device", update_s=0.0, paused_s=0.0,
+        prepare_s=0.0, apply_s=0.0, lost=[],
+    )  # fmt: skip
+    monkeypatch.setattr(updates, "commit_update", lambda *_: done)
     with Flask(__name__).test_request_context(data='{"update": "u", "policy": "keep"}'):
-        assert updates.commit().json == {"version": 1, "outside": []}
+        answer = updates.commit().json
+        assert (answer["version"], answer["outside"]) == (1, [])
 
 
 def test_a_command_that_times_out_at_the_first_worker_is_undone_there():

@@ -14,15 +14,15 @@ import prometheus_client
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from app.call.service import Service
 from app.counts import shared_file
 from app.counts.families import INTER_TOKEN_SECONDS, REQUESTS, TOKEN_BOUNDS, TOKENS
 from app.counts.front_end import FrontEndCounts, observe
 from app.counts.http_requests import Pace
 from app.counts.shared_file import FILE_BYTES, FOLDER, SharedFile, add_ended, forget_all, parse
-from app.metrics.exposition import families
-from app.metrics.pool import pool_families
+from app.operators.metrics.exposition import families
+from app.operators.metrics.pool_totals import pool_families
 from app.pool.link import WorkerView
-from app.service import Service
 from harness.servers import REPOSITORY
 from titopool.settings.config import ServerConfig
 from titopool.wire.messages import Heartbeat, UpdateTotals, WorkerCounters

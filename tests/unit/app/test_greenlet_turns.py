@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from app import time_slices
-from app.outputs.openai_logprobs import of_ids, of_prompt, positions
+from app.call.openai_logprobs import of_ids, of_prompt, positions
 from titopool.wire.messages import Completed, Completion, Logprobs
 
 NUM_TOKENS = 2001

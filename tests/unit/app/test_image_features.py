@@ -10,16 +10,17 @@ import numpy as np
 import orjson
 import pytest
 
-from app.generation import Prompt
-from app.inputs.features import features_of, images_of_tokens
+from app.call.generation import Prompt
+from app.inputs.features import features_of
 from app.inputs.images import PromptImages
 from app.outputs.json_parts import json_parts
 from app.pool.records import OpenJob
 from app.pool.request import Request
-from app.routes.inference.answer import TokensRequest, whole_answer
-from app.routes.inference.stream import TokensEvents
-from app.schemas.decoding import decode_body
-from app.schemas.inference import GENERATE_BODY
+from app.route.decoding import decode_body
+from app.vllm.answers import TokensRequest, whole_answer
+from app.vllm.bodies import GENERATE_BODY
+from app.vllm.prompt_images import images_of_tokens
+from app.vllm.stream import TokensEvents
 from harness.images import file_of, picture
 from tests.kit.workers.pools import FACTS
 from titopool.errors import InvalidRequest

@@ -11,8 +11,13 @@ import msgspec
 import numpy as np
 import pytest
 
-from app.schemas import decoding, generation, inference, long_lists, openai, sglang, weights
-from app.schemas.decoding import decode_body
+from app.generate import GENERATE_BODY
+from app.openai import bodies as openai
+from app.route import decoding, long_lists
+from app.route.decoding import decode_body
+from app.trl import bodies as generation
+from app.vllm import bodies as inference
+from app.weights import bodies as weights
 from titopool.errors import InvalidRequest
 
 MIB = 2**20
@@ -25,32 +30,32 @@ BEGIN_BODY = msgspec.json.Decoder(weights.BeginBody)
 NAMES = {"session": "a", "dtypes": ["int8"], "shapes": [[1]], "names": ["a"]}
 # Name: decoder, body. All are longer than `decoding.LONG_BYTES`.
 BODIES: dict[str, tuple[Any, dict[str, Any]]] = {
-    "prompts": (sglang.GENERATE_BODY, {"prompts": ROWS, "n": 2}),
+    "prompts": (GENERATE_BODY, {"prompts": ROWS, "n": 2}),
     "objects": (
-        sglang.GENERATE_BODY,
+        GENERATE_BODY,
         {"prompts": [{"prompt_token_ids": ROW, "cache_salt": "a"}] * 100},
     ),
-    "an empty prompt": (sglang.GENERATE_BODY, {"prompts": [[], *ROWS]}),
-    "a long prompt": (sglang.GENERATE_BODY, {"prompts": [[1], FLAT, [2]]}),
+    "an empty prompt": (GENERATE_BODY, {"prompts": [[], *ROWS]}),
+    "a long prompt": (GENERATE_BODY, {"prompts": [[1], FLAT, [2]]}),
     "a long object": (
-        sglang.GENERATE_BODY,
+        GENERATE_BODY,
         {"prompts": [{"prompt_token_ids": [1]}, {"prompt_token_ids": FLAT, "cache_salt": "a"}]},
     ),
     "images": (
-        sglang.GENERATE_BODY,
+        GENERATE_BODY,
         {"prompts": [[1]] * 9, "images": [None, *[["x" * 200_000]] * 8]},
     ),
     "sequences": (generation.SEQUENCES_BODY, {"sequences": ROWS, "prompt_lengths": [1] * 100}),
     "one list": (inference.GENERATE_BODY, {"token_ids": FLAT, "sampling_params": {"n": 2}}),
     "prompt": (openai.COMPLETIONS_BODY, {"prompt": ROWS, "echo": True}),
     "one prompt": (openai.COMPLETIONS_BODY, {"prompt": FLAT}),
-    "input_ids": (sglang.GENERATE_BODY, {"input_ids": ROWS, "rid": "a"}),
-    "one list of input_ids": (sglang.GENERATE_BODY, {"input_ids": FLAT}),
-    "input_ids with others": (sglang.GENERATE_BODY, {"input_ids": [*FLAT, [1, 2], "3,4", 2.5]}),
+    "input_ids": (GENERATE_BODY, {"input_ids": ROWS, "rid": "a"}),
+    "one list of input_ids": (GENERATE_BODY, {"input_ids": FLAT}),
+    "input_ids with others": (GENERATE_BODY, {"input_ids": [*FLAT, [1, 2], "3,4", 2.5]}),
     "texts": (openai.COMPLETIONS_BODY, {"prompt": ["a,[b]"] * 200_000}),
-    "escapes": (sglang.GENERATE_BODY, {"prompts": ['","', "\\", '\\"', "", "\n\u20ac]"] * 60_000}),
-    "long texts": (sglang.GENERATE_BODY, {"prompts": ['a, b"' * 50_000] * 9}),
-    "texts, then others": (sglang.GENERATE_BODY, {"prompts": ["a,"] * 50_000 + ROWS + ["b"]}),
+    "escapes": (GENERATE_BODY, {"prompts": ['","', "\\", '\\"', "", "\n\u20ac]"] * 60_000}),
+    "long texts": (GENERATE_BODY, {"prompts": ['a, b"' * 50_000] * 9}),
+    "texts, then others": (GENERATE_BODY, {"prompts": ["a,"] * 50_000 + ROWS + ["b"]}),
     "names": (BEGIN_BODY, NAMES | {"names": ["a.b"] * 260_000}),
     "conversations": (generation.CHAT_BODY, {"messages": [MESSAGES[:1]] * 20_000}),
     "messages": (openai.CHAT_COMPLETIONS_BODY, {"messages": MESSAGES, "n": 3}),
@@ -60,35 +65,35 @@ BODIES: dict[str, tuple[Any, dict[str, Any]]] = {
         generation.CHAT_BODY,
         {"messages": [[{"role": "user", "content": PARTS, "name": "a"}], MESSAGES[:2]]},
     ),
-    "one list of input_ids in a list": (sglang.GENERATE_BODY, {"input_ids": [FLAT, [1, 2]]}),
+    "one list of input_ids in a list": (GENERATE_BODY, {"input_ids": [FLAT, [1, 2]]}),
     "images of one prompt": (
-        sglang.GENERATE_BODY,
+        GENERATE_BODY,
         {"prompts": [[1]], "images": [["a,b"] * 200_000]},
     ),
     "logprobs": (generation.MISMATCH_BODY, {"request_id": "a", "logprobs": [[-1.5] * 300_000]}),
-    "lists of lists": (sglang.GENERATE_BODY, {"input_ids": [[[[[[[FLAT]]]]]]]}),
-    "tokens": (generation.DETOKENIZE_BODY, {"tokens": FLAT}),
-    "bad: id": (sglang.GENERATE_BODY, {"prompts": [*ROWS, [1, 2.5]]}),
-    "bad: id of a long prompt": (sglang.GENERATE_BODY, {"prompts": [[1], [*FLAT, "1"]]}),
+    "lists of lists": (GENERATE_BODY, {"input_ids": [[[[[[[FLAT]]]]]]]}),
+    "tokens": (inference.DETOKENIZE_BODY, {"tokens": FLAT}),
+    "bad: id": (GENERATE_BODY, {"prompts": [*ROWS, [1, 2.5]]}),
+    "bad: id of a long prompt": (GENERATE_BODY, {"prompts": [[1], [*FLAT, "1"]]}),
     "bad: id of a long object": (
-        sglang.GENERATE_BODY,
+        GENERATE_BODY,
         {"prompts": [{"prompt_token_ids": [*FLAT, None]}]},
     ),
     "bad: field of a long object": (
-        sglang.GENERATE_BODY,
+        GENERATE_BODY,
         {"prompts": [{"prompt_token_ids": FLAT, "salt": "a"}]},
     ),
-    "bad: nested in a long prompt": (sglang.GENERATE_BODY, {"prompts": [[*FLAT, [1]]]}),
-    "bad: prompt": (sglang.GENERATE_BODY, {"prompts": [*ROWS, 3]}),
-    "bad: object": (sglang.GENERATE_BODY, {"prompts": [*ROWS, {"prompt_ids": []}]}),
-    "bad: first": (sglang.GENERATE_BODY, {"prompts": [True, *ROWS]}),
+    "bad: nested in a long prompt": (GENERATE_BODY, {"prompts": [[*FLAT, [1]]]}),
+    "bad: prompt": (GENERATE_BODY, {"prompts": [*ROWS, 3]}),
+    "bad: object": (GENERATE_BODY, {"prompts": [*ROWS, {"prompt_ids": []}]}),
+    "bad: first": (GENERATE_BODY, {"prompts": [True, *ROWS]}),
     "bad: too many names": (BEGIN_BODY, NAMES | {"names": ["a.b"] * 270_000}),
     "bad: too many shapes": (BEGIN_BODY, NAMES | {"shapes": [[1, 2]] * 270_000}),
     "bad: name": (BEGIN_BODY, NAMES | {"names": ["a.b"] * 250_000 + ["a" * 1025]}),
-    "bad: after texts": (sglang.GENERATE_BODY, {"prompts": ["a,"] * 300_000 + [3]}),
-    "bad: text": (sglang.GENERATE_BODY, {"prompts": ["a,"] * 300_000 + [{"prompt": 3}, "b"]}),
-    "bad: field": (sglang.GENERATE_BODY, {"prompts": ROWS, "max_token": 3}),
-    "bad: other field": (sglang.GENERATE_BODY, {"prompts": ROWS, "n": "3"}),
+    "bad: after texts": (GENERATE_BODY, {"prompts": ["a,"] * 300_000 + [3]}),
+    "bad: text": (GENERATE_BODY, {"prompts": ["a,"] * 300_000 + [{"prompt": 3}, "b"]}),
+    "bad: field": (GENERATE_BODY, {"prompts": ROWS, "max_token": 3}),
+    "bad: other field": (GENERATE_BODY, {"prompts": ROWS, "n": "3"}),
     "bad: number": (inference.GENERATE_BODY, {"token_ids": [*FLAT, "1"], "sampling_params": {}}),
     "bad: nested": (openai.COMPLETIONS_BODY, {"prompt": [*ROWS, [1, {}]]}),
     "bad: message": (openai.CHAT_COMPLETIONS_BODY, {"messages": [*MESSAGES, 3]}),
@@ -98,7 +103,7 @@ BODIES: dict[str, tuple[Any, dict[str, Any]]] = {
         {"request_id": "a", "logprobs": [[1], [*FLAT, "1"]]},
     ),
     "bad: one shape": (BEGIN_BODY, NAMES | {"shapes": [[1], FLAT]}),
-    "bad: no object": (sglang.GENERATE_BODY, {"prompts": ROWS, "mm_processor_kwargs": 1}),
+    "bad: no object": (GENERATE_BODY, {"prompts": ROWS, "mm_processor_kwargs": 1}),
 }
 
 
@@ -145,13 +150,13 @@ def test_pieces_make_what_the_whole_makes(name: str, in_one_piece: Callable[[byt
 @pytest.mark.parametrize(
     ("decoder", "body"),
     [
-        (sglang.GENERATE_BODY, b'{"input_ids": [[],' + b"1," * MIB + b"1]}"),
-        (sglang.GENERATE_BODY, b'{"input_ids": ["a",' + b"1," * MIB + b"1]}"),
-        (sglang.GENERATE_BODY, b'{"prompts": [[1],' + b"1," * MIB + b"1]}"),
-        (sglang.GENERATE_BODY, b'{"prompts": ["a",' + b"1," * MIB + b"1]}"),
+        (GENERATE_BODY, b'{"input_ids": [[],' + b"1," * MIB + b"1]}"),
+        (GENERATE_BODY, b'{"input_ids": ["a",' + b"1," * MIB + b"1]}"),
+        (GENERATE_BODY, b'{"prompts": [[1],' + b"1," * MIB + b"1]}"),
+        (GENERATE_BODY, b'{"prompts": ["a",' + b"1," * MIB + b"1]}"),
         (openai.CHAT_COMPLETIONS_BODY, b'{"messages": [], "chat_template_kwargs": {"a": ['
          + b"1," * MIB + b"1]}}"),
-        (sglang.GENERATE_BODY, b'{"input_ids": [1], "sampling_params": {"a": ['
+        (GENERATE_BODY, b'{"input_ids": [1], "sampling_params": {"a": ['
          + b"1," * MIB + b"1]}}"),
     ],
 )  # fmt: skip
@@ -169,12 +174,12 @@ def test_what_is_not_taken_apart_is_limited(decoder: Any, body: bytes):
 @pytest.mark.parametrize("name", ["null", "true", "{}"])
 def test_lists_of_the_wrong_kind_are_refused(name: str):
     body = b'{"prompts": [' + f"{name},".encode() * MIB + b"1]}"
-    assert outcome(body, sglang.GENERATE_BODY).param == "prompts"
+    assert outcome(body, GENERATE_BODY).param == "prompts"
 
 
 def test_ids_become_arrays_unless_they_do_not_fit():
     rows = [*ROWS, [2**40]]
-    body = decode_body(msgspec.json.encode({"prompts": rows}), sglang.GENERATE_BODY)
+    body = decode_body(msgspec.json.encode({"prompts": rows}), GENERATE_BODY)
     assert all(isinstance(row, np.ndarray) for row in body.prompts[:-1])
     # The check of the vocabulary refuses it, with its location.
     assert body.prompts[-1] == [2**40]
@@ -183,7 +188,7 @@ def test_ids_become_arrays_unless_they_do_not_fit():
 def test_a_list_with_other_values_between_its_numbers_is_refused():
     # The comma in a text looks like the end of a piece.
     body = msgspec.json.encode({"tokens": [*FLAT, *["1,2"] * 200_000]})
-    message, param = outcome(body, generation.DETOKENIZE_BODY)
+    message, param = outcome(body, inference.DETOKENIZE_BODY)
     assert (message.partition(":")[0], param) in {
         ("tokens", "tokens"),
         ("tokens[300000]", "tokens"),
@@ -217,7 +222,7 @@ LONG_ELEMENTS: dict[str, tuple[Any, dict[str, Any]]] = {
         {"messages": [{"role": "user", "content": 5 * PARTS}]},
     ),
     "conversation": (generation.CHAT_BODY, {"messages": [8 * MESSAGES]}),
-    "ids": (sglang.GENERATE_BODY, {"input_ids": [8 * FLAT, [1]]}),
+    "ids": (GENERATE_BODY, {"input_ids": [8 * FLAT, [1]]}),
     "logprobs": (generation.MISMATCH_BODY, {"request_id": "a", "logprobs": [8 * FLAT, [1]]}),
 }
 

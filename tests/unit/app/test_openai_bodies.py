@@ -10,24 +10,12 @@ import pytest
 from flask.testing import FlaskClient
 
 from app import create_app
+from app.openai.bodies import CHAT_COMPLETIONS_BODY, COMPLETIONS_BODY, ChatFields, CompletionsFields
 from app.outputs.token_arrays import weight_spans
-from app.schemas.decoding import decode_body
-from app.schemas.generation import TOKENIZE_BODY
-from app.schemas.inference import GENERATE_BODY, GenerateFields
-from app.schemas.openai import (
-    CHAT_COMPLETIONS_BODY,
-    COMPLETIONS_BODY,
-    ChatFields,
-    CompletionsFields,
-)
-from app.schemas.unused_fields import (
-    CHAT_ONLY,
-    UNUSED,
-    UNUSED_OF_GENERATE,
-    UNUSED_SAMPLING,
-    Unused,
-)
-from app.schemas.weights import LoadAdapterBody
+from app.route.decoding import decode_body
+from app.route.unused_fields import CHAT_ONLY, UNUSED, UNUSED_OF_GENERATE, UNUSED_SAMPLING, Unused
+from app.vllm.bodies import GENERATE_BODY, TOKENIZE_BODY, GenerateFields
+from app.weights.bodies import LoadAdapterBody
 from titopool.errors import InvalidRequest
 from titopool.settings.config import ServerConfig
 from titopool.wire.messages import Completion

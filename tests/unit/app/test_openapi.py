@@ -13,9 +13,8 @@ from openapi_spec_validator import validate
 
 from app import create_app
 from app.http.auth import ADMIN_BLUEPRINTS, OPEN_ENDPOINTS
-from app.openapi import bodies
-from app.openapi.document import SCHEMES, TAGS, Route, methods_of, path_of, routes_of
-from app.schemas.decoding import Decoder
+from app.route.decoding import Decoder
+from app.route.document import SCHEMES, TAGS, Route, methods_of, path_of, routes_of, types_of
 from harness.api_schemas import document, operations
 from harness.servers import REPOSITORY
 from titopool.errors import ERRORS_BY_CODE
@@ -100,7 +99,7 @@ def test_a_body_is_described_by_the_decoder_that_its_handler_uses(
         known = [one for module in modules_of(handler) for one in vars(module).values()]
         for decoder in operation.decoders:
             # /update_weights converts a part of its body.
-            types = [*bodies.types_of(decoder)[:1], *parts_of(decoder)]
+            types = [*types_of(decoder)[:1], *parts_of(decoder)]
             assert any(one is decoder for one in known) or any(
                 one is type_ for one in known for type_ in types[1:]
             ), f"{endpoint}: {decoder}"
@@ -110,7 +109,7 @@ def modules_of(handler: Any) -> Iterator[Any]:
     module = sys.modules[handler.__module__]
     yield module
     for value in vars(module).values():
-        if inspect.isfunction(value) and value.__module__.startswith("app.routes."):
+        if inspect.isfunction(value) and value.__module__.startswith("app."):
             yield sys.modules[value.__module__]
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from app.observing.open_requests import OpenRequest
+from app.call.open_requests import OpenRequest
 from app.pool.pool_view import MAX_LABELS
 from app.pool.records import MAX_RENDERS
 from app.pool.request import Request

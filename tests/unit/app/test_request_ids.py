@@ -6,11 +6,11 @@ import pytest
 from flask import g, request
 
 from app import create_app
+from app.call.admission import Admission, session_key
 from app.http.request_ids import adopt
-from app.inputs.admission import Admission, session_key
-from app.routes.vllm_rl.statuses import never_repeated
-from app.schemas.decoding import decode_body
-from app.schemas.generation import GENERATE_BODY
+from app.route.decoding import decode_body
+from app.trl.bodies import GENERATE_BODY
+from app.vllm_rl.statuses import never_repeated
 from titopool.errors import NoReadyWorker
 from titopool.settings.config import ServerConfig
 

@@ -7,14 +7,16 @@ import msgspec
 import numpy as np
 import pytest
 
-from app.generation import Prompt, make_jobs
+from app.call.generation import Prompt, make_jobs
+from app.generate import GENERATE_BODY
 from app.pool.request import ChunkOfJob, count_nothing
-from app.routes.sglang.answer import PromptRequest, SGLangRequest
-from app.routes.sglang.generate import generate_as_sglang
-from app.routes.sglang.stream import SGLangEvents
-from app.schemas import sglang, sglang_fields
-from app.schemas.decoding import decode_body
-from app.schemas.generation import GenerateBody
+from app.route.decoding import decode_body
+from app.sglang import bodies as sglang
+from app.sglang import sglang_fields
+from app.sglang.answers import PromptRequest, SGLangRequest
+from app.sglang.routes import generate_as_sglang
+from app.sglang.stream import SGLangEvents
+from app.trl.bodies import GenerateBody
 from tests.kit.workers.pools import FACTS
 from titopool.errors import InvalidRequest
 from titopool.settings.config import ServerConfig
@@ -47,7 +49,7 @@ THEIR_SAMPLING = """
 
 
 def decoded(**fields: Any) -> sglang.SGLangBody:
-    body = decode_body(msgspec.json.encode(fields), sglang.GENERATE_BODY)
+    body = decode_body(msgspec.json.encode(fields), GENERATE_BODY)
     assert isinstance(body, sglang.SGLangBody)
     return body
 
@@ -84,7 +86,7 @@ def test_nulls_are_left_out():
 
 
 def test_the_body_decides_between_trl_s_form_and_sglang_s():
-    body = decode_body(b'{"prompts": [[1]]}', sglang.GENERATE_BODY)
+    body = decode_body(b'{"prompts": [[1]]}', GENERATE_BODY)
     assert isinstance(body, GenerateBody)
     for fields in ({}, {"prompts": None}, {"prompts": [[1]], "text": "a"}, {"text": "a", "input_ids": [1]}):  # fmt: skip
         with pytest.raises(InvalidRequest, match="expected one of prompts"):  # fmt: skip

@@ -10,8 +10,8 @@ from flask import Flask
 from flask.testing import FlaskClient
 
 from app.pool.command_sender import ACCEPT_TIMEOUT_S, CommandSender
-from app.routes.vllm_rl import caches
-from app.routes.weights import trl_weights
+from app.vllm_rl import caches
+from app.weights import trl_weights
 from tests.kit.workers.pools import FACTS, FakePool, beat
 from titopool.settings.config import ServerConfig
 from titopool.wire.commands import Command, CommandDone

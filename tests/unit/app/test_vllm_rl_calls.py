@@ -9,10 +9,10 @@ from flask import Flask
 
 from app import create_app
 from app.http import auth, errors, request_ids
-from app.http.query import query_choice, query_flag
 from app.http.responses import json_response
-from app.routes.vllm_rl import weight_transfer
-from app.routes.vllm_rl.statuses import never_repeated
+from app.route.query import query_choice, query_flag
+from app.vllm_rl import weight_transfer
+from app.vllm_rl.statuses import never_repeated
 from tests.kit.workers.pools import FakePool
 from titopool.errors import (
     Conflict,

@@ -7,16 +7,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from benchmarks.parser_calls import (
-    CALLS,
-    HERMES,
-    OPTIONS,
-    PROMPT_IDS,
-    TOOL,
-    WORD_ID,
-    Calls,
-    Tokens,
-)
+from benchmarks.parser_calls import CALLS, HERMES, OPTIONS, PROMPT_IDS, TOOL, WORD_ID, Calls, Tokens
 from titopool.errors import ConfigError
 from titopool.wire.messages import ChatParsing
 from workers.engine.parsing import helper

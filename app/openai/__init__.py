@@ -1,0 +1,8 @@
+"""OpenAI's routes with vLLM's extensions: completions, chat completions, models.
+
+Runs in: each gunicorn process.
+"""
+
+from app.openai import models, refused, render, routes
+
+BLUEPRINTS = (models.blueprint, routes.blueprint, render.blueprint, refused.blueprint)

@@ -1,0 +1,70 @@
+"""Answers of TRL's generating routes, and of scores. Lists are [prompts × n][tokens]."""
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import UNSET, Meta, UnsetType
+
+FinishReason = Literal["stop", "length", "repetition", "abort"]
+# A value that is not finite is null.
+Value = float | None
+# The version of the weights, and the first token that they sampled.
+VersionSpan = tuple[int, int]
+Range = tuple[int, int]
+_BINARY = {"contentEncoding": "binary"}
+Int32s = Annotated[str, Meta(description="bin: little-endian int32", extra_json_schema=_BINARY)]
+Float32s = Annotated[str, Meta(description="bin: little-endian float32", extra_json_schema=_BINARY)]
+Base64 = Annotated[str, Meta(extra_json_schema={"contentEncoding": "base64"})]
+
+
+class CompletionFacts(msgspec.Struct, kw_only=True):
+    """What both forms of the answer say alike: by completion, by prompt where the name says so."""
+
+    finish_reasons: list[FinishReason]
+    weight_versions: list[list[VersionSpan]]
+    # By prompt.
+    num_cached_tokens: list[int]
+    # By prompt; only with an adapter.
+    lora_versions: list[int | None] | UnsetType = UNSET
+    # By prompt; only with images.
+    image_ranges: list[list[Range]] | UnsetType = UNSET
+
+
+class GenerateAnswer(CompletionFacts, kw_only=True):
+    """Token ids and log-probabilities; the n completions of prompt 0 come first."""
+
+    prompt_ids: list[list[int]]
+    completion_ids: list[list[int]]
+    logprobs: list[list[list[Value]]] | None
+    logprob_token_ids: list[list[list[int]]] | None
+    raw_logprobs: list[list[Value]] | UnsetType = UNSET
+
+
+class BinaryGenerateAnswer(CompletionFacts, kw_only=True):
+    """The same as one MessagePack map; arrays are `bin`, and what the client knows already is nil."""
+
+    prompt_ids: list[Int32s | None]
+    completion_ids: list[Int32s]
+    logprobs: list[Float32s] | None
+    logprob_token_ids: list[Int32s | None] | None
+    num_logprobs: list[Int32s | None] | None
+    raw_logprobs: list[Float32s] | UnsetType = UNSET
+
+
+class SequencesAnswer(msgspec.Struct, kw_only=True):
+    """Log-probabilities of given sequences, [sequences][tokens][entries], best first."""
+
+    logprobs: list[list[list[Value]]]
+    logprob_token_ids: list[list[list[int]]]
+
+
+class BinarySequencesAnswer(msgspec.Struct, kw_only=True):
+    """The same in arrays: base64 of little-endian float32 and int32, padded with -inf and 0."""
+
+    logprobs_b64: Base64
+    token_ids_b64: Base64
+    actual_logprobs_b64: Base64
+    actual_token_ids_b64: Base64
+    # [sequences, longest, k]
+    shape: tuple[int, int, int]
+    completion_lengths: list[int]
