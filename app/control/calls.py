@@ -51,6 +51,14 @@ def pause_until_step(mode: PauseMode) -> float:
 
 
 def pause_all(mode: PauseMode, lease_s: float, *, is_renewed: bool) -> None:
+    """Pauses every worker that answers.
+
+    Args:
+        is_renewed: calls of vLLM's routes for weights renew the lease.
+
+    Raises:
+        TitopoolError: a worker could not pause.
+    """
     commands, workers = reachable_workers()
     # A drain takes as long as the longest request.
     timeout_s = current_service().config.request_timeout_s

@@ -166,45 +166,6 @@ class ChatEvent(Head, kw_only=True):
     prompt_token_ids: list[int] | UnsetType = UNSET
 
 
-class Model(msgspec.Struct, kw_only=True):
-    """The base model or an adapter."""
-
-    id: str
-    object: Literal["model"]
-    created: int
-    owned_by: str
-    root: str
-    parent: str | None
-    max_model_len: int
-    vocab_size: int
-    # Of an adapter.
-    version: int | UnsetType = UNSET
-
-
-class Models(msgspec.Struct, kw_only=True):
-    """What /v1/models lists."""
-
-    object: Literal["list"]
-    data: list[Model]
-
-
-class Render(msgspec.Struct, kw_only=True):
-    """A body for /inference/v1/generate, whose fields its schema describes."""
-
-    request_id: str
-    model: str
-    token_ids: list[int]
-    features: dict[str, Any] | None
-    sampling_params: dict[str, Any]
-    stream: bool | UnsetType = UNSET
-    stream_options: dict[str, Any] | UnsetType = UNSET
-    cache_salt: str | UnsetType = UNSET
-    session_id: str | UnsetType = UNSET
-    return_token_ids: bool | UnsetType = UNSET
-    mm_processor_kwargs: dict[str, Any] | UnsetType = UNSET
-    min_weight_version: int | UnsetType = UNSET
-
-
 # ---- how they are made ----------------------------------------------------------------------
 
 

@@ -2,12 +2,12 @@
 
 import time
 
-from flask import Blueprint, Response
+from flask import Blueprint
+from msgspec.structs import replace
 
 from app.call.service import current_service
-from app.http.responses import json_response
-from app.openai.answers import Models
 from app.route.operation import Operation
+from titopool.answers.operators import Model, Models
 from titopool.errors import NoReadyWorker
 
 blueprint = Blueprint("models", __name__)
@@ -17,25 +17,24 @@ _started = int(time.time())
 @blueprint.get("/v1/models/")
 @Operation(
     summary="The model and its adapters, as OpenAI's clients list them.",
-    answer=Models,
     errors=(NoReadyWorker,),
 )
-def models() -> Response:
+def models() -> Models:
     """The base model and its LoRA adapters; `root`, `parent` and `max_model_len` are vLLM's."""
     link = current_service().link
     facts = link.facts
-    model = {
-        "id": facts.model,
-        "object": "model",
-        "created": _started,
-        "owned_by": "titopool",
-        "root": facts.model,
-        "parent": None,
-        "max_model_len": facts.max_model_len,
-        "vocab_size": facts.vocab_size,
-    }
+    model = Model(
+        id=facts.model,
+        object="model",
+        created=_started,
+        owned_by="titopool",
+        root=facts.model,
+        parent=None,
+        max_model_len=facts.max_model_len,
+        vocab_size=facts.vocab_size,
+    )
     adapters = [
-        {**model, "id": name, "root": name, "parent": facts.model, "version": version}
+        replace(model, id=name, root=name, parent=facts.model, version=version)
         for name, version in sorted(link.adapters.items())
     ]
-    return json_response({"object": "list", "data": [model, *adapters]})
+    return Models(object="list", data=[model, *adapters])

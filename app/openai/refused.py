@@ -1,10 +1,9 @@
 """Routes of other chat APIs, which this server refuses by name."""
 
-from flask import Blueprint, Response, request
+from flask import Blueprint, request
 
 from app.http.request_ids import request_id
-from app.http.responses import json_response
-from app.route.error_schemas import Error
+from app.route.error_schemas import Error, ErrorDetail
 from app.route.operation import Operation
 
 blueprint = Blueprint("other_apis", __name__)
@@ -21,17 +20,18 @@ REASONS = {
 @blueprint.post("/v1/messages/count_tokens/")
 @Operation(
     summary="Not served: a 404 with the reason, as OpenAI's and Anthropic's clients read it.",
-    answer=Error,
     status=404,
 )
-def refuse() -> Response:
+def refuse() -> Error:
     """A 404, which no client repeats, with the fields that OpenAI's and Anthropic's clients read."""
     path = request.path.rstrip("/")
-    error = {
-        "type": "not_found_error",
-        "message": f"{path}: this server does not have this route: {REASONS[path]}; use "
-        "/v1/chat/completions",
-        "code": "not_found",
-        "param": None,
-    }
-    return json_response({"error": error | {"request_id": request_id()}}, 404)
+    reason = f"{path}: this server does not have this route: {REASONS[path]}"
+    return Error(
+        error=ErrorDetail(
+            message=f"{reason}; use /v1/chat/completions",
+            type="not_found_error",
+            code="not_found",
+            param=None,
+            request_id=request_id(),
+        )
+    )

@@ -15,12 +15,13 @@ from app.call.admission import session_key
 from app.call.generation import encode_sent, expanded_ids, make_request, run_request
 from app.http.responses import respond_in_parts
 from app.inputs.features import features_of
-from app.openai.answers import OpenAIRequest, Render
+from app.openai.answers import OpenAIRequest
 from app.openai.bodies import CHAT_COMPLETIONS_BODY, COMPLETIONS_BODY
 from app.openai.routes import complete_chat, complete_text
 from app.outputs.json_parts import json_parts
 from app.outputs.token_arrays import JSON
 from app.route.operation import GENERATION_ERRORS, IMAGE_ERRORS, QUESTION, Example, Operation
+from titopool.answers.generation import Render
 from titopool.errors import AnswerTooLarge, InvalidRequest
 
 blueprint = Blueprint("render", __name__)

@@ -16,6 +16,7 @@ NULL = {"type": "null"}
 
 
 def object_of(about: str, fields: Mapping[str, Schema], required: Collection[str] = ()) -> Schema:
+    """An object with these fields and no others; `about` is its description."""
     return {
         "description": about,
         "type": "object",
@@ -28,19 +29,23 @@ def object_of(about: str, fields: Mapping[str, Schema], required: Collection[str
 def fields_of(
     components: Components, struct: type[msgspec.Struct], *, without: Collection[str] = ()
 ) -> dict[str, Schema]:
+    """The schemas of a struct's fields, by name."""
     properties = components.struct(struct)["properties"]
     return {name: one for name, one in properties.items() if name not in without}
 
 
 def required_of(components: Components, struct: type[msgspec.Struct]) -> list[str]:
+    """The names of the fields that a struct needs."""
     return list(components.struct(struct)["required"])
 
 
 def nullable(fields: Mapping[str, Schema], *, but: Collection[str] = ()) -> dict[str, Schema]:
+    """Fields where null means left out."""
     return {name: one if name in but else or_null(one) for name, one in fields.items()}
 
 
 def or_null(schema: Schema) -> Schema:
+    """A schema that null fits, too."""
     inner = without_default(schema)
     options = inner.get("anyOf", [inner])
     if NULL in options or "null" in inner.get("type", ()):
@@ -51,6 +56,7 @@ def or_null(schema: Schema) -> Schema:
 
 
 def without_default(schema: Schema) -> Schema:
+    """A field's schema as that of the entries of a list."""
     return {key: one for key, one in schema.items() if key != "default"}
 
 

@@ -96,23 +96,6 @@ class TokensAnswer(msgspec.Struct, kw_only=True):
     prompt_logprobs: PromptLogprobs | None
 
 
-class TokenizeAnswer(msgspec.Struct, kw_only=True):
-    """The ids of a text or of messages."""
-
-    count: int
-    max_model_len: int
-    tokens: list[int]
-    token_strs: list[str] | None
-
-
-class DetokenizeAnswer(msgspec.Struct, kw_only=True):
-    """The text of token ids."""
-
-    prompt: str
-    # With `return_token_texts`: what each id adds to the text.
-    token_texts: list[str] | UnsetType = UNSET
-
-
 # ---- how they are made ----------------------------------------------------------------------
 
 

@@ -12,8 +12,8 @@ from app.inputs.chat_template import Chat
 from app.inputs.tokenizer import decode_all
 from app.inputs.tools import normalized_tools
 from app.route.operation import MODEL_ERRORS, QUESTION, Example, Operation
-from app.vllm.answers import DetokenizeAnswer, TokenizeAnswer
 from app.vllm.bodies import DETOKENIZE_BODY, TOKENIZE_BODY, TokenizeBody
+from titopool.answers.generation import DetokenizeAnswer, TokenizeAnswer
 from titopool.errors import DeadlinePassed, InvalidRequest, PromptTooLong
 from titopool.settings.sampling import check_token_ids
 

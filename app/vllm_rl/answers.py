@@ -31,12 +31,6 @@ class ServerInfo(msgspec.Struct, kw_only=True):
     vllm_config: str | dict[str, Any]
 
 
-class WeightInfo(msgspec.Struct, kw_only=True):
-    """The label of the version that serves."""
-
-    weight_version: str
-
-
 class Labelled(msgspec.Struct, kw_only=True):
     """The version that serves has another label."""
 

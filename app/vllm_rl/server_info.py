@@ -12,8 +12,9 @@ from app.call.service import current_service
 from app.control.recipients import worker_statuses
 from app.route.operation import COMMAND_ERRORS, Operation, Query
 from app.route.query import query_choice
-from app.vllm_rl.answers import ServerInfo, WeightInfo
+from app.vllm_rl.answers import ServerInfo
 from app.vllm_rl.statuses import never_repeated
+from titopool.answers.operators import WeightInfo
 from titopool.errors import NoReadyWorker
 from titopool.wire.messages import WorkerFacts
 

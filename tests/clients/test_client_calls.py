@@ -94,7 +94,7 @@ def test_an_unknown_code_becomes_the_nearest_error(status: int, kind: type[Titop
                      "status 502 with '<html>'", id="proxy"),
         pytest.param(response("200 OK", b"{}", release="7.1.0"), IncompatibleServer,
                      r"pip install 'titopool==7\.\*'", id="other-release"),
-        pytest.param(response("200 OK", b"[]"), UnexpectedAnswer, "TokenizeBody", id="other-json"),
+        pytest.param(response("200 OK", b"[]"), UnexpectedAnswer, "TokenizeAnswer", id="other-json"),
         pytest.param(response("302 Found", b"", "Location: /x"), UnexpectedAnswer, "302",
                      id="redirect"),
         pytest.param(b"SSH-2.0\r\n", UnexpectedAnswer, "over HTTP", id="not-http"),

@@ -6,13 +6,16 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
+import msgspec
 import pexpect
 import pyte
 import pytest
 import requests
 
 from harness.servers import REPOSITORY, TITOPOOL, environment, free_port, running_server, wait_until
+from titopool.answers.operators import OpenRequest, ReadyWorker
 from titopool.top.keys import keys_in
 from titopool.top.snapshot import Snapshot, WorkerRow, _worker_row
 from titopool.top.tables import age
@@ -152,15 +155,16 @@ def test_it_waits_for_a_server_that_is_away(terminal, start_stub, tmp_path):
     shown.child.expect(pexpect.EOF, timeout=10)
 
 
-def row(name: str | None, **fields: object) -> dict[str, object]:
-    return {
-        "id": name, "job_ids": [], "route": "/generate", "client": f"host:{name}", "key": "",
-        "age_s": 1.0, "phase": "running", "num_prompts": 1, "tokens_in": 1, "tokens_out": 1,
-        "workers": ["0"], "model": "m", **fields,
-    }  # fmt: skip
+def row(name: str | None, **fields: Any) -> OpenRequest:
+    plain = OpenRequest(
+        id=name, job_ids=[], route="/generate", client=f"host:{name}", key="", age_s=1.0,
+        phase="running", num_prompts=1, num_completions=1, tokens_in=1, tokens_out=1,
+        workers=["0"], model="m", is_aborted=False,
+    )  # fmt: skip
+    return msgspec.structs.replace(plain, **fields)
 
 
-def view_of(*rows: dict[str, object]) -> View:
+def view_of(*rows: OpenRequest) -> View:
     view = View()
     view.update(Snapshot(requests=list(rows), num_requests=len(rows)))
     return view
@@ -172,7 +176,7 @@ def test_the_question_is_about_the_row_that_was_chosen():
     assert view.on_key("a") is None
     # Another one comes before the answer.
     view.update(Snapshot(requests=[row("z", age_s=9.0), row("b", age_s=2.0)]))
-    assert view.asked["id"] == "b"
+    assert view.asked.id == "b"
     assert view.on_key("y") == Abort("b")
     view.on_key("a")
     assert view.on_key("q") is None
@@ -214,7 +218,7 @@ def test_ages(seconds, text):
 
 
 def test_rates_of_a_worker_that_was_restarted_count_from_zero():
-    shown = {"worker": "0", "phase": "ready", "weight_version": 1, "silent_s": 0.1}
+    shown = ReadyWorker(worker="0", phase="ready", phase_s=1.0, silent_s=0.1, weight_version=1)
     last = Snapshot(counters={("completion_tokens_total", "0"): 500.0}, at_s=10.0)
     now = {("completion_tokens_total", "0"): 30.0, ("prompt_tokens_total", "0"): 4.0,
            ("cached_tokens_total", "0"): 1.0}  # fmt: skip

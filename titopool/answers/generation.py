@@ -1,6 +1,6 @@
 """Answers of TRL's generating routes, and of scores. Lists are [prompts × n][tokens]."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
@@ -68,3 +68,37 @@ class BinarySequencesAnswer(msgspec.Struct, kw_only=True):
     # [sequences, longest, k]
     shape: tuple[int, int, int]
     completion_lengths: list[int]
+
+
+class TokenizeAnswer(msgspec.Struct, kw_only=True):
+    """The ids of a text or of messages."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class DetokenizeAnswer(msgspec.Struct, kw_only=True):
+    """The text of token ids."""
+
+    prompt: str
+    # With `return_token_texts`: what each id adds to the text.
+    token_texts: list[str] | UnsetType = UNSET
+
+
+class Render(msgspec.Struct, kw_only=True):
+    """A body for /inference/v1/generate, whose fields its schema describes."""
+
+    request_id: str
+    model: str
+    token_ids: list[int]
+    features: dict[str, Any] | None
+    sampling_params: dict[str, Any]
+    stream: bool | UnsetType = UNSET
+    stream_options: dict[str, Any] | UnsetType = UNSET
+    cache_salt: str | UnsetType = UNSET
+    session_id: str | UnsetType = UNSET
+    return_token_ids: bool | UnsetType = UNSET
+    mm_processor_kwargs: dict[str, Any] | UnsetType = UNSET
+    min_weight_version: int | UnsetType = UNSET

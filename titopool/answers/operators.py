@@ -160,3 +160,31 @@ class Scaled(msgspec.Struct, kw_only=True):
 
     num_workers: int
     num_before: int
+
+
+class Model(msgspec.Struct, kw_only=True):
+    """The base model or an adapter."""
+
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    root: str
+    parent: str | None
+    max_model_len: int
+    vocab_size: int
+    # Of an adapter.
+    version: int | UnsetType = UNSET
+
+
+class Models(msgspec.Struct, kw_only=True):
+    """What /v1/models lists."""
+
+    object: Literal["list"]
+    data: list[Model]
+
+
+class WeightInfo(msgspec.Struct, kw_only=True):
+    """The label of the version that serves."""
+
+    weight_version: str

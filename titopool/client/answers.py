@@ -7,6 +7,8 @@ from typing import Any, TypeVar
 import msgspec
 import numpy as np
 
+from titopool.answers.generation import BinarySequencesAnswer
+from titopool.answers.operators import Models, Ready, WeightInfo
 from titopool.client.failures import IncompatibleServer, UnexpectedAnswer
 from titopool.client.results import Completion, PromptResult, Score, ServerInfo, WorkerStatus
 from titopool.errors import ERRORS_BY_CODE, InvalidRequest, TitopoolError
@@ -50,59 +52,6 @@ class TokensBody(msgspec.Struct):
     raw_logprobs: list[bytes] | None = None
     lora_versions: list[int | None] | None = None
     image_ranges: list[list[tuple[int, int]]] | None = None
-
-
-class ScoresBody(msgspec.Struct):
-    """The binary form of /get_sequence_logprobs/."""
-
-    logprobs_b64: str
-    token_ids_b64: str
-    actual_logprobs_b64: str
-    shape: tuple[int, int, int]
-    completion_lengths: list[int]
-
-
-class TokenizeBody(msgspec.Struct):
-    """Of /tokenize."""
-
-    tokens: list[int]
-
-
-class RenderBody(msgspec.Struct):
-    """Of /v1/chat/completions/render."""
-
-    token_ids: list[int]
-
-
-class DetokenizeBody(msgspec.Struct):
-    """Of /detokenize."""
-
-    prompt: str
-
-
-class _Model(msgspec.Struct):
-    id: str
-    max_model_len: int
-    version: int = 0
-
-
-class ModelsBody(msgspec.Struct):
-    """Of /v1/models: the model, then its adapters."""
-
-    data: list[_Model]
-
-
-class LabelBody(msgspec.Struct):
-    """Of /weight_info."""
-
-    weight_version: str
-
-
-class ReadyBody(msgspec.Struct):
-    """Of /ready."""
-
-    num_ready: int
-    workers: list[WorkerStatus]
 
 
 TOKENS_DECODER = msgspec.msgpack.Decoder(TokensBody)
@@ -240,7 +189,7 @@ def scores(answer: Answer) -> list[Score]:
     Raises:
         UnexpectedAnswer: it is not the route's binary form.
     """
-    body = json_answer(answer, ScoresBody)
+    body = json_answer(answer, BinarySequencesAnswer)
     try:
         own = np.frombuffer(b64decode(body.actual_logprobs_b64), "<f4").reshape(body.shape[:2])
         top_ids = np.frombuffer(b64decode(body.token_ids_b64), "<i4").reshape(body.shape)
@@ -253,21 +202,33 @@ def scores(answer: Answer) -> list[Score]:
     ]
 
 
+def workers_of(answer: Answer) -> tuple[WorkerStatus, ...]:
+    """What /ready says of each worker.
+
+    Raises:
+        UnexpectedAnswer: it is not that route's.
+    """
+    return tuple(
+        WorkerStatus(one.worker, one.phase, one.phase_s, one.weight_version, one.reason or None)
+        for one in json_answer(answer, Ready).workers
+    )
+
+
 def info_of(models: Answer, label: Answer) -> ServerInfo:
     """What /v1/models and /weight_info say.
 
     Raises:
         UnexpectedAnswer: an answer is not that route's.
     """
-    served = json_answer(models, ModelsBody).data
+    served = json_answer(models, Models).data
     if not served:
         raise _unexpected(models, "a model")
     return ServerInfo(
         models.headers[VERSION_HEADER.lower()],
         served[0].id,
         served[0].max_model_len,
-        {one.id: one.version for one in served[1:]},
-        json_answer(label, LabelBody).weight_version,
+        {one.id: one.version or 0 for one in served[1:]},
+        json_answer(label, WeightInfo).weight_version,
     )
 
 

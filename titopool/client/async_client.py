@@ -13,6 +13,7 @@ from urllib.parse import quote
 import aiohttp
 import numpy as np
 
+from titopool.answers.generation import DetokenizeAnswer, Render, TokenizeAnswer
 from titopool.client import answers, bodies
 from titopool.client.answers import Answer, checked
 from titopool.client.bodies import Batch, Options
@@ -229,24 +230,24 @@ class AsyncClient:
         }
         if not bodies.has_images(encoded):
             answer = await self._call("/tokenize", bodies.json_body(fields))
-            return answers.int32(answers.json_answer(answer, answers.TokenizeBody).tokens)
+            return answers.int32(answers.json_answer(answer, TokenizeAnswer).tokens)
         # Only this route expands the placeholders of images. It parses no tool calls.
         no_parser = {"tool_choice": "none"} if tools else {}
         body = bodies.json_body({**fields, **no_parser})
         answer = await self._call("/v1/chat/completions/render", body)
-        return answers.int32(answers.json_answer(answer, answers.RenderBody).token_ids)
+        return answers.int32(answers.json_answer(answer, Render).token_ids)
 
     async def tokenize(self, text: str, *, add_special_tokens: bool = True) -> np.ndarray:
         """As `Client.tokenize`."""
         body = bodies.json_body({"prompt": text, "add_special_tokens": add_special_tokens})
         answer = await self._call("/tokenize", body)
-        return answers.int32(answers.json_answer(answer, answers.TokenizeBody).tokens)
+        return answers.int32(answers.json_answer(answer, TokenizeAnswer).tokens)
 
     async def detokenize(self, ids: Any) -> str:
         """As `Client.detokenize`."""
         body = bodies.json_body({"tokens": bodies.ids_list(ids)})
         answer = await self._call("/detokenize", body)
-        return answers.json_answer(answer, answers.DetokenizeBody).prompt
+        return answers.json_answer(answer, DetokenizeAnswer).prompt
 
     # ---- control ---------------------------------------------------------------------
 
@@ -320,7 +321,7 @@ class AsyncClient:
             answer = await self._call(
                 "/ready", statuses=(200, 503), timeout_s=min(POLL_TIMEOUT_S, left_s)
             )
-            workers = tuple(answers.json_answer(answer, answers.ReadyBody).workers)
+            workers = answers.workers_of(answer)
         except IncompatibleServer:
             raise
         except (ConnectionLost, TimedOut, UnexpectedAnswer) as error:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from titopool.answers.operators import Models
 from titopool.commands.connection import get, keys
 from titopool.commands.help import Command, Option, Seconds, Whole, console, json_option, url_option
 from titopool.errors import InvalidRequest, TitopoolError
@@ -132,14 +133,14 @@ def _check_model(url: str, shape: "Shape", api_key: str) -> int:
     if answer.status != 200:
         hint = "set TITOPOOL_API_KEY" if answer.status == 401 else "see `titopool status`"
         raise TitopoolError(f"{url}: expected the served model, got status {answer.status}; {hint}")
-    model = answer.json()["data"][0]
-    limit, wanted = model["max_model_len"], shape.input_len + shape.output_len
+    model = answer.read(Models).data[0]
+    limit, wanted = model.max_model_len, shape.input_len + shape.output_len
     if wanted > limit:
         raise InvalidRequest(
             f"--input-len, --output-len: expected at most {limit} tokens in all, the model's limit, "
             f"got {wanted}"
         )
-    size: int = model["vocab_size"]
+    size: int = model.vocab_size
     return size
 
 

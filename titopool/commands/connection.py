@@ -1,17 +1,20 @@
 """What commands need of a running server: its keys, and its answers to GET."""
 
-import json
 import os
 import ssl
 import urllib.error
 import urllib.request
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeVar
 
+import msgspec
+
+from titopool.answers.operators import Ready
 from titopool.client.failures import no_server
 from titopool.errors import InvalidRequest, TitopoolError
 from titopool.settings.config import variable_of
 
 TIMEOUT_S = 10.0
+Read = TypeVar("Read", bound=msgspec.Struct)
 
 
 class Keys(NamedTuple):
@@ -40,18 +43,13 @@ class Answer(NamedTuple):
     status: int
     text: str
 
-    def json(self) -> Any:
-        """The body.
+    def read(self, kind: type[Read]) -> Read:
+        """The body, of the route whose answer is `kind`.
 
         Raises:
-            Unreachable: it is no JSON.
+            Unreachable: it is another.
         """
-        try:
-            return json.loads(self.text)
-        except ValueError:
-            raise Unreachable(
-                f"expected JSON of a titopool server, got {self.text[:80]!r}; check --url"
-            ) from None
+        return read_answer(self.text, kind)
 
 
 def get(url: str, path: str, key: str = "") -> Answer:
@@ -75,17 +73,28 @@ def get(url: str, path: str, key: str = "") -> Answer:
         raise unreachable(url, error) from None
 
 
-def ready_of(url: str, key: str = "") -> dict[str, Any]:
+def ready_of(url: str, key: str = "") -> Ready:
     """The answer of `/ready`.
 
     Raises:
         InvalidRequest: `url` is no URL of HTTP.
         Unreachable: no titopool server answers.
     """
-    body = get(url, "/ready", key).json()
-    if not isinstance(body, dict) or "workers" not in body:
-        raise Unreachable(f"{url}: expected a titopool server, got {str(body)[:80]}; check --url")
-    return body
+    return get(url, "/ready", key).read(Ready)
+
+
+def read_answer(text: str, kind: type[Read]) -> Read:
+    """The JSON of an answer as a `kind`.
+
+    Raises:
+        Unreachable: it is another.
+    """
+    try:
+        return msgspec.json.decode(text, type=kind)
+    except msgspec.DecodeError as error:
+        raise Unreachable(
+            f"expected a titopool server's {kind.__name__}, got {text[:80]!r} ({error}); check --url"
+        ) from None
 
 
 def unreachable(url: str, error: Exception) -> Unreachable:

@@ -5,11 +5,12 @@ For a server that starts its own workers (on this host, or on a Ray cluster).
 
 import dataclasses
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import click
 
+from titopool.answers.weights import Weights
 from titopool.commands.connection import Keys, Unreachable, get, keys, ready_of
 from titopool.commands.help import Command, Option, Seconds, Whole, url_option
 from titopool.errors import TitopoolError
@@ -113,12 +114,11 @@ class Waiting:
                 f"{self._url}: a worker waits for weights, and only the admin key shows why; set "
                 "TITOPOOL_ADMIN_KEY"
             )
-        found = answer.json()["workers"] if answer.status == 200 else []
+        found = answer.read(Weights).workers if answer.status == 200 else []
         # A worker that does not answer has no reason here.
-        why: Mapping[str, str | None] = {one["worker"]: one.get("why_behind") for one in found}
+        why = {one.worker: one.why_behind or None for one in found}
         return [
-            dataclasses.replace(one, reason=why.get(one.worker or "") or one.reason)
-            for one in workers
+            dataclasses.replace(one, reason=why.get(one.worker) or one.reason) for one in workers
         ]
 
     def _show(self, workers: "Sequence[WorkerStatus]") -> None:

@@ -6,7 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import click
+import msgspec
+from msgspec import UNSET
 
+from titopool.answers.operators import Models, ReadyWorker
+from titopool.answers.weights import Weights, WorkerWeights
 from titopool.commands.connection import Keys, Unreachable, get, keys, ready_of
 from titopool.commands.help import Command, console, json_option, url_option
 
@@ -64,27 +68,31 @@ def facts_of(url: str, given: Keys) -> dict[str, Any]:
     body = ready_of(url, given.api_key)
     models = get(url, "/v1/models", given.api_key)
     is_denied = models.status in (401, 403)
-    listed = models.json()["data"] if models.status == 200 else []
+    listed = models.read(Models).data if models.status == 200 else []
     metrics = _metrics(url, given)
     updates = _updates(url, given)
     return {
         "url": url,
-        "ready": body["ready"],
-        "draining": body.get("draining", False),
-        "model": listed[0]["id"] if listed else None,
-        "max_model_len": listed[0]["max_model_len"] if listed else None,
-        "adapters": {one["id"]: one["version"] for one in listed[1:]},
+        "ready": body.ready,
+        "draining": body.draining,
+        "model": listed[0].id if listed else None,
+        "max_model_len": listed[0].max_model_len if listed else None,
+        "adapters": {one.id: one.version for one in listed[1:]},
         "waiting_prompts": metrics.get(("titopool_waiting_prompts", "")),
         "needs_key": is_denied,
-        "workers": [
-            {
-                **worker,
-                **_figures(worker["worker"] or "", metrics),
-                "is_paused": updates.get(worker["worker"], {}).get("is_paused"),
-                "last_update": _last_update(updates.get(worker["worker"], {})),
-            }
-            for worker in body["workers"]
-        ],
+        "workers": [_worker(one, metrics, updates.get(one.worker)) for one in body.workers],
+    }
+
+
+def _worker(
+    worker: ReadyWorker, metrics: Mapping[tuple[str, str], int], weights: WorkerWeights | None
+) -> dict[str, Any]:
+    is_known = weights is not None and weights.is_paused is not UNSET
+    return {
+        **msgspec.to_builtins(worker),
+        **_figures(worker.worker or "", metrics),
+        "is_paused": weights.is_paused if weights and is_known else None,
+        "last_update": _last_update(weights) if weights else None,
     }
 
 
@@ -109,20 +117,22 @@ def _figures(worker: str, metrics: Mapping[tuple[str, str], int]) -> dict[str, i
     return {name: metrics.get((PREFIX + metric, worker)) for name, metric in names.items()}
 
 
-def _updates(url: str, given: Keys) -> dict[str | None, Mapping[str, Any]]:
+def _updates(url: str, given: Keys) -> dict[str | None, WorkerWeights]:
     """What each worker says of its weights; empty without the admin key."""
     answer = get(url, "/weights", given.admin_key)
-    return {one["worker"]: one for one in answer.json()["workers"]} if answer.status == 200 else {}
+    if answer.status != 200:
+        return {}
+    return {one.worker: one for one in answer.read(Weights).workers}
 
 
-def _last_update(worker: Mapping[str, Any]) -> str | None:
+def _last_update(worker: WorkerWeights) -> str | None:
     """How the worker's last update ended, in words; None if that is not known."""
-    if "last_update" not in worker:
+    if worker.last_update is UNSET:
         return None
-    if reason := worker["last_end"] or worker["why_behind"]:
-        return str(reason)
-    if worker["last_update"]:
-        return f"applied, from {worker['last_staging'] or 'the pool'}"
+    if reason := worker.last_end or worker.why_behind:
+        return reason
+    if worker.last_update:
+        return f"applied, from {worker.last_staging or 'the pool'}"
     return "none"
 
 

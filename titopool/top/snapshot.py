@@ -8,9 +8,9 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
-from titopool.commands.connection import Unreachable, unreachable
+from titopool.answers.operators import OpenRequest, OpenRequests, Ready, ReadyWorker
+from titopool.commands.connection import read_answer, unreachable
 from titopool.errors import TitopoolError
 
 TIMEOUT_S = 5.0
@@ -41,8 +41,7 @@ class Snapshot:
     """The server at one moment. `error` says why it does not answer; the rest is then as before."""
 
     workers: list[WorkerRow] = field(default_factory=list)
-    # The objects of `GET /requests`.
-    requests: list[dict[str, Any]] = field(default_factory=list)
+    requests: list[OpenRequest] = field(default_factory=list)
     num_requests: int = 0
     num_waiting: int = 0
     # Front ends that answered, and that did not.
@@ -68,18 +67,18 @@ class Server:
         Raises:
             TitopoolError: it does not answer, or refuses the key.
         """
-        ready = self._json("/ready", "workers", accepted=(503,))
+        ready = read_answer(self._call("/ready", accepted=(503,)), Ready)
         metrics = self._call("/metrics")
-        listed = self._json(f"/requests?limit={MAX_REQUESTS}", "requests")
+        listed = read_answer(self._call(f"/requests?limit={MAX_REQUESTS}"), OpenRequests)
         now_s = time.monotonic()
         counters = {
             (name, worker): float(value) for name, worker, value in _METRIC.findall(metrics)
         }
         waiting = _WAITING.search(metrics)
         return Snapshot(
-            [_worker_row(one, counters, last, now_s) for one in ready["workers"]],
-            listed["requests"], listed["num_requests"], int(float(waiting[1])) if waiting else 0,
-            listed["num_front_ends"], listed["num_missing"], counters, now_s,
+            [_worker_row(one, counters, last, now_s) for one in ready.workers],
+            listed.requests, listed.num_requests, int(float(waiting[1])) if waiting else 0,
+            listed.num_front_ends, listed.num_missing, counters, now_s,
         )  # fmt: skip
 
     def abort(self, request_id: str) -> None:
@@ -90,19 +89,6 @@ class Server:
         """
         body = json.dumps({"request_ids": [request_id]}).encode()
         self._call("/inference/v1/abort_requests", body)
-
-    def _json(self, path: str, field: str, accepted: tuple[int, ...] = ()) -> dict[str, Any]:
-        """The JSON object at `path`, which has `field`."""
-        text = self._call(path, accepted=accepted)
-        try:
-            found = json.loads(text)
-        except ValueError:
-            found = None
-        if not isinstance(found, dict) or field not in found:
-            raise Unreachable(
-                f"{self.url}: expected a titopool server, got {text[:80]!r}; check --url"
-            )
-        return found
 
     def _call(self, path: str, body: bytes | None = None, accepted: tuple[int, ...] = ()) -> str:
         headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
@@ -129,12 +115,12 @@ def _message_of(text: str) -> str:
 
 
 def _worker_row(
-    shown: dict[str, Any],
+    shown: ReadyWorker,
     counters: dict[tuple[str, str], float],
     last: Snapshot | None,
     now_s: float,
 ) -> WorkerRow:
-    name = shown["worker"] or shown.get("endpoint") or "?"
+    name = shown.worker or shown.endpoint or "?"
 
     def count(what: str) -> float:
         return counters.get((what, name), 0.0)
@@ -147,8 +133,8 @@ def _worker_row(
     passed_s = now_s - last.at_s if last and last.at_s else None
     prompts = grown("prompt_tokens_total")
     return WorkerRow(
-        name, shown["phase"], shown["weight_version"], int(count("sequences")),
-        int(count("slots")), shown["silent_s"], shown.get("reason") or "",
+        name, shown.phase, shown.weight_version, int(count("sequences")),
+        int(count("slots")), shown.silent_s, shown.reason or "",
         grown("completion_tokens_total") / passed_s if passed_s else None,
         prompts / passed_s if passed_s else None,
         grown("cached_tokens_total") / prompts if prompts else None,

@@ -8,8 +8,9 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from titopool.answers.operators import OpenRequest
 from titopool.top.snapshot import Snapshot, WorkerRow
-from titopool.top.view import Row, View
+from titopool.top.view import View
 
 PHASE_STYLES = {
     "ready": "green", "checking": "cyan", "waiting": "yellow", "running": "green",
@@ -110,27 +111,27 @@ class Column(NamedTuple):
     """A column of the requests."""
 
     name: str
-    cell: Callable[[Row], str | Text]
+    cell: Callable[[OpenRequest], str | Text]
     is_number: bool = False
     # The least width, and its share of what is left.
     width: int | None = None
     ratio: int | None = None
     # Shown if a row has such a value.
-    needs: Callable[[Row], object] = lambda row: True
+    needs: Callable[[OpenRequest], object] = lambda row: True
 
 
 COLUMNS = (
-    Column("id", lambda row: HIDDEN_ID if row["id"] is None else row["id"], width=20, ratio=6),
-    Column("phase", lambda row: Text(row["phase"], PHASE_STYLES.get(row["phase"], ""))),
-    Column("age", lambda row: age(row["age_s"]), is_number=True),
-    Column("in", lambda row: f"{row['tokens_in']:,}", is_number=True),
-    Column("out", lambda row: f"{row['tokens_out']:,}", is_number=True),
-    Column("prompts", lambda row: f"{row['num_prompts']:,}", is_number=True),
-    Column("route", lambda row: row["route"], width=10, ratio=4),
-    Column("client", lambda row: row["client"] or "–"),
-    Column("key", lambda row: row["key"] or "–", width=6, needs=lambda row: row["key"]),
-    Column("worker", lambda row: _names(row["workers"])),
-    Column("model", lambda row: row["model"].rpartition("/")[2] or "–"),
+    Column("id", lambda row: HIDDEN_ID if row.id is None else row.id, width=20, ratio=6),
+    Column("phase", lambda row: Text(row.phase, PHASE_STYLES.get(row.phase, ""))),
+    Column("age", lambda row: age(row.age_s), is_number=True),
+    Column("in", lambda row: f"{row.tokens_in:,}", is_number=True),
+    Column("out", lambda row: f"{row.tokens_out:,}", is_number=True),
+    Column("prompts", lambda row: f"{row.num_prompts:,}", is_number=True),
+    Column("route", lambda row: row.route, width=10, ratio=4),
+    Column("client", lambda row: row.client or "–"),
+    Column("key", lambda row: row.key or "–", width=6, needs=lambda row: row.key),
+    Column("worker", lambda row: _names(row.workers)),
+    Column("model", lambda row: row.model.rpartition("/")[2] or "–"),
 )  # fmt: skip
 
 
@@ -139,7 +140,9 @@ def _names(workers: list[str]) -> str:
     return ",".join(workers[:MAX_WORKERS]) + more or "–"
 
 
-def requests_table(rows: list[Row], num_rows: int, selected: int | None, order: str) -> Table:
+def requests_table(
+    rows: list[OpenRequest], num_rows: int, selected: int | None, order: str
+) -> Table:
     """At most `num_rows` requests around the selected one."""
     first = 0 if selected is None else max(0, min(selected - num_rows // 2, len(rows) - num_rows))
     part = rows[first : first + num_rows]
@@ -180,7 +183,7 @@ def footer(view: View) -> Text:
         return Text.assemble(("filter: ", "bold"), view.filter, ("▏", "blink"), ("   Enter keeps, Esc clears", "dim"))  # fmt: skip
     if (asked := view.asked) is not None:
         return Text.assemble(
-            ("abort ", "bold red"), (str(asked["id"]), "bold"),
-            f" ({asked['route']}, {age(asked['age_s'])})? ", ("y", "bold"), " aborts, any other key does not",
+            ("abort ", "bold red"), (str(asked.id), "bold"),
+            f" ({asked.route}, {age(asked.age_s)})? ", ("y", "bold"), " aborts, any other key does not",
         )  # fmt: skip
     return Text(view.message, "bold") if view.message else Text(KEYS, "dim")

@@ -4,17 +4,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from titopool.answers.operators import OpenRequest
 from titopool.top.snapshot import Snapshot
 
-Row = dict[str, Any]
-SORTS: dict[str, Callable[[Row], Any]] = {
-    "age": lambda row: -row["age_s"],
-    "tokens out": lambda row: -row["tokens_out"],
-    "tokens in": lambda row: -row["tokens_in"],
-    "phase": lambda row: row["phase"],
-    "route": lambda row: row["route"],
-    "client": lambda row: row["client"] or "",
-    "worker": lambda row: row["workers"],
+SORTS: dict[str, Callable[[OpenRequest], Any]] = {
+    "age": lambda row: -row.age_s,
+    "tokens out": lambda row: -row.tokens_out,
+    "tokens in": lambda row: -row.tokens_in,
+    "phase": lambda row: row.phase,
+    "route": lambda row: row.route,
+    "client": lambda row: row.client or "",
+    "worker": lambda row: row.workers,
 }
 PAGE_ROWS = 10
 HIDDEN = "this request has another key: only an administrator's key sees its id and aborts it"
@@ -46,10 +46,10 @@ class View:
         # Of the last abort.
         self.message = ""
         self._index = 0
-        self._selected: Row | None = None
+        self._selected: OpenRequest | None = None
 
     @property
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[OpenRequest]:
         """The requests that pass the filter, in order."""
         found = [row for row in self.snapshot.requests if self.filter.lower() in _text_of(row)]
         return sorted(found, key=SORTS[self.sort], reverse=self.is_reversed)
@@ -58,9 +58,9 @@ class View:
     def selected(self) -> int:
         """The index in `rows`; it stays with its request while that is there."""
         rows, chosen = self.rows, self._selected
-        if chosen is not None and chosen["id"] is not None:
+        if chosen is not None and chosen.id is not None:
             for index, row in enumerate(rows):
-                if (row["id"], row["client"]) == (chosen["id"], chosen["client"]):
+                if (row.id, row.client) == (chosen.id, chosen.client):
                     self._index = index
         self._index = max(0, min(self._index, len(rows) - 1))
         return self._index
@@ -123,7 +123,7 @@ class View:
         rows = self.rows
         if not rows:
             self.message = "there is no request to abort"
-        elif rows[self.selected]["id"] is None:
+        elif rows[self.selected].id is None:
             self.message = HIDDEN
         else:
             # Stays the same if the rows change before the answer.
@@ -131,20 +131,20 @@ class View:
             self.mode = "confirm"
 
     @property
-    def asked(self) -> Row | None:
+    def asked(self) -> OpenRequest | None:
         """The request that the question is about."""
         return self._selected if self.mode == "confirm" else None
 
     def _confirm(self, key: str) -> Action:
         asked = self.asked
         self.mode = "table"
-        if key not in ("y", "Y") or asked is None:
+        if key not in ("y", "Y") or asked is None or asked.id is None:
             self.message = "not aborted"
             return None
-        return Abort(asked["id"])
+        return Abort(asked.id)
 
 
-def _text_of(row: Row) -> str:
+def _text_of(row: OpenRequest) -> str:
     """What the filter looks at."""
-    values = (row["id"], row["route"], row["client"], row["key"], row["phase"], row["model"])
-    return " ".join(str(one) for one in (*values, *row["workers"], *row["job_ids"]) if one).lower()
+    values = (row.id, row.route, row.client, row.key, row.phase, row.model)
+    return " ".join(str(one) for one in (*values, *row.workers, *row.job_ids) if one).lower()

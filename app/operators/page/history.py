@@ -9,14 +9,13 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import gevent
-from flask import Blueprint, Flask, Response, current_app, request
+from flask import Blueprint, Flask, current_app, request
 from prometheus_client.metrics_core import Metric
 
 from app.call.service import Service, current_service
-from app.http.responses import json_response
 from app.operators.metrics.exposition import families
 from app.operators.page.samples import Sample, Sampler
 from app.route.operation import Operation, Query
@@ -80,28 +79,28 @@ class History:
         self._last_s = monotonic_s
         self._rows.append(Row(time_s, sample))
 
-    def since(self, time_s: float) -> dict[str, Any]:
+    def since(self, time_s: float) -> MetricsHistory:
         """The samples after the Unix time `time_s`, by figure."""
         rows = [row for row in self._rows if row.time_s > time_s]
         last = self._rows[-1].sample if self._rows else None
         counts_errors = last is not None and last.errors_per_s is not None
         errors = [row.sample.errors_per_s or {} for row in rows]
-        return {
-            "now": round(time.time(), 3),
-            "interval_s": INTERVAL_S,
-            "span_s": SPAN_S,
-            "time_s": [row.time_s for row in rows],
-            "figures": {
+        by_code = {
+            code: [one.get(code, 0.0) for one in errors]
+            for code in sorted({code for one in errors for code in one})
+        }
+        return MetricsHistory(
+            now=round(time.time(), 3),
+            interval_s=INTERVAL_S,
+            span_s=SPAN_S,
+            time_s=[row.time_s for row in rows],
+            figures={
                 name: [row.sample.figures.get(name) for row in rows]
                 for name in (last.figures if last else ())
             },
-            "errors_per_s": {
-                code: [one.get(code, 0.0) for one in errors]
-                for code in sorted({code for one in errors for code in one})
-            }
-            if counts_errors else None,
-            "worker_tokens_per_s": last.worker_tokens_per_s if last else {},
-        }  # fmt: skip
+            errors_per_s=by_code if counts_errors else None,
+            worker_tokens_per_s=last.worker_tokens_per_s if last else {},
+        )
 
 
 def init_app(app: Flask, service: Service) -> None:
@@ -111,10 +110,9 @@ def init_app(app: Flask, service: Service) -> None:
 
 @blueprint.get("/metrics/history/")
 @Operation(
-    answer=MetricsHistory,
     query=(Query("since", {"type": "number"}, "only later samples; Unix time"),),
 )
-def history() -> Response:
+def history() -> MetricsHistory:
     """Figures at intervals of two seconds; with `since` in the query only later ones.
 
     Raises:
@@ -123,7 +121,7 @@ def history() -> Response:
     current_service()
     kept: History = current_app.extensions[EXTENSION]
     kept.start()
-    return json_response(kept.since(_since()))
+    return kept.since(_since())
 
 
 def _since() -> float:

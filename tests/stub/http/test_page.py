@@ -238,12 +238,12 @@ def test_the_history_is_bounded_and_follows_the_clock():
     for second in range(3 * SPAN_S):
         history.take(1e6 + second, float(second))
     answer = history.since(0)
-    assert len(answer["time_s"]) == SPAN_S // answer["interval_s"]
-    assert {time_s % answer["interval_s"] for time_s in answer["time_s"]} == {0}
-    assert len(history.since(answer["time_s"][-3])["time_s"]) == 2
+    assert len(answer.time_s) == SPAN_S // answer.interval_s
+    assert {time_s % answer.interval_s for time_s in answer.time_s} == {0}
+    assert len(history.since(answer.time_s[-3]).time_s) == 2
     # The clock is set back by an hour.
     history.take(1e6 - 3600, 4.0 * SPAN_S)
-    assert len(history.since(0)["time_s"]) == 1
+    assert len(history.since(0).time_s) == 1
 
 
 # ---- ends of workers -----------------------------------------------------------------
