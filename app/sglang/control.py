@@ -2,7 +2,7 @@
 
 from flask import Blueprint
 
-from app.control.calls import (
+from app.control.pool_commands import (
     AbortedRequests,
     Success,
     clear_caches,

@@ -3,8 +3,8 @@
 import msgspec
 from flask import Blueprint, request
 
-from app.control.calls import lease_left_s
 from app.control.folder import load_folder
+from app.control.pool_commands import lease_left_s
 from app.http.request_ids import request_id
 from app.route.decoding import decode_body
 from app.route.error_schemas import ErrorDetail

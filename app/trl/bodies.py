@@ -102,7 +102,7 @@ class SamplingDecoder(Generic[Sampled]):
         self.decode = msgspec.json.Decoder(body_type).decode
 
     def schema(self, components: Components) -> Schema:
-        """As `app.route.decoding.DescribedDecoder`; `app.trl.checks` converts the options."""
+        """As `app.route.decoding.DescribedDecoder`; `app.trl.prompts` converts the options."""
         refused = {**SERVER_SET_FIELDS, **UNSUPPORTED_FIELDS}
         options = object_of(
             "Any field of vLLM's SamplingParams; wins over the body's own fields.",

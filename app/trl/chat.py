@@ -23,7 +23,7 @@ from app.route.operation import (
 )
 from app.route.parameters import IDEMPOTENCY_KEY, SESSION_ID
 from app.trl.bodies import CHAT_BODY, ChatBody
-from app.trl.checks import (
+from app.trl.prompts import (
     check_one_per_prompt,
     check_raw_logprobs,
     processor_kwargs_of,

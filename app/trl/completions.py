@@ -11,7 +11,7 @@ from app.call.bounds import check_num_completions
 from app.call.generation import Prompt, run_prompts, token_response
 from app.time_slices import sharing_time
 from app.trl.bodies import GenerateBody, TokensPrompt
-from app.trl.checks import (
+from app.trl.prompts import (
     check_raw_logprobs,
     images_of,
     prompt_ids_of,

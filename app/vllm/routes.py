@@ -9,7 +9,7 @@ from app.call.bounds import check_num_completions
 from app.call.generation import check_prompt, make_request, run_request
 from app.call.service import current_service
 from app.call.streams import stream
-from app.control.calls import end_requests
+from app.control.pool_commands import end_requests
 from app.http.responses import respond_in_parts
 from app.outputs.json_parts import json_parts
 from app.outputs.token_arrays import JSON

@@ -2,7 +2,7 @@
 
 from flask import Blueprint
 
-from app.control.calls import AbortedRequests, end_requests
+from app.control.pool_commands import AbortedRequests, end_requests
 from app.route.operation import COMMAND_ERRORS, Example, Operation
 from app.vllm_rl.bodies import AbortRequestsBody
 from app.vllm_rl.statuses import never_repeated

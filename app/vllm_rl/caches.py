@@ -2,8 +2,8 @@
 
 from flask import Blueprint
 
-from app.control.calls import Success, clear_caches
 from app.control.commit import commit_update
+from app.control.pool_commands import Success, clear_caches
 from app.control.recipients import commit_timeout_s, step_timeout_s, whole_pool
 from app.pool.command_sender import results_of
 from app.route.operation import BOOLEAN, COMMAND_ERRORS, Operation, Query

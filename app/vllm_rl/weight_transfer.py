@@ -14,9 +14,9 @@ import msgspec
 from flask import Blueprint, request
 
 from app.call.service import current_service
-from app.control.calls import Message
 from app.control.commit import commit_update
 from app.control.folder import FOLDER_BODY, update_from_folder
+from app.control.pool_commands import Message
 from app.control.recipients import (
     check_world_size,
     commit_timeout_s,

@@ -5,7 +5,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from app.control.calls import MAX_LEASE_S
+from app.control.pool_commands import MAX_LEASE_S
 from app.route.fields import Names, Port, Shapes, Size, Version
 from titopool.wire.commands import Backend
 from titopool.wire.pool_state import PauseMode

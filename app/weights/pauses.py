@@ -2,7 +2,7 @@
 
 from flask import Blueprint, request
 
-from app.control.calls import lease_left_s, pause_all, pause_until_step, resume_all
+from app.control.pool_commands import lease_left_s, pause_all, pause_until_step, resume_all
 from app.route.decoding import decode_body
 from app.route.operation import BOOLEAN, COMMAND_ERRORS, Example, Operation, Query
 from app.route.query import query_choice, query_flag

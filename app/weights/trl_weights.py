@@ -11,7 +11,7 @@ import uuid
 from flask import Blueprint
 
 from app.call.service import current_service
-from app.control.calls import Message
+from app.control.pool_commands import Message
 from app.control.recipients import (
     all_workers,
     check_world_size,

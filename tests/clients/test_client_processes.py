@@ -57,7 +57,7 @@ class _Handler(BaseHTTPRequestHandler):
         if SLOW in body:
             self.server.has_come.set()
             threading.Event().wait(1)
-        answer = b'{"tokens": [1, 2, 3]}'
+        answer = b'{"count": 3, "max_model_len": 64, "tokens": [1, 2, 3], "token_strs": null}'
         self.send_response(200)
         self.send_header(VERSION_HEADER, RELEASE)
         self.send_header("Content-Length", str(len(answer)))

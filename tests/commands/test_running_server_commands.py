@@ -7,11 +7,14 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 
 from harness.servers import REPOSITORY, TITOPOOL, environment, wait_until
 from tests.kit.terminal import on_terminal
 from titopool import cli
+from titopool.answers.operators import Ready, ReadyWorker
+from titopool.answers.weights import Weights, WorkerWeights
 from titopool.client.results import WorkerStatus
 from titopool.commands import bench, load, scale, status
 from titopool.errors import TitopoolError
@@ -132,8 +135,8 @@ class Pool:
                 self.rfile.read(int(self.headers["Content-Length"]))
                 self.send(202, pool.answer(self.path))
 
-            def send(self, status: int, body: dict) -> None:
-                content = json.dumps(body).encode()
+            def send(self, status: int, body: msgspec.Struct) -> None:
+                content = msgspec.json.encode(body)
                 self.send_response(status)
                 self.send_header(VERSION_HEADER, RELEASE)
                 self.send_header("Content-Length", str(len(content)))
@@ -147,18 +150,20 @@ class Pool:
         self.url = f"http://127.0.0.1:{self.server.server_address[1]}"
         Thread(target=self.server.serve_forever, daemon=True).start()
 
-    def answer(self, path: str) -> dict:
+    def answer(self, path: str) -> msgspec.Struct:
         self.asked.append(path)
         if path == "/weights":
-            return {
-                "workers": [{"worker": "0", "why_behind": None}, {"worker": None, "error": "late"}]
-                + [{"worker": name, "why_behind": "packed on a CPU"} for name, _ in self.phases[1:]]
-            }
+            behind = [weights_of(name, "packed on a CPU") for name, _ in self.phases[1:]]
+            return Weights(workers=[weights_of("0", None), weights_of(None), *behind])
         workers = [
-            {"worker": name, "phase": phase, "phase_s": 1.0, "weight_version": 1}
+            ReadyWorker(worker=name, phase=phase, phase_s=1.0, silent_s=0.1, weight_version=1)
             for name, phase in self.phases
         ]
-        return {"num_ready": 1, "workers": workers, "ready": True}
+        return Ready(ready=True, draining=False, num_ready=1, workers=workers)
+
+
+def weights_of(name: str | None, why_behind: str | msgspec.UnsetType | None = msgspec.UNSET):
+    return WorkerWeights(endpoint="e", worker=name, state="closed", why_behind=why_behind)
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from app import create_app
 from app.openai import bodies as openai_bodies
 from app.route.unused_fields import CHAT_ONLY, UNUSED, UNUSED_OF_GENERATE, UNUSED_SAMPLING, Unused
 from app.sglang import bodies as sglang
-from app.sglang import sglang_fields
+from app.sglang import ignored_fields as sglang_fields
 from app.trl import bodies as schemas
 from app.vllm import bodies as inference
 from app.vllm_rl import bodies as vllm_rl
