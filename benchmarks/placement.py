@@ -23,7 +23,7 @@ from collections import Counter, OrderedDict, deque
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from app.pool.placement import ROUTING_POLICIES, Choice, RoundRobin, RoutingPolicy
+from app.pool.placement import ROUTING_POLICIES, Placed, RoundRobin, RoutingPolicy
 from app.pool.prefix_index import as_integers
 from app.pool.request import Request
 from app.pool.state import Pool
@@ -329,7 +329,7 @@ def simulate(
 
         def choose(self, first, waiting, candidates, ready):  # type: ignore[no-untyped-def]
             conversation = simulation.sources[first.job.job_id][0]
-            return Choice(ready[conversation * num_workers // len(workload)], first)
+            return Placed(ready[conversation * num_workers // len(workload)], first)
 
     simulation = Simulation(
         workload, num_workers, [EvenSplit()] * num_front_ends,

@@ -3,10 +3,7 @@
 import numpy as np
 
 from titopool.errors import AnswerTooLarge, InvalidRequest, PromptTooLong
-from titopool.settings.sampling import (
-    SamplingOptions,
-    check_token_ids,
-)
+from titopool.settings.sampling import SamplingOptions, check_token_ids
 from titopool.wire.messages import ID_BYTES, WorkerFacts
 
 # As a client sends them, and as long lists are decoded (`app/route/long_lists.py`).

@@ -32,8 +32,8 @@ def commit_update(
     prepared = _prepare(commands, workers, action)
     prepared_at = time.monotonic()
     applied, lost = _apply(commands, workers, action.update_id)
-    version, previous = applied[0]["version"], applied[0].get("previous_version")
-    if previous is not None and version <= previous:
+    version, previous = applied[0]["version"], applied[0]["previous_version"]
+    if version <= previous:
         # As a trainer does that starts again from an earlier checkpoint.
         logger.warning(
             "version %d of the weights follows version %d: min_weight_version and weight_versions "

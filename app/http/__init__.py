@@ -1,4 +1,4 @@
 """HTTP without tokens: keys, errors, connections, responses.
 
-Runs in: each gunicorn process. Imports: nothing of `app`.
+Runs in: each gunicorn process.
 """

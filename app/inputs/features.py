@@ -83,7 +83,7 @@ def placeholders_object(ranges: list[tuple[int, int]]) -> dict[str, Any]:
 
 
 def features_of(images: list[Image], ranges: list[tuple[int, int]]) -> dict[str, Any]:
-    """The features of a prompt's images, as `images_of_tokens` reads them.
+    """The features of a prompt's images, as `/inference/v1/generate` reads them.
 
     Args:
         ranges: offset and length of each image in the prompt.

@@ -144,7 +144,7 @@ def within(limit_s: float, function: Callable[[], Result]) -> Result:
     Raises:
         TimeoutError: the call took longer.
     """
-    watch = _ClientWatch(limit_s)
+    watch = _CpuWatch(limit_s)
     try:
         _start_new_thread(watch.run, ())
         result, error = _caught(function)
@@ -163,7 +163,7 @@ class _Ended(BaseException):
     """Raised in the midst of a call; no handler of `Exception` in it keeps it."""
 
 
-class _ClientWatch:
+class _CpuWatch:
     """Ends what the thread that made it does, once that has taken too much CPU time."""
 
     def __init__(self, limit_s: float) -> None:

@@ -11,7 +11,7 @@ from app.call.service import current_service
 from app.operators.bodies import ScaleBody
 from app.pool.peers.connection_faults import find_connection_faults
 from app.route.operation import Example, Operation
-from titopool.answers.operators import ConnectionFault, Connections, Drained, Scaled
+from titopool.answers.operators import Connections, Drained, Scaled
 from titopool.deadline import Deadline
 from titopool.errors import Conflict, InvalidRequest, TitopoolError, WorkerNotFound
 from titopool.settings.gpus import most_workers
@@ -130,6 +130,4 @@ def connections() -> Connections:
         num_tried, faults = find_connection_faults(link.commands, link.workers)
     finally:
         _trying.release()
-    return Connections(
-        num_tried=num_tried, faults=[ConnectionFault(**one._asdict()) for one in faults]
-    )
+    return Connections(num_tried=num_tried, faults=faults)

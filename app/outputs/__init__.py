@@ -1,4 +1,4 @@
 """From results to the contents of responses.
 
-Runs in: each gunicorn process. Imports: `inputs`, for the tokenizer.
+Runs in: each gunicorn process.
 """

@@ -19,7 +19,7 @@ class Components:
     def __init__(self, types: Iterable[Any]):
         """`types`: all that `ref` and `struct` are asked for; a tuple is any of several.
 
-        Their class names are unique, which `tests/project/test_self_check.py` checks.
+        Their class names are unique, which `tests/unit/app/test_openapi.py` checks.
         """
         known = list(dict.fromkeys(one for given in types for one in _forms(given)))
         refs, found = msgspec.json.schema_components(known, ref_template=REF + "{name}")

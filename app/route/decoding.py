@@ -10,6 +10,7 @@ import gevent
 import msgspec
 from gevent.lock import Semaphore
 
+from app.route.components import Components, Schema
 from app.route.long_lists import decode_in_pieces
 from app.time_slices import YIELD_S
 from titopool.collector import without_collector
@@ -45,8 +46,8 @@ class DescribedDecoder(Protocol):
     # Structs that `schema` asks for.
     types: tuple[Any, ...]
 
-    def schema(self, components: Any) -> dict[str, Any]:
-        """The body's JSON Schema; adds to `components`, which are `app.route.components.Components`."""
+    def schema(self, components: Components) -> Schema:
+        """The body's JSON Schema; adds components."""
 
 
 def decode_body(body: bytes, decoder: Decoder[Body]) -> Body:

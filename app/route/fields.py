@@ -20,7 +20,6 @@ Size = Annotated[int, Meta(ge=0, le=2**40)]
 MAX_TENSORS = 2**18
 Names = Annotated[list[Annotated[str, Meta(max_length=1024)]], Meta(max_length=MAX_TENSORS)]
 Shapes = Annotated[list[Annotated[list[Size], Meta(max_length=16)]], Meta(max_length=MAX_TENSORS)]
-Version = Annotated[int, Meta(ge=0, le=2**62)]
 # How many alternatives get a log-probability at each token.
 NumLogprobs = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 

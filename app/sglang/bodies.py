@@ -24,7 +24,7 @@ from app.route.field_schemas import (
 )
 from app.route.fields import CacheSalt, Label, NumLogprobs, WeightVersion
 from app.route.unused_fields import Unused, check_unused
-from app.sglang.ignored_fields import UNUSED, UNUSED_SAMPLING
+from app.sglang.sglang_unused_fields import UNUSED, UNUSED_SAMPLING
 from app.time_slices import sharing_time
 from titopool.errors import InvalidRequest
 from titopool.settings.grammars import StructuredOutputs

@@ -10,7 +10,7 @@ from app.sglang.answers import Gained, SGLangRequest
 from app.time_slices import sharing_time
 from titopool.wire.messages import ID_BYTES, Completion
 
-# An id, and a list of a log-probability, an id and a text with two empty ones, as Python's objects.
+# An id, and a tuple of a log-probability, an id and a text with two empty ones, as Python's objects.
 ID_OBJECT_BYTES, ENTRY_OBJECT_BYTES = 40, 300
 
 

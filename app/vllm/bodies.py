@@ -1,4 +1,4 @@
-"""Bodies of vLLM's routes for token ids, and of its tokenization, `/inference/v1/…`, with the fields of vLLM 0.27 to 0.32.
+"""Bodies of `/inference/v1/…`, with the fields of vLLM 0.27 to 0.32, and of its tokenization.
 
 `tests/engine/text/test_vllm_fields.py` compares them with the installed vLLM.
 """

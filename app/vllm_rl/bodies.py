@@ -9,8 +9,9 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from app.route.fields import Label, Names, Port, Shapes
+from app.route.fields import Label, Names, Port, Shapes, WeightVersion
 from titopool.wire.commands import PACKED_BYTES, Backend
+from titopool.wire.pool_state import PauseMode
 
 ChunkBytes = Annotated[int, Meta(ge=1, le=2**36)]
 
@@ -87,3 +88,15 @@ class UpdateWeightsBody(msgspec.Struct, kw_only=True):
 
 
 UPDATE_WEIGHTS_BODY = msgspec.json.Decoder(UpdateWeightsBody)
+
+
+class FolderBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """`POST /update_weights`; `weight_dir` is prime-rl's name for `path`."""
+
+    path: str | None = None
+    weight_dir: str | None = None
+    version: WeightVersion | None = None
+    policy: PauseMode | None = None
+
+
+FOLDER_BODY = msgspec.json.Decoder(FolderBody)

@@ -15,7 +15,7 @@ from flask import Blueprint, request
 
 from app.call.service import current_service
 from app.control.commit import commit_update
-from app.control.folder import FOLDER_BODY, update_from_folder
+from app.control.folder import load_folder
 from app.control.pool_commands import Message
 from app.control.recipients import (
     check_world_size,
@@ -32,9 +32,11 @@ from app.route.decoding import convert, decode_body
 from app.route.operation import COMMAND_ERRORS, Example, Operation
 from app.vllm_rl.answers import Finished
 from app.vllm_rl.bodies import (
+    FOLDER_BODY,
     OBJECT,
     UPDATE_WEIGHTS_BODY,
     FinishBody,
+    FolderBody,
     InitEngineBody,
     InitInfo,
     UpdateInfo,
@@ -54,6 +56,7 @@ from titopool.wire.commands import (
     StartUpdate,
     TensorInfo,
 )
+from titopool.wire.pool_state import PauseMode
 
 blueprint = Blueprint("weight_transfer", __name__)
 
@@ -213,7 +216,23 @@ def update_weights() -> Message | Committed:
     body = decode_body(request.get_data(), OBJECT)
     if "update_info" in body:
         return _receive()
-    return update_from_folder(decode_body(request.get_data(), FOLDER_BODY))
+    return _from_folder(decode_body(request.get_data(), FOLDER_BODY))
+
+
+def _from_folder(body: FolderBody) -> Committed:
+    """Loads a folder that every worker can read."""
+    folder = body.path or body.weight_dir
+    if folder is None or (body.path and body.weight_dir):
+        raise InvalidRequest(
+            "path: expected a folder, either as path or as weight_dir, got "
+            f"{'none' if folder is None else 'both'}",
+            param="path",
+        )
+    # prime-rl's client sends no policy; its own server keeps requests running.
+    policy: PauseMode | None = body.policy or ("keep" if body.weight_dir else None)
+    if policy is None:
+        raise InvalidRequest("policy: expected keep, drain or abort, got nothing", param="policy")
+    return load_folder(folder, policy, body.version)
 
 
 def _receive() -> Message:

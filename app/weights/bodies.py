@@ -6,7 +6,7 @@ import msgspec
 from msgspec import Meta
 
 from app.control.pool_commands import MAX_LEASE_S
-from app.route.fields import Names, Port, Shapes, Size, Version
+from app.route.fields import Names, Port, Shapes, Size, WeightVersion
 from titopool.wire.commands import Backend
 from titopool.wire.pool_state import PauseMode
 from titopool.wire.weight_plan import DEFAULT_CHUNK_BYTES
@@ -33,7 +33,7 @@ class BeginBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     names: Names
     dtypes: Names
     shapes: Shapes
-    version: Version | None = None
+    version: WeightVersion | None = None
     chunk_bytes: Annotated[int, Meta(ge=0, le=2**34)] = DEFAULT_CHUNK_BYTES
     partial: bool = False
     # Where weights wait in the KV cache or go in place, generation stands from the beginning on.

@@ -42,6 +42,7 @@ class Answer(NamedTuple):
 
     status: int
     text: str
+    url: str
 
     def read(self, kind: type[Read]) -> Read:
         """The body, of the route whose answer is `kind`.
@@ -49,7 +50,7 @@ class Answer(NamedTuple):
         Raises:
             Unreachable: it is another.
         """
-        return read_answer(self.text, kind)
+        return read_answer(self.text, kind, self.url)
 
 
 def get(url: str, path: str, key: str = "") -> Answer:
@@ -66,9 +67,9 @@ def get(url: str, path: str, key: str = "") -> Answer:
     context = ssl.create_default_context() if url.startswith("https:") else None
     try:
         with urllib.request.urlopen(request, timeout=TIMEOUT_S, context=context) as answer:
-            return Answer(answer.status, answer.read().decode(errors="replace"))
+            return Answer(answer.status, answer.read().decode(errors="replace"), url)
     except urllib.error.HTTPError as error:
-        return Answer(error.code, error.read().decode(errors="replace"))
+        return Answer(error.code, error.read().decode(errors="replace"), url)
     except (OSError, ValueError) as error:
         raise unreachable(url, error) from None
 
@@ -83,7 +84,7 @@ def ready_of(url: str, key: str = "") -> Ready:
     return get(url, "/ready", key).read(Ready)
 
 
-def read_answer(text: str, kind: type[Read]) -> Read:
+def read_answer(text: str, kind: type[Read], url: str) -> Read:
     """The JSON of an answer as a `kind`.
 
     Raises:
@@ -93,7 +94,8 @@ def read_answer(text: str, kind: type[Read]) -> Read:
         return msgspec.json.decode(text, type=kind)
     except msgspec.DecodeError as error:
         raise Unreachable(
-            f"expected a titopool server's {kind.__name__}, got {text[:80]!r} ({error}); check --url"
+            f"{url}: expected a titopool server of this release ({kind.__name__}), got {text[:80]!r} "
+            f"({error}); check --url and the server's release"
         ) from None
 
 

@@ -67,9 +67,9 @@ class Server:
         Raises:
             TitopoolError: it does not answer, or refuses the key.
         """
-        ready = read_answer(self._call("/ready", accepted=(503,)), Ready)
+        ready = read_answer(self._call("/ready", accepted=(503,)), Ready, self.url)
         metrics = self._call("/metrics")
-        listed = read_answer(self._call(f"/requests?limit={MAX_REQUESTS}"), OpenRequests)
+        listed = read_answer(self._call(f"/requests?limit={MAX_REQUESTS}"), OpenRequests, self.url)
         now_s = time.monotonic()
         counters = {
             (name, worker): float(value) for name, worker, value in _METRIC.findall(metrics)

@@ -6,10 +6,10 @@ pool, which no client names.
 
 import ipaddress
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from app.pool.command_sender import CommandSender
 from app.pool.link import WorkerView
+from titopool.answers.operators import ConnectionFault
 from titopool.wire.commands import TryConnections
 from titopool.wire.sockets import listen_address
 
@@ -20,19 +20,6 @@ LOOPBACK = (
     "expected an address that other hosts reach, got one of loopback; name the worker by its host's "
     "address in `endpoints`"
 )
-
-
-class ConnectionFault(NamedTuple):
-    """A worker that cannot connect to a peer; `peer_endpoint` None: a worker that tried nothing.
-
-    Names are None where a worker never answered.
-    """
-
-    worker: str | None
-    endpoint: str
-    peer: str | None
-    peer_endpoint: str | None
-    reason: str
 
 
 def find_connection_faults(
@@ -65,7 +52,13 @@ def find_connection_faults(
         if endpoint in found:
             hidden = {} if endpoint in own else dict.fromkeys(sorted(own), LOOPBACK)
             faults += [
-                ConnectionFault(name, endpoint, names.get(peer), peer, reason)
+                ConnectionFault(
+                    worker=name,
+                    endpoint=endpoint,
+                    peer=names.get(peer),
+                    peer_endpoint=peer,
+                    reason=reason,
+                )
                 for peer, reason in (hidden | found[endpoint]).items()
             ]
         else:
@@ -73,7 +66,11 @@ def find_connection_faults(
                 f"expected a worker that tries its connections, got one whose phase is {phase}; ask "
                 "/ready, and see its log"
             )
-            faults.append(ConnectionFault(name, endpoint, None, None, reason))
+            faults.append(
+                ConnectionFault(
+                    worker=name, endpoint=endpoint, peer=None, peer_endpoint=None, reason=reason
+                )
+            )
     return sum(len(peers_of(one)) for one in found), faults
 
 

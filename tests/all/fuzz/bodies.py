@@ -12,7 +12,7 @@ from app import create_app
 from app.openai import bodies as openai_bodies
 from app.route.unused_fields import CHAT_ONLY, UNUSED, UNUSED_OF_GENERATE, UNUSED_SAMPLING, Unused
 from app.sglang import bodies as sglang
-from app.sglang import ignored_fields as sglang_fields
+from app.sglang import sglang_unused_fields as sglang_fields
 from app.trl import bodies as schemas
 from app.vllm import bodies as inference
 from app.vllm_rl import bodies as vllm_rl
@@ -166,10 +166,10 @@ ADMINISTRATIVE = (
     Route(
         "/update_weights/",
         st.one_of(
-            objects_of(kind_of(weight_bodies.FolderBody), HINTS).map(_with_folder),
+            objects_of(kind_of(vllm_rl.FolderBody), HINTS).map(_with_folder),
             st.fixed_dictionaries({"update_info": UPDATE_INFOS}),
         ),
-        frozenset((*weight_bodies.FolderBody.__struct_fields__, "update_info")),
+        frozenset((*vllm_rl.FolderBody.__struct_fields__, "update_info")),
     ),
     Route("/init_weight_transfer_engine/", st.fixed_dictionaries({"init_info": INIT_INFOS}), frozenset(("init_info",))),
     _route("/finish_weight_update/", vllm_rl.FinishBody),

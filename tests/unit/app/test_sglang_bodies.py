@@ -12,7 +12,7 @@ from app.generate import GENERATE_BODY
 from app.pool.request import ChunkOfJob, count_nothing
 from app.route.decoding import decode_body
 from app.sglang import bodies as sglang
-from app.sglang import ignored_fields as sglang_fields
+from app.sglang import sglang_unused_fields as sglang_fields
 from app.sglang.answers import PromptRequest, SGLangRequest
 from app.sglang.routes import generate_as_sglang
 from app.sglang.stream import SGLangEvents

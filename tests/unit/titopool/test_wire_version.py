@@ -9,17 +9,21 @@ import msgspec
 import pytest
 from msgspec import inspect
 
+from titopool.answers.weights import Committed, WorkerWeights
 from titopool.settings.sampling import SamplingOptions
 from titopool.wire import messages
 from titopool.wire.messages import ChatParsing, Chunk, FromWorker, Hello, Logprobs, ToWorker
 from workers.in_model.peers.model_bytes import Plan
 from workers.in_model.peers.offer import Question
 
-# Chat parsing and sampling options travel as bytes in a job, the last two between workers.
-ROOTS = [ToWorker, FromWorker, Chunk, ChatParsing, SamplingOptions, Question, Plan]
+# Chat parsing and sampling options travel as bytes in a job, the next two between workers. Of the last
+# two, the results of commands have the fields.
+ROOTS = [
+    ToWorker, FromWorker, Chunk, ChatParsing, SamplingOptions, Question, Plan, Committed, WorkerWeights,
+]  # fmt: skip
 # Of what messages consist of, by version. A new version gets a new line; the last line changes only
 # before a release has it.
-DIGESTS = {1: "6069d70799ab3bd1"}
+DIGESTS = {1: "0e294edee0a167ae"}
 
 
 def schema(roots: Sequence[Any] = ROOTS) -> dict[str, Any]:
