@@ -87,11 +87,12 @@ def facts_of(url: str, given: Keys) -> dict[str, Any]:
 def _worker(
     worker: ReadyWorker, metrics: Mapping[tuple[str, str], int], weights: WorkerWeights | None
 ) -> dict[str, Any]:
-    is_known = weights is not None and weights.is_paused is not UNSET
+    """What `/ready`, `/metrics` and `/weights` say of a worker; `weights` None: without the admin key."""
+    is_paused = None if weights is None or weights.is_paused is UNSET else weights.is_paused
     return {
         **msgspec.to_builtins(worker),
         **_figures(worker.worker or "", metrics),
-        "is_paused": weights.is_paused if weights and is_known else None,
+        "is_paused": is_paused,
         "last_update": _last_update(weights) if weights else None,
     }
 
