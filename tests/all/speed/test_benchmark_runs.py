@@ -39,6 +39,10 @@ RUNS = {
     "parsers": ["hermes"],
     "placement": ["--num-workers", "2", "--num-seeds", "1"],
     "restarts": ["--num-workers", "1"],
+    "scaling": [
+        "--num-workers", "1", "--num-prompts", "4", "--output-len", "8", "--mean", "8",
+        "--max-tokens", "16", "--repeats", "1", "--kill", "--out", "OUT",
+    ],
     "streams": [
         "--num-streams", "1", "2", "--input-len", "8", "--output-len", "4", "--repeats", "1",
         "--out", "OUT",
