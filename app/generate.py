@@ -3,7 +3,7 @@
 import msgspec
 from flask import Blueprint, Response
 
-from app.call.service import current_service
+from app.call.call import admitted
 from app.route.components import Components, Schema
 from app.route.long_lists import decode_object_in_pieces
 from app.route.operation import EVENTS, GENERATION_ERRORS, IMAGE_ERRORS, MSGPACK, Example, Operation
@@ -20,7 +20,7 @@ from app.sglang.bodies import (
 from app.sglang.routes import generate_as_sglang
 from app.trl.bodies import GENERATE_BODY as TRL_BODY
 from app.trl.bodies import GenerateBody
-from app.trl.completions import generate_as_trl
+from app.trl.routes import generate_as_trl
 from titopool.answers.generation import BinaryGenerateAnswer, GenerateAnswer
 from titopool.errors import InvalidRequest
 
@@ -110,7 +110,7 @@ GENERATE_BODY = GenerateDecoder()
 )
 def generate() -> Response:
     """Checks the whole body before it generates anything."""
-    with current_service().admit(GENERATE_BODY) as (admission, body):
+    with admitted(GENERATE_BODY) as (call, body):
         if isinstance(body, SGLangBody):
-            return generate_as_sglang(admission, body)
-        return generate_as_trl(admission, body)
+            return generate_as_sglang(call, body)
+        return generate_as_trl(call, body)

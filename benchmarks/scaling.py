@@ -94,7 +94,7 @@ def parse_arguments() -> argparse.Namespace:
     options = parser.parse_args()
     # What `make_engine` and the patterns' own benchmarks read.
     options.dummy_weights, options.max_num_seqs = options.shape != "tiny", 0
-    options.completions, options.clients = 4 * options.num_prompts * GROUP_SIZE, TAIL_CLIENTS
+    options.completions, options.clients = options.num_prompts * GROUP_SIZE, TAIL_CLIENTS
     options.num_clients = min(16, os.cpu_count() or 1)
     Path(options.out).parent.mkdir(parents=True, exist_ok=True)
     return options
@@ -115,8 +115,9 @@ def runs_of(
     scaled = argparse.Namespace(**vars(options))
     scaled.completions *= num_workers
     scaled.clients *= num_workers
+    # The first round warms up, without what takes longest.
     for repeat in range(-1, options.repeats):
-        for name in options.patterns:
+        for name in options.patterns if repeat >= 0 else options.patterns[:1]:
             if name == TAILS:
                 cell = Cell(CLIENTS, GROUP_SIZE)
                 found = groups.measure(server, cell, engine.model, scaled, key=str(repeat))
@@ -127,7 +128,6 @@ def runs_of(
                 if run["num_failures"]:
                     sys.exit(f"{target.name}, {name}: {run['num_failures']} requests failed")
                 found = {**run, "tokens_per_s": run["num_tokens"] / run["elapsed_s"]}
-            # The first round warms up.
             if repeat >= 0:
                 yield {**found, "pattern": name}
     if options.kill and isinstance(target, Titopool):

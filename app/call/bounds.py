@@ -51,17 +51,6 @@ WORKER_ENTRY_BYTES = ENTRY_BYTES + RANK_BYTES
 TEXT_BYTES = 8
 
 
-def check_num_completions(num_prompts: int, n: int, limit: int, field: str = "prompts") -> None:
-    """Refuses a request for more completions than `limit` (`max_completions_per_request`)."""
-    if num_prompts * n > limit:
-        raise InvalidRequest(
-            f"{field}: expected at most {limit} completions in a request "
-            f"(max_completions_per_request), got {num_prompts} prompts times n = {n}; send several "
-            "requests",
-            param=field,
-        )
-
-
 def bytes_of_token(options: SamplingOptions, facts: WorkerFacts) -> int:
     """The most bytes that a sampled token has in a result."""
     num_bytes = ID_BYTES

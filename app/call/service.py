@@ -1,29 +1,18 @@
 """What all handlers of a front end share: settings, link, tokenizer, drift watch."""
 
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 
 from flask import current_app
-from flask import request as http_request
 from gevent.monkey import is_module_patched
 
-from app.call.admission import Admission, session_key
 from app.call.kept_logprobs import KeptLogprobs
 from app.call.open_requests import InFlight, OpenRequests
 from app.counts.front_end import FrontEndCounts
 from app.draining import Draining
-from app.http.auth import current_key
 from app.http.budget import Budget
-from app.http.connections import current_client
-from app.http.request_bodies import current_reservation
-from app.http.request_ids import request_id
-from app.http.responses import name_logprobs
 from app.inputs.drift import DriftWatch
 from app.inputs.tokenizer import TokenizerLoader
 from app.pool.link import Link
-from app.route.decoding import Body, Decoder, decode_body
-from titopool.deadline import Deadline
 from titopool.errors import ConfigError, QueueFull
 from titopool.settings.config import ServerConfig
 from titopool.tracing import Traces
@@ -73,18 +62,12 @@ class Service:
             )
         self.link.start()
 
-    @contextmanager
-    def admit(self, decoder: Decoder[Body]) -> Iterator[tuple[Admission, Body]]:
-        """Reads the body of the current HTTP request, admits it, sets its deadline and decodes it.
+    def take_place(self) -> None:
+        """Counts one more open request, until `free_place`.
 
         Raises:
-            TitopoolError: as `app.http.request_bodies.read_body`.
             QueueFull: `max_open_requests` requests are open in this process.
-            NoReadyWorker: no worker has reported its model yet.
-            InvalidRequest: as `decode_body`.
         """
-        # Before it takes a place: a client may send slowly.
-        sent = http_request.get_data(cache=False)
         limit = self.config.max_open_requests
         if self._num_open >= limit:
             raise QueueFull(
@@ -92,21 +75,11 @@ class Service:
                 "one more; retry later, or send more prompts in one request",
                 retry_after_s=1,
             )
-        with ExitStack() as at_end:
-            self._num_open += 1
-            at_end.callback(self._count_end)
-            shown = self.requests.begin(request_id(), current_key().name)
-            deadline = Deadline.after(self.config.request_timeout_s)
-            admission = Admission(
-                self.config, self.link, self.tokenizer, self.link.facts, deadline, at_end,
-                request_id(), session_key(http_request.headers.get("X-Session-ID")),
-                current_client(), current_reservation(), current_key(),
-                self.kept.keep if self.kept.is_on else None, shown,
-            )  # fmt: skip
-            name_logprobs(admission.facts.logprobs_mode)
-            body = decode_body(sent, decoder)
-            del sent
-            yield admission, body
+        self._num_open += 1
+
+    def free_place(self) -> None:
+        """A request that took a place has ended."""
+        self._num_open -= 1
 
     def _totals(self) -> FrontEndTotals:
         return FrontEndTotals(
@@ -115,9 +88,6 @@ class Service:
             num_waiting=self.link.num_waiting + self.requests.num_held,
             refused=dict(self.refused),
         )
-
-    def _count_end(self) -> None:
-        self._num_open -= 1
 
     def close(self) -> None:
         """Fails every open request and closes the connections to the workers."""

@@ -1,26 +1,29 @@
-"""Streamed responses: server-sent events, one for each chunk of a choice.
+"""Responses of generating routes: whole, or streams of server-sent events, one for each chunk of a choice.
 
 As in vLLM's server, `[DONE]` ends the stream. The first chunk decides the HTTP status, so a later
 error is an event with the `error` object of other responses.
 """
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
 from typing import Any, Protocol
 
 import orjson
 from flask import Response
 
-from app.call.admission import Admission
-from app.call.generation import cancel_overdue, submitted
+from app.call.call import Call
 from app.call.kept_logprobs import StreamedLogprobs
 from app.counts.http_requests import HttpRecord, current_record
+from app.http.request_bodies import current_reservation
 from app.http.request_ids import log_failure
-from app.http.responses import PIECE_BYTES, in_pieces, watched
+from app.http.responses import PIECE_BYTES, in_pieces, respond_in_parts, watched
 from app.outputs.json_parts import UnknownValue, encode_rows, json_parts
+from app.outputs.token_arrays import JSON
 from app.pool.request import ChunkOfJob, Request
 from app.time_slices import give_way
 from titopool.errors import ClientGone, TitopoolError
+from titopool.wire.messages import Completed
 
 logger = logging.getLogger(__name__)
 
@@ -38,66 +41,78 @@ class EventWriter(Protocol):
         """The events after the last chunk of a request that has not failed."""
 
 
-def stream(admission: Admission, pending: Request, writer: EventWriter) -> Response:
-    """Submits a streamed request, waits for its first chunk and returns the streamed response.
+def respond(
+    call: Call,
+    request: Request,
+    *,
+    whole: Callable[[list[Completed]], Iterable[bytes | bytearray]],
+    events: EventWriter | None,
+) -> Response:
+    """Runs `request` and returns the response to the call: the parts of a whole answer, made of the
+    results, or with `events` a stream.
 
     Raises:
-        TitopoolError: why the request failed before its first chunk.
+        TitopoolError: why the request failed; of a stream, before its first chunk.
     """
-    at_end = admission.at_end
-    at_end.callback(
-        lambda: admission.link.cancel(pending, ClientGone("the client did not read the response"))
-    )
-    at_end.enter_context(submitted(admission, pending))
-    _wait(admission, pending)
-    pending.raise_if_failed()
-    events = _events(admission, pending, writer, current_record())
-    response = Response(watched(events, admission.reservation), mimetype=MIMETYPE)
-    # Keep proxies, nginx among them, from buffering the stream.
-    response.headers |= {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-    response.call_on_close(at_end.pop_all().close)
+    if events is None:
+        return respond_in_parts(whole(call.run(request)), JSON)
+    return _stream(call, request, events)
+
+
+def _stream(call: Call, request: Request, writer: EventWriter) -> Response:
+    """Submits a streamed request, waits for its first chunk and returns the streamed response."""
+    with ExitStack() as at_end:
+        at_end.callback(
+            lambda: call.link.cancel(request, ClientGone("the client did not read the response"))
+        )
+        at_end.enter_context(call.submitted(request))
+        call.wait_for_progress(request)
+        request.raise_if_failed()
+        response = Response(
+            watched(_events(call, request, writer, current_record()), current_reservation()),
+            mimetype=MIMETYPE,
+        )
+        # Keep proxies, nginx among them, from buffering the stream.
+        response.headers |= {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        response.call_on_close(at_end.pop_all().close)
+        response.call_on_close(call.hand_over())
     return response
 
 
-def _wait(admission: Admission, pending: Request) -> None:
-    if not pending.wait_for_progress(admission.deadline.left_s):
-        cancel_overdue(admission, pending)
-
-
 def _events(
-    admission: Admission, pending: Request, writer: EventWriter, record: HttpRecord | None
+    call: Call, request: Request, writer: EventWriter, record: HttpRecord | None
 ) -> Iterator[bytes]:
     logprobs = StreamedLogprobs()
     pace = record.pace() if record is not None else None
     try:
         while True:
             # Read before the chunks: a chunk that comes in between is taken in the next round.
-            is_done = pending.is_done
-            if chunks := pending.take_chunks():
+            is_done = request.is_done
+            if chunks := request.take_chunks():
                 if pace is not None:
                     pace.note()
-                if admission.keep_logprobs is not None:
+                if call.kept.is_on:
                     logprobs.add(chunks)
                 yield from _pieces(writer.write_chunks(chunks))
-                if pending.is_behind:
+                if request.is_behind:
                     give_way()
             elif is_done:
                 break
-            _wait(admission, pending)
-        if pending.error is None:
-            if admission.keep_logprobs is not None:
-                admission.keep_logprobs(admission.kept_name, logprobs.arrays())
+            call.wait_for_progress(request)
+        if request.error is None:
+            if call.kept.is_on:
+                call.keep_logprobs(logprobs.arrays())
             yield from _pieces(writer.write_end())
         else:
-            yield _failure(admission, pending.error, record)
+            yield _failure(call, request.error, record)
     except TitopoolError as error:
         # The tokenizer failed to decode tokens for log-probabilities.
-        yield _failure(admission, error, record)
+        yield _failure(call, error, record)
     except Exception:
-        logger.exception("the stream of request %s failed", admission.client_id)
+        logger.exception("the stream of request %s failed", call.id)
         failure = TitopoolError("the front end failed during the stream")
         _note_code(record, failure)
-        yield _encode(failure.to_dict(admission.client_id))
+        yield _encode(failure.to_dict(call.id))
     finally:
         if pace is not None:
             pace.end()
@@ -109,10 +124,10 @@ def _note_code(record: HttpRecord | None, error: TitopoolError) -> None:
         record.code = error.code
 
 
-def _failure(admission: Admission, error: TitopoolError, record: HttpRecord | None) -> bytes:
+def _failure(call: Call, error: TitopoolError, record: HttpRecord | None) -> bytes:
     _note_code(record, error)
-    body = error.to_dict(admission.client_id)
-    log_failure(admission.client_id, error.status, body["error"], admission.key.name)
+    body = error.to_dict(call.id)
+    log_failure(call.id, error.status, body["error"], call.key.name)
     return _encode(body)
 
 

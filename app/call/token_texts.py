@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from app.call.admission import Admission
+from app.call.call import Call
 from app.time_slices import sharing_time
 from titopool.wire.messages import Completed, Completion
 
@@ -65,7 +65,7 @@ class TextLookup:
 class TokenTexts:
     """Decodes the tokens of a request's log-probabilities, many in one call of the tokenizer."""
 
-    def __init__(self, admission: Admission, *, as_ids: bool, needs_texts: bool = True):
+    def __init__(self, call: Call, *, as_ids: bool, needs_texts: bool = True):
         """Loads the tokenizer, so that a failure comes before the generation.
 
         Args:
@@ -75,11 +75,11 @@ class TokenTexts:
         Raises:
             NoReadyWorker: the tokenizer cannot be loaded, or not in time.
         """
-        self._admission = admission
+        self._call = call
         self._as_ids = as_ids
         self._needs_texts = needs_texts
         if needs_texts:
-            admission.tokenizer.prepare(admission.facts, timeout_s=admission.deadline.left_s)
+            call.tokenizer.prepare(call.facts, timeout_s=call.deadline.left_s)
 
     def of_completion(self, completion: Completion, before: Sequence[int] = ()) -> TextLookup:
         """The texts for the log-probabilities of a completion or a chunk of one.
@@ -108,7 +108,7 @@ class TokenTexts:
             named: int32 ids of the positions from `first` on, one position after the other.
             counts: how many of them belong to each position.
         """
-        known = self._admission.tokenizer.token_texts
+        known = self._call.tokenizer.token_texts
         lookup = TextLookup(known, ids, as_ids=self._as_ids)
         if not self._needs_texts:
             return lookup
@@ -135,13 +135,13 @@ class TokenTexts:
     def _use_tokenizer(
         self, decode: Callable[..., dict[Token, str]], tokens: Collection[Token], num_calls: int
     ) -> dict[Token, str]:
-        admission = self._admission
+        call = self._call
         # The results are there. An answer whose client reads slowly is written after the request's
         # deadline too, and its writer notices a client that has left.
-        return admission.tokenizer.use(
+        return call.tokenizer.use(
             decode, tokens,
-            facts=admission.facts,
-            timeout_s=max(admission.deadline.left_s, admission.config.client_timeout_s),
+            facts=call.facts,
+            timeout_s=max(call.deadline.left_s, call.config.client_timeout_s),
             is_short=len(tokens) * num_calls <= MAX_CALLS,
         )  # fmt: skip
 

@@ -10,8 +10,8 @@ import numpy as np
 from msgspec import UNSET, UnsetType
 
 from app.call import openai_logprobs
-from app.call.admission import Admission
-from app.call.generation import Prompt, expanded_ids
+from app.call.call import Call
+from app.call.jobs import Prompt, expanded_ids
 from app.call.token_texts import MAX_BEFORE, TokenTexts
 from app.openai.bodies import ChatFields, CompletionsFields
 from app.outputs.answer_parts import PromptLogprobs, Usage, WeightSpan
@@ -172,7 +172,7 @@ class ChatEvent(Head, kw_only=True):
 class OpenAIRequest(NamedTuple):
     """A checked request to one of OpenAI's routes."""
 
-    admission: Admission
+    call: Call
     fields: CompletionsFields | ChatFields
     options: SamplingOptions
     prompts: Sequence[Prompt]
@@ -205,10 +205,10 @@ class OpenAIRequest(NamedTuple):
         kind = "chat.completion" if self.is_chat else "text_completion"
         prefix = "chatcmpl" if self.is_chat else "cmpl"
         return {
-            "id": f"{prefix}-{self.admission.client_id}",
+            "id": f"{prefix}-{self.call.id}",
             "object": f"{kind}.chunk" if is_stream and self.is_chat else kind,
             "created": int(time.time()),
-            "model": self.adapter or self.admission.facts.model,
+            "model": self.adapter or self.call.facts.model,
         }
 
     def choice(
@@ -249,7 +249,7 @@ class OpenAIRequest(NamedTuple):
                 choice["lora_version"] = adapter_version
         if self.fields.return_weight_versions:
             num_tokens = num_before + len(completion.token_ids) // 4
-            label_of = self.admission.link.label_of
+            label_of = self.call.link.label_of
             choice["weight_versions"] = weight_spans(completion, num_tokens, label_of)
         return choice
 

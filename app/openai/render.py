@@ -11,8 +11,8 @@ import msgspec
 import orjson
 from flask import Blueprint, Response
 
-from app.call.admission import session_key
-from app.call.generation import encode_sent, expanded_ids, make_request, run_request
+from app.call.call import session_key
+from app.call.jobs import encode_sent, expanded_ids
 from app.http.responses import respond_in_parts
 from app.inputs.features import features_of
 from app.openai.answers import OpenAIRequest
@@ -77,11 +77,11 @@ def _bodies(request: OpenAIRequest) -> Iterator[dict[str, Any]]:
         InvalidRequest: JSON would not have a field as it was sent.
         AnswerTooLarge: what they have in common takes more than the front end's budget.
     """
-    admission, prompts = request.admission, request.prompts
+    call, prompts = request.call, request.prompts
     # It refuses options that JSON does not have, as where they generate.
-    pending = make_request(admission, prompts, request.options)
+    pending = call.make_request(prompts, request.options)
     shared, options = _shared_fields(request), _options(request)
-    limit = admission.config.memory_budget_bytes
+    limit = call.config.memory_budget_bytes
     size = len(prompts) * sum(
         len(encode_sent(orjson.dumps, {name: value}, name, name))
         for name, value in (shared | options).items()
@@ -102,11 +102,11 @@ def _bodies(request: OpenAIRequest) -> Iterator[dict[str, Any]]:
             for job in pending.jobs
         ]
         pending.bounds = [0]
-        (result,) = results = run_request(admission, pending)
+        (result,) = results = call.run(pending)
         all_ids = expanded_ids(prompts, results)
         features = features_of(images, result.image_ranges)
-    name, is_one = admission.client_id, len(prompts) == 1
-    max_model_len, max_tokens = admission.facts.max_model_len, request.options.max_tokens
+    name, is_one = call.id, len(prompts) == 1
+    max_model_len, max_tokens = call.facts.max_model_len, request.options.max_tokens
     return (
         {
             **shared,
@@ -126,7 +126,7 @@ def _shared_fields(request: OpenAIRequest) -> dict[str, Any]:
     # No more of it counts.
     sent["session_id"] = session_key(sent["session_id"])
     return {
-        "model": request.adapter or request.admission.facts.model,
+        "model": request.adapter or request.call.facts.model,
         **{name: msgspec.to_builtins(value) for name, value in sent.items() if value},
     }
 

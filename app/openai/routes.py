@@ -6,18 +6,16 @@ and 0.1.9).
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 from flask import Blueprint, Response
 
-from app.call.admission import Admission
-from app.call.bounds import check_num_completions
-from app.call.generation import Prompt, check_prompt, make_request, run_request
-from app.call.service import current_service
-from app.call.streams import stream
+from app.call.call import Call, admitted
+from app.call.jobs import Prompt, check_prompt
+from app.call.streams import respond
 from app.call.token_texts import TokenTexts
-from app.http.responses import respond_in_parts
 from app.inputs.chat_messages import read_conversation
 from app.inputs.images import EncodedImages, read_images
 from app.inputs.tokenizer import decode_all
@@ -31,7 +29,6 @@ from app.openai.bodies import (
     RouteFields,
 )
 from app.openai.stream import OpenAIEvents
-from app.outputs.token_arrays import JSON
 from app.route.operation import (
     EVENTS,
     GENERATION_ERRORS,
@@ -83,25 +80,25 @@ def completions() -> Response:
 
 def complete_text(respond: Answer) -> Response:
     """Checks a body of /v1/completions and answers it by `respond`."""
-    with current_service().admit(COMPLETIONS_BODY) as (admission, (fields, options)):
-        admission = admission.identified(fields.request_id, fields.session_id)
-        adapter = admission.adapter_named(fields.model)
+    with admitted(COMPLETIONS_BODY) as (call, (fields, options)):
+        call.identify(fields.request_id, fields.session_id)
+        adapter = call.adapter_named(fields.model)
         options.logprobs = fields.num_logprobs
         if fields.echo and options.prompt_logprobs is None:
             options.prompt_logprobs = options.logprobs
         options.max_tokens = fields.max_completion_tokens or options.max_tokens
-        check_sampling(options, admission.facts)
-        prompts = _completions_prompts(admission, fields, options.n)
+        check_sampling(options, call.facts)
+        prompts = _completions_prompts(call, fields, options.n)
         return respond(
             OpenAIRequest(
-                admission,
+                call,
                 fields,
                 options,
                 prompts=prompts,
-                texts=_token_texts(admission, fields, options),
+                texts=_token_texts(call, fields, options),
                 shows_prompt_ids=fields.return_token_ids,
                 adapter=adapter,
-                echoed=_texts_of(admission, fields, prompts) if fields.echo else (),
+                echoed=_texts_of(call, fields, prompts) if fields.echo else (),
             )
         )
 
@@ -156,9 +153,9 @@ def chat_completions_of_tokens() -> Response:
 
 def complete_chat(respond: Answer, *, takes_tokens: bool = False) -> Response:
     """Checks a chat's body and answers it by `respond`."""
-    with current_service().admit(CHAT_COMPLETIONS_BODY) as (admission, (fields, options)):
-        admission = admission.identified(fields.request_id, fields.session_id)
-        adapter = admission.adapter_named(fields.model)
+    with admitted(CHAT_COMPLETIONS_BODY) as (call, (fields, options)):
+        call.identify(fields.request_id, fields.session_id)
+        adapter = call.adapter_named(fields.model)
         if takes_tokens != (fields.tokens is not None):
             raise InvalidRequest(
                 "tokens: expected the prompt's ids on /v1/chat/completions/tokens and none on "
@@ -168,16 +165,16 @@ def complete_chat(respond: Answer, *, takes_tokens: bool = False) -> Response:
         limit = fields.max_completion_tokens
         options.max_tokens = fields.max_tokens if limit is None else limit
         options.logprobs = fields.top_logprobs if fields.logprobs else None
-        check_sampling(options, admission.facts)
-        check_num_completions(1, options.n, admission.config.max_completions_per_request, "n")
-        tools = read_tools(fields, admission.facts)
+        check_sampling(options, call.facts)
+        call.check_num_completions(1, options.n, "n")
+        tools = read_tools(fields, call.facts)
         return respond(
             OpenAIRequest(
-                admission,
+                call,
                 fields,
                 options,
-                prompts=[_chat_prompt(admission, fields, tools)],
-                texts=_token_texts(admission, fields, options),
+                prompts=[_chat_prompt(call, fields, tools)],
+                texts=_token_texts(call, fields, options),
                 shows_prompt_ids=fields.return_token_ids or takes_tokens,
                 adapter=adapter,
                 chat=tools.parsing,
@@ -186,9 +183,8 @@ def complete_chat(respond: Answer, *, takes_tokens: bool = False) -> Response:
 
 
 def _respond(request: OpenAIRequest) -> Response:
-    admission, fields = request.admission, request.fields
-    pending = make_request(
-        admission,
+    call, fields = request.call, request.fields
+    pending = call.make_request(
         request.prompts,
         request.options,
         is_streamed=fields.stream,
@@ -196,14 +192,11 @@ def _respond(request: OpenAIRequest) -> Response:
         chat=request.chat,
         min_weight_version=fields.min_weight_version,
     )
-    if fields.stream:
-        return stream(admission, pending, OpenAIEvents(request))
-    return respond_in_parts(whole_answer(request, run_request(admission, pending)), JSON)
+    events = OpenAIEvents(request) if fields.stream else None
+    return respond(call, pending, whole=partial(whole_answer, request), events=events)
 
 
-def _token_texts(
-    admission: Admission, fields: RouteFields, options: SamplingOptions
-) -> TokenTexts | None:
+def _token_texts(call: Call, fields: RouteFields, options: SamplingOptions) -> TokenTexts | None:
     if options.logprobs is None and options.prompt_logprobs is None:
         return None
     as_ids = fields.return_tokens_as_token_ids
@@ -211,40 +204,36 @@ def _token_texts(
     needs_texts = (
         not as_ids or isinstance(fields, ChatFields) or options.prompt_logprobs is not None
     )
-    return TokenTexts(admission, as_ids=as_ids, needs_texts=needs_texts)
+    return TokenTexts(call, as_ids=as_ids, needs_texts=needs_texts)
 
 
-def _completions_prompts(admission: Admission, fields: CompletionsFields, n: int) -> list[Prompt]:
+def _completions_prompts(call: Call, fields: CompletionsFields, n: int) -> list[Prompt]:
     if fields.mm_processor_kwargs:
         raise InvalidRequest(
             "mm_processor_kwargs: expected none, as this route takes no images; use /generate/",
             param="mm_processor_kwargs",
         )
     prompts, is_single = _split_prompts(fields.prompt)
-    check_num_completions(len(prompts), n, admission.config.max_completions_per_request, "prompt")
+    call.check_num_completions(len(prompts), n, "prompt")
     locations = ["prompt" if is_single else f"prompt[{index}]" for index in range(len(prompts))]
     if isinstance(prompts[0], str):
-        prompts = admission.encode(
-            prompts, locations, with_special_tokens=fields.add_special_tokens
-        )
+        prompts = call.encode(prompts, locations, with_special_tokens=fields.add_special_tokens)
     else:
         # Lists of ids take ten times the memory of the prompts. That they were lists still shows.
         fields.prompt = [[]]
     return [
-        check_prompt(ids, location, admission.facts, cache_salt=fields.cache_salt)
+        check_prompt(ids, location, call.facts, cache_salt=fields.cache_salt)
         for ids, location in sharing_time(zip(prompts, locations, strict=True))
     ]
 
 
-def _texts_of(
-    admission: Admission, fields: CompletionsFields, prompts: Sequence[Prompt]
-) -> list[str]:
+def _texts_of(call: Call, fields: CompletionsFields, prompts: Sequence[Prompt]) -> list[str]:
     """The text of each prompt: as the client sent it, else of its ids."""
     sent, _ = _split_prompts(fields.prompt)
     if isinstance(sent[0], str):
         return sent
     all_ids = [prompt.token_ids.tolist() for prompt in prompts]
-    return admission.use_tokenizer(decode_all, all_ids, size=sum(map(len, all_ids)))
+    return call.use_tokenizer(decode_all, all_ids, size=sum(map(len, all_ids)))
 
 
 def _split_prompts(prompt: str | list[Any] | np.ndarray) -> tuple[list[Any], bool]:
@@ -261,21 +250,21 @@ def _split_prompts(prompt: str | list[Any] | np.ndarray) -> tuple[list[Any], boo
     return ([prompt], True) if kinds == {int} else (prompt, False)
 
 
-def _chat_prompt(admission: Admission, fields: ChatFields, tools: Tools) -> Prompt:
-    facts = admission.facts
+def _chat_prompt(call: Call, fields: ChatFields, tools: Tools) -> Prompt:
+    facts = call.facts
     # With `tokens`, no template renders the messages: malformed tool calls of the model may stay.
     conversation = read_conversation(fields.messages, "messages", is_rendered=fields.tokens is None)
     encoded = EncodedImages(
         "messages", "messages: image", conversation.images, True, fields.mm_processor_kwargs or {}
     )
-    images = read_images(encoded, facts, admission.config)
+    images = read_images(encoded, facts, call.config)
     if fields.tokens is None:
         chat = make_chat(fields, conversation.messages, tools)
         # The objects of a message take ten times the memory of the prompt.
         # Answers need the last one's role.
         fields.messages = [{"role": one["role"]} for one in fields.messages[-1:]]
-        (ids,) = admission.render([chat])
+        (ids,) = call.render([chat])
         return check_prompt(ids, "messages", facts, images, fields.cache_salt)
     prompt = check_prompt(fields.tokens, "tokens", facts, images, fields.cache_salt)
-    current_service().drift.compare(fields, tools)
+    call.drift.compare(fields, tools)
     return prompt

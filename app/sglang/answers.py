@@ -9,8 +9,8 @@ import msgspec
 import numpy as np
 from msgspec import UNSET, UnsetType
 
-from app.call.admission import Admission
-from app.call.generation import Prompt, expanded_ids
+from app.call.call import Call
+from app.call.jobs import Prompt, expanded_ids
 from app.call.openai_logprobs import finite, numbers, positions
 from app.call.token_texts import MAX_BEFORE, TextLookup, TokenTexts
 from app.outputs.answer_parts import WeightSpan
@@ -117,7 +117,7 @@ class PromptRequest(NamedTuple):
 class SGLangRequest(NamedTuple):
     """A checked request in SGLang's form."""
 
-    admission: Admission
+    call: Call
     fields: RequestFields
     prompts: Sequence[PromptRequest]
     # Whether the answer is a list.
@@ -161,7 +161,7 @@ class Gained:
     ) -> dict[str, Any]:
         """The object of a completion; `piece` is its last chunk, or all of it."""
         fields = one.sent.fields
-        weights, label_of = request.admission.link.weights, request.admission.link.label_of
+        weights, label_of = request.call.link.weights, request.call.link.label_of
         spans = weight_spans(piece, len(self.ids), label_of)
         meta = {
             "id": one.prompt.client_id,

@@ -2,19 +2,17 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import accumulate
 
 from flask import Response
 from msgspec.structs import replace
 
-from app.call.admission import Admission
-from app.call.bounds import check_num_completions
-from app.call.generation import Prompt, check_prompt, make_request, run_request
-from app.call.streams import stream
+from app.call.call import Call
+from app.call.jobs import Prompt, check_prompt
+from app.call.streams import respond
 from app.call.token_texts import TokenTexts
-from app.http.responses import respond_in_parts
 from app.inputs.images import EncodedImages, read_images
-from app.outputs.token_arrays import JSON
 from app.sglang.answers import (
     PromptRequest,
     SGLangRequest,
@@ -31,37 +29,34 @@ from titopool.settings.sampling import SamplingOptions, check_sampling
 from titopool.wire.messages import WorkerFacts
 
 
-def generate_as_sglang(admission: Admission, body: SGLangBody) -> Response:
+def generate_as_sglang(call: Call, body: SGLangBody) -> Response:
     """Checks the whole body before it generates anything."""
-    fields, limit = body.fields, admission.config.max_completions_per_request
-    num_prompts = body.batch_size or 1
+    fields, num_prompts = body.fields, body.batch_size or 1
     # Before there is an object for each prompt.
-    check_num_completions(num_prompts, 1, limit, body.source)
+    call.check_num_completions(num_prompts, 1, body.source)
     sent = split_prompts(body)
     num_completions = [one.options.n for one in sent]
-    check_num_completions(num_prompts, max(num_completions), limit, body.source)
+    call.check_num_completions(num_prompts, max(num_completions), body.source)
     body.values.clear()
-    admission = admission.identified(sent[0].fields.rid, fields.session_id)
-    check_experts(fields, admission.facts)
-    _check_options(sent, admission.facts)
-    prompts = _checked_prompts(admission, body, sent)
+    call.identify(sent[0].fields.rid, fields.session_id)
+    check_experts(fields, call.facts)
+    _check_options(sent, call.facts)
+    prompts = _checked_prompts(call, body, sent)
     starts = accumulate(num_completions, initial=0)
     request = SGLangRequest(
-        admission,
+        call,
         fields,
         [PromptRequest(*one) for one in zip(sent, prompts, starts, strict=False)],
         body.batch_size is not None or num_completions[0] > 1,
-        TokenTexts(admission, as_ids=False) if fields.return_text_in_logprobs else None,
+        TokenTexts(call, as_ids=False) if fields.return_text_in_logprobs else None,
     )
-    pending = make_request(
-        admission, prompts, sent[0].options,
+    pending = call.make_request(
+        prompts, sent[0].options,
         is_streamed=fields.stream, min_weight_version=fields.min_weight_version,
     )  # fmt: skip
     with _naming_grammars():
-        if fields.stream:
-            return stream(admission, pending, SGLangEvents(request))
-        results = run_request(admission, pending)
-    return respond_in_parts(whole_answer(request, results), JSON)
+        events = SGLangEvents(request) if fields.stream else None
+        return respond(call, pending, whole=partial(whole_answer, request), events=events)
 
 
 @contextmanager
@@ -83,21 +78,19 @@ def _check_options(sent: Sequence[SGLangPrompt], facts: WorkerFacts) -> None:
             raise with_sglang_names(error, "sampling_params") from None
 
 
-def _checked_prompts(
-    admission: Admission, body: SGLangBody, sent: Sequence[SGLangPrompt]
-) -> list[Prompt]:
+def _checked_prompts(call: Call, body: SGLangBody, sent: Sequence[SGLangPrompt]) -> list[Prompt]:
     """The prompts, with options, adapter and id of their own."""
     if body.source == "text":
-        all_ids = admission.encode(
+        all_ids = call.encode(
             [one.fields.text or "" for one in sent], [one.location for one in sent]
         )
     else:
         all_ids = [one.fields.input_ids or [] for one in sent]
     adapters = {
-        name: admission.adapter_named(name, "lora_path")
+        name: call.adapter_named(name, "lora_path")
         for name in {one.fields.lora_path for one in sent}
     }
-    kwargs, facts = body.fields.mm_processor_kwargs, admission.facts
+    kwargs, facts = body.fields.mm_processor_kwargs, call.facts
     # By the identity of the options with them.
     without_prompts: dict[int, SamplingOptions] = {}
     # By the identity of the options, and the token from which on the engine returns experts.
@@ -109,7 +102,7 @@ def _checked_prompts(
             one.location, one.images, [files] if isinstance(files, str) else files,
             not isinstance(files, str), kwargs,
         )  # fmt: skip
-        images = read_images(encoded, facts, admission.config)
+        images = read_images(encoded, facts, call.config)
         prompt = check_prompt(ids, one.location, facts, images, cache_salt=one.fields.cache_salt)
         # A list of ids takes ten times the memory of the prompt.
         one.fields.input_ids = None
@@ -134,7 +127,7 @@ def _checked_prompts(
             prompt._replace(
                 options=options,
                 adapter=adapters[one.fields.lora_path],
-                client_id=one.fields.rid or admission.client_id,
+                client_id=one.fields.rid or call.id,
             )
         )
     return prompts

@@ -46,7 +46,7 @@ class SGLangEvents:
             facts.begin(chunk)
             for index, piece in chunk.pieces:
                 if piece.token_ids or piece.text or piece.finish_reason:
-                    if error := self._request.admission.count_results(bytes_kept(piece)):
+                    if error := self._request.call.count_results(bytes_kept(piece)):
                         raise error
                     self._gained[one.start + index].add(self._request, one, piece)
                     last[one.start + index] = job, piece

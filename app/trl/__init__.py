@@ -3,6 +3,6 @@
 Runs in: each gunicorn process. Its routes for weights are in `app/weights/`.
 """
 
-from app.trl import chat, mismatch, sequence_logprobs
+from app.trl import mismatch, routes, sequence_logprobs
 
-BLUEPRINTS = tuple(routes.blueprint for routes in (chat, mismatch, sequence_logprobs))
+BLUEPRINTS = tuple(one.blueprint for one in (routes, mismatch, sequence_logprobs))

@@ -5,8 +5,7 @@ from dataclasses import asdict
 import gevent
 from flask import Blueprint, Response
 
-from app.call.admission import name_of
-from app.call.service import current_service
+from app.call.call import admitted, name_of
 from app.http.responses import struct_response
 from app.route.operation import MODEL_ERRORS, Example, Operation
 from app.trl.answers import MismatchAnswer
@@ -34,9 +33,8 @@ blueprint = Blueprint("mismatch", __name__)
 )
 def mismatch() -> Response:
     """Statistics of one request, which also enter the metrics."""
-    service = current_service()
-    with service.admit(MISMATCH_BODY) as (admission, body):
-        kept = service.kept.find(name_of(admission.key, body.request_id))
+    with admitted(MISMATCH_BODY) as (call, body):
+        kept = call.kept.find(name_of(call.key, body.request_id))
         if kept is None:
             raise RequestNotFound(
                 f"request_id: expected a request of the last 10 minutes that was answered with "
@@ -50,8 +48,8 @@ def mismatch() -> Response:
             found = gevent.get_hub().threadpool.apply(compare, (kept, body.logprobs))
         except ValueError as error:
             raise InvalidRequest(f"logprobs: {error}", param="logprobs") from None
-        service.link.report(_sums(found))
-        mode = admission.facts.logprobs_mode
+        call.link.report(_sums(found))
+        mode = call.facts.logprobs_mode
         return struct_response(
             MismatchAnswer(request_id=body.request_id, logprobs_mode=mode, **asdict(found))
         )

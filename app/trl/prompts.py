@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from app.call.admission import Admission
 from app.call.bounds import TokenIds, check_length, checked_ids
+from app.call.call import Call
 from app.inputs.images import NO_IMAGES, EncodedImages, PromptImages, read_images
 from app.route.decoding import convert
 from app.time_slices import sharing_time
@@ -29,7 +29,7 @@ KINDS: dict[type, str] = {
 }  # fmt: skip
 
 
-def prompt_ids_of(body: GenerateBody, admission: Admission) -> list[np.ndarray]:
+def prompt_ids_of(body: GenerateBody, call: Call) -> list[np.ndarray]:
     """The ids of each prompt as the engine gets them, int32 [tokens].
 
     Raises:
@@ -38,9 +38,9 @@ def prompt_ids_of(body: GenerateBody, admission: Admission) -> list[np.ndarray]:
         PromptTooLong: a prompt leaves no room for a generated token.
     """
     _check_kinds(body.prompts)
-    facts = admission.facts
+    facts = call.facts
     keep = tokens_to_keep(body, facts)
-    token_ids = _token_ids(body.prompts, admission, is_truncated=keep is not None)
+    token_ids = _token_ids(body.prompts, call, is_truncated=keep is not None)
     checked = []
     for index, ids in enumerate(sharing_time(token_ids)):
         location = f"prompts[{index}]"
@@ -73,12 +73,12 @@ def _check_kinds(prompts: Sequence[object]) -> None:
 
 
 def _token_ids(
-    prompts: Sequence[str | list[int] | TokensPrompt], admission: Admission, *, is_truncated: bool
+    prompts: Sequence[str | list[int] | TokensPrompt], call: Call, *, is_truncated: bool
 ) -> Sequence[TokenIds]:
     texts = [prompt for prompt in prompts if isinstance(prompt, str)]
     if texts:
         locations = [f"prompts[{index}]" for index in range(len(texts))]
-        return admission.encode(texts, locations, is_truncated=is_truncated)
+        return call.encode(texts, locations, is_truncated=is_truncated)
     return [ids for ids in map(_ids_in, prompts) if ids is not None]
 
 

@@ -9,10 +9,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from flask import Blueprint, Response
 
-from app.call.admission import Admission
-from app.call.bounds import check_num_completions
-from app.call.generation import Prompt, check_prompt, run_prompts
-from app.call.service import current_service
+from app.call.call import Call, admitted
+from app.call.jobs import Prompt, check_prompt
 from app.http.responses import respond_in_parts
 from app.outputs.json_parts import Base64, Rows, json_parts
 from app.outputs.token_arrays import JSON, PromptRows, prompt_rows
@@ -79,15 +77,13 @@ AllScored = Callable[[], Iterator[Scored]]
 )
 def get_sequence_logprobs() -> Response:
     """Scores all sequences and returns no generated tokens."""
-    with current_service().admit(SEQUENCES_BODY) as (admission, body):
-        prompts = _check_sequences(admission, body)
+    with admitted(SEQUENCES_BODY) as (call, body):
+        prompts = _check_sequences(call, body)
         # A list of ids takes ten times the memory of the prompt.
         body.sequences = []
         # vLLM generates at least one token.
         options = SamplingOptions(max_tokens=1, prompt_logprobs=body.top_logprobs)
-        results = run_prompts(
-            admission, prompts, options, min_weight_version=body.min_weight_version
-        )
+        results = call.run_prompts(prompts, options, min_weight_version=body.min_weight_version)
         for result, prompt in sharing_time(zip(results, prompts, strict=True)):
             # Before the head is sent: afterwards, an error would cut the answer.
             _rows(result, prompt, body.top_logprobs)
@@ -100,7 +96,7 @@ def get_sequence_logprobs() -> Response:
         return respond_in_parts(json_parts(reply(scored)), JSON)
 
 
-def _check_sequences(admission: Admission, body: SequencesBody) -> list[Prompt]:
+def _check_sequences(call: Call, body: SequencesBody) -> list[Prompt]:
     num_sequences = len(body.sequences)
     if not num_sequences or num_sequences != len(body.prompt_lengths):
         raise InvalidRequest(
@@ -108,16 +104,15 @@ def _check_sequences(admission: Admission, body: SequencesBody) -> list[Prompt]:
             f"{len(body.prompt_lengths)} lengths for {num_sequences} sequences",
             param="prompt_lengths",
         )
-    limit = admission.config.max_completions_per_request
-    check_num_completions(num_sequences, 1, limit, "sequences")
+    call.check_num_completions(num_sequences, 1, "sequences")
     try:
-        check_sampling(SamplingOptions(logprobs=body.top_logprobs), admission.facts)
+        check_sampling(SamplingOptions(logprobs=body.top_logprobs), call.facts)
     except InvalidRequest as error:
         raise InvalidRequest(f"top_{error.message}", param="top_logprobs") from None
     prompts = []
     pairs = zip(body.sequences, body.prompt_lengths, strict=True)
     for index, (ids, length) in enumerate(sharing_time(pairs)):
-        prompts.append(check_prompt(ids, f"sequences[{index}]", admission.facts))
+        prompts.append(check_prompt(ids, f"sequences[{index}]", call.facts))
         if not 0 <= length <= len(ids):
             raise InvalidRequest(
                 f"prompt_lengths[{index}]: expected 0 to {len(ids)}, the sequence's length, got "

@@ -1,6 +1,7 @@
 """Answers of vLLM's routes for token ids, whole and as events of streams, and how they are made."""
 
 import time
+from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple
 
 import msgspec
@@ -8,11 +9,12 @@ import numpy as np
 from msgspec import UNSET, UnsetType
 
 from app.call import openai_logprobs
-from app.call.admission import Admission
-from app.call.generation import Prompt, expanded_ids
+from app.call.call import Call
+from app.call.jobs import Prompt, expanded_ids
 from app.inputs.features import Placeholders, placeholders_object
 from app.outputs import replay
 from app.outputs.answer_parts import PromptLogprobs, Usage, WeightSpan
+from app.outputs.json_parts import json_parts
 from app.outputs.token_arrays import given_up, weight_spans
 from app.outputs.usage import usage
 from app.vllm.bodies import GenerateFields
@@ -102,7 +104,7 @@ class TokensAnswer(msgspec.Struct, kw_only=True):
 class TokensRequest(NamedTuple):
     """A checked request for the completions of one prompt."""
 
-    admission: Admission
+    call: Call
     fields: GenerateFields
     options: SamplingOptions
     prompt: Prompt
@@ -111,7 +113,7 @@ class TokensRequest(NamedTuple):
 
     def head(self) -> dict[str, Any]:
         """The first fields of a whole response and of each event of a stream."""
-        return {"request_id": self.admission.client_id, "output_mode": "tokens"}
+        return {"request_id": self.call.id, "output_mode": "tokens"}
 
     def prompt_fields(self, ids: np.ndarray, image_ranges: list[tuple[int, int]]) -> dict[str, Any]:
         """The expanded prompt and the places of its images, null unless the client requests them.
@@ -145,7 +147,7 @@ class TokensRequest(NamedTuple):
             "finish_reason": completion.finish_reason or None,
             "stop_reason": completion.stop_reason,
             "logprobs": self._logprobs(completion),
-            "weight_versions": weight_spans(completion, num_tokens, self.admission.link.label_of),
+            "weight_versions": weight_spans(completion, num_tokens, self.call.link.label_of),
             "routed_experts": replay.experts_json(
                 completion.routed_experts, self.fields.routed_experts_format
             ),
@@ -174,11 +176,12 @@ def check_format(fields: GenerateFields, facts: WorkerFacts) -> None:
         )
 
 
-def whole_answer(request: TokensRequest, result: Completed) -> dict[str, Any]:
-    """The response body of a request that is not streamed, whose choices are made one by one.
+def whole_answer(request: TokensRequest, results: list[Completed]) -> Iterator[bytes]:
+    """The response body of a request that is not streamed, as JSON in parts: its one prompt's result.
 
     Empties the result's completions.
     """
+    (result,) = results
     (ids,) = expanded_ids([request.prompt], [result])
     num_generated = sum(len(one.token_ids) // 4 for one in result.completions)
     choices = (
@@ -186,8 +189,8 @@ def whole_answer(request: TokensRequest, result: Completed) -> dict[str, Any]:
         for index, one in enumerate(given_up(result.completions))
     )
     k = request.options.prompt_logprobs
-    return request.head() | {
-        "model": request.adapter or request.admission.facts.model,
+    answer = request.head() | {
+        "model": request.adapter or request.call.facts.model,
         "created": int(time.time()),
         "choices": choices,
         "usage": usage(len(ids), num_generated, result.num_cached_tokens),
@@ -196,3 +199,4 @@ def whole_answer(request: TokensRequest, result: Completed) -> dict[str, Any]:
         if k is None
         else openai_logprobs.of_prompt(result, ids, request.prompt.location, k, None),
     }
+    return json_parts(answer)

@@ -3,16 +3,14 @@
 `POST /inference/v1/abort_requests` ends such requests.
 """
 
+from functools import partial
+
 from flask import Blueprint, Response
 
-from app.call.bounds import check_num_completions
-from app.call.generation import check_prompt, make_request, run_request
-from app.call.service import current_service
-from app.call.streams import stream
+from app.call.call import admitted
+from app.call.jobs import check_prompt
+from app.call.streams import respond
 from app.control.pool_commands import end_requests
-from app.http.responses import respond_in_parts
-from app.outputs.json_parts import json_parts
-from app.outputs.token_arrays import JSON
 from app.route.operation import (
     COMMAND_ERRORS,
     EVENTS,
@@ -58,31 +56,26 @@ blueprint = Blueprint("inference", __name__)
 )
 def generate() -> Response:
     """Runs exactly the ids that the client sends."""
-    with current_service().admit(GENERATE_BODY) as (admission, (fields, options)):
-        admission = admission.identified(fields.request_id, fields.session_id)
-        adapter = admission.adapter_named(fields.model)
-        check_sampling(options, admission.facts)
-        check_format(fields, admission.facts)
-        check_num_completions(1, options.n, admission.config.max_completions_per_request, "n")
-        images = images_of_tokens(fields, admission.facts, admission.config)
-        prompt = check_prompt(
-            fields.token_ids, "token_ids", admission.facts, images, fields.cache_salt
-        )
+    with admitted(GENERATE_BODY) as (call, (fields, options)):
+        call.identify(fields.request_id, fields.session_id)
+        adapter = call.adapter_named(fields.model)
+        check_sampling(options, call.facts)
+        check_format(fields, call.facts)
+        call.check_num_completions(1, options.n, "n")
+        images = images_of_tokens(fields, call.facts, call.config)
+        prompt = check_prompt(fields.token_ids, "token_ids", call.facts, images, fields.cache_salt)
         # A list of ids takes ten times the memory of the prompt.
         fields.token_ids = []
-        request = TokensRequest(admission, fields, options, prompt, adapter)
-        pending = make_request(
-            admission,
+        request = TokensRequest(call, fields, options, prompt, adapter)
+        pending = call.make_request(
             [prompt],
             options,
             is_streamed=fields.stream,
             adapter=adapter,
             min_weight_version=fields.min_weight_version,
         )
-        if fields.stream:
-            return stream(admission, pending, TokensEvents(request))
-        (result,) = run_request(admission, pending)
-        return respond_in_parts(json_parts(whole_answer(request, result)), JSON)
+        events = TokensEvents(request) if fields.stream else None
+        return respond(call, pending, whole=partial(whole_answer, request), events=events)
 
 
 @blueprint.post("/inference/v1/abort_requests/")

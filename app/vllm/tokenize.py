@@ -4,8 +4,7 @@ from typing import Any
 
 from flask import Blueprint
 
-from app.call.admission import Admission
-from app.call.service import current_service
+from app.call.call import Call, admitted
 from app.call.token_texts import texts_in_order
 from app.inputs.chat_messages import read_conversation
 from app.inputs.chat_template import Chat
@@ -32,13 +31,13 @@ blueprint = Blueprint("tokenize", __name__)
 )
 def tokenize() -> TokenizeAnswer:
     """The token ids that a generating route would make of a text or of messages."""
-    with current_service().admit(TOKENIZE_BODY) as (admission, body):
-        ids = _encode_body(admission, body)
+    with admitted(TOKENIZE_BODY) as (call, body):
+        ids = _encode_body(call, body)
         strings = None
         if body.return_token_strs:
-            strings = admission.use_tokenizer(_token_strings, ids, size=len(ids))
+            strings = call.use_tokenizer(_token_strings, ids, size=len(ids))
     return TokenizeAnswer(
-        count=len(ids), max_model_len=admission.facts.max_model_len, tokens=ids, token_strs=strings
+        count=len(ids), max_model_len=call.facts.max_model_len, tokens=ids, token_strs=strings
     )
 
 
@@ -51,31 +50,31 @@ def tokenize() -> TokenizeAnswer:
 )
 def detokenize() -> DetokenizeAnswer:
     """The text of token ids, including special tokens."""
-    with current_service().admit(DETOKENIZE_BODY) as (admission, body):
-        admission.adapter_named(body.model)
-        num_tokens, most = len(body.tokens), admission.facts.max_model_len
+    with admitted(DETOKENIZE_BODY) as (call, body):
+        call.adapter_named(body.model)
+        num_tokens, most = len(body.tokens), call.facts.max_model_len
         if num_tokens > most:
             raise InvalidRequest(
                 f"tokens: expected at most {most} ids (max_model_len), got {num_tokens}; send them "
                 "in several requests",
                 param="tokens",
             )
-        check_token_ids("tokens", body.tokens, admission.facts.vocab_size)
-        (text,) = admission.use_tokenizer(decode_all, [body.tokens], size=num_tokens)
+        check_token_ids("tokens", body.tokens, call.facts.vocab_size)
+        (text,) = call.use_tokenizer(decode_all, [body.tokens], size=num_tokens)
         answer = DetokenizeAnswer(prompt=text)
         if body.return_token_texts:
-            texts = admission.use_tokenizer(texts_in_order, body.tokens, size=num_tokens)
+            texts = call.use_tokenizer(texts_in_order, body.tokens, size=num_tokens)
             answer.token_texts = texts
         return answer
 
 
-def _encode_body(admission: Admission, body: TokenizeBody) -> list[int]:
-    admission.adapter_named(body.model)
+def _encode_body(call: Call, body: TokenizeBody) -> list[int]:
+    call.adapter_named(body.model)
     if (body.prompt is None) == (body.messages is None):
         came = "neither" if body.prompt is None else "both"
         raise InvalidRequest(f"expected either prompt or messages, got {came}", param="prompt")
     if body.prompt is not None:
-        (ids,) = admission.encode(
+        (ids,) = call.encode(
             [body.prompt], ["prompt"], with_special_tokens=body.add_special_tokens is not False
         )
         return ids
@@ -93,7 +92,7 @@ def _encode_body(admission: Admission, body: TokenizeBody) -> list[int]:
         body.add_generation_prompt,
         body.continue_final_message,
     )
-    (ids,) = admission.render([chat])
+    (ids,) = call.render([chat])
     return ids
 
 

@@ -7,7 +7,7 @@ import gevent
 import numpy as np
 import pytest
 
-from app.call.generation import Prompt, make_jobs
+from app.call.jobs import Prompt, make_jobs
 from app.pool.link import Link
 from app.pool.prefix_index import as_integers
 from app.pool.request import Request

@@ -12,7 +12,7 @@ from gevent.event import Event
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from app.call.generation import EXPECTED_TOKENS, Prompt, bounds_of_results
+from app.call.jobs import EXPECTED_TOKENS, Prompt, bounds_of_results
 from app.http.budget import Budget, Reservation
 from tests.kit.workers.pools import FACTS, pool_of, request_of
 from titopool.errors import QueueFull, TitopoolError

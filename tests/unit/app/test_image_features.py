@@ -10,10 +10,9 @@ import numpy as np
 import orjson
 import pytest
 
-from app.call.generation import Prompt
+from app.call.jobs import Prompt
 from app.inputs.features import features_of
 from app.inputs.images import PromptImages
-from app.outputs.json_parts import json_parts
 from app.pool.records import OpenJob
 from app.pool.request import Request
 from app.route.decoding import decode_body
@@ -78,7 +77,7 @@ def ended_early(num_images: int, *, is_streamed: bool) -> tuple[TokensRequest, R
     parts = [{"type": "image_url", "url": "data:,"}] * num_images
     ids = np.array([7] * 3, np.int32)
     request: Any = TokensRequest(
-        SimpleNamespace(client_id="a", facts=FACTS, link=SimpleNamespace(label_of=str)),
+        SimpleNamespace(id="a", facts=FACTS, link=SimpleNamespace(label_of=str)),
         fields_of(content_parts=parts, return_token_ids=True),
         SamplingOptions(),
         Prompt(ids, "token_ids", PromptImages(IMAGES[:num_images])),
@@ -93,7 +92,7 @@ def ended_early(num_images: int, *, is_streamed: bool) -> tuple[TokensRequest, R
 @pytest.mark.parametrize("num_images, ids", [(2, None), (0, [7, 7, 7])])
 def test_a_prompt_whose_images_were_not_placed_is_not_shown(num_images: int, ids: list[int] | None):
     request, pending = ended_early(num_images, is_streamed=False)
-    answer = orjson.loads(b"".join(json_parts(whole_answer(request, pending.take_results()[0]))))
+    answer = orjson.loads(b"".join(whole_answer(request, pending.take_results())))
     request, pending = ended_early(num_images, is_streamed=True)
     (event,) = TokensEvents(request).write_chunks(pending.take_chunks())
     for shown in (answer, event):

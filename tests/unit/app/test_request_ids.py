@@ -6,11 +6,13 @@ import pytest
 from flask import g, request
 
 from app import create_app
-from app.call.admission import Admission, session_key
+from app.call.call import Call
 from app.http.request_ids import adopt
+from app.pool.link import Link
 from app.route.decoding import decode_body
 from app.trl.bodies import GENERATE_BODY
 from app.vllm_rl.statuses import never_repeated
+from tests.kit.workers.pools import FACTS
 from titopool.errors import NoReadyWorker
 from titopool.settings.config import ServerConfig
 
@@ -59,19 +61,18 @@ def test_the_headers_id_wins_over_the_bodys(header, body, expected):
         assert app.process_response(app.response_class()).headers["X-Request-Id"] == adopt(None)
 
 
-def admission(**ids: str) -> Admission:
-    return Admission(*[None] * 6, **ids)  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize(
     "header, body, session",
     [("h", "b", "b"), ("h", None, "h"), ("h", "", "h"), ("", "b", "b"), ("", "b" * 999, "b" * 256)],
 )
-def test_the_bodys_session_wins_over_the_headers(header, body, session):
+def test_the_bodys_session_wins_over_the_headers(header, body, session, monkeypatch):
+    monkeypatch.setattr(Link, "facts", FACTS)
     app = create_app(ServerConfig())
-    with app.test_request_context():
+    with app.test_request_context(headers={"X-Session-ID": header}):
         app.preprocess_request()
-        assert admission(session=session_key(header)).identified(None, body).session == session
+        with Call(app.extensions["titopool"]) as call:
+            call.identify(None, body)
+            assert call.session == session
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Bodies of SGLang's native routes, without an engine."""
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -7,7 +8,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from app.call.generation import Prompt, make_jobs
+from app.call.call import Call
+from app.call.jobs import Prompt, make_jobs
 from app.generate import GENERATE_BODY
 from app.pool.request import ChunkOfJob, count_nothing
 from app.route.decoding import decode_body
@@ -154,12 +156,19 @@ def test_options_that_prompts_share_are_made_and_encoded_once():
     assert bytes(jobs[1].sampling) != bytes(jobs[2].sampling)
 
 
+def checked_call(config: ServerConfig) -> Any:
+    """A call that nobody has sent, for the checks of bodies."""
+    call: Any = SimpleNamespace(config=config, facts=FACTS, identify=lambda *_: None)
+    call.check_num_completions = partial(Call.check_num_completions, call)
+    return call
+
+
 def test_too_many_prompts_are_refused_before_there_is_an_object_for_each():
-    admission: Any = SimpleNamespace(config=ServerConfig(max_completions_per_request=2))
+    call = checked_call(ServerConfig(max_completions_per_request=2))
     for source, prompts in (("input_ids", [[1]] * 3), ("text", ["a"] * 3)):
         body = decoded(**{source: prompts, "rid": 5})
         with pytest.raises(InvalidRequest, match=f"{source}: expected at most 2 completions"):
-            generate_as_sglang(admission, body)
+            generate_as_sglang(call, body)
 
 
 def test_a_salt_is_short_on_all_routes():
@@ -174,8 +183,8 @@ def test_chunks_that_wait_are_one_event_for_each_completion():
     (sent,) = prompts_of(text="a", sampling_params={"n": 2})
     prompt = Prompt(np.array([1], np.int32), "text", client_id="r")
     link = SimpleNamespace(weights=PoolWeights(), label_of=str)
-    admission: Any = SimpleNamespace(link=link, count_results=count_nothing)
-    request = SGLangRequest(admission, decoded(text="a").fields, [PromptRequest(sent, prompt, 0)], True, None)  # fmt: skip
+    call: Any = SimpleNamespace(link=link, count_results=count_nothing)
+    request = SGLangRequest(call, decoded(text="a").fields, [PromptRequest(sent, prompt, 0)], True, None)  # fmt: skip
     chunks = [
         ChunkOfJob(0, Chunk(1, 1, [(index, Completion(ids.tobytes(), end, None, [(0, 0)], text))]))
         for index, ids, text, end in (
@@ -235,11 +244,10 @@ def test_a_bad_field_is_refused_by_name(case: str):
 
 
 def test_routed_experts_need_a_server_that_returns_them():
-    admission: Any = SimpleNamespace(
-        config=ServerConfig(), facts=FACTS, identified=lambda *_: admission
-    )
     with pytest.raises(InvalidRequest, match="--enable-return-routed-experts") as caught:
-        generate_as_sglang(admission, decoded(input_ids=[1], return_routed_experts=True))
+        generate_as_sglang(
+            checked_call(ServerConfig()), decoded(input_ids=[1], return_routed_experts=True)
+        )
     assert caught.value.param == "return_routed_experts"
 
 
