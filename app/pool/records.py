@@ -5,6 +5,7 @@ import dataclasses
 import itertools
 import math
 import re
+import time
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -38,6 +39,9 @@ SHORT_STEPS, STEPS_AHEAD, MAX_AHEAD = 32, 2, 0.25
 # Renders (jobs without completions) of all front ends at a worker. Their files wait in the front
 # ends, and a thread for images (8 by default at most) never waits for the next one.
 MAX_RENDERS = 32
+# A worker reports its load to several front ends 10 ms after a change (`workers/serving/server.py`), and
+# later while its loop takes many jobs.
+REPORT_WITHIN_S = 0.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +83,9 @@ class Worker:
     load_of_others: Load = NO_LOAD
     # Tokens of the jobs that this front end has sent since that report.
     num_tokens_since_report: int = 0
-    # `num_sequences` at the time of that report.
+    # `num_sequences` at the time of that report, and the monotonic time of the first job after it.
     num_sequences_at_report: int = 0
+    first_since_report_s: float = 0.0
     # How many completions the worker wants ahead of free slots, as last reported.
     num_wanted_ahead: int = 0
     prefixes: PrefixIndex = field(default_factory=PrefixIndex)
@@ -125,8 +130,27 @@ class Worker:
         send to the worker that reports late, and delay its reports further.
         """
         num_others = self.heartbeat.num_front_ends - 1 if self.heartbeat else 0
-        unreported = max(0, num_others) * self.num_tokens_since_report
-        return self.num_tokens + self.load_of_others.other_tokens + unreported
+        return self.known_load + max(0, num_others) * self.num_tokens_since_report
+
+    @property
+    def known_load(self) -> int:
+        """The tokens that are known to be in flight here."""
+        return self.num_tokens + self.load_of_others.other_tokens
+
+    def may_report_room(self, open_job: "OpenJob") -> bool:
+        """Whether a report that is due within milliseconds may show room for a job.
+
+        It then seems full only because the other front ends may have sent as much as this one.
+        """
+        if not self.num_tokens_since_report or self.facts is None:
+            return False
+        num_slots = self.facts.max_num_seqs
+        num_known = self.num_sequences + self.load_of_others.other_sequences
+        return (
+            num_known < num_slots - num_kept(num_slots)
+            and self.has_adapter_of(open_job.job)
+            and time.monotonic() - self.first_since_report_s < REPORT_WITHIN_S
+        )
 
     def has_adapter_of(self, job: Job) -> bool:
         """Whether the worker serves the LoRA adapter of `job`, if `job` has one."""
@@ -212,6 +236,8 @@ class Worker:
             open_job.request.note_placed(self.name)
             self.num_tokens += job.num_tokens
             self.num_renders += not job.num_sequences
+            if not self.num_tokens_since_report:
+                self.first_since_report_s = time.monotonic()
             self.num_tokens_since_report += job.num_tokens
             self.prefixes.record(open_job.digests)
         before = self.slots[job_id]

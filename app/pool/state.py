@@ -7,7 +7,7 @@ Every job ends exactly once: its request is completed or failed, and later resul
 """
 
 import logging
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from app.pool.placement import (
@@ -15,6 +15,7 @@ from app.pool.placement import (
     Placed,
     PrefixAffinity,
     RoutingPolicy,
+    has_home,
     place_new,
     place_render,
     reason_of,
@@ -362,6 +363,8 @@ class Pool:
                 if candidates := workers_with_room(new, ready, is_new=True):
                     return place_new(new, candidates, ready)
             return None
+        if self._has_room_soon(first, candidates, ready):
+            return None
         try:
             return self.policy.choose(first, self.waiting, candidates, ready)
         except Exception:
@@ -386,6 +389,21 @@ class Pool:
             if candidates or not open_job.endpoint:
                 break
         return open_job, candidates
+
+    def _has_room_soon(
+        self, first: OpenJob, candidates: Sequence[Worker], ready: Sequence[Worker]
+    ) -> bool:
+        """Whether a worker with less load than all candidates may have room after its next report.
+
+        Otherwise the worker that reports first would get all that waits of a wide request. A new request
+        does not wait for that.
+        """
+        if len(candidates) == len(ready) or self.waiting.is_new(first):
+            return False
+        if first.request.session or has_home(first, candidates):
+            return False
+        least = min(one.known_load for one in candidates)
+        return any(one.known_load < least and one.may_report_room(first) for one in ready)
 
     def _is_served(self, open_job: OpenJob) -> bool:
         """Whether a worker has the adapter of a job; one that has begun keeps the one that it has."""

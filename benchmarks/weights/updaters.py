@@ -170,9 +170,9 @@ def vllm_server(folder: str, options: dict[str, Any], log: Path, gpus: str) -> I
 
 def kv_tokens(server: Server) -> int:
     """Tokens that fit into the KV caches of all workers."""
-    # titopool writes vLLM's log to a file that it names.
+    # titopool writes vLLM's log to files that it names, one for each worker.
     named = re.search(r"vLLM's log goes to (.+);", server.log)
-    log = Path(named[1]).read_text() if named else server.log
+    log = Path(named[1].partition(", ")[0]).read_text() if named else server.log
     found = re.search(r"KV cache size: ([\d,]+) tokens", log)
     assert found, "expected the size of the KV cache in vLLM's log"
     return int(found[1].replace(",", "")) * server.num_workers

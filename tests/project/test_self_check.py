@@ -26,7 +26,7 @@ SIZES = {
     "app.openai": 522,
     "app.operators": 700,
     "app.outputs": 291,
-    "app.pool": 1940,
+    "app.pool": 1961,
     "app.route": 714,
     "app.sglang": 558,
     "app.trl": 362,

@@ -242,6 +242,40 @@ def test_a_free_slot_goes_first_to_a_job_with_its_prefix_there():
     assert assigned(pool) == {"b": [202, 201]}
 
 
+@pytest.mark.parametrize("num_workers", [2, 4])
+def test_a_wide_request_is_shared_evenly_while_reports_of_load_come_one_by_one(num_workers: int):
+    names = [f"w{index}" for index in range(num_workers)]
+    facts = msgspec.structs.replace(FACTS, max_num_seqs=256)
+    pool = Pool(no_worker_timeout_s=10)
+    for name in names:
+        pool.add_worker(name, now=0)
+        one = msgspec.structs.replace(beat(name), facts=facts, num_front_ends=4)
+        pool.on_heartbeat(name, one, now=0)
+    pool.submit(Request([job_of(index, ids(index, 2)) for index in range(128 * num_workers)]))
+    assigned(pool)
+    for _ in range(8):
+        for name in names:
+            # The other front ends have sent nothing.
+            pool.on_load(name, Load(0, 0))
+            assigned(pool)
+    assert [len(worker.jobs) for worker in pool.workers.values()] == [128] * num_workers
+
+
+def test_a_worker_that_does_not_report_keeps_no_jobs_from_another(monkeypatch: pytest.MonkeyPatch):
+    pool = Pool(no_worker_timeout_s=10)
+    for name in "ab":
+        pool.add_worker(name, now=0)
+        pool.on_heartbeat(name, ready_beat(name, num_front_ends=4), now=0)
+    pool.submit(Request([job_of(index, ids(index, 2)) for index in range(12)]))
+    assigned(pool)
+    pool.on_load("b", Load(0, 0))
+    assert len(assigned(pool)["b"]) == 1
+    pool.on_load("b", Load(0, 0))
+    assert not assigned(pool)
+    monkeypatch.setattr("app.pool.records.REPORT_WITHIN_S", 0.0)
+    assert assigned(pool)["b"]
+
+
 def test_a_job_without_a_cached_prefix_is_not_passed_over():
     prompt_a, prompt_b = ids(1, 4), ids(2, 4)
     pool = full_pool(prompt_a, prompt_b)
