@@ -4,6 +4,9 @@ A handler checks a request, passes its jobs to the link (`app/pool/link.py`) and
 results. Only this package imports Flask.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 from flask import Flask
 
 from app import generate, openai, operators, sglang, trl, vllm, vllm_rl, weights
@@ -27,6 +30,10 @@ from titopool.settings.config import ServerConfig
 from titopool.settings.sources import from_environment
 
 
+def _as_it_is(func: Callable[..., Any]) -> Callable[..., Any]:
+    return func
+
+
 def create_app(config: ServerConfig | None = None) -> Flask:
     """The WSGI application; `Service.start` or the first request connects it to the workers.
 
@@ -39,6 +46,8 @@ def create_app(config: ServerConfig | None = None) -> Flask:
     config = config or from_environment()
     app = Flask(__name__, static_folder=None)
     app.url_map.strict_slashes = False
+    # None is a coroutine; Flask would look at every hook and handler for that, at each request.
+    app.ensure_sync = _as_it_is  # type: ignore[method-assign]
     app.config["MAX_CONTENT_LENGTH"] = config.max_body_bytes
     service = Service(config)
     app.extensions["titopool"] = service

@@ -106,7 +106,7 @@ class Call:
             # The client's id of the request, else one that was made here.
             self.id = request_id()
             # The client's session; "": none. Requests of a session prefer the same worker.
-            self.session = session_key(http_request.headers.get("X-Session-ID"))
+            self.session = session_key(http_request.environ.get("HTTP_X_SESSION_ID"))
             self.key = current_key()
             # The client's connection; None under Flask's test client.
             self.client = current_client()

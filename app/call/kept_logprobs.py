@@ -7,6 +7,7 @@ segments are removed by time and by size, those of front ends that have ended to
 
 import logging
 import os
+import struct
 import time
 from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
@@ -29,6 +30,7 @@ KEEP_S = 600.0
 MAX_SEGMENTS = 4
 FOLDER = "logprobs"
 ENTRY = np.dtype([("name", "<u8"), ("end_s", "<f8"), ("offset", "<u8"), ("size", "<u8")])
+PACK_ENTRY = struct.Struct("<QdQQ").pack
 _DECODER = msgspec.msgpack.Decoder(list[bytes])
 
 
@@ -40,10 +42,7 @@ class KeptLogprobs:
         self._folder = Path(config.run_dir or "/nonexistent", FOLDER)
         self._segment_bytes = config.kept_logprobs_bytes // MAX_SEGMENTS if config.run_dir else 0
         self._segments: deque[_Segment] = deque()
-
-    @property
-    def is_on(self) -> bool:
-        return self._segment_bytes > 0
+        self.is_on = self._segment_bytes > 0
 
     def keep(self, name: str, arrays: Sequence[np.ndarray]) -> None:
         """Keeps log-probabilities, float32 [tokens] for each completion; nothing if there are none.
@@ -138,7 +137,7 @@ class _Segment:
             OSError: it could not be written; the segment must not be written to again.
         """
         data, index = self._files
-        entry = np.array([(number, time.time(), self.size, len(record))], ENTRY).tobytes()
+        entry = PACK_ENTRY(number, time.time(), self.size, len(record))
         for file, part in ((data, record), (index, entry)):
             if (num_bytes := os.write(file, part)) != len(part):
                 raise OSError(

@@ -25,7 +25,7 @@ def init_app(app: Flask, keys: Keys) -> None:
 
     @app.before_request
     def check_key() -> None:
-        given = request.headers.get("Authorization", "").encode("latin-1", "replace")
+        given = request.environ.get("HTTP_AUTHORIZATION", "").encode("latin-1", "replace")
         key = keys.find(given.removeprefix(_SCHEME)) if given.startswith(_SCHEME) else None
         g.key = key or NO_KEY
         endpoint = request.endpoint or ""

@@ -10,6 +10,7 @@ Fetch Metadata (`Sec-Fetch-Site`).
 
 import ipaddress
 from collections.abc import Collection
+from functools import lru_cache
 
 from flask import Flask, request
 
@@ -34,21 +35,23 @@ def init_app(app: Flask, host: str, allowed_hosts: Collection[str]) -> None:
 
     @app.before_request
     def check_page() -> None:
-        site = request.headers.get("Sec-Fetch-Site", "none")
+        # werkzeug's own look-up of a header takes ten times as long.
+        headers = request.environ
+        site = headers.get("HTTP_SEC_FETCH_SITE", "none")
         is_link = (
             request.endpoint in LINKED_ENDPOINTS
-            and request.headers.get("Sec-Fetch-Mode") == "navigate"
+            and headers.get("HTTP_SEC_FETCH_MODE") == "navigate"
         )
         if site not in ("none", "same-origin") and not is_link:
             raise ForeignPage(
                 f"expected a request of no other site's page, got Sec-Fetch-Site: {site[:100]}; "
                 f"{REMEDY}"
             )
-        name = _name_of(request.headers.get("Host", ""))
-        origin = request.headers.get("Origin")
+        host = headers.get("HTTP_HOST", "")
+        name, origin = _name_of(host), headers.get("HTTP_ORIGIN")
         if origin is not None:
             address = origin.partition("://")[2]
-            if address != request.headers.get("Host") and _name_of(address) not in allowed:
+            if address != host and _name_of(address) not in allowed:
                 raise ForeignPage(
                     f"expected a request of no page or of this server's, got Origin: {origin[:100]}; "
                     f"{REMEDY}, or add the page's host to allowed_hosts"
@@ -76,6 +79,7 @@ def _name_of(address: str) -> str:
     return address.partition(":")[0].lower()
 
 
+@lru_cache(maxsize=64)
 def _is_no_dns_name(name: str) -> bool:
     """Whether no DNS server decides where `name` leads: localhost, an IP address, or nothing."""
     # RFC 6761: names below localhost are loopback too. HTTP/1.0 knows no `Host`.

@@ -32,6 +32,7 @@ from titopool.errors import Conflict, DeadlinePassed, InvalidRequest
 from titopool.settings.config import ServerConfig
 
 HEADER = "Idempotency-Key"
+VARIABLE = "HTTP_IDEMPOTENCY_KEY"
 MAX_KEY_LENGTH = 256
 # Of the answering routes, by the names of their handlers.
 SUPPORTED = ("generate.generate", "chat.chat", "inference.generate")
@@ -52,8 +53,9 @@ def init_app(app: Flask, config: ServerConfig) -> None:
 
     @app.before_request
     def refuse() -> None:
-        if HEADER in request.headers and request.endpoint and request.method == "POST":
-            _check(request.headers[HEADER], config)
+        key = request.environ.get(VARIABLE)
+        if key is not None and request.endpoint and request.method == "POST":
+            _check(key, config)
 
     for name in SUPPORTED:
         app.view_functions[name] = _once(app.view_functions[name], claims, config.request_timeout_s)
@@ -80,7 +82,7 @@ def refuse_stream() -> None:
     Raises:
         InvalidRequest: the current request has a key.
     """
-    if has_request_context() and HEADER in request.headers:
+    if has_request_context() and VARIABLE in request.environ:
         raise InvalidRequest(
             f"{HEADER}: expected a request without stream, got a stream; leave the header out",
             param=HEADER,
@@ -96,7 +98,7 @@ def _once(handler: Any, claims: "Claims", timeout_s: float) -> Callable[[], Resp
     @functools.wraps(handler)
     def handle() -> Response:
         response: Response
-        key = request.headers.get(HEADER)
+        key = request.environ.get(VARIABLE)
         if key is None:
             response = handler()
             return response

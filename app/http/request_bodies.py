@@ -35,6 +35,8 @@ def init_app(app: Flask, config: ServerConfig, budget: Budget) -> None:
 
     class BoundedRequest(Request):
         reservation: Reservation | None = None
+        # Whether nothing of the body is left.
+        is_read = False
 
         def get_data(self, cache: bool = True, *args: Any, **kwargs: Any) -> Any:
             known = getattr(self, "_cached_data", None)
@@ -43,6 +45,7 @@ def init_app(app: Flask, config: ServerConfig, budget: Budget) -> None:
             client = self.environ.get("gunicorn.socket")
             self.reservation = self.reservation or Reservation(budget, client)
             body: Any = read_body(self, self.reservation, config)
+            self.is_read = True
             if cache:
                 self._cached_data = body
             return body
@@ -54,7 +57,8 @@ def init_app(app: Flask, config: ServerConfig, budget: Budget) -> None:
         reservation, stream = current_reservation(), request.environ["wsgi.input"]
         if reservation is not None:
             response.call_on_close(reservation.release)
-        response.call_on_close(lambda: _discard(stream, config.client_timeout_s))
+        if not getattr(request, "is_read", False):
+            response.call_on_close(lambda: _discard(stream, config.client_timeout_s))
         return response
 
 
@@ -76,20 +80,24 @@ def read_body(sent: Request, reservation: Reservation, config: ServerConfig) -> 
     reservation.check(BYTES_PER_BYTE * (length or 0))
     max_containers = CONTAINERS_PER_COMPLETION * config.max_completions_per_request
     structure, body, began_s = Structure(), bytearray(), time.monotonic()
-    slow = BodyTooSlow(
-        f"expected a body within {config.client_timeout_s:g} s (client_timeout_s) and a second more "
-        f"for each {MIN_BYTES_PER_S} bytes, got a slower one; send it faster, or in parts"
-    )
     while True:
         allowed_s = config.client_timeout_s + len(body) / MIN_BYTES_PER_S
-        with gevent.Timeout(max(0.001, began_s + allowed_s - time.monotonic()), slow):
+        piece = None
+        with gevent.Timeout(max(0.001, began_s + allowed_s - time.monotonic()), False):
             piece = stream.read(PIECE_BYTES)
+        if piece is None:
+            raise BodyTooSlow(
+                f"expected a body within {config.client_timeout_s:g} s (client_timeout_s) and a second "
+                f"more for each {MIN_BYTES_PER_S} bytes, got a slower one; send it faster, or in parts"
+            )
         if not piece:
             return body
         body += piece
         reservation.num_body_bytes = len(body)
         if length is not None and length <= SHORT_BYTES:
             reservation.take(BYTES_PER_SHORT_BYTE * len(piece))
+            if len(body) == length:
+                return body
             continue
         reservation.take(structure.add(piece))
         if structure.num_containers > max_containers:

@@ -30,7 +30,7 @@ def init_app(app: Flask) -> None:
 
     @app.before_request
     def take() -> None:
-        given = request.headers.get(HEADER, "")
+        given = request.environ.get("HTTP_X_REQUEST_ID", "")
         g.has_request_id = is_usable(given)
         _name(given if g.has_request_id else new_id())
 

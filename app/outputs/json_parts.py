@@ -65,6 +65,16 @@ def json_parts(value: Any) -> Iterator[bytes]:
     return sharing_time(_parts(value))
 
 
+def short_json(value: Any) -> bytes:
+    """The same JSON, of a value that is known to be short."""
+    option = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE
+    return orjson.dumps(value, default=_as_list, option=option)
+
+
+def _as_list(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, Iterator) else encode_rows(value)
+
+
 def _parts(value: Any) -> Iterator[bytes]:
     part = bytearray()
     for token in _tokens(value):

@@ -141,7 +141,7 @@ def token_response(
     ids = expanded_ids(prompts, results)
     with_logprobs = options.logprobs is not None or options.logprob_token_ids is not None
     asked = {"with_logprobs": with_logprobs, "with_raw": with_raw}
-    if not is_binary(http_request.headers.get("Accept", "")):
+    if not is_binary(http_request.environ.get("HTTP_ACCEPT", "")):
         return respond_in_parts(json_reply(ids, results, **asked), JSON)
     unknown = [
         None if prompt.sent_as_ids and len(run) == len(prompt.token_ids) else run

@@ -159,7 +159,7 @@ def check_sampling(options: SamplingOptions, facts: WorkerFacts) -> None:
     _check_size(options)
     if options.structured_outputs is not None:
         check_grammar(options.structured_outputs)
-    if is_deeper_than(MAX_JSON_DEPTH, options.extra_args):
+    if options.extra_args and is_deeper_than(MAX_JSON_DEPTH, options.extra_args):
         raise InvalidRequest(
             f"extra_args: expected at most {MAX_JSON_DEPTH} levels, got a deeper object; send a flat one",
             param="extra_args",
@@ -177,10 +177,14 @@ def check_sampling(options: SamplingOptions, facts: WorkerFacts) -> None:
         )
 
 
+_DEFAULTS = SamplingOptions()
+_FIELDS = frozenset(SamplingOptions.__struct_fields__)
+
+
 def _check_names(options: SamplingOptions, facts: WorkerFacts) -> None:
-    defaults = SamplingOptions()
-    for name in SamplingOptions.__struct_fields__:
-        if name not in facts.sampling_fields and getattr(options, name) != getattr(defaults, name):
+    lacking = _FIELDS.difference(facts.sampling_fields)
+    for name in sorted(lacking):
+        if getattr(options, name) != getattr(_DEFAULTS, name):
             raise InvalidRequest(
                 f"{name}: the workers run vLLM {facts.vllm_version}, which lacks this option; leave it "
                 "out",
@@ -190,7 +194,9 @@ def _check_names(options: SamplingOptions, facts: WorkerFacts) -> None:
 
 def _check_entries(options: SamplingOptions) -> None:
     for name, most in MAX_ENTRIES.items():
-        value = getattr(options, name) or ()
+        value = getattr(options, name)
+        if not value:
+            continue
         entries = [value] if isinstance(value, str) else value
         if len(entries) > most:
             raise InvalidRequest(
