@@ -46,7 +46,8 @@ def give_way_after(num_items: int) -> None:
 
 
 def sharing_time(items: Iterable[Item]) -> Iterator[Item]:
-    """`items`; lets other greenlets run every `SLICE_S`. For loops in a greenlet only."""
+    """`items`; lets other greenlets run every `SLICE_S`, not after the one item of a list. For loops in
+    a greenlet only."""
     # Most requests have one prompt.
     return iter(items) if isinstance(items, list) and len(items) <= 1 else _sharing_time(items)
 

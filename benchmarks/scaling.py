@@ -157,9 +157,12 @@ def kill_under_load(
         again_s = time.monotonic() - began_s
         was_busy = not sending.done()
         sent = sending.result()
-    failed = [one for one in sent.statuses if one != 200]
+    if failed := [one for one in sent.statuses if one != 200]:
+        sys.exit(
+            f"{target.name}: {len(failed)} of {len(bodies)} requests failed beside a killed worker"
+        )
     return {
-        "pattern": "killed", "ready_again_s": again_s, "num_failures": len(failed),
+        "pattern": "killed", "ready_again_s": again_s, "num_failures": 0,
         "num_calls": len(bodies), "was_busy_until_ready": was_busy,
         "tokens_per_s": pattern.num_tokens / sent.elapsed_s,
     }  # fmt: skip
@@ -176,7 +179,7 @@ def table(result: dict[str, Any]) -> str:
         f"{asdict(Sizes(result['num_prompts'], result['input_len'], result['output_len']))}",
         "", f"| | {' | '.join(names)} |", "|---" * (len(names) + 1) + "|",
     ]  # fmt: skip
-    for pattern in dict.fromkeys(run["pattern"] for run in runs):
+    for pattern in dict.fromkeys(run["pattern"] for run in runs if run["pattern"] != "killed"):
         rates: dict[str, list[float]] = {name: [] for name in names}
         for run in runs:
             if run["pattern"] == pattern:
@@ -188,8 +191,8 @@ def table(result: dict[str, Any]) -> str:
             busy = "all the time" if run["was_busy_until_ready"] else "not until then"
             lines.append(
                 f"\n{run['target']}: the killed worker is ready again after "
-                f"{run['ready_again_s']:.1f} s (requests ran {busy}), {run['num_failures']} of "
-                f"{run['num_calls']} requests failed"
+                f"{run['ready_again_s']:.1f} s (requests ran {busy}), {run['num_calls']} requests "
+                f"were answered, {run['tokens_per_s']:,.0f} tok/s"
             )
     return "\n".join(lines)
 

@@ -90,7 +90,6 @@ class Call:
         self._service = service
         self.config, self.link, self.tokenizer = service.config, service.link, service.tokenizer
         self.kept, self.drift = service.kept, service.drift
-        self._at_end = ExitStack()
 
     def __enter__(self) -> "Call":
         """
@@ -302,12 +301,6 @@ class Call:
         if self.kept.is_on:
             self.keep_logprobs(arrays_of(results))
         return results
-
-    def run_prompts(
-        self, prompts: Sequence[Prompt], options: SamplingOptions, **fields: Any
-    ) -> list[Completed]:
-        """`make_request`, which takes the `fields`, and `run`."""
-        return self.run(self.make_request(prompts, options, **fields))
 
     def wait_for_progress(self, request: Request) -> None:
         """Waits for chunks of a streamed request or its end; cancels it at the deadline."""

@@ -74,8 +74,11 @@ def _stream(call: Call, request: Request, writer: EventWriter) -> Response:
         )
         # Keep proxies, nginx among them, from buffering the stream.
         response.headers |= {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-        response.call_on_close(at_end.pop_all().close)
-        response.call_on_close(call.hand_over())
+        # The request ends before the call.
+        whole = ExitStack()
+        whole.callback(call.hand_over())
+        whole.callback(at_end.pop_all().close)
+        response.call_on_close(whole.close)
     return response
 
 

@@ -47,8 +47,8 @@ def init_app(app: Flask, host: str, allowed_hosts: Collection[str]) -> None:
                 f"expected a request of no other site's page, got Sec-Fetch-Site: {site[:100]}; "
                 f"{REMEDY}"
             )
-        host = headers.get("HTTP_HOST", "")
-        name, origin = _name_of(host), headers.get("HTTP_ORIGIN")
+        host, origin = headers.get("HTTP_HOST"), headers.get("HTTP_ORIGIN")
+        name = _name_of(host or "")
         if origin is not None:
             address = origin.partition("://")[2]
             if address != host and _name_of(address) not in allowed:

@@ -30,6 +30,11 @@ SHORT_BYTES = 4096
 BYTES_PER_SHORT_BYTE = 32
 
 
+class _Slow(Exception):
+    """Ends a read. gunicorn closes a connection after an `Exception` in a read, which gevent's own
+    `Timeout` is not: what comes late would be the next request."""
+
+
 def init_app(app: Flask, config: ServerConfig, budget: Budget) -> None:
     """Bounds every body that a route reads with `request.get_data`."""
 
@@ -82,14 +87,14 @@ def read_body(sent: Request, reservation: Reservation, config: ServerConfig) -> 
     structure, body, began_s = Structure(), bytearray(), time.monotonic()
     while True:
         allowed_s = config.client_timeout_s + len(body) / MIN_BYTES_PER_S
-        piece = None
-        with gevent.Timeout(max(0.001, began_s + allowed_s - time.monotonic()), False):
-            piece = stream.read(PIECE_BYTES)
-        if piece is None:
+        try:
+            with gevent.Timeout(max(0.001, began_s + allowed_s - time.monotonic()), _Slow):
+                piece = stream.read(PIECE_BYTES)
+        except _Slow:
             raise BodyTooSlow(
                 f"expected a body within {config.client_timeout_s:g} s (client_timeout_s) and a second "
                 f"more for each {MIN_BYTES_PER_S} bytes, got a slower one; send it faster, or in parts"
-            )
+            ) from None
         if not piece:
             return body
         body += piece
@@ -97,6 +102,7 @@ def read_body(sent: Request, reservation: Reservation, config: ServerConfig) -> 
         if length is not None and length <= SHORT_BYTES:
             reservation.take(BYTES_PER_SHORT_BYTE * len(piece))
             if len(body) == length:
+                # No read finds that nothing is left.
                 return body
             continue
         reservation.take(structure.add(piece))

@@ -78,8 +78,8 @@ def completions() -> Response:
     return complete_text(_respond)
 
 
-def complete_text(respond: Answer) -> Response:
-    """Checks a body of /v1/completions and answers it by `respond`."""
+def complete_text(answer: Answer) -> Response:
+    """Checks a body of /v1/completions and answers it by `answer`."""
     with admitted(COMPLETIONS_BODY) as (call, (fields, options)):
         call.identify(fields.request_id, fields.session_id)
         adapter = call.adapter_named(fields.model)
@@ -89,7 +89,7 @@ def complete_text(respond: Answer) -> Response:
         options.max_tokens = fields.max_completion_tokens or options.max_tokens
         check_sampling(options, call.facts)
         prompts = _completions_prompts(call, fields, options.n)
-        return respond(
+        return answer(
             OpenAIRequest(
                 call,
                 fields,
@@ -151,8 +151,8 @@ def chat_completions_of_tokens() -> Response:
     return complete_chat(_respond, takes_tokens=True)
 
 
-def complete_chat(respond: Answer, *, takes_tokens: bool = False) -> Response:
-    """Checks a chat's body and answers it by `respond`."""
+def complete_chat(answer: Answer, *, takes_tokens: bool = False) -> Response:
+    """Checks a chat's body and answers it by `answer`."""
     with admitted(CHAT_COMPLETIONS_BODY) as (call, (fields, options)):
         call.identify(fields.request_id, fields.session_id)
         adapter = call.adapter_named(fields.model)
@@ -168,7 +168,7 @@ def complete_chat(respond: Answer, *, takes_tokens: bool = False) -> Response:
         check_sampling(options, call.facts)
         call.check_num_completions(1, options.n, "n")
         tools = read_tools(fields, call.facts)
-        return respond(
+        return answer(
             OpenAIRequest(
                 call,
                 fields,

@@ -66,7 +66,7 @@ def json_parts(value: Any) -> Iterator[bytes]:
 
 
 def short_json(value: Any) -> bytes:
-    """The same JSON, of a value that is known to be short."""
+    """As `json_parts`, of a value that is known to be short and has no `Text`."""
     option = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE
     return orjson.dumps(value, default=_as_list, option=option)
 

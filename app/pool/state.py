@@ -1,6 +1,6 @@
 """What one front-end process knows of the workers, and which worker runs which job.
 
-State without sockets, threads or a clock: the link (`app/pool/link.py`) passes the monotonic time
+State without sockets or threads: the link (`app/pool/link.py`) passes the monotonic time
 `now`, and tests call it directly.
 
 Every job ends exactly once: its request is completed or failed, and later results are dropped.
@@ -358,12 +358,10 @@ class Pool:
         if first.endpoint and candidates:
             # No policy has a choice.
             return Placed(candidates[0], first)
-        if not candidates:
+        if not candidates or self._has_room_soon(first, candidates, ready):
             for new in self.waiting.new_jobs():
                 if candidates := workers_with_room(new, ready, is_new=True):
                     return place_new(new, candidates, ready)
-            return None
-        if self._has_room_soon(first, candidates, ready):
             return None
         try:
             return self.policy.choose(first, self.waiting, candidates, ready)
@@ -393,17 +391,17 @@ class Pool:
     def _has_room_soon(
         self, first: OpenJob, candidates: Sequence[Worker], ready: Sequence[Worker]
     ) -> bool:
-        """Whether a worker with less load than all candidates may have room after its next report.
+        """Whether a worker with less load than all candidates, by a job, may have room after its report.
 
-        Otherwise the worker that reports first would get all that waits of a wide request. A new request
-        does not wait for that.
+        Otherwise the worker that reports first would get all that waits of a wide request. New requests
+        do not wait for that.
         """
         if len(candidates) == len(ready) or self.waiting.is_new(first):
             return False
         if first.request.session or has_home(first, candidates):
             return False
-        least = min(one.known_load for one in candidates)
-        return any(one.known_load < least and one.may_report_room(first) for one in ready)
+        most = min(one.known_load for one in candidates) - first.job.num_tokens
+        return any(one.known_load <= most and one.may_report_room(first) for one in ready)
 
     def _is_served(self, open_job: OpenJob) -> bool:
         """Whether a worker has the adapter of a job; one that has begun keeps the one that it has."""

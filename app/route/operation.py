@@ -102,7 +102,7 @@ class Operation:
 
     The first line of the handler's docstring is the summary, and what follows, up to `Args`, `Returns`
     or `Raises`, begins the description. A handler with the parameter `body` gets the body, decoded to
-    the parameter's type; others decode it themselves: when they are admitted (`Service.admit`), or
+    the parameter's type; others decode it themselves: when they are admitted (`app.call.call.admitted`), or
     because it has several forms or its errors another shape. A struct that a handler returns, alone or
     in a `Reply`, is the answer, encoded.
     """

@@ -66,9 +66,10 @@ def generate_as_trl(call: Call, body: GenerateBody) -> Response:
     # A list of ids takes ten times the memory of the prompt.
     body.prompts, body.images = [], None
     adapter = call.adapter_named(body.lora_name, "lora_name")
-    results = call.run_prompts(
+    request = call.make_request(
         prompts, options, adapter=adapter, min_weight_version=body.min_weight_version
     )
+    results = call.run(request)
     return token_response(prompts, results, options, with_raw=body.raw_logprobs)
 
 
@@ -90,9 +91,10 @@ def chat() -> Response:
         call.check_num_completions(len(body.messages), options.n, "messages")
         adapter = call.adapter_named(body.lora_name, "lora_name")
         prompts = _render_prompts(call, body)
-        results = call.run_prompts(
+        request = call.make_request(
             prompts, options, adapter=adapter, min_weight_version=body.min_weight_version
         )
+        results = call.run(request)
         return token_response(prompts, results, options, with_raw=body.raw_logprobs)
 
 

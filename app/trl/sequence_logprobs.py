@@ -83,7 +83,8 @@ def get_sequence_logprobs() -> Response:
         body.sequences = []
         # vLLM generates at least one token.
         options = SamplingOptions(max_tokens=1, prompt_logprobs=body.top_logprobs)
-        results = call.run_prompts(prompts, options, min_weight_version=body.min_weight_version)
+        request = call.make_request(prompts, options, min_weight_version=body.min_weight_version)
+        results = call.run(request)
         for result, prompt in sharing_time(zip(results, prompts, strict=True)):
             # Before the head is sent: afterwards, an error would cut the answer.
             _rows(result, prompt, body.top_logprobs)

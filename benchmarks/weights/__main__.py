@@ -163,9 +163,7 @@ def server_of(
         "tensor_parallel_size": options.tp, "max_model_len": options.max_model_len,
         "dtype": options.dtype, "load_format": load_format, **vllm_options(options.serve_options),
     }  # fmt: skip
-    if options.num_workers > 1:
-        engine["data_parallel_size"] = options.num_workers
-    with vllm_server(folder, engine, log, ",".join(gpus)) as server:
+    with vllm_server(folder, engine, log, ",".join(gpus), options.num_workers) as server:
         yield server
 
 

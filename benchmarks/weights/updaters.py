@@ -157,15 +157,19 @@ def titopool_server(folder: str, words: Sequence[str], log: Path, gpus: str) -> 
 
 
 @contextmanager
-def vllm_server(folder: str, options: dict[str, Any], log: Path, gpus: str) -> Iterator[Server]:
+def vllm_server(
+    folder: str, options: dict[str, Any], log: Path, gpus: str, num_engines: int
+) -> Iterator[Server]:
     """vLLM's own server with dummy weights on the GPUs `gpus`."""
     environ = engine_environment(on_cpu=False) | {
         "CUDA_VISIBLE_DEVICES": gpus, "VLLM_SERVER_DEV_MODE": "1", "VLLM_LOGGING_LEVEL": "INFO",
         "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
     }  # fmt: skip
     transfer = {"weight_transfer_config": '{"backend": "nccl"}'}
-    with running(VllmServe(), Engine(folder, options | transfer), environ, log) as found:
-        yield Server(found.process, found.url, log, is_peer=True)  # type: ignore[arg-type]
+    with running(
+        VllmServe(num_engines=num_engines), Engine(folder, options | transfer), environ, log
+    ) as found:
+        yield Server(found.process, found.url, log, num_engines, is_peer=True)  # type: ignore[arg-type]
 
 
 def kv_tokens(server: Server) -> int:

@@ -1,4 +1,4 @@
-"""Pools without sockets or clocks, and the heartbeats of their workers."""
+"""Pools without sockets, and the heartbeats of their workers."""
 
 from collections.abc import Callable
 

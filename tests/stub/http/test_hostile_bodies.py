@@ -109,6 +109,26 @@ def test_slow_and_wasteful_bodies_hurt_nobody(server: Server):
     assert " failed, request " not in server.log, server.log[-3000:]
 
 
+@pytest.mark.parametrize(
+    "framing", [b"Content-Length: 1000\r\n\r\n", b"Transfer-Encoding: chunked\r\n\r\n3e8\r\n"]
+)
+def test_what_comes_late_of_a_slow_body_is_not_another_request(server: Server, framing: bytes):
+    address = urlsplit(server.url)
+    with socket.create_connection((address.hostname, address.port), timeout=30) as client:
+        client.sendall(b"POST /generate/ HTTP/1.1\r\nHost: localhost\r\n" + framing)
+        # A byte every so often keeps the socket's own timeout away.
+        for _ in range(4):
+            client.sendall(b" ")
+            time.sleep(0.4)
+        answer = client.recv(65536)
+        assert answer.startswith(b"HTTP/1.1 408 "), answer
+        with suppress(OSError):
+            client.sendall(b"GET /live HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            while more := client.recv(65536):
+                answer += more
+    assert answer.count(b"HTTP/1.1 ") == 1, answer
+
+
 def test_the_rest_of_a_refused_body_that_comes_late_stops_nobody(server: Server):
     """gunicorn would read it without a pause: 64 GiB of copies for 64 MiB."""
     address = urlsplit(server.url)

@@ -272,6 +272,8 @@ def test_a_worker_that_does_not_report_keeps_no_jobs_from_another(monkeypatch: p
     assert len(assigned(pool)["b"]) == 1
     pool.on_load("b", Load(0, 0))
     assert not assigned(pool)
+    # A new request does not wait for the report.
+    assert submit(pool, job_of(100, ids(100, 2))) == {"b": [100]}
     monkeypatch.setattr("app.pool.records.REPORT_WITHIN_S", 0.0)
     assert assigned(pool)["b"]
 
