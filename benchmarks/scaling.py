@@ -162,7 +162,7 @@ def kill_under_load(
             f"{target.name}: {len(failed)} of {len(bodies)} requests failed beside a killed worker"
         )
     return {
-        "pattern": "killed", "ready_again_s": again_s, "num_failures": 0,
+        "pattern": "killed", "ready_again_s": again_s,
         "num_calls": len(bodies), "was_busy_until_ready": was_busy,
         "tokens_per_s": pattern.num_tokens / sent.elapsed_s,
     }  # fmt: skip

@@ -62,6 +62,8 @@ def respond(
 def _stream(call: Call, request: Request, writer: EventWriter) -> Response:
     """Submits a streamed request, waits for its first chunk and returns the streamed response."""
     with ExitStack() as at_end:
+        # Last, after the request's own end.
+        at_end.callback(call.hand_over())
         at_end.callback(
             lambda: call.link.cancel(request, ClientGone("the client did not read the response"))
         )
@@ -74,11 +76,7 @@ def _stream(call: Call, request: Request, writer: EventWriter) -> Response:
         )
         # Keep proxies, nginx among them, from buffering the stream.
         response.headers |= {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-        # The request ends before the call.
-        whole = ExitStack()
-        whole.callback(call.hand_over())
-        whole.callback(at_end.pop_all().close)
-        response.call_on_close(whole.close)
+        response.call_on_close(at_end.pop_all().close)
     return response
 
 

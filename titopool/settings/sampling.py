@@ -183,8 +183,8 @@ _FIELDS = frozenset(SamplingOptions.__struct_fields__)
 
 def _check_names(options: SamplingOptions, facts: WorkerFacts) -> None:
     lacking = _FIELDS.difference(facts.sampling_fields)
-    for name in filter(lacking.__contains__, SamplingOptions.__struct_fields__ if lacking else ()):
-        if getattr(options, name) != getattr(_DEFAULTS, name):
+    for name in SamplingOptions.__struct_fields__:
+        if name in lacking and getattr(options, name) != getattr(_DEFAULTS, name):
             raise InvalidRequest(
                 f"{name}: the workers run vLLM {facts.vllm_version}, which lacks this option; leave it "
                 "out",

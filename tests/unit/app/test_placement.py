@@ -243,7 +243,11 @@ def test_a_free_slot_goes_first_to_a_job_with_its_prefix_there():
 
 
 @pytest.mark.parametrize("num_workers", [2, 4])
-def test_a_wide_request_is_shared_evenly_while_reports_of_load_come_one_by_one(num_workers: int):
+def test_a_wide_request_is_shared_evenly_while_reports_of_load_come_one_by_one(
+    num_workers: int, monkeypatch: pytest.MonkeyPatch
+):
+    # However busy the machine is.
+    monkeypatch.setattr("app.pool.records.REPORT_WITHIN_S", 60.0)
     names = [f"w{index}" for index in range(num_workers)]
     facts = msgspec.structs.replace(FACTS, max_num_seqs=256)
     pool = Pool(no_worker_timeout_s=10)
@@ -262,6 +266,7 @@ def test_a_wide_request_is_shared_evenly_while_reports_of_load_come_one_by_one(n
 
 
 def test_a_worker_that_does_not_report_keeps_no_jobs_from_another(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("app.pool.records.REPORT_WITHIN_S", 60.0)
     pool = Pool(no_worker_timeout_s=10)
     for name in "ab":
         pool.add_worker(name, now=0)
