@@ -403,9 +403,12 @@ class WorkerServer:
     ) -> None:
         front_end = self._front_ends.get(identity)
         key = (job.job_id, job.attempt)
-        if front_end is None or self._facts is None or key in front_end.jobs:
+        # After a stop its front end sends it to another worker.
+        has_stopped = self._stop_reason.done()
+        if has_stopped or front_end is None or self._facts is None or key in front_end.jobs:
             logger.warning(
-                "ignored job %s: no Hello came first, the engine is not ready, or it is a repeat",
+                "ignored job %s: the worker stops, no Hello came first, the engine is not ready, or it "
+                "is a repeat",
                 key,
                 extra={"request_id": job.client_id},
             )

@@ -7,11 +7,15 @@ from flask import Flask, Response
 from app import create_app as create_real_app
 from app.call.service import Service
 from app.http.responses import json_response
+from app.operators.description import EXTENSION
+from app.route.document import encoded
 
 
 def create_app() -> Flask:
     app = create_real_app()
     service: Service = app.extensions["titopool"]
+    # What is described are the routes of the product: the one below has no `Operation`.
+    app.extensions[EXTENSION] = encoded(app)
 
     @app.get("/fuzz/held/")
     def resources() -> Response:

@@ -228,6 +228,7 @@ def test_a_suspect_starts_though_jobs_that_wait_for_it_have_all_slots(
     async def story() -> list[int]:
         server = make_server(ServerConfig())
         server._loop = asyncio.get_running_loop()
+        server._stop_reason = server._loop.create_future()
         server._slots.num_slots = 1
         server._facts = object()  # type: ignore[assignment]
         monkeypatch.setattr(server, "_send", lambda *_: None)
@@ -253,6 +254,26 @@ def test_a_suspect_starts_though_jobs_that_wait_for_it_have_all_slots(
         return ended
 
     assert asyncio.run(story()) == [2, 3]
+
+
+def test_a_job_that_comes_after_the_stop_does_not_start():
+    """Its front end does not know of the stop yet, and sends the job to another worker then."""
+
+    async def story() -> list[bool]:
+        server = make_server(ServerConfig())
+        server._loop = asyncio.get_running_loop()
+        server._stop_reason = server._loop.create_future()
+        server._facts = object()  # type: ignore[assignment]
+        server._front_ends[b"f"] = FrontEnd(0.0)
+        have_started = []
+        for job_id in (1, 2):
+            job = msgspec.structs.replace(JOB, job_id=job_id)
+            server._start_job(b"f", job, None, 1, is_new=False)
+            have_started.append((job_id, job.attempt) in server._front_ends[b"f"].tasks)
+            server.stop()
+        return have_started
+
+    assert asyncio.run(story()) == [True, False]
 
 
 def test_a_worker_may_leave_its_port_to_the_kernel(tmp_path: Path):
