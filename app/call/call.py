@@ -1,5 +1,6 @@
 """A call: one HTTP request that asks for the model, from its admission to the end of its answer."""
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
@@ -22,6 +23,7 @@ from app.call.jobs import (
 )
 from app.call.kept_logprobs import arrays_of
 from app.call.service import Service, current_service
+from app.counts.families import UNKNOWN_FIELDS
 from app.counts.http_requests import current_record
 from app.http.auth import current_key
 from app.http.connections import check_client, client_gone, current_client, watching
@@ -41,9 +43,14 @@ from titopool.settings.sampling import SamplingOptions
 from titopool.wire.commands import GetStatus
 from titopool.wire.messages import ChatParsing, Completed
 
+logger = logging.getLogger(__name__)
+
 Result = TypeVar("Result")
 # Characters of a session's id that count, which bounds the time to hash it.
 SESSION_LENGTH = 256
+# Unknown fields that this process has logged, by route. Clients can make them up.
+_unknown: set[tuple[str, str]] = set()
+MAX_UNKNOWN = 256
 # How often a call whose client has gone looks whether a repeat has come.
 CHECK_REPEAT_S = 0.5
 
@@ -138,6 +145,16 @@ class Call:
         self.session = session_key(session_id) or self.session
 
     # ---- while the body is checked -----------------------------------------------------
+
+    def accept_unknown(self, names: Sequence[str]) -> None:
+        """Counts fields of a body that this server does not know, and logs each name once."""
+        counts, route = self._service.counts, str(http_request.url_rule).rstrip("/")
+        if names and counts is not None:
+            counts.values(UNKNOWN_FIELDS, route)[0] += len(names)
+        for name in names:
+            if len(_unknown) < MAX_UNKNOWN and (seen := (route, name[:64])) not in _unknown:
+                _unknown.add(seen)
+                logger.warning("%s: the field %r is not known here, and has no effect", *seen)
 
     def check_num_completions(self, num_prompts: int, n: int, field: str) -> None:
         """Refuses more completions than `max_completions_per_request`; `field` has the prompts."""

@@ -1,13 +1,13 @@
-"""Responses of generating routes: whole, or streams of server-sent events, one for each chunk of a choice.
+"""Responses of generating routes: whole, or streams of server-sent events, some for each chunk.
 
-As in vLLM's server, `[DONE]` ends the stream. The first chunk decides the HTTP status, so a later
-error is an event with the `error` object of other responses.
+As in vLLM's server, `[DONE]` ends the stream, unless events have names. The first chunk decides the HTTP
+status, so a later error is an event.
 """
 
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
-from typing import Any, Protocol
+from typing import Any
 
 import orjson
 from flask import Response
@@ -31,14 +31,23 @@ DONE = b"data: [DONE]\n\n"
 MIMETYPE = "text/event-stream"
 
 
-class EventWriter(Protocol):
+class EventWriter:
     """Turns the chunks of one request into a route's event objects."""
+
+    # Whether the `type` of each object is the name of its event, and the last one ends the stream.
+    has_names = False
 
     def write_chunks(self, chunks: Iterable[ChunkOfJob]) -> Iterator[dict[str, Any]]:
         """The events of the chunks since the last call."""
+        raise NotImplementedError
 
     def write_end(self) -> Iterator[dict[str, Any]]:
         """The events after the last chunk of a request that has not failed."""
+        yield from ()
+
+    def write_failure(self, error: TitopoolError, request_id: str) -> Iterator[dict[str, Any]]:
+        """The events of an error after the first chunk: the `error` object of other responses."""
+        yield error.to_dict(request_id)
 
 
 def respond(
@@ -94,7 +103,7 @@ def _events(
                     pace.note()
                 if call.kept.is_on:
                     logprobs.add(chunks)
-                yield from _pieces(writer.write_chunks(chunks))
+                yield from _pieces(writer.write_chunks(chunks), has_names=writer.has_names)
                 if request.is_behind:
                     give_way()
             elif is_done:
@@ -103,39 +112,39 @@ def _events(
         if request.error is None:
             if call.kept.is_on:
                 call.keep_logprobs(logprobs.arrays())
-            yield from _pieces(writer.write_end())
+            yield from _pieces(writer.write_end(), has_names=writer.has_names)
         else:
-            yield _failure(call, request.error, record)
+            yield _failure(call, request.error, writer, record)
     except TitopoolError as error:
         # The tokenizer failed to decode tokens for log-probabilities.
-        yield _failure(call, error, record)
+        yield _failure(call, error, writer, record)
     except Exception:
         logger.exception("the stream of request %s failed", call.id)
         failure = TitopoolError("the front end failed during the stream")
-        _note_code(record, failure)
-        yield _encode(failure.to_dict(call.id))
+        yield _failure(call, failure, writer, record)
     finally:
         if pace is not None:
             pace.end()
-    yield DONE
+    if not writer.has_names:
+        yield DONE
 
 
-def _note_code(record: HttpRecord | None, error: TitopoolError) -> None:
+def _failure(
+    call: Call, error: TitopoolError, writer: EventWriter, record: HttpRecord | None
+) -> bytes:
     if record is not None:
         record.code = error.code
+    log_failure(call.id, error.status, error.to_dict()["error"], call.key.name)
+    events = writer.write_failure(error, call.id)
+    return b"".join(_pieces(events, has_names=writer.has_names))
 
 
-def _failure(call: Call, error: TitopoolError, record: HttpRecord | None) -> bytes:
-    _note_code(record, error)
-    body = error.to_dict(call.id)
-    log_failure(call.id, error.status, body["error"], call.key.name)
-    return _encode(body)
-
-
-def _pieces(events: Iterable[dict[str, Any]]) -> Iterator[bytes]:
+def _pieces(events: Iterable[dict[str, Any]], *, has_names: bool) -> Iterator[bytes]:
     """The events as bytes. One with what orjson does not know is made as the client reads."""
     short = bytearray()
     for event in events:
+        if has_names:
+            short += b"event: %b\n" % event["type"].encode()
         try:
             short += _encode(event)
         except TypeError as error:

@@ -71,7 +71,12 @@ PLACED_JOBS = Family(
     "prompts sent to a worker; reason: why it was chosen",
     ("worker", "reason"),
 )
+UNKNOWN_FIELDS = Family(
+    "titopool_unknown_fields",
+    "fields of bodies that the server does not know and accepts; its log names each once",
+    ("route",),
+)
 FAMILIES = (
     REQUESTS, REQUEST_SECONDS, FIRST_TOKEN_SECONDS, INTER_TOKEN_SECONDS, TOKENS, QUEUE_SECONDS,
-    PLACED_JOBS,
+    PLACED_JOBS, UNKNOWN_FIELDS,
 )  # fmt: skip

@@ -1,4 +1,5 @@
-"""Checks the header `Authorization: Bearer KEY`, as the openai package sends it."""
+"""Checks the header `Authorization: Bearer KEY`, as the openai package sends it, or `x-api-key: KEY`, as
+the anthropic package does."""
 
 from flask import Flask, g, request
 
@@ -26,7 +27,10 @@ def init_app(app: Flask, keys: Keys) -> None:
     @app.before_request
     def check_key() -> None:
         given = request.environ.get("HTTP_AUTHORIZATION", "").encode("latin-1", "replace")
-        key = keys.find(given.removeprefix(_SCHEME)) if given.startswith(_SCHEME) else None
+        sent = given.removeprefix(_SCHEME) if given.startswith(_SCHEME) else b""
+        if not given:
+            sent = request.environ.get("HTTP_X_API_KEY", "").encode("latin-1", "replace")
+        key = keys.find(sent) if sent else None
         g.key = key or NO_KEY
         endpoint = request.endpoint or ""
         needs_admin = keys.guard_administration and endpoint.partition(".")[0] in ADMIN_BLUEPRINTS
@@ -37,7 +41,7 @@ def init_app(app: Flask, keys: Keys) -> None:
         if key is None or (needs_admin and not key.is_admin):
             name = "admin_key" if needs_admin else "key"
             which = "admin_key, or one marked `admin` in api_key_file" if needs_admin else "its key"
-            came = "another key" if given else "no Authorization header"
+            came = "another key" if given or sent else "no Authorization header"
             raise Unauthorized(
                 f"expected the header 'Authorization: Bearer <{name}>', got {came}; ask "
                 f"the server's operator for {which}"

@@ -59,6 +59,8 @@ class ChatRequest(Protocol):
     tool_choice: str | dict[str, Any] | None
     parallel_tool_calls: bool
     include_reasoning: bool
+    cache_salt: str | None
+    mm_processor_kwargs: dict[str, Any] | None
 
     @property
     def reasoning_effort(self) -> str | None: ...

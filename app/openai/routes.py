@@ -13,13 +13,12 @@ import numpy as np
 from flask import Blueprint, Response
 
 from app.call.call import Call, admitted
+from app.call.chats import prompt_of_chat
 from app.call.jobs import Prompt, check_prompt
 from app.call.streams import respond
 from app.call.token_texts import TokenTexts
-from app.inputs.chat_messages import read_conversation
-from app.inputs.images import EncodedImages, read_images
 from app.inputs.tokenizer import decode_all
-from app.inputs.tools import Tools, make_chat, read_tools
+from app.inputs.tools import read_tools
 from app.openai.answers import ChatAnswer, ChatEvent, CompletionsAnswer, OpenAIRequest, whole_answer
 from app.openai.bodies import (
     CHAT_COMPLETIONS_BODY,
@@ -173,7 +172,7 @@ def complete_chat(answer: Answer, *, takes_tokens: bool = False) -> Response:
                 call,
                 fields,
                 options,
-                prompts=[_chat_prompt(call, fields, tools)],
+                prompts=[prompt_of_chat(call, fields, tools)],
                 texts=_token_texts(call, fields, options),
                 shows_prompt_ids=fields.return_token_ids or takes_tokens,
                 adapter=adapter,
@@ -248,23 +247,3 @@ def _split_prompts(prompt: str | list[Any] | np.ndarray) -> tuple[list[Any], boo
             param="prompt",
         )
     return ([prompt], True) if kinds == {int} else (prompt, False)
-
-
-def _chat_prompt(call: Call, fields: ChatFields, tools: Tools) -> Prompt:
-    facts = call.facts
-    # With `tokens`, no template renders the messages: malformed tool calls of the model may stay.
-    conversation = read_conversation(fields.messages, "messages", is_rendered=fields.tokens is None)
-    encoded = EncodedImages(
-        "messages", "messages: image", conversation.images, True, fields.mm_processor_kwargs or {}
-    )
-    images = read_images(encoded, facts, call.config)
-    if fields.tokens is None:
-        chat = make_chat(fields, conversation.messages, tools)
-        # The objects of a message take ten times the memory of the prompt.
-        # Answers need the last one's role.
-        fields.messages = [{"role": one["role"]} for one in fields.messages[-1:]]
-        (ids,) = call.render([chat])
-        return check_prompt(ids, "messages", facts, images, fields.cache_salt)
-    prompt = check_prompt(fields.tokens, "tokens", facts, images, fields.cache_salt)
-    call.drift.compare(fields, tools)
-    return prompt

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from app.call.streams import EventWriter
 from app.call.token_texts import MAX_BEFORE
 from app.openai.answers import OpenAIRequest
 from app.outputs.json_parts import as_lists
@@ -31,8 +32,8 @@ class Progress:
     last_ids: list[int] = field(default_factory=list)
 
 
-class OpenAIEvents:
-    """Turns the chunks of one request into OpenAI's event objects (`app.call.streams.EventWriter`)."""
+class OpenAIEvents(EventWriter):
+    """Turns the chunks of one request into OpenAI's event objects."""
 
     def __init__(self, request: OpenAIRequest):
         self._request = request

@@ -1,6 +1,9 @@
 """Parts of answers that several protocols have."""
 
 import msgspec
+from msgspec import UNSET, UnsetType
+
+from titopool.answers.generation import Value, VersionSpan
 
 
 class CachedTokens(msgspec.Struct, kw_only=True):
@@ -36,3 +39,15 @@ class PromptToken(msgspec.Struct, kw_only=True):
 
 # By token id as text; null at the first token. The prompt's own token is the first key.
 PromptLogprobs = list[dict[str, PromptToken] | None]
+
+
+class SampledFields(msgspec.Struct, kw_only=True):
+    """With `return_token_ids`: what the engine got and sampled. Lists are [tokens]."""
+
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    token_ids: list[int] | UnsetType = UNSET
+    # Of the sampled tokens.
+    token_logprobs: list[Value] | UnsetType = UNSET
+    weight_versions: list[VersionSpan] | UnsetType = UNSET
+    # Only with an adapter.
+    lora_version: int | UnsetType | None = UNSET

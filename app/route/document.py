@@ -164,7 +164,7 @@ def _types_of(routes: list[Route]) -> Iterator[Any]:
         for decoder in operation.decoders:
             yield from types_of(decoder)
         answers = (
-            operation.answer, operation.failure, *operation.other_answers.values(),
+            operation.answer, operation.failure, operation.error, *operation.other_answers.values(),
             *operation.other_media.values(),
         )  # fmt: skip
         yield from (one for one in answers if one is not None)
@@ -238,8 +238,9 @@ def _responses(
     operation = route.operation
     found = errors_of(operation, takes_body=route.method == "POST", is_open=route.is_open)
     shapes: dict[Any, Schema] = {Error: components.ref(Error)}
-    if operation.failure is not None:
-        shapes[operation.failure] = components.ref(operation.failure)
+    for own in (operation.failure, operation.error):
+        if own is not None:
+            shapes[own] = components.ref(own)
     answers: dict[str, dict[str, Any]] = {}
     for status, (name, response) in error_responses(found, operation, shapes).items():
         shared[name] = response

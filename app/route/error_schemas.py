@@ -70,7 +70,7 @@ def error_responses(
     """By status: the name of a shared response, and the response.
 
     Args:
-        shapes: the schemas of `Error` and of the operation's own type of failures.
+        shapes: the schemas of `Error` and of the operation's own types.
     """
     by_status: defaultdict[int, list[type[TitopoolError]]] = defaultdict(list)
     for error in sorted(found, key=lambda one: one.code):
@@ -82,7 +82,7 @@ def error_responses(
     answers = {}
     for status, errors in sorted(by_status.items()):
         is_own = operation.failure is not None and status == HTTPStatus.BAD_REQUEST
-        shape = operation.failure if is_own else Error
+        shape = operation.failure if is_own else operation.error or Error
         name = "-".join([shape.__name__, str(status), *(one.code for one in errors)])
         answers[status] = (name, _response(status, errors, shapes[shape]))
     return answers

@@ -135,6 +135,8 @@ class Operation:
     is_never_repeated: bool = False
     # Every error is a 400 with SGLang's fields; the type of its body.
     failure: Any = None
+    # The type of the body of all other errors; None: the server's own.
+    error: Any = None
     # Of parts of the path: their meaning, by name.
     path_parts: Mapping[str, str] = field(default_factory=dict)
     query: tuple[Query, ...] = ()

@@ -4,6 +4,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from app.call.streams import EventWriter
 from app.outputs.run_facts import RunFacts
 from app.pool.request import ChunkOfJob
 from app.sglang.answers import Gained, SGLangRequest
@@ -21,8 +22,8 @@ def bytes_kept(piece: Completion) -> int:
     return len(piece.text) + ID_OBJECT_BYTES * num_ids + ENTRY_OBJECT_BYTES * num_entries
 
 
-class SGLangEvents:
-    """Turns the chunks of one request into event objects (`app.call.streams.EventWriter`).
+class SGLangEvents(EventWriter):
+    """Turns the chunks of one request into event objects.
 
     As SGLang's by default, an event has all of its completion so far.
     """

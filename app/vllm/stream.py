@@ -4,6 +4,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from app.call.streams import EventWriter
 from app.outputs.run_facts import RunFacts
 from app.outputs.usage import usage
 from app.pool.request import ChunkOfJob
@@ -12,8 +13,8 @@ from app.vllm.answers import TokensRequest
 from titopool.wire.messages import Completion
 
 
-class TokensEvents:
-    """Turns the chunks of one request into event objects (`app.call.streams.EventWriter`)."""
+class TokensEvents(EventWriter):
+    """Turns the chunks of one request into event objects."""
 
     def __init__(self, request: TokensRequest):
         self._request = request

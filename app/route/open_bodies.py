@@ -1,0 +1,79 @@
+"""Bodies of which unknown fields are accepted: clients that speak to a vendor's own service add fields
+with every release.
+
+A field that this server knows is served, or refused by name.
+"""
+
+from collections.abc import Mapping
+from typing import Any, Generic, NamedTuple, TypeVar
+
+from app.route.components import Components, Schema
+from app.route.decoding import convert, decode_object
+from app.route.field_schemas import fields_of, nullable, object_of, required_of, unused_fields
+from app.route.fields import StreamedFields, check_stream
+from app.route.unused_fields import OF_SAMPLING, Unused, check_unused
+from titopool.settings.grammars import StructuredOutputs
+from titopool.settings.sampling import SamplingOptions
+
+Fields = TypeVar("Fields", bound=StreamedFields)
+# Of vLLM's options, those that the routes set, beside what no request may set.
+UNUSED_OPTIONS: dict[str, Unused] = OF_SAMPLING | {
+    "n": Unused("an answer has one message; send several requests", (1,)),
+    "logprob_token_ids": Unused("this route has no field for them; use /generate/"),
+}
+
+
+class Sent(NamedTuple, Generic[Fields]):
+    """A body: the route's fields, vLLM's sampling options, and the names of unknown fields."""
+
+    fields: Fields
+    options: SamplingOptions
+    unknown: list[str]
+
+
+class OpenDecoder(Generic[Fields]):
+    """Decodes a body; null means left out."""
+
+    def __init__(self, fields_type: type[Fields], unused: Mapping[str, Unused]):
+        """`unused`: the dialect's fields without effect; fields of `fields_type` go before."""
+        self.body_type = fields_type
+        self.types = (fields_type, SamplingOptions, StructuredOutputs)
+        self._unused = UNUSED_OPTIONS | dict(unused)
+
+    def decode(self, body: bytes, /) -> Sent[Fields]:
+        """Called by `app.route.decoding.decode_body`, which explains msgspec's errors.
+
+        Raises:
+            InvalidRequest: a field is not supported, or of another type or range.
+            msgspec.DecodeError: the body is not a JSON object.
+        """
+        own: dict[str, Any] = {}
+        sampling: dict[str, Any] = {}
+        unknown = []
+        for name, value in decode_object(body).items():
+            if value is None:
+                continue
+            if name in self.body_type.__struct_fields__:
+                own[name] = value
+            elif name in self._unused:
+                check_unused(name, value, self._unused[name])
+            elif name in SamplingOptions.__struct_fields__:
+                sampling[name] = value
+            else:
+                unknown.append(name)
+        fields, options = convert(own, self.body_type), convert(sampling, SamplingOptions)
+        options.detokenize = True
+        check_stream(fields, options)
+        return Sent(fields, options, unknown)
+
+    def schema(self, components: Components) -> Schema:
+        """As `app.route.decoding.DescribedDecoder`: all in one object, which may have others."""
+        required = required_of(components, self.body_type)
+        fields = {
+            **nullable(fields_of(components, SamplingOptions, without=self._unused)),
+            **unused_fields(self._unused),
+            **nullable(fields_of(components, self.body_type), but=required),
+        }
+        about = components.struct(self.body_type)["description"] + " Null means left out."
+        schema = object_of(about, fields, required) | {"additionalProperties": True}
+        return components.add(self.body_type.__name__, schema)
