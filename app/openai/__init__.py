@@ -3,6 +3,6 @@
 Runs in: each gunicorn process.
 """
 
-from app.openai import models, refused, render, routes
+from app.openai import models, render, routes
 
-BLUEPRINTS = (models.blueprint, routes.blueprint, render.blueprint, refused.blueprint)
+BLUEPRINTS = (models.blueprint, routes.blueprint, render.blueprint)
