@@ -9,7 +9,7 @@ from typing import Any
 
 from flask import Flask
 
-from app import generate, openai, operators, sglang, trl, vllm, vllm_rl, weights
+from app import anthropic, generate, openai, operators, sglang, trl, vllm, vllm_rl, weights
 from app.call import open_requests
 from app.call.service import Service
 from app.counts import http_requests
@@ -64,7 +64,7 @@ def create_app(config: ServerConfig | None = None) -> Flask:
     auth.init_app(app, keys)
     errors.init_app(app, service.refused)
     app.register_blueprint(generate.blueprint)
-    for protocol in (trl, openai, vllm, vllm_rl, sglang, weights, operators):
+    for protocol in (trl, openai, anthropic, vllm, vllm_rl, sglang, weights, operators):
         for blueprint in protocol.BLUEPRINTS:
             app.register_blueprint(blueprint)
     history.init_app(app, service)

@@ -11,6 +11,7 @@ import gevent
 import numpy as np
 from flask import request as http_request
 from gevent.event import Event
+from msgspec import structs
 
 from app.call.bounds import check_answer_size
 from app.call.jobs import (
@@ -41,7 +42,7 @@ from titopool.deadline import Deadline
 from titopool.errors import Conflict, DeadlinePassed, InvalidRequest, ModelNotFound
 from titopool.settings.sampling import SamplingOptions
 from titopool.wire.commands import GetStatus
-from titopool.wire.messages import ChatParsing, Completed
+from titopool.wire.messages import ID_BYTES, ChatParsing, Completed
 
 logger = logging.getLogger(__name__)
 
@@ -318,6 +319,26 @@ class Call:
         if self.kept.is_on:
             self.keep_logprobs(arrays_of(results))
         return results
+
+    def render_images(self, request: Request) -> list[Completed]:
+        """Expands the placeholders of images at a worker, which needs the model's processor, and samples
+        nothing.
+
+        Raises:
+            TitopoolError: as `run`.
+        """
+        request.jobs = [
+            structs.replace(
+                job,
+                num_sequences=0,
+                num_tokens=len(job.prompt_token_ids) // ID_BYTES,
+                prefix=None,
+                is_streamed=False,
+            )
+            for job in request.jobs
+        ]
+        request.bounds = [0] * len(request.jobs)
+        return self.run(request)
 
     def wait_for_progress(self, request: Request) -> None:
         """Waits for chunks of a streamed request or its end; cancels it at the deadline."""

@@ -95,14 +95,7 @@ def _bodies(request: OpenAIRequest) -> Iterator[dict[str, Any]]:
     all_ids, features = [prompt.token_ids for prompt in prompts], None
     # Only a chat has images, and it has one prompt.
     if images := prompts[0].images.images:
-        pending.jobs = [
-            msgspec.structs.replace(
-                job, num_sequences=0, num_tokens=len(prompts[0].token_ids), prefix=None
-            )
-            for job in pending.jobs
-        ]
-        pending.bounds = [0]
-        (result,) = results = call.run(pending)
+        (result,) = results = call.render_images(pending)
         all_ids = expanded_ids(prompts, results)
         features = features_of(images, result.image_ranges)
     name, is_one = call.id, len(prompts) == 1

@@ -2,71 +2,21 @@
 
 import json
 import re
-from typing import NamedTuple
 
 import openai
 import pytest
 from transformers import AutoTokenizer
 
-from harness.servers import START_TIMEOUT_S, Server, running_server, wait_until
-from tests.clients.published import AGAINST_VLLM, run_client
+from harness.servers import START_TIMEOUT_S, Server, wait_until
+from tests.clients.published import run_client
 from tests.clients.scripts import ROLLOUT
 from tests.conftest import ENGINE_OPTIONS
-from tests.kit.models.scripted_model import CALL, SCRIPT, TALK, THOUGHT, make_scripted_model
+from tests.kit.models.scripted_model import CALL, SCRIPT, TALK, THOUGHT
+from tests.kit.peers.scripted_server import ARGUMENTS, LOOK_UP, QUESTION, Scripted
 from tests.kit.peers.trl_client import run_trl
-from tests.kit.peers.vllm_instead import instead
-from tests.kit.peers.vllm_serve import vllm_server
 
-QUESTION = [{"role": "user", "content": "What is tito?"}]
-SCHEMA = {
-    "type": "object",
-    "properties": {"word": {"type": "boolean"}},
-    "required": ["word"],
-    "additionalProperties": False,
-}
-LOOK_UP = {
-    "type": "function",
-    # Not in the order in which templates receive the keys.
-    "function": {"parameters": SCHEMA, "description": "a dictionary", "name": "look_up"},
-}
 STRICT = {"type": "function", "function": {**LOOK_UP["function"], "strict": True}}
 NAMED = {"type": "function", "function": {"name": "look_up"}}
-ARGUMENTS = {"word": "tito"}
-
-
-class Scripted(NamedTuple):
-    """A server with the scripted model."""
-
-    server: Server
-    client: openai.OpenAI
-    model: str
-    # The ids that the model writes.
-    ids: list[int]
-
-    def chat(self, **fields):
-        options = {"temperature": 0, "model": self.model, "messages": QUESTION, "tools": [LOOK_UP]}
-        return self.client.chat.completions.create(**options | fields)
-
-
-@pytest.fixture(scope="module")
-def scripted(tmp_path_factory: pytest.TempPathFactory):
-    folder = tmp_path_factory.mktemp("scripted")
-    ids = make_scripted_model(folder)
-    options = ("--tool-call-parser", "hermes", "--reasoning-parser", "qwen3", "--num-workers", "1")
-    log = tmp_path_factory.mktemp("scripted-server") / "log"
-    if AGAINST_VLLM:
-        parsers = {"tool_call_parser": "hermes", "reasoning_parser": "qwen3"}
-        with vllm_server(
-            str(folder), log, enable_auto_tool_choice=True, enable_scale_out=True, **parsers
-        ) as url:
-            client = openai.OpenAI(base_url=url + "/v1", api_key="none", max_retries=0)
-            yield Scripted(instead(url), client, str(folder), ids)
-        return
-    with running_server(
-        str(folder), *options, *ENGINE_OPTIONS, "--num-front-ends", "1", log=log
-    ) as server:
-        client = openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0)
-        yield Scripted(server, client, str(folder), ids)
 
 
 def check_call(calls):
