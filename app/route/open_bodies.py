@@ -76,4 +76,4 @@ class OpenDecoder(Generic[Fields]):
         }
         about = components.struct(self.body_type)["description"] + " Null means left out."
         schema = object_of(about, fields, required) | {"additionalProperties": True}
-        return components.add(self.body_type.__name__, schema)
+        return components.add(self.body_type.__name__.replace("Fields", "Body"), schema)
