@@ -149,7 +149,8 @@ def _values(kind: str, answer: requests.Response) -> Iterator[Any]:
         *events, end = answer.text.split("\n\n")
         if not events[0].startswith("event: "):
             assert events.pop() == "data: [DONE]", answer.text
-        assert events and not end, answer.text
+        assert events, answer.text
+        assert not end, answer.text
         for one in events:
             name, _, data = one.rpartition("data: ")
             value = json.loads(data)

@@ -17,7 +17,7 @@ from app.call.jobs import expanded_ids
 from app.call.token_texts import MAX_BEFORE, TokenTexts
 from app.outputs.answer_parts import SampledFields
 from app.outputs.json_parts import Rows, json_parts
-from app.responses.bodies import ResponsesFields
+from app.responses.bodies import TOOL_FIELDS, ResponsesFields
 from titopool.wire.messages import Completed, Completion
 
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
@@ -207,6 +207,7 @@ class ResponsesRequest(NamedTuple):
     def head(self) -> dict[str, Any]:
         """A response that has begun."""
         fields, options, turn = self.fields, self.turn.options, self.turn
+        choice = fields.tool_choice
         return {
             "id": f"resp_{turn.call.id}",
             "object": "response",
@@ -218,14 +219,18 @@ class ResponsesRequest(NamedTuple):
             "output": [],
             "usage": None,
             "instructions": fields.instructions,
-            "tools": [{"parameters": None, "strict": None, **one} for one in fields.tools],
-            "tool_choice": fields.tool_choice,
+            "tools": [
+                {name: one.get(name) for name in ("type", *TOOL_FIELDS)} for one in fields.tools
+            ],
+            "tool_choice": choice
+            if isinstance(choice, str)
+            else {"type": "function", "name": choice["name"]},
             "parallel_tool_calls": fields.parallel_tool_calls,
             "max_output_tokens": fields.max_output_tokens,
             "temperature": options.temperature,
             "top_p": options.top_p,
             "top_logprobs": fields.top_logprobs,
-            "text": {"format": fields.text.format or {"type": "text"}, "verbosity": "medium"},
+            "text": {"format": msgspec.to_builtins(fields.text.format), "verbosity": "medium"},
             "reasoning": {"effort": fields.reasoning.effort, "summary": None},
             "metadata": fields.metadata,
             "truncation": "disabled",

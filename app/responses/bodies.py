@@ -8,7 +8,6 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta, field
 
-from app.route.decoding import convert
 from app.route.fields import StreamedFields
 from app.route.open_bodies import OpenDecoder
 from app.route.unused_fields import UNUSED, Unused
@@ -17,6 +16,8 @@ from titopool.settings.grammars import StructuredOutputs
 from titopool.settings.sampling import PositiveCount, SamplingOptions
 
 LOGPROBS = "message.output_text.logprobs"
+# Of a tool. Others have no effect.
+TOOL_FIELDS = ("name", "description", "parameters", "strict")
 INCLUDED = (LOGPROBS, "reasoning.encrypted_content")
 
 
@@ -29,11 +30,25 @@ class ReasoningOptions(msgspec.Struct, kw_only=True):
     generate_summary: str | None = None
 
 
+class TextFormat(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """A grammar of the text; `name` and `schema` belong to `json_schema`."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = None
+    schema: dict[str, Any] | None = None
+    description: str | None = None
+    # Without effect: the text always follows the schema.
+    strict: bool | None = None
+
+    def __post_init__(self) -> None:
+        if self.type == "json_schema" and (self.name is None or self.schema is None):
+            raise ValueError("type: expected json_schema with name and schema; send both")
+
+
 class TextOptions(msgspec.Struct, kw_only=True):
     """The form of the text."""
 
-    # `text`, `json_object`, or `json_schema` with `name` and `schema`.
-    format: dict[str, Any] | None = None
+    format: TextFormat = field(default_factory=lambda: TextFormat(type="text"))
     # Only `medium`.
     verbosity: str | None = None
 
@@ -122,27 +137,19 @@ def set_options(fields: ResponsesFields, options: SamplingOptions) -> None:
     """Sets the sampling options that the API has under other names.
 
     Raises:
-        InvalidRequest: `text.format` is malformed, or stands beside `structured_outputs`.
+        InvalidRequest: `text.format` stands beside `structured_outputs`.
     """
     options.max_tokens = fields.max_output_tokens
     options.logprobs = fields.num_logprobs
-    form: dict[str, Any]
-    match fields.text.format:
-        case None | {"type": "text"}:
-            return
-        case {"type": "json_object"}:
-            form = {"json_object": True}
-        case {"type": "json_schema", "name": str(), "schema": dict(schema)}:
-            form = {"json": schema}
-        case given:
-            raise InvalidRequest(
-                "text.format: expected type text, json_object, or json_schema with name and schema, "
-                f"got {str(given)[:100]}",
-                param="text",
-            )
+    form = fields.text.format
+    if form.type == "text":
+        return
     if options.structured_outputs is not None:
         raise InvalidRequest(
             "text.format: expected type text beside structured_outputs; leave one of the two out",
             param="text",
         )
-    options.structured_outputs = convert(form, StructuredOutputs)
+    if form.type == "json_object":
+        options.structured_outputs = StructuredOutputs(json_object=True)
+    else:
+        options.structured_outputs = StructuredOutputs(json=form.schema)

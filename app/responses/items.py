@@ -8,14 +8,13 @@ because a chat template renders a turn at once. Fields that templates do not rea
 from typing import Any
 
 from app.call.chats import TranslatedChat
-from app.responses.bodies import ResponsesFields
+from app.responses.bodies import TOOL_FIELDS, ResponsesFields
 from app.route.fields import Message
 from app.time_slices import sharing_time
 from titopool.errors import InvalidRequest
 
 ROLES = ("user", "assistant", "system", "developer")
-TEXT_PARTS = {"input_text": "text", "output_text": "text", "refusal": "refusal"}
-REASONING_PARTS = {"reasoning_text": "text", "summary_text": "text"}
+TEXTS = ("input_text", "output_text", "refusal")
 Item = dict[str, Any]
 
 
@@ -89,92 +88,75 @@ def _read(item: Item, kind: str, location: str) -> Message:
     if kind == "message":
         return _message(item, location)
     if kind == "function_call":
-        function = {name: _text_of(item, name, location) for name in ("name", "arguments")}
-        call_id = _text_of(item, "call_id", location)
-        call = {"id": call_id, "type": "function", "function": function}
-        return {"role": "assistant", "tool_calls": [call]}
+        call_id, *texts = (
+            _text_of(item, one, location) for one in ("call_id", "name", "arguments")
+        )
+        function = dict(zip(("name", "arguments"), texts, strict=True))
+        calls = [{"id": call_id, "type": "function", "function": function}]
+        return {"role": "assistant", "tool_calls": calls}
     if kind == "function_call_output":
-        return {
-            "role": "tool",
-            "tool_call_id": _text_of(item, "call_id", location),
-            "content": _content(item.get("output"), f"{location}.output"),
-        }
+        content = _content(item, "output", location, (*TEXTS, "input_image"))
+        call_id = _text_of(item, "call_id", location)
+        return {"role": "tool", "tool_call_id": call_id, "content": content}
     if kind == "reasoning":
-        text = _reasoning(item, location)
-        return {"role": "assistant", **({"reasoning": text} if text else {})}
+        for name in ("content", "summary"):
+            parts = _content(item, name, location, ("reasoning_text", "summary_text"))
+            if parts:
+                return {"role": "assistant", "reasoning": _joined(parts, "\n")}
+        return {"role": "assistant"}
+    expected = "an item of type message, function_call, function_call_output or reasoning"
     remedy = "leave it out"
     if kind == "item_reference":
         remedy = "no item is kept here, so send the item itself"
-    raise _wrong(
-        location,
-        "an item of type message, function_call, function_call_output or reasoning",
-        f"type {kind!r}", remedy,
-    )  # fmt: skip
+    raise _wrong(location, expected, f"type {kind!r}", remedy)
 
 
 def _message(item: Item, location: str) -> Message:
     role = item.get("role")
     if role not in ROLES:
         raise _wrong(f"{location}.role", f"one of {', '.join(ROLES)}", repr(role))
-    content = _content(item.get("content"), f"{location}.content")
-    if role == "assistant" and isinstance(content, list):
-        if any(one["type"] != "text" for one in content):
-            raise _wrong(
-                f"{location}.content", "texts of the assistant", "an image", "leave it out"
-            )
+    if role == "assistant":
         # A model's text in several parts is one text.
-        content = "".join(one["text"] for one in content)
-    return {"role": role, "content": content}
+        return {"role": role, "content": _joined(_content(item, "content", location, TEXTS), "")}
+    return {"role": role, "content": _content(item, "content", location, (*TEXTS, "input_image"))}
 
 
-def _content(content: Any, location: str) -> str | list[Item]:
-    """A text, or parts as chats have them."""
+def _content(item: Item, name: str, location: str, kinds: tuple[str, ...]) -> str | list[Item]:
+    """A text, or parts as chats have them; `kinds`: the types that parts may have."""
+    content, location = item.get(name), f"{location}.{name}"
+    if content is None and item.get("type") == "reasoning":
+        return ""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
         raise _wrong(location, "a text or a list of parts", type(content).__name__)
-    return [_part(one, f"{location}[{index}]") for index, one in enumerate(sharing_time(content))]
+    return [
+        _part(one, f"{location}[{index}]", kinds) for index, one in enumerate(sharing_time(content))
+    ]
 
 
-def _part(part: Any, location: str) -> Item:
+def _joined(content: str | list[Item], between: str) -> str:
+    if isinstance(content, str):
+        return content
+    return between.join(part["text"] for part in content)
+
+
+def _part(part: Any, location: str, kinds: tuple[str, ...]) -> Item:
     kind = _kind_of(part)
-    if kind in TEXT_PARTS:
-        return {"type": "text", "text": _text_of(part, TEXT_PARTS[kind], location)}
+    if kind not in kinds:
+        expected = f"a part of type {', '.join(kinds)}"
+        raise _wrong(location, expected, f"type {kind!r}", "leave it out, or write it as a text")
     if kind != "input_image":
-        raise _wrong(
-            location, f"a part of type {', '.join(TEXT_PARTS)} or input_image", f"type {kind!r}",
-            "leave it out, or write what it says as a text",
-        )  # fmt: skip
+        text = _text_of(part, "refusal" if kind == "refusal" else "text", location)
+        return {"type": "text", "text": text}
+    remedy = "send the image in base64, as a data: URL in image_url"
     if part.get("file_id") is not None:
-        raise _wrong(
-            f"{location}.file_id", "none, as no files are kept", "one",
-            "send the image as a data: URL in image_url",
-        )  # fmt: skip
+        raise _wrong(f"{location}.file_id", "none, as no files are kept", "one", remedy)
     url = _text_of(part, "image_url", location)
     if not url.startswith("data:"):
-        raise _wrong(
-            f"{location}.image_url", "a data: URL, as the server fetches nothing", repr(url[:60]),
-            "send the image itself in base64",
-        )  # fmt: skip
+        expected = "a data: URL, as the server fetches nothing"
+        raise _wrong(f"{location}.image_url", expected, repr(url[:60]), remedy)
     return {"type": "image_url", "image_url": url}
-
-
-def _reasoning(item: Item, location: str) -> str:
-    """The text of a reasoning item: its content, else its summary; "" for an encrypted one."""
-    for name in ("content", "summary"):
-        parts, texts = item.get(name) or [], []
-        if not isinstance(parts, list):
-            raise _wrong(f"{location}.{name}", "a list of parts", type(parts).__name__)
-        for index, part in enumerate(sharing_time(parts)):
-            at = f"{location}.{name}[{index}]"
-            kind = _kind_of(part)
-            if kind not in REASONING_PARTS:
-                kinds = " or ".join(REASONING_PARTS)
-                raise _wrong(at, f"a part of type {kinds}", f"type {kind!r}", "leave it out")
-            texts.append(_text_of(part, REASONING_PARTS[kind], at))
-        if texts:
-            return "\n".join(texts)
-    return ""
 
 
 def _tool(tool: dict[str, Any], location: str) -> dict[str, Any]:
@@ -185,8 +167,7 @@ def _tool(tool: dict[str, Any], location: str) -> dict[str, Any]:
             f"{str(kind)[:60]!r}; leave it out, or describe it as a function that the client runs",
             param="tools",
         )
-    kept = ("name", "description", "parameters", "strict")
-    return {"type": kind, "function": {name: tool[name] for name in kept if name in tool}}
+    return {"type": kind, "function": {name: tool[name] for name in TOOL_FIELDS if name in tool}}
 
 
 def _tool_choice(choice: str | dict[str, Any]) -> str | dict[str, Any]:

@@ -46,9 +46,8 @@ class ResponseEvents(EventWriter):
     def write_chunks(self, chunks: Iterable[ChunkOfJob]) -> Iterator[Event]:
         """The events of what items have gained."""
         for _, chunk in chunks:
-            if self._facts.begin(chunk):
-                yield self._event("created", response=self._response)
-                yield self._event("in_progress", response=self._response)
+            self._facts.begin(chunk)
+            yield from self._begin_response()
             for _, piece in chunk.pieces:
                 self._sampled.add(piece)
                 if self._request.texts is not None:
@@ -57,6 +56,7 @@ class ResponseEvents(EventWriter):
 
     def write_end(self) -> Iterator[Event]:
         """The end of the last item and of the response, which then has all items."""
+        yield from self._begin_response()
         if not self._output:
             yield from self._begin("message")
         yield from self._finish(item_status(self._sampled.finish_reason))
@@ -71,9 +71,15 @@ class ResponseEvents(EventWriter):
         """The response as far as it came, with the error."""
         # What decodes their tokens may be what has failed.
         self._pieces.clear()
+        yield from self._begin_response()
         yield from self._finish("incomplete")
         end = {"status": "failed", **error.to_dict(request_id), "output": self._shown_output()}
         yield self._event("failed", response=self._response | end)
+
+    def _begin_response(self) -> Iterator[Event]:
+        if not self._num_events:
+            yield self._event("created", response=self._response)
+            yield self._event("in_progress", response=self._response)
 
     def _write_piece(self, piece: Completion) -> Iterator[Event]:
         message: Event = {"content": piece.text} if piece.message is None else piece.message

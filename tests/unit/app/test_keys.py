@@ -48,7 +48,7 @@ def test_a_file_of_keys_opens_routes_by_key(tmp_path: Path):
     file = write(tmp_path / "keys", text)
     client = create_app(ServerConfig(api_key_file=file)).test_client()
     for key, generating, admin in [
-        ("", 401, 401), ("alice", 401, 401), (ALICE, 404, 401), (BOB, 404, 401), (ROOT, 404, 400),
+        ("", 401, 401), ("alice", 401, 401), (ALICE, 503, 401), (BOB, 503, 401), (ROOT, 503, 400),
     ]:  # fmt: skip
         assert status(client, "/v1/responses", key) == generating, key
         assert status(client, "/pause", key) == admin, key
