@@ -40,10 +40,6 @@ class TextFormat(msgspec.Struct, kw_only=True, omit_defaults=True):
     # Without effect: the text always follows the schema.
     strict: bool | None = None
 
-    def __post_init__(self) -> None:
-        if self.type == "json_schema" and (self.name is None or self.schema is None):
-            raise ValueError("type: expected json_schema with name and schema; send both")
-
 
 class TextOptions(msgspec.Struct, kw_only=True):
     """The form of the text."""
@@ -51,13 +47,6 @@ class TextOptions(msgspec.Struct, kw_only=True):
     format: TextFormat = field(default_factory=lambda: TextFormat(type="text"))
     # Only `medium`.
     verbosity: str | None = None
-
-    def __post_init__(self) -> None:
-        if self.verbosity not in (None, "medium"):
-            raise ValueError(
-                f"verbosity: expected medium, as no chat template reads it, got {self.verbosity[:60]!r}; "
-                "leave it out, or write into instructions how long answers shall be"
-            )
 
 
 class ObfuscationOptions(msgspec.Struct, kw_only=True):
@@ -137,19 +126,27 @@ def set_options(fields: ResponsesFields, options: SamplingOptions) -> None:
     """Sets the sampling options that the API has under other names.
 
     Raises:
-        InvalidRequest: `text.format` stands beside `structured_outputs`.
+        InvalidRequest: `text` is malformed, not served, or stands beside `structured_outputs`.
     """
     options.max_tokens = fields.max_output_tokens
     options.logprobs = fields.num_logprobs
-    form = fields.text.format
+    form, verbosity = fields.text.format, fields.text.verbosity
+    if verbosity not in (None, "medium"):
+        raise _wrong_text(
+            f"verbosity: expected medium, as no chat template reads it, got {str(verbosity)[:60]!r}; write "
+            "into instructions how long a text shall be"
+        )
     if form.type == "text":
         return
     if options.structured_outputs is not None:
-        raise InvalidRequest(
-            "text.format: expected type text beside structured_outputs; leave one of the two out",
-            param="text",
-        )
+        raise _wrong_text("format: expected type text beside structured_outputs; leave one out")
     if form.type == "json_object":
         options.structured_outputs = StructuredOutputs(json_object=True)
-    else:
+    elif form.name is not None and form.schema is not None:
         options.structured_outputs = StructuredOutputs(json=form.schema)
+    else:
+        raise _wrong_text("format: expected name and schema with json_schema; send both")
+
+
+def _wrong_text(message: str) -> InvalidRequest:
+    return InvalidRequest(f"text.{message}", param="text")

@@ -5,7 +5,6 @@ from collections.abc import Callable
 from typing import Any
 
 import msgspec
-import openai
 import pytest
 from flask.testing import FlaskClient
 
