@@ -9,7 +9,18 @@ from typing import Any
 
 from flask import Flask
 
-from app import anthropic, generate, openai, operators, sglang, trl, vllm, vllm_rl, weights
+from app import (
+    anthropic,
+    generate,
+    openai,
+    operators,
+    responses,
+    sglang,
+    trl,
+    vllm,
+    vllm_rl,
+    weights,
+)
 from app.call import open_requests
 from app.call.service import Service
 from app.counts import http_requests
@@ -21,8 +32,8 @@ from app.http import (
     idempotency,
     request_bodies,
     request_ids,
-    responses,
 )
+from app.http import responses as http_responses
 from app.http.keys import Keys
 from app.operators import spans
 from app.operators.page import history
@@ -53,7 +64,7 @@ def create_app(config: ServerConfig | None = None) -> Flask:
     app.extensions["titopool"] = service
     if service.counts is not None:
         http_requests.init_app(app, service.counts)
-    responses.init_app(app)
+    http_responses.init_app(app)
     request_ids.init_app(app)
     service.traces = spans.init_app(app, config)
     connections.init_app(app, config.client_timeout_s)
@@ -64,7 +75,7 @@ def create_app(config: ServerConfig | None = None) -> Flask:
     auth.init_app(app, keys)
     errors.init_app(app, service.refused)
     app.register_blueprint(generate.blueprint)
-    for protocol in (trl, openai, anthropic, vllm, vllm_rl, sglang, weights, operators):
+    for protocol in (trl, openai, responses, anthropic, vllm, vllm_rl, sglang, weights, operators):
         for blueprint in protocol.BLUEPRINTS:
             app.register_blueprint(blueprint)
     history.init_app(app, service)

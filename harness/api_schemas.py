@@ -146,10 +146,16 @@ def _values(kind: str, answer: requests.Response) -> Iterator[Any]:
     elif kind == MSGPACK:
         yield _without_bytes(msgspec.msgpack.decode(answer.content))
     elif kind == EVENTS:
-        *events, done, end = answer.text.split("\n\n")
-        assert (done, end) == ("data: [DONE]", ""), answer.text
+        *events, end = answer.text.split("\n\n")
+        if not events[0].startswith("event: "):
+            assert events.pop() == "data: [DONE]", answer.text
         assert events, answer.text
-        yield from (json.loads(one.removeprefix("data: ")) for one in events)
+        assert not end, answer.text
+        for one in events:
+            name, _, data = one.rpartition("data: ")
+            value = json.loads(data)
+            assert not name or name == f"event: {value['type']}\n", one
+            yield value
     else:
         yield answer.text
 

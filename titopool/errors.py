@@ -4,6 +4,7 @@
     ├── ConfigError                       –    stops the start; never sent over HTTP
     ├── InvalidRequest                    400  invalid_request
     │   ├── PromptTooLong                 400  prompt_too_long
+    │   │   └── ContextLengthExceeded     400  context_length_exceeded
     │   ├── InvalidImage                  400  invalid_image
     │   └── ImageMismatch                 400  image_mismatch
     ├── Unauthorized                      401  invalid_api_key
@@ -90,6 +91,12 @@ class PromptTooLong(InvalidRequest):
     """A prompt leaves no room for one generated token."""
 
     code = "prompt_too_long"
+
+
+class ContextLengthExceeded(PromptTooLong):
+    """The input of a response leaves no room for one generated token; the code is OpenAI's."""
+
+    code = "context_length_exceeded"
 
 
 class InvalidImage(InvalidRequest):

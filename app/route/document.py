@@ -41,7 +41,7 @@ TAGS = {
         "Token ids in, token ids out, as TRL's client calls it; scores and tokenization.",
         ("generate", "chat", "sequence_logprobs", "tokenize", "mismatch"),
     ),
-    "openai": Tag("OpenAI's routes with vLLM's extensions.", ("openai", "models")),
+    "openai": Tag("OpenAI's routes with vLLM's extensions.", ("openai", "models", "responses")),
     "anthropic": Tag("Anthropic's Messages.", ("anthropic",)),
     "inference": Tag(
         "vLLM's native routes for token ids, and render, which makes their bodies.",

@@ -16,7 +16,7 @@ DROPPED = {"date", "content-length"}
 MASKED_HEADERS = {"x-request-id", "x-titopool-version", "etag", "last-modified"}
 # Fields of JSON whose value is another one in each run.
 MASKED = {
-    "created", "pid", "request_id", "uptime_s", "age_s", "last_seen_s", "started_at", "time", "times",
+    "created", "created_at", "sequence_number", "pid", "request_id", "uptime_s", "age_s", "last_seen_s", "started_at", "time", "times",
     "taken_s", "waited_s", "port", "host", "seconds", "now", "began_at", "ended_at", "update",
     "last_heartbeat_s", "engine_s", "duration_s", "elapsed_s", "run_s", "e2e_latency", "vllm_version",
     "version", "titopool_version", "figures",
@@ -98,6 +98,7 @@ def joined(events: Iterable[Any]) -> list[Any]:
             found
             and isinstance(one, dict)
             and isinstance(found[-1], dict)
+            and found[-1].get("type") == one.get("type")
             and _alike(found[-1], one)
         ):
             # Each event of SGLang's has all so far.
@@ -120,6 +121,7 @@ def _alike(first: Any, second: Any) -> bool:
 
 # Parts of a text and of a list of tokens; other fields repeat.
 PARTS = {
+    "delta",
     "text",
     "content",
     "tokens",

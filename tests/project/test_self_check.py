@@ -168,7 +168,7 @@ LADDERS = {
 }  # fmt: skip
 # Folders of `app` that each know one protocol. They stand beside each other, below `generate`, which
 # is the one path of two of them, and above what they share.
-PROTOCOLS = ("trl", "openai", "vllm", "vllm_rl", "sglang", "weights", "operators")
+PROTOCOLS = ("trl", "openai", "responses", "vllm", "vllm_rl", "sglang", "weights", "operators")
 # Keeps a folder's list of files readable as its table of contents.
 MAX_MODULES = 12
 

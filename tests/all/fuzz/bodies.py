@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 
 from app import create_app
 from app.openai import bodies as openai_bodies
+from app.responses import bodies as responses
+from app.responses.bodies import UNUSED_OF_RESPONSES
 from app.route.unused_fields import CHAT_ONLY, UNUSED, UNUSED_OF_GENERATE, UNUSED_SAMPLING, Unused
 from app.sglang import bodies as sglang
 from app.sglang import sglang_unused_fields as sglang_fields
@@ -22,6 +24,7 @@ from tests.all.fuzz.hints import (
     ALONE_HINTS,
     HINTS,
     INIT_INFOS,
+    RESPONSES_HINTS,
     ROOT,
     SAMPLING_HINTS,
     SGLANG_HINTS,
@@ -112,6 +115,26 @@ def _openai_route(
 
 
 @st.composite
+def _responses_body(draw: Callable[[Strategy], Any]) -> Any:
+    body = draw(objects_of(kind_of(responses.ResponsesFields), {**HINTS, **RESPONSES_HINTS}))
+    if draw(st.booleans()):
+        options = draw(objects_of(kind_of(SamplingOptions), SAMPLING_HINTS))
+        body = {
+            name: one for name, one in options.items() if name not in UNUSED_OF_RESPONSES
+        } | body
+    return {"max_output_tokens": 2} | body | _maybe_unused(draw, UNUSED_OF_RESPONSES)
+
+
+def _responses_route() -> Route:
+    fields = {
+        *responses.ResponsesFields.__struct_fields__,
+        *SamplingOptions.__struct_fields__,
+        *UNUSED_OF_RESPONSES,
+    }
+    return Route("/v1/responses/", _responses_body(), frozenset(fields))
+
+
+@st.composite
 def _generate_body(draw: Callable[[Strategy], Any]) -> Any:
     body = draw(objects_of(kind_of(inference.GenerateFields), HINTS))
     options = {"max_tokens": 2, **body["sampling_params"], **_maybe_unused(draw, UNUSED_SAMPLING)}
@@ -150,6 +173,7 @@ GENERATING = (
     _openai_route("/v1/completions/", openai_bodies.CompletionsFields),
     _openai_route("/v1/chat/completions/", openai_bodies.ChatFields, tokens=st.none(), logprobs=st.booleans()),
     _openai_route("/v1/chat/completions/tokens/", openai_bodies.ChatFields, "tokens", logprobs=st.booleans()),
+    _responses_route(),
     Route("/inference/v1/generate/", _generate_body(), frozenset((*inference.GenerateFields.__struct_fields__, *UNUSED_OF_GENERATE))),
     _openai_route("/v1/completions/render/", openai_bodies.CompletionsFields),
     _openai_route("/v1/chat/completions/render/", openai_bodies.ChatFields, tokens=st.none(), logprobs=st.booleans()),
@@ -194,7 +218,7 @@ ADMINISTRATIVE = (
             "reset_mm_cache", "reset_encoder_cache", "sleep", "wake_up", "collective_rpc",
             "init_weights_update_group", "update_weights_from_distributed",
             "update_weights_from_tensor", "release_memory_occupation", "resume_memory_occupation",
-            "flush_cache", "v1/responses", "v1/messages", "v1/messages/count_tokens",
+            "flush_cache", "v1/messages", "v1/messages/count_tokens",
         )
     ),
     # No body that scales the pool, and no worker of this name.

@@ -105,6 +105,38 @@ SAMPLING_HINTS = {
     "repetition_detection": one_of(None, {}, {"max_pattern_size": 2, "min_count": 2}, {"max_pattern_size": 1, "min_pattern_size": 3}),
     "skip_reading_prefix_cache": one_of(None, True, False),
 }  # fmt: skip
+_item_parts = st.lists(
+    st.one_of(
+        st.fixed_dictionaries({"type": one_of("input_text", "output_text", "reasoning_text", "text"), "text": words}),
+        st.fixed_dictionaries({"type": st.just("refusal"), "refusal": words}),
+        st.fixed_dictionaries({"type": st.just("input_image"), "image_url": one_of("data:image/png;base64,AA==", "http://a/b", None)}),
+        one_of({"type": "input_file", "file_id": "a"}, {"type": []}, {}),
+    ),
+    max_size=2,
+)  # fmt: skip
+_item = st.one_of(
+    _text_message,
+    st.fixed_dictionaries({"type": st.just("message"), "role": one_of("user", "assistant", "developer", "tool"), "content": st.one_of(words, _item_parts)}),
+    st.fixed_dictionaries({"type": st.just("reasoning"), "summary": _item_parts, "content": st.one_of(st.none(), _item_parts)}),
+    st.fixed_dictionaries({"type": st.just("function_call"), "call_id": one_of("c", "", 3), "name": one_of("look_up", ""), "arguments": one_of("{}", "{", {})}),
+    st.fixed_dictionaries({"type": st.just("function_call_output"), "call_id": one_of("c", None), "output": st.one_of(words, _item_parts)}),
+    one_of({"type": "item_reference", "id": "a"}, {"type": ["message"]}, {}),
+)  # fmt: skip
+RESPONSES_HINTS: dict[str, Strategy] = {
+    "input": st.one_of(words, st.lists(_item, max_size=4)), "instructions": one_of(None, "Be brief.", ""),
+    "tools": st.lists(
+        st.fixed_dictionaries({"type": one_of("function", "function", "web_search"), "name": one_of("look_up", "", "é")}, optional={"parameters": _schemas, "strict": one_of(True, None)}),
+        max_size=2,
+    ),
+    "tool_choice": one_of(None, "auto", "none", "required", "x", {"type": "function", "name": "look_up"}, {"type": "mcp"}, {"type": "function", "name": "look_up", "a": 2**70}),
+    "max_output_tokens": one_of(None, 1, 3), "top_logprobs": one_of(0, 2, 20, 21), "include": one_of([], ["message.output_text.logprobs"], ["reasoning.encrypted_content"], ["a"]),
+    "text": st.one_of(
+        one_of({}, {"format": {"type": "text", "a": 2**70}}, {"format": {"type": "json_object"}}, {"verbosity": "low"}, {"format": {"type": "json_schema"}}),
+        _schemas.map(lambda one: {"format": {"type": "json_schema", "name": "a", "schema": one}}),
+    ),
+    "reasoning": one_of({}, {"effort": "low", "summary": "auto"}, {"effort": "x"}), "metadata": one_of({}, {"a": "b"}, {"a": 1}),
+    "prompt_cache_key": one_of(None, "a", "s" * 300), "stream_options": one_of(None, {}, {"include_obfuscation": False}),
+}  # fmt: skip
 HINTS: dict[str, Strategy] = {
     **SAMPLING_HINTS,
     "generation_kwargs": objects_of(kind_of(SamplingOptions), SAMPLING_HINTS),

@@ -115,7 +115,7 @@ def check_good(sent: Sent, answer: Answer) -> None:
     else:
         body = answer.json()
         assert isinstance(body, dict), str(answer)
-        assert "error" not in body, str(answer)
+        assert body.get("error") is None, str(answer)
         if "choices" in body:
             _check_choices(body, str(answer))
 
@@ -163,10 +163,13 @@ def _check_choices(body: dict[str, Any], shown: str) -> None:
 
 def _check_stream(answer: Answer) -> None:
     events = answer.body.decode().split("\n\n")
-    assert events[-2:] == ["data: [DONE]", ""], str(answer)
-    chunks = [msgspec.json.decode(event.removeprefix("data: ")) for event in events[:-2]]
+    ends = [""] if events[0].startswith("event: ") else ["data: [DONE]", ""]
+    assert events[-len(ends) :] == ends, str(answer)
+    data = [event.rpartition("data: ")[2] for event in events[: -len(ends)]]
+    chunks = [msgspec.json.decode(one) for one in data]
     assert chunks, str(answer)
     assert not any("error" in chunk for chunk in chunks), str(answer)
+    assert chunks[-1].get("type") != "response.failed", str(answer)
 
 
 # ---- the server ------------------------------------------------------------------------

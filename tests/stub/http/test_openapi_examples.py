@@ -88,7 +88,7 @@ def test_errors_are_as_described(single_server: Server):
         ("/generate", {"prompts": [[2**20]]}, 400),
         ("/generate", {"prompts": [[1]], "lora_name": "none"}, 404),
         ("/v1/completions", {"prompt": [1] * 2000}, 400),
-        ("/v1/responses", {}, 404),
+        ("/v1/responses", {"input": "a", "background": True}, 400),
         ("/sleep", {}, 400),
         ("/finish_weight_update", {}, 409),
         ("/update_weights_from_disk", {"model_path": "/nowhere"}, 400),

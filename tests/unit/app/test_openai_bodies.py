@@ -5,7 +5,6 @@ from collections.abc import Callable
 from typing import Any
 
 import msgspec
-import openai
 import pytest
 from flask.testing import FlaskClient
 
@@ -176,23 +175,6 @@ def transport(module: Any, flask_client: FlaskClient) -> Any:
     http = module._base_client.httpx if hasattr(module._base_client, "httpx") else None
     http = http or module._base_client.httpx2
     return http.Client(transport=http.WSGITransport(app=flask_client.application))
-
-
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda client: client.responses.create(model="m", input="a"),
-        lambda client: client.responses.create(model="m", input="a", stream=True),
-    ],
-)
-def test_openais_client_raises_not_found_for_responses(flask_client, call: Callable[[Any], Any]):
-    http = transport(openai, flask_client)
-    client = openai.OpenAI(base_url="http://localhost/v1", api_key="none", http_client=http)
-    with pytest.raises(openai.NotFoundError) as caught:
-        call(client)
-    assert "/v1/responses" in caught.value.message
-    assert "use /v1/chat/completions" in caught.value.message
-    assert caught.value.code == "not_found"
 
 
 # The client takes 8 s to import; tests/golden has the answers of /v1/messages.

@@ -80,7 +80,6 @@ def test_the_bodys_session_wins_over_the_headers(header, body, session, monkeypa
     [
         ("GET", "/none", "not_found"),
         ("GET", "/generate/", "method_not_allowed"),
-        ("POST", "/v1/responses", "not_found"),
         ("POST", "/sleep", "invalid_request"),
         ("POST", "/weights/begin", "invalid_request"),
         ("POST", "/update_weights", "invalid_request"),

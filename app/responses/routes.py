@@ -1,0 +1,96 @@
+"""`POST /v1/responses`: items in, items out, so that the openai package's `client.responses` works.
+
+The prompt is that of the same conversation at /v1/chat/completions.
+"""
+
+import re
+from functools import partial
+
+from flask import Blueprint, Response
+
+from app.call.call import admitted
+from app.call.chats import make_turn
+from app.call.streams import respond
+from app.call.token_texts import TokenTexts
+from app.responses.answers import ResponseAnswer, ResponseEvent, ResponsesRequest, whole_answer
+from app.responses.bodies import RESPONSES_BODY, set_options
+from app.responses.items import translate
+from app.responses.stream import ResponseEvents
+from app.route.operation import EVENTS, GENERATION_ERRORS, IMAGE_ERRORS, Example, Operation
+from app.route.parameters import SESSION_ID
+from titopool.errors import ContextLengthExceeded, InvalidRequest, PromptTooLong
+
+blueprint = Blueprint("responses", __name__)
+# Where a chat's messages and tools stand in errors.
+_OF_CHAT = re.compile(r"^messages(\[\d+\]|\.\w+)*|(?<=\])\.function(?=\.)")
+
+
+@blueprint.post("/v1/responses/")
+@Operation(
+    description=(
+        "No state is kept: `input` has all items. With `stream`, the answer is events, each with its "
+        "`type` as its name. Unknown fields are accepted and counted in `/metrics`."
+    ),
+    body=RESPONSES_BODY,
+    answer=ResponseAnswer,
+    other_media={EVENTS: ResponseEvent},
+    errors=(*GENERATION_ERRORS, *IMAGE_ERRORS, ContextLengthExceeded),
+    headers=(SESSION_ID,),
+    examples={
+        "text": Example(
+            "A text, with ids and log-probabilities",
+            {
+                "input": "What is 6 times 7?",
+                "max_output_tokens": 8,
+                "include": ["message.output_text.logprobs"],
+                "top_logprobs": 2,
+                "return_token_ids": True,
+            },
+        ),
+        "items": Example(
+            "A conversation in which a function was called",
+            {
+                "instructions": "Be brief.",
+                "input": [
+                    {"role": "user", "content": "What is 6 times 7?"},
+                    {
+                        "type": "function_call",
+                        "call_id": "call_1",
+                        "name": "multiply",
+                        "arguments": '{"a": 6, "b": 7}',
+                    },
+                    {"type": "function_call_output", "call_id": "call_1", "output": "42"},
+                ],
+                "max_output_tokens": 8,
+            },
+        ),
+        "stream": Example(
+            "A stream", {"input": "What is 6 times 7?", "max_output_tokens": 4, "stream": True}
+        ),
+    },
+)
+def responses() -> Response:
+    """Items in, a response out."""
+    with admitted(RESPONSES_BODY) as (call, (fields, options, unknown)):
+        call.accept_unknown(unknown)
+        set_options(fields, options)
+        fields.session_id = fields.session_id or call.session or fields.prompt_cache_key
+        try:
+            turn, request = make_turn(call, fields, translate(fields), options)
+        except InvalidRequest as error:
+            raise _in_its_terms(error) from None
+        # The items may have long texts, and images.
+        fields.input = ""
+        texts = None
+        if fields.num_logprobs is not None:
+            texts = TokenTexts(call, as_ids=False)
+        asked = ResponsesRequest(turn, fields, texts)
+        events = ResponseEvents(asked) if fields.stream else None
+        return respond(call, request, whole=partial(whole_answer, asked), events=events)
+
+
+def _in_its_terms(error: InvalidRequest) -> InvalidRequest:
+    """An error of a chat in the Responses API's terms: its field's names, and its code."""
+    kind = ContextLengthExceeded if isinstance(error, PromptTooLong) else type(error)
+    message = _OF_CHAT.sub(lambda found: "input" if found[0].startswith("m") else "", error.message)
+    return kind(message, param="input" if error.param == "messages" else error.param)
