@@ -48,6 +48,12 @@ class Metadata(msgspec.Struct, kw_only=True):
     user_id: str | None = None
 
 
+class ContextManagement(msgspec.Struct, kw_only=True):
+    """What Anthropic's service leaves out of a conversation."""
+
+    edits: list[dict[str, Any]] = []
+
+
 class ConversationFields(StreamedFields, kw_only=True):
     """`POST /v1/messages/count_tokens`: a conversation in Anthropic's form."""
 
@@ -57,7 +63,7 @@ class ConversationFields(StreamedFields, kw_only=True):
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
-    context_management: dict[str, Any] | None = None
+    context_management: ContextManagement | None = None
     metadata: Metadata | None = None
     chat_template_kwargs: dict[str, Any] = msgspec.field(default_factory=dict)
     mm_processor_kwargs: dict[str, Any] | None = None
@@ -67,8 +73,8 @@ class ConversationFields(StreamedFields, kw_only=True):
             self.tool_choice.name is not None
         ):
             raise ValueError("tool_choice: expected a name with the type tool, and with no other")
-        edits = (self.context_management or {}).get("edits") or []
-        if any(not isinstance(one, dict) or one.get("keep") != "all" for one in edits):
+        edits = self.context_management.edits if self.context_management else ()
+        if any(one.get("keep") != "all" for one in edits):
             raise ValueError(
                 'context_management: expected no edits but those that keep "all", as the server leaves '
                 "nothing of a conversation out; edit the messages that you send"

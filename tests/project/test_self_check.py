@@ -17,23 +17,25 @@ SOURCES = sorted(
 )
 # Statements of each folder at most.
 SIZES = {
-    "app": 508,
-    "app.call": 875,
+    "app": 509,
+    "app.anthropic": 403,
+    "app.call": 976,
     "app.control": 178,
-    "app.counts": 265,
-    "app.http": 1134,
-    "app.inputs": 698,
-    "app.openai": 522,
+    "app.counts": 266,
+    "app.http": 1137,
+    "app.inputs": 700,
+    "app.openai": 497,
     "app.operators": 700,
-    "app.outputs": 300,
+    "app.outputs": 308,
     "app.pool": 1959,
-    "app.route": 714,
-    "app.sglang": 558,
+    "app.responses": 516,
+    "app.route": 761,
+    "app.sglang": 559,
     "app.trl": 365,
-    "app.vllm": 357,
+    "app.vllm": 358,
     "app.vllm_rl": 360,
     "app.weights": 318,
-    "titopool": 491,
+    "titopool": 493,
     "titopool.answers": 245,
     "titopool.client": 1525,
     "titopool.commands": 755,
@@ -48,7 +50,7 @@ SIZES = {
     "workers.engine": 2146,
     "workers.images": 411,
     "workers.in_model": 2395,
-    "workers.serving": 1442,
+    "workers.serving": 1443,
     "workers.supervisor": 1189,
     "workers.weights": 1292,
 }
@@ -168,7 +170,17 @@ LADDERS = {
 }  # fmt: skip
 # Folders of `app` that each know one protocol. They stand beside each other, below `generate`, which
 # is the one path of two of them, and above what they share.
-PROTOCOLS = ("trl", "openai", "responses", "vllm", "vllm_rl", "sglang", "weights", "operators")
+PROTOCOLS = (
+    "trl",
+    "openai",
+    "responses",
+    "anthropic",
+    "vllm",
+    "vllm_rl",
+    "sglang",
+    "weights",
+    "operators",
+)
 # Keeps a folder's list of files readable as its table of contents.
 MAX_MODULES = 12
 

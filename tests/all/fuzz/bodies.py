@@ -9,6 +9,7 @@ import msgspec
 from hypothesis import strategies as st
 
 from app import create_app
+from app.anthropic import bodies as anthropic
 from app.openai import bodies as openai_bodies
 from app.responses import bodies as responses
 from app.responses.bodies import UNUSED_OF_RESPONSES
@@ -24,6 +25,7 @@ from tests.all.fuzz.hints import (
     ALONE_HINTS,
     HINTS,
     INIT_INFOS,
+    MESSAGES_HINTS,
     RESPONSES_HINTS,
     ROOT,
     SAMPLING_HINTS,
@@ -115,23 +117,30 @@ def _openai_route(
 
 
 @st.composite
-def _responses_body(draw: Callable[[Strategy], Any]) -> Any:
-    body = draw(objects_of(kind_of(responses.ResponsesFields), {**HINTS, **RESPONSES_HINTS}))
+def _open_body(
+    draw: Callable[[Strategy], Any],
+    struct: type[msgspec.Struct],
+    hints: dict[str, Strategy],
+    unused: dict[str, Unused],
+    least: dict[str, Any],
+) -> Any:
+    body = least | draw(objects_of(kind_of(struct), {**HINTS, **hints}))
     if draw(st.booleans()):
         options = draw(objects_of(kind_of(SamplingOptions), SAMPLING_HINTS))
-        body = {
-            name: one for name, one in options.items() if name not in UNUSED_OF_RESPONSES
-        } | body
-    return {"max_output_tokens": 2} | body | _maybe_unused(draw, UNUSED_OF_RESPONSES)
+        body = {name: one for name, one in options.items() if name not in unused} | body
+    return body | _maybe_unused(draw, unused)
 
 
-def _responses_route() -> Route:
-    fields = {
-        *responses.ResponsesFields.__struct_fields__,
-        *SamplingOptions.__struct_fields__,
-        *UNUSED_OF_RESPONSES,
-    }
-    return Route("/v1/responses/", _responses_body(), frozenset(fields))
+def _open_route(
+    path: str,
+    struct: type[msgspec.Struct],
+    hints: dict[str, Strategy],
+    unused: dict[str, Unused],
+    **least: Any,
+) -> Route:
+    """A route whose body may have unknown fields; one without those in `least` gets them."""
+    fields = {*struct.__struct_fields__, *SamplingOptions.__struct_fields__, *unused}
+    return Route(path, _open_body(struct, hints, unused, least), frozenset(fields))
 
 
 @st.composite
@@ -173,7 +182,9 @@ GENERATING = (
     _openai_route("/v1/completions/", openai_bodies.CompletionsFields),
     _openai_route("/v1/chat/completions/", openai_bodies.ChatFields, tokens=st.none(), logprobs=st.booleans()),
     _openai_route("/v1/chat/completions/tokens/", openai_bodies.ChatFields, "tokens", logprobs=st.booleans()),
-    _responses_route(),
+    _open_route("/v1/responses/", responses.ResponsesFields, RESPONSES_HINTS, UNUSED_OF_RESPONSES, max_output_tokens=2),
+    _open_route("/v1/messages/", anthropic.MessagesFields, MESSAGES_HINTS, anthropic.UNUSED),
+    _open_route("/v1/messages/count_tokens/", anthropic.ConversationFields, MESSAGES_HINTS, anthropic.UNUSED),
     Route("/inference/v1/generate/", _generate_body(), frozenset((*inference.GenerateFields.__struct_fields__, *UNUSED_OF_GENERATE))),
     _openai_route("/v1/completions/render/", openai_bodies.CompletionsFields),
     _openai_route("/v1/chat/completions/render/", openai_bodies.ChatFields, tokens=st.none(), logprobs=st.booleans()),
@@ -218,7 +229,7 @@ ADMINISTRATIVE = (
             "reset_mm_cache", "reset_encoder_cache", "sleep", "wake_up", "collective_rpc",
             "init_weights_update_group", "update_weights_from_distributed",
             "update_weights_from_tensor", "release_memory_occupation", "resume_memory_occupation",
-            "flush_cache", "v1/messages", "v1/messages/count_tokens",
+            "flush_cache",
         )
     ),
     # No body that scales the pool, and no worker of this name.

@@ -137,6 +137,34 @@ RESPONSES_HINTS: dict[str, Strategy] = {
     "reasoning": one_of({}, {"effort": "low", "summary": "auto"}, {"effort": "x"}), "metadata": one_of({}, {"a": "b"}, {"a": 1}),
     "prompt_cache_key": one_of(None, "a", "s" * 300), "stream_options": one_of(None, {}, {"include_obfuscation": False}),
 }  # fmt: skip
+_block = st.one_of(
+    st.fixed_dictionaries({"type": one_of("text", "text", "thinking", "document"), "text": words, "thinking": words}),
+    st.fixed_dictionaries({"type": st.just("image"), "source": one_of({"type": "base64", "data": "AA=="}, {"type": "base64", "data": 3}, {"type": "url"}, None)}),
+    st.fixed_dictionaries({"type": st.just("tool_use"), "id": one_of("a", 3), "name": one_of("look_up", ""), "input": one_of({}, {"a": 1}, "{}")}),
+    st.fixed_dictionaries({"type": st.just("tool_result"), "tool_use_id": one_of("a", None), "content": st.one_of(st.none(), words, st.just([{"type": "text", "text": "a"}]), st.just([3]))}),
+    one_of({"type": []}, {}, 3),
+)  # fmt: skip
+_turn = st.one_of(
+    _text_message,
+    st.fixed_dictionaries({"role": one_of("user", "assistant", "system", "tool"), "content": st.one_of(words, st.none(), st.lists(_block, max_size=3))}),
+)  # fmt: skip
+MESSAGES_HINTS: dict[str, Strategy] = {
+    "messages": st.lists(_turn, max_size=4), "max_tokens": one_of(1, 2, 3),
+    "system": one_of(None, "Be brief.", "", [{"type": "text", "text": "a"}], [3], [{"type": "image"}]),
+    "tools": st.lists(
+        st.fixed_dictionaries({"name": one_of("look_up", "", "é"), "input_schema": _schemas}, optional={"type": one_of("custom", "bash_20250124", None, [])}),
+        max_size=2,
+    ),
+    "tool_choice": one_of(None, {"type": "auto"}, {"type": "none"}, {"type": "any"}, {"type": "tool", "name": "look_up"}, {"type": "tool"}, {}),
+    "thinking": one_of(None, {"type": "disabled"}, {"type": "enabled", "budget_tokens": 1024}, {"type": "adaptive"}, {"type": "x"}),
+    "output_config": st.one_of(
+        one_of(None, {}, {"effort": "low"}, {"effort": "x"}, {"format": {"type": "json_schema"}}),
+        _schemas.map(lambda one: {"format": {"type": "json_schema", "schema": one}}),
+    ),
+    "context_management": one_of(None, {}, {"edits": []}, {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}, {"edits": 3}, {"edits": [3]}),
+    "metadata": one_of(None, {}, {"user_id": "u" * 300}, {"user_id": 3}), "stop_sequences": one_of(None, [], ["a"], [""], ["é"]),
+    "stream_options": one_of(None, {}, {"include_usage": True}),
+}  # fmt: skip
 HINTS: dict[str, Strategy] = {
     **SAMPLING_HINTS,
     "generation_kwargs": objects_of(kind_of(SamplingOptions), SAMPLING_HINTS),

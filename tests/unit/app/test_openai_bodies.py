@@ -6,9 +6,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from flask.testing import FlaskClient
 
-from app import create_app
 from app.openai.bodies import CHAT_COMPLETIONS_BODY, COMPLETIONS_BODY, ChatFields, CompletionsFields
 from app.outputs.token_arrays import weight_spans
 from app.route.decoding import decode_body
@@ -16,7 +14,6 @@ from app.route.unused_fields import CHAT_ONLY, UNUSED, UNUSED_OF_GENERATE, UNUSE
 from app.vllm.bodies import GENERATE_BODY, TOKENIZE_BODY, GenerateFields
 from app.weights.bodies import LoadAdapterBody
 from titopool.errors import InvalidRequest
-from titopool.settings.config import ServerConfig
 from titopool.wire.messages import Completion
 
 CHAT = {"messages": [{"role": "user", "content": "a"}]}
@@ -163,36 +160,3 @@ def test_weight_versions_in_vllms_form(versions, num_tokens, spans):
 
 
 # ---- routes that are refused ---------------------------------------------------------------
-
-
-@pytest.fixture
-def flask_client() -> FlaskClient:
-    return create_app(ServerConfig()).test_client()
-
-
-def transport(module: Any, flask_client: FlaskClient) -> Any:
-    """The HTTP client of a package, whose requests go to the application in this process."""
-    http = module._base_client.httpx if hasattr(module._base_client, "httpx") else None
-    http = http or module._base_client.httpx2
-    return http.Client(transport=http.WSGITransport(app=flask_client.application))
-
-
-# The client takes 8 s to import; tests/golden has the answers of /v1/messages.
-@pytest.mark.variant
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda messages, body: messages.create(max_tokens=3, **body),
-        lambda messages, body: messages.create(max_tokens=3, stream=True, **body),
-        lambda messages, body: messages.count_tokens(**body),
-    ],
-)
-def test_anthropics_client_raises_not_found_for_messages(flask_client, call: Callable[..., Any]):
-    import anthropic
-
-    http = transport(anthropic, flask_client)
-    client = anthropic.Anthropic(base_url="http://localhost", api_key="none", http_client=http)
-    with pytest.raises(anthropic.NotFoundError) as caught:
-        call(client.messages, {"model": "m", **CHAT})
-    assert caught.value.type == "not_found_error"
-    assert "use /v1/chat/completions" in str(caught.value)
