@@ -59,28 +59,14 @@ def _messages(fields: ResponsesFields) -> list[Message]:
         if len(found) == 1:
             # Encrypted reasoning has nothing to render.
             continue
-        if not turn or _begins_message(kind, last):
+        # A turn has reasoning at its beginning, and texts only beside calls.
+        if not last or (kind == "reasoning" != last) or (kind == last == "message"):
             turn = {"role": "assistant"}
             messages.append(turn)
-        _join(turn, found)
+        ((name, value),) = [(name, one) for name, one in found.items() if name != "role"]
+        turn[name] = turn[name] + value if name in turn else value
         last = kind
     return messages
-
-
-def _begins_message(kind: str, last: str) -> bool:
-    """Whether an item of the assistant is not of the turn that its items before belong to.
-
-    A turn has reasoning at its beginning, and texts only beside calls.
-    """
-    if kind == "reasoning":
-        return last not in ("", "reasoning")
-    return kind == last == "message"
-
-
-def _join(turn: Message, found: Message) -> None:
-    for name, value in found.items():
-        if name != "role":
-            turn[name] = turn[name] + value if name in turn else value
 
 
 def _read(item: Item, kind: str, location: str) -> Message:
@@ -88,12 +74,9 @@ def _read(item: Item, kind: str, location: str) -> Message:
     if kind == "message":
         return _message(item, location)
     if kind == "function_call":
-        call_id, *texts = (
-            _text_of(item, one, location) for one in ("call_id", "name", "arguments")
-        )
-        function = dict(zip(("name", "arguments"), texts, strict=True))
-        calls = [{"id": call_id, "type": "function", "function": function}]
-        return {"role": "assistant", "tool_calls": calls}
+        function = {one: _text_of(item, one, location) for one in ("name", "arguments")}
+        call = {"id": _text_of(item, "call_id", location), "type": "function", "function": function}
+        return {"role": "assistant", "tool_calls": [call]}
     if kind == "function_call_output":
         content = _content(item, "output", location, (*TEXTS, "input_image"))
         call_id = _text_of(item, "call_id", location)
