@@ -68,6 +68,8 @@ class Masks:
     def _text(self, text: str) -> str:
         for old, new in self._texts.items():
             text = text.replace(old, new)
+        # Ids of items have a word before and a number behind, with underscores.
+        text = re.sub(r"(?<=_)[0-9a-f]{32}(?=_|\b)", "ID", text)
         text = re.sub(r"\b[0-9a-f]{32}\b|\b[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}\b", "ID", text)
         text = re.sub(r"\b[0-9a-f]{12}([0-9a-f]{4})?\b", "ID", text)
         return re.sub(r"\b\d+\.\d+ s\b", "N s", text)
