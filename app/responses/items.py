@@ -45,32 +45,26 @@ def _messages(fields: ResponsesFields) -> list[Message]:
         messages.append({"role": "system", "content": fields.instructions})
     if isinstance(fields.input, str):
         return [*messages, {"role": "user", "content": fields.input}]
-    # The assistant's message that the items before have made, and the type of the last of them.
+    # The assistant's message that the items before have made; {}: they are of others.
     turn: Message = {}
-    last = ""
     for index, item in enumerate(sharing_time(fields.input)):
-        location = f"input[{index}]"
-        kind = _kind_of(item) or ("message" if "role" in item else "")
-        found = _read(item, kind, location)
+        found = _read(item, f"input[{index}]")
         if found["role"] != "assistant":
             messages.append(found)
-            turn, last = {}, ""
-            continue
-        if len(found) == 1:
+            turn = {}
+        elif not turn or "reasoning" in found or "content" in found.keys() & turn.keys():
             # Encrypted reasoning has nothing to render.
-            continue
-        # A turn has reasoning at its beginning, and texts only beside calls.
-        if not last or (kind == "reasoning" != last) or (kind == last == "message"):
-            turn = {"role": "assistant"}
-            messages.append(turn)
-        ((name, value),) = [(name, one) for name, one in found.items() if name != "role"]
-        turn[name] = turn[name] + value if name in turn else value
-        last = kind
+            messages += [turn := found] if len(found) > 1 else []
+        elif "tool_calls" in found.keys() & turn.keys():
+            turn["tool_calls"] += found["tool_calls"]
+        else:
+            turn |= found
     return messages
 
 
-def _read(item: Item, kind: str, location: str) -> Message:
+def _read(item: Item, location: str) -> Message:
     """The message that an item stands for, or its part of one of the assistant's."""
+    kind = _kind_of(item) or ("message" if "role" in item else "")
     if kind == "message":
         return _message(item, location)
     if kind == "function_call":
