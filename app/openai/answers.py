@@ -14,7 +14,7 @@ from app.call.call import Call
 from app.call.jobs import Prompt, expanded_ids
 from app.call.token_texts import MAX_BEFORE, TokenTexts
 from app.openai.bodies import ChatFields, CompletionsFields
-from app.outputs.answer_parts import PromptLogprobs, Usage, WeightSpan
+from app.outputs.answer_parts import ChatToken, PromptLogprobs, Usage, WeightSpan
 from app.outputs.json_parts import Rows, json_parts
 from app.outputs.token_arrays import given_up, prompt_rows, weight_spans
 from app.outputs.usage import usage
@@ -33,20 +33,6 @@ class CompletionLogprobs(msgspec.Struct, kw_only=True):
     token_logprobs: list[float | None]
     top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
-
-
-class ChatTopToken(msgspec.Struct, kw_only=True):
-    """One of the best tokens."""
-
-    token: str
-    logprob: float
-    bytes: list[int]
-
-
-class ChatToken(ChatTopToken, kw_only=True):
-    """A sampled token, with the best ones."""
-
-    top_logprobs: list[ChatTopToken]
 
 
 class ChatLogprobs(msgspec.Struct, kw_only=True):

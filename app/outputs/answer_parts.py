@@ -41,6 +41,20 @@ class PromptToken(msgspec.Struct, kw_only=True):
 PromptLogprobs = list[dict[str, PromptToken] | None]
 
 
+class ChatTopToken(msgspec.Struct, kw_only=True):
+    """One of the best tokens."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ChatToken(ChatTopToken, kw_only=True):
+    """A sampled token, with the best ones."""
+
+    top_logprobs: list[ChatTopToken]
+
+
 class SampledFields(msgspec.Struct, kw_only=True):
     """With `return_token_ids`: what the engine got and sampled. Lists are [tokens]."""
 

@@ -4,7 +4,7 @@ Follows `openai.types.responses.Response` and its `ResponseStreamEvent`.
 """
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any, Literal, NamedTuple
 
 import msgspec
@@ -15,9 +15,10 @@ from app.call import openai_logprobs
 from app.call.chats import Sampled, Turn
 from app.call.jobs import expanded_ids
 from app.call.token_texts import MAX_BEFORE, TokenTexts
-from app.outputs.answer_parts import SampledFields
+from app.outputs.answer_parts import ChatToken, SampledFields
 from app.outputs.json_parts import Rows, json_parts
 from app.responses.bodies import TOOL_FIELDS, ResponsesFields
+from app.route.error_schemas import ErrorDetail
 from titopool.wire.messages import Completed, Completion
 
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
@@ -26,20 +27,12 @@ _CUT = ("incomplete", {"reason": "max_output_tokens"})
 ENDS: dict[str, tuple[str, dict[str, str] | None]] = {
     "length": _CUT, "repetition": _CUT, "abort": ("cancelled", None)
 }  # fmt: skip
-
-
-class OutputTopToken(msgspec.Struct, kw_only=True):
-    """One of the best tokens."""
-
-    token: str
-    logprob: float
-    bytes: list[int]
-
-
-class OutputToken(OutputTopToken, kw_only=True):
-    """A sampled token, with the best ones."""
-
-    top_logprobs: list[OutputTopToken]
+# By the type of an item: the prefix of its id, and what it has before it gains anything.
+EMPTY: dict[str, tuple[str, dict[str, Any]]] = {
+    "reasoning": ("rs", {"summary": [], "content": []}),
+    "message": ("msg", {"role": "assistant", "content": []}),
+    "function_call": ("fc", {"arguments": ""}),
+}
 
 
 class OutputText(msgspec.Struct, kw_only=True, tag="output_text"):
@@ -49,7 +42,7 @@ class OutputText(msgspec.Struct, kw_only=True, tag="output_text"):
     # Always empty.
     annotations: list[dict[str, Any]]
     # Of all sampled tokens, those of reasoning and calls too.
-    logprobs: list[OutputToken]
+    logprobs: list[ChatToken]
 
 
 class ReasoningText(msgspec.Struct, kw_only=True, tag="reasoning_text"):
@@ -124,16 +117,6 @@ class IncompleteDetails(msgspec.Struct, kw_only=True):
     reason: Literal["max_output_tokens"]
 
 
-class ResponseFailure(msgspec.Struct, kw_only=True):
-    """Why a stream ended early: the fields of other errors."""
-
-    message: str
-    type: str
-    code: str
-    param: str | None
-    request_id: str | UnsetType = UNSET
-
-
 class ResponseAnswer(SampledFields, kw_only=True):
     """The answer, with the fields of the body that made it."""
 
@@ -143,7 +126,8 @@ class ResponseAnswer(SampledFields, kw_only=True):
     created_at: int
     status: Literal["in_progress", "completed", "incomplete", "cancelled", "failed"]
     incomplete_details: IncompleteDetails | None
-    error: ResponseFailure | None
+    # Of a stream that failed.
+    error: ErrorDetail | None
     model: str
     output: list[OutputItem]
     # Null until the end of a stream.
@@ -188,7 +172,7 @@ class ResponseEvent(msgspec.Struct, kw_only=True):
     delta: str | UnsetType = UNSET
     text: str | UnsetType = UNSET
     # In a delta, of the tokens since the last one.
-    logprobs: list[OutputToken] | UnsetType = UNSET
+    logprobs: list[ChatToken] | UnsetType = UNSET
     name: str | UnsetType = UNSET
     arguments: str | UnsetType = UNSET
 
@@ -241,17 +225,9 @@ class ResponsesRequest(NamedTuple):
 
     def item(self, index: int, kind: str, **fields: Any) -> dict[str, Any]:
         """An empty item of the output."""
-        prefix = {"reasoning": "rs", "message": "msg", "function_call": "fc"}[kind]
-        item: dict[str, Any] = {
-            "id": f"{prefix}_{self.turn.call.id}_{index}",
-            "type": kind,
-            "status": "in_progress",
-        }
-        if kind == "reasoning":
-            item |= {"summary": [], "content": []}
-        elif kind == "message":
-            item |= {"role": "assistant", "content": []}
-        return item | fields
+        prefix, empty = EMPTY[kind]
+        name = f"{prefix}_{self.turn.call.id}_{index}"
+        return {"id": name, "type": kind, "status": "in_progress", **empty, **fields}
 
     def end(
         self, sampled: Sampled, ids: np.ndarray, num_cached: int, adapter_version: int | None
@@ -271,20 +247,17 @@ class ResponsesRequest(NamedTuple):
             **sampled.fields(self.turn, ids, adapter_version),
         }
 
-    def logprobs(
-        self, pieces: Sequence[Completion], before: list[int] | None = None
-    ) -> Iterator[Any]:
+    def logprobs(self, pieces: Iterable[Completion], before: list[int]) -> Iterator[Any]:
         """Of the tokens of `pieces`, in order; none if the client requests none.
 
         Args:
             before: the completion's last ids before the pieces, at most `MAX_BEFORE`.
         """
-        before = before or []
-        for piece in pieces if self.texts is not None else ():
-            assert self.texts is not None
-            found = openai_logprobs.of_chat(piece, self.texts, self.fields.top_logprobs, before)
-            yield from found["content"]
-            before = last_ids(before, piece)
+        if self.texts is not None:
+            for piece in pieces:
+                k = self.fields.top_logprobs
+                yield from openai_logprobs.of_chat(piece, self.texts, k, before)["content"]
+                before = last_ids(before, piece)
 
 
 def last_ids(before: list[int], piece: Completion) -> list[int]:
@@ -322,7 +295,7 @@ def _items(request: ResponsesRequest, completion: Completion) -> list[dict[str, 
     error = {name: message[name] for name in ("parsing_error",) if name in message}
     if content or error or not (made or calls):
         # An iterator, because it has a list of unknown length (`json_parts`).
-        part = text_part(content) | {"logprobs": Rows(request.logprobs([completion]))}
+        part = text_part(content) | {"logprobs": Rows(request.logprobs([completion], []))}
         made.append(("message", {"content": iter([part]), **error}))
     for call in calls:
         made.append(("function_call", {"call_id": call["id"], **call["function"]}))

@@ -110,6 +110,9 @@ UNUSED_OF_RESPONSES: dict[str, Unused] = UNUSED | {
     "prompt_cache_retention": Unused("the prefix cache has none", accepted=None),
     "access_programs": Unused("it describes the client, not the generation", accepted=None),
     "truncation": Unused("no prompt is shortened; send a shorter one", ("disabled",)),
+    # vLLM's.
+    "enable_response_messages": Unused("no answer has a prompt's messages", (False,)),
+    "previous_input_messages": Unused(_NO_STATE),
     # Of chats.
     "include_reasoning": Unused("reasoning is an item of its own", (True,)),
     "logprobs": Unused(f'send "include": ["{LOGPROBS}"] and top_logprobs'),

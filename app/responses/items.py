@@ -45,55 +45,32 @@ def _messages(fields: ResponsesFields) -> list[Message]:
         messages.append({"role": "system", "content": fields.instructions})
     if isinstance(fields.input, str):
         return [*messages, {"role": "user", "content": fields.input}]
-    # The assistant's message that the items before have made, and the type of the last of them.
+    # The assistant's message that the items before have made; {}: they are of others.
     turn: Message = {}
-    last = ""
     for index, item in enumerate(sharing_time(fields.input)):
-        location = f"input[{index}]"
-        kind = _kind_of(item) or ("message" if "role" in item else "")
-        found = _read(item, kind, location)
+        found = _read(item, f"input[{index}]")
         if found["role"] != "assistant":
             messages.append(found)
-            turn, last = {}, ""
-            continue
-        if len(found) == 1:
+            turn = {}
+        elif not turn or "reasoning" in found or "content" in found.keys() & turn.keys():
             # Encrypted reasoning has nothing to render.
-            continue
-        if not turn or _begins_message(kind, last):
-            turn = {"role": "assistant"}
-            messages.append(turn)
-        _join(turn, found)
-        last = kind
+            messages += [turn := found] if len(found) > 1 else []
+        elif "tool_calls" in found.keys() & turn.keys():
+            turn["tool_calls"] += found["tool_calls"]
+        else:
+            turn |= found
     return messages
 
 
-def _begins_message(kind: str, last: str) -> bool:
-    """Whether an item of the assistant is not of the turn that its items before belong to.
-
-    A turn has reasoning at its beginning, and texts only beside calls.
-    """
-    if kind == "reasoning":
-        return last not in ("", "reasoning")
-    return kind == last == "message"
-
-
-def _join(turn: Message, found: Message) -> None:
-    for name, value in found.items():
-        if name != "role":
-            turn[name] = turn[name] + value if name in turn else value
-
-
-def _read(item: Item, kind: str, location: str) -> Message:
+def _read(item: Item, location: str) -> Message:
     """The message that an item stands for, or its part of one of the assistant's."""
+    kind = _kind_of(item) or ("message" if "role" in item else "")
     if kind == "message":
         return _message(item, location)
     if kind == "function_call":
-        call_id, *texts = (
-            _text_of(item, one, location) for one in ("call_id", "name", "arguments")
-        )
-        function = dict(zip(("name", "arguments"), texts, strict=True))
-        calls = [{"id": call_id, "type": "function", "function": function}]
-        return {"role": "assistant", "tool_calls": calls}
+        function = {one: _text_of(item, one, location) for one in ("name", "arguments")}
+        call = {"id": _text_of(item, "call_id", location), "type": "function", "function": function}
+        return {"role": "assistant", "tool_calls": [call]}
     if kind == "function_call_output":
         content = _content(item, "output", location, (*TEXTS, "input_image"))
         call_id = _text_of(item, "call_id", location)

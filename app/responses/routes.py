@@ -21,6 +21,10 @@ from app.route.parameters import SESSION_ID
 from titopool.errors import ContextLengthExceeded, InvalidRequest, PromptTooLong
 
 blueprint = Blueprint("responses", __name__)
+ASKED = "What is 6 times 7?"
+CALL = {
+    "type": "function_call", "call_id": "call_1", "name": "multiply", "arguments": '{"a": 6, "b": 7}'
+}  # fmt: skip
 # Where a chat's messages and tools stand in errors.
 _OF_CHAT = re.compile(r"^messages(\[\d+\]|\.\w+)*|(?<=\])\.function(?=\.)")
 
@@ -40,7 +44,7 @@ _OF_CHAT = re.compile(r"^messages(\[\d+\]|\.\w+)*|(?<=\])\.function(?=\.)")
         "text": Example(
             "A text, with ids and log-probabilities",
             {
-                "input": "What is 6 times 7?",
+                "input": ASKED,
                 "max_output_tokens": 8,
                 "include": ["message.output_text.logprobs"],
                 "top_logprobs": 2,
@@ -52,21 +56,14 @@ _OF_CHAT = re.compile(r"^messages(\[\d+\]|\.\w+)*|(?<=\])\.function(?=\.)")
             {
                 "instructions": "Be brief.",
                 "input": [
-                    {"role": "user", "content": "What is 6 times 7?"},
-                    {
-                        "type": "function_call",
-                        "call_id": "call_1",
-                        "name": "multiply",
-                        "arguments": '{"a": 6, "b": 7}',
-                    },
+                    {"role": "user", "content": ASKED},
+                    CALL,
                     {"type": "function_call_output", "call_id": "call_1", "output": "42"},
                 ],
                 "max_output_tokens": 8,
             },
         ),
-        "stream": Example(
-            "A stream", {"input": "What is 6 times 7?", "max_output_tokens": 4, "stream": True}
-        ),
+        "stream": Example("A stream", {"input": ASKED, "max_output_tokens": 4, "stream": True}),
     },
 )
 def responses() -> Response:
@@ -81,9 +78,7 @@ def responses() -> Response:
             raise _in_its_terms(error) from None
         # The items may have long texts, and images.
         fields.input = ""
-        texts = None
-        if fields.num_logprobs is not None:
-            texts = TokenTexts(call, as_ids=False)
+        texts = None if fields.num_logprobs is None else TokenTexts(call, as_ids=False)
         asked = ResponsesRequest(turn, fields, texts)
         events = ResponseEvents(asked) if fields.stream else None
         return respond(call, request, whole=partial(whole_answer, asked), events=events)

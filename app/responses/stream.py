@@ -96,7 +96,7 @@ class ResponseEvents(EventWriter):
                 self._call_index = index
                 call_id = call.get("id") or f"call_{self._request.turn.call.id}_{index}"
                 name = function.get("name") or ""
-                yield from self._begin("function_call", call_id=call_id, name=name, arguments="")
+                yield from self._begin("function_call", call_id=call_id, name=name)
             yield from self._add("function_call", function.get("arguments") or "")
 
     def _add(self, kind: str, text: str) -> Iterator[Event]:
@@ -150,7 +150,7 @@ class ResponseEvents(EventWriter):
         """An item with its log-probabilities, which are read once."""
         if not self._pieces or not (item["type"] == "message" and item["content"]):
             return item
-        part = item["content"][0] | {"logprobs": self._request.logprobs(self._pieces)}
+        part = item["content"][0] | {"logprobs": self._request.logprobs(self._pieces, [])}
         return item | {"content": iter([part])}
 
     def _shown_output(self) -> Any:

@@ -306,6 +306,8 @@ def test_streamed_items_are_those_of_the_whole_answer(scripted: Scripted):
     assert [one.sequence_number for one in events] == list(range(len(events)))
     done = {one.output_index: one.item for one in events if one.type == "response.output_item.done"}
     check_output([done[index] for index in range(3)])
+    kinds = [one.type for one in scripted.respond(stream=True)]
+    assert [one.type for one in events] == kinds
     for kind, index in (("reasoning_text", 0), ("output_text", 1), ("function_call_arguments", 2)):
         own = [one for one in events if one.type.startswith(f"response.{kind}.")]
         assert {(one.output_index, one.item_id) for one in own} == {(index, done[index].id)}

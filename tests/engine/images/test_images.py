@@ -276,6 +276,36 @@ def test_openai_s_routes_accept_images(qwen: Vision, stream: bool):
     assert (fewer.status_code, fewer.json()["error"]["code"]) == (400, "image_mismatch")
 
 
+def test_items_of_a_response_may_have_images(qwen: Vision):
+    text, images = PROMPTS["conversation"]
+    expected = qwen.see(text, images)
+    parts = [
+        {"type": "input_image", "image_url": "data:image/png;base64," + encoded(one), "detail": "auto"}
+        for one in images
+    ]  # fmt: skip
+    before, after = ({"type": "input_text", "text": one} for one in ("and ", "?"))
+    items = [
+        {"role": "user", "content": [parts[0], {"type": "input_text", "text": " hello"}]},
+        {"role": "assistant", "content": "a cat"},
+        {"role": "user", "content": [before, *parts[1:], after]},
+    ]
+    body = {
+        "input": items, "temperature": 0, "max_output_tokens": NUM_TOKENS, "ignore_eos": True,
+        "return_token_ids": True,
+    }  # fmt: skip
+    whole = qwen.server.post("/v1/responses", body).json()
+    streamed = qwen.server.post("/v1/responses", body | {"stream": True}).text
+    for found in (whole, json.loads(streamed.rpartition("data: ")[2])["response"]):
+        assert found["prompt_token_ids"] == expected.prompt_ids
+        assert found["token_ids"] == expected.completion_ids
+        assert found["usage"]["input_tokens"] == len(expected.prompt_ids)
+    broken = {"type": "input_image", "image_url": "data:image/png;base64,aGk="}
+    answer = qwen.server.post("/v1/responses", {"input": [{"role": "user", "content": [broken]}]})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"], error["param"]) == (400, "invalid_image", "input")
+    assert error["message"].startswith("input: image")
+
+
 def test_drift_ignores_image_placeholders(qwen: Vision):
     def drifted() -> list[float]:
         return [

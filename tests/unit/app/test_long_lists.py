@@ -13,6 +13,7 @@ import pytest
 
 from app.generate import GENERATE_BODY
 from app.openai import bodies as openai
+from app.responses.bodies import RESPONSES_BODY
 from app.route import decoding, long_lists
 from app.route.decoding import decode_body
 from app.trl import bodies as generation
@@ -60,6 +61,7 @@ BODIES: dict[str, tuple[Any, dict[str, Any]]] = {
     "conversations": (generation.CHAT_BODY, {"messages": [MESSAGES[:1]] * 20_000}),
     "messages": (openai.CHAT_COMPLETIONS_BODY, {"messages": MESSAGES, "n": 3}),
     "parts": (openai.CHAT_COMPLETIONS_BODY, {"messages": [{"role": "user", "content": PARTS}]}),
+    "items": (RESPONSES_BODY, {"input": MESSAGES, "top_k": 3, "new_field": 1}),
     "one conversation": (generation.CHAT_BODY, {"messages": [MESSAGES, MESSAGES[:1]]}),
     "parts of a conversation": (
         generation.CHAT_BODY,
@@ -97,6 +99,7 @@ BODIES: dict[str, tuple[Any, dict[str, Any]]] = {
     "bad: number": (inference.GENERATE_BODY, {"token_ids": [*FLAT, "1"], "sampling_params": {}}),
     "bad: nested": (openai.COMPLETIONS_BODY, {"prompt": [*ROWS, [1, {}]]}),
     "bad: message": (openai.CHAT_COMPLETIONS_BODY, {"messages": [*MESSAGES, 3]}),
+    "bad: item": (RESPONSES_BODY, {"input": [*MESSAGES, 3]}),
     "bad: part's message": (generation.CHAT_BODY, {"messages": [[*MESSAGES, 3]]}),
     "bad: one list of logprobs": (
         generation.MISMATCH_BODY,

@@ -54,9 +54,16 @@ def assistant(**fields: Any) -> dict[str, Any]:
         # A turn is one message.
         ([THOUGHT, TEXT, CALL], [assistant(reasoning="hm", content="b", tool_calls=[IN_CHAT])]),
         ([CALL, CALL], [assistant(tool_calls=[IN_CHAT, IN_CHAT])]),
-        ([THOUGHT, THOUGHT, CALL], [assistant(reasoning="hmhm", tool_calls=[IN_CHAT])]),
-        ([TEXT, CALL, TEXT], [assistant(content="bb", tool_calls=[IN_CHAT])]),
-        # What no turn has in this order are two.
+        ([CALL, TEXT, CALL], [assistant(content="b", tool_calls=[IN_CHAT, IN_CHAT])]),
+        # Reasoning and a second text begin another one.
+        (
+            [THOUGHT, THOUGHT, CALL],
+            [assistant(reasoning="hm"), assistant(reasoning="hm", tool_calls=[IN_CHAT])],
+        ),
+        (
+            [TEXT, CALL, TEXT],
+            [assistant(content="b", tool_calls=[IN_CHAT]), assistant(content="b")],
+        ),
         ([TEXT, TEXT], [assistant(content="b"), assistant(content="b")]),
         (
             [CALL, THOUGHT, TEXT],
