@@ -9,11 +9,12 @@ import orjson
 from flask import Response
 from msgspec import UNSET, UnsetType
 
-from app.call.chats import Sampled, Turn
+from app.call.chats import Part, Sampled, Turn
 from app.call.jobs import expanded_ids
 from app.http.responses import json_line
 from app.outputs.answer_parts import SampledFields
 from app.outputs.json_parts import json_parts
+from app.route.error_schemas import Error
 from titopool.wire.messages import Completed
 
 StopReason = Literal[
@@ -24,10 +25,6 @@ StopReason = Literal[
     "pause_turn",
     "model_context_window_exceeded",
 ]
-ErrorType = Literal[
-    "invalid_request_error", "authentication_error", "permission_error", "not_found_error",
-    "request_too_large", "rate_limit_error", "api_error", "overloaded_error", "timeout_error",
-]  # fmt: skip
 
 
 class TextBlock(msgspec.Struct, kw_only=True, tag_field="type", tag="text"):
@@ -72,8 +69,6 @@ class MessageAnswer(SampledFields, kw_only=True):
     stop_reason: StopReason | None
     stop_sequence: str | None
     usage: MessageUsage
-    # Why the text from here on is not parsed.
-    parsing_error: str | UnsetType = UNSET
 
 
 class BlockDelta(msgspec.Struct, kw_only=True):
@@ -95,7 +90,7 @@ class MessageEvent(SampledFields, kw_only=True):
 
     type: Literal[
         "message_start", "content_block_start", "content_block_delta", "content_block_stop",
-        "message_delta", "message_stop", "error",
+        "message_delta", "message_stop",
     ]  # fmt: skip
     message: MessageAnswer | UnsetType = UNSET
     # Of the block.
@@ -103,7 +98,6 @@ class MessageEvent(SampledFields, kw_only=True):
     content_block: TextBlock | ThinkingBlock | ToolUseBlock | UnsetType = UNSET
     delta: BlockDelta | UnsetType = UNSET
     usage: MessageUsage | UnsetType = UNSET
-    parsing_error: str | UnsetType = UNSET
 
 
 class TokenCount(msgspec.Struct, kw_only=True):
@@ -112,29 +106,16 @@ class TokenCount(msgspec.Struct, kw_only=True):
     input_tokens: int
 
 
-class AnthropicErrorDetail(msgspec.Struct, kw_only=True):
-    """What was expected, what came and what to do."""
-
-    type: ErrorType
-    message: str
-    # The server's own name, on which clients may branch.
-    code: str
-    # The field of the body that is wrong.
-    param: str | None
-    request_id: str | UnsetType = UNSET
-
-
-class AnthropicError(msgspec.Struct, kw_only=True):
-    """Every error, in Anthropic's shape."""
+class AnthropicError(Error, kw_only=True):
+    """Every error, in Anthropic's shape; the `type` in `error` is Anthropic's, too."""
 
     type: Literal["error"]
-    error: AnthropicErrorDetail
     request_id: str
 
 
 # ---- how they are made ----------------------------------------------------------------------
 
-ERROR_TYPES: dict[int, ErrorType] = {
+ERROR_TYPES: dict[int, str] = {
     HTTPStatus.UNAUTHORIZED: "authentication_error",
     HTTPStatus.FORBIDDEN: "permission_error",
     HTTPStatus.NOT_FOUND: "not_found_error",
@@ -179,16 +160,14 @@ def head(turn: Turn) -> dict[str, Any]:
     }
 
 
-def stop_of(
-    turn: Turn, sampled: Sampled, num_prompt: int, *, has_calls: bool
-) -> tuple[StopReason, str | None]:
+def stop_of(turn: Turn, sampled: Sampled, num_prompt: int) -> tuple[StopReason, str | None]:
     """Why a message ended, and the stop sequence that ended it."""
     if sampled.finish_reason == "abort":
         return "pause_turn", None
     if sampled.finish_reason == "stop" and isinstance(sampled.stop_reason, str):
         return "stop_sequence", sampled.stop_reason
     if sampled.finish_reason in ("stop", "tool_calls"):
-        return ("tool_use" if has_calls else "end_turn"), None
+        return ("tool_use" if sampled.has_calls else "end_turn"), None
     is_full = num_prompt + sampled.num_tokens >= turn.call.facts.max_model_len
     if is_full and sampled.num_tokens < (turn.options.max_tokens or 0):
         return "model_context_window_exceeded", None
@@ -205,43 +184,28 @@ def usage_of(num_prompt: int, num_generated: int, num_cached: int) -> dict[str, 
     }
 
 
+def block_of(turn: Turn, part: Part) -> dict[str, Any]:
+    """A part as a block; of a stream that has just begun, an empty one."""
+    if part.kind == "reasoning":
+        return {"type": "thinking", "thinking": part.text, "signature": turn.call.id}
+    if part.kind == "content":
+        return {"type": "text", "text": part.text}
+    given = _input_of(part.text or "{}")
+    return {"type": "tool_use", "id": part.call_id, "name": part.name, "input": given}
+
+
 def whole_answer(turn: Turn, results: list[Completed]) -> Iterator[bytes]:
     """The response body of a request that is not streamed, as JSON in parts."""
-    (ids,), (result,) = expanded_ids([turn.prompt], results), results
-    (completion,) = result.completions
-    sampled = Sampled()
-    sampled.add(completion)
-    message = {"content": completion.text} if completion.message is None else completion.message
-    stop_reason, stop_sequence = stop_of(
-        turn, sampled, len(ids), has_calls=bool(message.get("tool_calls"))
-    )
-    error = message.get("parsing_error")
-    return json_parts(
-        head(turn)
-        | {
-            "content": list(_blocks(turn, message)),
-            "stop_reason": stop_reason,
-            "stop_sequence": stop_sequence,
-            "usage": usage_of(len(ids), sampled.num_tokens, result.num_cached_tokens),
-        }
-        | ({"parsing_error": error} if error else {})
-        | sampled.fields(turn, ids, result.adapter_version)
-    )
-
-
-def _blocks(turn: Turn, message: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    if thought := message.get("reasoning"):
-        yield {"type": "thinking", "thinking": thought, "signature": turn.call.id}
-    if text := message.get("content"):
-        yield {"type": "text", "text": text}
-    for call in message.get("tool_calls") or ():
-        function = call["function"]
-        yield {
-            "type": "tool_use",
-            "id": call["id"],
-            "name": function["name"],
-            "input": _input_of(function.get("arguments") or "{}"),
-        }
+    (ids,), (result,), sampled = expanded_ids([turn.prompt], results), results, Sampled()
+    sampled.add(result.completions[0])
+    stop_reason, stop_sequence = stop_of(turn, sampled, len(ids))
+    answer = head(turn) | {
+        "content": [block_of(turn, part) for part in sampled.parts],
+        "stop_reason": stop_reason,
+        "stop_sequence": stop_sequence,
+        "usage": usage_of(len(ids), sampled.num_tokens, result.num_cached_tokens),
+    }
+    return json_parts(answer | sampled.fields(turn, ids, result.adapter_version))
 
 
 def _input_of(arguments: str) -> dict[str, Any]:

@@ -56,8 +56,10 @@ class ChatToken(ChatTopToken, kw_only=True):
 
 
 class SampledFields(msgspec.Struct, kw_only=True):
-    """With `return_token_ids`: what the engine got and sampled. Lists are [tokens]."""
+    """What the engine got and sampled, with `return_token_ids`; lists are [tokens]."""
 
+    # Why the text from some place on is not parsed, also without `return_token_ids`.
+    parsing_error: str | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
     token_ids: list[int] | UnsetType = UNSET
     # Of the sampled tokens.

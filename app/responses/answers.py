@@ -4,7 +4,7 @@ Follows `openai.types.responses.Response` and its `ResponseStreamEvent`.
 """
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
 import msgspec
@@ -12,11 +12,11 @@ import numpy as np
 from msgspec import UNSET, UnsetType
 
 from app.call import openai_logprobs
-from app.call.chats import Sampled, Turn
+from app.call.chats import Part, Sampled, Turn
 from app.call.jobs import expanded_ids
 from app.call.token_texts import MAX_BEFORE, TokenTexts
 from app.outputs.answer_parts import ChatToken, SampledFields
-from app.outputs.json_parts import Rows, json_parts
+from app.outputs.json_parts import json_parts
 from app.responses.bodies import TOOL_FIELDS, ResponsesFields
 from app.route.error_schemas import ErrorDetail
 from titopool.wire.messages import Completed, Completion
@@ -27,12 +27,10 @@ _CUT = ("incomplete", {"reason": "max_output_tokens"})
 ENDS: dict[str, tuple[str, dict[str, str] | None]] = {
     "length": _CUT, "repetition": _CUT, "abort": ("cancelled", None)
 }  # fmt: skip
-# By the type of an item: the prefix of its id, and what it has before it gains anything.
-EMPTY: dict[str, tuple[str, dict[str, Any]]] = {
-    "reasoning": ("rs", {"summary": [], "content": []}),
-    "message": ("msg", {"role": "assistant", "content": []}),
-    "function_call": ("fc", {"arguments": ""}),
-}
+# The type of an item and the prefix of its id, by the kind of part.
+TYPES = {
+    "reasoning": ("reasoning", "rs"), "content": ("message", "msg"), "call": ("function_call", "fc")
+}  # fmt: skip
 
 
 class OutputText(msgspec.Struct, kw_only=True, tag="output_text"):
@@ -68,8 +66,6 @@ class OutputMessage(msgspec.Struct, kw_only=True, tag="message"):
     status: ItemStatus
     role: Literal["assistant"]
     content: list[OutputText]
-    # Why the text from here on is not parsed.
-    parsing_error: str | UnsetType = UNSET
 
 
 class FunctionCallItem(msgspec.Struct, kw_only=True, tag="function_call"):
@@ -223,11 +219,27 @@ class ResponsesRequest(NamedTuple):
             "previous_response_id": None,
         }
 
-    def item(self, index: int, kind: str, **fields: Any) -> dict[str, Any]:
-        """An empty item of the output."""
-        prefix, empty = EMPTY[kind]
-        name = f"{prefix}_{self.turn.call.id}_{index}"
-        return {"id": name, "type": kind, "status": "in_progress", **empty, **fields}
+    def item(
+        self, index: int, part: Part, status: ItemStatus, pieces: Sequence[Completion] = ()
+    ) -> dict[str, Any]:
+        """An item of the output, empty while it is in progress.
+
+        Args:
+            pieces: with log-probabilities, which a text then has.
+        """
+        kind, prefix = TYPES[part.kind]
+        name, has_begun = f"{self.turn.call.id}_{index}", status == "in_progress"
+        item: dict[str, Any] = {"id": f"{prefix}_{name}", "type": kind, "status": status}
+        if part.kind == "call":
+            arguments = "" if has_begun else part.text
+            call_id = part.call_id or f"call_{name}"
+            return item | {"call_id": call_id, "name": part.name, "arguments": arguments}
+        item |= {"summary": list[Any]()} if part.kind == "reasoning" else {"role": "assistant"}
+        content = content_of(part)
+        if self.texts is None or part.kind == "reasoning" or has_begun:
+            return item | {"content": [] if has_begun else [content]}
+        # An iterator, because it has a list of unknown length (`json_parts`).
+        return item | {"content": iter([content | {"logprobs": self.logprobs(pieces, [])}])}
 
     def end(
         self, sampled: Sampled, ids: np.ndarray, num_cached: int, adapter_version: int | None
@@ -247,7 +259,7 @@ class ResponsesRequest(NamedTuple):
             **sampled.fields(self.turn, ids, adapter_version),
         }
 
-    def logprobs(self, pieces: Iterable[Completion], before: list[int]) -> Iterator[Any]:
+    def logprobs(self, pieces: Sequence[Completion], before: list[int]) -> Iterator[Any]:
         """Of the tokens of `pieces`, in order; none if the client requests none.
 
         Args:
@@ -265,9 +277,11 @@ def last_ids(before: list[int], piece: Completion) -> list[int]:
     return [*before, *np.frombuffer(piece.token_ids, np.int32)[-MAX_BEFORE:].tolist()][-MAX_BEFORE:]
 
 
-def text_part(text: str) -> dict[str, Any]:
-    """The only part of a message, without log-probabilities."""
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+def content_of(part: Part) -> dict[str, Any]:
+    """The only entry of an item's `content`, without log-probabilities."""
+    if part.kind == "reasoning":
+        return {"type": "reasoning_text", "text": part.text}
+    return {"type": "output_text", "text": part.text, "annotations": [], "logprobs": []}
 
 
 def item_status(finish_reason: str) -> ItemStatus:
@@ -277,31 +291,13 @@ def item_status(finish_reason: str) -> ItemStatus:
 
 def whole_answer(request: ResponsesRequest, results: list[Completed]) -> Iterator[bytes]:
     """The response body of a request that is not streamed, as JSON in parts."""
-    (result,), sampled = results, Sampled()
-    (completion,) = result.completions
+    (ids,), (result,) = expanded_ids([request.turn.prompt], results), results
+    sampled, (completion,) = Sampled(), result.completions
     sampled.add(completion)
-    (ids,) = expanded_ids([request.turn.prompt], results)
     end = request.end(sampled, ids, result.num_cached_tokens, result.adapter_version)
-    return json_parts(request.head() | end | {"output": iter(_items(request, completion))})
-
-
-def _items(request: ResponsesRequest, completion: Completion) -> list[dict[str, Any]]:
-    message = completion.message
-    message = {"content": completion.text} if message is None else message
-    made: list[tuple[str, dict[str, Any]]] = []
-    if text := message.get("reasoning"):
-        made.append(("reasoning", {"content": [{"type": "reasoning_text", "text": text}]}))
-    content, calls = message.get("content") or "", message.get("tool_calls") or ()
-    error = {name: message[name] for name in ("parsing_error",) if name in message}
-    if content or error or not (made or calls):
-        # An iterator, because it has a list of unknown length (`json_parts`).
-        part = text_part(content) | {"logprobs": Rows(request.logprobs([completion], []))}
-        made.append(("message", {"content": iter([part]), **error}))
-    for call in calls:
-        made.append(("function_call", {"call_id": call["id"], **call["function"]}))
-    items = [
-        request.item(index, kind, status="completed", **fields)
-        for index, (kind, fields) in enumerate(made)
+    parts, last = sampled.parts or [Part("content")], item_status(completion.finish_reason)
+    output = [
+        request.item(index, part, last if part is parts[-1] else "completed", [completion])
+        for index, part in enumerate(parts)
     ]
-    items[-1]["status"] = item_status(completion.finish_reason)
-    return items
+    return json_parts(request.head() | end | {"output": iter(output)})

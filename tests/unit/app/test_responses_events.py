@@ -9,6 +9,7 @@ import pytest
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
+from app.outputs.json_parts import json_parts
 from app.responses.answers import ResponsesRequest, whole_answer
 from app.responses.bodies import RESPONSES_BODY
 from app.responses.stream import ResponseEvents
@@ -47,7 +48,7 @@ def called(arguments: str, index: int = 0) -> dict[str, Any]:
 
 def checked(events: Any) -> list[dict[str, Any]]:
     """The events as a client gets them; each is OpenAI's, and fits the description."""
-    found = [json.loads(json.dumps(event)) for event in events]
+    found = [json.loads(b"".join(json_parts(event))) for event in events]
     assert [one["sequence_number"] for one in found] == list(range(len(found)))
     for one in found:
         assert not problems(one, EVENT), one
@@ -142,11 +143,11 @@ def test_an_empty_text_is_a_message():
 
 def test_text_that_is_not_parsed_says_why():
     message = {"content": "a", "parsing_error": "too slow"}
-    for output in (
-        whole(piece(message, "stop"))["output"],
-        streamed(piece({"content": "b"}), piece(message, "stop"))[-1]["response"]["output"],
+    for answer in (
+        whole(piece(message, "stop")),
+        streamed(piece({"content": "b"}), piece(message, "stop"))[-1]["response"],
     ):
-        assert output[-1]["parsing_error"] == "too slow"
+        assert answer["parsing_error"] == "too slow"
 
 
 @pytest.mark.parametrize("begun", [0, 2])
