@@ -32,7 +32,7 @@ def test_messages_agree(server: Server, vllm_url: str, tiny_model: str, case: st
     body = {"model": tiny_model, "max_tokens": 8, "temperature": 0, **MESSAGES[case]}
     ours, theirs = (post(url, "/v1/messages", body).json() for url in (server.url, vllm_url))
     for name in ("type", "role", "stop_reason", "stop_sequence"):
-        assert ours[name] == theirs[name]
+        assert ours[name] == theirs.get(name)
     assert [one["text"] for one in ours["content"]] == [one["text"] for one in theirs["content"]]
     assert ours["usage"]["output_tokens"] == theirs["usage"]["output_tokens"]
     # vLLM does not say by default what it had in its cache.
