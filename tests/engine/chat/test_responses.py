@@ -5,17 +5,17 @@ import os
 import re
 import subprocess
 import sys
-from typing import Any, NamedTuple
+from typing import Any
 
 import openai
 import pytest
 from openai.types.responses import Response
 
 from harness.api_schemas import check_answer, operation_of
-from harness.servers import Server, running_server
-from tests.conftest import ENGINE_OPTIONS
-from tests.kit.models.scripted_model import TALK, THOUGHT, make_scripted_model
+from harness.servers import Server
+from tests.kit.models.scripted_model import TALK, THOUGHT
 from tests.kit.peers.openai_calls import HELLO, client_of
+from tests.kit.peers.scripted_server import Scripted
 from tests.kit.peers.verifiers_rollouts import VERIFIERS_FOLDER
 
 PATH = "/v1/responses"
@@ -28,30 +28,9 @@ ARGUMENTS = {"word": "tito"}
 LOGPROBS = "message.output_text.logprobs"
 
 
-class Scripted(NamedTuple):
-    """A server whose model thinks, talks and calls a function."""
-
-    server: Server
-    client: openai.OpenAI
-    model: str
-    # The ids that the model writes.
-    ids: list[int]
-
-    def respond(self, **fields: Any) -> Any:
-        options = {"model": self.model, "temperature": 0, "input": QUESTION, "tools": [LOOK_UP]}
-        return self.client.responses.create(**options | {"extra_body": IDS} | fields)
-
-
-@pytest.fixture(scope="module")
-def scripted(tmp_path_factory: pytest.TempPathFactory):
-    folder = tmp_path_factory.mktemp("responses")
-    ids = make_scripted_model(folder)
-    options = ("--tool-call-parser", "hermes", "--reasoning-parser", "qwen3", "--num-workers", "1")
-    log = tmp_path_factory.mktemp("responses-server") / "log"
-    with running_server(
-        str(folder), *options, *ENGINE_OPTIONS, "--num-front-ends", "1", log=log
-    ) as server:
-        yield Scripted(server, client_of(server), str(folder), ids)
+def respond(scripted: Scripted, **fields: Any) -> Any:
+    options = {"model": scripted.model, "temperature": 0, "input": QUESTION, "tools": [LOOK_UP]}
+    return scripted.client.responses.create(**options | {"extra_body": IDS} | fields)
 
 
 @pytest.fixture(scope="module")
@@ -278,7 +257,7 @@ def check_output(output: list[Any]) -> None:
 
 
 def test_reasoning_text_and_a_call_are_items(scripted: Scripted):
-    answer = scripted.respond()
+    answer = respond(scripted)
     check_output(answer.output)
     assert answer.status == "completed"
     assert answer.token_ids == scripted.ids
@@ -306,7 +285,7 @@ def test_streamed_items_are_those_of_the_whole_answer(scripted: Scripted):
     assert [one.sequence_number for one in events] == list(range(len(events)))
     done = {one.output_index: one.item for one in events if one.type == "response.output_item.done"}
     check_output([done[index] for index in range(3)])
-    kinds = [one.type for one in scripted.respond(stream=True)]
+    kinds = [one.type for one in respond(scripted, stream=True)]
     assert [one.type for one in events] == kinds
     for kind, index in (("reasoning_text", 0), ("output_text", 1), ("function_call_arguments", 2)):
         own = [one for one in events if one.type.startswith(f"response.{kind}.")]
@@ -317,10 +296,10 @@ def test_streamed_items_are_those_of_the_whole_answer(scripted: Scripted):
 
 
 def test_a_second_turn_has_the_ids_of_the_same_chat(scripted: Scripted):
-    first = scripted.respond()
+    first = respond(scripted)
     call = first.output[2]
     output = {"type": "function_call_output", "call_id": call.call_id, "output": "token in"}
-    second = scripted.respond(input=[{"role": "user", "content": QUESTION}, *first.output, output])
+    second = respond(scripted, input=[{"role": "user", "content": QUESTION}, *first.output, output])
     check_output(second.output)
     asked = [{"role": "user", "content": QUESTION}]
     body = {"messages": asked, "tools": [IN_CHAT], "temperature": 0, **IDS}
@@ -337,7 +316,8 @@ def test_a_second_turn_has_the_ids_of_the_same_chat(scripted: Scripted):
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "name": "look_up"}])
 def test_a_call_is_required(scripted: Scripted, choice):
     schema = {**SCHEMA, "properties": {"word": {"type": "boolean"}}, "additionalProperties": False}
-    answer = scripted.respond(
+    answer = respond(
+        scripted,
         tools=[{**LOOK_UP, "parameters": schema, "strict": True}], tool_choice=choice,
         parallel_tool_calls=False, max_output_tokens=200, extra_body={"logit_bias": {"0": 90}},
     )  # fmt: skip
@@ -352,7 +332,7 @@ def test_errors_of_tools_name_the_fields_of_the_body(scripted: Scripted):
         ({"tool_choice": {"type": "function", "name": "nobody"}}, "nobody"),
     ):
         with pytest.raises(openai.BadRequestError) as caught:
-            scripted.respond(**fields)
+            respond(scripted, **fields)
         assert part in caught.value.message
 
 
