@@ -9,6 +9,7 @@ import orjson
 from flask import Response
 from msgspec import UNSET, UnsetType
 
+from app.anthropic.conversation import INVALID_JSON
 from app.call.chats import Part, Sampled, Turn
 from app.call.jobs import expanded_ids
 from app.http.responses import json_line
@@ -22,7 +23,6 @@ StopReason = Literal[
     "max_tokens",
     "stop_sequence",
     "tool_use",
-    "pause_turn",
     "model_context_window_exceeded",
 ]
 
@@ -65,7 +65,7 @@ class MessageAnswer(SampledFields, kw_only=True):
     role: Literal["assistant"]
     model: str
     content: list[TextBlock | ThinkingBlock | ToolUseBlock]
-    # "pause_turn": somebody aborted it; in a stream null until the end.
+    # In a stream null until the end.
     stop_reason: StopReason | None
     stop_sequence: str | None
     usage: MessageUsage
@@ -144,9 +144,7 @@ def in_shape(response: Response) -> Response:
     """Gives an error Anthropic's shape."""
     if response.status_code >= HTTPStatus.BAD_REQUEST and response.is_json:
         body = orjson.loads(response.get_data())
-        # A repeated answer of an `Idempotency-Key` has it already.
-        if body.get("type") != "error":
-            response.set_data(json_line(error_of(body, response.status_code)))
+        response.set_data(json_line(error_of(body, response.status_code)))
     return response
 
 
@@ -162,12 +160,15 @@ def head(turn: Turn) -> dict[str, Any]:
 
 def stop_of(turn: Turn, sampled: Sampled, num_prompt: int) -> tuple[StopReason, str | None]:
     """Why a message ended, and the stop sequence that ended it."""
-    if sampled.finish_reason == "abort":
-        return "pause_turn", None
-    if sampled.finish_reason == "stop" and isinstance(sampled.stop_reason, str):
-        return "stop_sequence", sampled.stop_reason
+    calls = [part for part in sampled.parts if part.kind == "call"]
     if sampled.finish_reason in ("stop", "tool_calls"):
-        return ("tool_use" if sampled.has_calls else "end_turn"), None
+        stop = sampled.stop_reason if sampled.finish_reason == "stop" else None
+        # A call that a stop sequence has cut must not run.
+        if isinstance(stop, str) and not (
+            calls and all(_object_of(one.text) is not None for one in calls)
+        ):
+            return "stop_sequence", stop
+        return ("tool_use" if calls else "end_turn"), None
     is_full = num_prompt + sampled.num_tokens >= turn.call.facts.max_model_len
     if is_full and sampled.num_tokens < (turn.options.max_tokens or 0):
         return "model_context_window_exceeded", None
@@ -190,8 +191,25 @@ def block_of(turn: Turn, part: Part) -> dict[str, Any]:
         return {"type": "thinking", "thinking": part.text, "signature": turn.call.id}
     if part.kind == "content":
         return {"type": "text", "text": part.text}
-    given = _input_of(part.text or "{}")
-    return {"type": "tool_use", "id": part.call_id, "name": part.name, "input": given}
+    name = part.call_id or f"call_{turn.call.id}_{part.number}"
+    return {"type": "tool_use", "id": name, "name": part.name, "input": input_of(part)}
+
+
+def input_of(part: Part) -> dict[str, Any]:
+    """The arguments of a call; what is no object of JSON is the text at `INVALID_JSON`."""
+    found = _object_of(part.text)
+    return {INVALID_JSON: part.text} if found is None else found
+
+
+def _object_of(arguments: str) -> dict[str, Any] | None:
+    """The object that a call's arguments are in JSON; "" is an empty one. None: they are none that can
+    be written again."""
+    try:
+        found = msgspec.json.decode(arguments or "{}")
+        orjson.dumps(found)
+    except (msgspec.DecodeError, UnicodeEncodeError, RecursionError, TypeError):
+        return None
+    return found if isinstance(found, dict) else None
 
 
 def whole_answer(turn: Turn, results: list[Completed]) -> Iterator[bytes]:
@@ -200,18 +218,9 @@ def whole_answer(turn: Turn, results: list[Completed]) -> Iterator[bytes]:
     sampled.add(result.completions[0])
     stop_reason, stop_sequence = stop_of(turn, sampled, len(ids))
     answer = head(turn) | {
-        "content": [block_of(turn, part) for part in sampled.parts],
+        "content": [block_of(turn, part) for part in sampled.parts or [Part("content")]],
         "stop_reason": stop_reason,
         "stop_sequence": stop_sequence,
         "usage": usage_of(len(ids), sampled.num_tokens, result.num_cached_tokens),
     }
     return json_parts(answer | sampled.fields(turn, ids, result.adapter_version))
-
-
-def _input_of(arguments: str) -> dict[str, Any]:
-    """The arguments of a call; what is no object of JSON stands at Anthropic's name for such texts."""
-    try:
-        found = msgspec.json.decode(arguments)
-    except (msgspec.DecodeError, UnicodeEncodeError, RecursionError):
-        found = None
-    return found if isinstance(found, dict) else {"INVALID_JSON": arguments}

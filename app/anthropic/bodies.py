@@ -109,20 +109,32 @@ UNUSED: dict[str, Unused] = {
     "workspace_id": _ABOUT_CLIENT,
 }
 MESSAGES_BODY = OpenDecoder(MessagesFields, UNUSED)
-COUNT_BODY = OpenDecoder(ConversationFields, UNUSED)
+_OF_ANSWERS = Unused("nothing is generated", accepted=None)
+COUNT_BODY = OpenDecoder(
+    ConversationFields, UNUSED | {"max_tokens": _OF_ANSWERS, "stop_sequences": _OF_ANSWERS}
+)
 
 
-def set_options(sent: Sent[MessagesFields]) -> None:
+def set_options(sent: Sent[MessagesFields], *, can_limit_thoughts: bool) -> None:
     """Takes the dialect's options into the sampling options.
 
+    Args:
+        can_limit_thoughts: whether the server has a reasoning parser, which limits need.
+
     Raises:
-        InvalidRequest: the body has two forms of one option.
+        InvalidRequest: the body has two forms of one option, or a limit that cannot be kept.
     """
     fields, options = sent.fields, sent.options
     options.max_tokens, options.stop = fields.max_tokens, fields.stop_sequences
     budget = fields.thinking.budget_tokens if fields.thinking else None
     # One that leaves no token for the answer limits nothing: harnesses send it as "no limit".
     if budget is not None and budget < fields.max_tokens - 1:
+        if not can_limit_thoughts:
+            raise InvalidRequest(
+                f"thinking.budget_tokens: expected none, or at least max_tokens - 1, got {budget}, as this "
+                "server has no reasoning parser; start it with --reasoning-parser, or send type adaptive",
+                param="thinking",
+            )
         options.thinking_token_budget = budget
     if fields.output_config is not None and (form := fields.output_config.format) is not None:
         if options.structured_outputs is not None:

@@ -5,10 +5,12 @@ of tools are one message, as they were sampled in one turn.
 """
 
 from collections.abc import Iterator
+from itertools import islice
 from typing import Any
 
 from app.anthropic.bodies import ConversationFields, ToolChoice
 from app.call.chats import TranslatedChat
+from app.route.decoding import shown
 from app.route.fields import Message
 from app.time_slices import sharing_time
 from titopool.errors import InvalidRequest
@@ -16,6 +18,8 @@ from titopool.errors import InvalidRequest
 # Claude Code's first block of `system`: a digest of the request for Anthropic's accounts, which would
 # make every prompt new to the prefix cache.
 BILLING = "x-anthropic-billing-header"
+# Where arguments stand that are no object of JSON, as Anthropic's documents advise.
+INVALID_JSON = "INVALID_JSON"
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
@@ -46,7 +50,11 @@ def chat_of(fields: ConversationFields) -> TranslatedChat:
     choice = fields.tool_choice
     return TranslatedChat(
         messages,
-        [_tool(one, f"tools[{index}]") for index, one in enumerate(fields.tools or ())] or None,
+        [
+            _tool(one, f"tools[{index}]")
+            for index, one in enumerate(sharing_time(fields.tools or ()))
+        ]
+        or None,
         _tool_choice(choice),
         parallel_tool_calls=not (choice and choice.disable_parallel_tool_use),
         chat_template_kwargs=template,
@@ -70,7 +78,7 @@ def _tool(tool: dict[str, Any], location: str) -> dict[str, Any]:
     if tool.get("type") not in (None, "custom"):
         raise InvalidRequest(
             f"{location}.type: expected custom or none, as the server runs no tools of its own, got "
-            f"{str(tool['type'])[:60]!r}; describe the tool by name, description and input_schema",
+            f"{shown(tool['type'])}; describe the tool by name, description and input_schema",
             param="tools",
         )
     function = {
@@ -87,7 +95,7 @@ def _system_parts(content: Any, location: str) -> list[dict[str, Any]]:
     blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
     if not isinstance(blocks, list):
         raise _unexpected(location, "a text or a list of blocks", content)
-    parts = [_text(one, f"{location}[{index}]") for index, one in enumerate(blocks)]
+    parts = [_text(one, f"{location}[{index}]") for index, one in enumerate(sharing_time(blocks))]
     return [one for one in parts if not one["text"].startswith(BILLING)]
 
 
@@ -118,16 +126,18 @@ def _translated(message: Message, location: str) -> Iterator[Message]:
 
 def _of_user(blocks: list[tuple[dict[str, Any], str]]) -> Iterator[Message]:
     parts: list[dict[str, Any]] = []
-    for block, location in blocks:
+    for block, location in sharing_time(blocks):
         if block.get("type") != "tool_result":
             parts.append(_part(block, location))
             continue
         if parts:
             yield {"role": "user", "content": parts}
             parts = []
+        if not isinstance(name := block.get("tool_use_id"), str):
+            raise _unexpected(f"{location}.tool_use_id", "a text", name)
         yield {
             "role": "tool",
-            "tool_call_id": str(block.get("tool_use_id") or ""),
+            "tool_call_id": name,
             "content": _result(block.get("content"), f"{location}.content"),
         }
     if parts:
@@ -141,21 +151,23 @@ def _result(content: Any, location: str) -> str | list[dict[str, Any]]:
         raise _unexpected(location, "a text or a list of blocks", content)
     return [
         _part(_object(one, f"{location}[{index}]"), f"{location}[{index}]")
-        for index, one in enumerate(content)
+        for index, one in enumerate(sharing_time(content))
     ]
 
 
 def _assistant(blocks: list[tuple[dict[str, Any], str]]) -> Message:
     """One message of a turn. Its texts follow each other without a break, as they were sampled."""
     texts, thoughts, calls = [], [], []
-    for block, location in blocks:
+    for block, location in sharing_time(blocks):
         match block:
             case {"type": "text", "text": str(text)}:
                 texts.append(text)
             case {"type": "thinking", "thinking": str(thought)}:
                 thoughts.append(thought)
             case {"type": "tool_use", "id": str(name), "name": str(function), "input": dict(given)}:
-                called = {"name": function, "arguments": given}
+                # What a client sends back of a call whose arguments were no object of JSON.
+                is_text = given.keys() == {INVALID_JSON} and isinstance(given[INVALID_JSON], str)
+                called = {"name": function, "arguments": given[INVALID_JSON] if is_text else given}
                 calls.append({"id": name, "type": "function", "function": called})
             case _:
                 raise _unknown(
@@ -196,14 +208,14 @@ def _object(block: Any, location: str) -> dict[str, Any]:
 
 def _unknown(location: str, expected: str, block: dict[str, Any]) -> InvalidRequest:
     return InvalidRequest(
-        f"{location}: expected a block of type {expected}, got type {str(block.get('type'))[:60]!r} with "
-        f"{', '.join(sorted(map(str, block)))[:200]}; send what it says as one of these",
+        f"{location}: expected a block of type {expected}, got type {shown(block.get('type'))} with "
+        f"{', '.join(sorted(map(str, islice(block, 8))))[:200]}; send what it says as one of these",
         param=location.partition("[")[0],
     )
 
 
 def _unexpected(location: str, expected: str, came: Any) -> InvalidRequest:
     return InvalidRequest(
-        f"{location}: expected {expected}, got {type(came).__name__} {str(came)[:60]!r}",
+        f"{location}: expected {expected}, got {shown(came)}",
         param=location.partition("[")[0].partition(".")[0],
     )

@@ -28,6 +28,7 @@ from app.route.operation import (
     Operation,
 )
 from app.route.parameters import SESSION_ID
+from titopool.settings.sampling import SamplingOptions
 
 blueprint = Blueprint("anthropic", __name__)
 blueprint.after_request(in_shape)
@@ -58,11 +59,11 @@ def messages() -> Response:
     with admitted(MESSAGES_BODY) as (call, sent):
         call.accept_unknown(sent.unknown)
         fields = sent.fields
-        set_options(sent)
+        set_options(sent, can_limit_thoughts=bool(call.facts.reasoning_parser))
         chat = chat_of(fields)
-        fields.messages = []
-        if fields.metadata and not fields.session_id:
-            fields.session_id = fields.metadata.user_id
+        fields.messages, fields.system, fields.tools = [], None, None
+        user_id = fields.metadata.user_id if fields.metadata else None
+        fields.session_id = fields.session_id or call.session or user_id
         turn, request = make_turn(call, fields, chat, sent.options)
         events = MessageEvents(turn) if fields.stream else None
         return respond(call, request, whole=partial(whole_answer, turn), events=events)
@@ -79,9 +80,9 @@ def count_tokens() -> TokenCount:
     """How many tokens the prompt of a conversation has, with those of its images."""
     with admitted(COUNT_BODY) as (call, sent):
         call.accept_unknown(sent.unknown)
-        sent.options.max_tokens = 1
         sent.fields.stream = False
-        turn, request = make_turn(call, sent.fields, chat_of(sent.fields), sent.options)
+        options = SamplingOptions(max_tokens=1)
+        turn, request = make_turn(call, sent.fields, chat_of(sent.fields), options)
         if not turn.prompt.images.images:
             return TokenCount(input_tokens=len(turn.prompt.token_ids))
         (ids,) = expanded_ids([turn.prompt], call.render_images(request))

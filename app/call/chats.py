@@ -182,10 +182,6 @@ class Sampled:
         return part
 
     @property
-    def has_calls(self) -> bool:
-        return bool(self._calls)
-
-    @property
     def num_tokens(self) -> int:
         return len(self._ids) // ID_BYTES
 
@@ -199,6 +195,7 @@ class Sampled:
         if not turn.fields.return_token_ids:
             return found
         found |= {
+            "finish_reason": self.finish_reason,
             "prompt_token_ids": prompt_ids,
             "token_ids": np.frombuffer(self._ids, np.int32),
             "token_logprobs": np.frombuffer(self._logprobs, np.float32),

@@ -27,9 +27,9 @@ def init_app(app: Flask, keys: Keys) -> None:
     @app.before_request
     def check_key() -> None:
         given = request.environ.get("HTTP_AUTHORIZATION", "").encode("latin-1", "replace")
-        sent = given.removeprefix(_SCHEME) if given.startswith(_SCHEME) else b""
-        if not given:
-            sent = request.environ.get("HTTP_X_API_KEY", "").encode("latin-1", "replace")
+        sent = request.environ.get("HTTP_X_API_KEY", "").encode("latin-1", "replace")
+        if given.startswith(_SCHEME):
+            sent = given.removeprefix(_SCHEME)
         key = keys.find(sent) if sent else None
         g.key = key or NO_KEY
         endpoint = request.endpoint or ""

@@ -60,6 +60,8 @@ class SampledFields(msgspec.Struct, kw_only=True):
 
     # Why the text from some place on is not parsed, also without `return_token_ids`.
     parsing_error: str | UnsetType = UNSET
+    # The engine's own, also where the dialect has no word for it.
+    finish_reason: str | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
     token_ids: list[int] | UnsetType = UNSET
     # Of the sampled tokens.

@@ -4,7 +4,7 @@ Follows `openai.types.responses.Response` and its `ResponseStreamEvent`.
 """
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
 import msgspec
@@ -219,27 +219,34 @@ class ResponsesRequest(NamedTuple):
             "previous_response_id": None,
         }
 
-    def item(
-        self, index: int, part: Part, status: ItemStatus, pieces: Sequence[Completion] = ()
-    ) -> dict[str, Any]:
-        """An item of the output, empty while it is in progress.
+    def item_id(self, index: int, part: Part) -> str:
+        """The id of an item of the output."""
+        return f"{TYPES[part.kind][1]}_{self.turn.call.id}_{index}"
 
-        Args:
-            pieces: with log-probabilities, which a text then has.
-        """
-        kind, prefix = TYPES[part.kind]
-        name, has_begun = f"{self.turn.call.id}_{index}", status == "in_progress"
-        item: dict[str, Any] = {"id": f"{prefix}_{name}", "type": kind, "status": status}
+    def item(self, index: int, part: Part, status: ItemStatus) -> dict[str, Any]:
+        """An item of the output without log-probabilities, empty while it is in progress."""
+        item: dict[str, Any] = {"id": self.item_id(index, part), "type": TYPES[part.kind][0]}
+        item["status"], has_begun = status, status == "in_progress"
         if part.kind == "call":
             arguments = "" if has_begun else part.text
-            call_id = part.call_id or f"call_{name}"
+            call_id = part.call_id or f"call_{self.turn.call.id}_{index}"
             return item | {"call_id": call_id, "name": part.name, "arguments": arguments}
         item |= {"summary": list[Any]()} if part.kind == "reasoning" else {"role": "assistant"}
-        content = content_of(part)
-        if self.texts is None or part.kind == "reasoning" or has_begun:
-            return item | {"content": [] if has_begun else [content]}
-        # An iterator, because it has a list of unknown length (`json_parts`).
-        return item | {"content": iter([content | {"logprobs": self.logprobs(pieces, [])}])}
+        return item | {"content": [] if has_begun else [content_of(part)]}
+
+    def output(
+        self, parts: Iterable[tuple[Part, ItemStatus]], pieces: Sequence[Completion]
+    ) -> Iterator[dict[str, Any]]:
+        """All items; the first text has the log-probabilities of `pieces`, if the client requests them."""
+        has_logprobs = self.texts is None
+        for index, (part, status) in enumerate(parts):
+            item = self.item(index, part, status)
+            if part.kind == "content" and not has_logprobs:
+                has_logprobs = True
+                (content,) = item["content"]
+                # An iterator, because it has a list of unknown length (`json_parts`).
+                item["content"] = iter([content | {"logprobs": self.logprobs(pieces, [])}])
+            yield item
 
     def end(
         self, sampled: Sampled, ids: np.ndarray, num_cached: int, adapter_version: int | None
@@ -296,8 +303,6 @@ def whole_answer(request: ResponsesRequest, results: list[Completed]) -> Iterato
     sampled.add(completion)
     end = request.end(sampled, ids, result.num_cached_tokens, result.adapter_version)
     parts, last = sampled.parts or [Part("content")], item_status(completion.finish_reason)
-    output = [
-        request.item(index, part, last if part is parts[-1] else "completed", [completion])
-        for index, part in enumerate(parts)
-    ]
-    return json_parts(request.head() | end | {"output": iter(output)})
+    items = ((part, last if part is parts[-1] else "completed") for part in parts)
+    output = request.output(items, [completion])
+    return json_parts(request.head() | end | {"output": output})

@@ -10,7 +10,7 @@ from msgspec import Meta, field
 
 from app.route.fields import StreamedFields
 from app.route.open_bodies import OpenDecoder
-from app.route.unused_fields import UNUSED, Unused
+from app.route.unused_fields import Unused
 from titopool.errors import InvalidRequest
 from titopool.settings.grammars import StructuredOutputs
 from titopool.settings.sampling import PositiveCount, SamplingOptions
@@ -96,8 +96,7 @@ class ResponsesFields(StreamedFields, forbid_unknown_fields=True, kw_only=True):
 
 
 _NO_STATE = "no response is kept; send all items as input"
-# Beside what all OpenAI's routes know.
-UNUSED_OF_RESPONSES: dict[str, Unused] = UNUSED | {
+UNUSED: dict[str, Unused] = {
     "background": Unused("a response is made while its client waits", (False,)),
     "context_management": Unused("no context is shortened; send a shorter input"),
     "conversation": Unused(_NO_STATE),
@@ -122,7 +121,7 @@ UNUSED_OF_RESPONSES: dict[str, Unused] = UNUSED | {
     "reasoning_effort": Unused("use reasoning.effort"),
     "response_format": Unused("use text.format"),
 }
-RESPONSES_BODY = OpenDecoder(ResponsesFields, UNUSED_OF_RESPONSES)
+RESPONSES_BODY = OpenDecoder(ResponsesFields, UNUSED)
 
 
 def set_options(fields: ResponsesFields, options: SamplingOptions) -> None:

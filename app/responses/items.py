@@ -9,6 +9,7 @@ from typing import Any
 
 from app.call.chats import TranslatedChat
 from app.responses.bodies import TOOL_FIELDS, ResponsesFields
+from app.route.decoding import shown
 from app.route.fields import Message
 from app.time_slices import sharing_time
 from titopool.errors import InvalidRequest
@@ -24,7 +25,7 @@ def translate(fields: ResponsesFields) -> TranslatedChat:
     Raises:
         InvalidRequest: an item, a part, a tool or the choice is malformed or not served.
     """
-    tools = [_tool(one, f"tools[{index}]") for index, one in enumerate(fields.tools)]
+    tools = [_tool(one, f"tools[{index}]") for index, one in enumerate(sharing_time(fields.tools))]
     choice = _tool_choice(fields.tool_choice)
     return TranslatedChat(
         messages=_messages(fields),
@@ -91,7 +92,7 @@ def _read(item: Item, location: str) -> Message:
 def _message(item: Item, location: str) -> Message:
     role = item.get("role")
     if role not in ROLES:
-        raise _wrong(f"{location}.role", f"one of {', '.join(ROLES)}", repr(role))
+        raise _wrong(f"{location}.role", f"one of {', '.join(ROLES)}", shown(role))
     if role == "assistant":
         # A model's text in several parts is one text.
         return {"role": role, "content": _joined(_content(item, "content", location, TEXTS), "")}
@@ -141,7 +142,7 @@ def _tool(tool: dict[str, Any], location: str) -> dict[str, Any]:
     if kind != "function":
         raise InvalidRequest(
             f"{location}: expected a tool of type function, as the server runs no tools, got type "
-            f"{str(kind)[:60]!r}; leave it out, or describe it as a function that the client runs",
+            f"{shown(kind)}; leave it out, or describe it as a function that the client runs",
             param="tools",
         )
     return {"type": kind, "function": {name: tool[name] for name in TOOL_FIELDS if name in tool}}
@@ -155,7 +156,7 @@ def _tool_choice(choice: str | dict[str, Any]) -> str | dict[str, Any]:
             return {"type": "function", "function": {"name": name}}
     raise InvalidRequest(
         'tool_choice: expected auto, none, required or {"type": "function", "name": …}, got '
-        f"{str(choice)[:100]}; to allow some tools only, leave the others out of tools",
+        f"{shown(choice)}; to allow some tools only, leave the others out of tools",
         param="tool_choice",
     )
 

@@ -6,10 +6,12 @@ The prompt is that of the same conversation at /v1/chat/completions.
 import re
 from functools import partial
 
+import orjson
 from flask import Blueprint, Response
 
 from app.call.call import admitted
 from app.call.chats import make_turn
+from app.call.jobs import encode_sent
 from app.call.streams import respond
 from app.call.token_texts import TokenTexts
 from app.responses.answers import ResponseAnswer, ResponseEvent, ResponsesRequest, whole_answer
@@ -80,6 +82,8 @@ def responses() -> Response:
         fields.input = ""
         texts = None if fields.num_logprobs is None else TokenTexts(call, as_ids=False)
         asked = ResponsesRequest(turn, fields, texts)
+        # Before anything is generated: the answer repeats them.
+        encode_sent(orjson.dumps, asked.head(), "tools, text.format", "tools")
         events = ResponseEvents(asked) if fields.stream else None
         return respond(call, request, whole=partial(whole_answer, asked), events=events)
 

@@ -51,11 +51,14 @@ class ResponseEvents(EventWriter):
 
         Raises:
             GenerationFailed: as `Sampled.add`.
+            TitopoolError: the budget has no room for what the end of the stream repeats.
         """
         for _, chunk in chunks:
             self._facts.begin(chunk)
             yield from self._begin_response()
             for _, piece in chunk.pieces:
+                if error := self._request.turn.call.count_results(piece.num_bytes):
+                    raise error
                 if self._request.texts is not None:
                     self._pieces.append(piece)
                 for part, text in self._sampled.add(piece):
@@ -108,20 +111,14 @@ class ResponseEvents(EventWriter):
         if part.kind == "call":
             yield self._of_item(done, name=part.name, arguments=part.text)
         else:
-            (content,) = self._item(status)["content"]
+            content = content_of(part)
             shown = {name: content[name] for name in ("text", "logprobs") if name in content}
             yield self._of_item(done, **shown)
-            (content,) = self._item(status)["content"]
             yield self._of_item("content_part.done", part=content)
-        index, item = len(self._ended), self._item(status)
+        index, item = len(self._ended), self._request.item(len(self._ended), part, status)
         self._open = None
         self._ended.append(status)
         yield self._event("output_item.done", output_index=index, item=item)
-
-    def _item(self, status: ItemStatus) -> dict[str, Any]:
-        """The open item, as it ends. Its log-probabilities are read once."""
-        assert self._open is not None
-        return self._request.item(len(self._ended), self._open, status, self._pieces)
 
     def _new_logprobs(self) -> list[Any]:
         """Of the tokens that no delta has yet."""
@@ -134,15 +131,14 @@ class ResponseEvents(EventWriter):
 
     def _output(self) -> Iterator[dict[str, Any]]:
         parts = zip(self._sampled.parts, self._ended, strict=False)
-        for index, (part, status) in enumerate(parts):
-            yield self._request.item(index, part, status, self._pieces)
+        return self._request.output(parts, self._pieces)
 
     def _of_item(self, event: str, /, **fields: Any) -> Event:
         """An event of the open item, or of its only part."""
         assert self._open is not None
         index = len(self._ended)
         at = {} if self._open.kind == "call" else {"content_index": 0}
-        item_id = self._request.item(index, self._open, "in_progress")["id"]
+        item_id = self._request.item_id(index, self._open)
         return self._event(event, output_index=index, item_id=item_id, **at, **fields)
 
     def _event(self, event: str, /, **fields: Any) -> Event:

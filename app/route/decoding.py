@@ -99,6 +99,13 @@ def convert(value: Any, wanted: type[Converted], location: str = "") -> Converte
         raise _refusal(error, wanted, location) from None
 
 
+def shown(value: Any) -> str:
+    """What came, for an error. A list or an object may be as long as a body, and stands as its type."""
+    kinds = {list: "a list", dict: "an object", type(None): "null"}
+    text = value[:60] if isinstance(value, str) else value
+    return kinds.get(type(value)) or repr(text)[:80]
+
+
 def _refusal(error: msgspec.ValidationError, wanted: Any, within: str = "") -> InvalidRequest:
     """`error` with its location first, `prompts[3][17]: expected …`, and its top-level field.
 

@@ -11,15 +11,30 @@ from app.route.components import Components, Schema
 from app.route.decoding import convert, decode_object
 from app.route.field_schemas import fields_of, nullable, object_of, required_of, unused_fields
 from app.route.fields import StreamedFields, check_stream
-from app.route.unused_fields import OF_SAMPLING, Unused, check_unused
+from app.route.unused_fields import CHAT_ONLY, UNUSED, Unused, check_unused
 from titopool.settings.grammars import StructuredOutputs
 from titopool.settings.sampling import SamplingOptions
 
 Fields = TypeVar("Fields", bound=StreamedFields)
-# Of vLLM's options, those that the routes set, beside what no request may set.
-UNUSED_OPTIONS: dict[str, Unused] = OF_SAMPLING | {
+_OF_CHATS = Unused("this route has another name for it, or none; docs/http.md lists its fields")
+# Fields of OpenAI's routes that a dialect has under another name, or not at all.
+OTHERS: dict[str, Unused] = UNUSED | {
+    **dict.fromkeys(
+        (
+            *CHAT_ONLY,
+            "logprobs",
+            "max_completion_tokens",
+            "max_tokens",
+            "messages",
+            "response_format",
+            "return_tokens_as_token_ids",
+            "return_weight_versions",
+            "tokens",
+            "top_logprobs",
+        ),
+        _OF_CHATS,
+    ),
     "n": Unused("an answer has one message; send several requests", (1,)),
-    "logprob_token_ids": Unused("this route has no field for them; use /generate/"),
 }
 
 
@@ -35,10 +50,11 @@ class OpenDecoder(Generic[Fields]):
     """Decodes a body; null means left out."""
 
     def __init__(self, fields_type: type[Fields], unused: Mapping[str, Unused]):
-        """`unused`: the dialect's fields without effect; fields of `fields_type` go before."""
+        """`unused`: the dialect's fields without effect."""
         self.body_type = fields_type
         self.types = (fields_type, SamplingOptions, StructuredOutputs)
-        self._unused = UNUSED_OPTIONS | dict(unused)
+        own = fields_type.__struct_fields__
+        self.unused = {name: one for name, one in {**OTHERS, **unused}.items() if name not in own}
 
     def decode(self, body: bytes, /) -> Sent[Fields]:
         """Called by `app.route.decoding.decode_body`, which explains msgspec's errors.
@@ -55,8 +71,8 @@ class OpenDecoder(Generic[Fields]):
                 continue
             if name in self.body_type.__struct_fields__:
                 own[name] = value
-            elif name in self._unused:
-                check_unused(name, value, self._unused[name])
+            elif name in self.unused:
+                check_unused(name, value, self.unused[name])
             elif name in SamplingOptions.__struct_fields__:
                 sampling[name] = value
             else:
@@ -70,8 +86,8 @@ class OpenDecoder(Generic[Fields]):
         """As `app.route.decoding.DescribedDecoder`: all in one object, which may have others."""
         required = required_of(components, self.body_type)
         fields = {
-            **nullable(fields_of(components, SamplingOptions, without=self._unused)),
-            **unused_fields(self._unused),
+            **nullable(fields_of(components, SamplingOptions, without=self.unused)),
+            **unused_fields(self.unused),
             **nullable(fields_of(components, self.body_type), but=required),
         }
         about = components.struct(self.body_type)["description"] + " Null means left out."

@@ -34,16 +34,12 @@ _UNSUPPORTED = {name: Unused(reason) for name, reason in UNSUPPORTED_FIELDS.item
     "routed_experts_prompt_start": Unused(UNSUPPORTED_FIELDS["routed_experts_prompt_start"], (0,))
 }
 
-# Of routes that take these parameters as fields of the body.
-OF_SAMPLING: dict[str, Unused] = {
+# Of OpenAI's routes.
+UNUSED: dict[str, Unused] = {
     **_SERVER_SET,
     **_UNSUPPORTED,
     # vLLM takes the greater of it and the server's own, so 1 requests nothing.
     "stream_interval": Unused("the server sets it, by its setting stream_interval", (1,)),
-}
-# Of OpenAI's routes.
-UNUSED: dict[str, Unused] = {
-    **OF_SAMPLING,
     # OpenAI's.
     "user": _ABOUT_CLIENT,
     "metadata": _ABOUT_CLIENT,

@@ -12,7 +12,6 @@ from app import create_app
 from app.anthropic import bodies as anthropic
 from app.openai import bodies as openai_bodies
 from app.responses import bodies as responses
-from app.responses.bodies import UNUSED_OF_RESPONSES
 from app.route.unused_fields import CHAT_ONLY, UNUSED, UNUSED_OF_GENERATE, UNUSED_SAMPLING, Unused
 from app.sglang import bodies as sglang
 from app.sglang import sglang_unused_fields as sglang_fields
@@ -182,9 +181,9 @@ GENERATING = (
     _openai_route("/v1/completions/", openai_bodies.CompletionsFields),
     _openai_route("/v1/chat/completions/", openai_bodies.ChatFields, tokens=st.none(), logprobs=st.booleans()),
     _openai_route("/v1/chat/completions/tokens/", openai_bodies.ChatFields, "tokens", logprobs=st.booleans()),
-    _open_route("/v1/responses/", responses.ResponsesFields, RESPONSES_HINTS, UNUSED_OF_RESPONSES, max_output_tokens=2),
-    _open_route("/v1/messages/", anthropic.MessagesFields, MESSAGES_HINTS, anthropic.UNUSED),
-    _open_route("/v1/messages/count_tokens/", anthropic.ConversationFields, MESSAGES_HINTS, anthropic.UNUSED),
+    _open_route("/v1/responses/", responses.ResponsesFields, RESPONSES_HINTS, responses.RESPONSES_BODY.unused, max_output_tokens=2),
+    _open_route("/v1/messages/", anthropic.MessagesFields, MESSAGES_HINTS, anthropic.MESSAGES_BODY.unused),
+    _open_route("/v1/messages/count_tokens/", anthropic.ConversationFields, MESSAGES_HINTS, anthropic.COUNT_BODY.unused),
     Route("/inference/v1/generate/", _generate_body(), frozenset((*inference.GenerateFields.__struct_fields__, *UNUSED_OF_GENERATE))),
     _openai_route("/v1/completions/render/", openai_bodies.CompletionsFields),
     _openai_route("/v1/chat/completions/render/", openai_bodies.ChatFields, tokens=st.none(), logprobs=st.booleans()),

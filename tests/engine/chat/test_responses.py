@@ -205,6 +205,7 @@ def test_fields_without_effect_are_accepted_and_some_repeated(client, model):
         ({"include": ["web_search_call.results"]}, "include"),
         ({"text": {"verbosity": "low"}}, "verbosity"),
         ({"text": {"format": {"type": "grammar"}}}, "text.format"),
+        ({"text": {"format": {"type": "text", "schema": {"a": 10**30}}}}, "text.format"),
         ({"top_logprobs": 21}, "top_logprobs"),
         ({"temperature": 3}, "temperature"),
         ({"extra_body": {"messages": HELLO}}, "messages: expected no value"),

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from app.openai.bodies import CHAT_COMPLETIONS_BODY, COMPLETIONS_BODY
-from app.responses.bodies import RESPONSES_BODY, UNUSED_OF_RESPONSES, ResponsesFields
+from app.responses.bodies import RESPONSES_BODY, ResponsesFields
 from app.route.decoding import decode_body
 from app.route.unused_fields import CHAT_ONLY, UNUSED, UNUSED_OF_GENERATE, UNUSED_SAMPLING
 from app.vllm.bodies import GENERATE_BODY, GenerateFields
@@ -48,7 +48,7 @@ MODELS = {
     "vllm.entrypoints.openai.responses.protocol:ResponsesRequest": Ours(
         RESPONSES_BODY,
         {*ResponsesFields.__struct_fields__, *SamplingOptions.__struct_fields__},
-        set(UNUSED_OF_RESPONSES),
+        set(RESPONSES_BODY.unused),
         {"input": "a"},
     ),
     # Of /inference/v1/generate. Its module has moved.

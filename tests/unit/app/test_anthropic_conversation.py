@@ -58,6 +58,22 @@ def test_blocks_of_a_turn_are_one_message_without_breaks():
     ]
 
 
+def test_a_call_whose_arguments_were_no_json_goes_back_as_its_text():
+    given = {**CALL, "input": {"INVALID_JSON": "{a"}}
+    last = {"role": "user", "content": "And?"}
+    (message, _) = chat(messages=[{"role": "assistant", "content": [given]}, last]).messages
+    assert message["tool_calls"][0]["function"] == {"name": "look", "arguments": "{a"}
+
+
+@pytest.mark.parametrize(
+    "name", ["reasoning_effort", "response_format", "vllm_xargs", "chat_template", "tokens", "n"]
+)
+def test_fields_of_other_routes_are_refused_by_name(name: str):
+    with pytest.raises(InvalidRequest, match=f"^{name}: expected") as caught:
+        sent(**{name: 3})
+    assert caught.value.param == name
+
+
 def test_system_prompts_stand_first_without_the_harness_s_own_header():
     header = {"type": "text", "text": "x-anthropic-billing-header: cch=1"}
     messages = [
@@ -114,18 +130,21 @@ def test_thinking_and_effort_are_the_template_s(fields, template, effort):
 @pytest.mark.parametrize("budget, expected", [(6, 6), (7, None), (1_000, None)])
 def test_a_budget_that_leaves_no_answer_is_none(budget: int, expected: int | None):
     body = sent(thinking={"type": "enabled", "budget_tokens": budget})
-    set_options(body)
+    set_options(body, can_limit_thoughts=True)
     assert body.options.thinking_token_budget == expected
+    if expected is not None:
+        with pytest.raises(InvalidRequest, match="--reasoning-parser"):
+            set_options(body, can_limit_thoughts=False)
 
 
 def test_a_schema_is_a_grammar_and_only_one():
     form = {"output_config": {"format": {"type": "json_schema", "schema": {"type": "object"}}}}
     body = sent(**form, stop_sequences=["a"])
-    set_options(body)
+    set_options(body, can_limit_thoughts=False)
     assert body.options.structured_outputs.json == {"type": "object"}
     assert (body.options.max_tokens, body.options.stop) == (8, ["a"])
     with pytest.raises(InvalidRequest, match="either output_config"):
-        set_options(sent(**form, structured_outputs={"regex": "a"}))
+        set_options(sent(**form, structured_outputs={"regex": "a"}), can_limit_thoughts=False)
 
 
 MESSAGES: dict[str, tuple[Any, str]] = {
@@ -133,8 +152,12 @@ MESSAGES: dict[str, tuple[Any, str]] = {
     "a number": (3, r"messages\[0\].content: expected a text or a list"),
     "no text": ([{"type": "text"}], r"messages\[0\].content\[0\]: expected a block of type text"),
     "an image by file": ([{**IMAGE, "source": {"type": "file"}}], "a source of type base64"),
+    "a result of no call": (
+        [{"type": "tool_result", "tool_use_id": 3}],
+        r"messages\[0\].content\[0\].tool_use_id: expected a text, got 3",
+    ),
     "a nested result": (
-        [{"type": "tool_result", "content": [{"type": "tool_result"}]}],
+        [{"type": "tool_result", "tool_use_id": "a", "content": [{"type": "tool_result"}]}],
         r"messages\[0\].content\[0\].content\[0\]: expected a block of type",
     ),
 }

@@ -24,7 +24,9 @@ def turn(**fields: Any) -> Any:
     found = MESSAGES_BODY.decode(json.dumps(body).encode())
     found.options.max_tokens = found.fields.max_tokens
     return SimpleNamespace(
-        call=SimpleNamespace(id="x", facts=SimpleNamespace(max_model_len=6)), fields=found.fields,
+        call=SimpleNamespace(
+            id="x", facts=SimpleNamespace(max_model_len=6), count_results=lambda num_bytes: None
+        ), fields=found.fields,
         options=found.options, adapter="", model="m",
         prompt=SimpleNamespace(token_ids=np.array([1, 2], np.int32)),
     )  # fmt: skip
@@ -120,7 +122,8 @@ def test_a_stream_has_the_blocks_of_the_whole_answer():
         ("length", None, 3, ("max_tokens", None)),
         ("length", None, 4, ("model_context_window_exceeded", None)),
         ("repetition", None, 1, ("max_tokens", None)),
-        ("abort", None, 1, ("pause_turn", None)),
+        # Clients go on by themselves after `pause_turn`.
+        ("abort", None, 1, ("max_tokens", None)),
     ],
 )
 def test_the_end_has_a_reason(reason: str, stop: Any, num_tokens: int, expected: Any):
@@ -129,17 +132,31 @@ def test_the_end_has_a_reason(reason: str, stop: Any, num_tokens: int, expected:
     assert (end["stop_reason"], end["stop_sequence"]) == expected
 
 
-def test_an_empty_answer_has_no_block():
-    assert whole(piece(None, "stop"))["content"] == []
-    assert [one["type"] for one in streamed(piece({}, "stop"))] == [
-        "message_start", "message_delta", "message_stop",
-    ]  # fmt: skip
+def test_an_empty_answer_has_an_empty_text():
+    empty = [{"type": "text", "text": ""}]
+    assert whole(piece(None, "stop"))["content"] == empty
+    for events in (streamed(piece({}, "stop")), streamed()):
+        assert events[0]["type"] == "message_start"
+        assert blocks_of(events) == empty
 
 
-@pytest.mark.parametrize("arguments", ["{", "[1]", "1", '{"a": 1} x'])
+@pytest.mark.parametrize(
+    "arguments, expected", [('{"a": 1}', "tool_use"), ('{"a": 1', "stop_sequence")]
+)
+def test_a_stop_sequence_after_whole_calls_leaves_them_to_be_run(arguments: str, expected: str):
+    end = streamed(piece(called(arguments, 0, "f"), "stop", stop="END"))[-2]
+    assert end["delta"]["stop_reason"] == expected
+
+
+BIG = '{"a": 18446744073709551616}'
+
+
+@pytest.mark.parametrize("arguments", ["{", "[1]", "1", '{"a": 1} x', BIG, '{"a": ' + "[" * 300])
 def test_arguments_that_are_no_object_stand_as_their_text(arguments: str):
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": arguments}}
     (block,) = whole(piece({"tool_calls": [call]}, "tool_calls"))["content"]
+    assert block["input"] == {"INVALID_JSON": arguments}
+    (block,) = blocks_of(streamed(piece(called(arguments, 0, "f"), "tool_calls")))
     assert block["input"] == {"INVALID_JSON": arguments}
 
 

@@ -53,6 +53,15 @@ def test_a_file_of_keys_opens_routes_by_key(tmp_path: Path):
     ]:  # fmt: skip
         assert status(client, "/v1/responses", key) == generating, key
         assert status(client, "/pause", key) == admin, key
+    # As the anthropic package sends it; a proxy's own Authorization does not hide it, a key there does.
+    for headers, expected in [
+        ({"x-api-key": ALICE}, 500),
+        ({"x-api-key": ""}, 401),
+        ({"x-api-key": "nobody's"}, 401),
+        ({"x-api-key": ALICE, "Authorization": "Basic YTpi"}, 500),
+        ({"x-api-key": ALICE, "Authorization": "Bearer nobody's"}, 401),
+    ]:
+        assert client.post("/v1/messages", data=b"{", headers=headers).status_code == expected
 
 
 def test_a_file_without_an_admin_key_makes_nobody_an_administrator(tmp_path: Path):

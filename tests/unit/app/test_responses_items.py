@@ -10,7 +10,6 @@ from openai.types.responses.response_create_params import ResponseCreateParamsNo
 from app.call.chats import TranslatedChat
 from app.responses.bodies import (
     RESPONSES_BODY,
-    UNUSED_OF_RESPONSES,
     ResponsesFields,
     set_options,
 )
@@ -164,7 +163,9 @@ def test_log_probabilities_are_included_on_request():
 
 def test_every_field_of_openai_is_known():
     known = {*ResponsesFields.__struct_fields__, *SamplingOptions.__struct_fields__}
-    assert not {*ResponseCreateParamsNonStreaming.__annotations__} - known - {*UNUSED_OF_RESPONSES}
+    assert (
+        not {*ResponseCreateParamsNonStreaming.__annotations__} - known - {*RESPONSES_BODY.unused}
+    )
     assert sent(new_field=1, top_k=3, seed=None).unknown == ["new_field"]
 
 
