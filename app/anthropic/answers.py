@@ -164,9 +164,7 @@ def stop_of(turn: Turn, sampled: Sampled, num_prompt: int) -> tuple[StopReason, 
     if sampled.finish_reason in ("stop", "tool_calls"):
         stop = sampled.stop_reason if sampled.finish_reason == "stop" else None
         # A call that a stop sequence has cut must not run.
-        if isinstance(stop, str) and not (
-            calls and all(_object_of(one.text) is not None for one in calls)
-        ):
+        if isinstance(stop, str) and not (calls and all(map(_is_whole, calls))):
             return "stop_sequence", stop
         return ("tool_use" if calls else "end_turn"), None
     is_full = num_prompt + sampled.num_tokens >= turn.call.facts.max_model_len
@@ -201,12 +199,17 @@ def input_of(part: Part) -> dict[str, Any]:
     return {INVALID_JSON: part.text} if found is None else found
 
 
+def _is_whole(call: Part) -> bool:
+    return bool(call.text) and _object_of(call.text) is not None
+
+
 def _object_of(arguments: str) -> dict[str, Any] | None:
     """The object that a call's arguments are in JSON; "" is an empty one. None: they are none that can
     be written again."""
     try:
         found = msgspec.json.decode(arguments or "{}")
-        orjson.dumps(found)
+        # As deep as it stands in an answer.
+        orjson.dumps([[[[found]]]])
     except (msgspec.DecodeError, UnicodeEncodeError, RecursionError, TypeError):
         return None
     return found if isinstance(found, dict) else None

@@ -74,7 +74,7 @@ class ConversationFields(StreamedFields, kw_only=True):
         ):
             raise ValueError("tool_choice: expected a name with the type tool, and with no other")
         edits = self.context_management.edits if self.context_management else ()
-        if any(one.get("keep") != "all" for one in edits):
+        if any(one.get("keep") not in ("all", {"type": "all"}) for one in edits):
             raise ValueError(
                 'context_management: expected no edits but those that keep "all", as the server leaves '
                 "nothing of a conversation out; edit the messages that you send"
@@ -98,7 +98,9 @@ UNUSED: dict[str, Unused] = {
     "fallback_credit_token": _ABOUT_CLIENT,
     "fallbacks": Unused("the model declines nothing", accepted=None),
     "inference_geo": _ABOUT_CLIENT,
-    "logprobs": Unused("send return_token_ids, which returns those of the sampled tokens"),
+    "logprobs": Unused(
+        "send return_token_ids, which returns those of the sampled tokens", (False,)
+    ),
     "mcp_servers": Unused("the server calls no tools; list them in tools"),
     "output_format": Unused("send output_config.format"),
     "service_tier": _ABOUT_CLIENT,

@@ -9,7 +9,7 @@ from typing import Any
 import orjson
 
 from app.anthropic.answers import block_of, error_of, head, input_of, stop_of, usage_of
-from app.call.chats import Part, Sampled, Turn
+from app.call.chats import Part, Sampled, Turn, kept_bytes
 from app.call.streams import EventWriter
 from app.outputs.run_facts import RunFacts
 from app.pool.request import ChunkOfJob
@@ -41,14 +41,12 @@ class MessageEvents(EventWriter):
 
         Raises:
             GenerationFailed: as `Sampled.add`.
-            TitopoolError: the budget has no room for what the end of the stream repeats.
         """
         for _, chunk in chunks:
             self._facts.begin(chunk)
             yield from self._begin_message()
             for _, piece in chunk.pieces:
-                if error := self._turn.call.count_results(piece.num_bytes):
-                    raise error
+                self._turn.call.hold(kept_bytes(piece))
                 for part, text in self._sampled.add(piece):
                     yield from self._gain(part, text)
 

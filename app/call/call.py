@@ -303,6 +303,11 @@ class Call:
             return count_nothing
         return self._reservation.receive
 
+    def hold(self, num_bytes: int) -> None:
+        """Counts what a stream keeps until its end; it is never refused for that."""
+        if self._reservation is not None:
+            self._reservation.add(num_bytes)
+
     def run(self, request: Request) -> list[Completed]:
         """Runs the jobs of a request at the workers and returns their results, in order.
 

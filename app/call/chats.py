@@ -21,6 +21,9 @@ from titopool.errors import GenerationFailed
 from titopool.settings.sampling import SamplingOptions, check_sampling
 from titopool.wire.messages import ID_BYTES, Completion
 
+# Of Python's string without its characters.
+TEXT_BYTES = 50
+
 
 @dataclass
 class TranslatedChat:
@@ -123,6 +126,11 @@ class Part:
     @property
     def text(self) -> str:
         return "".join(self.pieces)
+
+
+def kept_bytes(piece: Completion) -> int:
+    """What `Sampled` keeps of a piece: ids, log-probabilities and a text with its object."""
+    return 2 * len(piece.token_ids) + len(piece.text) + TEXT_BYTES
 
 
 class Sampled:

@@ -142,25 +142,30 @@ def _failure(
 def _pieces(events: Iterable[dict[str, Any]], *, has_names: bool) -> Iterator[bytes]:
     """The events as bytes. One with what orjson does not know is made as the client reads."""
     short = bytearray()
-    for event in events:
-        if has_names:
-            short += b"event: %b\n" % event["type"].encode()
-        try:
-            short += _encode(event)
-        except TypeError as error:
-            yield from in_pieces(short)
-            short.clear()
-            if not isinstance(error.__cause__, UnknownValue):
-                # orjson has this type for all errors, also for one while rows were made.
-                raise error.__cause__ or error from None
-            yield b"data: "
-            for part in json_parts(event):
-                yield from in_pieces(part)
-            # JSON's own final newline comes before.
-            yield b"\n"
-        if len(short) >= PIECE_BYTES:
-            yield from in_pieces(short)
-            short.clear()
+    try:
+        for event in events:
+            if has_names:
+                short += b"event: %b\n" % event["type"].encode()
+            try:
+                short += _encode(event)
+            except TypeError as error:
+                yield from in_pieces(short)
+                short.clear()
+                if not isinstance(error.__cause__, UnknownValue):
+                    # orjson has this type for all errors, also for one while rows were made.
+                    raise error.__cause__ or error from None
+                yield b"data: "
+                for part in json_parts(event):
+                    yield from in_pieces(part)
+                # JSON's own final newline comes before.
+                yield b"\n"
+            if len(short) >= PIECE_BYTES:
+                yield from in_pieces(short)
+                short.clear()
+    except TitopoolError:
+        # The event of the error follows those that were made before it.
+        yield from in_pieces(short)
+        raise
     yield from in_pieces(short)
 
 

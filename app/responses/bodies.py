@@ -114,7 +114,7 @@ UNUSED: dict[str, Unused] = {
     "previous_input_messages": Unused(_NO_STATE),
     # Of chats.
     "include_reasoning": Unused("reasoning is an item of its own", (True,)),
-    "logprobs": Unused(f'send "include": ["{LOGPROBS}"] and top_logprobs'),
+    "logprobs": Unused(f'send "include": ["{LOGPROBS}"] and top_logprobs', (False,)),
     "max_completion_tokens": Unused("use max_output_tokens"),
     "max_tokens": Unused("use max_output_tokens"),
     "messages": Unused("use input"),

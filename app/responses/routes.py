@@ -83,7 +83,7 @@ def responses() -> Response:
         texts = None if fields.num_logprobs is None else TokenTexts(call, as_ids=False)
         asked = ResponsesRequest(turn, fields, texts)
         # Before anything is generated: the answer repeats them.
-        encode_sent(orjson.dumps, asked.head(), "tools, text.format", "tools")
+        encode_sent(orjson.dumps, [[asked.head()]], "tools, text.format", "tools")
         events = ResponseEvents(asked) if fields.stream else None
         return respond(call, request, whole=partial(whole_answer, asked), events=events)
 

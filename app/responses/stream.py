@@ -7,7 +7,7 @@ Reasoning has the events of a content part, as a message has.
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from app.call.chats import Part, Sampled
+from app.call.chats import Part, Sampled, kept_bytes
 from app.call.streams import EventWriter
 from app.outputs.run_facts import RunFacts
 from app.pool.request import ChunkOfJob
@@ -51,15 +51,15 @@ class ResponseEvents(EventWriter):
 
         Raises:
             GenerationFailed: as `Sampled.add`.
-            TitopoolError: the budget has no room for what the end of the stream repeats.
         """
         for _, chunk in chunks:
             self._facts.begin(chunk)
             yield from self._begin_response()
             for _, piece in chunk.pieces:
-                if error := self._request.turn.call.count_results(piece.num_bytes):
-                    raise error
+                hold = self._request.turn.call.hold
+                hold(kept_bytes(piece))
                 if self._request.texts is not None:
+                    hold(piece.num_bytes)
                     self._pieces.append(piece)
                 for part, text in self._sampled.add(piece):
                     yield from self._gain(part, text)

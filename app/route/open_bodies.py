@@ -11,29 +11,32 @@ from app.route.components import Components, Schema
 from app.route.decoding import convert, decode_object
 from app.route.field_schemas import fields_of, nullable, object_of, required_of, unused_fields
 from app.route.fields import StreamedFields, check_stream
-from app.route.unused_fields import CHAT_ONLY, UNUSED, Unused, check_unused
+from app.route.unused_fields import UNUSED, Unused, check_unused
 from titopool.settings.grammars import StructuredOutputs
 from titopool.settings.sampling import SamplingOptions
 
 Fields = TypeVar("Fields", bound=StreamedFields)
 _OF_CHATS = Unused("this route has another name for it, or none; docs/http.md lists its fields")
-# Fields of OpenAI's routes that a dialect has under another name, or not at all.
-OTHERS: dict[str, Unused] = UNUSED | {
+# Fields of OpenAI's routes that a dialect has under another name, or not at all, and the values that ask
+# for nothing.
+NEUTRAL: dict[str, Any] = {
+    **dict.fromkeys(("add_generation_prompt", "include_reasoning", "parallel_tool_calls"), True),
     **dict.fromkeys(
         (
-            *CHAT_ONLY,
-            "logprobs",
-            "max_completion_tokens",
-            "max_tokens",
-            "messages",
-            "response_format",
-            "return_tokens_as_token_ids",
+            "continue_final_message", "logprobs", "return_tokens_as_token_ids",
             "return_weight_versions",
-            "tokens",
-            "top_logprobs",
         ),
-        _OF_CHATS,
+        False,
     ),
+    "top_logprobs": 0,
+}  # fmt: skip
+_NAMES = (
+    "chat_template_kwargs", "max_completion_tokens", "max_tokens", "messages", "reasoning_effort",
+    "response_format", "tokens", "tool_choice",
+)  # fmt: skip
+OTHERS: dict[str, Unused] = UNUSED | {
+    **dict.fromkeys(_NAMES, _OF_CHATS),
+    **{name: _OF_CHATS._replace(accepted=(one,)) for name, one in NEUTRAL.items()},
     "n": Unused("an answer has one message; send several requests", (1,)),
 }
 

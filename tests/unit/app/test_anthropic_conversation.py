@@ -74,6 +74,15 @@ def test_fields_of_other_routes_are_refused_by_name(name: str):
     assert caught.value.param == name
 
 
+def test_values_of_other_routes_that_ask_for_nothing_are_accepted():
+    neutral = {
+        "logprobs": False, "top_logprobs": 0, "parallel_tool_calls": True, "n": 1, "echo": False,
+        "include_reasoning": True, "add_generation_prompt": True, "return_weight_versions": False,
+        "context_management": {"edits": [{"keep": {"type": "all"}}]},
+    }  # fmt: skip
+    assert sent(**neutral).unknown == []
+
+
 def test_system_prompts_stand_first_without_the_harness_s_own_header():
     header = {"type": "text", "text": "x-anthropic-billing-header: cch=1"}
     messages = [

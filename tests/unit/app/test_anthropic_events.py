@@ -25,7 +25,7 @@ def turn(**fields: Any) -> Any:
     found.options.max_tokens = found.fields.max_tokens
     return SimpleNamespace(
         call=SimpleNamespace(
-            id="x", facts=SimpleNamespace(max_model_len=6), count_results=lambda num_bytes: None
+            id="x", facts=SimpleNamespace(max_model_len=6), hold=lambda num_bytes: None
         ), fields=found.fields,
         options=found.options, adapter="", model="m",
         prompt=SimpleNamespace(token_ids=np.array([1, 2], np.int32)),
@@ -141,17 +141,22 @@ def test_an_empty_answer_has_an_empty_text():
 
 
 @pytest.mark.parametrize(
-    "arguments, expected", [('{"a": 1}', "tool_use"), ('{"a": 1', "stop_sequence")]
+    "arguments, expected",
+    [('{"a": 1}', "tool_use"), ('{"a": 1', "stop_sequence"), ("", "stop_sequence")],
 )
 def test_a_stop_sequence_after_whole_calls_leaves_them_to_be_run(arguments: str, expected: str):
     end = streamed(piece(called(arguments, 0, "f"), "stop", stop="END"))[-2]
     assert end["delta"]["stop_reason"] == expected
 
 
+# Of which an answer is one level too deep for the encoder.
+DEEP = '{"a":' + "[" * 251 + "]" * 251 + "}"
 BIG = '{"a": 18446744073709551616}'
 
 
-@pytest.mark.parametrize("arguments", ["{", "[1]", "1", '{"a": 1} x', BIG, '{"a": ' + "[" * 300])
+@pytest.mark.parametrize(
+    "arguments", ["{", "[1]", "1", '{"a": 1} x', BIG, DEEP, '{"a": ' + "[" * 300]
+)
 def test_arguments_that_are_no_object_stand_as_their_text(arguments: str):
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": arguments}}
     (block,) = whole(piece({"tool_calls": [call]}, "tool_calls"))["content"]

@@ -27,7 +27,7 @@ def request(**fields: Any) -> ResponsesRequest:
     body = json.dumps({"input": "a", **fields}).encode()
     found = RESPONSES_BODY.decode(body)
     turn: Any = SimpleNamespace(
-        call=SimpleNamespace(id="x", count_results=lambda num_bytes: None), fields=found.fields, options=found.options, adapter="",
+        call=SimpleNamespace(id="x", hold=lambda num_bytes: None), fields=found.fields, options=found.options, adapter="",
         model="m", prompt=SimpleNamespace(token_ids=np.array([1, 2], np.int32)),
     )  # fmt: skip
     return ResponsesRequest(turn, found.fields, None)
