@@ -164,7 +164,8 @@ def _pieces(events: Iterable[dict[str, Any]], *, has_names: bool) -> Iterator[by
                 short.clear()
     except TitopoolError:
         # The event of the error follows those that were made before it.
-        yield from in_pieces(short)
+        if short:
+            yield from in_pieces(short)
         raise
     yield from in_pieces(short)
 

@@ -19,7 +19,7 @@ SOURCES = sorted(
 SIZES = {
     "app": 509,
     "app.anthropic": 398,
-    "app.call": 1021,
+    "app.call": 1022,
     "app.control": 178,
     "app.counts": 266,
     "app.http": 1137,

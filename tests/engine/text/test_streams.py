@@ -115,15 +115,27 @@ def test_an_event_that_cannot_be_made_leaves_no_part_of_it():
         yield 1
         raise GenerationFailed("no such token")
 
-    pieces = _pieces([{"a": 1}, {"a": Rows(rows())}])
+    pieces = _pieces([{"a": 1}, {"a": Rows(rows())}], has_names=False)
     assert next(pieces) == b'data: {"a":1}\n\n'
     with pytest.raises(GenerationFailed):
         next(pieces)
     with pytest.raises(TypeError, match="64-bit"):
-        list(_pieces([{"a": 2**70}]))
-    assert b"".join(_pieces([{"a": iter([1, 2])}, {"a": Rows([3])}])) == (
+        list(_pieces([{"a": 2**70}], has_names=False))
+    long, short = {"a": iter([1, 2])}, {"a": Rows([3])}
+    assert b"".join(_pieces([long, short], has_names=False)) == (
         b'data: {"a":[1,2]}\n\ndata: {"a":[3]}\n\n'
     )
+
+
+def test_events_before_an_error_are_sent():
+    def events():
+        yield {"type": "first"}
+        raise GenerationFailed("staged")
+
+    pieces = _pieces(events(), has_names=True)
+    assert next(pieces) == b'event: first\ndata: {"type":"first"}\n\n'
+    with pytest.raises(GenerationFailed, match="staged"):
+        next(pieces)
 
 
 def test_text_after_a_stop_string_is_never_sent(client, model, tiny_model):

@@ -26,7 +26,7 @@ from tests.conftest import StartStub
 from tests.kit.models.adapters import make_adapter
 
 # Families whose examples a real engine answers.
-GENERATING = {"generate", "openai", "inference"}
+GENERATING = {"generate", "openai", "anthropic", "inference"}
 ALL = [(one, name) for one in operations() for name in one.body.get("examples", {})]
 OF_ENGINE = [(one, name) for one, name in ALL if GENERATING & set(one.operation["tags"])]
 READING = [
