@@ -44,7 +44,7 @@ class TranslatedChat:
 
 
 def prompt_of_chat(call: Call, fields: ChatRequest, tools: Tools) -> Prompt:
-    """The prompt of a checked body, which then only keeps the last message's role.
+    """The prompt of a chat, whose `messages` then only have the last one's role.
 
     Raises:
         InvalidRequest: a message, a part or an image is malformed, or the template refuses them.

@@ -5,6 +5,7 @@ status, so a later error is an event.
 """
 
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from typing import Any
@@ -31,18 +32,18 @@ DONE = b"data: [DONE]\n\n"
 MIMETYPE = "text/event-stream"
 
 
-class EventWriter:
+class EventWriter(ABC):
     """Turns the chunks of one request into a route's event objects."""
 
     # Whether the `type` of each object is the name of its event, and the last one ends the stream.
     has_names = False
 
+    @abstractmethod
     def write_chunks(self, chunks: Iterable[ChunkOfJob]) -> Iterator[dict[str, Any]]:
         """The events of the chunks since the last call."""
-        raise NotImplementedError
 
     def write_end(self) -> Iterator[dict[str, Any]]:
-        """The events after the last chunk of a request that has not failed."""
+        """The events after the last chunk of a request that has not failed; none by default."""
         yield from ()
 
     def write_failure(self, error: TitopoolError, request_id: str) -> Iterator[dict[str, Any]]:

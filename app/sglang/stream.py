@@ -25,7 +25,8 @@ def bytes_kept(piece: Completion) -> int:
 class SGLangEvents(EventWriter):
     """Turns the chunks of one request into event objects.
 
-    As SGLang's by default, an event has all of its completion so far.
+    As SGLang's by default, an event has all of its completion so far. A completion's last event has its
+    end, so none follow.
     """
 
     def __init__(self, request: SGLangRequest):
@@ -57,7 +58,3 @@ class SGLangEvents(EventWriter):
             if self._request.is_list:
                 event["index"] = index
             yield event
-
-    def write_end(self) -> Iterator[dict[str, Any]]:
-        """Nothing: each completion's last event has its end."""
-        return iter(())

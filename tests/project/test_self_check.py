@@ -30,7 +30,7 @@ SIZES = {
     "app.pool": 1959,
     "app.responses": 468,
     "app.route": 768,
-    "app.sglang": 559,
+    "app.sglang": 557,
     "app.trl": 365,
     "app.vllm": 358,
     "app.vllm_rl": 360,
