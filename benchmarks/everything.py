@@ -90,8 +90,11 @@ def parse_arguments() -> argparse.Namespace:
 WORDS = {"front": ["--num-front-ends", "1", "--num-clients", "16", "256", "--answers", "JSON"]}
 SIZES_06B = ["--shape", "qwen3-0.6b", "--input-len", "256", "--output-len", "256"]
 SIZES_8B = [*SIZES_06B[2:], "--shape", "qwen3-8b", "--dummy-weights"]
-# Peers in each of their forms, some of which need a GPU.
-PEERS = ["--targets", "bare", "titopool", "binary", *VLLM_SERVERS, "trl"]
+# Peers in each of their forms, some of which need a GPU, in patterns that take 15 minutes for all.
+PEERS = [
+    "--targets", "bare", "titopool", *VLLM_SERVERS, "trl",
+    "--patterns", "batch", "single", "queue", "groups", "short", "--repeats", "2",
+]  # fmt: skip
 STREAM_PEERS = ["--targets", "titopool", *VLLM_SERVERS]
 # Options of each benchmark: what a machine without a GPU does in half an hour, and one H200.
 WORDS_OF_SHAPE: dict[str, dict[str, list[str]]] = {
@@ -100,16 +103,15 @@ WORDS_OF_SHAPE: dict[str, dict[str, list[str]]] = {
         "conversations": ["--repeats", "3"],
     },
     "qwen3-0.6b": {
-        "bench": [*SIZES_06B, "--num-prompts", "512", "--long-input-len", "32768",
-                  "--long-output-len", "8192", *PEERS],
-        "streams": [*SIZES_06B, "--num-streams", "1", "64", "256", "1024", *STREAM_PEERS],
+        "bench": [*SIZES_06B, "--num-prompts", "512", *PEERS],
+        "streams": [*SIZES_06B, "--num-streams", "64", "256", "1024", "--repeats", "1",
+                    *STREAM_PEERS],
         "conversations": ["--shape", "qwen3-0.6b", "--repeats", "3"],
         "images": ["--shape", "qwen2.5-vl-3b", "--num-images", "128", "--image-processes", "8"],
     },
     "qwen3-8b": {
-        "bench": [*SIZES_8B, "--num-prompts", "256", *PEERS,
-                  "--patterns", "batch", "single", "queue", "groups", "short"],
-        "streams": [*SIZES_8B[:-1], "--num-streams", "64", "256", *STREAM_PEERS],
+        "bench": [*SIZES_8B, "--num-prompts", "256", *PEERS],
+        "streams": [*SIZES_8B[:-1], "--num-streams", "64", "256", "--repeats", "1", *STREAM_PEERS],
     },
 }  # fmt: skip
 

@@ -65,7 +65,8 @@ def main() -> None:
                             run = {"target": target.name, "num_streams": num_streams, **figures}
                             result["runs"].append(run)
                             print(json.dumps(run), flush=True)
-    Path(options.out + ".json").write_text(json.dumps(result, indent=1) + "\n")
+            # Keeps the results so far, also if the next server fails.
+            Path(options.out + ".json").write_text(json.dumps(result, indent=1) + "\n")
 
 
 def parse_arguments() -> argparse.Namespace:
