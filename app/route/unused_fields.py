@@ -88,7 +88,8 @@ UNUSED_OF_GENERATE: dict[str, Unused] = {
     "ec_transfer_params": TRANSFER,
     "kv_transfer_params": TRANSFER,
     "output_mode": Unused("ids are never decoded; use /v1/completions", ("tokens",)),
-    "parse_context": Unused("ids are never parsed; use /v1/chat/completions"),
+    # Of vLLM 0.33's /render, whose answer clients send on as it is.
+    "parse_context": Unused("ids are never parsed", accepted=None),
     "priority": UNUSED["priority"],
     "reasoning_ended": Unused("it is for a reasoning parser; use /v1/chat/completions"),
     "reasoning_parser_kwargs": Unused("it is for a reasoning parser; use /v1/chat/completions"),

@@ -1,4 +1,4 @@
-"""Bodies of `/inference/v1/…`, with the fields of vLLM 0.27 to 0.32, and of its tokenization.
+"""Bodies of `/inference/v1/…`, with the fields of vLLM 0.27 to 0.33, and of its tokenization.
 
 `tests/engine/text/test_vllm_fields.py` compares them with the installed vLLM.
 """

@@ -143,7 +143,7 @@ def test_the_doctor_works_without_vllm(monkeypatch, capsys):
     assert doctor.main([]) == 1
     output = capsys.readouterr().out
     assert "vllm missing" in output
-    assert "missing: vLLM 0.25.1 to 0.32: pip install" in output
+    assert "missing: vLLM 0.25.1 to 0.33: pip install" in output
     assert "vLLM internals" not in output
 
 

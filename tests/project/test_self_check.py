@@ -48,7 +48,7 @@ SIZES = {
     "workers": 735,
     "workers.cluster": 302,
     "workers.engine": 2146,
-    "workers.images": 411,
+    "workers.images": 412,
     "workers.in_model": 2395,
     "workers.serving": 1443,
     "workers.supervisor": 1189,

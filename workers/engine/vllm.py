@@ -1,4 +1,4 @@
-"""The engine adapter: one vLLM AsyncLLM (0.25.1 to 0.32) as a worker's engine.
+"""The engine adapter: one vLLM AsyncLLM (0.25.1 to 0.33) as a worker's engine.
 
 Runs in: each worker process, on its event loop. Everything of vLLM is imported inside functions:
 the import takes seconds, and the environment must be prepared before.

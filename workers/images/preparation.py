@@ -93,4 +93,6 @@ def _decode(data: bytes, number: int) -> PIL.Image.Image:
             f"{type(error).__name__}: {error}"[:500],
             param="images",
         ) from error
+    # A palette's transparency survives transformers' conversion, and vLLM 0.33 would paint by it again.
+    image.info.pop("transparency", None)
     return image

@@ -87,6 +87,11 @@ BAD = {
 }  # fmt: skip
 
 
+def test_the_answer_of_vllm_s_render_may_be_sent_on_as_it_is():
+    fields, _ = decoded(parse_context={"tools": [{}]}, token_offsets=[[0, 1]])
+    assert fields == decoded()[0]
+
+
 @pytest.mark.parametrize("case", BAD)
 def test_a_bad_field_is_refused_by_name(case: str):
     fields, message, param = BAD[case]

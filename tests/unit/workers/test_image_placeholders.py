@@ -10,6 +10,7 @@ from harness.images import file_of, picture
 from harness.vision_models import make_qwen_vl
 from titopool.wire.messages import Image, Job
 from workers.images.placeholders import PlacingProcessor
+from workers.images.preparation import _decode as decode
 from workers.images.preparer import ImagePreparer, Prepared
 
 
@@ -27,6 +28,15 @@ def processor(model_config) -> PlacingProcessor:
     from transformers import AutoTokenizer
 
     return PlacingProcessor(model_config, AutoTokenizer.from_pretrained(model_config.model))
+
+
+def test_no_colour_of_a_decoded_image_is_transparent():
+    # vLLM 0.33 would put the image on white, which transformers does not.
+    palette = picture(8, 8, 5).quantize(4)
+    decoded = decode(file_of(palette, transparency=3), 0)
+    assert decoded.mode == "RGB"
+    assert "transparency" not in decoded.info
+    assert decoded.tobytes() == palette.convert("RGB").tobytes()
 
 
 def test_the_placeholder_ids_of_a_model_are_learned(processor: PlacingProcessor):

@@ -2,7 +2,7 @@
 
 Runs in: each worker process, which makes parsers and lets them adjust sampling parameters, and the helpers,
 which parse. They do not run in front ends, because importing them takes seconds and they need vLLM's
-tokenizer. The parsers are used as in vLLM's chat server (0.25.1 to 0.32,
+tokenizer. The parsers are used as in vLLM's chat server (0.25.1 to 0.33,
 openai/chat_completion/serving.py): they adjust the sampling parameters, then parse a completion whole
 or step by step.
 """
