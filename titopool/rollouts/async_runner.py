@@ -4,7 +4,7 @@ import asyncio
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from typing import Any
 
 from titopool.client.async_client import AsyncClient
@@ -41,13 +41,17 @@ async def run_rollouts_async(
         ValueError: an argument or a prompt is not usable; nothing has run.
     """
     loop = _Loop()
+    # Of its own: who runs in asyncio's default threads may wait for others there. The second one ends
+    # the client of a run that was cancelled.
+    threads = ThreadPoolExecutor(2, "rollouts")
+    in_thread = functools.partial(asyncio.get_running_loop().run_in_executor, threads)
     blocking = Client(
         client.base_url, api_key=client.api_key, admin_key=client.admin_key,
         timeout_s=client.timeout_s,
     )  # fmt: skip
     end = blocking.stop
     try:
-        rollouts = await asyncio.to_thread(
+        run = functools.partial(
             run_rollouts,
             blocking,
             prompts,
@@ -55,10 +59,12 @@ async def run_rollouts_async(
             environment=environment and loop.blocking(environment),
             **options,
         )
+        rollouts = await in_thread(run)
         end = blocking.close
     finally:
         loop.cancel()
-        await asyncio.to_thread(end)
+        await in_thread(end)
+        threads.shutdown(wait=False)
     return rollouts
 
 

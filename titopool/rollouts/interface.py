@@ -65,7 +65,7 @@ class GenerationClient(Protocol):
     def detokenize(self, ids: Any) -> str: ...
 
     def abort(self, request_ids: Sequence[str] | None = None) -> None:
-        """Only where a run has more prompts than it needs."""
+        """Only where a run ends before its rollouts."""
         ...
 
 

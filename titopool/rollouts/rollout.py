@@ -1,5 +1,8 @@
 """A conversation as token ids: what was sampled is never tokenized again."""
 
+import datetime
+import hashlib
+import operator
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -24,6 +27,17 @@ from titopool.rollouts.state import State, arrays_at, image_ranges, placed_segme
 OnRewrite = Literal["raise", "branch", "keep"]
 # Stands for the messages of a prompt that came as ids.
 UNKNOWN_PROMPT: Message = {"role": "user", "content": "a"}
+# The role, in `Rollout.messages`, of ids that came without messages.
+IDS_ROLE = "ids"
+# What counts the tokens of one request: a completion that goes on in another one would be another.
+NOT_RESUMED = (
+    "structured_outputs",
+    "structured_outputs_regex",
+    "presence_penalty",
+    "frequency_penalty",
+)
+# Tokens of a completion.
+COUNTED = ("min_tokens", "thinking_token_budget")
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,6 +121,8 @@ class Rollout:
         self._renderer = renderer or make_renderer(client, tokenizer, tools, chat_template_kwargs)
         # Sequences that a rewrite has ended.
         self._ended: tuple[State, ...] = ()
+        # The completions that were sampled, also parts of one turn.
+        self._num_sampled = 0
         if ids is None:
             # Rendered when the ids are needed.
             self._begin = read_messages(messages or (), images)
@@ -114,7 +130,11 @@ class Rollout:
         else:
             read, found = read_messages(messages or (UNKNOWN_PROMPT,))
             files = (*found, *(image_file(image) for image in images or ()))
-            self._current = State(segments=(written(ids),), images=files, history=read)
+            segment = written(ids)
+            self._current = State(
+                segments=(segment,), images=files, history=read,
+                unknown=None if messages else (None, segment.ids),
+            )  # fmt: skip
 
     @property
     def _state(self) -> State:
@@ -131,11 +151,19 @@ class Rollout:
 
     @property
     def messages(self) -> list[Message]:
-        """The conversation so far; sampled turns are decoded."""
-        state = self._state
-        if state.turn is None:
-            return list(state.history)
-        return [*state.history, {"role": "assistant", "content": self._turn_text(state)}]
+        """The conversation so far; sampled turns are decoded. Ids that came without messages have the
+        role `ids`."""
+        return self._messages_of(self._state)
+
+    def _messages_of(self, state: State) -> list[Message]:
+        shown = list(state.history)
+        if state.unknown is not None:
+            before, ids = state.unknown
+            came = {"role": IDS_ROLE, "content": self._renderer.template.decode(ids)}
+            shown = [*(self._messages_of(before) if before else ()), came, *shown[1:]]
+        if state.turn is not None:
+            shown.append({"role": "assistant", "content": self._turn_text(state)})
+        return shown
 
     @property
     def last_text(self) -> str:
@@ -148,14 +176,18 @@ class Rollout:
         Args:
             max_tokens: the most tokens of this call.
             num_resumes: how often a completion that an update or a pause aborted goes on from the
-                ids so far.
-            sampling: further options of `Client.generate`.
+                ids so far. One with an option of `NOT_RESUMED` ends as `abort`, and a stop string
+                across the cut is not found.
+            sampling: further options of `Client.generate`. Each call, and each part of a turn, draws
+                with a seed of its own (`derived_seed`).
 
         Raises:
             ContextFull: the conversation has `max_context` tokens or more.
             PromptChanged: the engine got other ids than those of the turns before.
         """
         left = self._room(max_tokens)
+        if left < max_tokens and sampling.get("min_tokens"):
+            sampling["min_tokens"] = min(sampling["min_tokens"], left)
         parts: list[Segment] = []
         prompt_ids, result = self._sample(left, sampling)
         while True:
@@ -164,7 +196,10 @@ class Rollout:
             left -= len(parts[-1].ids)
             if completion.finish_reason != "abort" or len(parts) > num_resumes or left < 1:
                 break
-            _, result = self._sample(left, _with_other_seed(sampling, len(parts)))
+            if any(sampling.get(name) for name in NOT_RESUMED):
+                break
+            sampling = _for_the_rest(sampling, len(parts[-1].ids))
+            _, result = self._sample(left, sampling)
         joined = arrays_of(tuple(parts))
         self.last_turn = Turn(
             ids=joined.ids,
@@ -204,7 +239,7 @@ class Rollout:
                 images=(*self._state.images, *files),
                 turn=None, before=None, added=(), text=None,
                 # The template knows nothing of these ids: later messages follow one of a user.
-                history=(UNKNOWN_PROMPT,),
+                history=(UNKNOWN_PROMPT,), unknown=(self._state, segment.ids),
             )  # fmt: skip
             self._check_room(state)
             self._current = state
@@ -251,6 +286,8 @@ class Rollout:
         """Sends the ids and appends a completion; returns the ids that the engine got, and all."""
         state = self._state
         sent = arrays_at(state).ids
+        if (seed := sampling.get("seed")) is not None:
+            sampling = {**sampling, "seed": derived_seed(seed, self._num_sampled)}
         (result,) = self.client.generate(
             [sent],
             images=[list(state.images)] if state.images else None,
@@ -259,6 +296,7 @@ class Rollout:
             session_id=self.session_id,
             **sampling,
         )
+        self._num_sampled += 1
         got = np.asarray(result.prompt_ids, np.int32)
         segments = placed_segments(state, sent, got)
         part = sampled(result.completions[0])
@@ -321,9 +359,10 @@ class Rollout:
         history = (*state.history, assistant, *new)
         expected = self._text_of(state) + _squeezed(text)
         if answer is None or _squeezed(answer.text_before) != expected:
-            if self.on_rewrite == "branch":
+            # Nothing can render ids that came without messages.
+            if self.on_rewrite == "branch" and state.unknown is None:
                 return self._rendered(history, all_images)
-            if self.on_rewrite == "raise" or answer is None:
+            if self.on_rewrite != "keep" or answer is None:
                 raise HistoryRewritten(
                     "add: expected a chat template that renders the turns so far as they were sent "
                     f"and sampled, got {_difference(expected, answer)}; use a template that keeps "
@@ -375,7 +414,11 @@ def make_renderer(
 ) -> TurnRenderer:
     """A renderer that rollouts with the same template and tools can share."""
     if tokenizer is not None:
-        return TurnRenderer(LocalTemplate(tokenizer, tools, chat_template_kwargs))
+        # Templates that write today's date would rewrite the conversations at midnight.
+        now = {"strftime_now": datetime.datetime.now().strftime}
+        return TurnRenderer(
+            LocalTemplate(tokenizer, tools, {**now, **(chat_template_kwargs or {})})
+        )
     return TurnRenderer(ServerTemplate(client, tools, chat_template_kwargs))
 
 
@@ -403,7 +446,23 @@ def _difference(expected: str, answer: Any) -> str:
     return f"{got[start : start + 40]!r} where {expected[start : start + 40]!r} was"
 
 
-def _with_other_seed(sampling: Mapping[str, Any], number: int) -> dict[str, Any]:
-    """The same seed would draw the same random numbers again."""
-    seed = sampling.get("seed")
-    return {**sampling, "seed": seed + 1_000_003 * number} if seed is not None else {**sampling}
+def derived_seed(seed: int, *place: int) -> int:
+    """A seed for a place, such as (prompt, sample) of a run or the number of a turn, of 62 bits.
+
+    The same seed would draw the same random numbers at each place. At the first place, all zeros, it
+    is the seed itself.
+
+    Raises:
+        TypeError: the seed is not an integer.
+    """
+    seed = operator.index(seed)
+    if not any(place):
+        return seed
+    digest = hashlib.blake2b(repr((seed, *place)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 2
+
+
+def _for_the_rest(sampling: Mapping[str, Any], num_sampled: int) -> dict[str, Any]:
+    """The options for what is left of a completion after `num_sampled` more tokens."""
+    counted = {name: sampling[name] for name in COUNTED if (sampling.get(name) or 0) > 0}
+    return {**sampling, **{name: max(0, value - num_sampled) for name, value in counted.items()}}

@@ -1,15 +1,23 @@
 """Many rollouts at once, with tools or an environment between their turns."""
 
+import asyncio
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, SupportsIndex, TypeAlias
 
 from titopool.rollouts.groups import Groups, StoppableClient, abort
 from titopool.rollouts.interface import ContextFull, GenerationClient, Message
-from titopool.rollouts.rollout import Rollout, make_renderer
-from titopool.rollouts.tools import Tool, ToolCall, answers, hermes_calls, schemas_of
+from titopool.rollouts.rollout import Rollout, derived_seed, make_renderer
+from titopool.rollouts.tools import (
+    Tool,
+    ToolCall,
+    answers,
+    check_blocking,
+    hermes_calls,
+    schemas_of,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -56,8 +64,9 @@ def run_rollouts(
         tools: functions whose schemas the template gets; see `schemas_of`. They run in threads, up
             to `concurrency` at once, so they must be safe to call from several threads.
         environment: gets the rollout after a turn, and returns the messages that answer it.
-        parse_tool_calls: finds the calls in a turn's text.
-        n: rollouts of each prompt. With a `seed` they use seed, seed + 1, ….
+        parse_tool_calls: finds the calls in a turn's text, by default those outside of thoughts.
+        n: rollouts of each prompt. With a `seed`, each draws random numbers of its own, in each turn
+            (`derived_seed` of the prompt, the sample and the turn).
         num_needed: how many groups, each of a prompt's n rollouts, are returned: the first ones of
             which all rollouts end without an `error`. One with an error is returned only if all
             groups have ended and too few are without. The others are aborted, on the server too; a
@@ -77,7 +86,14 @@ def run_rollouts(
     Raises:
         ValueError: an argument or a prompt is not usable; nothing has run.
         asyncio.CancelledError: the client was stopped.
+
+    Ctrl-C, or another exception in the caller's thread, stops the generation of all rollouts, on the
+    server too.
     """
+    check_blocking(tools, "tools")
+    check_blocking([environment] if environment else [], "environment")
+    if not isinstance(sampling.get("seed"), SupportsIndex | None):
+        raise ValueError(f"seed: expected an integer, got {sampling['seed']!r}")
     if min(n, max_turns, concurrency) < 1:
         raise ValueError("n, max_turns, concurrency: expected at least 1")
     counts = range(1, len(prompts) + 1)
@@ -90,9 +106,8 @@ def run_rollouts(
     schemas = [*schemas_of(tools), *options.pop("tools", ())]
     template_kwargs = options.pop("chat_template_kwargs", None)
     options["renderer"] = make_renderer(client, tokenizer, schemas, template_kwargs)
-    has_spare = num_needed is not None and num_needed < len(prompts)
     rollouts = [
-        _begin(StoppableClient(client) if has_spare else client, prompt, index, options)
+        _begin(StoppableClient(client), prompt, index, options)
         for index, prompt in enumerate(prompts)
         for _ in range(n)
     ]
@@ -104,8 +119,15 @@ def run_rollouts(
         max_turns=max_turns,
         sampling={"num_resumes": MAX_RESUMES, **sampling},
     )
-    _in_threads(play.run, [(one, index % n) for index, one in enumerate(rollouts)],
-                concurrency, progress, groups.are_enough)  # fmt: skip
+    tasks = [(one, index % n) for index, one in enumerate(rollouts)]
+    try:
+        _in_threads(play.run, tasks, concurrency, progress, groups.are_enough)
+    except asyncio.CancelledError:
+        # The client was stopped, and its requests with it.
+        raise
+    except BaseException:
+        abort(client, rollouts)
+        raise
     needed, others = groups.split()
     abort(client, others)
     for one in needed:
@@ -133,8 +155,8 @@ class _Play:
     def run(self, rollout: Rollout, index: int) -> None:
         """Plays a rollout to its end; `index` is its place in the group."""
         sampling = dict(self.sampling)
-        if sampling.get("seed") is not None:
-            sampling["seed"] += index
+        if (seed := sampling.get("seed")) is not None:
+            sampling["seed"] = derived_seed(seed, rollout.prompt_index or 0, index)
         try:
             rollout.stop_reason = self._play(rollout, sampling)
         except ContextFull:

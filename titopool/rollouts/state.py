@@ -30,6 +30,9 @@ class State:
     before: "State | None" = None
     added: tuple[Message, ...] = ()
     added_images: tuple[str, ...] = ()
+    # Ids that came without messages, for which the first one of `history` stands, and the state
+    # before them; None: they begin the conversation.
+    unknown: "tuple[State | None, Ids] | None" = None
 
     @property
     def num_tokens(self) -> int:

@@ -1,5 +1,6 @@
 """Tools as Python functions: their schemas, the calls in a completion's text, and their answers."""
 
+import inspect
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,11 +22,17 @@ class ToolCall:
     error: str | None = None
 
 
-def hermes_calls(text: str) -> list[ToolCall]:
+def hermes_calls(text: str, *, in_thoughts: bool = False) -> list[ToolCall]:
     """The calls in Hermes' form, `<tool_call>{"name": …, "arguments": {…}}</tool_call>`, as Qwen's.
 
     A call that cannot be read has an `error`, so that the model can be told.
+
+    Args:
+        in_thoughts: also calls within `<think>…</think>`, which the model only considers.
     """
+    if not in_thoughts:
+        # The prompt may have begun the thought.
+        text = text.rpartition("</think>")[2].partition("<think>")[0]
     return [_read_call(body) for body in _HERMES_CALL.findall(text)]
 
 
@@ -56,9 +63,29 @@ def _answer(call: ToolCall, tools: Mapping[str, Tool]) -> str:
         return f"Error: expected one of {', '.join(tools)}, got {call.name}"
     try:
         value = tools[call.name](**call.arguments)
+        text = value if isinstance(value, str) else _json_of(value)
     except Exception as error:
-        return f"Error: {type(error).__name__}: {error}"
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+        text = f"Error: {type(error).__name__}: {error}"
+    # A half of a surrogate pair, which a model's JSON may have, cannot be tokenized.
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+def _json_of(value: Any) -> str:
+    try:
+        return json.dumps(value, ensure_ascii=False, default=str)
+    except (TypeError, ValueError):
+        # Keys that are no texts, or a value within itself.
+        return str(value)
+
+
+def check_blocking(functions: Sequence[Callable[..., Any]], name: str) -> None:
+    """Raises ValueError for a coroutine function, whose call is not its answer."""
+    for function in functions:
+        if inspect.iscoroutinefunction(function):
+            raise ValueError(
+                f"{name}: expected functions, got the coroutine function {function.__name__}; use "
+                "run_rollouts_async, which awaits it"
+            )
 
 
 def _read_call(body: str) -> ToolCall:

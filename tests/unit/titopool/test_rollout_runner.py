@@ -1,14 +1,21 @@
 """Many rollouts at once; completions are written by the tests."""
 
+import copy
+import datetime
+import signal
 import threading
 import time
 
 import numpy as np
 import pytest
+from transformers.utils import chat_template_utils
 
 from tests.kit.models.chat_templates import tokenizer_of
 from tests.kit.peers.rollout_client import Answer, WritingClient, Written, written
-from titopool import run_rollouts
+from titopool import Rollout, run_rollouts
+from titopool.rollouts import rollout as rollout_module
+from titopool.rollouts.interface import HistoryRewritten
+from titopool.rollouts.rollout import derived_seed
 from titopool.rollouts.tools import hermes_calls, schemas_of
 
 USER = {"role": "user", "content": "6 times 7?"}
@@ -84,6 +91,47 @@ def test_calls_are_found_in_hermes_form():
     assert hermes_calls("no call") == []
 
 
+@pytest.mark.parametrize("opening", ["<think>\n", ""])
+def test_calls_that_a_thought_considers_are_not_run(opening: str):
+    thought = f"{opening}I could {CALL.removesuffix(END)}, but no.\n</think>\n\n"
+    (rollout,) = play(texts(thought + "I do not." + END), tools=[multiply])
+    assert rollout.stop_reason == "answered"
+    text = thought + CALL
+    assert [one.name for one in hermes_calls(text)] == ["multiply"]
+    assert len(hermes_calls(text, in_thoughts=True)) == 2
+    assert hermes_calls("<think>" + CALL) == []
+
+
+@pytest.mark.parametrize(
+    ("answer", "read"),
+    [
+        ("half \ud83d", "half \ufffd"),
+        ("\ud83d\ude00", "\U0001f600"),
+        ({(1, 2): 3}, "{(1, 2): 3}"),
+        ({"a": {1, 2}}, '{"a": "{1, 2}"}'),
+    ],
+)
+def test_any_answer_of_a_tool_is_a_text(answer: object, read: str):
+    def look() -> object:
+        """Looks."""
+        return answer
+
+    client = texts(call_of('{"name": "look"}'), "Oh." + END)
+    (rollout,) = play(client, tools=[look])
+    assert rollout.error is None
+    assert rollout.messages[2]["content"] == read
+
+
+def test_coroutine_functions_are_refused_by_name():
+    async def ask() -> str:
+        """Asks."""
+        return ""
+
+    for options in ({"tools": [ask]}, {"environment": ask}):
+        with pytest.raises(ValueError, match="function ask; use run_rollouts_async"):
+            play(texts(), **options)
+
+
 def test_schemas_are_transformers_own():
     (schema,) = schemas_of([multiply])
     assert schema["function"]["parameters"]["properties"]["a"] == {
@@ -134,8 +182,13 @@ def test_a_full_context_ends_a_rollout():
     assert (rollout.stop_reason, rollout.error) == ("context", None)
 
 
+def sampled_seed(seed: int, index: int) -> int:
+    """The id for which `Groups` answers, of the rollout at `index`."""
+    return derived_seed(seed, index // 4, index % 4) % 1000
+
+
 class Groups:
-    """Answers with the seed; some prompts fail. Counts the calls that run at once."""
+    """Answers with the seed modulo 1000; some prompts fail. Counts the calls that run at once."""
 
     def __init__(self):
         self.lock = threading.Lock()
@@ -150,7 +203,7 @@ class Groups:
             self.num_running -= 1
         if prompts[0][0] == 3:
             raise ConnectionError("gone")
-        return [Answer(np.asarray(prompts[0]), (Written(np.array([seed, 2], np.int32)),))]
+        return [Answer(np.asarray(prompts[0]), (Written(np.array([seed % 1000, 2], np.int32)),))]
 
 
 def test_groups_are_in_order_and_a_failure_stops_only_its_rollout(capfd: pytest.CaptureFixture):
@@ -166,10 +219,114 @@ def test_groups_are_in_order_and_a_failure_stops_only_its_rollout(capfd: pytest.
             assert rollout.ids.tolist() == prompt
         else:
             assert rollout.error is None
-            assert rollout.ids.tolist() == [*prompt, 100 + index % 4, 2]
+            assert rollout.ids.tolist()[::2] == [prompt[0], sampled_seed(100, index)]
     assert 2 <= client.most_running <= 5
     assert len({one.session_id for one in rollouts}) == 24
     assert "24/24" in capfd.readouterr().err
+
+
+def test_a_seed_draws_other_numbers_at_each_place():
+    client = texts(*["a" + END] * 12)
+    play(
+        client, prompts=([USER], [USER]), n=2, max_turns=3, seed=7, concurrency=1,
+        environment=lambda rollout: USER,
+    )  # fmt: skip
+    seeds = [one["seed"] for one in client.calls]
+    assert seeds[0] == 7
+    assert len(set(seeds)) == 12
+    assert all(-(2**63) <= one < 2**62 for one in seeds)
+    with pytest.raises(ValueError, match="seed: expected an integer"):
+        play(texts(), seed=0.5)
+
+
+def test_an_interrupt_ends_all_rollouts_on_the_server_too():
+    class Server:
+        """Completions that end when they are aborted; an environment interrupts the caller."""
+
+        def __init__(self) -> None:
+            self.aborted, self.num_calls = threading.Event(), 0
+
+        def generate(self, prompts, **options):
+            self.num_calls += 1
+            if self.num_calls == 3:
+                signal.raise_signal(signal.SIGINT)
+            assert self.aborted.wait(60)
+            return [Answer(np.asarray(prompts[0]), (written(QWEN, "a", "abort"),))]
+
+        def abort(self, request_ids):
+            self.aborted.set()
+
+    server = Server()
+    with pytest.raises(KeyboardInterrupt):
+        play(server, prompts=([USER],) * 3, environment=lambda rollout: USER, max_turns=50)
+    assert server.aborted.is_set()
+    time.sleep(0.5)
+    assert server.num_calls == 3
+
+
+def test_what_counts_tokens_goes_on_over_an_abort():
+    parts = [written(QWEN, "Be", "abort"), written(QWEN, "cause." + END)]
+    num_first = len(parts[0].ids)
+    client = texts(*parts)
+    rollout = Rollout(client, messages=[USER], tokenizer=QWEN)
+    options = {"min_tokens": num_first + 3, "thinking_token_budget": num_first, "num_resumes": 5}
+    assert rollout.generate(max_tokens=50, **options).finish_reason == "stop"
+    assert [one["min_tokens"] for one in client.calls] == [num_first + 3, 3]
+    assert [one["thinking_token_budget"] for one in client.calls] == [num_first, 0]
+
+
+@pytest.mark.parametrize(
+    "options", [{"structured_outputs": {"regex": "a*"}}, {"presence_penalty": 0.5}]
+)
+def test_what_no_other_request_can_go_on_with_ends_as_an_abort(options):
+    client = texts(written(QWEN, "a", "abort"), "b" + END)
+    (rollout,) = play(client, **options)
+    assert rollout.stop_reason == "abort"
+    assert len(client.calls) == 1
+
+
+def test_ids_without_messages_are_shown_as_ids():
+    client = texts("One." + END, "Two." + END)
+    begun = QWEN("Hello", add_special_tokens=False)["input_ids"]
+    rollout = Rollout(client, ids=begun, tokenizer=QWEN, on_rewrite="branch")
+    rollout.generate()
+    rollout.add(ids=begun)
+    rollout.generate()
+    rollout.add(USER)
+    assert [(one["role"], one["content"]) for one in rollout.messages] == [
+        ("ids", "Hello"), ("assistant", "One."), ("ids", "Hello"), ("assistant", "Two."),
+        ("user", USER["content"]),
+    ]  # fmt: skip
+
+
+def test_no_branch_begins_with_an_invented_message():
+    """The template drops thoughts; the prompt came as ids, which nothing can render again."""
+    qwen3 = tokenizer_of("qwen3")
+    client = WritingClient([written(qwen3, "<think>\nHm.\n</think>\n\nOne." + END)])
+    rollout = Rollout(client, ids=[5, 6], tokenizer=qwen3, on_rewrite="branch")
+    rollout.generate()
+    with pytest.raises(HistoryRewritten):
+        rollout.add(USER)
+
+
+def test_a_conversation_keeps_its_date_over_midnight(monkeypatch: pytest.MonkeyPatch):
+    class Clock(datetime.datetime):
+        day = 26
+
+        @classmethod
+        def now(cls, tz=None):
+            return cls(2026, 11, cls.day, 23, 59)
+
+    monkeypatch.setattr(chat_template_utils, "datetime", Clock)
+    monkeypatch.setattr(rollout_module.datetime, "datetime", Clock)
+    dated = copy.deepcopy(QWEN)
+    dated.chat_template = "{{ strftime_now('%d %b %Y') }}\n" + QWEN.chat_template
+    client = WritingClient([written(QWEN, "a" + END)])
+    rollout = Rollout(client, messages=[USER], tokenizer=dated)
+    rollout.generate()
+    Clock.day = 27
+    rollout.add(USER)
+    assert "26 Nov 2026" in dated.decode(rollout.ids)
 
 
 def test_an_environment_s_error_keeps_the_tokens_so_far():
