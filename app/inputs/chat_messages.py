@@ -1,7 +1,8 @@
 """Chat messages in the form that chat templates expect, and the images in them.
 
 Follows vLLM's server: content is a list of parts for templates that accept parts, otherwise one
-text; arguments of tool calls are objects.
+text; arguments of tool calls are objects. Templates that read calls otherwise get them so
+(`with_calls`).
 """
 
 import json
@@ -15,6 +16,25 @@ from app.time_slices import sharing_time
 from titopool.errors import InvalidRequest
 
 logger = logging.getLogger(__name__)
+
+
+class Arguments(dict[str, Any]):
+    """The arguments of a call, and the text that the client sent; {}: the text is no object of JSON."""
+
+    sent: str | None = None
+
+    @property
+    def text(self) -> str:
+        return json.dumps(self, ensure_ascii=False) if self.sent is None else self.sent
+
+
+class CallForm(NamedTuple):
+    """How a template reads messages that call tools."""
+
+    # Else as an object.
+    arguments_are_text: bool
+    # Whether the message of an assistant that only calls has the content null; else it is empty.
+    content_is_null: bool
 
 
 class Conversation(NamedTuple):
@@ -60,6 +80,26 @@ def read_conversation(
             len(malformed), malformed[0],
         )  # fmt: skip
     return Conversation(read, images)
+
+
+def with_calls(messages: list[Message], form: CallForm) -> list[Message]:
+    """The messages of `read_conversation` with the calls in another form."""
+    return [_with_calls(one, form) if one.get("tool_calls") else one for one in messages]
+
+
+def _with_calls(message: Message, form: CallForm) -> Message:
+    changed = dict(message)
+    if not message.get("content"):
+        changed["content"] = None if form.content_is_null else []
+    if form.arguments_are_text:
+        changed["tool_calls"] = [
+            {
+                **call,
+                "function": {**call["function"], "arguments": call["function"]["arguments"].text},
+            }
+            for call in message["tool_calls"]
+        ]
+    return changed
 
 
 def join_text_parts(messages: list[Message], location: str) -> list[Message]:
@@ -190,12 +230,16 @@ def _read_tool_calls(calls: Any, location: str, malformed: list[str]) -> list[di
             raise _wrong(f"{location}[{index}].function", "an object", function)
         arguments = function.get("arguments")
         if isinstance(arguments, str):
-            arguments = _arguments_of(arguments or "{}")
-            if not isinstance(arguments, dict):
+            found = _arguments_of(arguments or "{}")
+            if not isinstance(found, dict):
                 # The model wrote invalid JSON. The conversation must be able to continue.
                 malformed.append(f"{location}[{index}]")
-        is_object = isinstance(arguments, dict)
-        read.append({**call, "function": {**function, "arguments": arguments if is_object else {}}})
+        else:
+            found = arguments
+        read_arguments = Arguments(found if isinstance(found, dict) else {})
+        if isinstance(arguments, str):
+            read_arguments.sent = arguments
+        read.append({**call, "function": {**function, "arguments": read_arguments}})
     return read
 
 

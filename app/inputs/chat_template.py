@@ -6,7 +6,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from app.inputs.chat_messages import join_text_parts, merge_developer_into_system
+from app.inputs.chat_messages import (
+    CallForm,
+    join_text_parts,
+    merge_developer_into_system,
+    read_conversation,
+    with_calls,
+)
 from app.inputs.tokenizer import encode_all
 from app.inputs.turns import within
 from app.route.fields import Message
@@ -24,6 +30,24 @@ MAX_RENDER_S = 5.0
 _PROBE = "titopool"
 _KNOWS_DEVELOPER = re.compile("""["']developer["']""")
 _PROBE_IN_REPR = re.compile(r"""['"]text['"]\s*:\s*['"]""" + _PROBE)
+# A conversation in which a tool was called. Mistral's ids of calls have nine letters and digits.
+_CALL_ID = "titopool1"
+_FUNCTION = {"name": "titopool_tool", "arguments": '{"titopool_key": 7}'}
+_CALLING = {
+    "role": "assistant", "content": None,
+    "tool_calls": [{"id": _CALL_ID, "type": "function", "function": _FUNCTION}],
+}  # fmt: skip
+_RESULT = {"role": "tool", "tool_call_id": _CALL_ID, "name": "titopool_tool", "content": "1"}
+_CONVERSATION: list[Message] = [{"role": "user", "content": "a"}, _CALLING, _RESULT]
+# Arguments in Python's form, or as JSON within JSON.
+_BAD_ARGUMENTS = re.compile(r"""'titopool_key'|\\"titopool_key""")
+# In the order of preference. The first one is what vLLM's server does.
+_FORMS = [
+    CallForm(arguments_are_text=False, content_is_null=False),
+    CallForm(arguments_are_text=False, content_is_null=True),
+    CallForm(arguments_are_text=True, content_is_null=True),
+    CallForm(arguments_are_text=True, content_is_null=False),
+]
 
 
 @dataclass(frozen=True)
@@ -94,7 +118,11 @@ def render_all(
 
 
 def _render(tokenizer: Any, chat: Chat, reads_parts: bool) -> str:
-    messages = chat.messages if reads_parts else join_text_parts(chat.messages, chat.location)
+    messages = chat.messages
+    if any(message.get("tool_calls") for message in messages):
+        messages = with_calls(messages, _call_form(tokenizer, reads_parts))
+    if not reads_parts:
+        messages = join_text_parts(messages, chat.location)
     if not _KNOWS_DEVELOPER.search(str(tokenizer.chat_template)):
         messages = merge_developer_into_system(messages)
     render = partial(
@@ -142,3 +170,29 @@ def _accepts_parts(tokenizer: Any) -> bool:
             known = False
         tokenizer.titopool_reads_parts = known
     return bool(known)
+
+
+def _call_form(tokenizer: Any, reads_parts: bool) -> CallForm:
+    """The first form in which the template writes calls with their arguments."""
+    known = getattr(tokenizer, "titopool_call_form", None)
+    if known is None:
+        known = next(
+            (one for one in _FORMS if _shows_calls(tokenizer, one, reads_parts)), _FORMS[0]
+        )
+        tokenizer.titopool_call_form = known
+    form: CallForm = known
+    return form
+
+
+def _shows_calls(tokenizer: Any, form: CallForm, reads_parts: bool) -> bool:
+    messages = with_calls(read_conversation(_CONVERSATION, "messages").messages, form)
+    if not reads_parts:
+        messages = join_text_parts(messages, "messages")
+    try:
+        text: str = within(
+            MAX_RENDER_S, lambda: tokenizer.apply_chat_template(messages, tokenize=False)
+        )
+    except Exception:
+        return False
+    has_call = "titopool_tool" in text and "titopool_key" in text
+    return has_call and not _BAD_ARGUMENTS.search(text)

@@ -1,10 +1,17 @@
 """Chat messages before rendering have the fields that templates expect."""
 
+import copy
 import json
+from typing import Any
 
 import pytest
 
 from app.inputs.chat_messages import merge_developer_into_system, read_conversation
+from app.inputs.chat_template import Chat, render_all
+from tests.kit.models.chat_templates import tokenizer_of
+from tests.kit.peers.trl_client import TRL_FOLDER
+
+TRL_TEMPLATES = TRL_FOLDER / "1.16.0" / "trl" / "chat_templates"
 
 
 def read(message: dict) -> dict:
@@ -55,3 +62,52 @@ def test_developer_messages_are_merged_into_the_system_message():
     assert merge_developer_into_system([developer, user]) == [{**developer, "role": "system"}, user]
     merged = {"role": "system", "content": "s\n\nd"}
     assert merge_developer_into_system([system, user, developer]) == [merged, user]
+
+
+# Templates that TRL ships, and how each reads the arguments of a past call.
+CALLING_TEMPLATES = {
+    "deepseek_r1_distill": str, "deepseekv3": str, "gemma4_v5": dict, "glm4moe": dict,
+    "gptoss": dict, "lfm2_v2": dict, "llama3_1": dict, "muse_glimmer": dict,
+    "nemotron_3_nano": dict, "qwen2_5": dict, "qwen3": dict, "qwen3_5_think": dict,
+    "qwen3_vl": dict,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CALLING_TEMPLATES)
+def test_a_past_call_is_rendered_as_transformers_does(name: str):
+    """Clients send what OpenAI's server answers: the content null and the arguments as text."""
+    tokenizer = copy.deepcopy(tokenizer_of("qwen2.5"))
+    tokenizer.chat_template = (TRL_TEMPLATES / f"{name}.jinja").read_text()
+    sent = '{"city":  "Oslo"}'
+
+    def messages_with(content: str | None, arguments: object) -> list[dict[str, Any]]:
+        function = {"name": "weather", "arguments": arguments}
+        call = {"id": "callcall1", "type": "function", "function": function}
+        return [
+            {"role": "user", "content": "Rain?"},
+            {"role": "assistant", "content": content, "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": "callcall1", "name": "weather", "content": "rain"},
+        ]
+
+    read = read_conversation(messages_with(None, sent), "messages").messages
+    (ids,) = render_all(tokenizer, [Chat(read, "messages", None, {})], 4096)
+    # Templates that read objects refuse null, or take it for "".
+    as_read = (None, sent) if CALLING_TEMPLATES[name] is str else ("", {"city": "Oslo"})
+    expected = tokenizer.apply_chat_template(
+        messages_with(*as_read), tokenize=False, add_generation_prompt=True
+    )
+    assert tokenizer.decode(ids) == expected
+    assert "weather" in expected
+    assert "Oslo" in expected
+
+
+def test_arguments_that_are_no_json_stay_as_they_were_sent_where_a_template_reads_text():
+    tokenizer = copy.deepcopy(tokenizer_of("qwen2.5"))
+    tokenizer.chat_template = (
+        "{% for m in messages if m.tool_calls %}{{ m.tool_calls[0].function.name + '(' + "
+        "m.tool_calls[0].function.arguments + ')' }}{% endfor %}"
+    )
+    calls = [{"id": "a", "type": "function", "function": {"name": "f", "arguments": '{"a'}}]
+    read = read_conversation([{"role": "assistant", "tool_calls": calls}], "messages").messages
+    (ids,) = render_all(tokenizer, [Chat(read, "messages", None, {})], 4096)
+    assert tokenizer.decode(ids) == 'f({"a)'
