@@ -31,6 +31,7 @@ from app.http.browsers import is_loopback
 from app.http.connections import limits_within
 from app.http.keys import Keys
 from app.http.tls import ssl_context  # noqa: F401
+from app.inputs.chat_template import template_of_file
 from titopool.errors import ConfigError
 from titopool.launch import child_environment
 from titopool.secret_files import read_secret_file
@@ -55,6 +56,7 @@ try:
     check_installed(_config.otlp_endpoint)
     if any(endpoint.startswith("tcp://") for endpoint in _config.endpoints):
         read_curve_key(_config.curve_key_file)
+    template_of_file(_config.chat_template)
     _keys = Keys(_config)
     if _config.tls_key_file:
         read_secret_file(_config.tls_key_file, "tls_key_file")

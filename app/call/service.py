@@ -10,6 +10,7 @@ from app.call.open_requests import InFlight, OpenRequests
 from app.counts.front_end import FrontEndCounts
 from app.draining import Draining
 from app.http.budget import Budget
+from app.inputs.chat_template import template_of_file
 from app.inputs.drift import DriftWatch
 from app.inputs.tokenizer import TokenizerLoader
 from app.pool.link import Link
@@ -35,7 +36,7 @@ class Service:
         self.requests = OpenRequests()
         self.link = Link(config, endpoints_of(config), self._totals, self.counts, self.requests)
         self.requests.find = lambda pending: InFlight(*self.link.where_is(pending))
-        self.tokenizer = TokenizerLoader()
+        self.tokenizer = TokenizerLoader(template_of_file(config.chat_template))
         self.drift = DriftWatch(self.link, self.tokenizer)
         self.kept = KeptLogprobs(config)
         self._num_open = 0

@@ -4,7 +4,10 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
+
+from jinja2 import Environment, TemplateSyntaxError
 
 from app.inputs.chat_messages import (
     CallForm,
@@ -16,7 +19,7 @@ from app.inputs.chat_messages import (
 from app.inputs.tokenizer import encode_all
 from app.inputs.turns import within
 from app.route.fields import Message
-from titopool.errors import InvalidRequest, TitopoolError
+from titopool.errors import ConfigError, InvalidRequest, TitopoolError
 
 # Arguments of transformers' `apply_chat_template` that only the server sets. A client's template is
 # refused because templates are code that would run in this process.
@@ -28,6 +31,7 @@ RESERVED = frozenset(
 # CPU time of the template for one conversation.
 MAX_RENDER_S = 5.0
 _PROBE = "titopool"
+_GENERATION_TAG = re.compile(r"{%-?\s*(?:end)?generation\s*-?%}")
 _KNOWS_DEVELOPER = re.compile("""["']developer["']""")
 _PROBE_IN_REPR = re.compile(r"""['"]text['"]\s*:\s*['"]""" + _PROBE)
 # A conversation in which a tool was called. Mistral's ids of calls have nine letters and digits.
@@ -48,6 +52,27 @@ _FORMS = [
     CallForm(arguments_are_text=True, content_is_null=True),
     CallForm(arguments_are_text=True, content_is_null=False),
 ]
+
+
+def template_of_file(path: str) -> str | None:
+    """The chat template in a file; None: no path.
+
+    Raises:
+        ConfigError: the file cannot be read, or is no template.
+    """
+    if not path:
+        return None
+    try:
+        text = Path(path).read_text("utf-8")
+        # Only transformers knows this tag, which marks what a model has written.
+        Environment(extensions=["jinja2.ext.loopcontrols"]).parse(_GENERATION_TAG.sub("", text))
+    except (OSError, ValueError, TemplateSyntaxError) as error:
+        raise ConfigError(
+            f"chat_template: expected a file with a Jinja template, got {path}: {error}"
+        ) from None
+    if not text.strip():
+        raise ConfigError(f"chat_template: expected a template in {path}, got an empty file")
+    return text
 
 
 @dataclass(frozen=True)

@@ -47,7 +47,9 @@ def key_of(facts: WorkerFacts) -> TokenizerKey:
 class TokenizerLoader:
     """Loads the tokenizer once, and calls it for one request after the other."""
 
-    def __init__(self) -> None:
+    def __init__(self, chat_template: str | None = None) -> None:
+        """`chat_template`: stands in place of the model's own."""
+        self._chat_template = chat_template
         # Whether nothing else in this process needs transformers; app/gunicorn_hooks.py sets it.
         self.leaves_out_torch = False
         # A fast tokenizer's settings are not safe to share, so calls run one at a time.
@@ -105,7 +107,9 @@ class TokenizerLoader:
     def _get(self, facts: WorkerFacts) -> Any:
         if self._loaded is None or self._loaded_for != key_of(facts):
             # Workers that run elsewhere may restart with another model.
-            self._loaded = self._turns.submit(load, facts, self.leaves_out_torch)
+            self._loaded = self._turns.submit(
+                load, facts, self.leaves_out_torch, self._chat_template
+            )
             self._loaded_for = key_of(facts)
             self.token_texts = {}
         loaded = self._loaded
@@ -131,22 +135,26 @@ class TokenizerLoader:
             ) from error
 
 
-def load(facts: WorkerFacts, leaves_out_torch: bool) -> Any:
+def load(facts: WorkerFacts, leaves_out_torch: bool, chat_template: str | None = None) -> Any:
     """transformers' tokenizer of the model that the workers serve.
 
     Args:
         leaves_out_torch: nothing else in this process needs transformers' models.
+        chat_template: stands in place of the model's own.
     """
     # A model's own code may import transformers' models, also for its configuration or tokenizer.
     leaves_out_torch = leaves_out_torch and not facts.trust_remote_code
     with without_torch() if leaves_out_torch else nullcontext(), without_collector():
         from transformers import AutoTokenizer
     try:
-        return AutoTokenizer.from_pretrained(
+        tokenizer = AutoTokenizer.from_pretrained(
             facts.tokenizer,
             revision=facts.tokenizer_revision,
             trust_remote_code=facts.trust_remote_code,
         )
+        if chat_template is not None:
+            tokenizer.chat_template = chat_template
+        return tokenizer
     finally:
         # What was imported stays, also if there is no tokenizer. Each collection would visit it, for
         # 0.2 s in which all streams stand still. Open requests are exempt too; their end frees them.

@@ -76,6 +76,10 @@ def fail_and_generate(server: Server, prompt: str, key: str) -> list[str]:
         pytest.param(
             ["--max-model-len", "x"], {}, ["vLLM's options", "--max-model-len"], id="vllm-option"
         ),
+        pytest.param(
+            ["--chat-template", "no.jinja"], {}, ["chat_template: expected a file", "no.jinja"],
+            id="chat-template",
+        ),
         pytest.param([], {"VLLM_CPU_KVCACHE_SPACE": "9000"}, ["Available memory"], id="out-of-memory"),
     ],
 )  # fmt: skip

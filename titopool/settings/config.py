@@ -99,6 +99,9 @@ class ServerConfig:
         "",
         "Name of vLLM's parser for reasoning in chat completions, for example qwen3. Empty: none.",
     )
+    chat_template: str = setting(
+        "", "File with the chat template (Jinja) of all conversations. Empty: the model's own."
+    )
 
     host: str = setting("127.0.0.1", "Address to listen on.")
     port: int = setting(8000, "Port to listen on. 0: any free port.", at_least=0)

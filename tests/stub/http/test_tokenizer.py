@@ -12,7 +12,7 @@ import pytest
 
 import app.inputs.tokenizer
 from app.inputs.tokenizer import TokenizerLoader
-from harness.servers import REPOSITORY, Server
+from harness.servers import REPOSITORY, Server, front_ends
 from tests.conftest import StartStub
 from tests.kit.workers.pools import FACTS
 from titopool.demo_model import make_tokenizer
@@ -34,7 +34,7 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the tokenizers loaded so far."""
     names: list[str] = []
 
-    def load(facts: WorkerFacts, leaves_out_torch: bool) -> str:
+    def load(facts: WorkerFacts, leaves_out_torch: bool, chat_template: str | None) -> str:
         names.append(facts.tokenizer + facts.tokenizer_digest)
         return names[-1]
 
@@ -139,3 +139,18 @@ def test_a_front_end_has_no_torch(
     libraries = [Path(f"/proc/{one.pid}/maps").read_text() for one in front_ends]
     assert any("tokenizers" in one for one in libraries)
     assert not any("libtorch" in one for one in libraries)
+
+
+def test_the_operator_s_chat_template_stands_in_place_of_the_model_s(
+    start_stub: StartStub, stub_server: Callable[..., Server], tmp_path: Path
+):
+    make_tokenizer(tmp_path)
+    file = tmp_path / "own.jinja"
+    file.write_text("{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}")
+    start_stub(0, "--tokenizer", str(tmp_path))
+    server = stub_server(1, "--num-front-ends", "2", "--chat-template", str(file))
+    chat = {"messages": [{"role": "user", "content": "Hello"}], "add_generation_prompt": False}
+    for session in front_ends(server).values():
+        ids = session.post(f"{server.url}/tokenize", json=chat).json()["tokens"]
+        text = session.post(f"{server.url}/detokenize", json={"tokens": ids}).json()["prompt"]
+        assert text == "<user>Hello"

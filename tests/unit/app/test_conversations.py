@@ -2,14 +2,16 @@
 
 import copy
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from app.inputs.chat_messages import merge_developer_into_system, read_conversation
-from app.inputs.chat_template import Chat, render_all
+from app.inputs.chat_template import Chat, render_all, template_of_file
 from tests.kit.models.chat_templates import tokenizer_of
 from tests.kit.peers.trl_client import TRL_FOLDER
+from titopool.errors import ConfigError
 
 TRL_TEMPLATES = TRL_FOLDER / "1.16.0" / "trl" / "chat_templates"
 
@@ -111,3 +113,31 @@ def test_arguments_that_are_no_json_stay_as_they_were_sent_where_a_template_read
     read = read_conversation([{"role": "assistant", "tool_calls": calls}], "messages").messages
     (ids,) = render_all(tokenizer, [Chat(read, "messages", None, {})], 4096)
     assert tokenizer.decode(ids) == 'f({"a)'
+
+
+@pytest.mark.parametrize("content, expected", [
+    ("{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}", ""),
+    ("{% for m in messages %}", "expected a file with a Jinja template, got "),
+    (" \n", "got an empty file"),
+    (b"\xff", "expected a file with a Jinja template, got "),
+    (None, "No such file"),
+])  # fmt: skip
+def test_a_file_that_is_no_template_ends_the_start(
+    tmp_path: Path, content: str | bytes | None, expected: str
+):
+    file = tmp_path / "chat.jinja"
+    if content is not None:
+        file.write_bytes(content.encode() if isinstance(content, str) else content)
+    if not expected:
+        assert template_of_file(str(file)) == content
+        return
+    with pytest.raises(ConfigError, match="chat_template: ") as caught:
+        template_of_file(str(file))
+    assert expected in str(caught.value)
+    assert str(file) in str(caught.value)
+
+
+def test_every_template_of_trl_is_a_template():
+    files = sorted(TRL_TEMPLATES.glob("*.jinja"))
+    assert len(files) > 50
+    assert all(template_of_file(str(file)) for file in files)
