@@ -7,7 +7,8 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from titopool.rollouts.interface import GenerationClient, Ids, Message
+from titopool.errors import PromptTooLong
+from titopool.rollouts.interface import ContextFull, GenerationClient, Ids, Message
 from titopool.rollouts.messages import with_images
 
 # Ends a sampled turn's text. No text has this word, and no tokenizer merges it with the space before
@@ -144,6 +145,20 @@ class TurnRenderer:
     def __init__(self, template: Template):
         self.template = template
 
+    def render(self, messages: Sequence[Message], images: Sequence[str]) -> Ids:
+        """The conversation as a prompt.
+
+        Raises:
+            ContextFull: as the template writes it, the model has no room for it.
+        """
+        try:
+            return self.template.render(messages, images)
+        except PromptTooLong as error:
+            raise ContextFull(
+                f"expected a conversation that the model has room for as its template writes it: "
+                f"{error}; end the rollout"
+            ) from error
+
     def answer(
         self, history: Sequence[Message], turn: str, new: Sequence[Message], images: Sequence[str]
     ) -> Answer | None:
@@ -153,13 +168,14 @@ class TurnRenderer:
 
         Raises:
             ValueError: the new messages contain the sentinel.
+            ContextFull: as `render`.
         """
         if SENTINEL.strip() in str(new):
             raise ValueError(
                 f"messages: expected no word {SENTINEL.strip()!r}, which marks a turn's end"
             )
         assistant = {"role": "assistant", "content": turn + FILLER + SENTINEL}
-        ids = self.template.render([*history, assistant, *new], images)
+        ids = self.render([*history, assistant, *new], images)
         sentinel, closing = self._marks
         end = _end_of(sentinel, ids)
         if end is None:

@@ -3,6 +3,7 @@
 import datetime
 import hashlib
 import operator
+import unicodedata
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -36,6 +37,8 @@ NOT_RESUMED = (
     "presence_penalty",
     "frequency_penalty",
 )
+# The last tokens of a prompt, in which a generation prompt may begin a thought.
+PROMPT_END = 16
 # Tokens of a completion.
 COUNTED = ("min_tokens", "thinking_token_budget")
 
@@ -169,6 +172,18 @@ class Rollout:
     def last_text(self) -> str:
         """The text of the turn that was sampled last, without its end-of-turn; "" if none is open."""
         return "" if self._state.turn is None else self._turn_text(self._state)
+
+    @property
+    def is_thinking(self) -> bool:
+        """Whether the open turn is within a thought, `<think>…`, which its prompt or the model has
+        begun."""
+        parts = self._state.turn
+        if parts is None:
+            return False
+        before = self._state.segments[: -len(parts)]
+        begun = self._renderer.template.decode(before[-1].ids[-PROMPT_END:]) if before else ""
+        text = begun + self._turn_text(self._state)
+        return text.rfind("<think>") > text.rfind("</think>")
 
     def generate(self, *, max_tokens: int = 16, num_resumes: int = 0, **sampling: Any) -> Turn:
         """Samples a completion and appends its ids. Without `add` between, a turn continues.
@@ -329,7 +344,7 @@ class Rollout:
 
     def _rendered(self, history: tuple[Message, ...], images: tuple[str, ...]) -> State:
         """A sequence whose prompt is the rendered conversation."""
-        ids = self._renderer.template.render(history, images)
+        ids = self._renderer.render(history, images)
         return State(
             segments=(written(ids),),
             images=images,
@@ -431,8 +446,9 @@ def _overlap(turn: Ids, closing: Ids) -> int:
 
 
 def _squeezed(text: str) -> str:
-    """The text without blanks: templates trim, which changes no id that was sampled."""
-    return "".join(text.split())
+    """The text without blanks, in one form of Unicode: templates trim and tokenizers normalize, which
+    changes no id that was sampled."""
+    return "".join(unicodedata.normalize("NFKC", text).split())
 
 
 def _difference(expected: str, answer: Any) -> str:

@@ -52,7 +52,8 @@ def run_rollouts(
     completion that an update or a pause aborts goes on from its ids. `stop_reason` of a rollout is
     `answered` (a turn called no tool), `environment` (it returned None), `max_turns`, `context`
     (no room within `max_context`), `error`, or the finish reason of a turn that did not end itself
-    (`length`, `repetition`, `abort`): such a turn goes to `environment`, never to tools.
+    (`length`, `repetition`, `abort`): such a turn goes to `environment`, never to tools. One that was
+    cut within a thought ends its rollout as `length`.
 
     With `num_needed`, more prompts play than a batch needs, so that it need not wait for the
     longest completions. The batch then has fewer long completions than the model writes, and a
@@ -181,6 +182,9 @@ class _Play:
         """The messages that answer the last turn; None with the reason to stop."""
         if self.tools and finish_reason == "stop" and (calls := self.parse(rollout.last_text)):
             return list(answers(calls, self.tools)), ""
+        if finish_reason == "length" and rollout.is_thinking:
+            # What follows would stand within the thought.
+            return None, finish_reason
         if self.environment is not None:
             return self.environment(rollout), "environment"
         return None, "answered" if finish_reason == "stop" else finish_reason

@@ -8,11 +8,13 @@ import time
 
 import numpy as np
 import pytest
+from tokenizers import normalizers
 from transformers.utils import chat_template_utils
 
 from tests.kit.models.chat_templates import tokenizer_of
 from tests.kit.peers.rollout_client import Answer, WritingClient, Written, written
 from titopool import Rollout, run_rollouts
+from titopool.errors import PromptTooLong
 from titopool.rollouts import rollout as rollout_module
 from titopool.rollouts.interface import HistoryRewritten
 from titopool.rollouts.rollout import derived_seed
@@ -165,6 +167,54 @@ def test_a_cut_turn_calls_no_tool(has_environment: bool):
     assert seen == (["length", "stop"] if has_environment else [])
     assert rollout.stop_reason == ("environment" if has_environment else "length")
     assert not any(one["role"] == "tool" for one in rollout.messages)
+
+
+@pytest.mark.parametrize("family, begun", [("qwen3", "<think>\nHm"), ("r1", "Hm")])
+def test_a_cut_thought_ends_its_rollout(family: str, begun: str):
+    """The generation prompt of R1's template has begun the thought."""
+    tokenizer = tokenizer_of(family)
+    for text, stop_reason in ((begun, "length"), (begun + "\n</think>\n\nIt", "environment")):
+        client = WritingClient([Written(written(tokenizer, text).ids, "length")])
+        (rollout,) = run_rollouts(
+            client, [[USER]], tokenizer=tokenizer, environment=lambda rollout: None
+        )
+        assert rollout.is_thinking == (stop_reason == "length")
+        assert (rollout.stop_reason, rollout.error) == (stop_reason, None)
+
+
+@pytest.mark.parametrize(
+    "text", ["cafe\u0301", "\u0958\u0932\u092e", "5 \u212b", "\u1112\u1161\u11ab"]
+)
+def test_a_tokenizer_that_normalizes_rewrites_no_history(text: str):
+    """As Qwen's; the model samples bytes, of which no form of Unicode is asked."""
+    tokenizer = copy.deepcopy(QWEN)
+    tokenizer.backend_tokenizer.normalizer = normalizers.NFC()
+    sampled = written(QWEN, text + END)
+    client = WritingClient([sampled])
+    rollout = Rollout(client, messages=[USER], tokenizer=tokenizer)
+    num_prompt = len(rollout.ids)
+    rollout.generate()
+    rollout.add(USER)
+    assert rollout.messages[1]["content"] == text
+    assert rollout.ids[num_prompt:][: len(sampled.ids)].tolist() == sampled.ids.tolist()
+
+
+def test_a_conversation_that_the_server_finds_too_long_is_a_full_context():
+    class Server(WritingClient):
+        def render(self, messages, **options):
+            if len(messages) > 2:
+                raise PromptTooLong("messages: expected at most 7 tokens, got 9")
+            text = QWEN.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=options["add_generation_prompt"]
+            )
+            return QWEN(text, add_special_tokens=False)["input_ids"]
+
+        def detokenize(self, ids):
+            return QWEN.decode(ids)
+
+    client = Server([written(QWEN, "a" + END)])
+    (rollout,) = run_rollouts(client, [[USER]], environment=lambda rollout: USER)
+    assert (rollout.stop_reason, rollout.error) == ("context", None)
 
 
 def test_a_rollout_ends_at_its_last_turn_without_an_answer():
