@@ -74,6 +74,7 @@ class RolloutError(Exception):
 
     RolloutError
       HistoryRewritten  the chat template would change tokens that were sampled or sent
+      MessageDropped    the chat template writes nothing of a new message
       ContextFull       the conversation has no room for another token
       PromptChanged     the server answered for other prompt ids than were sent
     """
@@ -81,6 +82,10 @@ class RolloutError(Exception):
 
 class HistoryRewritten(RolloutError):
     """The chat template renders the turns so far differently once the new messages follow."""
+
+
+class MessageDropped(RolloutError):
+    """What the chat template appends does not depend on the text of a new message."""
 
 
 class ContextFull(RolloutError):

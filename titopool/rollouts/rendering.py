@@ -18,6 +18,8 @@ SENTINEL = " titopoolsentinel"
 OTHER_SENTINEL = " titopool7"
 # Stands before the sentinel, whose space a template would otherwise trim in an empty turn.
 FILLER = " ."
+# Characters of a text.
+SHORT = 8
 _QUESTION = {"role": "user", "content": "a"}
 _PROBE = "titopool"
 _PROBE_IN_REPR = re.compile(r"""['"]text['"]\s*:\s*['"]""" + _PROBE)
@@ -185,6 +187,28 @@ class TurnRenderer:
         text_before = text_before.rstrip().removesuffix(FILLER.strip())
         return Answer(text_before, after, text, _num_equal(after, closing))
 
+    def dropped(
+        self,
+        history: Sequence[Message],
+        turn: str,
+        new: Sequence[Message],
+        images: Sequence[str],
+        answer: Answer,
+    ) -> Message | None:
+        """The first of the new messages whose text changes nothing of `answer`; None: there is none."""
+        for index, message in enumerate(new):
+            text = _text_of(message)
+            # A short one may stand in the template.
+            if not text.strip() or (len(text) > SHORT and text in answer.text):
+                continue
+            # The template may have trimmed, escaped or translated it.
+            other = {**message, "content": text + FILLER + OTHER_SENTINEL}
+            changed = [*new[:index], other, *new[index + 1 :]]
+            found = self.answer(history, turn, changed, images)
+            if found is not None and np.array_equal(found.ids, answer.ids):
+                return message
+        return None
+
     @property
     def closing(self) -> Ids:
         """The ids that the template writes after a last turn."""
@@ -223,6 +247,15 @@ def _num_equal(first: Ids, second: Ids) -> int:
     length = min(len(first), len(second))
     different = np.flatnonzero(first[:length] != second[:length])
     return int(different[0]) if len(different) else length
+
+
+def _text_of(message: Message) -> str:
+    """The text of a message without images; "" of one with images, which stand in the ids too."""
+    content = message.get("content")
+    if not isinstance(content, list):
+        return content or ""
+    texts = [part.get("text") for part in content]
+    return "\n".join(texts) if all(isinstance(text, str) for text in texts) else ""
 
 
 def _as_parts(content: Any) -> Any:

@@ -18,10 +18,11 @@ from titopool.rollouts.interface import (
     Ids,
     Image,
     Message,
+    MessageDropped,
     PromptResult,
 )
 from titopool.rollouts.messages import image_file, read_messages
-from titopool.rollouts.rendering import LocalTemplate, ServerTemplate, TurnRenderer
+from titopool.rollouts.rendering import Answer, LocalTemplate, ServerTemplate, TurnRenderer
 from titopool.rollouts.sequence import RolloutArrays, Segment, arrays_of, sampled, written
 from titopool.rollouts.state import State, arrays_at, image_ranges, placed_segments
 
@@ -243,6 +244,7 @@ class Rollout:
 
         Raises:
             HistoryRewritten: the template changes what was sampled or sent (see `on_rewrite`).
+            MessageDropped: the template writes nothing of a message.
             ContextFull: the new ids leave no room for a token. The rollout stays as it was.
         """
         if ids is not None:
@@ -323,6 +325,7 @@ class Rollout:
             ranges=image_ranges(result, len(state.images)),
             num_sent=len(got) + len(part.ids) if has_begun else state.num_sent,
             turn=(*(state.turn or ()), part.ids),
+            has_stopped=result.completions[0].finish_reason == "stop" and not sampling.get("stop"),
             before=None, added=(), added_images=(),
         )  # fmt: skip
         return got, result
@@ -383,7 +386,12 @@ class Rollout:
                     f"and sampled, got {_difference(expected, answer)}; use a template that keeps "
                     'them, or on_rewrite="branch" or "keep"'
                 )
-        ids = answer.ids[self._num_closed(turn, answer.ids[: answer.num_closing]) :]
+        if dropped := self._renderer.dropped(state.history, text, new, all_images, answer):
+            raise MessageDropped(
+                f"add: expected a chat template that writes the new messages, got nothing of the one of "
+                f"{dropped['role']!r} after this turn; send it as a message of a user, or add ids"
+            )
+        ids = answer.ids[self._num_closed(state, turn, answer) :]
         return replace(
             state,
             segments=(*state.segments, written(ids)),
@@ -396,19 +404,31 @@ class Rollout:
             added_images=images,
         )
 
-    def _num_closed(self, turn: Ids, closing: Ids) -> int:
-        """How many of the ids that end a turn the model has written itself."""
-        num = _overlap(turn, closing)
-        if not num and len(turn) and int(turn[-1]) in self._end_of_turn_ids:
-            return min(1, len(closing))
-        return num
+    def _num_closed(self, state: State, turn: Ids, answer: Answer) -> int:
+        """How many of the ids that follow a turn the model has written itself."""
+        closing = answer.ids[: answer.num_closing]
+        if not len(closing):
+            # GLM's turns end with the token that begins the next message.
+            return _overlap(turn[-1:], answer.ids) if state.has_stopped else 0
+        if num := _overlap(turn, closing):
+            return num
+        return int(len(turn) > 0 and int(turn[-1]) in self._end_of_turn_ids)
+
+    def _num_ended(self, state: State, turn: Ids) -> int:
+        """How many of the last ids of a turn end it: those of the template, or one in their place."""
+        closing = self._renderer.closing
+        if num := _overlap(turn, closing):
+            return num
+        if not len(turn):
+            return 0
+        return int(
+            int(turn[-1]) in self._end_of_turn_ids or (state.has_stopped and not len(closing))
+        )
 
     def _turn_text(self, state: State) -> str:
         """The text of the open turn, without its end-of-turn."""
         turn = np.concatenate(state.turn or ())
-        num = _overlap(turn, self._renderer.closing)
-        if not num and len(turn) and int(turn[-1]) in self._end_of_turn_ids:
-            num = 1
+        num = self._num_ended(state, turn)
         return self._renderer.template.decode(turn[: len(turn) - num])
 
     def _text_of(self, state: State) -> str:

@@ -2,6 +2,7 @@
 
 import copy
 import datetime
+import os
 import signal
 import threading
 import time
@@ -13,10 +14,11 @@ from transformers.utils import chat_template_utils
 
 from tests.kit.models.chat_templates import tokenizer_of
 from tests.kit.peers.rollout_client import Answer, WritingClient, Written, written
+from tests.kit.peers.trl_client import TRL_FOLDER
 from titopool import Rollout, run_rollouts
 from titopool.errors import PromptTooLong
 from titopool.rollouts import rollout as rollout_module
-from titopool.rollouts.interface import HistoryRewritten
+from titopool.rollouts.interface import HistoryRewritten, MessageDropped
 from titopool.rollouts.rollout import derived_seed
 from titopool.rollouts.tools import hermes_calls, schemas_of
 
@@ -182,6 +184,52 @@ def test_a_cut_thought_ends_its_rollout(family: str, begun: str):
         assert (rollout.stop_reason, rollout.error) == (stop_reason, None)
 
 
+def trl_tokenizer(name: str, *special: str):
+    """With the template that TRL ships for a family, and its special tokens."""
+    tokenizer = copy.deepcopy(QWEN)
+    tokenizer.add_tokens([*special, "<think>", "</think>"], special_tokens=True)
+    folder = TRL_FOLDER / "1.16.0" / "trl" / "chat_templates"
+    tokenizer.chat_template = (folder / f"{name}.jinja").read_text()
+    return tokenizer
+
+
+@pytest.mark.parametrize("options", [{}, {"end_of_turn_ids": [1]}])
+@pytest.mark.parametrize("role, end", [("user", "<|user|>"), ("tool", "<|observation|>")])
+def test_the_end_of_a_turn_that_begins_the_next_message_stands_once(options, role: str, end: str):
+    """GLM's: its model stops at `<|user|>` and `<|observation|>`."""
+    glm = trl_tokenizer(
+        "glm4moe", "<|user|>", "<|assistant|>", "<|observation|>", "<|system|>", "[gMASK]", "<sop>"
+    )
+    if options:
+        options = {"end_of_turn_ids": glm.convert_tokens_to_ids(["<|user|>", "<|observation|>"])}
+    client = WritingClient([written(glm, "<think>x</think>\n42." + end)])
+    rollout = Rollout(client, messages=[USER], tokenizer=glm, on_rewrite="keep", **options)
+    rollout.generate()
+    assert rollout.last_text == "<think>x</think>\n42."
+    new = rollout.add({"role": role, "content": "Indeed."})
+    text = glm.decode(rollout.ids)
+    assert text.count(end) == (2 if role == "user" else 1)
+    assert f"42.{end}" in text
+    assert "Indeed." in glm.decode(new)
+    assert rollout.messages[1]["content"] == "<think>x</think>\n42."
+
+
+def test_a_message_that_the_template_leaves_out_is_an_error_by_name():
+    """Gemma 4's template writes an answer of a tool only after a structured call."""
+    gemma = trl_tokenizer("gemma4", "<bos>", "<turn|>", "<|turn>")
+    gemma.bos_token = "<bos>"
+    client = WritingClient([written(gemma, "call" + "<turn|>")])
+    rollout = Rollout(client, messages=[USER], tokenizer=gemma, on_rewrite="keep")
+    rollout.generate()
+    before = rollout.ids.tolist()
+    for content in ("SUNNY and warm", "1"):
+        with pytest.raises(MessageDropped, match="nothing of the one of 'tool'"):
+            rollout.add({"role": "tool", "content": content})
+    assert rollout.ids.tolist() == before
+    rollout.add({"role": "user", "content": "SUNNY and warm"})
+    assert "SUNNY and warm" in gemma.decode(rollout.ids)
+
+
 @pytest.mark.parametrize(
     "text", ["cafe\u0301", "\u0958\u0932\u092e", "5 \u212b", "\u1112\u1161\u11ab"]
 )
@@ -299,7 +347,7 @@ def test_an_interrupt_ends_all_rollouts_on_the_server_too():
         def generate(self, prompts, **options):
             self.num_calls += 1
             if self.num_calls == 3:
-                signal.raise_signal(signal.SIGINT)
+                os.kill(os.getpid(), signal.SIGINT)
             assert self.aborted.wait(60)
             return [Answer(np.asarray(prompts[0]), (written(QWEN, "a", "abort"),))]
 
@@ -307,8 +355,13 @@ def test_an_interrupt_ends_all_rollouts_on_the_server_too():
             self.aborted.set()
 
     server = Server()
-    with pytest.raises(KeyboardInterrupt):
-        play(server, prompts=([USER],) * 3, environment=lambda rollout: USER, max_turns=50)
+    # A shell starts what runs in its background with SIGINT ignored.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            play(server, prompts=([USER],) * 3, environment=lambda rollout: USER, max_turns=50)
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert server.aborted.is_set()
     time.sleep(0.5)
     assert server.num_calls == 3
