@@ -84,12 +84,15 @@ def read_conversation(
 
 def with_calls(messages: list[Message], form: CallForm) -> list[Message]:
     """The messages of `read_conversation` with the calls in another form."""
-    return [_with_calls(one, form) if one.get("tool_calls") else one for one in messages]
+    return [
+        _with_calls(one, form) if one["role"] == "assistant" and one.get("tool_calls") else one
+        for one in messages
+    ]
 
 
 def _with_calls(message: Message, form: CallForm) -> Message:
     changed = dict(message)
-    if not message.get("content"):
+    if not any(part["type"] != "text" or part["text"] for part in message.get("content") or ()):
         changed["content"] = None if form.content_is_null else []
     if form.arguments_are_text:
         changed["tool_calls"] = [

@@ -41,7 +41,7 @@ SIZES = {
     "titopool.commands": 755,
     "titopool.helpers": 273,
     "titopool.mismatch": 224,
-    "titopool.rollouts": 933,
+    "titopool.rollouts": 974,
     "titopool.settings": 858,
     "titopool.top": 382,
     "titopool.wire": 949,

@@ -2,7 +2,6 @@
 
 import asyncio
 import functools
-import inspect
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from typing import Any
@@ -11,6 +10,7 @@ from titopool.client.async_client import AsyncClient
 from titopool.client.sync_client import Client
 from titopool.rollouts.rollout import Rollout
 from titopool.rollouts.runner import run_rollouts
+from titopool.rollouts.tools import is_coroutine_function
 
 
 async def run_rollouts_async(
@@ -78,7 +78,7 @@ class _Loop:
 
     def blocking(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """`function`; a coroutine function as one that waits."""
-        if not inspect.iscoroutinefunction(function):
+        if not is_coroutine_function(function):
             return function
 
         @functools.wraps(function)

@@ -107,13 +107,21 @@ class StoppableClient:
             raise asyncio.CancelledError("the rollout is not needed any more")
 
 
+def stop_all(rollouts: Sequence[Rollout]) -> list[StoppableClient]:
+    """No rollout sends a further request; returns their clients."""
+    clients = [one.client for one in rollouts if isinstance(one.client, StoppableClient)]
+    for each in clients:
+        each.stop()
+    return clients
+
+
 def abort(client: GenerationClient, rollouts: Sequence[Rollout]) -> None:
     """Ends rollouts with a StoppableClient; returns when none of their requests is in flight.
 
     Where that takes more than `ABORT_TIMEOUT_S`, or an abort fails, it returns with a warning: the
     needed rollouts are complete, and worth more than an error.
     """
-    clients = [one.client for one in rollouts if isinstance(one.client, StoppableClient)]
+    clients = stop_all(rollouts)
     if not _in_flight(clients):
         return
     # A call of the client may take longer than the deadline.

@@ -44,7 +44,8 @@ class Template(Protocol):
 
 
 class LocalTemplate:
-    """A transformers tokenizer's template; it renders what the server's render route does."""
+    """A transformers tokenizer's template; it renders what the server's render route does, but past calls
+    of tools always with arguments as objects."""
 
     def __init__(
         self,
@@ -146,6 +147,8 @@ class TurnRenderer:
 
     def __init__(self, template: Template):
         self.template = template
+        # The roles of messages that the template has been seen to write, with those before them.
+        self._written = set[tuple[str, str]]()
 
     def render(self, messages: Sequence[Message], images: Sequence[str]) -> Ids:
         """The conversation as a prompt.
@@ -176,16 +179,44 @@ class TurnRenderer:
             raise ValueError(
                 f"messages: expected no word {SENTINEL.strip()!r}, which marks a turn's end"
             )
-        assistant = {"role": "assistant", "content": turn + FILLER + SENTINEL}
-        ids = self.render([*history, assistant, *new], images)
-        sentinel, closing = self._marks
-        end = _end_of(sentinel, ids)
+        ids, end = self._marked(history, turn, new, images)
+        closing = self.closing
         if end is None:
             return None
         text_before, _, text = self.template.decode(ids).rpartition(SENTINEL)
         after = ids[end:]
         text_before = text_before.rstrip().removesuffix(FILLER.strip())
         return Answer(text_before, after, text, _num_equal(after, closing))
+
+    def _marked(
+        self, history: Sequence[Message], turn: str, new: Sequence[Message], images: Sequence[str]
+    ) -> tuple[Ids, int | None]:
+        """The rendered conversation with a sentinel after `turn`, and where the sentinel ends."""
+        assistant = {"role": "assistant", "content": turn + FILLER + SENTINEL}
+        ids = self.render([*history, assistant, *new], images)
+        return ids, _end_of(self._marks[0], ids)
+
+    def _after(
+        self, history: Sequence[Message], turn: str, new: Sequence[Message], images: Sequence[str]
+    ) -> Ids:
+        """The ids after the turn; none where that cannot be rendered."""
+        try:
+            ids, end = self._marked(history, turn, new, images)
+        except Exception:
+            # Templates raise arbitrary errors.
+            return np.zeros(0, np.int32)
+        return ids[len(ids) if end is None else end :]
+
+    @cached_property
+    def openings(self) -> frozenset[int]:
+        """The first ids of what follows a turn, of a template that does not end turns (GLM's)."""
+        if len(self.closing):
+            return frozenset()
+        found = [
+            self._after([_QUESTION], "b", [{"role": role, "content": "a"}], ())
+            for role in ("user", "tool")
+        ]
+        return frozenset(int(ids[0]) for ids in found if len(ids))
 
     def dropped(
         self,
@@ -196,17 +227,20 @@ class TurnRenderer:
         answer: Answer,
     ) -> Message | None:
         """The first of the new messages whose text changes nothing of `answer`; None: there is none."""
+        before = "assistant"
         for index, message in enumerate(new):
-            text = _text_of(message)
-            # A short one may stand in the template.
-            if not text.strip() or (len(text) > SHORT and text in answer.text):
+            text, roles = _text_of(message), (message["role"], before)
+            before = message["role"]
+            # A call may stand for the text. A short text may stand in the template.
+            if not text.strip() or message.get("tool_calls") or roles in self._written:
                 continue
-            # The template may have trimmed, escaped or translated it.
-            other = {**message, "content": text + FILLER + OTHER_SENTINEL}
-            changed = [*new[:index], other, *new[index + 1 :]]
-            found = self.answer(history, turn, changed, images)
-            if found is not None and np.array_equal(found.ids, answer.ids):
-                return message
+            if not (len(text) > SHORT and text.strip() in answer.text):
+                # The template may have escaped or translated it.
+                other = {**message, "content": text + FILLER + OTHER_SENTINEL}
+                changed = [*new[:index], other, *new[index + 1 :]]
+                if np.array_equal(self._after(history, turn, changed, images), answer.ids):
+                    return message
+            self._written.add(roles)
         return None
 
     @property
@@ -253,7 +287,7 @@ def _text_of(message: Message) -> str:
     """The text of a message without images; "" of one with images, which stand in the ids too."""
     content = message.get("content")
     if not isinstance(content, list):
-        return content or ""
+        return content if isinstance(content, str) else ""
     texts = [part.get("text") for part in content]
     return "\n".join(texts) if all(isinstance(text, str) for text in texts) else ""
 

@@ -160,14 +160,17 @@ class Rollout:
         return self._messages_of(self._state)
 
     def _messages_of(self, state: State) -> list[Message]:
-        shown = list(state.history)
-        if state.unknown is not None:
-            before, ids = state.unknown
-            came = {"role": IDS_ROLE, "content": self._renderer.template.decode(ids)}
-            shown = [*(self._messages_of(before) if before else ()), came, *shown[1:]]
-        if state.turn is not None:
-            shown.append({"role": "assistant", "content": self._turn_text(state)})
-        return shown
+        parts: list[list[Message]] = []
+        before: State | None = state
+        while before is not None:
+            part, state, before = list(before.history), before, None
+            if state.unknown is not None:
+                before, ids = state.unknown
+                part[0] = {"role": IDS_ROLE, "content": self._renderer.template.decode(ids)}
+            if state.turn is not None:
+                part.append({"role": "assistant", "content": self._turn_text(state)})
+            parts.append(part)
+        return [message for part in reversed(parts) for message in part]
 
     @property
     def last_text(self) -> str:
@@ -178,11 +181,11 @@ class Rollout:
     def is_thinking(self) -> bool:
         """Whether the open turn is within a thought, `<think>…`, which its prompt or the model has
         begun."""
-        parts = self._state.turn
-        if parts is None:
+        if self._state.turn is None:
             return False
-        before = self._state.segments[: -len(parts)]
-        begun = self._renderer.template.decode(before[-1].ids[-PROMPT_END:]) if before else ""
+        prompts = [one for one in self._state.segments if not one.is_sampled]
+        end = self._renderer.template.decode(prompts[-1].ids[-PROMPT_END:]) if prompts else ""
+        begun = "<think>" if end.rstrip().endswith("<think>") else ""
         text = begun + self._turn_text(self._state)
         return text.rfind("<think>") > text.rfind("</think>")
 
@@ -280,7 +283,8 @@ class Rollout:
         return after.segments[-1].ids
 
     def branch(self) -> "Rollout":
-        """A rollout that shares everything so far and goes on by itself."""
+        """A rollout that shares everything so far and goes on by itself. With the same `seed` both draw
+        the same numbers."""
         other = object.__new__(type(self))
         other.__dict__.update(self.__dict__)
         return other
@@ -325,7 +329,6 @@ class Rollout:
             ranges=image_ranges(result, len(state.images)),
             num_sent=len(got) + len(part.ids) if has_begun else state.num_sent,
             turn=(*(state.turn or ()), part.ids),
-            has_stopped=result.completions[0].finish_reason == "stop" and not sampling.get("stop"),
             before=None, added=(), added_images=(),
         )  # fmt: skip
         return got, result
@@ -376,22 +379,25 @@ class Rollout:
         assistant = {"role": "assistant", "content": text}
         history = (*state.history, assistant, *new)
         expected = self._text_of(state) + _squeezed(text)
+        if answer is not None:
+            self._check_written(state, text, new, all_images, answer)
         if answer is None or _squeezed(answer.text_before) != expected:
             # Nothing can render ids that came without messages.
             if self.on_rewrite == "branch" and state.unknown is None:
                 return self._rendered(history, all_images)
-            if self.on_rewrite != "keep" or answer is None:
+            if self.on_rewrite == "branch":
+                raise HistoryRewritten(
+                    "add: expected messages for the ids of this conversation, as the template rewrites "
+                    "the turns so far and nothing can render ids; give messages with the ids at the "
+                    'beginning, or use on_rewrite="keep"'
+                )
+            if self.on_rewrite == "raise" or answer is None:
                 raise HistoryRewritten(
                     "add: expected a chat template that renders the turns so far as they were sent "
                     f"and sampled, got {_difference(expected, answer)}; use a template that keeps "
                     'them, or on_rewrite="branch" or "keep"'
                 )
-        if dropped := self._renderer.dropped(state.history, text, new, all_images, answer):
-            raise MessageDropped(
-                f"add: expected a chat template that writes the new messages, got nothing of the one of "
-                f"{dropped['role']!r} after this turn; send it as a message of a user, or add ids"
-            )
-        ids = answer.ids[self._num_closed(state, turn, answer) :]
+        ids = answer.ids[self._num_closed(turn, answer) :]
         return replace(
             state,
             segments=(*state.segments, written(ids)),
@@ -404,31 +410,41 @@ class Rollout:
             added_images=images,
         )
 
-    def _num_closed(self, state: State, turn: Ids, answer: Answer) -> int:
+    def _check_written(
+        self,
+        state: State,
+        text: str,
+        new: tuple[Message, ...],
+        images: tuple[str, ...],
+        answer: Answer,
+    ) -> None:
+        if dropped := self._renderer.dropped(state.history, text, new, images, answer):
+            raise MessageDropped(
+                f"add: expected a chat template that writes the new messages, got nothing of the one of "
+                f"{dropped['role']!r} after this turn; send it as a message of a user, or add ids"
+            )
+
+    def _num_closed(self, turn: Ids, answer: Answer) -> int:
         """How many of the ids that follow a turn the model has written itself."""
         closing = answer.ids[: answer.num_closing]
         if not len(closing):
             # GLM's turns end with the token that begins the next message.
-            return _overlap(turn[-1:], answer.ids) if state.has_stopped else 0
+            return _overlap(turn[-1:], answer.ids)
         if num := _overlap(turn, closing):
             return num
         return int(len(turn) > 0 and int(turn[-1]) in self._end_of_turn_ids)
 
-    def _num_ended(self, state: State, turn: Ids) -> int:
+    def _num_ended(self, turn: Ids) -> int:
         """How many of the last ids of a turn end it: those of the template, or one in their place."""
-        closing = self._renderer.closing
-        if num := _overlap(turn, closing):
+        if num := _overlap(turn, self._renderer.closing):
             return num
-        if not len(turn):
-            return 0
-        return int(
-            int(turn[-1]) in self._end_of_turn_ids or (state.has_stopped and not len(closing))
-        )
+        ends = self._end_of_turn_ids | self._renderer.openings
+        return int(len(turn) > 0 and int(turn[-1]) in ends)
 
     def _turn_text(self, state: State) -> str:
         """The text of the open turn, without its end-of-turn."""
         turn = np.concatenate(state.turn or ())
-        num = self._num_ended(state, turn)
+        num = self._num_ended(turn)
         return self._renderer.template.decode(turn[: len(turn) - num])
 
     def _text_of(self, state: State) -> str:

@@ -7,7 +7,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from typing import Any, SupportsIndex, TypeAlias
 
-from titopool.rollouts.groups import Groups, StoppableClient, abort
+from titopool.rollouts.groups import Groups, StoppableClient, abort, stop_all
 from titopool.rollouts.interface import ContextFull, GenerationClient, Message
 from titopool.rollouts.rollout import Rollout, derived_seed, make_renderer
 from titopool.rollouts.tools import (
@@ -53,7 +53,7 @@ def run_rollouts(
     `answered` (a turn called no tool), `environment` (it returned None), `max_turns`, `context`
     (no room within `max_context`), `error`, or the finish reason of a turn that did not end itself
     (`length`, `repetition`, `abort`): such a turn goes to `environment`, never to tools. One that was
-    cut within a thought ends its rollout as `length`.
+    cut within a thought ends its rollout.
 
     With `num_needed`, more prompts play than a batch needs, so that it need not wait for the
     longest completions. The batch then has fewer long completions than the model writes, and a
@@ -124,7 +124,8 @@ def run_rollouts(
     try:
         _in_threads(play.run, tasks, concurrency, progress, groups.are_enough)
     except asyncio.CancelledError:
-        # The client was stopped, and its requests with it.
+        # The client was stopped, and its requests with it; or a tool raised it.
+        stop_all(rollouts)
         raise
     except BaseException:
         abort(client, rollouts)
@@ -182,10 +183,10 @@ class _Play:
         """The messages that answer the last turn; None with the reason to stop."""
         if self.tools and finish_reason == "stop" and (calls := self.parse(rollout.last_text)):
             return list(answers(calls, self.tools)), ""
-        if finish_reason == "length" and rollout.is_thinking:
-            # What follows would stand within the thought.
-            return None, finish_reason
         if self.environment is not None:
+            if finish_reason != "stop" and rollout.is_thinking:
+                # What follows would stand within the thought.
+                return None, finish_reason
             return self.environment(rollout), "environment"
         return None, "answered" if finish_reason == "stop" else finish_reason
 

@@ -25,8 +25,6 @@ class State:
     text: "str | Ids | None" = None
     # The ids of the assistant's turn that nothing has ended yet; None: the model is to begin one.
     turn: tuple[Ids, ...] | None = None
-    # Whether its last token is one at which the model stops.
-    has_stopped: bool = False
     # The state before the messages that were added last, and these messages; they are rendered
     # again with those that follow before the next turn.
     before: "State | None" = None

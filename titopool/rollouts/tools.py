@@ -10,6 +10,9 @@ from typing import Any
 from titopool.rollouts.interface import Message
 
 Tool = Callable[..., Any]
+_THOUGHT_OR_CALL = re.compile(
+    r"<think>.*?(?:</think>|\Z)|<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL
+)
 _HERMES_CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 
 
@@ -30,10 +33,22 @@ def hermes_calls(text: str, *, in_thoughts: bool = False) -> list[ToolCall]:
     Args:
         in_thoughts: also calls within `<think>…</think>`, which the model only considers.
     """
-    if not in_thoughts:
-        # The prompt may have begun the thought.
-        text = text.rpartition("</think>")[2].partition("<think>")[0]
-    return [_read_call(body) for body in _HERMES_CALL.findall(text)]
+    if in_thoughts:
+        return [_read_call(body) for body in _HERMES_CALL.findall(text)]
+    found = _THOUGHT_OR_CALL.finditer(_without_begun_thought(text))
+    return [_read_call(one[1]) for one in found if one[1] is not None]
+
+
+def _without_begun_thought(text: str) -> str:
+    """The text after a thought that the prompt has begun."""
+    end = text.find("</think>")
+    if end < 0 or 0 <= text.find("<think>") < end:
+        return text
+    for call in _HERMES_CALL.finditer(text):
+        if call.start() < end < call.end() and not _read_call(call[1]).error:
+            # In an argument.
+            return text
+    return text[end:].removeprefix("</think>")
 
 
 def schemas_of(tools: Sequence[Tool]) -> list[dict[str, Any]]:
@@ -53,7 +68,7 @@ def answers(calls: Sequence[ToolCall], tools: Mapping[str, Tool]) -> Iterator[Me
     from which it can recover.
     """
     for call in calls:
-        yield {"role": "tool", "name": call.name, "content": _answer(call, tools)}
+        yield {"role": "tool", "name": _clean(call.name), "content": _clean(_answer(call, tools))}
 
 
 def _answer(call: ToolCall, tools: Mapping[str, Tool]) -> str:
@@ -63,10 +78,13 @@ def _answer(call: ToolCall, tools: Mapping[str, Tool]) -> str:
         return f"Error: expected one of {', '.join(tools)}, got {call.name}"
     try:
         value = tools[call.name](**call.arguments)
-        text = value if isinstance(value, str) else _json_of(value)
+        return value if isinstance(value, str) else _json_of(value)
     except Exception as error:
-        text = f"Error: {type(error).__name__}: {error}"
-    # A half of a surrogate pair, which a model's JSON may have, cannot be tokenized.
+        return f"Error: {type(error).__name__}: {error}"
+
+
+def _clean(text: str) -> str:
+    """The text without halves of surrogate pairs, which a model's JSON may have and no tokenizer takes."""
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
@@ -81,11 +99,17 @@ def _json_of(value: Any) -> str:
 def check_blocking(functions: Sequence[Callable[..., Any]], name: str) -> None:
     """Raises ValueError for a coroutine function, whose call is not its answer."""
     for function in functions:
-        if inspect.iscoroutinefunction(function):
+        if is_coroutine_function(function):
             raise ValueError(
-                f"{name}: expected functions, got the coroutine function {function.__name__}; use "
-                "run_rollouts_async, which awaits it"
+                f"{name}: expected functions, got the coroutine function "
+                f"{getattr(function, '__name__', function)}; use run_rollouts_async, which awaits it"
             )
+
+
+def is_coroutine_function(function: Any) -> bool:
+    """Also an object whose call is one."""
+    call = getattr(function, "__call__", None)  # noqa: B004
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
 
 
 def _read_call(body: str) -> ToolCall:

@@ -75,8 +75,9 @@ CALLING_TEMPLATES = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize("content", [None, ""])
 @pytest.mark.parametrize("name", CALLING_TEMPLATES)
-def test_a_past_call_is_rendered_as_transformers_does(name: str):
+def test_a_past_call_is_rendered_as_transformers_does(name: str, content: str | None):
     """Clients send what OpenAI's server answers: the content null and the arguments as text."""
     tokenizer = copy.deepcopy(tokenizer_of("qwen2.5"))
     tokenizer.chat_template = (TRL_TEMPLATES / f"{name}.jinja").read_text()
@@ -91,7 +92,7 @@ def test_a_past_call_is_rendered_as_transformers_does(name: str):
             {"role": "tool", "tool_call_id": "callcall1", "name": "weather", "content": "rain"},
         ]
 
-    read = read_conversation(messages_with(None, sent), "messages").messages
+    read = read_conversation(messages_with(content, sent), "messages").messages
     (ids,) = render_all(tokenizer, [Chat(read, "messages", None, {})], 4096)
     # Templates that read objects refuse null, or take it for "".
     as_read = (None, sent) if CALLING_TEMPLATES[name] is str else ("", {"city": "Oslo"})

@@ -1,7 +1,10 @@
 """Many rollouts at once; completions are written by the tests."""
 
+import asyncio
 import copy
 import datetime
+import functools
+import json
 import os
 import signal
 import threading
@@ -19,6 +22,7 @@ from titopool import Rollout, run_rollouts
 from titopool.errors import PromptTooLong
 from titopool.rollouts import rollout as rollout_module
 from titopool.rollouts.interface import HistoryRewritten, MessageDropped
+from titopool.rollouts.rendering import LocalTemplate, TurnRenderer
 from titopool.rollouts.rollout import derived_seed
 from titopool.rollouts.tools import hermes_calls, schemas_of
 
@@ -104,6 +108,12 @@ def test_calls_that_a_thought_considers_are_not_run(opening: str):
     assert [one.name for one in hermes_calls(text)] == ["multiply"]
     assert len(hermes_calls(text, in_thoughts=True)) == 2
     assert hermes_calls("<think>" + CALL) == []
+    for tag in ("<think>", "</think>"):
+        inside = call_of(json.dumps({"name": "f", "arguments": {"s": tag}}))
+        assert [one.arguments for one in hermes_calls(inside)] == [{"s": tag}]
+        assert len(hermes_calls(opening and f"{opening}a</think>{inside}")) == bool(opening)
+    interleaved = f"{CALL}<think>again: {CALL}</think>{CALL}"
+    assert len(hermes_calls(interleaved)) == 2
 
 
 @pytest.mark.parametrize(
@@ -131,9 +141,47 @@ def test_coroutine_functions_are_refused_by_name():
         """Asks."""
         return ""
 
-    for options in ({"tools": [ask]}, {"environment": ask}):
-        with pytest.raises(ValueError, match="function ask; use run_rollouts_async"):
+    class Asking:
+        async def __call__(self, rollout):
+            pass
+
+    wrapped = [functools.partial(ask), Asking()]
+    for options in ({"tools": [ask]}, *({"environment": one} for one in (ask, *wrapped))):
+        with pytest.raises(ValueError, match=r"function .*; use run_rollouts_async"):
             play(texts(), **options)
+
+
+def test_a_name_that_no_tokenizer_takes_is_told_to_the_model():
+    client = texts(call_of(r'{"name": "f\ud83d", "arguments": {}}'), "Oh." + END)
+    (rollout,) = play(client, tools=[multiply])
+    assert rollout.error is None
+    assert rollout.messages[2] == {
+        "role": "tool", "name": "f\ufffd", "content": "Error: expected one of multiply, got f\ufffd",
+    }  # fmt: skip
+
+
+def test_a_tool_that_is_cancelled_stops_the_other_rollouts():
+    class Server(Groups):
+        num_calls = 0
+
+        def generate(self, prompts, **options):
+            self.num_calls += 1
+            return super().generate(prompts, seed=1, **options)
+
+    def environment(rollout):
+        if rollout.prompt_index == 0:
+            raise asyncio.CancelledError
+        return USER
+
+    server = Server()
+    with pytest.raises(asyncio.CancelledError):
+        run_rollouts(
+            server, [[1], [2], [4]], tokenizer=QWEN, environment=environment, max_turns=1000
+        )
+    time.sleep(0.3)
+    num_calls = server.num_calls
+    time.sleep(0.3)
+    assert server.num_calls == num_calls
 
 
 def test_schemas_are_transformers_own():
@@ -182,6 +230,10 @@ def test_a_cut_thought_ends_its_rollout(family: str, begun: str):
         )
         assert rollout.is_thinking == (stop_reason == "length")
         assert (rollout.stop_reason, rollout.error) == (stop_reason, None)
+    about = [{"role": "user", "content": "Think first, in <think> tags."}]
+    client = WritingClient([Written(written(QWEN, "Hm").ids, "length")])
+    (rollout,) = play(client, prompts=(about,), environment=lambda rollout: None)
+    assert rollout.stop_reason == "environment"
 
 
 def trl_tokenizer(name: str, *special: str):
@@ -204,7 +256,7 @@ def test_the_end_of_a_turn_that_begins_the_next_message_stands_once(options, rol
         options = {"end_of_turn_ids": glm.convert_tokens_to_ids(["<|user|>", "<|observation|>"])}
     client = WritingClient([written(glm, "<think>x</think>\n42." + end)])
     rollout = Rollout(client, messages=[USER], tokenizer=glm, on_rewrite="keep", **options)
-    rollout.generate()
+    rollout.generate(stop=["</answer>"])
     assert rollout.last_text == "<think>x</think>\n42."
     new = rollout.add({"role": role, "content": "Indeed."})
     text = glm.decode(rollout.ids)
@@ -402,13 +454,51 @@ def test_ids_without_messages_are_shown_as_ids():
     ]  # fmt: skip
 
 
+def test_a_conversation_of_many_ids_is_shown():
+    rollout = Rollout(texts(), ids=[5], tokenizer=QWEN)
+    for _ in range(1200):
+        rollout.add(ids=[6])
+    assert len(rollout.messages) == 1201
+
+
+def test_the_check_of_new_messages_renders_once_for_each_role():
+    class Counting(TurnRenderer):
+        num_renders = 0
+
+        def render(self, messages, images):
+            Counting.num_renders += 1
+            return super().render(messages, images)
+
+    renderer = Counting(LocalTemplate(QWEN))
+    client = texts(*["a" + END] * 4)
+    rollout = Rollout(client, messages=[USER], renderer=renderer)
+    counts = []
+    for _ in range(4):
+        rollout.generate()
+        before = Counting.num_renders
+        rollout.add([{"role": "tool", "content": str(number)} for number in range(8)])
+        counts.append(Counting.num_renders - before)
+    # Of a tool's answer after a turn, and of one after another one.
+    assert counts == [3, 1, 1, 1]
+
+
+def test_content_that_only_the_template_understands_is_passed_on():
+    tokenizer = copy.deepcopy(QWEN)
+    tokenizer.chat_template = QWEN.chat_template.replace("m.content", "(m.content | string)")
+    client = WritingClient([written(QWEN, "a" + END)])
+    rollout = Rollout(client, messages=[USER], tokenizer=tokenizer)
+    rollout.generate()
+    rollout.add({"role": "tool", "content": {"temp": 7}})
+    assert "{'temp': 7}" in tokenizer.decode(rollout.ids)
+
+
 def test_no_branch_begins_with_an_invented_message():
     """The template drops thoughts; the prompt came as ids, which nothing can render again."""
     qwen3 = tokenizer_of("qwen3")
     client = WritingClient([written(qwen3, "<think>\nHm.\n</think>\n\nOne." + END)])
     rollout = Rollout(client, ids=[5, 6], tokenizer=qwen3, on_rewrite="branch")
     rollout.generate()
-    with pytest.raises(HistoryRewritten):
+    with pytest.raises(HistoryRewritten, match="expected messages for the ids"):
         rollout.add(USER)
 
 
