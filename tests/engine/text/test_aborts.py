@@ -25,10 +25,12 @@ from titopool.errors import DeadlinePassed
 from workers.engine.scoring import NotScored, until_scored
 
 BINARY = {"Accept": "application/msgpack"}
-# Tokens per engine step: prefilling all prompts takes 375 steps.
+# Tokens per engine step: prefilling a prompt takes 75 steps.
 STEP = 16
 LENGTH = 1200
 PROMPTS = [[(7 * position + 13 * index) % 2048 for position in range(LENGTH)] for index in range(5)]
+# Their prefills take far longer than the calls of an update, on a busy machine too.
+AHEAD = [[(5 * position + 13 * index) % 2048 for position in range(LENGTH)] for index in range(12)]
 # Tokens from this position on are scored.
 SCORED_FROM = LENGTH - 40
 OPTIONS = (
@@ -99,12 +101,12 @@ def start_request(models: Models) -> Iterator[StartRequest]:
 
 @pytest.fixture
 def start_queued_request(models: Models, start_request: StartRequest) -> StartRequest:
-    """`start_request` with other prefills ahead, which take a few hundred steps."""
+    """`start_request` with other prefills ahead, which take 900 steps unless they are aborted."""
 
     def start(path: str, body: dict[str, Any], **options: Any) -> Future[requests.Response]:
         # None of the prefills ends before both requests are seen.
         assert models.server.post("/pause", {"mode": "keep", "lease_s": 120}).status_code == 200
-        start_request("/generate/", {"prompts": PROMPTS[1:], "max_tokens": 1})
+        start_request("/generate/", {"prompts": AHEAD, "max_tokens": 1})
         pending = start_request(path, body, **options)
         assert models.server.post("/resume", {}).json()["was_paused"]
         return pending
