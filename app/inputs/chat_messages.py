@@ -1,8 +1,8 @@
 """Chat messages in the form that chat templates expect, and the images in them.
 
 Follows vLLM's server: content is a list of parts for templates that accept parts, otherwise one
-text; arguments of tool calls are objects. Templates that read calls otherwise get them so
-(`with_calls`).
+text; arguments of tool calls are objects. `with_calls` changes calls for templates that read them in
+another form.
 """
 
 import json
@@ -95,14 +95,13 @@ def _with_calls(message: Message, form: CallForm) -> Message:
     if not any(part["type"] != "text" or part["text"] for part in message.get("content") or ()):
         changed["content"] = None if form.content_is_null else []
     if form.arguments_are_text:
-        changed["tool_calls"] = [
-            {
-                **call,
-                "function": {**call["function"], "arguments": call["function"]["arguments"].text},
-            }
-            for call in message["tool_calls"]
-        ]
+        changed["tool_calls"] = [_with_text(call) for call in message["tool_calls"]]
     return changed
+
+
+def _with_text(call: dict[str, Any]) -> dict[str, Any]:
+    function = call["function"]
+    return {**call, "function": {**function, "arguments": function["arguments"].text}}
 
 
 def join_text_parts(messages: list[Message], location: str) -> list[Message]:
@@ -231,18 +230,14 @@ def _read_tool_calls(calls: Any, location: str, malformed: list[str]) -> list[di
         function = call.get("function") if isinstance(call, dict) else None
         if not isinstance(function, dict):
             raise _wrong(f"{location}[{index}].function", "an object", function)
-        arguments = function.get("arguments")
-        if isinstance(arguments, str):
-            found = _arguments_of(arguments or "{}")
-            if not isinstance(found, dict):
-                # The model wrote invalid JSON. The conversation must be able to continue.
-                malformed.append(f"{location}[{index}]")
-        else:
-            found = arguments
-        read_arguments = Arguments(found if isinstance(found, dict) else {})
-        if isinstance(arguments, str):
-            read_arguments.sent = arguments
-        read.append({**call, "function": {**function, "arguments": read_arguments}})
+        sent = function.get("arguments")
+        found = _arguments_of(sent or "{}") if isinstance(sent, str) else sent
+        if isinstance(sent, str) and not isinstance(found, dict):
+            # The model wrote invalid JSON. The conversation must be able to continue.
+            malformed.append(f"{location}[{index}]")
+        arguments = Arguments(found if isinstance(found, dict) else {})
+        arguments.sent = sent if isinstance(sent, str) else None
+        read.append({**call, "function": {**function, "arguments": arguments}})
     return read
 
 

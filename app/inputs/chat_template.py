@@ -3,7 +3,7 @@
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -54,8 +54,11 @@ _FORMS = [
 ]
 
 
+@cache
 def template_of_file(path: str) -> str | None:
     """The chat template in a file; None: no path.
+
+    The master reads it once, so front ends that are forked later have the same one.
 
     Raises:
         ConfigError: the file cannot be read, or is no template.
@@ -64,7 +67,7 @@ def template_of_file(path: str) -> str | None:
         return None
     try:
         text = Path(path).read_text("utf-8")
-        # Only transformers knows this tag, which marks what a model has written.
+        # Jinja does not know transformers' tag, which marks what a model has written.
         Environment(extensions=["jinja2.ext.loopcontrols"]).parse(_GENERATION_TAG.sub("", text))
     except (OSError, ValueError, TemplateSyntaxError) as error:
         raise ConfigError(
@@ -143,24 +146,8 @@ def render_all(
 
 
 def _render(tokenizer: Any, chat: Chat, reads_parts: bool) -> str:
-    messages = chat.messages
-    if any(message.get("tool_calls") for message in messages):
-        messages = with_calls(messages, _call_form(tokenizer, reads_parts))
-    if not reads_parts:
-        messages = join_text_parts(messages, chat.location)
-    if not _KNOWS_DEVELOPER.search(str(tokenizer.chat_template)):
-        messages = merge_developer_into_system(messages)
-    render = partial(
-        tokenizer.apply_chat_template,
-        messages,
-        tools=chat.tools or None,
-        add_generation_prompt=chat.add_generation_prompt,
-        continue_final_message=chat.continue_final_message,
-        tokenize=False,
-        **chat.template_kwargs,
-    )
     try:
-        text: str = within(MAX_RENDER_S, render)
+        text = within(MAX_RENDER_S, partial(_text_of, tokenizer, chat, reads_parts))
     except TitopoolError:
         raise
     except TimeoutError as error:
@@ -177,6 +164,26 @@ def _render(tokenizer: Any, chat: Chat, reads_parts: bool) -> str:
             f"{error}"[:500],
             param="messages",
         ) from error
+    return text
+
+
+def _text_of(tokenizer: Any, chat: Chat, reads_parts: bool) -> str:
+    """What the template writes for a conversation."""
+    messages = chat.messages
+    if any(message.get("tool_calls") for message in messages):
+        messages = with_calls(messages, _call_form(tokenizer, reads_parts))
+    if not reads_parts:
+        messages = join_text_parts(messages, chat.location)
+    if not _KNOWS_DEVELOPER.search(str(tokenizer.chat_template)):
+        messages = merge_developer_into_system(messages)
+    text: str = tokenizer.apply_chat_template(
+        messages,
+        tools=chat.tools or None,
+        add_generation_prompt=chat.add_generation_prompt,
+        continue_final_message=chat.continue_final_message,
+        tokenize=False,
+        **chat.template_kwargs,
+    )
     return text
 
 
@@ -198,13 +205,11 @@ def _accepts_parts(tokenizer: Any) -> bool:
 
 
 def _call_form(tokenizer: Any, reads_parts: bool) -> CallForm:
-    """The first form in which the template writes calls with their arguments."""
+    """The first form in which the template writes a call with its arguments."""
     known = getattr(tokenizer, "titopool_call_form", None)
     if known is None:
-        known = next(
-            (one for one in _FORMS if _shows_calls(tokenizer, one, reads_parts)), _FORMS[0]
-        )
-        tokenizer.titopool_call_form = known
+        shown = (form for form in _FORMS if _shows_calls(tokenizer, form, reads_parts))
+        known = tokenizer.titopool_call_form = next(shown, _FORMS[0])
     form: CallForm = known
     return form
 
@@ -214,10 +219,9 @@ def _shows_calls(tokenizer: Any, form: CallForm, reads_parts: bool) -> bool:
     if not reads_parts:
         messages = join_text_parts(messages, "messages")
     try:
-        text: str = within(
-            MAX_RENDER_S, lambda: tokenizer.apply_chat_template(messages, tokenize=False)
-        )
+        text: str = tokenizer.apply_chat_template(messages, tokenize=False)
     except Exception:
+        # Templates raise arbitrary errors.
         return False
     has_call = "titopool_tool" in text and "titopool_key" in text
     return has_call and not _BAD_ARGUMENTS.search(text)

@@ -107,12 +107,10 @@ class StoppableClient:
             raise asyncio.CancelledError("the rollout is not needed any more")
 
 
-def stop_all(rollouts: Sequence[Rollout]) -> list[StoppableClient]:
-    """No rollout sends a further request; returns their clients."""
+def stop(rollouts: Sequence[Rollout]) -> list[str]:
+    """No rollout with a StoppableClient sends a further request; returns the ids of those in flight."""
     clients = [one.client for one in rollouts if isinstance(one.client, StoppableClient)]
-    for each in clients:
-        each.stop()
-    return clients
+    return [request_id for each in clients for request_id in each.stop()]
 
 
 def abort(client: GenerationClient, rollouts: Sequence[Rollout]) -> None:
@@ -121,14 +119,13 @@ def abort(client: GenerationClient, rollouts: Sequence[Rollout]) -> None:
     Where that takes more than `ABORT_TIMEOUT_S`, or an abort fails, it returns with a warning: the
     needed rollouts are complete, and worth more than an error.
     """
-    clients = stop_all(rollouts)
-    if not _in_flight(clients):
+    if not stop(rollouts):
         return
     # A call of the client may take longer than the deadline.
-    thread = threading.Thread(target=_abort_all, args=(client, clients), daemon=True)
+    thread = threading.Thread(target=_abort_all, args=(client, rollouts), daemon=True)
     thread.start()
     thread.join(ABORT_TIMEOUT_S)
-    if left := _in_flight(clients):
+    if left := stop(rollouts):
         logger.warning(
             "%d requests of rollouts that are not needed go on to their end: they did not end within "
             "%g s, or their abort failed",
@@ -136,9 +133,9 @@ def abort(client: GenerationClient, rollouts: Sequence[Rollout]) -> None:
         )  # fmt: skip
 
 
-def _abort_all(client: GenerationClient, clients: Sequence[StoppableClient]) -> None:
+def _abort_all(client: GenerationClient, rollouts: Sequence[Rollout]) -> None:
     deadline = time.monotonic() + ABORT_TIMEOUT_S
-    while (request_ids := _in_flight(clients)) and time.monotonic() < deadline:
+    while (request_ids := stop(rollouts)) and time.monotonic() < deadline:
         try:
             client.abort(request_ids)
         except Exception as error:
@@ -146,8 +143,3 @@ def _abort_all(client: GenerationClient, clients: Sequence[StoppableClient]) -> 
             return
         # A request that the server got after the abort is in the next one.
         time.sleep(ABORT_INTERVAL_S)
-
-
-def _in_flight(clients: Sequence[StoppableClient]) -> list[str]:
-    """The ids of the requests in flight. No client sends a further one."""
-    return [one for each in clients for one in each.stop()]

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from titopool.errors import PromptTooLong
+from titopool.errors import InvalidRequest, PromptTooLong, TitopoolError
 from titopool.rollouts.interface import ContextFull, GenerationClient, Ids, Message
 from titopool.rollouts.messages import with_images
 
@@ -196,27 +196,22 @@ class TurnRenderer:
         ids = self.render([*history, assistant, *new], images)
         return ids, _end_of(self._marks[0], ids)
 
-    def _after(
-        self, history: Sequence[Message], turn: str, new: Sequence[Message], images: Sequence[str]
-    ) -> Ids:
-        """The ids after the turn; none where that cannot be rendered."""
-        try:
-            ids, end = self._marked(history, turn, new, images)
-        except Exception:
-            # Templates raise arbitrary errors.
-            return np.zeros(0, np.int32)
-        return ids[len(ids) if end is None else end :]
-
     @cached_property
     def openings(self) -> frozenset[int]:
         """The first ids of what follows a turn, of a template that does not end turns (GLM's)."""
         if len(self.closing):
             return frozenset()
-        found = [
-            self._after([_QUESTION], "b", [{"role": role, "content": "a"}], ())
-            for role in ("user", "tool")
-        ]
-        return frozenset(int(ids[0]) for ids in found if len(ids))
+        found = set[int]()
+        for role in ("user", "tool"):
+            try:
+                ids, end = self._marked([_QUESTION], "b", [{"role": role, "content": "a"}], ())
+            except Exception as error:
+                # A template raises arbitrary errors, and the server says so by InvalidRequest.
+                if isinstance(error, TitopoolError) and not isinstance(error, InvalidRequest):
+                    raise
+                continue
+            found.update(ids[end : end + 1].tolist() if end is not None else ())
+        return frozenset(found)
 
     def dropped(
         self,
@@ -238,7 +233,12 @@ class TurnRenderer:
                 # The template may have escaped or translated it.
                 other = {**message, "content": text + FILLER + OTHER_SENTINEL}
                 changed = [*new[:index], other, *new[index + 1 :]]
-                if np.array_equal(self._after(history, turn, changed, images), answer.ids):
+                try:
+                    ids, end = self._marked(history, turn, changed, images)
+                except ContextFull:
+                    # The few tokens more have no room, and the message itself has.
+                    continue
+                if np.array_equal(ids[end:], answer.ids):
                     return message
             self._written.add(roles)
         return None

@@ -31,7 +31,7 @@ OnRewrite = Literal["raise", "branch", "keep"]
 UNKNOWN_PROMPT: Message = {"role": "user", "content": "a"}
 # The role, in `Rollout.messages`, of ids that came without messages.
 IDS_ROLE = "ids"
-# What counts the tokens of one request: a completion that goes on in another one would be another.
+# These options look at the tokens that a request has sampled. Another request would begin anew.
 NOT_RESUMED = (
     "structured_outputs",
     "structured_outputs_regex",
@@ -40,7 +40,7 @@ NOT_RESUMED = (
 )
 # The last tokens of a prompt, in which a generation prompt may begin a thought.
 PROMPT_END = 16
-# Tokens of a completion.
+# These options are numbers of tokens, of which another request gets those that are left.
 COUNTED = ("min_tokens", "thinking_token_budget")
 
 

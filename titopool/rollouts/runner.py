@@ -7,7 +7,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from typing import Any, SupportsIndex, TypeAlias
 
-from titopool.rollouts.groups import Groups, StoppableClient, abort, stop_all
+from titopool.rollouts.groups import Groups, StoppableClient, abort, stop
 from titopool.rollouts.interface import ContextFull, GenerationClient, Message
 from titopool.rollouts.rollout import Rollout, derived_seed, make_renderer
 from titopool.rollouts.tools import (
@@ -55,6 +55,8 @@ def run_rollouts(
     (`length`, `repetition`, `abort`): such a turn goes to `environment`, never to tools. One that was
     cut within a thought ends its rollout.
 
+    Ctrl-C stops the generation of all rollouts, on the server too.
+
     With `num_needed`, more prompts play than a batch needs, so that it need not wait for the
     longest completions. The batch then has fewer long completions than the model writes, and a
     policy that learns from it learns to be brief: keep the surplus small, compare lengths with those
@@ -87,9 +89,6 @@ def run_rollouts(
     Raises:
         ValueError: an argument or a prompt is not usable; nothing has run.
         asyncio.CancelledError: the client was stopped.
-
-    Ctrl-C, or another exception in the caller's thread, stops the generation of all rollouts, on the
-    server too.
     """
     check_blocking(tools, "tools")
     check_blocking([environment] if environment else [], "environment")
@@ -125,7 +124,7 @@ def run_rollouts(
         _in_threads(play.run, tasks, concurrency, progress, groups.are_enough)
     except asyncio.CancelledError:
         # The client was stopped, and its requests with it; or a tool raised it.
-        stop_all(rollouts)
+        stop(rollouts)
         raise
     except BaseException:
         abort(client, rollouts)

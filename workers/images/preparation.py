@@ -93,6 +93,7 @@ def _decode(data: bytes, number: int) -> PIL.Image.Image:
             f"{type(error).__name__}: {error}"[:500],
             param="images",
         ) from error
-    # A palette's transparency survives transformers' conversion, and vLLM 0.33 would paint by it again.
+    # transformers' conversion leaves a palette's transparent colour here, and vLLM 0.33 would then put the
+    # image on white.
     image.info.pop("transparency", None)
     return image

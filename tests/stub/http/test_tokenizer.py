@@ -1,6 +1,8 @@
 """The front end uses the tokenizer of the model that the workers serve now."""
 
 import json
+import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -9,10 +11,11 @@ from pathlib import Path
 import msgspec
 import psutil
 import pytest
+import requests
 
 import app.inputs.tokenizer
 from app.inputs.tokenizer import TokenizerLoader
-from harness.servers import REPOSITORY, Server, front_ends
+from harness.servers import REPOSITORY, Server, front_ends, wait_until
 from tests.conftest import StartStub
 from tests.kit.workers.pools import FACTS
 from titopool.demo_model import make_tokenizer
@@ -150,7 +153,18 @@ def test_the_operator_s_chat_template_stands_in_place_of_the_model_s(
     start_stub(0, "--tokenizer", str(tmp_path))
     server = stub_server(1, "--num-front-ends", "2", "--chat-template", str(file))
     chat = {"messages": [{"role": "user", "content": "Hello"}], "add_generation_prompt": False}
-    for session in front_ends(server).values():
+
+    def rendered(session: requests.Session) -> str:
         ids = session.post(f"{server.url}/tokenize", json=chat).json()["tokens"]
-        text = session.post(f"{server.url}/detokenize", json={"tokens": ids}).json()["prompt"]
-        assert text == "<user>Hello"
+        answer = session.post(f"{server.url}/detokenize", json={"tokens": ids}).json()
+        return str(answer["prompt"])
+
+    before = front_ends(server)
+    assert [rendered(session) for session in before.values()] == ["<user>Hello"] * 2
+    # A front end that is forked later has the template of the start, as the others have.
+    file.write_text("other")
+    for pid in before:
+        os.kill(pid, signal.SIGKILL)
+    wait_until(lambda: not any(map(psutil.pid_exists, before)), 20)
+    after = front_ends(server)
+    assert [rendered(session) for session in after.values()] == ["<user>Hello"] * 2

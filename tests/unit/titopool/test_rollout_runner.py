@@ -15,11 +15,12 @@ import pytest
 from tokenizers import normalizers
 from transformers.utils import chat_template_utils
 
+from harness.servers import wait_until
 from tests.kit.models.chat_templates import tokenizer_of
 from tests.kit.peers.rollout_client import Answer, WritingClient, Written, written
 from tests.kit.peers.trl_client import TRL_FOLDER
 from titopool import Rollout, run_rollouts
-from titopool.errors import PromptTooLong
+from titopool.errors import NoReadyWorker, PromptTooLong
 from titopool.rollouts import rollout as rollout_module
 from titopool.rollouts.interface import HistoryRewritten, MessageDropped
 from titopool.rollouts.rendering import LocalTemplate, TurnRenderer
@@ -110,8 +111,8 @@ def test_calls_that_a_thought_considers_are_not_run(opening: str):
     assert hermes_calls("<think>" + CALL) == []
     for tag in ("<think>", "</think>"):
         inside = call_of(json.dumps({"name": "f", "arguments": {"s": tag}}))
-        assert [one.arguments for one in hermes_calls(inside)] == [{"s": tag}]
-        assert len(hermes_calls(opening and f"{opening}a</think>{inside}")) == bool(opening)
+        for before in ("", "<think>a</think>"):
+            assert [one.arguments for one in hermes_calls(before + inside)] == [{"s": tag}]
     interleaved = f"{CALL}<think>again: {CALL}</think>{CALL}"
     assert len(hermes_calls(interleaved)) == 2
 
@@ -173,15 +174,14 @@ def test_a_tool_that_is_cancelled_stops_the_other_rollouts():
             raise asyncio.CancelledError
         return USER
 
-    server = Server()
+    server, max_turns = Server(), 1000
     with pytest.raises(asyncio.CancelledError):
         run_rollouts(
-            server, [[1], [2], [4]], tokenizer=QWEN, environment=environment, max_turns=1000
+            server, [[1], [2], [4]], tokenizer=QWEN, environment=environment, max_turns=max_turns
         )
-    time.sleep(0.3)
-    num_calls = server.num_calls
-    time.sleep(0.3)
-    assert server.num_calls == num_calls
+    wait_until(lambda: not any(one.name.startswith("rollout") for one in threading.enumerate()), 60)
+    # Each of the other rollouts would have sent so many.
+    assert server.num_calls < max_turns
 
 
 def test_schemas_are_transformers_own():
@@ -245,17 +245,20 @@ def trl_tokenizer(name: str, *special: str):
     return tokenizer
 
 
-@pytest.mark.parametrize("options", [{}, {"end_of_turn_ids": [1]}])
+@pytest.mark.parametrize("names_its_ends", [False, True])
 @pytest.mark.parametrize("role, end", [("user", "<|user|>"), ("tool", "<|observation|>")])
-def test_the_end_of_a_turn_that_begins_the_next_message_stands_once(options, role: str, end: str):
+def test_the_end_of_a_turn_that_begins_the_next_message_stands_once(
+    names_its_ends: bool, role: str, end: str
+):
     """GLM's: its model stops at `<|user|>` and `<|observation|>`."""
     glm = trl_tokenizer(
         "glm4moe", "<|user|>", "<|assistant|>", "<|observation|>", "<|system|>", "[gMASK]", "<sop>"
     )
-    if options:
-        options = {"end_of_turn_ids": glm.convert_tokens_to_ids(["<|user|>", "<|observation|>"])}
+    ends = glm.convert_tokens_to_ids(["<|user|>", "<|observation|>"]) if names_its_ends else ()
     client = WritingClient([written(glm, "<think>x</think>\n42." + end)])
-    rollout = Rollout(client, messages=[USER], tokenizer=glm, on_rewrite="keep", **options)
+    rollout = Rollout(
+        client, messages=[USER], tokenizer=glm, on_rewrite="keep", end_of_turn_ids=ends
+    )
     rollout.generate(stop=["</answer>"])
     assert rollout.last_text == "<think>x</think>\n42."
     new = rollout.add({"role": role, "content": "Indeed."})
@@ -264,6 +267,24 @@ def test_the_end_of_a_turn_that_begins_the_next_message_stands_once(options, rol
     assert f"42.{end}" in text
     assert "Indeed." in glm.decode(new)
     assert rollout.messages[1]["content"] == "<think>x</think>\n42."
+
+
+def test_a_failure_of_the_server_is_no_answer_about_its_template():
+    class Failing(LocalTemplate):
+        has_failed = False
+
+        def render(self, messages, images, *, is_prompt=True):
+            if messages[-1]["role"] == "tool" and not self.has_failed:
+                self.has_failed = True
+                raise NoReadyWorker("gone")
+            return super().render(messages, images, is_prompt=is_prompt)
+
+    glm = trl_tokenizer("glm4moe", "<|user|>", "<|assistant|>", "<|observation|>")
+    renderer = TurnRenderer(Failing(glm))
+    with pytest.raises(NoReadyWorker):
+        _ = renderer.openings
+    ends = glm.convert_tokens_to_ids(["<|user|>", "<|observation|>"])
+    assert renderer.openings == set(ends)
 
 
 def test_a_message_that_the_template_leaves_out_is_an_error_by_name():
@@ -391,7 +412,7 @@ def test_a_seed_draws_other_numbers_at_each_place():
 
 def test_an_interrupt_ends_all_rollouts_on_the_server_too():
     class Server:
-        """Completions that end when they are aborted; an environment interrupts the caller."""
+        """Completions end when they are aborted; the third request interrupts the process."""
 
         def __init__(self) -> None:
             self.aborted, self.num_calls = threading.Event(), 0
