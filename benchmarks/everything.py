@@ -9,6 +9,7 @@ end, which then ends with 1; the others run.
 import argparse
 import json
 import os
+import shlex
 import signal
 import statistics
 import subprocess
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.machine import describe_machine
-from benchmarks.report import BARE, LIMIT_OF
+from benchmarks.report import BARE, LIMIT_OF, title_of
 from benchmarks.targets import VLLM_SERVERS, TrlServe
 from benchmarks.workload import Sizes, describe
 
@@ -41,16 +42,19 @@ def main() -> None:
     options = parse_arguments()
     out = Path(options.out)
     out.parent.mkdir(parents=True, exist_ok=True)
-    failed = []
+    failed, commands = [], []
     for name in options.parts:
         words = [*WORDS_OF_SHAPE[options.shape].get(name, []), *WORDS.get(name, [])]
         if name == "bench" and options.trl:
             words += ["--trl", options.trl]
         command = [sys.executable, "-m", f"benchmarks.{name}", "--out", f"{out}-{name}", *words]
-        print(" ".join(command[1:]), flush=True)
+        commands.append(shlex.join(["python", *command[1:]]))
+        print(commands[-1], flush=True)
         if not has_succeeded(command):
             failed.append(name)
-    result = {"machine": describe_machine(), "shape": options.shape, "values": []}
+    result = {
+        "machine": describe_machine(), "shape": options.shape, "commands": commands, "values": [],
+    }  # fmt: skip
     for name in options.parts:
         if name not in failed:
             part = json.loads(Path(f"{out}-{name}.json").read_text())
@@ -194,12 +198,11 @@ VALUES: dict[str, Callable[[dict[str, Any]], Iterator[Value]]] = {
 
 def markdown(result: dict[str, Any]) -> str:
     """A row for each measure, a column for each target: means, and in brackets the ratio to the engine."""
-    machine = result["machine"]
-    where = ", ".join(machine["gpus"]) or f"{machine['num_cores']} cores of {machine['processor']}"
     values = [Value(**one) for one in result["values"]]
     targets = sorted({one.target for one in values}, key=_order)
     lines = [
-        f"{machine['date']}, {where}; {result['shape']}", "",
+        title_of(result["machine"]), "",
+        f"{result['shape']}:", *(f"`{command}`" for command in result["commands"]), "",
         f"| | {' | '.join(targets)} |", "|---" * (len(targets) + 1) + "|",
     ]  # fmt: skip
     for row in dict.fromkeys(one.row for one in values):

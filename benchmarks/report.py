@@ -100,11 +100,9 @@ def _greatest_over_mean(jobs_by_worker: list[float] | None) -> float:
 
 def markdown(result: Result) -> str:
     """The tables, one for each pattern."""
-    machine, sizes = result["machine"], Sizes(**result["sizes"])
-    where = _gpus(machine) or f"{machine['num_cores']} cores of {machine['processor']}"
-    versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
+    sizes = Sizes(**result["sizes"])
     lines = [
-        f"{machine['date']}, {where}; {machine['num_cores']} CPU cores; {versions}",
+        title_of(result["machine"]),
         "",
         f"{result['shape']}, {sizes.input_len} ids in and {sizes.output_len} out, logprobs 0; "
         f"medians of {result['repeats']}, spread in brackets. With w workers: w times the prompts, "
@@ -116,6 +114,13 @@ def markdown(result: Result) -> str:
             lines += ["", f"**{describe(pattern, sizes)}**", "", f"| | {' | '.join(COLUMNS)} |"]
             lines += ["|---" * (len(COLUMNS) + 1) + "|", *map(_line, rows)]
     return "\n".join(lines) + "\n"
+
+
+def title_of(machine: dict[str, Any]) -> str:
+    """Date, machine and versions in a line, of what `describe_machine` returned."""
+    where = _gpus(machine) or f"{machine['num_cores']} cores of {machine['processor']}"
+    versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
+    return f"{machine['date']}, {where}; {machine['num_cores']} CPU cores; {versions}"
 
 
 def _gpus(machine: dict[str, Any]) -> str:

@@ -23,7 +23,7 @@ SIZES = {
     "app.control": 178,
     "app.counts": 266,
     "app.http": 1137,
-    "app.inputs": 763,
+    "app.inputs": 765,
     "app.openai": 491,
     "app.operators": 700,
     "app.outputs": 316,

@@ -117,10 +117,18 @@ def test_one_table_has_all_benchmarks_and_can_be_compared():
         found = [*bench_values({"sizes": asdict(SIZES), "runs": runs})]
         found += stream_values({"runs": streams})
         machine = {"date": "2026-11-25", "gpus": ["H100"], "num_cores": 2, "processor": ""}
-        return {"machine": machine, "shape": "tiny", "values": [one._asdict() for one in found]}
+        machine["versions"] = {"vllm": "0.33.0"}
+        return {
+            "machine": machine,
+            "shape": "tiny",
+            "commands": ["python -m a"],
+            "values": [one._asdict() for one in found],
+        }
 
     lines = everything.markdown(values(1.0)).splitlines()
-    assert lines[2] == "| | bare engine | titopool |"
+    assert lines[0] == "2026-11-25, 1 x H100; 2 CPU cores; vllm 0.33.0"
+    assert lines[2:4] == ["tiny:", "`python -m a`"]
+    assert "| | bare engine | titopool |" in lines
     assert "| one request with 2 prompts: tok/s | 100 | 50 (0.50) |" in lines
     # The engine's limit of requests at once is one batch.
     assert "| 2 one-prompt requests at once: tok/s | 100 | – |" in lines
