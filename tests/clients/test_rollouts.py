@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from harness.servers import REPOSITORY, environment
 from tests.kit.models.chat_templates import ADDED, END_OF_TURN, TEMPLATES, tokenizer_of
 from tests.kit.peers.rollout_client import WritingClient, Written, written
-from titopool.rollouts.interface import ContextFull, HistoryRewritten, PromptChanged
+from titopool.conversations.interface import ContextFull, HistoryRewritten, PromptChanged
 from titopool.rollouts.rollout import Rollout
 
 USER = {"role": "user", "content": " Why?\n"}

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from titopool.rollouts.interface import Ids
+from titopool.conversations.interface import Ids
 from titopool.rollouts.sequence import NO_VERSION, Array, RolloutArrays
 
 

@@ -9,7 +9,7 @@ import uuid
 from collections.abc import Sequence
 from typing import Any
 
-from titopool.rollouts.interface import GenerationClient, PromptResult
+from titopool.conversations.interface import GenerationClient, PromptResult
 from titopool.rollouts.rollout import Rollout
 
 logger = logging.getLogger(__name__)

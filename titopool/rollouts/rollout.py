@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from titopool.rollouts.interface import (
+from titopool.conversations.interface import (
     ContextFull,
     GenerationClient,
     HistoryRewritten,
@@ -21,8 +21,8 @@ from titopool.rollouts.interface import (
     MessageDropped,
     PromptResult,
 )
-from titopool.rollouts.messages import image_file, read_messages
-from titopool.rollouts.rendering import Answer, LocalTemplate, ServerTemplate, TurnRenderer
+from titopool.conversations.messages import image_file, read_messages
+from titopool.conversations.rendering import Answer, LocalTemplate, ServerTemplate, TurnRenderer
 from titopool.rollouts.sequence import RolloutArrays, Segment, arrays_of, sampled, written
 from titopool.rollouts.state import State, arrays_at, image_ranges, placed_segments
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, SupportsIndex, TypeAlias
 
 from titopool.rollouts.groups import Groups, StoppableClient, abort, stop
-from titopool.rollouts.interface import ContextFull, GenerationClient, Message
+from titopool.conversations.interface import ContextFull, GenerationClient, Message
 from titopool.rollouts.rollout import Rollout, derived_seed, make_renderer
 from titopool.rollouts.tools import (
     Tool,

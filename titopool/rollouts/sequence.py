@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from titopool.rollouts.interface import Completion, Ids
+from titopool.conversations.interface import Completion, Ids
 
 Array: TypeAlias = NDArray[Any]
 # In place of a weight version where the model did not write the token.

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from titopool.rollouts.interface import Ids, Message, PromptChanged, PromptResult
+from titopool.conversations.interface import Ids, Message, PromptChanged, PromptResult
 from titopool.rollouts.sequence import RolloutArrays, Segment, arrays_of, written
 
 

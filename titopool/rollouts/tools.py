@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from titopool.rollouts.interface import Message
+from titopool.conversations.interface import Message
 
 Tool = Callable[..., Any]
 _THOUGHT_OR_CALL = re.compile(

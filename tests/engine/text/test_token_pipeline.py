@@ -13,7 +13,7 @@ from harness.servers import Server
 from tests.kit.models.chat_templates import tokenizer_of
 from tests.kit.peers.rollout_client import Answer, RecordingClient, WritingClient, Written
 from titopool import TokenPipeline, pad_rollouts
-from titopool.rollouts.interface import PromptChanged
+from titopool.conversations.interface import PromptChanged
 from titopool.rollouts.sequence import arrays_of, sampled, written
 
 PAD = 0

@@ -22,8 +22,8 @@ from tests.kit.peers.trl_client import TRL_FOLDER
 from titopool import Rollout, run_rollouts
 from titopool.errors import NoReadyWorker, PromptTooLong
 from titopool.rollouts import rollout as rollout_module
-from titopool.rollouts.interface import HistoryRewritten, MessageDropped
-from titopool.rollouts.rendering import LocalTemplate, TurnRenderer
+from titopool.conversations.interface import HistoryRewritten, MessageDropped
+from titopool.conversations.rendering import LocalTemplate, TurnRenderer
 from titopool.rollouts.rollout import derived_seed
 from titopool.rollouts.tools import hermes_calls, schemas_of
 

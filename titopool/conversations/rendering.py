@@ -8,8 +8,8 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from titopool.errors import InvalidRequest, PromptTooLong, TitopoolError
-from titopool.rollouts.interface import ContextFull, GenerationClient, Ids, Message
-from titopool.rollouts.messages import with_images
+from titopool.conversations.interface import ContextFull, GenerationClient, Ids, Message
+from titopool.conversations.messages import with_images
 
 # Ends a sampled turn's text. No text has this word, and no tokenizer merges it with the space before
 # it or with what a template writes after a turn.

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from titopool.client.bodies import image_base64
-from titopool.rollouts.interface import Image, Message
+from titopool.conversations.interface import Image, Message
 
 IMAGE_PART = {"type": "image"}
 
