@@ -50,7 +50,8 @@ $(VENV)/.installed-gpu: setup.cfg constraints/gpu.txt | $(VENV)/bin/python
 
 # Clients that tests and benchmarks run unchanged, without their dependencies; each in a folder of its
 # own, with the small packages that it imports at once. verifiers is there in two versions, as its
-# wire changed. SkyRL asks for Python 3.12; only pip can ignore that.
+# wire changed. SkyRL asks for Python 3.12; only pip can ignore that. trl and axolotl have chat templates.
+# renderers comes without openai-harmony, of which vLLM brings another build.
 $(TOOLS): $(INSTALLED) Makefile
 	$(INSTALL) --quiet $(CONSTRAINTS) -e '.[test]'
 	for version in 0.29.1 1.9.2 1.16.0; do \
@@ -58,6 +59,8 @@ $(TOOLS): $(INSTALLED) Makefile
 	done
 	$(INSTALL) --quiet --no-deps --upgrade --target $(VENV)/verifiers \
 	  verifiers==0.1.9.post3 openai-agents==0.24.0 griffelib==2.4.1
+	$(INSTALL) --quiet --no-deps renderers==0.1.12 prime-pydantic-config==0.4.3
+	$(INSTALL) --quiet --no-deps --upgrade --target $(VENV)/axolotl axolotl==0.19.0
 	$(INSTALL) --quiet --no-deps --upgrade --target $(VENV)/clients/verifiers \
 	  verifiers==0.4.0 renderers==0.1.12 prime-pydantic-config==0.4.3 tenacity==9.2.1
 	$(INSTALL) --quiet --no-deps --upgrade --target $(VENV)/clients/areal areal==1.0.4 colorlog==6.12.0 tenacity==9.2.1

@@ -9,16 +9,10 @@ from typing import Any
 
 from jinja2 import Environment, TemplateSyntaxError
 
-from app.inputs.chat_messages import (
-    CallForm,
-    join_text_parts,
-    merge_developer_into_system,
-    read_conversation,
-    with_calls,
-)
 from app.inputs.tokenizer import encode_all
 from app.inputs.turns import within
 from app.route.fields import Message
+from titopool.conversations.chat_template import ChatTemplate
 from titopool.errors import ConfigError, InvalidRequest, TitopoolError
 
 # Arguments of transformers' `apply_chat_template` that only the server sets. A client's template is
@@ -30,28 +24,7 @@ RESERVED = frozenset(
 )  # fmt: skip
 # CPU time of the template for one conversation.
 MAX_RENDER_S = 5.0
-_PROBE = "titopool"
 _GENERATION_TAG = re.compile(r"{%-?\s*(?:end)?generation\s*-?%}")
-_KNOWS_DEVELOPER = re.compile("""["']developer["']""")
-_PROBE_IN_REPR = re.compile(r"""['"]text['"]\s*:\s*['"]""" + _PROBE)
-# A conversation in which a tool was called. Mistral's ids of calls have nine letters and digits.
-_CALL_ID = "titopool1"
-_FUNCTION = {"name": "titopool_tool", "arguments": '{"titopool_key": 7}'}
-_CALLING = {
-    "role": "assistant", "content": None,
-    "tool_calls": [{"id": _CALL_ID, "type": "function", "function": _FUNCTION}],
-}  # fmt: skip
-_RESULT = {"role": "tool", "tool_call_id": _CALL_ID, "name": "titopool_tool", "content": "1"}
-_CONVERSATION: list[Message] = [{"role": "user", "content": "a"}, _CALLING, _RESULT]
-# Arguments in Python's form, or as JSON within JSON.
-_BAD_ARGUMENTS = re.compile(r"""'titopool_key'|\\"titopool_key""")
-# In the order of preference. The first one is what vLLM's server does.
-_FORMS = [
-    CallForm(arguments_are_text=False, content_is_null=False),
-    CallForm(arguments_are_text=False, content_is_null=True),
-    CallForm(arguments_are_text=True, content_is_null=True),
-    CallForm(arguments_are_text=True, content_is_null=False),
-]
 
 
 @cache
@@ -139,15 +112,30 @@ def render_all(
             "messages: expected a model with a chat template, got a model without one; send prompts",
             param="messages",
         )
-    reads_parts = _accepts_parts(tokenizer)
-    texts = [_render(tokenizer, chat, reads_parts) for chat in chats]
+    texts = [_render(_template_of(tokenizer), chat) for chat in chats]
     locations = [chat.location for chat in chats]
     return encode_all(tokenizer, texts, locations, max_model_len, False, is_truncated)
 
 
-def _render(tokenizer: Any, chat: Chat, reads_parts: bool) -> str:
+def _template_of(tokenizer: Any) -> ChatTemplate:
+    known: ChatTemplate | None = getattr(tokenizer, "titopool_chat_template", None)
+    if known is None:
+        known = tokenizer.titopool_chat_template = ChatTemplate(tokenizer)
+    return known
+
+
+def _render(template: ChatTemplate, chat: Chat) -> str:
+    write = partial(
+        template.text,
+        chat.messages,
+        chat.location,
+        tools=chat.tools,
+        template_kwargs=chat.template_kwargs,
+        add_generation_prompt=chat.add_generation_prompt,
+        continue_final_message=chat.continue_final_message,
+    )
     try:
-        text = within(MAX_RENDER_S, partial(_text_of, tokenizer, chat, reads_parts))
+        return within(MAX_RENDER_S, write)
     except TitopoolError:
         raise
     except TimeoutError as error:
@@ -164,64 +152,3 @@ def _render(tokenizer: Any, chat: Chat, reads_parts: bool) -> str:
             f"{error}"[:500],
             param="messages",
         ) from error
-    return text
-
-
-def _text_of(tokenizer: Any, chat: Chat, reads_parts: bool) -> str:
-    """What the template writes for a conversation."""
-    messages = chat.messages
-    if any(message.get("tool_calls") for message in messages):
-        messages = with_calls(messages, _call_form(tokenizer, reads_parts))
-    if not reads_parts:
-        messages = join_text_parts(messages, chat.location)
-    if not _KNOWS_DEVELOPER.search(str(tokenizer.chat_template)):
-        messages = merge_developer_into_system(messages)
-    text: str = tokenizer.apply_chat_template(
-        messages,
-        tools=chat.tools or None,
-        add_generation_prompt=chat.add_generation_prompt,
-        continue_final_message=chat.continue_final_message,
-        tokenize=False,
-        **chat.template_kwargs,
-    )
-    return text
-
-
-def _accepts_parts(tokenizer: Any) -> bool:
-    """Whether the template accepts a list of parts as content, not only text."""
-    known = getattr(tokenizer, "titopool_reads_parts", None)
-    if known is None:
-        message = {"role": "user", "content": [{"type": "text", "text": _PROBE}]}
-        try:
-            text = within(
-                MAX_RENDER_S, lambda: tokenizer.apply_chat_template([message], tokenize=False)
-            )
-            # A template that prints the list itself shows its keys.
-            known = _PROBE in text and not _PROBE_IN_REPR.search(text)
-        except Exception:
-            known = False
-        tokenizer.titopool_reads_parts = known
-    return bool(known)
-
-
-def _call_form(tokenizer: Any, reads_parts: bool) -> CallForm:
-    """The first form in which the template writes a call with its arguments."""
-    known = getattr(tokenizer, "titopool_call_form", None)
-    if known is None:
-        shown = (form for form in _FORMS if _shows_calls(tokenizer, form, reads_parts))
-        known = tokenizer.titopool_call_form = next(shown, _FORMS[0])
-    form: CallForm = known
-    return form
-
-
-def _shows_calls(tokenizer: Any, form: CallForm, reads_parts: bool) -> bool:
-    messages = with_calls(read_conversation(_CONVERSATION, "messages").messages, form)
-    if not reads_parts:
-        messages = join_text_parts(messages, "messages")
-    try:
-        text: str = tokenizer.apply_chat_template(messages, tokenize=False)
-    except Exception:
-        # Templates raise arbitrary errors.
-        return False
-    has_call = "titopool_tool" in text and "titopool_key" in text
-    return has_call and not _BAD_ARGUMENTS.search(text)

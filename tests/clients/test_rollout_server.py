@@ -19,7 +19,7 @@ from tests.kit.models import reference
 from tests.kit.models.chat_templates import TEMPLATES, tokenizer_of
 from tests.kit.peers.rollout_client import RecordingClient
 from titopool import Rollout, run_rollouts
-from titopool.conversations.rendering import LocalTemplate
+from titopool.conversations.templates import LocalTemplate
 from titopool.rollouts.tools import schemas_of
 
 USER = {"role": "user", "content": "Tell me more about it."}

@@ -60,7 +60,7 @@ class GenerationClient(Protocol):
         add_generation_prompt: bool = True,
     ) -> Ids: ...
 
-    def tokenize(self, text: str) -> Any: ...
+    def tokenize(self, text: str, *, add_special_tokens: bool = True) -> Any: ...
 
     def detokenize(self, ids: Any) -> str: ...
 
@@ -75,6 +75,7 @@ class RolloutError(Exception):
     RolloutError
       HistoryRewritten  the chat template would change tokens that were sampled or sent
       MessageDropped    the chat template writes nothing of a new message
+      TemplateRefused   the chat template raises an error over the conversation
       ContextFull       the conversation has no room for another token
       PromptChanged     the server answered for other prompt ids than were sent
     """
@@ -86,6 +87,10 @@ class HistoryRewritten(RolloutError):
 
 class MessageDropped(RolloutError):
     """What the chat template appends does not depend on the text of a new message."""
+
+
+class TemplateRefused(RolloutError):
+    """The chat template takes the conversation in none of the forms that a turn may have."""
 
 
 class ContextFull(RolloutError):

@@ -1,10 +1,10 @@
 """Messages as chat templates take them, and the images in them."""
 
-import json
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from titopool.client.bodies import image_base64
+from titopool.conversations.chat_template import call_with_arguments
 from titopool.conversations.interface import Image, Message
 
 IMAGE_PART = {"type": "image"}
@@ -62,7 +62,7 @@ def _read_message(message: Message, found: list[str], spare: list[Image]) -> Mes
     elif content is None:
         read["content"] = ""
     if calls := message.get("tool_calls"):
-        read["tool_calls"] = [_read_call(call) for call in calls]
+        read["tool_calls"] = [call_with_arguments(call)[0] for call in calls]
     return read
 
 
@@ -81,18 +81,3 @@ def _read_part(part: Any, found: list[str], spare: list[Image]) -> Any:
         image = spare.pop(0)
     found.append(image_file(image))
     return IMAGE_PART
-
-
-def _read_call(call: Any) -> Any:
-    """A tool call with its arguments as an object, which templates expect; APIs send JSON text."""
-    function = call["function"]
-    if not isinstance(arguments := function.get("arguments"), str):
-        return call
-    try:
-        parsed = json.loads(arguments or "{}")
-    except ValueError:
-        parsed = {}
-    return {
-        **call,
-        "function": {**function, "arguments": parsed if isinstance(parsed, dict) else {}},
-    }

@@ -6,10 +6,10 @@ from typing import Any, Literal
 
 import numpy as np
 
-from titopool.rollouts.batches import TokenBatch, pad_rollouts
 from titopool.conversations.interface import GenerationClient, Ids, Image, PromptChanged
 from titopool.conversations.messages import image_file, read_messages
-from titopool.conversations.rendering import LocalTemplate, ServerTemplate, Template
+from titopool.conversations.templates import LocalTemplate, ServerTemplate, Template
+from titopool.rollouts.batches import TokenBatch, pad_rollouts
 from titopool.rollouts.sequence import RolloutArrays, arrays_of, sampled, written
 from titopool.rollouts.state import image_ranges
 

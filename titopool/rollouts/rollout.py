@@ -1,9 +1,7 @@
 """A conversation as token ids: what was sampled is never tokenized again."""
 
-import datetime
 import hashlib
 import operator
-import unicodedata
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -11,6 +9,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from titopool.conversations.families import Said
 from titopool.conversations.interface import (
     ContextFull,
     GenerationClient,
@@ -18,11 +17,12 @@ from titopool.conversations.interface import (
     Ids,
     Image,
     Message,
-    MessageDropped,
     PromptResult,
 )
-from titopool.conversations.messages import image_file, read_messages
-from titopool.conversations.rendering import Answer, LocalTemplate, ServerTemplate, TurnRenderer
+from titopool.conversations.messages import IMAGE_PART, image_file, read_messages
+from titopool.conversations.templates import LocalTemplate, ServerTemplate
+from titopool.conversations.turns import CLOSE, TurnRenderer, squeezed
+from titopool.conversations.turns import Turn as OpenTurn
 from titopool.rollouts.sequence import RolloutArrays, Segment, arrays_of, sampled, written
 from titopool.rollouts.state import State, arrays_at, image_ranges, placed_segments
 
@@ -38,8 +38,6 @@ NOT_RESUMED = (
     "presence_penalty",
     "frequency_penalty",
 )
-# The last tokens of a prompt, in which a generation prompt may begin a thought.
-PROMPT_END = 16
 # These options are numbers of tokens, of which another request gets those that are left.
 COUNTED = ("min_tokens", "thinking_token_budget")
 
@@ -132,12 +130,18 @@ class Rollout:
             self._begin = read_messages(messages or (), images)
             self._current: State | None = None
         else:
-            read, found = read_messages(messages or (UNKNOWN_PROMPT,))
-            files = (*found, *(image_file(image) for image in images or ()))
+            begin = list(messages or (UNKNOWN_PROMPT,))
+            fills = any(
+                IMAGE_PART in one["content"]
+                for one in begin
+                if isinstance(one.get("content"), list)
+            )
+            read, found = read_messages(begin, images if fills else None)
+            hidden = () if fills else tuple(image_file(image) for image in images or ())
             segment = written(ids)
             self._current = State(
-                segments=(segment,), images=files, history=read,
-                unknown=None if messages else (None, segment.ids),
+                segments=(segment,), images=(*hidden, *found), num_hidden_images=len(hidden),
+                history=read, unknown=None if messages else (None, segment.ids),
             )  # fmt: skip
 
     @property
@@ -168,26 +172,55 @@ class Rollout:
                 before, ids = state.unknown
                 part[0] = {"role": IDS_ROLE, "content": self._renderer.template.decode(ids)}
             if state.turn is not None:
-                part.append({"role": "assistant", "content": self._turn_text(state)})
+                text = self._renderer.turn_text(self._open_turn(state))
+                part.append({"role": "assistant", "content": text})
             parts.append(part)
         return [message for part in reversed(parts) for message in part]
 
     @property
+    def info(self) -> dict[str, str]:
+        """By what turns are rendered: `rendering` is `renderers`, the package, with its name of the
+        `family`, or `difference`, of the template's texts; and `why`."""
+        return self._renderer.info
+
+    @property
     def last_text(self) -> str:
         """The text of the turn that was sampled last, without its end-of-turn; "" if none is open."""
-        return "" if self._state.turn is None else self._turn_text(self._state)
+        if self._state.turn is None:
+            return ""
+        return self._renderer.turn_text(self._open_turn(self._state))
+
+    @property
+    def last_said(self) -> Said | None:
+        """What the turn that was sampled last says: its content, thought and calls, as far as the model's
+        family is known, and otherwise its text; None if none is open."""
+        if self._state.turn is None:
+            return None
+        return self._renderer.said(self._open_turn(self._state))
 
     @property
     def is_thinking(self) -> bool:
-        """Whether the open turn is within a thought, `<think>…`, which its prompt or the model has
-        begun."""
-        if self._state.turn is None:
-            return False
-        prompts = [one for one in self._state.segments if not one.is_sampled]
-        end = self._renderer.template.decode(prompts[-1].ids[-PROMPT_END:]) if prompts else ""
-        begun = "<think>" if end.rstrip().endswith("<think>") else ""
-        text = begun + self._turn_text(self._state)
-        return text.rfind("<think>") > text.rfind("</think>")
+        """Whether the open turn is within a thought, which its prompt or the model has begun."""
+        said = self.last_said
+        return said is not None and said.is_thinking
+
+    def close_thought(self, text: str = f"\n{CLOSE}\n\n") -> Ids:
+        """Ends the thought of the open turn with ids that do not count for the loss, and returns them. The
+        next `generate` goes on with the turn.
+
+        Raises:
+            ValueError: no thought is open.
+        """
+        if not self.is_thinking:
+            raise ValueError("close_thought: expected a turn within a thought, got none")
+        segment = written(self._renderer.template.encode(text))
+        state = self._state
+        self._current = replace(
+            state,
+            segments=(*state.segments, segment),
+            turn=(*(state.turn or ()), segment.ids),
+        )
+        return segment.ids
 
     def generate(self, *, max_tokens: int = 16, num_resumes: int = 0, **sampling: Any) -> Turn:
         """Samples a completion and appends its ids. Without `add` between, a turn continues.
@@ -248,15 +281,17 @@ class Rollout:
         Raises:
             HistoryRewritten: the template changes what was sampled or sent (see `on_rewrite`).
             MessageDropped: the template writes nothing of a message.
+            TemplateRefused: the template raises an error over the conversation.
             ContextFull: the new ids leave no room for a token. The rollout stays as it was.
         """
         if ids is not None:
             segment = written(ids)
             files = tuple(image_file(image) for image in images or ())
+            all_images = (*self._state.images, *files)
             state = replace(
                 self._state,
                 segments=(*self._state.segments, segment),
-                images=(*self._state.images, *files),
+                images=all_images, num_hidden_images=len(all_images),
                 turn=None, before=None, added=(), text=None,
                 # The template knows nothing of these ids: later messages follow one of a user.
                 history=(UNKNOWN_PROMPT,), unknown=(self._state, segment.ids),
@@ -374,16 +409,14 @@ class Rollout:
     def _answered(self, state: State, new: tuple[Message, ...], images: tuple[str, ...]) -> State:
         """The state after the open turn is ended and new messages follow."""
         all_images = (*state.images, *images)
-        turn, text = np.concatenate(state.turn or ()), self._turn_text(state)
-        answer = self._renderer.answer(state.history, text, new, all_images)
-        assistant = {"role": "assistant", "content": text}
-        history = (*state.history, assistant, *new)
-        expected = self._text_of(state) + _squeezed(text)
-        if answer is not None:
-            self._check_written(state, text, new, all_images, answer)
-        if answer is None or _squeezed(answer.text_before) != expected:
+        found = self._renderer.follow(
+            self._open_turn(state), new, all_images[state.num_hidden_images :]
+        )
+        history = (*state.history, found.message, *new)
+        if found.difference is not None:
             # Nothing can render ids that came without messages.
-            if self.on_rewrite == "branch" and state.unknown is None:
+            is_known = state.unknown is None and not state.num_hidden_images
+            if self.on_rewrite == "branch" and is_known:
                 return self._rendered(history, all_images)
             if self.on_rewrite == "branch":
                 raise HistoryRewritten(
@@ -391,61 +424,35 @@ class Rollout:
                     "the turns so far and nothing can render ids; give messages with the ids at the "
                     'beginning, or use on_rewrite="keep"'
                 )
-            if self.on_rewrite == "raise" or answer is None:
+            if self.on_rewrite == "raise" or found.ids is None:
                 raise HistoryRewritten(
                     "add: expected a chat template that renders the turns so far as they were sent "
-                    f"and sampled, got {_difference(expected, answer)}; use a template that keeps "
-                    'them, or on_rewrite="branch" or "keep"'
+                    f"and sampled, got {found.difference}; use a template that keeps them, or "
+                    'on_rewrite="branch" or "keep"'
                 )
-        ids = answer.ids[self._num_closed(turn, answer) :]
+        assert found.ids is not None
         return replace(
             state,
-            segments=(*state.segments, written(ids)),
+            segments=(*state.segments, written(found.ids)),
             images=all_images,
             history=history,
-            text=expected + _squeezed(answer.text),
+            text=found.text,
             turn=None,
             before=state,
             added=new,
             added_images=images,
         )
 
-    def _check_written(
-        self,
-        state: State,
-        text: str,
-        new: tuple[Message, ...],
-        images: tuple[str, ...],
-        answer: Answer,
-    ) -> None:
-        if dropped := self._renderer.dropped(state.history, text, new, images, answer):
-            raise MessageDropped(
-                f"add: expected a chat template that writes the new messages, got nothing of the one of "
-                f"{dropped['role']!r} after this turn; send it as a message of a user, or add ids"
-            )
-
-    def _num_closed(self, turn: Ids, answer: Answer) -> int:
-        """How many of the ids that follow a turn the model has written itself."""
-        closing = answer.ids[: answer.num_closing]
-        if not len(closing):
-            # GLM's turns end with the token that begins the next message.
-            return _overlap(turn[-1:], answer.ids)
-        if num := _overlap(turn, closing):
-            return num
-        return int(len(turn) > 0 and int(turn[-1]) in self._end_of_turn_ids)
-
-    def _num_ended(self, turn: Ids) -> int:
-        """How many of the last ids of a turn end it: those of the template, or one in their place."""
-        if num := _overlap(turn, self._renderer.closing):
-            return num
-        ends = self._end_of_turn_ids | self._renderer.openings
-        return int(len(turn) > 0 and int(turn[-1]) in ends)
-
-    def _turn_text(self, state: State) -> str:
-        """The text of the open turn, without its end-of-turn."""
-        turn = np.concatenate(state.turn or ())
-        num = self._num_ended(turn)
-        return self._renderer.template.decode(turn[: len(turn) - num])
+    def _open_turn(self, state: State) -> OpenTurn:
+        """The turn that was sampled last, with what is before it."""
+        ids, turn = arrays_at(state).ids, np.concatenate(state.turn or ())
+        return OpenTurn(
+            prompt=ids[: len(ids) - len(turn)],
+            ids=turn,
+            history=state.history,
+            text=self._text_of(state),
+            ends=self._end_of_turn_ids,
+        )
 
     def _text_of(self, state: State) -> str:
         """What the template should write for `history`, without blanks."""
@@ -453,8 +460,9 @@ class Rollout:
             return state.text
         template = self._renderer.template
         if state.text is None:
-            return _squeezed(template.decode(template.render(state.history, state.images)))
-        return _squeezed(template.decode(state.text))
+            images = state.images[state.num_hidden_images :]
+            return squeezed(template.decode(template.render(state.history, images)))
+        return squeezed(template.decode(state.text))
 
 
 def make_renderer(
@@ -465,37 +473,8 @@ def make_renderer(
 ) -> TurnRenderer:
     """A renderer that rollouts with the same template and tools can share."""
     if tokenizer is not None:
-        # Templates that write today's date would rewrite the conversations at midnight.
-        now = {"strftime_now": datetime.datetime.now().strftime}
-        return TurnRenderer(
-            LocalTemplate(tokenizer, tools, {**now, **(chat_template_kwargs or {})})
-        )
+        return TurnRenderer(LocalTemplate(tokenizer, tools, chat_template_kwargs))
     return TurnRenderer(ServerTemplate(client, tools, chat_template_kwargs))
-
-
-def _overlap(turn: Ids, closing: Ids) -> int:
-    """The length of the longest end of `turn` with which `closing` begins."""
-    for length in range(min(len(turn), len(closing)), 0, -1):
-        if np.array_equal(turn[len(turn) - length :], closing[:length]):
-            return length
-    return 0
-
-
-def _squeezed(text: str) -> str:
-    """The text without blanks, in one form of Unicode: templates trim and tokenizers normalize, which
-    changes no id that was sampled."""
-    return "".join(unicodedata.normalize("NFKC", text).split())
-
-
-def _difference(expected: str, answer: Any) -> str:
-    if answer is None:
-        return "one that drops the text of the sampled turn"
-    got = _squeezed(answer.text_before)
-    start = next(
-        (i for i, (a, b) in enumerate(zip(expected, got, strict=False)) if a != b),
-        min(len(expected), len(got)),
-    )
-    return f"{got[start : start + 40]!r} where {expected[start : start + 40]!r} was"
 
 
 def derived_seed(seed: int, *place: int) -> int:

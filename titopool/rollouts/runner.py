@@ -7,8 +7,8 @@ from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from typing import Any, SupportsIndex, TypeAlias
 
-from titopool.rollouts.groups import Groups, StoppableClient, abort, stop
 from titopool.conversations.interface import ContextFull, GenerationClient, Message
+from titopool.rollouts.groups import Groups, StoppableClient, abort, stop
 from titopool.rollouts.rollout import Rollout, derived_seed, make_renderer
 from titopool.rollouts.tools import (
     Tool,

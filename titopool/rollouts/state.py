@@ -15,6 +15,8 @@ class State:
 
     segments: tuple[Segment, ...] = ()
     images: tuple[str, ...] = ()
+    # How many of the first images stand in no message of `history`, but in ids that came without any.
+    num_hidden_images: int = 0
     # Offset and length of the images that the engine has placed.
     ranges: tuple[tuple[int, int], ...] | None = ()
     # How many tokens the engine has got or sampled; images in them are expanded.

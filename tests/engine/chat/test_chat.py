@@ -91,13 +91,13 @@ def test_bad_conversations_are_refused_with_their_location(server: Server, name:
     ("{% for m in messages %}{{ m.content + '!' }}{% endfor %}", False),
 ])  # fmt: skip
 def test_templates_that_read_content_parts_are_detected(tokenizer, template: str, reads: bool):
-    from app.inputs.chat_template import _accepts_parts
+    from titopool.conversations.chat_template import ChatTemplate
 
     class Tokenizer:
         def apply_chat_template(self, messages, **options):
             return tokenizer.apply_chat_template(messages, chat_template=template, **options)
 
-    assert _accepts_parts(Tokenizer()) == reads
+    assert ChatTemplate(Tokenizer()).accepts_parts == reads
 
 
 def test_detokenize_reverses_tokenize(server: Server, tokenizer):

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 
-from app.inputs.chat_messages import merge_developer_into_system, read_conversation
+from app.inputs.chat_messages import read_conversation
 from app.inputs.chat_template import Chat, render_all, template_of_file
 from tests.kit.models.chat_templates import tokenizer_of
 from tests.kit.peers.trl_client import TRL_FOLDER
+from titopool.conversations.chat_template import merge_developer_into_system
 from titopool.errors import ConfigError
 
 TRL_TEMPLATES = TRL_FOLDER / "1.16.0" / "trl" / "chat_templates"

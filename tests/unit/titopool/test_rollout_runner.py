@@ -20,10 +20,11 @@ from tests.kit.models.chat_templates import tokenizer_of
 from tests.kit.peers.rollout_client import Answer, WritingClient, Written, written
 from tests.kit.peers.trl_client import TRL_FOLDER
 from titopool import Rollout, run_rollouts
-from titopool.errors import NoReadyWorker, PromptTooLong
-from titopool.rollouts import rollout as rollout_module
+from titopool.conversations import templates as templates_module
 from titopool.conversations.interface import HistoryRewritten, MessageDropped
-from titopool.conversations.rendering import LocalTemplate, TurnRenderer
+from titopool.conversations.templates import LocalTemplate
+from titopool.conversations.turns import TurnRenderer
+from titopool.errors import NoReadyWorker, PromptTooLong
 from titopool.rollouts.rollout import derived_seed
 from titopool.rollouts.tools import hermes_calls, schemas_of
 
@@ -532,7 +533,7 @@ def test_a_conversation_keeps_its_date_over_midnight(monkeypatch: pytest.MonkeyP
             return cls(2026, 11, cls.day, 23, 59)
 
     monkeypatch.setattr(chat_template_utils, "datetime", Clock)
-    monkeypatch.setattr(rollout_module.datetime, "datetime", Clock)
+    monkeypatch.setattr(templates_module.datetime, "datetime", Clock)
     dated = copy.deepcopy(QWEN)
     dated.chat_template = "{{ strftime_now('%d %b %Y') }}\n" + QWEN.chat_template
     client = WritingClient([written(QWEN, "a" + END)])

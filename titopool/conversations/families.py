@@ -1,0 +1,305 @@
+"""What the package `renderers` knows of model families: what a turn says, and what follows it.
+
+https://github.com/PrimeIntellect-ai/renderers, whose renderers write and parse the tokens of about
+thirty families. A name says nothing about a template, so a renderer is used where it writes the ids that
+the tokenizer's own template does after the turns of `_PROBES`.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from titopool.conversations.interface import Ids, Message
+
+# Loads OpenAI's vocabulary over the network. Where that is not to be had, templates are enough.
+_LOADS_FILES = "gpt-oss"
+_SYSTEM = {"role": "system", "content": "Be brief."}
+_USER = {"role": "user", "content": "What is 6 × 7? Écris-le en 中文 🙂"}
+_ANSWER = {"role": "assistant", "content": "It is 42."}
+_FUNCTION = {"name": "add_one", "arguments": {"number": 41, "text": "é"}}
+_CALL = {"id": "titopool1", "type": "function", "function": _FUNCTION}
+_CALLING = {"role": "assistant", "content": "", "tool_calls": [_CALL]}
+_RESULT = {"role": "tool", "tool_call_id": "titopool1", "name": "add_one", "content": '{"is": 42}'}
+_THOUGHT = {"reasoning_content": "6 * 7"}
+_Conversation = Sequence[dict[str, Any]]
+# History, a turn, what follows it.
+_PROBES: list[tuple[_Conversation, dict[str, Any], _Conversation]] = [
+    ([_USER], _ANSWER, [_USER]),
+    ([_SYSTEM, _USER, _ANSWER, _USER], {**_ANSWER, "content": ""}, [_USER]),
+    ([_USER], {**_ANSWER, **_THOUGHT}, [_USER]),
+]
+_TOOL_PROBES: list[tuple[_Conversation, dict[str, Any], _Conversation]] = [
+    ([_SYSTEM, _USER], _CALLING, [_RESULT]),
+    ([_USER], {**_CALLING, **_THOUGHT}, [_RESULT]),
+    ([_USER, _CALLING, _RESULT], _ANSWER, [_USER]),
+    ([_USER], {**_CALLING, "tool_calls": [_CALL, {**_CALL, "id": "titopool2"}]},
+     [_RESULT, {**_RESULT, "tool_call_id": "titopool2"}]),
+]  # fmt: skip
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "add_one",
+        "description": "Adds one.",
+        "parameters": {
+            "type": "object",
+            "properties": {"number": {"type": "integer"}, "text": {"type": "string"}},
+            "required": ["number"],
+        },
+    },
+}
+# The ids of messages with tools and a generation prompt, by the tokenizer's own template.
+Render = Callable[[Sequence[Message], Sequence[Mapping[str, Any]]], list[int]]
+# What a generation prompt may begin that the template does not write in a past turn.
+_BEGUN = ("", "<think>", "<think></think>")
+
+
+class _Proof(NamedTuple):
+    """The renderer that a tokenizer's template agrees with; without a config: none."""
+
+    name: str = ""
+    # Keeps thoughts in what follows a turn.
+    config: Any = None
+    # Whether it agrees about turns that were cut, too.
+    follows_cut: bool = False
+    why: str = ""
+
+
+class _Probe(NamedTuple):
+    """What the template writes around a turn."""
+
+    prompt: list[int]
+    turn: dict[str, Any]
+    # What it writes from the turn on, and the ids that stand before it in a thought that the prompt begins.
+    written: list[int]
+    thought: list[int]
+    new: _Conversation
+    tools: Sequence[dict[str, Any]]
+
+
+class Said(NamedTuple):
+    """What a turn says."""
+
+    # With `reasoning_content` and `tool_calls` if there are any.
+    message: Message
+    # What is wrong with each call; None: nothing.
+    errors: Sequence[str | None] = ()
+    # Whether the turn ends within a thought.
+    is_thinking: bool = False
+
+
+class Family:
+    """A renderer of the package.
+
+    Args:
+        tools: schemas, by which arguments without quotes are read.
+        follows_cut: whether it knows what follows a turn that was cut.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        renderer: Any,
+        tools: Sequence[Mapping[str, Any]] | None,
+        follows_cut: bool,
+    ):
+        self.name = name
+        self._follows_cut = follows_cut
+        self._renderer = renderer
+        self._tools = list(tools or ()) or None
+
+    def read(self, prompt: Ids, turn: Ids, call_ids: Iterator[str]) -> Said:
+        """What the model said after a prompt."""
+        parsed = self._renderer.parse_response(
+            turn.tolist(), tools=self._tools, prompt_ids=prompt.tolist()
+        )
+        return said_of(parsed, call_ids)
+
+    def follow(self, prompt: Ids, turn: Ids, new: Sequence[Message]) -> Ids | None:
+        """The ids of new messages after a turn, and a generation prompt; None: it cannot tell."""
+        ends = self._renderer.get_stop_token_ids()
+        if not self._follows_cut and not set(ends).intersection(turn.tolist()):
+            return None
+        bridged = self._renderer.bridge_to_next_turn(
+            prompt.tolist(), turn.tolist(), [dict(one) for one in new], tools=self._tools
+        )
+        before = [*prompt.tolist(), *turn.tolist()]
+        if bridged is None or bridged.token_ids[: len(before)] != before:
+            return None
+        return np.array(bridged.token_ids[len(before) :], np.int32)
+
+
+def said_of(parsed: Any, call_ids: Iterator[str]) -> Said:
+    """From the package's `ParsedResponse`."""
+    message: dict[str, Any] = {"role": "assistant", "content": parsed.content or ""}
+    if parsed.reasoning_content:
+        message["reasoning_content"] = parsed.reasoning_content
+    calls, errors = [], []
+    for one in parsed.tool_calls:
+        arguments = _arguments_of(one.arguments)
+        is_read = one.status in ("ok", "unknown_tool") and arguments is not None
+        # A call that cannot be read is one all the same, as templates write answers of calls only.
+        function = {"name": one.name or "unknown", "arguments": arguments or {}}
+        calls.append({"id": one.id or next(call_ids), "type": "function", "function": function})
+        errors.append(None if is_read else f"the call cannot be read ({one.status}): {one.raw}")
+    if calls:
+        message["tool_calls"] = calls
+    return Said(message, errors, parsed.reasoning_complete is False)
+
+
+def _arguments_of(arguments: Any) -> dict[str, Any] | None:
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments or "{}")
+        except (ValueError, RecursionError):
+            return None
+    return arguments if isinstance(arguments, dict) else {} if arguments is None else None
+
+
+def find_family(
+    tokenizer: Any,
+    render: Render,
+    tools: Sequence[Mapping[str, Any]] | None,
+    template_kwargs: Mapping[str, Any],
+) -> tuple[Family | None, str]:
+    """The renderer that writes what a tokenizer's template does after a turn, and why it or none is taken."""
+    try:
+        from renderers import base
+    except ImportError as error:
+        return None, f"the package renderers is not installed: {error}"
+    known = tokenizer.__dict__.setdefault("titopool_families", {})
+    key = repr((str(tokenizer.chat_template), sorted(template_kwargs.items()), bool(tools)))
+    if key not in known:
+        known[key] = _proved(base, tokenizer, render, bool(tools), template_kwargs)
+    proof: _Proof = known[key]
+    if proof.config is None:
+        return None, proof.why
+    renderer = base.create_renderer(tokenizer, proof.config)
+    return Family(proof.name, renderer, tools, proof.follows_cut), proof.why
+
+
+def _proved(
+    base: Any, tokenizer: Any, render: Render, has_tools: bool, template_kwargs: Mapping[str, Any]
+) -> _Proof:
+    plain = [_probe(tokenizer, render, *probe, []) for probe in _PROBES]
+    calling = [_probe(tokenizer, render, *probe, [TOOL]) for probe in _TOOL_PROBES if has_tools]
+    probes = [probe for probe in plain + calling if probe is not None]
+    if not any(plain) or (has_tools and not any(calling)):
+        return _Proof(why="the template writes no turn of the conversations that it was tried with")
+    nearest, most = "", 0
+    for name, config in _configs(base, tokenizer, template_kwargs):
+        renderer = or_none(base.create_renderer, tokenizer, config)
+        num_equal = next(
+            (index for index, probe in enumerate(probes) if not or_none(_follows, renderer, probe)),
+            len(probes),
+        )
+        if num_equal == len(probes):
+            follows_cut = all(or_none(_follows, renderer, one, is_cut=True) for one in probes)
+            why = f"it writes the template's ids after {num_equal} turns"
+            return _Proof(name, config, follows_cut, why)
+        if num_equal > most:
+            nearest, most = f"; {name} does after the first {num_equal}", num_equal
+    return _Proof(why=f"no renderer writes the template's ids after {len(probes)} turns{nearest}")
+
+
+def _probe(
+    tokenizer: Any,
+    render: Render,
+    history: _Conversation,
+    turn: dict[str, Any],
+    new: _Conversation,
+    tools: Sequence[dict[str, Any]],
+) -> _Probe | None:
+    """None: the template refuses the conversation, or does not write the turn after its prompt."""
+    prompt = or_none(render, history, tools)
+    whole = or_none(render, [*history, turn, *new], tools)
+    if prompt is None or whole is None:
+        return None
+    common = next(
+        (i for i, (a, b) in enumerate(zip(prompt, whole, strict=False)) if a != b), len(prompt)
+    )
+    begun = "".join(tokenizer.decode(prompt[common:]).split())
+    if begun not in _BEGUN:
+        return None
+    thought = "6 * 7\n</think>\n\n" if begun == "<think>" else ""
+    ids = tokenizer(thought, add_special_tokens=False)["input_ids"] if thought else []
+    return _Probe(prompt, turn, whole[common:], ids, new, tools)
+
+
+def _follows(renderer: Any, probe: _Probe, *, is_cut: bool = False) -> bool:
+    """Whether a renderer writes what the template does after a turn, or nothing after one that was cut, and
+    reads the turn."""
+    ends = set(renderer.get_stop_token_ids())
+    length = next(index for index, one in enumerate(probe.written) if one in ends)
+    turn = [*probe.thought, *probe.written[: length if is_cut else length + 1]]
+    bridged = renderer.bridge_to_next_turn(
+        probe.prompt, turn, list(probe.new), tools=list(probe.tools) or None
+    )
+    if is_cut:
+        return bridged is None or bridged.token_ids == [
+            *probe.prompt,
+            *probe.thought,
+            *probe.written,
+        ]
+    parsed = renderer.parse_response(turn, tools=list(probe.tools), prompt_ids=probe.prompt)
+    calls = [(one.name, _arguments_of(one.arguments)) for one in parsed.tool_calls]
+    functions = [call["function"] for call in probe.turn.get("tool_calls", ())]
+    return (
+        bridged.token_ids == [*probe.prompt, *probe.thought, *probe.written]
+        and parsed.content.strip() == probe.turn["content"]
+        and calls == [(one["name"], one["arguments"]) for one in functions]
+    )
+
+
+def _configs(
+    base: Any, tokenizer: Any, template_kwargs: Mapping[str, Any]
+) -> Iterator[tuple[str, Any]]:
+    """Renderers that might fit, the one of the model's name first."""
+    from renderers.configs import _config_class_for
+
+    base._populate_registry()
+    by_name = base.MODEL_RENDERER_MAP.get(getattr(tokenizer, "name_or_path", ""))
+    names = [name for name in base.RENDERER_REGISTRY if name not in ("default", _LOADS_FILES)]
+    for name in sorted(names, key=lambda name: name != by_name):
+        known = _config_class_for(name).template_field_names()
+        # Models of one family differ in whether they think by default.
+        variants: list[dict[str, Any]] = [{}]
+        if "enable_thinking" in known and "enable_thinking" not in template_kwargs:
+            variants += [{"enable_thinking": False}, {"enable_thinking": True}]
+        for variant in variants:
+            options = {"thinking_retention": "all", **variant, **template_kwargs}
+            config = or_none(_config_class_for(name), **options)
+            if config is not None:
+                yield name, config
+
+
+def or_none(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    """None for whatever templates and renderers raise over what they do not know."""
+    try:
+        return function(*arguments, **options)
+    except Exception:
+        return None
+
+
+def read_harmony(tokenizer: Any, turn: Ids, call_ids: Iterator[str]) -> Said | None:
+    """What a turn of gpt-oss says; None: the tokenizer is not one of Harmony, or the package is missing.
+
+    https://cookbook.openai.com/articles/openai-harmony
+    """
+    names = ("return", "call", "start", "end", "channel", "message", "constrain")
+    vocabulary = tokenizer.get_vocab()
+    if any(f"<|{name}|>" not in vocabulary for name in names):
+        return None
+    try:
+        from renderers.parsing import parse_gpt_oss
+    except ImportError:
+        return None
+    ids = {f"{name}_id": vocabulary[f"<|{name}|>"] for name in names}
+    # The generation prompt ends within the header of the first message.
+    start = [ids["start_id"], *tokenizer("assistant", add_special_tokens=False)["input_ids"]]
+    said = said_of(parse_gpt_oss(tokenizer, start + turn.tolist(), **ids), call_ids)
+    message = dict(said.message)
+    if thought := message.pop("reasoning_content", None):
+        message["thinking"] = thought
+    return said._replace(message=message)
