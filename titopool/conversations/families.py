@@ -83,8 +83,8 @@ class Said(NamedTuple):
 
     # With `reasoning_content` and `tool_calls` if there are any.
     message: Message
-    # What is wrong with each call; None: nothing.
-    errors: Sequence[str | None] = ()
+    # The text of each call, and what is wrong with it; None: nothing.
+    calls: Sequence[tuple[str, str | None]] = ()
     # Whether the turn ends within a thought.
     is_thinking: bool = False
 
@@ -135,17 +135,18 @@ def said_of(parsed: Any, call_ids: Iterator[str]) -> Said:
     message: dict[str, Any] = {"role": "assistant", "content": parsed.content or ""}
     if parsed.reasoning_content:
         message["reasoning_content"] = parsed.reasoning_content
-    calls, errors = [], []
+    calls: list[dict[str, Any]] = []
+    texts: list[tuple[str, str | None]] = []
     for one in parsed.tool_calls:
         arguments = _arguments_of(one.arguments)
         is_read = one.status in ("ok", "unknown_tool") and arguments is not None
         # A call that cannot be read is one all the same, as templates write answers of calls only.
         function = {"name": one.name or "unknown", "arguments": arguments or {}}
         calls.append({"id": one.id or next(call_ids), "type": "function", "function": function})
-        errors.append(None if is_read else f"the call cannot be read ({one.status}): {one.raw}")
+        texts.append((one.raw, None if is_read else f"the call cannot be read: {one.status}"))
     if calls:
         message["tool_calls"] = calls
-    return Said(message, errors, parsed.reasoning_complete is False)
+    return Said(message, texts, parsed.reasoning_complete is False)
 
 
 def _arguments_of(arguments: Any) -> dict[str, Any] | None:

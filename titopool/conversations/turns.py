@@ -1,5 +1,6 @@
 """What a chat template writes after a sampled turn, whose ids stay as they are."""
 
+import re
 import unicodedata
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ SHORT = 8
 # The last tokens of a prompt, in which a generation prompt may begin a thought.
 PROMPT_END = 16
 OPEN, CLOSE = "<think>", "</think>"
+_THOUGHT = re.compile(f"{OPEN}.*?(?:{CLOSE}|\\Z)", re.DOTALL)
 _QUESTION = {"role": "user", "content": "a"}
 
 
@@ -124,11 +126,12 @@ class TurnRenderer:
             said = or_none(family.read, turn.prompt, turn.ids, call_ids)
         elif isinstance(self.template, LocalTemplate):
             said = read_harmony(self.template.tokenizer, turn.ids, call_ids)
-        if said is not None:
+        text = self.turn_text(turn)
+        whole = self._begun_thought(turn) + text
+        if said is not None and (OPEN not in whole or _are_outside(said, whole)):
             return said
-        text = self._begun_thought(turn) + self.turn_text(turn)
-        message = {"role": "assistant", "content": self.turn_text(turn)}
-        return Said(message, is_thinking=text.rfind(OPEN) > text.rfind(CLOSE))
+        message = {"role": "assistant", "content": text}
+        return Said(message, is_thinking=whole.rfind(OPEN) > whole.rfind(CLOSE))
 
     def _begun_thought(self, turn: Turn) -> str:
         """The opening of a thought that the generation prompt ends with."""
@@ -397,6 +400,12 @@ def _marked(form: Message) -> Message:
         return {**form, "content": form["content"] + FILLER + SENTINEL}
     function = {**calls[-1]["function"], "arguments": {"text": FILLER + SENTINEL}}
     return {**form, "tool_calls": [*calls[:-1], {**calls[-1], "function": function}]}
+
+
+def _are_outside(said: Said, text: str) -> bool:
+    """Whether all calls stand outside of thoughts, in which the model only considers them."""
+    outside = _THOUGHT.sub("", text)
+    return all(call in outside or call not in text for call, _ in said.calls)
 
 
 def _check_is_template_s(error: Exception) -> None:

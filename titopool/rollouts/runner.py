@@ -14,8 +14,8 @@ from titopool.rollouts.tools import (
     Tool,
     ToolCall,
     answers,
+    calls_of,
     check_blocking,
-    hermes_calls,
     schemas_of,
 )
 
@@ -33,7 +33,8 @@ def run_rollouts(
     *,
     tools: Sequence[Tool] = (),
     environment: Environment | None = None,
-    parse_tool_calls: Callable[[str], Sequence[ToolCall]] = hermes_calls,
+    parse_tool_calls: Callable[[str], Sequence[ToolCall]] | None = None,
+    closes_thoughts: bool = False,
     n: int = 1,
     num_needed: int | None = None,
     max_turns: int = 8,
@@ -67,7 +68,10 @@ def run_rollouts(
         tools: functions whose schemas the template gets; see `schemas_of`. They run in threads, up
             to `concurrency` at once, so they must be safe to call from several threads.
         environment: gets the rollout after a turn, and returns the messages that answer it.
-        parse_tool_calls: finds the calls in a turn's text, by default those outside of thoughts.
+        parse_tool_calls: finds the calls in a turn's text. None: those outside of thoughts, as the
+            model's family writes them where `Rollout.info` names one, or in Hermes' form.
+        closes_thoughts: a turn that was cut within a thought goes on after the thought's end, whose
+            ids do not count for the loss, in place of ending the rollout. That takes one of `max_turns`.
         n: rollouts of each prompt. With a `seed`, each draws random numbers of its own, in each turn
             (`derived_seed` of the prompt, the sample and the turn).
         num_needed: how many groups, each of a prompt's n rollouts, are returned: the first ones of
@@ -116,6 +120,7 @@ def run_rollouts(
         tools={tool.__name__: tool for tool in tools},
         environment=environment,
         parse=parse_tool_calls,
+        closes_thoughts=closes_thoughts,
         max_turns=max_turns,
         sampling={"num_resumes": MAX_RESUMES, **sampling},
     )
@@ -149,7 +154,8 @@ class _Play:
 
     tools: Mapping[str, Tool]
     environment: Environment | None
-    parse: Callable[[str], Sequence[ToolCall]]
+    parse: Callable[[str], Sequence[ToolCall]] | None
+    closes_thoughts: bool
     max_turns: int
     sampling: Mapping[str, Any]
 
@@ -171,6 +177,9 @@ class _Play:
     def _play(self, rollout: Rollout, sampling: Mapping[str, Any]) -> str:
         for left in range(self.max_turns - 1, -1, -1):
             finish_reason = rollout.generate(**sampling).finish_reason
+            if self.closes_thoughts and left and finish_reason == "length" and rollout.is_thinking:
+                rollout.close_thought()
+                continue
             messages, stop_reason = self._answer(rollout, finish_reason)
             if messages is None:
                 return stop_reason
@@ -180,7 +189,7 @@ class _Play:
 
     def _answer(self, rollout: Rollout, finish_reason: str) -> tuple[Any, str]:
         """The messages that answer the last turn; None with the reason to stop."""
-        if self.tools and finish_reason == "stop" and (calls := self.parse(rollout.last_text)):
+        if self.tools and finish_reason == "stop" and (calls := self._calls(rollout)):
             return list(answers(calls, self.tools)), ""
         if self.environment is not None:
             if finish_reason != "stop" and rollout.is_thinking:
@@ -188,6 +197,12 @@ class _Play:
                 return None, finish_reason
             return self.environment(rollout), "environment"
         return None, "answered" if finish_reason == "stop" else finish_reason
+
+    def _calls(self, rollout: Rollout) -> Sequence[ToolCall]:
+        if self.parse is not None:
+            return self.parse(rollout.last_text)
+        said = rollout.last_said
+        return calls_of(said, rollout.last_text) if said is not None else ()
 
 
 def _in_threads(

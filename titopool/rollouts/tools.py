@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from titopool.conversations.families import Said
 from titopool.conversations.interface import Message
 
 Tool = Callable[..., Any]
@@ -23,6 +24,8 @@ class ToolCall:
     name: str
     arguments: Mapping[str, Any]
     error: str | None = None
+    # Of the call in the history; None: it has none.
+    id: str | None = None
 
 
 def hermes_calls(text: str, *, in_thoughts: bool = False) -> list[ToolCall]:
@@ -37,6 +40,22 @@ def hermes_calls(text: str, *, in_thoughts: bool = False) -> list[ToolCall]:
         return [_read_call(body) for body in _HERMES_CALL.findall(text)]
     found = _THOUGHT_OR_CALL.finditer(_without_begun_thought(text))
     return [_read_call(one[1]) for one in found if one[1] is not None]
+
+
+def calls_of(said: Said, text: str) -> list[ToolCall]:
+    """The calls of a turn outside of thoughts: in Hermes' form, or as the model's family writes them.
+
+    Args:
+        text: of the turn.
+    """
+    hermes = hermes_calls(text)
+    functions = said.message.get("tool_calls") or ()
+    calls = [
+        ToolCall(call["function"]["name"], call["function"]["arguments"], error, call["id"])
+        for call, (_, error) in zip(functions, said.calls, strict=True)
+    ]
+    # What is wrong with a call in Hermes' form, that form says better.
+    return calls if not hermes or any(call.error is None for call in calls) else hermes
 
 
 def _without_begun_thought(text: str) -> str:
@@ -68,7 +87,12 @@ def answers(calls: Sequence[ToolCall], tools: Mapping[str, Tool]) -> Iterator[Me
     from which it can recover.
     """
     for call in calls:
-        yield {"role": "tool", "name": _clean(call.name), "content": _clean(_answer(call, tools))}
+        answer = {
+            "role": "tool",
+            "name": _clean(call.name),
+            "content": _clean(_answer(call, tools)),
+        }
+        yield answer if call.id is None else {**answer, "tool_call_id": call.id}
 
 
 def _answer(call: ToolCall, tools: Mapping[str, Tool]) -> str:
