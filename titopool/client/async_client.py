@@ -64,6 +64,8 @@ class AsyncClient:
         self.base_url = base_url.rstrip("/")
         self.api_key, self.admin_key = api_key, admin_key or api_key
         self.timeout_s = timeout_s
+        # How often `abort` ended all requests: what they sampled does not go on then.
+        self.num_aborts = 0
         self._sessions = Sessions()
         # (id, id of a part) of the requests in flight of batches that show their progress.
         self._parts: list[tuple[str | None, str | None]] = []
@@ -254,6 +256,7 @@ class AsyncClient:
     async def abort(self, request_ids: Sequence[str] | None = None) -> None:
         """As `Client.abort`."""
         if request_ids is None:
+            self.num_aborts += 1
             await self._call("/abort_requests", b"{}", key=self.admin_key)
         else:
             whole = list(request_ids)

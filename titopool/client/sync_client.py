@@ -239,6 +239,11 @@ class Client:
 
     # ---- control ---------------------------------------------------------------------
 
+    @property
+    def num_aborts(self) -> int:
+        """How often `abort` ended all requests. Rollouts that it ended do not go on."""
+        return self._client.num_aborts
+
     def abort(self, request_ids: Sequence[str] | None = None) -> None:
         """Ends the requests with these ids with the tokens that they have; None: all requests.
 

@@ -228,8 +228,8 @@ class Rollout:
         Args:
             max_tokens: the most tokens of this call.
             num_resumes: how often a completion that an update or a pause aborted goes on from the
-                ids so far. One with an option of `NOT_RESUMED` ends as `abort`, and a stop string
-                across the cut is not found.
+                ids so far. One with an option of `NOT_RESUMED`, and one that `client.abort()` ended,
+                stay as `abort`.
             sampling: further options of `Client.generate`. Each call, and each part of a turn, draws
                 with a seed of its own (`derived_seed`).
 
@@ -241,26 +241,56 @@ class Rollout:
         if left < max_tokens and sampling.get("min_tokens"):
             sampling["min_tokens"] = min(sampling["min_tokens"], left)
         parts: list[Segment] = []
+        num_aborts = getattr(self.client, "num_aborts", 0)
         prompt_ids, result = self._sample(left, sampling)
         while True:
             (completion,) = result.completions
-            parts.append(sampled(completion))
-            left -= len(parts[-1].ids)
-            if completion.finish_reason != "abort" or len(parts) > num_resumes or left < 1:
+            finish_reason, part = completion.finish_reason, sampled(completion)
+            if parts and (num := self._num_until_stop(parts, part, sampling)) is not None:
+                finish_reason, part = "stop", part.first(num)
+                self._current = self._state.with_last(part)
+            parts.append(part)
+            left -= len(part.ids)
+            if finish_reason != "abort" or len(parts) > num_resumes or left < 1:
                 break
             if any(sampling.get(name) for name in NOT_RESUMED):
                 break
-            sampling = _for_the_rest(sampling, len(parts[-1].ids))
+            if getattr(self.client, "num_aborts", 0) != num_aborts:
+                break
+            sampling = _for_the_rest(sampling, len(part.ids))
             _, result = self._sample(left, sampling)
         joined = arrays_of(tuple(parts))
         self.last_turn = Turn(
             ids=joined.ids,
             logprobs=joined.logprobs,
             weight_versions=joined.weight_versions,
-            finish_reason=completion.finish_reason,
+            finish_reason=finish_reason,
             prompt_ids=prompt_ids,
         )
         return self.last_turn
+
+    def _num_until_stop(
+        self, parts: Sequence[Segment], part: Segment, sampling: Mapping[str, Any]
+    ) -> int | None:
+        """The ids of a part up to the end of a stop string that began in the parts before; None: there is
+        none. The engine, which got the part as a request of its own, looked for stop strings within it."""
+        stop = sampling.get("stop") or ()
+        stops = [stop] if isinstance(stop, str) else list(stop)
+        # A token has at least one character, but for those of a character in several tokens.
+        longest = max(map(len, stops), default=0)
+        before = np.concatenate([one.ids for one in parts])[-longest - 4 :]
+        if not stops or not len(before):
+            return None
+        decode = self._renderer.template.decode
+        start = len(decode(before))
+
+        def has_stop(num: int) -> bool:
+            text = decode(np.concatenate([before, part.ids[:num]]))
+            places = [text.find(one, max(0, start - len(one) + 1)) for one in stops]
+            return any(0 <= place < start for place in places)
+
+        nums = range(1 + (sampling.get("min_tokens") or 0), min(len(part.ids), longest) + 1)
+        return next((num for num in nums if has_stop(num)), None) if has_stop(longest) else None
 
     def add(
         self,

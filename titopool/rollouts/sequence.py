@@ -28,6 +28,12 @@ class Segment:
     def is_sampled(self) -> bool:
         return self.logprobs is not None
 
+    def first(self, num: int) -> "Segment":
+        """The first ids of what the model wrote."""
+        assert self.logprobs is not None
+        assert self.versions is not None
+        return Segment(self.ids[:num], self.logprobs[:num], self.versions[:num])
+
 
 def written(ids: Any) -> Segment:
     """A segment that the model did not write.

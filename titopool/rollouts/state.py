@@ -1,6 +1,6 @@
 """A conversation at one moment: its tokens, its images and the messages that they were rendered from."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -35,6 +35,16 @@ class State:
     # Ids that came without messages, for which the first one of `history` stands, and the state
     # before them; None: they begin the conversation.
     unknown: "tuple[State | None, Ids] | None" = None
+
+    def with_last(self, segment: Segment) -> "State":
+        """With less of what was sampled last."""
+        num_less = len(self.segments[-1].ids) - len(segment.ids)
+        return replace(
+            self,
+            segments=(*self.segments[:-1], segment),
+            turn=(*(self.turn or ())[:-1], segment.ids),
+            num_sent=self.num_sent - num_less,
+        )
 
     @property
     def num_tokens(self) -> int:

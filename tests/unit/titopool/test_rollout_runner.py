@@ -561,3 +561,91 @@ def test_wrong_arguments_are_refused_before_anything_runs():
     with pytest.raises(ValueError, match="images"):
         play(texts("a"), prompts=([USER], [{"role": "user", "content": [{"type": "image"}]}]))
     assert play(texts(), prompts=()) == []
+
+
+def test_a_stop_string_across_an_abort_ends_the_turn_where_it_ends():
+    """Each part is a request of its own, in which the engine sees a half of it."""
+    first = written(QWEN, "One. EN", "abort")
+    second = written(QWEN, "D OF IT and more", "length", weight_versions=((3, 0),))
+    client = texts(first, second)
+    rollout = Rollout(client, messages=[USER], tokenizer=QWEN)
+    turn = rollout.generate(max_tokens=50, num_resumes=1, stop=["END OF IT"])
+    assert turn.finish_reason == "stop"
+    assert QWEN.decode(turn.ids) == rollout.last_text == "One. END OF IT"
+    assert len(turn.ids) == len(turn.logprobs) == len(turn.weight_versions)
+    arrays = rollout.arrays()
+    assert arrays.ids[-len(turn.ids) :].tolist() == turn.ids.tolist()
+    assert arrays.loss_mask.sum() == len(turn.ids)
+    rollout.add(USER)
+    assert "END OF IT<|im_end|>" in QWEN.decode(rollout.ids)
+
+
+@pytest.mark.parametrize("stop", ["IT", "EN", "not there", []])
+def test_a_stop_string_within_one_part_is_the_engine_s(stop: str | list):
+    client = texts(written(QWEN, "One. EN", "abort"), written(QWEN, "D OF IT", "length"))
+    rollout = Rollout(client, messages=[USER], tokenizer=QWEN)
+    turn = rollout.generate(max_tokens=50, num_resumes=1, stop=stop)
+    assert turn.finish_reason == "length"
+    assert rollout.last_text == "One. END OF IT"
+
+
+def test_an_abort_of_all_requests_by_hand_ends_a_rollout():
+    class Aborted(WritingClient):
+        num_aborts = 0
+
+        def generate(self, prompts, **options):
+            self.num_aborts += 1
+            return super().generate(prompts, **options)
+
+    client = Aborted([written(QWEN, "One", "abort"), written(QWEN, " two")])
+    (rollout,) = play(client)
+    assert (rollout.stop_reason, len(client.calls)) == ("abort", 1)
+
+
+def test_a_cut_thought_can_be_closed_with_ids_that_do_not_count():
+    qwen3 = tokenizer_of("qwen3")
+    client = WritingClient([
+        written(qwen3, "<think>\nHm", "length"), written(qwen3, "42." + END),
+    ])  # fmt: skip
+    (rollout,) = run_rollouts(client, [[USER]], tokenizer=qwen3, closes_thoughts=True)
+    assert rollout.stop_reason == "answered"
+    assert rollout.last_text == "<think>\nHm\n</think>\n\n42."
+    arrays = rollout.arrays()
+    assert qwen3.decode(arrays.ids[arrays.loss_mask == 1]) == "<think>\nHm42." + END
+    assert rollout.last_turn.ids.tolist() == written(qwen3, "42." + END).ids.tolist()
+    with pytest.raises(ValueError, match="expected a turn within a thought"):
+        rollout.close_thought()
+
+
+@pytest.mark.parametrize("begins_with_ids", [True, False])
+def test_an_image_after_ids_is_its_message_s(begins_with_ids: bool):
+    """The route gets the image of the message, and not that of the ids."""
+
+    seen: list[str] = []
+
+    class Server(WritingClient):
+        def render(self, messages, **options):
+            seen.extend(part["image"] for one in messages if isinstance(one["content"], list)
+                          for part in one["content"] if part["type"] == "image")  # fmt: skip
+            flat = [{**one, "content": str(one["content"])} for one in messages]
+            return LocalTemplate(QWEN).render(flat, (), is_prompt=options["add_generation_prompt"])
+
+        def detokenize(self, ids):
+            return QWEN.decode(ids)
+
+    def picture(name: str) -> dict:
+        return {"role": "user", "content": [{"type": "image", "image": name}]}
+
+    client = Server([written(QWEN, "a" + END) for _ in range(3)])
+    if begins_with_ids:
+        rollout = Rollout(client, ids=[5, 6], images=["AAAA"])
+    else:
+        rollout = Rollout(client, messages=[picture("AAAA")])
+        rollout.generate()
+        rollout.add(ids=[5, 6])
+    rollout.generate()
+    seen.clear()
+    rollout.add(picture("BBBB"))
+    assert set(seen) == {"BBBB"}
+    rollout.generate()
+    assert client.calls[-1]["images"] == [["AAAA", "BBBB"]]
