@@ -13,7 +13,9 @@ from tests.clients.scripts import ROLLOUT
 from tests.conftest import ENGINE_OPTIONS
 from tests.kit.models.scripted_model import CALL, SCRIPT, TALK, THOUGHT
 from tests.kit.peers.scripted_server import ARGUMENTS, LOOK_UP, QUESTION, Scripted
-from tests.kit.peers.trl_client import run_trl
+from tests.kit.peers.trl_client import TRL_FOLDER, run_trl
+from titopool import Client, run_rollouts
+from titopool.rollouts.tools import schemas_of
 
 STRICT = {"type": "function", "function": {**LOOK_UP["function"], "strict": True}}
 NAMED = {"type": "function", "function": {"name": "look_up"}}
@@ -411,3 +413,44 @@ def test_drift_is_counted_but_ids_are_unchanged(scripted: Scripted):
         # One conversation is compared at a time.
         expected = [before[0] + number + 1, before[1] + number]
         wait_until(lambda: counted() == expected, 20, lambda: str(counted()))  # noqa: B023
+
+
+def test_a_rollout_answers_the_calls_of_its_model_s_family(scripted: Scripted):
+    """The template is Qwen3's, and the package's renderer writes what it does after a call."""
+
+    def look_up(word: str) -> str:
+        """Looks a word up.
+
+        Args:
+            word: The word.
+        """
+        return f"{word}: a pool 水"
+
+    tokenizer = AutoTokenizer.from_pretrained(scripted.model)
+    tokenizer.chat_template = (TRL_FOLDER / "1.16.0/trl/chat_templates/qwen3.jinja").read_text()
+    with Client(scripted.server.url) as client:
+        (rollout,) = run_rollouts(
+            client, [QUESTION], tools=[look_up], tokenizer=tokenizer, max_turns=2, max_tokens=40,
+            temperature=0,
+        )  # fmt: skip
+    assert (rollout.error, rollout.stop_reason) == (None, "max_turns")
+    assert (rollout.info["rendering"], rollout.info["family"]) == ("renderers", "qwen3")
+    called = rollout.messages[1]
+    assert called["reasoning_content"] == THOUGHT
+    (call,) = called["tool_calls"]
+    assert call["function"]["arguments"] == ARGUMENTS
+    assert rollout.messages[2]["tool_call_id"] == call["id"]
+    arrays = rollout.arrays()
+    assert arrays.ids[arrays.loss_mask == 1].tolist() == scripted.ids * 2
+    # What stands between the two turns is the template's own.
+    turn = tokenizer.decode(scripted.ids)
+    before, between, _ = tokenizer.decode(arrays.ids).split(turn)
+    (schema,) = schemas_of([look_up])
+    # vLLM's server gives templates no type of what a tool returns.
+    del schema["function"]["return"]
+    whole = tokenizer.apply_chat_template(
+        [*QUESTION, called, rollout.messages[2]], tools=[schema], tokenize=False,
+        add_generation_prompt=True,
+    )  # fmt: skip
+    assert whole.startswith(before + "<think>")
+    assert whole.endswith("</tool_call>" + tokenizer.eos_token + between)
