@@ -6,7 +6,7 @@ the tokenizer's own template does after the turns of `_PROBES`.
 """
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -61,6 +61,8 @@ class _Proof(NamedTuple):
     name: str = ""
     # Keeps thoughts in what follows a turn.
     config: Any = None
+    # The ids that ended the turns.
+    ends: frozenset[int] = frozenset()
     # Whether it agrees about turns that were cut, too.
     follows_cut: bool = False
     why: str = ""
@@ -94,6 +96,7 @@ class Family:
 
     Args:
         tools: schemas, by which arguments without quotes are read.
+        ends: ids that end turns as the template writes them.
         follows_cut: whether it knows what follows a turn that was cut.
     """
 
@@ -102,10 +105,11 @@ class Family:
         name: str,
         renderer: Any,
         tools: Sequence[Mapping[str, Any]] | None,
+        ends: frozenset[int],
         follows_cut: bool,
     ):
         self.name = name
-        self._follows_cut = follows_cut
+        self._ends, self._follows_cut = ends, follows_cut
         self._renderer = renderer
         self._tools = list(tools or ()) or None
 
@@ -116,11 +120,19 @@ class Family:
         )
         return said_of(parsed, call_ids)
 
-    def follow(self, prompt: Ids, turn: Ids, new: Sequence[Message]) -> Ids | None:
-        """The ids of new messages after a turn, and a generation prompt; None: it cannot tell."""
-        ends = self._renderer.get_stop_token_ids()
-        if not self._follows_cut and not set(ends).intersection(turn.tolist()):
-            return None
+    def follow(
+        self, prompt: Ids, turn: Ids, new: Sequence[Message], ends: frozenset[int]
+    ) -> Ids | None:
+        """The ids of new messages after a turn, and a generation prompt; None: it cannot tell.
+
+        Args:
+            ends: further ids that end a turn in the place of the template's.
+        """
+        if not len(turn) or int(turn[-1]) not in self._ends | ends:
+            # Renderers take any end of a text for a turn's, after which the template writes its own.
+            is_cut = not set(self._renderer.get_stop_token_ids()).intersection(turn.tolist())
+            if not (is_cut and self._follows_cut):
+                return None
         bridged = self._renderer.bridge_to_next_turn(
             prompt.tolist(), turn.tolist(), [dict(one) for one in new], tools=self._tools
         )
@@ -177,7 +189,7 @@ def find_family(
     if proof.config is None:
         return None, proof.why
     renderer = base.create_renderer(tokenizer, proof.config)
-    return Family(proof.name, renderer, tools, proof.follows_cut), proof.why
+    return Family(proof.name, renderer, tools, proof.ends, proof.follows_cut), proof.why
 
 
 def _proved(
@@ -198,7 +210,9 @@ def _proved(
         if num_equal == len(probes):
             follows_cut = all(or_none(_follows, renderer, one, is_cut=True) for one in probes)
             why = f"it writes the template's ids after {num_equal} turns"
-            return _Proof(name, config, follows_cut, why)
+            stops = set(renderer.get_stop_token_ids())
+            ends = frozenset(one.written[_length(one, stops)] for one in probes)
+            return _Proof(name, config, ends, follows_cut, why)
         if num_equal > most:
             nearest, most = f"; {name} does after the first {num_equal}", num_equal
     return _Proof(why=f"no renderer writes the template's ids after {len(probes)} turns{nearest}")
@@ -231,8 +245,7 @@ def _probe(
 def _follows(renderer: Any, probe: _Probe, *, is_cut: bool = False) -> bool:
     """Whether a renderer writes what the template does after a turn, or nothing after one that was cut, and
     reads the turn."""
-    ends = set(renderer.get_stop_token_ids())
-    length = next(index for index, one in enumerate(probe.written) if one in ends)
+    length = _length(probe, set(renderer.get_stop_token_ids()))
     turn = [*probe.thought, *probe.written[: length if is_cut else length + 1]]
     bridged = renderer.bridge_to_next_turn(
         probe.prompt, turn, list(probe.new), tools=list(probe.tools) or None
@@ -251,6 +264,11 @@ def _follows(renderer: Any, probe: _Probe, *, is_cut: bool = False) -> bool:
         and parsed.content.strip() == probe.turn["content"]
         and calls == [(one["name"], one["arguments"]) for one in functions]
     )
+
+
+def _length(probe: _Probe, stops: Collection[int]) -> int:
+    """The ids of a turn before its end."""
+    return next(index for index, one in enumerate(probe.written) if one in stops)
 
 
 def _configs(

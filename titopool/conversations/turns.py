@@ -175,7 +175,7 @@ class TurnRenderer:
         family, _ = self._found
         bridged = None
         if family is not None and not images:
-            bridged = or_none(family.follow, turn.prompt, turn.ids, new)
+            bridged = or_none(family.follow, turn.prompt, turn.ids, new, turn.ends)
         kept: Following | None = None
         dropped: MessageDropped | None = None
         refusal: Exception | None = None

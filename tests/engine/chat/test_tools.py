@@ -431,7 +431,7 @@ def test_a_rollout_answers_the_calls_of_its_model_s_family(scripted: Scripted):
     with Client(scripted.server.url) as client:
         (rollout,) = run_rollouts(
             client, [QUESTION], tools=[look_up], tokenizer=tokenizer, max_turns=2, max_tokens=40,
-            temperature=0,
+            temperature=0, rollout_options={"end_of_turn_ids": [tokenizer.eos_token_id]},
         )  # fmt: skip
     assert (rollout.error, rollout.stop_reason) == (None, "max_turns")
     assert (rollout.info["rendering"], rollout.info["family"]) == ("renderers", "qwen3")
@@ -453,4 +453,4 @@ def test_a_rollout_answers_the_calls_of_its_model_s_family(scripted: Scripted):
         add_generation_prompt=True,
     )  # fmt: skip
     assert whole.startswith(before + "<think>")
-    assert whole.endswith("</tool_call>" + tokenizer.eos_token + between)
+    assert whole.endswith("</tool_call><|im_end|>" + between)
