@@ -78,8 +78,10 @@ class ChatTemplate:
         """
         if any(message.get("tool_calls") for message in messages):
             messages = with_calls(messages, self._call_form)
+        if not self.accepts_parts or not self.accepts_images:
+            check_no_images(messages, location)
         if not self.accepts_parts:
-            messages = join_text_parts(messages, location)
+            messages = join_text_parts(messages)
         if not _KNOWS_DEVELOPER.search(str(self._tokenizer.chat_template)):
             messages = merge_developer_into_system(messages)
         text: str = self._tokenizer.apply_chat_template(
@@ -105,6 +107,21 @@ class ChatTemplate:
         return _PROBE in text and not _PROBE_IN_REPR.search(text)
 
     @cached_property
+    def accepts_images(self) -> bool:
+        """Whether an image changes what the template writes: some leave out all parts but texts."""
+        text = {"type": "text", "text": _PROBE}
+        try:
+            alone, both = (
+                self._tokenizer.apply_chat_template(
+                    [{"role": "user", "content": content}], tokenize=False, **self._kwargs
+                )
+                for content in ([text], [{"type": "image"}, text])
+            )
+        except Exception:
+            return True
+        return bool(alone != both)
+
+    @cached_property
     def _call_form(self) -> CallForm:
         """The first form in which the template writes a call with its arguments."""
         return next((form for form in _FORMS if self._shows_calls(form)), _FORMS[0])
@@ -112,7 +129,7 @@ class ChatTemplate:
     def _shows_calls(self, form: CallForm) -> bool:
         messages = with_calls(_conversation_with_call(), form)
         if not self.accepts_parts:
-            messages = join_text_parts(messages, "messages")
+            messages = join_text_parts(messages)
         try:
             text = self._tokenizer.apply_chat_template(messages, tokenize=False, **self._kwargs)
         except Exception:
@@ -166,25 +183,26 @@ def _with_text(call: dict[str, Any]) -> dict[str, Any]:
     return {**call, "function": {**function, "arguments": function["arguments"].text}}
 
 
-def join_text_parts(messages: list[Message], location: str) -> list[Message]:
-    """Messages for a template that accepts text only: parts joined by line feeds, as in vLLM.
-
-    Raises:
-        InvalidRequest: a message has an image.
-    """
-    flat = []
+def check_no_images(messages: list[Message], location: str) -> None:
+    """Raises InvalidRequest for a message with an image."""
     for index, message in enumerate(messages):
         content = message.get("content")
-        if isinstance(content, list):
-            if any(part["type"] == "image" for part in content):
-                raise InvalidRequest(
-                    f"{location}[{index}]: expected text only, as the model's chat template accepts no "
-                    "images, got an image; leave it out",
-                    param="messages",
-                )
-            message = {**message, "content": "\n".join(part["text"] for part in content)}
-        flat.append(message)
-    return flat
+        if isinstance(content, list) and any(part["type"] == "image" for part in content):
+            raise InvalidRequest(
+                f"{location}[{index}]: expected text only, as the model's chat template accepts no "
+                "images, got an image; leave it out",
+                param="messages",
+            )
+
+
+def join_text_parts(messages: list[Message]) -> list[Message]:
+    """Messages for a template that accepts text only: parts joined by line feeds, as in vLLM."""
+    return [
+        {**message, "content": "\n".join(part["text"] for part in content)}
+        if isinstance(content := message.get("content"), list)
+        else message
+        for message in messages
+    ]
 
 
 def merge_developer_into_system(messages: list[Message]) -> list[Message]:

@@ -142,11 +142,8 @@ class TurnRenderer:
         """The turn as a message, in the forms that templates may write as it was sampled."""
         said, text = self.said(turn).message, self.turn_text(turn)
         plain = {"role": "assistant", "content": text}
-        if "tool_calls" in said or "thinking" in said:
-            yield said
-        yield plain
-        if said != plain:
-            yield said
+        # Where the template rewrites all forms, it gets the structure.
+        yield from [said, plain] if len(said) > len(plain) else [plain, said]
         if CLOSE in text:
             thought, _, content = text.partition(CLOSE)
             if begun := self._begun_thought(turn):

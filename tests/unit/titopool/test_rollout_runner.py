@@ -24,7 +24,7 @@ from titopool.conversations import templates as templates_module
 from titopool.conversations.interface import HistoryRewritten, MessageDropped
 from titopool.conversations.templates import LocalTemplate
 from titopool.conversations.turns import TurnRenderer
-from titopool.errors import NoReadyWorker, PromptTooLong
+from titopool.errors import InvalidRequest, NoReadyWorker, PromptTooLong
 from titopool.rollouts.rollout import derived_seed
 from titopool.rollouts.tools import hermes_calls, schemas_of
 
@@ -302,6 +302,18 @@ def test_a_message_that_the_template_leaves_out_is_an_error_by_name():
     assert rollout.ids.tolist() == before
     rollout.add({"role": "user", "content": "SUNNY and warm"})
     assert "SUNNY and warm" in gemma.decode(rollout.ids)
+
+
+def test_an_image_that_the_template_leaves_out_is_refused():
+    """GLM 4.5's template reads parts, and writes the texts among them."""
+    glm = trl_tokenizer("glm4moe", "<|user|>", "<|assistant|>", "<|observation|>")
+    content = [{"type": "text", "text": "What is it?"}, {"type": "image", "image": b"png"}]
+    rollout = Rollout(WritingClient([]), messages=[{**USER, "content": content}], tokenizer=glm)
+    with pytest.raises(InvalidRequest, match="accepts no images"):
+        _ = rollout.ids
+    (text,) = content[:1]
+    rollout = Rollout(WritingClient([]), messages=[{**USER, "content": [text]}], tokenizer=glm)
+    assert "What is it?" in glm.decode(rollout.ids)
 
 
 @pytest.mark.parametrize(
