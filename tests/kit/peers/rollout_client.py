@@ -38,12 +38,15 @@ class WritingClient:
     completions: list[Written]
     prompts: list[list[int]] = field(default_factory=list)
     calls: list[dict[str, Any]] = field(default_factory=list)
+    sampled: list[list[int]] = field(default_factory=list)
 
     def generate(self, prompts: Any, **options: Any) -> list[Answer]:
         (prompt,) = prompts
         self.prompts.append(list(prompt))
         self.calls.append(options)
-        return [Answer(np.asarray(prompt, np.int32), (self.completions.pop(0),))]
+        completion = self.completions.pop(0)
+        self.sampled.append(completion.ids.tolist())
+        return [Answer(np.asarray(prompt, np.int32), (completion,))]
 
 
 def written(tokenizer: Any, text: str, finish_reason: str = "stop", **options: Any) -> Written:

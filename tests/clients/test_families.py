@@ -1,0 +1,387 @@
+"""Rollouts with the templates of model families, as their packages ship them; completions are written by
+the tests, as the models write.
+
+    TITOPOOL_TEMPLATES=FOLDER pytest tests/clients/test_families.py     # with FOLDER/NAME.jinja of its table
+"""
+
+import datetime
+import json
+import sys
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+from tokenizers import normalizers
+from transformers.utils import chat_template_utils
+
+from tests.kit.models.families import HERE, Family, new_tokenizer, tokenizer_of
+from tests.kit.peers.rollout_client import WritingClient, Written, written
+from titopool import Rollout
+from titopool.conversations import templates as templates_module
+from titopool.conversations.interface import (
+    HistoryRewritten,
+    MessageDropped,
+    TemplateRefused,
+)
+from titopool.conversations.turns import squeezed
+from titopool.errors import InvalidRequest
+
+SYSTEM = {"role": "system", "content": "Be brief."}
+USER = {"role": "user", "content": "What is 6 × 7? café 東京"}
+NEXT = {"role": "user", "content": "And 7 times 8, naïve 🙂?"}
+ANSWER = "It is 42."
+THOUGHT = "Six sevens, 六七."
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "add_one",
+        "description": "Adds one.",
+        "parameters": {
+            "type": "object",
+            "properties": {"number": {"type": "integer"}},
+            "required": ["number"],
+        },
+    },
+}
+KEEP: dict[str, Any] = {"on_rewrite": "keep"}
+families = pytest.mark.parametrize("family", HERE, ids=lambda family: family.name)
+
+
+def of(names: tuple[str, ...]) -> Any:
+    chosen = [family for family in HERE if family.name in names]
+    return pytest.mark.parametrize("family", chosen, ids=lambda family: family.name)
+
+
+@dataclass
+class Case:
+    """A turn, and what answers it."""
+
+    # As it is sampled.
+    text: str
+    end: str
+    # As a message; its calls have the ids of INDEX.
+    message: dict[str, Any]
+    new: list[dict[str, Any]]
+    tools: list[dict[str, Any]] | None = None
+
+
+def render(
+    family: Family, messages: Any, tools: Any = None, *, is_prompt: bool = True, **kwargs: Any
+) -> str:
+    """What the template writes of messages as trainers have them."""
+    text: str = tokenizer_of(family).apply_chat_template(
+        messages, tools=tools, tokenize=False, add_generation_prompt=is_prompt, **kwargs
+    )
+    return text
+
+
+def call_of(family: Family, number: int, index: int) -> dict[str, Any]:
+    arguments: Any = {"number": number}
+    function = {"name": "add_one", "arguments": arguments}
+    if family.arguments_are_text:
+        function["arguments"] = json.dumps(arguments)
+    return {"id": f"c0000000{index}", "type": "function", "function": function}
+
+
+def answer_of(family: Family, index: int, content: str = "forty-two") -> dict[str, Any]:
+    return {
+        "role": family.tool_role, "tool_call_id": f"c0000000{index}", "name": "add_one",
+        "content": content,
+    }  # fmt: skip
+
+
+def cases_of(family: Family, **kwargs: Any) -> dict[str, Case]:
+    prompt = render(family, [USER], **kwargs)
+    thoughts = {"": None, "thought": THOUGHT} if family.thought else {"": None}
+    found = {}
+    for name, thought in thoughts.items():
+        begin = family.thinking(thought, prompt)
+        message = {"role": "assistant", "content": ANSWER}
+        if family.thoughts_are_text:
+            message["content"] = family.thinking(thought, "") + ANSWER
+        elif thought:
+            message |= dict.fromkeys(["reasoning_content", "thinking"], thought)
+        found[name or "plain"] = Case(begin + family.answer + ANSWER, family.end, message, [NEXT])
+        for numbers in [(41,), (41, 42)] if family.call else []:
+            if len(numbers) > 1 and (thought or not family.is_parallel):
+                continue
+            text = begin + family.calling(*numbers)
+            calls = [call_of(family, number, index) for index, number in enumerate(numbers)]
+            calling = {**message, "content": "", "tool_calls": calls}
+            if family.calls_are_text:
+                calling = {
+                    "role": "assistant",
+                    "content": family.thinking(thought, "") + family.calling(*numbers),
+                }
+            new = [answer_of(family, index, f"answer {index}") for index in range(len(numbers))]
+            name_of_calls = "tool" if len(numbers) == 1 else "tools"
+            key = f"{name}+{name_of_calls}" if name else name_of_calls
+            found[key] = Case(text, family.call_ends, calling, new, [TOOL])
+    return found
+
+
+def start(family: Family, *texts: str | Written, messages: Any = (USER,), **options: Any) -> Any:
+    tokenizer = options.pop("tokenizer", None) or tokenizer_of(family)
+    completions = [one if isinstance(one, Written) else written(tokenizer, one) for one in texts]
+    client = WritingClient(completions)
+    return Rollout(client, messages=list(messages), tokenizer=tokenizer, **options), client
+
+
+def with_ids(case: Case, rollout: Rollout) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """The case's turn and its answers, with the ids that the rollout has given its calls."""
+    said = rollout.last_said
+    calls = said.message.get("tool_calls") if said is not None else None
+    if not calls:
+        return case.message, case.new
+    message = dict(case.message)
+    if "tool_calls" in message:
+        pairs = zip(message["tool_calls"], calls, strict=True)
+        message["tool_calls"] = [{**one, "id": call["id"]} for one, call in pairs]
+    pairs = zip(case.new, calls, strict=True)
+    return message, [{**one, "tool_call_id": call["id"]} for one, call in pairs]
+
+
+def decoded(rollout: Rollout, ids: Any) -> str:
+    text: str = rollout._renderer.template.decode(np.asarray(ids, np.int32))
+    return text
+
+
+def check_authors(rollout: Rollout, client: WritingClient) -> None:
+    """The mask is 1 on exactly what was sampled, and every prompt begins with all ids before it."""
+    ids, expected = [], []
+    for prompt, turn in zip(client.prompts, client.sampled, strict=True):
+        assert prompt[: len(ids)] == ids
+        expected += [0] * (len(prompt) - len(ids)) + [1] * len(turn)
+        ids = [*prompt, *turn]
+    arrays = rollout.arrays()
+    assert arrays.ids[: len(ids)].tolist() == ids
+    assert arrays.loss_mask.tolist() == expected + [0] * (len(arrays.ids) - len(ids))
+
+
+@families
+def test_what_follows_a_turn_is_what_the_template_writes(family: Family):
+    """After an answer, one call and several, and each after a thought. One end of the turn stands."""
+    for name, case in cases_of(family).items():
+        prompt = render(family, [USER], case.tools)
+        rollout, client = start(family, case.text + case.end, ANSWER, tools=case.tools)
+        rollout.generate()
+        message, new = with_ids(case, rollout)
+        whole = render(family, [USER, message, *new], case.tools)
+        branched = rollout.branch()
+        is_rewritten = name in family.rewrites
+        if is_rewritten:
+            with pytest.raises(HistoryRewritten, match="keep"):
+                rollout.add(new)
+            rollout.on_rewrite = "keep"
+        appended = decoded(rollout, rollout.add(new))
+        before = whole.removesuffix(appended)
+        assert before != whole, (name, appended, whole)
+        assert before.endswith((case.end, family.end_within or case.end)), (name, before[-80:])
+        assert squeezed(decoded(rollout, rollout.ids)) == squeezed(
+            prompt + case.text + case.end + appended
+        )
+        if not is_rewritten and not family.end_within:
+            assert squeezed(prompt + case.text + case.end + appended) == squeezed(whole), name
+        rollout.generate()
+        check_authors(rollout, client)
+        branched.on_rewrite = "branch"
+        branched.add(new)
+        assert len(branched.sequences()) == 1 + is_rewritten, name
+        if is_rewritten:
+            assert branched.arrays().loss_mask.sum() == 0
+            assert squeezed(decoded(branched, branched.ids)) == squeezed(whole), name
+        renderer = family.renderers[bool(case.tools)]
+        assert rollout.info["rendering"] == ("renderers" if renderer else "difference")
+        assert rollout.info["family"] == renderer
+        assert rollout.info["why"]
+
+
+@families
+def test_a_turn_without_an_end_gets_the_template_s(family: Family):
+    """One that was cut, that a stop string ended, or in which nothing was sampled."""
+    prompt = render(family, [USER])
+    begin = family.thinking(None, prompt) + family.answer
+    appended = {}
+    for name, text, reason in [
+        ("ended", begin + ANSWER + family.end, "stop"),
+        ("cut", begin + ANSWER, "length"),
+        ("stopped", begin + ANSWER + "\n\nUser:", "stop"),
+        ("only an end", begin + family.end, "stop"),
+        ("nothing but a header", begin, "abort"),
+    ]:
+        turn = written(tokenizer_of(family), text, reason)
+        rollout, client = start(family, turn, ANSWER, **KEEP)
+        rollout.generate()
+        appended[name] = decoded(rollout, rollout.add(NEXT))
+        rollout.generate()
+        check_authors(rollout, client)
+    ended = (family.end_within or family.end) + appended["ended"]
+    assert appended["only an end"] == appended["ended"]
+    assert [appended[name] for name in ("cut", "stopped", "nothing but a header")] == [ended] * 3
+    assert NEXT["content"] in ended
+
+
+@families
+def test_turns_go_on_after_a_system_s_message_and_calls(family: Family):
+    """Of the first turn, the second prompt and all later ones keep each id."""
+    tools = [TOOL] if family.call else None
+    for name, calls in [("several", False), ("several with tools", True)][
+        : 2 if family.call else 1
+    ]:
+        prompt = render(family, [SYSTEM, USER], tools if calls else None)
+        begin = family.thinking(None, prompt)
+        ended = begin + family.answer + ANSWER + family.end
+        called = begin + family.calling(41) + family.call_ends
+        turns = [called, ended, ended] if calls else [ended, ended]
+        rollout, client = start(
+            family, *turns, messages=[SYSTEM, USER], tools=tools if calls else None
+        )
+        is_rewritten = False
+        for index in range(len(turns)):
+            rollout.generate()
+            new = [answer_of(family, 0)] if calls and index == 0 else [NEXT]
+            said = rollout.last_said.message.get("tool_calls")
+            if said:
+                new = [{**new[0], "tool_call_id": said[0]["id"]}]
+            try:
+                rollout.add(new)
+            except HistoryRewritten:
+                is_rewritten = True
+                rollout.on_rewrite = "keep"
+                rollout.add(new)
+            except TemplateRefused:
+                assert name in family.refuses
+                break
+        assert is_rewritten == (name in family.rewrites), name
+        check_authors(rollout, client)
+
+
+@families
+@pytest.mark.parametrize("normalizes", [False, True])
+def test_ids_that_no_tokenizer_writes_stay(family: Family, normalizes: bool):
+    """A model may sample a word in bytes, and a text in any form of Unicode."""
+    tokenizer = new_tokenizer(family)
+    text = "cafe\u0301 \u0958 東京 🙂\u200d🔥 5\u212b"
+    prompt = render(family, [USER])
+    begin = encoded(tokenizer, family.thinking(None, prompt) + family.answer)
+    spelled = [one for byte in text for one in encoded(tokenizer, byte)]
+    end = encoded(tokenizer, family.end)
+    assert encoded(tokenizer, text) != spelled
+    if normalizes:
+        tokenizer.backend_tokenizer.normalizer = normalizers.NFC()
+    turn = Written(np.array(begin + spelled + end, np.int32))
+    mode = "keep" if "plain" in family.rewrites else "raise"
+    rollout, client = start(family, turn, ANSWER, tokenizer=tokenizer, on_rewrite=mode)
+    rollout.generate()
+    message = {"role": "assistant", "content": text}
+    rollout.add(NEXT)
+    rollout.generate()
+    check_authors(rollout, client)
+    assert rollout.arrays(tokenizer).num_drifted > 0
+    assert text in decoded(rollout, rollout.ids)
+    if family.end_within or "plain" in family.rewrites or family.unthought:
+        return
+    whole = tokenizer.apply_chat_template(
+        [USER, message, NEXT], tokenize=False, add_generation_prompt=True
+    )
+    assert decoded(rollout, client.prompts[1]) == whole
+
+
+def encoded(tokenizer: Any, text: str) -> list[int]:
+    ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+    return ids
+
+
+@of(("Llama 3.2", "gpt-oss", "Mistral Small 3.2"))
+def test_a_conversation_keeps_its_date_over_midnight(
+    family: Family, monkeypatch: pytest.MonkeyPatch
+):
+    class Clock(datetime.datetime):
+        day = 26
+
+        @classmethod
+        def now(cls, tz=None):
+            return cls(2026, 11, cls.day, 23, 59)
+
+    monkeypatch.setattr(chat_template_utils, "datetime", Clock)
+    monkeypatch.setattr(templates_module.datetime, "datetime", Clock)
+    text = family.answer + ANSWER + family.end
+    rollout, _ = start(family, text, text)
+    before = decoded(rollout, rollout.ids)
+    assert "26" in before
+    for day in (27, 28):
+        Clock.day = day
+        rollout.generate()
+        rollout.add(NEXT)
+    assert decoded(rollout, rollout.ids).startswith(before)
+    assert f"{Clock.now():%Y-%m-%d}" not in decoded(rollout, rollout.ids)
+
+
+@families
+def test_without_the_package_renderers_the_difference_renders(
+    family: Family, monkeypatch: pytest.MonkeyPatch
+):
+    """The same follows a turn, or an error by name says that it cannot be told."""
+    for name, case in cases_of(family).items():
+        found = []
+        for has_package in (True, False):
+            with monkeypatch.context() as patch:
+                if not has_package:
+                    patch.setitem(sys.modules, "renderers", None)
+                    patch.setitem(sys.modules, "renderers.parsing", None)
+                rollout, _ = start(family, case.text + case.end, tools=case.tools, **KEEP)
+                rollout.generate()
+                _, new = with_ids(case, rollout)
+                if not has_package:
+                    assert rollout.info["rendering"] == "difference"
+                    assert "renderers is not installed" in rollout.info["why"]
+                    if name in family.needs_renderers:
+                        with pytest.raises((MessageDropped, TemplateRefused), match="add ids"):
+                            rollout.add(new)
+                        continue
+                found.append(decoded(rollout, rollout.add(new)))
+        assert found == found[:1] * (1 if name in family.needs_renderers else 2), name
+
+
+@families
+def test_a_template_that_writes_no_answers_of_tools_says_so(family: Family):
+    """And one that accepts no images."""
+    text = family.thinking(None, render(family, [USER])) + family.answer + ANSWER + family.end
+    rollout, _ = start(family, text, **KEEP)
+    rollout.generate()
+    if family.refuses_tools:
+        errors = {"TemplateRefused": TemplateRefused, "MessageDropped": MessageDropped}
+        with pytest.raises(errors[family.refuses_tools], match=r"template .*(role|'tool')"):
+            rollout.add({"role": "tool", "content": "forty-two", "tool_call_id": "c00000001"})
+    image = [{"type": "image", "image": b"png"}, {"type": "text", "text": "And this?"}]
+    if family.image:
+        assert family.image in decoded(rollout, rollout.add({"role": "user", "content": image}))
+        assert len(rollout.arrays().images) == 1
+    else:
+        with pytest.raises((InvalidRequest, TemplateRefused), match="no images"):
+            rollout.add({"role": "user", "content": image})
+
+
+@of(tuple(one.name for one in HERE if one.keeps_with))
+def test_a_variable_of_the_template_keeps_thoughts(family: Family):
+    kwargs = dict(family.keeps_with)
+    case = cases_of(family, **kwargs)["thought"]
+    rollout, client = start(family, case.text + case.end, ANSWER, chat_template_kwargs=kwargs)
+    rollout.generate()
+    rollout.add(case.new)
+    rollout.generate()
+    whole = render(family, [USER, case.message, NEXT], **kwargs)
+    assert squeezed(decoded(rollout, client.prompts[1])) == squeezed(whole)
+    assert rollout.info["family"] in (family.renderers[0], "qwen3.6")
+
+
+@families
+def test_a_renderer_is_found_within_a_second(family: Family):
+    rollout, _ = start(family, tokenizer=new_tokenizer(family), tools=[TOOL])
+    # The package is imported.
+    _ = start(family)[0].info
+    began = time.process_time()
+    _ = rollout.info
+    assert time.process_time() - began < 3
