@@ -10,9 +10,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from harness.servers import wait_until
+from harness.servers import REPOSITORY, wait_until
 from titopool.helpers.fork_server import Answer, ForkServer, Limits
 from titopool.helpers.helper import Helper
+from titopool.helpers.spawned import SpawnedForkServer
 
 LIMIT_S = 0.2
 # More than a socket holds.
@@ -160,3 +161,28 @@ def test_a_fork_that_fails_leaves_no_descriptor(
             Helper(server).start()
     assert num_pidfds() == before
     assert Helper(server).call(b"abc", 10) == b"cba"
+
+
+def test_a_fork_server_in_an_interpreter_of_its_own_is_started_again_too():
+    code = """if True:
+        from tests.project.test_helpers import LIMIT_S, work
+        from titopool.helpers.fork_server import Limits
+        from titopool.helpers.spawned import serve
+
+        serve("titopool::test", lambda: work, Limits(LIMIT_S, 2**28))
+    """
+    environ = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    server = SpawnedForkServer("titopool::test", ["-c", code], environ)
+    helper = Helper(server)
+    for _ in range(2):
+        assert helper.call(b"abc", 10) == b"cba"
+        with pytest.raises(ConnectionError):
+            helper.call(b"loop", 30)
+        assert helper.call(b"abc", 10) == b"cba"
+        first, pid = helper.pid, server.pid
+        server.kill()
+        wait_until(lambda first=first: not psutil.pid_exists(first), 10)
+        with pytest.raises(ConnectionError):
+            helper.call(b"abc", 10)
+    server.close()
+    assert not psutil.pid_exists(pid)

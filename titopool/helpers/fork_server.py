@@ -74,7 +74,7 @@ class ForkServer:
                 # On both sides: whichever is first.
                 os.setpgid(pid, 0)
                 if pid == 0:
-                    _fork_helpers(theirs, owner, self._title, self._prepare, self._limits)
+                    fork_helpers(theirs, owner, self._title, self._prepare, self._limits)
         finally:
             os.close(owner)
         self.pid = pid
@@ -133,7 +133,7 @@ class ForkServer:
                 os.waitpid(pid, 0)
 
 
-def _fork_helpers(
+def fork_helpers(
     control: socket.socket, owner: int, title: str, prepare: Callable[[], Work], limits: Limits
 ) -> NoReturn:
     """Forks a helper for each socket that arrives on `control`, until the owner has ended.
@@ -160,6 +160,8 @@ def _fork_helpers(
             # Not at the start: most servers never need some of their helpers.
             work = work or prepare()
             with socket.socket(fileno=descriptors[0]) as calls:
+                # Sockets of an owner with greenlets do not block.
+                calls.setblocking(True)
                 server = os.getpid()
                 if os.fork() == 0:
                     control.close()
