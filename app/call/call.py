@@ -97,7 +97,7 @@ class Call:
         """Of the current HTTP request."""
         self._service = service
         self.config, self.link, self.tokenizer = service.config, service.link, service.tokenizer
-        self.kept, self.drift = service.kept, service.drift
+        self.kept, self.drift, self.templates = service.kept, service.drift, service.templates
 
     def __enter__(self) -> "Call":
         """
@@ -207,7 +207,12 @@ class Call:
         return ids
 
     def render(self, chats: Sequence[Chat], *, is_truncated: bool = False) -> list[list[int]]:
-        """The token ids of each conversation, as `render_all`; long lists in several turns."""
+        """The token ids of each conversation, as `render_all`; long lists in several turns.
+
+        Raises:
+            TitopoolError: as `render_all`, and as `RequestTemplates.rendered`.
+        """
+        chats = [self.templates.rendered(one, self.facts, self.deadline.left_s) for one in chats]
         ids = []
         for batch, size in batches_of([length_of(chat) for chat in chats]):
             ids += self.use_tokenizer(

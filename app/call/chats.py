@@ -33,6 +33,7 @@ class TranslatedChat:
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool = True
+    chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     reasoning_effort: str | None = None
     cache_salt: str | None = None
@@ -51,6 +52,7 @@ def prompt_of_chat(call: Call, fields: ChatRequest, tools: Tools) -> Prompt:
         PromptTooLong: the prompt leaves no room for a token.
     """
     facts = call.facts
+    call.templates.check(fields.chat_template)
     # With `tokens`, no template renders the messages: malformed tool calls of the model may stay.
     conversation = read_conversation(fields.messages, "messages", is_rendered=fields.tokens is None)
     encoded = EncodedImages(

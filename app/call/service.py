@@ -12,6 +12,7 @@ from app.draining import Draining
 from app.http.budget import Budget
 from app.inputs.chat_template import template_of_file
 from app.inputs.drift import DriftWatch
+from app.inputs.request_templates import RequestTemplates
 from app.inputs.tokenizer import TokenizerLoader
 from app.pool.link import Link
 from titopool.errors import ConfigError, QueueFull
@@ -37,7 +38,8 @@ class Service:
         self.link = Link(config, endpoints_of(config), self._totals, self.counts, self.requests)
         self.requests.find = lambda pending: InFlight(*self.link.where_is(pending))
         self.tokenizer = TokenizerLoader(template_of_file(config.chat_template))
-        self.drift = DriftWatch(self.link, self.tokenizer)
+        self.templates = RequestTemplates(config.trust_request_chat_template)
+        self.drift = DriftWatch(self.link, self.tokenizer, self.templates)
         self.kept = KeptLogprobs(config)
         self._num_open = 0
         # None without the setting `otlp_endpoint`.
@@ -93,6 +95,7 @@ class Service:
     def close(self) -> None:
         """Fails every open request and closes the connections to the workers."""
         self.link.close()
+        self.templates.close()
 
 
 def endpoints_of(config: ServerConfig) -> tuple[str, ...]:

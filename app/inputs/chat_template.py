@@ -11,15 +11,16 @@ from jinja2 import Environment, TemplateSyntaxError
 
 from app.inputs.tokenizer import encode_all
 from app.inputs.turns import within
+from app.route.decoding import convert
 from app.route.fields import Message
 from titopool.conversations.chat_template import ChatTemplate
 from titopool.errors import ConfigError, InvalidRequest, TitopoolError
 
-# Arguments of transformers' `apply_chat_template` that only the server sets. A client's template is
-# refused because templates are code that would run in this process.
+# Arguments of transformers' `apply_chat_template` that only the server sets. `Chat` takes out a template,
+# which is code that must not run in this process.
 RESERVED = frozenset(
-    ("conversation", "messages", "tools", "documents", "chat_template", "tokenize", "padding",
-     "truncation", "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask",
+    ("conversation", "messages", "tools", "documents", "tokenize", "padding", "truncation",
+     "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask",
      "tokenizer_kwargs", "add_generation_prompt", "continue_final_message")
 )  # fmt: skip
 # CPU time of the template for one conversation.
@@ -68,8 +69,20 @@ class Chat:
     template_kwargs: dict[str, Any]
     add_generation_prompt: bool = True
     continue_final_message: bool = False
+    # The request's own; None: the model's. `app.inputs.request_templates` renders with it.
+    chat_template: str | None = None
+    # What the request's own template has written.
+    text: str | None = None
 
     def __post_init__(self) -> None:
+        if "chat_template" in self.template_kwargs:
+            # As in vLLM, where a field of the body wins.
+            kwargs = dict(self.template_kwargs)
+            own = kwargs.pop("chat_template")
+            if own is not None:
+                own = convert(own, str, "chat_template_kwargs.chat_template")
+            object.__setattr__(self, "template_kwargs", kwargs)
+            object.__setattr__(self, "chat_template", self.chat_template or own)
         if reserved := sorted(RESERVED & self.template_kwargs.keys()):
             raise InvalidRequest(
                 f"chat_template_kwargs: expected variables of the model's template, got "
@@ -86,6 +99,8 @@ class Chat:
 
 def length_of(chat: Chat) -> int:
     """Characters of a conversation's texts."""
+    if chat.text is not None:
+        return len(chat.text)
     contents = [message.get("content") for message in chat.messages]
     return len(contents) + sum(
         len(content)
@@ -107,26 +122,22 @@ def render_all(
         PromptTooLong: as `encode_all`.
         InvalidRequest: the model has no chat template, or the template refuses a conversation.
     """
-    if not getattr(tokenizer, "chat_template", None):
+    if not getattr(tokenizer, "chat_template", None) and any(one.text is None for one in chats):
         raise InvalidRequest(
             "messages: expected a model with a chat template, got a model without one; send prompts",
             param="messages",
         )
-    texts = [_render(_template_of(tokenizer), chat) for chat in chats]
+    texts = [_render(tokenizer, chat) if chat.text is None else chat.text for chat in chats]
     locations = [chat.location for chat in chats]
     return encode_all(tokenizer, texts, locations, max_model_len, False, is_truncated)
 
 
-def _template_of(tokenizer: Any) -> ChatTemplate:
-    known: ChatTemplate | None = getattr(tokenizer, "titopool_chat_template", None)
-    if known is None:
-        known = tokenizer.titopool_chat_template = ChatTemplate(tokenizer)
-    return known
-
-
-def _render(template: ChatTemplate, chat: Chat) -> str:
-    write = partial(
-        template.text,
+def text_by(tokenizer: Any, chat: Chat) -> str:
+    """What the tokenizer's template writes for a conversation, in whatever time."""
+    template: ChatTemplate | None = getattr(tokenizer, "titopool_chat_template", None)
+    if template is None:
+        template = tokenizer.titopool_chat_template = ChatTemplate(tokenizer)
+    return template.text(
         chat.messages,
         chat.location,
         tools=chat.tools,
@@ -134,8 +145,11 @@ def _render(template: ChatTemplate, chat: Chat) -> str:
         add_generation_prompt=chat.add_generation_prompt,
         continue_final_message=chat.continue_final_message,
     )
+
+
+def _render(tokenizer: Any, chat: Chat) -> str:
     try:
-        return within(MAX_RENDER_S, write)
+        return within(MAX_RENDER_S, partial(text_by, tokenizer, chat))
     except TitopoolError:
         raise
     except TimeoutError as error:

@@ -11,6 +11,7 @@ import gevent
 
 from app.inputs.chat_messages import read_conversation
 from app.inputs.chat_template import Chat, length_of, render_all
+from app.inputs.request_templates import RequestTemplates
 from app.inputs.tokenizer import TokenizerLoader
 from app.inputs.tools import ChatRequest, Tools, make_chat
 from app.pool.link import Link
@@ -29,9 +30,9 @@ class DriftWatch:
     Prompts that arrive during a comparison are not counted.
     """
 
-    def __init__(self, link: Link, tokenizer: TokenizerLoader):
+    def __init__(self, link: Link, tokenizer: TokenizerLoader, templates: RequestTemplates):
         self._link = link
-        self._tokenizer = tokenizer
+        self._tokenizer, self._templates = tokenizer, templates
         self._is_comparing = False
 
     def compare(self, fields: ChatRequest, tools: Tools) -> None:
@@ -60,6 +61,7 @@ class DriftWatch:
         try:
             messages = read_conversation(fields.messages, "messages").messages
             chat = make_chat(fields, messages, tools)
+            chat = self._templates.rendered(chat, facts, TIMEOUT_S)
             return self._tokenizer.use(
                 _compare, chat, fields.tokens or [], placeholders, facts.max_model_len,
                 facts=facts, timeout_s=TIMEOUT_S, size=length_of(chat),

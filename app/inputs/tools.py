@@ -53,6 +53,7 @@ class ChatRequest(Protocol):
     messages: list[Message]
     tokens: list[int] | None
     tools: list[dict[str, Any]] | None
+    chat_template: str | None
     chat_template_kwargs: dict[str, Any]
     add_generation_prompt: bool
     continue_final_message: bool
@@ -127,7 +128,7 @@ def make_chat(fields: ChatRequest, messages: list[Message], tools: Tools) -> Cha
     """
     return Chat(
         messages, "messages", tools.for_template, template_kwargs(fields),
-        fields.add_generation_prompt, fields.continue_final_message,
+        fields.add_generation_prompt, fields.continue_final_message, fields.chat_template,
     )  # fmt: skip
 
 

@@ -67,6 +67,8 @@ class ChatFields(RouteFields, forbid_unknown_fields=True, kw_only=True):
     top_logprobs: NumLogprobs = 0
     max_tokens: PositiveCount | None = None
     max_completion_tokens: PositiveCount | None = None
+    # With `trust_request_chat_template` only, as the one among `chat_template_kwargs`.
+    chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] = msgspec.field(default_factory=dict)
     add_generation_prompt: bool = True
     continue_final_message: bool = False

@@ -62,7 +62,7 @@ UNUSED: dict[str, Unused] = {
     "nvext": Unused("it is for Dynamo's router", accepted=None),
     # vLLM's, for prompts.
     "add_special_tokens": Unused("a chat template writes the special tokens", (False,)),
-    "chat_template": Unused("a template would run as code in the server; the model's own is used"),
+    "chat_template": Unused("only /v1/chat/completions and /tokenize take one"),
     "documents": Unused("no chat template gets documents; write them into a message"),
     "media_io_kwargs": Unused("images are read in one way"),
     "mm_payload": Unused("no response has a prompt's tensors", ("tensors",)),
@@ -97,7 +97,7 @@ UNUSED_OF_GENERATE: dict[str, Unused] = {
 }
 # Of /tokenize.
 UNUSED_OF_TOKENIZE: dict[str, Unused] = {
-    name: UNUSED[name] for name in ("chat_template", "documents", "media_io_kwargs")
+    name: UNUSED[name] for name in ("documents", "media_io_kwargs")
 } | {"mm_processor_kwargs": Unused("an image counts as its one placeholder")}
 # Options for what this route returns and others do not.
 RETURNED_BY_GENERATE = frozenset(("prompt_logprobs", "routed_experts_prompt_start"))

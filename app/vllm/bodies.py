@@ -131,6 +131,8 @@ class TokenizeBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     add_special_tokens: bool | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
+    # With `trust_request_chat_template` only, as the one among `chat_template_kwargs`.
+    chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] = {}
     return_token_strs: bool = False
 

@@ -70,6 +70,7 @@ def detokenize() -> DetokenizeAnswer:
 
 def _encode_body(call: Call, body: TokenizeBody) -> list[int]:
     call.adapter_named(body.model)
+    call.templates.check(body.chat_template)
     if (body.prompt is None) == (body.messages is None):
         came = "neither" if body.prompt is None else "both"
         raise InvalidRequest(f"expected either prompt or messages, got {came}", param="prompt")
@@ -91,6 +92,7 @@ def _encode_body(call: Call, body: TokenizeBody) -> list[int]:
         body.chat_template_kwargs,
         body.add_generation_prompt,
         body.continue_final_message,
+        body.chat_template,
     )
     (ids,) = call.render([chat])
     return ids

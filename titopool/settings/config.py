@@ -102,6 +102,11 @@ class ServerConfig:
     chat_template: str = setting(
         "", "File with the chat template (Jinja) of all conversations. Empty: the model's own."
     )
+    trust_request_chat_template: bool = setting(
+        False,
+        "Lets requests bring a chat template, also among the template's variables. It runs in "
+        "Jinja's sandbox, in a process apart.",
+    )
 
     host: str = setting("127.0.0.1", "Address to listen on.")
     port: int = setting(8000, "Port to listen on. 0: any free port.", at_least=0)
