@@ -322,3 +322,31 @@ def read_harmony(tokenizer: Any, turn: Ids, call_ids: Iterator[str]) -> Said | N
     if thought := message.pop("reasoning_content", None):
         message["thinking"] = thought
     return said._replace(message=message)
+
+
+def read_mistral(text: str, call_ids: Iterator[str]) -> Said | None:
+    """What a text with calls of Mistral says; None: it has none.
+
+    Their models write a list of calls as JSON, or each call's name before its arguments.
+    """
+    content, *parts = text.split("[TOOL_CALLS]")
+    calls: list[dict[str, Any]] = []
+    texts: list[tuple[str, str | None]] = []
+    for part in parts:
+        found = or_none(_mistral_calls, part)
+        error = None if found else "the call cannot be read"
+        for name, arguments, call_id in found or [("unknown", {}, None)]:
+            function = {"name": name, "arguments": arguments}
+            one = {"id": call_id or next(call_ids), "type": "function", "function": function}
+            calls.append(one)
+            texts.append((part, error))
+    message = {"role": "assistant", "content": content, "tool_calls": calls}
+    return Said(message, texts) if calls else None
+
+
+def _mistral_calls(part: str) -> list[tuple[str, dict[str, Any], str | None]]:
+    head, mark, arguments = part.partition("[ARGS]")
+    name, _, call_id = head.partition("[CALL_ID]")
+    if mark:
+        return [(name, {**json.loads(arguments)}, call_id)]
+    return [(str(one["name"]), {**one["arguments"]}, one.get("id")) for one in json.loads(part)]

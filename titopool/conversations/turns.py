@@ -9,7 +9,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from titopool.conversations.families import Family, Said, find_family, or_none, read_harmony
+from titopool.conversations.families import (
+    Family,
+    Said,
+    find_family,
+    or_none,
+    read_harmony,
+    read_mistral,
+)
 from titopool.conversations.interface import (
     ContextFull,
     Ids,
@@ -127,6 +134,8 @@ class TurnRenderer:
         elif isinstance(self.template, LocalTemplate):
             said = read_harmony(self.template.tokenizer, turn.ids, call_ids)
         text = self.turn_text(turn)
+        if said is None and "[TOOL_CALLS]" in text:
+            said = read_mistral(text, call_ids)
         whole = self._begun_thought(turn) + text
         if said is not None and (OPEN not in whole or _are_outside(said, whole)):
             return said

@@ -72,8 +72,6 @@ class Family:
     special: tuple[str, ...] = ()
     # The cases in which the template writes an earlier turn in another way than it was sampled.
     rewrites: tuple[str, ...] = ()
-    # The cases that the template refuses.
-    refuses: tuple[str, ...] = ()
     # The cases that need the package renderers, with the error that says so.
     needs_renderers: tuple[str, ...] = ()
     # Variables with which the template keeps thoughts.
@@ -206,7 +204,7 @@ FAMILIES = [
            unthought=_NO_THOUGHT, renderers=("deepseek-r1", ""), rewrites=_ALL, **_DEEPSEEK_ENDS),
     Family("Mistral", "axolotl", "mistral_v3_tekken", "</s>", bos="<s>", call=_MISTRAL,
            calls="[TOOL_CALLS][{}]", between=", ", rewrites=("several", "several with tools"),
-           refuses=("several with tools",)),
+           ),
     Family("Phi-4", "axolotl", "phi_4", "<|im_end|>", thought="<think>{}</think>",
            thoughts_are_text=True, refuses_tools="MessageDropped"),
     Family("GLM 4.7 Flash", _LLAMA_CPP, "glm_4_7", "<|user|>", "<|observation|>", call=_GLM_5,
@@ -230,7 +228,7 @@ FAMILIES = [
            rewrites=("plain", "thought", "tool", "tools", "several", "several with tools")),
     Family("Mistral Small 3.2", _LLAMA_CPP, "mistral_small_3_2", "</s>", bos="<s>", image="[IMG]",
            call='[TOOL_CALLS]add_one[CALL_ID]c0000000INDEX[ARGS]{"number": NUMBER}',
-           refuses=("several with tools",)),
+           rewrites=("several with tools",)),
     Family("OLMo 3", "https://github.com/allenai/open-instruct e6c3044", "olmo3", "<|im_end|>",
            call="<function_calls>add_one(number=NUMBER)</function_calls>", calls_are_text=True,
            tool_role="environment", refuses_tools="MessageDropped"),
