@@ -152,7 +152,10 @@ def _conversation_with_call() -> list[Message]:
 
 def call_with_arguments(call: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
     """A call with `Arguments`, of which clients send JSON text; and whether that is an object."""
-    function = call["function"]
+    function = call.get("function")
+    if not isinstance(function, Mapping):
+        # The form of another API, which a template may know.
+        return dict(call), True
     sent = function.get("arguments")
     found = _read_arguments(sent or "{}") if isinstance(sent, str) else sent
     arguments = Arguments(found if isinstance(found, dict) else {})
@@ -179,6 +182,8 @@ def _with_calls(message: Message, form: CallForm) -> Message:
 
 
 def _with_text(call: dict[str, Any]) -> dict[str, Any]:
+    if "function" not in call:
+        return call
     function = call["function"]
     return {**call, "function": {**function, "arguments": function["arguments"].text}}
 

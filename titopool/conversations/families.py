@@ -6,13 +6,17 @@ the tokenizer's own template does after the turns of `_PROBES`.
 """
 
 import json
+import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from titopool.conversations.interface import Ids, Message
 
+# Threads of a run share a tokenizer.
+_PROVING = threading.Lock()
 # Loads OpenAI's vocabulary over the network. Where that is not to be had, templates are enough.
 _LOADS_FILES = "gpt-oss"
 _SYSTEM = {"role": "system", "content": "Be brief."}
@@ -63,8 +67,6 @@ class _Proof(NamedTuple):
     config: Any = None
     # The ids that ended the turns.
     ends: frozenset[int] = frozenset()
-    # Whether it agrees about turns that were cut, too.
-    follows_cut: bool = False
     why: str = ""
 
 
@@ -85,8 +87,8 @@ class Said(NamedTuple):
 
     # With `reasoning_content` and `tool_calls` if there are any.
     message: Message
-    # The text of each call, and what is wrong with it; None: nothing.
-    calls: Sequence[tuple[str, str | None]] = ()
+    # The text of each call, and what is wrong with it (None: nothing). None: calls were not looked for.
+    calls: Sequence[tuple[str, str | None]] | None = None
     # Whether the turn ends within a thought.
     is_thinking: bool = False
 
@@ -97,7 +99,6 @@ class Family:
     Args:
         tools: schemas, by which arguments without quotes are read.
         ends: ids that end turns as the template writes them.
-        follows_cut: whether it knows what follows a turn that was cut.
     """
 
     def __init__(
@@ -106,10 +107,8 @@ class Family:
         renderer: Any,
         tools: Sequence[Mapping[str, Any]] | None,
         ends: frozenset[int],
-        follows_cut: bool,
     ):
-        self.name = name
-        self._ends, self._follows_cut = ends, follows_cut
+        self.name, self._ends = name, ends
         self._renderer = renderer
         self._tools = list(tools or ()) or None
 
@@ -128,11 +127,10 @@ class Family:
         Args:
             ends: further ids that end a turn in the place of the template's.
         """
-        if not len(turn) or int(turn[-1]) not in self._ends | ends:
+        stops = set(self._renderer.get_stop_token_ids())
+        if stops.intersection(turn.tolist()) and int(turn[-1]) not in self._ends | ends:
             # Renderers take any end of a text for a turn's, after which the template writes its own.
-            is_cut = not set(self._renderer.get_stop_token_ids()).intersection(turn.tolist())
-            if not (is_cut and self._follows_cut):
-                return None
+            return None
         bridged = self._renderer.bridge_to_next_turn(
             prompt.tolist(), turn.tolist(), [dict(one) for one in new], tools=self._tools
         )
@@ -183,13 +181,14 @@ def find_family(
         return None, f"the package renderers is not installed: {error}"
     known = tokenizer.__dict__.setdefault("titopool_families", {})
     key = repr((str(tokenizer.chat_template), sorted(template_kwargs.items()), bool(tools)))
-    if key not in known:
-        known[key] = _proved(base, tokenizer, render, bool(tools), template_kwargs)
+    with _PROVING:
+        if key not in known:
+            known[key] = _proved(base, tokenizer, render, bool(tools), template_kwargs)
     proof: _Proof = known[key]
     if proof.config is None:
         return None, proof.why
     renderer = base.create_renderer(tokenizer, proof.config)
-    return Family(proof.name, renderer, tools, proof.ends, proof.follows_cut), proof.why
+    return Family(proof.name, renderer, tools, proof.ends), proof.why
 
 
 def _proved(
@@ -208,11 +207,10 @@ def _proved(
             len(probes),
         )
         if num_equal == len(probes):
-            follows_cut = all(or_none(_follows, renderer, one, is_cut=True) for one in probes)
             why = f"it writes the template's ids after {num_equal} turns"
             stops = set(renderer.get_stop_token_ids())
             ends = frozenset(one.written[_length(one, stops)] for one in probes)
-            return _Proof(name, config, ends, follows_cut, why)
+            return _Proof(name, config, ends, why)
         if num_equal > most:
             nearest, most = f"; {name} does after the first {num_equal}", num_equal
     return _Proof(why=f"no renderer writes the template's ids after {len(probes)} turns{nearest}")
@@ -242,20 +240,13 @@ def _probe(
     return _Probe(prompt, turn, whole[common:], ids, new, tools)
 
 
-def _follows(renderer: Any, probe: _Probe, *, is_cut: bool = False) -> bool:
-    """Whether a renderer writes what the template does after a turn, or nothing after one that was cut, and
-    reads the turn."""
+def _follows(renderer: Any, probe: _Probe) -> bool:
+    """Whether a renderer writes what the template does after a turn, and reads the turn."""
     length = _length(probe, set(renderer.get_stop_token_ids()))
-    turn = [*probe.thought, *probe.written[: length if is_cut else length + 1]]
+    turn = [*probe.thought, *probe.written[: length + 1]]
     bridged = renderer.bridge_to_next_turn(
         probe.prompt, turn, list(probe.new), tools=list(probe.tools) or None
     )
-    if is_cut:
-        return bridged is None or bridged.token_ids == [
-            *probe.prompt,
-            *probe.thought,
-            *probe.written,
-        ]
     parsed = renderer.parse_response(turn, tools=list(probe.tools), prompt_ids=probe.prompt)
     calls = [(one.name, _arguments_of(one.arguments)) for one in parsed.tool_calls]
     functions = [call["function"] for call in probe.turn.get("tool_calls", ())]
@@ -301,23 +292,31 @@ def or_none(function: Callable[..., Any], *arguments: Any, **options: Any) -> An
         return None
 
 
-def read_harmony(tokenizer: Any, turn: Ids, call_ids: Iterator[str]) -> Said | None:
-    """What a turn of gpt-oss says; None: the tokenizer is not one of Harmony, or the package is missing.
+class Harmony(NamedTuple):
+    """A tokenizer of gpt-oss. https://cookbook.openai.com/articles/openai-harmony"""
 
-    https://cookbook.openai.com/articles/openai-harmony
-    """
+    tokenizer: Any
+    # Of the special tokens, by the names that the parser of `renderers` has for them.
+    ids: Mapping[str, int]
+
+
+def find_harmony(tokenizer: Any) -> Harmony | None:
+    """None: the tokenizer is another one, or the package is missing."""
     names = ("return", "call", "start", "end", "channel", "message", "constrain")
     vocabulary = tokenizer.get_vocab()
-    if any(f"<|{name}|>" not in vocabulary for name in names):
+    if any(f"<|{name}|>" not in vocabulary for name in names) or not find_spec("renderers"):
         return None
-    try:
-        from renderers.parsing import parse_gpt_oss
-    except ImportError:
-        return None
-    ids = {f"{name}_id": vocabulary[f"<|{name}|>"] for name in names}
+    return Harmony(tokenizer, {f"{name}_id": vocabulary[f"<|{name}|>"] for name in names})
+
+
+def read_harmony(harmony: Harmony, turn: Ids, call_ids: Iterator[str]) -> Said:
+    """What a turn of gpt-oss says."""
+    from renderers.parsing import parse_gpt_oss
+
     # The generation prompt ends within the header of the first message.
-    start = [ids["start_id"], *tokenizer("assistant", add_special_tokens=False)["input_ids"]]
-    said = said_of(parse_gpt_oss(tokenizer, start + turn.tolist(), **ids), call_ids)
+    role = harmony.tokenizer("assistant", add_special_tokens=False)["input_ids"]
+    start = [harmony.ids["start_id"], *role]
+    said = said_of(parse_gpt_oss(harmony.tokenizer, start + turn.tolist(), **harmony.ids), call_ids)
     message = dict(said.message)
     if thought := message.pop("reasoning_content", None):
         message["thinking"] = thought

@@ -4,7 +4,6 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from titopool.client.bodies import image_base64
-from titopool.conversations.chat_template import call_with_arguments
 from titopool.conversations.interface import Image, Message
 
 IMAGE_PART = {"type": "image"}
@@ -55,14 +54,14 @@ def image_file(image: Image) -> str:
 
 
 def _read_message(message: Message, found: list[str], spare: list[Image]) -> Message:
+    if "role" not in message:
+        raise ValueError(f"messages: expected a role in each, got {sorted(message)}")
     read = dict(message)
     content = message.get("content")
     if isinstance(content, (list, tuple)):
         read["content"] = [_read_part(part, found, spare) for part in content]
     elif content is None:
         read["content"] = ""
-    if calls := message.get("tool_calls"):
-        read["tool_calls"] = [call_with_arguments(call)[0] for call in calls]
     return read
 
 

@@ -2,17 +2,19 @@
 
 import re
 import unicodedata
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from titopool.conversations.families import (
     Family,
+    Harmony,
     Said,
     find_family,
+    find_harmony,
     or_none,
     read_harmony,
     read_mistral,
@@ -39,8 +41,15 @@ SHORT = 8
 # The last tokens of a prompt, in which a generation prompt may begin a thought.
 PROMPT_END = 16
 OPEN, CLOSE = "<think>", "</think>"
-_THOUGHT = re.compile(f"{OPEN}.*?(?:{CLOSE}|\\Z)", re.DOTALL)
+# How models begin and end thoughts in their text: most, and Gemma 4.
+THOUGHTS = {OPEN: CLOSE, "<|channel>thought": "<channel|>"}
+_THOUGHT = re.compile(
+    "|".join(f"{re.escape(begin)}.*?(?:{re.escape(end)}|\\Z)" for begin, end in THOUGHTS.items()),
+    re.DOTALL,
+)
 _QUESTION = {"role": "user", "content": "a"}
+# The ids of a conversation up to the turn with these messages.
+Render = Callable[[Sequence[Message]], Ids]
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,9 +61,13 @@ class Turn:
     ids: Ids
     # The messages of the prompt, and what the template has written for them, without blanks.
     history: Sequence[Message]
-    text: str
+    write: Callable[[], str]
     # Ids besides the template's own that end a turn.
     ends: frozenset[int]
+
+    @cached_property
+    def text(self) -> str:
+        return self.write()
 
 
 class Following(NamedTuple):
@@ -80,8 +93,8 @@ class TurnRenderer:
 
     def __init__(self, template: Template):
         self.template = template
-        # The roles of messages that the template has been seen to write, with those before them.
-        self._written = set[tuple[str, str]]()
+        # Where the template has been seen to write messages: their role, the one before, after calls.
+        self._written = set[tuple[str, str, bool]]()
 
     @property
     def info(self) -> dict[str, str]:
@@ -131,16 +144,29 @@ class TurnRenderer:
         said: Said | None = None
         if family is not None:
             said = or_none(family.read, turn.prompt, turn.ids, call_ids)
-        elif isinstance(self.template, LocalTemplate):
-            said = read_harmony(self.template.tokenizer, turn.ids, call_ids)
+        elif self._harmony is not None:
+            said = or_none(read_harmony, self._harmony, turn.ids, call_ids)
         text = self.turn_text(turn)
         if said is None and "[TOOL_CALLS]" in text:
             said = read_mistral(text, call_ids)
         whole = self._begun_thought(turn) + text
-        if said is not None and (OPEN not in whole or _are_outside(said, whole)):
-            return said
-        message = {"role": "assistant", "content": text}
-        return Said(message, is_thinking=whole.rfind(OPEN) > whole.rfind(CLOSE))
+        is_thinking = self.open_thought(turn) is not None
+        has_no_tools = isinstance(self.template, LocalTemplate) and not self.template.tools
+        if said is None or (said.calls and (has_no_tools or not _are_outside(said, whole))):
+            return Said({"role": "assistant", "content": text}, None, is_thinking)
+        return said._replace(is_thinking=said.is_thinking or is_thinking)
+
+    def open_thought(self, turn: Turn) -> str | None:
+        """What ends the thought in which a turn's text ends; None: that is no thought."""
+        text = self._begun_thought(turn) + self.turn_text(turn)
+        ends = (end for begin, end in THOUGHTS.items() if text.rfind(begin) > text.rfind(end))
+        return next(ends, None)
+
+    @cached_property
+    def _harmony(self) -> Harmony | None:
+        if not isinstance(self.template, LocalTemplate):
+            return None
+        return find_harmony(self.template.tokenizer)
 
     def _begun_thought(self, turn: Turn) -> str:
         """The opening of a thought that the generation prompt ends with."""
@@ -216,7 +242,10 @@ class TurnRenderer:
             return self.render([*turn.history, form, *messages], images)
 
         whole = render(new)
-        self._check_written(render, new, whole, self.template.decode(ids))
+        if not np.array_equal(whole[len(whole) - len(ids) :], ids):
+            # The renderer reads some messages in another way, or a turn that was cut.
+            return self._by_difference(turn, form, new, images)
+        self._check_written(render, new, whole, self.template.decode(ids), "tool_calls" in form)
         return self._compared(turn, form, whole, images, ids)
 
     def _by_difference(
@@ -237,11 +266,11 @@ class TurnRenderer:
             if num_closed is None:
                 return Following(None, form, "", "one that does not end the turn as the model did")
             appended = after[num_closed:]
-            self._check_written(render, new, ids, self.template.decode(appended))
+            self._check_written(render, new, ids, self.template.decode(appended), True)
             whole = self.render([*turn.history, form, *new], images)
             return self._compared(turn, form, whole, images, appended)
         before, _, text = self.template.decode(ids).rpartition(SENTINEL)
-        self._check_written(render, new, ids, text)
+        self._check_written(render, new, ids, text, False)
         got = squeezed(before.rstrip().removesuffix(FILLER.strip()))
         expected = turn.text + squeezed(self.turn_text(turn))
         return Following(
@@ -262,50 +291,64 @@ class TurnRenderer:
             parts.append([turn.ids[:-1], self.closing, appended])
         sampled = [turn.text + squeezed(self.template.decode(np.concatenate(one))) for one in parts]
         expected = sampled[0]
-        if text in sampled or self._keeps(turn, form, text, images):
+        if text in sampled or self._keeps(turn, form, text, images, appended):
             return Following(appended, form, text)
         return Following(appended, form, expected, _difference(expected, text))
 
-    def _keeps(self, turn: Turn, form: Message, text: str, images: Sequence[str]) -> bool:
+    def _keeps(
+        self, turn: Turn, form: Message, text: str, images: Sequence[str], appended: Ids
+    ) -> bool:
         """Whether the template writes all parts of a turn, though other blanks or quotes between them, and
         as it does where nothing follows."""
         alone = self.template.render([*turn.history, form], images, is_prompt=False)
         written = squeezed(self.template.decode(alone))
         written = written.removesuffix(squeezed(self.template.decode(self.closing)))
-        parts = [form.get(name) or "" for name in ("content", "reasoning_content", "thinking")]
+        parts = [form.get(name) or "" for name in ("thinking", "reasoning_content", "content")]
         parts += [call["function"]["name"] for call in form.get("tool_calls") or ()]
-        return (
-            form.keys() > {"role", "content"}
-            and written.startswith(turn.text)
-            and text.startswith(written)
-            and all(squeezed(part) in written[len(turn.text) :] for part in parts)
-        )
+        if not (form.keys() > {"role", "content"} and written.startswith(turn.text)):
+            return False
+        place = len(turn.text)
+        for part in map(squeezed, parts):
+            if (found := written.find(part, place)) < 0:
+                return False
+            place = found + len(part)
+        return text.startswith(written) and text.endswith(squeezed(self.template.decode(appended)))
 
-    def _check_written(self, render: Any, new: Sequence[Message], ids: Ids, after: str) -> None:
+    def _check_written(
+        self, render: Render, new: Sequence[Message], ids: Ids, after: str, has_calls: bool
+    ) -> None:
         """Raises MessageDropped for the first of the new messages whose text changes nothing of what the
-        template writes; `after` is what it writes after the turn."""
-        before = "assistant"
+        template writes.
+
+        Args:
+            after: what it writes after the turn.
+            has_calls: whether the turn is a message with calls, after which templates write more.
+        """
+        before = "turn"
         for index, message in enumerate(new):
-            text, roles = _text_of(message), (message["role"], before)
+            text, place = _text_of(message), (message["role"], before, has_calls)
             before = message["role"]
-            # A call may stand for the text. A short text may stand in the template.
-            if not text.strip() or message.get("tool_calls") or roles in self._written:
+            # A call may stand for the text.
+            if not text.strip() or message.get("tool_calls"):
                 continue
-            if not (len(text) > SHORT and text.strip() in after):
-                # The template may have escaped or translated it.
-                other = {**message, "content": text + FILLER + OTHER_SENTINEL}
-                try:
-                    changed = render([*new[:index], other, *new[index + 1 :]])
-                except ContextFull:
-                    # The few tokens more have no room, and the message itself has.
-                    continue
-                if np.array_equal(ids, changed):
-                    raise MessageDropped(
-                        f"add: expected a chat template that writes the new messages, got nothing of the "
-                        f"one of {message['role']!r} after this turn; send it as a message of a user, or "
-                        "add ids"
-                    )
-            self._written.add(roles)
+            is_long = len(text) > SHORT
+            # A short text may stand in the template.
+            if (is_long and text.strip() in after) or (not is_long and place in self._written):
+                continue
+            # The template may have escaped or translated it.
+            other = {**message, "content": text + FILLER + OTHER_SENTINEL}
+            try:
+                changed = render([*new[:index], other, *new[index + 1 :]])
+            except ContextFull:
+                # The few tokens more have no room, and the message itself has.
+                continue
+            if np.array_equal(ids, changed):
+                raise MessageDropped(
+                    f"add: expected a chat template that writes the new messages, got nothing of the "
+                    f"one of {message['role']!r} after this turn; send it as a message of a user, or "
+                    "add ids"
+                )
+            self._written.add(place)
 
     # How turns end.
 
@@ -411,14 +454,13 @@ def _marked(form: Message) -> Message:
 def _are_outside(said: Said, text: str) -> bool:
     """Whether all calls stand outside of thoughts, in which the model only considers them."""
     outside = _THOUGHT.sub("", text)
-    return all(call in outside or call not in text for call, _ in said.calls)
+    return all(call in outside or call not in text for call, _ in said.calls or ())
 
 
 def _check_is_template_s(error: Exception) -> None:
     """Raises what is no error of a template: that may be any, and the server says so by InvalidRequest."""
-    if isinstance(error, TitopoolError) and not isinstance(error, InvalidRequest):
-        raise error
-    if isinstance(error, ContextFull):
+    others = (ContextFull, OSError, RuntimeError, MemoryError, TitopoolError)
+    if isinstance(error, others) and not isinstance(error, InvalidRequest):
         raise error
 
 

@@ -45,10 +45,7 @@ async def run_rollouts_async(
     # the client of a run that was cancelled.
     threads = ThreadPoolExecutor(2, "rollouts")
     in_thread = functools.partial(asyncio.get_running_loop().run_in_executor, threads)
-    blocking = Client(
-        client.base_url, api_key=client.api_key, admin_key=client.admin_key,
-        timeout_s=client.timeout_s,
-    )  # fmt: skip
+    blocking = _Blocking(client)
     end = blocking.stop
     try:
         run = functools.partial(
@@ -66,6 +63,21 @@ async def run_rollouts_async(
         await in_thread(end)
         threads.shutdown(wait=False)
     return rollouts
+
+
+class _Blocking(Client):
+    """A client that blocks, of the same server; what the caller's client has aborted does not go on."""
+
+    def __init__(self, client: AsyncClient):
+        super().__init__(
+            client.base_url, api_key=client.api_key, admin_key=client.admin_key,
+            timeout_s=client.timeout_s,
+        )  # fmt: skip
+        self._callers = client
+
+    @property
+    def num_aborts(self) -> int:
+        return self._callers.num_aborts
 
 
 class _Loop:

@@ -159,8 +159,9 @@ class Rollout:
 
     @property
     def messages(self) -> list[Message]:
-        """The conversation so far; sampled turns are decoded. Ids that came without messages have the
-        role `ids`."""
+        """The conversation so far. The turn that was sampled last is decoded; earlier ones are as the
+        template gets them, with their thoughts and calls apart where it needs that. Ids that came without
+        messages have the role `ids`."""
         return self._messages_of(self._state)
 
     def _messages_of(self, state: State) -> list[Message]:
@@ -204,22 +205,35 @@ class Rollout:
         said = self.last_said
         return said is not None and said.is_thinking
 
-    def close_thought(self, text: str = f"\n{CLOSE}\n\n") -> Ids:
+    def close_thought(self, text: str | None = None) -> Ids:
         """Ends the thought of the open turn with ids that do not count for the loss, and returns them. The
         next `generate` goes on with the turn.
 
+        Args:
+            text: what ends the thought. None: `</think>` or Gemma 4's end, as the thought has begun.
+
         Raises:
-            ValueError: no thought is open.
+            ValueError: no thought is open, or the text does not end it.
+            ContextFull: as `add`.
         """
         if not self.is_thinking:
             raise ValueError("close_thought: expected a turn within a thought, got none")
+        if text is None:
+            end = self._renderer.open_thought(self._open_turn(self._state))
+            text = f"\n{CLOSE}\n\n" if end == CLOSE else end or ""
         segment = written(self._renderer.template.encode(text))
         state = self._state
-        self._current = replace(
+        closed = replace(
             state,
             segments=(*state.segments, segment),
             turn=(*(state.turn or ()), segment.ids),
         )
+        self._check_room(closed)
+        if self._renderer.said(self._open_turn(closed)).is_thinking:
+            raise ValueError(
+                f"close_thought: expected a text that ends the thought, got {text!r}; give `text`"
+            )
+        self._current = closed
         return segment.ids
 
     def generate(self, *, max_tokens: int = 16, num_resumes: int = 0, **sampling: Any) -> Turn:
@@ -241,15 +255,17 @@ class Rollout:
         if left < max_tokens and sampling.get("min_tokens"):
             sampling["min_tokens"] = min(sampling["min_tokens"], left)
         parts: list[Segment] = []
+        before = [*(self._state.turn or ())]
         num_aborts = getattr(self.client, "num_aborts", 0)
         prompt_ids, result = self._sample(left, sampling)
         while True:
             (completion,) = result.completions
             finish_reason, part = completion.finish_reason, sampled(completion)
-            if parts and (num := self._num_until_stop(parts, part, sampling)) is not None:
+            if (num := self._num_until_stop(before, part, sampling)) is not None:
                 finish_reason, part = "stop", part.first(num)
                 self._current = self._state.with_last(part)
             parts.append(part)
+            before.append(part.ids)
             left -= len(part.ids)
             if finish_reason != "abort" or len(parts) > num_resumes or left < 1:
                 break
@@ -270,16 +286,18 @@ class Rollout:
         return self.last_turn
 
     def _num_until_stop(
-        self, parts: Sequence[Segment], part: Segment, sampling: Mapping[str, Any]
+        self, turn: Sequence[Ids], part: Segment, sampling: Mapping[str, Any]
     ) -> int | None:
-        """The ids of a part up to the end of a stop string that began in the parts before; None: there is
+        """The ids of a part up to the end of a stop string that began in the turn before; None: there is
         none. The engine, which got the part as a request of its own, looked for stop strings within it."""
         stop = sampling.get("stop") or ()
         stops = [stop] if isinstance(stop, str) else list(stop)
-        # A token has at least one character, but for those of a character in several tokens.
-        longest = max(map(len, stops), default=0)
-        before = np.concatenate([one.ids for one in parts])[-longest - 4 :]
-        if not stops or not len(before):
+        # A token has at least one byte.
+        longest = max((len(one.encode()) for one in stops), default=0)
+        if not stops or not turn:
+            return None
+        before = np.concatenate(turn)[-longest:]
+        if not len(before):
             return None
         decode = self._renderer.template.decode
         start = len(decode(before))
@@ -480,7 +498,7 @@ class Rollout:
             prompt=ids[: len(ids) - len(turn)],
             ids=turn,
             history=state.history,
-            text=self._text_of(state),
+            write=lambda: self._text_of(state),
             ends=self._end_of_turn_ids,
         )
 

@@ -54,7 +54,7 @@ def run_rollouts(
     `answered` (a turn called no tool), `environment` (it returned None), `max_turns`, `context`
     (no room within `max_context`), `error`, or the finish reason of a turn that did not end itself
     (`length`, `repetition`, `abort`): such a turn goes to `environment`, never to tools. One that was
-    cut within a thought ends its rollout.
+    cut within a thought ends its rollout, but with `closes_thoughts`.
 
     Ctrl-C stops the generation of all rollouts, on the server too.
 

@@ -48,14 +48,19 @@ def calls_of(said: Said, text: str) -> list[ToolCall]:
     Args:
         text: of the turn.
     """
-    hermes = hermes_calls(text)
+    if said.is_thinking:
+        return []
+    if said.calls is None:
+        return hermes_calls(text)
     functions = said.message.get("tool_calls") or ()
     calls = [
         ToolCall(call["function"]["name"], call["function"]["arguments"], error, call["id"])
         for call, (_, error) in zip(functions, said.calls, strict=True)
     ]
-    # What is wrong with a call in Hermes' form, that form says better.
-    return calls if not hermes or any(call.error is None for call in calls) else hermes
+    if calls and all(call.error for call in calls):
+        # What is wrong with a call in Hermes' form, that form says better.
+        return hermes_calls(text) or calls
+    return calls
 
 
 def _without_begun_thought(text: str) -> str:
