@@ -16,7 +16,8 @@ import pytest
 from tokenizers import normalizers
 from transformers.utils import chat_template_utils
 
-from tests.kit.models.families import HERE, Family, new_tokenizer, tokenizer_of
+from harness.servers import REPOSITORY
+from tests.kit.models.families import FAMILIES, HERE, Family, new_tokenizer, tokenizer_of
 from tests.kit.peers.rollout_client import WritingClient, Written, written
 from titopool import Rollout, run_rollouts
 from titopool.conversations import templates as templates_module
@@ -27,7 +28,7 @@ from titopool.conversations.interface import (
 )
 from titopool.conversations.turns import squeezed
 from titopool.errors import InvalidRequest
-from titopool.rollouts.tools import schemas_of
+from titopool.rollouts.tools import calls_of, schemas_of
 
 SYSTEM = {"role": "system", "content": "Be brief."}
 USER = {"role": "user", "content": "What is 6 × 7? café 東京"}
@@ -170,6 +171,10 @@ def test_what_follows_a_turn_is_what_the_template_writes(family: Family):
         rollout.generate()
         message, new = with_ids(case, rollout)
         whole = render(family, [USER, message, *new], case.tools)
+        if case.tools:
+            read = [dict(call.arguments) for call in calls_of(rollout.last_said, rollout.last_text)]
+            numbers = [41, 42][: len(new)] if family.reads_calls else []
+            assert read == [{"number": number} for number in numbers], name
         branched = rollout.branch()
         is_rewritten = name in family.rewrites
         if is_rewritten:
@@ -490,3 +495,11 @@ def test_a_thought_that_was_cut_ends_a_run_or_is_closed(family: Family):
     closed = decoded(rollout, client.prompts[1])
     assert closed == prompt + decoded(rollout, cut.ids) + "\n</think>\n\n"
     assert decoded(rollout, rollout.ids) == closed + answer
+
+
+def test_the_document_has_what_these_tests_show_of_each_family():
+    text = (REPOSITORY / "docs" / "models.md").read_text().partition("\n| family |")[2]
+    lines = text.partition("\n\n")[0].splitlines()[2:]
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
+    assert [row[:-1] for row in rows] == [family.cells for family in FAMILIES]
+    assert all(row[-1] for row in rows)

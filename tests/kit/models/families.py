@@ -66,6 +66,8 @@ class Family:
     refuses_tools: str = ""
     # What the template writes of an image; "": it accepts none.
     image: str = ""
+    # Whether the calls of a turn are found without a parser of the caller's.
+    reads_calls: bool = True
     # The renderer of the package, without and with tools; "": the difference.
     renderers: tuple[str, str] = ("", "")
     # Tokens that the template does not name.
@@ -85,6 +87,34 @@ class Family:
     @property
     def call_ends(self) -> str:
         return self.call_end or self.end
+
+    @property
+    def cells(self) -> list[str]:
+        """Its row in docs/models.md, without the last cell."""
+        plain, calling = self.renderers
+        tools = "—" if not self.call else "✓" if self.reads_calls else "parser"
+        if self.refuses_tools and not self.call:
+            tools = "refused"
+        elif "thought+tool" in self.rewrites:
+            tools += ", keep"
+        elif self.call and not self.is_parallel:
+            tools += ", one a turn"
+        thoughts = "keep" if "thought" in self.rewrites else "✓" if self.thought else "—"
+        if self.keeps_with:
+            ((name, value),) = self.keeps_with
+            thoughts = f"keep, or `{name}={value}`"
+        found = plain or "difference"
+        if self.call and calling != plain:
+            found += f"; with tools {calling or 'difference'}"
+        return [
+            self.name,
+            f"{self.source}: {self.file}",
+            found,
+            "keep" if "several" in self.rewrites else "✓",
+            tools,
+            thoughts,
+            "✓" if self.image else "—",
+        ]
 
     def calling(self, *numbers: int) -> str:
         """The text of a turn that calls, without its end."""
@@ -129,7 +159,7 @@ _KIMI = (
 )
 _MINIMAX = '<invoke name="add_one">\n<parameter name="number">NUMBER</parameter>\n</invoke>\n'
 _MISTRAL = '{"name": "add_one", "arguments": {"number": NUMBER}, "id": "c0000000INDEX"}'
-_LLAMA_CPP = "llama_cpp_python 0.3.36, vendor/llama.cpp/models/templates"
+_LLAMA_CPP = "llama_cpp_python 0.3.36"
 
 
 _THOUGHT = "<think>\n{}\n</think>\n\n"
@@ -172,7 +202,7 @@ FAMILIES = [
            renderers=("llama-3", "llama-3"), **_LLAMA_3),
     Family("Llama 3.2", "trl", "llama3_2", call=_LLAMA, is_parallel=False,
            renderers=("llama-3", "llama-3"), **_LLAMA_3),
-    Family("Llama 4", "axolotl", "llama4", "<|eot|>", bos="<|begin_of_text|>", call=_LLAMA,
+    Family("Llama 4", "axolotl", "llama4", "<|eot|>", bos="<|begin_of_text|>", reads_calls=False, call=_LLAMA,
            calls="<|python_start|><|python_end|>{}", image="<|image|>"),
     Family("Gemma 3", "trl", "gemma3", "<end_of_turn>", bos="<bos>", image="<start_of_image>",
            refuses_tools="TemplateRefused"),
@@ -197,7 +227,7 @@ FAMILIES = [
     Family("DeepSeek V3", "axolotl", "deepseek_v3", call=_DEEPSEEK, calls=_DEEPSEEK_CALLS,
            between="\n", arguments_are_text=True, renderers=("deepseek-v3", "deepseek-v3"),
            **_DEEPSEEK_ENDS),
-    Family("DeepSeek R1", "trl", "deepseekv3", call=_DEEPSEEK, calls=_DEEPSEEK_CALLS,
+    Family("DeepSeek R1", "trl", "deepseekv3", reads_calls=False, call=_DEEPSEEK, calls=_DEEPSEEK_CALLS,
            between="\n", arguments_are_text=True, thought=_THOUGHT, unthought=_NO_THOUGHT,
            renderers=("deepseek-r1", ""), rewrites=_ALL, **_DEEPSEEK_ENDS),
     Family("DeepSeek R1 Distill", "trl", "deepseek_r1_distill", thought=_THOUGHT,
@@ -216,9 +246,9 @@ FAMILIES = [
            thought="<think>{}</think>", unthought="<think></think>", renderers=("glm-5", "glm-5"),
            special=("<|endoftext|>",)),
     Family("DeepSeek V3.1", _LLAMA_CPP, "deepseek_v3_1",
-           call='<｜tool▁call▁begin｜>add_one<｜tool▁sep｜>{"number": NUMBER}<｜tool▁call▁end｜>',
+           reads_calls=False, call='<｜tool▁call▁begin｜>add_one<｜tool▁sep｜>{"number": NUMBER}<｜tool▁call▁end｜>',
            calls=_DEEPSEEK_CALLS, **_DEEPSEEK_ENDS),
-    Family("Kimi K2", _LLAMA_CPP, "kimi_k2", "<|im_end|>", call=_KIMI, image="<|media_pad|>",
+    Family("Kimi K2", _LLAMA_CPP, "kimi_k2", "<|im_end|>", reads_calls=False, call=_KIMI, image="<|media_pad|>",
            calls="<|tool_calls_section_begin|>{}<|tool_calls_section_end|>",
            renderers=("kimi-k2", "")),
     Family("MiniMax M2", _LLAMA_CPP, "minimax_m2", "[e~[", call=_MINIMAX,
@@ -230,10 +260,10 @@ FAMILIES = [
            call='[TOOL_CALLS]add_one[CALL_ID]c0000000INDEX[ARGS]{"number": NUMBER}',
            rewrites=("several with tools",)),
     Family("OLMo 3", "https://github.com/allenai/open-instruct e6c3044", "olmo3", "<|im_end|>",
-           call="<function_calls>add_one(number=NUMBER)</function_calls>", calls_are_text=True,
+           reads_calls=False, call="<function_calls>add_one(number=NUMBER)</function_calls>", calls_are_text=True,
            tool_role="environment", refuses_tools="MessageDropped"),
     Family("OLMo 3 Think", "https://github.com/allenai/open-instruct e6c3044", "olmo3_think",
-           "<|im_end|>", call="<function_calls>add_one(number=NUMBER)</function_calls>",
+           "<|im_end|>", reads_calls=False, call="<function_calls>add_one(number=NUMBER)</function_calls>",
            calls_are_text=True, thoughts_are_text=True, thought=_THOUGHT,
            unthought=_NO_THOUGHT, tool_role="environment",
            refuses_tools="MessageDropped"),
