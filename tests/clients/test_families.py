@@ -503,3 +503,96 @@ def test_the_document_has_what_these_tests_show_of_each_family():
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
     assert [row[:-1] for row in rows] == [family.cells for family in FAMILIES]
     assert all(row[-1] for row in rows)
+
+
+def family_named(name: str) -> Family:
+    (family,) = (one for one in HERE if one.name == name)
+    return family
+
+
+def play_turn(
+    family: Family, text: str, *, tools: Any = None, reason: str = "stop", **options: Any
+):
+    tokenizer = tokenizer_of(family)
+    client = WritingClient([written(tokenizer, text, reason), written(tokenizer, "x")])
+    rollout = Rollout(client, messages=[USER], tokenizer=tokenizer, tools=tools, **options)
+    rollout.generate()
+    return rollout, client, tokenizer
+
+
+def test_an_answer_of_a_tool_is_dropped_by_name_however_often_one_was_written():
+    """Gemma 4's template writes it after a call only, and rollouts of a run share what is known."""
+    gemma = family_named("Gemma 4")
+    called, client, tokenizer = play_turn(gemma, gemma.calling(41) + gemma.call_ends, tools=[TOOL])
+    called.add(answer_of(gemma, 0))
+    client.completions = [written(tokenizer, "It is 42." + gemma.end)]
+    called.generate()
+    with pytest.raises(MessageDropped, match="'tool'"):
+        called.add(answer_of(gemma, 0, "SUNNY and warm"))
+
+
+@pytest.mark.parametrize(
+    "content",
+    [[{"type": "text", "text": "part one"}, {"type": "text", "text": "part two"}], {"a": 1}],
+    ids=["parts", "object"],
+)
+@pytest.mark.parametrize("name", ["Qwen 2.5", "Qwen 3"])
+def test_what_the_renderer_reads_in_another_way_is_the_template_s(name: str, content: Any):
+    family = family_named(name)
+    rollout, _, tokenizer = play_turn(family, family.calling(41) + family.end, tools=[TOOL])
+    if isinstance(content, dict) and name == "Qwen 3":
+        # Its template writes no content but texts.
+        with pytest.raises(MessageDropped):
+            rollout.add(answer_of(family, 0, content))
+        return
+    rollout.add(answer_of(family, 0, content))
+    text = tokenizer.decode(rollout.ids)
+    assert ("part one\npart two" in text) or ("{'a': 1}" in text) or ('{"a": 1}' in text)
+
+
+def test_a_thought_that_the_template_drops_is_missed_where_the_answer_says_the_same():
+    gemma = family_named("Gemma 4")
+    rollout, _, _ = play_turn(gemma, gemma.thought.replace("{}", "42") + "It is 42." + gemma.end)
+    with pytest.raises(HistoryRewritten):
+        rollout.add(NEXT)
+
+
+@pytest.mark.parametrize("name", ["Gemma 4", "gpt-oss"])
+def test_a_hermes_call_in_another_family_s_thought_is_not_run(name: str):
+    family = family_named(name)
+    call = '<tool_call>{"name": "add_one", "arguments": {"number": 41}}</tool_call>'
+    text = family.thought.replace("{}", f"I could {call}.") + family.answer + "No." + family.end
+
+    def add_one(number: int) -> int:
+        """Adds one.
+
+        Args:
+            number: The number.
+        """
+        raise AssertionError("the call was only considered")
+
+    client = WritingClient([written(tokenizer_of(family), text)])
+    (rollout,) = run_rollouts(client, [[USER]], tokenizer=tokenizer_of(family), tools=[add_one])
+    assert (rollout.stop_reason, rollout.error) == ("answered", None)
+
+
+def test_a_thought_ends_as_it_has_begun():
+    gemma, harmony = family_named("Gemma 4"), family_named("gpt-oss")
+    begun, _, _ = gemma.thought.partition("{}")
+    rollout, _, tokenizer = play_turn(gemma, begun + "Hm", reason="length")
+    assert tokenizer.decode(rollout.close_thought()) == "<channel|>"
+    assert not rollout.is_thinking
+    begun, _, _ = harmony.thought.partition("{}")
+    rollout, _, _ = play_turn(harmony, begun + "Hm", reason="length")
+    before = rollout.ids.tolist()
+    with pytest.raises(ValueError, match="expected a text that ends the thought"):
+        rollout.close_thought()
+    assert rollout.ids.tolist() == before
+
+
+def test_an_answer_in_json_is_no_call_where_there_are_no_tools():
+    llama = next(one for one in HERE if one.name.startswith("Llama 3") and one.call)
+    answer = '{"name": "Bob", "parameters": {"age": 7}}'
+    rollout, _, _ = play_turn(llama, answer + llama.end)
+    rollout.add(NEXT)
+    assert rollout.messages[1] == {"role": "assistant", "content": answer}

@@ -2,10 +2,10 @@
 
 import re
 import unicodedata
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -336,7 +336,10 @@ class TurnRenderer:
             if (is_long and text.strip() in after) or (not is_long and place in self._written):
                 continue
             # The template may have escaped or translated it.
-            other = {**message, "content": text + FILLER + OTHER_SENTINEL}
+            content: Any = text + FILLER + OTHER_SENTINEL
+            if isinstance(message["content"], Mapping):
+                content = {**message["content"], OTHER_SENTINEL.strip(): 7}
+            other = {**message, "content": content}
             try:
                 changed = render([*new[:index], other, *new[index + 1 :]])
             except ContextFull:
@@ -499,6 +502,6 @@ def _text_of(message: Message) -> str:
     """The text of a message without images; "" of one with images, which stand in the ids too."""
     content = message.get("content")
     if not isinstance(content, list):
-        return content if isinstance(content, str) else ""
+        return str(content) if isinstance(content, str | Mapping) else ""
     texts = [part.get("text") for part in content]
     return "\n".join(texts) if all(isinstance(text, str) for text in texts) else ""
