@@ -9,6 +9,7 @@ import pytest
 from harness.servers import Server, wait_until
 from tests.kit.peers.fake_server import FakeServer
 from titopool import AsyncClient, Client, Rollout, run_rollouts, run_rollouts_async
+from titopool.rollouts import async_runner
 
 QUESTION = [{"role": "user", "content": "What is 6 times 7?"}]
 CALL = (
@@ -143,3 +144,11 @@ def test_a_coroutine_s_own_cancel_ends_only_its_rollout(single_server: Server):
 
     reasons = [one.stop_reason for one in asyncio.run(run())]
     assert reasons == ["environment", "error", "environment"]
+
+
+def test_a_run_does_not_go_on_after_an_abort_of_its_caller_s_client():
+    client = AsyncClient("http://127.0.0.1:9")
+    blocking = async_runner._Blocking(client)
+    assert blocking.num_aborts == 0
+    client.num_aborts += 1
+    assert blocking.num_aborts == 1

@@ -42,7 +42,7 @@ SIZES = {
     "titopool.conversations": 739,
     "titopool.helpers": 290,
     "titopool.mismatch": 224,
-    "titopool.rollouts": 790,
+    "titopool.rollouts": 792,
     "titopool.settings": 859,
     "titopool.top": 382,
     "titopool.wire": 949,

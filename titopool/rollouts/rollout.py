@@ -300,12 +300,15 @@ class Rollout:
         if not len(before):
             return None
         decode = self._renderer.template.decode
-        start = len(decode(before))
+        # A character may be cut, too.
+        text_before = decode(before)
+        start = len(text_before.rstrip("\ufffd"))
+        last = start - (start == len(text_before))
 
         def has_stop(num: int) -> bool:
             text = decode(np.concatenate([before, part.ids[:num]]))
             places = [text.find(one, max(0, start - len(one) + 1)) for one in stops]
-            return any(0 <= place < start for place in places)
+            return any(0 <= place <= last for place in places)
 
         nums = range(1 + (sampling.get("min_tokens") or 0), min(len(part.ids), longest) + 1)
         return next((num for num in nums if has_stop(num)), None) if has_stop(longest) else None

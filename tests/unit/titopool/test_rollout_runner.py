@@ -592,6 +592,20 @@ def test_a_stop_string_across_an_abort_ends_the_turn_where_it_ends():
     assert "END OF IT<|im_end|>" in QWEN.decode(rollout.ids)
 
 
+@pytest.mark.parametrize("num_resumes", [0, 1])
+def test_a_stop_string_of_rare_characters_is_found_wherever_it_is_cut(num_resumes: int):
+    """Each of its characters takes several tokens; a turn goes on by itself, or by another call."""
+    ids = written(QWEN, "東🙂京🙃 more").ids
+    (end,) = written(QWEN, "🙃").ids[-1:]
+    for cut in range(1, ids.tolist().index(end)):
+        client = texts(Written(ids[:cut], "abort"), Written(ids[cut:], "length"))
+        rollout = Rollout(client, messages=[USER], tokenizer=QWEN)
+        turn = rollout.generate(max_tokens=50, num_resumes=num_resumes, stop="東🙂京🙃")
+        if not num_resumes:
+            turn = rollout.generate(max_tokens=50, stop="東🙂京🙃")
+        assert (turn.finish_reason, rollout.last_text) == ("stop", "東🙂京🙃")
+
+
 @pytest.mark.parametrize("stop", ["IT", "EN", "not there", []])
 def test_a_stop_string_within_one_part_is_the_engine_s(stop: str | list):
     client = texts(written(QWEN, "One. EN", "abort"), written(QWEN, "D OF IT", "length"))
