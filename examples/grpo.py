@@ -20,11 +20,8 @@ arXiv 1707.06347. Needs torch, transformers, matplotlib and titopool.
 
 import argparse
 import itertools
-import os
 import random
 import signal
-import socket
-import subprocess
 import sys
 import tempfile
 import time
@@ -42,6 +39,11 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from titopool import Client, TitopoolError, TokenPipeline
 from titopool.client.weights_client import WeightsError
 
+try:
+    from examples import grpo_parts
+except ImportError:  # Python has this folder on its path when it runs this file.
+    import grpo_parts  # type: ignore[no-redef]
+
 CAPITALS = {
     "Japan": "Tokyo", "France": "Paris", "Egypt": "Cairo", "Peru": "Lima",
     "Kenya": "Nairobi", "Norway": "Oslo", "Cuba": "Havana", "Iran": "Tehran",
@@ -53,10 +55,10 @@ PROMPT_TOKENS, MAX_TOKENS = 4, 3
 NUM_TRAINED, NUM_HELD_OUT = 512, 64
 
 PROMPTS_PER_STEP, GROUP_SIZE = 32, 16
-LEARNING_RATE, CLIP, ENTROPY_BONUS = 5e-3, 0.2, 0.05
+LEARNING_RATE, ENTROPY_BONUS = 5e-3, 0.05
 # Mean reward of five steps at which training ends.
 LEARNED = 0.93
-TIMEOUT_S, STOP_TIMEOUT_S = 300.0, 60.0
+TIMEOUT_S = 300.0
 
 
 # ---- the task and the model ---------------------------------------------------------------
@@ -108,38 +110,10 @@ def save_model(model: Qwen3ForCausalLM, folder: str) -> None:
 @contextmanager
 def running_server() -> Iterator[str]:
     """The URL of a server of the model, which is stopped at the end."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
     with tempfile.TemporaryDirectory() as folder:
         save_model(make_model(0), folder)
-        command = [sys.executable, "-m", "titopool.cli", "serve", folder, "--port", port]
-        # In float32 the server's log-probabilities equal the trainer's.
-        command += ["--dtype", "float32", "--max-model-len", "64", "--max-num-seqs", "512"]
-        # A session of its own: Ctrl-C reaches this process only, which then stops the server.
-        server = subprocess.Popen([*command, "--log-level", "warning"], start_new_session=True)
-        try:
-            wait_until_ready(f"http://127.0.0.1:{port}", server)
-            yield f"http://127.0.0.1:{port}"
-        finally:
-            server.terminate()
-            try:
-                server.wait(STOP_TIMEOUT_S)
-            finally:
-                if server.poll() is None:
-                    os.killpg(server.pid, signal.SIGKILL)
-
-
-def wait_until_ready(url: str, server: subprocess.Popen[bytes]) -> None:
-    deadline, error = time.monotonic() + TIMEOUT_S, None
-    with Client(url) as client:
-        while server.poll() is None and time.monotonic() < deadline:
-            try:
-                client.wait_until_ready(timeout_s=5)
-                return
-            except TitopoolError as last:
-                error = last
-    sys.exit(f"expected a ready server, got status {server.poll()}, {error}: see its log above")
+        with grpo_parts.server_of(folder, "--max-model-len", "64", "--max-num-seqs", "512") as url:
+            yield url
 
 
 # ---- rollouts -----------------------------------------------------------------------------
@@ -188,10 +162,8 @@ def importance_ratio(model: Any, rollouts: Rollouts) -> tuple[torch.Tensor, torc
 
 def grpo_loss(rollouts: Rollouts, ratio: torch.Tensor, entropy: torch.Tensor) -> torch.Tensor:
     """The clipped loss, with rewards normalized in each group of `GROUP_SIZE` completions."""
-    groups = rollouts.rewards.view(-1, GROUP_SIZE)
-    centered = groups - groups.mean(1, keepdim=True)
-    advantages = (centered / (groups.std(1, keepdim=True) + 1e-4)).view(-1, 1)
-    gain = torch.min(ratio * advantages, ratio.clamp(1 - CLIP, 1 + CLIP) * advantages)
+    advantages = grpo_parts.advantages_of(rollouts.rewards, GROUP_SIZE)[:, None]
+    gain = grpo_parts.clipped_gain(ratio, advantages)
     return -(gain + ENTROPY_BONUS * entropy)[rollouts.mask].mean()
 
 
@@ -226,10 +198,7 @@ def train(
             received = time.monotonic()
             ratio, entropy = importance_ratio(model, rollouts)
             history.append(measured(model, version, rollouts, ratio.detach(), held))
-            optimizer.zero_grad()
-            grpo_loss(rollouts, ratio, entropy).backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
+            grpo_parts.take_step(model, optimizer, grpo_loss(rollouts, ratio, entropy))
             stepped = time.monotonic()
             # These are generated while the weights change.
             send_prompts(in_flight)
