@@ -1,4 +1,4 @@
 """Conversations as token ids, many of them at once, and batches for a trainer.
 
-Runs in: the trainer's process. Imports: `client`.
+Runs in: the trainer's process. Imports: `conversations`, `client`.
 """
