@@ -17,6 +17,7 @@ from workers.in_model.logprobs_patch import add_raw, send_lists
 from workers.in_model.vllm_fixes import (
     keep_masks_apart,
     load_below_adapters,
+    permit_amx_tiles,
     route_by_sigmoid_on_cpus,
 )
 from workers.in_model.weight_extension import WeightExtension
@@ -28,6 +29,7 @@ if os.environ.get(variable_of("raw_logprobs")) == "true":
 keep_masks_apart()
 load_below_adapters()
 route_by_sigmoid_on_cpus()
+permit_amx_tiles()
 # The garbage collection at the interpreter's exit would take 2 s: exclude all objects from it.
 atexit.register(gc.freeze)
 

@@ -80,3 +80,16 @@ def route_by_sigmoid_on_cpus() -> None:
         )  # fmt: skip
 
     router._compute_routing = compute
+
+
+def permit_amx_tiles() -> None:
+    """Asks Linux for the tile registers of AMX, which vLLM's attention in bfloat16 uses on CPUs.
+
+    vLLM 0.32 looks at the CPU only, and a process that has not asked ends at its first tile with an
+    illegal instruction, unless oneDNN asked before it: with a small model it did not. Where Linux
+    refuses, vLLM is told that there are no tiles, and takes its vector code.
+    """
+    import torch
+
+    if torch.cpu._is_amx_tile_supported() and not torch.cpu._init_amx():
+        torch.cpu._is_amx_tile_supported = lambda: False
