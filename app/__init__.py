@@ -15,6 +15,7 @@ from app import (
     openai,
     operators,
     responses,
+    sessions,
     sglang,
     trl,
     vllm,
@@ -23,6 +24,7 @@ from app import (
 )
 from app.call import open_requests
 from app.call.service import Service
+from app.conversations import access
 from app.counts import http_requests
 from app.http import (
     auth,
@@ -72,10 +74,22 @@ def create_app(config: ServerConfig | None = None) -> Flask:
     keys = Keys(config)
     if not keys.guard_generation:
         browsers.init_app(app, config.host, config.allowed_hosts)
-    auth.init_app(app, keys)
+    auth.init_app(app, keys, access.find_maker)
+    access.init_app(app)
     errors.init_app(app, service.refused)
     app.register_blueprint(generate.blueprint)
-    for protocol in (trl, openai, responses, anthropic, vllm, vllm_rl, sglang, weights, operators):
+    for protocol in (
+        trl,
+        openai,
+        responses,
+        anthropic,
+        vllm,
+        vllm_rl,
+        sglang,
+        weights,
+        sessions,
+        operators,
+    ):
         for blueprint in protocol.BLUEPRINTS:
             app.register_blueprint(blueprint)
     history.init_app(app, service)

@@ -151,6 +151,22 @@ class RequestNotFound(TitopoolError):
     type = "invalid_request_error"
 
 
+class SessionNotFound(TitopoolError):
+    """The server has no session with this id that the key may use."""
+
+    status = 404
+    code = "session_not_found"
+    type = "invalid_request_error"
+
+
+class SessionEnded(TitopoolError):
+    """The session was deleted, or had no call for `session_timeout_s`."""
+
+    status = 410
+    code = "session_ended"
+    type = "invalid_request_error"
+
+
 class BodyTooSlow(TitopoolError):
     """The client sends its body more slowly than the server waits for it."""
 

@@ -9,9 +9,9 @@ from typing import Any
 import orjson
 
 from app.anthropic.answers import block_of, error_of, head, input_of, stop_of, usage_of
-from app.call.chats import Part, Sampled, Turn, kept_bytes
+from app.call.chats import Part, Sampled, Turn
 from app.call.streams import EventWriter
-from app.outputs.run_facts import RunFacts
+from app.outputs.run_facts import RunFacts, kept_bytes
 from app.pool.request import ChunkOfJob
 from titopool.errors import TitopoolError
 

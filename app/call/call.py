@@ -24,7 +24,9 @@ from app.call.jobs import (
 )
 from app.call.kept_logprobs import arrays_of
 from app.call.service import Service, current_service
-from app.counts.families import UNKNOWN_FIELDS
+from app.conversations.access import current_session
+from app.conversations.turn import SessionTurn
+from app.counts.families import SESSION_BRANCHES, UNKNOWN_FIELDS
 from app.counts.http_requests import current_record
 from app.http.auth import current_key
 from app.http.connections import check_client, client_gone, current_client, watching
@@ -115,6 +117,10 @@ class Call:
             # The client's session; "": none. Requests of a session prefer the same worker.
             self.session = session_key(http_request.environ.get("HTTP_X_SESSION_ID"))
             self.key = current_key()
+            # None outside of `POST /sessions`' sessions.
+            self.turn: SessionTurn | None = None
+            if (opened := current_session()) is not None:
+                self.turn = SessionTurn(service.sessions, *opened, http_request.path.rstrip("/"))
             # The client's connection; None under Flask's test client.
             self.client = current_client()
             # What it has taken of the front end's memory budget.
@@ -263,6 +269,9 @@ class Call:
         """
         if is_streamed:
             refuse_stream()
+        if self.turn is not None:
+            options.logprobs = options.logprobs or 0
+            self._at_end.callback(self.turn.begin(self.id, adapter or self.facts.model))
         link, facts, limit = self.link, self.facts, self.config.memory_budget_bytes
         link.check_num_prompts(len(prompts))
         locations = [prompt.location for prompt in prompts]
@@ -291,7 +300,7 @@ class Call:
         link.check_ready()
         return Request(
             jobs, locations,
-            facts=facts, session=self.session, weight=self.key.weight,
+            facts=facts, session=self.turn.routing if self.turn else self.session, weight=self.key.weight,
             count_bytes=self.count_results,
             # A stream holds what its client has not read yet.
             bounds=[] if is_streamed else bounds_of_results(prompts, options, facts),
@@ -328,6 +337,10 @@ class Call:
             self._reservation.settle()
         if self.kept.is_on:
             self.keep_logprobs(arrays_of(results))
+        if self.turn is not None:
+            for result in results:
+                self.hold(self.turn.take(result))
+            self.keep_turn()
         return results
 
     def render_images(self, request: Request) -> list[Completed]:
@@ -358,6 +371,18 @@ class Call:
     def keep_logprobs(self, arrays: Sequence[np.ndarray]) -> None:
         """Keeps log-probabilities for `POST /mismatch`, float32 [tokens] of each completion."""
         self.kept.keep(name_of(self.key, self.id), arrays)
+
+    def keep_turn(self) -> None:
+        """Keeps what was sampled in the request's session, if it has one.
+
+        Raises:
+            TitopoolError: as `SessionTurn.keep`.
+        """
+        if self.turn is None:
+            return
+        for reason in self.turn.keep():
+            if reason and self._service.counts is not None:
+                self._service.counts.values(SESSION_BRANCHES, reason)[0] += 1
 
     @contextmanager
     def submitted(self, request: Request) -> Iterator[None]:

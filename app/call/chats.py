@@ -21,9 +21,6 @@ from titopool.errors import GenerationFailed
 from titopool.settings.sampling import SamplingOptions, check_sampling
 from titopool.wire.messages import ID_BYTES, Completion
 
-# Of Python's string without its characters.
-TEXT_BYTES = 50
-
 
 @dataclass
 class TranslatedChat:
@@ -64,6 +61,15 @@ def prompt_of_chat(call: Call, fields: ChatRequest, tools: Tools) -> Prompt:
         # The objects of a message take ten times the memory of the prompt.
         # Answers need the last one's role.
         fields.messages = [{"role": one["role"]} for one in fields.messages[-1:]]
+        if call.turn is not None:
+            known = [one.digest for one in images.images]
+            return check_prompt(
+                call.turn.prompt_of_chat(call, chat, known),
+                "messages",
+                facts,
+                images,
+                fields.cache_salt,
+            )
         (ids,) = call.render([chat])
         return check_prompt(ids, "messages", facts, images, fields.cache_salt)
     prompt = check_prompt(fields.tokens, "tokens", facts, images, fields.cache_salt)
@@ -128,11 +134,6 @@ class Part:
     @property
     def text(self) -> str:
         return "".join(self.pieces)
-
-
-def kept_bytes(piece: Completion) -> int:
-    """What `Sampled` keeps of a piece: ids, log-probabilities and a text with its object."""
-    return 2 * len(piece.token_ids) + len(piece.text) + TEXT_BYTES
 
 
 class Sampled:

@@ -1,12 +1,14 @@
 """What all handlers of a front end share: settings, link, tokenizer, drift watch."""
 
 from collections import Counter
+from pathlib import Path
 
 from flask import current_app
 from gevent.monkey import is_module_patched
 
 from app.call.kept_logprobs import KeptLogprobs
 from app.call.open_requests import InFlight, OpenRequests
+from app.conversations.store import FOLDER, SessionStore
 from app.counts.front_end import FrontEndCounts
 from app.draining import Draining
 from app.http.budget import Budget
@@ -41,6 +43,12 @@ class Service:
         self.templates = RequestTemplates(config.trust_request_chat_template)
         self.drift = DriftWatch(self.link, self.tokenizer, self.templates)
         self.kept = KeptLogprobs(config)
+        self.sessions = SessionStore(
+            Path(config.run_dir, FOLDER),
+            max_bytes=config.session_bytes,
+            max_sessions=config.max_sessions,
+            keep_s=config.session_timeout_s,
+        )
         self._num_open = 0
         # None without the setting `otlp_endpoint`.
         self.traces: Traces | None = None

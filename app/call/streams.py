@@ -104,6 +104,9 @@ def _events(
                     pace.note()
                 if call.kept.is_on:
                     logprobs.add(chunks)
+                if call.turn is not None:
+                    for _, chunk in chunks:
+                        call.hold(call.turn.take(chunk))
                 yield from _pieces(writer.write_chunks(chunks), has_names=writer.has_names)
                 if request.is_behind:
                     give_way()
@@ -113,6 +116,8 @@ def _events(
         if request.error is None:
             if call.kept.is_on:
                 call.keep_logprobs(logprobs.arrays())
+            # Before the client knows that the turn has ended.
+            call.keep_turn()
             yield from _pieces(writer.write_end(), has_names=writer.has_names)
         else:
             yield _failure(call, request.error, writer, record)

@@ -76,7 +76,12 @@ UNKNOWN_FIELDS = Family(
     "fields of bodies that the server does not know and accepts; its log names each once",
     ("route",),
 )
+SESSION_BRANCHES = Family(
+    "titopool_session_branches",
+    "branches that turns of sessions have begun; reason: why",
+    ("reason",),
+)
 FAMILIES = (
     REQUESTS, REQUEST_SECONDS, FIRST_TOKEN_SECONDS, INTER_TOKEN_SECONDS, TOKENS, QUEUE_SECONDS,
-    PLACED_JOBS, UNKNOWN_FIELDS,
+    PLACED_JOBS, UNKNOWN_FIELDS, SESSION_BRANCHES,
 )  # fmt: skip

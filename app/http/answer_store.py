@@ -1,35 +1,22 @@
 """Answers under names, on disk, which all front ends of a server share.
 
-A folder has one SQLite file with the answers, and files whose bytes are locks of names. Who holds a
-name's lock may change what is known of the name. The kernel frees the locks of a process that dies,
-so nothing is leased. A file that is broken, has another layout or is from before the host's start is
-replaced by an empty one. While a file cannot be used, nothing is kept. Both are logged, and no
-caller sees an error.
-
-Each call of SQLite stops the event loop. So each is short: long answers are cut into pieces,
-removals into batches, and nothing waits for another process inside of SQLite.
+Who holds a name's lock may change what is known of the name. Each call of SQLite stops the event loop,
+so long answers are cut into pieces and removals into batches.
 """
 
-import fcntl
 import functools
 import logging
-import os
 import sqlite3
 import time
 import zlib
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
-import gevent
-
+from app.http.shared_database import SharedDatabase, used_bytes
 from app.time_slices import give_way
-from titopool.deadline import Deadline
 
 logger = logging.getLogger(__name__)
-
-Result = TypeVar("Result")
 
 KEEP_S = 600.0
 FILE = "answers.db"
@@ -38,20 +25,8 @@ PIECE_BYTES = 64 * 1024
 MAX_PIECES = 2**20
 # Names, and pieces, that one transaction removes.
 BATCH = 8
-# How long another front end's transaction may last.
-BUSY_S = 5.0
-RETRY_S = 0.001
-# How often a fault that stays is logged.
-LOG_EVERY_S = 60.0
-PAGE_BYTES = 4096
 # Of a file without answers.
 EMPTY_PAGES = 5
-# No fsync: a process that dies loses nothing, and a file from before the host's start is not used.
-OPTIONS = (
-    f"page_size = {PAGE_BYTES}", "journal_mode = WAL", "synchronous = OFF", "secure_delete = OFF",
-    # A commit that copies more pages into the file stops the event loop for too long.
-    "wal_autocheckpoint = 64",
-)  # fmt: skip
 SCHEMA = (
     # digest: of the request. at_s: the last change or touch, in Unix seconds. num_bytes: of the
     # answer, NULL while there is none. crc: of the answer; SQLite has none.
@@ -62,12 +37,6 @@ SCHEMA = (
 )
 # The `num_bytes` of an answer that had no room.
 NOT_KEPT = -1
-# The name whose lock is held to open the file.
-OPENING = bytes(32)
-# The kernel looks through all locks of a file: with 16,000 in one file, each lock took 0.3 ms.
-NUM_LOCK_FILES = 32
-_BUSY = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_PROTOCOL)
-_BROKEN = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_ERROR)
 
 
 class Entry(NamedTuple):
@@ -85,14 +54,11 @@ class AnswerStore:
 
     def __init__(self, folder: Path, max_bytes: int):
         """`max_bytes`: of the file, beyond an empty one's."""
-        self.locks = locks_in(folder)
         self._path, self._max_bytes = folder / FILE, max_bytes
+        self._database = SharedDatabase(self._path, SCHEMA, "answers")
+        self.locks, self._run = self._database.locks, self._database.run
         # For the facts that requests run, and for short answers. Longer ones may find no room.
         self._spare_bytes = min(PIECE_BYTES, max_bytes // 8)
-        self._connection: sqlite3.Connection | None = None
-        # Device and inode of the connection's file, which another front end may replace.
-        self._file: tuple[int, int] | None = None
-        self._is_broken = False
 
     def find(self, name: bytes) -> Entry | None:
         """What is known of a name."""
@@ -226,56 +192,6 @@ class AnswerStore:
     def _has_room(self, num_bytes: int) -> bool:
         return self._run(_used_bytes, self._max_bytes) + num_bytes <= self._max_bytes
 
-    def _run(self, work: Callable[[sqlite3.Connection], Result], otherwise: Result) -> Result:
-        """The result of `work` in a transaction; `otherwise`: the file cannot be used.
-
-        `work` lets no other greenlet run: all share the connection.
-        """
-        deadline, was_broken = Deadline.after(BUSY_S), False
-        while True:
-            try:
-                connection = self._connected()
-                with connection:
-                    connection.execute("BEGIN")
-                    return work(connection)
-            except (sqlite3.Error, OSError) as error:
-                is_broken = _code(error) in _BROKEN
-                self._is_broken |= is_broken
-                may_pass = _is_busy(error) or (is_broken and not was_broken)
-                if not may_pass or deadline.has_passed:
-                    _complain(self._path, error)
-                    return otherwise
-                was_broken |= is_broken
-            gevent.sleep(RETRY_S)
-
-    def _connected(self) -> sqlite3.Connection:
-        connection = self._connection
-        if connection is None or self._is_broken or self._file != _file_at(self._path):
-            if not self.locks.take(OPENING):
-                raise BlockingIOError("another front end opens the file")
-            try:
-                connection = self._open()
-            finally:
-                self.locks.free(OPENING)
-        return connection
-
-    def _open(self) -> sqlite3.Connection:
-        if self._is_broken and self._file == _file_at(self._path):
-            _discard(self._path, "it is broken")
-        old, self._connection = self._connection, None
-        if old is not None:
-            # Not before: until then no other file has its inode.
-            old.close()
-        try:
-            self._connection = _connect(self._path)
-        except sqlite3.DatabaseError as error:
-            if _code(error) not in _BROKEN:
-                raise
-            _discard(self._path, error)
-            self._connection = _connect(self._path)
-        self._file, self._is_broken = _file_at(self._path), False
-        return self._connection
-
 
 def _find(connection: sqlite3.Connection, name: bytes) -> Entry | None:
     select = "SELECT digest, at_s, num_bytes, crc, head FROM names WHERE name = ?"
@@ -330,132 +246,4 @@ def _remove(connection: sqlite3.Connection, names: Sequence[bytes], before_s: fl
 
 
 def _used_bytes(connection: sqlite3.Connection) -> int:
-    """What the file's pages take, without free ones and those of an empty file."""
-    (num_pages,) = connection.execute("PRAGMA page_count").fetchone()
-    (num_free,) = connection.execute("PRAGMA freelist_count").fetchone()
-    return int(num_pages - num_free - EMPTY_PAGES) * PAGE_BYTES
-
-
-def _connect(path: Path) -> sqlite3.Connection:
-    """Opens the file, or makes it.
-
-    Raises:
-        sqlite3.Error, OSError: it is broken, has another layout, or cannot be used.
-    """
-    with suppress(FileExistsError):
-        # SQLite's other files get the mode of this one.
-        os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
-    connection = sqlite3.connect(path, timeout=0, isolation_level=None)
-    try:
-        for option in OPTIONS:
-            connection.execute(f"PRAGMA {option}")
-        with connection:
-            connection.execute("BEGIN IMMEDIATE")
-            (num_tables,) = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
-            if num_tables == 0:
-                for statement in SCHEMA:
-                    connection.execute(statement)
-                connection.execute(f"PRAGMA user_version = {_layout()}")
-            (found,) = connection.execute("PRAGMA user_version").fetchone()
-            if found != _layout():
-                error = sqlite3.DatabaseError(
-                    "it has another layout, or is older than the host's start"
-                )
-                error.sqlite_errorcode = sqlite3.SQLITE_NOTADB
-                raise error
-    except BaseException:
-        connection.close()
-        raise
-    return connection
-
-
-def _layout() -> int:
-    """A number of this release's tables and of this start of the host."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text()
-    except OSError:
-        boot = ""
-    return zlib.crc32("".join((*SCHEMA, boot)).encode()) >> 1
-
-
-def _discard(path: Path, reason: object) -> None:
-    logger.error("%s is replaced by an empty file, since %s", path, reason)
-    for end in ("", "-wal", "-shm"):
-        Path(f"{path}{end}").unlink(missing_ok=True)
-
-
-def _file_at(path: Path) -> tuple[int, int] | None:
-    try:
-        found = os.stat(path)
-    except FileNotFoundError:
-        return None
-    return found.st_dev, found.st_ino
-
-
-def _code(error: Exception) -> int:
-    return getattr(error, "sqlite_errorcode", 0) & 0xFF
-
-
-def _is_busy(error: Exception) -> bool:
-    return isinstance(error, BlockingIOError) or _code(error) in _BUSY
-
-
-class NameLocks:
-    """Locks of names. A lock is a byte of a file."""
-
-    def __init__(self, folder: Path):
-        self._folder = folder
-        self._files: dict[int, int] = {}
-        self._held: set[int] = set()
-
-    def take(self, name: bytes) -> bool:
-        """Takes a name's lock, if nobody holds it, this process included."""
-        place = _place(name)
-        if place in self._held:
-            return False
-        try:
-            fcntl.lockf(self._file_of(place), fcntl.LOCK_EX | fcntl.LOCK_NB, 1, place)
-        except BlockingIOError:
-            return False
-        except OSError as error:
-            # Other front ends cannot see that this one holds it.
-            _complain(self._folder, error)
-        self._held.add(place)
-        return True
-
-    def free(self, name: bytes) -> None:
-        """Frees a lock that this process holds."""
-        place = _place(name)
-        self._held.remove(place)
-        with suppress(OSError):
-            fcntl.lockf(self._file_of(place), fcntl.LOCK_UN, 1, place)
-
-    def _file_of(self, place: int) -> int:
-        number = place % NUM_LOCK_FILES
-        if number not in self._files:
-            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            path, flags = self._folder / f"locks-{number}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
-            self._files[number] = os.open(path, flags, 0o600)
-        return self._files[number]
-
-
-@functools.cache
-def locks_in(folder: Path) -> NameLocks:
-    """The locks in a folder. To open their files twice would free them: the kernel frees a
-    process's locks of a file when the process closes it anywhere."""
-    return NameLocks(folder)
-
-
-def _place(name: bytes) -> int:
-    """A lock's byte: an offset has 63 bits."""
-    return int.from_bytes(name[:8], "big") >> 1
-
-
-_next_line = Deadline(0.0)
-
-
-def _complain(path: Path, error: Exception) -> None:
-    global _next_line
-    if _next_line.has_passed:
-        _next_line = Deadline.after(LOG_EVERY_S)
-        logger.error("%s cannot be used; answers are not kept: %s", path, error)
+    return used_bytes(connection, EMPTY_PAGES)

@@ -1,10 +1,12 @@
 """Checks the header `Authorization: Bearer KEY`, as the openai package sends it, or `x-api-key: KEY`, as
 the anthropic package does."""
 
+from collections.abc import Callable
+
 from flask import Flask, g, request
 
 from app.http.keys import NO_KEY, Key, Keys
-from titopool.errors import Unauthorized
+from titopool.errors import SessionNotFound, Unauthorized
 
 # Probes of container platforms send no key. A browser that opens a page sends none either: the page
 # holds no data, and the description of the API is the same for every server of a release.
@@ -15,13 +17,28 @@ OPEN_ENDPOINTS = {
 # The blueprints of all routes that change the model or the workers, or pause generation.
 ADMIN_BLUEPRINTS = {"weights", "vllm_rl", "sglang", "workers"}
 _SCHEME = b"Bearer "
+# A key of this form opens a session's generating routes, for agents that can only be given a key.
+SESSION_KEY = b"session:"
+# Where a path with a session has left its id.
+SESSION_VARIABLE = "titopool.session"
+SESSION_ENDPOINTS = {
+    "openai.completions", "openai.chat_completions", "anthropic.messages", "anthropic.count_tokens",
+    "responses.responses", "models.models",
+}  # fmt: skip
+NO_SESSION = (
+    "expected the id of a session that this server has and that this key made, got another; make one with "
+    "POST /sessions"
+)
+# The name of the key that made the session with an id, and its weight. Raises a `TitopoolError`.
+FindMaker = Callable[[str], tuple[str, int]]
 
 
-def init_app(app: Flask, keys: Keys) -> None:
+def init_app(app: Flask, keys: Keys, find_maker: FindMaker) -> None:
     """Requires a key on all routes but health and the page itself; an administrator's on administrative routes.
 
     Without `api_key` and `api_key_file`, no key is required but on administrative routes. Without
-    `admin_key` and `api_key_file`, `api_key` opens these. An administrator's key opens all routes.
+    `admin_key` and `api_key_file`, `api_key` opens these. An administrator's key opens all routes. A session
+    is open to the key that made it, and to its own.
     """
 
     @app.before_request
@@ -30,6 +47,9 @@ def init_app(app: Flask, keys: Keys) -> None:
         sent = request.environ.get("HTTP_X_API_KEY", "").encode("latin-1", "replace")
         if given.startswith(_SCHEME):
             sent = given.removeprefix(_SCHEME)
+        if sent.startswith(SESSION_KEY):
+            open_session(sent.removeprefix(SESSION_KEY).decode("latin-1"))
+            return
         key = keys.find(sent) if sent else None
         g.key = key or NO_KEY
         endpoint = request.endpoint or ""
@@ -46,6 +66,25 @@ def init_app(app: Flask, keys: Keys) -> None:
                 f"expected the header 'Authorization: Bearer <{name}>', got {came}; ask "
                 f"the server's operator for {which}"
             )
+
+    def open_session(name: str) -> None:
+        """Lets a session's own key in, as the key of its maker."""
+        in_path = request.environ.get(SESSION_VARIABLE, name)
+        maker, weight = find_maker(name)
+        if in_path != name or not keys.has(maker):
+            raise SessionNotFound(NO_SESSION)
+        if (request.endpoint or "") not in SESSION_ENDPOINTS:
+            raise Unauthorized(
+                "expected a client's key, as the key of a session opens the session's completions, chats, "
+                "messages and responses only, got the key of a session; use the key that made it"
+            )
+        g.key, g.sees_details, g.sees_all = Key(maker, is_admin=False, weight=weight), False, False
+        g.session_name = name
+
+
+def current_session_name() -> str | None:
+    """The id of the session that the current request is in; None: it is in none."""
+    return g.get("session_name") or request.environ.get(SESSION_VARIABLE)
 
 
 def current_key() -> Key:

@@ -70,6 +70,13 @@ class Keys:
         self._follow_file()
         return self._keys.get(digest_of(text))
 
+    def has(self, name: str) -> bool:
+        """Whether a key has this name; "" is that of clients without a key."""
+        self._follow_file()
+        if not name:
+            return not self.guard_generation
+        return any(key.name == name for key in self._keys.values())
+
     def _follow_file(self) -> None:
         """Reads a file that has changed. A file that cannot be used is logged once."""
         if not self._path or time.monotonic() < self._next_check:

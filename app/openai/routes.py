@@ -17,6 +17,7 @@ from app.call.chats import prompt_of_chat
 from app.call.jobs import Prompt, check_prompt
 from app.call.streams import respond
 from app.call.token_texts import TokenTexts
+from app.conversations.turn import IDS, TEXT, SessionTurn
 from app.inputs.tokenizer import decode_all
 from app.inputs.tools import read_tools
 from app.openai.answers import ChatAnswer, ChatEvent, CompletionsAnswer, OpenAIRequest, whole_answer
@@ -215,6 +216,9 @@ def _completions_prompts(call: Call, fields: CompletionsFields, n: int) -> list[
     prompts, is_single = _split_prompts(fields.prompt)
     call.check_num_completions(len(prompts), n, "prompt")
     locations = ["prompt" if is_single else f"prompt[{index}]" for index in range(len(prompts))]
+    if call.turn is not None:
+        ids = _prompt_in_session(call, call.turn, fields, prompts)
+        return [check_prompt(ids, locations[0], call.facts, cache_salt=fields.cache_salt)]
     if isinstance(prompts[0], str):
         prompts = call.encode(prompts, locations, with_special_tokens=fields.add_special_tokens)
     else:
@@ -224,6 +228,27 @@ def _completions_prompts(call: Call, fields: CompletionsFields, n: int) -> list[
         check_prompt(ids, location, call.facts, cache_salt=fields.cache_salt)
         for ids, location in sharing_time(zip(prompts, locations, strict=True))
     ]
+
+
+def _prompt_in_session(
+    call: Call, turn: SessionTurn, fields: CompletionsFields, prompts: list[Any]
+) -> np.ndarray:
+    """The ids of the one prompt of a request in a session."""
+    if len(prompts) > 1:
+        raise InvalidRequest(
+            f"prompt: expected one in a session, got {len(prompts)}; send one request for each",
+            param="prompt",
+        )
+
+    def encode(rest: bytes, is_whole: bool) -> list[int]:
+        with_special = fields.add_special_tokens and is_whole
+        (ids,) = call.encode([rest.decode()], ["prompt"], with_special_tokens=with_special)
+        return ids
+
+    if isinstance(prompts[0], str):
+        return turn.prompt_of_raw(TEXT, prompts[0].encode(), encode)
+    sent = np.array(prompts[0], np.int32).tobytes()
+    return turn.prompt_of_raw(IDS, sent, lambda rest, _: np.frombuffer(rest, np.int32))
 
 
 def _texts_of(call: Call, fields: CompletionsFields, prompts: Sequence[Prompt]) -> list[str]:

@@ -4,7 +4,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from titopool.wire.messages import Chunk
+from titopool.wire.messages import Chunk, Completed, Completion
+
+# Of Python's string without its characters.
+TEXT_BYTES = 50
 
 
 @dataclass
@@ -21,8 +24,8 @@ class RunFacts:
     # Of a stream.
     has_begun: bool = False
 
-    def begin(self, chunk: Chunk) -> bool:
-        """Takes the facts of a stream's first chunk; False for all others."""
+    def begin(self, chunk: Chunk | Completed) -> bool:
+        """Takes the facts of a result, or of a stream's first chunk; False for all others."""
         if self.has_begun:
             return False
         self.has_begun = True
@@ -32,3 +35,8 @@ class RunFacts:
         self.num_cached = chunk.num_cached_tokens
         self.adapter_version = chunk.adapter_version
         return True
+
+
+def kept_bytes(piece: Completion) -> int:
+    """Memory of who keeps a piece of a stream: ids, log-probabilities and a text with its object."""
+    return 2 * len(piece.token_ids) + len(piece.text) + TEXT_BYTES

@@ -7,9 +7,9 @@ Reasoning has the events of a content part, as a message has.
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from app.call.chats import Part, Sampled, kept_bytes
+from app.call.chats import Part, Sampled
 from app.call.streams import EventWriter
-from app.outputs.run_facts import RunFacts
+from app.outputs.run_facts import RunFacts, kept_bytes
 from app.pool.request import ChunkOfJob
 from app.responses.answers import (
     ItemStatus,

@@ -141,6 +141,18 @@ class ServerConfig:
         "Requests open at once in one front end. Lowered where the process may not open enough files.",
         at_least=1,
     )
+    max_sessions: int = setting(
+        10_000, "Sessions that are open at once, in all front ends.", at_least=1
+    )
+    session_timeout_s: float = setting(
+        14_400.0, "Seconds without a call after which a session ends.", at_least=1
+    )
+    session_bytes: int = setting(
+        4 * 1024**3,
+        "What the turns of all sessions take at most on run_dir's disk. A session that would exceed it "
+        "gets a 429.",
+        at_least=1024**2,
+    )
     max_queued_prompts: int = setting(
         262_144,
         "Unfinished prompts in one front end. A request that would exceed this limit gets a 429.",

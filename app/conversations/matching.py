@@ -1,0 +1,96 @@
+"""Recognizes the messages of a request as those of turns before.
+
+A digest stands for a conversation up to each of its messages, so one look into the store finds the
+longest known beginning. Messages that were sampled are compared by what they say: clients drop
+thoughts, trim blanks, reorder the keys of arguments and rename the ids of calls.
+"""
+
+import json
+from collections.abc import Sequence
+from hashlib import blake2b
+from itertools import takewhile
+from typing import Any
+
+from app.inputs.chat_template import Chat
+from app.route.fields import Message
+from app.time_slices import sharing_time
+from titopool.conversations.chat_template import Arguments
+from titopool.conversations.turns import THOUGHTS, squeezed
+
+DIGEST_BYTES = 16
+SYSTEM_ROLES = ("system", "developer")
+
+
+def context_of(chat: Chat) -> bytes:
+    """A digest of what stands beside the messages: tools and variables of the template."""
+    return _digest(b"", [chat.tools, chat.template_kwargs])
+
+
+def links_of(context: bytes, messages: Sequence[Message], images: Sequence[bytes]) -> list[bytes]:
+    """A digest of the conversation up to each message.
+
+    Args:
+        messages: as `read_conversation` returns them.
+        images: digests of the images, in order.
+    """
+    found, link = list[bytes](), context
+    rest, num_calls, calls = iter(images), 0, dict[str, int]()
+    for message in sharing_time(messages):
+        if message["role"] == "assistant":
+            for call in message.get("tool_calls") or ():
+                # Results name the call by an id that the client may have changed.
+                calls[str(call.get("id"))] = num_calls
+                num_calls += 1
+            link = link_of_turn(link, message)
+        else:
+            shown = [next(rest, b"").hex() for one in _parts_of(message) if one["type"] == "image"]
+            name = str(message.get("tool_call_id"))
+            known = [message["role"], _text_of(message).strip(), message.get("name"), shown]
+            link = _digest(link, [*known, calls.get(name, name)])
+        found.append(link)
+    return found
+
+
+def link_of_turn(link: bytes, message: Message) -> bytes:
+    """A digest of the conversation `link` with a message of the assistant."""
+    called = []
+    for call in message.get("tool_calls") or ():
+        function = call.get("function", call)
+        called.append([function.get("name"), _arguments_of(function.get("arguments"))])
+    return _digest(link, [squeezed(said_of(_text_of(message))), called])
+
+
+def system_of(messages: Sequence[Message]) -> bytes:
+    """A digest of the system prompt at the beginning."""
+    system = takewhile(lambda message: message["role"] in SYSTEM_ROLES, messages)
+    return _digest(b"", [_text_of(message).strip() for message in system])
+
+
+def _parts_of(message: Message) -> list[Message]:
+    content = message.get("content") or []
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
+
+
+def _text_of(message: Message) -> str:
+    return "\n".join(part["text"] for part in _parts_of(message) if part["type"] == "text")
+
+
+def said_of(text: str) -> str:
+    """A text without the thoughts that stand in it."""
+    for begin, end in THOUGHTS.items():
+        text = text.rpartition(end)[2].partition(begin)[0]
+    return text
+
+
+def _arguments_of(sent: Any) -> Any:
+    """The arguments of a call, equal for equal values; what is no object counts as it was written."""
+    if isinstance(sent, Arguments) and not sent:
+        written = squeezed(sent.sent or "")
+        return {} if written in ("", "{}") else written
+    return sent
+
+
+def _digest(link: bytes, known: Any) -> bytes:
+    # Models write numbers that orjson refuses.
+    written = json.dumps(known, sort_keys=True, default=repr)
+    return blake2b(link + written.encode(), digest_size=DIGEST_BYTES).digest()

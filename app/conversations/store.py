@@ -1,0 +1,424 @@
+"""Sessions and their turns, in a file that all front ends of a server share.
+
+A session is a tree: a turn goes on from another one, its parent, or begins with a prompt of its own.
+"""
+
+import secrets
+import sqlite3
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import msgspec
+import numpy as np
+
+from app.http.auth import NO_SESSION
+from app.http.shared_database import SharedDatabase, used_bytes
+from app.time_slices import give_way
+from titopool.errors import QueueFull, SessionEnded, SessionNotFound, TitopoolError
+
+FOLDER, FILE = "sessions", "sessions.db"
+ID_BYTES = 16
+# Of a file without sessions.
+EMPTY_PAGES = 8
+# Turns without messages that are compared with a prompt.
+MAX_RAW = 64
+# Turns that one transaction removes.
+BATCH = 8
+# How long the time of the last call may pass unnoted.
+TOUCH_EVERY_S = 1.0
+# What one request may still write into a file that has room for it.
+SPARE_BYTES = 1024 * 1024
+SCHEMA = (
+    # digest: of the id, which opens the session. at_s: the last call, in Unix seconds.
+    "CREATE TABLE sessions (id INTEGER PRIMARY KEY, digest BLOB NOT NULL UNIQUE, maker BLOB NOT NULL, "
+    "metadata BLOB NOT NULL, made_s REAL NOT NULL, at_s REAL NOT NULL, ended INTEGER NOT NULL, "
+    "num_turns INTEGER NOT NULL)",
+    "CREATE INDEX sessions_by_age ON sessions (at_s)",
+    # The columns are those of `Keys` and `Turn`.
+    "CREATE TABLE turns (session INTEGER NOT NULL, number INTEGER NOT NULL, parent INTEGER, "
+    "link BLOB, asked BLOB, plain BLOB, system BLOB, head BLOB NOT NULL, short BLOB NOT NULL, "
+    "prompt BLOB NOT NULL, ids BLOB NOT NULL, logprobs BLOB NOT NULL, engine_prompt BLOB NOT NULL, "
+    "added BLOB NOT NULL, "
+    "PRIMARY KEY (session, number)) WITHOUT ROWID",
+    "CREATE INDEX turns_by_link ON turns (session, link)",
+    # Requests in flight; a process that died leaves some.
+    "CREATE TABLE running (session INTEGER NOT NULL, request_id TEXT NOT NULL)",
+)
+
+
+# Why a branch begins; "": the turn goes on from its parent.
+Reason = Literal[
+    "", "first", "system", "context", "history", "template", "prefill", "fork", "retry", "choice"
+]
+
+
+class Maker(msgspec.Struct, frozen=True):
+    """The key that made a session."""
+
+    name: str
+    weight: int
+
+
+class TurnHead(msgspec.Struct, kw_only=True):
+    """What is known of a turn beside its ids and messages."""
+
+    reason: Reason
+    path: str
+    request_id: str
+    model: str
+    lora_version: int | None
+    # Unix seconds.
+    began_s: float
+    ended_s: float
+    finish_reason: str
+    # [(version, index of its first token), …]
+    weight_versions: list[tuple[int, int]]
+    # Of all images in the prompt: offset and length, in `engine_prompt`.
+    image_ranges: list[tuple[int, int]]
+    # How the template writes the turns before in another way than they were sent; None: it does not.
+    mismatch: str | None
+    # What was sampled, as a message of OpenAI's chats.
+    message: dict[str, Any]
+    # As the engine got it.
+    num_prompt: int
+    num_cached: int
+
+
+class Turn(msgspec.Struct, kw_only=True):
+    """A turn of the tree."""
+
+    parent: int | None
+    head: TurnHead
+    # JSON: messages that stand for the parent's turn and the request's new ones in renders of what follows.
+    short: bytes
+    # int32: the ids after the parent's, and those that were sampled.
+    prompt: bytes
+    ids: bytes
+    # float32.
+    logprobs: bytes = b""
+    # int32: all ids that the engine got, images expanded; empty: those that were sent.
+    engine_prompt: bytes = b""
+    # JSON: the request's messages after the parent's turn.
+    added: bytes = b""
+    # As of its `Keys`.
+    asked: bytes | None = None
+    # -1: not yet written.
+    number: int = -1
+
+
+class Keys(NamedTuple):
+    """Digests by which a turn is found, and why a branch begins."""
+
+    # Of the conversation with the turn; None: nothing goes on from it.
+    link: bytes | None
+    # Of the request's messages, with their context; None: it had a prompt.
+    asked: bytes | None = None
+    # Of the messages with the turn, without their context.
+    plain: bytes | None = None
+    # Of the system prompt.
+    system: bytes | None = None
+
+
+class Session(NamedTuple):
+    """A row of `sessions`."""
+
+    row: int
+    maker: Maker
+    metadata: dict[str, Any]
+    made_s: float
+    at_s: float
+    num_turns: int
+
+
+class SessionStore:
+    """The sessions in a folder."""
+
+    def __init__(self, folder: Path, *, max_bytes: int, max_sessions: int, keep_s: float):
+        """`keep_s`: after its last call."""
+        self._database = SharedDatabase(folder / FILE, SCHEMA, "sessions")
+        self._max_bytes, self._max_sessions, self._keep_s = max_bytes, max_sessions, keep_s
+
+    def make(self, maker: Maker, metadata: dict[str, Any]) -> str:
+        """A new session's id, 128 random bits.
+
+        Raises:
+            QueueFull: there are too many sessions, or their file is full.
+            TitopoolError: the file cannot be used.
+        """
+        self.remove_old()
+        self.check_room()
+        num = self._run(lambda one: one.execute("SELECT count(*) FROM sessions WHERE NOT ended"))
+        if num[0][0] >= self._max_sessions:
+            raise QueueFull(
+                f"expected at most {self._max_sessions} sessions (max_sessions), got one more; end those "
+                "that are read, or raise the setting",
+                retry_after_s=60,
+            )
+        name, now = secrets.token_hex(ID_BYTES), time.time()
+        values = (digest_of(name), _encode(maker), _encode(metadata), now, now)
+        insert = (
+            "INSERT INTO sessions (digest, maker, metadata, made_s, at_s, ended, num_turns) "
+            "VALUES (?, ?, ?, ?, ?, 0, 0)"
+        )
+        self._run(lambda one: one.execute(insert, values))
+        return name
+
+    def find(self, name: str) -> Session:
+        """The session with an id; its time without calls begins anew.
+
+        Raises:
+            SessionNotFound, SessionEnded: there is none, or it has ended.
+            TitopoolError: the file cannot be used.
+        """
+        digest, now = digest_of(name), time.time()
+        select = "SELECT id, maker, metadata, made_s, at_s, num_turns, ended FROM sessions WHERE digest = ?"
+
+        def work(connection: sqlite3.Connection) -> list[Any]:
+            found = connection.execute(select, (digest,)).fetchall()
+            if found and found[0][4] < now - TOUCH_EVERY_S:
+                update = "UPDATE sessions SET at_s = ? WHERE digest = ? AND NOT ended AND at_s > ?"
+                connection.execute(update, (now, digest, now - self._keep_s))
+            return found
+
+        found = self._run(work)
+        if not found:
+            raise SessionNotFound(NO_SESSION)
+        row, maker, metadata, made_s, at_s, num_turns, ended = found[0]
+        if ended or at_s < now - self._keep_s:
+            raise SessionEnded(
+                f"expected a session that is open, got one that was deleted or had no call for "
+                f"{self._keep_s:g} s (session_timeout_s); make one with POST /sessions"
+            )
+        read = msgspec.msgpack.decode(maker, type=Maker)
+        return Session(row, read, _decode(metadata), made_s, at_s, num_turns)
+
+    def check_room(self) -> None:
+        """Raises QueueFull where the file has no room for another turn."""
+        used = self._run(lambda one: [(used_bytes(one, EMPTY_PAGES),)])[0][0]
+        if used + min(SPARE_BYTES, self._max_bytes // 8) > self._max_bytes:
+            raise QueueFull(
+                f"expected at most {self._max_bytes} bytes of sessions (session_bytes), got {used}; end "
+                "those that are read, or raise the setting",
+                retry_after_s=60,
+            )
+
+    def match(self, session: Session, links: Sequence[bytes]) -> tuple[int, int] | None:
+        """The last turn of the longest known beginning, and how many messages that has; None: no turn.
+
+        Args:
+            links: of the request's messages (`matching.links_of`).
+        """
+        select = (
+            "SELECT number FROM turns WHERE session = ? AND link = ? ORDER BY number DESC LIMIT 1"
+        )
+
+        def work(connection: sqlite3.Connection) -> list[Any]:
+            for index in range(len(links) - 1, -1, -1):
+                if found := connection.execute(select, (session.row, links[index])).fetchone():
+                    return [(found[0], index + 1)]
+            return []
+
+        found = self._run(work)
+        return found[0] if found else None
+
+    def match_raw(
+        self, session: Session, is_beginning: Callable[[bytes], bool]
+    ) -> tuple[int, bytes] | None:
+        """Of the latest turns without messages, the longest one's number and link that is a beginning."""
+        select = (
+            "SELECT number, link FROM turns WHERE session = ? AND asked IS NULL AND link IS NOT NULL "
+            "ORDER BY number DESC LIMIT ?"
+        )
+        rows = self._run(lambda one: one.execute(select, (session.row, MAX_RAW)))
+        known = [(number, link) for number, link in rows if is_beginning(link)]
+        # A link begins with its length.
+        return max(known, key=lambda one: (one[1][:9], one[0]), default=None)
+
+    def path_to(self, session: Session, number: int) -> list[Turn]:
+        """The turns from the first one to `number`, without their log-probabilities."""
+        select = (
+            "WITH RECURSIVE path (number, parent) AS ("
+            "SELECT number, parent FROM turns WHERE session = ?1 AND number = ?2 UNION ALL "
+            "SELECT turns.number, turns.parent FROM turns JOIN path ON turns.session = ?1 "
+            "AND turns.number = path.parent) "
+            "SELECT number, parent, head, short, prompt, ids FROM turns "
+            "WHERE session = ?1 AND number IN (SELECT number FROM path) ORDER BY number"
+        )
+        rows = self._run(lambda one: one.execute(select, (session.row, number)))
+        return [_turn(*row) for row in rows]
+
+    def turns(self, session: Session, start: int = 0) -> list[Turn]:
+        """The next turns from `start` on, at most `BATCH`."""
+        select = (
+            "SELECT number, parent, head, short, prompt, ids, logprobs, engine_prompt, added, asked "
+            "FROM turns "
+            "WHERE session = ? AND number >= ? ORDER BY number LIMIT ?"
+        )
+        rows = self._run(lambda one: one.execute(select, (session.row, start, BATCH)))
+        return [_turn(*row) for row in rows]
+
+    def reason_of(
+        self, session: Session, parent: int | None, keys: Keys, plain: Sequence[bytes]
+    ) -> Reason:
+        """Why a turn begins a branch; "": it goes on from a turn that nothing has followed.
+
+        Args:
+            plain: of the request's messages, without their context.
+        """
+
+        def has(where: str, *values: Any) -> bool:
+            select = f"SELECT 1 FROM turns WHERE session = ? AND {where} LIMIT 1"
+            return bool(self._run(lambda one: one.execute(select, (session.row, *values))))
+
+        if parent is not None:
+            if has("parent = ? AND asked IS ?", parent, keys.asked):
+                return "retry"
+            return "fork" if has("parent = ?", parent) else ""
+        if not has("1"):
+            return "first"
+        if keys.asked is None:
+            return "history"
+        if has("parent IS NULL AND asked = ?", keys.asked):
+            return "retry"
+        marks = ",".join("?" * len(plain))
+        if plain and has(f"plain IN ({marks})", *plain):
+            return "context"
+        return "history" if has("system = ?", keys.system) else "system"
+
+    def add(self, session: Session, turns: Sequence[tuple[Turn, Keys]]) -> list[int]:
+        """Adds turns, and returns their numbers.
+
+        Raises:
+            SessionEnded: it was deleted meanwhile.
+        """
+        insert = f"INSERT INTO turns VALUES ({', '.join('?' * 14)})"
+
+        def work(connection: sqlite3.Connection) -> list[Any]:
+            update = (
+                "UPDATE sessions SET num_turns = num_turns + ?, at_s = ? WHERE id = ? AND NOT ended "
+                "RETURNING num_turns"
+            )
+            found = connection.execute(update, (len(turns), time.time(), session.row)).fetchone()
+            if found is None:
+                return []
+            first = found[0] - len(turns)
+            for number, (turn, keys) in enumerate(turns, start=first):
+                values = (
+                    session.row, number, turn.parent, *keys, _encode(turn.head), turn.short,
+                    turn.prompt, turn.ids, turn.logprobs, turn.engine_prompt, turn.added,
+                )  # fmt: skip
+                connection.execute(insert, values)
+            return [(first,)]
+
+        rows = self._run(work)
+        if not rows:
+            raise SessionEnded(
+                "expected a session that is open, got one that was deleted meanwhile"
+            )
+        return list(range(rows[0][0], rows[0][0] + len(turns)))
+
+    def note_running(self, session: Session, request_id: str) -> None:
+        """A request of the session runs, until `forget_running`."""
+        insert = "INSERT INTO running VALUES (?, ?)"
+        self._run(lambda one: one.execute(insert, (session.row, request_id)))
+
+    def forget_running(self, session: Session, request_id: str) -> None:
+        """A request has ended."""
+        delete = "DELETE FROM running WHERE session = ? AND request_id = ?"
+        self._database.run(
+            partial(_rows_of, lambda one: one.execute(delete, (session.row, request_id))), None
+        )
+
+    def end(self, session: Session) -> list[str]:
+        """Forgets the turns; that the session has ended is known for as long as it would be kept.
+
+        Returns:
+            The ids of its requests that run.
+        """
+        update = "UPDATE sessions SET ended = 1, metadata = x'80', at_s = ? WHERE id = ?"
+        self._run(lambda one: one.execute(update, (time.time(), session.row)))
+        self._remove_turns(session.row)
+        delete = "DELETE FROM running WHERE session = ? RETURNING request_id"
+        return [name for (name,) in self._run(lambda one: one.execute(delete, (session.row,)))]
+
+    def _remove_turns(self, row: int) -> None:
+        delete = (
+            "DELETE FROM turns WHERE session = ?1 AND number IN "
+            "(SELECT number FROM turns WHERE session = ?1 LIMIT ?2) RETURNING number"
+        )
+        while self._run(lambda one: one.execute(delete, (row, BATCH))):
+            give_way()
+
+    def remove_old(self) -> None:
+        """Forgets sessions without a call for their time; those that ended are unknown from then on."""
+        select = "SELECT id FROM sessions WHERE at_s < ? ORDER BY at_s LIMIT ?"
+        while rows := self._run(
+            lambda one: one.execute(select, (time.time() - self._keep_s, BATCH))
+        ):
+            for (row,) in rows:
+                self._remove_turns(row)
+                self._run(
+                    partial(_execute, statement="DELETE FROM sessions WHERE id = ?", values=(row,))
+                )
+            give_way()
+
+    def totals(self) -> tuple[int, int]:
+        """Open sessions, and the bytes that all take."""
+
+        def work(connection: sqlite3.Connection) -> list[Any]:
+            num = connection.execute("SELECT count(*) FROM sessions WHERE NOT ended").fetchone()[0]
+            return [(num, used_bytes(connection, EMPTY_PAGES))]
+
+        num, used = self._run(work)[0]
+        return num, used
+
+    def _run(self, work: Callable[[sqlite3.Connection], Any]) -> list[Any]:
+        """The rows of `work` in a transaction.
+
+        Raises:
+            TitopoolError: the file cannot be used.
+        """
+        rows = self._database.run(partial(_rows_of, work), None)
+        if rows is None:
+            raise TitopoolError(
+                "expected a file of sessions in run_dir that can be used, got a fault that the server's log "
+                "names; make space on its disk, and try again"
+            )
+        return rows
+
+
+def digest_of(name: str) -> bytes:
+    """What the file, logs and metrics have in place of an id."""
+    return blake2b(name.encode(), digest_size=8).digest()
+
+
+def _rows_of(
+    work: Callable[[sqlite3.Connection], Any], connection: sqlite3.Connection
+) -> list[Any] | None:
+    found = work(connection)
+    return found.fetchall() if isinstance(found, sqlite3.Cursor) else list(found)
+
+
+def _execute(
+    connection: sqlite3.Connection, *, statement: str, values: tuple[Any, ...]
+) -> sqlite3.Cursor:
+    return connection.execute(statement, values)
+
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.decode
+
+
+def _turn(number: int, parent: int | None, head: bytes, *columns: Any) -> Turn:
+    read = msgspec.msgpack.decode(head, type=TurnHead)
+    names = ("short", "prompt", "ids", "logprobs", "engine_prompt", "added", "asked")
+    return Turn(number=number, parent=parent, head=read, **dict(zip(names, columns, strict=False)))
+
+
+def ids_along(path: Sequence[Turn]) -> np.ndarray:
+    """All ids up to the end of the last turn, int32."""
+    return np.frombuffer(b"".join(one.prompt + one.ids for one in path), np.int32)

@@ -1,0 +1,413 @@
+"""A turn of a session: its prompt goes on from ids that were sent and sampled, and it is kept at its end."""
+
+import json
+import logging
+import time
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Sequence
+from hashlib import blake2b
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from app.conversations.matching import context_of, link_of_turn, links_of, system_of
+from app.conversations.store import (
+    Keys,
+    Reason,
+    Session,
+    SessionStore,
+    Turn,
+    TurnHead,
+    digest_of,
+    ids_along,
+)
+from app.inputs.chat_template import MAX_RENDER_S, Chat
+from app.inputs.turns import within
+from app.outputs.run_facts import RunFacts, kept_bytes
+from app.outputs.token_arrays import sampled_logprobs
+from app.route.fields import Message
+from titopool.conversations.chat_template import call_with_arguments
+from titopool.conversations.templates import LocalTemplate
+from titopool.conversations.turns import Turn as SampledTurn
+from titopool.conversations.turns import TurnRenderer, squeezed
+from titopool.errors import InvalidRequest
+from titopool.wire.messages import Chunk, Completed, Completion
+
+logger = logging.getLogger(__name__)
+
+# Of a text in the history, its first and last characters: templates ask how a text begins or ends.
+SHORT = 32
+# The last tokens of a prompt, in which a generation prompt may begin a thought.
+PROMPT_END = 64
+# Characters.
+MAX_MISMATCH = 300
+# Kinds of prompts without messages.
+TEXT, IDS = b"t", b"i"
+LinkOf = Callable[[bytes, str, Message], bytes | None]
+# Renderers for combinations of tools and variables of the template.
+MAX_RENDERERS = 64
+
+
+class Asking(Protocol):
+    """What a turn needs of its call."""
+
+    def use_tokenizer(
+        self, function: Callable[..., Any], *arguments: Any, size: int = 0
+    ) -> Any: ...
+
+    def render(self, chats: Sequence[Chat]) -> list[list[int]]: ...
+
+
+class Followed(NamedTuple):
+    """What follows a turn."""
+
+    ids: np.ndarray
+    # The turn in renders of later ones.
+    message: Message
+    mismatch: str | None
+
+
+class SessionTurn:
+    """One request in a session."""
+
+    def __init__(self, store: SessionStore, session: Session, name: str, path: str):
+        """`name`: the session's id; `path`: of the request."""
+        self._store, self._session, self._path = store, session, path
+        # Turns of one session prefer the same worker.
+        self.routing = digest_of(name).hex()
+        self._parent: int | None = None
+        self._num_parent = 0
+        self._keys = Keys(None)
+        self._plain: list[bytes] = []
+        # Of the sampled ids, their text and the message.
+        self._link_of: LinkOf = lambda ids, text, message: None
+        self._short, self._added = list[Message](), list[Message]()
+        self._reason: Reason = ""
+        self._mismatch: str | None = None
+        self._began_s = time.time()
+        self._request_id = self._model = ""
+        self._ids: np.ndarray | None = None
+        self._facts: RunFacts | None = None
+        self._gained: defaultdict[int, Gained] = defaultdict(Gained)
+
+    # ---- its prompt --------------------------------------------------------------------
+
+    def prompt_of_chat(self, call: Asking, chat: Chat, images: Sequence[bytes]) -> np.ndarray:
+        """The prompt of a chat, int32: the ids of the turns that its messages are known to be, and those of
+        its new messages; else a new branch, as the template writes it.
+
+        Args:
+            images: digests of the images, in order.
+
+        Raises:
+            TitopoolError: as `Call.render`.
+            InvalidRequest: the chat has a template of its own.
+        """
+        if chat.chat_template is not None:
+            raise InvalidRequest(
+                "chat_template: expected none in a session, whose turns the model's own template writes, got "
+                "one; leave it out, or send the chat outside of a session",
+                param="chat_template",
+            )
+        messages = chat.messages
+        links = links_of(context_of(chat), messages, images)
+        plain = links_of(b"", messages, images)
+        self._keys = Keys(None, links[-1], None, system_of(messages))
+        self._plain = plain
+        is_prompt = chat.add_generation_prompt and not chat.continue_final_message
+        if is_prompt:
+            self._link_of = lambda ids, text, message: link_of_turn(links[-1], message)
+        ids = self._continued(call, chat, links, len(images)) if is_prompt else None
+        if ids is None:
+            ids = np.array(call.render([chat])[0], np.int32)
+            self._short, self._added = [short_of(one) for one in messages], messages
+        self._reason = self._reason or self._store.reason_of(
+            self._session, self._parent, self._keys, plain
+        )
+        if not is_prompt:
+            self._reason = "prefill"
+        self._ids = ids
+        return ids
+
+    def _continued(
+        self, call: Asking, chat: Chat, links: Sequence[bytes], num_images: int
+    ) -> np.ndarray | None:
+        """The ids of known turns and of the messages after them; None: a new branch begins."""
+        found = self._store.match(self._session, links)
+        if found is None:
+            return None
+        number, num_known = found
+        new = chat.messages[num_known:]
+        if not new or any(one["role"] == "assistant" for one in new):
+            return None
+        path = self._store.path_to(self._session, number)
+        before = ids_along(path)
+        sampled = np.frombuffer(path[-1].ids, np.int32)
+        history = [message for one in path for message in json.loads(one.short)]
+        size = sum(len(str(one.get("content"))) for one in new) + len(sampled)
+        prompt = before[: len(before) - len(sampled)]
+        followed: Followed | None = call.use_tokenizer(
+            follow_turn, chat, history, prompt, sampled, new, num_images, size=size
+        )
+        if followed is None:
+            self._reason = "template"
+            return None
+        self._parent, self._num_parent = number, len(before)
+        self._short = [short_of(followed.message), *map(short_of, new)]
+        self._added, self._mismatch = new, followed.mismatch
+        ids: np.ndarray = np.concatenate([before, followed.ids]).astype(np.int32)
+        return ids
+
+    def prompt_of_raw(
+        self,
+        kind: bytes,
+        content: bytes,
+        encode: Callable[[bytes, bool], Sequence[int] | np.ndarray],
+    ) -> np.ndarray:
+        """The prompt of a text or of ids without messages, int32: the ids of the longest known beginning,
+        and those of the rest.
+
+        Args:
+            kind: `TEXT` or `IDS`.
+            content: in UTF-8, or int32.
+            encode: the ids of the rest, and whether that is the whole prompt.
+        """
+        found = self._store.match_raw(self._session, lambda link: begins_with(link, kind, content))
+        before, rest = np.empty(0, np.int32), content
+        if found is not None:
+            number, link = found
+            before = ids_along(self._store.path_to(self._session, number))
+            self._parent, self._num_parent = number, len(before)
+            rest = content[length_of_raw(link) :]
+        if kind == TEXT:
+            self._link_of = lambda ids, text, _: raw_link(kind, content + text.encode())
+        else:
+            self._link_of = lambda ids, text, _: raw_link(kind, content + ids)
+        self._reason = self._store.reason_of(self._session, self._parent, self._keys, ())
+        new = encode(rest, found is None) if rest else ()
+        self._ids = np.concatenate([before, np.array(new, np.int32)])
+        return self._ids
+
+    # ---- what is sampled ---------------------------------------------------------------
+
+    def take(self, part: Chunk | Completed) -> int:
+        """Takes what a stream has gained, or a whole result; returns the bytes that it keeps."""
+        if self._ids is None:
+            return 0
+        if self._facts is None:
+            self._facts = RunFacts(self._ids)
+        self._facts.begin(part)
+        pieces = part.pieces if isinstance(part, Chunk) else enumerate(part.completions)
+        return sum(self._gained[index].take(piece) for index, piece in pieces)
+
+    def begin(self, request_id: str, model: str) -> Callable[[], None]:
+        """The request runs, which the end of its session aborts; what is called at its end.
+
+        Args:
+            model: the model's name, or that of an adapter.
+        """
+        self._request_id, self._model = request_id, model
+        self._store.note_running(self._session, request_id)
+        return lambda: self._store.forget_running(self._session, request_id)
+
+    def keep(self) -> list[str]:
+        """Keeps the turn, one for each choice; returns why each begins a branch.
+
+        Raises:
+            SessionEnded: the session was deleted meanwhile.
+            TitopoolError: the sessions' file cannot be used.
+        """
+        facts, turns = self._facts, []
+        if facts is None or self._ids is None:
+            return []
+        engine_prompt = b"" if facts.prompt_ids is self._ids else facts.prompt_ids.tobytes()
+        for index, gained in sorted(self._gained.items()):
+            head = TurnHead(
+                reason="choice" if index else self._reason,
+                path=self._path,
+                request_id=self._request_id,
+                model=self._model,
+                lora_version=facts.adapter_version,
+                began_s=self._began_s,
+                ended_s=time.time(),
+                finish_reason=gained.finish_reason,
+                weight_versions=gained.weight_versions,
+                image_ranges=facts.image_ranges,
+                mismatch=self._mismatch,
+                message=gained.message(),
+                num_prompt=len(facts.prompt_ids),
+                num_cached=facts.num_cached,
+            )
+            turn = Turn(
+                parent=self._parent,
+                head=head,
+                short=_json(self._short),
+                prompt=self._ids[self._num_parent :].tobytes(),
+                ids=bytes(gained.ids),
+                logprobs=bytes(gained.logprobs),
+                engine_prompt=engine_prompt,
+                added=_json(self._added),
+            )
+            read = as_read(head.message)
+            link = self._link_of(turn.ids, gained.text, read)
+            plain = link_of_turn(self._plain[-1], read) if self._plain else None
+            turns.append((turn, self._keys._replace(link=link, plain=plain)))
+        self._store.add(self._session, turns)
+        return [turn.head.reason for turn, _ in turns]
+
+
+class Gained:
+    """What one choice has sampled so far."""
+
+    def __init__(self) -> None:
+        self.ids, self.logprobs = bytearray(), bytearray()
+        self.finish_reason = ""
+        self.weight_versions: list[tuple[int, int]] = []
+        self._texts: defaultdict[str, list[str]] = defaultdict(list)
+        # By index: id, name and pieces of the arguments.
+        self._calls: dict[int, tuple[str, str, list[str]]] = {}
+
+    def take(self, piece: Completion) -> int:
+        """Returns the bytes that it keeps of a piece."""
+        self.ids += piece.token_ids
+        if piece.logprobs is not None:
+            self.logprobs += sampled_logprobs(piece).tobytes()
+        self.weight_versions = piece.weight_versions or self.weight_versions
+        self.finish_reason = piece.finish_reason or self.finish_reason
+        said = {"content": piece.text} if piece.message is None else piece.message
+        for name in ("content", "reasoning"):
+            if text := said.get(name):
+                self._texts[name].append(text)
+        for number, call in enumerate(said.get("tool_calls") or ()):
+            function, index = call.get("function") or {}, call.get("index", number)
+            known = self._calls.setdefault(
+                index, (call.get("id") or "", function.get("name") or "", [])
+            )
+            known[2].append(function.get("arguments") or "")
+        return kept_bytes(piece)
+
+    @property
+    def text(self) -> str:
+        return "".join(self._texts["content"])
+
+    def message(self) -> Message:
+        """What was sampled, as a message of OpenAI's chats."""
+        message: Message = {"role": "assistant", "content": self.text}
+        if self._texts["reasoning"]:
+            message["reasoning"] = "".join(self._texts["reasoning"])
+        if self._calls:
+            message["tool_calls"] = [
+                {
+                    "id": name,
+                    "type": "function",
+                    "function": {"name": tool, "arguments": "".join(given)},
+                }
+                for _, (name, tool, given) in sorted(self._calls.items())
+            ]
+        return message
+
+
+def as_read(message: Message) -> Message:
+    """A sampled message as `read_conversation` gives one that a client sends back."""
+    calls = [call_with_arguments(call)[0] for call in message.get("tool_calls") or ()]
+    return {**message, "tool_calls": calls} if calls else message
+
+
+def short_of(message: Message) -> Message:
+    """A message that stands for a known one in renders of what follows: a template decides by roles, calls
+    and how texts begin and end."""
+    short = dict(message)
+    for name in ("content", "reasoning", "reasoning_content", "thinking"):
+        value = message.get(name)
+        if isinstance(value, str):
+            short[name] = _short(value)
+        elif isinstance(value, list):
+            short[name] = [
+                {**part, "text": _short(part["text"])} if part.get("type") == "text" else part
+                for part in value
+            ]
+    if calls := message.get("tool_calls"):
+        short["tool_calls"] = [
+            {**call, "function": {**call["function"], "arguments": {}}}
+            if "function" in call
+            else call
+            for call in calls
+        ]
+    return short
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 2 * SHORT else f"{text[:SHORT]} {text[-SHORT:]}"
+
+
+def follow_turn(
+    tokenizer: Any,
+    chat: Chat,
+    history: Sequence[Message],
+    prompt: np.ndarray,
+    sampled: np.ndarray,
+    new: Sequence[Message],
+    num_images: int,
+) -> Followed | None:
+    """What the template writes after a turn; None: it does not go on from the turn's ids.
+
+    Args:
+        history: messages that stand for those before the turn (`short_of`).
+        prompt: the ids before the turn.
+    """
+    renderer = _renderer_of(tokenizer, chat)
+    template = renderer.template
+
+    def written() -> str:
+        return squeezed(template.decode(template.render(history, ())))
+
+    turn = SampledTurn(prompt[-PROMPT_END:], sampled, history, written, frozenset())
+    images = [""] * num_images
+    try:
+        found = within(MAX_RENDER_S, lambda: renderer.follow(turn, new, images))
+    except Exception as error:
+        # Templates raise arbitrary errors; the whole conversation may still be rendered.
+        logger.info("a session begins a branch: %s: %s", type(error).__name__, str(error)[:300])
+        return None
+    if found.ids is None:
+        return None
+    mismatch = None if found.difference is None else found.difference[:MAX_MISMATCH]
+    return Followed(found.ids, dict(found.message), mismatch)
+
+
+def _renderer_of(tokenizer: Any, chat: Chat) -> TurnRenderer:
+    """The renderer of a chat's tools, without their descriptions, and variables of the template."""
+    known: OrderedDict[bytes, TurnRenderer] | None = getattr(tokenizer, "titopool_renderers", None)
+    if known is None:
+        known = tokenizer.titopool_renderers = OrderedDict()
+    tools = [
+        {"type": "function", "function": {"name": one["function"]["name"], "description": "", "parameters": {}}}
+        for one in chat.tools or ()
+    ]  # fmt: skip
+    key = blake2b(_json([tools, chat.template_kwargs])).digest()
+    if key not in known:
+        known[key] = TurnRenderer(LocalTemplate(tokenizer, tools, chat.template_kwargs))
+        if len(known) > MAX_RENDERERS:
+            known.popitem(last=False)
+    known.move_to_end(key)
+    return known[key]
+
+
+def raw_link(kind: bytes, content: bytes) -> bytes:
+    """A digest of a text or of ids, with their length."""
+    return kind + len(content).to_bytes(8, "big") + blake2b(content, digest_size=16).digest()
+
+
+def length_of_raw(link: bytes) -> int:
+    return int.from_bytes(link[1:9], "big")
+
+
+def begins_with(link: bytes, kind: bytes, content: bytes) -> bool:
+    """Whether a text, or ids, begin with those of a link."""
+    length = length_of_raw(link)
+    return link[:1] == kind and length <= len(content) and raw_link(kind, content[:length]) == link
+
+
+def _json(value: Any) -> bytes:
+    # Models write numbers that orjson refuses.
+    return json.dumps(value).encode()

@@ -1,0 +1,101 @@
+"""Answers of the routes of sessions."""
+
+from typing import Any
+
+import msgspec
+
+from app.conversations.store import Reason
+
+
+class SessionMade(msgspec.Struct, kw_only=True):
+    """A new session."""
+
+    # 128 random bits.
+    session_id: str
+    # The path of the base URL for clients.
+    path: str
+    # What opens it in place of a client's key.
+    key: str
+
+
+class SessionUsage(msgspec.Struct, kw_only=True):
+    """Tokens of all turns."""
+
+    # As the engine got them; those of turns before count in each turn.
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+
+
+class TurnAnswer(msgspec.Struct, kw_only=True):
+    """A turn of the tree."""
+
+    number: int
+    # The turn that it goes on from; null: none.
+    parent: int | None
+    # Why it begins a branch; empty: it does not.
+    reason: Reason
+    # The request's messages after the parent's turn, and what was sampled.
+    messages: list[dict[str, Any]]
+    message: dict[str, Any]
+    finish_reason: str
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+    # [version, index of its first token] of the completion.
+    weight_versions: list[tuple[int, int]]
+    model: str
+    lora_version: int | None
+    request_id: str
+    path: str
+    # Seconds since 1970.
+    began_s: float
+    ended_s: float
+    # How the template would write the turns before in another way than they were sent; null: it would not.
+    mismatch: str | None
+
+
+class SessionAnswer(msgspec.Struct, kw_only=True):
+    """What is known of a session."""
+
+    session_id: str
+    metadata: dict[str, Any]
+    # Seconds since 1970.
+    made_s: float
+    used_s: float
+    num_branches: int
+    num_mismatches: int
+    usage: SessionUsage
+    turns: list[TurnAnswer]
+
+
+class SampleAnswer(msgspec.Struct, kw_only=True):
+    """The turns from the first one to one that nothing goes on from."""
+
+    turns: list[int]
+    # Of each turn: why it begins a branch; empty: it does not.
+    reasons: list[Reason]
+    # Whether the client sent the last turn's request again and did not go on from this answer.
+    was_retried: bool
+    # The index of the first sampled token.
+    prompt_length: int
+    # As the engine got and sampled them.
+    ids: list[int]
+    # 1 at each sampled token; a turn that several samples have counts in one of them.
+    loss_mask: list[int]
+    # 0 at tokens that were not sampled.
+    logprobs: list[float | None]
+    # [version, index of its first token in `ids`].
+    weight_versions: list[tuple[int, int]]
+    # Of each turn.
+    finish_reasons: list[str]
+    # Offset and length of each image in `ids`.
+    image_ranges: list[tuple[int, int]]
+
+
+class Samples(msgspec.Struct, kw_only=True):
+    """What a trainer takes of a session."""
+
+    session_id: str
+    metadata: dict[str, Any]
+    samples: list[SampleAnswer]
