@@ -60,10 +60,14 @@ def link_of_turn(link: bytes, message: Message) -> bytes:
     return _digest(link, [squeezed(said_of(_text_of(message))), called])
 
 
+def num_system(messages: Sequence[Message]) -> int:
+    """How many messages at the beginning are the system's."""
+    return sum(1 for _ in takewhile(lambda message: message["role"] in SYSTEM_ROLES, messages))
+
+
 def system_of(messages: Sequence[Message]) -> bytes:
     """A digest of the system prompt at the beginning."""
-    system = takewhile(lambda message: message["role"] in SYSTEM_ROLES, messages)
-    return _digest(b"", [_text_of(message).strip() for message in system])
+    return _digest(b"", [_text_of(one).strip() for one in messages[: num_system(messages)]])
 
 
 def _parts_of(message: Message) -> list[Message]:

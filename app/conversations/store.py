@@ -32,6 +32,8 @@ BATCH = 8
 TOUCH_EVERY_S = 1.0
 # What one request may still write into a file that has room for it.
 SPARE_BYTES = 1024 * 1024
+# Of `Turn`, in the order of the table: what each request of a session reads comes first.
+COLUMNS = ("short", "prompt", "ids", "added", "logprobs", "engine_prompt")
 SCHEMA = (
     # digest: of the id, which opens the session. at_s: the last call, in Unix seconds.
     "CREATE TABLE sessions (id INTEGER PRIMARY KEY, digest BLOB NOT NULL UNIQUE, maker BLOB NOT NULL, "
@@ -41,8 +43,8 @@ SCHEMA = (
     # The columns are those of `Keys` and `Turn`.
     "CREATE TABLE turns (session INTEGER NOT NULL, number INTEGER NOT NULL, parent INTEGER, "
     "link BLOB, asked BLOB, plain BLOB, system BLOB, head BLOB NOT NULL, short BLOB NOT NULL, "
-    "prompt BLOB NOT NULL, ids BLOB NOT NULL, logprobs BLOB NOT NULL, engine_prompt BLOB NOT NULL, "
-    "added BLOB NOT NULL, "
+    "prompt BLOB NOT NULL, ids BLOB NOT NULL, added BLOB NOT NULL, logprobs BLOB NOT NULL, "
+    "engine_prompt BLOB NOT NULL, "
     "PRIMARY KEY (session, number)) WITHOUT ROWID",
     "CREATE INDEX turns_by_link ON turns (session, link)",
     # Requests in flight; a process that died leaves some.
@@ -139,7 +141,8 @@ class SessionStore:
 
     def __init__(self, folder: Path, *, max_bytes: int, max_sessions: int, keep_s: float):
         """`keep_s`: after its last call."""
-        self._database = SharedDatabase(folder / FILE, SCHEMA, "sessions")
+        self._path = folder / FILE
+        self._database = SharedDatabase(self._path, SCHEMA, "sessions")
         self._max_bytes, self._max_sessions, self._keep_s = max_bytes, max_sessions, keep_s
 
     def make(self, maker: Maker, metadata: dict[str, Any]) -> str:
@@ -238,6 +241,17 @@ class SessionStore:
         # A link begins with its length.
         return max(known, key=lambda one: (one[1][:9], one[0]), default=None)
 
+    def number_of(self, session: Session, request_id: str) -> int | None:
+        """The first choice of a request's turn; None: the session has none."""
+        select = "SELECT number, head FROM turns WHERE session = ? ORDER BY number"
+        rows = self._run(lambda one: one.execute(select, (session.row,)))
+        numbers = (
+            number
+            for number, head in rows
+            if msgspec.msgpack.decode(head, type=TurnHead).request_id == request_id
+        )
+        return next(numbers, None)
+
     def path_to(self, session: Session, number: int) -> list[Turn]:
         """The turns from the first one to `number`, without their log-probabilities."""
         select = (
@@ -245,7 +259,7 @@ class SessionStore:
             "SELECT number, parent FROM turns WHERE session = ?1 AND number = ?2 UNION ALL "
             "SELECT turns.number, turns.parent FROM turns JOIN path ON turns.session = ?1 "
             "AND turns.number = path.parent) "
-            "SELECT number, parent, head, short, prompt, ids FROM turns "
+            "SELECT number, parent, head, short, prompt, ids, added FROM turns "
             "WHERE session = ?1 AND number IN (SELECT number FROM path) ORDER BY number"
         )
         rows = self._run(lambda one: one.execute(select, (session.row, number)))
@@ -254,7 +268,7 @@ class SessionStore:
     def turns(self, session: Session, start: int = 0) -> list[Turn]:
         """The next turns from `start` on, at most `BATCH`."""
         select = (
-            "SELECT number, parent, head, short, prompt, ids, logprobs, engine_prompt, added, asked "
+            "SELECT number, parent, head, short, prompt, ids, added, logprobs, engine_prompt, asked "
             "FROM turns "
             "WHERE session = ? AND number >= ? ORDER BY number LIMIT ?"
         )
@@ -307,10 +321,8 @@ class SessionStore:
                 return []
             first = found[0] - len(turns)
             for number, (turn, keys) in enumerate(turns, start=first):
-                values = (
-                    session.row, number, turn.parent, *keys, _encode(turn.head), turn.short,
-                    turn.prompt, turn.ids, turn.logprobs, turn.engine_prompt, turn.added,
-                )  # fmt: skip
+                columns = [getattr(turn, name) for name in COLUMNS]
+                values = (session.row, number, turn.parent, *keys, _encode(turn.head), *columns)
                 connection.execute(insert, values)
             return [(first,)]
 
@@ -367,14 +379,17 @@ class SessionStore:
             give_way()
 
     def totals(self) -> tuple[int, int]:
-        """Open sessions, and the bytes that all take."""
+        """Open sessions, and the bytes that all take; zeros while there is no file that can be used."""
+        if not self._path.exists():
+            return 0, 0
+        select = "SELECT count(*) FROM sessions WHERE NOT ended AND at_s >= ?"
+        since_s = time.time() - self._keep_s
 
-        def work(connection: sqlite3.Connection) -> list[Any]:
-            num = connection.execute("SELECT count(*) FROM sessions WHERE NOT ended").fetchone()[0]
-            return [(num, used_bytes(connection, EMPTY_PAGES))]
+        def work(connection: sqlite3.Connection) -> tuple[int, int]:
+            (num,) = connection.execute(select, (since_s,)).fetchone()
+            return num, used_bytes(connection, EMPTY_PAGES)
 
-        num, used = self._run(work)[0]
-        return num, used
+        return self._database.run(work, (0, 0))
 
     def _run(self, work: Callable[[sqlite3.Connection], Any]) -> list[Any]:
         """The rows of `work` in a transaction.
@@ -415,8 +430,8 @@ _decode = msgspec.msgpack.decode
 
 def _turn(number: int, parent: int | None, head: bytes, *columns: Any) -> Turn:
     read = msgspec.msgpack.decode(head, type=TurnHead)
-    names = ("short", "prompt", "ids", "logprobs", "engine_prompt", "added", "asked")
-    return Turn(number=number, parent=parent, head=read, **dict(zip(names, columns, strict=False)))
+    known = dict(zip((*COLUMNS, "asked"), columns, strict=False))
+    return Turn(number=number, parent=parent, head=read, **known)
 
 
 def ids_along(path: Sequence[Turn]) -> np.ndarray:

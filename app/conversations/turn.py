@@ -27,6 +27,7 @@ from app.outputs.run_facts import RunFacts, kept_bytes
 from app.outputs.token_arrays import sampled_logprobs
 from app.route.fields import Message
 from titopool.conversations.chat_template import call_with_arguments
+from titopool.conversations.messages import IMAGE_PART
 from titopool.conversations.templates import LocalTemplate
 from titopool.conversations.turns import Turn as SampledTurn
 from titopool.conversations.turns import TurnRenderer, squeezed
@@ -89,6 +90,29 @@ class SessionTurn:
         self._ids: np.ndarray | None = None
         self._facts: RunFacts | None = None
         self._gained: defaultdict[int, Gained] = defaultdict(Gained)
+
+    def messages_until(self, request_id: str) -> list[Message]:
+        """The messages up to the answer to a request of the session, as `GET /sessions/{id}` has them.
+
+        Raises:
+            InvalidRequest: the session has no such answer, or an image is among the messages.
+        """
+        number = self._store.number_of(self._session, request_id)
+        if number is None:
+            raise InvalidRequest(
+                "previous_response_id: expected the id of a response in this session, got another; send all "
+                "items as input",
+                param="previous_response_id",
+            )
+        path = self._store.path_to(self._session, number)
+        known = [message for one in path for message in (*json.loads(one.added), one.head.message)]
+        if any(part == IMAGE_PART for one in known for part in one.get("content") or ()):
+            raise InvalidRequest(
+                "previous_response_id: expected a conversation without images, which a session does not keep, "
+                "got one with images; send all items as input",
+                param="previous_response_id",
+            )
+        return known
 
     # ---- its prompt --------------------------------------------------------------------
 

@@ -28,6 +28,8 @@ ENDS: dict[str, tuple[str, dict[str, str] | None]] = {
     "length": _CUT, "repetition": _CUT, "abort": ("cancelled", None)
 }  # fmt: skip
 # The type of an item and the prefix of its id, by the kind of part.
+# Of a response's id, before the request's.
+PREFIX = "resp_"
 TYPES = {
     "reasoning": ("reasoning", "rs"), "content": ("message", "msg"), "call": ("function_call", "fc")
 }  # fmt: skip
@@ -139,11 +141,11 @@ class ResponseAnswer(SampledFields, kw_only=True):
     text: dict[str, Any]
     reasoning: dict[str, Any]
     metadata: dict[str, str]
-    # Always these: no state is kept, and no prompt is shortened.
+    # Always these: no prompt is shortened, and no response is kept by its id alone.
     truncation: Literal["disabled"]
     background: bool
     store: bool
-    previous_response_id: None
+    previous_response_id: str | None
 
 
 class ResponseEvent(msgspec.Struct, kw_only=True):
@@ -189,7 +191,7 @@ class ResponsesRequest(NamedTuple):
         fields, options, turn = self.fields, self.turn.options, self.turn
         choice = fields.tool_choice
         return {
-            "id": f"resp_{turn.call.id}",
+            "id": PREFIX + turn.call.id,
             "object": "response",
             "created_at": int(time.time()),
             "status": "in_progress",
@@ -216,7 +218,7 @@ class ResponsesRequest(NamedTuple):
             "truncation": "disabled",
             "background": False,
             "store": False,
-            "previous_response_id": None,
+            "previous_response_id": fields.previous_response_id,
         }
 
     def item_id(self, index: int, part: Part) -> str:

@@ -75,6 +75,8 @@ class ResponsesFields(StreamedFields, forbid_unknown_fields=True, kw_only=True):
     include: list[str] = field(default_factory=list)
     # The answer repeats it.
     metadata: dict[str, str] = field(default_factory=dict)
+    # In a session: the response after whose messages `input` follows.
+    previous_response_id: str | None = None
     # Stands for `session_id` where that is missing.
     prompt_cache_key: str | None = None
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
@@ -95,15 +97,14 @@ class ResponsesFields(StreamedFields, forbid_unknown_fields=True, kw_only=True):
         return self.top_logprobs if LOGPROBS in self.include else None
 
 
-_NO_STATE = "no response is kept; send all items as input"
+NO_STATE = "no response is kept; send all items as input"
 UNUSED: dict[str, Unused] = {
     "background": Unused("a response is made while its client waits", (False,)),
     "context_management": Unused("no context is shortened; send a shorter input"),
-    "conversation": Unused(_NO_STATE),
+    "conversation": Unused(NO_STATE),
     "image": Unused("images are read as they are", ({"context_compression": "disabled"},)),
     "max_tool_calls": Unused("it limits built-in tools, and there are none", accepted=None),
     "moderation": Unused("nothing is moderated"),
-    "previous_response_id": Unused(_NO_STATE),
     "prompt": Unused("no templates of prompts are kept; send instructions and input"),
     "prompt_cache_options": Unused("the prefix cache has none", accepted=None),
     "prompt_cache_retention": Unused("the prefix cache has none", accepted=None),
@@ -111,7 +112,7 @@ UNUSED: dict[str, Unused] = {
     "truncation": Unused("no prompt is shortened; send a shorter one", ("disabled",)),
     # vLLM's.
     "enable_response_messages": Unused("no answer has a prompt's messages", (False,)),
-    "previous_input_messages": Unused(_NO_STATE),
+    "previous_input_messages": Unused(NO_STATE),
     # Of chats.
     "include_reasoning": Unused("reasoning is an item of its own", (True,)),
     "logprobs": Unused(f'send "include": ["{LOGPROBS}"] and top_logprobs', (False,)),

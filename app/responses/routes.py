@@ -9,15 +9,24 @@ from functools import partial
 import orjson
 from flask import Blueprint, Response
 
-from app.call.call import admitted
+from app.call.call import Call, admitted
 from app.call.chats import make_turn
 from app.call.jobs import encode_sent
 from app.call.streams import respond
 from app.call.token_texts import TokenTexts
-from app.responses.answers import ResponseAnswer, ResponseEvent, ResponsesRequest, whole_answer
-from app.responses.bodies import RESPONSES_BODY, set_options
+from app.conversations.matching import num_system
+from app.responses.answers import (
+    PREFIX,
+    ResponseAnswer,
+    ResponseEvent,
+    ResponsesRequest,
+    whole_answer,
+)
+from app.responses.bodies import NO_STATE, RESPONSES_BODY, set_options
 from app.responses.items import translate
 from app.responses.stream import ResponseEvents
+from app.route.decoding import shown
+from app.route.fields import Message
 from app.route.operation import EVENTS, GENERATION_ERRORS, IMAGE_ERRORS, Example, Operation
 from app.route.parameters import SESSION_ID
 from titopool.errors import ContextLengthExceeded, InvalidRequest, PromptTooLong
@@ -34,7 +43,8 @@ _OF_CHAT = re.compile(r"^messages(\[\d+\]|\.\w+)*|(?<=\])\.function(?=\.)")
 @blueprint.post("/v1/responses/")
 @Operation(
     description=(
-        "No state is kept: `input` has all items. With `stream`, the answer is events, each with its "
+        "`input` has all items; in a session (`POST /sessions`), `previous_response_id` stands for those up to "
+        "a response. With `stream`, the answer is events, each with its "
         "`type` as its name. Unknown fields are accepted and counted in `/metrics`."
     ),
     body=RESPONSES_BODY,
@@ -75,7 +85,12 @@ def responses() -> Response:
         set_options(fields, options)
         fields.session_id = fields.session_id or call.session or fields.prompt_cache_key
         try:
-            turn, request = make_turn(call, fields, translate(fields), options)
+            chat = translate(fields)
+            if fields.previous_response_id is not None:
+                chat.messages = _with_messages_before(
+                    call, fields.previous_response_id, chat.messages
+                )
+            turn, request = make_turn(call, fields, chat, options)
         except InvalidRequest as error:
             raise _in_its_terms(error) from None
         # The items may have long texts, and images.
@@ -86,6 +101,20 @@ def responses() -> Response:
         encode_sent(orjson.dumps, [[asked.head()]], "tools, text.format", "tools")
         events = ResponseEvents(asked) if fields.stream else None
         return respond(call, request, whole=partial(whole_answer, asked), events=events)
+
+
+def _with_messages_before(call: Call, response_id: str, messages: list[Message]) -> list[Message]:
+    """The messages up to a response of the session, before others. As in OpenAI's API, only the request's
+    own instructions hold."""
+    if call.turn is None:
+        raise InvalidRequest(
+            f"previous_response_id: expected no value, got {shown(response_id)}: {NO_STATE}, or make a session "
+            "with POST /sessions",
+            param="previous_response_id",
+        )
+    known = call.turn.messages_until(response_id.removeprefix(PREFIX))
+    num_own, num_known = num_system(messages), num_system(known)
+    return [*messages[:num_own], *known[num_known:], *messages[num_own:]]
 
 
 def _in_its_terms(error: InvalidRequest) -> InvalidRequest:

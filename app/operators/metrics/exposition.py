@@ -13,7 +13,7 @@ from prometheus_client.registry import Collector
 
 from app.call.service import Service
 from app.operators.metrics.engines import engine_text, left_out_family
-from app.operators.metrics.front_ends import front_end_families
+from app.operators.metrics.front_ends import front_end_families, session_families
 from app.operators.metrics.pool_totals import pool_families
 
 
@@ -31,6 +31,7 @@ def families(service: Service) -> list[Metric]:
     found = [*pool_families(workers), left_out_family(workers)]
     if service.counts is not None:
         found += front_end_families(service.counts.series())
+        found += session_families(*service.sessions.totals())
     return found
 
 

@@ -2,7 +2,12 @@
 
 from collections.abc import Iterable, Sequence
 
-from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
 
 from app.counts.families import FAMILIES, Family
 from app.counts.front_end import Series
@@ -16,6 +21,14 @@ def front_end_families(series: Iterable[Series]) -> Iterable[Metric]:
     for family, found in by_family.items():
         found.sort(key=lambda one: one.labels)
         yield _histogram(family, found) if family.bounds else _counter(family, found)
+
+
+def session_families(num_sessions: int, num_bytes: int) -> Iterable[Metric]:
+    """What sessions take, in all front ends of this host."""
+    yield GaugeMetricFamily("titopool_sessions", "open sessions of agents", num_sessions)
+    yield GaugeMetricFamily(
+        "titopool_session_bytes", "disk that the turns of sessions take", num_bytes
+    )
 
 
 def _counter(family: Family, series: Iterable[Series]) -> Metric:
