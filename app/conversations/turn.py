@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from app.conversations.matching import context_of, link_of_turn, links_of, system_of
+from app.conversations.matching import SYSTEM_ROLES, context_of, link_of_turn, links_of, system_of
 from app.conversations.store import (
     Keys,
     Reason,
@@ -29,8 +29,8 @@ from app.route.fields import Message
 from titopool.conversations.chat_template import call_with_arguments
 from titopool.conversations.messages import IMAGE_PART
 from titopool.conversations.templates import LocalTemplate
+from titopool.conversations.turns import SENTINEL, TurnRenderer, squeezed
 from titopool.conversations.turns import Turn as SampledTurn
-from titopool.conversations.turns import TurnRenderer, squeezed
 from titopool.errors import InvalidRequest
 from titopool.wire.messages import Chunk, Completed, Completion
 
@@ -45,6 +45,8 @@ MAX_MISMATCH = 300
 # Kinds of prompts without messages.
 TEXT, IDS = b"t", b"i"
 LinkOf = Callable[[bytes, str, Message], bytes | None]
+# A text that no template has.
+MARK = "titopoolmark"
 # Renderers for combinations of tools and variables of the template.
 MAX_RENDERERS = 64
 
@@ -163,6 +165,8 @@ class SessionTurn:
         number, num_known = found
         new = chat.messages[num_known:]
         if not new or any(one["role"] == "assistant" for one in new):
+            # Nothing was sampled as these, so the template must write them.
+            self._reason = "history"
             return None
         path = self._store.path_to(self._session, number)
         before = ids_along(path)
@@ -337,9 +341,11 @@ def as_read(message: Message) -> Message:
     return {**message, "tool_calls": calls} if calls else message
 
 
-def short_of(message: Message) -> Message:
+def short_of(message: Message, *, is_head_short: bool = False) -> Message:
     """A message that stands for a known one in renders of what follows: a template decides by roles, calls
-    and how texts begin and end."""
+    and how texts begin and end. The system's is shortened with `is_head_short` only."""
+    if message["role"] in SYSTEM_ROLES and not is_head_short:
+        return message
     short = dict(message)
     for name in ("content", "reasoning", "reasoning_content", "thinking"):
         value = message.get(name)
@@ -379,7 +385,11 @@ def follow_turn(
         history: messages that stand for those before the turn (`short_of`).
         prompt: the ids before the turn.
     """
-    renderer = _renderer_of(tokenizer, chat)
+    renderer, has_late_head = _known_of(tokenizer, chat, is_short=True)
+    if has_late_head:
+        renderer, _ = _known_of(tokenizer, chat, is_short=False)
+    else:
+        history = [short_of(message, is_head_short=True) for message in history]
     template = renderer.template
 
     def written() -> str:
@@ -399,22 +409,47 @@ def follow_turn(
     return Followed(found.ids, dict(found.message), mismatch)
 
 
-def _renderer_of(tokenizer: Any, chat: Chat) -> TurnRenderer:
-    """The renderer of a chat's tools, without their descriptions, and variables of the template."""
-    known: OrderedDict[bytes, TurnRenderer] | None = getattr(tokenizer, "titopool_renderers", None)
-    if known is None:
-        known = tokenizer.titopool_renderers = OrderedDict()
-    tools = [
-        {"type": "function", "function": {"name": one["function"]["name"], "description": "", "parameters": {}}}
-        for one in chat.tools or ()
-    ]  # fmt: skip
-    key = blake2b(_json([tools, chat.template_kwargs])).digest()
-    if key not in known:
-        known[key] = TurnRenderer(LocalTemplate(tokenizer, tools, chat.template_kwargs))
-        if len(known) > MAX_RENDERERS:
-            known.popitem(last=False)
-    known.move_to_end(key)
-    return known[key]
+class Known(NamedTuple):
+    """What is known of a template with certain tools and variables."""
+
+    renderer: TurnRenderer
+    has_late_head: bool
+
+
+def _known_of(tokenizer: Any, chat: Chat, *, is_short: bool) -> Known:
+    """`is_short`: with the tools' names only, which stand for them unless the template has a late head."""
+    all_known: OrderedDict[bytes, Known] | None = getattr(tokenizer, "titopool_renderers", None)
+    if all_known is None:
+        all_known = tokenizer.titopool_renderers = OrderedDict()
+    tools = chat.tools
+    if is_short:
+        names = [one["function"]["name"] for one in chat.tools or ()]
+        tools = [
+            {"type": "function", "function": {"name": name, "description": MARK}} for name in names
+        ]
+    key = blake2b(_json([is_short, tools, chat.template_kwargs])).digest()
+    if key not in all_known:
+        template = LocalTemplate(tokenizer, tools, chat.template_kwargs)
+        all_known[key] = Known(TurnRenderer(template), not is_short or _has_late_head(template))
+        if len(all_known) > MAX_RENDERERS:
+            all_known.popitem(last=False)
+    all_known.move_to_end(key)
+    return all_known[key]
+
+
+def _has_late_head(template: LocalTemplate) -> bool:
+    """Whether the template writes the system prompt or the tools after later messages, as Mistral's does, so
+    that their texts count."""
+    system, user = {"role": "system", "content": MARK}, {"role": "user", "content": "a"}
+    turn = {"role": "assistant", "content": "b" + SENTINEL}
+    for head in ([system], []):
+        try:
+            ids = template.render([*head, user, turn, user], ())
+        except Exception:
+            # Some templates refuse the system's role.
+            continue
+        return MARK in template.decode(ids).rpartition(SENTINEL)[2]
+    return True
 
 
 def raw_link(kind: bytes, content: bytes) -> bytes:

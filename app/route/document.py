@@ -47,6 +47,7 @@ TAGS = {
         "vLLM's native routes for token ids, and render, which makes their bodies.",
         ("inference", "render"),
     ),
+    "sessions": Tag("Sessions of agents, and what a trainer reads of them.", ("sessions",)),
     "sglang": Tag(
         "SGLang's native routes. Its `/generate` is the one of the first family.", ("sglang",)
     ),

@@ -1,0 +1,70 @@
+"""What follows a turn of a session, for the templates of model families: messages that stand for a long
+history give the same ids as the history."""
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+
+from app.conversations.turn import follow_turn, short_of
+from app.inputs.chat_messages import read_conversation
+from app.inputs.chat_template import Chat
+from tests.clients.test_families import SYSTEM, TOOL, USER, Case, cases_of, render
+from tests.kit.models.families import HERE, Family, tokenizer_of
+from titopool.conversations.templates import LocalTemplate
+from titopool.conversations.turns import Turn, TurnRenderer, squeezed
+
+LONG = " It goes on for a while, so that nobody wants to write it again." * 20
+# As tools of harnesses, whose descriptions are longer than most conversations.
+DESCRIBED = {
+    "type": "function",
+    "function": {**TOOL["function"], "description": "Adds one." + LONG},  # type: ignore[dict-item]
+}
+
+
+def histories(family: Family, case: Case) -> list[list[dict[str, Any]]]:
+    """Conversations before the turn, which begin with long texts."""
+    long_user = {**USER, "content": USER["content"] + LONG}
+    answered = [long_user, {"role": "assistant", "content": "Yes." + LONG}, long_user]
+    if "system" in family.name or family.name.startswith("gemma"):
+        return [[long_user], answered]
+    return [
+        [{**SYSTEM, "content": SYSTEM["content"] + LONG}, *one] for one in ([long_user], answered)
+    ]
+
+
+@pytest.mark.parametrize("family", HERE, ids=lambda family: family.name)
+def test_a_history_needs_not_be_rendered_again(family: Family):
+    tokenizer, num_compared = tokenizer_of(family), 0
+    for name, case in cases_of(family).items():
+        tools = None if case.tools is None else [DESCRIBED]
+        for messages in histories(family, case):
+            try:
+                text = render(family, messages, tools)
+            except Exception:
+                continue
+            prompt, sampled = (
+                np.array(tokenizer(one, add_special_tokens=False)["input_ids"], np.int32)
+                for one in (text, case.text + case.end)
+            )
+            renderer = TurnRenderer(LocalTemplate(tokenizer, tools))
+            read = read_conversation([*messages, *case.new], "messages").messages
+            history, new = read[: len(messages)], read[len(messages) :]
+            turn = Turn(
+                prompt, sampled, history, lambda text=text: squeezed(text), frozenset()  # type: ignore[misc]
+            )  # fmt: skip
+            try:
+                expected = renderer.follow(turn, new, []).ids
+            except Exception:
+                expected = None
+            chat = Chat(read, "messages", tools, {})
+            short = [short_of(json.loads(json.dumps(one))) for one in history]
+            found = follow_turn(tokenizer, chat, short, prompt, sampled, new, 0)
+            if expected is None:
+                assert found is None, (name, found)
+                continue
+            assert found is not None, name
+            assert found.ids.tolist() == expected.tolist(), (name, len(messages))
+            num_compared += 1
+    assert num_compared
