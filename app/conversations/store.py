@@ -153,21 +153,25 @@ class SessionStore:
             TitopoolError: the file cannot be used.
         """
         self.remove_old()
-        self.check_room()
-        num = self._run(lambda one: one.execute("SELECT count(*) FROM sessions WHERE NOT ended"))
-        if num[0][0] >= self._max_sessions:
-            raise QueueFull(
-                f"expected at most {self._max_sessions} sessions (max_sessions), got one more; end those "
-                "that are read, or raise the setting",
-                retry_after_s=60,
-            )
         name, now = secrets.token_hex(ID_BYTES), time.time()
         values = (digest_of(name), _encode(maker), _encode(metadata), now, now)
         insert = (
             "INSERT INTO sessions (digest, maker, metadata, made_s, at_s, ended, num_turns) "
             "VALUES (?, ?, ?, ?, ?, 0, 0)"
         )
-        self._run(lambda one: one.execute(insert, values))
+
+        def work(connection: sqlite3.Connection) -> sqlite3.Cursor:
+            self._check_room(connection)
+            count = "SELECT count(*) FROM sessions WHERE NOT ended"
+            if connection.execute(count).fetchone()[0] >= self._max_sessions:
+                raise QueueFull(
+                    f"expected at most {self._max_sessions} sessions (max_sessions), got one more; end "
+                    "those that are read, or raise the setting",
+                    retry_after_s=60,
+                )
+            return connection.execute(insert, values)
+
+        self._run(work)
         return name
 
     def find(self, name: str) -> Session:
@@ -199,9 +203,9 @@ class SessionStore:
         read = msgspec.msgpack.decode(maker, type=Maker)
         return Session(row, read, _decode(metadata), made_s, at_s, num_turns)
 
-    def check_room(self) -> None:
+    def _check_room(self, connection: sqlite3.Connection) -> None:
         """Raises QueueFull where the file has no room for another turn."""
-        used = self._run(lambda one: [(used_bytes(one, EMPTY_PAGES),)])[0][0]
+        used = used_bytes(connection, EMPTY_PAGES)
         if used + min(SPARE_BYTES, self._max_bytes // 8) > self._max_bytes:
             raise QueueFull(
                 f"expected at most {self._max_bytes} bytes of sessions (session_bytes), got {used}; end "
@@ -334,9 +338,19 @@ class SessionStore:
         return list(range(rows[0][0], rows[0][0] + len(turns)))
 
     def note_running(self, session: Session, request_id: str) -> None:
-        """A request of the session runs, until `forget_running`."""
+        """A request of the session runs, until `forget_running`.
+
+        Raises:
+            QueueFull: the file has no room for what it samples.
+            TitopoolError: the file cannot be used.
+        """
         insert = "INSERT INTO running VALUES (?, ?)"
-        self._run(lambda one: one.execute(insert, (session.row, request_id)))
+
+        def work(connection: sqlite3.Connection) -> sqlite3.Cursor:
+            self._check_room(connection)
+            return connection.execute(insert, (session.row, request_id))
+
+        self._run(work)
 
     def forget_running(self, session: Session, request_id: str) -> None:
         """A request has ended."""

@@ -233,6 +233,10 @@ class SessionTurn:
 
         Args:
             model: the model's name, or that of an adapter.
+
+        Raises:
+            QueueFull: the sessions' file has no room for what it samples.
+            TitopoolError: it cannot be used.
         """
         self._request_id, self._model = request_id, model
         self._store.note_running(self._session, request_id)
