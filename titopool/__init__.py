@@ -13,10 +13,12 @@ from typing import TYPE_CHECKING, Any
 from titopool.release import RELEASE as __version__
 
 if TYPE_CHECKING:
+    from titopool.client.agent_sessions import AsyncSession, Session
     from titopool.client.async_client import AsyncClient
-    from titopool.client.results import Completion, PromptResult, Score
+    from titopool.client.results import Completion, PromptResult, Score, SessionSample
     from titopool.client.sync_client import Client
     from titopool.errors import TitopoolError
+    from titopool.rollouts.agents import AgentRun, run_agents, run_agents_async
     from titopool.rollouts.async_runner import run_rollouts_async
     from titopool.rollouts.batches import TokenBatch, pad_rollouts
     from titopool.rollouts.pipeline import TokenPipeline
@@ -24,32 +26,44 @@ if TYPE_CHECKING:
     from titopool.rollouts.runner import run_rollouts
 
 __all__ = [
+    "AgentRun",
     "AsyncClient",
+    "AsyncSession",
     "Client",
     "Completion",
     "PromptResult",
     "Rollout",
     "Score",
+    "Session",
+    "SessionSample",
     "TitopoolError",
     "TokenBatch",
     "TokenPipeline",
     "__version__",
     "pad_rollouts",
+    "run_agents",
+    "run_agents_async",
     "run_rollouts",
     "run_rollouts_async",
 ]
 
 _MODULES = {
+    "AgentRun": "titopool.rollouts.agents",
     "AsyncClient": "titopool.client.async_client",
+    "AsyncSession": "titopool.client.agent_sessions",
     "Client": "titopool.client.sync_client",
     "Completion": "titopool.client.results",
     "PromptResult": "titopool.client.results",
     "Rollout": "titopool.rollouts.rollout",
     "Score": "titopool.client.results",
+    "Session": "titopool.client.agent_sessions",
+    "SessionSample": "titopool.client.results",
     "TitopoolError": "titopool.errors",
     "TokenBatch": "titopool.rollouts.batches",
     "TokenPipeline": "titopool.rollouts.pipeline",
     "pad_rollouts": "titopool.rollouts.batches",
+    "run_agents": "titopool.rollouts.agents",
+    "run_agents_async": "titopool.rollouts.agents",
     "run_rollouts": "titopool.rollouts.runner",
     "run_rollouts_async": "titopool.rollouts.async_runner",
 }

@@ -27,7 +27,7 @@ class Sample:
     prompt_length: int
 
     def fields(self) -> dict[str, Any]:
-        """As `app.sessions.answers.SampleAnswer`."""
+        """As `titopool.answers.sessions.SampleAnswer`."""
         heads, starts = [turn.head for turn in self.turns], _starts_of(self.turns)
         return {
             "turns": [turn.number for turn in self.turns],

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -18,6 +18,7 @@ import numpy as np
 from app.http.auth import NO_SESSION
 from app.http.shared_database import SharedDatabase, used_bytes
 from app.time_slices import give_way
+from titopool.answers.sessions import Reason
 from titopool.errors import QueueFull, SessionEnded, SessionNotFound, TitopoolError
 
 FOLDER, FILE = "sessions", "sessions.db"
@@ -50,12 +51,6 @@ SCHEMA = (
     # Requests in flight; a process that died leaves some.
     "CREATE TABLE running (session INTEGER NOT NULL, request_id TEXT NOT NULL)",
 )
-
-
-# Why a branch begins; "": the turn goes on from its parent.
-Reason = Literal[
-    "", "first", "system", "context", "history", "template", "prefill", "fork", "retry", "choice"
-]
 
 
 class Maker(msgspec.Struct, frozen=True):

@@ -13,7 +13,6 @@ import numpy as np
 from app.conversations.matching import SYSTEM_ROLES, context_of, link_of_turn, links_of, system_of
 from app.conversations.store import (
     Keys,
-    Reason,
     Session,
     SessionStore,
     Turn,
@@ -26,6 +25,7 @@ from app.inputs.turns import within
 from app.outputs.run_facts import RunFacts, kept_bytes
 from app.outputs.token_arrays import sampled_logprobs
 from app.route.fields import Message
+from titopool.answers.sessions import Reason
 from titopool.conversations.chat_template import call_with_arguments
 from titopool.conversations.messages import IMAGE_PART
 from titopool.conversations.templates import LocalTemplate

@@ -18,14 +18,14 @@ from app.http.responses import respond_in_parts
 from app.outputs.json_parts import json_parts
 from app.outputs.token_arrays import JSON, MSGPACK, is_binary
 from app.route.operation import Example, Operation
-from app.sessions.answers import (
+from app.sessions.bodies import SessionBody
+from titopool.answers.sessions import (
     Samples,
     SessionAnswer,
     SessionMade,
     SessionUsage,
     TurnAnswer,
 )
-from app.sessions.bodies import SessionBody
 from titopool.errors import (
     InvalidRequest,
     NoReadyWorker,

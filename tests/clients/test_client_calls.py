@@ -180,7 +180,9 @@ def test_the_requests_of_a_batch_have_ids_of_their_own_and_an_abort_reaches_all(
     }
     kind = {"x-titopool-version": RELEASE, "content-type": "application/msgpack"}
 
-    async def once(self: AsyncClient, path: str, content: bytes, headers: dict[str, str]) -> Answer:
+    async def once(
+        self: AsyncClient, method: str, path: str, content: bytes, headers: dict[str, str]
+    ) -> Answer:
         if path == "/generate/":
             sent.append((headers.get("X-Request-Id"), headers.get("Idempotency-Key")))
             while len(aborted) < 2:

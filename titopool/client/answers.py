@@ -10,7 +10,14 @@ import numpy as np
 from titopool.answers.generation import BinarySequencesAnswer
 from titopool.answers.operators import Models, Ready, WeightInfo
 from titopool.client.failures import IncompatibleServer, UnexpectedAnswer
-from titopool.client.results import Completion, PromptResult, Score, ServerInfo, WorkerStatus
+from titopool.client.results import (
+    Completion,
+    PromptResult,
+    Score,
+    ServerInfo,
+    SessionSample,
+    WorkerStatus,
+)
 from titopool.errors import ERRORS_BY_CODE, InvalidRequest, TitopoolError
 from titopool.release import RELEASE, VERSION_HEADER, are_compatible, series_of
 from titopool.wire.logprob_entries import sampled_of
@@ -54,7 +61,29 @@ class TokensBody(msgspec.Struct):
     image_ranges: list[list[tuple[int, int]]] | None = None
 
 
+class SampleBody(msgspec.Struct):
+    """`titopool.answers.sessions.SampleAnswer` with arrays as bytes."""
+
+    turns: tuple[int, ...]
+    reasons: tuple[str, ...]
+    was_retried: bool
+    prompt_length: int
+    ids: bytes
+    loss_mask: bytes
+    logprobs: bytes
+    weight_versions: tuple[tuple[int, int], ...]
+    finish_reasons: tuple[str, ...]
+    image_ranges: tuple[tuple[int, int], ...]
+
+
+class SamplesBody(msgspec.Struct):
+    """The samples of a session."""
+
+    samples: list[SampleBody]
+
+
 TOKENS_DECODER = msgspec.msgpack.Decoder(TokensBody)
+SAMPLES_DECODER = msgspec.msgpack.Decoder(SamplesBody)
 
 
 def checked(answer: Answer, *, statuses: Sequence[int] = (200,)) -> Answer:
@@ -181,6 +210,31 @@ def _logprobs(
     if not len(ids):
         return sampled, (), ()
     return sampled, tuple(np.split(entry_ids, ends)), tuple(np.split(values, ends))
+
+
+def samples_of(answer: Answer) -> list[SessionSample]:
+    """The samples of /sessions/{id}/samples.
+
+    Raises:
+        UnexpectedAnswer: it is not the route's binary form.
+    """
+    if answer.headers.get("content-type") != MSGPACK:
+        raise _unexpected(answer, f"Content-Type {MSGPACK}")
+    try:
+        return [_sample(one) for one in SAMPLES_DECODER.decode(answer.content).samples]
+    except (msgspec.DecodeError, ValueError) as error:
+        raise _unexpected(answer, f"the samples of a session ({error})") from None
+
+
+def _sample(body: SampleBody) -> SessionSample:
+    ids, loss_mask, logprobs = (
+        np.frombuffer(raw, kind)
+        for raw, kind in ((body.ids, "<i4"), (body.loss_mask, "u1"), (body.logprobs, "<f4"))
+    )
+    if not len(ids) == len(loss_mask) == len(logprobs):
+        raise ValueError(f"{len(loss_mask)} and {len(logprobs)} values of {len(ids)} tokens")
+    arrays = {"ids": ids, "loss_mask": loss_mask, "logprobs": logprobs}
+    return SessionSample(**{**msgspec.structs.asdict(body), **arrays})
 
 
 def scores(answer: Answer) -> list[Score]:

@@ -14,7 +14,9 @@ import aiohttp
 import numpy as np
 
 from titopool.answers.generation import DetokenizeAnswer, Render, TokenizeAnswer
+from titopool.answers.sessions import SessionMade
 from titopool.client import answers, bodies
+from titopool.client.agent_sessions import AsyncSession, body_of
 from titopool.client.answers import Answer, checked
 from titopool.client.bodies import Batch, Options
 from titopool.client.failures import (
@@ -212,6 +214,13 @@ class AsyncClient:
         headers = bodies.headers_of(request_id, None, None)
         return answers.scores(await self._call("/get_sequence_logprobs/", body, headers=headers))
 
+    # ---- agents ----------------------------------------------------------------------
+
+    async def session(self, metadata: Mapping[str, Any] | None = None) -> AsyncSession:
+        """As `Client.session`: `async with await client.session() as session`."""
+        made = answers.json_answer(await self._call("/sessions", body_of(metadata)), SessionMade)
+        return AsyncSession(self._call, self.base_url, made)
+
     # ---- text and ids ----------------------------------------------------------------
 
     async def render(
@@ -363,16 +372,21 @@ class AsyncClient:
         *,
         headers: Mapping[str, str] | None = None,
         key: str | None = None,
+        method: str | None = None,
         statuses: Sequence[int] = (200,),
         timeout_s: float | None = None,
     ) -> Answer:
-        """The answer to a POST of `body`, or to a GET without one; repeats what has a key.
+        """The answer to a request; repeats what has a key.
+
+        Args:
+            method: None: POST with a body, GET without one.
 
         Raises:
             TitopoolError: the server's error, or why there is none.
         """
         timeout_s = self.timeout_s if timeout_s is None else timeout_s
         bearer = self.api_key if key is None else key
+        method = method or ("GET" if body is None else "POST")
         sent = {"User-Agent": f"titopool/{RELEASE}", **trace_headers(), **(headers or {})}
         if body is not None:
             sent["Content-Type"] = "application/json"
@@ -384,7 +398,9 @@ class AsyncClient:
                 delay_s = FIRST_DELAY_S
                 while True:
                     try:
-                        return checked(await self._once(path, body, sent), statuses=statuses)
+                        return checked(
+                            await self._once(method, path, body, sent), statuses=statuses
+                        )
                     except TitopoolError as error:
                         if "Idempotency-Key" not in sent or not _may_repeat(error):
                             raise
@@ -398,9 +414,10 @@ class AsyncClient:
                 f"none{why}; ask for fewer tokens in one request, or raise timeout_s"
             ) from last
 
-    async def _once(self, path: str, body: bytes | None, headers: Mapping[str, str]) -> Answer:
+    async def _once(
+        self, method: str, path: str, body: bytes | None, headers: Mapping[str, str]
+    ) -> Answer:
         url = self.base_url + path
-        method = "GET" if body is None else "POST"
         try:
             session = await self._sessions.get()
             async with session.request(

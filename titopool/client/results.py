@@ -53,6 +53,31 @@ class Score:
     top_logprobs: np.ndarray
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class SessionSample:
+    """The turns of a session from the first one to one that nothing goes on from."""
+
+    # Numbers of the turns, and why each begins a branch; "": it does not.
+    turns: tuple[int, ...]
+    reasons: tuple[str, ...]
+    # Whether the agent sent the last turn's request again and did not go on from this answer.
+    was_retried: bool
+    # The index of the first sampled token.
+    prompt_length: int
+    # int32, [tokens]: as the engine got and sampled them, with image placeholders expanded.
+    ids: np.ndarray
+    # uint8, [tokens]: 1 at each sampled token; a turn that several samples have counts in one of them.
+    loss_mask: np.ndarray
+    # float32, [tokens]: 0 at tokens that were not sampled.
+    logprobs: np.ndarray
+    # (version, index in `ids` of the first token that these weights sampled), in order.
+    weight_versions: tuple[tuple[int, int], ...]
+    # Of each turn.
+    finish_reasons: tuple[str, ...]
+    # Offset and length of each image in `ids`.
+    image_ranges: tuple[tuple[int, int], ...]
+
+
 @dataclass(frozen=True, slots=True)
 class WorkerStatus:
     """What one worker is doing."""

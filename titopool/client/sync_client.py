@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import numpy as np
 
+from titopool.client.agent_sessions import Session
 from titopool.client.async_client import AsyncClient
 from titopool.client.results import PromptResult, Score, ServerInfo, WorkerStatus
 
@@ -196,6 +197,27 @@ class Client:
                 min_weight_version=min_weight_version, request_id=request_id,
             )
         )  # fmt: skip
+
+    # ---- agents ----------------------------------------------------------------------
+
+    def session(self, metadata: Mapping[str, Any] | None = None) -> Session:
+        """A new session for an agent, whose turns the server remembers as token ids.
+
+            with client.session() as session:
+                run_agent(session.base_url, session.api_key)
+                samples = session.samples()
+
+        The end of the block ends the session.
+
+        Args:
+            metadata: what `Session.read` gives back; JSON of at most 64 KiB.
+
+        Raises:
+            InvalidRequest: the metadata is too long, or the server has no run_dir.
+            QueueFull: the server has too many sessions, or their file is full.
+            TitopoolError: as `generate`.
+        """
+        return Session(self._run, self._run(lambda client: client.session(metadata)))
 
     # ---- text and ids ----------------------------------------------------------------
 

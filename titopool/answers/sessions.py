@@ -1,10 +1,13 @@
 """Answers of the routes of sessions."""
 
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
-from app.conversations.store import Reason
+# Why a branch begins; "": the turn goes on from its parent.
+Reason = Literal[
+    "", "first", "system", "context", "history", "template", "prefill", "fork", "retry", "choice"
+]
 
 
 class SessionMade(msgspec.Struct, kw_only=True):
