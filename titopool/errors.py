@@ -200,7 +200,8 @@ class AnswerTooLarge(TitopoolError):
 
 
 class QueueFull(TitopoolError):
-    """The request would exceed `max_open_requests` or `max_queued_prompts` of this front end."""
+    """The request would exceed `max_open_requests` or `max_queued_prompts` of this front end, or its
+    session `max_sessions` or `session_bytes`."""
 
     status = 429
     code = "queue_full"

@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 
 from app.http.auth import NO_SESSION
-from app.http.shared_database import SharedDatabase, used_bytes
+from app.shared_database import SharedDatabase, used_bytes
 from app.time_slices import give_way
 from titopool.errors import QueueFull, SessionEnded, SessionNotFound, TitopoolError
 

@@ -11,7 +11,7 @@ from flask import request as http_request
 from app.call.service import current_service
 from app.control.pool_commands import end_requests
 from app.conversations.access import session_of
-from app.conversations.samples import all_turns, samples_of
+from app.conversations.session_samples import all_turns, samples_of
 from app.conversations.store import Maker, Turn
 from app.http.auth import SESSION_KEY, current_key
 from app.http.responses import respond_in_parts
