@@ -19,6 +19,7 @@ from app.outputs.json_parts import json_parts
 from app.outputs.token_arrays import JSON, MSGPACK, is_binary
 from app.route.operation import Example, Operation
 from app.sessions.answers import (
+    BinarySamples,
     Samples,
     SessionAnswer,
     SessionMade,
@@ -130,7 +131,7 @@ def _shown(turn: Turn) -> TurnAnswer:
 @blueprint.get("/sessions/<session_id>/samples/")
 @Operation(
     answer=Samples,
-    other_media={MSGPACK: Samples},
+    other_media={MSGPACK: BinarySamples},
     errors=(SessionNotFound, SessionEnded),
     path_parts=NAME,
 )
