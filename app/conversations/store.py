@@ -40,7 +40,7 @@ SCHEMA = (
     "metadata BLOB NOT NULL, made_s REAL NOT NULL, at_s REAL NOT NULL, ended INTEGER NOT NULL, "
     "num_turns INTEGER NOT NULL)",
     "CREATE INDEX sessions_by_age ON sessions (at_s)",
-    # The columns are those of `Keys` and `Turn`.
+    # The columns are those of `TurnKeys` and `Turn`.
     "CREATE TABLE turns (session INTEGER NOT NULL, number INTEGER NOT NULL, parent INTEGER, "
     "link BLOB, asked BLOB, plain BLOB, system BLOB, head BLOB NOT NULL, short BLOB NOT NULL, "
     "prompt BLOB NOT NULL, ids BLOB NOT NULL, added BLOB NOT NULL, logprobs BLOB NOT NULL, "
@@ -106,13 +106,13 @@ class Turn(msgspec.Struct, kw_only=True):
     engine_prompt: bytes = b""
     # JSON: the request's messages after the parent's turn.
     added: bytes = b""
-    # As of its `Keys`.
+    # As of its `TurnKeys`.
     asked: bytes | None = None
     # -1: not yet written.
     number: int = -1
 
 
-class Keys(NamedTuple):
+class TurnKeys(NamedTuple):
     """Digests by which a turn is found, and why a branch begins."""
 
     # Of the conversation with the turn; None: nothing goes on from it.
@@ -280,7 +280,7 @@ class SessionStore:
         return [_turn(*row) for row in rows]
 
     def reason_of(
-        self, session: Session, parent: int | None, keys: Keys, plain: Sequence[bytes]
+        self, session: Session, parent: int | None, keys: TurnKeys, plain: Sequence[bytes]
     ) -> Reason:
         """Why a turn begins a branch; "": it goes on from a turn that nothing has followed.
 
@@ -307,7 +307,7 @@ class SessionStore:
             return "context"
         return "history" if has("system = ?", keys.system) else "system"
 
-    def add(self, session: Session, turns: Sequence[tuple[Turn, Keys]]) -> list[int]:
+    def add(self, session: Session, turns: Sequence[tuple[Turn, TurnKeys]]) -> list[int]:
         """Adds turns, and returns their numbers.
 
         Raises:
