@@ -52,9 +52,10 @@ NAME = {"session_id": "the id that `POST /sessions` gave"}
 def make(body: SessionBody) -> SessionMade:
     """Makes a session, whose turns the server remembers as token ids.
 
-    `/sessions/{id}/v1` is a base URL for chat completions, completions, messages and responses. A prompt
-    there begins with the ids that the turns before were sent and sampled with. The key `session:{id}`
-    opens these routes, also without the id in the path.
+    `/sessions/{id}/v1` is a base URL with `/chat/completions`, `/completions`, `/messages`,
+    `/messages/count_tokens`, `/responses` and `/models`, which take and answer what they do at `/v1`. A
+    prompt there begins with the ids that the turns before were sent and sampled with. The key
+    `session:{id}` opens these routes and no others, also without the id in the path.
 
     Raises:
         InvalidRequest: `metadata` is too long, or the server has no run_dir.
