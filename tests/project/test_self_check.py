@@ -21,7 +21,7 @@ SIZES = {
     "app.anthropic": 398,
     "app.call": 1054,
     "app.control": 178,
-    "app.conversations": 613,
+    "app.conversations": 618,
     "app.counts": 267,
     "app.http": 1028,
     "app.inputs": 785,
