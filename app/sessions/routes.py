@@ -45,7 +45,7 @@ NAME = {"session_id": "the id that `POST /sessions` gave"}
     is_body_optional=True,
     errors=(QueueFull,),
     examples={
-        "empty": Example("A session"),
+        "empty": Example("A session", {}),
         "named": Example("With what a trainer wants to read with it", {"metadata": {"task": 17}}),
     },
 )
