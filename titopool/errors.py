@@ -12,8 +12,10 @@
     ├── ModelNotFound                     404  model_not_found
     ├── WorkerNotFound                    404  worker_not_found
     ├── RequestNotFound                   404  request_not_found
+    ├── SessionNotFound                   404  session_not_found
     ├── BodyTooSlow                       408  body_too_slow
     ├── Conflict                          409  conflict
+    ├── SessionEnded                      410  session_ended
     ├── BodyTooLarge                      413  body_too_large
     ├── AnswerTooLarge                    413  answer_too_large
     ├── QueueFull                         429  queue_full
@@ -200,7 +202,8 @@ class AnswerTooLarge(TitopoolError):
 
 
 class QueueFull(TitopoolError):
-    """The request would exceed `max_open_requests` or `max_queued_prompts` of this front end."""
+    """The request would exceed `max_open_requests` or `max_queued_prompts` of this front end, or its
+    session `max_sessions` or `session_bytes`."""
 
     status = 429
     code = "queue_full"

@@ -10,7 +10,7 @@ from flask import Response
 from msgspec import UNSET, UnsetType
 
 from app.anthropic.conversation import INVALID_JSON
-from app.call.chats import Part, Sampled, Turn
+from app.call.chats import ChatTurn, Part, Sampled
 from app.call.jobs import expanded_ids
 from app.http.responses import json_line
 from app.outputs.answer_parts import SampledFields
@@ -148,7 +148,7 @@ def in_shape(response: Response) -> Response:
     return response
 
 
-def head(turn: Turn) -> dict[str, Any]:
+def head(turn: ChatTurn) -> dict[str, Any]:
     """The first fields of a message."""
     return {
         "id": f"msg_{turn.call.id}",
@@ -158,7 +158,7 @@ def head(turn: Turn) -> dict[str, Any]:
     }
 
 
-def stop_of(turn: Turn, sampled: Sampled, num_prompt: int) -> tuple[StopReason, str | None]:
+def stop_of(turn: ChatTurn, sampled: Sampled, num_prompt: int) -> tuple[StopReason, str | None]:
     """Why a message ended, and the stop sequence that ended it."""
     calls = [part for part in sampled.parts if part.kind == "call"]
     if sampled.finish_reason in ("stop", "tool_calls"):
@@ -183,7 +183,7 @@ def usage_of(num_prompt: int, num_generated: int, num_cached: int) -> dict[str, 
     }
 
 
-def block_of(turn: Turn, part: Part) -> dict[str, Any]:
+def block_of(turn: ChatTurn, part: Part) -> dict[str, Any]:
     """A part as a block; of a stream that has just begun, an empty one."""
     if part.kind == "reasoning":
         return {"type": "thinking", "thinking": part.text, "signature": turn.call.id}
@@ -215,7 +215,7 @@ def _object_of(arguments: str) -> dict[str, Any] | None:
     return found if isinstance(found, dict) else None
 
 
-def whole_answer(turn: Turn, results: list[Completed]) -> Iterator[bytes]:
+def whole_answer(turn: ChatTurn, results: list[Completed]) -> Iterator[bytes]:
     """The response body of a request that is not streamed, as JSON in parts."""
     (ids,), (result,), sampled = expanded_ids([turn.prompt], results), results, Sampled()
     sampled.add(result.completions[0])

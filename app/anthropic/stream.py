@@ -9,7 +9,7 @@ from typing import Any
 import orjson
 
 from app.anthropic.answers import block_of, error_of, head, input_of, stop_of, usage_of
-from app.call.chats import Part, Sampled, Turn
+from app.call.chats import ChatTurn, Part, Sampled
 from app.call.streams import EventWriter
 from app.outputs.run_facts import RunFacts, kept_bytes
 from app.pool.request import ChunkOfJob
@@ -26,7 +26,7 @@ class MessageEvents(EventWriter):
 
     has_names = True
 
-    def __init__(self, turn: Turn):
+    def __init__(self, turn: ChatTurn):
         self._turn = turn
         self._facts = RunFacts(turn.prompt.token_ids)
         self._sampled = Sampled()

@@ -77,7 +77,7 @@ def prompt_of_chat(call: Call, fields: ChatRequest, tools: Tools) -> Prompt:
     return prompt
 
 
-class Turn(NamedTuple):
+class ChatTurn(NamedTuple):
     """A checked request for the next message of a `TranslatedChat`."""
 
     call: Call
@@ -95,7 +95,7 @@ class Turn(NamedTuple):
 
 def make_turn(
     call: Call, fields: StreamedFields, chat: TranslatedChat, options: SamplingOptions
-) -> tuple[Turn, Request]:
+) -> tuple[ChatTurn, Request]:
     """Checks a chat and makes the request for its next message, not yet submitted.
 
     Raises:
@@ -107,7 +107,7 @@ def make_turn(
         options.logprobs = options.logprobs or 0
     check_sampling(options, call.facts)
     tools = read_tools(chat, call.facts)
-    turn = Turn(call, fields, prompt_of_chat(call, chat, tools), options, adapter)
+    turn = ChatTurn(call, fields, prompt_of_chat(call, chat, tools), options, adapter)
     request = call.make_request(
         [turn.prompt],
         options,
@@ -197,7 +197,7 @@ class Sampled:
         return len(self._ids) // ID_BYTES
 
     def fields(
-        self, turn: Turn, prompt_ids: np.ndarray, adapter_version: int | None
+        self, turn: ChatTurn, prompt_ids: np.ndarray, adapter_version: int | None
     ) -> dict[str, Any]:
         """The fields of `SampledFields` that there are."""
         found: dict[str, Any] = {}

@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 
 from app.http.auth import NO_SESSION
-from app.http.shared_database import SharedDatabase, used_bytes
+from app.shared_database import SharedDatabase, used_bytes
 from app.time_slices import give_way
 from titopool.answers.sessions import Reason
 from titopool.errors import QueueFull, SessionEnded, SessionNotFound, TitopoolError
@@ -41,7 +41,7 @@ SCHEMA = (
     "metadata BLOB NOT NULL, made_s REAL NOT NULL, at_s REAL NOT NULL, ended INTEGER NOT NULL, "
     "num_turns INTEGER NOT NULL)",
     "CREATE INDEX sessions_by_age ON sessions (at_s)",
-    # The columns are those of `Keys` and `Turn`.
+    # The columns are those of `TurnKeys` and `Turn`.
     "CREATE TABLE turns (session INTEGER NOT NULL, number INTEGER NOT NULL, parent INTEGER, "
     "link BLOB, asked BLOB, plain BLOB, system BLOB, head BLOB NOT NULL, short BLOB NOT NULL, "
     "prompt BLOB NOT NULL, ids BLOB NOT NULL, added BLOB NOT NULL, logprobs BLOB NOT NULL, "
@@ -101,13 +101,13 @@ class Turn(msgspec.Struct, kw_only=True):
     engine_prompt: bytes = b""
     # JSON: the request's messages after the parent's turn.
     added: bytes = b""
-    # As of its `Keys`.
+    # As of its `TurnKeys`.
     asked: bytes | None = None
     # -1: not yet written.
     number: int = -1
 
 
-class Keys(NamedTuple):
+class TurnKeys(NamedTuple):
     """Digests by which a turn is found, and why a branch begins."""
 
     # Of the conversation with the turn; None: nothing goes on from it.
@@ -275,7 +275,7 @@ class SessionStore:
         return [_turn(*row) for row in rows]
 
     def reason_of(
-        self, session: Session, parent: int | None, keys: Keys, plain: Sequence[bytes]
+        self, session: Session, parent: int | None, keys: TurnKeys, plain: Sequence[bytes]
     ) -> Reason:
         """Why a turn begins a branch; "": it goes on from a turn that nothing has followed.
 
@@ -302,7 +302,7 @@ class SessionStore:
             return "context"
         return "history" if has("system = ?", keys.system) else "system"
 
-    def add(self, session: Session, turns: Sequence[tuple[Turn, Keys]]) -> list[int]:
+    def add(self, session: Session, turns: Sequence[tuple[Turn, TurnKeys]]) -> list[int]:
         """Adds turns, and returns their numbers.
 
         Raises:

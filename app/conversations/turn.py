@@ -12,11 +12,11 @@ import numpy as np
 
 from app.conversations.matching import SYSTEM_ROLES, context_of, link_of_turn, links_of, system_of
 from app.conversations.store import (
-    Keys,
     Session,
     SessionStore,
     Turn,
     TurnHead,
+    TurnKeys,
     digest_of,
     ids_along,
 )
@@ -80,7 +80,7 @@ class SessionTurn:
         self.routing = digest_of(name).hex()
         self._parent: int | None = None
         self._num_parent = 0
-        self._keys = Keys(None)
+        self._keys = TurnKeys(None)
         self._plain: list[bytes] = []
         # Of the sampled ids, their text and the message.
         self._link_of: LinkOf = lambda ids, text, message: None
@@ -91,7 +91,7 @@ class SessionTurn:
         self._request_id = self._model = ""
         self._ids: np.ndarray | None = None
         self._facts: RunFacts | None = None
-        self._gained: defaultdict[int, Gained] = defaultdict(Gained)
+        self._gained: defaultdict[int, SampledChoice] = defaultdict(SampledChoice)
 
     def messages_until(self, request_id: str) -> list[Message]:
         """The messages up to the answer to a request of the session, as `GET /sessions/{id}` has them.
@@ -138,7 +138,7 @@ class SessionTurn:
         messages = chat.messages
         links = links_of(context_of(chat), messages, images)
         plain = links_of(b"", messages, images)
-        self._keys = Keys(None, links[-1], None, system_of(messages))
+        self._keys = TurnKeys(None, links[-1], None, system_of(messages))
         self._plain = plain
         is_prompt = chat.add_generation_prompt and not chat.continue_final_message
         if is_prompt:
@@ -288,7 +288,7 @@ class SessionTurn:
         return [turn.head.reason for turn, _ in turns]
 
 
-class Gained:
+class SampledChoice:
     """What one choice has sampled so far."""
 
     def __init__(self) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from app.http.shared_database import SharedDatabase, used_bytes
+from app.shared_database import SharedDatabase, used_bytes
 from app.time_slices import give_way
 
 logger = logging.getLogger(__name__)

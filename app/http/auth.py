@@ -47,12 +47,12 @@ def init_app(app: Flask, keys: Keys, find_maker: FindMaker) -> None:
         sent = request.environ.get("HTTP_X_API_KEY", "").encode("latin-1", "replace")
         if given.startswith(_SCHEME):
             sent = given.removeprefix(_SCHEME)
-        if sent.startswith(SESSION_KEY):
-            open_session(sent.removeprefix(SESSION_KEY).decode("latin-1"))
+        endpoint = request.endpoint or ""
+        if sent.startswith(SESSION_KEY) and endpoint not in OPEN_ENDPOINTS:
+            open_session(sent.removeprefix(SESSION_KEY).decode("latin-1"), endpoint)
             return
         key = keys.find(sent) if sent else None
         g.key = key or NO_KEY
-        endpoint = request.endpoint or ""
         needs_admin = keys.guard_administration and endpoint.partition(".")[0] in ADMIN_BLUEPRINTS
         g.sees_details = bool(key) or not keys.guard_generation
         g.sees_all = not keys.guard_administration or (key is not None and key.is_admin)
@@ -67,17 +67,17 @@ def init_app(app: Flask, keys: Keys, find_maker: FindMaker) -> None:
                 f"the server's operator for {which}"
             )
 
-    def open_session(name: str) -> None:
+    def open_session(name: str, endpoint: str) -> None:
         """Lets a session's own key in, as the key of its maker."""
-        in_path = request.environ.get(SESSION_VARIABLE, name)
-        maker, weight = find_maker(name)
-        if in_path != name or not keys.has(maker):
-            raise SessionNotFound(NO_SESSION)
-        if (request.endpoint or "") not in SESSION_ENDPOINTS:
+        if endpoint not in SESSION_ENDPOINTS:
             raise Unauthorized(
                 "expected a client's key, as the key of a session opens the session's completions, chats, "
                 "messages and responses only, got the key of a session; use the key that made it"
             )
+        in_path = request.environ.get(SESSION_VARIABLE, name)
+        maker, weight = find_maker(name)
+        if in_path != name or not keys.has(maker):
+            raise SessionNotFound(NO_SESSION)
         g.key, g.sees_details, g.sees_all = Key(maker, is_admin=False, weight=weight), False, False
         g.session_name = name
 

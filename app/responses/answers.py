@@ -12,7 +12,7 @@ import numpy as np
 from msgspec import UNSET, UnsetType
 
 from app.call import openai_logprobs
-from app.call.chats import Part, Sampled, Turn
+from app.call.chats import ChatTurn, Part, Sampled
 from app.call.jobs import expanded_ids
 from app.call.token_texts import MAX_BEFORE, TokenTexts
 from app.outputs.answer_parts import ChatToken, SampledFields
@@ -181,7 +181,7 @@ class ResponseEvent(msgspec.Struct, kw_only=True):
 class ResponsesRequest(NamedTuple):
     """A checked request."""
 
-    turn: Turn
+    turn: ChatTurn
     fields: ResponsesFields
     # None: the client requests no log-probabilities.
     texts: TokenTexts | None

@@ -9,13 +9,14 @@ import msgspec
 from flask import Flask
 from werkzeug.routing import Rule
 
-from app.http.auth import ADMIN_BLUEPRINTS, OPEN_ENDPOINTS
+from app.http.auth import ADMIN_BLUEPRINTS, OPEN_ENDPOINTS, SESSION_ENDPOINTS
 from app.http.responses import LOGPROBS_MODE_HEADER, json_line
 from app.route import parameters
 from app.route.components import Components, Schema
 from app.route.decoding import Decoder, DescribedDecoder
 from app.route.error_schemas import Error, error_responses, errors_of
 from app.route.operation import EVENTS, JSON, Operation
+from titopool.errors import SessionEnded, SessionNotFound
 from titopool.release import RELEASE
 
 ABOUT = """\
@@ -239,6 +240,8 @@ def _responses(
 ) -> dict[str, dict[str, Any]]:
     operation = route.operation
     found = errors_of(operation, takes_body=route.method == "POST", is_open=route.is_open)
+    if route.endpoint in SESSION_ENDPOINTS:
+        found |= {SessionNotFound, SessionEnded}
     shapes: dict[Any, Schema] = {Error: components.ref(Error)}
     for own in (operation.failure, operation.error):
         if own is not None:

@@ -11,7 +11,7 @@ from flask import request as http_request
 from app.call.service import current_service
 from app.control.pool_commands import end_requests
 from app.conversations.access import session_of
-from app.conversations.samples import all_turns, samples_of
+from app.conversations.session_samples import all_turns, samples_of
 from app.conversations.store import Maker, Turn
 from app.http.auth import SESSION_KEY, current_key
 from app.http.responses import respond_in_parts
@@ -20,6 +20,7 @@ from app.outputs.token_arrays import JSON, MSGPACK, is_binary
 from app.route.operation import Example, Operation
 from app.sessions.bodies import SessionBody
 from titopool.answers.sessions import (
+    BinarySamples,
     Samples,
     SessionAnswer,
     SessionMade,
@@ -44,16 +45,17 @@ NAME = {"session_id": "the id that `POST /sessions` gave"}
     is_body_optional=True,
     errors=(QueueFull,),
     examples={
-        "empty": Example("A session"),
+        "empty": Example("A session", {}),
         "named": Example("With what a trainer wants to read with it", {"metadata": {"task": 17}}),
     },
 )
 def make(body: SessionBody) -> SessionMade:
     """Makes a session, whose turns the server remembers as token ids.
 
-    `/sessions/{id}/v1` is a base URL for chat completions, completions, messages and responses. A prompt
-    there begins with the ids that the turns before were sent and sampled with. The key `session:{id}`
-    opens these routes, also without the id in the path.
+    `/sessions/{id}/v1` is a base URL with `/chat/completions`, `/completions`, `/messages`,
+    `/messages/count_tokens`, `/responses` and `/models`, which take and answer what they do at `/v1`. A
+    prompt there begins with the ids that the turns before were sent and sampled with. The key
+    `session:{id}` opens these routes and no others, also without the id in the path.
 
     Raises:
         InvalidRequest: `metadata` is too long, or the server has no run_dir.
@@ -130,7 +132,7 @@ def _shown(turn: Turn) -> TurnAnswer:
 @blueprint.get("/sessions/<session_id>/samples/")
 @Operation(
     answer=Samples,
-    other_media={MSGPACK: Samples},
+    other_media={MSGPACK: BinarySamples},
     errors=(SessionNotFound, SessionEnded),
     path_parts=NAME,
 )

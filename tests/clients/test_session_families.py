@@ -10,8 +10,8 @@ import pytest
 from app.conversations.turn import follow_turn, short_of
 from app.inputs.chat_messages import read_conversation
 from app.inputs.chat_template import Chat
-from tests.clients.test_families import SYSTEM, TOOL, USER, Case, cases_of, render
 from tests.kit.models.families import HERE, Family, tokenizer_of
+from tests.kit.models.family_cases import SYSTEM, TOOL, USER, Case, cases_of, render
 from titopool.conversations.templates import LocalTemplate
 from titopool.conversations.turns import Turn, TurnRenderer, squeezed
 

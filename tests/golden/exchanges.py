@@ -12,12 +12,14 @@ USER, ADMIN = "a-user", "a-trainer"
 # Of a model of tests.
 TEXT = "Hello there"
 # What `play` replaces in paths and bodies.
-PORT, ROOT, MODEL, UPDATE = "{PORT}", "{ROOT}", "{MODEL}", "{UPDATE}"
+PORT, ROOT, MODEL, UPDATE, SESSION = "{PORT}", "{ROOT}", "{MODEL}", "{UPDATE}", "{SESSION}"
 # Parts of a rule, as a client may fill them.
-PARTS = {"<name>": "none", "<version>": "0", "<path:name>": "none.js"}
+PARTS = {"<name>": "none", "<version>": "0", "<path:name>": "none.js", "<session_id>": "none"}
 MAX_BODY_BYTES = 100_000
 # Of each of the two front ends.
 MAX_OPEN_REQUESTS = 4
+# One is made by a client without a body.
+MAX_SESSIONS = 2
 # "half": of a body that never ends; "shut": the client ends its sending side; "crowd": one more at once
 # than both front ends take, of which one that is refused counts.
 Way = Literal["as always", "half", "shut", "crowd"]
@@ -93,6 +95,23 @@ def _get(path: str) -> dict[str, Any]:
     return {"method": "GET", "path": path}
 
 
+def _in_session(path: str, name: str = SESSION) -> dict[str, Any]:
+    """By the session's path, with the key that made it."""
+    return {"path": f"/sessions/{name}{path}", "key": USER}
+
+
+# By the session's key.
+BY_KEY = {"key": f"session:{SESSION}"}
+FIRST_TURN = {"messages": [{"role": "user", "content": TEXT}], "max_tokens": 2}
+SECOND_TURN = {
+    "messages": [
+        {"role": "user", "content": TEXT},
+        # What the stub says.
+        {"role": "assistant", "content": ""},
+        {"role": "user", "content": TEXT},
+    ],
+    "max_tokens": 2,
+}
 IDS = [5, 6, 7]
 RAW = {"logprobs": 0, "max_tokens": 3}
 HANGS = [int(Fault.HANG)]
@@ -244,6 +263,42 @@ GOOD: list[tuple[Any, ...]] = [
     ("/v1/completions/", "an adapter", {"prompt": IDS, "model": "math", "max_tokens": 1}),
     ("/unload_lora_adapter/", "the adapter", {"lora_name": "math"}),
     ("/v1/unload_lora_adapter/", "again", {"lora_name": "math"}),
+    # Sessions.
+    ("/sessions/", "metadata that are too long", b'{"metadata": {"a": "' + b"b" * 70_000 + b'"}}', {"headers": {"Content-Type": "application/json"}}),
+    ("/sessions/", "a session", {"metadata": {"task": 17}}, {"key": USER}),
+    ("/sessions/", "more than are open at once", {}),
+    ("/v1/models/", "in a session", None, {"method": "GET", **_in_session("/v1/models")}),
+    ("/v1/chat/completions/", "the first turn of a session", FIRST_TURN, _in_session("/v1/chat/completions")),
+    ("/v1/chat/completions/", "the second turn, by the session's key", {**SECOND_TURN, "return_token_ids": True}, BY_KEY),
+    ("/v1/chat/completions/", "a stream in a session", {**SECOND_TURN, "stream": True}, _in_session("/v1/chat/completions")),
+    ("/v1/chat/completions/", "two choices in a session", {**FIRST_TURN, "n": 2}, _in_session("/v1/chat/completions")),
+    ("/v1/chat/completions/", "a session that is unknown", FIRST_TURN, _in_session("/v1/chat/completions", "none")),
+    ("/v1/chat/completions/", "the key of a session that is unknown", FIRST_TURN, {"key": "session:none"}),
+    ("/v1/chat/completions/", "a session's key in another one's path", FIRST_TURN, {**_in_session("/v1/chat/completions", "none"), **BY_KEY}),
+    ("/v1/chat/completions/", "a session that another key made", FIRST_TURN, {**_in_session("/v1/chat/completions"), "key": ADMIN}),
+    ("/v1/completions/", "ids in a session", {"prompt": IDS, "max_tokens": 2}, _in_session("/v1/completions")),
+    ("/v1/completions/", "ids that go on, by the session's key", {"prompt": [*IDS, 7, 6, 8], "max_tokens": 2}, BY_KEY),
+    ("/v1/completions/", "a text in a session", {"prompt": TEXT, "max_tokens": 2}, _in_session("/v1/completions")),
+    ("/v1/completions/", "two prompts in a session", {"prompt": [IDS, IDS]}, _in_session("/v1/completions")),
+    ("/v1/messages/", "in a session", {**SECOND_TURN, "system": TEXT}, _in_session("/v1/messages")),
+    ("/v1/messages/", "a stream by a session's key", {**SECOND_TURN, "stream": True}, {"key": "", "headers": {"x-api-key": BY_KEY["key"]}}),
+    ("/v1/messages/", "a session that is unknown", FIRST_TURN, _in_session("/v1/messages", "none")),
+    ("/v1/messages/count_tokens/", "in a session", {"messages": FIRST_TURN["messages"]}, _in_session("/v1/messages/count_tokens")),
+    ("/v1/responses/", "in a session", {"input": TEXT, "max_output_tokens": 2}, _in_session("/v1/responses")),
+    ("/v1/responses/", "a stream by a session's key", {"input": SECOND_TURN["messages"], "max_output_tokens": 2, "stream": True}, BY_KEY),
+    ("/v1/responses/", "a session that is unknown", {"input": TEXT}, _in_session("/v1/responses", "none")),
+    ("/generate/", "a session's key", {"prompts": [IDS]}, BY_KEY),
+    ("/sessions/<session_id>/", "its turns", None, {"method": "GET", **_in_session("")}),
+    ("/sessions/<session_id>/", "a session that another key made", None, {"method": "GET", **_in_session(""), "key": ADMIN}),
+    ("/sessions/<session_id>/", "the session's own key", None, {"method": "GET", **_in_session(""), **BY_KEY}),
+    ("/sessions/<session_id>/samples/", "its samples", None, {"method": "GET", **_in_session("/samples")}),
+    ("/sessions/<session_id>/samples/", "MessagePack", None, {"method": "GET", **_in_session("/samples"), "headers": {"Accept": "application/msgpack"}}),
+    ("/sessions/<session_id>/", "its end", None, {"method": "DELETE", **_in_session("")}),
+    ("/sessions/<session_id>/", "a second end", None, {"method": "DELETE", **_in_session("")}),
+    ("/sessions/<session_id>/", "after its end", None, {"method": "GET", **_in_session("")}),
+    ("/sessions/<session_id>/samples/", "after its end", None, {"method": "GET", **_in_session("/samples")}),
+    ("/v1/chat/completions/", "a session that has ended", FIRST_TURN, _in_session("/v1/chat/completions")),
+    ("/v1/messages/", "a session that has ended", FIRST_TURN, BY_KEY),
     # The pool.
     ("/workers/scale/", "without a supervisor", {"num_workers": 2}),
     ("/workers/connections/", "none"),

@@ -14,7 +14,15 @@ from typing import Any
 
 import requests
 
-from tests.golden.exchanges import MAX_OPEN_REQUESTS, MODEL, PORT, ROOT, UPDATE, Exchange
+from tests.golden.exchanges import (
+    MAX_OPEN_REQUESTS,
+    MODEL,
+    PORT,
+    ROOT,
+    SESSION,
+    UPDATE,
+    Exchange,
+)
 from tests.golden.masks import Masks
 
 FOLDER = Path(__file__).parent / "answers"
@@ -40,12 +48,20 @@ def play(
     ):
         port = trainer.getsockname()[1]
         names = {url: "URL", model: MODEL, root: ROOT, str(port): PORT}
-        here: dict[str, Any] = {MODEL: model, ROOT: root, PORT: port, UPDATE: "none"}
+        here: dict[str, Any] = {
+            MODEL: model,
+            ROOT: root,
+            PORT: port,
+            UPDATE: "none",
+            SESSION: "none",
+        }
         masks = Masks({**names, url.partition("//")[2]: "HOST"})
         for one in exchanges:
             answer = _send(session, url, one, here)
             if one.rule == "/weights/begin/" and answer.status_code == 200:
                 here[UPDATE] = answer.json()["update"]
+            if one.rule == "/sessions/" and answer.status_code == 200:
+                here[SESSION] = answer.json()["session_id"]
             answers = found.setdefault(one.rule, {})
             assert one.name not in answers, f"two requests of {one.rule} have the name {one.name}"
             answers[one.name] = {"request": _shown(one), **masks.answer(answer)}
@@ -56,14 +72,19 @@ def _send(
     session: requests.Session, url: str, one: Exchange, here: Mapping[str, Any]
 ) -> requests.Response:
     body = _filled(one.body, here)
-    headers = dict(one.headers)
+    headers = _filled(one.headers, here)
     if one.key:
-        headers["Authorization"] = f"Bearer {one.key}"
+        headers["Authorization"] = f"Bearer {_filled(one.key, here)}"
     sent: dict[str, Any] = {"data": body} if isinstance(body, bytes) else {"json": body}
     # A connection for each request, so that both front ends get some.
     headers["Connection"] = "close"
     send = partial(
-        session.request, one.method, url + one.path, headers=headers, timeout=TIMEOUT_S, **sent
+        session.request,
+        one.method,
+        url + _filled(one.path, here),
+        headers=headers,
+        timeout=TIMEOUT_S,
+        **sent,
     )
     match one.way:
         case "as always":

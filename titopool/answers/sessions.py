@@ -1,9 +1,15 @@
 """Answers of the routes of sessions."""
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
+from msgspec import Meta
 
+from titopool.answers.generation import Float32s, Int32s
+
+Uint8s = Annotated[
+    str, Meta(description="bin: uint8", extra_json_schema={"contentEncoding": "binary"})
+]
 # Why a branch begins; "": the turn goes on from its parent.
 Reason = Literal[
     "", "first", "system", "context", "history", "template", "prefill", "fork", "retry", "choice"
@@ -102,3 +108,19 @@ class Samples(msgspec.Struct, kw_only=True):
     session_id: str
     metadata: dict[str, Any]
     samples: list[SampleAnswer]
+
+
+class BinarySampleAnswer(SampleAnswer, kw_only=True):
+    """The same in MessagePack."""
+
+    ids: Int32s  # type: ignore[assignment]
+    loss_mask: Uint8s  # type: ignore[assignment]
+    logprobs: Float32s  # type: ignore[assignment]
+
+
+class BinarySamples(msgspec.Struct, kw_only=True):
+    """The same as one MessagePack map, in which arrays are `bin`."""
+
+    session_id: str
+    metadata: dict[str, Any]
+    samples: list[BinarySampleAnswer]

@@ -13,6 +13,7 @@ from app.anthropic import bodies as anthropic
 from app.openai import bodies as openai_bodies
 from app.responses import bodies as responses
 from app.route.unused_fields import CHAT_ONLY, UNUSED, UNUSED_OF_GENERATE, UNUSED_SAMPLING, Unused
+from app.sessions import bodies as sessions
 from app.sglang import bodies as sglang
 from app.sglang import sglang_unused_fields as sglang_fields
 from app.trl import bodies as schemas
@@ -185,6 +186,7 @@ GENERATING = (
     _open_route("/v1/messages/", anthropic.MessagesFields, MESSAGES_HINTS, anthropic.MESSAGES_BODY.unused),
     _open_route("/v1/messages/count_tokens/", anthropic.ConversationFields, MESSAGES_HINTS, anthropic.COUNT_BODY.unused),
     Route("/inference/v1/generate/", _generate_body(), frozenset((*inference.GenerateFields.__struct_fields__, *UNUSED_OF_GENERATE))),
+    _route("/sessions/", sessions.SessionBody),
     _openai_route("/v1/completions/render/", openai_bodies.CompletionsFields),
     _openai_route("/v1/chat/completions/render/", openai_bodies.ChatFields, tokens=st.none(), logprobs=st.booleans()),
 )  # fmt: skip

@@ -26,7 +26,7 @@ from tests.conftest import StartStub
 from tests.kit.models.adapters import make_adapter
 
 # Families whose examples a real engine answers.
-GENERATING = {"generate", "openai", "anthropic", "inference"}
+GENERATING = {"generate", "openai", "anthropic", "inference", "sessions"}
 ALL = [(one, name) for one in operations() for name in one.body.get("examples", {})]
 OF_ENGINE = [(one, name) for one, name in ALL if GENERATING & set(one.operation["tags"])]
 READING = [
@@ -81,6 +81,27 @@ def test_what_is_read_is_as_described(single_server: Server, described: Describe
     answer = single_server.get(described.path)
     assert answer.status_code == described.success, answer.text
     check_answer(described, answer)
+
+
+def test_what_is_read_of_a_session_is_as_described(single_server: Server):
+    made = single_server.post("/sessions", {"metadata": {"task": 17}}).json()
+    asked = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2}
+    base = f"/sessions/{made['session_id']}"
+    # The path of an answer in a session is that of its route.
+    for path in (f"{base}/v1/chat/completions", f"{base}/v1/messages"):
+        answer = single_server.post(path, asked)
+        assert answer.status_code == 200, answer.text
+        check_answer(operation_of("post", path.removeprefix(base)), answer)
+    for path, headers in (("", {}), ("/samples", {}), ("/samples", {"Accept": MSGPACK})):
+        answer = single_server.get(base + path, headers=headers)
+        assert answer.status_code == 200, answer.text
+        check_answer(operation_of("get", "/sessions/{session_id}" + path), answer)
+    for status in (204, 410):
+        answer = requests.delete(single_server.url + base, timeout=30)
+        assert answer.status_code == status, answer.text
+        check_answer(operation_of("delete", "/sessions/{session_id}"), answer)
+    answer = single_server.post(f"{base}/v1/chat/completions", asked)
+    check_answer(operation_of("post", "/v1/chat/completions"), answer)
 
 
 def test_errors_are_as_described(single_server: Server):

@@ -10,6 +10,7 @@ import pytest
 import zmq
 
 from app import create_app
+from app.conversations.store import Maker
 from app.http.keys import Keys
 from titopool.errors import ConfigError
 from titopool.settings.config import ServerConfig
@@ -70,6 +71,28 @@ def test_a_file_without_an_admin_key_makes_nobody_an_administrator(tmp_path: Pat
     assert (status(client, "/pause", ALICE), status(client, "/pause", BOB)) == (401, 401)
     client = create_app(ServerConfig(api_key=BOB)).test_client()
     assert status(client, "/pause", BOB) == 400
+
+
+def test_a_session_s_key_opens_what_agents_call(tmp_path: Path):
+    app = create_app(ServerConfig(api_key=ALICE, run_dir=str(tmp_path)))
+    client, store = app.test_client(), app.extensions["titopool"].sessions
+    made, other = (store.make(Maker("api_key", 1), {}) for _ in range(2))
+    gone = store.make(Maker("a key that was removed", 1), {})
+    key = f"session:{made}"
+    # A call that is let in ends with 500: this process is no gunicorn worker.
+    for path, expected in [
+        ("/v1/responses", 500), (f"/sessions/{made}/v1/responses", 500), (f"/sessions/{other}/v1/responses", 404),
+        ("/generate/", 401), ("/v1/chat/completions/tokens", 401), ("/pause", 401), ("/sessions", 401),
+    ]:  # fmt: skip
+        assert status(client, path, key) == expected, path
+    for unknown in ("none", gone):
+        assert status(client, "/v1/responses", f"session:{unknown}") == 404
+    own = {"Authorization": f"Bearer {key}"}
+    # As with any other key.
+    assert client.get("/live", headers=own).status_code == 200
+    assert client.get("/workers", headers=own).status_code == 401
+    store.end(store.find(made))
+    assert status(client, "/v1/responses", key) == 410
 
 
 def test_keys_of_settings_and_of_the_file_work_together(tmp_path: Path):

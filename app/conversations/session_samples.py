@@ -10,7 +10,7 @@ from app.conversations.store import Session, SessionStore, Turn
 
 
 @dataclass(frozen=True, eq=False)
-class Sample:
+class SessionSample:
     """The turns from the first one to one that nothing goes on from."""
 
     turns: list[Turn]
@@ -55,7 +55,7 @@ def all_turns(store: SessionStore, session: Session) -> list[Turn]:
     return found
 
 
-def samples_of(turns: Sequence[Turn]) -> list[Sample]:
+def samples_of(turns: Sequence[Turn]) -> list[SessionSample]:
     """A sample for each turn that nothing goes on from, by their numbers.
 
     Args:
@@ -67,7 +67,7 @@ def samples_of(turns: Sequence[Turn]) -> list[Sample]:
     retried = {end.number: _is_retried(end, turns) for end in ends}
     # The turns that samples share count in the last one that was not retried.
     counted = set[int]()
-    found = dict[int, Sample]()
+    found = dict[int, SessionSample]()
     for end in sorted(ends, key=lambda one: (retried[one.number], -one.number)):
         path = _path_to(end, by_number)
         found[end.number] = _sample(path, retried[end.number], counted)
@@ -101,7 +101,7 @@ def _starts_of(path: Sequence[Turn]) -> list[int]:
     return starts
 
 
-def _sample(path: list[Turn], was_retried: bool, counted: set[int]) -> Sample:
+def _sample(path: list[Turn], was_retried: bool, counted: set[int]) -> SessionSample:
     starts = _starts_of(path)
     if path[-1].engine_prompt:
         raw = path[-1].engine_prompt + path[-1].ids
@@ -114,4 +114,4 @@ def _sample(path: list[Turn], was_retried: bool, counted: set[int]) -> Sample:
         logprobs[start : start + len(values)] = values
         if turn.number not in counted:
             loss_mask[start : start + len(turn.ids) // 4] = 1
-    return Sample(path, was_retried, ids, loss_mask, logprobs, starts[0])
+    return SessionSample(path, was_retried, ids, loss_mask, logprobs, starts[0])

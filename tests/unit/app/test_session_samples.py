@@ -1,0 +1,157 @@
+"""What a trainer takes of a session's tree."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from app.conversations.session_samples import SessionSample, samples_of
+from app.conversations.store import Reason, Turn, TurnHead
+
+
+def turn(
+    number: int,
+    parent: int | None,
+    prompt: Sequence[int],
+    ids: Sequence[int],
+    *,
+    reason: Reason = "",
+    asked: str = "",
+    versions: Sequence[tuple[int, int]] = ((0, 0),),
+    engine_prompt: Sequence[int] = (),
+    image_ranges: Sequence[tuple[int, int]] = (),
+) -> Turn:
+    """`prompt`: after the parent's ids; `asked`: what the request asked, by default something of its own.
+    The log-probability of an id is its negative tenth."""
+    head = TurnHead(
+        reason=reason, path="/v1/chat/completions", request_id=f"r{number}", model="tiny", lora_version=None,
+        began_s=0.0, ended_s=1.0, finish_reason=f"end {number}", weight_versions=list(versions),
+        image_ranges=list(image_ranges), mismatch=None, message={}, num_prompt=0, num_cached=0,
+    )  # fmt: skip
+    return Turn(
+        number=number, parent=parent, head=head, short=b"[]", added=b"[]",
+        asked=(asked or f"asked {number}").encode(), prompt=np.array(prompt, np.int32).tobytes(),
+        ids=np.array(ids, np.int32).tobytes(), logprobs=(np.array(ids, np.float32) / -10).tobytes(),
+        engine_prompt=np.array(engine_prompt, np.int32).tobytes(),
+    )  # fmt: skip
+
+
+def counted(sample: SessionSample) -> list[int]:
+    """The ids that count for the loss."""
+    return sample.ids[sample.loss_mask == 1].tolist()
+
+
+def by_end(samples: Sequence[SessionSample]) -> dict[int, SessionSample]:
+    return {one.turns[-1].number: one for one in samples}
+
+
+def test_a_linear_conversation_is_one_sample():
+    (sample,) = samples_of(
+        [
+            turn(0, None, [1, 2], [10, 11], reason="first", versions=[(3, 0)]),
+            turn(1, 0, [4], [12, 13, 14], versions=[(3, 0), (4, 2)]),
+            turn(2, 1, [5, 6], [15]),
+        ]
+    )
+    fields: dict[str, Any] = sample.fields()
+    assert fields.pop("ids").tolist() == [1, 2, 10, 11, 4, 12, 13, 14, 5, 6, 15]
+    assert fields.pop("loss_mask").tolist() == [0, 0, 1, 1, 0, 1, 1, 1, 0, 0, 1]
+    values = fields.pop("logprobs")
+    assert values.dtype == np.float32
+    assert np.allclose(values, [0, 0, -1, -1.1, 0, -1.2, -1.3, -1.4, 0, 0, -1.5])
+    assert fields == {
+        "turns": [0, 1, 2],
+        "reasons": ["first", "", ""],
+        "was_retried": False,
+        "prompt_length": 2,
+        # The index in `ids` of the first token of each.
+        "weight_versions": [[3, 2], [3, 5], [4, 7], [0, 10]],
+        "finish_reasons": ["end 0", "end 1", "end 2"],
+        "image_ranges": [],
+    }
+
+
+def test_a_turn_of_several_samples_counts_in_the_last_one():
+    samples = samples_of(
+        [
+            turn(0, None, [1], [10], reason="first"),
+            turn(1, 0, [2], [11]),
+            turn(2, 0, [3], [12], reason="fork"),
+            turn(3, 2, [4], [13]),
+            turn(4, None, [9], [19], reason="system"),
+        ]
+    )
+    assert [one.turns[-1].number for one in samples] == [1, 3, 4]
+    assert [counted(one) for one in samples] == [[11], [10, 12, 13], [19]]
+    assert [one.ids.tolist() for one in samples] == [[1, 10, 2, 11], [1, 10, 3, 12, 4, 13], [9, 19]]
+    # Those that count elsewhere have their log-probabilities here too.
+    assert np.allclose(samples[0].logprobs, [0, -1, 0, -1.1])
+    assert not any(one.was_retried for one in samples)
+
+
+def test_an_answer_that_was_asked_for_again_was_retried():
+    samples = by_end(
+        samples_of(
+            [
+                turn(0, None, [1], [10], reason="first"),
+                turn(1, 0, [2], [11], asked="more"),
+                turn(2, 0, [2], [12], reason="retry", asked="more"),
+                turn(3, 2, [3], [13], asked="most"),
+                turn(4, 2, [3], [14], reason="retry", asked="most"),
+            ]
+        )
+    )
+    assert {end: one.was_retried for end, one in samples.items()} == {1: True, 3: True, 4: False}
+    # What is not trained on takes no turn away from what is.
+    assert {end: counted(one) for end, one in samples.items()} == {
+        1: [11], 3: [13], 4: [10, 12, 14],
+    }  # fmt: skip
+
+
+def test_an_answer_that_the_client_went_on_from_was_not_retried():
+    samples = by_end(
+        samples_of(
+            [
+                turn(0, None, [1], [10], reason="first", asked="hello"),
+                turn(1, None, [1], [11], reason="retry", asked="hello"),
+                # The client went back to the first answer.
+                turn(2, 0, [2], [12]),
+            ]
+        )
+    )
+    assert {end: one.was_retried for end, one in samples.items()} == {1: False, 2: False}
+    assert {end: counted(one) for end, one in samples.items()} == {1: [11], 2: [10, 12]}
+
+
+def test_choices_are_samples_of_their_own():
+    samples = samples_of(
+        [
+            turn(0, None, [1], [10], reason="first", asked="hello"),
+            turn(1, None, [1], [11], reason="choice", asked="hello"),
+        ]
+    )
+    assert [counted(one) for one in samples] == [[10], [11]]
+    assert not any(one.was_retried for one in samples)
+
+
+def test_images_are_expanded_as_the_engine_got_them():
+    image = 99
+    (sample,) = samples_of(
+        [
+            turn(0, None, [1, image, 2], [10, 11], reason="first", engine_prompt=[1, image, image, image, 2],
+                 image_ranges=[(1, 3)], versions=[(5, 0)]),
+            turn(1, 0, [3, image], [12], image_ranges=[(1, 3), (8, 2)], versions=[(6, 0)],
+                 engine_prompt=[1, image, image, image, 2, 10, 11, 3, image, image]),
+        ]
+    )  # fmt: skip
+    assert sample.ids.tolist() == [1, 99, 99, 99, 2, 10, 11, 3, 99, 99, 12]
+    assert sample.loss_mask.tolist() == [0, 0, 0, 0, 0, 1, 1, 0, 0, 0, 1]
+    assert np.allclose(sample.logprobs, [0, 0, 0, 0, 0, -1, -1.1, 0, 0, 0, -1.2])
+    fields = sample.fields()
+    assert fields["weight_versions"] == [[5, 5], [6, 10]]
+    assert fields["image_ranges"] == [(1, 3), (8, 2)]
+    assert sample.prompt_length == 5
+
+
+def test_a_session_without_turns_has_no_samples():
+    assert samples_of([]) == []
