@@ -174,8 +174,11 @@ class SessionTurn:
         history = [message for one in path for message in json.loads(one.short)]
         size = sum(len(str(one.get("content"))) for one in new) + len(sampled)
         prompt = before[: len(before) - len(sampled)]
+        said = as_read(path[-1].head.message)
+        if "reasoning" in said:
+            said = {**said, "reasoning_content": said["reasoning"]}
         followed: Followed | None = call.use_tokenizer(
-            follow_turn, chat, history, prompt, sampled, new, num_images, size=size
+            follow_turn, chat, history, prompt, sampled, said, new, num_images, size=size
         )
         if followed is None:
             self._reason = "template"
@@ -380,6 +383,7 @@ def follow_turn(
     history: Sequence[Message],
     prompt: np.ndarray,
     sampled: np.ndarray,
+    message: Message,
     new: Sequence[Message],
     num_images: int,
 ) -> Followed | None:
@@ -388,6 +392,7 @@ def follow_turn(
     Args:
         history: messages that stand for those before the turn (`short_of`).
         prompt: the ids before the turn.
+        message: the turn, as vLLM's parsers have read it.
     """
     renderer, has_late_head = _known_of(tokenizer, chat, is_short=True)
     if has_late_head:
@@ -399,7 +404,7 @@ def follow_turn(
     def written() -> str:
         return squeezed(template.decode(template.render(history, ())))
 
-    turn = SampledTurn(prompt[-PROMPT_END:], sampled, history, written, frozenset())
+    turn = SampledTurn(prompt[-PROMPT_END:], sampled, history, written, message=message)
     images = [""] * num_images
     try:
         found = within(MAX_RENDER_S, lambda: renderer.follow(turn, new, images))
@@ -434,7 +439,9 @@ def _known_of(tokenizer: Any, chat: Chat, *, is_short: bool) -> Known:
     key = blake2b(_json([is_short, tools, chat.template_kwargs])).digest()
     if key not in all_known:
         template = LocalTemplate(tokenizer, tools, chat.template_kwargs)
-        all_known[key] = Known(TurnRenderer(template), not is_short or _has_late_head(template))
+        all_known[key] = Known(
+            TurnRenderer(template, finds_family=False), not is_short or _has_late_head(template)
+        )
         if len(all_known) > MAX_RENDERERS:
             all_known.popitem(last=False)
     all_known.move_to_end(key)

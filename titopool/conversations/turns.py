@@ -63,7 +63,9 @@ class Turn:
     history: Sequence[Message]
     write: Callable[[], str]
     # Ids besides the template's own that end a turn.
-    ends: frozenset[int]
+    ends: frozenset[int] = frozenset()
+    # Its content, thought and calls, if they are known; None: they are read of its ids.
+    message: Message | None = None
 
     @cached_property
     def text(self) -> str:
@@ -91,8 +93,9 @@ class TurnRenderer:
     the sentinel's. Its ids are found with three renders of a short conversation.
     """
 
-    def __init__(self, template: Template):
-        self.template = template
+    def __init__(self, template: Template, *, finds_family: bool = True):
+        """`finds_family`: False needs no package `renderers`, and always takes the difference."""
+        self.template, self._finds_family = template, finds_family
         # Where the template has been seen to write messages: their role, the one before, after calls.
         self._written = set[tuple[str, str, bool]]()
 
@@ -107,6 +110,8 @@ class TurnRenderer:
     @cached_property
     def _found(self) -> tuple[Family | None, str]:
         template = self.template
+        if not self._finds_family:
+            return None, "none was asked for"
         if not isinstance(template, LocalTemplate):
             return None, "the server's tokenizer renders; give the rollout one of its own"
         return find_family(
@@ -175,7 +180,7 @@ class TurnRenderer:
 
     def _forms(self, turn: Turn) -> Iterator[Message]:
         """The turn as a message, in the forms that templates may write as it was sampled."""
-        said, text = self.said(turn).message, self.turn_text(turn)
+        said, text = turn.message or self.said(turn).message, self.turn_text(turn)
         plain = {"role": "assistant", "content": text}
         # Where the template rewrites all forms, it gets the structure.
         yield from [said, plain] if len(said) > len(plain) else [plain, said]
