@@ -44,7 +44,7 @@ class Service:
         self.drift = DriftWatch(self.link, self.tokenizer, self.templates)
         self.kept = KeptLogprobs(config)
         self.sessions = SessionStore(
-            Path(config.run_dir, FOLDER),
+            Path(config.run_dir, FOLDER) if config.run_dir else None,
             max_bytes=config.session_bytes,
             max_sessions=config.max_sessions,
             keep_s=config.session_timeout_s,

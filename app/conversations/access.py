@@ -7,20 +7,27 @@ import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from flask import Flask, current_app
+from flask import Flask, current_app, g, request
 
 from app.conversations.store import Session, SessionStore
-from app.http.auth import NO_SESSION, SESSION_VARIABLE, current_key, current_session_name
+from app.http.auth import (
+    NO_SESSION,
+    SESSION_ENDPOINTS,
+    SESSION_VARIABLE,
+    current_key,
+    current_session_name,
+)
 from titopool.errors import SessionNotFound
 
-_PATH = re.compile(
-    r"/sessions/([^/]+)(/v1/(?:chat/completions|completions|messages|messages/count_tokens|responses|models)/?)"
-)
+_PATH = re.compile(r"/sessions/([^/]+)(/v1/.*)")
 Wsgi = Callable[[dict[str, Any], Any], Iterable[bytes]]
 
 
 def init_app(app: Flask) -> None:
-    """Takes a session's id out of the path before the route is found, and so out of logs and spans."""
+    """Takes a session's id out of the path before the route is found, and so out of logs and spans.
+
+    A request in a session that there is not ends before its handler.
+    """
     handle: Wsgi = app.wsgi_app
 
     def without_session(environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
@@ -31,15 +38,23 @@ def init_app(app: Flask) -> None:
 
     app.wsgi_app = without_session  # type: ignore[method-assign]
 
+    @app.before_request
+    def find_session() -> None:
+        name = current_session_name()
+        if name is None:
+            return
+        if (request.endpoint or "") not in SESSION_ENDPOINTS:
+            raise SessionNotFound(
+                "expected chat/completions, completions, messages, messages/count_tokens, responses or models "
+                f"after /sessions/{{id}}/v1/, got {request.path[:100]}; use one of these"
+            )
+        g.session = session_of(name), name
+
 
 def current_session() -> tuple[Session, str] | None:
-    """The session of the current request and its id; None: it is in none.
-
-    Raises:
-        TitopoolError: as `session_of`.
-    """
-    name = current_session_name()
-    return None if name is None else (session_of(name), name)
+    """The session of the current request and its id; None: it is in none."""
+    found: tuple[Session, str] | None = g.get("session")
+    return found
 
 
 def session_of(name: str) -> Session:
@@ -49,8 +64,7 @@ def session_of(name: str) -> Session:
         SessionNotFound: there is none, or another key has made it.
         SessionEnded, TitopoolError: as `SessionStore.find`.
     """
-    store: SessionStore = current_app.extensions["titopool"].sessions
-    found = store.find(name)
+    found = _known(name)
     if found.maker.name != current_key().name:
         raise SessionNotFound(NO_SESSION)
     return found
@@ -62,6 +76,14 @@ def find_maker(name: str) -> tuple[str, int]:
     Raises:
         TitopoolError: as `SessionStore.find`.
     """
-    store: SessionStore = current_app.extensions["titopool"].sessions
-    maker = store.find(name).maker
+    maker = _known(name).maker
     return maker.name, maker.weight
+
+
+def _known(name: str) -> Session:
+    """Looked up once for a request."""
+    if g.get("known_session", ("", None))[0] != name:
+        store: SessionStore = current_app.extensions["titopool"].sessions
+        g.known_session = name, store.find(name)
+    found: Session = g.known_session[1]
+    return found

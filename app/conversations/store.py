@@ -7,6 +7,7 @@ import secrets
 import sqlite3
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from hashlib import blake2b
 from pathlib import Path
@@ -112,9 +113,9 @@ class TurnKeys(NamedTuple):
 
     # Of the conversation with the turn; None: nothing goes on from it.
     link: bytes | None
-    # Of the request's messages, with their context; None: it had a prompt.
+    # Of the request's messages with their context, or of its prompt.
     asked: bytes | None = None
-    # Of the messages with the turn, without their context.
+    # Of the messages with the turn, without their context; None: the request had a prompt.
     plain: bytes | None = None
     # Of the system prompt.
     system: bytes | None = None
@@ -132,12 +133,12 @@ class Session(NamedTuple):
 
 
 class SessionStore:
-    """The sessions in a folder."""
+    """The sessions in a folder; None: there is none, and no session."""
 
-    def __init__(self, folder: Path, *, max_bytes: int, max_sessions: int, keep_s: float):
+    def __init__(self, folder: Path | None, *, max_bytes: int, max_sessions: int, keep_s: float):
         """`keep_s`: after its last call."""
-        self._path = folder / FILE
-        self._database = SharedDatabase(self._path, SCHEMA, "sessions")
+        self._path = None if folder is None else folder / FILE
+        self._database = SharedDatabase(self._path, SCHEMA, "sessions") if self._path else None
         self._max_bytes, self._max_sessions, self._keep_s = max_bytes, max_sessions, keep_s
 
     def make(self, maker: Maker, metadata: dict[str, Any]) -> str:
@@ -232,7 +233,7 @@ class SessionStore:
     ) -> tuple[int, bytes] | None:
         """Of the latest turns without messages, the longest one's number and link that is a beginning."""
         select = (
-            "SELECT number, link FROM turns WHERE session = ? AND asked IS NULL AND link IS NOT NULL "
+            "SELECT number, link FROM turns WHERE session = ? AND plain IS NULL AND link IS NOT NULL "
             "ORDER BY number DESC LIMIT ?"
         )
         rows = self._run(lambda one: one.execute(select, (session.row, MAX_RAW)))
@@ -293,12 +294,12 @@ class SessionStore:
             return "fork" if has("parent = ?", parent) else ""
         if not has("1"):
             return "first"
-        if keys.asked is None:
-            return "history"
         if has("parent IS NULL AND asked = ?", keys.asked):
             return "retry"
+        if not plain:
+            return "history"
         marks = ",".join("?" * len(plain))
-        if plain and has(f"plain IN ({marks})", *plain):
+        if has(f"plain IN ({marks})", *plain):
             return "context"
         return "history" if has("system = ?", keys.system) else "system"
 
@@ -350,9 +351,8 @@ class SessionStore:
     def forget_running(self, session: Session, request_id: str) -> None:
         """A request has ended."""
         delete = "DELETE FROM running WHERE session = ? AND request_id = ?"
-        self._database.run(
-            partial(_rows_of, lambda one: one.execute(delete, (session.row, request_id))), None
-        )
+        with suppress(TitopoolError):
+            self._run(lambda one: one.execute(delete, (session.row, request_id)))
 
     def end(self, session: Session) -> list[str]:
         """Forgets the turns; that the session has ended is known for as long as it would be kept.
@@ -389,7 +389,7 @@ class SessionStore:
 
     def totals(self) -> tuple[int, int]:
         """Open sessions, and the bytes that all take; zeros while there is no file that can be used."""
-        if not self._path.exists():
+        if self._path is None or self._database is None or not self._path.exists():
             return 0, 0
         select = "SELECT count(*) FROM sessions WHERE NOT ended AND at_s >= ?"
         since_s = time.time() - self._keep_s
@@ -406,6 +406,8 @@ class SessionStore:
         Raises:
             TitopoolError: the file cannot be used.
         """
+        if self._database is None:
+            raise SessionNotFound(NO_SESSION)
         rows = self._database.run(partial(_rows_of, work), None)
         if rows is None:
             raise TitopoolError(

@@ -203,6 +203,7 @@ class SessionTurn:
             content: in UTF-8, or int32.
             encode: the ids of the rest, and whether that is the whole prompt.
         """
+        self._keys = TurnKeys(None, raw_link(kind, content))
         found = self._store.match_raw(self._session, lambda link: begins_with(link, kind, content))
         before, rest = np.empty(0, np.int32), content
         if found is not None:

@@ -4,16 +4,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import requests
-
 from harness.servers import Server, forked_server, stub_worker, wait_until
 from tests.golden.exchanges import (
     ADMIN,
-    FIRST_TURN,
     MAX_BODY_BYTES,
     MAX_OPEN_REQUESTS,
     MAX_SESSIONS,
-    SECOND_TURN,
     TEXT,
     USER,
 )
@@ -36,14 +32,6 @@ def golden_server(model: str, root: Path) -> Iterator[str]:
     ) as server:  # fmt: skip
         # Each front end loads its tokenizer with its first text, and compiles the chat template.
         wait_until(lambda: all(_reads_text(server) for _ in range(8)), 60)
-        # It learns with its first turn that goes on how turns of this model are continued.
-        session = server.post("/sessions", None, headers=AS_USER).json()
-        own = {"Authorization": f"Bearer {session['key']}"}
-        server.post("/v1/chat/completions", FIRST_TURN, headers=own)
-        wait_until(lambda: all(_goes_on(server, own) for _ in range(8)), 60)
-        requests.delete(
-            f"{server.url}/sessions/{session['session_id']}", headers=AS_USER, timeout=30
-        )
         yield server.url
 
 
@@ -51,9 +39,3 @@ def _reads_text(server: Server) -> bool:
     chat = {"messages": [{"role": "user", "content": TEXT}]}
     answers = [server.post("/tokenize", body, headers=AS_USER) for body in ({"prompt": TEXT}, chat)]
     return all(one.status_code == 200 for one in answers)
-
-
-def _goes_on(server: Server, key: dict[str, str]) -> bool:
-    # Runs no job, so that workers have counted one in any case.
-    asked = {"messages": SECOND_TURN["messages"]}
-    return server.post("/v1/messages/count_tokens", asked, headers=key).status_code == 200
