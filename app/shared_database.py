@@ -44,7 +44,7 @@ OPENING = bytes(32)
 # The kernel looks through all locks of a file: with 16,000 in one file, each lock took 0.3 ms.
 NUM_LOCK_FILES = 32
 _BUSY = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_PROTOCOL)
-_BROKEN = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_ERROR)
+_BROKEN = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 
 
 class SharedDatabase:
@@ -72,7 +72,7 @@ class SharedDatabase:
                     connection.execute("BEGIN")
                     return work(connection)
             except (sqlite3.Error, OSError) as error:
-                is_broken = _code(error) in _BROKEN
+                is_broken = _is_broken(error)
                 self._is_broken |= is_broken
                 may_pass = _is_busy(error) or (is_broken and not was_broken)
                 if not may_pass or deadline.has_passed:
@@ -102,7 +102,7 @@ class SharedDatabase:
         try:
             self._connection = _connect(self._path, self._schema)
         except sqlite3.DatabaseError as error:
-            if _code(error) not in _BROKEN:
+            if not _is_broken(error):
                 raise
             _discard(self._path, error)
             self._connection = _connect(self._path, self._schema)
@@ -175,6 +175,12 @@ def _file_at(path: Path) -> tuple[int, int] | None:
 
 def _code(error: Exception) -> int:
     return getattr(error, "sqlite_errorcode", 0) & 0xFF
+
+
+def _is_broken(error: Exception) -> bool:
+    """Whether a file must be replaced: its bytes are damaged, or its tables are not these."""
+    is_other = _code(error) == sqlite3.SQLITE_ERROR and str(error).startswith("no such")
+    return is_other or _code(error) in _BROKEN
 
 
 def _is_busy(error: Exception) -> bool:

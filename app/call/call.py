@@ -33,7 +33,7 @@ from app.http.connections import check_client, client_gone, current_client, watc
 from app.http.idempotency import current_claim, refuse_stream
 from app.http.keys import Key
 from app.http.request_bodies import current_reservation
-from app.http.request_ids import adopt, request_id
+from app.http.request_ids import adopt, make_unique, request_id
 from app.http.responses import name_logprobs
 from app.inputs.chat_template import Chat, length_of, render_all
 from app.inputs.images import check_placeholders
@@ -148,7 +148,9 @@ class Call:
     def identify(self, request_id: str | None, session_id: str | None) -> None:
         """Takes the ids of a body: a header's request id wins over the body's, the body's session over
         a header's."""
-        self._shown.id = self.id = adopt(request_id)
+        name = adopt(request_id)
+        # In a session an id means one request, though agents that are alike send the same.
+        self._shown.id = self.id = make_unique() if self.turn else name
         self.session = session_key(session_id) or self.session
 
     # ---- while the body is checked -----------------------------------------------------
@@ -271,7 +273,7 @@ class Call:
             refuse_stream()
         if self.turn is not None:
             options.logprobs = options.logprobs or 0
-            self._at_end.callback(self.turn.begin(self.id, adapter or self.facts.model))
+            self._at_end.callback(self.turn.begin(self.id, adapter or self.facts.model, options.n))
         link, facts, limit = self.link, self.facts, self.config.memory_budget_bytes
         link.check_num_prompts(len(prompts))
         locations = [prompt.location for prompt in prompts]

@@ -62,9 +62,8 @@ def prompt_of_chat(call: Call, fields: ChatRequest, tools: Tools) -> Prompt:
         # Answers need the last one's role.
         fields.messages = [{"role": one["role"]} for one in fields.messages[-1:]]
         if call.turn is not None:
-            known = [one.digest for one in images.images]
             return check_prompt(
-                call.turn.prompt_of_chat(call, chat, known),
+                call.turn.prompt_of_chat(call, chat, images),
                 "messages",
                 facts,
                 images,

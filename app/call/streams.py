@@ -107,6 +107,9 @@ def _events(
                 if call.turn is not None:
                     for _, chunk in chunks:
                         call.hold(call.turn.take(chunk))
+                    if call.turn.has_ended:
+                        # The client may go on as soon as it knows.
+                        call.keep_turn()
                 yield from _pieces(writer.write_chunks(chunks), has_names=writer.has_names)
                 if request.is_behind:
                     give_way()
@@ -116,7 +119,6 @@ def _events(
         if request.error is None:
             if call.kept.is_on:
                 call.keep_logprobs(logprobs.arrays())
-            # Before the client knows that the turn has ended.
             call.keep_turn()
             yield from _pieces(writer.write_end(), has_names=writer.has_names)
         else:

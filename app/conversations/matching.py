@@ -6,9 +6,10 @@ thoughts, trim blanks, reorder the keys of arguments and rename the ids of calls
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from hashlib import blake2b
-from itertools import takewhile
+from itertools import groupby, takewhile
 from typing import Any
 
 from app.inputs.chat_template import Chat
@@ -18,12 +19,15 @@ from titopool.conversations.chat_template import Arguments
 from titopool.conversations.turns import THOUGHTS, squeezed
 
 DIGEST_BYTES = 16
+# The greatest integer that JavaScript has.
+MAX_INTEGER = 2**53
 SYSTEM_ROLES = ("system", "developer")
 
 
-def context_of(chat: Chat) -> bytes:
-    """A digest of what stands beside the messages: tools and variables of the template."""
-    return _digest(b"", [chat.tools, chat.template_kwargs])
+def context_of(chat: Chat, mm_processor_kwargs: dict[str, Any]) -> bytes:
+    """A digest of what stands beside the messages: tools, variables of the template, and arguments of the
+    image processor, which decide how many tokens an image has."""
+    return _digest(b"", [chat.tools, chat.template_kwargs, mm_processor_kwargs])
 
 
 def links_of(context: bytes, messages: Sequence[Message], images: Sequence[bytes]) -> list[bytes]:
@@ -43,10 +47,9 @@ def links_of(context: bytes, messages: Sequence[Message], images: Sequence[bytes
                 num_calls += 1
             link = link_of_turn(link, message)
         else:
-            shown = [next(rest, b"").hex() for one in _parts_of(message) if one["type"] == "image"]
             name = str(message.get("tool_call_id"))
-            known = [message["role"], _text_of(message).strip(), message.get("name"), shown]
-            link = _digest(link, [*known, calls.get(name, name)])
+            known = [message["role"], message.get("name"), calls.get(name, name)]
+            link = _digest(link, [*known, _shown(message, rest)])
         found.append(link)
     return found
 
@@ -79,10 +82,23 @@ def _text_of(message: Message) -> str:
     return "\n".join(part["text"] for part in _parts_of(message) if part["type"] == "text")
 
 
+def _shown(message: Message, images: Iterator[bytes]) -> list[str]:
+    """Texts and digests of images, in their order; texts that follow each other are one."""
+    shown = list[str]()
+    for is_text, parts in groupby(_parts_of(message), lambda part: part["type"] == "text"):
+        if is_text:
+            shown.append("\n".join(part["text"] for part in parts).strip())
+        else:
+            shown += [f"image {next(images, b'').hex()}" for _ in parts]
+    return shown
+
+
 def said_of(text: str) -> str:
-    """A text without the thoughts that stand in it."""
+    """A text without the thought that it begins with, whose opening may stand in the prompt."""
     for begin, end in THOUGHTS.items():
-        text = text.rpartition(end)[2].partition(begin)[0]
+        before, found, after = text.partition(end)
+        if text.lstrip().startswith(begin) or (found and begin not in before and after[:1] in "\n"):
+            return after
     return text
 
 
@@ -91,7 +107,21 @@ def _arguments_of(sent: Any) -> Any:
     if isinstance(sent, Arguments) and not sent:
         written = squeezed(sent.sent or "")
         return {} if written in ("", "{}") else written
-    return sent
+    return _plain(sent)
+
+
+def _plain(value: Any) -> Any:
+    """A value as JavaScript reads and writes it: 1.0 is 1, and integers have 53 bits."""
+    if isinstance(value, dict):
+        return {name: _plain(one) for name, one in value.items()}
+    if isinstance(value, list):
+        return [_plain(one) for one in value]
+    if isinstance(value, int) and abs(value) > MAX_INTEGER:
+        with suppress(OverflowError):
+            value = float(value)
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    return value
 
 
 def _digest(link: bytes, known: Any) -> bytes:

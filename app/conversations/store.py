@@ -6,7 +6,7 @@ A session is a tree: a turn goes on from another one, its parent, or begins with
 import secrets
 import sqlite3
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from hashlib import blake2b
@@ -25,30 +25,32 @@ from titopool.errors import QueueFull, SessionEnded, SessionNotFound, TitopoolEr
 FOLDER, FILE = "sessions", "sessions.db"
 ID_BYTES = 16
 # Of a file without sessions.
-EMPTY_PAGES = 8
+EMPTY_PAGES = 9
 # Turns without messages that are compared with a prompt.
 MAX_RAW = 64
 # Turns that one transaction removes.
 BATCH = 8
+# Links in one statement.
+PIECE = 256
 # How long the time of the last call may pass unnoted.
 TOUCH_EVERY_S = 1.0
 # What one request may still write into a file that has room for it.
 SPARE_BYTES = 1024 * 1024
 # Of `Turn`, in the order of the table: what each request of a session reads comes first.
-COLUMNS = ("short", "prompt", "ids", "added", "logprobs", "engine_prompt")
+COLUMNS = ("short", "prompt", "ids", "logprobs", "engine_prompt", "added")
 SCHEMA = (
     # digest: of the id, which opens the session. at_s: the last call, in Unix seconds.
     "CREATE TABLE sessions (id INTEGER PRIMARY KEY, digest BLOB NOT NULL UNIQUE, maker BLOB NOT NULL, "
     "metadata BLOB NOT NULL, made_s REAL NOT NULL, at_s REAL NOT NULL, ended INTEGER NOT NULL, "
     "num_turns INTEGER NOT NULL)",
     "CREATE INDEX sessions_by_age ON sessions (at_s)",
+    "CREATE INDEX open_sessions ON sessions (at_s) WHERE NOT ended",
     # The columns are those of `TurnKeys` and `Turn`.
     "CREATE TABLE turns (session INTEGER NOT NULL, number INTEGER NOT NULL, parent INTEGER, "
-    "link BLOB, asked BLOB, plain BLOB, system BLOB, head BLOB NOT NULL, short BLOB NOT NULL, "
-    "prompt BLOB NOT NULL, ids BLOB NOT NULL, added BLOB NOT NULL, logprobs BLOB NOT NULL, "
-    "engine_prompt BLOB NOT NULL, "
-    "PRIMARY KEY (session, number)) WITHOUT ROWID",
+    "request_id TEXT NOT NULL, link BLOB, asked BLOB, plain BLOB, system BLOB, head BLOB NOT NULL, "
+    f"{', '.join(f'{name} BLOB NOT NULL' for name in COLUMNS)}, PRIMARY KEY (session, number)) WITHOUT ROWID",
     "CREATE INDEX turns_by_link ON turns (session, link)",
+    "CREATE INDEX turns_by_request ON turns (session, request_id)",
     # Requests in flight; a process that died leaves some.
     "CREATE TABLE running (session INTEGER NOT NULL, request_id TEXT NOT NULL)",
 )
@@ -92,10 +94,10 @@ class Turn(msgspec.Struct, kw_only=True):
     parent: int | None
     head: TurnHead
     # JSON: messages that stand for the parent's turn and the request's new ones in renders of what follows.
-    short: bytes
+    short: bytes = b""
     # int32: the ids after the parent's, and those that were sampled.
-    prompt: bytes
-    ids: bytes
+    prompt: bytes = b""
+    ids: bytes = b""
     # float32.
     logprobs: bytes = b""
     # int32: all ids that the engine got, images expanded; empty: those that were sent.
@@ -150,10 +152,12 @@ class SessionStore:
         """
         self.remove_old()
         name, now = secrets.token_hex(ID_BYTES), time.time()
-        values = (digest_of(name), _encode(maker), _encode(metadata), now, now)
+        # A row of a session that is gone must not mean another one to a turn that runs.
+        row = secrets.randbits(63)
+        values = (row, digest_of(name), _encode(maker), _encode(metadata), now, now)
         insert = (
-            "INSERT INTO sessions (digest, maker, metadata, made_s, at_s, ended, num_turns) "
-            "VALUES (?, ?, ?, ?, ?, 0, 0)"
+            "INSERT INTO sessions (id, digest, maker, metadata, made_s, at_s, ended, num_turns) "
+            "VALUES (?, ?, ?, ?, ?, ?, 0, 0)"
         )
 
         def work(connection: sqlite3.Connection) -> sqlite3.Cursor:
@@ -209,24 +213,28 @@ class SessionStore:
                 retry_after_s=60,
             )
 
-    def match(self, session: Session, links: Sequence[bytes]) -> tuple[int, int] | None:
-        """The last turn of the longest known beginning, and how many messages that has; None: no turn.
+    def match(self, session: Session, links: Sequence[bytes]) -> tuple[list[Turn], int]:
+        """The turns of the longest known beginning, the last one first and at most `BATCH`, without ids;
+        and how many messages it has.
 
         Args:
             links: of the request's messages (`matching.links_of`).
         """
-        select = (
-            "SELECT number FROM turns WHERE session = ? AND link = ? ORDER BY number DESC LIMIT 1"
-        )
-
-        def work(connection: sqlite3.Connection) -> list[Any]:
-            for index in range(len(links) - 1, -1, -1):
-                if found := connection.execute(select, (session.row, links[index])).fetchone():
-                    return [(found[0], index + 1)]
-            return []
-
-        found = self._run(work)
-        return found[0] if found else None
+        places = {link: index for index, link in enumerate(links, start=1)}
+        for known in _in_pieces(links):
+            marks = ",".join("?" * len(known))
+            select = f"SELECT DISTINCT link FROM turns WHERE session = ? AND link IN ({marks})"
+            rows = self._run(partial(_execute, statement=select, values=(session.row, *known)))
+            if rows:
+                longest = max((link for (link,) in rows), key=lambda link: places[link])
+                select = (
+                    "SELECT number, parent, head FROM turns WHERE session = ? AND link = ? "
+                    "ORDER BY number DESC LIMIT ?"
+                )
+                values = (session.row, longest, BATCH)
+                found = self._run(partial(_execute, statement=select, values=values))
+                return [_turn(*row) for row in found], places[longest]
+        return [], 0
 
     def match_raw(
         self, session: Session, is_beginning: Callable[[bytes], bool]
@@ -242,74 +250,51 @@ class SessionStore:
         return max(known, key=lambda one: (one[1][:9], one[0]), default=None)
 
     def number_of(self, session: Session, request_id: str) -> int | None:
-        """The first choice of a request's turn; None: the session has none."""
-        select = "SELECT number, head FROM turns WHERE session = ? ORDER BY number"
-        rows = self._run(lambda one: one.execute(select, (session.row,)))
-        numbers = (
-            number
-            for number, head in rows
-            if msgspec.msgpack.decode(head, type=TurnHead).request_id == request_id
-        )
-        return next(numbers, None)
+        """The first choice of the last request with an id; None: the session has none."""
+        select = "SELECT number, parent, head FROM turns WHERE session = ? AND request_id = ? ORDER BY number"
+        rows = self._run(lambda one: one.execute(select, (session.row, request_id)))
+        firsts = [
+            turn.number for turn in (_turn(*row) for row in rows) if turn.head.reason != "choice"
+        ]
+        return firsts[-1] if firsts else None
 
-    def path_to(self, session: Session, number: int) -> list[Turn]:
-        """The turns from the first one to `number`, without their log-probabilities."""
+    def path_to(
+        self, session: Session, number: int, columns: Sequence[str] = ("short", "prompt", "ids")
+    ) -> list[Turn]:
+        """The turns from the first one to `number`, with these columns."""
         select = (
             "WITH RECURSIVE path (number, parent) AS ("
             "SELECT number, parent FROM turns WHERE session = ?1 AND number = ?2 UNION ALL "
             "SELECT turns.number, turns.parent FROM turns JOIN path ON turns.session = ?1 "
             "AND turns.number = path.parent) "
-            "SELECT number, parent, head, short, prompt, ids, added FROM turns "
+            f"SELECT number, parent, head, {', '.join(columns)} FROM turns "
             "WHERE session = ?1 AND number IN (SELECT number FROM path) ORDER BY number"
         )
         rows = self._run(lambda one: one.execute(select, (session.row, number)))
-        return [_turn(*row) for row in rows]
+        return [_turn(*row, columns=columns) for row in rows]
 
     def turns(self, session: Session, start: int = 0) -> list[Turn]:
         """The next turns from `start` on, at most `BATCH`."""
+        columns = (*COLUMNS, "asked")
         select = (
-            "SELECT number, parent, head, short, prompt, ids, added, logprobs, engine_prompt, asked "
-            "FROM turns "
+            f"SELECT number, parent, head, {', '.join(columns)} FROM turns "
             "WHERE session = ? AND number >= ? ORDER BY number LIMIT ?"
         )
         rows = self._run(lambda one: one.execute(select, (session.row, start, BATCH)))
-        return [_turn(*row) for row in rows]
+        return [_turn(*row, columns=columns) for row in rows]
 
-    def reason_of(
-        self, session: Session, parent: int | None, keys: TurnKeys, plain: Sequence[bytes]
-    ) -> Reason:
-        """Why a turn begins a branch; "": it goes on from a turn that nothing has followed.
+    def add(
+        self, session: Session, turns: Sequence[tuple[Turn, TurnKeys]], plain: Sequence[bytes]
+    ) -> list[Reason]:
+        """Adds the choices of one request's turn, and returns why each begins a branch.
 
         Args:
             plain: of the request's messages, without their context.
-        """
-
-        def has(where: str, *values: Any) -> bool:
-            select = f"SELECT 1 FROM turns WHERE session = ? AND {where} LIMIT 1"
-            return bool(self._run(lambda one: one.execute(select, (session.row, *values))))
-
-        if parent is not None:
-            if has("parent = ? AND asked IS ?", parent, keys.asked):
-                return "retry"
-            return "fork" if has("parent = ?", parent) else ""
-        if not has("1"):
-            return "first"
-        if has("parent IS NULL AND asked = ?", keys.asked):
-            return "retry"
-        if not plain:
-            return "history"
-        marks = ",".join("?" * len(plain))
-        if has(f"plain IN ({marks})", *plain):
-            return "context"
-        return "history" if has("system = ?", keys.system) else "system"
-
-    def add(self, session: Session, turns: Sequence[tuple[Turn, TurnKeys]]) -> list[int]:
-        """Adds turns, and returns their numbers.
 
         Raises:
             SessionEnded: it was deleted meanwhile.
         """
-        insert = f"INSERT INTO turns VALUES ({', '.join('?' * 14)})"
+        insert = f"INSERT INTO turns VALUES ({', '.join('?' * (9 + len(COLUMNS)))})"
 
         def work(connection: sqlite3.Connection) -> list[Any]:
             update = (
@@ -321,17 +306,22 @@ class SessionStore:
                 return []
             first = found[0] - len(turns)
             for number, (turn, keys) in enumerate(turns, start=first):
+                if number == first:
+                    turn.head.reason = _reason_of(connection, session.row, turn, keys, plain)
                 columns = [getattr(turn, name) for name in COLUMNS]
-                values = (session.row, number, turn.parent, *keys, _encode(turn.head), *columns)
-                connection.execute(insert, values)
-            return [(first,)]
+                connection.execute(
+                    insert,
+                    (session.row, number, turn.parent, turn.head.request_id, *keys,
+                     _encode(turn.head), *columns),
+                )  # fmt: skip
+            return [turn.head.reason for turn, _ in turns]
 
-        rows = self._run(work)
-        if not rows:
+        reasons = self._run(work)
+        if not reasons:
             raise SessionEnded(
                 "expected a session that is open, got one that was deleted meanwhile"
             )
-        return list(range(rows[0][0], rows[0][0] + len(turns)))
+        return reasons
 
     def note_running(self, session: Session, request_id: str) -> None:
         """A request of the session runs, until `forget_running`.
@@ -340,13 +330,18 @@ class SessionStore:
             QueueFull: the file has no room for what it samples.
             TitopoolError: the file cannot be used.
         """
-        insert = "INSERT INTO running VALUES (?, ?)"
+        insert = (
+            "INSERT INTO running SELECT id, ? FROM sessions WHERE id = ? AND NOT ended RETURNING 1"
+        )
 
         def work(connection: sqlite3.Connection) -> sqlite3.Cursor:
             self._check_room(connection)
-            return connection.execute(insert, (session.row, request_id))
+            return connection.execute(insert, (request_id, session.row))
 
-        self._run(work)
+        if not self._run(work):
+            raise SessionEnded(
+                "expected a session that is open, got one that was deleted meanwhile"
+            )
 
     def forget_running(self, session: Session, request_id: str) -> None:
         """A request has ended."""
@@ -375,17 +370,28 @@ class SessionStore:
             give_way()
 
     def remove_old(self) -> None:
-        """Forgets sessions without a call for their time; those that ended are unknown from then on."""
-        select = "SELECT id FROM sessions WHERE at_s < ? ORDER BY at_s LIMIT ?"
-        while rows := self._run(
-            lambda one: one.execute(select, (time.time() - self._keep_s, BATCH))
-        ):
+        """Ends sessions without a call for their time; after twice the time they are unknown."""
+        now = time.time()
+        overdue = (
+            "SELECT id FROM sessions WHERE NOT ended AND at_s < ? "
+            "AND NOT EXISTS (SELECT 1 FROM running WHERE session = id) ORDER BY at_s LIMIT ?"
+        )
+        update = "UPDATE sessions SET ended = 1 WHERE id = ?"
+        while rows := self._rows(overdue, now - self._keep_s, BATCH):
+            for (row,) in rows:
+                self._rows(update, row)
+                self._remove_turns(row)
+            give_way()
+        gone = "SELECT id FROM sessions WHERE at_s < ? ORDER BY at_s LIMIT ?"
+        while rows := self._rows(gone, now - 2 * self._keep_s, BATCH):
             for (row,) in rows:
                 self._remove_turns(row)
-                self._run(
-                    partial(_execute, statement="DELETE FROM sessions WHERE id = ?", values=(row,))
-                )
+                self._rows("DELETE FROM running WHERE session = ?", row)
+                self._rows("DELETE FROM sessions WHERE id = ?", row)
             give_way()
+
+    def _rows(self, statement: str, *values: Any) -> list[Any]:
+        return self._run(partial(_execute, statement=statement, values=values))
 
     def totals(self) -> tuple[int, int]:
         """Open sessions, and the bytes that all take; zeros while there is no file that can be used."""
@@ -419,7 +425,7 @@ class SessionStore:
 
 def digest_of(name: str) -> bytes:
     """What the file, logs and metrics have in place of an id."""
-    return blake2b(name.encode(), digest_size=8).digest()
+    return blake2b(name.encode(), digest_size=16).digest()
 
 
 def _rows_of(
@@ -439,10 +445,43 @@ _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.decode
 
 
-def _turn(number: int, parent: int | None, head: bytes, *columns: Any) -> Turn:
+def _turn(
+    number: int, parent: int | None, head: bytes, *values: Any, columns: Sequence[str] = ()
+) -> Turn:
     read = msgspec.msgpack.decode(head, type=TurnHead)
-    known = dict(zip((*COLUMNS, "asked"), columns, strict=False))
-    return Turn(number=number, parent=parent, head=read, **known)
+    return Turn(number=number, parent=parent, head=read, **dict(zip(columns, values, strict=True)))
+
+
+def _in_pieces(links: Sequence[bytes]) -> Iterator[Sequence[bytes]]:
+    """Links, the longest beginnings first: a statement has a bound of variables."""
+    for end in range(len(links), 0, -PIECE):
+        yield links[max(0, end - PIECE) : end]
+
+
+def _reason_of(
+    connection: sqlite3.Connection, session: int, turn: Turn, keys: TurnKeys, plain: Sequence[bytes]
+) -> Reason:
+    """Why a turn begins a branch; "": it goes on from a turn that nothing has followed.
+
+    What the request itself has found (`turn.head.reason`) counts, unless it was sent before.
+    """
+
+    def has(where: str, *values: Any) -> bool:
+        select = f"SELECT 1 FROM turns WHERE session = ? AND {where} LIMIT 1"
+        return connection.execute(select, (session, *values)).fetchone() is not None
+
+    if has("parent IS ? AND asked = ?", turn.parent, keys.asked):
+        return "retry"
+    if turn.head.reason:
+        return turn.head.reason
+    if turn.parent is not None:
+        return "fork" if has("parent = ?", turn.parent) else ""
+    if not has("1"):
+        return "first"
+    for known in _in_pieces(plain):
+        if has(f"plain IN ({','.join('?' * len(known))})", *known):
+            return "context"
+    return "history" if not plain or has("system = ?", keys.system) else "system"
 
 
 def ids_along(path: Sequence[Turn]) -> np.ndarray:

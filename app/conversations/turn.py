@@ -21,6 +21,7 @@ from app.conversations.store import (
     ids_along,
 )
 from app.inputs.chat_template import MAX_RENDER_S, Chat
+from app.inputs.images import PromptImages
 from app.inputs.turns import within
 from app.outputs.run_facts import RunFacts, kept_bytes
 from app.outputs.token_arrays import sampled_logprobs
@@ -89,6 +90,7 @@ class SessionTurn:
         self._mismatch: str | None = None
         self._began_s = time.time()
         self._request_id = self._model = ""
+        self._num_choices, self._is_kept = 1, False
         self._ids: np.ndarray | None = None
         self._facts: RunFacts | None = None
         self._gained: defaultdict[int, SampledChoice] = defaultdict(SampledChoice)
@@ -106,7 +108,7 @@ class SessionTurn:
                 "items as input",
                 param="previous_response_id",
             )
-        path = self._store.path_to(self._session, number)
+        path = self._store.path_to(self._session, number, ("added",))
         known = [message for one in path for message in (*json.loads(one.added), one.head.message)]
         if any(part == IMAGE_PART for one in known for part in one.get("content") or ()):
             raise InvalidRequest(
@@ -118,12 +120,9 @@ class SessionTurn:
 
     # ---- its prompt --------------------------------------------------------------------
 
-    def prompt_of_chat(self, call: Asking, chat: Chat, images: Sequence[bytes]) -> np.ndarray:
+    def prompt_of_chat(self, call: Asking, chat: Chat, images: PromptImages) -> np.ndarray:
         """The prompt of a chat, int32: the ids of the turns that its messages are known to be, and those of
         its new messages; else a new branch, as the template writes it.
-
-        Args:
-            images: digests of the images, in order.
 
         Raises:
             TitopoolError: as `Call.render`.
@@ -136,20 +135,16 @@ class SessionTurn:
                 param="chat_template",
             )
         messages = chat.messages
-        links = links_of(context_of(chat), messages, images)
-        plain = links_of(b"", messages, images)
+        links = links_of(context_of(chat, images.mm_processor_kwargs), messages, images.digests)
+        self._plain = links_of(b"", messages, images.digests)
         self._keys = TurnKeys(None, links[-1], None, system_of(messages))
-        self._plain = plain
         is_prompt = chat.add_generation_prompt and not chat.continue_final_message
         if is_prompt:
             self._link_of = lambda ids, text, message: link_of_turn(links[-1], message)
-        ids = self._continued(call, chat, links, len(images)) if is_prompt else None
+        ids = self._continued(call, chat, links, len(images.images)) if is_prompt else None
         if ids is None:
             ids = np.array(call.render([chat])[0], np.int32)
             self._short, self._added = [short_of(one) for one in messages], messages
-        self._reason = self._reason or self._store.reason_of(
-            self._session, self._parent, self._keys, plain
-        )
         if not is_prompt:
             self._reason = "prefill"
         self._ids = ids
@@ -159,11 +154,10 @@ class SessionTurn:
         self, call: Asking, chat: Chat, links: Sequence[bytes], num_images: int
     ) -> np.ndarray | None:
         """The ids of known turns and of the messages after them; None: a new branch begins."""
-        found = self._store.match(self._session, links)
-        if found is None:
+        known, num_known = self._store.match(self._session, links)
+        if not known:
             return None
-        number, num_known = found
-        new = chat.messages[num_known:]
+        number, new = _chosen(known, chat.messages[num_known - 1]), chat.messages[num_known:]
         if not new or any(one["role"] == "assistant" for one in new):
             # Nothing was sampled as these, so the template must write them.
             self._reason = "history"
@@ -194,6 +188,7 @@ class SessionTurn:
         kind: bytes,
         content: bytes,
         encode: Callable[[bytes, bool], Sequence[int] | np.ndarray],
+        decode: Callable[[np.ndarray], str],
     ) -> np.ndarray:
         """The prompt of a text or of ids without messages, int32: the ids of the longest known beginning,
         and those of the rest.
@@ -202,21 +197,26 @@ class SessionTurn:
             kind: `TEXT` or `IDS`.
             content: in UTF-8, or int32.
             encode: the ids of the rest, and whether that is the whole prompt.
+            decode: the text of ids, with special tokens.
         """
         self._keys = TurnKeys(None, raw_link(kind, content))
         found = self._store.match_raw(self._session, lambda link: begins_with(link, kind, content))
         before, rest = np.empty(0, np.int32), content
         if found is not None:
             number, link = found
-            before = ids_along(self._store.path_to(self._session, number))
-            self._parent, self._num_parent = number, len(before)
-            rest = content[length_of_raw(link) :]
+            path, after = self._store.path_to(self._session, number), content[length_of_raw(link) :]
+            tail = _tail_of(path[-1], decode) if kind == TEXT else b""
+            if tail is not None and after.startswith(tail):
+                before, rest = ids_along(path), after[len(tail) :]
+                self._parent, self._num_parent = number, len(before)
+            else:
+                # The client writes another end of the turn than was sampled.
+                self._reason = "template"
         if kind == TEXT:
             self._link_of = lambda ids, text, _: raw_link(kind, content + text.encode())
         else:
             self._link_of = lambda ids, text, _: raw_link(kind, content + ids)
-        self._reason = self._store.reason_of(self._session, self._parent, self._keys, ())
-        new = encode(rest, found is None) if rest else ()
+        new = encode(rest, self._parent is None) if rest else ()
         self._ids = np.concatenate([before, np.array(new, np.int32)])
         return self._ids
 
@@ -232,7 +232,7 @@ class SessionTurn:
         pieces = part.pieces if isinstance(part, Chunk) else enumerate(part.completions)
         return sum(self._gained[index].take(piece) for index, piece in pieces)
 
-    def begin(self, request_id: str, model: str) -> Callable[[], None]:
+    def begin(self, request_id: str, model: str, num_choices: int) -> Callable[[], None]:
         """The request runs, which the end of its session aborts; what is called at its end.
 
         Args:
@@ -242,20 +242,27 @@ class SessionTurn:
             QueueFull: the sessions' file has no room for what it samples.
             TitopoolError: it cannot be used.
         """
-        self._request_id, self._model = request_id, model
+        self._request_id, self._model, self._num_choices = request_id, model, num_choices
         self._store.note_running(self._session, request_id)
         return lambda: self._store.forget_running(self._session, request_id)
 
-    def keep(self) -> list[str]:
-        """Keeps the turn, one for each choice; returns why each begins a branch.
+    @property
+    def has_ended(self) -> bool:
+        """Whether all choices of a stream have come to their ends."""
+        ended = [one.finish_reason for one in self._gained.values()]
+        return len(ended) == self._num_choices and all(ended)
+
+    def keep(self) -> Sequence[str]:
+        """Keeps the turn once, one for each choice; returns why each begins a branch.
 
         Raises:
             SessionEnded: the session was deleted meanwhile.
             TitopoolError: the sessions' file cannot be used.
         """
         facts, turns = self._facts, []
-        if facts is None or self._ids is None:
+        if facts is None or self._ids is None or self._is_kept:
             return []
+        self._is_kept = True
         engine_prompt = b"" if facts.prompt_ids is self._ids else facts.prompt_ids.tobytes()
         for index, gained in sorted(self._gained.items()):
             head = TurnHead(
@@ -288,8 +295,25 @@ class SessionTurn:
             link = self._link_of(turn.ids, gained.text, read)
             plain = link_of_turn(self._plain[-1], read) if self._plain else None
             turns.append((turn, self._keys._replace(link=link, plain=plain)))
-        self._store.add(self._session, turns)
-        return [turn.head.reason for turn, _ in turns]
+        return self._store.add(self._session, turns, self._plain)
+
+
+def _chosen(known: Sequence[Turn], sent: Message) -> int:
+    """Which of several turns that say the same a client goes on from: that with its thought, else the first
+    choice of the last request."""
+    thought = squeezed(sent.get("reasoning") or "")
+    for turn in known:
+        if thought and squeezed(turn.head.message.get("reasoning") or "") == thought:
+            return turn.number
+    last = [turn.number for turn in known if turn.head.request_id == known[0].head.request_id]
+    return last[-1]
+
+
+def _tail_of(turn: Turn, decode: Callable[[np.ndarray], str]) -> bytes | None:
+    """What ids say after the text that the client got of them: an end of text, a stop string; None: the
+    text is not that of the ids."""
+    whole, text = decode(np.frombuffer(turn.ids, np.int32)), turn.head.message["content"]
+    return whole.removeprefix(text).encode() if whole.startswith(text) else None
 
 
 class SampledChoice:

@@ -5,6 +5,7 @@ the header X-Request-Id, as OpenAI's API has it.
 """
 
 import logging
+import re
 from collections import Counter
 from functools import partial
 from typing import Any
@@ -24,6 +25,7 @@ logger = logging.getLogger(__name__)
 
 # Statuses after which TRL's client (1.16) or urllib3 sends the request again.
 REPEATED = frozenset((429, 500, 502, 503))
+_SESSION = re.compile(r"^/sessions/[^/]+")
 
 
 def init_app(app: Flask, refused: Counter[str] | None = None) -> None:
@@ -75,9 +77,14 @@ def _too_large(error: Exception) -> Response:
 def _http_error(error: Exception) -> Response:
     """Werkzeug's own errors, such as 404 and 405."""
     assert isinstance(error, HTTPException)
-    message = f"{request.method} {request.path}: {error.description}"
+    message = f"{request.method} {_path()}: {error.description}"
     name = g.get("request_id", "")
     return json_response(_http_error_body(error.name or "error", message, name), error.code or 500)
+
+
+def _path() -> str:
+    """The path, without the id of a session, which opens it."""
+    return _SESSION.sub("/sessions/{id}", request.path)
 
 
 def _http_error_body(name: str, message: str, request_id: str) -> dict[str, Any]:
@@ -128,7 +135,7 @@ def write_parser_error(
 
 
 def _unexpected(error: Exception) -> Response:
-    logger.exception("%s %s failed, request %s", request.method, request.path, g.get("request_id"))
+    logger.exception("%s %s failed, request %s", request.method, _path(), g.get("request_id"))
     return _error_response(
         TitopoolError("the front end failed on this request; its log has the reason")
     )

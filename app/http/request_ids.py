@@ -76,6 +76,12 @@ def adopt(given: str | None) -> str:
     return request_id()
 
 
+def make_unique() -> str:
+    """Adds to the current request's id what makes it no other one's; returns it."""
+    _name(f"{request_id()}-{new_id()[:12]}")
+    return request_id()
+
+
 def log_failure(name: str, status: int, error: Mapping[str, Any], key: str) -> None:
     """Logs why request `name` failed: at level warning if the client is not the cause.
 

@@ -245,10 +245,14 @@ def _prompt_in_session(
         (ids,) = call.encode([rest.decode()], ["prompt"], with_special_tokens=with_special)
         return ids
 
+    def decode(ids: np.ndarray) -> str:
+        (text,) = call.use_tokenizer(decode_all, [ids.tolist()], size=len(ids))
+        return text
+
     if isinstance(prompts[0], str):
-        return turn.prompt_of_raw(TEXT, prompts[0].encode(), encode)
+        return turn.prompt_of_raw(TEXT, prompts[0].encode(), encode, decode)
     sent = np.array(prompts[0], np.int32).tobytes()
-    return turn.prompt_of_raw(IDS, sent, lambda rest, _: np.frombuffer(rest, np.int32))
+    return turn.prompt_of_raw(IDS, sent, lambda rest, _: np.frombuffer(rest, np.int32), decode)
 
 
 def _texts_of(call: Call, fields: CompletionsFields, prompts: Sequence[Prompt]) -> list[str]:

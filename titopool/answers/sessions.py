@@ -84,7 +84,8 @@ class SampleAnswer(msgspec.Struct, kw_only=True):
     turns: list[int]
     # Of each turn: why it begins a branch; empty: it does not.
     reasons: list[Reason]
-    # Whether the client sent the last turn's request again and did not go on from this answer.
+    # Whether the client sent the last turn's request more than once, and this answer is not the last one
+    # or another one was gone on from.
     was_retried: bool
     # The index of the first sampled token.
     prompt_length: int
@@ -98,6 +99,9 @@ class SampleAnswer(msgspec.Struct, kw_only=True):
     weight_versions: list[tuple[int, int]]
     # Of each turn.
     finish_reasons: list[str]
+    models: list[str]
+    # Of each turn; null: the base model sampled it.
+    lora_versions: list[int | None]
     # Offset and length of each image in `ids`.
     image_ranges: list[tuple[int, int]]
 

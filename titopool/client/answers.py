@@ -73,6 +73,8 @@ class SampleBody(msgspec.Struct):
     logprobs: bytes
     weight_versions: tuple[tuple[int, int], ...]
     finish_reasons: tuple[str, ...]
+    models: tuple[str, ...]
+    lora_versions: tuple[int | None, ...]
     image_ranges: tuple[tuple[int, int], ...]
 
 

@@ -60,7 +60,8 @@ class SessionSample:
     # Numbers of the turns, and why each begins a branch; "": it does not.
     turns: tuple[int, ...]
     reasons: tuple[str, ...]
-    # Whether the agent sent the last turn's request again and did not go on from this answer.
+    # Whether the agent sent the last turn's request more than once, and this answer is not the last one or
+    # another one was gone on from.
     was_retried: bool
     # The index of the first sampled token.
     prompt_length: int
@@ -74,6 +75,9 @@ class SessionSample:
     weight_versions: tuple[tuple[int, int], ...]
     # Of each turn.
     finish_reasons: tuple[str, ...]
+    models: tuple[str, ...]
+    # Of LoRA adapters; None: the base model sampled the turn.
+    lora_versions: tuple[int | None, ...]
     # Offset and length of each image in `ids`.
     image_ranges: tuple[tuple[int, int], ...]
 

@@ -3,7 +3,6 @@
 import json
 import threading
 import time
-from collections.abc import Callable
 from typing import Any
 
 import anthropic
@@ -13,7 +12,7 @@ import openai
 import pytest
 import requests
 
-from harness.servers import Server, front_ends
+from harness.servers import Server, front_ends, wait_until
 from tests.kit.peers.openai_calls import HELLO
 from tests.kit.peers.scripted_server import ARGUMENTS, LOOK_UP, Scripted
 
@@ -278,6 +277,41 @@ def test_texts_and_ids_go_on_without_messages(server: Server):
     assert "expected one in a session" in many.text
 
 
+def test_a_text_goes_on_after_the_stop_string_that_was_sampled(server: Server):
+    made = make(server)
+
+    def complete(prompt: str, **fields: Any) -> dict[str, Any]:
+        body = {"prompt": prompt, "max_tokens": 12, "temperature": 0, "return_token_ids": True}
+        url = f"{server.url}{made['path']}/completions"
+        answer = requests.post(url, json=body | fields, timeout=60)
+        assert answer.ok, answer.text
+        found: dict[str, Any] = answer.json()["choices"][0]
+        return found
+
+    texts = [
+        server.post("/detokenize", {"tokens": [one]}).json()["prompt"]
+        for one in complete("Hello")["token_ids"]
+    ]
+    # A token's whole text, which no earlier one contains.
+    stop = next(
+        text for index, text in enumerate(texts) if index > 2 and text not in "".join(texts[:index])
+    )
+    first = complete("Hello", stop=[stop])
+    known = first["prompt_token_ids"] + first["token_ids"]
+    assert stop not in first["text"]
+    prompt = "Hello" + first["text"] + stop + " and more"
+    second = complete(prompt)
+    assert second["prompt_token_ids"][: len(known)] == known
+    shown = server.post("/detokenize", {"tokens": second["prompt_token_ids"]}).json()["prompt"]
+    assert shown == prompt
+    # The client leaves out the stop string that the model has written.
+    complete("Hello" + first["text"] + "~ other")
+    found = read(server, made)["turns"]
+    assert [(one["parent"], one["reason"]) for one in found[1:]] == [
+        (None, "retry"), (1, ""), (None, "template"),
+    ]  # fmt: skip
+
+
 def test_requests_at_once_are_branches_and_all_end(server: Server):
     made = make(server)
     first = turn_of(server, made, HELLO)
@@ -295,32 +329,38 @@ def test_requests_at_once_are_branches_and_all_end(server: Server):
     assert len({tuple(one["prompt_token_ids"]) for one in answers}) == 1
     found = read(server, made)["turns"][1:]
     assert [one["parent"] for one in found] == [0] * 8
-    assert {one["reason"] for one in found} <= {"", "retry"}
+    # The first one to end goes on from the parent, as far as anybody knows.
+    assert [one["reason"] for one in found] == [""] + ["retry"] * 7
+    assert [one["was_retried"] for one in samples(server, made)] == [True] * 7 + [False]
 
 
-def test_the_end_of_a_session_ends_its_requests_and_is_known(server: Server):
-    made, answers = make(server), list[requests.Response]()
+def test_the_end_of_a_session_ends_its_requests_and_no_others(server: Server):
+    ended, other = make(server), make(server)
+    answers: dict[str, requests.Response] = {}
 
-    def ask() -> None:
+    def ask(made: dict[str, Any]) -> None:
         body = {"messages": HELLO, "max_tokens": 400, "ignore_eos": True, "n": 16}
         url = f"{server.url}{made['path']}/chat/completions"
-        answers.append(requests.post(url, json=body, timeout=60))
+        # Agents that are alike name their requests alike.
+        headers = {"X-Request-ID": "task-3-turn-0"}
+        answers[made["session_id"]] = requests.post(url, json=body, headers=headers, timeout=60)
 
-    thread = threading.Thread(target=ask)
-    thread.start()
-    url, deadline = f"{server.url}/sessions/{made['session_id']}", time.monotonic() + 30
-    while not server.get("/requests").json()["num_requests"] and time.monotonic() < deadline:
-        time.sleep(0.02)
+    threads = [threading.Thread(target=ask, args=(made,)) for made in (ended, other)]
+    for thread in threads:
+        thread.start()
+    wait_until(lambda: server.get("/requests").json()["num_requests"] == 2, 30)
     time.sleep(0.3)
+    url = f"{server.url}/sessions/{ended['session_id']}"
     assert requests.delete(url, timeout=30).status_code == 204
-    thread.join(60)
-    (answer,) = answers
+    for thread in threads:
+        thread.join(60)
+    answer = answers[ended["session_id"]]
     assert (answer.status_code, answer.json()["error"]["code"]) == (410, "session_ended")
+    whole = answers[other["session_id"]]
+    assert whole.headers["X-Request-ID"].startswith("task-3-turn-0-")
+    assert [one["finish_reason"] for one in whole.json()["choices"]] == ["length"] * 16
     for response in (requests.get(url, timeout=30), requests.delete(url, timeout=30)):
         assert response.json()["error"]["code"] == "session_ended"
-
-
-Ask = Callable[[str], requests.Response]
 
 
 @pytest.mark.parametrize(

@@ -108,7 +108,9 @@ def test_the_prompt_of_each_node_of_random_trees_begins_with_what_was_sampled(st
                 assert len(prompt) > len(before)
             parents.append(parent)
             turns.append(([*asked, choice["message"]], prompt + choice["token_ids"]))
-        shown = pool.read(made).json()["turns"]
+        answer = pool.read(made)
+        assert answer.ok, answer.text
+        shown = answer.json()["turns"]
         assert [one["parent"] for one in shown] == parents
         path = f"/sessions/{made['session_id']}/samples"
         samples = pool.call("GET", path, number=1).json()["samples"]
@@ -174,7 +176,10 @@ def test_a_session_ends_after_its_time_without_a_call(start):
     time.sleep(2.5)
     answer = pool.read(made)
     assert (answer.status_code, answer.json()["error"]["code"]) == (410, "session_ended")
-    # The next one forgets it.
+    # The next one frees its room; that it has ended is known for as long again.
+    pool.make()
+    assert pool.read(made).status_code == 410
+    time.sleep(2)
     pool.make()
     assert pool.read(made).status_code == 404
 

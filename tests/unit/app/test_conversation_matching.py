@@ -33,7 +33,7 @@ def links(
 ) -> list[bytes]:
     read = read_conversation([dict(one) for one in messages], "messages").messages
     chat = Chat(read, "messages", list(tools), kwargs or {})
-    return links_of(context_of(chat), read, images)
+    return links_of(context_of(chat, {}), read, images)
 
 
 KNOWN = (SYSTEM, USER, turn(), result())
@@ -46,6 +46,8 @@ KNOWN = (SYSTEM, USER, turn(), result())
         pytest.param((SYSTEM, USER, turn("<think>Hm.</think>\n\nI add."), result()), id="thought in the text"),
         pytest.param((SYSTEM, USER, turn("<think>Other</think>I add."), result()), id="another thought"),
         pytest.param((SYSTEM, USER, turn(b=[7, 8], a=6), result()), id="order of keys"),
+        pytest.param((SYSTEM, USER, turn(b=[7.0, 8e0], a=6.0), result()), id="numbers of JavaScript"),
+        pytest.param((SYSTEM, USER, turn("I should.</think>\nI add."), result()), id="thought that the prompt opens"),
         pytest.param((SYSTEM, USER, turn("  I  add.\n"), result()), id="blanks of the assistant"),
         pytest.param((SYSTEM, {**USER, "content": " What is 6 × 7?\n"}, turn(), result()), id="blanks around a text"),
         pytest.param((SYSTEM, USER, turn(name="toolu_9"), result("toolu_9")), id="ids of calls"),
@@ -131,3 +133,26 @@ def test_the_system_prompt_is_what_stands_before_all_others():
     assert system_of([SYSTEM, developer, USER]) != system_of([SYSTEM, USER])
     assert system_of([SYSTEM, USER]) == system_of([SYSTEM, turn(), developer])
     assert system_of([USER]) == system_of([USER, SYSTEM])
+
+
+@pytest.mark.parametrize(
+    ("text", "other"),
+    [
+        ("Wrap it in `<think>` and keep all.", "Wrap it in `<think>` and delete all."),
+        ("Run A, then close with `</think>`.", "Run B, then close with `</think>`."),
+    ],
+)
+def test_marks_of_thoughts_within_a_text_hide_nothing(text: str, other: str):
+    assert links(USER, turn(text)) != links(USER, turn(other))
+
+
+def test_texts_and_images_count_in_their_order():
+    def asked(*kinds: str) -> dict[str, Any]:
+        parts = {"text": {"type": "text", "text": "a"}, "image": {"type": "image", "image": "aGk="}}
+        return {"role": "user", "content": [parts[kind] for kind in kinds]}
+
+    one, two = (b"one",), (b"one", b"two")
+    assert links(asked("image", "text"), images=one) != links(asked("text", "image"), images=one)
+    assert links(asked("text", "image", "image"), images=two) != links(
+        asked("image", "text", "image"), images=two
+    )

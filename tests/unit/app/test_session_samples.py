@@ -1,12 +1,14 @@
 """What a trainer takes of a session's tree."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
+import pytest
 
 from app.conversations.session_samples import SessionSample, samples_of
 from app.conversations.store import Reason, Turn, TurnHead
+from titopool.errors import TitopoolError
 
 
 def turn(
@@ -17,6 +19,7 @@ def turn(
     *,
     reason: Reason = "",
     asked: str = "",
+    request_id: str = "",
     versions: Sequence[tuple[int, int]] = ((0, 0),),
     engine_prompt: Sequence[int] = (),
     image_ranges: Sequence[tuple[int, int]] = (),
@@ -24,7 +27,7 @@ def turn(
     """`prompt`: after the parent's ids; `asked`: what the request asked, by default something of its own.
     The log-probability of an id is its negative tenth."""
     head = TurnHead(
-        reason=reason, path="/v1/chat/completions", request_id=f"r{number}", model="tiny", lora_version=None,
+        reason=reason, path="/v1/chat/completions", request_id=request_id or f"r{number}", model="tiny", lora_version=None,
         began_s=0.0, ended_s=1.0, finish_reason=f"end {number}", weight_versions=list(versions),
         image_ranges=list(image_ranges), mismatch=None, message={}, num_prompt=0, num_cached=0,
     )  # fmt: skip
@@ -41,7 +44,11 @@ def counted(sample: SessionSample) -> list[int]:
     return sample.ids[sample.loss_mask == 1].tolist()
 
 
-def by_end(samples: Sequence[SessionSample]) -> dict[int, SessionSample]:
+def list_of(turns: Sequence[Turn]) -> list[SessionSample]:
+    return list(samples_of(turns))
+
+
+def by_end(samples: Iterable[SessionSample]) -> dict[int, SessionSample]:
     return {one.turns[-1].number: one for one in samples}
 
 
@@ -67,12 +74,14 @@ def test_a_linear_conversation_is_one_sample():
         # The index in `ids` of the first token of each.
         "weight_versions": [[3, 2], [3, 5], [4, 7], [0, 10]],
         "finish_reasons": ["end 0", "end 1", "end 2"],
+        "models": ["tiny"] * 3,
+        "lora_versions": [None] * 3,
         "image_ranges": [],
     }
 
 
 def test_a_turn_of_several_samples_counts_in_the_last_one():
-    samples = samples_of(
+    samples = list_of(
         [
             turn(0, None, [1], [10], reason="first"),
             turn(1, 0, [2], [11]),
@@ -108,7 +117,7 @@ def test_an_answer_that_was_asked_for_again_was_retried():
     }  # fmt: skip
 
 
-def test_an_answer_that_the_client_went_on_from_was_not_retried():
+def test_of_equal_requests_the_answer_that_was_gone_on_from_is_the_one_to_train_on():
     samples = by_end(
         samples_of(
             [
@@ -119,15 +128,15 @@ def test_an_answer_that_the_client_went_on_from_was_not_retried():
             ]
         )
     )
-    assert {end: one.was_retried for end, one in samples.items()} == {1: False, 2: False}
+    assert {end: one.was_retried for end, one in samples.items()} == {1: True, 2: False}
     assert {end: counted(one) for end, one in samples.items()} == {1: [11], 2: [10, 12]}
 
 
 def test_choices_are_samples_of_their_own():
-    samples = samples_of(
+    samples = list_of(
         [
-            turn(0, None, [1], [10], reason="first", asked="hello"),
-            turn(1, None, [1], [11], reason="choice", asked="hello"),
+            turn(0, None, [1], [10], reason="first", asked="hello", request_id="a"),
+            turn(1, None, [1], [11], reason="choice", asked="hello", request_id="a"),
         ]
     )
     assert [counted(one) for one in samples] == [[10], [11]]
@@ -154,4 +163,15 @@ def test_images_are_expanded_as_the_engine_got_them():
 
 
 def test_a_session_without_turns_has_no_samples():
-    assert samples_of([]) == []
+    assert list_of([]) == []
+
+
+def test_images_of_another_size_in_a_later_turn_are_an_error():
+    turns = [
+        turn(0, None, [1, 99], [10], reason="first", engine_prompt=[1, 99, 99]),
+        turn(1, 0, [3], [12], engine_prompt=[1, 99, 10, 3]),
+    ]
+    with pytest.raises(
+        TitopoolError, match="expected that the ids of turn 1 go on from those of turn 0"
+    ):
+        list_of(turns)

@@ -1,0 +1,89 @@
+"""The file of sessions: whose turns it has, and what cannot cost other sessions theirs."""
+
+import time
+from pathlib import Path
+
+import pytest
+
+from app.conversations.store import Maker, Session, SessionStore, Turn, TurnHead, TurnKeys
+from titopool.errors import SessionEnded, SessionNotFound
+
+KEEP_S = 100.0
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> SessionStore:
+    return SessionStore(tmp_path, max_bytes=2**30, max_sessions=10, keep_s=KEEP_S)
+
+
+def make(store: SessionStore, name: str = "ada") -> tuple[str, Session]:
+    session = store.make(Maker(name, 1), {"of": name})
+    return session, store.find(session)
+
+
+def turn(request_id: str = "a") -> Turn:
+    head = TurnHead(
+        reason="", path="/v1/responses", request_id=request_id, model="tiny", lora_version=None,
+        began_s=0.0, ended_s=1.0, finish_reason="stop", weight_versions=[], image_ranges=[],
+        mismatch=None, message={"role": "assistant", "content": "a"}, num_prompt=1, num_cached=0,
+    )  # fmt: skip
+    return Turn(parent=None, head=head, ids=bytes(4), prompt=bytes(4))
+
+
+def test_a_file_without_turns_takes_no_room_of_theirs(store: SessionStore):
+    assert store.totals() == (0, 0)
+    make(store)
+    assert store.totals() == (1, 0)
+
+
+def test_a_late_turn_is_not_another_session_s(store: SessionStore, monkeypatch: pytest.MonkeyPatch):
+    _, late = make(store)
+    store.note_running(late, "a")
+    now_s = time.time
+    # It is kept for as long as a request of it may run, but not for ever.
+    monkeypatch.setattr(time, "time", lambda: now_s() + 2.5 * KEEP_S)
+    name, other = make(store, "bob")
+    with pytest.raises(SessionEnded, match="deleted meanwhile"):
+        store.add(late, [(turn(), TurnKeys(b"link", b"asked"))], [])
+    with pytest.raises(SessionEnded, match="deleted meanwhile"):
+        store.note_running(late, "b")
+    assert store.turns(other) == []
+    assert store.find(name).metadata == {"of": "bob"}
+    assert store.end(other) == []
+
+
+def test_a_session_ends_and_is_forgotten_later(store: SessionStore, monkeypatch):
+    name, session = make(store)
+    store.add(session, [(turn(), TurnKeys(b"link", b"asked"))], [])
+    now_s = time.time
+    monkeypatch.setattr(time, "time", lambda: now_s() + 1.5 * KEEP_S)
+    store.remove_old()
+    assert store.turns(session) == []
+    with pytest.raises(SessionEnded):
+        store.find(name)
+    monkeypatch.setattr(time, "time", lambda: now_s() + 2.5 * KEEP_S)
+    store.remove_old()
+    with pytest.raises(SessionNotFound):
+        store.find(name)
+
+
+def test_a_conversation_of_very_many_messages_costs_nobody_a_turn(store: SessionStore):
+    """A statement of SQLite has a bound of variables, and its error must delete no file."""
+    name, session = make(store)
+    links = [number.to_bytes(4, "big") for number in range(300_000)]
+    asked = TurnKeys(links[0], b"asked", b"plain", b"system")
+    assert store.add(session, [(turn(), asked)], links) == ["first"]
+    (found,), num_known = store.match(session, links)
+    assert (found.number, num_known) == (0, 1)
+    assert store.add(session, [(turn("b"), TurnKeys(b"x", b"y", b"z", b"system"))], links) == [
+        "history"
+    ]
+    assert store.number_of(session, "b") == 1
+    assert store.find(name).num_turns == 2
+
+
+def test_a_store_without_a_folder_has_no_session():
+    store = SessionStore(None, max_bytes=1, max_sessions=1, keep_s=1)
+    with pytest.raises(SessionNotFound):
+        store.find("a")
+    assert store.totals() == (0, 0)
