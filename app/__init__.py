@@ -74,8 +74,7 @@ def create_app(config: ServerConfig | None = None) -> Flask:
     keys = Keys(config)
     if not keys.guard_generation:
         browsers.init_app(app, config.host, config.allowed_hosts)
-    auth.init_app(app, keys, access.find_maker)
-    access.init_app(app)
+    auth.init_app(app, keys, access.find_maker, access.enter_session)
     errors.init_app(app, service.refused)
     app.register_blueprint(generate.blueprint)
     for protocol in (

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import gevent
 import numpy as np
+from flask import g
 from flask import request as http_request
 from gevent.event import Event
 from msgspec import structs
@@ -24,7 +25,6 @@ from app.call.jobs import (
 )
 from app.call.kept_logprobs import arrays_of
 from app.call.service import Service, current_service
-from app.conversations.access import current_session
 from app.conversations.turn import SessionTurn
 from app.counts.families import SESSION_BRANCHES, UNKNOWN_FIELDS
 from app.counts.http_requests import current_record
@@ -119,8 +119,10 @@ class Call:
             self.key = current_key()
             # None outside of `POST /sessions`' sessions.
             self.turn: SessionTurn | None = None
-            if (opened := current_session()) is not None:
-                self.turn = SessionTurn(service.sessions, *opened, http_request.path.rstrip("/"))
+            if (opened := g.get("session")) is not None:
+                session, name = opened
+                path = http_request.path.rstrip("/")
+                self.turn = SessionTurn(service.sessions, session, name, path)
             # The client's connection; None under Flask's test client.
             self.client = current_client()
             # What it has taken of the front end's memory budget.

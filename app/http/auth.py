@@ -1,7 +1,9 @@
 """Checks the header `Authorization: Bearer KEY`, as the openai package sends it, or `x-api-key: KEY`, as
 the anthropic package does."""
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterable
+from typing import Any
 
 from flask import Flask, g, request
 
@@ -29,11 +31,16 @@ NO_SESSION = (
     "expected the id of a session that this server has and that this key made, got another; make one with "
     "POST /sessions"
 )
+# `/sessions/{id}/v1/…` is a base URL with routes of `/v1/…`, so that agents need no other client.
+_SESSION_PATH = re.compile(r"/sessions/([^/]+)(/v1/.*)")
+Wsgi = Callable[[dict[str, Any], Any], Iterable[bytes]]
 # The name of the key that made the session with an id, and its weight. Raises a `TitopoolError`.
 FindMaker = Callable[[str], tuple[str, int]]
 
 
-def init_app(app: Flask, keys: Keys, find_maker: FindMaker) -> None:
+def init_app(
+    app: Flask, keys: Keys, find_maker: FindMaker, enter_session: Callable[[str], None]
+) -> None:
     """Requires a key on all routes but health and the page itself; an administrator's on administrative routes.
 
     Without `api_key` and `api_key_file`, no key is required but on administrative routes. Without
@@ -66,6 +73,23 @@ def init_app(app: Flask, keys: Keys, find_maker: FindMaker) -> None:
                 f"expected the header 'Authorization: Bearer <{name}>', got {came}; ask "
                 f"the server's operator for {which}"
             )
+
+    @app.before_request
+    def check_session() -> None:
+        name = current_session_name()
+        if name is not None:
+            enter_session(name)
+
+    handle: Wsgi = app.wsgi_app
+
+    def without_session(environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
+        """Takes a session's id out of the path before the route is found, and so out of logs and spans."""
+        if found := _SESSION_PATH.fullmatch(environ["PATH_INFO"]):
+            environ[SESSION_VARIABLE], environ["PATH_INFO"] = found.groups()
+            environ["RAW_URI"] = environ["REQUEST_URI"] = found[2]
+        return handle(environ, start_response)
+
+    app.wsgi_app = without_session  # type: ignore[method-assign]
 
     def open_session(name: str, endpoint: str) -> None:
         """Lets a session's own key in, as the key of its maker."""

@@ -17,13 +17,13 @@ SOURCES = sorted(
 )
 # Statements of each folder at most.
 SIZES = {
-    "app": 666,
+    "app": 665,
     "app.anthropic": 398,
-    "app.call": 1056,
+    "app.call": 1058,
     "app.control": 178,
-    "app.conversations": 705,
+    "app.conversations": 686,
     "app.counts": 267,
-    "app.http": 1035,
+    "app.http": 1050,
     "app.inputs": 785,
     "app.openai": 510,
     "app.operators": 704,
