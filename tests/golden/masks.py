@@ -71,7 +71,7 @@ class Masks:
         # Answers have some behind a prefix, as `msg_…`, and before a number.
         text = re.sub(r"(?<![^\W_])[0-9a-f]{32}(?![^\W_])", "ID", text)
         text = re.sub(r"\b[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}\b", "ID", text)
-        text = re.sub(r"\b[0-9a-f]{12}([0-9a-f]{4})?\b", "ID", text)
+        text = re.sub(r"(?<![^\W_])[0-9a-f]{12}([0-9a-f]{4})?(?![^\W_])", "ID", text)
         return re.sub(r"\b\d+\.\d+ s\b", "N s", text)
 
 
