@@ -224,15 +224,14 @@ class SessionStore:
         for known in _in_pieces(links):
             marks = ",".join("?" * len(known))
             select = f"SELECT DISTINCT link FROM turns WHERE session = ? AND link IN ({marks})"
-            rows = self._run(partial(_execute, statement=select, values=(session.row, *known)))
+            rows = self._rows(select, session.row, *known)
             if rows:
                 longest = max((link for (link,) in rows), key=lambda link: places[link])
                 select = (
                     "SELECT number, parent, head FROM turns WHERE session = ? AND link = ? "
                     "ORDER BY number DESC LIMIT ?"
                 )
-                values = (session.row, longest, BATCH)
-                found = self._run(partial(_execute, statement=select, values=values))
+                found = self._rows(select, session.row, longest, BATCH)
                 return [_turn(*row) for row in found], places[longest]
         return [], 0
 
@@ -244,7 +243,7 @@ class SessionStore:
             "SELECT number, link FROM turns WHERE session = ? AND plain IS NULL AND link IS NOT NULL "
             "ORDER BY number DESC LIMIT ?"
         )
-        rows = self._run(lambda one: one.execute(select, (session.row, MAX_RAW)))
+        rows = self._rows(select, session.row, MAX_RAW)
         known = [(number, link) for number, link in rows if is_beginning(link)]
         # A link begins with its length.
         return max(known, key=lambda one: (one[1][:9], one[0]), default=None)
@@ -252,7 +251,7 @@ class SessionStore:
     def number_of(self, session: Session, request_id: str) -> int | None:
         """The first choice of the last request with an id; None: the session has none."""
         select = "SELECT number, parent, head FROM turns WHERE session = ? AND request_id = ? ORDER BY number"
-        rows = self._run(lambda one: one.execute(select, (session.row, request_id)))
+        rows = self._rows(select, session.row, request_id)
         firsts = [
             turn.number for turn in (_turn(*row) for row in rows) if turn.head.reason != "choice"
         ]
@@ -270,7 +269,7 @@ class SessionStore:
             f"SELECT number, parent, head, {', '.join(columns)} FROM turns "
             "WHERE session = ?1 AND number IN (SELECT number FROM path) ORDER BY number"
         )
-        rows = self._run(lambda one: one.execute(select, (session.row, number)))
+        rows = self._rows(select, session.row, number)
         return [_turn(*row, columns=columns) for row in rows]
 
     def turns(self, session: Session, start: int = 0) -> list[Turn]:
@@ -280,7 +279,7 @@ class SessionStore:
             f"SELECT number, parent, head, {', '.join(columns)} FROM turns "
             "WHERE session = ? AND number >= ? ORDER BY number LIMIT ?"
         )
-        rows = self._run(lambda one: one.execute(select, (session.row, start, BATCH)))
+        rows = self._rows(select, session.row, start, BATCH)
         return [_turn(*row, columns=columns) for row in rows]
 
     def add(
@@ -347,7 +346,7 @@ class SessionStore:
         """A request has ended."""
         delete = "DELETE FROM running WHERE session = ? AND request_id = ?"
         with suppress(TitopoolError):
-            self._run(lambda one: one.execute(delete, (session.row, request_id)))
+            self._rows(delete, session.row, request_id)
 
     def end(self, session: Session) -> list[str]:
         """Forgets the turns; that the session has ended is known for as long as it would be kept.
@@ -356,17 +355,17 @@ class SessionStore:
             The ids of its requests that run.
         """
         update = "UPDATE sessions SET ended = 1, metadata = x'80', at_s = ? WHERE id = ?"
-        self._run(lambda one: one.execute(update, (time.time(), session.row)))
+        self._rows(update, time.time(), session.row)
         self._remove_turns(session.row)
         delete = "DELETE FROM running WHERE session = ? RETURNING request_id"
-        return [name for (name,) in self._run(lambda one: one.execute(delete, (session.row,)))]
+        return [name for (name,) in self._rows(delete, session.row)]
 
     def _remove_turns(self, row: int) -> None:
         delete = (
             "DELETE FROM turns WHERE session = ?1 AND number IN "
             "(SELECT number FROM turns WHERE session = ?1 LIMIT ?2) RETURNING number"
         )
-        while self._run(lambda one: one.execute(delete, (row, BATCH))):
+        while self._rows(delete, row, BATCH):
             give_way()
 
     def remove_old(self) -> None:
@@ -391,7 +390,7 @@ class SessionStore:
             give_way()
 
     def _rows(self, statement: str, *values: Any) -> list[Any]:
-        return self._run(partial(_execute, statement=statement, values=values))
+        return self._run(lambda connection: connection.execute(statement, values))
 
     def totals(self) -> tuple[int, int]:
         """Open sessions, and the bytes that all take; zeros while there is no file that can be used."""
@@ -433,12 +432,6 @@ def _rows_of(
 ) -> list[Any] | None:
     found = work(connection)
     return found.fetchall() if isinstance(found, sqlite3.Cursor) else list(found)
-
-
-def _execute(
-    connection: sqlite3.Connection, *, statement: str, values: tuple[Any, ...]
-) -> sqlite3.Cursor:
-    return connection.execute(statement, values)
 
 
 _encode = msgspec.msgpack.Encoder().encode

@@ -21,7 +21,7 @@ SIZES = {
     "app.anthropic": 398,
     "app.call": 1058,
     "app.control": 178,
-    "app.conversations": 686,
+    "app.conversations": 683,
     "app.counts": 267,
     "app.http": 1050,
     "app.inputs": 785,
