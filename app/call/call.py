@@ -117,12 +117,6 @@ class Call:
             # The client's session; "": none. Requests of a session prefer the same worker.
             self.session = session_key(http_request.environ.get("HTTP_X_SESSION_ID"))
             self.key = current_key()
-            # None outside of `POST /sessions`' sessions.
-            self.turn: SessionTurn | None = None
-            if (opened := g.get("session")) is not None:
-                session, name = opened
-                path = http_request.path.rstrip("/")
-                self.turn = SessionTurn(service.sessions, session, name, path)
             # The client's connection; None under Flask's test client.
             self.client = current_client()
             # What it has taken of the front end's memory budget.
@@ -131,6 +125,12 @@ class Call:
             self._shown = service.requests.begin(self.id, self.key.name)
             # Of the model that it is checked for; workers with another model do not run it.
             self.facts = self.link.facts
+            # None outside of `POST /sessions`' sessions.
+            self.turn: SessionTurn | None = None
+            if (opened := g.get("session")) is not None:
+                session, name = opened
+                path = http_request.path.rstrip("/")
+                self.turn = SessionTurn(service.sessions, session, name, path, self.facts)
             name_logprobs(self.facts.logprobs_mode)
             self._at_end = at_end.pop_all()
         return self
@@ -274,8 +274,7 @@ class Call:
         if is_streamed:
             refuse_stream()
         if self.turn is not None:
-            options.logprobs = options.logprobs or 0
-            self._at_end.callback(self.turn.begin(self.id, adapter or self.facts.model, options.n))
+            self._at_end.callback(self.turn.begin(self.id, adapter, options))
         link, facts, limit = self.link, self.facts, self.config.memory_budget_bytes
         link.check_num_prompts(len(prompts))
         locations = [prompt.location for prompt in prompts]

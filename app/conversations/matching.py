@@ -24,10 +24,10 @@ MAX_INTEGER = 2**53
 SYSTEM_ROLES = ("system", "developer")
 
 
-def context_of(chat: Chat, mm_processor_kwargs: dict[str, Any]) -> bytes:
-    """A digest of what stands beside the messages: tools, variables of the template, and arguments of the
-    image processor, which decide how many tokens an image has."""
-    return _digest(b"", [chat.tools, chat.template_kwargs, mm_processor_kwargs])
+def context_of(chat: Chat, mm_processor_kwargs: dict[str, Any], model: str) -> bytes:
+    """A digest of what stands beside the messages: the model, tools, variables of the template, and
+    arguments of the image processor, which decide how many tokens an image has."""
+    return _digest(b"", [model, chat.tools, chat.template_kwargs, mm_processor_kwargs])
 
 
 def links_of(context: bytes, messages: Sequence[Message], images: Sequence[bytes]) -> list[bytes]:

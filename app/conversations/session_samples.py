@@ -1,15 +1,18 @@
-"""What a trainer takes of a session: a sample for each end of its tree."""
+"""What a trainer takes of a session: a sample for each end of its tree, read one by one."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import numpy as np
 
-from app.conversations.store import Session, SessionStore, Turn
-from app.time_slices import give_way, sharing_time
-from titopool.errors import TitopoolError
-from titopool.wire.messages import ID_BYTES
+from app.conversations.store import WAS_DELETED, Session, SessionStore, Turn
+from app.time_slices import sharing_time
+from titopool.errors import SessionEnded
+from titopool.wire.messages import ID_BYTES, RoutedExperts
+
+COLUMNS = ("prompt", "ids", "logprobs", "engine_prompt", "experts")
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,12 +30,25 @@ class SessionSample:
     loss_mask: np.ndarray
     # float32; 0 at tokens that were not sampled.
     logprobs: np.ndarray
-    # Of the first sampled token.
-    prompt_length: int
+    # Of all ids but the last one; None: the server does not return them, or a turn was aborted before it
+    # had all.
+    routed_experts: RoutedExperts | None
+    # Files as the client sent them, one for each of the image ranges.
+    images: list[bytes]
+
+    @property
+    def prompt_length(self) -> int:
+        """The index of the first sampled token."""
+        return self.turns[0].head.num_prompt
+
+    @property
+    def starts(self) -> list[int]:
+        """The index of each turn's first sampled token."""
+        return [turn.head.num_prompt for turn in self.turns]
 
     def fields(self) -> dict[str, Any]:
         """As `titopool.answers.sessions.SampleAnswer`."""
-        heads, starts = [turn.head for turn in self.turns], _starts_of(self.turns)
+        heads = [turn.head for turn in self.turns]
         return {
             "turns": [turn.number for turn in self.turns],
             "reasons": [head.reason for head in heads],
@@ -43,33 +59,33 @@ class SessionSample:
             "logprobs": self.logprobs,
             "weight_versions": [
                 [version, start + index]
-                for head, start in zip(heads, starts, strict=True)
+                for head, start in zip(heads, self.starts, strict=True)
                 for version, index in head.weight_versions
             ],
             "finish_reasons": [head.finish_reason for head in heads],
             "models": [head.model for head in heads],
             "lora_versions": [head.lora_version for head in heads],
             "image_ranges": heads[-1].image_ranges,
+            "images": self.images,
+            "routed_experts": self.routed_experts,
         }
 
 
-def all_turns(store: SessionStore, session: Session) -> list[Turn]:
-    """All turns of a session, by number."""
-    found = list[Turn]()
-    while part := store.turns(session, found[-1].number + 1 if found else 0):
-        found += part
-        give_way()
-    return found
+@dataclass(frozen=True)
+class SampleEnd:
+    """An end of the tree: what is known of a sample before its ids are read."""
+
+    turn: Turn
+    was_retried: bool
+    # The numbers of the turns that count for the loss.
+    counted: frozenset[int]
 
 
-def samples_of(turns: Sequence[Turn]) -> Iterator[SessionSample]:
-    """A sample for each turn that nothing goes on from, by their numbers.
+def ends_of(turns: Sequence[Turn]) -> list[SampleEnd]:
+    """The turns that nothing goes on from, by their numbers.
 
     Args:
         turns: all of a session.
-
-    Raises:
-        TitopoolError: as `_check_images`, before the first one.
     """
     by_number = {turn.number: turn for turn in turns}
     gone_on = {turn.parent for turn in turns}
@@ -77,68 +93,64 @@ def samples_of(turns: Sequence[Turn]) -> Iterator[SessionSample]:
     equal = dict[tuple[int | None, bytes | None], list[Turn]]()
     for turn in turns:
         equal.setdefault((turn.parent, turn.asked), []).append(turn)
-    paths = {turn.number: _path_to(turn, by_number) for turn in turns if turn.number not in gone_on}
+    ends = [turn for turn in turns if turn.number not in gone_on]
     retried = {
-        number: any(
-            other.head.request_id != path[-1].head.request_id
-            and (other.number > number or other.number in gone_on)
-            for other in equal[path[-1].parent, path[-1].asked]
+        end.number: any(
+            other.head.request_id != end.head.request_id
+            and (other.number > end.number or other.number in gone_on)
+            for other in equal[end.parent, end.asked]
         )
-        for number, path in paths.items()
+        for end in ends
     }
     # The turns that samples share count in the last one that was not retried.
-    owners = dict[int, int]()
-    for number in sorted(paths, key=lambda one: (retried[one], -one)):
-        for turn in paths[number]:
-            owners.setdefault(turn.number, number)
-    for path in paths.values():
-        _check_images(path)
-    for number, path in sharing_time(paths.items()):
-        counted = {turn.number for turn in path if owners[turn.number] == number}
-        yield _sample(path, retried[number], counted)
+    owned = set[int]()
+    counted = dict[int, set[int]]()
+    for end in sharing_time(sorted(ends, key=lambda one: (retried[one.number], -one.number))):
+        own = counted[end.number] = set()
+        number: int | None = end.number
+        # Where another sample has a turn, it has those before too.
+        while number is not None and number not in owned:
+            owned.add(number)
+            own.add(number)
+            number = by_number[number].parent
+    return [SampleEnd(end, retried[end.number], frozenset(counted[end.number])) for end in ends]
 
 
-def _path_to(end: Turn, by_number: dict[int, Turn]) -> list[Turn]:
-    path = [end]
-    while path[-1].parent is not None:
-        path.append(by_number[path[-1].parent])
-    return path[::-1]
-
-
-def _starts_of(path: Sequence[Turn]) -> list[int]:
-    """The index of each turn's first sampled token in the ids that the engine got."""
-    starts, length = list[int](), 0
-    for turn in path:
-        sent = length + len(turn.prompt) // ID_BYTES
-        # Images are expanded there.
-        starts.append(len(turn.engine_prompt) // ID_BYTES or sent)
-        length = starts[-1] + len(turn.ids) // ID_BYTES
-    return starts
-
-
-def _check_images(path: Sequence[Turn]) -> None:
-    """Raises TitopoolError where images of earlier turns had other numbers of tokens in the last one."""
-    whole = path[-1].engine_prompt
-    for turn, start in zip(path, _starts_of(path), strict=True):
-        if whole and turn is not path[-1] and not whole.startswith(turn.ids, start * ID_BYTES):
-            raise TitopoolError(
-                f"expected that the ids of turn {path[-1].number} go on from those of turn {turn.number}, got "
-                "others, as images had other numbers of tokens; send such requests outside of a session"
-            )
-
-
-def _sample(path: list[Turn], was_retried: bool, counted: set[int]) -> SessionSample:
-    """`counted`: the turns that count for the loss."""
-    starts = _starts_of(path)
+def sample_of(store: SessionStore, session: Session, end: SampleEnd) -> SessionSample:
+    """
+    Raises:
+        SessionEnded: the session was deleted meanwhile.
+        TitopoolError: the sessions' file cannot be used.
+    """
+    path = store.path_to(session, end.turn.number, COLUMNS)
+    images = store.images(session, end.turn.head.images)
+    if not path:
+        raise SessionEnded(WAS_DELETED)
     if path[-1].engine_prompt:
         raw = path[-1].engine_prompt + path[-1].ids
     else:
         raw = b"".join(turn.prompt + turn.ids for turn in path)
     ids = np.frombuffer(raw, np.int32)
     loss_mask, logprobs = np.zeros(len(ids), np.uint8), np.zeros(len(ids), np.float32)
-    for turn, start in zip(path, starts, strict=True):
-        values = np.frombuffer(turn.logprobs, np.float32)
+    for turn in path:
+        start, values = turn.head.num_prompt, np.frombuffer(turn.logprobs, np.float32)
         logprobs[start : start + len(values)] = values
-        if turn.number in counted:
+        if turn.number in end.counted:
             loss_mask[start : start + len(turn.ids) // ID_BYTES] = 1
-    return SessionSample(path, was_retried, ids, loss_mask, logprobs, starts[0])
+    experts = _experts_along(path, len(ids) - 1)
+    return SessionSample(path, end.was_retried, ids, loss_mask, logprobs, experts, images)
+
+
+def _experts_along(path: Sequence[Turn], num_rows: int) -> RoutedExperts | None:
+    """The rows of all turns; None: some are missing."""
+    rows, known = bytearray(), path[-1].head.experts
+    if known is None or known.end != num_rows:
+        return None
+    width = prod(known.shape[1:]) * np.dtype(known.dtype).itemsize
+    for turn in path:
+        own = turn.head.experts
+        if own is None or own.start * width > len(rows):
+            return None
+        del rows[own.start * width :]
+        rows += turn.experts
+    return RoutedExperts(bytes(rows), (num_rows, *known.shape[1:]), known.dtype, 0)

@@ -6,12 +6,12 @@ A session is a tree: a turn goes on from another one, its parent, or begins with
 import secrets
 import sqlite3
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 import numpy as np
@@ -25,7 +25,7 @@ from titopool.errors import QueueFull, SessionEnded, SessionNotFound, TitopoolEr
 FOLDER, FILE = "sessions", "sessions.db"
 ID_BYTES = 16
 # Of a file without sessions.
-EMPTY_PAGES = 9
+EMPTY_PAGES = 11
 # Turns without messages that are compared with a prompt.
 MAX_RAW = 64
 # Turns that one transaction removes.
@@ -36,8 +36,9 @@ PIECE = 256
 TOUCH_EVERY_S = 1.0
 # What one request may still write into a file that has room for it.
 SPARE_BYTES = 1024 * 1024
+WAS_DELETED = "expected a session that is open, got one that was deleted meanwhile"
 # Of `Turn`, in the order of the table: what each request of a session reads comes first.
-COLUMNS = ("short", "prompt", "ids", "logprobs", "engine_prompt", "added")
+COLUMNS = ("short", "prompt", "ids", "logprobs", "engine_prompt", "added", "experts")
 SCHEMA = (
     # digest: of the id, which opens the session. at_s: the last call, in Unix seconds.
     "CREATE TABLE sessions (id INTEGER PRIMARY KEY, digest BLOB NOT NULL UNIQUE, maker BLOB NOT NULL, "
@@ -51,6 +52,9 @@ SCHEMA = (
     f"{', '.join(f'{name} BLOB NOT NULL' for name in COLUMNS)}, PRIMARY KEY (session, number)) WITHOUT ROWID",
     "CREATE INDEX turns_by_link ON turns (session, link)",
     "CREATE INDEX turns_by_request ON turns (session, request_id)",
+    # Files as the clients sent them, once for each session; found by rowid, as they are long.
+    "CREATE TABLE images (session INTEGER NOT NULL, digest BLOB NOT NULL, file BLOB NOT NULL)",
+    "CREATE UNIQUE INDEX images_by_digest ON images (session, digest)",
     # Requests in flight; a process that died leaves some.
     "CREATE TABLE running (session INTEGER NOT NULL, request_id TEXT NOT NULL)",
 )
@@ -61,6 +65,20 @@ class Maker(msgspec.Struct, frozen=True):
 
     name: str
     weight: int
+
+
+class ExpertRows(msgspec.Struct, frozen=True):
+    """The routed experts of a turn: rows for all ids that the engine got and sampled but the last one."""
+
+    # The index of the first row; those before are of the turns before.
+    start: int
+    # [rows, layers, experts of a token]
+    shape: tuple[int, int, int]
+    dtype: Literal["uint8", "uint16", "int32"]
+
+    @property
+    def end(self) -> int:
+        return self.start + self.shape[0]
 
 
 class TurnHead(msgspec.Struct, kw_only=True):
@@ -77,8 +95,11 @@ class TurnHead(msgspec.Struct, kw_only=True):
     finish_reason: str
     # [(version, index of its first token), …]
     weight_versions: list[tuple[int, int]]
-    # Of all images in the prompt: offset and length, in `engine_prompt`.
+    # Of all images in the prompt: digests, and offset and length in `engine_prompt`.
+    images: list[bytes]
     image_ranges: list[tuple[int, int]]
+    # None: the worker sent none.
+    experts: ExpertRows | None
     # How the template writes the turns before in another way than they were sent; None: it does not.
     mismatch: str | None
     # What was sampled, as a message of OpenAI's chats.
@@ -86,6 +107,12 @@ class TurnHead(msgspec.Struct, kw_only=True):
     # As the engine got it.
     num_prompt: int
     num_cached: int
+    num_sampled: int
+
+    @property
+    def num_ids(self) -> int:
+        """Of all that the engine got and sampled."""
+        return self.num_prompt + self.num_sampled
 
 
 class Turn(msgspec.Struct, kw_only=True):
@@ -104,6 +131,8 @@ class Turn(msgspec.Struct, kw_only=True):
     engine_prompt: bytes = b""
     # JSON: the request's messages after the parent's turn.
     added: bytes = b""
+    # As `TurnHead.experts` says.
+    experts: bytes = b""
     # As of its `TurnKeys`.
     asked: bytes | None = None
     # -1: not yet written.
@@ -272,23 +301,42 @@ class SessionStore:
         rows = self._rows(select, session.row, number)
         return [_turn(*row, columns=columns) for row in rows]
 
-    def turns(self, session: Session, start: int = 0) -> list[Turn]:
-        """The next turns from `start` on, at most `BATCH`."""
-        columns = (*COLUMNS, "asked")
+    def turns(self, session: Session, column: str = "asked") -> list[Turn]:
+        """All turns by number, with this column."""
         select = (
-            f"SELECT number, parent, head, {', '.join(columns)} FROM turns "
+            f"SELECT number, parent, head, {column} FROM turns "
             "WHERE session = ? AND number >= ? ORDER BY number LIMIT ?"
         )
-        rows = self._rows(select, session.row, start, BATCH)
-        return [_turn(*row, columns=columns) for row in rows]
+        found = list[Turn]()
+        while rows := self._rows(select, session.row, len(found), PIECE):
+            found += [_turn(*row, columns=(column,)) for row in rows]
+            give_way()
+        return found
+
+    def images(self, session: Session, digests: Sequence[bytes]) -> list[bytes]:
+        """The files of images, in order.
+
+        Raises:
+            SessionEnded: it was deleted meanwhile.
+        """
+        select = "SELECT file FROM images WHERE session = ? AND digest = ?"
+        found = [row for one in digests for row in self._rows(select, session.row, one)]
+        if len(found) != len(digests):
+            raise SessionEnded(WAS_DELETED)
+        return [file for (file,) in found]
 
     def add(
-        self, session: Session, turns: Sequence[tuple[Turn, TurnKeys]], plain: Sequence[bytes]
+        self,
+        session: Session,
+        turns: Sequence[tuple[Turn, TurnKeys]],
+        plain: Sequence[bytes],
+        images: Mapping[bytes, bytes] | None = None,
     ) -> list[Reason]:
         """Adds the choices of one request's turn, and returns why each begins a branch.
 
         Args:
             plain: of the request's messages, without their context.
+            images: files by digest.
 
         Raises:
             SessionEnded: it was deleted meanwhile.
@@ -303,6 +351,9 @@ class SessionStore:
             found = connection.execute(update, (len(turns), time.time(), session.row)).fetchone()
             if found is None:
                 return []
+            for digest, file in (images or {}).items():
+                keep = "INSERT OR IGNORE INTO images VALUES (?, ?, ?)"
+                connection.execute(keep, (session.row, digest, file))
             first = found[0] - len(turns)
             for number, (turn, keys) in enumerate(turns, start=first):
                 if number == first:
@@ -317,9 +368,7 @@ class SessionStore:
 
         reasons = self._run(work)
         if not reasons:
-            raise SessionEnded(
-                "expected a session that is open, got one that was deleted meanwhile"
-            )
+            raise SessionEnded(WAS_DELETED)
         return reasons
 
     def note_running(self, session: Session, request_id: str) -> None:
@@ -338,9 +387,7 @@ class SessionStore:
             return connection.execute(insert, (request_id, session.row))
 
         if not self._run(work):
-            raise SessionEnded(
-                "expected a session that is open, got one that was deleted meanwhile"
-            )
+            raise SessionEnded(WAS_DELETED)
 
     def forget_running(self, session: Session, request_id: str) -> None:
         """A request has ended."""
@@ -361,12 +408,13 @@ class SessionStore:
         return [name for (name,) in self._rows(delete, session.row)]
 
     def _remove_turns(self, row: int) -> None:
-        delete = (
-            "DELETE FROM turns WHERE session = ?1 AND number IN "
-            "(SELECT number FROM turns WHERE session = ?1 LIMIT ?2) RETURNING number"
-        )
-        while self._rows(delete, row, BATCH):
-            give_way()
+        for table, key in (("turns", "number"), ("images", "rowid")):
+            delete = (
+                f"DELETE FROM {table} WHERE session = ?1 AND {key} IN "
+                f"(SELECT {key} FROM {table} WHERE session = ?1 LIMIT ?2) RETURNING 1"
+            )
+            while self._rows(delete, row, BATCH):
+                give_way()
 
     def remove_old(self) -> None:
         """Ends sessions without a call for their time; after twice the time they are unknown."""

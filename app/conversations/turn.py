@@ -3,8 +3,10 @@
 import json
 import logging
 import time
+from base64 import b64encode
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from hashlib import blake2b
 from typing import Any, NamedTuple, Protocol
 
@@ -12,6 +14,7 @@ import numpy as np
 
 from app.conversations.matching import SYSTEM_ROLES, context_of, link_of_turn, links_of, system_of
 from app.conversations.store import (
+    ExpertRows,
     Session,
     SessionStore,
     Turn,
@@ -33,7 +36,16 @@ from titopool.conversations.templates import LocalTemplate
 from titopool.conversations.turns import SENTINEL, TurnRenderer, squeezed
 from titopool.conversations.turns import Turn as SampledTurn
 from titopool.errors import InvalidRequest
-from titopool.wire.messages import Chunk, Completed, Completion
+from titopool.settings.sampling import SamplingOptions
+from titopool.wire.messages import (
+    ID_BYTES,
+    Chunk,
+    Completed,
+    Completion,
+    Image,
+    RoutedExperts,
+    WorkerFacts,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +55,8 @@ SHORT = 32
 PROMPT_END = 64
 # Characters.
 MAX_MISMATCH = 300
+# Of the path to a turn that is gone on from.
+FOLLOWED = ("short", "prompt", "ids", "engine_prompt")
 # Kinds of prompts without messages.
 TEXT, IDS = b"t", b"i"
 LinkOf = Callable[[bytes, str, Message], bytes | None]
@@ -74,9 +88,11 @@ class Followed(NamedTuple):
 class SessionTurn:
     """One request in a session."""
 
-    def __init__(self, store: SessionStore, session: Session, name: str, path: str):
-        """`name`: the session's id; `path`: of the request."""
-        self._store, self._session, self._path = store, session, path
+    def __init__(
+        self, store: SessionStore, session: Session, name: str, path: str, facts: WorkerFacts
+    ):
+        """`name`: the session's id; `path`: of the request; `facts`: of the model that runs it."""
+        self._store, self._session, self._path, self._facts = store, session, path, facts
         # Turns of one session prefer the same worker.
         self.routing = digest_of(name).hex()
         self._parent: int | None = None
@@ -85,21 +101,25 @@ class SessionTurn:
         self._plain: list[bytes] = []
         # Of the sampled ids, their text and the message.
         self._link_of: LinkOf = lambda ids, text, message: None
-        self._short, self._added = list[Message](), list[Message]()
+        self._messages, self._short, self._added = list[Message](), list[Message](), list[Message]()
+        self._images = list[Image]()
+        # What the engine got and sampled until the end of the parent.
+        self._engine_before = b""
+        self._experts_start = 0
         self._reason: Reason = ""
         self._mismatch: str | None = None
         self._began_s = time.time()
         self._request_id = self._model = ""
         self._num_choices, self._is_kept = 1, False
         self._ids: np.ndarray | None = None
-        self._facts: RunFacts | None = None
+        self._run: RunFacts | None = None
         self._gained: defaultdict[int, SampledChoice] = defaultdict(SampledChoice)
 
     def messages_until(self, request_id: str) -> list[Message]:
         """The messages up to the answer to a request of the session, as `GET /sessions/{id}` has them.
 
         Raises:
-            InvalidRequest: the session has no such answer, or an image is among the messages.
+            InvalidRequest: the session has no such answer.
         """
         number = self._store.number_of(self._session, request_id)
         if number is None:
@@ -109,14 +129,9 @@ class SessionTurn:
                 param="previous_response_id",
             )
         path = self._store.path_to(self._session, number, ("added",))
+        files = iter(self._store.images(self._session, path[-1].head.images))
         known = [message for one in path for message in (*json.loads(one.added), one.head.message)]
-        if any(part == IMAGE_PART for one in known for part in one.get("content") or ()):
-            raise InvalidRequest(
-                "previous_response_id: expected a conversation without images, which a session does not keep, "
-                "got one with images; send all items as input",
-                param="previous_response_id",
-            )
-        return known
+        return [_with_files(message, files) for message in known]
 
     # ---- its prompt --------------------------------------------------------------------
 
@@ -134,25 +149,27 @@ class SessionTurn:
                 "one; leave it out, or send the chat outside of a session",
                 param="chat_template",
             )
-        messages = chat.messages
-        links = links_of(context_of(chat, images.mm_processor_kwargs), messages, images.digests)
+        messages = self._messages = chat.messages
+        self._images = images.images
+        context = context_of(chat, images.mm_processor_kwargs, self._facts.model)
+        links = links_of(context, messages, images.digests)
         self._plain = links_of(b"", messages, images.digests)
         self._keys = TurnKeys(None, links[-1], None, system_of(messages))
         is_prompt = chat.add_generation_prompt and not chat.continue_final_message
         if is_prompt:
             self._link_of = lambda ids, text, message: link_of_turn(links[-1], message)
-        ids = self._continued(call, chat, links, len(images.images)) if is_prompt else None
+        ids = self._continued(call, chat, links) if is_prompt else None
         if ids is None:
             ids = np.array(call.render([chat])[0], np.int32)
-            self._short, self._added = [short_of(one) for one in messages], messages
-        if not is_prompt:
-            self._reason = "prefill"
+            self._begin_branch(self._reason if is_prompt else "prefill")
         self._ids = ids
         return ids
 
-    def _continued(
-        self, call: Asking, chat: Chat, links: Sequence[bytes], num_images: int
-    ) -> np.ndarray | None:
+    def _begin_branch(self, reason: Reason) -> None:
+        self._parent, self._num_parent, self._reason = None, 0, reason
+        self._short, self._added = [short_of(one) for one in self._messages], self._messages
+
+    def _continued(self, call: Asking, chat: Chat, links: Sequence[bytes]) -> np.ndarray | None:
         """The ids of known turns and of the messages after them; None: a new branch begins."""
         known, num_known = self._store.match(self._session, links)
         if not known:
@@ -162,7 +179,7 @@ class SessionTurn:
             # Nothing was sampled as these, so the template must write them.
             self._reason = "history"
             return None
-        path = self._store.path_to(self._session, number)
+        path = self._store.path_to(self._session, number, FOLLOWED)
         before = ids_along(path)
         sampled = np.frombuffer(path[-1].ids, np.int32)
         history = [message for one in path for message in json.loads(one.short)]
@@ -172,16 +189,25 @@ class SessionTurn:
         if "reasoning" in said:
             said = {**said, "reasoning_content": said["reasoning"]}
         followed: Followed | None = call.use_tokenizer(
-            follow_turn, chat, history, prompt, sampled, said, new, num_images, size=size
+            follow_turn, chat, history, prompt, sampled, said, new, len(self._images), size=size
         )
         if followed is None:
             self._reason = "template"
             return None
-        self._parent, self._num_parent = number, len(before)
+        self._follow(path[-1], before)
         self._short = [short_of(followed.message), *map(short_of, new)]
         self._added, self._mismatch = new, followed.mismatch
         ids: np.ndarray = np.concatenate([before, followed.ids]).astype(np.int32)
         return ids
+
+    def _follow(self, parent: Turn, before: np.ndarray) -> None:
+        """`before`: the ids up to the end of `parent`."""
+        self._parent, self._num_parent = parent.number, len(before)
+        whole = parent.engine_prompt
+        self._engine_before = whole + parent.ids if whole else before.tobytes()
+        known = parent.head.experts
+        if known is not None and known.end == parent.head.num_ids - 1:
+            self._experts_start = known.end
 
     def prompt_of_raw(
         self,
@@ -199,23 +225,27 @@ class SessionTurn:
             encode: the ids of the rest, and whether that is the whole prompt.
             decode: the text of ids, with special tokens.
         """
-        self._keys = TurnKeys(None, raw_link(kind, content))
-        found = self._store.match_raw(self._session, lambda link: begins_with(link, kind, content))
+        link_of = partial(raw_link, self._facts.model, kind)
+        self._keys = TurnKeys(None, link_of(content))
+        found = self._store.match_raw(
+            self._session, lambda link: link == link_of(content[: length_of_raw(link)])
+        )
         before, rest = np.empty(0, np.int32), content
         if found is not None:
             number, link = found
-            path, after = self._store.path_to(self._session, number), content[length_of_raw(link) :]
+            path = self._store.path_to(self._session, number, FOLLOWED)
+            after = content[length_of_raw(link) :]
             tail = _tail_of(path[-1], decode) if kind == TEXT else b""
             if tail is not None and after.startswith(tail):
                 before, rest = ids_along(path), after[len(tail) :]
-                self._parent, self._num_parent = number, len(before)
+                self._follow(path[-1], before)
             else:
                 # The client writes another end of the turn than was sampled.
                 self._reason = "template"
         if kind == TEXT:
-            self._link_of = lambda ids, text, _: raw_link(kind, content + text.encode())
+            self._link_of = lambda ids, text, _: link_of(content + text.encode())
         else:
-            self._link_of = lambda ids, text, _: raw_link(kind, content + ids)
+            self._link_of = lambda ids, text, _: link_of(content + ids)
         new = encode(rest, self._parent is None) if rest else ()
         self._ids = np.concatenate([before, np.array(new, np.int32)])
         return self._ids
@@ -226,23 +256,28 @@ class SessionTurn:
         """Takes what a stream has gained, or a whole result; returns the bytes that it keeps."""
         if self._ids is None:
             return 0
-        if self._facts is None:
-            self._facts = RunFacts(self._ids)
-        self._facts.begin(part)
+        if self._run is None:
+            self._run = RunFacts(self._ids)
+        self._run.begin(part)
         pieces = part.pieces if isinstance(part, Chunk) else enumerate(part.completions)
         return sum(self._gained[index].take(piece) for index, piece in pieces)
 
-    def begin(self, request_id: str, model: str, num_choices: int) -> Callable[[], None]:
+    def begin(self, request_id: str, adapter: str, options: SamplingOptions) -> Callable[[], None]:
         """The request runs, which the end of its session aborts; what is called at its end.
 
         Args:
-            model: the model's name, or that of an adapter.
+            adapter: "" for the base model.
+            options: asks for all that samples have from now on.
 
         Raises:
             QueueFull: the sessions' file has no room for what it samples.
             TitopoolError: it cannot be used.
         """
-        self._request_id, self._model, self._num_choices = request_id, model, num_choices
+        self._request_id, self._num_choices = request_id, options.n
+        self._model = adapter or self._facts.model
+        options.logprobs = options.logprobs or 0
+        if self._facts.routed_expert_bytes:
+            options.routed_experts_prompt_start = self._experts_start
         self._store.note_running(self._session, request_id)
         return lambda: self._store.forget_running(self._session, request_id)
 
@@ -259,27 +294,34 @@ class SessionTurn:
             SessionEnded: the session was deleted meanwhile.
             TitopoolError: the sessions' file cannot be used.
         """
-        facts, turns = self._facts, []
-        if facts is None or self._ids is None or self._is_kept:
+        run, turns = self._run, []
+        if run is None or self._ids is None or self._is_kept:
             return []
         self._is_kept = True
-        engine_prompt = b"" if facts.prompt_ids is self._ids else facts.prompt_ids.tobytes()
+        engine_prompt = b"" if run.prompt_ids is self._ids else run.prompt_ids.tobytes()
+        if engine_prompt and not engine_prompt.startswith(self._engine_before):
+            # Images of the turns before have other numbers of tokens now.
+            self._begin_branch("template")
+        images = {one.digest: one.data for one in self._images}
         for index, gained in sorted(self._gained.items()):
             head = TurnHead(
                 reason="choice" if index else self._reason,
                 path=self._path,
                 request_id=self._request_id,
                 model=self._model,
-                lora_version=facts.adapter_version,
+                lora_version=run.adapter_version,
                 began_s=self._began_s,
                 ended_s=time.time(),
                 finish_reason=gained.finish_reason,
                 weight_versions=gained.weight_versions,
-                image_ranges=facts.image_ranges,
+                images=[one.digest for one in self._images],
+                image_ranges=run.image_ranges,
+                experts=gained.expert_rows,
                 mismatch=self._mismatch,
                 message=gained.message(),
-                num_prompt=len(facts.prompt_ids),
-                num_cached=facts.num_cached,
+                num_prompt=len(run.prompt_ids),
+                num_cached=run.num_cached,
+                num_sampled=len(gained.ids) // ID_BYTES,
             )
             turn = Turn(
                 parent=self._parent,
@@ -290,12 +332,27 @@ class SessionTurn:
                 logprobs=bytes(gained.logprobs),
                 engine_prompt=engine_prompt,
                 added=_json(self._added),
+                experts=b"" if gained.experts is None else gained.experts.data,
             )
             read = as_read(head.message)
             link = self._link_of(turn.ids, gained.text, read)
             plain = link_of_turn(self._plain[-1], read) if self._plain else None
             turns.append((turn, self._keys._replace(link=link, plain=plain)))
-        return self._store.add(self._session, turns, self._plain)
+        return self._store.add(self._session, turns, self._plain, images)
+
+
+def _with_files(message: Message, files: Iterator[bytes]) -> Message:
+    """A message with its next images, as a client sends them."""
+    content = message.get("content")
+    if not isinstance(content, list):
+        return message
+    parts = []
+    for part in content:
+        if part == IMAGE_PART:
+            url = f"data:application/octet-stream;base64,{b64encode(next(files)).decode()}"
+            part = {"type": "image_url", "image_url": {"url": url}}
+        parts.append(part)
+    return {**message, "content": parts}
 
 
 def _chosen(known: Sequence[Turn], sent: Message) -> int:
@@ -323,6 +380,7 @@ class SampledChoice:
         self.ids, self.logprobs = bytearray(), bytearray()
         self.finish_reason = ""
         self.weight_versions: list[tuple[int, int]] = []
+        self.experts: RoutedExperts | None = None
         self._texts: defaultdict[str, list[str]] = defaultdict(list)
         # By index: id, name and pieces of the arguments.
         self._calls: dict[int, tuple[str, str, list[str]]] = {}
@@ -334,6 +392,7 @@ class SampledChoice:
             self.logprobs += sampled_logprobs(piece).tobytes()
         self.weight_versions = piece.weight_versions or self.weight_versions
         self.finish_reason = piece.finish_reason or self.finish_reason
+        self.experts = piece.routed_experts or self.experts
         said = {"content": piece.text} if piece.message is None else piece.message
         for name in ("content", "reasoning"):
             if text := said.get(name):
@@ -344,7 +403,13 @@ class SampledChoice:
                 index, (call.get("id") or "", function.get("name") or "", [])
             )
             known[2].append(function.get("arguments") or "")
-        return kept_bytes(piece)
+        num_expert_bytes = 0 if piece.routed_experts is None else len(piece.routed_experts.data)
+        return kept_bytes(piece) + num_expert_bytes
+
+    @property
+    def expert_rows(self) -> ExpertRows | None:
+        found = self.experts
+        return None if found is None else ExpertRows(found.start, found.shape, found.dtype)
 
     @property
     def text(self) -> str:
@@ -488,19 +553,14 @@ def _has_late_head(template: LocalTemplate) -> bool:
     return True
 
 
-def raw_link(kind: bytes, content: bytes) -> bytes:
+def raw_link(model: str, kind: bytes, content: bytes) -> bytes:
     """A digest of a text or of ids, with their length."""
-    return kind + len(content).to_bytes(8, "big") + blake2b(content, digest_size=16).digest()
+    digest = blake2b(content, digest_size=16, key=model.encode()[:64]).digest()
+    return kind + len(content).to_bytes(8, "big") + digest
 
 
 def length_of_raw(link: bytes) -> int:
     return int.from_bytes(link[1:9], "big")
-
-
-def begins_with(link: bytes, kind: bytes, content: bytes) -> bool:
-    """Whether a text, or ids, begin with those of a link."""
-    length = length_of_raw(link)
-    return link[:1] == kind and length <= len(content) and raw_link(kind, content[:length]) == link
 
 
 def _json(value: Any) -> bytes:

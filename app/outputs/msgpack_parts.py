@@ -1,9 +1,10 @@
 """MessagePack of many arrays, of which long ones are written from where they are, without a copy."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from app.http.responses import PIECE_BYTES
 from app.time_slices import sharing_time
@@ -38,6 +39,21 @@ def msgpack_parts(fields: Mapping[str, Any]) -> list[bytes]:
                 parts.append(bytes(part))
                 part.clear()
     return [*parts, bytes(part)]
+
+
+def msgpack_of_list(
+    fields: Mapping[str, Any], name: str, items: Iterable[Any], length: int
+) -> Iterator[bytes]:
+    """A MessagePack map of `fields`, and of `name` with a list whose items are encoded as they are made.
+
+    Arrays of numpy are their bytes.
+    """
+    yield b"".join(
+        [_head(len(fields) + 1, 0x80, 0xDE), *(_encode(one) for field in fields.items() for one in field),
+         _encode(name), _head(length, 0x90, 0xDC)]
+    )  # fmt: skip
+    encode = msgspec.msgpack.Encoder(enc_hook=np.ndarray.tobytes).encode
+    yield from map(encode, sharing_time(items))
 
 
 def _is_list_of_bytes(value: Any) -> bool:

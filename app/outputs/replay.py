@@ -22,7 +22,7 @@ def experts_json(experts: RoutedExperts | None, form: str | None) -> dict[str, A
     """
     if experts is None:
         return None
-    rows = _rows(experts)
+    rows = rows_of(experts)
     if form == "npy":
         head = BytesIO()
         found = np.lib.format.header_data_from_array_1_0(rows)  # type: ignore[no-untyped-call]
@@ -45,7 +45,7 @@ def experts_int32(experts: RoutedExperts, *, start: int, num_rows: int) -> Base6
     Args:
         start: the token of the first row, not before that of `experts`.
     """
-    wanted = _rows(experts)[start - experts.start : num_rows + start - experts.start]
+    wanted = rows_of(experts)[start - experts.start : num_rows + start - experts.start]
     return Base64(_parts(wanted, np.int32)) if len(wanted) == num_rows else None
 
 
@@ -57,7 +57,8 @@ def mask_lists(mask: SamplingMask | None) -> Iterator[np.ndarray] | None:
     return (ids[end - num : end] for end, num in zip(counts.cumsum(), counts, strict=True))
 
 
-def _rows(experts: RoutedExperts) -> np.ndarray:
+def rows_of(experts: RoutedExperts) -> np.ndarray:
+    """[rows, layers, experts of a token]"""
     return np.frombuffer(experts.data, experts.dtype).reshape(experts.shape)
 
 

@@ -1,5 +1,6 @@
 """Values of a URL's query, checked."""
 
+import math
 from collections.abc import Mapping
 from typing import TypeVar
 
@@ -37,6 +38,24 @@ def query_count(name: str, *, default: int, most: int) -> int:
     if not 1 <= number <= most:
         raise InvalidRequest(f"{name}: expected 1 to {most} in the query, got {given[:100]!r}")
     return number
+
+
+def query_time(name: str) -> float:
+    """The Unix time `name` of the current request's query, in seconds; 0 if it has none.
+
+    Raises:
+        InvalidRequest: the query has another value.
+    """
+    given = request.args.get(name, "0")
+    try:
+        time_s = float(given)
+    except ValueError:
+        time_s = math.nan
+    if math.isnan(time_s):
+        raise InvalidRequest(
+            f"{name}: expected a Unix time in seconds in the query, got {given[:100]!r}"
+        )
+    return time_s
 
 
 def query_choice(

@@ -1,6 +1,7 @@
-"""`POST /sessions`, `GET` and `DELETE /sessions/{id}`, `GET /sessions/{id}/samples`."""
+"""`POST /sessions`, `GET` and `DELETE /sessions/{id}`, and what trainers read of a session."""
 
 import json
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -11,20 +12,28 @@ from flask import request as http_request
 from app.call.service import current_service
 from app.control.pool_commands import end_requests
 from app.conversations.access import session_of
-from app.conversations.session_samples import all_turns, samples_of
+from app.conversations.session_samples import SessionSample, ends_of, sample_of
 from app.conversations.store import Maker, Turn
 from app.http.auth import SESSION_KEY, current_key
+from app.http.connections import current_client
 from app.http.responses import respond_in_parts
-from app.outputs.json_parts import json_parts
+from app.outputs.json_parts import Base64, json_parts
+from app.outputs.msgpack_parts import msgpack_of_list
+from app.outputs.replay import experts_json
 from app.outputs.token_arrays import JSON, MSGPACK, is_binary
-from app.route.operation import Example, Operation
-from app.sessions.bodies import SessionBody
+from app.route.operation import BOOLEAN, Example, Operation, Query
+from app.route.query import query_count, query_flag, query_time
+from app.sessions.bodies import SamplesBody, SessionBody
+from app.sessions.exchanges import as_json, exchanges, record_of, session_metadata, trace_of
+from app.sessions.miles_samples import safetensors_of
 from titopool.answers.sessions import (
     BinarySamples,
     Samples,
     SessionAnswer,
+    SessionEndedAnswer,
     SessionMade,
     SessionUsage,
+    TraceAnswer,
     TurnAnswer,
 )
 from titopool.errors import (
@@ -37,6 +46,10 @@ from titopool.errors import (
 
 blueprint = Blueprint("sessions", __name__)
 MAX_METADATA_BYTES = 64 * 1024
+MAX_TRACES = 100_000
+# As miles' session server says it.
+SAFETENSORS = "application/octet-stream"
+GONE = (SessionNotFound, SessionEnded)
 NAME = {"session_id": "the id that `POST /sessions` gave"}
 
 
@@ -80,30 +93,43 @@ def make(body: SessionBody) -> SessionMade:
 
 
 @blueprint.get("/sessions/<session_id>/")
-@Operation(errors=(SessionNotFound, SessionEnded), path_parts=NAME)
-def read(session_id: str) -> SessionAnswer:
+@Operation(
+    answer=SessionAnswer,
+    query=(Query("records", {**BOOLEAN, "default": True}, "false: none, as they are long"),),
+    errors=GONE,
+    path_parts=NAME,
+)
+def read(session_id: str) -> Response:
     """The turns of a session: a tree, in which a turn goes on from its parent or begins a branch.
 
     Raises:
         SessionNotFound: there is none, or another key has made it.
         SessionEnded: it was deleted, or had no call for too long.
     """
-    session, store = session_of(session_id), current_service().sessions
-    turns = [_shown(turn) for turn in all_turns(store, session)]
-    return SessionAnswer(
-        session_id=session_id,
-        metadata=session.metadata,
-        made_s=session.made_s,
-        used_s=session.at_s,
-        num_branches=sum(bool(turn.reason) for turn in turns),
-        num_mismatches=sum(turn.mismatch is not None for turn in turns),
-        usage=SessionUsage(
-            prompt_tokens=sum(turn.prompt_tokens for turn in turns),
-            completion_tokens=sum(turn.completion_tokens for turn in turns),
-            cached_tokens=sum(turn.cached_tokens for turn in turns),
-        ),
-        turns=turns,
+    service, session = current_service(), session_of(session_id)
+    turns = service.sessions.turns(session, "added")
+    heads = [turn.head for turn in turns]
+    usage = SessionUsage(
+        prompt_tokens=sum(head.num_prompt for head in heads),
+        completion_tokens=sum(head.num_sampled for head in heads),
+        cached_tokens=sum(head.num_cached for head in heads),
     )
+    answer = {
+        "session_id": session_id,
+        "metadata": session.metadata,
+        "made_s": session.made_s,
+        "used_s": session.at_s,
+        "num_branches": sum(bool(head.reason) for head in heads),
+        "num_mismatches": sum(head.mismatch is not None for head in heads),
+        "usage": msgspec.to_builtins(usage),
+        "turns": (as_json(_shown(turn)) for turn in turns),
+        "records": (),
+    }
+    if query_flag("records", default=True):
+        answer["metadata"] = session.metadata | session_metadata(service.sessions, session, turns)
+        found = exchanges(service.sessions, session, turns)
+        answer["records"] = (record_of(one, service.link.label_of) for one in found)
+    return respond_in_parts(json_parts(answer), JSON)
 
 
 def _shown(turn: Turn) -> TurnAnswer:
@@ -116,7 +142,7 @@ def _shown(turn: Turn) -> TurnAnswer:
         message=head.message,
         finish_reason=head.finish_reason,
         prompt_tokens=head.num_prompt,
-        completion_tokens=len(turn.ids) // 4,
+        completion_tokens=head.num_sampled,
         cached_tokens=head.num_cached,
         weight_versions=head.weight_versions,
         model=head.model,
@@ -129,41 +155,113 @@ def _shown(turn: Turn) -> TurnAnswer:
     )
 
 
-@blueprint.get("/sessions/<session_id>/samples/")
+@blueprint.get("/sessions/<session_id>/traces/")
 @Operation(
-    answer=Samples,
-    other_media={MSGPACK: BinarySamples},
-    errors=(SessionNotFound, SessionEnded),
+    answer=list[TraceAnswer],
+    query=(
+        Query("since", {"type": "number"}, "only turns that ended at this Unix time or later"),
+        Query("limit", {"type": "integer", "minimum": 1}, "the first of them"),
+    ),
+    errors=(InvalidRequest, *GONE),
     path_parts=NAME,
 )
+def traces(session_id: str) -> Response:
+    """The turns of a session as rLLM's gateway has them, with all messages and ids of each.
+
+    Raises:
+        InvalidRequest: a value of the query is not usable.
+        SessionNotFound: there is none, or another key has made it.
+        SessionEnded: it was deleted, or had no call for too long.
+    """
+    session, store = session_of(session_id), current_service().sessions
+    since_s, limit = query_time("since"), query_count("limit", default=MAX_TRACES, most=MAX_TRACES)
+    turns = [turn for turn in store.turns(session) if turn.head.ended_s >= since_s][:limit]
+    found = exchanges(store, session, turns)
+    return respond_in_parts(
+        json_parts(trace_of(one, session_id, session.metadata) for one in found), JSON
+    )
+
+
+@blueprint.get("/sessions/<session_id>/samples/")
+@Operation(answer=Samples, other_media={MSGPACK: BinarySamples}, errors=GONE, path_parts=NAME)
 def samples(session_id: str) -> Response:
     """What was sent and sampled, as a trainer takes it: a sample for each end of the session's tree.
 
     As MessagePack (`Accept`), `ids` (int32), `loss_mask` (uint8) and `logprobs` (float32) are the bytes of
-    little-endian arrays.
+    little-endian arrays; images and routed experts are bytes too.
 
     Raises:
         SessionNotFound: there is none, or another key has made it.
         SessionEnded: it was deleted, or had no call for too long.
     """
     session, store = session_of(session_id), current_service().sessions
-    found = samples_of(all_turns(store, session))
+    ends, read_sample = ends_of(store.turns(session)), partial(sample_of, store, session)
     answer = {"session_id": session_id, "metadata": session.metadata}
     if is_binary(http_request.environ.get("HTTP_ACCEPT", "")):
-        whole = answer | {"samples": [one.fields() for one in found]}
-        encoded = msgspec.msgpack.encode(whole, enc_hook=_bytes_of)
-        return respond_in_parts([encoded], MSGPACK)
-    return respond_in_parts(json_parts(answer | {"samples": (one.fields() for one in found)}), JSON)
+        fields = (_binary_fields(read_sample(end)) for end in ends)
+        return respond_in_parts(msgpack_of_list(answer, "samples", fields, len(ends)), MSGPACK)
+    found = (_json_fields(read_sample(end)) for end in ends)
+    return respond_in_parts(json_parts(answer | {"samples": found}), JSON)
 
 
-def _bytes_of(array: Any) -> bytes:
-    assert isinstance(array, np.ndarray)
-    return array.tobytes()
+def _json_fields(sample: SessionSample) -> dict[str, Any]:
+    return sample.fields() | {
+        "images": iter([Base64([file]) for file in sample.images]),
+        "routed_experts": experts_json(sample.routed_experts, None),
+    }
+
+
+def _binary_fields(sample: SessionSample) -> dict[str, Any]:
+    found = sample.routed_experts
+    experts = None
+    if found is not None:
+        experts = {
+            "data": found.data, "shape": found.shape, "start": found.start, "dtype": found.dtype,
+        }  # fmt: skip
+    return sample.fields() | {"routed_experts": experts}
+
+
+@blueprint.post("/sessions/<session_id>/samples/")
+@Operation(
+    media_type=SAFETENSORS,
+    is_body_optional=True,
+    errors=(NoReadyWorker, *GONE),
+    path_parts=NAME,
+    examples={"cut off": Example("At most 64 tokens of a sample", {"max_seq_len": 64})},
+)
+def miles_samples(session_id: str, body: SamplesBody) -> Response:
+    """The samples that were not retried, as miles' trainer takes them: a safetensors file.
+
+    Raises:
+        SessionNotFound: there is none, or another key has made it.
+        SessionEnded: it was deleted, or had no call for too long.
+        NoReadyWorker: the tokenizer cannot be loaded, or is busy.
+    """
+    service, session = current_service(), session_of(session_id)
+    store, facts, client = service.sessions, service.link.facts, current_client()
+    turns = store.turns(session)
+    ends = [one for one in ends_of(turns) if not one.was_retried]
+
+    def decode(ids: np.ndarray) -> str:
+        text: str = service.tokenizer.use(
+            lambda tokenizer: tokenizer.decode(ids.tolist()),
+            facts=facts, timeout_s=service.config.request_timeout_s, size=len(ids), client=client,
+        )  # fmt: skip
+        return text
+
+    parts = safetensors_of(
+        lambda: (sample_of(store, session, end) for end in ends),
+        body,
+        session_metadata(store, session, turns),
+        decode,
+        service.link.label_of,
+    )
+    return respond_in_parts(parts, SAFETENSORS)
 
 
 @blueprint.delete("/sessions/<session_id>/")
-@Operation(status=204, errors=(SessionNotFound, SessionEnded, NoReadyWorker), path_parts=NAME)
-def end(session_id: str) -> Response:
+@Operation(errors=(*GONE, NoReadyWorker), path_parts=NAME)
+def end(session_id: str) -> SessionEndedAnswer:
     """Ends a session and the requests in it that run, and forgets its turns.
 
     Raises:
@@ -171,7 +269,8 @@ def end(session_id: str) -> Response:
         SessionEnded: it was deleted before, or had no call for too long.
         TitopoolError: a worker did not end its requests.
     """
-    running = current_service().sessions.end(session_of(session_id))
+    session = session_of(session_id)
+    running = current_service().sessions.end(session)
     if running:
         end_requests(running)
-    return Response(status=204)
+    return SessionEndedAnswer(deleted=session.num_turns)

@@ -24,6 +24,7 @@ MODULES = {
     ),
     "skyrl": ("skyrl.backends.skyrl_train.inference_servers.remote_inference_client",),
     "areal": ("areal.engine.vllm_remote", "areal.engine.sglang_remote"),
+    "rllm": ("rllm_model_gateway.client",),
     "vllm-0.31.0": ("vllm.entrypoints.scale_out.token_in_token_out.protocol",),
 }  # fmt: skip
 PREAMBLE = """

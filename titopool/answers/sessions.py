@@ -7,9 +7,9 @@ from msgspec import Meta
 
 from titopool.answers.generation import Float32s, Int32s
 
-Uint8s = Annotated[
-    str, Meta(description="bin: uint8", extra_json_schema={"contentEncoding": "binary"})
-]
+_BINARY = {"contentEncoding": "binary"}
+Uint8s = Annotated[str, Meta(description="bin: uint8", extra_json_schema=_BINARY)]
+Bytes = Annotated[str, Meta(description="bin", extra_json_schema=_BINARY)]
 # Why a branch begins; "": the turn goes on from its parent.
 Reason = Literal[
     "", "first", "system", "context", "history", "template", "prefill", "fork", "retry", "choice"
@@ -68,6 +68,8 @@ class SessionAnswer(msgspec.Struct, kw_only=True):
     """What is known of a session."""
 
     session_id: str
+    # The maker's; with `records` also miles' `tito_session_mismatch`, `accumulated_token_ids` and
+    # `max_trim_tokens` (`GetSessionResponse` of its session server).
     metadata: dict[str, Any]
     # Seconds since 1970.
     made_s: float
@@ -76,6 +78,61 @@ class SessionAnswer(msgspec.Struct, kw_only=True):
     num_mismatches: int
     usage: SessionUsage
     turns: list[TurnAnswer]
+    # Each turn with all messages and ids of its prompt, as miles has it (`SessionRecord`); empty with
+    # `records=false`.
+    records: list[dict[str, Any]] = []
+
+
+class SessionEndedAnswer(msgspec.Struct, kw_only=True):
+    """A session has ended."""
+
+    # How many turns it had, as rLLM's client reads it.
+    deleted: int
+
+
+class TraceAnswer(msgspec.Struct, kw_only=True):
+    """A turn, as rLLM's gateway has it (`TraceRecord` of rllm-model-gateway 0.1.0)."""
+
+    trace_id: str
+    session_id: str
+    model: str
+    # All of the request.
+    messages: list[dict[str, Any]]
+    # As the engine got them.
+    prompt_token_ids: list[int]
+    response_message: dict[str, Any]
+    completion_token_ids: list[int]
+    logprobs: list[float | None]
+    finish_reason: str
+    latency_ms: float
+    # `prompt` and `completion`.
+    token_counts: dict[str, int]
+    # Seconds since 1970.
+    timestamp: float
+    # The maker's of the session.
+    metadata: dict[str, Any]
+    # The bodies are not kept.
+    raw_request: None = None
+    raw_response: None = None
+
+
+class SampleExperts(msgspec.Struct, kw_only=True):
+    """The routed experts of all ids but the last one, in C order."""
+
+    # Base64.
+    data: str
+    # [ids - 1, layers, experts of a token]
+    shape: tuple[int, int, int]
+    # 0.
+    start: int
+    # "uint8" or "uint16".
+    dtype: str
+
+
+class BinarySampleExperts(SampleExperts, kw_only=True):
+    """The same in MessagePack."""
+
+    data: Bytes
 
 
 class SampleAnswer(msgspec.Struct, kw_only=True):
@@ -102,8 +159,11 @@ class SampleAnswer(msgspec.Struct, kw_only=True):
     models: list[str]
     # Of each turn; null: the base model sampled it.
     lora_versions: list[int | None]
-    # Offset and length of each image in `ids`.
+    # Offset and length of each image in `ids`, and the files as the client sent them, in base64.
     image_ranges: list[tuple[int, int]]
+    images: list[str]
+    # null: the server runs without `--enable-return-routed-experts`, or a turn was aborted early.
+    routed_experts: SampleExperts | None
 
 
 class Samples(msgspec.Struct, kw_only=True):
@@ -120,6 +180,8 @@ class BinarySampleAnswer(SampleAnswer, kw_only=True):
     ids: Int32s  # type: ignore[assignment]
     loss_mask: Uint8s  # type: ignore[assignment]
     logprobs: Float32s  # type: ignore[assignment]
+    images: list[Bytes]
+    routed_experts: BinarySampleExperts | None
 
 
 class BinarySamples(msgspec.Struct, kw_only=True):

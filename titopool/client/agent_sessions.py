@@ -57,7 +57,8 @@ class AsyncSession:
             SessionEnded: it has ended, or had no call for too long.
             TitopoolError: the server's error by its code, or why there was no answer.
         """
-        return answers.json_answer(await self._call(self._path), SessionAnswer)
+        answer = await self._call(f"{self._path}?records=false")
+        return answers.json_answer(answer, SessionAnswer)
 
     async def samples(self) -> list[SessionSample]:
         """What was sent and sampled: a sample for each turn that nothing goes on from, in their order.
@@ -76,7 +77,7 @@ class AsyncSession:
             TitopoolError: as `read`, but SessionEnded.
         """
         try:
-            await self._call(self._path, method="DELETE", statuses=(204,))
+            await self._call(self._path, method="DELETE")
         except SessionEnded:
             pass
 

@@ -2,7 +2,7 @@
 
 from base64 import b64decode
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import msgspec
 import numpy as np
@@ -61,6 +61,14 @@ class TokensBody(msgspec.Struct):
     image_ranges: list[list[tuple[int, int]]] | None = None
 
 
+class ExpertsBody(msgspec.Struct):
+    """`titopool.answers.sessions.BinarySampleExperts`."""
+
+    data: bytes
+    shape: tuple[int, int, int]
+    dtype: Literal["uint8", "uint16", "int32"]
+
+
 class SampleBody(msgspec.Struct):
     """`titopool.answers.sessions.SampleAnswer` with arrays as bytes."""
 
@@ -76,6 +84,8 @@ class SampleBody(msgspec.Struct):
     models: tuple[str, ...]
     lora_versions: tuple[int | None, ...]
     image_ranges: tuple[tuple[int, int], ...]
+    images: tuple[bytes, ...]
+    routed_experts: ExpertsBody | None
 
 
 class SamplesBody(msgspec.Struct):
@@ -235,7 +245,11 @@ def _sample(body: SampleBody) -> SessionSample:
     )
     if not len(ids) == len(loss_mask) == len(logprobs):
         raise ValueError(f"{len(loss_mask)} and {len(logprobs)} values of {len(ids)} tokens")
-    arrays = {"ids": ids, "loss_mask": loss_mask, "logprobs": logprobs}
+    experts = None
+    if (found := body.routed_experts) is not None:
+        experts = np.frombuffer(found.data, np.dtype(found.dtype).newbyteorder("<"))
+        experts = experts.reshape(found.shape)
+    arrays = {"ids": ids, "loss_mask": loss_mask, "logprobs": logprobs, "routed_experts": experts}
     return SessionSample(**{**msgspec.structs.asdict(body), **arrays})
 
 

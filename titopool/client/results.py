@@ -78,8 +78,12 @@ class SessionSample:
     models: tuple[str, ...]
     # Of LoRA adapters; None: the base model sampled the turn.
     lora_versions: tuple[int | None, ...]
-    # Offset and length of each image in `ids`.
+    # Offset and length of each image in `ids`, and the files as the agent sent them.
     image_ranges: tuple[tuple[int, int], ...]
+    images: tuple[bytes, ...]
+    # [tokens - 1, layers, experts of a token]; None: the server runs without
+    # `--enable-return-routed-experts`, or a turn was aborted early.
+    routed_experts: np.ndarray | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,7 +53,7 @@ class AgentRun:
     error: BaseException | None
 
     def sequences(self) -> list[RolloutArrays]:
-        """The samples for `pad_rollouts`. Images are with the agent: there are only their ranges."""
+        """The samples for `pad_rollouts`; `samples` has the images and routed experts of each."""
         return [_arrays_of(one) for one in self.samples]
 
 

@@ -5,23 +5,22 @@ are the whole pool's, and all front ends sample at the same times: whole multipl
 """
 
 import logging
-import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import gevent
-from flask import Blueprint, Flask, current_app, request
+from flask import Blueprint, Flask, current_app
 from prometheus_client.metrics_core import Metric
 
 from app.call.service import Service, current_service
 from app.operators.metrics.exposition import families
 from app.operators.page.samples import Sample, Sampler
 from app.route.operation import Operation, Query
+from app.route.query import query_time
 from app.time_slices import sharing_time
 from titopool.answers.operators import MetricsHistory
-from titopool.errors import InvalidRequest
 
 logger = logging.getLogger(__name__)
 blueprint = Blueprint("history", __name__)
@@ -121,17 +120,4 @@ def history() -> MetricsHistory:
     current_service()
     kept: History = current_app.extensions[EXTENSION]
     kept.start()
-    return kept.since(_since())
-
-
-def _since() -> float:
-    given = request.args.get("since", "0")
-    try:
-        since_s = float(given)
-    except ValueError:
-        since_s = math.nan
-    if math.isnan(since_s):
-        raise InvalidRequest(
-            f"since: expected a Unix time in seconds in the query, got {given[:100]!r}"
-        )
-    return since_s
+    return kept.since(query_time("since"))

@@ -37,6 +37,7 @@ def test_turns_go_on_with_images_and_samples_say_where_they_are(model: Vision):
     ]  # fmt: skip
     sample = model.server.get(f"{path}/samples").json()["samples"][0]
     assert sample["ids"] == whole
+    assert sample["images"] == [encoded(SMALL), encoded(WIDE)]
     (start, length), (other, other_length) = sample["image_ranges"]
     assert len(known) <= other < other + other_length <= len(second["prompt_token_ids"])
     placeholder = whole[start]
@@ -44,3 +45,28 @@ def test_turns_go_on_with_images_and_samples_say_where_they_are(model: Vision):
     assert whole[other : other + other_length] == [placeholder] * other_length
     masked = [one for one, mask in zip(whole, sample["loss_mask"], strict=True) if mask]
     assert masked == first["choices"][0]["token_ids"] + second["choices"][0]["token_ids"]
+
+
+def test_a_response_stands_for_the_images_before_it(model: Vision):
+    if "smol" in model.folder:
+        # Its template takes texts only.
+        return
+    made = model.server.post("/sessions", {}).json()
+
+    def respond(parts: list[dict], **fields) -> dict:
+        item = {"type": "message", "role": "user", "content": parts}
+        body = {"input": [item], "max_output_tokens": 4, "return_token_ids": True, **fields}
+        answer = model.server.post(f"{made['path']}/responses", body)
+        assert answer.ok, answer.text
+        return answer.json()
+
+    def shown(image, text: str) -> list[dict]:
+        url = f"data:image/png;base64,{encoded(image)}"
+        return [{"type": "input_image", "image_url": url}, {"type": "input_text", "text": text}]
+
+    first = respond(shown(SMALL, "What is this?"))
+    respond(shown(WIDE, "And this?"), previous_response_id=first["id"])
+    path = f"/sessions/{made['session_id']}"
+    (sample,) = model.server.get(f"{path}/samples").json()["samples"]
+    assert sample["reasons"] == ["first", ""]
+    assert sample["images"] == [encoded(SMALL), encoded(WIDE)]

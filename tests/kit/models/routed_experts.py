@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import safetensors.numpy
 import torch
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
@@ -25,6 +26,7 @@ from app.call.openai_logprobs import LEAST
 from harness.servers import REPOSITORY, Server, environment, free_port
 from tests.kit.models.model_families import EXPERTS, SHAPE
 from tests.kit.models.reference import reference_model
+from titopool import Client
 from titopool.demo_model import make_tokenizer
 from titopool.settings.gpus import visible_gpus
 from titopool.settings.vllm_options import is_unknown
@@ -65,7 +67,16 @@ def mixture_server(folder: str, working: Path) -> Iterator[Server]:
     endpoint, port, log = f"ipc://{working}/worker", free_port(), working / "log"
     commands = (
         [module, "--endpoint", endpoint, folder, *OPTIONS, *options],
-        ["titopool.cli", "serve", "--endpoints", endpoint, "--port", str(port)],
+        [
+            "titopool.cli",
+            "serve",
+            "--endpoints",
+            endpoint,
+            "--port",
+            str(port),
+            "--run-dir",
+            str(working / "run"),
+        ],
     )
     variables = environment(TITOPOOL_WEIGHTS_ROOT=str(Path(folder).parent))
     processes = []
@@ -244,6 +255,44 @@ def check_sglang(server: Server, folder: str) -> None:
     assert "routed_experts_start_len: expected at most 1" in refused.json()["error"]["message"]
 
 
+def check_sessions(server: Server, folder: str) -> None:
+    """A session's sample has the rows of all turns, of which each worker's answer has its own only."""
+    with Client(server.url) as client, client.session() as session:
+        path = f"/sessions/{session.id}"
+        (sample,) = _played(server, path)
+        start, ids = sample["prompt_length"], sample["ids"]
+        choice = {"token_ids": ids[start:], "routed_experts": sample["routed_experts"]}
+        assert_routed(folder, ids[:start], choice)
+        (found,) = session.samples()
+        assert np.array_equal(found.routed_experts, experts_of(choice))
+        trained = safetensors.numpy.load(server.post(f"{path}/samples", {}).content)
+        rows = trained["rollout_routed_experts.0"]
+        assert rows.dtype == np.int32
+        assert np.array_equal(rows, experts_of(choice))
+
+
+def _played(server: Server, path: str) -> list[dict[str, Any]]:
+    """The samples of a session in which three turns were asked for, one of them as a stream."""
+    messages = [{"role": "user", "content": "word " * 150}]
+    for is_streamed in (False, True, False):
+        body = {"messages": messages, "max_tokens": NUM_TOKENS, "top_k": 50, "ignore_eos": True}
+        answer = server.post(f"{path}/v1/chat/completions", {**body, "stream": is_streamed})
+        assert answer.status_code == 200, answer.text
+        if is_streamed:
+            lines = answer.text.splitlines()
+            pieces = [json.loads(one[6:]) for one in lines if one.startswith("data: {")]
+            deltas = [one["choices"][0]["delta"] for one in pieces if one["choices"]]
+            said = "".join(delta.get("content") or "" for delta in deltas)
+        else:
+            said = answer.json()["choices"][0]["message"]["content"]
+        messages += [
+            {"role": "assistant", "content": said}, {"role": "user", "content": "Go on."},
+        ]  # fmt: skip
+    samples: list[dict[str, Any]] = server.get(f"{path}/samples").json()["samples"]
+    assert [one["reasons"] for one in samples] == [["first", "", ""]]
+    return samples
+
+
 def check_masks(server: Server, folder: str) -> None:
     """A sampling mask has the ids with a probability, of a stream with its last piece."""
     options = {"top_k": 4, "top_p": 0.8, "logprobs": 4}
@@ -291,7 +340,7 @@ def check_new_weights(server: Server, folder: str) -> None:
 # In this order: the first finds an empty prefix cache, the last changes the model.
 CHECKS = (
     check_cached_prompts, check_several_completions, check_start, check_streams, check_forms,
-    check_sglang, check_masks, check_aborts, check_new_weights,
+    check_sglang, check_sessions, check_masks, check_aborts, check_new_weights,
 )  # fmt: skip
 
 

@@ -153,7 +153,7 @@ def test_more_sessions_and_turns_than_there_is_room_for_are_refused(start):
     refused = pool.call("POST", "/sessions", number=1)
     assert (refused.status_code, refused.headers["Retry-After"]) == (429, "60")
     assert "max_sessions" in refused.json()["error"]["message"]
-    assert pool.call("DELETE", f"/sessions/{made['session_id']}").status_code == 204
+    assert pool.call("DELETE", f"/sessions/{made['session_id']}").json() == {"deleted": 0}
     made = pool.make()
     for number in range(400):
         answer = pool.chat(made, [user(f"{number} " + "long " * 900)], number=number % 2)
@@ -165,7 +165,7 @@ def test_more_sessions_and_turns_than_there_is_room_for_are_refused(start):
     assert "titopool_sessions 2.0" in metrics
     (line,) = [one for one in metrics.splitlines() if one.startswith("titopool_session_bytes ")]
     assert 0.5 * 1024**2 < float(line.rpartition(" ")[2]) <= 1024**2
-    assert pool.call("DELETE", f"/sessions/{made['session_id']}").status_code == 204
+    assert pool.call("DELETE", f"/sessions/{made['session_id']}").json()["deleted"] > 50
     assert pool.chat(pool.make(), [user("a")]).ok
 
 

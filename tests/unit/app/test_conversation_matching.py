@@ -33,7 +33,7 @@ def links(
 ) -> list[bytes]:
     read = read_conversation([dict(one) for one in messages], "messages").messages
     chat = Chat(read, "messages", list(tools), kwargs or {})
-    return links_of(context_of(chat, {}), read, images)
+    return links_of(context_of(chat, {}, "tiny"), read, images)
 
 
 KNOWN = (SYSTEM, USER, turn(), result())

@@ -1,14 +1,14 @@
 """What a trainer takes of a session's tree."""
 
 from collections.abc import Iterable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from app.conversations.session_samples import SessionSample, samples_of
-from app.conversations.store import Reason, Turn, TurnHead
-from titopool.errors import TitopoolError
+from app.conversations.session_samples import SessionSample, ends_of, sample_of
+from app.conversations.store import ExpertRows, Reason, Turn, TurnHead
 
 
 def turn(
@@ -23,19 +23,23 @@ def turn(
     versions: Sequence[tuple[int, int]] = ((0, 0),),
     engine_prompt: Sequence[int] = (),
     image_ranges: Sequence[tuple[int, int]] = (),
+    experts: tuple[int, Sequence[int]] | None = None,
 ) -> Turn:
     """`prompt`: after the parent's ids; `asked`: what the request asked, by default something of its own.
-    The log-probability of an id is its negative tenth."""
+    The log-probability of an id is its negative tenth. `experts`: the first row, and the one expert of each."""
     head = TurnHead(
         reason=reason, path="/v1/chat/completions", request_id=request_id or f"r{number}", model="tiny", lora_version=None,
         began_s=0.0, ended_s=1.0, finish_reason=f"end {number}", weight_versions=list(versions),
-        image_ranges=list(image_ranges), mismatch=None, message={}, num_prompt=0, num_cached=0,
+        image_ranges=list(image_ranges), images=[b"image"] * len(image_ranges), mismatch=None, message={},
+        num_prompt=0, num_cached=0, num_sampled=len(ids),
+        experts=None if experts is None else ExpertRows(experts[0], (len(experts[1]), 1, 1), "uint8"),
     )  # fmt: skip
     return Turn(
         number=number, parent=parent, head=head, short=b"[]", added=b"[]",
         asked=(asked or f"asked {number}").encode(), prompt=np.array(prompt, np.int32).tobytes(),
         ids=np.array(ids, np.int32).tobytes(), logprobs=(np.array(ids, np.float32) / -10).tobytes(),
         engine_prompt=np.array(engine_prompt, np.int32).tobytes(),
+        experts=bytes(experts[1]) if experts else b"",
     )  # fmt: skip
 
 
@@ -44,8 +48,23 @@ def counted(sample: SessionSample) -> list[int]:
     return sample.ids[sample.loss_mask == 1].tolist()
 
 
-def list_of(turns: Sequence[Turn]) -> list[SessionSample]:
-    return list(samples_of(turns))
+def samples_of(turns: Sequence[Turn]) -> list[SessionSample]:
+    """As a store with these turns has them."""
+
+    def path_to(_: Any, number: int | None, columns: Any = ()) -> list[Turn]:
+        if number is None:
+            return []
+        return [*path_to(_, turns[number].parent), turns[number]]
+
+    for one in turns:
+        sent = sum(len(known.prompt + known.ids) for known in path_to(None, one.number)) // 4
+        whole = len(one.engine_prompt) // 4
+        one.head.num_prompt = whole or sent - one.head.num_sampled
+    store: Any = SimpleNamespace(
+        path_to=path_to, images=lambda _, digests: [b"file " + one for one in digests]
+    )
+    session: Any = None
+    return [sample_of(store, session, end) for end in ends_of(turns)]
 
 
 def by_end(samples: Iterable[SessionSample]) -> dict[int, SessionSample]:
@@ -77,11 +96,13 @@ def test_a_linear_conversation_is_one_sample():
         "models": ["tiny"] * 3,
         "lora_versions": [None] * 3,
         "image_ranges": [],
+        "images": [],
+        "routed_experts": None,
     }
 
 
 def test_a_turn_of_several_samples_counts_in_the_last_one():
-    samples = list_of(
+    samples = samples_of(
         [
             turn(0, None, [1], [10], reason="first"),
             turn(1, 0, [2], [11]),
@@ -133,7 +154,7 @@ def test_of_equal_requests_the_answer_that_was_gone_on_from_is_the_one_to_train_
 
 
 def test_choices_are_samples_of_their_own():
-    samples = list_of(
+    samples = samples_of(
         [
             turn(0, None, [1], [10], reason="first", asked="hello", request_id="a"),
             turn(1, None, [1], [11], reason="choice", asked="hello", request_id="a"),
@@ -159,19 +180,35 @@ def test_images_are_expanded_as_the_engine_got_them():
     fields = sample.fields()
     assert fields["weight_versions"] == [[5, 5], [6, 10]]
     assert fields["image_ranges"] == [(1, 3), (8, 2)]
+    assert fields["images"] == [b"file image", b"file image"]
     assert sample.prompt_length == 5
 
 
 def test_a_session_without_turns_has_no_samples():
-    assert list_of([]) == []
+    assert samples_of([]) == []
 
 
-def test_images_of_another_size_in_a_later_turn_are_an_error():
-    turns = [
-        turn(0, None, [1, 99], [10], reason="first", engine_prompt=[1, 99, 99]),
-        turn(1, 0, [3], [12], engine_prompt=[1, 99, 10, 3]),
-    ]
-    with pytest.raises(
-        TitopoolError, match="expected that the ids of turn 1 go on from those of turn 0"
-    ):
-        list_of(turns)
+@pytest.mark.parametrize(
+    ("turns", "rows"),
+    [
+        pytest.param(
+            [(0, [1, 2, 3]), (3, [4, 5, 6])], [1, 2, 3, 4, 5, 6], id="of each turn its own"
+        ),
+        pytest.param([(0, [9, 9, 9]), (0, [1, 2, 3, 4, 5, 6])], [1, 2, 3, 4, 5, 6], id="all again"),
+        pytest.param([None, (0, [1, 2, 3, 4, 5, 6])], None, id="none of a turn"),
+        pytest.param([(0, [1, 2, 3]), None], None, id="none of the last turn"),
+        pytest.param([(0, [1, 2, 3]), (3, [4])], None, id="too few, as the turn was aborted"),
+        pytest.param([(0, [1, 2]), (3, [4, 5, 6])], None, id="a gap"),
+    ],
+)
+def test_routed_experts_are_of_all_ids_but_the_last(turns, rows):
+    first, second = turns
+    (sample,) = samples_of(
+        [
+            turn(0, None, [1, 2], [10, 11], reason="first", experts=first),
+            turn(1, 0, [3], [12, 13], experts=second),
+        ]
+    )
+    found = sample.routed_experts
+    assert (found and list(found.data)) == rows
+    assert found is None or (found.shape, found.start) == ((6, 1, 1), 0)

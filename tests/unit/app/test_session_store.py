@@ -25,7 +25,8 @@ def turn(request_id: str = "a") -> Turn:
     head = TurnHead(
         reason="", path="/v1/responses", request_id=request_id, model="tiny", lora_version=None,
         began_s=0.0, ended_s=1.0, finish_reason="stop", weight_versions=[], image_ranges=[],
-        mismatch=None, message={"role": "assistant", "content": "a"}, num_prompt=1, num_cached=0,
+        images=[], experts=None, mismatch=None, message={"role": "assistant", "content": "a"}, num_prompt=1,
+        num_cached=0, num_sampled=1,
     )  # fmt: skip
     return Turn(parent=None, head=head, ids=bytes(4), prompt=bytes(4))
 
@@ -50,6 +51,21 @@ def test_a_late_turn_is_not_another_session_s(store: SessionStore, monkeypatch: 
     assert store.turns(other) == []
     assert store.find(name).metadata == {"of": "bob"}
     assert store.end(other) == []
+
+
+def test_an_image_is_kept_once_for_each_session_until_its_end(store: SessionStore):
+    _, session = make(store)
+    _, other = make(store, "bob")
+    image, keys = {b"digest": b"file" * 2000}, TurnKeys(b"link", b"asked")
+    for _ in range(3):
+        store.add(session, [(turn(), keys)], [], image)
+    store.add(other, [(turn(), keys)], [], {b"digest": b"of bob"})
+    assert store.images(session, [b"digest", b"digest"]) == [b"file" * 2000] * 2
+    assert store.totals()[1] < 5 * 4096
+    store.end(session)
+    assert store.images(other, [b"digest"]) == [b"of bob"]
+    with pytest.raises(SessionEnded, match="deleted meanwhile"):
+        store.images(session, [b"digest"])
 
 
 def test_a_session_ends_and_is_forgotten_later(store: SessionStore, monkeypatch):
