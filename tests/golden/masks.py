@@ -19,7 +19,7 @@ MASKED = {
     "created", "created_at", "sequence_number", "pid", "request_id", "uptime_s", "age_s", "last_seen_s", "started_at", "time", "times",
     "taken_s", "waited_s", "port", "host", "seconds", "now", "began_at", "ended_at", "update",
     "last_heartbeat_s", "engine_s", "duration_s", "elapsed_s", "run_s", "e2e_latency", "vllm_version",
-    "version", "titopool_version", "figures",
+    "version", "titopool_version", "figures", "timestamp", "request_timestamp", "latency_ms",
 }  # fmt: skip
 
 
