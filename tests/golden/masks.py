@@ -78,7 +78,9 @@ class Masks:
 def _is_masked(key: str, value: Any) -> bool:
     # What is measured in seconds is a float or has several values; settings are integers.
     measured = key.endswith("_s") and isinstance(value, float | list | dict)
-    return measured or (key in MASKED and value is not None)
+    # A worker that drains may have gone when the answer is made.
+    is_leaving = key == "phase" and value in ("draining", "unreachable")
+    return measured or is_leaving or (key in MASKED and value is not None)
 
 
 def events_of(text: str) -> list[Any]:
