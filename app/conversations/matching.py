@@ -9,7 +9,7 @@ import json
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from hashlib import blake2b
-from itertools import groupby, takewhile
+from itertools import accumulate, groupby, takewhile
 from typing import Any
 
 from app.inputs.chat_template import Chat
@@ -27,17 +27,17 @@ SYSTEM_ROLES = ("system", "developer")
 def context_of(chat: Chat, mm_processor_kwargs: dict[str, Any], model: str) -> bytes:
     """A digest of what stands beside the messages: the model, tools, variables of the template, and
     arguments of the image processor, which decide how many tokens an image has."""
-    return _digest(b"", [model, chat.tools, chat.template_kwargs, mm_processor_kwargs])
+    return _digest(b"", _encoded([model, chat.tools, chat.template_kwargs, mm_processor_kwargs]))
 
 
-def links_of(context: bytes, messages: Sequence[Message], images: Sequence[bytes]) -> list[bytes]:
-    """A digest of the conversation up to each message.
+def says(messages: Sequence[Message], images: Sequence[bytes]) -> list[bytes]:
+    """What each message says, in a form that is equal for equal ones.
 
     Args:
         messages: as `read_conversation` returns them.
         images: digests of the images, in order.
     """
-    found, link = list[bytes](), context
+    found = list[bytes]()
     rest, num_calls, calls = iter(images), 0, dict[str, int]()
     for message in sharing_time(messages):
         if message["role"] == "assistant":
@@ -45,22 +45,30 @@ def links_of(context: bytes, messages: Sequence[Message], images: Sequence[bytes
                 # Results name the call by an id that the client may have changed.
                 calls[str(call.get("id"))] = num_calls
                 num_calls += 1
-            link = link_of_turn(link, message)
+            found.append(_turn_says(message))
         else:
             name = str(message.get("tool_call_id"))
             known = [message["role"], message.get("name"), calls.get(name, name)]
-            link = _digest(link, [*known, _shown(message, rest)])
-        found.append(link)
+            found.append(_encoded([*known, _shown(message, rest)]))
     return found
+
+
+def links_of(context: bytes, said: Sequence[bytes]) -> list[bytes]:
+    """A digest of the conversation up to each message, of what the messages say (`says`)."""
+    return list(accumulate(said, _digest, initial=context))[1:]
 
 
 def link_of_turn(link: bytes, message: Message) -> bytes:
     """A digest of the conversation `link` with a message of the assistant."""
+    return _digest(link, _turn_says(message))
+
+
+def _turn_says(message: Message) -> bytes:
     called = []
     for call in message.get("tool_calls") or ():
         function = call.get("function", call)
         called.append([function.get("name"), _arguments_of(function.get("arguments"))])
-    return _digest(link, [squeezed(said_of(_text_of(message))), called])
+    return _encoded([squeezed(said_of(_text_of(message))), called])
 
 
 def num_system(messages: Sequence[Message]) -> int:
@@ -70,7 +78,9 @@ def num_system(messages: Sequence[Message]) -> int:
 
 def system_of(messages: Sequence[Message]) -> bytes:
     """A digest of the system prompt at the beginning."""
-    return _digest(b"", [_text_of(one).strip() for one in messages[: num_system(messages)]])
+    return _digest(
+        b"", _encoded([_text_of(one).strip() for one in messages[: num_system(messages)]])
+    )
 
 
 def _parts_of(message: Message) -> list[Message]:
@@ -124,7 +134,10 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def _digest(link: bytes, known: Any) -> bytes:
+def _encoded(known: Any) -> bytes:
     # Models write numbers that orjson refuses.
-    written = json.dumps(known, sort_keys=True, default=repr)
-    return blake2b(link + written.encode(), digest_size=DIGEST_BYTES).digest()
+    return json.dumps(known, sort_keys=True, default=repr).encode()
+
+
+def _digest(link: bytes, said: bytes) -> bytes:
+    return blake2b(link + said, digest_size=DIGEST_BYTES).digest()

@@ -1,18 +1,18 @@
 """A turn of a session: its prompt goes on from ids that were sent and sampled, and it is kept at its end."""
 
 import json
-import logging
 import time
 from base64 import b64encode
-from collections import OrderedDict, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from hashlib import blake2b
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
-from app.conversations.matching import SYSTEM_ROLES, context_of, link_of_turn, links_of, system_of
+from app.conversations.following import Followed, as_read, follow_turn, json_of, short_of
+from app.conversations.matching import context_of, link_of_turn, links_of, says, system_of
 from app.conversations.store import (
     ExpertRows,
     Session,
@@ -23,18 +23,14 @@ from app.conversations.store import (
     digest_of,
     ids_along,
 )
-from app.inputs.chat_template import MAX_RENDER_S, Chat
+from app.inputs.chat_template import Chat
 from app.inputs.images import PromptImages
-from app.inputs.turns import within
 from app.outputs.run_facts import RunFacts, kept_bytes
 from app.outputs.token_arrays import sampled_logprobs
 from app.route.fields import Message
 from titopool.answers.sessions import Reason
-from titopool.conversations.chat_template import call_with_arguments
 from titopool.conversations.messages import IMAGE_PART
-from titopool.conversations.templates import LocalTemplate
-from titopool.conversations.turns import SENTINEL, TurnRenderer, squeezed
-from titopool.conversations.turns import Turn as SampledTurn
+from titopool.conversations.turns import squeezed
 from titopool.errors import InvalidRequest
 from titopool.settings.sampling import SamplingOptions
 from titopool.wire.messages import (
@@ -47,23 +43,11 @@ from titopool.wire.messages import (
     WorkerFacts,
 )
 
-logger = logging.getLogger(__name__)
-
-# Of a text in the history, its first and last characters: templates ask how a text begins or ends.
-SHORT = 32
-# The last tokens of a prompt, in which a generation prompt may begin a thought.
-PROMPT_END = 64
-# Characters.
-MAX_MISMATCH = 300
 # Of the path to a turn that is gone on from.
 FOLLOWED = ("short", "prompt", "ids", "engine_prompt")
 # Kinds of prompts without messages.
 TEXT, IDS = b"t", b"i"
 LinkOf = Callable[[bytes, str, Message], bytes | None]
-# A text that no template has.
-MARK = "titopoolmark"
-# Renderers for combinations of tools and variables of the template.
-MAX_RENDERERS = 64
 
 
 class Asking(Protocol):
@@ -74,15 +58,6 @@ class Asking(Protocol):
     ) -> Any: ...
 
     def render(self, chats: Sequence[Chat]) -> list[list[int]]: ...
-
-
-class Followed(NamedTuple):
-    """What follows a turn."""
-
-    ids: np.ndarray
-    # The turn in renders of later ones.
-    message: Message
-    mismatch: str | None
 
 
 class SessionTurn:
@@ -152,8 +127,8 @@ class SessionTurn:
         messages = self._messages = chat.messages
         self._images = images.images
         context = context_of(chat, images.mm_processor_kwargs, self._facts.model)
-        links = links_of(context, messages, images.digests)
-        self._plain = links_of(b"", messages, images.digests)
+        said = says(messages, images.digests)
+        links, self._plain = links_of(context, said), links_of(b"", said)
         self._keys = TurnKeys(None, links[-1], None, system_of(messages))
         is_prompt = chat.add_generation_prompt and not chat.continue_final_message
         if is_prompt:
@@ -326,12 +301,12 @@ class SessionTurn:
             turn = Turn(
                 parent=self._parent,
                 head=head,
-                short=_json(self._short),
+                short=json_of(self._short),
                 prompt=self._ids[self._num_parent :].tobytes(),
                 ids=bytes(gained.ids),
                 logprobs=bytes(gained.logprobs),
                 engine_prompt=engine_prompt,
-                added=_json(self._added),
+                added=json_of(self._added),
                 experts=b"" if gained.experts is None else gained.experts.data,
             )
             read = as_read(head.message)
@@ -432,127 +407,6 @@ class SampledChoice:
         return message
 
 
-def as_read(message: Message) -> Message:
-    """A sampled message as `read_conversation` gives one that a client sends back."""
-    calls = [call_with_arguments(call)[0] for call in message.get("tool_calls") or ()]
-    return {**message, "tool_calls": calls} if calls else message
-
-
-def short_of(message: Message, *, is_head_short: bool = False) -> Message:
-    """A message that stands for a known one in renders of what follows: a template decides by roles, calls
-    and how texts begin and end. The system's is shortened with `is_head_short` only."""
-    if message["role"] in SYSTEM_ROLES and not is_head_short:
-        return message
-    short = dict(message)
-    for name in ("content", "reasoning", "reasoning_content", "thinking"):
-        value = message.get(name)
-        if isinstance(value, str):
-            short[name] = _short(value)
-        elif isinstance(value, list):
-            short[name] = [
-                {**part, "text": _short(part["text"])} if part.get("type") == "text" else part
-                for part in value
-            ]
-    if calls := message.get("tool_calls"):
-        short["tool_calls"] = [
-            {**call, "function": {**call["function"], "arguments": {}}}
-            if "function" in call
-            else call
-            for call in calls
-        ]
-    return short
-
-
-def _short(text: str) -> str:
-    return text if len(text) <= 2 * SHORT else f"{text[:SHORT]} {text[-SHORT:]}"
-
-
-def follow_turn(
-    tokenizer: Any,
-    chat: Chat,
-    history: Sequence[Message],
-    prompt: np.ndarray,
-    sampled: np.ndarray,
-    message: Message,
-    new: Sequence[Message],
-    num_images: int,
-) -> Followed | None:
-    """What the template writes after a turn; None: it does not go on from the turn's ids.
-
-    Args:
-        history: messages that stand for those before the turn (`short_of`).
-        prompt: the ids before the turn.
-        message: the turn, as vLLM's parsers have read it.
-    """
-    renderer, has_late_head = _known_of(tokenizer, chat, is_short=True)
-    if has_late_head:
-        renderer, _ = _known_of(tokenizer, chat, is_short=False)
-    else:
-        history = [short_of(message, is_head_short=True) for message in history]
-    template = renderer.template
-
-    def written() -> str:
-        return squeezed(template.decode(template.render(history, ())))
-
-    turn = SampledTurn(prompt[-PROMPT_END:], sampled, history, written, message=message)
-    images = [""] * num_images
-    try:
-        found = within(MAX_RENDER_S, lambda: renderer.follow(turn, new, images))
-    except Exception as error:
-        # Templates raise arbitrary errors; the whole conversation may still be rendered.
-        logger.info("a session begins a branch: %s: %s", type(error).__name__, str(error)[:300])
-        return None
-    if found.ids is None:
-        return None
-    mismatch = None if found.difference is None else found.difference[:MAX_MISMATCH]
-    return Followed(found.ids, dict(found.message), mismatch)
-
-
-class Known(NamedTuple):
-    """What is known of a template with certain tools and variables."""
-
-    renderer: TurnRenderer
-    has_late_head: bool
-
-
-def _known_of(tokenizer: Any, chat: Chat, *, is_short: bool) -> Known:
-    """`is_short`: with the tools' names only, which stand for them unless the template has a late head."""
-    all_known: OrderedDict[bytes, Known] | None = getattr(tokenizer, "titopool_renderers", None)
-    if all_known is None:
-        all_known = tokenizer.titopool_renderers = OrderedDict()
-    tools = chat.tools
-    if is_short:
-        names = [one["function"]["name"] for one in chat.tools or ()]
-        tools = [
-            {"type": "function", "function": {"name": name, "description": MARK}} for name in names
-        ]
-    key = blake2b(_json([is_short, tools, chat.template_kwargs])).digest()
-    if key not in all_known:
-        template = LocalTemplate(tokenizer, tools, chat.template_kwargs)
-        all_known[key] = Known(
-            TurnRenderer(template, finds_family=False), not is_short or _has_late_head(template)
-        )
-        if len(all_known) > MAX_RENDERERS:
-            all_known.popitem(last=False)
-    all_known.move_to_end(key)
-    return all_known[key]
-
-
-def _has_late_head(template: LocalTemplate) -> bool:
-    """Whether the template writes the system prompt or the tools after later messages, as Mistral's does, so
-    that their texts count."""
-    system, user = {"role": "system", "content": MARK}, {"role": "user", "content": "a"}
-    turn = {"role": "assistant", "content": "b" + SENTINEL}
-    for head in ([system], []):
-        try:
-            ids = template.render([*head, user, turn, user], ())
-        except Exception:
-            # Some templates refuse the system's role.
-            continue
-        return MARK in template.decode(ids).rpartition(SENTINEL)[2]
-    return True
-
-
 def raw_link(model: str, kind: bytes, content: bytes) -> bytes:
     """A digest of a text or of ids, with their length."""
     digest = blake2b(content, digest_size=16, key=model.encode()[:64]).digest()
@@ -561,8 +415,3 @@ def raw_link(model: str, kind: bytes, content: bytes) -> bytes:
 
 def length_of_raw(link: bytes) -> int:
     return int.from_bytes(link[1:9], "big")
-
-
-def _json(value: Any) -> bytes:
-    # Models write numbers that orjson refuses.
-    return json.dumps(value).encode()

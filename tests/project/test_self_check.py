@@ -21,7 +21,7 @@ SIZES = {
     "app.anthropic": 398,
     "app.call": 1057,
     "app.control": 178,
-    "app.conversations": 753,
+    "app.conversations": 812,
     "app.counts": 267,
     "app.http": 1050,
     "app.inputs": 785,

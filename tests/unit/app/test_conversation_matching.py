@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from app.conversations.matching import context_of, link_of_turn, links_of, system_of
+from app.conversations.matching import context_of, link_of_turn, links_of, says, system_of
 from app.inputs.chat_messages import read_conversation
 from app.inputs.chat_template import Chat
 
@@ -33,7 +33,7 @@ def links(
 ) -> list[bytes]:
     read = read_conversation([dict(one) for one in messages], "messages").messages
     chat = Chat(read, "messages", list(tools), kwargs or {})
-    return links_of(context_of(chat, {}, "tiny"), read, images)
+    return links_of(context_of(chat, {}, "tiny"), says(read, images))
 
 
 KNOWN = (SYSTEM, USER, turn(), result())
