@@ -27,9 +27,10 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
@@ -38,6 +39,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from titopool import Client, Rollout, TitopoolError, run_rollouts
 from titopool.client.weights_client import WeightsError
 from titopool.demo_model import VOCAB_SIZE, make_model
+from titopool.rollouts.sequence import RolloutArrays
 
 try:
     from examples import grpo_parts
@@ -165,25 +167,71 @@ def logprobs_of(model: Any, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tens
     return logprobs.gather(-1, ids[mask][:, None]).squeeze(-1)
 
 
-def play(client: Client, tokenizer: Any, seed: int) -> tuple[list[Rollout], torch.Tensor]:
-    """`GROUP_SIZE` rollouts of each prompt of a step, and their rewards."""
+@dataclass(frozen=True)
+class Played:
+    """What a step's agents have done: `GROUP_SIZE` for each of its prompts, prompt after prompt."""
+
+    # [agents]
+    rewards: torch.Tensor
+    # What they sampled, and the agent of each sequence.
+    sequences: list[RolloutArrays]
+    agents: list[int]
+    measured: dict[str, float]
+
+
+# Gets the server's URL, the tokenizer and a seed.
+Play: TypeAlias = Callable[[str, Any, int], Played]
+
+
+def questions_of(seed: int, num: int = PROMPTS_PER_STEP) -> tuple[Tools, list[tuple[str, str]]]:
+    """The tools of a step, and what its users ask."""
     chooser = random.Random(seed)
-    tools, questions = Tools(chooser), chooser.choices(QUESTIONS, k=PROMPTS_PER_STEP)
-    rollouts = run_rollouts(
-        client, [prompt_of(question) for question in questions], tools=[tools.port, tools.rank],
-        n=GROUP_SIZE, max_turns=2, concurrency=PROMPTS_PER_STEP * GROUP_SIZE, tokenizer=tokenizer,
-        max_tokens=MAX_TOKENS, stop_token_ids=[tokenizer.convert_tokens_to_ids("<|im_end|>")],
-        temperature=1.0, seed=seed,
-    )  # fmt: skip
+    return Tools(chooser), chooser.choices(QUESTIONS, k=num)
+
+
+def play(url: str, tokenizer: Any, seed: int) -> Played:
+    """A step of rollouts."""
+    tools, questions = questions_of(seed)
+    with Client(url, timeout_s=TIMEOUT_S) as client:
+        rollouts = run_rollouts(
+            client, [prompt_of(question) for question in questions], tools=[tools.port, tools.rank],
+            n=GROUP_SIZE, max_turns=2, concurrency=PROMPTS_PER_STEP * GROUP_SIZE,
+            tokenizer=tokenizer, max_tokens=MAX_TOKENS, temperature=1.0, seed=seed,
+            stop_token_ids=[tokenizer.convert_tokens_to_ids("<|im_end|>")],
+        )  # fmt: skip
     if errors := [rollout.error for rollout in rollouts if rollout.error is not None]:
         raise errors[0]
     known = [tools.known[question] for question in questions for _ in range(GROUP_SIZE)]
-    return rollouts, torch.tensor(list(map(reward_of, rollouts, known)))
+    num_called = sum(len(rollout.messages) > 2 for rollout in rollouts)
+    return Played(
+        rewards=torch.tensor(list(map(reward_of, rollouts, known))),
+        sequences=[rollout.arrays() for rollout in rollouts],
+        agents=list(range(len(rollouts))),
+        measured={"called": num_called / len(rollouts)},
+    )
+
+
+def take_step(model: Any, optimizer: torch.optim.Optimizer, played: Played) -> dict[str, float]:
+    """A step of GRPO; returns what was measured."""
+    ids, mask, logprobs, versions = (
+        pad_sequence([torch.tensor(getattr(one, name)) for one in played.sequences], True)
+        for name in ("ids", "loss_mask", "logprobs", "weight_versions")
+    )
+    ids, mask = ids.long(), mask > 0
+    ratio = (logprobs_of(model, ids, mask) - logprobs[mask]).exp()
+    advantages = grpo_parts.advantages_of(played.rewards, GROUP_SIZE)[played.agents]
+    gain = grpo_parts.clipped_gain(ratio, advantages[mask.nonzero()[:, 0]])
+    grpo_parts.take_step(model, optimizer, -gain.mean())
+    return {
+        "reward": played.rewards.mean().item(), **played.measured, "tokens": int(mask.sum()),
+        "version": int(versions.max()), "ratio_error": (ratio - 1).abs().max().item(),
+    }  # fmt: skip
 
 
 def train(
-    url: str, model: Any, tokenizer: Any, seed: int, *, num_steps: int, withhold_updates: bool
-) -> list[dict[str, float]]:
+    url: str, model: Any, tokenizer: Any, seed: int, *, num_steps: int, withhold_updates: bool,
+    play: Play = play,
+) -> list[dict[str, float]]:  # fmt: skip
     """Trains the model; returns what was measured at each step."""
     optimizer = torch.optim.Adam(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.99))
     history: list[dict[str, float]] = []
@@ -193,26 +241,8 @@ def train(
     ):
         weights.update(model, policy="drain")
         for step in range(num_steps):
-            rollouts, rewards = play(client, tokenizer, seed=1000 * seed + step)
-            arrays = [rollout.arrays() for rollout in rollouts]
-            ids, mask, logprobs, versions = (
-                pad_sequence([torch.tensor(getattr(one, name)) for one in arrays], True)
-                for name in ("ids", "loss_mask", "logprobs", "weight_versions")
-            )
-            ids, mask = ids.long(), mask > 0
-            ratio = (logprobs_of(model, ids, mask) - logprobs[mask]).exp()
-            advantages = grpo_parts.advantages_of(rewards, GROUP_SIZE)[mask.nonzero()[:, 0]]
-            grpo_parts.take_step(
-                model, optimizer, -grpo_parts.clipped_gain(ratio, advantages).mean()
-            )
-            num_called = sum(len(rollout.messages) > 2 for rollout in rollouts)
-            measured = {
-                "reward": rewards.mean().item(), "called": num_called / len(rollouts),
-                "tokens": int(mask.sum()), "version": int(versions.max()),
-                "ratio_error": (ratio - 1).abs().max().item(),
-            }  # fmt: skip
-            history.append(measured)
-            shown = "  ".join(f"{name} {value:.4g}" for name, value in measured.items())
+            history.append(take_step(model, optimizer, play(url, tokenizer, 1000 * seed + step)))
+            shown = "  ".join(f"{name} {value:.4g}" for name, value in history[-1].items())
             print(f"seed {seed}  step {step}  {shown}", flush=True)
             if sum(one["reward"] for one in history[-5:]) / 5 >= LEARNED:
                 break
@@ -230,26 +260,33 @@ def running_server() -> Iterator[str]:
             yield url
 
 
-def main(arguments: list[str] | None = None) -> dict[int, list[dict[str, float]]]:
-    """Runs the command; returns what was measured at each step of each seed."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+def learn(url: str, seed: int, **options: Any) -> list[dict[str, float]]:
+    """Warms the model of `seed` up and trains it; the options are those of `train`."""
+    began = time.monotonic()
+    history = train(url, *warmed_up(seed), seed, **options)
+    first, last = history[0]["reward"], history[-1]["reward"]
+    spent = f"{len(history)} steps, {time.monotonic() - began:.0f} s"
+    print(f"seed {seed}: mean reward {first:.3f} to {last:.3f} in {spent}", flush=True)
+    return history
+
+
+def parser_of(document: str | None) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=(document or "").partition("\n")[0])
     parser.add_argument("--seed", type=int, nargs="+", default=[0])
     parser.add_argument("--steps", type=int, default=60, help="at most")
     parser.add_argument("--withhold-updates", action="store_true")
-    options = parser.parse_args(arguments)
-    histories = {}
+    return parser
+
+
+def main(arguments: list[str] | None = None) -> dict[int, list[dict[str, float]]]:
+    """Runs the command; returns what was measured at each step of each seed."""
+    options = parser_of(__doc__).parse_args(arguments)
+    withheld = options.withhold_updates
     with running_server() as url:
-        for seed in options.seed:
-            began = time.monotonic()
-            histories[seed] = history = train(
-                url, *warmed_up(seed), seed,
-                num_steps=options.steps, withhold_updates=options.withhold_updates,
-            )  # fmt: skip
-            first, last = history[0]["reward"], history[-1]["reward"]
-            seconds = time.monotonic() - began
-            spent = f"{len(history)} steps, {seconds:.0f} s"
-            print(f"seed {seed}: mean reward {first:.3f} to {last:.3f} in {spent}", flush=True)
-    return histories
+        return {
+            seed: learn(url, seed, num_steps=options.steps, withhold_updates=withheld)
+            for seed in options.seed
+        }
 
 
 if __name__ == "__main__":
