@@ -64,7 +64,10 @@ def main() -> None:
     runs = []
     environ = stub_environment()
     for num_front_ends in options.num_front_ends:
-        with tempfile.TemporaryDirectory() as folder, stub_workers(options, Path(folder)) as found:
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            stub_workers(options.num_workers, Path(folder)) as found,
+        ):
             target = FrontEnd(num_front_ends, found, kind="JSON")
             with running(target, Engine("", {}), environ, Path(folder) / "log") as server:
                 for kind in options.answers:
@@ -95,13 +98,13 @@ def parse_arguments() -> argparse.Namespace:
 
 
 @contextmanager
-def stub_workers(options: argparse.Namespace, folder: Path) -> Iterator[list[str]]:
+def stub_workers(num_workers: int, folder: Path, *options: str) -> Iterator[list[str]]:
     """Starts stub workers, yields their endpoints and stops them."""
-    endpoints = [f"ipc://{folder}/worker-{index}" for index in range(options.num_workers)]
+    endpoints = [f"ipc://{folder}/worker-{index}" for index in range(num_workers)]
     processes = [
         subprocess.Popen(
             [sys.executable, "-m", "harness.stub_worker", "--endpoint", endpoint, "--worker-id",
-             f"stub-{index}", "--max-num-seqs", "4096"], env=stub_environment()
+             f"stub-{index}", "--max-num-seqs", "4096", *options], env=stub_environment()
         )
         for index, endpoint in enumerate(endpoints)
     ]  # fmt: skip

@@ -72,9 +72,8 @@ def main() -> None:
     parser.add_argument("kinds", nargs="*", metavar="KIND", help=", ".join(KINDS))
     parser.add_argument("--mib", type=int, default=16, help="of each body")
     parser.add_argument("--at-once", type=int, default=64)
-    parser.set_defaults(num_workers=1)
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder, stub_workers(options, Path(folder)) as found:
+    with tempfile.TemporaryDirectory() as folder, stub_workers(1, Path(folder)) as found:
         for kind in options.kinds or KINDS:
             # A new server: Python's allocator keeps what it has.
             target = FrontEnd(1, found, kind="JSON")

@@ -16,6 +16,9 @@ TRL = str(Path(sys.prefix) / "trl" / "1.9.2")
 # Words of the command by module; OUT becomes a path in the test's folder.
 RUNS = {
     "abuse": ["foreign page"],
+    "agent_turns": [
+        "--turns", "2", "--chars", "200", "--rounds", "1", "--requests", "2", "--out", "OUT",
+    ],
     "answers": ["/generate/ 64 × 4,000, logprobs 20"],
     "bench": [
         "--num-prompts", "4", "--input-len", "8", "--output-len", "4", "--long-input-len", "16",
