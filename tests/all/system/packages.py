@@ -19,6 +19,7 @@ PACKAGES = {
     "slurmd": "slurmd",
     "sbatch": "slurm-client",
     "munged": "munge",
+    "nginx": "nginx-light",
     "zsh": "zsh",
     "prometheus": "prometheus",
     "promtool": "prometheus",
