@@ -214,6 +214,11 @@ def prompt_logprobs_of(ids: np.ndarray, options: SamplingOptions) -> Logprobs | 
     return Logprobs(values.tobytes(), flat.tobytes(), ranks=np.ones_like(flat).tobytes())
 
 
+def text_of(ids: Iterable[int]) -> str:
+    """The ids in decimals: texts of other ids are others, and texts of their pieces add up."""
+    return "".join(f"{one} " for one in ids)
+
+
 class StubEngine:
     """Implements `workers.engine.base.Engine`."""
 
@@ -237,6 +242,7 @@ class StubEngine:
         runs_file: Path | None = None,
         max_images: int = 0,
         num_layers: int = 0,
+        has_texts: bool = False,
     ):
         self.versions = weights.versions
         self.adapters = stub_adapters()
@@ -253,7 +259,7 @@ class StubEngine:
         self._is_frozen = False
         self._runs_file = runs_file
         self._tokenizer = tokenizer
-        self._num_layers = num_layers
+        self._num_layers, self._has_texts = num_layers, has_texts
         self._images = ImageFacts(max_images, [IMAGE_PLACEHOLDER], True) if max_images else None
 
     def load(self, report: ReportPhase) -> WorkerFacts:
@@ -328,12 +334,13 @@ class StubEngine:
         if await self.weights.run_until_aborted(job, self._wait(delay_s)):
             return Generated([self._aborted()] * options.n)
         if job.is_streamed:
-            await self._stream(job, ids[::-1], on_chunk, options)
+            await self._stream(job, ids[::-1][: options.max_tokens], on_chunk, options)
         answer = np.ascontiguousarray(ids[::-1][: options.max_tokens])
         versions = [(self.versions.current, 0)]
         completion = Completion(
             answer.tobytes(), "length", logprobs_of(answer, options), versions,
             routed_experts=None if job.is_streamed else self._experts(len(ids) + len(answer), options),
+            text=text_of(answer) if self._has_texts else "",
         )  # fmt: skip
         scores = prompt_logprobs_of(ids, options)
         return Generated([completion] * options.n, prompt_logprobs=scores)
@@ -366,7 +373,7 @@ class StubEngine:
             if token_id == Fault.DIE_MID_STREAM:
                 raise EngineDead("staged death")
             end = "length" if index == len(ids) - 1 else ""
-            text = f"{token_id} "
+            text = text_of([token_id])
             logprobs = logprobs_of([token_id], options)
             token = np.int32(token_id).tobytes()
             completion = Completion(
@@ -439,6 +446,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--tokenizer", default="none", help="a folder; by default no text is read")
     made.add_argument("--max-images", type=int, default=0, help="of a prompt")
     made.add_argument("--layers-with-experts", type=int, default=0)
+    made.add_argument("--texts", action="store_true", help="also of answers that are not streamed")
     made.add_argument("--vocab-size", type=int, default=VOCAB_SIZE)
     made.add_argument("--load-s", type=float, default=0.0)
     made.add_argument("--warm-s", type=float, default=0.0, help="the loop stands in the warm-up")
@@ -463,6 +471,7 @@ def engine_of(arguments: argparse.Namespace) -> StubEngine:
         runs_file=arguments.runs_file,
         max_images=arguments.max_images,
         num_layers=arguments.layers_with_experts,
+        has_texts=arguments.texts,
         weights=StubWeights(
             is_bad=arguments.bad_weights,
             dies_at=arguments.die_at,
