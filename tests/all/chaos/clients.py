@@ -6,6 +6,7 @@ import random
 import socket
 import time
 from collections import Counter
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from typing import Any
 
 import aiohttp
@@ -23,6 +24,10 @@ ALLOWED_ERRORS = {
     (500, "generation_failed"), (503, "no_ready_worker"), (503, "weights_lost"),
     (503, "model_changed"), (504, "deadline_passed"), (429, "queue_full"),
 }  # fmt: skip
+# In place of a status, of an error that ends a stream.
+IN_STREAM = 0
+# Sends a request, and returns its outcome.
+Send = Callable[[aiohttp.ClientSession], Awaitable[str]]
 
 
 class Versions:
@@ -59,26 +64,30 @@ class Versions:
 class Clients:
     """Requests in flight, and the counts of their outcomes."""
 
-    def __init__(self, cluster: Cluster, versions: Versions, seed: int):
-        self._cluster, self._versions = cluster, versions
+    def __init__(
+        self, cluster: Cluster, versions: Versions, seed: int, num_clients: int = NUM_CLIENTS
+    ):
+        self._cluster, self._versions, self._num_clients = cluster, versions, num_clients
         self._chance = random.Random(seed)
         self.outcomes: Counter[str] = Counter()
         self.wrong: list[str] = []
         self.num_in_flight = self.most_in_flight = 0
         # Set by the harness when a front end is killed: connections may break.
         self.may_break = False
-        self._running = False
+        self.is_running = False
         self._disconnect = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
 
-    def start(self) -> None:
-        self._running = True
+    def start(self, others: Iterable[Coroutine[Any, Any, None]] = ()) -> None:
+        """`others`: what else runs until `is_running` is false."""
+        self.is_running = True
         self._disconnect.clear()
-        self._tasks = [asyncio.create_task(self._client(index)) for index in range(NUM_CLIENTS)]
+        clients = [self._client(index) for index in range(self._num_clients)]
+        self._tasks = [asyncio.create_task(one) for one in (*clients, *others)]
 
     async def stop(self) -> None:
         """Waits for the requests in flight; the clients begin no other."""
-        self._running = False
+        self.is_running = False
         await asyncio.gather(*self._tasks)
 
     def disconnect(self) -> None:
@@ -90,40 +99,45 @@ class Clients:
         timeout = aiohttp.ClientTimeout(total=ANSWER_TIMEOUT_S)
         connector = aiohttp.TCPConnector(force_close=index % 2 == 0)
         async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
-            while self._running:
+            while self.is_running:
                 sends = (self._single, self._batch, self._stream) * 5 + (self._wide,)
                 send = self._chance.choice(sends)
-                request = asyncio.create_task(self._run_request(send, session))
-                disconnecting = asyncio.create_task(self._disconnect.wait())
-                may_disconnect = index < NUM_CLIENTS // 2
-                await asyncio.wait(
-                    [request, disconnecting] if may_disconnect else [request],
-                    return_when=asyncio.FIRST_COMPLETED,
-                )
-                disconnecting.cancel()
-                if not request.done():
-                    request.cancel()
-                    self.outcomes["left"] += 1
-                await asyncio.gather(request, return_exceptions=True)
+                await self.request(send, session, may_leave=index < self._num_clients // 2)
                 await asyncio.sleep(self._chance.random() * 0.3)
 
-    async def _run_request(self, send: Any, session: aiohttp.ClientSession) -> None:
+    async def request(self, send: Send, session: aiohttp.ClientSession, *, may_leave: bool) -> None:
+        """Counts the outcome of `send`, which `disconnect` may cancel."""
+        request = asyncio.create_task(self._run_request(send, session))
+        disconnecting = asyncio.create_task(self._disconnect.wait())
+        await asyncio.wait(
+            [request, disconnecting] if may_leave else [request],
+            return_when=asyncio.FIRST_COMPLETED,
+        )
+        disconnecting.cancel()
+        if not request.done():
+            request.cancel()
+            self.outcomes["left"] += 1
+        (error,) = await asyncio.gather(request, return_exceptions=True)
+        if isinstance(error, Exception):
+            self.add_error(f"not what a server answers: {error!r}")
+
+    async def _run_request(self, send: Send, session: aiohttp.ClientSession) -> None:
         self.num_in_flight += 1
         self.most_in_flight = max(self.most_in_flight, self.num_in_flight)
         began = time.monotonic()
         try:
             self.outcomes[await send(session)] += 1
         except TimeoutError:
-            self._add_error(f"lost: no end within {ANSWER_TIMEOUT_S:g} s")
+            self.add_error(f"lost: no end within {ANSWER_TIMEOUT_S:g} s")
         except (aiohttp.ClientError, OSError) as error:
             if self.may_break:
                 self.outcomes["connection broken"] += 1
             else:
-                self._add_error(f"lost: {error!r} after {time.monotonic() - began:.2f} s")
+                self.add_error(f"lost: {error!r} after {time.monotonic() - began:.2f} s")
         finally:
             self.num_in_flight -= 1
 
-    def _add_error(self, text: str) -> None:
+    def add_error(self, text: str) -> None:
         self.outcomes["wrong"] += 1
         self.wrong.append(text)
 
@@ -148,14 +162,14 @@ class Clients:
         async with session.post(self._cluster.url + "/generate/", json=body) as answer:
             reply = await answer.json()
             if answer.status != 200:
-                return self._check_error(answer.status, reply)
+                return self.check_error(answer.status, reply)
         expected = [prompt[::-1] for prompt in prompts for _ in range(n)]
         if reply["completion_ids"] != expected:
-            self._add_error(f"expected {expected}, got {reply['completion_ids']}")
+            self.add_error(f"expected {expected}, got {reply['completion_ids']}")
         for spans in reply["weight_versions"]:
             for version, _ in spans:
                 if error := self._versions.check(version, began):
-                    self._add_error(error)
+                    self.add_error(error)
         return "answered"
 
     async def _stream(self, session: aiohttp.ClientSession) -> str:
@@ -166,7 +180,7 @@ class Clients:
         async with session.post(self._cluster.url + "/v1/completions", json=body) as answer:
             if answer.status != 200:
                 # Also of a stream whose first chunk the client does not have yet.
-                return "stream: " + self._check_error(answer.status, await answer.json())
+                return "stream: " + self.check_error(answer.status, await answer.json())
             async for line in answer.content:
                 if line.startswith(b"data: [DONE]"):
                     has_ended = True
@@ -174,13 +188,13 @@ class Clients:
                     chunk = json.loads(line[6:])
                     if "error" in chunk:
                         # Sent chunks cannot be taken back, so the job is not requeued.
-                        return "stream: " + self._check_error(500, chunk)
+                        return "stream: " + self.check_error(IN_STREAM, chunk)
                     for choice in chunk["choices"]:
                         seen += choice["token_ids"]
         if not has_ended and self.may_break:
             return "connection broken"
         if not has_ended or seen != prompt[::-1]:
-            self._add_error(f"stream: expected {prompt[::-1]}, got {seen}, ended: {has_ended}")
+            self.add_error(f"stream: expected {prompt[::-1]}, got {seen}, ended: {has_ended}")
         return "streamed"
 
     async def leave_unread(self, seconds: float, *, reads_then: bool) -> None:
@@ -211,7 +225,7 @@ class Clients:
                     while part := await loop.sock_recv(receiving, 2**20):
                         parts.append(part)
             except TimeoutError:
-                self._add_error(f"unread: no end within {ANSWER_TIMEOUT_S:g} s")
+                self.add_error(f"unread: no end within {ANSWER_TIMEOUT_S:g} s")
                 return
             except OSError:
                 self.outcomes["unread: cut"] += 1
@@ -227,14 +241,17 @@ class Clients:
             return "cut"
         status = int(head.split()[1])
         if status != 200:
-            return self._check_error(status, reply)
+            return self.check_error(status, reply)
         ends = [one["meta_info"]["output_token_logprobs"][0][1] for one in reply]
         if ends != [NUM_LONG_IDS] * NUM_LONG_PROMPTS:
-            self._add_error(f"unread: expected {NUM_LONG_PROMPTS} times {NUM_LONG_IDS}, got {ends}")
+            self.add_error(f"unread: expected {NUM_LONG_PROMPTS} times {NUM_LONG_IDS}, got {ends}")
         return "read late"
 
-    def _check_error(self, status: int, reply: dict[str, Any]) -> str:
+    def check_error(self, status: int, reply: dict[str, Any]) -> str:
         code = reply["error"]["code"]
-        if (status, code) not in ALLOWED_ERRORS:
-            self._add_error(f"{status} {reply['error']}")
+        is_allowed = any(
+            code == one and status in (allowed, IN_STREAM) for allowed, one in ALLOWED_ERRORS
+        )
+        if not is_allowed:
+            self.add_error(f"{status} {reply['error']}")
         return str(code)

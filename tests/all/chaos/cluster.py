@@ -6,6 +6,7 @@ import json
 import os
 import resource
 import signal
+import sqlite3
 import sys
 import time
 from collections.abc import Callable
@@ -15,9 +16,11 @@ from typing import Any
 import aiohttp
 import psutil
 
+from app.conversations.store import FILE, FOLDER
 from harness.servers import REPOSITORY, environment, free_port
 from tests.all.chaos.front import NAME
 from tests.all.chaos.proxy import Proxy
+from titopool.demo_model import make_tokenizer
 
 NUM_WORKERS, NUM_FRONT_ENDS = 3, 2
 # Of each worker.
@@ -82,6 +85,7 @@ class Member:
             "--endpoint", f"tcp://127.0.0.1:{self.port}", "--worker-id", f"w{self.index}",
             "--control", str(self.cluster.control), "--delay-s", "0.05",
             "--max-num-seqs", str(NUM_SLOTS), "--in-slots",
+            *self.cluster.text_options,
             "--load-s", str(RELOAD_S if self._has_run else 0), *arguments, env=environment(**variables), cwd=REPOSITORY,
             stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
         )  # fmt: skip
@@ -186,7 +190,14 @@ class Member:
 class Cluster:
     """The pool and its front ends."""
 
-    def __init__(self, folder: Path, *, update_timeout_s: float = UPDATE_TIMEOUT_S):
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        update_timeout_s: float = UPDATE_TIMEOUT_S,
+        has_tokenizer: bool = False,
+    ):
+        """`has_tokenizer`: chats are possible; a front end imports what reads it with the first one."""
         self.update_timeout_s = update_timeout_s
         self.settings = SETTINGS | {"TITOPOOL_WEIGHT_UPDATE_TIMEOUT_S": str(update_timeout_s)}
         self.folder = folder
@@ -202,6 +213,10 @@ class Cluster:
             (self.root / name / "weights").write_text(name)
             (self.root / name / "adapter_config.json").write_text('{"r": 8}')
             (self.root / name / "adapter_model.safetensors").write_text(name)
+        self.text_options = ("--tokenizer", str(folder), "--texts") if has_tokenizer else ()
+        if has_tokenizer:
+            make_tokenizer(folder)
+        self.run_dir = folder / "front-ends"
 
     async def start(self) -> None:
         self._listening = await asyncio.start_unix_server(self._connect, str(self.control))
@@ -219,6 +234,7 @@ class Cluster:
             "TITOPOOL_NUM_FRONT_ENDS": str(NUM_FRONT_ENDS),
             "TITOPOOL_ENDPOINTS": f"tcp://{NAME}:{self._shared_port}",
             "TITOPOOL_CURVE_KEY_FILE": str(self.folder / "key"),
+            "TITOPOOL_RUN_DIR": str(self.run_dir),
             "CHAOS_HOSTS": str(self.hosts),
         }
         self.server = await asyncio.create_subprocess_exec(
@@ -300,3 +316,13 @@ class Cluster:
             if len(found) >= NUM_FRONT_ENDS:
                 return found
         raise AssertionError(f"only {list(found)} answer")
+
+    def rows_of_sessions(self) -> dict[str, int]:
+        """What the front ends' file has of sessions that have ended."""
+        path = self.run_dir / FOLDER / FILE
+        with contextlib.closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as file:
+            counts = {
+                name: file.execute(f"SELECT count(*) FROM {name}").fetchone()[0]
+                for name in ("turns", "running")
+            }
+        return {name: count for name, count in counts.items() if count}

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import aiohttp
 import psutil
 
-from tests.all.chaos.clients import Clients, Versions
+from tests.all.chaos.agents import NUM_AGENTS, Agent
+from tests.all.chaos.clients import NUM_CLIENTS, Clients, Versions
 from tests.all.chaos.cluster import LONGEST_TIMEOUT_S, NUM_WORKERS, Cluster
 from tests.all.chaos.faults import FAULTS, Scene
 from tests.all.chaos.operations import ROUND_TRIPS, Refused, Trainer
@@ -76,10 +77,20 @@ class Report:
 class Harness:
     """A cluster under load, and the rounds of faults."""
 
-    def __init__(self, cluster: Cluster, seed: int):
-        self._cluster = cluster
+    def __init__(
+        self,
+        cluster: Cluster,
+        seed: int,
+        *,
+        kind: type[Agent] = Agent,
+        num_clients: int = NUM_CLIENTS,
+        patience_s: float = PATIENCE_S,
+    ):
+        """`kind`: of the agents; `patience_s`: until the pool must be healthy, beside its timeouts."""
+        self._cluster, self._patience_s = cluster, patience_s
         self.versions = Versions()
-        self.clients = Clients(cluster, self.versions, seed)
+        self.clients = Clients(cluster, self.versions, seed, num_clients)
+        self._agents = [kind(self.clients, cluster.url, seed + one) for one in range(NUM_AGENTS)]
         self._trainer = Trainer(cluster, self.versions, [])
         # Why the last operation was refused.
         self._refusal = ""
@@ -88,7 +99,7 @@ class Harness:
         """Runs one round."""
         self._keep_ledgers()
         self.clients.wrong, self._trainer.wrong, self._refusal = [], [], ""
-        self.clients.start()
+        self.clients.start(agent.run() for agent in self._agents)
         await asyncio.sleep(0.2)
         chance = random.Random(seed)
         is_reached, cures = await self._inject(cell, chance)
@@ -151,7 +162,7 @@ class Harness:
     async def _until_healthy(self) -> tuple[float, list[str]]:
         """Seconds until the pool was healthy, and the reasons why it is not."""
         began = time.monotonic()
-        deadline = began + WHOLE_TIMEOUT_S + PATIENCE_S
+        deadline = began + WHOLE_TIMEOUT_S + self._patience_s
         reasons = ["not looked at"]
         while time.monotonic() < deadline:
             reasons = await self._reasons()
@@ -228,6 +239,8 @@ class Harness:
                 in_use = {name: state[name] for name in names if state[name]}
                 if in_use or state["tasks"] > 14:
                     leaks.append(f"worker {index} holds {in_use} and {state['tasks']} tasks")
+            if left := self._cluster.rows_of_sessions():
+                leaks.append(f"the file of sessions has {left}")
             if not leaks:
                 return []
             await asyncio.sleep(0.1)

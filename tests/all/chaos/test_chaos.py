@@ -12,7 +12,9 @@ import time
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
+from tests.all.chaos.agents import ChatAgent
 from tests.all.chaos.cluster import Cluster
 from tests.all.chaos.rounds import SECONDS, SEED, Cell, Harness, Report, all_cells
 
@@ -29,16 +31,31 @@ DEATHS_DURING_A_COMMIT = [
     Cell("folder update", "ApplyUpdate:before", "killed", "none", 0),
     Cell("folder update", "ApplyUpdate:before", "killed", "none", 1),
 ]
+# Chats in sessions: their front ends import what reads a tokenizer at each of their starts.
+CHAT_CELLS = [
+    Cell("generation", "Generate:before", "killed, back", "clients left", 0),
+    Cell("stream", "Chunk:after", "killed", "cut", 1),
+    Cell("generation", "Generate:after", "front end killed", "partitioned", 2),
+    Cell("stream", "Chunk:after", "front ends killed", "clients left", 0),
+]
+CHAT_PATIENCE_S = 60.0
 # Seconds for a restart. The pool notices a dead process at once and waits for no timeout.
 RESTART_S = 12.0
 
 
 async def play(
-    cluster: Cluster, cells: Iterable[tuple[Cell, int]], seconds: float = float("inf")
+    cluster: Cluster,
+    cells: Iterable[tuple[Cell, int]],
+    seconds: float = float("inf"),
+    **options: Any,
 ) -> tuple[list[Report], set[str]]:
-    """Runs the rounds; returns their reports, and all outcomes of requests."""
+    """Runs the rounds; returns their reports, and all outcomes of requests.
+
+    Args:
+        options: of the harness.
+    """
     await cluster.start()
-    harness = Harness(cluster, SEED)
+    harness = Harness(cluster, SEED, **options)
     reports: list[Report] = []
     began = time.monotonic()
     try:
@@ -104,4 +121,15 @@ def test_a_worker_that_dies_during_a_commit_delays_no_other(tmp_path: Path):
         reports, outcomes = asyncio.run(play(cluster, [(cell, 1)]))
         assert max(report.recovery_s for report in reports) < RESTART_S
         # Other workers take over its jobs, except for streams that have begun.
-        assert outcomes <= {"answered", "streamed", "stream: generation_failed"}
+        assert outcomes <= {
+            "answered", "streamed", "stream: generation_failed", "agent: a turn", "agent: turns",
+            "agent: played", "agent's stream: generation_failed",
+        }  # fmt: skip
+
+
+def test_agents_that_chat_in_sessions_keep_their_turns(tmp_path: Path):
+    cells = [(cell, SEED + number) for number, cell in enumerate(CHAT_CELLS)]
+    cluster = Cluster(tmp_path, has_tokenizer=True)
+    options = {"kind": ChatAgent, "num_clients": 4, "patience_s": CHAT_PATIENCE_S}
+    _, outcomes = asyncio.run(play(cluster, cells, **options))
+    assert "agent: a turn" in outcomes
