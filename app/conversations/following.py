@@ -150,7 +150,7 @@ def _known_of(tokenizer: Any, chat: Chat, *, is_short: bool) -> Known:
         all_known[key] = Known(
             TurnRenderer(template, finds_family=False),
             not is_short or _has_late_head(template),
-            counts_rounds(template),
+            is_short and counts_rounds(template),
         )
         if len(all_known) > MAX_RENDERERS:
             all_known.popitem(last=False)

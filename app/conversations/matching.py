@@ -117,15 +117,15 @@ def _arguments_of(sent: Any) -> Any:
     if isinstance(sent, Arguments) and not sent:
         written = squeezed(sent.sent or "")
         return {} if written in ("", "{}") else written
-    return _plain(sent)
+    return _as_javascript(sent)
 
 
-def _plain(value: Any) -> Any:
+def _as_javascript(value: Any) -> Any:
     """A value as JavaScript reads and writes it: 1.0 is 1, and integers have 53 bits."""
     if isinstance(value, dict):
-        return {name: _plain(one) for name, one in value.items()}
+        return {name: _as_javascript(one) for name, one in value.items()}
     if isinstance(value, list):
-        return [_plain(one) for one in value]
+        return [_as_javascript(one) for one in value]
     if isinstance(value, int) and abs(value) > MAX_INTEGER:
         with suppress(OverflowError):
             value = float(value)

@@ -7,9 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from app.conversations.store import WAS_DELETED, Session, SessionStore, Turn
+from app.conversations.store import Session, SessionStore, Turn
 from app.time_slices import sharing_time
-from titopool.errors import SessionEnded
 from titopool.wire.messages import ID_BYTES, RoutedExperts
 
 COLUMNS = ("prompt", "ids", "logprobs", "engine_prompt", "experts")
@@ -116,16 +115,16 @@ def ends_of(turns: Sequence[Turn]) -> list[SampleEnd]:
     return [SampleEnd(end, retried[end.number], frozenset(counted[end.number])) for end in ends]
 
 
-def sample_of(store: SessionStore, session: Session, end: SampleEnd) -> SessionSample:
+def sample_of(
+    store: SessionStore, session: Session, end: SampleEnd, *, with_images: bool = True
+) -> SessionSample:
     """
     Raises:
         SessionEnded: the session was deleted meanwhile.
         TitopoolError: the sessions' file cannot be used.
     """
     path = store.path_to(session, end.turn.number, COLUMNS)
-    images = store.images(session, end.turn.head.images)
-    if not path:
-        raise SessionEnded(WAS_DELETED)
+    images = store.images(session, end.turn.head.images) if with_images else []
     if path[-1].engine_prompt:
         raw = path[-1].engine_prompt + path[-1].ids
     else:
@@ -149,7 +148,10 @@ def _experts_along(path: Sequence[Turn], num_rows: int) -> RoutedExperts | None:
     width = prod(known.shape[1:]) * np.dtype(known.dtype).itemsize
     for turn in path:
         own = turn.head.experts
-        if own is None or own.start * width > len(rows):
+        if own is None:
+            # A later turn has brought all rows.
+            continue
+        if own.start * width > len(rows):
             return None
         del rows[own.start * width :]
         rows += turn.experts

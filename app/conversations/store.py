@@ -34,30 +34,11 @@ BATCH = 8
 PIECE = 256
 # How long the time of the last call may pass unnoted.
 TOUCH_EVERY_S = 1.0
-# What one request may still write into a file that has room for it.
+# Room that a request needs to begin. What it writes may be more: images, experts, the prompts of its choices.
 SPARE_BYTES = 1024 * 1024
 WAS_DELETED = "expected a session that is open, got one that was deleted meanwhile"
 # Of `Turn`, in the order of the table: what each request of a session reads comes first.
 COLUMNS = ("short", "prompt", "ids", "logprobs", "engine_prompt", "added", "experts")
-SCHEMA = (
-    # digest: of the id, which opens the session. at_s: the last call, in Unix seconds.
-    "CREATE TABLE sessions (id INTEGER PRIMARY KEY, digest BLOB NOT NULL UNIQUE, maker BLOB NOT NULL, "
-    "metadata BLOB NOT NULL, made_s REAL NOT NULL, at_s REAL NOT NULL, ended INTEGER NOT NULL, "
-    "num_turns INTEGER NOT NULL)",
-    "CREATE INDEX sessions_by_age ON sessions (at_s)",
-    "CREATE INDEX open_sessions ON sessions (at_s) WHERE NOT ended",
-    # The columns are those of `TurnKeys` and `Turn`.
-    "CREATE TABLE turns (session INTEGER NOT NULL, number INTEGER NOT NULL, parent INTEGER, "
-    "request_id TEXT NOT NULL, link BLOB, asked BLOB, plain BLOB, system BLOB, head BLOB NOT NULL, "
-    f"{', '.join(f'{name} BLOB NOT NULL' for name in COLUMNS)}, PRIMARY KEY (session, number)) WITHOUT ROWID",
-    "CREATE INDEX turns_by_link ON turns (session, link)",
-    "CREATE INDEX turns_by_request ON turns (session, request_id)",
-    # Files as the clients sent them, once for each session; found by rowid, as they are long.
-    "CREATE TABLE images (session INTEGER NOT NULL, digest BLOB NOT NULL, file BLOB NOT NULL)",
-    "CREATE UNIQUE INDEX images_by_digest ON images (session, digest)",
-    # Requests in flight; a process that died leaves some.
-    "CREATE TABLE running (session INTEGER NOT NULL, request_id TEXT NOT NULL)",
-)
 
 
 class Maker(msgspec.Struct, frozen=True):
@@ -161,6 +142,29 @@ class Session(NamedTuple):
     made_s: float
     at_s: float
     num_turns: int
+
+
+SCHEMA = (
+    # digest: of the id, which opens the session. at_s: the last call, in Unix seconds.
+    "CREATE TABLE sessions (id INTEGER PRIMARY KEY, digest BLOB NOT NULL UNIQUE, maker BLOB NOT NULL, "
+    "metadata BLOB NOT NULL, made_s REAL NOT NULL, at_s REAL NOT NULL, ended INTEGER NOT NULL, "
+    "num_turns INTEGER NOT NULL)",
+    "CREATE INDEX sessions_by_age ON sessions (at_s)",
+    "CREATE INDEX open_sessions ON sessions (at_s) WHERE NOT ended",
+    # The columns are those of `TurnKeys` and `Turn`.
+    "CREATE TABLE turns (session INTEGER NOT NULL, number INTEGER NOT NULL, parent INTEGER, "
+    "request_id TEXT NOT NULL, link BLOB, asked BLOB, plain BLOB, system BLOB, "
+    # A file whose heads have other fields has another layout.
+    f"head BLOB NOT NULL /* {' '.join(TurnHead.__struct_fields__)} */, "
+    f"{', '.join(f'{name} BLOB NOT NULL' for name in COLUMNS)}, PRIMARY KEY (session, number)) WITHOUT ROWID",
+    "CREATE INDEX turns_by_link ON turns (session, link)",
+    "CREATE INDEX turns_by_request ON turns (session, request_id)",
+    # Files as the clients sent them, once for each session; found by rowid, as they are long.
+    "CREATE TABLE images (session INTEGER NOT NULL, digest BLOB NOT NULL, file BLOB NOT NULL)",
+    "CREATE UNIQUE INDEX images_by_digest ON images (session, digest)",
+    # Requests in flight; a process that died leaves some.
+    "CREATE TABLE running (session INTEGER NOT NULL, request_id TEXT NOT NULL)",
+)
 
 
 class SessionStore:
@@ -286,23 +290,34 @@ class SessionStore:
         ]
         return firsts[-1] if firsts else None
 
-    def path_to(
-        self, session: Session, number: int, columns: Sequence[str] = ("short", "prompt", "ids")
-    ) -> list[Turn]:
-        """The turns from the first one to `number`, with these columns."""
+    def path_to(self, session: Session, number: int, columns: Sequence[str]) -> list[Turn]:
+        """The turns from the first one to `number`, with these columns; of `engine_prompt` the last one's.
+
+        Raises:
+            SessionEnded: it was deleted meanwhile.
+        """
+        last = "CASE WHEN number = ?2 THEN engine_prompt ELSE x'' END"
+        chosen = ", ".join(last if one == "engine_prompt" else one for one in columns)
         select = (
             "WITH RECURSIVE path (number, parent) AS ("
             "SELECT number, parent FROM turns WHERE session = ?1 AND number = ?2 UNION ALL "
             "SELECT turns.number, turns.parent FROM turns JOIN path ON turns.session = ?1 "
             "AND turns.number = path.parent) "
-            f"SELECT number, parent, head, {', '.join(columns)} FROM turns "
+            f"SELECT number, parent, head, {chosen} FROM turns "
             "WHERE session = ?1 AND number IN (SELECT number FROM path) ORDER BY number"
         )
         rows = self._rows(select, session.row, number)
+        if not rows or rows[0][1] is not None:
+            # Turns are removed some at a time, in any order.
+            raise SessionEnded(WAS_DELETED)
         return [_turn(*row, columns=columns) for row in rows]
 
     def turns(self, session: Session, column: str = "asked") -> list[Turn]:
-        """All turns by number, with this column."""
+        """All turns by number, with this column.
+
+        Raises:
+            SessionEnded: it was deleted meanwhile.
+        """
         select = (
             f"SELECT number, parent, head, {column} FROM turns "
             "WHERE session = ? AND number >= ? ORDER BY number LIMIT ?"
@@ -310,6 +325,8 @@ class SessionStore:
         found = list[Turn]()
         while rows := self._rows(select, session.row, len(found), PIECE):
             found += [_turn(*row, columns=(column,)) for row in rows]
+            if found[-1].number != len(found) - 1:
+                raise SessionEnded(WAS_DELETED)
             give_way()
         return found
 
@@ -395,17 +412,25 @@ class SessionStore:
         with suppress(TitopoolError):
             self._rows(delete, session.row, request_id)
 
-    def end(self, session: Session) -> list[str]:
+    def end(self, session: Session) -> tuple[int, list[str]]:
         """Forgets the turns; that the session has ended is known for as long as it would be kept.
 
         Returns:
-            The ids of its requests that run.
+            How many turns it had, and the ids of its requests that run.
+
+        Raises:
+            SessionEnded: it has ended meanwhile.
         """
-        update = "UPDATE sessions SET ended = 1, metadata = x'80', at_s = ? WHERE id = ?"
-        self._rows(update, time.time(), session.row)
+        update = (
+            "UPDATE sessions SET ended = 1, metadata = x'80', at_s = ? WHERE id = ? AND NOT ended "
+            "RETURNING num_turns"
+        )
+        ended = self._rows(update, time.time(), session.row)
+        if not ended:
+            raise SessionEnded(WAS_DELETED)
         self._remove_turns(session.row)
         delete = "DELETE FROM running WHERE session = ? RETURNING request_id"
-        return [name for (name,) in self._rows(delete, session.row)]
+        return ended[0][0], [name for (name,) in self._rows(delete, session.row)]
 
     def _remove_turns(self, row: int) -> None:
         for table, key in (("turns", "number"), ("images", "rowid")):

@@ -275,8 +275,11 @@ class SessionTurn:
         self._is_kept = True
         engine_prompt = b"" if run.prompt_ids is self._ids else run.prompt_ids.tobytes()
         if engine_prompt and not engine_prompt.startswith(self._engine_before):
-            # Images of the turns before have other numbers of tokens now.
+            # Images of the turns before have other numbers of tokens now. The rows that the engine was asked
+            # for begin after the turns that were left.
             self._begin_branch("template")
+            for gained in self._gained.values():
+                gained.experts = None
         images = {one.digest: one.data for one in self._images}
         for index, gained in sorted(self._gained.items()):
             head = TurnHead(
@@ -409,7 +412,7 @@ class SampledChoice:
 
 def raw_link(model: str, kind: bytes, content: bytes) -> bytes:
     """A digest of a text or of ids, with their length."""
-    digest = blake2b(content, digest_size=16, key=model.encode()[:64]).digest()
+    digest = blake2b(content, digest_size=16, key=digest_of(model)).digest()
     return kind + len(content).to_bytes(8, "big") + digest
 
 

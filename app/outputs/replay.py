@@ -27,10 +27,10 @@ def experts_json(experts: RoutedExperts | None, form: str | None) -> dict[str, A
         head = BytesIO()
         found = np.lib.format.header_data_from_array_1_0(rows)  # type: ignore[no-untyped-call]
         np.lib.format.write_array_header_1_0(head, found)  # type: ignore[no-untyped-call]
-        return Base64(chain([head.getvalue()], _parts(rows)))
+        return Base64(chain([head.getvalue()], parts_of(rows)))
     return {
         # First: renderers looks for the bytes `"routed_experts":{"data":"`.
-        "data": Base64(_parts(rows)),
+        "data": Base64(parts_of(rows)),
         "shape": experts.shape,
         "start": experts.start,
         "dtype": experts.dtype,
@@ -46,7 +46,7 @@ def experts_int32(experts: RoutedExperts, *, start: int, num_rows: int) -> Base6
         start: the token of the first row, not before that of `experts`.
     """
     wanted = rows_of(experts)[start - experts.start : num_rows + start - experts.start]
-    return Base64(_parts(wanted, np.int32)) if len(wanted) == num_rows else None
+    return Base64(parts_of(wanted, np.int32)) if len(wanted) == num_rows else None
 
 
 def mask_lists(mask: SamplingMask | None) -> Iterator[np.ndarray] | None:
@@ -62,7 +62,7 @@ def rows_of(experts: RoutedExperts) -> np.ndarray:
     return np.frombuffer(experts.data, experts.dtype).reshape(experts.shape)
 
 
-def _parts(rows: np.ndarray, dtype: Any = None) -> Iterator[bytes]:
+def parts_of(rows: np.ndarray, dtype: Any = None) -> Iterator[bytes]:
     """The bytes of `rows`, in C order, with items of `dtype` instead of their own."""
     flat = rows.reshape(-1)
     step = PART_BYTES // flat.itemsize

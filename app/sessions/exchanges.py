@@ -38,12 +38,13 @@ class Exchange(NamedTuple):
 
 
 def exchanges(store: SessionStore, session: Session, turns: Sequence[Turn]) -> Iterator[Exchange]:
-    """The exchanges of `turns`, each of which is read when it is its turn."""
+    """The exchanges of `turns`, each of which is read when it is its turn.
+
+    Raises:
+        SessionEnded: the session was deleted meanwhile.
+    """
     for turn in sharing_time(turns):
         path = store.path_to(session, turn.number, COLUMNS)
-        if not path:
-            # The session was deleted meanwhile.
-            return
         *before, last = path
         messages = [one for turn in before for one in (*json.loads(turn.added), turn.head.message)]
         messages += json.loads(last.added)
@@ -99,21 +100,21 @@ def session_metadata(
     store: SessionStore, session: Session, turns: Sequence[Turn]
 ) -> dict[str, Any]:
     """As the metadata of miles' sessions: the ids of the last turn with those before, and where the template
-    writes them in another way. Nothing is ever cut off."""
+    would write them in another way. Nothing is ever cut off."""
     last = turns[-1] if turns else None
     path = store.path_to(session, last.number, COLUMNS) if last else []
     whole = [one.engine_prompt + one.ids for one in path[-1:] if one.engine_prompt]
     return {
-        "tito_session_mismatch": mismatches(last) if last else [],
+        "tito_session_mismatch": mismatches(path),
         "accumulated_token_ids": np.frombuffer(whole[0], np.int32) if whole else ids_along(path),
         "max_trim_tokens": 0,
     }
 
 
-def mismatches(turn: Turn) -> list[dict[str, str]]:
+def mismatches(path: Sequence[Turn]) -> list[dict[str, str]]:
     """As miles' comparator says it, of answers that the template would write with other ids."""
-    found = turn.head.mismatch
-    return [{"type": "assistant_text", "detail": found}] if found else []
+    found = [turn.head.mismatch for turn in path]
+    return [{"type": "assistant_text", "detail": one} for one in found if one]
 
 
 def trace_of(one: Exchange, session_id: str, metadata: dict[str, Any]) -> dict[str, Any]:

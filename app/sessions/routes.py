@@ -9,6 +9,7 @@ import numpy as np
 from flask import Blueprint, Response
 from flask import request as http_request
 
+from app.call.jobs import encode_sent
 from app.call.service import current_service
 from app.control.pool_commands import end_requests
 from app.conversations.access import session_of
@@ -28,6 +29,7 @@ from app.sessions.exchanges import as_json, exchanges, record_of, session_metada
 from app.sessions.miles_samples import safetensors_of
 from titopool.answers.sessions import (
     BinarySamples,
+    Bytes,
     Samples,
     SessionAnswer,
     SessionEndedAnswer,
@@ -71,7 +73,8 @@ def make(body: SessionBody) -> SessionMade:
     `session:{id}` opens these routes and no others, also without the id in the path.
 
     Raises:
-        InvalidRequest: `metadata` is too long, or the server has no run_dir.
+        InvalidRequest: `metadata` is too long or has a number of more than 64 bits, or the server has no
+            run_dir.
         QueueFull: there are too many sessions, or their file is full.
     """
     service = current_service()
@@ -85,6 +88,7 @@ def make(body: SessionBody) -> SessionMade:
             f"metadata: expected at most {MAX_METADATA_BYTES} bytes of JSON, got {length}; keep it elsewhere",
             param="metadata",
         )
+    encode_sent(msgspec.msgpack.encode, body.metadata, "metadata", "metadata")
     key = current_key()
     name = service.sessions.make(Maker(key.name, key.weight), body.metadata)
     return SessionMade(
@@ -160,9 +164,11 @@ def _shown(turn: Turn) -> TurnAnswer:
     answer=list[TraceAnswer],
     query=(
         Query("since", {"type": "number"}, "only turns that ended at this Unix time or later"),
-        Query("limit", {"type": "integer", "minimum": 1}, "the first of them"),
+        Query(
+            "limit", {"type": "integer", "minimum": 1, "maximum": MAX_TRACES}, "the first of them"
+        ),
     ),
-    errors=(InvalidRequest, *GONE),
+    errors=GONE,
     path_parts=NAME,
 )
 def traces(session_id: str) -> Response:
@@ -223,6 +229,7 @@ def _binary_fields(sample: SessionSample) -> dict[str, Any]:
 
 @blueprint.post("/sessions/<session_id>/samples/")
 @Operation(
+    answer=Bytes,
     media_type=SAFETENSORS,
     is_body_optional=True,
     errors=(NoReadyWorker, *GONE),
@@ -233,10 +240,12 @@ def miles_samples(session_id: str, body: SamplesBody) -> Response:
     """The samples that were not retried, as miles' trainer takes them: a safetensors file.
 
     Raises:
+        InvalidRequest: `metadata` has a number of more than 64 bits.
         SessionNotFound: there is none, or another key has made it.
         SessionEnded: it was deleted, or had no call for too long.
         NoReadyWorker: the tokenizer cannot be loaded, or is busy.
     """
+    encode_sent(msgspec.msgpack.encode, body.metadata, "metadata", "metadata")
     service, session = current_service(), session_of(session_id)
     store, facts, client = service.sessions, service.link.facts, current_client()
     turns = store.turns(session)
@@ -250,7 +259,7 @@ def miles_samples(session_id: str, body: SamplesBody) -> Response:
         return text
 
     parts = safetensors_of(
-        lambda: (sample_of(store, session, end) for end in ends),
+        lambda: (sample_of(store, session, end, with_images=False) for end in ends),
         body,
         session_metadata(store, session, turns),
         decode,
@@ -269,8 +278,7 @@ def end(session_id: str) -> SessionEndedAnswer:
         SessionEnded: it was deleted before, or had no call for too long.
         TitopoolError: a worker did not end its requests.
     """
-    session = session_of(session_id)
-    running = current_service().sessions.end(session)
+    num_turns, running = current_service().sessions.end(session_of(session_id))
     if running:
         end_requests(running)
-    return SessionEndedAnswer(deleted=session.num_turns)
+    return SessionEndedAnswer(deleted=num_turns)

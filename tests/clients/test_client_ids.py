@@ -70,7 +70,7 @@ def test_a_failed_request_is_logged_once_with_its_id(
         "bad": {"prompt": [-1]},
         "good": {},
         # Last, because the worker dies: an event of the stream has the error.
-        "late": {"prompt": [int(Fault.DIE_MID_STREAM), 2, 1], "stream": True},
+        "late": {"prompt": [int(Fault.DIE_MID_STREAM), 2, 1], "max_tokens": 3, "stream": True},
     }
     for name, body in failing.items():
         server.post("/v1/completions", COMPLETIONS | body, headers={"X-Request-Id": name})

@@ -134,6 +134,7 @@ def test_miles_hears_why_there_are_no_samples(server: Server):
         ({"max_seq_len": 0}, "max_seq_len"),
         ({"metadata": [1]}, "metadata"),
         ({"max_length": 3}, "max_length"),
+        ({"metadata": {"seed": 2**70}}, "metadata"),
     ],
 )
 def test_a_body_that_miles_does_not_send_is_refused(server: Server, body: Any, text: str):

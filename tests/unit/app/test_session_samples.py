@@ -5,10 +5,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import orjson
 import pytest
+import safetensors.numpy
 
 from app.conversations.session_samples import SessionSample, ends_of, sample_of
 from app.conversations.store import ExpertRows, Reason, Turn, TurnHead
+from app.sessions.bodies import SamplesBody
+from app.sessions.miles_samples import safetensors_of
 
 
 def turn(
@@ -24,13 +28,15 @@ def turn(
     engine_prompt: Sequence[int] = (),
     image_ranges: Sequence[tuple[int, int]] = (),
     experts: tuple[int, Sequence[int]] | None = None,
+    end: str = "",
+    mismatch: str | None = None,
 ) -> Turn:
     """`prompt`: after the parent's ids; `asked`: what the request asked, by default something of its own.
     The log-probability of an id is its negative tenth. `experts`: the first row, and the one expert of each."""
     head = TurnHead(
         reason=reason, path="/v1/chat/completions", request_id=request_id or f"r{number}", model="tiny", lora_version=None,
-        began_s=0.0, ended_s=1.0, finish_reason=f"end {number}", weight_versions=list(versions),
-        image_ranges=list(image_ranges), images=[b"image"] * len(image_ranges), mismatch=None, message={},
+        began_s=0.0, ended_s=1.0, finish_reason=end or f"end {number}", weight_versions=list(versions),
+        image_ranges=list(image_ranges), images=[b"image"] * len(image_ranges), mismatch=mismatch, message={},
         num_prompt=0, num_cached=0, num_sampled=len(ids),
         experts=None if experts is None else ExpertRows(experts[0], (len(experts[1]), 1, 1), "uint8"),
     )  # fmt: skip
@@ -195,7 +201,10 @@ def test_a_session_without_turns_has_no_samples():
             [(0, [1, 2, 3]), (3, [4, 5, 6])], [1, 2, 3, 4, 5, 6], id="of each turn its own"
         ),
         pytest.param([(0, [9, 9, 9]), (0, [1, 2, 3, 4, 5, 6])], [1, 2, 3, 4, 5, 6], id="all again"),
-        pytest.param([None, (0, [1, 2, 3, 4, 5, 6])], None, id="none of a turn"),
+        pytest.param(
+            [None, (0, [1, 2, 3, 4, 5, 6])], [1, 2, 3, 4, 5, 6], id="a later turn brings all"
+        ),
+        pytest.param([None, (3, [4, 5, 6])], None, id="none of a turn"),
         pytest.param([(0, [1, 2, 3]), None], None, id="none of the last turn"),
         pytest.param([(0, [1, 2, 3]), (3, [4])], None, id="too few, as the turn was aborted"),
         pytest.param([(0, [1, 2]), (3, [4, 5, 6])], None, id="a gap"),
@@ -212,3 +221,56 @@ def test_routed_experts_are_of_all_ids_but_the_last(turns, rows):
     found = sample.routed_experts
     assert (found and list(found.data)) == rows
     assert found is None or (found.shape, found.start) == ((6, 1, 1), 0)
+
+
+def of_miles(turns: Sequence[Turn], max_seq_len: int | None = None) -> list[dict[str, Any]]:
+    """What its trainer reads of samples."""
+    body = SamplesBody(max_seq_len=max_seq_len, metadata={"leaf": "mine", "task": 17})
+    parts = safetensors_of(lambda: iter(samples_of(turns)), body, {}, str, str)
+    tensors = safetensors.numpy.load(b"".join(parts))
+    samples: list[dict[str, Any]] = orjson.loads(tensors["_samples_meta"].tobytes())["samples"]
+    for index, sample in enumerate(samples):
+        sample["tokens"] = tensors[f"tokens.{index}"].tolist()
+        sample["loss_mask"] = tensors[f"loss_mask.{index}"].tolist()
+    return samples
+
+
+@pytest.mark.parametrize(
+    ("end", "status"),
+    [
+        ("stop", "completed"), ("tool_calls", "completed"), ("length", "truncated"), ("abort", "aborted"),
+        ("error", "failed"),
+    ],
+)  # fmt: skip
+def test_miles_status_is_that_of_the_last_turn(end: str, status: str):
+    (sample,) = of_miles([turn(0, None, [1], [10], end="length"), turn(1, 0, [2], [11], end=end)])
+    assert (sample["status"], sample["tokens"]) == (status, [1, 10, 2, 11])
+
+
+@pytest.mark.parametrize(
+    ("max_seq_len", "tokens", "versions", "prompts", "status"),
+    [
+        (8, [1, 2, 10, 11, 3, 12, 13], ["3", "4", "9"], 7, "completed"),
+        (6, [1, 2, 10, 11, 3, 12], ["3", "4"], 7, "truncated"),
+        (5, [1, 2, 10, 11], ["3"], 2, "completed"),
+        (3, [1, 2, 10], ["3"], 2, "truncated"),
+    ],
+)
+def test_what_miles_does_not_take_counts_nowhere(max_seq_len, tokens, versions, prompts, status):
+    (sample,) = of_miles(
+        [
+            turn(0, None, [1, 2], [10, 11], versions=[(3, 0)], end="stop", mismatch="first"),
+            turn(1, 0, [3], [12, 13], versions=[(4, 0), (9, 1)], end="stop", mismatch="second"),
+        ],
+        max_seq_len,
+    )
+    assert (sample["tokens"], sample["weight_versions"]) == (tokens, versions)
+    assert (sample["status"], sample["response_length"]) == (status, len(tokens) - 2)
+    assert sample["prefix_cache_info"] == {"cached_tokens": 0, "total_prompt_tokens": prompts}
+    found = [one["detail"] for one in sample["metadata"]["tito_session_mismatch"]]
+    assert found == ["first", "second"][: 1 + (prompts > 2)]
+    assert sample["metadata"]["leaf"]["path_node_ids"] == [0, 1]
+
+
+def test_a_turn_without_a_token_is_no_sample_of_miles():
+    assert of_miles([turn(0, None, [1, 2], [], end="abort")]) == []

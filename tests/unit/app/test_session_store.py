@@ -3,9 +3,12 @@
 import time
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from app.conversations import store as module
 from app.conversations.store import Maker, Session, SessionStore, Turn, TurnHead, TurnKeys
+from app.sessions.exchanges import exchanges
 from titopool.errors import SessionEnded, SessionNotFound
 
 KEEP_S = 100.0
@@ -50,7 +53,36 @@ def test_a_late_turn_is_not_another_session_s(store: SessionStore, monkeypatch: 
         store.note_running(late, "b")
     assert store.turns(other) == []
     assert store.find(name).metadata == {"of": "bob"}
-    assert store.end(other) == []
+    assert store.end(other) == (0, [])
+
+
+def test_what_is_read_while_turns_are_removed_is_refused(store: SessionStore, monkeypatch):
+    _, session = make(store)
+    for number in range(20):
+        parent = number - 1 if number else None
+        store.add(
+            session, [(msgspec.structs.replace(turn(), parent=parent), TurnKeys(b"a", b"b"))], []
+        )
+    (*_, last) = store.turns(session)
+    assert [one.number for one in store.path_to(session, 19, ("ids",))] == list(range(20))
+
+    def stop() -> None:
+        raise InterruptedError
+
+    # `end` goes away after the first turns.
+    monkeypatch.setattr(module, "give_way", stop)
+    with pytest.raises(InterruptedError):
+        store.end(session)
+    monkeypatch.undo()
+    for read in (
+        lambda: store.path_to(session, last.number, ("ids",)),
+        lambda: store.path_to(session, 3, ("ids",)),
+        lambda: store.turns(session),
+        lambda: list(exchanges(store, session, [last])),
+        lambda: store.end(session),
+    ):
+        with pytest.raises(SessionEnded, match="deleted meanwhile"):
+            read()
 
 
 def test_an_image_is_kept_once_for_each_session_until_its_end(store: SessionStore):
