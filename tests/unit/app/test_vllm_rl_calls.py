@@ -82,6 +82,7 @@ def test_all_routes_that_change_something_need_the_admin_key():
         "/inference/v1/generate/", "/inference/v1/abort_requests/",
         "/v1/responses/", "/v1/messages/", "/v1/messages/count_tokens/",
         "/v1/completions/render/", "/v1/chat/completions/render/", "/mismatch/", "/sessions/",
+        "/sessions/<session_id>/samples/",
     }  # fmt: skip
     for rule in app.url_map.iter_rules():
         if "POST" in (rule.methods or ()) and rule.rule not in open_posts:
