@@ -72,6 +72,8 @@ class Masks:
         text = re.sub(r"(?<![^\W_])[0-9a-f]{32}(?![^\W_])", "ID", text)
         text = re.sub(r"\b[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}\b", "ID", text)
         text = re.sub(r"(?<![^\W_])[0-9a-f]{12}([0-9a-f]{4})?(?![^\W_])", "ID", text)
+        # A front end may hear of a closed connection before it answers, or after.
+        text = text.replace(" (its connection is closed)", "")
         return re.sub(r"\b\d+\.\d+ s\b", "N s", text)
 
 
