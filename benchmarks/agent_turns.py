@@ -58,9 +58,9 @@ class FrontEndClient:
         return self.call("POST", path, {"max_tokens": MAX_TOKENS, **fields})
 
     def cpu_s(self) -> float:
-        """Of all threads. The kernel's figures have nanoseconds, those of `psutil` 10 ms."""
-        threads = Path(f"/proc/{self._pid}/task").iterdir()
-        return sum(int((one / "schedstat").read_text().split()[0]) for one in threads) / 1e9
+        """Of all threads, also those that have ended; `psutil` counts 10 ms at a time."""
+        # The CPU clock of another process (man 3 clock_getcpuclockid).
+        return time.clock_gettime((~self._pid << 3) | 2)
 
 
 def main() -> None:
