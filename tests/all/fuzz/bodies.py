@@ -187,6 +187,7 @@ GENERATING = (
     _open_route("/v1/messages/count_tokens/", anthropic.ConversationFields, MESSAGES_HINTS, anthropic.COUNT_BODY.unused),
     Route("/inference/v1/generate/", _generate_body(), frozenset((*inference.GenerateFields.__struct_fields__, *UNUSED_OF_GENERATE))),
     _route("/sessions/", sessions.SessionBody),
+    _route("/sessions/<session_id>/samples/", sessions.SamplesBody),
     _openai_route("/v1/completions/render/", openai_bodies.CompletionsFields),
     _openai_route("/v1/chat/completions/render/", openai_bodies.ChatFields, tokens=st.none(), logprobs=st.booleans()),
 )  # fmt: skip
