@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from app.conversations.store import Session, SessionStore, Turn
+from app.conversations.store import Session, SessionStore, Turn, engine_ids_along
 from app.time_slices import sharing_time
 from titopool.wire.messages import ID_BYTES, RoutedExperts
 
@@ -125,11 +125,7 @@ def sample_of(
     """
     path = store.path_to(session, end.turn.number, COLUMNS)
     images = store.images(session, end.turn.head.images) if with_images else []
-    if path[-1].engine_prompt:
-        raw = path[-1].engine_prompt + path[-1].ids
-    else:
-        raw = b"".join(turn.prompt + turn.ids for turn in path)
-    ids = np.frombuffer(raw, np.int32)
+    ids = engine_ids_along(path)
     loss_mask, logprobs = np.zeros(len(ids), np.uint8), np.zeros(len(ids), np.float32)
     for turn in path:
         start, values = turn.head.num_prompt, np.frombuffer(turn.logprobs, np.float32)

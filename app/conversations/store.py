@@ -141,7 +141,6 @@ class Session(NamedTuple):
     metadata: dict[str, Any]
     made_s: float
     at_s: float
-    num_turns: int
 
 
 SCHEMA = (
@@ -215,7 +214,7 @@ class SessionStore:
             TitopoolError: the file cannot be used.
         """
         digest, now = digest_of(name), time.time()
-        select = "SELECT id, maker, metadata, made_s, at_s, num_turns, ended FROM sessions WHERE digest = ?"
+        select = "SELECT id, maker, metadata, made_s, at_s, ended FROM sessions WHERE digest = ?"
 
         def work(connection: sqlite3.Connection) -> list[Any]:
             found = connection.execute(select, (digest,)).fetchall()
@@ -227,14 +226,14 @@ class SessionStore:
         found = self._run(work)
         if not found:
             raise SessionNotFound(NO_SESSION)
-        row, maker, metadata, made_s, at_s, num_turns, ended = found[0]
+        row, maker, metadata, made_s, at_s, ended = found[0]
         if ended or at_s < now - self._keep_s:
             raise SessionEnded(
                 f"expected a session that is open, got one that was deleted or had no call for "
                 f"{self._keep_s:g} s (session_timeout_s); make one with POST /sessions"
             )
         read = msgspec.msgpack.decode(maker, type=Maker)
-        return Session(row, read, _decode(metadata), made_s, at_s, num_turns)
+        return Session(row, read, _decode(metadata), made_s, at_s)
 
     def _check_room(self, connection: sqlite3.Connection) -> None:
         """Raises QueueFull where the file has no room for another turn."""
@@ -553,3 +552,11 @@ def _reason_of(
 def ids_along(path: Sequence[Turn]) -> np.ndarray:
     """All ids up to the end of the last turn, int32."""
     return np.frombuffer(b"".join(one.prompt + one.ids for one in path), np.int32)
+
+
+def engine_ids_along(path: Sequence[Turn]) -> np.ndarray:
+    """As `ids_along`, with images expanded as the engine got them for the last turn."""
+    last = path[-1]
+    if not last.engine_prompt:
+        return ids_along(path)
+    return np.frombuffer(last.engine_prompt + last.ids, np.int32)

@@ -21,6 +21,7 @@ from app.conversations.store import (
     TurnHead,
     TurnKeys,
     digest_of,
+    engine_ids_along,
     ids_along,
 )
 from app.inputs.chat_template import Chat
@@ -169,17 +170,17 @@ class SessionTurn:
         if followed is None:
             self._reason = "template"
             return None
-        self._follow(path[-1], before)
+        self._follow(path, before)
         self._short = [short_of(followed.message), *map(short_of, new)]
         self._added, self._mismatch = new, followed.mismatch
         ids: np.ndarray = np.concatenate([before, followed.ids]).astype(np.int32)
         return ids
 
-    def _follow(self, parent: Turn, before: np.ndarray) -> None:
-        """`before`: the ids up to the end of `parent`."""
+    def _follow(self, path: Sequence[Turn], before: np.ndarray) -> None:
+        """`before`: the ids up to the end of the path."""
+        parent = path[-1]
+        self._engine_before = engine_ids_along(path).tobytes()
         self._parent, self._num_parent = parent.number, len(before)
-        whole = parent.engine_prompt
-        self._engine_before = whole + parent.ids if whole else before.tobytes()
         known = parent.head.experts
         if known is not None and known.end == parent.head.num_ids - 1:
             self._experts_start = known.end
@@ -213,7 +214,7 @@ class SessionTurn:
             tail = _tail_of(path[-1], decode) if kind == TEXT else b""
             if tail is not None and after.startswith(tail):
                 before, rest = ids_along(path), after[len(tail) :]
-                self._follow(path[-1], before)
+                self._follow(path, before)
             else:
                 # The client writes another end of the turn than was sampled.
                 self._reason = "template"

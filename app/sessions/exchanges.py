@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 import orjson
 
-from app.conversations.store import Session, SessionStore, Turn, ids_along
+from app.conversations.store import Session, SessionStore, Turn, engine_ids_along
 from app.time_slices import sharing_time
 
 COLUMNS = ("prompt", "ids", "logprobs", "engine_prompt", "added")
@@ -48,9 +48,7 @@ def exchanges(store: SessionStore, session: Session, turns: Sequence[Turn]) -> I
         *before, last = path
         messages = [one for turn in before for one in (*json.loads(turn.added), turn.head.message)]
         messages += json.loads(last.added)
-        prompt = np.frombuffer(last.engine_prompt, np.int32)
-        if not last.engine_prompt:
-            prompt = ids_along(path)[: last.head.num_prompt]
+        prompt = engine_ids_along(path)[: last.head.num_prompt]
         yield Exchange(
             last, list(map(as_json, messages)), prompt,
             np.frombuffer(last.ids, np.int32), np.frombuffer(last.logprobs, np.float32),
@@ -101,12 +99,10 @@ def session_metadata(
 ) -> dict[str, Any]:
     """As the metadata of miles' sessions: the ids of the last turn with those before, and where the template
     would write them in another way. Nothing is ever cut off."""
-    last = turns[-1] if turns else None
-    path = store.path_to(session, last.number, COLUMNS) if last else []
-    whole = [one.engine_prompt + one.ids for one in path[-1:] if one.engine_prompt]
+    path = store.path_to(session, turns[-1].number, COLUMNS) if turns else []
     return {
         "tito_session_mismatch": mismatches(path),
-        "accumulated_token_ids": np.frombuffer(whole[0], np.int32) if whole else ids_along(path),
+        "accumulated_token_ids": engine_ids_along(path) if path else [],
         "max_trim_tokens": 0,
     }
 
