@@ -7,6 +7,7 @@ text; arguments of tool calls are objects. `ChatTemplate` changes what a templat
 import logging
 from typing import Any, NamedTuple
 
+from app.route.decoding import beginning
 from app.route.fields import Message
 from app.time_slices import sharing_time
 from titopool.conversations.chat_template import call_with_arguments, complete
@@ -129,9 +130,6 @@ def _read_tool_calls(calls: Any, location: str, malformed: list[str]) -> list[di
 
 
 def _wrong(location: str, expected: str, got: Any) -> InvalidRequest:
-    try:
-        text = repr(got)
-    except RecursionError:
-        text = type(got).__name__
+    text = beginning(got, 61)
     shown = text if len(text) <= 60 else text[:60] + "…"
     return InvalidRequest(f"{location}: expected {expected}, got {shown}", param="messages")

@@ -5,7 +5,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 import msgspec
 
 from app.inputs.chat_template import Chat
-from app.route.decoding import convert
+from app.route.decoding import beginning, convert
 from app.route.fields import Message
 from titopool.errors import InvalidRequest
 from titopool.settings.grammars import (
@@ -140,7 +140,7 @@ def _choice(fields: ChatRequest, names: list[str]) -> str | dict[str, Any]:
         return choice
     if not names:
         raise InvalidRequest(
-            f"tool_choice: expected none without tools, got {str(choice)[:60]!r}; send tools",
+            f"tool_choice: expected none without tools, got {beginning(choice, 60, str)!r}; send tools",
             param="tool_choice",
         )
     if isinstance(choice, str):

@@ -20,6 +20,7 @@ from app.openai.bodies import CHAT_COMPLETIONS_BODY, COMPLETIONS_BODY
 from app.openai.routes import complete_chat, complete_text
 from app.outputs.json_parts import json_parts
 from app.outputs.token_arrays import JSON
+from app.route.decoding import beginning
 from app.route.operation import GENERATION_ERRORS, IMAGE_ERRORS, QUESTION, Example, Operation
 from titopool.answers.generation import Render
 from titopool.errors import AnswerTooLarge, InvalidRequest
@@ -63,7 +64,7 @@ def _render_chat(request: OpenAIRequest) -> Response:
     choice = "none" if request.chat is None else request.chat.tool_choice
     if choice not in ("auto", "none"):
         raise InvalidRequest(
-            f"tool_choice: expected auto or none in a render, got {str(choice)[:60]!r}, for which the "
+            f"tool_choice: expected auto or none in a render, got {beginning(choice, 60, str)!r}, for which the "
             "tool call parser adds a grammar; use /v1/chat/completions",
             param="tool_choice",
         )

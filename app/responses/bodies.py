@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta, field
 
+from app.route.decoding import beginning
 from app.route.fields import StreamedFields
 from app.route.open_bodies import OpenDecoder
 from app.route.unused_fields import Unused
@@ -136,7 +137,7 @@ def set_options(fields: ResponsesFields, options: SamplingOptions) -> None:
     form, verbosity = fields.text.format, fields.text.verbosity
     if verbosity not in (None, "medium"):
         raise _wrong_text(
-            f"verbosity: expected medium, as no chat template reads it, got {str(verbosity)[:60]!r}; write "
+            f"verbosity: expected medium, as no chat template reads it, got {beginning(verbosity, 60, str)!r}; write "
             "into instructions how long a text shall be"
         )
     if form.type == "text":

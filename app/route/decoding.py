@@ -1,8 +1,10 @@
 """Turns a body into its struct, and msgspec's errors into refusals that a client understands."""
 
 import difflib
+import itertools
 import re
 import time
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
@@ -22,6 +24,8 @@ _NAMED_FIELD = re.compile(
 )
 _UNKNOWN_FIELD = re.compile(r"Object contains unknown field `(\w{1,64})`")
 decode_object = msgspec.json.Decoder(dict[str, Any]).decode
+# What an error repeats of msgspec's message, which may have a field's name or a value from the body.
+MAX_MESSAGE = 300
 # Longer bodies are decoded one at a time, and as long as it took belongs to the other greenlets.
 LONG_BYTES = 2**18
 _long_bodies = Semaphore()
@@ -106,6 +110,26 @@ def shown(value: Any) -> str:
     return kinds.get(type(value)) or repr(text)[:80]
 
 
+def beginning(value: Any, length: int, write: Callable[[Any], str] = repr) -> str:
+    """The first `length` characters of `write(value)`, whose cost does not grow with `value`."""
+    left = length
+
+    def cut(value: Any) -> Any:
+        # Each value has a character at least: those after the first `length` are not seen.
+        nonlocal left
+        left -= 1
+        if isinstance(value, str):
+            return value[:length]
+        if isinstance(value, list):
+            return [cut(one) for one in value[: max(0, left)]]
+        if isinstance(value, dict):
+            names = list(itertools.islice(value, max(0, left)))
+            return {name[:length]: cut(value[name]) for name in names}
+        return value
+
+    return write(cut(value))[:length]
+
+
 def _refusal(error: msgspec.ValidationError, wanted: Any, within: str = "") -> InvalidRequest:
     """`error` with its location first, `prompts[3][17]: expected …`, and its top-level field.
 
@@ -115,7 +139,7 @@ def _refusal(error: msgspec.ValidationError, wanted: Any, within: str = "") -> I
     # msgspec writes the path of an object's key as "`key` in `$.logit_bias`".
     path = path.rpartition("`$")[2].removeprefix("$").rstrip("`")
     location = (within + path).removeprefix(".")
-    message = text[:1].lower() + text[1:]
+    message = text[:1].lower() + text[1:MAX_MESSAGE] + "…" * (len(text) > MAX_MESSAGE)
     if not path and (unknown := _UNKNOWN_FIELD.fullmatch(text)):
         known = getattr(wanted, "__struct_fields__", ())
         if close := difflib.get_close_matches(unknown[1], known, n=1):

@@ -9,6 +9,7 @@ import json
 import re
 from typing import Any, NamedTuple
 
+from app.route.decoding import beginning
 from titopool.errors import InvalidRequest
 from titopool.settings.sampling import SERVER_SET_FIELDS, UNSUPPORTED_FIELDS
 
@@ -127,7 +128,7 @@ def check_unused(location: str, value: Any, unused: Unused) -> None:
         return
     accepted = " or ".join([*map(json.dumps, unused.accepted), "no value"])
     raise InvalidRequest(
-        f"{location}: expected {accepted}, got {json.dumps(value)[:60]}: {unused.reason}",
+        f"{location}: expected {accepted}, got {beginning(value, 60, json.dumps)}: {unused.reason}",
         param=re.split(r"[.\[]", location)[0],
     )
 

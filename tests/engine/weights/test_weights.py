@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 
 from harness.servers import START_TIMEOUT_S, Server, free_port, phases, wait_until, worker_pids
 from tests.kit.models.weights import (
+    LONGEST,
     Generation,
     assert_serves,
     begun,
@@ -188,13 +189,13 @@ def test_drain_finishes_requests_with_the_old_weights(
 
 def test_abort_returns_the_tokens_so_far(server: Server, client: WeightsClient, other_model: str):
     client.open()
-    generation = Generation(server, num_tokens=400, n=2)
+    generation = Generation(server, num_tokens=LONGEST, n=2)
     wait_until(lambda: begun(server, 4), 20)
     client.update(tensors_of(other_model), policy="abort", version=5)
     answer = generation.join()
     assert answer["finish_reasons"] == ["abort"] * 4
     assert answer["weight_versions"] == [[[0, 0]]] * 4
-    assert all(0 < len(ids) < 400 for ids in answer["completion_ids"])
+    assert all(0 < len(ids) < LONGEST for ids in answer["completion_ids"])
     assert_serves(server, other_model)
 
 
@@ -330,14 +331,14 @@ def test_a_worker_killed_during_an_update_waits_for_the_next(
 
 def test_sigterm_to_an_engine_fails_no_request(server: Server):
     """As when a service manager stops every process of a group: vLLM aborts its requests."""
-    generation = Generation(server, num_tokens=400)
+    generation = Generation(server, num_tokens=LONGEST)
     wait_until(lambda: begun(server, 2), 20)
     for process in psutil.Process(worker_pids(server)[-1]).children():
         if "EngineCore" in process.name():
             process.terminate()
     answer = generation.join()
     assert answer["finish_reasons"] == ["length", "length"]
-    assert [len(ids) for ids in answer["completion_ids"]] == [400, 400]
+    assert [len(ids) for ids in answer["completion_ids"]] == [LONGEST, LONGEST]
     wait_until(lambda: "waiting_for_weights" in phases(server), START_TIMEOUT_S)
 
 

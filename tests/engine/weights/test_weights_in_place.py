@@ -16,6 +16,7 @@ from harness.servers import (
 )
 from tests.conftest import ENGINE_OPTIONS
 from tests.kit.models.weights import (
+    LONGEST,
     Generation,
     assert_serves,
     begun,
@@ -98,7 +99,7 @@ def test_an_update_in_place_is_exact(
     server: Server, client: WeightsClient, tiny_model: str, other_model: str
 ):
     client.open()
-    generation = Generation(server, num_tokens=300)
+    generation = Generation(server, num_tokens=LONGEST)
     wait_until(lambda: begun(server, 2), 20)
     result = client.update(tensors_of(other_model), policy="keep", version=50)
     assert (result["staging"], result["loaded"]) == ("in_place", len(tensors_of(other_model)))

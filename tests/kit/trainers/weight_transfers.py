@@ -8,7 +8,14 @@ import pytest
 import torch
 
 from harness.servers import START_TIMEOUT_S, Server, phases, wait_until, worker_pids
-from tests.kit.models.weights import TOLERANCE, Generation, assert_serves, begun, weights_client
+from tests.kit.models.weights import (
+    LONGEST,
+    TOLERANCE,
+    Generation,
+    assert_serves,
+    begun,
+    weights_client,
+)
 from tests.kit.trainers.trainer import CHUNK_BYTES, tensors_of
 from titopool.client.weights_client import WeightsClient, WeightsError
 
@@ -70,7 +77,7 @@ def test_keep_continues_with_new_weights_and_reports_the_switch(
     from tests.kit.models import reference
 
     client.open()
-    generation = Generation(server, num_tokens=300)
+    generation = Generation(server, num_tokens=LONGEST)
     wait_until(lambda: begun(server, 2), 20)
     client.update(tensors_of(other_model), policy="keep", version=5)
     answer = generation.join()
@@ -78,10 +85,10 @@ def test_keep_continues_with_new_weights_and_reports_the_switch(
         generation.prompts, answer["completion_ids"], answer["logprobs"],
         answer["weight_versions"], strict=True,
     ):  # fmt: skip
-        assert len(ids) == 300
+        assert len(ids) == LONGEST
         (old, begin), (new, cut) = spans
         assert (old, begin, new) == (0, 0, 5)
-        assert 0 < cut < 300
+        assert 0 < cut < LONGEST
         # Each token has the log-probability that its own weights give, up to and after the switch.
         before = reference.logprobs(tiny_model, prompt, ids)
         after = reference.logprobs(other_model, prompt, ids)

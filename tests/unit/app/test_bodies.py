@@ -3,19 +3,27 @@
 import io
 import json
 import random
+import time
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import gevent
+import msgspec
 import pytest
 
 from app.http.budget import SMALL_BYTES, Budget, Reservation
 from app.http.request_bodies import PIECE_BYTES, read_body
 from app.json_structure import CommasOfList, Structure
-from titopool.errors import BodyTooLarge, BodyTooSlow, QueueFull
+from app.route.decoding import beginning, convert
+from titopool.errors import BodyTooLarge, BodyTooSlow, InvalidRequest, QueueFull
 from titopool.settings.config import ServerConfig
 
 MIB = 2**20
+
+
+class SimpleStruct(msgspec.Struct, forbid_unknown_fields=True):
+    prompts: list[int]
 
 
 def read(
@@ -152,6 +160,33 @@ class Dripping:
             return b"x" * num_bytes
         while True:
             gevent.sleep(0.01)
+
+
+@pytest.mark.parametrize("write", [repr, json.dumps, str])
+def test_what_an_error_repeats_is_the_beginning_of_what_came(write: Callable[[Any], str]):
+    chooser = random.Random(0)
+    values = [random_value(chooser) for _ in range(200)] + [None, 1.5, True, 10**30]
+    values += [[value, {"a": [value] * 100}] for value in values]
+    for value in values:
+        for length in (1, 7, 60):
+            assert beginning(value, length, write) == write(value)[:length]
+
+
+def test_an_error_costs_no_more_where_much_came():
+    nested: list[Any] = []
+    for _ in range(100_000):
+        nested = [nested]
+    for value in ([0] * 10**7, {str(index): 0 for index in range(10**6)}, "a" * 10**8, nested):
+        began = time.thread_time()
+        assert len(beginning(value, 60)) == 60
+        assert time.thread_time() - began < 0.05
+
+
+def test_an_error_repeats_no_long_name():
+    with pytest.raises(InvalidRequest) as caught:
+        convert({"a" * 10**6: 1}, SimpleStruct)
+    assert caught.value.message.startswith("object contains unknown field `aaa")
+    assert len(caught.value.message) < 400
 
 
 def test_a_body_that_drips_is_cut_off(monkeypatch: pytest.MonkeyPatch):
