@@ -1,6 +1,7 @@
-"""The first steps of examples/agent.py, with updates and without, and of examples/openai_agents.py.
+"""The first steps of examples/openai_agents.py, whose trainer is that of examples/agent.py.
 
-`tests/all/trainers/test_example_agent.py` has all of them.
+The part `variants` has the first steps of the latter, with updates and without, and
+`tests/all/trainers/test_example_agent.py` has all steps of both.
 """
 
 import asyncio
@@ -55,6 +56,7 @@ def mean_reward(history: list[dict[str, float]]) -> float:
     return sum(one["reward"] for one in history) / len(history)
 
 
+@pytest.mark.variant
 def test_the_agent_begins_to_learn(url: str, warmed_up: tuple[Any, Any]):
     history = train(url, warmed_up, num_steps=8, withhold_updates=False)
     assert mean_reward(history[-3:]) > 0.5
@@ -65,6 +67,7 @@ def test_the_agent_begins_to_learn(url: str, warmed_up: tuple[Any, Any]):
     assert all(new["version"] == old["version"] + 1 for old, new in pairwise(history))
 
 
+@pytest.mark.variant
 def test_without_updates_it_does_not(url: str, warmed_up: tuple[Any, Any]):
     history = train(url, warmed_up, num_steps=3, withhold_updates=True)
     assert mean_reward(history) < 0.4

@@ -21,7 +21,7 @@ answer({
 """
 
 
-@pytest.mark.parametrize("version", ["0.29.1", "1.9.2"])
+@pytest.mark.parametrize("version", [pytest.param("0.29.1", marks=pytest.mark.variant), "1.9.2"])
 def test_trl_client_generates(server: Server, version: str):
     answers = run_trl(version, server.url, SCRIPT)
     assert len(answers["text"]["completion_ids"]) == 2
