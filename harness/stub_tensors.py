@@ -8,19 +8,32 @@ from typing import Any
 import torch
 
 from titopool.errors import InvalidRequest, WeightUpdateFailed
+from workers.in_model.host import answer_of
+from workers.in_model.peers.exchange import Exchange
 from workers.in_model.peers.model_bytes import ModelBytes
-from workers.in_model.weight_extension import WeightExtension
+from workers.in_model.served_model import ServedModel
 
 MIB = 2**20
 
 
-class StubRank(WeightExtension):
-    """A model of `num_mib` MiB in place of vLLM's process."""
+class StubModel(ServedModel):
+    """A module without vLLM."""
 
-    device = torch.device("cpu")
-    rank = 0
-    vllm_config = SimpleNamespace(parallel_config=SimpleNamespace(enable_eplb=False))
-    model_runner = SimpleNamespace()
+    def __init__(self, module: Any):
+        config = SimpleNamespace(parallel_config=SimpleNamespace(enable_eplb=False))
+        super().__init__(
+            SimpleNamespace(
+                device=torch.device("cpu"), rank=0, model_config=None, vllm_config=config,
+                model_runner=None, get_model=lambda: module,
+            )
+        )  # fmt: skip
+
+    def loading(self) -> Any:
+        return torch.no_grad()
+
+
+class StubRank:
+    """A model of `num_mib` MiB in place of vLLM's process."""
 
     def __init__(self, num_mib: int, gate: Path | None):
         """With `gate`, the second half of the bytes is read once that file exists.
@@ -28,38 +41,33 @@ class StubRank(WeightExtension):
         The file `<gate>.reached` says that a reader has come so far.
         """
         torch.manual_seed(0)
-        self._model = torch.nn.Module()
-        self._model.low = torch.nn.Parameter(torch.randn(num_mib, MIB // 8))
-        self._model.register_buffer("high", torch.zeros(MIB // 8, num_mib).T)
+        self._module: Any = torch.nn.Module()
+        self._module.low = torch.nn.Parameter(torch.randn(num_mib, MIB // 8))
+        self._module.register_buffer("high", torch.zeros(MIB // 8, num_mib).T)
+        self._exchange = Exchange(StubModel(self._module))
         if gate is not None:
             self._read = ModelBytes.read
             ModelBytes.read = lambda *args: self._read_through(gate, *args)  # type: ignore
 
-    def get_model(self) -> Any:
-        return self._model
-
     def change(self) -> None:
         """As an update does."""
-        self._titopool_end_offer()
+        self._exchange.end_offer()
         with torch.no_grad():
-            self._model.low += 1
-            self._model.high += torch.arange(self._model.high.shape[1])
+            self._module.low += 1
+            self._module.high += torch.arange(self._module.high.shape[1])
 
     def digests(self) -> dict[str, str]:
         """A digest of all tensors, for `/weights_checker`."""
-        return {"dp0:pp0:pcp0:tp0:w": "".join(ModelBytes(self._model).digests()).zfill(64)}
+        return {"dp0:pp0:pcp0:tp0:w": "".join(ModelBytes(self._module).digests()).zfill(64)}
 
     def call(self, method: str, *args: Any) -> list[Any]:
-        """As `VllmWeights.call`."""
-        status, value = getattr(self, f"titopool_weights_{method}")(*args)
+        """As `VllmWeights.call`, of a method of `Exchange`."""
+        status, value = answer_of(getattr(self._exchange, method), *args)
         if status == "refused":
             raise InvalidRequest(value)
         if status != "ok":
             raise WeightUpdateFailed(value)
         return [value]
-
-    def _titopool_in_model(self) -> Any:
-        return torch.no_grad()
 
     def _read_through(self, gate: Path, content: ModelBytes, begin: int, into: Any) -> None:
         if begin >= content.plan.num_bytes // 2:

@@ -30,7 +30,7 @@ class WeightEngine(Protocol):
     can_keep: bool
 
     async def call(self, method: str, *args: Any) -> list[Any]:
-        """The result of `titopool_weights_<method>` in each process that holds the model.
+        """The result of a method of `Host` (`workers/in_model/host.py`) in each process of the model.
 
         Raises:
             InvalidRequest: a process refused.
@@ -76,7 +76,7 @@ class VllmWeights:
         self.can_keep = not (llm.model_config.is_multimodal_model and _strips_images())
 
     async def call(self, method: str, *args: Any) -> list[Any]:
-        answers = await self._llm.collective_rpc(f"titopool_weights_{method}", args=args)
+        answers = await self._llm.collective_rpc("titopool", args=(method, *args))
         # If one process refuses and another has begun to receive, the session must end.
         has_begun = method == "begin" and any(kind == "ok" for kind, _ in answers)
         for kind, value in answers:

@@ -11,16 +11,18 @@ import os
 import select
 import signal
 import threading
+from typing import Any
 
 from titopool.settings.config import variable_of
+from workers.in_model.host import Answer, Host, answer_of
 from workers.in_model.logprobs_patch import add_raw, send_lists
+from workers.in_model.served_model import ServedModel
 from workers.in_model.vllm_fixes import (
     keep_masks_apart,
     load_below_adapters,
     permit_amx_tiles,
     route_by_sigmoid_on_cpus,
 )
-from workers.in_model.weight_extension import WeightExtension
 
 # vLLM imports this module in every process that holds the model, before its first step.
 send_lists()
@@ -34,8 +36,16 @@ permit_amx_tiles()
 atexit.register(gc.freeze)
 
 
-class WorkerExtension(WeightExtension):
+class WorkerExtension:
     """Methods that the engine adapter calls through `collective_rpc`."""
+
+    _titopool_host: Host | None = None
+
+    def titopool(self, method: str, *args: Any) -> Answer:
+        """The answer of a method of `Host`."""
+        if self._titopool_host is None:
+            self._titopool_host = Host(ServedModel(self))
+        return answer_of(getattr(self._titopool_host, method), *args)
 
     def titopool_die_with(self, pid: int) -> int:
         """Ends this process, and its parent in vLLM, when process `pid` has ended.

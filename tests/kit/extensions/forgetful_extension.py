@@ -9,8 +9,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from workers.in_model.catalogue import Catalogue
 from workers.in_model.extension import WorkerExtension
+from workers.in_model.host import Answer
 
 SKIPPED_TENSOR = "model.layers.2.mlp.down_proj.weight"
 
@@ -19,14 +19,16 @@ class ForgetfulExtension(WorkerExtension):
     """Passed to vLLM as `--worker-extension-cls`."""
 
     _titopool_is_forgetful = False
+    # vLLM's.
+    get_model: Any
 
-    def _titopool_known(self) -> Catalogue:
+    def titopool(self, method: str, *args: Any) -> Answer:
         if not self._titopool_is_forgetful:
             self._titopool_is_forgetful = True
             model = self.get_model()
             load = model.load_weights
             model.load_weights = lambda weights: load(_without_skipped(weights))
-        return super()._titopool_known()
+        return super().titopool(method, *args)
 
 
 def _without_skipped(weights: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:

@@ -57,8 +57,8 @@ class EngineInProcess:
         self._llm = LLM(folder, **{**options, **given})
 
     def call(self, method: str, *args: Any) -> Any:
-        """The result of the extension's `titopool_weights_…`."""
-        ((status, *result),) = self._llm.collective_rpc(f"titopool_weights_{method}", args=args)
+        """The result of a method of `Host`."""
+        ((status, *result),) = self._llm.collective_rpc("titopool", args=(method, *args))
         if status != "ok":
             raise Refused(f"{status}: {result[0]}")
         return result[0]
@@ -83,7 +83,7 @@ class EngineInProcess:
 
     def digests(self) -> dict[str, str]:
         """Checksums of all tensors that the model holds, also of those that vLLM derives."""
-        from workers.in_model.copies import digests
+        from workers.in_model.load.copies import digests
 
         return digests(self._model, lambda path: True)
 

@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 import torch
 
+from harness.stub_tensors import StubModel
 from titopool.wire.commands import TensorInfo
 from titopool.wire.weight_plan import plan_chunks
-from workers.in_model.catalogue import Fit
-from workers.in_model.copies import CopyPlan, Tensors, learn, within_layers
+from workers.in_model.load.copies import CopyPlan, Tensors, learn, within_layers
+from workers.in_model.load.loader import Loader
+from workers.in_model.proof.catalogue import Fit
 from workers.in_model.receiving.staging import InPlace
-from workers.in_model.weight_extension import WeightExtension
 
 
 class Fused(torch.nn.Module):
@@ -248,21 +249,17 @@ def test_layers_of_parameters_are_found():
     assert scope("model.norm")
 
 
-def test_an_update_in_place_uses_learned_copies_chunk_by_chunk(monkeypatch: pytest.MonkeyPatch):
+def test_an_update_in_place_uses_learned_copies_chunk_by_chunk():
     model, first, second = Fused(), tensors(1), tensors(2)
-    worker: Any = WeightExtension()
-    worker.device, worker.get_model = torch.device("cpu"), lambda: model
-    worker._titopool_plan = learned(model, first)
-    monkeypatch.setattr(worker, "_titopool_in_model", torch.no_grad)
+    proof: Any = SimpleNamespace(fit=Fit(ignored=["head"]))
+    loader = Loader(StubModel(model), proof)
+    loader._plan = learned(model, first)
     sent = {**second, "head": torch.ones(2)}
     infos = [TensorInfo(name, "float32", list(one.shape)) for name, one in sent.items()]
     # Chunks of two tensors.
     chunks = plan_chunks(infos, 60)
     assert len(chunks) == 3
-    staging = InPlace(worker.device, chunks)
-    worker._titopool_stagings = [staging]
-    worker._titopool_fit = Fit(ignored=["head"])
-    worker._titopool_receiver = SimpleNamespace(timeout_s=10.0)
+    staging = InPlace(torch.device("cpu"), chunks)
     messages = [
         torch.cat([sent[piece.tensor.name].flatten() for piece in chunk.pieces]) for chunk in chunks
     ]
@@ -277,9 +274,8 @@ def test_an_update_in_place_uses_learned_copies_chunk_by_chunk(monkeypatch: pyte
 
     thread = threading.Thread(target=receive)
     thread.start()
-    assert worker.titopool_weights_load() == ["ok", None]
+    assert loader.load_in_place(staging.infos, staging.chunks(10.0)) == 4
     thread.join(10)
-    assert worker._titopool_num_loaded == 4
     expected = Fused()
     with torch.no_grad():
         expected.load_weights(second.items())

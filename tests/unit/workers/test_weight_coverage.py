@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from titopool.wire.commands import TensorInfo
-from workers.in_model.catalogue import Catalogue, Fit
 from workers.in_model.checkpoint_files import Refused
-from workers.in_model.coverage import HalfLoaded, copied_sinks, renew_sinks
-from workers.in_model.dry_runs import DryRuns, dry_run
-from workers.in_model.reload import reload
+from workers.in_model.load.reload import reload
+from workers.in_model.proof.catalogue import Catalogue, Fit
+from workers.in_model.proof.coverage import HalfLoaded, copied_sinks, renew_sinks
+from workers.in_model.proof.dry_runs import DryRuns, dry_run
 
 Load = Callable[["Toy", str, torch.Tensor], None]
 

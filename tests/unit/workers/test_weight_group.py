@@ -10,21 +10,22 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 
 from harness.servers import free_port, wait_until
+from harness.stub_tensors import StubModel
 from tests.kit.trainers import stock_trainer
 from titopool.client.weights.trainer_group import NO_ID, TrainerGroup
 from titopool.wire.commands import TensorInfo
 from titopool.wire.rendezvous import ID_KEY, nccl_id_in, rank_key
 from titopool.wire.weight_plan import checksum, plan_chunks
+from workers.in_model.checkpoint_files import Refused
 from workers.in_model.receiving import group as workers_group
+from workers.in_model.receiving.arrivals import LEAVE_TIMEOUT_S, Arrivals
 from workers.in_model.receiving.group import Group, GroupArgs
 from workers.in_model.receiving.receiver import Receiver
 from workers.in_model.receiving.staging import Beside, InHost, InKvCache, KvCacheMemory
-from workers.in_model.weight_extension import LEAVE_TIMEOUT_S, WeightExtension
 
 CPU = torch.device("cpu")
 TIMEOUT_S = 60.0
@@ -345,11 +346,9 @@ def test_an_id_that_is_given_needs_no_store(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_a_worker_without_a_gpu_refuses_an_id():
-    worker = WeightExtension()
-    worker.device, worker.rank = CPU, 0
-    args = GroupArgs("vllm", "auto", "", 0, 1, 2, TIMEOUT_S, ID)
-    kind, text = worker.titopool_weights_join(msgspec.to_builtins(args, builtin_types=(bytes,)))
-    assert (kind, text.partition(",")[0]) == ("refused", "nccl_id: expected a worker with a GPU")
+    arrivals = Arrivals(StubModel(torch.nn.Module()))
+    with pytest.raises(Refused, match="nccl_id: expected a worker with a GPU"):
+        arrivals.join(GroupArgs("vllm", "auto", "", 0, 1, 2, TIMEOUT_S, ID))
 
 
 @pytest.mark.parametrize("protocol", range(3, pickle.HIGHEST_PROTOCOL + 1))

@@ -15,14 +15,16 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from harness.stub_tensors import StubModel
 from titopool.client.weights.trainer_group import within
 from titopool.wire.commands import TensorInfo
 from titopool.wire.messages import Job
 from titopool.wire.weight_plan import CHECKSUM_WORDS, checksum, message_of, plan_chunks, views_of
 from workers.engine.versions import Versions
-from workers.in_model.catalogue import Catalogue, _embedding_of_head
 from workers.in_model.checkpoint_files import Refused, folder_tensors, read_header
-from workers.in_model.weight_extension import WeightExtension
+from workers.in_model.host import Host, answer_of
+from workers.in_model.proof.catalogue import Catalogue, _embedding_of_head
+from workers.in_model.proof.proof import Proof
 
 PACKED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}
 
@@ -64,13 +66,11 @@ def test_a_tied_head_is_optional():
 EMBEDDING, HEAD = "model.embed.weight", "lm_head.weight"
 
 
-def tied_extension() -> Any:
-    """The extension of a model whose head is its embedding, without the model."""
-    made: Any = WeightExtension()
-    made._titopool_catalogue = catalogue(embedding=EMBEDDING)
-    made.device = torch.device("cpu")
-    made._titopool_dry_run = lambda *_, **__: None
-    return made
+def with_tied_head(proof: Any) -> Any:
+    """`proof` of a model whose head is its embedding, whatever the model is."""
+    proof.catalogue = catalogue(embedding=EMBEDDING)
+    proof._dry_run = lambda *_, **__: None
+    return proof
 
 
 def with_head(head: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -128,15 +128,13 @@ def test_a_tied_head_has_the_embedding_s_values(
     sent: dict[str, torch.Tensor], refused: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr("titopool.wire.weight_plan.COMPARED_ROWS", 4)
-    extension = tied_extension()
-    extension._titopool_receiver = SimpleNamespace(staged=sent)
-    extension.get_model = lambda: rank_of(SAME, first=2, last=10)
-    answers = [extension.titopool_weights_compare_heads()]
+    proof = with_tied_head(Proof(StubModel(rank_of(SAME, first=2, last=10))))
+    answers = [answer_of(proof.compare_heads, sent)]
     if EMBEDDING in sent:
         names = list(sent)
         for index, some in enumerate((names[:5], names[5:])):
             save_file({one: sent[one] for one in some}, tmp_path / f"{index}.safetensors")
-        answers.append(extension.titopool_weights_check_folder(str(tmp_path)))
+        answers.append(answer_of(proof.check_folder, tmp_path))
     for status, answer in answers:
         assert status == ("refused" if refused else "ok"), answer
         assert not refused or "lm_head.weight: expected the embedding's values" in answer
@@ -145,17 +143,18 @@ def test_a_tied_head_has_the_embedding_s_values(
 
 def test_a_tied_head_does_not_go_in_place():
     """In place nothing is kept that could be compared."""
-    extension = tied_extension()
+    host: Any = Host(StubModel(torch.nn.Module()))
+    with_tied_head(host._proof)
     asked = []
 
     def choose(chunks: Any, extra: int, not_in_place: str) -> Any:
         asked.append(not_in_place)
         return SimpleNamespace(name="in_place")
 
-    extension._titopool_room = SimpleNamespace(choose=choose)
-    extension._titopool_receiver = SimpleNamespace(announce=lambda *_: None)
+    host._arrivals._room = SimpleNamespace(choose=choose)
+    host._arrivals._receiver = SimpleNamespace(announce=lambda *_: None)
     for sent in (TENSORS, TENSORS[:-1]):
-        extension._titopool_plan_to_receive(sent, 0, "in_place", "")
+        host._plan(sent, 0, "in_place", "")
     assert asked == ["lm_head.weight, which must equal the embedding and may be left out,", ""]
 
 

@@ -6,9 +6,9 @@ from transformers import AutoModelForCausalLM
 
 from tests.kit.models.model_families import config_of
 from titopool.wire.commands import TensorInfo
-from workers.in_model.catalogue import Catalogue
 from workers.in_model.checkpoint_files import Refused
-from workers.in_model.conversion import Conversions, info_of
+from workers.in_model.proof.catalogue import Catalogue
+from workers.in_model.proof.conversion import Conversions, info_of
 
 LAYER = "model.layers.1.mlp.experts"
 BLOCK = "model.layers.1.block_sparse_moe"

@@ -15,8 +15,8 @@ from typing import Any
 import msgspec
 
 from titopool.wire.weight_plan import checksum
-from workers.in_model.copies import held_tensors
-from workers.in_model.coverage import packed_for_amx, storage_of
+from workers.in_model.load.copies import held_tensors
+from workers.in_model.proof.coverage import packed_for_amx, storage_of
 
 # Attributes of `quant_method` that choose the order of a tensor's elements.
 CHOOSES_LAYOUT = re.compile("kernel|experts|backend")

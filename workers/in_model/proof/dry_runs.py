@@ -8,13 +8,12 @@ loaders, so each list has one: a trainer sends the same list again and again.
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 from titopool.wire.commands import TensorInfo
-from workers.in_model.catalogue import NEVER_TRAINED, Catalogue, Fit, shorten
 from workers.in_model.checkpoint_files import Refused
-from workers.in_model.copies import Form, forms_of
-from workers.in_model.coverage import (
+from workers.in_model.proof.catalogue import NEVER_TRAINED, Catalogue, Fit, shorten
+from workers.in_model.proof.coverage import (
     Coverage,
     LoaderGate,
     ModelTensors,
@@ -30,6 +29,19 @@ from workers.in_model.coverage import (
 logger = logging.getLogger(__name__)
 
 MAX_KEPT = 8
+
+
+class Form(NamedTuple):
+    """How a tensor comes. One name may come in several shapes, for which loading differs."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+def forms_of(infos: Iterable[TensorInfo]) -> list[Form]:
+    """The forms of announced tensors."""
+    return [Form(one.name, one.dtype, tuple(one.shape)) for one in infos]
 
 
 class DryRuns:

@@ -15,9 +15,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-from titopool.wire.commands import TensorInfo
 from titopool.wire.weight_plan import checksum
-from workers.in_model.coverage import ModelTensors, storage_of, watching
+from workers.in_model.proof.coverage import ModelTensors, storage_of, watching
+from workers.in_model.proof.dry_runs import Form
 
 logger = logging.getLogger(__name__)
 
@@ -36,19 +36,6 @@ class Copy(NamedTuple):
     size: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
-
-
-class Form(NamedTuple):
-    """How a tensor comes. One name may come in several shapes, for which loading differs."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-
-
-def forms_of(infos: Iterable[TensorInfo]) -> list[Form]:
-    """The forms of announced tensors."""
-    return [Form(one.name, one.dtype, tuple(one.shape)) for one in infos]
 
 
 def _forms_in(tensors: Tensors) -> list[Form]:
@@ -115,7 +102,7 @@ def learn(
     tensors: Tensors,
     *,
     load: Callable[[], None],
-    reload: Callable[[], None],
+    reload: Callable[[], object],
     scope: Callable[[str], bool] = lambda path: True,
 ) -> None:
     """Loads `tensors` by vLLM's reload, and adds their copies to `plan` if they are proved.

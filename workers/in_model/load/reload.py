@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from workers.in_model.coverage import (
+from workers.in_model.proof.coverage import (
     Coverage,
     LoaderGate,
     ModelTensor,

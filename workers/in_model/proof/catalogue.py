@@ -17,7 +17,7 @@ from typing import Any
 from titopool.wire.commands import TensorInfo
 from titopool.wire.weight_plan import DTYPE_BYTES, is_same, num_bytes_of
 from workers.in_model.checkpoint_files import Refused, folder_tensors, indexed_files
-from workers.in_model.conversion import Conversion, Conversions
+from workers.in_model.proof.conversion import Conversion, Conversions
 
 # A tensor may come in one of these dtypes where the checkpoint has another of them.
 FLOATS = frozenset({"bfloat16", "float16", "float32", "float64"})
