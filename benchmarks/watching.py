@@ -5,7 +5,7 @@
 
 Two servers of one model share the GPU; one of them at a time has load. "Off" has no metrics, keeps no
 log-probabilities and writes text. "On" has the defaults, JSON logs and traces of one request in a
-hundred; a collector takes them, and everything that the page, Prometheus and `titopool top` ask for
+hundred; a collector takes them, and everything that the page, Prometheus and `titopool status` ask for
 is asked every second. Each run is requests of one prompt of 256 ids and 128 sampled tokens, all at
 once. After two pairs, none begins later than `--max-s`. Prints a line of JSON: the
 ratios on / off, their mean with its 95 % interval (Student's t, of logarithms), and the seconds of a

@@ -87,7 +87,9 @@ def test_examples_of_help_parse(name, monkeypatch):
         pytest.param(["status", "--jsno"], 2, "titopool status: No such option", id="option"),
         pytest.param(["status", "--jsno"], 2, "--json", id="similar-option"),
         pytest.param(["scale", "two"], 2, "titopool scale: Invalid value for 'N': expected a whole number of at least 1, got 'two'", id="no-number"),
-        pytest.param(["bench", "--num-prompts", "0"], 2, "a whole number of at least 1, got '0'", id="range"),
+        pytest.param(["top"], 2, "titopool top: no such command; `titopool status --watch`", id="top"),
+        pytest.param(["bench"], 2, "titopool bench: no such command; `vllm bench serve", id="bench"),
+        pytest.param(["status", "--watch", "--json"], 2, "--watch: expected a screen, got --json", id="watch"),
         pytest.param(["scale", "2", "--timeout-s", "nan"], 2, "at least 0.1 seconds, got 'nan'", id="seconds"),
         pytest.param(["scale"], 2, "titopool scale: Missing argument 'N'", id="missing"),
         pytest.param(["completion", "tcsh"], 2, "'bash', 'zsh', 'fish'", id="shell"),
@@ -96,7 +98,7 @@ def test_examples_of_help_parse(name, monkeypatch):
         pytest.param(["status", "--url", "host:1"], 1, "expected http://host:port", id="url"),
         *(
             pytest.param([*words, "--url", "http://127.0.0.1:9"], code, NO_SERVER, id=f"{words[0]}-no-server")
-            for words, code in ((["scale", "2"], 1), (["top"], 1), (["status"], 3), (["bench"], 1))
+            for words, code in ((["scale", "2"], 1), (["status"], 3))
         ),
         pytest.param(["mismatch", "--n", "2", "--max-model-len"], 2, "expected MODEL first", id="model"),
     ],
@@ -167,7 +169,7 @@ printf '%s\\n' "${COMPREPLY[@]}"
         (["serve", "--num-w"], {"--num-workers"}),
         (["serve", "--max-model"], {"--max-model-len"}),
         (["serve", "model", "--placement", "r"], {"round_robin"}),
-        (["bench", "--in"], {"--input-len"}),
+        (["status", "--i"], {"--interval-s"}),
         (["completion", ""], {"bash", "zsh", "fish"}),
     ],
     ids=lambda one: " ".join(one) if isinstance(one, list) else "",

@@ -1,8 +1,10 @@
-"""`titopool status`, `scale` and `bench` against running servers."""
+"""`titopool status` and `scale` against running servers."""
 
 import json
+import re
 import subprocess
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
 from types import SimpleNamespace
@@ -10,13 +12,22 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
-from harness.servers import REPOSITORY, TITOPOOL, environment, wait_until
-from tests.kit.terminal import on_terminal
+from harness.servers import (
+    REPOSITORY,
+    TITOPOOL,
+    Server,
+    environment,
+    free_port,
+    running_server,
+    wait_until,
+)
+from tests.kit.terminal import Terminal, on_terminal
 from titopool import cli
 from titopool.answers.operators import Ready, ReadyWorker
 from titopool.answers.weights import Weights, WorkerWeights
 from titopool.client.results import WorkerStatus
-from titopool.commands import bench, load, scale, status
+from titopool.commands import scale, status, status_screen
+from titopool.commands.help import console
 from titopool.errors import TitopoolError
 from titopool.release import RELEASE, VERSION_HEADER
 
@@ -105,13 +116,97 @@ def test_status_wraps_no_sentence_through_a_pipe(capsys, monkeypatch):
     sentence = "they were sent through a group; " * 8
     found = {
         "url": "u", "ready": False, "draining": False, "model": "m" * 90, "max_model_len": 9,
-        "adapters": {}, "waiting_prompts": 0, "needs_key": False,
+        "adapters": {}, "waiting_prompts": 0, "needs_key": False, "requests": None,
         "workers": [worker | {"last_update": sentence, "reason": sentence}],
     }  # fmt: skip
-    status.show(found)
+    console().print(status_screen.of(found))
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 5
     assert sum(sentence.strip() in line for line in lines) == 2
+
+
+def post_in_thread(server: Server, name: str, num_ids: int) -> Thread:
+    headers = {"X-Request-Id": name, "Authorization": f"Bearer {KEY}"}
+    sent = Thread(
+        target=server.post, args=("/generate/", {"prompts": [[7] * num_ids]}),
+        kwargs={"headers": headers}, daemon=True,
+    )  # fmt: skip
+    sent.start()
+    return sent
+
+
+def test_requests_in_flight_stand_below_the_workers_the_oldest_first(start_stub, stub_server):
+    start_stub(0, "--delay-s", "100", "--max-num-seqs", "4")
+    server = stub_server(1, "--num-front-ends", "2", TITOPOOL_API_KEY=KEY)
+    sent = []
+    for index, name in enumerate(("first", "second", "third")):
+        sent.append(post_in_thread(server, name, 10 * (index + 1)))
+        wait_until(lambda n=index + 1: num_in_flight(server) == n, 20)
+    shown = run("status", "--url", server.url, TITOPOOL_API_KEY=KEY).stdout
+    assert "3 requests in flight\n" in shown
+    row = r"first +running +[\d.]+ s +10 +\d+ +1 +/generate +127\.0\.0\.1:\d+ +api_key +0 +stub"
+    assert re.search(row, shown), shown
+    assert shown.index("first") < shown.index("second") < shown.index("third")
+    facts = json.loads(run("status", "--url", server.url, "--json", TITOPOOL_API_KEY=KEY).stdout)
+    assert facts["requests"]["num_requests"] == 3
+    # They are not for everybody.
+    assert "first" not in run("status", "--url", server.url).stdout
+    with watched(server.url, TITOPOOL_API_KEY=KEY) as terminal:
+        terminal.wait_for("3 requests in flight", 20)
+        server.post("/abort_requests", {}, headers={"Authorization": f"Bearer {KEY}"})
+        # Their table goes with the last one.
+        wait_until(lambda: "in flight" not in terminal.text, 20, lambda: terminal.text)
+        for one in sent:
+            one.join(20)
+        # Three jobs of which no token is known, or some.
+        wait_until(lambda: re.search(r"tokens/s +jobs", terminal.text), 20, lambda: terminal.text)
+        terminal.type(b"\x03")
+        assert terminal.wait(20) == 0
+
+
+def num_in_flight(server: Server) -> int:
+    headers = {"Authorization": f"Bearer {KEY}"}
+    return int(server.get("/requests", headers=headers).json()["num_requests"])
+
+
+def watched(url: str, **variables: str) -> AbstractContextManager[Terminal]:
+    # pytest-xdist's processes have COLUMNS, which wins over the terminal's size.
+    env = environment(TERM="xterm-256color", COLUMNS="100", **variables)
+    words = ["status", "--watch", "--interval-s", "0.2", "--url", url]
+    return on_terminal([TITOPOOL, *words], env=env, cwd=REPOSITORY)
+
+
+def test_a_watch_waits_for_a_server_that_is_away(start_stub, stub_server, tmp_path):
+    port = free_port()
+    with watched(f"http://127.0.0.1:{port}") as terminal:
+        terminal.wait_for("Connection refused", 20)
+        start_stub(0)
+        endpoint = f"ipc://{tmp_path}/worker-0"
+        with running_server("--endpoints", endpoint, log=tmp_path / "log", port=port):
+            wait_until(lambda: terminal.text.startswith("ready "), 20, lambda: terminal.text)
+            assert "trying again" not in terminal.text
+        # What was seen last stays.
+        wait_until(lambda: "trying again" in terminal.text, 20, lambda: terminal.text)
+        assert "0/256" in terminal.text
+        terminal.type(b"\x03")
+        assert terminal.wait(20) == 3
+
+
+def test_rates_are_those_of_two_looks():
+    def look(**tokens: int | None) -> dict:
+        return {"workers": [{"worker": n, "completion_tokens": one} for n, one in tokens.items()]}
+
+    before = look(a=100, b=500, c=None)
+    # `b` was restarted, `d` is new.
+    assert status.rates_of(before, look(a=150, b=30, c=9, d=7), 2.0) == {"a": 25.0, "b": 15.0}
+    assert status.rates_of({}, look(a=1), 2.0) == {}
+
+
+@pytest.mark.parametrize(
+    "seconds, text", [(1.26, "1.3 s"), (99.96, "100.0 s"), (125, "2:05"), (3725, "1:02:05")]
+)
+def test_ages(seconds, text):
+    assert status_screen.age(seconds) == text
 
 
 # ---- scale ---------------------------------------------------------------------------
@@ -245,92 +340,3 @@ def test_scale_shows_phases_of_workers_that_have_a_name(pool, capsys):
     assert shown == [
         "0: ready", "1: ready", "1: draining", "2: loading", "2: ready", "1: left",
     ]  # fmt: skip
-
-
-# ---- bench ---------------------------------------------------------------------------
-
-
-SMALL = ("--num-prompts", "24", "--concurrency", "4", "--input-len", "6", "--output-len", "6")
-
-
-def test_bench_counts_what_the_server_generates(start_stub, stub_server):
-    start_stub(0, "--delay-s", "0.05")
-    server = stub_server(1, TITOPOOL_NUM_FRONT_ENDS="2")
-    whole = run("bench", "--url", server.url, *SMALL, "--json")
-    assert whole.returncode == 0, whole.stderr
-    figures = json.loads(whole.stdout)
-    assert (figures["completed"], figures["completion_tokens"]) == (24, 24 * 6)
-    assert figures["errors"] == {}
-    # 24 requests of at least 0.05 s, four at once.
-    assert figures["wall_s"] >= 6 * 0.05
-    assert figures["latency_s"]["p50"] >= 0.05
-    assert figures["tokens_per_s"] == pytest.approx(24 * 6 / figures["wall_s"])
-    assert figures["first_token_s"] is None
-    streamed = run("bench", "--url", server.url, *SMALL, "--stream", "--no-logprobs", "--json")
-    figures = json.loads(streamed.stdout)
-    assert figures["completion_tokens"] == 24 * 6
-    # Five more tokens follow the first one, 0.05 s apart.
-    assert 0 < figures["first_token_s"]["p50"] < figures["latency_s"]["p50"] - 4 * 0.05
-    # One request more each, which is not measured.
-    wait_until(lambda: server.metrics("completed_jobs_total") == {"0": 2 * 25.0}, 20)
-    shown = run("bench", "--url", server.url, *SMALL)
-    assert "24 of 24 requests completed" in shown.stdout
-    assert "first token: not measured" in shown.stdout
-
-
-def test_bench_refuses_what_does_not_fit(start_stub, stub_server):
-    start_stub(0)
-    server = stub_server(1, TITOPOOL_API_KEY=KEY)
-    without = run("bench", "--url", server.url)
-    assert (without.returncode, without.stderr.count("\n")) == (1, 1)
-    assert "set TITOPOOL_API_KEY" in without.stderr
-    long = run("bench", "--url", server.url, "--input-len", "4090", TITOPOOL_API_KEY=KEY)
-    assert long.returncode == 1
-    assert "expected at most 4096 tokens in all" in long.stderr
-    gone = run("bench", "--url", "http://127.0.0.1:9")
-    assert gone.returncode == 1
-    assert "no server answers" in gone.stderr
-
-
-@pytest.mark.parametrize("stream", [(), ("--stream", "--no-logprobs")], ids=["whole", "stream"])
-def test_bench_counts_errors_by_code(start_stub, stub_server, stream):
-    start_stub(0, "--delay-s", "0.1")
-    server = stub_server(
-        1, TITOPOOL_MAX_QUEUED_PROMPTS="1", TITOPOOL_NUM_FRONT_ENDS="1", TITOPOOL_LOG_LEVEL="error"
-    )
-    ended = run("bench", "--url", server.url, *SMALL, *stream, "--json")
-    figures = json.loads(ended.stdout)
-    assert ended.returncode == 1
-    # Of four requests at once, one has a place.
-    assert set(figures["errors"]) == {"queue_full"}
-    assert figures["completed"] >= 1
-    assert figures["completed"] + figures["errors"]["queue_full"] == 24
-    assert figures["first_error"]
-
-
-def test_bench_shows_a_bar_on_a_terminal(start_stub, stub_server):
-    start_stub(0, "--delay-s", "0.1")
-    server = stub_server(1)
-    with on_terminal(
-        [TITOPOOL, "bench", "--url", server.url, *SMALL], env=environment(TERM="xterm"),
-        cwd=REPOSITORY,
-    ) as terminal:  # fmt: skip
-        terminal.wait_for("/24 [", 30)
-        assert terminal.wait(60) == 0
-    assert "request/s" not in terminal.text
-    assert "24 of 24 requests completed" in terminal.text
-
-
-def test_figures_of_given_outcomes():
-    shape = load.Shape(num_prompts=4, concurrency=2, input_len=1, output_len=11, streamed=True)
-    outcomes = [
-        load.Outcome(11, 1.0, 0.5), load.Outcome(11, 2.0, 1.0), load.Outcome(11, 3.0, 1.0),
-        load.Outcome(3, 9.0, 8.0, "queue_full", "full"),
-    ]  # fmt: skip
-    found = bench.report(load.Run(outcomes, wall_s=4.0, cpu_s=1.0), shape)
-    assert found["tokens_per_s"] == 33 / 4
-    assert found["requests_per_s"] == 3 / 4
-    assert found["latency_s"] == pytest.approx({"p50": 2.0, "p90": 2.8, "p99": 2.98})
-    assert found["per_token_s"]["p50"] == pytest.approx(0.1)
-    assert found["errors"] == {"queue_full": 1}
-    assert found["first_error"] == "full"

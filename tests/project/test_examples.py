@@ -28,7 +28,7 @@ from titopool.client.weights_client import WeightsClient
 
 # Text of a block that does not run: the reason.
 NOT_RUN = {
-    "titopool top": "needs a server at the default port; tests/commands/test_top.py runs it",
+    "titopool status --watch": "ends by Ctrl-C; tests/commands/test_running_server_commands.py runs it",
     "make serve": "installs; tests/commands/test_command.py starts the server",
     "make install": "installs; tests/commands/test_command.py starts the server",
     "docker compose": "needs a Docker engine; tests/all/compose runs it",

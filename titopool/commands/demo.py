@@ -113,7 +113,6 @@ def _steps(client: "Client") -> None:
         "How to go on\n"
         "  titopool serve MODEL            your model, a folder or a hub name\n"
         "  titopool status                 what its workers do\n"
-        "  titopool bench                  how fast it is here\n"
         "  docs/trainers.md                TRL, verifiers, openai, plain HTTP, weights\n"
         "  examples/grpo.py                a model that learns through the server"
     )

@@ -25,10 +25,8 @@ SERVER, RUNNING, CHECKS, SHELL = (
 COMMANDS = {
     "serve": Entry(SERVER, "titopool.commands.serve:serve", "Serve a model."),
     "demo": Entry(SERVER, "titopool.commands.demo:demo", "Show what the server does, step by step."),
-    "status": Entry(RUNNING, "titopool.commands.status:status", "Show workers, load and queue."),
-    "top": Entry(RUNNING, "titopool.top.command:top", "Show workers and requests, live."),
+    "status": Entry(RUNNING, "titopool.commands.status:status", "Show workers, load and requests."),
     "scale": Entry(RUNNING, "titopool.commands.scale:scale", "Change the number of workers."),
-    "bench": Entry(RUNNING, "titopool.commands.bench:bench", "Measure tokens a second and latency."),
     "doctor": Entry(CHECKS, "titopool.commands.doctor:doctor", "Check this machine, or a network."),
     "mismatch": Entry(
         CHECKS,
@@ -37,6 +35,13 @@ COMMANDS = {
     ),
     "completion": Entry(SHELL, "titopool.commands.completion:completion", "Print a shell's completion."),
 }  # fmt: skip
+
+
+# Commands that there were, and what to use.
+RETIRED = {
+    "top": "`titopool status --watch` shows workers and requests",
+    "bench": "`vllm bench serve --base-url URL` measures a server",
+}
 
 
 class NoSuchName(click.UsageError):
@@ -64,6 +69,7 @@ class TitopoolGroup(click.Group):
         if name not in COMMANDS and not ctx.resilient_parsing:
             close = difflib.get_close_matches(name, COMMANDS, n=1)
             hint = f"did you mean {close[0]}?" if close else "`titopool --help` lists them"
+            hint = RETIRED.get(name, hint)
             raise NoSuchName(f"{name}: no such command; {hint}", ctx)
         return super().resolve_command(ctx, args)
 

@@ -1,7 +1,9 @@
-"""`titopool status`: a running server on one screen, from `/ready`, `/v1/models`, `/metrics`, `/weights`."""
+"""`titopool status`: a running server, from /ready, /v1/models, /metrics, /weights and /requests."""
 
+import contextlib
 import json
 import sys
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,10 +11,10 @@ import click
 import msgspec
 from msgspec import UNSET
 
-from titopool.answers.operators import Models, ReadyWorker
+from titopool.answers.operators import Models, OpenRequests, ReadyWorker
 from titopool.answers.weights import Weights, WorkerWeights
 from titopool.commands.connection import Keys, Unreachable, get, keys, ready_of
-from titopool.commands.help import Command, console, json_option, url_option
+from titopool.commands.help import Command, Option, Seconds, console, json_option, url_option
 
 EXIT_READY, EXIT_NOT_READY, EXIT_UNREACHABLE = 0, 1, 3
 # Counters of `/metrics` for each worker, by the name that the JSON object has for them.
@@ -26,23 +28,39 @@ COUNTERS = {
 }
 GAUGES = {"sequences": "sequences", "slots": "slots"}
 PREFIX = "titopool_worker_"
+# Of the requests in flight, the oldest.
+MAX_REQUESTS = 1000
 
 
 @click.command(
     "status", cls=Command,
     examples=[
         "titopool status",
+        "titopool status --watch",
         "titopool status --url https://host-a:8000 --json",
         "until titopool status > /dev/null; do sleep 5; done",
     ],
 )  # fmt: skip
 @url_option
+@click.option(
+    "--watch", cls=Option, section="Output", is_flag=True,
+    help="Show it again and again, with tokens a second. Ctrl-C ends.",
+)  # fmt: skip
+@click.option(
+    "--interval-s", cls=Option, section="Output", type=Seconds(), default=1.0, show_default=True,
+    metavar="SECONDS", help="Between two looks of --watch.",
+)  # fmt: skip
 @json_option
-def status(url: str, as_json: bool) -> int:
-    """Show the workers of a running server: phase, weights, load, jobs, last update.
+def status(url: str, watch: bool, interval_s: float, as_json: bool) -> int:
+    """Show the workers and the requests in flight of a running server.
 
-    Ends with 0 if a worker is ready, 1 if none is, 3 if no server answers.
+    Of a worker: phase, weights, load, jobs, last update. The oldest requests come first. Ends with 0
+    if a worker is ready, 1 if none is, 3 if no server answers.
     """
+    if watch and as_json:
+        raise click.UsageError("--watch: expected a screen, got --json; leave one of them out")
+    if watch:
+        return show_again(url, interval_s)
     try:
         found = facts_of(url, keys())
     except Unreachable as error:
@@ -52,8 +70,53 @@ def status(url: str, as_json: bool) -> int:
     if as_json:
         print(json.dumps(found, indent=2))
     else:
-        show(found)
+        # Only here: rich takes longer to import than a server to answer.
+        from titopool.commands import status_screen
+
+        console().print(status_screen.of(found), soft_wrap=True)
     return EXIT_READY if found["ready"] else EXIT_NOT_READY
+
+
+def show_again(url: str, interval_s: float) -> int:
+    """Draws the screen until Ctrl-C, and returns the exit code of the last look.
+
+    While no server answers, the last screen stays and says why.
+    """
+    from rich.live import Live
+
+    from titopool.commands import status_screen
+
+    screen = console()
+    found: dict[str, Any] = {}
+    rates: dict[str, float] = {}
+    looked_s, code = 0.0, EXIT_UNREACHABLE
+    with contextlib.suppress(KeyboardInterrupt), Live(console=screen, screen=True) as live:
+        while True:
+            before, fault = found, ""
+            try:
+                found = facts_of(url, keys())
+                now_s = time.monotonic()
+                rates, looked_s = rates_of(before, found, now_s - looked_s), now_s
+                code = EXIT_READY if found["ready"] else EXIT_NOT_READY
+            except Unreachable as error:
+                fault, code = f"{error}; trying again", EXIT_UNREACHABLE
+            shown = status_screen.of(found, rates, fault=fault, height=screen.size.height)
+            live.update(shown, refresh=True)
+            time.sleep(interval_s)
+    return code
+
+
+def rates_of(
+    before: Mapping[str, Any], found: Mapping[str, Any], seconds: float
+) -> dict[str, float]:
+    """Completion tokens a second by worker, of those that both looks have; a restart counts from 0."""
+    counts = {one["worker"]: one["completion_tokens"] for one in before.get("workers", ())}
+    rates = {}
+    for one in found["workers"]:
+        now, then = one["completion_tokens"], counts.get(one["worker"])
+        if now is not None and then is not None:
+            rates[one["worker"]] = (now - then if now >= then else now) / seconds
+    return rates
 
 
 # ---- facts ---------------------------------------------------------------------------
@@ -71,6 +134,8 @@ def facts_of(url: str, given: Keys) -> dict[str, Any]:
     listed = models.read(Models).data if models.status == 200 else []
     metrics = _metrics(url, given)
     updates = _updates(url, given)
+    listed_requests = get(url, f"/requests?limit={MAX_REQUESTS}", given.admin_key)
+    open_requests = listed_requests.read(OpenRequests) if listed_requests.status == 200 else None
     return {
         "url": url,
         "ready": body.ready,
@@ -80,6 +145,7 @@ def facts_of(url: str, given: Keys) -> dict[str, Any]:
         "adapters": {one.id: one.version for one in listed[1:]},
         "waiting_prompts": metrics.get(("titopool_waiting_prompts", "")),
         "needs_key": is_denied,
+        "requests": msgspec.to_builtins(open_requests) if open_requests else None,
         "workers": [_worker(one, metrics, updates.get(one.worker)) for one in body.workers],
     }
 
@@ -135,68 +201,3 @@ def _last_update(worker: WorkerWeights) -> str | None:
     if worker.last_update:
         return f"applied, from {worker.last_staging or 'the pool'}"
     return "none"
-
-
-# ---- screen --------------------------------------------------------------------------
-
-
-def show(found: Mapping[str, Any]) -> None:
-    """Prints the facts as a table."""
-    from rich.table import Table
-
-    screen = console()
-    word = "draining" if found["draining"] else "ready" if found["ready"] else "not ready"
-    screen.print(f"[bold]{word}[/]  {found['url']}")
-    model = found["model"] or ("needs the key" if found["needs_key"] else "none yet")
-    facts = [f"model {model}"]
-    if found["max_model_len"] is not None:
-        facts.append(f"{found['max_model_len']:,} tokens at most")
-    if found["waiting_prompts"] is not None:
-        facts.append(f"{found['waiting_prompts']:,} prompts wait")
-    facts += [f"adapter {name} {version}" for name, version in found["adapters"].items()]
-    screen.print(", ".join(facts), markup=False, soft_wrap=True)
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("worker", "phase", "since"):
-        table.add_column(name)
-    for name in ("weights", "load", "jobs", "failed", "tokens", "cached"):
-        table.add_column(name, justify="right")
-    table.add_column("last update")
-    for one in found["workers"]:
-        table.add_row(*_cells(one))
-    screen.print(table)
-    for one in found["workers"]:
-        if one.get("reason"):
-            screen.print(
-                f"{one['worker'] or one.get('endpoint', '?')}: {one['reason']}",
-                markup=False,
-                soft_wrap=True,
-            )
-
-
-def _cells(worker: Mapping[str, Any]) -> list[str]:
-    prompt, cached = worker["prompt_tokens"], worker["cached_tokens"]
-    since = worker["phase_s"]
-    return [
-        worker["worker"] or "?",
-        worker["phase"] + (", paused" if worker["is_paused"] else ""),
-        "" if since is None else duration(since),
-        _number(worker["weight_version"]),
-        "" if worker["sequences"] is None else f"{worker['sequences']:,}/{worker['slots']:,}",
-        _number(worker["completed_jobs"]),
-        _number(worker["failed_jobs"]),
-        _number(worker["completion_tokens"]),
-        f"{100 * cached / prompt:.0f} %" if prompt else "",
-        worker["last_update"] or "",
-    ]
-
-
-def _number(value: int | None) -> str:
-    return "" if value is None else f"{value:,}"
-
-
-def duration(seconds: float) -> str:
-    """Seconds as `12 s`, `3 min`, `5 h` or `2 d`."""
-    for limit, size, unit in ((120, 1, "s"), (7_200, 60, "min"), (172_800, 3_600, "h")):
-        if seconds < limit:
-            return f"{seconds / size:.0f} {unit}"
-    return f"{seconds / 86_400:.0f} d"
