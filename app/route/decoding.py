@@ -24,8 +24,6 @@ _NAMED_FIELD = re.compile(
 )
 _UNKNOWN_FIELD = re.compile(r"Object contains unknown field `(\w{1,64})`")
 decode_object = msgspec.json.Decoder(dict[str, Any]).decode
-# What an error repeats of msgspec's message, which may have a field's name or a value from the body.
-MAX_MESSAGE = 300
 # Longer bodies are decoded one at a time, and as long as it took belongs to the other greenlets.
 LONG_BYTES = 2**18
 _long_bodies = Semaphore()
@@ -139,7 +137,7 @@ def _refusal(error: msgspec.ValidationError, wanted: Any, within: str = "") -> I
     # msgspec writes the path of an object's key as "`key` in `$.logit_bias`".
     path = path.rpartition("`$")[2].removeprefix("$").rstrip("`")
     location = (within + path).removeprefix(".")
-    message = text[:1].lower() + text[1:MAX_MESSAGE] + "…" * (len(text) > MAX_MESSAGE)
+    message = text[:1].lower() + text[1:]
     if not path and (unknown := _UNKNOWN_FIELD.fullmatch(text)):
         known = getattr(wanted, "__struct_fields__", ())
         if close := difflib.get_close_matches(unknown[1], known, n=1):

@@ -344,7 +344,7 @@ def _options(fields: PromptFields, location: str) -> tuple[SamplingOptions, bool
             values[NAMES[name]] = value
         elif name not in GRAMMARS:
             raise InvalidRequest(
-                f"{location}: object contains unknown field `{name[:64]}`",
+                f"{location}: object contains unknown field `{name}`",
                 param="sampling_params",
             )
         elif value != "":
