@@ -60,10 +60,13 @@ from workers.serving.connections import find_faults
 from workers.serving.front_end_queues import FrontEndQueues
 from workers.weights.checks import checked_folder
 from workers.weights.pauses import Pauses
+from workers.weights.peers import Peers
 from workers.weights.pool_copy import PoolCopy
 from workers.weights.state import Phase
 from workers.weights.steps import Result
-from workers.weights.stock import StockUpdates
+from workers.weights.stock import StockTrainer
+from workers.weights.trl import TrlTrainer
+from workers.weights.updates import Updates
 
 logger = logging.getLogger(__name__)
 
@@ -104,10 +107,12 @@ class Control:
         self._worker_id = worker_id
         self._pool = PoolCopy(Ledger(config.run_dir, worker_id), self._on_pool_changed)
         self._pauses = Pauses(self._pool)
-        self._updates = updates = StockUpdates(
+        self._updates = updates = Updates(
             lambda: self._engine, engine.versions, self._pauses, config, self._pool,
-            on_applied=on_changed, on_broken=on_broken, listen_address=listen_address,
+            on_applied=on_changed, on_broken=on_broken,
         )  # fmt: skip
+        self._trl, self._stock = trl, stock = TrlTrainer(updates), StockTrainer(updates)
+        self._peers = Peers(updates, listen_address)
         self._catch_up = CatchUp(
             self._pool, updates, self._pauses, engine=lambda: self._engine,
             adapters=lambda: engine.adapters, weights_root=config.weights_root,
@@ -116,16 +121,16 @@ class Control:
         # The socket identity of the front end that leads the commit.
         self._leader = b""
         self._methods: dict[type[Action], Callable[[Any], Awaitable[Result]]] = {
-            JoinGroup: updates.join,
+            JoinGroup: self._join,
             BeginUpdate: updates.begin,
             BeginFolder: updates.begin_folder,
-            ReceiveTensor: updates.receive_tensor,
-            StartUpdate: updates.start,
-            ReceiveTensors: updates.receive_tensors,
-            EndTensors: updates.end_tensors,
+            ReceiveTensor: trl.receive_tensor,
+            StartUpdate: stock.start,
+            ReceiveTensors: stock.receive_tensors,
+            EndTensors: stock.end_tensors,
             PrepareUpdate: updates.prepare,
             ApplyUpdate: updates.apply,
-            FinishTensors: updates.finish_tensors,
+            FinishTensors: trl.finish_tensors,
             ClearCaches: updates.clear_caches,
             SetLabel: self._set_label,
             ReadChecksums: self._read_checksums,
@@ -134,10 +139,10 @@ class Control:
             CountTokens: self._count_tokens,
             TryConnections: self._try_connections,
             AbortUpdate: updates.abort,
-            LeaveGroup: updates.leave,
-            LeaveStockGroup: updates.leave_stock_group,
+            LeaveGroup: self._leave,
+            LeaveStockGroup: stock.leave,
             AcceptInitialWeights: updates.accept_initial,
-            OfferWeights: updates.offer,
+            OfferWeights: self._peers.offer,
             FetchWeights: self._fetch_weights,
             AwaitStep: self._await_step,
             Pause: self._pause,
@@ -242,6 +247,21 @@ class Control:
             )
         return await self._methods[type(action)](action)
 
+    async def _join(self, action: JoinGroup) -> Result:
+        if action.is_stock and self._stock.is_forming(action):
+            return {"session": self._updates.state.session}
+        # Other workers may have an update that is complete here.
+        await self._trl.finish_if_complete()
+        trainer = self._stock if action.is_stock else self._trl
+        return await self._updates.join(
+            action, None if action.protocol == "vllm" and not action.is_stock else trainer
+        )
+
+    async def _leave(self, action: LeaveGroup) -> Result:
+        if action.finishes:
+            await self._trl.finish_if_complete()
+        return await self._updates.leave(action)
+
     async def _await_step(self, action: AwaitStep) -> Result:
         try:
             return await self._updates.steps.wait(action.step, action.target)
@@ -264,7 +284,7 @@ class Control:
 
     async def _fetch_weights(self, action: FetchWeights) -> Result:
         if action.peers:
-            result = await self._updates.fetch(action)
+            result = await self._peers.fetch(action)
             self._catch_up.note_no_peer("")
             # Updates need not wait for this worker.
             self._on_changed()
@@ -363,7 +383,7 @@ class Control:
 
     async def before_job(self) -> None:
         """Commits an update of TRL's client that is complete: the job needs the new weights."""
-        await self._updates.finish_if_complete()
+        await self._trl.finish_if_complete()
 
     async def follow_pool(self) -> None:
         """Catches up with the pool; never returns."""

@@ -8,11 +8,10 @@ unknown: generation stands until another fetch or a complete update has succeede
 
 import logging
 import time
-from typing import Any
 
 from titopool.deadline import Deadline
 from titopool.errors import Conflict, DeadlinePassed, InvalidRequest
-from titopool.wire.commands import AbortUpdate, FetchWeights, OfferWeights, Peer
+from titopool.wire.commands import FetchWeights, OfferWeights, Peer
 from titopool.wire.pool_state import PoolWeights
 from workers.weights.state import Phase
 from workers.weights.steps import Result
@@ -24,12 +23,12 @@ logger = logging.getLogger(__name__)
 FETCH_SHARE = 0.9
 
 
-class PeerUpdates(Updates):
-    """Updates, and weights for and from other workers."""
+class Peers:
+    """Weights for and from other workers."""
 
-    def __init__(self, *args: Any, listen_address: str = "127.0.0.1", **options: Any):
-        """Takes what `Updates` takes; `listen_address` is this worker's own."""
-        super().__init__(*args, **options)
+    def __init__(self, updates: Updates, listen_address: str):
+        """`listen_address` is this worker's own."""
+        self.updates = updates
         self._listen_address = listen_address
 
     async def offer(self, action: OfferWeights) -> Result:
@@ -39,15 +38,15 @@ class PeerUpdates(Updates):
             Conflict: this worker does not serve these weights, or they are about to change.
             InvalidRequest: they cannot be read.
         """
-        async with self._accepting:
-            is_changing = self.state.phase is Phase.APPLYING or self.is_in_model
-            if self.state.weights.order != action.weights.order or is_changing:
+        async with self.updates.accepting:
+            is_changing = self.updates.state.phase is Phase.APPLYING or self.updates.is_in_model
+            if self.updates.state.weights.order != action.weights.order or is_changing:
                 raise Conflict(
                     f"offer: expected weights of version {action.weights.version} that serve; "
-                    + self.state.describe()
+                    + self.updates.state.describe()
                 )
-            offers = await self._call(
-                "offer", self._listen_address, self._config.peer_port, self._timeout_s
+            offers = await self.updates.call(
+                "offer", self._listen_address, self.updates.config.peer_port, self.updates.timeout_s
             )
         if len({one["host"] for one in offers}) > 1:
             raise InvalidRequest("this worker's processes are on several hosts")
@@ -59,54 +58,45 @@ class PeerUpdates(Updates):
         Raises:
             Conflict: an update or another fetch is in progress, or these weights are not wanted.
         """
-        async with self._accepting:
-            self._check_not_broken()
+        async with self.updates.accepting:
+            self.updates.check_not_broken()
             # A member of a group gets its next update, unless its trainer is gone: then none comes.
-            waits = bool(self.state.session) and not await self._is_abandoned()
-            wanted = self._pool.weights
-            is_lacking = self.is_behind_pool and wanted.order == action.weights.order
+            waits = (
+                bool(self.updates.state.session) and not await self.updates.trainer.is_abandoned()
+            )
+            wanted = self.updates.pool.weights
+            is_lacking = self.updates.is_behind_pool and wanted.order == action.weights.order
             # Jobs of the old weights end first: if a fetch fails half-way, they could not go on.
-            if not is_lacking or waits or self._versions.num_jobs:
+            if not is_lacking or waits or self.updates.versions.num_jobs:
                 raise Conflict(
                     f"fetch: expected weights of version {wanted.version} at a worker that lacks them, "
-                    f"without a trainer's group and without jobs; {self.state.describe()}, and "
-                    f"{self._versions.num_jobs} jobs are open"
+                    f"without a trainer's group and without jobs; {self.updates.state.describe()}, and "
+                    f"{self.updates.versions.num_jobs} jobs are open"
                 )
-            self.state.begin_apart("fetch", wanted, time.monotonic())
-            self._begin_clock()
-            self.staging = "peer"
-            self.steps.start("fetch", wanted.update_id, self._run_fetch(wanted, action.peers))
+            self.updates.state.begin_apart("fetch", wanted, time.monotonic())
+            self.updates.begin_clock()
+            self.updates.staging = "peer"
+            self.updates.steps.start(
+                "fetch", wanted.update_id, self._run_fetch(wanted, action.peers)
+            )
         return {}
 
     async def _run_fetch(self, update: PoolWeights, peers: list[Peer]) -> Result:
-        budget = Deadline.after(FETCH_SHARE * self._timeout_s)
-        async with self._ends_on_failure("the weights of another worker could not be fetched"):
+        budget = Deadline.after(FETCH_SHARE * self.updates.timeout_s)
+        async with self.updates.ends_on_failure(
+            "the weights of another worker could not be fetched"
+        ):
             found = [(one.address, one.key) for one in peers]
-            await self._call("compare", found, budget.left_s)
+            await self.updates.call("compare", found, budget.left_s)
             # The caches have keys and values of the old weights.
-            await self._stop_generation(self.catch_up_mode)
+            await self.updates.stop_generation(self.updates.catch_up_mode)
             if budget.has_passed:
                 raise DeadlinePassed("fetch: generation did not stop in time; the old weights stay")
-            self._pauses.is_held = True
-            self.state.fetch()
-            results = await self._call("fetch", budget.left_s)
-            progress = await self._engine.progress()
-        self.state.fetched(update.update_id, time.monotonic())
-        await self._serve(update, progress)
+            self.updates.pauses.is_held = True
+            self.updates.state.fetch()
+            results = await self.updates.call("fetch", budget.left_s)
+            progress = await self.updates.engine.progress()
+        self.updates.state.fetched(update.update_id, time.monotonic())
+        await self.updates.serve(update, progress)
         logger.info("fetched the weights from another worker: %s", results)
         return {"processes": results}
-
-    @property
-    def is_fetching(self) -> bool:
-        """Whether this worker takes another one's weights."""
-        return self.staging == "peer" and self.state.is_apart
-
-    async def abort(self, action: AbortUpdate) -> Result:
-        """As `Updates.abort`. What this worker fetches is applied elsewhere."""
-        update = self.state.update
-        if self.is_fetching and update is not None and update.update_id == action.update_id:
-            return {"is_applied": True}
-        return await super().abort(action)
-
-    def _has_step_with_deadline(self) -> bool:
-        return self.is_fetching

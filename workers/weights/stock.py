@@ -8,17 +8,14 @@ until later updates bring the other parts.
 
 import asyncio
 import time
-from typing import Any
 
 import msgspec
 
-from titopool.errors import DeadlinePassed, InvalidRequest, WeightUpdateFailed
+from titopool.errors import InvalidRequest, WeightUpdateFailed
 from titopool.wire.commands import (
-    ClearCaches,
     EndTensors,
     JoinGroup,
     LeaveStockGroup,
-    PrepareUpdate,
     ReceiveTensors,
     StartUpdate,
     TensorInfo,
@@ -27,8 +24,7 @@ from titopool.wire.pool_state import PoolWeights
 from workers.weights.checks import check_whole_layers, is_listening
 from workers.weights.state import Phase
 from workers.weights.steps import Result
-from workers.weights.trl import TrlUpdates
-from workers.weights.updates import IN_PLACE
+from workers.weights.updates import IN_PLACE, Trainer, Updates
 
 # How long a trainer may take to listen, from its call on: it does both at the same time.
 LISTEN_TIMEOUT_S = 30.0
@@ -42,12 +38,13 @@ class TensorList(msgspec.Struct, frozen=True):
     chunk_bytes: int
 
 
-class StockUpdates(TrlUpdates):
-    """Updates through vLLM's routes, besides those of `TrlUpdates`."""
+class StockTrainer(Trainer):
+    """How a trainer sends that calls vLLM's routes."""
 
-    def __init__(self, *args: Any, **options: Any):
-        """Takes what `Updates` takes."""
-        super().__init__(*args, **options)
+    listens_later = True
+
+    def __init__(self, updates: Updates):
+        super().__init__(updates)
         # The update between its start and its end; "": none.
         self._started = ""
         # The tensors of the update in progress, by name, in the order in which they came first.
@@ -59,84 +56,90 @@ class StockUpdates(TrlUpdates):
         # A first list that was not the whole model, encoded: a check of its own is wasted.
         self._incomplete = b""
         # Whether the trainer's store accepted connections after all ranks had joined.
-        self._trainer_listens = False
+        self._listens = False
 
     # ---- the group -------------------------------------------------------------------
 
-    async def join(self, action: JoinGroup) -> Result:
-        """Joins; a repeated call while the same group forms joins that step."""
-        group = self._group
-        if group is not None and group.is_stock and self.state.phase is Phase.JOINING:
-            is_repeated = msgspec.structs.replace(action, session=group.session) == group
-            if is_repeated:
-                return {"session": group.session}
-        await super().join(action)
-        self._pauses.renew()
-        self._forget_lists()
-        self._last_tensors, self._trainer_listens = [], False
-        return {"session": action.session}
+    def is_forming(self, action: JoinGroup) -> bool:
+        """Whether `action` repeats the call of the group that forms."""
+        group = self.updates.group
+        return (
+            group is not None
+            and self.state.phase is Phase.JOINING
+            and msgspec.structs.replace(action, session=group.session) == group
+        )
 
-    async def _is_abandoned(self, newcomer: JoinGroup | None = None) -> bool:
+    def begin_session(self) -> None:
+        self._forget_lists()
+        self._last_tensors, self._listens = [], False
+
+    async def check_address(self, action: JoinGroup) -> None:
+        """Waits for the trainer to listen: a process that connects too early blocks in its store."""
+        if not action.host:
+            return
+        limit_s = min(LISTEN_TIMEOUT_S, self.updates.timeout_s)
+        end = time.monotonic() + limit_s
+        while not await is_listening(action.host, action.port):
+            if time.monotonic() > end:
+                raise InvalidRequest(
+                    "master_address, master_port: expected an address at which workers reach "
+                    f"the trainer, got {action.host}:{action.port}, where nothing answered for "
+                    f"{limit_s:g} s; give an address of the trainer's machine that the workers "
+                    "can resolve, and allow their connections",
+                    param="master_address",
+                )
+            self.updates.call.awaited.observe([{"rank": action.rank, "missing_ranks": [0]}])
+            await asyncio.sleep(LISTEN_POLL_S)
+
+    async def on_joined(self, action: JoinGroup) -> None:
+        if action.host:
+            self._listens = await is_listening(action.host, action.port)
+
+    async def is_abandoned(self, newcomer: JoinGroup | None = None) -> bool:
         """A trainer that closes nothing is replaced between its updates, and by its own address.
 
         One whose store took no connection after the join is not gone because it takes none.
         """
-        group = self._group
-        if group is not None and newcomer is not None and group.is_stock and newcomer.is_stock:
+        group = self.updates.group
+        if group is not None and newcomer is not None and newcomer.is_stock:
             is_same = group.host == newcomer.host != "" and group.port == newcomer.port
             if is_same or self.state.phase is Phase.OPEN:
                 return True
-        if newcomer is None and group is not None and group.is_stock and not self._trainer_listens:
-            return self.state.idle_s(time.monotonic()) > self._timeout_s
-        return await super()._is_abandoned(newcomer)
+        if newcomer is None and not self._listens:
+            return self.state.idle_s(time.monotonic()) > self.updates.timeout_s
+        return await super().is_abandoned(newcomer)
 
-    async def _start_to_join(self, action: JoinGroup) -> None:
-        """Waits for the trainer to listen: a process that connects too early blocks in its store."""
-        if action.is_stock and action.host:
-            limit_s = min(LISTEN_TIMEOUT_S, self._timeout_s)
-            end = time.monotonic() + limit_s
-            while not await is_listening(action.host, action.port):
-                if time.monotonic() > end:
-                    raise InvalidRequest(
-                        "master_address, master_port: expected an address at which workers reach "
-                        f"the trainer, got {action.host}:{action.port}, where nothing answered for "
-                        f"{limit_s:g} s; give an address of the trainer's machine that the workers "
-                        "can resolve, and allow their connections",
-                        param="master_address",
-                    )
-                self._call.awaited.observe([{"rank": action.rank, "missing_ranks": [0]}])
-                await asyncio.sleep(LISTEN_POLL_S)
-        await super()._start_to_join(action)
+    @property
+    def is_watched(self) -> bool:
+        return self._listens
 
-    async def _run_join(self, action: JoinGroup) -> Result:
-        result = await super()._run_join(action)
-        if action.is_stock and action.host:
-            self._trainer_listens = await is_listening(action.host, action.port)
-        return result
-
-    async def leave_stock_group(self, action: LeaveStockGroup) -> Result:
+    async def leave(self, action: LeaveStockGroup) -> Result:
         """Leaves the group of vLLM's routes, if there is one."""
-        async with self._accepting:
+        async with self.updates.accepting:
             if not self._has_session:
                 return {}
             if not action.reason and self._is_started:
                 raise self.state.conflict("shutdown_weight_transfer_engine", "no update")
             if not action.reason:
                 self.state.leave(self.state.session)
-                await self._release()
+                await self.updates.release()
             else:
                 update = self._stock_update
                 if update is None or action.update_id not in (None, update.update_id):
                     # Another trainer's: that update has ended already.
                     return {}
-                await self.end(action.reason, keeps_group=action.keeps_group)
+                await self.updates.end(action.reason, keeps_group=action.keeps_group)
             self._forget_lists()
         return {}
 
     @property
     def _has_session(self) -> bool:
         """Whether the session is one of vLLM's routes."""
-        return self._group is not None and self._group.is_stock and bool(self.state.session)
+        return (
+            self.updates.group is not None
+            and self.updates.group.is_stock
+            and bool(self.state.session)
+        )
 
     @property
     def _stock_update(self) -> PoolWeights | None:
@@ -151,20 +154,28 @@ class StockUpdates(TrlUpdates):
         return update is not None and update.update_id == self._started
 
     @property
-    def _is_receiving_list(self) -> bool:
+    def is_receiving_list(self) -> bool:
         return self._last is not None and self.steps.is_running("receive", self._last[1])
 
-    def _keeps_group(self) -> bool:
+    @property
+    def keeps_group(self) -> bool:
         """Between two lists no broadcast is half done, so that the next update can use the group."""
-        has_formed = self.state.phase not in (Phase.CLOSED, Phase.JOINING)
-        return self._has_session and has_formed and not self._is_receiving_list
+        return self.state.phase is not Phase.JOINING and not self.is_receiving_list
+
+    @property
+    def told(self) -> dict[str, TensorInfo] | None:
+        return self._told
+
+    def check_prepare(self, update_id: str) -> None:
+        if self._is_started and update_id == self._started:
+            raise self.state.conflict("commit", "a call of finish_weight_update first")
 
     # ---- an update -------------------------------------------------------------------
 
     async def start(self, action: StartUpdate) -> Result:
         """Opens an update, or continues one that lacks parts of layers; touches nothing."""
         what = "start_weight_update"
-        async with self._accepting:
+        async with self.updates.accepting:
             is_mine = action.session in (None, self.state.session)
             if not self._has_session or not is_mine:
                 raise self.state.conflict(
@@ -173,7 +184,7 @@ class StockUpdates(TrlUpdates):
             update = self._stock_update
             if update is None:
                 self.state.check_session(what, self.state.session)
-                update = self._new_update(action)
+                update = self.updates.new_update(action)
                 self.state.begin(self.state.session, update, time.monotonic())
                 self._forget_lists()
             elif self._is_started or (action.session and action.update_id != update.update_id):
@@ -181,13 +192,13 @@ class StockUpdates(TrlUpdates):
             self.state.touch(time.monotonic())
             # The same list again, after a start, is another one.
             self._started, self._last = update.update_id, None
-            self._pauses.renew()
+            self.updates.pauses.renew()
         return {
             "session": self.state.session,
             "update_id": update.update_id,
             "version": update.version,
             "clock": update.clock - 1,
-            "base_clock": self._base_clock,
+            "base_clock": self.updates.base_clock,
         }
 
     def _started_update(self, what: str, update_id: str | None) -> PoolWeights:
@@ -210,24 +221,24 @@ class StockUpdates(TrlUpdates):
             InvalidRequest: a name, shape or dtype does not fit. The update and the group end,
                 because the trainer is in its first broadcast already.
         """
-        async with self._accepting:
+        async with self.updates.accepting:
             update = self._started_update("update_weights", action.update_id)
             wanted = self._wanted(action)
             if self._last is not None and wanted == self._last[0]:
                 return self._accepted(update, self._last[1])
-            if self._is_receiving_list:
+            if self.is_receiving_list:
                 raise self.state.conflict("update_weights", "the end of the list before")
-            if self.staging == IN_PLACE:
+            if self.updates.staging == IN_PLACE:
                 raise self.state.conflict(
                     "update_weights", "finish_weight_update, as all tensors went in place"
                 )
-            self._pauses.renew()
+            self.updates.pauses.renew()
             self.state.touch(time.monotonic())
             encoded = msgspec.msgpack.encode(wanted.tensors)
-            async with self._ends_on_failure("the tensors were refused", keeps_group=False):
+            async with self.updates.ends_on_failure("the tensors were refused", keeps_group=False):
                 is_whole = await self._check_first(wanted.tensors, encoded)
                 not_in_place = "" if is_whole else "a list without all tensors of the model"
-                await self._take(encoded, wanted.chunk_bytes, not_in_place)
+                await self.updates.take(encoded, wanted.chunk_bytes, not_in_place)
                 if self.state.update is not update:
                     raise WeightUpdateFailed(f"the update ended; {self.state.describe()}")
             self._told |= {one.name: one for one in wanted.tensors}
@@ -239,7 +250,7 @@ class StockUpdates(TrlUpdates):
         return {"update_id": update.update_id, "list_id": list_id}
 
     def _wanted(self, action: ReceiveTensors) -> TensorList:
-        assert self._group is not None
+        assert self.updates.group is not None
         tensors = action.tensors or self._last_tensors
         if not tensors:
             raise InvalidRequest(
@@ -247,7 +258,7 @@ class StockUpdates(TrlUpdates):
                 "that an empty one could repeat; send the names",
                 param="update_info",
             )
-        group = self._group
+        group = self.updates.group
         is_packed = group.packed if action.packed is None else action.packed
         size = group.packed_bytes if action.packed_bytes is None else action.packed_bytes
         return TensorList(tensors, size if is_packed else 0)
@@ -263,20 +274,20 @@ class StockUpdates(TrlUpdates):
         """
         if self._told or len(tensors) == 1 or encoded == self._incomplete:
             return False
-        (fit, *_) = await self._call("check", encoded, True)
+        (fit, *_) = await self.updates.call("check", encoded, True)
         if fit["missing"]:
             self._incomplete = encoded
         return not fit["missing"]
 
     async def _run_receive(self, update: PoolWeights) -> Result:
-        async with self._ends_on_failure("the tensors were not received", keeps_group=False):
-            await self._load_in_place()
-            await self._call.wait_for_receivers(
+        async with self.updates.ends_on_failure("the tensors were not received", keeps_group=False):
+            await self.updates.load_in_place()
+            await self.updates.call.wait_for_receivers(
                 lambda status: bool(status["num_received"] >= status["num_announced"])
             )
             if self.state.update is update and self.state.phase is Phase.RECEIVING:
                 self.state.touch(time.monotonic())
-            self._pauses.renew()
+            self.updates.pauses.renew()
         return {}
 
     async def end_tensors(self, action: EndTensors) -> Result:
@@ -285,7 +296,7 @@ class StockUpdates(TrlUpdates):
         An update without tensors ends here. One that lacks parts of layers stays.
         """
         what = "finish_weight_update"
-        async with self._accepting:
+        async with self.updates.accepting:
             waiting = self._stock_update
             if action.is_last_call and waiting is not None and not self._is_started:
                 # Its end has come before.
@@ -293,96 +304,25 @@ class StockUpdates(TrlUpdates):
             elif action.is_last_call and action.update_id is None:
                 return {"update_id": None, "is_ready": False, "split_layers": ""}
             update = self._started_update(what, action.update_id)
-            if self._is_receiving_list:
+            if self.is_receiving_list:
                 raise self.state.conflict(what, "the end of update_weights")
             self._started = ""
             if not self._told:
                 self.state.end("", keeps_group=True)
-                self._began = None
+                self.updates.forget_begin()
                 return {"update_id": None, "is_ready": False, "split_layers": ""}
             self.state.touch(time.monotonic())
             if action.label:
                 self.state.set_label(action.label)
-            self._pauses.renew()
-            async with self._ends_on_failure("the tensors were refused"):
-                fit = await self._fit_of_told()
+            self.updates.pauses.renew()
+            async with self.updates.ends_on_failure("the tensors were refused"):
+                fit = await self.updates.fit_of(self._told.values())
                 if action.is_last_call:
                     check_whole_layers(fit["split_layers"])
                 if fit["split_layers"]:
-                    await self._set_aside()
+                    await self.updates.set_aside()
         split = fit["split_layers"]
         return {"update_id": update.update_id, "is_ready": not split, "split_layers": split}
 
-    async def _fit_of_told(self) -> dict[str, Any]:
-        encoded = msgspec.msgpack.encode(list(self._told.values()))
-        (fit, *_) = await self._call("check", encoded, True)
-        return dict(fit)
-
-    async def prepare(self, action: PrepareUpdate) -> Result:
-        """As `Updates.prepare`; an update of vLLM's routes must have ended."""
-        if self._is_started and action.update_id == self._started:
-            raise self.state.conflict("commit", "a call of finish_weight_update first")
-        return await super().prepare(action)
-
-    async def _check_received(self) -> list[str]:
-        update = self.state.update
-        if update is None or not self._has_session:
-            return await super()._check_received()
-        self._pauses.renew()
-        fit = await self._fit_of_told()
-        check_whole_layers(fit["split_layers"])
-        if fit["missing"]:
-            self._check_base(self._base_clock)
-        return list(fit["ignored"])
-
     def _forget_lists(self) -> None:
         self._started, self._told, self._last = "", {}, None
-
-    # ---- deadlines and failures ------------------------------------------------------
-
-    def _has_step_with_deadline(self) -> bool:
-        return self._is_receiving_list or super()._has_step_with_deadline()
-
-    async def _check_receiving(self) -> None:
-        if not self._has_session:
-            await super()._check_receiving()
-            return
-        group, update = self._group, self.state.update
-        if not self._is_receiving_list:
-            # The step that receives a list asks for itself.
-            await self._call.receiver_statuses()
-        if group is None or not self._trainer_listens:
-            return
-        if await is_listening(group.host, group.port):
-            return
-        # The attempt to connect takes up to 2 s: in that time, the update may have ended.
-        if self._stock_update is not None and self._stock_update is update:
-            await self.end("the trainer is gone", keeps_group=False)
-
-    # ---- caches ----------------------------------------------------------------------
-
-    async def clear_caches(self, action: ClearCaches) -> Result:
-        """Starts to empty the caches; `AwaitStep("clear", name)` waits for the end."""
-        self.steps.start("clear", action.name, self._clear_caches())
-        return {}
-
-    # ---- what is asked for -----------------------------------------------------------
-
-    async def parameter_digests(self) -> dict[str, str]:
-        """A digest of each parameter, under the names of vLLM's `compute_weight_checksums`.
-
-        Raises:
-            InvalidRequest: this version of vLLM has none.
-            DeadlinePassed: the digests took longer than the timeout of a step.
-        """
-        try:
-            return {
-                name: digest
-                for digests in await self._call("digests")
-                for name, digest in digests.items()
-            }
-        except TimeoutError:
-            raise DeadlinePassed(
-                f"the parameters were not read within {self._timeout_s:g} s "
-                "(weight_update_timeout_s); raise it"
-            ) from None

@@ -1,14 +1,15 @@
-"""Weight updates of one worker: accepts each step and runs it.
+"""Weight updates of one worker: accepts each step and runs it, whoever is the trainer.
 
 Runs in: each worker process, on its event loop. Owns: the state (`workers/weights/state.py`). Talks
 to: vLLM through `workers/engine/weights.py`. A failure before the model changes ends the group and
-keeps the old weights. A failure after that restarts the worker.
+keeps the old weights. A failure after that restarts the worker. `Trainer` has what depends on who
+sends: titopool's client here, vLLM's trainers in `stock.py`, TRL's client up to 1.10 in `trl.py`.
 """
 
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -28,11 +29,13 @@ from titopool.wire.commands import (
     ApplyUpdate,
     BeginFolder,
     BeginUpdate,
+    ClearCaches,
     JoinGroup,
     LeaveGroup,
     PrepareUpdate,
     ReceiveTensor,
     StartUpdate,
+    TensorInfo,
 )
 from titopool.wire.distributions import Durations
 from titopool.wire.messages import UpdateTotals
@@ -46,7 +49,6 @@ from workers.weights.checks import (
     check_whole_layers,
     checked_folder,
     is_listening,
-    wait_for_unused_port,
 )
 from workers.weights.engine_calls import EngineCalls
 from workers.weights.pauses import Pauses
@@ -82,27 +84,28 @@ class Updates:
     ):
         """`on_broken` gets the reason when the model's weights are in an unknown state."""
         self._engine_of = engine
-        self._versions = versions
-        self._pauses = pauses
-        self._config = config
-        self._pool = pool
+        self.versions = versions
+        self.pauses = pauses
+        self.config = config
+        self.pool = pool
         self._on_applied = on_applied
         self._on_broken = on_broken
         self.state = WeightState(timeout_s=config.weight_update_timeout_s)
         self.steps = Steps()
-        self._accepting = asyncio.Lock()
+        self.accepting = asyncio.Lock()
         self._proves_each = config.weight_proof == "each"
         # Whether tensors may have overwritten keys and values that the caches still name.
         self._must_clear = False
         # Held while a step outside an update empties the caches.
         self._clearing = asyncio.Lock()
-        self._call = EngineCalls(engine, config.weight_update_timeout_s, on_broken)
+        self.call = EngineCalls(engine, config.weight_update_timeout_s, on_broken)
         # The clock of the weights that the update in progress may be a part of.
-        self._base_clock = 0
+        self.base_clock = 0
         # The version of the pool's weights when that update began.
         self._base_version = 0
-        # The last group that was joined.
-        self._group: JoinGroup | None = None
+        # The last group that was joined, and its trainer.
+        self.group: JoinGroup | None = None
+        self._trainer = self._own_client = Trainer(self)
         # Names of the update's tensors that will not be loaded.
         self._ignored: list[str] = []
         # Where the last update's tensors waited; "folder", or "" before the first tensor.
@@ -122,112 +125,115 @@ class Updates:
         self.phases: dict[str, Durations] = {}
 
     @property
-    def _engine(self) -> WeightEngine:
+    def engine(self) -> WeightEngine:
+        """The loaded engine."""
         return self._engine_of()
+
+    @property
+    def trainer(self) -> "Trainer":
+        """Who sends in the session that is open; without one, titopool's client."""
+        return self._trainer if self.state.session else self._own_client
 
     @property
     def has_call_in_flight(self) -> bool:
         """Whether a call to vLLM's processes is in flight; each call has a timeout."""
-        return self._call.num_in_flight > 0
+        return self.call.num_in_flight > 0
 
     @property
     def is_behind_pool(self) -> bool:
         """Whether the worker lacks the pool's weights; it gets no jobs then."""
-        return not self.state.weights.serves_as(self._pool.weights)
+        return not self.state.weights.serves_as(self.pool.weights)
 
     @property
     def group_size(self) -> int | None:
         """Ranks of the group, with the trainer's; None: no group."""
-        return self._group.world_size if self._group and self.state.session else None
+        return self.group.world_size if self.group and self.state.session else None
 
     @property
     def default_pause_mode(self) -> PauseMode:
         """The mode that costs requests in flight least, for updates without a `policy`."""
-        return "keep" if self._engine.can_keep else "drain"
+        return "keep" if self.engine.can_keep else "drain"
 
     @property
     def catch_up_mode(self) -> PauseMode:
         """The mode in which a worker without the pool's weights takes these."""
         mode = self.default_pause_mode
         # Kept requests cannot drain. A worker without the pool's weights has few requests.
-        return "abort" if mode == "drain" and self._pauses.keeps_requests else mode
+        return "abort" if mode == "drain" and self.pauses.keeps_requests else mode
 
     @property
     def awaited(self) -> Result | None:
         """What this worker's processes wait for in the group; None: nothing."""
         # While tensors are loaded in place, the processes cannot be asked.
         is_asked = self.state.phase in IN_GROUP and not self.is_in_model
-        return self._call.awaited.shown if is_asked else None
+        return self.call.awaited.shown if is_asked else None
 
     @property
-    def _timeout_s(self) -> float:
+    def is_fetching(self) -> bool:
+        """Whether this worker takes another one's weights."""
+        return self.staging == "peer" and self.state.is_apart
+
+    @property
+    def timeout_s(self) -> float:
         """The timeout of each step."""
-        return self._config.weight_update_timeout_s
+        return self.config.weight_update_timeout_s
 
     # ---- the group -------------------------------------------------------------------
 
-    async def join(self, action: JoinGroup) -> Result:
-        """Accepts a session; `AwaitStep("join", session)` waits until all ranks have joined."""
-        async with self._accepting:
-            takes_over = self.state.phase is not Phase.CLOSED and await self._is_abandoned(action)
+    async def join(self, action: JoinGroup, trainer: "Trainer | None" = None) -> Result:
+        """Accepts a session; `AwaitStep("join", session)` waits until all ranks have joined.
+
+        Args:
+            trainer: None: titopool's client.
+        """
+        trainer = trainer or self._own_client
+        async with self.accepting:
+            takes_over = self.state.phase is not Phase.CLOSED
+            takes_over = takes_over and await self.trainer.is_abandoned(action)
             self.state.join(
                 action.session, action.protocol, time.monotonic(), takes_over=takes_over
             )
             if takes_over:
                 logger.warning("session %s replaces a session without a trainer", action.session)
-            self._call.awaited.observe([])
-            self._group = action
+            self.call.awaited.observe([])
+            self.group, self._trainer = action, trainer
             try:
                 if takes_over:
-                    await self._release()
-                self._check_not_broken()
-                if action.protocol == "vllm" and action.host and not action.is_stock:
-                    await check_trainer_reachable(action.host, action.port)
-                if action.protocol == "trl" and action.rank == 0:
-                    await wait_for_unused_port(action.host, action.port)
-                check_trainer_device(action.device_uuid, await self._call("device"))
-                if not action.is_stock:
-                    await self._start_to_join(action)
+                    await self.release()
+                self.check_not_broken()
+                if not trainer.listens_later:
+                    await trainer.check_address(action)
+                check_trainer_device(action.device_uuid, await self.call("device"))
+                if not trainer.listens_later:
+                    await self.call("join", self._group_args(action))
             except BaseException as error:
                 await self.end(f"session {action.session} could not join: {error}")
                 raise
-            self.steps.start("join", action.session, self._run_join(action))
-        return {}
-
-    async def _start_to_join(self, action: JoinGroup) -> None:
-        await self._call("join", self._group_args(action))
+            self.pauses.renew()
+            trainer.begin_session()
+            self.steps.start("join", action.session, self._run_join(action, trainer))
+        return {"session": action.session}
 
     def _group_args(self, action: JoinGroup) -> dict[str, Any]:
         return {
             "protocol": action.protocol, "backend": action.backend, "host": action.host,
             "port": action.port, "rank": action.rank, "world_size": action.world_size,
-            "timeout_s": self._timeout_s, "nccl_id": action.nccl_id,
+            "timeout_s": self.timeout_s, "nccl_id": action.nccl_id,
         }  # fmt: skip
 
-    async def _is_abandoned(self, newcomer: JoinGroup | None = None) -> bool:
-        """Whether the current session has lost its trainer, as far as `newcomer` may tell."""
-        group = self._group
-        if group is None:
-            return True
-        if group.protocol == "vllm" and group.host:
-            return not await is_listening(group.host, group.port)
-        # A trainer with an NCCL id and TRL's client do not listen. A new one on the same GPU
-        # replaces the old one at once, any other one only after the old one was idle for the
-        # timeout of a step.
-        is_same_gpu = newcomer is not None and group.device_uuid == newcomer.device_uuid != ""
-        return is_same_gpu or self.state.idle_s(time.monotonic()) > self._timeout_s
-
-    async def _run_join(self, action: JoinGroup) -> Result:
-        async with self._ends_on_failure(f"session {action.session} did not form"):
-            if action.is_stock:
-                await self._start_to_join(action)
-            await self._call.wait_for_receivers(lambda status: bool(status["is_joined"]))
+    async def _run_join(self, action: JoinGroup, trainer: "Trainer") -> Result:
+        async with self.ends_on_failure(f"session {action.session} did not form"):
+            if trainer.listens_later:
+                await trainer.check_address(action)
+                await self.call("join", self._group_args(action))
+            await self.call.wait_for_receivers(lambda status: bool(status["is_joined"]))
             self.state.joined(action.session, time.monotonic())
+        await trainer.on_joined(action)
         return {}
 
     async def leave(self, action: LeaveGroup) -> Result:
         """Closes the group."""
-        async with self._accepting:
+        async with self.accepting:
             session = action.session
             if session is None:
                 # TRL's client may close its group twice: on request and when it exits.
@@ -237,26 +243,26 @@ class Updates:
             self.state.leave(session)
             if self.state.last_end:
                 logger.warning("session %s has ended: %s", session, self.state.last_end)
-            await self._release()
+            await self.release()
         return {}
 
     # ---- an update: begin ------------------------------------------------------------
 
     async def begin(self, action: BeginUpdate) -> Result:
         """Checks the announced tensors and starts to receive them."""
-        async with self._accepting:
+        async with self.accepting:
             self.state.check_session("begin", action.session)
             self._check_pause_mode(action.policy or self.default_pause_mode)
             if action.is_partial:
-                self._check_base(self._base_of(action))
+                self.check_base(self._base_of(action))
             tensors = msgspec.msgpack.encode(action.tensors)
-            async with self._ends_on_failure("the update did not begin", but_for=InvalidRequest):
-                fits = await self._call(
+            async with self.ends_on_failure("the update did not begin", but_for=InvalidRequest):
+                fits = await self.call(
                     "begin", tensors, action.is_partial, action.chunk_bytes,
-                    self._config.weight_staging, "a checksum" if action.with_checksum else "",
+                    self.config.weight_staging, "a checksum" if action.with_checksum else "",
                 )  # fmt: skip
             check_whole_layers(fits[0]["split_layers"])
-            update = self._new_update(action)
+            update = self.new_update(action)
             self.state.begin(action.session, update, time.monotonic())
             self.staging = staging_of(fits)
             if self.staging in STANDING:
@@ -265,27 +271,27 @@ class Updates:
         kept = {name: fits[0][name] for name in ("missing", "ignored", "kept")}
         self._ignored = kept["ignored"]
         return {
-            "version": update.version, "clock": update.clock - 1, "base_clock": self._base_clock,
+            "version": update.version, "clock": update.clock - 1, "base_clock": self.base_clock,
             "staging": self.staging, **kept,
         }  # fmt: skip
 
     async def _run_stop(self, policy: PauseMode) -> Result:
         """Stops generation, so that the tensors can arrive in the KV cache's memory or the model."""
-        async with self._ends_on_failure("generation did not stop for the update"):
-            await self._stop_generation(policy, receives=True)
-        async with self._ends_on_failure("the weights were not loaded"):
-            await self._load_in_place()
+        async with self.ends_on_failure("generation did not stop for the update"):
+            await self.stop_generation(policy, receives=True)
+        async with self.ends_on_failure("the weights were not loaded"):
+            await self.load_in_place()
         return {}
 
-    async def _load_in_place(self) -> None:
+    async def load_in_place(self) -> None:
         """Loads the tensors as they come, if they are to go in place."""
         if self.staging == IN_PLACE:
             # Until then the model is as it was.
-            await self._call.wait_for_receivers(lambda status: status["num_received"] > 0)
+            await self.call.wait_for_receivers(lambda status: status["num_received"] > 0)
             self.is_in_model = True
-            await self._call("load")
+            await self.call("load")
 
-    async def _stop_generation(self, policy: PauseMode, *, receives: bool = False) -> None:
+    async def stop_generation(self, policy: PauseMode, *, receives: bool = False) -> None:
         """Pauses generation and clears the caches, unless that was done for this update.
 
         Args:
@@ -294,33 +300,33 @@ class Updates:
         """
         # Generation resumes at the end of another step that empties the caches.
         async with self._clearing:
-            is_new = not self._pauses.is_committing
+            is_new = not self.pauses.is_committing
             if is_new:
                 self._check_pause_mode(policy)
-                await self._pauses.begin_commit(self._engine, policy)
+                await self.pauses.begin_commit(self.engine, policy)
         if receives:
             self._must_clear |= is_new
             # With many requests in flight, clearing the caches takes as long as a transfer.
-            await self._call("receive")
+            await self.call("receive")
         if is_new:
-            await self._engine.clear_caches()
+            await self.engine.clear_caches()
             self._must_clear = False
 
-    async def _set_aside(self) -> None:
+    async def set_aside(self) -> None:
         """Resumes generation while the trainer may take its time for the rest of a layer."""
-        if self.staging == IN_KV_CACHE and all(await self._call("set_aside")):
-            await self._pauses.end_commit(self._engine)
+        if self.staging == IN_KV_CACHE and all(await self.call("set_aside")):
+            await self.pauses.end_commit(self.engine)
 
-    async def _take(self, tensors: bytes, chunk_bytes: int, not_in_place: str) -> None:
+    async def take(self, tensors: bytes, chunk_bytes: int, not_in_place: str) -> None:
         """Checks tensors of an update and starts to receive them."""
-        answers = await self._call(
-            "take", tensors, chunk_bytes, self._config.weight_staging, not_in_place
+        answers = await self.call(
+            "take", tensors, chunk_bytes, self.config.weight_staging, not_in_place
         )
         # One list may fit beside the model and another one not.
         before = [{"staging": self.staging}] if self.staging else []
         self.staging = staging_of([*answers, *before])
         if staging_of(answers) in STANDING:
-            await self._stop_generation(self.default_pause_mode, receives=True)
+            await self.stop_generation(self.default_pause_mode, receives=True)
 
     async def begin_folder(self, action: BeginFolder, *, clock: int | None = None) -> Result:
         """Checks the folder's tensors; `clock` is given for weights that the pool has already.
@@ -329,33 +335,34 @@ class Updates:
             Conflict: an update is in progress, or the folder has other files than `action` says.
             InvalidRequest: the folder is not below `weights_root`, or does not fit the model.
         """
-        folder = checked_folder(action.folder, self._config.weights_root)
-        async with self._accepting:
+        folder = checked_folder(action.folder, self.config.weights_root)
+        async with self.accepting:
             self.state.check_resting("update_weights")
             files = await check_files(folder, action.files)
-            (fit, *_) = await self._call("check_folder", folder)
-            update = self._new_update(action, folder, files, clock)
+            (fit, *_) = await self.call("check_folder", folder)
+            update = self.new_update(action, folder, files, clock)
             self.state.begin_apart("update_weights", update, time.monotonic())
             if action.label:
                 self.state.set_label(action.label)
-            self._pauses.renew()
+            self.pauses.renew()
         return {"version": update.version, "clock": update.clock - 1, "files": files, **fit}
 
-    def _new_update(
+    def new_update(
         self,
         action: BeginUpdate | BeginFolder | ReceiveTensor | StartUpdate,
         folder: str = "",
         files: str = "",
         clock: int | None = None,
     ) -> PoolWeights:
-        self._begin_clock()
-        self._base_version = self._pool.weights.version
+        """The weights of an update that begins now."""
+        self.begin_clock()
+        self._base_version = self.pool.weights.version
         self.staging = "folder" if folder else ""
         if not isinstance(action, BeginFolder):
-            self._base_clock = self._base_of(action)
+            self.base_clock = self._base_of(action)
         if clock is None:
-            clock = next_clock(max(self._pool.weights.clock, action.clock))
-        version = self._pool.weights.version + 1 if action.version is None else action.version
+            clock = next_clock(max(self.pool.weights.clock, action.clock))
+        version = self.pool.weights.version + 1 if action.version is None else action.version
         return PoolWeights(clock, action.update_id, version, False, folder, files)
 
     def _base_of(self, action: BeginUpdate | ReceiveTensor | StartUpdate) -> int:
@@ -365,9 +372,9 @@ class Updates:
         """
         if action.base_clock is not None:
             return action.base_clock
-        return max(self._pool.weights.clock, action.clock)
+        return max(self.pool.weights.clock, action.clock)
 
-    def _check_base(self, clock: int) -> None:
+    def check_base(self, clock: int) -> None:
         """Raises Conflict for a partial update to a worker that lacks the pool's weights."""
         if self.is_behind_pool or clock > self.state.weights.clock:
             raise Conflict(
@@ -379,7 +386,8 @@ class Updates:
 
     async def prepare(self, action: PrepareUpdate) -> Result:
         """Accepts a commit; `AwaitStep("prepare", update)` waits until it can be applied."""
-        async with self._accepting:
+        async with self.accepting:
+            self.trainer.check_prepare(action.update_id)
             self._check_pause_mode(action.policy or self.default_pause_mode)
             if self.staging == IN_PLACE and (action.with_checksum or action.checksum is not None):
                 raise InvalidRequest(
@@ -388,25 +396,25 @@ class Updates:
                     param="checksum",
                 )
             update = self.state.prepare(action.update_id, time.monotonic())
-            self._pauses.renew()
-            self.steps.start("prepare", action.update_id, self._run_prepare(action, update))
+            self.pauses.renew()
+            self.steps.start("prepare", action.update_id, self.run_prepare(action, update))
         return {}
 
     def _check_pause_mode(self, mode: PauseMode) -> None:
-        if mode == "keep" and not self._engine.can_keep:
+        if mode == "keep" and not self.engine.can_keep:
             raise InvalidRequest(
                 "policy: expected drain or abort, got keep, with which this version of vLLM loses "
                 "the images of requests in flight",
                 param="policy",
             )
-        self._pauses.check_mode(mode)
+        self.pauses.check_mode(mode)
 
-    async def _run_prepare(self, action: PrepareUpdate, update: PoolWeights) -> Result:
+    async def run_prepare(self, action: PrepareUpdate, update: PoolWeights) -> Result:
         """Waits for all tensors, pauses generation and clears the caches."""
-        async with self._ends_on_failure("the update cannot be committed"):
+        async with self.ends_on_failure("the update cannot be committed"):
             result = {} if update.folder else await self._await_tensors(action)
             begin = time.monotonic()
-            await self._stop_generation(action.policy or self.default_pause_mode)
+            await self.stop_generation(action.policy or self.default_pause_mode)
             if update.folder:
                 # The last look at which the model has the old weights.
                 await check_files(update.folder, update.files)
@@ -420,15 +428,15 @@ class Updates:
     async def _await_tensors(self, action: PrepareUpdate) -> Result:
         if self.steps.has_started(*stop_step(action.update_id)):
             await self.steps.wait(*stop_step(action.update_id))
-        await self._call.wait_for_receivers(lambda s: s["num_received"] == s["num_announced"])
+        await self.call.wait_for_receivers(lambda s: s["num_received"] == s["num_announced"])
         if self._began is not None:
             self._count_phase("receive", time.monotonic() - self._began[0])
         if await self._check_received():
             # A head that is tied to the embedding is not loaded.
-            await self._call("compare_heads")
+            await self.call("compare_heads")
         if not action.with_checksum and action.checksum is None:
             return {}
-        found: set[str] = set(await self._call("checksum"))
+        found: set[str] = set(await self.call("checksum"))
         if len(found) > 1 or (action.checksum is not None and found != {action.checksum}):
             raise WeightUpdateFailed(
                 f"checksum: expected {action.checksum or 'the same in all processes'}, got "
@@ -437,12 +445,26 @@ class Updates:
         return {"checksum": found.pop()}
 
     async def _check_received(self) -> list[str]:
-        """Checks the received tensors if `begin` could not; see `TrlUpdates`.
+        """Checks the received tensors if `begin` could not.
 
         Returns:
             The names of those that will not be loaded.
         """
-        return self._ignored
+        told = self.trainer.told
+        if told is None:
+            return self._ignored
+        self.pauses.renew()
+        fit = await self.fit_of(told.values())
+        check_whole_layers(fit["split_layers"])
+        if fit["missing"]:
+            self.check_base(self.base_clock)
+        return list(fit["ignored"])
+
+    async def fit_of(self, tensors: Iterable[TensorInfo]) -> dict[str, Any]:
+        """How tensors fit the model: names that are `missing`, and `split_layers`."""
+        encoded = msgspec.msgpack.encode(list(tensors))
+        (fit, *_) = await self.call("check", encoded, True)
+        return dict(fit)
 
     # ---- an update: apply or abort ---------------------------------------------------
 
@@ -451,21 +473,21 @@ class Updates:
 
         A repeated call does nothing: the command and another front end's `Hello` may both apply.
         """
-        async with self._accepting:
+        async with self.accepting:
             if not self.steps.has_started("apply", action.update_id):
                 update = self.state.apply(action.update_id, time.monotonic())
-                self._pauses.renew()
-                self.steps.start("apply", action.update_id, self._run_apply(update))
+                self.pauses.renew()
+                self.steps.start("apply", action.update_id, self.run_apply(update))
         return {}
 
-    async def _run_apply(self, update: PoolWeights) -> Result:
+    async def run_apply(self, update: PoolWeights) -> Result:
         """Loads the tensors into the model and resumes generation."""
         begin = time.monotonic()
         try:
-            async with asyncio.timeout(self._timeout_s):
+            async with asyncio.timeout(self.timeout_s):
                 # Outputs from before the pause may still arrive while the tensors are loaded.
                 progress, (result, *_) = await asyncio.gather(
-                    self._engine.progress(), self._call("apply", self._proves_each)
+                    self.engine.progress(), self.call("apply", self._proves_each)
                 )
                 if update.folder:
                     # What was read while somebody wrote is of two checkpoints.
@@ -478,28 +500,33 @@ class Updates:
             raise WeightUpdateFailed(f"{reason}; the worker restarts") from error
         self.state.applied(update.update_id, time.monotonic())
         self._count_phase("apply", time.monotonic() - begin)
-        await self._serve(update, progress)
+        await self.serve(update, progress)
         return {
             "version": update.version, "previous_version": self._base_version, **result,
             "staging": self.staging,
             "update_s": round(self.last_update_s, 4), "paused_s": round(self.last_paused_s, 4),
         }  # fmt: skip
 
-    async def _serve(self, update: PoolWeights, progress: Progress) -> None:
+    async def serve(self, update: PoolWeights, progress: Progress) -> None:
         """Records new weights that the model has, and resumes generation."""
-        self._pool.record_weights(update)
+        self.pool.record_weights(update)
         logger.info("serving weights of version %d", update.version)
-        self._versions.switch(update.version, progress)
-        self.is_in_model = self._pauses.is_held = False
+        self.versions.switch(update.version, progress)
+        self.is_in_model = self.pauses.is_held = False
         try:
-            await self._pauses.end_commit(self._engine)
+            await self.pauses.end_commit(self.engine)
         finally:
             # A new group may cancel this step once the weights are applied.
             self._count(is_applied=True)
             self._on_applied()
 
-    def _begin_clock(self) -> None:
-        self._began = (time.monotonic(), self._pauses.commits_s)
+    def forget_begin(self) -> None:
+        """The update in progress has ended without tensors, and counts nowhere."""
+        self._began = None
+
+    def begin_clock(self) -> None:
+        """Begins the times of an update."""
+        self._began = (time.monotonic(), self.pauses.commits_s)
 
     def _count(self, *, is_applied: bool) -> None:
         """Counts the end of the update in progress, if there is one."""
@@ -510,18 +537,23 @@ class Updates:
         if is_applied:
             totals.num_applied += 1
             self.last_update_s = totals.update_s = time.monotonic() - began[0]
-            self.last_paused_s = totals.paused_s = self._pauses.commits_s - began[1]
+            self.last_paused_s = totals.paused_s = self.pauses.commits_s - began[1]
             self._count_phase("pause", totals.paused_s)
         else:
             totals.num_failed += 1
 
     async def abort(self, action: AbortUpdate) -> Result:
         """Aborts an update, unless it is applied or being applied: the result says which."""
-        async with self._accepting:
+        update = self.state.update
+        if self.is_fetching and update is not None and update.update_id == action.update_id:
+            # What this worker fetches is applied elsewhere.
+            return {"is_applied": True}
+        async with self.accepting:
             if self.state.has_applied(action.update_id):
                 return {"is_applied": True}
-            self.state.abort(action.update_id, action.reason, keeps_group=self._keeps_group())
-            await self._release()
+            keeps_group = self.trainer.keeps_group
+            self.state.abort(action.update_id, action.reason, keeps_group=keeps_group)
+            await self.release()
         return {"is_applied": False}
 
     def return_to_initial(self) -> None:
@@ -530,14 +562,14 @@ class Updates:
 
     async def accept_initial(self, action: AcceptInitialWeights) -> Result:
         """Makes the initial weights the pool's; a worker that has other weights restarts."""
-        async with self._accepting:
+        async with self.accepting:
             if not self.is_behind_pool:
                 raise Conflict(
                     f"accept: expected a pool whose weights are lost; {self.state.describe()}"
                 )
             self.state.check_resting("accept")
             weights = PoolWeights(action.clock, action.update_id)
-            self._pool.record_weights(weights)
+            self.pool.record_weights(weights)
             restarts = not self.state.weights.is_initial
             if restarts:
                 self.return_to_initial()
@@ -547,44 +579,81 @@ class Updates:
             self._on_applied()
         return {"restarts": restarts}
 
+    # ---- outside an update -----------------------------------------------------------
+
+    async def clear_caches(self, action: ClearCaches) -> Result:
+        """Starts to empty the caches; `AwaitStep("clear", name)` waits for the end."""
+        self.steps.start("clear", action.name, self.run_clear())
+        return {}
+
+    async def run_clear(self) -> Result:
+        """Empties the caches, unless they are held for new weights."""
+        if self.pauses.is_held:
+            # They are clear, and stay so until new weights are complete.
+            return {}
+        try:
+            async with asyncio.timeout(self.timeout_s):
+                await self._pause_and_clear()
+                # A commit in progress empties the caches before the model changes.
+                await self.pauses.wait_for_commit()
+        except TimeoutError:
+            raise DeadlinePassed(
+                f"the caches were not emptied within {self.timeout_s:g} s "
+                "(weight_update_timeout_s); ask /weights for the state and try again"
+            ) from None
+        return {}
+
+    async def _pause_and_clear(self) -> None:
+        async with self._clearing:
+            if self.pauses.is_committing:
+                return
+            # Generation is paused, as a step in between could use an entry that is being cleared.
+            await self.pauses.begin_commit(self.engine, self.default_pause_mode)
+            try:
+                await self.engine.clear_caches()
+            finally:
+                await self.pauses.end_commit(self.engine)
+
+    async def parameter_digests(self) -> dict[str, str]:
+        """A digest of each parameter, under the names of vLLM's `compute_weight_checksums`.
+
+        Raises:
+            InvalidRequest: this version of vLLM has none.
+            DeadlinePassed: the digests took longer than the timeout of a step.
+        """
+        try:
+            return {
+                name: digest
+                for digests in await self.call("digests")
+                for name, digest in digests.items()
+            }
+        except TimeoutError:
+            raise DeadlinePassed(
+                f"the parameters were not read within {self.timeout_s:g} s "
+                "(weight_update_timeout_s); raise it"
+            ) from None
+
     # ---- deadlines and failures ------------------------------------------------------
 
     async def check(self) -> None:
         """Ends an update whose deadline has passed, whose receiver failed or whose trainer is gone."""
         try:
-            waits = self.state.phase in WAITING and not self._has_step_with_deadline()
+            # A fetch, and a step that receives, end the update when their own deadline passes.
+            has_deadline = self.is_fetching or self.trainer.is_receiving_list
+            waits = self.state.phase in WAITING and not has_deadline
             if waits and self.state.has_expired(time.monotonic()):
                 await self.end(
-                    f"{self.state.phase} for more than {self._timeout_s:g} s "
-                    f"(weight_update_timeout_s){self._call.awaited.reason}"
+                    f"{self.state.phase} for more than {self.timeout_s:g} s "
+                    f"(weight_update_timeout_s){self.call.awaited.reason}"
                 )
             elif self.state.is_receiving_tensors:
-                await self._check_receiving()
+                await self.trainer.look()
         except TitopoolError as error:
             if self.state.phase in WAITING:
                 await self.end(error.message)
 
-    def _has_step_with_deadline(self) -> bool:
-        """Whether a step runs that ends the update when its own deadline passes."""
-        return False
-
-    def _keeps_group(self) -> bool:
-        """Whether the group can be used after an update that failed now."""
-        return False
-
-    async def _check_receiving(self) -> None:
-        if not self.is_in_model:
-            # Else the call would wait for the model to load.
-            await self._call.receiver_statuses()
-        update, group = self.state.update, self._group
-        if group is None or not group.host or await is_listening(group.host, group.port):
-            return
-        # The attempt to connect takes up to 2 s: in that time, the update may have ended.
-        if self.state.is_receiving_tensors and self.state.update is update:
-            await self.end("the trainer is gone")
-
     @asynccontextmanager
-    async def _ends_on_failure(
+    async def ends_on_failure(
         self,
         what: str,
         *,
@@ -601,13 +670,13 @@ class Updates:
             WeightUpdateFailed: the step raised an error that is not a TitopoolError.
         """
         try:
-            async with asyncio.timeout(self._timeout_s):
+            async with asyncio.timeout(self.timeout_s):
                 yield
         except but_for:
             raise
         except TimeoutError:
-            reason = f"{what}: not within {self._timeout_s:g} s (weight_update_timeout_s)"
-            reason += self._call.awaited.reason
+            reason = f"{what}: not within {self.timeout_s:g} s (weight_update_timeout_s)"
+            reason += self.call.awaited.reason
             await self.end(reason, keeps_group=keeps_group)
             raise DeadlinePassed(reason) from None
         except TitopoolError as error:
@@ -628,45 +697,118 @@ class Updates:
         if self.state.phase is Phase.APPLYING:
             return
         if self.state.phase is not Phase.CLOSED:
-            keeps = self._keeps_group() if keeps_group is None else keeps_group
+            keeps = self.trainer.keeps_group if keeps_group is None else keeps_group
             self.state.end(reason, keeps_group=keeps)
         logger.warning("a weight update or its group has ended: %s", reason)
-        await self._release()
+        await self.release()
 
-    async def _release(self) -> None:
+    async def release(self) -> None:
         """After the end of an update or a group: releases receivers and steps, and resumes."""
         self.steps.cancel()
-        self._call.awaited.observe([])
+        self.call.awaited.observe([])
         self._count(is_applied=False)
         if self.is_in_model:
             # A part of the model may be new; or all of it, and other workers have older weights.
             self._break(f"an update in place has ended: {self.state.last_end}")
             return
         try:
-            await self._call("drop", self.state.phase is Phase.CLOSED)
+            await self.call("drop", self.state.phase is Phase.CLOSED)
             if self._must_clear:
-                async with asyncio.timeout(self._timeout_s):
-                    await self._engine.clear_caches()
+                async with asyncio.timeout(self.timeout_s):
+                    await self.engine.clear_caches()
                 self._must_clear = False
         except BaseException as error:
-            stands = self.staging in STANDING and self._pauses.is_committing
+            stands = self.staging in STANDING and self.pauses.is_committing
             if stands and (self._must_clear or isinstance(error, Exception)):
                 # The trainer's bytes may still arrive there: only a new process may generate.
                 self._break(f"the KV cache could not be cleared: {error!r}")
                 raise
-            await self._pauses.end_commit(self._engine)
+            await self.pauses.end_commit(self.engine)
             raise
-        await self._pauses.end_commit(self._engine)
+        await self.pauses.end_commit(self.engine)
 
     def _break(self, reason: str) -> None:
         """Ends the worker; generation stands until then."""
-        self._pauses.never_resumes = True
+        self.pauses.never_resumes = True
         self._on_broken(reason)
 
-    def _check_not_broken(self) -> None:
+    def check_not_broken(self) -> None:
         """Raises WeightUpdateFailed while the worker ends."""
-        if self._pauses.never_resumes:
+        if self.pauses.never_resumes:
             raise WeightUpdateFailed("this worker restarts; ask /ready and try again")
+
+
+class Trainer:
+    """How titopool's client sends: its calls name session and update, and an update has one list."""
+
+    # Whether the trainer begins to listen after its call.
+    listens_later = False
+
+    def __init__(self, updates: Updates):
+        self.updates, self.state, self.steps = updates, updates.state, updates.steps
+
+    @property
+    def is_receiving_list(self) -> bool:
+        """Whether a list is being received, by a step with its own deadline."""
+        return False
+
+    @property
+    def told(self) -> dict[str, TensorInfo] | None:
+        """The update's tensors by name, where `begin` did not have them all; None: it had."""
+        return None
+
+    @property
+    def keeps_group(self) -> bool:
+        """Whether the group can be used after an update that failed now."""
+        return False
+
+    @property
+    def is_watched(self) -> bool:
+        """Whether a trainer that does not listen is gone."""
+        return True
+
+    def begin_session(self) -> None:
+        """Called when a session was accepted."""
+
+    async def check_address(self, action: JoinGroup) -> None:
+        """Raises InvalidRequest if the workers cannot meet the trainer at the group's address."""
+        if action.host:
+            await check_trainer_reachable(action.host, action.port)
+
+    async def on_joined(self, action: JoinGroup) -> None:
+        """Called when all ranks have joined."""
+
+    async def is_abandoned(self, newcomer: JoinGroup | None = None) -> bool:
+        """Whether the session has lost its trainer, as far as `newcomer` may tell."""
+        updates = self.updates
+        group = updates.group
+        if group is None:
+            return True
+        if group.protocol == "vllm" and group.host:
+            return not await is_listening(group.host, group.port)
+        # A trainer with an NCCL id and TRL's client do not listen. A new one on the same GPU
+        # replaces the old one at once, any other one only after the old one was idle for the
+        # timeout of a step.
+        is_same_gpu = newcomer is not None and group.device_uuid == newcomer.device_uuid != ""
+        return is_same_gpu or self.state.idle_s(time.monotonic()) > updates.timeout_s
+
+    def check_prepare(self, update_id: str) -> None:
+        """Raises Conflict if the update has not ended."""
+
+    async def look(self) -> None:
+        """Ends an update whose receiver failed or whose trainer is gone; called while it receives."""
+        updates = self.updates
+        # While a list is received, that step asks; while the model loads, the call would wait.
+        if not (self.is_receiving_list or updates.is_in_model):
+            await updates.call.receiver_statuses()
+        update, group = self.state.update, updates.group
+        if group is None or not group.host or not self.is_watched:
+            return
+        if await is_listening(group.host, group.port):
+            return
+        # The attempt to connect takes up to 2 s: in that time, the update may have ended.
+        if self.state.is_receiving_tensors and self.state.update is update:
+            await updates.end("the trainer is gone", keeps_group=False)
 
 
 def stop_step(update_id: str) -> tuple[str, str]:
