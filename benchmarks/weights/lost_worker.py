@@ -2,10 +2,10 @@
 
     python -m benchmarks.weights.lost_worker [--wait-s 60]
 
-A trainer with vLLM's own code (`trainer_send_weights`) makes one whole update of a small model, begins
-another, and the worker's engine is killed before its broadcast. Prints a line of JSON each for the
-answer of /update_weights, for how the trainer's calls ended, for the server's state, and for the
-update of a new trainer afterwards, with the seconds since the kill.
+A trainer with vLLM's own code (`packed_nccl_broadcast_producer`) makes one whole update of a small
+model, begins another, and the worker's engine is killed before its broadcast. Prints a line of JSON
+each for the answer of /update_weights, for how the trainer's calls ended, for the server's state, and
+for the update of a new trainer afterwards, with the seconds since the kill.
 """
 
 import argparse
@@ -73,9 +73,11 @@ def send(url: str, folder: str, kill: str) -> None:
     import requests
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
-    from vllm.distributed.weight_transfer.nccl_engine import (
-        NCCLTrainerSendWeightsArgs,
-        NCCLWeightTransferEngine,
+    from vllm.distributed.weight_transfer.nccl_common import trainer_init
+    from vllm.distributed.weight_transfer.packed_tensor import (
+        DEFAULT_PACKED_BUFFER_SIZE_BYTES,
+        DEFAULT_PACKED_NUM_BUFFERS,
+        packed_nccl_broadcast_producer,
     )
 
     faulthandler.enable()
@@ -87,7 +89,7 @@ def send(url: str, folder: str, kill: str) -> None:
     names = [name for name, _ in tensors]
     kinds = [str(one.dtype).removeprefix("torch.") for _, one in tensors]
     shapes = [list(one.shape) for _, one in tensors]
-    update = {"names": names, "dtype_names": kinds, "shapes": shapes, "packed": True}
+    update = {"names": names, "dtype_names": kinds, "shapes": shapes}
     began = time.monotonic()
 
     def call(path: str, body: Any) -> None:
@@ -101,10 +103,10 @@ def send(url: str, folder: str, kill: str) -> None:
 
     init = {
         "master_address": "127.0.0.1", "master_port": free_port(), "rank_offset": 1,
-        "world_size": 2,
+        "world_size": 2, "packed": True,
     }  # fmt: skip
     joined = beside("/init_weight_transfer_engine", {"init_info": init})
-    group = NCCLWeightTransferEngine.trainer_init(init)
+    group = trainer_init(init)
     joined.join()
     for is_last in (False, True):
         call("/start_weight_update", {})
@@ -114,10 +116,12 @@ def send(url: str, folder: str, kill: str) -> None:
             kill_engine()
             began = time.monotonic()
             faulthandler.dump_traceback_later(20, exit=False)
-        NCCLWeightTransferEngine.trainer_send_weights(
-            iter(tensors), NCCLTrainerSendWeightsArgs(group=group, packed=True)
-        )
-        show("trainer_send_weights returned", s=time.monotonic() - began)
+        packed_nccl_broadcast_producer(
+            iterator=iter(tensors), group=group, src=0, post_iter_func=lambda item: item[1],
+            buffer_size_bytes=DEFAULT_PACKED_BUFFER_SIZE_BYTES,
+            num_buffers=DEFAULT_PACKED_NUM_BUFFERS,
+        )  # fmt: skip
+        show("the broadcast returned", s=time.monotonic() - began)
         torch.cuda.synchronize()
         show("the GPU finished the broadcast", s=time.monotonic() - began)
         answered.join()

@@ -7,8 +7,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -58,53 +58,61 @@ class Vllm:
     name = "vllm serve"
 
     def __init__(self, server: Server, trainer: Trainer):
-        from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
-
-        self.server = server
-        world_size = server.get("/get_world_size").json()["world_size"] + 1
-        info = {
-            "master_address": "127.0.0.1", "master_port": free_port(), "rank_offset": 1,
-            "world_size": world_size,
-        }  # fmt: skip
-        with ThreadPoolExecutor(1) as executor:
-            call = executor.submit(self._call, "/init_weight_transfer_engine", {"init_info": info})
-            self._group = NCCLWeightTransferEngine.trainer_init(info)
-            call.result()
-
-    def _call(self, path: str, body: Any = None) -> None:
-        answer = self.server.post(path, body)
-        assert answer.status_code == 200, f"{path}: {answer.text}"
-
-    def update(self, model: Any, policy: str) -> dict[str, Any]:
+        from vllm.distributed.weight_transfer.clients import HTTPVLLMWeightSyncClient
         from vllm.distributed.weight_transfer.nccl_engine import (
-            NCCLTrainerSendWeightsArgs,
-            NCCLWeightTransferEngine,
+            NCCLTrainerInitInfo,
+            NCCLTrainerWeightTransferEngine,
         )
 
-        tensors = list(checkpoint_tensors(dict(model.named_parameters())))
-        info = {
-            "names": [name for name, _ in tensors],
-            "dtype_names": [str(one.dtype).removeprefix("torch.") for _, one in tensors],
-            "shapes": [list(one.shape) for _, one in tensors],
-            "packed": True,
-        }
+        self.server = server
+        self._source = source_of(trainer.models[0])
+        world_size = server.get("/get_world_size").json()["world_size"] + 1
+        info = NCCLTrainerInitInfo(
+            master_address="127.0.0.1", master_port=free_port(), world_size=world_size, rank=0
+        )
+        self._engine = NCCLTrainerWeightTransferEngine.trainer_init(
+            info, client=HTTPVLLMWeightSyncClient(server.url), source=self._source
+        )
+
+    def _call(self, path: str) -> Any:
+        answer = self.server.post(path, None)
+        assert answer.status_code == 200, f"{path}: {answer.text}"
+        return answer.json()
+
+    def update(self, model: Any, policy: str) -> dict[str, Any]:
+        self._source.model = model
         mode = {"drain": "wait"}.get(policy, policy)
         self._call(f"/pause?mode={mode}")
         paused = time.monotonic()
-        self._call("/start_weight_update", {})
-        with ThreadPoolExecutor(1) as executor:
-            call = executor.submit(self._call, "/update_weights", {"update_info": info})
-            NCCLWeightTransferEngine.trainer_send_weights(
-                iter(tensors), NCCLTrainerSendWeightsArgs(group=self._group, packed=True)
-            )
-            call.result()
-        self._call("/finish_weight_update", {})
-        self._call("/reset_prefix_cache")
+        # /start_weight_update, /update_weights beside the broadcast, /finish_weight_update.
+        self._engine.send_weights()
+        # Requests in flight hold blocks: without this option nothing is reset.
+        reset = self._call("/reset_prefix_cache?reset_running_requests=true")
+        assert reset == {"success": True}, reset
         self._call("/resume")
         return {"staging": "in place", "paused_s": time.monotonic() - paused}
 
     def close(self) -> None:
-        self._group.group.store = None
+        self._engine.shutdown()
+
+
+def source_of(model: Any) -> Any:
+    """vLLM's view of a trainer's weights; its field `model` says which model is sent."""
+    from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
+
+    class Source(WeightSource):  # type: ignore[misc]
+        def __init__(self) -> None:
+            self.model = model
+
+        @cached_property
+        def metadata(self) -> list[Any]:
+            return [ParamMeta(name, one.dtype, tuple(one.shape)) for name, one in self.iter_full()]
+
+        def iter_full(self) -> Iterator[tuple[str, Any]]:
+            for name, one in checkpoint_tensors(dict(self.model.named_parameters())):
+                yield name, one.detach()
+
+    return Source()
 
 
 TRL_SCRIPT = Path(__file__).with_name("trl_trainer.py")
