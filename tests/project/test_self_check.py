@@ -52,7 +52,7 @@ SIZES = {
     "workers.engine": 2146,
     "workers.images": 412,
     "workers.in_model": 2476,
-    "workers.serving": 1458,
+    "workers.serving": 1459,
     "workers.supervisor": 1189,
     "workers.weights": 1275,
 }

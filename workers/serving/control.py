@@ -383,7 +383,8 @@ class Control:
 
     async def before_job(self) -> None:
         """Commits an update of TRL's client that is complete: the job needs the new weights."""
-        await self._trl.finish_if_complete()
+        if self._updates.state.protocol == "trl":
+            await self._trl.finish_if_complete()
 
     async def follow_pool(self) -> None:
         """Catches up with the pool; never returns."""
