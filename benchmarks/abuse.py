@@ -154,7 +154,7 @@ def foreign_page(target: "Target") -> Sent:
 
 
 Case = Callable[["Target"], Sent]
-# In the order of docs/performance.md.
+# In the order in which they run.
 CASES: dict[str, Case] = {
     "nested counts": nested_counts,
     "long grammars": long_grammars,

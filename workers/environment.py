@@ -40,7 +40,7 @@ def prepare_environment(environ: MutableMapping[str, str], *, on_cpu: bool) -> N
         # Engines share the cores with front ends and other engines: an OpenMP thread that spins
         # for long while it waits takes the core from the threads that it waits for. One that does
         # not spin at all is woken for each operation, which doubles the time of a small step. 1,000
-        # rounds are good alone and beside another engine (docs/performance.md).
+        # rounds are good alone and beside another engine (docs/operators.md).
         if "OMP_WAIT_POLICY" not in environ:
             environ.setdefault("GOMP_SPINCOUNT", "1000")
         environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
