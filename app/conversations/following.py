@@ -108,7 +108,7 @@ def follow_turn(
     template = renderer.template
 
     def written() -> str:
-        return squeezed(template.decode(template.render(history, ())))
+        return squeezed(template.text(history, ()))
 
     turn = Turn(prompt[-PROMPT_END:], sampled, history, written, message=message)
     images = [""] * num_images
@@ -165,11 +165,11 @@ def _has_late_head(template: LocalTemplate) -> bool:
     turn = {"role": "assistant", "content": "b" + SENTINEL}
     for head in ([system], []):
         try:
-            ids = template.render([*head, user, turn, user], ())
+            text = template.text([*head, user, turn, user], ())
         except Exception:
             # Some templates refuse the system's role.
             continue
-        return MARK in template.decode(ids).rpartition(SENTINEL)[2]
+        return MARK in text.rpartition(SENTINEL)[2]
     return True
 
 
@@ -186,7 +186,7 @@ def counts_rounds(template: LocalTemplate) -> bool:
     for one in (answered, called):
         try:
             few, many = (
-                template.decode(template.render([question, *one * number, *last], ()))
+                template.text([question, *one * number, *last], ())
                 for number in (2 * ROUNDS, 4 * ROUNDS + 1)
             )
         except Exception:

@@ -5,12 +5,13 @@ longest known beginning. Messages that were sampled are compared by what they sa
 thoughts, trim blanks, reorder the keys of arguments and rename the ids of calls.
 """
 
-import json
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from hashlib import blake2b
 from itertools import accumulate, groupby, takewhile
 from typing import Any
+
+import msgspec
 
 from app.inputs.chat_template import Chat
 from app.route.fields import Message
@@ -134,9 +135,8 @@ def _as_javascript(value: Any) -> Any:
     return value
 
 
-def _encoded(known: Any) -> bytes:
-    # Models write numbers that orjson refuses.
-    return json.dumps(known, sort_keys=True, default=repr).encode()
+# Models write numbers that orjson refuses.
+_encoded = msgspec.json.Encoder(enc_hook=repr, order="deterministic").encode
 
 
 def _digest(link: bytes, said: bytes) -> bytes:

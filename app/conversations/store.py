@@ -164,6 +164,7 @@ SCHEMA = (
     # Requests in flight; a process that died leaves some.
     "CREATE TABLE running (session INTEGER NOT NULL, request_id TEXT NOT NULL)",
 )
+FORGET = "DELETE FROM running WHERE session = ? AND request_id = ?"
 
 
 class SessionStore:
@@ -348,7 +349,8 @@ class SessionStore:
         plain: Sequence[bytes],
         images: Mapping[bytes, bytes] | None = None,
     ) -> list[Reason]:
-        """Adds the choices of one request's turn, and returns why each begins a branch.
+        """Adds the choices of one request's turn, which does not run any more, and returns why each begins a
+        branch.
 
         Args:
             plain: of the request's messages, without their context.
@@ -380,6 +382,7 @@ class SessionStore:
                     (session.row, number, turn.parent, turn.head.request_id, *keys,
                      _encode(turn.head), *columns),
                 )  # fmt: skip
+            connection.execute(FORGET, (session.row, turns[0][0].head.request_id))
             return [turn.head.reason for turn, _ in turns]
 
         reasons = self._run(work)
@@ -388,7 +391,7 @@ class SessionStore:
         return reasons
 
     def note_running(self, session: Session, request_id: str) -> None:
-        """A request of the session runs, until `forget_running`.
+        """A request of the session runs, until `add` or `forget_running`.
 
         Raises:
             QueueFull: the file has no room for what it samples.
@@ -406,10 +409,9 @@ class SessionStore:
             raise SessionEnded(WAS_DELETED)
 
     def forget_running(self, session: Session, request_id: str) -> None:
-        """A request has ended."""
-        delete = "DELETE FROM running WHERE session = ? AND request_id = ?"
+        """A request has ended without a turn."""
         with suppress(TitopoolError):
-            self._rows(delete, session.row, request_id)
+            self._rows(FORGET, session.row, request_id)
 
     def end(self, session: Session) -> tuple[int, list[str]]:
         """Forgets the turns; that the session has ended is known for as long as it would be kept.

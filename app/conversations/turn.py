@@ -255,7 +255,11 @@ class SessionTurn:
         if self._facts.routed_expert_bytes:
             options.routed_experts_prompt_start = self._experts_start
         self._store.note_running(self._session, request_id)
-        return lambda: self._store.forget_running(self._session, request_id)
+        return self._end
+
+    def _end(self) -> None:
+        if not self._is_kept:
+            self._store.forget_running(self._session, self._request_id)
 
     @property
     def has_ended(self) -> bool:
@@ -271,9 +275,8 @@ class SessionTurn:
             TitopoolError: the sessions' file cannot be used.
         """
         run, turns = self._run, []
-        if run is None or self._ids is None or self._is_kept:
+        if run is None or self._ids is None or not self._gained or self._is_kept:
             return []
-        self._is_kept = True
         engine_prompt = b"" if run.prompt_ids is self._ids else run.prompt_ids.tobytes()
         if engine_prompt and not engine_prompt.startswith(self._engine_before):
             # Images of the turns before have other numbers of tokens now. The rows that the engine was asked
@@ -317,7 +320,9 @@ class SessionTurn:
             link = self._link_of(turn.ids, gained.text, read)
             plain = link_of_turn(self._plain[-1], read) if self._plain else None
             turns.append((turn, self._keys._replace(link=link, plain=plain)))
-        return self._store.add(self._session, turns, self._plain, images)
+        reasons = self._store.add(self._session, turns, self._plain, images)
+        self._is_kept = True
+        return reasons
 
 
 def _with_files(message: Message, files: Iterator[bytes]) -> Message:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from titopool.conversations.interface import Ids, Message
+from titopool.conversations.templates import LocalTemplate
 
 # Threads of a run share a tokenizer.
 _PROVING = threading.Lock()
@@ -53,8 +54,6 @@ TOOL = {
         },
     },
 }
-# The ids of messages with tools and a generation prompt, by the tokenizer's own template.
-Render = Callable[[Sequence[Message], Sequence[Mapping[str, Any]]], list[int]]
 # What a generation prompt may begin that the template does not write in a past turn.
 _BEGUN = ("", "<think>", "<think></think>")
 
@@ -79,7 +78,7 @@ class _Probe(NamedTuple):
     written: list[int]
     thought: list[int]
     new: _Conversation
-    tools: Sequence[dict[str, Any]]
+    tools: list[dict[str, Any]] | None
 
 
 class Said(NamedTuple):
@@ -168,22 +167,19 @@ def _arguments_of(arguments: Any) -> dict[str, Any] | None:
     return arguments if isinstance(arguments, dict) else {} if arguments is None else None
 
 
-def find_family(
-    tokenizer: Any,
-    render: Render,
-    tools: Sequence[Mapping[str, Any]] | None,
-    template_kwargs: Mapping[str, Any],
-) -> tuple[Family | None, str]:
-    """The renderer that writes what a tokenizer's template does after a turn, and why it or none is taken."""
+def find_family(template: LocalTemplate) -> tuple[Family | None, str]:
+    """The renderer that writes what a template does after a turn, and why it or none is taken."""
     try:
         from renderers import base
     except ImportError as error:
         return None, f"the package renderers is not installed: {error}"
+    tokenizer, tools = template.tokenizer, template.tools
     known = tokenizer.__dict__.setdefault("titopool_families", {})
-    key = repr((str(tokenizer.chat_template), sorted(template_kwargs.items()), bool(tools)))
+    kwargs = sorted(template.template_kwargs.items())
+    key = repr((str(tokenizer.chat_template), kwargs, bool(tools)))
     with _PROVING:
         if key not in known:
-            known[key] = _proved(base, tokenizer, render, bool(tools), template_kwargs)
+            known[key] = _proved(base, template)
     proof: _Proof = known[key]
     if proof.config is None:
         return None, proof.why
@@ -191,13 +187,13 @@ def find_family(
     return Family(proof.name, renderer, tools, proof.ends), proof.why
 
 
-def _proved(
-    base: Any, tokenizer: Any, render: Render, has_tools: bool, template_kwargs: Mapping[str, Any]
-) -> _Proof:
-    plain = [_probe(tokenizer, render, *probe, []) for probe in _PROBES]
-    calling = [_probe(tokenizer, render, *probe, [TOOL]) for probe in _TOOL_PROBES if has_tools]
+def _proved(base: Any, template: LocalTemplate) -> _Proof:
+    tokenizer, template_kwargs = template.tokenizer, template.template_kwargs
+    without, with_one = (LocalTemplate(tokenizer, one, template_kwargs) for one in ([], [TOOL]))
+    plain = [_probe(without, *probe) for probe in _PROBES]
+    calling = [_probe(with_one, *probe) for probe in _TOOL_PROBES if template.tools]
     probes = [probe for probe in plain + calling if probe is not None]
-    if not any(plain) or (has_tools and not any(calling)):
+    if not any(plain) or (template.tools and not any(calling)):
         return _Proof(why="the template writes no turn of the conversations that it was tried with")
     nearest, most = "", 0
     for name, config in _configs(base, tokenizer, template_kwargs):
@@ -217,37 +213,27 @@ def _proved(
 
 
 def _probe(
-    tokenizer: Any,
-    render: Render,
-    history: _Conversation,
-    turn: dict[str, Any],
-    new: _Conversation,
-    tools: Sequence[dict[str, Any]],
+    template: LocalTemplate, history: _Conversation, turn: dict[str, Any], new: _Conversation
 ) -> _Probe | None:
     """None: the template refuses the conversation, or does not write the turn after its prompt."""
-    prompt = or_none(render, history, tools)
-    whole = or_none(render, [*history, turn, *new], tools)
-    if prompt is None or whole is None:
+    rendered = [or_none(template.render, one, ()) for one in (history, [*history, turn, *new])]
+    if any(one is None for one in rendered):
         return None
-    common = next(
-        (i for i, (a, b) in enumerate(zip(prompt, whole, strict=False)) if a != b), len(prompt)
-    )
-    begun = "".join(tokenizer.decode(prompt[common:]).split())
+    common = num_equal(*rendered)
+    prompt, whole = (one.tolist() for one in rendered)
+    begun = "".join(template.tokenizer.decode(prompt[common:]).split())
     if begun not in _BEGUN:
         return None
-    thought = "6 * 7\n</think>\n\n" if begun == "<think>" else ""
-    ids = tokenizer(thought, add_special_tokens=False)["input_ids"] if thought else []
-    return _Probe(prompt, turn, whole[common:], ids, new, tools)
+    ids = template.encode("6 * 7\n</think>\n\n").tolist() if begun == "<think>" else []
+    return _Probe(prompt, turn, whole[common:], ids, new, template.tools)
 
 
 def _follows(renderer: Any, probe: _Probe) -> bool:
     """Whether a renderer writes what the template does after a turn, and reads the turn."""
     length = _length(probe, set(renderer.get_stop_token_ids()))
     turn = [*probe.thought, *probe.written[: length + 1]]
-    bridged = renderer.bridge_to_next_turn(
-        probe.prompt, turn, list(probe.new), tools=list(probe.tools) or None
-    )
-    parsed = renderer.parse_response(turn, tools=list(probe.tools), prompt_ids=probe.prompt)
+    bridged = renderer.bridge_to_next_turn(probe.prompt, turn, list(probe.new), tools=probe.tools)
+    parsed = renderer.parse_response(turn, tools=probe.tools or [], prompt_ids=probe.prompt)
     calls = [(one.name, _arguments_of(one.arguments)) for one in parsed.tool_calls]
     functions = [call["function"] for call in probe.turn.get("tool_calls", ())]
     return (
@@ -282,6 +268,13 @@ def _configs(
             config = or_none(_config_class_for(name), **options)
             if config is not None:
                 yield name, config
+
+
+def num_equal(first: Ids, second: Ids) -> int:
+    """The length of the common beginning."""
+    length = min(len(first), len(second))
+    different = np.flatnonzero(first[:length] != second[:length])
+    return int(different[0]) if len(different) else length
 
 
 def or_none(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:

@@ -1,7 +1,7 @@
-"""What rollouts need of a client, and the errors that they raise."""
+"""What stands for messages, ids and images, and the errors that rollouts raise."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, TypeAlias
+from collections.abc import Mapping
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,63 +10,6 @@ Message: TypeAlias = Mapping[str, Any]
 Ids: TypeAlias = NDArray[np.int32]
 # A picture: a PIL image, the bytes of a file, or a file in base64.
 Image: TypeAlias = Any
-
-
-class Completion(Protocol):
-    """One sampled completion."""
-
-    @property
-    def ids(self) -> Ids: ...
-    @property
-    def logprobs(self) -> NDArray[np.float32] | None:
-        """[tokens], of the sampled tokens."""
-        ...
-
-    @property
-    def finish_reason(self) -> str: ...
-    @property
-    def weight_versions(self) -> Sequence[tuple[int, int]]:
-        """(version, index of the first token that it sampled), in order."""
-        ...
-
-
-class PromptResult(Protocol):
-    """The answer to one prompt."""
-
-    @property
-    def prompt_ids(self) -> Ids:
-        """As the engine got them: with each image's placeholder expanded."""
-        ...
-
-    @property
-    def completions(self) -> Sequence[Completion]: ...
-    @property
-    def image_ranges(self) -> Sequence[tuple[int, int]]:
-        """Offset and length of each image; empty if an abort came before they were placed."""
-        ...
-
-
-class GenerationClient(Protocol):
-    """The calls of `titopool.Client` that rollouts make."""
-
-    def generate(self, prompts: Any, **options: Any) -> Sequence[PromptResult]: ...
-
-    def render(
-        self,
-        messages: Sequence[Message],
-        *,
-        tools: Any = None,
-        chat_template_kwargs: Any = None,
-        add_generation_prompt: bool = True,
-    ) -> Ids: ...
-
-    def tokenize(self, text: str, *, add_special_tokens: bool = True) -> Any: ...
-
-    def detokenize(self, ids: Any) -> str: ...
-
-    def abort(self, request_ids: Sequence[str] | None = None) -> None:
-        """Only where a run ends before its rollouts."""
-        ...
 
 
 class RolloutError(Exception):

@@ -2,35 +2,16 @@
 
 import datetime
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
 from titopool.conversations.chat_template import ChatTemplate, call_with_arguments, complete
-from titopool.conversations.interface import GenerationClient, Ids, Message
+from titopool.conversations.interface import Ids, Message
 from titopool.conversations.messages import with_images
 
-
-class Template(Protocol):
-    """A model's chat template with its tokenizer."""
-
-    def render(
-        self, messages: Sequence[Message], images: Sequence[str], *, is_prompt: bool = True
-    ) -> Ids:
-        """The ids of the messages, with a generation prompt at the end if `is_prompt`.
-
-        Args:
-            images: in base64, those of the messages' image parts.
-        """
-        ...
-
-    def encode(self, text: str) -> Ids:
-        """The ids of a text, without special tokens that it does not have."""
-        ...
-
-    def decode(self, ids: Ids) -> str:
-        """The text of ids, with special tokens."""
-        ...
+if TYPE_CHECKING:
+    from titopool.client.sync_client import Client
 
 
 class LocalTemplate:
@@ -52,36 +33,39 @@ class LocalTemplate:
     def render(
         self, messages: Sequence[Message], images: Sequence[str], *, is_prompt: bool = True
     ) -> Ids:
-        return np.array(self.ids_of(messages, self.tools, is_prompt), np.int32)
+        """The ids of the messages, with a generation prompt at the end if `is_prompt`.
 
-    def ids_of(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[Mapping[str, Any]] | None,
-        is_prompt: bool = True,
-    ) -> list[int]:
-        text = self._template.text(
+        Args:
+            images: in base64, those of the messages' image parts.
+        """
+        return self.encode(self.text(messages, images, is_prompt=is_prompt))
+
+    def text(
+        self, messages: Sequence[Message], images: Sequence[str], *, is_prompt: bool = True
+    ) -> str:
+        """As `render`, before it is tokenized."""
+        return self._template.text(
             [_read(message) for message in messages],
-            tools=[dict(tool) for tool in tools or ()],
+            tools=self.tools,
             add_generation_prompt=is_prompt,
         )
-        ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
-        return ids
 
     def encode(self, text: str) -> Ids:
+        """The ids of a text, without special tokens that it does not have."""
         return np.array(self.tokenizer(text, add_special_tokens=False)["input_ids"], np.int32)
 
     def decode(self, ids: Ids) -> str:
+        """The text of ids, with special tokens."""
         text: str = self.tokenizer.decode(ids.tolist())
         return text
 
 
 class ServerTemplate:
-    """The template of the server's model."""
+    """The template of the server's model, with the methods of `LocalTemplate`."""
 
     def __init__(
         self,
-        client: GenerationClient,
+        client: "Client",
         tools: Sequence[Mapping[str, Any]] | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
     ):
@@ -100,11 +84,31 @@ class ServerTemplate:
         )
         return np.asarray(ids, np.int32)
 
+    def text(
+        self, messages: Sequence[Message], images: Sequence[str], *, is_prompt: bool = True
+    ) -> str:
+        return self.decode(self.render(messages, images, is_prompt=is_prompt))
+
     def encode(self, text: str) -> Ids:
         return np.asarray(self._client.tokenize(text, add_special_tokens=False), np.int32)
 
     def decode(self, ids: Ids) -> str:
         return self._client.detokenize(ids.tolist()) if len(ids) else ""
+
+
+Template: TypeAlias = LocalTemplate | ServerTemplate
+
+
+def make_template(
+    client: "Client",
+    tokenizer: Any,
+    tools: Sequence[Mapping[str, Any]] | None,
+    template_kwargs: Mapping[str, Any] | None,
+) -> Template:
+    """The template of `tokenizer`, or of the server's model where that is None."""
+    if tokenizer is None:
+        return ServerTemplate(client, tools, template_kwargs)
+    return LocalTemplate(tokenizer, tools, template_kwargs)
 
 
 def _read(message: Message) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 import re
 import unicodedata
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -15,6 +16,7 @@ from titopool.conversations.families import (
     Said,
     find_family,
     find_harmony,
+    num_equal,
     or_none,
     read_harmony,
     read_mistral,
@@ -48,8 +50,8 @@ _THOUGHT = re.compile(
     re.DOTALL,
 )
 _QUESTION = {"role": "user", "content": "a"}
-# The ids of a conversation up to the turn with these messages.
-Render = Callable[[Sequence[Message]], Ids]
+# What the template writes for a conversation up to the turn with these messages.
+Write = Callable[[Sequence[Message]], str]
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,8 +91,8 @@ class TurnRenderer:
     """Renders what follows a sampled turn: by a renderer of the model's family, which is proved to write
     what the template does, or else by a difference.
 
-    The difference: in the rendered conversation a sentinel ends the turn, so the new ids are those after
-    the sentinel's. Its ids are found with three renders of a short conversation.
+    The difference: in the rendered conversation a sentinel ends the turn, so the new text is that after
+    it. It is tokenized with the sentinel, whose ids are found with three renders of a short conversation.
     """
 
     def __init__(self, template: Template, *, finds_family: bool = True):
@@ -114,9 +116,7 @@ class TurnRenderer:
             return None, "none was asked for"
         if not isinstance(template, LocalTemplate):
             return None, "the server's tokenizer renders; give the rollout one of its own"
-        return find_family(
-            template.tokenizer, template.ids_of, template.tools, template.template_kwargs
-        )
+        return find_family(template)
 
     def render(self, messages: Sequence[Message], images: Sequence[str]) -> Ids:
         """The conversation as a prompt.
@@ -124,13 +124,13 @@ class TurnRenderer:
         Raises:
             ContextFull: as the template writes it, the model has no room for it.
         """
-        try:
+        with _room_by_server():
             return self.template.render(messages, images)
-        except PromptTooLong as error:
-            raise ContextFull(
-                f"expected a conversation that the model has room for as its template writes it: "
-                f"{error}; end the rollout"
-            ) from error
+
+    def write(self, messages: Sequence[Message], images: Sequence[str]) -> str:
+        """As `render`, as text."""
+        with _room_by_server():
+            return self.template.text(messages, images)
 
     # What a turn says.
 
@@ -243,53 +243,63 @@ class TurnRenderer:
     def _by_family(
         self, turn: Turn, form: Message, new: Sequence[Message], images: Sequence[str], ids: Ids
     ) -> Following:
-        def render(messages: Sequence[Message]) -> Ids:
-            return self.render([*turn.history, form, *messages], images)
+        def write(messages: Sequence[Message]) -> str:
+            return self.write([*turn.history, form, *messages], images)
 
-        whole = render(new)
+        text = write(new)
+        whole = self.template.encode(text)
         if not np.array_equal(whole[len(whole) - len(ids) :], ids):
             # The renderer reads some messages in another way, or a turn that was cut.
             return self._by_difference(turn, form, new, images)
-        self._check_written(render, new, whole, self.template.decode(ids), "tool_calls" in form)
-        return self._compared(turn, form, whole, images, ids)
+        self._check_written(write, new, text, self.template.decode(ids), "tool_calls" in form)
+        return self._compared(turn, form, text, images, ids)
 
     def _by_difference(
         self, turn: Turn, form: Message, new: Sequence[Message], images: Sequence[str]
     ) -> Following:
         marked = _marked(form)
 
-        def render(messages: Sequence[Message]) -> Ids:
-            return self.render([*turn.history, marked, *messages], images)
+        def write(messages: Sequence[Message]) -> str:
+            return self.write([*turn.history, marked, *messages], images)
 
-        ids = render(new)
-        if (end := _end_of(self._marks[0], ids)) is None:
+        text = write(new)
+        if (after := self._after(text)) is None:
             return Following(None, form, "", "one that drops the text of the sampled turn")
-        after = ids[end:]
         if form.get("tool_calls"):
-            alone = self.template.render([*turn.history, marked], images, is_prompt=False)
-            num_closed = self._num_called(turn, after, alone)
+            alone = self.template.text([*turn.history, marked], images, is_prompt=False)
+            num_closed = self._num_called(turn, after, self._after(alone))
             if num_closed is None:
                 return Following(None, form, "", "one that does not end the turn as the model did")
             appended = after[num_closed:]
-            self._check_written(render, new, ids, self.template.decode(appended), True)
-            whole = self.render([*turn.history, form, *new], images)
+            self._check_written(write, new, text, self.template.decode(appended), True)
+            whole = self.write([*turn.history, form, *new], images)
             return self._compared(turn, form, whole, images, appended)
-        before, _, text = self.template.decode(ids).rpartition(SENTINEL)
-        self._check_written(render, new, ids, text, False)
+        before, _, end = text.rpartition(SENTINEL)
+        self._check_written(write, new, text, end, False)
         got = squeezed(before.rstrip().removesuffix(FILLER.strip()))
         expected = turn.text + squeezed(self.turn_text(turn))
         return Following(
             after[self._num_closed(turn, after) :],
             form,
-            expected + squeezed(text),
+            expected + squeezed(end),
             None if got == expected else _difference(expected, got),
         )
 
+    def _after(self, text: str) -> Ids | None:
+        """The ids of what a text has after the sentinel; None: it has none."""
+        _, mark, after = text.rpartition(SENTINEL)
+        if not mark:
+            return None
+        # What stands before the sentinel may be a part of its first token.
+        ids = self.template.encode(FILLER + SENTINEL + after)
+        end = _end_of(self._marks[0], ids)
+        return None if end is None else ids[end:]
+
     def _compared(
-        self, turn: Turn, form: Message, whole: Ids, images: Sequence[str], appended: Ids
+        self, turn: Turn, form: Message, whole: str, images: Sequence[str], appended: Ids
     ) -> Following:
         """Compares what the template writes for all messages with the ids that the model will get."""
-        text = squeezed(self.template.decode(whole))
+        text = squeezed(whole)
         parts = [[turn.ids, appended]]
         if len(turn.ids) and int(turn.ids[-1]) in turn.ends:
             # The model has ended the turn in another way than the template does.
@@ -305,9 +315,8 @@ class TurnRenderer:
     ) -> bool:
         """Whether the template writes all parts of a turn, though other blanks or quotes between them, and
         as it does where nothing follows."""
-        alone = self.template.render([*turn.history, form], images, is_prompt=False)
-        written = squeezed(self.template.decode(alone))
-        written = written.removesuffix(squeezed(self.template.decode(self.closing)))
+        alone = self.template.text([*turn.history, form], images, is_prompt=False)
+        written = squeezed(alone).removesuffix(squeezed(self.template.decode(self.closing)))
         parts = [form.get(name) or "" for name in ("thinking", "reasoning_content", "content")]
         parts += [call["function"]["name"] for call in form.get("tool_calls") or ()]
         if not (form.keys() > {"role", "content"} and written.startswith(turn.text)):
@@ -320,13 +329,13 @@ class TurnRenderer:
         return text.startswith(written) and text.endswith(squeezed(self.template.decode(appended)))
 
     def _check_written(
-        self, render: Render, new: Sequence[Message], ids: Ids, after: str, has_calls: bool
+        self, write: Write, new: Sequence[Message], whole: str, after: str, has_calls: bool
     ) -> None:
         """Raises MessageDropped for the first of the new messages whose text changes nothing of what the
         template writes.
 
         Args:
-            after: what it writes after the turn.
+            whole, after: what it writes, and what of that stands after the turn.
             has_calls: whether the turn is a message with calls, after which templates write more.
         """
         before = "turn"
@@ -346,11 +355,11 @@ class TurnRenderer:
                 content = {**message["content"], OTHER_SENTINEL.strip(): 7}
             other = {**message, "content": content}
             try:
-                changed = render([*new[:index], other, *new[index + 1 :]])
+                changed = write([*new[:index], other, *new[index + 1 :]])
             except ContextFull:
                 # The few tokens more have no room, and the message itself has.
                 continue
-            if np.array_equal(ids, changed):
+            if changed == whole:
                 raise MessageDropped(
                     f"add: expected a chat template that writes the new messages, got nothing of the "
                     f"one of {message['role']!r} after this turn; send it as a message of a user, or "
@@ -362,7 +371,7 @@ class TurnRenderer:
 
     def _num_closed(self, turn: Turn, after: Ids) -> int:
         """How many of the ids that the template writes after a turn's text the model has written itself."""
-        closing = after[: _num_equal(after, self.closing)]
+        closing = after[: num_equal(after, self.closing)]
         if num := _overlap(turn.ids, closing):
             return num
         if not len(closing) and not len(self.closing):
@@ -370,19 +379,18 @@ class TurnRenderer:
             return _overlap(turn.ids[-1:], after)
         if not len(closing) and _overlap(turn.ids, self.closing):
             # gpt-oss ends a turn with another token where another one follows.
-            return _num_equal(after, self._closing_within)
+            return num_equal(after, self._closing_within)
         return int(len(turn.ids) > 0 and int(turn.ids[-1]) in turn.ends)
 
-    def _num_called(self, turn: Turn, after: Ids, alone: Ids) -> int | None:
+    def _num_called(self, turn: Turn, after: Ids, alone: Ids | None) -> int | None:
         """The same of a turn with calls, which the sentinel's end of a call begins; None: it is not known.
 
         Args:
-            alone: the conversation up to the turn.
+            alone: what the template writes after the sentinel where nothing follows the turn.
         """
-        end = _end_of(self._marks[0], alone)
-        if end is None or not len(turn.ids):
+        if alone is None or not len(turn.ids):
             return None
-        ending = after[: _num_equal(after, alone[end:])]
+        ending = after[: num_equal(after, alone)]
         places = np.flatnonzero(ending == turn.ids[-1])
         if len(places):
             return int(places[-1]) + 1
@@ -398,13 +406,12 @@ class TurnRenderer:
     def _closing_within(self) -> Ids:
         """The ids that the template writes after a turn that a generation prompt follows."""
         turn = {"role": "assistant", "content": "b" + SENTINEL}
-        ids = self.template.render([_QUESTION, turn], ())
+        text = self.template.text([_QUESTION, turn], ())
         short, prompt = (
-            self.template.render([_QUESTION], (), is_prompt=is_prompt)
-            for is_prompt in (False, True)
+            self.template.text([_QUESTION], (), is_prompt=is_prompt) for is_prompt in (False, True)
         )
-        end, num_prompt = _end_of(self._marks[0], ids), len(prompt) - len(short)
-        return ids[end : len(ids) - num_prompt]
+        closing = self._after(text[: len(text) + len(short) - len(prompt)])
+        return self.closing if closing is None else closing
 
     @cached_property
     def openings(self) -> frozenset[int]:
@@ -413,16 +420,16 @@ class TurnRenderer:
             return frozenset()
         found = set[int]()
         for role in ("user", "tool"):
-            new = {"role": role, "content": "a"}
+            turn, new = (
+                _marked({"role": "assistant", "content": "b"}),
+                {"role": role, "content": "a"},
+            )
             try:
-                ids = self.render(
-                    [_QUESTION, _marked({"role": "assistant", "content": "b"}), new], ()
-                )
+                after = self._after(self.write([_QUESTION, turn, new], ()))
             except Exception as error:
                 _check_is_template_s(error)
                 continue
-            end = _end_of(self._marks[0], ids)
-            found.update(ids[end : end + 1].tolist() if end is not None else ())
+            found.update([] if after is None else after[:1].tolist())
         return frozenset(found)
 
     @cached_property
@@ -434,8 +441,8 @@ class TurnRenderer:
             )
             for content in ("b" + SENTINEL, "cc" + SENTINEL, "b" + OTHER_SENTINEL)
         )
-        num_closing = _num_equal(first[::-1], third[::-1])
-        num_both = _num_equal(first[::-1], second[::-1])
+        num_closing = num_equal(first[::-1], third[::-1])
+        num_both = num_equal(first[::-1], second[::-1])
         if num_both <= num_closing:
             raise ValueError(
                 "chat template: expected the text of an assistant's message in what it renders, got "
@@ -443,6 +450,18 @@ class TurnRenderer:
             )
         start, end = len(first) - num_both, len(first) - num_closing
         return first[start:end], first[end:]
+
+
+@contextmanager
+def _room_by_server() -> Iterator[None]:
+    """The server's refusal of a conversation that is too long is `ContextFull`."""
+    try:
+        yield
+    except PromptTooLong as error:
+        raise ContextFull(
+            f"expected a conversation that the model has room for as its template writes it: "
+            f"{error}; end the rollout"
+        ) from error
 
 
 def squeezed(text: str) -> str:
@@ -486,13 +505,6 @@ def _end_of(part: Ids, ids: Ids) -> int | None:
         if np.array_equal(ids[start : start + len(part)], part):
             return int(start) + len(part)
     return None
-
-
-def _num_equal(first: Ids, second: Ids) -> int:
-    """The length of the common beginning."""
-    length = min(len(first), len(second))
-    different = np.flatnonzero(first[:length] != second[:length])
-    return int(different[0]) if len(different) else length
 
 
 def _difference(expected: str, got: str) -> str:

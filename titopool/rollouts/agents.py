@@ -21,7 +21,7 @@ from titopool.client.sync_client import Client
 from titopool.client.weights.trainer_group import run_in_thread
 from titopool.errors import TitopoolError
 from titopool.rollouts.agent_commands import environment_of, output_of
-from titopool.rollouts.sequence import NO_VERSION, RolloutArrays
+from titopool.rollouts.sequence import NO_VERSION, RolloutArrays, versions_of
 from titopool.rollouts.tools import is_coroutine_function
 
 logger = logging.getLogger(__name__)
@@ -243,9 +243,7 @@ def _of_command(command: Any, task: Any) -> Play:
 
 def _arrays_of(sample: SessionSample) -> RolloutArrays:
     is_counted = sample.loss_mask == 1
-    versions = np.full(len(sample.ids), NO_VERSION, np.int64)
-    for version, first in sample.weight_versions:
-        versions[first:] = version
+    versions = versions_of(sample.weight_versions, len(sample.ids))
     return RolloutArrays(
         ids=sample.ids,
         attention_mask=np.ones(len(sample.ids), np.int8),

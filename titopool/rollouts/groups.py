@@ -9,7 +9,8 @@ import uuid
 from collections.abc import Sequence
 from typing import Any
 
-from titopool.conversations.interface import GenerationClient, PromptResult
+from titopool.client.results import PromptResult
+from titopool.client.sync_client import Client
 from titopool.rollouts.rollout import Rollout
 
 logger = logging.getLogger(__name__)
@@ -61,7 +62,7 @@ class Groups:
 class StoppableClient:
     """The client of one rollout. Its generation can be stopped for good, from another thread."""
 
-    def __init__(self, client: GenerationClient):
+    def __init__(self, client: Client):
         self._client = client
         self._lock = threading.Lock()
         self._is_stopped = False
@@ -109,11 +110,12 @@ class StoppableClient:
 
 def stop(rollouts: Sequence[Rollout]) -> list[str]:
     """No rollout with a StoppableClient sends a further request; returns the ids of those in flight."""
-    clients = [one.client for one in rollouts if isinstance(one.client, StoppableClient)]
-    return [request_id for each in clients for request_id in each.stop()]
+    clients: list[Any] = [one.client for one in rollouts]
+    stoppable = [one for one in clients if isinstance(one, StoppableClient)]
+    return [request_id for each in stoppable for request_id in each.stop()]
 
 
-def abort(client: GenerationClient, rollouts: Sequence[Rollout]) -> None:
+def abort(client: Client, rollouts: Sequence[Rollout]) -> None:
     """Ends rollouts with a StoppableClient; returns when none of their requests is in flight.
 
     Where that takes more than `ABORT_TIMEOUT_S`, or an abort fails, it returns with a warning: the
@@ -133,7 +135,7 @@ def abort(client: GenerationClient, rollouts: Sequence[Rollout]) -> None:
         )  # fmt: skip
 
 
-def _abort_all(client: GenerationClient, rollouts: Sequence[Rollout]) -> None:
+def _abort_all(client: Client, rollouts: Sequence[Rollout]) -> None:
     deadline = time.monotonic() + ABORT_TIMEOUT_S
     while (request_ids := stop(rollouts)) and time.monotonic() < deadline:
         try:

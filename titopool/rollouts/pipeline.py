@@ -6,9 +6,10 @@ from typing import Any, Literal
 
 import numpy as np
 
-from titopool.conversations.interface import GenerationClient, Ids, Image, PromptChanged
+from titopool.client.sync_client import Client
+from titopool.conversations.interface import Ids, Image, PromptChanged
 from titopool.conversations.messages import image_file, read_messages
-from titopool.conversations.templates import LocalTemplate, ServerTemplate, Template
+from titopool.conversations.templates import make_template
 from titopool.rollouts.batches import TokenBatch, pad_rollouts
 from titopool.rollouts.sequence import RolloutArrays, arrays_of, sampled, written
 from titopool.rollouts.state import image_ranges
@@ -38,7 +39,7 @@ class TokenPipeline:
 
     def __init__(
         self,
-        client: GenerationClient,
+        client: Client,
         *,
         pad_id: int,
         tokenizer: Any = None,
@@ -52,11 +53,7 @@ class TokenPipeline:
         self._client = client
         self._pad_id = pad_id
         self._tokenizer = tokenizer
-        self._template: Template = (
-            ServerTemplate(client, tools, chat_template_kwargs)
-            if tokenizer is None
-            else LocalTemplate(tokenizer, tools, chat_template_kwargs)
-        )
+        self._template = make_template(client, tokenizer, tools, chat_template_kwargs)
         self._max_prompt_tokens = max_prompt_tokens
         self._truncation = truncation
 

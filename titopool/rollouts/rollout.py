@@ -9,22 +9,16 @@ from typing import Any, Literal
 
 import numpy as np
 
+from titopool.client.results import PromptResult
+from titopool.client.sync_client import Client
 from titopool.conversations.families import Said
-from titopool.conversations.interface import (
-    ContextFull,
-    GenerationClient,
-    HistoryRewritten,
-    Ids,
-    Image,
-    Message,
-    PromptResult,
-)
+from titopool.conversations.interface import ContextFull, HistoryRewritten, Ids, Image, Message
 from titopool.conversations.messages import IMAGE_PART, image_file, read_messages
-from titopool.conversations.templates import LocalTemplate, ServerTemplate
+from titopool.conversations.templates import make_template
 from titopool.conversations.turns import CLOSE, TurnRenderer, squeezed
 from titopool.conversations.turns import Turn as OpenTurn
 from titopool.rollouts.sequence import RolloutArrays, Segment, arrays_of, sampled, written
-from titopool.rollouts.state import State, arrays_at, image_ranges, placed_segments
+from titopool.rollouts.state import State, image_ranges, placed_segments
 
 OnRewrite = Literal["raise", "branch", "keep"]
 # Stands for the messages of a prompt that came as ids.
@@ -92,7 +86,7 @@ class Rollout:
 
     def __init__(
         self,
-        client: GenerationClient,
+        client: Client,
         *,
         messages: Iterable[Message] | None = None,
         ids: Any = None,
@@ -358,10 +352,15 @@ class Rollout:
             # Nothing was sampled since the last messages: they are rendered together.
             new, files = state.added + new, state.added_images + files
             state = state.before
-        if state.turn is None:
-            after = self._prompt_with(state, new, files)
-        else:
+        if state.turn is not None:
             after = self._answered(state, new, files)
+        elif state.segments:
+            raise ValueError(
+                "add: expected a sampled turn before the messages, as the prompt came as ids; call "
+                "generate first, or add ids"
+            )
+        else:
+            after = self._rendered(new, files)
         self._check_room(after)
         if after.num_sent < state.num_sent:
             self._ended = (*self._ended, state)
@@ -381,18 +380,18 @@ class Rollout:
         Args:
             tokenizer: transformers' tokenizer, which counts `num_drifted`.
         """
-        return arrays_at(self._state, tokenizer)
+        return self._state.arrays(tokenizer)
 
     def sequences(self, tokenizer: Any = None) -> list[RolloutArrays]:
-        """The sequences that a rewrite has ended, in order, and the current one."""
-        return [arrays_at(one, tokenizer) for one in (*self._ended, self._state)]
+        """The sequences that a rewrite has ended, in order, and the current one, as `arrays`."""
+        return [one.arrays(tokenizer) for one in (*self._ended, self._state)]
 
     # Sampling.
 
     def _sample(self, max_tokens: int, sampling: Mapping[str, Any]) -> tuple[Ids, PromptResult]:
         """Sends the ids and appends a completion; returns the ids that the engine got, and all."""
         state = self._state
-        sent = arrays_at(state).ids
+        sent = state.arrays().ids
         if (seed := sampling.get("seed")) is not None:
             sampling = {**sampling, "seed": derived_seed(seed, self._num_sampled)}
         (result,) = self.client.generate(
@@ -441,21 +440,10 @@ class Rollout:
             segments=(written(ids),),
             images=images,
             history=history,
-            text=ids,
             before=State(),
             added=history,
             added_images=images,
         )
-
-    def _prompt_with(
-        self, state: State, new: tuple[Message, ...], images: tuple[str, ...]
-    ) -> State:
-        if state.segments:
-            raise ValueError(
-                "add: expected a sampled turn before the messages, as the prompt came as ids; call "
-                "generate first, or add ids"
-            )
-        return self._rendered(new, images)
 
     def _answered(self, state: State, new: tuple[Message, ...], images: tuple[str, ...]) -> State:
         """The state after the open turn is ended and new messages follow."""
@@ -496,7 +484,7 @@ class Rollout:
 
     def _open_turn(self, state: State) -> OpenTurn:
         """The turn that was sampled last, with what is before it."""
-        ids, turn = arrays_at(state).ids, np.concatenate(state.turn or ())
+        ids, turn = state.arrays().ids, np.concatenate(state.turn or ())
         return OpenTurn(
             prompt=ids[: len(ids) - len(turn)],
             ids=turn,
@@ -507,25 +495,20 @@ class Rollout:
 
     def _text_of(self, state: State) -> str:
         """What the template should write for `history`, without blanks."""
-        if isinstance(state.text, str):
+        if state.text is not None:
             return state.text
-        template = self._renderer.template
-        if state.text is None:
-            images = state.images[state.num_hidden_images :]
-            return squeezed(template.decode(template.render(state.history, images)))
-        return squeezed(template.decode(state.text))
+        images = state.images[state.num_hidden_images :]
+        return squeezed(self._renderer.template.text(state.history, images))
 
 
 def make_renderer(
-    client: GenerationClient,
+    client: Client,
     tokenizer: Any = None,
     tools: Sequence[Mapping[str, Any]] | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
 ) -> TurnRenderer:
     """A renderer that rollouts with the same template and tools can share."""
-    if tokenizer is not None:
-        return TurnRenderer(LocalTemplate(tokenizer, tools, chat_template_kwargs))
-    return TurnRenderer(ServerTemplate(client, tools, chat_template_kwargs))
+    return TurnRenderer(make_template(client, tokenizer, tools, chat_template_kwargs))
 
 
 def derived_seed(seed: int, *place: int) -> int:

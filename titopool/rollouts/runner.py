@@ -7,7 +7,8 @@ from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from typing import Any, SupportsIndex, TypeAlias
 
-from titopool.conversations.interface import ContextFull, GenerationClient, Message
+from titopool.client.sync_client import Client
+from titopool.conversations.interface import ContextFull, Message
 from titopool.rollouts.groups import Groups, StoppableClient, abort, stop
 from titopool.rollouts.rollout import Rollout, derived_seed, make_renderer
 from titopool.rollouts.tools import (
@@ -28,7 +29,7 @@ MAX_RESUMES = 100
 
 
 def run_rollouts(
-    client: GenerationClient,
+    client: Client,
     prompts: Sequence[Any],
     *,
     tools: Sequence[Tool] = (),

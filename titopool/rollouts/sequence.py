@@ -1,5 +1,6 @@
 """A sequence of token ids in segments: each was written by the model, or by template and client."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from difflib import SequenceMatcher
 from functools import cached_property
@@ -8,7 +9,8 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from titopool.conversations.interface import Completion, Ids
+from titopool.client.results import Completion
+from titopool.conversations.interface import Ids
 
 Array: TypeAlias = NDArray[Any]
 # In place of a weight version where the model did not write the token.
@@ -60,13 +62,14 @@ def sampled(completion: Completion) -> Segment:
             f"logprobs: expected one for each of {len(ids)} tokens, got shape {logprobs.shape}; "
             "leave out logprobs=None"
         )
-    return Segment(_frozen(ids), _frozen(logprobs), _frozen(_versions(completion, len(ids))))
+    versions = versions_of(completion.weight_versions, len(ids))
+    return Segment(_frozen(ids), _frozen(logprobs), _frozen(versions))
 
 
-def _versions(completion: Completion, num_tokens: int) -> Array:
-    """The version of the weights that sampled each token."""
+def versions_of(spans: Iterable[tuple[int, int]], num_tokens: int) -> Array:
+    """The version of the weights that sampled each token; `spans`: (version, its first token), in order."""
     versions = np.full(num_tokens, NO_VERSION, np.int64)
-    for version, first in completion.weight_versions:
+    for version, first in spans:
         versions[first:] = version
     return versions
 

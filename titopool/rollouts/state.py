@@ -5,7 +5,9 @@ from typing import Any
 
 import numpy as np
 
-from titopool.conversations.interface import Ids, Message, PromptChanged, PromptResult
+from titopool.client.results import PromptResult
+from titopool.conversations.families import num_equal
+from titopool.conversations.interface import Ids, Message, PromptChanged
 from titopool.rollouts.sequence import RolloutArrays, Segment, arrays_of, written
 
 
@@ -23,8 +25,8 @@ class State:
     num_sent: int = 0
     # Messages of all tokens but those of the open turn.
     history: tuple[Message, ...] = ()
-    # What the template has written for `history` without blanks, or its ids of that; None: unknown.
-    text: "str | Ids | None" = None
+    # What the template has written for `history`, without blanks; None: unknown.
+    text: str | None = None
     # The ids of the assistant's turn that nothing has ended yet; None: the model is to begin one.
     turn: tuple[Ids, ...] | None = None
     # The state before the messages that were added last, and these messages; they are rendered
@@ -50,9 +52,8 @@ class State:
     def num_tokens(self) -> int:
         return sum(len(one.ids) for one in self.segments)
 
-
-def arrays_at(state: State, tokenizer: Any = None) -> RolloutArrays:
-    return arrays_of(state.segments, state.images, state.ranges, tokenizer)
+    def arrays(self, tokenizer: Any = None) -> RolloutArrays:
+        return arrays_of(self.segments, self.images, self.ranges, tokenizer)
 
 
 def placed_segments(state: State, sent: Ids, got: Ids) -> tuple[Segment, ...]:
@@ -67,7 +68,7 @@ def placed_segments(state: State, sent: Ids, got: Ids) -> tuple[Segment, ...]:
     if not state.images or not np.array_equal(sent[:start], got[:start]):
         raise PromptChanged(
             f"expected the engine to get the {len(sent)} ids that were sent, got {len(got)} ids, of "
-            f"which the first {_num_common(sent, got)} are equal; the conversation cannot go on"
+            f"which the first {num_equal(sent, got)} are equal; the conversation cannot go on"
         )
     kept: list[Segment] = []
     length = 0
@@ -83,8 +84,3 @@ def image_ranges(result: PromptResult, num_images: int) -> tuple[tuple[int, int]
     """Offset and length of each image in the prompt; None: an abort came before they were placed."""
     found = result.image_ranges
     return tuple((int(a), int(b)) for a, b in found) if len(found) == num_images else None
-
-
-def _num_common(first: Ids, second: Ids) -> int:
-    length = min(len(first), len(second))
-    return int(np.cumprod(first[:length] == second[:length]).sum())

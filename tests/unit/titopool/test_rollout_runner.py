@@ -274,11 +274,11 @@ def test_a_failure_of_the_server_is_no_answer_about_its_template():
     class Failing(LocalTemplate):
         has_failed = False
 
-        def render(self, messages, images, *, is_prompt=True):
+        def text(self, messages, images, *, is_prompt=True):
             if messages[-1]["role"] == "tool" and not self.has_failed:
                 self.has_failed = True
                 raise NoReadyWorker("gone")
-            return super().render(messages, images, is_prompt=is_prompt)
+            return super().text(messages, images, is_prompt=is_prompt)
 
     glm = trl_tokenizer("glm4moe", "<|user|>", "<|assistant|>", "<|observation|>")
     renderer = TurnRenderer(Failing(glm))
@@ -499,9 +499,9 @@ def test_the_check_of_new_messages_renders_once_for_each_role():
     class Counting(TurnRenderer):
         num_renders = 0
 
-        def render(self, messages, images):
+        def write(self, messages, images):
             Counting.num_renders += 1
-            return super().render(messages, images)
+            return super().write(messages, images)
 
     renderer = Counting(LocalTemplate(QWEN))
     client = texts(*["a" + END] * 4)
@@ -655,6 +655,9 @@ def test_an_image_after_ids_is_its_message_s(begins_with_ids: bool):
                           for part in one["content"] if part["type"] == "image")  # fmt: skip
             flat = [{**one, "content": str(one["content"])} for one in messages]
             return LocalTemplate(QWEN).render(flat, (), is_prompt=options["add_generation_prompt"])
+
+        def tokenize(self, text, **_):
+            return LocalTemplate(QWEN).encode(text)
 
         def detokenize(self, ids):
             return QWEN.decode(ids)
