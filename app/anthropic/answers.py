@@ -10,11 +10,12 @@ from flask import Response
 from msgspec import UNSET, UnsetType
 
 from app.anthropic.conversation import INVALID_JSON
-from app.call.chats import ChatTurn, Part, Sampled
+from app.call.chats import ChatTurn, sampled_fields
 from app.call.jobs import expanded_ids
 from app.http.responses import json_line
 from app.outputs.answer_parts import SampledFields
 from app.outputs.json_parts import json_parts
+from app.outputs.sampled import Part, Sampled
 from app.route.error_schemas import Error
 from titopool.wire.messages import Completed
 
@@ -226,4 +227,4 @@ def whole_answer(turn: ChatTurn, results: list[Completed]) -> Iterator[bytes]:
         "stop_sequence": stop_sequence,
         "usage": usage_of(len(ids), sampled.num_tokens, result.num_cached_tokens),
     }
-    return json_parts(answer | sampled.fields(turn, ids, result.adapter_version))
+    return json_parts(answer | sampled_fields(turn, sampled, ids, result.adapter_version))

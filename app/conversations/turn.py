@@ -27,22 +27,14 @@ from app.conversations.store import (
 from app.inputs.chat_template import Chat
 from app.inputs.images import PromptImages
 from app.outputs.run_facts import RunFacts, kept_bytes
-from app.outputs.token_arrays import sampled_logprobs
+from app.outputs.sampled import Sampled
 from app.route.fields import Message
 from titopool.answers.sessions import Reason
 from titopool.conversations.messages import IMAGE_PART
 from titopool.conversations.turns import squeezed
 from titopool.errors import InvalidRequest
 from titopool.settings.sampling import SamplingOptions
-from titopool.wire.messages import (
-    ID_BYTES,
-    Chunk,
-    Completed,
-    Completion,
-    Image,
-    RoutedExperts,
-    WorkerFacts,
-)
+from titopool.wire.messages import Chunk, Completed, Image, WorkerFacts
 
 # Of the path to a turn that is gone on from.
 FOLLOWED = ("short", "prompt", "ids", "engine_prompt")
@@ -89,7 +81,7 @@ class SessionTurn:
         self._num_choices, self._is_kept = 1, False
         self._ids: np.ndarray | None = None
         self._run: RunFacts | None = None
-        self._gained: defaultdict[int, SampledChoice] = defaultdict(SampledChoice)
+        self._gained: defaultdict[int, Sampled] = defaultdict(Sampled)
 
     def messages_until(self, request_id: str) -> list[Message]:
         """The messages up to the answer to a request of the session, as `GET /sessions/{id}` has them.
@@ -235,8 +227,12 @@ class SessionTurn:
         if self._run is None:
             self._run = RunFacts(self._ids)
         self._run.begin(part)
-        pieces = part.pieces if isinstance(part, Chunk) else enumerate(part.completions)
-        return sum(self._gained[index].take(piece) for index, piece in pieces)
+        num_bytes = 0
+        for index, piece in part.pieces if isinstance(part, Chunk) else enumerate(part.completions):
+            self._gained[index].add(piece)
+            num_bytes += kept_bytes(piece)
+            num_bytes += len(piece.routed_experts.data) if piece.routed_experts else 0
+        return num_bytes
 
     def begin(self, request_id: str, adapter: str, options: SamplingOptions) -> Callable[[], None]:
         """The request runs, which the end of its session aborts; what is called at its end.
@@ -286,6 +282,7 @@ class SessionTurn:
                 gained.experts = None
         images = {one.digest: one.data for one in self._images}
         for index, gained in sorted(self._gained.items()):
+            rows = gained.experts
             head = TurnHead(
                 reason="choice" if index else self._reason,
                 path=self._path,
@@ -298,12 +295,12 @@ class SessionTurn:
                 weight_versions=gained.weight_versions,
                 images=[one.digest for one in self._images],
                 image_ranges=run.image_ranges,
-                experts=gained.expert_rows,
+                experts=ExpertRows(rows.start, rows.shape, rows.dtype) if rows else None,
                 mismatch=self._mismatch,
                 message=gained.message(),
                 num_prompt=len(run.prompt_ids),
                 num_cached=run.num_cached,
-                num_sampled=len(gained.ids) // ID_BYTES,
+                num_sampled=gained.num_tokens,
             )
             turn = Turn(
                 parent=self._parent,
@@ -314,10 +311,10 @@ class SessionTurn:
                 logprobs=bytes(gained.logprobs),
                 engine_prompt=engine_prompt,
                 added=json_of(self._added),
-                experts=b"" if gained.experts is None else gained.experts.data,
+                experts=rows.data if rows else b"",
             )
             read = as_read(head.message)
-            link = self._link_of(turn.ids, gained.text, read)
+            link = self._link_of(turn.ids, gained.text_of("content"), read)
             plain = link_of_turn(self._plain[-1], read) if self._plain else None
             turns.append((turn, self._keys._replace(link=link, plain=plain)))
         reasons = self._store.add(self._session, turns, self._plain, images)
@@ -355,65 +352,6 @@ def _tail_of(turn: Turn, decode: Callable[[np.ndarray], str]) -> bytes | None:
     text is not that of the ids."""
     whole, text = decode(np.frombuffer(turn.ids, np.int32)), turn.head.message["content"]
     return whole.removeprefix(text).encode() if whole.startswith(text) else None
-
-
-class SampledChoice:
-    """What one choice has sampled so far."""
-
-    def __init__(self) -> None:
-        self.ids, self.logprobs = bytearray(), bytearray()
-        self.finish_reason = ""
-        self.weight_versions: list[tuple[int, int]] = []
-        self.experts: RoutedExperts | None = None
-        self._texts: defaultdict[str, list[str]] = defaultdict(list)
-        # By index: id, name and pieces of the arguments.
-        self._calls: dict[int, tuple[str, str, list[str]]] = {}
-
-    def take(self, piece: Completion) -> int:
-        """Returns the bytes that it keeps of a piece."""
-        self.ids += piece.token_ids
-        if piece.logprobs is not None:
-            self.logprobs += sampled_logprobs(piece).tobytes()
-        self.weight_versions = piece.weight_versions or self.weight_versions
-        self.finish_reason = piece.finish_reason or self.finish_reason
-        self.experts = piece.routed_experts or self.experts
-        said = {"content": piece.text} if piece.message is None else piece.message
-        for name in ("content", "reasoning"):
-            if text := said.get(name):
-                self._texts[name].append(text)
-        for number, call in enumerate(said.get("tool_calls") or ()):
-            function, index = call.get("function") or {}, call.get("index", number)
-            known = self._calls.setdefault(
-                index, (call.get("id") or "", function.get("name") or "", [])
-            )
-            known[2].append(function.get("arguments") or "")
-        num_expert_bytes = 0 if piece.routed_experts is None else len(piece.routed_experts.data)
-        return kept_bytes(piece) + num_expert_bytes
-
-    @property
-    def expert_rows(self) -> ExpertRows | None:
-        found = self.experts
-        return None if found is None else ExpertRows(found.start, found.shape, found.dtype)
-
-    @property
-    def text(self) -> str:
-        return "".join(self._texts["content"])
-
-    def message(self) -> Message:
-        """What was sampled, as a message of OpenAI's chats."""
-        message: Message = {"role": "assistant", "content": self.text}
-        if self._texts["reasoning"]:
-            message["reasoning"] = "".join(self._texts["reasoning"])
-        if self._calls:
-            message["tool_calls"] = [
-                {
-                    "id": name,
-                    "type": "function",
-                    "function": {"name": tool, "arguments": "".join(given)},
-                }
-                for _, (name, tool, given) in sorted(self._calls.items())
-            ]
-        return message
 
 
 def raw_link(model: str, kind: bytes, content: bytes) -> bytes:

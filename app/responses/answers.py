@@ -12,11 +12,12 @@ import numpy as np
 from msgspec import UNSET, UnsetType
 
 from app.call import openai_logprobs
-from app.call.chats import ChatTurn, Part, Sampled
+from app.call.chats import ChatTurn, sampled_fields
 from app.call.jobs import expanded_ids
 from app.call.token_texts import MAX_BEFORE, TokenTexts
 from app.outputs.answer_parts import ChatToken, SampledFields
 from app.outputs.json_parts import json_parts
+from app.outputs.sampled import Part, Sampled
 from app.responses.bodies import TOOL_FIELDS, ResponsesFields
 from app.route.error_schemas import ErrorDetail
 from titopool.wire.messages import Completed, Completion
@@ -265,7 +266,7 @@ class ResponsesRequest(NamedTuple):
                 "output_tokens_details": {"reasoning_tokens": 0},
                 "total_tokens": len(ids) + sampled.num_tokens,
             },
-            **sampled.fields(self.turn, ids, adapter_version),
+            **sampled_fields(self.turn, sampled, ids, adapter_version),
         }
 
     def logprobs(self, pieces: Sequence[Completion], before: list[int]) -> Iterator[Any]:

@@ -4,121 +4,89 @@ Follows OpenAI's order: an item is added, gains text, and is done before the nex
 Reasoning has the events of a content part, as a message has.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
-from app.call.chats import Part, Sampled
-from app.call.streams import EventWriter
-from app.outputs.run_facts import RunFacts, kept_bytes
-from app.pool.request import ChunkOfJob
-from app.responses.answers import (
-    ItemStatus,
-    ResponsesRequest,
-    content_of,
-    item_status,
-    last_ids,
-)
+from app.call.part_events import Event, PartEvents
+from app.outputs.sampled import Part
+from app.responses.answers import ItemStatus, ResponsesRequest, content_of, item_status, last_ids
 from titopool.errors import TitopoolError
 from titopool.wire.messages import Completion
 
-Event = dict[str, Any]
 # The middle of the names of the events of a text, by the kind of part.
 TEXTS = {
     "reasoning": "reasoning_text", "content": "output_text", "call": "function_call_arguments",
 }  # fmt: skip
 
 
-class ResponseEvents(EventWriter):
+class ResponseEvents(PartEvents):
     """Turns the chunks of one request into the events of its response."""
 
-    has_names = True
-
     def __init__(self, request: ResponsesRequest):
+        super().__init__(request.turn)
         self._request = request
         self._response = request.head()
-        self._facts = RunFacts(request.turn.prompt.token_ids)
-        self._sampled = Sampled()
         self._num_events = 0
-        # The part whose item is open, and the statuses of the items before.
-        self._open: Part | None = None
-        self._ended: list[ItemStatus] = []
+        # Of the last item that has ended; those before are complete.
+        self._last_status: ItemStatus = "completed"
         # With log-probabilities: all pieces, how many of them deltas have, and the last ids of those.
         self._pieces: list[Completion] = []
         self._num_written, self._last_ids = 0, list[int]()
-
-    def write_chunks(self, chunks: Iterable[ChunkOfJob]) -> Iterator[Event]:
-        """The events of what items have gained.
-
-        Raises:
-            GenerationFailed: as `Sampled.add`.
-        """
-        for _, chunk in chunks:
-            self._facts.begin(chunk)
-            yield from self._begin_response()
-            for _, piece in chunk.pieces:
-                hold = self._request.turn.call.hold
-                hold(kept_bytes(piece))
-                if self._request.texts is not None:
-                    hold(piece.num_bytes)
-                    self._pieces.append(piece)
-                for part, text in self._sampled.add(piece):
-                    yield from self._gain(part, text)
-
-    def write_end(self) -> Iterator[Event]:
-        """The end of the last item and of the response, which then has all items."""
-        yield from self._begin_response()
-        sampled, facts = self._sampled, self._facts
-        if not sampled.parts:
-            sampled.parts.append(Part("content"))
-            yield from self._gain(sampled.parts[0], "")
-        yield from self._finish(item_status(sampled.finish_reason))
-        end = self._request.end(sampled, facts.prompt_ids, facts.num_cached, facts.adapter_version)
-        name = "completed" if end["status"] == "completed" else "incomplete"
-        yield self._event(name, response=self._response | end | {"output": self._output()})
 
     def write_failure(self, error: TitopoolError, request_id: str) -> Iterator[Event]:
         """The response as far as it came, with the error."""
         # What decodes their tokens may be what has failed.
         self._pieces.clear()
-        yield from self._begin_response()
-        yield from self._finish("incomplete")
+        if not self._num_events:
+            yield from self.begin()
+        # So that the last item is incomplete.
+        self.sampled.finish_reason = "abort"
+        yield from self.finish(is_last=True)
         end = {"status": "failed", **error.to_dict(request_id), "output": self._output()}
         yield self._event("failed", response=self._response | end)
 
-    def _begin_response(self) -> Iterator[Event]:
-        if not self._num_events:
-            yield self._event("created", response=self._response)
-            yield self._event("in_progress", response=self._response)
+    def hold(self, piece: Completion) -> None:
+        super().hold(piece)
+        if self._request.texts is not None:
+            self.turn.call.hold(piece.num_bytes)
+            self._pieces.append(piece)
 
-    def _gain(self, part: Part, text: str) -> Iterator[Event]:
-        """What a part has gained; before that, the end of the one before and its own beginning."""
-        if part is not self._open:
-            yield from self._finish("completed")
-            self._open = part
-            item = self._request.item(len(self._ended), part, "in_progress")
-            yield self._event("output_item.added", output_index=len(self._ended), item=item)
-            if part.kind != "call":
-                yield self._of_item("content_part.added", part=content_of(Part(part.kind)))
-        if text:
-            fields = {"logprobs": self._new_logprobs()} if part.kind == "content" else {}
-            yield self._of_item(f"{TEXTS[part.kind]}.delta", delta=text, **fields)
+    def begin(self) -> Iterator[Event]:
+        yield self._event("created", response=self._response)
+        yield self._event("in_progress", response=self._response)
 
-    def _finish(self, status: ItemStatus) -> Iterator[Event]:
-        """Ends the open item, if there is one."""
-        if (part := self._open) is None:
-            return
+    def begin_part(self, part: Part) -> Iterator[Event]:
+        item = self._request.item(self.num_ended, part, "in_progress")
+        yield self._event("output_item.added", output_index=self.num_ended, item=item)
+        if part.kind != "call":
+            yield self._of_item(part, "content_part.added", part=content_of(Part(part.kind)))
+
+    def grow(self, part: Part, text: str) -> Iterator[Event]:
+        fields = {"logprobs": self._new_logprobs()} if part.kind == "content" else {}
+        yield self._of_item(part, f"{TEXTS[part.kind]}.delta", delta=text, **fields)
+
+    def end_part(self, part: Part, *, is_last: bool) -> Iterator[Event]:
         done = f"{TEXTS[part.kind]}.done"
         if part.kind == "call":
-            yield self._of_item(done, name=part.name, arguments=part.text)
+            yield self._of_item(part, done, name=part.name, arguments=part.text)
         else:
             content = content_of(part)
             shown = {name: content[name] for name in ("text", "logprobs") if name in content}
-            yield self._of_item(done, **shown)
-            yield self._of_item("content_part.done", part=content)
-        index, item = len(self._ended), self._request.item(len(self._ended), part, status)
-        self._open = None
-        self._ended.append(status)
-        yield self._event("output_item.done", output_index=index, item=item)
+            yield self._of_item(part, done, **shown)
+            yield self._of_item(part, "content_part.done", part=content)
+        if is_last:
+            self._last_status = item_status(self.sampled.finish_reason)
+        item = self._request.item(self.num_ended, part, self._last_status)
+        yield self._event("output_item.done", output_index=self.num_ended, item=item)
+
+    def end(self) -> Iterator[Event]:
+        """The response with all items."""
+        facts = self.facts
+        end = self._request.end(
+            self.sampled, facts.prompt_ids, facts.num_cached, facts.adapter_version
+        )
+        name = "completed" if end["status"] == "completed" else "incomplete"
+        yield self._event(name, response=self._response | end | {"output": self._output()})
 
     def _new_logprobs(self) -> list[Any]:
         """Of the tokens that no delta has yet."""
@@ -130,16 +98,19 @@ class ResponseEvents(EventWriter):
         return found
 
     def _output(self) -> Iterator[dict[str, Any]]:
-        parts = zip(self._sampled.parts, self._ended, strict=False)
-        return self._request.output(parts, self._pieces)
+        """The items that have ended."""
+        parts = self.sampled.parts[: self.num_ended]
+        items = (
+            (part, "completed" if index < len(parts) else self._last_status)
+            for index, part in enumerate(parts, start=1)
+        )
+        return self._request.output(items, self._pieces)
 
-    def _of_item(self, event: str, /, **fields: Any) -> Event:
+    def _of_item(self, of: Part, event: str, /, **fields: Any) -> Event:
         """An event of the open item, or of its only part."""
-        assert self._open is not None
-        index = len(self._ended)
-        at = {} if self._open.kind == "call" else {"content_index": 0}
-        item_id = self._request.item_id(index, self._open)
-        return self._event(event, output_index=index, item_id=item_id, **at, **fields)
+        at = {} if of.kind == "call" else {"content_index": 0}
+        item_id = self._request.item_id(self.num_ended, of)
+        return self._event(event, output_index=self.num_ended, item_id=item_id, **at, **fields)
 
     def _event(self, event: str, /, **fields: Any) -> Event:
         number = self._num_events
