@@ -1,14 +1,14 @@
 """Bodies of OpenAI's routes: a route's fields and vLLM's sampling options in one object."""
 
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
 from app.route.components import Components, Schema
-from app.route.decoding import convert, decode_object
-from app.route.field_schemas import fields_of, nullable, object_of, required_of, unused_fields
+from app.route.decoding import convert
 from app.route.fields import Message, NumLogprobs, StreamedFields, check_stream
-from app.route.unused_fields import CHAT_ONLY, UNUSED, check_chat_only, check_unused
+from app.route.open_bodies import OptionsDecoder
+from app.route.unused_fields import CHAT_ONLY, UNUSED, check_chat_only
 from titopool.errors import InvalidRequest
 from titopool.settings.grammars import StructuredOutputs
 from titopool.settings.sampling import PositiveCount, SamplingOptions
@@ -89,77 +89,43 @@ Fields = TypeVar("Fields", bound=RouteFields)
 _OF_CHAT = {"description": "Of a chat: without effect where the prompt is ids, else refused."}
 
 
-class OpenAIDecoder(Generic[Fields]):
-    """Decodes a body to the route's fields and the sampling options; null means left out."""
+class OpenAIDecoder(OptionsDecoder[Fields]):
+    """Decodes a body of OpenAI's routes."""
 
     def __init__(self, fields_type: type[Fields]):
-        self.body_type = fields_type
-        self.types = (fields_type, SamplingOptions, StructuredOutputs)
+        super().__init__(fields_type, UNUSED)
 
     def decode(self, body: bytes, /) -> tuple[Fields, SamplingOptions]:
         """Called by `app.route.decoding.decode_body`, which explains msgspec's errors.
 
         Raises:
-            InvalidRequest: a field is unknown, not supported, or of another type or range.
-            msgspec.DecodeError: the body is not a JSON object.
+            InvalidRequest, msgspec.DecodeError: as `read`, and for an unknown field.
         """
-        values = decode_object(body)
-        route_values, sampling_values = {}, {}
-        for name, value in values.items():
-            if value is None:
-                continue
-            if name in self.body_type.__struct_fields__:
-                route_values[name] = value
-            elif name in UNUSED:
-                check_unused(name, value, UNUSED[name])
-            elif name in CHAT_ONLY:
-                check_chat_only(name, values.get("prompt"))
-            else:
-                sampling_values[name] = value
-        fields = convert(route_values, self.body_type)
+        fields, options, unknown = self.read(body)
+        # Its error names the first of them.
+        convert(dict.fromkeys(name for name in unknown if name not in CHAT_ONLY), SamplingOptions)
+        for name in unknown:
+            check_chat_only(name, getattr(fields, "prompt", None))
         if fields.response_format is not None:
-            sampling_values |= _structured_outputs(fields.response_format, sampling_values)
-        options = convert(sampling_values, SamplingOptions)
-        options.detokenize = True
+            _set_structured_outputs(fields.response_format, options)
         options.prompt_logprobs = fields.prompt_logprobs
         check_stream(fields, options)
         return fields, options
 
     def schema(self, components: Components) -> Schema:
-        """As `app.route.decoding.DescribedDecoder`: both in one object, and fields without effect."""
-        fields = {
-            **nullable(fields_of(components, SamplingOptions, without=UNUSED)),
-            **unused_fields(UNUSED),
-            **(
-                {name: dict(_OF_CHAT) for name in CHAT_ONLY}
-                if self.body_type is CompletionsFields
-                else {}
-            ),
-            **nullable(
-                fields_of(components, self.body_type), but=required_of(components, self.body_type)
-            ),
-        }
-        about = components.struct(self.body_type)["description"] + " Null means left out."
-        name = f"OpenAI{self.body_type.__name__.replace('Fields', 'Body')}"
-        return components.add(
-            name, object_of(about, fields, required_of(components, self.body_type))
-        )
-
-    @property
-    def honoured(self) -> set[str]:
-        """The fields that have an effect."""
-        return {*self.body_type.__struct_fields__, *SamplingOptions.__struct_fields__}
+        """As `app.route.decoding.DescribedDecoder`."""
+        others = CHAT_ONLY if self.body_type is CompletionsFields else ()
+        schema = self.schema_of(components, {name: dict(_OF_CHAT) for name in others})
+        return components.add(f"OpenAI{self.body_type.__name__.replace('Fields', 'Body')}", schema)
 
 
 COMPLETIONS_BODY = OpenAIDecoder(CompletionsFields)
 CHAT_COMPLETIONS_BODY = OpenAIDecoder(ChatFields)
 
 
-def _structured_outputs(
-    response_format: dict[str, Any], sampling_values: dict[str, Any]
-) -> dict[str, Any]:
-    """OpenAI's `response_format` as vLLM's `structured_outputs`."""
-    if sampling_values.get("structured_outputs"):
+def _set_structured_outputs(response_format: dict[str, Any], options: SamplingOptions) -> None:
+    """Takes OpenAI's `response_format` into vLLM's `structured_outputs`."""
+    if options.structured_outputs is not None:
         raise InvalidRequest(
             "response_format: expected either response_format or structured_outputs, got both; "
             "leave one out",
@@ -167,13 +133,14 @@ def _structured_outputs(
         )
     match response_format:
         case {"type": "text"}:
-            return {}
+            pass
         case {"type": "json_object"}:
-            return {"structured_outputs": {"json_object": True}}
+            options.structured_outputs = StructuredOutputs(json_object=True)
         case {"type": "json_schema", "json_schema": {"schema": dict(schema)}}:
-            return {"structured_outputs": {"json": schema}}
-    raise InvalidRequest(
-        "response_format: expected type text, json_object, or json_schema with json_schema.schema, "
-        f"got {str(response_format)[:100]}",
-        param="response_format",
-    )
+            options.structured_outputs = StructuredOutputs(json=schema)
+        case _:
+            raise InvalidRequest(
+                "response_format: expected type text, json_object, or json_schema with "
+                f"json_schema.schema, got {str(response_format)[:100]}",
+                param="response_format",
+            )

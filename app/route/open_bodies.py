@@ -1,5 +1,5 @@
-"""Bodies of which unknown fields are accepted: clients that speak to a vendor's own service add fields
-with every release.
+"""Bodies with a route's fields and vLLM's sampling options in one object, and those of them whose unknown
+fields are accepted: clients that speak to a vendor's own service add fields with every release.
 
 A field that this server knows is served, or refused by name.
 """
@@ -49,19 +49,18 @@ class Sent(NamedTuple, Generic[Fields]):
     unknown: list[str]
 
 
-class OpenDecoder(Generic[Fields]):
-    """Decodes a body; null means left out."""
+class OptionsDecoder(Generic[Fields]):
+    """Decodes a body to the route's fields and the sampling options; null means left out."""
 
     def __init__(self, fields_type: type[Fields], unused: Mapping[str, Unused]):
-        """`unused`: the dialect's fields without effect."""
+        """`unused`: fields without effect, unless the route has them."""
         self.body_type = fields_type
         self.types = (fields_type, SamplingOptions, StructuredOutputs)
         own = fields_type.__struct_fields__
-        self.unused = {name: one for name, one in {**OTHERS, **unused}.items() if name not in own}
+        self.unused = {name: one for name, one in unused.items() if name not in own}
 
-    def decode(self, body: bytes, /) -> Sent[Fields]:
-        """Called by `app.route.decoding.decode_body`, which explains msgspec's errors.
-
+    def read(self, body: bytes) -> Sent[Fields]:
+        """
         Raises:
             InvalidRequest: a field is not supported, or of another type or range.
             msgspec.DecodeError: the body is not a JSON object.
@@ -85,14 +84,35 @@ class OpenDecoder(Generic[Fields]):
         check_stream(fields, options)
         return Sent(fields, options, unknown)
 
-    def schema(self, components: Components) -> Schema:
-        """As `app.route.decoding.DescribedDecoder`: all in one object, which may have others."""
+    def schema_of(self, components: Components, others: Mapping[str, Schema]) -> Schema:
+        """All in one object, without its name; `others`: of further fields."""
         required = required_of(components, self.body_type)
         fields = {
             **nullable(fields_of(components, SamplingOptions, without=self.unused)),
             **unused_fields(self.unused),
+            **others,
             **nullable(fields_of(components, self.body_type), but=required),
         }
         about = components.struct(self.body_type)["description"] + " Null means left out."
-        schema = object_of(about, fields, required) | {"additionalProperties": True}
+        return object_of(about, fields, required)
+
+
+class OpenDecoder(OptionsDecoder[Fields]):
+    """Accepts fields that nobody knows."""
+
+    def __init__(self, fields_type: type[Fields], unused: Mapping[str, Unused]):
+        """`unused`: the dialect's fields without effect."""
+        super().__init__(fields_type, {**OTHERS, **unused})
+
+    def decode(self, body: bytes, /) -> Sent[Fields]:
+        """Called by `app.route.decoding.decode_body`, which explains msgspec's errors.
+
+        Raises:
+            InvalidRequest, msgspec.DecodeError: as `read`.
+        """
+        return self.read(body)
+
+    def schema(self, components: Components) -> Schema:
+        """As `app.route.decoding.DescribedDecoder`."""
+        schema = self.schema_of(components, {}) | {"additionalProperties": True}
         return components.add(self.body_type.__name__.replace("Fields", "Body"), schema)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import msgspec
 import pytest
 
-from app.openai.bodies import CHAT_COMPLETIONS_BODY, COMPLETIONS_BODY
+from app.openai.bodies import CHAT_COMPLETIONS_BODY, COMPLETIONS_BODY, ChatFields, CompletionsFields
 from app.responses.bodies import RESPONSES_BODY, ResponsesFields
 from app.route.decoding import decode_body
 from app.route.unused_fields import CHAT_ONLY, UNUSED, UNUSED_OF_GENERATE, UNUSED_SAMPLING
@@ -35,13 +35,13 @@ class Ours(NamedTuple):
 MODELS = {
     "vllm.entrypoints.openai.completion.protocol:CompletionRequest": Ours(
         COMPLETIONS_BODY,
-        COMPLETIONS_BODY.honoured,
+        {*CompletionsFields.__struct_fields__, *SamplingOptions.__struct_fields__},
         {*UNUSED, *CHAT_ONLY},
         {"prompt": [1, 2]},
     ),
     "vllm.entrypoints.openai.chat_completion.protocol:ChatCompletionRequest": Ours(
         CHAT_COMPLETIONS_BODY,
-        CHAT_COMPLETIONS_BODY.honoured,
+        {*ChatFields.__struct_fields__, *SamplingOptions.__struct_fields__},
         set(UNUSED),
         {"messages": [{"role": "user", "content": "a"}]},
     ),
