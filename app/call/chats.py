@@ -58,15 +58,11 @@ def prompt_of_chat(call: Call, fields: ChatRequest, tools: Tools) -> Prompt:
         # The objects of a message take ten times the memory of the prompt.
         # Answers need the last one's role.
         fields.messages = [{"role": one["role"]} for one in fields.messages[-1:]]
-        if call.turn is not None:
-            return check_prompt(
-                call.turn.prompt_of_chat(call, chat, images),
-                "messages",
-                facts,
-                images,
-                fields.cache_salt,
-            )
-        (ids,) = call.render([chat])
+        ids = (
+            call.render([chat])[0]
+            if call.turn is None
+            else call.turn.prompt_of_chat(call, chat, images)
+        )
         return check_prompt(ids, "messages", facts, images, fields.cache_salt)
     prompt = check_prompt(fields.tokens, "tokens", facts, images, fields.cache_salt)
     call.drift.compare(fields, tools)

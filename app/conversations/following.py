@@ -14,9 +14,9 @@ from app.conversations.matching import SYSTEM_ROLES
 from app.inputs.chat_template import MAX_RENDER_S, Chat
 from app.inputs.turns import within
 from app.route.fields import Message
-from titopool.conversations.chat_template import call_with_arguments
+from titopool.conversations.chat_template import call_with_arguments, complete
 from titopool.conversations.templates import LocalTemplate
-from titopool.conversations.turns import SENTINEL, Turn, TurnRenderer, squeezed
+from titopool.conversations.turns import SENTINEL, Following, Turn, TurnRenderer, squeezed
 
 logger = logging.getLogger(__name__)
 
@@ -26,27 +26,19 @@ SHORT = 32
 ROUNDS = 2
 # The last tokens of a prompt, in which a generation prompt may begin a thought.
 PROMPT_END = 64
-# Characters.
-MAX_MISMATCH = 300
 # A text that no template has.
 MARK = "titopoolmark"
 # Renderers for combinations of tools and variables of the template.
 MAX_RENDERERS = 64
 
 
-class Followed(NamedTuple):
-    """What follows a turn."""
-
-    ids: np.ndarray
-    # The turn in renders of later ones.
-    message: Message
-    mismatch: str | None
-
-
 def as_read(message: Message) -> Message:
     """A sampled message as `read_conversation` gives one that a client sends back."""
-    calls = [call_with_arguments(call)[0] for call in message.get("tool_calls") or ()]
-    return {**message, "tool_calls": calls} if calls else message
+    read = dict(message)
+    complete(read)
+    if calls := message.get("tool_calls"):
+        read["tool_calls"] = [call_with_arguments(call)[0] for call in calls]
+    return read
 
 
 def short_of(message: Message, *, is_head_short: bool = False) -> Message:
@@ -87,13 +79,13 @@ def follow_turn(
     message: Message,
     new: Sequence[Message],
     num_images: int,
-) -> Followed | None:
+) -> Following | None:
     """What the template writes after a turn; None: it does not go on from the turn's ids.
 
     Args:
         history: messages that stand for those before the turn (`short_of`).
         prompt: the ids before the turn.
-        message: the turn, as vLLM's parsers have read it.
+        message: the turn, as vLLM's parsers have read it (`as_read`).
     """
     renderer, has_late_head, counts = _known_of(tokenizer, chat, is_short=True)
     if has_late_head:
@@ -118,10 +110,7 @@ def follow_turn(
         # Templates raise arbitrary errors; the whole conversation may still be rendered.
         logger.info("a session begins a branch: %s: %s", type(error).__name__, str(error)[:300])
         return None
-    if found.ids is None:
-        return None
-    mismatch = None if found.difference is None else found.difference[:MAX_MISMATCH]
-    return Followed(found.ids, dict(found.message), mismatch)
+    return None if found.ids is None else found
 
 
 class Known(NamedTuple):

@@ -16,7 +16,7 @@ import msgspec
 from app.inputs.chat_template import Chat
 from app.route.fields import Message
 from app.time_slices import sharing_time
-from titopool.conversations.chat_template import Arguments
+from titopool.conversations.chat_template import Arguments, text_of
 from titopool.conversations.turns import THOUGHTS, squeezed
 
 DIGEST_BYTES = 16
@@ -69,7 +69,7 @@ def _turn_says(message: Message) -> bytes:
     for call in message.get("tool_calls") or ():
         function = call.get("function", call)
         called.append([function.get("name"), _arguments_of(function.get("arguments"))])
-    return _encoded([squeezed(said_of(_text_of(message))), called])
+    return _encoded([squeezed(said_of(text_of(message.get("content")))), called])
 
 
 def num_system(messages: Sequence[Message]) -> int:
@@ -80,27 +80,21 @@ def num_system(messages: Sequence[Message]) -> int:
 def system_of(messages: Sequence[Message]) -> bytes:
     """A digest of the system prompt at the beginning."""
     return _digest(
-        b"", _encoded([_text_of(one).strip() for one in messages[: num_system(messages)]])
+        b"",
+        _encoded([text_of(one.get("content")).strip() for one in messages[: num_system(messages)]]),
     )
-
-
-def _parts_of(message: Message) -> list[Message]:
-    content = message.get("content") or []
-    return [{"type": "text", "text": content}] if isinstance(content, str) else content
-
-
-def _text_of(message: Message) -> str:
-    return "\n".join(part["text"] for part in _parts_of(message) if part["type"] == "text")
 
 
 def _shown(message: Message, images: Iterator[bytes]) -> list[str]:
     """Texts and digests of images, in their order; texts that follow each other are one."""
     shown = list[str]()
-    for is_text, parts in groupby(_parts_of(message), lambda part: part["type"] == "text"):
+    content = message.get("content") or []
+    parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    for is_text, alike in groupby(parts, lambda part: part["type"] == "text"):
         if is_text:
-            shown.append("\n".join(part["text"] for part in parts).strip())
+            shown.append(text_of([*alike]).strip())
         else:
-            shown += [f"image {next(images, b'').hex()}" for _ in parts]
+            shown += [f"image {next(images, b'').hex()}" for _ in alike]
     return shown
 
 

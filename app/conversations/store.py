@@ -6,9 +6,8 @@ A session is a tree: a turn goes on from another one, its parent, or begins with
 import secrets
 import sqlite3
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -479,7 +478,7 @@ class SessionStore:
 
         return self._database.run(work, (0, 0))
 
-    def _run(self, work: Callable[[sqlite3.Connection], Any]) -> list[Any]:
+    def _run(self, work: Callable[[sqlite3.Connection], Iterable[Any]]) -> list[Any]:
         """The rows of `work` in a transaction.
 
         Raises:
@@ -487,7 +486,7 @@ class SessionStore:
         """
         if self._database is None:
             raise SessionNotFound(NO_SESSION)
-        rows = self._database.run(partial(_rows_of, work), None)
+        rows = self._database.run(lambda connection: list(work(connection)), None)
         if rows is None:
             raise TitopoolError(
                 "expected a file of sessions in run_dir that can be used, got a fault that the server's log "
@@ -499,13 +498,6 @@ class SessionStore:
 def digest_of(name: str) -> bytes:
     """What the file, logs and metrics have in place of an id."""
     return blake2b(name.encode(), digest_size=16).digest()
-
-
-def _rows_of(
-    work: Callable[[sqlite3.Connection], Any], connection: sqlite3.Connection
-) -> list[Any] | None:
-    found = work(connection)
-    return found.fetchall() if isinstance(found, sqlite3.Cursor) else list(found)
 
 
 _encode = msgspec.msgpack.Encoder().encode

@@ -4,14 +4,14 @@ import json
 import time
 from base64 import b64encode
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from hashlib import blake2b
 from typing import Any, Protocol
 
 import numpy as np
 
-from app.conversations.following import Followed, as_read, follow_turn, json_of, short_of
+from app.conversations.following import as_read, follow_turn, json_of, short_of
 from app.conversations.matching import context_of, link_of_turn, links_of, says, system_of
 from app.conversations.store import (
     ExpertRows,
@@ -30,14 +30,16 @@ from app.outputs.run_facts import RunFacts, kept_bytes
 from app.outputs.sampled import Sampled
 from app.route.fields import Message
 from titopool.answers.sessions import Reason
-from titopool.conversations.messages import IMAGE_PART
-from titopool.conversations.turns import squeezed
+from titopool.conversations.messages import with_images
+from titopool.conversations.turns import Following, squeezed
 from titopool.errors import InvalidRequest
 from titopool.settings.sampling import SamplingOptions
 from titopool.wire.messages import Chunk, Completed, Image, WorkerFacts
 
 # Of the path to a turn that is gone on from.
 FOLLOWED = ("short", "prompt", "ids", "engine_prompt")
+# Characters.
+MAX_MISMATCH = 300
 # Kinds of prompts without messages.
 TEXT, IDS = b"t", b"i"
 LinkOf = Callable[[bytes, str, Message], bytes | None]
@@ -97,9 +99,10 @@ class SessionTurn:
                 param="previous_response_id",
             )
         path = self._store.path_to(self._session, number, ("added",))
-        files = iter(self._store.images(self._session, path[-1].head.images))
+        files = self._store.images(self._session, path[-1].head.images)
         known = [message for one in path for message in (*json.loads(one.added), one.head.message)]
-        return [_with_files(message, files) for message in known]
+        found = with_images(known, [b64encode(one).decode() for one in files])
+        return [dict(one) for one in found]
 
     # ---- its prompt --------------------------------------------------------------------
 
@@ -154,17 +157,15 @@ class SessionTurn:
         size = sum(len(str(one.get("content"))) for one in new) + len(sampled)
         prompt = before[: len(before) - len(sampled)]
         said = as_read(path[-1].head.message)
-        if "reasoning" in said:
-            said = {**said, "reasoning_content": said["reasoning"]}
-        followed: Followed | None = call.use_tokenizer(
+        followed: Following | None = call.use_tokenizer(
             follow_turn, chat, history, prompt, sampled, said, new, len(self._images), size=size
         )
-        if followed is None:
+        if followed is None or followed.ids is None:
             self._reason = "template"
             return None
         self._follow(path, before)
-        self._short = [short_of(followed.message), *map(short_of, new)]
-        self._added, self._mismatch = new, followed.mismatch
+        self._short, self._added = [short_of(dict(followed.message)), *map(short_of, new)], new
+        self._mismatch = followed.difference and followed.difference[:MAX_MISMATCH]
         ids: np.ndarray = np.concatenate([before, followed.ids]).astype(np.int32)
         return ids
 
@@ -320,20 +321,6 @@ class SessionTurn:
         reasons = self._store.add(self._session, turns, self._plain, images)
         self._is_kept = True
         return reasons
-
-
-def _with_files(message: Message, files: Iterator[bytes]) -> Message:
-    """A message with its next images, as a client sends them."""
-    content = message.get("content")
-    if not isinstance(content, list):
-        return message
-    parts = []
-    for part in content:
-        if part == IMAGE_PART:
-            url = f"data:application/octet-stream;base64,{b64encode(next(files)).decode()}"
-            part = {"type": "image_url", "image_url": {"url": url}}
-        parts.append(part)
-    return {**message, "content": parts}
 
 
 def _chosen(known: Sequence[Turn], sent: Message) -> int:

@@ -42,13 +42,8 @@ def logprobs_mode() -> str:
     return mode
 
 
-def json_response(body: dict[str, Any], status: int = 200) -> Response:
-    """A JSON response for a short body."""
-    return Response(json_line(body), status=status, mimetype="application/json")
-
-
-def struct_response(body: msgspec.Struct, status: int = 200) -> Response:
-    """As `json_response`, of a struct."""
+def json_response(body: Any, status: int = 200) -> Response:
+    """A JSON response for a short body: an object or a struct."""
     return Response(msgspec.json.encode(body) + b"\n", status=status, mimetype="application/json")
 
 

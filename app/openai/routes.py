@@ -46,6 +46,14 @@ from titopool.settings.sampling import SamplingOptions, check_sampling
 # Makes a response of a checked request.
 Answer = Callable[[OpenAIRequest], Response]
 blueprint = Blueprint("openai", __name__)
+_of_chat = partial(
+    Operation,
+    body=CHAT_COMPLETIONS_BODY,
+    answer=ChatAnswer,
+    other_media={EVENTS: ChatEvent},
+    errors=(*GENERATION_ERRORS, *IMAGE_ERRORS),
+    headers=(SESSION_ID,),
+)
 
 
 @blueprint.post("/v1/completions/")
@@ -104,13 +112,8 @@ def complete_text(answer: Answer) -> Response:
 
 
 @blueprint.post("/v1/chat/completions/")
-@Operation(
+@_of_chat(
     description=STREAMS,
-    body=CHAT_COMPLETIONS_BODY,
-    answer=ChatAnswer,
-    other_media={EVENTS: ChatEvent},
-    errors=(*GENERATION_ERRORS, *IMAGE_ERRORS),
-    headers=(SESSION_ID,),
     examples={
         "question": Example(
             "A question, with ids and log-probabilities",
@@ -132,13 +135,8 @@ def chat_completions() -> Response:
 
 
 @blueprint.post("/v1/chat/completions/tokens/")
-@Operation(
+@_of_chat(
     description=f"The engine gets exactly `tokens`. {STREAMS}",
-    body=CHAT_COMPLETIONS_BODY,
-    answer=ChatAnswer,
-    other_media={EVENTS: ChatEvent},
-    errors=(*GENERATION_ERRORS, *IMAGE_ERRORS),
-    headers=(SESSION_ID,),
     examples={
         "ids": Example(
             "Ids with the messages that they stand for",

@@ -10,7 +10,7 @@ from typing import Any, Generic, NamedTuple, TypeVar, get_args, get_origin
 import msgspec
 from flask import request
 
-from app.http.responses import struct_response
+from app.http.responses import json_response
 from app.route.decoding import Decoder, decode_body
 from titopool.errors import (
     AnswerTooLarge,
@@ -165,7 +165,7 @@ class Operation:
                 found, status = handler(**parts), self.status
                 if isinstance(found, Reply):
                     found, status = found
-                return struct_response(found, status) if structs else found
+                return json_response(found, status) if structs else found
 
         vars(described)["operation"] = replace(
             self, body=decoder or self.body, answer=_one_or_all(structs) if structs else self.answer

@@ -14,7 +14,7 @@ from app.call.service import current_service
 from app.control.pool_commands import end_requests
 from app.conversations.access import session_of
 from app.conversations.session_samples import SessionSample, ends_of, sample_of
-from app.conversations.store import Maker, Turn
+from app.conversations.store import Maker, Turn, TurnHead
 from app.http.auth import SESSION_KEY, current_key
 from app.http.connections import current_client
 from app.http.responses import respond_in_parts
@@ -52,6 +52,7 @@ MAX_TRACES = 100_000
 # As miles' session server says it.
 SAFETENSORS = "application/octet-stream"
 GONE = (SessionNotFound, SessionEnded)
+SHOWN = {*TurnHead.__struct_fields__} & {*TurnAnswer.__struct_fields__}
 NAME = {"session_id": "the id that `POST /sessions` gave"}
 
 
@@ -141,21 +142,11 @@ def _shown(turn: Turn) -> TurnAnswer:
     return TurnAnswer(
         number=turn.number,
         parent=turn.parent,
-        reason=head.reason,
         messages=json.loads(turn.added),
-        message=head.message,
-        finish_reason=head.finish_reason,
         prompt_tokens=head.num_prompt,
         completion_tokens=head.num_sampled,
         cached_tokens=head.num_cached,
-        weight_versions=head.weight_versions,
-        model=head.model,
-        lora_version=head.lora_version,
-        request_id=head.request_id,
-        path=head.path,
-        began_s=head.began_s,
-        ended_s=head.ended_s,
-        mismatch=head.mismatch,
+        **{name: getattr(head, name) for name in SHOWN},
     )
 
 

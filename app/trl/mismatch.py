@@ -6,7 +6,7 @@ import gevent
 from flask import Blueprint, Response
 
 from app.call.call import admitted, name_of
-from app.http.responses import struct_response
+from app.http.responses import json_response
 from app.route.operation import MODEL_ERRORS, Example, Operation
 from app.trl.answers import MismatchAnswer
 from app.trl.bodies import MISMATCH_BODY
@@ -50,7 +50,7 @@ def mismatch() -> Response:
             raise InvalidRequest(f"logprobs: {error}", param="logprobs") from None
         call.link.report(_sums(found))
         mode = call.facts.logprobs_mode
-        return struct_response(
+        return json_response(
             MismatchAnswer(request_id=body.request_id, logprobs_mode=mode, **asdict(found))
         )
 

@@ -223,11 +223,12 @@ def merge_developer_into_system(messages: list[Message]) -> list[Message]:
     others = [message for message in messages if message["role"] not in roles]
     if len(system) == 1 and messages[0] is system[0]:
         return [{**system[0], "role": "system"}, *others]
-    texts = [_text_of(message.get("content")) for message in system]
+    texts = [text_of(message.get("content")) for message in system]
     return [{"role": "system", "content": "\n\n".join(filter(None, texts))}, *others]
 
 
-def _text_of(content: Any) -> str:
+def text_of(content: Any) -> str:
+    """The texts of a message's content."""
     if isinstance(content, list):
         return "\n".join(part["text"] for part in content if part["type"] == "text")
     return content or ""

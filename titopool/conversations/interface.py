@@ -13,15 +13,7 @@ Image: TypeAlias = Any
 
 
 class RolloutError(Exception):
-    """Base of the errors of this package.
-
-    RolloutError
-      HistoryRewritten  the chat template would change tokens that were sampled or sent
-      MessageDropped    the chat template writes nothing of a new message
-      TemplateRefused   the chat template raises an error over the conversation
-      ContextFull       the conversation has no room for another token
-      PromptChanged     the server answered for other prompt ids than were sent
-    """
+    """Base of the errors of this package."""
 
 
 class HistoryRewritten(RolloutError):

@@ -132,16 +132,13 @@ class TokenPipeline:
         if isinstance(prompt, TokenPrompt):
             return TokenPrompt(prompt.ids, prompt.images + files)
         if isinstance(prompt, str):
-            return TokenPrompt(self._encode(prompt), files)
+            known = self._tokenizer
+            ids = self._client.tokenize(prompt) if known is None else known(prompt)["input_ids"]
+            return TokenPrompt(np.array(ids, np.int32), files)
         if len(prompt) and isinstance(prompt[0], Mapping):
             messages, files = read_messages(prompt, images)
             return TokenPrompt(self._template.render(messages, files), files)
         return TokenPrompt(written(prompt).ids, files)
-
-    def _encode(self, text: str) -> Ids:
-        if self._tokenizer is None:
-            return np.asarray(self._client.tokenize(text), np.int32)
-        return np.array(self._tokenizer(text)["input_ids"], np.int32)
 
     def _fitting(self, prompt: TokenPrompt, location: str) -> TokenPrompt:
         most = self._max_prompt_tokens

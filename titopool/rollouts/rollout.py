@@ -245,7 +245,10 @@ class Rollout:
             ContextFull: the conversation has `max_context` tokens or more.
             PromptChanged: the engine got other ids than those of the turns before.
         """
-        left = self._room(max_tokens)
+        self._check_room(self._state)
+        left = max_tokens
+        if self.max_context is not None:
+            left = min(left, self.max_context - self._state.num_tokens)
         if left < max_tokens and sampling.get("min_tokens"):
             sampling["min_tokens"] = min(sampling["min_tokens"], left)
         parts: list[Segment] = []
@@ -417,12 +420,6 @@ class Rollout:
             before=None, added=(), added_images=(),
         )  # fmt: skip
         return got, result
-
-    def _room(self, max_tokens: int) -> int:
-        if self.max_context is None:
-            return max_tokens
-        self._check_room(self._state)
-        return min(max_tokens, self.max_context - self._state.num_tokens)
 
     def _check_room(self, state: State) -> None:
         if self.max_context is not None and state.num_tokens >= self.max_context:
