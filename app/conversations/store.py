@@ -281,13 +281,10 @@ class SessionStore:
         return max(known, key=lambda one: (one[1][:9], one[0]), default=None)
 
     def number_of(self, session: Session, request_id: str) -> int | None:
-        """The first choice of the last request with an id; None: the session has none."""
-        select = "SELECT number, parent, head FROM turns WHERE session = ? AND request_id = ? ORDER BY number"
-        rows = self._rows(select, session.row, request_id)
-        firsts = [
-            turn.number for turn in (_turn(*row) for row in rows) if turn.head.reason != "choice"
-        ]
-        return firsts[-1] if firsts else None
+        """The first choice of the request with an id; None: the session has none."""
+        select = "SELECT min(number) FROM turns WHERE session = ? AND request_id = ?"
+        ((number,),) = self._rows(select, session.row, request_id)
+        return None if number is None else int(number)
 
     def path_to(self, session: Session, number: int, columns: Sequence[str]) -> list[Turn]:
         """The turns from the first one to `number`, with these columns; of `engine_prompt` the last one's.

@@ -2,7 +2,7 @@
 
 from base64 import b64decode
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -61,41 +61,7 @@ class TokensBody(msgspec.Struct):
     image_ranges: list[list[tuple[int, int]]] | None = None
 
 
-class ExpertsBody(msgspec.Struct):
-    """`titopool.answers.sessions.BinarySampleExperts`."""
-
-    data: bytes
-    shape: tuple[int, int, int]
-    dtype: Literal["uint8", "uint16", "int32"]
-
-
-class SampleBody(msgspec.Struct):
-    """`titopool.answers.sessions.SampleAnswer` with arrays as bytes."""
-
-    turns: tuple[int, ...]
-    reasons: tuple[str, ...]
-    was_retried: bool
-    prompt_length: int
-    ids: bytes
-    loss_mask: bytes
-    logprobs: bytes
-    weight_versions: tuple[tuple[int, int], ...]
-    finish_reasons: tuple[str, ...]
-    models: tuple[str, ...]
-    lora_versions: tuple[int | None, ...]
-    image_ranges: tuple[tuple[int, int], ...]
-    images: tuple[bytes, ...]
-    routed_experts: ExpertsBody | None
-
-
-class SamplesBody(msgspec.Struct):
-    """The samples of a session."""
-
-    samples: list[SampleBody]
-
-
 TOKENS_DECODER = msgspec.msgpack.Decoder(TokensBody)
-SAMPLES_DECODER = msgspec.msgpack.Decoder(SamplesBody)
 
 
 def checked(answer: Answer, *, statuses: Sequence[int] = (200,)) -> Answer:
@@ -233,24 +199,20 @@ def samples_of(answer: Answer) -> list[SessionSample]:
     if answer.headers.get("content-type") != MSGPACK:
         raise _unexpected(answer, f"Content-Type {MSGPACK}")
     try:
-        return [_sample(one) for one in SAMPLES_DECODER.decode(answer.content).samples]
-    except (msgspec.DecodeError, ValueError) as error:
+        return [_sample(one) for one in msgspec.msgpack.decode(answer.content)["samples"]]
+    except (msgspec.DecodeError, KeyError, TypeError, ValueError) as error:
         raise _unexpected(answer, f"the samples of a session ({error})") from None
 
 
-def _sample(body: SampleBody) -> SessionSample:
-    ids, loss_mask, logprobs = (
-        np.frombuffer(raw, kind)
-        for raw, kind in ((body.ids, "<i4"), (body.loss_mask, "u1"), (body.logprobs, "<f4"))
-    )
-    if not len(ids) == len(loss_mask) == len(logprobs):
-        raise ValueError(f"{len(loss_mask)} and {len(logprobs)} values of {len(ids)} tokens")
-    experts = None
-    if (found := body.routed_experts) is not None:
-        experts = np.frombuffer(found.data, np.dtype(found.dtype).newbyteorder("<"))
-        experts = experts.reshape(found.shape)
-    arrays = {"ids": ids, "loss_mask": loss_mask, "logprobs": logprobs, "routed_experts": experts}
-    return SessionSample(**{**msgspec.structs.asdict(body), **arrays})
+def _sample(sent: dict[str, Any]) -> SessionSample:
+    kinds = {"ids": "<i4", "loss_mask": "u1", "logprobs": "<f4"}
+    arrays: dict[str, Any] = {name: np.frombuffer(sent[name], kind) for name, kind in kinds.items()}
+    if len({len(one) for one in arrays.values()}) > 1:
+        raise ValueError(f"other numbers of values than tokens: {arrays}")
+    if (found := sent["routed_experts"]) is not None:
+        experts = np.frombuffer(found["data"], np.dtype(found["dtype"]).newbyteorder("<"))
+        arrays["routed_experts"] = experts.reshape(found["shape"])
+    return msgspec.convert(sent | arrays, SessionSample)
 
 
 def scores(answer: Answer) -> list[Score]:
