@@ -44,7 +44,11 @@ REPEATED_STATUSES = (429, 503)
 
 
 class AsyncClient:
-    """One server's client. Calls may run at once; `Client` has their documentation."""
+    """One server's client. Calls may run at once.
+
+    Every call raises the server's error by its code (`titopool/errors.py`), or an error of
+    `titopool/client/failures.py`; all are `TitopoolError`s.
+    """
 
     def __init__(
         self, base_url: str, *, api_key: str = "", admin_key: str = "", timeout_s: float = 600.0
@@ -93,6 +97,7 @@ class AsyncClient:
 
     async def generate(
         self,
+        /,
         prompts: Any,
         *,
         images: Any = None,
@@ -108,7 +113,36 @@ class AsyncClient:
         progress: bool = False,
         **sampling: Any,
     ) -> list[PromptResult]:
-        """As `Client.generate`."""
+        """Generates from prompts.
+
+        Args:
+            prompts: a text, token ids (a list or an array of integers), an object with
+                `prompt_token_ids` (vLLM's TokensPrompt), or a list of these; one kind in a call.
+            images: of one prompt: PIL images, bytes of files or base64; of a list of prompts: a list
+                with one entry for each, which is a list of images, an image or None.
+            n: completions of each prompt.
+            logprobs: 0: the sampled token's. k: the k best, too. None: none.
+            lora_name: a LoRA adapter of the server; None: the model alone.
+            min_weight_version: wait until the server has this version of the weights or a later one.
+            session_id: names a conversation, whose requests prefer one worker.
+            request_id: for `abort`.
+            idempotent: repeat the request, by a key, if the connection is lost or the server is
+                full. It still runs once. A text is the key itself, so that another process may repeat
+                the request within 10 minutes. If no repeat follows a lost connection, as after a
+                kill of this process, the server stops the request after 30 s.
+            progress: show a bar (tqdm). The prompts go out in several requests, which are checked
+                one by one. Each has the id and the key of the whole with `-` and the index of its
+                first prompt; `abort` of this client takes the whole's id, too.
+            sampling: vLLM's SamplingParams (`top_p`, `seed`, `stop`, `ignore_eos`, …), and
+                `truncate_prompt_tokens`, `structured_outputs_regex`, `mm_processor_kwargs` and
+                `raw_logprobs`.
+
+        Returns:
+            One result for each prompt, in order.
+
+        Raises:
+            TitopoolError: the server's error by its code, or why there was no answer.
+        """
         options = Options(
             n, max_tokens, temperature, logprobs, lora_name, min_weight_version, sampling
         )
@@ -117,6 +151,7 @@ class AsyncClient:
 
     async def chat(
         self,
+        /,
         conversations: Any,
         *,
         tools: Any = None,
@@ -133,7 +168,15 @@ class AsyncClient:
         progress: bool = False,
         **sampling: Any,
     ) -> list[PromptResult]:
-        """As `Client.chat`."""
+        """Generates the next message of conversations, with the model's own chat template.
+
+        Args:
+            conversations: a conversation (a list of OpenAI's messages) or a list of them. Images are
+                parts `{"type": "image", "image": …}` with a PIL image, bytes of a file or base64.
+            tools: JSON schemas of functions, for all conversations.
+
+        The other arguments, the results and the errors are those of `generate`.
+        """
         options = Options(
             n, max_tokens, temperature, logprobs, lora_name, min_weight_version, sampling
         )
@@ -201,7 +244,15 @@ class AsyncClient:
         min_weight_version: int | None = None,
         request_id: str | None = None,
     ) -> list[Score]:
-        """As `Client.score`."""
+        """The log-probabilities of each sequence of ids after its prompt; generates nothing.
+
+        Args:
+            prompt_lengths: [sequences]: the number of ids of each sequence's prompt.
+            top_logprobs: also those of the k best tokens, at least 1.
+
+        Raises:
+            TitopoolError: as `generate`.
+        """
         body = bodies.json_body(
             {
                 "sequences": [bodies.ids_list(one) for one in sequences],
@@ -231,7 +282,11 @@ class AsyncClient:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         add_generation_prompt: bool = True,
     ) -> np.ndarray:
-        """As `Client.render`."""
+        """int32, [tokens]: a conversation by the model's chat template, with images expanded.
+
+        Raises:
+            TitopoolError: as `generate`.
+        """
         encoded = bodies.messages_of(messages)
         fields = {
             "messages": encoded,
@@ -249,13 +304,21 @@ class AsyncClient:
         return answers.int32(answers.json_answer(answer, Render).token_ids)
 
     async def tokenize(self, text: str, *, add_special_tokens: bool = True) -> np.ndarray:
-        """As `Client.tokenize`."""
+        """int32, [tokens]: the ids of a text.
+
+        Raises:
+            TitopoolError: as `generate`.
+        """
         body = bodies.json_body({"prompt": text, "add_special_tokens": add_special_tokens})
         answer = await self._call("/tokenize", body)
         return answers.int32(answers.json_answer(answer, TokenizeAnswer).tokens)
 
     async def detokenize(self, ids: Any) -> str:
-        """As `Client.detokenize`."""
+        """The text of token ids, with special tokens.
+
+        Raises:
+            TitopoolError: as `generate`.
+        """
         body = bodies.json_body({"tokens": bodies.ids_list(ids)})
         answer = await self._call("/detokenize", body)
         return answers.json_answer(answer, DetokenizeAnswer).prompt
@@ -263,7 +326,14 @@ class AsyncClient:
     # ---- control ---------------------------------------------------------------------
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> None:
-        """As `Client.abort`."""
+        """Ends the requests with these ids with the tokens that they have; None: all requests.
+
+        The requests of a batch with `progress=True` have ids of their own: their batch's id reaches
+        them through the client that sent them only.
+
+        Raises:
+            TitopoolError: as `generate`.
+        """
         if request_ids is None:
             self.num_aborts += 1
             await self._call("/abort_requests", b"{}", key=self.admin_key)
@@ -274,26 +344,56 @@ class AsyncClient:
             await self._call("/inference/v1/abort_requests", body)
 
     async def pause(self, mode: str = "keep", *, lease_s: float = 300.0) -> None:
-        """As `Client.pause`."""
+        """Pauses generation for at most `lease_s` seconds, or renews the lease of a pause.
+
+        Args:
+            mode: what happens to requests in flight: `keep`, `drain` or `abort`.
+
+        Raises:
+            TitopoolError: as `generate`.
+        """
         body = bodies.json_body({"mode": mode, "lease_s": lease_s})
         await self._call("/pause", body, key=self.admin_key)
 
     async def resume(self) -> None:
-        """As `Client.resume`."""
+        """Ends a pause.
+
+        Raises:
+            TitopoolError: as `generate`.
+        """
         await self._call("/resume", b"{}", key=self.admin_key)
 
     async def scale(self, num_workers: int) -> None:
-        """As `Client.scale`."""
+        """Asks a server that starts its own workers for so many; returns at once.
+
+        Workers that join take jobs once they have loaded and have the pool's weights
+        (`wait_until_ready`). Those that leave finish their jobs first.
+
+        Raises:
+            InvalidRequest: the host has too few GPUs.
+            Conflict: the workers are started by something else.
+        """
         body = bodies.json_body({"num_workers": num_workers})
         await self._call("/workers/scale", body, key=self.admin_key, statuses=(202,))
 
     async def drain(self, worker: str) -> None:
-        """As `Client.drain`."""
+        """Asks a worker to finish its jobs and to end; returns once it takes no more.
+
+        Args:
+            worker: its name, as `wait_until_ready` returns it.
+
+        Raises:
+            WorkerNotFound: no worker that answers has this name.
+        """
         path = f"/workers/{quote(worker, safe='')}/drain"
         await self._call(path, b"{}", key=self.admin_key, statuses=(202,))
 
     async def info(self) -> ServerInfo:
-        """As `Client.info`."""
+        """The server's release, model, adapters and weights.
+
+        Raises:
+            TitopoolError: as `generate`.
+        """
         models = await self._call("/v1/models")
         label = await self._call("/weight_info", key=self.admin_key)
         return answers.info_of(models, label)
@@ -305,7 +405,18 @@ class AsyncClient:
         *,
         num_workers: int = 1,
     ) -> tuple[WorkerStatus, ...]:
-        """As `Client.wait_until_ready`."""
+        """Waits until `num_workers` workers can generate; returns what each worker is doing.
+
+        Args:
+            timeout_s: None: the client's.
+            on_progress: gets what each worker is doing, whenever that has changed. It runs in the
+                event loop, which `Client` has in a thread of its own, and must not block it.
+
+        Raises:
+            TimedOut: they could not in time; the message says what each worker is doing.
+            IncompatibleServer: the server is of another release.
+            InvalidRequest: `timeout_s` is negative or NaN.
+        """
         timeout_s = self.timeout_s if timeout_s is None else timeout_s
         if not timeout_s >= 0:
             raise InvalidRequest(f"timeout_s: expected at least 0, got {timeout_s!r}")

@@ -6,32 +6,39 @@ Runs in: trainers and agents, also within a running event loop (notebooks). Thre
 import asyncio
 import atexit
 import contextlib
+import functools
 import os
 import threading
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import CancelledError, Future
-from typing import TYPE_CHECKING, Any, Self, TypeVar
-
-import numpy as np
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Self, TypeVar
 
 from titopool.client.agent_sessions import Session
 from titopool.client.async_client import AsyncClient
-from titopool.client.results import PromptResult, Score, ServerInfo, WorkerStatus
 
 if TYPE_CHECKING:
     from titopool.client.weights_client import WeightsClient
 
+P = ParamSpec("P")
 R = TypeVar("R")
 JOIN_TIMEOUT_S = 10.0
 
 
-class Client:
-    """One server's client.
+def _blocking(
+    method: Callable[Concatenate[AsyncClient, P], Coroutine[Any, Any, R]],
+) -> Callable[Concatenate["Client", P], R]:
+    @functools.wraps(method)
+    def call(self: "Client", /, *args: P.args, **options: P.kwargs) -> R:
+        return self._run(lambda client: method(client, *args, **options))
 
-    Every call raises the server's error by its code (`titopool/errors.py`), or an error of
-    `titopool/client/failures.py`; all are `TitopoolError`s. A call that is interrupted (Ctrl-C)
-    stops its generation.
+    return call
+
+
+class Client:
+    """One server's client, with the calls of `AsyncClient`.
+
+    A call that is interrupted (Ctrl-C) stops its generation.
     """
 
     _thread: "_LoopThread | None" = None
@@ -81,122 +88,9 @@ class Client:
 
     # ---- generation ------------------------------------------------------------------
 
-    def generate(
-        self,
-        prompts: Any,
-        *,
-        images: Any = None,
-        n: int = 1,
-        max_tokens: int = 16,
-        temperature: float = 1.0,
-        logprobs: int | None = 0,
-        lora_name: str | None = None,
-        min_weight_version: int | None = None,
-        session_id: str | None = None,
-        request_id: str | None = None,
-        idempotent: bool | str = False,
-        progress: bool = False,
-        **sampling: Any,
-    ) -> list[PromptResult]:
-        """Generates from prompts.
-
-        Args:
-            prompts: a text, token ids (a list or an array of integers), an object with
-                `prompt_token_ids` (vLLM's TokensPrompt), or a list of these; one kind in a call.
-            images: of one prompt: PIL images, bytes of files or base64; of a list of prompts: a list
-                with one entry for each, which is a list of images, an image or None.
-            n: completions of each prompt.
-            logprobs: 0: the sampled token's. k: the k best, too. None: none.
-            lora_name: a LoRA adapter of the server; None: the model alone.
-            min_weight_version: wait until the server has this version of the weights or a later one.
-            session_id: names a conversation, whose requests prefer one worker.
-            request_id: for `abort`.
-            idempotent: repeat the request, by a key, if the connection is lost or the server is
-                full. It still runs once. A text is the key itself, so that another process may repeat
-                the request within 10 minutes. If no repeat follows a lost connection, as after a
-                kill of this process, the server stops the request after 30 s.
-            progress: show a bar (tqdm). The prompts go out in several requests, which are checked
-                one by one. Each has the id and the key of the whole with `-` and the index of its
-                first prompt; `abort` of this client takes the whole's id, too.
-            sampling: vLLM's SamplingParams (`top_p`, `seed`, `stop`, `ignore_eos`, …), and
-                `truncate_prompt_tokens`, `structured_outputs_regex`, `mm_processor_kwargs` and
-                `raw_logprobs`.
-
-        Returns:
-            One result for each prompt, in order.
-
-        Raises:
-            TitopoolError: the server's error by its code, or why there was no answer.
-        """
-        return self._run(
-            lambda client: client.generate(
-                prompts, images=images, n=n, max_tokens=max_tokens, temperature=temperature,
-                logprobs=logprobs, lora_name=lora_name, min_weight_version=min_weight_version,
-                session_id=session_id, request_id=request_id, idempotent=idempotent,
-                progress=progress, **sampling,
-            )
-        )  # fmt: skip
-
-    def chat(
-        self,
-        conversations: Any,
-        *,
-        tools: Any = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-        n: int = 1,
-        max_tokens: int = 16,
-        temperature: float = 1.0,
-        logprobs: int | None = 0,
-        lora_name: str | None = None,
-        min_weight_version: int | None = None,
-        session_id: str | None = None,
-        request_id: str | None = None,
-        idempotent: bool | str = False,
-        progress: bool = False,
-        **sampling: Any,
-    ) -> list[PromptResult]:
-        """Generates the next message of conversations, with the model's own chat template.
-
-        Args:
-            conversations: a conversation (a list of OpenAI's messages) or a list of them. Images are
-                parts `{"type": "image", "image": …}` with a PIL image, bytes of a file or base64.
-            tools: JSON schemas of functions, for all conversations.
-
-        The other arguments, the results and the errors are those of `generate`.
-        """
-        return self._run(
-            lambda client: client.chat(
-                conversations, tools=tools, chat_template_kwargs=chat_template_kwargs, n=n,
-                max_tokens=max_tokens, temperature=temperature, logprobs=logprobs,
-                lora_name=lora_name, min_weight_version=min_weight_version, session_id=session_id,
-                request_id=request_id, idempotent=idempotent, progress=progress, **sampling,
-            )
-        )  # fmt: skip
-
-    def score(
-        self,
-        sequences: Sequence[Any],
-        prompt_lengths: Sequence[int],
-        *,
-        top_logprobs: int = 1,
-        min_weight_version: int | None = None,
-        request_id: str | None = None,
-    ) -> list[Score]:
-        """The log-probabilities of each sequence of ids after its prompt; generates nothing.
-
-        Args:
-            prompt_lengths: [sequences]: the number of ids of each sequence's prompt.
-            top_logprobs: also those of the k best tokens, at least 1.
-
-        Raises:
-            TitopoolError: as `generate`.
-        """
-        return self._run(
-            lambda client: client.score(
-                sequences, prompt_lengths, top_logprobs=top_logprobs,
-                min_weight_version=min_weight_version, request_id=request_id,
-            )
-        )  # fmt: skip
+    generate = _blocking(AsyncClient.generate)
+    chat = _blocking(AsyncClient.chat)
+    score = _blocking(AsyncClient.score)
 
     # ---- agents ----------------------------------------------------------------------
 
@@ -221,43 +115,9 @@ class Client:
 
     # ---- text and ids ----------------------------------------------------------------
 
-    def render(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        tools: Any = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-        add_generation_prompt: bool = True,
-    ) -> np.ndarray:
-        """int32, [tokens]: a conversation by the model's chat template, with images expanded.
-
-        Raises:
-            TitopoolError: as `generate`.
-        """
-        return self._run(
-            lambda client: client.render(
-                messages, tools=tools, chat_template_kwargs=chat_template_kwargs,
-                add_generation_prompt=add_generation_prompt,
-            )
-        )  # fmt: skip
-
-    def tokenize(self, text: str, *, add_special_tokens: bool = True) -> np.ndarray:
-        """int32, [tokens]: the ids of a text.
-
-        Raises:
-            TitopoolError: as `generate`.
-        """
-        return self._run(
-            lambda client: client.tokenize(text, add_special_tokens=add_special_tokens)
-        )
-
-    def detokenize(self, ids: Any) -> str:
-        """The text of token ids, with special tokens.
-
-        Raises:
-            TitopoolError: as `generate`.
-        """
-        return self._run(lambda client: client.detokenize(ids))
+    render = _blocking(AsyncClient.render)
+    tokenize = _blocking(AsyncClient.tokenize)
+    detokenize = _blocking(AsyncClient.detokenize)
 
     # ---- control ---------------------------------------------------------------------
 
@@ -266,89 +126,13 @@ class Client:
         """How often `abort` ended all requests. Rollouts that it ended do not go on."""
         return self._client.num_aborts
 
-    def abort(self, request_ids: Sequence[str] | None = None) -> None:
-        """Ends the requests with these ids with the tokens that they have; None: all requests.
-
-        The requests of a batch with `progress=True` have ids of their own: their batch's id reaches
-        them through the client that sent them only.
-
-        Raises:
-            TitopoolError: as `generate`.
-        """
-        self._run(lambda client: client.abort(request_ids))
-
-    def pause(self, mode: str = "keep", *, lease_s: float = 300.0) -> None:
-        """Pauses generation for at most `lease_s` seconds, or renews the lease of a pause.
-
-        Args:
-            mode: what happens to requests in flight: `keep`, `drain` or `abort`.
-
-        Raises:
-            TitopoolError: as `generate`.
-        """
-        self._run(lambda client: client.pause(mode, lease_s=lease_s))
-
-    def resume(self) -> None:
-        """Ends a pause.
-
-        Raises:
-            TitopoolError: as `generate`.
-        """
-        self._run(lambda client: client.resume())
-
-    def scale(self, num_workers: int) -> None:
-        """Asks a server that starts its own workers for so many; returns at once.
-
-        Workers that join take jobs once they have loaded and have the pool's weights
-        (`wait_until_ready`). Those that leave finish their jobs first.
-
-        Raises:
-            InvalidRequest: the host has too few GPUs.
-            Conflict: the workers are started by something else.
-        """
-        self._run(lambda client: client.scale(num_workers))
-
-    def drain(self, worker: str) -> None:
-        """Asks a worker to finish its jobs and to end; returns once it takes no more.
-
-        Args:
-            worker: its name, as `wait_until_ready` returns it.
-
-        Raises:
-            WorkerNotFound: no worker that answers has this name.
-        """
-        self._run(lambda client: client.drain(worker))
-
-    def info(self) -> ServerInfo:
-        """The server's release, model, adapters and weights.
-
-        Raises:
-            TitopoolError: as `generate`.
-        """
-        return self._run(lambda client: client.info())
-
-    def wait_until_ready(
-        self,
-        timeout_s: float | None = None,
-        on_progress: Callable[[tuple[WorkerStatus, ...]], None] | None = None,
-        *,
-        num_workers: int = 1,
-    ) -> tuple[WorkerStatus, ...]:
-        """Waits until `num_workers` workers can generate; returns what each worker is doing.
-
-        Args:
-            timeout_s: None: the client's.
-            on_progress: gets what each worker is doing, whenever that has changed. It runs in a
-                thread of the client and must not call the client.
-
-        Raises:
-            TimedOut: they could not in time; the message says what each worker is doing.
-            IncompatibleServer: the server is of another release.
-            InvalidRequest: `timeout_s` is negative or NaN.
-        """
-        return self._run(
-            lambda client: client.wait_until_ready(timeout_s, on_progress, num_workers=num_workers)
-        )
+    abort = _blocking(AsyncClient.abort)
+    pause = _blocking(AsyncClient.pause)
+    resume = _blocking(AsyncClient.resume)
+    scale = _blocking(AsyncClient.scale)
+    drain = _blocking(AsyncClient.drain)
+    info = _blocking(AsyncClient.info)
+    wait_until_ready = _blocking(AsyncClient.wait_until_ready)
 
     # ---- weights ---------------------------------------------------------------------
 
