@@ -81,16 +81,9 @@ class TokenPipeline:
         ]
         return [self._fitting(one, f"prompts[{index}]") for index, one in enumerate(found)]
 
-    def generate(
-        self,
-        prompts: Sequence[Any],
-        *,
-        images: Sequence[Sequence[Image] | None] | None = None,
-        n: int = 1,
-        **sampling: Any,
-    ) -> TokenBatch:
-        """Samples n completions of each prompt in one request, prompt-major, and pads them."""
-        return pad_rollouts(self.sample(prompts, images=images, n=n, **sampling), self._pad_id)
+    def generate(self, prompts: Sequence[Any], **options: Any) -> TokenBatch:
+        """The sequences of `sample`, padded."""
+        return pad_rollouts(self.sample(prompts, **options), self._pad_id)
 
     def sample(
         self,
@@ -100,7 +93,7 @@ class TokenPipeline:
         n: int = 1,
         **sampling: Any,
     ) -> list[RolloutArrays]:
-        """The sequences of `generate` before they are padded.
+        """Samples n completions of each prompt in one request, prompt-major.
 
         Raises:
             PromptChanged: the engine got other ids than were sent.
