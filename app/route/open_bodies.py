@@ -11,7 +11,7 @@ from app.route.components import Components, Schema
 from app.route.decoding import convert, decode_object
 from app.route.field_schemas import fields_of, nullable, object_of, required_of, unused_fields
 from app.route.fields import StreamedFields, check_stream
-from app.route.unused_fields import UNUSED, Unused, check_unused
+from app.route.unused_fields import UNUSED, Unused, used_fields
 from titopool.settings.grammars import StructuredOutputs
 from titopool.settings.sampling import SamplingOptions
 
@@ -65,24 +65,15 @@ class OptionsDecoder(Generic[Fields]):
             InvalidRequest: a field is not supported, or of another type or range.
             msgspec.DecodeError: the body is not a JSON object.
         """
-        own: dict[str, Any] = {}
-        sampling: dict[str, Any] = {}
-        unknown = []
-        for name, value in decode_object(body).items():
-            if value is None:
-                continue
-            if name in self.body_type.__struct_fields__:
-                own[name] = value
-            elif name in self.unused:
-                check_unused(name, value, self.unused[name])
-            elif name in SamplingOptions.__struct_fields__:
-                sampling[name] = value
-            else:
-                unknown.append(name)
+        used = used_fields(decode_object(body), self.unused)
+        own, sampling = (
+            {name: used.pop(name) for name in struct.__struct_fields__ if name in used}
+            for struct in (self.body_type, SamplingOptions)
+        )
         fields, options = convert(own, self.body_type), convert(sampling, SamplingOptions)
         options.detokenize = True
         check_stream(fields, options)
-        return Sent(fields, options, unknown)
+        return Sent(fields, options, [*used])
 
     def schema_of(self, components: Components, others: Mapping[str, Schema]) -> Schema:
         """All in one object, without its name; `others`: of further fields."""

@@ -7,6 +7,7 @@ A field of vLLM's models is honoured if it is a field of the route's struct (`ap
 
 import json
 import re
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 from app.route.decoding import beginning
@@ -114,6 +115,29 @@ CHAT_ONLY = frozenset((
     "add_generation_prompt", "chat_template_kwargs", "continue_final_message", "include_reasoning",
     "parallel_tool_calls", "reasoning_effort", "tool_choice",
 ))  # fmt: skip
+
+
+def used_fields(
+    values: Mapping[str, Any],
+    unused: Mapping[str, Unused],
+    within: str = "",
+    *,
+    nullable: Collection[str] = (),
+) -> dict[str, Any]:
+    """The fields that have an effect; null means left out, but of `nullable`.
+
+    Raises:
+        InvalidRequest: as `check_unused`; `within` comes before its location.
+    """
+    used = {}
+    for name, value in values.items():
+        if value is None and name not in nullable:
+            continue
+        if name in unused:
+            check_unused(within + name, value, unused[name])
+        else:
+            used[name] = value
+    return used
 
 
 def check_unused(location: str, value: Any, unused: Unused) -> None:

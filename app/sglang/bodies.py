@@ -23,7 +23,7 @@ from app.route.field_schemas import (
     without_default,
 )
 from app.route.fields import CacheSalt, Label, NumLogprobs, WeightVersion
-from app.route.unused_fields import Unused, check_unused
+from app.route.unused_fields import used_fields
 from app.sglang.sglang_unused_fields import UNUSED, UNUSED_SAMPLING
 from app.time_slices import sharing_time
 from titopool.errors import InvalidRequest
@@ -148,7 +148,7 @@ DISK_BODY = msgspec.json.Decoder(DiskBody)
 def sglang_body(values: dict[str, Any], source: str) -> SGLangBody:
     of_all: dict[str, Any] = {}
     of_prompts: dict[str, Any] = {}
-    for name, value in _used(values, UNUSED).items():
+    for name, value in used_fields(values, UNUSED).items():
         (of_prompts if name in PROMPT_TYPES else of_all)[name] = value
     fields, sent = convert(of_all, RequestFields), values[source]
     is_batch = isinstance(sent, list) and (source == "text" or _has_lists(sent))
@@ -242,19 +242,6 @@ def _column(name: str, value: Any, num: int | None) -> Sequence[tuple[Any, str]]
     return column
 
 
-def _used(values: dict[str, Any], unused: dict[str, Unused], within: str = "") -> dict[str, Any]:
-    """The fields that have an effect."""
-    used = {}
-    for name, value in values.items():
-        if value is None and name != "max_new_tokens":
-            continue
-        if name in unused:
-            check_unused(within + name, value, unused[name])
-        else:
-            used[name] = value
-    return used
-
-
 # ---- the schema ------------------------------------------------------------------------
 
 
@@ -339,7 +326,10 @@ def _options(fields: PromptFields, location: str) -> tuple[SamplingOptions, bool
     """
     values: dict[str, Any] = {"max_tokens": 128}
     structured: dict[str, Any] = {}
-    for name, value in _used(fields.sampling_params, UNUSED_SAMPLING, f"{location}.").items():
+    used = used_fields(
+        fields.sampling_params, UNUSED_SAMPLING, f"{location}.", nullable=("max_new_tokens",)
+    )
+    for name, value in used.items():
         if name in NAMES:
             values[NAMES[name]] = value
         elif name not in GRAMMARS:

@@ -16,7 +16,7 @@ from app.route.unused_fields import (
     UNUSED_OF_GENERATE,
     UNUSED_OF_TOKENIZE,
     UNUSED_SAMPLING,
-    check_unused,
+    used_fields,
 )
 from titopool.settings.grammars import StructuredOutputs
 from titopool.settings.sampling import SamplingOptions
@@ -68,15 +68,7 @@ class TokensDecoder:
             InvalidRequest: a field is unknown, not supported, or of another type or range.
             msgspec.DecodeError: the body is not a JSON object.
         """
-        values = {}
-        for name, value in decode_object(body).items():
-            if value is None:
-                continue
-            if name in UNUSED_OF_GENERATE:
-                check_unused(name, value, UNUSED_OF_GENERATE[name])
-            else:
-                values[name] = value
-        fields = convert(values, GenerateFields)
+        fields = convert(used_fields(decode_object(body), UNUSED_OF_GENERATE), GenerateFields)
         options = _sampling_options(fields.sampling_params)
         check_stream(fields, options)
         return fields, options
@@ -107,13 +99,7 @@ def _sampling_options(sent: dict[str, Any]) -> SamplingOptions:
     # Without a limit a completion ends with the context. As in vLLM's server, all requests get
     # routed experts from a server that returns them.
     values: dict[str, Any] = {"max_tokens": None, "routed_experts_prompt_start": 0}
-    for name, value in sent.items():
-        if value is None:
-            continue
-        if name in UNUSED_SAMPLING:
-            check_unused(f"sampling_params.{name}", value, UNUSED_SAMPLING[name])
-        else:
-            values[name] = value
+    values |= used_fields(sent, UNUSED_SAMPLING, "sampling_params.")
     return convert(values, SamplingOptions, "sampling_params")
 
 
@@ -150,10 +136,7 @@ class TokenizeDecoder:
             InvalidRequest: a field is unknown, not supported, or of another type.
             msgspec.DecodeError: the body is not a JSON object.
         """
-        sent = {name: one for name, one in decode_object(body).items() if one is not None}
-        for name in UNUSED_OF_TOKENIZE.keys() & sent.keys():
-            check_unused(name, sent.pop(name), UNUSED_OF_TOKENIZE[name])
-        return convert(sent, TokenizeBody)
+        return convert(used_fields(decode_object(body), UNUSED_OF_TOKENIZE), TokenizeBody)
 
     def schema(self, components: Components) -> Schema:
         """As `app.route.decoding.DescribedDecoder`."""
