@@ -9,9 +9,8 @@ from itertools import islice
 from typing import Any
 
 from app.anthropic.bodies import ConversationFields, ToolChoice
-from app.call.chats import TranslatedChat
 from app.route.decoding import shown
-from app.route.fields import Message
+from app.route.fields import ChatFields, Message
 from app.time_slices import sharing_time
 from titopool.errors import InvalidRequest
 
@@ -23,7 +22,7 @@ INVALID_JSON = "INVALID_JSON"
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
-def chat_of(fields: ConversationFields) -> TranslatedChat:
+def chat_of(fields: ConversationFields) -> ChatFields:
     """The chat that a body asks for.
 
     Raises:
@@ -48,14 +47,14 @@ def chat_of(fields: ConversationFields) -> TranslatedChat:
     if fields.thinking is not None:
         template.setdefault("enable_thinking", fields.thinking.type != "disabled")
     choice = fields.tool_choice
-    return TranslatedChat(
-        messages,
-        [
+    return ChatFields(
+        messages=messages,
+        tools=[
             _tool(one, f"tools[{index}]")
             for index, one in enumerate(sharing_time(fields.tools or ()))
         ]
         or None,
-        _tool_choice(choice),
+        tool_choice=_tool_choice(choice),
         parallel_tool_calls=not (choice and choice.disable_parallel_tool_use),
         chat_template_kwargs=template,
         reasoning_effort=effort,

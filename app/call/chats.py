@@ -1,9 +1,8 @@
 """One turn of a chat: the prompt as the model's chat template writes messages, tools and images.
 
-Protocols other than OpenAI's chats translate their bodies to a `TranslatedChat`.
+Protocols translate their bodies to `ChatFields`.
 """
 
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,33 +11,14 @@ from app.call.call import Call
 from app.call.jobs import Prompt, check_prompt
 from app.inputs.chat_messages import read_conversation
 from app.inputs.images import EncodedImages, read_images
-from app.inputs.tools import ChatRequest, Tools, make_chat, read_tools
+from app.inputs.tools import Tools, make_chat, read_tools
 from app.outputs.sampled import Sampled
 from app.pool.request import Request
-from app.route.fields import Message, StreamedFields
+from app.route.fields import ChatFields, StreamedFields
 from titopool.settings.sampling import SamplingOptions, check_sampling
 
 
-@dataclass
-class TranslatedChat:
-    """A body of another protocol with the fields of OpenAI's chats (`ChatRequest`)."""
-
-    messages: list[Message]
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: str | dict[str, Any] | None = None
-    parallel_tool_calls: bool = True
-    chat_template: str | None = None
-    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
-    reasoning_effort: str | None = None
-    cache_salt: str | None = None
-    mm_processor_kwargs: dict[str, Any] | None = None
-    tokens: list[int] | None = None
-    add_generation_prompt: bool = True
-    continue_final_message: bool = False
-    include_reasoning: bool = True
-
-
-def prompt_of_chat(call: Call, fields: ChatRequest, tools: Tools) -> Prompt:
+def prompt_of_chat(call: Call, fields: ChatFields, tools: Tools) -> Prompt:
     """The prompt of a chat, whose `messages` then only have the last one's role.
 
     Raises:
@@ -70,7 +50,7 @@ def prompt_of_chat(call: Call, fields: ChatRequest, tools: Tools) -> Prompt:
 
 
 class ChatTurn(NamedTuple):
-    """A checked request for the next message of a `TranslatedChat`."""
+    """A checked request for the next message of a `ChatFields`."""
 
     call: Call
     fields: StreamedFields
@@ -86,7 +66,7 @@ class ChatTurn(NamedTuple):
 
 
 def make_turn(
-    call: Call, fields: StreamedFields, chat: TranslatedChat, options: SamplingOptions
+    call: Call, fields: StreamedFields, chat: ChatFields, options: SamplingOptions
 ) -> tuple[ChatTurn, Request]:
     """Checks a chat and makes the request for its next message, not yet submitted.
 

@@ -13,8 +13,9 @@ from app.inputs.chat_messages import read_conversation
 from app.inputs.chat_template import Chat, length_of, render_all
 from app.inputs.request_templates import RequestTemplates
 from app.inputs.tokenizer import TokenizerLoader
-from app.inputs.tools import ChatRequest, Tools, make_chat
+from app.inputs.tools import Tools, make_chat
 from app.pool.link import Link
+from app.route.fields import ChatFields
 from titopool.errors import InvalidRequest, TitopoolError
 from titopool.wire.messages import Drift
 
@@ -35,13 +36,13 @@ class DriftWatch:
         self._tokenizer, self._templates = tokenizer, templates
         self._is_comparing = False
 
-    def compare(self, fields: ChatRequest, tools: Tools) -> None:
+    def compare(self, fields: ChatFields, tools: Tools) -> None:
         """Starts to compare `fields.messages` with `fields.tokens`; returns at once."""
         if not self._is_comparing:
             self._is_comparing = True
             gevent.spawn(self._compare, fields, tools)
 
-    def _compare(self, fields: ChatRequest, tools: Tools) -> None:
+    def _compare(self, fields: ChatFields, tools: Tools) -> None:
         try:
             difference = self._difference(fields, tools)
         except TitopoolError as error:
@@ -53,7 +54,7 @@ class DriftWatch:
             logger.debug("drift: %s", difference)
         self._link.report(Drift(1, int(bool(difference))))
 
-    def _difference(self, fields: ChatRequest, tools: Tools) -> str:
+    def _difference(self, fields: ChatFields, tools: Tools) -> str:
         """How the rendered messages differ from the client's ids; "" if they are equal."""
         facts = self._link.facts
         # The client's ids may hold expanded images; a template writes one placeholder per image.

@@ -1,12 +1,12 @@
 """Checks a chat's tools and prepares them for the chat template and for vLLM's parsers."""
 
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
 from app.inputs.chat_template import Chat
 from app.route.decoding import beginning, convert
-from app.route.fields import Message
+from app.route.fields import ChatFields, Message
 from titopool.errors import InvalidRequest
 from titopool.settings.grammars import (
     MAX_JSON_DEPTH,
@@ -47,26 +47,6 @@ class NamedTool(msgspec.Struct, forbid_unknown_fields=True):
     type: Literal["function"] = "function"
 
 
-class ChatRequest(Protocol):
-    """What is read of a chat's body here; OpenAI's fields."""
-
-    messages: list[Message]
-    tokens: list[int] | None
-    tools: list[dict[str, Any]] | None
-    chat_template: str | None
-    chat_template_kwargs: dict[str, Any]
-    add_generation_prompt: bool
-    continue_final_message: bool
-    tool_choice: str | dict[str, Any] | None
-    parallel_tool_calls: bool
-    include_reasoning: bool
-    cache_salt: str | None
-    mm_processor_kwargs: dict[str, Any] | None
-
-    @property
-    def reasoning_effort(self) -> str | None: ...
-
-
 class Tools(NamedTuple):
     """A chat's tools for each of their readers."""
 
@@ -76,7 +56,7 @@ class Tools(NamedTuple):
     parsing: ChatParsing | None
 
 
-def read_tools(fields: ChatRequest, facts: WorkerFacts) -> Tools:
+def read_tools(fields: ChatFields, facts: WorkerFacts) -> Tools:
     """The tools and the tool choice of a body.
 
     Raises:
@@ -121,7 +101,7 @@ def normalized_tools(given: list[dict[str, Any]] | None) -> list[dict[str, Any]]
     return tools
 
 
-def make_chat(fields: ChatRequest, messages: list[Message], tools: Tools) -> Chat:
+def make_chat(fields: ChatFields, messages: list[Message], tools: Tools) -> Chat:
     """The chat to render; `messages` are the body's, with uniform content.
 
     `Chat` checks the arguments of the template.
@@ -132,7 +112,7 @@ def make_chat(fields: ChatRequest, messages: list[Message], tools: Tools) -> Cha
     )  # fmt: skip
 
 
-def _choice(fields: ChatRequest, names: list[str]) -> str | dict[str, Any]:
+def _choice(fields: ChatFields, names: list[str]) -> str | dict[str, Any]:
     choice = fields.tool_choice
     if choice is None:
         return "auto" if names else "none"
@@ -162,7 +142,7 @@ def _choice(fields: ChatRequest, names: list[str]) -> str | dict[str, Any]:
 
 
 def _parsing(
-    fields: ChatRequest,
+    fields: ChatFields,
     facts: WorkerFacts,
     tools: list[dict[str, Any]],
     choice: str | dict[str, Any],
@@ -180,7 +160,7 @@ def _parsing(
     )
 
 
-def template_kwargs(fields: ChatRequest) -> dict[str, Any]:
+def template_kwargs(fields: ChatFields) -> dict[str, Any]:
     """The template's variables; `reasoning_effort` becomes two of them, as in vLLM."""
     if fields.reasoning_effort is None:
         return fields.chat_template_kwargs

@@ -13,11 +13,12 @@ from app.call import openai_logprobs
 from app.call.call import Call
 from app.call.jobs import Prompt, expanded_ids
 from app.call.token_texts import MAX_BEFORE, TokenTexts
-from app.openai.bodies import ChatFields, CompletionsFields
+from app.openai.bodies import CompletionsFields
 from app.outputs.answer_parts import ChatToken, PromptLogprobs, Usage, WeightSpan
 from app.outputs.json_parts import Rows, json_parts
 from app.outputs.token_arrays import given_up, prompt_rows, weight_spans
 from app.outputs.usage import usage
+from app.route.fields import ChatFields
 from titopool.answers.generation import VersionSpan
 from titopool.settings.sampling import SamplingOptions
 from titopool.wire.messages import ChatParsing, Completed, Completion

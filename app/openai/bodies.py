@@ -1,28 +1,15 @@
 """Bodies of OpenAI's routes: a route's fields and vLLM's sampling options in one object."""
 
-from typing import Any, Literal, TypeVar
-
-import msgspec
+from typing import Any, TypeVar
 
 from app.route.components import Components, Schema
 from app.route.decoding import convert
-from app.route.fields import Message, NumLogprobs, StreamedFields, check_stream
+from app.route.fields import ChatFields, NumLogprobs, RouteFields, check_stream
 from app.route.open_bodies import OptionsDecoder
 from app.route.unused_fields import CHAT_ONLY, UNUSED, check_chat_only
 from titopool.errors import InvalidRequest
 from titopool.settings.grammars import StructuredOutputs
 from titopool.settings.sampling import PositiveCount, SamplingOptions
-
-
-class RouteFields(StreamedFields, forbid_unknown_fields=True, kw_only=True):
-    """Fields that both routes take, apart from sampling options."""
-
-    mm_processor_kwargs: dict[str, Any] | None = None
-    return_tokens_as_token_ids: bool = False
-    # Each choice has the spans of weight versions in vLLM's form.
-    return_weight_versions: bool = False
-    response_format: dict[str, Any] | None = None
-    prompt_logprobs: NumLogprobs | None = None
 
 
 class CompletionsFields(RouteFields, forbid_unknown_fields=True, kw_only=True):
@@ -55,34 +42,6 @@ class CompletionsFields(RouteFields, forbid_unknown_fields=True, kw_only=True):
         if self.logprobs is True:
             return self.top_logprobs or 1
         return None if self.logprobs is False else self.logprobs
-
-
-class ChatFields(RouteFields, forbid_unknown_fields=True, kw_only=True):
-    """`POST /v1/chat/completions`, and with `tokens` `POST /v1/chat/completions/tokens`."""
-
-    messages: list[Message]
-    tokens: list[int] | None = None
-    tools: list[dict[str, Any]] | None = None
-    logprobs: bool = False
-    top_logprobs: NumLogprobs = 0
-    max_tokens: PositiveCount | None = None
-    max_completion_tokens: PositiveCount | None = None
-    # With `trust_request_chat_template` only, as the one among `chat_template_kwargs`.
-    chat_template: str | None = None
-    chat_template_kwargs: dict[str, Any] = msgspec.field(default_factory=dict)
-    add_generation_prompt: bool = True
-    continue_final_message: bool = False
-    # None: "auto" with tools, "none" without.
-    tool_choice: str | dict[str, Any] | None = None
-    parallel_tool_calls: bool = True
-    include_reasoning: bool = True
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = (
-        None
-    )
-
-    def __post_init__(self) -> None:
-        if self.top_logprobs and not self.logprobs:
-            raise ValueError("top_logprobs: expected 0 without logprobs; set logprobs to true")
 
 
 Fields = TypeVar("Fields", bound=RouteFields)

@@ -21,14 +21,9 @@ from app.conversations.turn import IDS, TEXT, SessionTurn
 from app.inputs.tokenizer import decode_all
 from app.inputs.tools import read_tools
 from app.openai.answers import ChatAnswer, ChatEvent, CompletionsAnswer, OpenAIRequest, whole_answer
-from app.openai.bodies import (
-    CHAT_COMPLETIONS_BODY,
-    COMPLETIONS_BODY,
-    ChatFields,
-    CompletionsFields,
-    RouteFields,
-)
+from app.openai.bodies import CHAT_COMPLETIONS_BODY, COMPLETIONS_BODY, CompletionsFields
 from app.openai.stream import OpenAIEvents
+from app.route.fields import ChatFields, RouteFields
 from app.route.operation import (
     EVENTS,
     GENERATION_ERRORS,

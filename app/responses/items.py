@@ -7,10 +7,9 @@ because a chat template renders a turn at once. Fields that templates do not rea
 
 from typing import Any
 
-from app.call.chats import TranslatedChat
 from app.responses.bodies import TOOL_FIELDS, ResponsesFields
 from app.route.decoding import shown
-from app.route.fields import Message
+from app.route.fields import ChatFields, Message
 from app.time_slices import sharing_time
 from titopool.errors import InvalidRequest
 
@@ -19,7 +18,7 @@ TEXTS = ("input_text", "output_text", "refusal")
 Item = dict[str, Any]
 
 
-def translate(fields: ResponsesFields) -> TranslatedChat:
+def translate(fields: ResponsesFields) -> ChatFields:
     """The chat that a body stands for.
 
     Raises:
@@ -27,7 +26,7 @@ def translate(fields: ResponsesFields) -> TranslatedChat:
     """
     tools = [_tool(one, f"tools[{index}]") for index, one in enumerate(sharing_time(fields.tools))]
     choice = _tool_choice(fields.tool_choice)
-    return TranslatedChat(
+    return ChatFields(
         messages=_messages(fields),
         tools=tools,
         # Clients send "auto" without tools, too.

@@ -1,12 +1,12 @@
 """Fields that bodies of several protocols have."""
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
 
 from titopool.errors import InvalidRequest
-from titopool.settings.sampling import SamplingOptions
+from titopool.settings.sampling import PositiveCount, SamplingOptions
 
 # vLLM refuses an empty salt. A request's salt is a part of each of its jobs.
 CacheSalt = Annotated[str, Meta(min_length=1, max_length=1024)]
@@ -46,6 +46,45 @@ class StreamedFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     stream_options: StreamOptions | None = None
     # Wait until the pool serves this version of the weights, or a later one.
     min_weight_version: WeightVersion | None = None
+
+
+class RouteFields(StreamedFields, forbid_unknown_fields=True, kw_only=True):
+    """Fields that OpenAI's routes take, apart from sampling options."""
+
+    mm_processor_kwargs: dict[str, Any] | None = None
+    return_tokens_as_token_ids: bool = False
+    # Each choice has the spans of weight versions in vLLM's form.
+    return_weight_versions: bool = False
+    response_format: dict[str, Any] | None = None
+    prompt_logprobs: NumLogprobs | None = None
+
+
+class ChatFields(RouteFields, forbid_unknown_fields=True, kw_only=True):
+    """`POST /v1/chat/completions`, and with `tokens` `POST /v1/chat/completions/tokens`."""
+
+    messages: list[Message]
+    tokens: list[int] | None = None
+    tools: list[dict[str, Any]] | None = None
+    logprobs: bool = False
+    top_logprobs: NumLogprobs = 0
+    max_tokens: PositiveCount | None = None
+    max_completion_tokens: PositiveCount | None = None
+    # With `trust_request_chat_template` only, as the one among `chat_template_kwargs`.
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] = msgspec.field(default_factory=dict)
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    # None: "auto" with tools, "none" without.
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool = True
+    include_reasoning: bool = True
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = (
+        None
+    )
+
+    def __post_init__(self) -> None:
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError("top_logprobs: expected 0 without logprobs; set logprobs to true")
 
 
 def check_stream(fields: StreamedFields, options: SamplingOptions) -> None:

@@ -8,8 +8,8 @@ import pytest
 from app.anthropic.answers import error_of
 from app.anthropic.bodies import MESSAGES_BODY, set_options
 from app.anthropic.conversation import chat_of
-from app.call.chats import TranslatedChat
 from app.route.decoding import decode_body
+from app.route.fields import ChatFields
 from titopool.errors import InvalidRequest, PromptTooLong
 
 TEXT = {"type": "text", "text": "Hello"}
@@ -28,7 +28,7 @@ def sent(**fields: Any) -> Any:
     return decode_body(json.dumps(body).encode(), MESSAGES_BODY)
 
 
-def chat(**fields: Any) -> TranslatedChat:
+def chat(**fields: Any) -> ChatFields:
     return chat_of(sent(**fields).fields)
 
 

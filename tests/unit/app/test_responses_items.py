@@ -7,7 +7,6 @@ import msgspec
 import pytest
 from openai.types.responses.response_create_params import ResponseCreateParamsNonStreaming
 
-from app.call.chats import TranslatedChat
 from app.responses.bodies import (
     RESPONSES_BODY,
     ResponsesFields,
@@ -15,6 +14,7 @@ from app.responses.bodies import (
 )
 from app.responses.items import translate
 from app.route.decoding import decode_body
+from app.route.fields import ChatFields
 from app.route.open_bodies import Sent
 from titopool.errors import InvalidRequest
 from titopool.settings.sampling import SamplingOptions
@@ -33,7 +33,7 @@ def sent(**fields: Any) -> Sent[ResponsesFields]:
     return decode_body(json.dumps({"input": "a"} | fields).encode(), RESPONSES_BODY)
 
 
-def chat(*items: Any, **fields: Any) -> TranslatedChat:
+def chat(*items: Any, **fields: Any) -> ChatFields:
     return translate(sent(input=list(items), **fields).fields)
 
 
