@@ -15,6 +15,7 @@ from app.inputs.chat_template import MAX_RENDER_S, Chat
 from app.inputs.turns import within
 from app.route.fields import Message
 from titopool.conversations.chat_template import call_with_arguments, complete
+from titopool.conversations.families import or_none
 from titopool.conversations.templates import LocalTemplate
 from titopool.conversations.turns import SENTINEL, Following, Turn, TurnRenderer, squeezed
 
@@ -147,19 +148,19 @@ def _known_of(tokenizer: Any, chat: Chat, *, is_short: bool) -> Known:
     return all_known[key]
 
 
+def _end_of(template: LocalTemplate, messages: Sequence[Message]) -> str | None:
+    """What a template writes after the sentinel; None: it refuses the messages, as some do a system's or calls."""
+    found = or_none(template.text, messages, ())
+    return None if found is None else str(found).rpartition(SENTINEL)[2]
+
+
 def _has_late_head(template: LocalTemplate) -> bool:
     """Whether the template writes the system prompt or the tools after later messages, as Mistral's does, so
     that their texts count."""
     system, user = {"role": "system", "content": MARK}, {"role": "user", "content": "a"}
     turn = {"role": "assistant", "content": "b" + SENTINEL}
-    for head in ([system], []):
-        try:
-            text = template.text([*head, user, turn, user], ())
-        except Exception:
-            # Some templates refuse the system's role.
-            continue
-        return MARK in text.rpartition(SENTINEL)[2]
-    return True
+    ends = (_end_of(template, [*head, user, turn, user]) for head in ([system], []))
+    return MARK in next((one for one in ends if one is not None), MARK)
 
 
 def counts_rounds(template: LocalTemplate) -> bool:
@@ -172,18 +173,11 @@ def counts_rounds(template: LocalTemplate) -> bool:
     result = {"role": "tool", "tool_call_id": call["id"], "name": "c", "content": "d"}
     called = [{"role": "assistant", "content": "", "tool_calls": [call]}, result]
     last = [{"role": "assistant", "content": "b" + SENTINEL}, question]
-    for one in (answered, called):
-        try:
-            few, many = (
-                template.text([question, *one * number, *last], ())
-                for number in (2 * ROUNDS, 4 * ROUNDS + 1)
-            )
-        except Exception:
-            # Some templates refuse calls.
-            continue
-        if few.rpartition(SENTINEL)[2] != many.rpartition(SENTINEL)[2]:
-            return True
-    return False
+    numbers = (2 * ROUNDS, 4 * ROUNDS + 1)
+    return any(
+        len({_end_of(template, [question, *one * number, *last]) for number in numbers}) > 1
+        for one in (answered, called)
+    )
 
 
 def without_repeats(history: Sequence[Message]) -> list[Message]:

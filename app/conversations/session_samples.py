@@ -40,11 +40,6 @@ class SessionSample:
         """The index of the first sampled token."""
         return self.turns[0].head.num_prompt
 
-    @property
-    def starts(self) -> list[int]:
-        """The index of each turn's first sampled token."""
-        return [turn.head.num_prompt for turn in self.turns]
-
     def fields(self) -> dict[str, Any]:
         """As `titopool.answers.sessions.SampleAnswer`."""
         heads = [turn.head for turn in self.turns]
@@ -57,8 +52,8 @@ class SessionSample:
             "loss_mask": self.loss_mask,
             "logprobs": self.logprobs,
             "weight_versions": [
-                [version, start + index]
-                for head, start in zip(heads, self.starts, strict=True)
+                [version, head.num_prompt + index]
+                for head in heads
                 for version, index in head.weight_versions
             ],
             "finish_reasons": [head.finish_reason for head in heads],

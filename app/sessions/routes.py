@@ -209,13 +209,8 @@ def _json_fields(sample: SessionSample) -> dict[str, Any]:
 
 
 def _binary_fields(sample: SessionSample) -> dict[str, Any]:
-    found = sample.routed_experts
-    experts = None
-    if found is not None:
-        experts = {
-            "data": found.data, "shape": found.shape, "start": found.start, "dtype": found.dtype,
-        }  # fmt: skip
-    return sample.fields() | {"routed_experts": experts}
+    experts = sample.routed_experts
+    return sample.fields() | {"routed_experts": experts and msgspec.structs.asdict(experts)}
 
 
 @blueprint.post("/sessions/<session_id>/samples/")
