@@ -24,7 +24,7 @@ from titopool.errors import QueueFull, SessionEnded, SessionNotFound, TitopoolEr
 FOLDER, FILE = "sessions", "sessions.db"
 ID_BYTES = 16
 # Of a file without sessions.
-EMPTY_PAGES = 11
+EMPTY_PAGES = 12
 # Turns without messages that are compared with a prompt.
 MAX_RAW = 64
 # Turns that one transaction removes.
@@ -156,6 +156,7 @@ SCHEMA = (
     f"head BLOB NOT NULL /* {' '.join(TurnHead.__struct_fields__)} */, "
     f"{', '.join(f'{name} BLOB NOT NULL' for name in COLUMNS)}, PRIMARY KEY (session, number)) WITHOUT ROWID",
     "CREATE INDEX turns_by_link ON turns (session, link)",
+    "CREATE INDEX turns_by_parent ON turns (session, parent, asked)",
     "CREATE INDEX turns_by_request ON turns (session, request_id)",
     # Files as the clients sent them, once for each session; found by rowid, as they are long.
     "CREATE TABLE images (session INTEGER NOT NULL, digest BLOB NOT NULL, file BLOB NOT NULL)",
@@ -259,9 +260,10 @@ class SessionStore:
             rows = self._rows(select, session.row, *known)
             if rows:
                 longest = max((link for (link,) in rows), key=lambda link: places[link])
+                # SQLite would look through all turns, as they are in the order of their numbers.
                 select = (
-                    "SELECT number, parent, head FROM turns WHERE session = ? AND link = ? "
-                    "ORDER BY number DESC LIMIT ?"
+                    "SELECT number, parent, head FROM turns INDEXED BY turns_by_link "
+                    "WHERE session = ? AND link = ? ORDER BY number DESC LIMIT ?"
                 )
                 found = self._rows(select, session.row, longest, BATCH)
                 return [_turn(*row) for row in found], places[longest]

@@ -130,6 +130,27 @@ def test_a_conversation_of_very_many_messages_costs_nobody_a_turn(store: Session
     assert len(store.turns(store.find(name))) == 2
 
 
+def test_a_turn_is_no_dearer_in_a_session_of_many(store: SessionStore):
+    _, session = make(store)
+    steps = list[int]()
+
+    def play(number: int) -> int:
+        """The steps of SQLite's machine, in tens, to match and to add a turn that follows the one before."""
+        steps.clear()
+        (found,), _ = store.match(session, [b"%d" % (number - 1)])
+        added = turn(f"{number}")
+        added.parent = found.number
+        keys = TurnKeys(b"%d" % number, b"asked %d" % number, b"plain %d" % number)
+        assert store.add(session, [(added, keys)], []) == [""]
+        return len(steps)
+
+    store.add(session, [(turn("0"), TurnKeys(b"0", b"asked", b"plain"))], [])
+    connection = store._database._connected()  # type: ignore[union-attr]
+    connection.set_progress_handler(lambda: steps.append(0), 10)
+    taken = [play(number) for number in range(1, 250)]
+    assert max(taken[-20:]) < 2 * max(taken[:20]), taken
+
+
 def test_a_store_without_a_folder_has_no_session():
     store = SessionStore(None, max_bytes=1, max_sessions=1, keep_s=1)
     with pytest.raises(SessionNotFound):
