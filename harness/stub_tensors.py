@@ -20,7 +20,7 @@ class StubModel(ServedModel):
     """A module without vLLM."""
 
     def __init__(self, module: Any):
-        config = SimpleNamespace(parallel_config=SimpleNamespace(enable_eplb=False, world_size=1))
+        config = SimpleNamespace(parallel_config=SimpleNamespace(enable_eplb=False))
         super().__init__(
             SimpleNamespace(
                 device=torch.device("cpu"), rank=0, model_config=None, vllm_config=config,

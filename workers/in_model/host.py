@@ -54,7 +54,7 @@ class Host:
         self._arrivals.join(msgspec.structs.replace(given, rank=given.rank + self._model.rank))
 
     def begin(
-        self, tensors: bytes, is_partial: bool, chunk_bytes: int, not_in_place: str
+        self, tensors: bytes, is_partial: bool, chunk_bytes: int, setting: str, not_in_place: str
     ) -> dict[str, Any]:
         """Checks names, shapes and dtypes, and plans where the tensors will wait.
 
@@ -69,7 +69,7 @@ class Host:
         """
         infos, report = self._checked(tensors, is_partial)
         if not report["split_layers"]:
-            report["staging"] = self._plan(infos, chunk_bytes, not_in_place)
+            report["staging"] = self._plan(infos, chunk_bytes, setting, not_in_place)
         return report
 
     def check(self, tensors: bytes, is_partial: bool) -> dict[str, Any]:
@@ -87,19 +87,23 @@ class Host:
         }
         return infos, report
 
-    def take(self, tensors: bytes, chunk_bytes: int, not_in_place: str) -> dict[str, Any]:
+    def take(
+        self, tensors: bytes, chunk_bytes: int, setting: str, not_in_place: str
+    ) -> dict[str, Any]:
         """As `begin`, tensor by tensor, where more may follow."""
         infos = TENSORS.decode(tensors)
         for info in infos:
             self._proof.catalogue.check(info)
-        return {"staging": self._plan(infos, chunk_bytes, not_in_place)}
+        return {"staging": self._plan(infos, chunk_bytes, setting, not_in_place)}
 
-    def _plan(self, infos: list[TensorInfo], chunk_bytes: int, not_in_place: str) -> str:
+    def _plan(
+        self, infos: list[TensorInfo], chunk_bytes: int, setting: str, not_in_place: str
+    ) -> str:
         heads = self._proof.catalogue.tied_heads([one.name for one in infos])
         for head in heads if not not_in_place else ():
             not_in_place = f"{head}, which must equal the embedding and may be left out,"
         chunks, extra = plan_chunks(infos, chunk_bytes), self._loader.extra_bytes(infos)
-        return self._arrivals.plan(chunks, extra, not_in_place).name
+        return self._arrivals.plan(chunks, setting, extra, not_in_place).name
 
     def load(self) -> None:
         """Loads the tensors of an update in place as they come; does nothing for other stagings.

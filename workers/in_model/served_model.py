@@ -49,11 +49,6 @@ class ServedModel:
         return self.config.quantization is not None
 
     @property
-    def num_ranks(self) -> int:
-        """Processes of the worker that hold the model."""
-        return int(self._worker.vllm_config.parallel_config.world_size)
-
-    @property
     def moves_experts(self) -> bool:
         """Whether vLLM moves experts between processes."""
         return bool(self._worker.vllm_config.parallel_config.enable_eplb)

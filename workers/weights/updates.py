@@ -58,7 +58,7 @@ from workers.weights.steps import Result, Steps
 
 logger = logging.getLogger(__name__)
 
-IN_KV_CACHE, IN_PLACE, IN_HOST = "kv", "in_place", "host"
+IN_KV_CACHE, IN_PLACE = "kv", "in_place"
 # The stagings (`workers/in_model/receiving/staging.py`) for which generation stands. That of a worker
 # is the first one that a process of it has.
 STANDING = (IN_PLACE, IN_KV_CACHE)
@@ -219,8 +219,6 @@ class Updates:
             "protocol": action.protocol, "backend": action.backend, "host": action.host,
             "port": action.port, "rank": action.rank, "world_size": action.world_size,
             "timeout_s": self.timeout_s, "nccl_id": action.nccl_id,
-            "staging": self.config.weight_staging,
-            "num_workers": max(self.config.num_workers, self.config.max_workers, 1),
         }  # fmt: skip
 
     async def _run_join(self, action: JoinGroup, trainer: "Trainer") -> Result:
@@ -261,12 +259,12 @@ class Updates:
             async with self.ends_on_failure("the update did not begin", but_for=InvalidRequest):
                 fits = await self.call(
                     "begin", tensors, action.is_partial, action.chunk_bytes,
-                    "a checksum" if action.with_checksum else "",
+                    self.config.weight_staging, "a checksum" if action.with_checksum else "",
                 )  # fmt: skip
             check_whole_layers(fits[0]["split_layers"])
             update = self.new_update(action)
             self.state.begin(action.session, update, time.monotonic())
-            self._set_staging(staging_of(fits))
+            self.staging = staging_of(fits)
             if self.staging in STANDING:
                 policy = action.policy or self.default_pause_mode
                 self.steps.start(*stop_step(update.update_id), self._run_stop(policy))
@@ -321,21 +319,14 @@ class Updates:
 
     async def take(self, tensors: bytes, chunk_bytes: int, not_in_place: str) -> None:
         """Checks tensors of an update and starts to receive them."""
-        answers = await self.call("take", tensors, chunk_bytes, not_in_place)
+        answers = await self.call(
+            "take", tensors, chunk_bytes, self.config.weight_staging, not_in_place
+        )
         # One list may fit beside the model and another one not.
         before = [{"staging": self.staging}] if self.staging else []
-        self._set_staging(staging_of([*answers, *before]))
+        self.staging = staging_of([*answers, *before])
         if staging_of(answers) in STANDING:
             await self.stop_generation(self.default_pause_mode, receives=True)
-
-    def _set_staging(self, name: str) -> None:
-        if name == IN_HOST != self.staging and self.config.weight_staging == "auto":
-            logger.warning(
-                "the update's tensors wait in the host's memory, as neither that beside the model nor "
-                "the KV cache has room for them: it takes a hundred times as long as on the GPU; lower "
-                "gpu_memory_utilization"
-            )
-        self.staging = name
 
     async def begin_folder(self, action: BeginFolder, *, clock: int | None = None) -> Result:
         """Checks the folder's tensors; `clock` is given for weights that the pool has already.
@@ -828,4 +819,4 @@ def stop_step(update_id: str) -> tuple[str, str]:
 def staging_of(answers: list[dict[str, Any]]) -> str:
     """The staging of a worker from those of its processes."""
     names = {one["staging"] for one in answers}
-    return next((one for one in (*STANDING, IN_HOST) if one in names), min(names))
+    return next((one for one in STANDING if one in names), min(names))

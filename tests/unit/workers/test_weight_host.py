@@ -18,7 +18,7 @@ from workers.in_model.load.copies import Copy
 from workers.in_model.proof.catalogue import Catalogue
 from workers.in_model.proof.coverage import Coverage, HalfLoaded
 from workers.in_model.receiving.arrivals import Arrivals, CannotLeave
-from workers.in_model.receiving.staging import InKvCache, StagingRoom
+from workers.in_model.receiving.staging import InKvCache
 
 INFOS = [TensorInfo("first", "float32", [4]), TensorInfo("second", "float32", [2, 3])]
 ENCODED = msgspec.msgpack.encode(INFOS)
@@ -65,7 +65,6 @@ class Hosted:
         self.host: Any = Host(StubModel(self.module))
         self.receiver = FakeReceiver()
         self.host._arrivals._receiver = self.receiver
-        self.host._arrivals._room = StagingRoom("beside", torch.device("cpu"), None)
         proof = self.host._proof
         proof.catalogue = Catalogue(INFOS)
         proof._dry_run = lambda *_, **__: Coverage({}, {}, set(), set(), set(), is_confirmed=True)
@@ -82,8 +81,8 @@ class Hosted:
     def is_old(self) -> bool:
         return not any(one.any() for one in self.module.parameters())
 
-    def begin(self) -> dict[str, Any]:
-        report: dict[str, Any] = self.host.begin(ENCODED, False, 0, "")
+    def begin(self, setting: str = "beside") -> dict[str, Any]:
+        report: dict[str, Any] = self.host.begin(ENCODED, False, 0, setting, "")
         return report
 
 
@@ -149,19 +148,20 @@ def test_a_list_that_is_sent_again_is_checked_once(hosted: Hosted):
     assert len(runs) == 3
 
 
-def with_kv_cache(receiver: FakeReceiver) -> Any:
+def with_kv_cache(receiver: FakeReceiver, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Arrivals of which nothing fits beside the model."""
-    arrivals: Any = Arrivals(StubModel(torch.nn.Module()))
+    model = StubModel(torch.nn.Module())
+    monkeypatch.setattr(StubModel, "kv_caches", [torch.full((64,), 7.0)])
+    arrivals: Any = Arrivals(model)
     arrivals._receiver = receiver
-    arrivals._room = StagingRoom("kv", torch.device("cpu"), [torch.full((64,), 7.0)])
     return arrivals
 
 
-def test_what_goes_into_the_kv_cache_comes_once_generation_stands():
+def test_what_goes_into_the_kv_cache_comes_once_generation_stands(monkeypatch: pytest.MonkeyPatch):
     receiver = FakeReceiver()
-    arrivals = with_kv_cache(receiver)
+    arrivals = with_kv_cache(receiver, monkeypatch)
     chunks = plan_chunks(INFOS, 0)
-    assert arrivals.plan(chunks, 0, "").name == "kv"
+    assert arrivals.plan(chunks, "kv", 0, "").name == "kv"
     assert receiver.announced == []
     arrivals.receive()
     arrivals.receive()
@@ -176,8 +176,8 @@ def test_what_goes_into_the_kv_cache_comes_once_generation_stands():
 
 def test_what_came_moves_out_of_the_kv_cache_where_there_is_room(monkeypatch: pytest.MonkeyPatch):
     receiver = FakeReceiver()
-    arrivals = with_kv_cache(receiver)
-    arrivals.plan(plan_chunks(INFOS, 0), 0, "")
+    arrivals = with_kv_cache(receiver, monkeypatch)
+    arrivals.plan(plan_chunks(INFOS, 0), "kv", 0, "")
     arrivals.receive()
     came = tensors(5.0)
     receiver.come(came)

@@ -3,7 +3,6 @@
 import itertools
 import threading
 import time
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,17 +12,9 @@ import torch
 from titopool.wire.commands import TensorInfo
 from titopool.wire.weight_plan import Chunk, plan_chunks
 from workers.in_model.checkpoint_files import Refused
-from workers.in_model.receiving.host_memory import free_host_bytes
-from workers.in_model.receiving.staging import (
-    SPARE_HOST_BYTES,
-    InKvCache,
-    InPlace,
-    KvCacheMemory,
-    StagingRoom,
-)
+from workers.in_model.receiving.staging import InKvCache, InPlace, KvCacheMemory, StagingRoom
 
 CPU = torch.device("cpu")
-STAGING = "workers.in_model.receiving.staging"
 # Bytes of a layer's KV cache.
 LAYER = 4096
 
@@ -136,7 +127,7 @@ def room(setting: str, kv: Any, free: int, monkeypatch: pytest.MonkeyPatch) -> S
     "setting, free, expected",
     [
         ("auto", 9000, "beside"), ("auto", 7000, "kv"), ("kv", 9000, "kv"), ("beside", 9000, "beside"),
-        ("host", 8000, "host"), ("in_place", 9000, "beside"), ("in_place", 7000, "kv"),
+        ("host", 0, "host"), ("in_place", 9000, "beside"), ("in_place", 7000, "kv"),
     ],
 )  # fmt: skip
 def test_weights_wait_beside_the_model_or_in_the_kv_cache(
@@ -151,7 +142,7 @@ def test_weights_wait_beside_the_model_or_in_the_kv_cache(
     [
         ("auto", 1, 7000, 0), ("beside", 4, 7000, 0), ("kv", 1, 9000, 5000), ("auto", 0, 7000, 0),
         # Loading needs more than is free.
-        ("auto", 4, 7000, 7001), ("host", 4, 10_399, 0),
+        ("auto", 4, 7000, 7001),
     ],
 )  # fmt: skip
 def test_an_update_that_fits_nowhere_is_refused(
@@ -162,72 +153,8 @@ def test_an_update_that_fits_nowhere_is_refused(
     with pytest.raises(Refused, match=rf"weight_staging={setting}.*lower gpu_memory_utilization"):
         room(setting, kv, free, monkeypatch).choose(chunks, extra)
     # What else the setting may be, and what that costs.
-    with pytest.raises(Refused, match=r"give the host more memory.*or set.*in_place \(an update"):
+    with pytest.raises(Refused, match=r"in_place \(.*\) or to host"):
         room("auto", None, 0, monkeypatch).choose(chunks, 0)
-    with pytest.raises(Refused, match=r"set weight_staging to auto"):
-        room("kv", None, 0, monkeypatch).choose(chunks, 0)
-
-
-@pytest.mark.parametrize(
-    "host_free, num_sharing, device_free, expected",
-    [
-        (10_400, 1, 4000, "host"), (20_800, 2, 4000, "host"),
-        (10_399, 1, 4000, "0.0 GiB are free for 1 such processes"),
-        (20_799, 2, 4000, "0.0 GiB are free for 2 such processes"),
-        # A chunk comes to the GPU first.
-        (10_400, 1, 3999, "one, 0.0 GiB, must fit beside the model"),
-    ],
-)  # fmt: skip
-@pytest.mark.parametrize("setting", ["auto", "host"])
-def test_beside_a_gpu_weights_wait_in_the_host_s_memory_where_no_other_has_room(
-    setting: str,
-    host_free: int,
-    num_sharing: int,
-    device_free: int,
-    expected: str,
-    monkeypatch: pytest.MonkeyPatch,
-):
-    monkeypatch.setattr(f"{STAGING}.free_host_bytes", lambda: SPARE_HOST_BYTES + host_free)
-    monkeypatch.setattr(StagingRoom, "_num_free", lambda room: device_free)
-    gpu = SimpleNamespace(type="cuda")
-    found = StagingRoom(setting, gpu, layers(1), num_sharing)
-    # Three chunks of 10,400 bytes in all; the KV cache has 4,096.
-    chunks = plan_chunks(tensors(1000, 1000, 600), 0)
-    if expected == "host":
-        assert found.choose(chunks, 0).name == "host"
-    else:
-        with pytest.raises(Refused, match=expected):
-            found.choose(chunks, 0)
-
-
-def cgroup(folder: Path, limit: str, used: int, cached: int) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "memory.max").write_text(f"{limit}\n")
-    (folder / "memory.current").write_text(f"{used}\n")
-    (folder / "memory.stat").write_text(f"anon 5\ninactive_file {cached}\n")
-
-
-def test_the_least_limit_of_a_container_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=10_000))
-    root, own = tmp_path / "cgroup", tmp_path / "own"
-    # No cgroups at all, or those of version 1.
-    assert free_host_bytes(root, own) == 10_000
-    own.write_text("4:memory:/a\n")
-    assert free_host_bytes(root, own) == 10_000
-    own.write_text("0::/pod/container\n")
-    assert free_host_bytes(root, own) == 10_000
-    cgroup(root / "pod" / "container", "max", 700, 0)
-    assert free_host_bytes(root, own) == 10_000
-    cgroup(root / "pod", "8000", 3000, 1000)
-    assert free_host_bytes(root, own) == 6000
-    cgroup(root / "pod" / "container", "5000", 700, 50)
-    assert free_host_bytes(root, own) == 4350
-    cgroup(root / "pod" / "container", "600", 700, 0)
-    assert free_host_bytes(root, own) == 0
-    # Within a container the path is the mount's.
-    own.write_text("0::/\n")
-    cgroup(root, "2000", 100, 0)
-    assert free_host_bytes(root, own) == 1900
 
 
 # ---- in place ------------------------------------------------------------------------

@@ -59,11 +59,6 @@ class Arrivals:
                 "nccl_id: expected a worker with a GPU, got one without, which uses gloo; pass the "
                 "host and port of the trainer's store"
             )
-        if self._room is None:
-            num_sharing = given.num_workers * self._model.num_ranks
-            self._room = StagingRoom(
-                given.staging, self._model.device, self._model.kv_caches, num_sharing
-            )
         try:
             self._receiver = Receiver(replace(given, backend=backend), self._model.device)
         except OSError as error:
@@ -98,10 +93,13 @@ class Arrivals:
         """Where the tensors come in place, what hands them on."""
         return next((one for one in self._stagings if isinstance(one, InPlace)), None)
 
-    def plan(self, chunks: list[Chunk], extra_bytes: int, not_in_place: str) -> Staging:
+    def plan(
+        self, chunks: list[Chunk], setting: str, extra_bytes: int, not_in_place: str
+    ) -> Staging:
         """Chooses where `chunks` wait, as `StagingRoom.choose`; receives them if generation may go on."""
         receiver = self.receiver
-        assert self._room is not None
+        if self._room is None:
+            self._room = StagingRoom(setting, self._model.device, self._model.kv_caches)
         staging = self._room.choose(chunks, extra_bytes, not_in_place)
         self._stagings = [*self._stagings, staging]
         if isinstance(staging, InKvCache | InPlace):

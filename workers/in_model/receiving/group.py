@@ -60,9 +60,6 @@ class GroupArgs(msgspec.Struct, frozen=True):
     timeout_s: float
     # NCCL's id; empty: it comes through the store at `host`, `port`.
     nccl_id: bytes = b""
-    # The setting `weight_staging`, and how many workers of this host receive the same.
-    staging: str = "auto"
-    num_workers: int = 1
 
     @property
     def source(self) -> int:

@@ -1,15 +1,15 @@
 """Where received weights wait until they are applied.
 
-Runs in: vLLM's processes that hold the model. `Beside` is tried first, then `InKvCache`, then `InHost`,
-or `InPlace` if the setting `weight_staging` says so:
+Runs in: vLLM's processes that hold the model. `Beside` is tried first, then `InKvCache`; the other
+two are used only if the setting `weight_staging` says so:
 
 - Beside: memory next to the model. Generation goes on while weights arrive.
 - InKvCache: the KV cache's memory. Generation must stand before the first byte arrives, and until all
   caches are empty. A commit stops generation and empties the caches in any case, so this adds only
   the transfer to the stop.
-- InHost: the host's memory, at a hundredth of the speed. Generation goes on while weights arrive.
 - InPlace: nowhere. Chunks are loaded into the model as they come, while generation stands. An update
   that fails then leaves old and new weights.
+- InHost: the host's memory, at a hundredth of the speed.
 """
 
 import queue
@@ -20,7 +20,6 @@ from typing import Any, Protocol, TypeVar
 from titopool.wire.weight_plan import Chunk, message_of, views_of
 from workers.in_model.checkpoint_files import Refused
 from workers.in_model.receiving.group import Channel
-from workers.in_model.receiving.host_memory import free_host_bytes
 
 Item = TypeVar("Item")
 # By name.
@@ -28,8 +27,6 @@ Tensors = dict[str, Any]
 
 # GPU memory that weights beside the model leave free for the temporary tensors of generation.
 SPARE_GPU_BYTES = 2 * 2**30
-# The host's memory that weights leave free beside a GPU.
-SPARE_HOST_BYTES = 4 * 2**30
 # Tensors in the KV cache begin at multiples of this, for aligned loads.
 ALIGNMENT = 256
 # Chunks next to the model during an update in place: one is loaded while the other comes.
@@ -286,16 +283,14 @@ def _storages(kv_caches: Any) -> Iterator[Any]:
 class StagingRoom:
     """Chooses the staging of each update of one process."""
 
-    def __init__(self, setting: str, device: Any, kv_caches: Any, num_sharing: int = 1):
+    def __init__(self, setting: str, device: Any, kv_caches: Any):
         """
         Args:
             kv_caches: vLLM's; None: they may not be used, because others read or write them.
-            num_sharing: processes of this host that receive the same update.
         """
         self._setting = setting
         self._device = device
         self._kv = None if kv_caches is None else KvCacheMemory(kv_caches)
-        self._num_sharing = num_sharing
 
     def choose(self, chunks: Sequence[Chunk], extra_bytes: int, not_in_place: str = "") -> Staging:
         """The staging for `chunks`; loading them takes `extra_bytes` of GPU memory in addition.
@@ -306,52 +301,37 @@ class StagingRoom:
         Raises:
             Refused: the setting allows no memory that is large enough.
         """
+        if self._setting == "host":
+            return InHost(self._device)
         num_bytes = sum(chunk.num_bytes for chunk in chunks)
-        largest = max(chunk.num_bytes for chunk in chunks)
         room = self._num_free() - extra_bytes
-        uses_device = self._setting != "host"
-        if uses_device and self._setting != "kv" and self.fits_beside(num_bytes + extra_bytes):
+        if self._setting != "kv" and self.fits_beside(num_bytes + extra_bytes):
             return Beside(self._device)
         kv_bytes = 0
-        if uses_device and self._setting != "beside" and self._kv is not None:
+        if self._setting != "beside" and self._kv is not None:
             staging, kv_bytes = InKvCache(self._kv, self._device), self._kv.num_bytes
             if room >= 0 and staging.reserve(chunks, room):
                 return staging
+        advice = (
+            "set weight_staging to in_place (an update that fails then restarts the worker, which "
+            "has lost its weights) or to host (a hundred times as slow)"
+        )
         if self._setting == "in_place":
             # The next chunk may come before the model's thread has let go of the last one.
-            needed = (NUM_IN_PLACE + 1) * largest
+            needed = (NUM_IN_PLACE + 1) * max(chunk.num_bytes for chunk in chunks)
             if not not_in_place and needed <= room:
                 return InPlace(self._device, chunks)
             advice = (
                 f"{not_in_place or f'three chunks, {needed / GIB:.1f} GiB,'} cannot go in place; send "
                 "all tensors at once, without a checksum and in smaller chunks, or set "
-                "weight_staging to auto, which takes the host's memory"
+                "weight_staging to host (a hundred times as slow)"
             )
-        elif self._setting in ("auto", "host"):
-            host_bytes, on_cpu = self._host_bytes(), self._device.type == "cpu"
-            fits = largest <= room and num_bytes * self._num_sharing <= host_bytes
-            # On a CPU it is the same memory as that beside the model.
-            if fits and not (on_cpu and self._setting == "auto"):
-                return InHost(self._device)
-            advice = (
-                f"give the host more memory, of which {host_bytes / GIB:.1f} GiB are free for "
-                f"{self._num_sharing} such processes, send smaller chunks, of which one, "
-                f"{largest / GIB:.1f} GiB, must fit beside the model, or set weight_staging to in_place "
-                "(an update that fails then restarts the worker, which has lost its weights)"
-            )
-        else:
-            advice = "set weight_staging to auto, which takes the host's memory too"
         raise Refused(
             f"expected an update that fits into free memory, got {num_bytes / GIB:.1f} GiB: "
             f"{max(0, room) / GIB:.1f} GiB are free beside the model and {kv_bytes / GIB:.1f} GiB are "
             f"in the KV cache (weight_staging={self._setting}); lower gpu_memory_utilization; or "
             f"{advice}"
         )
-
-    def _host_bytes(self) -> int:
-        """Bytes of the host's memory that updates may take."""
-        spare = 0 if self._device.type == "cpu" else SPARE_HOST_BYTES
-        return max(0, free_host_bytes() - spare)
 
     def fits_beside(self, num_bytes: int) -> bool:
         """Whether the model can generate with so much less memory beside it."""
@@ -363,7 +343,9 @@ class StagingRoom:
         import torch
 
         if self._device.type != "cuda":
-            return free_host_bytes()
+            import psutil
+
+            return int(psutil.virtual_memory().available)
         free, _ = torch.cuda.mem_get_info(self._device)
         # torch's cache still holds the memory of the previous update.
         cached = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(
