@@ -62,7 +62,7 @@ class StubRank:
 
     def call(self, method: str, *args: Any) -> list[Any]:
         """As `VllmWeights.call`, of a method of `Exchange`."""
-        status, value = answer_of(getattr(self._exchange, method), *args)
+        status, value = answer_of(method, lambda: getattr(self._exchange, method)(*args))
         if status == "refused":
             raise InvalidRequest(value)
         if status != "ok":

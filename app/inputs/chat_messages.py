@@ -102,8 +102,8 @@ def _read_part(part: Any, location: str, images: list[str]) -> dict[str, str]:
             return {"type": "image"}
     raise InvalidRequest(
         f"{location}: expected a part of type text, image_url (a data: URL), image_pil or image (base64), "
-        f"with the value under the name of the type, got type {part.get('type')!r} with "
-        f"{', '.join(sorted(map(str, part)))}",
+        f"with the value under the name of the type, got type {beginning(part.get('type'), 60)} with "
+        f"{', '.join(name[:60] for name in sorted(map(str, part))[:20])}",
         param="messages",
     )
 

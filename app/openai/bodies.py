@@ -3,7 +3,7 @@
 from typing import Any, TypeVar
 
 from app.route.components import Components, Schema
-from app.route.decoding import convert
+from app.route.decoding import beginning, convert
 from app.route.fields import ChatFields, NumLogprobs, RouteFields, check_stream
 from app.route.open_bodies import OptionsDecoder
 from app.route.unused_fields import CHAT_ONLY, UNUSED, check_chat_only
@@ -84,7 +84,7 @@ CHAT_COMPLETIONS_BODY = OpenAIDecoder(ChatFields)
 
 def _set_structured_outputs(response_format: dict[str, Any], options: SamplingOptions) -> None:
     """Takes OpenAI's `response_format` into vLLM's `structured_outputs`."""
-    if options.structured_outputs is not None:
+    if options.structured_outputs not in (None, StructuredOutputs()):
         raise InvalidRequest(
             "response_format: expected either response_format or structured_outputs, got both; "
             "leave one out",
@@ -100,6 +100,6 @@ def _set_structured_outputs(response_format: dict[str, Any], options: SamplingOp
         case _:
             raise InvalidRequest(
                 "response_format: expected type text, json_object, or json_schema with "
-                f"json_schema.schema, got {str(response_format)[:100]}",
+                f"json_schema.schema, got {beginning(response_format, 100)}",
                 param="response_format",
             )

@@ -45,7 +45,8 @@ class Sampled:
         if piece.logprobs is not None:
             self.logprobs += sampled_logprobs(piece).tobytes()
         self.weight_versions = piece.weight_versions or self.weight_versions
-        self.finish_reason, self.stop_reason = piece.finish_reason, piece.stop_reason
+        self.finish_reason = piece.finish_reason or self.finish_reason
+        self.stop_reason = piece.stop_reason
         self.experts = piece.routed_experts or self.experts
         message = {"content": piece.text} if piece.message is None else piece.message
         self.parsing_error = message.get("parsing_error") or self.parsing_error

@@ -119,7 +119,8 @@ def test_status_wraps_no_sentence_through_a_pipe(capsys, monkeypatch):
         "adapters": {}, "waiting_prompts": 0, "needs_key": False, "requests": None,
         "workers": [worker | {"last_update": sentence, "reason": sentence}],
     }  # fmt: skip
-    console().print(status_screen.of(found))
+    screen = console()
+    screen.print(status_screen.of(found, width=screen.width))
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 5
     assert sum(sentence.strip() in line for line in lines) == 2
@@ -142,11 +143,13 @@ def test_requests_in_flight_stand_below_the_workers_the_oldest_first(start_stub,
     for index, name in enumerate(("first", "second", "third")):
         sent.append(post_in_thread(server, name, 10 * (index + 1)))
         wait_until(lambda n=index + 1: num_in_flight(server) == n, 20)
-    shown = run("status", "--url", server.url, TITOPOOL_API_KEY=KEY).stdout
+    shown = run("status", "--url", server.url, TITOPOOL_API_KEY=KEY, COLUMNS="140").stdout
     assert "3 requests in flight\n" in shown
     row = r"first +running +[\d.]+ s +10 +\d+ +1 +/generate +127\.0\.0\.1:\d+ +api_key +0 +stub"
     assert re.search(row, shown), shown
     assert shown.index("first") < shown.index("second") < shown.index("third")
+    narrow = run("status", "--url", server.url, TITOPOOL_API_KEY=KEY, COLUMNS="70").stdout
+    assert re.search(r"first +running +[\d.]+ s +10 +\d+ +1 +/generate +0", narrow), narrow
     facts = json.loads(run("status", "--url", server.url, "--json", TITOPOOL_API_KEY=KEY).stdout)
     assert facts["requests"]["num_requests"] == 3
     # They are not for everybody.

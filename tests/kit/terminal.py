@@ -3,6 +3,7 @@
 import fcntl
 import os
 import pty
+import signal
 import struct
 import subprocess
 import termios
@@ -87,6 +88,8 @@ def on_terminal(command: Sequence[str], **options: Any) -> Iterator[Terminal]:
     fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", ROWS, COLUMNS, 0, 0))
 
     def take_terminal() -> None:
+        # What runs the tests may ignore it, as a shell does for what it starts in the background.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
         os.setsid()
         fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 

@@ -32,6 +32,8 @@ def _blocking(
     def call(self: "Client", /, *args: P.args, **options: P.kwargs) -> R:
         return self._run(lambda client: method(client, *args, **options))
 
+    # So that it can be pickled, and an error names the call that was made.
+    call.__module__, call.__qualname__ = __name__, f"Client.{method.__name__}"
     return call
 
 

@@ -37,7 +37,7 @@ COMMANDS = {
 }  # fmt: skip
 
 
-# Commands that there were, and what to use.
+# Words that are no commands, and what to use.
 RETIRED = {
     "top": "`titopool status --watch` shows workers and requests",
     "bench": "`vllm bench serve --base-url URL` measures a server",

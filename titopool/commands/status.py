@@ -73,7 +73,8 @@ def status(url: str, watch: bool, interval_s: float, as_json: bool) -> int:
         # Only here: rich takes longer to import than a server to answer.
         from titopool.commands import status_screen
 
-        console().print(status_screen.of(found), soft_wrap=True)
+        screen = console()
+        screen.print(status_screen.of(found, width=screen.width), soft_wrap=True)
     return EXIT_READY if found["ready"] else EXIT_NOT_READY
 
 
@@ -100,7 +101,9 @@ def show_again(url: str, interval_s: float) -> int:
                 code = EXIT_READY if found["ready"] else EXIT_NOT_READY
             except Unreachable as error:
                 fault, code = f"{error}; trying again", EXIT_UNREACHABLE
-            shown = status_screen.of(found, rates, fault=fault, height=screen.size.height)
+            shown = status_screen.of(
+                found, rates, width=screen.width, fault=fault, height=screen.height
+            )
             live.update(shown, refresh=True)
             time.sleep(interval_s)
     return code

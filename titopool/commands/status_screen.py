@@ -19,6 +19,7 @@ def of(
     found: Row,
     rates: Mapping[str, float] | None = None,
     *,
+    width: int,
     fault: str = "",
     height: int | None = None,
 ) -> RenderableType:
@@ -27,6 +28,7 @@ def of(
     Args:
         found: `facts_of`; empty if no server has answered.
         rates: completion tokens a second by worker; None: there is no such column.
+        width: columns of the terminal; some of a request are left out if they do not fit.
         fault: why no server answers now.
         height: lines of the terminal; None: all requests are shown.
     """
@@ -47,7 +49,7 @@ def of(
     if (open_requests := found["requests"]) and open_requests["requests"]:
         used = FIXED_LINES + len(found["workers"]) + len(reasons) + len(lines)
         num_rows = None if height is None else max(3, height - used)
-        parts += [Text(), *_requests(open_requests, num_rows)]
+        parts += [Text(), *_requests(open_requests, num_rows, width)]
     return Group(*parts)
 
 
@@ -123,11 +125,19 @@ REQUESTS: tuple[tuple[str, bool, Callable[[Row], str]], ...] = (
 )  # fmt: skip
 
 
-def _requests(found: Row, num_rows: int | None) -> list[RenderableType]:
+# Left out in this order where the terminal is too narrow.
+OPTIONAL = ("model", "key", "client", "route", "prompts")
+
+
+def _requests(found: Row, num_rows: int | None, width: int) -> list[RenderableType]:
     rows = found["requests"][:num_rows]
-    table = _table([(name, is_number) for name, is_number, _ in REQUESTS])
-    for row in rows:
-        table.add_row(*(Text(cell(row)) for *_, cell in REQUESTS))
+    cells = {name: [cell(row) for row in rows] for name, _, cell in REQUESTS}
+    for name in OPTIONAL:
+        if sum(2 + max(map(len, (name, *column))) for name, column in cells.items()) > width:
+            del cells[name]
+    table = _table([(name, is_number) for name, is_number, _ in REQUESTS if name in cells])
+    for row in zip(*cells.values(), strict=True):
+        table.add_row(*map(Text, row))
     title = f"{found['num_requests']:,} requests in flight"
     if len(rows) < found["num_requests"]:
         title += f", the {len(rows)} oldest"

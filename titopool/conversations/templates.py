@@ -60,6 +60,13 @@ class LocalTemplate:
         return text
 
 
+class Rendered(str):
+    """A text of ids that the server has rendered. To tokenize it may give others: some tokenizers write
+    a blank before a word or read one."""
+
+    ids: Ids
+
+
 class ServerTemplate:
     """The template of the server's model, with the methods of `LocalTemplate`."""
 
@@ -86,8 +93,12 @@ class ServerTemplate:
 
     def text(
         self, messages: Sequence[Message], images: Sequence[str], *, is_prompt: bool = True
-    ) -> str:
-        return self.decode(self.render(messages, images, is_prompt=is_prompt))
+    ) -> Rendered:
+        """As `LocalTemplate.text`, with its ids."""
+        ids = self.render(messages, images, is_prompt=is_prompt)
+        text = Rendered(self.decode(ids))
+        text.ids = ids
+        return text
 
     def encode(self, text: str) -> Ids:
         return np.asarray(self._client.tokenize(text, add_special_tokens=False), np.int32)

@@ -28,7 +28,7 @@ from titopool.conversations.interface import (
     MessageDropped,
     TemplateRefused,
 )
-from titopool.conversations.templates import LocalTemplate, Template
+from titopool.conversations.templates import LocalTemplate, Rendered, Template
 from titopool.errors import InvalidRequest, PromptTooLong, TitopoolError
 
 # Ends a sampled turn's text. No text has this word, and no tokenizer merges it with the space before
@@ -290,8 +290,11 @@ class TurnRenderer:
         _, mark, after = text.rpartition(SENTINEL)
         if not mark:
             return None
-        # What stands before the sentinel may be a part of its first token.
-        ids = self.template.encode(FILLER + SENTINEL + after)
+        if isinstance(text, Rendered):
+            ids = text.ids
+        else:
+            # What stands before the sentinel may be a part of its first token.
+            ids = self.template.encode(FILLER + SENTINEL + after)
         end = _end_of(self._marks[0], ids)
         return None if end is None else ids[end:]
 
@@ -406,12 +409,13 @@ class TurnRenderer:
     def _closing_within(self) -> Ids:
         """The ids that the template writes after a turn that a generation prompt follows."""
         turn = {"role": "assistant", "content": "b" + SENTINEL}
-        text = self.template.text([_QUESTION, turn], ())
+        ids = self.template.render([_QUESTION, turn], ())
         short, prompt = (
-            self.template.text([_QUESTION], (), is_prompt=is_prompt) for is_prompt in (False, True)
+            self.template.render([_QUESTION], (), is_prompt=is_prompt)
+            for is_prompt in (False, True)
         )
-        closing = self._after(text[: len(text) + len(short) - len(prompt)])
-        return self.closing if closing is None else closing
+        end, num_prompt = _end_of(self._marks[0], ids), len(prompt) - len(short)
+        return self.closing if end is None else ids[end : len(ids) - num_prompt]
 
     @cached_property
     def openings(self) -> frozenset[int]:

@@ -1,7 +1,7 @@
 """The class that titopool mixes into vLLM's worker (`worker_extension_cls`).
 
 Runs in: vLLM's processes that hold the model. vLLM refuses names that its worker class has already,
-so methods and attributes start with `titopool_` and `_titopool_`.
+so names of methods and attributes begin with `titopool` and `_titopool`.
 """
 
 import atexit
@@ -43,9 +43,13 @@ class WorkerExtension:
 
     def titopool(self, method: str, *args: Any) -> Answer:
         """The answer of a method of `Host`."""
-        if self._titopool_host is None:
-            self._titopool_host = Host(ServedModel(self))
-        return answer_of(getattr(self._titopool_host, method), *args)
+
+        def call() -> Any:
+            if self._titopool_host is None:
+                self._titopool_host = Host(ServedModel(self))
+            return getattr(self._titopool_host, method)(*args)
+
+        return answer_of(method, call)
 
     def titopool_die_with(self, pid: int) -> int:
         """Ends this process, and its parent in vLLM, when process `pid` has ended.

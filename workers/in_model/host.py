@@ -172,15 +172,15 @@ class Host:
         return result
 
 
-def answer_of(method: Callable[..., Any], *args: Any) -> Answer:
-    """The result of `method`, or its error: `["ok", …]`, `["refused", text]`, `["error", text]` or
-    `["broken", text]`.
+def answer_of(name: str, call: Callable[[], Any]) -> Answer:
+    """The result of the method `name`, or its error: `["ok", …]`, `["refused", text]`,
+    `["error", text]` or `["broken", text]`.
 
     It raises nothing: if one of several processes raised, vLLM would return the other processes'
     answers as the result of the next call.
     """
     try:
-        return ["ok", method(*args)]
+        return ["ok", call()]
     except Refused as error:
         return ["refused", str(error)]
     except CannotLeave as error:
@@ -188,5 +188,5 @@ def answer_of(method: Callable[..., Any], *args: Any) -> Answer:
     except HalfLoaded as error:
         return ["error", str(error)]
     except Exception as error:
-        logger.warning("%s failed", method.__name__, exc_info=True)
+        logger.warning("%s failed", name, exc_info=True)
         return ["error", f"{type(error).__name__}: {error}"]

@@ -252,10 +252,10 @@ class Control:
             return {"session": self._updates.state.session}
         # Other workers may have an update that is complete here.
         await self._trl.finish_if_complete()
-        trainer = self._stock if action.is_stock else self._trl
-        return await self._updates.join(
-            action, None if action.protocol == "vllm" and not action.is_stock else trainer
+        trainer = (
+            self._stock if action.is_stock else self._trl if action.protocol == "trl" else None
         )
+        return await self._updates.join(action, trainer)
 
     async def _leave(self, action: LeaveGroup) -> Result:
         if action.finishes:

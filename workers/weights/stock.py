@@ -135,11 +135,7 @@ class StockTrainer(Trainer):
     @property
     def _has_session(self) -> bool:
         """Whether the session is one of vLLM's routes."""
-        return (
-            self.updates.group is not None
-            and self.updates.group.is_stock
-            and bool(self.state.session)
-        )
+        return self.updates.trainer is self
 
     @property
     def _stock_update(self) -> PoolWeights | None:
@@ -156,6 +152,11 @@ class StockTrainer(Trainer):
     @property
     def is_receiving_list(self) -> bool:
         return self._last is not None and self.steps.is_running("receive", self._last[1])
+
+    @property
+    def may_be_asked(self) -> bool:
+        """The step that receives a list asks for itself."""
+        return not self.is_receiving_list
 
     @property
     def keeps_group(self) -> bool:

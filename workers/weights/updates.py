@@ -753,6 +753,11 @@ class Trainer:
         return False
 
     @property
+    def may_be_asked(self) -> bool:
+        """Whether receivers can be asked: while the model loads in place, the call would wait."""
+        return not self.updates.is_in_model
+
+    @property
     def told(self) -> dict[str, TensorInfo] | None:
         """The update's tensors by name, where `begin` did not have them all; None: it had."""
         return None
@@ -798,8 +803,7 @@ class Trainer:
     async def look(self) -> None:
         """Ends an update whose receiver failed or whose trainer is gone; called while it receives."""
         updates = self.updates
-        # While a list is received, that step asks; while the model loads, the call would wait.
-        if not (self.is_receiving_list or updates.is_in_model):
+        if self.may_be_asked:
             await updates.call.receiver_statuses()
         update, group = self.state.update, updates.group
         if group is None or not group.host or not self.is_watched:

@@ -103,7 +103,7 @@ def test_what_has_come_is_loaded_and_readers_of_the_old_weights_end_first(hosted
     assert hosted.ended_offers == [True]
     assert not hosted.receiver.staged
     # What was checked is forgotten: nothing is loaded twice, or unchecked.
-    assert answer_of(hosted.host.apply)[0] == "error"
+    assert answer_of("apply", hosted.host.apply)[0] == "error"
 
 
 def test_a_folder_is_loaded_in_place_of_what_came(hosted: Hosted, tmp_path: Path):
@@ -200,8 +200,8 @@ def test_what_came_moves_out_of_the_kv_cache_where_there_is_room(monkeypatch: py
     ],
 )
 def test_errors_are_answers(error: Exception, kind: str, text: str):
-    def fail(argument: int) -> None:
+    def fail() -> None:
         raise error
 
-    assert answer_of(fail, 3) == [kind, text]
-    assert answer_of(lambda: None) == ["ok", None]
+    assert answer_of("fail", fail) == [kind, text]
+    assert answer_of("pass", lambda: None) == ["ok", None]

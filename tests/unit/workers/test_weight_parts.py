@@ -129,12 +129,12 @@ def test_a_tied_head_has_the_embedding_s_values(
 ):
     monkeypatch.setattr("titopool.wire.weight_plan.COMPARED_ROWS", 4)
     proof = with_tied_head(Proof(StubModel(rank_of(SAME, first=2, last=10))))
-    answers = [answer_of(proof.compare_heads, sent)]
+    answers = [answer_of("heads", lambda: proof.compare_heads(sent))]
     if EMBEDDING in sent:
         names = list(sent)
         for index, some in enumerate((names[:5], names[5:])):
             save_file({one: sent[one] for one in some}, tmp_path / f"{index}.safetensors")
-        answers.append(answer_of(proof.check_folder, tmp_path))
+        answers.append(answer_of("folder", lambda: proof.check_folder(tmp_path)))
     for status, answer in answers:
         assert status == ("refused" if refused else "ok"), answer
         assert not refused or "lm_head.weight: expected the embedding's values" in answer

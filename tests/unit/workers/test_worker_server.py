@@ -1,7 +1,6 @@
 """A worker's server: every job ends once, whatever fails."""
 
 import asyncio
-import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from harness.servers import REPOSITORY, STALL_S
+from harness.servers import STALL_S
 from tests.kit.workers.idle_worker import Engine, make_server
 from titopool.errors import InvalidRequest
 from titopool.settings.config import ServerConfig
@@ -94,27 +93,22 @@ def test_a_job_ends_once_whatever_raises(
 
 
 def test_a_job_runs_no_code_of_weight_updates(monkeypatch: pytest.MonkeyPatch):
-    """No trainer that sends tensor by tensor has a group, so that nothing may have to end first."""
-    entered: set[str] = set()
+    """Unless a trainer that sends tensor by tensor has a group: its update may have to end first."""
 
-    async def story() -> None:
+    async def story(protocol: str) -> list[Any]:
         server = make_server(ServerConfig())
-        monkeypatch.setattr(server, "_post", lambda front_end, result: None)
+        posted: list[Any] = []
+        monkeypatch.setattr(server, "_post", lambda front_end, result: posted.append(result))
+        # What else is asked of them is missing.
+        updates = SimpleNamespace(state=SimpleNamespace(protocol=protocol))
+        monkeypatch.setattr(server._control, "_updates", updates)
+        monkeypatch.setattr(server._control, "_trl", None)
         front_end, slots = front_end_with_job(server)
-        sys.setprofile(lambda frame, *_: entered.add(frame.f_code.co_filename))
-        try:
-            await server._run_job(front_end, JOB, slots)
-        finally:
-            sys.setprofile(None)
+        await server._run_job(front_end, JOB, slots)
+        return posted
 
-    asyncio.run(story())
-    rooms = {
-        str(Path(one).parent.relative_to(REPOSITORY))
-        for one in entered
-        if REPOSITORY in Path(one).parents
-    }
-    assert "workers/serving" in rooms
-    assert not rooms & {"workers/weights", "workers/in_model"}
+    assert [type(one) for one in asyncio.run(story(""))] == [Completed]
+    assert [type(one) for one in asyncio.run(story("trl"))] == [Failed]
 
 
 def test_a_worker_that_was_blocked_drops_no_front_end(monkeypatch: pytest.MonkeyPatch):
