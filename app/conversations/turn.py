@@ -338,7 +338,10 @@ def _tail_of(turn: Turn, decode: Callable[[np.ndarray], str]) -> bytes | None:
     """What ids say after the text that the client got of them: an end of text, a stop string; None: the
     text is not that of the ids."""
     whole, text = decode(np.frombuffer(turn.ids, np.int32)), turn.head.message["content"]
-    return whole.removeprefix(text).encode() if whole.startswith(text) else None
+    if not whole.startswith(text):
+        return None
+    # A character of which the last id is a part only is in no answer.
+    return whole.removeprefix(text).lstrip("\ufffd").encode()
 
 
 def raw_link(model: str, kind: bytes, content: bytes) -> bytes:

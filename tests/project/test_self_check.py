@@ -21,7 +21,7 @@ SIZES = {
     "app.anthropic": 366,
     "app.call": 1045,
     "app.control": 178,
-    "app.conversations": 763,
+    "app.conversations": 765,
     "app.counts": 267,
     "app.http": 1048,
     "app.inputs": 771,

@@ -253,7 +253,7 @@ def test_texts_and_ids_go_on_without_messages(server: Server):
     made = make(server)
 
     def complete(prompt: Any) -> dict[str, Any]:
-        body = {"prompt": prompt, "max_tokens": 6, "return_token_ids": True}
+        body = {"prompt": prompt, "max_tokens": 6, "temperature": 0, "return_token_ids": True}
         answer = requests.post(f"{server.url}{made['path']}/completions", json=body, timeout=60)
         assert answer.ok, answer.text
         return answer.json()["choices"][0]

@@ -9,7 +9,7 @@ import pytest
 
 from app.conversations.session_samples import ends_of, sample_of
 from app.conversations.store import Maker, Session, SessionStore
-from app.conversations.turn import IDS, SessionTurn
+from app.conversations.turn import IDS, SessionTurn, _tail_of
 from titopool.settings.sampling import SamplingOptions
 from titopool.wire.messages import Completed, Completion, RoutedExperts
 
@@ -99,3 +99,16 @@ def test_a_turn_whose_images_have_other_numbers_of_tokens_begins_a_branch(player
     _, whole = player.samples()
     assert whole.turns[-1].parent == 1
     assert list(whole.routed_experts.data) == list(range(8))
+
+
+@pytest.mark.parametrize(
+    "whole, text, tail",
+    [
+        ("ab", "ab", b""), ("ab</s>", "ab", b"</s>"), ("ax", "ab", None),
+        # The last id is one byte of a character that never came.
+        ("ab\ufffd", "ab", b""), ("ab\ufffd</s>", "ab", b"</s>"), ("ab\ufffd", "ab\ufffd", b""),
+    ],
+)  # fmt: skip
+def test_what_follows_a_text_has_no_half_character(whole: str, text: str, tail: bytes | None):
+    turn: Any = SimpleNamespace(ids=packed(1), head=SimpleNamespace(message={"content": text}))
+    assert _tail_of(turn, lambda ids: whole) == tail
