@@ -84,7 +84,7 @@ CHAT_COMPLETIONS_BODY = OpenAIDecoder(ChatFields)
 
 def _set_structured_outputs(response_format: dict[str, Any], options: SamplingOptions) -> None:
     """Takes OpenAI's `response_format` into vLLM's `structured_outputs`."""
-    if options.structured_outputs not in (None, StructuredOutputs()):
+    if options.structured_outputs is not None:
         raise InvalidRequest(
             "response_format: expected either response_format or structured_outputs, got both; "
             "leave one out",
