@@ -1,5 +1,6 @@
 """`titopool status` and `scale` against running servers."""
 
+import io
 import json
 import re
 import subprocess
@@ -11,6 +12,7 @@ from types import SimpleNamespace
 
 import msgspec
 import pytest
+from rich.console import Console
 
 from harness.servers import (
     REPOSITORY,
@@ -193,6 +195,17 @@ def test_a_watch_waits_for_a_server_that_is_away(start_stub, stub_server, tmp_pa
         assert "0/256" in terminal.text
         terminal.type(b"\x03")
         assert terminal.wait(20) == 3
+
+
+def test_front_ends_that_do_not_answer_are_told_without_requests_too():
+    found = {
+        "url": "u", "ready": True, "draining": False, "model": "m", "max_model_len": 9,
+        "adapters": {}, "waiting_prompts": 0, "needs_key": False, "workers": [],
+        "requests": {"requests": [], "num_requests": 0, "num_front_ends": 1, "num_missing": 1},
+    }  # fmt: skip
+    screen = Console(width=100, file=io.StringIO())
+    screen.print(status_screen.of(found, width=100))
+    assert "1 front ends do not answer" in screen.file.getvalue()
 
 
 def test_rates_are_those_of_two_looks():

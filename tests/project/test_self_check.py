@@ -40,7 +40,7 @@ SIZES = {
     "titopool": 503,
     "titopool.answers": 343,
     "titopool.client": 1616,
-    "titopool.commands": 660,
+    "titopool.commands": 661,
     "titopool.conversations": 751,
     "titopool.helpers": 290,
     "titopool.mismatch": 224,

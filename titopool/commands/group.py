@@ -40,7 +40,7 @@ COMMANDS = {
 # Words that are no commands, and what to use.
 RETIRED = {
     "top": "`titopool status --watch` shows workers and requests",
-    "bench": "`vllm bench serve --base-url URL` measures a server",
+    "bench": "`vllm bench serve --base-url URL`, of vLLM's GPU package, measures a server",
 }
 
 

@@ -46,7 +46,8 @@ def of(
         _workers(found["workers"], rates),
         *reasons,
     ]
-    if (open_requests := found["requests"]) and open_requests["requests"]:
+    open_requests = found["requests"]
+    if open_requests and (open_requests["requests"] or open_requests["num_missing"]):
         used = FIXED_LINES + len(found["workers"]) + len(reasons) + len(lines)
         num_rows = None if height is None else max(3, height - used)
         parts += [Text(), *_requests(open_requests, num_rows, width)]
